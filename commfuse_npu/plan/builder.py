@@ -119,6 +119,21 @@ class Builder:
         receives = sorted((received for _, received in pairs), key=lambda one: one.source)
         self._code.append(Collective(kind, source, out, tuple(sends), tuple(receives)))
 
+    def all_gather(
+        self, source: Span, out: Span, piece: str, chunk: int = 0, chunks: int = 1
+    ) -> None:
+        """Send ``source`` to every peer; ``out`` is a block per rank, in their order.
+
+        The own block is filled by a collective alone.
+        """
+        if self.together:
+            self.collective("all_gather", source, out, piece, chunk, chunks)
+            return
+        for hop in self.hops("first"):
+            start = out.start + hop.source * source.rows
+            theirs = Span(out.buffer, start, start + source.rows)
+            self.post(hop, source, theirs, piece, chunk, chunks)
+
     def _transfers(
         self, hop: Hop, piece: str, chunk: int, chunks: int
     ) -> tuple[Transfer, Transfer]:

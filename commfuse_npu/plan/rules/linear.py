@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from functools import partial
 from typing import Literal
 
 from commfuse_npu.plan.builder import Builder
@@ -20,8 +21,9 @@ from commfuse_npu.plan.rules.pieces import (
     sides_of,
     sum_pieces,
 )
+from commfuse_npu.plan.rules.product import Product
 from commfuse_npu.plan.rules.rule import IN_FLIGHT, Carrier, rule
-from commfuse_npu.plan.schedule import Hop, Place
+from commfuse_npu.plan.schedule import Place
 
 __all__ = ["Wgrad", "column_backward", "gather_gemm", "gemm_all_reduce", "gemm_scatter"]
 
@@ -181,26 +183,22 @@ def gemm_scatter(place: Place, rows: int, inputs: int, outputs: int) -> Builder:
     """
     b = Builder(place)
     groups = b.runs(outputs, "last")
-    scatter = _ColumnScatter(b, rows, groups, "out", in_flight=IN_FLIGHT, own_last=True)
-    everything = slice(0, place.size * rows)
-    for j, columns in enumerate(groups):
+    products, last = _by_columns(b, groups, rows, IN_FLIGHT, own_last=True), len(groups) - 1
+
+    def gemm(j: int, piece: slice) -> None:
+        weight = Span("weight", 0, inputs, (groups[j].start, groups[j].stop))
+        b.compute("gemm", [products[j].made(piece)], [rows_of("a", piece), weight])
+
+    for j, product in enumerate(products):
         if j >= IN_FLIGHT:
-            scatter.add(j - IN_FLIGHT, aside=True)
-        if j < len(groups) - 1:
-            _gemm(b, scatter.made(j, everything), everything, inputs, columns)
-            scatter.post(j)
+            _add_columns(products, groups, j - IN_FLIGHT, "out", rows, aside=True)
+        if j < last:
+            gemm(j, slice(0, place.size * rows))
+            product.send()
         else:
-            for hop, piece in _in_turn(b, rows, departures_of(place, len(groups))):
-                if piece is not None:
-                    _gemm(b, scatter.made(j, piece), piece, inputs, columns)
-                if not b.together:
-                    scatter.post_one(j, hop)
-            if b.together:
-                scatter.post(j)
-            own = block_of(place.rank, rows)
-            _gemm(b, scatter.made(j, own), own, inputs, columns)
+            product.send_as_made(departures_of(place, len(groups)), partial(gemm, j))
     for j in range(max(0, len(groups) - IN_FLIGHT), len(groups)):
-        scatter.add(j, aside=j < len(groups) - 1)
+        _add_columns(products, groups, j, "out", rows, aside=j < last)
     return b
 
 
@@ -212,109 +210,28 @@ def _(c: Carrier, rows: int, inputs: int, outputs: int) -> None:
     c.reduce_scatter(product, out="out")
 
 
-def _in_turn(b: Builder, rows: int, blocks: Sequence[range]) -> Iterator[tuple[Hop, slice | None]]:
-    """The peers as they are sent to, the first of some blocks with the rows of all of them."""
-    left = list(blocks)
-    for hop in b.hops("last"):
-        side = next((side for side in left if hop.target in side), None)
-        if side is None:
-            yield hop, None
-        else:
-            left.remove(side)
-            yield hop, slice(side[0] * rows, (side[-1] + 1) * rows)
+def _by_columns(
+    b: Builder, groups: Sequence[slice], rows: int, in_flight: int, own_last: bool = False
+) -> list[Product]:
+    """A product's groups of columns, so many of them with memory of their own."""
+    of, widths = len(groups), [columns.stop - columns.start for columns in groups]
+    return [
+        Product(b, j, of, rows, width, j % in_flight, own_last and j == of - 1)
+        for j, width in enumerate(widths)
+    ]
 
 
-def _gemm(b: Builder, made: Span, piece: slice, inputs: int, columns: slice) -> None:
-    weight = Span("weight", 0, inputs, (columns.start, columns.stop))
-    b.compute("gemm", [made], [rows_of("a", piece), weight])
-
-
-def _own_below(b: Builder, rows: int, piece: slice) -> slice:
-    """Where rows of all ranks are if the peers' come first, which are sent before the own."""
-    own = block_of(b.rank, rows)
-    if piece == own:
-        return block_of(b.peers, rows)
-    back = rows if piece.start >= own.stop else 0
-    return slice(piece.start - back, piece.stop - back)
-
-
-def _partials(b: Builder, buffer: str, rows: int, *, own: bool) -> list[tuple[Span, int]]:
-    """What arrived from the peers, in the order in which it is added.
-
-    Args:
-        own: whether a collective brought the own block as well.
-    """
-    if not b.together:
-        return [(Span(buffer, 0, b.peers * rows), b.peers)] if b.peers else []
-    ranks = range(b.size) if own else peers_of(b.place)
-    places = (ranks.index(hop.source) for hop in b.hops("last"))
-    return [(rows_of(buffer, block_of(at, rows)), 1) for at in places]
-
-
-class _ColumnScatter:
-    """Groups of columns of a product on their way to the ranks of their rows.
-
-    Args:
-        out: the buffer of the sums.
-        in_flight: how many groups have memory of their own.
-        own_last: whether the own rows of the last group are made when the others are sent.
-    """
-
-    def __init__(
-        self,
-        b: Builder,
-        rows: int,
-        groups: list[slice],
-        out: str,
-        in_flight: int,
-        own_last: bool = False,
-    ) -> None:
-        self._b, self._rows, self._groups, self._out = b, rows, groups, out
-        self._whole = len(groups) == 1
-        self._apart = len(groups) - 1 if own_last and b.together else None
-        stacked = b.size if b.together else b.peers
-        for j, columns in enumerate(groups):
-            slot, width = j % in_flight, columns.stop - columns.start
-            b.scratch(self._product(j), b.size * rows, width, slot=f"made {slot}")
-            b.scratch(self._slab(j), stacked * rows, width, slot=f"slab {slot}")
-
-    def made(self, j: int, piece: slice) -> Span:
-        """Where rows of a group's product, ``[n * s, width]``, are."""
-        if j == self._apart:
-            piece = _own_below(self._b, self._rows, piece)
-        return rows_of(self._product(j), piece)
-
-    def _product(self, j: int) -> str:
-        return f"product {j}"
-
-    def _slab(self, j: int) -> str:
-        return f"partials {j}"
-
-    def post(self, j: int) -> None:
-        if self._b.together:
-            blocks = self._b.peers if j == self._apart else self._b.size
-            source = Span(self._product(j), 0, blocks * self._rows)
-            out, chunks = Span(self._slab(j), 0, blocks * self._rows), len(self._groups)
-            own = j != self._apart
-            name = "partial for {target}"
-            self._b.collective("all_to_all", source, out, name, j, chunks, own=own)
-            return
-        for hop in self._b.hops("last"):
-            self.post_one(j, hop)
-
-    def post_one(self, j: int, hop: Hop) -> None:
-        rows, chunks = self._rows, len(self._groups)
-        # One below the other in the order in which they are added.
-        into = rows_of(self._slab(j), block_of(self._b.hops("last").index(hop), rows))
-        made = self.made(j, block_of(hop.target, rows))
-        self._b.post(hop, made, into, "partial for {target}", j, chunks)
-
-    def add(self, j: int, *, aside: bool) -> None:
-        b, rows, columns = self._b, self._rows, self._groups[j]
-        out = Span(self._out, 0, rows, None if self._whole else (columns.start, columns.stop))
-        own = self.made(j, block_of(b.rank, rows))
-        terms = _partials(b, self._slab(j), rows, own=j != self._apart)
-        b.add(out, *terms, (own, 1), aside=aside)
+def _add_columns(
+    products: Sequence[Product],
+    groups: Sequence[slice],
+    j: int,
+    buffer: str,
+    rows: int,
+    *,
+    aside: bool,
+) -> None:
+    columns = None if len(groups) == 1 else (groups[j].start, groups[j].stop)
+    products[j].add(Span(buffer, 0, rows, columns), aside=aside)
 
 
 @rule
@@ -347,26 +264,20 @@ def column_backward(
     n, r = place.size, place.rank
     if gathers:
         b.scratch("whole", n * rows, inputs)
-        mine, whole = Span("x", 0, rows), Span("whole", 0, n * rows)
-        if b.together:
-            b.collective("all_gather", mine, whole, "block {source}")
-        else:
-            for hop in b.hops("first"):
-                b.post(hop, mine, rows_of("whole", block_of(hop.source, rows)), "block {source}")
+        b.all_gather(Span("x", 0, rows), Span("whole", 0, n * rows), "block {source}")
         b.mark()
     groups = b.runs(inputs, "last") if scatters else []
-    scatter = _ColumnScatter(b, rows, groups, "grad_x", in_flight=len(groups))
-    for j, columns in enumerate(groups):
+    products, everything = _by_columns(b, groups, rows, len(groups)), slice(0, n * rows)
+    for product, columns in zip(products, groups, strict=True):
         weight = Span("weight", 0, outputs, (columns.start, columns.stop))
-        everything = slice(0, n * rows)
-        b.compute("gemm", [scatter.made(j, everything)], [rows_of("grad", everything), weight])
-        scatter.post(j)
+        b.compute("gemm", [product.made(everything)], [rows_of("grad", everything), weight])
+        product.send()
     if wgrad:
         if gathers and not b.together:
             b.copy(rows_of("whole", block_of(r, rows)), Span("x", 0, rows), aside=True)
         b.compute("wgrad", [], [Span("grad", 0, n * rows), Span("whole", 0, n * rows)])
     for j in range(len(groups)):
-        scatter.add(j, aside=wgrad or j < len(groups) - 1)
+        _add_columns(products, groups, j, "grad_x", rows, aside=wgrad or j < len(groups) - 1)
     return b
 
 
@@ -407,58 +318,31 @@ def gemm_all_reduce(place: Place, rows: int, inputs: int, outputs: int) -> Build
     while the next part is made; the last part is cut, its own block last.
     """
     b = Builder(place)
-    r, parts = place.rank, parts_of(place, rows)
-    weight = Span("weight", 0, inputs)
-
-    def made(p: int, piece: slice) -> Span:
-        if b.together and p == len(parts) - 1:
-            piece = _own_below(b, (parts[p].stop - parts[p].start) // place.size, piece)
-        return rows_of(f"product {p}", piece)
+    parts, weight, products = parts_of(place, rows), Span("weight", 0, inputs), list[Product]()
 
     def gemm(p: int, piece: slice) -> None:
         part = slice(parts[p].start + piece.start, parts[p].start + piece.stop)
-        b.compute("gemm", [made(p, piece)], [rows_of("a", part), weight])
+        b.compute("gemm", [products[p].made(piece)], [rows_of("a", part), weight])
 
     def finish(p: int) -> None:
         """Sum the own block of a part, and send the sum around."""
-        block = (parts[p].stop - parts[p].start) // place.size
-        start = parts[p].start
-        mine = Span("out", start + r * block, start + (r + 1) * block)
-        if b.together:
+        block, start = (parts[p].stop - parts[p].start) // place.size, parts[p].start
+        mine = Span("out", start + place.rank * block, start + (place.rank + 1) * block)
+        if b.together:  # into which a collective copies the own block as well
             b.scratch(f"sum {p}", block, outputs, slot=f"sum {p % 2}")
             mine = Span(f"sum {p}", 0, block)
-        terms = _partials(b, f"partials {p}", block, own=p < len(parts) - 1)
-        b.add(mine, *terms, (made(p, block_of(r, block)), 1))
-        if b.together:
-            there = rows_of("out", parts[p])
-            b.collective("all_gather", mine, there, "sum {source}", p, len(parts))
-            return
-        for hop in b.hops("first"):
-            theirs = Span("out", start + hop.source * block, start + (hop.source + 1) * block)
-            b.post(hop, mine, theirs, "sum {source}", p, len(parts))
+        products[p].add(mine)
+        b.all_gather(mine, rows_of("out", parts[p]), "sum {source}", p, len(parts))
 
     for p, part in enumerate(parts):
         length, last = part.stop - part.start, p == len(parts) - 1
         block = length // place.size
-        b.scratch(f"product {p}", length, outputs, slot=f"product in {p % 2}")
-        stacked = b.size if b.together else b.peers
-        b.scratch(f"partials {p}", stacked * block, outputs, slot=f"partials in {p % 2}")
-        if not last:
-            gemm(p, slice(0, length))
-        for at, (hop, piece) in enumerate(_in_turn(b, block, departures_of(place, 1))):
-            if last and piece is not None:
-                gemm(p, piece)
-            if not b.together:
-                into = rows_of(f"partials {p}", block_of(at, block))
-                sent = made(p, block_of(hop.target, block))
-                b.post(hop, sent, into, "partial for {target}", p, len(parts))
-        if b.together:
-            blocks = b.peers if last else b.size
-            sent, into = (Span(f"{x} {p}", 0, blocks * block) for x in ("product", "partials"))
-            name = "partial for {target}"
-            b.collective("all_to_all", sent, into, name, p, len(parts), own=not last)
+        products.append(Product(b, p, len(parts), block, outputs, p % 2, own_last=last))
         if last:
-            gemm(p, block_of(r, block))
+            products[p].send_as_made(departures_of(place, 1), partial(gemm, p))
+        else:
+            gemm(p, slice(0, length))
+            products[p].send()
         if p:
             finish(p - 1)
     finish(len(parts) - 1)

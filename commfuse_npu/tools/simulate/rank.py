@@ -329,7 +329,8 @@ class Rank:
 
     def _add(self, operation: str, one: Add, size: Callable[[Span], float]) -> None:
         additions, traffic = sum(parts for _, parts in one.terms) - 1, 3 * size(one.out)
-        if self.variant.sums == "once" or not additions:
+        # A stack in one pass; what a collective brought is no stack in the order of its sum.
+        if (self.variant.sums == "once" and len(one.terms) <= 2) or not additions:
             traffic = size(one.out) + sum(size(span) for span, _ in one.terms)
             additions = 1
         for _ in range(additions):

@@ -1,0 +1,99 @@
+"""A product that is reduce-scattered: its blocks on their way, and the partials of the own one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from commfuse_npu.plan.builder import Builder
+from commfuse_npu.plan.program import Span
+from commfuse_npu.plan.rules.pieces import block_of, peers_of, rows_of
+from commfuse_npu.plan.schedule import Hop
+
+__all__ = ["Product"]
+
+_PIECE = "partial for {target}"
+
+
+class Product:
+    """One of several, each ``[n * s, columns]`` in scratch memory; block d goes to rank d.
+
+    Args:
+        number, of: which one it is of how many.
+        rows: of a block.
+        slot: products of a slot have their memory one after the other.
+        own_last: whether the own block is made when the others are sent.
+    """
+
+    def __init__(
+        self,
+        b: Builder,
+        number: int,
+        of: int,
+        rows: int,
+        columns: int,
+        slot: int,
+        own_last: bool = False,
+    ) -> None:
+        self._b, self._number, self._of, self._rows = b, number, of, rows
+        self._name, self._partials = f"product {number}", f"partials {number}"
+        # What a collective sends is one run of rows.
+        self._own_below = own_last and b.together
+        arriving = b.size if b.together else b.peers
+        b.scratch(self._name, b.size * rows, columns, slot=f"made {slot}")
+        b.scratch(self._partials, arriving * rows, columns, slot=f"slab {slot}")
+
+    @property
+    def _own(self) -> slice:
+        return block_of(self._b.rank, self._rows)
+
+    def made(self, piece: slice) -> Span:
+        """Where some of its rows are: in their order, or the own ones below all others."""
+        back = 0
+        if self._own_below and piece == self._own:
+            back = piece.start - self._b.peers * self._rows
+        elif self._own_below and piece.start >= self._own.stop:
+            back = self._rows
+        return Span(self._name, piece.start - back, piece.stop - back)
+
+    def send(self) -> None:
+        """Send the blocks of all peers, and receive as many partials."""
+        b = self._b
+        if not b.together:
+            for hop in b.hops("last"):
+                self._post(hop)
+            return
+        end = (b.peers if self._own_below else b.size) * self._rows
+        sent, into = Span(self._name, 0, end), Span(self._partials, 0, end)
+        own = not self._own_below
+        b.collective("all_to_all", sent, into, _PIECE, self._number, self._of, own=own)
+
+    def send_as_made(self, blocks: Sequence[range], gemm: Callable[[slice], None]) -> None:
+        """Make some blocks at once, with ``gemm(rows)``, and send them; the own one is the last."""
+        b, rows, left = self._b, self._rows, list(blocks)
+        for hop in b.hops("last"):
+            side = next((side for side in left if hop.target in side), None)
+            if side is not None:
+                left.remove(side)
+                gemm(slice(side[0] * rows, (side[-1] + 1) * rows))
+            if not b.together:
+                self._post(hop)
+        if b.together:
+            self.send()
+        gemm(self._own)
+
+    def _post(self, hop: Hop) -> None:
+        b, rows = self._b, self._rows
+        # One below the other in the order in which they are added.
+        into = rows_of(self._partials, block_of(b.hops("last").index(hop), rows))
+        sent = self.made(block_of(hop.target, rows))
+        b.post(hop, sent, into, _PIECE, self._number, self._of)
+
+    def add(self, out: Span, *, aside: bool = False) -> None:
+        """``out`` = the peers' partials in their order + the own block."""
+        b, rows = self._b, self._rows
+        terms = [(Span(self._partials, 0, b.peers * rows), b.peers)] if b.peers else []
+        if b.together:
+            ranks = peers_of(b.place) if self._own_below else range(b.size)
+            order = (ranks.index(hop.source) for hop in b.hops("last"))
+            terms = [(rows_of(self._partials, block_of(at, rows)), 1) for at in order]
+        b.add(out, *terms, (self.made(self._own), 1), aside=aside)
