@@ -77,7 +77,7 @@ def commfuse_options(args: argparse.Namespace) -> CommFuseOptions:
         )
     tensor_parallel = parallel_size(args, "tensor_model")
     rows, hidden = rows_of_blocks(args), hidden_size(args)
-    chunks = 1 if tuned or rows is None else usual_chunks(rows, hidden)
+    chunks = 1 if tuned or rows is None else usual_chunks(tensor_parallel, rows, hidden)
     least, min_rows = given.commfuse_collectives_from, given.commfuse_min_rows
     if min_rows == "auto":
         # Who says how blocks are cut, or has it tried out, has chosen.

@@ -183,7 +183,7 @@ class LinearWrappers(LaneUser):
         """Take the least rows and the chunks for a host that takes so many seconds to post."""
         size, schedule = self.lanes().size, self._options[False].schedule
         self._min_rows = least_rows(size, self._hidden, post)
-        chunks = usual_chunks(self._rows or 0, self._hidden, post)
+        chunks = usual_chunks(size, self._rows or 0, self._hidden, post)
         schedule = replace(schedule, chunks=chunks)
         self._options = by_fusion(replace(self._options[False], schedule=schedule))
         if dist.get_rank() == 0:

@@ -26,8 +26,8 @@ POST_SECONDS = 128e-6
 """Of a point-to-point batch on the host, where it was not measured (``configs/hardware``)."""
 
 _HIDDEN = 4096
-_NUMBERS = 2**16 * 1e6
-"""Of a block per second of a post: so many, and the work beside a post takes as long as it."""
+_OF_TWO_RANKS, _OF_MORE = 2**16 * 1e6, 80_000 * 1e6
+"""Numbers of a block per second of a post: the work beside a post takes as long as it."""
 
 
 def block_rows(sequence: int, micro_batch: int, size: int, context_parallel: int = 1) -> int:
@@ -54,31 +54,34 @@ def usual_shape(size: int) -> Shape:
 def least_rows(size: int, hidden: int | None = None, post: float = POST_SECONDS) -> int:
     """With fewer rows per block Megatron's own order is faster, or as fast, whatever is cut.
 
-    What a post costs the host has to be less than the work beside it: a block has 2^16 numbers for
-    each microsecond, and 512 rows, because parts of a GEMM with fewer leave cores idle; with two
-    ranks, which gain without chunks, 256.  With 128 us that is of 4,096 features 2,048 rows, of
-    8,192 features half.  From there on a layer takes 0.87 to 1.07 times as long as in Megatron's
-    order, at typical figures.
+    What a post costs the host has to be less than the work beside it: a block has 80,000 numbers
+    for each microsecond, and 512 rows, because parts of a GEMM with fewer leave cores idle; with
+    two ranks, which post least and gain without chunks, 2^16 and 256.  With 128 us that is of 4,096
+    features 2,500 rows (two ranks: 2,048), of 8,192 features half.  From there on a layer takes
+    0.87 to 1.04 times as long as in Megatron's order, at typical figures.
 
     Args:
         size: of the tensor-parallel group.
         hidden: features of a row; 4,096 where nobody says.
         post: seconds that a post costs the host.
     """
-    return max(256 if size <= 2 else 512, _rows(hidden, post))
+    return max(256 if size <= 2 else 512, _rows(size, hidden, post))
 
 
-def usual_chunks(rows: int, hidden: int | None = None, post: float = POST_SECONDS) -> int:
+def usual_chunks(
+    size: int, rows: int, hidden: int | None = None, post: float = POST_SECONDS
+) -> int:
     """The chunks of a tensor-parallel block: 2 where that pays, else 1.
 
     More chunks hide more where a post costs 15 us, and make a layer up to twice as long as
     Megatron's order where it costs 40: they have to be asked for.
 
     Args:
-        hidden, post: as for :func:`least_rows`.
+        size, hidden, post: as for :func:`least_rows`.
     """
-    return 2 if rows >= max(512, _rows(hidden, post)) else 1
+    return 2 if rows >= max(512, _rows(size, hidden, post)) else 1
 
 
-def _rows(hidden: int | None, post: float) -> int:
-    return round(_NUMBERS * post / (hidden or _HIDDEN))
+def _rows(size: int, hidden: int | None, post: float) -> int:
+    numbers = (_OF_TWO_RANKS if size <= 2 else _OF_MORE) * post
+    return round(numbers / (hidden or _HIDDEN))

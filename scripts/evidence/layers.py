@@ -108,7 +108,7 @@ def forms(machine: Machine, lanes: int, what: Training) -> dict[str, Variant]:
     tp, rows, hidden = what.layout.tp, what.shape.block, what.shape.hidden
     base, least = direct(tp, tp), covering_outputs(machine, tp)
     usual = (base, lanes) if usual_shape(tp) == base.shape else (Schedule("collective"), 1)
-    default = fused(*usual, usual_chunks(rows, hidden), collectives_from=least)
+    default = fused(*usual, usual_chunks(tp, rows, hidden), collectives_from=least)
     return {
         "ours": fused(base, lanes, _CHUNKS),
         "ours, other rounding": fused(base, lanes, _CHUNKS, wgrad="blocks", sums="once"),

@@ -70,7 +70,7 @@ class AskedLaunch:
             PlanError: the options make no schedule.
         """
         config, size = self.config, self.config.tensor_model_parallel_size
-        usual = usual_chunks(config.block_rows, config.hidden_size)
+        usual = usual_chunks(size, config.block_rows, config.hidden_size)
         chunks = 1 if self.fuse.commfuse_tuning == "on" else usual
         return schedule_for(self.fuse, size, config.npus_per_node, chunks=chunks, linear=True)
 
