@@ -1,7 +1,6 @@
 """Draw docs/results.svg: how much less time a layer takes in each form, simulated.
 
-Six layouts of 8,192 tokens, forward and backward, against blocking collectives: bars at typical
-figures, whiskers over the ranges of the machine's description.
+Six layouts of 8,192 tokens, forward and backward, against blocking collectives, at typical figures.
 """
 
 from __future__ import annotations
@@ -9,10 +8,10 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from commfuse_npu.tools.report.drawing import draw_charts
-from scripts.evidence.layers import Point, point
+from commfuse_npu.tools.report.charts import heat
+from commfuse_npu.tools.report.drawing import draw
+from scripts.evidence.layers import point
 
 __all__ = ["main"]
 
@@ -30,41 +29,6 @@ _FORMS = {
     "CoC fused": "CoC, kernel",
     "MC2": "MC2",
 }
-_COLOURS = ("#c0392b", "#e59866", "#7fb3d5", "#2e86c1", "#a6acaf")
-
-
-def _rows(one: Point) -> list[dict[str, Any]]:
-    layout = f"{_MODELS[one.model]}, TP {one.tp}, {_MACHINES[one.machine]}"
-    found = []
-    for form, title in _FORMS.items():
-        saved = [100 * (1 - shares[form]) for shares in one.shares if form in shares]
-        if saved:
-            low, high = min(saved), max(saved)
-            row = {"layout": layout, "form": title, "saved": saved[0], "low": low, "high": high}
-            found.append(row)
-    return found
-
-
-def _chart(points: Sequence[Point]) -> dict[str, Any]:
-    forms = list(_FORMS.values())
-    across = {"type": "quantitative", "title": "% less time than with blocking collectives"}
-    colour = {"field": "form", "sort": forms, "scale": {"domain": forms, "range": _COLOURS}}
-    return {
-        "data": {"values": [row for one in points for row in _rows(one)]},
-        "width": 620,
-        "height": {"step": 12},
-        "encoding": {
-            "y": {"field": "layout", "sort": None, "title": None, "axis": {"labelLimit": 0}},
-            "yOffset": {"field": "form", "sort": forms},
-        },
-        "layer": [
-            {"mark": "bar", "encoding": {"x": {"field": "saved", **across}, "color": colour}},
-            {
-                "mark": {"type": "rule", "opacity": 0.6},
-                "encoding": {"x": {"field": "low", **across}, "x2": {"field": "high"}},
-            },
-        ],
-    }
 
 
 def main(argv: Sequence[str]) -> int:
@@ -73,6 +37,13 @@ def main(argv: Sequence[str]) -> int:
     default = Path(__file__).resolve().parents[2] / "docs" / "results.svg"
     parser.add_argument("out", type=Path, nargs="?", default=default)
     out = parser.parse_args(argv).out
-    points = [point(*layout, 8192) for layout in _LAYOUTS]
-    draw_charts([_chart(points)], "A layer of 8,192 tokens, simulated", out)
+    cells = []
+    for machine, model, tp in _LAYOUTS:
+        shares = point(machine, model, tp, 8192, corners=1).shares[0]
+        layout = f"{_MODELS[model]}, TP {tp}, {_MACHINES[machine]}"
+        cells += [
+            (_FORMS[form], layout, 100 * (1 - shares[form])) for form in _FORMS if form in shares
+        ]
+    title = "% less time per layer than with blocking collectives"
+    draw([heat(title, "form", cells)], "A layer of 8,192 tokens, simulated", out)
     return 0

@@ -15,16 +15,15 @@ from commfuse_npu.tools.doctor.devices import listed_npus
 from commfuse_npu.tools.doctor.machine import Machine
 from commfuse_npu.tools.launch_script import UsageError
 from commfuse_npu.tools.model_config import ModelConfig
-from commfuse_npu.tools.option_types import Parser, new_file, page, picture, positive, refuse, whole
+from commfuse_npu.tools.option_types import Parser, new_file, page, positive, refuse, whole
 from commfuse_npu.tools.outputs import Output, write_outputs
 from commfuse_npu.tools.plan.folder import plan_folder
 from commfuse_npu.tools.plan.forms import plan_launch
 from commfuse_npu.tools.plan.launch import ask_about
 from commfuse_npu.tools.plan.npu_profile import find_profiles, plan_profile
 from commfuse_npu.tools.plan.program import SHOWN, add_program_options, print_program
-from commfuse_npu.tools.report.drawing import draw
 from commfuse_npu.tools.simulate.launch_options import check_target, options, write_plan
-from commfuse_npu.tools.simulate.page import plan_page, plan_pictures
+from commfuse_npu.tools.simulate.page import plan_page
 from commfuse_npu.tools.simulate.recommend import Fixed, NoLayoutError, recommend
 from commfuse_npu.tools.simulate.recommendation_report import as_json, report
 from commfuse_npu.tools.simulate.sweep import Options
@@ -91,7 +90,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     choose.add_argument("--json", type=new_file, metavar="FILE")
     choose.add_argument("--html", type=page, metavar="FILE", help="one page, with pictures")
-    choose.add_argument("--plot", type=picture, metavar="FILE", help="the pictures: .png, .svg")
     choose.add_argument(
         "--write",
         type=new_file,
@@ -188,11 +186,8 @@ def _recommend(given: argparse.Namespace, words: Sequence[str]) -> int:
     launcher = f"CONFIG={given.write or 'FILE'} bash scripts/launch_pretraining.sh"
     launches = {
         "Options of pretrain_gpt.py:": " ".join(options(model, found.best)),
-        "On every node, with what `--write FILE` writes:": launcher,
+        "On every node, with the file of --write:": launcher,
     }
-
-    def picture_file(path: Path) -> None:
-        draw(plan_pictures(found, hardware), f"{title} (simulated)", path)
 
     def page_file(path: Path) -> None:
         plan_page(path, title, ["commfuse-npu", "plan", *words], hardware, found, launches)
@@ -213,7 +208,6 @@ def _recommend(given: argparse.Namespace, words: Sequence[str]) -> int:
                 ": all figures",
                 lambda path: write_json(path, as_json(found, model), indent=1),
             ),
-            Output("--plot", given.plot, ": pictures", picture_file),
             Output("--html", given.html, ": a page for a browser", page_file),
         ],
     )

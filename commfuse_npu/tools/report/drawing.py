@@ -24,7 +24,13 @@ _CONFIG = {
     "aria": False,  # the page describes each picture
     "view": {"stroke": None},
     "title": {"anchor": "start", "frame": "bounds"},
-    "legend": {"orient": "bottom", "title": None, "labelLimit": 0, "columns": 3},
+    "legend": {
+        "orient": "bottom",
+        "title": None,
+        "labelLimit": 0,
+        "symbolOpacity": 1,
+        "columns": {"expr": "width < 480 ? 2 : 4"},
+    },
 }
 
 
@@ -74,9 +80,12 @@ def draw_charts(charts: Sequence[Chart], title: str, path: Path) -> None:
 
 def script(charts: Sequence[Chart]) -> str:
     """JavaScript that draws chart i in the element ``chart-i``, as wide as it; has Vega inside."""
-    fit = {"config": _CONFIG, "width": "container", "autosize": {"type": "fit-x"}}
+    fit = {"config": _CONFIG, "background": None, "width": "container",
+           "autosize": {"type": "fit-x"}}  # fmt: skip
     # Nothing in a text may end the script.
     specs = json.dumps([chart | fit for chart in charts]).replace("</", "<\\/")
-    options = '{actions: false, renderer: "svg"}'
+    options = "{actions: {export: true, source: false, compiled: false, editor: false}, " + (
+        'renderer: "svg"}'
+    )
     loop = f"{specs}.forEach((chart, i) => vegaEmbed(`#chart-${{i}}`, chart, {options}));"
     return str(_library().javascript_bundle(loop, _VERSION))
