@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from decimal import Decimal
 from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from commfuse_npu.runtime.whole_file import write_json
 from commfuse_npu.tools.launch_script import UsageError
@@ -51,24 +51,12 @@ Span = tuple[int, int]
 """Start and end in ns."""
 
 
-class _Step(NamedTuple):
-    """A step of one rank, in ms; None or empty where the file is missing.
+Step = dict[str, Any]
+"""Of one rank, in ms; None or empty where the file is missing.
 
-    ``parts``: exposed by parallelism; two may run at once, so their sum can exceed ``exposed``.
-    ``waiting``: what collectives take longer than on the fastest rank. ``bounds``: by option.
-    """
-
-    rank: str
-    step: str
-    length: float | None
-    own_exposed: float | None
-    own_communication: float | None
-    waiting: dict[str, float]
-    computing: float | None
-    communication: float | None
-    exposed: float | None
-    parts: dict[str, float]
-    bounds: dict[str, float]
+``parts``: exposed by parallelism; two may run at once, so their sum can exceed ``exposed``.
+``waiting``: what collectives take longer than on the fastest rank. ``bounds``: by option.
+"""
 
 
 def find_profiles(folder: Path) -> list[Path]:
@@ -111,7 +99,7 @@ def plan_profile(folders: Sequence[Path], page: Path | None) -> int:
     steps = [found for rank in ranks for found in rank.found(fastest)]
     print(*_report(steps), sep="\n")
     if page is not None:
-        write_json(page, [step._asdict() for step in steps], indent=1)
+        write_json(page, steps, indent=1)
     return 0
 
 
@@ -150,7 +138,7 @@ class _Rank:
             spans = self.steps.setdefault(row.get("Step Id", ""), defaultdict(list))
             spans[kind].append((at, at + round(Decimal(lasts.strip()) * 1000)))
 
-    def found(self, fastest: dict[tuple[str, str], float]) -> Iterator[_Step]:
+    def found(self, fastest: dict[tuple[str, str], float]) -> Iterator[Step]:
         """Each step, beside what the profiler says of it itself."""
         for step in self.steps or self._own:
             waiting: dict[str, float] = defaultdict(float)
@@ -158,21 +146,22 @@ class _Rank:
             for key, (parallelism, took) in taken.items():
                 waiting[parallelism] += took - fastest[key]
             own = [float(self._own[step][name]) / 1000 for name in _OWN if step in self._own]
-            yield _Step(
-                self.name,
-                step,
-                sum(own) if own else None,
-                own[0] if own else None,
-                sum(took for _, took in taken.values()) if taken else None,
-                waiting,
-                *(_exposed(self.steps[step]) if self.steps else (None, None, None, {}, {})),
-            )
+            yield {
+                "rank": self.name,
+                "step": step,
+                "length": sum(own) if own else None,
+                "own_exposed": own[0] if own else None,
+                "own_communication": sum(took for _, took in taken.values()) if taken else None,
+                "waiting": waiting,
+                **_exposed(self.steps.get(step)),
+            }
 
 
-def _exposed(
-    spans: dict[str, list[Span]],
-) -> tuple[float, float, float, dict[str, float], dict[str, float]]:
-    """Computing, communication, exposed, exposed by parallelism, and the bounds, in ms."""
+def _exposed(spans: dict[str, list[Span]] | None) -> Step:
+    """What is measured of a step, and the bounds."""
+    if spans is None:
+        measured = dict.fromkeys(("computing", "communication", "exposed"))
+        return {**measured, "parts": {}, "bounds": {}}
     kernels = [*spans["cube"], *spans["vector"]]
     parts = {name: of for name, of in spans.items() if name not in ("cube", "vector")}
     transfers = list(chain.from_iterable(parts.values()))
@@ -183,9 +172,13 @@ def _exposed(
         beside = spans["cube"] if form == "--use-commfuse" else kernels
         exposed = _covered(kernels + own) - computing
         bounds[form] = min(exposed, _covered(beside + own) - _covered(own))
-    by_parallelism = {name: _covered(kernels + of) - computing for name, of in parts.items()}
-    exposed = _covered(kernels + transfers) - computing
-    return computing, _covered(transfers), exposed, by_parallelism, bounds
+    return {
+        "computing": computing,
+        "communication": _covered(transfers),
+        "exposed": _covered(kernels + transfers) - computing,
+        "parts": {name: _covered(kernels + of) - computing for name, of in parts.items()},
+        "bounds": bounds,
+    }
 
 
 def _covered(spans: Sequence[Span]) -> float:
@@ -244,35 +237,35 @@ def _rows(path: Path, *needed: str) -> Iterator[dict[str, str]]:
             yield from rows
 
 
-def _report(steps: Sequence[_Step]) -> Iterator[str]:
-    best = max(steps, key=lambda one: max(one.bounds.values(), default=0.0))
-    form, most = max(best.bounds.items(), key=lambda bound: bound[1])
+def _report(steps: Sequence[Step]) -> Iterator[str]:
+    best = max(steps, key=lambda one: max(one["bounds"].values(), default=0.0))
+    form, most = max(best["bounds"].items(), key=lambda bound: bound[1])
     if most < 0.05:
         yield "Nothing to hide: no TP, EP or CP communication is exposed in this profile."
     else:
-        of = f" of {best.length:.1f} ms" if best.length else ""
-        yield f"{form} can hide at most {most:.1f} ms{of}, rank {best.rank}, step {best.step}."
+        of = f" of {best['length']:.1f} ms" if best["length"] else ""
+        yield f"{form} can hide at most {most:.1f} ms{of}, rank {best['rank']}, step {best['step']}."
     yield "\nIn ms. Exposed: a transfer runs and no kernel does; last, the profiler's own sums."
-    own = "step_trace_time.csv: exposed", "communication.json"
-    yield table_head(("rank, step", "length", "computing", "communication", "exposed", *own))
+    columns = "length", "computing", "communication", "exposed"
+    yield table_head(("rank, step", *columns, "step_trace_time.csv: exposed", "communication.json"))
     for one in steps:
-        figures = one.length, one.computing, one.communication, one.exposed
-        sums = one.own_exposed, one.own_communication
-        yield table_row([f"{one.rank}, {one.step}", *map(_ms, (*figures, *sums))])
+        figures = (_ms(one[name]) for name in (*columns, "own_exposed", "own_communication"))
+        yield table_row([f"{one['rank']}, {one['step']}", *figures])
     yield "\nExposed by parallelism; in brackets: spent in waiting for slower ranks among these."
-    names = list(dict.fromkeys(name for one in steps for name in one.parts))
+    names = list(dict.fromkeys(name for one in steps for name in one["parts"]))
     yield table_head(("rank, step", *names, *_FORMS))
     for one in steps:
-        parts = [f"{_ms(one.parts.get(name))} ({_ms(one.waiting.get(name))})" for name in names]
-        bounds = (_ms(one.bounds.get(form)) for form in _FORMS)
-        yield table_row([f"{one.rank}, {one.step}", *parts, *bounds])
+        parts = (f"{_ms(one['parts'].get(of))} ({_ms(one['waiting'].get(of))})" for of in names)
+        bounds = (_ms(one["bounds"].get(form)) for form in _FORMS)
+        yield table_row([f"{one['rank']}, {one['step']}", *parts, *bounds])
     yield _BOUNDS
     if _UNNAMED in names:
         yield "- profiler_metadata.json does not name all groups; the others count as E."
     for one in steps:
-        why = "is missing" if one.exposed is None else "does not hold the whole step"
-        if one.own_exposed and abs((one.exposed or 0.0) - one.own_exposed) > 0.02 * one.own_exposed:
-            yield f"- Rank {one.rank}: {_KERNELS} {why}; see the profiler's own sums."
+        why = "is missing" if one["exposed"] is None else "does not hold the whole step"
+        own = one["own_exposed"] or 0.0
+        if abs((one["exposed"] or 0.0) - own) > 0.02 * own > 0:
+            yield f"- Rank {one['rank']}: {_KERNELS} {why}; see the profiler's own sums."
 
 
 def _ms(value: float | None) -> str:

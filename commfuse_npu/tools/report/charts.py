@@ -35,27 +35,18 @@ _ABOVE = {"labelExpr": f"{_NARROW} ? split({_SAID}, '; ') : replace({_SAID}, '; 
 
 
 class Table(NamedTuple):
-    """Cells as they are printed; ``**bold**`` and `` `code` `` as in Markdown.
-
-    Attributes:
-        folded: whether it is shown only when it is asked for.
-    """
+    """Cells as they are printed; ``**bold**`` and `` `code` `` as in Markdown."""
 
     head: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
     caption: str
-    folded: bool = False
 
 
 class Picture(NamedTuple):
-    """A chart, what it shows in a sentence, and the same numbers as tables.
-
-    ``note``: what is not drawn, and why.
-    """
+    """A chart, and what it shows in a sentence; ``note``: what is not drawn, and why."""
 
     title: str
     chart: Chart
-    tables: tuple[Table, ...] = ()
     note: str = ""
     answer: str = ""
 
@@ -124,9 +115,7 @@ def bars(
         "data": {"values": rows},
         "layer": [{"encoding": {"y": y}, "layer": [bar, *ranges]}, *_reference(line, "x")],
     }
-    cells = tuple((one.name, *(f"{value:.4g}" for value in one[1:4])) for one in shown)
-    head = "variant", "typical", "least", "most"
-    return Picture(title, chart, (Table(head, cells, f"{title}: {axis}", folded=True),), note)
+    return Picture(title, chart, note)
 
 
 def stacks(
@@ -151,8 +140,7 @@ def stacks(
             for row, of in every for part, value in of.items()]},
         "layer": [bar, *_reference(line, "x")],
     }  # fmt: skip
-    cells = tuple((name, *(f"{value:.1f}" for value in of.values())) for name, of in shown)
-    return Picture(title, chart, (Table((axis, *parts), cells, title, folded=True),))
+    return Picture(title, chart)
 
 
 def heat(title: str, x: str, cells: Sequence[tuple[str, str, float]]) -> Picture:
@@ -229,9 +217,7 @@ def lines(
             *_reference(line, "y"),
         ],
     }  # fmt: skip
-    known = [{at: f"{value:.4g}" for at, value in one.points} for one in shown]
-    cells = tuple((f"{at}", *(of.get(at, "-") for of in known)) for at in steps)
-    return Picture(title, chart, (Table((axis, *names), cells, title, folded=True),), note)
+    return Picture(title, chart, note)
 
 
 def gantt(title: str, axis: str, shown: Sequence[Row]) -> Picture:

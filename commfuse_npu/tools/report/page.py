@@ -60,14 +60,12 @@ def write_page(
     body = [f"<h1>{escape(title)}</h1><h2>Verdict</h2>", *_paragraphs(verdict)]
     for section in sections:
         body += [f"<h2>{escape(section.title)}</h2>", *_paragraphs(section.texts)]
-        tables = section.tables
         if (picture := section.picture) is not None:
             said = escape(picture.chart["description"], quote=True)
             body += _paragraphs(filter(None, (f"**{picture.answer}**", picture.note)))
             body += [f'<figure role="img" aria-label="{said}" id="chart-{len(charts)}"></figure>']
             charts.append(picture)
-            tables += picture.tables
-        body += map(_table, tables)
+        body += map(_table, section.tables)
     body += ["<h2>Environment and command</h2>"]
     body += _paragraphs(f"{name}: `{fact}`" for name, fact in facts.items())
     drawn = script([one.chart for one in charts]) if charts else ""
@@ -84,9 +82,8 @@ def _table(table: Table) -> str:
     head = "".join(f"<th>{_marked(cell)}</th>" for cell in table.head)
     rows = ("".join(f"<td>{_marked(cell)}</td>" for cell in row) for row in table.rows)
     body = "\n".join(f"<tr>{row}</tr>" for row in (head, *rows))
-    how, what = ("", "The numbers: ") if table.folded else (" open", "")
-    caption = f"<summary>{what}{_marked(table.caption)}</summary>"
-    return f"<details{how}>{caption}<table>{body}</table></details>"
+    caption = f"<summary>{_marked(table.caption)}</summary>"
+    return f"<details open>{caption}<table>{body}</table></details>"
 
 
 def _marked(text: str) -> str:

@@ -22,7 +22,7 @@ from commfuse_npu.tools.report.charts import (
     lines,
     stacks,
 )
-from commfuse_npu.tools.report.drawing import draw, draw_charts
+from commfuse_npu.tools.report.drawing import draw
 from commfuse_npu.tools.report.page import Section, environment, write_page
 from tests.tools.report.pages import read
 
@@ -88,19 +88,11 @@ def test_a_page_has_everything_inside(tmp_path: Path) -> None:
     assert page.tables[0] == ("cells", [["what", "how much"], ["a & b", "</script>"]])
 
 
-def test_each_picture_has_its_numbers_as_a_table() -> None:
-    of_bars, of_lines, of_stacks = (PICTURES[i].tables[0] for i in (0, 1, 4))
-    assert of_bars.rows == (("a", "2", "1", "3"), ("<b>", "4", "4", "4"))
-    assert of_lines.head == ("iteration", "plain", "ours")
-    assert of_lines.rows == (("1", "5.5", "5.5"), ("2", "4.25", "-"))
-    assert of_stacks.rows == (("a; 3 GiB", "1.0", "2.0"),)
-
-
 def test_few_figures_of_an_axis_are_named_as_they_are(tmp_path: Path) -> None:
     pytest.importorskip("vl_convert")
     quarter = lines("Time", "ratio", [Line("ours", ((0.25, 1.0), (0.5, 2.0), (1.0, 3.0)))])
     # Where there is little room Vega would round them.
-    draw_charts([quarter.chart | {"width": 320}], "", tmp_path / "few.svg")
+    draw([quarter], "", tmp_path / "few.svg", width=320)
     drawn = (tmp_path / "few.svg").read_text(encoding="utf-8")
     assert all(f">{said}</text>" in drawn for said in ("0.25", "0.5", "1"))
 

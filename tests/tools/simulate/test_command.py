@@ -13,7 +13,7 @@ from commfuse_npu.tools.report.charts import Row
 from commfuse_npu.tools.simulate.lanes import lanes
 from commfuse_npu.tools.simulate.step import Step
 from commfuse_npu.tools.simulate.variants import Variant
-from scripts.evidence.forms_picture import forms, main, step
+from scripts.evidence.pictures import forms, main, step
 from tests.tools.report.pages import read
 
 QUICK = ["simulate", "--typical", "--variants", "megatron,commfuse-c2*", "--micro-batches", "1"]
@@ -175,8 +175,9 @@ def test_the_picture_says_what_is_simulated(tmp_path: Path) -> None:
     # Whatever goes to several peers at once is one bit.
     sent = {bit.name for bit in rows[2].bits if bit.lane == "links"}
     assert sum(re.match(r"forward: fc1 chunk 0$", name) is not None for name in sent) == 1
-    files = [tmp_path / name for name in ("a.svg", "b.svg")]
-    assert [main([str(file)]) for file in files] == [0, 0]
-    # A process counts the clips of its pictures.
-    one, other = (re.sub(r"clip\d+", "clip", file.read_text("utf-8")) for file in files)
-    assert one == other
+    drawn = []
+    for _ in range(2):
+        assert main(["forms", "--folder", str(tmp_path)]) == 0
+        # A process counts the clips of its pictures.
+        drawn.append(re.sub(r"clip\d+", "clip", (tmp_path / "forms.svg").read_text("utf-8")))
+    assert drawn[0] == drawn[1]
