@@ -244,7 +244,8 @@ def _report(steps: Sequence[Step]) -> Iterator[str]:
         yield "Nothing to hide: no TP, EP or CP communication is exposed in this profile."
     else:
         of = f" of {best['length']:.1f} ms" if best["length"] else ""
-        yield f"{form} can hide at most {most:.1f} ms{of}, rank {best['rank']}, step {best['step']}."
+        where = f"rank {best['rank']}, step {best['step']}"
+        yield f"{form} can hide at most {most:.1f} ms{of}, {where}."
     yield "\nIn ms. Exposed: a transfer runs and no kernel does; last, the profiler's own sums."
     columns = "length", "computing", "communication", "exposed"
     yield table_head(("rank, step", *columns, "step_trace_time.csv: exposed", "communication.json"))

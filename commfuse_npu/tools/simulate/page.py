@@ -106,7 +106,7 @@ def gain_picture(model: ModelConfig, hardware: Hardware) -> Picture:
     title = "% less time per layer than in Megatron's order, with --commfuse-fb-overlap"
     drawn = heat(title, "tokens of a sequence", found)
     if len(found) < 2:
-        return drawn
+        return drawn._replace(note="This model has no layer that can be simulated by itself.")
     least, *_, most = sorted(found, key=lambda cell: cell[2])
     where = (f"{of[2]:.1f} % at {of[1]}, {of[0]} tokens" for of in (least, most))
     why = "; 0 where the host takes longer than the device" if least[2] < 0.05 else ""
@@ -121,10 +121,11 @@ def _memory_picture(shown: Mapping[str, Footprint], hardware: Hardware) -> Pictu
         for name, of in shown.items()
         for parts in [of._asdict().items()]
     ]
-    over = [name for name, of in shown.items() if of.total > limit(hardware)]
-    answer = f"Too much for an NPU: {', '.join(over)}." if over else "All of these fit."
+    name = max(shown, key=lambda one: shown[one].total).replace(";", ",")
+    most = max(of.total for of in shown.values()) / 2**30
     line = f"usable: {usable:.1f} GiB", usable
     drawn = stacks("Memory of the fullest NPU", "GiB", rows, line)
+    answer = f"The most: {name}, {most:.1f} GiB of {usable:.1f} GiB that tensors may take."
     return drawn._replace(answer=answer)
 
 
