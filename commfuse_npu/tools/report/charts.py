@@ -234,7 +234,7 @@ def gantt(title: str, axis: str, shown: Sequence[Row]) -> Picture:
     colors = {"domain": kinds, "range": [_COLORS[_KINDS[kind]] for kind in kinds]}
     y = _names(order, {"minExtent": 66, "maxExtent": 66})
     x = _x("start", axis) | {"scale": {"domain": [0, end], "nice": False}}
-    wide = f"datum.kind == 'waiting' && datum.ms > {end / 40}"
+    wide = f"datum.kind == 'waiting' && datum.ms * width > {24 * end}"
     chart: Chart = {
         "description": f"Lanes over time. {axis}. " + "; ".join(row.said for row in shown),
         "height": 24 * len(order),

@@ -37,7 +37,7 @@ _COLORS: dict[Role, str] = {"ours": "blue", "today": "orange", "rival": "green",
 _GANTT = (
     "Of the rank in the middle of the tensor-parallel group. Red is where its compute engine "
     "waits, in ms; hover over a bar for its name. Drag to move, hold Ctrl and turn the wheel to "
-    "zoom, double-click to see all. Transfers to several peers at once are one bar. "
+    "zoom in and out. Transfers to several peers at once are one bar. "
     "Forward-backward overlap has the layer of a forward beside that of a backward."
 )
 _SIZES, _LENGTHS = (2, 4, 8), (4096, 8192, 16384, 32768)
