@@ -6,7 +6,6 @@ reStructuredText.  mkdocstrings takes Markdown; what differs is put into its wor
 
 from __future__ import annotations
 
-import ast
 import re
 import textwrap
 from typing import Any
@@ -32,28 +31,10 @@ class Docstrings(griffe.Extension):
 
 
 def _markdown(text: str, scope: griffe.Object) -> str:
-    text = _TABLE.sub(lambda table: _table(textwrap.dedent(table[0])), f"{text}\n")
+    text = _TABLE.sub(lambda table: _fenced(table[0], table["indent"], "text"), f"{text}\n")
     text = _LITERAL.sub(_literal, text)
     text = _SECTION.sub(lambda section: _SEVERAL.sub(_one_by_one, section[0]), text)
     return _ROLE.sub(lambda role: _reference(role, scope), text)
-
-
-def _table(text: str) -> str:
-    """A row whose first cell is empty goes on with the row above; the header may begin so."""
-    rule, *lines = text.splitlines()
-    starts = [column.start() for column in re.finditer("=+", rule)]
-    rows = [[""] * len(starts)] if lines.count(rule) == 1 else []  # without a header
-    for line in (line for line in lines if line != rule):
-        ends = [*starts[1:], len(line)]
-        cells = [line[start:end].strip() for start, end in zip(starts, ends, strict=True)]
-        if cells[0] or not rows:
-            rows.append(cells)
-        else:
-            rows[-1] = [
-                f"{above} {cell}".strip() for above, cell in zip(rows[-1], cells, strict=True)
-            ]
-    marked = ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows]
-    return "\n".join([marked[0], "|---" * len(starts) + "|", *marked[1:]]) + "\n"
 
 
 def _one_by_one(match: re.Match[str]) -> str:
@@ -65,16 +46,8 @@ def _literal(match: re.Match[str]) -> str:
     block, lead = textwrap.dedent(match["block"]).strip("\n"), match["lead"]
     before = f"{match['indent']}{lead}:\n\n" if lead.strip() else ""
     indented = textwrap.indent(block, match["indent"])
-    return f"{before}{_fenced(indented, match['indent'], _language(block))}\n"
-
-
-def _language(block: str) -> str:
-    """Python if it is, else the drawing or the command line that it is."""
-    try:
-        ast.parse(block)
-    except SyntaxError:
-        return "text"
-    return "python"
+    language = "python" if re.search(r"\w\(|import | = ", block) else "text"
+    return f"{before}{_fenced(indented, match['indent'], language)}\n"
 
 
 def _fenced(block: str, indent: str, language: str) -> str:

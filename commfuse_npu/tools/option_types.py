@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from commfuse_npu.tools.report.drawing import KINDS, PAGES, lacking
+from commfuse_npu.tools.report.drawing import PAGES, lacking
 
-__all__ = ["Parser", "new_file", "page", "picture", "positive", "refuse", "whole", "words"]
+__all__ = ["Parser", "new_file", "page", "positive", "refuse", "whole", "words"]
 
 
 class Parser(argparse.ArgumentParser):
@@ -99,18 +99,13 @@ def new_file(text: str) -> Path:
     return path
 
 
-def picture(text: str, what: str = "picture", kinds: Sequence[str] = KINDS) -> Path:
-    """A file for pictures, where they can be drawn."""
+def page(text: str) -> Path:
+    """A file for a page with pictures, where they can be drawn."""
     path = new_file(text)
-    if path.suffix.lower() not in kinds:
+    if path.suffix.lower() not in PAGES:
         raise argparse.ArgumentTypeError(
-            f"{text!r} is no name of a {what}; let it end in {' or '.join(kinds)}"
+            f"{text!r} is no name of a page; let it end in {' or '.join(PAGES)}"
         )
     if why := lacking():
         raise argparse.ArgumentTypeError(f"{text!r} {why}, or leave the option out")
     return path
-
-
-def page(text: str) -> Path:
-    """A file for a page with pictures, where they can be drawn."""
-    return picture(text, "page", PAGES)

@@ -8,8 +8,7 @@ from importlib import import_module
 _TOOLS = {
     "layers": "a layer in every form, simulated: who is ahead where?",
     "steps": "steps that others measured on NPUs, beside the simulated ones",
-    "forms_picture": "the picture of a layer in the README, simulated",
-    "results_picture": "the picture of results in the README, simulated",
+    "pictures": "the pictures of the README, simulated",
 }
 
 

@@ -77,13 +77,13 @@ SIMULATE = (
 )
 
 
-@pytest.mark.parametrize("option", ["--json", pytest.param("--plot", marks=pytest.mark.long)])
+@pytest.mark.parametrize("option", ["--json", pytest.param("--html", marks=pytest.mark.long)])
 def test_simulate_says_that_the_disk_is_full(
     small_disk: Callable[[int], Path], capsys: pytest.CaptureFixture[str], option: str
 ) -> None:
-    if option == "--plot":
+    if option == "--html":
         pytest.importorskip("vl_convert")
-    path = small_disk(4) / "out.png"
+    path = small_disk(4) / "out.html"
     assert cli.main([*SIMULATE.split(), option, str(path)]) == 2
     captured = capsys.readouterr()
     assert "No space left on device" in captured.err

@@ -282,7 +282,7 @@ def picture(rows: Sequence[Result], names: Sequence[str]) -> Picture:
         [Line(name, tuple(points), is_ours(name)) for name, points in drawn.items()],
         line=(f"{REFERENCE}, blocking", 1.0),
         note=f"More than {_FAR} in part, not drawn: {', '.join(sorted(far))}." if far else "",
-    )
+    )._replace(answer=verdict(rows)[-1])
 
 
 def write_html(

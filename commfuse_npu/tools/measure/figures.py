@@ -3,7 +3,7 @@
 A range goes from the lower to the upper quartile: of the layers where each has a figure of its own,
 else of single calls.  Peaks that are a product's (:attr:`Peaks`) stay as they are described, and
 what was measured becomes a share of them; where there is none the peak is what was reached.  Which
-figure is made of which step is in ``docs/simulate.md``.
+figure is made of which step is in ``docs/measure.md``.
 """
 
 from __future__ import annotations

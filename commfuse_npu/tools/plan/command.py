@@ -15,15 +15,15 @@ from commfuse_npu.tools.doctor.devices import listed_npus
 from commfuse_npu.tools.doctor.machine import Machine
 from commfuse_npu.tools.launch_script import UsageError
 from commfuse_npu.tools.model_config import ModelConfig
-from commfuse_npu.tools.option_types import Parser, new_file, page, picture, positive, refuse, whole
+from commfuse_npu.tools.option_types import Parser, new_file, page, positive, refuse, whole
 from commfuse_npu.tools.outputs import Output, write_outputs
 from commfuse_npu.tools.plan.folder import plan_folder
 from commfuse_npu.tools.plan.forms import plan_launch
 from commfuse_npu.tools.plan.launch import ask_about
+from commfuse_npu.tools.plan.npu_profile import find_profiles, plan_profile
 from commfuse_npu.tools.plan.program import SHOWN, add_program_options, print_program
-from commfuse_npu.tools.report.drawing import draw
 from commfuse_npu.tools.simulate.launch_options import check_target, options, write_plan
-from commfuse_npu.tools.simulate.page import plan_page, plan_pictures
+from commfuse_npu.tools.simulate.page import plan_page
 from commfuse_npu.tools.simulate.recommend import Fixed, NoLayoutError, recommend
 from commfuse_npu.tools.simulate.recommendation_report import as_json, report
 from commfuse_npu.tools.simulate.sweep import Options
@@ -41,9 +41,10 @@ def _parser() -> argparse.ArgumentParser:
         prog="commfuse-npu plan",
         description="With a launch script: what transfers it has, what each form would bring, "
         "which flags to add, what refuses it. With a folder: the same in a line for each launch "
-        "below it. With a configuration of configs/: the same of its launcher. With --model: "
-        "simulates the layouts and schedules of a training on a described cluster and recommends "
-        "one. With a rule: prints the program of one rank. Nothing is measured.",
+        "below it. With a configuration of configs/: the same of its launcher. With *_ascend_pt "
+        "folders of torch_npu's profiler: how much communication is exposed and could be hidden. "
+        "With --model: simulates the layouts and schedules of a training on a described cluster "
+        "and recommends one. With a rule: prints the program of one rank. Nothing is measured.",
         epilog="After -- a launch as it is typed: commfuse-npu plan -- torchrun ... "
         "pretrain_gpt.py .... Scripts are run by bash with stand-ins for torchrun, python and most "
         "other programs, those of a folder in a copy of it and without network where bubblewrap or "
@@ -53,7 +54,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "what",
         nargs="?",
-        help="a launch script (its arguments after --), a folder, a configuration's yaml file, or "
+        help="a launch script (its arguments after --), a folder of scripts or profiles, a "
+        "configuration's yaml file, or "
         f"one of {', '.join(sorted(rules.RULES))}",
     )
     scripts = parser.add_argument_group("a folder")
@@ -88,7 +90,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     choose.add_argument("--json", type=new_file, metavar="FILE")
     choose.add_argument("--html", type=page, metavar="FILE", help="one page, with pictures")
-    choose.add_argument("--plot", type=picture, metavar="FILE", help="the pictures: .png, .svg")
     choose.add_argument(
         "--write",
         type=new_file,
@@ -125,6 +126,10 @@ def main(words: Sequence[str]) -> int:
             return _recommend(given, words)
         if given.what in rules.RULES:
             return print_program(given.what, given)
+        if a_folder and (profiles := find_profiles(Path(given.what))):
+            if idle := chosen - {"json"}:
+                parser.error(f"--{idle.pop()}: no effect on a profile; leave it out")
+            return plan_profile(profiles, given.json)
         if a_folder:
             timeout = given.timeout or _TIMEOUT
             return plan_folder(Path(given.what), timeout, given.json, given.all)
@@ -181,11 +186,8 @@ def _recommend(given: argparse.Namespace, words: Sequence[str]) -> int:
     launcher = f"CONFIG={given.write or 'FILE'} bash scripts/launch_pretraining.sh"
     launches = {
         "Options of pretrain_gpt.py:": " ".join(options(model, found.best)),
-        "On every node, with what `--write FILE` writes:": launcher,
+        "On every node, with the file of --write:": launcher,
     }
-
-    def picture_file(path: Path) -> None:
-        draw(plan_pictures(found, hardware), f"{title} (simulated)", path)
 
     def page_file(path: Path) -> None:
         plan_page(path, title, ["commfuse-npu", "plan", *words], hardware, found, launches)
@@ -206,7 +208,6 @@ def _recommend(given: argparse.Namespace, words: Sequence[str]) -> int:
                 ": all figures",
                 lambda path: write_json(path, as_json(found, model), indent=1),
             ),
-            Output("--plot", given.plot, ": pictures", picture_file),
             Output("--html", given.html, ": a page for a browser", page_file),
         ],
     )

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-__all__ = ["Bar", "Bit", "Chart", "Line", "Picture", "Row", "Table", "bars", "gantt", "lines"]
+__all__ = ["Bar", "Bit", "Chart", "Line", "Picture", "Row", "Table", "bars", "gantt", "heat",
+           "lines", "stacks"]  # fmt: skip
 
 Chart = dict[str, Any]
 """A specification in Vega-Lite: one view, with a ``description`` and a ``height``."""
@@ -23,31 +24,31 @@ _COLORS = {
 _KINDS = {"work": "blue", "transfer": "teal", "waiting": "red"}
 """Of bits, by what they are."""
 
-_NAMED = {"labelExpr": "slice(datum.value, indexof(datum.value, ' ') + 1)", "labelLimit": 0,
-          "ticks": False, "domain": False}  # fmt: skip
+_SAID = "slice(datum.value, indexof(datum.value, ' ') + 1)"
+_NAMED = {"labelExpr": _SAID, "labelLimit": 0, "ticks": False, "domain": False}
 """An axis of names, each after a number, by which equal ones differ."""
+_NARROW = "width < 480"
+_ABOVE = {"labelExpr": f"{_NARROW} ? split({_SAID}, '; ') : replace({_SAID}, '; ', ', ')",
+          "labelAlign": "left", "labelPadding": 0,
+          "labelOffset": {"expr": f"{_NARROW} ? -28 : -16"}}  # fmt: skip
+"""Of names above their bars; where there is little room, what follows "; " is on a second line."""
 
 
 class Table(NamedTuple):
-    """Cells as they are printed; ``**bold**`` and `` `code` `` as in Markdown.
-
-    Attributes:
-        folded: whether it is shown only when it is asked for.
-    """
+    """Cells as they are printed; ``**bold**`` and `` `code` `` as in Markdown."""
 
     head: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
     caption: str
-    folded: bool = False
 
 
 class Picture(NamedTuple):
-    """A chart, and the same numbers as tables; ``note``: what is not drawn, and why."""
+    """A chart, and what it shows in a sentence; ``note``: what is not drawn, and why."""
 
     title: str
     chart: Chart
-    tables: tuple[Table, ...]
     note: str = ""
+    answer: str = ""
 
 
 class Bar(NamedTuple):
@@ -96,9 +97,7 @@ def bars(
         one._asdict() | {"row": row, "color": _COLORS[one.color]}
         for row, one in zip(order, shown, strict=True)
     ]
-    above = _NAMED | {"labelAlign": "left", "labelPadding": 0, "labelOffset": -16}
-    scale = {"domain": order}
-    y = {"field": "row", "type": "nominal", "scale": scale, "title": None, "axis": above}
+    y = _names(order, _ABOVE)
     bar: Chart = {
         "mark": {"type": "bar", "height": 14, "tooltip": True},
         "encoding": {"x": _x("value", axis), "color": {"field": "color", "scale": None}},
@@ -112,13 +111,58 @@ def bars(
     ranges = [whiskers] if any(one.low < one.high for one in shown) else []
     chart = {
         "description": f"Bars. {axis}. {'; '.join(one.said for one in shown)}",
-        "height": 46 * len(order),
+        "height": 52 * len(order),
         "data": {"values": rows},
         "layer": [{"encoding": {"y": y}, "layer": [bar, *ranges]}, *_reference(line, "x")],
     }
-    cells = tuple((one.name, *(f"{value:.4g}" for value in one[1:4])) for one in shown)
-    head = "variant", "typical", "least", "most"
-    return Picture(title, chart, (Table(head, cells, f"{title}: {axis}", folded=True),), note)
+    return Picture(title, chart, note)
+
+
+def stacks(
+    title: str, axis: str, shown: Sequence[tuple[str, dict[str, float]]], line: tuple[str, float]
+) -> Picture:
+    """A bar for each below its name, of parts whose sum counts, and a line across to compare."""
+    order = [f"{n} {name}" for n, (name, _) in enumerate(shown)]
+    every = list(zip(order, (of for _, of in shown), strict=True))
+    parts = list(shown[0][1])
+    hues = [_COLORS[name] for name in ("blue", "teal", "orange", "purple", "grey")]
+    color = {"field": "part", "scale": {"domain": parts, "range": hues}}
+    bar: Chart = {
+        "mark": {"type": "bar", "height": 14, "tooltip": True},
+        "encoding": {"x": _x("value", axis), "y": _names(order, _ABOVE), "color": color,
+                     "order": {"field": "at"}},
+    }  # fmt: skip
+    chart = {
+        "description": f"Bars of parts. {axis}. {'; '.join(name for name, _ in shown)}",
+        "height": 52 * len(order),
+        "data": {"values": [
+            {"row": row, "part": part, "value": value, "at": parts.index(part)}
+            for row, of in every for part, value in of.items()]},
+        "layer": [bar, *_reference(line, "x")],
+    }  # fmt: skip
+    return Picture(title, chart)
+
+
+def heat(title: str, x: str, cells: Sequence[tuple[str, str, float]]) -> Picture:
+    """A cell for each name across and name down, with its figure; darker is more."""
+    most = max([1e-9, *(value for _, _, value in cells)])
+    axis = {"labelAngle": 0, "labelLimit": 0, "ticks": False, "domain": False}
+    at: Chart = {"type": "ordinal", "sort": None, "axis": axis}
+    hue = {"domain": [0, most], "range": ["#e8f1fb", _COLORS["blue"]], "clamp": True}
+    ink = {"condition": {"test": f"datum.value > {most / 2}", "value": "#fff"}, "value": "#111"}
+    chart: Chart = {
+        "description": f"Heat map. {title}, by {x}",
+        "height": 36 * len({down for _, down, _ in cells}),
+        "data": {"values": [{"x": one, "y": down, "value": value} for one, down, value in cells]},
+        "encoding": {"x": at | {"field": "x", "title": x}, "y": at | {"field": "y", "title": None}},
+        "layer": [
+            {"mark": "rect", "encoding": {
+                "color": {"field": "value", "type": "quantitative", "scale": hue, "legend": None}}},
+            {"mark": "text", "encoding": {
+                "text": {"field": "value", "type": "quantitative", "format": ".1f"}, "color": ink}},
+        ],
+    }  # fmt: skip
+    return Picture(title, chart)
 
 
 def lines(
@@ -164,19 +208,16 @@ def lines(
                 "x": x,
                 "y": {"field": "value", "type": "quantitative", "title": None,
                       "scale": {"zero": False}},
-                "color": kind | {"legend": {"symbolOpacity": 1}}},
+                "color": kind},
              "layer": [
-                {"mark": "line",
-                 "encoding": {"strokeDash": kind | {"scale": dashes, "legend": None}}},
+                {"mark": "line", "encoding": {"strokeDash": kind | {"scale": dashes}}},
                 {"mark": {"type": "point", "filled": True, "size": 70, "opacity": opacity,
                           "tooltip": True},
                  "encoding": {"shape": kind}}]},
             *_reference(line, "y"),
         ],
     }  # fmt: skip
-    known = [{at: f"{value:.4g}" for at, value in one.points} for one in shown]
-    cells = tuple((f"{at}", *(of.get(at, "-") for of in known)) for at in steps)
-    return Picture(title, chart, (Table((axis, *names), cells, title, folded=True),), note)
+    return Picture(title, chart, note)
 
 
 def gantt(title: str, axis: str, shown: Sequence[Row]) -> Picture:
@@ -191,37 +232,36 @@ def gantt(title: str, axis: str, shown: Sequence[Row]) -> Picture:
     end = max((bit.end for row in shown for bit in row.bits), default=1.0)
     kinds = [kind for kind in _KINDS if any(bit.kind == kind for r in shown for bit in r.bits)]
     colors = {"domain": kinds, "range": [_COLORS[_KINDS[kind]] for kind in kinds]}
-    y = {"field": "row", "type": "nominal", "title": None, "scale": {"domain": order},
-         "axis": _NAMED | {"minExtent": 66, "maxExtent": 66}}  # fmt: skip
+    y = _names(order, {"minExtent": 66, "maxExtent": 66})
     x = _x("start", axis) | {"scale": {"domain": [0, end], "nice": False}}
-    wide = f"datum.kind == 'waiting' && datum.ms > {end / 40}"
+    wide = f"datum.kind == 'waiting' && datum.ms * width > {24 * end}"
     chart: Chart = {
         "description": f"Lanes over time. {axis}. " + "; ".join(row.said for row in shown),
         "height": 24 * len(order),
         "data": {"values": rows},
         "encoding": {"y": y},
         "layer": [
-            {"mark": {"type": "bar", "stroke": "white", "strokeWidth": 0.5, "tooltip": True},
+            {"mark": {"type": "bar", "stroke": "white", "strokeWidth": 0.5, "tooltip": True,
+                      "clip": True},
+             "params": [{"name": "zoom", "bind": "scales", "select": {
+                 "type": "interval", "encodings": ["x"], "zoom": "wheel![event.ctrlKey]"}}],
              "encoding": {"x": x, "x2": {"field": "end"},
                           "color": {"field": "kind", "type": "nominal", "scale": colors}}},
             {"transform": [{"filter": wide},
                            {"calculate": "(datum.start + datum.end) / 2", "as": "middle"}],
-             "mark": {"type": "text", "color": "white"},
+             "mark": {"type": "text", "color": "white", "clip": True},
              "encoding": {"x": _x("middle", axis), "text": {"field": "ms", "format": ".1f"}}},
             {"data": {"values": [{"row": f"{n} ", "said": r.said} for n, r in enumerate(shown)]},
-             "mark": {"type": "text", "align": "left", "fontWeight": "bold"},
+             "mark": {"type": "text", "align": "left", "fontWeight": "bold", "clip": False},
              "encoding": {"x": {"value": -66}, "text": {"field": "said"}}},
         ],
     }  # fmt: skip
-    tables = []
-    for row in shown:
-        cells = tuple(
-            (bit.name, bit.lane, *(f"{ms:.3f}" for ms in (bit.start, bit.end, bit.end - bit.start)))
-            for bit in sorted(row.bits, key=lambda bit: (bit.start, bit.lane))
-        )
-        head = "what", "lane", "from, ms", "to, ms", "takes, ms"
-        tables.append(Table(head, cells, row.said, folded=True))
-    return Picture(title, chart, tuple(tables))
+    return Picture(title, chart)
+
+
+def _names(order: Sequence[str], axis: Chart) -> Chart:
+    return {"field": "row", "type": "nominal", "title": None, "scale": {"domain": order},
+            "axis": _NAMED | axis}  # fmt: skip
 
 
 def _x(field: str, title: str) -> Chart:
@@ -234,8 +274,11 @@ def _reference(line: tuple[str, float] | None, along: str) -> list[Chart]:
         return []
     name, value = line
     at = {along: {"datum": value, "type": "quantitative"}}
-    end: Chart = {"x": "width", "align": "right", "dy": -6} if along == "y" else {
-        "y": -6, "align": "left", "dx": 4}  # fmt: skip
+    end: Chart = {"x": "width", "align": "right", "dy": -6}
+    if along == "x":
+        right = f"scale('x', {value}) > width / 2"
+        end = {"y": -6, "align": {"expr": f"{right} ? 'right' : 'left'"},
+               "dx": {"expr": f"{right} ? -4 : 4"}}  # fmt: skip
     hue = _COLORS["orange" if name.lower().startswith("megatron") else "faint"]
     return [
         {"data": {"values": [{}]}, "mark": mark, "encoding": at}

@@ -15,16 +15,22 @@ from typing import Any
 from commfuse_npu.runtime.whole_file import whole_file
 from commfuse_npu.tools.report.charts import Chart, Picture
 
-__all__ = ["KINDS", "PAGES", "draw", "draw_charts", "lacking", "script"]
+__all__ = ["PAGES", "draw", "lacking", "script"]
 
-KINDS, PAGES = (".png", ".svg"), (".html", ".htm")
+PAGES = ".html", ".htm"
 _VERSION = "6.1"
 """Of Vega-Lite."""
 _CONFIG = {
     "aria": False,  # the page describes each picture
     "view": {"stroke": None},
     "title": {"anchor": "start", "frame": "bounds"},
-    "legend": {"orient": "bottom", "title": None, "labelLimit": 0, "columns": 3},
+    "legend": {
+        "orient": "bottom",
+        "title": None,
+        "labelLimit": 0,
+        "symbolOpacity": 1,
+        "columns": {"expr": "width < 480 ? 2 : 4"},
+    },
 }
 
 
@@ -41,7 +47,7 @@ def _library() -> Any:
     return import_module("vl_convert")
 
 
-def draw(pictures: Sequence[Picture], title: str, path: Path) -> None:
+def draw(pictures: Sequence[Picture], title: str, path: Path, width: int = 760) -> None:
     """Write the pictures, one below the other, as PNG or SVG by the name's ending.
 
     Raises:
@@ -49,18 +55,9 @@ def draw(pictures: Sequence[Picture], title: str, path: Path) -> None:
         ValueError: vl-convert-python is not installed.
     """
     charts = [
-        one.chart | {"title": {"text": one.title, "subtitle": wrap(one.note, 110)}, "width": 760}
+        one.chart | {"title": {"text": one.title, "subtitle": wrap(one.note, 110)}, "width": width}
         for one in pictures
     ]
-    draw_charts(charts, title, path)
-
-
-def draw_charts(charts: Sequence[Chart], title: str, path: Path) -> None:
-    """Write charts that have a width, one below the other.
-
-    Raises:
-        OSError, ValueError: see :func:`draw`.
-    """
     resolve = {"scale": dict.fromkeys(("color", "shape", "strokeDash", "x", "y"), "independent")}
     whole = {"title": {"text": title, "fontSize": 16, "offset": 14}, "config": _CONFIG,
              "vconcat": charts, "spacing": 34, "resolve": resolve}  # fmt: skip
@@ -74,9 +71,12 @@ def draw_charts(charts: Sequence[Chart], title: str, path: Path) -> None:
 
 def script(charts: Sequence[Chart]) -> str:
     """JavaScript that draws chart i in the element ``chart-i``, as wide as it; has Vega inside."""
-    fit = {"config": _CONFIG, "width": "container", "autosize": {"type": "fit-x"}}
+    fit = {"config": _CONFIG, "background": None, "width": "container",
+           "autosize": {"type": "fit-x"}}  # fmt: skip
     # Nothing in a text may end the script.
     specs = json.dumps([chart | fit for chart in charts]).replace("</", "<\\/")
-    options = '{actions: false, renderer: "svg"}'
+    options = "{actions: {export: true, source: false, compiled: false, editor: false}, " + (
+        'renderer: "svg"}'
+    )
     loop = f"{specs}.forEach((chart, i) => vegaEmbed(`#chart-${{i}}`, chart, {options}));"
     return str(_library().javascript_bundle(loop, _VERSION))

@@ -60,17 +60,15 @@ def write_page(
     body = [f"<h1>{escape(title)}</h1><h2>Verdict</h2>", *_paragraphs(verdict)]
     for section in sections:
         body += [f"<h2>{escape(section.title)}</h2>", *_paragraphs(section.texts)]
-        tables = section.tables
         if (picture := section.picture) is not None:
             said = escape(picture.chart["description"], quote=True)
-            body += _paragraphs([picture.note] if picture.note else [])
+            body += _paragraphs(filter(None, (f"**{picture.answer}**", picture.note)))
             body += [f'<figure role="img" aria-label="{said}" id="chart-{len(charts)}"></figure>']
             charts.append(picture)
-            tables += picture.tables
-        body += map(_table, tables)
+        body += map(_table, section.tables)
     body += ["<h2>Environment and command</h2>"]
     body += _paragraphs(f"{name}: `{fact}`" for name, fact in facts.items())
-    drawn = f"<script>{script([one.chart for one in charts])}</script>" if charts else ""
+    drawn = script([one.chart for one in charts]) if charts else ""
     with whole_file(path) as part:
         text = _PAGE.format(title=escape(title), body="\n".join(body), script=drawn)
         part.write_text(text, encoding="utf-8")
@@ -84,16 +82,19 @@ def _table(table: Table) -> str:
     head = "".join(f"<th>{_marked(cell)}</th>" for cell in table.head)
     rows = ("".join(f"<td>{_marked(cell)}</td>" for cell in row) for row in table.rows)
     body = "\n".join(f"<tr>{row}</tr>" for row in (head, *rows))
-    how, what = ("", "The numbers: ") if table.folded else (" open", "")
-    caption = f"<summary>{what}{_marked(table.caption)}</summary>"
-    return f"<details{how}>{caption}<table>{body}</table></details>"
+    caption = f"<summary>{_marked(table.caption)}</summary>"
+    return f"<details open>{caption}<table>{body}</table></details>"
 
 
 def _marked(text: str) -> str:
     """Escaped, with what Markdown marks."""
-    text = re.sub(r"`([^`]+)`", r"<code>\1</code>", escape(text, quote=False))
+    text = re.sub(r"`([^`]*--[^`]*)`", _COPIED, escape(text, quote=False))
+    text = re.sub(r"`([^`]+)`", r"<code>\1</code>", text)
     return re.sub(r"\*\*([^*]+)\*\*", r"<strong>\1</strong>", text)
 
+
+_COPIED = r'<code role="button" tabindex="0" title="copy">\1</code>'
+"""Options are there to be copied, by a click or Enter."""
 
 _PAGE = """\
 <!DOCTYPE html>
@@ -105,15 +106,34 @@ script-src 'unsafe-inline' 'unsafe-eval'; style-src 'unsafe-inline'">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <title>{title}</title>
 <style>
+:root {{ color-scheme: light dark }}
 body {{ font: 16px/1.5 system-ui, sans-serif; max-width: 76rem; margin: auto; padding: 1rem }}
 figure {{ width: 100%; margin: 1rem 0 }}
 details {{ overflow-x: auto; font-size: 0.85rem }}
-td, th {{ padding: 0.2rem 0.8rem 0.2rem 0; text-align: left; vertical-align: top }}
+code {{ overflow-wrap: anywhere }}
+[role="button"] {{ cursor: copy; text-decoration: underline dotted }}
+[role="button"]::after {{ content: " copy"; font: 0.75rem sans-serif; color: #4493f8 }}
+@media (prefers-color-scheme: dark) {{
+  figure text:is([fill="#000"], [fill="black"]) {{ fill: #ddd }}
+  figure text[fill="#59636e"] {{ fill: #9aa4ae }}
+  figure [stroke="#ddd"] {{ stroke: #444 }}
+  figure [stroke="black"] {{ stroke: #bbb }}
+}}
+td, th {{ padding: 0.2rem 0.8rem 0.2rem 0; text-align: left; white-space: nowrap }}
 </style>
 </head>
 <body>
 {body}
+<script>
 {script}
+function copy(event) {{
+  const code = event.target.closest("[role=button]");
+  if (!code || event.type == "keydown" && event.key != "Enter") return;
+  getSelection().selectAllChildren(code);
+  document.execCommand("copy");
+}}
+["click", "keydown"].forEach(kind => document.addEventListener(kind, copy));
+</script>
 </body>
 </html>
 """

@@ -12,14 +12,13 @@ from commfuse_npu.config_file import ConfigError, find_config
 from commfuse_npu.hardware.description import Hardware
 from commfuse_npu.runtime.whole_file import write_json
 from commfuse_npu.tools.model_config import ModelConfig
-from commfuse_npu.tools.option_types import Parser, new_file, page, picture, positive, refuse, whole
+from commfuse_npu.tools.option_types import Parser, new_file, page, positive, refuse, whole
 from commfuse_npu.tools.option_types import words as word_list
 from commfuse_npu.tools.outputs import Output, write_outputs
-from commfuse_npu.tools.report.drawing import draw
 from commfuse_npu.tools.simulate.launch_options import launching
-from commfuse_npu.tools.simulate.page import layer_picture, sweep_page, sweep_picture
+from commfuse_npu.tools.simulate.page import sweep_page
 from commfuse_npu.tools.simulate.report import Standing, sources, table
-from commfuse_npu.tools.simulate.step import Layout, Step
+from commfuse_npu.tools.simulate.step import Layout
 from commfuse_npu.tools.simulate.sweep import Options, Point, of_hardware, sweep, training
 from commfuse_npu.tools.tell import tell
 
@@ -114,7 +113,6 @@ def _parser() -> argparse.ArgumentParser:
     out.add_argument(
         "--html", type=page, metavar="FILE", help="one page: verdict, pictures, a layer's Gantt"
     )
-    out.add_argument("--plot", type=picture, metavar="FILE", help="the pictures: .png, .svg")
     return parser
 
 
@@ -178,10 +176,6 @@ def _main(given: argparse.Namespace, command: Sequence[str]) -> int:
     print()
     what = training(model, first, sequences[0], options)
     said = standing.verdict(lambda variant: " ".join(launching(variant, what)))
-    drawn = []
-    if given.plot or given.html:
-        layer = layer_picture(Step(hardware.machine(), what), standing.compared)
-        drawn = [sweep_picture(points, shown), layer]
     code = write_outputs(
         "simulate",
         [
@@ -192,16 +186,12 @@ def _main(given: argparse.Namespace, command: Sequence[str]) -> int:
                 lambda path: write_json(path, _as_json(given.model, hardware, points), indent=1),
             ),
             Output(
-                "--plot",
-                given.plot,
-                ": pictures",
-                lambda path: draw(drawn, f"{title} (simulated)", path),
-            ),
-            Output(
                 "--html",
                 given.html,
                 ": a page for a browser",
-                lambda path: sweep_page(path, title, command, hardware, points, shown, said, drawn),
+                lambda path: sweep_page(
+                    path, title, command, hardware, standing, shown, said, what
+                ),
             ),
         ],
     )

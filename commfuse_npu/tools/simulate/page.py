@@ -1,37 +1,55 @@
-"""What ``simulate`` and ``plan`` draw: pictures, alone or in a page with verdict and tables."""
+"""What ``simulate`` and ``plan`` draw in their pages, and its verdict and tables."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import product
 from pathlib import Path
 
+from commfuse_npu.config_file import ConfigError
 from commfuse_npu.hardware.description import Hardware
-from commfuse_npu.tools.report.charts import Bar, Line, Picture, Table, bars, gantt, lines
+from commfuse_npu.tools.model_config import ModelConfig
+from commfuse_npu.tools.report.charts import (
+    Bar,
+    Line,
+    Picture,
+    Table,
+    bars,
+    gantt,
+    heat,
+    lines,
+    stacks,
+)
 from commfuse_npu.tools.report.page import Section, environment, write_page
 from commfuse_npu.tools.simulate import recommendation_report as plan_report
+from commfuse_npu.tools.simulate.footprint import Footprint, footprint, limit
 from commfuse_npu.tools.simulate.lanes import lanes
 from commfuse_npu.tools.simulate.recommend import Recommendation
-from commfuse_npu.tools.simulate.report import COLUMNS, cells, headline, seconds, sources
-from commfuse_npu.tools.simulate.step import Step
-from commfuse_npu.tools.simulate.sweep import Point
-from commfuse_npu.tools.simulate.variants import MEGATRON, REFERENCE, Role, Variant
+from commfuse_npu.tools.simulate.report import COLUMNS, Standing, cells, headline, seconds, sources
+from commfuse_npu.tools.simulate.step import Layout, Step, Training
+from commfuse_npu.tools.simulate.sweep import Options, Point, training
+from commfuse_npu.tools.simulate.variants import MEGATRON, REFERENCE, TURNS, Role, Variant
 
-__all__ = ["layer_picture", "plan_page", "plan_pictures", "sweep_page", "sweep_picture"]
+__all__ = ["gain_picture", "layer_picture", "plan_page", "sweep_page", "sweep_picture"]
 
 _COLORS: dict[Role, str] = {"ours": "blue", "today": "orange", "rival": "green", "bound": "purple",
                             "plain": "grey"}  # fmt: skip
 _GANTT = (
     "Of the rank in the middle of the tensor-parallel group. Red is where its compute engine "
-    "waits, in ms; hover over a bar for its name. Transfers to several peers at once are one bar. "
+    "waits, in ms; hover over a bar for its name. Drag to move, hold Ctrl and turn the wheel to "
+    "zoom in and out. Transfers to several peers at once are one bar. "
     "Forward-backward overlap has the layer of a forward beside that of a backward."
 )
+_SIZES, _LENGTHS = (2, 4, 8), (4096, 8192, 16384, 32768)
 
 
 def layer_picture(step: Step, shown: Mapping[str, Variant]) -> Picture:
     """The Gantt of one layer in each of these variants."""
     rows = [lanes(name, step.parts(one)) for name, one in shown.items()]
     title = "One layer of one micro-batch, forward then backward"
-    return gantt(title, "ms, typical figures; lower is better", rows)
+    ordered = sorted(rows, key=lambda row: max(bit.end for bit in row.bits))
+    answer = f"Shortest: {ordered[0].said}. Longest: {ordered[-1].said}."
+    return gantt(title, "ms, typical figures; lower is better", rows)._replace(answer=answer)
 
 
 def sweep_picture(points: Sequence[Point], shown: Sequence[Variant]) -> Picture:
@@ -73,25 +91,42 @@ def _thousands(length: int) -> str:
     return f"{length // 1024}k" if length % 1024 == 0 else str(length)
 
 
-def plan_pictures(found: Recommendation, hardware: Hardware) -> list[Picture]:
-    """The candidates as bars, and a layer of the best one's layout, if anything is sent there."""
-    shown = []
-    for number, (one, row) in enumerate(plan_report.layouts(found, hardware), 1):
-        times = found.steps.get(one, (one.seconds,))
-        layout = f"TP {row[1]}, CP {row[2]}, PP {row[3]}, DP {row[4]}, {one.variant.name}"
-        tint = "purple" if one is found.bound else "orange" if one in found.rivals else "blue"
-        # Two of them may have the same layout.
-        name, said = f"{number}. {row[0]}: {layout}", f"{row[0]}: {layout}, {row[7]}"
-        shown.append(Bar(name, one.seconds, min(times), max(times), said, tint))
-    axis = "seconds, lower is better; ranges of those that are compared"
-    line = "the best without CommFuse", found.other.seconds
-    drawn = [bars("Time of a step, the best layouts", axis, shown, line)]
-    best = found.best
-    if best.training.layout.tp > 1:
-        step = Step(hardware.machine(), best.training)
-        every = {one.name: one for one in (REFERENCE, MEGATRON, best.variant)}
-        drawn.append(layer_picture(step, every))
-    return drawn
+def gain_picture(model: ModelConfig, hardware: Hardware) -> Picture:
+    """How much less time a layer takes with forward-backward overlap, by TP and length."""
+    found = []
+    sizes = [tp for tp in _SIZES if tp <= hardware.npus_per_node]
+    for tp, length in product(sizes, _LENGTHS):
+        try:
+            one = Options(micro_batch=1, micro_batches=1)
+            step = Step(hardware.machine(), training(model, Layout(tp, 1, 1, 1), length, one))
+        except ConfigError:
+            continue  # heads or widths that this TP does not divide
+        ours, today = (step.layer_time(variant).seconds for variant in (TURNS, MEGATRON))
+        found.append((_thousands(length), f"TP {tp}", 100 * (1 - ours / today)))
+    title = "% less time per layer than in Megatron's order, with --commfuse-fb-overlap"
+    drawn = heat(title, "tokens of a sequence", found)
+    if len(found) < 2:
+        return drawn._replace(note="This model has no layer that can be simulated by itself.")
+    least, *_, most = sorted(found, key=lambda cell: cell[2])
+    where = (f"{of[2]:.1f} % at {of[1]}, {of[0]} tokens" for of in (least, most))
+    why = "; 0 where the host takes longer than the device" if least[2] < 0.05 else ""
+    return drawn._replace(answer=f"From {' to '.join(where)}{why}.")
+
+
+def _memory_picture(shown: Mapping[str, Footprint], hardware: Hardware) -> Picture:
+    """The memory of the fullest NPU by what it is for, and what an NPU has for tensors."""
+    usable = limit(hardware) / 2**30
+    rows = [
+        (f"{name}, {of.total / 2**30:.1f} GiB", {part: size / 2**30 for part, size in parts})
+        for name, of in shown.items()
+        for parts in [of._asdict().items()]
+    ]
+    name = max(shown, key=lambda one: shown[one].total).replace(";", ",")
+    most = max(of.total for of in shown.values()) / 2**30
+    line = f"usable: {usable:.1f} GiB", usable
+    drawn = stacks("Memory of the fullest NPU", "GiB", rows, line)
+    answer = f"The most: {name}, {most:.1f} GiB of {usable:.1f} GiB that tensors may take."
+    return drawn._replace(answer=answer)
 
 
 def plan_page(
@@ -108,18 +143,40 @@ def plan_page(
         words: the command.
         launches: commands and options by what they are for.
     """
-    rows = tuple(row for _, row in plan_report.layouts(found, hardware))
-    first, _, *why = plan_report.reasons(found)
-    said = [f"**{first}**", *(line.removeprefix("- ") for line in why)]
+    bar, memory = [], {}
+    for one, row in plan_report.layouts(found, hardware):
+        times = found.steps.get(one, (one.seconds,))
+        layout = f"{row[0]}: TP {row[1]}, CP {row[2]}, PP {row[3]}, DP {row[4]}"
+        tint = "purple" if one is found.bound else "orange" if one in found.rivals else "blue"
+        said = f"{layout}; {one.variant.name}, {row[7]}"
+        bar.append(Bar(said, one.seconds, min(times), max(times), said, tint))
+        memory[f"{layout}; {one.variant.name}"] = one.memory
+    recommended, _, *why = (line.removeprefix("- ") for line in plan_report.reasons(found))
+
+    def answering(drawn: Picture, begin: str) -> Picture:
+        """With the reason that begins so, which is said there instead."""
+        answer = next((why.pop(i) for i, line in enumerate(why) if line.startswith(begin)), "")
+        return drawn._replace(answer=answer or drawn.answer)
+
+    line = "the best without CommFuse", found.other.seconds
+    steps = bars("Time of a step, the best layouts", "seconds, lower is better", bar, line)
+    best, drawn = found.best, [answering(steps, "Without CommFuse")]
+    drawn.append(gain_picture(best.training.model, hardware))
+    if best.training.layout.tp > 1:
+        step = Step(hardware.machine(), best.training)
+        every = {one.name: one for one in (REFERENCE, MEGATRON, best.variant)}
+        drawn.append(answering(layer_picture(step, every), "Plain transfers"))
+    drawn.append(_memory_picture(memory, hardware))
+    layouts = tuple(row for _, row in plan_report.layouts(found, hardware))
     options = tuple(f"{name} `{line}`" for name, line in launches.items())
     _write(
         path,
         title,
         words,
         hardware,
-        said,
-        plan_pictures(found, hardware),
-        [Table(plan_report.COLUMNS, rows, "layouts")],
+        [f"**{recommended}**", *why],
+        drawn,
+        [Table(plan_report.COLUMNS, layouts, "layouts")],
         plan_report.fitting(found, hardware),
         [Section("Launch", options)],
     )
@@ -130,25 +187,33 @@ def sweep_page(
     title: str,
     words: Sequence[str],
     hardware: Hardware,
-    points: Sequence[Point],
+    standing: Standing,
     shown: Sequence[Variant],
     said: Sequence[str],
-    drawn: Sequence[Picture],
+    what: Training,
 ) -> None:
     """Write the page of ``simulate``.
 
     Args:
         words: the command.
         shown: the variants that have rows.
-        said: the verdict.
-        drawn: the steps, and the Gantt of a layer.
+        said: the verdict: the best, and how it compares.
+        what: the training at the first point.
     """
+    points, compared = standing.points, standing.compared
+    memory = {name: footprint(what, one, hardware) for name, one in compared.items()}
+    drawn = [
+        sweep_picture(points, shown)._replace(answer=said[1]),
+        gain_picture(what.model, hardware),
+        layer_picture(Step(hardware.machine(), what), compared),
+        _memory_picture(memory, hardware),
+    ]
     tables = [Table(COLUMNS, tuple(cells(point, shown)), headline(point)) for point in points]
     note = (
         "Exposed is what a step takes longer than without any transfers, with what cutting GEMMs "
         "costs."
     )
-    _write(path, title, words, hardware, said, drawn, tables, note, [])
+    _write(path, title, words, hardware, said[:1], drawn, tables, note, [])
 
 
 def _write(
@@ -166,7 +231,7 @@ def _write(
     sections = [
         *before,
         Section(first.title, (sources(hardware), note), first, tuple(tables)),
-        *(Section(one.title, (_GANTT,), one) for one in rest),
+        *(Section(o.title, (_GANTT,) * o.title.startswith("One layer"), o) for o in rest),
     ]
     machine = {"machine simulated": f"{hardware.name} ({hardware.path.name})"}
     write_page(path, title, said, sections, environment(words) | machine)

@@ -10,8 +10,19 @@ import pytest
 
 from commfuse_npu.tools import option_types
 from commfuse_npu.tools.report import drawing
-from commfuse_npu.tools.report.charts import Bar, Bit, Line, Row, Table, bars, gantt, lines
-from commfuse_npu.tools.report.drawing import draw, draw_charts
+from commfuse_npu.tools.report.charts import (
+    Bar,
+    Bit,
+    Line,
+    Row,
+    Table,
+    bars,
+    gantt,
+    heat,
+    lines,
+    stacks,
+)
+from commfuse_npu.tools.report.drawing import draw
 from commfuse_npu.tools.report.page import Section, environment, write_page
 from tests.tools.report.pages import read
 
@@ -21,7 +32,7 @@ PICTURES = [
         "ms",
         [Bar("a", 2.0, 1.0, 3.0, "a: 2 ms"), Bar("<b>", 4.0, 4.0, 4.0, "b: 4 ms")],
         ("Megatron's order", 3.0),
-    ),
+    )._replace(answer="a is shorter"),
     lines(
         "Losses",
         "iteration",
@@ -44,6 +55,8 @@ PICTURES = [
             )
         ],
     ),
+    heat("Gain", "tokens", [("4k", "TP 2", 0.0), ("8k", "TP 2", 12.34)]),
+    stacks("Memory", "GiB", [("a; 3 GiB", {"weights": 1.0, "rest": 2.0})], ("usable", 9.0)),
 ]
 
 
@@ -57,27 +70,29 @@ def test_a_page_has_everything_inside(tmp_path: Path) -> None:
     write_page(path, "A <title>", ["Ours: **a**"], sections, environment(words))
     page = read(path)
     assert page.headings[0] == (1, "A <title>")
-    assert [said for _, said in page.headings[2:-1]] == ["First", "Losses", "Layer"]
-    assert len(page.labels) == 3
+    assert [said for _, said in page.headings[2:-1]] == [
+        "First",
+        "Losses",
+        "Layer",
+        "Gain",
+        "Memory",
+    ]
+    assert len(page.labels) == 5
     assert "a: 2 ms; b: 4 ms" in page.labels[0]
-    assert "commfuse-npu simulate --model 'a b'" in page.text
+    assert "a is shorter" in page.text
+    # Options are there to be copied, other code is not.
+    source = path.read_text(encoding="utf-8")
+    assert re.findall(r'<code role="button"[^>]*>(.*?)</code>', source) == [
+        "commfuse-npu simulate --model 'a b'"
+    ]
     assert page.tables[0] == ("cells", [["what", "how much"], ["a & b", "</script>"]])
-
-
-def test_each_picture_has_its_numbers_as_a_table() -> None:
-    of_bars, of_lines, of_gantt = (picture.tables[0] for picture in PICTURES)
-    assert of_bars.rows == (("a", "2", "1", "3"), ("<b>", "4", "4", "4"))
-    assert of_lines.head == ("iteration", "plain", "ours")
-    assert of_lines.rows == (("1", "5.5", "5.5"), ("2", "4.25", "-"))
-    assert of_gantt.rows[0] == ("waiting", "compute", "0.000", "1.000", "1.000")
-    assert len(of_gantt.rows) == 3
 
 
 def test_few_figures_of_an_axis_are_named_as_they_are(tmp_path: Path) -> None:
     pytest.importorskip("vl_convert")
     quarter = lines("Time", "ratio", [Line("ours", ((0.25, 1.0), (0.5, 2.0), (1.0, 3.0)))])
     # Where there is little room Vega would round them.
-    draw_charts([quarter.chart | {"width": 320}], "", tmp_path / "few.svg")
+    draw([quarter], "", tmp_path / "few.svg", width=320)
     drawn = (tmp_path / "few.svg").read_text(encoding="utf-8")
     assert all(f">{said}</text>" in drawn for said in ("0.25", "0.5", "1"))
 
@@ -88,7 +103,15 @@ def test_the_same_pictures_as_files(tmp_path: Path) -> None:
     assert (tmp_path / "all.png").read_bytes().startswith(b"\x89PNG")
     draw(PICTURES, "All of them", tmp_path / "all.svg")
     drawn = (tmp_path / "all.svg").read_text(encoding="utf-8")
-    for said in ("All of them", "a: 2 ms", "Megatron's order", "plain: 3 ms", "1.0"):
+    for said in (
+        "All of them",
+        "a: 2 ms",
+        "Megatron's order",
+        "plain: 3 ms",
+        "1.0",
+        "12.3",
+        "rest",
+    ):
         assert f">{said}</text>" in drawn, said
 
 

@@ -106,8 +106,9 @@ def test_two_lines_say_which_is_best_and_how_it_compares(points, first: str, sec
 
 def test_what_varies_is_on_the_axis() -> None:
     def axis(*points: Point) -> tuple[str, list[str]]:
-        drawn = sweep_picture(points, Standing(points).shown(False))
-        return drawn.tables[0].head[0], [row[0] for row in drawn.tables[0].rows]
+        drawn = sweep_picture(points, Standing(points).shown(False)).chart
+        x = drawn["layer"][0]["encoding"]["x"]
+        return x["title"], x["sort"]
 
     lengths = axis(point(STEPS), point(STEPS, 8192))
     assert lengths == ("tokens of a sequence", ["4k", "8k"])
@@ -115,4 +116,5 @@ def test_what_varies_is_on_the_axis() -> None:
     both = axis(point(STEPS), point(STEPS, 1000, 16))
     assert both == ("NPUs, tokens of a sequence", ["8, 4k", "16, 1000"])
     # Of one point there are bars, a row for each variant.
-    assert axis(point(STEPS))[1][:2] == ["plain-mesh", "megatron"]
+    bars = sweep_picture([point(STEPS)], Standing([point(STEPS)]).shown(False)).chart
+    assert [row["name"] for row in bars["data"]["values"]][:2] == ["plain-mesh", "megatron"]

@@ -1,0 +1,99 @@
+"""Draw the pictures of the README into docs/, simulated, at typical figures.
+
+forms: one layer on one rank in four forms on one axis of time; Llama 3 8B, TP 8, 32,768 tokens, the
+server with Ascend 910B: forward, then backward, of a layer among many; overlapped, the layer of a
+forward beside that of a backward.  results: how much less time than with blocking collectives a
+layer of 8,192 tokens takes, forward and backward, in each form.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from commfuse_npu.config_file import find_config
+from commfuse_npu.hardware.description import Hardware
+from commfuse_npu.tools.model_config import ModelConfig
+from commfuse_npu.tools.report.charts import Picture, heat
+from commfuse_npu.tools.report.drawing import draw
+from commfuse_npu.tools.simulate.page import layer_picture
+from commfuse_npu.tools.simulate.step import Layout, Step
+from commfuse_npu.tools.simulate.sweep import Options, best_lanes, training
+from commfuse_npu.tools.simulate.variants import (
+    MEGATRON,
+    REFERENCE,
+    TURNS,
+    Variant,
+    direct,
+    fused,
+)
+from scripts.evidence.layers import point
+
+__all__ = ["forms", "main", "step"]
+
+_HARDWARE, _MODEL, _TP, _TOKENS = "ascend_910b_server", "llama3_8b", 8, 32768
+_MACHINES = {"ascend_910b_server": "A2 server", "ascend_910c_supernode": "A3 supernode"}
+_MODELS = {"llama2_7b": "Llama 2 7B", "llama3_8b": "Llama 3 8B"}
+_LAYOUTS = (
+    ("ascend_910b_server", "llama2_7b", 2),
+    *(("ascend_910b_server", "llama3_8b", tp) for tp in (2, 4, 8)),
+    *(("ascend_910c_supernode", "llama3_8b", tp) for tp in (4, 8)),
+)
+_FORMS = {
+    "forward-backward": "--commfuse-fb-overlap",
+    "default": "--use-commfuse",
+    "CoC": "CoC, slices",
+    "CoC fused": "CoC, kernel",
+    "MC2": "MC2",
+}
+
+
+def step() -> Step:
+    """What ``forms`` shows."""
+    hardware = Hardware.load(find_config(_HARDWARE, "hardware"))
+    one = Options(micro_batch=1, micro_batches=1)
+    what = training(ModelConfig.load(find_config(_MODEL)), Layout(_TP, 1, 1, 1), _TOKENS, one)
+    return Step(hardware.machine(), what)
+
+
+def forms() -> dict[str, Variant]:
+    """By title."""
+    hardware = Hardware.load(find_config(_HARDWARE, "hardware"))
+    ours = fused(direct(_TP, _TP), best_lanes(hardware, _TP), (1, 2, 3, 4, 6))
+    return {
+        "plain collectives": REFERENCE,
+        "Megatron's order": MEGATRON,
+        "fused layers (tuned)": ours,
+        "forward-backward overlap, side by side": TURNS,
+    }
+
+
+def _results() -> Picture:
+    cells = []
+    for machine, model, tp in _LAYOUTS:
+        shares = point(machine, model, tp, 8192, corners=1).shares[0]
+        layout = f"{_MODELS[model]}, TP {tp}, {_MACHINES[machine]}"
+        cells += [(_FORMS[one], layout, 100 * (1 - shares[one])) for one in _FORMS if one in shares]
+    return heat("% less time per layer than with blocking collectives", "form", cells)
+
+
+_TITLES = {
+    "forms": "Llama 3 8B, TP 8, 32,768 tokens, a server with Ascend 910B (simulated)",
+    "results": "A layer of 8,192 tokens, simulated",
+}
+
+
+def main(argv: Sequence[str]) -> int:
+    """Draw."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("names", nargs="*", help="forms, results; both by default")
+    docs = Path(__file__).resolve().parents[2] / "docs"
+    parser.add_argument("--folder", type=Path, default=docs, help="docs by default")
+    given = parser.parse_args(argv)
+    for name in given.names or _TITLES:
+        drawn = layer_picture(step(), forms()) if name == "forms" else _results()
+        draw([drawn], _TITLES[name], given.folder / f"{name}.svg")
+    return 0

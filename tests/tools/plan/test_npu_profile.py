@@ -1,0 +1,133 @@
+"""``commfuse-npu plan PROFILE``: folders as torch_npu writes them, with known figures."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from commfuse_npu.tools import cli
+
+NUMBERS = {
+    "tp": ("group_name_15", 3985310388293886940),
+    "dp_cp": ("group_name_5", 5862276114690318097),
+    "pp": ("group_name_19", 3985310405473756128),
+}
+"""The names of groups, and their numbers as msprof writes them: of a profile of MindSpeed-LLM."""
+Kernel = tuple[str, str, float, float]
+"""Name, accelerator core, start and end in ms."""
+
+
+def sent(group: str, number: int, start: float, end: float) -> Kernel:
+    return f"hcom_x__{NUMBERS[group][1] % 1000:03}_{number}_1", "COMMUNICATION", start, end
+
+
+STEP = [
+    ("aclnnMatmul", "MIX_AIC", 0.0, 10.0),
+    sent("tp", 0, 10.0, 14.0),
+    ("aclnnRmsNorm", "AI_VECTOR_CORE", 13.0, 15.0),
+    sent("dp_cp", 0, 4.0, 6.0),
+    sent("dp_cp", 1, 15.0, 18.0),
+    sent("pp", 0, 17.0, 19.0),
+]
+"""Of two transfers at once, from 17 to 18, the time is exposed once."""
+
+
+def written(
+    folder: Path, rank: int, kernels: Sequence[Kernel], named: bool = True, level: int = 1
+) -> Path:
+    """Write the folder of a rank; returns where its files are."""
+    output = folder / f"host_{rank}_ascend_pt" / "ASCEND_PROFILER_OUTPUT"
+    output.mkdir(parents=True)
+    (output.parent / f"profiler_info_{rank}.json").write_text("{}")
+    groups = {key: {"group_name": name} for name, (key, _) in NUMBERS.items() if named}
+    metadata = json.dumps({"parallel_group_info": groups})
+    (output.parent / "profiler_metadata.json").write_text(metadata)
+    taken = {"Total Op Info": {"Communication Time Info": {"Elapse Time(ms)": 99.0}}}
+    with (output / "kernel_details.csv").open("w", newline="") as file:
+        rows = csv.writer(file)
+        rows.writerow(("Step Id", "Name", "Accelerator Core", "Start Time(us)", "Duration(us)"))
+        for name, core, start, end in kernels:
+            rows.writerow((13, name, core, f"{1764246877000000 + start * 1000:.3f}\t",
+                           f"{(end - start) * 1000:.3f}"))  # fmt: skip
+            for _, number in NUMBERS.values():
+                if f"__{number % 1000:03}_" in name:
+                    took = {"Elapse Time(ms)": end - start}
+                    taken[f"{name}@{number}"] = {"Communication Time Info": took}
+    columns = "Step,Computing,Communication(Not Overlapped),Free"
+    (output / "step_trace_time.csv").write_text(f"{columns}\n13,12000,7000,500\n")
+    if level:
+        whole = {"step13": {"p2p": {}, "collective": taken}}
+        (output / "communication.json").write_text(json.dumps(whole))
+    return output
+
+
+def asked(folder: Path) -> list[dict[str, Any]]:
+    page = folder.parent / f"{folder.name}.json"
+    assert cli.main(["plan", str(folder), "--json", str(page)]) == 0
+    steps: list[dict[str, Any]] = json.loads(page.read_text("utf-8"))
+    return steps
+
+
+@pytest.mark.parametrize("level", [0, 1])
+def test_what_is_exposed_and_whose_it_is(tmp_path: Path, level: int) -> None:
+    written(tmp_path, 0, STEP, level=level)
+    (step,) = asked(tmp_path)
+    assert (step["rank"], step["step"], step["length"]) == ("0", "13", 19.5)
+    assert (step["computing"], step["communication"]) == (12.0, 10.0)
+    assert step["exposed"] == step["own_exposed"] == 7.0
+    assert step["own_communication"] == (11.0 if level else None)
+    assert step["parts"] == {"tensor": 3.0, "data": 3.0, "pipeline": 2.0}
+    assert step["bounds"] == {"--commfuse-fb-overlap": 3.0, "--use-commfuse": 3.0}
+
+
+def test_no_more_is_hidden_than_can_be_computed_meanwhile(tmp_path: Path) -> None:
+    gathers = [sent("tp", n, at, at + 3.0) for n, at in enumerate((2.0, 6.0, 12.0))]
+    # 1 ms of the GEMM runs beside the first gather already, 1 ms of it and the norm do not.
+    kernels = [("aclnnMatmul", "MIX_AIC", 1.0, 3.0), ("aclnnRmsNorm", "AI_CPU", 5.0, 6.0)]
+    written(tmp_path, 0, [*kernels, *gathers])
+    (step,) = asked(tmp_path)
+    assert step["exposed"] == 8.0
+    assert step["bounds"] == {"--commfuse-fb-overlap": 2.0, "--use-commfuse": 1.0}
+
+
+def test_several_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    written(tmp_path, 2, [sent("tp", 0, 0.0, 4.0)])
+    (written(tmp_path, 3, STEP) / "kernel_details.csv").unlink()
+    written(tmp_path, 10, [sent("tp", 0, 3.0, 4.0)])
+    first, bare, last = asked(tmp_path)
+    assert [one["rank"] for one in (first, bare, last)] == ["2", "3", "10"]
+    assert [one["waiting"]["tensor"] for one in (first, bare, last)] == [3.0, 3.0, 0.0]
+    assert (bare["exposed"], bare["own_exposed"], bare["own_communication"]) == (None, 7.0, 11.0)
+    said = capsys.readouterr().out
+    assert "Rank 3: kernel_details.csv is missing" in said
+    assert "Rank 10: kernel_details.csv does not hold the whole step" in said
+
+
+def test_a_group_without_a_name_may_be_any(tmp_path: Path) -> None:
+    written(tmp_path, 0, STEP, named=False)
+    (step,) = asked(tmp_path)
+    assert step["parts"] == {"not named": 7.0}
+    assert step["bounds"]["--commfuse-fb-overlap"] == 7.0
+
+
+def test_what_is_missing_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    output = written(tmp_path, 0, STEP)
+
+    def refused(said: str) -> None:
+        assert cli.main(["plan", str(tmp_path)]) == 2
+        assert said in capsys.readouterr().err
+
+    (output / "communication.json").write_text("{")
+    refused("communication.json is no JSON")
+    (output / "communication.json").unlink()
+    (output / "kernel_details.csv").write_text("Step Id,Name\n")
+    refused("kernel_details.csv has no column Accelerator Core, Duration(us), Start Time(us)")
+    (output / "kernel_details.csv").rename(output / "ascend_pytorch_profiler_0.db")
+    refused(f"kernel_details.csv is missing; {output} holds a database; record it with")
+    output.rename(tmp_path / "elsewhere")
+    refused("has no ASCEND_PROFILER_OUTPUT: it was recorded, but not analysed; python -c")
