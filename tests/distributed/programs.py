@@ -18,11 +18,6 @@ from tests.limits import PATIENT
 from tests.random_networks.case import Network
 from tests.random_networks.compare import in_full
 
-__all__ = [
-    *("correct", "gather_and_use", "make_and_scatter"),
-    *("transport", "view", "watch_calls", "watch_posts"),
-]
-
 PLAIN = Schedule()
 
 

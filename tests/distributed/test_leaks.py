@@ -11,31 +11,26 @@ import statistics
 import sys
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 from commfuse_npu import Schedule, Transport
-from commfuse_npu.ops import (
-    LinearOptions,
-    all_gather_linear,
-    attention_linear_reduce_scatter,
-    linear_all_reduce,
-    linear_reduce_scatter,
-)
 from commfuse_npu.plan.rules import RULES
 from commfuse_npu.runtime.executor import Running
 from commfuse_npu.runtime.scratch import ScratchPool
 from tests.limits import LIMIT, PATIENT
+from tests.random_networks.case import Layer, Network
+from tests.random_networks.network_run import run_network
 
 if not sys.platform.startswith("linux"):
     pytest.skip("what a process holds is read from /proc", allow_module_level=True)
 
-HIDDEN, HEAD = (32, 64, 96, 128), 16
+HIDDEN = 32, 64, 96, 128
 WARM_UP = 0.3
 """Not judged: buffers of every length are made, and libraries load what they need at first use."""
 AGREED_KIB, LIMIT_KIB, NOISE_KIB = 1, 16, 4096
@@ -51,29 +46,19 @@ def link() -> Transport:
     return Transport.create(lanes=3, timeout=PATIENT)
 
 
-class Llama(torch.nn.Module):
-    """Attention, MLP and output of this rank."""
+OPS = (
+    *("all_gather_linear", "attention_linear_reduce_scatter"),
+    *("all_gather_linear", "linear_reduce_scatter", "linear_all_reduce"),
+)
 
-    def __init__(self, hidden: int) -> None:
-        super().__init__()
-        part = hidden // link().size
-        self.norms = torch.nn.ModuleList(torch.nn.RMSNorm(hidden) for _ in range(2))
-        shapes = (3 * part, hidden), (hidden, part), (4 * part, hidden), (hidden, 2 * part)
-        self.weights = torch.nn.ParameterList(
-            torch.nn.Parameter(torch.randn(shape) / shape[1] ** 0.5)
-            for shape in (*shapes, (8, hidden))
-        )
 
-    def forward(self, x: torch.Tensor, options: LinearOptions) -> torch.Tensor:
-        """``[s, B, H]`` to ``[s, B, 8]``."""
-        qkv, proj, up, down, output = self.weights
-        fused: dict[str, Any] = {"transport": link(), "options": options}
-        mixed = all_gather_linear(self.norms[0](x), qkv, **fused)
-        q, k, v = (part.unflatten(-1, (-1, HEAD)) for part in mixed.chunk(3, -1))
-        x = x + attention_linear_reduce_scatter(q, k, v, proj, causal=True, **fused)
-        gate, value = all_gather_linear(self.norms[1](x), up, **fused).chunk(2, -1)
-        x = x + linear_reduce_scatter(F.silu(gate) * value, down, **fused)
-        return linear_all_reduce(x, output, **fused)
+def drawn(dice: random.Random) -> Network:
+    """Attention, MLP and output, of another shape and schedule each time."""
+    schedule = Schedule(lanes=dice.randint(1, 3), chunks=dice.randint(1, 6))
+    hidden, wgrad = dice.choice(HIDDEN), dice.choice(("whole", "blocks"))
+    layer = Layer("", hidden, hidden, schedule=schedule, wgrad=wgrad, mask="causal")
+    layers = tuple(replace(layer, op=op, inputs=96 if "att" in op else hidden) for op in OPS)
+    return Network(2, layers, dice.random(), rows=dice.randint(1, 64), batch=dice.randint(1, 3))
 
 
 def held() -> dict[str, int]:
@@ -108,24 +93,9 @@ def trained(
     rank: int, iterations: int, every: int, leak: Callable[[], None] = lambda: None
 ) -> list[str]:
     """What grew after the warm-up; ``leak`` is called after each iteration."""
-    torch.manual_seed(rank)
-    models = {hidden: Llama(hidden) for hidden in HIDDEN}
-    optimizer = torch.optim.AdamW([p for model in models.values() for p in model.parameters()])
-    for model in models.values():
-        for parameter in model.parameters():
-            parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()  # makes its state
     dice, samples = random.Random(1), []
     for iteration in range(1, iterations + 1):
-        schedule = Schedule(lanes=dice.randint(1, 3), chunks=dice.randint(1, 6))
-        options = LinearOptions(schedule, wgrad=dice.choice(("whole", "blocks")))
-        hidden = dice.choice(HIDDEN)
-        x = torch.randn(dice.randint(1, 64), dice.randint(1, 3), hidden)
-        optimizer.zero_grad()
-        models[hidden](x, options).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        del x
+        run_network(drawn(dice), "fused", link())
         leak()
         if iteration % every == 0:
             samples.append(held())

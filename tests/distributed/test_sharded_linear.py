@@ -6,8 +6,6 @@ Its bits are compared in :mod:`tests.random_networks`.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from typing import Any
@@ -26,50 +24,10 @@ from tests.distributed.programs import watch_calls, watch_posts
 from tests.distributed.ranks import on_ranks
 from tests.limits import BRIEF, PATIENT
 from tests.random_networks.case import one_layer
-from tests.random_networks.compare import complaints
 from tests.random_networks.network_run import Call, input_of
 
 # The package exports the function of this name.
 module = import_module("commfuse_npu.ops.sharded_linear")
-
-
-def faults(patch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Faults planted in the product, one after the other, alike on all ranks."""
-    ending, add = module.sum_ending, module.add_dgrad
-    columns, wgrad = module.columns_into, module.wgrad_into
-
-    def not_divided(divisor: int) -> Any:
-        return ending(1)
-
-    def bias_of_the_first_block(y: Any, x: Any, block: Any, bias: Any, run: slice) -> None:
-        columns(y, x, block, None, run)
-        y[:, run].add_(bias[: run.stop - run.start])
-
-    def last_block_missing(total: Any, grad: Any, block: Any, run: slice) -> None:
-        if run.stop != grad.shape[1]:
-            add(total, grad, block, run)
-
-    def for_another_rank(out: Any, grad: Any, x: Any, run: slice) -> None:
-        wgrad(out, grad.roll(out.shape[0], 1), x, run)
-
-    for owner, name, fault in (
-        (module, "sum_ending", not_divided),
-        (module, "columns_into", bias_of_the_first_block),
-        (module, "add_dgrad", last_block_missing),
-        (module, "wgrad_into", for_another_rank),
-    ):
-        patch.setattr(owner, name, fault)
-        yield
-        patch.undo()
-
-
-@on_ranks(2)
-def test_planted_faults_are_seen(rank: int) -> None:
-    case = replace(one_layer("sharded_linear", 2), rounded=False)
-    assert not complaints(rank, case)
-    with pytest.MonkeyPatch.context() as patch:
-        for _ in faults(patch):
-            assert complaints(rank, case)
 
 
 def order_of_backward(rank: int, batched: bool) -> tuple[bool, list[str]]:
