@@ -12,7 +12,6 @@ import torch
 
 from commfuse_npu.ops import Documents
 from commfuse_npu.ops.attention import attention_linear_reduce_scatter
-from commfuse_npu.plan import Schedule
 from tests.attention_masks import MASKS
 from tests.distributed.programs import correct, transport
 from tests.distributed.ranks import on_ranks
@@ -36,20 +35,6 @@ def test_masks_and_heads(ranks, size: int) -> None:
     cases += [attention(size, *of) for of in product(("GQA", "MHA"), MASKS)]
     cases += [attention(size, dtype=torch.bfloat16, mask=mask) for mask in ("causal", *MASKS)]
     cases += [attention(size, "MHA", mask, batch=1, scale=0.3) for mask in MASKS]
-    ranks(size).run(correct, cases)
-
-
-@pytest.mark.parametrize("size", [2, 4])
-def test_schedules(ranks, size: int) -> None:
-    schedules = (
-        Schedule(lanes=1),
-        Schedule(lanes=3, chunks=4),
-        Schedule(lanes=2, chunks=3, taper=2),
-        Schedule(lanes=2, chunks=50),
-    )
-    cases = [attention(size, schedule=schedule) for schedule in schedules]
-    # Chunks of two and three rows: what the forward keeps of each is for the same rows.
-    cases += [attention(size, rows=5), attention(size, mask="documents", schedule=schedules[-1])]
     ranks(size).run(correct, cases)
 
 

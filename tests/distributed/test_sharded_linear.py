@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from commfuse_npu import MismatchError, TransportError
+from commfuse_npu import MismatchError
 from commfuse_npu.ops import ShardedOptions, sharded_linear
 from commfuse_npu.plan import Schedule
 from commfuse_npu.plan.rules import sharded_backward
@@ -22,7 +22,7 @@ from commfuse_npu.runtime.executor import Running
 from commfuse_npu.runtime.transport import Transport
 from tests.distributed.programs import watch_calls, watch_posts
 from tests.distributed.ranks import on_ranks
-from tests.limits import BRIEF, PATIENT
+from tests.limits import PATIENT
 from tests.random_networks.case import one_layer
 from tests.random_networks.network_run import Call, input_of
 
@@ -163,15 +163,3 @@ def test_ranks_that_disagree_are_told(rank: int) -> None:
     y = sharded_linear(x, frozen, transport=fresh())
     with pytest.raises(MismatchError):
         y.sum().backward()
-
-
-@on_ranks(2)
-def test_a_rank_that_does_not_come_to_its_backward_becomes_an_error(rank: int) -> None:
-    x, shard = torch.ones(3, 4, requires_grad=True), torch.ones(2, 4, requires_grad=True)
-    link = fresh()
-    sharded_linear(x, shard, transport=link).sum().backward()
-    y = sharded_linear(x, shard, transport=link)
-    if rank == 0:
-        link.timeout = BRIEF
-        with pytest.raises(TransportError, match=r"sharded_linear backward(.|\n)* peer 1"):
-            y.sum().backward()

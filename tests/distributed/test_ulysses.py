@@ -70,10 +70,12 @@ def test_schedules(ranks: Any, size: int) -> None:
     every = [*SCHEDULES, Schedule(lanes=2, chunks=2, costs=tuple(range(1, size + 1)))]
     if size == 4:
         every.append(Schedule("two_level", lanes=2, chunks=2, node_size=2))
-    cases = [one_layer(op, size, schedule=of) for op, of in product(EACH, every)]
-    cases += [one_layer(op, size, schedule=every[2], batched=True) for op in EACH]
+    ops = *EACH, "attention_linear_reduce_scatter"
+    cases = [one_layer(op, size, schedule=of) for op, of in product(ops, every)]
+    cases += [one_layer(op, size, schedule=every[2], batched=True) for op in ops]
     # Chunks of two and three rows: what the forward keeps of each is for the same rows.
-    cases += [one_layer(op, size, rows=5) for op in EACH]
+    cases += [one_layer(op, size, rows=5) for op in ops]
+    cases += [one_layer(op, size, mask="documents", schedule=every[3]) for op in ops[-1:]]
     ranks(size).run(correct, cases)
 
 

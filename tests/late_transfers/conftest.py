@@ -30,7 +30,6 @@ def kind_of_ranks() -> type[Ranks]:
 
 
 REPRESENTATIVE = {
-    "test_attention__schedules",
     "test_buckets__ranks_may_wait_in_different_orders",
     "test_linear__all_reduce_takes_any_number_of_rows",
     "test_linear__all_reduce_adds_in_the_order_of_a_reduce_scatter",

@@ -21,11 +21,6 @@ import torch
 from mindspeed_patches import PatchManager
 from tests.distributed.ranks import Ranks
 
-__all__ = [
-    *("TINY", "WITHOUT_KERNELS", "Finished", "NormColumn"),
-    *("asked", "losses", "megatron", "patched", "pretrained"),
-]
-
 TINY = (
     "--fp32 --num-layers 2 --hidden-size 32 --ffn-hidden-size 64 --num-attention-heads 4 "
     "--num-query-groups 2 --seq-length 32 --micro-batch-size 2 --global-batch-size 8 "

@@ -22,11 +22,6 @@ from tests.attention_masks import ends_of, seen
 from tests.limits import PATIENT
 from tests.megatron.in_ranks import NormColumn, megatron, patched
 
-__all__ = [
-    *("BATCH", "DIMENSION", "HIDDEN", "LENGTH", "Case", "build", "call", "close", "inputs"),
-    *("lanes", "not_split", "own_rows", "parallel", "positions", "run", "wrapped"),
-]
-
 LENGTH, BATCH, DIMENSION, HIDDEN = 16, 2, 8, 24
 EXCHANGE = "scripts.cpu_pretraining.ulysses.UlyssesAttention"
 
