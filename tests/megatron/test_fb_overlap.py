@@ -75,7 +75,6 @@ class Chunk(torch.nn.Module):
         torch.manual_seed(100 * number + dist.get_rank() % case.tensor)
         self.layers = torch.nn.ModuleList(torch.nn.Linear(HIDDEN, HIDDEN) for _ in range(2))
         self.received: torch.Tensor | None = None
-        self.partly: list[Any] = []
 
     def set_input_tensor(self, tensors: list[torch.Tensor | None]) -> None:
         self.received = tensors[0]
@@ -101,7 +100,6 @@ def batches(case: Case) -> Iterator[torch.Tensor]:
 
 
 def forward_step(iterator: Iterator[torch.Tensor], model: Chunk, *partly: bool) -> Any:
-    model.partly += partly
     output = model(next(iterator))
 
     def loss(output: torch.Tensor) -> Any:
@@ -191,7 +189,6 @@ def train(
         "calls": calls,
         "random": torch.get_rng_state(),
         "pairs": 0 if overlap is None else overlap.pairs,
-        "partly": [model.partly for model in models],
     }
 
 
@@ -205,7 +202,8 @@ def layout(case: Case) -> Iterator[None]:
         yield
 
 
-def compare(rank: int, case: Case) -> tuple[int, list[str]]:
+def compare(rank: int, case: Case) -> int:
+    """The same as Megatron's; how many pairs ran."""
     with layout(case):
         # Megatron's interleaved schedule frees outputs while gloo still sends them.
         ours, own = train(case, True), train(replace(case, deallocate=False), False)
@@ -213,11 +211,11 @@ def compare(rank: int, case: Case) -> tuple[int, list[str]]:
         assert torch.equal(mine, theirs)
     for mine, theirs in zip(ours["losses"], own["losses"], strict=True):
         assert all(map(torch.equal, mine, theirs))
-    assert ours["calls"].count("finalize 1") == own["calls"].count("finalize 1")
     assert sorted(ours["calls"]) == sorted(own["calls"])
     if case.recompute or not case.dropout:
         assert torch.equal(ours["random"], own["random"])
-    return ours["pairs"], ours["calls"]
+    pairs: int = ours["pairs"]
+    return pairs
 
 
 CASES = {
@@ -232,25 +230,12 @@ CASES = {
     "fewer micro-batches than stages": (Case(stages=2, microbatches=2), 0),
     "partly checkpointed": (Case(stages=2, microbatches=8, partly=1), 0),
 }
-LARGE = {
-    "pipeline and tensor": (Case(tensor=2, stages=2, microbatches=8), None),
-    "virtual pipeline and tensor": (
-        Case(tensor=2, stages=2, chunks=2, microbatches=8, recompute=True, dropout=0.2),
-        None,
-    ),
-    "four stages": (Case(stages=4, microbatches=8), 0),
-    "four virtual stages": (Case(stages=4, chunks=2, microbatches=8, grad_sync=True), 0),
-}
 
 
-@pytest.mark.parametrize(
-    "name", [*CASES, *(pytest.param(n, marks=pytest.mark.long) for n in LARGE)]
-)
+@pytest.mark.parametrize("name", CASES)
 def test_bits_and_calls_of_megatrons_schedule(ranks: Any, name: str) -> None:
-    case, pairs = (CASES | LARGE)[name]
-    found = ranks(case.size).run(compare, case)
-    for paired, _ in found:
-        assert paired == pairs if pairs is not None else paired > 0
+    case, pairs = CASES[name]
+    assert ranks(case.size).run(compare, case) == [pairs] * case.size
 
 
 def tried(rank: int, overlapped: float) -> tuple[int, str]:
