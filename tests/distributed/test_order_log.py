@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -54,30 +55,19 @@ def layer(made: Transport, op: str, schedule: Schedule) -> None:
     run_network(one_layer(op, made.size, schedule=schedule), "fused", made)
 
 
-def linears(rank: int, log: OrderLog, batched: bool) -> list[Transport]:
-    """Backwards with a re-gather and a reduce-scatter under way at once, three times."""
+def layers(rank: int, log: OrderLog, batched: bool, *, ops: tuple[str, ...], turns: int = 1) -> Any:
+    """Of linear layers, backwards with a re-gather and a reduce-scatter under way at once."""
     made = link(log, batched)
-    shapes = [Schedule("shifted", 2, 2), Schedule("shifted", 1, 4, taper=2.0)]
+    schedules = [Schedule("shifted", 2, 2), Schedule("shifted", 1, 4, taper=2.0)]
     if made.size % 2 == 0:
-        shapes.append(Schedule("two_level", 2, 2, node_size=2))
-    for _ in range(3):
-        for schedule, op in product(shapes, LINEARS):
-            layer(made, op, schedule)
-    return [made]
-
-
-def attention(rank: int, log: OrderLog, batched: bool) -> list[Transport]:
-    made = link(log, batched)
-    for op, schedule in product(ATTENTION, (Schedule(lanes=3, chunks=2), Schedule(lanes=2))):
+        schedules.append(Schedule("two_level", 2, 2, node_size=2))
+    for schedule, op in list(product(schedules, ops)) * turns:
         layer(made, op, schedule)
     return [made]
 
 
-def heads(rank: int, log: OrderLog, batched: bool) -> list[Transport]:
-    made = link(log, batched)
-    for op, lanes in product(("linear_all_to_all", "all_to_all_linear"), (1, 2)):
-        layer(made, op, Schedule(lanes=lanes, chunks=2))
-    return [made]
+linears = partial(layers, ops=LINEARS, turns=3)
+others = partial(layers, ops=(*ATTENTION, "linear_all_to_all", "all_to_all_linear"))
 
 
 def buckets(rank: int, log: OrderLog, batched: bool, scratch_bytes: int = 0) -> list[Transport]:
@@ -126,7 +116,7 @@ def several_groups(rank: int, log: OrderLog, batched: bool) -> list[Transport]:
 
 @WAYS
 @pytest.mark.parametrize("size", [2, 3, 4])
-@pytest.mark.parametrize("programme", [linears, attention, heads, buckets])
+@pytest.mark.parametrize("programme", [linears, others, buckets])
 def test_recorded_runs_are_proved(ranks, tmp_path, programme, size: int, batched: bool) -> None:
     ranks(size).run(record, str(tmp_path), programme, batched)
     found = verdict(tmp_path)
