@@ -12,8 +12,9 @@ from commfuse_npu import MismatchError, Schedule, TransportError
 from commfuse_npu.kernels import kernels_for
 from commfuse_npu.ops import BucketOptions, Buckets
 from commfuse_npu.ops.buckets import plain_all_gather_bucket, plain_reduce_scatter_bucket
+from tests.distributed.programs import new_link, transport
 from tests.distributed.ranks import on_ranks
-from tests.distributed.test_buckets import BF16, FP32, data, new_link, shard, transport
+from tests.distributed.test_buckets import BF16, FP32, data, shard
 
 DISAGREE: dict[str, Callable[[Callable[..., Buckets], int], object]] = {
     "rows: 3 here, 4 there|rows: 4 here, 3 there": lambda made, rank: made().reduce_scatter(

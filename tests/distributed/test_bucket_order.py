@@ -18,9 +18,9 @@ from commfuse_npu.ops import BucketOptions, Buckets
 from commfuse_npu.plan.program import Post
 from commfuse_npu.runtime import agreement
 from commfuse_npu.runtime.executor import Running
-from tests.distributed.programs import view, watch_calls, watch_posts
+from tests.distributed.programs import new_link, transport, view, watch_calls, watch_posts
 from tests.distributed.ranks import on_ranks
-from tests.distributed.test_buckets import BF16, data, new_link, shard, transport
+from tests.distributed.test_buckets import BF16, data, shard
 
 SIZES = (24, 7, 24, 40, 2)
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import time
 from concurrent.futures import ThreadPoolExecutor
-from functools import lru_cache
-from typing import Any
 
 import pytest
 import torch
@@ -16,21 +14,11 @@ from commfuse_npu.ops import BucketOptions, Buckets
 from commfuse_npu.ops.buckets import plain_all_gather_bucket, plain_reduce_scatter_bucket
 from commfuse_npu.runtime.collectives import all_gather_rows
 from commfuse_npu.runtime.executor import Running
-from tests.distributed.programs import watch_calls
+from tests.distributed.programs import new_link, transport, watch_calls
 from tests.distributed.ranks import on_ranks
 from tests.limits import PATIENT
 
 FP32, BF16 = torch.float32, torch.bfloat16
-
-
-def new_link(batched: bool = False, **options: Any) -> Transport:
-    return Transport.create(lanes=3, timeout=PATIENT, batched=batched, **options)
-
-
-@lru_cache
-def transport(batched: bool) -> Transport:
-    """One per process and way of posting; made by all ranks at the same time."""
-    return new_link(batched)
 
 
 def data(rank: int, elements: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:

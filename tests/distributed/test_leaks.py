@@ -10,7 +10,6 @@ import statistics
 import sys
 from collections.abc import Callable
 from dataclasses import replace
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,8 @@ from commfuse_npu import Schedule, Transport
 from commfuse_npu.plan.rules import RULES
 from commfuse_npu.runtime.executor import Running
 from commfuse_npu.runtime.scratch import ScratchPool
-from tests.limits import LIMIT, PATIENT
+from tests.distributed.programs import transport
+from tests.limits import LIMIT
 from tests.random_networks.case import Layer, Network
 from tests.random_networks.network_run import run_network
 
@@ -37,11 +37,6 @@ resident memory may grow per iteration, where a layer's input takes 20 KiB in th
 twice what the allocator was seen to keep more or less of from one sample to the next."""
 
 _kept: list[Any] = []
-
-
-@lru_cache
-def link() -> Transport:
-    return Transport.create(lanes=3, timeout=PATIENT)
 
 
 OPS = (
@@ -66,12 +61,12 @@ def held() -> dict[str, int]:
     """
     for rule in RULES.values():
         rule.cache_clear()
-    link()._begun.clear()
+    transport()._begun.clear()
     gc.collect()
     getattr(ctypes.CDLL(None), "malloc_trim", int)(0)  # glibc's: gives freed memory back
     kinds = [type(one) for one in gc.get_objects()]
     files = [f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd")]
-    pool = link().scratch
+    pool = transport().scratch
     # Of idle memory, and views of it.
     idle = sum(1 + sum(map(len, one._views.values())) for one in pool._idle.values())
     pages = int(Path("/proc/self/statm").read_text().split()[1])
@@ -79,11 +74,11 @@ def held() -> dict[str, int]:
     return {
         "sockets": sum(Path(f).is_symlink() and "socket:" in os.readlink(f) for f in files),
         "threads": len(os.listdir("/proc/self/task")),
-        "in flight": len(link()._in_flight),
+        "in flight": len(transport()._in_flight),
         "handles": kinds.count(Running),
         "lent": pool.lent,
         "tensors": sum(issubclass(kind, torch.Tensor) for kind in kinds) - idle,
-        "memory": resident - (pool.idle_bytes >> 10) - AGREED_KIB * len(link()._agreed),
+        "memory": resident - (pool.idle_bytes >> 10) - AGREED_KIB * len(transport()._agreed),
     }
 
 
@@ -93,7 +88,7 @@ def trained(
     """What grew after the warm-up; ``leak`` is called after each iteration."""
     dice, samples = random.Random(1), []
     for iteration in range(1, iterations + 1):
-        run_network(drawn(dice), "fused", link())
+        run_network(drawn(dice), "fused", transport())
         leak()
         if iteration % every == 0:
             samples.append(held())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
 from itertools import product
 from typing import Any
 
@@ -13,17 +12,10 @@ from commfuse_npu.plan import Schedule
 from commfuse_npu.plan.rules.pieces import made_pieces, used_pieces
 from commfuse_npu.runtime.collectives import all_gather_rows, reduce_scatter_rows
 from commfuse_npu.runtime.transport import Transport
-from tests.distributed.programs import gather_and_use, make_and_scatter
+from tests.distributed.programs import gather_and_use, make_and_scatter, transport
 from tests.distributed.ranks import on_ranks
-from tests.limits import PATIENT
 
 ROWS, COLUMNS = 7, 6
-
-
-@lru_cache
-def transport(batched: bool) -> Transport:
-    """One per process and way of posting; made by all ranks at the same time."""
-    return Transport.create(lanes=3, timeout=PATIENT, batched=batched)
 
 
 def data(rank: int, rows: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:

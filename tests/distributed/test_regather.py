@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import partial
 from itertools import product
 
 import pytest
@@ -23,20 +23,14 @@ from commfuse_npu.plan.program import Program
 from commfuse_npu.runtime.collective_transport import CollectiveTransport
 from commfuse_npu.runtime.executor import Running
 from commfuse_npu.runtime.transport import Transport
-from tests.distributed.programs import watch_calls
+from tests.distributed.programs import transport, watch_calls
 from tests.distributed.ranks import on_ranks
-from tests.limits import PATIENT
 
 Layer = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 Model = Callable[[list[torch.Tensor], Layer, Layer], torch.Tensor]
 
 COLUMN, ROW = "all_gather_linear backward", "linear_reduce_scatter backward"
 USUAL = LinearOptions(Schedule(chunks=2))
-
-
-@lru_cache
-def transport(batched: bool = False) -> Transport:
-    return Transport.create(lanes=2, timeout=PATIENT, batched=batched)
 
 
 def leaves(rank: int) -> list[torch.Tensor]:

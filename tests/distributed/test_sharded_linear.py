@@ -20,7 +20,7 @@ from commfuse_npu.plan.rules import sharded_backward
 from commfuse_npu.plan.schedule import Place
 from commfuse_npu.runtime.executor import Running
 from commfuse_npu.runtime.transport import Transport
-from tests.distributed.programs import watch_calls, watch_posts
+from tests.distributed.programs import new_link, watch_calls, watch_posts
 from tests.distributed.ranks import on_ranks
 from tests.limits import PATIENT
 from tests.random_networks.case import one_layer
@@ -130,13 +130,9 @@ def test_the_whole_weight_exists_nowhere(batched: bool) -> None:
         }
 
 
-def fresh() -> Transport:
-    return Transport.create(lanes=2, timeout=PATIENT)
-
-
 @on_ranks(2)
 def test_inputs_that_cannot_work_are_refused(rank: int) -> None:
-    link = fresh()
+    link = new_link()
     x, shard = torch.ones(3, 4), torch.ones(2, 4)
     fused, dtype = partial(sharded_linear, x, transport=link), torch.int32
     low = torch.ones(4).bfloat16()
@@ -157,9 +153,9 @@ def test_ranks_that_disagree_are_told(rank: int) -> None:
     frozen = torch.ones(2, 4, requires_grad=rank == 0)
     average = ShardedOptions(average=bool(rank))
     with pytest.raises(MismatchError, match=r"rows: .* here, .* there"):
-        sharded_linear(x, torch.ones(2 + rank, 4), transport=fresh())
+        sharded_linear(x, torch.ones(2 + rank, 4), transport=new_link())
     with pytest.raises(MismatchError, match=r"options: .*average.* here, .*average.* there"):
-        sharded_linear(x, shard, transport=fresh(), options=average)
-    y = sharded_linear(x, frozen, transport=fresh())
+        sharded_linear(x, shard, transport=new_link(), options=average)
+    y = sharded_linear(x, frozen, transport=new_link())
     with pytest.raises(MismatchError):
         y.sum().backward()

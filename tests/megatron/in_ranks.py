@@ -88,8 +88,11 @@ def _left_afterwards() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def patched(manager: PatchManager) -> Iterator[None]:
-    """What is registered is in force."""
+def patched(*register: Callable[[PatchManager], object]) -> Iterator[None]:
+    """What these register is in force."""
+    manager = PatchManager()
+    for one in register:
+        one(manager)
     manager.apply_patches()
     try:
         yield

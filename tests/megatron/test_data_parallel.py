@@ -15,7 +15,7 @@ import torch.distributed as dist
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
 from commfuse_npu import Schedule, Transport, TransportError
-from mindspeed_patches import LinearWrappers, PatchManager
+from mindspeed_patches import LinearWrappers
 from mindspeed_patches.data_parallel import OPTIONS, BucketWrappers
 from mindspeed_patches.state_hashes import optimizer_hash, weight_hashes
 from tests.limits import BRIEF, PATIENT
@@ -68,9 +68,8 @@ def wrapped(case: Case, *, fails: bool = False) -> Iterator[LinearWrappers]:
     """The wrappers in force; where it ``fails``, lanes that are broken cannot be given up."""
     from megatron.core import parallel_state
 
-    linears, manager = LinearWrappers(), PatchManager()
+    linears = LinearWrappers()
     buckets = BucketWrappers(linears, replace(OPTIONS, schedule=case.schedule))
-    buckets.register(manager)
     group = parallel_state.get_data_parallel_group(
         with_context_parallel=True, partial_data_parallel=True
     )
@@ -78,7 +77,7 @@ def wrapped(case: Case, *, fails: bool = False) -> Iterator[LinearWrappers]:
     for direction in directions:
         direction.transport = Transport.create(group, lanes=case.schedule.lanes, timeout=limit)
     try:
-        with patched(manager):
+        with patched(buckets.register):
             yield linears
     finally:
         for direction in () if fails else directions:

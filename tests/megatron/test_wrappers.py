@@ -18,7 +18,7 @@ pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 from commfuse_npu import Schedule, Transport
 from commfuse_npu.ops import LinearOptions
 from commfuse_npu.runtime.collective_transport import CollectiveTransport
-from mindspeed_patches import LAYERS, LinearWrappers, PatchManager
+from mindspeed_patches import LAYERS, LinearWrappers
 from tests.distributed.ranks import on_ranks
 from tests.limits import PATIENT
 from tests.megatron.in_ranks import NormColumn, megatron, patched
@@ -139,16 +139,12 @@ def wrapped(
     """The wrappers, over lanes or over collectives."""
     from megatron.core import parallel_state
 
-    wrappers, manager = (
-        LinearWrappers(knobs.options, knobs.layers, min_rows=min_rows),
-        PatchManager(),
-    )
+    wrappers = LinearWrappers(knobs.options, knobs.layers, min_rows=min_rows)
     group = parallel_state.get_tensor_model_parallel_group()
     wrappers.transport = lanes(group)
     if collectives:
         wrappers.transport = CollectiveTransport(group, same_pieces=True)
-    wrappers.register(manager)
-    with patched(manager):
+    with patched(wrappers.register):
         yield wrappers
 
 
@@ -302,10 +298,8 @@ def test_megatrons_own_errors_stay_and_lanes_have_to_exist(rank: int) -> None:
         ):
             with wrapped(knobs), pytest.raises(RuntimeError, match=words):
                 build(knobs)(torch.ones(4, 2, SIZES["hidden"]), **knobs.call)
-        manager = PatchManager()
-        LinearWrappers().register(manager)
         no_lanes = pytest.raises(RuntimeError, match="after initialize_model_parallel and before")
-        with patched(manager), no_lanes:
+        with patched(LinearWrappers().register), no_lanes:
             build(COLUMN)(torch.ones(4, 2, SIZES["hidden"]))
 
 
