@@ -322,6 +322,11 @@ FAULTS: dict[str, tuple[Group, Callable[[Group], Group], str]] = {
         scatter(chunks=2), change(Compute, ins=lambda ins: (ins[0], ins[1]._replace(columns=None))),
         "the columns of its matrices do not fit",
     ),
+    "rows copied elsewhere": (
+        group("gather_gemm", 2, 2, 3, True, "whole", 2, chunks=2),
+        change(Copy, out=lambda span: span._replace(start=1, stop=3)),
+        r"whole\[.* hold nothing|reads rows of whole|whole\[0",
+    ),
     "a row left out": (
         group(*USED), change(Compute, 2, ins=lambda ins: shifted(ins, 2)),
         r"call 2 of use takes .*, it has to take shard\[0, 0:2\] of rank 1",
