@@ -16,7 +16,6 @@ _MOST_RANKS = {
     "test_linear": 3,
     "test_programs": 3,
     "test_buckets": 3,
-    "test_schedules": 3,
     "test_streams": 3,
 }
 """In the short tier a test has one size of group: 2 ranks, or 3 where orders of additions are made.

@@ -18,18 +18,20 @@ from tests.limits import PATIENT
 from tests.random_networks.case import Network
 from tests.random_networks.compare import in_full
 
-__all__ = [
-    *("correct", "gather_and_use", "make_and_scatter"),
-    *("transport", "view", "watch_calls", "watch_posts"),
-]
-
 PLAIN = Schedule()
 
 
+def new_link(batched: bool | None = None, **options: Any) -> Transport:
+    """Made by all ranks at the same time; ``batched``: by default as a folder has it."""
+    if batched is not None:
+        options["batched"] = batched
+    return Transport.create(lanes=3, timeout=PATIENT, **options)
+
+
 @lru_cache
-def transport() -> Transport:
-    """One per process; made by all ranks at the same time."""
-    return Transport.create(lanes=3, timeout=PATIENT)
+def transport(batched: bool | None = None) -> Transport:
+    """One per process and way of posting."""
+    return new_link(batched)
 
 
 def correct(rank: int, cases: Sequence[Network]) -> None:

@@ -5,19 +5,13 @@ Bad input other than masks is asked in :mod:`tests.distributed.test_ulysses`, of
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from itertools import product
-from typing import Any
-from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from commfuse_npu.ops import Documents
 from commfuse_npu.ops.attention import attention_linear_reduce_scatter
-from commfuse_npu.ops.attention_mask import AttentionMask
-from commfuse_npu.plan import Schedule
 from tests.attention_masks import MASKS
 from tests.distributed.programs import correct, transport
 from tests.distributed.ranks import on_ranks
@@ -41,20 +35,6 @@ def test_masks_and_heads(ranks, size: int) -> None:
     cases += [attention(size, *of) for of in product(("GQA", "MHA"), MASKS)]
     cases += [attention(size, dtype=torch.bfloat16, mask=mask) for mask in ("causal", *MASKS)]
     cases += [attention(size, "MHA", mask, batch=1, scale=0.3) for mask in MASKS]
-    ranks(size).run(correct, cases)
-
-
-@pytest.mark.parametrize("size", [2, 4])
-def test_schedules(ranks, size: int) -> None:
-    schedules = (
-        Schedule(lanes=1),
-        Schedule(lanes=3, chunks=4),
-        Schedule(lanes=2, chunks=3, taper=2),
-        Schedule(lanes=2, chunks=50),
-    )
-    cases = [attention(size, schedule=schedule) for schedule in schedules]
-    # Chunks of two and three rows: what the forward keeps of each is for the same rows.
-    cases += [attention(size, rows=5), attention(size, mask="documents", schedule=schedules[-1])]
     ranks(size).run(correct, cases)
 
 
@@ -87,28 +67,3 @@ def test_masks_that_do_not_fit_are_refused(rank: int) -> None:
         with pytest.raises(ValueError, match=words):
             attention_linear_reduce_scatter(*tensors, **mask, transport=transport())
     correct(rank, [attention(2)])
-
-
-FAULTS: dict[str, Callable[[slice], slice]] = {
-    "a key too few": lambda run: slice(0, run.stop - 1 if run.start else run.stop),
-    "all keys": lambda run: slice(None),
-    "keys from the first query on": lambda run: slice(run.start, run.stop),
-}
-
-
-def noticed(rank: int, fault: str) -> bool:
-    """With a fault in the fused form only, is it told from the plain form?"""
-    case = attention(dist.get_world_size())
-    expected, right = run_case(case, "plain"), AttentionMask.of
-
-    def wrong(mask: AttentionMask, run: slice) -> tuple[slice, dict[str, Any]]:
-        return FAULTS[fault](run), right(mask, run)[1]
-
-    with mock.patch.object(AttentionMask, "of", wrong):
-        found = run_case(case, "fused")
-    return any(not torch.allclose(found[n], expected[n], atol=1e-3) for n in expected)
-
-
-@pytest.mark.parametrize("fault", sorted(FAULTS))
-def test_planted_faults_are_noticed(ranks, fault: str) -> None:
-    assert any(ranks(2).run(noticed, fault))

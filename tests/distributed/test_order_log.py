@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from functools import partial
 from itertools import product
+from operator import setitem
 from pathlib import Path
 from typing import Any
 
@@ -54,30 +56,19 @@ def layer(made: Transport, op: str, schedule: Schedule) -> None:
     run_network(one_layer(op, made.size, schedule=schedule), "fused", made)
 
 
-def linears(rank: int, log: OrderLog, batched: bool) -> list[Transport]:
-    """Backwards with a re-gather and a reduce-scatter under way at once, three times."""
+def layers(rank: int, log: OrderLog, batched: bool, *, ops: tuple[str, ...], turns: int = 1) -> Any:
+    """Of linear layers, backwards with a re-gather and a reduce-scatter under way at once."""
     made = link(log, batched)
-    shapes = [Schedule("shifted", 2, 2), Schedule("shifted", 1, 4, taper=2.0)]
+    schedules = [Schedule("shifted", 2, 2), Schedule("shifted", 1, 4, taper=2.0)]
     if made.size % 2 == 0:
-        shapes.append(Schedule("two_level", 2, 2, node_size=2))
-    for _ in range(3):
-        for schedule, op in product(shapes, LINEARS):
-            layer(made, op, schedule)
-    return [made]
-
-
-def attention(rank: int, log: OrderLog, batched: bool) -> list[Transport]:
-    made = link(log, batched)
-    for op, schedule in product(ATTENTION, (Schedule(lanes=3, chunks=2), Schedule(lanes=2))):
+        schedules.append(Schedule("two_level", 2, 2, node_size=2))
+    for schedule, op in list(product(schedules, ops)) * turns:
         layer(made, op, schedule)
     return [made]
 
 
-def heads(rank: int, log: OrderLog, batched: bool) -> list[Transport]:
-    made = link(log, batched)
-    for op, lanes in product(("linear_all_to_all", "all_to_all_linear"), (1, 2)):
-        layer(made, op, Schedule(lanes=lanes, chunks=2))
-    return [made]
+linears = partial(layers, ops=LINEARS, turns=3)
+others = partial(layers, ops=(*ATTENTION, "linear_all_to_all", "all_to_all_linear"))
 
 
 def buckets(rank: int, log: OrderLog, batched: bool, scratch_bytes: int = 0) -> list[Transport]:
@@ -126,7 +117,7 @@ def several_groups(rank: int, log: OrderLog, batched: bool) -> list[Transport]:
 
 @WAYS
 @pytest.mark.parametrize("size", [2, 3, 4])
-@pytest.mark.parametrize("programme", [linears, attention, heads, buckets])
+@pytest.mark.parametrize("programme", [linears, others, buckets])
 def test_recorded_runs_are_proved(ranks, tmp_path, programme, size: int, batched: bool) -> None:
     ranks(size).run(record, str(tmp_path), programme, batched)
     found = verdict(tmp_path)
@@ -216,27 +207,6 @@ def posts_swapped(run: Recorded) -> None:
     run.lines[1][one], run.lines[1][two] = run.lines[1][two], run.lines[1][one]
 
 
-def a_post_is_missing(run: Recorded) -> None:
-    del run.lines[1][run.places(1, Post)[1]]
-
-
-def no_such_place(run: Recorded) -> None:
-    run.lines[1][run.places(1, Post)[0]][2] = 1000
-
-
-def waited_for_twice(run: Recorded) -> None:
-    place = run.places(1, Wait)[0]
-    run.lines[1].insert(place, run.lines[1][place])
-
-
-def never_waited_for(run: Recorded) -> None:
-    del run.lines[1][run.places(1, Wait)[-1]]
-
-
-def rows_of_nothing(run: Recorded) -> None:
-    run.lines[1].insert(run.places(1, Post)[0], ["rows", 0, 1])
-
-
 def an_operation_is_missing(run: Recorded) -> None:
     lines = run.lines[1]
     finishes = [i for i, line in enumerate(lines) if verb_of(line) == "finish"]
@@ -252,42 +222,51 @@ def other_size(run: Recorded) -> None:
     run.definition(1, 2)["arguments"][0] *= 2
 
 
-def other_dtype(run: Recorded) -> None:
-    run.definition(1, 2)["dtype"] = "torch.float64"
+def changed(**fields: str) -> Callable[[Recorded], None]:
+    return lambda run: run.definition(1, 2).update(fields)
 
 
-def other_dtype_of_sums(run: Recorded) -> None:
-    run.definition(1, 2)["sum_dtype"] = "torch.float64"
-
-
-def other_options(run: Recorded) -> None:
-    run.definition(1, 2)["options"] += "?"
+FAULTS: dict[str, tuple[Callable[[Recorded], object], str]] = {
+    "posts swapped": (posts_swapped, "it comes to 'post .*' where its program has 'post"),
+    "a post is missing": (
+        lambda run: run.lines[1].pop(run.places(1, Post)[1]),
+        "it comes to .* where its program has 'post ",
+    ),
+    "no such place": (
+        lambda run: setitem(run.lines[1][run.places(1, Post)[0]], 2, 1000),
+        "it comes to its end where its program has 'post ",
+    ),
+    "waited for twice": (
+        lambda run: run.lines[1].insert(at := run.places(1, Wait)[0], run.lines[1][at]),
+        "it comes to '(aside: )?wait .* where its program has ",
+    ),
+    "never waited for": (
+        lambda run: run.lines[1].pop(run.places(1, Wait)[-1]),
+        "it finishes where its program has 'wait ",
+    ),
+    "rows of nothing": (
+        lambda run: run.lines[1].insert(run.places(1, Post)[0], ["rows", 0, 1]),
+        "it waits for what step 1 receives, which is not posted",
+    ),
+    "other lanes": (other_lanes, "schedule .*'lanes': 2.* on rank 0, .* on rank 1"),
+    "other size": (other_size, r"arguments \[.*\] on rank 0, \[.*\] on rank 1"),
+    "other dtype": (changed(dtype="torch.float64"), "dtype .*32 on rank 0, .*64 on rank 1"),
+    "other sums": (changed(sum_dtype="torch.float64"), "sum_dtype .* on rank 0, .*64 on rank 1"),
+    "other options": (changed(options="?"), r"options .* on rank 0, \? on rank 1"),
+}
+"""What is said of the third operation, by the rank or of two that do not do the same."""
 
 
 @WAYS
 @pytest.mark.parametrize(
     ("fault", "words"),
     [
-        (
-            posts_swapped,
-            "rank 1, operation 2 .*: it comes to 'post .*' where its program has 'post",
-        ),
-        (a_post_is_missing, "rank 1, operation 2 .*: it comes to .* where its program has 'post "),
-        (no_such_place, "rank 1, operation 2 .*: it comes to its end where its program has 'post "),
-        (
-            waited_for_twice,
-            "rank 1, operation 2 .*: it comes to '(aside: )?wait .* where its program has ",
-        ),
-        (never_waited_for, "rank 1, operation 2 .*: it finishes where its program has 'wait "),
-        (rows_of_nothing, "operation 2 .*: it waits for what step 1 receives, which is not posted"),
+        *((fault, f"operation 2 .*: {words}") for fault, words in FAULTS.values()),
         (an_operation_is_missing, "ranks 0 and 1 do not do the same as operation 3 .*: "),
-        (other_lanes, "same as operation 2 .*: schedule .*'lanes': 2.* on rank 0, .* on rank 1"),
-        (other_size, r"same as operation 2 .*: arguments \[.*\] on rank 0, \[.*\] on rank 1"),
+        (other_lanes, r"deadlock \((warm|cold)\): rank . waits (on|for) .*lane"),
         (other_size, "wrong data: rank . sends .* rows. .* rank . expects .* rows."),
-        (other_dtype, "operation 2 .*: dtype torch.float32 on rank 0, torch.float64 on rank 1"),
-        (other_dtype_of_sums, "operation 2 .*: sum_dtype .* on rank 0, torch.float64 on rank 1"),
-        (other_options, r"operation 2 .*: options .* on rank 0, .*\? on rank 1"),
     ],
+    ids=[*FAULTS, "an operation is missing", "lanes that do not meet", "sizes that do not meet"],
 )
 def test_faults_are_found_and_named(run, capsys, fault, words: str, batched: bool) -> None:
     recorded = run(batched)
@@ -301,30 +280,6 @@ def test_faults_are_found_and_named(run, capsys, fault, words: str, batched: boo
     assert out.startswith("refuted")
     assert re.search(words, out), out
     assert "ends before its process" not in out  # they are whole, and were not read to their end
-
-
-def test_other_lanes_on_one_rank_hang(run) -> None:
-    """Each rank by itself is in order, but the heads of the lanes never meet."""
-    recorded = run(True)
-    other_lanes(recorded)
-    recorded.write()
-    first = verdict(recorded.folder).faults[0]
-    assert re.match(r"deadlock \((warm|cold)\): rank . waits (on|for) .*lane", first), first
-    assert "operation 2 (" in first
-
-
-def test_operations_in_another_order_on_one_rank(run) -> None:
-    """The forward and the backward of a layer change places."""
-    recorded = run(True)
-    lines = recorded.lines[2]
-    ends = [i for i, line in enumerate(lines) if verb_of(line) == "finish"]
-    one, two = lines[ends[2] + 1 : ends[3] + 1], lines[ends[3] + 1 : ends[4] + 1]
-    definitions = [line for line in (*one, *two) if isinstance(line, dict)]
-    events = [line for line in (*two, *one) if isinstance(line, list)]
-    lines[ends[2] + 1 : ends[4] + 1] = definitions + events
-    recorded.write()
-    faults = verdict(recorded.folder).faults
-    assert any("ranks 0 and 2 do not do the same as operation" in fault for fault in faults), faults
 
 
 @WAYS

@@ -2,30 +2,20 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
 from itertools import product
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from commfuse_npu.plan import Schedule
-from commfuse_npu.plan.rules import exchange
 from commfuse_npu.plan.rules.pieces import made_pieces, used_pieces
 from commfuse_npu.runtime.collectives import all_gather_rows, reduce_scatter_rows
 from commfuse_npu.runtime.transport import Transport
-from tests.distributed.programs import gather_and_use, make_and_scatter
+from tests.distributed.programs import gather_and_use, make_and_scatter, transport
 from tests.distributed.ranks import on_ranks
-from tests.limits import PATIENT
 
 ROWS, COLUMNS = 7, 6
-
-
-@lru_cache
-def transport(batched: bool) -> Transport:
-    """One per process and way of posting; made by all ranks at the same time."""
-    return Transport.create(lanes=3, timeout=PATIENT, batched=batched)
 
 
 def data(rank: int, rows: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
@@ -74,42 +64,6 @@ def scatter(rank: int, link: Transport, schedule: Schedule, dtype: torch.dtype) 
             assert torch.equal(out, reduce_scatter_rows(whole, link.group)), "not gloo's bits"
 
 
-def swap(rank: int, link: Transport, schedule: Schedule, dtype: torch.dtype) -> None:
-    blocks = data(rank, ROWS * link.size, dtype)
-    whole = torch.empty_like(blocks)
-    dist.all_to_all_single(whole, blocks, group=link.group)
-    for kind, uses, keep in product(
-        ("given", "made", "made and kept"), (False, True), (False, True)
-    ):
-        made, used, got = [], [], torch.zeros_like(whole)
-
-        def make(to: torch.Tensor, rows: slice, made: list[slice] = made) -> None:
-            made.append(rows)
-            to.copy_(blocks[rows])
-
-        def use(
-            piece: torch.Tensor,
-            rows: slice,
-            used: list[slice] = used,
-            got: torch.Tensor = got,
-        ) -> None:
-            used.append(rows)
-            got[rows] += piece
-
-        received = torch.full_like(whole, float("nan"))
-        tensors = {"received": received} if keep else {}
-        if kind != "made":
-            tensors["blocks"] = blocks if kind == "given" else torch.empty_like(blocks)
-        place = link.place(schedule)
-        program = exchange(place, ROWS, COLUMNS, kind, uses, keep, False)
-        link.begin(program, "swap", blocks).run({"make": make, "use": use}, **tensors)
-        makes = kind != "given"
-        assert made == (made_pieces(place, ROWS) if makes else [])
-        assert used == (used_pieces(place, ROWS, "last" if makes else "first") if uses else [])
-        assert not uses or torch.equal(got, whole)
-        assert not keep or torch.equal(received, whole)
-
-
 def schedules(size: int) -> list[Schedule]:
     return [
         *(Schedule("shifted", lanes, chunks) for lanes, chunks in product((1, 3), (1, 2, 3, 40))),
@@ -125,7 +79,7 @@ def every(rank: int, function: Any, batched: bool, size: int) -> None:
 
 
 @pytest.mark.parametrize("batched", [False, True], ids=["eager", "batched"])
-@pytest.mark.parametrize("function", [gather, scatter, swap])
+@pytest.mark.parametrize("function", [gather, scatter])
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_equals_the_collective(ranks, size: int, function: Any, batched: bool) -> None:
     ranks(size).run(every, function, batched, size)

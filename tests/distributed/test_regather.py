@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import partial
 from itertools import product
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
 from commfuse_npu.ops import (
@@ -22,19 +23,14 @@ from commfuse_npu.plan.program import Program
 from commfuse_npu.runtime.collective_transport import CollectiveTransport
 from commfuse_npu.runtime.executor import Running
 from commfuse_npu.runtime.transport import Transport
-from tests.distributed.programs import watch_calls
+from tests.distributed.programs import transport, watch_calls
 from tests.distributed.ranks import on_ranks
-from tests.limits import PATIENT
 
 Layer = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 Model = Callable[[list[torch.Tensor], Layer, Layer], torch.Tensor]
 
 COLUMN, ROW = "all_gather_linear backward", "linear_reduce_scatter backward"
-
-
-@lru_cache
-def transport(batched: bool = False) -> Transport:
-    return Transport.create(lanes=2, timeout=PATIENT, batched=batched)
+USUAL = LinearOptions(Schedule(chunks=2))
 
 
 def leaves(rank: int) -> list[torch.Tensor]:
@@ -77,31 +73,32 @@ def each_recomputed(given: list[torch.Tensor], column: Layer, row: Layer) -> tor
     return two_pairs(given, alone(column), alone(row))
 
 
-def gradients(model: Model, given: list[torch.Tensor], column: Layer, row: Layer) -> list[object]:
-    for tensor in given:
-        tensor.grad = None
-    y = model(given, column, row)
-    (y * torch.arange(y.numel()).view(y.shape)).sum().backward()
-    return [y, *(tensor.grad for tensor in given)]
+def layers(carrier: Transport | CollectiveTransport, options: LinearOptions) -> list[Layer]:
+    """A column- and a row-parallel one."""
+    ops = all_gather_linear, linear_reduce_scatter
+    return [partial(op, transport=carrier, options=options) for op in ops]
 
 
-def layers(link: Transport, options: LinearOptions) -> tuple[Layer, Layer, Layer, Layer]:
-    """Fused, and plain."""
-    ours = {"transport": link, "options": options}
-    collectives = CollectiveTransport(link.group, same_pieces=True)
-    plain = {"transport": collectives, "options": options}
-    return (
-        partial(all_gather_linear, **ours),
-        partial(linear_reduce_scatter, **ours),
-        partial(all_gather_linear, **plain),
-        partial(linear_reduce_scatter, **plain),
-    )
+def plain(link: Transport, options: LinearOptions) -> list[Layer]:
+    return layers(CollectiveTransport(link.group, same_pieces=True), options)
 
 
-def same(ours: list[object], plain: list[object]) -> None:
-    for one, other in zip(ours, plain, strict=True):
+def compared(
+    link: Transport, model: Model, options: LinearOptions = USUAL, frozen: int = -1
+) -> None:
+    """Result and gradients are the plain form's, bit for bit."""
+    found = []
+    for pair in (layers(link, options), plain(link, options)):
+        given = leaves(link.rank)
+        for place, tensor in enumerate(given):
+            tensor.requires_grad_(place != frozen)
+        y = model(given, *pair)
+        (y * torch.arange(y.numel()).view(y.shape)).sum().backward()
+        found.append([y, *(tensor.grad for tensor in given)])
+    for one, other in zip(*found, strict=True):
         assert (one is None) == (other is None)
         assert one is None or torch.equal(one, other)
+    assert not link.scratch.lent
 
 
 def watched(patch: pytest.MonkeyPatch) -> list[str]:
@@ -137,87 +134,59 @@ MODELS: tuple[Model, ...] = (
 def test_bits_of_the_plain_form(rank: int, batched: bool) -> None:
     """Every option with the usual model, every model with the usual options."""
     link = transport(batched)
-    usual = LinearOptions(Schedule(chunks=2))
-    choices = product(("whole", "blocks"), (False, True), (None, 64, 65))
-    cases = [
-        (two_pairs, replace(usual, wgrad=wgrad, keep_gathered=keep, collectives_from=least))
-        for wgrad, keep, least in choices
-    ]
-    for model, options in [*cases, *((model, usual) for model in MODELS)]:
-        column, row, plain_column, plain_row = layers(link, options)
-        given = leaves(rank)
-        ours = gradients(model, given, column, row)
-        same(ours, gradients(model, given, plain_column, plain_row))
-        assert not link.scratch.lent
+    for wgrad, keep, least in product(("whole", "blocks"), (False, True), (None, 64, 65)):
+        changes = {"wgrad": wgrad, "keep_gathered": keep, "collectives_from": least}
+        compared(link, two_pairs, replace(USUAL, **changes))
+    for model in MODELS:
+        compared(link, model)
+
+
+def events_of_a_backward(options: LinearOptions) -> list[str]:
+    y = two_pairs(leaves(dist.get_rank()), *layers(transport(), options))
+    with pytest.MonkeyPatch.context() as patch:
+        seen = watched(patch)
+        y.sum().backward()
+    return seen
 
 
 @on_ranks(3)
 def test_it_is_sent_before_the_weight_gradient_of_the_layer_after(rank: int) -> None:
-    column, row, *_ = layers(transport(), LinearOptions(Schedule(chunks=2)))
-    given = leaves(rank)
-    y = two_pairs(given, column, row)
-    with pytest.MonkeyPatch.context() as patch:
-        seen = watched(patch)
-        y.sum().backward()
-    pair = [f"begin {ROW}", f"begin {COLUMN}", f"ahead {COLUMN}", "wgrad of 64 inputs",
-            "wgrad of 32 inputs"]  # fmt: skip
-    assert seen == pair * 2
-
-
-@on_ranks(3)
-def test_nothing_is_sent_ahead_of_collectives(rank: int) -> None:
-    """A column-parallel backward by collectives has nothing to send ahead."""
-    options = LinearOptions(Schedule(chunks=2), collectives_from=64)
-    column, row, *_ = layers(transport(), options)
-    y = two_pairs(leaves(rank), column, row)
-    with pytest.MonkeyPatch.context() as patch:
-        seen = watched(patch)
-        y.sum().backward()
-    assert seen == [f"begin {ROW}", "wgrad of 64 inputs", "wgrad of 32 inputs"] * 2
+    wgrads = ["wgrad of 64 inputs", "wgrad of 32 inputs"]
+    pair = [f"begin {ROW}", f"begin {COLUMN}", f"ahead {COLUMN}", *wgrads]
+    assert events_of_a_backward(USUAL) == pair * 2
+    # A column-parallel backward by collectives has nothing to send ahead.
+    options = replace(USUAL, collectives_from=64)
+    assert events_of_a_backward(options) == [f"begin {ROW}", *wgrads] * 2
 
 
 @on_ranks(3)
 def test_frozen_weights(rank: int) -> None:
     """A weight without a gradient needs no input; one after it begins nothing."""
-    column, row, plain_column, plain_row = layers(transport(), LinearOptions())
     for frozen in range(5):
-        ours, plain = leaves(rank), leaves(rank)
-        ours[frozen].requires_grad_(False)
-        plain[frozen].requires_grad_(False)
-        same(
-            gradients(two_pairs, ours, column, row),
-            gradients(two_pairs, plain, plain_column, plain_row),
-        )
+        compared(transport(), two_pairs, LinearOptions(), frozen)
 
 
 @on_ranks(3)
 def test_a_pruned_backward(rank: int) -> None:
     """Only the gradient of the last weight is asked for: the input is sent and nobody comes."""
-    link = transport()
-    column, row, plain_column, plain_row = layers(link, LinearOptions())
-    given = leaves(rank)
+    link, options, given = transport(), LinearOptions(), leaves(rank)
     for _ in range(2):
-        y = two_pairs(given, column, row)
+        y = two_pairs(given, *layers(link, options))
         (found,) = torch.autograd.grad(y.sum(), given[-1:])
-        reference = two_pairs(given, plain_column, plain_row).sum()
+        reference = two_pairs(given, *plain(link, options)).sum()
         assert torch.equal(found, torch.autograd.grad(reference, given[-1:])[0])
         assert link.scratch.lent, "its input is under way"
-    same(
-        gradients(two_pairs, given, column, row),
-        gradients(two_pairs, given, plain_column, plain_row),
-    )
-    assert not link.scratch.lent
+    compared(link, two_pairs, options)
 
 
 @on_ranks(3)
 def test_backwards_in_another_order(rank: int) -> None:
     """A second backward through the same graph; a layer whose backward was before."""
-    link = transport()
-    column, row, *_ = layers(link, LinearOptions())
-    given = leaves(rank)
+    link, given = transport(), leaves(rank)
+    column, row = layers(link, LinearOptions())
     y = two_pairs(given, column, row).sum()
     first = torch.autograd.grad(y, given, retain_graph=True)
-    same(list(torch.autograd.grad(y, given)), list(first))
+    assert all(map(torch.equal, torch.autograd.grad(y, given), first))
 
     x, weight, other, *_ = given
     alone = column(x, weight)
@@ -225,7 +194,5 @@ def test_backwards_in_another_order(rank: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         seen = watched(patch)
         row(alone.detach(), other).sum().backward()
-    assert seen == [
-        "begin linear_reduce_scatter", f"begin {ROW}", "wgrad of 64 inputs",
-    ]  # fmt: skip
+    assert seen == ["begin linear_reduce_scatter", f"begin {ROW}", "wgrad of 64 inputs"]
     assert not link.scratch.lent

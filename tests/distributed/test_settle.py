@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -16,6 +15,7 @@ from commfuse_npu import MismatchError, Transport, TransportError
 from commfuse_npu.ops import all_gather_linear
 from commfuse_npu.runtime import agreement
 from commfuse_npu.runtime.gather_objects import Swap
+from tests.distributed.programs import watch_calls
 from tests.distributed.ranks import on_ranks
 from tests.limits import BRIEF, PATIENT
 
@@ -142,51 +142,36 @@ def test_a_rank_that_does_not_settle_is_named(ranks) -> None:
     assert "no answer from peer 1" in waiting
 
 
-class Counted:
-    """How often the ranks were compared, and what was sent and waited for there."""
-
-    def __enter__(self) -> Counted:
-        self.gathers = mock.Mock(side_effect=agreement.gather_objects)
-        self.swaps = mock.Mock(side_effect=Swap)
-        self.waits = mock.Mock(side_effect=Swap.wait)
-        self._patches = ExitStack()
-        self._patches.enter_context(mock.patch.object(agreement, "gather_objects", self.gathers))
-        self._patches.enter_context(mock.patch.object(agreement, "Swap", self.swaps))
-
-        def wait(swap: Swap, end: float) -> Any:
-            return self.waits(swap, end)
-
-        self._patches.enter_context(mock.patch.object(Swap, "wait", wait))
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._patches.close()
-
-    @property
-    def counts(self) -> tuple[int, int, int]:
-        return self.gathers.call_count, self.swaps.call_count, self.waits.call_count
+@contextmanager
+def counted() -> Iterator[Callable[[], list[int]]]:
+    """How often the ranks were compared so far, and what was sent and waited for there."""
+    seen = dict.fromkeys(("gather_objects", "Swap", "wait"), 0)
+    with pytest.MonkeyPatch.context() as patch:
+        for owner, name in ((agreement, "gather_objects"), (agreement, "Swap"), (Swap, "wait")):
+            watch_calls(patch, owner, name, lambda *_, n=name: seen.update({n: seen[n] + 1}))
+        yield lambda: list(seen.values())
 
 
 @on_ranks(2)
 def test_a_new_length_waits_for_nobody(rank: int) -> None:
     made = link()
     layer(made, 1)
-    with Counted() as counted:
+    with counted() as counts:
         for rows in range(2, 32):
             layer(made, rows)
-        assert counted.counts == (0, 0, 0)
+        assert counts() == [0, 0, 0]
         # Forward and backward: 2 * 32 operations are a stretch, sent on and not waited for.
         layer(made, 32)
-        assert counted.counts == (0, 1, 0)
+        assert counts() == [0, 1, 0]
         for rows in range(33, 257):
             layer(made, rows)
         # Each but the last was waited for a stretch later.
-        assert counted.counts == (0, 8, 7)
+        assert counts() == [0, 8, 7]
         made.settle()
         # A roll call are two swaps of its own.
-        assert counted.counts == (1, 8, 7 + 1 + 2)
+        assert counts() == [1, 8, 7 + 1 + 2]
         made.settle()
-        assert counted.counts == (1, 8, 10)
+        assert counts() == [1, 8, 10]
     assert len(made._agreed) == 2
     assert (made._entered, list(made._kept)) == (512, [])
 
@@ -213,10 +198,10 @@ def test_ranks_that_never_settle_learn_it_two_stretches_later(ranks) -> None:
 def test_always_compares_everything_before_it_is_sent(rank: int) -> None:
     made = link(check="always")
     layer(made, 4)
-    with Counted() as counted:
+    with counted() as counts:
         layer(made, 4)
         made.settle()
-        assert counted.counts[:2] == (2, 0)
+        assert counts()[:2] == [2, 0]
     with pytest.raises(MismatchError, match=r"rows: . here, . there\. Nothing was sent"):
         layer(made, 4 + rank)
 

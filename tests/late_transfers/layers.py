@@ -5,46 +5,32 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
 
 import pytest
-import torch
 
-from commfuse_npu.ops import (
-    LinearOptions,
-    ShardedOptions,
-    all_gather_linear,
-    linear_reduce_scatter,
-    sharded_linear,
-)
+from commfuse_npu.plan import Schedule
 from commfuse_npu.plan.program import Hold, Instruction, Program, Record, Wait
-from commfuse_npu.runtime.collective_transport import CollectiveTransport
 from commfuse_npu.runtime.transport import Transport
+from tests.distributed.faulty_programs import change_programs
+from tests.random_networks.case import Form, Layer, Network
+from tests.random_networks.network_run import run_network
+from tests.random_networks.values import Found
 
 Code = Sequence[Instruction]
 Fault = Callable[[Code], Code]
 
 
-def leaf(seed: int, *shape: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(shape, generator=generator).requires_grad_()
+def case(size: int, chunks: int) -> Network:
+    """Two micro-batches."""
+    ops = "all_gather_linear", "linear_reduce_scatter", "sharded_linear"
+    layers = tuple(Layer(op, 32, 32, schedule=Schedule(chunks=chunks)) for op in ops)
+    return Network(size, layers, rows=8, micro_batches=2, rounded=True)
 
 
-def layers(link: Transport, options: LinearOptions, *, fused: bool = True) -> list[torch.Tensor]:
-    """Two micro-batches: outputs, and the gradients of input and weights."""
-    found, sharded = [], ShardedOptions(options.schedule)
-    transport = link if fused else CollectiveTransport(link.group, same_pieces=True)
-    for batch in range(2):
-        x, one, other = leaf(2 * link.rank + batch, 8, 16), leaf(1, 24, 16), leaf(2, 16, 24)
-        shard = leaf(3 + link.rank, 8, 16)
-        hidden = all_gather_linear(x, one, transport=transport, options=options)
-        out = linear_reduce_scatter(hidden, other, transport=transport, options=options)
-        out = sharded_linear(out, shard, transport=transport, options=sharded)
-        out.backward(leaf(9 + 2 * link.rank + batch, *out.shape).detach())
-        # As whoever reads them next gets them.
-        leaves = (x, one, other, shard)
-        found += [out.detach().clone(), *(tensor.grad.clone() for tensor in leaves)]
-    return found
+def computed(case: Network, form: Form, link: Transport) -> Found:
+    """Outputs and gradients, as whoever reads them next gets them."""
+    found = run_network(case, form, link)
+    return {name: None if value is None else value.clone() for name, value in found.items()}
 
 
 def sound(code: Code) -> Code:
@@ -83,13 +69,14 @@ def sends_not_waited_for(code: Code) -> Code:
 @contextmanager
 def planted(fault: Fault) -> Iterator[None]:
     """In this block the programs that are begun have a fault."""
-    begin, programs = Transport.begin, dict[Program, Program]()
+    other = []
 
-    def faulty(self: Transport, program: Program, *args: Any, **keywords: Any) -> Any:
-        changed = replace(program, code=tuple(fault(program.code)))
-        return begin(self, programs.setdefault(program, changed), *args, **keywords)
+    def changed(program: Program) -> Program:
+        code = tuple(fault(program.code))
+        other.append(code != program.code)
+        return replace(program, code=code)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Transport, "begin", faulty)
+        change_programs(patch, changed)
         yield
-    assert fault is sound or any(one.code != it.code for it, one in programs.items())
+    assert fault is sound or any(other)

@@ -7,6 +7,8 @@ from typing import Any
 
 MODULES = (
     "test_attention",
+    "test_bucket_failures",
+    "test_bucket_order",
     "test_buckets",
     "test_linear",
     "test_programs",

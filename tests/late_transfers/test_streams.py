@@ -7,16 +7,14 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
 
-from commfuse_npu.ops import LinearOptions
-from commfuse_npu.plan import Schedule
 from commfuse_npu.runtime.transport import Transport
 from tests.late_transfers import late
 from tests.late_transfers.layers import (
     Fault,
+    case,
+    computed,
     event_of_the_wrong_stream,
-    layers,
     missing_event,
     missing_last_event,
     no_wait,
@@ -27,23 +25,24 @@ from tests.late_transfers.layers import (
 )
 from tests.late_transfers.race_detector import Module, RaceDetector, Stream
 from tests.limits import BRIEF, PATIENT
+from tests.random_networks.compare import differences
 
 
 def said_of(rank: int, fault: Fault, chunks: int, batched: bool) -> str:
     """What tells of a fault in the programs; "" if nothing does."""
     link = Transport.create(lanes=2, timeout=PATIENT, batched=batched)
-    options = LinearOptions(Schedule(chunks=chunks))
-    plain = layers(link, options, fused=False)
+    of = case(link.size, chunks)
+    plain = computed(of, "plain", link)
     link.timeout = BRIEF if fault is wait_on_the_wrong_stream else PATIENT
     late.finish()
     try:
         with planted(fault):
-            found = layers(link, options)
+            found = computed(of, "fused", link)
         late.finish()
     except (IndexError, KeyError):
         # What is aside finds nothing any more of the operation that it belongs to.
         return "the operation was over before what is aside"
-    return "" if all(map(torch.equal, found, plain)) else "other bits"
+    return "other bits" if differences(found, plain) else ""
 
 
 @pytest.mark.parametrize("batched", [False, True])
@@ -80,14 +79,14 @@ def test_a_fault_is_caught(ranks: Any, size: int, chunks: int, fault: Fault, tel
 
 def races(rank: int, fault: Fault, of_streams: Callable[[Any], None], chunks: int) -> list[str]:
     link, module = Transport.create(lanes=2, timeout=PATIENT), Module()
-    options = LinearOptions(Schedule(chunks=chunks))
-    plain = layers(link, options)
+    of = case(link.size, chunks)
+    plain = computed(of, "fused", link)
     with pytest.MonkeyPatch.context() as patch:
         of_streams(patch)
         with late.streams_of(module), planted(fault), RaceDetector(module) as detector:
-            found = layers(link, options)
+            found = computed(of, "fused", link)
     # Kernels ran at once, in the order of the host.
-    assert all(map(torch.equal, found, plain))
+    assert not differences(found, plain)
     return list(dict.fromkeys(detector.races))
 
 

@@ -21,11 +21,6 @@ import torch
 from mindspeed_patches import PatchManager
 from tests.distributed.ranks import Ranks
 
-__all__ = [
-    *("TINY", "WITHOUT_KERNELS", "Finished", "NormColumn"),
-    *("asked", "losses", "megatron", "patched", "pretrained"),
-]
-
 TINY = (
     "--fp32 --num-layers 2 --hidden-size 32 --ffn-hidden-size 64 --num-attention-heads 4 "
     "--num-query-groups 2 --seq-length 32 --micro-batch-size 2 --global-batch-size 8 "
@@ -93,8 +88,11 @@ def _left_afterwards() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def patched(manager: PatchManager) -> Iterator[None]:
-    """What is registered is in force."""
+def patched(*register: Callable[[PatchManager], object]) -> Iterator[None]:
+    """What these register is in force."""
+    manager = PatchManager()
+    for one in register:
+        one(manager)
     manager.apply_patches()
     try:
         yield

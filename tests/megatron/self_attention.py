@@ -15,17 +15,12 @@ import torch.distributed as dist
 from commfuse_npu import Schedule, Transport
 from commfuse_npu.ops import LinearOptions
 from commfuse_npu.runtime.collective_transport import CollectiveTransport
-from mindspeed_patches import LAYERS, LinearWrappers, PatchManager
+from mindspeed_patches import LAYERS, LinearWrappers
 from mindspeed_patches.attention import AttentionWrappers
 from mindspeed_patches.ulysses import UlyssesWrappers
 from tests.attention_masks import ends_of, seen
 from tests.limits import PATIENT
 from tests.megatron.in_ranks import NormColumn, megatron, patched
-
-__all__ = [
-    *("BATCH", "DIMENSION", "HIDDEN", "LENGTH", "Case", "build", "call", "close", "inputs"),
-    *("lanes", "not_split", "own_rows", "parallel", "positions", "run", "wrapped"),
-]
 
 LENGTH, BATCH, DIMENSION, HIDDEN = 16, 2, 8, 24
 EXCHANGE = "scripts.cpu_pretraining.ulysses.UlyssesAttention"
@@ -87,22 +82,21 @@ def wrapped(case: Case, collectives: bool = False) -> Iterator[LinearWrappers]:
     """What counts calls, while the layer is wrapped, over lanes or over collectives."""
     from megatron.core import parallel_state
 
-    linears, manager = LinearWrappers(case.options, case.layers), PatchManager()
+    user: Any = LinearWrappers(case.options, case.layers)
+    linears, register = user, [user.register]
     if case.tensor:
-        user: Any = linears
-        linears.register(manager)
-        AttentionWrappers(linears).register(manager)
+        register.append(AttentionWrappers(linears).register)
         group = parallel_state.get_tensor_model_parallel_group()
     else:
         user = UlyssesWrappers(linears, case.options)
-        user.register(manager, EXCHANGE)
+        register = [lambda manager: user.register(manager, EXCHANGE)]
         group = parallel_state.get_context_parallel_group()
     user.transport = lanes(dist.get_world_size())
     # The lanes of another test over the same ranks serve, whatever group they were made for.
     user.transport.group = group
     if collectives:
         user.transport = CollectiveTransport(group, same_pieces=True)
-    with patched(manager):
+    with patched(*register):
         yield linears
 
 

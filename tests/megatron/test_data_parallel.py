@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import itertools
 import os
 from collections.abc import Callable, Iterator
@@ -17,8 +15,7 @@ import torch.distributed as dist
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
 from commfuse_npu import Schedule, Transport, TransportError
-from commfuse_npu.runtime.collectives import all_gather_rows, reduce_scatter_rows
-from mindspeed_patches import LinearWrappers, PatchManager
+from mindspeed_patches import LinearWrappers
 from mindspeed_patches.data_parallel import OPTIONS, BucketWrappers
 from mindspeed_patches.state_hashes import optimizer_hash, weight_hashes
 from tests.limits import BRIEF, PATIENT
@@ -34,7 +31,6 @@ class Case:
 
     Attributes:
         distributed: with the distributed optimizer.
-        average: divide sums by the number of replicas.
     """
 
     dtype: torch.dtype = torch.float32
@@ -43,7 +39,6 @@ class Case:
     overlap_gradients: bool = False
     overlap_parameters: bool = False
     bucket_size: int | None = 300
-    average: bool = False
     frozen: bool = False
     clip: float = 1.0
     microbatches: int = 1
@@ -69,56 +64,24 @@ class Net(torch.nn.Module):
 
 
 @contextmanager
-def wrapped(
-    case: Case, *, fails: bool = False, collectives: bool = False
-) -> Iterator[LinearWrappers]:
-    """The wrappers in force.
-
-    Args:
-        fails: the lanes will be broken: they cannot be given up at the end.
-        collectives: exchange buckets by them.
-    """
+def wrapped(case: Case, *, fails: bool = False) -> Iterator[LinearWrappers]:
+    """The wrappers in force; where it ``fails``, lanes that are broken cannot be given up."""
     from megatron.core import parallel_state
 
-    linears, manager = LinearWrappers(), PatchManager()
+    linears = LinearWrappers()
     buckets = BucketWrappers(linears, replace(OPTIONS, schedule=case.schedule))
-    buckets.register(manager)
     group = parallel_state.get_data_parallel_group(
         with_context_parallel=True, partial_data_parallel=True
     )
     directions, limit = (buckets.gradients, buckets.parameters), IMPATIENT if fails else PATIENT
     for direction in directions:
         direction.transport = Transport.create(group, lanes=case.schedule.lanes, timeout=limit)
-        if collectives:
-            vars(direction)["buckets"] = functools.partial(Collectives, group)
     try:
-        with patched(manager):
+        with patched(buckets.register):
             yield linears
     finally:
         for direction in () if fails else directions:
             direction.lanes().close()
-
-
-class Collectives:
-    """Exchanges of buckets over gloo's collectives: the sum, divided for an average."""
-
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group = group
-
-    def _shard(self, bucket: torch.Tensor) -> torch.Tensor:
-        return bucket.chunk(self._group.size())[self._group.rank()]
-
-    def reduce_scatter(self, bucket: torch.Tensor, *, average: bool, scale: float) -> Collectives:
-        total = reduce_scatter_rows(bucket.mul_(scale), self._group)
-        self._shard(bucket).copy_(total.div_(self._group.size()) if average else total)
-        return self
-
-    def all_gather(self, bucket: torch.Tensor) -> Collectives:
-        bucket.copy_(all_gather_rows(self._shard(bucket), self._group))
-        return self
-
-    def wait(self) -> None:
-        """Done already."""
 
 
 class Training:
@@ -140,7 +103,6 @@ class Training:
                 grad_reduce_in_fp32=case.fp32_gradients,
                 overlap_grad_reduce=case.overlap_gradients,
                 overlap_param_gather=case.overlap_parameters,
-                average_in_collective=case.average,
                 bucket_size=case.bucket_size,
                 check_for_nan_in_grad=False,
                 use_distributed_optimizer=case.distributed,
@@ -210,9 +172,7 @@ def compared(rank: int, cases: list[Case]) -> list[int]:
     found = []
     for case in cases:
         with megatron(case.tensor_parallel):
-            # gloo has no average.
-            with wrapped(case, collectives=True) if case.average else contextlib.nullcontext():
-                expected = train(case)
+            expected = train(case)
             with wrapped(case) as linears:
                 assert train(case) == expected, case
             buckets = expected[1]
@@ -242,22 +202,10 @@ def test_two_replicas_end_with_megatrons_bits(ranks) -> None:
         Case(**BOTH, **BF16, fp32_gradients=False, microbatches=2, clip=0.0),
         Case(**BOTH, frozen=True),
         Case(**BOTH, schedule=Schedule(lanes=1, chunks=3)),
-        Case(**BOTH, average=True),
-        Case(average=True),
     ]
     for found in ranks(2).run(compared, cases):
         # Only with overlapped gradients does Megatron make more than one bucket.
         assert [count > 1 for count in found] == [case.overlap_gradients for case in cases]
-
-
-@pytest.mark.long
-def test_four_ranks_as_replicas_and_as_two_halves_of_two(ranks) -> None:
-    cases = [
-        Case(**BOTH, **BF16, fp32_gradients=False, schedule=Schedule(lanes=2)),
-        Case(**BOTH, tensor_parallel=2),
-        Case(**BF16, tensor_parallel=2),
-    ]
-    ranks(4).run(compared, cases)
 
 
 # ------------------------------------------------------------------- one rank that fails

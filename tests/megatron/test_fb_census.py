@@ -18,6 +18,7 @@ from commfuse_npu.overlap import ForwardBackwardOverlap
 from mindspeed_patches.fb_overlap.census import Census
 from mindspeed_patches.fb_overlap.side_states import scratch_of_each_side, side_states
 from tests.distributed.ranks import on_ranks
+from tests.overlap.test_pair import world
 
 LENGTHS = "mindspeed_llm.lengths_of_a_test"
 
@@ -29,11 +30,6 @@ class Layer(torch.nn.Module):
         super().__init__()
         self.kept: Any = None
         self.calls = 0
-
-
-def world() -> dist.ProcessGroup:
-    assert dist.group.WORLD is not None
-    return dist.group.WORLD
 
 
 @on_ranks(2)

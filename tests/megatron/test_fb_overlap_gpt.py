@@ -8,9 +8,10 @@ The check of a version: ``pip install --no-deps megatron-core==0.16.1``, and the
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, nullcontext, redirect_stdout
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
 
@@ -24,7 +25,6 @@ from mindspeed_patches.fb_overlap.core_versions import asked_for
 from mindspeed_patches.fb_overlap.schedule import OverlappedSchedule
 from scripts.cpu_pretraining.megatron_on_cpu import cuda_means_cpu
 from tests.megatron.in_ranks import WITHOUT_KERNELS, megatron
-from tests.megatron.test_fb_overlap import InOrder
 
 LENGTH, BATCH, VOCABULARY = 8, 2, 32
 
@@ -37,6 +37,7 @@ class Training:
         options: of the model's config.
         distributed: the distributed optimizer, with both of its overlaps.
         groups: pass the groups, as later versions let one do.
+        typed: a model of MindSpeed-LLM's fine-tuning has no type.
     """
 
     tensor: int = 1
@@ -48,6 +49,7 @@ class Training:
     options: tuple[tuple[str, Any], ...] = ()
     distributed: bool = False
     groups: bool = False
+    typed: bool = True
 
     @property
     def size(self) -> int:
@@ -66,6 +68,8 @@ RECOMPUTED = (
 )
 SEQUENCE = (("sequence_parallel", True),)
 DROPOUT = (("hidden_dropout", 0.1), ("attention_dropout", 0.1))
+FREED = (("deallocate_pipeline_outputs", True),)
+PARTLY = (("num_microbatches_with_partial_activation_checkpoints", 1),)
 TRAININGS = {
     "TP 2": Training(tensor=2),
     "TP 2, SP": Training(tensor=2, options=SEQUENCE),
@@ -74,7 +78,12 @@ TRAININGS = {
     "EP 2, recomputed, distributed optimizer": Training(
         experts=2, replicas=2, options=RECOMPUTED, distributed=True
     ),
+    "TP 2, no type": Training(tensor=2, typed=False),
     "PP 2": Training(stages=2),
+    "PP 2, partly checkpointed": Training(stages=2, microbatches=8, options=PARTLY),
+    "PP 2, distributed optimizer": Training(stages=2, microbatches=2, distributed=True),
+    "PP 2 x VPP 2, outputs freed": Training(stages=2, chunks=2, options=FREED),
+    "PP 2 x VPP 2, distributed optimizer": Training(stages=2, chunks=2, distributed=True),
     "PP 2 x VPP 2": Training(stages=2, chunks=2),
     "PP 2 x TP 2": Training(tensor=2, stages=2, microbatches=6),
     "PP 2 x TP 2, SP, groups passed": Training(
@@ -89,7 +98,23 @@ TRAININGS = {
         stages=2, chunks=2, experts=2, replicas=2, distributed=True
     ),
 }
-SHORT = "TP 2, SP, recomputed dropout", "EP 2, recomputed, distributed optimizer"
+SHORT = {
+    "TP 2, no type",
+    "TP 2, SP, recomputed dropout",
+    "EP 2, recomputed, distributed optimizer",
+    "PP 2, partly checkpointed",
+    "PP 2, distributed optimizer",
+    "PP 2 x VPP 2, outputs freed",
+    "PP 2 x VPP 2, distributed optimizer",
+}
+
+
+class InOrder:
+    """A pair, one after the other."""
+
+    def run(self, forward: Any, backward: Any, kind: Any) -> tuple[Any, Any]:
+        result = backward()
+        return forward(), result
 
 
 def gpt(training: Training, config: Any, chunk: int) -> torch.nn.Module:
@@ -118,6 +143,8 @@ def gpt(training: Training, config: Any, chunk: int) -> torch.nn.Module:
         position_embedding_type="rope",
         **asked_for(GPTModel, vp_stage=chunk if training.chunks > 1 else None),
     )
+    if not training.typed:
+        model.model_type = None
     return model
 
 
@@ -150,8 +177,9 @@ def settings(training: Training) -> Any:
     )
 
 
-def trained(training: Training) -> list[torch.Tensor]:
-    """Losses and weights of three steps, with the schedule that Megatron chooses."""
+def trained(training: Training, steps: int = 3) -> tuple[list[torch.Tensor], list[str]]:
+    """Losses, weights and random state after so many steps with the schedule that Megatron chooses;
+    and which of its functions were called, sorted."""
     from megatron.core import parallel_state
     from megatron.core.distributed import (
         DistributedDataParallel,
@@ -183,15 +211,31 @@ def trained(training: Training) -> list[torch.Tensor]:
         OptimizerConfig(optimizer="adam", lr=1e-2, use_distributed_optimizer=split), models
     )
     virtual = training.chunks > 1
+    calls: list[str] = []
+
+    def noted(*functions: Callable[..., Any]) -> Any:
+        """One for each chunk."""
+
+        def note(chunk: int, function: Callable[..., Any]) -> Callable[..., Any]:
+            def call(*args: Any, **kwargs: Any) -> Any:
+                calls.append(f"{function.__name__} {chunk}")
+                return function(*args, **kwargs)
+
+            return call
+
+        noting = [note(*of) for of in enumerate(functions)]
+        return noting if virtual else noting[0]
+
     config.finalize_model_grads_func = finalize_model_grads
     config.grad_scale_func = optimizer.scale_loss
-    config.no_sync_func = [model.no_sync for model in models] if virtual else models[0].no_sync
+    config.no_sync_func = noted(*(model.no_sync for model in models))
+    if split:
+        config.grad_sync_func = noted(*(model.start_grad_sync for model in models))
     if split and virtual:
-        config.grad_sync_func = [model.start_grad_sync for model in models]
         config.param_sync_func = [model.start_param_sync for model in models]
     data = [tokens(parallel_state.get_data_parallel_rank()) for _ in models]
     losses: list[torch.Tensor] = []
-    for _ in range(3):
+    for _ in range(steps):
         for model in models:
             model.zero_grad_buffer()
         optimizer.zero_grad()
@@ -209,7 +253,8 @@ def trained(training: Training) -> list[torch.Tensor]:
         assert updated
     for model in models if split else ():
         model.disable_forward_pre_hook(param_sync=True)
-    return losses + [weight.detach() for model in models for weight in model.parameters()]
+    weights = [weight.detach() for model in models for weight in model.parameters()]
+    return [*losses, *weights, torch.get_rng_state()], sorted(calls)
 
 
 def passed_groups(config: Any) -> dict[str, Any]:
@@ -229,7 +274,7 @@ def tokens(replica: int) -> Iterator[torch.Tensor]:
         yield torch.randint(VOCABULARY, (BATCH, LENGTH + 1), generator=generator)
 
 
-def forward_step(iterator: Iterator[torch.Tensor], model: torch.nn.Module) -> Any:
+def forward_step(iterator: Iterator[torch.Tensor], model: torch.nn.Module, *partly: bool) -> Any:
     batch = next(iterator)
     mask = torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1)[None, None]
     positions = torch.arange(LENGTH).expand(BATCH, -1)
@@ -287,12 +332,17 @@ def in_layout(training: Training, work: Callable[[], Any]) -> Any:
         return work()
 
 
-def compare(rank: int, training: Training) -> tuple[int, str]:
-    """How many pairs ran, and what was said."""
+def compare(
+    rank: int, training: Training, steps: int = 3, clock: Sequence[float] = ()
+) -> tuple[int, str]:
+    """How many pairs ran, and what was said; ``clock`` is what the time is, if it is asked for."""
+    own_options = tuple(one for one in training.options if one not in FREED)
 
     def both() -> tuple[int, str]:
-        own, said = trained(training), io.StringIO()
-        overlapping = Overlapping(plain_pipelines=True)
+        # Megatron's interleaved schedule frees outputs while gloo still sends them.
+        own = trained(replace(training, options=own_options), steps)
+        said, overlapping = io.StringIO(), Overlapping(plain_pipelines=True)
+        overlapping.clock = iter(clock).__next__ if clock else None
         if training.transfers:
             overlapping.start()
         else:  # the schedule by itself
@@ -302,17 +352,17 @@ def compare(rank: int, training: Training) -> tuple[int, str]:
             ).start()
         try:
             with redirect_stdout(said):
-                ours = trained(training)
+                ours = trained(training, steps)
         finally:
             overlapping.stop()
             mock.patch.stopall()
-        assert all(map(torch.equal, ours, own))
-        assert all(torch.isfinite(one).all() for one in own)
+        assert all(map(torch.equal, ours[0], own[0]))
+        assert ours[1] == own[1]
+        assert all(torch.isfinite(one).all() for one in own[0][:-1])
         overlap = overlapping.overlap
         return (0 if overlap is None else overlap.pairs), said.getvalue()
 
-    found: tuple[int, str] = in_layout(training, both)
-    return found
+    return in_layout(training, both)
 
 
 @pytest.mark.parametrize(
@@ -323,3 +373,28 @@ def test_weights_of_megatrons_own_order(ranks: Any, name: str) -> None:
     found = ranks(training.size).run(compare, training)
     for pairs, said in found:
         assert (pairs > 0) is training.transfers, said
+
+
+@pytest.mark.parametrize(("overlapped", "pairs"), [(1.5, 3 * 3), (2.5, 0)])
+def test_it_says_what_it_does_and_is_off_on_all_ranks_where_it_is_slower(
+    ranks: Any, overlapped: float, pairs: int
+) -> None:
+    """Of five steps the second takes 2 s in Megatron's order, the fourth so long on rank 1."""
+    first, second = ranks(2).run(timed, overlapped)
+    assert first[0] == second[0] == pairs
+    assert "3 of 4 forwards of stage 0 run beside a backward" in first[1]
+    assert "the activations of at most 2 forwards, of 1 without it\n" in first[1]
+    assert re.search(r"a hand-over takes \d+ us \(measured\)\n", first[1])
+    assert re.search(
+        r"chunks \(0, 0\): \d+ transfers; the forward hands over at \d+ of \d+ places, the "
+        r"backward at \d+ of \d+; estimated from the first step \d+\.\d ms",
+        first[1],
+    )
+    figures = f"a step took {1000 * overlapped:.1f} ms, 2000.0 ms in Megatron's order"
+    assert (f"off: {figures}" in first[1]) is (pairs == 0)
+    assert figures in first[1]
+
+
+def timed(rank: int, overlapped: float) -> tuple[int, str]:
+    clock = [0.0, 2.0, 2.0, 9.0, 9.0, 9.0 + (overlapped if rank else 0.5)]
+    return compare(rank, Training(tensor=2), 5, clock)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
@@ -17,22 +15,12 @@ from commfuse_npu import Schedule, Transport
 from commfuse_npu.ops import LinearOptions, all_gather_linear
 from commfuse_npu.runtime.collective_transport import CollectiveTransport
 from commfuse_npu.runtime.order_log import shared_order_log
-from mindspeed_patches import LinearWrappers, PatchManager
+from mindspeed_patches import LinearWrappers
 from mindspeed_patches.data_parallel import BucketWrappers
 from mindspeed_patches.lanes import CONTEXT_PARALLEL, DATA_PARALLEL, TENSOR_PARALLEL, Lanes
 from mindspeed_patches.ulysses import UlyssesWrappers
 from tests.distributed.ranks import on_ranks
 from tests.megatron.in_ranks import patched
-
-
-@contextmanager
-def registered(*made: Lanes) -> Iterator[None]:
-    """Lanes that come and go with Megatron's groups."""
-    manager = PatchManager()
-    for lanes in made:
-        lanes.register(manager)
-    with patched(manager):
-        yield
 
 
 def life_of_the_lanes(rank: int, folder: str) -> None:
@@ -42,7 +30,7 @@ def life_of_the_lanes(rank: int, folder: str) -> None:
     lanes = Lanes(user, TENSOR_PARALLEL, 2)
     lanes.order_log = folder
     seen: list[Any] = [user.transport]
-    with registered(lanes):
+    with patched(lanes.register):
         for size in (2, 4):
             parallel_state.initialize_model_parallel(size, distributed_timeout_minutes=3)
             made: Any = user.lanes()
@@ -70,7 +58,8 @@ def test_each_group_has_lanes_of_its_own(rank: int) -> None:
     directions = buckets.gradients, buckets.parameters
     users = linears, ulysses, *directions
     groups = TENSOR_PARALLEL, CONTEXT_PARALLEL, DATA_PARALLEL, DATA_PARALLEL
-    with registered(*map(Lanes, users, groups, (1, 2, None, None))):
+    lanes = map(Lanes, users, groups, (1, 2, None, None))
+    with patched(*(one.register for one in lanes)):
         parallel_state.initialize_model_parallel(2, context_parallel_size=2)
         made: list[Any] = [user.lanes() for user in users]
         assert made[1].group is parallel_state.get_context_parallel_group()
@@ -107,7 +96,7 @@ def test_other_groups_keep_working(rank: int, sizes: dict[str, int]) -> None:
     from megatron.core import parallel_state
 
     user = LinearWrappers()
-    with registered(Lanes(user, TENSOR_PARALLEL, 1)):
+    with patched(Lanes(user, TENSOR_PARALLEL, 1).register):
         parallel_state.initialize_model_parallel(2, **sizes)
         transport = user.lanes()
         kind = next(iter(sizes)).removesuffix("_parallel_size")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 
@@ -53,69 +56,55 @@ def test_packed_documents_and_masks_of_the_data(npu, heads, batch) -> None:
     npu.run(check_all, cases)
 
 
-def with_arguments(name: str, **changes: object) -> tuple[object, str, object]:
+def with_arguments(**changes: object) -> Callable[[Any], Any]:
     """The operator, with other arguments than those that the kernels pass."""
-    original = getattr(torch.ops.npu, name)
-    return torch.ops.npu, name, lambda *args, **kwargs: original(*args, **{**kwargs, **changes})
+    return lambda operator: lambda *args, **kwargs: operator(*args, **{**kwargs, **changes})
 
 
-def statistics_swapped() -> tuple[object, str, object]:
-    forward = kernels.attention_forward
-
+def statistics_swapped(forward: Any) -> Any:
     def swapped(*args, **kwargs):
         out, (maximum, total, reserved) = forward(*args, **kwargs)
         return out, (total, maximum, reserved)
 
-    return kernels, "attention_forward", swapped
+    return swapped
 
 
-def documents_forgotten() -> tuple[object, str, object]:
+def documents_forgotten(init: Any) -> Any:
     """One piece with all queries and all keys, which are as many as before."""
-    init = PackedRun.__init__
 
     def forgetful(self, pieces, batch):
         init(self, pieces, batch)
         self.query_ends, self.key_ends = self.query_ends[-1:], self.key_ends[-1:]
 
-    return PackedRun, "__init__", forgetful
+    return forgetful
 
 
-def gradients_of_another_sample() -> tuple[object, str, object]:
-    original = PackedRun.add_to_keys
-    return PackedRun, "add_to_keys", lambda self, total, x: original(self, total.flip(1), x)
+def another_sample(add: Any) -> Any:
+    return lambda self, total, x: add(self, total.flip(1), x)
 
 
-def future_of_the_data() -> tuple[object, str, object]:
+def future_of_the_data(masking: Any) -> Any:
     """The mask of the data alone, without the causal one."""
-    masking = kernels._masking
-
-    def seen(device, causal, hidden):
-        return masking(device, causal and hidden is None, hidden)
-
-    return kernels, "_masking", seen
+    return lambda device, causal, hidden: masking(device, causal and hidden is None, hidden)
 
 
 PLAIN = Case((4, 2), (5, 4, 3))
 DOCUMENTS = Case((4, 2), (5, 8, 1, 10), mask="documents")
 HIDDEN = Case((4, 2), (5, 8, 1, 10), mask="hidden and causal")
-MUTANTS = {
+WINDOW = with_arguments(sparse_mode=4, pre_tockens=3)
+OPS = torch.ops.npu
+MUTANTS: dict[str, tuple[Case, Any, str, Callable[[Any], Any]]] = {
     # Causal from the top left.
-    "mode_two": (PLAIN, lambda: (kernels, "_BOTTOM_RIGHT", 2)),
-    "mode_two_of_documents": (DOCUMENTS, lambda: (kernels, "_BOTTOM_RIGHT", 2)),
-    "no_mask": (PLAIN, lambda: (kernels, "_causal_mask", lambda device: None)),
-    "another_layout": (PLAIN, lambda: (WholeRun, "layout", "BSH")),
-    "statistics_swapped": (PLAIN, statistics_swapped),
-    "window_of_four_keys": (
-        PLAIN,
-        lambda: with_arguments("npu_fusion_attention", sparse_mode=4, pre_tockens=3),
-    ),
-    "scale_forgotten_in_the_backward": (
-        PLAIN,
-        lambda: with_arguments("npu_fusion_attention_grad", scale_value=1.0),
-    ),
-    "documents_forgotten": (DOCUMENTS, documents_forgotten),
-    "gradients_of_another_sample": (DOCUMENTS, gradients_of_another_sample),
-    "future_of_the_data": (HIDDEN, future_of_the_data),
+    "mode_two": (PLAIN, kernels, "_BOTTOM_RIGHT", lambda _: 2),
+    "mode_two_of_documents": (DOCUMENTS, kernels, "_BOTTOM_RIGHT", lambda _: 2),
+    "no_mask": (PLAIN, kernels, "_causal_mask", lambda _: lambda device: None),
+    "another_layout": (PLAIN, WholeRun, "layout", lambda _: "BSH"),
+    "statistics_swapped": (PLAIN, kernels, "attention_forward", statistics_swapped),
+    "window_of_four_keys": (PLAIN, OPS, "npu_fusion_attention", WINDOW),
+    "no_scale_back": (PLAIN, OPS, "npu_fusion_attention_grad", with_arguments(scale_value=1.0)),
+    "documents_forgotten": (DOCUMENTS, PackedRun, "__init__", documents_forgotten),
+    "gradients_of_another_sample": (DOCUMENTS, PackedRun, "add_to_keys", another_sample),
+    "future_of_the_data": (HIDDEN, kernels, "_masking", future_of_the_data),
 }
 
 
@@ -123,7 +112,8 @@ def noticed(name: str | None, case: Case) -> str:
     """In the worker: what the check says with a fault planted, or nothing."""
     with pytest.MonkeyPatch.context() as patch:
         if name is not None:
-            patch.setattr(*MUTANTS[name][1]())
+            _, owner, attribute, fault = MUTANTS[name]
+            patch.setattr(owner, attribute, fault(getattr(owner, attribute)))
         try:
             check(case)
         except (AssertionError, ValueError) as error:

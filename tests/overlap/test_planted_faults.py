@@ -13,9 +13,7 @@ import torch.distributed as dist
 
 from commfuse_npu.overlap import Attributes, RandomState, pair, transfers
 from commfuse_npu.overlap.turns import Turns
-from commfuse_npu.plan import slots, turn_order
 from tests.overlap import test_order, test_pair
-from tests.plan import test_slots
 
 
 def nothing(*_: Any) -> None: ...
@@ -68,22 +66,6 @@ def of_the_other_side(self: Turns, by_default: bool, *_: Any) -> None:
         self.hand_over()
 
 
-def without_waiting(self: Any, side: int, place: Any) -> Any:
-    return in_time(self, side, place._replace(waits=None))
-
-
-in_time = turn_order._State.after
-
-
-def late_by_a_slot(stages: int, stage: int, chunks: int, microbatches: int) -> Any:
-    plan = on_time(stages, stage, chunks, microbatches)
-    empty = slots.Slot(None, None)
-    return [empty, *plan] if stage else [*plan, empty]
-
-
-on_time = slots.slots
-
-
 def bits(rank: int) -> None:
     test_pair.random_models(rank, range(15))
 
@@ -131,24 +113,6 @@ FAULTS: dict[str, tuple[Any, str, Any, Callable[[int], Any]]] = {
         "place",
         of_the_other_side,
         lambda _: test_order.test_both_sides_complete_for_every_list((2, 3)),
-    ),
-    "an estimate forgets the waits": (
-        turn_order._State,
-        "after",
-        without_waiting,
-        lambda _: test_order.test_one_after_the_other_exposes_every_transfer(),
-    ),
-    "a stage is a slot late": (
-        test_slots,
-        "slots",
-        late_by_a_slot,
-        lambda _: test_slots.test_what_a_slot_needs_was_made_one_slot_before(2, 1, 4),
-    ),
-    "the search keeps the latest": (
-        turn_order,
-        "_earliest",
-        lambda ways, many: ways[-1:],
-        lambda _: test_order.test_a_chosen_order_hands_over_between_dgrad_and_wgrad(),
     ),
 }
 NOTICED = "DID NOT RAISE|their collectives were matched wrongly"

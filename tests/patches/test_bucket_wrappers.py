@@ -108,11 +108,13 @@ def test_what_is_left_to_megatron(made, caplog, group: Any, reason: str) -> None
     assert len(caplog.records) == 2  # said once of each
 
 
-def test_handles_for_megatron_and_for_mindspeed(made) -> None:
-    group = bucket_group({"overlap_grad_reduce": True, "overlap_param_gather": True})
+@pytest.mark.parametrize("average", [False, True])
+def test_handles_for_megatron_and_for_mindspeed(made, average: bool) -> None:
+    config = {"overlap_grad_reduce": True, "overlap_param_gather": True}
+    group = bucket_group(config | {"average_in_collective": True} if average else config)
     made.reduce(group)
     made.gather(group)
-    assert "wait" not in made.calls
+    assert made.calls == [("reduce", {"average": average, "scale": 0.5})] * 2 + ["gather"] * 2
     group.grad_reduce_handle.wait()
     for one in group.param_gather_handle:
         one.wait()

@@ -52,13 +52,10 @@ DP_LACKING = (
         (DP, {}, "--commfuse-dp needs --use-distributed-optimizer: .+; add it, or leave"),
         (CP, {**ULYSSES, **NO_CP}, "needs --context-parallel-size of at least 2"),
         (CP, {**ULYSSES, "context_parallel_size": None}, "needs --context-parallel-size of at le"),
-        *(
-            (
-                CP,
-                {**ULYSSES, "context_parallel_algo": algorithm},
-                f"needs --context-parallel-algo ulysses_cp_algo, not {algorithm}: .+; choose it",
-            )
-            for algorithm in ("megatron_cp_algo", "hybrid_cp_algo", None)
+        (
+            CP,
+            {**ULYSSES, "context_parallel_algo": "hybrid_cp_algo"},
+            "needs --context-parallel-algo ulysses_cp_algo, not hybrid_cp_algo: .+; choose it",
         ),
         (
             CP,

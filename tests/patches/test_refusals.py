@@ -14,24 +14,8 @@ from mindspeed_patches.patching import PatchManager
 from mindspeed_patches.refusals import IncompatibleOptionsError, check_compatible
 from tests.patches.launches import DATA_PARALLEL, ULYSSES, early, real_arguments
 
-
-class Asked(NamedTuple):
-    """An option of CommFuse.
-
-    Attributes:
-        refused: each attribute that is refused, with a value that a user would give.
-        harmless: some of them, with values that are not.
-        others: what the option needs besides.
-    """
-
-    refused: dict[str, Any]
-    harmless: dict[str, Any]
-    others: dict[str, Any]
-
-
-FOR_ATTENTION = {
+VALUES = {
     "attention_dropout": 0.1,
-    "multi_latent_attention": True,
     "context_parallel_size": 2,
     "position_embedding_type": "alibi",
     "sliding_window": 4096,
@@ -41,8 +25,19 @@ FOR_ATTENTION = {
     "sparse_mode": 4,
     "query_pre_attn_scalar": 144,
     "attn_logit_softcapping": 50.0,
+    "context_parallel_kv_cache_policy": "full",
+    "schedules_method": "dualpipev",
+    "qat_scheme": "w4a16-mxfp4",
+    "fp8": "hybrid",
+    "fp8_format": "e4m3",
+    "lora_target_modules": ["linear_qkv"],
+    "output_layer_slice_num": 2,
+    "num_distributed_optimizer_instances": 2,
+    "optimizer": "muon",
 }
-HARMLESS_FOR_ATTENTION = {
+"""What a user would give and is refused; all other options are switches."""
+
+FOR_ATTENTION = {
     "pre_tockens": 65536,
     "next_tockens": 0,
     "sparse_mode": 2,
@@ -52,32 +47,22 @@ HARMLESS_FOR_ATTENTION = {
     "shape_order": "TND",
     "attention_mask_type": "general",
 }
-FOR_ULYSSES = {
-    **{name: value for name, value in FOR_ATTENTION.items() if name != "context_parallel_size"},
-    "context_parallel_kv_cache_policy": "full",
-    "use_ulysses_allgather_kv": True,
-}
-SWITCHES = (
-    *("use_ascend_mc2", "use_ascend_coc", "unaligned_linear", "tp_2d", "moe_fb_overlap"),
-    *("use_nanopipe", "tp_comm_overlap", "enable_high_availability", "ttp_enabled"),
-    "use_legacy_models",
-)
-DP_SWITCHES = (
-    *("use_custom_fsdp", "use_torch_fsdp2", "layerzero", "quant_grads"),
-    "layerwise_disaggregated_training",
-)
+
+
+class Asked(NamedTuple):
+    """An option of CommFuse.
+
+    Attributes:
+        harmless: some of the options that it is refused with, with values that are not refused.
+        others: what the option needs besides.
+    """
+
+    harmless: dict[str, Any]
+    others: dict[str, Any]
+
 
 OPTIONS = {
     "use_commfuse": Asked(
-        {
-            **dict.fromkeys(SWITCHES, True),
-            "schedules_method": "dualpipev",
-            "qat_scheme": "w4a16-mxfp4",
-            "fp8": "hybrid",
-            "fp8_format": "e4m3",
-            "lora_target_modules": ["linear_qkv"],
-            "output_layer_slice_num": 2,
-        },
         {
             "schedules_method": "1f1b",
             "lora_target_modules": [],
@@ -87,33 +72,26 @@ OPTIONS = {
         {},
     ),
     "commfuse_attention": Asked(
-        FOR_ATTENTION,
-        HARMLESS_FOR_ATTENTION | {"context_parallel_size": 1},
-        {"attention_dropout": 0.0},
+        FOR_ATTENTION | {"context_parallel_size": 1}, {"attention_dropout": 0.0}
     ),
-    "commfuse_ulysses": Asked(FOR_ULYSSES, HARMLESS_FOR_ATTENTION, ULYSSES),
+    "commfuse_ulysses": Asked(FOR_ATTENTION, ULYSSES),
     "commfuse_dp": Asked(
-        {
-            **dict.fromkeys(DP_SWITCHES, True),
-            "num_distributed_optimizer_instances": 2,
-            "optimizer": "muon",
-        },
         {"num_distributed_optimizer_instances": 1, "optimizer": "adam", "quant_grads": False},
         DATA_PARALLEL,
     ),
 }
 
 
-@pytest.mark.parametrize("ours", OPTIONS)
-def test_every_refusal_is_tested(ours: str) -> None:
-    names = {name for refusal in REFUSALS_OF[option_name(ours)] for name in refusal.names}
-    assert names == set(OPTIONS[ours].refused)
+def refused(ours: str) -> dict[str, Any]:
+    """Each attribute that an option is refused with, and a value."""
+    names = [name for refusal in REFUSALS_OF[option_name(ours)] for name in refusal.names]
+    return {name: VALUES.get(name, True) for name in names}
 
 
 @pytest.mark.parametrize(
     ("ours", "name", "value"),
     [
-        *((ours, *item) for ours, asked in OPTIONS.items() for item in asked.refused.items()),
+        *((ours, *item) for ours in OPTIONS for item in refused(ours).items()),
         ("commfuse_dp", "optimizer", "dist_muon"),  # its old name
     ],
 )
@@ -135,7 +113,7 @@ def test_refused_with_both_flags_and_a_way_out(ours: str, name: str, value: Any)
 @pytest.mark.parametrize("ours", OPTIONS)
 def test_words_of_a_command_line_are_refused_as_namespaces_are(ours: str) -> None:
     asked = OPTIONS[ours]
-    for values, refused in ((asked.refused, True), (asked.harmless, False)):
+    for values, expected in ((refused(ours), True), (asked.harmless, False)):
         for name, value in values.items():
             refusal = next((r for r in REFUSALS_OF[option_name(ours)] if name in r.names), None)
             if refusal is None or (isinstance(value, bool | list) and not value):
@@ -143,7 +121,7 @@ def test_words_of_a_command_line_are_refused_as_namespaces_are(ours: str) -> Non
             option = refusal.option.split()[0]
             words = ["--bf16", option] if value is True else [option, str(value)]
             said = "given" if value is True else str(value)
-            assert refusal.value_in(words) == (said if refused else None)
+            assert refusal.value_in(words) == (said if expected else None)
 
 
 def test_megatrons_default_excludes_where_nobody_typed_the_option() -> None:
@@ -163,7 +141,7 @@ def test_the_same_options_switched_off_are_not_refused(ours: str) -> None:
     for given in (
         argparse.Namespace(**asked.harmless),
         early(**asked.harmless),
-        argparse.Namespace(**dict.fromkeys(asked.refused)),
+        argparse.Namespace(**dict.fromkeys(refused(ours))),
     ):
         check_compatible(given, REFUSALS_OF[option_name(ours)])
     CommFuseFeature().validate_args(real_arguments(**{ours: True} | asked.harmless | asked.others))
@@ -175,7 +153,7 @@ def test_all_at_once() -> None:
 
 
 def test_nothing_is_checked_without_the_flag() -> None:
-    args = real_arguments(**OPTIONS["use_commfuse"].refused)
+    args = real_arguments(**refused("use_commfuse"))
     args.use_commfuse = False
     CommFuseFeature().validate_args(args)
     # MindSpeed core validates a TransformerConfig as well, which has none of the options.

@@ -17,23 +17,6 @@ from commfuse_npu.plan import Schedule
 from commfuse_npu.plan.rules import Wgrad
 from commfuse_npu.runtime.agreement import Check
 
-__all__ = [
-    "ATTENTION",
-    "FROM_SHARD",
-    "FROM_WHOLE",
-    "HEAD_FEATURES",
-    "LANES",
-    "OPS",
-    "Bucket",
-    "BucketRun",
-    "Case",
-    "Form",
-    "Layer",
-    "Layout",
-    "Network",
-    "one_layer",
-]
-
 Layout = Literal["plain", "transposed", "sliced", "offset", "expanded"]
 """How a tensor lies in memory.  ``expanded``: one row for all, as the gradient of a sum arrives."""
 

@@ -16,16 +16,6 @@ from tests.random_networks.network_run import run_network
 from tests.random_networks.transports import at_rest, transport_of
 from tests.random_networks.values import Found
 
-__all__ = [
-    "at_rest_or_raise",
-    "complaints",
-    "differences",
-    "distances",
-    "in_full",
-    "quiet",
-    "run_case",
-]
-
 
 def run_case(case: Case, form: Form, link: Transport | None = None) -> Found:
     """What this rank computes; ``link``: by default that of the case."""

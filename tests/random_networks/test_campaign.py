@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +10,6 @@ from hypothesis import HealthCheck, given, settings
 
 from commfuse_npu.ops import weight
 from commfuse_npu.plan import Schedule
-from commfuse_npu.plan.program import Add, Program
 from commfuse_npu.runtime import transport
 from tests.distributed.ranks import Outcome, Ranks
 from tests.random_networks.campaign import campaign, failure_of
@@ -41,24 +39,6 @@ def odd_blocks_lose_a_row(rank: int, case: Case) -> list[str]:
         return complaints(rank, case)
 
 
-def second_partial_added_twice(rank: int, case: Case) -> list[str]:
-    """A fault of sums of three ranks or more, in chunks."""
-    begin = transport.Transport.begin
-
-    def fault(self: Any, program: Program, *args: Any, **kwargs: Any) -> Any:
-        adds = [at for at, one in enumerate(program.code) if isinstance(one, Add)]
-        if program.size > 2 and len(adds) > 1:
-            code = list(program.code)
-            one = code[adds[-1]]
-            code[adds[-1]] = one._replace(terms=(*one.terms, one.terms[-1]))
-            program = replace(program, code=tuple(code))
-        return begin(self, program, *args, **kwargs)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(transport.Transport, "begin", fault)
-        return complaints(rank, case)
-
-
 @pytest.mark.long
 def test_a_fault_of_one_option_is_found_and_made_small(ranks) -> None:
     found = campaign(ranks(2), 100, seed=1, compare=odd_blocks_lose_a_row)
@@ -72,11 +52,6 @@ def test_a_fault_of_one_option_is_found_and_made_small(ranks) -> None:
     assert repr(case) in found.failure
     assert failure_of(ranks(2), remade(case), odd_blocks_lose_a_row)
     assert not failure_of(ranks(2), case)
-
-
-@pytest.mark.long
-def test_a_fault_of_three_ranks_is_found(ranks) -> None:
-    assert campaign(ranks(3), 40, seed=1, compare=second_partial_added_twice).smallest is not None
 
 
 def nothing_is_ever_finished(rank: int, case: Case) -> list[str]:
