@@ -7,6 +7,7 @@ for gigabytes when they are printed), numbers of any length, nesting without end
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,8 @@ except ImportError as error:
         f"PyYAML is not installed for {sys.executable}; pip install pyyaml, or take the Python "
         "that MindSpeed runs with (the launchers: PYTHON=...)"
     ) from error
+
+from commfuse_npu.did_you_mean import did_you_mean
 
 __all__ = ["ConfigError", "config_names", "find_config", "read_config"]
 
@@ -72,14 +75,17 @@ def find_config(name: str, folder: str = "") -> Path:
         ConfigError: there is none.
     """
     given = Path(name)
-    if given.is_file():
+    if os.path.isfile(name):  # False if the name is too long for one
         return given
     known = _shipped(folder)
     shipped = known / f"{given.stem}.yaml"
-    if given.parent == Path() and shipped.is_file():
+    if given.parent == Path() and os.path.isfile(shipped):
         return shipped
-    names = ", ".join(config_names(folder))
-    raise ConfigError(f"{name!r} is neither a file nor one of {names or 'no names'} in {known}")
+    names = config_names(folder)
+    raise ConfigError(
+        f"{name!r} is neither a file nor one of {', '.join(names) or 'no names'} in {known}"
+        f"{did_you_mean(given.stem, names)}"
+    )
 
 
 def config_names(folder: str = "") -> list[str]:
@@ -108,7 +114,10 @@ def read_config(path: Path) -> dict[Any, Any]:
     except RecursionError as error:
         raise ConfigError(f"{path} is not valid yaml: it is nested too deeply") from error
     except (yaml.YAMLError, ValueError) as error:  # 2026-99-99 looks like a date and is none
-        raise ConfigError(f"{path} is not valid yaml: {error}") from error
+        where, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
+        said = f"line {where.line + 1}: {problem}" if where and problem else str(error)
+        raise ConfigError(f"{path} is not valid yaml: {' '.join(said.split())}") from error
     if not isinstance(found, dict):
-        raise ConfigError(f"{path} holds {type(found).__name__}, not a mapping of name: value")
+        kind = "nothing" if found is None else type(found).__name__
+        raise ConfigError(f"{path} holds {kind}, not a mapping of name: value")
     return found

@@ -8,11 +8,11 @@ early, when options that it does not know arrive as plain strings, and then for 
 from __future__ import annotations
 
 import argparse
-import difflib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from commfuse_npu.did_you_mean import did_you_mean
 from commfuse_npu.plan import Schedule, usual_shape
 
 __all__ = [
@@ -291,6 +291,5 @@ def unknown_option(words: Sequence[str]) -> str:
     for word in words:
         name = word.partition("=")[0]
         if name.startswith(("--commfuse", "--use-commfuse", "--no-commfuse")) and name not in known:
-            (near,) = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
-            return f"unknown: {name}; did you mean {near}?"
+            return f"unknown: {name}{did_you_mean(name, known, 0.0)}"
     return ""

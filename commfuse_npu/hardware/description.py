@@ -8,7 +8,6 @@ depends on the ratio of the two.
 
 from __future__ import annotations
 
-import difflib
 import math
 import sys
 from collections.abc import Iterator, Mapping
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
 from commfuse_npu.config_file import ConfigError, read_config
+from commfuse_npu.did_you_mean import did_you_mean
 from commfuse_npu.hardware.machine import FusedKernel, Level, LinkTopology, Machine
 
 __all__ = ["Choice", "Figure", "Hardware", "described"]
@@ -331,8 +331,8 @@ def _figure_problems(name: str, content: Any, rule: _Rule) -> Iterator[str]:
 def _unknown(content: Mapping[str, Any], known: tuple[str, ...], where: str) -> Iterator[str]:
     for key in content:
         if key not in known:
-            near = difflib.get_close_matches(str(key), known, n=1, cutoff=0.0)
-            yield f"{where + '.' if where else ''}{key}: unknown field; did you mean {near[0]!r}?"
+            near = did_you_mean(str(key), known, 0.0)
+            yield f"{where + '.' if where else ''}{key}: unknown field{near}"
 
 
 assert set(get_args(LinkTopology)) == {name for names in _TOPOLOGIES.values() for name in names}

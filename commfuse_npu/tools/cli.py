@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import os
 import signal
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib import import_module
 
 from commfuse_npu import __version__
-from commfuse_npu.tools.option_types import Parser
-from commfuse_npu.tools.tell import wrapped_lines
+from commfuse_npu.tools.option_types import Parser, refuse
+from commfuse_npu.tools.terminal import rendered
 
 __all__ = ["main"]
 
@@ -40,22 +42,40 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a subcommand and return the exit code: 0 yes, 1 no, 2 an invalid request.
 
     Ctrl-C ends each with 130.
-
-    Each is a module with ``main(words)``, imported when it is asked for: what asks whether torch
-    works must not import it.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
+    name = " ".join(["commfuse-npu", *words[:1]])
+    if arguments is None and words[:1] and words[0] not in _COMMANDS["run"]:
+        # As other programs whose reader has gone: `simulate | head` ends without a word.
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    try:
+        with rendered(name):
+            code = _answer(words)
+            if sys.stdout is not None:
+                sys.stdout.flush()
+            return code
+    except KeyboardInterrupt:
+        return 130
+    except OSError as error:
+        # Of what it prints: of other files each command says it itself.
+        if not isinstance(error, BrokenPipeError):
+            refuse(" ".join(words[:1]), error)
+        with suppress(OSError, ValueError):
+            # Nor at the end of the interpreter.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 2
+
+
+def _answer(words: list[str]) -> int:
+    """Each command is a module with ``main(words)``, imported when it is asked for.
+
+    What asks whether torch works must not import it.
+    """
     known = {name: command for group in _COMMANDS.values() for name, command in group.items()}
     if words and words[0] in known:
         module, _ = known[words[0]]
-        if arguments is None and words[0] not in _COMMANDS["run"]:
-            # As other programs whose reader has gone: `simulate | head` ends without a word.
-            signal.signal(signal.SIGPIPE, signal.SIG_DFL)
         try:
-            with wrapped_lines():
-                return int(import_module(f"commfuse_npu.tools.{module}").main(words[1:]))
-        except KeyboardInterrupt:
-            return 130
+            return int(import_module(f"commfuse_npu.tools.{module}").main(words[1:]))
         except ModuleNotFoundError as error:
             if error.name not in _PACKAGES:
                 raise
@@ -77,7 +97,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--version", action="version", version=f"commfuse-npu {__version__}")
     parser.add_argument("command", choices=known, metavar="COMMAND", help="one of those below")
-    parser.parse_args(words[:1])
+    parser.parse_args(words[:1] or ["--help"])
     raise AssertionError("no command, and the parser took it")
 
 

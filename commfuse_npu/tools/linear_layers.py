@@ -147,7 +147,7 @@ def size_of(options: Options, kind: str) -> int:
     Raises:
         UsageError: it is no number.
     """
-    return max(1, options.number(f"--{kind}-parallel-size", 1))
+    return options.number(f"--{kind}-parallel-size", 1)
 
 
 def sequence_parallel(options: Options) -> bool:

@@ -8,7 +8,6 @@ for the launchers, for rehearsals and for a simulator.  Keys are the options of 
 from __future__ import annotations
 
 import argparse
-import difflib
 import json
 import math
 from collections.abc import Sequence
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from commfuse_npu.config_file import ConfigError, read_config
+from commfuse_npu.did_you_mean import did_you_mean
 from commfuse_npu.plan import block_rows
 from commfuse_npu.tools.layout_problems import problems
 
@@ -321,8 +321,8 @@ def _from_yaml(path: Path) -> dict[str, Any]:
         )
     for key in content:
         if key not in _KINDS:
-            near = difflib.get_close_matches(str(key), _KINDS, n=1, cutoff=0.0)
-            raise ConfigError(f"{path}: unknown option {key!r}; did you mean {near[0]!r}?")
+            near = did_you_mean(str(key), _KINDS, 0.0)
+            raise ConfigError(f"{path}: unknown option {key!r}{near}")
     quoted = [k for k in content if _KINDS[k] in ("int", "float") and _is_number(content[k])]
     if quoted:
         raise ConfigError(f"{path}: {', '.join(quoted)}: a number as text; leave the quotes out")

@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from commfuse_npu.did_you_mean import did_you_mean
 from commfuse_npu.tools.report.drawing import PAGES, lacking
 
-__all__ = ["Parser", "new_file", "page", "positive", "refuse", "whole", "words"]
+__all__ = [
+    "Parser",
+    "new_file",
+    "page",
+    "positive",
+    "refuse",
+    "whole",
+    "words",
+    "words_from",
+]
 
 
 class Parser(argparse.ArgumentParser):
@@ -30,11 +39,18 @@ class Parser(argparse.ArgumentParser):
         given, unknown = self.parse_known_args(args, namespace)
         if unknown:
             known = [one for action in self._actions for one in action.option_strings]
-            near = difflib.get_close_matches(unknown[0].partition("=")[0], known, n=1)
-            self.error(
-                f"unknown: {' '.join(unknown)}{f'; did you mean {near[0]}?' if near else ''}"
-            )
+            near = did_you_mean(unknown[0].partition("=")[0], known)
+            self.error(f"unknown: {' '.join(unknown)}{near}")
         return given
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is not None and value not in action.choices:
+            known = [str(choice) for choice in action.choices]
+            listed = ", ".join(map(repr, known))
+            near = did_you_mean(str(value), known)
+            raise argparse.ArgumentError(
+                action, f"invalid choice: {value!r} (choose from {listed}){near}"
+            )
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
@@ -45,6 +61,8 @@ def refuse(command: str, error: Exception, code: int = 2) -> int:
     said = str(error)
     if isinstance(error, OSError) and error.filename is not None:
         said = f"{error.filename}: {error.strerror}"
+    elif isinstance(error, OSError) and error.strerror:
+        said = f"what it prints cannot be written: {error.strerror}"
     for line in said.splitlines():
         print(f"commfuse-npu {command}: error: {line}", file=sys.stderr)
     return code
@@ -65,14 +83,18 @@ def whole(least: int = 1, most: int | None = None) -> Callable[[str], int]:
     return convert
 
 
+_MOST = 1e9
+"""No time, rate or ratio is larger, and the system's calls would not take it."""
+
+
 def positive(text: str) -> float:
     """A number above 0."""
     try:
         number = float(text)
     except ValueError:
         number = 0.0
-    if not 0 < number < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a number above 0")
+    if not 0 < number <= _MOST:
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a number above 0, up to {_MOST:g}")
     return number
 
 
@@ -82,6 +104,21 @@ def words(text: str) -> tuple[str, ...]:
     if not found:
         raise argparse.ArgumentTypeError(f"{text!r} is an empty list; give one word at least")
     return found
+
+
+def words_from(known: Collection[str]) -> Callable[[str], tuple[str, ...]]:
+    """A converter for a list with commas in between, of these words."""
+
+    def convert(text: str) -> tuple[str, ...]:
+        for word in (found := words(text)):
+            if word not in known:
+                raise argparse.ArgumentTypeError(
+                    f"{word!r} is unknown; choose from {', '.join(known)}"
+                    f"{did_you_mean(word, known)}"
+                )
+        return found
+
+    return convert
 
 
 def new_file(text: str) -> Path:

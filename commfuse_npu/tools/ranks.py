@@ -17,13 +17,14 @@ import time
 import traceback
 from datetime import timedelta
 from importlib import import_module
+from importlib.util import find_spec
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
 from commfuse_npu.runtime.child_process import die_with_parent
 
-__all__ = ["Ranks", "RanksError"]
+__all__ = ["Ranks", "RanksError", "lacking_backend"]
 
 _START_SECONDS = 180.0
 _END_SECONDS = 5.0
@@ -148,6 +149,16 @@ class Ranks:
             pipe.close()
         self._processes, self._pipes = [], []
         shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def lacking_backend(device: str) -> str:
+    """Why ranks cannot run on a device at all; empty if nothing is missing."""
+    if device == "npu" and find_spec("torch_npu") is None:
+        return (
+            "--device npu: torch_npu is not installed; install it (commfuse-npu doctor says which "
+            "one), or measure another machine: --device cpu"
+        )
+    return ""
 
 
 def _serve(pipe: Connection, *where: Any) -> None:

@@ -13,7 +13,9 @@ from commfuse_npu.proof.cases import CHUNKS, LANES, cases
 from commfuse_npu.proof.recorded_order import LogError
 from commfuse_npu.proof.verify import counter_examples
 from commfuse_npu.proof.verify_log import verify_logs
+from commfuse_npu.tools.markdown import table_head, table_row
 from commfuse_npu.tools.option_types import Parser, refuse, whole
+from commfuse_npu.tools.terminal import print_verdict, tell
 
 __all__ = ["main"]
 
@@ -55,30 +57,33 @@ def _verify(given: argparse.Namespace) -> int:
             f"give --max-ranks {least} or more"
         )
     chunks, lanes = given.chunks or CHUNKS, given.lanes or LANES
+    rows: list[str] = []
     for size in range(least, most + 1):
         for case in cases(size, chunks, lanes, given.every):
+            tell(f"{size} ranks, up to {most}: {sets:,} sets of programs are proved")
             group = case.programs()
             found = counter_examples(group)
             if found:
-                print(f"{case}:", *found, sep="\n- ")
+                print_verdict(f"refuted: {case}:", False)
+                print("", *found, sep="\n- ")
                 return 1
             sets += 1
             programs += len(group)
             instructions += sum(len(program.code) for program in group)
             # They would be kept for a run.
             RULES[case.rule].cache_clear()
-        elapsed = time.perf_counter() - start
-        print(
-            f"{size:>3} ranks: {sets:,} sets of programs, {programs:,} programs, "
-            f"{instructions:,} instructions in {elapsed:.0f} s",
-            flush=True,
-        )
+        elapsed = f"{time.perf_counter() - start:.0f}"
+        sums = f"{sets:,}", f"{programs:,}", f"{instructions:,}", elapsed
+        rows.append(table_row([str(size), *sums]))
     of_lanes = ", ".join("one per peer" if lane is None else str(lane) for lane in lanes)
-    print(
+    print_verdict(
         f"proved: all programs of {least} to {most} ranks: {len(RULES)} rules, chunks "
         f"{', '.join(map(str, chunks))}, lanes {of_lanes}; every row is what it has to be, one "
-        "order for all ranks, no deadlock"
+        "order for all ranks, no deadlock",
+        True,
     )
+    head = "up to ranks", "sets of programs", "programs", "instructions", "seconds"
+    print("", table_head(head), *rows, sep="\n")
     return 0
 
 
@@ -94,11 +99,12 @@ def _verify_log(paths: Sequence[Path]) -> int:
         f"{elapsed:.0f} s"
     )
     if found.faults:
-        print(f"refuted ({judged}):", *found.faults, *found.notes, sep="\n- ")
+        print_verdict(f"refuted ({judged}):", False)
+        print("", *found.faults, *found.notes, sep="\n- ")
         return 1
     if found.notes:
-        print(f"no fault as far as it is known, which is no proof ({judged}):", end="")
+        print_verdict(f"no fault as far as it is known, which is no proof ({judged}):")
         print("", *found.notes, sep="\n- ")
         return 2
-    print(f"proved: {judged}")
+    print_verdict(f"proved: {judged}", True)
     return 0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import signal
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from itertools import groupby
@@ -19,10 +18,19 @@ from commfuse_npu.tools.bench.shapes import ITEM_BYTES, WORKS
 from commfuse_npu.tools.bench.sweep import Bench, Conditions, Sweep, full, quick, with_options
 from commfuse_npu.tools.bench.variants import chosen
 from commfuse_npu.tools.model_config import ModelConfig
-from commfuse_npu.tools.option_types import Parser, new_file, page, positive, refuse, whole, words
+from commfuse_npu.tools.option_types import (
+    Parser,
+    new_file,
+    page,
+    positive,
+    refuse,
+    whole,
+    words,
+    words_from,
+)
 from commfuse_npu.tools.outputs import Output, write_outputs
-from commfuse_npu.tools.ranks import Ranks
-from commfuse_npu.tools.tell import tell
+from commfuse_npu.tools.ranks import Ranks, lacking_backend
+from commfuse_npu.tools.terminal import print_verdict, tell
 
 __all__ = ["main", "parser"]
 
@@ -38,18 +46,18 @@ def parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument_group("what is measured").add_argument
     add("--quick", action="store_true", help="about 3 minutes, not 25")
-    add("--works", type=words, help=f"from {', '.join(WORKS)}")
+    add("--works", type=words_from(WORKS), help=f"from {', '.join(WORKS)}")
     add("--variants", type=words, help="names or patterns: p2p,coc-4,'ours-*'")
     add("--ratios", type=_ratios, help="communication / computation: 0,0.25,0.5,1,1.5,2")
     add("--ranks", type=_sizes, help="2,4")
-    add("--dtypes", type=words, help="fp32,bf16")
+    add("--dtypes", type=words_from(ITEM_BYTES), help="fp32,bf16")
     add("--sleep-gemm", type=positive, metavar="GFLOPS",
         help="GEMMs sleep for as long as they would take on an NPU that is scaled down to this "
         "speed; for more ranks than cores")  # fmt: skip
     add = parser.add_argument_group("how large").add_argument
     add("--config", default="llama3_8b", help="a yaml file, or its name in configs/: %(default)s")
-    add("--scale", type=positive,
-        help="divides all widths; default 16/3 for a single layer, 8 for blocks")  # fmt: skip
+    add("--scale", type=_scale,
+        help="divides all widths, at least by 1; default 16/3 for a single layer, 8 for blocks")  # fmt: skip
     add("--sequence", type=whole(), help="rows; default a quarter of the model's")
     add = parser.add_argument_group("how").add_argument
     add("--rounds", type=whole(), help="per ratio")
@@ -73,6 +81,12 @@ def _ratios(text: str) -> tuple[float, ...]:
     if not all(0 <= ratio <= 100 for ratio in ratios):
         raise argparse.ArgumentTypeError(f"{text!r}: ratios are numbers from 0 to 100")
     return tuple(sorted(ratios))
+
+
+def _scale(text: str) -> float:
+    if (scale := positive(text)) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is below 1: no layer is wider than the model's")
+    return scale
 
 
 def _sizes(text: str) -> tuple[int, ...]:
@@ -100,7 +114,9 @@ def main(words: Sequence[str]) -> int:
         conditions.note("interrupted; this is what was measured until then")
         code = 130
     except RuntimeError as error:
-        print(f"commfuse-npu bench: {error}", file=sys.stderr)
+        # What a rank raised, without the way to it.
+        lines = str(error).strip().splitlines()
+        refuse("bench", RuntimeError(" ".join(dict.fromkeys((lines[0], lines[-1])))))
         conditions.note("a rank failed; this is what was measured until then")
         code = 1
     finally:
@@ -113,10 +129,8 @@ def main(words: Sequence[str]) -> int:
 
 
 def _programme(given: argparse.Namespace, config: Path) -> list[Sweep]:
-    for option, known in (("works", WORKS), ("dtypes", ITEM_BYTES)):
-        for word in getattr(given, option) or ():
-            if word not in known:
-                raise ValueError(f"--{option} {word}: choose from {', '.join(known)}")
+    if why := lacking_backend(given.device):
+        raise ValueError(why)
     if given.device != "cpu" and given.sleep_gemm:
         raise ValueError("--sleep-gemm is for CPUs with fewer cores than ranks; leave it out")
     ModelConfig.load(config)
@@ -131,18 +145,15 @@ def _measure(
     sweeps: Sequence[Sweep], conditions: Conditions, timeout: float, results: list[Result]
 ) -> None:
     """Adds to the results one by one: they are kept, whatever ends the run."""
-    try:
-        # Consecutive sweeps of the same processes: starting them takes seconds.
-        for size, same in groupby(sweeps, key=lambda sweep: sweep.ranks):
-            tell(f"starting {size} ranks")
-            with Ranks(size, device=conditions.device, timeout=timeout) as ranks:
-                bench = Bench(ranks.ask, size, conditions)
-                bench.measure_link()
-                for sweep in same:
-                    for result in bench.run(sweep):
-                        results.append(result)
-    finally:
-        tell("")
+    # Consecutive sweeps of the same processes: starting them takes seconds.
+    for size, same in groupby(sweeps, key=lambda sweep: sweep.ranks):
+        tell(f"starting {size} ranks")
+        with Ranks(size, device=conditions.device, timeout=timeout) as ranks:
+            bench = Bench(ranks.ask, size, conditions)
+            bench.measure_link()
+            for sweep in same:
+                for result in bench.run(sweep):
+                    results.append(result)
 
 
 def _show(
@@ -152,12 +163,16 @@ def _show(
     results: list[Result],
     notes: list[str],
 ) -> int:
-    """Print the tables, write the files that are asked for, and end with the verdict.
+    """Print the verdict and the tables, and write the files that are asked for.
 
     Returns:
         2 if a file cannot be written.
     """
-    print(as_markdown(machine, results, notes, given.all), flush=True)
+    if results:
+        first, *others = verdict(results)
+        print_verdict(first, True)
+        print(*others, "", sep="\n")
+    print(as_markdown(machine, results, notes, given.all))
     command = ["commfuse-npu", "bench", *words]
     written = {"machine": {**machine, "notes": notes}, "results": list(map(asdict, results))}
 
@@ -170,7 +185,4 @@ def _show(
     outputs = [Output("--json", given.json, ": all figures", write_figures)]
     if results:
         outputs.append(Output("--html", given.html, ": a page for a browser", write_pictures))
-    code = write_outputs("bench", outputs)
-    if results:
-        print("\n".join(verdict(results)).replace("**", "").replace("`", ""))
-    return code
+    return write_outputs("bench", outputs)

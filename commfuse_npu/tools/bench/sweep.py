@@ -14,7 +14,7 @@ from typing import Any
 from commfuse_npu.tools.bench.results import Check, Result, Sample, Setting, evaluate
 from commfuse_npu.tools.bench.shapes import WORKS, Shape
 from commfuse_npu.tools.bench.variants import COMMUNICATION, COMPUTE, Variant, chosen
-from commfuse_npu.tools.tell import tell
+from commfuse_npu.tools.terminal import tell
 
 __all__ = ["LINKS", "Bench", "Conditions", "Sweep", "full", "quick", "with_options"]
 

@@ -24,6 +24,7 @@ from commfuse_npu.tools.launch_script import UsageError
 from commfuse_npu.tools.option_types import Parser, refuse
 from commfuse_npu.tools.plan.checks import check_launch
 from commfuse_npu.tools.plan.launch import AskedLaunch, ask_about
+from commfuse_npu.tools.terminal import print_verdict
 
 __all__ = ["Report", "diagnose", "main"]
 
@@ -50,10 +51,12 @@ class Report:
         return f"not ready: {', '.join(wrong)} ({counted})"
 
     def as_text(self) -> str:
+        """The findings, in Markdown."""
         lines = []
         for section in dict.fromkeys(finding.section for finding in self.findings):
-            lines += [section, *(f"  {f}" for f in self.findings if f.section == section)]
-        return "\n".join([*lines, self.verdict])
+            lines += ["", f"## {section}", ""]
+            lines += [f"  {f}" for f in self.findings if f.section == section]
+        return "\n".join(lines)
 
     def as_json(self) -> str:
         found = [finding._asdict() for finding in self.findings]
@@ -106,5 +109,9 @@ def main(words: Sequence[str]) -> int:
     except (ConfigError, UsageError) as error:
         return refuse("doctor", error)
     report = diagnose(machine, launch)
-    print(report.as_json() if given.json else report.as_text())
+    if given.json:
+        print(report.as_json())
+    else:
+        print_verdict(report.verdict, report.ready)
+        print(report.as_text())
     return 0 if report.ready else 1

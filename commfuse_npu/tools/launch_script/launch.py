@@ -22,6 +22,8 @@ __all__ = ["Launch", "checkout_of", "launch_of", "read_launch", "shell_script", 
 
 _LAUNCH_MODULE = "mindspeed_patches.launch"
 _TORCHRUN_MODULES = ("torch.distributed.run", "torch.distributed.launch")
+_COUNTED_BY_TORCHRUN = ("auto", "cpu", "gpu", "npu", "xpu")
+_MOST_PROCESSES = 1 << 20
 _ASSIGNMENT = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)=(.*)", re.S)
 
 
@@ -95,7 +97,14 @@ def _torchrun(words: Sequence[str]) -> tuple[list[str], int | None, int | None]:
     def number(option: str) -> int | None:
         # A range of nodes ends with the most.
         text = (value_of(own, option) or "1").rpartition(":")[2]
-        return int(text) if text.isdecimal() else None
+        if text in _COUNTED_BY_TORCHRUN:
+            return None
+        if not text.isdecimal() or not 0 < int(text[:9]) <= _MOST_PROCESSES:
+            raise UsageError(
+                f"torchrun's {option} is {text[:40]!r}; give a whole number from 1 to "
+                f"{_MOST_PROCESSES}"
+            )
+        return int(text)
 
     return list(words[place:]), number("--nnodes"), number("--nproc-per-node")
 
@@ -123,21 +132,24 @@ def checkout_of(folder: Path) -> Path:
 
 
 def read_launch(
-    words: Sequence[str], checkout: Path, environ: Mapping[str, str] = os.environ
+    words: Sequence[str],
+    checkout: Path,
+    environ: Mapping[str, str] = os.environ,
+    timeout: float = 60.0,
 ) -> Launch:
     """Understand what follows ``--``.
 
     Args:
         words: the command, or a launch script with its arguments.
         checkout: MindSpeed-LLM's folder, from which launch scripts are started.
-        environ: for launch scripts.
+        environ, timeout: for launch scripts; in seconds.
 
     Raises:
         UsageError: it is none.
     """
     command = typed_command(words)
     if script := shell_script(command.words):
-        launch = _from_shell(script, checkout, {**environ, **command.environment})
+        launch = _from_shell(script, checkout, {**environ, **command.environment}, timeout)
         launch.environment = {**command.environment, **launch.environment}
         return launch
     launch_read = launch_of(command)
@@ -149,12 +161,14 @@ def read_launch(
     return launch_read
 
 
-def _from_shell(words: Sequence[str], checkout: Path, environ: Mapping[str, str]) -> Launch:
+def _from_shell(
+    words: Sequence[str], checkout: Path, environ: Mapping[str, str], timeout: float
+) -> Launch:
     given = Path(words[0]).expanduser()
     script = next((path for path in (given, checkout / given) if path.is_file()), None)
     if script is None:
         raise UsageError(f"there is no launch script {given} here or in {checkout}")
-    captured = capture_commands([str(script.resolve()), *words[1:]], checkout, environ)
+    captured = capture_commands([str(script.resolve()), *words[1:]], checkout, environ, timeout)
     # Scripts also start Python to prepare data.
     launches = [
         launch
@@ -163,11 +177,12 @@ def _from_shell(words: Sequence[str], checkout: Path, environ: Mapping[str, str]
         and (launch.processes is not None or Path(launch.script).name.startswith("pretrain"))
     ]
     if not launches:
-        called = [" ".join(command.words[:12]) for command in captured.commands]
+        called = [" ".join(command.words[:4])[:80] for command in captured.commands]
+        *_, last = captured.printed.strip().splitlines() or ["nothing"]
         raise UsageError(
-            f"{script} starts no pretraining with torchrun or python found by their names.\n"
-            f"What it started: {'; '.join(called) or '(nothing)'}\n"
-            f"What it printed: {captured.printed.strip() or '(nothing)'}"
+            f"{script} starts no pretraining with torchrun or python found by their names; it "
+            f"ended with code {captured.code}, started {', '.join(called) or 'nothing'}, and "
+            f"printed last: {last[:200]}"
         )
     launch = launches[0]
     if len(launches) > 1:

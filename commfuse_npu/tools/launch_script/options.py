@@ -6,11 +6,27 @@ reads them early itself.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 
 from commfuse_npu.tools.launch_script import UsageError
 
 __all__ = ["Options"]
+
+_LEAST = {
+    **dict.fromkeys(("--first-k-dense-replace", "--moe-layer-freq"), -1),  # for none
+    **dict.fromkeys(
+        (
+            *(f"--{kind}-parallel-size" for kind in ("tensor-model", "pipeline-model", "context")),
+            *("--expert-model-parallel-size", "--expert-tensor-parallel-size"),
+            *("--num-layers-per-virtual-pipeline-stage", "--num-virtual-stages-per-pipeline-rank"),
+            *("--moe-router-topk", "--recompute-num-layers", "--moe-ffn-hidden-size"),
+            *("--micro-batch-size", "--global-batch-size"),
+        ),
+        1,
+    ),
+}
+"""What an option that is a number may be at least, if not 0."""
 
 
 class Options:
@@ -54,16 +70,18 @@ class Options:
         return " ".join(self.values(name)) or None
 
     def number(self, name: str, default: int) -> int:
-        """The value as a whole number.
+        """The value as a whole number, from 0 or :data:`_LEAST`; ``default`` if it is not given.
 
         Raises:
             UsageError: it is none.
         """
-        text = self.text(name)
-        try:
-            return default if text is None else int(text)
-        except ValueError as error:
-            raise UsageError(f"{name} is {text!r}; it has to be a whole number") from error
+        if name not in self:
+            return default
+        text, least = self.text(name) or "", _LEAST.get(name, 0)
+        # As many digits as no size has.
+        if not re.fullmatch(r"-?\d{1,12}", text, re.ASCII) or int(text) < least:
+            raise UsageError(f"{name} is {text[:40]!r}; give a whole number from {least}")
+        return int(text)
 
     def set(self, name: str, *values: object, why: str = "") -> None:
         """Give an option these values, where it stands or at the end, and note the change."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import os
 import shlex
 import sys
@@ -38,11 +37,12 @@ from commfuse_npu.tools.measure.trainings import (
     limit_of,
     train,
 )
-from commfuse_npu.tools.option_types import Parser, positive, refuse, whole, words
+from commfuse_npu.tools.option_types import Parser, positive, refuse, whole, words_from
 from commfuse_npu.tools.quartiles import quartiles
-from commfuse_npu.tools.ranks import Ranks, RanksError
+from commfuse_npu.tools.ranks import Ranks, RanksError, lacking_backend
+from commfuse_npu.tools.terminal import print_verdict, tell
 
-__all__ = ["lacking_backend", "machine_facts", "main"]
+__all__ = ["machine_facts", "main"]
 
 _BASES = {"cpu": "cpu_paced", "cuda": "cpu_paced", "npu": "ascend_910b_server"}
 """Whose peaks and unmeasured figures hold, by device, where neither --base nor its name says."""
@@ -79,16 +79,6 @@ def main(given: Sequence[str]) -> int:
     return code
 
 
-def lacking_backend(device: str) -> str:
-    """Why ranks cannot run on a device at all; empty if nothing is missing."""
-    if device == "npu" and importlib.util.find_spec("torch_npu") is None:
-        return (
-            "--device npu: torch_npu is not installed; install it (commfuse-npu doctor says which "
-            "one), or measure another machine: --device cpu"
-        )
-    return ""
-
-
 def machine_facts(device: str, machine: Machine) -> dict[str, str]:
     """Set variables of the device's backend; on NPUs also versions, devices, health and links."""
     facts = {}
@@ -123,7 +113,7 @@ def _parser() -> argparse.ArgumentParser:
         help="whose peaks and unmeasured figures hold; default by the device")  # fmt: skip
     add("--folder", type=Path, default=Path("measured"), help="for all files; default %(default)s")
     add("--resume", action="store_true", help="continue the run in the folder")
-    add("--steps", type=words, help="only these, in the order of the list below")
+    add("--steps", type=words_from(STEPS), help="only these, in the order of the list below")
     add("--minutes", type=positive, default=50.0,
         help="no step starts later; a running one has 10 %% more; default %(default)g")  # fmt: skip
     add("--timeout", type=positive, metavar="SECONDS",
@@ -210,6 +200,7 @@ class _Run:
             if self._deadline.over:
                 raise _LeftOutError(f"left out, {self._deadline.minutes:g} minutes are over")
             print(": ".join([title, *filter(None, [about.get("question")])]), flush=True)
+            tell(title)
             found, said = measure()
         except FolderError:
             raise
@@ -299,8 +290,9 @@ class _Run:
         with whole_file(page) as part:
             facts = {"command": shlex.join(command), **facts}
             part.write_text(as_markdown(said, trainings, rows, failed, facts), "utf-8")
-        print(*(line.replace("**", "").replace("`", "") for line in said), sep="\n")
-        print(f"Written: {page}")
+        first, *others = said
+        print_verdict(first, not failed)
+        print(*others, f"Written: {page}", sep="\n")
 
     def _described(self, measured: Measured, facts: dict[str, Any]) -> tuple[str, list[Row]]:
         """Write measured.yaml; returns what is said of it, and its figures beside the base's."""
@@ -329,9 +321,6 @@ class _LeftOutError(Exception):
 
 
 def _chosen(options: argparse.Namespace) -> list[str]:
-    for name in options.steps or ():
-        if name not in STEPS:
-            raise FolderError(f"--steps {name}: choose from {', '.join(STEPS)}")
     chosen = [name for name in STEPS if not options.steps or name in options.steps]
     if options.launch is None:
         if options.steps and LAUNCH in chosen:

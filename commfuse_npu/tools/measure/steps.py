@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 from commfuse_npu.tools.bench.sweep import Bench, Conditions, Sweep
 from commfuse_npu.tools.model_config import ModelConfig
-from commfuse_npu.tools.tell import tell
 
 __all__ = ["LAUNCH", "LAYER", "STEPS", "Ask", "Scale", "Step", "Times", "slowest"]
 
@@ -115,7 +114,6 @@ def _layers(ask: Ask, scale: Scale) -> Times:
         low, high = one.quartiles_ms
         seconds = [ms / 1e3 for ms in (low, one.median_ms, high)]
         times.append({"form": one.variant, "seconds": seconds, "result": asdict(one)})
-    tell("")
     return times
 
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from commfuse_npu.config_file import ConfigError, find_config
+from commfuse_npu.did_you_mean import did_you_mean
 from commfuse_npu.hardware.description import Hardware, described
 from commfuse_npu.plan import PlanError, rules
 from commfuse_npu.runtime.whole_file import write_json
@@ -25,9 +27,9 @@ from commfuse_npu.tools.plan.program import SHOWN, add_program_options, print_pr
 from commfuse_npu.tools.simulate.launch_options import check_target, options, write_plan
 from commfuse_npu.tools.simulate.page import plan_page
 from commfuse_npu.tools.simulate.recommend import Fixed, NoLayoutError, recommend
-from commfuse_npu.tools.simulate.recommendation_report import as_json, report
+from commfuse_npu.tools.simulate.recommendation_report import as_json, reasons, report
 from commfuse_npu.tools.simulate.sweep import Options
-from commfuse_npu.tools.tell import tell
+from commfuse_npu.tools.terminal import print_verdict
 
 __all__ = ["main"]
 
@@ -49,7 +51,8 @@ def _parser() -> argparse.ArgumentParser:
         "pretrain_gpt.py .... Scripts are run by bash with stand-ins for torchrun, python and most "
         "other programs, those of a folder in a copy of it and without network where bubblewrap or "
         "unshare is allowed: give scripts that you would run. Exit codes: 0 answered, 1 no layout "
-        "fits or not all scripts could be read, 2 invalid request.",
+        "fits, the launch would end at its start, or not all scripts could be read, 2 invalid "
+        "request.",
     )
     parser.add_argument(
         "what",
@@ -115,7 +118,7 @@ def main(words: Sequence[str]) -> int:
         idle, about = chosen - SHOWN.keys(), "a program"
     else:
         idle, about = chosen - _OF_A_PATH, "what a script starts"
-    a_folder = given.what is not None and Path(given.what).is_dir()
+    a_folder = bool(given.what) and Path(given.what).is_dir()
     if launch and (given.what in rules.RULES or a_folder):
         parser.error(f"-- {launch[0]}: no effect on {given.what}; leave it out")
     if idle:
@@ -143,9 +146,11 @@ def _launch(given: argparse.Namespace, words: Sequence[str]) -> int:
     if path is not None and path.endswith((".yaml", ".yml")) and Path(path).is_file():
         config = Path(path)
     elif path is not None and not Path(path).is_file():
+        beside = {*map(str, Path(path).parent.glob("*.sh")), *rules.RULES}
+        near = did_you_mean(path, sorted(beside - {path}))
         raise UsageError(
-            f"{path} is no launch script, no folder and no rule; rules are "
-            f"{', '.join(sorted(rules.RULES))}"
+            f"{path or repr(path)} is no launch script, no folder and no rule; rules are "
+            f"{', '.join(sorted(rules.RULES))}{near}"
         )
     elif path is not None:
         words = ["bash", path, *words]
@@ -153,11 +158,13 @@ def _launch(given: argparse.Namespace, words: Sequence[str]) -> int:
     here = {described(name) or _HARDWARE for name, _ in listed_npus(Machine.this())}
     default = here.pop() if len(here) == 1 else _HARDWARE
     hardware = Hardware.load(find_config(given.hardware or default, "hardware"))
-    found = plan_launch(ask_about(config, words, os.environ), hardware, os.environ)
-    print(found)
-    if given.json is not None:
-        write_json(given.json, found.as_json(), indent=1)
-    return 0
+    timeout = given.timeout or _TIMEOUT
+    found = plan_launch(ask_about(config, words, os.environ, timeout), hardware, os.environ)
+    print_verdict(found.verdict, False if found.ends else found.adds or None)
+    print("", found, sep="\n")
+    figures = partial(write_json, content=found.as_json(), indent=1)
+    code = write_outputs("plan", [Output("--json", given.json, ": all figures", figures)])
+    return code or int(bool(found.ends))
 
 
 def _recommend(given: argparse.Namespace, words: Sequence[str]) -> int:
@@ -176,12 +183,12 @@ def _recommend(given: argparse.Namespace, words: Sequence[str]) -> int:
             options=Options(micro_batch=given.micro_batch, ulysses="fused" if ulysses else "none"),
             fixed=Fixed(given.tp, given.cp, given.pp, given.recompute),
             other_rounding=given.other_rounding,
-            tell=tell,
         )
     except NoLayoutError as error:
         return refuse("plan", error, code=1)
-    tell("")
-    print(report(found, model, path, hardware))
+    said, _, *why = reasons(found)
+    print_verdict(said, True)
+    print(report(found, model, path, hardware), *why, sep="\n")
     title = f"{path.stem}, {found.best.training.layout.npus} NPUs of {hardware.name}"
     launcher = f"CONFIG={given.write or 'FILE'} bash scripts/launch_pretraining.sh"
     launches = {

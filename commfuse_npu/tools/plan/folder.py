@@ -11,16 +11,18 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path, PurePath
 from typing import Any
 
 from commfuse_npu.config_file import ConfigError
 from commfuse_npu.runtime.whole_file import write_json
 from commfuse_npu.tools.launch_script import UsageError
-from commfuse_npu.tools.markdown import table_row
+from commfuse_npu.tools.markdown import table_head, table_row
+from commfuse_npu.tools.outputs import Output, write_outputs
 from commfuse_npu.tools.plan.judgement import Judgement, fuse_options, judge_launch
 from commfuse_npu.tools.plan.scripts import find_scripts, read_scripts
-from commfuse_npu.tools.tell import tell
+from commfuse_npu.tools.terminal import print_verdict, tell
 
 __all__ = ["plan_folder"]
 
@@ -39,7 +41,7 @@ def plan_folder(folder: Path, timeout: float, page: Path | None, everything: boo
         everything: print a line on each launch, too.
 
     Raises:
-        UsageError, OSError: the folder has no scripts, or the JSON cannot be written.
+        UsageError: the folder has no scripts.
     """
     scripts = find_scripts(folder)
     launches: list[tuple[str, Judgement]] = []
@@ -60,34 +62,42 @@ def plan_folder(folder: Path, timeout: float, page: Path | None, everything: boo
                 launches.append((script.name, judged))
             except (UsageError, ConfigError) as error:
                 unread[script.name] = str(error)
-    tell("")
+    every = [judged for _, judged in launches]
+    counts = _counts(every)
+    overlaps, fused = counts["--commfuse-fb-overlap passes as typed"], counts["not refused"]
+    print_verdict(
+        f"Of {len(every)} launches {overlaps} can take --commfuse-fb-overlap as they are, "
+        f"{fused} --use-commfuse.",
+        overlaps + fused > 0,
+    )
+    print()
     if everything:
         print(*(_line(name, judged) for name, judged in launches), "", sep="\n")
     folders: dict[str, list[Judgement]] = {}
     for name, one in launches:
         folders.setdefault(str(PurePath(name).parent), []).append(one)
-    every = folders["all"] = [judged for _, judged in launches]
-    print(table_row(["folder", *_COLUMNS]), table_row(["---", *["---:"] * len(_COLUMNS)]), sep="\n")
+    folders["all"] = every
+    print(table_head(["folder", *_COLUMNS]))
     for name, inside in folders.items():
         print(table_row([name, *map(str, _row(inside).values())]))
-    print("", *_sums(every), sep="\n")
+    print("", *_sums(every), "", sep="\n")
     if not everything:
-        print("each launch in a line: --all; all about one: commfuse-npu plan SCRIPT")
+        print("Each launch in a line: --all; all about one: commfuse-npu plan SCRIPT")
     for what, count in sorted(Counter(others.values()).items()):
-        print(f"no such training: {count} scripts: {what}")
+        print(f"No such training: {count} scripts: {what}")
     print(f"Scripts were run {sandbox}. Nothing was trained: read, by rules.")
     for name, why in unread.items():
-        print(f"not read: {name}: {why}")
-    if page is not None:
-        found = {
-            "launches": [{"script": name, **_as_json(judged)} for name, judged in launches],
-            "others": others,
-            "unread": unread,
-            "sandbox": sandbox,
-            "counts": _counts(every),
-        }
-        write_json(page, found, indent=2)
-    return 1 if unread else 0
+        print(f"Not read: {name}: {why}")
+    found = {
+        "launches": [{"script": name, **_as_json(judged)} for name, judged in launches],
+        "others": others,
+        "unread": unread,
+        "sandbox": sandbox,
+        "counts": counts,
+    }
+    figures = partial(write_json, content=found, indent=2)
+    code = write_outputs("plan", [Output("--json", page, ": all launches", figures)])
+    return code or int(bool(unread))
 
 
 def _line(name: str, launch: Judgement) -> str:
@@ -149,8 +159,11 @@ def _sums(launches: Sequence[Judgement]) -> list[str]:
     few = re.compile(r"^\d+ micro-batches: \d+%")
     reasons = (few.sub("too few micro-batches: less than half", one.obstacle) for one in overlaps)
     kept = ", ".join(f"{n} x {why}" for why, n in Counter(reasons).most_common())
-    found = [f"{name}: {n}" for name, n in _counts(launches).items() if name not in _COLUMNS]
-    return [*found, *([f"--commfuse-fb-overlap does not pass as typed: {kept}"] if kept else [])]
+    found = [
+        table_row([name, str(n)]) for name, n in _counts(launches).items() if name not in _COLUMNS
+    ]
+    why = ["", f"--commfuse-fb-overlap does not pass as typed: {kept}"]
+    return [table_head(["of all", "launches"]), *found, *(why if kept else [])]
 
 
 def _as_json(launch: Judgement) -> dict[str, Any]:

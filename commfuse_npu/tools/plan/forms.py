@@ -95,7 +95,19 @@ class LaunchPlan(NamedTuple):
         return next((form for form in possible if form.flags.startswith("--")), None)
 
     @property
+    def adds(self) -> bool:
+        """Whether flags are to be added."""
+        return self.best is not None and bool(self.best.flags)
+
+    @property
+    def ends(self) -> str:
+        """Why the launch would end at its start in any form; empty if it does not."""
+        return next((one.value for one in self.findings if one.what == "layout"), "")
+
+    @property
     def verdict(self) -> str:
+        if self.ends:
+            return f"As it is, the launch would end at its start: {self.ends}"
         best = self.best
         if best is None or not best.flags:
             why = {form.obstacle for form in self.forms if form.obstacle}
@@ -111,7 +123,7 @@ class LaunchPlan(NamedTuple):
 
     def __str__(self) -> str:
         has = "has" if self.transfers else "has no"
-        lines = [self.verdict, "", f"{self.name}: {self.layout}"]
+        lines = [f"{self.name}: {self.layout}"]
         lines.append(f"It {has} transfers of tensor, expert or context parallelism.")
         lines += [f"Note: {note}." for note in self.notes]
         lines += map(str, self.findings)

@@ -76,19 +76,22 @@ class AskedLaunch:
 
 
 def ask_about(
-    config: Path | None, words: Sequence[str], variables: Mapping[str, str]
+    config: Path | None,
+    words: Sequence[str],
+    variables: Mapping[str, str],
+    timeout: float = 60.0,
 ) -> AskedLaunch:
     """The launch that a configuration, a command line or both describe.
 
     A configuration stands for its launcher in ``scripts``.  A command line may be a whole one, as
     a dry run prints it, options alone, or a launch script with its arguments, which is run with
-    stand-ins for torchrun and Python.
+    stand-ins for torchrun and Python, for at most ``timeout`` seconds.
 
     Raises:
         ConfigError: they cannot be read.
         UsageError: the launch script starts no training, or an option looks like ours and is none.
     """
-    launch = _read(words, variables)
+    launch = _read(words, variables, timeout)
     sizes = {"--nnodes": launch.nodes, "--nproc_per_node": launch.per_node}
     given = [word for name, size in sizes.items() if size for word in (name, str(size))]
     words = [*given, *launch.options.words]
@@ -106,11 +109,11 @@ def ask_about(
     return AskedLaunch(name, Options(words), made, fuse, assigned, registers, launch.notes)
 
 
-def _read(words: Sequence[str], variables: Mapping[str, str]) -> Launch:
+def _read(words: Sequence[str], variables: Mapping[str, str], timeout: float) -> Launch:
     command = typed_command(words)
     if script := shell_script(command.words):
         folder = Path(script[0]).expanduser().resolve().parent
-        return read_launch(words, checkout_of(folder), variables)
+        return read_launch(words, checkout_of(folder), variables, timeout)
     if (launch := launch_of(command)) is not None:
         return launch
     # Options alone: what comes before the first of them is a program that is not known.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from commfuse_npu.tools.launch_script import UsageError
 from commfuse_npu.tools.launch_script.options import Options
 from commfuse_npu.tools.linear_layers import sequence_parallel, size_of
 from commfuse_npu.tools.plan.judgement import model_chunks
@@ -53,6 +54,7 @@ def training_of(launch: AskedLaunch) -> Training:
     Of what is simulated :func:`roughly` it has what is left then.
 
     Raises:
+        UsageError: an option's value is none that it may have.
         NotSimulated: by the name of an option that is not simulated.
     """
     options, model = launch.options, launch.config
@@ -77,7 +79,10 @@ def training_of(launch: AskedLaunch) -> Training:
             f"EP x expert TP are {experts.parallel * experts.tensor} ranks of experts, which do "
             f"not divide the {ranks} of a pipeline stage"
         )
-    recompute = options.text("--recompute-granularity") == "full"
+    granularity = options.text("--recompute-granularity")
+    if granularity not in (None, "full", "selective"):
+        raise UsageError(f"--recompute-granularity is {granularity!r}; give full or selective")
+    recompute = granularity == "full"
     vpp = model_chunks(options, model.pipeline_model_parallel_size)
     return Training(
         model,
@@ -122,7 +127,7 @@ def _recomputed(options: Options, vpp: int) -> int | None:
 
 def _kinds(options: Options, layers: int) -> tuple[Kind, ...]:
     """Of each layer (MindSpeed-LLM's ``moe_layer_freq`` and ``first_k_dense_replace``)."""
-    left = {int(one) for one in (options.text("--noop-layers") or "").split(",") if one.strip()}
+    left = _layers(options, "--noop-layers", layers)
     experts = options.number("--num-experts", 0) > 0
     every = max(1, options.number("--moe-layer-freq", 1))
     first = max(0, options.number("--first-k-dense-replace", 0))
@@ -135,15 +140,29 @@ def _kinds(options: Options, layers: int) -> tuple[Kind, ...]:
     return tuple(map(kind, range(layers)))
 
 
+def _layers(options: Options, name: str, layers: int) -> set[int]:
+    """Numbers of layers with commas in between, from 0."""
+    listed = (options.text(name) or "").split(",") if name in options else []
+    for one in listed:
+        if not one.strip().isdecimal() or int(one[:9]) >= layers:
+            raise UsageError(
+                f"{name}: {one[:40]!r} is no layer; give numbers from 0 to {layers - 1}"
+            )
+    return {int(one) for one in listed}
+
+
 def _experts(options: Options, tensor: int, feed_forward: int) -> Experts | None:
     number = options.number("--num-experts", 0)
     if not number:
         return None
+    each = options.number("--moe-router-topk", 2)
+    if each > number:
+        raise UsageError(f"--moe-router-topk {each} is more than --num-experts {number}")
     width = options.number("--moe-ffn-hidden-size", feed_forward)
     shared = options.number("--n-shared-experts", 0) * width
     return Experts(
         number,
-        each=options.number("--moe-router-topk", 2),
+        each=each,
         width=width,
         shared=options.number("--moe-shared-expert-intermediate-size", shared),
         parallel=size_of(options, "expert-model"),

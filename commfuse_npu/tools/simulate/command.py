@@ -20,7 +20,8 @@ from commfuse_npu.tools.simulate.page import sweep_page
 from commfuse_npu.tools.simulate.report import Standing, sources, table
 from commfuse_npu.tools.simulate.step import Layout
 from commfuse_npu.tools.simulate.sweep import Options, Point, of_hardware, sweep, training
-from commfuse_npu.tools.tell import tell
+from commfuse_npu.tools.simulate.variants import Variant
+from commfuse_npu.tools.terminal import print_verdict
 
 __all__ = ["main"]
 
@@ -154,29 +155,30 @@ def _main(given: argparse.Namespace, command: Sequence[str]) -> int:
     )
     of_hardware(hardware, first, options)  # names that there are
     try:
-        swept = sweep(model, hardware, layouts, sequences, options, tell)
+        swept = sweep(model, hardware, layouts, sequences, options)
     except ConfigError as error:
         lines = [_own_options(line) for line in str(error).splitlines()]
         raise ConfigError("\n".join(f"{model_path}: {line}" for line in lines)) from error
     sizes = f"TP {tp}, CP {cp}, PP {pp}, DP {', '.join(str(one.dp) for one in layouts)}"
     title = f"{model_path.stem} on {hardware.name}, {sizes}"
-    print(f"{title}\n{sources(hardware)}")
     points: list[Point] = []
     standing = Standing(points)
     everything = given.all or options.patterns != Options.patterns
+    what = training(model, first, sequences[0], options)
+    said, shown = list[str](), list[Variant]()
     try:
         for point in swept:
             points.append(point)
     finally:
         # Whatever ends it: what was found until then is shown.
-        tell("")
-        shown = standing.shown(everything) if points else []
+        if points:
+            shown = standing.shown(everything)
+            said = standing.verdict(lambda variant: " ".join(launching(variant, what)))
+            print_verdict(said[0], True)
+            print(*said[1:], "", f"{title}. {sources(hardware)}", sep="\n")
         for point in points:
             print("\n" + table(point, shown), flush=True)
-    print()
-    what = training(model, first, sequences[0], options)
-    said = standing.verdict(lambda variant: " ".join(launching(variant, what)))
-    code = write_outputs(
+    return write_outputs(
         "simulate",
         [
             Output(
@@ -195,9 +197,6 @@ def _main(given: argparse.Namespace, command: Sequence[str]) -> int:
             ),
         ],
     )
-    print()
-    print("\n".join(said).replace("**", "").replace("`", ""))
-    return code
 
 
 def _own_options(problem: str) -> str:

@@ -10,7 +10,7 @@ how much it is worth.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from operator import attrgetter
@@ -44,6 +44,7 @@ from commfuse_npu.tools.simulate.variants import (
     fused,
     variants,
 )
+from commfuse_npu.tools.terminal import tell
 
 __all__ = ["Candidate", "Fixed", "NoLayoutError", "Recommendation", "recommend"]
 
@@ -153,7 +154,6 @@ def recommend(
     options: Options = _DEFAULTS,
     fixed: Fixed = _OPEN,
     other_rounding: bool = False,
-    tell: Callable[[str], None] = lambda _: None,
 ) -> Recommendation:
     """Search.
 
@@ -164,7 +164,6 @@ def recommend(
         fixed: sizes that are given.
         other_rounding: whether schedules may be chosen that change the rounding of weight
             gradients (``--commfuse-wgrad blocks``).
-        tell: is told what comes next.
 
     Raises:
         NoLayoutError: none fits.

@@ -24,13 +24,18 @@ COLUMNS = (
 
 
 def report(found: Recommendation, model: ModelConfig, path: Path, hardware: Hardware) -> str:
-    """Tables, reason and options, in Markdown.
+    """Options and tables, in Markdown.
 
     Args:
         path: of the model's description.
     """
     what = found.best.training
     lines = [
+        "",
+        "Options of pretrain_gpt.py:",
+        "",
+        f"    {' '.join(options(model, found.best))}",
+        "",
         f"{path.stem}, {what.model.seq_length} tokens, {what.layout.npus} NPUs of "
         f"{hardware.name}. Simulated, not measured: {hardware.assumed} of {hardware.path.name} are "
         "assumed.",
@@ -41,11 +46,6 @@ def report(found: Recommendation, model: ModelConfig, path: Path, hardware: Hard
         "",
         fitting(found, hardware),
         "",
-        *reasons(found),
-        "",
-        "Options of pretrain_gpt.py:",
-        "",
-        f"    {' '.join(options(model, found.best))}",
     ]
     return "\n".join(lines)
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 from commfuse_npu.config_file import ConfigError
+from commfuse_npu.did_you_mean import did_you_mean
 from commfuse_npu.hardware.description import Choice, Hardware
 from commfuse_npu.hardware.machine import covering_outputs
 from commfuse_npu.tools.model_config import ModelConfig
@@ -21,6 +22,7 @@ from commfuse_npu.tools.simulate.group import Group
 from commfuse_npu.tools.simulate.pipeline import interleaves
 from commfuse_npu.tools.simulate.step import Layout, Recompute, Step, Training
 from commfuse_npu.tools.simulate.variants import COMPUTE_ONLY, REFERENCE, Variant, variants
+from commfuse_npu.tools.terminal import tell
 
 __all__ = ["CORNERS", "Layout", "Options", "Outcome", "Point", "Range", "best_lanes",
            "fused_group", "of_hardware", "sweep", "training"]  # fmt: skip
@@ -193,7 +195,10 @@ def of_hardware(hardware: Hardware, layout: Layout, options: Options) -> list[Va
     for pattern in options.patterns:
         matching = fnmatch.filter(names, pattern)
         if not matching:
-            raise ConfigError(f"no variant is called {pattern!r}; choose from {', '.join(names)}")
+            raise ConfigError(
+                f"no variant is called {pattern!r}; choose from {', '.join(names)}"
+                f"{did_you_mean(pattern, names)}"
+            )
         chosen.update(matching)
     return [variant for variant in found if variant.name in chosen]
 
@@ -204,12 +209,8 @@ def sweep(
     layouts: Sequence[Layout],
     sequences: Sequence[int],
     options: Options,
-    tell: Callable[[str], None] = lambda _: None,
 ) -> Iterator[Point]:
     """Simulate every layout at every sequence length, one by one as the iterator is asked.
-
-    Args:
-        tell: is told what comes next.
 
     Raises, before anything is simulated:
         ConfigError: the layout does not fit the model.
@@ -224,12 +225,10 @@ def sweep(
                 "another --hardware"
             )
     asked = [training(model, layout, length, options) for layout in layouts for length in sequences]
-    return (_point(what, hardware, options, tell) for what in asked)
+    return (_point(what, hardware, options) for what in asked)
 
 
-def _point(
-    what: Training, hardware: Hardware, options: Options, tell: Callable[[str], None]
-) -> Point:
+def _point(what: Training, hardware: Hardware, options: Options) -> Point:
     npus = what.layout.npus
     corners = CORNERS if options.corners else CORNERS[:1]
     steps = [Step(hardware.machine(*corner), what) for corner in corners]

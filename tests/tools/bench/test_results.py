@@ -213,8 +213,7 @@ def test_a_stored_run_is_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[s
     machine, results = {"cores": 2, "link measured": ["fast"]}, evaluated()
     assert load(path) == (machine, results, ["a note"])
     assert cli.main(["bench", "--from", str(path)]) == 0
-    said = [line.replace("**", "").replace("`", "") for line in verdict(results)]
-    shown = [as_markdown(machine, results, ["a note"]), *said, ""]
+    shown = [*verdict(results), "", as_markdown(machine, results, ["a note"]), ""]
     assert capsys.readouterr().out == "\n".join(shown)
 
 

@@ -63,11 +63,11 @@ def test_the_last_line_says_for_what_it_is_ready_or_what_is_wrong() -> None:
 
 def test_this_machine_as_text_and_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     code = cli.main(["doctor", "--config", str(CONFIG)])
-    last = capsys.readouterr().out.splitlines()[-1]
-    assert last.startswith("not ready: " if code else "ready: llama3_8b would start; ")
+    first = capsys.readouterr().out.splitlines()[0]
+    assert first.startswith("not ready: " if code else "ready: llama3_8b would start; ")
     assert cli.main(["doctor", "--config", str(CONFIG), "--json"]) == code
     data = json.loads(capsys.readouterr().out)
-    assert (data["ready"], data["verdict"]) == (code == 0, last)
+    assert (data["ready"], data["verdict"]) == (code == 0, first)
     versions = {f["what"]: f["value"] for f in data["findings"] if f["section"] == "versions"}
     assert versions["torch"].split("+")[0] == torch.__version__.split("+")[0]
     for finding in data["findings"]:
@@ -80,7 +80,7 @@ def test_the_exit_code_says_whether_it_is_ready(monkeypatch, capsys) -> None:
     monkeypatch.setattr(command, "diagnose", lambda machine, launch: report)
     assert cli.main(["doctor"]) == 1
     assert capsys.readouterr().out == (
-        "launch\n  error    a: b; expected c -> d\nnot ready: a (1 errors, 0 warnings)\n"
+        "not ready: a (1 errors, 0 warnings)\n\n## launch\n\n  error    a: b; expected c -> d\n"
     )
     monkeypatch.setattr(command, "diagnose", lambda machine, launch: Report(()))
     assert cli.main(["doctor"]) == 0

@@ -11,9 +11,10 @@ import pytest
 from commfuse_npu.config_file import find_config
 from commfuse_npu.tools.doctor import Package
 from commfuse_npu.tools.measure import folder as module
-from commfuse_npu.tools.measure.command import lacking_backend, machine_facts
+from commfuse_npu.tools.measure.command import machine_facts
 from commfuse_npu.tools.measure.folder import Deadline, Folder, FolderError
 from commfuse_npu.tools.measure.steps import Scale, slowest
+from commfuse_npu.tools.ranks import lacking_backend
 from tests.tools.doctor.machines import NPU_ANSWERS, machine
 
 ABOUT = {"device": "cpu", "ranks": 2}

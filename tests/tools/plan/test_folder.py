@@ -75,7 +75,7 @@ def test_all_of_them(asked: Asked, capsys: pytest.CaptureFixture[str]) -> None:
     assert found["counts"]["of these full"] == 6
     assert found["counts"]["of these --commfuse-ulysses fits"] == 1
     assert found["counts"]["of these --commfuse-attention passes"] == 6
-    assert "\nof these with short blocks: 2\n" in said
+    assert "\n| of these with short blocks | 2 |\n" in said
     assert "dense/coc.sh: refused with --use-ascend-coc; TP 4, PP 1, CP 1, DP 2, " in said
     without = {one["script"]: one["without"] for one in found["launches"] if one["without"]}
     assert without["dense/coc.sh"] == "full without --use-ascend-coc"
@@ -83,7 +83,7 @@ def test_all_of_them(asked: Asked, capsys: pytest.CaptureFixture[str]) -> None:
     assert (
         "dense/partial.sh: partial; TP 4, PP 1, CP 1, DP 2, sequence parallel; left: output" in said
     )
-    assert "no such training: 3 scripts: generation, evaluation, conversion or data\n" in said
+    assert "No such training: 3 scripts: generation, evaluation, conversion or data\n" in said
 
 
 def test_the_counts_come_first_and_a_line_on_each_if_asked(
@@ -93,12 +93,13 @@ def test_the_counts_come_first_and_a_line_on_each_if_asked(
     texts = {"it.sh": "".join(script(f"{TP} --global-batch-size {2 * n}") for n in (1, 8))}
     asked(texts)
     said = capsys.readouterr().out
-    assert "with transfers of TP, EP or CP: 2\n--commfuse-fb-overlap passes as typed: 1\n" in said
+    assert said.startswith("Of 2 launches 1 can take --commfuse-fb-overlap as they are, 2 --use-")
+    assert "| with transfers of TP, EP or CP | 2 |\n" in said
     assert "does not pass as typed: 1 x one micro-batch has no partner\n" in said
     assert "it.sh: full" not in said
     asked(texts, "--all")
     said = capsys.readouterr().out
-    line, other = said.splitlines()[:2]
+    line, other = said.splitlines()[2:4]
     assert line.startswith("it.sh: full; TP 4, ")
     assert "--commfuse-fb-overlap" not in line
     assert other.endswith(", --commfuse-fb-overlap")
@@ -150,7 +151,7 @@ def test_others_are_counted_when_some_cannot_be_read(
     assert found["unread"]["option.sh"].endswith("--commfuse-lanes: 0 is less than 1")
     assert "the launch is refused: unknown: --commfuse-chunk; " in found["unread"]["typo.sh"]
     assert "at most 1 MB" in found["unread"]["large.sh"]
-    assert "not read: ends.sh: it ended with code 3" in capsys.readouterr().out
+    assert "Not read: ends.sh: it ended with code 3" in capsys.readouterr().out
 
 
 def content(folder: Path) -> dict[str, bytes]:

@@ -32,7 +32,7 @@ from commfuse_npu.tools.simulate.recommend import (
     Recommendation,
     recommend,
 )
-from commfuse_npu.tools.simulate.recommendation_report import as_json, report
+from commfuse_npu.tools.simulate.recommendation_report import as_json, reasons, report
 from commfuse_npu.tools.simulate.step import Layout, Step, StepTime, Training
 from commfuse_npu.tools.simulate.sweep import Options, training
 from commfuse_npu.tools.simulate.variants import Variant, direct, fused
@@ -121,7 +121,7 @@ def test_the_best_is_compared_with_whatever_is_named_beside_it(
     assert set(found.steps) == {found.best, found.other, found.runner_up, found.fused} - {None}
     assert found.runner_up not in (None, found.best, found.other)
     assert found.ratio.typical == pytest.approx(2 * best[0]), "of the layout that is recommended"
-    text = report(found, model, Path("small.yaml"), SERVER)
+    text = "\n".join([*reasons(found), report(found, model, Path("small.yaml"), SERVER)])
     assert f"Recommended: TP {best[0]}, CP 1, PP 1, DP {4 // best[0]}, " in text
     for title, one in {"Runner-up": found.runner_up, "Without CommFuse": found.other}.items():
         if one is not None and one != found.best:

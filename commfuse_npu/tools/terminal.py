@@ -1,0 +1,228 @@
+"""What is seen at a terminal: tables that fit its width, colours, and what is being computed.
+
+Commands print Markdown.  On a terminal rich renders it, a line or a table at a time; in a pipe, or
+where rich is not installed, it stays as it is.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any, TextIO, cast
+
+if TYPE_CHECKING:
+    from rich.text import Text
+
+__all__ = ["print_verdict", "rendered", "tell"]
+
+_RULE = re.compile(r"\|[-:| ]+\|")
+_INLINE = re.compile(r"\*\*(?P<bold>.+?)\*\*|`(?P<cyan>[^`]+)`")
+_LEVELS = {
+    "bold red": re.compile(r"^ *error\b|(?<=: )error(?=: )"),
+    "yellow": re.compile(r"^ *warning\b|(?<=: )warning(?=: )"),
+}
+_VERDICTS = {True: "bold green", False: "bold red", None: "bold"}
+_progress: _Progress | None = None
+
+
+@contextmanager
+def rendered(doing: str) -> Iterator[None]:
+    """Render what is printed, where it goes to a terminal, and show what is being computed.
+
+    Args:
+        doing: shown until :func:`tell` says more, or something is printed.
+    """
+    global _progress
+    with ExitStack() as ended:
+        if find_spec("rich") is not None:
+            out, error = sys.stdout, sys.stderr
+            if error and error.isatty():
+                _progress = _Progress(error)
+                ended.callback(_forget_progress)
+                ended.enter_context(redirect_stderr(_stream(error, ended)))
+            if out and out.isatty():
+                ended.enter_context(redirect_stdout(_stream(out, ended)))
+        tell(doing)
+        yield
+
+
+def _stream(terminal: TextIO, ended: ExitStack) -> TextIO:
+    stream = _Rendered(terminal)
+    ended.callback(stream.end)
+    return cast(TextIO, stream)
+
+
+def _forget_progress() -> None:
+    global _progress
+    if _progress is not None:
+        _progress.hide()
+    _progress = None
+
+
+def tell(what: str) -> None:
+    """Show it in the last line of stderr, if that is a terminal, until something is printed."""
+    if _progress is not None:
+        _progress.show(what)
+
+
+def print_verdict(text: str, good: bool | None = None) -> None:
+    """Print the answer of a command; green or red on a terminal if it is ``good`` or not."""
+    if isinstance(sys.stdout, _Rendered):
+        sys.stdout.render(text, _VERDICTS[good])
+    else:
+        print(text)
+
+
+class _Progress:
+    """A spinner."""
+
+    def __init__(self, terminal: TextIO) -> None:
+        from rich.console import Console
+        from rich.live import Live
+        from rich.spinner import Spinner
+
+        self._spinner = Spinner("dots")
+        self._live = Live(
+            self._spinner,
+            console=Console(file=terminal),
+            transient=True,
+            refresh_per_second=5,
+            redirect_stdout=False,
+            redirect_stderr=False,
+        )
+
+    def show(self, what: str) -> None:
+        from rich.text import Text
+
+        self._spinner.update(text=Text(what, no_wrap=True, overflow="ellipsis"))
+        self._live.start()
+
+    def hide(self) -> None:
+        self._live.stop()
+
+
+class _Rendered:
+    """A stream of Markdown before a terminal."""
+
+    def __init__(self, terminal: TextIO) -> None:
+        from rich.console import Console
+
+        width, height = shutil.get_terminal_size()
+        self._terminal = terminal
+        self._console = Console(file=terminal, width=width, height=height, highlight=False)
+        self._line, self._table = "", list[str]()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._terminal, name)
+
+    def write(self, text: str) -> int:
+        *lines, self._line = (self._line + text).split("\n")
+        for line in lines:
+            if line.startswith("|"):
+                self._table.append(line)
+            else:
+                self.render(line)
+        return len(text)
+
+    def end(self) -> None:
+        """Write what waits for the end of its line, or of its table."""
+        self._end_table()
+        if self._line:
+            self.render(self._line, end="")
+        self._line = ""
+
+    def render(self, line: str, style: str = "", end: str = "\n") -> None:
+        """A line that is no row of a table, wrapped between words and indented as it begins."""
+        from rich.text import Text
+
+        self._end_table()
+        if line.startswith("    "):  # code, to be copied
+            self._write(Text(line), end)
+            return
+        if heading := re.match("#+ ", line):
+            line, style = line[heading.end() :], style or "bold"
+        begin = line[: len(line) - len(line.lstrip(" -"))]
+        text = _inline(line, style)
+        for level, pattern in _LEVELS.items():
+            text.highlight_regex(pattern, level)
+        rest = " " * (len(begin) if "-" in begin else len(begin) + 2)
+        breaks, width = [0], self._console.width
+        for word in re.finditer(r"\S+", text.plain):
+            if word.end() - breaks[-1] > width and text.plain[: word.start()].strip(" -"):
+                breaks.append(word.start())
+                width = self._console.width - len(rest)
+        lines = text.divide(breaks[1:])
+        for one in lines:
+            one.rstrip()
+        self._write(Text("\n" + rest).join(lines), end)
+
+    def _write(self, text: Any, end: str = "\n") -> None:
+        if _progress is not None:
+            _progress.hide()
+        self._console.print(text, end=end, soft_wrap=True)
+
+    def _end_table(self) -> None:
+        from rich import box
+        from rich.table import Table
+
+        lines, self._table = self._table, []
+        if not (len(lines) > 1 and _RULE.fullmatch(lines[1])):
+            for line in lines:
+                self._write(_inline(line))
+            return
+        head, rules, *rows = ([cell.strip() for cell in line.split("|")[1:-1]] for line in lines)
+        sides = ["right" if rule.endswith(":") else "left" for rule in rules]
+        rows = [[*row, *("" for _ in head)][: len(head)] for row in rows]
+        columns = [[_inline(row[at]) for row in rows] for at in range(len(head))]
+        widths = _widths(head, columns, sides, self._console.width)
+        if not widths:
+            for row in rows:
+                others = (f"{name}: {one}" for name, one in zip(head[1:], row[1:], strict=True))
+                self.render(f"- {head[0]} {row[0]}: {', '.join(others)}")
+            return
+        table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, collapse_padding=True)
+        for name, side, width in zip(head, sides, widths, strict=True):
+            table.add_column(name, justify=side, width=width, overflow="fold")
+        for cells in zip(*columns, strict=True):
+            table.add_row(*cells)
+        if _progress is not None:
+            _progress.hide()
+        self._console.print(table)
+
+
+def _widths(
+    head: Sequence[str], columns: Sequence[Sequence[Text]], sides: Sequence[str], most: int
+) -> list[int]:
+    """Of columns in a table that break no word, nor a number with its unit; empty without room.
+
+    What is left goes to those that have most text.
+    """
+    least, whole = [], []
+    for name, column, side in zip(head, columns, sides, strict=True):
+        cells = [cell.plain for cell in column]
+        kept = [*name.split(), *(cells if side == "right" else " ".join(cells).split())]
+        least.append(max(map(len, kept), default=1))
+        whole.append(max(map(len, (name, *cells))))
+    room = most - 2 * (len(head) - 1) - sum(least)
+    wanted = sum(whole) - sum(least)
+    if room < 0:
+        return []
+    share = min(1.0, room / wanted) if wanted else 0.0
+    return [low + int(share * (high - low)) for low, high in zip(least, whole, strict=True)]
+
+
+def _inline(line: str, style: str = "") -> Text:
+    """Bold text and code of Markdown, without their marks."""
+    from rich.text import Text
+
+    text, at = Text(style=style), 0
+    for mark in _INLINE.finditer(line):
+        text.append(line[at : mark.start()])
+        bold, code = mark["bold"], mark["cyan"]
+        text.append_text(_inline(bold, "bold") if bold else Text(code, "cyan"))
+        at = mark.end()
+    return text.append(line[at:])

@@ -1,0 +1,144 @@
+"""What a terminal shows of what a command prints, and what a pipe gets."""
+
+from __future__ import annotations
+
+import fcntl
+import io
+import os
+import pty
+import re
+import select
+import struct
+import subprocess
+import sys
+import termios
+from collections.abc import Callable, Iterator
+from contextlib import redirect_stderr, redirect_stdout, suppress
+from pathlib import Path
+
+import pytest
+
+from commfuse_npu.tools import terminal
+from commfuse_npu.tools.markdown import table_head, table_row
+from tests.limits import LIMIT
+
+pytest.importorskip("rich", reason="rich is not installed: the extra tools")
+
+ESCAPE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+FLAGS = "    --an-option 1 --another-option 2 --one-that-is-copied 3"
+SAID = (
+    "## A heading",
+    "",
+    f"- {'a few words ' * 9}",
+    f"  {'ok ' * 40}",
+    FLAGS,
+    f"{'/a/path/that/has/no/spaces' * 3} is not cut",
+    table_head(["form", "ms per step", "why it cannot be launched"]),
+    table_row(["fused", "1,234.5 ms", "`--an-option` says, in many words, that it cannot"]),
+    table_row(["**plain**", "99.5 ms", "-"]),
+    "",
+    "| no table, one row |",
+    "a plan: error: it is red",
+    "the end",
+)
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture
+def shown(monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
+    """What a terminal of a width gets."""
+    for name in ("NO_COLOR", "FORCE_COLOR"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TERM", "xterm-256color")
+
+    def show(*said: str, width: int = 40, good: bool | None = None) -> str:
+        monkeypatch.setenv("COLUMNS", str(width))
+        out = Terminal()
+        with redirect_stdout(out), redirect_stderr(io.StringIO()), terminal.rendered("it"):
+            terminal.print_verdict("It **helps**.", good)
+            print(*said, sep="\n", end="")
+        return out.getvalue()
+
+    return show
+
+
+def test_a_pipe_gets_markdown(capsys: pytest.CaptureFixture[str]) -> None:
+    with terminal.rendered("it"):
+        terminal.tell("what is being computed")
+        terminal.print_verdict("It **helps**.", True)
+        print(*SAID, sep="\n", end="")
+    assert capsys.readouterr() == ("\n".join(["It **helps**.", *SAID]), "")
+
+
+def test_without_rich_a_terminal_gets_markdown(shown, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(terminal, "find_spec", lambda name: None)
+    assert shown(*SAID) == "\n".join(["It **helps**.", *SAID])
+
+
+def test_lines_and_tables_fit(shown) -> None:
+    lines = ESCAPE.sub("", shown(*SAID)).splitlines()
+    assert lines[:3] == ["It helps.", "A heading", ""]
+    assert lines[-1] == "the end", "a last line without an end is shown, too"
+    uncut = [line for line in lines if len(line) > 40]
+    assert uncut == [FLAGS, f"{'/a/path/that/has/no/spaces' * 3}"]
+    begin = [len(line) - len(line.lstrip()) for line in lines]
+    assert begin[3:6] == [0, 2, 2]
+    assert begin[6:10] == [2, 4, 4, 4]
+    table = lines[lines.index("  is not cut") + 1 : lines.index("| no table, one row |") - 1]
+    assert any(re.match(r"fused +1,234.5 ms ", line) for line in table), "a number is not broken"
+    assert "plain" in table[-1], "without its stars"
+    words = " ".join(" ".join(line[20:] for line in table).split())
+    assert "--an-option says, in many words, that it cannot -" in words
+
+
+def test_a_table_without_room_is_a_line_for_each_row(shown) -> None:
+    text = ESCAPE.sub("", shown(*SAID, width=20))
+    assert "- form fused: ms per\n  step: 1,234.5 ms,\n  why it cannot be\n" in text
+
+
+@pytest.mark.parametrize(("good", "style"), [(True, "1;32"), (False, "1;31"), (None, "1")])
+def test_the_verdict_is_bold_in_its_colour(shown, good: bool | None, style: str) -> None:
+    assert shown(good=good).startswith(f"\x1b[{style}mIt ")
+
+
+def test_colours_can_be_refused(shown, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "\x1b[1;31merror" in shown(*SAID)
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert not re.search(r"\x1b\[[\d;]*3\d", shown(*SAID, good=True))
+    monkeypatch.setenv("TERM", "dumb")
+    assert "\x1b" not in shown(*SAID, good=True)
+
+
+def _output(fd: int) -> Iterator[bytes]:
+    with suppress(OSError):  # the other end has gone
+        while select.select([fd], [], [], LIMIT)[0] and (found := os.read(fd, 1 << 16)):
+            yield found
+
+
+def test_a_terminal_sees_what_is_computed_and_ctrl_c_ends_it_quietly(tmp_path: Path) -> None:
+    """With a real one: a script that hangs, and its reader who loses patience."""
+    script = tmp_path / "hangs.sh"
+    script.write_text("while :; do :; done\n", "utf-8")
+    own, other = pty.openpty()
+    fcntl.ioctl(other, termios.TIOCSWINSZ, struct.pack("HHHH", 50, 100, 0, 0))
+    words = [sys.executable, "-m", "commfuse_npu.tools.cli", "plan", str(tmp_path)]
+    environment = {**os.environ, "TERM": "xterm", "PYTHONPATH": os.pathsep.join(sys.path)}
+    with subprocess.Popen(
+        words, stdin=other, stdout=other, stderr=other, start_new_session=True, env=environment,
+        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+    ) as running:  # fmt: skip
+        os.close(other)
+        seen = b""
+        for part in _output(own):
+            seen += part
+            if b"plan" in seen and b"1 of 1" in seen and b"\x03" not in seen:
+                os.write(own, b"\x03")
+                seen += b"\x03"
+        assert running.wait(LIMIT) == 130
+    os.close(own)
+    assert b"Traceback" not in seen
+    assert seen.rindex(b"\x1b[?25h") > seen.rindex(b"\x1b[?25l"), "its cursor is there again"
