@@ -57,7 +57,7 @@ def parser() -> argparse.ArgumentParser:
     add = parser.add_argument_group("how large").add_argument
     add("--config", default="llama3_8b", help="a yaml file, or its name in configs/: %(default)s")
     add("--scale", type=_scale,
-        help="divides all widths, at least by 1; default 16/3 for a single layer, 8 for blocks")  # fmt: skip
+        help="divides all widths, from 1; default 16/3 for one layer, 8 for blocks")  # fmt: skip
     add("--sequence", type=whole(), help="rows; default a quarter of the model's")
     add = parser.add_argument_group("how").add_argument
     add("--rounds", type=whole(), help="per ratio")

@@ -33,7 +33,8 @@ from commfuse_npu.tools.terminal import print_verdict
 
 __all__ = ["main"]
 
-_HARDWARE = "ascend_910b_server"
+_HARDWARE, _NPUS, _SERVERS = "ascend_910b_server", 8, "ascend_910b_roce"
+"""Without NPUs here: one server, or several for a launch of more NPUs than it has."""
 _OF_A_PATH = {"json", "hardware", "timeout", "all"}
 _TIMEOUT = 20.0
 
@@ -71,8 +72,8 @@ def _parser() -> argparse.ArgumentParser:
     choose.add_argument("--model", help="a yaml file, or its name in configs/: llama3_70b")
     choose.add_argument(
         "--hardware",
-        help="a yaml file, or its name in configs/hardware/; default ascend_910b_server, or for a "
-        "launch that of the NPUs here",
+        help="a yaml file, or its name in configs/hardware/; default ascend_910b_server; for a "
+        "launch that of the NPUs here, or ascend_910b_roce if it has more than 8",
     )
     choose.add_argument("--npus", type=whole(), help="all of them are used; the model's by default")
     choose.add_argument(
@@ -154,12 +155,13 @@ def _launch(given: argparse.Namespace, words: Sequence[str]) -> int:
         )
     elif path is not None:
         words = ["bash", path, *words]
+    asked = ask_about(config, words, os.environ, given.timeout or _TIMEOUT)
     # By default that of the NPUs here, if they are described.
-    here = {described(name) or _HARDWARE for name, _ in listed_npus(Machine.this())}
-    default = here.pop() if len(here) == 1 else _HARDWARE
+    usual = _SERVERS if asked.config.world_size > _NPUS else _HARDWARE
+    here = {described(name) or usual for name, _ in listed_npus(Machine.this())}
+    default = here.pop() if len(here) == 1 else usual
     hardware = Hardware.load(find_config(given.hardware or default, "hardware"))
-    timeout = given.timeout or _TIMEOUT
-    found = plan_launch(ask_about(config, words, os.environ, timeout), hardware, os.environ)
+    found = plan_launch(asked, hardware, os.environ)
     print_verdict(found.verdict, False if found.ends else found.adds or None)
     print("", found, sep="\n")
     figures = partial(write_json, content=found.as_json(), indent=1)

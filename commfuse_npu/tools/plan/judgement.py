@@ -278,7 +278,13 @@ def model_chunks(options: Options, stages: int) -> int:
     chunks = options.number("--num-virtual-stages-per-pipeline-rank", 0)
     each = options.number("--num-layers-per-virtual-pipeline-stage", 0)
     if each and not chunks:
-        chunks = options.number("--num-layers", 0) // (stages * each)
+        layers = options.number("--num-layers", 0)
+        chunks, left = divmod(layers, stages * each)
+        if left:
+            raise UsageError(
+                f"--num-layers-per-virtual-pipeline-stage {each}: {layers} layers are not "
+                f"divisible by it times {stages} stages; choose another"
+            )
     return max(1, chunks)
 
 

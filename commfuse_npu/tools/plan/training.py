@@ -119,9 +119,9 @@ def form_of(options: Options) -> Variant:
 
 def _recomputed(options: Options, vpp: int) -> int | None:
     """Layers of a stage whose forward is run again; ``None``: all."""
+    layers = options.number("--recompute-num-layers", 1)
     if options.text("--recompute-method") != "block":
         return None
-    layers = options.number("--recompute-num-layers", 1)
     return layers if "--enable-recompute-layers-per-pp-rank" in options else layers * vpp
 
 

@@ -23,6 +23,7 @@ from commfuse_npu.tools.simulate import llama, turns
 from commfuse_npu.tools.simulate.context_parallel import Attention
 from commfuse_npu.tools.simulate.data_parallel import GRADIENT_BYTES, exposed
 from commfuse_npu.tools.simulate.group import Group, Played, collective_seconds
+from commfuse_npu.tools.simulate.links import PlacementError
 from commfuse_npu.tools.simulate.llama import LayerShape
 from commfuse_npu.tools.simulate.pipeline import one_forward_one_backward, side_by_side
 from commfuse_npu.tools.simulate.training import Kind, Layout, Recompute, Training
@@ -327,7 +328,12 @@ class Step:
             return 0.0
         level = machine.inside
         if layout.npus // layout.pp >= machine.npus_per_node:
-            assert machine.between is not None  # there are more NPUs than in a node
+            if machine.between is None:
+                raise PlacementError(
+                    f"{layout.pp} pipeline stages of {layout.npus // layout.pp} NPUs span nodes of "
+                    f"{machine.npus_per_node}, and this machine has no links between nodes; choose "
+                    "another --hardware"
+                )
             level = machine.between
         share = machine.npus_per_node if level.topology == "nic_per_node" else 1
         size = training.shape.block * training.shape.row_bytes

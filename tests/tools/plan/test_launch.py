@@ -20,10 +20,10 @@ MANY = "--global-batch-size 64 --bf16"
 def plan(tmp_path: Path) -> Plan:
     """The JSON about a launch with these options."""
 
-    def ask(options: str, *words: str, processes: int = 8) -> dict[str, Any]:
+    def ask(options: str, *words: str, processes: int = 8, code: int = 0) -> dict[str, Any]:
         path, page = tmp_path / "launch.sh", tmp_path / "found.json"
         path.write_text(script(options, processes), "utf-8")
-        assert cli.main(["plan", str(path), "--json", str(page), *words]) == 0
+        assert cli.main(["plan", str(path), "--json", str(page), *words]) == code
         found: dict[str, Any] = json.loads(page.read_text("utf-8"))
         return found
 
@@ -153,7 +153,8 @@ def test_what_would_be_fused_and_what_is_wrong_is_listed(
     refused = plan(f"{TP} {MANY} --use-ascend-coc")
     assert refused["layers"]
     assert "per rank" not in capsys.readouterr().out
-    wrong = plan("--tensor-model-parallel-size 3 --sequence-parallel")
+    wrong = plan("--tensor-model-parallel-size 3 --sequence-parallel", code=1)
+    assert wrong["verdict"].startswith("As it is, the launch would end at its start: 16 attention")
     assert {one["what"] for one in wrong["findings"]} == {"layout"}
     assert (wrong["layers"], wrong["schedule"]) == ([], "")
     lacking = plan(f"{TP} {MANY} --use-commfuse --commfuse-ulysses")
