@@ -96,8 +96,8 @@ def change(content: dict[str, Any], field: str, value: Any) -> dict[str, Any]:
         ("nodes", 2.5, "nodes: 2.5 is not a whole number from 1"),
         ("batched_transfers", "yes", "batched_transfers: 'yes' is not true or false"),
         ("name", "", "name: '' is not a name"),
-        ("npu.cube_flop", 3, "npu.cube_flop: unknown field; did you mean 'cube_flops'?"),
-        ("insides", {}, "insides: unknown field; did you mean 'inside'?"),
+        ("npu.cube_flop", 3, "npu.cube_flop: unknown field; did you mean cube_flops?"),
+        ("insides", {}, "insides: unknown field; did you mean inside?"),
     ],
 )
 def test_nonsense_is_refused_with_file_field_value_and_limit(

@@ -203,7 +203,7 @@ def test_groups_count_only_with_their_flag() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"num_layer": 3}, "unknown option 'num_layer'; did you mean 'num_layers'?"),
+        ({"num_layer": 3}, "unknown option 'num_layer'; did you mean num_layers?"),
         ({"bf16": "yes"}, "bf16: 'yes' is not true or false"),
         ({"num_layers": 3.5}, "num_layers: 3.5 is not a whole number from 1"),
         ({"num_layers": True}, "num_layers: True is not a whole number from 1"),

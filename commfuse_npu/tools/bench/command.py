@@ -129,10 +129,10 @@ def main(words: Sequence[str]) -> int:
 
 
 def _programme(given: argparse.Namespace, config: Path) -> list[Sweep]:
-    if why := lacking_backend(given.device):
-        raise ValueError(why)
     if given.device != "cpu" and given.sleep_gemm:
         raise ValueError("--sleep-gemm is for CPUs with fewer cores than ranks; leave it out")
+    if why := lacking_backend(given.device):
+        raise ValueError(why)
     ModelConfig.load(config)
     sweeps = with_options(quick() if given.quick else full(), given)
     for sweep in sweeps:

@@ -71,9 +71,7 @@ def main(given: Sequence[str]) -> int:
             print("interrupted; finished steps are kept", file=sys.stderr)
             code = 130
         run.write(["commfuse-npu", "measure", *given])
-    if code and (why := lacking_backend(options.device)):
-        print(why, file=sys.stderr)
-    elif code:
+    if code:
         again = shlex.join(word for word in given if word != "--resume")
         print(f"Continue with: commfuse-npu measure --resume {again}")
     return code
@@ -140,6 +138,8 @@ class _Run:
         about = {"device": options.device, "ranks": options.ranks, "config": options.config}
         about |= {"base": options.base, "one device": options.one_device, "rows": self._scale.rows}
         about |= {layer: list(shape) for layer, shape in self._scale.layers().items()}
+        if why := lacking_backend(options.device):
+            raise FolderError(why)
         self._folder = Folder(options.folder, about, resume=options.resume)
         self._deadline = Deadline(options.minutes)
         self._ranks: Ranks | None = None

@@ -1,19 +1,42 @@
 """Ask what makes no sense, in a process of its own, and print what came of each as JSON.
 
-``python -m tests.tools.cli.refused FOLDER`` reads a question per line; a word that is ``''`` is
-empty.  Those to the CPU pretraining come last: it imports torch.
+``python -m tests.tools.cli.refused`` reads a question per line, as a shell has it.  Those to the
+CPU pretraining come last: it imports torch.
 """
 
 from __future__ import annotations
 
 import io
 import json
+import os
+import shlex
+import subprocess
 import sys
+from collections.abc import Iterable
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 from commfuse_npu.tools import cli
+from tests.limits import LIMIT
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def answers_to(questions: Iterable[str], folder: Path) -> dict[str, dict[str, Any]]:
+    """What came of each question, asked in a folder; by question."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.tools.cli.refused"],
+        input="\n".join(questions),
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"},
+        capture_output=True,
+        text=True,
+        timeout=LIMIT,
+    )
+    assert done.returncode == 0, done.stderr
+    return {answer["question"]: answer for answer in json.loads(done.stdout)}
 
 
 def content(folder: Path) -> list[str]:
@@ -21,7 +44,7 @@ def content(folder: Path) -> list[str]:
 
 
 def asked(question: str) -> dict[str, object]:
-    words = ["" if word == "''" else word for word in question.split()]
+    words = shlex.split(question)
     before, out, error = content(Path()), io.StringIO(), io.StringIO()
     code: object
     with redirect_stdout(out), redirect_stderr(error):

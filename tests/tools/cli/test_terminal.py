@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 from commfuse_npu.tools import terminal
-from commfuse_npu.tools.markdown import table_head, table_row
+from commfuse_npu.tools.markdown import table_row
 from tests.limits import LIMIT
 
 pytest.importorskip("rich", reason="rich is not installed: the extra tools")
@@ -33,7 +33,8 @@ SAID = (
     f"  {'ok ' * 40}",
     FLAGS,
     f"{'/a/path/that/has/no/spaces' * 3} is not cut",
-    table_head(["form", "ms per step", "why it cannot be launched"]),
+    "| form | ms per step | why it cannot be launched |",
+    "|---|---:|---|",
     table_row(["fused", "1,234.5 ms", "`--an-option` says, in many words, that it cannot"]),
     table_row(["**plain**", "99.5 ms", "-"]),
     "",
