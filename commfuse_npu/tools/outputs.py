@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from commfuse_npu.tools.terminal import tell
+
 __all__ = ["Output", "write_outputs"]
 
 
@@ -29,6 +31,7 @@ def write_outputs(command: str, outputs: Sequence[Output]) -> int:
     for option, path, what, write in outputs:
         if path is None:
             continue
+        tell(f"writing {path}")
         try:
             write(path)
         except OSError as error:

@@ -152,7 +152,13 @@ class Ranks:
 
 
 def lacking_backend(device: str) -> str:
-    """Why ranks cannot run on a device at all; empty if nothing is missing."""
+    """Why ranks cannot run on a device at all; empty if nothing is missing.
+
+    Raises:
+        ModuleNotFoundError: torch is not installed.
+    """
+    if find_spec("torch") is None:
+        raise ModuleNotFoundError("No module named 'torch'", name="torch")
     if device == "npu" and find_spec("torch_npu") is None:
         return (
             "--device npu: torch_npu is not installed; install it (commfuse-npu doctor says which "

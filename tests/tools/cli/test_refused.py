@@ -112,10 +112,7 @@ QUESTIONS = (
     ("measure --minutes 0", "--minutes: '0' is not a number above 0"),
     ("measure --config nowhere", "'nowhere' is neither a file nor one of llama2_13b, llama2_70b"),
     ("measure --base nowhere", "'nowhere' is neither a file nor one of ascend_910b_roce"),
-    (
-        "measure --device cpu --folder bad.yaml",
-        "bad.yaml is no folder; choose another with --folder",
-    ),
+    ("measure --device cpu --folder bad.yaml", "bad.yaml is no folder; choose another with"),
     ("measure --device cpu --folder .", ". is not empty; choose a new folder with --folder"),
     ("measure --steps launch", "--steps launch needs a launch; give it by --launch"),
     ("measure --steps host --launch x.sh", "--launch: no effect without launch among --steps; add"),
