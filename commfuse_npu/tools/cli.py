@@ -11,8 +11,6 @@ from contextlib import suppress
 from importlib import import_module
 
 from commfuse_npu import __version__
-from commfuse_npu.tools.option_types import Parser, refuse
-from commfuse_npu.tools.terminal import rendered
 
 __all__ = ["main"]
 
@@ -49,6 +47,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # As other programs whose reader has gone: `simulate | head` ends without a word.
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     try:
+        # Here, where Ctrl-C is quiet.
+        from commfuse_npu.tools.terminal import rendered
+
         with rendered(name):
             code = _answer(words)
             if sys.stdout is not None:
@@ -59,6 +60,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except OSError as error:
         # Of what it prints: of other files each command says it itself.
         if not isinstance(error, BrokenPipeError):
+            from commfuse_npu.tools.option_types import refuse
+
             refuse(" ".join(words[:1]), error)
         with suppress(OSError, ValueError):
             # Nor at the end of the interpreter.
@@ -84,6 +87,8 @@ def _answer(words: list[str]) -> int:
                 file=sys.stderr,
             )
             return 2
+    from commfuse_npu.tools.option_types import Parser
+
     listed = []
     for group, commands in _COMMANDS.items():
         listed.append(f"{group}:")

@@ -226,7 +226,7 @@ def test_ranks_that_do_not_start_do_not_take_the_time_of_all(
     out, err = capsys.readouterr()
     assert err.count("failed: no device") == 2
     assert "host: failed: left out, ranks could not be started, 2 times" in err
-    assert "Not measured: links, collectives, host, beside." in out
+    assert "**Not measured**: links, collectives, host, beside." in out
     assert (measured / "measured.md").exists()
 
 
@@ -276,6 +276,7 @@ def test_an_npu_says_which_description_holds(
 ) -> None:
     monkeypatch.setattr(answers, "machine", {**answers.machine, "device name": name})
     monkeypatch.setattr(command, "STEPS", {"host": Step("?")})
+    monkeypatch.setattr(command, "lacking_backend", lambda device: "")
     assert command.main(["--folder", str(measured)]) == 0
     described = Hardware.load(measured / "measured.yaml")
     expected = Hardware.load(find_config(base, "hardware"))
@@ -290,7 +291,7 @@ def test_no_step_begins_when_the_time_is_over(
     assert command.main([*SMALL, str(measured), "--minutes", "1"]) == 1
     out, err = capsys.readouterr()
     assert err.count("failed: left out, 1 minutes are over") == len(STEPS) - 1
-    assert "Not measured: links, collectives, gemms" in out
+    assert "**Not measured**: links, collectives, gemms" in out
 
 
 # ------------------------------------------------------------------- launches
@@ -324,7 +325,7 @@ def test_a_launch_ends_in_a_verdict_and_a_page(
     monkeypatch.setenv("FAILING", "plain")
     assert command.main(words) == 1
     out, err = capsys.readouterr()
-    assert "Could not run: plain collectives: exit code 1" in out
+    assert "**Could not run**: plain collectives: exit code 1" in out
     assert "OSError: not there" in err
     # As it can be pasted into a shell.
     assert f"Continue with: commfuse-npu measure --resume {shlex.join(words)}" in out
@@ -336,7 +337,7 @@ def test_a_launch_ends_in_a_verdict_and_a_page(
     assert (tmp_path / "started").read_text() == "megatron fb_overlap commfuse plain plain "
     out = capsys.readouterr().out
     assert "launch, Megatron's order: kept" in out
-    assert "The same weights, bit for bit: Megatron's order;" in out
+    assert "**The same weights, bit for bit**: Megatron's order;" in out
     page = (measured / "measured.md").read_text()
     forms = re.findall(r"^\| (\S.*?) \| .* \| `aaaaaaaa` \|$", page, re.MULTILINE)
     titles = ["forward-backward overlap", "CommFuse's fused layers", "plain collectives"]
