@@ -26,7 +26,7 @@ MODEL = (
     "--micro-batch-size 1 --attention-dropout 0.0 --hidden-dropout 0.0 --transformer-impl local "
     "--use-distributed-optimizer"
 )
-TP = "--tensor-model-parallel-size 4 --sequence-parallel"
+TP = "--tensor-model-parallel-size 4 --sequence-parallel --seq-length 16384"
 EXPERTS = "--num-experts 8 --moe-grouped-gemm --expert-model-parallel-size 4"
 
 

@@ -126,7 +126,7 @@ def test_our_other_options(flag: str, options: str, why: str) -> None:
 @pytest.mark.parametrize(
     ("options", "least"),
     [
-        ("", 2048),
+        ("", 2500),
         ("--commfuse-min-rows 0", 0),
         ("--commfuse-min-rows 257", 257),
         ("--commfuse-min-rows 256", 256),

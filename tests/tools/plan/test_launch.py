@@ -74,7 +74,7 @@ def test_layouts_of_experts_are_compared(plan: Plan, capsys: pytest.CaptureFixtu
 
 
 def test_a_plain_pipeline_names_the_memory_that_it_takes(plan: Plan) -> None:
-    found = plan(f"{TP} {MANY} --pipeline-model-parallel-size 2")
+    found = plan(f"{TP} {MANY} --pipeline-model-parallel-size 2 --seq-length 8192")
     assert "--commfuse-fb-overlap --commfuse-fb-overlap-memory" in found["verdict"]
 
 
