@@ -104,7 +104,7 @@ OPTIONS: dict[str, Declared] = {
     "commfuse_chunks": _option(
         None,
         "sub-blocks per block; by default, in tensor-parallel layers, 2 where a block is long "
-        "enough for what a post costs the host (2500 rows of 4096 at 128 us), else 1",
+        "enough for what a post costs the host (2048 rows of 4096 at 128 us), else 1",
         type=whole(1),
     ),
     "commfuse_taper": _option(

@@ -26,7 +26,7 @@ POST_SECONDS = 128e-6
 """Of a point-to-point batch on the host, where it was not measured (``configs/hardware``)."""
 
 _HIDDEN = 4096
-_OF_TWO_RANKS, _OF_MORE = 2**16 * 1e6, 80_000 * 1e6
+_NUMBERS, _OF_A_FEW = 2**16 * 1e6, 80_000 * 1e6
 """Numbers of a block per second of a post: the work beside a post takes as long as it."""
 
 
@@ -54,11 +54,12 @@ def usual_shape(size: int) -> Shape:
 def least_rows(size: int, hidden: int | None = None, post: float = POST_SECONDS) -> int:
     """With fewer rows per block Megatron's own order is faster, or as fast, whatever is cut.
 
-    What a post costs the host has to be less than the work beside it: a block has 80,000 numbers
-    for each microsecond, and 512 rows, because parts of a GEMM with fewer leave cores idle; with
-    two ranks, which post least and gain without chunks, 2^16 and 256.  With 128 us that is of 4,096
-    features 2,500 rows (two ranks: 2,048), of 8,192 features half.  From there on a layer takes
-    0.87 to 1.04 times as long as in Megatron's order, at typical figures.
+    What a post costs the host has to be less than the work beside it: a block has 2^16 numbers for
+    each microsecond, 80,000 in groups of 3 to 7, which have less of it than larger ones and post
+    more than two ranks; and 512 rows, because parts of a GEMM with fewer leave cores idle (two
+    ranks, which gain without chunks, 256).  With 128 us that is of 4,096 features 2,048 rows (2,500
+    at TP 4), of 8,192 features half.  From there on a layer takes 0.87 to 1.04 times as long as in
+    Megatron's order, at typical figures.
 
     Args:
         size: of the tensor-parallel group.
@@ -83,5 +84,5 @@ def usual_chunks(
 
 
 def _rows(size: int, hidden: int | None, post: float) -> int:
-    numbers = (_OF_TWO_RANKS if size <= 2 else _OF_MORE) * post
-    return round(numbers / (hidden or _HIDDEN))
+    numbers = _OF_A_FEW if 2 < size < 8 else _NUMBERS
+    return round(numbers * post / (hidden or _HIDDEN))

@@ -57,14 +57,14 @@ def obstacle(wrappers: LinearWrappers, rows: int) -> str | None:
 @pytest.mark.parametrize(
     ("name", "tp", "options", "least"),
     [
-        (A2, 8, "", 781),
+        (A2, 8, "", 640),
         (A3, 4, "", 781),
         (OTHER, 8, "", 0),
         (None, 8, "", 0),
         (A2, 8, "--commfuse-min-rows 0", 0),
         (A2, 8, "--commfuse-chunks 2", 0),
         (None, 8, "--commfuse-min-rows 64", 64),
-        (A2, 8, "--commfuse-collectives-from never", 781),
+        (A2, 8, "--commfuse-collectives-from never", 640),
     ],
 )
 def test_blocks_of_few_rows_stay_megatrons_on_a_described_npu(
@@ -83,7 +83,7 @@ def test_wide_layers_are_fused_in_shorter_blocks(opened) -> None:
 
 
 @pytest.mark.parametrize(
-    ("post", "rows", "chunks"), [(8e-6, 512, 2), (128e-6, 2500, 2), (512e-6, 10000, 1)]
+    ("post", "rows", "chunks"), [(8e-6, 512, 2), (128e-6, 2048, 2), (512e-6, 8192, 1)]
 )
 def test_what_a_post_costs_decides_on_rows_and_chunks(opened, caplog, post, rows, chunks) -> None:
     with caplog.at_level(logging.INFO, "mindspeed_patches.wrappers"):
@@ -109,7 +109,7 @@ def test_the_machines_limit_is_told_with_its_reason_and_the_way_out(opened, capl
     wrappers = opened(A2, 8)
     reason = obstacle(wrappers, 64)
     assert with_way_out(reason or "") == (
-        "a block has fewer rows than the 781 of --commfuse-min-rows (Megatron's own order is "
+        "a block has fewer rows than the 640 of --commfuse-min-rows (Megatron's own order is "
         "faster then (simulated); --commfuse-min-rows 0 fuses it, a smaller TP or longer sequences "
         "lengthen it)"
     )

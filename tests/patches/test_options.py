@@ -66,10 +66,10 @@ CASES: list[tuple[str, dict[str, Any], str, dict[str, Any]]] = [
     # Small blocks stay whole.
     ("", LONG, "8", {CHUNKS: 2, "linear.schedule.lanes": 1}),
     ("", SHORT, "8", {CHUNKS: 1}),
-    ("", {**LONG, "seq_length": 16384}, "8", {CHUNKS: 1}),
-    ("", {**LONG, "seq_length": 16384, "hidden_size": 8192}, "8", {CHUNKS: 2, "hidden": 8192}),
+    ("", {**LONG, "seq_length": 8192}, "8", {CHUNKS: 1}),
+    ("", {**LONG, "seq_length": 8192, "hidden_size": 8192}, "8", {CHUNKS: 2, "hidden": 8192}),
     ("", {**LONG, "micro_batch_size": 2}, "8", {CHUNKS: 2}),
-    ("", {**LONG, "context_parallel_size": 2}, "8", {CHUNKS: 1, "rows": 2048}),
+    ("", {**LONG, "context_parallel_size": 2}, "8", {CHUNKS: 2, "rows": 2048}),
     ("--commfuse-tuning on", LONG, "8", {CHUNKS: 1}),
     ("--commfuse-chunks 4", SHORT, "8", {CHUNKS: 4}),
     # The machine says which layers stay Megatron's, unless chunks are chosen.

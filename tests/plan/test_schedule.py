@@ -161,8 +161,8 @@ def test_plan_and_proof_need_no_torch() -> None:
 @pytest.mark.parametrize(
     ("size", "hidden", "microseconds", "rows"),
     [
-        *((2, None, 128, 2048), (4, None, 128, 2500), (8, 4096, 128, 2500), (8, 8192, 128, 1250)),
-        *((2, 8192, 128, 1024), (8, None, 64, 1250), (2, None, 16, 512), (8, None, 8, 512)),
+        *((2, None, 128, 2048), (4, None, 128, 2500), (8, 4096, 128, 2048), (8, 8192, 128, 1024)),
+        *((2, 8192, 128, 1024), (7, None, 64, 1250), (2, None, 16, 512), (8, None, 8, 512)),
     ],
 )
 def test_long_blocks_are_cut_in_two(size: int, hidden: int | None, microseconds, rows: int) -> None:
@@ -187,8 +187,8 @@ def test_what_is_no_linear_layer_goes_by_batches() -> None:
 @pytest.mark.parametrize(
     ("size", "hidden", "microseconds", "rows"),
     [
-        *((2, None, 128, 2048), (4, None, 128, 2500), (8, 8192, 128, 1250), (2, 2048, 128, 4096)),
-        *((8, None, 40, 781), (8, None, 15, 512), (2, None, 15, 256)),
+        *((2, None, 128, 2048), (4, None, 128, 2500), (8, 8192, 128, 1024), (2, 2048, 128, 4096)),
+        *((8, None, 40, 640), (3, None, 40, 781), (8, None, 15, 512), (2, None, 15, 256)),
     ],
 )
 def test_a_slow_host_needs_longer_blocks(size: int, hidden: int | None, microseconds, rows) -> None:
