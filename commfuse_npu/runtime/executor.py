@@ -264,11 +264,16 @@ class Running:
         self._kernels.sum_parts(self._views[out], parts, dtype=self._sum_dtype)
 
     def _copy(self, out: Span, source: Span, aside: bool = False) -> None:
-        """Row by row, where one of them may be runs of rows."""
+        """Row by row, where one of them may be runs of rows.
+
+        Runs are not contiguous, and MindSpeed's ``Tensor.view`` is a copy of what is not
+        (``ensure_contiguous_wrapper``): only the other one is viewed.
+        """
         into, what = self._views[out], self._views[source]
-        if into.shape != what.shape:
-            shape = into.shape if into.dim() == 3 else what.shape
-            into, what = into.view(shape), what.view(shape)
+        if what.dim() < into.dim():
+            what = what.view(into.shape)
+        elif into.dim() < what.dim():
+            into = into.view(what.shape)
         into.copy_(what)
 
     def _wait(self, receives: Sequence[int], sends: Sequence[int], aside: bool = False) -> None:

@@ -5,6 +5,7 @@ Their bits are compared in :mod:`tests.random_networks`.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -37,6 +38,21 @@ def test_bits_and_distance_from_fp64(ranks, size: int) -> None:
         for op, wgrad in product(LINEARS[:3], ("whole", "blocks"))
     ]
     ranks(size).run(correct, cases)
+
+
+def contiguous_views(rank: int) -> None:
+    """``Tensor.view`` as MindSpeed has it: of what is not contiguous, that of a copy."""
+    view, chunked = torch.Tensor.view, Schedule(chunks=3)
+    for op, schedule in product(LINEARS[:3], (chunked, replace(chunked, shape="collective"))):
+        case = one_layer(op, 4, dtype=torch.float32, wgrad="blocks")
+        layer = replace(case.layers[0], schedule=schedule)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch.Tensor, "view", lambda x, *shape: view(x.contiguous(), *shape))
+            correct(rank, [replace(case, layers=(layer,))])
+
+
+def test_views_may_be_copies(ranks) -> None:
+    ranks(4).run(contiguous_views)
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
