@@ -9,8 +9,9 @@ from commfuse_npu.tools.plan.judgement import model_chunks
 from commfuse_npu.tools.plan.launch import AskedLaunch
 from commfuse_npu.tools.simulate.experts import Experts
 from commfuse_npu.tools.simulate.latent import Latent
+from commfuse_npu.tools.simulate.launch_options import FORMS
 from commfuse_npu.tools.simulate.training import Kind, Training
-from commfuse_npu.tools.simulate.variants import COC, COC_FUSED, MC2, MEGATRON, TURNS, Variant
+from commfuse_npu.tools.simulate.variants import Variant
 
 __all__ = ["NotSimulated", "form_of", "roughly", "training_of"]
 
@@ -106,15 +107,13 @@ def training_of(launch: AskedLaunch) -> Training:
 
 def form_of(options: Options) -> Variant:
     """The form in which a launch runs as it is typed."""
-    if "--commfuse-fb-overlap" in options:
-        return TURNS
-    if "--use-ascend-mc2" in options:
-        return MC2
-    if "--use-ascend-coc" not in options:
-        return MEGATRON
-    slices = options.number("--coc-parallel-num", 1)
-    cut = {one.slices: one for one in COC}
-    return COC_FUSED if "--coc-fused-kernel" in options else cut.get(slices, MEGATRON)
+
+    def taken(flags: str) -> bool:
+        wanted = Options(flags.split())
+        values = all(options.text(name) == wanted.text(name) for name in wanted.names)
+        return values and set(wanted.names) <= set(options.names)
+
+    return next(form for form, (_, flags) in reversed(FORMS.items()) if taken(flags))
 
 
 def _recomputed(options: Options, vpp: int) -> int | None:

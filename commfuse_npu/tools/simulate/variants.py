@@ -54,8 +54,8 @@ from commfuse_npu.plan.rules import Wgrad
 from commfuse_npu.tools.simulate.mc2 import RANKS
 
 __all__ = ["CATCCOS", "COC", "COC_FUSED", "COC_TUNED", "COMPUTE_ONLY", "IDEAL", "MC2", "MEGATRON",
-           "REFERENCE", "TURNS", "Role", "Sums", "Variant", "Way", "Wgrad", "direct", "fused",
-           "variants"]  # fmt: skip
+           "REFERENCE", "TURNS", "Kind", "Role", "Sums", "Variant", "Way", "Wgrad", "direct",
+           "fused", "variants"]  # fmt: skip
 
 Kind = Literal["compute", "plain", "megatron", "sliced", "kernel", "mc2", "ideal", "fused", "turns"]
 
@@ -76,27 +76,29 @@ class Variant:
     """One way to run a layer.
 
     Attributes:
-        slices: for ``sliced``.
-        schedule: for ``fused``.
+        way: of all operations that ``chosen`` does not name.
         attention: for ``fused``, whether attention is part of the operation.
         wgrad: for ``fused``, how weight gradients are made.
         sums: for ``fused``, how partial sums are added.
         collectives_from: for ``fused``, from how many outputs per rank the backward of
             column-parallel layers runs by collectives in Megatron's order.
         tuned: for ``fused`` and ``sliced``, the ways of which each operation takes its fastest.
-        chosen: the ways of operations, by name, where they differ from the others'.
+        chosen: the ways of operations by name.
     """
 
     name: str
     kind: Kind
-    slices: int = 1
-    schedule: Schedule | None = None
+    way: Way = None
     attention: bool = False
     wgrad: Wgrad = "whole"
     sums: Sums = "ordered"
     collectives_from: int | None = None
     tuned: tuple[Way, ...] = ()
     chosen: tuple[tuple[str, Way], ...] = ()
+
+    @property
+    def schedule(self) -> Schedule | None:
+        return self.way if isinstance(self.way, Schedule) else None
 
     @property
     def role(self) -> Role:
@@ -122,30 +124,12 @@ class Variant:
         found += ["partial sums are rounded once"] if self.sums == "once" else []
         return ", ".join(found)
 
-    def way(self, operation: str) -> Way:
-        """That of one operation."""
-        usual = self.slices if self.kind == "sliced" else self.schedule
-        return dict(self.chosen).get(operation, usual)
-
-    def choose(self, operation: str, way: Way) -> Variant:
-        """With another way for one operation."""
-        chosen = {**dict(self.chosen), operation: way}
-        return replace(self, chosen=tuple(chosen.items()))
-
-    def with_way(self, way: Way) -> Variant:
-        """With this way for all operations."""
-        if self.kind == "sliced":
-            assert isinstance(way, int)
-            return replace(self, slices=way, tuned=())
-        assert isinstance(way, Schedule)
-        return replace(self, schedule=way, tuned=())
-
 
 COMPUTE_ONLY = Variant("compute", "compute")
 REFERENCE = Variant("plain-mesh", "plain")
 MEGATRON = Variant("megatron", "megatron")
-COC = tuple(Variant(f"coc-{k}", "sliced", slices=k) for k in _SLICES)
-COC_TUNED = Variant("coc-tuned", "sliced", slices=_SLICES[0], tuned=_SLICES)
+COC = tuple(Variant(f"coc-{k}", "sliced", k) for k in _SLICES)
+COC_TUNED = Variant("coc-tuned", "sliced", _SLICES[0], tuned=_SLICES)
 COC_FUSED = Variant("coc-fused", "kernel")
 CATCCOS = Variant("catccos", "kernel")
 MC2 = Variant("mc2", "mc2")
@@ -190,7 +174,7 @@ def fused(
     return Variant(
         name,
         "fused",
-        schedule=schedules[0],
+        schedules[0],
         attention=attention,
         wgrad=wgrad,
         sums=sums,

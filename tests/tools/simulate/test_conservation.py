@@ -15,7 +15,7 @@ from commfuse_npu.hardware.machine import Level
 from commfuse_npu.plan import Schedule
 from commfuse_npu.tools.simulate import llama
 from commfuse_npu.tools.simulate.engine import Moved, SimulationError, Timeline, simulate
-from commfuse_npu.tools.simulate.group import Group, Played
+from commfuse_npu.tools.simulate.group import Group, Played, collective_seconds
 from commfuse_npu.tools.simulate.linear import column
 from commfuse_npu.tools.simulate.links import Links
 from commfuse_npu.tools.simulate.llama import LayerShape
@@ -114,7 +114,7 @@ def test_all_variants_do_the_same_gemms() -> None:
 
 
 def two_ranks() -> tuple[list, Links]:
-    variant = Variant("fused", "fused", schedule=Schedule(lanes=1, chunks=2))
+    variant = Variant("fused", "fused", Schedule(lanes=1, chunks=2))
     launches = []
     for number in range(2):
         rank = Rank(MACHINE, number, 2, 2, variant)
@@ -136,7 +136,7 @@ def test_the_events_of_a_collective_grow_with_its_transfers(monkeypatch) -> None
     found = []
     for size in (65, 513):
         pushed.clear()
-        assert Group(machine, size).collective(1.0) == pytest.approx(size - 1)
+        assert collective_seconds(Group(machine, size), 1.0) == pytest.approx(size - 1)
         found.append(len(pushed) / (size - 1))
     assert found[1] <= found[0] <= 4
 
