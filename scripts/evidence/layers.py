@@ -33,8 +33,9 @@ from commfuse_npu.hardware.machine import Machine, covering_outputs
 from commfuse_npu.plan import Schedule, least_rows, usual_chunks, usual_shape
 from commfuse_npu.tools.markdown import table_head, table_row
 from commfuse_npu.tools.model_config import ModelConfig
+from commfuse_npu.tools.simulate.group import Group
 from commfuse_npu.tools.simulate.step import LayerTime, Recompute, Step, Training
-from commfuse_npu.tools.simulate.sweep import CORNERS, Layout, Options, best_lanes, training
+from commfuse_npu.tools.simulate.sweep import CORNERS, Layout, Options, training
 from commfuse_npu.tools.simulate.variants import (
     CATCCOS,
     COC,
@@ -47,7 +48,6 @@ from commfuse_npu.tools.simulate.variants import (
     REFERENCE,
     TURNS,
     Variant,
-    direct,
     fused,
 )
 
@@ -103,15 +103,15 @@ def _ahead(shares: Shares, form: str, others: Sequence[str]) -> bool:
     return all(shares[form] < shares[other] for other in others if other in shares)
 
 
-def forms(machine: Machine, lanes: int, what: Training) -> dict[str, Variant]:
+def forms(machine: Machine, what: Training) -> dict[str, Variant]:
     """By name."""
     tp, rows, hidden = what.layout.tp, what.shape.block, what.shape.hidden
-    base, least = direct(tp, tp), covering_outputs(machine, tp)
-    usual = (base, lanes) if usual_shape(tp) == base.shape else (Schedule("collective"), 1)
-    default = fused(*usual, usual_chunks(tp, rows, hidden), collectives_from=least)
+    base, least = Group(machine, tp).direct, covering_outputs(machine, tp)
+    usual = base if usual_shape(tp) == base.shape else Schedule("collective", 1)
+    default = fused(replace(usual, chunks=usual_chunks(tp, rows, hidden)), collectives_from=least)
     return {
-        "ours": fused(base, lanes, _CHUNKS),
-        "ours, other rounding": fused(base, lanes, _CHUNKS, wgrad="blocks", sums="once"),
+        "ours": fused(base, tuned=_CHUNKS),
+        "ours, other rounding": fused(base, tuned=_CHUNKS, wgrad="blocks", sums="once"),
         "default": default if rows >= least_rows(tp, hidden) else MEGATRON,
         **{f"CoC {one.way}": one for one in COC},
         "forward-backward": TURNS,
@@ -128,7 +128,7 @@ def _times(
     hardware: Hardware, corner: int, what: Training, left_out: Sequence[str] = ()
 ) -> dict[str, LayerTime]:
     """By form; ``""``: with blocking collectives; of CoC in slices the fastest."""
-    every = forms(hardware.machine(), best_lanes(hardware, what.layout.tp), what)
+    every = forms(hardware.machine(), what)
     step = Step(hardware.machine(*CORNERS[corner]), what)
     found = {name: step.layer_time(of) for name, of in every.items() if name not in left_out}
 

@@ -177,10 +177,7 @@ def _costs(
         forms[_FUSED] = MEGATRON
         if launch.config.block_rows >= launch.judged.least:
             forms[_FUSED] = fused(
-                replace(schedule, lanes=None, chunks=1, taper=1.0),
-                schedule.lanes_for(tp),
-                schedule.chunks,
-                taper=schedule.taper,
+                replace(schedule, lanes=schedule.lanes_for(tp)),
                 attention=launch.fuse.commfuse_attention,
                 collectives_from=covering_outputs(figures, tp),
             )

@@ -12,7 +12,7 @@ from contextlib import suppress
 from functools import partial
 from typing import NamedTuple
 
-from commfuse_npu.plan import DATA_PARALLEL_LANES, PlanError
+from commfuse_npu.plan import DATA_PARALLEL_LANES, PlanError, Schedule
 from commfuse_npu.runtime.hccl_options import lane_megabytes
 from commfuse_npu.tools.finding import Finding
 from commfuse_npu.tools.linear_layers import attention_obstacle
@@ -98,8 +98,6 @@ class Lanes(NamedTuple):
     message: float | None
 
 
-_MOST_LANES = 7
-"""By default (:meth:`~commfuse_npu.plan.Schedule.lanes_for`)."""
 _DIRECTIONS = 2
 """Gradients and parameters have lanes of their own."""
 
@@ -118,7 +116,7 @@ def lanes_of(launch: AskedLaunch) -> list[Lanes]:
             message = block * tensor if together else block
             found.append(Lanes("tensor", launch.schedule.lanes_for(tensor), message))
     if fuse.commfuse_ulysses and context > 1:
-        lanes = min(fuse.commfuse_lanes or _MOST_LANES, context - 1)
+        lanes = min(Schedule(lanes=fuse.commfuse_lanes).lanes_for(context), context - 1)
         found.append(Lanes("context", lanes, block / context))
     replicas = config.data_parallel_size * context
     if fuse.commfuse_dp and replicas > 1:

@@ -71,8 +71,9 @@ class Group:
 
     @property
     def direct(self) -> Schedule:
-        """Transfers straight to every peer."""
-        return direct(self.size, self.members_per_node)
+        """Transfers straight to every peer, on as many lanes as suit the links."""
+        schedule = direct(self.size, self.members_per_node)
+        return replace(schedule, lanes=schedule.lanes_for(self.size))
 
     def play(
         self,

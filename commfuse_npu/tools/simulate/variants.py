@@ -145,11 +145,9 @@ def direct(size: int, members_per_node: int) -> Schedule:
 
 
 def fused(
-    base: Schedule,
-    lanes: int,
-    chunks: int | tuple[int, ...],
+    schedule: Schedule,
     *,
-    taper: float = 1.0,
+    tuned: tuple[int, ...] = (),
     attention: bool = False,
     wgrad: Wgrad = "whole",
     sums: Sums = "ordered",
@@ -158,29 +156,18 @@ def fused(
     """This project's ops.
 
     Args:
-        base: the schedule apart from lanes, chunks and taper; see :func:`direct`.
-        lanes: 1 for collectives.
-        chunks: of several numbers, in batches or collectives, each operation takes its fastest.
+        schedule: with its lanes.
+        tuned: of so many chunks, in batches or collectives, each operation takes its fastest.
     """
-    several = chunks if isinstance(chunks, tuple) else (chunks,)
-    schedules = tuple(replace(base, lanes=lanes, chunks=one, taper=taper) for one in several)
-    tuned = schedules if isinstance(chunks, tuple) else ()
-    if tuned and lanes > 1 and base.shape == "shifted":
-        tuned += tuple(replace(one, shape="collective", lanes=1) for one in schedules)
-    how = "collective" if base.shape == "collective" else f"l{lanes}"
-    name = f"commfuse-{'tuned' if tuned else f'c{chunks}'}-{how}"
-    name += (f"-t{taper:g}" if taper != 1 else "") + ("-attention" if attention else "")
-    name += ("-wgrad" if wgrad == "blocks" else "") + ("-once" if sums == "once" else "")
-    return Variant(
-        name,
-        "fused",
-        schedules[0],
-        attention=attention,
-        wgrad=wgrad,
-        sums=sums,
-        collectives_from=collectives_from,
-        tuned=tuned,
-    )
+    ways = tuple(replace(schedule, chunks=one) for one in tuned)
+    if (schedule.lanes or 1) > 1 and schedule.shape == "shifted":
+        ways += tuple(replace(one, shape="collective", lanes=1) for one in ways)
+    how = "collective" if schedule.shape == "collective" else f"l{schedule.lanes}"
+    name = f"commfuse-{'tuned' if tuned else f'c{schedule.chunks}'}-{how}"
+    name += f"-t{schedule.taper:g}" * (schedule.taper != 1) + "-attention" * attention
+    name += "-wgrad" * (wgrad == "blocks") + "-once" * (sums == "once")
+    way = ways[0] if ways else schedule
+    return Variant(name, "fused", way, attention, wgrad, sums, collectives_from, ways)
 
 
 def variants(
@@ -196,10 +183,10 @@ def variants(
         lanes: for CommFuse, what suits the links; 2 lanes and 1 chunk are there besides.
         collectives_from: for CommFuse.
     """
-    base = direct(size, members_per_node)
-    ours = partial(fused, base, collectives_from=collectives_from)
-    together = partial(fused, Schedule("collective"), 1, collectives_from=collectives_from)
-    most = chunks[-1]
+    base = replace(direct(size, members_per_node), lanes=lanes)
+    most = replace(base, chunks=chunks[-1])
+    ours = partial(fused, collectives_from=collectives_from)
+    together = chunks if usual_shape(size) != base.shape == "shifted" else ()
     found = [
         REFERENCE,
         MEGATRON,
@@ -208,15 +195,15 @@ def variants(
         *([COC_FUSED, CATCCOS] if size == members_per_node == 8 else []),
         *([MC2] if size == members_per_node and size in RANKS else []),
         IDEAL,
-        ours(min(2, max(1, size - 1)), 1),
-        *(ours(lanes, k) for k in chunks),
-        *(together(k) for k in chunks if usual_shape(size) != base.shape == "shifted"),
-        fused(base, lanes, chunks),
-        fused(base, lanes, chunks, wgrad="blocks", sums="once"),
-        ours(lanes, 6, taper=1.5),
-        ours(lanes, most, wgrad="blocks"),
-        ours(lanes, most, attention=True),
-        ours(lanes, most, attention=True, wgrad="blocks"),
+        ours(replace(base, lanes=min(2, max(1, size - 1)))),
+        *(ours(replace(base, chunks=k)) for k in chunks),
+        *(ours(Schedule("collective", 1, k)) for k in together),
+        fused(base, tuned=chunks),
+        fused(base, tuned=chunks, wgrad="blocks", sums="once"),
+        ours(replace(base, chunks=6, taper=1.5)),
+        ours(most, wgrad="blocks"),
+        ours(most, attention=True),
+        ours(most, attention=True, wgrad="blocks"),
         TURNS,
     ]
     return list({variant.name: variant for variant in found}.values())

@@ -20,7 +20,7 @@ from commfuse_npu.tools.simulate.linear import column
 from commfuse_npu.tools.simulate.links import Links
 from commfuse_npu.tools.simulate.llama import LayerShape
 from commfuse_npu.tools.simulate.rank import Rank
-from commfuse_npu.tools.simulate.variants import COMPUTE_ONLY, Variant, variants
+from commfuse_npu.tools.simulate.variants import Variant, variants
 from tests.tools.simulate.machines import ideal
 from tests.tools.simulate.timeline_checks import problems, sent, work
 
@@ -93,10 +93,6 @@ def test_bytes_are_the_lower_bound_of_the_collectives(size: int) -> None:
                 assert sent(rank) == pytest.approx(collectives * (size - 1) * block), variant.name
             moved = sum(transfer.message.size for transfer in result.timeline.moved)
             assert moved == pytest.approx(size * collectives * (size - 1) * block), variant.name
-
-
-def test_nobody_transfers_without_communication() -> None:
-    assert played(4, COMPUTE_ONLY, "backward", "full_mesh", True).timeline.moved == ()
 
 
 def test_all_variants_do_the_same_gemms() -> None:

@@ -15,6 +15,7 @@ import pytest
 from commfuse_npu.config_file import find_config
 from commfuse_npu.hardware.description import Figure, Hardware
 from commfuse_npu.hardware.machine import Machine
+from commfuse_npu.plan import Schedule
 from commfuse_npu.tools import cli
 from commfuse_npu.tools.model_config import ModelConfig
 from commfuse_npu.tools.plan.launch import ask_about
@@ -35,7 +36,7 @@ from commfuse_npu.tools.simulate.recommend import (
 from commfuse_npu.tools.simulate.recommendation_report import as_json, reasons, report
 from commfuse_npu.tools.simulate.step import Layout, Step, StepTime, Training
 from commfuse_npu.tools.simulate.sweep import Options, training
-from commfuse_npu.tools.simulate.variants import Variant, direct, fused
+from commfuse_npu.tools.simulate.variants import Variant, fused
 from tests.launchers.launching import dry_run
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -232,7 +233,7 @@ def test_nothing_fits() -> None:
 
 def candidate(layout: Layout, variant: Variant | None = None) -> Candidate:
     """A layout of Llama 3 70B, as if it had been found."""
-    chosen = variant or fused(direct(layout.tp, layout.tp), 2, 4)
+    chosen = variant or fused(Schedule(lanes=2, chunks=4))
     what = training(LLAMA3_70B, layout, LLAMA3_70B.seq_length, Options())
     return Candidate(what, chosen, 1.0, footprint(what, chosen, CLUSTER))
 

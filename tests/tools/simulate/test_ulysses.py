@@ -105,12 +105,3 @@ def test_heads_that_are_repeated_are_sent_more_often_and_not_projected() -> None
     assert not any(one.name == "qkv make" for one in more.launches[0])
     before, after = (sent(one.launches[0]) for one in (less, more))
     assert after - before == pytest.approx(3 / 4 * 120 * 2 * key_value * ITEM_BYTES)
-
-
-def test_fusing_hides_what_is_not_longer_than_the_work() -> None:
-    machine, what = replace(ideal(), cube_flops=30.0), shape(4)
-    schedule = Schedule("shifted", 3, 4)
-    for part in ("forward", "backward"):
-        fused = play(machine, what, 4, schedule, part)
-        plain = play(machine, what, 4, part=part)
-        assert fused.waiting < plain.waiting / 2
