@@ -148,12 +148,12 @@ def report(found: Sequence[Measured], left_out: Sequence[str], hardware: Hardwar
     lines = [table_head(head)]
     errors: dict[tuple[str, str], list[float]] = {}
 
-    def compared(half: str, what: str, measured: float, simulated: float) -> list[str]:
-        if not measured:
+    def compared(half: str, what: str, theirs: float, ours: float) -> list[str]:
+        if not theirs:
             return ["-"] * 3
-        off = simulated / measured - 1
+        off = ours / theirs - 1
         errors.setdefault((half, what), []).append(abs(off))
-        return [f"{measured:,.0f}", f"{simulated:,.0f}", f"{off:+.0%}"]
+        return [f"{theirs:,.0f}", f"{ours:,.0f}", f"{off:+.0%}"]
 
     for one in sorted(found, key=lambda each: (each.family not in fitted, each.name)):
         milliseconds = simulated(one, machine)

@@ -27,7 +27,14 @@ from commfuse_npu.plan import Schedule
 from commfuse_npu.plan.program import Compute
 from commfuse_npu.plan.rules import exchange
 from commfuse_npu.tools.simulate.group import Group
-from commfuse_npu.tools.simulate.llama import BACKWARD_ATTENTION, Attended, LayerShape, Queries
+from commfuse_npu.tools.simulate.llama import (
+    BACKWARD_ATTENTION,
+    Attended,
+    LayerShape,
+    Queries,
+    rows_of,
+    run_of,
+)
 from commfuse_npu.tools.simulate.rank import EVENTS, Rank, Width
 from commfuse_npu.tools.simulate.variants import COMPUTE_ONLY, REFERENCE, Variant
 
@@ -100,13 +107,13 @@ class ContextParallel:
         attend = self._attend(rank)
 
         def project(one: Compute, _: Width) -> float:
-            return machine.gemm(_rows(_run(one)), hidden, heads)
+            return machine.gemm(rows_of(one), hidden, heads)
 
         def join(one: Compute, _: Width) -> float:
             """A part of the inner dimension, added to a sum; else nothing."""
             if not projects:
                 return 0.0
-            return machine.gemm(_rows(_run(one)), out, hidden, result_bytes=2 * SUM_BYTES)
+            return machine.gemm(rows_of(one), out, hidden, result_bytes=2 * SUM_BYTES)
 
         if projects:
             program = exchange(rank.place("qkv"), block, heads, "made", False, True, False)
@@ -119,7 +126,7 @@ class ContextParallel:
             return
         place = rank.place("attention", causal=True)
         program = exchange(place, block, out, "made and kept", True, projects, False)
-        works = {"make": lambda one, _: attend(_run(one)), "use": join}
+        works = {"make": lambda one, _: attend(run_of(one)), "use": join}
         rank.run("attention", program, {"blocks": out, "received": out}, works)
 
     def backward(self, rank: Rank) -> None:
@@ -130,15 +137,15 @@ class ContextParallel:
         attend = self._attend(rank, BACKWARD_ATTENTION)
 
         def project(one: Compute, _: Width) -> float:
-            return machine.gemm(_rows(_run(one)), hidden, out)
+            return machine.gemm(rows_of(one), hidden, out)
 
         def wgrad(_: Compute, __: Width) -> float:
             return machine.gemm(hidden, block, hidden)
 
         def dgrad(one: Compute, _: Width) -> float:
-            return machine.gemm(_rows(_run(one)), heads, hidden, result_bytes=2 * SUM_BYTES)
+            return machine.gemm(rows_of(one), heads, hidden, result_bytes=2 * SUM_BYTES)
 
-        works = {"make": project, "wgrad": wgrad, "use": lambda one, _: attend(_run(one))}
+        works = {"make": project, "wgrad": wgrad, "use": lambda one, _: attend(run_of(one))}
         if rank.variant.kind != "fused":
             rank.need(rank.collective("out", block * out * ITEM_BYTES))
             rank.compute("attention", attend(slice(0, rank.size * block)))
@@ -204,12 +211,3 @@ def _attended(machine: Machine, what: ContextParallel, variant: Variant) -> Atte
             host = (what.size * one for one in (_ROUND[passed - 1], passed, EVENTS * passed))
             found.append(Attended(played.seconds, played.waiting, False, *host))
     return found[0], found[1]
-
-
-def _run(one: Compute) -> slice:
-    assert one.run is not None
-    return one.run
-
-
-def _rows(run: slice) -> int:
-    return int(run.stop - run.start)

@@ -194,7 +194,9 @@ class _Mc2:
         self.ring = machine.inside.topology != "full_mesh"
         cut = tiling(kind, rows, inner, outer, rank.size, machine.cores or _CORES, ring=self.ring,
                      ordered=machine.ordered_sums > 0)  # fmt: skip
-        self.rows, self.slowed = cut.rows, machine.mc2_slowed(cut.slowed)
+        self.rows = cut.rows
+        # Times longer than beside other work: as its tiling takes it, or less.
+        self.slowed = 1 + machine.mc2_grows * (cut.slowed - 1)
         self.layout = machine.memory(2 * ITEM_BYTES * inner * outer)
 
     def transfer(self, name: str, size: float, launches: int, *, sums: bool) -> tuple[int, ...]:
@@ -206,8 +208,12 @@ class _Mc2:
         rank, size = self.rank, size * self.slowed
         if not self.ring or rank.size == 2:
             return rank.collective(name, size, launches=launches, sums=sums)
-        rounds = min(rank.size - 1, _ROUNDS)
-        return rank.around(name, size, launches=launches, rounds=rounds)
+        rounds, waits = min(rank.size - 1, _ROUNDS), tuple[int, ...]()
+        for _ in range(rounds):
+            part = size * (rank.size - 1) / rounds
+            waits = rank.pass_on(name, part, after=waits, launches=launches)
+            launches = 0
+        return waits
 
 
 def _slices(rank: Rank, operation: str, rows: int) -> list[int]:

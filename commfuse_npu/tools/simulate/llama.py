@@ -35,7 +35,7 @@ from commfuse_npu.tools.simulate.linear import wgrad_seconds
 from commfuse_npu.tools.simulate.rank import Rank, Width, rest
 
 __all__ = ["BACKWARD_ATTENTION", "Attended", "LayerShape", "Queries", "backward", "forward",
-           "head_backward", "head_forward"]  # fmt: skip
+           "head_backward", "head_forward", "rows_of", "run_of"]  # fmt: skip
 
 BACKWARD_ATTENTION = 2.5
 """FLOP of attention's backward in those of its forward."""
@@ -238,13 +238,23 @@ def _attend(rank: Rank, name: str, alone: float, attention: Attended | None) -> 
     rank.compute(name, of.seconds, launches=of.launches, events=of.events, posts=of.posts)
 
 
+def run_of(one: Compute) -> slice:
+    """Its queries."""
+    assert one.run is not None
+    return one.run
+
+
+def rows_of(one: Compute) -> int:
+    """How many they are."""
+    return int(run_of(one).stop - run_of(one).start)
+
+
 def _attention_scatter(rank: Rank, shape: LayerShape, attend: Queries) -> None:
     """Attention and output projection of a run of queries after the other, each sent off."""
     h, inner = shape.hidden, shape.inner
 
     def make(one: Compute, _: Width) -> float:
-        assert one.run is not None
-        return attend(one.run) + rank.machine.gemm(one.run.stop - one.run.start, inner, h)
+        return attend(run_of(one)) + rank.machine.gemm(rows_of(one), inner, h)
 
     name = "attention and proj"
     program = produce_scatter(rank.place(name, causal=True), shape.block, h)
@@ -257,9 +267,8 @@ def _gather_attention(rank: Rank, shape: LayerShape, attend: Queries) -> None:
     whole = rank.variant.wgrad == "whole"
 
     def use(one: Compute, _: Width) -> float:
-        assert one.run is not None
-        rows = one.run.stop - one.run.start
-        seconds = rank.machine.gemm(rows, h, inner) + attend(one.run)
+        rows = rows_of(one)
+        seconds = rank.machine.gemm(rows, h, inner) + attend(run_of(one))
         return seconds if whole else seconds + wgrad_seconds(rank, rows, inner, h, shape.rows)
 
     def wgrad(one: Compute, _: Width) -> float:

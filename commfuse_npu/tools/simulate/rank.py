@@ -201,15 +201,6 @@ class Rank:
         host = launches, 0, EVENTS * launches
         return self._exchange(name, _COLLECTIVE, sends, receives, (), *host)[:1]
 
-    def around(self, name: str, size: float, *, launches: int, rounds: int) -> tuple[int, ...]:
-        """The same in so many rounds of a ring."""
-        waits: tuple[int, ...] = ()
-        for _ in range(rounds):
-            part = size * (self.size - 1) / rounds
-            waits = self.pass_on(name, part, after=waits, launches=launches)
-            launches = 0
-        return waits
-
     def pass_on(
         self, name: str, size: float, *, after: Iterable[int] = (), launches: int = 1
     ) -> tuple[int, ...]:
