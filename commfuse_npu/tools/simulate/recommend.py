@@ -324,11 +324,11 @@ def _fused(hardware: Hardware, what: Training, other_rounding: bool) -> list[Var
     group = fused_group(hardware, layout, what.fuse_ulysses)
     if group.size == 1:
         return [REFERENCE]
-    size, base = group.size, group.direct
-    lanes = {1, min(2, size - 1), base.lanes_for(size)}
-    shapes = [replace(base, lanes=one) for one in sorted(lanes)]
-    if layout.cp == 1 and usual_shape(size) != base.shape == "shifted":
-        shapes = [Schedule("collective", 1), base]
+    base, shapes = group.direct, [group.direct]
+    if base.shape == "two_level":
+        shapes.insert(0, replace(base, lanes=1))
+    elif layout.cp == 1 and usual_shape(group.size) == "collective":
+        shapes.insert(0, Schedule("collective", 1))
     wgrads: tuple[Wgrad, ...] = ("whole", "blocks") if other_rounding else ("whole",)
     ours = partial(fused, collectives_from=covering_outputs(hardware.machine(), layout.tp))
     found = [
