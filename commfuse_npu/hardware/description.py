@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -189,8 +189,8 @@ class Hardware:
         """
 
         def value(name: str) -> float:
-            figure, section = self.figures[name], name.split(".")[0]
-            rule = _rules_of(section)[name.split(".")[1]]
+            figure, (section, part) = self.figures[name], name.split(".")
+            rule = _rules_of(section)[part]
             choice = links if rule.links else compute
             if choice == "typical":
                 return figure.typical
@@ -212,28 +212,22 @@ class Hardware:
 
         inside = level("inside")
         assert inside is not None
+        alike: dict[str, Any] = {
+            name: value(f"{section}.{name}")
+            for section, rules in _RULES.items()
+            for name in rules.keys() & {one.name for one in fields(Machine)}
+        }
+        alike["cores"] = round(alike["cores"])
+        alike["hbm_bandwidth"] *= value("npu.hbm_efficiency")
+        alike["ordered_sums"] *= self.deterministic
         return Machine(
+            **alike,
             npus_per_node=self.npus_per_node,
-            cube_flops=value("npu.cube_flops"),
-            gemm_efficiency=value("npu.gemm_efficiency"),
-            half_rows=value("npu.half_rows"),
-            cores=round(value("npu.cores")),
-            gemm_start=value("npu.gemm_start"),
-            attention_efficiency=value("npu.attention_efficiency"),
-            hbm_bandwidth=value("npu.hbm_bandwidth") * value("npu.hbm_efficiency"),
-            transfer_slowdown=value("npu.transfer_slowdown"),
-            launch_overhead=value("host.launch_overhead"),
-            post_overhead=value("host.post_overhead"),
-            event_overhead=value("host.event_overhead"),
-            expert_launches=value("host.expert_launches"),
             inside=inside,
             between=level("between"),
             batched=self.batched,
-            message_copies=value("host.message_copies"),
             coc_fused=kernel("coc_fused"),
             catccos=kernel("catccos"),
-            mc2_grows=value("rivals.mc2_grows"),
-            ordered_sums=value("rivals.ordered_sums") if self.deterministic else 0.0,
         )
 
     @property

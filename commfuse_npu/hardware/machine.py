@@ -150,14 +150,6 @@ class Machine:
         launched = launches * self.launch_overhead + posts * self.post_overhead
         return launched + events * self.event_overhead
 
-    def mc2_slowed(self, times: float) -> float:
-        """How many times longer than beside other work MC2's transfers take.
-
-        Args:
-            times: what MC2's tiling takes for the shape.
-        """
-        return 1 + self.mc2_grows * (times - 1)
-
     def summed(self, ranks: int) -> float:
         """How many times longer HCCL's reduce-scatter takes for sums in an order."""
         return 1 + self.ordered_sums * ranks / 8

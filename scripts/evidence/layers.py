@@ -20,7 +20,7 @@ no partner, with hosts that take 15, 55 and 118 us for a launch.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from itertools import product
@@ -31,10 +31,11 @@ from commfuse_npu.config_file import find_config
 from commfuse_npu.hardware.description import Hardware
 from commfuse_npu.hardware.machine import Machine, covering_outputs
 from commfuse_npu.plan import Schedule, least_rows, usual_chunks, usual_shape
-from commfuse_npu.tools.markdown import table_row
+from commfuse_npu.tools.markdown import table_head, table_row
 from commfuse_npu.tools.model_config import ModelConfig
+from commfuse_npu.tools.simulate.group import Group
 from commfuse_npu.tools.simulate.step import LayerTime, Recompute, Step, Training
-from commfuse_npu.tools.simulate.sweep import CORNERS, Layout, Options, best_lanes, training
+from commfuse_npu.tools.simulate.sweep import CORNERS, Layout, Options, training
 from commfuse_npu.tools.simulate.variants import (
     CATCCOS,
     COC,
@@ -47,12 +48,11 @@ from commfuse_npu.tools.simulate.variants import (
     REFERENCE,
     TURNS,
     Variant,
-    direct,
     fused,
 )
 
-__all__ = ["BOUNDS", "OURS", "RIVALS", "Point", "forms", "main", "point", "report", "section",
-           "steps", "steps_report"]  # fmt: skip
+__all__ = ["BOUNDS", "OURS", "RIVALS", "Point", "forms", "layer", "main", "point", "report",
+           "section", "steps", "steps_report"]  # fmt: skip
 
 _MACHINES = ("ascend_910b_server", "ascend_910c_supernode")
 _MODELS = ("llama2_7b", "llama3_8b", "llama3_70b")
@@ -103,17 +103,17 @@ def _ahead(shares: Shares, form: str, others: Sequence[str]) -> bool:
     return all(shares[form] < shares[other] for other in others if other in shares)
 
 
-def forms(machine: Machine, lanes: int, what: Training) -> dict[str, Variant]:
+def forms(machine: Machine, what: Training) -> dict[str, Variant]:
     """By name."""
     tp, rows, hidden = what.layout.tp, what.shape.block, what.shape.hidden
-    base, least = direct(tp, tp), covering_outputs(machine, tp)
-    usual = (base, lanes) if usual_shape(tp) == base.shape else (Schedule("collective"), 1)
-    default = fused(*usual, usual_chunks(tp, rows, hidden), collectives_from=least)
+    base, least = Group(machine, tp).direct, covering_outputs(machine, tp)
+    usual = base if usual_shape(tp) == base.shape else Schedule("collective", 1)
+    default = fused(replace(usual, chunks=usual_chunks(tp, rows, hidden)), collectives_from=least)
     return {
-        "ours": fused(base, lanes, _CHUNKS),
-        "ours, other rounding": fused(base, lanes, _CHUNKS, wgrad="blocks", sums="once"),
+        "ours": fused(base, tuned=_CHUNKS),
+        "ours, other rounding": fused(base, tuned=_CHUNKS, wgrad="blocks", sums="once"),
         "default": default if rows >= least_rows(tp, hidden) else MEGATRON,
-        **{f"CoC {one.slices}": one for one in COC},
+        **{f"CoC {one.way}": one for one in COC},
         "forward-backward": TURNS,
         **({_KERNEL: COC_FUSED, "catccos": CATCCOS} if tp == 8 else {}),
         "Megatron": MEGATRON,
@@ -128,18 +128,19 @@ def _times(
     hardware: Hardware, corner: int, what: Training, left_out: Sequence[str] = ()
 ) -> dict[str, LayerTime]:
     """By form; ``""``: with blocking collectives; of CoC in slices the fastest."""
-    every = forms(hardware.machine(), best_lanes(hardware, what.layout.tp), what)
+    every = forms(hardware.machine(), what)
     step = Step(hardware.machine(*CORNERS[corner]), what)
     found = {name: step.layer_time(of) for name, of in every.items() if name not in left_out}
 
     def seconds(time: LayerTime) -> float:
         return time.seconds + (time.forward if what.again else 0.0)
 
-    slices = [found.pop(f"CoC {one.slices}") for one in COC]
+    slices = [found.pop(f"CoC {one.way}") for one in COC]
     return {"": step.layer_time(REFERENCE), **found, "CoC": min(slices, key=seconds)}
 
 
-def _layer(model: str, tp: int, sequence: int, recompute: Recompute = "none") -> Training:
+def layer(model: str, tp: int, sequence: int, recompute: Recompute = "none") -> Training:
+    """One sequence through a layer."""
     one = Options(micro_batch=1, micro_batches=1, recompute=recompute)
     return training(ModelConfig.load(find_config(model)), Layout(tp, 1, 1, 1), sequence, one)
 
@@ -151,7 +152,7 @@ def point(machine: str, model: str, tp: int, sequence: int, corners: int = len(C
         corners: how many of the corners of the machine's description.
     """
     hardware = Hardware.load(find_config(machine, "hardware"))
-    what = _layer(model, tp, sequence)
+    what = layer(model, tp, sequence)
     times = [_times(hardware, corner, what) for corner in range(corners)]
     times.append(_times(replace(hardware, deterministic=True), 0, what))
 
@@ -175,7 +176,7 @@ def steps(machine: str, model: str, tp: int, sequence: int) -> _Steps:
     found: _Steps = {}
     for corner, host, recompute in product(range(len(CORNERS)), _HOSTS, get_args(Recompute)):
         hardware = described.launching(host * 1e-6)
-        what = _layer(model, tp, sequence, recompute)
+        what = layer(model, tp, sequence, recompute)
         times = _times(hardware, corner, what, (*BOUNDS, *OURS[:2]))
         del times[""]
         for count in _MICRO_BATCHES:
@@ -191,12 +192,6 @@ def _length(time: LayerTime, micro_batches: int, again: bool) -> float:
 
 
 # ------------------------------------------------------------------------ Markdown
-
-
-def _table(head: Sequence[str], align: str, rows: Iterable[Sequence[str]]) -> Iterator[str]:
-    yield table_row(head)
-    yield f"|{align}|"
-    yield from map(table_row, rows)
 
 
 def _titles(names: Sequence[str], kernels: int) -> list[str]:
@@ -216,8 +211,7 @@ def steps_report(points: Sequence[_Steps]) -> str:
             yield f"{sum(one[0] for one in ahead)}; {sum(map(all, ahead))}"
 
     head = f"*forward-backward* ahead, of {len(points)} points", *_titles(_STEP_FORMS, kernels)
-    align = "|".join(["---"] * (1 + len(_STEP_FORMS)))
-    return "\n".join(_table(head, align, [[*counts(key)] for key in points[0]]))
+    return "\n".join([table_head(head, False), *(table_row(counts(key)) for key in points[0])])
 
 
 def report(points: Sequence[Point]) -> str:
@@ -231,7 +225,7 @@ def report(points: Sequence[Point]) -> str:
 
     head = "machine", "model", "TP", "tokens", *names
     align = "---|---|---:|---:|" + "|".join(["---:"] * len(names))
-    rows = _table(head, align, map(row, points))
+    rows = [table_row(head), f"|{align}|", *(table_row(row(one)) for one in points)]
     return "\n".join([*_verdicts(points), "", *_gone(points), "", *rows])
 
 
@@ -257,8 +251,9 @@ def _verdicts(points: Sequence[Point]) -> Iterator[str]:
 
     head = f"ahead, of {len(points)} points", *_titles(RIVALS, kernels), "all of them"
     groups = [*((one,) for one in RIVALS), RIVALS]
-    rows = [[f"*{form}*", *(count(form, others) for others in groups)] for form in OURS]
-    yield from _table(head, "|".join(["---"] * len(head)), rows)
+    yield table_head(head, False)
+    for form in OURS:
+        yield table_row([f"*{form}*", *(count(form, others) for others in groups)])
     yield ""
     yield "At typical figures; at every end of the ranges; with HCCL's sums in an order."
     yield ""
@@ -283,8 +278,8 @@ def _gone(points: Sequence[Point]) -> Iterator[str]:
             yield f"{_percent(waits)}, {_percent([one.added_gone(form) for one in there])}"
 
     head = "gone: waiting, added time", *_GONE
-    align = "---|" + "|".join(["---:"] * len(_GONE))
-    yield from _table(head, align, [[name, *cells(some)] for name, some in groups])
+    yield table_head(head)
+    yield from (table_row([name, *cells(some)]) for name, some in groups)
 
 
 def _percent(shares: Sequence[float]) -> str:

@@ -15,21 +15,12 @@ from pathlib import Path
 
 from commfuse_npu.config_file import find_config
 from commfuse_npu.hardware.description import Hardware
-from commfuse_npu.tools.model_config import ModelConfig
 from commfuse_npu.tools.report.charts import Picture
 from commfuse_npu.tools.report.drawing import draw
 from commfuse_npu.tools.simulate.page import layer_picture
-from commfuse_npu.tools.simulate.step import Layout, Step
-from commfuse_npu.tools.simulate.sweep import Options, best_lanes, training
-from commfuse_npu.tools.simulate.variants import (
-    MEGATRON,
-    REFERENCE,
-    TURNS,
-    Variant,
-    direct,
-    fused,
-)
-from scripts.evidence.layers import point
+from commfuse_npu.tools.simulate.step import Step
+from commfuse_npu.tools.simulate.variants import REFERENCE, Variant
+from scripts.evidence import layers
 
 __all__ = ["forms", "main", "step"]
 
@@ -54,20 +45,18 @@ _COLOURS = ("#c0392b", "#e59866", "#7fb3d5", "#2e86c1", "#a6acaf")
 def step() -> Step:
     """What ``forms`` shows."""
     hardware = Hardware.load(find_config(_HARDWARE, "hardware"))
-    one = Options(micro_batch=1, micro_batches=1)
-    what = training(ModelConfig.load(find_config(_MODEL)), Layout(_TP, 1, 1, 1), _TOKENS, one)
-    return Step(hardware.machine(), what)
+    return Step(hardware.machine(), layers.layer(_MODEL, _TP, _TOKENS))
 
 
 def forms() -> dict[str, Variant]:
     """By title."""
-    hardware = Hardware.load(find_config(_HARDWARE, "hardware"))
-    ours = fused(direct(_TP, _TP), best_lanes(hardware, _TP), (1, 2, 3, 4, 6))
+    drawn = step()
+    every = layers.forms(drawn.machine, drawn.training)
     return {
         "plain collectives": REFERENCE,
-        "Megatron's order": MEGATRON,
-        "fused layers (tuned)": ours,
-        "forward-backward overlap, side by side": TURNS,
+        "Megatron's order": every["Megatron"],
+        "fused layers (tuned)": every["ours"],
+        "forward-backward overlap, side by side": every["forward-backward"],
     }
 
 
@@ -75,7 +64,7 @@ def _results() -> Picture:
     rows = []
     for machine, model, tp in _LAYOUTS:
         layout = f"{_MODELS[model]}, TP {tp}, {_MACHINES[machine]}"
-        corners = point(machine, model, tp, 8192).shares
+        corners = layers.point(machine, model, tp, 8192).shares
         for form, title in _FORMS.items():
             saved = [100 * (1 - shares[form]) for shares in corners if form in shares]
             if saved:

@@ -147,27 +147,27 @@ def report(found: Sequence[Measured], left_out: Sequence[str], hardware: Hardwar
             "simulated", "off", "half")  # fmt: skip
     lines = [table_head(head)]
     errors: dict[tuple[str, str], list[float]] = {}
+
+    def compared(half: str, what: str, theirs: float, ours: float) -> list[str]:
+        if not theirs:
+            return ["-"] * 3
+        off = ours / theirs - 1
+        errors.setdefault((half, what), []).append(abs(off))
+        return [f"{theirs:,.0f}", f"{ours:,.0f}", f"{off:+.0%}"]
+
     for one in sorted(found, key=lambda each: (each.family not in fitted, each.name)):
         milliseconds = simulated(one, machine)
         limit = "host" if simulated(one, free) < _HOST_LIMIT * milliseconds else "device"
         half = "fitted" if one.family in fitted else "predicted"
-        off = milliseconds / one.milliseconds - 1
-        errors.setdefault((half, limit), []).append(abs(off))
-        cells = [f"{one.milliseconds:,.0f}", f"{milliseconds:,.0f}", f"{off:+.0%}"]
-        if one.mebibytes:
-            memory = footprint(one.training, one.form, hardware).first_step / 2**20
-            errors.setdefault((half, "memory"), []).append(abs(memory / one.mebibytes - 1))
-            cells += [
-                f"{one.mebibytes:,.0f}",
-                f"{memory:,.0f}",
-                f"{memory / one.mebibytes - 1:+.0%}",
-            ]
-        else:
-            cells += ["-"] * 3
+        memory = footprint(one.training, one.form, hardware).first_step / 2**20
         layout, experts = one.training.layout, one.training.experts
         sizes = layout.tp, layout.pp, layout.cp, experts.parallel if experts else 1
-        ways = [one.name, " ".join(map(str, sizes)), one.form.name, limit]
-        lines.append(table_row([*ways, *cells, half]))
+        cells = [
+            *(one.name, " ".join(map(str, sizes)), one.form.name, limit),
+            *compared(half, limit, one.milliseconds, milliseconds),
+            *compared(half, "memory", one.mebibytes, memory),
+        ]
+        lines.append(table_row([*cells, half]))
     lines += ["", table_head(("half", "what", "launches", "off, median", "off, worst"), False)]
     for (half, what), values in sorted(errors.items()):
         row = half, what, str(len(values)), f"{median(values):.1%}", f"{max(values):.1%}"

@@ -13,11 +13,10 @@ from commfuse_npu.hardware.machine import covering_outputs
 from commfuse_npu.proof.cases import CHUNKS, LANES, cases
 from commfuse_npu.tools.bench.report import summary
 from commfuse_npu.tools.bench.results import load
-from commfuse_npu.tools.model_config import ModelConfig
 from commfuse_npu.tools.simulate.step import Step
-from commfuse_npu.tools.simulate.sweep import CORNERS, Layout, Options, best_lanes, training
+from commfuse_npu.tools.simulate.sweep import CORNERS
 from commfuse_npu.tools.simulate.variants import REFERENCE as BLOCKING
-from scripts.evidence.layers import forms
+from scripts.evidence.layers import forms, layer
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
@@ -79,13 +78,8 @@ def test_the_table_is_what_is_simulated(row: list[str]) -> None:
     model, size, name = row[0].split(", ")
     hardware = Hardware.load(find_config(MACHINES[name], "hardware"))
     tp = int(size.removeprefix("TP "))
-    what = training(
-        ModelConfig.load(find_config(MODELS[model])),
-        Layout(tp, 1, 1, 1),
-        8192,
-        Options(micro_batch=1, micro_batches=1),
-    )
-    every = forms(hardware.machine(), best_lanes(hardware, tp), what)
+    what = layer(MODELS[model], tp, 8192)
+    every = forms(hardware.machine(), what)
     steps = [Step(hardware.machine(*corner), what) for corner in CORNERS]
 
     def shorter(*forms: str) -> str:

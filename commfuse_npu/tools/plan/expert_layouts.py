@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -43,13 +42,10 @@ def expert_layouts(training: Training, machine: Machine) -> list[ExpertLayout]:
     ranks of a pipeline stage.  The dispatcher stays as it is; ``alltoall_seq`` takes expert TP as
     wide as TP only.
     """
-    return sorted(_layouts(training, machine), key=lambda one: one.seconds)
-
-
-def _layouts(training: Training, machine: Machine) -> Iterator[ExpertLayout]:
     experts, layout = training.experts, training.layout
+    found: list[ExpertLayout] = []
     if experts is None:
-        return
+        return found
     ranks = layout.tp * layout.cp * layout.dp
     layers = max(training.of_stage(stage).get("experts", 0.0) for stage in range(layout.pp))
     for tensor in sorted({1, layout.tp, experts.tensor}):
@@ -65,4 +61,6 @@ def _layouts(training: Training, machine: Machine) -> Iterator[ExpertLayout]:
             except PlacementError:  # such a group does not lie evenly on the nodes
                 continue
             transfers = _BOTH_WAYS_BOTH_PASSES * each * layers * training.micro_batches
-            yield ExpertLayout(parallel, tensor, seconds, transfers, laid_out == experts)
+            present = laid_out == experts
+            found.append(ExpertLayout(parallel, tensor, seconds, transfers, present))
+    return sorted(found, key=lambda one: one.seconds)

@@ -17,23 +17,14 @@ from commfuse_npu.tools.plan.launch import AskedLaunch
 from commfuse_npu.tools.plan.training import NotSimulated, roughly, training_of
 from commfuse_npu.tools.plan.transfers import FusedLayer, check_lanes, fused_layers
 from commfuse_npu.tools.simulate.footprint import footprint
+from commfuse_npu.tools.simulate.launch_options import FORMS
 from commfuse_npu.tools.simulate.step import Step
 from commfuse_npu.tools.simulate.training import Training
-from commfuse_npu.tools.simulate.variants import MEGATRON, TURNS, Variant, fused, variants
+from commfuse_npu.tools.simulate.variants import COC, MEGATRON, TURNS, fused, variants
 
-__all__ = ["FLAGS", "Form", "LaunchPlan", "plan_launch", "step_costs"]
+__all__ = ["Form", "LaunchPlan", "plan_launch"]
 
-FLAGS = {
-    "megatron": ("Megatron's own order", ""),
-    **{
-        f"coc-{k}": (f"CoC in {k} slices", f"--use-ascend-coc --coc-parallel-num {k}")
-        for k in (2, 4, 8)
-    },
-    "coc-fused": ("CoC as a kernel", "--use-ascend-coc --coc-fused-kernel"),
-    "mc2": ("MC2", "--use-ascend-mc2"),
-    TURNS.name: ("forward-backward overlap", "--commfuse-fb-overlap"),
-}
-"""By name of the variant: what it is, and the flags that a launch takes for it."""
+_FUSED = "fused layers"
 
 _LAYOUTS = 4
 """So many layouts of experts are shown."""
@@ -147,34 +138,29 @@ class LaunchPlan(NamedTuple):
         """The fastest layouts of the experts, and the present one."""
         if not self.experts:
             return []
-        lines = ["", table_row(["EP", "expert TP", "ms per step", "of it to experts and back"])]
-        lines.append("|---:|---:|---:|---:|")
+        head = "EP", "expert TP", "ms per step", "of it to experts and back"
+        lines = ["", table_row(head), "|---:" * len(head) + "|"]
         fastest = self.experts[:_LAYOUTS]
         for one in [*fastest, *(one for one in self.experts[_LAYOUTS:] if one.present)]:
             parallel = f"{one.parallel} (as it is)" if one.present else str(one.parallel)
             cells = parallel, str(one.tensor), f"{1e3 * one.seconds:,.0f}", f"{one.share:.0%}"
             lines.append(table_row(cells))
-        return [
-            *lines,
-            "",
-            "Layouts of experts: in Megatron's order, simulated at typical figures.",
-        ]
+        legend = "Layouts of experts: in Megatron's order, simulated at typical figures."
+        return [*lines, "", legend]
 
     def as_json(self) -> dict[str, Any]:
-        listed: dict[str, tuple[Any, ...]]
-        listed = {"forms": self.forms, "findings": self.findings}
-        listed |= {"layers": self.layers, "experts": self.experts}
-        rows = {name: [one._asdict() for one in values] for name, values in listed.items()}
+        listed = "forms", "findings", "layers", "experts"
+        rows = {name: [one._asdict() for one in getattr(self, name)] for name in listed}
         return self._asdict() | rows | {"verdict": self.verdict}
 
 
-def step_costs(
+def _costs(
     launch: AskedLaunch, training: Training, hardware: Hardware
 ) -> dict[str, tuple[float, float]]:
-    """Seconds of a step of a launch, and bytes of tensors, at typical figures.
+    """Seconds of a step of a launch, and MiB of tensors, at typical figures.
 
     Returns:
-        by name of the variant: :data:`FLAGS`, each kind's fastest, and ``commfuse`` as
+        by title: :data:`FORMS`, of CoC in slices the fastest, and :data:`_FUSED` as
         ``--use-commfuse`` would run it; only Megatron's order and forward-backward overlap where
         layers have no sequence parallelism to fuse transfers of.
 
@@ -185,63 +171,50 @@ def step_costs(
     figures, tp, schedule = hardware.machine(), training.layout.tp, launch.schedule
     if min(hardware.npus_per_node, launch.config.npus_per_node) < tp:
         raise NotSimulated(f"a group of {tp} spans nodes of {hardware.npus_per_node} NPUs")
-    every = {"megatron": MEGATRON, TURNS.name: TURNS}
+    forms = {FORMS[one][0]: one for one in (MEGATRON, TURNS)}
     if tp > 1 and training.sequence_parallel:
-        every |= {one.name: one for one in variants(tp, tp, 1) if one.name in FLAGS}
-        every["commfuse"] = MEGATRON
+        forms |= {FORMS[one][0]: one for one in variants(tp, tp, 1) if one in FORMS}
+        forms[_FUSED] = MEGATRON
         if launch.config.block_rows >= launch.judged.least:
-            every["commfuse"] = fused(
-                replace(schedule, lanes=None, chunks=1, taper=1.0),
-                schedule.lanes_for(tp),
-                schedule.chunks,
-                taper=schedule.taper,
+            forms[_FUSED] = fused(
+                replace(schedule, lanes=schedule.lanes_for(tp)),
                 attention=launch.fuse.commfuse_attention,
                 collectives_from=covering_outputs(figures, tp),
             )
     step = Step(figures, training, rough=True)
-    found: dict[str, tuple[str, float, Variant]] = {}
-    for name, variant in every.items():
-        kind = name if name == "commfuse" else variant.kind
-        seconds = step.time(variant).seconds
-        if kind not in found or seconds < found[kind][1]:
-            found[kind] = name, seconds, variant
+    seconds = {title: step.time(one).seconds for title, one in forms.items()}
+    in_slices = (title for title, one in forms.items() if one in COC)
+    for slower in sorted(in_slices, key=seconds.__getitem__)[1:]:
+        del forms[slower]
+    sizes = {title: footprint(training, one, hardware) for title, one in forms.items()}
     return {
-        name: (seconds, _tensors(training, variant, hardware))
-        for name, seconds, variant in found.values()
+        title: (seconds[title], (size.total - size.communication) / 2**20)
+        for title, size in sizes.items()
     }
-
-
-def _tensors(training: Training, variant: Variant, hardware: Hardware) -> float:
-    needs = footprint(training, variant, hardware)
-    return needs.total - needs.communication
 
 
 def _forms(
     launch: AskedLaunch, costs: Mapping[str, tuple[float, float]], findings: Sequence[Finding]
 ) -> list[Form]:
-    judged, overlap = launch.judged, launch.judged.overlap
+    judged = launch.judged
     # What does not go together with options of ours keeps the fused layers from starting only.
     wrong = [one for one in findings if one.level == "error" and one.what != "layout"]
     lacking = "; ".join(f"{one.what}: {one.expected or one.value}" for one in wrong)
-
-    def cost(name: str) -> tuple[float | None, float | None]:
-        seconds, size = costs.get(name, (None, None))
-        return seconds, None if size is None else size / 2**20
-
-    turns, flag = FLAGS[TURNS.name]
     virtual = any(name.startswith("--num-") and "virtual" in name for name in launch.options.names)
-    if judged.layout.pipeline > 1 and not virtual:
-        flag += " --commfuse-fb-overlap-memory"
+    memory = " --commfuse-fb-overlap-memory" * (judged.layout.pipeline > 1 and not virtual)
     refused = "; ".join(f"{option}: {why}" for option, why in judged.refused.items())
+
+    def form(title: str, flags: str, obstacle: str = "") -> Form:
+        seconds, mebibytes = costs.get(title, (None, None))
+        return Form(title, flags, seconds, mebibytes, obstacle)
+
+    megatron, turns = FORMS[MEGATRON], FORMS[TURNS]
+    others = (one for one in FORMS.values() if one[0] in costs and one not in (megatron, turns))
     return [
-        Form(FLAGS["megatron"][0], "", *cost("megatron")),
-        Form(turns, flag, *cost(TURNS.name), overlap.obstacle),
-        Form("fused layers", "--use-commfuse", *cost("commfuse"), refused or lacking),
-        *(
-            Form(*FLAGS[name], *cost(name))
-            for name in costs
-            if name in FLAGS and name not in ("megatron", TURNS.name)
-        ),
+        form(*megatron),
+        form(turns[0], turns[1] + memory, judged.overlap.obstacle),
+        form(_FUSED, "--use-commfuse", refused or lacking),
+        *(form(*one) for one in others),
     ]
 
 
@@ -264,7 +237,7 @@ def plan_launch(launch: AskedLaunch, hardware: Hardware, environ: Mapping[str, s
     reason, costs, laid_out, rough = "", {}, list[ExpertLayout](), list[str]()
     try:
         training = training_of(launch)
-        costs = step_costs(launch, training, hardware)
+        costs = _costs(launch, training, hardware)
         laid_out = expert_layouts(training, hardware.machine())
         rough = roughly(launch.options)
     except ValueError as error:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from commfuse_npu.tools.launch_script import UsageError
 from commfuse_npu.tools.launch_script.options import Options
-from commfuse_npu.tools.linear_layers import sequence_parallel, size_of
 from commfuse_npu.tools.plan.judgement import model_chunks
 from commfuse_npu.tools.plan.launch import AskedLaunch
 from commfuse_npu.tools.simulate.experts import Experts
 from commfuse_npu.tools.simulate.latent import Latent
+from commfuse_npu.tools.simulate.launch_options import FORMS
 from commfuse_npu.tools.simulate.training import Kind, Training
-from commfuse_npu.tools.simulate.variants import COC, COC_FUSED, MC2, MEGATRON, TURNS, Variant
+from commfuse_npu.tools.simulate.variants import Variant
 
 __all__ = ["NotSimulated", "form_of", "roughly", "training_of"]
 
@@ -72,7 +72,7 @@ def training_of(launch: AskedLaunch) -> Training:
     latent = _latent(options, model.tensor_model_parallel_size, model.num_attention_heads)
     if latent is not None and model.context_parallel_size > 1:
         raise NotSimulated("latent attention with context parallelism is not simulated")
-    experts = _experts(options, model.tensor_model_parallel_size, model.ffn_hidden_size)
+    experts = _experts(launch)
     ranks = model.world_size // model.pipeline_model_parallel_size
     if experts is not None and ranks % (experts.parallel * experts.tensor):
         raise NotSimulated(
@@ -96,7 +96,7 @@ def training_of(launch: AskedLaunch) -> Training:
         head=0 if latent else options.number("--kv-channels", 0),
         gated="--swiglu" in options,
         causal=options.text("--attention-mask-type") != "general",
-        sequence_parallel=sequence_parallel(options),
+        sequence_parallel=launch.judged.layout.sequence_parallel,
         distributed="--use-distributed-optimizer" in options,
         overlaps=("--overlap-grad-reduce" in options, "--overlap-param-gather" in options),
         reuses="--reuse-fp32-param" in options,
@@ -106,15 +106,13 @@ def training_of(launch: AskedLaunch) -> Training:
 
 def form_of(options: Options) -> Variant:
     """The form in which a launch runs as it is typed."""
-    if "--commfuse-fb-overlap" in options:
-        return TURNS
-    if "--use-ascend-mc2" in options:
-        return MC2
-    if "--use-ascend-coc" not in options:
-        return MEGATRON
-    slices = options.number("--coc-parallel-num", 1)
-    cut = {one.slices: one for one in COC}
-    return COC_FUSED if "--coc-fused-kernel" in options else cut.get(slices, MEGATRON)
+
+    def taken(flags: str) -> bool:
+        wanted = Options(flags.split())
+        values = all(options.text(name) == wanted.text(name) for name in wanted.names)
+        return values and set(wanted.names) <= set(options.names)
+
+    return next(form for form, (_, flags) in reversed(FORMS.items()) if taken(flags))
 
 
 def _recomputed(options: Options, vpp: int) -> int | None:
@@ -151,22 +149,23 @@ def _layers(options: Options, name: str, layers: int) -> set[int]:
     return {int(one) for one in listed}
 
 
-def _experts(options: Options, tensor: int, feed_forward: int) -> Experts | None:
+def _experts(launch: AskedLaunch) -> Experts | None:
+    options, model = launch.options, launch.config
     number = options.number("--num-experts", 0)
     if not number:
         return None
     each = options.number("--moe-router-topk", 2)
     if each > number:
         raise UsageError(f"--moe-router-topk {each} is more than --num-experts {number}")
-    width = options.number("--moe-ffn-hidden-size", feed_forward)
+    width = options.number("--moe-ffn-hidden-size", model.ffn_hidden_size)
     shared = options.number("--n-shared-experts", 0) * width
     return Experts(
         number,
         each=each,
         width=width,
         shared=options.number("--moe-shared-expert-intermediate-size", shared),
-        parallel=size_of(options, "expert-model"),
-        tensor=options.number("--expert-tensor-parallel-size", tensor),
+        parallel=launch.judged.layout.expert,
+        tensor=options.number("--expert-tensor-parallel-size", model.tensor_model_parallel_size),
         gathers=options.text("--moe-token-dispatcher-type") in (None, "allgather"),
         grouped="--moe-grouped-gemm" in options,
         halves=2 if "--swiglu" in options else 1,

@@ -12,11 +12,12 @@ from contextlib import suppress
 from functools import partial
 from typing import NamedTuple
 
-from commfuse_npu.plan import DATA_PARALLEL_LANES, PlanError
+from commfuse_npu.plan import DATA_PARALLEL_LANES, PlanError, Schedule
 from commfuse_npu.runtime.hccl_options import lane_megabytes
 from commfuse_npu.tools.finding import Finding
 from commfuse_npu.tools.linear_layers import attention_obstacle
 from commfuse_npu.tools.plan.launch import AskedLaunch
+from commfuse_npu.tools.simulate.data_parallel import bucket_parameters
 
 __all__ = ["FusedLayer", "Lanes", "check_lanes", "fused_layers", "groups_of", "lanes_of"]
 
@@ -57,13 +58,10 @@ def fused_layers(launch: AskedLaunch) -> list[FusedLayer]:
         launch: with a configuration that :meth:`~ModelConfig.validate` accepts, and a schedule.
     """
     config, limit = launch.config, launch.judged.least
-    tp, sequence, batch = (
-        config.tensor_model_parallel_size,
-        config.uses_sequence_parallel,
-        config.micro_batch_size,
-    )
+    tp, sequence = config.tensor_model_parallel_size, config.uses_sequence_parallel
     # What one rank has to give to, or gets from, each other: s*B rows of H numbers.
-    rows, row_bytes = config.block_rows, config.hidden_size * (4 if _in_fp32(launch) else 2)
+    halves = config.bf16 or "--fp16" in launch.options
+    rows, row_bytes = config.block_rows, config.hidden_size * (2 if halves else 4)
     queries = config.seq_length // config.context_parallel_size // (tp if sequence else 1)
     found = []
     attention = launch.fuse.commfuse_attention and not attention_obstacle(launch.options)
@@ -76,25 +74,20 @@ def fused_layers(launch: AskedLaunch) -> list[FusedLayer]:
         elif layer == "proj" and attention:
             # Queries are split, not rows of s*B: no chunk has less than one of them.
             operator, chunks = "attention_linear_reduce_scatter", min(chunks, queries)
-            chunk_rows = -(-queries // chunks) * batch
+            chunk_rows = -(-queries // chunks) * config.micro_batch_size
         if not reason and rows < limit:
             reason = f"a block has fewer rows than the {limit} of --commfuse-min-rows"
         if reason:
             found.append(FusedLayer(layer, "", reason))
             continue
-        # Two halves: a reduce-scatter, and a gather of its result.
-        halves = 2 if operator == "linear_all_reduce" else 1
-        peers = 1 if launch.schedule.shape == "collective" else tp - 1
-        sent = halves * peers * chunks
-        blocks = tp if launch.schedule.shape == "collective" else 1
+        # Of an all-reduce a reduce-scatter, and a gather of its result.
+        parts = 2 if operator == "linear_all_reduce" else 1
+        peers, blocks = (1, tp) if launch.schedule.shape == "collective" else (tp - 1, 1)
+        sent = parts * peers * chunks
         largest = blocks * chunk_rows * row_bytes
         longest = blocks * rows * row_bytes if column else largest
         found.append(FusedLayer(layer, operator, "", sent, largest, longest))
     return found
-
-
-def _in_fp32(launch: AskedLaunch) -> bool:
-    return not launch.config.bf16 and "--fp16" not in launch.options
 
 
 class Lanes(NamedTuple):
@@ -105,12 +98,8 @@ class Lanes(NamedTuple):
     message: float | None
 
 
-_MOST_LANES = 7
-"""By default (:meth:`~commfuse_npu.plan.Schedule.lanes_for`)."""
 _DIRECTIONS = 2
 """Gradients and parameters have lanes of their own."""
-_BUCKET = 40_000_000
-"""Parameters, at least, of a bucket of Megatron's (core 0.12) with ``--overlap-grad-reduce``."""
 
 
 def lanes_of(launch: AskedLaunch) -> list[Lanes]:
@@ -127,12 +116,12 @@ def lanes_of(launch: AskedLaunch) -> list[Lanes]:
             message = block * tensor if together else block
             found.append(Lanes("tensor", launch.schedule.lanes_for(tensor), message))
     if fuse.commfuse_ulysses and context > 1:
-        lanes = min(fuse.commfuse_lanes or _MOST_LANES, context - 1)
+        lanes = min(Schedule(lanes=fuse.commfuse_lanes).lanes_for(context), context - 1)
         found.append(Lanes("context", lanes, block / context))
     replicas = config.data_parallel_size * context
     if fuse.commfuse_dp and replicas > 1:
         lanes = _DIRECTIONS * min(fuse.commfuse_lanes or DATA_PARALLEL_LANES, replicas - 1)
-        bucket = launch.options.number("--ddp-bucket-size", max(_BUCKET, 1_000_000 * replicas))
+        bucket = launch.options.number("--ddp-bucket-size", bucket_parameters(replicas))
         overlapped = "--overlap-grad-reduce" in launch.options
         found.append(Lanes("data", lanes, 4 * bucket / replicas if overlapped else None))
     return found

@@ -8,7 +8,8 @@ the top down::
     sweep                 variants over sequence lengths and numbers of NPUs, as ranges
     step                  a training step: stages, micro-batches, buckets, optimizer
     pipeline, data_parallel, footprint
-    llama, context_parallel, turns   a layer, forward and backward, operation by operation
+    llama, context_parallel, turns   a layer, forward and backward, operation by operation;
+                          experts, latent  what takes the place of parts of it
     linear, mc2           the tensor-parallel linear layers in every variant;  variants
     group                 ranks played together, or one for all where they all do the same
     rank                  plain collectives and compiled programs as launches

@@ -27,11 +27,18 @@ from commfuse_npu.plan import Schedule
 from commfuse_npu.plan.program import Compute
 from commfuse_npu.plan.rules import exchange
 from commfuse_npu.tools.simulate.group import Group
-from commfuse_npu.tools.simulate.llama import BACKWARD_ATTENTION, Attended, LayerShape, Queries
+from commfuse_npu.tools.simulate.llama import (
+    BACKWARD_ATTENTION,
+    Attended,
+    LayerShape,
+    Queries,
+    rows_of,
+    run_of,
+)
 from commfuse_npu.tools.simulate.rank import EVENTS, Rank, Width
 from commfuse_npu.tools.simulate.variants import COMPUTE_ONLY, REFERENCE, Variant
 
-__all__ = ["Attention", "ContextParallel", "Ulysses"]
+__all__ = ["Attention", "ContextParallel"]
 
 Attention = tuple[Attended, Attended] | None
 """Forward and backward; ``None`` where a layer attends by itself."""
@@ -67,36 +74,120 @@ class ContextParallel:
 
     def attended(self, machine: Machine, variant: Variant) -> Attention:
         """Attention of a layer in a variant."""
+        free = variant.kind == COMPUTE_ONLY.kind
         schedule = variant.schedule if self.fuses else None
-        return _attended(machine, self, variant.kind == COMPUTE_ONLY.kind, schedule)
+        return _attended(machine, self, COMPUTE_ONLY if free else self.exchanges(machine, schedule))
 
     def group(self, machine: Machine) -> Group:
         return Group(machine, self.size, stride=self.shape.ranks)
 
-    def exchanges(self, machine: Machine, schedule: Schedule | None) -> tuple[Variant, Ulysses]:
+    def exchanges(self, machine: Machine, schedule: Schedule | None) -> Variant:
         """How heads are exchanged, fused if there is a schedule."""
-        if schedule is not None:
-            # The options of tensor parallelism serve here, too; with attention chunks are even.
-            lanes = min(schedule.lanes_for(self.size), self.size - 1)
-            direct = self.group(machine).direct
-            schedule = replace(direct, lanes=lanes, chunks=schedule.chunks)
-        repeats = max(1.0, self.shape.ranks * self.size / self.groups)
-        variant = Variant("ulysses", "fused" if schedule else "plain", schedule=schedule)
-        return variant, Ulysses(self.shape, schedule, self.key_value, repeats)
+        if schedule is None:
+            return REFERENCE
+        # The options of tensor parallelism serve here, too; with attention chunks are even.
+        lanes = min(schedule.lanes_for(self.size), self.size - 1)
+        direct = self.group(machine).direct
+        return Variant("ulysses", "fused", replace(direct, lanes=lanes, chunks=schedule.chunks))
+
+    @property
+    def _repeats(self) -> float:
+        """How often each key head is sent, 1 unless there are fewer of them than ranks."""
+        return max(1.0, self.shape.ranks * self.size / self.groups)
+
+    def projects(self, variant: Variant) -> bool:
+        """Whether the projections are part of it: not of heads that are repeated before."""
+        return variant.kind == "fused" and self.shape.ranks == 1 and self._repeats == 1
+
+    def forward(self, rank: Rank) -> None:
+        """Add the forward by Ulysses to a rank's launches."""
+        block, machine, hidden = self.shape.rows, rank.machine, self.shape.hidden
+        projects = self.projects(rank.variant)
+        heads, out = self._heads(rank), self._out(rank)
+        attend = self._attend(rank)
+
+        def project(one: Compute, _: Width) -> float:
+            return machine.gemm(rows_of(one), hidden, heads)
+
+        def join(one: Compute, _: Width) -> float:
+            """A part of the inner dimension, added to a sum; else nothing."""
+            if not projects:
+                return 0.0
+            return machine.gemm(rows_of(one), out, hidden, result_bytes=2 * SUM_BYTES)
+
+        if projects:
+            program = exchange(rank.place("qkv"), block, heads, "made", False, True, False)
+            rank.run("qkv", program, {"received": heads}, {"make": project})
+        else:
+            rank.need(rank.collective("qkv", block * heads * ITEM_BYTES))
+        if rank.variant.kind != "fused":
+            rank.compute("attention", attend(slice(0, rank.size * block)))
+            rank.need(rank.collective("out", block * out * ITEM_BYTES))
+            return
+        place = rank.place("attention", causal=True)
+        program = exchange(place, block, out, "made and kept", True, projects, False)
+        works = {"make": lambda one, _: attend(run_of(one)), "use": join}
+        rank.run("attention", program, {"blocks": out, "received": out}, works)
+
+    def backward(self, rank: Rank) -> None:
+        """Add the backward."""
+        block, machine, hidden = self.shape.rows, rank.machine, self.shape.hidden
+        projects = self.projects(rank.variant)
+        heads, out = self._heads(rank), self._out(rank)
+        attend = self._attend(rank, BACKWARD_ATTENTION)
+
+        def project(one: Compute, _: Width) -> float:
+            return machine.gemm(rows_of(one), hidden, out)
+
+        def wgrad(_: Compute, __: Width) -> float:
+            return machine.gemm(hidden, block, hidden)
+
+        def dgrad(one: Compute, _: Width) -> float:
+            return machine.gemm(rows_of(one), heads, hidden, result_bytes=2 * SUM_BYTES)
+
+        works = {"make": project, "wgrad": wgrad, "use": lambda one, _: attend(run_of(one))}
+        if rank.variant.kind != "fused":
+            rank.need(rank.collective("out", block * out * ITEM_BYTES))
+            rank.compute("attention", attend(slice(0, rank.size * block)))
+        elif projects:
+            name = "proj and attention"
+            program = exchange(rank.place(name), block, out, "made", True, False, True)
+            rank.run(name, program, {}, works)
+        else:
+            place = rank.place("attention", causal=True)
+            program = exchange(place, block, out, "given", True, False, False)
+            rank.run("attention", program, {"blocks": out}, works)
+        if not projects:
+            rank.need(rank.collective("qkv", block * heads * ITEM_BYTES))
+            return
+        program = exchange(rank.place("qkv"), block, heads, "given", True, True, False)
+        rank.run("qkv", program, {"blocks": heads, "received": heads}, {"use": dgrad})
+        rank.compute("qkv wgrad", machine.gemm(self.shape.qkv, block, hidden))
+
+    def _heads(self, rank: Rank) -> int:
+        """Features of queries, keys and values of one rank's heads."""
+        width = self.shape.qkv + 2 * self.key_value * (self._repeats - 1)
+        return round(width / self.shape.ranks / rank.size)
+
+    def _out(self, rank: Rank) -> int:
+        """Features of the attention of one rank's heads."""
+        return self.shape.hidden // self.shape.ranks // rank.size
+
+    def _attend(self, rank: Rank, factor: float = 1.0) -> Queries:
+        """Of some rows of the whole sequence, with this rank's heads."""
+        shape = self.shape
+        whole = replace(shape, sequence=shape.attended, ranks=shape.ranks * rank.size)
+        return whole.attention(rank.machine, factor)
 
 
 @lru_cache(4096)
-def _attended(
-    machine: Machine, what: ContextParallel, free: bool, schedule: Schedule | None
-) -> Attention:
+def _attended(machine: Machine, what: ContextParallel, variant: Variant) -> Attention:
     group, found = what.group(machine), []
     if what.ulysses:
-        variant, ulysses = what.exchanges(machine, schedule)
-        for build in (ulysses.forward, ulysses.backward):
-            played = group.play(COMPUTE_ONLY if free else variant, build)
-            found.append(
-                Attended(played.seconds, played.waiting, ulysses.projects, *_HOST_OF_EXCHANGES)
-            )
+        for build in (what.forward, what.backward):
+            played = group.play(variant, build)
+            projects = what.projects(variant)
+            found.append(Attended(played.seconds, played.waiting, projects, *_HOST_OF_EXCHANGES))
         return found[0], found[1]
     shape = what.shape
     kv = shape.rows * 2 * what.key_value / shape.ranks * ITEM_BYTES
@@ -111,121 +202,12 @@ def _attended(
                     waits = rank.pass_on("keys and values", size, after=before)
                 rank.compute("attention", seconds / rank.size, before)
 
-        if free:
+        if variant.kind == "compute":
             found.append(Attended(whole))
         else:
             # On a ring over several nodes only some of the ranks send to another node.
             differ = 1 < group.members_per_node < group.size
-            played = group.play(REFERENCE, around, whole=differ)
+            played = group.play(variant, around, whole=differ)
             host = (what.size * one for one in (_ROUND[passed - 1], passed, EVENTS * passed))
             found.append(Attended(played.seconds, played.waiting, False, *host))
     return found[0], found[1]
-
-
-@dataclass(frozen=True)
-class Ulysses:
-    """Attention of one layer between two exchanges of heads.
-
-    Attributes:
-        shape: of the layer, for one tensor-parallel group.
-        fused: the schedule of the exchanges; ``None`` for plain collectives.
-        key_value: width of all keys, or of all values.
-        repeats: how often each key head is sent, 1 unless there are fewer of them than ranks.
-    """
-
-    shape: LayerShape
-    fused: Schedule | None
-    key_value: float = 0.0
-    repeats: float = 1.0
-
-    @property
-    def projects(self) -> bool:
-        """Whether the projections are part of it: not of heads that are repeated before."""
-        return self.fused is not None and self.shape.ranks == 1 and self.repeats == 1
-
-    def forward(self, rank: Rank) -> None:
-        """Add the forward to a rank's launches."""
-        block, machine, hidden = self.shape.rows, rank.machine, self.shape.hidden
-        heads, out = self._heads(rank), self._out(rank)
-        attend = self._attend(rank)
-
-        def project(one: Compute, _: Width) -> float:
-            return machine.gemm(_rows(_run(one)), hidden, heads)
-
-        def join(one: Compute, _: Width) -> float:
-            """A part of the inner dimension, added to a sum; else nothing."""
-            if not self.projects:
-                return 0.0
-            return machine.gemm(_rows(_run(one)), out, hidden, result_bytes=2 * SUM_BYTES)
-
-        if self.projects:
-            program = exchange(rank.place("qkv"), block, heads, "made", False, True, False)
-            rank.run("qkv", program, {"received": heads}, {"make": project})
-        else:
-            rank.need(rank.collective("qkv", block * heads * ITEM_BYTES))
-        if self.fused is None:
-            rank.compute("attention", attend(slice(0, rank.size * block)))
-            rank.need(rank.collective("out", block * out * ITEM_BYTES))
-            return
-        place = rank.place("attention", causal=True)
-        program = exchange(place, block, out, "made and kept", True, self.projects, False)
-        works = {"make": lambda one, _: attend(_run(one)), "use": join}
-        rank.run("attention", program, {"blocks": out, "received": out}, works)
-
-    def backward(self, rank: Rank) -> None:
-        """Add the backward."""
-        block, machine, hidden = self.shape.rows, rank.machine, self.shape.hidden
-        heads, out = self._heads(rank), self._out(rank)
-        attend = self._attend(rank, BACKWARD_ATTENTION)
-
-        def project(one: Compute, _: Width) -> float:
-            return machine.gemm(_rows(_run(one)), hidden, out)
-
-        def wgrad(_: Compute, __: Width) -> float:
-            return machine.gemm(hidden, block, hidden)
-
-        def dgrad(one: Compute, _: Width) -> float:
-            return machine.gemm(_rows(_run(one)), heads, hidden, result_bytes=2 * SUM_BYTES)
-
-        works = {"make": project, "wgrad": wgrad, "use": lambda one, _: attend(_run(one))}
-        if self.fused is None:
-            rank.need(rank.collective("out", block * out * ITEM_BYTES))
-            rank.compute("attention", attend(slice(0, rank.size * block)))
-        elif self.projects:
-            name = "proj and attention"
-            program = exchange(rank.place(name), block, out, "made", True, False, True)
-            rank.run(name, program, {}, works)
-        else:
-            place = rank.place("attention", causal=True)
-            program = exchange(place, block, out, "given", True, False, False)
-            rank.run("attention", program, {"blocks": out}, works)
-        if not self.projects:
-            rank.need(rank.collective("qkv", block * heads * ITEM_BYTES))
-            return
-        program = exchange(rank.place("qkv"), block, heads, "given", True, True, False)
-        rank.run("qkv", program, {"blocks": heads, "received": heads}, {"use": dgrad})
-        rank.compute("qkv wgrad", machine.gemm(self.shape.qkv, block, hidden))
-
-    def _heads(self, rank: Rank) -> int:
-        """Features of queries, keys and values of one rank's heads."""
-        width = self.shape.qkv + 2 * self.key_value * (self.repeats - 1)
-        return round(width / self.shape.ranks / rank.size)
-
-    def _out(self, rank: Rank) -> int:
-        """Features of the attention of one rank's heads."""
-        return self.shape.hidden // self.shape.ranks // rank.size
-
-    def _attend(self, rank: Rank, factor: float = 1.0) -> Queries:
-        """Of some rows of the whole sequence, with this rank's heads."""
-        shape = self.shape
-        whole = replace(shape, sequence=shape.attended, ranks=shape.ranks * rank.size)
-        return whole.attention(rank.machine, factor)
-
-
-def _run(one: Compute) -> slice:
-    assert one.run is not None
-    return one.run
-
-
-def _rows(run: slice) -> int:
-    return int(run.stop - run.start)

@@ -14,10 +14,9 @@ from collections.abc import Callable, Sequence
 
 from commfuse_npu.hardware.machine import ITEM_BYTES
 
-__all__ = ["GRADIENT_BYTES", "buckets", "exposed", "exposed_gather", "exposed_scatter"]
+__all__ = ["GRADIENT_BYTES", "bucket_parameters", "buckets", "exposed", "exposed_gather",
+           "exposed_scatter"]  # fmt: skip
 
-_BUCKET_PARAMETERS = 40_000_000
-"""Megatron's default, at least a million per rank of the group."""
 GRADIENT_BYTES = 4
 """Gradients are summed in fp32."""
 
@@ -51,13 +50,18 @@ def exposed(
     return late, exposed_gather(forward, order, back) if overlaps[1] else sum(back)
 
 
+def bucket_parameters(ranks: int) -> int:
+    """From how many parameters on a bucket is closed, by Megatron's default (core 0.12)."""
+    return max(40_000_000, 1_000_000 * ranks)
+
+
 def buckets(parameters: Sequence[float], ranks: int) -> list[list[int]]:
     """Layers by bucket, in the order of the backward: a bucket is closed when it is large enough.
 
     Args:
         parameters: of each layer on one NPU, from the first layer to the last.
     """
-    limit = max(_BUCKET_PARAMETERS, 1_000_000 * ranks)
+    limit = bucket_parameters(ranks)
     found: list[list[int]] = [[]]
     held = 0.0
     for layer in reversed(range(len(parameters))):

@@ -81,30 +81,32 @@ class Experts:
             launches=round(machine.expert_launches),
         )
         self._exchange(rank, "dispatch", tokens, hidden)
-        width = self.width // self.tensor
-        self._products(rank, "experts 1", made, hidden, self.halves * width)
-        self._products(rank, "experts 2", made, width, hidden)
-        traffic = (self.halves + 1) * made * width * ITEM_BYTES
-        rank.compute("experts activation", machine.memory(traffic), launches=self._kernels)
+        for name, inputs, outputs in self._layers(hidden):
+            self._products(rank, name, made, inputs, outputs)
+        self._activation(rank, made, self.halves + 1)
         self._exchange(rank, "combine", tokens, hidden)
 
     def backward(self, rank: Rank, tokens: int, hidden: int) -> None:
         """Add the backward."""
         machine, made = rank.machine, tokens * self.each * self.tensor
         self._exchange(rank, "combine backward", tokens, hidden)
-        width = self.width // self.tensor
-        for name, inputs, outputs in (
-            ("experts 2", width, hidden),
-            ("experts 1", hidden, self.halves * width),
-        ):
+        for name, inputs, outputs in reversed(self._layers(hidden)):
             self._products(rank, f"{name} backward", made, outputs, inputs)
             self._products(rank, f"{name} wgrad", made, inputs, outputs, wgrad=True)
-        traffic = (2 * self.halves + 1) * made * width * ITEM_BYTES
-        rank.compute("experts activation", machine.memory(traffic), launches=self._kernels)
+        self._activation(rank, made, 2 * self.halves + 1)
         self._exchange(rank, "dispatch backward", tokens, hidden)
         seconds = 2 * machine.gemm(tokens, hidden, self.number)
         launches = round(_BACKWARD * machine.expert_launches)
         rank.compute("router backward", seconds, launches=launches)
+
+    def _layers(self, hidden: int) -> tuple[tuple[str, int, int], ...]:
+        """Name, inputs and outputs of each product of an expert."""
+        width = self.width // self.tensor
+        return ("experts 1", hidden, self.halves * width), ("experts 2", width, hidden)
+
+    def _activation(self, rank: Rank, rows: int, widths: int) -> None:
+        traffic = widths * rows * (self.width // self.tensor) * ITEM_BYTES
+        rank.compute("experts activation", rank.machine.memory(traffic), launches=self._kernels)
 
     @property
     def _kernels(self) -> int:

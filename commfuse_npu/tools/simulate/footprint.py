@@ -26,6 +26,7 @@ input and the gradient of all rows.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -177,7 +178,7 @@ def _programs(
     """What a rank runs of a layer and of the head, with every schedule that is tried."""
     found: list[Ran] = []
     group = Group(machine, shape.ranks)
-    for one in [variant.with_way(way) for way in variant.tuned] or [variant]:
+    for one in [replace(variant, way=way, tuned=()) for way in variant.tuned] or [variant]:
         forward, backward = (context and context.attended(machine, one)) or (None, None)
         for build in (
             lambda rank, attended=forward: llama.forward(rank, shape, attended),
@@ -187,7 +188,7 @@ def _programs(
         ):
             found += group.build(one, build, 0).ran.values()
         if context and context.fuses:
-            exchanges, ulysses = context.exchanges(machine, one.schedule)
-            for part in (ulysses.forward, ulysses.backward):
+            exchanges = context.exchanges(machine, one.schedule)
+            for part in (context.forward, context.backward):
                 found += context.group(machine).build(exchanges, part, 0).ran.values()
     return tuple(found)

@@ -7,7 +7,7 @@ with fused programs is simulated rank by rank.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from commfuse_npu.hardware.machine import Machine
@@ -71,8 +71,9 @@ class Group:
 
     @property
     def direct(self) -> Schedule:
-        """Transfers straight to every peer."""
-        return direct(self.size, self.members_per_node)
+        """Transfers straight to every peer, on as many lanes as suit the links."""
+        schedule = direct(self.size, self.members_per_node)
+        return replace(schedule, lanes=schedule.lanes_for(self.size))
 
     def play(
         self,
@@ -124,7 +125,7 @@ class Group:
             # One rank is enough to choose by.
             return self.play(one, build, whole=one.attention, steady=steady).seconds
 
-        plain, *others = [variant.with_way(one) for one in variant.tuned]
+        plain, *others = [replace(variant, way=one, tuned=()) for one in variant.tuned]
         found, best = plain, seconds(plain)
         for other in others:
             if (time := seconds(other)) < best:
@@ -133,19 +134,15 @@ class Group:
         for operation, usual in built.ways.items():
             fixed = found
             for way in (*variant.tuned, *([None] if operation in built.either else [])):
-                tried = fixed.choose(operation, way)
+                tried = replace(fixed, chosen=(*fixed.chosen, (operation, way)))
                 if way != usual and (time := seconds(tried)) < best:
                     found, best = tried, time
         return found
 
-    def collective(self, size: float) -> float:
-        """Seconds of a plain collective by itself, over blocks of so many bytes."""
-        if self.size == 1 or size <= 0:
-            return 0.0
-        return self.play(REFERENCE, lambda rank: rank.need(rank.collective("", size))).seconds
-
 
 @lru_cache(1 << 14)
 def collective_seconds(group: Group, size: float) -> float:
-    """:meth:`Group.collective`, played once."""
-    return group.collective(size)
+    """Seconds of a plain collective by itself, over blocks of so many bytes."""
+    if group.size == 1 or size <= 0:
+        return 0.0
+    return group.play(REFERENCE, lambda rank: rank.need(rank.collective("", size))).seconds

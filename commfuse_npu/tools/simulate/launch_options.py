@@ -14,9 +14,21 @@ from commfuse_npu.runtime.whole_file import whole_file
 from commfuse_npu.tools.model_config import ModelConfig
 from commfuse_npu.tools.simulate.recommend import Candidate
 from commfuse_npu.tools.simulate.step import Training
-from commfuse_npu.tools.simulate.variants import Variant
+from commfuse_npu.tools.simulate.variants import COC, COC_FUSED, MC2, MEGATRON, TURNS, Variant
 
-__all__ = ["check_target", "launching", "options", "planned", "write_plan"]
+__all__ = ["FORMS", "check_target", "launching", "options", "planned", "write_plan"]
+
+FORMS = {
+    MEGATRON: ("Megatron's own order", ""),
+    **{
+        one: (f"CoC in {one.way} slices", f"--use-ascend-coc --coc-parallel-num {one.way}")
+        for one in COC
+    },
+    COC_FUSED: ("CoC as a kernel", "--use-ascend-coc --coc-fused-kernel"),
+    MC2: ("MC2", "--use-ascend-mc2"),
+    TURNS: ("forward-backward overlap", "--commfuse-fb-overlap"),
+}
+"""What can be launched besides fused layers, and the flags for it."""
 
 _FIRST_LINE = "# Written by commfuse-npu plan"
 _DECIDED = ("--num-layers-per-virtual-pipeline-stage", "--recompute-", "--overlap-")
@@ -61,16 +73,10 @@ def _without_key(what: Training) -> Iterator[str]:
 def launching(variant: Variant, training: Training) -> Iterator[str]:
     """A way to run the layers as options of ``pretrain_gpt.py``; none for Megatron's own order."""
     schedule, layout = variant.schedule, training.layout
-    if variant.kind == "sliced":
-        yield from ("--use-ascend-coc", "--coc-parallel-num", str(variant.slices))
-    elif variant.kind == "kernel":
-        yield from ("--use-ascend-coc", "--coc-fused-kernel")
-    elif variant.kind == "mc2":
-        yield "--use-ascend-mc2"
-    elif variant.kind == "turns":
-        yield "--commfuse-fb-overlap"
-        if layout.pp > 1 and layout.vpp == 1:
-            yield "--commfuse-fb-overlap-memory"
+    _, flags = FORMS.get(variant, ("", ""))
+    yield from flags.split()
+    if variant == TURNS and layout.pp > 1 and layout.vpp == 1:
+        yield "--commfuse-fb-overlap-memory"
     if schedule is None:
         return
     yield "--use-commfuse"

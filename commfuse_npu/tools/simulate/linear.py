@@ -1,6 +1,8 @@
 """Tensor-parallel linear layers, in every variant, as launches of one rank.
 
 Fused they run the programs of :mod:`commfuse_npu.ops.linear`; the others are written down here.
+Without sequence parallelism every rank has all rows: nothing is gathered, and products are summed
+by an all-reduce, which is a reduce-scatter and an all-gather in one launch.
 
 Legend: a *block* is the part of one rank, ``rows`` rows of ``n * rows``; ``inputs`` and ``outputs``
 are the features of this rank's weight ``[outputs, inputs]``.
@@ -18,6 +20,7 @@ from commfuse_npu.plan.program import Compute
 from commfuse_npu.plan.rules import column_backward, gather_gemm, gemm_scatter
 from commfuse_npu.tools.simulate.mc2 import INNER, RANKS, tiling
 from commfuse_npu.tools.simulate.rank import Rank, Width, Work
+from commfuse_npu.tools.simulate.variants import Kind
 
 __all__ = ["column", "column_gradients", "gemm_work", "row", "row_gradients", "wgrad_seconds"]
 
@@ -61,7 +64,7 @@ def column_gradients(rank: Rank, name: str, rows: int, inputs: int, outputs: int
         yield from rank.begin(name, program, columns, works)
         return
     yield
-    waits = rank.collective(f"{name} re-gather", rows * inputs * ITEM_BYTES)
+    waits = _gathered(rank, f"{name} re-gather", rows * inputs)
     if rank.variant.kind == "plain":
         rank.need(waits)
 
@@ -111,7 +114,7 @@ def row_gradients(
 
 def _fused(rank: Rank, name: str) -> bool:
     rank.either.add(name)
-    return rank.size > 1 and isinstance(rank.way(name), Schedule)
+    return rank.size > 1 and rank.sequence_parallel and isinstance(rank.way(name), Schedule)
 
 
 # ------------------------------------------------------------------------ work of programs
@@ -161,13 +164,16 @@ _CORES = 20
 _ROUNDS = 4
 
 
-def _takes_kernel(rank: Rank, inner: int) -> bool:
-    return (
-        rank.variant.kind in ("mc2", "ideal")
-        and rank.size in RANKS
-        and rank.members_per_node == rank.size
-        and INNER[0] <= inner < INNER[1]
-    )
+def _form(rank: Rank, inner: int, *, kernel: bool = True) -> Kind:
+    """The variant's kind, or Megatron's order where it has no form for such a layer.
+
+    Args:
+        kernel: whether a fused kernel has one for the operation.
+    """
+    kind, one_node = rank.variant.kind, rank.members_per_node == rank.size
+    tiled = kernel and rank.size in RANKS and one_node and INNER[0] <= inner < INNER[1]
+    there = {"kernel": kernel, "mc2": tiled, "ideal": tiled}.get(kind, True)
+    return kind if kind == "plain" or (there and rank.sequence_parallel) else "megatron"
 
 
 def _measured_kernel(rank: Rank, name: str, gemm: float, size: float) -> None:
@@ -188,7 +194,9 @@ class _Mc2:
         self.ring = machine.inside.topology != "full_mesh"
         cut = tiling(kind, rows, inner, outer, rank.size, machine.cores or _CORES, ring=self.ring,
                      ordered=machine.ordered_sums > 0)  # fmt: skip
-        self.rows, self.slowed = cut.rows, machine.mc2_slowed(cut.slowed)
+        self.rows = cut.rows
+        # Times longer than beside other work: as its tiling takes it, or less.
+        self.slowed = 1 + machine.mc2_grows * (cut.slowed - 1)
         self.layout = machine.memory(2 * ITEM_BYTES * inner * outer)
 
     def transfer(self, name: str, size: float, launches: int, *, sums: bool) -> tuple[int, ...]:
@@ -200,14 +208,18 @@ class _Mc2:
         rank, size = self.rank, size * self.slowed
         if not self.ring or rank.size == 2:
             return rank.collective(name, size, launches=launches, sums=sums)
-        rounds = min(rank.size - 1, _ROUNDS)
-        return rank.around(name, size, launches=launches, rounds=rounds)
+        rounds, waits = min(rank.size - 1, _ROUNDS), tuple[int, ...]()
+        for _ in range(rounds):
+            part = size * (rank.size - 1) / rounds
+            waits = rank.pass_on(name, part, after=waits, launches=launches)
+            launches = 0
+        return waits
 
 
 def _slices(rank: Rank, operation: str, rows: int) -> list[int]:
     """Rows of a block in each slice; all of them where nothing is sliced."""
     slices = rank.way(operation)
-    if not isinstance(slices, int) or rank.size == 1:
+    if not isinstance(slices, int) or rank.size == 1 or not rank.sequence_parallel:
         return [rows]
     return [stop - start for start, stop in pairwise(split(rows, slices))]
 
@@ -219,14 +231,29 @@ def _reorder(rank: Rank, name: str, rows: int, columns: int) -> None:
     )
 
 
+def _gathered(rank: Rank, name: str, numbers: int) -> tuple[int, ...]:
+    """So many numbers of every rank; returns what to wait for."""
+    if not rank.sequence_parallel:
+        return ()
+    return rank.collective(name, numbers * ITEM_BYTES)
+
+
+def _summed(rank: Rank, name: str, numbers: int) -> tuple[int, ...]:
+    """For every rank so many numbers, or for all of them all; returns what to wait for."""
+    waits = rank.collective(f"{name} scatter", numbers * ITEM_BYTES, sums=True)
+    if rank.sequence_parallel:
+        return waits
+    return rank.collective(f"{name} gather", numbers * ITEM_BYTES, launches=0)
+
+
 def _gather_gemm(rank: Rank, name: str, rows: int, inner: int, outer: int) -> tuple[int, ...]:
     """Returns what to wait for until all rows are there."""
-    machine, n, kind = rank.machine, rank.size, rank.variant.kind
+    machine, n, form = rank.machine, rank.size, _form(rank, inner)
     whole, block = machine.gemm(rows * n, inner, outer), rows * inner * ITEM_BYTES
-    if kind == "kernel":
+    if form == "kernel":
         _measured_kernel(rank, name, whole, block)
         return ()
-    if _takes_kernel(rank, inner) and kind == "mc2":
+    if form == "mc2":
         # The own block first, then tiles of all others as they arrive; one start for all of it.
         kernel, arrivals = _Mc2(rank, "gather", rows, inner, outer), []
         for number, tile in enumerate(kernel.rows):
@@ -238,14 +265,14 @@ def _gather_gemm(rank: Rank, name: str, rows: int, inner: int, outer: int) -> tu
             seconds = machine.gemm((n - 1) * tile, inner, outer, start=False)
             rank.compute(name, seconds, waits, launches=0)
         return arrivals[-1]
-    if _takes_kernel(rank, inner):
+    if form == "ideal":
         waits = rank.collective(f"{name} gather", block, launches=0)
         last = whole / (_TILES * n)
         rank.compute(name, whole - last)
         rank.compute(f"{name} last tile", last, waits, launches=0)
         return waits
     slices = _slices(rank, name, rows)
-    arrivals = [rank.collective(f"{name} gather", part * inner * ITEM_BYTES) for part in slices]
+    arrivals = [_gathered(rank, f"{name} gather", part * inner) for part in slices]
     for part, waits in zip(slices, arrivals, strict=True):
         rank.compute(name, machine.gemm(part * n, inner, outer), waits)
     if len(slices) > 1:
@@ -270,12 +297,12 @@ def _gemm_scatter(
         behind: work that needs not the sums; it hides the end of the transfers, except in the
             ``plain`` variants, which wait first.
     """
-    machine, n, kind = rank.machine, rank.size, rank.variant.kind
+    machine, n, form = rank.machine, rank.size, _form(rank, inner, kernel=kernel)
     whole, block = machine.gemm(rows * n, inner, outer), rows * outer * ITEM_BYTES
     waits: tuple[int, ...] = ()
-    if kernel and kind == "kernel":
+    if form == "kernel":
         _measured_kernel(rank, name, whole, block)
-    elif kernel and _takes_kernel(rank, inner) and kind == "mc2":
+    elif form == "mc2":
         # A tile of all blocks after the other, each sent off.
         cut = _Mc2(rank, "scatter", rows, inner, outer)
         rank.compute(f"{name} layout of the weight", cut.layout)
@@ -283,7 +310,7 @@ def _gemm_scatter(
             seconds = machine.gemm(n * tile, inner, outer, start=not number)
             rank.compute(name, seconds, launches=0)
             waits = cut.transfer(f"{name} scatter", tile * outer * ITEM_BYTES, 0, sums=True)
-    elif kernel and _takes_kernel(rank, inner):
+    elif form == "ideal":
         first = whole / (_TILES * n)
         rank.compute(f"{name} first tile", first)
         rank.collective(f"{name} scatter", block * (1 - 1 / _TILES), launches=0, sums=True)
@@ -295,8 +322,8 @@ def _gemm_scatter(
             _reorder(rank, name, rows, inner)
         for part in slices:
             rank.compute(name, machine.gemm(part * n, inner, outer))
-            waits = rank.collective(f"{name} scatter", part * outer * ITEM_BYTES, sums=True)
-        if kind == "plain":
+            waits = _summed(rank, name, part * outer)
+        if form == "plain":
             rank.need(waits)
             waits = ()
     if behind is not None:

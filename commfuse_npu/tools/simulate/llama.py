@@ -12,7 +12,7 @@ FLOP of attention (causal, forward): ``2 * B * S^2 * H`` for all ranks, two prod
 the scores; the backward takes 2.5 times that (five products instead of two, as flash attention
 recomputes the scores).  Element-wise work costs its memory traffic.  Latent attention
 (:mod:`.latent`) and experts (:mod:`.experts`) take the places of qkv and of the feed-forward part;
-without sequence parallelism (:mod:`.whole_rows`) every rank has all rows.
+without sequence parallelism every rank has all rows.
 
 Launches are those of Megatron core 0.12.1 with the kernels that MindSpeed-LLM's launches ask for
 (RMS norm, rotary embedding, SwiGLU and attention in one each way, gradients added to ``main_grad``
@@ -23,19 +23,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from commfuse_npu.hardware.machine import ITEM_BYTES, Machine
 from commfuse_npu.plan.program import Compute
 from commfuse_npu.plan.rules import gather_use, produce_scatter
-from commfuse_npu.tools.simulate import linear, whole_rows
+from commfuse_npu.tools.simulate import linear
 from commfuse_npu.tools.simulate.experts import Experts
 from commfuse_npu.tools.simulate.latent import Latent
 from commfuse_npu.tools.simulate.linear import wgrad_seconds
 from commfuse_npu.tools.simulate.rank import Rank, Width, rest
 
 __all__ = ["BACKWARD_ATTENTION", "Attended", "LayerShape", "Queries", "backward", "forward",
-           "head_backward", "head_forward"]  # fmt: skip
+           "head_backward", "head_forward", "rows_of", "run_of"]  # fmt: skip
 
 BACKWARD_ATTENTION = 2.5
 """FLOP of attention's backward in those of its forward."""
@@ -65,7 +65,7 @@ class LayerShape:
         hidden, feed_forward, qkv, vocabulary: whole widths, over all tensor-parallel ranks.
         ranks: of the tensor-parallel group; it divides all of them.
         heads: width of all query heads; 0 where it is that of the hidden states.
-        sequence_parallel: whether a rank has a block of the rows outside of linear layers.
+        sequence_parallel: whether a rank has a block of the rows outside of linear linear.
         gated: whether the feed-forward part is gated (SwiGLU).
         causal: whether a query sees the keys before it only.
         latent, experts: in place of its queries, keys and values, and of the feed-forward part.
@@ -114,7 +114,7 @@ class LayerShape:
 
     @property
     def held(self) -> int:
-        """Rows that one rank has outside of linear layers."""
+        """Rows that one rank has outside of linear linear."""
         return self.block if self.sequence_parallel else self.rows
 
     @property
@@ -173,14 +173,15 @@ def forward(rank: Rank, shape: LayerShape, attention: Attended | None = None) ->
     Args:
         attention: by default that of the shape.
     """
-    n, block, held, layers = shape.ranks, shape.block, shape.held, _linear_layers(shape)
+    n, block, held = shape.ranks, shape.block, shape.held
     h, qkv = shape.hidden, shape.qkv // n
+    rank.sequence_parallel = shape.sequence_parallel
     _elementwise(rank, "norm", held, h, h)
     outside = attention is None or not attention.projects
     if shape.latent is not None:
         shape.latent.forward(rank, shape.rows, held, h)
     elif outside:
-        layers.column(rank, "qkv", block, h, qkv)
+        linear.column(rank, "qkv", block, h, qkv)
     _elementwise(rank, "rotary", shape.rows, qkv, qkv, launches=_ROTARY[0])
     attend = shape.attention(rank.machine)
     if rank.variant.attention and attention is None and n > 1:
@@ -188,39 +189,40 @@ def forward(rank: Rank, shape: LayerShape, attention: Attended | None = None) ->
     else:
         _attend(rank, "attention", attend(slice(0, shape.rows)), attention)
         if outside:
-            layers.row(rank, "proj", block, shape.inner, h)
+            linear.row(rank, "proj", block, shape.inner, h)
     _elementwise(rank, "residual, norm", held, h, h, h, h, launches=2)
     if shape.experts is not None:
         shape.experts.forward(rank, held, h)
     if width := shape.dense:
-        layers.column(rank, "fc1", block, h, shape.halves * width)
+        linear.column(rank, "fc1", block, h, shape.halves * width)
         _elementwise(rank, "activation", shape.rows, shape.halves * width, width)
-        layers.row(rank, "fc2", block, width, h)
+        linear.row(rank, "fc2", block, width, h)
     _elementwise(rank, "residual", held, h, h, h)
 
 
 def backward(rank: Rank, shape: LayerShape, attention: Attended | None = None) -> None:
     """Add a layer's backward; see :func:`forward`."""
-    n, block, held, layers = shape.ranks, shape.block, shape.held, _linear_layers(shape)
+    n, block, held = shape.ranks, shape.block, shape.held
     h, qkv = shape.hidden, shape.qkv // n
+    rank.sequence_parallel = shape.sequence_parallel
     if shape.experts is not None:
         shape.experts.backward(rank, held, h)
     if width := shape.dense:
         both = shape.halves * width
-        fc1 = layers.column_gradients(rank, "fc1 backward", block, h, both)
-        layers.row_gradients(rank, "fc2 backward", block, width, h, before=fc1)
+        fc1 = linear.column_gradients(rank, "fc1 backward", block, h, both)
+        linear.row_gradients(rank, "fc2 backward", block, width, h, before=fc1)
         _elementwise(rank, "activation backward", shape.rows, width, both, both)
         rest(fc1)
     _elementwise(rank, "norm backward", held, h, h, h, h, launches=_NORM + _ADDED)
     attend = shape.attention(rank.machine, BACKWARD_ATTENTION)
     outside = shape.latent is None and (attention is None or not attention.projects)
-    qkv_gradients = layers.column_gradients(rank, "qkv backward", block, h, qkv)
+    qkv_gradients = linear.column_gradients(rank, "qkv backward", block, h, qkv)
     if rank.variant.attention and attention is None and n > 1:
         _gather_attention(rank, shape, attend)
     else:
         if attention is None or not attention.projects:
             before = qkv_gradients if outside else None
-            layers.row_gradients(rank, "proj backward", block, shape.inner, h, before=before)
+            linear.row_gradients(rank, "proj backward", block, shape.inner, h, before=before)
         _attend(rank, "attention backward", attend(slice(0, shape.rows)), attention)
     _elementwise(rank, "rotary backward", shape.rows, qkv, qkv, launches=_ROTARY[1])
     if shape.latent is not None:
@@ -236,9 +238,15 @@ def _attend(rank: Rank, name: str, alone: float, attention: Attended | None) -> 
     rank.compute(name, of.seconds, launches=of.launches, events=of.events, posts=of.posts)
 
 
-def _linear_layers(shape: LayerShape) -> Any:
-    """The module whose functions are the tensor-parallel linear layers of a shape."""
-    return linear if shape.sequence_parallel or shape.ranks == 1 else whole_rows
+def run_of(one: Compute) -> slice:
+    """Its queries."""
+    assert one.run is not None
+    return one.run
+
+
+def rows_of(one: Compute) -> int:
+    """How many they are."""
+    return int(run_of(one).stop - run_of(one).start)
 
 
 def _attention_scatter(rank: Rank, shape: LayerShape, attend: Queries) -> None:
@@ -246,8 +254,7 @@ def _attention_scatter(rank: Rank, shape: LayerShape, attend: Queries) -> None:
     h, inner = shape.hidden, shape.inner
 
     def make(one: Compute, _: Width) -> float:
-        assert one.run is not None
-        return attend(one.run) + rank.machine.gemm(one.run.stop - one.run.start, inner, h)
+        return attend(run_of(one)) + rank.machine.gemm(rows_of(one), inner, h)
 
     name = "attention and proj"
     program = produce_scatter(rank.place(name, causal=True), shape.block, h)
@@ -260,9 +267,8 @@ def _gather_attention(rank: Rank, shape: LayerShape, attend: Queries) -> None:
     whole = rank.variant.wgrad == "whole"
 
     def use(one: Compute, _: Width) -> float:
-        assert one.run is not None
-        rows = one.run.stop - one.run.start
-        seconds = rank.machine.gemm(rows, h, inner) + attend(one.run)
+        rows = rows_of(one)
+        seconds = rank.machine.gemm(rows, h, inner) + attend(run_of(one))
         return seconds if whole else seconds + wgrad_seconds(rank, rows, inner, h, shape.rows)
 
     def wgrad(one: Compute, _: Width) -> float:
@@ -280,15 +286,16 @@ def head_forward(rank: Rank, shape: LayerShape) -> None:
     quotient), its backward 14 (times the gradient; to bf16): read in Megatron core 0.12.1.
     """
     v = shape.vocabulary // shape.ranks
+    rank.sequence_parallel = shape.sequence_parallel
     _elementwise(rank, "norm", shape.held, shape.hidden, shape.hidden)
-    _linear_layers(shape).column(rank, "output", shape.block, shape.hidden, v)
+    linear.column(rank, "output", shape.block, shape.hidden, v)
     _elementwise(rank, "loss", shape.rows, 19 * v, launches=_LOSS[0])
 
 
 def head_backward(rank: Rank, shape: LayerShape) -> None:
     """Add their backward."""
     v = shape.vocabulary // shape.ranks
+    rank.sequence_parallel = shape.sequence_parallel
     _elementwise(rank, "loss backward", shape.rows, 7 * v, launches=_LOSS[1])
-    layers = _linear_layers(shape)
-    rest(layers.column_gradients(rank, "output backward", shape.block, shape.hidden, v))
+    rest(linear.column_gradients(rank, "output backward", shape.block, shape.hidden, v))
     _elementwise(rank, "norm backward", shape.held, *[shape.hidden] * 4)

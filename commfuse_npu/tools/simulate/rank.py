@@ -86,6 +86,7 @@ class Rank:
         ran: the programs, by operation.
         ways: how operations were run, by name.
         either: the operations that can be run by collectives as well.
+        sequence_parallel: whether it has a block of the rows outside of linear layers, else all.
     """
 
     def __init__(
@@ -103,6 +104,7 @@ class Rank:
         self.ran: dict[str, Ran] = {}
         self.ways: dict[str, Way] = {}
         self.either: set[str] = set()
+        self.sequence_parallel = True
         self._prefix, self._prefixes = prefix, 0
         self._last: dict[str, int] = {}
         self._pending: dict[bool, set[int]] = {False: set(), True: set()}
@@ -199,15 +201,6 @@ class Rank:
         host = launches, 0, EVENTS * launches
         return self._exchange(name, _COLLECTIVE, sends, receives, (), *host)[:1]
 
-    def around(self, name: str, size: float, *, launches: int, rounds: int) -> tuple[int, ...]:
-        """The same in so many rounds of a ring."""
-        waits: tuple[int, ...] = ()
-        for _ in range(rounds):
-            part = size * (self.size - 1) / rounds
-            waits = self.pass_on(name, part, after=waits, launches=launches)
-            launches = 0
-        return waits
-
     def pass_on(
         self, name: str, size: float, *, after: Iterable[int] = (), launches: int = 1
     ) -> tuple[int, ...]:
@@ -231,7 +224,8 @@ class Rank:
 
     def way(self, operation: str) -> Way:
         """How an operation is run."""
-        return self.ways.setdefault(operation, self.variant.way(operation))
+        usual = dict(self.variant.chosen).get(operation, self.variant.way)
+        return self.ways.setdefault(operation, usual)
 
     def place(self, operation: str, *, causal: bool = False) -> Place:
         """For whom a program is compiled.

@@ -12,13 +12,13 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from operator import attrgetter
 from typing import NamedTuple
 
 from commfuse_npu.config_file import ConfigError, config_names, find_config
 from commfuse_npu.hardware.description import Hardware
-from commfuse_npu.hardware.machine import covering_outputs
+from commfuse_npu.hardware.machine import Machine, covering_outputs
 from commfuse_npu.plan import Schedule, usual_shape
 from commfuse_npu.tools.model_config import ModelConfig
 from commfuse_npu.tools.simulate.footprint import Footprint, footprint, limit
@@ -30,7 +30,6 @@ from commfuse_npu.tools.simulate.sweep import (
     CORNERS,
     Options,
     Range,
-    best_lanes,
     fused_group,
     training,
 )
@@ -105,8 +104,7 @@ class Recommendation:
             launched, shortest first.
         bound: that of ideal kernels, which nobody can launch; ``None`` without any.
         refused: how many layouts do not fit, by reason.
-        ratio: communication / computation of a layer of the best layout, plain collectives.
-        steps: seconds on the five machines, of what :meth:`beats` compares.
+        machines: the five.
     """
 
     fitting: int
@@ -115,8 +113,7 @@ class Recommendation:
     rivals: tuple[Candidate, ...]
     bound: Candidate | None
     refused: dict[str, int]
-    ratio: Range
-    steps: dict[Candidate, tuple[float, ...]]
+    machines: tuple[Machine, ...]
 
     @property
     def best(self) -> Candidate:
@@ -138,6 +135,22 @@ class Recommendation:
     def fused(self) -> Candidate | None:
         """The best candidate that has something to fuse."""
         return next((one for one in self.ranked if one.variant.ours), None)
+
+    @cached_property
+    def steps(self) -> dict[Candidate, tuple[float, ...]]:
+        """Seconds on the five machines, of what :meth:`beats` compares."""
+        compared = {self.best, self.other, self.runner_up, self.fused}
+        return {
+            one: tuple(Step(on, one.training).time(one.variant).seconds for on in self.machines)
+            for one in compared
+            if one is not None
+        }
+
+    @cached_property
+    def ratio(self) -> Range:
+        """Communication / computation of a layer of the best layout, plain collectives."""
+        steps = [Step(machine, self.best.training) for machine in self.machines]
+        return Range.of([s.time(REFERENCE).layer / s.time(COMPUTE_ONLY).layer - 1 for s in steps])
 
     def beats(self, candidate: Candidate) -> int:
         """On how many of the five machines the best candidate's step is shorter."""
@@ -228,26 +241,15 @@ def recommend(
     for one in sorted(others, key=_seconds):
         by_form.setdefault(one.variant.kind, one)
     bound = by_form.pop(IDEAL.kind, None)
-    result = Recommendation(
+    return Recommendation(
         len(best_of),
         tuple(ranked),
         tuple(sorted(found[ranked[0].training.layout], key=_seconds)),
         tuple(by_form.values()),
         bound,
         counts,
-        Range(0.0, 0.0, 0.0),
-        {},
+        tuple(hardware.machine(*corner) for corner in CORNERS),
     )
-    on_all = [hardware.machine(*corner) for corner in CORNERS]
-    compared = {result.best, result.other, result.runner_up, result.fused} - {None}
-    steps = {
-        one: tuple(Step(machine, one.training).time(one.variant).seconds for machine in on_all)
-        for one in compared
-        if one is not None
-    }
-    of_best = [Step(machine, result.best.training) for machine in on_all]
-    ratios = [step.time(REFERENCE).layer / step.time(COMPUTE_ONLY).layer - 1 for step in of_best]
-    return replace(result, steps=steps, ratio=Range.of(ratios))
 
 
 def _check_npus(hardware: Hardware, npus: int, fixed: Fixed) -> None:
@@ -322,22 +324,22 @@ def _fused(hardware: Hardware, what: Training, other_rounding: bool) -> list[Var
     group = fused_group(hardware, layout, what.fuse_ulysses)
     if group.size == 1:
         return [REFERENCE]
-    size, base = group.size, group.direct
-    best = best_lanes(hardware, size)
-    shapes = [(base, lanes) for lanes in sorted({1, min(2, size - 1), best})]
-    if layout.cp == 1 and usual_shape(size) != base.shape == "shifted":
-        shapes = [(Schedule("collective"), 1), (base, best)]
+    base, shapes = group.direct, [group.direct]
+    if base.shape == "two_level":
+        shapes.insert(0, replace(base, lanes=1))
+    elif layout.cp == 1 and usual_shape(group.size) == "collective":
+        shapes.insert(0, Schedule("collective", 1))
     wgrads: tuple[Wgrad, ...] = ("whole", "blocks") if other_rounding else ("whole",)
     ours = partial(fused, collectives_from=covering_outputs(hardware.machine(), layout.tp))
     found = [
-        ours(shape, lanes, chunks, taper=taper, wgrad=wgrad)
-        for shape, lanes in shapes
+        ours(replace(shape, chunks=chunks, taper=taper), wgrad=wgrad)
+        for shape in shapes
         for chunks, taper in (*((chunks, 1.0) for chunks in _CHUNKS), (4, 2.0))
         for wgrad in wgrads
     ]
     if layout.cp == 1 and layout.tp > 1:  # else attention has transfers of its own
         found += [
-            ours(base, best, chunks, attention=True, wgrad=wgrad)
+            ours(replace(base, chunks=chunks), attention=True, wgrad=wgrad)
             for chunks in (1, 2, 4)
             for wgrad in wgrads
         ]

@@ -80,14 +80,6 @@ class _Cost(NamedTuple):
     busy: float
     launched: tuple[tuple[int, int, int], ...]
 
-    @classmethod
-    def of(cls, played: Played) -> _Cost:
-        launched = (
-            (sum(x.launches for x in rank), sum(x.posts for x in rank), sum(x.events for x in rank))
-            for rank in played.launches
-        )
-        return cls(played.timeline.seconds, played.busy, tuple(launched))
-
     def host(self, machine: Machine) -> float:
         """Seconds of the busiest rank's host."""
         return max(machine.host(*counts) for counts in self.launched)
@@ -142,7 +134,12 @@ def _cost(
     again: bool,
     rough: bool,
 ) -> _Cost:
-    return _Cost.of(_play(machine, shape, variant, part, attended, again=again, rough=rough))
+    played = _play(machine, shape, variant, part, attended, again=again, rough=rough)
+    launched = (
+        (sum(x.launches for x in rank), sum(x.posts for x in rank), sum(x.events for x in rank))
+        for rank in played.launches
+    )
+    return _Cost(played.timeline.seconds, played.busy, tuple(launched))
 
 
 @dataclass(frozen=True)

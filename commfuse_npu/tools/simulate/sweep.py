@@ -24,8 +24,8 @@ from commfuse_npu.tools.simulate.step import Layout, Recompute, Step, Training
 from commfuse_npu.tools.simulate.variants import COMPUTE_ONLY, REFERENCE, Variant, variants
 from commfuse_npu.tools.terminal import tell
 
-__all__ = ["CORNERS", "Layout", "Options", "Outcome", "Point", "Range", "best_lanes",
-           "fused_group", "of_hardware", "sweep", "training"]  # fmt: skip
+__all__ = ["CORNERS", "Layout", "Options", "Outcome", "Point", "Range", "fused_group",
+           "of_hardware", "sweep", "training"]  # fmt: skip
 
 CORNERS: tuple[tuple[Choice, Choice], ...] = (
     ("typical", "typical"),
@@ -165,11 +165,6 @@ def training(model: ModelConfig, layout: Layout, sequence: int, options: Options
     return found
 
 
-def best_lanes(hardware: Hardware, size: int) -> int:
-    """All peers at once, as far as the default goes: what is together goes into one GEMM."""
-    return Group(hardware.machine(), size).direct.lanes_for(size)
-
-
 def fused_group(hardware: Hardware, layout: Layout, fuse_ulysses: bool) -> Group:
     """The group that schedules are made for.
 
@@ -188,7 +183,7 @@ def of_hardware(hardware: Hardware, layout: Layout, options: Options) -> list[Va
     """
     group = fused_group(hardware, layout, options.ulysses == "fused")
     size = group.size
-    wanted = max(1, min(options.lanes or best_lanes(hardware, size), size - 1))
+    wanted = max(1, min(options.lanes or group.direct.lanes_for(size), size - 1))
     least = covering_outputs(hardware.machine(), layout.tp)
     found = variants(size, group.members_per_node, wanted, options.chunks, least)
     names, chosen = [variant.name for variant in found], {REFERENCE.name}

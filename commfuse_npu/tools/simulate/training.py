@@ -125,23 +125,19 @@ class Training:
         return self.model.global_batch_size // (self.model.micro_batch_size * self.layout.dp)
 
     @property
-    def ulysses(self) -> bool:
-        """Whether context parallelism exchanges heads instead of passing keys around."""
-        return self.model.context_parallel_algo == "ulysses_cp_algo"
-
-    @property
     def context(self) -> ContextParallel | None:
         model = self.model
         if model.context_parallel_size == 1:
             return None
         head = self.head or model.hidden_size // model.num_attention_heads
+        ulysses = model.context_parallel_algo == "ulysses_cp_algo"
         return ContextParallel(
             self.shape,
             model.context_parallel_size,
             head * model.num_query_groups,
             model.num_query_groups,
-            self.ulysses,
-            self.ulysses and self.fuse_ulysses,
+            ulysses,
+            ulysses and self.fuse_ulysses,
         )
 
     @property

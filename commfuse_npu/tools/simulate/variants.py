@@ -54,8 +54,8 @@ from commfuse_npu.plan.rules import Wgrad
 from commfuse_npu.tools.simulate.mc2 import RANKS
 
 __all__ = ["CATCCOS", "COC", "COC_FUSED", "COC_TUNED", "COMPUTE_ONLY", "IDEAL", "MC2", "MEGATRON",
-           "REFERENCE", "TURNS", "Role", "Sums", "Variant", "Way", "Wgrad", "direct", "fused",
-           "variants"]  # fmt: skip
+           "REFERENCE", "TURNS", "Kind", "Role", "Sums", "Variant", "Way", "Wgrad", "direct",
+           "fused", "variants"]  # fmt: skip
 
 Kind = Literal["compute", "plain", "megatron", "sliced", "kernel", "mc2", "ideal", "fused", "turns"]
 
@@ -76,27 +76,29 @@ class Variant:
     """One way to run a layer.
 
     Attributes:
-        slices: for ``sliced``.
-        schedule: for ``fused``.
+        way: of all operations that ``chosen`` does not name.
         attention: for ``fused``, whether attention is part of the operation.
         wgrad: for ``fused``, how weight gradients are made.
         sums: for ``fused``, how partial sums are added.
         collectives_from: for ``fused``, from how many outputs per rank the backward of
             column-parallel layers runs by collectives in Megatron's order.
         tuned: for ``fused`` and ``sliced``, the ways of which each operation takes its fastest.
-        chosen: the ways of operations, by name, where they differ from the others'.
+        chosen: the ways of operations by name.
     """
 
     name: str
     kind: Kind
-    slices: int = 1
-    schedule: Schedule | None = None
+    way: Way = None
     attention: bool = False
     wgrad: Wgrad = "whole"
     sums: Sums = "ordered"
     collectives_from: int | None = None
     tuned: tuple[Way, ...] = ()
     chosen: tuple[tuple[str, Way], ...] = ()
+
+    @property
+    def schedule(self) -> Schedule | None:
+        return self.way if isinstance(self.way, Schedule) else None
 
     @property
     def role(self) -> Role:
@@ -122,30 +124,12 @@ class Variant:
         found += ["partial sums are rounded once"] if self.sums == "once" else []
         return ", ".join(found)
 
-    def way(self, operation: str) -> Way:
-        """That of one operation."""
-        usual = self.slices if self.kind == "sliced" else self.schedule
-        return dict(self.chosen).get(operation, usual)
-
-    def choose(self, operation: str, way: Way) -> Variant:
-        """With another way for one operation."""
-        chosen = {**dict(self.chosen), operation: way}
-        return replace(self, chosen=tuple(chosen.items()))
-
-    def with_way(self, way: Way) -> Variant:
-        """With this way for all operations."""
-        if self.kind == "sliced":
-            assert isinstance(way, int)
-            return replace(self, slices=way, tuned=())
-        assert isinstance(way, Schedule)
-        return replace(self, schedule=way, tuned=())
-
 
 COMPUTE_ONLY = Variant("compute", "compute")
 REFERENCE = Variant("plain-mesh", "plain")
 MEGATRON = Variant("megatron", "megatron")
-COC = tuple(Variant(f"coc-{k}", "sliced", slices=k) for k in _SLICES)
-COC_TUNED = Variant("coc-tuned", "sliced", slices=_SLICES[0], tuned=_SLICES)
+COC = tuple(Variant(f"coc-{k}", "sliced", k) for k in _SLICES)
+COC_TUNED = Variant("coc-tuned", "sliced", _SLICES[0], tuned=_SLICES)
 COC_FUSED = Variant("coc-fused", "kernel")
 CATCCOS = Variant("catccos", "kernel")
 MC2 = Variant("mc2", "mc2")
@@ -161,11 +145,9 @@ def direct(size: int, members_per_node: int) -> Schedule:
 
 
 def fused(
-    base: Schedule,
-    lanes: int,
-    chunks: int | tuple[int, ...],
+    schedule: Schedule,
     *,
-    taper: float = 1.0,
+    tuned: tuple[int, ...] = (),
     attention: bool = False,
     wgrad: Wgrad = "whole",
     sums: Sums = "ordered",
@@ -174,29 +156,18 @@ def fused(
     """This project's ops.
 
     Args:
-        base: the schedule apart from lanes, chunks and taper; see :func:`direct`.
-        lanes: 1 for collectives.
-        chunks: of several numbers, in batches or collectives, each operation takes its fastest.
+        schedule: with its lanes.
+        tuned: of so many chunks, in batches or collectives, each operation takes its fastest.
     """
-    several = chunks if isinstance(chunks, tuple) else (chunks,)
-    schedules = tuple(replace(base, lanes=lanes, chunks=one, taper=taper) for one in several)
-    tuned = schedules if isinstance(chunks, tuple) else ()
-    if tuned and lanes > 1 and base.shape == "shifted":
-        tuned += tuple(replace(one, shape="collective", lanes=1) for one in schedules)
-    how = "collective" if base.shape == "collective" else f"l{lanes}"
-    name = f"commfuse-{'tuned' if tuned else f'c{chunks}'}-{how}"
-    name += (f"-t{taper:g}" if taper != 1 else "") + ("-attention" if attention else "")
-    name += ("-wgrad" if wgrad == "blocks" else "") + ("-once" if sums == "once" else "")
-    return Variant(
-        name,
-        "fused",
-        schedule=schedules[0],
-        attention=attention,
-        wgrad=wgrad,
-        sums=sums,
-        collectives_from=collectives_from,
-        tuned=tuned,
-    )
+    ways = tuple(replace(schedule, chunks=one) for one in tuned)
+    if (schedule.lanes or 1) > 1 and schedule.shape == "shifted":
+        ways += tuple(replace(one, shape="collective", lanes=1) for one in ways)
+    how = "collective" if schedule.shape == "collective" else f"l{schedule.lanes}"
+    name = f"commfuse-{'tuned' if tuned else f'c{schedule.chunks}'}-{how}"
+    name += f"-t{schedule.taper:g}" * (schedule.taper != 1) + "-attention" * attention
+    name += "-wgrad" * (wgrad == "blocks") + "-once" * (sums == "once")
+    way = ways[0] if ways else schedule
+    return Variant(name, "fused", way, attention, wgrad, sums, collectives_from, ways)
 
 
 def variants(
@@ -212,10 +183,10 @@ def variants(
         lanes: for CommFuse, what suits the links; 2 lanes and 1 chunk are there besides.
         collectives_from: for CommFuse.
     """
-    base = direct(size, members_per_node)
-    ours = partial(fused, base, collectives_from=collectives_from)
-    together = partial(fused, Schedule("collective"), 1, collectives_from=collectives_from)
-    most = chunks[-1]
+    base = replace(direct(size, members_per_node), lanes=lanes)
+    most = replace(base, chunks=chunks[-1])
+    ours = partial(fused, collectives_from=collectives_from)
+    together = chunks if usual_shape(size) != base.shape == "shifted" else ()
     found = [
         REFERENCE,
         MEGATRON,
@@ -224,15 +195,15 @@ def variants(
         *([COC_FUSED, CATCCOS] if size == members_per_node == 8 else []),
         *([MC2] if size == members_per_node and size in RANKS else []),
         IDEAL,
-        ours(min(2, max(1, size - 1)), 1),
-        *(ours(lanes, k) for k in chunks),
-        *(together(k) for k in chunks if usual_shape(size) != base.shape == "shifted"),
-        fused(base, lanes, chunks),
-        fused(base, lanes, chunks, wgrad="blocks", sums="once"),
-        ours(lanes, 6, taper=1.5),
-        ours(lanes, most, wgrad="blocks"),
-        ours(lanes, most, attention=True),
-        ours(lanes, most, attention=True, wgrad="blocks"),
+        ours(replace(base, lanes=min(2, max(1, size - 1)))),
+        *(ours(replace(base, chunks=k)) for k in chunks),
+        *(ours(Schedule("collective", 1, k)) for k in together),
+        fused(base, tuned=chunks),
+        fused(base, tuned=chunks, wgrad="blocks", sums="once"),
+        ours(replace(base, chunks=6, taper=1.5)),
+        ours(most, wgrad="blocks"),
+        ours(most, attention=True),
+        ours(most, attention=True, wgrad="blocks"),
         TURNS,
     ]
     return list({variant.name: variant for variant in found}.values())

@@ -48,13 +48,6 @@ def test_the_fastest_form_that_can_be_launched_is_named(
     assert {"--use-ascend-coc", "--use-ascend-mc2"} < set(forms)
 
 
-def test_forwards_without_a_partner_take_megatrons_time(plan: Plan) -> None:
-    forms = [by_flags(plan(f"{TP} --bf16 --global-batch-size {n}")) for n in (64, 16, 8)]
-    # DP 2: 32, 8 and 4 micro-batches, of which all but one are paired.
-    gains = [one[""]["seconds"] - one["--commfuse-fb-overlap"]["seconds"] for one in forms]
-    assert (gains[0] / 31, gains[1] / 7) == pytest.approx([gains[2] / 3] * 2)
-
-
 def test_layouts_of_experts_are_compared(plan: Plan, capsys: pytest.CaptureFixture[str]) -> None:
     width = "--moe-ffn-hidden-size 1536 --moe-token-dispatcher-type alltoall"
     found = plan(f"{TP} {MANY} {EXPERTS} --expert-model-parallel-size 2 {width}")
@@ -93,14 +86,6 @@ def test_what_is_not_simulated_or_refused_is_said(
     found = plan(options)
     assert found["verdict"].startswith(verdict)
     assert reason in found["not_simulated"]
-
-
-def test_a_recomputed_forward_counts_twice_and_hides_nothing_more(plan: Plan) -> None:
-    again = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
-    once, twice = (by_flags(plan(f"{TP} {MANY} {more}")) for more in ("", again))
-    longer = [twice[flag]["seconds"] - once[flag]["seconds"] for flag in once]
-    assert min(longer) > 0
-    assert longer[1] == pytest.approx(longer[0], rel=0.3)
 
 
 def test_a_refused_form_is_not_recommended(plan: Plan) -> None:

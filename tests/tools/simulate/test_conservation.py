@@ -15,12 +15,12 @@ from commfuse_npu.hardware.machine import Level
 from commfuse_npu.plan import Schedule
 from commfuse_npu.tools.simulate import llama
 from commfuse_npu.tools.simulate.engine import Moved, SimulationError, Timeline, simulate
-from commfuse_npu.tools.simulate.group import Group, Played
+from commfuse_npu.tools.simulate.group import Group, Played, collective_seconds
 from commfuse_npu.tools.simulate.linear import column
 from commfuse_npu.tools.simulate.links import Links
 from commfuse_npu.tools.simulate.llama import LayerShape
 from commfuse_npu.tools.simulate.rank import Rank
-from commfuse_npu.tools.simulate.variants import COMPUTE_ONLY, Variant, variants
+from commfuse_npu.tools.simulate.variants import Variant, variants
 from tests.tools.simulate.machines import ideal
 from tests.tools.simulate.timeline_checks import problems, sent, work
 
@@ -95,10 +95,6 @@ def test_bytes_are_the_lower_bound_of_the_collectives(size: int) -> None:
             assert moved == pytest.approx(size * collectives * (size - 1) * block), variant.name
 
 
-def test_nobody_transfers_without_communication() -> None:
-    assert played(4, COMPUTE_ONLY, "backward", "full_mesh", True).timeline.moved == ()
-
-
 def test_all_variants_do_the_same_gemms() -> None:
     """With GEMMs linear in their rows and free memory, splitting changes no work."""
     group = Group(replace(MACHINE, half_rows=0.0, hbm_bandwidth=1e30), 4)
@@ -114,7 +110,7 @@ def test_all_variants_do_the_same_gemms() -> None:
 
 
 def two_ranks() -> tuple[list, Links]:
-    variant = Variant("fused", "fused", schedule=Schedule(lanes=1, chunks=2))
+    variant = Variant("fused", "fused", Schedule(lanes=1, chunks=2))
     launches = []
     for number in range(2):
         rank = Rank(MACHINE, number, 2, 2, variant)
@@ -136,7 +132,7 @@ def test_the_events_of_a_collective_grow_with_its_transfers(monkeypatch) -> None
     found = []
     for size in (65, 513):
         pushed.clear()
-        assert Group(machine, size).collective(1.0) == pytest.approx(size - 1)
+        assert collective_seconds(Group(machine, size), 1.0) == pytest.approx(size - 1)
         found.append(len(pushed) / (size - 1))
     assert found[1] <= found[0] <= 4
 

@@ -15,8 +15,8 @@ from commfuse_npu.plan import Schedule, least_rows, usual_chunks, usual_shape
 from commfuse_npu.plan.defaults import POST_SECONDS
 from commfuse_npu.tools.model_config import ModelConfig
 from commfuse_npu.tools.simulate.step import Layout, Step
-from commfuse_npu.tools.simulate.sweep import Options, best_lanes, training
-from commfuse_npu.tools.simulate.variants import Variant, fused
+from commfuse_npu.tools.simulate.sweep import Options, training
+from commfuse_npu.tools.simulate.variants import MEGATRON, fused
 
 MACHINES = ("ascend_910b_server", "ascend_910c_supernode")
 MODELS = ("llama2_7b", "llama3_8b", "llama3_70b")
@@ -32,12 +32,10 @@ def compared(machine: str, model: str, tp: int, rows: int, launch: float) -> flo
     described = ModelConfig.load(find_config(model))
     figures = hardware.machine()
     step = Step(figures, training(described, Layout(tp, 1, 1, 1), rows * tp, options))
-    chunks = usual_chunks(tp, rows, described.hidden_size, post)
-    least = covering_outputs(figures, tp)
-    lanes = 1 if usual_shape(tp) == "collective" else best_lanes(hardware, tp)
-    ours = fused(Schedule(usual_shape(tp)), lanes, chunks, collectives_from=least)
-    megatron = Variant("megatron", "megatron")
-    return step.layer_time(ours).seconds / step.layer_time(megatron).seconds
+    shape, chunks = usual_shape(tp), usual_chunks(tp, rows, described.hidden_size, post)
+    lanes, least = Schedule(shape).lanes_for(tp), covering_outputs(figures, tp)
+    ours = fused(Schedule(shape, lanes, chunks), collectives_from=least)
+    return step.layer_time(ours).seconds / step.layer_time(MEGATRON).seconds
 
 
 @pytest.mark.parametrize("machine", MACHINES)

@@ -15,6 +15,7 @@ import pytest
 from commfuse_npu.config_file import find_config
 from commfuse_npu.hardware.description import Figure, Hardware
 from commfuse_npu.hardware.machine import Machine
+from commfuse_npu.plan import Schedule
 from commfuse_npu.tools import cli
 from commfuse_npu.tools.model_config import ModelConfig
 from commfuse_npu.tools.plan.launch import ask_about
@@ -35,7 +36,7 @@ from commfuse_npu.tools.simulate.recommend import (
 from commfuse_npu.tools.simulate.recommendation_report import as_json, reasons, report
 from commfuse_npu.tools.simulate.step import Layout, Step, StepTime, Training
 from commfuse_npu.tools.simulate.sweep import Options, training
-from commfuse_npu.tools.simulate.variants import Variant, direct, fused
+from commfuse_npu.tools.simulate.variants import Variant, fused
 from tests.launchers.launching import dry_run
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -165,27 +166,22 @@ def test_pipelines_are_interleaved_where_that_is_faster() -> None:
     assert odd.best.training.layout == Layout(1, 1, 1, 2)
 
 
-@pytest.mark.long
-def test_memory_decides_on_recomputation_and_on_lanes() -> None:
+def test_memory_decides_on_recomputation() -> None:
     model = replace(LLAMA3_8B, global_batch_size=2, num_layers=4)
 
-    def fitting(gib: float, **fixed: object) -> tuple[str, set[int]]:
+    def fitting(gib: float, **fixed: object) -> str:
         size = gib * 2.0**30
         figures = {**SERVER.figures, "npu.hbm_bytes": Figure(size, size, size, "assumed")}
         chosen = Fixed(tp=4, cp=1, pp=1, **fixed)
         found = recommend(model, replace(SERVER, figures=figures), 4, fixed=chosen)
         again = "--recompute-granularity" in options(model, found.best)
         assert again == found.best.training.again
-        lanes = {one.variant.schedule.lanes for one in found.schedules if one.variant.schedule}
-        return found.best.training.recompute, lanes
+        return found.best.training.recompute
 
-    # All three lanes would need more than there is; two fit without recomputation.
-    assert fitting(17.75, recompute="none") == ("none", {1, 2})
-    recompute, lanes = fitting(17.2)
-    assert recompute == "full"
-    assert 3 in lanes
+    assert fitting(16.6) == "none"
+    assert fitting(15.0) == "full"
     with pytest.raises(NoLayoutError, match="1 x more memory than an NPU has"):
-        fitting(17.2, recompute="none")
+        fitting(15.0, recompute="none")
 
 
 def test_groups_that_do_not_lie_evenly_on_nodes_are_left_out() -> None:
@@ -232,7 +228,7 @@ def test_nothing_fits() -> None:
 
 def candidate(layout: Layout, variant: Variant | None = None) -> Candidate:
     """A layout of Llama 3 70B, as if it had been found."""
-    chosen = variant or fused(direct(layout.tp, layout.tp), 2, 4)
+    chosen = variant or fused(Schedule(lanes=2, chunks=4))
     what = training(LLAMA3_70B, layout, LLAMA3_70B.seq_length, Options())
     return Candidate(what, chosen, 1.0, footprint(what, chosen, CLUSTER))
 

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from commfuse_npu.hardware.machine import ITEM_BYTES, Machine
 from commfuse_npu.plan import Schedule
-from commfuse_npu.tools.simulate.context_parallel import Ulysses
+from commfuse_npu.tools.simulate.context_parallel import ContextParallel
 from commfuse_npu.tools.simulate.group import Group, Played
 from commfuse_npu.tools.simulate.llama import LayerShape
-from commfuse_npu.tools.simulate.variants import COMPUTE_ONLY, Variant
+from commfuse_npu.tools.simulate.variants import COMPUTE_ONLY, REFERENCE, Variant
 from tests.tools.simulate.machines import ideal
 from tests.tools.simulate.timeline_checks import problems, sent, work
 
@@ -29,11 +29,18 @@ def shape(ranks: int, tp: int = 1, block: int = 120) -> LayerShape:
     )  # fmt: skip
 
 
-def play(machine: Machine, ulysses: Ulysses, ranks: int, part: str = "forward") -> Played:
-    schedule = ulysses.fused
-    variant = Variant("ulysses", "fused" if schedule else "plain", schedule=schedule)
-    build = ulysses.forward if part == "forward" else ulysses.backward
-    return Group(machine, ranks).play(variant, build, whole=True)
+def play(
+    machine: Machine,
+    what: LayerShape,
+    ranks: int,
+    schedule: Schedule | None = None,
+    part: str = "forward",
+    key_value: int = 0,
+    groups: int = 64,
+) -> Played:
+    variant = Variant("ulysses", "fused", schedule) if schedule else REFERENCE
+    context = ContextParallel(what, ranks, key_value, groups, True, True)
+    return Group(machine, ranks).play(variant, getattr(context, part), whole=True)
 
 
 @settings(max_examples=30, deadline=None)
@@ -44,11 +51,11 @@ def test_two_ranks_without_attention_take_the_closed_form(speed: float) -> None:
     qkv = machine.gemm(120, H, QKV)
     out = machine.gemm(120, H, H)
     there, back = (120 * width / 2 * ITEM_BYTES for width in (QKV, H))
-    fused = play(machine, Ulysses(what, Schedule("shifted", 1, 1)), 2).seconds
+    fused = play(machine, what, 2, Schedule("shifted", 1, 1)).seconds
     # The heads of the other are projected first, the own part of the output is used first.
     expected = max(qkv, qkv / 2 + there) + max(out / 2, back) + out / 2
     assert fused == pytest.approx(expected)
-    plain = play(machine, Ulysses(what, None), 2).seconds
+    plain = play(machine, what, 2).seconds
     # Without fusion the projections are not part of it.
     assert plain == pytest.approx(there + back)
 
@@ -62,7 +69,7 @@ def test_the_same_bytes_move_and_nothing_is_busy_twice(
 ) -> None:
     machine, what = replace(ideal(), cube_flops=50.0), shape(ranks, tp)
     fused, plain = (
-        play(machine, Ulysses(what, schedule), ranks, part)
+        play(machine, what, ranks, schedule, part)
         for schedule in (Schedule("shifted", ranks - 1, chunks), None)
     )
     for one in (fused, plain):
@@ -75,14 +82,14 @@ def test_the_same_bytes_move_and_nothing_is_busy_twice(
 @pytest.mark.parametrize("part", ["forward", "backward"])
 def test_work_does_not_depend_on_how_it_is_cut(part: str) -> None:
     machine, what = ideal(), shape(4)
-    build = "forward" if part == "forward" else "backward"
     works = {
-        chunks: work(play(machine, Ulysses(what, Schedule("shifted", 3, chunks)), 4, build))
+        chunks: work(play(machine, what, 4, Schedule("shifted", 3, chunks), part))
         for chunks in (1, 2, 4)
     }
     assert works[2] == pytest.approx(works[1])
     assert works[4] == pytest.approx(works[1])
-    alone = Group(machine, 4).play(COMPUTE_ONLY, getattr(Ulysses(what, None), build))
+    context = ContextParallel(what, 4, 0, 64, True, True)
+    alone = Group(machine, 4).play(COMPUTE_ONLY, getattr(context, part))
     # Projections are in it only if they are fused.
     assert alone.seconds < works[1]
     assert alone.waiting == pytest.approx(0)
@@ -90,18 +97,11 @@ def test_work_does_not_depend_on_how_it_is_cut(part: str) -> None:
 
 def test_heads_that_are_repeated_are_sent_more_often_and_not_projected() -> None:
     what, schedule = shape(4), Schedule("shifted", 3, 1)
-    key_value = 16.0
-    once, twice = (Ulysses(what, schedule, key_value, repeats) for repeats in (1.0, 2.0))
-    assert once.projects
-    assert not twice.projects
-    less, more = (sent(play(ideal(), one, 4).launches[0]) for one in (once, twice))
-    assert more - less == pytest.approx(3 / 4 * 120 * 2 * key_value * ITEM_BYTES)
-
-
-def test_fusing_hides_what_is_not_longer_than_the_work() -> None:
-    machine, what = replace(ideal(), cube_flops=30.0), shape(4)
-    schedule = Schedule("shifted", 3, 4)
-    for part in ("forward", "backward"):
-        fused = play(machine, Ulysses(what, schedule), 4, part)
-        plain = play(machine, Ulysses(what, None), 4, part)
-        assert fused.waiting < plain.waiting / 2
+    key_value = 16
+    less, more = (
+        play(ideal(), what, 4, schedule, key_value=key_value, groups=groups) for groups in (4, 2)
+    )
+    assert any(one.name == "qkv make" for one in less.launches[0])
+    assert not any(one.name == "qkv make" for one in more.launches[0])
+    before, after = (sent(one.launches[0]) for one in (less, more))
+    assert after - before == pytest.approx(3 / 4 * 120 * 2 * key_value * ITEM_BYTES)
