@@ -68,9 +68,6 @@ _STEP_FORMS = ("default", *RIVALS)
 _HOSTS = (15, 55, 118)
 """Microseconds per launch."""
 _MICRO_BATCHES = (8, 32)
-_GONE = ("Megatron", "CoC", "MC2", _KERNEL, "default", "ours", "forward-backward")
-_KERNELS = ("MC2", _KERNEL)
-"""What waits inside of them is not seen."""
 
 Shares = dict[str, float]
 """By form."""
@@ -80,8 +77,7 @@ class Point(NamedTuple):
     """Times of a layer by form, as shares of the layer with blocking collectives.
 
     ``shares`` has one entry per corner of the machine's description, typical figures first;
-    ``ordered`` is with HCCL's sums in an order, at typical figures; ``waiting`` has the shares of
-    the waiting with blocking collectives that are left, at typical figures.
+    ``ordered`` is with HCCL's sums in an order, at typical figures.
     """
 
     machine: str
@@ -90,12 +86,6 @@ class Point(NamedTuple):
     sequence: int
     shares: tuple[Shares, ...]
     ordered: Shares
-    waiting: Shares
-
-    def added_gone(self, form: str) -> float:
-        """Share of what blocking collectives add to a layer that is gone, at typical figures."""
-        shares = self.shares[0]
-        return (1 - shares[form]) / (1 - shares["compute"])
 
 
 def _ahead(shares: Shares, form: str, others: Sequence[str]) -> bool:
@@ -159,10 +149,8 @@ def point(machine: str, model: str, tp: int, sequence: int, corners: int = len(C
     def shares(found: dict[str, LayerTime]) -> Shares:
         return {name: one.seconds / found[""].seconds for name, one in found.items() if name}
 
-    plain = times[0][""].waiting
-    waiting = {name: one.waiting / plain for name, one in times[0].items() if name}
     *every, ordered = map(shares, times)
-    return Point(machine, model, tp, sequence, tuple(every), ordered, waiting)
+    return Point(machine, model, tp, sequence, tuple(every), ordered)
 
 
 _Steps = dict[tuple[int, Recompute, int], list[Shares]]
@@ -215,7 +203,7 @@ def steps_report(points: Sequence[_Steps]) -> str:
 
 
 def report(points: Sequence[Point]) -> str:
-    """Where we are ahead, what is gone, and a row per point."""
+    """Where we are ahead, and a row per point."""
     names = [*OURS, *RIVALS, *BOUNDS]
 
     def row(one: Point) -> list[str]:
@@ -226,7 +214,7 @@ def report(points: Sequence[Point]) -> str:
     head = "machine", "model", "TP", "tokens", *names
     align = "---|---|---:|---:|" + "|".join(["---:"] * len(names))
     rows = [table_row(head), f"|{align}|", *(table_row(row(one)) for one in points)]
-    return "\n".join([*_verdicts(points), "", *_gone(points), "", *rows])
+    return "\n".join([*_verdicts(points), "", *rows])
 
 
 def _cell(one: Point, name: str, fastest: float) -> str:
@@ -256,37 +244,6 @@ def _verdicts(points: Sequence[Point]) -> Iterator[str]:
         yield table_row([f"*{form}*", *(count(form, others) for others in groups)])
     yield ""
     yield "At typical figures; at every end of the ranges; with HCCL's sums in an order."
-    yield ""
-    ideal = sum(_ahead(one.shares[0], "ideal", OURS) for one in points)
-    yield f"The ideal kernels are ahead of all of ours at {ideal} of {len(points)} points."
-    for form in OURS:
-        behind = [one for one in points if not _ahead(one.shares[0], form, ("CoC", "Megatron"))]
-        if 0 < len(behind) <= 8:
-            where = ", ".join(f"{p.machine} {p.model} TP {p.tp} {p.sequence}" for p in behind)
-            yield f"*{form}* is behind CoC in slices or Megatron's order at {where}."
-
-
-def _gone(points: Sequence[Point]) -> Iterator[str]:
-    """Of waiting and of added time, at TP 8 with 8,192 tokens, and over all points."""
-    shown = [one for one in points if (one.tp, one.sequence) == (8, 8192)]
-    groups = [*((f"{one.machine} {one.model}", [one]) for one in shown), ("all points", points)]
-
-    def cells(some: Sequence[Point]) -> Iterator[str]:
-        for form in _GONE:
-            there = [one for one in some if form in one.shares[0]]
-            waits = () if form in _KERNELS else [1 - one.waiting[form] for one in there]
-            yield f"{_percent(waits)}, {_percent([one.added_gone(form) for one in there])}"
-
-    head = "gone: waiting, added time", *_GONE
-    yield table_head(head)
-    yield from (table_row([name, *cells(some)]) for name, some in groups)
-
-
-def _percent(shares: Sequence[float]) -> str:
-    if not shares:
-        return "-"
-    low, high = (f"{share:.0%}" for share in (min(shares), max(shares)))
-    return low if low == high else f"{low} .. {high}"
 
 
 def section(page: str, name: str, text: str) -> str:

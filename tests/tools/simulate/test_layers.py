@@ -26,16 +26,13 @@ FORMS = {
     "ours": 0.8, "ours, other rounding": 0.7, "default": 0.9, "forward-backward": 0.77,
     "CoC": 0.85, "MC2": 0.78, "Megatron": 0.95,
 }  # fmt: skip
-WAITING = {
-    "ours": 0.4, "default": 0.5, "forward-backward": 0.1, "CoC": 0.6, "Megatron": 0.8,
-}  # fmt: skip
 KERNEL = {"CoC fused": 0.75}
 LIMITS = {"CoC tuned": 0.83, "ideal": 0.75, "compute": 0.5}
 
 
 def given(*corners: dict[str, float], ordered: dict[str, float] | None = None) -> Point:
     shares = tuple({**FORMS, **LIMITS, **corner} for corner in corners)
-    return Point("a machine", "a model", 8, 8192, shares, {**shares[0], **(ordered or {})}, WAITING)
+    return Point("a machine", "a model", 8, 8192, shares, {**shares[0], **(ordered or {})})
 
 
 def test_a_form_is_ahead_of_those_that_exist() -> None:
@@ -49,18 +46,8 @@ def test_a_form_is_ahead_of_those_that_exist() -> None:
     assert "| *ours* | 2; 1; 2 | 0; 0; 0 | 0; 0; 1 | 2; 2; 2 | 0; 0; 1 |" in text
     assert "| *ours, other rounding* | 1; 1; 1 | 0; 0; 0 | 1; 1; 1 | 2; 2; 2 | 1; 1; 1 |" in text
     assert "| *default* | 0; 0; 0 |" in text
-    assert "*ours, other rounding* is behind CoC in slices or Megatron's order at a machine" in text
-    assert "ideal kernels are ahead of all of ours at 1 of 2 points" in text
     # The shortest that can be launched is bold, and its range is there.
     assert "| 0.800 (0.80 .. 0.90) | **0.700** (0.70 .. 0.70) |" in text
-
-
-def test_what_is_gone_of_waiting_and_of_added_time() -> None:
-    text = report([given({}), given({"forward-backward": 0.9} | KERNEL)])
-    # A kernel waits inside, where nobody sees it.
-    assert "| all points | 20%, 10% | 40%, 30% | -, 44% | -, 50% | 50%, 20% | 60%, 40% |" in text
-    assert "| 60%, 40% | 90%, 20% .. 46% |" in text
-    assert "| a machine a model | 20%, 10% | 40%, 30% | -, 44% | -, - |" in text
 
 
 def test_a_kernel_of_others_is_counted_where_it_is() -> None:
@@ -105,9 +92,6 @@ def test_a_point_is_simulated() -> None:
     # Programs add in an order anyhow, and plain collectives take longer for it.
     assert one.ordered["ours"] < shares["ours"]
     assert shares["compute"] < shares["forward-backward"] < shares["MC2"]
-    assert one.waiting.keys() == shares.keys()
-    assert one.waiting["forward-backward"] < one.waiting["ours"] < one.waiting["Megatron"] < 1
-    assert 0 < one.added_gone("forward-backward") < 1
 
 
 def test_the_table_goes_into_its_section(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
