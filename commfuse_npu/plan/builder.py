@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 from typing import Any, Literal
 
-from commfuse_npu.plan.program import (
+from commfuse_npu.plan.instructions import (
     Add,
     Collective,
     Compute,
@@ -27,9 +27,7 @@ from commfuse_npu.plan.program import (
     Instruction,
     Mark,
     Post,
-    Program,
     Record,
-    Scratch,
     Span,
     Transfer,
     Wait,
@@ -37,6 +35,7 @@ from commfuse_npu.plan.program import (
     is_aside,
     overlap,
 )
+from commfuse_npu.plan.program import Program, Scratch
 from commfuse_npu.plan.schedule import Hop, Own, Place, PlanError
 
 __all__ = ["Builder"]

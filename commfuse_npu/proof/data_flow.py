@@ -13,17 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from commfuse_npu.plan.program import (
-    Add,
-    Collective,
-    Compute,
-    Copy,
-    Post,
-    Program,
-    Span,
-    Wait,
-    common,
-)
+from commfuse_npu.plan.instructions import Add, Collective, Compute, Copy, Post, Span, Wait, common
+from commfuse_npu.plan.program import Program
 from commfuse_npu.proof.memory import Memory, instruction
 
 __all__ = ["Call", "Contents", "Held", "carry_out"]

@@ -16,19 +16,19 @@ from dataclasses import dataclass
 from itertools import product
 from typing import NamedTuple
 
-from commfuse_npu.plan.program import (
+from commfuse_npu.plan.instructions import (
     Collective,
     End,
     Hold,
     Mark,
     Post,
-    Program,
     Record,
     Span,
     Wait,
     accesses,
     is_aside,
 )
+from commfuse_npu.plan.program import Program
 from commfuse_npu.proof.memory import Memory, Place, instruction
 
 __all__ = ["hazards"]

@@ -7,7 +7,8 @@ from collections.abc import Iterator, Mapping
 from itertools import pairwise
 from typing import NamedTuple
 
-from commfuse_npu.plan.program import Program, Span, Stretch, common, line
+from commfuse_npu.plan.instructions import Span, common, line
+from commfuse_npu.plan.program import Program, Stretch
 
 __all__ = ["Memory", "Place", "Shape", "instruction"]
 

@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from commfuse_npu.plan import Place, PlanError, Schedule
-from commfuse_npu.plan.program import Program, Wait
+from commfuse_npu.plan.instructions import Wait
+from commfuse_npu.plan.program import Program
 from commfuse_npu.plan.rules import RULES, Piece
 from commfuse_npu.proof.data_flow import Columns, Contents, Held
 from commfuse_npu.proof.memory import Shape

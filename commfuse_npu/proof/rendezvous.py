@@ -21,7 +21,7 @@ from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from commfuse_npu.plan.program import Transfer
+from commfuse_npu.plan.instructions import Transfer
 
 __all__ = ["Action", "End", "Group", "Meet", "Post", "Programme", "Rendezvous", "Stuck", "Wait"]
 

@@ -27,7 +27,8 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from commfuse_npu.plan import PlanError, Schedule
-from commfuse_npu.plan.program import Collective, End, Post, Program, Transfer, Wait
+from commfuse_npu.plan.instructions import Collective, End, Post, Transfer, Wait
+from commfuse_npu.plan.program import Program
 from commfuse_npu.proof import rendezvous as play
 from commfuse_npu.proof.data_flow import Contents, carry_out
 from commfuse_npu.proof.hazards import hazards

@@ -31,16 +31,8 @@ from itertools import takewhile, zip_longest
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from commfuse_npu.plan.program import (
-    Collective,
-    End,
-    Instruction,
-    Post,
-    Program,
-    Transfer,
-    Wait,
-    line,
-)
+from commfuse_npu.plan.instructions import Collective, End, Instruction, Post, Transfer, Wait, line
+from commfuse_npu.plan.program import Program
 from commfuse_npu.proof import rendezvous as play
 from commfuse_npu.proof.recorded_order import Event, RankLog, opened, read_to_cuts
 

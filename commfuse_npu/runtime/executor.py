@@ -26,18 +26,18 @@ import torch.distributed as dist
 from torch._C._profiler import _RecordFunctionFast
 
 from commfuse_npu.kernels import kernels_for
-from commfuse_npu.plan.program import (
+from commfuse_npu.plan.instructions import (
     Add,
     Collective,
     Compute,
     Copy,
     Hold,
     Post,
-    Program,
     Record,
     Span,
     Wait,
 )
+from commfuse_npu.plan.program import Program
 from commfuse_npu.runtime.collectives import begin_all_gather, begin_all_to_all
 from commfuse_npu.runtime.device_streams import side_stream
 from commfuse_npu.runtime.scratch import Arena, view_of
@@ -49,8 +49,8 @@ if TYPE_CHECKING:
 __all__ = ["Running", "Work"]
 
 Work = Callable[..., object]
-"""What a program's :class:`~commfuse_npu.plan.program.Compute` calls, by its name: with the tensors
-that it writes, then those that it reads, then the run of rows if it has one."""
+"""What a :class:`~commfuse_npu.plan.instructions.Compute` of a program calls, by its name: with the
+tensors that it writes, then those that it reads, then the run of rows if it has one."""
 
 
 class Running:

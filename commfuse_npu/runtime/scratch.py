@@ -13,7 +13,8 @@ from collections.abc import Hashable
 
 import torch
 
-from commfuse_npu.plan.program import Program, Span, Stretch
+from commfuse_npu.plan.instructions import Span
+from commfuse_npu.plan.program import Program, Stretch
 
 __all__ = ["Arena", "ScratchPool", "view_of"]
 

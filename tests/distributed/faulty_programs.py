@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from commfuse_npu.plan.program import Add, Compute, Copy, Instruction, Post, Program, Span, Wait
+from commfuse_npu.plan.instructions import Add, Compute, Copy, Instruction, Post, Span, Wait
+from commfuse_npu.plan.program import Program
 from commfuse_npu.runtime.executor import Running
 from commfuse_npu.runtime.transport import Transport
 

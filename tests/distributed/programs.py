@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from commfuse_npu.plan import Schedule
-from commfuse_npu.plan.program import Post, Span
+from commfuse_npu.plan.instructions import Post, Span
 from commfuse_npu.plan.rules import gather_use, produce_scatter
 from commfuse_npu.runtime.executor import Running, Work
 from commfuse_npu.runtime.transport import Transport

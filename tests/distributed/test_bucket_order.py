@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from commfuse_npu import Schedule, Transport
 from commfuse_npu.ops import BucketOptions, Buckets
-from commfuse_npu.plan.program import Post
+from commfuse_npu.plan.instructions import Post
 from commfuse_npu.runtime import agreement
 from commfuse_npu.runtime.executor import Running
 from tests.distributed.programs import new_link, transport, view, watch_calls, watch_posts

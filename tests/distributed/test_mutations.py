@@ -20,7 +20,8 @@ from commfuse_npu.ops.attention_runs import AttentionRuns
 from commfuse_npu.ops.buckets import BucketOptions
 from commfuse_npu.ops.weight import WeightGradient
 from commfuse_npu.plan import Schedule
-from commfuse_npu.plan.program import Add, Instruction, Program, Span, Wait
+from commfuse_npu.plan.instructions import Add, Instruction, Span, Wait
+from commfuse_npu.plan.program import Program
 from commfuse_npu.plan.rules import blocks
 from commfuse_npu.plan.schedule import Place
 from commfuse_npu.runtime import collective_transport, executor, transport

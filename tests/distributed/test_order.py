@@ -16,7 +16,8 @@ import torch.distributed as dist
 
 from commfuse_npu import Schedule, Transport
 from commfuse_npu.ops import BucketOptions, Buckets, LinearOptions
-from commfuse_npu.plan.program import Program, Wait
+from commfuse_npu.plan.instructions import Wait
+from commfuse_npu.plan.program import Program
 from tests.distributed.programs import watch_calls
 from tests.limits import PATIENT
 from tests.random_networks.case import OPS, one_layer

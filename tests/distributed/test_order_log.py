@@ -17,7 +17,8 @@ import torch.distributed as dist
 
 from commfuse_npu import Schedule, Transport, TransportError
 from commfuse_npu.ops import BucketOptions, Buckets, LinearOptions, all_gather_linear
-from commfuse_npu.plan.program import Post, Program, Wait
+from commfuse_npu.plan.instructions import Post, Wait
+from commfuse_npu.plan.program import Program
 from commfuse_npu.plan.rules import RULES
 from commfuse_npu.plan.schedule import Place
 from commfuse_npu.proof.verify_log import Verdict, verify_logs

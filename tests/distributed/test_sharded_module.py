@@ -24,7 +24,7 @@ from commfuse_npu.ops import ShardedOptions
 from commfuse_npu.ops.sharded_gradients import average_gradients, clip_gradient_norm, sum_gradients
 from commfuse_npu.ops.sharded_module import ShardedLinear, shard_linears
 from commfuse_npu.plan import Schedule
-from commfuse_npu.plan.program import Post
+from commfuse_npu.plan.instructions import Post
 from commfuse_npu.runtime.executor import Running
 from commfuse_npu.runtime.transport import Transport
 from tests.distributed.programs import view, watch_posts

@@ -9,7 +9,8 @@ from dataclasses import replace
 import pytest
 
 from commfuse_npu.plan import Schedule
-from commfuse_npu.plan.program import Hold, Instruction, Program, Record, Wait
+from commfuse_npu.plan.instructions import Hold, Instruction, Record, Wait
+from commfuse_npu.plan.program import Program
 from commfuse_npu.runtime.transport import Transport
 from tests.distributed.faulty_programs import change_programs
 from tests.random_networks.case import Form, Layer, Network

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from commfuse_npu.plan import rules
-from commfuse_npu.plan.program import Add, Compute, Post, Wait
+from commfuse_npu.plan.instructions import Add, Compute, Post, Wait
 from commfuse_npu.plan.schedule import Place, Schedule
 
 

@@ -23,7 +23,7 @@ from commfuse_npu.plan import (
     usual_chunks,
     usual_shape,
 )
-from commfuse_npu.plan.program import Collective, Post
+from commfuse_npu.plan.instructions import Collective, Post
 
 
 def targets(schedule: Schedule, rank: int, size: int, own: str) -> list[int]:

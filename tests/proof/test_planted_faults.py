@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from commfuse_npu.plan import PlanError, Schedule
-from commfuse_npu.plan.program import (
+from commfuse_npu.plan.instructions import (
     Add,
     Collective,
     Compute,
@@ -17,11 +17,10 @@ from commfuse_npu.plan.program import (
     Hold,
     Instruction,
     Post,
-    Program,
     Record,
-    Scratch,
     Wait,
 )
+from commfuse_npu.plan.program import Program, Scratch
 from commfuse_npu.proof.cases import Case
 from commfuse_npu.proof.verify import verify
 

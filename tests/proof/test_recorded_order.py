@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from commfuse_npu.plan import Schedule
-from commfuse_npu.plan.program import Post, Program, Wait
+from commfuse_npu.plan.instructions import Post, Wait
+from commfuse_npu.plan.program import Program
 from commfuse_npu.plan.rules import RULES
 from commfuse_npu.plan.schedule import Place
 from commfuse_npu.proof import verify_log

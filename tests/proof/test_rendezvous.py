@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from commfuse_npu.plan.program import Transfer
+from commfuse_npu.plan.instructions import Transfer
 from commfuse_npu.proof.rendezvous import End, Group, Post, Programme, Rendezvous, Wait
 
 GROUP = Group("three", (10, 11, 12))

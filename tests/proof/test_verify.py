@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from commfuse_npu.plan import PlanError, Schedule
-from commfuse_npu.plan.program import (
+from commfuse_npu.plan.instructions import (
     Add,
     Collective,
     Compute,
@@ -22,11 +22,11 @@ from commfuse_npu.plan.program import (
     Instruction,
     Mark,
     Post,
-    Program,
     Record,
     Wait,
     accesses,
 )
+from commfuse_npu.plan.program import Program
 from commfuse_npu.plan.rules import RULES
 from commfuse_npu.plan.rules.pieces import (
     gather_pieces,

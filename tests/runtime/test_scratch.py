@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from commfuse_npu.plan import Place, Schedule, rules
-from commfuse_npu.plan.program import Span, Stretch
+from commfuse_npu.plan.instructions import Span
+from commfuse_npu.plan.program import Stretch
 from commfuse_npu.runtime.scratch import ScratchPool, view_of
 
 CPU = torch.device("cpu")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from commfuse_npu.plan.builder import Builder
-from commfuse_npu.plan.program import Span
+from commfuse_npu.plan.instructions import Span
 from commfuse_npu.plan.rules.pieces import block_of, inside, made_pieces, rows_of, used_pieces
 from commfuse_npu.plan.rules.rule import IN_FLIGHT, Carrier, rule
 from commfuse_npu.plan.schedule import Own, Place

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Literal
 
 from commfuse_npu.plan.builder import Builder
-from commfuse_npu.plan.program import Span
+from commfuse_npu.plan.instructions import Span
 from commfuse_npu.plan.rules.pieces import (
     arrivals_of,
     block_of,

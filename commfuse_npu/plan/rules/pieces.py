@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 
-from commfuse_npu.plan.program import Span
+from commfuse_npu.plan.instructions import Span
 from commfuse_npu.plan.schedule import Own, Place, split
 
 __all__ = [

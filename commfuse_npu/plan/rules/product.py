@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from commfuse_npu.plan.builder import Builder
-from commfuse_npu.plan.program import Span
+from commfuse_npu.plan.instructions import Span
 from commfuse_npu.plan.rules.pieces import block_of, peers_of, rows_of
 from commfuse_npu.plan.schedule import Hop
 

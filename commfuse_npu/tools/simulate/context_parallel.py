@@ -24,7 +24,7 @@ from functools import lru_cache
 
 from commfuse_npu.hardware.machine import ITEM_BYTES, SUM_BYTES, Machine
 from commfuse_npu.plan import Schedule
-from commfuse_npu.plan.program import Compute
+from commfuse_npu.plan.instructions import Compute
 from commfuse_npu.plan.rules import exchange
 from commfuse_npu.tools.simulate.group import Group
 from commfuse_npu.tools.simulate.llama import (

@@ -16,7 +16,7 @@ from typing import Literal
 
 from commfuse_npu.hardware.machine import ITEM_BYTES, SUM_BYTES
 from commfuse_npu.plan import Schedule, split
-from commfuse_npu.plan.program import Compute
+from commfuse_npu.plan.instructions import Compute
 from commfuse_npu.plan.rules import column_backward, gather_gemm, gemm_scatter
 from commfuse_npu.tools.simulate.mc2 import INNER, RANKS, tiling
 from commfuse_npu.tools.simulate.rank import Rank, Width, Work

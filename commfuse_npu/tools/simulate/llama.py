@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from commfuse_npu.hardware.machine import ITEM_BYTES, Machine
-from commfuse_npu.plan.program import Compute
+from commfuse_npu.plan.instructions import Compute
 from commfuse_npu.plan.rules import gather_use, produce_scatter
 from commfuse_npu.tools.simulate import linear
 from commfuse_npu.tools.simulate.experts import Experts

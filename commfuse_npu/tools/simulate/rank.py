@@ -29,7 +29,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from commfuse_npu.hardware.machine import ITEM_BYTES, SUM_BYTES, Machine
-from commfuse_npu.plan.program import (
+from commfuse_npu.plan.instructions import (
     Add,
     Collective,
     Compute,
@@ -38,12 +38,12 @@ from commfuse_npu.plan.program import (
     Hold,
     Mark,
     Post,
-    Program,
     Record,
     Span,
     Wait,
     accesses,
 )
+from commfuse_npu.plan.program import Program
 from commfuse_npu.plan.schedule import Place, Schedule
 from commfuse_npu.tools.simulate.launches import ASIDE, COMPUTE, Key, Message, Operation
 from commfuse_npu.tools.simulate.variants import Variant, Way, direct

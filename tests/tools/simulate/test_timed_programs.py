@@ -10,17 +10,8 @@ import pytest
 
 from commfuse_npu.hardware.machine import ITEM_BYTES
 from commfuse_npu.plan import Schedule
-from commfuse_npu.plan.program import (
-    Add,
-    Compute,
-    Copy,
-    Hold,
-    Mark,
-    Program,
-    Record,
-    Span,
-    Wait,
-)
+from commfuse_npu.plan.instructions import Add, Compute, Copy, Hold, Mark, Record, Span, Wait
+from commfuse_npu.plan.program import Program
 from commfuse_npu.plan.rules import (
     RULES,
     column_backward,

@@ -1,0 +1,288 @@
+"""Instructions: what one rank posts, waits for, computes and adds, and the rows that it names.
+
+Instructions are in the order of the host.  Sums and copies may be *aside*, on a side stream of
+the device, beside the work of the first; a pair of :class:`Record` and :class:`Hold` is where one
+stream waits for the other.
+
+Memory is named: a *buffer* is a matrix of rows that the operation brings along (``x``, ``weight``)
+or scratch that the program brings along.  A :class:`Span` is a run of rows of one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+__all__ = [
+    "Add",
+    "Collective",
+    "Compute",
+    "Copy",
+    "End",
+    "Hold",
+    "Instruction",
+    "Mark",
+    "Post",
+    "Record",
+    "Span",
+    "Transfer",
+    "Wait",
+    "accesses",
+    "common",
+    "is_aside",
+    "line",
+    "overlap",
+]
+
+
+class Span(NamedTuple):
+    """Rows ``start:stop`` of a buffer, of some of its columns if ``columns`` are given.
+
+    With ``times`` it is so many such runs, each ``stride`` rows after the one before.
+    """
+
+    buffer: str
+    start: int
+    stop: int
+    columns: tuple[int, int] | None = None
+    times: int = 1
+    stride: int = 0
+
+    def __str__(self) -> str:
+        columns = "" if self.columns is None else f", {self.columns[0]}:{self.columns[1]}"
+        runs = "" if self.times == 1 else f" and {self.times - 1} more, {self.stride} apart"
+        return f"{self.buffer}[{self.start}:{self.stop}{columns}{runs}]"
+
+    @property
+    def rows(self) -> int:
+        return self.times * (self.stop - self.start)
+
+    @property
+    def end(self) -> int:
+        """The row after the last one."""
+        return self.stop + (self.times - 1) * self.stride
+
+    def runs(self) -> list[tuple[int, int]]:
+        """The first row of each run, and the one after its last."""
+        return [
+            (self.start + at * self.stride, self.stop + at * self.stride)
+            for at in range(self.times)
+        ]
+
+
+class Transfer(NamedTuple):
+    """One message.  Both of its ends write down the same transfer.
+
+    ``step`` and ``source`` give its place in the global order, which is the same on every rank;
+    ``piece`` is what it carries, for people.
+    """
+
+    step: int
+    lane: int
+    source: int
+    target: int
+    piece: str
+
+    @property
+    def stays(self) -> bool:
+        """Whether it is on no link: a rank's own block, of a collective."""
+        return self.source == self.target
+
+    def __str__(self) -> str:
+        return (
+            f"{self.piece} from rank {self.source} to rank {self.target} "
+            f"(step {self.step}, lane {self.lane})"
+        )
+
+
+class End(NamedTuple):
+    """One end of a transfer, and the rows that it sends or fills."""
+
+    transfer: Transfer
+    span: Span
+
+
+class Post(NamedTuple):
+    """Post a send, a receive, or both as one batch."""
+
+    send: End | None
+    receive: End | None
+
+    @property
+    def ends(self) -> list[tuple[str, End]]:
+        """``("send", end)`` and ``("receive", end)``, those that it posts."""
+        both = ("send", self.send), ("receive", self.receive)
+        return [(way, end) for way, end in both if end is not None]
+
+    @property
+    def transfer(self) -> Transfer:
+        """That of its first end; step and lane are those of both."""
+        return self.ends[0][1].transfer
+
+
+class Collective(NamedTuple):
+    """Post the transfers of all ranks, to and from each of them, as one collective.
+
+    Attributes:
+        kind: an all-gather sends ``source`` to every rank; an all-to-all one block of it to each.
+        source, out: blocks in the order of the ranks that they go to, and come from.
+        sends, receives: in the same order.  This rank's own block is among them, or in neither.
+    """
+
+    kind: Literal["all_gather", "all_to_all"]
+    source: Span
+    out: Span
+    sends: tuple[Transfer, ...]
+    receives: tuple[Transfer, ...]
+
+    @property
+    def ends(self) -> list[tuple[str, End]]:
+        """Those of all its transfers, in the order of their steps."""
+        blocks = 1 if self.kind == "all_gather" else len(self.sends)
+        sent = _blocks(self.source, blocks) * (len(self.sends) // blocks)
+        found = [("send", End(*one)) for one in zip(self.sends, sent, strict=True)]
+        arrive = _blocks(self.out, len(self.receives))
+        found += [("receive", End(*one)) for one in zip(self.receives, arrive, strict=True)]
+        return sorted(found, key=lambda one: one[1].transfer.step)
+
+    @property
+    def transfer(self) -> Transfer:
+        """That of its first end; the lane is that of all."""
+        return self.ends[0][1].transfer
+
+
+def _blocks(span: Span, count: int) -> list[Span]:
+    """Equal runs of rows, one after the other."""
+    rows = span.rows // count
+    starts = range(span.start, span.start + count * rows, rows) if rows else [span.start] * count
+    return [Span(span.buffer, start, start + rows) for start in starts]
+
+
+class Wait(NamedTuple):
+    """Go on when the receives and the sends of these steps are done."""
+
+    receives: tuple[int, ...]
+    sends: tuple[int, ...]
+    aside: bool = False
+
+    @property
+    def ends(self) -> list[tuple[str, int]]:
+        """``("receive", step)`` and ``("send", step)`` of all that it waits for."""
+        return [("receive", step) for step in self.receives] + [("send", s) for s in self.sends]
+
+
+class Compute(NamedTuple):
+    """Work of the operation: ``work(*outs, *ins)``, and the ``run`` if it wants to know it."""
+
+    work: str
+    outs: tuple[Span, ...]
+    ins: tuple[Span, ...]
+    run: slice | None = None
+
+
+class Add(NamedTuple):
+    """``out = sum of terms``, in this order.  A term ``(span, k)`` is k parts, one by one.
+
+    The first term holds nothing afterwards: kernels add into it
+    (:func:`~commfuse_npu.kernels.cpu.sum_parts`).
+    """
+
+    out: Span
+    terms: tuple[tuple[Span, int], ...]
+    aside: bool = False
+
+
+class Copy(NamedTuple):
+    """``out = source``, row by row."""
+
+    out: Span
+    source: Span
+    aside: bool = False
+
+
+class Record(NamedTuple):
+    """An event: all that its stream was given so far is done."""
+
+    event: int
+    aside: bool = False
+
+
+class Hold(NamedTuple):
+    """The stream goes on when an event of the other one has come."""
+
+    event: int
+    aside: bool = False
+
+
+class Mark(NamedTuple):
+    """As far as a program runs when it is begun ahead of its work."""
+
+
+Instruction = Post | Collective | Wait | Compute | Add | Copy | Record | Hold | Mark
+
+
+def is_aside(one: Instruction) -> bool:
+    """Whether an instruction is for the side stream."""
+    return isinstance(one, Wait | Add | Copy | Record | Hold) and one.aside
+
+
+def line(one: Instruction) -> str:
+    """An instruction in words."""
+    match one:
+        case Post():
+            arrows = {"send": "-> rank {0.target}", "receive": "<- rank {0.source}"}
+            ends = [f"{of.piece} {arrows[way].format(of)}" for way, (of, _) in one.ends]
+            text = f"post step {one.transfer.step}, lane {one.transfer.lane}: {', '.join(ends)}"
+        case Collective(kind, source, out):
+            numbers = sorted(one.step for one in one.receives)
+            text = f"post steps {numbers[0]} to {numbers[-1]}, lane {one.transfer.lane}: "
+            text += f"{out} = {kind}({source})"
+        case Wait(receives, sends):
+            steps = [("received", receives), ("sent", sends)]
+            done = [f"{verb} {', '.join(map(str, some))}" for verb, some in steps if some]
+            text = f"wait until {'; '.join(done)}"
+        case Compute(work, outs, ins, run):
+            given = [*map(str, ins), *([] if run is None else [f"rows {run.start}:{run.stop}"])]
+            text = f"{', '.join(map(str, outs))} = " if outs else ""
+            text += f"{work}({', '.join(given)})"
+        case Add(out, terms):
+            parts = (f"{span} in {k} parts" if k > 1 else str(span) for span, k in terms)
+            text = f"{out} = {' + '.join(parts)}"
+        case Copy(out, source):
+            text = f"{out} = {source}"
+        case Record(event):
+            text = f"record event {event}"
+        case Hold(event):
+            text = f"hold for event {event}"
+        case Mark():
+            text = "mark"
+    return f"aside: {text}" if is_aside(one) else text
+
+
+def accesses(one: Instruction) -> tuple[Sequence[Span], Sequence[Span]]:
+    """What an instruction reads, and what it writes."""
+    if isinstance(one, Post):
+        return [one.send.span] if one.send else [], [one.receive.span] if one.receive else []
+    if isinstance(one, Collective):
+        return [one.source], [one.out]
+    if isinstance(one, Compute):
+        return one.ins, one.outs
+    if isinstance(one, Add):
+        return [span for span, _ in one.terms], [one.out, one.terms[0][0]]
+    if isinstance(one, Copy):
+        return [one.source], [one.out]
+    return [], []
+
+
+def overlap(one: Span, other: Span) -> bool:
+    """Whether two spans of the same buffer have an element in common."""
+    if one.columns and other.columns and not common(one.columns, other.columns):
+        return False
+    if one.times == other.times == 1:
+        return one.start < other.stop and other.start < one.stop
+    return any(common(a, b) for a in one.runs() for b in other.runs())
+
+
+def common(one: tuple[int, int], other: tuple[int, int]) -> bool:
+    """Whether two runs ``(first, after the last)`` have something in common."""
+    return one[0] < other[1] and other[0] < one[1]
