@@ -31,7 +31,7 @@ BROKEN = {
     "long": ("# " + "x" * 300_000, "longer than 262144 bytes"),
     "not a mapping": ("- 1\n- 2", "list, not a mapping"),
     "a list as a key": ("? [1, 2]\n: 3", "unhashable key"),
-    "empty": ("", "NoneType, not a mapping"),
+    "empty": ("", "nothing, not a mapping"),
     "control": ("a: \x07", "special characters are not allowed"),
 }
 

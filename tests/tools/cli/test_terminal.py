@@ -8,6 +8,7 @@ import os
 import pty
 import re
 import select
+import signal
 import struct
 import subprocess
 import sys
@@ -120,6 +121,12 @@ def _output(fd: int) -> Iterator[bytes]:
             yield found
 
 
+def _before_a_terminal() -> None:
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+    # What is started in the background of a script is deaf to it.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def test_a_terminal_sees_what_is_computed_and_ctrl_c_ends_it_quietly(tmp_path: Path) -> None:
     """With a real one: a script that hangs, and its reader who loses patience."""
     script = tmp_path / "hangs.sh"
@@ -130,7 +137,7 @@ def test_a_terminal_sees_what_is_computed_and_ctrl_c_ends_it_quietly(tmp_path: P
     environment = {**os.environ, "TERM": "xterm", "PYTHONPATH": os.pathsep.join(sys.path)}
     with subprocess.Popen(
         words, stdin=other, stdout=other, stderr=other, start_new_session=True, env=environment,
-        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+        preexec_fn=_before_a_terminal,
     ) as running:  # fmt: skip
         os.close(other)
         seen = b""

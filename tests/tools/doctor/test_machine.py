@@ -95,7 +95,8 @@ def test_a_launch_needs_one_connection() -> None:
 
 def test_retries_leave_room_for_few_lanes() -> None:
     name, variables = "HCCL_OP_RETRY_ENABLE", machine({"HCCL_OP_RETRY_ENABLE": "L1:1"})
-    found = only(check_variables(variables, asked("--config")), name)
+    assert only(check_variables(variables, asked("--config")), name).level == "ok"
+    found = only(check_variables(variables, asked("--config --commfuse-schedule shifted")), name)
     assert found.level == "error"
     assert "at most 5 communicators, and each lane is one of 7" in found.expected
     for lanes, level in ((4, "ok"), (5, "error")):

@@ -198,7 +198,7 @@ def test_what_the_device_does_not_say_stays(tmp_path: Path, facts: dict[str, Any
 
 def test_every_figure_has_a_row_in_the_docs() -> None:
     described = Hardware.load(find_config("ascend_910b_roce", "hardware")).figures
-    text = (Path(__file__).parents[3] / "docs" / "simulate.md").read_text("utf-8")
+    text = (Path(__file__).parents[3] / "docs" / "measure.md").read_text("utf-8")
     rows = re.findall(r"^\| (`\w+\.\w+`.*?) \| .* \|$", text, re.MULTILINE)
     found = [name for row in rows for name in re.findall(r"`(\w+\.\w+)`", row)]
     assert sorted(found) == sorted(described)
