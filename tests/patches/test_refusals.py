@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import re
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -158,3 +160,16 @@ def test_nothing_is_checked_without_the_flag() -> None:
     CommFuseFeature().validate_args(args)
     # MindSpeed core validates a TransformerConfig as well, which has none of the options.
     CommFuseFeature().validate_args(argparse.Namespace())
+
+
+@pytest.mark.parametrize(
+    ("page", "heading"), [("limits", "What is refused"), ("fb_overlap", "What it refuses")]
+)
+def test_what_the_pages_name_is_refused(page: str, heading: str) -> None:
+    file = Path(__file__).parents[2] / "docs" / f"{page}.md"
+    text = file.read_text("utf-8").partition(f"## {heading}\n")[2]
+    known = {option_name(name) for of in REFUSALS_OF.values() for one in of for name in one.names}
+    named = set(re.findall(r"`(--[\w-]+)", text.partition("\n## ")[0]))
+    assert len(named & known) >= 10
+    # The feature itself looks at the level.
+    assert named - known <= {"--optimization-level", *map(option_name, REFUSALS_OF), *REFUSALS_OF}
