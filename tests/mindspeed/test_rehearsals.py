@@ -253,8 +253,8 @@ def test_commfuse_changes_no_bit_and_leaves_no_collective(case: str, tmp_path: P
     reference, commfuse = rehearsed(tmp_path, *CASES[case], iterations=10)
     assert {name for r in commfuse for name, *_ in r.calls} == set(LAYERS)
     assert paths(commfuse, *LAYERS) == {"fused"}
-    # One of each is the embedding's: 10 steps of 4 micro-batches, on 2 ranks.
-    embedding = 2 * 10 * 4 * 2
+    # One of each is the embedding's: 10 steps of 4 micro-batches, on the ranks of a group.
+    embedding = 2 * 10 * 4 * (4 if "size 4" in CASES[case][1] else 2)
     assert gathers_and_scatters(reference, "tensor") > embedding
     assert gathers_and_scatters(commfuse, "tensor") == embedding
 
