@@ -30,7 +30,7 @@ from typing import Any, Literal
 
 import torch
 
-from commfuse_npu.plan import Schedule
+from commfuse_npu.plan import Schedule, usual_shape
 from commfuse_npu.runtime.transport import Transport
 from commfuse_npu.runtime.whole_file import write_json
 
@@ -205,8 +205,9 @@ def candidates(schedule: Schedule, size: int, block_rows: int) -> list[Schedule]
         replace(schedule, lanes=lanes)
         for lanes in sorted({min(lanes, most) for lanes in (1, 2, most)}, reverse=True)
     ]
-    if schedule.shape == "shifted" and schedule.costs is None and size > 2:
-        bases.append(Schedule("collective", lanes=1))
+    shape = usual_shape(size)
+    if schedule.shape == "shifted" and schedule.costs is None and shape != schedule.shape:
+        bases.append(Schedule(shape, lanes=1))
     found = []
     for base in bases:
         for chunks, taper in _EVEN + (_TAPERED if size == 2 else ()):

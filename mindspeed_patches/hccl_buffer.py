@@ -65,8 +65,8 @@ def of_blocks(args: argparse.Namespace) -> int | None:
     arguments do not say.
     """
     size = parallel_size(args, "tensor_model")
-    together = schedule_here(typed_options(args), size, linear=True).shape == "collective"
-    return _megabytes(args, 1, size if together else 1)
+    schedule = schedule_here(typed_options(args), size, linear=True)
+    return _megabytes(args, 1, schedule.blocks_at_once(size))
 
 
 def of_heads(args: argparse.Namespace) -> int | None:

@@ -188,6 +188,10 @@ class Schedule:
         default = {"two_level": 2, "shifted": _MOST_LANES, "collective": 1}[self.shape]
         return max(1, min(size - 1, default))
 
+    def blocks_at_once(self, size: int) -> int:
+        """How many ranks' blocks a message of a chunk carries: a collective those of all."""
+        return size if self.shape == "collective" else 1
+
     def distances(self, size: int, own: Own) -> tuple[int, ...]:
         """In which order ``shifted`` takes the peers, by their distance: ``1, ..., n-1``.
 

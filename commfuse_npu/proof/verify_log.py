@@ -198,7 +198,6 @@ class _Running:
     Attributes:
         left: the places of the posts and waits that are to come.
         ends: what was posted together with a step's send or receive.
-        sent: how many posts of it had a send.
         at, posted, due: where the batched program is; its posts so far, and that it may post.
     """
 
@@ -208,7 +207,7 @@ class _Running:
         places = (at for at, one in enumerate(program.code) if isinstance(one, posts_or_waits))
         self.left = dict.fromkeys(places)
         self.ends: dict[tuple[_Rules, str, int], tuple[play.End, ...]] = {}
-        self.sent = self.at = self.posted = self.due = 0
+        self.at = self.posted = self.due = 0
 
     def line(self, place: int) -> str:
         code = self.program.code
@@ -323,8 +322,7 @@ class _Rank:
             if program.batched:
                 self._play("hccl", running, one)
             elif isinstance(one, Collective) or (isinstance(one, Post) and one.send is not None):
-                running.sent += 1
-                self._go_on(running, running.sent)
+                self._go_on(running, running.due + 1)
 
     def _go_on(self, running: _Running, due: int = 0, *, in_line: bool = True) -> None:
         """Play the batched program of a run on gloo, as far as it has come and may."""

@@ -73,12 +73,10 @@ def gather_gemm(
     ahead = max(1, _AHEAD // each) if place.batched else chunks
 
     def post(j: int) -> None:
-        if j < chunks and b.together:
+        if j < chunks and (b.together or chunks == 1):
             length = n * (runs[j].stop - runs[j].start)
             there = Span("whole" if in_place else f"staged {j}", 0, length)
-            b.collective(
-                "all_gather", rows_of("shard", runs[j]), there, "block {source}", j, chunks
-            )
+            b.all_gather(rows_of("shard", runs[j]), there, "block {source}", j, chunks)
         elif j < chunks:
             for hop in b.hops("first"):
                 into = rows_of("whole", inside(hop.source, rows, runs[j]))

@@ -82,8 +82,8 @@ def fused_layers(launch: AskedLaunch) -> list[FusedLayer]:
             continue
         # Of an all-reduce a reduce-scatter, and a gather of its result.
         parts = 2 if operator == "linear_all_reduce" else 1
-        peers, blocks = (1, tp) if launch.schedule.shape == "collective" else (tp - 1, 1)
-        sent = parts * peers * chunks
+        blocks = launch.schedule.blocks_at_once(tp)
+        sent = parts * chunks * (1 if blocks > 1 else tp - 1)
         largest = blocks * chunk_rows * row_bytes
         longest = blocks * rows * row_bytes if column else largest
         found.append(FusedLayer(layer, operator, "", sent, largest, longest))
@@ -112,9 +112,9 @@ def lanes_of(launch: AskedLaunch) -> list[Lanes]:
     block = config.block_rows * config.hidden_size * 2.0
     if tensor > 1:
         with suppress(PlanError):  # which says more elsewhere
-            together = launch.schedule.shape == "collective"
-            message = block * tensor if together else block
-            found.append(Lanes("tensor", launch.schedule.lanes_for(tensor), message))
+            schedule = launch.schedule
+            message = block * schedule.blocks_at_once(tensor)
+            found.append(Lanes("tensor", schedule.lanes_for(tensor), message))
     if fuse.commfuse_ulysses and context > 1:
         lanes = min(Schedule(lanes=fuse.commfuse_lanes).lanes_for(context), context - 1)
         found.append(Lanes("context", lanes, block / context))

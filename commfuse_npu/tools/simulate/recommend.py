@@ -19,7 +19,6 @@ from typing import NamedTuple
 from commfuse_npu.config_file import ConfigError, config_names, find_config
 from commfuse_npu.hardware.description import Hardware
 from commfuse_npu.hardware.machine import Machine, covering_outputs
-from commfuse_npu.plan import Schedule, usual_shape
 from commfuse_npu.tools.model_config import ModelConfig
 from commfuse_npu.tools.simulate.footprint import Footprint, footprint, limit
 from commfuse_npu.tools.simulate.group import Group
@@ -41,6 +40,7 @@ from commfuse_npu.tools.simulate.variants import (
     Variant,
     Wgrad,
     fused,
+    together,
     variants,
 )
 from commfuse_npu.tools.terminal import tell
@@ -327,8 +327,8 @@ def _fused(hardware: Hardware, what: Training, other_rounding: bool) -> list[Var
     base, shapes = group.direct, [group.direct]
     if base.shape == "two_level":
         shapes.insert(0, replace(base, lanes=1))
-    elif layout.cp == 1 and usual_shape(group.size) == "collective":
-        shapes.insert(0, Schedule("collective", 1))
+    elif layout.cp == 1:
+        shapes = [*together(base, group.size), base]
     wgrads: tuple[Wgrad, ...] = ("whole", "blocks") if other_rounding else ("whole",)
     ours = partial(fused, collectives_from=covering_outputs(hardware.machine(), layout.tp))
     found = [

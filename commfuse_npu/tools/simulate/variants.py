@@ -55,7 +55,7 @@ from commfuse_npu.tools.simulate.mc2 import RANKS
 
 __all__ = ["CATCCOS", "COC", "COC_FUSED", "COC_TUNED", "COMPUTE_ONLY", "IDEAL", "MC2", "MEGATRON",
            "REFERENCE", "TURNS", "Kind", "Role", "Sums", "Variant", "Way", "Wgrad", "direct",
-           "fused", "variants"]  # fmt: skip
+           "fused", "together", "variants"]  # fmt: skip
 
 Kind = Literal["compute", "plain", "megatron", "sliced", "kernel", "mc2", "ideal", "fused", "turns"]
 
@@ -144,6 +144,12 @@ def direct(size: int, members_per_node: int) -> Schedule:
     return Schedule("shifted")
 
 
+def together(base: Schedule, size: int) -> list[Schedule]:
+    """Chunks as collectives, where a launch would take them in place of a schedule of batches."""
+    shape = usual_shape(size)
+    return [Schedule(shape, 1)] if base.shape == "shifted" and shape != base.shape else []
+
+
 def fused(
     schedule: Schedule,
     *,
@@ -186,7 +192,6 @@ def variants(
     base = replace(direct(size, members_per_node), lanes=lanes)
     most = replace(base, chunks=chunks[-1])
     ours = partial(fused, collectives_from=collectives_from)
-    together = chunks if usual_shape(size) != base.shape == "shifted" else ()
     found = [
         REFERENCE,
         MEGATRON,
@@ -197,7 +202,7 @@ def variants(
         IDEAL,
         ours(replace(base, lanes=min(2, max(1, size - 1)))),
         *(ours(replace(base, chunks=k)) for k in chunks),
-        *(ours(Schedule("collective", 1, k)) for k in together),
+        *(ours(replace(one, chunks=k)) for one in together(base, size) for k in chunks),
         fused(base, tuned=chunks),
         fused(base, tuned=chunks, wgrad="blocks", sums="once"),
         ours(replace(base, chunks=6, taper=1.5)),
