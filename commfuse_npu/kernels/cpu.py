@@ -73,8 +73,11 @@ def sum_parts(
                 total.add_(part)
         out.copy_(total)
         return
-    rest = [part for term, count in others for part in term.chunk(count)]
-    total, *more = [*first.chunk(parts), *rest]
+    # A chunk is a view, which takes time, too.
+    rest = [
+        part for term, count in others for part in (term.chunk(count) if count > 1 else (term,))
+    ]
+    total, *more = [*(first.chunk(parts) if parts > 1 else (first,)), *rest]
     if not more:
         out.copy_(total)
         return

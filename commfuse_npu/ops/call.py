@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -23,7 +23,6 @@ __all__ = [
     "AnyRun",
     "AnyTransport",
     "Call",
-    "Operation",
     "Tensors",
     "check_and_cast",
     "check_device",
@@ -45,22 +44,6 @@ AnyRun = Running | CollectiveRun
 """An operation under way on either."""
 
 Tensors = Sequence[torch.Tensor | None]
-
-
-class Operation(NamedTuple):
-    """A program, or the lines in its place, and what else the ranks have to agree on."""
-
-    carrier: Any
-    program: Any
-    name: str
-    options: Hashable
-    sum_dtype: torch.dtype | None
-
-    def begin(self, like: torch.Tensor) -> AnyRun:
-        """Begin it; ``like`` is of the dtype and on the device of what is transferred."""
-        run: AnyRun
-        run = self.carrier.begin(self.program, self.name, like, self.options, self.sum_dtype)
-        return run
 
 
 class Call:
@@ -90,7 +73,7 @@ class Call:
     weight_at: ClassVar[int] = 1
     """Which of the tensors is the weight."""
 
-    needs: Sequence[bool]
+    needs: Sequence[bool] = ()
     weight: Any
     saved: Callable[[], Any]
 
@@ -123,29 +106,25 @@ class Call:
         Autocast is off inside: the tensors are cast, and sums in fp32 have to stay so.
         """
         if not torch.is_grad_enabled():
-            tensors = tuple(None if one is None else one.detach() for one in tensors)
+            self.needs = (False,) * len(tensors)
         device = self.transport.device_type
         if not torch.is_autocast_enabled(device):
             return _Differentiable.apply(self, *tensors)
         with torch.autocast(device, enabled=False):
             return _Differentiable.apply(self, *tensors)
 
-    def begin(self, rule: Rule, *arguments: Any, like: torch.Tensor, **how: Any) -> AnyRun:
-        """Begin an :meth:`operation` with what is transferred ``like`` this."""
-        carrier, program, name, options, sum_dtype = self.operation(rule, *arguments, **how)
-        run: AnyRun = carrier.begin(program, name, like, options, sum_dtype)
-        return run
-
-    def operation(
+    def begin(
         self,
         rule: Rule,
         *arguments: Any,
+        like: torch.Tensor,
         backward: bool = False,
         sum_dtype: torch.dtype | None = None,
-    ) -> Operation:
-        """The operation of a rule.
+    ) -> AnyRun:
+        """Begin the operation of a rule.
 
         Args:
+            like: of the dtype and on the device of what is transferred.
             sum_dtype: in which partials are added, by default their own.
         """
         schedule, name = self.schedule, self.name
@@ -153,7 +132,8 @@ class Call:
             schedule, name = self.backward_schedule, f"{self.name} backward"
         carrier: Any = self.transport if schedule else self.transport.by_collectives
         program = carrier.program(rule, schedule or self.options.schedule, *arguments)
-        return Operation(carrier, program, name, self.options, sum_dtype)
+        run: AnyRun = carrier.begin(program, name, like, self.options, sum_dtype)
+        return run
 
     def weight_gradient(self, *, blocks: bool = False) -> WeightGradient:
         """Where the gradient of the weight goes, if it needs one."""
@@ -167,7 +147,7 @@ class _Differentiable(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, call: Call, *tensors: Any) -> torch.Tensor:
-        call.needs = ctx.needs_input_grad[1:]
+        call.needs = call.needs or ctx.needs_input_grad[1:]
         y, saved = call.forward(*tensors)
         ctx.save_for_backward(*saved)
         context: Any = weakref.ref(ctx)

@@ -150,12 +150,14 @@ class _ShardedLinear(Call):
         """
         place, backward = self.place, bool(needs)
         arguments, sums = (*shard.shape, *needs), self.options.reduce_dtype
-        operation = self.operation(rule, *arguments, backward=backward, sum_dtype=sums)
-        gathers = all(needs[:1])
-        if place is None or not gathers or not isinstance(self.transport, Transport):
-            operation.begin(shard).run(works, shard=shard, out=out)
+        gathers, lanes = all(needs[:1]), self.transport
+        if place is None or not gathers or not isinstance(lanes, Transport):
+            begun = self.begin(rule, *arguments, like=shard, backward=backward, sum_dtype=sums)
+            begun.run(works, shard=shard, out=out)
             return
-        order = place.prefetch
+        order, program = place.prefetch, lanes.program(rule, self.options.schedule, *arguments)
+        name = f"{self.name} backward" if backward else self.name
+        operation = lanes, program, name, self.options, sums
         running = order.take(place.number, shard, self.stamp, operation, backward=backward)
         running.before_last = {"use": order.start_next}
         running.run(works, out=out)

@@ -22,15 +22,20 @@ count no versions: make none between two layers of a pass.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import NamedTuple
 
 import torch
 
-from commfuse_npu.ops.call import Operation, version_of
+from commfuse_npu.ops.call import version_of
+from commfuse_npu.plan.program import Program
 from commfuse_npu.runtime.executor import Running
+from commfuse_npu.runtime.transport import Transport
 
 __all__ = ["PrefetchedWeight", "WeightPrefetch", "in_backward", "stamp_of"]
+
+Operation = tuple[Transport, Program, str, Hashable, torch.dtype | None]
+"""A transport and what it begins: a program with its name, options and the dtype of its sums."""
 
 
 def stamp_of(weight: torch.Tensor) -> tuple[int, int | None]:
@@ -40,8 +45,8 @@ def stamp_of(weight: torch.Tensor) -> tuple[int, int | None]:
 
 def _begin(operation: Operation, shard: torch.Tensor) -> Running:
     """With the first transfer of the weight under way."""
-    running = operation.begin(shard)
-    assert isinstance(running, Running)
+    transport, program, name, options, sum_dtype = operation
+    running = transport.begin(program, name, shard, options, sum_dtype)
     running.run(ahead=True, shard=shard)
     return running
 
@@ -179,10 +184,10 @@ class WeightPrefetch:
         self._pass_ends()
         pending, self._pending = self._pending, None
         if pending is not None:
-            gather = pending.what[1]
-            gather.carrier.fail(
-                f"{gather.name}: the forward was left by {error!r} with the first block of the "
-                "next layer's weight under way"
+            transport, _, name, *_ = pending.what[1]
+            transport.fail(
+                f"{name}: the forward was left by {error!r} with the first block of the next "
+                "layer's weight under way"
             )
 
 

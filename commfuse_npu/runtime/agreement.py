@@ -51,7 +51,7 @@ _MOST_BEGUN = 512
 _EXPLAINING = timedelta(seconds=2)
 """How long others whose wait failed as well are waited for, to say in what they differ."""
 
-_STRETCH = 64
+_STRETCH = 256
 _KEPT = 4 * _STRETCH
 _DIGESTS, _HISTORIES = 1, 2
 """Tags of digests, and of what was begun, in full; other comparisons have 0."""

@@ -25,7 +25,6 @@ import torch
 import torch.distributed as dist
 from torch._C._profiler import _RecordFunctionFast
 
-from commfuse_npu.kernels import kernels_for
 from commfuse_npu.plan.instructions import (
     Add,
     Collective,
@@ -89,7 +88,7 @@ class Running:
         self._tag = tag
         self._log = log
         self._sum_dtype = None if sum_dtype == dtype else sum_dtype
-        self._kernels = kernels_for(device)
+        self._kernels = transport.kernels
         self._at = 0
         self._views: dict[Span, torch.Tensor] = {}
         self._arenas: list[Arena] = []
@@ -281,7 +280,7 @@ class Running:
 
         Where there are two streams each of them waits for itself.
         """
-        transport, step, posted = self._transport, -1, self._receives
+        transport = self._transport
         timeout = None if transport.batched else transport.timeout
         start = time.perf_counter()
         try:
@@ -335,8 +334,9 @@ class Running:
                     )
                 if self._transport.lane_streams is not None:
                     self.transferred[tensor.untyped_storage().data_ptr()] = tensor
+            whole = 0, tensor.shape[0], None, 1
             for span in program.spans.get(buffer, ()):
-                self._views[span] = view_of(tensor, span)
+                self._views[span] = tensor if span[1:5] == whole else view_of(tensor, span)
 
     def _take_scratch(self, *, late: bool) -> None:
         for stretch, elements in self.program.stretches.items():
@@ -344,7 +344,10 @@ class Running:
                 dtype = (self._sum_dtype or self._dtype) if stretch.wide else self._dtype
                 arena = self._transport.scratch.take(elements, dtype, self._device)
                 self._arenas.append(arena)
-                self._views.update(arena.views(self.program, stretch))
+                known = arena.known.get((self.program, stretch))
+                if known is None:
+                    known = arena.views(self.program, stretch)
+                self._views.update(known)
 
     def _finish(self) -> None:
         self.done = True

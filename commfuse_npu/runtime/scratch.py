@@ -37,7 +37,7 @@ def view_of(tensor: torch.Tensor, span: Span) -> torch.Tensor:
         )
     if columns is not None:
         return tensor[start:stop, columns[0] : columns[1]]
-    return tensor[start:stop] if start or stop != tensor.shape[0] else tensor
+    return tensor[start:stop]
 
 
 class Arena:
@@ -45,6 +45,9 @@ class Arena:
 
     Args:
         key: dtype, device and stream.
+
+    Attributes:
+        known: the :meth:`views` that were made.
     """
 
     def __init__(
@@ -55,23 +58,19 @@ class Arena:
         with torch.inference_mode(False):
             self.memory = torch.empty(elements, dtype=dtype, device=device)
         self.elements, self.nbytes = elements, self.memory.nbytes
-        self._views: OrderedDict[tuple[Program, Stretch], _Views] = OrderedDict()
+        self.known: OrderedDict[tuple[Program, Stretch], _Views] = OrderedDict()
 
     def views(self, program: Program, stretch: Stretch) -> _Views:
-        """The program's spans of a stretch of scratch."""
-        found = self._views.get((program, stretch))
-        if found is None:
-            if len(self._views) >= _MOST_VIEWS:
-                self._views.popitem(last=False)
-            found = {}
-            with torch.inference_mode(False):
-                for name, (its, offset, rows, columns) in program.layout.items():
-                    if its == stretch:
-                        whole = self.memory.as_strided((rows, columns), (columns, 1), offset)
-                        found |= {
-                            span: view_of(whole, span) for span in program.spans.get(name, ())
-                        }
-            self._views[program, stretch] = found
+        """Make the program's spans of a stretch of scratch."""
+        if len(self.known) >= _MOST_VIEWS:
+            self.known.popitem(last=False)
+        found: _Views = {}
+        with torch.inference_mode(False):
+            for name, (its, offset, rows, columns) in program.layout.items():
+                if its == stretch:
+                    whole = self.memory.as_strided((rows, columns), (columns, 1), offset)
+                    found |= {span: view_of(whole, span) for span in program.spans.get(name, ())}
+        self.known[program, stretch] = found
         return found
 
 
@@ -98,7 +97,7 @@ class ScratchPool:
     def take(self, elements: int, dtype: torch.dtype, device: torch.device) -> Arena:
         """An arena of at least so many elements."""
         self.lent += 1
-        key = dtype, device, _stream(device)
+        key = dtype, device, None if device.type == "cpu" else _stream(device)
         found: Arena | None = None
         for arena in reversed(self._idle.values()):
             # One that is much too long is worth more to somebody else.
@@ -126,6 +125,4 @@ class ScratchPool:
 
 
 def _stream(device: torch.device) -> Hashable:
-    if device.type == "cpu":
-        return None
     return torch.get_device_module(device.type).current_stream(device).stream_id

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from commfuse_npu.kernels import kernels_for
 from commfuse_npu.plan import Place, Schedule
 from commfuse_npu.plan.program import Program
 from commfuse_npu.plan.rules import Rule
@@ -31,6 +32,9 @@ from commfuse_npu.runtime.order_log import OrderLog
 from commfuse_npu.runtime.scratch import ScratchPool
 
 __all__ = ["Transport"]
+
+_MOST_PROGRAMS = 4096
+"""Programs that are kept; their number grows with the lengths of sequences."""
 
 
 def _is_size(value: object) -> bool:
@@ -48,6 +52,7 @@ class Transport(Agreement):
         lane_groups: the group of each.
         batched: post a batch per step (HCCL), or single operations (gloo).
         device_type: where tensors have to be, ``cpu`` on gloo and ``npu`` on HCCL.
+        kernels: of its device.
         blocked_seconds: host time spent in waits since the start.  On HCCL a wait holds the
             stream, not the host, so there this counts next to nothing; profile the device instead.
         operations: how many programs were begun.
@@ -76,7 +81,8 @@ class Transport(Agreement):
         self.device_type, _ = device_backend(dist.get_backend(lanes[0]))
         self.lanes = len(lanes)
         self.lane_groups = tuple(lanes)
-        self._places: dict[Schedule, Place] = {}
+        self.kernels = kernels_for(torch.device(self.device_type))
+        self._programs: dict[tuple[Rule, Schedule, tuple[Any, ...]], Program] = {}
         self._in_flight: set[Running] = set()
         # Those of them that a thread is carrying out, and which thread that is.
         self._active: set[Running] = set()
@@ -298,18 +304,20 @@ class Transport(Agreement):
 
     def place(self, schedule: Schedule) -> Place:
         """For whom programs are compiled here; a schedule that leaves lanes open takes these."""
-        place = self._places.get(schedule)
-        if place is None:
-            lanes = schedule.lanes
-            if lanes is None:
-                lanes = min(schedule.lanes_for(self.size), self.lanes)
-            place = Place(replace(schedule, lanes=lanes), self.rank, self.size, self.batched)
-            self._places[schedule] = place
-        return place
+        if schedule.lanes is None:
+            lanes = min(schedule.lanes_for(self.size), self.lanes)
+            schedule = replace(schedule, lanes=lanes)
+        return Place(schedule, self.rank, self.size, self.batched)
 
     def program(self, rule: Rule, schedule: Schedule, *arguments: Any) -> Program:
         """This rank's program, for :meth:`begin`."""
-        return rule(self.place(schedule), *arguments)
+        key = rule, schedule, arguments
+        program = self._programs.get(key)
+        if program is None:
+            if len(self._programs) >= _MOST_PROGRAMS:
+                self._programs.clear()
+            program = self._programs[key] = rule(self.place(schedule), *arguments)
+        return program
 
     @cached_property
     def by_collectives(self) -> CollectiveTransport:

@@ -62,13 +62,14 @@ def held() -> dict[str, int]:
     for rule in RULES.values():
         rule.cache_clear()
     transport()._begun.clear()
+    transport()._programs.clear()
     gc.collect()
     getattr(ctypes.CDLL(None), "malloc_trim", int)(0)  # glibc's: gives freed memory back
     kinds = [type(one) for one in gc.get_objects()]
     files = [f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd")]
     pool = transport().scratch
     # Of idle memory, and views of it.
-    idle = sum(1 + sum(map(len, one._views.values())) for one in pool._idle.values())
+    idle = sum(1 + sum(map(len, one.known.values())) for one in pool._idle.values())
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     resident = pages * os.sysconf("SC_PAGESIZE") // 1024
     return {

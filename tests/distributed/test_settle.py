@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -152,11 +153,15 @@ def counted() -> Iterator[Callable[[], list[int]]]:
         yield lambda: list(seen.values())
 
 
+def short_stretches() -> Any:
+    return mock.patch.object(agreement, "_STRETCH", 64)
+
+
 @on_ranks(2)
 def test_a_new_length_waits_for_nobody(rank: int) -> None:
     made = link()
     layer(made, 1)
-    with counted() as counts:
+    with short_stretches(), counted() as counts:
         for rows in range(2, 32):
             layer(made, rows)
         assert counts() == [0, 0, 0]
@@ -179,11 +184,12 @@ def test_a_new_length_waits_for_nobody(rank: int) -> None:
 def in_a_loop_without_an_optimizer(rank: int) -> tuple[int, str]:
     made = link(batched=True)
     layer(made, 4)
-    for number in range(1000):
-        try:
-            made.agree("decode", {"rows": 8 if number == 7 and rank == 1 else 4})
-        except MismatchError as error:
-            return number, str(error)
+    with short_stretches():
+        for number in range(1000):
+            try:
+                made.agree("decode", {"rows": 8 if number == 7 and rank == 1 else 4})
+            except MismatchError as error:
+                return number, str(error)
     return -1, "never"
 
 
