@@ -82,7 +82,8 @@ def fused_layers(launch: AskedLaunch) -> list[FusedLayer]:
             continue
         # Of an all-reduce a reduce-scatter, and a gather of its result.
         parts = 2 if operator == "linear_all_reduce" else 1
-        blocks = launch.schedule.blocks_at_once(tp)
+        # Attention travels in batches, whatever the schedule of linear layers.
+        blocks = 1 if "attention" in operator else launch.schedule.blocks_at_once(tp)
         sent = parts * chunks * (1 if blocks > 1 else tp - 1)
         largest = blocks * chunk_rows * row_bytes
         longest = blocks * rows * row_bytes if column else largest
