@@ -18,7 +18,6 @@ from commfuse_npu.tools.simulate.llama import LayerShape
 from commfuse_npu.tools.simulate.mc2 import tiling
 from commfuse_npu.tools.simulate.rank import Rank, rest
 from commfuse_npu.tools.simulate.variants import (
-    COMPUTE_ONLY,
     IDEAL,
     MC2,
     REFERENCE,
@@ -157,22 +156,15 @@ def test_an_ideal_kernel_leaves_one_tile(c: float, t: float) -> None:
 
 @few
 @given(c=times, t=times, size=st.sampled_from([2, 4, 8]))
-def test_mc2_gathers_tile_by_tile_behind_its_own_block(c: float, t: float, size: int) -> None:
-    tiles = tiling("gather", ROWS, FEATURES, FEATURES, size, 20).rows
-    time, arrived = c / size, 0.0
-    for tile in tiles:
+def test_mc2_goes_tile_by_tile(c: float, t: float, size: int) -> None:
+    time, arrived = c / size, 0.0  # of the gather, the own block first
+    for tile in tiling("gather", ROWS, FEATURES, FEATURES, size, 20).rows:
         arrived += t * tile / ROWS
         time = max(time, arrived) + c * (size - 1) / size * tile / ROWS
     assert gather(ideal(), size, MC2, c, t) == pytest.approx(time)
     assert gather(ideal(), 3, MC2, c, t) == pytest.approx(c + t), "which it has no form for"
-
-
-@few
-@given(c=times, t=times, size=st.sampled_from([2, 4, 8]))
-def test_mc2_scatters_tile_by_tile(c: float, t: float, size: int) -> None:
-    tiles = tiling("scatter", ROWS, FEATURES, FEATURES, size, 20).rows
     time = arrived = 0.0
-    for tile in tiles:
+    for tile in tiling("scatter", ROWS, FEATURES, FEATURES, size, 20).rows:
         time += c * tile / ROWS
         arrived = max(arrived, time) + t * tile / ROWS
     assert scatter(ideal(), size, MC2, c, t) == pytest.approx(arrived)
@@ -199,56 +191,19 @@ def test_sums_in_an_order_make_a_mesh_scatter_longer(c: float, t: float) -> None
         assert scatter(machine, size, ours, c, t) == scatter(ideal(), size, ours, c, t)
 
 
-def every(size: int) -> list[Variant]:
-    return variants(size, size, max(1, size - 1))
-
-
-@both
-@very_few
-@given(c=times, t=times)
-def test_links_without_limits_leave_the_work(operation, c: float, t: float) -> None:
-    for size in (1, 2, 4):
-        for variant in every(size):
-            for topology in ("full_mesh", "switched"):
-                # One rank transfers nothing, whatever the links.
-                machine = ideal(topology, rate=math.inf if size > 1 else 1.0)
-                assert operation(machine, size, variant, c, t) == pytest.approx(c), variant.name
-
-
-@both
-@very_few
-@given(c=times, t=times, size=st.sampled_from([2, 3, 4]))
-def test_no_variant_beats_work_or_wire(operation, c: float, t: float, size: int) -> None:
-    for variant in every(size):
-        time = operation(ideal(), size, variant, c, t)
-        assert time >= max(c, t) * (1 - 1e-9), variant.name
-        assert operation(ideal(), size, COMPUTE_ONLY, c, t) == pytest.approx(c)
-
-
 @both
 @very_few
 @given(c=times, t=times, more=st.floats(1.0, 3.0), size=st.sampled_from([2, 4]))
-def test_more_of_anything_never_takes_less(
+def test_more_of_anything_never_takes_less_and_the_work_at_least(
     operation, c: float, t: float, more: float, size: int
 ) -> None:
-    for variant in every(size):
+    for variant in variants(size, size, max(1, size - 1)):
         time = operation(ideal(latency=0.1), size, variant, c, t) * (1 - 1e-9)
         assert operation(ideal(latency=0.1), size, variant, c * more, t) >= time, variant.name
-        assert operation(ideal(latency=0.1), size, variant, c, t * more) >= time, variant.name
         assert operation(ideal(rate=1 / more, latency=0.1), size, variant, c, t) >= time
         assert operation(ideal(latency=0.1 * more), size, variant, c, t) >= time, variant.name
-
-
-@both
-@very_few
-@given(c=times, t=times, factor=st.floats(0.1, 10), size=st.sampled_from([2, 3]))
-def test_time_has_no_scale(operation, c: float, t: float, factor: float, size: int) -> None:
-    # Of two ways that take equally long rounding chooses: no tuned variants.
-    for variant in (one for one in every(size) if not one.tuned):
-        for topology in ("full_mesh", "switched"):
-            time = operation(ideal(topology), size, variant, c, t)
-            scaled = operation(ideal(topology), size, variant, c * factor, t * factor)
-            assert scaled == pytest.approx(time * factor), variant.name
+        free = operation(ideal("switched", rate=math.inf), size, variant, c, t)
+        assert free == pytest.approx(c), variant.name
 
 
 @few
@@ -267,24 +222,22 @@ def test_a_host_that_launches_slowly_is_what_is_waited_for() -> None:
     assert gather(machine, 2, REFERENCE, 0.0, 1.0) == pytest.approx(4.0)
 
 
-def test_partials_are_added_in_memory() -> None:
-    machine = ideal(rate=math.inf, hbm_bandwidth=3.0)
-    work, block = 1e8, BLOCK
+def test_sums_and_copies_take_memory_traffic() -> None:
+    machine, work, block = ideal(rate=math.inf, hbm_bandwidth=3.0), 1e8, BLOCK
     # Two partials and the own one: of each addition two are read, and the sum is written.
     ordered = scatter(machine, 3, fused(2), work, block)
     assert ordered == pytest.approx(work + 2 * 3 * block / 3)
     # In one pass all are read, and the sum is written once.
     once = scatter(machine, 3, fused(2, sums="once"), work, block)
     assert once == pytest.approx(work + 4 * block / 3)
-
-
-def test_chunks_of_several_peers_are_copied_into_place() -> None:
-    machine, work, block = ideal(rate=math.inf, hbm_bandwidth=3.0), 1e8, BLOCK
     # The results of both peers are read and written, those of the last chunk with nothing beside;
     # blocks of one chunk arrive in place.
     copied = gather(machine, 3, fused(2, 2), work, block)
     assert copied == pytest.approx(work + 2 * 2 * block / 3 / 2)
     assert gather(machine, 3, fused(2), work, block) == pytest.approx(work)
+    # Columns of a weight are copied before they are multiplied.
+    one, two = (column(machine, 2, fused(1, chunks), work, block) for chunks in (1, 2))
+    assert two - one == pytest.approx(2 * ITEM_BYTES * FEATURES**2 / 3, rel=1e-6)
 
 
 def test_a_nic_of_a_node_is_shared_and_one_of_an_npu_is_not() -> None:
@@ -320,12 +273,6 @@ def test_a_column_backward_overlaps_as_its_variant_says(c: float, t: float, chun
     # By blocks the half of wgrad that needs no transfer hides the gather, too.
     blocks = column(ideal(), 2, fused(1, chunks, "blocks"), c, t)
     assert blocks == pytest.approx(max(max(1.5 * c, t) + c / 2, link))
-
-
-def test_columns_of_a_weight_are_copied_before_they_are_multiplied() -> None:
-    machine, work = ideal(rate=math.inf, hbm_bandwidth=3.0), 1e8
-    one, two = (column(machine, 2, fused(1, chunks), work, BLOCK) for chunks in (1, 2))
-    assert two - one == pytest.approx(2 * ITEM_BYTES * FEATURES**2 / 3, rel=1e-6)
 
 
 @few

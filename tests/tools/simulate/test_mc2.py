@@ -35,26 +35,27 @@ def test_tiles_are_the_block(
     assert ranks > 2 or found.slowed == 1
 
 
-def test_few_rows_are_not_cut() -> None:
-    # Tiles have 128 rows or more.
+@pytest.mark.parametrize(
+    ("kind", "rows", "inner", "outer", "slowed"),
+    [
+        # Inner dimensions from 8192 and more than 5120 columns.
+        ("gather", 1024, 8192, 5376, 1.5),
+        ("gather", 1024, 8192, 5120, 1),
+        ("scatter", 1024, 8192, 5376, 1.2),
+        # A tile's operands beyond the L2 cache.
+        ("gather", 1024, 16384, 16384, 3),
+    ],
+)
+def test_transfers_beside_large_operands_are_slowed(kind, rows, inner, outer, slowed) -> None:
+    assert tiling(kind, rows, inner, outer, 8, 20).slowed == slowed
+
+
+def test_how_many_tiles() -> None:
+    # They have 128 rows or more.
     assert tiling("gather", 255, 8192, 8192, 8, 20).rows == (255,)
     assert tiling("scatter", 255, 8192, 8192, 8, 20).rows == (255,)
-
-
-def test_transfers_beside_large_operands_are_taken_as_slow() -> None:
-    # Inner dimensions from 8192 and more than 5120 columns.
-    assert tiling("gather", 1024, 8192, 5376, 8, 20).slowed == 1.5
-    assert tiling("gather", 1024, 8192, 5120, 8, 20).slowed == 1
-    assert tiling("scatter", 1024, 8192, 5376, 8, 20).slowed == 1.2
-    # A tile's operands beyond the L2 cache.
-    assert tiling("gather", 1024, 16384, 16384, 8, 20).slowed == 3
-
-
-def test_a_slowed_gather_has_8_tiles_at_most() -> None:
-    for rows in (8192, 16384, 32768):
-        found = tiling("gather", rows, 8192, 6144, 8, 20)
-        assert found.slowed > 1
-        assert 1 < len(found.rows) <= 8
+    # A gather that is slowed has 8 at most.
+    assert 1 < len(tiling("gather", 32768, 8192, 6144, 8, 20).rows) <= 8
 
 
 @pytest.mark.parametrize("ring", [False, True])

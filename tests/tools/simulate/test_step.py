@@ -82,20 +82,23 @@ def test_interleaved_chunks_divide_the_bubble(
     assert max(apart) >= f + b + 2 * (places - 1)
 
 
-def test_an_interleaved_layout_has_to_divide() -> None:
-    what = training(LLAMA, Layout(8, 1, 1, 8, 2), 8192, Options(micro_batches=8))
-    assert what.layout.vpp == 2
-    with pytest.raises(ConfigError, match="2 chunks do not divide the layers of 4 pipeline stages"):
-        # Whose stages differ.
-        training(LLAMA, Layout(8, 1, 1, 4, 2), 8192, Options(micro_batches=8))
-    with pytest.raises(ConfigError, match="6 micro-batches are not divisible by 8"):
-        training(LLAMA, Layout(8, 1, 1, 8, 2), 8192, Options(micro_batches=6))
+def test_a_layout_that_does_not_fit_is_explained() -> None:
+    four, uneven = Options(micro_batches=4), replace(ROCE, npus_per_node=6)
+    assert training(LLAMA, Layout(8, 1, 1, 8, 2), 8192, Options(micro_batches=8)).layout.vpp == 2
+    for layout, said in (
+        (Layout(8, 1, 1, 4, 2), "2 chunks do not divide the layers of 4 pipeline stages"),  # uneven
+        (Layout(8, 1, 1, 8, 2), "4 micro-batches are not divisible by 8"),
+        (Layout(8, 3, 1, 4), r"8192 is not divisible by TP\*CP = 8\*3 = 24"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            training(LLAMA, layout, 8192, four)
+    with pytest.raises(ValueError, match="does not fill whole nodes of 6 NPUs"):
+        list(sweep(LLAMA, uneven, [Layout(8, 1, 1, 4)], [8192], Options()))
 
 
 def test_buckets_close_when_they_are_large_enough() -> None:
     assert buckets([30e6] * 5, ranks=4) == [[4, 3], [2, 1], [0]]
     assert buckets([30e6] * 5, ranks=100) == [[4, 3, 2, 1], [0]]
-    assert buckets([], ranks=4) == []
 
 
 def test_only_the_last_bucket_is_exposed_when_the_link_keeps_up() -> None:
@@ -172,13 +175,10 @@ def test_host_and_device_meet_after_a_forward_and_its_backward(monkeypatch) -> N
 
 def test_a_step_is_more_than_its_work() -> None:
     here = step(64)
-    plain, free = here.time(REFERENCE), here.time(COMPUTE_ONLY, free=True)
-    assert plain.seconds > here.time(COMPUTE_ONLY).seconds >= free.seconds
-    assert free.data_parallel == 0.0 < plain.data_parallel
+    free = here.time(COMPUTE_ONLY, free=True)
+    assert free.data_parallel == 0.0 < here.time(REFERENCE).data_parallel
     for variant in variants(8, 8, 2, (2,)):
         assert here.time(variant).seconds > free.seconds, variant.name
-    efficiency = here.training.flops / (free.seconds * 64 * here.machine.cube_flops)
-    assert 0.1 < efficiency < 1
 
 
 @pytest.mark.parametrize("turns", [False, True])
@@ -197,20 +197,15 @@ def test_a_step_is_its_layers_its_embedding_its_head_and_its_optimizer(turns: bo
     assert here.time(TURNS if turns else MEGATRON).seconds == expected
 
 
-def test_transfers_between_stages_are_free_where_all_are() -> None:
+def test_transfers_between_stages_are_free_where_all_are_and_recomputation_adds_forwards() -> None:
     what = training(LLAMA2_7B, Layout(2, 1, 1, 4), 4096, Options(micro_batch=1, micro_batches=4))
     here = Step(ROCE.machine(), what)
     free, not_free = (here.time(MEGATRON, free=free).seconds for free in (True, False))
     assert not_free - free == pytest.approx(2 * 3 * here._between_stages)
-
-
-def test_recomputation_adds_a_forward() -> None:
-    none, full = (
-        step(64).time(COMPUTE_ONLY, free=True),
-        step(64, recompute="full").time(COMPUTE_ONLY, free=True),
-    )
-    layers = 4 - 1 + 4  # the longest chain of stages and micro-batches, of 20 layers or more each
-    assert full.seconds - none.seconds >= layers * 17 * step(64).layer_time(COMPUTE_ONLY).forward
+    again = replace(here, training=replace(what, recompute="full"))
+    chain = (4 - 1 + 4) * LAYERS / 4  # the longest of stages and micro-batches
+    more = again.time(COMPUTE_ONLY, free=True).seconds - here.time(COMPUTE_ONLY, free=True).seconds
+    assert more == pytest.approx(chain * here.layer_time(COMPUTE_ONLY).forward)
 
 
 def test_flops_are_those_of_the_parameters_and_of_attention() -> None:
@@ -242,22 +237,13 @@ def test_fused_ulysses_is_for_variants_that_fuse(tp: int, cp: int) -> None:
     assert free.waiting < 0.01 * free.forward
 
 
-def test_a_layout_that_does_not_fit_is_explained() -> None:
-    with pytest.raises(ConfigError, match=r"8192 is not divisible by TP\*CP = 8\*3 = 24"):
-        training(LLAMA, Layout(8, 3, 1, 4), 8192, Options())
-    uneven = replace(ROCE, npus_per_node=6)
-    with pytest.raises(ValueError, match="does not fill whole nodes of 6 NPUs"):
-        list(sweep(LLAMA, uneven, [Layout(8, 1, 1, 4)], [8192], Options()))
-
-
 def test_a_step_waits_for_gradients_and_for_parameters(monkeypatch) -> None:
     base = step(64).time(REFERENCE)
     for name in ("exposed_gather", "exposed_scatter"):
         with monkeypatch.context() as patch:
             patch.setattr(data_parallel, name, lambda *_: 100.0)
             time = step(64).time(REFERENCE)
-        assert 99.0 < time.seconds - base.seconds < 101.0, name
-        assert time.data_parallel - base.data_parallel > 99.0
+        assert time.seconds - base.seconds == pytest.approx(100.0, abs=1.0), name
 
 
 # ------------------------------------------------------------------- its memory
@@ -267,49 +253,43 @@ H, F, LAYERS, VOCABULARY = 4096, 11008, 32, 32000
 
 
 def memory(
-    layout: Layout, variant: Variant = REFERENCE, recompute: Recompute = "none", **options: int
+    layout: Layout,
+    variant: Variant = REFERENCE,
+    recompute: Recompute = "none",
+    model: ModelConfig = LLAMA2_7B,
 ) -> Footprint:
-    given = Options(recompute=recompute, **options)
-    return footprint(training(LLAMA2_7B, layout, 4096, given), variant, ROCE)
+    given = Options(micro_batch=1, micro_batches=8, recompute=recompute)
+    return footprint(training(model, layout, 4096, given), variant, ROCE)
 
 
 def test_one_npu_holds_everything() -> None:
-    one = memory(Layout(1, 1, 1, 1), micro_batch=1, micro_batches=4)
+    one, full = (memory(Layout(1, 1, 1, 1), recompute=choice) for choice in ("none", "full"))
     parameters = LAYERS * (4 * H * H + 3 * H * F + 2 * H) + 2 * VOCABULARY * H
-    assert one.weights == 2 * parameters
-    assert one.gradients == 4 * parameters
-    assert one.optimizer == 12 * parameters
+    assert one[:3] == (2 * parameters, 4 * parameters, 12 * parameters)
     assert one.communication == 0
     # 34 s b h with a GELU of 4 H (Korthikanti and others, 2022); here SwiGLU of 2.69 H.
-    layer = 4096 * (2 * (5 * H + 3 * H + 3 * F) + 64 * 32)
-    assert one.activations == LAYERS * layer + 6 * 4096 * VOCABULARY
+    layer, logits = 4096 * (2 * (5 * H + 3 * H + 3 * F) + 64 * 32), 6 * 4096 * VOCABULARY
+    assert one.activations == LAYERS * layer + logits
+    # Recomputation keeps inputs and one layer.
+    assert full.activations == LAYERS * 4096 * 2 * H + layer + logits
 
 
 def test_every_size_divides_what_it_should() -> None:
-    one = memory(Layout(1, 1, 1, 1), micro_batch=1, micro_batches=8)
-    tp = memory(Layout(8, 1, 1, 1), micro_batch=1, micro_batches=8)
-    for part in ("weights", "gradients", "optimizer", "activations"):
-        # All ranks have the norms.
-        assert getattr(tp, part) == pytest.approx(getattr(one, part) / 8, rel=1e-3)
-    dp = memory(Layout(1, 1, 8, 1), micro_batch=1, micro_batches=8)
+    one, tp, dp, cp, pp = (
+        memory(Layout(*sizes))
+        for sizes in ((1, 1, 1, 1), (8, 1, 1, 1), (1, 1, 8, 1), (1, 2, 1, 1), (1, 1, 1, 4))
+    )
+    # All ranks have the norms.
+    assert tp[:4] == pytest.approx([size / 8 for size in one[:4]], rel=1e-3)
     assert (dp.weights, dp.activations) == (one.weights, one.activations)
     assert dp.optimizer == one.optimizer / 8
-    cp = memory(Layout(1, 2, 1, 1), micro_batch=1, micro_batches=8)
     assert cp.activations == one.activations / 2
     # The first of four stages holds four micro-batches of a quarter of the layers.
-    pp = memory(Layout(1, 1, 1, 4), micro_batch=1, micro_batches=8)
     assert pp.activations == pytest.approx(one.activations - 6 * 4096 * VOCABULARY)
     assert pp.weights < one.weights / 3
-
-
-def test_recomputation_keeps_inputs_and_one_layer() -> None:
-    none, full = (
-        memory(Layout(1, 1, 1, 1), micro_batch=1, micro_batches=1, recompute=choice)
-        for choice in ("none", "full")
-    )
-    inputs = LAYERS * 4096 * 2 * H
-    layer = (none.activations - 6 * 4096 * VOCABULARY) / LAYERS
-    assert full.activations == inputs + layer + 6 * 4096 * VOCABULARY
+    # The fullest stage counts.
+    uneven = replace(LLAMA2_7B, pipeline_model_parallel_size=2, num_layer_list=(8, 24))
+    assert memory(Layout(1, 1, 1, 2), model=uneven).weights > memory(Layout(1, 1, 1, 2)).weights
 
 
 def test_lanes_cost_communicators() -> None:
@@ -318,13 +298,3 @@ def test_lanes_cost_communicators() -> None:
     # Each has two buffers, of the size of its messages; more is in flight, too.
     assert many - few >= 6 * 2 * 16 * 2**20
     assert many - few < ROCE.typical("host.communicator_bytes")
-
-
-def test_the_fullest_stage_counts() -> None:
-    uneven = replace(LLAMA2_7B, pipeline_model_parallel_size=2, num_layer_list=(8, 24))
-    even = replace(uneven, num_layer_list=None)
-    layout, options = Layout(1, 1, 1, 2), Options(micro_batch=1, micro_batches=1)
-    more, less = (
-        footprint(training(m, layout, 4096, options), REFERENCE, ROCE) for m in (uneven, even)
-    )
-    assert more.weights > less.weights
