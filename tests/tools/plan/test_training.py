@@ -12,6 +12,7 @@ from commfuse_npu.config_file import find_config
 from commfuse_npu.hardware.description import Hardware
 from commfuse_npu.tools.plan.launch import ask_about
 from commfuse_npu.tools.plan.training import NotSimulated, form_of, training_of
+from commfuse_npu.tools.simulate.experts import Experts
 from commfuse_npu.tools.simulate.footprint import footprint
 from commfuse_npu.tools.simulate.step import Step
 from commfuse_npu.tools.simulate.training import Training
@@ -39,8 +40,6 @@ def milliseconds(of: Training) -> float:
         ("", [{"dense": 4}]),
         ("--pipeline-model-parallel-size 2", [DENSE, DENSE]),
         ("--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1",
-         [{"dense": 1}] * 4),
-        ("--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2",
          [{"dense": 1}] * 4),
         ("--noop-layers 0,3 --pipeline-model-parallel-size 2", [{"none": 1, "dense": 1}] * 2),
         ("--num-experts 4", [{"experts": 4}]),
@@ -76,15 +75,12 @@ def test_experts_take_the_options_of_megatron() -> None:
         "--num-experts 8 --moe-router-topk 3 --moe-ffn-hidden-size 96 --n-shared-experts 2 "
         "--expert-model-parallel-size 2 --moe-grouped-gemm --moe-token-dispatcher-type alltoall"
     )
-    found = training(line).experts
-    assert found is not None
-    assert (found.number, found.each, found.width, found.shared) == (8, 3, 96, 192)
-    assert (found.parallel, found.tensor, found.grouped, found.gathers) == (2, 4, True, False)
-    assert training("--num-experts 8").experts.gathers  # type: ignore[union-attr]
     own = training(f"{line} --expert-tensor-parallel-size 1")
-    assert own.experts is not None
-    assert own.experts.tensor == 1
+    for tensor, found in ((4, training(line)), (1, own)):
+        wanted = Experts(8, 3, 96, 192, 2, tensor, grouped=True, gathers=False, halves=2)
+        assert found.experts == wanted
     assert (own.expert_replicas, own.expert_stride) == (4, 2)
+    assert training("--num-experts 8").experts.gathers  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize(
@@ -159,31 +155,18 @@ def test_the_form_in_which_a_launch_runs(flags: str, form: str) -> None:
 def test_measured_steps_are_read_beside_their_launches(tmp_path: Path, capsys) -> None:
     kept = tmp_path / "tests" / "baseline_results"
     kept.mkdir(parents=True)
-    names = ("alpha_tp4", "pretrain_beta-7b", "gamma_lora")
-    for name, options in zip(
-        names, ("", "--noop-layers 3", "--lora-target-modules x"), strict=True
-    ):
+    launches = {"alpha_tp4": "", "beta-7b": "--noop-layers 3", "lora": "--lora-target-modules x"}
+    content = {"time info": [9e3, 500.0, 400.0], "memo info": [{"max allocated memory": 7e3}]}
+    for name, options in launches.items():
         launch = script(f"{MODEL} {TP} --swiglu --bf16 --global-batch-size 16 {options}")
         (tmp_path / "tests" / f"{name}.sh").write_text(launch, "utf-8")
-        content = {
-            "time info": [9000.0, 500.0, 400.0],
-            "memo info": [{"max allocated memory": 7e3}],
-        }
         (kept / f"{name}.json").write_text(json.dumps(content), "utf-8")
     (kept / "without_a_launch.json").write_text("{}", "utf-8")
-    page = tmp_path / "page.md"
-    page.write_text("<!-- begin: steps -->\n<!-- end: steps -->\n", "utf-8")
-    assert steps.main([str(tmp_path), "--markdown", str(page)]) == 0
+    assert steps.main([str(tmp_path)]) == 0
     said = capsys.readouterr().out
-    assert said.strip() in page.read_text("utf-8")
     rows = [line.split(" | ") for line in said.splitlines() if line.startswith("| alpha")]
     assert rows[0][4] == "450"  # the median without the first third
-    assert "- gamma_lora: --lora-target-modules: simulated as if all weights were trained" in said
-    found = [one for one in steps.measured([tmp_path]) if isinstance(one, steps.Measured)]
-    assert [one.family for one in found] == ["alpha", "beta"]
-    assert steps.families(found) == ({"alpha"}, {"beta"})
-    with pytest.raises(SystemExit):
-        steps.main([str(kept)])
+    assert "- lora: --lora-target-modules: simulated as if all weights were trained" in said
 
 
 def test_figures_of_the_host_are_found_again() -> None:
