@@ -60,17 +60,6 @@ def test_a_broken_program_is_reported(monkeypatch, capsys) -> None:
     assert "- deadlock" in told
 
 
-@pytest.mark.parametrize(
-    "command", ["", "doctor", "plan", "simulate", "bench", "measure", "verify"]
-)
-def test_help_is_for_a_terminal(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match=r"^0$"):
-        cli.main([*command.split(), "--help"])
-    text = capsys.readouterr().out
-    assert text.startswith(f"usage: commfuse-npu {command}")
-    assert "`" not in text
-
-
 def test_what_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     def missing(name: str) -> None:
         raise ModuleNotFoundError(f"No module named {absent!r}", name=absent)

@@ -68,12 +68,12 @@ NPU_ANSWERS: Answers = {
 }
 
 
-def stack(folder: Path, llm: str = "26.0.0dev0", mindspeed: str = "0.12.1") -> dict[str, Package]:
+def stack(folder: Path) -> dict[str, Package]:
     """Packages as checkouts of a supported set leave them, torch_npu and all."""
     found = {}
     for name, version, file in (
-        ("mindspeed_llm", llm, "tasks/megatron_adaptor_v2.py"),
-        ("mindspeed", mindspeed, "features_manager/features_manager.py"),
+        ("mindspeed_llm", "26.0.0dev0", "tasks/megatron_adaptor_v2.py"),
+        ("mindspeed", "0.12.1", "features_manager/features_manager.py"),
     ):
         path = folder / name / file
         path.parent.mkdir(parents=True)

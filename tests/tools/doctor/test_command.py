@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import subprocess
@@ -15,9 +14,6 @@ import torch
 from commfuse_npu.tools import cli
 from commfuse_npu.tools.doctor import CommandResult, Package
 from commfuse_npu.tools.doctor.command import diagnose
-from commfuse_npu.tools.model_config import ModelConfig
-from commfuse_npu.tools.plan.launch import ask_about
-from tests.launchers.launching import dry_run
 from tests.limits import LIMIT
 from tests.tools.doctor.machines import INFO_A2, NPU_ANSWERS, ROOT, machine, only, stack, summary
 from tests.tools.plan.launches import CONFIG, asked
@@ -46,14 +42,14 @@ def test_a_supported_set_on_npus_is_ready(tmp_path: Path) -> None:
 def test_the_last_line_says_for_what_it_is_ready_or_what_is_wrong() -> None:
     packages = dict.fromkeys(("torch", "torch_npu"), Package("2.13.0"))
     npus, none = machine(packages=packages, answers=NPU_ANSWERS), machine(packages=packages)
-    layout = "--config --tensor-model-parallel-size 2 --nproc_per_node"
-    enough, short = asked(f"{layout} 2"), asked(f"{layout} 4")
-    ready = "ready: llama3_8b would start; this machine has"
-    assert diagnose(npus, enough).verdict.startswith(f"{ready} 2 NPUs (0 errors, ")
-    assert diagnose(none, enough).verdict.startswith(f"{ready} no NPU and can rehearse it (0 err")
-    assert diagnose(npus, short).verdict.startswith("not ready: NPUS_PER_NODE (1 errors, ")
-    refused = asked("--config --tensor-model-parallel-size 3 --use-ascend-mc2")
-    assert diagnose(none, refused).verdict.startswith("not ready: layout, --use-ascend-mc2 (")
+    layout, ready = "--config --tensor-model-parallel-size", "ready: llama3_8b would start; "
+    for here, line, said in (
+        (npus, "2 --nproc_per_node 2", f"{ready}this machine has 2 NPUs (0 errors"),
+        (none, "2 --nproc_per_node 2", f"{ready}this machine has no NPU and can rehearse it"),
+        (npus, "2 --nproc_per_node 4", "not ready: NPUS_PER_NODE (1 errors, "),
+        (none, "3 --use-ascend-mc2", "not ready: layout, --use-ascend-mc2 ("),
+    ):
+        assert diagnose(here, asked(f"{layout} {line}")).verdict.startswith(said)
     assert "can run the CPU form, rehearsals and simulations" in diagnose(none).verdict
 
 
@@ -70,15 +66,6 @@ def test_this_machine_as_text_and_as_json(capsys: pytest.CaptureFixture[str]) ->
     assert all(one["level"] == "ok" or one["action"] for one in data["findings"])
     # What makes no sense is not ready.
     assert cli.main(["doctor", "--config", str(CONFIG), "--", "--num-attention-heads", "7"]) == 1
-
-
-def test_a_dry_run_of_a_launcher_can_be_asked_about() -> None:
-    words = dry_run("llama3_8b", MINDSPEED_LLM_HOME="/llm", HCCL_CONNECT_TIMEOUT="7")
-    found = ask_about(None, words, {})
-    assert found.variables["HCCL_CONNECT_TIMEOUT"] == "7"
-    assert found.registers
-    file = ModelConfig.load(CONFIG)
-    assert dataclasses.replace(found.config, vocab_size=file.vocab_size) == file
 
 
 def test_it_imports_nothing_of_the_stack_and_runs_where_torch_cannot_be_imported() -> None:

@@ -59,9 +59,6 @@ def test_a_layout_is_described() -> None:
 @pytest.mark.parametrize(
     ("options", "refused", "kind", "verdict"),
     [
-        (TP, {}, "", "full"),
-        (f"{TP} --defer-embedding-wgrad-compute", {}, "", "partial"),
-        ("", {"--tensor-model-parallel-size 1"}, "TP 1", "refused"),
         ("--use-ascend-coc", {"--use-ascend-coc", "--tensor-model-parallel-size 1"},
          "another overlap", "refused"),
         (f"{TP} --use-ascend-coc --lora-target-modules linear_qkv",
@@ -89,14 +86,12 @@ def test_at_tp_1_data_parallelism_alone() -> None:
         ("attention", TP, ""),
         ("attention", f"{TP} --attention-dropout 0.1", "--attention-dropout 0.1"),
         ("attention", f"{TP} --commfuse-layers fc1", "proj is not in the list of layers to fuse"),
-        ("attention", "", "without sequence parallelism nothing is split"),
         ("ulysses", TP, "needs --context-parallel-size of at least 2: a context-parallel group of "
          "one exchanges no heads"),
         ("ulysses", f"{TP} --context-parallel-size 2",
          "needs --context-parallel-algo ulysses_cp_algo, not megatron_cp_algo: others do not "
          "exchange heads, or do so over a part of the group"),
         ("ulysses", f"{TP} {ULYSSES}", ""),
-        ("dp", f"{TP} --use-custom-fsdp", "--use-custom-fsdp"),
         ("dp", "--tensor-model-parallel-size 8", "DP 1 transfers nothing"),
         ("dp", f"{TP} --context-parallel-size 2", ""),
     ],

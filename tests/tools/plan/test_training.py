@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,7 +16,6 @@ from commfuse_npu.tools.simulate.footprint import footprint
 from commfuse_npu.tools.simulate.step import Step
 from commfuse_npu.tools.simulate.training import Training
 from commfuse_npu.tools.simulate.variants import MEGATRON, REFERENCE
-from scripts.evidence import steps
 from tests.tools.plan.launches import MODEL, TP, asked, script
 
 SIZES = f"--nproc_per_node 8 {MODEL} {TP} --swiglu --bf16 --global-batch-size 16"
@@ -150,40 +148,6 @@ def test_gradients_that_do_not_overlap_are_exposed() -> None:
 )
 def test_the_form_in_which_a_launch_runs(flags: str, form: str) -> None:
     assert form_of(asked(f"{SIZES} {flags}").options).name == form
-
-
-def test_measured_steps_are_read_beside_their_launches(tmp_path: Path, capsys) -> None:
-    kept = tmp_path / "tests" / "baseline_results"
-    kept.mkdir(parents=True)
-    launches = {"alpha_tp4": "", "beta-7b": "--noop-layers 3", "lora": "--lora-target-modules x"}
-    content = {"time info": [9e3, 500.0, 400.0], "memo info": [{"max allocated memory": 7e3}]}
-    for name, options in launches.items():
-        launch = script(f"{MODEL} {TP} --swiglu --bf16 --global-batch-size 16 {options}")
-        (tmp_path / "tests" / f"{name}.sh").write_text(launch, "utf-8")
-        (kept / f"{name}.json").write_text(json.dumps(content), "utf-8")
-    (kept / "without_a_launch.json").write_text("{}", "utf-8")
-    assert steps.main([str(tmp_path)]) == 0
-    said = capsys.readouterr().out
-    rows = [line.split(" | ") for line in said.splitlines() if line.startswith("| alpha")]
-    assert rows[0][4] == "450"  # the median without the first third
-    assert "- lora: --lora-target-modules: simulated as if all weights were trained" in said
-
-
-def test_figures_of_the_host_are_found_again() -> None:
-    machine = SERVER.machine()
-    host = steps._host(machine, 2e-4, 60)
-    assert host.post_overhead - host.launch_overhead == pytest.approx(
-        machine.post_overhead - machine.launch_overhead
-    )
-    line = "--seq-length 512 --num-experts 4"
-    found = [
-        steps.Measured(name, name, of, MEGATRON, 0.0, 0.0)
-        for name, of in (("dense", training("--seq-length 512")), ("experts", training(line)))
-    ]
-    found = [replace(one, milliseconds=steps.simulated(one, host)) for one in found]
-    again = steps.fit(found, machine)
-    assert again.launch_overhead == pytest.approx(2e-4, rel=0.02)
-    assert again.expert_launches == pytest.approx(60, rel=0.05)
 
 
 def test_variables_of_the_shell_reach_the_script(tmp_path: Path) -> None:

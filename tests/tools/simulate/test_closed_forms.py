@@ -105,15 +105,6 @@ def test_chunks_of_all_peers_go_together(
     assert operation(ideal(), size, fused(size - 1, chunks), c, t) == pytest.approx(expected)
 
 
-@few
-@given(c=times, t=times, size=st.integers(2, 6))
-def test_a_switch_with_everything_in_flight_makes_all_blocks_late(
-    c: float, t: float, size: int
-) -> None:
-    time = gather(ideal("switched"), size, fused(size - 1), c, t)
-    assert time == pytest.approx(max(c / size, (size - 1) * t) + c * (size - 1) / size)
-
-
 @pytest.mark.parametrize("topology", ["full_mesh", "switched"])
 @few
 @given(c=times, t=times, size=st.integers(2, 6), latency=st.floats(0, 10))
