@@ -83,11 +83,7 @@ def test_at_tp_1_data_parallelism_alone() -> None:
 @pytest.mark.parametrize(
     ("flag", "options", "why"),
     [
-        ("attention", TP, ""),
         ("attention", f"{TP} --attention-dropout 0.1", "--attention-dropout 0.1"),
-        ("attention", f"{TP} --commfuse-layers fc1", "proj is not in the list of layers to fuse"),
-        ("ulysses", TP, "needs --context-parallel-size of at least 2: a context-parallel group of "
-         "one exchanges no heads"),
         ("ulysses", f"{TP} --context-parallel-size 2",
          "needs --context-parallel-algo ulysses_cp_algo, not megatron_cp_algo: others do not "
          "exchange heads, or do so over a part of the group"),

@@ -105,18 +105,6 @@ def test_the_page_has_what_is_printed(
     assert said[:2] == ["plain-mesh", "megatron"]
 
 
-def test_a_few_rows_unless_all_are_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
-    words = [*SMALL.split(), "--typical"]
-    assert cli.main(words) == 0
-    printed = capsys.readouterr().out
-    rows = _printed(printed)[0][1:]
-    # Plain, Megatron's order, the best rival, the best of ours and of ours with Megatron's bits.
-    assert [row[0].split("-")[0] for row in rows[:3]] == ["plain", "megatron", "mc2"]
-    assert (len(rows), rows[-1][0]) == (6, "kernel-ideal (ideal bound)")
-    assert cli.main([*words, "--all"]) == 0
-    assert len(_printed(capsys.readouterr().out)[0][1:]) > 10
-
-
 def test_the_picture_says_what_is_simulated(tmp_path: Path) -> None:
     pytest.importorskip("vl_convert")
     assert main(["forms", "--folder", str(tmp_path)]) == 0

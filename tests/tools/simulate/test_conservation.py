@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +13,7 @@ from hypothesis import strategies as st
 from commfuse_npu.hardware.machine import Level
 from commfuse_npu.plan import Schedule
 from commfuse_npu.tools.simulate import llama
-from commfuse_npu.tools.simulate.engine import SimulationError, Timeline, simulate
+from commfuse_npu.tools.simulate.engine import SimulationError, simulate
 from commfuse_npu.tools.simulate.group import Group, Played, collective_seconds
 from commfuse_npu.tools.simulate.linear import column
 from commfuse_npu.tools.simulate.links import Links
@@ -134,30 +133,15 @@ def test_a_receive_that_nobody_sends_and_lanes_in_another_order_hang() -> None:
         simulate([swapped, other], links)
 
 
-def work_started(timeline: Timeline, later: float) -> Timeline:
-    """With the last work of the engine started at another time."""
-    spans = list(timeline.spans)
-    last = max(i for i, span in enumerate(spans) if span.operation.engine == "compute")
-    spans[last] = replace(spans[last], start=spans[last].start + later)
-    return replace(timeline, spans=tuple(spans))
-
-
-@pytest.mark.parametrize(
-    "fault",
-    [
-        lambda one: work_started(one, -1.0),
-        lambda one: work_started(one, 1e-3),
-        lambda one: replace(one, seconds=one.seconds + 1),
-        lambda one: replace(
-            one, moved=(one.moved[0]._replace(start=one.moved[0].end), *one.moved[1:])
-        ),
-        lambda one: replace(one, moved=(one.moved[0], *one.moved)),
-        lambda one: replace(one, moved=one.moved[1:]),
-    ],
-)
-def test_a_fault_in_a_timeline_is_noticed(fault: Callable[[Timeline], Timeline]) -> None:
+def test_a_fault_in_a_timeline_is_noticed() -> None:
     launches, links = two_ranks()
     played = Played(simulate(launches, links), tuple(launches), links)
     check_timeline(played)
-    with pytest.raises(AssertionError):
-        check_timeline(replace(played, timeline=fault(played.timeline)))
+    timeline, (first, *others) = played.timeline, played.timeline.moved
+    for fault in (
+        replace(timeline, seconds=timeline.seconds + 1),
+        replace(timeline, moved=tuple(others)),
+        replace(timeline, moved=(first._replace(start=first.end), *others)),
+    ):
+        with pytest.raises(AssertionError):
+            check_timeline(replace(played, timeline=fault))
