@@ -114,25 +114,33 @@ def test_what_is_timed_is_the_program(case: str, schedule: Schedule, batched: bo
         assert [ran.program for ran in rank.ran.values()] == programs
         launches = rank.finish()
         for ran, program in zip(rank.ran, programs, strict=True):
-            compare([one for one in launches if one.name.startswith(ran)], program)
+            compare(launches, ran, program)
 
 
-def compare(launches: Sequence[Operation], program: Program) -> None:
-    """Its work, and its transfers on their lanes, in its order."""
-    sent = [
-        (*message[1:4], message.key[-2], one.engine) for one in launches for message in one.sends
-    ]
-    assert sent == [
-        (end.transfer.source, end.transfer.target, end.span.rows * width(program, end.span)
-         * ITEM_BYTES, end.transfer.step, f"lane {end.transfer.lane}")
-        for post in program.code
-        if isinstance(post, Post)
-        for way, end in post.ends
-        if way == "send"
-    ]  # fmt: skip
-    work = [one.name.rpartition(" ")[2] for one in launches if one.engine == COMPUTE]
-    made = [one.work for one in program.code if isinstance(one, Compute)]
-    assert [one for one in work if one in made] == made
+def compare(launches: Sequence[Operation], name: str, program: Program) -> None:
+    """Its work, and its transfers on their lanes, in its order; they start after the work."""
+    works = [one.work for one in program.code if isinstance(one, Compute)]
+    found: list[object] = []
+    last: int | None = None
+    for at, one in enumerate(launches):
+        if not one.name.startswith(name):
+            continue
+        for message in one.sends:
+            assert {last} <= {None, *one.after}
+            found.append((*message[1:4], message.key[-2], one.engine))
+        if one.engine == COMPUTE:
+            last, work = at, one.name.rpartition(" ")[2]
+            found += [work] if work in works else []
+    made: list[object] = []
+    for step in program.code:
+        if isinstance(step, Compute):
+            made.append(step.work)
+        elif isinstance(step, Post):
+            for transfer, span in (end[:2] for way, end in step.ends if way == "send"):
+                size = span.rows * width(program, span) * ITEM_BYTES
+                lane = f"lane {transfer.lane}"
+                made.append((transfer.source, transfer.target, size, transfer.step, lane))
+    assert found == made
 
 
 def width(program: Program, span: Span) -> int:
