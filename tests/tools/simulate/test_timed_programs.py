@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import pytest
 
 from commfuse_npu.hardware.machine import ITEM_BYTES
 from commfuse_npu.plan import Schedule
-from commfuse_npu.plan.instructions import Compute, Post, Span
+from commfuse_npu.plan.instructions import Add, Compute, Copy, Hold, Post, Record, Span, Wait
 from commfuse_npu.plan.program import Program
 from commfuse_npu.plan.rules import (
     column_backward,
@@ -22,7 +22,7 @@ from commfuse_npu.plan.rules import (
 from commfuse_npu.plan.schedule import Place
 from commfuse_npu.tools.simulate import linear, llama
 from commfuse_npu.tools.simulate.context_parallel import ContextParallel
-from commfuse_npu.tools.simulate.launches import COMPUTE, Operation
+from commfuse_npu.tools.simulate.launches import ASIDE, COMPUTE, Operation
 from commfuse_npu.tools.simulate.llama import LayerShape
 from commfuse_npu.tools.simulate.rank import Rank, rest
 from commfuse_npu.tools.simulate.variants import Variant, Wgrad
@@ -40,6 +40,7 @@ SCHEDULES = [
     Schedule("two_level", 3, 2, node_size=3),
 ]
 
+WORKS = {Copy: "copy", Add: "sum", Hold: "hold"}
 Build = Callable[[Rank], None]
 Made = Callable[[Place], list[Program]]
 
@@ -112,35 +113,49 @@ def test_what_is_timed_is_the_program(case: str, schedule: Schedule, batched: bo
         programs = made(Place(schedule, number, SIZE, batched))
         # Compiled once per arguments: the very program that runs.
         assert [ran.program for ran in rank.ran.values()] == programs
-        launches = rank.finish()
-        for ran, program in zip(rank.ran, programs, strict=True):
-            compare(launches, ran, program)
+        operations = iter(enumerate(rank.finish()))
+        for name, program in zip(rank.ran, programs, strict=True):
+            compare(operations, name, program)
+        # What follows is the end, or work of Ulysses that no transfer feeds.
+        assert {one.name for _, one in operations} <= {"end", "qkv wgrad"}
 
 
-def compare(launches: Sequence[Operation], name: str, program: Program) -> None:
-    """Its work, and its transfers on their lanes, in its order; they start after the work."""
-    works = [one.work for one in program.code if isinstance(one, Compute)]
-    found: list[object] = []
-    last: int | None = None
-    for at, one in enumerate(launches):
-        if not one.name.startswith(name):
-            continue
-        for message in one.sends:
-            assert {last} <= {None, *one.after}
-            found.append((*message[1:4], message.key[-2], one.engine))
-        if one.engine == COMPUTE:
-            last, work = at, one.name.rpartition(" ")[2]
-            found += [work] if work in works else []
-    made: list[object] = []
-    for step in program.code:
-        if isinstance(step, Compute):
-            made.append(step.work)
-        elif isinstance(step, Post):
-            for transfer, span in (end[:2] for way, end in step.ends if way == "send"):
+def compare(operations: Iterator[tuple[int, Operation]], name: str, program: Program) -> None:
+    """An operation per instruction; transfers start after the work that is written before them."""
+    posted: dict[tuple[str, int], int] = {}
+    events: dict[int, int | None] = {}
+    needed: dict[bool, set[int | None]] = {False: set(), True: set()}
+    last: dict[bool, int | None] = {False: None, True: None}
+    for one in program.code:
+        if isinstance(one, Wait):
+            needed[one.aside] |= {posted["receive", step] for step in one.receives}
+            needed[one.aside] |= {posted["send", step] for step in one.sends}
+        elif isinstance(one, Record):
+            events[one.event] = last[one.aside]
+        elif isinstance(one, Post):
+            at, operation = next(operations)
+            assert {last[False]} <= {None, *operation.after}
+            messages = {"send": operation.sends, "receive": operation.receives}
+            for way, (transfer, span) in one.ends:
+                (message,) = messages[way]
                 size = span.rows * width(program, span) * ITEM_BYTES
-                lane = f"lane {transfer.lane}"
-                made.append((transfer.source, transfer.target, size, transfer.step, lane))
-    assert found == made
+                assert message[1:4] == (transfer.source, transfer.target, size)
+                posted[way, transfer.step] = at
+                if program.batched or way == "send":
+                    assert operation.engine == f"lane {transfer.lane}"
+        elif isinstance(one, Compute | Copy | Add | Hold):
+            aside = not isinstance(one, Compute) and one.aside
+            said = one.work if isinstance(one, Compute) else WORKS[type(one)]
+            if isinstance(one, Hold):
+                needed[aside].add(events[one.event])
+            # Each addition takes a pass of its own.
+            parts = sum(parts for _, parts in one.terms) if isinstance(one, Add) else 0
+            for _ in range(max(1, parts - 1)):
+                last[aside], operation = next(operations)
+                assert operation.name == f"{name} {said}"
+                assert operation.engine == (ASIDE if aside else COMPUTE)
+                assert needed[aside] <= {None, *operation.after}
+                needed[aside] = set()
 
 
 def width(program: Program, span: Span) -> int:
