@@ -122,8 +122,8 @@ def test_time_and_memory_follow_the_options() -> None:
 
 def test_gradients_that_do_not_overlap_are_exposed() -> None:
     step = Step(SERVER.machine(), training("--overlap-grad-reduce --overlap-param-gather"))
-    late = [
-        replace(step, training=replace(step.training, **changes)).time(REFERENCE).data_parallel
+    times = [
+        replace(step, training=replace(step.training, **changes)).time(REFERENCE)
         for changes in (
             {},
             {"overlaps": (False, True)},
@@ -131,8 +131,10 @@ def test_gradients_that_do_not_overlap_are_exposed() -> None:
             {"overlaps": (False, False), "distributed": False},
         )
     ]
+    late = [one.data_parallel for one in times]
     assert late == sorted(late)
     assert len(set(late)) == 4
+    assert times[2].seconds - times[0].seconds == pytest.approx(late[2] - late[0])
 
 
 @pytest.mark.parametrize(

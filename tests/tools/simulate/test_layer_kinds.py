@@ -70,6 +70,16 @@ def test_rows_to_experts_go_over_their_own_links(changes, bytes_per_link: float)
         assert both == pytest.approx(work + 2 * bytes_per_link)  # there and back
 
 
+def test_experts_by_themselves_are_launched_one_by_one() -> None:
+    def launches(experts: Experts) -> int:
+        rank = Rank(ideal(), 0, 1, 1, MEGATRON)
+        experts.forward(rank, TOKENS, HIDDEN)
+        return sum(one.launches for one in rank.finish())
+
+    alone = replace(EXPERTS, grouped=False)
+    assert launches(alone) - launches(EXPERTS) == 3 * (alone.local - 1)
+
+
 def test_a_layer_of_experts() -> None:
     """With shared experts as its feed-forward part; its transfers hide where sides take turns."""
     without, shared = (replace(DENSE, experts=replace(EXPERTS, shared=n)) for n in (0, 32))

@@ -51,6 +51,11 @@ def test_layouts_are_ranked_by_their_steps_and_the_launcher_takes_the_plan(tmp_p
     assert found.bound is not None
     assert found.bound.variant.kind == "ideal"
     assert found.refused["more memory than an NPU has"] > 0
+    # A rival that is faster is what is recommended.
+    faster = replace(found.other, seconds=found.best.seconds / 2)
+    assert replace(found, rivals=(faster, *found.rivals[1:])).best is faster
+    assert found.runner_up is not None
+    assert replace(found, rivals=(found.runner_up,)).runner_up not in (None, found.runner_up)
     # What is named beside it, and how it compares.
     assert set(found.steps) == {found.best, found.other, found.runner_up, found.fused} - {None}
     text = "\n".join([*reasons(found), report(found, SMALL, Path("small.yaml"), SERVER)])

@@ -109,7 +109,6 @@ def test_the_tables_of_the_vocabulary_are_exchanged_too() -> None:
         for model in (LLAMA, replace(LLAMA, vocab_size=8))
     ]
     assert left[0].data_parallel > 1.2 * left[1].data_parallel
-    assert left[0].seconds - left[1].seconds > left[0].data_parallel - left[1].data_parallel
 
 
 def step(npus: int, hardware: Hardware = ROCE, **options: object) -> Step:

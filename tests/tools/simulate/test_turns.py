@@ -7,6 +7,7 @@ from unittest import mock
 
 import pytest
 
+from commfuse_npu.plan.slots import paired_microbatches, slots
 from commfuse_npu.plan.turn_order import strict_turns
 from commfuse_npu.tools.simulate import llama, turns
 from commfuse_npu.tools.simulate.group import Group, Played
@@ -81,3 +82,16 @@ def test_a_step_of_equal_stages(stages: int, micro_batches: int) -> None:
         assert max(ends) == pytest.approx(expected)
     assert max(ends) >= micro_batches * pair
     assert ends == sorted(ends, reverse=True)
+
+
+def test_a_virtual_pipeline_runs_each_chunk_of_each_micro_batch() -> None:
+    stages, chunks, micro_batches = 2, 2, 8
+    ones = [1.0] * stages * chunks
+    both = side_by_side(ones, ones, ones, micro_batches, 0.0, chunks)
+    alone = side_by_side(ones, ones, [2.0] * stages * chunks, micro_batches, 0.0, chunks)
+    paired, _ = paired_microbatches(slots(stages, 0, chunks, micro_batches))
+    assert max(alone) - max(both) >= paired
+    # Transfers between stages come after every slot.
+    late = side_by_side(ones, ones, ones, micro_batches, 0.25, chunks)
+    count = len(slots(stages, 0, chunks, micro_batches))
+    assert max(both) < max(late) <= max(both) + 0.25 * count
