@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from commfuse_npu.hardware.machine import Level
@@ -41,6 +41,7 @@ def shape(ranks: int) -> LayerShape:
     st.sampled_from(["full_mesh", "switched", "nic_per_npu", "nic_per_node"]),
     st.booleans(),
 )
+@example(4, [one.name for one in variants(4, 4, 3)].index("mc2"), "forward", "switched", True)
 def test_every_timeline_holds_and_one_rank_stands_for_all(
     size: int, number: int, part: str, topology: str, batched: bool
 ) -> None:
