@@ -37,68 +37,30 @@ def layers(words: str, state: str, chosen: tuple[str, ...] = LAYERS) -> dict[str
         (EXPERTS, "qkv proj output", "", "experts"),
         (f"{EXPERTS} --first-k-dense-replace 0", "qkv proj output", "", "experts"),
         (f"{EXPERTS} --first-k-dense-replace 3", DENSE, "", "experts"),
-        (f"{LATENT}", "q_up kv_up proj fc1 fc2 output", "", ""),
+        # Their linear layers by themselves reduce.
+        (f"{SP} --num-experts 8 --expert-tensor-parallel-size 1", "qkv proj output", "experts", ""),
+        (f"{SP} --num-experts 8", "qkv proj output", "", "experts"),
+        (f"{SP} --num-experts 8 --expert-tensor-parallel-size 1 --moe-tp-extend-ep",
+         "qkv proj output", "", "experts"),
+        (f"{EXPERTS} --moe-shared-expert-intermediate-size 64",
+         "qkv proj shared_fc1 shared_fc2 output", "", "experts"),
+        (f"{EXPERTS} --n-shared-experts 1 --moe-alltoall-overlap-comm",
+         "qkv proj output", "shared_fc1 shared_fc2", "experts"),
+        (LATENT, "q_up kv_up proj fc1 fc2 output", "", ""),
         (f"{LATENT} --mla-up-proj-tp-overlap", "proj fc1 fc2 output", "q_up kv_up", ""),
         (f"{SP} --mtp-num-layers 1", f"{DENSE} eh_proj", "", ""),
         (f"{SP} --cpu-offloading", "", DENSE, ""),
         (f"{SP} --defer-embedding-wgrad-compute", "qkv proj fc1 fc2", "output", ""),
-        (
-            f"{EXPERTS} --moe-shared-expert-intermediate-size 64",
-            "qkv proj shared_fc1 shared_fc2 output",
-            "",
-            "experts",
-        ),
-        (
-            f"{EXPERTS} --n-shared-experts 1 --moe-alltoall-overlap-comm",
-            "qkv proj output",
-            "shared_fc1 shared_fc2",
-            "experts",
-        ),
-        (
-            f"{SP} --full-attention-interval 4",
-            "delta-net_in delta-net_out q,_k,_v_apart proj fc1 fc2 output",
-            "",
-            "",
-        ),
-        (f"{SP} --spec mindspeed_llm.spec.mamba_spec mamba", "mamba_in mamba_out output", "", ""),
-        (
-            f"{SP} --spec x.mamba_spec s --hybrid-attention-ratio 0.1 --hybrid-mlp-ratio 0.5",
-            f"mamba_in mamba_out {DENSE}",
-            "",
-            "",
-        ),
+        (f"{SP} --full-attention-interval 4",
+         "delta-net_in delta-net_out q,_k,_v_apart proj fc1 fc2 output", "", ""),
+        (f"{SP} --spec x.mamba_spec s --hybrid-attention-ratio 0.1 --hybrid-mlp-ratio 0.5",
+         f"mamba_in mamba_out {DENSE}", "", ""),
     ],
-)
+)  # fmt: skip
 def test_layers_of_a_launch(words: str, fused: str, left: str, silent: str) -> None:
-    found = [" ".join(name.replace(" ", "_") for name in layers(words, state)) for state in STATES]
-    assert [sorted(names.split()) for names in found] == [
-        sorted(names.split()) for names in (fused, left, silent)
-    ]
-
-
-STATES = ("fused", "left", "silent")
-
-SHARED = " --num-experts 8 --moe-shared-expert-intermediate-size 64"
-HAS = {
-    **dict.fromkeys(("q_up", "kv_up"), " --multi-latent-attention"),
-    **dict.fromkeys(("shared_fc1", "shared_fc2"), SHARED),
-    "eh_proj": " --mtp-num-layers 1",
-}
-"""What gives a launch a layer that others do not have."""
-
-
-@pytest.mark.parametrize(
-    ("words", "state"),
-    [
-        ("--moe-grouped-gemm --expert-tensor-parallel-size 1", "silent"),
-        ("--expert-tensor-parallel-size 1", "left"),
-        ("", "silent"),
-        ("--expert-tensor-parallel-size 1 --expert-model-parallel-size 2", "silent"),
-        ("--expert-tensor-parallel-size 1 --moe-tp-extend-ep", "silent"),
-    ],
-)
-def test_experts_whose_linear_layers_reduce_are_left(words: str, state: str) -> None:
-    assert "experts" in layers(f"{SP} --num-experts 8 {words}", state)
+    for state, names in {"fused": fused, "left": left, "silent": silent}.items():
+        found = {name.replace(" ", "_") for name in layers(words, state)}
+        assert found == set(names.split())
 
 
 def test_layers_that_are_not_chosen_are_left() -> None:
@@ -107,6 +69,14 @@ def test_layers_that_are_not_chosen_are_left() -> None:
 
 
 # ------------------------------------------------------------------ the wrappers say the same
+
+SHARED = " --num-experts 8 --moe-shared-expert-intermediate-size 64"
+HAS = {
+    **dict.fromkeys(("q_up", "kv_up"), " --multi-latent-attention"),
+    **dict.fromkeys(("shared_fc1", "shared_fc2"), SHARED),
+    "eh_proj": " --mtp-num-layers 1",
+}
+"""What gives a launch a layer that others do not have."""
 
 
 @pytest.fixture
@@ -123,13 +93,21 @@ def called(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return found
 
 
-def linear(known_as: str, parallel: bool, offloading: bool = False) -> Any:
-    """A layer as it would arrive at the wrappers."""
-    flags = dict.fromkeys(
-        ("skip_bias_add", "gather_output", "is_expert", "gradient_accumulation_fusion"), False
+def counted(
+    known_as: str,
+    x: torch.Tensor,
+    size: int,
+    parallel: bool,
+    chosen: tuple[str, ...],
+    least: int = 0,
+    offloading: bool = False,
+) -> Any:
+    """What the wrappers count of a forward of a layer in a group of this size."""
+    flags = (
+        *("skip_bias_add", "gather_output", "is_expert", "gradient_accumulation_fusion"),
+        *("explicit_expert_comm", "disable_grad_reduce"),
     )
-    config = {"cpu_offloading": offloading, "defer_embedding_wgrad_compute": False}
-    return SimpleNamespace(
+    layer = SimpleNamespace(
         commfuse_layer=known_as,
         weight=torch.empty(64, 64, dtype=torch.bfloat16),
         bias=None,
@@ -137,18 +115,12 @@ def linear(known_as: str, parallel: bool, offloading: bool = False) -> Any:
         input_is_parallel=True,
         output_size_per_partition=64,
         input_size=64,
-        explicit_expert_comm=False,
-        disable_grad_reduce=False,
-        config=SimpleNamespace(**config),
-        **flags,
+        config=SimpleNamespace(cpu_offloading=offloading, defer_embedding_wgrad_compute=False),
+        **dict.fromkeys(flags, False),
     )
-
-
-def counted(layer: Any, x: torch.Tensor, size: int, layers: tuple[str, ...], least: int) -> Any:
-    """What the wrappers count of a forward in a group of this size."""
-    linears = wrappers.LinearWrappers(layers=layers, min_rows=least)
+    linears = wrappers.LinearWrappers(layers=chosen, min_rows=least)
     linears.transport = SimpleNamespace(size=size)  # type: ignore[assignment]
-    column = layer.commfuse_layer not in ("proj", "fc2", "shared_fc2")
+    column = known_as not in ("proj", "fc2", "shared_fc2")
     wrap = linears.column_forward_wrapper if column else linears.row_forward_wrapper
     wrap(lambda layer, x, *_: (x, None))(layer, x)
     return list(linears.calls)
@@ -168,9 +140,9 @@ def test_reasons_are_those_of_the_wrappers(called: list[str], words: str, known_
         return
     size = 4 if TP in words else 1
     parallel = "--sequence-parallel" in words and size > 1
-    layer = linear(known_as, parallel, "--cpu-offloading" in words)
     x = torch.empty(8, 1, 64, dtype=torch.bfloat16)
-    found = counted(layer, x, size, chosen, 0)
+    offloading = "--cpu-offloading" in words
+    found = counted(known_as, x, size, parallel, chosen, offloading=offloading)
     assert found == [(known_as, judged[known_as].reason or "fused")]
 
 
@@ -195,7 +167,7 @@ def test_operators_are_those_of_the_wrappers(called: list[str], line: str) -> No
         parallel = launch.config.uses_sequence_parallel
         gathers = parallel and found.layer in ("qkv", "fc1", "output")
         x = torch.empty(64 // size if gathers else 64, 3, 64, dtype=torch.bfloat16)
-        layer, layers = linear(found.layer, parallel), launch.fuse.commfuse_layers
-        said = counted(layer, x, size, layers, launch.judged.least)
+        chosen, least = launch.fuse.commfuse_layers, launch.judged.least
+        said = counted(found.layer, x, size, parallel, chosen, least)
         assert said == [(found.layer, found.reason or "fused")]
         assert called == [found.operator] * bool(found.operator)

@@ -14,7 +14,6 @@ from commfuse_npu.tools.finding import Finding
 ROOT = Path(__file__).resolve().parents[3]
 
 INFO_A2 = """\
-+------------------------------------------------------------------------------------------------+
 | npu-smi 25.2.0                   Version: 25.2.0                                               |
 +---------------------------+---------------+----------------------------------------------------+
 | NPU   Name                | Health        | Power(W)    Temp(C)           Hugepages-Usage(page)|
@@ -22,18 +21,13 @@ INFO_A2 = """\
 +===========================+===============+====================================================+
 | 0     910B3               | OK            | 91.3        33                0    / 0             |
 | 0                         | 0000:C1:00.0  | 0           0    / 0          3197 / 65536         |
-+===========================+===============+====================================================+
 | 1     910B3               | Warning       | 91.3        33                0    / 0             |
 | 0                         | 0000:C2:00.0  | 0           0    / 0          3197 / 65536         |
 +===========================+===============+====================================================+
-+---------------------------+---------------+----------------------------------------------------+
 | NPU     Chip              | Process id    | Process name             | Process memory(MB)      |
-+===========================+===============+====================================================+
 | No running processes found in NPU 0                                                            |
 """
 INFO_A3 = """\
-| NPU   Name                | Health        | Power(W)    Temp(C)           Hugepages-Usage(page)|
-| Chip  Phy-ID              | Bus-Id        | AICore(%)   Memory-Usage(MB)  HBM-Usage(MB)        |
 | 0     Ascend910           | OK            | 178.5       36                0    / 0             |
 | 0     0                   | 0000:9D:00.0  | 0           0    / 0          3416 / 65536         |
 | 0     Ascend910           | OK            | -           36                0    / 0             |
@@ -74,12 +68,12 @@ NPU_ANSWERS: Answers = {
 }
 
 
-def stack(folder: Path, llm: str = "26.0.0dev0", mindspeed: str = "0.12.1") -> dict[str, Package]:
+def stack(folder: Path) -> dict[str, Package]:
     """Packages as checkouts of a supported set leave them, torch_npu and all."""
     found = {}
     for name, version, file in (
-        ("mindspeed_llm", llm, "tasks/megatron_adaptor_v2.py"),
-        ("mindspeed", mindspeed, "features_manager/features_manager.py"),
+        ("mindspeed_llm", "26.0.0dev0", "tasks/megatron_adaptor_v2.py"),
+        ("mindspeed", "0.12.1", "features_manager/features_manager.py"),
     ):
         path = folder / name / file
         path.parent.mkdir(parents=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,7 +11,6 @@ import pytest
 
 from commfuse_npu.packages import find_package
 from commfuse_npu.tools.doctor import CommandResult, Machine, Package
-from commfuse_npu.tools.doctor.machine import run_command
 from commfuse_npu.tools.doctor.versions import (
     TRY_TORCH_NPU,
     check_cann,
@@ -20,7 +18,9 @@ from commfuse_npu.tools.doctor.versions import (
     check_torch,
     check_torch_npu_loads,
 )
-from tests.tools.doctor.machines import NPU_ANSWERS, ROOT, machine, only, stack, summary
+from tests.tools.doctor.machines import NPU_ANSWERS, machine, only, stack, summary
+
+AUTOMATIC = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 
 
 @pytest.mark.parametrize(
@@ -42,42 +42,27 @@ def test_torch_and_its_bridge(packages, what, level, value) -> None:
     assert summary(only(check_torch(machine(packages=made)), what)) == (level, value)
 
 
-FAILED = CommandResult(1, "Traceback\nImportError: libhccl.so: cannot open shared object file\n")
-
-
 @pytest.mark.parametrize(
-    ("result", "said"),
+    ("variables", "npus", "levels"),
     [
-        (FAILED, "failed: ImportError: libhccl.so: cannot open shared object file"),
-        (CommandResult(-6, ""), "failed: no output"),
-        (CommandResult(None, "no answer within 60 s"), "failed: no answer within 60 s"),
+        ({}, False, {"import torch_npu": "warning", AUTOMATIC: "error"}),
+        ({AUTOMATIC: "0"}, False, {"import torch_npu": "warning"}),
+        ({AUTOMATIC: "0"}, True, {"import torch_npu": "error"}),
     ],
 )
-def test_a_torch_npu_that_does_not_load(result: CommandResult, said: str) -> None:
-    packages, answers = {"torch_npu": Package("2.7.1")}, {TRY_TORCH_NPU: result}
-    automatic = "TORCH_DEVICE_BACKEND_AUTOLOAD"
-    found = list(check_torch_npu_loads(machine({}, packages, answers)))
-    assert summary(only(found, "import torch_npu")) == ("warning", said)
-    assert summary(only(found, automatic)) == ("error", "unset")
-    assert only(found, automatic).action.startswith(f"export {automatic}=0")
-    off = {automatic: "0"}
-    (found_off,) = check_torch_npu_loads(machine(off, packages, answers))
-    assert found_off.level == "warning"
-    with_npus = {**answers, "npu-smi info": NPU_ANSWERS["npu-smi info"]}
-    (on_npus,) = check_torch_npu_loads(machine(off, packages, with_npus))
-    assert on_npus.level == "error"
-    assert "set_env.sh" in on_npus.action
+def test_a_torch_npu_that_does_not_load(variables, npus: bool, levels: dict[str, str]) -> None:
+    """It is tried without torch loading it first, and torch would fail to."""
 
+    def run(command: Sequence[str], given: Mapping[str, str]) -> CommandResult | None:
+        if command[0] == "npu-smi":
+            return NPU_ANSWERS["npu-smi info"] if npus else None
+        assert (*command, given[AUTOMATIC]) == (sys.executable, "-c", TRY_TORCH_NPU, "0")
+        return CommandResult(1, "Traceback\nImportError: libhccl.so: cannot\n")
 
-def test_torch_npu_is_tried_without_torch_loading_it_first() -> None:
-    seen = []
-
-    def run(command: Sequence[str], variables: Mapping[str, str]) -> CommandResult:
-        seen.append((tuple(command), variables["TORCH_DEVICE_BACKEND_AUTOLOAD"], variables["A"]))
-        return CommandResult(0, "NPUs: 0")
-
-    list(check_torch_npu_loads(Machine({"A": "b"}, {"torch_npu": Package("2.7.1")}.get, run)))
-    assert seen == [((sys.executable, "-c", TRY_TORCH_NPU), "0", "b")]
+    here = Machine(variables, {"torch_npu": Package("2.7.1")}.get, run)
+    findings = list(check_torch_npu_loads(here))
+    assert findings[0].value == "failed: ImportError: libhccl.so: cannot"
+    assert {one.what: one.level for one in findings} == levels
 
 
 def test_cann(tmp_path: Path) -> None:
@@ -94,64 +79,50 @@ def test_cann(tmp_path: Path) -> None:
 # ------------------------------------------------------------------ MindSpeed's stack
 
 
-@pytest.mark.parametrize("version", ["2.2.0", "2.3.0", "26.0.0dev0", "26.0.0", "26.1.0"])
-def test_tried_versions_are_supported(tmp_path: Path, version: str) -> None:
-    found = check_stack(machine(packages=stack(tmp_path, llm=version)))
-    assert {finding.level for finding in found} == {"ok"}
-
-
-def test_nothing_of_the_stack_is_fine_on_a_cpu() -> None:
-    assert [finding.level for finding in check_stack(machine())] == ["note"] * 3
-
-
-@pytest.mark.parametrize(
-    ("missing", "what", "level"),
-    [
-        ("mindspeed", "MindSpeed", "error"),
-        ("megatron", "Megatron-LM", "error"),
-        ("mindspeed_llm", "MindSpeed-LLM", "warning"),
-    ],
-)
-def test_parts_of_the_stack_are_missing(tmp_path: Path, missing, what, level) -> None:
-    packages = {name: one for name, one in stack(tmp_path).items() if name != missing}
-    found = list(check_stack(machine(packages=packages)))
-    assert summary(only(found, what)) == (level, "not found")
-    assert not [finding for finding in found if finding.what == "together"]
-
-
-def test_versions_that_nobody_supports(tmp_path: Path) -> None:
-    packages = stack(tmp_path, llm="27.0.0", mindspeed="0.8.0")
-    found = list(check_stack(machine(packages=packages)))
-    assert summary(only(found, "MindSpeed-LLM")) == ("warning", "27.0.0")
-    assert summary(only(found, "MindSpeed")) == ("error", "0.8.0")
-    (tmp_path / "mindspeed_llm/tasks/megatron_adaptor_v2.py").unlink()
-    (tmp_path / "mindspeed/features_manager/features_manager.py").unlink()
-    found = list(check_stack(machine(packages=packages)))
-    assert only(found, "MindSpeed").value == "0.8.0, without a feature manager"
-    assert only(found, "MindSpeed-LLM").level == "error"
-
-
-def test_megatrons_that_do_not_go_together(tmp_path: Path) -> None:
+def test_the_stack(tmp_path: Path) -> None:
     packages = stack(tmp_path)
     wheel = tmp_path / "wheel"
     (wheel / "core").mkdir(parents=True)
-    of_pypi, mixed = Package("0.12.1", (wheel,)), Package("0.12.1", (wheel, tmp_path / "megatron"))
-    newest = dataclasses.replace(packages["megatron"], version="0.17.0")
+    checkout = tmp_path / "megatron"
 
-    def megatron(package: Package, *beside: str) -> tuple[str, str]:
-        others = {name: packages[name] for name in beside}
-        found = check_stack(machine(packages={"megatron": package, **others}))
-        return summary(only(found, "Megatron-LM"))
+    def found(**changed: Package | str | None) -> dict[str, tuple[str, str]]:
+        """By what it is about; packages are of other versions, others or missing."""
+        there: dict[str, Package] = dict(packages)
+        for name, one in changed.items():
+            if one is None:
+                del there[name]
+            elif isinstance(one, str):
+                there[name] = dataclasses.replace(there[name], version=one)
+            else:
+                there[name] = one
+        return {one.what: summary(one) for one in check_stack(machine(packages=there))}
 
-    both = "mindspeed_llm", "mindspeed"
-    old = dataclasses.replace(packages["megatron"], version="0.8.0")
-    assert megatron(old, *both) == ("error", "0.8.0")
-    assert megatron(newest) == ("error", "0.17.0")
-    assert megatron(of_pypi, *both) == ("error", "0.12.1, megatron.core only")
-    assert megatron(of_pypi) == ("ok", "0.12.1, megatron.core only")
-    level, value = megatron(mixed, *both)
-    assert level == "warning"
-    assert f"megatron.core in {wheel}, megatron.training in {tmp_path / 'megatron'}" in value
+    assert [finding.level for finding in check_stack(machine())] == ["note"] * 3, "fine on a CPU"
+    for version in ("2.2.0", "2.3.0", "26.0.0dev0", "26.0.0", "26.1.0"):
+        assert found(mindspeed_llm=version)["together"][0] == "ok"
+    both = {"mindspeed_llm": None, "mindspeed": None}
+    of_pypi = Package("0.12.1", (wheel,))
+    for changed, what, said in (
+        ({"mindspeed": None}, "MindSpeed", ("error", "not found")),
+        ({"megatron": None}, "Megatron-LM", ("error", "not found")),
+        ({"mindspeed_llm": None}, "MindSpeed-LLM", ("warning", "not found")),
+        ({"mindspeed_llm": "27.0.0"}, "MindSpeed-LLM", ("warning", "27.0.0")),
+        ({"mindspeed": "0.8.0"}, "MindSpeed", ("error", "0.8.0")),
+        ({"megatron": "0.8.0"}, "Megatron-LM", ("error", "0.8.0")),
+        ({"megatron": "0.17.0"}, "Megatron-LM", ("error", "0.17.0")),
+        ({"megatron": of_pypi}, "Megatron-LM", ("error", "0.12.1, megatron.core only")),
+        ({"megatron": of_pypi, **both}, "Megatron-LM", ("ok", "0.12.1, megatron.core only")),
+        ({"megatron": Package("0.12.1", (wheel, checkout))}, "Megatron-LM",
+         ("warning", f"megatron.core in {wheel}, megatron.training in {checkout}")),
+    ):  # fmt: skip
+        findings = found(**changed)
+        assert findings[what] == said
+        assert "together" not in findings
+    (tmp_path / "mindspeed_llm/tasks/megatron_adaptor_v2.py").unlink()
+    (tmp_path / "mindspeed/features_manager/features_manager.py").unlink()
+    findings = found()
+    assert findings["MindSpeed"] == ("error", "0.12.1, without a feature manager")
+    assert findings["MindSpeed-LLM"][0] == "error"
 
 
 # ------------------------------------------------------------------ how they are found
@@ -160,37 +131,17 @@ def test_megatrons_that_do_not_go_together(tmp_path: Path) -> None:
 def test_versions_are_read_from_files_without_importing(tmp_path, monkeypatch) -> None:
     """Packages that may not be imported, found and read as they lie there."""
     trap = "raise RuntimeError('imported')\n"
-    for name, version in (("mindspeed_llm", "2.3.0"), ("mindspeed", "0.12.1")):
-        home = tmp_path / f"{name}_home"
-        (home / name).mkdir(parents=True)
-        (home / name / "__init__.py").write_text(trap, "utf-8")
-        (home / "setup.py").write_text(f"{trap}__version__ = '{version}'\n", "utf-8")
-    core = tmp_path / "megatron_home" / "megatron" / "core"
+    home, core = tmp_path / "home", tmp_path / "megatron_home" / "megatron" / "core"
+    (home / "mindspeed").mkdir(parents=True)
+    (home / "mindspeed" / "__init__.py").write_text(trap, "utf-8")
+    (home / "setup.py").write_text(f"{trap}__version__ = '0.12.1'\n", "utf-8")
+    found = find_package("mindspeed", {"MINDSPEED_HOME": str(home)})
+    assert found == Package("0.12.1", (home / "mindspeed",))
     core.mkdir(parents=True)
     (core / "package_info.py").write_text(f"{trap}MAJOR = 0\nMINOR = 12\nPATCH = 1\n", "utf-8")
-    variables = {
-        "MINDSPEED_LLM_HOME": str(tmp_path / "mindspeed_llm_home"),
-        "MINDSPEED_HOME": str(tmp_path / "mindspeed_home"),
-    }
-    for name, version in (("mindspeed_llm", "2.3.0"), ("mindspeed", "0.12.1")):
-        found = find_package(name, variables)
-        assert found == Package(version, (tmp_path / f"{name}_home" / name,))
     monkeypatch.syspath_prepend(str(tmp_path / "megatron_home"))
     monkeypatch.delitem(sys.modules, "megatron", raising=False)
     megatron = find_package("megatron", {})
     assert megatron is not None
     assert (megatron.version, megatron.folders[0]) == ("0.12.1", core.parent)
-    assert find_package("no_such_package", variables) is None
-    installed = find_package("pytest", {})
-    assert installed is not None
-    assert installed.version == pytest.__version__
-
-
-def test_commands_that_fail_or_are_missing() -> None:
-    environment = dict(os.environ)
-    assert run_command(["no-such-command-anywhere"], environment) is None
-    failed = run_command([sys.executable, "-c", "import sys; sys.exit('why')"], environment)
-    assert failed == CommandResult(1, "why\n")
-    refused = run_command([str(ROOT)], environment)
-    assert refused is not None
-    assert refused.exit_code == 126
+    assert find_package("no_such_package", {}) is None

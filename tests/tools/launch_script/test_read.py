@@ -15,73 +15,59 @@ from commfuse_npu.tools.launch_script.shell import Captured, capture_commands
 from tests.processes import ended, wait_for
 
 ARGS = ["--num-layers", "2", "--bf16"]
-TORCHRUN = ["--nproc_per_node", "4", "--nnodes", "2", "--node_rank", "0"]
+TORCHRUN = "--nproc_per_node 4 --nnodes 2 --node_rank 0"
 
 
 def test_options_keep_their_order_and_note_changes() -> None:
-    options = Options(["--a", "1", "--flag", "--path", "x", "y", "--b=2", "--a", "3"])
-    assert options.values("--a") == ["3"]
-    assert options.values("--path") == ["x", "y"]
+    words = "--a 1 --flag --path x y --b=2 --min -1 --a 3"
+    options = Options(words.split())
+    assert (options.values("--path"), options.values("--min")) == (["x", "y"], ["-1"])
     assert options.number("--b", 0) == 2
     options.set("--a", 3)
     assert not options.changes
     options.set("--a", 5, why="because")
-    options.drop("--path", "--absent")
+    options.drop("--path", "--absent", "--min")
     options.set("--new")
     assert options.words == ["--a", "5", "--flag", "--b", "2", "--new"]
     assert options.changes == [
         "--a 3 -> 5   (because)",
         "--path x y -> (dropped)",
+        "--min -1 -> (dropped)",
         "--new (not given) -> given",
     ]
-
-
-def test_values_of_options() -> None:
-    assert Options(["--min", "-1", "--flag"]).values("--min") == ["-1"]
-    with pytest.raises(UsageError, match="--num-layers is 'two'"):
-        Options(["--num-layers", "two"]).number("--num-layers", 1)
 
 
 @pytest.mark.parametrize(
     ("before", "processes"),
     [
-        ([], None),
-        (["torchrun", *TORCHRUN], 8),
-        (["torchrun", "--nproc-per-node=4"], 4),
+        ("", None),
+        (f"torchrun {TORCHRUN}", 8),
+        ("cd /llm && A=b torchrun --nproc-per-node=4", 4),
         # Examples before their placeholders are filled in.
-        (["torchrun", "--master_addr", "your", "node", "IP", "--nproc_per_node", "4"], 4),
-        (["torchrun", "--nproc_per_node", "4", "--node_rank", "--master_port=6000"], 4),
-        (["torchrun", "--nproc_per_node", "gpu"], None),
-        (["torchrun", "--nproc_per_node", "4", "--nnodes=1:2", "--tee", "3"], 8),
-        (["python", "-m", "torch.distributed.launch", "--use_env", *TORCHRUN], 8),
-        (["python3", "-u", "-m", "torch.distributed.run", *TORCHRUN], 8),
-        (["torchrun", *TORCHRUN, "-m", "mindspeed_patches.launch"], 8),
-        (["python", "-m", "mindspeed_patches.launch"], None),
-        (["python"], None),
-        (["cd", "/llm", "&&", "A=b", "torchrun", "--nproc_per_node", "4"], 4),
+        ("torchrun --master_addr your node IP --nproc_per_node 4 --node_rank --tee=3", 4),
+        ("torchrun --nproc_per_node gpu", None),
+        ("torchrun --nproc_per_node 4 --nnodes=1:2 --tee 3", 8),
+        (f"python -m torch.distributed.launch --use_env {TORCHRUN}", 8),
+        (f"python3 -u -m torch.distributed.run {TORCHRUN}", 8),
+        (f"torchrun {TORCHRUN} -m mindspeed_patches.launch", 8),
+        ("python -m mindspeed_patches.launch", None),
     ],
 )
-def test_forms_of_a_launch(before: list[str], processes: int | None, tmp_path: Path) -> None:
-    launch = read_launch([*before, "pretrain_gpt.py", *ARGS], tmp_path)
+def test_forms_of_a_launch(before: str, processes: int | None, tmp_path: Path) -> None:
+    launch = read_launch([*before.split(), "pretrain_gpt.py", *ARGS], tmp_path)
     assert launch.script == "pretrain_gpt.py"
     assert launch.options.words == ARGS
     assert launch.processes == processes
-
-
-@pytest.mark.parametrize(
-    "words", [["ls", "-l"], ["torchrun", "--nproc_per_node", "2", "-m", "other", "x.py"], ["a.txt"]]
-)
-def test_what_is_no_launch_is_refused(words: list[str], tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"pretrain_gpt\.py ARGS"):
-        read_launch(words, tmp_path)
-
-
-def test_the_script_is_looked_for_in_the_checkout_too(tmp_path: Path) -> None:
-    launch = read_launch(["pretrain_gpt.py", *ARGS], tmp_path)
     with pytest.raises(UsageError, match=r"there is no pretrain_gpt\.py"):
         launch.script_path(tmp_path)
     (tmp_path / "pretrain_gpt.py").touch()
     assert launch.script_path(tmp_path) == (tmp_path / "pretrain_gpt.py").resolve()
+
+
+@pytest.mark.parametrize("words", ["ls -l", "torchrun --nproc_per_node 2 -m other x.py", "a.txt"])
+def test_what_is_no_launch_is_refused(words: str, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"pretrain_gpt\.py ARGS"):
+        read_launch(words.split(), tmp_path)
 
 
 # ------------------------------------------------------------------ shell scripts
@@ -89,7 +75,6 @@ def test_the_script_is_looked_for_in_the_checkout_too(tmp_path: Path) -> None:
 SCRIPT = """\
 #!/bin/bash
 set -e
-export CUDA_DEVICE_MAX_CONNECTIONS=1
 export SOME_SETTING=on
 cd "$(dirname "$0")"
 DATA_PATH="your data path"
@@ -108,22 +93,21 @@ touch touched
 npu-smi info
 rm -rf precious
 python preprocess_data.py --output made
-{launch} $DISTRIBUTED_ARGS pretrain_gpt.py $GPT_ARGS --data-path $DATA_PATH "$@" | tee train.log
+torchrun $DISTRIBUTED_ARGS pretrain_gpt.py $GPT_ARGS --data-path $DATA_PATH "$@" | tee train.log
 """
 
 
 @pytest.fixture
 def script(tmp_path: Path) -> Path:
     path = tmp_path / "pretrain_it.sh"
-    path.write_text(SCRIPT.format(launch="torchrun"), "utf-8")
+    path.write_text(SCRIPT, "utf-8")
     (tmp_path / "precious").mkdir()
     return path
 
 
 def test_a_launch_script_is_read_and_does_nothing(script: Path) -> None:
     launch = read_launch(["bash", str(script), "--lr", "1e-3"], script.parent)
-    assert launch.script == "pretrain_gpt.py"
-    assert launch.processes == 8
+    assert (launch.script, launch.processes) == ("pretrain_gpt.py", 8)
     words = "--num-layers 2 --bf16 --data-path your data path --lr 1e-3"
     assert launch.options.words == words.split()
     assert launch.folder == script.parent.resolve()
@@ -138,21 +122,13 @@ def test_neither_torchrun_nor_python_can_be_brought_back(script: Path, tmp_path:
     real.mkdir(parents=True)
     (real / "torchrun").write_text(f"#!/bin/sh\ntouch {tmp_path}/started\n", "utf-8")
     (real / "torchrun").chmod(0o755)
-    script.write_text(f'export PATH="{real}:$PATH"\n' + script.read_text("utf-8"), "utf-8")
+    script.write_text(f'export PATH="{real}:$PATH"\n{SCRIPT}', "utf-8")
     assert read_launch([str(script)], script.parent).processes == 8
     started = f'open("{tmp_path}/started", "w")'
     script.write_text(f"{sys.executable} -c '{started}' pretrain_gpt.py\n", "utf-8")
     with pytest.raises(UsageError, match="starts no pretraining"):
         read_launch([str(script)], script.parent)
     assert not (tmp_path / "started").exists()
-
-
-def test_a_script_that_starts_nothing_or_is_not_there(script: Path, tmp_path: Path) -> None:
-    script.write_text("echo set DATA_PATH first >&2\nexit 1\n", "utf-8")
-    with pytest.raises(UsageError, match="set DATA_PATH first"):
-        read_launch([str(script)], script.parent)
-    with pytest.raises(UsageError, match=r"no launch script absent\.sh"):
-        read_launch(["absent.sh"], tmp_path)
 
 
 def test_two_trainings_are_noted_and_assignments_reach_the_script(script: Path) -> None:
@@ -176,11 +152,19 @@ def captured_of(text: str, folder: Path, **more: float) -> Captured:
     return capture_commands([str(script)], folder, dict(os.environ), **more)
 
 
-def test_another_module_is_written_down_and_not_run(tmp_path: Path) -> None:
-    captured = captured_of("python3 -m json.tool --nothing\n", tmp_path)
+def test_what_is_started_is_written_down_and_not_run(tmp_path: Path) -> None:
+    """Another module; what is left in the background; programs, with another search path."""
+    (tmp_path / "precious").touch()
+    captured = captured_of(
+        f"export PATH=/usr/bin:/bin:$PATH\nrm {tmp_path}/precious\npython3 -m json.tool --nothing\n"
+        "torchrun pretrain_gpt.py --bf16 > log 2>&1 &\nexit 3\n",
+        tmp_path,
+    )
     words = [list(one.words) for one in captured.commands]
-    assert words == [["python3", "-m", "json.tool", "--nothing"]]
-    assert (captured.printed, captured.code) == ("", 0)
+    assert ["python3", "-m", "json.tool", "--nothing"] in words
+    assert ["torchrun", "pretrain_gpt.py", "--bf16"] in words
+    assert (len(words), captured.printed, captured.code) == (2, "", 3)
+    assert (tmp_path / "precious").exists()
 
 
 def test_what_hangs_is_killed_with_what_it_started(tmp_path: Path) -> None:
@@ -189,16 +173,3 @@ def test_what_hangs_is_killed_with_what_it_started(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"did not end within 0\.5 s"):
         captured_of(hanging, tmp_path, timeout=0.5)
     wait_for(lambda: ended(int((tmp_path / "child").read_text())))
-
-
-def test_what_is_left_in_the_background_is_written_down(tmp_path: Path) -> None:
-    captured = captured_of("torchrun pretrain_gpt.py --bf16 > log 2>&1 &\nexit 3\n", tmp_path)
-    assert [one.words[0] for one in captured.commands] == ["torchrun"]
-    assert captured.code == 3
-
-
-def test_programs_by_their_names_stay_replaced_with_another_search_path(tmp_path: Path) -> None:
-    precious = tmp_path / "precious"
-    precious.touch()
-    assert captured_of(f"export PATH=/usr/bin:/bin:$PATH\nrm {precious}\n", tmp_path).code == 0
-    assert precious.exists()

@@ -28,6 +28,7 @@ MODEL = (
 )
 TP = "--tensor-model-parallel-size 4 --sequence-parallel --seq-length 16384"
 EXPERTS = "--num-experts 8 --moe-grouped-gemm --expert-model-parallel-size 4"
+ULYSSES = "--context-parallel-size 2 --context-parallel-algo ulysses_cp_algo"
 
 
 def script(options: str, processes: int = 8, program: str = "pretrain_gpt.py") -> str:
@@ -48,27 +49,3 @@ MODEL_ARGS="
 mkdir -p logs
 torchrun $DISTRIBUTED_ARGS {program} $MODEL_ARGS --data-path your data path | tee logs/train.log
 """
-
-
-SCRIPTS = {
-    "dense/full.sh": script(TP),
-    "dense/partial.sh": script(f"{TP} --defer-embedding-wgrad-compute"),
-    "dense/coc.sh": script(f"{TP} --use-ascend-coc"),
-    "dense/coc_partial.sh": script(f"{TP} --use-ascend-coc --defer-embedding-wgrad-compute"),
-    "dense/alone.sh": script("--tensor-model-parallel-size 1"),
-    "dense/ulysses.sh": script(
-        f"{TP} --context-parallel-size 2 --context-parallel-algo ulysses_cp_algo"
-    ),
-    "dense/lora.sh": script(f"{TP} --lora-target-modules linear_qkv linear_proj"),
-    "dense/short.sh": script(f"{TP} --seq-length 1024"),
-    "dense/own.sh": script(f"{TP} --spec mine.spec layer_spec"),
-    "experts/full.sh": script(f"{TP} {EXPERTS}"),
-    "experts/mla.sh": script(f"{TP} {EXPERTS} --multi-latent-attention"),
-    "experts/without_dispatch.sh": script(f"{TP} --num-experts 8 --expert-tensor-parallel-size 1"),
-    "more/evaluate.sh": script(f"{TP} --skip-train"),
-    "more/generate.sh": script(TP, program="inference.py"),
-    "more/convert.sh": "python convert_ckpt.py --target-tensor-parallel-size 4\n",
-    "more/fsdp2.sh": "torchrun --nproc_per_node 8 train_fsdp2.py examples/fsdp2/some.yaml\n",
-    "more/mindspore.sh": f"msrun --worker_num 8 pretrain_gpt.py {MODEL}\n",
-    "more/nothing.sh": "export SOMETHING=1\n",
-}

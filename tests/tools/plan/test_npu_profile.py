@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -48,16 +47,14 @@ def written(
     metadata = json.dumps({"parallel_group_info": groups})
     (output.parent / "profiler_metadata.json").write_text(metadata)
     taken = {"Total Op Info": {"Communication Time Info": {"Elapse Time(ms)": 99.0}}}
-    with (output / "kernel_details.csv").open("w", newline="") as file:
-        rows = csv.writer(file)
-        rows.writerow(("Step Id", "Name", "Accelerator Core", "Start Time(us)", "Duration(us)"))
-        for name, core, start, end in kernels:
-            rows.writerow((13, name, core, f"{1764246877000000 + start * 1000:.3f}\t",
-                           f"{(end - start) * 1000:.3f}"))  # fmt: skip
-            for _, number in NUMBERS.values():
-                if f"__{number % 1000:03}_" in name:
-                    took = {"Elapse Time(ms)": end - start}
-                    taken[f"{name}@{number}"] = {"Communication Time Info": took}
+    rows = ["Step Id,Name,Accelerator Core,Start Time(us),Duration(us)"]
+    for name, core, start, end in kernels:
+        begin, took = 1764246877000000 + start * 1000, end - start
+        rows.append(f"13,{name},{core},{begin:.3f}\t,{took * 1000:.3f}")
+        for _, number in NUMBERS.values():
+            if f"__{number % 1000:03}_" in name:
+                taken[f"{name}@{number}"] = {"Communication Time Info": {"Elapse Time(ms)": took}}
+    (output / "kernel_details.csv").write_text("\n".join(rows))
     columns = "Step,Computing,Communication(Not Overlapped),Free"
     (output / "step_trace_time.csv").write_text(f"{columns}\n13,12000,7000,500\n")
     if level:
@@ -75,14 +72,19 @@ def asked(folder: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("level", [0, 1])
 def test_what_is_exposed_and_whose_it_is(tmp_path: Path, level: int) -> None:
-    written(tmp_path, 0, STEP, level=level)
-    (step,) = asked(tmp_path)
+    written(tmp_path / "named", 0, STEP, level=level)
+    (step,) = asked(tmp_path / "named")
     assert (step["rank"], step["step"], step["length"]) == ("0", "13", 19.5)
     assert (step["computing"], step["communication"]) == (12.0, 10.0)
     assert step["exposed"] == step["own_exposed"] == 7.0
     assert step["own_communication"] == (11.0 if level else None)
     assert step["parts"] == {"tensor": 3.0, "data": 3.0, "pipeline": 2.0}
     assert step["bounds"] == {"--commfuse-fb-overlap": 3.0, "--use-commfuse": 3.0}
+    # A group without a name may be any.
+    written(tmp_path / "other", 0, STEP, named=False, level=level)
+    (step,) = asked(tmp_path / "other")
+    assert step["parts"] == {"not named": 7.0}
+    assert step["bounds"]["--commfuse-fb-overlap"] == 7.0
 
 
 def test_no_more_is_hidden_than_can_be_computed_meanwhile(tmp_path: Path) -> None:
@@ -106,13 +108,6 @@ def test_several_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     said = capsys.readouterr().out
     assert "Rank 3: kernel_details.csv is missing" in said
     assert "Rank 10: kernel_details.csv does not hold the whole step" in said
-
-
-def test_a_group_without_a_name_may_be_any(tmp_path: Path) -> None:
-    written(tmp_path, 0, STEP, named=False)
-    (step,) = asked(tmp_path)
-    assert step["parts"] == {"not named": 7.0}
-    assert step["bounds"]["--commfuse-fb-overlap"] == 7.0
 
 
 def test_what_is_missing_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

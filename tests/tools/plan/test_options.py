@@ -4,79 +4,59 @@ from __future__ import annotations
 
 import pytest
 
-from commfuse_npu.plan import Schedule
 from commfuse_npu.tools.finding import Finding
 from commfuse_npu.tools.plan.checks import check_launch
 from commfuse_npu.tools.plan.transfers import FusedLayer, check_lanes, fused_layers
 from tests.tools.doctor.machines import only, summary
-from tests.tools.plan.launches import FUSED, SIZES, asked
+from tests.tools.plan.launches import FUSED, SIZES, ULYSSES, asked
 
 CONFIG = "--config --commfuse-min-rows 1024 --commfuse-chunks 2"
 ATTENTION = f"{FUSED} --commfuse-attention --attention-dropout 0.0"
+BLOCK = 1024 * 2 * 4096 * 2
+SMALL = 32 * 3 * 64 * 2
 
 
 def layers(line: str) -> dict[str, FusedLayer]:
     return {one.layer: one for one in fused_layers(asked(line))}
 
 
-def test_what_a_launch_would_fuse() -> None:
-    blocks = 8 * 1024 * 2 * 4096 * 2
-    gathered = ("all_gather_linear", "", 2, blocks // 2, blocks)
-    scattered = ("linear_reduce_scatter", "", 2, blocks // 2, blocks // 2)
-    found = layers(CONFIG)
-    assert str(asked(CONFIG).schedule).startswith("collective, 2 chunks")
-    assert {name: one[1:] for name, one in found.items()} == {
-        **dict.fromkeys(("qkv", "fc1", "output"), gathered),
-        **dict.fromkeys(("proj", "fc2"), scattered),
-    }
-    assert str(found["fc1"]) == "fc1: all_gather_linear, 2 transfers of 64.00 MB"
-
-
 @pytest.mark.parametrize(
     ("line", "layer", "operator", "sent", "size"),
     [
+        (CONFIG, "fc1", "all_gather_linear", 2, 4 * BLOCK),
+        (CONFIG, "fc2", "linear_reduce_scatter", 2, 4 * BLOCK),
         # Without sequence parallelism a result is summed, and then gathered.
-        (FUSED.replace("--sequence-parallel", ""), "fc2", "linear_all_reduce", 2, 32 * 3 * 64 * 2),
-        (FUSED, "fc2", "linear_reduce_scatter", 1, 32 * 3 * 64 * 2),
-        (FUSED.replace("--bf16", ""), "qkv", "all_gather_linear", 1, 32 * 3 * 64 * 4),
-        (FUSED.replace("--bf16", "--fp16"), "qkv", "all_gather_linear", 1, 32 * 3 * 64 * 2),
+        (FUSED.replace("--sequence-parallel", ""), "fc2", "linear_all_reduce", 2, SMALL),
+        (FUSED.replace("--bf16", ""), "qkv", "all_gather_linear", 1, 2 * SMALL),
+        (FUSED.replace("--bf16", "--fp16"), "qkv", "all_gather_linear", 1, SMALL),
         ("--config --commfuse-chunks 4 --commfuse-lanes 3", "qkv", "all_gather_linear", 28,
-         1024 * 2 * 4096 * 2 // 4),
+         BLOCK // 4),
         (f"{CONFIG} --commfuse-attention", "proj", "attention_linear_reduce_scatter", 14,
-         1024 * 2 * 4096),
-        (f"{CONFIG} --commfuse-attention", "fc2", "linear_reduce_scatter", 14, 1024 * 2 * 4096),
-        (f"{CONFIG} --commfuse-attention --no-commfuse-attention", "proj", "linear_reduce_scatter",
-         2, 8 * 1024 * 2 * 4096),
+         BLOCK // 2),
+        (f"{CONFIG} --commfuse-attention", "fc2", "linear_reduce_scatter", 14, BLOCK // 2),
+        # 32 queries of batch 3: no chunk has less than one.
+        (f"{ATTENTION} --commfuse-chunks 5", "proj", "attention_linear_reduce_scatter", 5,
+         7 * SMALL // 32),
+        (f"{ATTENTION} --commfuse-chunks 40", "proj", "attention_linear_reduce_scatter", 32,
+         SMALL // 32),
         (f"{ATTENTION} --recompute-granularity selective", "proj", "linear_reduce_scatter", 1,
-         32 * 3 * 64 * 2),
+         SMALL),
     ],
 )  # fmt: skip
 def test_operators_and_messages(line: str, layer: str, operator: str, sent: int, size: int) -> None:
     found = layers(line)[layer]
     assert (found.operator, found.transfers, found.transfer_bytes) == (operator, sent, size)
-
-
-@pytest.mark.parametrize("chunks", [1, 3, 5, 40])
-def test_transfers_of_attention_are_those_of_its_schedule(chunks: int) -> None:
-    """32 queries, of batch 3, in a group of two."""
-    runs = Schedule(chunks=chunks).runs(32, "last")
-    largest = max(run.stop - run.start for run in runs) * 3 * 64 * 2
-    found = layers(f"{ATTENTION} --commfuse-chunks {chunks}")["proj"]
-    assert (found.transfers, found.transfer_bytes) == (len(runs), largest)
+    assert str(found) == f"{layer}: {operator}, {sent} transfers of {size / 2**20:.2f} MB"
 
 
 def test_what_stays_megatrons_has_a_reason() -> None:
-    found = layers(f"{FUSED} --commfuse-min-rows 100")["proj"]
+    found = layers(f"{FUSED} --commfuse-min-rows 97")["proj"]
     assert (found.operator, found.transfers) == ("", 0)
     assert str(found) == (
-        "proj: Megatron's own forward, because a block has fewer rows than the 100 of "
+        "proj: Megatron's own forward, because a block has fewer rows than the 97 of "
         "--commfuse-min-rows"
     )
     assert layers(f"{FUSED} --commfuse-min-rows 96")["proj"].operator
-    experts = layers(f"{FUSED} --num-experts 8 --moe-grouped-gemm --n-shared-experts 1")
-    assert "fc1" not in experts
-    assert experts["shared_fc1"].operator == "all_gather_linear"
-    assert experts["experts"].reason.startswith("grouped GEMMs")
 
 
 # ------------------------------------------------------------------ lanes
@@ -106,8 +86,7 @@ def lanes(words: str, **environ: str) -> list[Finding]:
         ("--tensor-model-parallel-size 1 --commfuse-dp --overlap-grad-reduce --nnodes 2",
          "128 MB per NPU: 4 data lanes with 2 x 16 MB",
          "--hccl-group-buffer commfuse:64 sets the size of each"),
-        ("--tensor-model-parallel-size 4 --context-parallel-size 2 --commfuse-ulysses "
-         "--context-parallel-algo ulysses_cp_algo",
+        (f"--tensor-model-parallel-size 4 --commfuse-ulysses {ULYSSES}",
          "160 MB per NPU: 1 tensor lanes with 2 x 64 MB, 1 context lanes with 2 x 16 MB",
          "--hccl-group-buffer commfuse:64"),
     ],
@@ -132,36 +111,26 @@ def test_a_buffer_that_is_too_small_is_warned_about() -> None:
 
 ALONE = f"{FUSED} --tensor-model-parallel-size 1 --attention-dropout 0.0"
 DP = "--commfuse-dp --use-distributed-optimizer --nproc_per_node"
-ULYSSES = "--context-parallel-size 2 --context-parallel-algo ulysses_cp_algo --commfuse-ulysses"
 OF_ONE = "--tensor-model-parallel-size"
-
-
-def check(line: str) -> list[Finding]:
-    return check_launch(asked(line))
 
 
 @pytest.mark.parametrize(
     "line",
     [
         SIZES + " --sequence-parallel",
-        FUSED,
         f"A=b torchrun --nproc_per_node 2 -m mindspeed_patches.launch /llm/pretrain_gpt.py {FUSED}",
-        ATTENTION,
         f"{ATTENTION} --recompute-granularity full",
-        f"{FUSED} --schedules-method other",
-        f"{FUSED} --output-layer-slice-num 1",
+        f"{FUSED} --schedules-method other --output-layer-slice-num 1 --pre-tockens 4096",
         f"{SIZES} --sequence-parallel --use-ascend-mc2",
-        f"{ATTENTION.replace('--use-commfuse', '')} --multi-latent-attention",
-        f"{FUSED} --pre-tockens 4096",
         f"{ALONE} {DP} 2",
-        f"{ALONE} {ULYSSES}",
+        f"{ALONE} {ULYSSES} --commfuse-ulysses",
         f"{FUSED} --num-attention-heads 6 --kv-channels 16",
         # The launchers switch dropout off.
         "--config --commfuse-attention",
     ],
 )
 def test_what_starts_is_not_remarked(line: str) -> None:
-    assert check(line) == []
+    assert check_launch(asked(line)) == []
 
 
 @pytest.mark.parametrize(
@@ -177,10 +146,8 @@ def test_what_starts_is_not_remarked(line: str) -> None:
         (f"{ALONE} --commfuse-allow-nothing", OF_ONE, "warning", "1"),
         (f"{ALONE} --commfuse-allow-nothing --commfuse-attention", OF_ONE, "error", "1"),
         (f"{FUSED} --use-ascend-mc2", "--use-ascend-mc2", "error", "given"),
-        (f"{FUSED} --schedules-method dualpipev", "--schedules-method", "error", "dualpipev"),
         (f"{FUSED} --output-layer-slice-num=2", "--output-layer-slice-num", "error", "2"),
         (f"{FUSED} --commfuse-fb-overlap --stage dpo", "--stage", "error", "dpo"),
-        (f"{ATTENTION} --multi-latent-attention", "--multi-latent-attention", "error", "given"),
         (f"{ATTENTION} --pre-tockens 4096", "--pre-tockens", "error", "4096"),
         (f"{FUSED} --commfuse-attention", "--attention-dropout", "error",
          "0.1, Megatron's default"),
@@ -188,12 +155,8 @@ def test_what_starts_is_not_remarked(line: str) -> None:
          "given, but proj is not in the list of layers to fuse"),
         (f"{ATTENTION} --recompute-activations", "--commfuse-attention", "warning",
          "given, but selective recomputation runs the core attention by itself"),
-        (f"{ATTENTION} --recompute-granularity selective", "--commfuse-attention", "warning",
-         "given, but selective recomputation runs the core attention by itself"),
         (f"{ALONE} {DP} 1", "--commfuse-dp", "warning", "given, but DP 1 transfers nothing"),
         (f"{ALONE} --commfuse-dp --nproc_per_node 2", "--commfuse-dp", "error", "given"),
-        (f"{ALONE} --commfuse-ulysses --context-parallel-algo ulysses_cp_algo",
-         "--commfuse-ulysses", "error", "given"),
         (f"{ALONE} --commfuse-ulysses --context-parallel-size 2", "--commfuse-ulysses", "error",
          "given"),
         ("--config --nproc_per_node 6 --nnodes 4 --global-batch-size 66 --commfuse-schedule "
@@ -205,14 +168,7 @@ def test_what_starts_is_not_remarked(line: str) -> None:
 def test_what_does_not_go_together_is_named_with_a_way_out(
     line: str, what: str, level: str, value: str
 ) -> None:
-    found = only(check(line), what)
+    found = only(check_launch(asked(line)), what)
     assert summary(found) == (level, value)
     assert found.action
     assert found.expected or "given, but" in value or what in ("layout", "--commfuse-schedule")
-
-
-def test_the_way_out_names_the_option_of_ours() -> None:
-    (found,) = check(f"{FUSED} --commfuse-attention")
-    assert found.action == "pass --attention-dropout 0.0 or leave --commfuse-attention out"
-    assert "--commfuse-attention, which is refused then" in found.expected
-    assert "add --commfuse-dp" in only(check(ALONE), OF_ONE).action

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,11 +11,11 @@ from commfuse_npu.config_file import find_config
 from commfuse_npu.hardware.description import Hardware
 from commfuse_npu.tools.plan.launch import ask_about
 from commfuse_npu.tools.plan.training import NotSimulated, form_of, training_of
+from commfuse_npu.tools.simulate.experts import Experts
 from commfuse_npu.tools.simulate.footprint import footprint
 from commfuse_npu.tools.simulate.step import Step
 from commfuse_npu.tools.simulate.training import Training
 from commfuse_npu.tools.simulate.variants import MEGATRON, REFERENCE
-from scripts.evidence import steps
 from tests.tools.plan.launches import MODEL, TP, asked, script
 
 SIZES = f"--nproc_per_node 8 {MODEL} {TP} --swiglu --bf16 --global-batch-size 16"
@@ -39,8 +38,6 @@ def milliseconds(of: Training) -> float:
         ("", [{"dense": 4}]),
         ("--pipeline-model-parallel-size 2", [DENSE, DENSE]),
         ("--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1",
-         [{"dense": 1}] * 4),
-        ("--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2",
          [{"dense": 1}] * 4),
         ("--noop-layers 0,3 --pipeline-model-parallel-size 2", [{"none": 1, "dense": 1}] * 2),
         ("--num-experts 4", [{"experts": 4}]),
@@ -76,15 +73,12 @@ def test_experts_take_the_options_of_megatron() -> None:
         "--num-experts 8 --moe-router-topk 3 --moe-ffn-hidden-size 96 --n-shared-experts 2 "
         "--expert-model-parallel-size 2 --moe-grouped-gemm --moe-token-dispatcher-type alltoall"
     )
-    found = training(line).experts
-    assert found is not None
-    assert (found.number, found.each, found.width, found.shared) == (8, 3, 96, 192)
-    assert (found.parallel, found.tensor, found.grouped, found.gathers) == (2, 4, True, False)
-    assert training("--num-experts 8").experts.gathers  # type: ignore[union-attr]
     own = training(f"{line} --expert-tensor-parallel-size 1")
-    assert own.experts is not None
-    assert own.experts.tensor == 1
+    for tensor, found in ((4, training(line)), (1, own)):
+        wanted = Experts(8, 3, 96, 192, 2, tensor, grouped=True, gathers=False, halves=2)
+        assert found.experts == wanted
     assert (own.expert_replicas, own.expert_stride) == (4, 2)
+    assert training("--num-experts 8").experts.gathers  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize(
@@ -128,8 +122,8 @@ def test_time_and_memory_follow_the_options() -> None:
 
 def test_gradients_that_do_not_overlap_are_exposed() -> None:
     step = Step(SERVER.machine(), training("--overlap-grad-reduce --overlap-param-gather"))
-    late = [
-        replace(step, training=replace(step.training, **changes)).time(REFERENCE).data_parallel
+    times = [
+        replace(step, training=replace(step.training, **changes)).time(REFERENCE)
         for changes in (
             {},
             {"overlaps": (False, True)},
@@ -137,8 +131,10 @@ def test_gradients_that_do_not_overlap_are_exposed() -> None:
             {"overlaps": (False, False), "distributed": False},
         )
     ]
+    late = [one.data_parallel for one in times]
     assert late == sorted(late)
     assert len(set(late)) == 4
+    assert times[2].seconds - times[0].seconds == pytest.approx(late[2] - late[0])
 
 
 @pytest.mark.parametrize(
@@ -154,53 +150,6 @@ def test_gradients_that_do_not_overlap_are_exposed() -> None:
 )
 def test_the_form_in_which_a_launch_runs(flags: str, form: str) -> None:
     assert form_of(asked(f"{SIZES} {flags}").options).name == form
-
-
-def test_measured_steps_are_read_beside_their_launches(tmp_path: Path, capsys) -> None:
-    kept = tmp_path / "tests" / "baseline_results"
-    kept.mkdir(parents=True)
-    names = ("alpha_tp4", "pretrain_beta-7b", "gamma_lora")
-    for name, options in zip(
-        names, ("", "--noop-layers 3", "--lora-target-modules x"), strict=True
-    ):
-        launch = script(f"{MODEL} {TP} --swiglu --bf16 --global-batch-size 16 {options}")
-        (tmp_path / "tests" / f"{name}.sh").write_text(launch, "utf-8")
-        content = {
-            "time info": [9000.0, 500.0, 400.0],
-            "memo info": [{"max allocated memory": 7e3}],
-        }
-        (kept / f"{name}.json").write_text(json.dumps(content), "utf-8")
-    (kept / "without_a_launch.json").write_text("{}", "utf-8")
-    page = tmp_path / "page.md"
-    page.write_text("<!-- begin: steps -->\n<!-- end: steps -->\n", "utf-8")
-    assert steps.main([str(tmp_path), "--markdown", str(page)]) == 0
-    said = capsys.readouterr().out
-    assert said.strip() in page.read_text("utf-8")
-    rows = [line.split(" | ") for line in said.splitlines() if line.startswith("| alpha")]
-    assert rows[0][4] == "450"  # the median without the first third
-    assert "- gamma_lora: --lora-target-modules: simulated as if all weights were trained" in said
-    found = [one for one in steps.measured([tmp_path]) if isinstance(one, steps.Measured)]
-    assert [one.family for one in found] == ["alpha", "beta"]
-    assert steps.families(found) == ({"alpha"}, {"beta"})
-    with pytest.raises(SystemExit):
-        steps.main([str(kept)])
-
-
-def test_figures_of_the_host_are_found_again() -> None:
-    machine = SERVER.machine()
-    host = steps._host(machine, 2e-4, 60)
-    assert host.post_overhead - host.launch_overhead == pytest.approx(
-        machine.post_overhead - machine.launch_overhead
-    )
-    line = "--seq-length 512 --num-experts 4"
-    found = [
-        steps.Measured(name, name, of, MEGATRON, 0.0, 0.0)
-        for name, of in (("dense", training("--seq-length 512")), ("experts", training(line)))
-    ]
-    found = [replace(one, milliseconds=steps.simulated(one, host)) for one in found]
-    again = steps.fit(found, machine)
-    assert again.launch_overhead == pytest.approx(2e-4, rel=0.02)
-    assert again.expert_launches == pytest.approx(60, rel=0.05)
 
 
 def test_variables_of_the_shell_reach_the_script(tmp_path: Path) -> None:

@@ -39,10 +39,7 @@ def read(path: Path) -> Page:
     tables = []
     for caption, rows in re.findall(r"<summary>(.*?)</summary><table>(.*?)</table>", body, re.S):
         cells = [re.findall(r"<t[hd]>(.*?)</t[hd]>", row) for row in re.findall(r"<tr>.*", rows)]
-        assert caption
-        assert len({len(row) for row in cells}) == 1
         tables.append((_said(caption), [list(map(_said, row)) for row in cells]))
-    figures = re.findall(r'<figure role="img" aria-label="([^"]+)" id="chart-(\d+)">', body)
-    assert len(figures) == body.count("<figure")
-    assert [int(number) for _, number in figures] == list(range(len(figures)))
-    return Page(headings, tables, [unescape(label) for label, _ in figures], _said(body))
+    labels = re.findall(r'<figure role="img" aria-label="([^"]+)" id="chart-\d+">', body)
+    assert len(labels) == body.count("<figure")
+    return Page(headings, tables, [unescape(label) for label in labels], _said(body))

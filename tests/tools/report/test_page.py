@@ -26,35 +26,17 @@ from commfuse_npu.tools.report.drawing import draw
 from commfuse_npu.tools.report.page import Section, environment, write_page
 from tests.tools.report.pages import read
 
+BITS = (
+    Bit("compute", "qkv GEMM", 1.0, 3.0, "work"),
+    Bit("compute", "waiting", 0.0, 1.0, "waiting"),
+    Bit("links", "qkv all-gather", 0.0, 1.0, "transfer"),
+)
+BARS = [Bar("a", 2.0, 1.0, 3.0, "a: 2 ms"), Bar("<b>", 4.0, 4.0, 4.0, "b: 4 ms")]
+LOSSES = [Line("plain", ((1, 5.5), (2, 4.25))), Line("ours", ((1, 5.5),), True)]
 PICTURES = [
-    bars(
-        "Times",
-        "ms",
-        [Bar("a", 2.0, 1.0, 3.0, "a: 2 ms"), Bar("<b>", 4.0, 4.0, 4.0, "b: 4 ms")],
-        ("Megatron's order", 3.0),
-    )._replace(answer="a is shorter"),
-    lines(
-        "Losses",
-        "iteration",
-        [Line("plain", ((1, 5.5), (2, 4.25))), Line("ours", ((1, 5.5),), True)],
-        line=("1", 1.0),
-        whole=True,
-    ),
-    gantt(
-        "Layer",
-        "ms",
-        [
-            Row(
-                "plain: 3 ms",
-                ("compute", "links"),
-                (
-                    Bit("compute", "qkv GEMM", 1.0, 3.0, "work"),
-                    Bit("compute", "waiting", 0.0, 1.0, "waiting"),
-                    Bit("links", "qkv all-gather", 0.0, 1.0, "transfer"),
-                ),
-            )
-        ],
-    ),
+    bars("Times", "ms", BARS, ("Megatron's order", 3.0))._replace(answer="a is shorter"),
+    lines("Losses", "iteration", LOSSES, line=("1", 1.0), whole=True),
+    gantt("Layer", "ms", [Row("plain: 3 ms", ("compute", "links"), BITS)]),
     heat("Gain", "tokens", [("4k", "TP 2", 0.0), ("8k", "TP 2", 12.34)]),
     stacks("Memory", "GiB", [("a; 3 GiB", {"weights": 1.0, "rest": 2.0})], ("usable", 9.0)),
 ]
@@ -69,58 +51,38 @@ def test_a_page_has_everything_inside(tmp_path: Path) -> None:
     words = ["commfuse-npu", "simulate", "--model", "a b"]
     write_page(path, "A <title>", ["Ours: **a**"], sections, environment(words))
     page = read(path)
-    assert page.headings[0] == (1, "A <title>")
-    assert [said for _, said in page.headings[2:-1]] == [
-        "First",
-        "Losses",
-        "Layer",
-        "Gain",
-        "Memory",
-    ]
+    named = ["A <title>", "Verdict", "First", "Losses", "Layer", "Gain", "Memory"]
+    assert [said for _, said in page.headings[:-1]] == named
     assert len(page.labels) == 5
     assert "a: 2 ms; b: 4 ms" in page.labels[0]
     assert "a is shorter" in page.text
     # Options are there to be copied, other code is not.
-    source = path.read_text(encoding="utf-8")
-    assert re.findall(r'<code role="button"[^>]*>(.*?)</code>', source) == [
-        "commfuse-npu simulate --model 'a b'"
-    ]
+    copied = re.findall(r'<code role="button"[^>]*>(.*?)</code>', path.read_text("utf-8"))
+    assert copied == ["commfuse-npu simulate --model 'a b'"]
     assert page.tables[0] == ("cells", [["what", "how much"], ["a & b", "</script>"]])
 
 
-def test_few_figures_of_an_axis_are_named_as_they_are(tmp_path: Path) -> None:
-    pytest.importorskip("vl_convert")
-    quarter = lines("Time", "ratio", [Line("ours", ((0.25, 1.0), (0.5, 2.0), (1.0, 3.0)))])
-    # Where there is little room Vega would round them.
-    draw([quarter], "", tmp_path / "few.svg", width=320)
-    drawn = (tmp_path / "few.svg").read_text(encoding="utf-8")
-    assert all(f">{said}</text>" in drawn for said in ("0.25", "0.5", "1"))
-
-
-def test_the_same_pictures_as_files(tmp_path: Path) -> None:
+def test_pictures_as_files(tmp_path: Path) -> None:
     pytest.importorskip("vl_convert")
     draw(PICTURES, "All of them", tmp_path / "all.png")
     assert (tmp_path / "all.png").read_bytes().startswith(b"\x89PNG")
-    draw(PICTURES, "All of them", tmp_path / "all.svg")
-    drawn = (tmp_path / "all.svg").read_text(encoding="utf-8")
-    for said in (
-        "All of them",
-        "a: 2 ms",
-        "Megatron's order",
-        "plain: 3 ms",
-        "1.0",
-        "12.3",
-        "rest",
-    ):
-        assert f">{said}</text>" in drawn, said
 
+    def drawn(pictures: list, title: str, width: int | None = None) -> str:
+        path = tmp_path / "all.svg"
+        draw(pictures, title, path, **({"width": width} if width else {}))
+        return path.read_text(encoding="utf-8")
 
-def test_no_two_of_twenty_lines_look_the_same(tmp_path: Path) -> None:
-    pytest.importorskip("vl_convert")
-    shown = [Line(f"line {i}", ((1, i), (2, i + 1)), i % 3 == 0) for i in range(20)]
-    draw([lines("Times", "ratio", shown)], "All", tmp_path / "all.svg")
-    drawn = (tmp_path / "all.svg").read_text(encoding="utf-8")
-    marks = re.findall(r'd="([^"]+)" fill="(#\w+)"', drawn)
+    text = drawn(PICTURES, "All of them")
+    for said in ("All of them", "a: 2 ms", "Megatron's order", "plain: 3 ms", "12.3", "rest"):
+        assert f">{said}</text>" in text, said
+    # Where there is little room Vega would round the few figures of an axis.
+    quarter = lines("Time", "ratio", [Line("ours", ((0.25, 1.0), (0.5, 2.0), (1.0, 3.0)))])
+    few = drawn([quarter], "", 320)
+    assert all(f">{said}</text>" in few for said in ("0.25", "0.5", "1"))
+    # No two of twenty lines look the same.
+    twenty = [Line(f"line {i}", ((1, i), (2, i + 1)), i % 3 == 0) for i in range(20)]
+    text = drawn([lines("Times", "ratio", twenty)], "All")
+    marks = re.findall(r'd="([^"]+)" fill="(#\w+)"', text)
     assert len({mark for mark in marks if marks.count(mark) >= 2}) == 20
 
 

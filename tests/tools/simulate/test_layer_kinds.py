@@ -30,12 +30,10 @@ def seconds(variant: Variant, build: Callable[[Rank], None], ranks: int = TP) ->
     return Group(ideal(), ranks).play(variant, build, steady=True).seconds
 
 
-def ways(shape: LayerShape, variant: Variant) -> list[float]:
+def ways(shape: LayerShape, variant: Variant, ranks: int = TP) -> list[float]:
     """Seconds of a layer, forward and backward."""
-    return [
-        seconds(variant, lambda rank, of=of: of(rank, shape))
-        for of in (llama.forward, llama.backward)
-    ]
+    both = llama.forward, llama.backward
+    return [seconds(variant, lambda rank, of=of: of(rank, shape), ranks) for of in both]
 
 
 @pytest.mark.parametrize("tensor", [1, 2, 4])
@@ -82,25 +80,17 @@ def test_experts_by_themselves_are_launched_one_by_one() -> None:
     assert launches(alone) - launches(EXPERTS) == 3 * (alone.local - 1)
 
 
-def test_a_layer_of_experts_has_shared_experts_as_its_feed_forward_part() -> None:
+def test_a_layer_of_experts() -> None:
+    """With shared experts as its feed-forward part; its transfers hide where sides take turns."""
     without, shared = (replace(DENSE, experts=replace(EXPERTS, shared=n)) for n in (0, 32))
     for dense, experts, both in zip(
         ways(DENSE, REFERENCE), ways(without, REFERENCE), ways(shared, REFERENCE), strict=True
     ):
         assert max(dense, experts) < both < dense + experts
-
-
-def test_transfers_to_experts_hide_where_sides_take_turns() -> None:
-    shape = replace(DENSE, ranks=1, experts=EXPERTS)
-
-    def alone(variant: Variant) -> float:
-        return sum(
-            seconds(variant, lambda rank, of=of: of(rank, shape), ranks=1)
-            for of in (llama.forward, llama.backward)
-        )
-
+    shape = replace(without, ranks=1)
     pair = seconds(TURNS, lambda rank: turns.pair(rank, shape, 1, None), ranks=1)
-    assert alone(COMPUTE_ONLY) <= pair < alone(MEGATRON)
+    work, plain = (sum(ways(shape, variant, ranks=1)) for variant in (COMPUTE_ONLY, MEGATRON))
+    assert work <= pair < plain
 
 
 @pytest.mark.parametrize("queries", [0, 12])
@@ -124,6 +114,9 @@ def test_latent_attention_makes_narrow_rows_once_and_wide_ones_by_heads(queries:
     # Scores over own and rotary features, values over theirs: causal, both products.
     attended = replace(DENSE, latent=latent).attention(ideal())(slice(0, TOKENS))
     assert attended == TOKENS**2 * 8 * (4 + 2 + 6) / TP
+    # A mask that is not causal doubles them.
+    full = replace(DENSE, latent=latent, causal=False).attention(ideal())(slice(0, TOKENS))
+    assert full == 2 * attended
 
 
 def test_without_sequence_parallelism_sums_are_all_reduced_and_nothing_is_gathered() -> None:
@@ -136,11 +129,3 @@ def test_without_sequence_parallelism_sums_are_all_reduced_and_nothing_is_gather
     assert backward == pytest.approx(work[1] + 2 * sums)  # of qkv and fc1
     # Megatron has the sum of dgrad on its way during wgrad.
     assert ways(whole, MEGATRON)[1] < backward
-
-
-def test_a_mask_that_is_not_causal_doubles_the_scores() -> None:
-    both, causal = (
-        replace(DENSE, causal=causal).attention(ideal())(slice(0, TOKENS))
-        for causal in (False, True)
-    )
-    assert both == 2 * causal

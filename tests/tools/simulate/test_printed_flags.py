@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 
@@ -24,8 +24,7 @@ from commfuse_npu.tools.simulate.variants import Variant
 from mindspeed_patches.arguments import commfuse_options, complete_options
 from mindspeed_patches.refusals import check_compatible
 
-PATH = find_config("llama3_8b")
-MODEL = ModelConfig.load(PATH)
+MODEL = ModelConfig.load(find_config("llama3_8b"))
 HARDWARE = Hardware.load(find_config("ascend_910b_server", "hardware"))
 ALONE = Layout(8, 1, 1, 1)
 
@@ -42,31 +41,23 @@ FORMS = {
 }
 
 
-def given_of(words: Sequence[str]) -> argparse.Namespace:
-    """As Megatron's parser leaves them, with the options that nobody gave."""
-    given: dict[str, object] = dict(DEFAULTS)
-    name = ""
-    for word in words:
-        if word.startswith("--"):
-            name = word.removeprefix("--").replace("-", "_")
-            given[name] = True
-        else:
-            given[name] = word
-    return argparse.Namespace(**given)
-
-
 def check(words: list[str]) -> argparse.Namespace:
     """The doctor and the launch find nothing wrong with a model's options and these."""
     line = [*MODEL.arguments(), *words]
     launch = ask_about(None, line, {})
     assert not [str(one) for one in check_launch(launch) if one.level == "error"]
-    given = given_of(line)
-    vars(given).update({k: int(v) for k, v in vars(given).items() if str(v).isdecimal()})
+    # As Megatron's parser leaves them, with the options that nobody gave.
+    given: dict[str, object] = dict(DEFAULTS)
+    for word, value in pairwise([*line, "--"]):
+        if word.startswith("--"):
+            said = True if value.startswith("--") else value
+            given[word[2:].replace("-", "_")] = int(value) if value.isdecimal() else said
+    found = argparse.Namespace(**given)
     if launch.fuse.use_commfuse:
-        complete_options(given)
+        complete_options(found)
     else:
-        check_compatible(given, FB_OVERLAP_REFUSALS)
-    return given
+        check_compatible(found, FB_OVERLAP_REFUSALS)
+    return found
 
 
 @pytest.mark.parametrize("name", FORMS)
@@ -74,13 +65,10 @@ def test_what_is_printed_is_taken(name: str) -> None:
     form = FORMS[name]
     given = check(options(MODEL, candidate(form, ALONE)))
     assert given.use_commfuse == (form.kind == "fused")
-    if form.schedule is None:
-        return
-    read = commfuse_options(given)
-    assert read.attention == form.attention
-    assert read.linear.wgrad == form.wgrad
-    if not form.tuned:
-        for part in ("lanes", "chunks", "taper"):
+    if form.schedule is not None:
+        read = commfuse_options(given)
+        assert (read.attention, read.linear.wgrad) == (form.attention, form.wgrad)
+        for part in () if form.tuned else ("lanes", "chunks", "taper"):
             assert getattr(read.linear.schedule, part) == getattr(form.schedule, part)
 
 

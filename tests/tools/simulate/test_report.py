@@ -7,7 +7,7 @@ import pytest
 from commfuse_npu.tools.simulate.page import sweep_picture
 from commfuse_npu.tools.simulate.report import Standing, cells
 from commfuse_npu.tools.simulate.sweep import Outcome, Point, Range
-from commfuse_npu.tools.simulate.variants import Variant, variants
+from commfuse_npu.tools.simulate.variants import variants
 
 KNOWN = {variant.name: variant for variant in variants(8, 8, 7)}
 STEPS = {
@@ -31,90 +31,54 @@ def point(steps: dict[str, float], sequence: int = 4096, npus: int = 8) -> Point
     return Point(sequence, npus, 1, Range(1.0, 1.0, 1.0), found)
 
 
-def verdict(*points: Point) -> list[str]:
-    return Standing(points).verdict(lambda variant: f"--of {variant.name}")
-
-
-def names(variants: list[Variant]) -> list[str]:
-    return [one.name for one in variants]
-
-
-def test_every_variant_has_a_role() -> None:
-    roles = {name: variant.role for name, variant in KNOWN.items()}
-    assert roles["plain-mesh"] == "plain"
-    assert roles["megatron"] == "today"
-    assert roles["coc-8"] == roles["coc-fused"] == roles["mc2"] == "rival"
-    # Nobody can launch these.
-    assert roles["coc-tuned"] == roles["kernel-ideal"] == roles["catccos"] == "bound"
-    assert {roles[name] for name in KNOWN if name.startswith("commfuse")} == {"ours"}
-
-
 def test_rows_are_of_the_fastest_of_each_role_and_the_bound_is_last() -> None:
+    # Nobody can launch CoC tuned for each operation.
+    for name, role in {"coc-8": "rival", "coc-tuned": "bound", "catccos": "bound"}.items():
+        assert KNOWN[name].role == role
     # A sum over the points, each in shares of plain: one slow point does not decide.
     points = [point(STEPS), point({**STEPS, "coc-4": 17.9, "coc-tuned": 13.0}, 8192)]
     standing = Standing(points)
     assert standing.best("today", "rival").name == "coc-4"
     compared = ["plain-mesh", "megatron", "commfuse-c4-l7", "commfuse-c4-l7-wgrad"]
     assert list(standing.compared) == compared
-    assert names(standing.shown(False)) == [*compared[:2], "coc-4", *compared[2:], "coc-tuned"]
-    assert set(names(standing.shown(True))) == set(STEPS)
+    shown = [one.name for one in standing.shown(False)]
+    assert shown == [*compared[:2], "coc-4", *compared[2:], "coc-tuned"]
+    assert {one.name for one in standing.shown(True)} == set(STEPS)
     found = [row[0] for row in cells(points[0], standing.shown(False))]
     assert found[-2:] == ["**commfuse-c4-l7-wgrad**", "coc-tuned (ideal bound)"]
 
 
-BOUND = "Ideal bound operator by operator, which nobody can launch: kernel-ideal, 14.00 s."
+BOUND = "Ideal bound operator by operator, which nobody can launch: kernel-ideal, 14.00 s"
 
 
 @pytest.mark.parametrize(
     ("points", "first", "second"),
     [
-        (
-            [point(STEPS)],
-            "Best of ours: **commfuse-c4-l7-wgrad**, a step in 14.40 s, a layer in 14.4 ms: "
-            "`--of commfuse-c4-l7-wgrad`; weight gradients are summed block by block "
-            "(other rounding). With Megatron's bits: **commfuse-c4-l7**, a step in 16.20 s, a "
-            "layer in 16.2 ms: `--of commfuse-c4-l7`",
-            "20.0 % shorter (10.0 % shorter with Megatron's bits) than Megatron's order, 18.00 s; "
-            "15.3 % shorter (4.7 % shorter with Megatron's bits) than coc-4, the best rival that "
-            f"exists, 17.00 s. {BOUND}",
-        ),
-        (
-            [point({**ALIKE, "commfuse-c4-l7": 18.9}), point(ALIKE, 8192)],
-            "Best of ours: **commfuse-c4-l7**, a step in 16.20 s to 18.90 s: `--of commfuse-c4-l7`",
-            "From 5.0 % longer to 10.0 % shorter than Megatron's order, 18.00 s to 18.00 s; "
-            "from 11.2 % longer to 4.7 % shorter than coc-4, the best rival that exists, "
-            "17.00 s to 17.00 s. Ideal bound operator by operator, which nobody can launch: "
-            "kernel-ideal, 14.00 s to 14.00 s.",
-        ),
-        (
-            [point({name: STEPS[name] for name in ("plain-mesh", "megatron", "commfuse-c4-l7")})],
-            "Best of ours: **commfuse-c4-l7**, a step in 16.20 s, a layer in 16.2 ms: "
-            "`--of commfuse-c4-l7`",
-            "10.0 % shorter than Megatron's order, which is the best rival that exists, 18.00 s.",
-        ),
-        (
-            [point({"plain-mesh": 20.0, "kernel-ideal": 14.0})],
-            "Nothing of ours was simulated: --variants 'commfuse-*' would. Shortest step: "
-            "kernel-ideal, 14.00 s.",
-            f"Nothing to compare. {BOUND}",
-        ),
+        ([point(STEPS)],
+         "Best of ours: **commfuse-c4-l7-wgrad**, a step in 14.40 s, a layer in 14.4 ms: "
+         "`--of commfuse-c4-l7-wgrad`; weight gradients are summed block by block "
+         "(other rounding). With Megatron's bits: **commfuse-c4-l7**, a step in 16.20 s, a "
+         "layer in 16.2 ms: `--of commfuse-c4-l7`",
+         "20.0 % shorter (10.0 % shorter with Megatron's bits) than Megatron's order, 18.00 s; "
+         "15.3 % shorter (4.7 % shorter with Megatron's bits) than coc-4, the best rival that "
+         f"exists, 17.00 s. {BOUND}."),
+        ([point({**ALIKE, "commfuse-c4-l7": 18.9}), point(ALIKE, 8192)],
+         "Best of ours: **commfuse-c4-l7**, a step in 16.20 s to 18.90 s: `--of commfuse-c4-l7`",
+         "From 5.0 % longer to 10.0 % shorter than Megatron's order, 18.00 s to 18.00 s; "
+         "from 11.2 % longer to 4.7 % shorter than coc-4, the best rival that exists, "
+         f"17.00 s to 17.00 s. {BOUND} to 14.00 s."),
+        ([point({"plain-mesh": 20.0, "kernel-ideal": 14.0})],
+         "Nothing of ours was simulated: --variants 'commfuse-*' would. Shortest step: "
+         "kernel-ideal, 14.00 s.",
+         f"Nothing to compare. {BOUND}."),
     ],
-)
+)  # fmt: skip
 def test_two_lines_say_which_is_best_and_how_it_compares(points, first: str, second: str) -> None:
-    assert verdict(*points) == [first, second]
+    assert Standing(points).verdict(lambda one: f"--of {one.name}") == [first, second]
 
 
 def test_what_varies_is_on_the_axis() -> None:
-    def axis(*points: Point) -> tuple[str, list[str]]:
-        drawn = sweep_picture(points, Standing(points).shown(False)).chart
-        x = drawn["layer"][0]["encoding"]["x"]
-        return x["title"], x["sort"]
-
-    lengths = axis(point(STEPS), point(STEPS, 8192))
-    assert lengths == ("tokens of a sequence", ["4k", "8k"])
-    assert axis(point(STEPS), point(STEPS, npus=16)) == ("NPUs", ["8", "16"])
-    both = axis(point(STEPS), point(STEPS, 1000, 16))
-    assert both == ("NPUs, tokens of a sequence", ["8, 4k", "16, 1000"])
-    # Of one point there are bars, a row for each variant.
-    bars = sweep_picture([point(STEPS)], Standing([point(STEPS)]).shown(False)).chart
-    assert [row["name"] for row in bars["data"]["values"]][:2] == ["plain-mesh", "megatron"]
+    points = [point(STEPS), point(STEPS, 1000, 16)]
+    drawn = sweep_picture(points, Standing(points).shown(False)).chart
+    x = drawn["layer"][0]["encoding"]["x"]
+    assert (x["title"], x["sort"]) == ("NPUs, tokens of a sequence", ["8, 4k", "16, 1000"])

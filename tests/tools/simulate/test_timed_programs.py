@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
 from commfuse_npu.hardware.machine import ITEM_BYTES
 from commfuse_npu.plan import Schedule
-from commfuse_npu.plan.instructions import Add, Compute, Copy, Hold, Mark, Record, Span, Wait
+from commfuse_npu.plan.instructions import Add, Compute, Copy, Hold, Post, Record, Span, Wait
 from commfuse_npu.plan.program import Program
 from commfuse_npu.plan.rules import (
-    RULES,
     column_backward,
     exchange,
     gather_gemm,
@@ -42,6 +40,7 @@ SCHEDULES = [
     Schedule("two_level", 3, 2, node_size=3),
 ]
 
+WORKS = {Copy: "copy", Add: "sum", Hold: "hold"}
 Build = Callable[[Rank], None]
 Made = Callable[[Place], list[Program]]
 
@@ -102,91 +101,65 @@ CASES: dict[str, tuple[Build, Made]] = {
 }
 
 
-def test_all_rules_of_a_layer_are_here() -> None:
-    place = Place(SCHEDULES[0], 0, SIZE, True)
-    used = {program.rule[0] for _, made in CASES.values() for program in made(place)}
-    # Of buckets, sharded weights and the all-reduce no layer of tensor parallelism has any.
-    others = {name for name in RULES if name.startswith(("bucket_", "sharded_"))}
-    assert used == set(RULES) - others - {"gemm_all_reduce"}
-
-
-def played(schedule: Schedule, number: int, batched: bool, build: Build) -> Rank:
-    machine = replace(ideal(), batched=batched)
-    rank = Rank(machine, number, SIZE, SIZE, Variant("fused", "fused", schedule))
-    build(rank)
-    return rank
-
-
 @pytest.mark.parametrize("batched", [True, False], ids=["in batches", "one by one"])
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
 @pytest.mark.parametrize("case", CASES)
 def test_what_is_timed_is_the_program(case: str, schedule: Schedule, batched: bool) -> None:
     build, made = CASES[case]
     for number in range(SIZE):
-        rank = played(schedule, number, batched, build)
+        machine = replace(ideal(), batched=batched)
+        rank = Rank(machine, number, SIZE, SIZE, Variant("fused", "fused", schedule))
+        build(rank)
         programs = made(Place(schedule, number, SIZE, batched))
         # Compiled once per arguments: the very program that runs.
         assert [ran.program for ran in rank.ran.values()] == programs
-        compare(rank.finish(), programs, list(rank.ran))
+        operations = iter(enumerate(rank.finish()))
+        for name, program in zip(rank.ran, programs, strict=True):
+            compare(operations, name, program)
+        # What follows is the end, or work of Ulysses that no transfer feeds.
+        assert {one.name for _, one in operations} <= {"end", "qkv wgrad"}
 
 
-def compare(launches: list[Operation], programs: list[Program], names: list[str]) -> None:
+def compare(operations: Iterator[tuple[int, Operation]], name: str, program: Program) -> None:
     """An operation per instruction; transfers start after the work that is written before them."""
-    operations = iter(enumerate(launches))
-    for program, name in zip(programs, names, strict=True):
-        posted: dict[tuple[str, int], int] = {}
-        needed: dict[bool, set[int | None]] = {False: set(), True: set()}
-        last: dict[bool, int | None] = {False: None, True: None}
-        events: dict[int, int | None] = {}
-
-        def work(
-            aside: bool, said: str, name: str = name, needed: Any = needed, last: Any = last
-        ) -> Operation:
-            at, one = next(operations)
-            assert (one.engine, one.name) == (ASIDE if aside else COMPUTE, f"{name} {said}")
-            assert needed[aside] <= {None, *one.after}
-            last[aside], needed[aside] = at, set()
-            return one
-
-        for one in program.code:
-            if isinstance(one, Wait):
-                needed[one.aside] |= {posted["receive", step] for step in one.receives}
-                needed[one.aside] |= {posted["send", step] for step in one.sends}
-            elif isinstance(one, Record):
-                events[one.event] = last[one.aside]
-            elif isinstance(one, Hold):
-                needed[one.aside].add(events[one.event])
-                work(one.aside, "hold")
-            elif isinstance(one, Copy):
-                work(one.aside, "copy")
-            elif isinstance(one, Add):  # each addition takes a pass of its own
-                for _ in range(max(1, sum(parts for _, parts in one.terms) - 1)):
-                    work(one.aside, "sum")
-            elif isinstance(one, Compute):
-                operation = work(False, one.work)
-                if one.work == "gemm":  # on a machine of 1 FLOP/s without overheads
-                    (out,), (a, b) = one.outs, one.ins
-                    columns = b.columns[1] - b.columns[0] if b.columns else width(program, out)
-                    assert operation.seconds == 2.0 * a.rows * b.rows * columns
-            elif not isinstance(one, Mark):
-                at, operation = next(operations)
-                assert {last[False]} <= {None, *operation.after}
-                messages = {"send": operation.sends, "receive": operation.receives}
-                assert sum(map(len, messages.values())) == len(list(one.ends))
-                for way, end in one.ends:
-                    (message,), transfer, span = messages[way], end.transfer, end.span
-                    size = span.rows * width(program, span) * ITEM_BYTES
-                    assert message[1:4] == (transfer.source, transfer.target, size)
-                    assert message.key[-2:] == (transfer.step, transfer.source)
-                    posted[way, transfer.step] = at
-                    if program.batched or way == "send":
-                        assert operation.engine == f"lane {transfer.lane}"
-    # What follows a program: the end, or work of Ulysses that no transfer feeds.
-    assert all(operation.name in ("end", "qkv wgrad") for _, operation in operations)
+    posted: dict[tuple[str, int], int] = {}
+    events: dict[int, int | None] = {}
+    needed: dict[bool, set[int | None]] = {False: set(), True: set()}
+    last: dict[bool, int | None] = {False: None, True: None}
+    for one in program.code:
+        if isinstance(one, Wait):
+            needed[one.aside] |= {posted["receive", step] for step in one.receives}
+            needed[one.aside] |= {posted["send", step] for step in one.sends}
+        elif isinstance(one, Record):
+            events[one.event] = last[one.aside]
+        elif isinstance(one, Post):
+            at, operation = next(operations)
+            assert {last[False]} <= {None, *operation.after}
+            messages = {"send": operation.sends, "receive": operation.receives}
+            for way, (transfer, span) in one.ends:
+                (message,) = messages[way]
+                size = span.rows * width(program, span) * ITEM_BYTES
+                assert message[1:4] == (transfer.source, transfer.target, size)
+                posted[way, transfer.step] = at
+                if program.batched or way == "send":
+                    assert operation.engine == f"lane {transfer.lane}"
+        elif isinstance(one, Compute | Copy | Add | Hold):
+            aside = not isinstance(one, Compute) and one.aside
+            said = one.work if isinstance(one, Compute) else WORKS[type(one)]
+            if isinstance(one, Hold):
+                needed[aside].add(events[one.event])
+            # Each addition takes a pass of its own.
+            parts = sum(parts for _, parts in one.terms) if isinstance(one, Add) else 0
+            for _ in range(max(1, parts - 1)):
+                last[aside], operation = next(operations)
+                assert operation.name == f"{name} {said}"
+                assert operation.engine == (ASIDE if aside else COMPUTE)
+                assert needed[aside] <= {None, *operation.after}
+                needed[aside] = set()
 
 
 def width(program: Program, span: Span) -> int:
-    """Columns of a span that travels or is made."""
+    """Columns of a span that travels."""
     scratch = {one.name: one.columns for one in program.scratch}
     given = program.arguments
     made = given.get("outputs") if span.buffer == "out" else given.get("inputs")
@@ -201,8 +174,10 @@ def test_a_layer_gathers_its_inputs_ahead(wgrad: Wgrad) -> None:
     llama.backward(rank, SHAPE)
     names = [one.name for one in rank.finish()]
     for row, column in (("fc2", "fc1"), ("proj", "qkv")):
-        ahead = [at for at, name in enumerate(names) if name.startswith(f"{column} backward block")]
-        posts = [at for at, name in enumerate(names) if name.startswith(f"{row} backward block")]
+        posts, ahead = (
+            [at for at, name in enumerate(names) if name.startswith(f"{layer} backward block")]
+            for layer in (row, column)
+        )
         last = max(at for at, name in enumerate(names) if name == f"{row} backward wgrad")
         assert len(ahead) == SIZE - 1
         assert max(posts) < min(ahead) <= max(ahead) < last

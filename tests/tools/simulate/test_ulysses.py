@@ -16,7 +16,7 @@ from commfuse_npu.tools.simulate.group import Group, Played
 from commfuse_npu.tools.simulate.llama import LayerShape
 from commfuse_npu.tools.simulate.variants import COMPUTE_ONLY, REFERENCE, Variant
 from tests.tools.simulate.machines import ideal
-from tests.tools.simulate.timeline_checks import problems, sent, work
+from tests.tools.simulate.timeline_checks import check_timeline, sent, work
 
 H, QKV = 64, 96
 FREE_ATTENTION = replace(ideal(), attention_efficiency=math.inf)
@@ -62,36 +62,20 @@ def test_two_ranks_without_attention_take_the_closed_form(speed: float) -> None:
 
 @pytest.mark.parametrize("part", ["forward", "backward"])
 @pytest.mark.parametrize("tp", [1, 2])
-@pytest.mark.parametrize("chunks", [1, 3])
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_the_same_bytes_move_and_nothing_is_busy_twice(
-    part: str, tp: int, chunks: int, ranks: int
-) -> None:
+def test_bytes_and_work_do_not_depend_on_how_it_is_cut(part: str, tp: int, ranks: int) -> None:
     machine, what = replace(ideal(), cube_flops=50.0), shape(ranks, tp)
-    fused, plain = (
-        play(machine, what, ranks, schedule, part)
-        for schedule in (Schedule("shifted", ranks - 1, chunks), None)
-    )
-    for one in (fused, plain):
-        assert problems(one.timeline, one.launches, one.links) == []
-        for rank in one.launches:
-            wanted = (ranks - 1) / ranks * 120 * (QKV + H) / tp * ITEM_BYTES
-            assert sent(rank) == pytest.approx(wanted)
-
-
-@pytest.mark.parametrize("part", ["forward", "backward"])
-def test_work_does_not_depend_on_how_it_is_cut(part: str) -> None:
-    machine, what = ideal(), shape(4)
-    works = {
-        chunks: work(play(machine, what, 4, Schedule("shifted", 3, chunks), part))
-        for chunks in (1, 2, 4)
-    }
-    assert works[2] == pytest.approx(works[1])
-    assert works[4] == pytest.approx(works[1])
-    context = ContextParallel(what, 4, 0, 64, True, True)
-    alone = Group(machine, 4).play(COMPUTE_ONLY, getattr(context, part))
+    cut = [Schedule("shifted", ranks - 1, chunks) for chunks in (1, 3)]
+    fused = [play(machine, what, ranks, schedule, part) for schedule in cut]
+    for one in (*fused, play(machine, what, ranks, part=part)):
+        check_timeline(one)
+        wanted = (ranks - 1) / ranks * 120 * (QKV + H) / tp * ITEM_BYTES
+        assert [sent(rank) for rank in one.launches] == [pytest.approx(wanted)] * ranks
+    assert work(fused[0]) == pytest.approx(work(fused[1]))
+    context = ContextParallel(what, ranks, 0, 64, True, True)
+    alone = Group(machine, ranks).play(COMPUTE_ONLY, getattr(context, part))
     # Projections are in it only if they are fused.
-    assert alone.seconds < works[1]
+    assert (alone.seconds < work(fused[0])) is (tp == 1)
     assert alone.waiting == pytest.approx(0)
 
 
