@@ -9,7 +9,6 @@ from itertools import product
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
 from commfuse_npu.ops import (
@@ -60,17 +59,6 @@ def recomputed(model: Model, reentrant: bool) -> Model:
         return checkpoint(forward, *given, use_reentrant=reentrant)
 
     return call
-
-
-def each_recomputed(given: list[torch.Tensor], column: Layer, row: Layer) -> torch.Tensor:
-    """A checkpoint per layer: an input that is asked for early is recomputed early."""
-
-    def alone(layer: Layer) -> Layer:
-        return lambda *tensors: checkpoint(
-            lambda x, weight: layer(x * 1, weight), *tensors, use_reentrant=False
-        )
-
-    return two_pairs(given, alone(column), alone(row))
 
 
 def layers(carrier: Transport | CollectiveTransport, options: LinearOptions) -> list[Layer]:
@@ -125,7 +113,6 @@ MODELS: tuple[Model, ...] = (
     two_columns,
     recomputed(two_pairs, False),
     recomputed(two_pairs, True),
-    each_recomputed,
 )
 
 
@@ -141,22 +128,19 @@ def test_bits_of_the_plain_form(rank: int, batched: bool) -> None:
         compared(link, model)
 
 
-def events_of_a_backward(options: LinearOptions) -> list[str]:
-    y = two_pairs(leaves(dist.get_rank()), *layers(transport(), options))
-    with pytest.MonkeyPatch.context() as patch:
-        seen = watched(patch)
-        y.sum().backward()
-    return seen
-
-
 @on_ranks(3)
 def test_it_is_sent_before_the_weight_gradient_of_the_layer_after(rank: int) -> None:
     wgrads = ["wgrad of 64 inputs", "wgrad of 32 inputs"]
-    pair = [f"begin {ROW}", f"begin {COLUMN}", f"ahead {COLUMN}", *wgrads]
-    assert events_of_a_backward(USUAL) == pair * 2
-    # A column-parallel backward by collectives has nothing to send ahead.
-    options = replace(USUAL, collectives_from=64)
-    assert events_of_a_backward(options) == [f"begin {ROW}", *wgrads] * 2
+    for options, pair in (
+        (USUAL, [f"begin {ROW}", f"begin {COLUMN}", f"ahead {COLUMN}", *wgrads]),
+        # A column-parallel backward by collectives has nothing to send ahead.
+        (replace(USUAL, collectives_from=64), [f"begin {ROW}", *wgrads]),
+    ):
+        y = two_pairs(leaves(rank), *layers(transport(), options))
+        with pytest.MonkeyPatch.context() as patch:
+            seen = watched(patch)
+            y.sum().backward()
+        assert seen == pair * 2
 
 
 @on_ranks(3)

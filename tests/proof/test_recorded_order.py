@@ -147,19 +147,44 @@ def test_what_is_no_log_is_refused(tmp_path, judged, lines: list[Any], words: st
 # ----------------------------------------------------------------------------- two ranks
 
 
-def two_ranks(folder: Path, *of_ranks: list[Any], whole: bool = True) -> None:
-    """Each with a program of either of two transports."""
+def two_ranks(folder: Path, *of_ranks: list[Any], whole: bool = True, changes: Any = None) -> None:
+    """Each with a program of either of two transports; those of rank 1 have ``changes``."""
     for rank, events in enumerate(of_ranks):
         groups = [{**GROUP, "transport": number} for number in range(2)]
-        programs = [{**PROGRAM, "program": number, "transport": number} for number in range(2)]
+        programs = [
+            {**PROGRAM, "program": number, "transport": number, **((rank and changes) or {})}
+            for number in range(2)
+        ]
         header = {**HEADER, "rank": rank, "size": 2}
         write(folder, header, *groups, *programs, *events, *[["end"]] * whole, rank=rank)
 
 
-def test_a_rank_without_an_operation_of_another(tmp_path, judged) -> None:
-    two_ranks(tmp_path, [["begin", 0, 0]], [])
-    words = "rank 1 lacks operation 0 (op) of the group of ranks 0, 1, which rank 0 has"
-    assert words in judged(1)
+BEGIN, POST, WAIT, FINISH = ONCE
+
+
+@pytest.mark.parametrize(
+    ("events", "changes", "words"),
+    [
+        ([], {}, r"rank 1 lacks operation 0 \(op\) of the group of ranks 0, 1, which rank 0 has"),
+        ([BEGIN, WAIT, POST, FINISH], {}, "comes to 'wait .*' where its program has 'post"),
+        ([BEGIN, ["at", 0, 9], FINISH], {}, "comes to its end where its program has 'post "),
+        ([BEGIN, POST, WAIT, WAIT, FINISH], {}, "comes to 'wait .* where its program has "),
+        ([BEGIN, ["rows", 0, 1], *ONCE[1:]], {}, "waits for what step 1 receives, which is not"),
+        (ONCE, {"arguments": [5, False]}, r"arguments \[4, .*\] on rank 0, \[5, .*\] on rank 1"),
+        (ONCE, {"arguments": [5, False]}, "wrong data: rank . sends .* rows. .* expects .* rows."),
+        (ONCE, {"schedule": {"lanes": 1}}, "schedule .*'lanes': 2.* on rank 0, .* on rank 1"),
+        (ONCE, {"dtype": "torch.float64"}, "dtype .*32 on rank 0, .*64 on rank 1"),
+        (ONCE, {"sum_dtype": "torch.float64"}, "sum_dtype .* on rank 0, .*64 on rank 1"),
+        (ONCE, {"options": "?"}, r"options .* on rank 0, \? on rank 1"),
+    ],
+)
+def test_what_rank_1_does_not_do_is_named(tmp_path, judged, events, changes, words: str) -> None:
+    two_ranks(tmp_path, ONCE, ONCE)
+    assert judged(0).startswith("proved: 2 ranks")
+    two_ranks(tmp_path, ONCE, events, changes=changes)
+    out = judged(1)
+    assert out.startswith("refuted")
+    assert re.search(words, out), out
 
 
 @pytest.mark.parametrize("threads", [False, True])

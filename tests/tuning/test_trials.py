@@ -45,18 +45,6 @@ def test_the_slower_half_is_not_run_again_and_every_round_has_its_order() -> Non
     assert runs.orders[1] != list(range(8)), "shuffled"
 
 
-def test_one_slow_round_does_not_decide() -> None:
-    rounds: list[int] = []
-
-    def run(order: Sequence[int]) -> list[float]:
-        rounds.append(len(order))
-        disturbed = len(rounds) == 5
-        return [9.0 if disturbed and one == 0 else 1.0 + 0.1 * one for one in order]
-
-    assert fastest(2, run)[0] == 0
-    assert len(rounds) > 5
-
-
 def test_what_is_usual_is_not_overruled_by_less_than_the_spread() -> None:
     noise = iter([0.0, 0.3, -0.3, 0.2, -0.2, 0.1] * 20)
 
