@@ -83,9 +83,10 @@ def random_cases(
     def compared(size: int, cases: int, seed: int, **options: Any) -> None:
         cases = request.config.getoption("--random-cases") or cases
         other = request.config.getoption("--random-seed")
-        found = campaign(ranks(size), cases, seed if other is None else other, **options)
-        assert not found.failure, found.failure
-        assert found.cases == cases
+        drawn = seed if other is None else other
+        compared, failure = campaign(ranks(size), cases, drawn, **options)
+        assert not failure, failure
+        assert compared == cases
 
     return compared
 

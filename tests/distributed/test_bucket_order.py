@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import chain
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -15,7 +14,6 @@ import torch.distributed as dist
 from commfuse_npu import Schedule, Transport
 from commfuse_npu.ops import BucketOptions, Buckets
 from commfuse_npu.plan.instructions import Post
-from commfuse_npu.runtime import agreement
 from commfuse_npu.runtime.executor import Running
 from tests.distributed.programs import new_link, transport, watch_calls, watch_posts
 from tests.distributed.ranks import on_ranks
@@ -192,24 +190,3 @@ def test_rows_wait_for_what_is_in_front(rank: int, batched: bool) -> None:
         with pytest.raises(ValueError, match=r"call wait\(\) instead of wait_rows\(\)"):
             first.wait_rows(0, 1)
         second.wait()
-
-
-@pytest.mark.parametrize("remembered", [1, 4096])
-@on_ranks(2)
-def test_many_buckets_wait_for_no_rank_that_waits(rank: int, remembered: int) -> None:
-    """More than two stretches of the ledger; one rank waits at the end, the other each time.
-
-    Nor where the ranks forget what they agreed on, and compare it again.
-    """
-    buckets = Buckets(new_link(), BucketOptions(Schedule(lanes=1, chunks=2), scratch_bytes=0))
-    tensors = [torch.ones(8) for _ in range(200)]
-    handles = []
-    with mock.patch.object(agreement, "_MOST_AGREED", remembered):
-        for number, tensor in enumerate(tensors):
-            handles.append(buckets.reduce_scatter(tensor, average=bool(number % 2)))
-            if rank:
-                handles[-1].wait()
-        for handle in handles:
-            handle.wait()
-    for number, tensor in enumerate(tensors):
-        assert (shard(tensor, 2, rank) == (1 if number % 2 else 2)).all()

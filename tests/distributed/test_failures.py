@@ -120,17 +120,6 @@ def test_a_rank_that_does_not_come_to_the_first_call_is_named(ranks) -> None:
             assert part in str(outcomes[rank].error)
 
 
-@on_ranks(3)
-def test_what_fewest_ranks_met_comes_first(rank: int) -> None:
-    words = r"\(peer 2: lane 0 of 2: not on 1; peer 0, 1: lane 0 of 2: not on 0\)"
-    nowhere = RuntimeError(f"not on {rank // 2}")
-    with (
-        mock.patch.object(dist, "new_group", side_effect=nowhere),
-        pytest.raises(TransportError, match=words),
-    ):
-        link()
-
-
 def absent_from_the_rest(rank: int) -> None:
     """Five rows for two ranks: the last one is summed by the collective."""
     made = link()
@@ -164,14 +153,6 @@ def test_the_groups_own_collectives_have_the_transports_limit(ranks, function, n
     assert left.error is None, left.trace
     assert isinstance(waiting.error, TransportError), waiting
     assert f"{name}: not every rank came here: " in str(waiting.error)
-
-
-@on_ranks(2)
-def test_a_closed_transport_says_so(rank: int) -> None:
-    made = link()
-    made.close()
-    with pytest.raises(TransportError, match="it was closed"):
-        layer(4, made)
 
 
 @on_ranks(4)

@@ -16,10 +16,9 @@ from typing import Any
 import pytest
 import torch
 
-from commfuse_npu import Schedule, Transport
+from commfuse_npu import Schedule
 from commfuse_npu.plan.rules import RULES
 from commfuse_npu.runtime.executor import Running
-from commfuse_npu.runtime.scratch import ScratchPool
 from tests.distributed.programs import transport
 from tests.limits import LIMIT
 from tests.random_networks.case import Layer, Network
@@ -124,29 +123,3 @@ def a_tensor() -> None:
 def test_a_leak_is_noticed(ranks) -> None:
     for found in ranks(2).run(trained, 4, 1, a_tensor):
         assert "tensors" in found
-
-
-def without_finishing(rank: int) -> list[str]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Transport, "finished", lambda self, running: self._active.discard(running))
-        patch.setattr(ScratchPool, "give_back", lambda self, arena: None)
-        return trained(rank, 4, 1)
-
-
-@pytest.mark.long
-def test_programs_that_are_never_finished_are_noticed(ranks) -> None:
-    group = ranks(2)
-    for found in group.run(without_finishing):
-        assert {"in flight", "handles", "lent"} <= set(found)
-    group.kill()
-
-
-@pytest.mark.parametrize(("kib", "steep"), [(10, False), (20, False), (30, True)])
-def test_the_limit_of_memory(kib: int, steep: bool) -> None:
-    rest = {"sockets": 12, "threads": 16}
-    samples = [{**rest, "memory": 300_000 + kib * at} for at in range(50, 1001, 50)]
-    assert grown(samples, 50) == ["memory"] * steep
-    # A jump in the warm-up is none.
-    samples = [{**rest, "memory": min(400_000, 300_000 + 1000 * at)} for at in range(50, 1001, 50)]
-    assert grown(samples, 50) == []
-    assert grown([*samples, {**samples[-1], "sockets": 13}], 50) == ["sockets"]

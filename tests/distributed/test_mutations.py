@@ -92,15 +92,6 @@ def own_gradient_first(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(buckets, "sum_ending", lambda divisor: lambda out, total, own: out.copy_(total))
 
 
-def columns_of_the_next_group(matrix: Any) -> Any:
-    def next_group(self, group):
-        if self._heads is None:
-            group = (group + 1) % (self._weight.shape[1] // self.features)
-        return matrix(self, group)
-
-    return next_group
-
-
 def rows_of_the_last_rank_win(_: Any) -> Any:
     """Gradients of repeated key heads replace each other."""
 
@@ -143,10 +134,6 @@ def bias_of_the_first_block(columns: Any) -> Any:
     return first
 
 
-def last_block_missing(add: Any) -> Any:
-    return lambda total, grad, block, run: run.stop == grad.shape[1] or add(total, grad, block, run)
-
-
 SCHEDULE = Schedule(lanes=2, chunks=3)
 
 
@@ -183,11 +170,6 @@ def heads(rank: int, link: transport.Transport) -> list[str]:
 WEIGHT_GRADIENT = in_place_of(
     WeightGradient, "add", lambda add: lambda self, grad, x: add(self, grad[:-1], x[:-1])
 )
-NO_BIAS = in_place_of(
-    head_groups.HeadsToRows,
-    "forward",
-    lambda made: lambda self, weight, bias, *heads: made(self, weight, None, *heads),
-)
 OTHER_RANK = in_place_of(
     sharded_linear,
     "wgrad_into",
@@ -205,9 +187,6 @@ MUTANTS: dict[str, tuple[Check, Fault]] = {
     "everything times 1.001": (linears, in_place_of(cpu, "gemm_into", scaled_a_little)),
     "own gradient first": (of_buckets, own_gradient_first),
     "chunks mixed up": (of_buckets, of_program("bucket_gather", chunks_mixed_up)),
-    "columns of the next group": (
-        heads, in_place_of(head_groups.HeadGroups, "_matrix", columns_of_the_next_group),
-    ),
     "sums in the dtype of the weight, also in the plain form": (heads, OWN_DTYPE),
     "the last rank wins": (
         heads, in_place_of(head_groups.HeadRows, "add_up", rows_of_the_last_rank_win),
@@ -215,7 +194,6 @@ MUTANTS: dict[str, tuple[Check, Fault]] = {
     "one softmax for all": (
         heads, in_place_of(AttentionRuns, "_kept", statistics_of_the_first_run),
     ),
-    "no bias": (heads, NO_BIAS),
     "blocks in reverse": (
         heads, in_place_of(collective_transport, "all_to_all_rows", blocks_in_reverse),
     ),
@@ -224,15 +202,12 @@ MUTANTS: dict[str, tuple[Check, Fault]] = {
     "a key too few": (
         attention, keys(lambda run: slice(0, run.stop - 1 if run.start else run.stop)),
     ),
-    "all keys": (attention, keys(lambda run: slice(None))),
-    "keys from the first query on": (attention, keys(lambda run: run)),
     "not divided": (
         sharded, in_place_of(sharded_linear, "sum_ending", lambda of: lambda divisor: of(1)),
     ),
     "bias of the first block": (
         sharded, in_place_of(sharded_linear, "columns_into", bias_of_the_first_block),
     ),
-    "last block missing": (sharded, in_place_of(sharded_linear, "add_dgrad", last_block_missing)),
     "weight gradient for another rank": (sharded, OTHER_RANK),
 }  # fmt: skip
 

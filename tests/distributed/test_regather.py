@@ -45,12 +45,6 @@ def two_pairs(given: list[torch.Tensor], column: Layer, row: Layer) -> torch.Ten
     return x + row(torch.tanh(column(x, third)), fourth)
 
 
-def two_columns(given: list[torch.Tensor], column: Layer, row: Layer) -> torch.Tensor:
-    """As with multi-head latent attention: both before one row-parallel layer."""
-    x, first, second, third, _ = given
-    return row(torch.tanh(column(x, first)) * column(x * 2, third), second)
-
-
 def recomputed(model: Model, reentrant: bool) -> Model:
     def call(given: list[torch.Tensor], column: Layer, row: Layer) -> torch.Tensor:
         def forward(*tensors: torch.Tensor) -> torch.Tensor:
@@ -109,23 +103,15 @@ def watched(patch: pytest.MonkeyPatch) -> list[str]:
     return events
 
 
-MODELS: tuple[Model, ...] = (
-    two_columns,
-    recomputed(two_pairs, False),
-    recomputed(two_pairs, True),
-)
-
-
 @pytest.mark.parametrize("batched", [False, True])
 @on_ranks(3)
 def test_bits_of_the_plain_form(rank: int, batched: bool) -> None:
-    """Every option with the usual model, every model with the usual options."""
     link = transport(batched)
     for wgrad, keep, least in product(("whole", "blocks"), (False, True), (None, 64, 65)):
         changes = {"wgrad": wgrad, "keep_gathered": keep, "collectives_from": least}
         compared(link, two_pairs, replace(USUAL, **changes))
-    for model in MODELS:
-        compared(link, model)
+    for reentrant in (False, True):
+        compared(link, recomputed(two_pairs, reentrant))
 
 
 @on_ranks(3)
@@ -161,22 +147,3 @@ def test_a_pruned_backward(rank: int) -> None:
         assert torch.equal(found, torch.autograd.grad(reference, given[-1:])[0])
         assert link.scratch.lent, "its input is under way"
     compared(link, two_pairs, options)
-
-
-@on_ranks(3)
-def test_backwards_in_another_order(rank: int) -> None:
-    """A second backward through the same graph; a layer whose backward was before."""
-    link, given = transport(), leaves(rank)
-    column, row = layers(link, LinearOptions())
-    y = two_pairs(given, column, row).sum()
-    first = torch.autograd.grad(y, given, retain_graph=True)
-    assert all(map(torch.equal, torch.autograd.grad(y, given), first))
-
-    x, weight, other, *_ = given
-    alone = column(x, weight)
-    alone.sum().backward()
-    with pytest.MonkeyPatch.context() as patch:
-        seen = watched(patch)
-        row(alone.detach(), other).sum().backward()
-    assert seen == ["begin linear_reduce_scatter", f"begin {ROW}", "wgrad of 64 inputs"]
-    assert not link.scratch.lent

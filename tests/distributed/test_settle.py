@@ -87,31 +87,6 @@ def test_what_differs_is_found_before_weights_change(ranks, differs, words, opti
         assert "This was operation 9 of the transport" in message
 
 
-def test_each_of_three_ranks_names_one_that_differs(ranks) -> None:
-    messages = ranks(3).run(stepped, one_more, OwnStep)
-    for message, peer in zip(messages, (1, 0, 0), strict=True):
-        assert f"and peer {peer} of the group do not call the same" in message
-
-
-def known_to_one(rank: int) -> str:
-    """On gloo a wait ends it, and with it that of the peer; they then say what they differ in."""
-    made = link()
-    for rows in (4, 5):
-        layer(made, rows)
-    made.timeout = BRIEF if rank == 0 else PATIENT
-    with pytest.raises(MismatchError) as caught:
-        layer(made, 4 if rank == 0 else 8)
-    return str(caught.value)
-
-
-def test_a_length_that_only_one_rank_knows_is_named(ranks) -> None:
-    group = ranks(2)
-    messages = group.run(known_to_one)
-    group.kill()  # transfers are left over
-    assert "rows: 4 here, 8 there" in messages[0]
-    assert "rows: 8 here, 4 there" in messages[1]
-
-
 @on_ranks(2)
 def test_a_rank_that_does_not_settle_is_named(rank: int) -> None:
     made = link(dist.new_group())

@@ -436,32 +436,6 @@ def test_each_side_finds_its_state_as_it_left_it(rank: int) -> None:
 
 
 @on_ranks(2)
-def test_dtensors_transfers_are_places_to_hand_over(rank: int) -> None:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import parallel
-
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    plan = {"0": parallel.ColwiseParallel(), "2": parallel.RowwiseParallel()}
-
-    def train(enabled: bool) -> tuple[list[torch.Tensor], list[int]]:
-        torch.manual_seed(0)
-        layers = torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 8)
-        model = parallel.parallelize_module(torch.nn.Sequential(*layers), mesh, plan)
-        overlap = ForwardBackwardOverlap([mesh.get_group()])
-        overlap.enabled = enabled
-        xs = [torch.randn(4, 8, requires_grad=True) for _ in range(3)]
-        loss = model(xs[0]).sum()
-        for x in xs[1:]:
-            loss, _ = overlap.run(lambda x=x: model(x).sum(), loss.backward)
-        loss.backward()
-        return [p.grad.to_local() for p in model.parameters()], overlap.hand_overs
-
-    (ours, handed), (plain, _) = train(True), train(False)
-    assert all(map(torch.equal, ours, plain))
-    assert min(handed) > 0
-
-
-@on_ranks(2)
 def test_the_environment_turns_it_off(rank: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("COMMFUSE_FB_OVERLAP", "0")
