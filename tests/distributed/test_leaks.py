@@ -8,10 +8,8 @@ import os
 import random
 import statistics
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -34,9 +32,6 @@ AGREED_KIB, LIMIT_KIB, NOISE_KIB = 1, 16, 4096
 """What a transport remembers of one combination of operation and options (tracemalloc); by how much
 resident memory may grow per iteration, where a layer's input takes 20 KiB in the mean; and in all,
 twice what the allocator was seen to keep more or less of from one sample to the next."""
-
-_kept: list[Any] = []
-
 
 OPS = (
     *("all_gather_linear", "attention_linear_reduce_scatter"),
@@ -81,17 +76,13 @@ def held() -> dict[str, int]:
     }
 
 
-def trained(
-    rank: int, iterations: int, every: int, leak: Callable[[], None] = lambda: None
-) -> list[str]:
-    """What grew after the warm-up; ``leak`` is called after each iteration."""
+def trained(rank: int, iterations: int, every: int) -> list[str]:
+    """What grew after the warm-up."""
     dice, samples = random.Random(1), []
     for iteration in range(1, iterations + 1):
         run_network(drawn(dice), "fused", transport())
-        leak()
         if iteration % every == 0:
             samples.append(held())
-    _kept.clear()
     return grown(samples, every)
 
 
@@ -114,12 +105,3 @@ def test_a_training_keeps_nothing(ranks, iterations: int, every: int) -> None:
     for found in ranks(2).run(trained, iterations, every, timeout=3 * LIMIT):
         # So few iterations say little about memory.
         assert [name for name in found if every > 1 or name != "memory"] == []
-
-
-def a_tensor() -> None:
-    _kept.append(torch.zeros(1))
-
-
-def test_a_leak_is_noticed(ranks) -> None:
-    for found in ranks(2).run(trained, 4, 1, a_tensor):
-        assert "tensors" in found

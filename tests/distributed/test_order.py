@@ -70,7 +70,7 @@ def planned(program: Program) -> list[Event]:
     return found
 
 
-def recorded(rank: int, op: str, chunks: int, wgrad: str, beside: bool = False) -> None:
+def recorded(rank: int, op: str, chunks: int, wgrad: str) -> None:
     link = Transport.create(lanes=2, timeout=PATIENT)
     options = LinearOptions(Schedule(lanes=2, chunks=chunks), wgrad=wgrad)
     called(link, op, options)
@@ -93,11 +93,6 @@ def recorded(rank: int, op: str, chunks: int, wgrad: str, beside: bool = False) 
         patch.setattr(dist, "irecv", noting("receive", dist.irecv))
         watch_calls(patch, Transport, "begin", lambda _, one, *__: programs.append(one))
         called(link, op, options)
-        if beside:
-            group, to, of = link.lane_groups[0], (rank + 1) % link.size, (rank - 1) % link.size
-            works = dist.isend(torch.ones(1), to, group), dist.irecv(torch.ones(1), of, group)
-            for work in works:
-                link.wait_for(work)
     expected = [event for program in programs for event in planned(program)]
     assert expected
     assert events == expected, "posted beside the program"
@@ -109,8 +104,3 @@ def recorded(rank: int, op: str, chunks: int, wgrad: str, beside: bool = False) 
 def test_the_program_is_what_is_posted(ranks, op: str, chunks: int) -> None:
     for wgrad in ("whole", "blocks"):
         ranks(3).run(recorded, op, chunks, wgrad)
-
-
-def test_who_posts_beside_a_program_is_found(ranks) -> None:
-    for outcome in ranks(3).outcomes(recorded, OPS[0], 1, "whole", True):
-        assert "posted beside the program" in str(outcome.error)
