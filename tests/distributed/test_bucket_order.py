@@ -15,7 +15,7 @@ from commfuse_npu import Schedule, Transport
 from commfuse_npu.ops import BucketOptions, Buckets
 from commfuse_npu.plan.instructions import Post
 from commfuse_npu.runtime.executor import Running
-from tests.distributed.programs import new_link, transport, watch_calls, watch_posts
+from tests.distributed.programs import transport, watch_calls, watch_posts
 from tests.distributed.ranks import on_ranks
 from tests.distributed.test_buckets import BF16, data, shard
 
@@ -47,41 +47,6 @@ def start_all(
         shard(expected, size, rank).copy_(total)
         bucket = parts[rank].clone()
         yield bucket, expected, gradients.reduce_scatter(bucket)
-
-
-@pytest.mark.parametrize(
-    ("scratch_bytes", "check"), [(0, "first"), (100, "always"), (1 << 20, "first")]
-)
-@pytest.mark.parametrize("batched", [False, True], ids=["eager", "batched"])
-@pytest.mark.parametrize("size", [2, 4])
-@on_ranks()
-def test_ranks_may_wait_in_different_orders(
-    rank: int, batched: bool, scratch_bytes: int, check: str
-) -> None:
-    """What is new is compared; a rank in a wait needs those that compare, with a new transport."""
-    link = new_link(batched, check=check)
-    options = BucketOptions(Schedule(lanes=2, chunks=3), scratch_bytes=scratch_bytes)
-    shuffled = torch.Generator().manual_seed(rank)
-    # Starts and waits mixed: rank 0 waits at once, rank 1 after two starts, and so on.
-    for attempt in range(4):
-        open_: list[Any] = []
-        for bucket, expected, handle in start_all(rank, link, options, 100 + 10 * attempt):
-            open_.append((bucket, expected, handle))
-            if len(open_) > (rank + attempt) % 4:
-                open_.pop()[2].wait()
-                assert torch.equal(bucket, expected)
-        for bucket, expected, handle in reversed(open_):
-            handle.wait()
-            assert torch.equal(bucket, expected)
-    for attempt in range(4):
-        started = list(start_all(rank, link, options, 10 * attempt))
-        for place in torch.randperm(len(started), generator=shuffled).tolist():
-            started[place][2].wait()
-            # What was started earlier is finished with it.
-            for bucket, expected, handle in started[: place + 1]:
-                assert handle.is_completed()
-                assert torch.equal(bucket, expected)
-    assert not link._in_flight
 
 
 def posts_in_batches(rank: int) -> list[tuple[int, int, int]]:

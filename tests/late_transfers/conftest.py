@@ -30,7 +30,7 @@ def kind_of_ranks() -> type[Ranks]:
 
 
 REPRESENTATIVE = {
-    "test_bucket_order__ranks_may_wait_in_different_orders",
+    "test_bucket_order__rows_wait_for_what_is_in_front",
     "test_linear__all_reduce_takes_any_number_of_rows",
     "test_linear__training_after_inference",
     "test_linear__buffers_are_used_again",
