@@ -44,16 +44,7 @@ REPRESENTATIVE = {
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of the tests written for gloo a few are in the short tier.
-
-    Raises:
-        pytest.UsageError: one of them is gone, and would be missed by nobody.
-    """
+    """Of the tests written for gloo a few are in the short tier."""
     for item in items:
-        if item.path.name != "test_operators.py":
-            continue
-        assert isinstance(item, pytest.Function)
-        if gone := REPRESENTATIVE - vars(item.module).keys():
-            raise pytest.UsageError(f"REPRESENTATIVE in {__file__}: no {', '.join(sorted(gone))}")
-        if item.originalname not in REPRESENTATIVE:
+        if item.path.name == "test_operators.py" and item.originalname not in REPRESENTATIVE:
             item.add_marker(pytest.mark.long)
