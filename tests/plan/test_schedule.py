@@ -8,7 +8,7 @@ import sys
 from itertools import pairwise
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from commfuse_npu.plan import (
@@ -69,6 +69,7 @@ def test_chunks_of_one_length_are_the_same_either_way() -> None:
         assert schedule.runs(rows, "first") == schedule.runs(rows, "last")
 
 
+@settings(deadline=None)
 @given(rows=st.integers(1, 3000), parts=st.integers(1, 9), taper=st.floats(0.125, 8), last=...)
 def test_chunks_cover_a_block_once_and_none_is_empty(
     rows: int, parts: int, taper: float, last: bool

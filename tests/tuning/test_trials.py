@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from commfuse_npu.tuning import fastest
@@ -23,6 +23,7 @@ class _Runs:
         return [self.seconds[one] * slow for one in order]
 
 
+@settings(deadline=None)
 @given(st.lists(st.floats(0.1, 10.0), min_size=1, max_size=20))
 def test_the_fastest_wins_or_a_simpler_one_that_is_as_fast(seconds: list[float]) -> None:
     runs = _Runs(seconds)
