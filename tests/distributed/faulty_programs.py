@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from commfuse_npu.plan.instructions import Add, Instruction, Post, Wait
+from commfuse_npu.plan.instructions import Add, Instruction, Post
 from commfuse_npu.plan.program import Program
 from commfuse_npu.runtime.executor import Running
 from commfuse_npu.runtime.transport import Transport
@@ -38,33 +38,6 @@ def of_program(rule: str, change: Callable[[Code, Program], Code]) -> Fault:
         return replace(program, code=tuple(change(list(program.code), program)))
 
     return lambda patch: change_programs(patch, changed)
-
-
-def one_slot_for_all(what: str) -> Fault:
-    """Scratch of one kind shares its memory, without a wait before it is used again."""
-
-    def changed(program: Program) -> Program:
-        scratch = tuple(
-            one._replace(slot=what) if one.name.startswith(what) else one for one in program.scratch
-        )
-        return replace(program, scratch=scratch)
-
-    return lambda patch: change_programs(patch, changed)
-
-
-def last_transfer_dropped(code: Code, program: Program) -> Code:
-    last = max(program.transfers)
-    kept = []
-    for one in code:
-        if isinstance(one, Post) and any(end.transfer.step == last for _, end in one.ends):
-            continue
-        if isinstance(one, Wait):
-            receives, sends = (
-                tuple(step for step in steps if step != last) for steps in (one.receives, one.sends)
-            )
-            one = one._replace(receives=receives, sends=sends)
-        kept.append(one)
-    return kept
 
 
 def own_partial_first(code: Code, program: Program) -> Code:

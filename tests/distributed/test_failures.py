@@ -103,23 +103,6 @@ def test_a_second_thread_is_refused(rank: int) -> None:
     assert "called from a second thread while gather_and_use is under way" in str(errors[0])
 
 
-def absent_from_the_start(rank: int) -> None:
-    made = link()
-    made.timeout = 3 * BRIEF
-    dist.barrier()
-    if rank != 1:
-        layer(4, made)
-
-
-def test_a_rank_that_does_not_come_to_the_first_call_is_named(ranks) -> None:
-    outcomes = ranks(3).outcomes(absent_from_the_start)
-    assert outcomes[1].error is None
-    for rank in (0, 2):
-        assert isinstance(outcomes[rank].error, TransportError), outcomes[rank]
-        for part in ("all_gather_linear", "before step 0", "no answer from peer 1"):
-            assert part in str(outcomes[rank].error)
-
-
 def absent_from_the_rest(rank: int) -> None:
     """Five rows for two ranks: the last one is summed by the collective."""
     made = link()

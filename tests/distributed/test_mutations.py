@@ -21,18 +21,16 @@ from commfuse_npu.ops.attention_runs import AttentionRuns
 from commfuse_npu.ops.buckets import BucketOptions
 from commfuse_npu.ops.weight import WeightGradient
 from commfuse_npu.plan import Schedule
-from commfuse_npu.plan.instructions import Add, Instruction, Span, Wait
+from commfuse_npu.plan.instructions import Add, Instruction, Span
 from commfuse_npu.plan.program import Program
 from commfuse_npu.plan.rules import blocks
 from commfuse_npu.plan.schedule import Place
-from commfuse_npu.runtime import collective_transport, executor, transport
+from commfuse_npu.runtime import collective_transport, transport
 from tests.distributed import test_accuracy, test_buckets
 from tests.distributed.faulty_programs import (
     Fault,
     chunks_mixed_up,
-    last_transfer_dropped,
     of_program,
-    one_slot_for_all,
     own_partial_first,
 )
 from tests.limits import BRIEF, PATIENT
@@ -48,24 +46,6 @@ sharded_linear: Any = import_module("commfuse_npu.ops.sharded_linear")
 def in_place_of(owner: Any, name: str, fault: Callable[[Any], Any]) -> Fault:
     """``fault(original)`` in the place of what the product has there."""
     return lambda patch: patch.setattr(owner, name, fault(getattr(owner, name)))
-
-
-def used_before_it_arrives(patch: pytest.MonkeyPatch) -> None:
-    """Scratch is what it was before, and nobody waits before the end."""
-
-    def no_early_wait(self, receives, sends):
-        if not any(isinstance(one, Wait) for one in self.program.code[self._at + 1 :]):
-            wait(self, list(self._receives), list(self._sends))
-
-    def poisoned(self, *, late):
-        before = len(self._arenas)
-        take(self, late=late)
-        for arena in self._arenas[before:]:
-            arena.memory.fill_(-1)
-
-    take, wait = executor.Running._take_scratch, executor.Running._wait
-    patch.setattr(executor.Running, "_take_scratch", poisoned)
-    patch.setattr(executor.Running, "_wait", no_early_wait)
 
 
 def scaled_a_little(gemm: Any) -> Any:
@@ -179,10 +159,7 @@ OWN_DTYPE = in_place_of(head_groups, "_zeros", lambda _: lambda like, *shape: li
 ARRIVALS = in_place_of(blocks, "used_pieces", lambda pieces: lambda *given: pieces(*given)[::-1])
 
 MUTANTS: dict[str, tuple[Check, Fault]] = {
-    "last transfer dropped": (linears, of_program("gemm_scatter", last_transfer_dropped)),
     "another order of additions": (linears, of_program("gemm_scatter", own_partial_first)),
-    "used before it arrives": (linears, used_before_it_arrives),
-    "overwritten before it is sent": (linears, one_slot_for_all("product")),
     "weight gradient of fewer rows": (linears, WEIGHT_GRADIENT),
     "everything times 1.001": (linears, in_place_of(cpu, "gemm_into", scaled_a_little)),
     "own gradient first": (of_buckets, own_gradient_first),
