@@ -13,8 +13,8 @@ import pytest
 from tests.distributed.ranks import Ranks
 
 _MOST_RANKS = {
+    "test_accuracy": 3,
     "test_linear": 3,
-    "test_programs": 3,
     "test_buckets": 3,
     "test_streams": 3,
 }
@@ -83,9 +83,10 @@ def random_cases(
     def compared(size: int, cases: int, seed: int, **options: Any) -> None:
         cases = request.config.getoption("--random-cases") or cases
         other = request.config.getoption("--random-seed")
-        found = campaign(ranks(size), cases, seed if other is None else other, **options)
-        assert not found.failure, found.failure
-        assert found.cases == cases
+        drawn = seed if other is None else other
+        compared, failure = campaign(ranks(size), cases, drawn, **options)
+        assert not failure, failure
+        assert compared == cases
 
     return compared
 

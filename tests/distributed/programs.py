@@ -11,7 +11,7 @@ import torch
 
 from commfuse_npu.plan import Schedule
 from commfuse_npu.plan.instructions import Post, Span
-from commfuse_npu.plan.rules import gather_use, produce_scatter
+from commfuse_npu.plan.rules import gather_use
 from commfuse_npu.runtime.executor import Running, Work
 from commfuse_npu.runtime.transport import Transport
 from tests.limits import PATIENT
@@ -83,16 +83,3 @@ def gather_and_use(
     rows, columns = shape or shard.shape
     program = gather_use(transport.place(schedule), rows, columns, False)
     transport.begin(program, "gather_and_use", shard).run({"use": use}, shard=shard)
-
-
-def make_and_scatter(
-    transport: Transport,
-    make: Callable[[torch.Tensor, slice], object],
-    out: torch.Tensor,
-    schedule: Schedule = PLAIN,
-    sum_dtype: torch.dtype | None = None,
-) -> None:
-    """``make(rows of out, rows)`` for every piece, and their sums over the ranks into ``out``."""
-    program = produce_scatter(transport.place(schedule), *out.shape)
-    running = transport.begin(program, "make_and_scatter", out, (), sum_dtype)
-    running.run({"make": make}, out=out)

@@ -55,13 +55,10 @@ def set_up_process(rank: int, size: int, port: int) -> None:
 
 
 class Gloo:
-    """What the ranks talk over; one object per rank, made for it and used in its process.
-
-    Attributes:
-        backward_apart: run every backward in a second thread, as on a device.
-    """
+    """What a rank talks over; made for it and used in its process."""
 
     backward_apart = True
+    """Every backward runs in a second thread, as on a device."""
 
     def join(self, size: int) -> None:
         """Join the other ranks."""

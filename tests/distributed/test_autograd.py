@@ -5,24 +5,19 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import product
 from typing import Any
 
 import pytest
 import torch
 
 from commfuse_npu import ops
+from tests.distributed.ranks import on_ranks
 from tests.random_networks.case import OPS, one_layer
 from tests.random_networks.compare import differences, run_case
 from tests.random_networks.network_run import Call, input_of
 from tests.random_networks.values import drawn
 
 WEIGHTED = [op for op in OPS if op != "attention_all_to_all"]
-
-
-def leaves_of(call: Call, x: torch.Tensor) -> list[torch.Tensor]:
-    found = (x, call.weight, call.bias)
-    return [one for one in found if one is not None and one.requires_grad]
 
 
 def twice(rank: int, op: str) -> None:
@@ -33,7 +28,8 @@ def twice(rank: int, op: str) -> None:
         bias = "trained" if weight_grad else "no"
         case = one_layer(op, 2, x_grad=x_grad, weight_grad=weight_grad, bias=bias)
         call, x = Call(case), input_of(case)
-        leaves = leaves_of(call, x)
+        leaves = [one for one in (x, call.weight, call.bias) if one is not None]
+        leaves = [one for one in leaves if one.requires_grad]
         y = call(x)
         grad = drawn(1, f"gradient {rank}", tuple(y.shape), y.dtype, rounded=True)
         first = torch.autograd.grad(y, leaves, grad, retain_graph=True)
@@ -79,64 +75,19 @@ def under_autocast(rank: int, op: str) -> None:
             assert torch.equal(value, low[name].to(value.dtype)), f"{op}: {name}, not of bf16"
 
 
-def flagged(rank: int, op: str) -> None:
-    """Megatron's flags on a weight whose gradient goes to main_grad."""
-    for zeros, wgrad in product((False, True), ("whole", "blocks")):
-        case = one_layer(op, 2, main_grad=torch.float32, flag=True, wgrad=wgrad)
-        call, x = Call(case), input_of(case)
-        weight: Any = call.weight
-        weight.zero_out_wgrad = zeros
-        before = weight.main_grad.clone()
-        y = call(x)
-        y.backward(torch.ones_like(y))
-        assert weight.grad_added_to_main_grad
-        assert weight.grad.shape == weight.shape
-        assert not zeros or not weight.grad.any()
-        assert not torch.equal(before, weight.main_grad)
-
-
-def no_main_grad(rank: int, op: str) -> None:
-    case = one_layer(op, 2, main_grad=torch.float32)
-    call = Call(case)
-    del call.weight.main_grad  # type: ignore[union-attr]
-    y = call(input_of(case))
-    with pytest.raises(RuntimeError, match=r"needs weight\.main_grad"):
-        y.backward(torch.ones_like(y))
-
-
-def mistaken(rank: int, op: str) -> None:
-    """A group in the place of a transport, and a mapping in that of options."""
-    call = Call(one_layer(op, 2))
-    x = input_of(call.case)
-    keywords = {"transport": call.link, "options": call.keywords["options"]}
-    call.keywords = keywords | {"transport": call.link.group}
-    with pytest.raises(TypeError, match=rf"{op}: transport is a ProcessGroup.*; pass what Trans"):
-        call(x)
-    call.keywords = keywords | {"options": {"chunks": 2}}
-    with pytest.raises(TypeError, match=rf"{op}: options is a dict; pass LinearOptions\("):
-        call(x)
-
-
-MAIN_GRAD = [op for op in WEIGHTED if op != "sharded_linear"]
 CHECKS: dict[Callable[[int, str], None], Any] = {
     twice: OPS,
     changed_weight: WEIGHTED,
     without_gradients: OPS,
     under_autocast: OPS,
-    flagged: MAIN_GRAD,
-    no_main_grad: MAIN_GRAD,
-    mistaken: ("all_gather_linear", "linear_reduce_scatter"),
 }
 
 
-def every_op(rank: int, check: Callable[[int, str], None]) -> None:
+@pytest.mark.parametrize("check", CHECKS)
+@on_ranks(2)
+def test_every_op(rank: int, check: Callable[[int, str], None]) -> None:
     for op in CHECKS[check]:
         check(rank, op)
-
-
-@pytest.mark.parametrize("check", CHECKS)
-def test_every_op(ranks, check: Callable[[int, str], None]) -> None:
-    ranks(2).run(every_op, check)
 
 
 def test_every_op_on_activations_is_here() -> None:
@@ -147,16 +98,3 @@ def test_every_op_on_activations_is_here() -> None:
         if inspect.isfunction(one)
     }
     assert {name for name, of in takes.items() if {"x", "q"} & set(of)} == set(OPS)
-
-
-@pytest.mark.parametrize(
-    "take",
-    [
-        ops.Buckets,
-        lambda given: ops.shard_linears(torch.nn.Linear(4, 4), transport=given),
-        lambda given: ops.ShardedLinear.from_linear(torch.nn.Linear(4, 4), transport=given),
-    ],
-)
-def test_a_group_is_not_taken_for_a_transport(take: Callable[[Any], object]) -> None:
-    with pytest.raises(TypeError, match=r"transport is a str; pass what Transport\.create"):
-        take("a group")

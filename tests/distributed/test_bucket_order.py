@@ -2,167 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import replace
 from itertools import chain
-from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from commfuse_npu import Schedule, Transport
+from commfuse_npu import Schedule
 from commfuse_npu.ops import BucketOptions, Buckets
-from commfuse_npu.plan.instructions import Post
-from commfuse_npu.runtime import agreement
 from commfuse_npu.runtime.executor import Running
-from tests.distributed.programs import new_link, transport, view, watch_calls, watch_posts
+from tests.distributed.programs import transport, watch_calls
 from tests.distributed.ranks import on_ranks
-from tests.distributed.test_buckets import BF16, data, shard
-
-SIZES = (24, 7, 24, 40, 2)
-
-
-def start_all(
-    rank: int, link: Transport, options: BucketOptions, seed: int
-) -> Iterator[tuple[torch.Tensor, torch.Tensor, Any]]:
-    """Start gradients and parameters in turns; ``(bucket, what it has to become, handle)``.
-
-    Two users of one transport, with options of their own.
-    """
-    size = link.size
-    gradients = Buckets(link, options)
-    parameters = Buckets(link, replace(options, last_first=True, scratch_bytes=1 << 20))
-    for number, elements in enumerate(SIZES):
-        parts = [data(other, size * elements, BF16, seed + number) for other in range(size)]
-        if number % 2:
-            expected = torch.cat([shard(parts[other], size, other) for other in range(size)])
-            bucket = parts[rank].clone()
-            yield bucket, expected, parameters.all_gather(bucket)
-            continue
-        expected = parts[rank].clone()
-        own = [shard(part, size, rank) for part in parts]
-        total = own[(rank - 1) % size].clone()
-        for distance in range(2, size + 1):
-            total += own[(rank - distance) % size]
-        shard(expected, size, rank).copy_(total)
-        bucket = parts[rank].clone()
-        yield bucket, expected, gradients.reduce_scatter(bucket)
-
-
-@pytest.mark.parametrize(
-    ("scratch_bytes", "check"), [(0, "first"), (100, "always"), (1 << 20, "first")]
-)
-@pytest.mark.parametrize("batched", [False, True], ids=["eager", "batched"])
-@pytest.mark.parametrize("size", [2, 4])
-@on_ranks()
-def test_ranks_may_wait_in_different_orders(
-    rank: int, batched: bool, scratch_bytes: int, check: str
-) -> None:
-    """What is new is compared; a rank in a wait needs those that compare, with a new transport."""
-    link = new_link(batched, check=check)
-    options = BucketOptions(Schedule(lanes=2, chunks=3), scratch_bytes=scratch_bytes)
-    shuffled = torch.Generator().manual_seed(rank)
-    # Starts and waits mixed: rank 0 waits at once, rank 1 after two starts, and so on.
-    for attempt in range(4):
-        open_: list[Any] = []
-        for bucket, expected, handle in start_all(rank, link, options, 100 + 10 * attempt):
-            open_.append((bucket, expected, handle))
-            if len(open_) > (rank + attempt) % 4:
-                open_.pop()[2].wait()
-                assert torch.equal(bucket, expected)
-        for bucket, expected, handle in reversed(open_):
-            handle.wait()
-            assert torch.equal(bucket, expected)
-    for attempt in range(4):
-        started = list(start_all(rank, link, options, 10 * attempt))
-        for place in torch.randperm(len(started), generator=shuffled).tolist():
-            started[place][2].wait()
-            # What was started earlier is finished with it.
-            for bucket, expected, handle in started[: place + 1]:
-                assert handle.is_completed()
-                assert torch.equal(bucket, expected)
-    assert not link._in_flight
-
-
-def posts_in_batches(rank: int) -> list[tuple[int, int, int]]:
-    """(lane, number of the bucket, step) of each batch, with waits that depend on the rank."""
-    link = transport(True)
-    options = BucketOptions(Schedule(lanes=2, chunks=3), scratch_bytes=0)
-    for _, _, handle in start_all(rank, link, options, 0):
-        handle.wait()
-    posts: list[tuple[int, int, int]] = []
-    numbers: dict[Running, int] = {}
-    with pytest.MonkeyPatch.context() as patch:
-        begin = Transport.begin
-
-        def numbered(self, *args):
-            running = begin(self, *args)
-            numbers[running] = len(numbers)
-            return running
-
-        def logged(self, one):
-            sent = one.send.transfer
-            posts.append((sent.lane, numbers[self], sent.step))
-
-        patch.setattr(Transport, "begin", numbered)
-        watch_posts(patch, logged)
-        started = []
-        for place, (_, _, handle) in enumerate(start_all(rank, link, options, 0)):
-            started.append(handle)
-            if place % (rank + 1) == rank:
-                handle.wait()
-        started[-1].wait()
-    return posts
-
-
-def test_batches_are_posted_in_one_order(ranks) -> None:
-    """On HCCL they match by it; gloo would take some wrong orders without complaint."""
-    posts = ranks(3).run(posts_in_batches)
-    order = [(number, step) for _, number, step in posts[0]]
-    assert order == sorted(order)
-    assert len(order) == sum(2 * min(3, elements) for elements in SIZES)
-    for other in posts[1:]:
-        assert other == posts[0]
+from tests.distributed.test_buckets import shard
 
 
 @pytest.mark.parametrize("batched", [False, True], ids=["eager", "batched"])
 @on_ranks(3)
 def test_a_start_needs_nobody_else(rank: int, batched: bool) -> None:
-    link = transport(batched)
-    options = BucketOptions(Schedule(chunks=3), scratch_bytes=0)
-    for _, _, handle in start_all(rank, link, options, 0):
-        handle.wait()
+    """So many are started that digests of what was begun are compared meanwhile."""
+    buckets = Buckets(transport(batched), BucketOptions(Schedule(chunks=3), scratch_bytes=0))
+    exchanges = buckets.reduce_scatter, buckets.all_gather
+    for exchange in exchanges:
+        exchange(torch.ones(24)).wait()
     token = torch.zeros(1)
     if rank:
         # The others come only after rank 0 has started everything.
         dist.broadcast(token, 0)
-    # So many that digests of what was begun are compared meanwhile.
-    started = [one for seed in range(30) for one in start_all(rank, link, options, seed)]
-    assert len(started) > 128
+    tensors = [torch.full((24,), float(rank)) for _ in range(150)]
+    handles = [exchanges[number % 2](tensor) for number, tensor in enumerate(tensors)]
     if rank == 0:
         dist.broadcast(token, 0)
-    for bucket, expected, handle in started:
+    for number, (tensor, handle) in enumerate(zip(tensors, handles, strict=True)):
         handle.wait()
-        assert torch.equal(bucket, expected)
-
-
-@contextmanager
-def logged_receives(link: Transport) -> Iterator[tuple[list[int], list[int]]]:
-    """First elements of the receives of a gather, as they are posted; steps waited for."""
-    offsets: list[int] = []
-    waited: list[int] = []
-    with pytest.MonkeyPatch.context() as patch:
-
-        def posted(self, one: Post) -> None:
-            if one.receive is not None:
-                offsets.append(view(self, one.receive.span).storage_offset())
-
-        watch_posts(patch, posted)
-        watch_calls(patch, Running, "_wait", lambda _, *steps: waited.extend(chain(*steps[:2])))
-        yield offsets, waited
+        if number % 2:
+            assert tensor.view(3, 8)[:, 0].tolist() == [0, 1, 2]
+        else:
+            assert (shard(tensor, 3, rank) == 3).all()
 
 
 @pytest.mark.parametrize("batched", [False, True], ids=["eager", "batched"])
@@ -170,11 +45,12 @@ def logged_receives(link: Transport) -> Iterator[tuple[list[int], list[int]]]:
 @on_ranks(3)
 def test_rows_are_waited_for_one_by_one(rank: int, batched: bool, last_first: bool) -> None:
     """Three ranks, shards of 8 in four chunks of 2."""
-    link = transport(batched)
+    link, waited = transport(batched), []
     options = BucketOptions(Schedule(lanes=2, chunks=4), last_first=last_first)
     bucket = torch.full((24,), -1.0)
     shard(bucket, 3, rank).copy_(torch.arange(8.0) + 8 * rank)
-    with logged_receives(link) as (offsets, waited):
+    with pytest.MonkeyPatch.context() as patch:
+        watch_calls(patch, Running, "_wait", lambda _, *steps: waited.extend(chain(*steps[:2])))
         handle = Buckets(link, options).all_gather(bucket)
         handle.wait_rows(8 * rank, 8 * rank + 8)
         handle.wait_rows(3, 3)
@@ -182,18 +58,14 @@ def test_rows_are_waited_for_one_by_one(rank: int, batched: bool, last_first: bo
         other = (rank + 1) % 3
         handle.wait_rows(8 * other + 5, 8 * other + 7)
         assert torch.equal(bucket[8 * other + 4 : 8 * other + 8], torch.arange(4.0) + 8 * other + 4)
-        early = list(waited)
+        # The shard of rank r+1 comes from distance 2: the second transfer of each chunk.
+        assert waited == ([1, 3] if last_first else [5, 7])
         assert not handle.is_completed()
     handle.wait()
     assert torch.equal(bucket, torch.arange(24.0))
     handle.wait_rows(0, 24)
     with pytest.raises(ValueError, match=r"elements 5:25 are not within the bucket; .* 0:24"):
         handle.wait_rows(5, 25)
-    chunks = (3, 2, 1, 0) if last_first else (0, 1, 2, 3)
-    expected = [8 * ((rank - k) % 3) + 2 * chunk for chunk in chunks for k in (1, 2)]
-    assert offsets == expected
-    # The shard of rank r+1 comes from distance 2: the second transfer of each chunk.
-    assert early == ([1, 3] if last_first else [5, 7])
 
 
 @pytest.mark.parametrize("batched", [False, True], ids=["eager", "batched"])
@@ -215,25 +87,3 @@ def test_rows_wait_for_what_is_in_front(rank: int, batched: bool) -> None:
         with pytest.raises(ValueError, match=r"call wait\(\) instead of wait_rows\(\)"):
             first.wait_rows(0, 1)
         second.wait()
-
-
-def many(rank: int, remembered: int) -> None:
-    """More than two stretches of the ledger; one rank waits at the end, the other each time."""
-    buckets = Buckets(new_link(), BucketOptions(Schedule(lanes=1, chunks=2), scratch_bytes=0))
-    tensors = [torch.ones(8) for _ in range(200)]
-    handles = []
-    with mock.patch.object(agreement, "_MOST_AGREED", remembered):
-        for number, tensor in enumerate(tensors):
-            handles.append(buckets.reduce_scatter(tensor, average=bool(number % 2)))
-            if rank:
-                handles[-1].wait()
-        for handle in handles:
-            handle.wait()
-    for number, tensor in enumerate(tensors):
-        assert (shard(tensor, 2, rank) == (1 if number % 2 else 2)).all()
-
-
-@pytest.mark.parametrize("remembered", [1, 4096])
-def test_many_buckets_wait_for_no_rank_that_waits(ranks, remembered: int) -> None:
-    """Nor where the ranks forget what they agreed on, and compare it again."""
-    ranks(2).run(many, remembered)

@@ -17,7 +17,6 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -150,7 +149,7 @@ def meets(rank: int, kind: str, case: Case, place: float | None) -> list[str]:
 
 
 FORWARD, BACKWARD, FIRST, LAST = 0.25, 0.75, 0.0, 1.0
-SHORT = {
+SHORT = [
     ("killed", "all_gather_linear", FORWARD, 3),
     ("killed", "linear_reduce_scatter", BACKWARD, 3),
     ("killed", "bucket", FORWARD, 3),
@@ -163,31 +162,22 @@ SHORT = {
     ("out of memory", "linear_reduce_scatter", FORWARD, 3),
     # What is taken late fails before the post that comes next.
     ("out of memory", "all_gather_linear", LAST, 3),
-}
+]
 """One of each kind, the ops and places in turn."""
 
-KINDS = ("slow", "too slow", "raises", "cut off", "out of memory")
-ROWS = [
-    *sorted(SHORT, key=str),
-    *(("killed", op, (FORWARD, BACKWARD)[at % 2], 3) for at, op in enumerate(OPS)),
-    *(
-        (kind, op, (FORWARD, BACKWARD)[at // 2 % 2], 3)
-        for number, kind in enumerate(KINDS)
-        for at, op in enumerate(OPS)
-        if (at + number) % 2
-    ),
-    ("killed", "linear_all_to_all", None, 3),
+KINDS = ("killed", "slow", "too slow", "raises", "cut off", "out of memory")
+LONG = [
+    *((kind, op, (FORWARD, BACKWARD)[at % 2], 3) for kind in KINDS for at, op in enumerate(OPS)),
     ("killed", "attention_linear_reduce_scatter", FIRST, 4),
     ("killed", "attention_linear_reduce_scatter", LAST, 2),
-    ("one connection cut", "all_gather_linear", BACKWARD, 4),
 ]
 
 
 @pytest.mark.parametrize(
     ("kind", "op", "place", "many"),
     [
-        pytest.param(*row, marks=() if row in SHORT else pytest.mark.long)
-        for row in dict.fromkeys(ROWS)
+        *SHORT,
+        *(pytest.param(*row, marks=pytest.mark.long) for row in LONG if row not in SHORT),
     ],
 )
 def test_the_others_say_what_they_waited_for(
@@ -212,30 +202,6 @@ def test_the_others_say_what_they_waited_for(
             step = r"step \d+ of \d+, lane \d+|before step 0"
             for words in (rf"rank {rank} of {many} .*{op}", step, rf"peer (?!{rank})\d"):
                 assert re.search(words, str(outcome.error)), outcome.error
-
-
-def makes_lanes(rank: int) -> None:
-    new_group, made = dist.new_group, []
-
-    def killed_at_the_second(*args: Any, **kwargs: Any) -> Any:
-        made.append(args)
-        if rank == FAULTY and len(made) == 2:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return new_group(*args, **kwargs)
-
-    with mock.patch.object(dist, "new_group", killed_at_the_second):
-        Transport.create(lanes=2, timeout=2 * BRIEF)
-
-
-@pytest.mark.long
-def test_a_rank_that_dies_while_lanes_are_made_is_named(ranks) -> None:
-    group = ranks(3)
-    group.kill()
-    for rank, outcome in enumerate(group.outcomes(makes_lanes, may_die=True)):
-        if rank != FAULTY:
-            assert isinstance(outcome.error, TransportError), outcome
-            assert "Transport.create" in str(outcome.error)
-            assert f"peer {FAULTY}" in str(outcome.error)
 
 
 def ends_by_itself(rank: int, port: int) -> None:

@@ -9,7 +9,6 @@ from itertools import product
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
 from commfuse_npu.ops import (
@@ -46,12 +45,6 @@ def two_pairs(given: list[torch.Tensor], column: Layer, row: Layer) -> torch.Ten
     return x + row(torch.tanh(column(x, third)), fourth)
 
 
-def two_columns(given: list[torch.Tensor], column: Layer, row: Layer) -> torch.Tensor:
-    """As with multi-head latent attention: both before one row-parallel layer."""
-    x, first, second, third, _ = given
-    return row(torch.tanh(column(x, first)) * column(x * 2, third), second)
-
-
 def recomputed(model: Model, reentrant: bool) -> Model:
     def call(given: list[torch.Tensor], column: Layer, row: Layer) -> torch.Tensor:
         def forward(*tensors: torch.Tensor) -> torch.Tensor:
@@ -60,17 +53,6 @@ def recomputed(model: Model, reentrant: bool) -> Model:
         return checkpoint(forward, *given, use_reentrant=reentrant)
 
     return call
-
-
-def each_recomputed(given: list[torch.Tensor], column: Layer, row: Layer) -> torch.Tensor:
-    """A checkpoint per layer: an input that is asked for early is recomputed early."""
-
-    def alone(layer: Layer) -> Layer:
-        return lambda *tensors: checkpoint(
-            lambda x, weight: layer(x * 1, weight), *tensors, use_reentrant=False
-        )
-
-    return two_pairs(given, alone(column), alone(row))
 
 
 def layers(carrier: Transport | CollectiveTransport, options: LinearOptions) -> list[Layer]:
@@ -121,42 +103,30 @@ def watched(patch: pytest.MonkeyPatch) -> list[str]:
     return events
 
 
-MODELS: tuple[Model, ...] = (
-    two_columns,
-    recomputed(two_pairs, False),
-    recomputed(two_pairs, True),
-    each_recomputed,
-)
-
-
 @pytest.mark.parametrize("batched", [False, True])
 @on_ranks(3)
 def test_bits_of_the_plain_form(rank: int, batched: bool) -> None:
-    """Every option with the usual model, every model with the usual options."""
     link = transport(batched)
     for wgrad, keep, least in product(("whole", "blocks"), (False, True), (None, 64, 65)):
         changes = {"wgrad": wgrad, "keep_gathered": keep, "collectives_from": least}
         compared(link, two_pairs, replace(USUAL, **changes))
-    for model in MODELS:
-        compared(link, model)
-
-
-def events_of_a_backward(options: LinearOptions) -> list[str]:
-    y = two_pairs(leaves(dist.get_rank()), *layers(transport(), options))
-    with pytest.MonkeyPatch.context() as patch:
-        seen = watched(patch)
-        y.sum().backward()
-    return seen
+    for reentrant in (False, True):
+        compared(link, recomputed(two_pairs, reentrant))
 
 
 @on_ranks(3)
 def test_it_is_sent_before_the_weight_gradient_of_the_layer_after(rank: int) -> None:
     wgrads = ["wgrad of 64 inputs", "wgrad of 32 inputs"]
-    pair = [f"begin {ROW}", f"begin {COLUMN}", f"ahead {COLUMN}", *wgrads]
-    assert events_of_a_backward(USUAL) == pair * 2
-    # A column-parallel backward by collectives has nothing to send ahead.
-    options = replace(USUAL, collectives_from=64)
-    assert events_of_a_backward(options) == [f"begin {ROW}", *wgrads] * 2
+    for options, pair in (
+        (USUAL, [f"begin {ROW}", f"begin {COLUMN}", f"ahead {COLUMN}", *wgrads]),
+        # A column-parallel backward by collectives has nothing to send ahead.
+        (replace(USUAL, collectives_from=64), [f"begin {ROW}", *wgrads]),
+    ):
+        y = two_pairs(leaves(rank), *layers(transport(), options))
+        with pytest.MonkeyPatch.context() as patch:
+            seen = watched(patch)
+            y.sum().backward()
+        assert seen == pair * 2
 
 
 @on_ranks(3)
@@ -177,22 +147,3 @@ def test_a_pruned_backward(rank: int) -> None:
         assert torch.equal(found, torch.autograd.grad(reference, given[-1:])[0])
         assert link.scratch.lent, "its input is under way"
     compared(link, two_pairs, options)
-
-
-@on_ranks(3)
-def test_backwards_in_another_order(rank: int) -> None:
-    """A second backward through the same graph; a layer whose backward was before."""
-    link, given = transport(), leaves(rank)
-    column, row = layers(link, LinearOptions())
-    y = two_pairs(given, column, row).sum()
-    first = torch.autograd.grad(y, given, retain_graph=True)
-    assert all(map(torch.equal, torch.autograd.grad(y, given), first))
-
-    x, weight, other, *_ = given
-    alone = column(x, weight)
-    alone.sum().backward()
-    with pytest.MonkeyPatch.context() as patch:
-        seen = watched(patch)
-        row(alone.detach(), other).sum().backward()
-    assert seen == ["begin linear_reduce_scatter", f"begin {ROW}", "wgrad of 64 inputs"]
-    assert not link.scratch.lent

@@ -6,21 +6,19 @@ Its bits are compared in :mod:`tests.random_networks`.
 from __future__ import annotations
 
 from collections import Counter
-from functools import partial
 from importlib import import_module
 from typing import Any
 
 import pytest
 import torch
 
-from commfuse_npu import MismatchError
 from commfuse_npu.ops import ShardedOptions, sharded_linear
 from commfuse_npu.plan import Schedule
 from commfuse_npu.plan.rules import sharded_backward
 from commfuse_npu.plan.schedule import Place
 from commfuse_npu.runtime.executor import Running
 from commfuse_npu.runtime.transport import Transport
-from tests.distributed.programs import new_link, watch_calls, watch_posts
+from tests.distributed.programs import watch_calls, watch_posts
 from tests.distributed.ranks import on_ranks
 from tests.limits import PATIENT
 from tests.random_networks.case import one_layer
@@ -128,34 +126,3 @@ def test_the_whole_weight_exists_nowhere(batched: bool) -> None:
             "own": 128,
             "total": 128,
         }
-
-
-@on_ranks(2)
-def test_inputs_that_cannot_work_are_refused(rank: int) -> None:
-    link = new_link()
-    x, shard = torch.ones(3, 4), torch.ones(2, 4)
-    fused, dtype = partial(sharded_linear, x, transport=link), torch.int32
-    low = torch.ones(4).bfloat16()
-    shape = r"the bias has shape \(2,\); it has to be \(4,\), that of all 2 shards of 2 rows"
-    for kind, words, call in (
-        (ValueError, shape, lambda: fused(shard, torch.ones(2))),
-        (TypeError, "x is torch.float32, the bias torch.bfloat16; cast", lambda: fused(shard, low)),
-        (ValueError, "x has 4 features, the weight takes 5", lambda: fused(torch.ones(2, 5))),
-        (ValueError, "sums need a floating", lambda: ShardedOptions(reduce_dtype=dtype)),
-    ):
-        with pytest.raises(kind, match=words):
-            call()
-
-
-@on_ranks(2)
-def test_ranks_that_disagree_are_told(rank: int) -> None:
-    x, shard = torch.ones(3, 4, requires_grad=True), torch.ones(2, 4, requires_grad=True)
-    frozen = torch.ones(2, 4, requires_grad=rank == 0)
-    average = ShardedOptions(average=bool(rank))
-    with pytest.raises(MismatchError, match=r"rows: .* here, .* there"):
-        sharded_linear(x, torch.ones(2 + rank, 4), transport=new_link())
-    with pytest.raises(MismatchError, match=r"options: .*average.* here, .*average.* there"):
-        sharded_linear(x, shard, transport=new_link(), options=average)
-    y = sharded_linear(x, frozen, transport=new_link())
-    with pytest.raises(MismatchError):
-        y.sum().backward()

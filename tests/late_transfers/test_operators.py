@@ -6,12 +6,10 @@ from importlib import import_module
 from typing import Any
 
 MODULES = (
-    "test_attention",
-    "test_bucket_failures",
+    "test_accuracy",
     "test_bucket_order",
     "test_buckets",
     "test_linear",
-    "test_programs",
     "test_sharded_linear",
     "test_sharded_module",
     "test_ulysses",

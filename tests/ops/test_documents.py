@@ -8,55 +8,24 @@ from commfuse_npu.kernels import Piece
 from commfuse_npu.ops.attention_mask import Documents
 
 
-def counted(documents: Documents, start: int, stop: int) -> tuple[slice, list[tuple[int, ...]]]:
-    """The keys, and per piece the sample and the bounds of queries and keys in the sequence."""
-    keys, pieces = documents.pieces(slice(start, stop))
-    return keys, [
-        (
-            piece.sample,
-            piece.queries.start + start,
-            piece.queries.stop + start,
-            piece.keys.start + keys.start,
-            piece.keys.stop + keys.start,
-        )
-        for piece in pieces
-    ]
-
-
 @pytest.mark.parametrize(
-    ("run", "keys", "pieces"),
+    ("documents", "run", "keys", "pieces"),
     [
         # The first document cut at its end, a whole one, the begin of the last.
-        ((3, 9), (0, 9), [(0, 3, 5, 0, 5), (0, 5, 6, 5, 6), (0, 6, 9, 6, 9)]),
+        (Documents([5, 6, 12], 12), (3, 9), (0, 9),
+         [(0, 0, 2, 0, 5), (0, 2, 3, 5, 6), (0, 3, 6, 6, 9)]),
         # In the middle of one: keys from its begin on, none after the last query.
-        ((8, 10), (6, 10), [(0, 8, 10, 6, 10)]),
-        # From border to border.
-        ((5, 6), (5, 6), [(0, 5, 6, 5, 6)]),
-        ((0, 12), (0, 12), [(0, 0, 5, 0, 5), (0, 5, 6, 5, 6), (0, 6, 12, 6, 12)]),
+        (Documents([5, 6, 12], 12), (8, 10), (6, 10), [(0, 0, 2, 0, 4)]),
+        # Two samples: the keys of both begin where the earlier of the two documents does.
+        (Documents([2, 8, 11, 16], 8, 2), (4, 6), (2, 6), [(0, 0, 2, 0, 4), (1, 0, 2, 1, 4)]),
+        # Rows behind the last end are a document; an end that comes twice is one.
+        (Documents([3, 3], 8), (2, 8), (0, 8), [(0, 0, 1, 0, 3), (0, 1, 6, 3, 8)]),
     ],
-)
-def test_documents_are_cut_by_a_run(run, keys, pieces) -> None:
-    assert counted(Documents([5, 6, 12], 12), *run) == (slice(*keys), pieces)
-
-
-def test_samples_have_documents_of_their_own() -> None:
-    documents = Documents([2, 8, 11, 16], 8, 2)
-    keys, pieces = counted(documents, 4, 6)
-    # The keys of both begin where the earlier of the two documents does.
-    assert keys == slice(2, 6)
-    assert pieces == [(0, 4, 6, 2, 6), (1, 4, 6, 3, 6)]
-    assert documents.pieces(slice(4, 6)) == (
-        keys,
-        (Piece(0, slice(0, 2), slice(0, 4)), Piece(1, slice(0, 2), slice(1, 4))),
-    )
-
-
-def test_rows_behind_the_last_end_are_a_document() -> None:
-    assert counted(Documents([3], 8), 2, 8)[1] == [(0, 2, 3, 0, 3), (0, 3, 8, 3, 8)]
-
-
-def test_an_end_that_comes_twice_is_one() -> None:
-    assert counted(Documents([3, 8, 8], 8), 0, 8)[1] == [(0, 0, 3, 0, 3), (0, 3, 8, 3, 8)]
+)  # fmt: skip
+def test_documents_are_cut_by_a_run(documents: Documents, run, keys, pieces) -> None:
+    """The keys, and per piece the sample and the bounds of queries and keys."""
+    made = [Piece(b, slice(*of[:2]), slice(*of[2:])) for b, *of in pieces]
+    assert documents.pieces(slice(*run)) == (slice(*keys), tuple(made))
 
 
 @pytest.mark.parametrize(

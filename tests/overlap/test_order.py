@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,37 +15,40 @@ import torch.distributed as dist
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from commfuse_npu.overlap import ForwardBackwardOverlap, Place
+from commfuse_npu.overlap import ForwardBackwardOverlap, Place, pair
 from commfuse_npu.overlap.turns import BACKWARD, FORWARD, Turns
 from commfuse_npu.plan.turn_order import best_order, duration, strict_turns
 from commfuse_npu.proof.verify_log import verify_logs
 from commfuse_npu.runtime.order_log import OrderLog
+from tests.distributed.ranks import on_ranks
 from tests.overlap import test_pair
 
 END = Place(1.0, 0.0, waits=None, by_default=False)
 BLOCKING = Place(1.0, 1.0, waits=0, by_default=True)
 
 
-def test_one_after_the_other_exposes_every_transfer() -> None:
-    sides = [BLOCKING, BLOCKING, END], [BLOCKING, END]
-    never = (False,) * 3, (False,) * 2
-    assert duration(sides, never) == 8  # 5 pieces, 3 transfers
-    assert duration(sides, strict_turns(sides)) == 5
+LONG = Place(1.0, 4.0, waits=0, by_default=True)
+BEGINS, WAITS = Place(1.0, 1.0, None, False), Place(1.0, 0.0, 0, True)
+SHORT = WAITS._replace(work=0.25)
 
 
-def test_an_asynchronous_transfer_is_beside_its_own_side() -> None:
-    begins, waits = Place(1.0, 1.0, None, False), Place(1.0, 0.0, 0, True)
-    assert duration(([begins, waits, END], [END]), ((False,) * 3, (False,))) == 4
-    short = waits._replace(work=0.25)
-    assert duration(([begins, short, END], [END]), ((False,) * 3, (False,))) == 4
-    assert duration(([begins, short, END], [END]), ((False, True, False), (False,))) == 3.25
-
-
-def test_transfers_share_one_link() -> None:
-    long = Place(1.0, 4.0, waits=0, by_default=True)
-    sides = [long, END], [long, END]
-    # The second transfer begins when the first one has ended: 1, 1 + 4, 1 + 4 + 4, 1.
-    assert duration(sides, strict_turns(sides)) == 10
+@pytest.mark.parametrize(
+    ("forward", "backward", "order", "takes"),
+    [
+        # One after the other exposes every transfer: 5 pieces, 3 transfers.
+        ([BLOCKING, BLOCKING, END], [BLOCKING, END], ((0, 0, 0), (0, 0)), 8),
+        ([BLOCKING, BLOCKING, END], [BLOCKING, END], None, 5),
+        # An asynchronous transfer is beside its own side.
+        ([BEGINS, WAITS, END], [END], ((0, 0, 0), (0,)), 4),
+        ([BEGINS, SHORT, END], [END], ((0, 0, 0), (0,)), 4),
+        ([BEGINS, SHORT, END], [END], ((0, 1, 0), (0,)), 3.25),
+        # Transfers share one link: 1, 1 + 4, 1 + 4 + 4, 1.
+        ([LONG, END], [LONG, END], None, 10),
+    ],
+)
+def test_duration_by_hand(forward: Any, backward: Any, order: Any, takes: float) -> None:
+    sides = forward, backward
+    assert duration(sides, order or strict_turns(sides)) == takes
 
 
 def test_a_chosen_order_hands_over_between_dgrad_and_wgrad() -> None:
@@ -99,7 +102,7 @@ def test_both_sides_complete_for_every_list(counts: tuple[int, int]) -> None:
             for number in range(counts[me]):
                 noted.append((me, number))
                 turns.place(True)
-            noted.append((me, "end"))
+            noted.append((me, counts[me]))
             turns.end(me)
 
         second = threading.Thread(target=side, args=(BACKWARD,), daemon=True)
@@ -109,62 +112,69 @@ def test_both_sides_complete_for_every_list(counts: tuple[int, int]) -> None:
         assert noted == expected(order, counts)
 
 
-def expected(order: Any, counts: tuple[int, int]) -> list[Any]:
+def expected(order: Any, counts: tuple[int, int]) -> list[tuple[int, int]]:
     """What a reader of the list would note."""
-    noted: list[Any] = []
-    at, side = [0, 0], FORWARD
+    noted: list[tuple[int, int]] = []
+    side = FORWARD
     while len(noted) < sum(counts) + 2:
-        number = at[side]
-        at[side] += 1
-        if number == counts[side]:
-            noted.append((side, "end"))
-            side = 1 - side
-            continue
+        number = sum(one == side for one, _ in noted)
         noted.append((side, number))
-        other_ended = at[1 - side] > counts[1 - side]
-        if order[side][number] and not other_ended:
+        other_ended = (1 - side, counts[1 - side]) in noted
+        if number == counts[side] or (order[side][number] and not other_ended):
             side = 1 - side
     return noted
 
 
-def recorded(rank: int) -> Any:
+@on_ranks(2)
+def test_an_order_is_chosen_from_what_was_recorded(rank: int) -> None:
     overlap = ForwardBackwardOverlap([test_pair.world()])
 
-    def side(transfers: int) -> Callable[[], str]:
-        def run() -> str:
+    def side(transfers: int) -> Callable[[], int]:
+        def run() -> int:
             for _ in range(transfers):
                 dist.all_reduce(torch.ones(2))
             work = dist.all_reduce(torch.ones(2), async_op=True)
             full = torch.empty(dist.get_world_size())
             dist.all_gather_into_tensor(full, torch.ones(1), async_op=True).wait()
             work.wait()
-            return f"{transfers}"
+            return transfers
 
         return run
 
-    assert overlap.record(side(1), side(2), "kind") == ("1", "2")
-    kinds = [
+    assert overlap.record(side(1), side(2), "kind") == (1, 2)
+    blocking, began, end = (True, 0, True), (True, None, False), (False, None, False)
+    rest = [began, began, (False, 1, False), (False, 0, True), end]  # the gather's wait, the sum's
+    assert [
         [(place.transfer > 0, place.waits, place.by_default) for place in side]
         for side in overlap.recorded["kind"]
-    ]
+    ] == [[blocking, *rest], [blocking, blocking, *rest]]
     overlap.choose_orders()
-    assert overlap.run(side(1), side(2), "kind") == ("1", "2")
+    assert overlap.run(side(1), side(2), "kind") == (1, 2)
     overlap.check()
-    return kinds, overlap.orders
+    assert [len(part) for part in overlap.orders["kind"]] == [6, 7]
 
 
-def test_an_order_is_chosen_from_what_was_recorded(ranks: Any) -> None:
-    blocking, began, end = (True, 0, True), (True, None, False), (False, None, False)
-    gather_waits, sum_waits = (False, 1, False), (False, 0, True)
-    rest = [began, began, gather_waits, sum_waits, end]
-    first, second = ranks(2).run(recorded)
-    assert first == second
-    kinds, orders = first
-    assert kinds == [[blocking, *rest], [blocking, blocking, *rest]]
-    assert [len(part) for part in orders["kind"]] == [6, 7]
+@pytest.mark.parametrize("shared", [True, False])
+@on_ranks(2)
+def test_ranks_share_the_order_that_was_found(rank: int, shared: bool) -> None:
+    """The search finds another order on each rank; they compare what each of them takes."""
+    overlap = ForwardBackwardOverlap([test_pair.world()])
+    found = lambda sides: tuple((rank == 0,) * len(side) for side in sides)  # noqa: E731
+    transfer = partial(dist.all_reduce, torch.ones(1))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pair, "best_order", found)
+        if not shared:
+            patch.setattr(dist, "broadcast_object_list", lambda *_, **__: None)
+        overlap.record(transfer, transfer)
+        overlap.choose_orders()
+    if shared:
+        overlap.check()
+    else:
+        with pytest.raises(RuntimeError, match="their collectives were matched wrongly"):
+            overlap.check()
 
 
-def recorded_pairs(rank: int, folder: str, longer: bool) -> str:
+def recorded_pairs(rank: int, folder: str, longer: bool) -> None:
     """Two pairs; the forward of rank 1 keeps its turn at its first place if it is ``longer``."""
     log = OrderLog(Path(folder), rank, 2)
     overlap = ForwardBackwardOverlap([test_pair.world()], order_log=log)
@@ -177,17 +187,13 @@ def recorded_pairs(rank: int, folder: str, longer: bool) -> str:
 
     for _ in range(2):
         overlap.run(side, side)
-    with contextlib.suppress(RuntimeError):  # its own error is tested elsewhere
-        overlap.check()
     log.close()
-    return ""
 
 
 def test_an_order_of_one_rank_alone_is_seen_in_the_order_log(ranks: Any, tmp_path: Path) -> None:
     ranks(2).run(recorded_pairs, str(tmp_path / "same"), False)
     found = verify_logs([tmp_path / "same"])
     assert (found.faults, found.notes, found.operations) == ([], [], 2 * 2 * 4)
-
     ranks(2).run(recorded_pairs, str(tmp_path / "differ"), True)
     faults = "\n".join(verify_logs([tmp_path / "differ"]).faults)
     assert "ranks 0 and 1 do not do the same as collective 1 (all_reduce of a backward)" in faults

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from commfuse_npu.plan import rules
-from commfuse_npu.plan.instructions import Add, Compute, Post, Wait
+from commfuse_npu.plan.instructions import Add, Compute, Wait
 from commfuse_npu.plan.schedule import Place, Schedule
 
 
@@ -22,18 +22,6 @@ def test_the_sums_of_a_backward_come_behind_its_weight_gradient() -> None:
     assert works == ["gemm", "gemm", "wgrad", "add", "add"]
     first_wait = next(place for place, one in enumerate(program.code) if isinstance(one, Wait))
     assert first_wait > program.last_post, "everything is on its way before anything is awaited"
-
-
-def test_own_block_first_and_last() -> None:
-    gather = rules.gather_gemm(at(3, 2), 64, 128, 256, False, None, 0)
-    scatter = rules.gemm_scatter(at(3, 2), 64, 128, 256)
-    own = slice(3 * 64, 4 * 64)
-    first, *_ = (one for one in gather.code if isinstance(one, Compute))
-    *_, last = (one for one in scatter.code if isinstance(one, Compute))
-    assert (first.outs[0].start, first.outs[0].stop) == (own.start, own.stop)
-    assert (last.outs[0].start, last.outs[0].stop) == (own.start, own.stop)
-    assert all(isinstance(one, Post) for one in gather.code[:7]), "a chunk is under way"
-    assert gather.code[7] == first
 
 
 def test_receives_come_first_where_they_are_posted_by_themselves() -> None:
@@ -64,15 +52,6 @@ def test_a_program_reads_as_text() -> None:
         "   4  out[0:4] = partials 0[0:4] + product 0[0:4]",
         "   5  wait until sent 0",
     ]
-
-
-def test_compiled_once() -> None:
-    place = Place(Schedule(), 0, 4, True)
-    assert rules.gemm_scatter(place, 4, 8, 8) is rules.gemm_scatter(place, 4, 8, 8)
-    program = rules.gemm_scatter(place, 4, 8, 8)
-    assert program.rule == ("gemm_scatter", Schedule(), 4, 8, 8)
-    assert program.arguments == {"rows": 4, "inputs": 8, "outputs": 8}
-    assert rules.RULES["gemm_scatter"](place, *program.rule[2:]) is program
 
 
 @pytest.mark.parametrize("batched", [False, True])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from commfuse_npu.plan.slots import (
-    Slot,
     Step,
     in_flight_without,
     most_in_flight,
@@ -22,15 +21,11 @@ LAYOUTS = [
 ]
 
 
-def every_stage(stages: int, chunks: int, microbatches: int) -> list[tuple[Slot, ...]]:
-    return [slots(stages, stage, chunks, microbatches) for stage in range(stages)]
-
-
 @pytest.mark.parametrize(("stages", "chunks", "microbatches"), LAYOUTS)
 def test_what_a_slot_needs_was_made_one_slot_before(
     stages: int, chunks: int, microbatches: int
 ) -> None:
-    plans = every_stage(stages, chunks, microbatches)
+    plans = [slots(stages, stage, chunks, microbatches) for stage in range(stages)]
     assert len({len(plan) for plan in plans}) == 1
     made: set[tuple[str, int, Step]] = set()
     for now in zip(*plans, strict=True):
@@ -61,21 +56,6 @@ def test_what_a_slot_needs_was_made_one_slot_before(
         assert {slot.backward for slot in plan if slot.backward} == expected
 
 
-@pytest.mark.parametrize(("stages", "microbatches"), [(1, 8), (2, 8), (4, 16), (4, 3)])
-def test_memory_of_a_plain_pipeline(stages: int, microbatches: int) -> None:
-    for stage in range(stages):
-        plan = slots(stages, stage, 1, microbatches)
-        # 2 (p - s) - 1 when a slot begins, and the forward of the slot itself.
-        assert most_in_flight(plan) == min(microbatches, 2 * (stages - stage))
-
-
-def test_memory_of_a_virtual_pipeline_is_one_chunk_more() -> None:
-    stages, chunks, microbatches = 4, 2, 16
-    for stage in range(stages):
-        megatron = 2 * (stages - stage - 1) + (chunks - 1) * stages + 1
-        assert most_in_flight(slots(stages, stage, chunks, microbatches)) == megatron + 1
-
-
 def test_how_many_have_a_partner() -> None:
     assert paired_microbatches(slots(1, 0, 1, 8)) == (7, 8)
     assert paired_microbatches(slots(4, 0, 1, 16)) == (16 - 2 * 4 + 1, 16)
@@ -102,6 +82,9 @@ def test_a_virtual_pipeline_needs_whole_groups() -> None:
     ],
 )
 def test_activations_in_flight(layout: tuple[int, int, int, int], without: int, most: int) -> None:
-    """Without it those of Megatron's warm-up and one more; two sides of a slot both count."""
+    """Without it those of Megatron's warm-up and one more; two sides of a slot both count.
+
+    Of a plain pipeline 2 (p - s) - 1 when a slot begins, and the forward of the slot itself.
+    """
     assert in_flight_without(*layout) == without
     assert most_in_flight(slots(*layout)) == most

@@ -22,12 +22,6 @@ def play(*by_place: list[Post | Wait], opened: set | None = None) -> str | None:
     return None if stuck is None else stuck.text
 
 
-def test_two_ranks_open_a_link_without_the_third() -> None:
-    opened: set = set()
-    assert play([swap(0, 1, 0)], [swap(1, 0, 0)], [], opened=opened) is None
-    assert opened == {(GROUP, (0, 10, 11))}
-
-
 def test_a_host_is_held_until_its_peer_comes() -> None:
     first = [swap(0, 1, 0, 0), swap(0, 1, 1, 1)]
     other = [swap(1, 0, 1, 1), swap(1, 0, 0, 0)]

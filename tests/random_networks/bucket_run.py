@@ -26,33 +26,36 @@ def _filled(case: BucketRun, place: int, rank: int) -> torch.Tensor:
 
 
 def run_buckets(case: BucketRun, form: Form) -> Found:
-    """All buckets, started in order; the fused ones are waited for in another order per rank."""
+    """All buckets, started in order; a rank waits for some in between, in an order of its own."""
     link = transport_of(case)
     tensors = [_filled(case, place, link.rank) for place in range(len(case.buckets))]
     found: Found = {}
     if form == "fused":
-        waits = []
-        for bucket, tensor in zip(case.buckets, tensors, strict=True):
+        dice, open_ = random.Random(f"{case.seed} {link.rank}"), {}
+
+        def wait(place: int) -> None:
+            bucket, tensor, handle = case.buckets[place], tensors[place], open_.pop(place)
+            if bucket.gather and bucket.first_rows:
+                handle.wait_rows(0, bucket.first_rows)
+                found[f"bucket {place}, first rows"] = tensor[: bucket.first_rows].clone()
+            handle.wait()
+            if not handle.is_completed():
+                raise AssertionError(f"bucket {place} is not completed after its wait")
+
+        for place, (bucket, tensor) in enumerate(zip(case.buckets, tensors, strict=True)):
             options = BucketOptions(
                 case.schedule, _wide(case, bucket), case.scratch_bytes, case.last_first
             )
             buckets = Buckets(link, options)
             if bucket.gather:
-                waits.append(buckets.all_gather(tensor))
+                open_[place] = buckets.all_gather(tensor)
             else:
-                waits.append(
-                    buckets.reduce_scatter(tensor, average=bucket.average, scale=bucket.scale)
-                )
-        order = list(range(len(waits)))
-        random.Random(f"{case.seed} {link.rank}").shuffle(order)
-        for place in order:
-            bucket, tensor = case.buckets[place], tensors[place]
-            if bucket.gather and bucket.first_rows:
-                waits[place].wait_rows(0, bucket.first_rows)
-                found[f"bucket {place}, first rows"] = tensor[: bucket.first_rows].clone()
-            waits[place].wait()
-            if not waits[place].is_completed():
-                raise AssertionError(f"bucket {place} is not completed after its wait")
+                given = {"average": bucket.average, "scale": bucket.scale}
+                open_[place] = buckets.reduce_scatter(tensor, **given)
+            if dice.random() < 0.3:
+                wait(dice.choice(list(open_)))
+        while open_:
+            wait(dice.choice(list(open_)))
     else:
         for place, (bucket, tensor) in enumerate(zip(case.buckets, tensors, strict=True)):
             if bucket.gather:

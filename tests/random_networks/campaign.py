@@ -7,7 +7,6 @@ import math
 import random
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import hypothesis
 import pytest
@@ -18,7 +17,7 @@ from tests.random_networks.case import Case
 from tests.random_networks.compare import complaints
 from tests.random_networks.strategy import cases
 
-__all__ = ["Campaign", "Compare", "campaign", "failure_of"]
+__all__ = ["Compare", "campaign", "failure_of"]
 
 _CASE_SECONDS = 240.0
 _SHRINKING_SECONDS = 60.0
@@ -30,21 +29,6 @@ case: good for finding equal values by chance, bad for a wide choice."""
 
 Compare = Callable[[int, Case], list[str]]
 """What a rank does with a case: ``(rank, case)``, to what is wrong with it."""
-
-
-@dataclass
-class Campaign:
-    """What came of it.
-
-    Attributes:
-        cases: how many were compared, all different, without those of shrinking.
-        smallest: the smallest case that fails, if one does.
-        failure: what is wrong with it.
-    """
-
-    cases: int = 0
-    smallest: Case | None = None
-    failure: str = ""
 
 
 def failure_of(group: Ranks, case: Case, compare: Compare = complaints) -> str:
@@ -65,27 +49,33 @@ def failure_of(group: Ranks, case: Case, compare: Compare = complaints) -> str:
     return "\n".join([*found, repeat, f"    {case!r}"])
 
 
-def campaign(group: Ranks, wanted: int, seed: int, compare: Compare = complaints) -> Campaign:
+def campaign(
+    group: Ranks, wanted: int, seed: int, compare: Compare = complaints
+) -> tuple[int, str]:
     """Compare so many different cases: the same ones for a seed, a group size and a hypothesis.
 
     It ends with the first case that fails, when hypothesis has made it small.
+
+    Returns:
+        How many were compared, without those of shrinking, and what is wrong with the smallest
+        case that fails, if one does.
     """
-    result = Campaign()
+    failure, compared = "", 0
     known: dict[Case, str] = {}
     shrink_until = math.inf
 
     def fused_is_plain(case: Case) -> None:
-        nonlocal shrink_until
-        enough = time.monotonic() > shrink_until if result.failure else result.cases == wanted
+        nonlocal failure, compared, shrink_until
+        enough = time.monotonic() > shrink_until if failure else compared == wanted
         if case not in known and not enough:
             known[case] = failure_of(group, case, compare)
-            result.cases += not result.failure
+            compared += not failure
         if known.get(case):
-            if not result.failure:
+            if not failure:
                 shrink_until = time.monotonic() + _SHRINKING_SECONDS
             # The last one that is tried is the smallest.
-            result.smallest, result.failure = case, known[case]
-            raise AssertionError(result.failure)
+            failure = known[case]
+            raise AssertionError(failure)
 
     settled = settings(
         max_examples=_ROUND,
@@ -97,8 +87,8 @@ def campaign(group: Ranks, wanted: int, seed: int, compare: Compare = complaints
         print_blob=False,
     )
     seeds = random.Random(seed)
-    while result.cases < wanted and not result.failure:
+    while compared < wanted and not failure:
         search = settled(given(case=cases(group.size))(fused_is_plain))
         with contextlib.suppress(AssertionError):
             hypothesis.seed(seeds.getrandbits(64))(search)()
-    return result
+    return compared, failure

@@ -8,7 +8,7 @@ have to be equal to those of the plain form that is cut into the same pieces.
 
 from __future__ import annotations
 
-from dataclasses import MISSING, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 import torch
@@ -50,31 +50,8 @@ HEAD_FEATURES = 16
 """Of an attention head: rows of all heads are multiples of 64 bytes, see the ops' exactness."""
 
 
-class _Printed:
-    """Printed as the expression that makes it again, without what is left at its default."""
-
-    def __repr__(self) -> str:
-        return python_of(self)
-
-
-def python_of(value: object) -> str:
-    """The expression that makes ``value`` again."""
-    if hasattr(value, "__dataclass_fields__"):
-        # A field without a default is always said.
-        said = [
-            f"{field.name}={python_of(getattr(value, field.name))}"
-            for field in fields(value)  # type: ignore[arg-type]
-            if field.default is MISSING or getattr(value, field.name) != field.default
-        ]
-        return f"{type(value).__name__}({', '.join(said)})"
-    if isinstance(value, tuple):
-        inner = ", ".join(python_of(item) for item in value)
-        return f"({inner},)" if len(value) == 1 else f"({inner})"
-    return repr(value)
-
-
-@dataclass(frozen=True, repr=False)
-class Layer(_Printed):
+@dataclass(frozen=True)
+class Layer:
     """One call of an op.
 
     Attributes:
@@ -111,8 +88,8 @@ class Layer(_Printed):
     scale: float | None = None
 
 
-@dataclass(frozen=True, repr=False)
-class Network(_Printed):
+@dataclass(frozen=True)
+class Network:
     """Layers in a chain, or side by side on one input, before one backward.
 
     Attributes:
@@ -160,8 +137,8 @@ def one_layer(op: str, size: int, **changes: Any) -> Network:
     return Network(size, (layer,), **{"rows": 6, "batch": 2, "rounded": True} | changes)
 
 
-@dataclass(frozen=True, repr=False)
-class Bucket(_Printed):
+@dataclass(frozen=True)
+class Bucket:
     """One bucket of ``elements`` per rank.
 
     Attributes:
@@ -177,8 +154,8 @@ class Bucket(_Printed):
     first_rows: int = 0
 
 
-@dataclass(frozen=True, repr=False)
-class BucketRun(_Printed):
+@dataclass(frozen=True)
+class BucketRun:
     """Buckets, several under way, which every rank waits for in an order of its own."""
 
     size: int

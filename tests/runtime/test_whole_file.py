@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from commfuse_npu.runtime.whole_file import whole_file, write_json
-from commfuse_npu.tools import cli
+from commfuse_npu.runtime.whole_file import write_json
 
 
 def test_written_whole_in_a_folder_of_any_name(tmp_path: Path) -> None:
@@ -36,17 +35,6 @@ def test_a_full_disk_leaves_the_old_file(small_disk: Callable[[int], Path]) -> N
     assert [one.name for one in path.parent.iterdir()] == ["file.json"]
 
 
-def test_an_interruption_leaves_the_old_file(tmp_path: Path) -> None:
-    path = tmp_path / "file.txt"
-    path.write_text("old")
-    writing = whole_file(path)
-    writing.__enter__().write_text("new")
-    error = KeyboardInterrupt()
-    assert not writing.__exit__(type(error), error, None), "the interruption goes on"
-    assert path.read_text() == "old"
-    assert len(list(tmp_path.iterdir())) == 1
-
-
 def test_a_link_stays_a_link(tmp_path: Path) -> None:
     (tmp_path / "target.json").write_text("old")
     (tmp_path / "link.json").symlink_to("target.json")
@@ -69,23 +57,3 @@ def test_what_is_no_file_is_written_to_and_never_replaced(tmp_path: Path) -> Non
     assert stat.S_ISCHR(Path("/dev/null").stat().st_mode)
     with pytest.raises(OSError, match="Is a directory"):
         write_json(tmp_path, [1])
-
-
-SIMULATE = (
-    "simulate --model llama3_8b --hardware ascend_910b_server --typical --sequence-lengths 1024 "
-    "--variants plain-mesh,megatron"
-)
-
-
-@pytest.mark.parametrize("option", ["--json", pytest.param("--html", marks=pytest.mark.long)])
-def test_simulate_says_that_the_disk_is_full(
-    small_disk: Callable[[int], Path], capsys: pytest.CaptureFixture[str], option: str
-) -> None:
-    if option == "--html":
-        pytest.importorskip("vl_convert")
-    path = small_disk(4) / "out.html"
-    assert cli.main([*SIMULATE.split(), option, str(path)]) == 2
-    captured = capsys.readouterr()
-    assert "No space left on device" in captured.err
-    assert "Shortest step: " in captured.out, "what was found is shown all the same"
-    assert list(path.parent.iterdir()) == []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from commfuse_npu.tuning import fastest
@@ -23,6 +23,7 @@ class _Runs:
         return [self.seconds[one] * slow for one in order]
 
 
+@settings(deadline=None)
 @given(st.lists(st.floats(0.1, 10.0), min_size=1, max_size=20))
 def test_the_fastest_wins_or_a_simpler_one_that_is_as_fast(seconds: list[float]) -> None:
     runs = _Runs(seconds)
@@ -43,18 +44,6 @@ def test_the_slower_half_is_not_run_again_and_every_round_has_its_order() -> Non
     assert all(sorted(order) == [1, 3, 4, 7] for order in runs.orders[3:])
     assert medians == [None, 1.0, None, 2.0, 3.0, None, None, 8.0]
     assert runs.orders[1] != list(range(8)), "shuffled"
-
-
-def test_one_slow_round_does_not_decide() -> None:
-    rounds: list[int] = []
-
-    def run(order: Sequence[int]) -> list[float]:
-        rounds.append(len(order))
-        disturbed = len(rounds) == 5
-        return [9.0 if disturbed and one == 0 else 1.0 + 0.1 * one for one in order]
-
-    assert fastest(2, run)[0] == 0
-    assert len(rounds) > 5
 
 
 def test_what_is_usual_is_not_overruled_by_less_than_the_spread() -> None:

@@ -1,0 +1,150 @@
+"""Every op in one layer: the plain form's bits, and the distance from fp64, on gloo processes.
+
+Of random networks (:mod:`tests.random_networks`) the bits alone are compared.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+
+from commfuse_npu import ops
+from commfuse_npu.plan import Schedule
+from commfuse_npu.runtime.collective_transport import CollectiveTransport
+from tests.attention_masks import MASKS
+from tests.distributed.programs import correct, transport
+from tests.distributed.ranks import on_ranks
+from tests.random_networks.case import HEAD_FEATURES, Network, one_layer
+from tests.random_networks.compare import differences, run_case
+from tests.random_networks.network_run import run_network
+from tests.random_networks.values import drawn
+
+ULYSSES = (
+    *("linear_all_to_all", "attention_all_to_all"),
+    *("all_to_all_linear", "attention_all_to_all_linear"),
+)
+SPLIT = "attention_linear_reduce_scatter"
+LINEARS = ("all_gather_linear", "linear_reduce_scatter", "linear_all_reduce", "sharded_linear")
+LOW = (torch.bfloat16, torch.float16)
+CUT = (
+    Schedule(lanes=1),
+    Schedule(lanes=3, chunks=4),
+    Schedule(lanes=2, chunks=3, taper=2),
+    Schedule(lanes=2, chunks=50),
+)
+
+
+def whole_layer(size: int, last: str = ULYSSES[3], **changes: Any) -> Network:
+    """A projection to heads, some of which two ranks share, and what follows it."""
+    first = one_layer(ULYSSES[0], size, shared=32, schedule=Schedule(lanes=1, chunks=3))
+    return replace(first, layers=(first.layers[0], one_layer(last, size).layers[0]), **changes)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@on_ranks()
+def test_linear_layers(rank: int) -> None:
+    size = transport().size
+    each = product(LINEARS, (torch.float32, *LOW), ("whole", "blocks"))
+    cases = [one_layer(op, size, dtype=dtype, wgrad=wgrad) for op, dtype, wgrad in each]
+    main_grad = {"dtype": torch.bfloat16, "main_grad": torch.float32}
+    for op, wgrad in product(LINEARS[:3], ("whole", "blocks")):
+        cases.append(one_layer(op, size, wgrad=wgrad, **main_grad))
+    correct(rank, cases)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@on_ranks()
+def test_attention_and_ulysses(rank: int, dtype: torch.dtype) -> None:
+    """All masks, and as many query heads as key heads or several of them for one."""
+    size, attention = transport().size, (*ULYSSES[1::2], SPLIT)
+    cases = [one_layer(op, size, keys=keys) for op, keys in product((*ULYSSES, SPLIT), (1, 2))]
+    for op, mask in product(attention, ("full", *MASKS)):
+        cases.append(one_layer(op, size, queries=4, mask=mask))
+    cases += [one_layer(SPLIT, size, mask=mask, batch=1, scale=0.3) for mask in MASKS]
+    cases += [one_layer(ULYSSES[0], size, shared=32), whole_layer(size)]
+    correct(rank, [replace(case, dtype=dtype) for case in cases])
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@on_ranks()
+def test_schedules(rank: int) -> None:
+    size = transport().size
+    every = [*CUT, Schedule(lanes=2, chunks=2, costs=tuple(range(1, size + 1)))]
+    if size == 4:
+        every.append(Schedule("two_level", lanes=2, chunks=2, node_size=2))
+    each = *ULYSSES, SPLIT
+    cases = [one_layer(op, size, schedule=of) for op, of in product(each, every)]
+    cases += [one_layer(op, size, schedule=every[2], batched=True) for op in each]
+    # Chunks of two and three rows: what the forward keeps of each is for the same rows.
+    cases += [one_layer(op, size, rows=5) for op in each]
+    cases += [one_layer(SPLIT, size, mask="documents", schedule=every[3])]
+    correct(rank, cases)
+
+
+@on_ranks(4)
+def test_one_document_is_the_causal_mask(rank: int) -> None:
+    masks = "causal", "one document"
+    assert not differences(*(run_case(one_layer(SPLIT, 4, mask=of), "fused") for of in masks))
+
+
+@on_ranks(2)
+def test_heads_without_gradients(rank: int) -> None:
+    """Gradients of those of queries, keys and values that want one, and of no others."""
+    shape = 12, 2, 2, HEAD_FEATURES
+    given = [drawn(rank, name, shape, torch.float32, rounded=True) for name in "qkv"]
+    proj = drawn(0, "proj", (32, 64), torch.float32, rounded=True)
+    link = transport()
+    for wanted, op in product(((), (0,), (1,), (0, 2), (1, 2)), ULYSSES[1::2]):
+        more = () if op == ULYSSES[1] else (proj.clone().requires_grad_(),)
+        results = []
+        for carrier in (link, CollectiveTransport(link.group, same_pieces=True)):
+            heads = [one.clone().requires_grad_(at in wanted) for at, one in enumerate(given)]
+            y = getattr(ops, op)(*heads, *more, causal=True, transport=carrier)
+            if y.requires_grad:
+                y.backward(torch.ones_like(y))
+            results.append([one.grad for one in heads])
+        for at, (ours, plain) in enumerate(zip(*results, strict=True)):
+            assert (ours is not None) == (plain is not None) == (at in wanted), (op, wanted)
+            assert ours is None or torch.equal(ours, plain), (op, wanted)
+
+
+SUMMED = {ULYSSES[0]: "micro-batch 0, layer 0 x.grad", ULYSSES[2]: "micro-batch 0, layer 0 y"}
+"""What is summed over ranks in fp32, and is not made from something that was rounded."""
+
+
+def rounded_twice(rank: int) -> list[str]:
+    found = []
+    for (op, name), keys in product(SUMMED.items(), (0, 32)):
+        case = one_layer(op, 3, dtype=torch.bfloat16, shared=keys, bias="no")
+        ours, exact = (run_case(case, form)[name] for form in ("fused", "exact"))
+        half = torch.finfo(case.dtype).eps / 2 * exact.abs()
+        if ((ours - exact).abs() > half + 1e-5 * exact.abs().max()).any():
+            found.append(f"{case}: {name} is rounded more than once")
+    return found
+
+
+def test_sums_over_ranks_are_rounded_once(ranks: Any) -> None:
+    assert not any(ranks(3).run(rounded_twice))
+
+
+@pytest.mark.parametrize(
+    ("op", "name"),
+    [
+        ("linear_reduce_scatter", "micro-batch 0, layer 0 y"),
+        ("sharded_linear", "layer 0 weight.grad"),
+    ],
+)
+@on_ranks(4)
+def test_reduce_dtype_rounds_once(rank: int, op: str, name: str) -> None:
+    """Mean errors of what is summed over the ranks, in the dtype and in fp32."""
+    errors = []
+    for wide in (False, True):
+        case = one_layer(op, 4, dtype=torch.bfloat16, bias="no", wide=wide, rows=16, batch=1)
+        ours, exact = (run_network(case, form)[name] for form in ("fused", "exact"))
+        errors.append((ours - exact).pow(2).mean().sqrt().item())
+    assert errors[1] < errors[0]

@@ -1,0 +1,240 @@
+"""What cannot work is refused before anything is sent; ranks that disagree are told what about."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from commfuse_npu import MismatchError, Schedule, Transport, ops
+from commfuse_npu.ops import (
+    BucketOptions,
+    Buckets,
+    Documents,
+    LinearOptions,
+    ShardedOptions,
+    all_gather_linear,
+    linear_reduce_scatter,
+)
+from commfuse_npu.ops.buckets import plain_all_gather_bucket, plain_reduce_scatter_bucket
+from commfuse_npu.plan.rules import gather_use
+from commfuse_npu.plan.schedule import Place
+from tests.distributed.programs import gather_and_use
+from tests.distributed.ranks import on_ranks
+from tests.limits import PATIENT
+
+Call = Callable[[], object]
+INT, LOW, FP32 = torch.int32, torch.bfloat16, torch.float32
+
+
+def link(**options: Any) -> Transport:
+    return Transport.create(timeout=PATIENT, **{"lanes": 2, **options})
+
+
+def of_linears(made: Transport) -> list[tuple[str, Call]]:
+    x, weight, meta = torch.ones(4, 4), torch.ones(3, 4), "meta"
+    fused, sink = partial(all_gather_linear, transport=made), lambda piece, rows: None
+    sharded = partial(ops.sharded_linear, x, transport=made)
+    places = (0, 3, False), (made.rank, 2, True)
+    other, way = (gather_use(Place(Schedule(), *place), 2, 2, False) for place in places)
+    rows = torch.ones(2, 4)
+    return [
+        ("x is torch.int64; choose one of float32, bf", lambda: fused(x.long(), weight.long())),
+        ("x is torch.float32, the weight torch.bfloat16; ", lambda: fused(x, weight.to(LOW))),
+        ("x is torch.float32, the bias torch.bfloat16; c", lambda: sharded(rows, x[0].to(LOW))),
+        ("x has 4 features, the weight takes 5", lambda: fused(x, torch.ones(3, 5))),
+        (r"bias has shape \(4,\); it has to be \(3,\)", lambda: fused(x, weight, torch.ones(4))),
+        (r"shape \(2,\); .* be \(4,\), that of all 2 shards", lambda: sharded(rows, x[0, :2])),
+        (r"they have to be \[S, ..., I\] and \[O, I\]", lambda: fused(x[0], weight)),
+        ("length 5 is not divisible by the group size 2; pad it to 6, or use linear_all_reduce",
+         lambda: linear_reduce_scatter(torch.ones(5, 4), weight, transport=made)),
+        ("x is on cpu, the weight on meta; move one of", lambda: fused(x, weight.to(meta))),
+        ("x is on meta, the group transfers cpu tensors; move it there",
+         lambda: fused(x.to(meta), weight.to(meta))),
+        (r"shape \(4, 3\) is not contiguous", lambda: gather_and_use(link(), weight.t(), sink)),
+        (r"shard has shape \(4,\); it has to be a matrix",
+         lambda: gather_and_use(link(), x[0], sink, shape=(2, 1))),
+        ("the program is for rank 0 of 3, the transport is rank . of 2",
+         lambda: link().begin(other, "other", x)),
+        ("the program is made for batches, the transport posts the other way",
+         lambda: link().begin(way, "other", x)),
+        ("'half' is unknown; choose whole or blocks", lambda: LinearOptions(wgrad="half")),
+        ("torch.int32; partial sums need a floating", lambda: LinearOptions(reduce_dtype=INT)),
+        ("sums need a floating", lambda: ShardedOptions(reduce_dtype=INT)),
+        ("check 'nver' is unknown; choose first or always", lambda: link(check="nver")),
+        *(("it must be a whole number from 1", partial(link, lanes=n)) for n in (0, 1.5, True)),
+        ("transport is a ProcessGr.*; pass what", lambda: fused(x, weight, transport=made.group)),
+        (r"options is a dict; pass LinearOptions\(", lambda: fused(x, weight, options={})),
+        *((r"transport is a str; pass what Transport\.create", call) for call in (
+            lambda: Buckets("a group"),
+            lambda: ops.shard_linears(torch.nn.Linear(4, 4), transport="a group"),
+            lambda: ops.ShardedLinear.from_linear(torch.nn.Linear(4, 4), transport="a group"),
+        )),
+    ]  # fmt: skip
+
+
+def of_heads(made: Transport) -> list[tuple[str, Call]]:
+    q = torch.zeros(12, 2, 2, 16)
+    k = v = torch.zeros(12, 2, 1, 16)
+    x, qkv, proj = torch.zeros(6, 2, 32), torch.zeros(128, 32), torch.zeros(32, 64)
+    one, two, hidden = slice(0, 64), slice(64, 128), torch.zeros(2, 1, 12, 12, dtype=torch.bool)
+    split = partial(ops.linear_all_to_all, x, transport=made)
+    join = partial(ops.all_to_all_linear, transport=made)
+    attend = partial(ops.attention_all_to_all, transport=made, causal=True)
+    project = partial(ops.attention_all_to_all_linear, q, k, v, transport=made, causal=True)
+    scatter = partial(ops.attention_linear_reduce_scatter, transport=made, causal=True)
+    documents, other = Documents([12, 24], 12, 2), Documents([12], 12)
+    return [
+        ("127 rows of the weight are not divisible .* 2; say", lambda: split(qkv[:127])),
+        ("given for 1 ranks, the group has 2; give one", lambda: split(qkv, rows=[[one]])),
+        (r"get \[64, 128\] rows of the weight; all", lambda: split(qkv, rows=[[one], [one, two]])),
+        ("128 with step 1", lambda: split(qkv, rows=[[one], [slice(65, 129)]])),
+        ("128 with step 1", lambda: split(qkv, rows=[[one], [slice(0, 128, 2)]])),
+        (r"the bias has shape \(5,\); it has to be \(128,\)", lambda: split(qkv, qkv[:5, 0])),
+        ("11 is not divisible by the group size 2; pad it", lambda: join(q[:11].flatten(2), proj)),
+        (r"each of 2 ranks has 32 features .* takes 63", lambda: join(q.flatten(2), proj[:, :63])),
+        ("dropout is 0.1; the fused form has none", lambda: attend(q, k, v, dropout=0.1)),
+        ("11 is not divisible .* 2; pad it to 12", lambda: attend(q[:11], k[:11], v[:11])),
+        ("12 queries and 6 keys; self-attention has as many", lambda: attend(q, k[:6], v[:6])),
+        ("1 query heads are not a multiple of 2 key", lambda: attend(k, q, q)),
+        ("cast them to one dtype", lambda: attend(q.double(), k, v)),
+        ("q is on meta, the group transfers", lambda: attend(*(t.to("meta") for t in (q, k, v)))),
+        ("q is torch.int32; attention needs", lambda: attend(*(t.int() for t in (q, k, v)))),
+        (r"has to be \[H, 64\]", lambda: project(proj[:, :32])),
+        ("x has 32 features, the weight takes 64", lambda: scatter(q, k, v, proj)),
+        ("documents of 1 samples of 12 are", lambda: attend(q, k, v, documents=other)),
+        ("documents are causal", lambda: attend(q, k, v, causal=False, documents=documents)),
+        ("have no other mask", lambda: attend(q, k, v, documents=documents, hidden=hidden)),
+        (r"is torch.bool \(2, 12, 12\) on cpu", lambda: attend(q, k, v, hidden=hidden[:, 0])),
+        (r"hidden is torch.float32 \(2, 1", lambda: attend(q, k, v, hidden=hidden.float())),
+    ]  # fmt: skip
+
+
+def of_buckets(made: Transport) -> list[tuple[str, Call]]:
+    buckets, four, whole = Buckets(made), torch.ones(4), torch.ones(4, dtype=INT)
+    wide = Buckets(made, BucketOptions(reduce_dtype=FP32))
+    plain_sum = partial(plain_reduce_scatter_bucket, group=made.group)
+    plain_gather = partial(plain_all_gather_bucket, group=made.group)
+    lanes, nodes = Schedule(lanes=9), Schedule("two_level", node_size=3)
+    five, pad = torch.ones(5), "5 elements are not divisible .* size 2; pad the bucket to 6"
+    return [
+        (r"shape \(2, 2\) .* pass the flat buffer", lambda: buckets.all_gather(torch.ones(2, 2))),
+        (r"strides \(2,\)", lambda: buckets.reduce_scatter(torch.ones(8)[::2])),
+        (pad, lambda: buckets.reduce_scatter(five)),
+        (pad, lambda: plain_gather(five)),
+        ("is on meta, this group transfers cpu", lambda: buckets.all_gather(four.to("meta"))),
+        ("torch.int32, which cannot hold the result of an average; use a floating",
+         lambda: buckets.reduce_scatter(whole, average=True)),
+        ("the result of scale 0.5; use a", lambda: plain_sum(whole, scale=0.5)),
+        ("result of reduce_dtype torch.float32; use a", lambda: wide.reduce_scatter(whole)),
+        ("it has to be floating", lambda: plain_sum(four, reduce_dtype=INT)),
+        ("need a floating-point dtype", lambda: BucketOptions(reduce_dtype=INT)),
+        ("is -1; it must be a whole number from 0", lambda: BucketOptions(scratch_bytes=-1)),
+        ("uses 9 lanes, the transport has 2; create it with lanes=9 or plan with fewer",
+         lambda: Buckets(made, BucketOptions(lanes))),
+        ("size 2 is not a multiple of node_size 3", lambda: Buckets(made, BucketOptions(nodes))),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("of", [of_linears, of_heads, of_buckets])
+@on_ranks(2)
+def test_inputs_that_cannot_work_are_refused(rank: int, of: Any) -> None:
+    """On every rank before anything is sent: the transport goes on working."""
+    made = link()
+    for words, call in of(made):
+        with pytest.raises((TypeError, ValueError), match=words):
+            call()
+    assert made.operations == 0
+    y = all_gather_linear(torch.ones(4, 4), torch.ones(3, 4), transport=made)
+    assert torch.equal(y, torch.full((8, 3), 4.0))
+
+
+# -------------------------------------------------------------------- ranks that disagree
+
+
+def linear(
+    *, rows: int = 4, dtype: torch.dtype = FP32, scatter: bool = False, trained: bool = True,
+    **options: Any,
+) -> None:  # fmt: skip
+    x = torch.ones(rows, 4, dtype=dtype, requires_grad=True)
+    weight = torch.ones(3, 4, dtype=dtype, requires_grad=trained)
+    op, given = linear_reduce_scatter if scatter else all_gather_linear, LinearOptions(**options)
+    op(x, weight, transport=link(), options=given).sum().backward()
+
+
+scattered = partial(linear, scatter=True)
+
+
+def sharded(*, rows: int = 2, wgrad: bool = True, **options: Any) -> None:
+    x, shard = torch.ones(3, 4, requires_grad=True), torch.ones(rows, 4, requires_grad=wgrad)
+    given = ShardedOptions(**options)
+    ops.sharded_linear(x, shard, transport=link(), options=given).sum().backward()
+
+
+def heads(*, swapped: bool = False) -> None:
+    rows = [[slice(0, 64)], [slice(64, 128)]]
+    x, weight = torch.zeros(6, 2, 32), torch.zeros(128, 32)
+    ops.linear_all_to_all(x, weight, rows=rows[:: -1 if swapped else 1], transport=link())
+
+
+def bucket(
+    *, elements: int = 4, dtype: torch.dtype = LOW, gather: bool = False, average: bool = False,
+    **options: Any,
+) -> None:  # fmt: skip
+    made, flat = Buckets(link(), BucketOptions(**options)), torch.ones(elements, dtype=dtype)
+    made.all_gather(flat) if gather else made.reduce_scatter(flat, average=average)
+
+
+DIFFER: list[tuple[Callable[..., None], dict[str, Any], dict[str, Any], str]] = [
+    (linear, {}, {"rows": 5}, "rows: . here, . there"),
+    (linear, {}, {"dtype": LOW}, "dtype: torch.[a-z0-9]+ here, torch.[a-z0-9]+ there"),
+    (linear, {}, {"scatter": True}, "operation: .*linear.* here, .*linear.* there"),
+    (linear, {}, {"schedule": Schedule(chunks=2)}, "schedule: .* chunks here, .* chunks there"),
+    # It changes when transfers are posted, and on HCCL messages match by order.
+    (scattered, {"wgrad": "whole"}, {"wgrad": "blocks"}, "options: .*(whole|blocks).* here"),
+    (linear, {}, {"trained": False}, "wgrad: .* here, .* there"),
+    (linear, {}, {"rows": 0}, "path: .* here, .* there"),
+    (sharded, {}, {"rows": 3}, r"rows: .* here, .* there"),
+    (sharded, {}, {"average": False}, "options: .*average.* here, .*average.* there"),
+    (sharded, {}, {"wgrad": False}, "here, .* there"),
+    (heads, {}, {"swapped": True}, "rows: .* here"),
+    (bucket, {}, {"elements": 6}, "rows: . here, . there"),
+    (bucket, {}, {"elements": 0}, "path: [a-z_]+ here, [a-z_]+ there"),
+    (bucket, {}, {"gather": True}, "operation: [a-z_]+_bucket here, [a-z_]+_bucket"),
+    (bucket, {"gather": True}, {"gather": True, "dtype": FP32}, "dtype: torch.[a-z0-9]+ here"),
+    (bucket, {}, {"reduce_dtype": FP32}, "sum_dtype: torch.[a-z0-9]+ here, torch"),
+    (bucket, {}, {"average": True}, "options: .*(True|False).* here, .*(True|False).* there"),
+    (bucket, {}, {"scratch_bytes": 100}, r"options: .*\) here, .*\) there"),
+    (bucket, {"gather": True}, {"gather": True, "last_first": True}, "options: (True|False) here"),
+]
+"""What ranks 0 and 1 do, and what they are told."""
+
+
+@pytest.mark.parametrize("number", range(len(DIFFER)))
+@on_ranks(2)
+def test_ranks_that_disagree_are_told_what_about(rank: int, number: int) -> None:
+    call, first, second, words = DIFFER[number]
+    with pytest.raises(MismatchError, match=words) as caught:
+        call(**(second if rank else first))
+    named = r"rank (.) and peer (?!\1). of the group do not call the same"
+    assert re.search(named, str(caught.value))
+    assert "Nothing was sent; call it alike on all ranks" in str(caught.value)
+
+
+@on_ranks(3)
+def test_lanes_that_differ_or_do_not_exist(rank: int) -> None:
+    with pytest.raises(MismatchError, match=r"different numbers of lanes .*rank 0: 1, rank 1: 2"):
+        link(lanes=1 + rank)
+    made, x, weight = link(lanes=1), torch.ones(4, 4), torch.ones(3, 4)
+    options = LinearOptions(Schedule(lanes=2))
+    with pytest.raises(ValueError, match="uses 2 lanes, the transport has 1; create it"):
+        all_gather_linear(x, weight, transport=made, options=options)
+    # A schedule that leaves lanes open takes those that there are.
+    assert all_gather_linear(x, weight, transport=made).shape == (12, 3)
+    bucket = torch.ones(12)
+    Buckets(made).reduce_scatter(bucket).wait()
+    assert (bucket.view(3, 4)[rank] == 3).all()
