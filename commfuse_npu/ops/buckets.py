@@ -2,7 +2,7 @@
 
 A *bucket* is a flat tensor ``[n * s]``: a run of Megatron's gradient or parameter buffer.  The
 *shard* of rank r is ``bucket[r * s : (r + 1) * s]``, a view.  Two operations, both in place, both
-asynchronous, with plain forms over the collectives of torch.distributed at the end::
+asynchronous::
 
     Buckets.reduce_scatter   the own shard becomes the sum over the ranks   after the backward of
                                                                             the bucket's layers
@@ -61,7 +61,6 @@ from collections.abc import Hashable
 from dataclasses import dataclass, replace
 
 import torch
-import torch.distributed as dist
 
 from commfuse_npu.ops.bucket_exchange import BucketExchange, queue_of
 from commfuse_npu.ops.call import check_transport, sum_ending
@@ -69,15 +68,12 @@ from commfuse_npu.ops.options import LinearOptions
 from commfuse_npu.plan import Schedule
 from commfuse_npu.plan.program import aligned
 from commfuse_npu.plan.rules import bucket_gather, bucket_scatter
-from commfuse_npu.runtime.collectives import all_gather_rows, reduce_scatter_rows
 from commfuse_npu.runtime.transport import Transport
 
 __all__ = [
     "BucketExchange",
     "BucketOptions",
     "Buckets",
-    "plain_all_gather_bucket",
-    "plain_reduce_scatter_bucket",
 ]
 
 
@@ -288,54 +284,3 @@ def _check_fractions(
             f"{name}: the bucket is {bucket.dtype}, which cannot hold the result of "
             f"{' and '.join(asked)}; use a floating-point dtype, or a sum only"
         )
-    if reduce_dtype is not None and not reduce_dtype.is_floating_point:
-        raise TypeError(f"{name}: reduce_dtype is {reduce_dtype}; it has to be floating-point")
-
-
-def plain_reduce_scatter_bucket(
-    bucket: torch.Tensor,
-    *,
-    group: dist.ProcessGroup,
-    average: bool = False,
-    scale: float = 1.0,
-    reduce_dtype: torch.dtype | None = None,
-) -> None:
-    """The plain form of :meth:`Buckets.reduce_scatter`, synchronous.
-
-    The average is the sum divided by ``n`` here too, because gloo has no other.  It takes memory
-    for a shard, and for the whole bucket in ``reduce_dtype``, in which partials then travel.
-
-    Raises:
-        TypeError, ValueError: as there.
-    """
-    name, size = "plain_reduce_scatter_bucket", group.size()
-    _check_bucket(name, bucket, size)
-    _check_fractions(name, bucket, average, scale, reduce_dtype)
-    if bucket.numel() == 0:
-        return
-    with torch.no_grad():
-        if scale != 1.0:
-            bucket.mul_(scale)
-        total = reduce_scatter_rows(bucket.to(reduce_dtype or bucket.dtype), group)
-        if average:
-            total.div_(size)
-        _shard_of(bucket, group).copy_(total)
-
-
-def plain_all_gather_bucket(bucket: torch.Tensor, *, group: dist.ProcessGroup) -> None:
-    """The plain form of :meth:`Buckets.all_gather`, synchronous.
-
-    It takes memory for another bucket.
-
-    Raises:
-        ValueError: as there.
-    """
-    _check_bucket("plain_all_gather_bucket", bucket, group.size())
-    if bucket.numel():
-        with torch.no_grad():
-            bucket.copy_(all_gather_rows(_shard_of(bucket, group), group))
-
-
-def _shard_of(bucket: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    elements = bucket.numel() // group.size()
-    return bucket[group.rank() * elements : (group.rank() + 1) * elements]

@@ -14,11 +14,11 @@ import torch.distributed as dist
 from commfuse_npu import Schedule, Transport, TransportError
 from commfuse_npu.kernels import kernels_for
 from commfuse_npu.ops import BucketOptions, Buckets
-from commfuse_npu.ops.buckets import plain_all_gather_bucket, plain_reduce_scatter_bucket
 from commfuse_npu.runtime.collectives import all_gather_rows
 from commfuse_npu.runtime.executor import Running
 from tests.distributed.programs import new_link, transport, watch_calls
 from tests.distributed.ranks import on_ranks
+from tests.random_networks.bucket_run import plain_sum
 
 FP32, BF16 = torch.float32, torch.bfloat16
 
@@ -56,8 +56,7 @@ def check_sum(
     case = f"{options}, {elements} x {dtype}, average {average}, scale {scale}"
     assert torch.equal(bucket, scaled), case
     if schedule.shape != "two_level" and elements % 2 == 0:
-        given = {"average": average, "scale": scale, "reduce_dtype": options.reduce_dtype}
-        plain_reduce_scatter_bucket(plain, group=link.group, **given)
+        plain_sum(plain, link.group, average, scale, options.reduce_dtype)
         assert torch.equal(bucket, plain), f"not the collective's bits: {case}"
 
 
@@ -182,7 +181,6 @@ def test_one_rank_or_no_element_transfers_nothing(rank: int) -> None:
     handle.wait_rows(0, len(bucket))
     handle.wait()
     assert (bucket == 0.5).all()
-    plain_all_gather_bucket(bucket, group=link.group)
     assert (link.operations, link.scratch.idle_bytes, link.scratch.lent) == (0, 0, 0)
 
 

@@ -20,7 +20,6 @@ from commfuse_npu.ops import (
     all_gather_linear,
     linear_reduce_scatter,
 )
-from commfuse_npu.ops.buckets import plain_all_gather_bucket, plain_reduce_scatter_bucket
 from commfuse_npu.plan.rules import gather_use
 from commfuse_npu.plan.schedule import Place
 from tests.distributed.programs import gather_and_use
@@ -117,21 +116,17 @@ def of_heads(made: Transport) -> list[tuple[str, Call]]:
 def of_buckets(made: Transport) -> list[tuple[str, Call]]:
     buckets, four, whole = Buckets(made), torch.ones(4), torch.ones(4, dtype=INT)
     wide = Buckets(made, BucketOptions(reduce_dtype=FP32))
-    plain_sum = partial(plain_reduce_scatter_bucket, group=made.group)
-    plain_gather = partial(plain_all_gather_bucket, group=made.group)
     lanes, nodes = Schedule(lanes=9), Schedule("two_level", node_size=3)
     five, pad = torch.ones(5), "5 elements are not divisible .* size 2; pad the bucket to 6"
     return [
         (r"shape \(2, 2\) .* pass the flat buffer", lambda: buckets.all_gather(torch.ones(2, 2))),
         (r"strides \(2,\)", lambda: buckets.reduce_scatter(torch.ones(8)[::2])),
         (pad, lambda: buckets.reduce_scatter(five)),
-        (pad, lambda: plain_gather(five)),
         ("is on meta, this group transfers cpu", lambda: buckets.all_gather(four.to("meta"))),
         ("torch.int32, which cannot hold the result of an average; use a floating",
          lambda: buckets.reduce_scatter(whole, average=True)),
-        ("the result of scale 0.5; use a", lambda: plain_sum(whole, scale=0.5)),
+        ("the result of scale 0.5; use a", lambda: buckets.reduce_scatter(whole, scale=0.5)),
         ("result of reduce_dtype torch.float32; use a", lambda: wide.reduce_scatter(whole)),
-        ("it has to be floating", lambda: plain_sum(four, reduce_dtype=INT)),
         ("need a floating-point dtype", lambda: BucketOptions(reduce_dtype=INT)),
         ("is -1; it must be a whole number from 0", lambda: BucketOptions(scratch_bytes=-1)),
         ("uses 9 lanes, the transport has 2; create it with lanes=9 or plan with fewer",

@@ -5,14 +5,29 @@ from __future__ import annotations
 import random
 
 import torch
+import torch.distributed as dist
 
 from commfuse_npu.ops import BucketOptions, Buckets
-from commfuse_npu.ops.buckets import plain_all_gather_bucket, plain_reduce_scatter_bucket
+from commfuse_npu.runtime.collectives import all_gather_rows, reduce_scatter_rows
 from tests.random_networks.case import Bucket, BucketRun, Form
 from tests.random_networks.transports import transport_of
 from tests.random_networks.values import Found, drawn
 
-__all__ = ["run_buckets"]
+__all__ = ["plain_sum", "run_buckets"]
+
+
+def plain_sum(
+    bucket: torch.Tensor, group: dist.ProcessGroup, average: bool, scale: float,
+    reduce_dtype: torch.dtype | None,
+) -> None:  # fmt: skip
+    """What ``Buckets.reduce_scatter`` does, by torch's collective."""
+    bucket.mul_(scale if bucket.dtype.is_floating_point else int(scale))
+    total = reduce_scatter_rows(bucket.to(reduce_dtype or bucket.dtype), group)
+    _shard(bucket, group).copy_(total.div_(group.size()) if average else total)
+
+
+def _shard(bucket: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    return bucket.unflatten(0, (group.size(), -1))[group.rank()] if len(bucket) else bucket
 
 
 def _wide(case: BucketRun, bucket: Bucket) -> torch.dtype | None:
@@ -59,15 +74,10 @@ def run_buckets(case: BucketRun, form: Form) -> Found:
     else:
         for place, (bucket, tensor) in enumerate(zip(case.buckets, tensors, strict=True)):
             if bucket.gather:
-                plain_all_gather_bucket(tensor, group=link.group)
+                tensor.copy_(all_gather_rows(_shard(tensor, link.group), link.group))
                 if bucket.first_rows:
                     found[f"bucket {place}, first rows"] = tensor[: bucket.first_rows].clone()
             else:
-                plain_reduce_scatter_bucket(
-                    tensor,
-                    group=link.group,
-                    average=bucket.average,
-                    scale=bucket.scale,
-                    reduce_dtype=_wide(case, bucket),
-                )
+                wide = _wide(case, bucket)
+                plain_sum(tensor, link.group, bucket.average, bucket.scale, wide)
     return found | {f"bucket {place}": tensor for place, tensor in enumerate(tensors)}
