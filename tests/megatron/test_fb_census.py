@@ -106,23 +106,9 @@ def test_what_experts_and_attention_keep_is_of_one_side(rank: int) -> None:
 
 
 @on_ranks(2)
-def test_what_a_forward_leaves_allocated_is_measured(rank: int) -> None:
-    """On a device; the bytes here are made up."""
-    overlap = ForwardBackwardOverlap([world()])
-    allocated = iter((100, 180, 200, 260))
-    device = mock.Mock(memory_allocated=lambda: next(allocated))
-    with (
-        mock.patch.object(overlap, "device", "npu"),
-        mock.patch("torch.get_device_module", return_value=device),
-    ):
-        census = Census(overlap, [torch.nn.Linear(1, 1)])
-    for _ in range(2):
-        census.run(lambda: None, lambda: None, None)
-    assert census.kept == 80
-
-
-@on_ranks(2)
-def test_gather_buffers_are_of_one_side(rank: int) -> None:
+def test_gather_buffers_and_random_states_are_of_one_side(rank: int) -> None:
+    """Random states in core 0.16 with the name of the one in force."""
+    from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
     from megatron.core.utils import GlobalMemoryBuffer
 
     scratch_of_each_side()
@@ -136,19 +122,26 @@ def test_gather_buffers_are_of_one_side(rank: int) -> None:
         forward, backward = overlap.run(place, place)
         assert forward != backward
         assert place() == forward
+    tracker, states = get_cuda_rng_tracker(), {"one": torch.zeros(1)}
+    of_forward = {"states_": dict(states), "_current_state_name": "of the forward"}
+    with mock.patch.multiple(tracker, create=True, **of_forward):
+        state = side_states([], "cpu")[1]
+        saved = state.save()
+        tracker.states_["one"], tracker._current_state_name = torch.ones(1), "of the backward"
+        state.restore(saved)
+        assert (tracker.states_, tracker._current_state_name) == (states, "of the forward")
 
 
-def test_named_random_states_are_of_one_side(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In core 0.16 with the name of the one in force."""
-    from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
-
-    tracker = get_cuda_rng_tracker()
-    forward = {"one": torch.zeros(1)}
-    monkeypatch.setattr(tracker, "states_", dict(forward))
-    monkeypatch.setattr(tracker, "_current_state_name", "of the forward", raising=False)
-    state = side_states([], "cpu")[1]
-    saved = state.save()
-    tracker.states_["one"], tracker._current_state_name = torch.ones(1), "of the backward"
-    state.restore(saved)
-    assert tracker.states_ == forward
-    assert tracker._current_state_name == "of the forward"
+@on_ranks(2)
+def test_what_a_forward_leaves_allocated_is_measured(rank: int) -> None:
+    """On a device; the bytes here are made up."""
+    overlap = ForwardBackwardOverlap([world()])
+    device = mock.Mock(memory_allocated=mock.Mock(side_effect=(100, 180, 200, 260)))
+    with (
+        mock.patch.object(overlap, "device", "npu"),
+        mock.patch("torch.get_device_module", return_value=device),
+    ):
+        census = Census(overlap, [torch.nn.Linear(1, 1)])
+    for _ in range(2):
+        census.run(lambda: None, lambda: None, None)
+    assert census.kept == 80

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
@@ -132,7 +132,7 @@ def lanes(group: dist.ProcessGroup) -> Transport:
     return Transport.create(group, timeout=PATIENT)
 
 
-@contextmanager
+@contextlib.contextmanager
 def wrapped(
     knobs: Knobs, *, collectives: bool = False, min_rows: int = 0
 ) -> Iterator[LinearWrappers]:
@@ -152,38 +152,28 @@ COLLECTIVES = ("all_gather_into_tensor", "all_gather_single", "reduce_scatter_te
                "reduce_scatter_single", "all_reduce")  # fmt: skip
 
 
-def compared(rank: int, cases: list[tuple[Knobs, str]]) -> None:
-    """Each case takes the path that it should, and gives the bits of Megatron's own layer."""
+def compared(rank: int, cases: list[Knobs]) -> None:
+    """Each case is fused without collectives, and gives the bits of Megatron's own layer."""
     with megatron(dist.get_world_size()):
-        for knobs, path in cases:
+        for knobs in cases:
             reference, _ = run(knobs)
-            with wrapped(knobs) as wrappers:
+            with wrapped(knobs) as wrappers, contextlib.ExitStack() as stack:
                 wrappers.transport.agree("before counting")
-                counted = {
-                    name: mock.patch.object(dist, name, side_effect=getattr(dist, name))
+                spies = [
+                    stack.enter_context(mock.patch.object(dist, name, wraps=getattr(dist, name)))
                     for name in COLLECTIVES
                     if hasattr(dist, name)
-                }
-                spies = {name: patch.start() for name, patch in counted.items()}
+                ]
                 ours, _ = run(knobs)
-                for patch in counted.values():
-                    patch.stop()
-                calls = {name: spy.call_count for name, spy in spies.items() if spy.call_count}
-            name = knobs.name or ("output" if "skip_weight_param_allocation" in knobs.init else "")
-            expected = 2 if knobs.recompute else 1
-            assert wrappers.calls == {(name or "unnamed", path): expected}, wrappers.calls
-            if path == "fused":
-                assert not calls, f"collectives left in a fused layer: {calls}"
-                with wrapped(knobs, collectives=True):
-                    plain, _ = run(knobs)
-                same(ours, plain, knobs)
-            same(ours, reference, knobs)
-
-
-def same(ours: dict[str, torch.Tensor], reference: dict[str, torch.Tensor], knobs: Knobs) -> None:
-    assert ours.keys() == reference.keys(), (ours.keys(), reference.keys(), knobs)
-    for key, value in reference.items():
-        assert torch.equal(ours[key], value), (knobs, key)
+            assert not any(spy.call_count for spy in spies), knobs
+            name = knobs.name or "output"
+            assert wrappers.calls == {(name, "fused"): 1 + knobs.recompute}, wrappers.calls
+            with wrapped(knobs, collectives=True):
+                plain, _ = run(knobs)
+            assert ours.keys() == plain.keys() == reference.keys(), knobs
+            for key, value in ours.items():
+                assert torch.equal(value, plain[key]), (knobs, key)
+                assert torch.equal(value, reference[key]), (knobs, key)
 
 
 COLUMN = Knobs()
@@ -226,22 +216,7 @@ FUSED = [
 
 def test_fused_layers_equal_megatrons(ranks) -> None:
     """Also the bits of the unsplit GEMM and of gloo's all-reduce, on two ranks at these shapes."""
-    ranks(2).run(compared, [(knobs, "fused") for knobs in FUSED])
-
-
-NO_TRANSFER = "without sequence parallelism the forward has no transfer"
-
-
-@pytest.mark.parametrize(
-    ("size", "knobs", "path"),
-    [
-        (2, replace(COLUMN, config=WHOLE, call={"runtime_gather_output": True}), NO_TRANSFER),
-        (2, replace(COLUMN, name=None), "unnamed is not in the list of layers to fuse"),
-        (1, replace(ROW, config=WHOLE), "a tensor-parallel group of one has nothing to transfer"),
-    ],
-)
-def test_other_layers_are_left_to_megatron(ranks, size: int, knobs: Knobs, path: str) -> None:
-    ranks(size).run(compared, [(knobs, path)])
+    ranks(2).run(compared, FUSED)
 
 
 @on_ranks(2)
