@@ -33,27 +33,11 @@ def from_options(options: str) -> ModelConfig:
 
 @pytest.mark.parametrize(("name", "parameters"), PARAMETERS.items())
 def test_the_number_of_parameters_is_the_published_one(name: str, parameters: int) -> None:
-    assert load(name).number_of_parameters == parameters
-
-
-def test_configurations_agree_where_the_models_do() -> None:
-    loaded = {name: load(name) for name in PARAMETERS}
-    for name, config in loaded.items():
-        assert config.seq_length == config.max_position_embeddings
-        assert config.hidden_size // config.num_attention_heads == 128
-        first = loaded["llama2_7b" if name.startswith("llama2") else "llama3_8b"]
-        generation = ("vocab_size", "seq_length", "rotary_base", "norm_epsilon", "tokenizer_type")
-        for key in generation:
-            assert getattr(config, key) == getattr(first, key), (name, key)
-    small, large = loaded["llama2_70b"], loaded["llama3_70b"]
-    for key in ("num_layers", "hidden_size", "ffn_hidden_size", "num_query_groups", "nnodes"):
-        assert getattr(small, key) == getattr(large, key), key
-
-
-def test_a_tied_embedding_is_counted_once() -> None:
-    config = load("llama3_8b")
+    config = load(name)
+    assert config.number_of_parameters == parameters
     tied = replace(config, untie_embeddings_and_output_weights=False)
-    assert config.number_of_parameters - tied.number_of_parameters == 128256 * 4096
+    embedding = config.vocab_size * config.hidden_size
+    assert tied.number_of_parameters == parameters - embedding, "it is counted once"
 
 
 @pytest.mark.parametrize(
@@ -143,17 +127,6 @@ def test_arguments_appear_where_they_say_something() -> None:
     assert words[words.index("--vocab-size") + 1] == "128255"
 
 
-def test_arguments_say_the_same_as_the_file() -> None:
-    for name in PARAMETERS:
-        config = replace(load(name), pretrain_options=())  # which are passed over
-        torchrun = ["--nproc_per_node", str(config.npus_per_node), "--nnodes", str(config.nnodes)]
-        vocabulary = ["--vocab-size", str(config.vocab_size)]
-        options = [*torchrun, *config.arguments(), *vocabulary]
-        algorithm = {"context_parallel_algo": config.context_parallel_algo}
-        again = replace(ModelConfig.from_options(options), **algorithm)
-        assert again == config
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -168,14 +141,6 @@ def test_a_bad_value_is_named(options: str, message: str) -> None:
     with pytest.raises(ConfigError) as error:
         given_options(options.split())
     assert str(error.value).startswith(message)
-
-
-def test_a_command_line_alone_needs_the_sizes() -> None:
-    with pytest.raises(ConfigError) as error:
-        from_options("--num-layers 2 --hidden-size 64")
-    assert str(error.value).startswith(
-        "--num-attention-heads, --vocab-size, --seq-length, --micro-batch-size not given"
-    )
 
 
 SHORT = (
@@ -194,10 +159,10 @@ def test_what_a_command_line_leaves_out_is_what_megatron_takes() -> None:
     assert (config.data_parallel_size, config.global_batch_size) == (4, 8)
     padded = SHORT.replace("--vocab-size", "--padded-vocab-size")
     assert from_options(padded).padded_vocab_size == 300
-
-
-def test_groups_count_only_with_their_flag() -> None:
+    # Groups count only with their flag.
     assert from_options(f"{SHORT} --num-query-groups 2").num_query_groups == 4
+    with pytest.raises(ConfigError, match=r"^--num-attention-heads, --vocab-size, --seq-length n"):
+        from_options("--num-layers 2 --hidden-size 64 --micro-batch-size 1")
 
 
 @pytest.mark.parametrize(
@@ -228,34 +193,26 @@ def test_a_bad_file_is_explained(tmp_path, change, message) -> None:
     assert str(error.value) == f"{path}: {message}"
 
 
-@pytest.mark.parametrize(
-    ("module", "content", "code"),
-    [
-        ("torch", "raise RuntimeError('torch was imported')", 0),
-        ("yaml", "raise ImportError('not there')", 1),
-    ],
-)
-def test_a_launcher_needs_pyyaml_and_no_torch(
-    module: str, content: str, code: int, tmp_path: Path
-) -> None:
-    (tmp_path / f"{module}.py").write_text(content, "utf-8")
+def test_a_launcher_needs_no_torch(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("raise RuntimeError('torch was imported')", "utf-8")
     done = started(
         *(sys.executable, "-m", "commfuse_npu.tools.launch_command", "llama3_8b"),
         env={"PYTHONPATH": f"{tmp_path}:{ROOT}", "PATH": "/usr/bin:/bin", "DRY_RUN": "1"},
     )
-    assert done.returncode == code, done.stderr
-    if code:
-        last = done.stderr.splitlines()[-1]
-        assert last.startswith("ImportError: PyYAML is not installed for ")
-        assert "pip install pyyaml, or take the Python that MindSpeed runs with" in last
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("name", PARAMETERS)
-def test_what_is_written_is_read_again(name: str, tmp_path: Path) -> None:
-    file = tmp_path / "again.yaml"
-    more = (*load(name).pretrain_options, "--overlap-grad-reduce")
-    changed = {"pretrain_options": more, "commfuse_options": ()}
-    for config in (load(name), replace(load(name), **changed)):
-        file.write_text(config.as_yaml(), "utf-8")
-        assert ModelConfig.load(file) == config
-    assert config.arguments() == [*load(name).arguments(), "--overlap-grad-reduce"]
+def test_what_is_written_is_read_again_from_files_and_options(name: str, tmp_path: Path) -> None:
+    file, config = tmp_path / "again.yaml", load(name)
+    more = (*config.pretrain_options, "--overlap-grad-reduce")
+    changed = replace(config, pretrain_options=more, commfuse_options=())
+    for one in (config, changed):
+        file.write_text(one.as_yaml(), "utf-8")
+        assert ModelConfig.load(file) == one
+    assert changed.arguments() == [*config.arguments(), "--overlap-grad-reduce"]
+    plain = replace(config, pretrain_options=())  # which are passed over
+    torchrun = ["--nproc_per_node", str(plain.npus_per_node), "--nnodes", str(plain.nnodes)]
+    options = [*torchrun, *plain.arguments(), "--vocab-size", str(plain.vocab_size)]
+    algorithm = {"context_parallel_algo": plain.context_parallel_algo}
+    assert replace(ModelConfig.from_options(options), **algorithm) == plain

@@ -64,10 +64,6 @@ class Machine:
         ]
         return run.returncode, run.stderr, asked
 
-    def installed(self) -> set[str]:
-        """The sets that count as installed."""
-        return {path.name.partition("-")[2] for path in self.venv.glob(".installed-*")}
-
 
 @pytest.fixture
 def machine(tmp_path: Path) -> Machine:
@@ -113,9 +109,7 @@ def test_a_torch_that_cannot_be_imported_does_not_count_as_installed(machine: Ma
             f"Remove {machine.venv} and start again.\n"
         )
         assert asked == [FIRST, TORCH_FILE]
-        assert machine.installed() == set()
-    assert machine.prepare()[0] == 0
-    assert machine.installed() == {"torch", "cpu", "test", "setup"}
+    assert machine.prepare()[::2] == (0, [FIRST, TORCH_FILE, *REST])
 
 
 @pytest.mark.parametrize(
@@ -123,7 +117,6 @@ def test_a_torch_that_cannot_be_imported_does_not_count_as_installed(machine: Ma
     [
         ("-m venv", [FIRST, TORCH_FILE, *REST]),
         ("cpu.txt", REST),
-        ("test.txt", REST[1:]),
         ("--editable", REST[2:]),
     ],
 )
@@ -134,10 +127,7 @@ def test_a_failed_installation_goes_on_where_it_stopped(
     assert code != 0
     assert "Error: no space" in said
     assert machine.prepare()[::2] == (0, left)
-
-
-def test_what_has_changed_is_installed_anew(machine: Machine) -> None:
-    machine.prepare()
+    # What has changed is installed anew.
     (machine.venv / ".installed-cpu").write_text("numpy==1.0\n", "utf-8")
     assert machine.prepare()[::2] == (0, REST[:1])
 
@@ -211,18 +201,15 @@ def test_a_run_that_has_begun_is_gone_on_with(tmp_path: Path) -> None:
     assert measure[-1] == "--resume"
 
 
-def test_errors_of_the_doctor_come_first(tmp_path: Path) -> None:
-    code, said, asked = start(tmp_path, DOCTOR="1")
-    assert code == 1
-    assert "the doctor found errors (above); mend them, or set ANYWAY=1" in said
-    assert [words[0] for words in asked] == ["doctor"]
-    code, _, asked = start(tmp_path, DOCTOR="1", ANYWAY="1")
-    assert code == 0
-    assert [words[0] for words in asked] == ["doctor", "measure"]
-
-
-def test_an_unknown_device_is_refused(tmp_path: Path) -> None:
-    code, said, asked = start(tmp_path, DEVICE="gpu")
-    assert code == 2
-    assert "DEVICE is 'gpu'; set it to npu or cpu" in said
-    assert asked == []
+@pytest.mark.parametrize(
+    ("variables", "code", "message", "asked"),
+    [
+        ({"DOCTOR": "1"}, 1, "the doctor found errors (above); mend them, or set A", ["doctor"]),
+        ({"DOCTOR": "1", "ANYWAY": "1"}, 0, "", ["doctor", "measure"]),
+        ({"DEVICE": "gpu"}, 2, "DEVICE is 'gpu'; set it to npu or cpu", []),
+    ],
+)
+def test_errors_come_first(tmp_path: Path, variables, code: int, message: str, asked) -> None:
+    found, said, commands = start(tmp_path, **variables)
+    assert (found, [words[0] for words in commands]) == (code, asked)
+    assert message in said
