@@ -83,9 +83,7 @@ def test_calls_fit_their_schemas_and_meta_kernels(npu, mask: str, dtype: torch.d
     ("right", "wrong", "message"),
     [
         ("pre_tockens=", "pre_tokens=", "pre_tokens"),
-        ("scale_value=", "scale=", "'scale'"),
         ("        run.layout,\n", "", "input_layout"),
-        ("        run.layout,\n", "        run.layout,\n        head_num=1,\n", "head_num"),
         ("reserved, *_ =", "reserved, a, reserved, *_ =", "'int' object"),
     ],
 )
@@ -102,6 +100,3 @@ def buffer_size(megabytes: int) -> object:
 
 def test_the_size_of_buffers_is_torch_npus_own_option(npu) -> None:
     assert npu.run(buffer_size, 20) == {"hccl_buffer_size": 20}
-
-
-# ------------------------------------------------------------- the worker itself
