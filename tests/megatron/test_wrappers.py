@@ -194,6 +194,7 @@ VARIANTS = [
     ),
 ]
 WHOLE = {"sequence_parallel": False}
+OWN = {"name": None, "init": {"skip_weight_param_allocation": False}}
 FUSED = [
     *(
         replace(base, dtype=dtype, **variant)
@@ -202,15 +203,9 @@ FUSED = [
         for variant in VARIANTS
     ),
     replace(COLUMN, external_weight=True),
-    replace(
-        COLUMN,
-        name=None,
-        init={"skip_weight_param_allocation": False},
-        external_weight=True,
-    ),
+    replace(COLUMN, external_weight=True, **OWN),
     replace(ROW, config=WHOLE),
-    replace(ROW, config=WHOLE, init={"skip_bias_add": True}),
-    replace(ROW, config=WHOLE, length=30),
+    replace(ROW, config=WHOLE, init={"skip_bias_add": True}, length=30),
 ]
 
 
@@ -266,48 +261,38 @@ def test_what_keeps_a_layer_from_being_fused(rank: int) -> None:
 
 @on_ranks(2)
 def test_megatrons_own_errors_stay_and_lanes_have_to_exist(rank: int) -> None:
+    x = torch.ones(4, 2, SIZES["hidden"])
     with megatron(2):
-        for knobs, words in (
-            (replace(COLUMN, call={"weight": torch.ones(3, 3)}), "supplied weight"),
-            (replace(COLUMN, init={"skip_weight_param_allocation": True}), "weight was not suppl"),
-        ):
-            with wrapped(knobs), pytest.raises(RuntimeError, match=words):
-                build(knobs)(torch.ones(4, 2, SIZES["hidden"]), **knobs.call)
+        with wrapped(COLUMN), pytest.raises(RuntimeError, match="supplied weight"):
+            build(COLUMN)(x, weight=torch.ones(3, 3))
         no_lanes = pytest.raises(RuntimeError, match="after initialize_model_parallel and before")
         with patched(LinearWrappers().register), no_lanes:
-            build(COLUMN)(torch.ones(4, 2, SIZES["hidden"]))
+            build(COLUMN)(x)
+    with pytest.raises(ValueError, match="unknown layers fc3; choose from qkv, q_down, q_up, kv_"):
+        LinearWrappers(layers=("fc1", "fc3"))
 
 
 @pytest.mark.parametrize(
-    ("name", "sequence_parallel", "path"),
-    [
-        ("fc1", True, "fused"),
-        ("fc1", False, "without sequence parallelism the forward has no transfer"),
-        (None, True, "unnamed is not in the list of layers to fuse"),
-    ],
+    ("sequence_parallel", "path"),
+    [(True, "fused"), (False, "without sequence parallelism the forward has no transfer")],
 )
 @on_ranks(2)
-def test_the_layer_with_norm(
-    rank: int, name: str | None, sequence_parallel: bool, path: str
-) -> None:
+def test_the_layer_with_norm(rank: int, sequence_parallel: bool, path: str) -> None:
+    knobs = replace(COLUMN, config={"sequence_parallel": sequence_parallel})
     with megatron(2):
-        results, calls = [], None
-        for fused in (False, True):
-            wrappers = LinearWrappers()
-            wrappers.transport = lanes(dist.group.WORLD)
-            init = NormColumn.__init__
-            wrapper = wrappers.norm_column_init_wrapper
-            with mock.patch.object(NormColumn, "__init__", wrapper(init) if fused else init):
-                config = {"sequence_parallel": sequence_parallel}
-                layer = build(replace(COLUMN, name=name, config=config), NormColumn)
+        results, wrappers = [], LinearWrappers()
+        wrappers.transport = lanes(dist.group.WORLD)
+        own = NormColumn.__init__
+        for init in (own, wrappers.norm_column_init_wrapper(own)):
+            with mock.patch.object(NormColumn, "__init__", init):
+                layer = build(knobs, NormColumn)
             x = torch.randn(16, 2, 64, generator=torch.Generator().manual_seed(rank))
             x.requires_grad_()
             y, _ = layer(x)
             y.square().sum().backward()
             results.append([y, x.grad, *(p.grad for p in layer.parameters())])
-            calls = dict(wrappers.calls)
         assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
-        assert calls == {(name or "unnamed", path): 1}
+        assert wrappers.calls == {("fc1", path): 1}
 
 
 @on_ranks(2)
@@ -329,8 +314,3 @@ def test_aliases_and_subclasses_are_covered_and_checkpoints_unchanged(rank: int)
             assert wrappers.describe() == ["fc1: 1 forward calls fused"]
             assert layer.sharded_state_dict().keys() == keys
         assert not hasattr(build(COLUMN), "commfuse_layer"), "patches were not removed"
-
-
-def test_unknown_layers_are_named() -> None:
-    with pytest.raises(ValueError, match="unknown layers fc3; choose from qkv, q_down, q_up, kv_"):
-        LinearWrappers(layers=("fc1", "fc3"))

@@ -119,8 +119,7 @@ def test_records_survive_their_file(tmp_path: Path) -> None:
 
 def test_the_report_has_all_digits_and_counts_of_all_ranks() -> None:
     one, other = train(), train()
-    one.features = ["a", "b"]
-    other.features = ["b", "c"]
+    one.features, other.features = ["a", "b"], ["b", "c"]
     other.collectives = {"tensor: all_reduce": 8}
     other.losses[0]["lm loss"] = scaled(other.losses[0]["lm loss"], 1 + 2**-50)
     other.grad_norms[1] = scaled(str(one.grad_norms[1]), 1.25)
@@ -134,9 +133,6 @@ def test_the_report_has_all_digits_and_counts_of_all_ranks() -> None:
     assert any(repr(float.fromhex(one.losses[1]["lm loss"])) in line for line in lines)
     assert "largest difference of the gradient norm: 0.25 relative" in lines
     assert f"  commfuse   optimizer {other.optimizer_after}" in lines
-    same = list(report_lines({"reference": [one], "commfuse": [one]}))
-    assert not any(line.endswith("differs") for line in same)
-    assert "  none went through CommFuse's wrappers" in same
     assert not any("CommFuse" in line for line in report_lines({"reference": [one]}))
 
 
