@@ -121,12 +121,9 @@ def test_the_environment_can_be_set_otherwise() -> None:
     ("model", "arguments", "folders", "rate"),
     [
         ("llama3_8b", "", {"CKPT_LOAD_DIR": "/a"}, "0.0003"),
-        ("llama2_70b", "", {"CKPT_LOAD_DIR": "/a", "CKPT_SAVE_DIR": "/b"}, "0.00015"),
         ("llama3_8b", "--load /a --finetune", {}, "0.0003"),
         ("llama3_8b", "", {"CKPT_LOAD_DIR": "/a", "CKPT_SAVE_DIR": "/a"}, None),
         ("llama3_8b", "--lr=1.25e-6 --min-lr=1e-7", {"CKPT_LOAD_DIR": "/a"}, None),
-        ("llama3_8b", "--load /a", {}, None),
-        ("llama3_8b", "", {}, None),
     ],
 )
 def test_a_peak_rate_for_loaded_weights_is_warned_of(
@@ -224,13 +221,10 @@ def llm(tmp_path: Path) -> dict[str, str]:
     ("change", "message"),
     [
         ({"DATA_PATH": ""}, "DATA_PATH is not set; set it to the prefix of the preprocessed data"),
-        ({"DATA_PATH": "/none"}, "DATA_PATH is '/none', but there is nothing of that name"),
-        ({"TOKENIZER_MODEL": ""}, "TOKENIZER_MODEL is not set; set it to the file or folder of"),
         ({"TOKENIZER_MODEL": "/none"}, "TOKENIZER_MODEL is '/none', but there is nothing of that"),
         ({"NNODES": "2", "NODE_RANK": "0"}, "MASTER_ADDR is not set; set it to the address of"),
         ({"NNODES": "2", "MASTER_ADDR": "a"}, "NODE_RANK is not set; set it to 0 on that node, up"),
         ({"MINDSPEED_LLM_HOME": "/"}, "there is no pretrain_gpt.py in /; start in the root of"),
-        ({"DRY_RUN": "maybe"}, "DRY_RUN is 'maybe'; set it to 0 or 1"),
         ({"PATH": "/none"}, "torchrun is not on PATH; activate the environment that torch_npu is"),
     ],
 )

@@ -109,19 +109,3 @@ def test_a_difference_of_times_has_a_range_and_ten_iterations_behind_it(counted:
     assert "twice those of the fused layers" in compare.report(found)[-1]
     only = {"megatron": slow, "overlap": of_times(9, 9, 9, *range(30, 40))}
     assert "megatron: 40.8 % longer" in compare.report(only)[-1]
-
-
-def test_timelines_show_where_a_rank_waits(tmp_path: Path) -> None:
-    waiting, quick = of_times(9, 9, 9, 8, 4, 6), of_times(9, 9, 9, 2, 3, 3)
-    ranks = {"megatron": [waiting] * 2, "overlap": [quick] * 2}
-    found = compare.timelines(ranks)
-    assert found is not None
-    said = "megatron, Megatron's own order: 0.004 s, of which 0.001 s waiting for transfers"
-    drawn = [
-        (bit["start"], bit["end"], bit["name"])
-        for bit in found.chart["data"]["values"]
-        if (bit["of"], bit["lane"]) == (said, "rank 1")
-    ]
-    assert sorted(drawn) == [(0.0, 1.0, "computes"), (1.0, 2.0, "waits"), (2.0, 4.0, "computes")]
-    early = {"megatron": [of_times(9, 9)], "overlap": [of_times(9, 9)]}
-    assert "not drawn: no iteration after the first 3" in compare.draw_timelines(early, tmp_path)

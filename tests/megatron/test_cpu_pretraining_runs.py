@@ -6,7 +6,6 @@ import os
 import re
 import shutil
 import signal
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -219,10 +218,3 @@ def test_the_order_of_transfers_is_recorded_and_proved(
     found = verify_logs([log])
     assert (found.faults, found.notes, found.ranks) == ([], [], 2)
     assert found.operations in operations
-
-
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="Linux's option")
-def test_links_have_their_rate_while_training(ranks, tmp_path: Path) -> None:
-    options = ("--train-iters", "2", "--link-rate", "300")
-    printed = pretrained(ranks(2), tmp_path, *options).out
-    assert re.search(r" links: [1-9]\d* connections of rank 0 at 300 MB/s", printed)

@@ -130,18 +130,3 @@ def test_gather_buffers_and_random_states_are_of_one_side(rank: int) -> None:
         tracker.states_["one"], tracker._current_state_name = torch.ones(1), "of the backward"
         state.restore(saved)
         assert (tracker.states_, tracker._current_state_name) == (states, "of the forward")
-
-
-@on_ranks(2)
-def test_what_a_forward_leaves_allocated_is_measured(rank: int) -> None:
-    """On a device; the bytes here are made up."""
-    overlap = ForwardBackwardOverlap([world()])
-    device = mock.Mock(memory_allocated=mock.Mock(side_effect=(100, 180, 200, 260)))
-    with (
-        mock.patch.object(overlap, "device", "npu"),
-        mock.patch("torch.get_device_module", return_value=device),
-    ):
-        census = Census(overlap, [torch.nn.Linear(1, 1)])
-    for _ in range(2):
-        census.run(lambda: None, lambda: None, None)
-    assert census.kept == 80

@@ -119,12 +119,9 @@ def refused(changes: dict[str, Any]) -> None:
     ("changes", "message"),
     [
         ({"keep_prob": 0.9}, "keep_prob 0.9 is not emulated"),
-        ({"sparse_mode": 7}, "sparse_mode 7 is not emulated; 0 to 4 are"),
         ({"padding_mask": X}, "padding_mask a tensor is not emulated on the CPU; leave it out"),
         ({"sparse_mode": 3, "atten_mask": MASK[:4, :4]}, "sparse_mode 3 takes the compressed mask"),
-        ({"sparse_mode": 2, "atten_mask": ~MASK}, "sparse_mode 2 takes a mask that is True above"),
         ({"head_num": 4}, r"head_num 4, query \(1, 2, 4, 8\)"),
-        ({"key": X.expand(3, -1, -1, -1)}, r"head_num 2, query \(1, 2, 4, 8\), key \(3, 2,"),
         ({"input_layout": "NSD"}, "input_layout 'NSD' is not"),
         (PACKED, "TND needs actual_seq_qlen"),
         (

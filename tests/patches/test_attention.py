@@ -66,17 +66,18 @@ DROPOUT = {"attention_dropout": 0.1}
 HIDDEN = torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1)
 
 
+PACKED = {"config": RESET, "packed_seq_params": packed(16)}
+BAD_ENDS = PACKED | {"packed_seq_params": packed(3, 11, 16)}
+OF_DEPTHS = PACKED | {"packed_seq_params": SimpleNamespace(cu_seqlens_q=torch.ones(2, 3))}
+
+
 @pytest.mark.parametrize(
     ("asked", "qkv", "reason"),
     [
         (call(kind="padding"), QKV, "its mask is padding; only causal and no_mask can be split by"),
         (call(attn_mask_type="arbitrary"), QKV, "its mask is arbitrary; only"),
         (call(packed_seq_params=packed(16)), QKV, "not those of --reset-attention-mask"),
-        (
-            call(packed_seq_params=packed(16), config=RESET, kind="no_mask"),
-            QKV,
-            "its mask is no_mask; documents are packed for causal attention",
-        ),
+        (call(kind="no_mask", **PACKED), QKV, "its mask is no_mask; documents are packed for cau"),
         (call(attention_bias=object()), QKV, "an attention bias is added"),
         (call(config={"window_size": (4, 0)}), QKV, "a sliding window limits the keys"),
         (call(config=DROPOUT), QKV, "attention dropout is 0.1"),
@@ -84,19 +85,10 @@ HIDDEN = torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1)
         (call(), heads(8, 8, 4), "queries (8, 2, 2, 4) and keys (8, 2, 2, 4) are not of one seq"),
         (call(), heads(8, 4, 4), "are not of one sequence"),
         (call(), [x.flatten(2) for x in QKV], "are not of one sequence"),
-        (call(packed_seq_params=packed(3, 11, 16), config=RESET), QKV, "none ends at 8, with sam"),
-        (call(packed_seq_params=packed(3, 8, 24), config=RESET), QKV, "end 24 follows 8"),
-        (
-            call(packed_seq_params=SimpleNamespace(cu_seqlens_q=torch.ones(2, 3)), config=RESET),
-            QKV,
-            "multi-token prediction has ends",
-        ),
+        (call(**BAD_ENDS), QKV, "none ends at 8, with sample 0"),
+        (call(**OF_DEPTHS), QKV, "multi-token prediction has ends"),
         (call(config=GENERAL), QKV, "the mask of the data is not passed"),
-        (
-            call(HIDDEN[:4, :4], config=GENERAL),
-            QKV,
-            "the mask of the data is torch.bool (4, 4), not torch.bool (2, 1, 8, 8)",
-        ),
+        (call(HIDDEN[:4, :4], config=GENERAL), QKV, "data is torch.bool (4, 4), not torch.bool (2"),
         (call(HIDDEN.float(), config=GENERAL), QKV, "the mask of the data is torch.float32 (8, 8)"),
     ],
 )

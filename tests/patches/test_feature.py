@@ -20,48 +20,26 @@ ALONE = {"tensor_model_parallel_size": 1}
 NO_CP = {"context_parallel_size": 1}
 TP = "--tensor-model-parallel-size"
 CP, DP = "--commfuse-ulysses", "--commfuse-dp"
-DP_LACKING = (
-    r"--commfuse-dp with --use-distributed-optimizer for gradients and parameters, or leave"
-)
+SHARDED = "--commfuse-dp with --use-distributed-optimizer for gradients and parameters, or leave"
+UNFUSED = ALONE | DATA_PARALLEL | {"attention_dropout": 0.0}
 UNUSED = {"use_commfuse": False, **ULYSSES, **DATA_PARALLEL}
 
 
 @pytest.mark.parametrize(
     ("options", "others", "message"),
     [
-        ("", ALONE, rf"--use-commfuse needs {TP} of at least 2: .*; add {DP_LACKING}"),
-        ("", {**ALONE, **DATA_PARALLEL}, r"add --commfuse-dp for gradients and parameters, or"),
-        (
-            "",
-            {**ALONE, **ULYSSES},
-            f"add --commfuse-ulysses for the exchange of heads, {DP_LACKING}",
-        ),
-        ("", {**ALONE, **ULYSSES, **NO_CP}, f"; add {DP_LACKING}"),
-        ("", {**ALONE, **ULYSSES, "context_parallel_algo": "megatron_cp_algo"}, "; add --comm"),
+        ("", ALONE, f"--use-commfuse needs {TP} of at least 2: .*; add {SHARDED}"),
+        ("", ALONE | DATA_PARALLEL, "add --commfuse-dp for gradients and parameters, or"),
+        ("", ALONE | ULYSSES, f"add --commfuse-ulysses for the exchange of heads, {SHARDED}"),
+        ("", ALONE | ULYSSES | NO_CP, f"; add {SHARDED}"),
+        ("", ALONE | ULYSSES | {"context_parallel_algo": "megatron_cp_algo"}, "; add --commfuse-d"),
         ("", {"optimization_level": 1}, "--use-commfuse and --optimization-level 1 exclude each"),
-        (
-            f"{DP} --commfuse-attention",
-            {**ALONE, **DATA_PARALLEL, "attention_dropout": 0.0},
-            rf"--commfuse-attention needs {TP} of at least 2: .+; leave one",
-        ),
+        (f"{DP} --commfuse-attention", UNFUSED, f"--commfuse-attention needs {TP} of at least 2"),
         (DP, {}, "--commfuse-dp needs --use-distributed-optimizer: .+; add it, or leave"),
-        (CP, {**ULYSSES, **NO_CP}, "needs --context-parallel-size of at least 2"),
-        (
-            CP,
-            {**ULYSSES, "context_parallel_algo": "hybrid_cp_algo"},
-            "needs --context-parallel-algo ulysses_cp_algo, not hybrid_cp_algo: .+; choose it",
-        ),
-        (
-            CP,
-            {**ULYSSES, "num_attention_heads": 12},
-            f"--num-attention-heads 12 is not divisible by {TP} 2 times "
-            "--context-parallel-size 4; choose sizes whose product divides 12",
-        ),
-        (
-            CP,
-            {**ULYSSES, "seq_length": 66},
-            "--seq-length 66 is not divisible by --context-parallel-size 4; choose 68",
-        ),
+        (CP, ULYSSES | NO_CP, "needs --context-parallel-size of at least 2"),
+        (CP, ULYSSES | {"context_parallel_algo": "hybrid_cp_algo"}, "not hybrid_cp_algo: .+; cho"),
+        (CP, ULYSSES | {"num_attention_heads": 12}, "choose sizes whose product divides 12"),
+        (CP, ULYSSES | {"seq_length": 66}, "divisible by --context-parallel-size 4; choose 68"),
         (CP, UNUSED, f"{CP} needs --use-commfuse, .+; add"),
         (DP, UNUSED, f"{DP} needs --use-commfuse, .+; add"),
     ],

@@ -112,11 +112,9 @@ def test_layouts() -> None:
     ("layout", "limit", "expected"),
     [
         (Layout(8, 4, 1, 2), 8, (4, 2, 1, 1)),
-        (Layout(2, 1, 1, 8), 8, (2, 1, 1, 2)),
         (Layout(8, 8, 8, 1), 8, (2, 2, 2, 1)),
         (Layout(6, 1, 1, 1), 4, (3, 1, 1, 1)),
         (Layout(2, 16, 1, 8, 8), 8, (2, 2, 1, 2)),
-        (Layout(2, 16, 1, 8, 8), 1, (1, 1, 1, 1)),
     ],
 )
 def test_processes_fit(layout: Layout, limit: int, expected: tuple[int, ...]) -> None:
