@@ -25,19 +25,15 @@ from mindspeed_patches.ulysses_layer import (
 )
 from tests.distributed.ranks import on_ranks
 from tests.megatron.self_attention import (
-    BATCH,
     DIMENSION,
     HIDDEN,
-    LENGTH,
     Case,
     build,
     call,
     close,
     inputs,
     not_split,
-    own_rows,
     parallel,
-    positions,
     run,
     wrapped,
 )
@@ -307,26 +303,6 @@ def test_positions_are_gathered_once_per_tensor(rank: int) -> None:
             unseen = torch.ones(2, 2)
             expect(unseen, 13)
             expect(unseen.add_(1), 14)
-
-
-@on_ranks(2)
-def test_all_layers_and_recomputation_share_what_is_gathered(rank: int) -> None:
-    """Three layers, one of them recomputed, two iterations."""
-    from megatron.core.tensor_parallel import checkpoint
-
-    case = Case()
-    with parallel(case), wrapped(case), counted_gathers() as gather:
-        layer, rows = build(case, 2), own_rows(2)
-        angles = positions(case, rows)
-        for _ in range(2):
-            x = torch.randn(LENGTH // 2, BATCH, HIDDEN).requires_grad_()
-            x = call(case, layer, call(case, layer, x, rows, angles), rows, angles)
-
-            def forward(hidden: torch.Tensor, emb: torch.Tensor) -> torch.Tensor:
-                return call(case, layer, hidden, rows, emb)
-
-            checkpoint(forward, False, x, angles).sum().backward()
-        assert gather.call_count == 1
 
 
 def of_the_own_rows(self: Any, part: torch.Tensor, group: Any) -> torch.Tensor:

@@ -302,15 +302,9 @@ def test_aliases_and_subclasses_are_covered_and_checkpoints_unchanged(rank: int)
     with megatron(2):
         keys = build(COLUMN).sharded_state_dict().keys()
         with wrapped(COLUMN) as wrappers:
-            alias = tensor_parallel.ColumnParallelLinear
-
-            class Subclass(alias):
-                pass
-
             layer = build(COLUMN)
-            layer.__class__ = Subclass
+            layer.__class__ = type("Subclass", (tensor_parallel.ColumnParallelLinear,), {})
             layer(torch.ones(4, 2, SIZES["hidden"]))
-            assert wrappers.calls == {("fc1", "fused"): 1}
             assert wrappers.describe() == ["fc1: 1 forward calls fused"]
             assert layer.sharded_state_dict().keys() == keys
         assert not hasattr(build(COLUMN), "commfuse_layer"), "patches were not removed"

@@ -1,12 +1,16 @@
-"""A measured run waits for collectives at once, and says if nothing was trained."""
+"""A measured run: collectives that are waited for at once, and bits at its end."""
 
 from __future__ import annotations
 
+import re
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from mindspeed_patches import measured
 
@@ -31,5 +35,22 @@ def test_collectives_of_the_tensor_parallel_group_are_waited_for(
     state.get_tensor_model_parallel_group = lambda check_initialized: None
     posted(async_op=True)
     assert len(waits) == len(run.waited) == 1
+
+
+def test_the_bits_are_those_of_the_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run, model = measured._Run(blocking=True), torch.nn.Linear(2, 2)
     with pytest.raises(RuntimeError, match=r"never called .*\.setup_model_and_optimizer"):
         run.tell()
+    optimizer = SimpleNamespace(optimizer=torch.optim.SGD(model.parameters()))
+    run.setup_wrapper(lambda: ([model], optimizer, None))()
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        for weight in (0.5, 0.5, 0.25):
+            torch.nn.init.constant_(model.weight, weight)
+            run.tell()
+    finally:
+        dist.destroy_process_group()
+    said = capsys.readouterr().out
+    assert said.count("collectives waited for at once: 0\n") == 3
+    bits = re.findall(r"^sha256 of all weights: (\w{64})$", said, re.M)
+    assert bits[0] == bits[1] != bits[2]

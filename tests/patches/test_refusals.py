@@ -97,20 +97,6 @@ def test_refused_with_both_flags_and_a_way_out(ours: str, name: str, value: Any)
         feature.validate_args(real_arguments(**(others | {name: value})))
 
 
-@pytest.mark.parametrize("ours", OPTIONS)
-def test_words_of_a_command_line_are_refused_as_namespaces_are(ours: str) -> None:
-    refusals = REFUSALS_OF[option_name(ours)]
-    for values, expected in ((refused(ours), True), (OPTIONS[ours][0], False)):
-        for name, value in values.items():
-            refusal = next((r for r in refusals if name in r.names), None)
-            if refusal is None or (isinstance(value, bool | list) and not value):
-                continue  # It is harmless for this option, or not typed.
-            option = refusal.option.split()[0]
-            words = ["--bf16", option] if value is True else [option, str(value)]
-            said = "given" if value is True else str(value)
-            assert refusal.value_in(words) == (said if expected else None)
-
-
 def test_what_is_not_known_to_be_harmless() -> None:
     """Megatron's default where nobody typed the option, and what is no number."""
     found = [one.value_in([]) for one in ATTENTION_REFUSALS]
