@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from pathlib import Path
 from typing import Any
 
@@ -43,81 +42,57 @@ def test_shipped_descriptions_can_be_read(path: Path) -> None:
 
 
 def test_the_four_kinds_of_machines_are_there() -> None:
-    assert {path.stem for path in SHIPPED} >= {
-        "ascend_910b_server", "ascend_910c_supernode", "ascend_910b_roce", "cpu_paced",
-    }  # fmt: skip
-
-
-@pytest.fixture
-def content() -> dict[str, Any]:
-    return yaml.safe_load((CONFIGS / "ascend_910b_roce.yaml").read_text(encoding="utf-8"))
-
-
-def change(content: dict[str, Any], field: str, value: Any) -> dict[str, Any]:
-    changed = copy.deepcopy(content)
-    *path, last = field.split(".")
-    inside = changed
-    for part in path:
-        inside = inside[part]
-    if value is None:
-        del inside[last]
-    else:
-        inside[last] = value
-    return changed
+    expected = {"ascend_910b_server", "ascend_910c_supernode", "ascend_910b_roce", "cpu_paced"}
+    assert {path.stem for path in SHIPPED} >= expected
 
 
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [
-        ("inside.rate.typical", -1.0, "inside.rate.typical: -1.0 bytes/s is not above 0"),
         ("npu.cube_flops.low", 0, "npu.cube_flops.low: 0 FLOP/s is not above 0"),
         ("npu.gemm_efficiency.high", 1.5, "1.5 share is not above 0 and at most 1"),
         ("inside.latency.low", -1e-6, "inside.latency.low: -1e-06 seconds is not 0 or more"),
         ("inside.rate.high", float("nan"), "inside.rate.high: nan bytes/s is not above 0"),
         ("inside.rate.high", float("inf"), "inside.rate.high: inf bytes/s is not above 0"),
-        (
-            "inside.topology",
-            "torus",
-            "inside.topology: 'torus' is unknown; choose one of full_mesh",
-        ),
+        ("inside.topology", "torus", "inside.topology: 'torus' is unknown; choose one of full_me"),
         ("between.topology", "switched", "between.topology: 'switched' is unknown; choose one of"),
         ("inside.rate.low", 9e10, "inside.rate: low 9e+10, typical 2.8e+10, high 3e+10 are not in"),
         ("npu.hbm_bandwidth.low", "1e12", "write 1.0e+9, not 1e9"),
         ("npu.hbm_bandwidth.low", True, "npu.hbm_bandwidth.low: True is not a number in bytes/s"),
         ("npu.hbm_bandwidth", 1.0, "npu.hbm_bandwidth: 1.0 is not a mapping of low, typical, high"),
-        ("npu.hbm_bandwidth", None, "npu.hbm_bandwidth: missing"),
-        ("npu.hbm_bandwidth.high", None, "npu.hbm_bandwidth.high: None is not a number"),
+        ("npu.hbm_bandwidth.high", ..., "npu.hbm_bandwidth.high: None is not a number"),
         ("npu.hbm_bandwidth.source", " ", "npu.hbm_bandwidth.source: ' ' names no source"),
-        ("npu", None, "npu: missing"),
+        ("npu", ..., "npu: missing"),
         ("npu", 3, "npu: 3 is not a mapping"),
-        ("between", None, "between: missing; 1024 nodes need links between them"),
+        ("between", ..., "between: missing; 1024 nodes need links between them"),
         ("npus_per_node", 0, "npus_per_node: 0 is not a whole number from 1"),
         ("npus_per_host", 3, "npus_per_host: 3 does not divide npus_per_node 8"),
         ("nodes", 2.5, "nodes: 2.5 is not a whole number from 1"),
-        ("batched_transfers", "yes", "batched_transfers: 'yes' is not true or false"),
         ("name", "", "name: '' is not a name"),
         ("npu.cube_flop", 3, "npu.cube_flop: unknown field; did you mean cube_flops?"),
         ("insides", {}, "insides: unknown field; did you mean inside?"),
     ],
 )
 def test_nonsense_is_refused_with_file_field_value_and_limit(
-    tmp_path: Path, content: dict[str, Any], field: str, value: Any, message: str
+    tmp_path: Path, field: str, value: Any, message: str
 ) -> None:
+    """Beside another problem: all are named at once."""
+    content = yaml.safe_load((CONFIGS / "ascend_910b_roce.yaml").read_text(encoding="utf-8"))
+    content["batched_transfers"] = "yes"
+    *parts, last = field.split(".")
+    inside = content
+    for part in parts:
+        inside = inside[part]
+    inside[last] = value
+    if value is ...:
+        del inside[last]
     path = tmp_path / "machine.yaml"
-    path.write_text(yaml.safe_dump(change(content, field, value)), encoding="utf-8")
+    path.write_text(yaml.safe_dump(content), encoding="utf-8")
     with pytest.raises(ConfigError) as error:
         Hardware.load(path)
     lines = str(error.value).splitlines()
-    assert any(line.startswith(f"{path}: ") and message in line for line in lines), lines
-
-
-def test_all_problems_are_named_at_once(tmp_path: Path, content: dict[str, Any]) -> None:
-    path = tmp_path / "machine.yaml"
-    broken = change(change(content, "inside.topology", "torus"), "npu.cube_flops.low", -1)
-    path.write_text(yaml.safe_dump(broken), encoding="utf-8")
-    with pytest.raises(ConfigError) as error:
-        Hardware.load(path)
-    assert len(str(error.value).splitlines()) == 2
+    for said in (message, "batched_transfers: 'yes' is not true or false"):
+        assert any(line.startswith(f"{path}: ") and said in line for line in lines), lines
 
 
 @pytest.mark.parametrize(

@@ -28,15 +28,12 @@ def test_gemms_are_whole_rounds_of_tiles(rows: int, outer: int, rounds: int) -> 
     assert replace(CORES, gemm_start=3.0).gemm(rows, 64, outer) == 3 + rounds * ROUND
 
 
-def test_a_cut_at_a_round_costs_a_start_only() -> None:
+def test_a_cut_at_a_round_costs_a_start_only_and_no_rows_nothing() -> None:
     machine = replace(CORES, gemm_start=5.0)
+    assert machine.gemm(0, 64, 256) == 0
     whole = machine.gemm(1024, 64, 256)
     assert 2 * machine.gemm(512, 64, 256) == whole + 5
     assert machine.gemm(500, 64, 256) + machine.gemm(524, 64, 256) == whole + 5 + ROUND
-
-
-def test_no_rows_are_no_gemm() -> None:
-    assert replace(CORES, gemm_start=5.0).gemm(0, 64, 256) == 0
 
 
 def gathered(machine: Machine, *, steady: bool = False) -> float:
@@ -102,8 +99,6 @@ def test_from_so_many_outputs_on_nothing_is_left_to_hide(topology: str, size: in
 
     assert waits(least) == pytest.approx(0.0, abs=1e-9)
     assert waits(least // 2) > 0
-
-
-def test_groups_of_one_or_over_nodes_have_no_such_number() -> None:
-    assert covering_outputs(IDEAL, 1) is None
-    assert covering_outputs(IDEAL, 2 * IDEAL.npus_per_node) is None
+    assert (
+        covering_outputs(machine, 1) is covering_outputs(machine, 2 * machine.npus_per_node) is None
+    )

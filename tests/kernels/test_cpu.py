@@ -7,16 +7,10 @@ from inspect import signature
 import pytest
 import torch
 
-from commfuse_npu.kernels import cpu, gemm_into, kernels_for, npu
+from commfuse_npu.kernels import cpu, gemm_into, npu
 from tests.kernels.attention_lines import CASES, MASKED, Case, assert_close, by_chunks, unfused
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-
-
-def test_every_device_but_the_npu_takes_plain_torch() -> None:
-    assert kernels_for(torch.device("cpu")) is cpu
-    assert kernels_for(torch.device("cuda", 1)) is cpu
-    assert kernels_for(torch.device("meta")) is cpu
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
@@ -29,33 +23,23 @@ def test_a_gemm_writes_into_a_run_of_rows_and_nowhere_else(dtype: torch.dtype) -
     assert torch.equal(whole[[0, 1, 5, 6]], torch.full((4, 5), 9.0, dtype=dtype))
 
 
-@pytest.mark.parametrize("dtype", FLOATS)
-def test_partials_are_added_in_order_each_sum_rounded(dtype: torch.dtype) -> None:
-    partials = torch.randn(5, 64, generator=torch.Generator().manual_seed(1)).to(dtype)
-    expected = partials[0].clone()
-    for partial in partials[1:]:
-        expected = expected + partial
-    total, backwards = (torch.empty(1, 64, dtype=dtype) for _ in range(2))
-    cpu.sum_parts(total, [(partials.clone(), 5)])
-    assert torch.equal(total[0], expected)
-    cpu.sum_parts(backwards, [(partials.flip(0), 5)])
-    assert not torch.equal(backwards[0], expected), "these numbers do not tell the order"
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_partials_added_in_fp32_are_rounded_once(dtype: torch.dtype) -> None:
+def test_partials_are_added_in_order_each_sum_rounded_or_all_once(dtype: torch.dtype) -> None:
     partials = torch.randn(5, 64, generator=torch.Generator().manual_seed(1)).to(dtype)
-    expected = partials[0].float()
+    each, once = partials[0].clone(), partials[0].float()
     for partial in partials[1:]:
-        expected = expected + partial.float()
-    total, out = partials[:1].float(), torch.empty(1, 64, dtype=dtype)
-    cpu.sum_parts(out, [(partials, 5)], dtype=torch.float32)
+        each, once = each + partial, once + partial.float()
+    assert not torch.equal(each, once.to(dtype)), "these numbers do not tell how often was rounded"
+    rounded, backwards, single = (torch.empty(1, 64, dtype=dtype) for _ in range(3))
+    total = partials[:1].float()
+    cpu.sum_parts(rounded, [(partials.clone(), 5)])
+    cpu.sum_parts(backwards, [(partials.flip(0), 5)])
+    cpu.sum_parts(single, [(partials, 5)], dtype=torch.float32)
     cpu.sum_parts(total, [(total, 1), (partials[1:], 4)])
-    assert torch.equal(total[0], expected)
-    assert torch.equal(out[0], expected.to(dtype))
-    each = torch.empty(1, 64, dtype=dtype)
-    cpu.sum_parts(each, [(partials.clone(), 5)])
-    assert not torch.equal(each, out), "these numbers do not tell how often was rounded"
+    assert torch.equal(rounded[0], each)
+    assert not torch.equal(backwards[0], each), "these numbers do not tell the order"
+    assert torch.equal(single[0], once.to(dtype))
+    assert torch.equal(total[0], once)
 
 
 @pytest.mark.parametrize("case", CASES + MASKED, ids=str)
@@ -63,24 +47,19 @@ def test_attention_by_chunks_is_attention_over_the_whole_sequence(case: Case) ->
     assert_close(by_chunks(cpu, case), unfused(case), case.dtype)
 
 
-def test_results_have_the_dtype_of_the_inputs() -> None:
+def test_results_are_of_the_inputs_dtype_which_are_left_and_gradients_added() -> None:
     case = Case((4, 2), (6,), dtype=torch.bfloat16)
-    q, k, v, grad = case.inputs()
-    out, statistics = cpu.attention_forward(q, k, v, causal=True)
-    sums = torch.zeros_like(k), torch.zeros_like(v)
-    grad_q = cpu.attention_backward(grad, q, k, v, out, statistics, *sums, causal=True)
-    assert [x.dtype for x in (out, grad_q)] == [torch.bfloat16] * 2
-    assert all(x.is_contiguous() for x in (out, grad_q))
-    assert_close((out, grad_q, *sums), unfused(case), case.dtype)
-
-
-def test_gradients_are_added_to_what_is_there() -> None:
-    q, k, v, grad = Case((4, 2), (6,)).inputs()
+    inputs = case.inputs()
+    before = [x.clone() for x in inputs]
+    q, k, v, grad = inputs
     out, statistics = cpu.attention_forward(q, k, v, causal=True)
     new, sums = ((make(k.shape), make(k.shape)) for make in (torch.zeros, torch.ones))
     for one in (new, sums):
-        cpu.attention_backward(grad, q, k, v, out, statistics, *one, causal=True)
+        grad_q = cpu.attention_backward(grad, q, k, v, out, statistics, *one, causal=True)
     torch.testing.assert_close(sums, (1 + new[0], 1 + new[1]))
+    assert [x.dtype for x in (out, grad_q)] == [torch.bfloat16] * 2
+    assert all(x.is_contiguous() for x in (out, grad_q))
+    assert all(map(torch.equal, inputs, before))
 
 
 def test_small_gradients_of_many_chunks_are_not_lost() -> None:
@@ -93,36 +72,27 @@ def test_small_gradients_of_many_chunks_are_not_lost() -> None:
     assert grad_v.item() == 259.0
 
 
-def test_inputs_are_left_as_they_are() -> None:
-    inputs = Case((4, 2), (6,)).inputs()
-    before = [x.clone() for x in inputs]
-    q, k, v, grad = inputs
-    out, statistics = cpu.attention_forward(q, k, v, causal=True)
-    sums = torch.zeros_like(k), torch.zeros_like(v)
-    cpu.attention_backward(grad, q, k, v, out, statistics, *sums, causal=True)
-    assert all(torch.equal(one, other) for one, other in zip(inputs, before, strict=True))
+HALF = torch.ones(4, 2, 4, 8, dtype=torch.bfloat16)
 
 
 @pytest.mark.parametrize(
     ("q", "k", "message"),
     [
-        ((4, 2, 4, 8), (3, 2, 4, 8), r"4 causal queries end with .* of 3 keys, so the first 1 see"),
-        ((4, 2, 3, 8), (4, 2, 2, 8), r"3 query heads are not a multiple of 2 key heads; repeat"),
-        ((4, 2, 4, 8), (4, 1, 4, 8), r"q \(4, 2, 4, 8\), k \(4, 1, 4, 8\).* do not fit; they have"),
-        ((4, 2, 32), (4, 2, 32), r"have to be \[Sq, B, A, D\]"),
+        (torch.ones(4, 2, 4, 8), torch.ones(3, 2, 4, 8), r"4 causal queries end with .* of 3 keys"),
+        (torch.ones(4, 2, 3, 8), torch.ones(4, 2, 2, 8), "3 query heads are not a multiple of 2 k"),
+        (torch.ones(4, 2, 4, 8), torch.ones(4, 1, 4, 8), r"k \(4, 1, 4, 8\).* do not fit; they ha"),
+        (torch.ones(4, 2, 32), torch.ones(4, 2, 32), r"have to be \[Sq, B, A, D\]"),
+        (torch.ones(4, 2, 4, 8), HALF, r"q is torch.float32, k torch.bfloat16, .* one dtype"),
     ],
 )
-def test_shapes_that_do_not_fit_are_refused(q, k, message) -> None:
+def test_what_does_not_fit_is_refused(q: torch.Tensor, k: torch.Tensor, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        cpu.attention_forward(torch.ones(q), torch.ones(k), torch.ones(k), causal=True)
+        cpu.attention_forward(q, k, k, causal=True)
 
 
-def test_dtypes_and_sums_that_do_not_fit_are_refused() -> None:
-    x = torch.ones(2, 1, 1, 4)
-    with pytest.raises(ValueError, match=r"q is torch.float32, k torch.bfloat16, .* one dtype"):
-        cpu.attention_forward(x, x.bfloat16(), x, causal=True)
+def test_sums_that_do_not_fit_are_refused() -> None:
+    x, longer = torch.ones(2, 1, 1, 4), torch.zeros(3, 1, 1, 4)
     out, statistics = cpu.attention_forward(x, x, x, causal=True)
-    longer = torch.zeros(3, 1, 1, 4)
     with pytest.raises(ValueError, match=r"grad_k \(3, 1, 1, 4\) .* have to be \(2, 1, 1, 4\)"):
         cpu.attention_backward(x, x, x, x, out, statistics, longer, longer, causal=True)
 

@@ -33,88 +33,33 @@ def from_options(options: str) -> ModelConfig:
 
 @pytest.mark.parametrize(("name", "parameters"), PARAMETERS.items())
 def test_the_number_of_parameters_is_the_published_one(name: str, parameters: int) -> None:
-    assert load(name).number_of_parameters == parameters
-
-
-def test_configurations_agree_where_the_models_do() -> None:
-    loaded = {name: load(name) for name in PARAMETERS}
-    for name, config in loaded.items():
-        assert config.seq_length == config.max_position_embeddings
-        assert config.hidden_size // config.num_attention_heads == 128
-        first = loaded["llama2_7b" if name.startswith("llama2") else "llama3_8b"]
-        generation = ("vocab_size", "seq_length", "rotary_base", "norm_epsilon", "tokenizer_type")
-        for key in generation:
-            assert getattr(config, key) == getattr(first, key), (name, key)
-    small, large = loaded["llama2_70b"], loaded["llama3_70b"]
-    for key in ("num_layers", "hidden_size", "ffn_hidden_size", "num_query_groups", "nnodes"):
-        assert getattr(small, key) == getattr(large, key), key
-
-
-def test_a_tied_embedding_is_counted_once() -> None:
-    config = load("llama3_8b")
+    config = load(name)
+    assert config.number_of_parameters == parameters
     tied = replace(config, untie_embeddings_and_output_weights=False)
-    assert config.number_of_parameters - tied.number_of_parameters == 128256 * 4096
+    embedding = config.vocab_size * config.hidden_size
+    assert tied.number_of_parameters == parameters - embedding, "it is counted once"
+
+
+PP, TP, CP = (f"--{kind}-parallel-size" for kind in ("pipeline-model", "tensor-model", "context"))
+ULYSSES = f"{CP} 2 --nnodes 2 --context-parallel-algo ulysses_cp_algo"
 
 
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        (
-            "llama2_7b",
-            "--pipeline-model-parallel-size 3 --num-layers 33",
-            "8 NPUs (NNODES 1 x NPUS_PER_NODE 8) are not divisible by TP*PP*CP = 8*3*1 = 24; ",
-        ),
-        (
-            "llama2_13b",
-            "--tensor-model-parallel-size 16 --nnodes 2 --num-query-groups 8",
-            "40 attention heads, 8 query groups are not divisible by TP 16; choose TP from 1, 2, 4",
-        ),
-        (
-            "llama2_7b",
-            "--num-layers 33 --pipeline-model-parallel-size 2 --nnodes 2",
-            "33 layers are not divisible by PP 2; choose PP from 1, 3, 11, 33, or give the layers",
-        ),
-        (
-            "llama3_70b",
-            "--pipeline-model-parallel-size 2",
-            "has 4 stages with 80 layers, but PP is 2 and the model has 80; give 2 numbers that a",
-        ),
+        ("llama2_7b", f"{PP} 3 --num-layers 33", "are not divisible by TP*PP*CP = 8*3*1 = 24; "),
+        ("llama2_13b", f"{TP} 16 --nnodes 2", "not divisible by TP 16; choose TP from 1, 2, 4"),
+        ("llama2_7b", f"--num-layers 33 {PP} 2 --nnodes 2", "PP 2; choose PP from 1, 3, 11, 33, "),
+        ("llama3_70b", f"{PP} 2", "has 4 stages with 80 layers, but PP is 2 and the model has 80"),
         ("llama3_8b", "--num-layer-list 32", "NUM_LAYER_LIST 32 needs PP of at least 2; set NUM"),
-        (
-            "llama2_7b",
-            "--seq-length 4090 --tensor-model-parallel-size 2 --context-parallel-size 4",
-            "4090 is not divisible by TP*CP = 2*4 = 8; choose --seq-length 4088 or 4096",
-        ),
-        (
-            "llama2_7b",
-            "--seq-length 4092 --tensor-model-parallel-size 1 --context-parallel-size 4",
-            "4092 is not divisible by 2*CP = 2*4 = 8; choose --seq-length 4088 or 4096",
-        ),
-        (
-            "llama2_13b",
-            "--context-parallel-size 2 --nnodes 2 --context-parallel-algo ulysses_cp_algo",
-            "40 attention heads are not divisible by TP*CP = 8*2 = 16, as ulysses_cp_algo needs; ",
-        ),
-        (
-            "llama2_7b",
-            "--global-batch-size 250",
-            "data-parallel size = 4*1 = 4; choose --global-batch-size 248 or 252",
-        ),
-        (
-            "llama2_7b",
-            "--max-position-embeddings 2048",
-            "sequence length 4096 exceeds --max-position-embeddings 2048; raise the latter to 4096",
-        ),
-        (
-            "llama2_7b",
-            "--hidden-size 4100 --ffn-hidden-size 11009",
-            "choose --hidden-size 4096 or 4128\nfeed-forward width 11009 is not divisible by TP 8",
-        ),
-        (
-            "llama3_8b",
-            "--num-query-groups 24 --tensor-model-parallel-size 8",
-            "heads 32 is not divisible by query groups 24; choose --num-attention-heads 24 or 48",
-        ),
+        ("llama2_7b", f"--seq-length 4090 {TP} 2 {CP} 4", "choose --seq-length 4088 or 4096"),
+        ("llama2_7b", f"--seq-length 4092 {TP} 1 {CP} 4", "not divisible by 2*CP = 2*4 = 8; cho"),
+        ("llama2_13b", ULYSSES, "40 attention heads are not divisible by TP*CP = 8*2 = 16, as u"),
+        ("llama2_7b", "--global-batch-size 250", "4*1 = 4; choose --global-batch-size 248 or 252"),
+        ("llama2_7b", "--max-position-embeddings 2048", "4096 exceeds --max-position-embeddings 2"),
+        ("llama2_7b", "--hidden-size 4100", "choose --hidden-size 4096 or 4128"),
+        ("llama2_7b", "--ffn-hidden-size 11009", "feed-forward width 11009 is not divisible by T"),
+        ("llama3_8b", "--num-query-groups 24", "choose --num-attention-heads 24 or 48"),
         ("llama3_8b", "--min-lr 1 --lr 0.5", "--min-lr 1.0 is above --lr 0.5; choose --min-lr of"),
     ],
 )
@@ -143,17 +88,6 @@ def test_arguments_appear_where_they_say_something() -> None:
     assert words[words.index("--vocab-size") + 1] == "128255"
 
 
-def test_arguments_say_the_same_as_the_file() -> None:
-    for name in PARAMETERS:
-        config = replace(load(name), pretrain_options=())  # which are passed over
-        torchrun = ["--nproc_per_node", str(config.npus_per_node), "--nnodes", str(config.nnodes)]
-        vocabulary = ["--vocab-size", str(config.vocab_size)]
-        options = [*torchrun, *config.arguments(), *vocabulary]
-        algorithm = {"context_parallel_algo": config.context_parallel_algo}
-        again = replace(ModelConfig.from_options(options), **algorithm)
-        assert again == config
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -168,14 +102,6 @@ def test_a_bad_value_is_named(options: str, message: str) -> None:
     with pytest.raises(ConfigError) as error:
         given_options(options.split())
     assert str(error.value).startswith(message)
-
-
-def test_a_command_line_alone_needs_the_sizes() -> None:
-    with pytest.raises(ConfigError) as error:
-        from_options("--num-layers 2 --hidden-size 64")
-    assert str(error.value).startswith(
-        "--num-attention-heads, --vocab-size, --seq-length, --micro-batch-size not given"
-    )
 
 
 SHORT = (
@@ -194,10 +120,10 @@ def test_what_a_command_line_leaves_out_is_what_megatron_takes() -> None:
     assert (config.data_parallel_size, config.global_batch_size) == (4, 8)
     padded = SHORT.replace("--vocab-size", "--padded-vocab-size")
     assert from_options(padded).padded_vocab_size == 300
-
-
-def test_groups_count_only_with_their_flag() -> None:
+    # Groups count only with their flag.
     assert from_options(f"{SHORT} --num-query-groups 2").num_query_groups == 4
+    with pytest.raises(ConfigError, match=r"^--num-attention-heads, --vocab-size, --seq-length n"):
+        from_options("--num-layers 2 --hidden-size 64 --micro-batch-size 1")
 
 
 @pytest.mark.parametrize(
@@ -210,13 +136,7 @@ def test_groups_count_only_with_their_flag() -> None:
         ({"lr": True}, "lr: True is not a number"),
         ({"tokenizer_type": None}, "tokenizer_type: None is not a name"),
         ({"lr": ...}, "lr missing; every option has to be there"),
-        *(
-            (
-                {"pretrain_options": one},
-                f"pretrain_options: {one!r} is not a line of options, as --option value",
-            )
-            for one in (3, ["--a"], "overlap")
-        ),
+        *(({"pretrain_options": one}, f"{one!r} is not a line of opt") for one in (3, "overlap")),
     ],
 )
 def test_a_bad_file_is_explained(tmp_path, change, message) -> None:
@@ -225,37 +145,30 @@ def test_a_bad_file_is_explained(tmp_path, change, message) -> None:
     path.write_text(yaml.safe_dump({k: v for k, v in content.items() if v is not ...}), "utf-8")
     with pytest.raises(ConfigError) as error:
         ModelConfig.load(path)
-    assert str(error.value) == f"{path}: {message}"
+    assert str(error.value).startswith(f"{path}: ")
+    assert message in str(error.value)
 
 
-@pytest.mark.parametrize(
-    ("module", "content", "code"),
-    [
-        ("torch", "raise RuntimeError('torch was imported')", 0),
-        ("yaml", "raise ImportError('not there')", 1),
-    ],
-)
-def test_a_launcher_needs_pyyaml_and_no_torch(
-    module: str, content: str, code: int, tmp_path: Path
-) -> None:
-    (tmp_path / f"{module}.py").write_text(content, "utf-8")
+def test_a_launcher_needs_no_torch(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("raise RuntimeError('torch was imported')", "utf-8")
     done = started(
         *(sys.executable, "-m", "commfuse_npu.tools.launch_command", "llama3_8b"),
         env={"PYTHONPATH": f"{tmp_path}:{ROOT}", "PATH": "/usr/bin:/bin", "DRY_RUN": "1"},
     )
-    assert done.returncode == code, done.stderr
-    if code:
-        last = done.stderr.splitlines()[-1]
-        assert last.startswith("ImportError: PyYAML is not installed for ")
-        assert "pip install pyyaml, or take the Python that MindSpeed runs with" in last
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("name", PARAMETERS)
-def test_what_is_written_is_read_again(name: str, tmp_path: Path) -> None:
-    file = tmp_path / "again.yaml"
-    more = (*load(name).pretrain_options, "--overlap-grad-reduce")
-    changed = {"pretrain_options": more, "commfuse_options": ()}
-    for config in (load(name), replace(load(name), **changed)):
-        file.write_text(config.as_yaml(), "utf-8")
-        assert ModelConfig.load(file) == config
-    assert config.arguments() == [*load(name).arguments(), "--overlap-grad-reduce"]
+def test_what_is_written_is_read_again_from_files_and_options(name: str, tmp_path: Path) -> None:
+    file, config = tmp_path / "again.yaml", load(name)
+    more = (*config.pretrain_options, "--overlap-grad-reduce")
+    changed = replace(config, pretrain_options=more, commfuse_options=())
+    for one in (config, changed):
+        file.write_text(one.as_yaml(), "utf-8")
+        assert ModelConfig.load(file) == one
+    assert changed.arguments() == [*config.arguments(), "--overlap-grad-reduce"]
+    plain = replace(config, pretrain_options=())  # which are passed over
+    torchrun = ["--nproc_per_node", str(plain.npus_per_node), "--nnodes", str(plain.nnodes)]
+    options = [*torchrun, *plain.arguments(), "--vocab-size", str(plain.vocab_size)]
+    algorithm = {"context_parallel_algo": plain.context_parallel_algo}
+    assert replace(ModelConfig.from_options(options), **algorithm) == plain

@@ -64,10 +64,6 @@ class Machine:
         ]
         return run.returncode, run.stderr, asked
 
-    def installed(self) -> set[str]:
-        """The sets that count as installed."""
-        return {path.name.partition("-")[2] for path in self.venv.glob(".installed-*")}
-
 
 @pytest.fixture
 def machine(tmp_path: Path) -> Machine:
@@ -113,9 +109,7 @@ def test_a_torch_that_cannot_be_imported_does_not_count_as_installed(machine: Ma
             f"Remove {machine.venv} and start again.\n"
         )
         assert asked == [FIRST, TORCH_FILE]
-        assert machine.installed() == set()
-    assert machine.prepare()[0] == 0
-    assert machine.installed() == {"torch", "cpu", "test", "setup"}
+    assert machine.prepare()[::2] == (0, [FIRST, TORCH_FILE, *REST])
 
 
 @pytest.mark.parametrize(
@@ -123,7 +117,6 @@ def test_a_torch_that_cannot_be_imported_does_not_count_as_installed(machine: Ma
     [
         ("-m venv", [FIRST, TORCH_FILE, *REST]),
         ("cpu.txt", REST),
-        ("test.txt", REST[1:]),
         ("--editable", REST[2:]),
     ],
 )
@@ -134,18 +127,9 @@ def test_a_failed_installation_goes_on_where_it_stopped(
     assert code != 0
     assert "Error: no space" in said
     assert machine.prepare()[::2] == (0, left)
-
-
-def test_what_has_changed_is_installed_anew(machine: Machine) -> None:
-    machine.prepare()
+    # What has changed is installed anew.
     (machine.venv / ".installed-cpu").write_text("numpy==1.0\n", "utf-8")
     assert machine.prepare()[::2] == (0, REST[:1])
-
-
-def test_another_python_is_refused(machine: Machine) -> None:
-    code, said, asked = machine.prepare("-c import sys")
-    assert (code, asked) == (2, [])
-    assert "for Python 3.10 to 3.13; python3 is Python 3.9.1. Set PYTHON to one of these." in said
 
 
 def test_torch_npu_is_left_out_beside_a_torch_with_cuda(machine: Machine) -> None:
@@ -180,28 +164,14 @@ def start(tmp_path: Path, *arguments: str, **variables: str) -> tuple[int, str, 
     return run.returncode, run.stderr, [line.split("\0")[:-1] for line in lines]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "variables", "launch"),
-    [
-        # A launch that needs no files.
-        ([], {}, [LAUNCH, "--tokenizer-type", "NullTokenizer", "--mock-data",
-                  "--global-batch-size", "16"]),
-        # Data that are given are used, and arguments passed on.
-        (["--lr", "1e-5"], {"DATA_PATH": "d", "TOKENIZER_MODEL": "t"},
-         [LAUNCH, "--global-batch-size", "16", "--lr", "1e-5"]),
-        # A launch of one's own is left as it is.
-        ([], {"LAUNCH": "my pretrain.sh"}, ["my pretrain.sh"]),
-    ],
-)  # fmt: skip
-def test_doctor_first_then_the_launch(
-    tmp_path: Path, arguments: list[str], variables: dict[str, str], launch: list[str]
-) -> None:
-    code, _, (doctor, measure) = start(tmp_path, *arguments, RANKS="4", **variables)
-    assert code == 0
-    assert doctor == ["doctor", "--config", "llama3_8b"]
-    options = "measure --device npu --ranks 4 --config llama3_8b --folder first_hour --minutes 50"
-    assert measure[:-1] == [*options.split(), "--launch"]
-    assert shlex.split(measure[-1]) == launch
+def test_doctor_first_then_a_launch_that_needs_no_files(tmp_path: Path) -> None:
+    mock = ["--tokenizer-type", "NullTokenizer", "--mock-data", "--global-batch-size", "16"]
+    for variables, launch in (({}, [LAUNCH, *mock]), ({"LAUNCH": "my own.sh"}, ["my own.sh"])):
+        code, _, (doctor, measure) = start(tmp_path, RANKS="4", **variables)
+        assert (code, doctor) == (0, ["doctor", "--config", "llama3_8b"])
+        options = "measure --device npu --ranks 4 --config llama3_8b --folder first_hour"
+        assert measure[:-1] == [*options.split(), "--minutes", "50", "--launch"]
+        assert shlex.split(measure[-1]) == launch
 
 
 def test_a_run_that_has_begun_is_gone_on_with(tmp_path: Path) -> None:
@@ -211,18 +181,15 @@ def test_a_run_that_has_begun_is_gone_on_with(tmp_path: Path) -> None:
     assert measure[-1] == "--resume"
 
 
-def test_errors_of_the_doctor_come_first(tmp_path: Path) -> None:
-    code, said, asked = start(tmp_path, DOCTOR="1")
-    assert code == 1
-    assert "the doctor found errors (above); mend them, or set ANYWAY=1" in said
-    assert [words[0] for words in asked] == ["doctor"]
-    code, _, asked = start(tmp_path, DOCTOR="1", ANYWAY="1")
-    assert code == 0
-    assert [words[0] for words in asked] == ["doctor", "measure"]
-
-
-def test_an_unknown_device_is_refused(tmp_path: Path) -> None:
-    code, said, asked = start(tmp_path, DEVICE="gpu")
-    assert code == 2
-    assert "DEVICE is 'gpu'; set it to npu or cpu" in said
-    assert asked == []
+@pytest.mark.parametrize(
+    ("variables", "code", "message", "asked"),
+    [
+        ({"DOCTOR": "1"}, 1, "the doctor found errors (above); mend them, or set A", ["doctor"]),
+        ({"DOCTOR": "1", "ANYWAY": "1"}, 0, "", ["doctor", "measure"]),
+        ({"DEVICE": "gpu"}, 2, "DEVICE is 'gpu'; set it to npu or cpu", []),
+    ],
+)
+def test_errors_come_first(tmp_path: Path, variables, code: int, message: str, asked) -> None:
+    found, said, commands = start(tmp_path, **variables)
+    assert (found, [words[0] for words in commands]) == (code, asked)
+    assert message in said

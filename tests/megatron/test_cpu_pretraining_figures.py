@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,6 @@ pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
 from commfuse_npu.runtime.collectives import all_gather_rows, all_to_all_rows, reduce_scatter_rows
 from scripts.cpu_pretraining import compare
-from scripts.cpu_pretraining.megatron_on_cpu import REPLACEMENTS, megatron_on_cpu
 from scripts.cpu_pretraining.outcome import Outcome
 from scripts.cpu_pretraining.training import timed_waits
 
@@ -41,16 +39,6 @@ def test_every_wait_for_a_transfer_is_timed(tmp_path: Path) -> None:
     assert dist.Work.wait is untimed
 
 
-def test_stand_ins_are_undone() -> None:
-    def current() -> list[object]:
-        return [getattr(import_module(module), name, None) for module, name, _ in REPLACEMENTS]
-
-    before = current()
-    with megatron_on_cpu():
-        assert current() == [stand_in for _, _, stand_in in REPLACEMENTS]
-    assert all(one is other for one, other in zip(before, current(), strict=True))
-
-
 def outcome(
     losses: dict[int, float], weights: str = "a", times: tuple[float, ...] = (), link: str = "wire"
 ) -> Outcome:
@@ -68,7 +56,6 @@ def of_times(*times: float, link: str = "wire") -> Outcome:
 
 def test_speed_leaves_the_first_iterations_out() -> None:
     found = of_times(9000, 8000, 7000, 500, 100, 200, link="links of 20 MB/s")
-    assert found.seconds == (pytest.approx(0.15), 0.2, pytest.approx(0.35))
     assert found.describe_speed() == (
         "500 over links of 20 MB/s (0.200 s per iteration, quartiles 0.150 and 0.350, of which "
         "0.100 s waiting for transfers; medians of iterations 14 to 16)"
@@ -93,10 +80,9 @@ def test_the_verdict_sees_one_bit(form: str | None, changed: Outcome | None) -> 
         found[form] = changed
     assert compare.identical(found) is (form is None)
     said = compare.report(found)
-    assert f"sha256 of all weights, overlap: {found['overlap'].weights_sha256}" in said
-    same = [f"{'not ' * (other == form)}equal bit for bit" for other in ("commfuse", "overlap")]
-    assert f"losses and weights, plain and commfuse: {same[0]}" in said
-    assert f"losses and weights, megatron and overlap: {same[1]}" in said
+    for one, two in (("plain", "commfuse"), ("megatron", "overlap")):
+        same = f"losses and weights, {one} and {two}: {'not ' * (two == form)}equal bit for bit"
+        assert same in said
     if form != "commfuse":
         assert said[3].split() == ["2", "2.5", "2.5", "2.75", "2.75"]
         assert any("largest loss difference 0.25, weights not equal" in line for line in said)
@@ -121,34 +107,5 @@ def test_a_difference_of_times_has_a_range_and_ten_iterations_behind_it(counted:
     ]
     assert "overlap against megatron: 0.0 % shorter" in said[2]
     assert "twice those of the fused layers" in compare.report(found)[-1]
-    only = {form: found[form] for form in ("megatron", "overlap")}
-    assert "twice" not in compare.report(only)[-1]
-    only["overlap"] = of_times(9, 9, 9, *range(30, 40))
+    only = {"megatron": slow, "overlap": of_times(9, 9, 9, *range(30, 40))}
     assert "megatron: 40.8 % longer" in compare.report(only)[-1]
-
-
-def test_timelines_show_where_a_rank_waits(tmp_path: Path) -> None:
-    ranks = {
-        "megatron": [of_times(9, 9, 9, 8, 4, 6)] * 2,
-        "overlap": [of_times(9, 9, 9, 2, 3, 3)] * 2,
-    }
-    found = compare.timelines(ranks)
-    assert found is not None
-    said = "megatron, Megatron's own order: 0.004 s, of which 0.001 s waiting for transfers"
-    drawn = [
-        (bit["name"], pytest.approx(bit["start"]), pytest.approx(bit["end"]))
-        for bit in found.chart["data"]["values"]
-        if (bit["of"], bit["lane"]) == (said, "rank 1")
-    ]
-    assert sorted(drawn, key=lambda bit: bit[1].expected) == [
-        ("computes", 0.0, 1.0), ("waits", 1.0, 2.0), ("computes", 2.0, 4.0),
-    ]  # fmt: skip
-    assert max(bit["end"] for bit in found.chart["data"]["values"] if bit["of"] != said) == 2.0
-    early = {"megatron": [of_times(9, 9)], "overlap": [of_times(9, 9)]}
-    assert "was not drawn: no iteration after the first 3" in compare.draw_timelines(
-        early, tmp_path / "a.png"
-    )
-    pytest.importorskip("vl_convert", reason="pictures are optional")
-    assert compare.draw_timelines(ranks, tmp_path / "a.png") == f"written: {tmp_path / 'a.png'}"
-    below_a_file = tmp_path / "a.png" / "b.png"
-    assert f"{below_a_file} was not drawn: " in compare.draw_timelines(ranks, below_a_file)

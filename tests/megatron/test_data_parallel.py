@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
@@ -14,10 +15,11 @@ import torch.distributed as dist
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
-from commfuse_npu import Schedule, Transport, TransportError
+from commfuse_npu import MismatchError, Schedule, Transport, TransportError
 from mindspeed_patches import LinearWrappers
 from mindspeed_patches.data_parallel import OPTIONS, BucketWrappers
 from mindspeed_patches.state_hashes import optimizer_hash, weight_hashes
+from tests.distributed.ranks import on_ranks
 from tests.limits import BRIEF, PATIENT
 from tests.megatron.in_ranks import megatron, patched
 
@@ -208,6 +210,27 @@ def test_two_replicas_end_with_megatrons_bits(ranks) -> None:
         assert [count > 1 for count in found] == [case.overlap_gradients for case in cases]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("distributed", [False, True], ids=["plain", "distributed"])
+@on_ranks(2)
+def test_ranks_that_began_something_else_change_no_weight(
+    rank: int, distributed: bool, dtype: torch.dtype
+) -> None:
+    """What the ranks began is compared before Megatron's optimizers step."""
+    made = Transport.create(timeout=PATIENT)
+    with megatron():
+        training = Training(Case(dtype, distributed))
+        start = training.sha256()
+        made.agree("layer", {"rows": 4})
+        training.iterate()
+        bits = training.sha256()
+        assert bits != start
+        made.agree("layer", {"rows": 4 + rank})
+        with pytest.raises(MismatchError, match=r"layer: rank .* rows: "):
+            training.iterate()
+        assert training.sha256() == bits
+
+
 # ------------------------------------------------------------------- one rank that fails
 
 
@@ -215,23 +238,19 @@ class PlantedError(Exception):
     pass
 
 
-def fail_in_backward(training: Training, how: Callable[[], None]) -> None:
-    """In the middle: gradients of later layers are under way already."""
-    training.model.module.layers[1].weight.register_hook(lambda grad: how())
-
-
-def fail_in_a_bucket(training: Training, how: Callable[[], None]) -> None:
-    """When the second bucket group is about to be started."""
-    group = training.model.bucket_groups[1]
-    start = group.start_grad_sync
-    group.start_grad_sync = lambda: (how(), start())
-
-
-def fail_after_all(training: Training, how: Callable[[], None]) -> None:
-    """Its gradients are summed here and everywhere else; only the meeting can tell the others."""
-    group = training.model.bucket_groups[-1]
-    finish = group.finish_grad_sync
-    group.finish_grad_sync = lambda: (finish(), how())
+def plant(training: Training, where: str, how: Callable[[], None]) -> None:
+    """A failure in the middle of the backward, when the second bucket group is about to be started,
+    or when all is summed here and everywhere else, so that only the meeting can tell the others."""
+    if where == "backward":
+        training.model.module.layers[1].weight.register_hook(lambda grad: how())
+    elif where == "bucket":
+        group = training.model.bucket_groups[1]
+        start = group.start_grad_sync
+        group.start_grad_sync = lambda: (how(), start())
+    else:
+        group = training.model.bucket_groups[-1]
+        finish = group.finish_grad_sync
+        group.finish_grad_sync = lambda: (finish(), how())
 
 
 def raise_it() -> None:
@@ -242,29 +261,21 @@ def die() -> None:
     os._exit(1)
 
 
-@dataclass(frozen=True)
-class Failure:
-    """What goes wrong, and where."""
-
-    case: Case
-    where: Callable[[Training, Callable[[], None]], None]
-    how: Callable[[], None]
-    culprit: int
-
-
-def failing(rank: int, failure: Failure) -> tuple[str, bool, int]:
+def failing(
+    rank: int, case: Case, where: str, how: Callable[[], None], culprit: int
+) -> tuple[str, bool, int]:
     """What a rank saw: the kind of error, whether no bit has changed since, steps that were made.
 
     Broken process groups are left behind; the ranks have to be ended.
     """
-    tensor_parallel, minutes = failure.case.tensor_parallel, IMPATIENT.total_seconds() / 60
-    with megatron(tensor_parallel, minutes=minutes), wrapped(failure.case, fails=True):
-        training = Training(failure.case)
+    minutes = IMPATIENT.total_seconds() / 60
+    with megatron(case.tensor_parallel, minutes=minutes), wrapped(case, fails=True):
+        training = Training(case)
         for _ in range(2):
             training.iterate()
         training.finish_parameters()
-        if rank == failure.culprit:
-            failure.where(training, failure.how)
+        if rank == culprit:
+            plant(training, where, how)
         before, kind = training.sha256(), "none"
         try:
             training.iterate()
@@ -280,28 +291,28 @@ long = pytest.mark.long
 
 
 @pytest.mark.parametrize(
-    ("size", "failure"),
+    ("size", "case", "where", "how", "culprit"),
     [
-        (2, Failure(OVERLAP, fail_after_all, raise_it, 1)),
-        (3, Failure(OVERLAP, fail_in_a_bucket, die, 1)),
-        pytest.param(2, Failure(OVERLAP, fail_in_backward, raise_it, 1), marks=long),
-        pytest.param(2, Failure(OVERLAP, fail_in_a_bucket, raise_it, 1), marks=long),
-        pytest.param(2, Failure(NO_OVERLAP, fail_after_all, raise_it, 1), marks=long),
+        (2, OVERLAP, "end", raise_it, 1),
+        (3, OVERLAP, "bucket", die, 1),
+        pytest.param(2, OVERLAP, "backward", raise_it, 1, marks=long),
+        pytest.param(2, OVERLAP, "bucket", raise_it, 1, marks=long),
+        pytest.param(2, NO_OVERLAP, "end", raise_it, 1, marks=long),
         # Ranks 1 and 3 sum over a group of their own, in which nothing is amiss.
-        pytest.param(4, Failure(HALVES, fail_after_all, raise_it, 2), marks=long),
+        pytest.param(4, HALVES, "end", raise_it, 2, marks=long),
     ],
 )
 def test_a_rank_that_fails_keeps_the_others_from_their_step(
-    ranks, size: int, failure: Failure
+    ranks, size: int, case: Case, where: str, how: Any, culprit: int
 ) -> None:
     try:
-        outcomes = ranks(size).outcomes(failing, failure, may_die=failure.how is die)
+        outcomes = ranks(size).outcomes(failing, case, where, how, culprit, may_die=how is die)
     finally:
         ranks(size).kill()
-    culprit = outcomes.pop(failure.culprit)
-    if failure.how is die:
-        assert isinstance(culprit.error, EOFError)
+    own = outcomes.pop(culprit)
+    if how is die:
+        assert isinstance(own.error, EOFError)
     else:
-        assert culprit.value == ("PlantedError", True, 2), culprit
+        assert own.value == ("PlantedError", True, 2), own
     for outcome in outcomes:
         assert outcome.value == ("TransportError", True, 2), outcomes

@@ -27,23 +27,18 @@ NAMED = {
 }
 
 
-@pytest.mark.parametrize("name", NAMED)
-def test_settings_that_exclude_it_are_named(name: str) -> None:
-    assert str(obstacle({}, [], SimpleNamespace(**{name: NAMED[name]}))).startswith(f"{name}: ")
-    off = dict.fromkeys(NAMED, False) | {"cuda_graph_impl": "none", "fp8": "hybrid"}
-    assert obstacle({}, [], SimpleNamespace(**off)) is None
-
-
 class TransformerEngines(torch.nn.Linear):
     __module__ = "transformer_engine.pytorch"
 
 
-@pytest.mark.parametrize("name", ["fp8", "fp4"])
-def test_low_precision_of_transformer_engine_is_named(name: str) -> None:
-    model = torch.nn.Sequential(TransformerEngines(1, 1))
-    assert obstacle({}, [model], SimpleNamespace()) is None
-    found = obstacle({}, [model], SimpleNamespace(**{name: "hybrid"}))
-    assert str(found).startswith(f"{name}: ")
+def test_settings_that_exclude_it_are_named() -> None:
+    model, low = torch.nn.Sequential(TransformerEngines(1, 1)), {"fp8": "hybrid", "fp4": "hybrid"}
+    for name, value in (NAMED | low).items():
+        found = obstacle({}, [model], SimpleNamespace(**{name: value}))
+        assert str(found).startswith(f"{name}: ")
+    off = dict.fromkeys(NAMED, False) | {"cuda_graph_impl": "none"}
+    assert obstacle({}, [model], SimpleNamespace(**off)) is None
+    assert obstacle({}, [], SimpleNamespace(**off | low)) is None
 
 
 def of_pipelines(rank: int, chunks: int, microbatches: int) -> str | None:

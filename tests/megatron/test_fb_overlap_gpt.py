@@ -70,42 +70,31 @@ SEQUENCE = (("sequence_parallel", True),)
 DROPOUT = (("hidden_dropout", 0.1), ("attention_dropout", 0.1))
 FREED = (("deallocate_pipeline_outputs", True),)
 PARTLY = (("num_microbatches_with_partial_activation_checkpoints", 1),)
+VPP = Training(stages=2, chunks=2)
 TRAININGS = {
-    "TP 2": Training(tensor=2),
-    "TP 2, SP": Training(tensor=2, options=SEQUENCE),
+    "TP 2, no type": Training(tensor=2, typed=False),
     "TP 2, SP, recomputed dropout": Training(tensor=2, options=SEQUENCE + RECOMPUTED + DROPOUT),
-    "EP 2": Training(experts=2, replicas=2),
     "EP 2, recomputed, distributed optimizer": Training(
         experts=2, replicas=2, options=RECOMPUTED, distributed=True
     ),
-    "TP 2, no type": Training(tensor=2, typed=False),
-    "PP 2": Training(stages=2),
     "PP 2, partly checkpointed": Training(stages=2, microbatches=8, options=PARTLY),
     "PP 2, distributed optimizer": Training(stages=2, microbatches=2, distributed=True),
-    "PP 2 x VPP 2, outputs freed": Training(stages=2, chunks=2, options=FREED),
-    "PP 2 x VPP 2, distributed optimizer": Training(stages=2, chunks=2, distributed=True),
-    "PP 2 x VPP 2": Training(stages=2, chunks=2),
+    "PP 2 x VPP 2, outputs freed": replace(VPP, options=FREED),
+    "PP 2 x VPP 2, distributed optimizer": replace(VPP, distributed=True),
+}
+LONG = {
     "PP 2 x TP 2": Training(tensor=2, stages=2, microbatches=6),
     "PP 2 x TP 2, SP, groups passed": Training(
         tensor=2, stages=2, options=SEQUENCE, microbatches=6, groups=True
     ),
-    "PP 2 x VPP 2 x TP 2, SP": Training(tensor=2, stages=2, chunks=2, options=SEQUENCE),
+    "PP 2 x VPP 2 x TP 2, SP": replace(VPP, tensor=2, options=SEQUENCE),
     "PP 2 x EP 2": Training(stages=2, experts=2, replicas=2),
     "TP 2, SP, DP 2, distributed optimizer": Training(
         tensor=2, replicas=2, options=SEQUENCE, distributed=True
     ),
-    "PP 2 x VPP 2, EP 2, distributed optimizer": Training(
-        stages=2, chunks=2, experts=2, replicas=2, distributed=True
+    "PP 2 x VPP 2, EP 2, distributed optimizer": replace(
+        VPP, experts=2, replicas=2, distributed=True
     ),
-}
-SHORT = {
-    "TP 2, no type",
-    "TP 2, SP, recomputed dropout",
-    "EP 2, recomputed, distributed optimizer",
-    "PP 2, partly checkpointed",
-    "PP 2, distributed optimizer",
-    "PP 2 x VPP 2, outputs freed",
-    "PP 2 x VPP 2, distributed optimizer",
 }
 
 
@@ -366,12 +355,14 @@ def compare(
 
 
 @pytest.mark.parametrize(
-    "name", [n if n in SHORT else pytest.param(n, marks=pytest.mark.long) for n in TRAININGS]
+    "training",
+    [
+        *(pytest.param(one, id=name) for name, one in TRAININGS.items()),
+        *(pytest.param(one, id=name, marks=pytest.mark.long) for name, one in LONG.items()),
+    ],
 )
-def test_weights_of_megatrons_own_order(ranks: Any, name: str) -> None:
-    training = TRAININGS[name]
-    found = ranks(training.size).run(compare, training)
-    for pairs, said in found:
+def test_weights_of_megatrons_own_order(ranks: Any, training: Training) -> None:
+    for pairs, said in ranks(training.size).run(compare, training):
         assert (pairs > 0) is training.transfers, said
 
 

@@ -13,7 +13,6 @@ pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
 from commfuse_npu import Schedule, Transport
 from commfuse_npu.ops import LinearOptions, all_gather_linear
-from commfuse_npu.runtime.collective_transport import CollectiveTransport
 from commfuse_npu.runtime.order_log import shared_order_log
 from mindspeed_patches import LinearWrappers
 from mindspeed_patches.data_parallel import BucketWrappers
@@ -79,48 +78,6 @@ def test_each_group_has_lanes_of_its_own(rank: int) -> None:
     found = [(transport.ranks, transport.lanes) for transport in made]
     tensor_parallel, shared = (rank // 2 * 2, rank // 2 * 2 + 1), (rank % 2, rank % 2 + 2)
     assert found == [(tensor_parallel, 1), (shared, 2), (shared, 1), (shared, 1)]
-
-
-@pytest.mark.parametrize(
-    "sizes",
-    [
-        {"pipeline_model_parallel_size": 2},
-        {"context_parallel_size": 2},
-        {"expert_model_parallel_size": 2},
-    ],
-    ids=lambda sizes: next(iter(sizes)),
-)
-@on_ranks(4)
-def test_other_groups_keep_working(rank: int, sizes: dict[str, int]) -> None:
-    """A fused layer while pipeline and context-parallel traffic is under way."""
-    from megatron.core import parallel_state
-
-    user = LinearWrappers()
-    with patched(Lanes(user, TENSOR_PARALLEL, 1).register):
-        parallel_state.initialize_model_parallel(2, **sizes)
-        transport = user.lanes()
-        kind = next(iter(sizes)).removesuffix("_parallel_size")
-        other = getattr(parallel_state, f"get_{kind}_parallel_group")()
-        peer = next(r for r in dist.get_process_group_ranks(other) if r != rank)
-        x = torch.randn(8, 2, 16, generator=torch.Generator().manual_seed(rank))
-        weight = torch.randn(12, 16, generator=torch.Generator().manual_seed(9))
-        incoming, total = torch.empty(5), torch.full((3,), float(rank))
-        works = [
-            dist.irecv(incoming, peer, other),
-            dist.all_reduce(total, group=other, async_op=True),
-        ]
-        options = LinearOptions(Schedule(lanes=1, chunks=2))
-        fused = all_gather_linear(x, weight, transport=transport, options=options)
-        works.append(dist.isend(torch.full((5,), float(rank)), peer, other))
-        for work in works:
-            work.wait()
-        collectives = CollectiveTransport(transport.group, same_pieces=True)
-        plain = all_gather_linear(x, weight, transport=collectives, options=options)
-        assert torch.equal(fused, plain)
-        assert incoming.tolist() == [float(peer)] * 5
-        assert total.tolist() == [float(rank + peer)] * 3
-        parallel_state.destroy_model_parallel()
-        assert peer == (rank + 2) % 4
 
 
 @on_ranks(2)

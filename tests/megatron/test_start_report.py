@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import re
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -19,6 +20,8 @@ from mindspeed_patches.all_wrappers import register_wrappers
 from mindspeed_patches.arguments import commfuse_options
 from mindspeed_patches.refusals import IncompatibleOptionsError
 from mindspeed_patches.start_report import StartReport
+from mindspeed_patches.wrappers import LinearWrappers
+from tests.distributed.ranks import on_ranks
 from tests.megatron.in_ranks import WITHOUT_KERNELS, megatron
 from tests.patches.launches import real_arguments
 
@@ -112,49 +115,27 @@ def gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {"loss": loss.detach(), **found}
 
 
-class Wrapped:
-    """The wrappers that options ask for, in force, and their lanes."""
-
-    def __init__(self, *options: str, **arguments: Any) -> None:
-        self.manager = PatchManager()
-        args = real_arguments(*options, transformer_impl="local", **arguments)
-        self.linears, self._lanes, self.report = register_wrappers(
-            self.manager, commfuse_options(args)
-        )
-
-    def __enter__(self) -> Wrapped:
-        for lanes in self._lanes:
-            lanes.open(1)
-        self.manager.apply_patches()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.manager.remove_patches()
-        for lanes in self._lanes:
-            lanes.close()
-
-    def told(self, model: Any) -> list[str]:
-        with contextlib.redirect_stdout(io.StringIO()) as out:
-            self.report.tell([model])
-        return out.getvalue().splitlines()
+@contextlib.contextmanager
+def wrapped(*options: str, **arguments: Any) -> Iterator[tuple[LinearWrappers, StartReport]]:
+    """The wrappers that options ask for, in force, with their lanes."""
+    args = real_arguments(*options, transformer_impl="local", **arguments)
+    manager = PatchManager()
+    linears, lanes, report = register_wrappers(manager, commfuse_options(args))
+    for one in lanes:
+        one.open(1)
+    manager.apply_patches()
+    try:
+        yield linears, report
+    finally:
+        manager.remove_patches()
+        for one in lanes:
+            one.close()
 
 
-def same_model(rank: int, config: dict[str, Any], lines: list[str]) -> None:
-    """The lines of rank 0, Megatron's bits, and nothing that was left without having been said."""
-    with megatron(2):
-        reference = gradients(build(**config))
-        with Wrapped() as wrapped:
-            model = build(**config)
-            assert wrapped.told(model) == (lines if rank == 0 else [])
-            with mock.patch("mindspeed_patches.wrappers._logger") as logger:
-                ours = gradients(model)
-            assert not logger.warning.called
-        # But for the experts, which are said to be left.
-        names = {line.split(": ")[1] for line in lines if "0 of" not in line}
-        assert {name for name, path in wrapped.linears.calls if path == "fused"} == names
-        assert ours.keys() == reference.keys()
-        for name, value in reference.items():
-            assert torch.equal(ours[name], value), name
+def told(report: StartReport, model: Any) -> list[str]:
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        report.tell([model])
+    return out.getvalue().splitlines()
 
 
 def fused(*names: str, layers: int = 2) -> list[str]:
@@ -174,10 +155,6 @@ DENSE = fused("qkv", "proj", "fc1", "fc2") + OUTPUT
             fused("q_down", "q_up", "kv_down", "kv_up", "proj", "fc1", "fc2") + OUTPUT,
         ),
         (
-            LATENT | {"q_lora_rank": None},
-            fused("q_up", "kv_down", "kv_up", "proj", "fc1", "fc2") + OUTPUT,
-        ),
-        (
             EXPERTS,
             [
                 *fused("qkv", "proj", "shared_fc1", "shared_fc2"),
@@ -186,33 +163,37 @@ DENSE = fused("qkv", "proj", "fc1", "fc2") + OUTPUT
             ],
         ),
     ],
-    ids=["dense", "latent", "latent_without_q_lora", "shared_experts"],
+    ids=["dense", "latent", "shared_experts"],
 )
-def test_lines_are_what_is_fused_and_its_bits_megatrons(ranks, config, lines) -> None:
-    ranks(2).run(same_model, config, lines)
+@on_ranks(2)
+def test_lines_are_what_is_fused_and_its_bits_megatrons(
+    rank: int, config: dict[str, Any], lines: list[str]
+) -> None:
+    """The lines of rank 0, Megatron's bits, and nothing that was left without having been said."""
+    with megatron(2):
+        reference = gradients(build(**config))
+        with wrapped() as (linears, report):
+            model = build(**config)
+            assert told(report, model) == (lines if rank == 0 else [])
+            with mock.patch("mindspeed_patches.wrappers._logger") as logger:
+                ours = gradients(model)
+            assert not logger.warning.called
+        # But for the experts, which are said to be left.
+        names = {line.split(": ")[1] for line in lines if "0 of" not in line}
+        assert {name for name, path in linears.calls if path == "fused"} == names
+        assert ours.keys() == reference.keys()
+        for name, value in reference.items():
+            assert torch.equal(ours[name], value), name
 
 
 class Alien(torch.nn.Module):
     """A tensor-parallel layer of somebody else's, under the name of Megatron's attribute."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.output_size_per_partition = 4
-
-
-def own_linear(model: Any) -> None:
-    model.decoder.layers[1].mlp.linear_fc1 = Alien()
-
-
-def gathering(model: Any) -> None:
-    for layer in model.decoder.layers:
-        layer.self_attention.config.mla_up_proj_tp_overlap = True
+    output_size_per_partition = 4
 
 
 SIZES = {"seq_length": LENGTH, "micro_batch_size": BATCH}
-UNSPLIT = {"sequence_parallel": False}
-OVERLAPPED = {
-    **EXPERTS,
+OVERLAPPED = EXPERTS | {
     "moe_shared_expert_overlap": True,
     "moe_token_dispatcher_type": "alltoall",
 }
@@ -221,103 +202,83 @@ GATHERED = "mla_up_proj_tp_overlap gathers its input before the call"
 OUTSIDE = "moe_shared_expert_overlap gathers and scatters outside of the layer"
 SHORT = "a block has fewer rows than the 17 of --commfuse-min-rows"
 LONGER = "--commfuse-min-rows 0 fuses it, a smaller TP or longer sequences lengthen it"
-TOGETHER = "--commfuse-attention"
+GATHERS = "mla_up_proj_tp_overlap"
+OTHERS = "proj", "fc1", "fc2", "output"
+LIST = "is not in the list of layers to fuse"
 
-CHANGES = {"own class": own_linear, "gathered ahead": gathering}
-"""What is done to a model that is built."""
-
-REASONS: dict[str, tuple[str, dict[str, Any], list[tuple[str, str]]]] = {
-    # options, the configuration, layers and why they are not fused
-    "list": (
+REASONS: list[tuple[str, dict[str, Any], list[str]]] = [
+    # options, the configuration, layers and why they are not fused; the way out comes first
+    (
         "--commfuse-layers qkv,fc1,fc2",
         {},
+        [f"{one}: {one} {LIST} (add {one} to --commfuse-layers)" for one in ("proj", "output")],
+    ),
+    (
+        "",
+        {"sequence_parallel": False},
         [
-            (name, f"{name} is not in the list of layers to fuse (add {name} to --commfuse-layers)")
-            for name in ("proj", "output")
+            f"qkv: {NO_TRANSFER} (Megatron hides that of the backward behind wgrad; "
+            "--sequence-parallel has both)",
+            f"fc1: {NO_TRANSFER}",
+            f"output: {NO_TRANSFER}",
         ],
     ),
-    "no sequence parallelism": (
+    ("", {"alien": True}, ["linear_fc1: Alien is not Megatron's linear layer"]),
+    (
         "",
-        UNSPLIT,
-        [
-            # The way out at the first mention.
-            (
-                "qkv",
-                f"{NO_TRANSFER} (Megatron hides that of the backward behind wgrad; "
-                "--sequence-parallel has both)",
-            ),
-            ("fc1", NO_TRANSFER),
-            ("output", NO_TRANSFER),
-        ],
+        LATENT | {GATHERS: True},
+        [f"q_up: {GATHERED} (leave --mla-up-proj-tp-overlap out)", f"kv_up: {GATHERED}"],
     ),
-    "own class": ("", {}, [("linear_fc1", "Alien is not Megatron's linear layer")]),
-    "gathered ahead": (
-        "",
-        LATENT,
-        [("q_up", f"{GATHERED} (leave --mla-up-proj-tp-overlap out)"), ("kv_up", GATHERED)],
-    ),
-    "overlapped": (
+    (
         "",
         OVERLAPPED,
         [
-            ("shared_fc1", f"{OUTSIDE} (leave --moe-shared-expert-overlap out)"),
-            ("shared_fc2", OUTSIDE),
-            ("experts", RULES),
+            f"shared_fc1: {OUTSIDE} (leave --moe-shared-expert-overlap out)",
+            f"shared_fc2: {OUTSIDE}",
+            f"experts: {RULES}",
         ],
     ),
-    "together": (TOGETHER, {}, []),
-    "attention again": (
-        TOGETHER,
+    ("--commfuse-attention", {}, []),
+    (
+        "--commfuse-attention",
         {"recompute_granularity": "selective"},
-        [("attention", "selective recomputation runs the core attention by itself")],
+        ["attention: selective recomputation runs the core attention by itself"],
     ),
-    "short": (
+    (
         "--commfuse-min-rows 17 --commfuse-allow-nothing",
         {},
-        [("qkv", f"{SHORT} ({LONGER})")]
-        + [(name, SHORT) for name in ("proj", "fc1", "fc2", "output")],
+        [f"qkv: {SHORT} ({LONGER})", *(f"{one}: {SHORT}" for one in OTHERS)],
     ),
-}
+]
 
 
-def reasons(rank: int) -> dict[str, list[str]]:
-    """By case, the lines of rank 0 that say more than how many are fused."""
-    found = {}
+@on_ranks(2)
+def test_each_reason_comes_with_the_way_out(rank: int) -> None:
     with megatron(2), mock.patch.object(torch.cuda, "Stream"):
-        for name, (options, config, _) in REASONS.items():
-            with Wrapped(*options.split(), **SIZES) as wrapped:
-                model = build(**config)
-                CHANGES.get(name, lambda model: None)(model)
-                found[name] = [line for line in wrapped.told(model) if " not: " in line]
-        with Wrapped(TOGETHER, **SIZES) as wrapped:
-            last = wrapped.told(build(**UNSPLIT))[-1:]
+        for options, config, expected in REASONS:
+            of_config = {k: v for k, v in config.items() if k not in ("alien", GATHERS)}
+            with wrapped(*options.split(), **SIZES) as (_, report):
+                model: Any = build(**of_config)
+                if "alien" in config:
+                    model.decoder.layers[1].mlp.linear_fc1 = Alien()
+                for layer in model.decoder.layers:
+                    setattr(layer.self_attention.config, GATHERS, GATHERS in config)
+                lines = [line for line in told(report, model) if " not: " in line]
+            said = [re.sub(r": 0 of \d fused; \d not:", ":", line) for line in lines]
+            assert said == [f"CommFuse: {one}" for one in expected if rank == 0], options
+        with wrapped("--commfuse-attention", **SIZES) as (_, report):
+            last = told(report, build(sequence_parallel=False))[-1:]
             assert all(line.endswith("parallelism nothing is split") for line in last)
-    return found
 
 
-def test_each_reason_comes_with_the_way_out(ranks) -> None:
-    found, others = ranks(2).run(reasons)
-    assert not any(others.values()), "rank 0 alone speaks"
-    for name, (*_, expected) in REASONS.items():
-        told = [re.fullmatch(r"CommFuse: (.*): 0 of \d fused; \d not: (.*)", line)
-                for line in found[name]]  # fmt: skip
-        assert [line and line.groups() for line in told] == expected, name
-
-
-def nothing(rank: int) -> str:
-    short = ("--commfuse-min-rows", "17")
-    with megatron(2), Wrapped(*short, **SIZES) as wrapped:
+@on_ranks(2)
+def test_where_nothing_is_fused_all_ranks_end(rank: int) -> None:
+    with megatron(2), wrapped("--commfuse-min-rows", "17", **SIZES) as (_, report):
         model = build()
         with pytest.raises(IncompatibleOptionsError) as caught:
-            wrapped.told(model)
-        assert wrapped.told(model) == []  # once
-    return str(caught.value)
-
-
-def test_where_nothing_is_fused_all_ranks_end(ranks) -> None:
-    found = ranks(2).run(nothing)
-    assert found[0] == found[1]
-    assert found[0].splitlines() == [
+            told(report, model)
+        assert told(report, model) == []  # once
+    assert str(caught.value).splitlines() == [
         "--use-commfuse would fuse nothing:",
         f"  qkv, proj, fc1, fc2, output: {SHORT} ({LONGER})",
         "change that, leave --use-commfuse out, or pass --commfuse-allow-nothing to train without "
@@ -325,66 +286,49 @@ def test_where_nothing_is_fused_all_ranks_end(ranks) -> None:
     ]
 
 
-def pipeline(rank: int) -> list[str]:
-    """Two stages of which the second one has no layer: it must not end alone."""
-    from megatron.core import parallel_state
-
-    parallel_state.initialize_model_parallel(1, pipeline_model_parallel_size=2)
-    try:
-        linears = SimpleNamespace(was_said=lambda name, reason: said.append((name, reason)))
-        said: list[tuple[str, str]] = []
-        report = StartReport(linears)  # type: ignore[arg-type]
-        here = {0: [("qkv", ""), ("fc1", "why")], 1: [("fc1", "why")]}[rank]
-        with (
-            mock.patch.object(report, "_count", return_value=here),
-            contextlib.redirect_stdout(io.StringIO()) as out,
-        ):
-            report.tell([torch.nn.Module()])
-        assert said == [("fc1", "why")]
-        return out.getvalue().splitlines()
-    finally:
-        parallel_state.destroy_model_parallel()
+@on_ranks(2)
+def test_stages_are_counted_together(rank: int) -> None:
+    """The second of two has no layer that is fused: it must not end alone."""
+    said: list[Any] = []
+    linears: Any = SimpleNamespace(was_said=lambda *what: said.append(what))
+    report = StartReport(linears)
+    here = [[("qkv", ""), ("fc1", "why")], [("fc1", "why")]][rank]
+    lines = ["CommFuse: qkv: 1 of 1 fused", "CommFuse: fc1: 0 of 2 fused; 2 not: why"]
+    with (
+        megatron(1, pipeline_model_parallel_size=2),
+        mock.patch.object(report, "_count", return_value=here),
+    ):
+        assert told(report, torch.nn.Module()) == ([] if rank else lines)
+    assert said == [("fc1", "why")]
 
 
-def test_stages_are_counted_together(ranks) -> None:
-    assert ranks(2).run(pipeline) == [
-        ["CommFuse: qkv: 1 of 1 fused", "CommFuse: fc1: 0 of 2 fused; 2 not: why"],
-        [],
-    ]
-
-
-def buckets(rank: int) -> list[str]:
+@on_ranks(2)
+def test_buckets_of_experts_are_told_apart(rank: int) -> None:
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
     dense = ("--commfuse-dp", "--commfuse-min-rows", "0")
-    with megatron(1), Wrapped(*dense, tensor_model_parallel_size=1) as wrapped:
-        wrapped.report.tensor_parallel = False
+    with megatron(1), wrapped(*dense, tensor_model_parallel_size=1) as (_, report):
+        report.tensor_parallel = False
         model = build(tensor_model_parallel_size=1, sequence_parallel=False, **EXPERTS)
         for name, parameter in model.named_parameters():
             parameter.allreduce = ".experts." not in name
         config = DistributedDataParallelConfig(use_distributed_optimizer=True)
-        return wrapped.told(DistributedDataParallel(model.config, config, model))
-
-
-def test_buckets_of_experts_are_told_apart(ranks) -> None:
+        lines = told(report, DistributedDataParallel(model.config, config, model))
     other = "these parameters are sharded over another group than the dense ones"
-    assert ranks(2).run(buckets) == [
-        [
-            f"CommFuse: gradients: 1 of 2 fused; 1 not: {other}",
-            f"CommFuse: parameters: 1 of 2 fused; 1 not: {other}",
-        ],
-        [],
+    assert lines == [
+        f"CommFuse: {name}: 1 of 2 fused; 1 not: {other}"
+        for name in ("gradients", "parameters")
+        if rank == 0
     ]
 
 
 def test_only_models_to_train_are_looked_at() -> None:
-    report = StartReport(SimpleNamespace())  # type: ignore[arg-type]
-    told: list[Any] = []
-    with mock.patch.object(report, "tell", told.append):
-        get_model = report.get_model_wrapper(lambda *_, **__: ["chunk"])
-        assert get_model("provider", "type") == ["chunk"]
-        get_model("provider", wrap_with_ddp=True)
-        assert told == [["chunk"]] * 2
-        get_model("provider", "type", False)
-        get_model("provider", wrap_with_ddp=False)
-        assert len(told) == 2
+    report: Any = StartReport(SimpleNamespace())  # type: ignore[arg-type]
+    report.tell = mock.Mock()
+    get_model = report.get_model_wrapper(lambda *_, **__: ["chunk"])
+    for given, calls in ((("type",), 1), (("type", False), 1)):
+        assert get_model("provider", *given) == ["chunk"]
+        assert report.tell.call_count == calls
+    get_model("provider", wrap_with_ddp=False)
+    get_model("provider", wrap_with_ddp=True)
+    assert report.tell.call_args_list == [mock.call(["chunk"])] * 2

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
@@ -132,7 +132,7 @@ def lanes(group: dist.ProcessGroup) -> Transport:
     return Transport.create(group, timeout=PATIENT)
 
 
-@contextmanager
+@contextlib.contextmanager
 def wrapped(
     knobs: Knobs, *, collectives: bool = False, min_rows: int = 0
 ) -> Iterator[LinearWrappers]:
@@ -152,38 +152,28 @@ COLLECTIVES = ("all_gather_into_tensor", "all_gather_single", "reduce_scatter_te
                "reduce_scatter_single", "all_reduce")  # fmt: skip
 
 
-def compared(rank: int, cases: list[tuple[Knobs, str]]) -> None:
-    """Each case takes the path that it should, and gives the bits of Megatron's own layer."""
+def compared(rank: int, cases: list[Knobs]) -> None:
+    """Each case is fused without collectives, and gives the bits of Megatron's own layer."""
     with megatron(dist.get_world_size()):
-        for knobs, path in cases:
+        for knobs in cases:
             reference, _ = run(knobs)
-            with wrapped(knobs) as wrappers:
+            with wrapped(knobs) as wrappers, contextlib.ExitStack() as stack:
                 wrappers.transport.agree("before counting")
-                counted = {
-                    name: mock.patch.object(dist, name, side_effect=getattr(dist, name))
+                spies = [
+                    stack.enter_context(mock.patch.object(dist, name, wraps=getattr(dist, name)))
                     for name in COLLECTIVES
                     if hasattr(dist, name)
-                }
-                spies = {name: patch.start() for name, patch in counted.items()}
+                ]
                 ours, _ = run(knobs)
-                for patch in counted.values():
-                    patch.stop()
-                calls = {name: spy.call_count for name, spy in spies.items() if spy.call_count}
-            name = knobs.name or ("output" if "skip_weight_param_allocation" in knobs.init else "")
-            expected = 2 if knobs.recompute else 1
-            assert wrappers.calls == {(name or "unnamed", path): expected}, wrappers.calls
-            if path == "fused":
-                assert not calls, f"collectives left in a fused layer: {calls}"
-                with wrapped(knobs, collectives=True):
-                    plain, _ = run(knobs)
-                same(ours, plain, knobs)
-            same(ours, reference, knobs)
-
-
-def same(ours: dict[str, torch.Tensor], reference: dict[str, torch.Tensor], knobs: Knobs) -> None:
-    assert ours.keys() == reference.keys(), (ours.keys(), reference.keys(), knobs)
-    for key, value in reference.items():
-        assert torch.equal(ours[key], value), (knobs, key)
+            assert not any(spy.call_count for spy in spies), knobs
+            name = knobs.name or "output"
+            assert wrappers.calls == {(name, "fused"): 1 + knobs.recompute}, wrappers.calls
+            with wrapped(knobs, collectives=True):
+                plain, _ = run(knobs)
+            assert ours.keys() == plain.keys() == reference.keys(), knobs
+            for key, value in ours.items():
+                assert torch.equal(value, plain[key]), (knobs, key)
+                assert torch.equal(value, reference[key]), (knobs, key)
 
 
 COLUMN = Knobs()
@@ -204,6 +194,7 @@ VARIANTS = [
     ),
 ]
 WHOLE = {"sequence_parallel": False}
+OWN = {"name": None, "init": {"skip_weight_param_allocation": False}}
 FUSED = [
     *(
         replace(base, dtype=dtype, **variant)
@@ -212,36 +203,15 @@ FUSED = [
         for variant in VARIANTS
     ),
     replace(COLUMN, external_weight=True),
-    replace(
-        COLUMN,
-        name=None,
-        init={"skip_weight_param_allocation": False},
-        external_weight=True,
-    ),
+    replace(COLUMN, external_weight=True, **OWN),
     replace(ROW, config=WHOLE),
-    replace(ROW, config=WHOLE, init={"skip_bias_add": True}),
-    replace(ROW, config=WHOLE, length=30),
+    replace(ROW, config=WHOLE, init={"skip_bias_add": True}, length=30),
 ]
 
 
 def test_fused_layers_equal_megatrons(ranks) -> None:
     """Also the bits of the unsplit GEMM and of gloo's all-reduce, on two ranks at these shapes."""
-    ranks(2).run(compared, [(knobs, "fused") for knobs in FUSED])
-
-
-NO_TRANSFER = "without sequence parallelism the forward has no transfer"
-
-
-@pytest.mark.parametrize(
-    ("size", "knobs", "path"),
-    [
-        (2, replace(COLUMN, config=WHOLE, call={"runtime_gather_output": True}), NO_TRANSFER),
-        (2, replace(COLUMN, name=None), "unnamed is not in the list of layers to fuse"),
-        (1, replace(ROW, config=WHOLE), "a tensor-parallel group of one has nothing to transfer"),
-    ],
-)
-def test_other_layers_are_left_to_megatron(ranks, size: int, knobs: Knobs, path: str) -> None:
-    ranks(size).run(compared, [(knobs, path)])
+    ranks(2).run(compared, FUSED)
 
 
 @on_ranks(2)
@@ -291,48 +261,38 @@ def test_what_keeps_a_layer_from_being_fused(rank: int) -> None:
 
 @on_ranks(2)
 def test_megatrons_own_errors_stay_and_lanes_have_to_exist(rank: int) -> None:
+    x = torch.ones(4, 2, SIZES["hidden"])
     with megatron(2):
-        for knobs, words in (
-            (replace(COLUMN, call={"weight": torch.ones(3, 3)}), "supplied weight"),
-            (replace(COLUMN, init={"skip_weight_param_allocation": True}), "weight was not suppl"),
-        ):
-            with wrapped(knobs), pytest.raises(RuntimeError, match=words):
-                build(knobs)(torch.ones(4, 2, SIZES["hidden"]), **knobs.call)
+        with wrapped(COLUMN), pytest.raises(RuntimeError, match="supplied weight"):
+            build(COLUMN)(x, weight=torch.ones(3, 3))
         no_lanes = pytest.raises(RuntimeError, match="after initialize_model_parallel and before")
         with patched(LinearWrappers().register), no_lanes:
-            build(COLUMN)(torch.ones(4, 2, SIZES["hidden"]))
+            build(COLUMN)(x)
+    with pytest.raises(ValueError, match="unknown layers fc3; choose from qkv, q_down, q_up, kv_"):
+        LinearWrappers(layers=("fc1", "fc3"))
 
 
 @pytest.mark.parametrize(
-    ("name", "sequence_parallel", "path"),
-    [
-        ("fc1", True, "fused"),
-        ("fc1", False, "without sequence parallelism the forward has no transfer"),
-        (None, True, "unnamed is not in the list of layers to fuse"),
-    ],
+    ("sequence_parallel", "path"),
+    [(True, "fused"), (False, "without sequence parallelism the forward has no transfer")],
 )
 @on_ranks(2)
-def test_the_layer_with_norm(
-    rank: int, name: str | None, sequence_parallel: bool, path: str
-) -> None:
+def test_the_layer_with_norm(rank: int, sequence_parallel: bool, path: str) -> None:
+    knobs = replace(COLUMN, config={"sequence_parallel": sequence_parallel})
     with megatron(2):
-        results, calls = [], None
-        for fused in (False, True):
-            wrappers = LinearWrappers()
-            wrappers.transport = lanes(dist.group.WORLD)
-            init = NormColumn.__init__
-            wrapper = wrappers.norm_column_init_wrapper
-            with mock.patch.object(NormColumn, "__init__", wrapper(init) if fused else init):
-                config = {"sequence_parallel": sequence_parallel}
-                layer = build(replace(COLUMN, name=name, config=config), NormColumn)
+        results, wrappers = [], LinearWrappers()
+        wrappers.transport = lanes(dist.group.WORLD)
+        own = NormColumn.__init__
+        for init in (own, wrappers.norm_column_init_wrapper(own)):
+            with mock.patch.object(NormColumn, "__init__", init):
+                layer = build(knobs, NormColumn)
             x = torch.randn(16, 2, 64, generator=torch.Generator().manual_seed(rank))
             x.requires_grad_()
             y, _ = layer(x)
             y.square().sum().backward()
             results.append([y, x.grad, *(p.grad for p in layer.parameters())])
-            calls = dict(wrappers.calls)
         assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
-        assert calls == {(name or "unnamed", path): 1}
+        assert wrappers.calls == {("fc1", path): 1}
 
 
 @on_ranks(2)
@@ -342,20 +302,9 @@ def test_aliases_and_subclasses_are_covered_and_checkpoints_unchanged(rank: int)
     with megatron(2):
         keys = build(COLUMN).sharded_state_dict().keys()
         with wrapped(COLUMN) as wrappers:
-            alias = tensor_parallel.ColumnParallelLinear
-
-            class Subclass(alias):
-                pass
-
             layer = build(COLUMN)
-            layer.__class__ = Subclass
+            layer.__class__ = type("Subclass", (tensor_parallel.ColumnParallelLinear,), {})
             layer(torch.ones(4, 2, SIZES["hidden"]))
-            assert wrappers.calls == {("fc1", "fused"): 1}
             assert wrappers.describe() == ["fc1: 1 forward calls fused"]
             assert layer.sharded_state_dict().keys() == keys
         assert not hasattr(build(COLUMN), "commfuse_layer"), "patches were not removed"
-
-
-def test_unknown_layers_are_named() -> None:
-    with pytest.raises(ValueError, match="unknown layers fc3; choose from qkv, q_down, q_up, kv_"):
-        LinearWrappers(layers=("fc1", "fc3"))

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import re
 import shlex
 import subprocess
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -95,20 +93,3 @@ def test_forms_are_launched_as_they_are_named(measured: tuple[Path, str]) -> Non
         assert f"Could not run: {title}: exit code 1" in printed
         assert "CommFuse" not in said[f"launch_{form}"]
     assert "mc2" in said["launch_mc2"]
-
-
-def test_mindspeed_llm_reads_the_same_of_a_log(measured: tuple[Path, str], tmp_path: Path) -> None:
-    path = Path(os.environ["MINDSPEED_LLM_HOME"], "tests", "test_tools", "acquire_json.py")
-    if not path.exists():
-        pytest.skip(f"no {path}: this version reads logs in another place")
-    spec = importlib.util.spec_from_file_location("acquire_json", path)
-    assert spec is not None
-    assert spec.loader is not None
-    theirs: Any = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(theirs)
-    folder, _ = measured
-    theirs.transfer_logs_as_json(str(folder / "launch_commfuse.log"), str(tmp_path / "read.json"))
-    read = json.loads((tmp_path / "read.json").read_text())
-    ours = json.loads((folder / "launch_commfuse.json").read_text())["log"]
-    assert (read["lm loss"], read["time info"]) == (ours["losses"], ours["milliseconds"])
-    assert read["memo info"]

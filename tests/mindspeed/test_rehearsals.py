@@ -72,7 +72,6 @@ ATTENTION_CASES = {
     "attention": (2, f"{NAIVE} --commfuse-attention"),
     "ulysses": (2, f"{NAIVE} {ULYSSES} {ALONE}"),
     "ulysses_transformer_engine": (2, f"{ENGINE} {PLAIN_WGRAD} {ULYSSES} {ALONE}"),
-    "ulysses_and_tensor_parallel": (4, f"{NAIVE} {ULYSSES}"),
     "packed_attention": (2, f"{NAIVE} {PACKED} --commfuse-attention"),
     "packed_ulysses": (2, f"{NAIVE} {PACKED} {ULYSSES} {ALONE}"),
     "packed_ulysses_without_new_positions": (2, f"{NAIVE} {SAME_POSITIONS} {ULYSSES} {ALONE}"),
@@ -119,9 +118,12 @@ SWAPPED = (
     "--micro-batch-size 4 --global-batch-size 16 --swap-attention"
 )
 """Activations of half a MiB: smaller ones stay on the device."""
+LORA = (
+    "--lora-r 8 --lora-alpha 16 --lora-target-modules linear_qkv linear_proj linear_fc1 linear_fc2"
+)
+SHARDED = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
 TURNS = {
     "plain": (2, PLAIN_WGRAD),
-    "recompute": (2, f"{PLAIN_WGRAD} {RECOMPUTE}"),
     "recomputed_dropout": (2, f"{PLAIN_WGRAD} {RECOMPUTE} --hidden-dropout 0.1"),
     "gradient_accumulation_fusion": (2, ""),
     "swapped": (2, f"{PLAIN_WGRAD} {SWAPPED}"),
@@ -132,18 +134,11 @@ TURNS = {
     "experts_recompute": (2, f"{PLAIN_WGRAD} --num-layers 3 {EXPERTS} {RECOMPUTE}"),
     "prediction_recompute": (2, f"{PLAIN_WGRAD} --mtp-num-layers 1 {RECOMPUTE}"),
     "activation_function": (2, f"{PLAIN_WGRAD} --recompute-activation-function"),
-    "lora": (
-        2,
-        f"{PLAIN_WGRAD} --lora-r 8 --lora-alpha 16 "
-        "--lora-target-modules linear_qkv linear_proj linear_fc1 linear_fc2",
-    ),
+    "lora": (2, f"{PLAIN_WGRAD} {LORA}"),
     "pipeline": (4, f"{PLAIN_WGRAD} {STAGES}"),
     "packed_pipeline_recompute": (4, f"{PLAIN_WGRAD} {STAGES} {RECOMPUTE} {PACKED}"),
     "virtual_pipeline": (4, f"{PLAIN_WGRAD} {VIRTUAL}"),
-    "distributed_optimizer": (
-        4,
-        f"{PLAIN_WGRAD} --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
-    ),
+    "distributed_optimizer": (4, f"{PLAIN_WGRAD} {SHARDED}"),
 }
 """Processes, and what is added to the model's options, for forward-backward overlap."""
 

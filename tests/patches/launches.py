@@ -7,8 +7,6 @@ from typing import Any
 
 from mindspeed_patches.feature import CommFuseFeature
 
-__all__ = ["DATA_PARALLEL", "ULYSSES", "Registered", "early", "real_arguments"]
-
 ULYSSES = {
     "context_parallel_size": 4,
     "context_parallel_algo": "ulysses_cp_algo",
@@ -44,16 +42,13 @@ def early(*options: str, **others: Any) -> argparse.Namespace:
     return args
 
 
-class Registered:
-    """A patch manager that only notes what is registered."""
+class Registered(list[str]):
+    """The functions that a launch registers wrappers of."""
 
     def __init__(self, args: argparse.Namespace) -> None:
-        self.functions: list[str] = []
+        super().__init__()
         CommFuseFeature().register_patches(self, args)
 
     def register_patch(self, path: str, wrapper: Any) -> None:
         assert wrapper.__name__.endswith("_wrapper")  # else it would replace what it wraps
-        self.functions.append(path)
-
-    def times(self, path: str) -> int:
-        return self.functions.count(path)
+        self.append(path)

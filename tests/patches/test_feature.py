@@ -20,67 +20,33 @@ ALONE = {"tensor_model_parallel_size": 1}
 NO_CP = {"context_parallel_size": 1}
 TP = "--tensor-model-parallel-size"
 CP, DP = "--commfuse-ulysses", "--commfuse-dp"
-DP_LACKING = (
-    r"--commfuse-dp with --use-distributed-optimizer for gradients and parameters, or leave"
-)
+SHARDED = "--commfuse-dp with --use-distributed-optimizer for gradients and parameters, or leave"
+UNFUSED = ALONE | DATA_PARALLEL | {"attention_dropout": 0.0}
+UNUSED = {"use_commfuse": False, **ULYSSES, **DATA_PARALLEL}
 
 
 @pytest.mark.parametrize(
     ("options", "others", "message"),
     [
-        ("", ALONE, rf"--use-commfuse needs {TP} of at least 2: .*; add {DP_LACKING}"),
-        ("", {"tensor_model_parallel_size": None}, rf"--use-commfuse needs {TP} of at least 2"),
-        ("", {**ALONE, **DATA_PARALLEL}, r"add --commfuse-dp for gradients and parameters, or"),
-        (
-            "",
-            {**ALONE, **ULYSSES},
-            f"add --commfuse-ulysses for the exchange of heads, {DP_LACKING}",
-        ),
-        ("", {**ALONE, **ULYSSES, **NO_CP}, f"; add {DP_LACKING}"),
-        ("", {**ALONE, **ULYSSES, "context_parallel_algo": "megatron_cp_algo"}, "; add --comm"),
+        ("", ALONE, f"--use-commfuse needs {TP} of at least 2: .*; add {SHARDED}"),
+        ("", ALONE | DATA_PARALLEL, "add --commfuse-dp for gradients and parameters, or"),
+        ("", ALONE | ULYSSES, f"add --commfuse-ulysses for the exchange of heads, {SHARDED}"),
+        ("", ALONE | ULYSSES | NO_CP, f"; add {SHARDED}"),
+        ("", ALONE | ULYSSES | {"context_parallel_algo": "megatron_cp_algo"}, "; add --commfuse-d"),
         ("", {"optimization_level": 1}, "--use-commfuse and --optimization-level 1 exclude each"),
-        (
-            f"{DP} --commfuse-attention",
-            {**ALONE, **DATA_PARALLEL, "attention_dropout": 0.0},
-            rf"--commfuse-attention needs {TP} of at least 2: .+; leave one",
-        ),
-        (
-            f"{CP} --commfuse-attention",
-            ULYSSES,
-            "--commfuse-attention and --context-parallel-size exclude each other",
-        ),
+        (f"{DP} --commfuse-attention", UNFUSED, f"--commfuse-attention needs {TP} of at least 2"),
         (DP, {}, "--commfuse-dp needs --use-distributed-optimizer: .+; add it, or leave"),
-        (CP, {**ULYSSES, **NO_CP}, "needs --context-parallel-size of at least 2"),
-        (CP, {**ULYSSES, "context_parallel_size": None}, "needs --context-parallel-size of at le"),
-        (
-            CP,
-            {**ULYSSES, "context_parallel_algo": "hybrid_cp_algo"},
-            "needs --context-parallel-algo ulysses_cp_algo, not hybrid_cp_algo: .+; choose it",
-        ),
-        (
-            CP,
-            {**ULYSSES, "num_attention_heads": 12},
-            f"--num-attention-heads 12 is not divisible by {TP} 2 times "
-            "--context-parallel-size 4; choose sizes whose product divides 12",
-        ),
-        (
-            CP,
-            {**ULYSSES, "seq_length": 66},
-            "--seq-length 66 is not divisible by --context-parallel-size 4; choose 68",
-        ),
+        (CP, ULYSSES | NO_CP, "needs --context-parallel-size of at least 2"),
+        (CP, ULYSSES | {"context_parallel_algo": "hybrid_cp_algo"}, "not hybrid_cp_algo: .+; cho"),
+        (CP, ULYSSES | {"num_attention_heads": 12}, "choose sizes whose product divides 12"),
+        (CP, ULYSSES | {"seq_length": 66}, "divisible by --context-parallel-size 4; choose 68"),
+        (CP, UNUSED, f"{CP} needs --use-commfuse, .+; add"),
+        (DP, UNUSED, f"{DP} needs --use-commfuse, .+; add"),
     ],
-)  # fmt: skip
+)
 def test_what_a_launch_lacks(options: str, others: dict[str, Any], message: str) -> None:
     with pytest.raises(IncompatibleOptionsError, match=message):
         CommFuseFeature().validate_args(real_arguments(*options.split(), **others))
-
-
-@pytest.mark.parametrize("option", [CP, DP])
-def test_the_master_flag_is_needed(option: str) -> None:
-    args = real_arguments(option, **ULYSSES, **DATA_PARALLEL)
-    args.use_commfuse = False
-    with pytest.raises(IncompatibleOptionsError, match=f"{option} needs --use-commfuse, .+; add"):
-        CommFuseFeature().validate_args(args)
 
 
 @pytest.mark.parametrize(
@@ -107,21 +73,16 @@ def test_the_lanes_know_their_buffers_and_where_to_record(given, megabytes: int)
     assert getattr(args, "hccl_group_buffer", "tp:100") == "tp:100"
 
 
-@pytest.mark.parametrize("training", [True, False])
-def test_the_model_is_looked_at_where_megatron_trains(monkeypatch, training: bool) -> None:
-    monkeypatch.setitem(GLOBALS, "_has_module", lambda name: training)
-    registered = Registered(real_arguments(transformer_impl="local"))
-    assert registered.times("megatron.training.training.get_model") == training
-
-
 @pytest.mark.parametrize(
-    ("engine", "there"), [("transformer_engine", True), ("local", True), ("local", False)]
+    ("engine", "there", "wrapped"),
+    [("transformer_engine", True, 1), ("local", True, 0), ("local", False, 0)],
 )
-def test_the_layer_with_norm_is_wrapped_where_it_is_used(monkeypatch, engine, there) -> None:
+def test_what_is_wrapped_where_its_modules_are(monkeypatch, engine, there, wrapped) -> None:
+    """The layer with norm with its engine, and the making of models where Megatron trains."""
     monkeypatch.setitem(GLOBALS, "_has_module", lambda name: there)
-    registered = Registered(real_arguments(transformer_impl=engine))
-    found = [path for path in registered.functions if "TELayerNormColumnParallel" in path]
-    assert len(found) == (engine == "transformer_engine" and there)
+    found = Registered(real_arguments(transformer_impl=engine))
+    assert sum("TELayerNormColumnParallel" in path for path in found) == wrapped
+    assert found.count("megatron.training.training.get_model") == there
 
 
 def test_mindspeeds_accumulation_is_handed_to_the_npu_kernels(
@@ -129,25 +90,23 @@ def test_mindspeeds_accumulation_is_handed_to_the_npu_kernels(
 ) -> None:
     from commfuse_npu.kernels import npu, use_matmul_add
 
-    calls = []
+    calls: list[list[int]] = []
     ops = types.ModuleType("mindspeed.ops.npu_matmul_add")
-    ops.npu_matmul_add_fp32 = lambda *tensors: calls.append(tensors)
+    ops.npu_matmul_add_fp32 = lambda *tensors: calls.append(list(map(id, tensors)))
     monkeypatch.setitem(sys.modules, "mindspeed.ops.npu_matmul_add", ops)
-    monkeypatch.delenv("ATB_HOME_PATH", raising=False)
     args = real_arguments(transformer_impl="local")
     x, grad = torch.ones(4, 3, dtype=torch.bfloat16), torch.ones(4, 2, dtype=torch.bfloat16)
     total = torch.zeros(2, 3)
     try:
-        CommFuseFeature().register_patches(PatchManager(), args)
-        npu.accumulate_weight_gradient(total, grad, x)
-        assert not calls, "it could not be compiled"
+        for folder in ("", "/usr/local/Ascend/nnal/atb"):
+            assert not calls, "it could not be compiled"
+            monkeypatch.setenv("ATB_HOME_PATH", folder)
+            CommFuseFeature().register_patches(PatchManager(), args)
+            npu.accumulate_weight_gradient(total, grad, x)
         assert "ATB_HOME_PATH is unset" in caplog.text
-        monkeypatch.setenv("ATB_HOME_PATH", "/usr/local/Ascend/nnal/atb")
-        CommFuseFeature().register_patches(PatchManager(), args)
-        npu.accumulate_weight_gradient(total, grad, x)
-        # Input first, as in Megatron's extension; this MindSpeed has nothing for 16 bits.
-        assert [list(map(id, tensors)) for tensors in calls] == [[id(x), id(grad), id(total)]]
+        # This MindSpeed has nothing for 16 bits.
         npu.accumulate_weight_gradient(total.bfloat16(), grad, x)
-        assert len(calls) == 1
+        # Input first, as in Megatron's extension.
+        assert calls == [[id(x), id(grad), id(total)]]
     finally:
         use_matmul_add()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import pickle
-from collections import Counter
 from types import SimpleNamespace
 from unittest.mock import MagicMock
 
@@ -19,6 +18,7 @@ from mindspeed_patches.wrappers import LinearWrappers, Obstacle, with_way_out
 from tests.patches.launches import real_arguments
 
 A2, A3, OTHER = "Ascend910B1", "Ascend910_9391", "Ascend310P3"
+LOGGER = "mindspeed_patches.wrappers"
 
 
 @pytest.fixture
@@ -26,19 +26,14 @@ def opened(monkeypatch: pytest.MonkeyPatch):
     """Wrappers of a launch whose lanes were made over NPUs of a name, or a CPU without one."""
 
     def make(
-        name: str | None,
-        tp: int,
-        options: str = "",
-        hidden: int = 4096,
-        post: float = 40e-6,
-        length: int = 512,
+        name: str | None, tp: int, options: str = "", post: float = 40e-6, **sizes: int
     ) -> LinearWrappers:
-        monkeypatch.setattr("mindspeed_patches.wrappers.post_seconds", lambda _: post)
+        monkeypatch.setattr(f"{LOGGER}.post_seconds", lambda _: post)
         monkeypatch.setattr("torch.distributed.get_rank", lambda: 0)
         device = SimpleNamespace(get_device_name=lambda: name)
         monkeypatch.setattr(torch, "get_device_module", lambda kind: device)
-        sizes = {"seq_length": length, "micro_batch_size": 1, "hidden_size": hidden}
-        args = real_arguments(*options.split(), tensor_model_parallel_size=tp, **sizes)
+        usual = {"seq_length": 512, "micro_batch_size": 1, "hidden_size": 4096}
+        args = real_arguments(*options.split(), tensor_model_parallel_size=tp, **usual | sizes)
         wrappers, _, _ = register_wrappers(PatchManager(), commfuse_options(args))
         device_type = "npu" if name else "cpu"
         wrappers.transport = MagicMock(spec=Transport, size=tp, device_type=device_type)
@@ -55,39 +50,37 @@ def obstacle(wrappers: LinearWrappers, rows: int) -> str | None:
 
 
 @pytest.mark.parametrize(
-    ("name", "tp", "options", "least"),
+    ("name", "tp", "options", "hidden", "least", "collectives"),
     [
-        (A2, 8, "", 640),
-        (A3, 4, "", 781),
-        (OTHER, 8, "", 0),
-        (None, 8, "", 0),
-        (A2, 8, "--commfuse-min-rows 0", 0),
-        (A2, 8, "--commfuse-chunks 2", 0),
-        (None, 8, "--commfuse-min-rows 64", 64),
-        (A2, 8, "--commfuse-collectives-from never", 640),
+        (A2, 8, "", 4096, 640, 1734),
+        (A2, 8, "", 8192, 512, 1734),
+        (A3, 4, "", 4096, 781, 1686),
+        (OTHER, 8, "", 4096, 0, None),
+        (None, 8, "", 4096, 0, None),
+        (A2, 8, "--commfuse-min-rows 0", 4096, 0, 1734),
+        (A2, 8, "--commfuse-chunks 2", 4096, 0, 1734),
+        (None, 8, "--commfuse-min-rows 64", 4096, 64, None),
+        (A2, 8, "--commfuse-collectives-from never", 4096, 640, None),
+        (A2, 8, "--commfuse-collectives-from 9", 4096, 640, 9),
     ],
 )
-def test_blocks_of_few_rows_stay_megatrons_on_a_described_npu(
-    opened, name: str | None, tp: int, options: str, least: int
+def test_few_rows_and_many_outputs_stay_megatrons_on_a_described_npu(
+    opened, name, tp, options, hidden, least, collectives
 ) -> None:
-    wrappers = opened(name, tp, options)
+    wrappers = opened(name, tp, options, hidden_size=hidden)
     assert obstacle(wrappers, max(1, least)) is None
     if least:
         said = f"a block has fewer rows than the {least} of --commfuse-min-rows"
         assert obstacle(wrappers, least - 1) == said
-
-
-def test_wide_layers_are_fused_in_shorter_blocks(opened) -> None:
-    wrappers = opened(A2, 8, hidden=8192)
-    assert [obstacle(wrappers, rows) is None for rows in (512, 511)] == [True, False]
+    assert [of.collectives_from for of in wrappers._options.values()] == [collectives] * 2
 
 
 @pytest.mark.parametrize(
     ("post", "rows", "chunks"), [(8e-6, 512, 2), (128e-6, 2048, 2), (512e-6, 8192, 1)]
 )
 def test_what_a_post_costs_decides_on_rows_and_chunks(opened, caplog, post, rows, chunks) -> None:
-    with caplog.at_level(logging.INFO, "mindspeed_patches.wrappers"):
-        wrappers = opened(A2, 8, post=post, length=8 * 4096)
+    with caplog.at_level(logging.INFO, LOGGER):
+        wrappers = opened(A2, 8, post=post, seq_length=8 * 4096)
     assert [obstacle(wrappers, n) is None for n in (rows, rows - 1)] == [True, False]
     assert wrappers._options[True].schedule.chunks == chunks
     (record,) = caplog.records
@@ -99,32 +92,22 @@ def test_what_a_post_costs_decides_on_rows_and_chunks(opened, caplog, post, rows
     assert said._options[True].schedule.chunks == 4
 
 
-@pytest.mark.parametrize(("name", "least"), [(A2, 1734), (OTHER, None), (None, None)])
-def test_collectives_stay_where_the_description_says_it(opened, name, least) -> None:
-    assert opened(name, 8)._options[False].collectives_from == least
-    assert opened(A2, 8, "--commfuse-collectives-from 9")._options[True].collectives_from == 9
-
-
-def test_the_machines_limit_is_told_with_its_reason_and_the_way_out(opened, caplog) -> None:
+def test_a_reason_is_said_once_with_its_way_out_and_counted_as_its_text(opened, caplog) -> None:
     wrappers = opened(A2, 8)
-    reason = obstacle(wrappers, 64)
-    assert with_way_out(reason or "") == (
+    reason = obstacle(wrappers, 64) or ""
+    said = (
         "a block has fewer rows than the 640 of --commfuse-min-rows (Megatron's own order is "
         "faster then (simulated); --commfuse-min-rows 0 fuses it, a smaller TP or longer sequences "
         "lengthen it)"
     )
-    with caplog.at_level(logging.INFO, "mindspeed_patches.wrappers"):
-        for _ in range(2):
-            wrappers.leave("qkv", reason)
+    assert with_way_out(pickle.loads(pickle.dumps(reason))) == said  # for other ranks
+    with caplog.at_level(logging.INFO, LOGGER):
+        for again in (reason, Obstacle(reason), str(reason)):
+            wrappers.leave("qkv", again)
     assert [record.getMessage() for record in caplog.records] == [
-        f"CommFuse leaves qkv to Megatron: {with_way_out(reason or '')}"
+        f"CommFuse leaves qkv to Megatron: {said}"
     ]
+    assert wrappers.calls == {("qkv", str(reason)): 3}
+    assert with_way_out(Obstacle(reason)) == with_way_out(str(reason)) == reason
     asked = obstacle(opened(None, 8, "--commfuse-min-rows 65"), 64)
     assert "simulated" not in with_way_out(asked or "")
-
-
-def test_a_reason_is_counted_as_its_text_and_keeps_its_way_out() -> None:
-    assert Counter([Obstacle("why", "do it"), "why", Obstacle("why")]) == {"why": 3}
-    reason = pickle.loads(pickle.dumps(Obstacle("why", "do it")))
-    assert (reason, with_way_out(reason)) == ("why", "why (do it)")
-    assert with_way_out(Obstacle("why")) == with_way_out("why") == "why"

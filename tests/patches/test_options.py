@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from operator import attrgetter
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 
 from commfuse_npu import Schedule
 from commfuse_npu.ops import BucketOptions
-from mindspeed_patches.arguments import CommFuseOptions, commfuse_options
+from mindspeed_patches.arguments import commfuse_options
 from mindspeed_patches.feature import CommFuseFeature
 from mindspeed_patches.hccl_buffer import of_blocks, of_buckets, of_heads, take_lane_megabytes
 from mindspeed_patches.patching import PatchManager
@@ -18,135 +19,83 @@ from mindspeed_patches.ulysses import MINDSPEED_ULYSSES
 from mindspeed_patches.wrappers import LAYERS
 from tests.patches.launches import DATA_PARALLEL, ULYSSES, Registered, early, real_arguments
 
-
-def asked(options: CommFuseOptions, attribute: str) -> Any:
-    """``ulysses.schedule.node_size`` of the options."""
-    found: Any = options
-    for name in attribute.split("."):
-        found = getattr(found, name)
-    return found
-
-
 TP8 = {"tensor_model_parallel_size": 8, "micro_batch_size": 1}
 LONG = {"seq_length": 32768, **TP8}
-SHORT = {"seq_length": 4096, **TP8}
-CP = {"tensor_model_parallel_size": 2, **ULYSSES}
-DP = {"tensor_model_parallel_size": 2, "world_size": 8, **DATA_PARALLEL}
+DP = {"world_size": 8, **DATA_PARALLEL}
 PP = {"pipeline_model_parallel_size": 2, **DP}
 MAPPED = {"use_tp_pp_dp_mapping": True, **PP}
-LEAST, DIMENSIONS = "linear.collectives_from", ("rows", "hidden", "min_rows")
-CHUNKS, UNDER, OVER = "linear.schedule.chunks", "ulysses.schedule", "data_parallel"
-FP32 = torch.float32
+LEAST, CHUNKS, UNDER = "linear.collectives_from", "linear.schedule.chunks", "ulysses.schedule"
+SCHEDULE, OVER, FP32 = "linear.schedule", "data_parallel", torch.float32
 
 
 def buckets(shape: Any, lanes: int, node_size: int | None = None) -> BucketOptions:
     return BucketOptions(Schedule(shape, lanes=lanes, node_size=node_size), last_first=True)
 
 
-CASES: list[tuple[str, dict[str, Any], str, dict[str, Any]]] = [
+CASES: list[tuple[str, dict[str, Any], int, dict[str, Any]]] = [
     # options, other arguments, processes of a node, what is asked for
-    ("", {}, "8", {"layers": LAYERS, **dict.fromkeys(DIMENSIONS)}),
-    ("", {}, "8", {"linear.schedule": Schedule("shifted", lanes=1, chunks=1)}),
-    ("", {}, "8", {"linear.reduce_dtype": None, "linear.tuning": None, "allow_nothing": False}),
-    ("", {}, "8", {"ulysses": None, "data_parallel": None, "attention": False}),
-    ("--commfuse-allow-nothing", {}, "8", {"allow_nothing": True}),
-    ("--commfuse-layers qkv,fc1", {}, "8", {"layers": ("qkv", "fc1")}),
-    ("--commfuse-reduce-dtype float32", {}, "8", {"linear.reduce_dtype": FP32}),
-    ("--commfuse-wgrad blocks", {}, "8", {"linear.wgrad": "blocks"}),
-    ("--commfuse-keep-gathered", {}, "8", {"linear.keep_gathered": True}),
-    ("--commfuse-order-log folder", {}, "8", {"order_log": "folder"}),
-    (
-        "--commfuse-schedule shifted --commfuse-lanes 3 --commfuse-chunks 4 --commfuse-taper 1.5",
-        {"tensor_model_parallel_size": 4},
-        "8",
-        {"linear.schedule": Schedule("shifted", lanes=3, chunks=4, taper=1.5)},
-    ),
+    ("", {}, 8,
+     {"layers": LAYERS, "min_rows": None, LEAST: None, "described": True, "linear.tuning": None,
+      SCHEDULE: Schedule("shifted", lanes=1, chunks=1), "attention": False, "ulysses": None,
+      OVER: None, "allow_nothing": False}),
+    ("--commfuse-allow-nothing --commfuse-layers qkv,fc1 --commfuse-reduce-dtype float32 "
+     "--commfuse-wgrad blocks --commfuse-keep-gathered --commfuse-order-log folder", {}, 8,
+     {"allow_nothing": True, "layers": ("qkv", "fc1"), "linear.reduce_dtype": FP32,
+      "linear.wgrad": "blocks", "linear.keep_gathered": True, "order_log": "folder"}),
     # Lanes that nothing would use are not made.
-    ("--commfuse-lanes 7", {"tensor_model_parallel_size": 4}, "8", {"linear.schedule.lanes": 3}),
+    ("--commfuse-schedule shifted --commfuse-lanes 7 --commfuse-chunks 4 --commfuse-taper 1.5",
+     {"tensor_model_parallel_size": 4}, 8,
+     {SCHEDULE: Schedule("shifted", lanes=3, chunks=4, taper=1.5), "min_rows": 0}),
     # Small blocks stay whole.
-    ("", LONG, "8", {CHUNKS: 2, "linear.schedule.lanes": 1}),
-    ("", SHORT, "8", {CHUNKS: 1}),
-    ("", {**LONG, "seq_length": 8192}, "8", {CHUNKS: 1}),
-    ("", {**LONG, "seq_length": 8192, "hidden_size": 8192}, "8", {CHUNKS: 2, "hidden": 8192}),
-    ("", {**LONG, "micro_batch_size": 2}, "8", {CHUNKS: 2}),
-    ("", {**LONG, "context_parallel_size": 2}, "8", {CHUNKS: 2, "rows": 2048}),
-    ("--commfuse-tuning on", LONG, "8", {CHUNKS: 1}),
-    ("--commfuse-chunks 4", SHORT, "8", {CHUNKS: 4}),
+    ("", LONG, 8, {CHUNKS: 2, "linear.schedule.lanes": 1}),
+    ("", {**LONG, "seq_length": 8192}, 8, {CHUNKS: 1}),
+    ("", {**LONG, "seq_length": 8192, "hidden_size": 8192}, 8, {CHUNKS: 2, "hidden": 8192}),
+    ("", {**LONG, "context_parallel_size": 2}, 8, {CHUNKS: 2, "rows": 2048}),
     # The machine says which layers stay Megatron's, unless chunks are chosen.
-    ("", SHORT, "8", {"rows": 512, "min_rows": None}),
-    ("--commfuse-min-rows auto", {}, "8", {"min_rows": None}),
-    ("--commfuse-min-rows 0", {}, "8", {"min_rows": 0}),
-    ("--commfuse-min-rows 256 --commfuse-chunks 4", {}, "8", {"min_rows": 256}),
-    ("--commfuse-chunks 1", {}, "8", {"min_rows": 0}),
-    ("--commfuse-tuning on", {}, "8", {"min_rows": 0}),
-    ("", {}, "8", {LEAST: None, "described": True}),
-    ("--commfuse-collectives-from auto", {}, "8", {LEAST: None, "described": True}),
-    ("--commfuse-collectives-from never", {}, "8", {LEAST: None, "described": False}),
-    ("--commfuse-collectives-from 1734", {}, "8", {LEAST: 1734, "described": False}),
+    ("--commfuse-min-rows auto", LONG, 8, {"rows": 4096, "min_rows": None}),
+    ("--commfuse-min-rows 256 --commfuse-chunks 4", LONG, 8, {CHUNKS: 4, "min_rows": 256}),
+    ("--commfuse-collectives-from never", {}, 8, {LEAST: None, "described": False}),
+    ("--commfuse-collectives-from 1734", {}, 8, {LEAST: 1734, "described": False}),
     # Two-level where a group spans nodes, collectives where nobody asks for lanes.
-    ("", TP8, "8", {"linear.schedule": Schedule("collective", lanes=1)}),
-    ("--commfuse-lanes 7", TP8, "8", {"linear.schedule": Schedule(lanes=7)}),
-    ("--commfuse-attention", TP8, "8", {"linear.schedule": Schedule(lanes=7)}),
-    ("--commfuse-schedule shifted", TP8, "8", {"linear.schedule": Schedule(lanes=7)}),
-    ("--commfuse-tuning on", TP8, "8", {"linear.schedule": Schedule(lanes=7)}),
-    ("--commfuse-schedule collective --commfuse-ulysses", CP, "8", {UNDER: Schedule(lanes=3)}),
-    ("", TP8, "4", {"linear.schedule.shape": "two_level", "linear.schedule.node_size": 4}),
-    ("", TP8, "3", {"linear.schedule.shape": "shifted", "linear.schedule.node_size": None}),
+    ("", TP8, 8, {SCHEDULE: Schedule("collective", lanes=1)}),
+    ("--commfuse-lanes 7", TP8, 8, {SCHEDULE: Schedule(lanes=7)}),
+    ("--commfuse-attention", TP8, 8, {SCHEDULE: Schedule(lanes=7), "attention": True}),
+    ("--commfuse-tuning on", LONG, 8, {SCHEDULE: Schedule(lanes=7), "min_rows": 0}),
+    ("--commfuse-schedule collective --commfuse-ulysses", ULYSSES, 8, {UNDER: Schedule(lanes=3)}),
+    ("", TP8, 4, {"linear.schedule.shape": "two_level", "linear.schedule.node_size": 4}),
+    ("", TP8, 3, {"linear.schedule.shape": "shifted", "linear.schedule.node_size": None}),
     # The ranks of a context-parallel group are as far apart as tensor parallelism is wide.
-    (
-        "--commfuse-ulysses --commfuse-lanes 7 --commfuse-chunks 2 --commfuse-wgrad blocks",
-        CP,
-        "8",
-        {UNDER: Schedule("shifted", lanes=3, chunks=2), "ulysses.wgrad": "blocks"},
-    ),
-    *(
-        ("--commfuse-ulysses", CP, local, {f"{UNDER}.node_size": size})
-        for local, size in (("8", None), ("4", 2), ("2", 1), ("1", None), ("3", None))
-    ),
+    ("--commfuse-ulysses --commfuse-lanes 7 --commfuse-chunks 2 --commfuse-wgrad blocks", ULYSSES,
+     8, {UNDER: Schedule("shifted", lanes=3, chunks=2), "ulysses.wgrad": "blocks"}),
+    *(("--commfuse-ulysses", ULYSSES, local, {f"{UNDER}.node_size": size})
+      for local, size in ((8, None), (4, 2), (2, 1), (3, None))),
     # Those of a data-parallel group too, or as far as a whole pipeline.
-    ("--commfuse-dp", DP, "8", {OVER: buckets("shifted", 2)}),
-    ("--commfuse-dp", DP, "2", {OVER: buckets("two_level", 2, 1)}),
-    ("--commfuse-dp", DP, "4", {OVER: buckets("two_level", 2, 2)}),
-    ("--commfuse-dp", PP, "8", {OVER: buckets("shifted", 1)}),
-    ("--commfuse-dp", MAPPED, "4", {OVER: buckets("two_level", 1, 1)}),
-    ("--commfuse-dp", {**DP, **TP8}, "8", {OVER: buckets("shifted", 1)}),
-    ("--commfuse-dp --commfuse-reduce-dtype float32", DP, "8", {f"{OVER}.reduce_dtype": None}),
-    (
-        "--commfuse-dp --commfuse-dp-reduce-dtype float32",
-        DP,
-        "8",
-        {f"{OVER}.reduce_dtype": FP32, "linear.reduce_dtype": None},
-    ),
+    ("--commfuse-dp", DP, 2, {OVER: buckets("two_level", 2, 1)}),
+    ("--commfuse-dp", DP, 4, {OVER: buckets("two_level", 2, 2)}),
+    ("--commfuse-dp", PP, 8, {OVER: buckets("shifted", 1)}),
+    ("--commfuse-dp", MAPPED, 4, {OVER: buckets("two_level", 1, 1)}),
+    ("--commfuse-dp --commfuse-reduce-dtype float32", DP, 8, {f"{OVER}.reduce_dtype": None}),
+    ("--commfuse-dp --commfuse-dp-reduce-dtype float32", DP, 8, {f"{OVER}.reduce_dtype": FP32}),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("parsed", [real_arguments, early])
 @pytest.mark.parametrize(("options", "others", "local", "expected"), CASES)
-def test_what_options_ask_for(
-    monkeypatch: pytest.MonkeyPatch,
-    options: str,
-    others: dict[str, Any],
-    local: str,
-    expected: dict[str, Any],
-    parsed: Any,
-) -> None:
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", local)
+def test_what_options_ask_for(monkeypatch, options, others, local, expected, parsed: Any) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(local))
     found = commfuse_options(parsed(*options.split(), **others))
-    assert {name: asked(found, name) for name in expected} == expected
+    assert {name: attrgetter(name)(found) for name in expected} == expected
 
 
-def test_before_the_job_has_a_size_the_launcher_knows_it(monkeypatch) -> None:
+def test_what_the_environment_says(monkeypatch) -> None:
+    """The size of a job before it has one, and the user's cache."""
     monkeypatch.setenv("WORLD_SIZE", "8")
-    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
-    found = commfuse_options(early("--commfuse-dp", **DATA_PARALLEL))
-    assert found.data_parallel == buckets("shifted", 2)
-
-
-def test_tuning_keeps_what_it_finds_in_the_users_cache(monkeypatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
-    tuning = commfuse_options(early("--commfuse-tuning", "on")).linear.tuning
-    assert tuning is not None
-    assert tuning.folder == "/somewhere/commfuse_npu"
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    found = commfuse_options(early("--commfuse-dp", "--commfuse-tuning", "on", **DATA_PARALLEL))
+    assert found.data_parallel == buckets("shifted", 2)
+    assert found.linear.tuning is not None
+    assert found.linear.tuning.folder == "/somewhere/commfuse_npu"
 
 
 @pytest.mark.parametrize(
@@ -154,7 +103,6 @@ def test_tuning_keeps_what_it_finds_in_the_users_cache(monkeypatch) -> None:
     [
         ("--commfuse-lanes 0", "--commfuse-lanes: 0 is less than 1"),
         ("--commfuse-min-rows -1", "--commfuse-min-rows: -1 is less than 0"),
-        ("--commfuse-lanes two", "--commfuse-lanes: .*two"),
         ("--commfuse-layers qkv,fc3", "--commfuse-layers: unknown layer 'fc3'; choose from"),
         ("--commfuse-schedule star", "--commfuse-schedule: 'star' is not one of auto"),
         ("--commfuse-collectives-from some", "'some' is neither a whole number nor one of auto"),
@@ -181,17 +129,14 @@ BUCKETS = [
     *(f"{GROUPS}.start_grad_sync", f"{GROUPS}.start_param_sync"),
     "megatron.core.distributed.distributed_data_parallel.DistributedDataParallel.finish_grad_sync",
 ]
-PATHS = ROW, SELF_ATTENTION, EXCHANGE, LAYER, *BUCKETS
 
 
 @pytest.mark.parametrize(
     ("options", "size", "wrapped", "lanes"),
     [
-        ("", 2, [ROW], 1),
         ("", None, [ROW], 1),
         ("--commfuse-attention", 2, [ROW, SELF_ATTENTION], 1),
         ("--commfuse-ulysses", 2, [ROW, EXCHANGE, LAYER], 2),
-        ("--commfuse-ulysses", 1, [EXCHANGE, LAYER], 1),
         ("--commfuse-ulysses", None, [EXCHANGE, LAYER], 1),
         # Lanes of layers, of gradients and of parameters.
         ("--commfuse-dp", 2, [ROW, *BUCKETS], 3),
@@ -200,16 +145,11 @@ PATHS = ROW, SELF_ATTENTION, EXCHANGE, LAYER, *BUCKETS
 )
 def test_what_is_wrapped(options: str, size: int | None, wrapped: list[str], lanes: int) -> None:
     layout = ULYSSES if "ulysses" in options else {"attention_dropout": 0.0, **DATA_PARALLEL}
-    args = real_arguments(
-        *options.split(), transformer_impl="local", **layout, tensor_model_parallel_size=size
-    )
-    found = Registered(args)
-    assert [path for path in PATHS if found.times(path)] == wrapped
-    assert all(found.times(path) == 1 for path in wrapped)
-    assert found.times(INITIALIZE) == lanes
-
-
-# ------------------------------------------------------------------ --hccl-group-buffer
+    sizes = layout | {"tensor_model_parallel_size": size}
+    found = Registered(real_arguments(*options.split(), transformer_impl="local", **sizes))
+    paths = ROW, SELF_ATTENTION, EXCHANGE, LAYER, *BUCKETS
+    assert [path for path in paths for _ in range(found.count(path))] == wrapped
+    assert found.count(INITIALIZE) == lanes
 
 
 @pytest.mark.parametrize(
@@ -220,37 +160,21 @@ def test_what_is_wrapped(options: str, size: int | None, wrapped: list[str], lan
         ("tp:400,commfuse:32", 32, "tp:400"),
         ("tp:400;dp:100", None, "tp:400;dp:100"),
         (None, None, None),
+        *((f"tp:1;commfuse:{size}", ValueError, "") for size in ("0", "-1", "much", "")),
     ],
 )
-def test_the_lanes_part_is_taken_out(
-    given: str | None, megabytes: int | None, left: str | None
-) -> None:
+def test_the_lanes_part_is_taken_out_of_hccl_group_buffer(given, megabytes, left) -> None:
     args = argparse.Namespace(hccl_group_buffer=given)
-    assert take_lane_megabytes(args) == megabytes
-    assert args.hccl_group_buffer == left
+    if megabytes is ValueError:
+        with pytest.raises(ValueError, match=r"--hccl-group-buffer commfuse:.*whole number from 1"):
+            take_lane_megabytes(args)
+    else:
+        assert take_lane_megabytes(args) == megabytes
+        assert args.hccl_group_buffer == left
 
 
-def test_a_mindspeed_without_the_option() -> None:
-    assert take_lane_megabytes(argparse.Namespace()) is None
-
-
-@pytest.mark.parametrize("size", ["0", "-1", "much", "", "1.5"])
-def test_a_senseless_size(size: str) -> None:
-    args = argparse.Namespace(hccl_group_buffer=f"tp:1;commfuse:{size}")
-    with pytest.raises(ValueError, match=r"--hccl-group-buffer commfuse:.*whole number from 1"):
-        take_lane_megabytes(args)
-
-
-LLAMA3_8B = {
-    "seq_length": 8192,
-    "micro_batch_size": 1,
-    "hidden_size": 4096,
-    "tensor_model_parallel_size": 8,
-    "context_parallel_size": 1,
-    "bf16": True,
-}
-
-
+LLAMA3_8B = {"seq_length": 8192, "hidden_size": 4096, "bf16": True, **TP8}
+TP2 = {"tensor_model_parallel_size": 2, "bf16": False}
 CONTEXT = {"micro_batch_size": 16, "context_parallel_size": 2}
 OVERLAPPED = {"overlap_grad_reduce": True}
 
@@ -259,17 +183,13 @@ OVERLAPPED = {"overlap_grad_reduce": True}
     ("message", "change", "megabytes"),
     [
         (of_blocks, {}, 64),  # 8 blocks of 8 MB
-        (of_blocks, {"micro_batch_size": 2}, 128),
-        (of_blocks, {"commfuse_lanes": 7}, 16),
         (of_blocks, {"commfuse_lanes": 7, "micro_batch_size": 5}, 64),  # 40 MB
-        (of_blocks, {"tensor_model_parallel_size": 2, "bf16": False}, 64),
-        (of_blocks, {"tensor_model_parallel_size": 2, "bf16": False, "fp16": True}, 32),
-        (of_blocks, {"micro_batch_size": 4, "context_parallel_size": 2}, 128),
+        (of_blocks, TP2, 64),
+        (of_blocks, {**TP2, "fp16": True}, 32),
         (of_blocks, {"micro_batch_size": 100}, 200),
         (of_blocks, {"hidden_size": None}, None),
         (of_blocks, {"seq_length": None}, None),
         (of_heads, CONTEXT, 32),
-        (of_heads, {**CONTEXT, "hidden_size": None}, None),
         (of_buckets, OVERLAPPED, 32),  # 40 million fp32 gradients over 8 ranks are 19 MiB
         (of_buckets, {**OVERLAPPED, "ddp_bucket_size": 400_000_000}, 200),
         (of_buckets, {**OVERLAPPED, "pipeline_model_parallel_size": 2}, 64),

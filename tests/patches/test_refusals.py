@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 
@@ -51,37 +51,22 @@ FOR_ATTENTION = {
 }
 
 
-class Asked(NamedTuple):
-    """An option of CommFuse.
-
-    Attributes:
-        harmless: some of the options that it is refused with, with values that are not refused.
-        others: what the option needs besides.
-    """
-
-    harmless: dict[str, Any]
-    others: dict[str, Any]
-
-
-OPTIONS = {
-    "use_commfuse": Asked(
-        {
-            "schedules_method": "1f1b",
-            "lora_target_modules": [],
-            "output_layer_slice_num": 1,
-            "tp_2d": False,
-        },
+OPTIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "use_commfuse": (
+        {"schedules_method": "1f1b", "lora_target_modules": [], "output_layer_slice_num": 1,
+         "tp_2d": False},
         {},
     ),
-    "commfuse_attention": Asked(
+    "commfuse_attention": (
         FOR_ATTENTION | {"context_parallel_size": 1}, {"attention_dropout": 0.0}
     ),
-    "commfuse_ulysses": Asked(FOR_ATTENTION, ULYSSES),
-    "commfuse_dp": Asked(
+    "commfuse_ulysses": (FOR_ATTENTION, ULYSSES),
+    "commfuse_dp": (
         {"num_distributed_optimizer_instances": 1, "optimizer": "adam", "quant_grads": False},
         DATA_PARALLEL,
     ),
-}
+}  # fmt: skip
+"""Of each option some that it is refused with, with harmless values, and what it needs besides."""
 
 
 def refused(ours: str) -> dict[str, Any]:
@@ -98,7 +83,7 @@ def refused(ours: str) -> dict[str, Any]:
     ],
 )
 def test_refused_with_both_flags_and_a_way_out(ours: str, name: str, value: Any) -> None:
-    others = OPTIONS[ours].others
+    _, others = OPTIONS[ours]
     refusal = next(r for r in REFUSALS_OF[option_name(ours)] if name in r.names)
     expected = f"^{option_name(ours)} and {refusal.option} exclude each other: .+; .+"
     feature = CommFuseFeature()
@@ -112,54 +97,30 @@ def test_refused_with_both_flags_and_a_way_out(ours: str, name: str, value: Any)
         feature.validate_args(real_arguments(**(others | {name: value})))
 
 
-@pytest.mark.parametrize("ours", OPTIONS)
-def test_words_of_a_command_line_are_refused_as_namespaces_are(ours: str) -> None:
-    asked = OPTIONS[ours]
-    for values, expected in ((refused(ours), True), (asked.harmless, False)):
-        for name, value in values.items():
-            refusal = next((r for r in REFUSALS_OF[option_name(ours)] if name in r.names), None)
-            if refusal is None or (isinstance(value, bool | list) and not value):
-                continue  # It is harmless for this option, or not typed.
-            option = refusal.option.split()[0]
-            words = ["--bf16", option] if value is True else [option, str(value)]
-            said = "given" if value is True else str(value)
-            assert refusal.value_in(words) == (said if expected else None)
-
-
-def test_megatrons_default_excludes_where_nobody_typed_the_option() -> None:
+def test_what_is_not_known_to_be_harmless() -> None:
+    """Megatron's default where nobody typed the option, and what is no number."""
     found = [one.value_in([]) for one in ATTENTION_REFUSALS]
     assert list(filter(None, found)) == ["0.1, Megatron's default"]
-
-
-def test_what_is_no_number_is_not_known_to_be_harmless() -> None:
-    (dropout,) = [one for one in ATTENTION_REFUSALS if one.option == "--attention-dropout"]
+    dropout = ATTENTION_REFUSALS[found.index("0.1, Megatron's default")]
     assert dropout.value_in(["--attention-dropout", "${DROPOUT}"]) == "${DROPOUT}"
     assert dropout.given(argparse.Namespace(attention_dropout="some"))
 
 
 @pytest.mark.parametrize("ours", OPTIONS)
 def test_the_same_options_switched_off_are_not_refused(ours: str) -> None:
-    asked = OPTIONS[ours]
-    for given in (
-        argparse.Namespace(**asked.harmless),
-        early(**asked.harmless),
-        argparse.Namespace(**dict.fromkeys(refused(ours))),
-    ):
+    harmless, others = OPTIONS[ours]
+    for given in (early(**harmless), argparse.Namespace(**dict.fromkeys(refused(ours)))):
         check_compatible(given, REFUSALS_OF[option_name(ours)])
-    CommFuseFeature().validate_args(real_arguments(**{ours: True} | asked.harmless | asked.others))
+    CommFuseFeature().validate_args(real_arguments(**{ours: True} | harmless | others))
+    # MindSpeed core validates a TransformerConfig as well, which has none of the options.
+    without = {"use_commfuse": False} | dict.fromkeys(OPTIONS, False)
+    for given in (real_arguments(**refused(ours) | without), argparse.Namespace()):
+        CommFuseFeature().validate_args(given)
 
 
 def test_all_at_once() -> None:
     with pytest.raises(IncompatibleOptionsError, match=r"--tp-2d(.|\n)*--use-nanopipe"):
         check_compatible(argparse.Namespace(tp_2d=True, use_nanopipe=True))
-
-
-def test_nothing_is_checked_without_the_flag() -> None:
-    args = real_arguments(**refused("use_commfuse"))
-    args.use_commfuse = False
-    CommFuseFeature().validate_args(args)
-    # MindSpeed core validates a TransformerConfig as well, which has none of the options.
-    CommFuseFeature().validate_args(argparse.Namespace())
 
 
 @pytest.mark.parametrize(

@@ -29,28 +29,13 @@ def alone(
     dist.destroy_process_group()
 
 
-@pytest.fixture
-def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def test_groups_are_gloos_and_split_sizes_may_be_tensors(monkeypatch) -> None:
     with alone(monkeypatch, gloo_for_hccl.install, "hccl", pg_options=object()):
-        yield
-
-
-@pytest.fixture
-def counter(monkeypatch: pytest.MonkeyPatch) -> Iterator[CollectiveCounter]:
-    counter = CollectiveCounter()
-    with alone(monkeypatch, counter.install, "gloo"):
-        counter.active = True
-        yield counter
-
-
-@pytest.mark.usefixtures("installed")
-def test_groups_are_gloos_and_split_sizes_may_be_tensors() -> None:
-    assert dist.get_backend() == "gloo"
-    group = dist.new_group([0], backend="hccl", pg_options=object())
-    assert dist.get_backend(group) == "gloo"
-    output = torch.empty(3)
-    dist.all_to_all_single(output, torch.arange(3.0), torch.tensor([3]), torch.tensor([3]))
-    assert output.tolist() == [0.0, 1.0, 2.0]
+        group = dist.new_group([0], backend="hccl", pg_options=object())
+        assert dist.get_backend() == dist.get_backend(group) == "gloo"
+        output, size = torch.empty(3), torch.tensor([3])
+        dist.all_to_all_single(output, torch.arange(3.0), size, size)
+        assert output.tolist() == [0.0, 1.0, 2.0]
 
 
 @on_ranks(2)
@@ -86,26 +71,24 @@ def test_parts_may_be_uneven_and_gloo_averages(rank: int, sizes: list[int]) -> N
     assert mean.tolist() == [1.5, 1.5]
 
 
-def test_groups_have_their_names_and_objects_count_once(counter: CollectiveCounter) -> None:
-    tensor = torch.ones(2)
-    counter.active = False
-    dist.all_reduce(tensor)
-    group = dist.new_group([0], group_desc="TENSOR_MODEL_PARALLEL_GROUP")
-    counter.active = True
-    dist.all_reduce(tensor, dist.ReduceOp.SUM, group)
-    dist.all_gather_into_tensor(torch.empty(2), tensor, group=group)
-    dist.broadcast(tensor, 0)
-    dist.all_gather_object([None], "object")
-    assert counter.counts == {
-        "tensor model parallel: all_reduce": 1,
-        "tensor model parallel: all_gather_into_tensor": 1,
-        "default pg: broadcast": 1,
-        "default pg: all_gather_object": 1,
-    }
-
-
-def test_a_failing_collective_does_not_stop_the_count(counter: CollectiveCounter) -> None:
-    with pytest.raises((RuntimeError, TypeError, ValueError)):
-        dist.all_reduce("no tensor")
-    dist.all_reduce(torch.ones(1))
-    assert sum(counter.counts.values()) == 2
+def test_each_collective_is_counted_once_by_group_and_kind(monkeypatch) -> None:
+    counter, tensor = CollectiveCounter(), torch.ones(2)
+    with alone(monkeypatch, counter.install, "gloo"):
+        dist.all_reduce(tensor)  # before it is active
+        group = dist.new_group([0], group_desc="TENSOR_MODEL_PARALLEL_GROUP")
+        counter.active = True
+        dist.all_reduce(tensor, dist.ReduceOp.SUM, group)
+        dist.all_gather_into_tensor(torch.empty(2), tensor, group=group)
+        dist.broadcast(tensor, 0)
+        dist.all_gather_object([None], "object")
+        assert counter.counts == {
+            "tensor model parallel: all_reduce": 1,
+            "tensor model parallel: all_gather_into_tensor": 1,
+            "default pg: broadcast": 1,
+            "default pg: all_gather_object": 1,
+        }
+        # One that fails does not stop the count.
+        with pytest.raises((RuntimeError, TypeError, ValueError)):
+            dist.all_reduce("no tensor")
+        dist.all_reduce(tensor)
+        assert sum(counter.counts.values()) == 6

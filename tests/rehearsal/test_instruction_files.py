@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 
 import numpy as np
-import pytest
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
 from commfuse_npu.tools.launch_script.options import Options
@@ -31,8 +30,9 @@ def rows(options: Options) -> list[tuple[np.ndarray, ...]]:
     return [tuple(one.get(at).copy() for one in sets) for at in range(len(sets[0]))]
 
 
-def test_rows_end_before_the_sequence_does_so_that_they_are_padded(tmp_path: Path) -> None:
-    found = rows(replaced(LAUNCH, tmp_path))
+def test_rows_end_before_the_sequence_and_tokens_are_in_the_tokenizer(tmp_path: Path) -> None:
+    options = replaced(LAUNCH, tmp_path)
+    found = rows(options)
     assert len(found) == 64
     assert len({len(tokens) for tokens, _, _ in found}) > 1
     for tokens, mask, labels in found:
@@ -40,21 +40,6 @@ def test_rows_end_before_the_sequence_does_so_that_they_are_padded(tmp_path: Pat
         assert set(mask) == {1}
         assert list(labels[:4]) == [-100] * 4
         assert np.array_equal(labels[4:], tokens[4:])
-
-
-def test_packed_rows_are_full_and_number_their_documents(tmp_path: Path) -> None:
-    for tokens, mask, labels in rows(replaced(f"{LAUNCH} --neat-pack", tmp_path)):
-        assert len(tokens) == 32
-        assert set(mask) == {1, 2}
-        assert (np.diff(mask) >= 0).all()
-        for document in (1, 2):
-            at = np.flatnonzero(mask == document)
-            assert (labels[at[:4]] == -100).all()
-            assert np.array_equal(labels[at[4:]], tokens[at[4:]])
-
-
-def test_every_token_is_in_the_tokenizer(tmp_path: Path) -> None:
-    options = replaced(LAUNCH, tmp_path)
     folder = Path(options.values("--tokenizer-name-or-path")[0])
     made = json.loads((folder / "tokenizer.json").read_text("utf-8"))
     words = made["model"]["vocab"]
@@ -62,18 +47,26 @@ def test_every_token_is_in_the_tokenizer(tmp_path: Path) -> None:
     assert all(words[one["content"]] == one["id"] for one in made["added_tokens"])
     config = json.loads((folder / "tokenizer_config.json").read_text("utf-8"))
     special = {words[config[f"{name}_token"]] for name in ("pad", "eos", "unk")}
-    used = {int(token) for tokens, _, _ in rows(options) for token in tokens}
+    used = {int(token) for tokens, _, _ in found for token in tokens}
     assert used <= set(words.values()) - special
     # A template adds tokens of its own.
     assert len(words) < options.number("--padded-vocab-size", 0)
     assert any(line.startswith("--data-path d -> (dropped)") for line in options.changes)
 
 
-@pytest.mark.parametrize("text", [LAUNCH, LAUNCH.replace("--is-instruction-dataset", "")])
-def test_files_that_are_here_and_pretraining_are_left(text: str, tmp_path: Path) -> None:
+def test_packed_rows_are_full_and_number_their_documents(tmp_path: Path) -> None:
+    for tokens, mask, labels in rows(replaced(f"{LAUNCH} --neat-pack", tmp_path)):
+        assert (len(tokens), set(mask)) == (32, {1, 2})
+        assert (np.diff(mask) >= 0).all()
+        for document in (1, 2):
+            at = np.flatnonzero(mask == document)
+            assert (labels[at[:4]] == -100).all()
+            assert np.array_equal(labels[at[4:]], tokens[at[4:]])
+
+
+def test_files_that_are_here_and_pretraining_are_left(tmp_path: Path) -> None:
+    pretraining = LAUNCH.replace("--is-instruction-dataset", "")
+    assert replaced(pretraining, tmp_path).words == pretraining.split()
     for name in ("d_packed_labels_document.idx", "t"):
         (tmp_path / name).touch()
-    assert replaced(text, tmp_path).words == text.split()
-    if "--is-instruction-dataset" not in text:
-        (tmp_path / "t").unlink()
-        assert replaced(text, tmp_path).words == text.split()
+    assert replaced(LAUNCH, tmp_path).words == LAUNCH.split()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
@@ -70,16 +69,3 @@ def test_a_run_without_end_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         if noted.exists():
             break
     wait_for(lambda: ended(int(noted.read_text("utf-8"))))
-
-
-def test_ranks_find_the_checkouts_and_the_stand_ins_first(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("LD_LIBRARY_PATH", "/before")
-    stack = Stack(Path("/llm"), Path("/ms"), Path("/mg"))
-    found = worker_environment(stack, Path("/cann"), {"A": "1"}, tmp_path / "tools")
-    assert found["PYTHONPATH"].split(os.pathsep)[:3] == ["/llm", "/ms", "/mg"]
-    assert found["LD_LIBRARY_PATH"] == "/cann:/before"
-    assert found["PATH"].startswith(f"{tmp_path / 'tools'}{os.pathsep}")
-    assert os.access(tmp_path / "tools" / "python3-config", os.X_OK)
-    assert (found["A"], found["CUDA_DEVICE_MAX_CONNECTIONS"]) == ("1", "1")

@@ -1,1 +1,0 @@
-"""Stand-in for MindSpeed-LLM 2.1.0: no features."""
