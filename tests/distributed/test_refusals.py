@@ -184,6 +184,12 @@ def bucket(
     made.all_gather(flat) if gather else made.reduce_scatter(flat, average=average)
 
 
+def replicated(*, outputs: int = 2, limit: float = 0.0) -> None:
+    model, made = torch.nn.Linear(2, outputs), link()
+    model(torch.ones(1, 2)).sum().backward()
+    ops.clip_gradient_norm(model, limit, made) if limit else ops.average_gradients(model, made)
+
+
 DIFFER: list[tuple[Callable[..., None], dict[str, Any], dict[str, Any], str]] = [
     (linear, {}, {"rows": 5}, "rows: . here, . there"),
     (linear, {}, {"dtype": LOW}, "dtype: torch.[a-z0-9]+ here, torch.[a-z0-9]+ there"),
@@ -196,6 +202,8 @@ DIFFER: list[tuple[Callable[..., None], dict[str, Any], dict[str, Any], str]] = 
     (sharded, {}, {"rows": 3}, r"rows: .* here, .* there"),
     (sharded, {}, {"average": False}, "options: .*average.* here, .*average.* there"),
     (sharded, {}, {"wgrad": False}, "here, .* there"),
+    (replicated, {}, {"outputs": 3}, "parameters: .* here, .* there"),
+    (replicated, {"limit": 1.0}, {"limit": 2.0}, "max_norm: .* here, .* there"),
     (heads, {}, {"swapped": True}, "rows: .* here"),
     (bucket, {}, {"elements": 6}, "rows: . here, . there"),
     (bucket, {}, {"elements": 0}, "path: [a-z_]+ here, [a-z_]+ there"),

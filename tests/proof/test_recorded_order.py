@@ -214,6 +214,13 @@ def test_what_repeats_itself_is_judged_once(tmp_path, monkeypatch, judged) -> No
     assert f"{words} has 'wait until received 0; sent 0'" in judged(1)
 
 
+def test_no_more_than_a_few_faults_are_told(tmp_path) -> None:
+    events = [[verb, slot, 0] for slot in range(10) for verb in ("begin", "at")]
+    events += [["finish", slot] for slot in range(10)]
+    two_ranks(tmp_path, events, events)
+    assert len(verify_log.verify_logs([tmp_path]).faults) == 8
+
+
 # ---------------------------------------------------------------------- several under way at once
 
 
