@@ -64,8 +64,8 @@ def sum_parts(
         terms: ``(tensor, k)``: a stack of k parts ``[k * s, columns]``, contiguous for k > 1.
             The first one may be overwritten.
     """
-    (first, parts), *others = terms
     if dtype is not None:
+        (first, parts), *others = terms
         stacked = first.view(parts, -1, first.shape[-1])
         total = stacked.sum(0, dtype=dtype) if parts > 1 else first.to(dtype)
         for term, count in others:
@@ -74,10 +74,9 @@ def sum_parts(
         out.copy_(total)
         return
     # A chunk is a view, which takes time, too.
-    rest = [
-        part for term, count in others for part in (term.chunk(count) if count > 1 else (term,))
+    total, *more = [
+        part for term, count in terms for part in (term.chunk(count) if count > 1 else (term,))
     ]
-    total, *more = [*(first.chunk(parts) if parts > 1 else (first,)), *rest]
     if not more:
         out.copy_(total)
         return

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from commfuse_npu.kernels import kernels_for
 from commfuse_npu.plan import Place, Schedule
 from commfuse_npu.plan.program import Program
-from commfuse_npu.plan.rules import Rule
+from commfuse_npu.plan.rules.rule import MOST_COMPILED, Rule
 from commfuse_npu.runtime.agreement import Agreement, Check, TransportError, expect_check
 from commfuse_npu.runtime.collective_transport import CollectiveTransport
 from commfuse_npu.runtime.collectives import device_backend
@@ -32,9 +32,6 @@ from commfuse_npu.runtime.order_log import OrderLog
 from commfuse_npu.runtime.scratch import ScratchPool
 
 __all__ = ["Transport"]
-
-_MOST_PROGRAMS = 4096
-"""Programs that are kept; their number grows with the lengths of sequences."""
 
 
 def _is_size(value: object) -> bool:
@@ -314,7 +311,7 @@ class Transport(Agreement):
         key = rule, schedule, arguments
         program = self._programs.get(key)
         if program is None:
-            if len(self._programs) >= _MOST_PROGRAMS:
+            if len(self._programs) >= MOST_COMPILED:
                 self._programs.clear()
             program = self._programs[key] = rule(self.place(schedule), *arguments)
         return program

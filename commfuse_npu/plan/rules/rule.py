@@ -17,12 +17,13 @@ from commfuse_npu.plan.program import Program
 from commfuse_npu.plan.rules.pieces import Piece
 from commfuse_npu.plan.schedule import Place
 
-__all__ = ["IN_FLIGHT", "RULES", "Carrier", "Rule", "rule"]
+__all__ = ["IN_FLIGHT", "MOST_COMPILED", "RULES", "Carrier", "Rule", "rule"]
 
 IN_FLIGHT = 2
 """Chunks, or stacks of pieces, that have memory on their way to other ranks."""
 
-_MOST_COMPILED = 4096
+MOST_COMPILED = 4096
+"""Programs that are kept; their number grows with the lengths of sequences."""
 
 
 class Carrier(Protocol):
@@ -99,7 +100,7 @@ class Rule:
         self.name, self.__doc__ = make.__name__, make.__doc__
         names = tuple(signature(make).parameters)[1:]
 
-        @lru_cache(maxsize=_MOST_COMPILED)
+        @lru_cache(maxsize=MOST_COMPILED)
         def compiled(place: Place, *arguments: Any) -> Program:
             about = self.name, place.schedule, *arguments
             return make(place, *arguments).build(about, names)

@@ -34,6 +34,9 @@ def layers(line: str) -> dict[str, FusedLayer]:
         (f"{CONFIG} --commfuse-attention", "proj", "attention_linear_reduce_scatter", 14,
          BLOCK // 2),
         (f"{CONFIG} --commfuse-attention", "fc2", "linear_reduce_scatter", 14, BLOCK // 2),
+        # Attention travels in batches beside linear layers in collectives.
+        (f"{CONFIG} --commfuse-attention --commfuse-schedule collective", "proj",
+         "attention_linear_reduce_scatter", 14, BLOCK // 2),
         # 32 queries of batch 3: no chunk has less than one.
         (f"{ATTENTION} --commfuse-chunks 5", "proj", "attention_linear_reduce_scatter", 5,
          7 * SMALL // 32),
