@@ -34,10 +34,6 @@ from commfuse_npu.runtime.scratch import ScratchPool
 __all__ = ["Transport"]
 
 
-def _is_size(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
 class Transport(Agreement):
     """Lanes over the ranks of one group.
 
@@ -219,7 +215,7 @@ class Transport(Agreement):
         known = self._begun.get(key) if self.check == "first" else None
         if known is None:
             self._fits(program, name)
-            sizes = {what: value for what, value in program.arguments.items() if _is_size(value)}
+            sizes = {what: value for what, value in program.arguments.items() if type(value) is int}
             facts = {
                 "path": program.rule[0],
                 "schedule": program.rule[1],
