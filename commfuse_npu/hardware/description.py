@@ -51,6 +51,7 @@ _HIDDEN = _Rule("share", most=1, inclusive=True, links=True)
 _COST = _Rule("share", most=1, inclusive=True, more_is_better=False, links=True)
 _SECONDS = _Rule("seconds", most=1, inclusive=True, more_is_better=False, links=True)
 _KERNELS = "coc_fused", "catccos"
+"""Of others, each an attribute of a machine."""
 _OF_KERNEL = {"hidden": _HIDDEN, "hidden_gemm": _HIDDEN, "efficiency": _SHARE._replace(links=True)}
 
 _RULES: dict[str, dict[str, _Rule]] = {
@@ -217,6 +218,7 @@ class Hardware:
             for section, rules in _RULES.items()
             for name in rules.keys() & {one.name for one in fields(Machine)}
         }
+        alike |= {name: kernel(name) for name in _KERNELS}
         alike["cores"] = round(alike["cores"])
         alike["hbm_bandwidth"] *= value("npu.hbm_efficiency")
         alike["ordered_sums"] *= self.deterministic
@@ -226,8 +228,6 @@ class Hardware:
             inside=inside,
             between=level("between"),
             batched=self.batched,
-            coc_fused=kernel("coc_fused"),
-            catccos=kernel("catccos"),
         )
 
     @property

@@ -12,15 +12,20 @@ linear_reduce_scatter  GEMM -> sum                   gradient arrives -> dgrad, 
 linear_all_reduce      GEMM -> sum -> sum arrives    no transfers
 ====================== ============================= ============================================
 
+Lanes are the process groups of a :class:`~commfuse_npu.runtime.transport.Transport`; a program is
+the list of transfers, waits and GEMMs that ``begin`` compiles and ``run`` carries out.
+
 On a :class:`~commfuse_npu.runtime.collective_transport.CollectiveTransport` an op is the unfused
-layer over the collectives of torch.distributed: its reference and its fallback, for a group of one,
-for an empty input.
+layer over the collectives of torch.distributed.  Tests compare with it, and it runs in place of the
+lanes for a group of one, an empty input, the rows that a sum cannot split, and backwards from
+``collectives_from`` outputs on.
 
 **Exactness.**  An op on lanes and on ``CollectiveTransport(group, same_pieces=True)`` gives the
-same bits, if rows are a multiple of 64 bytes long (MKL rounds small products differently when
-blocks begin elsewhere).  With whole GEMMs results differ only where the GEMM library rounds a run
-of rows differently than all rows.  Weight gradients are one GEMM over all rows; ``wgrad="blocks"``
-makes that of a row-parallel layer block by block.
+same bits, if rows of x and y are a multiple of 64 bytes long (MKL rounds small products differently
+when blocks begin elsewhere).  Compared with one GEMM over all rows, results differ only where the
+GEMM library rounds a run of rows differently.  Weight gradients are one GEMM over all rows, unless
+``wgrad="blocks"`` makes that of a row-parallel layer block by block, which rounds differently.
+Gradients can be taken once: there is no double backward.
 
 **Gathered again, early.**  In a backward the row-parallel layer comes first.  While its weight
 gradient is made the links are free, and the column-parallel layer before it needs its input again::
@@ -28,11 +33,12 @@ gradient is made the links are free, and the column-parallel layer before it nee
     compute  | dgrad of proj | wgrad of proj | attention | dgrad of qkv | wgrad of qkv
     links    | its gradients | input of qkv              |              | sums of dgrad
 
-A row-parallel layer is paired with the last column-parallel one that ran before it on the same
-transport: ``qkv`` and ``proj``, ``fc1`` and ``fc2``.  What the model does decides, so that ranks
-that run the same model post in the same order.  A backward that was pruned (``autograd.grad`` for
-the weight of ``proj`` alone) leaves a program under way; it is drained at the next forward, as on
-all ranks.
+``linear_reduce_scatter`` is paired with the last ``all_gather_linear`` before it on the same
+transport that gathers its input again: ``qkv`` and ``proj``, ``fc1`` and ``fc2``.  Pairs depend on
+the order of the forward calls alone, never on timing, so that ranks that run the same model post in
+the same order.  (A pair ends when the result of its column-parallel layer is dropped.)  A backward
+that was pruned (``autograd.grad`` for the weight of ``proj`` alone) leaves a program under way; the
+next forward of such a layer ends it, on all ranks alike.
 """
 
 from __future__ import annotations
@@ -86,16 +92,17 @@ def all_gather_linear(
         dx_sBI = reduce_scatter(dy_SBO @ weight)
         dweight = dy_SBO^T @ all_gather(x_sBI)
 
-    Timeline of the backward, 2 chunks::
+    Timeline of the backward with 2 chunks, groups of dx's columns; x may have been gathered early::
 
-        compute  | dgrad, columns 0 | dgrad, columns 1 | wgrad                | sums
-        links    | x arrives ...    | ... columns 0 to their ranks | columns 1
+        compute  | dgrad, columns 0 | dgrad, columns 1 | wgrad     | sums of dx |
+        links    | x arrives        | columns 0        | columns 1 |            |
 
     Args:
         x: ``[s, B, I]`` or ``[s, I]``, the same shape on every rank.  Need not be contiguous.
         weight: ``[O, I]``, this rank's rows of the whole weight, the dtype of ``x``.
         bias: ``[O]``.
-        transport: lanes of the tensor-parallel group.
+        transport: lanes of the tensor-parallel group, or its collectives.
+        options: how it is split and summed, where gradients go; the same on every rank.
 
     Returns:
         ``[S, B, O]`` or ``[S, O]``.
@@ -118,11 +125,11 @@ def all_gather_linear(
 
 
 class _AllGatherLinear(Call):
-    begun: tuple[torch.Tensor, AnyRun] | None = None
-    """The input and what was begun with it, behind the layer after this one."""
+    early: tuple[torch.Tensor, AnyRun] | None = None
+    """The input, and the backward that was begun with it during that of the row-parallel layer."""
 
     over = False
-    """Whether the backward ran."""
+    """Whether the backward ran, or was ended because none came."""
 
     def forward(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
@@ -148,27 +155,29 @@ class _AllGatherLinear(Call):
         sums = self.options.reduce_dtype
         return self.begin(column_backward, *arguments, like=like, backward=True, sum_dtype=sums)
 
-    def begin_again(self) -> None:
-        """Bring the input on its way, once, unless the backward ran already."""
-        if self.over or self.begun is not None:
+    def gather_early(self) -> None:
+        """Begin the backward and post what gathers the input, unless that was done already."""
+        if self.over or self.early is not None:
             return
         x, _ = self.saved()
         running = self._begin_backward(x, x.shape[0], True)
-        self.begun = x, running
-        _Pairs.of(self.transport).begun.append(self)
+        # With x, as what was saved can be asked for once.
+        self.early = x, running
+        _Pairs.of(self.transport).early.append(self)
         running.run(ahead=True, x=x)
 
-    def take(self) -> tuple[torch.Tensor, AnyRun] | None:
-        """What was begun, for whom it is meant or who drains it."""
-        self.over, begun, self.begun = True, self.begun, None
-        if begun is not None:
-            self.transport.remembered[__name__].begun.remove(self)
-        return begun
+    def take_early(self) -> tuple[torch.Tensor, AnyRun] | None:
+        """Hand over what was begun early, if anything, to the backward or to who ends it."""
+        self.over = True
+        early, self.early = self.early, None
+        if early is not None:
+            self.transport.remembered[__name__].early.remove(self)
+        return early
 
     def backward(self, grad: torch.Tensor) -> Tensors:
-        rows, begun, whole = grad.shape[0] // self.transport.size, self.take(), None
-        if begun is not None:
-            x, running = begun
+        rows, early, whole = grad.shape[0] // self.transport.size, self.take_early(), None
+        if early is not None:
+            x, running = early
         else:
             x, whole = self.saved()
             running = self._begin_backward(grad, rows, x is not None)
@@ -185,25 +194,25 @@ class _Pairs:
     """The column-parallel layers of a transport whose input is gathered again.
 
     Attributes:
-        last: the last one that no row-parallel one followed yet.
-        begun: those whose inputs are on their way.
+        last: the last one that no row-parallel one followed yet; it keeps no activations alive.
+        early: those whose inputs are on their way.
     """
 
     last: weakref.ref[_AllGatherLinear] | None = None
-    begun: list[_AllGatherLinear] = field(default_factory=list)
+    early: list[_AllGatherLinear] = field(default_factory=list)
 
     @staticmethod
     def of(transport: AnyTransport) -> _Pairs:
-        """Of a transport; outside a backward with nothing under way that no backward came for."""
+        """The pairs of a transport; outside a backward, first ends what no backward came for."""
         pairs: _Pairs | None = transport.remembered.get(__name__)
         if pairs is None:
             pairs = transport.remembered[__name__] = _Pairs()
-        # A recomputed forward belongs to a backward.
-        if pairs.begun and torch._C._current_graph_task_id() == -1:
-            for layer in list(pairs.begun):
-                begun = layer.take()
-                assert begun is not None
-                begun[1].drain(grad_x=torch.empty_like(begun[0]))
+        # -1 is no backward.  In one a forward is recomputed, and what is under way is still wanted.
+        if pairs.early and torch._C._current_graph_task_id() == -1:
+            for layer in list(pairs.early):
+                early = layer.take_early()
+                assert early is not None
+                early[1].drain(grad_x=torch.empty_like(early[0]))
         return pairs
 
 
@@ -236,8 +245,9 @@ def linear_reduce_scatter(
     Args:
         x: ``[S, B, I]`` or ``[S, I]``; S a multiple of the group size.
         weight: ``[O, I]``, this rank's columns of the whole weight, the dtype of ``x``.
-        bias: ``[O]``, whole and the same on every rank; added after the sum.
-        transport: lanes of the tensor-parallel group.
+        bias: ``[O]``, whole and the same on every rank; added after the sum.  Its gradient is that
+            of this rank's rows: sum it over the group, as Megatron does under sequence parallelism.
+        transport, options: see :func:`all_gather_linear`.
 
     Returns:
         ``[s, B, O]`` or ``[s, O]``.
@@ -260,9 +270,9 @@ def linear_reduce_scatter(
 
 
 class _LinearReduceScatter(Call):
-    before: weakref.ref[_AllGatherLinear] | None = None
-    """The layer before this one, whose input is sent for when all of this layer's transfers are
-    posted and most of its work is done."""
+    column: weakref.ref[_AllGatherLinear] | None = None
+    """The layer that it is paired with, whose input is gathered early: when all transfers of this
+    layer are posted, and its last GEMM of a weight gradient is still to come."""
 
     def forward(self, x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, Tensors]:
         x = x.contiguous()
@@ -272,7 +282,7 @@ class _LinearReduceScatter(Call):
         running.run(a=x, weight=weight.t(), out=y)
         if any(self.needs):
             pairs = _Pairs.of(self.transport)
-            self.before, pairs.last = pairs.last, None
+            self.column, pairs.last = pairs.last, None
         return y, (x if self.needs[1] else None,)
 
     def backward(self, grad: torch.Tensor) -> Tensors:
@@ -285,9 +295,9 @@ class _LinearReduceScatter(Call):
         how = ("blocks" if by_blocks else "whole") if wgrad.needed else None
         arguments = grad.shape[0], outputs, inputs if self.needs[0] else 0, False, how, inputs
         running = self.begin(gather_gemm, *arguments, like=grad, backward=True)
-        before = None if self.before is None else self.before()
-        if before is not None and isinstance(running, Running):
-            running.before_last = {"wgrad": before.begin_again}
+        column = None if self.column is None else self.column()
+        if column is not None and isinstance(running, Running):
+            running.before_last = {"wgrad": column.gather_early}
         works = {"wgrad": wgrad.add}
         running.run(works, shard=grad, weight=weight, out=out, other=x)
         return out, wgrad.result()
@@ -309,7 +319,7 @@ def linear_all_reduce(
     Equals::
 
         y_SBO = all_reduce(x_SBI @ weight^T) + bias
-        # backward, no transfers
+        # backward, no transfers: dy is the same on every rank
         dx_SBI = dy_SBO @ weight
         dweight = dy_SBO^T @ x_SBI
 
@@ -326,6 +336,7 @@ def linear_all_reduce(
         x: ``[S, B, I]`` or ``[S, I]``, any S.
         weight: ``[O, I]``, this rank's columns of the whole weight, the dtype of ``x``.
         bias: ``[O]``, whole and the same on every rank; added after the sum.
+        transport, options: see :func:`all_gather_linear`; nothing is tuned.
 
     Returns:
         ``[S, B, O]`` or ``[S, O]``, the same on every rank.

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from itertools import pairwise
 from typing import Literal
 
-from commfuse_npu.hardware.machine import ITEM_BYTES, SUM_BYTES
+from commfuse_npu.hardware.machine import ITEM_BYTES, SUM_BYTES, FusedKernel
 from commfuse_npu.plan import Schedule, split
 from commfuse_npu.plan.instructions import Compute
 from commfuse_npu.plan.rules import column_backward, gather_gemm, gemm_scatter
@@ -179,7 +179,7 @@ def _form(rank: Rank, inner: int, *, kernel: bool = True) -> Kind:
 def _measured_kernel(rank: Rank, name: str, gemm: float, size: float) -> None:
     """A kernel that others measured, over blocks of so many bytes."""
     machine = rank.machine
-    kernel = machine.catccos if rank.variant.name == "catccos" else machine.coc_fused
+    kernel: FusedKernel = getattr(machine, rank.variant.kernel)
     rank.compute(name, machine.fused(kernel, gemm, size, rank.size))
 
 

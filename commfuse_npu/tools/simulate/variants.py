@@ -11,11 +11,11 @@
                        puts rows in order; ``coc-tuned``: the fastest K for each operation, which
                        MindSpeed does not offer
 ``coc-fused``          CoC as kernels (``--coc-fused-kernel``), for 8 ranks of a node: each hides
-                       the share of the shorter of GEMM and transfer that others measured;
+                       a share of the shorter of GEMM and transfer, which others measured;
                        Megatron's order in the backward of column-parallel layers (read in
                        MindSpeed 26.1.0)
-``catccos``            the kernels of hicann/catccos in its place, alike; no launch of MindSpeed-LLM
-                       takes them yet
+``catccos``            the same with the kernels of hicann/catccos and their figures; no launch of
+                       MindSpeed-LLM takes them yet
 ``mc2``                what ``--use-ascend-mc2`` does (read in MindSpeed@028de58, which says that it
                        is not for A3, and does not refuse it there): gathers before a GEMM and
                        reduce-scatters after one are kernels that cut by the host's formula
@@ -84,6 +84,7 @@ class Variant:
             column-parallel layers runs by collectives in Megatron's order.
         tuned: for ``fused`` and ``sliced``, the ways of which each operation takes its fastest.
         chosen: the ways of operations by name.
+        kernel: for ``kernel``, the attribute of a machine that describes it.
     """
 
     name: str
@@ -95,6 +96,7 @@ class Variant:
     collectives_from: int | None = None
     tuned: tuple[Way, ...] = ()
     chosen: tuple[tuple[str, Way], ...] = ()
+    kernel: str = ""
 
     @property
     def schedule(self) -> Schedule | None:
@@ -130,8 +132,8 @@ REFERENCE = Variant("plain-mesh", "plain")
 MEGATRON = Variant("megatron", "megatron")
 COC = tuple(Variant(f"coc-{k}", "sliced", k) for k in _SLICES)
 COC_TUNED = Variant("coc-tuned", "sliced", _SLICES[0], tuned=_SLICES)
-COC_FUSED = Variant("coc-fused", "kernel")
-CATCCOS = Variant("catccos", "kernel")
+COC_FUSED = Variant("coc-fused", "kernel", kernel="coc_fused")
+CATCCOS = Variant("catccos", "kernel", kernel="catccos")
 MC2 = Variant("mc2", "mc2")
 TURNS = Variant("commfuse-fb", "turns")
 IDEAL = Variant("kernel-ideal", "ideal")
