@@ -58,7 +58,7 @@ class Refusal:
         option: how a user writes it.
         why: what it does that does not go together.
         instead: the way out.
-        applies: whether a value of it is one that is meant.
+        applies: whether a value of it is refused.
         also: another attribute in a namespace that means the same.
         ours: the option of CommFuse.
         default: Megatron's, where it excludes without being typed.

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from mindspeed_patches.arguments import CommFuseOptions
 from mindspeed_patches.attention import AttentionWrappers
 from mindspeed_patches.data_parallel import BucketWrappers
 from mindspeed_patches.lanes import CONTEXT_PARALLEL, DATA_PARALLEL, TENSOR_PARALLEL, Lanes
 from mindspeed_patches.start_report import StartReport
+from mindspeed_patches.training_options import CommFuseOptions
 from mindspeed_patches.ulysses import MINDSPEED_ULYSSES, UlyssesWrappers
 from mindspeed_patches.wrappers import LinearWrappers
 

@@ -21,11 +21,11 @@ from typing import TYPE_CHECKING, Any
 from commfuse_npu.kernels import use_matmul_add
 from commfuse_npu.options import DEFAULTS, add_arguments
 from mindspeed_patches.all_wrappers import register_wrappers
-from mindspeed_patches.arguments import CommFuseOptions, checked_options, complete_options
 from mindspeed_patches.hccl_buffer import take_lane_megabytes
 from mindspeed_patches.lanes import Lanes
 from mindspeed_patches.layout import parallel_size
 from mindspeed_patches.refusals import IncompatibleOptionsError, check_flag
+from mindspeed_patches.training_options import CommFuseOptions, checked_options, complete_options
 from mindspeed_patches.wrappers import LinearWrappers
 
 if TYPE_CHECKING or importlib.util.find_spec("mindspeed") is None:
@@ -60,7 +60,7 @@ class CommFuseFeature(MindSpeedFeature):
 
         Raises:
             IncompatibleOptionsError: an option excludes CommFuse.
-            ValueError: an option has no sense.
+            ValueError: an option's value is invalid.
         """
         options = checked_options(args)
         engine = getattr(args, "transformer_impl", "transformer_engine") == "transformer_engine"
@@ -83,7 +83,7 @@ class CommFuseFeature(MindSpeedFeature):
 
         Raises:
             IncompatibleOptionsError: an option excludes CommFuse, or one that it needs is missing.
-            ValueError: an option has no sense.
+            ValueError: an option's value is invalid.
         """
         check_flag(args)
         if not getattr(args, self.feature_name, None):

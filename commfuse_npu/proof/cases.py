@@ -1,4 +1,4 @@
-"""What there is to prove: every rule with every choice of its arguments, by all schedules."""
+"""The programs to prove: every rule with every choice of its arguments, by all schedules."""
 
 from __future__ import annotations
 

@@ -7,10 +7,10 @@ in any order and the batch leaves the lane when all have.  The first batch betwe
 lane opens a link between them, and holds both hosts until both have come to it; a batch with two
 peers comes to both at once.
 
-Each rank is a programme of :class:`Post`, :class:`Wait` and :class:`Meet`, and goes on until it has
+Each rank is a script of :class:`Post`, :class:`Wait` and :class:`Meet`, and goes on until it has
 to wait.  What is possible at a moment stays possible, so the order in which ranks go on does not
 change the outcome, and who gets stuck with open links gets stuck without.
-:mod:`commfuse_npu.proof.verify` writes programmes from compiled programs,
+:mod:`commfuse_npu.proof.verify` writes scripts from compiled programs,
 :mod:`commfuse_npu.proof.verify_log` from what a run recorded.
 """
 
@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 from commfuse_npu.plan.instructions import Transfer
 
-__all__ = ["Action", "End", "Group", "Meet", "Post", "Programme", "Rendezvous", "Stuck", "Wait"]
+__all__ = ["Action", "End", "Group", "Meet", "Post", "Rendezvous", "Script", "Stuck", "Wait"]
 
 
 class Group(NamedTuple):
@@ -72,7 +72,7 @@ Action = Post | Wait | Meet
 
 
 @dataclass
-class Programme:
+class Script:
     """What one thread of a rank does.
 
     Attributes:
@@ -105,16 +105,14 @@ _Place = tuple[int, _Lane | None]
 
 
 class Rendezvous:
-    """A play of programmes.
+    """A play of scripts.
 
     Args:
         opened: the links that are open; those that are opened are added.  ``None``: all are.
     """
 
-    def __init__(
-        self, programmes: Sequence[Programme], *, opened: set[_Link] | None = None
-    ) -> None:
-        self._programmes = programmes
+    def __init__(self, scripts: Sequence[Script], *, opened: set[_Link] | None = None) -> None:
+        self._scripts = scripts
         self._cold = opened is not None
         self._opened = opened if opened is not None else set()
         self._came: dict[_Link, set[int]] = defaultdict(set)
@@ -124,22 +122,22 @@ class Rendezvous:
         self._posted: dict[tuple[int, Group], int] = defaultdict(int)
         self._met: dict[tuple[Group, int], set[int]] = defaultdict(set)
         self._held: dict[Hashable, list[int]] = defaultdict(list)
-        self._ready = deque(range(len(programmes)))
+        self._ready = deque(range(len(scripts)))
 
     def play(self) -> Stuck | None:
         """``None`` if everybody gets to the end and nothing is left over."""
         while self._ready:
             number = self._ready.popleft()
-            programme = self._programmes[number]
-            while programme.at < len(programme.actions):
-                action = programme.actions[programme.at]
-                holds = self._holds(programme.rank, action)
+            script = self._scripts[number]
+            while script.at < len(script.actions):
+                action = script.actions[script.at]
+                holds = self._holds(script.rank, action)
                 if holds is not None:
                     self._held[holds].append(number)
                     break
-                programme.at += 1
+                script.at += 1
                 if isinstance(action, Post):
-                    wrong = self._post(programme.rank, action)
+                    wrong = self._post(script.rank, action)
                     if wrong is not None:
                         return wrong
         return self._stuck()
@@ -234,7 +232,7 @@ class Rendezvous:
 
     def _stuck(self) -> Stuck | None:
         """The chain of ranks that wait for each other, or ``None`` when all is done."""
-        starts: list[_Place] = [(p.rank, None) for p in self._programmes if p.at < len(p.actions)]
+        starts: list[_Place] = [(p.rank, None) for p in self._scripts if p.at < len(p.actions)]
         left = ((rank, lane) for (rank, lane), entries in self._queues.items() if entries)
         starts += sorted(left, key=str)
         if not starts:
@@ -252,7 +250,7 @@ class Rendezvous:
         if wait is not None:
             texts = texts[list(waits).index(wait[0]) :]
             end = f"and so round to rank {wait[0][0]}"
-        elif any(p.open_ended for p in self._programmes if p.rank == place[0]):
+        elif any(p.open_ended for p in self._scripts if p.rank == place[0]):
             certain, end = False, f"and nothing more is known of rank {place[0]}"
         else:
             end = f"and rank {place[0]} has nothing more to do"
@@ -264,11 +262,11 @@ class Rendezvous:
         rank, lane = place
         here, wanted = (rank, None), None
         if lane is None or not self._queues.get((rank, lane)):
-            held = (p for p in self._programmes if p.rank == rank and p.at < len(p.actions))
-            programme = next(held, None)
-            if programme is None:
+            held = (p for p in self._scripts if p.rank == rank and p.at < len(p.actions))
+            script = next(held, None)
+            if script is None:
                 return None
-            action = programme.actions[programme.at]
+            action = script.actions[script.at]
             if not isinstance(action, Wait):
                 absent, what = self._absent(rank, action)
                 return here, f"rank {rank} waits for rank {absent} to {what}", (absent, None)

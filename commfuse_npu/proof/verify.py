@@ -230,15 +230,15 @@ def rendezvous(operations: Sequence[Sequence[Program]], *, cold: bool = False) -
         cold: no link is open.  On gloo they are opened beforehand.
     """
     group = play.Group("programs", tuple(range(operations[0][0].size)))
-    programmes = []
+    scripts = []
     for rank in group.ranks:
         mine = [(number, programs[rank]) for number, programs in enumerate(operations)]
         parts = [(number, one, slice(None, one.mark)) for number, one in mine]
         parts += [(number, one, slice(one.mark, None)) for number, one in mine]
         actions = [act for number, one, part in parts for act in _actions(number, one, part, group)]
-        programmes.append(play.Programme(rank, actions))
+        scripts.append(play.Script(rank, actions))
     to_open = cold and all(program.batched for programs in operations for program in programs)
-    stuck = play.Rendezvous(programmes, opened=set() if to_open else None).play()
+    stuck = play.Rendezvous(scripts, opened=set() if to_open else None).play()
     return None if stuck is None else stuck.text
 
 

@@ -132,12 +132,12 @@ def _hold_together(ranks: Sequence[_Rank], whole: bool, links: set[_Link], found
 def _stuck(
     ranks: Sequence[_Rank], rules: _Rules, opened: set[_Link] | None, whole: bool
 ) -> play.Stuck | None:
-    programmes = [
-        play.Programme(rank.rank, actions, open_ended=not (whole or rank.log.ended))
+    scripts = [
+        play.Script(rank.rank, actions, open_ended=not (whole or rank.log.ended))
         for rank in ranks
         for actions in (rank.actions[rules] or {0: []}).values()
     ]
-    return play.Rendezvous(programmes, opened=opened).play()
+    return play.Rendezvous(scripts, opened=opened).play()
 
 
 def _difference(
@@ -215,7 +215,7 @@ class _Running:
 
 
 class _Rank:
-    """The events of a rank: held against its programs, and as programmes to be played.
+    """The events of a rank: held against its programs, and as scripts to be played.
 
     Attributes:
         did: the operations and the meetings of a group, with what has to be the same.

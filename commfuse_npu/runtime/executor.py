@@ -276,7 +276,7 @@ class Running:
         into.copy_(what)
 
     def _wait(self, receives: Sequence[int], sends: Sequence[int], aside: bool = False) -> None:
-        """Wait for each once; a batch is done with its receive or its send, whichever is first.
+        """Wait for each once; of a batch, waiting for its receive or its send completes both.
 
         Where there are two streams each of them waits for itself.
         """

@@ -49,7 +49,7 @@ class Transport(Agreement):
         blocked_seconds: host time spent in waits since the start.  On HCCL a wait holds the
             stream, not the host, so there this counts next to nothing; profile the device instead.
         operations: how many programs were begun.
-        remembered: what higher rooms keep per group of ranks; nothing here uses it.
+        remembered: caches that other modules attach to a group; nothing here uses them.
         lane_streams: where what was transferred is erased from; ``None`` for nowhere.
     """
 
@@ -77,7 +77,7 @@ class Transport(Agreement):
         self.kernels = kernels_for(torch.device(self.device_type))
         self._programs: dict[tuple[Rule, Schedule, tuple[Any, ...]], Program] = {}
         self._in_flight: set[Running] = set()
-        # Those of them that a thread is carrying out, and which thread that is.
+        # Those that a thread is executing, and which thread that is.
         self._active: set[Running] = set()
         self._thread = threading.get_ident()
 
@@ -187,7 +187,7 @@ class Transport(Agreement):
         options: Hashable = (),
         sum_dtype: torch.dtype | None = None,
     ) -> Running:
-        """Begin to carry out ``program``.
+        """Begin ``program``.
 
         Args:
             program: this rank's program; its size, rank and lanes must fit.
@@ -246,7 +246,7 @@ class Transport(Agreement):
         return bool(self._in_flight)
 
     def expect_one_thread(self, name: str) -> None:
-        """Raise a TransportError if another thread is carrying out a program.
+        """Raise a TransportError if another thread is executing a program.
 
         Args:
             name: the operation that is to use the transport, for the error.

@@ -14,8 +14,8 @@ from typing import Any
 from commfuse_npu.options import DEFAULTS, FB_OVERLAP_OPTIONS, OPTIONS, add_arguments
 from commfuse_npu.tools.layout_problems import indivisible
 from commfuse_npu.tools.option_types import Parser, positive, whole
-from mindspeed_patches.arguments import complete_options
 from mindspeed_patches.refusals import IncompatibleOptionsError, check_flag
+from mindspeed_patches.training_options import complete_options
 
 from .compare import forms
 from .outcome import WARM_UP_ITERATIONS

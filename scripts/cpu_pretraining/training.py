@@ -25,11 +25,11 @@ from commfuse_npu.runtime.order_log import shared_order_log
 from commfuse_npu.tools.bench.wire import pace
 from mindspeed_patches import PatchManager
 from mindspeed_patches.all_wrappers import register_wrappers
-from mindspeed_patches.arguments import commfuse_options
 from mindspeed_patches.fb_overlap.feature import Overlapping
 from mindspeed_patches.refusals import IncompatibleOptionsError
 from mindspeed_patches.start_report import StartReport
 from mindspeed_patches.state_hashes import hash_over_ranks
+from mindspeed_patches.training_options import commfuse_options
 
 from .arguments import UsageError
 from .checkpoint import CheckpointError, first_reason, load_state, run_facts, save_state

@@ -17,9 +17,9 @@ pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
 from mindspeed_patches import PatchManager
 from mindspeed_patches.all_wrappers import register_wrappers
-from mindspeed_patches.arguments import commfuse_options
 from mindspeed_patches.refusals import IncompatibleOptionsError
 from mindspeed_patches.start_report import StartReport
+from mindspeed_patches.training_options import commfuse_options
 from mindspeed_patches.wrappers import LinearWrappers
 from tests.distributed.ranks import on_ranks
 from tests.megatron.in_ranks import WITHOUT_KERNELS, megatron

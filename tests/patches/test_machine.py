@@ -12,8 +12,8 @@ import torch
 
 from commfuse_npu.runtime.transport import Transport
 from mindspeed_patches.all_wrappers import register_wrappers
-from mindspeed_patches.arguments import commfuse_options
 from mindspeed_patches.patching import PatchManager
+from mindspeed_patches.training_options import commfuse_options
 from mindspeed_patches.wrappers import LinearWrappers, Obstacle, with_way_out
 from tests.patches.launches import real_arguments
 

@@ -11,10 +11,10 @@ import torch
 
 from commfuse_npu import Schedule
 from commfuse_npu.ops import BucketOptions
-from mindspeed_patches.arguments import commfuse_options
 from mindspeed_patches.feature import CommFuseFeature
 from mindspeed_patches.hccl_buffer import of_blocks, of_buckets, of_heads, take_lane_megabytes
 from mindspeed_patches.patching import PatchManager
+from mindspeed_patches.training_options import commfuse_options
 from mindspeed_patches.ulysses import MINDSPEED_ULYSSES
 from mindspeed_patches.wrappers import LAYERS
 from tests.patches.launches import DATA_PARALLEL, ULYSSES, Registered, early, real_arguments

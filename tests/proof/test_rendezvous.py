@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from commfuse_npu.plan.instructions import Transfer
-from commfuse_npu.proof.rendezvous import End, Group, Post, Programme, Rendezvous, Wait
+from commfuse_npu.proof.rendezvous import End, Group, Post, Rendezvous, Script, Wait
 
 GROUP = Group("three", (10, 11, 12))
 """By their ranks in the job."""
@@ -17,8 +17,8 @@ def swap(rank: int, peer: int, lane: int, step: int = 0) -> Post:
 
 
 def play(*by_place: list[Post | Wait], opened: set | None = None) -> str | None:
-    programmes = [Programme(GROUP.ranks[k], actions) for k, actions in enumerate(by_place)]
-    stuck = Rendezvous(programmes, opened=opened).play()
+    scripts = [Script(GROUP.ranks[k], actions) for k, actions in enumerate(by_place)]
+    stuck = Rendezvous(scripts, opened=opened).play()
     return None if stuck is None else stuck.text
 
 

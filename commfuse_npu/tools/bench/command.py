@@ -102,7 +102,7 @@ def main(words: Sequence[str]) -> int:
             return _show(given, words, *load(given.stored))
         config = find_config(given.config)
         conditions = Conditions(config, given.device, given.scale, given.sequence, given.seed)
-        sweeps = _programme(given, config)
+        sweeps = _sweeps(given, config)
     except (OSError, ValueError) as error:
         return refuse("bench", error)
     code = 0
@@ -128,7 +128,7 @@ def main(words: Sequence[str]) -> int:
     return code
 
 
-def _programme(given: argparse.Namespace, config: Path) -> list[Sweep]:
+def _sweeps(given: argparse.Namespace, config: Path) -> list[Sweep]:
     if given.device != "cpu" and given.sleep_gemm:
         raise ValueError("--sleep-gemm is for CPUs with fewer cores than ranks; leave it out")
     if why := lacking_backend(given.device):

@@ -101,9 +101,9 @@ def full() -> list[Sweep]:
 
 
 def with_options(sweeps: Sequence[Sweep], given: argparse.Namespace) -> list[Sweep]:
-    """The programme with what the options say in place of its own.
+    """The sweeps with what the options say in place of their own.
 
-    ``ranks``, ``dtypes`` or ``sleep_gemm`` make a programme of their own out of the
+    ``ranks``, ``dtypes`` or ``sleep_gemm`` make sweeps of their own out of the
     first sweep: every combination of them.  The others replace a value in every sweep.
     """
     chosen = list(sweeps)

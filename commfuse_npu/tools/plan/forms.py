@@ -30,8 +30,8 @@ _LAYOUTS = 4
 """So many layouts of experts are shown."""
 _LEGEND = (
     "Time and memory (of tensors, on the fullest rank): simulated at typical figures. Overlap: "
-    "with the micro-batches that have no partner in Megatron's order. Whether CoC and MC2 take "
-    "this launch is not checked here."
+    "with the micro-batches that have no partner in Megatron's order. Not checked: whether CoC "
+    "and MC2 support this launch."
 )
 
 

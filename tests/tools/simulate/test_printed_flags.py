@@ -21,8 +21,8 @@ from commfuse_npu.tools.simulate.recommend import Candidate
 from commfuse_npu.tools.simulate.step import Layout
 from commfuse_npu.tools.simulate.sweep import Options, of_hardware, training
 from commfuse_npu.tools.simulate.variants import Variant
-from mindspeed_patches.arguments import commfuse_options, complete_options
 from mindspeed_patches.refusals import check_compatible
+from mindspeed_patches.training_options import commfuse_options, complete_options
 
 MODEL = ModelConfig.load(find_config("llama3_8b"))
 HARDWARE = Hardware.load(find_config("ascend_910b_server", "hardware"))
