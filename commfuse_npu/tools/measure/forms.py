@@ -24,6 +24,8 @@ from commfuse_npu.tools.launch_script.short_run import (
     replace_missing_data,
     shorten,
 )
+from commfuse_npu.tools.simulate.launch_options import FORMS as LAUNCHED
+from commfuse_npu.tools.simulate.variants import COC, COC_FUSED, MC2, MEGATRON, TURNS
 
 __all__ = ["FORMS", "ITERATIONS", "Form", "Launches", "launches"]
 
@@ -48,13 +50,13 @@ class Form(NamedTuple):
 
 
 FORMS = (
-    Form("megatron", "Megatron's order", ""),
-    Form("fb_overlap", "forward-backward overlap", "--commfuse-fb-overlap", ours=True),
+    Form("megatron", *LAUNCHED[MEGATRON]),
+    Form("fb_overlap", *LAUNCHED[TURNS], ours=True),
     Form("commfuse", "CommFuse's fused layers", "--use-commfuse", ours=True),
-    Form("mc2", "MC2", "--use-ascend-mc2"),
-    Form("coc_kernel", "CoC's kernel", "--use-ascend-coc --coc-fused-kernel"),
+    Form("mc2", *LAUNCHED[MC2]),
+    Form("coc_kernel", *LAUNCHED[COC_FUSED]),
     Form("plain", "plain collectives", ""),
-    Form("coc", "CoC in 4 slices", "--use-ascend-coc --coc-parallel-num 4"),
+    Form("coc", *LAUNCHED[COC[1]]),
 )
 """The most useful first."""
 

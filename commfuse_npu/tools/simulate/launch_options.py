@@ -19,12 +19,12 @@ from commfuse_npu.tools.simulate.variants import COC, COC_FUSED, MC2, MEGATRON, 
 __all__ = ["FORMS", "check_target", "launching", "options", "planned", "write_plan"]
 
 FORMS = {
-    MEGATRON: ("Megatron's own order", ""),
+    MEGATRON: ("Megatron's order", ""),
     **{
         one: (f"CoC in {one.way} slices", f"--use-ascend-coc --coc-parallel-num {one.way}")
         for one in COC
     },
-    COC_FUSED: ("CoC as a kernel", "--use-ascend-coc --coc-fused-kernel"),
+    COC_FUSED: ("CoC's kernel", "--use-ascend-coc --coc-fused-kernel"),
     MC2: ("MC2", "--use-ascend-mc2"),
     TURNS: ("forward-backward overlap", "--commfuse-fb-overlap"),
 }
