@@ -1,7 +1,8 @@
 """Decides from the options of a launch alone what CommFuse would do; no other tool does this.
 
 At its start the launch decides again, from Megatron's arguments and modules
-(``mindspeed_patches``), with the same tables: :mod:`commfuse_npu.refusals` and :mod:`commfuse_npu.options`.
+(``mindspeed_patches``), with the same tables: :mod:`commfuse_npu.refusals` and
+:mod:`commfuse_npu.options`.
 """
 
 from __future__ import annotations
