@@ -183,7 +183,7 @@ class Lanes:
 
 
 def _take_side_stream(group: dist.ProcessGroup) -> None:
-    """Create the side stream before the lanes do: torch_npu has 32 streams and reuses the first."""
+    """Take the side stream before the lanes take theirs: torch_npu's pool of 32 is used in turn."""
     device, _ = device_backend(dist.get_backend(group))
     if device != "cpu":
         module = torch.get_device_module(device)

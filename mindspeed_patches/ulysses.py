@@ -194,7 +194,7 @@ class UlyssesWrappers(LaneUser):
     def _join(
         self, layer: Any, hidden: torch.Tensor, call: AttentionCall, stack: ExitStack
     ) -> dict[str, Any]:
-        """Replace methods of the layer's projections until ``stack`` closes.
+        """Let the layer's projections take part, by replaced methods, until ``stack`` closes.
 
         Returns:
             The keyword arguments for the layer's ``forward``.

@@ -7,8 +7,8 @@
 # megatron-core alone would require some 60 packages that nothing here imports.
 #
 # "npu" is a second environment, .venv-npu, for tests/npu: torch_npu alone, with the packages of
-# .venv behind it, and stand-ins for CANN. In .venv itself torch_npu would break every `import torch`. If it
-# cannot be created, the rest continues without it.
+# .venv behind it, and stand-ins for CANN. In .venv itself torch_npu would break `import torch`. If
+# it cannot be created, the rest continues without it.
 #
 #   PYTHON         the interpreter of a new environment, 3.10 to 3.13; default python3
 #   COMMFUSE_VENV  its folder; default .venv in the repository

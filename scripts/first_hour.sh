@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # The first hour on a server with eight NPUs: is it ready, how fast is it, and which launch is
-# fastest? Runs the doctor, all steps of commfuse-npu measure, and ten iterations of a launch in each
-# form: plain, Megatron's order, CommFuse, MC2, CoC. Ends with a verdict, FOLDER/measured.md, and
-# FOLDER/measured.yaml for simulate and plan. Read and rehearsed, not run on NPUs.
+# fastest? Runs the doctor, all steps of commfuse-npu measure, and ten iterations of a launch in
+# each form: plain, Megatron's order, CommFuse, MC2, CoC. Ends with a verdict, FOLDER/measured.md,
+# and FOLDER/measured.yaml for simulate and plan. Read and rehearsed, not run on NPUs.
 #
 #   cd MindSpeed-LLM
 #   bash <commfuse-npu>/scripts/first_hour.sh                        Llama 3 8B, mock data

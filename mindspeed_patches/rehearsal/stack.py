@@ -28,7 +28,7 @@ class _Part:
     option: str
     variable: str
     package: str
-    marker: str  # a file of the package by which a checkout is recognised
+    marker: str  # a file of the package by which a checkout is recognized
 
 
 _PARTS = {

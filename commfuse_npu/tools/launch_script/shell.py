@@ -2,9 +2,10 @@
 
 The script runs in bash with its own search path.  ``torchrun``, ``python`` and MindSpore's
 ``msrun`` are recorders that store their arguments and exit.  A few programs that only read are the
-real ones.  Every other program is a no-op that is noted in the output.  A Python called by its path
-finds an invalid ``PYTHONHOME`` and exits at once.  What does run are shell built-ins (assignments,
-``source``, ``cd``, redirections) and programs that are called by their paths.
+real ones, a few that change files are silent no-ops, and every other one is a no-op that is noted
+in the output.  A Python called by its path finds an invalid ``PYTHONHOME`` and exits at once.  What
+does run are shell built-ins (assignments, ``source``, ``cd``, redirections) and programs that are
+called by their paths.
 """
 
 from __future__ import annotations

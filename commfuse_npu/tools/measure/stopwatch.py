@@ -53,7 +53,7 @@ class Stopwatch:
     def laps(self, call: Call, calls: int, *, together: bool = False) -> list[list[float]]:
         """Seconds of each lap, for each of ``calls`` calls.
 
-        The first, warm-up call is not included: it makes connections and loads code.
+        Warm-up calls are not included: the first one makes connections and loads code.
 
         Args:
             together: all ranks start at the same time.

@@ -71,7 +71,7 @@ class Group:
 
     @property
     def direct(self) -> Schedule:
-        """Transfers directly to every peer, on as many lanes as suit the links."""
+        """Transfers directly to every peer, on as many lanes as suit a group of this size."""
         schedule = direct(self.size, self.members_per_node)
         return replace(schedule, lanes=schedule.lanes_for(self.size))
 

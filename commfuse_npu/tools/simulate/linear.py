@@ -178,7 +178,7 @@ def _form(rank: Rank, inner: int, *, kernel: bool = True) -> Kind:
 
 
 def _measured_kernel(rank: Rank, name: str, gemm: float, size: float) -> None:
-    """A kernel with published timings; ``size`` is in bytes per block."""
+    """A kernel that others have measured; ``size`` is in bytes per block."""
     machine = rank.machine
     kernel: FusedKernel = getattr(machine, rank.variant.kernel)
     rank.compute(name, machine.fused(kernel, gemm, size, rank.size))
@@ -196,7 +196,7 @@ class _Mc2:
         cut = tiling(kind, rows, inner, outer, rank.size, machine.cores or _CORES, ring=self.ring,
                      ordered=machine.ordered_sums > 0)  # fmt: skip
         self.rows = cut.rows
-        # Factor on transfers beyond other work: at most that of MC2's own tiling formula.
+        # Factor on transfers, besides that of other work: MC2's own tiling formula's, or less.
         self.slowed = 1 + machine.mc2_grows * (cut.slowed - 1)
         self.layout = machine.memory(2 * ITEM_BYTES * inner * outer)
 

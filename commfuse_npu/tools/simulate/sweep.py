@@ -104,7 +104,7 @@ class Options:
     """Settings of a simulation besides the model and the layout.
 
     Attributes:
-        lanes: of CommFuse; ``None``: all peers at once on a full mesh, otherwise 2.
+        lanes: of CommFuse; ``None``: one per peer, at most 7; 2 if the group spans nodes.
         chunks: of CommFuse.
         patterns: names of variants, such as ``commfuse-*``; the reference is always included.
         ulysses: use context parallelism with exchanged heads even if the model's file does not, and

@@ -11,17 +11,17 @@
                        order of rows; ``coc-tuned``: the fastest K for each operation, which
                        MindSpeed does not offer
 ``coc-fused``          CoC as kernels (``--coc-fused-kernel``), for 8 ranks of a node: each hides a
-                       share of the shorter of GEMM and transfer, as published; Megatron's order in
-                       the backward of column-parallel layers (read in MindSpeed 26.1.0)
-``catccos``            the same with the kernels of hicann/catccos and their published figures; no
-                       launch of MindSpeed-LLM uses them yet
+                       share of the shorter of GEMM and transfer, as others measured; Megatron's
+                       order in the backward of column-parallel layers (read in MindSpeed 26.1.0)
+``catccos``            the same with the kernels of hicann/catccos and their figures; no launch of
+                       MindSpeed-LLM uses them yet
 ``mc2``                ``--use-ascend-mc2`` (read in MindSpeed@028de58, which says that it is not
                        for A3, but does not refuse it there): gathers before a GEMM and
                        reduce-scatters after one are kernels that are tiled by the host's formula
                        (:mod:`commfuse_npu.tools.simulate.mc2`), for 2, 4 or 8 ranks of a full mesh,
                        up to 32 on a ring, and inner dimensions of 256 to 65534, otherwise plain;
                        Megatron's order in the backward of column-parallel layers
-``kernel-ideal``       a bound that nobody can launch: kernels whose tiling is free; GEMM and
+``kernel-ideal``       a bound that cannot be launched: kernels whose tiling is free; GEMM and
                        transfers overlap tile by tile, and one tile is exposed at one end; otherwise
                        as MC2
 ``commfuse-cK-lL``     this project's ops, K chunks per block, L lanes; ``commfuse-cK-collective``:
@@ -188,7 +188,7 @@ def variants(
     """All variants for a group, the reference first.
 
     Args:
-        lanes: number of lanes for CommFuse that suits the links; 2 lanes and 1 chunk are added.
+        lanes: number of lanes for CommFuse; a variant with 2 lanes and 1 chunk is added.
         collectives_from: for CommFuse.
     """
     base = replace(direct(size, members_per_node), lanes=lanes)
