@@ -5,7 +5,7 @@
     torchrun ... -m mindspeed_patches.measured [--blocking] pretrain_gpt.py ...
 
 is ``torchrun ... pretrain_gpt.py ...``, with CommFuse registered if ``--use-commfuse`` is among the
-arguments.  When the script has finished, rank 0 prints the largest amount of device memory in use,
+arguments.  When the script has finished, rank 0 prints the memory in use on the fullest device,
 including HCCL's buffers, and one SHA-256 of the weights of all ranks and of their optimizer states
 (fp32 weights, moments).  No source is edited: MindSpeed's patch manager wraps
 ``setup_model_and_optimizer`` to get the model and the optimizer that it returns.
@@ -101,7 +101,7 @@ class _Run:
         return work
 
     def tell(self) -> None:
-        """Print the peak memory and the hash of the final state, on rank 0; collective.
+        """Print the fullest device's memory and the hash of the final state; collective.
 
         Raises:
             RuntimeError: the script did not train.

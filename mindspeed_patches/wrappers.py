@@ -367,7 +367,7 @@ class LinearWrappers(LaneUser):
         return None
 
     def leave(self, name: str, reason: str, count: int = 1) -> None:
-        """Count calls that Megatron executes; log each reason once per layer."""
+        """Count calls that Megatron executes; log each reason once, except :data:`PARTNER`."""
         self.calls[name, reason] += count
         if (name, reason) not in self._said and reason != PARTNER:
             self._said.add((name, reason))
