@@ -1,4 +1,4 @@
-"""Two micro-batches take turns at their transfers: the same bits as one after the other.
+"""Forward-backward overlap of two micro-batches, with the same bits as sequential execution.
 
 pip install -e . torch
 torchrun --standalone --nproc_per_node 2 examples/forward_backward_overlap.py
@@ -21,7 +21,7 @@ N, rank = dist.get_world_size(), dist.get_rank()
 
 
 class RowParallel(torch.autograd.Function):
-    """``all_reduce(x @ W^T)``: blocking, as most hand-written layers have it."""
+    """``all_reduce(x @ W^T)``: blocking, as in most hand-written layers."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -70,5 +70,5 @@ def train(enabled: bool) -> list[torch.Tensor]:
 same = all(map(torch.equal, train(True), train(False)))
 if rank == 0:
     print(f"side by side and one after the other have the same bits on {N} ranks: {same}")
-dist.barrier()  # nobody leaves while another still talks
+dist.barrier()  # no rank exits while another still communicates
 dist.destroy_process_group()

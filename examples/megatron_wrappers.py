@@ -1,4 +1,4 @@
-"""Megatron-core's MLP with its linear layers fused, beside the same layers as Megatron has them.
+"""Megatron-core's MLP with its linear layers fused, compared with Megatron's own layers.
 
 pip install -e . torch numpy einops packaging megatron-core==0.12.1
 torchrun --standalone --nproc_per_node 2 examples/megatron_wrappers.py
@@ -26,7 +26,7 @@ S, B, H, FFN = 64, 2, 32, 128
 
 
 def passed() -> list[torch.Tensor]:
-    """Output, input's gradient and weights' gradients of an MLP, the same at every call."""
+    """Output, input gradient and weight gradients of an MLP that is the same in every call."""
     size = dist.get_world_size()
     config = TransformerConfig(
         num_layers=1,
@@ -64,13 +64,13 @@ def main() -> None:
     if dist.get_rank() == 0:
         print("\n".join(wrappers.describe()))
         print(f"largest difference to Megatron's own layers, GEMMs not split: {gap:.1e}")
-    dist.barrier()  # nobody leaves while another still talks
+    dist.barrier()  # no rank exits while another still communicates
     wrappers.transport.close()
 
 
 dist.init_process_group("gloo")
 parallel_state.initialize_model_parallel(tensor_model_parallel_size=dist.get_world_size())
-# Megatron allocates what it receives there.
+# Megatron allocates receive buffers on the current device.
 with mock.patch("torch.cuda.current_device", return_value=torch.device("cpu")):
     main()
 parallel_state.destroy_model_parallel()

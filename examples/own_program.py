@@ -1,4 +1,4 @@
-"""A program of one's own on the transport: its order is proved.
+"""A user-defined program on the transport, whose order is proved.
 
 pip install -e . torch
 torchrun --standalone --nproc_per_node 2 examples/own_program.py
@@ -51,7 +51,7 @@ dist.all_gather(whole, shard)
 if transport.rank == 0:
     same = torch.equal(product, torch.cat(whole) @ matrix)
     print(f"the product of an all-gather: {same}; commfuse-npu verify --log orders")
-dist.barrier()  # nobody leaves while another still talks
+dist.barrier()  # no rank exits while another still communicates
 transport.close()
 order_log.close()
 dist.destroy_process_group()

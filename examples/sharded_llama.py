@@ -66,7 +66,7 @@ rank, N = dist.get_rank(), dist.get_world_size()
 torch.manual_seed(0)  # all ranks begin with the same model
 model = Llama()
 numbers = torch.Generator().manual_seed(1 + rank)
-batches = [  # numbers that go up by one, from anywhere
+batches = [  # numbers that increase by one, from a random start
     (torch.randint(VOCABULARY, (8, 1), generator=numbers) + torch.arange(S + 1)) % VOCABULARY
     for _ in range(20)
 ]
@@ -91,6 +91,6 @@ if rank == 0:
     print(
         f"loss {before:.2f} -> {after:.2f}; {kept:,} of {whole:,} parameters on each of {N} ranks"
     )
-dist.barrier()  # nobody leaves while another still talks
+dist.barrier()  # no rank exits while another still communicates
 transport.close()
 dist.destroy_process_group()

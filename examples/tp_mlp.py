@@ -1,4 +1,4 @@
-"""A tensor-parallel MLP, trained with hidden collectives and with plain ones: the same bits.
+"""A tensor-parallel MLP, trained with fused ops and with plain collectives: the same bits.
 
 pip install -e . torch
 torchrun --standalone --nproc_per_node 2 examples/tp_mlp.py
@@ -42,8 +42,8 @@ def mlp(x, up_weight, down_weight, transport):
 
 # end
 def trained(transport) -> list[torch.Tensor]:
-    """Three steps from the same start; this rank's losses and weights."""
-    torch.manual_seed(rank)  # a rank has its own rows of the sequence and its own features
+    """Train three steps from the same start; returns this rank's losses and weights."""
+    torch.manual_seed(rank)  # each rank has its own rows of the sequence and its own features
     up_weight = torch.nn.Parameter(torch.randn(FFN // N, H) / H**0.5)
     down_weight = torch.nn.Parameter(torch.randn(H, FFN // N) / FFN**0.5)
     optimizer = torch.optim.AdamW([up_weight, down_weight], lr=1e-2)
@@ -59,7 +59,7 @@ def trained(transport) -> list[torch.Tensor]:
 
 
 def main() -> None:
-    # By collectives, with the GEMMs cut alike.
+    # Over collectives, with the same split of GEMMs.
     collectives = CollectiveTransport(tensor_parallel_group, same_pieces=True)
     fused, plain = trained(transport), trained(collectives)
     same = torch.tensor(all(map(torch.equal, fused, plain)))
@@ -67,7 +67,7 @@ def main() -> None:
     if rank == 0:
         said = ", ".join(f"{loss:.4f}" for loss in fused[:3])
         print(f"losses {said}; fused and plain have the same bits on {N} ranks: {bool(same)}")
-    dist.barrier()  # nobody leaves while another still talks
+    dist.barrier()  # no rank exits while another still communicates
     transport.close()
     dist.destroy_process_group()
 

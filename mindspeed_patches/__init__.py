@@ -1,6 +1,6 @@
-"""CommFuse inside Megatron's layers: forward wrappers, and what applies them.
+"""CommFuse inside Megatron's layers: wrappers of their forward methods, and how to apply them.
 
-Imports point down: this package knows Megatron and MindSpeed, ``commfuse_npu`` knows neither.
+Imports go one way: this package imports Megatron and MindSpeed, ``commfuse_npu`` imports neither.
 """
 
 from __future__ import annotations

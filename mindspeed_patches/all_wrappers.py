@@ -1,4 +1,4 @@
-"""All wrappers that the options ask for, and their lanes."""
+"""Registers all wrappers that the CommFuse options select, and creates their lanes."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ def register_wrappers(
     """Register with MindSpeed's patch manager, or with our stand-in.
 
     Args:
-        linears: wrap the tensor-parallel layers; else they are not touched.
+        linears: wrap the tensor-parallel layers; otherwise they keep Megatron's forward.
         transformer_engine: see :meth:`LinearWrappers.register`.
-        ulysses_attention: the class that exchanges heads.
+        ulysses_attention: dotted path of the class whose forward exchanges heads.
 
     Returns:
-        What counts the calls; lanes that are to be made when Megatron's groups exist; and what
-        says what is fused when the model is made.
+        The linear wrappers, which count all calls; the lanes, to create once Megatron's groups
+        exist; the report to print when the model is built.
     """
     wrappers = LinearWrappers(
         options.linear,

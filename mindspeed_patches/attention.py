@@ -1,14 +1,14 @@
 """Self-attention fused with the projection of its output, in Megatron's ``SelfAttention``.
 
-Attention and the projection of its output are two modules in Megatron, called one after the other.
-To fuse them, the core attention of each layer returns a :class:`DeferredAttention`, a tensor that
-stands for attention which has not run yet, and the row-parallel projection, whose ``forward``
-:class:`LinearWrappers` wraps, knows it and runs both in one operation.  Whoever else touches it
-gets what attention would have returned: any torch function, any operator, runs attention first.
+Megatron calls attention and its output projection one after the other, as two modules.  To fuse
+them, the core attention of each layer returns a :class:`DeferredAttention`: a tensor that stands
+for attention which has not run yet.  The row-parallel projection, whose ``forward``
+:class:`LinearWrappers` wraps, recognizes it and runs both in one op.  Any other torch function or
+operator that receives the tensor first runs attention and then uses its output.
 
-Which class the core attention has does not matter, as long as what it computes is
-``softmax(q k^T) v`` over keys that :mod:`.softmax_attention` can tell; whatever is more than that
-keeps its own forward.
+The class of the core attention does not matter, as long as it computes ``softmax(q k^T) v`` over
+keys that :mod:`.softmax_attention` can determine.  Attention that computes more than that keeps its
+own forward.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ _NEEDS_NO_VALUE = {
 
 
 class DeferredAttention(torch.Tensor):
-    """``[S / N, B, N * A * D]`` that :meth:`value` computes when it is asked for.
+    """A tensor ``[S / N, B, N * A * D]``, computed by :meth:`value` on first use.
 
-    ``N`` is 1, or under Ulysses as many ranks as exchange heads for rows after attention.
+    ``N`` is 1, or under Ulysses the number of ranks that exchange heads for rows after attention.
     """
 
     _heads: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -64,7 +64,7 @@ class DeferredAttention(torch.Tensor):
         Args:
             q, k, v: ``[S, B, A, D]`` and ``[S, B, G, D]``.
             mask: which keys a query sees.
-            scale: of the scores; ``None`` for ``D ** -0.5``.
+            scale: factor of the scores; ``None`` for ``D ** -0.5``.
         """
         deferred: DeferredAttention = torch.Tensor._make_wrapper_subclass(
             DeferredAttention,
@@ -77,7 +77,7 @@ class DeferredAttention(torch.Tensor):
         return deferred
 
     def value(self) -> torch.Tensor:
-        """What attention returns; it runs once."""
+        """The output of attention, computed by the first call and cached."""
         if self._value is None:
             self._value = self._attend()
         return self._value
@@ -85,10 +85,10 @@ class DeferredAttention(torch.Tensor):
     def project(
         self, op: Callable[..., Any], linear: Any, options: LinearOptions, transport: AnyTransport
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Attention and the row-parallel layer behind it, by an op that runs both.
+        """Run attention and the row-parallel layer after it in one op.
 
         Returns:
-            What the layer does: the product, and the bias if somebody else adds it.
+            The output of the layer: the product, and the bias if the caller adds it.
         """
         added, apart = (None, linear.bias) if linear.skip_bias_add else (linear.bias, None)
         given = self._given | {"bias": added, "options": options, "transport": transport}
@@ -117,10 +117,10 @@ def _value(x: Any) -> Any:
 
 
 class AttentionWrappers:
-    """The wrapper of self-attention layers.
+    """Wraps the constructor of self-attention layers, so that attention can be deferred.
 
     Args:
-        linears: the wrapped linear layers, ``proj`` among them.
+        linears: the wrapped linear layers, which must include ``proj``.
     """
 
     def __init__(self, linears: LinearWrappers) -> None:
@@ -137,7 +137,7 @@ class AttentionWrappers:
     def self_attention_init_wrapper(
         self, init: Callable[..., None], layer: Any, *args: Any, **kwargs: Any
     ) -> None:
-        """Let the core attention of the new layer wait for the projection."""
+        """Replace the forward of the new layer's core attention by one that defers attention."""
         init(layer, *args, **kwargs)
         attend = layer.core_attention.forward
 
@@ -169,7 +169,7 @@ class AttentionWrappers:
 
 
 def _cannot_wait(layer: Any) -> str | None:
-    """Why plain attention runs before the projection all the same, or ``None``."""
+    """Why attention has to run before the projection, in plain form; ``None`` if it can wait."""
     if getattr(layer.config, "context_parallel_size", 1) > 1:
         return "context parallelism splits the sequence in its own way"
     return RECOMPUTED if layer.checkpoint_core_attention and layer.training else None

@@ -1,29 +1,29 @@
 """Data parallelism: the buckets of Megatron's distributed optimizer over our own transfers.
 
-Megatron keeps gradients and parameters in flat buffers, cut into buckets.  Every iteration it sums
-each bucket of gradients by a reduce-scatter, steps the optimizer on the shard of each rank, and
-fetches the new parameters by an all-gather.  Here the methods that start the two are wrapped, for
-dense parameters; what they do besides (checks, scaling, the choice of sum or average, when to wait)
-stays as it was.  Buckets of experts, of a group of one and without the optimizer's sharding keep
-Megatron's or MindSpeed's own transfers.
+Megatron keeps gradients and parameters in flat buffers that are divided into buckets.  In every
+iteration it sums each bucket of gradients with a reduce-scatter, updates the shard of each rank in
+the optimizer, and collects the new parameters with an all-gather.  This module wraps the methods
+that start these two collectives, for dense parameters.  Their other duties (checks, scaling, the
+choice of sum or average, when to wait) are unchanged.  Buckets of experts, of a group of one rank,
+or without a sharded optimizer keep the transfers of Megatron or MindSpeed.
 
 Timeline with both overlap options, buckets ``a, b, c`` in the order of the backward::
 
     compute  | backward of a | of b    | of c    | wait | meet | step | forward of c | of b  | of a
     links    |               | grads a | grads b | c    |      |      | params c | params b | a
 
-**Nobody steps alone.**  A reduction that fails on one rank may have succeeded on another, which
-would then update its shard, and half of the parameters would be new and half old.  So when the
-gradients of a model chunk are finished the ranks meet, before the optimizer is called: first those
-of the data-parallel group, then those of the model-parallel one.  Each model-parallel group has one
-rank of every data-parallel group, so that a rank that does not come keeps everybody from the step.
-They meet on every iteration, because nothing else does so for certain: Megatron's gradient norm is
-a meeting of all ranks only if ``clip_grad`` is positive, the search for infinities only with a loss
-scale.  With clipping it costs next to nothing on a device: the host waits for the gradients there
-anyway, to read the norm.  Otherwise it is one such wait per iteration and model chunk.
+**No rank steps alone.**  A reduction that fails on one rank may have succeeded on another.  That
+rank would update its shard, and the model would be a mix of new and old parameters.  Therefore all
+ranks synchronize once the gradients of a model chunk are complete and before the optimizer runs:
+first within the data-parallel group, then within the model-parallel group.  Each model-parallel
+group has one rank of every data-parallel group, so one missing rank stops the step everywhere.
+This happens in every iteration, because Megatron does not always synchronize all ranks: its
+gradient norm does so only if ``clip_grad`` is positive, its search for infinities only with a loss
+scale.  With clipping the cost on a device is small: the host waits for the gradients there anyway,
+to read the norm.  Without clipping it is one such wait per iteration and model chunk.
 
-The parameters need no meeting.  If an all-gather fails, its rank raises, and its transport refuses
-all later work; the optimizer's state is complete by then on every rank.
+The parameters need no synchronization.  If an all-gather fails, its rank raises and its transport
+refuses all later work; the optimizer state is complete on every rank by then.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from mindspeed_patches.wrappers import LinearWrappers
 __all__ = ["OPTIONS", "BucketWrappers", "Direction"]
 
 OPTIONS = BucketOptions(last_first=True)
-"""Megatron lays parameters out in the reverse order of their use: the last are needed first."""
+"""Megatron lays out parameters in reverse order of use, so the last ones are needed first."""
 
 _GROUPS = "megatron.core.distributed.param_and_grad_buffer._ParamAndGradBucketGroup"
 _MODEL = "megatron.core.distributed.distributed_data_parallel.DistributedDataParallel"
@@ -54,7 +54,7 @@ class _Waitable(Protocol):
 
 
 class _Handles(list[_Waitable]):
-    """Exchanges under way: Megatron calls ``wait()`` on the whole, MindSpeed on each of a list."""
+    """Handles of running exchanges: Megatron waits on the list, MindSpeed on each element."""
 
     def wait(self) -> None:
         for handle in self:
@@ -62,12 +62,12 @@ class _Handles(list[_Waitable]):
 
 
 class Direction(LaneUser):
-    """Gradients or parameters: what exchanges their buckets, over lanes for these buckets only.
+    """Exchanges the buckets of gradients or of parameters, over lanes of their own.
 
-    The lanes are of the group over which parameters are sharded.
+    The lanes connect the group over which parameters are sharded.
 
     Args:
-        name: under which calls are counted.
+        name: ``gradients`` or ``parameters``, the name under which calls are counted.
     """
 
     def __init__(self, name: str, options: BucketOptions) -> None:
@@ -94,8 +94,8 @@ class BucketWrappers:
     """The wrappers of data parallelism.
 
     Args:
-        linears: where calls are counted and reasons are logged, under the names ``gradients`` and
-            ``parameters``; a call per bucket.
+        linears: counts calls and logs reasons under the names ``gradients`` and ``parameters``; one
+            call per bucket.
         options: how buckets are exchanged.
 
     Attributes:
@@ -173,15 +173,15 @@ class BucketWrappers:
     def finish_grad_sync_wrapper(
         self, finish: Callable[..., None], model: Any, *args: Any, **kwargs: Any
     ) -> None:
-        """``finish_grad_sync()`` of a model chunk: nobody leaves it before all ranks are there."""
+        """``finish_grad_sync()`` of a model chunk: returns once all ranks have called it."""
         finish(model, *args, **kwargs)
         if model.ddp_config.use_distributed_optimizer:
             self._meet()
 
     def obstacle(self, group: Any, direction: Direction) -> str | None:
-        """Why a bucket group keeps its own transfers, or ``None``.
+        """Why a bucket group keeps its own transfers, or ``None`` if it is fused.
 
-        That of experts is sharded over what expert parallelism leaves, often over one rank.
+        Buckets of experts are sharded over the ranks that expert parallelism leaves, often one.
         """
         config = group.ddp_config
         if not config.use_distributed_optimizer:
@@ -195,7 +195,7 @@ class BucketWrappers:
         return None
 
     def _left(self, group: Any, direction: Direction) -> bool:
-        """Whether a bucket group keeps its own transfers, counted."""
+        """Count the buckets of a group that keeps its own transfers; whether it does."""
         reason = self.obstacle(group, direction)
         if reason is not None:
             self._linears.leave(direction.name, reason, len(group.buckets))
@@ -204,7 +204,7 @@ class BucketWrappers:
     def _started(
         self, direction: Direction, exchanges: Iterable[_Waitable], asynchronous: bool
     ) -> _Handles | None:
-        """What is left to wait for."""
+        """Start the exchanges; return their handles, or wait and return ``None``."""
         handles = _Handles(exchanges)
         self._linears.calls[direction.name, "fused"] += len(handles)
         if asynchronous:
@@ -213,12 +213,16 @@ class BucketWrappers:
         return None
 
     def _meet(self) -> None:
-        """Return if all ranks of this replica and of its data-parallel groups got here."""
+        """Synchronize with all ranks of the data-parallel groups and of this model replica.
+
+        Raises:
+            RuntimeError: another rank failed or did not arrive in time.
+        """
         from megatron.core import parallel_state
 
         lanes = self.gradients.lanes()
         if lanes.size == 1:
-            return  # Nothing of ours has been summed.
+            return  # CommFuse has summed nothing.
         lanes.confirm("finish_grad_sync")
         replica = parallel_state.get_model_parallel_group()
         if replica.size() == 1:
@@ -226,7 +230,7 @@ class BucketWrappers:
         present = torch.ones(1, device=lanes.device_type)
         try:
             dist.all_reduce(present, group=replica)
-            present.item()  # On a device this is where the host waits.
+            present.item()  # On a device the host waits here.
         except RuntimeError as error:
             lanes.fail(f"finish_grad_sync: meeting the model-parallel ranks: {error}")
             raise lanes.error() from error

@@ -1,4 +1,4 @@
-"""The described machine that this process runs on."""
+"""Finds the hardware description of the NPU that this process runs on."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ __all__ = ["described_machine"]
 
 
 def described_machine(device_type: str) -> Machine | None:
-    """The machine of this NPU at typical figures; ``None`` if it is not described.
+    """The machine model of this NPU at its typical figures; ``None`` without a description.
 
-    It asks the device for its name: only when this process has chosen its own.
+    Reads the name of the current device, so call it after this process has selected its device.
     """
     name = str(torch.get_device_module(device_type).get_device_name())
     description = described(name)

@@ -1,12 +1,12 @@
 """``--use-commfuse`` as a feature of MindSpeed.
 
-MindSpeed calls a feature's hooks in this order (read in its sources and run on CPU):
+MindSpeed calls the hooks of a feature in this order (read in its sources and run on CPU):
 ``register_args`` on an early parser; ``pre_register_patches`` and ``register_patches`` if the flag
-is set; ``register_args`` again on Megatron's parser; then, flag or not, ``pre_validate_args``,
-Megatron's own checks, ``post_validate_args`` and ``validate_args``.
+is set; ``register_args`` again on Megatron's parser; then, with or without the flag,
+``pre_validate_args``, Megatron's own checks, ``post_validate_args`` and ``validate_args``.
 
-Importing this module imports MindSpeed where it is installed: :func:`mindspeed_patches.install`
-does so when it is called, not before.
+Importing this module imports MindSpeed if it is installed.  :func:`mindspeed_patches.install`
+therefore imports it only when called.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ _logger = logging.getLogger(__name__)
 
 
 class CommFuseFeature(MindSpeedFeature):
-    """Fused tensor-parallel linear layers, and attention and data parallelism if asked for.
+    """Fuses tensor-parallel linear layers and, on request, attention, Ulysses and data parallelism.
 
     Attributes:
-        wrappers: the wrapped layers and the count of their calls, once patches are registered.
+        wrappers: the linear wrappers with their call counts; ``None`` until patches are registered.
     """
 
     def __init__(self) -> None:
@@ -56,7 +56,7 @@ class CommFuseFeature(MindSpeedFeature):
         group.set_defaults(**DEFAULTS)
 
     def register_patches(self, patch_manager: Any, args: argparse.Namespace) -> None:
-        """Wrap the linear layers, what else is asked for, and the set-up of groups.
+        """Wrap the selected layers, the set-up of process groups, and the creation of the model.
 
         Raises:
             IncompatibleOptionsError: an option excludes CommFuse.
@@ -68,21 +68,21 @@ class CommFuseFeature(MindSpeedFeature):
             patch_manager,
             options,
             linears=not _elsewhere(options) or parallel_size(args, "tensor_model") > 1,
-            # Then MindSpeed's own column-parallel layer with norm may take Megatron's place.
+            # Its own column-parallel layer with norm may then replace Megatron's layer.
             transformer_engine=engine
             and _has_module("mindspeed.te.pytorch.module.layernorm_column_parallel_linear"),
         )
         for lanes in self._lanes:
             lanes.register(patch_manager)
-        if _has_module("megatron.training"):  # the core by itself makes no model
+        if _has_module("megatron.training"):  # Megatron core alone builds no model
             report.register(patch_manager)
         _use_mindspeeds_matmul_add()
 
     def validate_args(self, args: argparse.Namespace) -> None:
-        """Check the real arguments; MindSpeed calls this on every feature, also without its flag.
+        """Check the final arguments; MindSpeed calls this for every feature, enabled or not.
 
         Raises:
-            IncompatibleOptionsError: an option excludes CommFuse, or one that it needs is missing.
+            IncompatibleOptionsError: an option excludes CommFuse, or a required one is missing.
             ValueError: an option's value is invalid.
         """
         check_flag(args)
@@ -105,12 +105,16 @@ class CommFuseFeature(MindSpeedFeature):
 
 
 def _elsewhere(options: CommFuseOptions) -> bool:
-    """Whether something is fused that needs no tensor parallelism."""
+    """Whether CommFuse fuses anything that does not depend on tensor parallelism."""
     return options.ulysses is not None or options.data_parallel is not None
 
 
 def _check_without_tensor_parallelism(args: argparse.Namespace, options: CommFuseOptions) -> None:
-    """Refuse what transfers nothing where a tensor-parallel group has one rank."""
+    """Refuse options that have nothing to fuse when the tensor-parallel group has one rank.
+
+    Raises:
+        IncompatibleOptionsError: attention needs tensor parallelism, or nothing at all is fused.
+    """
     if _elsewhere(options) or options.allow_nothing:
         if options.attention:
             raise IncompatibleOptionsError(
@@ -134,12 +138,12 @@ def _check_without_tensor_parallelism(args: argparse.Namespace, options: CommFus
 def _has_module(name: str) -> bool:
     try:
         return importlib.util.find_spec(name) is not None
-    except ModuleNotFoundError:  # of a package above it
+    except ModuleNotFoundError:  # a parent package is missing
         return False
 
 
 def _use_mindspeeds_matmul_add() -> None:
-    """Accumulate weight gradients on NPUs as MindSpeed does for the layers that are not fused."""
+    """On NPUs, accumulate weight gradients with the op that MindSpeed uses in unfused layers."""
     try:
         ops = importlib.import_module("mindspeed.ops.npu_matmul_add")
     except ModuleNotFoundError as error:
@@ -147,7 +151,7 @@ def _use_mindspeeds_matmul_add() -> None:
         return
     fp32 = getattr(ops, "npu_matmul_add_fp32", None)
     if fp32 is not None and not os.environ.get("ATB_HOME_PATH"):
-        # All ranks would compile it in their first backward, and fail there.
+        # Every rank would compile the op in its first backward, and fail.
         _logger.warning(
             "ATB_HOME_PATH is unset, and MindSpeed's matmul-add needs ATB: CommFuse accumulates "
             "weight gradients in plain torch, which is slower; install NNAL and source its "

@@ -1,10 +1,10 @@
-"""How large the HCCL buffers of the lanes are: ``--hccl-group-buffer "commfuse:64"``.
+"""Sizes of the lanes' HCCL buffers: ``--hccl-group-buffer "commfuse:64"``.
 
-HCCL allocates twice its buffer size per communicator (200 MB by default), so lanes are worth
-sizing.  MindSpeed's option names the groups by a fixed list and refuses any other name; the part
-for the lanes is therefore taken out before MindSpeed reads it.  Lanes are sized to their messages
-if the option is not given at all; if it does not name them, they get what MindSpeed gives the group
-that they are made for.
+HCCL allocates twice its buffer size (200 MB by default) per communicator, so sizing the lanes saves
+memory.  MindSpeed's option accepts a fixed list of group names and refuses any other; the part for
+the lanes is therefore removed before MindSpeed reads the option.  If the option is absent, lanes
+are sized to their messages.  If it is given without the lanes, they get the buffer size that
+MindSpeed gives to their group.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _LANES = "commfuse"
 
 
 def take_lane_megabytes(args: argparse.Namespace) -> int | None:
-    """The size in MB for the lanes, taken out of ``args.hccl_group_buffer``.
+    """The size in MB for the lanes, removed from ``args.hccl_group_buffer``; ``None`` if not given.
 
     Raises:
         ValueError: the size is not a whole number from 1.
@@ -39,7 +39,7 @@ def take_lane_megabytes(args: argparse.Namespace) -> int | None:
     given = getattr(args, "hccl_group_buffer", None)
     if not given:
         return None
-    # MindSpeed separates by semicolons, its newer versions by commas too.
+    # MindSpeed separates by semicolons; newer versions accept commas too.
     separator = "," if "," in given else ";"
     kept, megabytes = [], None
     for part in given.split(separator):
@@ -58,11 +58,11 @@ def take_lane_megabytes(args: argparse.Namespace) -> int | None:
 
 
 def of_blocks(args: argparse.Namespace) -> int | None:
-    """What a lane of a tensor-parallel group needs to carry its longest message at once, in MB.
+    """HCCL buffer in MB with which a tensor-parallel lane carries its longest message at once.
 
-    A block of ``[seq_length / (TP * CP), micro_batch_size, hidden_size]``, which the backward of a
-    column-parallel layer gathers whole; of a collective, those of all ranks.  ``None`` where the
-    arguments do not say.
+    The message is a block of ``[seq_length / (TP * CP), micro_batch_size, hidden_size]``, which the
+    backward of a column-parallel layer gathers; for a collective, the blocks of all ranks.
+    ``None`` if the arguments do not determine it.
     """
     size = parallel_size(args, "tensor_model")
     schedule = schedule_here(typed_options(args), size, linear=True)
@@ -70,18 +70,19 @@ def of_blocks(args: argparse.Namespace) -> int | None:
 
 
 def of_heads(args: argparse.Namespace) -> int | None:
-    """The same of a context-parallel group, whose ranks exchange a CP-th of each other's heads.
+    """:func:`of_blocks` for a context-parallel group, whose ranks exchange heads.
 
-    These are as many numbers as a block of a tensor-parallel group has, a CP-th of them per peer.
+    The data are as large as a tensor-parallel block; each peer gets 1/CP of them.
     """
     return _megabytes(args, parallel_size(args, "context"))
 
 
 def of_buckets(args: argparse.Namespace) -> int | None:
-    """The same of a data-parallel group: a rank's shard of a bucket of gradients in fp32.
+    """:func:`of_blocks` for a data-parallel group: a rank's shard of a gradient bucket in fp32.
 
-    Megatron's buckets have ``--ddp-bucket-size`` parameters, else 40 million or a million per rank
-    (``DistributedDataParallelConfig`` of core 0.12), and without ``--overlap-grad-reduce`` all.
+    Megatron's buckets have ``--ddp-bucket-size`` parameters, by default the larger of 40 million
+    and one million per rank (``DistributedDataParallelConfig`` of core 0.12).  ``None`` without
+    ``--overlap-grad-reduce``, where one bucket has all parameters.
     """
     ranks = data_parallel_size(args)
     if ranks == 1 or not getattr(args, "overlap_grad_reduce", None):
@@ -91,7 +92,7 @@ def of_buckets(args: argparse.Namespace) -> int | None:
 
 
 def _megabytes(args: argparse.Namespace, parts: int, blocks: int = 1) -> int | None:
-    """Of so many blocks, whose features are shared among so many messages."""
+    """The size of ``blocks`` blocks in one message, with the features divided by ``parts``."""
     rows, hidden = rows_of_blocks(args), hidden_size(args)
     if rows is None or hidden is None:
         return None
@@ -100,7 +101,7 @@ def _megabytes(args: argparse.Namespace, parts: int, blocks: int = 1) -> int | N
 
 
 def lane_options(group: dist.ProcessGroup, megabytes: int | None, name: str) -> Any:
-    """``pg_options`` for lanes over ``group``, which Megatron calls ``name``; only HCCL has any."""
+    """``pg_options`` of lanes over ``group``, Megatron's ``name`` group; ``None`` without HCCL."""
     if "hccl" not in dist.get_backend(group):
         return None
     if megabytes is None:

@@ -1,8 +1,9 @@
-"""Makes the lanes of parallel groups, at the moment when the groups exist.
+"""Creates the lanes of parallel groups together with Megatron's groups.
 
-All processes have to make new process groups in the same order, and HCCL connects them at their
-first use.  Both belong next to Megatron's own set-up of groups and never into a forward: so the
-lanes come right after ``initialize_model_parallel``, and go before ``destroy_model_parallel``.
+All processes have to create new process groups in the same order, and HCCL connects a group on its
+first use.  Both belong to the set-up of groups and must not happen in a forward.  The lanes are
+therefore created right after ``initialize_model_parallel`` and closed before
+``destroy_model_parallel``.
 """
 
 from __future__ import annotations
@@ -40,14 +41,14 @@ _MODULE = "megatron.core.parallel_state"
 
 @dataclass(frozen=True)
 class LaneGroup:
-    """Megatron's groups of one kind.
+    """One kind of Megatron's process groups.
 
     Attributes:
-        what: in messages.
-        name: Megatron's, in ``get_nccl_options``.
+        what: its name in messages.
+        name: its name in Megatron's ``get_nccl_options``.
         of: gets the group of this rank from ``parallel_state``.
-        message_megabytes: HCCL's buffer that carries the longest message at once; ``None`` where
-            the arguments do not say.
+        message_megabytes: size of the HCCL buffer that carries the longest message at once;
+            ``None`` if the arguments do not determine it.
     """
 
     what: str
@@ -59,14 +60,13 @@ class LaneGroup:
 TENSOR_PARALLEL = LaneGroup(
     "tensor-parallel", "tp", lambda state: state.get_tensor_model_parallel_group(), of_blocks
 )
-"""For the linear layers."""
+"""The groups of the linear layers."""
 
 CONTEXT_PARALLEL = LaneGroup(
     "context-parallel", "cp", lambda state: state.get_context_parallel_group(), of_heads
 )
 """The groups in which MindSpeed's Ulysses exchanges heads with ``ulysses_cp_algo``; its hybrid
-algorithms exchange heads in a part of the group."""
-
+algorithms exchange heads within a part of the group."""
 DATA_PARALLEL = LaneGroup(
     "data-parallel",
     "dp_cp",
@@ -78,17 +78,17 @@ DATA_PARALLEL = LaneGroup(
 """The groups over which the distributed optimizer shards dense parameters, context-parallel ranks
 included.
 
-Gradients and parameters have lanes of their own.  With ``--overlap-grad-reduce`` the hooks of the
-backward start the gradients, on a device in the thread of the autograd engine; the main thread
-starts the parameters.  In interleaved pipelines both may be under way at once, and a transport
-takes calls from a second thread only when nothing is.  On lanes of its own each has one thread:
-gradients are started in the backward and only waited for by the main thread, and all of them are
-waited for before the next backward.  Neither do gradients then wait for parameters, which a common
-order of buckets would make them do."""
+Gradients and parameters have separate lanes.  With ``--overlap-grad-reduce`` the backward hooks
+start the exchange of gradients, on a device in the thread of the autograd engine; the main thread
+starts the exchange of parameters.  In interleaved pipelines both can run at once, and a transport
+accepts calls from a second thread only when it is idle.  With separate lanes each transport is used
+by one thread: gradients are started in the backward, the main thread only waits for them, and all
+are complete before the next backward.  Separate lanes also keep gradients from waiting for
+parameters, as a common order of buckets would require."""
 
 
 class LaneUser:
-    """Runs ops over lanes.
+    """Base class of wrappers that run ops over lanes.
 
     Attributes:
         transport: the lanes, or the collectives of their group.  Set it when Megatron's groups
@@ -97,7 +97,7 @@ class LaneUser:
 
     transport: AnyTransport | None = None
     _missing: str
-    """Which lanes do not exist, and how to make them by hand."""
+    """The end of the error message: which lanes are missing, and how to create them by hand."""
 
     def lanes(self) -> AnyTransport:
         if self.transport is None:
@@ -105,21 +105,21 @@ class LaneUser:
         return self.transport
 
     def opened(self) -> None:
-        """The lanes were made, so that the process has chosen its device."""
+        """Called once the lanes exist; by then the process has selected its device."""
 
 
 class Lanes:
-    """Makes lanes together with Megatron's process groups, and gives them up with them.
+    """Creates lanes together with Megatron's process groups, and closes them together.
 
     Args:
-        user: gets the transport.
-        group: between which ranks.
-        lanes: how many to make per group; ``None``: as many as the default schedule uses.
+        user: receives the transport.
+        group: the kind of group that the lanes connect.
+        lanes: number of lanes per group; ``None`` for that of the default schedule.
 
     Attributes:
-        user, group: see there.
-        buffer_megabytes: HCCL's buffer per lane; ``None``: as large as that of the group.
-        order_log: the folder in which the order of transfers is recorded; ``None`` for nowhere.
+        user, group: as passed.
+        buffer_megabytes: HCCL buffer size per lane; ``None`` for that of the group.
+        order_log: the folder in which the order of transfers is recorded; ``None`` for no record.
     """
 
     def __init__(self, user: LaneUser, group: LaneGroup, lanes: int | None) -> None:
@@ -138,7 +138,7 @@ class Lanes:
     def initialize_model_parallel_wrapper(
         self, initialize: Callable[..., None], *args: Any, **kwargs: Any
     ) -> None:
-        """Make the lanes when all of Megatron's groups are made."""
+        """Create the lanes once all of Megatron's groups exist."""
         initialize(*args, **kwargs)
         self.close()
         self.open(kwargs.get("distributed_timeout_minutes", 30))
@@ -147,12 +147,12 @@ class Lanes:
     def destroy_model_parallel_wrapper(
         self, destroy: Callable[..., None], *args: Any, **kwargs: Any
     ) -> None:
-        """Give the lanes up with the groups that they belong to."""
+        """Close the lanes before Megatron destroys the groups that they connect."""
         self.close()
         destroy(*args, **kwargs)
 
     def open(self, timeout_minutes: float) -> None:
-        """Make the lanes; a collective of all processes, when Megatron's groups exist."""
+        """Create the lanes: a collective of all processes, called once Megatron's groups exist."""
         from megatron.core import parallel_state
 
         group = self.group.of(parallel_state)
@@ -176,14 +176,14 @@ class Lanes:
         self.user.opened()
 
     def close(self) -> None:
-        """Give up the lanes that there are."""
+        """Close the lanes if they exist."""
         transport, self._transport, self.user.transport = self._transport, None, None
         if transport is not None:
             transport.close()
 
 
 def _take_side_stream(group: dist.ProcessGroup) -> None:
-    """Before the lanes draw from torch_npu's pool: of 32 streams the 33rd is the first again."""
+    """Take the side stream before the lanes take theirs: torch_npu's pool of 32 is used in turn."""
     device, _ = device_backend(dist.get_backend(group))
     if device != "cpu":
         module = torch.get_device_module(device)

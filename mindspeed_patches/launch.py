@@ -1,4 +1,4 @@
-"""Run a pretraining script with CommFuse registered, without an edit of its source.
+"""Run a pretraining script with CommFuse registered, without editing its source.
 
 ::
 
@@ -24,7 +24,7 @@ def main(command: Sequence[str] | None = None, prepare: Callable[[], object] = i
     """Run ``command``, a script and its arguments, by default those of this process.
 
     Args:
-        prepare: called where the script's imports would be found, before the script runs.
+        prepare: called once the script's imports can be found, before the script runs.
     """
     command = list(sys.argv[1:] if command is None else command)
     if not command or command[0].startswith("-"):
@@ -38,10 +38,10 @@ def main(command: Sequence[str] | None = None, prepare: Callable[[], object] = i
             f"mindspeed_patches.launch: there is no script {script} in {os.getcwd()}; run it from "
             "MindSpeed-LLM's folder or give the script's path"
         )
-    # Megatron would refuse it as well, after it has listed all of its own.
+    # Megatron would refuse it too, but only after it has listed all of its own options.
     if why := unknown_option(command[1:]):
         raise SystemExit(f"mindspeed_patches.launch: {why}")
-    # As if the script had been started itself.
+    # From here on as if the script had been started directly.
     sys.argv = command
     folder = os.path.dirname(os.path.abspath(script))
     if getattr(sys.flags, "safe_path", False):  # not before Python 3.11

@@ -1,7 +1,7 @@
-"""By which names linear layers are known: on the command line, in counts and in reports.
+"""Names of linear layers on the command line, in counts and in reports.
 
-Most layers are told apart by the name that their constructor gets for its communication buffer;
-others get none, or the same one as another kind of layer, and are named by the module around them.
+Most layers are identified by the communication buffer name that their constructor gets.  Layers
+without such a name, or with the same one as another kind, are named by their parent module.
 
 ========================  ===========================================  ==========================
 name                      Megatron's and MindSpeed-LLM's attribute     buffer
@@ -21,7 +21,7 @@ name                      Megatron's and MindSpeed-LLM's attribute     buffer
 ========================  ===========================================  ==========================
 
 (Read in Megatron-LM core_v0.12.1, MindSpeed and MindSpeed-LLM 26.1.0.)  The down-projections of
-MindSpeed-LLM's latent attention have whole weights and transfer nothing; Megatron's own are
+MindSpeed-LLM's latent attention have full weights and transfer nothing; Megatron's own are
 column-parallel.
 """
 
@@ -60,7 +60,7 @@ Init = Callable[..., None]
 def layer_name(layer: Any) -> str:
     """One of :data:`LAYERS`, ``experts``, another buffer's name, or ``unnamed``.
 
-    What was made before the patches is unnamed, too.
+    A layer that was created before the patches were applied is ``unnamed``, too.
     """
     if getattr(layer, "is_expert", False):
         return "experts"
@@ -68,12 +68,12 @@ def layer_name(layer: Any) -> str:
 
 
 def named_init_wrapper(init: Init) -> Init:
-    """Remember which layer this is: by the name of its communication buffer."""
+    """Store the name of the layer, taken from its communication buffer, on the layer."""
 
     @functools.wraps(init)
     def init_and_name(layer: Any, *args: Any, **kwargs: Any) -> None:
         init(layer, *args, **kwargs)
-        # Only the output layer says whether its weight is shared with the embedding.
+        # Only the output layer has this argument (a weight shared with the embedding).
         unnamed = "output" if "skip_weight_param_allocation" in kwargs else "unnamed"
         buffer = kwargs.get("tp_comm_buffer_name") or unnamed
         layer.commfuse_layer = _OF_BUFFERS.get(buffer, buffer)
@@ -82,7 +82,7 @@ def named_init_wrapper(init: Init) -> Init:
 
 
 def register_names(manager: Any) -> None:
-    """Register what names layers by the module around them.
+    """Register the wrappers that name layers by their parent module.
 
     With MindSpeed's patch manager, or with our stand-in.
     """

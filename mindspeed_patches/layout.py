@@ -1,6 +1,6 @@
-"""What the arguments of a launch, early or real, say about groups and the blocks of their ranks.
+"""Parallel sizes and block shapes from the arguments of a launch, before or after validation.
 
-At patch time options that nobody typed are absent and values are strings.
+At patch time, options that are not on the command line are absent and values are strings.
 """
 
 from __future__ import annotations
@@ -22,28 +22,28 @@ __all__ = [
 
 
 def parallel_size(args: argparse.Namespace, kind: str) -> int:
-    """Of a parallel dimension: ``tensor_model``, ``pipeline_model`` or ``context``."""
+    """The size of a parallel dimension: ``tensor_model``, ``pipeline_model`` or ``context``."""
     return int(getattr(args, f"{kind}_parallel_size", None) or 1)
 
 
 def data_parallel_size(args: argparse.Namespace) -> int:
-    """Of the groups that share parameters, context-parallel ranks included."""
-    # Early the launcher alone knows the size of the job.
+    """The number of ranks that share parameters, context-parallel ranks included."""
+    # Before validation only the launcher's environment has the size of the job.
     world = int(getattr(args, "world_size", None) or os.environ.get("WORLD_SIZE") or 1)
     model_parallel = parallel_size(args, "tensor_model") * parallel_size(args, "pipeline_model")
     return max(1, world // model_parallel)
 
 
 def hidden_size(args: argparse.Namespace) -> int | None:
-    """Features of a row; ``None`` where the arguments do not say."""
+    """Features of a row; ``None`` if the arguments do not give them."""
     size = getattr(args, "hidden_size", None)
     return None if size is None else int(size)
 
 
 def rows_of_blocks(args: argparse.Namespace) -> int | None:
-    """Of tensor-parallel layers (:func:`~commfuse_npu.plan.block_rows`).
+    """Rows of a block in tensor-parallel layers (:func:`~commfuse_npu.plan.block_rows`).
 
-    ``None`` where the arguments do not say.
+    ``None`` if the arguments do not determine them.
     """
     sizes: list[Any] = [getattr(args, name, None) for name in ("seq_length", "micro_batch_size")]
     if None in sizes:
@@ -53,10 +53,11 @@ def rows_of_blocks(args: argparse.Namespace) -> int | None:
 
 
 def schedule_here(given: argparse.Namespace, size: int, stride: int = 1, **usual: Any) -> Schedule:
-    """:func:`~commfuse_npu.options.schedule_for` on the nodes of this job.
+    """:func:`~commfuse_npu.options.schedule_for` with the processes per node of this job.
 
     Args:
         given: typed options.
+        size, stride: ranks of the group, and the distance between their global ranks.
     """
     processes = int(os.environ.get("LOCAL_WORLD_SIZE", size * stride))
     return schedule_for(given, size, processes, stride, **usual)

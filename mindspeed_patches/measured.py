@@ -1,18 +1,18 @@
-"""Run a pretraining script for ``commfuse-npu measure --launch``, and say which bits it ended with.
+"""Run a pretraining script for ``commfuse-npu measure --launch``, and print a hash of its weights.
 
 ::
 
     torchrun ... -m mindspeed_patches.measured [--blocking] pretrain_gpt.py ...
 
 is ``torchrun ... pretrain_gpt.py ...``, with CommFuse registered if ``--use-commfuse`` is among the
-arguments.  When the script is over rank 0 prints how much memory of a device is taken at most, with
-HCCL's buffers, and one SHA-256 of all ranks' weights and of the state of their optimizers (fp32
-weights, moments).  No source is edited: MindSpeed's patch manager puts a wrapper around
-``setup_model_and_optimizer``, which notes what it returns.
+arguments.  When the script has finished, rank 0 prints the memory in use on the fullest device,
+including HCCL's buffers, and one SHA-256 of the weights of all ranks and of their optimizer states
+(fp32 weights, moments).  No source is edited: MindSpeed's patch manager wraps
+``setup_model_and_optimizer`` to get the model and the optimizer that it returns.
 
-``--blocking`` is the form without overlap: every collective of the tensor-parallel group that is
-posted asynchronously, as Megatron's backward posts them, is waited for at once (on an NPU: by the
-stream that computes).  The arithmetic is the same.
+``--blocking`` is the form without overlap: each asynchronous collective of the tensor-parallel
+group, such as those of Megatron's backward, is waited for at once (on an NPU: by the compute
+stream).  The arithmetic is the same.
 
 Rehearsed on CPU with MindSpeed-LLM and stand-ins, never run on an NPU.
 """
@@ -40,7 +40,8 @@ _POSTED = (
     *("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce"),
     *("_all_gather_base", "_reduce_scatter_base"),
 )
-"""What Megatron's layers (core_v0.12.1, ``tensor_parallel/layers.py``) post asynchronously."""
+"""Collectives that Megatron's layers (core_v0.12.1, ``tensor_parallel/layers.py``) post
+asynchronously."""
 
 
 def main(command: Sequence[str] | None = None) -> None:
@@ -53,11 +54,11 @@ def main(command: Sequence[str] | None = None) -> None:
 
 
 class _Run:
-    """A training that is measured.
+    """A training run that is measured.
 
     Args:
-        blocking: wait for collectives at once.
-        fused: with CommFuse.
+        blocking: wait for each asynchronous collective at once.
+        fused: register CommFuse.
     """
 
     def __init__(self, *, blocking: bool = False, fused: bool = False) -> None:
@@ -66,14 +67,14 @@ class _Run:
         self._state: tuple[Any, Any] | None = None
 
     def prepare(self) -> None:
-        """Before Megatron is imported, whose layers take the functions as they are then."""
+        """Apply the patches; call it before Megatron is imported, which copies the functions."""
         if self._fused:
             install()
         for name in _POSTED if self.blocking else ():
             setattr(dist, name, self.posted_wrapper(getattr(dist, name)))
         manager = importlib.import_module("mindspeed.features_manager.features_manager")
         features = manager.MindSpeedFeaturesManager
-        # After all of its features: whatever they do to the set-up, its result is noted.
+        # Wrapped after all features, so that their changes to the set-up are included.
         apply = self.apply_features_patches_wrapper(features.apply_features_patches)
         features.apply_features_patches = staticmethod(apply)
 
@@ -100,7 +101,7 @@ class _Run:
         return work
 
     def tell(self) -> None:
-        """Print what the training ended with, on rank 0.
+        """Print the fullest device's memory and the hash of the final state; collective.
 
         Raises:
             RuntimeError: the script did not train.
@@ -110,7 +111,7 @@ class _Run:
                 f"the script never called {_SETUP}; is it a pretraining script of MindSpeed-LLM?"
             )
         free, total = torch.cuda.mem_get_info() if torch.cuda.is_available() else (0, 0)
-        taken = (total - free) / 2**20  # the NPU's, where MindSpeed runs
+        taken = (total - free) / 2**20  # the NPU's memory, under MindSpeed
         bits = hash_over_ranks(*self._state)
         everyone: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, taken)

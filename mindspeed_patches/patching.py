@@ -1,18 +1,19 @@
 """Small stand-ins for MindSpeed's patch manager and features, for machines without MindSpeed.
 
-Same calls, same semantics (``mindspeed/patch_utils.py`` and ``mindspeed/features_manager``, read at
-the branch ``master``), as far as wrappers need them.  Of the patch manager:
+They have the same calls and semantics (``mindspeed/patch_utils.py`` and
+``mindspeed/features_manager``, read at the branch ``master``), as far as wrappers need them.  For
+the patch manager:
 
-- nothing changes before :meth:`PatchManager.apply_patches`;
-- a function whose name ends in ``wrapper`` or ``decorator`` is called with the original and its
-  result takes the original's place; several of them stack, the first registered innermost;
+- patches take effect only in :meth:`PatchManager.apply_patches`;
+- a function whose name ends in ``wrapper`` or ``decorator`` is called with the original, and its
+  result replaces the original; several of them stack, the first registered innermost;
 - any other function replaces the original, and a second replacement raises;
-- what other modules imported under the same name is rebound too, so a wrapper must call the
-  function it was given and never import the original.
+- names that other modules imported are rebound too, so a wrapper must call the function it was
+  given and never import the original.
 
-Unlike MindSpeed's, a manager is an object of its own, removing its patches puts back exactly what
-it changed, and a function that does not exist is an error.  :func:`around` writes wrappers for
-either manager.
+Unlike MindSpeed's global manager, each manager here is a separate object, removing its patches
+restores exactly what it changed, and patching a missing function is an error.  :func:`around`
+creates wrappers for either manager.
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ _INHERITED = object()
 
 
 def around(method: Function) -> Function:
-    """A wrapper for patch managers, of a method ``name_wrapper(self, original, *args, **kwargs)``.
+    """Make a patch-manager wrapper of ``name_wrapper(self, original, *args, **kwargs)``.
 
-    The method runs in place of the original, with the arguments of its call.
+    The method runs in place of the original, with the arguments of the call.
     """
 
     @functools.wraps(method)
@@ -49,7 +50,7 @@ def around(method: Function) -> Function:
 
 
 def _holders(name: str, value: Any) -> list[Any]:
-    """Modules in which ``name`` is this very object."""
+    """Modules in which the attribute ``name`` is ``value`` itself."""
     modules = list(sys.modules.values())
     return [module for module in modules if getattr(module, "__dict__", {}).get(name) is value]
 
@@ -63,14 +64,14 @@ class PatchManager:
         self._changed: list[tuple[Any, str, Any, Function]] = []
 
     def register_patch(self, orig_func_name: str, new_func: Function) -> None:
-        """Note a wrapper or a replacement for the function at a dotted path.
+        """Store a wrapper or a replacement for the function at a dotted path.
 
         Args:
             orig_func_name: ``package.module.function`` or ``package.module.Class.method``.
             new_func: see the module's docstring.
 
         Raises:
-            RuntimeError: the function is replaced already.
+            RuntimeError: the function already has a replacement.
         """
         replacement = self._replacements.setdefault(orig_func_name, None)
         wrappers = self._wrappers.setdefault(orig_func_name, [])
@@ -86,7 +87,7 @@ class PatchManager:
             self._replacements[orig_func_name] = new_func
 
     def apply_patches(self) -> None:
-        """Put all patches in force, those registered since among them.
+        """Apply all patches, including those registered since the last call.
 
         Raises:
             AttributeError, ModuleNotFoundError: a function does not exist.
@@ -104,13 +105,13 @@ class PatchManager:
                 setattr(holder, name, new)
 
     def remove_patches(self) -> None:
-        """Put back what was there, and forget everything."""
+        """Restore the original functions, and forget all patches."""
         self._undo()
         self._replacements.clear()
         self._wrappers.clear()
 
     def _undo(self) -> None:
-        """Put back what was there, also in modules that imported a patched function since."""
+        """Restore the originals, also in modules that imported a patched function later."""
         while self._changed:
             owner, name, before, new = self._changed.pop()
             if before is _INHERITED:
@@ -121,10 +122,10 @@ class PatchManager:
 
 
 class Feature:
-    """A feature: options, and patches that are in force if its own option is set.
+    """A feature: options, and patches that apply if the option of the same name is set.
 
     Args:
-        feature_name: of the option, ``use-commfuse`` or ``use_commfuse``.
+        feature_name: the name of that option, ``use-commfuse`` or ``use_commfuse``.
         optimization_level: the smallest ``--optimization-level`` that includes the feature.
     """
 
@@ -133,7 +134,7 @@ class Feature:
         self.optimization_level = optimization_level
 
     def is_need_apply(self, args: argparse.Namespace) -> bool:
-        """Whether the hooks that register patches are called."""
+        """Whether the hooks that register patches are called for these arguments."""
         included = self.optimization_level <= args.optimization_level
         return bool(included and getattr(args, self.feature_name, None))
 
@@ -141,10 +142,10 @@ class Feature:
         """Declare options; called on the early parser and on Megatron's."""
 
     def pre_register_patches(self, patch_manager: Any, args: argparse.Namespace) -> None:
-        """Register patches that have to be in force before Megatron is imported."""
+        """Register patches that must apply before Megatron is imported."""
 
     def register_patches(self, patch_manager: Any, args: argparse.Namespace) -> None:
         """Register patches."""
 
     def validate_args(self, args: argparse.Namespace) -> None:
-        """After Megatron's own checks."""
+        """Check the final arguments; called after Megatron's own checks."""

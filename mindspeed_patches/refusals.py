@@ -1,4 +1,4 @@
-"""Ends a launch with options that exclude CommFuse (:mod:`commfuse_npu.refusals`)."""
+"""Refuses a launch whose options exclude CommFuse (:mod:`commfuse_npu.refusals`)."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ __all__ = [
 
 
 class IncompatibleOptionsError(AssertionError):
-    """Options that exclude each other; an AssertionError as in MindSpeed's own checks."""
+    """Options that exclude each other; an AssertionError, as MindSpeed's own checks raise."""
 
 
 def check_compatible(args: argparse.Namespace, refusals: Sequence[Refusal] = REFUSALS) -> None:
-    """Refuse what is already known to exclude CommFuse.
+    """Refuse options that exclude CommFuse, as far as ``args`` has them.
 
     Raises:
-        IncompatibleOptionsError: names all such options, the reasons and the way out.
+        IncompatibleOptionsError: lists all such options, with the reason and the remedy of each.
     """
     found = [str(refusal) for refusal in refusals if refusal.given(args)]
     if found:
@@ -32,7 +32,7 @@ def check_compatible(args: argparse.Namespace, refusals: Sequence[Refusal] = REF
 
 
 def check_flag(args: argparse.Namespace) -> None:
-    """Refuse options that do nothing without ``--use-commfuse``, where it is not given.
+    """Refuse options that have no effect without ``--use-commfuse``, if it is not given.
 
     Raises:
         IncompatibleOptionsError: names the option.

@@ -1,8 +1,8 @@
-"""Adds the features to MindSpeed's list, without an edit of anybody's source.
+"""Adds the features to MindSpeed's list, without editing any source.
 
-MindSpeed-LLM replaces the contents of the list while it is imported, so that what was appended
-before is lost, and what is appended after comes too late for the patches.  Wrapping the call that
-replaces the contents works in either case (run on CPU with MindSpeed-LLM 2.2.0 to master).
+MindSpeed-LLM replaces the contents of the list while it is imported.  A feature appended before the
+import is lost, and one appended after it comes too late for the patches.  This module therefore
+wraps the function that replaces the contents (run on CPU with MindSpeed-LLM 2.2.0 to master).
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ __all__ = ["install"]
 
 
 def install() -> CommFuseFeature:
-    """Make the options known to MindSpeed, and in force what is on the command line.
+    """Add the options to MindSpeed, and apply those that are on the command line.
 
     Call it after ``import torch``, best before ``import mindspeed_llm`` (or
-    ``mindspeed.megatron_adaptor`` without MindSpeed-LLM); later it patches what those have left.
-    A second call changes nothing.
+    ``mindspeed.megatron_adaptor`` without MindSpeed-LLM).  A later call patches modules that are
+    already loaded.  A second call changes nothing.
 
     Returns:
-        the feature of ``--use-commfuse``, the same at every call.
+        The feature of ``--use-commfuse``, the same object in every call.
 
     Raises:
         RuntimeError: MindSpeed is missing, it or MindSpeed-LLM is too old, or Megatron too new.
@@ -69,9 +69,12 @@ def _features_manager() -> Any:
 
 
 def _check_versions() -> None:
-    """Refuse a MindSpeed-LLM without features and a Megatron core that MindSpeed leaves to others.
+    """Refuse a MindSpeed-LLM without a feature manager, and a Megatron core that is too new for it.
 
-    Both are found without being imported.
+    Both packages are located without importing them.
+
+    Raises:
+        RuntimeError: names the version found and the versions that work together.
     """
     llm = importlib.util.find_spec("mindspeed_llm")
     folders = list(llm.submodule_search_locations or ()) if llm is not None else []
@@ -89,7 +92,7 @@ def _check_versions() -> None:
 
 
 def _keep(features: Sequence[Any], manager: Any) -> None:
-    """Put the features at the end of the list, now and whenever the list is replaced."""
+    """Append the features to the list, now and whenever the list is replaced."""
     replace_list = manager.set_features_list
 
     @functools.wraps(replace_list)
@@ -103,7 +106,7 @@ def _keep(features: Sequence[Any], manager: Any) -> None:
 
 
 def _apply_late(features: Sequence[Any]) -> None:
-    """Apply what the command line asks for, if MindSpeed has applied its patches already."""
+    """Apply the features set on the command line, if MindSpeed already applied its patches."""
     llm = sys.modules.get("mindspeed_llm.tasks.megatron_adaptor_v2")
     if llm is None and "mindspeed.megatron_adaptor" not in sys.modules:
         return

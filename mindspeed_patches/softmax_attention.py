@@ -1,17 +1,17 @@
-"""Whether a call of a core attention is ``softmax(q k^T) v`` and nothing more, and its mask.
+"""Whether a call of core attention is plain ``softmax(q k^T) v``, and which mask it uses.
 
-Megatron hands the same things to every class of core attention; what the fused forms need to know
-of them is the same, too.  What a query sees is said in three ways:
+Megatron passes the same arguments to every class of core attention, and the fused ops need the same
+facts about each.  The keys that a query sees are given in one of three ways:
 
-- by the mask's type alone, causal or full;
-- under ``--reset-attention-mask`` by the ends of packed documents, which MindSpeed hands on as
+- by the mask type alone, causal or full;
+- under ``--reset-attention-mask``, by the ends of packed documents, which MindSpeed passes as
   ``packed_seq_params.cu_seqlens_q`` (and to its operator as ``actual_seq_qlen``), whatever
   ``--attention-mask-type`` is;
-- else under ``--attention-mask-type general``, or with samples padded on the left, by a mask that
-  the data bring, in addition to the causal one: ``sparse_mode`` 0 with ``next_tockens`` 0.
+- otherwise, under ``--attention-mask-type general`` or with samples padded on the left, by a mask
+  from the data, in addition to the causal one: ``sparse_mode`` 0 with ``next_tockens`` 0.
 
-A mask of the data beside ``--attention-mask-type causal`` hides the padding behind a sample, which
-no token of it sees anyway.
+A data mask under ``--attention-mask-type causal`` hides only the padding after a sample, which no
+token of the sample sees anyway.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from commfuse_npu.ops.attention_mask import AttentionMask
 __all__ = ["RECOMPUTED", "AttentionCall"]
 
 RECOMPUTED = "selective recomputation runs the core attention by itself"
-"""Why it does not wait for a projection."""
+"""Why attention of such a layer cannot be deferred to its projection."""
 
 _AFTER_THE_MASK = ("attn_mask_type", "attention_bias", "packed_seq_params")
 
 
 class AttentionCall(NamedTuple):
-    """What Megatron says about one call of a core attention.
+    """The arguments of one call of core attention that decide whether it can be fused.
 
     Attributes:
         config: Megatron's configuration of the layer.
-        training: whether dropout counts.
+        training: whether dropout is active.
         kind: the name of Megatron's ``AttnMaskType``.
-        given: what the core attention is given after the mask, by name.
-        of_data: the attention mask that Megatron passes, if any.
+        given: the arguments after the mask, by name.
+        of_data: the attention mask that Megatron passes, or ``None``.
     """
 
     config: Any
@@ -56,11 +56,11 @@ class AttentionCall(NamedTuple):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> AttentionCall:
-        """Of a core attention, or of the layer around it.
+        """Read a call of core attention, or of the layer around it.
 
         Args:
-            owner: has the configuration, and the mask's type where the call has none.
-            args, kwargs: of the call, from the mask on.
+            owner: has the configuration, and the mask type if the call does not pass one.
+            args, kwargs: of the call, starting with the mask.
         """
         given = dict(zip(_AFTER_THE_MASK, args[1:], strict=False)) | (kwargs or {})
         of_data = args[0] if args else given.get("attention_mask")
@@ -68,7 +68,7 @@ class AttentionCall(NamedTuple):
         return cls(owner.config, training, str(getattr(kind, "name", kind)), given, of_data)
 
     def obstacle(self) -> str | None:
-        """Why this attention is more than a softmax over scores, as far as known without them."""
+        """Why this attention is more than a softmax over scores, judged without the tensors."""
         config, kind = self.config, self.kind
         if kind not in ("causal", "no_mask"):
             return f"its mask is {kind}; only causal and no_mask can be split by queries"
@@ -86,7 +86,7 @@ class AttentionCall(NamedTuple):
         return None
 
     def tensor_obstacle(self, query: Any, key: Any, value: Any) -> str | None:
-        """:meth:`obstacle`, and what there is to say of queries and keys as Megatron has them."""
+        """:meth:`obstacle`, and why these queries and keys cannot be fused."""
         if reason := self.obstacle():
             return reason
         if not all(isinstance(tensor, torch.Tensor) for tensor in (query, key, value)):
@@ -97,11 +97,11 @@ class AttentionCall(NamedTuple):
         return None
 
     def mask(self, length: int, batch: int) -> AttentionMask | str:
-        """Which keys a query sees, or why the fused form cannot tell; after :meth:`obstacle`.
+        """Which keys a query sees, or why this cannot be determined; call :meth:`obstacle` first.
 
         Args:
-            length: of the whole sequence, S.
-            batch: how many samples there are, B.
+            length: of the full sequence, S.
+            batch: number of samples, B.
         """
         packed = self.given.get("packed_seq_params")
         if packed is not None:
@@ -123,7 +123,7 @@ class AttentionCall(NamedTuple):
 
 
 def _of_documents(packed: Any, length: int, batch: int) -> AttentionMask | str:
-    """All layers of a micro-batch, and their recomputation, get the same object: it keeps them."""
+    """The mask of packed documents, cached on ``packed``, which a micro-batch's layers share."""
     known: AttentionMask | str | None = getattr(packed, "commfuse_documents", None)
     if known is None:
         ends = packed.cu_seqlens_q

@@ -1,4 +1,4 @@
-"""What is fused, said once at the start of a training, on rank 0: a line per kind of layer.
+"""Prints once, when training starts, which layers are fused: on rank 0, a line per kind of layer.
 
 ::
 
@@ -6,18 +6,18 @@
     CommFuse: fc1: 1 of 28 fused; 27 not: expert layers communicate by their own rules
     CommFuse: gradients: 3 of 4 fused; 1 not: these parameters are sharded over another group ...
 
-Counted when the model is made, from the modules as they are, over all stages of the pipeline.
-What a single call may be left for (its mask, a short sequence) is logged when that happens, and
-what was said here is not logged again.
+Layers are counted when the model is built, from its modules, over all pipeline stages.  Reasons
+that concern a single call (its mask, a short sequence) are logged when they occur; reasons that are
+reported here are not logged again.
 
-Where nothing is fused the training ends here, on all ranks alike, before its first iteration,
-unless ``--commfuse-allow-nothing`` is given.
+If nothing is fused, the training stops here on all ranks, before its first iteration, unless
+``--commfuse-allow-nothing`` is given.
 
 ===================  ===========================================================================
 kind                 counted
 ===================  ===========================================================================
 linear layers        every column- and row-parallel one, by its name in :mod:`.layer_names`, else
-                     by its attribute; of experts the modules that hold them
+                     by its attribute; experts: the modules that contain them
 attention            self-attention layers, with ``--commfuse-attention``
 ulysses              layers whose core attention exchanges heads
 gradients,           buckets
@@ -45,22 +45,22 @@ from mindspeed_patches.wrappers import EXPERTS, LinearWrappers, with_way_out
 __all__ = ["StartReport"]
 
 Counts = Counter[tuple[str, str]]
-"""By kind and reason; an empty reason is that of what is fused."""
+"""Number of layers by (kind, reason); the reason is empty for those that are fused."""
 
 _GET_MODEL = "megatron.training.training.get_model"
 
 
 @dataclass
 class StartReport:
-    """Says what is fused in a model, once.
+    """Reports once what is fused in a model.
 
     Attributes:
-        linears: of the tensor-parallel layers, and where reasons are kept that were said.
-        tensor_parallel: whether these layers are wrapped.
-        attention, ulysses: whether they are to be fused.
-        buckets: of data parallelism, if they are.
-        allow_nothing: go on where nothing is fused.
-        done: whether it was said.
+        linears: the linear wrappers, which also keep the reasons that have been logged.
+        tensor_parallel: whether tensor-parallel layers are wrapped.
+        attention, ulysses: whether these are to be fused.
+        buckets: the wrappers of data parallelism, if buckets are to be fused.
+        allow_nothing: continue if nothing is fused.
+        done: whether the report has been printed.
     """
 
     linears: LinearWrappers
@@ -72,7 +72,7 @@ class StartReport:
     done: bool = False
 
     def register(self, manager: Any) -> None:
-        """Register with MindSpeed's patch manager, where Megatron makes the model to train."""
+        """Register with MindSpeed's patch manager: wrap Megatron's ``get_model``."""
         manager.register_patch(_GET_MODEL, self.get_model_wrapper)
 
     @around
@@ -81,21 +81,21 @@ class StartReport:
     ) -> Any:
         """``get_model(provider, model_type, wrap_with_ddp=True)``, a list of model chunks."""
         model = get_model(provider, *args, **kwargs)
-        # Without, it is a model that is not trained.
+        # A model without DDP is not trained.
         if kwargs.get("wrap_with_ddp", args[1] if len(args) > 1 else True):
             self.tell(model)
         return model
 
     def tell(self, model: Sequence[torch.nn.Module]) -> None:
-        """Print what is fused; the first model only.
+        """Print what is fused, for the first model only.
 
-        A collective of the pipeline's stages.
+        Collective over the pipeline stages.
 
         Args:
             model: the chunks of this rank, with their buckets if they have any.
 
         Raises:
-            IncompatibleOptionsError: nothing is fused, on any stage.
+            IncompatibleOptionsError: nothing is fused on any stage.
         """
         if self.done:
             return
@@ -112,7 +112,7 @@ class StartReport:
                 print(f"CommFuse: {line}", flush=True)
 
     def _count(self, chunk: Any) -> Iterator[tuple[str, str]]:
-        """The kind of each thing that could be fused, and why it is not."""
+        """Pairs of a kind and the reason why it is not fused, one for each candidate."""
         from megatron.core.transformer.attention import SelfAttention
 
         experts: tuple[str, ...] = ()
@@ -142,7 +142,7 @@ class StartReport:
                     yield from [(direction.name, reason)] * len(group.buckets)
 
     def _attention_obstacle(self, layer: Any) -> str | None:
-        """Why attention does not wait for its projection, as far as the modules say."""
+        """Why attention cannot be deferred to its projection, as far as the modules show."""
         if layer.checkpoint_core_attention:
             return RECOMPUTED
         if not layer.linear_proj.sequence_parallel:
@@ -151,7 +151,7 @@ class StartReport:
 
 
 def _is_tensor_parallel(module: torch.nn.Module) -> bool:
-    """By what all such layers have, Megatron's, MindSpeed's and Transformer Engine's."""
+    """Whether it has the attributes of such layers in Megatron, MindSpeed or TransformerEngine."""
     names = "output_size_per_partition", "input_size_per_partition"
     return any(hasattr(module, name) for name in names)
 
@@ -167,7 +167,7 @@ def _of_all_stages(here: Counts) -> Counts:
 
 
 def _kinds(counts: Counts) -> dict[str, dict[str, int]]:
-    """How many of each kind for each reason, in the order of :data:`LAYERS`, others after them."""
+    """The number of each kind by reason, kinds in the order of :data:`LAYERS`, others last."""
     kinds: dict[str, dict[str, int]] = {name: {} for name in LAYERS}
     for (name, reason), count in counts.items():
         kinds.setdefault(name, {})[reason] = count
@@ -175,7 +175,7 @@ def _kinds(counts: Counts) -> dict[str, dict[str, int]]:
 
 
 def _lines(counts: Counts) -> Iterator[str]:
-    """A line per kind; the way out where its reason comes first."""
+    """One line per kind; a remedy follows the first mention of its reason."""
     said: set[str] = set()
     for kind, found in _kinds(counts).items():
         total, fused = sum(found.values()), found.pop("", 0)
@@ -187,7 +187,7 @@ def _lines(counts: Counts) -> Iterator[str]:
 
 
 def _nothing(counts: Counts) -> str:
-    """That nothing is fused, with a line per reason."""
+    """The error message if nothing is fused: a line per reason."""
     kinds_of: dict[str, list[str]] = {}
     for kind, found in _kinds(counts).items():
         for reason in found:

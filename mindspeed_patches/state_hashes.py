@@ -1,4 +1,4 @@
-"""SHA-256 over every bit of a model and of its optimizer, on one rank."""
+"""SHA-256 over every bit of a model and its optimizer, of one rank or of all."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ def weight_hashes(chunks: Iterable[torch.nn.Module]) -> dict[str, str]:
 
 
 def optimizer_hash(optimizer: Any) -> str:
-    """One hash for what the optimizer keeps on this rank: fp32 main weights, moments, steps."""
+    """One hash of the optimizer state of this rank: fp32 main weights, moments, steps."""
     return _hash(_state(optimizer))
 
 
 def hash_over_ranks(chunks: Iterable[torch.nn.Module], optimizer: Any) -> str:
-    """One hash for all ranks' weights and optimizers, in the order of ranks; collective."""
+    """One hash of the weights and optimizers of all ranks, in rank order; a collective."""
     bits = f"{sorted(weight_hashes(chunks).items())} {optimizer_hash(optimizer)}"
     everyone = [""] * dist.get_world_size()
     dist.all_gather_object(everyone, bits)
@@ -35,7 +35,7 @@ def hash_over_ranks(chunks: Iterable[torch.nn.Module], optimizer: Any) -> str:
 
 
 def _state(optimizer: Any) -> Iterator[tuple[str, Any]]:
-    # Megatron chains an optimizer per kind of parameters, and each wraps one of torch's kind.
+    # Megatron chains one optimizer per kind of parameter; each wraps an optimizer of torch.
     for index, part in enumerate(getattr(optimizer, "chained_optimizers", [optimizer])):
         inner = getattr(part, "optimizer", None)
         if inner is None:  # no parameters on this rank
@@ -53,7 +53,7 @@ def _hash(named: Iterable[tuple[str, Any]]) -> str:
     for name, value in named:
         if isinstance(value, torch.Tensor):
             digest.update(f"{name} {value.dtype} {tuple(value.shape)} ".encode())
-            # view(uint8) of a scalar is refused, of its one element not.
+            # torch refuses view(uint8) of a scalar, but not of a tensor with one element.
             flat = value.detach().cpu().contiguous().reshape(-1)
             digest.update(flat.view(torch.uint8).numpy().data)
         else:

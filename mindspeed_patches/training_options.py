@@ -1,4 +1,4 @@
-"""What the options of CommFuse (:mod:`commfuse_npu.options`) ask for in a training."""
+"""Typed settings of a training, from the CommFuse options (:mod:`commfuse_npu.options`)."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ __all__ = ["CommFuseOptions", "checked_options", "commfuse_options", "complete_o
 
 @dataclass(frozen=True)
 class CommFuseOptions:
-    """What the options ask for.
+    """The settings that the options select.
 
     Attributes:
-        linear: of the fused layers.
-        described: set ``linear.collectives_from`` from the description of this NPU.
-        rows, hidden: of this launch's blocks; ``None`` if it does not say.
-        min_rows: layers whose block has fewer stay Megatron's; ``None``: as many as on this NPU
-            Megatron's order is faster for.
+        linear: options of the fused linear layers.
+        described: set ``linear.collectives_from`` from the hardware description of this NPU.
+        rows, hidden: shape of a block in this launch; ``None`` if the arguments do not give it.
+        min_rows: layers with fewer rows per block keep Megatron's forward; ``None`` to derive the
+            limit on this NPU: the rows below which Megatron's order is faster.
         layers: names of the layers to fuse.
-        attention: fuse attention with the projection of its output.
-        ulysses: of attention under Ulysses context parallelism; ``None`` leaves it alone.
-        data_parallel: of the distributed optimizer's buckets; ``None`` leaves them alone.
-        order_log: the folder in which the order of transfers is recorded; ``None`` for nowhere.
-        allow_nothing: train also where nothing is fused.
+        attention: fuse attention with its output projection.
+        ulysses: options of attention under Ulysses context parallelism; ``None``: not fused.
+        data_parallel: options of the distributed optimizer's buckets; ``None``: not fused.
+        order_log: the folder in which the order of transfers is recorded; ``None`` for no record.
+        allow_nothing: train even if nothing is fused.
     """
 
     linear: LinearOptions
@@ -57,10 +57,10 @@ class CommFuseOptions:
 
 
 def commfuse_options(args: argparse.Namespace) -> CommFuseOptions:
-    """Read the options from a namespace, early (strings) or real.
+    """Read the options from a namespace of strings (before Megatron parses them) or final values.
 
     Raises:
-        ValueError: a value does not fit; the message names the option.
+        ValueError: a value is invalid; the message names the option.
     """
     given = typed_options(args)
     if given.commfuse_attention and "proj" not in given.commfuse_layers:
@@ -80,14 +80,14 @@ def commfuse_options(args: argparse.Namespace) -> CommFuseOptions:
     chunks = 1 if tuned or rows is None else usual_chunks(tensor_parallel, rows, hidden)
     least, min_rows = given.commfuse_collectives_from, given.commfuse_min_rows
     if min_rows == "auto":
-        # Who says how blocks are cut, or has it tried out, has chosen.
+        # An explicit number of chunks, or tuning, already determines how blocks are cut.
         min_rows = 0 if tuned or given.commfuse_chunks else None
     ulysses = buckets = None
     if given.commfuse_ulysses:
         across = schedule_here(given, parallel_size(args, "context"), tensor_parallel)
         ulysses = LinearOptions(across, wgrad=given.commfuse_wgrad)
     if given.commfuse_dp:
-        # Pipeline stages come last in Megatron's order of ranks, or before data parallelism.
+        # Megatron orders ranks with pipeline stages last, or before data parallelism.
         stages_first = getattr(args, "use_tp_pp_dp_mapping", None)
         inner = tensor_parallel * (parallel_size(args, "pipeline_model") if stages_first else 1)
         buckets = replace(
@@ -120,15 +120,14 @@ def commfuse_options(args: argparse.Namespace) -> CommFuseOptions:
 
 
 def checked_options(args: argparse.Namespace, *, complete: bool = False) -> CommFuseOptions:
-    """:func:`commfuse_options`, if nothing that is known so far excludes them.
+    """:func:`commfuse_options`, after checking them against the other options known so far.
 
     Args:
-        complete: these are the real arguments, which have what the options need.
+        complete: ``args`` are the final arguments, so required options must be present.
 
     Raises:
-        IncompatibleOptionsError: another option excludes them, or something that they need is
-            missing.
-        ValueError: a value does not fit.
+        IncompatibleOptionsError: another option excludes them, or a required one is missing.
+        ValueError: a value is invalid.
     """
     check_compatible(args)
     options = commfuse_options(args)
@@ -153,7 +152,7 @@ def checked_options(args: argparse.Namespace, *, complete: bool = False) -> Comm
 
 
 def complete_options(args: argparse.Namespace) -> CommFuseOptions:
-    """:func:`checked_options` of the real arguments."""
+    """:func:`checked_options` of the final arguments."""
     return checked_options(args, complete=True)
 
 

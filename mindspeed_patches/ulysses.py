@@ -1,9 +1,9 @@
-"""Ulysses context parallelism: its all-to-alls hidden behind attention and its projections.
+"""Ulysses context parallelism: its all-to-alls overlapped with attention and its projections.
 
-MindSpeed puts the core attention of a layer into ``UlyssesContextAttention``, which brings q, k and
-v from rows of the sequence to heads in three all-to-alls, attends, and brings the output back in a
-fourth, each by itself.  Here its ``forward`` is wrapped, and that of the layer around it; the
-classes stay.  Each projection of a layer joins the exchange if it can:
+MindSpeed puts the core attention of a layer into ``UlyssesContextAttention``.  It redistributes q,
+k and v from rows of the sequence to heads in three all-to-alls, attends, and redistributes the
+output in a fourth, without overlap.  This module wraps its ``forward`` and that of the layer around
+it; the classes stay.  Each projection of a layer takes part in the exchange if it can:
 
 ==================  ======================================  =====================================
                     with its projection                     without
@@ -17,20 +17,21 @@ backward, output    behind the dgrad of later blocks, and   behind the backward 
 backward, dq dk dv  behind the dgrad of the blocks before   one all-to-all: exposed
 ==================  ======================================  =====================================
 
-A chain with both, and what is counted of it::
+A layer whose two projections both take part, and the names under which its calls are counted::
 
     linear_all_to_all -> norms, rotary embedding -> attention_all_to_all_linear
          qkv                                             ulysses | proj
 
-Norms and rotary embedding are per row and head, so they give the same bits on either side of an
-exchange.  Behind it they need the positions of the whole sequence
-(:class:`.ulysses_layer.WholePositions`).  Of packed documents MindSpeed has the embeddings of the
-whole sequence on every rank, and picks those of its rows' positions in each layer; there the
-positions are gathered, and the picking is done here.
+Norms and rotary embedding act on each row and head separately, so they give the same bits before or
+after an exchange.  After it they need the positions of the full sequence
+(:class:`.ulysses_layer.WholePositions`).  With packed documents MindSpeed keeps the embeddings of
+the full sequence on every rank, and each layer picks those of its rows by position; in that case
+the positions are gathered and the picking is done here.
 
-What a layer has to be like is in :mod:`.ulysses_layer`: whole weights (a tensor-parallel group of
-one), and for q, k and v as many query groups as can be shared out.  Else the reason is counted
-under ``qkv of ulysses`` or ``proj of ulysses``, and the rest is fused without that projection.
+:mod:`.ulysses_layer` has the requirements on a layer: full weights (a tensor-parallel group of
+one), and for q, k and v a number of query groups that the ranks divide evenly.  If a projection
+does not meet them, the reason is counted under ``qkv of ulysses`` or ``proj of ulysses``, and the
+layer is fused without it.
 
 Legend: ``N`` ranks, ``S`` sequence, ``s`` its shard (S/N), ``B`` batch, ``A`` query heads and ``G``
 key heads of all ranks of the group together, ``D`` features of a head, ``H`` hidden.
@@ -93,12 +94,12 @@ _HEADS = ("num_attention_heads_per_partition", "num_query_groups_per_partition")
 
 
 class _Joined(NamedTuple):
-    """What a layer does around its core attention, while that is an exchange of heads.
+    """How one call of a layer takes part in the exchange of heads.
 
     Attributes:
         packed: ``packed_seq_params`` of the layer.
-        qkv: the projection has exchanged q, k and v: all rows of this rank's heads.
-        proj: the projection of the output waits for attention.
+        qkv: the projection has already exchanged q, k and v: all rows of this rank's heads.
+        proj: attention is deferred to the output projection.
     """
 
     packed: Any
@@ -110,8 +111,8 @@ class UlyssesWrappers(LaneUser):
     """The wrappers of attention under Ulysses and of the layer around it, and their transport.
 
     Args:
-        linears: where calls are counted and reasons are logged, under the names ``ulysses``,
-            ``qkv`` and ``proj``; only projections among its layers join the exchange.
+        linears: counts calls and logs reasons under the names ``ulysses``, ``qkv`` and ``proj``;
+            only projections among its layers take part in the exchange.
         options: of the fused ops; ``main_grad`` follows each layer's
             ``gradient_accumulation_fusion``.
 
@@ -134,10 +135,10 @@ class UlyssesWrappers(LaneUser):
         """Register with MindSpeed's patch manager, or with our stand-in.
 
         Args:
-            attention: the class that exchanges heads around ``local_attn``.
+            attention: dotted path of the class that exchanges heads around ``local_attn``.
         """
         manager.register_patch(f"{attention}.forward", self.ulysses_forward_wrapper)
-        # Of the base class: there others of MindSpeed's features register theirs.
+        # The forward of the base class, because other MindSpeed features wrap that one.
         manager.register_patch(_ATTENTION, self.attention_forward_wrapper)
 
     @around
@@ -166,8 +167,8 @@ class UlyssesWrappers(LaneUser):
     ) -> Output:
         """``forward(hidden_states, mask, ...)``, from ``[s, B, H]`` to ``[s, B, H]`` and a bias.
 
-        While it lasts, projections that can join the exchange have another ``forward``, and the
-        core attention does its part for them.
+        During the call, projections that can take part in the exchange have another ``forward``,
+        and the core attention leaves their part of the exchange to them.
         """
         given = forward_arguments(args, kwargs)
         local = getattr(layer.core_attention, "local_attn", None)
@@ -176,7 +177,7 @@ class UlyssesWrappers(LaneUser):
             return forward(layer, hidden_states, *args, **kwargs)
         call = AttentionCall.of(layer, layer.core_attention.training, (), given)
         call = call._replace(config=innermost(local).config)
-        # Else the exchange itself says why.
+        # Otherwise the wrapper of the exchange logs the reason.
         if call.obstacle() or self._obstacle(
             layer.core_attention,
             hidden_states.shape[0],
@@ -193,10 +194,10 @@ class UlyssesWrappers(LaneUser):
     def _join(
         self, layer: Any, hidden: torch.Tensor, call: AttentionCall, stack: ExitStack
     ) -> dict[str, Any]:
-        """Let projections of the layer join the exchange until ``stack`` ends.
+        """Let the layer's projections take part, by replaced methods, until ``stack`` closes.
 
         Returns:
-            What ``forward`` is to be given.
+            The keyword arguments for the layer's ``forward``.
         """
         lanes, layers, given = self.lanes(), self._linears.layers, call.given
         packed, rows = given.get("packed_seq_params"), hidden.shape[0]
@@ -230,11 +231,11 @@ class UlyssesWrappers(LaneUser):
             return given | {"rotary_pos_emb": self._positions.of(positions, lanes.group)}
         if getattr(layer.config, "reset_position_ids", False):
             positions = picked(positions, self._positions.of(packed.position_ids, lanes.group))
-        # Without documents Megatron takes embeddings of all rows as they are.
+        # Without packed_seq_params Megatron uses the embeddings of all rows as they are.
         return given | {"rotary_pos_emb": positions, "packed_seq_params": None}
 
     def _projection_to_heads(self, linear: Any) -> tuple[str, Callable[..., Any]]:
-        """The method to replace, and what makes ``[S, B, q, k and v of own heads]`` instead."""
+        """The method to replace, and its replacement: ``[S, B, q, k and v of own heads]``."""
         options = self._options[linear.gradient_accumulation_fusion]
 
         def product(
@@ -242,7 +243,7 @@ class UlyssesWrappers(LaneUser):
         ) -> torch.Tensor:
             self._linears.calls["qkv", "fused"] += 1
             bias = trained_bias(bias, weight)
-            # A query group is rows of the weight one after the other, and so are those of a rank.
+            # A query group is a range of weight rows, and so are the groups of a rank.
             return linear_all_to_all(input, weight, bias, transport=self.lanes(), options=options)
 
         def column_forward(input_: torch.Tensor, *_: Any) -> tuple[torch.Tensor, None]:
@@ -253,7 +254,7 @@ class UlyssesWrappers(LaneUser):
         return method, column_forward if method == "forward" else product
 
     def _projection_of_heads(self, linear: Any) -> Callable[..., Output]:
-        """The row-parallel layer with the attention in front of it, ``[s, B, H]`` and a bias."""
+        """A forward that runs attention and the row-parallel layer: ``[s, B, H]`` and a bias."""
         own, options = linear.forward, self._options[linear.gradient_accumulation_fusion]
 
         def forward(input_: torch.Tensor) -> Output:
@@ -279,8 +280,8 @@ class UlyssesWrappers(LaneUser):
 
         Args:
             own: the forward of the class.
-            joined: ``None`` if no projection joins.
-            args, kwargs: from the mask on.
+            joined: ``None`` if no projection takes part.
+            args, kwargs: of the call, starting with the mask.
         """
         if joined is not None and joined.packed is not None:
             kwargs["packed_seq_params"] = joined.packed
@@ -313,7 +314,7 @@ class UlyssesWrappers(LaneUser):
         )
 
     def _attend(self, heads: Heads, mask: AttentionMask, scale: float | None) -> torch.Tensor:
-        """To ``[s, B, A * D]``."""
+        """Attention on exchanged heads; returns ``[s, B, A * D]``."""
         self._linears.calls["ulysses", "fused"] += 1
         given = {**mask._asdict(), "scale": scale, "options": self._options[False]}
         return attention_all_to_all(*heads, transport=self.lanes(), **given)
@@ -327,12 +328,12 @@ class UlyssesWrappers(LaneUser):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> str | None:
-        """Why this exchange of heads keeps its own forward, or ``None``.
+        """Why this exchange of heads keeps its own forward, or ``None`` if it is fused.
 
         Args:
             rows: of the sequence on this rank.
-            heads: for queries, of all ranks of the group together, as are ``key_heads``.
-            args, kwargs: of the exchange, from the mask on.
+            heads: query heads of all ranks of the group together; ``key_heads`` likewise.
+            args, kwargs: of the exchange, starting with the mask.
         """
         exchange, lanes = attention.local_attn.ulysses_comm_para, self.lanes()
         calculator = exchange.get("gather_size_calculator")
@@ -354,23 +355,23 @@ class UlyssesWrappers(LaneUser):
 
 
 def innermost(local: Any) -> Any:
-    """The core attention that computes; newer versions of MindSpeed-LLM put one into another."""
+    """The core attention that computes; newer versions of MindSpeed-LLM nest one in another."""
     return getattr(local, "core_attention", local)
 
 
 def scale_of(core: Any) -> float | None:
-    """What local attention multiplies the scores by; ``None`` for ``D ** -0.5``."""
-    own = getattr(core, "scale", None)  # MindSpeed's classes; they take more than one option in
+    """The factor by which local attention multiplies the scores; ``None`` for ``D ** -0.5``."""
+    own = getattr(core, "scale", None)  # MindSpeed's classes combine several options in it
     return own if own is not None else getattr(core.config, "softmax_scale", None)
 
 
 def rows_to_heads(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, group: dist.ProcessGroup
 ) -> Heads:
-    """``all_to_all`` of q, k and v in one, from own rows with all heads to all rows of own heads.
+    """One ``all_to_all`` of q, k and v, from own rows with all heads to all rows of own heads.
 
-    Key heads that are not as many as several per rank are repeated until they are, no more often
-    than that: a rank needs one key head for all of its query heads, if they share it.
+    If the number of key heads is not a multiple of the group size, they are repeated as few times
+    as make it one: a rank needs at least one key head, which all its query heads may share.
 
     Args:
         query: ``[s, B, A, D]``, ``A`` a multiple of the group size.
@@ -393,5 +394,5 @@ def rows_to_heads(
 
 
 def heads_to_rows(attended: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """``[S, B, F]`` of own heads to ``[s, B, N * F]``, the heads of rank 0 first."""
+    """From ``[S, B, F]`` of own heads to ``[s, B, N * F]``, the heads of rank 0 first."""
     return torch.cat(all_to_all(attended, group).chunk(group.size()), dim=2)

@@ -1,10 +1,10 @@
-"""What of a self-attention layer lets its projections join the exchange of heads.
+"""Whether the projections of a self-attention layer can take part in the exchange of heads.
 
-Megatron's ``SelfAttention`` makes q, k and v of its rows, embeds positions, attends and projects.
-For as long as one call lasts, its projections and its core attention get other ``forward`` methods
-(:func:`replaced`), and it believes to have the heads of this rank only: so hooks of the modules run
-as ever (those of the distributed optimizer wait for weights), and so does what Megatron does
-between the projections, for the whole sequence instead of the rows of a rank.
+Megatron's ``SelfAttention`` computes q, k and v of its rows, embeds positions, attends and
+projects.  During one call, its projections and its core attention get other ``forward`` methods
+(:func:`replaced`), and its head counts are those of this rank only.  Module hooks therefore run as
+usual (those of the distributed optimizer wait for weights), and so does Megatron's code between the
+projections, on the full sequence instead of the rows of a rank.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ _OWN_FORWARD = "its forward was replaced by someone else"
 
 
 def forward_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """What ``Attention.forward`` is given after the hidden states, by name."""
+    """The arguments of ``Attention.forward`` after the hidden states, by name."""
     names = _AFTER_THE_ROWS[: len(args)]
     return dict(zip(names, args, strict=True)) | kwargs
 
 
 @contextmanager
 def replaced(owner: Any, **attributes: Any) -> Iterator[None]:
-    """Give one object other attributes, its class none; what it had comes back at the end."""
+    """Set attributes of one object, not of its class, and restore the previous ones at the end."""
     own = vars(owner)
     before = {name: own[name] for name in attributes if name in own}
     own.update(attributes)
@@ -66,7 +66,7 @@ def replaced(owner: Any, **attributes: Any) -> Iterator[None]:
 
 
 def layer_obstacle(layer: Any, given: dict[str, Any]) -> str | None:
-    """Why neither projection of a layer joins the exchange, or ``None``.
+    """Why neither projection of a layer can take part in the exchange, or ``None``.
 
     Args:
         given: from :func:`forward_arguments`.
@@ -91,11 +91,11 @@ def layer_obstacle(layer: Any, given: dict[str, Any]) -> str | None:
 def qkv_obstacle(
     layer: Any, rows: int, size: int, given: dict[str, Any], layers: Collection[str]
 ) -> str | None:
-    """Why the projection to q, k and v does not feed the exchange, or ``None``.
+    """Why the projection to q, k and v cannot take part in the exchange, or ``None``.
 
     Args:
         rows: of the sequence on this rank.
-        size: how many ranks exchange heads.
+        size: number of ranks that exchange heads.
         given: from :func:`forward_arguments`.
         layers: names of the layers to fuse.
     """
@@ -131,7 +131,7 @@ def qkv_obstacle(
     resets = getattr(layer.config, "reset_position_ids", False)
     if resets and packed.position_ids.shape[0] != rows:
         return f"its position ids are {tuple(packed.position_ids.shape)} for {rows} rows"
-    # Embeddings of all positions, of which rows pick theirs.
+    # Embeddings of all positions, from which the rows pick theirs.
     return _positions_obstacle(rows * size, given)
 
 
@@ -150,17 +150,17 @@ def _positions_obstacle(rows: int, given: dict[str, Any]) -> str | None:
 
 
 def qkv_method(linear: Any) -> str | None:
-    """The method of a column-parallel layer that multiplies; ``None`` if it is unknown."""
+    """The name of the method in which a column-parallel layer multiplies; ``None`` if unknown."""
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 
     if type(linear).forward is ColumnParallelLinear.forward:
         return "forward"
-    # MindSpeed's layer with the norm in front: it calls this one of its attributes.
+    # MindSpeed's layer with norm calls this attribute for the product.
     return "_linear_forward_impl" if "_linear_forward_impl" in vars(linear) else None
 
 
 def proj_obstacle(layer: Any, layers: Collection[str]) -> str | None:
-    """Why the projection of the output does not use the exchange, or ``None``."""
+    """Why the output projection cannot take part in the exchange, or ``None``."""
     from megatron.core.tensor_parallel.layers import RowParallelLinear
 
     linear = layer.linear_proj
@@ -179,34 +179,33 @@ def proj_obstacle(layer: Any, layers: Collection[str]) -> str | None:
 
 
 class WholePositions:
-    """Gathers positions or their embeddings, and remembers the last few.
+    """Gathers positions or their embeddings, and caches the last four results.
 
-    Under context parallelism a rank has those of its own rows.  Once heads are exchanged for rows
-    it has all rows, in the order of the ranks: the parts of all ranks, one after the other.
+    Under context parallelism a rank has the positions of its own rows.  After heads are exchanged
+    for rows it has all rows, in rank order: the parts of all ranks, one after the other.
 
-    All layers of a forward have the same part, and recomputation has the same memory under another
-    name: those find what was gathered.  Whether one does depends on what the program does with its
-    tensors, never on their values, and so is the same on every rank, as it has to be in front of a
-    collective.
+    All layers of a forward pass the same tensor, and recomputation passes another tensor with the
+    same memory: both hit the cache.  A hit depends on how the program handles its tensors, never on
+    their values, so it is the same on every rank, as it must be before a collective.
     """
 
     _KEPT = 4
 
     def __init__(self) -> None:
-        # The parts are kept alive, so that no other tensor gets their memory.
+        # Keep the parts alive, so that no other tensor reuses their memory.
         self._known: dict[Hashable, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def of(self, part: Any, group: dist.ProcessGroup) -> Any:
-        """``[s, ...]`` of each rank as ``[N * s, ...]``.
+        """Gather ``[s, ...]`` of each rank to ``[N * s, ...]``.
 
         Args:
-            part: a tensor, through which no gradient flows, or a tuple of them, or ``None``.
+            part: a tensor without gradient, a tuple of such tensors, or ``None``.
         """
         if isinstance(part, tuple):
             return tuple(self.of(each, group) for each in part)
         if part is None:
             return None
-        if part.is_inference():  # nobody counts what happens to it
+        if part.is_inference():  # has no version counter
             return all_gather_rows(part, group)
         memory = part.device, part.data_ptr(), part.dtype, part.shape, part.stride()
         key = group, part._version, memory
@@ -219,7 +218,11 @@ class WholePositions:
 
 
 def picked(embeddings: Any, positions: torch.Tensor) -> Any:
-    """``[S, 1, 1, D]``, one or a tuple or none, of positions ``[S, B]``: ``[S, B, 1, D]``."""
+    """Select ``[S, 1, 1, D]`` embeddings (also a tuple, or ``None``) by ``[S, B]`` positions.
+
+    Returns:
+        ``[S, B, 1, D]`` for each.
+    """
     if isinstance(embeddings, tuple):
         return tuple(picked(part, positions) for part in embeddings)
     if embeddings is None:

@@ -1,7 +1,7 @@
 """Forward wrappers for Megatron's tensor-parallel linear layers.
 
-The layers keep their classes, their initialisation and their checkpoint code: only ``forward`` is
-wrapped, and where the fused form does not apply, the wrapper calls what it wraps.  (Replacing the
+The layers keep their classes, their initialization and their checkpoint code.  Only ``forward`` is
+wrapped; where the fused form does not apply, the wrapper calls the original.  (Replacing the
 classes fails: Megatron's ``__init__`` calls ``super(ColumnParallelLinear, self)`` through the name
 in its module.)
 
@@ -66,16 +66,16 @@ EXPERTS = "expert layers communicate by their own rules"
 """Why no layer of an expert is fused."""
 
 PARTNER = "the micro-batch beside this one hides its transfers"
-"""Why no layer is fused in a pair of forward-backward overlap."""
+"""Why no layer is fused inside a pair of forward-backward overlap."""
 
 _OPTIONS = (
     ("defer_embedding_wgrad_compute", ("output",), "keeps the gradients for later"),
     ("mla_up_proj_tp_overlap", ("q_up", "kv_up"), "gathers its input before the call"),
 )
-"""Options that have some layers transfer in another way, and how."""
+"""Options that change how some layers transfer: (option, layers, what it does)."""
 
 Output = tuple[torch.Tensor, torch.Tensor | None]
-"""Of a layer: the product, and the bias if somebody else adds it."""
+"""Output of a layer: the product, and the bias if the caller adds it."""
 
 _logger = logging.getLogger(__name__)
 _MODULE = "megatron.core.tensor_parallel.layers"
@@ -86,55 +86,55 @@ _NORM_COLUMN = (
 
 
 class Obstacle(str):
-    """Why something is not fused: compared, hashed and counted as its text.
+    """Why something is not fused: a string, compared, hashed and counted by its text.
 
     Args:
         reason: the text.
-        way_out: what a user can do about it; empty if there is nothing.
+        way_out: what the user can do about it; empty if nothing.
     """
 
     way_out: str
 
     def __new__(cls, reason: str, way_out: str = "") -> Obstacle:
         self = super().__new__(cls, reason)
-        self.way_out = way_out  # also in a pickle, for other ranks
+        self.way_out = way_out  # pickling keeps it, so other ranks get it too
         return self
 
 
 def with_way_out(reason: str) -> str:
-    """A reason for people."""
+    """The reason, followed by the remedy in parentheses if it has one."""
     way_out = getattr(reason, "way_out", "")
     return f"{reason} ({way_out})" if way_out else reason
 
 
 def by_fusion(options: LinearOptions) -> dict[bool, LinearOptions]:
-    """The options of a layer by its ``gradient_accumulation_fusion``."""
+    """The options of a layer, by its ``gradient_accumulation_fusion``."""
     return {fusion: replace(options, main_grad=fusion) for fusion in (False, True)}
 
 
 def trained_bias(bias: torch.Tensor | None, weight: torch.Tensor) -> torch.Tensor | None:
-    """As in Megatron's column-parallel layer: beside a frozen weight a bias gets no gradient."""
+    """The bias, detached if the weight is frozen, as in Megatron's column-parallel layer."""
     return bias if bias is None or weight.requires_grad else bias.detach()
 
 
 class LinearWrappers(LaneUser):
-    """The wrappers, and what they share: a transport, options and the count of their calls.
+    """The wrappers of linear layers, with their transport, options and call counts.
 
     Args:
         options: of the fused layers; ``main_grad`` follows each layer's
             ``gradient_accumulation_fusion``.
         layers: which of :data:`LAYERS` to fuse.
-        min_rows: layers of which a rank's block has fewer rows keep Megatron's forward; ``None``:
-            on an NPU that is described :func:`~commfuse_npu.plan.least_rows` for what a post is
-            measured to cost when the lanes are made, which decides on the chunks, too; else 0.
-        described: take ``collectives_from`` from the description of the NPU, if there is one.
-        rows, hidden: of the blocks of this launch, if they are known.
+        min_rows: layers with fewer rows in a rank's block keep Megatron's forward.  ``None``: on an
+            NPU with a hardware description, :func:`~commfuse_npu.plan.least_rows` of the cost of a
+            post, measured when the lanes are created, which also sets the chunks; else 0.
+        described: take ``collectives_from`` from the hardware description of the NPU, if any.
+        rows, hidden: shape of a block in this launch, if known.
 
     Attributes:
         transport: lanes of the tensor-parallel group.
-        calls: how often each layer took which path, as ``(layer, path)``; the path is ``fused`` or
-            the reason why not.
-        layers: which are fused.
+        calls: number of calls by ``(layer, path)``; the path is ``fused``, or the reason why the
+            call was not fused.
+        layers: names of the layers to fuse.
 
     Raises:
         ValueError: a layer is unknown.
@@ -169,7 +169,7 @@ class LinearWrappers(LaneUser):
         self._said: set[tuple[str, str]] = set()
 
     def opened(self) -> None:
-        """Set what the machine's description is to say."""
+        """Apply the hardware description of this NPU, and measure the cost of a post if needed."""
         lanes = self.lanes()
         asked = (self._described or self._limited) and lanes.device_type != "cpu"
         machine = described_machine(lanes.device_type) if asked else None
@@ -180,7 +180,7 @@ class LinearWrappers(LaneUser):
             self._choose_by(post_seconds(lanes))
 
     def _choose_by(self, post: float) -> None:
-        """Take the least rows and the chunks for a host that takes so many seconds to post."""
+        """Set the least rows and the chunks for a host that needs ``post`` seconds per post."""
         size, schedule = self.lanes().size, self._options[False].schedule
         self._min_rows = least_rows(size, self._hidden, post)
         chunks = usual_chunks(size, self._rows or 0, self._hidden, post)
@@ -193,9 +193,9 @@ class LinearWrappers(LaneUser):
         """Register with MindSpeed's patch manager, or with our stand-in.
 
         Args:
-            transformer_engine: also for ``MindSpeedTELayerNormColumnParallelLinear``, which under
-                ``--transformer-impl transformer_engine`` takes the place of qkv and fc1 together
-                with the norms before them.  The row-parallel layer there is Megatron's own.
+            transformer_engine: also wrap ``MindSpeedTELayerNormColumnParallelLinear``, which under
+                ``--transformer-impl transformer_engine`` replaces qkv and fc1 together with the
+                norms before them.  The row-parallel layer there is Megatron's own.
         """
         for name, forward_wrapper in (
             ("ColumnParallelLinear", self.column_forward_wrapper),
@@ -211,7 +211,7 @@ class LinearWrappers(LaneUser):
     def norm_column_init_wrapper(
         self, init: Callable[..., None], layer: Any, *args: Any, **kwargs: Any
     ) -> None:
-        """Remember which layer this is, and take over its linear part; its norm stays."""
+        """Store the layer's name and replace its linear part; its norm stays."""
         named_init_wrapper(init)(layer, *args, **kwargs)
         linear = layer._linear_forward_impl
 
@@ -256,7 +256,7 @@ class LinearWrappers(LaneUser):
         bias: torch.Tensor | None,
         gather: bool,
     ) -> torch.Tensor | None:
-        """The product, if it is fused."""
+        """The product if the call is fused, or ``None`` after counting the reason."""
         name, shape = layer_name(layer), (layer.output_size_per_partition, layer.input_size)
         reason: str | None = None
         if weight is None or tuple(weight.shape) != shape:
@@ -301,7 +301,7 @@ class LinearWrappers(LaneUser):
         """Why no call of a tensor-parallel layer is fused in this launch, or ``None``.
 
         Args:
-            layer: column- or row-parallel, of whatever class.
+            layer: a column- or row-parallel layer of any class.
         """
         from megatron.core.tensor_parallel import layers
 
@@ -317,14 +317,14 @@ class LinearWrappers(LaneUser):
     def _obstacle(
         self, layer: Any, *, column: bool, gather: bool = False, rows: int | None = None
     ) -> Obstacle | None:
-        """Why a layer keeps Megatron's forward; ``None`` if it does not.
+        """Why a layer keeps Megatron's forward; ``None`` if it is fused.
 
-        All ranks have the same answer.
+        The answer is the same on all ranks.
 
         Args:
-            column: it is column-parallel, else row-parallel.
-            gather: its output is gathered.
-            rows: of a rank's block, if they are known.
+            column: whether it is column-parallel; otherwise row-parallel.
+            gather: whether its output is gathered.
+            rows: of a rank's block, if known.
         """
         name, config = layer_name(layer), layer.config
         if column and not layer.sequence_parallel:
@@ -367,21 +367,21 @@ class LinearWrappers(LaneUser):
         return None
 
     def leave(self, name: str, reason: str, count: int = 1) -> None:
-        """Count calls that Megatron does itself; a reason that was not said yet is logged."""
+        """Count calls that Megatron executes; log each reason once, except :data:`PARTNER`."""
         self.calls[name, reason] += count
         if (name, reason) not in self._said and reason != PARTNER:
             self._said.add((name, reason))
             _logger.warning("CommFuse leaves %s to Megatron: %s", name, with_way_out(reason))
 
     def was_said(self, name: str, reason: str) -> None:
-        """A reason that :meth:`leave` need not log."""
+        """Record a reason as reported, so that :meth:`leave` does not log it."""
         self._said.add((name, reason))
 
     def describe(self, fused: str = "fused") -> list[str]:
-        """A line per layer and path: how many calls took it.
+        """One line per layer and path, with the number of calls.
 
         Args:
-            fused: what to call the path of the ops, which may run on collectives.
+            fused: the word for the path of the ops, which may run on collectives.
         """
         counted = dict.fromkeys(("gradients", "parameters"), "buckets")
         return [

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# How much communication is hidden, on links with a rate, and against whom.
+# Measure how much communication each form hides, on links with a limited rate.
 #
 #   bash scripts/bench.sh --quick                            less than 3 minutes
 #   bash scripts/bench.sh --json bench.json --html bench.html less than 25 minutes

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# `--compare` over every layout and option that decides which additions are made: TP 2 and 4, fp32
-# and bf16, with and without recomputation, gradient-accumulation fusion on and off. One line each;
-# fails unless all are identical. Further arguments go to every run. Takes about 20 minutes.
+# `--compare` for every layout and option that affects the order of additions: TP 2 and 4, fp32 and
+# bf16, with and without recomputation, gradient-accumulation fusion on and off. Prints one line
+# each and fails unless all are identical. Arguments are passed to every run. Takes 20 minutes.
 set -u
 here="$(dirname "${BASH_SOURCE[0]}")"
 log="$(mktemp)"

@@ -1,14 +1,14 @@
-# Sourced by the other scripts: a virtual environment in .venv with pinned packages.
+# Sourced by the other scripts: creates a virtual environment in .venv with pinned packages.
 #
 #   prepare_environment cpu [test] [npu]
 #
-# The first call installs; a later one installs what has changed, or what an earlier one did not
-# finish. Packages are installed without their dependencies, each pinned in scripts/requirements:
-# megatron-core alone would bring some 60 packages that nothing here imports.
+# The first call installs everything; a later one installs what has changed or was not completed.
+# Packages are installed without their dependencies, each pinned in scripts/requirements:
+# megatron-core alone would require some 60 packages that nothing here imports.
 #
-# "npu" is another environment beside it, .venv-npu, for tests/npu: torch_npu and nothing else, with
-# the packages of .venv behind it, and stand-ins for CANN. In .venv itself torch_npu would break
-# every `import torch`. If it cannot be made, the rest goes on without.
+# "npu" is a second environment, .venv-npu, for tests/npu: torch_npu alone, with the packages of
+# .venv behind it, and stand-ins for CANN. In .venv itself torch_npu would break `import torch`. If
+# it cannot be created, the rest continues without it.
 #
 #   PYTHON         the interpreter of a new environment, 3.10 to 3.13; default python3
 #   COMMFUSE_VENV  its folder; default .venv in the repository
@@ -23,15 +23,15 @@ prepare_environment() {
     create_environment || return
     # Before installing: from Python 3.12 on megatron-core is built, and its setup.py runs python3.
     export PATH="$VENV/bin:$PATH"
-    # torch first: with it in place nothing can bring in another one.
+    # torch first, so that no other package can bring in a different one.
     once "$VENV" "$REQUIREMENTS/torch.txt" install_torch || return
     for name in "$@"; do
         if [ "$name" = npu ]; then npu=true && continue; fi
         once "$VENV" "$REQUIREMENTS/$name.txt" install_file || return
     done
     once "$VENV" "$ROOT/setup.py" install_project || return
-    # One thread per rank: ranks share the cores. A torch_npu without CANN breaks `import torch`. And
-    # torch may be a build with CUDA, which is not to find a GPU.
+    # One thread per rank, because ranks share the cores. torch_npu without CANN breaks
+    # `import torch`. If torch is a CUDA build, it must not find a GPU.
     export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" TORCH_DEVICE_BACKEND_AUTOLOAD=0 \
         CUDA_VISIBLE_DEVICES=
     if "$npu" && ! prepare_npu_environment; then
@@ -50,7 +50,7 @@ create_environment() {
     "$python" -m venv "$VENV"
 }
 
-# once VENV FILE COMMAND: run COMMAND FILE, unless it has succeeded in VENV with the same FILE.
+# once VENV FILE COMMAND: run COMMAND FILE, unless it already succeeded in VENV with the same FILE.
 once() {
     local marker
     marker="$1/.installed-$(basename "${2%.*}")"
@@ -59,7 +59,7 @@ once() {
     "$3" "$2" && cp "$2" "$marker"
 }
 
-# The CPU build is a few hundred MB, PyPI's build for Linux has CUDA among its dependencies.
+# The CPU build has a few hundred MB; PyPI's Linux build depends on CUDA.
 install_torch() {
     local version source error cpu_builds=https://download.pytorch.org/whl/cpu log="$VENV/torch.log"
     version="$(sed -n 's/^torch==//p' "$1")"
@@ -101,7 +101,7 @@ prepare_npu_environment() {
     local site
     site="$(site_packages "$VENV")" || return
     if [ -e "$site/torch/lib/libtorch_cuda.so" ]; then
-        # Both register the options of their allocators under the same names, and the process aborts.
+        # Both register allocator options under the same names, and the process aborts.
         echo "torch_npu cannot be loaded beside a torch with CUDA." >&2
         return 1
     fi

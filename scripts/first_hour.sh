@@ -1,28 +1,28 @@
 #!/usr/bin/env bash
-# The first hour on a server with eight NPUs: is it ready, what does it reach, and what is the fastest
-# launch? Doctor, then commfuse-npu measure with all of its steps, then ten iterations of a launch in
-# each form: plain, Megatron's order, CommFuse, MC2, CoC. Ends with a verdict, FOLDER/measured.md, and
-# FOLDER/measured.yaml for simulate and plan. Read and rehearsed, not run on NPUs.
+# The first hour on a server with eight NPUs: is it ready, how fast is it, and which launch is
+# fastest? Runs the doctor, all steps of commfuse-npu measure, and ten iterations of a launch in
+# each form: plain, Megatron's order, CommFuse, MC2, CoC. Ends with a verdict, FOLDER/measured.md,
+# and FOLDER/measured.yaml for simulate and plan. Read and rehearsed, not run on NPUs.
 #
 #   cd MindSpeed-LLM
 #   bash <commfuse-npu>/scripts/first_hour.sh                        Llama 3 8B, mock data
 #   LAUNCH=my_pretrain.sh bash <commfuse-npu>/scripts/first_hour.sh  another launch of one server
 #   DEVICE=cpu bash scripts/first_hour.sh                            a laptop: two minutes, all small
 #
-# The same command again goes on with what is not finished. Arguments go to the launch. measure starts
-# its ranks by itself, the launch is read from its script and started with torchrun. From the
-# environment:
+# Running the same command again continues with unfinished steps. Arguments go to the launch.
+# measure starts its own ranks; the launch is read from its script and started with torchrun.
+# Environment variables:
 #
-#   LAUNCH    launch script; default pretrain_llama3_8b_ptd.sh, with 16 samples per iteration, or 64
-#             would take the hour
-#   MODEL     whose layers are measured, in configs/; default llama3_8b
-#   RANKS     NPUs; default 8
-#   FOLDER    for all that is found; default first_hour
-#   MINUTES   no step and no form begins later, and what goes on is ended a tenth later; default 50
-#   ANYWAY    1: measure although the doctor has found errors
-#   HCCL_DETERMINISTIC=true  for forms to have the same bits; takes time
+#   LAUNCH    launch script; default pretrain_llama3_8b_ptd.sh, with 16 samples per iteration,
+#             because 64 would take the whole hour
+#   MODEL     model in configs/ whose layers are measured; default llama3_8b
+#   RANKS     number of NPUs; default 8
+#   FOLDER    for all results; default first_hour
+#   MINUTES   no step or form starts later, and a running one is stopped 10 % later; default 50
+#   ANYWAY    1: measure even if the doctor has found errors
+#   HCCL_DETERMINISTIC=true  so that forms have equal bits; takes time
 #
-# and what scripts/launch_pretraining.sh takes: MINDSPEED_LLM_HOME, DATA_PATH, TOKENIZER_MODEL, PYTHON.
+# and of scripts/launch_pretraining.sh: MINDSPEED_LLM_HOME, DATA_PATH, TOKENIZER_MODEL, PYTHON.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 

@@ -1,3 +1,3 @@
 #!/usr/bin/env bash
-# Pretrain Llama 3 8B, TP 8 on one node of 8 NPUs; launch_pretraining.sh says what can be set.
+# Pretrain Llama 3 8B, TP 8 on one node of 8 NPUs; launch_pretraining.sh lists the settings.
 exec bash "$(dirname "${BASH_SOURCE[0]}")/launch_pretraining.sh" llama3_8b "$@"

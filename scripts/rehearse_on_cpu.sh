@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Rehearse a launch of MindSpeed-LLM on CPU and gloo, with and without CommFuse: is it exact, what
-# is fused, which collectives are left? No NPU and no CANN needed, no time measured.
+# Rehearse a launch of MindSpeed-LLM on CPU and gloo, with and without CommFuse: are results equal,
+# what is fused, which collectives remain? Needs no NPU and no CANN, and measures no time.
 #
 #   export MINDSPEED_HOME=... MINDSPEED_LLM_HOME=... MEGATRON_HOME=...     checkouts of the three
 #   bash scripts/rehearse_on_cpu.sh --rehearse-scale -- my_pretrain.sh     your launch script

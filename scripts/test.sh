@@ -2,8 +2,8 @@
 # Lint, types and tests. Sets up .venv by itself.
 #
 #   bash scripts/test.sh                       before every commit: 5 to 10 minutes on 2 cores
-#   bash scripts/test.sh --all                 everything, for a night
-#   bash scripts/test.sh tests/plan -k taper   further arguments go to pytest
+#   bash scripts/test.sh --all                 everything, overnight
+#   bash scripts/test.sh tests/plan -k taper   arguments are passed to pytest
 set -eu
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 prepare_environment cpu test npu
@@ -14,7 +14,7 @@ if [ "${1:-}" = --all ]; then
     options=()
     shift
 fi
-# A file's tests share their processes, so they stay together.
+# Tests of a file share their processes, so they run on the same worker.
 [ $# -gt 0 ] || options+=(--numprocesses auto --maxprocesses 4 --dist loadfile)
 ruff check .
 ruff format --check .

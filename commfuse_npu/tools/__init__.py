@@ -1,1 +1,1 @@
-"""What is asked before and after a run: doctor, plan, simulate, bench, verify."""
+"""The commands before and after a training: doctor, plan, simulate, bench, measure, verify."""

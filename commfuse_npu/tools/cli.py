@@ -1,4 +1,4 @@
-"""``commfuse-npu``: what can be asked without writing code."""
+"""``commfuse-npu``: the command line of this project."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ _COMMANDS = {
     },
     "explain": {"verify": ("verify_command", "prove all programs, or a recorded run (--log)")},
 }
-"""By what they are for: module and question."""
+"""Subcommands by purpose: module, and the question that it answers."""
 
 _PACKAGES = {
     "torch": "install the torch of your torch_npu, or pip install 'commfuse-npu[cpu]'",
     "yaml": "pip install pyyaml",
 }
-"""What a command may need that is not there, and how to get it."""
+"""Packages that a command may need, and how to install them."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -44,10 +44,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     name = " ".join(["commfuse-npu", *words[:1]])
     if arguments is None and words[:1] and words[0] not in _COMMANDS["run"]:
-        # As other programs whose reader has gone: `simulate | head` ends without a word.
+        # As in other programs: `simulate | head` ends silently when the reader has gone.
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     try:
-        # Here, where Ctrl-C is quiet.
+        # Imported here, where Ctrl-C is handled.
         from commfuse_npu.tools.terminal import rendered
 
         with rendered(name):
@@ -58,21 +58,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     except OSError as error:
-        # Of what it prints: of other files each command says it itself.
+        # An error of standard output; for other files each command reports it itself.
         if not isinstance(error, BrokenPipeError):
             from commfuse_npu.tools.option_types import refuse
 
             refuse(" ".join(words[:1]), error)
         with suppress(OSError, ValueError):
-            # Nor at the end of the interpreter.
+            # Prevent another error when the interpreter flushes stdout at exit.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 2
 
 
 def _answer(words: list[str]) -> int:
-    """Each command is a module with ``main(words)``, imported when it is asked for.
+    """Run one command: a module with ``main(words)``, imported only when it is needed.
 
-    What asks whether torch works must not import it.
+    The doctor checks whether torch works, so nothing may import torch before it.
     """
     known = {name: command for group in _COMMANDS.values() for name, command in group.items()}
     if words and words[0] in known:

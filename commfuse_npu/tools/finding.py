@@ -1,4 +1,4 @@
-"""One thing that doctor or plan looked at, and how bad it is."""
+"""One result of a check by doctor or plan, with its severity."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ Level = Literal["ok", "note", "warning", "error"]
 
 
 class Finding(NamedTuple):
-    """One thing that was looked at.
+    """One result of a check.
 
     Attributes:
         section: versions, devices, environment or launch.
-        what: the name of the thing.
-        level: ``error``: something will not work.  ``warning``: works, but not as it could.
+        what: the name of what was checked.
+        level: ``error``: something will not work.  ``warning``: works, but not optimally.
             ``note``: worth knowing.  ``ok``: as it should be.
         value: what was found.
-        expected: what it should be; empty if there is nothing to expect.
-        action: what to do; empty if there is nothing to do.
+        expected: what it should be; empty if nothing is expected.
+        action: what to do; empty if nothing is needed.
     """
 
     section: str

@@ -1,12 +1,12 @@
-"""The command line that ``scripts/launch_pretraining.sh`` starts; its head lists the variables.
+"""The command line that ``scripts/launch_pretraining.sh`` starts; the script lists the variables.
 
 ::
 
     python -m commfuse_npu.tools.launch_command llama3_8b --mock-data
 
-checks the configuration, the variables and the arguments, and prints the name of the log and below
-it a command that can be pasted into a shell: environment, torchrun, MindSpeed-LLM's entry, options.
-Needs PyYAML, and neither torch nor NPUs.
+checks the configuration, the variables and the arguments.  It prints the name of the log, then a
+command that can be pasted into a shell: environment, torchrun, MindSpeed-LLM's entry, options.
+It needs PyYAML, but neither torch nor NPUs.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _ENVIRONMENT = {
     "TASK_QUEUE_ENABLE": "2",
     "CPU_AFFINITY_CONF": "1",
 }
-"""What the processes get unless it is set."""
+"""Defaults of environment variables for the processes."""
 _OUTPUT = (
     "--log-interval 1 --log-throughput --save-interval 2000 --eval-interval 2000 --eval-iters 0 "
     "--ckpt-format torch"
@@ -48,7 +48,7 @@ _OPTIMIZE = (
 
 
 class _Variables:
-    """What is set in the environment; set to nothing is not set."""
+    """Variables of the environment; an empty one counts as unset."""
 
     def __init__(self, environ: Mapping[str, str]) -> None:
         self._set = environ
@@ -64,7 +64,7 @@ class _Variables:
         return value == "1"
 
     def required(self, name: str, meaning: str) -> str:
-        """Its value; in a dry run <NAME> may stand for it."""
+        """The value of a variable; in a dry run a missing one is replaced by <NAME>."""
         if value := self.get(name):
             return value
         if not self.dry_run:
@@ -73,7 +73,7 @@ class _Variables:
         return f"<{name}>"
 
     def existing(self, name: str, meaning: str) -> str:
-        """The beginning of a path; a dry run does not look."""
+        """The prefix of an existing path; a dry run does not check that it exists."""
         value = self.required(name, meaning)
         if not self.dry_run and not glob(glob_escape(value) + "*"):
             raise ConfigError(f"{name} is '{value}', but there is nothing of that name")
@@ -89,11 +89,11 @@ def launch_command(words: Sequence[str], environ: Mapping[str, str]) -> tuple[st
 
     Args:
         words: a model of ``configs/``, unless ``CONFIG`` names a file, and arguments for
-            ``pretrain_gpt.py``, which take the place of what the configuration says.
+            ``pretrain_gpt.py``, which override the configuration.
 
     Raises:
-        ConfigError: a variable is missing or wrong, there is nothing to fuse, or, where a line
-            begins with the configuration's name, the layout does not fit.
+        ConfigError: a variable is missing or invalid, there is nothing to fuse, or (in lines that
+            start with the configuration's name) the layout does not fit.
     """
     variables, arguments = _Variables(environ), list(words)
     model = arguments.pop(0) if arguments and not arguments[0].startswith("-") else None
@@ -106,7 +106,7 @@ def launch_command(words: Sequence[str], environ: Mapping[str, str]) -> tuple[st
     layout = [f"--{option.replace('_', '-')}={value}" for option, name in VARIABLES.items()
               if (value := variables.get(name))]  # fmt: skip
     try:
-        # The layout, where variables or arguments change it, is checked like that of the file.
+        # Overrides by variables or arguments are validated together with the file.
         config = ModelConfig.load(file, [*layout, *arguments])
         config.validate()
     except ConfigError as error:
@@ -126,7 +126,7 @@ def launch_command(words: Sequence[str], environ: Mapping[str, str]) -> tuple[st
     torchrun = ["--nproc_per_node", str(config.npus_per_node), "--nnodes", str(config.nnodes)]
     address, node = variables.get("MASTER_ADDR", "localhost"), variables.get("NODE_RANK", "0")
     if config.nnodes > 1:
-        # Nodes that all wait for themselves, or that are all the first, would wait for ever.
+        # Otherwise each node would wait for itself, or all would be the first, forever.
         address = variables.required("MASTER_ADDR", "the address of node 0")
         others = f"0 on that node, up to {config.nnodes - 1} on the others"
         node = variables.required("NODE_RANK", others)
@@ -158,11 +158,11 @@ def launch_command(words: Sequence[str], environ: Mapping[str, str]) -> tuple[st
             if value := variables.get(f"COMMFUSE_{name}"):
                 options += [f"--commfuse-{name.lower().replace('_', '-')}", value]
         entry, log = ["-m", "mindspeed_patches.launch", *entry], f"{log}_commfuse"
-        # The package is found in this checkout, whether it is installed or not.
+        # Find the package in this checkout even if it is not installed.
         paths = [path for path in variables.get("PYTHONPATH").split(":") if path]
         exported["PYTHONPATH"] = ":".join(paths if str(_ROOT) in paths else [str(_ROOT), *paths])
     if node != "0":
-        log += f"_node{node}"  # on a shared file system every node writes a log of its own
+        log += f"_node{node}"  # on a shared file system every node needs its own log
     if not variables.dry_run and shutil.which("torchrun", path=variables.get("PATH")) is None:
         raise ConfigError("torchrun is not on PATH; activate the environment that torch_npu is in")
     command = ["torchrun", *torchrun, *entry, *options, "--distributed-backend", "nccl", *arguments]
@@ -182,7 +182,7 @@ def _has(arguments: Sequence[str], *options: str) -> bool:
 def _checkpoints(
     variables: _Variables, arguments: Sequence[str], rate: float, file: Path
 ) -> list[str]:
-    """Options to load and save; says when weights would be trained on as if from scratch."""
+    """Options to load and save; warns if loaded weights are trained with the initial --lr."""
     load, save = variables.get("CKPT_LOAD_DIR"), variables.get("CKPT_SAVE_DIR")
     fresh = load != save if load else all(_has(arguments, o) for o in ("--load", "--finetune"))
     if fresh and not _has(arguments, "--lr"):
@@ -193,13 +193,13 @@ def _checkpoints(
         )
     words = ["--save", save] if save else []
     if load:
-        # Converted weights come without the state of an optimizer.
+        # Converted weights have no optimizer state.
         words += ["--load", load, *(["--no-load-optim", "--no-load-rng"] if load != save else [])]
     return words
 
 
 if __name__ == "__main__":
-    # This module was found by the first entry, which the launch is not to see.
+    # PYTHONPATH's first entry is only for this module; the launch must not see it.
     _, _, paths = os.environ.get("PYTHONPATH", "").partition(":")
     try:
         print(*launch_command(sys.argv[1:], {**os.environ, "PYTHONPATH": paths}), sep="\n")

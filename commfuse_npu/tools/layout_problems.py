@@ -1,4 +1,4 @@
-"""What does not fit in a model, its parallel layout and its batch, a line each."""
+"""Mismatches between a model, its parallel layout and its batch, one line each."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ if TYPE_CHECKING:
 __all__ = ["indivisible", "problems"]
 
 _MOST_TP = 4096
-"""Up to this size of groups those are named that would do."""
+"""Largest TP that is suggested."""
 
 
 def problems(config: ModelConfig) -> Iterator[str]:
-    """Each with the value, the limit and the way out."""
+    """All mismatches, each with the value, the limit and the remedy."""
     yield from _model_problems(config)
     yield from _layout_problems(config)
     yield from _batch_problems(config)
@@ -58,11 +58,11 @@ def _layout_problems(config: ModelConfig) -> Iterator[str]:
         )
     yield from _pipeline_problems(config)
     parts, by, heads = cp, "CP", config.num_attention_heads
-    # No length suits a TP that the heads do not, of which _model_problems tells.
+    # If the heads do not fit TP, _model_problems reports it, and no sequence length would help.
     if config.uses_sequence_parallel and not (heads % tp or config.num_query_groups % tp):
         parts, by = tp * cp, f"TP*CP = {tp}*{cp} ="
     if cp > 1 and algorithm == "megatron_cp_algo" and config.seq_length % parts == 0:
-        # Each rank gets a part from either end of the causal triangle.
+        # Each rank gets a part from both ends of the causal triangle.
         parts, by = 2 * cp, f"2*CP = 2*{cp} ="
     yield from indivisible("sequence length", config.seq_length, by, parts, "--seq-length")
     if cp > 1 and algorithm == "ulysses_cp_algo" and heads % (tp * cp):
@@ -110,7 +110,7 @@ def _batch_problems(config: ModelConfig) -> Iterator[str]:
 
 
 def indivisible(what: str, value: int, by: str, divisor: int, option: str = "") -> Iterator[str]:
-    """What is wrong unless ``divisor`` divides ``value``, with the nearest values that work."""
+    """The problem unless ``divisor`` divides ``value``, with the nearest values that fit."""
     if value % divisor:
         below = value // divisor * divisor
         nearest = f"{below} or {below + divisor}" if below else str(divisor)

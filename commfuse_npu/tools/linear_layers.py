@@ -1,9 +1,9 @@
-"""Which tensor-parallel linear layers a launch has, which are fused, and why others are not.
+"""The tensor-parallel linear layers of a launch: which are fused, and why others are not.
 
-It reads options only.  At run time the wrappers around Megatron's layers decide
-(``mindspeed_patches``); a test compares the reasons.  What layers a launch has was read in
-Megatron-LM core_v0.12.1, MindSpeed 26.1.0 and MindSpeed-LLM 26.1.0; any other ``--spec`` is taken
-for Megatron's GPTModel.
+It reads only options.  At run time the wrappers of Megatron's layers decide
+(``mindspeed_patches``); a test compares the reasons.  The layers of a launch were read in
+Megatron-LM core_v0.12.1, MindSpeed 26.1.0 and MindSpeed-LLM 26.1.0; any other ``--spec`` is treated
+as Megatron's GPTModel.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ __all__ = ["Judged", "attention_obstacle", "judge", "sequence_parallel", "size_o
 
 
 class Judged(NamedTuple):
-    """The forward of a kind of linear layer.
+    """The verdict on the forward of a kind of linear layer.
 
     Attributes:
         layer: its name.
-        state: ``fused``; ``left`` to Megatron; or ``silent``, it has no transfer to hide.
+        state: ``fused``; ``left`` to Megatron; or ``silent``: it has no transfer to hide.
         reason: why it is not fused, or empty.
-        column: whether it is column-parallel, and gathers; else it is row-parallel, and reduces.
+        column: column-parallel (gathers) if true, otherwise row-parallel (reduces).
     """
 
     layer: str
@@ -38,8 +38,8 @@ class _Layer(NamedTuple):
 
     Attributes:
         there: whether the launch has it.
-        known_as: one of ``--commfuse-layers``; ``None``: it cannot be fused.
-        own: why it keeps a forward of its own, or empty.
+        known_as: its name in ``--commfuse-layers``; ``None`` if it cannot be fused.
+        own: why it keeps its own forward, or empty.
         silent: why it has no transfer at all, or empty.
     """
 
@@ -52,20 +52,20 @@ class _Layer(NamedTuple):
 
 
 def _layers(options: Options) -> tuple[_Layer, ...]:
-    """A line per kind of linear layer."""
+    """All kinds of linear layers, whether or not the launch has them."""
     spec = options.text("--spec") or ""
     mamba, compressed, longcat = (
         name in spec for name in ("mamba_spec", "deepseek4_spec", "longcat_spec")
     )
     latent = "--multi-latent-attention" in options and not compressed
-    # Qwen3-Next: every so many layers attend, with q, k and v apart; the others are linear.
+    # Qwen3-Next: every n-th layer has attention with separate q, k and v; others are linear.
     delta_net = "--full-attention-interval" in options
     attends = not mamba or _part(options, "--hybrid-attention-ratio")
     usual = attends and not (latent or compressed or delta_net)
     experts = options.number("--num-experts", 0) > 0
     dense = not mamba or _part(options, "--hybrid-mlp-ratio")
     if experts and not longcat:
-        # The first layers only, if asked for (MindSpeed-LLM's transformer_block.py).
+        # With experts, only the first layers are dense (MindSpeed-LLM's transformer_block.py).
         dense = options.number("--first-k-dense-replace", 0) > 0
     names = "--n-shared-experts", "--moe-shared-expert-intermediate-size"
     shared = experts and any(options.number(name, 0) for name in names)
@@ -101,11 +101,11 @@ def _layers(options: Options) -> tuple[_Layer, ...]:
 
 
 def judge(options: Options, layers: Collection[str] = LAYERS) -> list[Judged]:
-    """The forward of each linear layer of a launch, whatever its length.
+    """The verdict on each linear layer of a launch, for any sequence length.
 
     Args:
         options: of its command line.
-        layers: that are to be fused (``--commfuse-layers``).
+        layers: names of layers to fuse (``--commfuse-layers``).
     """
     return [_judged(layer, options, layers) for layer in _layers(options) if layer.there]
 
@@ -130,9 +130,9 @@ def _judged(layer: _Layer, options: Options, layers: Collection[str]) -> Judged:
 
 
 def attention_obstacle(options: Options) -> str:
-    """Why no attention waits for its projection (``--commfuse-attention``); empty if it does.
+    """Why attention is not fused with its projection (``--commfuse-attention``); else empty.
 
-    MindSpeed's attention is recomputed by itself at the granularity ``selective``, whatever
+    With granularity ``selective`` MindSpeed recomputes attention separately, whatever
     ``--recompute-modules`` lists.
     """
     selective = options.text("--recompute-granularity") == "selective"
@@ -142,26 +142,26 @@ def attention_obstacle(options: Options) -> str:
 
 
 def size_of(options: Options, kind: str) -> int:
-    """Of a parallel dimension: ``tensor-model``, ``expert-model`` ...; 1 if it is not given.
+    """The size of a parallel dimension: ``tensor-model``, ``expert-model`` ...; 1 if not given.
 
     Raises:
-        UsageError: it is no number.
+        UsageError: it is not a number.
     """
     return options.number(f"--{kind}-parallel-size", 1)
 
 
 def sequence_parallel(options: Options) -> bool:
-    """Whether activations are split along the sequence: never in a group of one."""
+    """Whether activations are split along the sequence; never in a group of one rank."""
     return "--sequence-parallel" in options and size_of(options, "tensor-model") > 1
 
 
 def _part(options: Options, option: str) -> bool:
-    """Whether a ratio of layers is given that is not 0."""
+    """Whether a ratio of layers other than 0 is given."""
     return (options.text(option) or "").strip("0.") != ""
 
 
 def _overlapped(options: Options) -> str:
-    """With these, shared experts have linear layers of MindSpeed, or ones that transfer nothing."""
+    """Why shared experts use MindSpeed's linear layers, or ones without transfers; else empty."""
     overlaps = (
         *("--moe-alltoall-overlap-comm", "--moe-allgather-overlap-comm"),
         "--moe-shared-expert-overlap",
@@ -171,11 +171,11 @@ def _overlapped(options: Options) -> str:
 
 
 def _dispatched(options: Options) -> str:
-    """Why experts have no collective of the tensor-parallel group in their linear layers.
+    """Why the experts' linear layers use no collective of the tensor-parallel group, or empty.
 
-    Grouped GEMMs have no linear layers.  Others have, and Megatron leaves their transfers to the
-    dispatcher (``explicit_expert_comm``) where tensor or expert parallelism of experts is above 1;
-    else their row-parallel layers reduce over the tensor-parallel group as others do
+    Grouped GEMMs have no linear layers.  Otherwise, if experts have tensor or expert parallelism
+    above 1, Megatron leaves their transfers to the dispatcher (``explicit_expert_comm``).  If they
+    have neither, their row-parallel layers reduce over the tensor-parallel group as others do
     (megatron/core/tensor_parallel/layers.py of core_v0.12.1).
     """
     if "--moe-grouped-gemm" in options:

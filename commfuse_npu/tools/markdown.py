@@ -13,10 +13,10 @@ def table_row(cells: Iterable[str]) -> str:
 
 
 def table_head(cells: Sequence[str], numbers: bool = True) -> str:
-    """The first row and the line below it; all columns but the first hold ``numbers``."""
+    """The header row and the rule; columns after the first are right-aligned if ``numbers``."""
     return f"{table_row(cells)}\n|---{('|---:' if numbers else '|---') * (len(cells) - 1)}|"
 
 
 def percent(share: float | None) -> str:
-    """``12.3 %``, or a dash where there is none."""
+    """``12.3 %``, or a dash for ``None``."""
     return "-" if share is None else f"{100 * share:.1f} %"

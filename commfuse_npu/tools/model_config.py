@@ -1,7 +1,7 @@
-"""What is trained and on how many NPUs: ``configs/<model>.yaml``, read and checked.
+"""A model, its training and its number of NPUs: ``configs/<model>.yaml``, read and checked.
 
-A file per model is the single source of its shape, its training options and its parallel layout,
-for the launchers, for rehearsals and for a simulator.  Keys are the options of MindSpeed-LLM's
+One file per model is the single source of its shape, training options and parallel layout, for the
+launchers, for rehearsals and for the simulator.  Keys are the options of MindSpeed-LLM's
 ``pretrain_gpt.py``: ``num_layers`` is ``--num-layers``.
 """
 
@@ -23,7 +23,7 @@ from commfuse_npu.tools.layout_problems import problems
 __all__ = ["VARIABLES", "ModelConfig", "OptionParser", "given_options"]
 
 _MOST_DIGITS = 12
-"""No whole number of a training has more."""
+"""Largest number of digits of a whole number in a training."""
 
 _MODEL_PARALLEL = ("tensor_model", "pipeline_model", "context")
 
@@ -32,16 +32,16 @@ _MODEL_PARALLEL = ("tensor_model", "pipeline_model", "context")
 class ModelConfig:
     """A Llama (RMSNorm, SwiGLU, rotary embeddings, no biases), its training and its layout.
 
-    Attributes are Megatron's options of the same name, and so are the defaults; a file names all of
-    them.  But for these:
+    Attributes are Megatron's options of the same name, with the same defaults; a file sets all of
+    them.  The exceptions:
 
     Attributes:
-        vocab_size: of the tokenizer, before padding.  Not passed on, where the tokenizer says it.
-        num_layer_list: layers per pipeline stage where they differ; ``None``: the same in all.
+        vocab_size: of the tokenizer, before padding.  Not passed on if the tokenizer defines it.
+        num_layer_list: layers per pipeline stage if they differ; ``None``: the same in all.
         npus_per_node, nnodes: torchrun's ``--nproc_per_node`` and ``--nnodes``.
         pretrain_options: further words for ``pretrain_gpt.py``, such as recomputation.
-        commfuse_options: the flag and its options, which a launch without CommFuse leaves out; none
-            of them if it is to be left out anyway.
+        commfuse_options: ``--use-commfuse`` and its options, which a launch without CommFuse
+            omits; empty if the model is not to be trained with it.
     """
 
     # Model
@@ -80,24 +80,24 @@ class ModelConfig:
     num_layer_list: tuple[int, ...] | None = None
     npus_per_node: int
     nnodes: int = 1
-    # Besides, where there are any
+    # Optional
     pretrain_options: tuple[str, ...] = ()
     commfuse_options: tuple[str, ...] = ("--use-commfuse",)
 
     @classmethod
     def load(cls, path: Path, options: Sequence[str] = ()) -> ModelConfig:
-        """The configuration in a file, with options of a command line in place of its values.
+        """Read a file, with values replaced by the options of a command line.
 
         Raises:
-            ConfigError: the file cannot be read, is incomplete, or holds what is no such option.
+            ConfigError: the file cannot be read, is incomplete, or has an unknown option.
         """
         return cls(**{**_from_yaml(path), **given_options(options)})
 
     @classmethod
     def from_options(cls, options: Sequence[str]) -> ModelConfig:
-        """The configuration that a command line of ``pretrain_gpt.py`` describes by itself.
+        """The configuration that a ``pretrain_gpt.py`` command line alone describes.
 
-        What it leaves out is what Megatron takes then; torchrun's options may come before it.
+        Missing options get Megatron's defaults; torchrun's options may precede it.
 
         Raises:
             ConfigError: an option without a default is missing.
@@ -140,18 +140,18 @@ class ModelConfig:
 
     @property
     def block_rows(self) -> int:
-        """Of a rank, in a tensor-parallel layer (:func:`~commfuse_npu.plan.block_rows`)."""
+        """Rows of a rank's block in a linear layer (:func:`~commfuse_npu.plan.block_rows`)."""
         sizes = self.tensor_model_parallel_size, self.context_parallel_size
         return block_rows(self.seq_length, self.micro_batch_size, *sizes)
 
     @property
     def uses_sequence_parallel(self) -> bool:
-        """Whether activations are split along the sequence: never in a group of one."""
+        """Whether activations are split along the sequence; never in a group of one rank."""
         return self.sequence_parallel and self.tensor_model_parallel_size > 1
 
     @property
     def padded_vocab_size(self) -> int:
-        """Rows of the embedding: Megatron pads to a multiple that TP divides."""
+        """Rows of the embedding, which Megatron pads to a multiple that TP divides."""
         multiple = self.make_vocab_size_divisible_by * self.tensor_model_parallel_size
         return -(-self.vocab_size // multiple) * multiple
 
@@ -163,38 +163,38 @@ class ModelConfig:
 
     @property
     def layer_parameters(self) -> int:
-        """Of one layer."""
+        """Number of parameters of one layer."""
         return self.hidden_size * (self.qkv_size + self.hidden_size + 3 * self.ffn_hidden_size + 2)
 
     @property
     def number_of_parameters(self) -> int:
-        """Of the whole model, with the vocabulary as published, before padding."""
+        """Number of parameters of the model, with the published vocabulary, before padding."""
         tables = 2 if self.untie_embeddings_and_output_weights else 1
         tables_and_norm = (tables * self.vocab_size + 1) * self.hidden_size
         return tables_and_norm + self.num_layers * self.layer_parameters
 
     @property
     def tokenizer_option(self) -> str:
-        """The option that takes the tokenizer's path; empty if there is none to take."""
+        """The option for the tokenizer's path; empty if the tokenizer has none."""
         return {"PretrainedFromHF": "--tokenizer-name-or-path", "NullTokenizer": ""}.get(
             self.tokenizer_type, "--tokenizer-model"
         )
 
     def validate(self) -> None:
-        """Check that layers, sequence and batch can be split as the layout wants.
+        """Check that layers, sequence and batch can be split as the layout requires.
 
         Raises:
-            ConfigError: a line for everything that does not fit: value, limit and the way out.
+            ConfigError: one line per mismatch: value, limit and remedy.
         """
         if found := list(problems(self)):
             raise ConfigError("\n".join(found))
 
     def arguments(self) -> list[str]:
-        """Model, training and layout as options of ``pretrain_gpt.py``, for every version of it.
+        """Model, training and layout as options of ``pretrain_gpt.py``, valid in all versions.
 
-        Data, output and the choice of kernels are not of the model: the launcher adds them.
+        The launcher adds data, output and the choice of kernels.
         """
-        # NullTokenizer says nothing of the vocabulary, and adds an end token.
+        # NullTokenizer does not define the vocabulary, and adds an end token.
         values = {**vars(self), "vocab_size": self.vocab_size - 1}
         left_out = set[str]()
         if self.context_parallel_size == 1:
@@ -217,7 +217,7 @@ class ModelConfig:
         return [*words, *self.pretrain_options]
 
     def as_yaml(self) -> str:
-        """A line per key, as :meth:`load` reads them."""
+        """One line per key, as :meth:`load` reads them."""
         values: dict[str, Any] = dict(vars(self))
         for name, kind in _KINDS.items():
             if isinstance(values[name], tuple):
@@ -242,11 +242,11 @@ _ARGUMENTS = (
     *("lr", "min_lr", "--lr-decay-style cosine", "lr_warmup_fraction", "weight_decay"),
     *("clip_grad", "adam_beta1", "adam_beta2", "bf16"),
 )
-"""The options of a launch in their order: fields, and words that are the same for every Llama."""
+"""The options of a launch in order: fields, and words that are the same for every Llama."""
 _KINDS = {field.name: str(field.type) for field in fields(ModelConfig)}
 _WORDS = "tuple[str, ...]"
 _SPELLINGS = {
-    # torchrun takes either of the last two.
+    # torchrun accepts both of the last two.
     "npus_per_node": ("--npus-per-node", "--nproc-per-node", "--nproc_per_node"),
     "vocab_size": ("--vocab-size", "--padded-vocab-size"),
 }
@@ -258,7 +258,7 @@ VARIABLES = {
     "npus_per_node": "NPUS_PER_NODE",
     "nnodes": "NNODES",
 }
-"""Of the launchers, which take the place of what the configuration says."""
+"""Environment variables of the launchers, which override the configuration."""
 _REQUIRED = (
     "num_layers",
     "hidden_size",
@@ -270,9 +270,9 @@ _REQUIRED = (
 
 
 class OptionParser(argparse.ArgumentParser):
-    """Picks the options that it knows out of a command line of ``pretrain_gpt.py``.
+    """Extracts the known options from a ``pretrain_gpt.py`` command line.
 
-    What the command line leaves out is left out of the result.
+    Options that are not on the command line are not in the result.
     """
 
     def __init__(self) -> None:
@@ -284,7 +284,7 @@ class OptionParser(argparse.ArgumentParser):
         raise ConfigError(message)
 
     def given(self, options: Sequence[str]) -> dict[str, Any]:
-        """The values of the options that are there.
+        """The values of the known options that are present.
 
         Raises:
             ConfigError: a value is missing or refused by its type.
@@ -293,10 +293,10 @@ class OptionParser(argparse.ArgumentParser):
 
 
 def given_options(options: Sequence[str]) -> dict[str, Any]:
-    """The values of a configuration that a command line gives; other options are passed over.
+    """The configuration values that a command line gives; other options are ignored.
 
     Raises:
-        ConfigError: a value is missing or of the wrong type.
+        ConfigError: a value is missing or has the wrong type.
     """
     parser = OptionParser()
     for name, kind in _KINDS.items():
@@ -335,12 +335,12 @@ def _from_yaml(path: Path) -> dict[str, Any]:
 
 
 def _is_number(value: Any) -> bool:
-    """Whether it is text of digits alone: yaml reads 1e-5 as text, too, which is meant."""
+    """Whether it is a quoted number; 1e-5, which yaml also reads as text, is accepted."""
     return isinstance(value, str) and value.strip().replace(".", "", 1).isdecimal()
 
 
 def _converted(kind: str, value: Any, where: str) -> Any:
-    """``value`` as a field of a type holds it; from text too, as yaml reads 1e-5."""
+    """Convert ``value`` to the type of a field, also from text, as yaml reads 1e-5."""
     if kind == "bool":
         if not isinstance(value, bool):
             raise ConfigError(f"{where}: {value!r} is not true or false")

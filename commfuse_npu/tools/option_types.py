@@ -1,4 +1,4 @@
-"""What the commands' options may be: a parser that refuses in one line, and converters for it."""
+"""A command-line parser with one-line errors, and converters for its options."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ __all__ = [
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse whose refusal is one line: value, limit and way out; exit code 2.
+    """An argparse parser whose error is one line: value, limit and remedy; exit code 2.
 
-    Options are written in full: what is short for one of them today may be short for two tomorrow.
+    Options cannot be abbreviated: an abbreviation that is unique today may become ambiguous.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -57,7 +57,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def refuse(command: str, error: Exception, code: int = 2) -> int:
-    """Say on stderr, a line per problem, why a command has no answer; returns its exit code."""
+    """Print to stderr, one line per problem, why a command failed; returns its exit code."""
     said = str(error)
     if isinstance(error, OSError) and error.filename is not None:
         said = f"{error.filename}: {error.strerror}"
@@ -69,11 +69,11 @@ def refuse(command: str, error: Exception, code: int = 2) -> int:
 
 
 def whole(least: int = 1, most: int | None = None) -> Callable[[str], int]:
-    """A converter for a whole number from ``least`` to ``most``, without end by default."""
+    """A converter for a whole number from ``least`` to ``most``; unbounded by default."""
     span = f"from {least}" + (f" to {most}" if most is not None else "")
 
     def convert(text: str) -> int:
-        # No number of this project has more digits, and int() takes at most 4,300.
+        # No number of this project has more digits, and int() accepts at most 4,300.
         digits = text.removeprefix("-")
         number = int(text) if digits.isdecimal() and len(digits) <= 18 else None
         if number is None or number < least or (most is not None and number > most):
@@ -84,11 +84,11 @@ def whole(least: int = 1, most: int | None = None) -> Callable[[str], int]:
 
 
 _MOST = 1e9
-"""No time, rate or ratio is larger, and the system's calls would not take it."""
+"""Larger times, rates and ratios make no sense, and system calls would not accept them."""
 
 
 def positive(text: str) -> float:
-    """A number above 0."""
+    """Convert to a number above 0."""
     try:
         number = float(text)
     except ValueError:
@@ -99,7 +99,7 @@ def positive(text: str) -> float:
 
 
 def words(text: str) -> tuple[str, ...]:
-    """A list with commas in between."""
+    """Convert a comma-separated list."""
     found = tuple(word.strip() for word in text.split(",") if word.strip())
     if not found:
         raise argparse.ArgumentTypeError(f"{text!r} is an empty list; give one word at least")
@@ -107,7 +107,7 @@ def words(text: str) -> tuple[str, ...]:
 
 
 def words_from(known: Collection[str]) -> Callable[[str], tuple[str, ...]]:
-    """A converter for a list with commas in between, of these words."""
+    """A converter for a comma-separated list of these words."""
 
     def convert(text: str) -> tuple[str, ...]:
         for word in (found := words(text)):
@@ -122,7 +122,7 @@ def words_from(known: Collection[str]) -> Callable[[str], tuple[str, ...]]:
 
 
 def new_file(text: str) -> Path:
-    """A file that can be written: its folder is there, before what takes minutes begins."""
+    """A file that can be written; checked before a long computation starts."""
     path = Path(text)
     folder = path.resolve().parent
     if not text or path.is_dir():
@@ -137,7 +137,7 @@ def new_file(text: str) -> Path:
 
 
 def page(text: str) -> Path:
-    """A file for a page with pictures, where they can be drawn."""
+    """A file for a page with pictures; also checks that they can be drawn."""
     path = new_file(text)
     if path.suffix.lower() not in PAGES:
         raise argparse.ArgumentTypeError(

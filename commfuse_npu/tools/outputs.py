@@ -1,4 +1,4 @@
-"""Files that a command is asked for besides what it prints: one that fails keeps none back."""
+"""Files that a command writes besides its output; one that fails does not prevent the others."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["Output", "write_outputs"]
 
 
 class Output(NamedTuple):
-    """A file: the option that asks for it, its name if it was asked for, what is in it, how."""
+    """A file: its option, its path if requested, a description, and the function to write it."""
 
     option: str
     path: Path | None
@@ -22,10 +22,10 @@ class Output(NamedTuple):
 
 
 def write_outputs(command: str, outputs: Sequence[Output]) -> int:
-    """Write each file that is asked for, in this order, and say on stdout which there are.
+    """Write each requested file, in this order, and list the written ones on stdout.
 
     Returns:
-        0; or 2 if one of them could not be written, which is said on stderr.
+        0, or 2 if one of them could not be written, which is reported on stderr.
     """
     code = 0
     for option, path, what, write in outputs:

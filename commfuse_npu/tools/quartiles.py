@@ -1,4 +1,4 @@
-"""Quartiles, of as few values as one."""
+"""Quartiles, also of a single value."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Range = tuple[float, float, float]
 
 def quartiles(values: Sequence[float]) -> Range:
     """The lower quartile, the median and the upper quartile."""
-    # Of one value Python before 3.13 makes none.
+    # Before Python 3.13, quantiles() refuses a single value.
     several = values if len(values) > 1 else [*values, *values]
     low, middle, high = quantiles(several, n=4, method="inclusive")
     return low, middle, high

@@ -1,8 +1,8 @@
-"""The ranks: processes that are started here, asked, and ended whatever happens.
+"""Rank processes: started here, called by name, and ended in any case.
 
-The process that starts them does not need torch.  A rank waits at its end of a pipe for the name
-of a method of its worker and its arguments.  It leaves Ctrl-C to its parent, and the kernel ends it
-when its parent dies (Linux).
+The process that starts them does not need torch.  A rank waits on a pipe for the name of a method
+of its worker and its arguments.  It leaves Ctrl-C to its parent, and the kernel ends it when its
+parent dies (Linux).
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ _context = multiprocessing.get_context("spawn")
 
 
 class RanksError(RuntimeError):
-    """A rank failed, died or did not answer; all have been ended."""
+    """A rank failed, died or did not answer; all ranks have been ended."""
 
 
 class Ranks:
-    """Processes of ranks 0..size-1, one thread each.  Use it in a ``with`` block.
+    """Processes of ranks 0..size-1, one thread each; a context manager.
 
-    With at least as many cores as ranks each is pinned to a core: gloo's threads then share the
-    core of their rank and not the neighbour's.
+    If there are at least as many cores as ranks, each rank is pinned to a core: gloo's threads then
+    share the core of their own rank, not of a neighbor.
 
     Args:
-        size: how many.
+        size: number of ranks.
         device: ``cpu`` (gloo over 127.0.0.1), ``npu`` (HCCL) or ``cuda`` (NCCL; both read, not
             run).
-        timeout: seconds for an answer, and for a transfer.  For answers it may be set anew.
-        worker: the class whose methods are asked for, ``module:name``; it takes no arguments.
+        timeout: seconds for an answer, and for a transfer.  That of answers can be changed later.
+        worker: the class whose methods are called, ``module:name``; it takes no arguments.
 
     Raises:
         RanksError: they could not be started.
@@ -92,10 +92,10 @@ class Ranks:
         """Call a method on every rank.
 
         Returns:
-            what it returned, by rank.
+            The return values, by rank.
 
         Raises:
-            RanksError: a rank raised, died, or took longer than the time limit.
+            RanksError: a rank raised, died, or exceeded the time limit.
         """
         try:
             for pipe in self._pipes:
@@ -152,7 +152,7 @@ class Ranks:
 
 
 def lacking_backend(device: str) -> str:
-    """Why ranks cannot run on a device at all; empty if nothing is missing.
+    """Why ranks cannot run on a device; empty if nothing is missing.
 
     Raises:
         ModuleNotFoundError: torch is not installed.
@@ -183,7 +183,7 @@ def _serve(pipe: Connection, *where: Any) -> None:
 
 
 def _join(rank: int, size: int, store: str, device: str, timeout: float, worker: str) -> Any:
-    # Before torch makes threads and sockets.
+    # Before torch creates threads and sockets.
     card = "lo" if sys.platform.startswith("linux") else "lo0"
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
     if len(cores) >= size:
@@ -201,7 +201,7 @@ def _join(rank: int, size: int, store: str, device: str, timeout: float, worker:
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    torch.set_flush_denormal(True)  # what a sleeping GEMM leaves may be any number
+    torch.set_flush_denormal(True)  # a sleeping GEMM leaves arbitrary numbers
     if device != "cpu":
         # Read, not run.
         if device == "npu":

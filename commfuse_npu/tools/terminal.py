@@ -1,7 +1,7 @@
-"""What is seen at a terminal: tables that fit its width, colours, and what is being computed.
+"""Terminal output: tables that fit its width, colors, and a progress line.
 
-Commands print Markdown.  On a terminal rich renders it, a line or a table at a time; in a pipe, or
-where rich is not installed, it stays as it is.
+Commands print Markdown.  On a terminal rich renders it, one line or table at a time; in a pipe, or
+if rich is not installed, it is printed unchanged.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ _progress: _Progress | None = None
 
 @contextmanager
 def rendered(doing: str) -> Iterator[None]:
-    """Render what is printed, where it goes to a terminal, and show what is being computed.
+    """Context manager that renders output to a terminal and shows the current activity.
 
     Args:
-        doing: shown until :func:`tell` says more, or something is printed.
+        doing: shown until :func:`tell` replaces it, or something is printed.
     """
     global _progress
     with ExitStack() as ended:
@@ -64,13 +64,13 @@ def _forget_progress() -> None:
 
 
 def tell(what: str) -> None:
-    """Show it in the last line of stderr, if that is a terminal, until something is printed."""
+    """Show a text in the last line of stderr until something is printed; only on a terminal."""
     if _progress is not None:
         _progress.show(what)
 
 
 def print_verdict(text: str, good: bool | None = None) -> None:
-    """Print the answer of a command; green or red on a terminal if it is ``good`` or not."""
+    """Print the answer of a command; on a terminal green if ``good``, red if not."""
     if isinstance(sys.stdout, _Rendered):
         sys.stdout.render(text, _VERDICTS[good])
     else:
@@ -78,7 +78,7 @@ def print_verdict(text: str, good: bool | None = None) -> None:
 
 
 class _Progress:
-    """A spinner."""
+    """A spinner with a text."""
 
     def __init__(self, terminal: TextIO) -> None:
         from rich.console import Console
@@ -106,7 +106,7 @@ class _Progress:
 
 
 class _Rendered:
-    """A stream of Markdown before a terminal."""
+    """A text stream that renders Markdown to a terminal."""
 
     def __init__(self, terminal: TextIO) -> None:
         from rich.console import Console
@@ -129,14 +129,14 @@ class _Rendered:
         return len(text)
 
     def end(self) -> None:
-        """Write what waits for the end of its line, or of its table."""
+        """Flush an incomplete line or table."""
         self._end_table()
         if self._line:
             self.render(self._line, end="")
         self._line = ""
 
     def render(self, line: str, style: str = "", end: str = "\n") -> None:
-        """A line that is no row of a table, wrapped between words and indented as it begins."""
+        """Print a line outside of tables, wrapped between words with a hanging indent."""
         from rich.text import Text
 
         self._end_table()
@@ -197,9 +197,9 @@ class _Rendered:
 def _widths(
     head: Sequence[str], columns: Sequence[Sequence[Text]], sides: Sequence[str], most: int
 ) -> list[int]:
-    """Of columns in a table that break no word, nor a number with its unit; empty without room.
+    """Column widths that break no word, nor a number from its unit; empty if there is no room.
 
-    What is left goes to those that have most text.
+    The remaining width goes to the columns with the most text.
     """
     least, whole = [], []
     for name, column, side in zip(head, columns, sides, strict=True):
@@ -216,7 +216,7 @@ def _widths(
 
 
 def _inline(line: str, style: str = "") -> Text:
-    """Bold text and code of Markdown, without their marks."""
+    """Text with Markdown's bold and code as styles."""
     from rich.text import Text
 
     text, at = Text(style=style), 0

@@ -20,7 +20,7 @@ from commfuse_npu.tools.terminal import print_verdict, tell
 __all__ = ["main"]
 
 _MOST_RANKS, _MOST = 1024, 256
-"""Ranks; chunks and lanes.  No group is larger, and a proof of more would not end."""
+"""Limits: ranks; chunks and lanes.  No group is larger, and a larger proof would not end."""
 
 
 def main(words: Sequence[str]) -> int:
@@ -70,7 +70,7 @@ def _verify(given: argparse.Namespace) -> int:
             sets += 1
             programs += len(group)
             instructions += sum(len(program.code) for program in group)
-            # They would be kept for a run.
+            # Otherwise they would stay cached, as for a run.
             RULES[case.rule].cache_clear()
         elapsed = f"{time.perf_counter() - start:.0f}"
         sums = f"{sets:,}", f"{programs:,}", f"{instructions:,}", elapsed

@@ -1,9 +1,9 @@
 """Finds state outside the autograd graph that forward and backward both write.
 
-The first step runs in Megatron's order.  At each transfer, where a pair would hand over, module
-globals and attributes are compared with their previous values.  The overlap is refused if forwards
-and backwards both wrote a name that is neither swapped (:mod:`.side_states`) nor harmless: one side
-would read what the other one wrote.
+The first step runs in Megatron's order.  At each transfer at which a pair could hand over, module
+globals and attributes are compared with their previous values.  If a forward and a backward both
+wrote a name that is neither swapped (:mod:`.side_states`) nor harmless, the overlap is refused: one
+side would read what the other one wrote.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ _HARMLESS = (
     "mindspeed_llm.training.utils._ACTUAL_ATTN_RATIO_LIST",
     "mindspeed_llm.training.utils._ACTUAL_COUNT",
 )
-"""Names that both sides write and no result depends on: statistics of ``--log-throughput`` about
-the lengths of packed documents."""
+"""Names that both sides write but that do not affect results: statistics of ``--log-throughput``
+about the lengths of packed documents."""
 _SNAPSHOTS = 100
-"""At most, per side of a micro-batch; layers repeat."""
+"""The most comparisons per side of a micro-batch; the layers after them repeat the same code."""
 
 
 class Census:
@@ -36,7 +36,7 @@ class Census:
 
     Attributes:
         kept: device memory in bytes that the forward of a model chunk leaves allocated for its
-            backward, the largest value seen; 0 on a CPU.
+            backward: the largest value observed; 0 on a CPU.
     """
 
     def __init__(self, overlap: ForwardBackwardOverlap, models: Sequence[torch.nn.Module]) -> None:
@@ -45,14 +45,14 @@ class Census:
         self._owners = dict(_owners(models))
         self._wrote: tuple[set[tuple[str, str]], set[tuple[str, str]]] = set(), set()
         self._before: dict[tuple[str, str], Any] = {}
-        self._allocated: Callable[[], int] = int  # torch counts no bytes on a CPU
+        self._allocated: Callable[[], int] = int  # returns 0: torch counts no bytes on a CPU
         if overlap.device != "cpu":
             self._allocated = torch.get_device_module(overlap.device).memory_allocated
 
     def run(
         self, forward: Callable[[], Any], backward: Callable[[], Any], kind: Hashable
     ) -> tuple[Any, Any]:
-        """Run one after the other, as Megatron does, and record times to choose an order from."""
+        """Run forward, then backward, as Megatron does; record the times that choose the order."""
         return self._overlap.record(partial(self._weighed, forward), backward, kind, self._look)
 
     def _weighed(self, forward: Callable[[], Any]) -> Any:
@@ -62,7 +62,7 @@ class Census:
         return result
 
     def _look(self, side: int, passed: int | None) -> None:
-        """Note what the side wrote since the last call."""
+        """Record the names that a side (0 or 1) has written since the last call."""
         if passed is not None and passed > _SNAPSHOTS:
             return
         before, self._before = (
@@ -103,9 +103,11 @@ def _same(before: Any, value: Any) -> bool:
 
 
 def _owners(models: Sequence[torch.nn.Module]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Named owners of state and their attributes: Python modules of the packages, modules of the
-    models, objects that these hold, and objects held by those that are swapped as a whole, such as
-    dispatchers of experts."""
+    """Names of objects that hold state, and their attributes.
+
+    These are the Python modules of the packages, the modules of the models, the objects that these
+    hold, and the objects inside those that are swapped completely, such as expert dispatchers.
+    """
     for name, module in list(sys.modules.items()):
         if f"{name}.".startswith(_PACKAGES) and module is not None:
             yield name, vars(module)

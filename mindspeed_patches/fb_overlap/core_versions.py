@@ -28,7 +28,7 @@ _EXCLUDED = {
     "tp_comm_overlap": "its transfers are inside TransformerEngine, in one buffer for all layers",
     "symmetric_ar_type": "its transfers are inside TransformerEngine, in memory that ranks share",
 }
-"""Attributes of a model's config."""
+"""Attributes of a model's config that exclude the overlap, and the reason."""
 _HIDDEN = {
     "tp": "tensor_model_parallel",
     "cp": "context_parallel",
@@ -37,7 +37,7 @@ _HIDDEN = {
     "expt_tp": "expert_tensor_parallel",
     "tp_ep": "expert_tensor_and_model_parallel",
 }
-"""Groups whose collectives are hidden, by their names in a ``pg_collection`` and in the parallel
+"""Groups whose collectives are overlapped: their names in a ``pg_collection`` and in the parallel
 state."""
 
 
@@ -47,17 +47,17 @@ def _names(function: Callable[..., Any]) -> frozenset[str]:
 
 
 def asked_for(function: Callable[..., Any], **offered: Any) -> dict[str, Any]:
-    """Those of the offered arguments that this version of a function accepts."""
+    """The subset of ``offered`` that the installed version of ``function`` accepts."""
     return {name: value for name, value in offered.items() if name in _names(function)}
 
 
 class Layout:
-    """Model chunks and groups of a step: those of its ``pg_collection``, or the parallel state's.
+    """Model chunks and groups of a step, from its ``pg_collection`` or else the parallel state.
 
     Attributes:
         models: the chunks of this rank.
-        tensor, context, pipeline: the group of each.
-        stages, stage: how many there are in the pipeline, and which is this rank's.
+        tensor, context, pipeline: the process groups of the three kinds of parallelism.
+        stages, stage: the number of pipeline stages, and the index of this rank's stage.
     """
 
     def __init__(self, step: dict[str, Any]) -> None:
@@ -100,7 +100,7 @@ class Layout:
 
 
 def exchange(step: dict[str, Any], config: Any, pipeline: dist.ProcessGroup) -> Callable[..., Any]:
-    """The function of this version that exchanges tensors with both neighbours in a pipeline."""
+    """The installed version's function that exchanges tensors with both neighbors in a pipeline."""
     from megatron.core.pipeline_parallel import p2p_communication
 
     communicator = getattr(p2p_communication, "P2PCommunicator", None)
@@ -112,7 +112,7 @@ def exchange(step: dict[str, Any], config: Any, pipeline: dist.ProcessGroup) -> 
 
 
 def obstacle(step: dict[str, Any], models: Sequence[torch.nn.Module], config: Any) -> str | None:
-    """Why this step cannot be overlapped, beginning with the setting's name; ``None`` if it can."""
+    """Why this step cannot overlap, starting with the name of the setting; ``None`` if it can."""
     from megatron.core.pipeline_parallel import p2p_communication
     from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 

@@ -1,4 +1,4 @@
-"""``--commfuse-fb-overlap`` as a feature of MindSpeed: alone, or with ``--use-commfuse``."""
+"""``--commfuse-fb-overlap`` as a MindSpeed feature, with or without ``--use-commfuse``."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ _logger = logging.getLogger(__name__)
 
 
 class ForwardBackwardFeature(MindSpeedFeature):
-    """Two micro-batches take turns at their transfers.
+    """Runs the forward of one micro-batch beside the backward of another, alternating at transfers.
 
     Attributes:
-        overlapping: that of this training, once patches are registered.
+        overlapping: the schedule wrapper of this training; ``None`` until patches are registered.
     """
 
     def __init__(self) -> None:
@@ -60,22 +60,23 @@ class ForwardBackwardFeature(MindSpeedFeature):
         add_arguments(group, FB_OVERLAP_OPTIONS)
 
     def register_patches(self, patch_manager: Any, args: argparse.Namespace) -> None:
-        """Wrap the choice of the schedule.
+        """Wrap Megatron's choice of a schedule.
 
         Raises:
-            IncompatibleOptionsError: an option excludes it.
+            IncompatibleOptionsError: another option excludes the overlap.
         """
         check_compatible(args, FB_OVERLAP_REFUSALS)
-        # In a plain pipeline validate_args refuses it unless it is allowed.
+        # Overlap in a plain pipeline needs its own option, which validate_args checks.
         order_log = getattr(args, "commfuse_order_log", None)
         self.overlapping = Overlapping(plain_pipelines=True, order_log=order_log)
         self.overlapping.register(patch_manager)
 
     def validate_args(self, args: argparse.Namespace) -> None:
-        """Check the real arguments.
+        """Check the final arguments.
 
         Raises:
-            IncompatibleOptionsError: an option excludes it, or a pipeline's memory is not allowed.
+            IncompatibleOptionsError: another option excludes the overlap, or the pipeline needs
+                memory that ``--commfuse-fb-overlap-memory`` does not allow.
         """
         if not getattr(args, self.feature_name, None):
             return
@@ -90,24 +91,24 @@ class ForwardBackwardFeature(MindSpeedFeature):
 
 
 class Overlapping:
-    """Replaces the schedule of a training, with Megatron core 0.12 to 0.16.  Without MindSpeed::
+    """Replaces the training schedule of Megatron core 0.12 to 0.16.  Without MindSpeed::
 
         Overlapping().start()  # on all ranks, before the first step
 
-    The first step runs in Megatron's order, under the census, which decides on all ranks whether
-    the following steps overlap.  On a device one more step in Megatron's order and two with overlap
-    are then timed, and the faster way is kept: if the host is the limit, overlap gains nothing.
+    The first step runs in Megatron's order while the census watches it; all ranks then decide
+    together whether later steps overlap.  On a device one more step in Megatron's order and two
+    overlapped steps are timed, and the faster way is kept: where the host is the bottleneck,
+    overlap gains nothing.
 
     Args:
-        plain_pipelines: overlap in a pipeline of ``p`` stages without virtual stages, too, where
-            the first stage then holds the activations of up to ``2 p - 1`` micro-batches instead of
-            ``p``.
+        plain_pipelines: also overlap in a pipeline of ``p`` stages without virtual stages.  Its
+            first stage then holds the activations of up to ``2 p - 1`` micro-batches, not ``p``.
         order_log: a folder in which to record the order of collectives.
 
     Attributes:
-        overlap: runs the pairs; ``None`` before the second step, and if it was refused.
-        clock: seconds, after synchronizing the device; ``None`` on a CPU, where ranks share cores
-            and times mean little.
+        overlap: runs the pairs; ``None`` before the second step, and if the overlap was refused.
+        clock: returns seconds after synchronizing the device; ``None`` on a CPU, where ranks share
+            cores and times are not meaningful.
     """
 
     def __init__(self, *, plain_pipelines: bool = False, order_log: str | None = None) -> None:
@@ -129,7 +130,7 @@ class Overlapping:
         self._patches.remove_patches()
 
     def register(self, patch_manager: Any) -> None:
-        """Like :meth:`start`, with MindSpeed's patch manager."""
+        """Like :meth:`start`, but through MindSpeed's patch manager."""
         path = f"{_SCHEDULES}.get_forward_backward_func"
         patch_manager.register_patch(path, self.get_forward_backward_func_wrapper)
 
@@ -202,7 +203,7 @@ class Overlapping:
         overlap: ForwardBackwardOverlap,
         clock: Callable[[], float],
     ) -> Any:
-        """Time one of three steps; after the last one keep the faster way."""
+        """Time one of three steps; after the third, keep the faster way on all ranks."""
         start = clock()
         losses = _overlapped(overlap, step) if self._tried else plain(**step)
         self._tried.append(clock() - start)
@@ -219,7 +220,7 @@ class Overlapping:
         return losses
 
     def _watched(self, plain: Callable[..., Any], step: dict[str, Any]) -> Any:
-        """Run the first step under the census, and decide about the following ones."""
+        """Run the first step under the census, and decide whether later steps overlap."""
         self._decided = True
         layout = Layout(step)
         groups = layout.hidden()
@@ -268,7 +269,7 @@ class Overlapping:
         self._say(f"a hand-over takes {1e6 * overlap.hand_over_seconds():.0f} us (measured)")
         for kind, sides in overlap.recorded.items():
             order, strict = overlap.orders[kind], strict_turns(sides)
-            # The last place is the end.
+            # The last entry is the end of the side, not a transfer.
             taken = (sum(part[:-1]) for part in order)
             places = (len(side) - 1 for side in sides)
             hidden = sum(place.transfer > 0 for side in sides for place in side)

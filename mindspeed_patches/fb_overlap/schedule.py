@@ -1,9 +1,9 @@
-"""Megatron's schedules with the forward and the backward of a slot side by side.
+"""Megatron's schedules, with the forward and the backward of each slot run as an overlapped pair.
 
-One loop for training without a pipeline, with a plain and with a virtual one
-(:mod:`commfuse_npu.plan.slots`).  It calls ``forward_step`` and ``backward_step`` of the module
-``megatron.core.pipeline_parallel.schedules`` (core 0.12 to 0.16) by name, so that patches stay in
-force, with the arguments that the installed version accepts (:mod:`.core_versions`).
+One loop serves training without a pipeline, with a plain pipeline and with a virtual one
+(:mod:`commfuse_npu.plan.slots`).  It looks up ``forward_step`` and ``backward_step`` by name in
+``megatron.core.pipeline_parallel.schedules`` (core 0.12 to 0.16), so that patches of them apply,
+and passes the arguments that the installed version accepts (:mod:`.core_versions`).
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ class Pairs(Protocol):
     def run(
         self, forward: Callable[[], Any], backward: Callable[[], Any], kind: Hashable
     ) -> tuple[Any, Any]:
-        """Run both and return both results; pairs of the same kind run the same model chunks."""
+        """Run both and return both results; ``kind`` names the two model chunks that they run."""
 
 
 class OverlappedSchedule:
-    """One training step, as Megatron's ``forward_backward_func``.
+    """One training step with the interface of Megatron's ``forward_backward_func``.
 
     Args:
-        pairs: runs a forward and a backward.
+        pairs: runs a forward and a backward together.
         step: the keyword arguments of Megatron's function.
     """
 
@@ -64,7 +64,7 @@ class OverlappedSchedule:
         self._synchronised: set[int] = set()
 
     def run(self) -> list[Any]:
-        """Run the step and return its losses, on the last stage."""
+        """Run the step; return its losses, which only the last stage has."""
         config, schedules = self._config, self._schedules
         virtual, finalize = len(self._models) > 1, config.finalize_model_grads_func
         models = self._models if virtual else self._models[0]
@@ -92,7 +92,7 @@ class OverlappedSchedule:
                 finish = schedules.finish_embedding_wgrad_compute
                 offered = {"is_last_stage": last_stage, "tp_group": self._layout.tensor}
                 finish(config, embedding, **asked_for(finish, **offered))
-            # Groups that are None are those of the parallel state.
+            # finalize takes a group that is None from the parallel state.
             names = "pg_collection", "grad_finalize_pgs", "force_all_reduce"
             offered = {name: self._step.get(name) for name in names}
             passed_on = asked_for(schedules.forward_backward_no_pipelining, **offered)
@@ -176,7 +176,7 @@ class OverlappedSchedule:
         return gradient
 
     def _exchange(self, slot: Slot, following: Slot, output: Any, gradient: Any) -> tuple[Any, Any]:
-        """Send results of this slot to the neighbours and receive inputs of the next one."""
+        """Send this slot's results to the neighbors and receive the inputs of the next slot."""
         if self._stages == 1:
             return None, None
         send_next = slot.forward is not None and not self._is_last(slot.forward)
@@ -224,12 +224,12 @@ class OverlappedSchedule:
     # ---------------------------------------------- gradients, parameters, chunks
 
     def _enter_chunk(self, chunk: int) -> None:
-        # Later versions pass it on as vp_stage.
+        # Later core versions pass the chunk to forward_step as vp_stage.
         if len(self._models) > 1 and not asked_for(self._schedules.forward_step, vp_stage=chunk):
             self._parallel.set_virtual_pipeline_model_parallel_rank(chunk)
 
     def _hold_gradients(self) -> None:
-        """Enter Megatron's ``no_sync_func``: gradients are reduced after their release."""
+        """Enter Megatron's ``no_sync_func``, which postpones the reduction of gradients."""
         if self._no_sync is None:
             self._no_sync = ExitStack()
             for function in _list(self._config.no_sync_func or []):
@@ -249,13 +249,13 @@ class OverlappedSchedule:
             self._synchronised.add(ready.chunk)
 
     def _begin_parameters(self, step: Step) -> None:
-        """Start the parameter gather of the chunk after the one that the last stage reaches."""
+        """Start the parameter gather of the chunk after the one that the last stage enters."""
         ahead = self._later("forward", step, self._stage)
         if ahead is not None and ahead.microbatch == 0 and 1 < ahead.chunk + 1 < len(self._models):
             self._synchronise(self._config.param_sync_func, ahead.chunk + 1)
 
     def _later(self, way: str, step: Step, by: int) -> Step | None:
-        """The step of this stage that comes ``by`` steps after another one."""
+        """The step that this stage runs ``by`` steps after ``step`` (before it, if negative)."""
         number = self._steps[way].index(step) + by
         return self._steps[way][number] if 0 <= number < len(self._steps[way]) else None
 

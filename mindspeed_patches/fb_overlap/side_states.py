@@ -1,7 +1,7 @@
 """State of Megatron, MindSpeed and MindSpeed-LLM outside the autograd graph, swapped per side.
 
-A forward sets it for its micro-batch, and a backward that recomputes sets it for another one.  The
-names were found by the census (:mod:`.census`) in rehearsed launches.
+A forward sets this state for its micro-batch, and a backward with recomputation sets it for
+another.  The census (:mod:`.census`) found the names in rehearsed launches.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ GLOBALS = {
     "mindspeed_llm.training.utils": (
         *("_ACTUAL_SEQ_LEN_LIST", "_MTP_POSITION_ID", "_MTP_BATCH_LIST"),
     ),
-    # One list in all modules of a folder.
+    # All modules of a folder share one list.
     **dict.fromkeys(
         (
             *(f"{_EXPERTS}.moe_utils", f"{_EXPERTS}.moe_layer_overlap_all2all"),
@@ -41,16 +41,16 @@ GLOBALS = {
         ("AG_SHARED_EXPERTS_INPUTS",),
     ),
 }
-"""Module globals, if a version has them: the virtual stage, whether a checkpoint is running,
-lengths and positions of packed documents, and gathers that shared experts wait for."""
+"""Module globals to swap, where a version has them: the virtual stage, the flag of a running
+checkpoint, lengths and positions of packed documents, and the gathers of shared experts."""
 
 _TRACKED = "states_", "_current_state_name"
-"""Of Megatron's tracker: random states by name, which ``fork()`` swaps with the device's, and since
-core 0.16 the name of the one in force."""
+"""Attributes of Megatron's random-state tracker: the states by name, which ``fork()`` swaps with
+the device's, and since core 0.16 the name of the current one."""
 
 
 def side_states(models: Sequence[torch.nn.Module], device: str) -> list[SideState]:
-    """Of a training of these model chunks on a ``cpu``, ``npu`` or ``cuda`` device."""
+    """The state to swap in a training of these model chunks, on ``cpu``, ``npu`` or ``cuda``."""
     from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
     tracker = get_cuda_rng_tracker()
@@ -60,11 +60,11 @@ def side_states(models: Sequence[torch.nn.Module], device: str) -> list[SideStat
 
 
 def swapped(models: Sequence[torch.nn.Module]) -> Iterator[tuple[Any, list[str]]]:
-    """Objects and the names of their swapped attributes; all attributes if no name is given.
+    """Objects and the names of their swapped attributes; an empty list stands for all attributes.
 
-    Modules of the model keep state of their last call: attention of MindSpeed-LLM its mask, modules
-    that recompute a part the checkpoint, until it is hooked.  Dispatchers of experts are swapped as
-    a whole: shapes, counts and permutations of a micro-batch.
+    Some modules keep state of their last call: attention of MindSpeed-LLM keeps its mask, and a
+    module that recomputes a part keeps the checkpoint until it is hooked.  Expert dispatchers are
+    swapped completely: they hold shapes, counts and permutations of a micro-batch.
     """
     for name, names in GLOBALS.items():
         found = sys.modules.get(name)
@@ -83,7 +83,7 @@ def swapped(models: Sequence[torch.nn.Module]) -> Iterator[tuple[Any, list[str]]
 
 
 def named_modules(models: Sequence[torch.nn.Module]) -> Iterator[tuple[str, torch.nn.Module]]:
-    """All modules, with paths that differ between model chunks."""
+    """All modules, with paths that are unique across model chunks."""
     for chunk, model in enumerate(models):
         for path, module in model.named_modules():
             yield f"chunk {chunk}, {path}: {type(module).__name__}", module
@@ -91,7 +91,7 @@ def named_modules(models: Sequence[torch.nn.Module]) -> Iterator[tuple[str, torc
 
 @functools.cache
 def scratch_of_each_side() -> None:
-    """Give each side its own of Megatron's shared gather buffers."""
+    """Give each side its own copy of Megatron's shared gather buffers: rename the backward's."""
     buffer: Any = importlib.import_module("megatron.core.utils").GlobalMemoryBuffer
     get: Callable[..., Any] = buffer.get_tensor
 

@@ -1,1 +1,1 @@
-"""A rehearsal of Ascend trainings on a CPU: the real torch_npu over stand-ins for CANN."""
+"""Rehearses Ascend trainings on a CPU: the real torch_npu on top of stand-ins for CANN."""

@@ -6,12 +6,12 @@
     python -m mindspeed_patches.rehearsal [OPTIONS] -- torchrun ... pretrain_gpt.py ARGS
     python -m mindspeed_patches.rehearsal [OPTIONS] -- pretrain_gpt.py ARGS
 
-The real MindSpeed-LLM, MindSpeed, Megatron-LM and torch_npu run, over stand-ins for the device, for
-CANN and for HCCL (gloo).  What is shown is what does not depend on the device: which features
-apply, which layers are fused, how many collectives each group runs, and whether losses and weights
-keep every bit.  **Nothing here runs on an NPU, and no time means anything.**
+The real MindSpeed-LLM, MindSpeed, Megatron-LM and torch_npu run, on stand-ins for the device, for
+CANN and for HCCL (gloo).  The report has what does not depend on the device: which features apply,
+which layers are fused, how many collectives each group runs, and whether losses and weights are
+equal bit for bit.  **Nothing here runs on an NPU, and no time is meaningful.**
 
-Attention that CommFuse computes block by block is rounded otherwise than the launch's own; with
+CommFuse computes attention block by block, which rounds differently from the launch's own; with
 ``--commfuse-attention`` or ``--commfuse-ulysses`` the losses are compared within a tolerance.
 
 ``bash scripts/rehearse_on_cpu.sh`` prepares an environment first.  Exit code: 0 identical, 1 not
@@ -55,7 +55,7 @@ _SET_ANEW = (
     *("PYTHONPATH", "LD_LIBRARY_PATH", "OMP_NUM_THREADS"),
     *("GLOO_SOCKET_IFNAME", "HCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME"),
 )
-"""Variables that a launch sets for its machine, and a rehearsal for this one."""
+"""Variables that a launch sets for its machine, and that a rehearsal sets for this one."""
 _OTHER_ROUNDING = ("--commfuse-attention", "--commfuse-ulysses")
 
 
@@ -91,7 +91,7 @@ def _parser() -> Parser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Rehearse; returns the exit code."""
+    """Run the command line; returns the exit code."""
     own = list(sys.argv[1:] if arguments is None else arguments)
     at = own.index("--") if "--" in own else len(own)
     parser = _parser()
@@ -99,7 +99,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given.launch = own[at + 1 :] or given.launch
     if not given.launch:
         parser.error("no launch given; put it after --")
-    # So that a run is ended before this process is.
+    # Raise SystemExit, so that the training is ended before this process.
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     try:
         return _rehearse(given)
@@ -116,7 +116,7 @@ def _rehearse(given: argparse.Namespace) -> int:
     for name in _SET_ANEW:
         launch.environment.pop(name, None)
     script = launch.script_path(stack.llm)
-    # Relative paths in a launch begin where it is started: in MindSpeed-LLM's folder.
+    # A launch is started in MindSpeed-LLM's folder, the base of its relative paths.
     folder = launch.folder if (launch.folder / launch.script).is_file() else stack.llm
     prepare(launch.options, given.iterations, folder)
     layout = _layout(launch, given)
@@ -160,7 +160,7 @@ def _layout(launch: Launch, given: argparse.Namespace) -> Layout:
 
 
 def _cann() -> Path | None:
-    """Stand-ins for CANN's libraries, unless the dynamic loader finds the real ones."""
+    """Stand-ins for CANN's libraries; ``None`` if the dynamic loader finds the real ones."""
     if importlib.util.find_spec("torch_npu") is None:
         raise UsageError(
             f"{sys.executable} has no torch_npu; start with bash scripts/rehearse_on_cpu.sh, which "
@@ -205,7 +205,7 @@ def _train_and_compare(given: argparse.Namespace, options: Options, run: Run, fo
 
 
 def _tolerance(given: argparse.Namespace, options: Options) -> float:
-    """How far losses may lie apart, relative; 0 for the same bits of everything."""
+    """Largest allowed relative difference of losses; 0 to require equal bits everywhere."""
     if given.loss_tolerance is not None:
         return float(given.loss_tolerance)
     if not any(name in options for name in _OTHER_ROUNDING):

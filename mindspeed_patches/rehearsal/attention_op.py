@@ -1,6 +1,6 @@
-"""CPU kernels for the attention of torch_npu, ``npu_fusion_attention``, and its gradient.
+"""CPU kernels for torch_npu's attention, ``npu_fusion_attention``, and its gradient.
 
-The rules of :mod:`.npu_ops` hold here, too.
+The rules of :mod:`.npu_ops` apply here, too.
 """
 
 from __future__ import annotations
@@ -26,33 +26,33 @@ _LAYOUTS = {
     "BNSD": "b n s d",
     "TND": "(b s) n d",
 }
-"""``input_layout`` of attention; TND is one batch of all tokens."""
+"""``input_layout`` of attention; TND is treated as one batch of all tokens."""
 _COMPRESSED = 2048
-"""Side of the triangular mask that the sparse modes 2, 3 and 4 take, whatever the lengths."""
+"""Side of the triangular mask for the sparse modes 2, 3 and 4, whatever the lengths."""
 _STATISTICS = 8
-"""How often the operator repeats a row's maximum and sum, in a last dimension."""
+"""Number of copies of a row's maximum and sum in the operator's last dimension."""
 _FAR = 2147483647
-"""The default of ``pre_tockens`` and ``next_tockens``: farther than any key."""
+"""The default of ``pre_tockens`` and ``next_tockens``: beyond any key."""
 _SHARED = (
     *("query", "key", "value", "head_num", "input_layout", "atten_mask", "pre_tockens"),
     *("next_tockens", "actual_seq_qlen", "actual_seq_kvlen", "sparse_mode"),
 )
-"""What forward and backward of attention are given alike."""
+"""Arguments that forward and backward of attention share."""
 _NO_MATTER = {
     *("inner_precise", "gen_mask_parallel", "sync", "softmax_layout", "softmax_in"),
     *("seed", "offset", "numels"),
 }
-"""How a device computes, not what; or of dropout, which is refused itself."""
+"""Arguments that do not affect the result, or only dropout, which is refused separately."""
 _names: list[str] = []
 """The arguments of attention, in the order of the wheel's schema."""
 
 
 def register_attention(library: torch.library.Library) -> None:
-    """Add the kernels of attention, and the gradient by that of the device's operator."""
+    """Register the kernels of attention; its gradient calls the device's gradient operator."""
     schema = torch.ops.npu.npu_fusion_attention.default._schema
     _names[:] = [argument.name for argument in schema.arguments]
     library.impl("npu_fusion_attention", _by_name, "CPU")
-    # That of 2.7.1 has no gradient of sink, and a result too many ends the process there.
+    # That of 2.7.1 has no gradient of sink, and an additional result would end the process.
     grads = len(torch.ops.npu.npu_fusion_attention_grad.default._schema.returns)
     library.impl(
         "npu_fusion_attention_grad", lambda *a, **k: fusion_attention_grad(*a, **k)[:grads], "CPU"
@@ -65,8 +65,8 @@ def register_attention(library: torch.library.Library) -> None:
 def refuse(operator: str, others: Mapping[str, object]) -> None:
     """Raise for an argument that would change the result and is not emulated.
 
-    The dispatcher leaves out keywords that equal the schema's default; no positional one but None
-    has a default that would count.
+    The dispatcher omits keywords that equal the schema's default; of positional arguments only None
+    has to be ignored.
     """
     for name, value in others.items():
         if value is not None and name not in _NO_MATTER:
@@ -84,19 +84,19 @@ def _triangle() -> torch.Tensor:
 def _hidden(
     mask: torch.Tensor | None, mode: int, before: int, after: int, queries: int, keys: int
 ) -> torch.Tensor:
-    """True where one of so many queries may not see one of so many keys.
+    """True where a query must not see a key, ``[queries, keys]``.
 
     ========================= ===================================================================
     sparse_mode               what a query does not see
     ========================= ===================================================================
     0                         where the mask is True or the distance outside of pre/next_tockens
     1                         where the mask is True
-    2 (compressed mask)       keys after it, both counted from the first
-    3 (compressed mask)       keys after it, both counted from the last
+    2 (compressed mask)       later keys, both counted from the first
+    3 (compressed mask)       later keys, both counted from the last
     4 (compressed mask)       keys outside of pre/next_tockens, counted from the last
     ========================= ===================================================================
 
-    Without a mask it sees everything in every mode: the device does so and says nothing.
+    Without a mask it sees everything in every mode; the device does so without an error.
     """
     if mask is None:
         return torch.zeros(queries, keys, dtype=torch.bool)
@@ -137,7 +137,7 @@ def _check_modes(input_layout: str, sparse_mode: int, mask: torch.Tensor | None)
 
 
 def _spread(x: torch.Tensor, layout: str, **sizes: int) -> torch.Tensor:
-    """``[S, B, A, D]``, as :mod:`commfuse_npu.kernels.cpu` takes it."""
+    """Rearrange to ``[S, B, A, D]``, the layout of :mod:`commfuse_npu.kernels.cpu`."""
     batch = {"b": 1} if layout == "TND" else {}
     return rearrange(x, f"{_LAYOUTS[layout]} -> s b n d", **sizes, **batch)
 
@@ -164,12 +164,12 @@ def _attention(
     sparse_mode: int = 0,
     **others: Any,
 ) -> tuple[list[torch.Tensor], list[int], torch.Tensor | None]:
-    """The arguments that forward and backward share, checked.
+    """Check the arguments that forward and backward share.
 
     Returns:
-        Query, key and value as ``[S, B, A, D]``, the sizes of their heads, and what is hidden. The
-        values of latent attention have smaller heads; all get zeros up to the same D, which change
-        no other feature.
+        Query, key and value as ``[S, B, A, D]``, their head sizes, and the mask of hidden keys. The
+        values of latent attention have smaller heads; all are padded with zeros to the same D,
+        which does not change any other feature.
     """
     refuse(operator, {**others, "keep_prob": None if keep_prob == 1.0 else keep_prob})
     _check_modes(input_layout, sparse_mode, atten_mask)
@@ -253,7 +253,7 @@ def fusion_attention_grad(
 ) -> tuple[torch.Tensor, ...]:
     """The backward of :func:`fusion_attention`.
 
-    It takes the statistics as they are given: ring attention passes those of all blocks together.
+    It uses the statistics as given: ring attention passes those of all blocks together.
 
     Returns:
         The gradients of query, key and value, and empty tensors for those of pse and sink.
@@ -286,7 +286,7 @@ def fusion_attention_grad(
 
 
 def _by_name(*values: Any, **keywords: Any) -> Any:
-    """Attention, whose arguments come by position up to the last one that is given."""
+    """Attention with positional arguments, which end with the last one that is given."""
     return fusion_attention(**dict(zip(_names, values, strict=False)), **keywords)
 
 
@@ -298,7 +298,7 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
 
 
 def _backward(ctx: Any, grad: torch.Tensor, *_: Any) -> tuple[torch.Tensor | None, ...]:
-    """By the operator that the gradient uses on a device, too."""
+    """The gradient, by the same operator as on a device."""
     query, key, value, out, top, total = ctx.saved_tensors
     keywords = dict(zip(_names, (query, key, value, *ctx.inputs), strict=False))
     grads = torch.ops.npu.npu_fusion_attention_grad(

@@ -1,16 +1,16 @@
 """Stand-ins for the CANN libraries, so that the real torch_npu imports on a machine without CANN.
 
-torch_npu's libraries are linked against CANN's, which come with the NPU driver.  Here a C file gets
-a function for every symbol that nobody defines, each returning 0 (which is ``ACL_SUCCESS``); it is
-compiled once, into a library that has the name of every missing one.  That is enough to import
+torch_npu's libraries are linked against CANN's, which come with the NPU driver.  This module writes
+a C file with a function for every undefined symbol, each of which returns 0 (``ACL_SUCCESS``).  It
+is compiled once, and linked under the name of every missing library.  That is enough to import
 torch_npu, to read its schemas and to run its meta kernels; **nothing that needs a device works**::
 
     python -m mindspeed_patches.rehearsal.cann_stubs OUT_DIR [--site-packages DIR]
     LD_LIBRARY_PATH=OUT_DIR TORCH_DEVICE_BACKEND_AUTOLOAD=0 python -c 'import torch, torch_npu'
 
-``ldd -r`` says which libraries and symbols are missing, so that other versions of torch_npu work
-too.  Needs a C compiler and nm; imports neither torch nor torch_npu, so that it also runs (as a
-file) where `import torch` fails for the want of CANN.
+``ldd -r`` lists missing libraries and symbols, so that other versions of torch_npu work too.  Needs
+a C compiler and nm.  Imports neither torch nor torch_npu, so that it also runs (as a file) where
+`import torch` fails for lack of CANN.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ _LIBRARY = "libstand_ins.so"
 
 
 class CannStubsError(RuntimeError):
-    """The stand-ins cannot be made here; the message says what is missing and where to get it."""
+    """The stand-ins cannot be created; the message says what is missing and where to get it."""
 
 
 def write_cann_stubs(out_dir: Path, site_packages: Path | None = None) -> list[Path]:
-    """Write the stand-ins for what torch_npu misses into ``out_dir``.
+    """Write the stand-ins for libraries that torch_npu lacks into ``out_dir``.
 
-    Nothing is done if they are there and neither torch_npu, torch nor this file has changed.
+    Does nothing if they exist and neither torch_npu, torch nor this file has changed.
 
     Args:
-        out_dir: made if it does not exist.
-        site_packages: the directory that holds ``torch_npu``; by default the one in which this
-            Python finds it.  ``torch`` is taken from there too, or else from where this Python
-            finds it.
+        out_dir: created if it does not exist.
+        site_packages: the directory that contains ``torch_npu``; by default the one in which this
+            Python finds it.  ``torch`` is taken from there if it exists, otherwise from where this
+            Python finds it.
 
     Returns:
         The libraries, one per missing name, sorted.
@@ -56,7 +56,7 @@ def write_cann_stubs(out_dir: Path, site_packages: Path | None = None) -> list[P
         CannStubsError: torch_npu, torch or a tool is missing, or the compiler failed.
     """
     npu, torch = _package("torch_npu", site_packages), _package("torch", site_packages)
-    # ATB is a further product beside CANN, and its plugin is loaded only when an ATB op is used.
+    # ATB is a separate product, and its plugin is loaded only when an ATB op is used.
     plugins = [path for path in _libraries(npu) if "plugin_atb" not in path.name]
     fingerprint = _fingerprint([Path(__file__), *plugins, *_libraries(torch / "lib")])
     try:
@@ -65,13 +65,13 @@ def write_cann_stubs(out_dir: Path, site_packages: Path | None = None) -> list[P
         if manifest["fingerprint"] == fingerprint and all(path.is_file() for path in libraries):
             return libraries
     except (FileNotFoundError, json.JSONDecodeError):
-        pass  # not written yet, or not to its end
+        pass  # missing or incomplete
 
     compiler, loader, nm = _tool("cc", "gcc", "clang"), _tool("ldd"), _tool("nm")
     folders = os.pathsep.join(map(str, (torch / "lib", npu / "lib")))
     said = "".join(_run(loader, "-r", path, LD_LIBRARY_PATH=folders) for path in plugins)
     libraries = sorted(out_dir / name for name in set(re.findall(r"(\S+) => not found", said)))
-    # Python's come with the interpreter, and those of another library of torch_npu with that.
+    # The interpreter defines Python's symbols; torch_npu's libraries define each other's.
     wanted = set(re.findall(r"undefined symbol: (?!_?Py)(\w+)", said))
     defined = re.findall(r"^\w+ \w (\w+)", _run(nm, "-D", "--defined-only", *plugins), re.M)
     symbols = sorted(wanted.difference(defined))
@@ -82,7 +82,7 @@ def write_cann_stubs(out_dir: Path, site_packages: Path | None = None) -> list[P
     with tempfile.TemporaryDirectory(dir=out_dir) as scratch:
         made = Path(scratch, _LIBRARY)
         _run(compiler, "-shared", "-fPIC", "-O1", out_dir / "stubs.c", "-o", made)
-        # In one step: a process that is loading it must not see half a library.
+        # Atomically: a process that loads it must not see a partial library.
         made.replace(out_dir / _LIBRARY)
         for path in libraries:
             link = Path(scratch, path.name)
@@ -157,7 +157,7 @@ def _run(*command: str | Path, **environment: str) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line; see the module."""
+    """The command line; see the module's docstring."""
     parser = argparse.ArgumentParser(
         prog="python -m mindspeed_patches.rehearsal.cann_stubs",
         description="Write stand-ins for the CANN libraries that torch_npu needs.",

@@ -1,9 +1,9 @@
-"""Device names: on this machine "npu" and "cuda" mean the CPU.
+"""Makes the device names "npu" and "cuda" mean the CPU.
 
-Megatron and MindSpeed spell the device out in many places (``torch.empty(n, device="cuda")``,
-``tensor.npu()``), and torch_npu's ``transfer_to_npu`` turns cuda into npu.  A torch function mode
-sees each of these calls, whoever wrapped it, and says "cpu" instead; the few places that a mode
-does not see are replaced one by one.
+Megatron and MindSpeed name the device explicitly in many places (``torch.empty(n, device="cuda")``,
+``tensor.npu()``), and torch_npu's ``transfer_to_npu`` replaces cuda by npu.  A torch function mode
+intercepts all of these calls, whoever wrapped them, and substitutes "cpu"; the few functions that a
+mode does not intercept are replaced individually.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def on_cpu(value: Any) -> Any:
 def _keyword(name: str, value: Any) -> Any:
     if name not in _KEYWORDS:
         return value
-    # A bare number is the index of a device.
+    # A number alone is the index of a device.
     is_index = isinstance(value, int) and not isinstance(value, bool)
     return CPU if is_index else on_cpu(value)
 
@@ -48,14 +48,14 @@ def _translated(
 
 
 class DevicesAreTheCpu(TorchFunctionMode):
-    """A context in which torch reads the devices ``npu`` and ``cuda`` as ``cpu``.
+    """A context in which torch treats the devices ``npu`` and ``cuda`` as ``cpu``.
 
-    Inside, ``torch.zeros(1, device="cuda")`` allocates on the CPU, ``tensor.cuda()`` is the tensor
-    itself, and ``tensor.type()`` answers as on a device.
+    Inside, ``torch.zeros(1, device="cuda")`` allocates on the CPU, ``tensor.cuda()`` returns the
+    tensor itself, and ``tensor.type()`` returns a device type.
 
     Args:
-        device: whose name types have: the optimizers of Megatron take ``torch.cuda.FloatTensor``,
-            those of MindSpeed ``torch.npu.FloatTensor`` only.
+        device: the device in the names of types: Megatron's optimizers accept
+            ``torch.cuda.FloatTensor``, MindSpeed's only ``torch.npu.FloatTensor``.
     """
 
     def __init__(self, device: str = "npu") -> None:
@@ -74,7 +74,7 @@ class DevicesAreTheCpu(TorchFunctionMode):
             return args[0]
         if name == "record_stream":
             return None
-        if name == "histc" and not args[0].is_floating_point():  # a CPU counts floats only
+        if name == "histc" and not args[0].is_floating_point():  # a CPU supports only floats
             return func(args[0].float(), *args[1:], **(kwargs or {})).to(args[0].dtype)
         args, kwargs = _translated(args, kwargs or {})
         kwargs.pop("pin_memory", None)
@@ -83,7 +83,7 @@ class DevicesAreTheCpu(TorchFunctionMode):
         elif name == "type":
             args = tuple(re.sub(_OF_A_TYPE, ".", a) if isinstance(a, str) else a for a in args)
         found = func(*args, **kwargs)
-        # MindSpeed wraps the method type too, and has said "cuda" already if it did.
+        # MindSpeed wraps the method type too, in which case the name already has a device.
         if name == "type" and isinstance(found, str) and found.count(".") == 1:
             return found.replace("torch.", f"torch.{self._device}.", 1)
         return found
@@ -99,10 +99,11 @@ def _keywords_on_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _in_mode(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A mode is left while it handles a call, and ``Tensor.backward`` is such a call.
+    """Enter the mode again inside a function.
 
-    Whatever a backward runs (the forwards of recomputed layers, too) has to see the mode again, and
-    so have the hooks of tensors that a call saves.
+    A mode is inactive while it handles a call, and ``Tensor.backward`` is such a call.  Everything
+    in a backward (including forwards of recomputed layers) needs the mode, and so do the hooks of
+    saved tensors.
     """
 
     @functools.wraps(function)
@@ -114,7 +115,7 @@ def _in_mode(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def install() -> None:
-    """Let device names mean the CPU, in this process and for good."""
+    """Let device names mean the CPU, permanently in this process."""
     DevicesAreTheCpu().__enter__()
     patched: Any = torch
     backward = _in_mode(patched.autograd.graph._engine_run_backward)
@@ -123,9 +124,9 @@ def install() -> None:
     hooks = patched.autograd.graph.saved_tensors_hooks
     with_hooks = hooks.__init__
     hooks.__init__ = lambda self, pack, unpack: with_hooks(self, _in_mode(pack), _in_mode(unpack))
-    # Not torch functions, so the mode does not see them.
+    # These are not torch functions, so the mode does not intercept them.
     autocast = patched.amp.autocast_mode.autocast
     autocast.__init__ = _keywords_on_cpu(autocast.__init__)
     patched.load = _keywords_on_cpu(patched.load)
-    # A thread has modes of its own, and the thread that pins a data loader's memory has none.
+    # Modes are per thread, and the thread that pins a data loader's memory has none.
     patched.Tensor.pin_memory = lambda tensor, *_, **__: tensor

@@ -1,7 +1,7 @@
-"""Operators of experts in plain torch: grouped GEMMs, and tokens sorted by expert and back.
+"""Expert operators in plain torch: grouped GEMMs, and permutation of tokens by expert and back.
 
-Tokens are sorted by expert, then by number; ``sorted_indices`` are their numbers in that order, as
-in Megatron's own ``permute``. On a device they may be something else: only the operators read them.
+Tokens are sorted by expert, then by token number; ``sorted_indices`` are the numbers in that order,
+as in Megatron's own ``permute``. On a device they may differ: only the operators read them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Tensors = list[torch.Tensor]
 
 
 def _sizes(groups: Groups, kind: int, rows: int) -> list[int]:
-    """Rows of each group, given by where groups end (kind 0) or by their numbers (kind 1)."""
+    """Rows of each group, from the ends of groups (kind 0) or from their sizes (kind 1)."""
     numbers = torch.as_tensor(groups, dtype=torch.int64)
     sizes = numbers if kind else numbers.diff(prepend=numbers.new_zeros(1))
     if int(sizes.sum()) != rows:
@@ -34,7 +34,7 @@ def _sizes(groups: Groups, kind: int, rows: int) -> list[int]:
 class GroupedMatmul:
     """MindSpeed's extension ``grouped_matmul``, for rows ``[T, I]`` sorted by group.
 
-    Weights are ``[G, I, O]``. Each tensor and each result comes as a list of one.
+    Weights are ``[G, I, O]``. Each tensor and each result is a list with one element.
     """
 
     @staticmethod
@@ -43,8 +43,8 @@ class GroupedMatmul:
     ) -> Tensors:
         """``x[group] @ weight[group]`` for each group, ``[T, O]``.
 
-        Of ``group_type`` 2 the product of columns of ``x``, ``[I, T]``, and rows of ``weight``,
-        ``[T, O]``, for each group, ``[G, I, O]``.
+        With ``group_type`` 2, for each group the product of columns of ``x``, ``[I, T]``, and rows
+        of ``weight``, ``[T, O]``: ``[G, I, O]``.
         """
         if bias or group_type not in (0, 2):
             raise NotImplementedError(
@@ -62,7 +62,7 @@ class GroupedMatmul:
     def npu_gmm_backward(
         cls, grad: Tensors, x: Tensors, weight: Tensors, groups: Groups, kind: int
     ) -> tuple[Tensors, Tensors, Tensors]:
-        """The gradients of ``x`` and ``weight``, and none of a bias."""
+        """The gradients of ``x`` and ``weight``; there is none of a bias."""
         wgrad = cls.npu_gmm([x[0].mT], grad, [], groups, 2, kind)
         return cls.npu_gmm_backward_fusion(grad, weight, groups, kind)[0], wgrad, []
 
@@ -93,7 +93,7 @@ def _chosen(routing_map: torch.Tensor, drop_and_pad: bool) -> tuple[torch.Tensor
 
 
 def _summed(rows: torch.Tensor, indices: torch.Tensor, tokens: int) -> torch.Tensor:
-    """Rows added to their tokens in fp32, rounded once."""
+    """Sum of the rows of each token in fp32, rounded once."""
     total = rows.new_zeros((tokens, rows.shape[-1]), dtype=torch.float32)
     return total.index_add_(0, indices, rows.float()).to(rows.dtype)
 
@@ -106,7 +106,7 @@ def permute(
     num_out_tokens: int | None = None,
     drop_and_pad: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Tokens ``[T, H]`` once per expert, sorted by expert, their probabilities and numbers."""
+    """Tokens ``[T, H]`` once per expert, sorted by expert; their probabilities; their numbers."""
     chosen = _chosen(routing_map, drop_and_pad)
     weights = tokens.new_empty(0) if probs is None else probs[chosen]
     return tokens[chosen[0]], weights, chosen[0]
@@ -138,7 +138,7 @@ def unpermute(
     routing_map: torch.Tensor | None = None,
     drop_and_pad: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Sums of what experts made of each token, times probabilities; and three for backward."""
+    """Weighted sums of the experts' outputs per token, and three tensors for the backward."""
     weights = permuted_tokens.new_empty(0)
     if probs is not None and routing_map is not None:
         weights = probs[_chosen(routing_map, drop_and_pad)]
@@ -157,7 +157,7 @@ def unpermute_grad(
     drop_and_pad: bool,
     restore_shape: Sequence[int],
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The gradients of what experts made and of the probabilities."""
+    """The gradients of the experts' outputs and of the probabilities."""
     grad = grad[permuted_token_id]
     if probs is None or routing_map is None or permuted_tokens is None:
         return grad, grad.new_empty(0)
@@ -173,4 +173,4 @@ EXPERT_KERNELS: dict[str, Callable[..., Any]] = {
     "_npu_moe_token_unpermute_with_routing_map": unpermute,
     "npu_moe_token_unpermute_with_routing_map_grad": unpermute_grad,
 }
-"""By the names of torch_npu's operators, where a version has them."""
+"""Kernels by the names of torch_npu's operators, which not all versions have."""

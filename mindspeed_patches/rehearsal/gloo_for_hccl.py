@@ -1,4 +1,4 @@
-"""gloo in the place of HCCL, and the few things that HCCL does and gloo does not."""
+"""Uses gloo instead of HCCL, and emulates what HCCL supports and gloo does not."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["install"]
 
 
 def _with_gloo(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Make the group with gloo, without HCCL's options and without binding it to a device."""
+    """Create the group with gloo, without HCCL's options and without binding it to a device."""
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -30,10 +30,10 @@ def _with_gloo(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _of_a_copy(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Send what the tensor holds at the call.
+    """Send the content that the tensor has at the call.
 
-    On a device a send comes before whatever takes its memory later.  A thread of gloo's reads it
-    when the receive is there, and Megatron's interleaved schedule frees outputs before that.
+    On a device a send is ordered before later use of its memory.  gloo's thread reads the memory
+    only when the receive is posted, and Megatron's interleaved schedule frees outputs before that.
     """
 
     @functools.wraps(function)
@@ -44,9 +44,9 @@ def _of_a_copy(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _exchange(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Send a copy, as :func:`_of_a_copy`: dispatchers free probabilities that are under way.
+    """Send a copy, as :func:`_of_a_copy`: dispatchers free probabilities before they are sent.
 
-    Split sizes may be a tensor: dispatchers leave them in one that is not on a device.
+    Split sizes may be a tensor, because dispatchers leave them in one if it is not on a device.
     """
 
     @functools.wraps(function)
@@ -68,9 +68,9 @@ def _exchange(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _gather_uneven(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Parts of different rows, by an exchange; waits even if asked not to.
+    """Gather parts with different numbers of rows by an all-to-all; waits even if asynchronous.
 
-    With EP and TP the ranks of a tensor parallel group dispatch different numbers of tokens.
+    With EP and TP the ranks of a tensor-parallel group dispatch different numbers of tokens.
     """
 
     @functools.wraps(function)
@@ -102,7 +102,7 @@ _REPLACED: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
 
 
 def install() -> None:
-    """Replace the functions, in this process and for good."""
+    """Replace the functions, permanently in this process."""
     for name, wrap in _REPLACED.items():
         wrapped = wrap(getattr(dist, name))
         setattr(dist, name, wrapped)

@@ -1,8 +1,8 @@
-"""A small instruction data set and a tokenizer that pads, for launches of fine-tuning.
+"""A small instruction data set and a tokenizer with padding, for fine-tuning launches.
 
-Mock data and the null tokenizer do for pretraining only: fine-tuning reads token ids, masks and
-labels from files of their own and asks the tokenizer how to pad.  The files are those that
-MindSpeed-LLM's preprocessing and Hugging Face's tokenizers write.
+Mock data and the null tokenizer suffice for pretraining only: fine-tuning reads token ids, masks
+and labels from separate files and asks the tokenizer how to pad.  The files have the format of
+MindSpeed-LLM's preprocessing and Hugging Face's tokenizers.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ __all__ = ["replace_missing_instructions"]
 _ROWS = 64
 _WORDS = 1000
 _VOCABULARY = 1024
-"""Words, special tokens and those that a template of prompts adds, padded for TP."""
+"""Words, special tokens and those that a prompt template adds, padded for TP."""
 _IGNORED = -100
-"""The label of a token of the prompt."""
+"""The label of prompt tokens."""
 
 
 def replace_missing_instructions(options: Options, given: Path, made: Path) -> None:
-    """Write and name stand-ins, where a launch of fine-tuning names files that are not here.
+    """Write stand-ins and set their options, if the files of a fine-tuning launch are missing.
 
     Args:
-        options: changed in place; its sequence length is that of the rows.
-        given: where relative paths of the launch begin.
-        made: a folder that exists, for the files.
+        options: changed in place; the rows have its sequence length.
+        given: base of the launch's relative paths.
+        made: an existing folder for the files.
     """
     prefix = given / (options.text("--data-path") or "")
     has_data = any(prefix.parent.glob(f"{prefix.name}_packed_*_document.idx"))
@@ -81,7 +81,7 @@ def _write_tokenizer(folder: Path) -> None:
 
 
 def _rows(length: int, packed: bool) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-    """Token ids, masks and labels; packed rows are full, and a mask numbers their documents."""
+    """Token ids, masks and labels; packed rows are full, and their mask numbers the documents."""
     random = np.random.default_rng(1234)
     for _ in range(_ROWS):
         first = int(random.integers(length // 2, length))

@@ -1,7 +1,7 @@
-"""MindSpeed's own operators, which it compiles against CANN when they are first used.
+"""MindSpeed's own operators, which it compiles against CANN on first use.
 
-Its loader looks into a table of loaded operators before it compiles: the operators of dense models
-and of experts are put there, in plain torch.
+Its loader checks a table of loaded operators before it compiles.  This module adds the operators of
+dense models and of experts to the table, in plain torch.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["install"]
 def npu_rotary_position_embedding(
     x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, mode: int = 0
 ) -> torch.Tensor:
-    """The rotation of pairs: halves of the last dimension (0), or neighbours in it (1)."""
+    """Rotate pairs: halves of the last dimension (mode 0), or neighbors in it (mode 1)."""
     import torch_npu
 
     rotated: torch.Tensor = torch_npu.npu_rotary_mul(x, cos, sin, ("half", "interleave")[mode])
@@ -30,10 +30,10 @@ def npu_rotary_position_embedding(
 def npu_matmul_add_fp32(
     grad_output: torch.Tensor, total_input: torch.Tensor, main_grad: torch.Tensor
 ) -> None:
-    """The extension's order of arguments for our kernel, with which the fused layers add too.
+    """Our weight-gradient kernel, which the fused layers use too, with the extension's arguments.
 
     Raises:
-        RuntimeError: a tensor is strided, for which the extension reads freed memory.
+        RuntimeError: a tensor is strided, for which the extension would read freed memory.
     """
     for tensor in (grad_output, total_input, main_grad):
         if not tensor.is_contiguous():
@@ -45,10 +45,10 @@ def npu_matmul_add_fp32(
 
 
 def install() -> None:
-    """Fill the loader's table; MindSpeed has to be importable, and torch_npu set up."""
+    """Fill the loader's table; MindSpeed must be importable, and torch_npu set up."""
     from mindspeed.op_builder.builder import AS_LIBRARY, MindSpeedOpBuilder
 
-    # Its loader asks where ATB is before it looks into the table, and so does the feature.
+    # Its loader requires the path of ATB before it checks the table, and so does the feature.
     os.environ.setdefault("ATB_HOME_PATH", "emulated")
     MindSpeedOpBuilder._loaded_ops.update(
         npu_rotary_position_embedding=SimpleNamespace(
@@ -61,7 +61,7 @@ def install() -> None:
     )
     from mindspeed.ops import gmm
 
-    # What it does on a device, with an autograd function inside.
+    # The functions that it uses on a device, with an autograd function inside.
     AS_LIBRARY.impl("npu_gmm.Tensor", gmm._npu_gmm, "CPU")
     AS_LIBRARY.impl("npu_gmm.List", gmm._npu_gmm, "CPU")
     AS_LIBRARY.impl("npu_gmm_v2.Tensor", gmm._npu_gmm_v2, "CPU")

@@ -1,13 +1,13 @@
-"""CPU kernels for the operators of torch_npu that a dense Llama needs, in plain torch.
+"""CPU kernels for the torch_npu operators that a dense Llama needs, in plain torch.
 
-:func:`register_cpu_kernels` adds them to the real torch_npu: names, schemas, defaults and meta
-kernels stay the wheel's; only what a CPU tensor does is new.  They follow the operators'
-documentation and MindSpeed's calls and were never compared with an NPU.  Everything is computed in
-fp32 and rounded once to the dtype of the input; an NPU kernel rounds elsewhere.  What is not
-emulated raises NotImplementedError; no call returns something else instead.
+:func:`register_cpu_kernels` adds them to the real torch_npu.  Names, schemas, defaults and meta
+kernels are those of the wheel; only the implementation for CPU tensors is new.  They follow the
+operators' documentation and MindSpeed's calls, and were never compared with an NPU.  Everything is
+computed in fp32 and rounded once to the dtype of the input; an NPU kernel rounds elsewhere.
+Anything that is not emulated raises NotImplementedError; no call silently returns something else.
 
 Gradients: ``npu_rms_norm``, ``npu_swiglu`` and ``npu_rotary_mul`` through the torch operations they
-are made of; ``npu_fusion_attention`` by ``npu_fusion_attention_grad`` from the saved statistics, as
+consist of; ``npu_fusion_attention`` by ``npu_fusion_attention_grad`` from the saved statistics, as
 on the device; the others, and those of :mod:`.expert_ops`, have none.
 """
 
@@ -39,7 +39,7 @@ def register_cpu_kernels() -> None:
         raise RuntimeError(
             "the npu:: operators are not defined; import torch_npu before register_cpu_kernels()"
         )
-    # Kept for good: kernels end with the object that registered them.
+    # Kept alive: kernels are unregistered together with the object that registered them.
     library = torch.library.Library("npu", "IMPL")
     _library.append(library)
     for kernel in (rms_norm, swiglu, rotary_mul):
@@ -57,7 +57,7 @@ def rms_norm(
     """``input / rms(input) * gamma`` over the dimensions of ``gamma``, the last of ``input``.
 
     Returns:
-        The result, of the dtype of ``input``, and ``1 / rms`` in fp32, ``[..., 1]``.
+        The result, in the dtype of ``input``, and ``1 / rms`` in fp32, ``[..., 1]``.
     """
     x = input.float()
     over = tuple(range(-gamma.dim(), 0))

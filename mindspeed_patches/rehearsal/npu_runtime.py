@@ -1,8 +1,8 @@
-"""The functions of ``torch.npu`` for a device that is the CPU.
+"""Stand-ins for the functions of ``torch.npu``, for a device that is the CPU.
 
-Work is done when a call returns, so streams and events have nothing to order; there is one
-generator of random numbers, the CPU's; memory is not accounted.  The answers about the hardware are
-those of one kind of NPU, because MindSpeed chooses code by them.
+Work is complete when a call returns, so streams and events have nothing to order; the only random
+generator is the CPU's; memory is not counted.  Hardware properties are those of one kind of NPU,
+because MindSpeed selects code by them.
 
 Installed before ``torch_npu.contrib.transfer_to_npu`` is imported, which copies ``torch.npu`` onto
 ``torch.cuda``.
@@ -25,11 +25,11 @@ _SOC_NAME = "Ascend910B1"
 _SOC_VERSION = 220  # of an Ascend 910B, as torch_npu numbers them
 _TOTAL_MEMORY = 64 << 30
 _TENSORS = ("Float", "Double", "Half", "BFloat16", "Int", "Long", "Short", "Char", "Byte", "Bool")
-"""Of ``torch.npu.FloatTensor`` and its like, by which gradients are sorted into buckets."""
+"""Types such as ``torch.npu.FloatTensor``, by which gradients are sorted into buckets."""
 
 
 class Finished:
-    """A context or the handle of a transfer, whose work is always done."""
+    """A context or the handle of a transfer whose work is always complete."""
 
     device = torch.device("cpu")
     device_index = stream_id = npu_stream = cuda_stream = priority = 0
@@ -44,7 +44,7 @@ class Finished:
     def query(self, *_: Any) -> bool:
         return True
 
-    # An event's wait() returns nothing and a transfer's True; nobody asks the event's.
+    # wait() of an event returns None and that of a transfer True; callers ignore the event's.
     wait = is_completed = synchronize = record = wait_stream = wait_event = query
 
 
@@ -54,14 +54,14 @@ class _Event(Finished):
 
 
 class _Stream(Finished):
-    """A class of its own: what wraps ``synchronize`` of streams is to leave that of events."""
+    """A separate class: code that wraps ``synchronize`` of streams must not affect events."""
 
     def record_event(self, event: Any = None) -> Any:
         return event or _Event()
 
 
 class _Generators:
-    """``default_generators``: the CPU's generator, whichever device is asked for."""
+    """``default_generators``: the CPU's generator for any device."""
 
     def __getitem__(self, device: int) -> torch.Generator:
         return torch.default_generator
@@ -123,7 +123,7 @@ _ANSWERS: tuple[tuple[Any, tuple[str, ...]], ...] = (
     ("", ("memory_summary",)),
     ([], ("memory_snapshot",)),
 )
-"""What functions return, whatever they are asked."""
+"""Constant return values, for any arguments."""
 
 
 def _values() -> dict[str, Any]:
@@ -149,24 +149,24 @@ def _values() -> dict[str, Any]:
 
 
 def install() -> None:
-    """Give ``torch.npu`` its stand-ins, in this process and for good."""
+    """Replace functions of ``torch.npu`` by stand-ins, permanently in this process."""
     import torch_npu
 
     npu: Any = torch_npu.npu
     values = _values()
     for name, value in values.items():
         setattr(npu, name, value)
-        # Modules that imported these names before keep their own.
+        # Modules that have already imported these names have their own references.
         for module in (npu.random, npu.memory, npu.streams, npu.utils):
             if hasattr(module, name):
                 setattr(module, name, value)
     patched: Any = torch
     patched.cuda.default_generators = values["default_generators"]
     patched._C._cuda_setRNGState = _set_rng_state
-    # Which cores a thread may use is asked of the driver; data loaders do so for their workers.
+    # The driver knows which cores a thread may use; data loaders ask it for their workers.
     for name in ("_npu_set_thread_affinity", "_npu_reset_thread_affinity"):
         setattr(torch_npu._C, name, _always(None))
-    # The Python binding of CANN's runtime comes with CANN and not with torch_npu.
+    # The Python binding of CANN's runtime is part of CANN, not of torch_npu.
     acl: Any = types.ModuleType("acl")
     acl.get_soc_name = _always(_SOC_NAME)
     acl.rt = types.SimpleNamespace(get_mem_info=_always((_TOTAL_MEMORY, _TOTAL_MEMORY, 0)))

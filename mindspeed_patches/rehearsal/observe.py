@@ -1,8 +1,8 @@
-"""Watches a training from inside: which features apply, what each iteration gave, what changed.
+"""Records a training from inside: features, losses, gradient norms, collectives, weight hashes.
 
-MindSpeed's own patch manager puts the observers around ``setup_model_and_optimizer`` and
-``train_step`` when all features have registered theirs, so that whatever a feature does to these
-functions stays.  Collectives are wrapped before Megatron is imported.
+MindSpeed's own patch manager wraps ``setup_model_and_optimizer`` and ``train_step`` after all
+features have registered their patches, so that the features' changes to these functions are kept.
+Collectives are wrapped before Megatron is imported.
 """
 
 from __future__ import annotations
@@ -30,15 +30,16 @@ _COLLECTIVES = (
     *("all_to_all", "all_to_all_single", "gather", "scatter", "barrier", "send", "isend"),
     *("all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list"),
 )
-"""Functions of ``torch.distributed``; those that a version of torch lacks are passed over."""
+"""Functions of ``torch.distributed``; those that the installed version lacks are skipped."""
 
 
 class CollectiveCounter:
     """Counts collectives and messages while :attr:`active` is set.
 
     Attributes:
-        active: whether calls count at present.
-        counts: calls by the description of their group and by the function, ``group: function``.
+        active: whether calls are counted at present.
+        counts: number of calls, by the description of the group and the function,
+            ``group: function``.
     """
 
     def __init__(self) -> None:
@@ -46,7 +47,7 @@ class CollectiveCounter:
         self.counts: Counter[str] = Counter()
 
     def install(self) -> None:
-        """Wrap the functions; what imported them before keeps the originals."""
+        """Wrap the functions; modules that imported them earlier keep the originals."""
         for name in filter(functools.partial(hasattr, dist), _COLLECTIVES):
             counted = self._counted(name, getattr(dist, name))
             setattr(dist, name, counted)
@@ -63,7 +64,7 @@ class CollectiveCounter:
             group = group or dist.group.WORLD
             words = group.group_desc.lower().replace("_group", "").replace("_", " ")
             self.counts[f"{words}: {name}"] += 1
-            # Collectives of objects are made of collectives of tensors: the outer one counts.
+            # Collectives of objects call collectives of tensors: only the outer one counts.
             self.active = False
             try:
                 return function(*args, **kwargs)
@@ -77,7 +78,7 @@ class Observer:
     """Fills a record while the script runs.
 
     Args:
-        record: what to fill.
+        record: the record of this rank.
     """
 
     def __init__(self, record: Record) -> None:
@@ -111,7 +112,7 @@ class Observer:
         MindSpeedFeaturesManager.apply_features_patches = staticmethod(apply_features_patches)
 
     def setup_model_and_optimizer_wrapper(self, setup: Callable[..., Any]) -> Callable[..., Any]:
-        """Keep the model and the optimizer, and the weights before the first iteration."""
+        """Store the model, the optimizer, and the weights before the first iteration."""
 
         @functools.wraps(setup)
         def setup_model_and_optimizer(*args: Any, **kwargs: Any) -> Any:
@@ -135,7 +136,7 @@ class Observer:
         return setup_model_and_optimizer
 
     def train_step_wrapper(self, train_step: Callable[..., Any]) -> Callable[..., Any]:
-        """Note the losses, which are returned first, and the gradient norm, which is the sixth."""
+        """Record the losses and the gradient norm, the first and the sixth value returned."""
 
         @functools.wraps(train_step)
         def recorded_train_step(*args: Any, **kwargs: Any) -> Any:
@@ -152,7 +153,7 @@ class Observer:
         return recorded_train_step
 
     def finish(self) -> None:
-        """Note the end; call when the script has returned.
+        """Complete the record; call it after the script has returned.
 
         Raises:
             RuntimeError: the script did not train.
@@ -162,7 +163,7 @@ class Observer:
                 f"the script never called {_TRAINING}.setup_model_and_optimizer and train_step, so "
                 "there is nothing to compare; is it a pretraining script of MindSpeed-LLM?"
             )
-        # Only now: with --overlap-param-gather the last step's weights arrive late.
+        # Only now, because with --overlap-param-gather the last step's weights arrive late.
         self.record.weights_after = weight_hashes(self._model)
         self.record.optimizer_after = optimizer_hash(self._optimizer)
         self.record.collectives = dict(sorted(self._collectives.counts.items()))

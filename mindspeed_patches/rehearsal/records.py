@@ -1,6 +1,6 @@
-"""What a rank notes during a run, and whether two runs gave the same bits.
+"""The record of a rank during a run, and the comparison of two runs bit for bit.
 
-Numbers are noted as :meth:`float.hex` writes them, so that no bit is lost.
+Numbers are recorded in the format of :meth:`float.hex`, so that no bit is lost.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ _SHOWN = 5
 
 @dataclass
 class Record:
-    """One rank of one run.
+    """The record of one rank in one run.
 
     Attributes:
         rank: global rank.
-        finished: the script ended by itself.
+        finished: whether the script returned normally.
         versions: of the packages in use, by name.
-        layout: this rank's place in the parallel groups (``tp 0/2``).
-        losses: per iteration, the losses by name; empty but on the last pipeline stage.
+        layout: this rank's position in the parallel groups (``tp 0/2``).
+        losses: per iteration, the losses by name; empty except on the last pipeline stage.
         grad_norms: per iteration.
         weights_before, weights_after: a hash per parameter, before the first iteration and after
             the last.
         optimizer_after: a hash of the optimizer's state after the last iteration.
         features: names of MindSpeed's features that were applied.
-        collectives: how many, by ``group: function``.
-        pairs: how many forwards ran beside a backward.
+        collectives: number of calls, by ``group: function``.
+        pairs: number of forwards that ran beside a backward.
         calls: ``(layer, path, count)`` of CommFuse's layers; empty without CommFuse.
     """
 
@@ -65,7 +65,7 @@ class Record:
 
     @property
     def fused(self) -> set[str]:
-        """What took CommFuse's path at least once: linear layers, attention and others."""
+        """What was fused at least once: linear layers, attention and others."""
         return {name for name, path, count in self.calls if path == "fused" and count}
 
     def write(self, folder: Path) -> None:
@@ -79,7 +79,7 @@ def read_records(folder: Path) -> list[Record]:
 
 
 def differences(reference: Sequence[Record], commfuse: Sequence[Record]) -> list[str]:
-    """What is not the same in both runs, bit for bit; empty if all is."""
+    """What differs between the two runs, bit for bit; empty if nothing does."""
     if len(reference) != len(commfuse):
         return [f"{len(reference)} ranks against {len(commfuse)}"]
     pairs = zip(reference, commfuse, strict=True)
@@ -110,7 +110,7 @@ def _weights(one: dict[str, str], other: dict[str, str], when: str) -> Iterator[
 
 
 def largest_loss_difference(reference: Sequence[Record], commfuse: Sequence[Record]) -> float:
-    """Relative, over all iterations; infinite if there is nothing to compare."""
+    """The largest relative difference over all iterations; infinite if there are no losses."""
     found = [
         relative_difference([step.get(name) for step in a.losses], [s.get(name) for s in b.losses])
         for a, b in zip(reference, commfuse, strict=True)
@@ -131,7 +131,7 @@ def relative_difference(one: Sequence[str | None], other: Sequence[str | None]) 
 
 
 def degeneracies(records: Sequence[Record]) -> list[str]:
-    """Why a run proves nothing, even if another one is equal to it."""
+    """Why a run would prove nothing even if another run were equal to it."""
     found = []
     losses = [float.fromhex(v) for r in records for step in r.losses for v in step.values()]
     if not losses:

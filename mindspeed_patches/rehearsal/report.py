@@ -1,4 +1,4 @@
-"""What a rehearsal prints, as lines."""
+"""The report of a rehearsal, as lines."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def report_lines(runs: Runs) -> Iterator[str]:
 
 
 def _features(runs: Runs) -> Iterator[str]:
-    """Features of rank 0; those that only one run has are marked."""
+    """Features of rank 0, with those that only one run has listed separately."""
     of = {way: records[0].features for way, records in runs.items()}
     shared = [name for name in next(iter(of.values())) if all(name in n for n in of.values())]
     yield "MindSpeed features that were applied:"
@@ -34,7 +34,7 @@ def _features(runs: Runs) -> Iterator[str]:
 
 
 def _layers(runs: Runs) -> Iterator[str]:
-    """Which layers are fused and which fell back, over all ranks."""
+    """Numbers of fused and unfused calls per layer, over all ranks."""
     if (records := runs.get("commfuse")) is None:
         return
     calls: Counter[tuple[str, str]] = Counter()
@@ -50,7 +50,7 @@ def _layers(runs: Runs) -> Iterator[str]:
 
 
 def _collectives(runs: Runs) -> Iterator[str]:
-    """Collectives and messages during training by group, a column per run."""
+    """Collectives and messages during training by group, with a column per run."""
     counts = [
         sum((Counter(r.collectives) for r in records), Counter()) for records in runs.values()
     ]
@@ -91,7 +91,7 @@ def _losses(runs: Runs) -> Iterator[str]:
 
 
 def _decimal(text: str | None) -> str:
-    # repr has every digit that tells two numbers apart.
+    # repr has enough digits to distinguish any two numbers.
     return "-" if text is None else repr(float.fromhex(text))
 
 

@@ -1,4 +1,4 @@
-"""One run of a rehearsal under torchrun, and what its ranks noted."""
+"""One run of a rehearsal under torchrun, and the records of its ranks."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ _MISSING_KERNEL = re.compile(r"Could not run '(npu::\w+)")
 
 
 class RunFailedError(RuntimeError):
-    """A run did not reach its end; the message has what it printed last."""
+    """A run did not complete; the message has its last output."""
 
 
 def worker_environment(
     stack: Stack, cann_stubs: Path | None, launch: Mapping[str, str], tools: Path
 ) -> dict[str, str]:
-    """The environment of the ranks: the launch's own, and what a CPU needs.
+    """The environment of the ranks: that of the launch, adapted to a CPU.
 
     Args:
-        stack: the checkouts, which go first on the Python path.
-        cann_stubs: a folder for the dynamic loader; ``None`` where CANN is installed.
-        launch: what a launch script sets.
+        stack: the checkouts, which come first on the Python path.
+        cann_stubs: a folder for the dynamic loader; ``None`` if CANN is installed.
+        launch: variables that a launch script sets.
         tools: a folder for programs that the ranks need.
     """
     environment = {**os.environ, **launch}
-    # Programs with which Megatron compiles its data set's helpers, for this very Python: virtual
-    # environments have no python3-config, and the system's may be another version's.
+    # Programs with which Megatron compiles its data set helpers, for exactly this Python: virtual
+    # environments have no python3-config, and the system's may belong to another version.
     tools.mkdir(parents=True, exist_ok=True)
     suffix = shlex.quote(str(sysconfig.get_config_var("EXT_SUFFIX")))
     for name, line in (
@@ -60,18 +60,18 @@ def worker_environment(
         GLOO_SOCKET_IFNAME="lo0" if sys.platform == "darwin" else "lo",
         TOKENIZERS_PARALLELISM="false",
     )
-    # Megatron refuses tensor parallelism without it.
+    # Megatron refuses tensor parallelism without this variable.
     environment.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     return environment
 
 
 @dataclass(frozen=True)
 class Run:
-    """What is the same for both runs.
+    """The settings that both runs share.
 
     Attributes:
         script: path of the pretraining script.
-        processes: how many ranks.
+        processes: number of ranks.
         folder: the working directory.
         environment: of the ranks.
         timeout: seconds for one run.
@@ -84,7 +84,7 @@ class Run:
     timeout: float
 
     def start(self, way: str, words: Sequence[str], records: Path) -> list[Record]:
-        """Run the script once and return what its ranks noted.
+        """Run the script once and return the records of its ranks.
 
         Args:
             way: ``reference`` or ``commfuse``.
@@ -92,7 +92,7 @@ class Run:
             records: a new folder for the records and the log.
 
         Raises:
-            RunFailedError: a rank failed, or the time is over.
+            RunFailedError: a rank failed, or the time limit was exceeded.
         """
         records.mkdir(parents=True)
         log = records / "log.txt"

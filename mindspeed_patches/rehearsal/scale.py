@@ -1,8 +1,8 @@
 """Scales a launch down: the same kind of model and of parallelism, with small numbers.
 
-Kept are the ratios that decide which code runs (query heads per key/value head, width of the MLP,
-whether a dimension is parallel at all), and sizes that CommFuse can cut: at least 32 rows per rank
-and 64 bytes per row of every shard.
+It keeps the ratios that decide which code runs (query heads per key/value head, width of the MLP,
+whether a dimension is parallel at all), and sizes that CommFuse can split: at least 32 rows per
+rank and 64 bytes per row of every shard.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _MOST_DATA_PARALLEL = 2
 
 @dataclass(frozen=True)
 class Layout:
-    """Sizes of the parallel dimensions; expert parallelism lies inside of the others."""
+    """Sizes of the parallel dimensions; expert parallelism is inside the others."""
 
     tensor: int
     pipeline: int
@@ -49,10 +49,10 @@ class Layout:
 
 
 def layout_of(options: Options, processes: int | None) -> Layout:
-    """The layout of a launch; without a number of processes, the smallest.
+    """The layout of a launch; the smallest one if the number of processes is not given.
 
     Raises:
-        UsageError: the number is no multiple of TP * PP * CP.
+        UsageError: the number is not a multiple of TP * PP * CP.
     """
     one = Layout(data=1, **{name: options.number(option, 1) for name, option in _OPTIONS.items()})
     if processes is None:
@@ -66,7 +66,7 @@ def layout_of(options: Options, processes: int | None) -> Layout:
 
 
 def scale_down(options: Options, layout: Layout, limit: int) -> Layout:
-    """Change ``options`` to a small model in at most ``limit`` processes; gives their layout."""
+    """Change ``options`` to a small model on at most ``limit`` processes; returns the layout."""
     small = _fewer_processes(layout, limit)
     for name, option in _OPTIONS.items():
         if option in options:
@@ -90,11 +90,11 @@ def scale_down(options: Options, layout: Layout, limit: int) -> Layout:
 
 def _fewer_processes(layout: Layout, limit: int) -> Layout:
     replicas = min(layout.data, _MOST_DATA_PARALLEL)
-    # Without context parallelism experts are spread over replicas: some options need both.
+    # Without context parallelism, experts are distributed over replicas: some options need both.
     spread = layout.expert > 1 == layout.context
     small = replace(layout, data=min(replicas, limit) if spread else 1)
     while small.processes > limit:
-        # The largest dimension loses a factor; of equal ones the one that matters least here.
+        # Divide the largest dimension; of equal ones, the least important here.
         name = max(("pipeline", "context", "tensor"), key=lambda name: getattr(small, name))
         size = getattr(small, name)
         factor = next(n for n in range(2, size + 1) if size % n == 0)
@@ -129,13 +129,13 @@ def _layers(options: Options, small: Layout) -> None:
 
 
 def _widths(options: Options, small: Layout) -> None:
-    """Heads, the hidden size, and what has a ratio to it."""
+    """Scale heads, the hidden size, and sizes with a ratio to it."""
     hidden_before = options.number("--hidden-size", 0)
     heads = options.number("--num-attention-heads", 1)
     groups = heads
     if "--group-query-attention" in options:
         groups = options.number("--num-query-groups", heads)
-    # Ulysses spreads heads over TP * CP ranks.
+    # Ulysses distributes heads over TP * CP ranks.
     parallel = small.tensor * small.context
     if groups == heads:
         heads = max(2 * parallel, 4)
@@ -154,7 +154,7 @@ def _widths(options: Options, small: Layout) -> None:
             options.set(name, ",".join(factors))
     widths = ["--ffn-hidden-size"]
     if "--num-experts" in options:
-        # Several on each rank: MindSpeed does not wait for the probabilities of a single one.
+        # Several per rank: MindSpeed does not wait for the probabilities of a single one.
         ranks = small.expert * (small.tensor if "--moe-tp-extend-ep" in options else 1)
         _at_most(options, max(_EXPERTS, 2 * ranks), "--num-experts")
         _at_most(options, 2, "--moe-router-topk")
@@ -171,7 +171,7 @@ def _batches(options: Options, layout: Layout, small: Layout) -> None:
     micro = options.number("--micro-batch-size", 1)
     batches = options.number("--global-batch-size", micro * layout.data) // (micro * layout.data)
     micro = min(micro, 2)
-    # So many that forwards and backwards pair on the first stage, too.
+    # Enough micro-batches that forwards and backwards form pairs on the first stage, too.
     several = 4 * small.pipeline if "--commfuse-fb-overlap" in options else small.pipeline
     batches = max(1, min(batches, max(2, several)))
     options.set("--micro-batch-size", micro)

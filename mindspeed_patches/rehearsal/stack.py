@@ -1,4 +1,4 @@
-"""Where the checkouts of MindSpeed-LLM, MindSpeed and Megatron-LM are."""
+"""Locates the checkouts of MindSpeed-LLM, MindSpeed and Megatron-LM."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["Stack", "find_stack"]
 
 @dataclass(frozen=True)
 class Stack:
-    """The three checkouts, folders that go onto ``PYTHONPATH`` in this order."""
+    """The three checkouts: folders that are put on ``PYTHONPATH`` in this order."""
 
     llm: Path
     mindspeed: Path
@@ -28,7 +28,7 @@ class _Part:
     option: str
     variable: str
     package: str
-    marker: str  # a file of the package by which a checkout is recognised
+    marker: str  # a file of the package by which a checkout is recognized
 
 
 _PARTS = {
@@ -47,7 +47,7 @@ def find_stack(options: Mapping[str, str | None], environ: Mapping[str, str] = o
     """Find the checkouts: by option, else by environment variable, else as importable packages.
 
     Args:
-        options: a folder by the name of an attribute of :class:`Stack`, where one was given.
+        options: a folder by the name of an attribute of :class:`Stack`, if given.
 
     Raises:
         UsageError: one is missing, is something else, or is too old.

@@ -1,9 +1,9 @@
 """One rank of a rehearsal, under torchrun: ``worker.py SCRIPT ARGS``.
 
-Puts the stand-ins in their places, CommFuse too if asked, then runs the script as if it had been
-started itself, and leaves a record of what happened.  The environment variables
+Installs the stand-ins, and CommFuse if requested, then runs the script as if it had been started
+directly, and writes a record.  :mod:`mindspeed_patches.rehearsal` sets the environment variables
 ``COMMFUSE_REHEARSAL_RECORDS`` (a folder) and ``COMMFUSE_REHEARSAL_WAY`` (``reference`` or
-``commfuse``) are set by :mod:`mindspeed_patches.rehearsal`.
+``commfuse``).
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ WAY = "COMMFUSE_REHEARSAL_WAY"
 
 
 def install_stand_ins() -> None:
-    """Stand-ins for the device, HCCL and compiled operators, in this process and for good.
+    """Install stand-ins for the device, HCCL and compiled operators, permanently in this process.
 
-    To be called before MindSpeed and Megatron are imported.
+    Must be called before MindSpeed and Megatron are imported.
     """
     import torch_npu
 
@@ -37,7 +37,7 @@ def install_stand_ins() -> None:
     npu_runtime.install()
     gloo_for_hccl.install()
     register_cpu_kernels()
-    # The order of a launch on an NPU: this module has to see torch.npu as it will be.
+    # In the order of a launch on an NPU: this module must see the final torch.npu.
     import torch_npu.contrib.transfer_to_npu  # noqa: F401
 
     mindspeed_ops.install()

@@ -1,10 +1,10 @@
 """`python -m scripts.cpu_pretraining OPTIONS`: check the options, start the ranks, report.
 
-Errors in the options are reported within a second, before any rank starts. Only two show later:
-whether connections can have the rate of `--link-rate`, and whether anything is fused.
+Errors in the options are reported within a second, before any rank starts. Only two appear later:
+connections that cannot have the rate of `--link-rate`, and a training in which nothing is fused.
 
-Exit codes: 0 done, 1 failed or not identical (`--compare`), 2 wrong request, 130 stopped by Ctrl-C
-and 143 by SIGTERM, both with a checkpoint.
+Exit codes: 0 done, 1 failed or not identical (`--compare`), 2 invalid request, 130 stopped by
+Ctrl-C and 143 by SIGTERM, both with a checkpoint.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ _DEMONSTRATION = (
     "--compare --no-use-commfuse --commfuse-fb-overlap --link-rate 80 --num-layers 2 "
     "--micro-batch-size 2 --train-iters 13"
 )
-"""What the command without options shows at its end: Megatron's order, then with overlap."""
+"""Options of the final demonstration without arguments: Megatron's order, then with overlap."""
 _FOREVER = 2e6
-"""Seconds that the ranks may take to train: 23 days; a poll takes no more."""
+"""Seconds that the ranks may train: 23 days, the longest that a poll accepts."""
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line, without options the demonstration after it; returns the exit code."""
+    """Run the command line, without options also the demonstration; returns the exit code."""
     argv = sys.argv[1:] if argv is None else argv
     code = _run(argv)
     if argv or code:
         return code
     print(f"\nWhat overlap is worth over slower links: the options {_DEMONSTRATION}", flush=True)
     code = _run(_DEMONSTRATION.split())
-    return 0 if code == 2 else code  # said: these connections cannot have a rate
+    return 0 if code == 2 else code  # reported: these connections cannot have a rate
 
 
 def _run(argv: Sequence[str]) -> int:
@@ -76,7 +76,7 @@ def _run(argv: Sequence[str]) -> int:
             _set_aside(folder)
         sys.stdout.flush()
         return _train(args, corpus, folder, checkpoint)
-    except KeyboardInterrupt:  # there are no ranks yet
+    except KeyboardInterrupt:  # before there are ranks
         return 128 + signal.SIGINT
     except (UsageError, CheckpointError) as error:
         return _failed(error, 2 if isinstance(error, UsageError) else 1)
@@ -90,7 +90,7 @@ def _failed(error: object, code: int) -> int:
 
 
 def _set_aside(folder: Path) -> None:
-    """A run that starts anew under a used name must not destroy the older run's checkpoints."""
+    """Rename an older run's folder, so that a new run does not destroy its checkpoints."""
     number = 1
     while (aside := folder.with_name(f"{folder.name}.{number}")).exists():
         number += 1
@@ -100,9 +100,9 @@ def _set_aside(folder: Path) -> None:
 
 @contextmanager
 def _started(args: argparse.Namespace) -> Iterator[tuple[Ranks, list[int]]]:
-    """The ranks, and the numbers of the signals received; each signal is passed on to the ranks.
+    """Start the ranks; yields them and the received signals, which are passed on to the ranks.
 
-    A signal that arrives while the ranks start is held back until they can handle it.
+    A signal that arrives while the ranks start is blocked until they can handle it.
     """
     received: list[int] = []
 
@@ -111,10 +111,10 @@ def _started(args: argparse.Namespace) -> Iterator[tuple[Ranks, list[int]]]:
         for rank in multiprocessing.active_children():
             rank.terminate()
 
-    # Megatron's advice for GPUs and its use of names that newer torch renames.
+    # Megatron's advice for GPUs, and its use of names that newer versions of torch rename.
     os.environ.setdefault("PYTHONWARNINGS", "ignore::UserWarning,ignore::FutureWarning")
     before = {number: signal.signal(number, pass_on) for number in _SIGNALS}
-    resource_tracker.ensure_running()  # with the first process it would let signals in again
+    resource_tracker.ensure_running()  # started later, it would unblock the signals
     signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
     try:
         minutes = args.distributed_timeout_minutes

@@ -1,7 +1,7 @@
-"""The command line of the CPU pretraining: Megatron's names where Megatron has one.
+"""The command line of the CPU pretraining, with Megatron's option names where they exist.
 
-What can be checked without ranks is checked here: a mistake costs a second, not a hanging
-collective.
+Whatever can be checked without ranks is checked here: a mistake then costs a second instead of a
+hanging collective.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = ["UsageError", "parse_arguments"]
 
 
 class UsageError(ValueError):
-    """The request cannot be carried out; the message names the value, the limit and the way out."""
+    """The request cannot be carried out; the message has the value, the limit and a remedy."""
 
 
 def _run_name(text: str) -> str:
@@ -88,7 +88,7 @@ _TABLE: dict[str, tuple[tuple[str, Any, Any, str], ...]] = {
          "9 times as long as fp32 without AVX512-BF16 or AMX, 0.7 times with it (measured)"),
     ),
 }  # fmt: skip
-"""By group: name, default, type and help of an option; without a type, it is a flag."""
+"""By group: name, default, type and help of an option; one without a type is a flag."""
 
 
 def _parser() -> Parser:
@@ -110,7 +110,7 @@ def _parser() -> Parser:
     group.add_argument("--fp32", dest="bf16", action="store_false")
     overlap = {"commfuse_fb_overlap": FB_OVERLAP_OPTIONS["commfuse_fb_overlap"]}
     add_arguments(parser.add_argument_group("CommFuse"), OPTIONS | overlap)
-    # One process will do, too.
+    # One process, in which nothing is fused, is allowed.
     parser.set_defaults(**DEFAULTS | {"use_commfuse": True, "commfuse_allow_nothing": True})
     return parser
 
@@ -118,17 +118,17 @@ def _parser() -> Parser:
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The options of this run, complete and consistent.
 
-    Besides them the namespace holds ``world_size``, ``num_microbatches`` (per data-parallel rank
-    and iteration), ``min_lr``, ``sequence_parallel`` and ``context_parallel_algo``.
+    The namespace also has ``world_size``, ``num_microbatches`` (per data-parallel rank and
+    iteration), ``min_lr``, ``sequence_parallel`` and ``context_parallel_algo``.
 
     Raises:
-        UsageError: they do not fit each other.
-        SystemExit: an option is unknown or out of range; it was said.
+        UsageError: the options do not fit each other.
+        SystemExit: an option is unknown or out of range; the error has been printed.
     """
     args = _parser().parse_args(argv)
     tp, dp = args.tensor_model_parallel_size, args.data_parallel_size
     args.world_size = tp * args.context_parallel_size * dp
-    args.sequence_parallel = tp > 1  # Megatron refuses it where there is nothing to split
+    args.sequence_parallel = tp > 1  # Megatron refuses it if there is nothing to split
     args.context_parallel_algo = "ulysses_cp_algo"
     args.min_lr = args.lr / 10
     try:

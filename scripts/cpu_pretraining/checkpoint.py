@@ -1,14 +1,14 @@
-"""Checkpoints that are either complete or not there.
+"""Checkpoints that are either complete or absent.
 
     checkpoints/
-      iter_0000100/rank_0.pt ...     weights, optimizer, random states, and what the run is
+      iter_0000100/rank_0.pt ...     weights, optimizer, random states, and facts about the run
       .iter_0000200.partial/         being written, or left over by a kill
 
-Every rank writes and syncs its file into the partial folder; only when all have said so does rank 0
-rename the folder. A kill at any moment therefore leaves the previous checkpoint as it was.
+Every rank writes and syncs its file into the partial folder; once all have reported success, rank 0
+renames the folder. A kill at any moment therefore leaves the previous checkpoint unchanged.
 
-torch.distributed.checkpoint is no shorter here: it takes tensors of one name on several ranks for
-copies of one, needs the optimizer's state in place before it loads it, and runs what pickle runs.
+torch.distributed.checkpoint would not be simpler here: it treats tensors of one name on several
+ranks as copies, needs the optimizer's state before it can load it, and executes pickled code.
 """
 
 from __future__ import annotations
@@ -36,27 +36,27 @@ __all__ = [
 ]
 
 _KEPT = 2
-# What the tensors in the files depend on. Everything else may change on resume.
+# The shapes of the saved tensors depend on these. Everything else may change on resume.
 _SHAPE = (
     *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups"),
     *("tensor_model_parallel_size", "context_parallel_size", "data_parallel_size", "bf16"),
     *("use_distributed_optimizer", "overlap_grad_reduce", "ddp_bucket_size"),
 )
-# What the losses depend on as well: a change is allowed but ends bit-for-bit continuation.
+# The losses depend on these, too: a change is allowed but ends bit-for-bit continuation.
 _COURSE = ("seq_length", "micro_batch_size", "global_batch_size", "train_iters", "lr", "seed")
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint could not be written, and the previous one is untouched; or not be read."""
+    """A checkpoint cannot be read, or not be written; then the previous one is unchanged."""
 
 
 def run_facts(args: argparse.Namespace, data: str) -> dict[str, Any]:
-    """What is stored about a run; ``data``: the fingerprint of its corpus."""
+    """The facts that are stored about a run; ``data``: the fingerprint of its corpus."""
     return {name: getattr(args, name) for name in (*_SHAPE, *_COURSE)} | {"data": data}
 
 
 def find_checkpoint(checkpoints: Path, facts: dict[str, Any]) -> tuple[Path, list[str]]:
-    """The latest complete checkpoint, and how its run differs from this one's ``facts``.
+    """The latest complete checkpoint, and how its run differs from ``facts`` of this one.
 
     Raises:
         UsageError: there is none, or its model or layout differs.
@@ -99,7 +99,7 @@ def load_state(folder: Path, rank: int) -> dict[str, Any]:
 
 
 def save_state(checkpoints: Path, iteration: int, training: Any, facts: dict[str, Any]) -> Path:
-    """Write a checkpoint together with all other ranks (collective); returns its folder.
+    """Write a checkpoint together with all other ranks; returns its folder. Collective.
 
     Raises:
         CheckpointError: on every rank if any could not write, e.g. on a full disk.
@@ -114,7 +114,7 @@ def save_state(checkpoints: Path, iteration: int, training: Any, facts: dict[str
             os.fsync(file.fileno())
     with _on_all_ranks("publish", final):
         if rank == 0:
-            # There is one if the run goes on from an older checkpoint, which is kept meanwhile.
+            # It exists if the run resumed from an older checkpoint, which is kept for now.
             shutil.rmtree(final, ignore_errors=True)
             partial.rename(final)
             _prune(checkpoints, final.name)
@@ -123,7 +123,7 @@ def save_state(checkpoints: Path, iteration: int, training: Any, facts: dict[str
 
 @contextmanager
 def _on_all_ranks(step: str, path: Path) -> Iterator[None]:
-    """A step of which all ranks learn whether every rank managed it; it ends like a barrier."""
+    """A step after which all ranks know whether it succeeded everywhere; ends like a barrier."""
     reason = ""
     try:
         yield
@@ -134,7 +134,7 @@ def _on_all_ranks(step: str, path: Path) -> Iterator[None]:
 
 
 def first_reason(reason: str) -> str:
-    """Of the ranks that have one, the first one's, on all of them (collective); or nothing."""
+    """The reason of the first rank that has one, on all ranks; empty if none has. Collective."""
     reasons = [reason] * dist.get_world_size()
     dist.all_gather_object(reasons, reason)
     return next(filter(None, reasons), "")
@@ -142,7 +142,7 @@ def first_reason(reason: str) -> str:
 
 def _prune(checkpoints: Path, newest: str) -> None:
     """Keep the newest `_KEPT` checkpoints up to ``newest``, and nothing half-written."""
-    # What is beyond it belongs to a course that was abandoned by resuming from an older one.
+    # Later ones belong to a course that was abandoned by resuming from an older checkpoint.
     names = sorted(folder.name for folder in checkpoints.glob("iter_*"))
     kept = [name for name in names if name <= newest][-_KEPT:]
     for folder in (*checkpoints.glob("iter_*"), *checkpoints.glob(".iter_*")):

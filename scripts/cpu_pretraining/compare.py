@@ -1,4 +1,4 @@
-"""`--compare`: the same training in several forms, and whether one changed a single bit.
+"""`--compare`: the same training in several forms, compared bit for bit.
 
 =========  =================================================================================
 plain      the fused layers' GEMMs, each after or before the whole collective
@@ -9,8 +9,9 @@ overlap    Megatron's own layers, forwards beside backwards (``--commfuse-fb-ove
 
 The second of each pair must agree with the first in every loss and every weight.
 
-The trainings run one after the other, so whatever else the machine does may fall on one of them: a
-difference in time comes with the range that the quartiles give, and not at all from few iterations.
+The trainings run one after the other, so other load on the machine may affect only one of them. A
+difference in time is therefore reported with a range from the quartiles, and only if there are
+enough iterations.
 """
 
 from __future__ import annotations
@@ -28,18 +29,18 @@ from .outcome import WARM_UP_ITERATIONS, Outcome, draw_picture
 __all__ = ["draw_timelines", "forms", "identical", "report", "timelines"]
 
 Outcomes = Mapping[str, Outcome]
-"""By form, rank 0."""
+"""Outcomes of rank 0, by form."""
 
 _PAIRS = (("plain", "commfuse"), ("megatron", "overlap"))
-"""Without and with overlap."""
+"""Pairs of forms: without and with overlap."""
 _TITLES = {"plain": "fused layers' GEMMs, blocking collectives", "commfuse": "fused layers",
            "megatron": "Megatron's own order", "overlap": "forward-backward overlap"}  # fmt: skip
 _LEAST = 10
-"""Iterations behind a difference of two times."""
+"""Smallest number of iterations for a comparison of times."""
 
 
 def forms(args: argparse.Namespace) -> list[str]:
-    """What is compared under these options."""
+    """The forms that are compared with these options."""
     fused = ["plain", "commfuse"] if args.use_commfuse else []
     return [*fused, "megatron", *(["overlap"] if args.commfuse_fb_overlap else [])]
 
@@ -49,7 +50,7 @@ def _pairs(outcomes: Outcomes) -> list[tuple[str, str]]:
 
 
 def identical(outcomes: Outcomes) -> bool:
-    """Whether overlap changed no bit of losses and weights, in either pair."""
+    """Whether overlap changed no bit of losses and weights in any pair."""
     return all(_same(outcomes[one], outcomes[other]) for one, other in _pairs(outcomes))
 
 
@@ -58,7 +59,7 @@ def _same(one: Outcome, other: Outcome) -> bool:
 
 
 def report(outcomes: Outcomes) -> list[str]:
-    """Losses (nine digits tell any two float32 apart), hashes, speeds and differences."""
+    """Losses (nine digits distinguish any two float32), hashes, speeds and differences."""
     printed = ["", f"{'iteration':>9} " + " ".join(f"{form:>15}" for form in outcomes)]
     for iteration in outcomes["megatron"].losses:
         row = " ".join(f"{one.losses[iteration]:15.9g}" for one in outcomes.values())
@@ -83,9 +84,9 @@ def report(outcomes: Outcomes) -> list[str]:
 
 
 def _times(outcomes: Outcomes) -> Iterator[str]:
-    """How the times compare, if enough iterations count.
+    """A comparison of the times, if enough iterations count.
 
-    The range: one form at its fast quartile, the other at its slow one.
+    The range compares one form's fast quartile with the other's slow one.
     """
     megatron = outcomes["megatron"]
     counted = len(megatron.counted)
@@ -117,7 +118,7 @@ def _times(outcomes: Outcomes) -> Iterator[str]:
 
 
 def timelines(ranks: Mapping[str, Sequence[Outcome]]) -> Picture | None:
-    """The fastest iteration of each form, measured: when a rank computed, and when it waited.
+    """A picture of each form's fastest measured iteration: when a rank computed and waited.
 
     Args:
         ranks: by form, the outcome of each rank.
@@ -147,7 +148,7 @@ def timelines(ranks: Mapping[str, Sequence[Outcome]]) -> Picture | None:
 
 
 def draw_timelines(ranks: Mapping[str, Sequence[Outcome]], path: Path) -> str:
-    """Draw :func:`timelines`; what came of it, in a line."""
+    """Draw :func:`timelines`; returns a line about the result."""
     if (picture := timelines(ranks)) is None:
         return f"{path} was not drawn: no iteration after the first {WARM_UP_ITERATIONS}"
     title = "The same training without and with overlap"

@@ -1,6 +1,6 @@
-"""Training data: files as bytes, samples that depend on nothing but an index.
+"""Training data: files as bytes, and samples that depend only on an index.
 
-A sample is a window of the token stream whose position is drawn from (seed, sample index).
+A sample is a window of the token stream, at a position drawn from (seed, sample index).
 There is no iterator state, so a resumed run reads exactly what the uninterrupted one would have.
 """
 
@@ -26,7 +26,7 @@ VOCABULARY = 257
 """One token per byte, 0 to 255, and 256 for the end of a document."""
 
 _STANDARD_LIBRARY_BYTES = 8 << 20
-# Not written by hand, not code of the library itself, or not there on every installation.
+# Generated files, code outside the library itself, or modules that not every installation has.
 _SKIPPED = frozenset({"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3"})
 
 
@@ -39,7 +39,7 @@ class Corpus:
     source: str
 
     def fingerprint(self) -> str:
-        """SHA-256 of the stream, to notice that a resumed run reads other data."""
+        """SHA-256 of the stream, to detect that a resumed run reads other data."""
         return hashlib.sha256(self.tokens.tobytes()).hexdigest()
 
     def batch(
@@ -47,7 +47,7 @@ class Corpus:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Inputs and labels, ``[len(samples), seq_length]`` int64; labels are one token ahead.
 
-        Sample i is the same for every rank, layout and history: it depends on (seed, i).
+        Sample i is the same for every rank, layout and history: it depends only on (seed, i).
         """
         rows = []
         for sample in samples:
@@ -91,7 +91,7 @@ def _files(root: Path, standard_library: bool) -> Iterator[Path]:
         yield root
         return
     found: list[Path] = []
-    # Not rglob: it passes silently over folders that it may not read.
+    # Not rglob, which silently skips unreadable folders.
     for folder, folders, names in os.walk(root, onerror=_unreadable):
         folders[:] = [name for name in folders if not name.startswith((".", "__pycache__"))]
         found += [Path(folder, name) for name in names if not name.startswith(".")]

@@ -3,12 +3,12 @@
 Two mechanisms, both undone on exit:
 
 - `megatron_on_cpu()` replaces the functions listed in `REPLACEMENTS`, each with its reason.
-- `cuda_means_cpu()` reads the device "cuda" as "cpu" in the torch calls inside the block. It is
-  entered only around Megatron code that spells the device out (building the data-parallel wrapper
-  and the optimizer, the optimizer step, the schedule), not around the whole run.
+- `cuda_means_cpu()` treats the device "cuda" as "cpu" in the torch calls inside the block. It is
+  entered only around Megatron code that names the device explicitly (creation of the data-parallel
+  wrapper and the optimizer, the optimizer step, the schedule), not around the whole run.
 
-Nothing else of Megatron is touched: its model, its parallel state, its schedule, its gradient
-buffers, its optimizers and its learning-rate schedule run as they are.
+Nothing else of Megatron is changed: its model, its parallel state, its schedule, its gradient
+buffers, its optimizers and its learning-rate schedule run unmodified.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ cuda_means_cpu = partial(DevicesAreTheCpu, "cuda")
 def _wgrad_gemm_accum(
     total_input: torch.Tensor, grad_output: torch.Tensor, main_grad: torch.Tensor
 ) -> None:
-    """The extension's order of arguments for our kernel; the fused layers accumulate with it."""
+    """Our weight-gradient kernel, as in the fused layers, with the extension's arguments."""
     accumulate_weight_gradient(main_grad, grad_output, total_input)
 
 
 def _own_part_of_positions(pos_emb: torch.Tensor, seq_dim: int) -> torch.Tensor:
-    """The embeddings of this context-parallel rank's rows, one run of the sequence."""
+    """The embeddings of this context-parallel rank's rows, a contiguous part of the sequence."""
     parts = pos_emb.chunk(parallel_state.get_context_parallel_world_size(), dim=seq_dim)
     return parts[parallel_state.get_context_parallel_rank()]
 
@@ -55,31 +55,31 @@ _ACCUMULATE = SimpleNamespace(
 )
 
 REPLACEMENTS: tuple[tuple[str, str, Any], ...] = (
-    # Buffers of the linear layers, collectives and gradients are allocated on it.
+    # Buffers of the linear layers, collectives and gradients are allocated on this device.
     ("torch.cuda", "current_device", lambda: CPU),
-    # Recomputation saves and restores the device's generator, the tracker of model-parallel random
-    # states records what it just seeded: the CPU's generator stands for the device's.
+    # Recomputation saves and restores the device's generator, and the tracker of model-parallel
+    # random states records what it has seeded: the CPU's generator replaces the device's.
     (_RANDOM, "_get_cuda_rng_state", lambda *_, **__: _GENERATOR.get_state()),
     (_RANDOM, "_set_cuda_rng_state", lambda state, *_, **__: _GENERATOR.set_state(state)),
     ("torch.cuda", "get_rng_state", lambda *_, **__: _GENERATOR.get_state()),
     ("torch.cuda", "manual_seed", lambda seed: _GENERATOR.manual_seed(int(seed))),
-    # The CUDA extension behind gradient_accumulation_fusion: the same sum in plain torch. The
-    # constructor refuses the option without it.
+    # The CUDA extension of gradient_accumulation_fusion: the same sum in plain torch. Without it
+    # the constructor refuses the option.
     (_LAYERS, "fused_weight_gradient_mlp_cuda", _ACCUMULATE),
     (_LAYERS, "_grad_accum_fusion_available", True),
     # Without TransformerEngine the distributed optimizer fails here, though nothing is in fp8.
     ("megatron.core.optimizer.distrib_optimizer", "quantize_param_shard", lambda *_: None),
-    # Ranks get a part from either end of the sequence, which balances ring attention; under Ulysses
-    # they have to be in the order of the sequence (and it indexes on the device).
+    # Megatron gives ranks a part from both ends of the sequence, which balances ring attention;
+    # Ulysses needs them in sequence order (and Megatron's function indexes on the device).
     ("megatron.core.models.common.embeddings.rotary_pos_embedding",
      "get_pos_emb_on_this_cp_rank", _own_part_of_positions),
 )  # fmt: skip
-"""``module.attribute`` becomes the stand-in while `megatron_on_cpu()` is entered."""
+"""``module.attribute`` is replaced by the stand-in inside `megatron_on_cpu()`."""
 
 
 @contextmanager
 def megatron_on_cpu() -> Iterator[None]:
-    """Apply `REPLACEMENTS`; put back what was there before when the block ends."""
+    """Apply `REPLACEMENTS`; restore the originals at the end of the block."""
     with ExitStack() as patches:
         for module, attribute, stand_in in REPLACEMENTS:
             patch = mock.patch.object(import_module(module), attribute, stand_in, create=True)

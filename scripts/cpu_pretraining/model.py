@@ -1,4 +1,4 @@
-"""A Llama made of Megatron-Core's parts, its gradient buffers, its optimizer and its schedule."""
+"""A Llama built from Megatron-Core's parts, with its gradient buffers, optimizer and schedule."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ from .ulysses import UlyssesAttention
 __all__ = ["RMSNorm", "build_trainee"]
 
 _PADDED = 512
-"""Tokens of the vocabulary are a multiple of it, so that a model is the same in every layout."""
+"""The vocabulary is padded to a multiple of this, so that the model is the same in any layout."""
 _NORM_EPSILON, _WEIGHT_DECAY, _WARM_UP = 1e-5, 0.1, 0.04
 
 
 class RMSNorm(torch.nn.RMSNorm):
-    """torch's RMSNorm with the constructor and the parameter mark that Megatron expects.
+    """torch's RMSNorm with the constructor and the parameter attribute that Megatron expects.
 
-    Megatron's own wrapper of torch norms refuses sequence parallelism, because under it every
-    tensor-parallel rank sees only its part of the sequence and the weight gradients have to be
-    summed over the ranks. `finalize_model_grads` does that for marked parameters; so mark it.
+    Megatron's own wrapper of torch norms refuses sequence parallelism, because every
+    tensor-parallel rank then sees only its part of the sequence and the weight gradients have to be
+    summed over the ranks. `finalize_model_grads` sums them for parameters with this attribute.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ def build_trainee(
 ) -> tuple[DistributedDataParallel, Any, OptimizerParamScheduler]:
     """The wrapped model, its optimizer and its schedule; all random numbers come from `--seed`.
 
-    Needs initialised process groups and `megatron_on_cpu()`. Every rank draws the whole weight
+    Needs initialized process groups and `megatron_on_cpu()`. Every rank draws the full weight
     matrices and keeps its part, so the initial model is the same for every layout.
     """
     dtype = torch.bfloat16 if args.bf16 else torch.float32
@@ -89,7 +89,7 @@ def build_trainee(
         module = Float16Module(config, module)
     with cuda_means_cpu():
         buckets = DistributedDataParallelConfig(
-            # Megatron's own choice for bf16: accumulate and reduce gradients in fp32.
+            # Megatron's own setting for bf16: accumulate and reduce gradients in fp32.
             grad_reduce_in_fp32=True,
             bucket_size=args.ddp_bucket_size,
             **_given(DistributedDataParallelConfig, args),
@@ -119,7 +119,7 @@ def build_trainee(
         use_checkpoint_opt_param_scheduler=False,
         override_opt_param_scheduler=True,
     )
-    # What Megatron's training loop hangs on the config before the first iteration.
+    # Attributes that Megatron's training loop sets on the config before the first iteration.
     config.finalize_model_grads_func = finalize_model_grads
     config.grad_scale_func = optimizer.scale_loss
     config.no_sync_func = model.no_sync
@@ -127,20 +127,20 @@ def build_trainee(
 
 
 def _given(kind: Any, args: argparse.Namespace) -> dict[str, Any]:
-    """What the command line says about a configuration of Megatron's: options have its names."""
+    """The fields of a Megatron configuration that have an option of the same name."""
     return {one.name: getattr(args, one.name) for one in fields(kind) if hasattr(args, one.name)}
 
 
 def _llama_block(args: argparse.Namespace) -> TransformerBlockSubmodules:
-    """Megatron's local layer with our norm in it, and the same norm after the last layer."""
+    """Megatron's local layer with our norm, and the same norm after the last layer."""
     layer = get_gpt_layer_local_spec()
     if args.context_parallel_size > 1:
         layer.submodules.self_attention.submodules.core_attention = UlyssesAttention
     layer.submodules.input_layernorm = RMSNorm
     layer.submodules.pre_mlp_layernorm = RMSNorm
-    # fc1 is gate and up projection on top of each other. With stride 2 every rank draws its part
-    # of both; with Megatron's default, half of the ranks would take their gate from rows that are
-    # the up projection in another layout, and the initial model would depend on TP.
+    # fc1 stacks the gate and up projections. With stride 2 every rank draws its part of both; with
+    # Megatron's default, half of the ranks would take their gate from rows that belong to the up
+    # projection in another layout, and the initial model would depend on TP.
     layer.submodules.mlp.submodules.linear_fc1 = ModuleSpec(
         module=ColumnParallelLinear, params={"stride": 2}
     )

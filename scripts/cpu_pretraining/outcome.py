@@ -1,4 +1,4 @@
-"""What a training leaves behind: metrics.jsonl, loss.png, its speed, and how it ended."""
+"""The results of a training: metrics.jsonl, loss.png, its speed, and how it ended."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ __all__ = ["WARM_UP_ITERATIONS", "MetricsLog", "Outcome", "Wait", "draw_picture"
            "plot_loss", "read_metrics", "written"]  # fmt: skip
 
 WARM_UP_ITERATIONS = 3
-"""Iterations that do not count: buffers, threads and the kernels of the GEMMs come with them."""
+"""Iterations that do not count: they create buffers and threads and prepare GEMM kernels."""
 
 Wait = tuple[float, float]
-"""When a rank began to wait for a transfer and when it went on, in seconds."""
+"""The start and the end of a rank's wait for a transfer, in seconds."""
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """All complete entries of a metrics file; a last line cut off by a kill is left out."""
+    """All complete entries of a metrics file; a last line cut off by a kill is skipped."""
     text = path.read_text(encoding="utf-8") if path.exists() else ""
     return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
 
 
 class MetricsLog:
-    """Appends entries to ``path``; each is on disk as far as the kernel is concerned at once.
+    """Appends entries to ``path``; each is passed to the kernel at once.
 
-    ``keep_until`` is the iteration from which a resumed run goes on: entries beyond it are about to
-    be repeated, and are dropped.
+    ``keep_until`` is the iteration from which a resumed run continues: later entries will be
+    repeated, and are dropped.
     """
 
     def __init__(self, path: Path, keep_until: int) -> None:
@@ -49,10 +49,10 @@ class MetricsLog:
     def append(self, entry: dict[str, Any]) -> None:
         """Add one entry; ``entry["iteration"]`` is required.
 
-        What cannot be written (a full disk) is said once, and the training goes on without.
+        A write error (a full disk) is reported once, and the training continues without metrics.
         """
         if self._failed:
-            return  # behind half a line nobody could read the rest
+            return  # after a partial line the rest would be unreadable
         try:
             with self._path.open("a", encoding="utf-8") as file:
                 file.write(f"{json.dumps(entry)}\n")
@@ -63,13 +63,13 @@ class MetricsLog:
 
 
 def written(folder: Path) -> str:
-    """Which files of a run are there, in a line."""
+    """The existing files of a run, in one line."""
     names = ("metrics.jsonl", "loss.png", "checkpoints")
     return f"written: {', '.join(str(folder / name) for name in names if (folder / name).exists())}"
 
 
 def draw_picture(picture: Picture, title: str, path: Path) -> str:
-    """Draw it; returns why that was not possible, or nothing."""
+    """Draw a picture; returns why that was not possible, or an empty string."""
     try:
         draw([picture], title, path)
     except (OSError, ValueError) as error:
@@ -78,7 +78,7 @@ def draw_picture(picture: Picture, title: str, path: Path) -> str:
 
 
 def plot_loss(folder: Path) -> None:
-    """Draw the loss over the iterations into ``loss.png``, or say why not."""
+    """Draw the loss over the iterations into ``loss.png``, or print why not."""
     entries = read_metrics(folder / "metrics.jsonl")
     curve = Line("training", tuple((one["iteration"], one["lm_loss"]) for one in entries), True)
     drawn = lines("lm loss, nats per byte, lower is better", "iteration", [curve], whole=True)
@@ -89,18 +89,18 @@ def plot_loss(folder: Path) -> None:
 
 @dataclass
 class Outcome:
-    """How a training ended, on a rank.
+    """How a training ended, on one rank.
 
     Attributes:
         entries: of ``metrics.jsonl``, one for each iteration of this process.
-        fastest, waits: seconds of the fastest iteration that counts, and when this rank waited for
-            a transfer in it.
+        fastest, waits: seconds of the fastest iteration that counts, and this rank's waits for
+            transfers in it.
         tokens: per iteration, over all ranks.
-        link: what connected the ranks.
+        link: description of the links between the ranks.
         weights_sha256: of all ranks' weights and optimizers.
-        layers: what the layers say about themselves.
+        layers: lines about the layers and their calls.
         stopped: by a signal, after ``iteration``.
-        error, code: why there is nothing of all that, and the exit code for it.
+        error, code: why the training failed, and the exit code for it.
     """
 
     iteration: int = 0
@@ -116,7 +116,7 @@ class Outcome:
     code: int = 0
 
     def add(self, entry: dict[str, Any], waits: Sequence[Wait]) -> None:
-        """One more iteration; its waits in seconds since it began."""
+        """Add an iteration; its waits are in seconds since its start."""
         self.entries.append(entry)
         seconds = entry["elapsed_ms"] / 1e3
         if len(self.entries) > WARM_UP_ITERATIONS and seconds < self.fastest:
@@ -124,7 +124,7 @@ class Outcome:
 
     @property
     def losses(self) -> dict[int, float]:
-        """By iteration."""
+        """Losses by iteration."""
         return {entry["iteration"]: entry["lm_loss"] for entry in self.entries}
 
     @property
@@ -134,7 +134,7 @@ class Outcome:
 
     @property
     def seconds(self) -> Range:
-        """Quartiles of the wall time of those iterations, itself a mean over the ranks."""
+        """Quartiles of the wall time of those iterations, which is a mean over the ranks."""
         return quartiles([entry["elapsed_ms"] / 1e3 for entry in self.counted])
 
     def describe_speed(self) -> str:

@@ -1,4 +1,4 @@
-"""The training: a rank joins Megatron's groups, and trains in a form whenever it is asked to."""
+"""The training on one rank, which joins Megatron's groups and trains in a form on request."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ __all__ = ["Training", "TrainingDivergedError", "Worker", "timed_waits"]
 
 
 class TrainingDivergedError(RuntimeError):
-    """The loss is no longer a number; going on would only overwrite good checkpoints."""
+    """The loss is not finite; continuing would overwrite good checkpoints."""
 
 
 class Worker:
-    """What `commfuse_npu.tools.ranks.Ranks` asks on each rank.
+    """The worker class of `commfuse_npu.tools.ranks.Ranks`, one per rank.
 
     SIGTERM is a request to stop after the running iteration. It reaches the ranks at different
-    moments, or only one of them, so each remembers it, and they decide together.
+    moments, or only one of them, so each stores it, and they decide together.
     """
 
     def __init__(self) -> None:
@@ -67,8 +67,8 @@ class Worker:
     ) -> Outcome:
         """Train from the seed, or from ``checkpoint``, and write below ``folder``.
 
-        Collective. A rank that was told to stop ends it for all after the running iteration.
-        Errors that are expected are in the outcome.
+        Collective. A rank that was told to stop stops all ranks after the running iteration.
+        Expected errors are returned in the outcome.
 
         Args:
             form: of the layers, as in ``compare``. ``--commfuse-fb-overlap`` runs forwards beside
@@ -104,7 +104,7 @@ class Worker:
                 pace(None)
 
     def close_order_log(self, folder: str) -> None:
-        """Write its last line: a rank that is ended is not asked any more."""
+        """Write the last line of the log: a rank that is ended gets no other call."""
         shared_order_log(folder, dist.get_rank(), dist.get_world_size()).close()
 
 
@@ -114,8 +114,8 @@ def _layers(
 ) -> Iterator[tuple[StartReport | None, Callable[[], list[str]]]]:
     """Patch Megatron's layers for a form, and undo it at the end; a collective.
 
-    The plain form runs the fused ops on collectives, and leaves buckets to Megatron's.  Yields what
-    says what is fused when the model is made, and what says it after the training.
+    The plain form runs the fused ops on collectives, and leaves buckets to Megatron.  Yields the
+    report for the built model, or ``None``, and a function that describes the calls.
     """
     if form in ("megatron", "overlap"):
         yield None, lambda: ["tensor-parallel linear layers: Megatron's own"]
@@ -148,10 +148,10 @@ def _layers(
 
 @contextmanager
 def timed_waits() -> Iterator[list[Wait]]:
-    """When this rank began and ceased to wait for a transfer, of whatever layer or form.
+    """Record when this rank started and ended waiting for transfers, in any layer or form.
 
-    All collectives and point-to-point transfers of torch end in ``Work.wait()``, and gloo's are
-    carried by threads of its own. Waiting for a slower rank is part of it.
+    All collectives and point-to-point transfers of torch end in ``Work.wait()``, and gloo's own
+    threads carry them out. Waiting for a slower rank is included.
     """
     waits: list[Wait] = []
     wait = dist.Work.wait
@@ -168,15 +168,15 @@ def timed_waits() -> Iterator[list[Wait]]:
 
 
 def _pace_on_all_ranks(rate: float) -> int:
-    """Give this process's connections ``rate`` MB/s each; returns how many. Collective.
+    """Limit this process's connections to ``rate`` MB/s each; returns how many. Collective.
 
-    On loopback a transfer is a copy, which costs the CPU that should compute meanwhile: nothing can
-    be hidden. A paced socket waits in the kernel's timers instead. A link is a pair of ranks, one
-    direction and one process group; all forms send their bulk data over one of these.
+    On loopback a transfer is a copy by the CPU that should compute meanwhile, so nothing can be
+    hidden. A paced socket waits in the kernel's timers instead. A link is a pair of ranks, one
+    direction and one process group; each form sends its bulk data over one of these.
 
     Raises:
-        UsageError: the kernel of a rank refuses; on every rank, so that nothing trains over links
-            that only seem to have a rate.
+        UsageError: the kernel of a rank refuses; raised on every rank, so that nothing trains over
+            links that only seem to have a rate.
     """
     outcome = pace(rate * 1e6)
     if why := first_reason(outcome.problem and f"rank {dist.get_rank()}: {outcome.problem}"):
@@ -201,22 +201,22 @@ class Training:
         self.iteration, self.rank = 0, dist.get_rank()
         self.model, self.optimizer, self.scheduler = build_trainee(args)
         self.forward_backward = get_forward_backward_func()
-        # [1, 1, S, S], True where attention is not allowed. Given explicitly because Megatron
-        # would build its default mask on the device "cuda" in the middle of the forward pass.
+        # [1, 1, S, S], True where attention is not allowed. Passed explicitly because Megatron
+        # would create its default mask on the device "cuda" during the forward.
         length = args.seq_length
         self.mask = torch.ones(length, length, dtype=torch.bool).triu(1)[None, None]
-        # Context-parallel ranks have one run of the sequence each, in order: what Ulysses needs.
+        # Context-parallel ranks have contiguous parts of the sequence, in order, for Ulysses.
         rows = length // args.context_parallel_size
         first = parallel_state.get_context_parallel_rank() * rows
         self.own_rows = slice(first, first + rows)
         self.positions = torch.arange(length).expand(args.micro_batch_size, -1)[:, self.own_rows]
 
     def run(self, stop: Event) -> Outcome:
-        """The remaining iterations, or those until a rank's ``stop`` is set.
+        """Run the remaining iterations, or until a rank's ``stop`` is set.
 
         Raises:
             TrainingDivergedError: the loss became infinite or not a number.
-            CheckpointError: one could not be written.
+            CheckpointError: a checkpoint could not be written.
             UsageError: the connections cannot have the ``--link-rate``.
         """
         args = self.args
@@ -230,7 +230,7 @@ class Training:
             outcome.iteration = self.iteration
             outcome.add(entry, waits)
             if args.link_rate is not None and len(outcome.entries) == 1:
-                # Some connections may have come with the first use of their group.
+                # Some connections are only opened on the first use of their group.
                 links = _pace_on_all_ranks(args.link_rate)
                 if self.rank == 0:
                     print(f" links: {links} connections of rank 0 at {args.link_rate:g} MB/s")
@@ -255,7 +255,7 @@ class Training:
         loss = self._forward_backward()
         with cuda_means_cpu():
             _, grad_norm, _ = self.optimizer.step()
-        # Too late for these weights, but before they could replace a good checkpoint.
+        # The weights are updated already, but no checkpoint has been replaced yet.
         for what, value in (("lm loss", loss), ("grad norm", float(grad_norm))):
             if not math.isfinite(value):
                 raise TrainingDivergedError(
@@ -268,8 +268,8 @@ class Training:
         elapsed = time.perf_counter() - start
         waits = [(begin - start, end - start) for begin, end in self.waits]
         blocked = sum(end - begin for begin, end in waits)
-        # Means over the ranks, which stop together: one that left alone would leave the others in
-        # a collective.
+        # Means over the ranks, which stop together: a rank that stopped alone would leave the
+        # others waiting in a collective.
         shared = torch.tensor([blocked, elapsed, float(stop.is_set())], dtype=torch.float64)
         dist.all_reduce(shared)
         blocked, elapsed, stopping = (shared / dist.get_world_size()).tolist()
@@ -285,10 +285,10 @@ class Training:
         return entry, waits, stopping > 0
 
     def _forward_backward(self) -> float:
-        """Gradients of a global batch, and its mean loss over all replicas."""
+        """Compute the gradients of a global batch; returns its mean loss over all replicas."""
         args = self.args
-        # The schedule allocates its token counter on "cuda" and offers no place to leave the mode
-        # again; it costs about a microsecond per torch call.
+        # The schedule allocates its token counter on "cuda", and the mode cannot be left inside it;
+        # the mode costs about a microsecond per torch call.
         with cuda_means_cpu():
             losses = self.forward_backward(
                 forward_step_func=self._forward_step,
@@ -321,19 +321,19 @@ class Training:
             yield [tokens[:, self.own_rows].contiguous() for tokens in batch]
 
     def _forward_step(self, batches: Iterator[Any], model: torch.nn.Module) -> tuple[Any, Any]:
-        """The losses ``[B, s]`` of this rank's tokens, and what makes one number of them."""
+        """The losses ``[B, s]`` of this rank's tokens, and the function that reduces them."""
 
         def mean(losses: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
             loss = losses.float().mean()
             # The schedule divides by the micro-batches and multiplies by the context-parallel size:
-            # it expects what a rank's tokens add to the mean of the whole sequence.
+            # it expects the contribution of a rank's tokens to the mean of the full sequence.
             return loss / self.args.context_parallel_size, {"lm loss": loss.detach().clone()}
 
         inputs, labels = next(batches)
         return model(inputs, self.positions, self.mask, labels=labels), mean
 
     def _finish_parameters(self) -> None:
-        """With their gather overlapped, parameters arrive in the next forward; have them now."""
+        """Complete an overlapped parameter gather now instead of in the next forward."""
         if self.args.overlap_param_gather:
             self.model.disable_forward_pre_hook(param_sync=True)
             self.model.enable_forward_pre_hook()
@@ -355,7 +355,7 @@ class Training:
             print(f" saved checkpoint {folder}", flush=True)
 
     def restore(self, checkpoint: Path) -> None:
-        """Continue from ``checkpoint`` exactly where it was written.
+        """Continue exactly from the state in ``checkpoint``.
 
         Raises:
             CheckpointError: it could not be read.
@@ -366,7 +366,7 @@ class Training:
         for inner, (values, kept) in zip(self._optimizers(), state["optimizer"], strict=True):
             for parameter, value in zip(_parameters(inner), values, strict=True):
                 parameter.copy_(value)
-            # Groups stay those of this command line: they hold learning rates, not state.
+            # Parameter groups follow this command line: they hold learning rates, not state.
             groups = inner.state_dict()["param_groups"]
             inner.load_state_dict({"state": kept, "param_groups": groups})
         self.scheduler.load_state_dict(state["scheduler"])
@@ -374,7 +374,7 @@ class Training:
         get_cuda_rng_tracker().set_states(state["rng_tracker"])
 
     def _optimizers(self) -> list[torch.optim.Optimizer]:
-        """torch's optimizers inside Megatron's: they own the fp32 parameters and the Adam state."""
+        """torch's optimizers in Megatron's: they own the fp32 parameters and the Adam state."""
         chained = getattr(self.optimizer, "chained_optimizers", [self.optimizer])
         return [one.optimizer for one in chained if one.optimizer is not None]
 
@@ -384,7 +384,7 @@ def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 
 def _iteration_line(of: int, entry: dict[str, Any]) -> str:
-    """With Megatron's names, which ``commfuse-npu measure`` reads."""
+    """A log line with Megatron's names, which ``commfuse-npu measure`` parses."""
     return (
         f" iteration {entry['iteration']:8d}/{of:8d} |"
         f" elapsed time per iteration (ms): {entry['elapsed_ms']:.1f} |"

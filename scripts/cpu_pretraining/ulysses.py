@@ -1,9 +1,9 @@
 """Megatron's core attention under Ulysses context parallelism, with plain collectives.
 
-Megatron-core's own attention in plain torch refuses context parallelism, so it runs inside this
-module, which is built as its attributes say MindSpeed's ``UlyssesContextAttention`` is: the same
-wrapper (``mindspeed_patches.ulysses``) fuses either.  It exchanges q, k, v and the output one by
-one, and repeats key heads as MindSpeed does: written apart from what it is the reference of.
+Megatron-core's own attention in plain torch refuses context parallelism, so this module wraps it.
+It has the attributes of MindSpeed's ``UlyssesContextAttention``, so the same wrapper
+(``mindspeed_patches.ulysses``) fuses either.  It exchanges q, k, v and the output one by one, and
+repeats key heads as MindSpeed does.  It shares no code with the fused form, whose reference it is.
 """
 
 from __future__ import annotations
@@ -24,11 +24,10 @@ __all__ = ["UlyssesAttention"]
 class UlyssesAttention(torch.nn.Module):
     """``[s, B, A, D]`` in, ``[s, B, A * D]`` out: A heads, s rows of the sequence per rank.
 
-    Takes the place of ``DotProductAttention`` in a layer's specification; the arguments are its
-    own.
+    Replaces ``DotProductAttention`` in a layer's specification, with the same arguments.
 
     Attributes:
-        local_attn: attends with the heads of this rank over the whole sequence.
+        local_attn: attention with the heads of this rank over the full sequence.
     """
 
     def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
@@ -39,12 +38,12 @@ class UlyssesAttention(torch.nn.Module):
         heads = config.num_attention_heads // config.tensor_model_parallel_size
         self._times = heads // self._key_heads if self._key_heads % size else 1
         local = copy.copy(config)
-        # What is left of the heads is all that there is for the attention inside.
+        # The attention inside sees this rank's heads as all heads.
         local.context_parallel_size = 1
         local.num_attention_heads = config.num_attention_heads // size
         local.num_query_groups = config.num_query_groups * self._times // size
         self.local_attn = DotProductAttention(local, *args, **kwargs)
-        # A name and a form that the wrapper reads.
+        # The wrapper reads this attribute.
         self.local_attn.ulysses_comm_para = {"spg": group, "scatter_idx": 2, "gather_idx": 0}
 
     def forward(
@@ -55,7 +54,7 @@ class UlyssesAttention(torch.nn.Module):
         attention_mask: torch.Tensor,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """Heads for rows, attention, rows for heads; the mask is that of the whole sequence."""
+        """Exchange rows for heads, attend, and back; the mask is that of the full sequence."""
         if self._times > 1:
             key, value = (x.repeat_interleave(self._times, dim=2) for x in (key, value))
         query, key, value = (self._to_heads(x) for x in (query, key, value))

@@ -1,1 +1,1 @@
-"""Where the tables of the documentation come from: ``python -m scripts.evidence NAME``."""
+"""Generates the tables and pictures of the documentation: ``python -m scripts.evidence NAME``."""

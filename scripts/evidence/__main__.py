@@ -13,7 +13,7 @@ _TOOLS = {
 
 
 def main(words: list[str]) -> int:
-    """Run the named tool with the rest of the words; its exit code."""
+    """Run the named tool with the remaining words; returns its exit code."""
     if words[:1] and words[0] in _TOOLS:
         sys.argv[0] = f"python -m scripts.evidence {words[0]}"  # what its --help calls it
         return int(import_module(f"scripts.evidence.{words[0]}").main(words[1:]))

@@ -67,18 +67,18 @@ RIVALS = ("CoC", _KERNEL, "MC2", "Megatron")
 BOUNDS = ("CoC tuned", "catccos", "ideal", "compute")
 _STEP_FORMS = ("default", *RIVALS)
 _HOSTS = (15, 55, 118)
-"""Microseconds per launch."""
+"""Microseconds of host time per launch."""
 _MICRO_BATCHES = (8, 32)
 
 Shares = dict[str, float]
-"""By form."""
+"""Share of the time with blocking collectives, by form."""
 
 
 class Point(NamedTuple):
     """Times of a layer by form, as shares of the layer with blocking collectives.
 
     ``shares`` has one entry per corner of the machine's description, typical figures first;
-    ``ordered`` is with HCCL's sums in an order, at typical figures.
+    ``ordered`` is at typical figures, with HCCL's sums in a fixed order.
     """
 
     machine: str
@@ -90,12 +90,12 @@ class Point(NamedTuple):
 
 
 def _ahead(shares: Shares, form: str, others: Sequence[str]) -> bool:
-    """Whether a form is faster than all the others that there are."""
+    """Whether a form is faster than all of the others that exist at this point."""
     return all(shares[form] < shares[other] for other in others if other in shares)
 
 
 def forms(machine: Machine, what: Training) -> dict[str, Variant]:
-    """By name."""
+    """The compared forms, by name."""
     tp, rows, hidden = what.layout.tp, what.shape.block, what.shape.hidden
     base, least = Group(machine, tp).direct, covering_outputs(machine, tp)
     usual = next(iter(together(base, tp)), base)
@@ -118,7 +118,7 @@ def forms(machine: Machine, what: Training) -> dict[str, Variant]:
 def _times(
     hardware: Hardware, corner: int, what: Training, left_out: Sequence[str] = ()
 ) -> dict[str, LayerTime]:
-    """By form; ``""``: with blocking collectives; of CoC in slices the fastest."""
+    """Times by form; ``""`` is with blocking collectives; ``CoC`` is its fastest slices."""
     every = forms(hardware.machine(), what)
     step = Step(hardware.machine(*CORNERS[corner]), what)
     found = {name: step.layer_time(of) for name, of in every.items() if name not in left_out}
@@ -131,16 +131,16 @@ def _times(
 
 
 def layer(model: str, tp: int, sequence: int, recompute: Recompute = "none") -> Training:
-    """One sequence through a layer."""
+    """A training of one layer with one sequence."""
     one = Options(micro_batch=1, micro_batches=1, recompute=recompute)
     return training(ModelConfig.load(find_config(model)), Layout(tp, 1, 1, 1), sequence, one)
 
 
 def point(machine: str, model: str, tp: int, sequence: int, corners: int = len(CORNERS)) -> Point:
-    """Simulate a layer of one sequence.
+    """Simulate a layer with one sequence.
 
     Args:
-        corners: how many of the corners of the machine's description.
+        corners: number of corners of the machine's description to simulate.
     """
     hardware = Hardware.load(find_config(machine, "hardware"))
     what = layer(model, tp, sequence)
@@ -160,7 +160,7 @@ micro-batches."""
 
 
 def steps(machine: str, model: str, tp: int, sequence: int) -> _Steps:
-    """Simulate steps without a pipeline, of forms that can be launched and are not tuned."""
+    """Simulate steps without a pipeline, for untuned forms that can be launched."""
     described = Hardware.load(find_config(machine, "hardware"))
     found: _Steps = {}
     for corner, host, recompute in product(range(len(CORNERS)), _HOSTS, get_args(Recompute)):
@@ -188,7 +188,7 @@ def _titles(names: Sequence[str], kernels: int) -> list[str]:
 
 
 def steps_report(points: Sequence[_Steps]) -> str:
-    """At how many points steps of forward-backward are shorter."""
+    """The number of points at which steps of forward-backward are shorter."""
     kernels = sum(_KERNEL in next(iter(one.values()))[0] for one in points)
 
     def counts(key: tuple[int, Recompute, int]) -> Iterator[str]:
@@ -204,7 +204,7 @@ def steps_report(points: Sequence[_Steps]) -> str:
 
 
 def report(points: Sequence[Point]) -> str:
-    """Where we are ahead, and a row per point."""
+    """The points at which CommFuse is ahead, and a row per point."""
     names = [*OURS, *RIVALS, *BOUNDS]
 
     def row(one: Point) -> list[str]:
@@ -229,7 +229,7 @@ def _cell(one: Point, name: str, fastest: float) -> str:
 
 
 def _verdicts(points: Sequence[Point]) -> Iterator[str]:
-    """How often each of ours is ahead: typically, at every corner, with sums in an order."""
+    """How often each CommFuse form is ahead: typically, at every corner, with ordered sums."""
     kernels = sum(_KERNEL in one.shares[0] for one in points)
 
     def count(form: str, others: Sequence[str]) -> str:
@@ -248,7 +248,7 @@ def _verdicts(points: Sequence[Point]) -> Iterator[str]:
 
 
 def section(page: str, name: str, text: str) -> str:
-    """A page with ``text`` between the comments of ``name``; all else was written by hand.
+    """The page with ``text`` between the comments of ``name``; the rest is unchanged.
 
     Raises:
         ValueError: the comments are not there, each once and in order.

@@ -43,13 +43,13 @@ _COLOURS = ("#c0392b", "#e59866", "#7fb3d5", "#2e86c1", "#a6acaf")
 
 
 def step() -> Step:
-    """What ``forms`` shows."""
+    """The simulated step of the picture ``forms``."""
     hardware = Hardware.load(find_config(_HARDWARE, "hardware"))
     return Step(hardware.machine(), layers.layer(_MODEL, _TP, _TOKENS))
 
 
 def forms() -> dict[str, Variant]:
-    """By title."""
+    """The variants of the picture ``forms``, by title."""
     drawn = step()
     every = layers.forms(drawn.machine, drawn.training)
     return {
@@ -98,7 +98,7 @@ _TITLES = {
 
 
 def main(argv: Sequence[str]) -> int:
-    """Draw."""
+    """Draw the pictures."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

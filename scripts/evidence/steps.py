@@ -38,19 +38,19 @@ __all__ = ["Measured", "families", "fit", "main", "measured", "report", "simulat
 
 _HARDWARE = "ascend_910b_server"
 _HOST_LIMIT = 0.9
-"""The host is the limit where a step without it would take less than this share."""
+"""The host is the limit if a step without host time takes less than this share."""
 _VOCABULARIES = {"baichuan2": 125696, "llama3": 128256}
-"""Published sizes, where a launch leaves its vocabulary to its tokenizer; else 32,000."""
+"""Published sizes for launches whose vocabulary depends on the tokenizer; else 32,000."""
 
 
 @dataclass(frozen=True)
 class Measured:
-    """A launch with what was measured of it.
+    """A launch with its measured figures.
 
     Attributes:
-        family: of models, by the beginning of the name.
+        family: the family of models, from the start of the name.
         milliseconds: per step, the median without the first third.
-        mebibytes: allocated by tensors at most, on the fullest rank; 0: not kept.
+        mebibytes: peak allocation of tensors on the fullest rank; 0 if not recorded.
     """
 
     name: str
@@ -62,7 +62,7 @@ class Measured:
 
 
 def measured(checkouts: Sequence[Path]) -> Iterator[Measured | str]:
-    """The launches of checkouts that are simulated, and why the others are not."""
+    """The launches of checkouts that can be simulated, and why the others cannot."""
     seen: set[str] = set()
     for checkout in checkouts:
         for kept in sorted((checkout / "tests").rglob("baseline*/*.json")):
@@ -99,18 +99,18 @@ def _measured(name: str, script: Path, times: Sequence[float], memory: object) -
 
 
 def families(found: Sequence[Measured]) -> tuple[set[str], set[str]]:
-    """Those that are fitted, and those that are predicted."""
+    """The families that are fitted, and those that are predicted."""
     names = sorted({one.family for one in found})
     return set(names[::2]), set(names[1::2])
 
 
 def simulated(one: Measured, machine: Machine) -> float:
-    """Milliseconds of a step."""
+    """Milliseconds of a simulated step."""
     return 1e3 * Step(machine, one.training, rough=True).time(one.form).seconds
 
 
 def fit(found: Sequence[Measured], machine: Machine) -> Machine:
-    """The machine with the figures of the host that meet these launches best."""
+    """The machine with the host figures that fit these launches best."""
 
     def off(launch: float, experts: float) -> float:
         host = _host(machine, launch, experts)
@@ -132,7 +132,7 @@ def fit(found: Sequence[Measured], machine: Machine) -> Machine:
 
 
 def _host(machine: Machine, launch: float, experts: float) -> Machine:
-    """A post is a launch and what it costs more than one."""
+    """The machine with other host figures; the extra cost of a post over a launch is kept."""
     more = machine.post_overhead - machine.launch_overhead
     return replace(
         machine, launch_overhead=launch, post_overhead=launch + more, expert_launches=experts

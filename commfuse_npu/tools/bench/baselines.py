@@ -1,16 +1,16 @@
-"""What ours is compared with: tensor-parallel linear layers, blocking, in slices, around a ring.
+"""Baselines for comparison: tensor-parallel linear layers, blocking, in slices, or around a ring.
 
 Legend: ``S`` sequence, ``s`` its shard (S/n), ``I`` input and ``O`` output features of this rank.
-All tensors have two dimensions here, rows first.
+All tensors here are two-dimensional, rows first.
 
-Each form has the four halves of a column-parallel and a row-parallel layer::
+Each form implements the four halves of a column-parallel and a row-parallel layer::
 
     gather_gemm       y_SO = all_gather(x_sI) @ weight^T
     gemm_scatter      y_sO = reduce_scatter(x_SI @ weight^T)
     column_backward   dx_sI = reduce_scatter(dy_SO @ weight);  dw = dy_SO^T @ all_gather(x_sI)
     row_backward      dx_SI = all_gather(dy_sO) @ weight;  dw = all_gather(dy_sO)^T @ x_SI
 
-and differentiable layers made of them, which are called as those of :mod:`commfuse_npu.ops` are.
+and differentiable layers made of them, with the interface of :mod:`commfuse_npu.ops`.
 """
 
 from __future__ import annotations
@@ -31,23 +31,23 @@ from commfuse_npu.tools.bench.carriers import Carrier, DirectExchange, Pending
 __all__ = ["Blocking", "Grads", "MegatronOrder", "Ring", "Sliced", "in_order"]
 
 Grads = tuple[torch.Tensor, torch.Tensor]
-"""Of the input and of the weight."""
+"""Gradients of the input and of the weight."""
 
 _RUNS = 8
-"""Of queries in attention, a kernel each, so that what the mask hides is skipped as in what it is
-compared with: as many as eight ranks have blocks."""
+"""Ranges of queries in attention, one kernel each.  As in the fused form, masked parts are skipped;
+the number equals the blocks of eight ranks."""
 
 _Call = Callable[[], Any]
 
 
 def in_order(forward: _Call, backward: _Call) -> tuple[Any, Any]:
-    """The backward, then the forward; returns the results of the forward and of the backward."""
+    """Run the backward, then the forward; return (result of forward, result of backward)."""
     result = backward()
     return forward(), result
 
 
 class Blocking:
-    """One after the other: a collective, then the GEMM, or the GEMM, then the collective.
+    """Sequential: a collective, then the GEMM, or the GEMM, then the collective.
 
     ::
 
@@ -75,11 +75,11 @@ class Blocking:
         return self.linear_reduce_scatter(attended.flatten(2), weight)
 
     def blocked_seconds(self) -> float:
-        """Host time spent in waits for transfers since the start."""
+        """Host seconds spent waiting for transfers since the start."""
         return self.carrier.blocked_seconds
 
     def pair(self, forward: _Call, backward: _Call) -> tuple[Any, Any]:
-        """The forward of a micro-batch and the backward of another one."""
+        """Run the forward of one micro-batch and the backward of another."""
         return in_order(forward, backward)
 
     def gather_gemm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -104,7 +104,7 @@ class Blocking:
     def _gathered_product(
         self, shard: torch.Tensor, b: torch.Tensor, *, keep: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """``all_gather(shard) @ b``, and with ``keep`` what was gathered, to be given back."""
+        """``all_gather(shard) @ b``, and with ``keep`` the gathered tensor, to be given back."""
         whole = self.carrier.gather(shard).result()
         y = self._like_all(shard, b)
         gemm_into(y, whole, b)
@@ -153,16 +153,16 @@ class MegatronOrder(Blocking):
 
 
 class Sliced(Blocking):
-    """The rows in slices, a smaller collective per slice, pipelined with the GEMMs.
+    """The rows in slices, with a smaller collective per slice, pipelined with the GEMMs.
 
-    MindSpeed's CoC, from its description: slices along m, one asynchronous collective per slice,
-    then a copy that puts the rows where they belong.  The first or the last slice is exposed::
+    This is MindSpeed's CoC, from its description: slices along m, one asynchronous collective per
+    slice, then a copy that restores the order of rows.  The first or the last slice is exposed::
 
         compute  |          | GEMM 0   | GEMM 1   |      compute  | GEMM 0 | GEMM 1    |           |
         links    | gather 0 | gather 1 |          |      links    |        | scatter 0 | scatter 1 |
 
-    In the backward dx is scattered in slices, and the weight gradient, which needs all rows, runs
-    as one GEMM over the last of them.  A rank's block must have as many rows as there are slices.
+    In the backward, dx is scattered in slices.  The weight gradient needs all rows and runs as one
+    GEMM during the last scatter.  A rank's block must have at least as many rows as slices.
     """
 
     def __init__(self, carrier: Carrier, slices: int) -> None:
@@ -201,9 +201,9 @@ class Sliced(Blocking):
         return [slice(start, stop) for start, stop in pairwise(split(rows, self._slices))]
 
     def _gathered(self, shard: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
-        """``(rows of a shard, these rows of all shards)``, one slice after the other."""
+        """Yield ``(rows of a shard, these rows of all shards)``, slice by slice."""
         runs = self._runs(shard.shape[0])
-        # Where several would share the link, only the next one is under way.
+        # If several collectives would share the link, only the next one is started.
         ahead = len(runs) if self.carrier.in_order else 1
         under_way = [self.carrier.gather(shard[run]) for run in runs[:ahead]]
         for number, run in enumerate(runs):
@@ -236,10 +236,10 @@ class Sliced(Blocking):
 
 
 class Ring(Blocking):
-    """Over neighbours only: blocks, or sums, are passed on around a ring, behind a GEMM each.
+    """Exchanges with neighbors only: blocks or sums travel around a ring, each behind a GEMM.
 
-    On a full mesh one of ``n - 1`` links is in use.  ``r`` is this rank; the own block is the first
-    when gathering and the last when scattering, as in the product::
+    On a full mesh this uses one of ``n - 1`` links.  ``r`` is this rank.  As in the fused ops, the
+    own block comes first when gathering and last when scattering::
 
         gathering   compute  | own r     | block r-1 | block r-2 |
                     links    | block r-1 | block r-2 |           |
@@ -247,12 +247,12 @@ class Ring(Blocking):
         scattering  compute  | for r+1   | for r+2   | own r     |
                     links    |           | for r+1   | for r+2   |
 
-    Blocks go up, to ``r + 1``.  Sums go down, to ``r - 1``, so that the partials of block r are
-    added in the order ``r-1, r-2, ..., r+1``, the own one last: the bits of the direct exchange and
-    of gloo's reduce-scatter.
+    Blocks are sent up, to ``r + 1``.  Sums are sent down, to ``r - 1``, so that the partials of
+    block r are added in the order ``r-1, r-2, ..., r+1``, the own one last: the same bits as the
+    direct exchange and gloo's reduce-scatter.
 
-    In the column-parallel backward the input goes up while the sums of dx go down.  Weight
-    gradients need all rows and are one GEMM.
+    In the column-parallel backward the input is sent up while the sums of dx are sent down.  Weight
+    gradients need all rows and are computed by one GEMM.
     """
 
     carrier: DirectExchange
@@ -290,13 +290,13 @@ class Ring(Blocking):
         return out
 
     def _two(self, block: torch.Tensor) -> list[torch.Tensor]:
-        """Memory for the block that is passed on and for the one after it, if there is one."""
+        """Buffers for the block that is passed on and for the next one, if there is one."""
         return [
             self.carrier.take(block, *block.shape) for _ in range(min(2, self.carrier.size - 1))
         ]
 
     def _whole(self, shard: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """Memory for all blocks, the own one in it, and where the others arrive, one by one."""
+        """A buffer for all blocks, with the own one copied in, and its parts for the others."""
         rank, size = self.carrier.rank, self.carrier.size
         whole = self.carrier.take(shard, size * shard.shape[0], shard.shape[1])
         blocks = self._blocks(whole)
@@ -306,10 +306,10 @@ class Ring(Blocking):
     def _passed_on(
         self, shard: torch.Tensor, arrivals: Sequence[torch.Tensor]
     ) -> Iterator[tuple[int, torch.Tensor]]:
-        """``(rank, its block)``, the own one first; while one is used the next is on its way.
+        """Yield ``(rank, its block)``, the own one first; the next arrives while one is used.
 
         Args:
-            arrivals: where blocks arrive, in turns.
+            arrivals: buffers for arriving blocks, used in turn.
         """
         rank, size = self.carrier.rank, self.carrier.size
         block = shard
@@ -321,7 +321,7 @@ class Ring(Blocking):
         yield (rank + 1) % size, block
 
     def _summed(self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> Iterator[None]:
-        """Reduce-scatter ``a @ b`` into ``out``, a GEMM per step, the own block's in the last."""
+        """Reduce-scatter ``a @ b`` into ``out``: one GEMM per step, the own block's last."""
         rank, size = self.carrier.rank, self.carrier.size
         blocks, made = self._blocks(a), self._two(out)
         arrived, under_way = self.carrier.take(out, *out.shape), None

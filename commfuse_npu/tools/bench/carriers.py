@@ -1,11 +1,11 @@
-"""How a baseline's collectives are carried: by torch, by direct exchanges, or not at all.
+"""The transfers of the baselines' collectives: by torch, by direct exchanges, or none.
 
-Legend: ``n`` ranks, ``s`` rows of a block, ``[n * s, F]`` the whole tensor.
+Legend: ``n`` ranks, ``s`` rows of a block, ``[n * s, F]`` the full tensor.
 
-``gather(shard)`` and ``scatter(full, out)`` begin; the ``result()`` of what they return waits.
-Buffers are used again, as the product's are, so that neither side pays for fresh memory that the
-other one does not: :meth:`Carrier.take` lends one, :meth:`Carrier.give_back` takes it back.  On a
-device a buffer is reused in the order of the stream that used it.
+``gather(shard)`` and ``scatter(full, out)`` start a collective; ``result()`` of the returned object
+waits for it.  Buffers are reused, as in the fused ops, so that no side of the comparison allocates
+memory that the other does not: :meth:`Carrier.take` gets one, :meth:`Carrier.give_back` returns it.
+On a device a buffer is reused in the order of the stream that used it.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ from commfuse_npu.runtime.collectives import _all_gather, _reduce_scatter
 __all__ = ["Buffers", "Carrier", "DirectExchange", "NoTransfers", "Pending", "TorchCollectives"]
 
 Buffers = dict[tuple[object, ...], list[torch.Tensor]]
-"""Idle buffers, by shape, dtype and device."""
+"""Unused buffers, by shape, dtype and device."""
 
 
 class Pending:
-    """A collective under way.
+    """A running collective.
 
-    While a forward and a backward take turns (:mod:`commfuse_npu.overlap`) it has the places to
-    hand over that torch's collectives have: a blocking one between its begin and its wait, one that
-    is to overlap, see :meth:`begun`, at both.
+    In forward-backward overlap (:mod:`commfuse_npu.overlap`) it allows a hand-over at the same
+    places as torch's collectives: a blocking one between its start and its wait, an overlapping one
+    (see :meth:`begun`) at both.
 
     Args:
-        carrier: whose ``blocked_seconds`` the waiting is added to.
-        value: what :meth:`result` returns, complete by then.
+        carrier: its ``blocked_seconds`` are increased by the waiting time.
+        value: returned by :meth:`result`, complete by then.
         finish: called once, after the waiting.
-        hands_over: whether one that overlaps hands over before its wait, where no order says
+        hands_over: whether an overlapping one hands over before its wait if no order says
             otherwise.
     """
 
@@ -57,14 +57,14 @@ class Pending:
         self._hands_over, self._overlaps = hands_over, False
 
     def begun(self) -> Pending:
-        """Itself, to be waited for after other work."""
+        """Mark it as overlapping: other work follows before its result; returns itself."""
         self._overlaps = True
         if (turns := active_turns()) is not None:
             turns.place(False, self)
         return self
 
     def wait(self) -> None:
-        """Wait for the transfers; only this counts as blocked, not the additions after it."""
+        """Wait for the transfers; the additions afterwards do not count as blocked time."""
         if self._works:
             start = time.perf_counter()
             for work in self._works:
@@ -84,13 +84,13 @@ class Pending:
 
 
 class Carrier(ABC):
-    """What a baseline needs.
+    """The transfers and buffers of a baseline.
 
     Attributes:
-        group: what it communicates over.
-        idle: buffers that others may share.
-        in_order: several collectives may be under way at once and come one after the other.
-        blocked_seconds: host time spent in waits since the start.
+        group: the process group for communication.
+        idle: unused buffers, which can be shared with other carriers.
+        in_order: whether several collectives can be started, which then run one after the other.
+        blocked_seconds: host seconds spent waiting since the start.
     """
 
     in_order = True
@@ -107,7 +107,7 @@ class Carrier(ABC):
         return idle.pop() if idle else like.new_empty(shape)
 
     def give_back(self, *buffers: torch.Tensor) -> None:
-        """Lend the results of :meth:`take` and :meth:`gather` to others."""
+        """Return the results of :meth:`take` and :meth:`gather` for reuse."""
         for one in buffers:
             self.idle.setdefault((tuple(one.shape), one.dtype, one.device), []).append(one)
 
@@ -116,11 +116,11 @@ class Carrier(ABC):
 
     @abstractmethod
     def gather(self, shard: torch.Tensor) -> Pending:
-        """Begin ``[s, F] -> [n * s, F]``."""
+        """Start ``[s, F] -> [n * s, F]``."""
 
     @abstractmethod
     def scatter(self, full: torch.Tensor, out: torch.Tensor) -> Pending:
-        """Begin the sum of ``[n * s, F]`` over the ranks, of which ``out`` gets its ``[s, F]``."""
+        """Start the sum of ``[n * s, F]`` over the ranks; ``out`` gets this rank's ``[s, F]``."""
 
 
 class TorchCollectives(Carrier):
@@ -128,7 +128,7 @@ class TorchCollectives(Carrier):
 
     def __init__(self, group: dist.ProcessGroup, idle: Buffers) -> None:
         super().__init__(group, idle)
-        # A device's stream keeps them in order; gloo's threads run them side by side.
+        # A device's stream runs them in order; gloo's threads run them concurrently.
         self.in_order = not self._gloo
 
     def gather(self, shard: torch.Tensor) -> Pending:
@@ -141,11 +141,11 @@ class TorchCollectives(Carrier):
 
 
 class DirectExchange(Carrier):
-    """Every block straight from the rank that has it to the rank that needs it, all at once.
+    """Sends every block directly from its rank to the rank that needs it, all at once.
 
-    Of a group of all ranks.  The partials are added in the order r-1, ..., r+1, the own one last:
-    the bits of the product and of gloo's reduce-scatter.  Between a pair of ranks the socket (or
-    the stream) keeps the order.
+    For a group of all ranks.  The partials are added in the order r-1, ..., r+1, the own one last:
+    the same bits as the fused ops and gloo's reduce-scatter.  Between two ranks the socket (or the
+    stream) keeps the order.
     """
 
     def __init__(self, group: dist.ProcessGroup, idle: Buffers) -> None:
@@ -155,7 +155,7 @@ class DirectExchange(Carrier):
         self._messages = 0
 
     def swap(self, out: torch.Tensor, target: int, into: torch.Tensor, source: int) -> Pending:
-        """Begin to send ``out`` to one rank and to receive ``into``, the result, from another."""
+        """Start sending ``out`` to one rank and receiving ``into``, the result, from another."""
         return Pending(self, self._exchange([out], [target], [into], [source]), into)
 
     def _exchange(
@@ -175,7 +175,7 @@ class DirectExchange(Carrier):
                     for t, r in zip(receives, sources, strict=True)
                 ]
             )
-        # The notice that a receive is ready shares gloo's socket with bulk data: receives first.
+        # gloo sends its notice that a receive is ready on the same socket as data: receives first.
         tag = self._messages & 0x7FFFFFFF
         self._messages += 1
         return [
@@ -193,7 +193,7 @@ class DirectExchange(Carrier):
 
     def scatter(self, full: torch.Tensor, out: torch.Tensor) -> Pending:
         blocks = full.unflatten(0, (self.size, -1))
-        # The first partial arrives where the sum is wanted.
+        # The first partial arrives directly in the buffer of the sum.
         others = [self.take(out, *out.shape) for _ in range(self.size - 2)]
         sends = [blocks[target] for target in self._targets]
         works = self._exchange(sends, self._targets, [out, *others], self._sources)
@@ -207,10 +207,10 @@ class DirectExchange(Carrier):
 
 
 class NoTransfers(Carrier):
-    """Nothing is carried: what is left of a work is its computation.
+    """No transfers: only the computation of a workload remains.
 
-    Results are made up.  Gathered tensors hold copies of the shard, so that a GEMM reads real
-    numbers from real memory.
+    Results are not meaningful.  Gathered tensors hold copies of the shard, so that a GEMM reads
+    real numbers from real memory.
     """
 
     def __init__(self, group: dist.ProcessGroup, idle: Buffers) -> None:
@@ -224,7 +224,7 @@ class NoTransfers(Carrier):
         return Pending(self, [], self._wholes[key])
 
     def give_back(self, *buffers: torch.Tensor) -> None:
-        """What was gathered is kept here."""
+        """Return buffers for reuse, except gathered ones, which are kept here."""
         kept = {id(one) for one in self._wholes.values()}
         super().give_back(*(one for one in buffers if id(one) not in kept))
 

@@ -106,7 +106,7 @@ def main(words: Sequence[str]) -> int:
     except (OSError, ValueError) as error:
         return refuse("bench", error)
     code = 0
-    # As Ctrl-C: the ranks are ended on the way out.
+    # As for Ctrl-C: the ranks are stopped on the way out.
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         _measure(sweeps, conditions, given.timeout, results)
@@ -114,7 +114,7 @@ def main(words: Sequence[str]) -> int:
         conditions.note("interrupted; this is what was measured until then")
         code = 130
     except RuntimeError as error:
-        # What a rank raised, without the way to it.
+        # Only the first and the last line of a rank's traceback.
         lines = str(error).strip().splitlines()
         refuse("bench", RuntimeError(" ".join(dict.fromkeys((lines[0], lines[-1])))))
         conditions.note("a rank failed; this is what was measured until then")
@@ -137,15 +137,15 @@ def _sweeps(given: argparse.Namespace, config: Path) -> list[Sweep]:
     sweeps = with_options(quick() if given.quick else full(), given)
     for sweep in sweeps:
         chosen(sweep.variants, sweep.ranks)
-    # A device has an engine for each rank: nothing has to sleep.
+    # On a device each rank has its own engine, so GEMMs need not sleep.
     return [sweep for sweep in sweeps if given.device == "cpu" or sweep.gflops is None]
 
 
 def _measure(
     sweeps: Sequence[Sweep], conditions: Conditions, timeout: float, results: list[Result]
 ) -> None:
-    """Adds to the results one by one: they are kept, whatever ends the run."""
-    # Consecutive sweeps of the same processes: starting them takes seconds.
+    """Append the results one by one, so that an interrupted run keeps them."""
+    # Sweeps with the same ranks share their processes, which take seconds to start.
     for size, same in groupby(sweeps, key=lambda sweep: sweep.ranks):
         tell(f"starting {size} ranks")
         with Ranks(size, device=conditions.device, timeout=timeout) as ranks:
@@ -163,10 +163,10 @@ def _show(
     results: list[Result],
     notes: list[str],
 ) -> int:
-    """Print the verdict and the tables, and write the files that are asked for.
+    """Print the verdict and the tables, and write the requested files.
 
     Returns:
-        2 if a file cannot be written.
+        0, or 2 if a file cannot be written.
     """
     if results:
         first, *others = verdict(results)

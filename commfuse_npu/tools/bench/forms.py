@@ -1,4 +1,4 @@
-"""From the name of a variant to the layers that a work is made of."""
+"""Creates the layers of a variant, by its name."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _Layer = Callable[..., torch.Tensor]
 
 
 class Fused:
-    """This project's ops.  What tuning finds out is not kept between runs."""
+    """This project's ops.  Tuning decisions are not kept between runs."""
 
     def __init__(self, transport: AnyTransport, variant: Variant) -> None:
         assert variant.schedule is not None
@@ -50,14 +50,14 @@ class Fused:
         )
 
     def blocked_seconds(self) -> float:
-        """Host time spent in waits for transfers since the start; 0 over collectives."""
+        """Host seconds spent waiting for transfers since the start; 0 over collectives."""
         return getattr(self._transport, "blocked_seconds", 0.0)
 
     pair = staticmethod(in_order)
 
 
 class TakingTurns(MegatronOrder):
-    """Forward-backward overlap: the first step is measured, the others run in the order from it."""
+    """Forward-backward overlap: the first step is recorded, later ones run in the chosen order."""
 
     def __init__(self, carrier: Carrier) -> None:
         super().__init__(carrier)
@@ -74,15 +74,15 @@ class TakingTurns(MegatronOrder):
 
 
 Form = Blocking | Fused
-"""The three layers that works are made of, differentiable; see :mod:`commfuse_npu.ops`."""
+"""The three differentiable layers of which workloads are made; see :mod:`commfuse_npu.ops`."""
 
 
 def form_of(variant: Variant, transport: Transport, direct: DirectExchange) -> Form:
-    """The layers of a variant.  ``communication`` has none: it computes nothing.
+    """The layers of a variant.  ``communication`` has none, as it computes nothing.
 
     Args:
-        transport: of the product, with a lane per peer; torch's collectives run on its group.
-        direct: whose group and buffers the direct exchanges of the baselines use.
+        transport: of the fused ops, with a lane per peer; torch's collectives run on its group.
+        direct: its group and buffers are shared with the direct exchanges of the baselines.
     """
     if variant.kind == "fused":
         return Fused(transport, variant)
@@ -102,5 +102,5 @@ def form_of(variant: Variant, transport: Transport, direct: DirectExchange) -> F
 
 
 def plain_form(variant: Variant, transport: Transport) -> Form:
-    """A fused form by collectives, cut into the same GEMMs: the same additions."""
+    """A fused form over collectives, split into the same GEMMs and hence the same additions."""
     return Fused(CollectiveTransport(transport.group, same_pieces=True), variant)

@@ -1,4 +1,4 @@
-"""The results as a verdict, as Markdown, and as a page with pictures for a browser."""
+"""The results as a verdict, as Markdown, and as an HTML page with pictures."""
 
 from __future__ import annotations
 
@@ -42,17 +42,17 @@ _COLUMNS = (
     *("speed-up", "CPU", "waiting", "bits"),
 )
 _FAR = 1.6
-"""Times the reference: in a picture something very slow must not squeeze the rest."""
+"""Largest time drawn, relative to the reference: a very slow variant must not squeeze the rest."""
 _ORDERS = {
     "megatron": "Megatron's order",
     "megatron-p2p": "Megatron's order over direct exchanges",
     "collective": "torch's collectives",
 }
-"""What a user has today, the first of them that was measured."""
+"""What a user runs today: the first of them that was measured."""
 
 
 def _by_group(results: Sequence[Result]) -> list[list[Result]]:
-    """The results of each table: those whose settings differ in the ratio alone."""
+    """The results by table: each has settings that differ only in the ratio."""
     return [list(rows) for _, rows in groupby(results, key=lambda row: row.group)]
 
 
@@ -61,10 +61,10 @@ def _of_settings(results: Sequence[Result]) -> dict[Setting, list[Result]]:
 
 
 def shown(results: Sequence[Result], every: bool = False) -> list[str]:
-    """The five variants that a reader needs first, of one group of settings; or all.
+    """The five most important variants of one group of settings, or all.
 
-    The reference, what a user has today, the fastest other, the fastest of ours and ``auto``; the
-    fastest over all of these settings.
+    They are the reference, what a user has today, the fastest other, the fastest CommFuse variant,
+    each over all of these settings, and ``auto``.
     """
     names = list(dict.fromkeys(row.variant for row in results))
     today = _today(results)
@@ -74,8 +74,8 @@ def shown(results: Sequence[Result], every: bool = False) -> list[str]:
 
 
 def verdict(results: Sequence[Result]) -> list[str]:
-    """Two lines: the best of ours and its options, and how it compares; one if there is none."""
-    # Weight gradients by blocks round in another way.
+    """Two lines: CommFuse's best variant with its options, and its comparison; one if none ran."""
+    # Prefer variants without per-block weight gradients, which round differently.
     ours = _best(results, lambda name: is_ours(name) and "-wgrad" not in name) or _best(
         results, is_ours
     )
@@ -104,7 +104,7 @@ def verdict(results: Sequence[Result]) -> list[str]:
 
 
 def _change(shares: Sequence[float]) -> str:
-    """The median, the extremes, and in how many settings we are ahead."""
+    """The median, the extremes, and the number of settings in which CommFuse is ahead."""
     if len(shares) == 1:
         return f"{_longer(shares[0])} than"
     ahead = sum(share < 0 for share in shares)
@@ -119,7 +119,7 @@ def _longer(share: float) -> str:
 
 
 def _options(name: str, results: Sequence[Result]) -> str:
-    """The launch options of a variant of ours, as a group of a size that was measured has it."""
+    """The launch options of a CommFuse variant, as defined for a measured group size."""
     sizes = dict.fromkeys(row.ranks for row in results)
     variant = next((one for size in sizes for one in of_group(size) if one.name == name), None)
     if variant is None or variant.kind == "turns":
@@ -142,7 +142,7 @@ def _today(rows: Sequence[Result]) -> str | None:
 
 
 def _best(results: Sequence[Result], wanted: Callable[[str], bool]) -> str | None:
-    """By the mean of the logarithms of the speed-ups, of those that are in the most settings."""
+    """The variant measured in the most settings; among those the highest mean log speed-up."""
     found: dict[str, list[float]] = {}
     for row in results:
         if wanted(row.variant):
@@ -156,10 +156,10 @@ def as_markdown(
     notes: Sequence[str],
     every: bool = False,
 ) -> str:
-    """A summary, then a heading per work and a table per ratio.
+    """A summary, then a heading per workload and a table per ratio.
 
     Args:
-        notes: what was skipped or is otherwise not as asked.
+        notes: what was skipped or differs from the request.
         every: all variants in each table, not five.
     """
     parts = ["# Overlap benchmark", ""]
@@ -178,7 +178,7 @@ def as_markdown(
 
 
 def summary(results: Sequence[Result]) -> str:
-    """A table per mode, number of ranks, link and dtype; a row per work and ratio."""
+    """A table per mode, number of ranks, link and dtype, with a row per workload and ratio."""
 
     def table(result: Result) -> tuple[str, int, str, str]:
         return result.mode, result.ranks, result.link, result.dtype
@@ -228,7 +228,7 @@ def _headline(rows: Sequence[Result]) -> str:
 
 
 def _cells(rows: Sequence[Result], names: Sequence[str]) -> Iterator[tuple[str, ...]]:
-    """A row for each of these variants, under :data:`_COLUMNS`; the fastest in bold."""
+    """A row per variant, under :data:`_COLUMNS`; the fastest in bold."""
     rows = [row for row in rows if row.variant in names]
     best = fastest(rows).median_ms
     for row in rows:
@@ -247,7 +247,7 @@ def _cells(rows: Sequence[Result], names: Sequence[str]) -> Iterator[tuple[str, 
 
 
 def _remarks(rows: Sequence[Result], names: Sequence[str]) -> Iterator[str]:
-    """What is not shown, what was chosen, and who is slower than the reference."""
+    """Notes: variants not shown, tuning choices, and variants slower than the reference."""
     if len(names) < len(rows):
         yield f"{len(rows) - len(names)} more variants were measured; --all shows them.\n"
     for row in rows:
@@ -264,7 +264,7 @@ def _remarks(rows: Sequence[Result], names: Sequence[str]) -> Iterator[str]:
 
 
 def picture(rows: Sequence[Result], names: Sequence[str]) -> Picture:
-    """Of a group of settings: a line over ratios for each of these variants, and the bound."""
+    """For a group of settings: a line over ratios per variant, and the bound."""
     first, far = rows[0], set[str]()
     drawn: dict[str, list[tuple[float, float]]] = {}
     for row in rows:
@@ -296,8 +296,8 @@ def write_html(
     """Write the page: the verdict, then a picture and the tables of each group of settings.
 
     Args:
-        words: the command.
-        every: of all variants, not of five.
+        words: the command line.
+        every: show all variants, not five.
     """
     sections = []
     for rows in _by_group(results):
@@ -315,5 +315,5 @@ def write_html(
 
 
 def _lines(fact: Any) -> list[str]:
-    """What is said of a machine: a line, or several."""
+    """A fact about the machine as one or several lines."""
     return [*map(str, fact)] if isinstance(fact, list) else [str(fact)]

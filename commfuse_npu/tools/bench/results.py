@@ -1,11 +1,11 @@
 """From samples to figures, and to the JSON that ``--json`` writes and ``--from`` reads.
 
-Legend, all times of one work at one ratio in one run:
+Legend, all times of one workload at one ratio in one run:
 
 ==================  ==============================================================================
-total               median over the rounds; of the ranks the longest counts
-compute             total of the work without any communication
-wire                bytes over the rate of the link: what the transfers take at least
+total               median over the rounds of the slowest rank's time
+compute             total of the workload without any communication
+wire                bytes / rate of the link: a lower bound on the time of the transfers
 exposed             total - compute
 overhead removed    1 - exposed / exposed of the reference (blocking direct exchange)
 bound               max(compute, wire): no schedule can be faster
@@ -14,7 +14,7 @@ of the hideable     (reference - total) / (reference - bound)
 blocked removed     1 - blocked / blocked of the reference
 ==================  ==============================================================================
 
-Shares are ``None`` where there is nothing that they could be a share of.
+A share is ``None`` if its denominator is not positive.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ __all__ = ["Check", "Result", "Sample", "Setting", "evaluate", "fastest", "load"
 
 @dataclass(frozen=True)
 class Sample:
-    """One run of a variant.  All in seconds.
+    """One run of a variant, in seconds.
 
     Attributes:
-        total: wall time; of all ranks the longest.
-        blocked: host time in waits for transfers; the mean of the ranks.
-        cpu: CPU time of the process with all its threads; the mean of the ranks.
+        total: wall time of the slowest rank.
+        blocked: host time spent waiting for transfers, averaged over the ranks.
+        cpu: CPU time of the process with all its threads, averaged over the ranks.
     """
 
     total: float
@@ -57,14 +57,14 @@ class Sample:
 
 @dataclass(frozen=True)
 class Check:
-    """What a variant computes, compared before anything is timed.
+    """Comparison of a variant's results with the reference, before anything is timed.
 
     Attributes:
-        equal: the same bits as the reference, outputs and gradients, on every rank.
-        max_difference: from the reference, absolute.
-        equal_same_gemms: the same bits as the plain collectives with the GEMMs cut alike; only of
+        equal: outputs and gradients are bitwise equal to the reference on every rank.
+        max_difference: largest absolute difference from the reference.
+        equal_same_gemms: bitwise equal to plain collectives with the same split of GEMMs; only for
             this project's forms.
-        chosen: what tuning chose, per half of a layer.
+        chosen: the choices of tuning, per half of a layer.
     """
 
     equal: bool
@@ -74,7 +74,7 @@ class Check:
 
     @classmethod
     def of_ranks(cls, checks: Sequence[Check]) -> Check:
-        """Equal only if all are."""
+        """Combine the checks of all ranks: equal only if all are."""
         same = [check.equal_same_gemms for check in checks]
         return cls(
             all(check.equal for check in checks),
@@ -86,12 +86,12 @@ class Check:
 
 @dataclass(frozen=True)
 class Setting:
-    """What was measured.
+    """The conditions of a measurement.
 
     Attributes:
         mode: ``real GEMMs`` or ``sleeping GEMMs (... GFLOPS)``.
         link: a key of :data:`~commfuse_npu.tools.bench.sweep.LINKS`.
-        ratio: wire time over computing time that the link was set for.
+        ratio: wire time / computing time for which the link was set.
         shape: sizes, as text.
         link_bytes_per_second: ``None`` without a limit.
         wire_ms: 0 without a limit.
@@ -109,7 +109,7 @@ class Setting:
 
     @property
     def group(self) -> tuple[str, str, int, str, str]:
-        """What belongs into one table and one plot: everything but the ratio."""
+        """The key of a table and of a plot: everything except the ratio."""
         return self.mode, self.work, self.ranks, self.link, self.dtype
 
 
@@ -119,9 +119,9 @@ class Result(Setting):
 
     Attributes:
         reference: the variant that it is compared with.
-        measured_ratio: wire time over computing time.
-        overhead_removed, hideable: from 0 to 1; other shares are signed.
-        bitwise_equal, bitwise_equal_same_gemms, max_difference, chosen: of its :class:`Check`.
+        measured_ratio: wire time / measured computing time.
+        overhead_removed, hideable: clipped to 0..1; other shares are signed.
+        bitwise_equal, bitwise_equal_same_gemms, max_difference, chosen: from its :class:`Check`.
     """
 
     variant: str
@@ -149,7 +149,7 @@ class Result(Setting):
 
     @property
     def setting(self) -> Setting:
-        """What it has in common with others."""
+        """The setting alone, without the figures."""
         return Setting(*(getattr(self, field.name) for field in fields(Setting)))
 
     @property
@@ -158,17 +158,17 @@ class Result(Setting):
 
 
 def fastest(results: Iterable[Result]) -> Result:
-    """The one with the shortest median; of equal ones the first."""
+    """The result with the shortest median; the first one of a tie."""
     return min(results, key=lambda result: result.median_ms)
 
 
 def evaluate(
     setting: Setting, measured: Mapping[str, Sequence[Sample]], checks: Mapping[str, Check]
 ) -> list[Result]:
-    """The figures of every variant but ``compute`` and ``communication``, in the given order.
+    """The figures of every variant except ``compute`` and ``communication``, in the given order.
 
     Args:
-        measured: by variant, a sample per round.
+        measured: by variant, one sample per round.
         checks: by variant.
     """
 
@@ -221,11 +221,11 @@ def _clipped(share: float | None) -> float:
 
 
 def load(path: Path) -> tuple[dict[str, Any], list[Result], list[str]]:
-    """What ``--json`` wrote: machine, results, notes.
+    """Read a file that ``--json`` wrote; returns machine, results, notes.
 
     Raises:
         OSError: the file cannot be read.
-        ValueError: it is not such a file; the message names what is wrong.
+        ValueError: it is not such a file; the message says what is wrong.
     """
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
@@ -240,12 +240,13 @@ def load(path: Path) -> tuple[dict[str, Any], list[Result], list[str]]:
 
 
 def restored(row: Mapping[str, Any]) -> Result:
-    """A result from its JSON.
+    """Create a result from its JSON.
 
-    Refuses what the report could not show: a text for a number, a number that no float holds.
+    Refuses values that the report could not show, such as text for a number or a number that no
+    float holds.
 
     Raises:
-        KeyError, TypeError: it is none.
+        KeyError, TypeError: it is not a valid result.
     """
     known: dict[str, Any] = {}
     for name, kind in get_type_hints(Result).items():

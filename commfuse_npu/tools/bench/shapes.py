@@ -1,6 +1,6 @@
-"""The sizes of what is measured: a model's, scaled down to what a CPU does in a tenth of a second.
+"""Sizes of the workloads: a model's, scaled down to about a tenth of a second on a CPU.
 
-No torch here: the process that starts the ranks need not have it.
+Does not import torch, which the process that starts the ranks need not have.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ __all__ = ["ITEM_BYTES", "WORKS", "Shape", "WorkKind"]
 ITEM_BYTES: dict[str, int] = {"fp32": 4, "bf16": 2}
 
 # Column-parallel layer forward; row-parallel forward; its backward; the column's backward, which
-# gathers its input again instead of keeping N times the memory (Megatron's way).
+# gathers its input again instead of keeping N times the memory (as Megatron does).
 _BLOCK = ("gather", "scatter", "gather", "gather", "scatter")
 
 
 class WorkKind(NamedTuple):
-    """A work that is timed.
+    """A kind of workload.
 
     Attributes:
-        title: for a heading.
+        title: for headings.
         collectives: ``gather`` or ``scatter``, each over blocks of ``[s, H]``.
-        layers: how many sets of weights it has.
-        micro_batches: how often it runs, forward and backward.
-        scale: what divides a model's widths by default: all works take 0.05 to 0.3 s.
+        layers: number of layers, each with its own weights.
+        micro_batches: number of forwards and backwards per run.
+        scale: default divisor of a model's widths; with it every workload takes 0.05 to 0.3 s.
     """
 
     title: str
@@ -39,11 +39,11 @@ class WorkKind(NamedTuple):
 
     @property
     def backward(self) -> bool:
-        """Whether there is one; single GEMMs run forward only."""
+        """Whether it has a backward; single GEMMs run forward only."""
         return len(self.collectives) > 1
 
     def bytes_per_pair(self, shape: Shape, ranks: int, dtype: str) -> int:
-        """What one rank sends to one other rank in one run."""
+        """Bytes that one rank sends to another in one run."""
         block = shape.sequence // ranks * shape.hidden * ITEM_BYTES[dtype]
         return block * len(self.collectives)
 
@@ -69,15 +69,15 @@ WORKS: dict[str, WorkKind] = {
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of one layer, of all ranks together.
+    """Sizes of one layer, over all ranks.
 
     Attributes:
         sequence: S, rows of the GEMMs (micro-batch 1).
         hidden: H.
-        ffn: width of the MLP; gate and up are as wide each.
+        ffn: width of the MLP; gate and up have this width each.
         heads, groups: query heads and key heads.
         head: features of a head.
-        scale: how many times narrower than the model's layer it is.
+        scale: factor by which it is narrower than the model's layer.
     """
 
     sequence: int
@@ -92,8 +92,8 @@ class Shape:
     def of_model(cls, config: Path, ranks: int, scale: float, sequence: int | None) -> Shape:
         """A model's layer with every width divided by ``scale``; heads keep their width.
 
-        Rounded down so that ``ranks`` share everything evenly, in blocks of whole cache lines, and
-        up to one such block where it is less.
+        Sizes are rounded so that ``ranks`` divide them evenly into blocks of whole cache lines, and
+        are at least one such block.
 
         Args:
             config: ``configs/<model>.yaml``.

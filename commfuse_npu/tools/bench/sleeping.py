@@ -1,16 +1,16 @@
-"""GEMMs that sleep for as long as they would take: more ranks than cores, without sharing them.
+"""GEMMs that sleep for their modeled time, so that more ranks than cores can be measured.
 
-With four ranks on two cores a real GEMM measures how the ranks share the cores, not how transfers
-hide.  A sleeping one takes its modelled time and no CPU; the transfers, their copies and the host's
-own work stay real.  What such a GEMM returns is undefined.
+With four ranks on two cores, real GEMMs measure how the ranks share the cores, not how transfers
+are hidden.  A sleeping GEMM takes its modeled time and no CPU; the transfers, their copies and the
+host's own work stay real.  The values that such a GEMM returns are undefined.
 
-The model is an NPU's, because there lies what cutting a GEMM costs: its result is made in whole
-tiles, on so many cores at a time, after a launch.  A piece whose tiles do not fill the cores in its
-last round takes longer than its share, no matter whether rows or columns were cut.
+The model is that of an NPU, where splitting a GEMM has a cost: its result is computed in whole
+tiles, on a number of cores at a time, after a launch.  A piece whose tiles do not fill the cores in
+the last round takes longer than its share, whether rows or columns are split.
 
-A sleep ends late, by what the system takes to wake the process, and later while the cores are busy
-with other ranks, which a GEMM on an engine of its own would not notice.  The next sleep is shorter
-by that much, so that many small GEMMs sleep as long together as one large one.
+A sleep ends late, because the system needs time to wake the process, and more so while other ranks
+use the cores; a GEMM on its own engine would not be delayed.  The next sleep is shortened by the
+delay, so that many small GEMMs sleep as long in total as one large one.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ _TILE = 128, 256
 _CORES = 24
 _RATE = 2.2e14
 _LAUNCH = 5e-6
-"""Of an Ascend 910B (A2), roughly: rows and columns of the result that a core makes at a time, the
-cores, operations per second that all of them reach together, and seconds to launch a kernel."""
+"""Approximately an Ascend 910B (A2): rows and columns of the result tile of a core, number of
+cores, operations per second of all cores together, and seconds to launch a kernel."""
 
 
 def modelled_seconds(
     m: int, n: int, k: int, gflops: float, *, scale: float = 1.0, batch: int = 1
 ) -> float:
-    """What ``[batch, m, k] @ [batch, k, n]`` takes.
+    """Seconds for ``[batch, m, k] @ [batch, k, n]``.
 
-    It stands for a GEMM of ``scale m``, ``scale n`` and ``scale k`` on the modelled device, and
-    takes as much longer than that as lets whole rounds of tiles reach ``gflops``.
+    It represents a GEMM of ``scale m``, ``scale n`` and ``scale k`` on the modeled device, slowed
+    down such that full rounds of tiles reach ``gflops``.
 
     Args:
         gflops: 1e9 operations per second.
-        scale: how many times narrower everything is than what it stands for.
+        scale: factor by which all widths are smaller than those of the represented GEMM.
     """
     rows, columns = _TILE
     tiles = batch * math.ceil(round(scale * m) / rows) * math.ceil(round(scale * n) / columns)
@@ -53,16 +53,16 @@ def modelled_seconds(
 
 
 class SleepingGemms:
-    """Inside the ``with`` block matrix products of torch on the CPU sleep, in a backward too.
+    """Context manager in which torch's matrix products on the CPU sleep, also in a backward.
 
-    The kernels that this project's calls end in are replaced in torch's dispatcher, for the whole
-    process; ``matmul`` and ``@`` are made of them, and nothing else is slowed down.
+    It replaces the kernels that this project's calls use in torch's dispatcher, for the whole
+    process; ``matmul`` and ``@`` are based on them.  Nothing else is slowed down.
 
     Args:
         gflops, scale: see :func:`modelled_seconds`.
 
     Attributes:
-        products: how many slept.
+        products: number of products that slept.
     """
 
     def __init__(self, gflops: float, scale: float = 1.0) -> None:
@@ -73,7 +73,7 @@ class SleepingGemms:
     def __enter__(self) -> Self:
         kernels = {
             **dict.fromkeys(("mm", "mm.out", "bmm", "bmm.out"), self._product),
-            # The sum that they are added to is undefined as well, and so is its scale.
+            # The sum to which the product is added is undefined as well, and so is its scale.
             "addmm": lambda total, a, b, **scales: self._product(a, b),
             "addmm.out": lambda total, a, b, *, out, **scales: self._product(a, b, out=out),
             "addmm_": lambda total, a, b, **scales: self._product(a, b, out=total),
@@ -89,7 +89,7 @@ class SleepingGemms:
         self._library._destroy()
 
     def settle(self) -> None:
-        """Forget what the last sleep took too long: something else begins."""
+        """Reset the delay of the last sleep before unrelated work starts."""
         self._late = 0.0
 
     def _product(

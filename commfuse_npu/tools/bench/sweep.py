@@ -1,4 +1,4 @@
-"""What is measured, quick, full or by the options; and ranks at work, ratio by ratio."""
+"""The quick, full or requested sweeps, and their execution by ranks, ratio by ratio."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ LINKS = {
     "cuda": "the links between the GPUs",
     "npu": "the links between the NPUs",
 }
-"""By their names in results."""
+"""Descriptions of the links, by their names in results."""
 
 _CALIBRATION_ROUNDS = 5
 _PINGS = 30
 _NOMINAL_RATE = 200e6
-"""At which a link is measured before anything else, in bytes per second."""
+"""Rate in bytes per second at which a link is first measured."""
 
 _COMPUTE = Variant(COMPUTE, "compute")
 _COMMUNICATION = Variant(COMMUNICATION, "communication")
 
 _ASLEEP = 60.0
-"""GFLOPS of a rank whose GEMMs sleep: those of one core, so that both modes compare."""
+"""Modeled GFLOPS of a rank with sleeping GEMMs: about one core, so that both modes compare."""
 
 _CROWDED = 15.0
-"""The same where ranks take turns on the cores: their Python and copies are part of the time."""
+"""The same if ranks share the cores: their Python code and copies are part of the time."""
 
 _SINGLE = ("all-gather", "reduce-scatter")
 _OTHERS = ("collective", "coc-?", "slices-?", "ring", "megatron*")
@@ -47,15 +47,15 @@ _TWO_RANKS = (*_OTHERS, *_OURS, "ours-c4-t2", "ours-c6-t1.5")
 _FOUR_RANKS = (*_OTHERS, *_OURS, "ours-c4-t0.5", "ours-c?-l1", "ours-c4-l2")
 _EIGHT_RANKS = ("coc-?", "slices-?", "ring", "auto", "ours-c?")
 _BEST = ("collective", "coc-4", "slices-[48]", "ring", "megatron*", "auto*", "ours-c[148]")
-"""Every way at its best, not every combination: lanes differ with several peers only."""
+"""The best variants of each kind only; lanes differ only with several peers."""
 
 
 @dataclass(frozen=True)
 class Sweep:
-    """Works measured by one group of processes.
+    """Workloads that are measured by one group of processes.
 
     Attributes:
-        gflops: let GEMMs sleep, at this speed; ``None`` for real ones.
+        gflops: let GEMMs sleep, modeled at this speed; ``None`` for real ones.
         variants: patterns of names.
     """
 
@@ -75,7 +75,7 @@ class Sweep:
 
 
 def quick() -> list[Sweep]:
-    """Less than 3 minutes on 2 cores: the single layers and the MLP, two ratios, few variants."""
+    """Under 3 minutes on 2 cores: the single layers and the MLP, two ratios, few variants."""
     some = ("collective", "coc-4", "slices-4", "ring", "megatron*", "ours-c?")
     ratios, two = (0.5, 1.0), (*some, "ours-c6-t1.5")
     return [
@@ -87,7 +87,7 @@ def quick() -> list[Sweep]:
 
 
 def full() -> list[Sweep]:
-    """Less than 25 minutes on 2 cores: everything."""
+    """Under 25 minutes on 2 cores: everything."""
     ratios = (0.0, 0.25, 0.5, 1.0, 1.5, 2.0)
     return [
         Sweep(2, _SINGLE, ratios, 7, _TWO_RANKS),
@@ -101,10 +101,10 @@ def full() -> list[Sweep]:
 
 
 def with_options(sweeps: Sequence[Sweep], given: argparse.Namespace) -> list[Sweep]:
-    """The sweeps with what the options say in place of their own.
+    """The sweeps with their values replaced by the options.
 
-    ``ranks``, ``dtypes`` or ``sleep_gemm`` make sweeps of their own out of the
-    first sweep: every combination of them.  The others replace a value in every sweep.
+    ``ranks``, ``dtypes`` and ``sleep_gemm`` replace all sweeps by variations of the first one, one
+    per combination.  The other options replace a value in every sweep.
     """
     chosen = list(sweeps)
     if given.ranks or given.dtypes or given.sleep_gemm is not None:
@@ -116,18 +116,18 @@ def with_options(sweeps: Sequence[Sweep], given: argparse.Namespace) -> list[Swe
         ]
     names = ("works", "ratios", "variants", "rounds")
     changes = {name: getattr(given, name) for name in names if getattr(given, name)}
-    # Sweeps that became equal are measured once.
+    # Sweeps that have become equal are measured once.
     return list(dict.fromkeys(replace(sweep, **changes) for sweep in chosen))
 
 
 @dataclass
 class Conditions:
-    """What holds for a whole run.
+    """The conditions of a whole run.
 
     Attributes:
-        notes: filled with what is not as asked.
-        machine: filled with what a rank says of it.
-        wires: filled with what the links were measured to do.
+        notes: deviations from the request, added during the run.
+        machine: facts that a rank reports, added during the run.
+        wires: measured rates and latencies of the links, added during the run.
     """
 
     config: Path
@@ -145,12 +145,12 @@ class Conditions:
 
 
 class Bench:
-    """Ranks that run works in every variant.
+    """Ranks that run workloads in every variant.
 
     Args:
         ask: :meth:`~commfuse_npu.tools.ranks.Ranks.ask` of ranks with
             :class:`~commfuse_npu.tools.measure.worker.Worker`.
-        size: how many there are.
+        size: number of ranks.
     """
 
     def __init__(self, ask: Callable[..., list[Any]], size: int, conditions: Conditions) -> None:
@@ -158,7 +158,7 @@ class Bench:
         self._link = "mesh" if conditions.device == "cpu" else conditions.device
 
     def measure_link(self) -> None:
-        """What the link does at a nominal rate, and without one; may find that it has none."""
+        """Measure the link unlimited and at a nominal rate; detect if no rate can be set."""
         machine = self._ask("machine")[0]
         self._conditions.machine = {k: machine[k] for k in machine if k not in ("host", "lanes")}
         for limit in (None, _NOMINAL_RATE) if self._link == "mesh" else (None,):
@@ -186,7 +186,7 @@ class Bench:
         return not problems
 
     def run(self, sweep: Sweep) -> Iterator[Result]:
-        """Work by work, ratio by ratio."""
+        """Run a sweep, workload by workload and ratio by ratio."""
         for work in sweep.works:
             yield from self._run_work(sweep, work)
 
@@ -209,7 +209,7 @@ class Bench:
             for variant in variants
             if not variant.tuned
         }
-        # It sets the link and is no result: the rounds measure it again.
+        # Only to set the link, not as a result: the rounds measure it again.
         alone = self._round([_COMPUTE] * (_CALIBRATION_ROUNDS + 1))[1:]
         compute = median(sample.total for sample in alone)
         by_name = {v.name: v for v in (_COMPUTE, _COMMUNICATION, *variants)}
@@ -227,8 +227,8 @@ class Bench:
             measured: dict[str, list[Sample]] = {name: [] for name in by_name}
             for number in range(sweep.rounds):
                 tell(f"{label}: ratio {ratio:g}, round {number + 1} of {sweep.rounds}")
-                # Interleaving spreads what drifts (clock rates, other load) over all variants
-                # alike; shuffled, none always follows the same neighbour.
+                # Interleaving spreads drift (clock rates, other load) evenly over all variants;
+                # shuffling avoids that one always follows the same neighbor.
                 order = list(by_name)
                 shuffle.shuffle(order)
                 samples = self._round([by_name[name] for name in order])
@@ -236,7 +236,7 @@ class Bench:
                     measured[name].append(sample)
             wire = on_link / rate if rate else 0.0
             if self._link in ("npu", "cuda"):
-                # The link is what it is: the ratio is a result.
+                # The rate of a real link is fixed, so the ratio is a result.
                 wire = median(sample.total for sample in measured[COMMUNICATION])
                 ratio = wire / compute
             of = self._mode(sweep), work, self._size, self._link, sweep.dtype
@@ -254,7 +254,7 @@ class Bench:
         return sweep.mode
 
     def _that_fit(self, sweep: Sweep, work: str, shape: Shape) -> list[Variant]:
-        """Without those that would cut a block into more slices than it has rows."""
+        """The chosen variants, except those with more slices than a block has rows."""
         variants = [v for v in chosen(sweep.variants, sweep.ranks) if v.applies_to(work)]
         rows = shape.sequence // self._size
         fitting = [variant for variant in variants if variant.slices <= rows]

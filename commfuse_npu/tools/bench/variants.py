@@ -1,28 +1,29 @@
-"""The ways to run a work, by name.
+"""The ways to run a workload, by name.
 
 =================  ===============================================================================
 ``p2p``            blocking: a direct exchange with all peers at once, then the GEMM (or the other
-                   way round).  **The reference**: at line rate, so nobody's algorithm is beaten.
+                   way round).  **The reference**: it runs at line rate, so no comparison benefits
+                   from a slow collective algorithm.
 ``collective``     blocking: torch's collective.  gloo's reduce-scatter sends an all-reduce's bytes.
 ``coc-K``          the rows in K slices, a collective per slice, pipelined with the GEMMs: what
-                   MindSpeed's CoC does, written from its description.
-``slices-K``       the same with direct exchanges in place of the collectives.
-``ring``           blocks passed on between neighbours, partial sums accumulated on the way.
+                   MindSpeed's CoC does, implemented from its description.
+``slices-K``       the same with direct exchanges instead of collectives.
+``ring``           blocks are passed between neighbors, partial sums accumulate on the way.
 ``megatron``       forward blocking; backward in Megatron's order: the input is gathered during
                    dgrad, the reduce-scatter runs during wgrad.  With torch's collectives.
 ``megatron-p2p``   the same with direct exchanges.
-``ours-cK``        this project's ops, K chunks per block, as many lanes as there are peers.
+``ours-cK``        this project's ops, K chunks per block, as many lanes as peers.
                    ``-tT``: each chunk is T times as long as the next to arrive, shorter if T is
-                   below 1.  ``-lL``: L lanes.  ``-wgrad``: weight gradients made of the blocks as
-                   they arrive, which rounds differently.
-``auto[-wgrad]``   this project's ops with the schedule that is fastest when it is tried out at the
-                   first use over this link, or the plain path (:mod:`commfuse_npu.tuning`).
-``fb-overlap``     the forward of a micro-batch beside the backward of the one before it
+                   below 1.  ``-lL``: L lanes.  ``-wgrad``: weight gradients computed per arriving
+                   block, which rounds differently.
+``auto[-wgrad]``   this project's ops with the schedule, or the plain path, that tuning measures as
+                   the fastest on first use over this link (:mod:`commfuse_npu.tuning`).
+``fb-overlap``     the forward of a micro-batch overlapped with the backward of the previous one
                    (:mod:`commfuse_npu.overlap`), with the transfers of ``megatron-p2p``.
 =================  ===============================================================================
 
-Besides these every round measures ``compute`` (no communication at all) and ``communication`` (the
-same collectives by blocking direct exchange, no computation).
+Every round also measures ``compute`` (no communication) and ``communication`` (the same collectives
+as blocking direct exchanges, no computation).
 """
 
 from __future__ import annotations
@@ -46,16 +47,16 @@ _SLICES = (2, 4, 8)
 
 @dataclass(frozen=True)
 class Variant:
-    """One way to run a work.
+    """One way to run a workload.
 
     Attributes:
         kind: ``compute``, ``communication``, ``blocking``, ``sliced``, ``ring``, ``megatron``,
             ``fused`` or ``turns``.
-        direct: carried by direct exchanges rather than by torch's collectives.
+        direct: uses direct exchanges instead of torch's collectives.
         slices: for ``sliced``.
         schedule: for ``fused``.
-        tuned: take the schedule, or the order of turns, as what may be varied.
-        wgrad: how weight gradients are made.
+        tuned: the schedule, or the order of hand-overs, is tuned.
+        wgrad: how weight gradients are computed.
     """
 
     name: str
@@ -67,7 +68,7 @@ class Variant:
     wgrad: Wgrad = "whole"
 
     def applies_to(self, work: str) -> bool:
-        """Whether it is about this work: some need a backward, or micro-batches."""
+        """Whether it fits this workload: some need a backward, or several micro-batches."""
         if self.kind == "turns":
             return WORKS[work].micro_batches > 1
         return WORKS[work].backward or (self.kind != "megatron" and self.wgrad == "whole")

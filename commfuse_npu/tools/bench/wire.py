@@ -1,16 +1,17 @@
-"""A rate for every connection: links between pairs of ranks, without any privilege.
+"""Limits the rate of every connection: emulated links between pairs of ranks, without privileges.
 
 Linux paces what a TCP socket sends (``SO_MAX_PACING_RATE``, socket(7) and tcp(7); since 4.13
-without a special queue).  gloo does not hand out its sockets, but they are this process's own and
-listed under ``/proc/self/fd``.  Set on each, they make a full mesh: one link per pair of ranks and
-direction, changeable while running.  A transfer then waits in the kernel's timers and costs hardly
-any CPU, which is what a link of an accelerator is like.
+without a special queue).  gloo does not expose its sockets, but they belong to this process and are
+listed under ``/proc/self/fd``.  A rate on each of them makes a full mesh: one link per pair of
+ranks and direction, adjustable at run time.  A transfer then waits in the kernel's timers and costs
+hardly any CPU, like a link of an accelerator.
 
-Each process group has sockets of its own, so two groups would be two links: what is compared has
-to send all its bulk data between two ranks over one group, in one direction at least.
+Each process group has its own sockets, so two groups would be two links.  Variants that are
+compared must therefore send all bulk data between two ranks over one group, at least in one
+direction.
 
-Congestion control is set to ``reno``: others (bbr) set the pacing rate themselves.  Send buffers
-are made small, with a rate and without one.
+Congestion control is set to ``reno``, because others (bbr) set the pacing rate themselves.  Send
+buffers are kept small, with and without a rate.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ __all__ = ["UNLIMITED", "Pacing", "connected_sockets", "pace"]
 
 _SO_MAX_PACING_RATE = 47  # asm-generic/socket.h; the socket module does not name it
 _SEND_BUFFER = 256 << 10
-"""In bytes.  What fits is copied by the thread that sends, which is the one that computes: with
-the megabytes that Linux allows by itself the host does the work of a network card.  The rest is
-copied by gloo's own thread as the link takes it."""
+"""Send buffer in bytes.  The sending thread, which also computes, copies what fits into it: with
+the megabytes that Linux allows by default, the host would do the work of a network card.  gloo's
+own thread copies the rest as the link accepts it."""
 
 UNLIMITED = 2**64 - 1
 """The kernel's own value for "no limit"."""
@@ -35,11 +36,11 @@ UNLIMITED = 2**64 - 1
 
 @dataclass(frozen=True)
 class Pacing:
-    """What came of :func:`pace`.
+    """Result of :func:`pace`.
 
     Attributes:
-        sockets: how many have the rate now.
-        problem: why there is none, or an empty string.
+        sockets: number of sockets that now have the rate.
+        problem: why no rate could be set, or an empty string.
     """
 
     sockets: int
@@ -55,7 +56,7 @@ def connected_sockets() -> list[socket.socket]:
                 continue
             duplicate = socket.socket(fileno=os.dup(int(name)))
         except OSError:
-            continue  # closed in the meantime, or the descriptor of this very listing
+            continue  # closed in the meantime, or the descriptor of this listing
         try:
             internet = duplicate.family in (socket.AF_INET, socket.AF_INET6)
             if internet and duplicate.type == socket.SOCK_STREAM:
@@ -63,16 +64,16 @@ def connected_sockets() -> list[socket.socket]:
                 found.append(duplicate)
                 continue
         except OSError:
-            pass  # it listens
+            pass  # a listening socket
         duplicate.close()
     return found
 
 
 def pace(bytes_per_second: float | None) -> Pacing:
-    """Give every connected TCP socket of this process a rate; ``None`` takes it away.
+    """Limit the rate of every connected TCP socket of this process; ``None`` removes the limit.
 
-    Call it when all groups have connected, and again when there are new ones.  It does not raise:
-    where the kernel refuses, the link is what it is, and the report has to say so.
+    Call it once all groups have connected, and again for new ones.  It does not raise: if the
+    kernel refuses, the link keeps its own rate, and the report must say so.
     """
     if not sys.platform.startswith("linux"):
         return Pacing(0, f"SO_MAX_PACING_RATE is Linux's; this is {sys.platform}")
@@ -86,7 +87,7 @@ def pace(bytes_per_second: float | None) -> Pacing:
             one.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER)
             one.setsockopt(socket.SOL_SOCKET, _SO_MAX_PACING_RATE, struct.pack("=Q", rate))
             kept = one.getsockopt(socket.SOL_SOCKET, _SO_MAX_PACING_RATE, 8)
-            # Kernels before 4.20 keep 32 bits, some sandboxes accept the option and do nothing.
+            # Kernels before 4.20 keep 32 bits; some sandboxes accept the option without effect.
             value = int.from_bytes(kept, sys.byteorder)
             if rate != UNLIMITED and value != rate:
                 return Pacing(0, f"the kernel took a pacing rate of {rate} and says {value}")

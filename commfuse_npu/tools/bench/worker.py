@@ -1,4 +1,4 @@
-"""What a rank does when it is asked: set a work up, check its variants, run a round of them."""
+"""The commands that a rank of the bench executes: set up a workload, check variants, run rounds."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ __all__ = ["FormsWorker"]
 
 
 class FormsWorker:
-    """One rank of the default process group, which has been made; all ranks are asked alike.
+    """One rank of the initialized default process group; all ranks get the same calls.
 
-    It has a lane per peer.
+    Its transport has one lane per peer.
     """
 
     def __init__(self) -> None:
@@ -46,7 +46,7 @@ class FormsWorker:
         self._exchange: DirectExchange | None = None
 
     def _connected(self) -> DirectExchange:
-        """Over a group of its own, made on all ranks when forms are asked for first."""
+        """A direct exchange over a separate group, created on all ranks on first use."""
         if self._exchange is None:
             group = dist.new_group(list(range(self.size)))
             assert group is not None
@@ -56,15 +56,15 @@ class FormsWorker:
         return self._exchange
 
     def pace(self, bytes_per_second: float | None) -> Pacing:
-        """Give the sockets of all groups a rate, which are all of this process."""
+        """Limit the rate of the sockets of all groups, which are all sockets of this process."""
         self._connected()
         return pace(bytes_per_second)
 
     def set_up(self, work: str, shape: Shape, dtype: str, seed: int, gflops: float | None) -> None:
-        """Make the weights and inputs of a work.
+        """Create the weights and inputs of a workload.
 
         Args:
-            gflops: let GEMMs sleep, at this modelled speed; ``None`` for real ones.
+            gflops: let GEMMs sleep, modeled at this speed; ``None`` for real ones.
         """
         self._work = Work(
             work, shape, rank=self.rank, size=self.size, dtype=dtype, device=self._device, seed=seed
@@ -72,12 +72,12 @@ class FormsWorker:
         self._gflops = gflops
         self._reference = None
         self._forms.clear()
-        # What the baselines and the product keep between calls has other shapes.
+        # Buffers that baselines and fused ops keep between calls have other shapes.
         self._connected().idle.clear()
         self._transport.scratch.clear()
 
     def check(self, variant: Variant) -> Check:
-        """Compare a variant with the reference, with real GEMMs, which warms it up besides."""
+        """Compare a variant with the reference, using real GEMMs; this also warms it up."""
         work, form = self._work, self._form(variant)
         if self._reference is None:
             results = work.run(self._form(Variant(REFERENCE, "blocking")))
@@ -90,12 +90,12 @@ class FormsWorker:
         return Check(equal, _max_difference(results, self._reference), same)
 
     def forget_tuning(self) -> None:
-        """What was fastest is not any more: the link is another one, or the GEMMs."""
+        """Discard tuning decisions, because the link or the GEMMs have changed."""
         decisions(self._transport).clear()
         self._forms = {of: form for of, form in self._forms.items() if not of.tuned}
 
     def tune(self, variant: Variant) -> Check:
-        """Let a variant try out what is fastest, unless another one did already, then check it."""
+        """Run a variant so that it tunes itself, unless another one already did, then check it."""
         decided = decisions(self._transport)
         with self._gemms():
             self._work.run(self._form(variant))
@@ -136,13 +136,13 @@ class FormsWorker:
         return Sample(total, blocked() - blocked_before, time.process_time() - cpu)
 
     def _together(self) -> float:
-        """Start at the same time on all ranks; returns the time."""
+        """Start at the same time on all ranks; returns the start time."""
         self._synchronise()
         dist.barrier(self._transport.group)
         return self._now()
 
     def _now(self) -> float:
-        """Seconds of a steady clock, with nothing under way on the device."""
+        """Seconds of a steady clock, once the device is idle."""
         self._synchronise()
         return time.perf_counter()
 

@@ -1,4 +1,4 @@
-"""The pieces of work that are timed, each written once over the layers of a form.
+"""The workloads that are timed, each written once in terms of the layers of a form.
 
 Legend: ``S`` sequence, ``s`` its shard (S/n), ``H`` hidden, ``F`` this rank's part of the MLP's
 width, ``A`` and ``G`` its query and key heads, ``D`` features of a head.  Micro-batch 1.
@@ -21,14 +21,14 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 class Work:
-    """One work on one rank: its weights, its input, and what is computed with them.
+    """One workload on one rank: its weights, its input and its computation.
 
-    The optimizer and the gradients of the norms' weights (a few bytes of all-reduce) are not part
-    of any work.
+    It excludes the optimizer and the gradients of the norms' weights (an all-reduce of a few
+    bytes).
 
     Args:
         name: a key of :data:`~commfuse_npu.tools.bench.shapes.WORKS`.
-        seed: of the numbers; every rank adds its own rank.
+        seed: of the random numbers; every rank adds its own rank.
     """
 
     def __init__(
@@ -66,16 +66,15 @@ class Work:
         else:
             self._x = self._draw(shard, 1, hidden)
         self._grad = self._draw(shard, 1, hidden)
-        # Rows of [s, H], what every collective of these works carries.
+        # Rows of [s, H], the block of every collective in these workloads.
         self._block = self._draw(shard, hidden)
         self._full = self._block.repeat(size, 1)
 
     def run(self, form: Form) -> list[torch.Tensor]:
-        """Do the work once.
+        """Run the workload once.
 
         Returns:
-            the output, then the gradients of the input and of the weights where there is a
-            backward.
+            The output, then, if there is a backward, the gradients of the input and the weights.
         """
         if not self._kind.backward:
             weights = self._layers[0]
@@ -91,7 +90,7 @@ class Work:
         return [under_way[0].detach(), *_backward(*under_way, total)]
 
     def forward(self, form: Form) -> tuple[torch.Tensor, list[torch.Tensor], torch.Tensor]:
-        """Of a work with a backward: the output, input and weights, the output's gradient."""
+        """For a workload with a backward: output, (input and weights), gradient of the output."""
         y = x = self._x.detach().requires_grad_()
         layers = [{k: w.detach().requires_grad_() for k, w in of.items()} for of in self._layers]
         half = {"mlp": self._mlp, "attention": self._attention}.get(self.name, self._layer)
@@ -100,7 +99,7 @@ class Work:
         return y, [x, *(weight for of in layers for weight in of.values())], self._grad
 
     def communicate(self, carrier: Carrier) -> None:
-        """The collectives of the work one after the other, blocking, and no computation."""
+        """Run only the collectives of the workload, blocking, one after the other."""
         for kind in self._kind.collectives:
             if kind == "gather":
                 carrier.give_back(carrier.gather(self._block).result())
@@ -153,6 +152,6 @@ def _backward(
     grad: torch.Tensor,
     total: Sequence[torch.Tensor] | None,
 ) -> Sequence[torch.Tensor]:
-    """Gradients of the leaves, added to those of the micro-batches before."""
+    """Gradients of the leaves, added to those of earlier micro-batches."""
     grads = torch.autograd.grad(y, leaves, grad)
     return grads if total is None else [a.add_(b) for a, b in zip(total, grads, strict=True)]

@@ -1,4 +1,4 @@
-"""``commfuse-npu doctor``: everything that it looks at, and what it prints."""
+"""``commfuse-npu doctor``: runs all checks and prints the report."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ __all__ = ["Report", "diagnose", "main"]
 
 @dataclass(frozen=True)
 class Report:
-    """All findings, and what all is ready for."""
+    """All findings, and what the machine is ready for if there are no errors."""
 
     findings: tuple[Finding, ...]
     ready_for: str = ""
@@ -42,7 +42,7 @@ class Report:
 
     @property
     def verdict(self) -> str:
-        """Ready for what; or what is wrong."""
+        """What the machine is ready for, or what is wrong."""
         count = Counter(finding.level for finding in self.findings)
         counted = f"{count['error']} errors, {count['warning']} warnings"
         if self.ready:
@@ -66,7 +66,7 @@ class Report:
 
 
 def diagnose(machine: Machine, launch: AskedLaunch | None = None) -> Report:
-    """Look at everything."""
+    """Run all checks; those of a launch only if there is one."""
     findings = [
         Finding("versions", "Python", "ok", ".".join(map(str, sys.version_info[:3]))),
         *check_torch(machine),
@@ -99,7 +99,7 @@ def main(words: Sequence[str]) -> int:
         "--config", help="of the launch: a yaml file, or its name in configs/: llama3_8b"
     )
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
-    # Split here: versions of argparse differ in what they leave of the two dashes.
+    # Split here, because versions of argparse treat the two dashes differently.
     at = list(words).index("--") if "--" in words else len(words)
     given, typed = parser.parse_args(words[:at]), words[at + 1 :]
     machine = Machine.this()

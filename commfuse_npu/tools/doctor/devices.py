@@ -1,4 +1,4 @@
-"""The NPUs of a machine, and how they are connected, as npu-smi says."""
+"""The NPUs of a machine and their links, as npu-smi reports them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["check_devices", "check_links", "listed_npus", "topology"]
 _about = partial(Finding, "devices")
 _INFO, _TOPOLOGY = ["npu-smi", "info"], ["npu-smi", "info", "-t", "topo"]
 _DRIVER = re.compile(r"^\|\s+npu-smi\s+\S+\s+Version:\s+(\S+)", re.MULTILINE)
-# A device has two lines; the second has the address on the bus.
+# A device has two lines; the second has its bus address.
 _NAME_LINE = re.compile(r"^\|\s+\d+\s+(\S+)\s+\|\s+([A-Za-z]+)\s+\|")
 _BUS_LINE = re.compile(r"^\|\s+\d+(?:\s+\d+)?\s+\|\s+[0-9A-Fa-f]{4}:")
 _LINK_ADVICE = {
@@ -41,7 +41,7 @@ def listed_npus(machine: Machine) -> list[tuple[str, str]]:
 
 
 def check_devices(machine: Machine, launch: AskedLaunch | None = None) -> Iterator[Finding]:
-    """The NPUs, their health, and whether they are enough for a launch."""
+    """Check the NPUs, their health, and whether there are enough for a launch."""
     result = machine.run(_INFO, machine.variables)
     if result is None:
         none, action = "no NPU found (there is no npu-smi)", "bash scripts/pretrain_llama_cpu.sh"
@@ -73,7 +73,7 @@ def check_devices(machine: Machine, launch: AskedLaunch | None = None) -> Iterat
 
 
 def topology(machine: Machine) -> dict[str, list[str]]:
-    """By NPU: its link to each NPU, ``X`` to itself, from ``npu-smi info -t topo``."""
+    """By NPU: its link to each NPU (``X`` to itself), from ``npu-smi info -t topo``."""
     result = machine.run(_TOPOLOGY, machine.variables)
     found = {}
     for line in result.output.splitlines() if result is not None else ():
@@ -85,7 +85,7 @@ def topology(machine: Machine) -> dict[str, list[str]]:
 
 
 def check_links(machine: Machine) -> Finding:
-    """How NPUs are connected."""
+    """Check the links between the NPUs."""
     rows = topology(machine).values()
     links = Counter(kind for row in rows for kind in row if kind != "X")
     if not links:

@@ -1,4 +1,4 @@
-"""Environment variables that are unset or harmful."""
+"""Checks environment variables for missing and harmful values."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _POOL = 32
 
 
 class _Variable(NamedTuple):
-    """A variable: what is said of one that is unset, and what is wrong with a bad value."""
+    """A variable: the text if it is unset, a test for good values, and advice on bad ones."""
 
     name: str
     unset: str
@@ -42,7 +42,7 @@ def _other_than(harmful: str) -> Callable[[str], bool]:
 _MEGABYTES = "a whole number of MB"
 _VARIABLES = (
     _Variable("HCCL_BUFFSIZE", "unset (200 MB)", _number(1), "error", _MEGABYTES, "export {}=200"),
-    # With 0 a pair's transfers use the group's communicator [read in torch_npu].
+    # With 0, the transfers of a pair use the group's communicator [read in torch_npu].
     _Variable(
         "P2P_HCCL_BUFFSIZE", "unset (20 MB)", _number(0), "error", _MEGABYTES, "export {}=20"
     ),
@@ -59,14 +59,14 @@ _VARIABLES = (
         "not 0: the host launches kernel by kernel and falls behind",
         "export {}=2",
     ),
-    # Its manual of CANN 9.1.
+    # From the HCCL manual of CANN 9.1.
     _Variable(
         *("HCCL_OP_EXPANSION_MODE", "unset", _other_than("AIV"), "warning"),
         "not AIV: it excludes communicators that are busy at once, as lanes are; hangs are "
         "reported with several groups",
         "unset {0}, or {0}=AI_CPU",
     ),
-    # MindSpeed-LLM takes it for the option [read in 26.1.0].
+    # MindSpeed-LLM treats it like the option [read in 26.1.0].
     _Variable(
         *("HIGH_AVAILABILITY", "unset", lambda value: not value, "warning"),
         "unset: it switches on --enable-high-availability, with which --use-commfuse is refused",
@@ -80,11 +80,11 @@ _VARIABLES = (
 
 
 def check_variables(machine: Machine, launch: AskedLaunch | None = None) -> Iterator[Finding]:
-    """Environment variables that are unset or harmful, as the launch would see them."""
+    """Check the variables as the launch would see them."""
     variables = {**machine.variables, **(launch.variables if launch else {})}
     value = variables.get
     yield from _check_connections(value("CUDA_DEVICE_MAX_CONNECTIONS"), launch)
-    # Elsewhere than on NPUs an unset one is no more than a remark.
+    # Without NPUs, an unset one is only a note.
     on_npu = bool(listed_npus(machine))
     for name, default, why in (
         ("HCCL_CONNECT_TIMEOUT", 120, "with lanes there are more communicators to connect"),
@@ -99,7 +99,7 @@ def check_variables(machine: Machine, launch: AskedLaunch | None = None) -> Iter
             action = one.action.format(one.name)
             yield _about(one.name, one.level, given or one.unset, one.expected, action)
     yield _check_retry(variables.get("HCCL_OP_RETRY_ENABLE", ""), launch)
-    # MindSpeed's operator is compiled at its first use, by all ranks (read in
+    # All ranks compile MindSpeed's operator on its first use (read in
     # mindspeed/ops/npu_matmul_add.py).
     blocks = launch and launch.fuse.use_commfuse and launch.fuse.commfuse_wgrad == "blocks"
     if blocks and (home := value("ATB_HOME_PATH")):
@@ -130,7 +130,7 @@ def _check_time(name: str, value: str | None, default: int, why: str, on_npu: bo
     if value is not None and not value.isdecimal():
         return _about(name, "error", value, "a whole number of seconds", action)
     seconds, said = int(value or default), value or f"unset ({default} s)"
-    # An execution without a limit is fine, a connection is not.
+    # Unlimited execution is fine, an unlimited connection is not.
     if seconds >= 600 or (seconds == 0 and name == "HCCL_EXEC_TIMEOUT"):
         return _about(name, "ok", said)
     level: Level = "warning" if on_npu or value is not None else "note"
@@ -138,7 +138,7 @@ def _check_time(name: str, value: str | None, default: int, why: str, on_npu: bo
 
 
 def _check_retry(value: str, launch: AskedLaunch | None) -> Finding:
-    """HCCL repeats operations of few communicators only (its manual of CANN 9.1)."""
+    """HCCL can retry operations only with few communicators (its manual of CANN 9.1)."""
     name = "HCCL_OP_RETRY_ENABLE"
     lanes = sum(one.lanes for one in lanes_of(launch)) if launch else 0
     if not re.search(r":\s*1", value) or 0 < lanes < _MOST_WITH_RETRY:
@@ -152,9 +152,9 @@ def _check_retry(value: str, launch: AskedLaunch | None) -> Finding:
 
 
 def _check_streams(value: str | None, launch: AskedLaunch | None) -> Finding:
-    """torch_npu takes streams in turn from a pool of 32 or 8 (its documentation of 7.2.0).
+    """torch_npu assigns streams in turn from a pool of 32 or 8 (its documentation of 7.2.0).
 
-    Each communicator takes one, and operations one to work beside the first.
+    Each communicator uses one, and operations use one more as side stream.
     """
     about = partial(_about, "STREAMS_PER_DEVICE")
     if value not in (None, "32"):

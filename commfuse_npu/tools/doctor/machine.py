@@ -1,6 +1,6 @@
-"""What can be asked about a machine: its variables, its packages, its commands.
+"""The machine as the checks see it: its variables, its packages, its commands.
 
-A machine can be made up, for tests.
+Tests can define their own machine.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["CommandResult", "Machine", "run_command"]
 
 @dataclass(frozen=True)
 class CommandResult:
-    """What a command said; ``exit_code`` is ``None`` if it had to be stopped."""
+    """The output of a command; ``exit_code`` is ``None`` if it did not end in time."""
 
     exit_code: int | None
     output: str
@@ -30,7 +30,7 @@ class CommandResult:
 
 
 def run_command(command: Sequence[str], variables: Mapping[str, str]) -> CommandResult | None:
-    """Run a command with time limit; ``None`` if there is none of that name."""
+    """Run a command, for at most 60 s; ``None`` if there is no command of that name."""
     try:
         done = subprocess.run(
             command,
@@ -53,13 +53,13 @@ def run_command(command: Sequence[str], variables: Mapping[str, str]) -> Command
 
 @dataclass(frozen=True)
 class Machine:
-    """What can be asked about a machine.
+    """What the checks need to know about a machine.
 
     Attributes:
         variables: of the environment.
-        find: a package by the name that is imported, or ``None``.
-        run: a command with these variables, or ``None`` if there is no such command.
-        cann: where CANN is unless a variable says otherwise.
+        find: finds a package by its import name; returns ``None`` if there is none.
+        run: runs a command with these variables; returns ``None`` if there is no such command.
+        cann: the folder of CANN unless a variable names another.
     """
 
     variables: Mapping[str, str]
@@ -73,7 +73,7 @@ class Machine:
         answers: dict[tuple[str, ...], CommandResult | None] = {}
 
         def run(command: Sequence[str], variables: Mapping[str, str]) -> CommandResult | None:
-            # Several checks ask the same, and npu-smi takes its time.
+            # Cached: several checks run the same command, and npu-smi is slow.
             asked = tuple(command)
             if asked not in answers:
                 answers[asked] = run_command(command, variables)

@@ -1,4 +1,4 @@
-"""torch, torch_npu and CANN, MindSpeed-LLM, MindSpeed and Megatron-LM: there, and fitting?"""
+"""Checks torch, torch_npu, CANN, MindSpeed-LLM, MindSpeed and Megatron-LM, and their versions."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ __all__ = ["TRY_TORCH_NPU", "check_cann", "check_stack", "check_torch", "check_t
 _about = partial(Finding, "versions")
 
 TRY_TORCH_NPU = "import torch, torch_npu; print(); print('NPUs:', torch.npu.device_count())"
-"""What a Python of its own is asked to do."""
+"""The program that a separate Python runs."""
 
 
 def check_torch(machine: Machine) -> Iterator[Finding]:
-    """torch, and torch_npu with it."""
+    """Check torch, and torch_npu with it."""
     torch, npu = machine.find("torch"), machine.find("torch_npu")
     if torch is None:
         action = "install torch, with a torch_npu of the same version for NPUs"
@@ -59,7 +59,7 @@ def check_torch(machine: Machine) -> Iterator[Finding]:
 
 
 def check_torch_npu_loads(machine: Machine) -> Iterator[Finding]:
-    """Whether torch_npu can be imported, and whether it breaks ``import torch`` if not."""
+    """Check if torch_npu can be imported, and if not, whether it breaks ``import torch``."""
     automatic = "TORCH_DEVICE_BACKEND_AUTOLOAD"
     if machine.find("torch_npu") is None:
         return
@@ -85,7 +85,7 @@ def check_torch_npu_loads(machine: Machine) -> Iterator[Finding]:
 
 
 def check_cann(machine: Machine) -> Finding:
-    """Whether CANN is there, its environment is set, and it is new enough."""
+    """Check that CANN is installed, its environment is set, and it is new enough."""
     about = partial(_about, "CANN")
     home = machine.variables.get("ASCEND_HOME_PATH") or machine.variables.get("ASCEND_TOOLKIT_HOME")
     if not home and not machine.cann.exists():
@@ -122,7 +122,7 @@ def _cann_version(home: Path) -> str | None:
 
 
 def check_stack(machine: Machine) -> Iterator[Finding]:
-    """MindSpeed-LLM, MindSpeed and Megatron-LM, alone and together."""
+    """Check MindSpeed-LLM, MindSpeed and Megatron-LM, each and together."""
     names = ("mindspeed_llm", "mindspeed", "megatron")
     llm, mindspeed, megatron = (machine.find(name) for name in names)
     found = (
@@ -147,7 +147,7 @@ def _check_llm(package: Package | None, mindspeed: Package | None) -> Finding:
             "manager, so that no feature can be added"
         )
         return about("error", version, expected, f"use {TOGETHER}")
-    # 26.0.0dev0 is what 26.0.0, 26.1.0 and master all call themselves.
+    # 26.0.0, 26.1.0 and master all have the version 26.0.0dev0.
     if not any(numbers(version)[:2] == numbers(known)[:2] for known in SUPPORTED_LLM):
         expected = f"one that was tried: {', '.join(SUPPORTED_LLM)} or master"
         action = "compare a few iterations with and without --use-commfuse"
@@ -164,7 +164,7 @@ def _check_mindspeed(package: Package | None, required: bool) -> Finding:
         return about("note", "not found", action="needed on NPUs")
     version = package.version or "unknown"
     has_features = package.folder_with("features_manager/features_manager.py") is not None
-    # Without a version, its files decide.
+    # Without a version number, its files decide.
     if not has_features or (package.version and numbers(version)[:2] != (0, 12)):
         said = version if has_features else f"{version}, without a feature manager"
         return about("error", said, f"0.12.1: {branch}", f"use {TOGETHER}")

@@ -1,4 +1,4 @@
-"""What a launch script would start, read without starting it; no torch is imported."""
+"""Reads what a launch script would start, without starting it; torch is not imported."""
 
 from __future__ import annotations
 
@@ -6,4 +6,4 @@ __all__ = ["UsageError"]
 
 
 class UsageError(Exception):
-    """The request cannot be carried out as it was made; the message says the way out."""
+    """The request cannot be carried out; the message says what to do instead."""

@@ -1,7 +1,7 @@
-"""Runs a launch within a time limit, with what it prints in a file, and ends all that it started.
+"""Runs a launch within a time limit, with its output in a file, and ends all its processes.
 
-torchrun makes every rank the leader of a session, with its data loaders in it, so that no group has
-them all: they are known by a variable of their environment (Linux).
+torchrun makes every rank a session leader, with its data loaders in the session, so no process
+group has them all.  They are identified by an environment variable (Linux).
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from commfuse_npu.runtime.child_process import die_with_parent
 __all__ = ["MARK", "last_lines", "run_bounded"]
 
 MARK = "COMMFUSE_STARTED_BY"
-"""The variable that all have which a command started."""
+"""The environment variable of all processes that a command started."""
 
 _GRACE = 20.0
-"""Seconds between asking processes to end and ending them, and then at most until they have."""
+"""Seconds from SIGTERM to SIGKILL, and then the longest wait for the processes to end."""
 
 
 def run_bounded(
@@ -35,13 +35,14 @@ def run_bounded(
     seconds: float,
     linger: float = 0.0,
 ) -> int:
-    """Run a command to its end, in a folder, with what it prints in ``log``; returns its exit code.
+    """Run a command in a folder, with its output in ``log``; returns its exit code.
 
     Args:
-        linger: seconds that its group has to end after it; nothing outlives them.
+        seconds: time limit.
+        linger: seconds that other processes of its group have to end after it; then they are ended.
 
     Raises:
-        TimeoutError: it took more than so many seconds, and has been ended.
+        TimeoutError: it exceeded the time limit and was ended.
     """
     mark = f"{os.getpid()}-{time.time_ns()}"
     with log.open("w", encoding="utf-8", errors="replace") as output:
@@ -64,20 +65,20 @@ def run_bounded(
         except subprocess.TimeoutExpired as error:
             raise TimeoutError(f"did not end within {seconds:.0f} s") from error
         finally:
-            # Nothing outlives the command, also not after an error or Ctrl-C.
+            # No process outlives the command, not even after an error or Ctrl-C.
             _end(process, mark)
 
 
 def _end(process: subprocess.Popen[bytes], mark: str) -> None:
     if process.poll() is None:
-        # torchrun hands the signal on to its ranks.
+        # torchrun forwards the signal to its ranks.
         _signal_group(process.pid, signal.SIGTERM)
         try:
             process.wait(_GRACE)
         except subprocess.TimeoutExpired:
             _signal_group(process.pid, signal.SIGKILL)
     process.wait()
-    # A device is free again when who used it has gone.
+    # A device is free only once the processes that used it have gone.
     end = time.monotonic() + _GRACE
     while (left := list(_marked(mark))) and time.monotonic() < end:
         for pid in left:
@@ -87,7 +88,7 @@ def _end(process: subprocess.Popen[bytes], mark: str) -> None:
 
 
 def _signal_group(group: int, number: int) -> bool:
-    """Whether there still was somebody to get the signal."""
+    """Send a signal; whether the group still had a process."""
     try:
         os.killpg(group, number)
     except ProcessLookupError:
@@ -96,29 +97,29 @@ def _signal_group(group: int, number: int) -> bool:
 
 
 def _marked(mark: str) -> Iterator[int]:
-    """Processes that were started by a command, or by what it started."""
+    """Processes that a command started, directly or indirectly."""
     for path in Path("/proc").glob("[0-9]*/environ"):
-        with contextlib.suppress(OSError):  # it has gone, or is somebody else's
+        with contextlib.suppress(OSError):  # it has ended, or belongs to another user
             if f"{MARK}={mark}".encode() in path.read_bytes().split(b"\0"):
                 yield int(path.parent.name)
 
 
-# C++ stacks, lists of all kernels of an operator, and what follows from a rank's end.
+# C++ stacks, lists of all kernels of an operator, and messages that follow a rank's failure.
 _NOISE = re.compile(r"frame #|registered at |\[ERROR\] .* ERR\d+|[WEI]\d{4} .*elastic")
 
 
 def last_lines(log: Path, lines: int = 30) -> list[str]:
-    """What a log ends with: the traceback of the first rank that failed, if there is one."""
+    """The last lines of a log: the traceback of the first failed rank, if there is one."""
     text = log.read_text("utf-8", errors="replace").splitlines()
     text = [line for line in text if line.strip() and not _NOISE.search(line)]
     starts = [i for i, line in enumerate(text) if "Traceback (most recent call last)" in line]
-    # torchrun ends with a traceback of its own, which says nothing that the ranks did not.
+    # torchrun's own traceback at the end says nothing that the ranks did not.
     own = next((i for i, line in enumerate(text) if "torch/distributed/run.py" in line), len(text))
     if own < len(text):
         own = max((start for start in starts if start < own), default=own)
     of_ranks = [start for start in starts if start < own]
     text = text[of_ranks[0] if of_ranks else 0 : own]
-    # torch marks the traceback of a rank; those of several are interleaved.
+    # torch prefixes the lines of a rank's traceback; those of several ranks are interleaved.
     mark = re.match(r"\[rank\d+\]: ", text[0]) if text else None
     if mark is not None:
         text = [line.removeprefix(mark[0]) for line in text if line.startswith(mark[0])]

@@ -1,8 +1,8 @@
-"""A launch as data: read from a command line as it is typed, or from what a script would start.
+"""A launch as data: read from a command line as typed, or from what a script would start.
 
-Understood are ``pretrain_gpt.py ARGS``, ``torchrun ... pretrain_gpt.py ARGS`` (also as
-``python -m torch.distributed.run`` or ``.launch``), each also with ``-m mindspeed_patches.launch``
-before the script, and with ``cd FOLDER &&`` and assignments before it, as a dry run prints them.
+Supported are ``pretrain_gpt.py ARGS`` and ``torchrun ... pretrain_gpt.py ARGS`` (also as
+``python -m torch.distributed.run`` or ``.launch``).  Each may have ``-m mindspeed_patches.launch``
+before the script, and ``cd FOLDER &&`` and assignments before it, as a dry run prints them.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ _ASSIGNMENT = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)=(.*)", re.S)
 
 @dataclass
 class Launch:
-    """A script as it was named, with its options, and where it is started.
+    """A script with its options, and where it is started.
 
     Attributes:
-        nodes, per_node: how many, and processes on each; ``None`` if the launch does not say.
+        nodes, per_node: number of nodes, and of processes on each; ``None`` if not given.
         environment: variables that the launch sets.
-        notes: what a reader should know of how it was read.
+        notes: remarks for the reader on how it was read.
         registers: whether it registers CommFuse before the script runs.
     """
 
@@ -49,11 +49,11 @@ class Launch:
 
     @property
     def processes(self) -> int | None:
-        """Over all nodes."""
+        """Number of processes over all nodes."""
         return self.nodes * self.per_node if self.nodes and self.per_node else None
 
     def script_path(self, checkout: Path) -> Path:
-        """The script, in the launch's folder or in MindSpeed-LLM's.
+        """Path of the script, in the launch's folder or in MindSpeed-LLM's.
 
         Raises:
             UsageError: it is in neither.
@@ -67,7 +67,7 @@ class Launch:
 
 
 def launch_of(command: Command) -> Launch | None:
-    """A launch, if the command is one."""
+    """Parse a command; ``None`` if it is not a launch."""
     words = list(command.words)
     nodes = per_node = None
     program = Path(words[0]).name if words else ""
@@ -95,7 +95,7 @@ def _torchrun(words: Sequence[str]) -> tuple[list[str], int | None, int | None]:
     own = [word.replace("_", "-") if word.startswith("--") else word for word in words[:place]]
 
     def number(option: str) -> int | None:
-        # A range of nodes ends with the most.
+        # A range of nodes, MIN:MAX, counts as its maximum.
         text = (value_of(own, option) or "1").rpartition(":")[2]
         if text in _COUNTED_BY_TORCHRUN:
             return None
@@ -110,7 +110,7 @@ def _torchrun(words: Sequence[str]) -> tuple[list[str], int | None, int | None]:
 
 
 def typed_command(words: Sequence[str]) -> Command:
-    """A command line as somebody types it or a dry run prints it: ``cd``, assignments and all."""
+    """A command line as typed or as a dry run prints it, with ``cd`` and assignments."""
     words = list(words[words.index("&&") + 1 :] if "&&" in words else words)
     assigned = {}
     while words and (found := _ASSIGNMENT.fullmatch(words[0])):
@@ -120,13 +120,13 @@ def typed_command(words: Sequence[str]) -> Command:
 
 
 def shell_script(words: Sequence[str]) -> list[str]:
-    """A launch script and its arguments, without a shell before it; empty if there is none."""
+    """A launch script and its arguments, without a leading shell; empty if there is none."""
     words = list(words[1:] if words and Path(words[0]).name in ("bash", "sh") else words)
     return words if words and words[0].endswith(".sh") else []
 
 
 def checkout_of(folder: Path) -> Path:
-    """The nearest folder above that has MindSpeed-LLM's ``pretrain_gpt.py``, or the folder."""
+    """The nearest folder, from this one up, with ``pretrain_gpt.py``; otherwise this one."""
     above = (folder, *folder.parents)
     return next((one for one in above if (one / "pretrain_gpt.py").is_file()), folder)
 
@@ -137,15 +137,15 @@ def read_launch(
     environ: Mapping[str, str] = os.environ,
     timeout: float = 60.0,
 ) -> Launch:
-    """Understand what follows ``--``.
+    """Read the launch that follows ``--`` on the command line.
 
     Args:
         words: the command, or a launch script with its arguments.
-        checkout: MindSpeed-LLM's folder, from which launch scripts are started.
-        environ, timeout: for launch scripts; in seconds.
+        checkout: MindSpeed-LLM's folder, in which launch scripts are started.
+        environ, timeout: environment and time limit in seconds of launch scripts.
 
     Raises:
-        UsageError: it is none.
+        UsageError: it is not a launch, or the script starts none.
     """
     command = typed_command(words)
     if script := shell_script(command.words):
@@ -169,7 +169,7 @@ def _from_shell(
     if script is None:
         raise UsageError(f"there is no launch script {given} here or in {checkout}")
     captured = capture_commands([str(script.resolve()), *words[1:]], checkout, environ, timeout)
-    # Scripts also start Python to prepare data.
+    # Scripts may also start Python to prepare data.
     launches = [
         launch
         for command in captured.commands

@@ -1,7 +1,7 @@
-"""The options of a command line as data: what follows ``--name`` up to the next one.
+"""The options of a command line as data: the words from one ``--name`` to the next.
 
-Without a parser for a script's options that is all that can be known, and it is how MindSpeed-LLM
-reads them early itself.
+Without the script's parser nothing more is known, and MindSpeed-LLM itself reads options this way
+before it has a parser.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ _LEAST = {
         1,
     ),
 }
-"""What an option that is a number may be at least, if not 0."""
+"""Smallest value of numeric options, if it is not 0."""
 
 
 class Options:
-    """The options of a script in their order, and a note of every change to them.
+    """The options of a script in order, and a record of every change to them.
 
     Attributes:
-        changes: a line per change, ``--option old -> new``.
+        changes: one line per change, ``--option old -> new``.
     """
 
     def __init__(self, words: Iterable[str] = ()) -> None:
@@ -62,29 +62,29 @@ class Options:
         return [word for name, values in self._items for word in (name, *values)]
 
     def values(self, name: str) -> list[str]:
-        """The values of an option; of the last one if it is repeated, as in argparse."""
+        """The values of an option; of its last occurrence, as in argparse."""
         return list(dict(self._items).get(name, ()))
 
     def text(self, name: str) -> str | None:
-        """The values as one text; ``None`` if the option is not there or has none."""
+        """The values joined by spaces; ``None`` if the option is absent or has no values."""
         return " ".join(self.values(name)) or None
 
     def number(self, name: str, default: int) -> int:
-        """The value as a whole number, from 0 or :data:`_LEAST`; ``default`` if it is not given.
+        """The value as a whole number, at least 0 or :data:`_LEAST`; ``default`` if absent.
 
         Raises:
-            UsageError: it is none.
+            UsageError: it is not such a number.
         """
         if name not in self:
             return default
         text, least = self.text(name) or "", _LEAST.get(name, 0)
-        # As many digits as no size has.
+        # No size has more digits.
         if not re.fullmatch(r"-?\d{1,12}", text, re.ASCII) or int(text) < least:
             raise UsageError(f"{name} is {text[:40]!r}; give a whole number from {least}")
         return int(text)
 
     def set(self, name: str, *values: object, why: str = "") -> None:
-        """Give an option these values, where it stands or at the end, and note the change."""
+        """Set the values of an option, in place or at the end, and record the change."""
         new = [str(value) for value in values]
         given = name in self
         if given and self.values(name) == new:
@@ -96,14 +96,14 @@ class Options:
         self._items.insert(place, (name, new))
 
     def drop(self, *names: str, why: str = "") -> None:
-        """Take options away, and note those that were there."""
+        """Remove options, and record those that were there."""
         for name in names:
             if name in self:
                 self._note(name, " ".join(self.values(name)), "(dropped)", why)
                 self._remove(name)
 
     def copy(self) -> Options:
-        """The same options, with no changes noted."""
+        """The same options, without recorded changes."""
         return Options(self.words)
 
     def _note(self, name: str, old: str, new: str, why: str) -> None:

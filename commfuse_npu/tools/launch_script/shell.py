@@ -1,10 +1,11 @@
-"""Learns from a launch script what it would start, without starting it.
+"""Determines what a launch script would start, without starting it.
 
-The script runs in bash with a search path of its own.  ``torchrun``, ``python`` and MindSpore's
-``msrun`` are recorders, which write down their arguments and end; a few programs that only read are
-the real ones; every other program is a noted no-op.  A Python that is called by its path finds
-``PYTHONHOME`` broken and ends at once.  What is left are the shell's own means (assignments,
-``source``, ``cd``, redirections) and programs that are called by their paths.
+The script runs in bash with its own search path.  ``torchrun``, ``python`` and MindSpore's
+``msrun`` are recorders that store their arguments and exit.  A few programs that only read are the
+real ones, a few that change files are silent no-ops, and every other one is a no-op that is noted
+in the output.  A Python called by its path finds an invalid ``PYTHONHOME`` and exits at once.  What
+does run are shell built-ins (assignments, ``source``, ``cd``, redirections) and programs that are
+called by their paths.
 """
 
 from __future__ import annotations
@@ -35,11 +36,11 @@ _NOT_THE_LAUNCHS = {
     *("BASH_ENV", "PWD", "OLDPWD", "SHLVL", "_", "PATH", "PYTHONHOME", MARK),
     *("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK", "LOCAL_RANK"),
 }
-"""Of the shell itself, of this capture, or set anew for every start."""
+"""Variables of the shell itself, of this capture, or specific to a single start."""
 _BACKGROUND_SECONDS = 2.0
-"""What a script leaves in the background has so long to be written down."""
+"""Seconds for background processes of a script to be recorded."""
 _LONGEST_PRINTED = 1 << 20
-# Our own launch scripts have a Python program read their configuration: that one does run.
+# Our own launch scripts run a Python program that reads the configuration: it is not replaced.
 _OWN_READER = "commfuse_npu.tools.launch_command"
 _RECORDER = """\
 import json, os, sys, time
@@ -55,7 +56,7 @@ os.replace(name + ".part", name)
 
 
 class Command(NamedTuple):
-    """What would have been started, where, and with which variables that are not the script's."""
+    """A recorded command, its folder, and the variables that the script has set or changed."""
 
     words: Sequence[str]
     folder: str
@@ -63,7 +64,7 @@ class Command(NamedTuple):
 
 
 class Captured(NamedTuple):
-    """The commands of a script in their order, the first MB that it printed, its exit code."""
+    """The commands of a script in order, the first MB of its output, and its exit code."""
 
     commands: Sequence[Command]
     printed: str
@@ -78,14 +79,14 @@ def capture_commands(
     inside: Sequence[str] = (),
     beside: Path | None = None,
 ) -> Captured:
-    """Run a shell script with recorders in the place of programs.
+    """Run a shell script with recorders in place of programs.
 
     Args:
         script: its path and its arguments; it is started in ``folder``.
-        environ: its environment, but for the search path.
-        timeout: in seconds; then it is killed, with what it has started.
-        inside: a program, by its path, with arguments, that starts the shell in a sandbox.
-        beside: where files may be written, if not in the usual folder of temporary files.
+        environ: its environment, except for the search path.
+        timeout: in seconds; after it the script is killed with all that it started.
+        inside: a command prefix, with the program's path, that starts the shell in a sandbox.
+        beside: the folder for temporary files, if not the default one.
 
     Raises:
         UsageError: there is no bash, or the script does not end in time.
@@ -134,14 +135,14 @@ def _command(path: Path, before: Mapping[str, str]) -> Command:
 
 
 def _write_programs(folder: Path, records: Path) -> Path:
-    """Write the programs into ``bin``, and the functions that bash reads first.
+    """Write the programs into ``bin``, and the shell functions that bash reads first.
 
-    Functions go before any search path, also one that a sourced file has extended.
+    Functions take precedence over any search path, including one that a sourced file extends.
     """
     programs, recorder = folder / "bin", folder / "recorder.py"
     programs.mkdir()
     recorder.write_text(_RECORDER, "utf-8")
-    # -I: without PYTHONHOME, which is broken on purpose.
+    # -I ignores PYTHONHOME, which is invalid on purpose.
     record = shlex.join([sys.executable, "-I", "-S", str(recorder), _OWN_READER, str(records)])
     written = {name: f'exec {record} {name} "$@"' for name in _RECORDED}
     written |= {**dict.fromkeys(_SKIPPED, ":"), "tee": "exec cat"}

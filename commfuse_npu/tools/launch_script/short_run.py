@@ -1,6 +1,6 @@
-"""A launch made short: a few iterations that need no files and leave none.
+"""Shortens a launch to a few iterations that need no files and leave none.
 
-Only what has to be changed is, and each change is noted with its reason where it is not obvious.
+Only necessary options are changed; a reason is recorded where it is not obvious.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ PEERS = (
     *("--use-ascend-coc", "--coc-parallel-num", "--coc-fused-kernel", "--coc-mode"),
     "--use-ascend-mc2",
 )
-"""What overlaps in place of CommFuse."""
+"""Options of other overlaps, which exclude CommFuse."""
 
 _NEVER = 1_000_000
-"""An interval that no short run reaches."""
+"""An interval longer than any short run."""
 _FILES = (
     *("--load", "--save", "--pretrained-checkpoint", "--exit-on-missing-checkpoint"),
     *("--tensorboard-dir", "--wandb-project", "--wandb-exp-name", "--wandb-save-dir"),
@@ -58,11 +58,11 @@ _TOKENIZER = (
 
 
 def shorten(options: Options, iterations: int) -> None:
-    """Have so many iterations trained, each logged, without checkpoints and profiles.
+    """Train ``iterations`` iterations, each logged, without checkpoints and profiles.
 
     Args:
         options: changed in place.
-        iterations: how many to train.
+        iterations: number of iterations.
     """
     options.set("--train-iters", iterations)
     options.drop(*_LENGTH)
@@ -80,11 +80,11 @@ def shorten(options: Options, iterations: int) -> None:
 
 
 def replace_missing_data(options: Options, folder: Path) -> None:
-    """Mock data where a file of the data or of the tokenizer is not here.
+    """Use mock data if a file of the data or of the tokenizer is missing on this machine.
 
     Args:
         options: changed in place.
-        folder: where relative paths of the launch begin.
+        folder: base of the launch's relative paths.
     """
     no_tokenizer = missing_tokenizer(options, folder)
     if no_tokenizer or not _has_data(options, folder):
@@ -101,13 +101,13 @@ def replace_missing_data(options: Options, folder: Path) -> None:
 
 
 def drop_data_and_tokenizer(options: Options, why: str) -> None:
-    """Without both, so that others can be named."""
+    """Remove the options of both, so that others can be set."""
     options.drop(*_DATA_OPTIONS, "--mock-data", *_TOKENIZER, why=why)
 
 
 def _has_data(options: Options, folder: Path) -> bool:
     words = (word for name in _DATA for word in options.values(name))
-    # A path may have its weight before it.
+    # A path may be preceded by its weight.
     paths = [word for word in words if not word.replace(".", "", 1).isdecimal()]
     return bool(paths) and all(
         (folder / f"{path}{suffix}").is_file() for path in paths for suffix in (".bin", ".idx")
@@ -115,7 +115,7 @@ def _has_data(options: Options, folder: Path) -> bool:
 
 
 def missing_tokenizer(options: Options, folder: Path) -> bool:
-    """Whether files of the tokenizer are not here; ``folder`` is where relative paths begin."""
+    """Whether files of the tokenizer are missing; ``folder`` is the base of relative paths."""
     if options.text("--tokenizer-type") == "NullTokenizer":
         return False
     named = [file for name in _TOKENIZER_FILES if (file := options.text(name)) is not None]
@@ -123,5 +123,5 @@ def missing_tokenizer(options: Options, folder: Path) -> bool:
 
 
 def commfuse_names(options: Options) -> list[str]:
-    """The names of CommFuse's options that are given, but for ``--use-commfuse`` itself."""
+    """The names of the given CommFuse options, except ``--use-commfuse`` itself."""
     return [name for name in options.names if name.startswith(("--commfuse-", "--no-commfuse-"))]

@@ -1,4 +1,4 @@
-"""``commfuse-npu measure``: what the simulator assumes of this machine, measured."""
+"""``commfuse-npu measure``: measures what the simulator assumes of this machine."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ from commfuse_npu.tools.terminal import print_verdict, tell
 __all__ = ["machine_facts", "main"]
 
 _BASES = {"cpu": "cpu_paced", "cuda": "cpu_paced", "npu": "ascend_910b_server"}
-"""Whose peaks and unmeasured figures hold, by device, where neither --base nor its name says."""
+"""Description with the peaks and the unmeasured figures, by device, if nothing names another."""
 _READ_BY = {
     "npu": ("HCCL_", "P2P_HCCL_", "TORCH_HCCL_", "PYTORCH_NPU_", "ASCEND_RT_", "CPU_AFFINITY_"),
     "cuda": ("NCCL_", "TORCH_NCCL_", "PYTORCH_CUDA_", "CUDA_"),
@@ -53,13 +53,13 @@ _READ_BY = {
 }
 """Prefixes of the variables that a device's backend reads."""
 _STARTS = 2
-"""How often ranks may fail to start before no other step asks for them."""
+"""Number of failed starts of the ranks after which no step tries again."""
 _SAME = "device name", "backend", "torch", "cores"
-"""What has to be the same when a run is resumed."""
+"""Facts about the machine that must not change when a run is resumed."""
 
 
 def main(given: Sequence[str]) -> int:
-    """Measure; returns the exit code: 0 all, 1 not all, 2 bad options, 130 Ctrl-C."""
+    """Measure; returns the exit code: 0 complete, 1 incomplete, 2 bad options, 130 Ctrl-C."""
     options = _parser().parse_args(given)
     with tempfile.TemporaryDirectory(prefix="commfuse-measure-") as scratch:
         try:
@@ -78,7 +78,7 @@ def main(given: Sequence[str]) -> int:
 
 
 def machine_facts(device: str, machine: Machine) -> dict[str, str]:
-    """Set variables of the device's backend; on NPUs also versions, devices, health and links."""
+    """Variables of the device's backend; on NPUs also versions, devices, health and links."""
     facts = {}
     if device == "npu":
         findings = [*check_torch(machine), check_cann(machine)]
@@ -124,7 +124,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 class _Run:
-    """One measurement: its options understood, its folder made."""
+    """One measurement, with parsed options and its folder."""
 
     def __init__(self, options: argparse.Namespace, scratch: Path) -> None:
         self._options = options
@@ -147,14 +147,14 @@ class _Run:
         self._longest = 0.0
 
     def measure(self) -> bool:
-        """All steps, each kept when it is over; whether none failed or was left out."""
+        """Run all steps and store each when it ends; returns whether all are complete."""
         if self._launched is not None:
-            # Queues, affinities and buffers of the ranks are those of the launch.
+            # The ranks use the launch's settings of queues, affinities and buffers.
             os.environ.update(self._launched.environment)
         if self._folder.kept("machine") is None:
             self._folder.keep("machine", machine_facts(self._options.device, Machine.this()))
         try:
-            # All of them: a step that fails leaves the others.
+            # A list, so that a failed step does not stop the others.
             done = [self._step(name) for name in self._steps]
             return all(done)
         finally:
@@ -166,7 +166,7 @@ class _Run:
             return self._done(name, name, about, partial(self._asked, name))
         launched, text = self._launched, self._options.launch
         assert launched is not None
-        # Ranks that wait would be in the way of others.
+        # Idle ranks would compete with the training.
         self._end_ranks()
         self._folder.keep(LAUNCH, {"launch": text})
         print(*(f"  {note}\n" for note in launched.notes), sep="", end="")
@@ -184,11 +184,13 @@ class _Run:
         about: dict[str, Any],
         measure: Callable[[], tuple[dict[str, Any], str]],
     ) -> bool:
-        """Measure what has a file of its own if it is not kept; a failure leaves the others.
+        """Measure and store what belongs in ``file``, unless it is stored already.
+
+        A failure is stored, too, and does not stop other steps.
 
         Args:
-            about: what the file says besides; a launch has to be the same to be used again.
-            measure: returns what is to be kept, and how it is summed up.
+            about: further content of the file; a stored result is used only for the same launch.
+            measure: returns the content to store, and a summary.
         """
         kept = self._folder.kept(file) or {}
         if kept and kept.get("launch") == about.get("launch") and "failed" not in kept:
@@ -205,7 +207,7 @@ class _Run:
         except FolderError:
             raise
         except Exception as error:
-            # Whatever it is, the hour goes on, with new ranks.
+            # Continue after any error, with new ranks.
             self._end_ranks()
             known = isinstance(error, (RanksError, TrainingError, _LeftOutError))
             content["failed"] = (str(error) if known else traceback.format_exc()).strip()
@@ -260,7 +262,7 @@ class _Run:
         return {"log": asdict(log)}, f"{quartiles(log.steady)[1]:.1f} ms"
 
     def _trainings(self) -> list[Training]:
-        """What is kept of the last launch, in the order of the forms."""
+        """The stored trainings of the last launch, in the order of the forms."""
         last = (self._folder.kept(LAUNCH) or {}).get("launch")
         return [
             Training(form, TrainingLog(**kept.get("log", {})), kept.get("failed", ""))
@@ -269,7 +271,7 @@ class _Run:
         ]
 
     def write(self, command: Sequence[str]) -> None:
-        """The description and the page of what there is; prints the verdict."""
+        """Write the description and the page from the stored steps; print the verdict."""
         stored = {name: self._folder.kept(name) or {} for name in STEPS}
         measured = {name: one["times"] for name, one in stored.items() if "times" in one}
         failed = {name: one["failed"] for name, one in stored.items() if "failed" in one}
@@ -295,7 +297,7 @@ class _Run:
         print(*others, f"Written: {page}", sep="\n")
 
     def _described(self, measured: Measured, facts: dict[str, Any]) -> tuple[str, list[Row]]:
-        """Write measured.yaml; returns what is said of it, and its figures beside the base's."""
+        """Write measured.yaml; returns a summary, and its figures beside those of the base."""
         options, path = self._options, self._folder.path / "measured.yaml"
         device = facts.get("device name", options.device)
         base = options.base or described(str(device)) or _BASES[options.device]
@@ -317,7 +319,7 @@ class _Run:
 
 
 class _LeftOutError(Exception):
-    """There is no time, or there are no ranks, for it."""
+    """A step is skipped because time or ranks are lacking."""
 
 
 def _chosen(options: argparse.Namespace) -> list[str]:

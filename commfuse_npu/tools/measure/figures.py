@@ -1,9 +1,9 @@
-"""The simulator's figures from what was timed.
+"""Computes the simulator's figures from measured times.
 
-A range goes from the lower to the upper quartile: of the layers where each has a figure of its own,
-else of single calls.  Peaks that are a product's (:attr:`Peaks`) stay as they are described, and
-what was measured becomes a share of them; where there is none the peak is what was reached.  Which
-figure is made of which step is in ``docs/measure.md``.
+A range spans the lower to the upper quartile: over layers, if each has its own figure, otherwise
+over single calls.  With known peaks of the product (:attr:`Peaks`), the peaks are kept and a
+measurement becomes a share of them; otherwise the measured rate is the peak.  ``docs/measure.md``
+lists the step behind each figure.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from commfuse_npu.tools.quartiles import Range, quartiles
 __all__ = ["Measured", "Peaks", "Range", "description", "figures", "quartiles"]
 
 Times = Sequence[Mapping[str, Any]]
-"""What was timed in a step."""
+"""The measured times of a step."""
 Measured = Mapping[str, Times]
-"""By step."""
+"""Measured times, by step."""
 Figures = Iterator[tuple[str, Range]]
-"""By dotted name."""
+"""Figures, by dotted name."""
 
 _MOST_SLOWDOWN, _MOST_BESIDE, _MOST_COPIES = 0.9, 10.0, 4.0
-"""As much as a description takes."""
+"""Upper limits of these figures in a description."""
 _LEAST = 1e-9
 
 
 class Peaks(NamedTuple):
-    """What a product can at best, of its description; ``cores`` is 0 where nothing is known.
+    """The peaks of a product, from its description; ``cores`` is 0 if none are known.
 
-    In cores, FLOP/s, and bytes per second of memory and of a link; ``switched``: which is one
-    for all peers, and not one for each.
+    Number of cores, FLOP/s, and bytes per second of memory and of a link.  ``switched``: one link
+    is shared by all peers, instead of one link per peer.
     """
 
     cores: int
@@ -46,7 +46,7 @@ class Peaks(NamedTuple):
 
 
 def figures(measured: Measured, peaks: Peaks) -> dict[str, Range]:
-    """By dotted name; only those of steps that were measured."""
+    """All figures that follow from the measured steps, by dotted name."""
     steps = {"links": _links, "gemms": _gemms, "host": _host, "beside": _beside,
              "memory": _memory, "communicators": _communicators}  # fmt: skip
     found: dict[str, Range] = {}
@@ -63,7 +63,7 @@ def figures(measured: Measured, peaks: Peaks) -> dict[str, Range]:
 
 
 def _shares(values: Sequence[float], peak: float, rate: str, share: str) -> Any:
-    """A rate of its own without a known peak, else a share of it, which is 1 at the most."""
+    """A rate and its share of the peak, at most 1; without a peak the rate itself, and 1."""
     if not peak:
         return (rate, quartiles(values)), (share, (1.0,) * 3)
     return (rate, (peak,) * 3), (share, quartiles([min(1.0, value / peak) for value in values]))
@@ -83,14 +83,14 @@ def _largest(times: Times) -> Mapping[str, Any]:
 
 
 def _rate(one: Mapping[str, Any], peers: int, peaks: Peaks) -> Figures:
-    """Of the links that carried a message to each of so many peers at once."""
+    """The rate of links that carried a message to each of ``peers`` peers at once."""
     carried = one["bytes"] * (peers if peaks.switched else 1)
     rates = [carried / seconds for seconds in one["seconds"]]
     yield from _shares(rates, peaks.link, "inside.rate", "inside.efficiency")
 
 
 def _copies(links: Times, collectives: Times, peaks: Peaks, memory: float) -> Figures:
-    """Where lanes are slower than an all-gather: by copies, as the simulator has it.
+    """If lanes are slower than an all-gather, attribute the difference to copies.
 
     Args:
         memory: bytes/s.
@@ -113,7 +113,7 @@ def _gemms(times: Times, peaks: Peaks) -> Figures:
         points = [(_operations(one, peaks.cores), median(one["seconds"])) for one in rows]
         slope, start = _line(points)
         if slope <= 0:
-            continue  # the smallest takes longest: nothing but noise
+            continue  # the smallest GEMM takes longest: only noise
         rates.append(1 / slope)
         of_row = 2 * rows[0]["inputs"] * rows[0]["outputs"]
         starts.append(max(0.0, start) if peaks.cores else max(_LEAST, start / slope / of_row))
@@ -131,7 +131,7 @@ def _operations(one: Mapping[str, Any], cores: int) -> float:
 
 
 def _line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """Slope and value at 0 of the line with the least squares, each point by its own size."""
+    """Slope and intercept of the least-squares line, with relative errors as weights."""
     weights = [1 / max(y, _LEAST) ** 2 for _, y in points]
     total = sum(weights)
     x0 = sum(w * x for w, (x, _) in zip(weights, points, strict=True)) / total
@@ -146,7 +146,7 @@ def _line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
 
 def _host(times: Times, peaks: Peaks) -> Figures:
     by = {one["what"]: one["seconds"] for one in times}
-    # gloo's transport posts single operations, a send and a receive; others post a batch.
+    # gloo's transport posts a send and a receive separately; others post a batch.
     posted = [seconds / 2 for seconds in by["single"]] if "single" in by else by["batch"]
     yield "host.post_overhead", quartiles(posted)
     yield "host.launch_overhead", quartiles(by.get("GEMM", posted))
@@ -157,16 +157,16 @@ def _beside(times: Times, peaks: Peaks) -> Figures:
     gemm, exchange = median(by["gemm"]), median(by["exchange"])
     slowed = [min(_MOST_SLOWDOWN, max(0.0, 1 - gemm / one)) for one in by["gemm beside"]]
     yield "npu.transfer_slowdown", quartiles(slowed)
-    # On a CPU transfers and work share a core: what they lose is the work's slowdown.
+    # On a CPU transfers and work share a core, so the slowdown of the work already covers it.
     if peaks.cores and median(by["both"]) > 1.02 * median(by["gemm beside"]):
         pairs = zip(by["both"], by["gemm beside"], strict=True)
         yield "inside.beside_work", quartiles([_longer(*pair, exchange) for pair in pairs])
 
 
 def _longer(both: float, beside: float, exchange: float) -> float:
-    """How many times longer a transfer takes beside work that is over before it.
+    """Factor on the time of a transfer beside work that ends before it.
 
-    While the work goes on, ``beside`` seconds, ``beside / times`` of the transfer's own pass.
+    While the work runs (``beside`` seconds), the transfer progresses by ``beside / factor``.
     """
     passed = beside - (both - exchange)
     return max(1.0, beside / passed) if passed > beside / _MOST_BESIDE else _MOST_BESIDE
@@ -197,9 +197,10 @@ def _attention(times: Times, peaks: Peaks, reached: float) -> Figures:
 
 
 def _half_queries(times: Times) -> Iterator[float | None]:
-    """The queries at which attention is half as fast as with many, of one call of each run.
+    """Number of queries at which attention runs at half its asymptotic speed, per call.
 
-    ``seconds / operations`` is a line over ``1 / queries``.  ``None`` where it makes no sense.
+    ``seconds / operations`` is fitted by a line over ``1 / queries``.  ``None`` if the fit makes no
+    sense.
     """
     for call in zip(*(one["seconds"] for one in times), strict=True):
         points = [(1 / one["queries"], s / _seen(one)) for one, s in zip(times, call, strict=True)]
@@ -208,7 +209,7 @@ def _half_queries(times: Times) -> Iterator[float | None]:
 
 
 def _seen(one: Mapping[str, Any]) -> float:
-    """Operations of attention under the causal mask, two products."""
+    """Operations of attention under the causal mask: two products."""
     rows, keys = one["queries"], one["keys"]
     return float(4 * one["heads"] * one["of"] * rows * (keys - (rows - 1) / 2))
 
@@ -216,14 +217,14 @@ def _seen(one: Mapping[str, Any]) -> float:
 def description(
     base: str, name: str, measured: Measured, facts: Mapping[str, Any], source: str
 ) -> str:
-    """A description in yaml for ``simulate --hardware``.
+    """A hardware description in yaml for ``simulate --hardware``.
 
     Args:
-        base: the description in ``configs/hardware`` whose peaks and unmeasured figures hold.
+        base: the description in ``configs/hardware`` with the peaks and the unmeasured figures.
         name: of the machine.
-        facts: of the machine; where they are known ``device bytes``, and ``cube cores``, by which
-            the peak is another one than described.
-        source: where the figures are from; of each of them.
+        facts: of the machine.  If known, it has ``device bytes``, and ``cube cores``, by which the
+            described peak is scaled.
+        source: the source that is given for each measured figure.
     """
     import yaml
 

@@ -1,4 +1,4 @@
-"""A folder with a file per step, written when the step is over, so that a run can be resumed."""
+"""A folder with one file per finished step, so that a run can be resumed."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _VERSION = 5
 
 
 class FolderError(ValueError):
-    """The folder cannot be resumed, or begun in."""
+    """The folder cannot be used: to resume a run, or to start one."""
 
 
 def different(here: Mapping[str, Any], there: Mapping[str, Any]) -> str:
-    """What is not as it was; empty if all is."""
+    """The facts that differ from the stored ones; empty if none do."""
     return "; ".join(
         f"{name} {there.get(name)!r} there, {value!r} here"
         for name, value in here.items()
@@ -30,7 +30,7 @@ def different(here: Mapping[str, Any], there: Mapping[str, Any]) -> str:
 
 
 class Deadline:
-    """No step starts after ``minutes``; one that runs is ended a tenth of them later."""
+    """No step starts after ``minutes``; a running one is ended 10 % later."""
 
     def __init__(self, minutes: float) -> None:
         self.minutes = minutes
@@ -42,21 +42,21 @@ class Deadline:
         return time.monotonic() > self._last
 
     def limit(self, seconds: float) -> float:
-        """For a step that starts now and may take so many seconds; at least 1."""
+        """Seconds for a step that starts now and may take ``seconds``; at least 1."""
         return max(1.0, min(seconds, self._end - time.monotonic()))
 
 
 class Folder:
-    """Where the steps of a run are kept.
+    """The results of a run, one file per step.
 
     Args:
-        path: made if it is not there.
-        about: what has to be the same for a run to be resumed.
-        resume: use what is there; else it has to be empty.
+        path: created if missing.
+        about: options that must be the same to resume a run.
+        resume: use existing results; otherwise the folder must be empty.
 
     Raises:
-        FolderError: it holds another run, or one that is not to be resumed.
-        OSError: it cannot be made.
+        FolderError: it has another run, none to resume, or other files.
+        OSError: it cannot be created.
     """
 
     def __init__(self, path: Path, about: Mapping[str, Any], *, resume: bool) -> None:
@@ -85,7 +85,7 @@ class Folder:
             )
 
     def keep(self, step: str, content: Mapping[str, Any]) -> None:
-        """Write a step down.
+        """Store the result of a step.
 
         Raises:
             FolderError: it cannot be written.
@@ -99,7 +99,7 @@ class Folder:
             ) from error
 
     def kept(self, step: str) -> dict[str, Any] | None:
-        """What a step wrote; ``None`` if it is not there, or damaged, with a warning."""
+        """The stored result of a step; ``None`` if missing or, with a warning, damaged."""
         try:
             return self._read(step)
         except FolderError as error:

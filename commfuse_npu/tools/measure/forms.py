@@ -1,8 +1,8 @@
-"""The forms in which a launch is measured, and what each is started with.
+"""The forms in which a launch is measured, and their commands.
 
-Of a launch of MindSpeed-LLM the options are read from what its script would start
-(:mod:`commfuse_npu.tools.launch_script`), so that any script will do, and each form is the same
-command with its own flags.  The CPU pretraining is started as it is, with its options at the end.
+For MindSpeed-LLM, options are read from what its script would start
+(:mod:`commfuse_npu.tools.launch_script`), so any launch script works, and each form is the same
+command with its own flags.  The CPU pretraining script is started as it is, with appended options.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from commfuse_npu.tools.simulate.variants import COC, COC_FUSED, MC2, MEGATRON, 
 __all__ = ["FORMS", "ITERATIONS", "Form", "Launches", "launches"]
 
 ITERATIONS = 10
-"""Of each form."""
+"""Iterations of each form."""
 
 _PROJECT = Path(__file__).resolve().parents[3]
 
 
 class Form(NamedTuple):
-    """A form of the launch: its name, a title, its flags, whether it is CommFuse's."""
+    """A form of the launch: name, title, flags, and whether it belongs to CommFuse."""
 
     name: str
     title: str
@@ -58,7 +58,7 @@ FORMS = (
     Form("plain", "plain collectives", ""),
     Form("coc", *LAUNCHED[COC[1]]),
 )
-"""The most useful first."""
+"""The most useful forms first."""
 
 _ON_CPU = {
     "megatron": "--no-use-commfuse",
@@ -66,11 +66,11 @@ _ON_CPU = {
     "commfuse": "--use-commfuse",
     "plain": "--use-commfuse --plain",
 }
-"""Of the CPU pretraining: there are neither CoC nor MC2."""
+"""Flags of the CPU pretraining, which has neither CoC nor MC2."""
 
 
 class Launches(NamedTuple):
-    """What is started: commands by the name of their form, where, with which environment.
+    """Commands by form name, the folder in which they run, and their environment.
 
     ``notes``: what was changed in the launch.
     """
@@ -86,16 +86,16 @@ class Launches(NamedTuple):
 
 
 def launches(text: str, device: str, ranks: int, scratch: Path) -> Launches:
-    """Understand ``--launch``.
+    """Parse the value of ``--launch``.
 
     Args:
-        text: a launch script with its arguments, or a command line of torchrun.
+        text: a launch script with its arguments, or a torchrun command line.
         device: ``cpu`` for the CPU pretraining.
-        ranks: how many there are.
-        scratch: for files of the trainings that nobody needs.
+        ranks: number of ranks.
+        scratch: folder for files of the trainings that are not kept.
 
     Raises:
-        UsageError: it is no launch, or not one for so many ranks.
+        UsageError: it is not a launch, or not for this number of ranks.
     """
     try:
         words = shlex.split(text)
@@ -122,7 +122,7 @@ def _of_cpu_pretraining(words: Sequence[str], scratch: Path) -> Launches:
 
 
 def _of_mindspeed_llm(words: Sequence[str], ranks: int) -> Launches:
-    """Rehearsed on CPU, not run on NPUs."""
+    """The commands for a MindSpeed-LLM launch.  Rehearsed on CPU, not run on NPUs."""
     checkout = Path(os.environ.get("MINDSPEED_LLM_HOME") or Path.cwd())
     launch = read_launch(words, checkout)
     if launch.processes != ranks:
@@ -159,7 +159,7 @@ def _in_form(options: Options, form: Form) -> list[str]:
     if form.name != "commfuse":
         own.drop(*commfuse_names(own))
     if form.name == "fb_overlap":
-        own.set("--commfuse-fb-overlap-memory")  # of a plain pipeline: it is measured, too
+        own.set("--commfuse-fb-overlap-memory")  # required in a plain pipeline
     for name in (flags := Options(form.flags.split())).names:
         own.set(name, *flags.values(name))
     return own.words

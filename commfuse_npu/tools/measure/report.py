@@ -1,7 +1,7 @@
-"""What ``measure`` ends with: a verdict, and ``measured.md`` with the tables behind it.
+"""The result of ``measure``: a verdict, and ``measured.md`` with the tables behind it.
 
-A form is recommended if the quartiles of its iterations are apart from those of all others, and
-its losses are those of Megatron's order, as far as ten iterations tell.
+A form is recommended if the quartiles of its iterations do not overlap with those of any other, and
+its losses match those of Megatron's order, as far as ten iterations show.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from commfuse_npu.tools.measure.trainings import WARM_UP, Training
 __all__ = ["Row", "as_markdown", "compared", "launch_table", "verdict"]
 
 Row = tuple[str, str, str, str]
-"""Of a figure: its name, its range, the described range, where it lies."""
+"""Name of a figure, its measured range, the described range, and how they compare."""
 
 _ALIKE = 0.01
-"""As far as losses of another order of the same sums may be off in ten iterations (relative)."""
+"""Largest relative difference of losses in ten iterations between orders of the same sums."""
 
 
 def verdict(trainings: Sequence[Training], device: str) -> Iterator[str]:
-    """Of one launch on a device: flags, times, equal weights, and what failed, as Markdown."""
+    """The verdict on a launch: flags, times, equal weights, and failures, as Markdown."""
     ran = [one for one in trainings if not one.failed]
     if ran:
         today = _today(ran)
@@ -42,7 +42,7 @@ def verdict(trainings: Sequence[Training], device: str) -> Iterator[str]:
 
 
 def _fastest(sound: Sequence[Training], device: str) -> Iterator[str]:
-    # Plain collectives are there to compare with: nobody launches them.
+    # Plain collectives are only a baseline: nobody launches them.
     asked = [one for one in sound if one.form.name != "plain"] or list(sound)
     if not asked:
         return
@@ -77,7 +77,7 @@ def _weights(ran: Sequence[Training], device: str) -> Iterator[str]:
 
 
 def launch_table(trainings: Sequence[Training]) -> Iterator[str]:
-    """A row of Markdown per form that ran: times, losses beside Megatron's, memory, weights."""
+    """A Markdown row per form that ran: times, losses compared with Megatron's, memory, weights."""
     ran = [one for one in trainings if not one.failed]
     if not ran:
         return
@@ -96,7 +96,7 @@ def launch_table(trainings: Sequence[Training]) -> Iterator[str]:
 
 
 def compared(measured: Hardware, described: Hardware) -> list[Row]:
-    """Each figure that was measured."""
+    """A row for each measured figure."""
     rows = []
     for name, figure in measured.figures.items():
         other = described.figures[name]
@@ -118,13 +118,13 @@ def as_markdown(
     failed: Mapping[str, str],
     facts: Mapping[str, Any],
 ) -> str:
-    """The page.
+    """The text of ``measured.md``.
 
     Args:
         said: the verdict.
         figures: from :func:`compared`.
-        failed: why, by step.
-        facts: of the machine, and the command.
+        failed: reasons, by step.
+        facts: about the machine, and the command.
     """
     lines = ["# Measured", "", *(f"{line}\n" for line in said)]
     if trainings:
@@ -168,7 +168,7 @@ def _against(one: Training, other: Training) -> str:
 
 
 def _loss_off(one: Training, other: Training) -> float:
-    """How far losses differ at most (relative); infinite where they are not finite."""
+    """Largest relative difference of losses; infinite if one is not finite."""
     pairs = list(zip(one.log.losses, other.log.losses, strict=False))
     if not all(math.isfinite(loss) for pair in pairs for loss in pair):
         return math.inf

@@ -1,6 +1,6 @@
-"""What is measured, the most useful first: the time may be over before the last step.
+"""The steps of a measurement, most useful first, because time may run out before the last.
 
-No torch here: the process that asks the ranks need not have it.
+Does not import torch, which the process that asks the ranks need not have.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ __all__ = ["LAUNCH", "LAYER", "STEPS", "Ask", "Scale", "Step", "Times", "slowest
 LAYER, LAUNCH = "layer", "launch"
 
 Ask = Callable[..., list[Any]]
-"""A method of :class:`~commfuse_npu.tools.measure.worker.Worker` and its arguments: by rank."""
+"""Calls a method of :class:`~commfuse_npu.tools.measure.worker.Worker`; returns results by rank."""
 
 Times = list[dict[str, Any]]
-"""What was timed, by what it is of, with the ``seconds`` of single calls."""
+"""Measurements: what was timed, with the ``seconds`` of single calls."""
 
 _LAUNCHABLE = ("collective", "megatron", "coc-*", "auto")
-"""What can be launched, and ``collective``: nothing overlapped."""
+"""Forms that can be launched, and ``collective``, which overlaps nothing."""
 
 
 class Scale(NamedTuple):
-    """How large and how often.
+    """Sizes and repetitions of the measurements.
 
     Attributes:
-        path: of the model's configuration, whose layers the GEMMs are of.
-        ranks: how many there are.
+        path: of the model's configuration, whose layers define the GEMMs.
+        ranks: number of ranks.
         rows: tokens of a micro-batch.
-        shrink: divides every width, for a CPU.
+        shrink: divisor of every width, for a CPU.
         message: bytes of the largest message.
-        calls: how often each is measured.
+        calls: repetitions of each measurement.
     """
 
     path: Path
@@ -50,7 +50,7 @@ class Scale(NamedTuple):
 
     @classmethod
     def of(cls, path: Path, ranks: int, device: str) -> Scale:
-        """The model's own on a device; on a CPU an eighth of its widths and 512 tokens.
+        """The model's sizes on a device; on a CPU 1/8 of its widths and 512 tokens.
 
         Raises:
             ConfigError: the configuration cannot be read.
@@ -65,11 +65,11 @@ class Scale(NamedTuple):
         return [self.message >> shift for shift in (8, 4, 2, 0)]
 
     def halves(self, most: int) -> list[int]:
-        """The rows, a half, a quarter, ... down to 16."""
+        """The rows, a half, a quarter, ..., at most ``most`` values of at least 16."""
         return [self.rows >> shift for shift in range(most) if self.rows >> shift >= 16]
 
     def layers(self) -> dict[str, tuple[int, int]]:
-        """Inputs and outputs of each linear layer on one rank."""
+        """Input and output width of each linear layer on one rank."""
         config, n = self.config, self.ranks
         hidden, ffn = config.hidden_size // self.shrink, config.ffn_hidden_size // self.shrink
         heads, groups = config.num_attention_heads, config.num_query_groups
@@ -83,12 +83,12 @@ class Scale(NamedTuple):
 
 
 def slowest(by_rank: Sequence[Times]) -> Times:
-    """Of each call the time of the rank that took longest, and the most memory.
+    """The time of the slowest rank for each call, and the largest memory.
 
-    A rank without times, or a rank that does not know its memory, says ``[]`` and ``None``.
+    A rank without times has ``[]``, one that does not know its memory ``None``.
 
     Raises:
-        ValueError: a call took no time, of which no figure can be made.
+        ValueError: a call took no time, from which no figure can be computed.
     """
     found = []
     for rows in zip(*by_rank, strict=True):
@@ -105,7 +105,7 @@ def slowest(by_rank: Sequence[Times]) -> Times:
 
 
 def _layers(ask: Ask, scale: Scale) -> Times:
-    """The bench over the links as they are: quartiles of each form's seconds, and its result."""
+    """Run the bench on the real links: quartiles of each form's seconds, and its result."""
     conditions = Conditions(scale.path, scale.device, scale.shrink, scale.rows)
     rounds = 3 if scale.device == "cpu" else 10
     sweep = Sweep(scale.ranks, ("layers",), (0.0,), rounds, _LAUNCHABLE, dtype="bf16")
@@ -118,13 +118,13 @@ def _layers(ask: Ask, scale: Scale) -> Times:
 
 
 class Step(NamedTuple):
-    """A question.
+    """A step of the measurement.
 
     Attributes:
-        question: what it answers.
-        alone: whether one device answers it.
-        seconds: limit of one of its questions, for a slow machine.
-        ask: the answer; by default what the ranks' method of the step's name returns.
+        question: the question that it answers.
+        alone: whether one device suffices.
+        seconds: time limit of one call to the ranks, for a slow machine.
+        ask: computes the answer; by default it is the result of the rank method of that name.
     """
 
     question: str
@@ -145,4 +145,4 @@ STEPS: Mapping[str, Step] = {
     "attention": Step("how long does attention take, by queries?", alone=True),
     LAUNCH: Step("how long do ten iterations of the launch take in each form?", seconds=900),
 }
-"""By name, the most useful first."""
+"""Steps by name, the most useful first."""

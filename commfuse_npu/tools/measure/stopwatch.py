@@ -1,8 +1,8 @@
-"""Seconds of what is called, without those that the host takes to launch it.
+"""Measures seconds of calls, excluding the host time to launch them.
 
-The simulator counts launches by themselves: in the time of a GEMM or of a transfer they would count
-twice.  On a device events are recorded around what is called, behind other work that takes longer
-than the host needs to launch all of it, so that nothing waits for the host.  On a CPU, where the
+The simulator counts launches separately; in the time of a GEMM or a transfer they would count
+twice.  On a device, events are recorded around the call, after other work that lasts longer than
+the host needs to launch everything, so the device never waits for the host.  On a CPU, where the
 host does the work, it is wall time.
 """
 
@@ -17,20 +17,20 @@ from typing import Any
 __all__ = ["Call", "Stopwatch"]
 
 Call = Callable[[Callable[[], None]], object]
-"""What is timed; it is given what ends a lap and begins the next one."""
+"""A timed function; its argument ends a lap and starts the next one."""
 
 _LONGER = 2.0
-"""How many times as long as a call from its launch to its end the work before it takes."""
+"""Duration of the preceding work, relative to the time from launch to end of a call."""
 _PROBES = 8
 
 
 class Stopwatch:
-    """Of one rank.
+    """Times calls on one rank.
 
     Args:
-        module: the device's, ``torch.npu`` or ``torch.cuda``; ``None`` for a CPU.
-        ahead: launches some work of the device.
-        meet: a collective of all ranks: behind it they begin together.
+        module: the device's module, ``torch.npu`` or ``torch.cuda``; ``None`` for a CPU.
+        ahead: launches some work on the device.
+        meet: a collective of all ranks, after which their devices start together.
         barrier: the same for their hosts.
     """
 
@@ -51,12 +51,12 @@ class Stopwatch:
             self._module.synchronize()
 
     def laps(self, call: Call, calls: int, *, together: bool = False) -> list[list[float]]:
-        """Seconds of each lap, of each of so many calls.
+        """Seconds of each lap, for each of ``calls`` calls.
 
-        What comes before them, which makes connections and reads code, is none of them.
+        Warm-up calls are not included: the first one makes connections and loads code.
 
         Args:
-            together: all ranks begin at once.
+            together: all ranks start at the same time.
         """
         self._seconds(call)
         if self._module is None:
@@ -69,7 +69,7 @@ class Stopwatch:
         return [self._on_device(call, together, pieces) for _ in range(calls)]
 
     def _seconds(self, call: Call) -> float:
-        """Of the host, until the device is done."""
+        """Host seconds until the device is done."""
         self.synchronise()
         start = time.perf_counter()
         call(lambda: None)

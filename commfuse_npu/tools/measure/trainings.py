@@ -1,4 +1,4 @@
-"""Ten iterations of a launch in one of its forms, and what they printed."""
+"""Trains ten iterations of a launch in one of its forms, and reads its output."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from commfuse_npu.tools.quartiles import Range, quartiles
 __all__ = ["WARM_UP", "Training", "TrainingError", "TrainingLog", "limit_of", "read_log", "train"]
 
 WARM_UP = 3
-"""Iterations that do not count: buffers, connections and compiled kernels come with them."""
+"""Iterations that do not count: they create buffers and connections and compile kernels."""
 
 _ITERATION = re.compile(r"^(?:.*\])? *iteration +\d+/ *\d+ \|(.*)$", re.M)
 _PEAK = re.compile(r"^most memory taken of a device \(MB\): ([\d.]+)$", re.M)
@@ -25,12 +25,12 @@ _FIELDS = {"losses": "lm loss", "milliseconds": "elapsed time per iteration (ms)
 
 @dataclass
 class TrainingLog:
-    """What a training of MindSpeed-LLM 26.1.0, or the CPU pretraining alike, printed.
+    """The output of a training with MindSpeed-LLM 26.1.0, or of the CPU pretraining.
 
     Attributes:
         losses: of each iteration, as printed.
-        milliseconds: wall time of each.
-        peak: megabytes of the fullest device at the end, with HCCL's buffers.
+        milliseconds: wall time of each iteration.
+        peak: megabytes used on the fullest device at the end, including HCCL's buffers.
         weights: SHA-256 of the weights of all ranks at the end.
     """
 
@@ -46,7 +46,7 @@ class TrainingLog:
 
 
 def read_log(text: str) -> TrainingLog:
-    """Read what a training printed: Megatron's line per iteration, memory, a hash."""
+    """Parse a training's output: Megatron's line per iteration, memory, a hash."""
     log = TrainingLog()
     for line in _ITERATION.findall(text):
         said = dict(part.rpartition(":")[::2] for part in line.split("|"))
@@ -60,7 +60,7 @@ def read_log(text: str) -> TrainingLog:
 
 
 class Training(NamedTuple):
-    """What came of a form: its log, or why it failed, the cause last."""
+    """The result of a form: its log, or why it failed, with the cause last."""
 
     form: Form
     log: TrainingLog
@@ -73,25 +73,25 @@ class Training(NamedTuple):
 
 
 class TrainingError(Exception):
-    """A form could not be trained: why, and what it printed last."""
+    """A form could not be trained; the message has the reason and its last output."""
 
 
 def limit_of(longest: float, first: float) -> float:
-    """Seconds for a form: ``first`` before one is trained, then three times as long and 3 minutes.
+    """Time limit of a form: ``first`` for the first one, later 3 x the longest + 3 minutes.
 
-    All are the same work, and none may take the time of all.
+    All forms do the same work, and none may use up the time of the others.
     """
     return min(first, 3 * longest + 180) if longest else first
 
 
 def train(form: Form, launches: Launches, folder: Path, limit: float) -> TrainingLog:
-    """Train a form; the folder gets what it printed (``launch_FORM.log``).
+    """Train a form; its output is written to ``launch_FORM.log`` in the folder.
 
     Args:
         limit: seconds.
 
     Raises:
-        TrainingError: it failed, or took longer.
+        TrainingError: it failed, or exceeded the limit.
     """
     path, log = folder / f"{form.file}.log", TrainingLog()
     try:

@@ -1,7 +1,7 @@
-"""What a rank measures in each step when it is asked; all ranks are asked alike.
+"""The measurements of a rank in each step; all ranks get the same calls.
 
-Times are seconds of one call.  What the host takes to launch is measured by
-itself, and in no other time of a device (:mod:`commfuse_npu.tools.measure.stopwatch`).
+Times are seconds of one call.  The host's time to launch is measured separately and excluded from
+all device times (:mod:`commfuse_npu.tools.measure.stopwatch`).
 """
 
 from __future__ import annotations
@@ -32,22 +32,22 @@ __all__ = ["Exchange", "Worker"]
 
 _PROCESSOR, _RESIDENT = Path("/proc/cpuinfo"), Path("/proc/self/statm")
 _AHEAD = 4096
-"""Rows, columns and depth of the GEMM that a device is given ahead of what is timed."""
+"""Rows, columns and depth of the GEMM that a device runs before a timed call."""
 _TRAIN = 8
-"""Launches one behind the other, of which the host's time is taken."""
+"""Number of consecutive launches over which host time is measured."""
 _SHARE = 0.75
-"""Of the time of an exchange, for the GEMMs beside it."""
+"""Share of the time of an exchange that the GEMMs beside it take."""
 _TURNS = 8
-"""Of a ping-pong, to and fro."""
+"""Round trips of a ping-pong."""
 _BUFFERS = 1, 20, 200
-"""MB of each of a communicator's two: the last is HCCL's default."""
+"""MB of each of a communicator's two buffers; the last is HCCL's default."""
 
 
 class Exchange:
     """A message to each of the next ``lanes`` ranks and one from as many, a lane per distance.
 
     Args:
-        size: bytes of each message, whose content tells its sender.
+        size: bytes of each message, whose content identifies its sender.
         batched: how to post; by default as the transport does.
     """
 
@@ -82,7 +82,7 @@ class Exchange:
         self._works = []
 
     def check(self) -> None:
-        """Compare what arrived.
+        """Check the content of the received messages.
 
         Raises:
             RuntimeError: it is not what was sent.
@@ -96,12 +96,12 @@ class Exchange:
 
 
 def _mark(rank: int) -> int:
-    """The byte that a rank sends; never 0, of which buffers are before."""
+    """The byte that a rank sends; never 0, the initial content of buffers."""
     return 1 + rank % 255
 
 
 class Worker(FormsWorker):
-    """One rank of the default process group, which has been made, on lanes of its own."""
+    """One rank of the initialized default process group, with its own lanes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -119,7 +119,7 @@ class Worker(FormsWorker):
         )
 
     def machine(self) -> dict[str, Any]:
-        """Host, versions, and the device's name, bytes of memory and cube cores where it tells."""
+        """Host, versions, and, if available, the device's name, memory in bytes and cube cores."""
         info = _PROCESSOR.read_text() if _PROCESSOR.exists() else ""
         named = re.search(r"^model name\s*: (.*)$", info, re.MULTILINE)
         found: dict[str, Any] = {
@@ -137,12 +137,12 @@ class Worker(FormsWorker):
             found["device name"] = self._module.get_device_name()
             found["device bytes"] = self._module.mem_get_info()[1]
             properties = self._module.get_device_properties(self._module.current_device())
-            # Newer versions of torch_npu tell.
+            # Newer versions of torch_npu have it.
             found["cube cores"] = getattr(properties, "cube_core_num", None)
         return found
 
     def links(self, scale: Scale) -> Times:
-        """Half a ping-pong, then messages on one and several lanes at once."""
+        """Measure half a ping-pong, then messages on one and on several lanes at once."""
         pings = self.latency(scale.calls)
         found: Times = [{"bytes": 8, "lanes": 1, "half a ping-pong": True, "seconds": pings}]
         for size in scale.messages:
@@ -152,7 +152,7 @@ class Worker(FormsWorker):
         return found
 
     def latency(self, calls: int) -> list[float]:
-        """Half a ping-pong of 8 bytes between ranks 0 and 1; the others have no times."""
+        """Half a ping-pong of 8 bytes between ranks 0 and 1; other ranks return no times."""
         lane, ranks = self._transport.lane_groups[0], self._transport.ranks
         token = torch.zeros(8, dtype=torch.uint8, device=self._device)
 
@@ -171,7 +171,7 @@ class Worker(FormsWorker):
         return self._exchanged(Exchange(self._transport, size, lanes), calls)
 
     def collectives(self, scale: Scale) -> Times:
-        """So many bytes from every rank to every other one, in bf16, by the backend's own."""
+        """The backend's collectives in bf16, by bytes from each rank to each other rank."""
         group, found = self._transport.group, []
         for size in scale.messages:
             blocks = self._numbers(self.size, size // 2)
@@ -185,7 +185,7 @@ class Worker(FormsWorker):
         return found
 
     def gemms(self, scale: Scale) -> Times:
-        """``[rows, inputs] @ [inputs, outputs]`` in bf16."""
+        """GEMMs ``[rows, inputs] @ [inputs, outputs]`` in bf16."""
         found = []
         for layer, (inputs, outputs) in scale.layers().items():
             for rows in scale.halves(6):
@@ -195,15 +195,15 @@ class Worker(FormsWorker):
         return found
 
     def host(self, scale: Scale) -> Times:
-        """Seconds of the host for a send and a receive of 8 bytes, posted and waited for.
+        """Host seconds to post a send and a receive of 8 bytes and wait for them.
 
-        On gloo also as single operations, elsewhere for a GEMM of 16 rows and columns: single
+        On gloo also as single operations, elsewhere also for a GEMM of 16 rows and columns: single
         operations of HCCL open a communicator per pair, in an order that may hang.
         """
         calls = 2 * scale.calls
 
         def posting(batched: bool) -> list[float]:
-            # Each on a lane of its own, waited for behind all: a device overlaps them.
+            # One exchange per lane, all posted before the waits: a device overlaps them.
             exchange = Exchange(self._transport, 8, self.size - 1, batched=batched)
             times = self._of_host(exchange.run, calls)
             return [seconds / len(exchange.swaps) for seconds in times]
@@ -217,7 +217,7 @@ class Worker(FormsWorker):
         ]
 
     def beside(self, scale: Scale) -> Times:
-        """GEMMs of a piece and an exchange with all peers, alone and begun together."""
+        """GEMMs and an exchange with all peers, alone and started together."""
         inputs, outputs = scale.layers()["fc1"]
         gemm = self._product(scale.rows // 4, inputs, outputs)
         by = self.side_by_side(gemm, scale.message, scale.calls)
@@ -226,16 +226,16 @@ class Worker(FormsWorker):
     def side_by_side(
         self, gemm: Callable[[], object], size: int, calls: int
     ) -> dict[str, list[float]]:
-        """As many GEMMs, one behind the other, as take most of the time of an exchange.
+        """Time GEMMs, as many in sequence as take most of the time of an exchange, and both.
 
         Returns:
-            seconds of the GEMMs (``gemm``) and of the ``exchange`` alone, of the GEMMs while the
-            exchange is under way (``gemm beside``), and until both are over (``both``).
+            Seconds of the GEMMs (``gemm``) and of the ``exchange`` alone, of the GEMMs during the
+            exchange (``gemm beside``), and until both are complete (``both``).
         """
         exchange = Exchange(self._transport, size, self._transport.lanes)
         alone = self._exchanged(exchange, calls)
         times = math.floor(_SHARE * min(alone) / min(self._timed(gemm, calls)))
-        # As many on all ranks.
+        # The same number on all ranks.
         fewest = torch.tensor(float(max(1, times)), device=self._device)
         dist.all_reduce(fewest, dist.ReduceOp.MIN, group=self._transport.group)
         many = range(int(fewest.item()))
@@ -248,7 +248,7 @@ class Worker(FormsWorker):
             exchange.begin()
             lap()
             gemms()
-            lap()  # of this stream: the transfers have others
+            lap()  # of this stream: the transfers use others
             exchange.end()
             lap()
 
@@ -261,17 +261,17 @@ class Worker(FormsWorker):
         }
 
     def memory(self, scale: Scale) -> Times:
-        """A copy of bf16 numbers: reads and writes two bytes of each."""
+        """A copy of bf16 numbers, which reads and writes two bytes each."""
         source = self._numbers(scale.message)
         out = torch.empty_like(source)
         seconds = self._timed(lambda: out.copy_(source), scale.calls)
         return [{"what": "copy", "numbers": scale.message, "seconds": seconds}]
 
     def communicators(self, scale: Scale) -> Times:
-        """One more lane: made, its links opened, and closed; by MB of each of HCCL's buffers.
+        """Create one more lane, open its links and close it, by MB of each of HCCL's buffers.
 
-        The bytes that it takes are of the device's memory, on a CPU of this process's resident
-        set; ``None`` where the system does not say.
+        The bytes taken are device memory, or on a CPU the resident set of this process; ``None`` if
+        the system does not report it.
         """
         found = []
         for megabytes in (_BUFFERS if "hccl" in self._backend else (None,)) * 3:
@@ -287,7 +287,7 @@ class Worker(FormsWorker):
         return found
 
     def attention(self, scale: Scale) -> Times:
-        """The last queries against all keys, causal, forward, by the number of queries."""
+        """The last queries against all keys, causal, forward, by number of queries."""
         config, keys, found = scale.config, scale.rows, []
         heads = max(1, config.num_attention_heads // scale.ranks // scale.shrink)
         head = config.hidden_size // config.num_attention_heads
@@ -329,11 +329,11 @@ class Worker(FormsWorker):
         return [one for (one,) in self._stopwatch.laps(once, calls, together=together)]
 
     def _of_host(self, post: Callable[[], object], calls: int) -> list[float]:
-        """Seconds of the host for each of a train of launches.
+        """Host seconds of each of several consecutive launches.
 
-        On a CPU those of this thread.  On a device until the last one is over: what this thread
-        posts another one may launch, and the longer of the two counts; the device, which has
-        little to do, is in it only if it takes longer still.
+        On a CPU, time of this thread.  On a device, wall time until the last one is complete:
+        another thread may launch what this one posts, and the slower of the two counts.  The
+        device, which has little to do, contributes only if it takes longer still.
         """
         clock = time.thread_time if self._module is None else time.perf_counter
         times = []

@@ -1,1 +1,1 @@
-"""``commfuse-npu plan``: would it help a launch, many or a model, and which flags?"""
+"""``commfuse-npu plan``: does CommFuse help a launch, a folder of them or a model; which flags?"""

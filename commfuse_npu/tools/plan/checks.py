@@ -1,4 +1,4 @@
-"""What ends a launch at its start, or keeps CommFuse out of it: for plan and for the doctor."""
+"""Problems that stop a launch, or keep CommFuse out of it; used by plan and by the doctor."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _about = partial(Finding, "launch")
 
 
 def check_launch(launch: AskedLaunch) -> list[Finding]:
-    """Everything that is wrong with a launch, or could be better; without errors it starts.
+    """All problems and possible improvements of a launch; without errors it starts.
 
-    Whether forms without CommFuse start is not asked beyond the layout.
+    For forms without CommFuse only the layout is checked.
     """
     found = list(_check_layout(launch))
     if launch.fuse.use_commfuse:
@@ -33,7 +33,7 @@ def _check_layout(launch: AskedLaunch) -> Iterator[Finding]:
     try:
         launch.config.validate()
     except ConfigError as error:
-        # With a size of heads of its own a model needs no such hidden size.
+        # With --kv-channels the hidden size need not be divisible by the heads.
         own = "--kv-channels" in launch.options
         lines = str(error).splitlines()
         problems = [one for one in lines if not (own and one.startswith("hidden size"))]
@@ -42,7 +42,7 @@ def _check_layout(launch: AskedLaunch) -> Iterator[Finding]:
         if problems:
             return
     try:
-        # Whether it fits the group shows when it is asked for one.
+        # hops() raises if the schedule does not fit the group.
         launch.schedule.hops(0, launch.config.tensor_model_parallel_size, "first")
     except PlanError as error:
         yield _about("--commfuse-schedule", "error", str(error), "", "choose another")
@@ -91,7 +91,7 @@ def _refused(refused: Refused) -> Finding:
 
 
 def _lacking(option: str, lacks: str) -> Finding:
-    """What ends the training begins with the option; all has its way out at the end."""
+    """Split a problem of an option, which ends with its remedy, into the fields of a finding."""
     if lacks.startswith(option):
         needs, _, way_out = lacks.removeprefix(option).lstrip(": ").partition("; ")
         return _about(option, "error", "given", needs.removeprefix("needs "), way_out)

@@ -1,4 +1,4 @@
-"""``commfuse-npu plan``: of a launch, a folder of launches, a model, or the program of a rule."""
+"""``commfuse-npu plan``: for a launch, a folder of launches, a model, or the program of a rule."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from commfuse_npu.tools.terminal import print_verdict
 __all__ = ["main"]
 
 _HARDWARE, _NPUS, _SERVERS = "ascend_910b_server", 8, "ascend_910b_roce"
-"""Without NPUs here: one server, or several for a launch of more NPUs than it has."""
+"""Without NPUs here: one server, or several if a launch has more NPUs than one."""
 _OF_A_PATH = {"json", "hardware", "timeout", "all"}
 _TIMEOUT = 20.0
 
@@ -104,9 +104,9 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(words: Sequence[str]) -> int:
-    """Run the subcommand."""
+    """Run the subcommand; the exit codes are those that ``--help`` lists."""
     parser = _parser()
-    # Split here: versions of argparse differ in what they leave of the two dashes.
+    # Split here, because versions of argparse treat the two dashes differently.
     at = list(words).index("--") if "--" in words else len(words)
     given, launch = parser.parse_args(words[:at]), list(words[at + 1 :])
     if bool(given.what is not None or launch) + (given.model is not None) != 1:
@@ -156,7 +156,7 @@ def _launch(given: argparse.Namespace, words: Sequence[str]) -> int:
     elif path is not None:
         words = ["bash", path, *words]
     asked = ask_about(config, words, os.environ, given.timeout or _TIMEOUT)
-    # By default that of the NPUs here, if they are described.
+    # By default the description of the NPUs here, if there is one.
     usual = _SERVERS if asked.config.world_size > _NPUS else _HARDWARE
     here = {described(name) or usual for name, _ in listed_npus(Machine.this())}
     default = here.pop() if len(here) == 1 else usual
@@ -201,7 +201,7 @@ def _recommend(given: argparse.Namespace, words: Sequence[str]) -> int:
     def page_file(path: Path) -> None:
         plan_page(path, title, ["commfuse-npu", "plan", *words], hardware, found, launches)
 
-    # First what a launch needs: the page names it.
+    # First the file that a launch needs, because the page names it.
     return write_outputs(
         "plan",
         [

@@ -1,4 +1,4 @@
-"""How the experts of a launch may be laid out: EP, expert TP, and what their transfers take."""
+"""Possible layouts of a launch's experts, EP and expert TP, with the time of their transfers."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ _BOTH_WAYS_BOTH_PASSES = 4
 
 
 class ExpertLayout(NamedTuple):
-    """Experts over ``parallel`` ranks (EP), each split over ``tensor`` (expert TP).
+    """Experts over ``parallel`` ranks (EP), each split over ``tensor`` ranks (expert TP).
 
     Attributes:
         seconds: of a step in Megatron's order.
-        transfers: seconds of it in which rows are sent to experts and back.
+        transfers: seconds of the step that send rows to experts and back.
+        present: whether the launch has this layout.
     """
 
     parallel: int
@@ -36,11 +37,11 @@ class ExpertLayout(NamedTuple):
 
 
 def expert_layouts(training: Training, machine: Machine) -> list[ExpertLayout]:
-    """The layouts of a training's experts, the fastest first; none without experts.
+    """The layouts of a training's experts, fastest first; an empty list without experts.
 
-    EP divides the experts, expert TP is 1 or that of the other layers, and both together divide the
-    ranks of a pipeline stage.  The dispatcher stays as it is; ``alltoall_seq`` takes expert TP as
-    wide as TP only.
+    EP divides the experts, expert TP is 1, that of the launch, or that of the other layers, and
+    their product divides the ranks of a pipeline stage.  The dispatcher does not change;
+    ``alltoall_seq`` requires expert TP equal to TP.
     """
     experts, layout = training.experts, training.layout
     found: list[ExpertLayout] = []
@@ -58,7 +59,7 @@ def expert_layouts(training: Training, machine: Machine) -> list[ExpertLayout]:
             try:
                 seconds = step.time(MEGATRON).seconds
                 each = laid_out.transfers(machine, shape.held, shape.hidden)
-            except PlacementError:  # such a group does not lie evenly on the nodes
+            except PlacementError:  # the group is not spread evenly over the nodes
                 continue
             transfers = _BOTH_WAYS_BOTH_PASSES * each * layers * training.micro_batches
             present = laid_out == experts

@@ -1,9 +1,9 @@
-"""What would CommFuse do in each launch script below a folder?
+"""Reports what CommFuse would do in each launch script below a folder.
 
-Each script, *.sh, is run by bash, in a copy of its folder: torchrun and python are stand-ins that
-write down what they are asked to start, most other programs do nothing. What a script calls by an
-absolute path does run, without network where bubblewrap or unshare is allowed: give folders whose
-scripts you would run. Nothing is trained, and no torch is needed.
+bash runs each script, *.sh, in a copy of its folder. torchrun and python are replaced by recorders
+of their arguments, and most other programs by no-ops. Programs that a script calls by an absolute
+path do run, without network if bubblewrap or unshare is available: use folders whose scripts you
+would run. Nothing is trained, and torch is not needed.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ _COLUMNS = (
 
 
 def plan_folder(folder: Path, timeout: float, page: Path | None, everything: bool) -> int:
-    """Print what CommFuse would do in each launch: 0 all read, 1 not all scripts could be.
+    """Print what CommFuse would do in each launch; returns 0, or 1 if not all could be read.
 
     Args:
         timeout: seconds for each script.
-        page: a file for all of it as JSON.
-        everything: print a line on each launch, too.
+        page: a file for all results as JSON.
+        everything: also print a line per launch.
 
     Raises:
         UsageError: the folder has no scripts.
@@ -101,7 +101,7 @@ def plan_folder(folder: Path, timeout: float, page: Path | None, everything: boo
 
 
 def _line(name: str, launch: Judgement) -> str:
-    """A launch in a line."""
+    """One line about a launch."""
     refused = " ".join(launch.refused)
     left = ", ".join(one.layer for one in launch.layers if one.state == "left")
     taken = [flag for flag, why in launch.why_not.items() if not why and not launch.excluded]
@@ -116,7 +116,7 @@ def _line(name: str, launch: Judgement) -> str:
 
 
 def _row(launches: Sequence[Judgement]) -> dict[str, int]:
-    """A launch that is refused for more than one reason counts for the first kind of them."""
+    """The counts of a table row; a launch refused for several reasons counts under the first."""
     found: Counter[str] = Counter(launches=len(launches))
     for launch in launches:
         found.update((launch.verdict, launch.kind))
@@ -126,7 +126,7 @@ def _row(launches: Sequence[Judgement]) -> dict[str, int]:
 
 
 def _counts(launches: Sequence[Judgement]) -> dict[str, int]:
-    """The last row of the table, and what is counted besides, by name."""
+    """The last row of the table and further counts, by name."""
     apart = [one for one in launches if one.layout.tensor > 1 and one.kind in ("", "else")]
     taken = [one for one in launches if not one.refused]
     exchanging = [one for one in launches if one.layout.algorithm == "ulysses_cp_algo"]
@@ -153,9 +153,9 @@ def _counts(launches: Sequence[Judgement]) -> dict[str, int]:
 
 
 def _sums(launches: Sequence[Judgement]) -> list[str]:
-    """What the table does not have."""
+    """The counts that the table does not have, and why forward-backward overlap is refused."""
     overlaps = [one.overlap for one in launches if one.overlap.transfers and one.overlap.obstacle]
-    # The same for launches that differ in their numbers only.
+    # Launches whose reasons differ only in their numbers count as one.
     few = re.compile(r"^\d+ micro-batches: \d+%")
     reasons = (few.sub("too few micro-batches: less than half", one.obstacle) for one in overlaps)
     kept = ", ".join(f"{n} x {why}" for why, n in Counter(reasons).most_common())

@@ -1,4 +1,4 @@
-"""What each form of CommFuse, and of its rivals, would bring to one launch."""
+"""Compares the forms of one launch: CommFuse's, its rivals' and Megatron's order."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ __all__ = ["Form", "LaunchPlan", "plan_launch"]
 _FUSED = "fused layers"
 
 _LAYOUTS = 4
-"""So many layouts of experts are shown."""
+"""Number of expert layouts that are shown."""
 _LEGEND = (
     "Time and memory (of tensors, on the fullest rank): simulated at typical figures. Overlap: "
     "with the micro-batches that have no partner in Megatron's order. Not checked: whether CoC "
@@ -39,10 +39,10 @@ class Form(NamedTuple):
     """One way to run a launch.
 
     Attributes:
-        flags: what the launch needs for it; empty for Megatron's own order.
-        seconds: of a step; ``None``: not simulated.
-        mebibytes: of tensors on the fullest rank, alike.
-        obstacle: why it cannot be launched so; empty if it can, as far as that is known here.
+        flags: the options to add for it; empty for Megatron's own order.
+        seconds: of a step; ``None`` if not simulated.
+        mebibytes: of tensors on the fullest rank; ``None`` if not simulated.
+        obstacle: why it cannot be launched; empty if nothing known here prevents it.
     """
 
     name: str
@@ -59,8 +59,8 @@ class LaunchPlan(NamedTuple):
         transfers: whether it has transfers of tensor, expert or context parallelism.
         not_simulated: why no form has a time; empty if they have.
         hardware: name of the described machine.
-        findings: what is wrong with the launch as it is, and what its lanes cost.
-        experts: other layouts of its experts, the fastest first.
+        findings: problems of the launch as it is, and the cost of its lanes.
+        experts: possible layouts of its experts, fastest first.
         schedule, layers: what ``--use-commfuse`` would run; empty if the launch cannot start.
     """
 
@@ -78,7 +78,7 @@ class LaunchPlan(NamedTuple):
 
     @property
     def best(self) -> Form | None:
-        """The fastest form that can be launched; of ours the first if nothing is simulated."""
+        """The fastest form that can be launched; if none is simulated, CommFuse's first."""
         possible = [form for form in self.forms if not form.obstacle]
         timed = [form for form in possible if form.seconds is not None]
         if timed:
@@ -87,12 +87,12 @@ class LaunchPlan(NamedTuple):
 
     @property
     def adds(self) -> bool:
-        """Whether flags are to be added."""
+        """Whether flags should be added."""
         return self.best is not None and bool(self.best.flags)
 
     @property
     def ends(self) -> str:
-        """Why the launch would end at its start in any form; empty if it does not."""
+        """Why the launch would stop at its start in any form; empty if it does not."""
         return next((one.value for one in self.findings if one.what == "layout"), "")
 
     @property
@@ -135,7 +135,7 @@ class LaunchPlan(NamedTuple):
         return "\n".join(lines)
 
     def _expert_layouts(self) -> list[str]:
-        """The fastest layouts of the experts, and the present one."""
+        """A table of the fastest layouts of the experts, and the present one."""
         if not self.experts:
             return []
         head = "EP", "expert TP", "ms per step", "of it to experts and back"
@@ -157,16 +157,16 @@ class LaunchPlan(NamedTuple):
 def _costs(
     launch: AskedLaunch, training: Training, hardware: Hardware
 ) -> dict[str, tuple[float, float]]:
-    """Seconds of a step of a launch, and MiB of tensors, at typical figures.
+    """Seconds of a step and MiB of tensors at typical figures, by form.
 
     Returns:
-        by title: :data:`FORMS`, of CoC in slices the fastest, and :data:`_FUSED` as
-        ``--use-commfuse`` would run it; only Megatron's order and forward-backward overlap where
-        layers have no sequence parallelism to fuse transfers of.
+        By title: :data:`FORMS`, with CoC only in its fastest number of slices, and :data:`_FUSED`
+        as ``--use-commfuse`` would run it.  Without sequence parallelism there is nothing to fuse,
+        and only Megatron's order and forward-backward overlap are included.
 
     Raises:
-        PlanError: its options make no schedule.
-        ValueError: the simulator does not have such layers.
+        PlanError: the options form no valid schedule.
+        ValueError: the simulator does not support such layers.
     """
     figures, tp, schedule = hardware.machine(), training.layout.tp, launch.schedule
     if min(hardware.npus_per_node, launch.config.npus_per_node) < tp:
@@ -197,7 +197,7 @@ def _forms(
     launch: AskedLaunch, costs: Mapping[str, tuple[float, float]], findings: Sequence[Finding]
 ) -> list[Form]:
     judged = launch.judged
-    # What does not go together with options of ours keeps the fused layers from starting only.
+    # Conflicts between CommFuse's own options prevent only the fused layers.
     wrong = [one for one in findings if one.level == "error" and one.what != "layout"]
     lacking = "; ".join(f"{one.what}: {one.expected or one.value}" for one in wrong)
     virtual = any(name.startswith("--num-") and "virtual" in name for name in launch.options.names)
@@ -222,10 +222,10 @@ def plan_launch(launch: AskedLaunch, hardware: Hardware, environ: Mapping[str, s
     """Compare the forms in which a launch can run.
 
     Args:
-        environ: where the launch is started.
+        environ: environment variables where the launch is started.
 
     Raises:
-        PlanError: its options make no schedule.
+        PlanError: the options form no valid schedule.
     """
     judged, overlap = launch.judged, launch.judged.overlap
     findings = check_launch(launch)

@@ -1,7 +1,8 @@
-"""What CommFuse would do in a launch, from its options alone: judged here, and nowhere else.
+"""Decides from the options of a launch alone what CommFuse would do; no other tool does this.
 
-The launch itself judges again, by Megatron's arguments and modules (``mindspeed_patches``), with
-the same tables: :mod:`commfuse_npu.refusals` and :mod:`commfuse_npu.options`.
+At its start the launch decides again, from Megatron's arguments and modules
+(``mindspeed_patches``), with the same tables: :mod:`commfuse_npu.refusals` and
+:mod:`commfuse_npu.options`.
 """
 
 from __future__ import annotations
@@ -38,15 +39,15 @@ _BESIDE_OVERLAP = {
     "--use-ascend-mc2": "its transfers are inside of MC2's kernels",
     "--moe-fb-overlap": "it overlaps the same forwards and backwards",
 }
-"""Flags of another overlap, and why forward-backward overlap cannot hide transfers beside them."""
+"""Flags of other overlaps, and why forward-backward overlap cannot run together with them."""
 
 
 class Layout(NamedTuple):
-    """The sizes of a launch's parallel groups, and what kind of model it has.
+    """The parallel sizes of a launch, and properties of its model.
 
     Attributes:
-        algorithm: of context parallelism, where there is any.
-        data: replicas; ``None`` if the launch does not say how many processes it has.
+        algorithm: of context parallelism; empty without it.
+        data: replicas; ``None`` if the launch does not give its number of processes.
     """
 
     tensor: int
@@ -100,12 +101,12 @@ class Overlap(NamedTuple):
     """What ``--commfuse-fb-overlap`` would do.
 
     Attributes:
-        transfers: whether there is any of tensor, expert or context parallelism.
-        obstacle: why it would not run, or pair less than half of the micro-batches of a stage;
-            empty if it does.
-        without: the same without the flags of another overlap.
-        paired: the least share of a stage's forwards that run beside a backward, of a launch that
-            says how many micro-batches it has.
+        transfers: whether there are transfers of tensor, expert or context parallelism.
+        obstacle: why it would not run, or would pair less than half of a stage's micro-batches;
+            empty if neither.
+        without: the obstacle that remains without the flags of other overlaps.
+        paired: the smallest share of a stage's forwards that run beside a backward; ``None`` if the
+            number of micro-batches is not known.
     """
 
     transfers: bool
@@ -118,17 +119,17 @@ class Judgement(NamedTuple):
     """What CommFuse would do in a launch.
 
     Attributes:
-        layers: each kind of linear layer, with what would become of it if nothing were refused.
-        fused: ``full``: each of them that has a transfer in its forward can be fused.
-        refused: each reason for which ``--use-commfuse`` by itself is refused, by option.
-        kind: the first of them: LoRA, another overlap, other options (``else``), or TP 1.
-        excluding: options that exclude one of CommFuse's, by its name.
-        lacks: what the launch lacks for an option that needs ``--use-commfuse``, or empty.
-        why_not: why such an option would not be taken, or empty.
-        rows: of a block; 0: not known.
-        least: with fewer, layers stay Megatron's on an NPU that is described.
-        short: whether it has fewer.
-        notes: what a reader should know besides.
+        layers: each kind of linear layer, and what would happen to it if nothing were refused.
+        fused: ``full`` if every layer with a transfer in its forward can be fused.
+        refused: why ``--use-commfuse`` alone is refused, by option.
+        kind: the first that applies: LoRA, another overlap, other options (``else``), TP 1.
+        excluding: options that exclude one of CommFuse's, by the name of the latter.
+        lacks: for each option that needs ``--use-commfuse``, what the launch lacks, or empty.
+        why_not: for each such option, why it would be refused, or empty.
+        rows: of a block; 0 if not known.
+        least: layers with fewer rows stay Megatron's on an NPU with a hardware description.
+        short: whether its blocks have fewer rows.
+        notes: further facts for the reader.
     """
 
     layout: Layout
@@ -147,7 +148,7 @@ class Judgement(NamedTuple):
 
     @property
     def excluded(self) -> Sequence[Refused]:
-        """Options that exclude ``--use-commfuse``."""
+        """The options that exclude ``--use-commfuse``."""
         return self.excluding["--use-commfuse"]
 
     @property
@@ -156,16 +157,16 @@ class Judgement(NamedTuple):
 
     @property
     def data_parallel_alone(self) -> bool:
-        """Whether ``--use-commfuse --commfuse-dp`` would be taken with no linear layer, at TP 1."""
+        """Whether ``--use-commfuse --commfuse-dp`` works at TP 1, without fused linear layers."""
         return self.kind == "TP 1" and not self.why_not["--commfuse-dp"]
 
 
 def fuse_options(words: Sequence[str]) -> argparse.Namespace:
-    """The options of CommFuse in a command line.
+    """The CommFuse options of a command line.
 
     Raises:
         ConfigError: a value is unknown or out of range.
-        UsageError: an option looks like ours and is none; the launch refuses it, too.
+        UsageError: an option looks like CommFuse's but does not exist; the launch refuses it, too.
     """
     if why := unknown_option(words):
         raise UsageError(f"the launch is refused: {why}")
@@ -178,16 +179,19 @@ def _least_rows(fuse: argparse.Namespace, size: int, hidden: int) -> int:
     given: int | str = fuse.commfuse_min_rows
     if not isinstance(given, str):
         return given
-    # Who chooses chunks, or has them tried out, has blocks of any length fused.
+    # An explicit number of chunks, or tuning, means that blocks of any length are fused.
     chosen = fuse.commfuse_chunks or fuse.commfuse_tuning == "on"
     return 0 if chosen else least_rows(size, hidden)
 
 
 def judge_launch(options: Options, processes: int | None, fuse: argparse.Namespace) -> Judgement:
-    """Judge a launch of so many processes, if it says, with :func:`fuse_options`.
+    """Judge a launch with the options from :func:`fuse_options`.
+
+    Args:
+        processes: of the launch; ``None`` if it does not give them.
 
     Raises:
-        UsageError: a size is no whole number.
+        UsageError: a size is not a whole number.
     """
     layout, words = Layout.of(options, processes), options.words
     length = options.number("--seq-length", 0)
@@ -256,7 +260,7 @@ def judge_launch(options: Options, processes: int | None, fuse: argparse.Namespa
 
 
 def _why_not(name: str, lacks: str, excluding: Sequence[Refused]) -> str:
-    # What is lacking begins with the option and ends with a way out.
+    # The text starts with the option and ends with a remedy.
     lacks = lacks.removeprefix(name).partition("; ")[0].lstrip(": ")
     return "; ".join(filter(None, [lacks, *map(str, excluding)]))
 
@@ -274,7 +278,7 @@ def _overlap(options: Options, layout: Layout, excluding: Sequence[Refused]) -> 
 
 
 def model_chunks(options: Options, stages: int) -> int:
-    """Chunks of layers of every pipeline stage; 1 without a virtual pipeline."""
+    """Model chunks per pipeline stage; 1 without a virtual pipeline."""
     chunks = options.number("--num-virtual-stages-per-pipeline-rank", 0)
     each = options.number("--num-layers-per-virtual-pipeline-stage", 0)
     if each and not chunks:
@@ -289,7 +293,7 @@ def model_chunks(options: Options, stages: int) -> int:
 
 
 def _paired(options: Options, layout: Layout) -> tuple[float | None, str]:
-    """The least share of forwards that have a partner, and why that is too little."""
+    """The smallest share of forwards that have a partner, and why it is too small, or empty."""
     stages, data = layout.pipeline, layout.data
     if data is None:
         return None, "it does not say how many processes it has"

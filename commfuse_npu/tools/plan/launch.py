@@ -1,4 +1,4 @@
-"""A launch that is asked about, as a configuration, a command line or a launch script has it."""
+"""The launch in question, given as a configuration, a command line or a launch script."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from commfuse_npu.tools.plan.judgement import Judgement, fuse_options, judge_lau
 
 __all__ = ["AskedLaunch", "ask_about"]
 
-# What scripts/launch_pretraining.sh sets unless it is set.
+# Defaults of scripts/launch_pretraining.sh.
 _LAUNCHER_VARIABLES = {
     "CUDA_DEVICE_MAX_CONNECTIONS": "1",
     "PYTORCH_NPU_ALLOC_CONF": "expandable_segments:True",
@@ -32,20 +32,20 @@ _LAUNCHER_VARIABLES = {
     "HCCL_EXEC_TIMEOUT": "3600",
     "TASK_QUEUE_ENABLE": "2",
 }
-# Of those that are asked for here.
+# The options of that script that matter here.
 _LAUNCHER_OPTIONS = ("--use-distributed-optimizer", "--no-gradient-accumulation-fusion")
 _ASSUMED_VOCABULARY = ("--vocab-size", "32000")
-"""Tokenizers are not read here, and nothing that is said of a launch depends on it."""
+"""Tokenizers are not read here, and no answer about a launch depends on the vocabulary."""
 
 
 @dataclass(frozen=True)
 class AskedLaunch:
-    """What is to be started.
+    """A launch in question.
 
     Attributes:
-        name: of the configuration, or how large the model is.
-        options: of the command line, the launcher's and those of a configuration among them.
-        config, fuse: what they amount to, and the options of CommFuse.
+        name: of the configuration, or the size of the model.
+        options: of the command line, including those of the launcher and of a configuration.
+        config, fuse: the model configuration, and CommFuse's options.
         variables, registers, notes: of :class:`~.launch_script.launch.Launch`.
     """
 
@@ -59,15 +59,15 @@ class AskedLaunch:
 
     @cached_property
     def judged(self) -> Judgement:
-        """What CommFuse would do, read from the options."""
+        """What CommFuse would do, according to the options."""
         return judge_launch(self.options, self.config.world_size, self.fuse)
 
     @property
     def schedule(self) -> Schedule:
-        """Of a tensor-parallel group.
+        """The schedule of the tensor-parallel group.
 
         Raises:
-            PlanError: the options make no schedule.
+            PlanError: the options form no valid schedule.
         """
         config, size = self.config, self.config.tensor_model_parallel_size
         usual = usual_chunks(size, config.block_rows, config.hidden_size)
@@ -83,13 +83,14 @@ def ask_about(
 ) -> AskedLaunch:
     """The launch that a configuration, a command line or both describe.
 
-    A configuration stands for its launcher in ``scripts``.  A command line may be a whole one, as
-    a dry run prints it, options alone, or a launch script with its arguments, which is run with
+    A configuration represents its launcher in ``scripts``.  A command line can be complete, as a
+    dry run prints it, options only, or a launch script with its arguments.  A script is run with
     stand-ins for torchrun and Python, for at most ``timeout`` seconds.
 
     Raises:
         ConfigError: they cannot be read.
-        UsageError: the launch script starts no training, or an option looks like ours and is none.
+        UsageError: the script starts no training, or an option looks like CommFuse's but does not
+            exist.
     """
     launch = _read(words, variables, timeout)
     sizes = {"--nnodes": launch.nodes, "--nproc_per_node": launch.per_node}
@@ -103,7 +104,7 @@ def ask_about(
         unset = {k: v for k, v in _LAUNCHER_VARIABLES.items() if k not in variables}
         assigned = {**unset, **assigned}
     else:
-        # The last one counts: what is given goes before what is assumed.
+        # The last value counts, so given options come after assumed ones.
         made = ModelConfig.from_options([*_ASSUMED_VOCABULARY, *words])
         name = f"a model of {made.num_layers} layers of {made.hidden_size}"
     return AskedLaunch(name, Options(words), made, fuse, assigned, registers, launch.notes)
@@ -116,7 +117,7 @@ def _read(words: Sequence[str], variables: Mapping[str, str], timeout: float) ->
         return read_launch(words, checkout_of(folder), variables, timeout)
     if (launch := launch_of(command)) is not None:
         return launch
-    # Options alone: what comes before the first of them is a program that is not known.
+    # Options only: words before the first option are an unknown program.
     typed = list(command.words)
     first = next((i for i, word in enumerate(typed) if word.startswith("--")), len(typed))
     environment = dict(command.environment)

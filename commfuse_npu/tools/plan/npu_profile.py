@@ -1,8 +1,8 @@
-"""What a profile of a training on NPUs says: how much communication is exposed, and of which kind.
+"""Evaluates a profile of a training on NPUs: exposed communication, by kind of parallelism.
 
 Reads the ``*_ascend_pt`` folders of ``torch_npu.profiler``, which MindStudio Insight opens. Kernels
-and collectives are in kernel_details.csv at levels 0, 1 and 2: trace_view.json, which may have
-hundreds of megabytes, is not read. The sums of the profiler itself are printed beside ours.
+and collectives are in kernel_details.csv at levels 0, 1 and 2; trace_view.json, which can have
+hundreds of megabytes, is not read. The profiler's own sums are printed beside ours.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ _RECORD = (
     "--profile-step-start 15 --profile-step-end 16 --profile-export-type text"
 )
 _OWN = "Communication(Not Overlapped)", "Computing", "Free"
-"""Columns of step_trace_time.csv that sum up to a step."""
+"""Columns of step_trace_time.csv whose sum is the time of a step."""
 _TRANSFERS, _CUBE = {"HCCL", "COMMUNICATION"}, {"AI_CORE", "MIX_AIC", "N/A"}
-"""Accelerator cores: not a kernel; GEMMs and attention, or any kernel at level 0."""
+"""Values of Accelerator Core: transfers; GEMMs and attention, or any kernel at level 0."""
 _UNNAMED = "not named"
 _FORMS = {
     "--commfuse-fb-overlap": ("tensor", "expert", "context", _UNNAMED),
     "--use-commfuse": ("tensor", "context", _UNNAMED),
 }
-"""What each can hide. A group without a name may be any of them, and these are bounds."""
+"""The parallelism that each option can hide. An unnamed group may be any of them: upper bounds."""
 _BOUNDS = """
 The last two columns are upper bounds, not predictions: min(E, C - O).
 - E: exposed communication that the option can hide. With m micro-batches per step \
@@ -52,18 +52,18 @@ Span = tuple[int, int]
 
 
 Step = dict[str, Any]
-"""Of one rank, in ms; None or empty where the file is missing.
+"""A step of one rank, in ms; values are None or empty if the file is missing.
 
-``parts``: exposed by parallelism; two may run at once, so their sum can exceed ``exposed``.
-``waiting``: what collectives take longer than on the fastest rank. ``bounds``: by option.
+``parts``: exposed by parallelism; two can run at once, so their sum can exceed ``exposed``.
+``waiting``: time of collectives beyond that of the fastest rank. ``bounds``: by option.
 """
 
 
 def find_profiles(folder: Path) -> list[Path]:
-    """Folders of ranks in it, or itself; empty if it holds no profile, or launch scripts too.
+    """The rank folders in a folder, or itself; empty without profiles, or with launch scripts.
 
     Raises:
-        UsageError: the profiles were recorded, but not analysed.
+        UsageError: the profiles were recorded, but not analyzed.
     """
     if any(folder.glob("*.sh")):
         return []
@@ -79,13 +79,13 @@ def find_profiles(folder: Path) -> list[Path]:
 
 
 def plan_profile(folders: Sequence[Path], page: Path | None) -> int:
-    """Print what is exposed in each step of each rank, and bounds; returns 0.
+    """Print the exposed time of each step of each rank, and bounds; returns 0.
 
     Args:
-        page: a file for all of it as JSON.
+        page: a file for all results as JSON.
 
     Raises:
-        UsageError: a file that is needed is missing, or holds something else.
+        UsageError: a required file is missing, or has unexpected content.
         OSError: the JSON cannot be written.
     """
     ranks = sorted(map(_Rank, folders), key=lambda rank: (len(rank.name), rank.name))
@@ -107,7 +107,7 @@ class _Rank:
     """The files of one rank.
 
     ``steps``: spans by step and kind: ``cube``, ``vector``, or the parallelism of a transfer.
-    ``taken``: of communication.json, parallelism and ms of an operation, by step and name.
+    ``taken``: from communication.json, parallelism and ms of an operation, by step and name.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -120,7 +120,7 @@ class _Rank:
         for step, kinds in _json(output / "communication.json").items():
             for name, of in chain.from_iterable(kind.items() for kind in kinds.values()):
                 _, at, group = name.rpartition("@")
-                if at:  # not the sum of all
+                if at:  # a single operation, not the total
                     took = of["Communication Time Info"]["Elapse Time(ms)"]
                     parallelism = numbers.get(int(group), _UNNAMED)
                     self.taken[step.removeprefix("step"), name] = parallelism, took
@@ -139,7 +139,7 @@ class _Rank:
             spans[kind].append((at, at + round(Decimal(lasts.strip()) * 1000)))
 
     def found(self, fastest: dict[tuple[str, str], float]) -> Iterator[Step]:
-        """Each step, beside what the profiler says of it itself."""
+        """Each step, with the profiler's own figures."""
         for step in self.steps or self._own:
             waiting: dict[str, float] = defaultdict(float)
             taken = {key: of for key, of in self.taken.items() if key[0] == step}
@@ -158,7 +158,7 @@ class _Rank:
 
 
 def _exposed(spans: dict[str, list[Span]] | None) -> Step:
-    """What is measured of a step, and the bounds."""
+    """The measured times of a step, and the bounds."""
     if spans is None:
         measured = dict.fromkeys(("computing", "communication", "exposed"))
         return {**measured, "parts": {}, "bounds": {}}
@@ -182,7 +182,7 @@ def _exposed(spans: dict[str, list[Span]] | None) -> Step:
 
 
 def _covered(spans: Sequence[Span]) -> float:
-    """Time in which at least one of them runs, in ms: (A or B) - B is A without B."""
+    """Time in ms in which at least one span runs: (A or B) - B is A without B."""
     total, end = 0, 0
     for start, stop in sorted(spans):
         total += max(0, stop - max(start, end))
@@ -191,7 +191,7 @@ def _covered(spans: Sequence[Span]) -> float:
 
 
 def _parallelism(group: str) -> str:
-    """Of a group as Megatron and MindSpeed name it: tp, ep_tp, intra_dp_cp, tp_ep_pp."""
+    """The parallelism of a group, by Megatron's or MindSpeed's name: tp, ep_tp, intra_dp_cp, ..."""
     words = set(group.split("_"))
     if "dp" in words:
         return "data"
@@ -203,7 +203,7 @@ def _parallelism(group: str) -> str:
 
 
 def _number(group: str) -> int:
-    """The number that msprof writes behind @ for a group of HCCL: two hashes of 32 bits."""
+    """The number that msprof writes after @ for an HCCL group: two 32-bit hashes."""
     high = low = 0
     for byte in group.encode():
         high, low = (high * 29 + byte) % 2**32, (low * 131 + byte) % 2**32
@@ -211,7 +211,7 @@ def _number(group: str) -> int:
 
 
 def _of_suffix(name: str, numbers: dict[int, str]) -> str:
-    """By the last digits of its group's number, which hcom_allGather__097_6_1 has."""
+    """The parallelism of a kernel by the last digits of its group's number: hcom_..__097_6_1."""
     found = re.search(r"__(\d+)_", name)
     suffix = int(found[1]) if found else -1
     fitting = {of for number, of in numbers.items() if number % 1000 == suffix}
@@ -219,7 +219,7 @@ def _of_suffix(name: str, numbers: dict[int, str]) -> str:
 
 
 def _json(path: Path) -> Any:
-    """What a file holds; an empty one if it is missing: level 0 has no communication.json."""
+    """The content of a file; empty if it is missing: level 0 has no communication.json."""
     try:
         return json.loads(path.read_text("utf-8"))
     except FileNotFoundError:

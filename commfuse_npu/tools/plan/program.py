@@ -14,13 +14,13 @@ SHOWN: dict[str, Any] = {
     "ranks": 4, "rank": 0, "shape": "shifted", "lanes": None, "chunks": 1, "taper": 1.0,
     "node_size": None, "rows": 64, "columns": 64,
 }  # fmt: skip
-"""What of a program is not said; the parser leaves it open, to notice what has no effect."""
+"""Defaults of a program; the parser has none, so that options without effect can be detected."""
 
 _MOST_RANKS, _MOST_ROWS = 1024, 1 << 24
 
 
 def add_program_options(parser: argparse.ArgumentParser) -> None:
-    """Declare :data:`SHOWN`."""
+    """Declare the options of :data:`SHOWN`."""
     show = parser.add_argument_group("a program")
     kinds: dict[str, Any] = {
         "shape": str, "taper": positive, "ranks": whole(2, _MOST_RANKS), "rank": whole(0)
@@ -32,10 +32,10 @@ def add_program_options(parser: argparse.ArgumentParser) -> None:
 
 
 def print_program(rule: str, given: argparse.Namespace) -> int:
-    """Print what one rank does for a rule.
+    """Print the program of one rank for a rule.
 
     Raises:
-        PlanError: there is no such rank, lane or schedule.
+        PlanError: the rank, the number of lanes or the schedule is invalid.
     """
     said = {name: value for name in SHOWN if (value := getattr(given, name)) is not None}
     options = SHOWN | said

@@ -1,8 +1,8 @@
-"""Where launch scripts run: in a copy of what they read, without network.
+"""Runs launch scripts in a copy of the files that they read, without network.
 
-By bubblewrap where it works: then everything else is read-only, too.  Else in namespaces of
-``unshare``.  Where neither may be used (a container can forbid both) a script runs in the copy, and
-the report says that it was not kept from the network.
+Uses bubblewrap if it works, which also makes everything else read-only, or else namespaces of
+``unshare``.  If neither is allowed (a container can forbid both), a script runs in the copy, and
+the report says that it had network access.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ _MOUNT_AND_RUN = '"$0" --bind "$1" "$2" && cd "$2" && shift 2 && exec "$@"'
 class Sandbox:
     """A copy of a folder, in which scripts run as if it were the folder.
 
-    It has the folders, and the small files that a launch script may read: shell and configuration
-    files up to 1 MB, and files without a suffix, as lists of hosts are; no data, no weights,
-    nothing hidden, no links to folders.
+    It has the subfolders and the small files that a launch script may read: shell and configuration
+    files up to 1 MB, and files without a suffix, such as lists of hosts.  It has no data, weights,
+    hidden files or links to folders.
 
     Args:
         folder: the original.
-        scratch: a folder that scripts may write to, in which the copy is made.
+        scratch: a folder that scripts may write to, which gets the copy.
 
     Attributes:
-        copy: its path.
-        place: where scripts find it: at the folder's own path, if the sandbox can do that.
-        inside: a program with its arguments that starts another program in the sandbox.
-        said: what it keeps from a script.
+        copy: path of the copy.
+        place: the path at which scripts see it: that of the folder, if the sandbox can do this.
+        inside: a command prefix that starts a program in the sandbox.
+        said: how scripts run, and from what they are isolated.
 
     Raises:
-        UsageError: more files than launch scripts read.
+        UsageError: the folder has more than 20,000 such files.
     """
 
     def __init__(self, folder: Path, scratch: Path) -> None:
@@ -61,7 +61,7 @@ class Sandbox:
         )
 
     def renew(self) -> None:
-        """Make the copy anew if a script has changed it."""
+        """Recreate the copy if a script has changed it."""
         if self._state() != self._as_made:
             shutil.rmtree(self.copy)
             self._make()
@@ -81,12 +81,12 @@ class Sandbox:
                         "scripts"
                     )
                 shutil.copyfile(file, target / file.name)
-                # Older than whatever a script writes.
+                # Older than any file that a script writes.
                 os.utime(target / file.name, (0, 0))
         self._as_made = self._state()
 
     def _state(self) -> dict[str, tuple[int, int]]:
-        """The files with time and size, and the folders."""
+        """The files with time and size, and the folders, to detect changes."""
         found = {}
         for name, _, files in os.walk(self.copy):
             found[name] = -1, -1
@@ -103,7 +103,7 @@ def _is_read(path: Path) -> bool:
 
 
 def _ways(scratch: Path, copy: Path, place: Path) -> list[tuple[str, list[str]]]:
-    """By what it keeps from a script, how a program is started; programs by their paths."""
+    """(description, command prefix) of each available sandbox; programs by their paths."""
     ways = []
     if bwrap := shutil.which("bwrap"):
         mounts = ["--ro-bind", "/", "/", "--dev", "/dev", "--bind", scratch, scratch]
@@ -124,5 +124,5 @@ def _works(command: list[str], folder: Path) -> bool:
             command, cwd=folder, capture_output=True, timeout=_TRIAL_SECONDS, check=False
         )
     except (OSError, subprocess.TimeoutExpired):
-        return False  # One way less; what is left says what is missing.
+        return False  # This sandbox does not work; the description of the next one says so.
     return done.returncode == 0

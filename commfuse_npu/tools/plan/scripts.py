@@ -1,4 +1,4 @@
-"""Runs the launch scripts below a folder with recorders, and tells trainings from the rest."""
+"""Runs the launch scripts below a folder with recorders, and identifies those that train."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ _OTHERS = _MINDSPORE, _OTHER_TRAINER, _NO_TRAINING = (
 
 
 class Script(NamedTuple):
-    """A script by its path below the folder, and what it would start.
+    """A script, by its path below the folder, and what it would start.
 
     Attributes:
         trainings: launches that train with Megatron's options.
-        other: what it is if there are none, and nothing went wrong.
+        other: what it does if it has none and there was no error.
         error: why it could not be read.
-        sandbox: where it ran.
+        sandbox: how it was run.
     """
 
     name: str
@@ -59,10 +59,10 @@ def find_scripts(folder: Path) -> list[Path]:
 
 
 def read_scripts(folder: Path, scripts: list[Path], timeout: float) -> Iterator[Script]:
-    """Each of :func:`find_scripts` as it has been read, within ``timeout`` seconds.
+    """Read each script of :func:`find_scripts`, with a limit of ``timeout`` seconds.
 
-    They are started from MindSpeed-LLM's folder, as its examples want to be, or else from the
-    folder itself.
+    They are started from MindSpeed-LLM's folder, as its examples require, or else from the folder
+    itself.
 
     Raises:
         UsageError: the folder cannot be copied.
@@ -98,7 +98,7 @@ def read_scripts(folder: Path, scripts: list[Path], timeout: float) -> Iterator[
 
 
 def _understood(captured: Captured) -> tuple[list[Launch], str]:
-    """The trainings, or what the script is if it starts none."""
+    """The trainings; or, if there are none, what the script does."""
     trainings, others = [], []
     for command in captured.commands:
         other = _other(command)
@@ -122,7 +122,7 @@ def _understood(captured: Captured) -> tuple[list[Launch], str]:
 
 
 def _other(command: Command) -> str:
-    """What a command is, if no training with Megatron's options."""
+    """What a command does if it is not a training with Megatron's options; empty if it is."""
     words = list(command.words)
     place = next((i for i, word in enumerate(words) if word.endswith(".py")), None)
     if place is None or not _TRAINING.fullmatch(Path(words[place]).name):

@@ -1,4 +1,4 @@
-"""The training that a launch starts, as the simulator takes it."""
+"""The simulator's description of the training that a launch starts."""
 
 from __future__ import annotations
 
@@ -34,28 +34,28 @@ _ROUGH = {
     "--output-logit-softcapping": "without capping of logits",
     "--attn-logit-softcapping": "without capping of logits",
 }
-"""What a step is simulated as where the simulator does not have an option."""
+"""Options that the simulator does not support, and how a step is simulated instead."""
 _STAGES = ("dpo", "rm", "ppo", "simpo", "orm", "prm", "grpo")
 _CONTEXT = ("megatron_cp_algo", "ulysses_cp_algo")
 
 
 def roughly(options: Options) -> list[str]:
-    """In what way a launch is simulated roughly; empty if its step has all that it does."""
+    """Approximations in the simulation of a launch; empty if it covers all of its options."""
     return [f"{name}: simulated {how}" for name, how in _ROUGH.items() if name in options]
 
 
 class NotSimulated(ValueError):
-    """The simulator does not have such a launch; it says why."""
+    """The simulator does not support such a launch; the message says why."""
 
 
 def training_of(launch: AskedLaunch) -> Training:
-    """What is trained, with every option that the step's time or memory depends on.
+    """The training of a launch, with every option that affects the step's time or memory.
 
-    Of what is simulated :func:`roughly` it has what is left then.
+    :func:`roughly` lists the options that are approximated.
 
     Raises:
-        UsageError: an option's value is none that it may have.
-        NotSimulated: by the name of an option that is not simulated.
+        UsageError: an option has an invalid value.
+        NotSimulated: names an option that is not supported.
     """
     options, model = launch.options, launch.config
     for name, what in _LEFT_OUT.items():
@@ -105,7 +105,7 @@ def training_of(launch: AskedLaunch) -> Training:
 
 
 def form_of(options: Options) -> Variant:
-    """The form in which a launch runs as it is typed."""
+    """The form in which a launch runs with its present options."""
 
     def taken(flags: str) -> bool:
         wanted = Options(flags.split())
@@ -116,7 +116,7 @@ def form_of(options: Options) -> Variant:
 
 
 def _recomputed(options: Options, vpp: int) -> int | None:
-    """Layers of a stage whose forward is run again; ``None``: all."""
+    """Number of layers per stage whose forward is run again; ``None``: all."""
     layers = options.number("--recompute-num-layers", 1)
     if options.text("--recompute-method") != "block":
         return None
@@ -124,7 +124,7 @@ def _recomputed(options: Options, vpp: int) -> int | None:
 
 
 def _kinds(options: Options, layers: int) -> tuple[Kind, ...]:
-    """Of each layer (MindSpeed-LLM's ``moe_layer_freq`` and ``first_k_dense_replace``)."""
+    """The kind of each layer (MindSpeed-LLM's ``moe_layer_freq``, ``first_k_dense_replace``)."""
     left = _layers(options, "--noop-layers", layers)
     experts = options.number("--num-experts", 0) > 0
     every = max(1, options.number("--moe-layer-freq", 1))
@@ -139,7 +139,7 @@ def _kinds(options: Options, layers: int) -> tuple[Kind, ...]:
 
 
 def _layers(options: Options, name: str, layers: int) -> set[int]:
-    """Numbers of layers with commas in between, from 0."""
+    """Layer numbers of a comma-separated option, from 0."""
     listed = (options.text(name) or "").split(",") if name in options else []
     for one in listed:
         if not one.strip().isdecimal() or int(one[:9]) >= layers:

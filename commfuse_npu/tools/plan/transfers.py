@@ -1,7 +1,6 @@
-"""What is fused in a launch, and what the transfers cost: messages, lanes and their memory.
+"""What is fused in a launch, and the cost of the transfers: messages, lanes and their memory.
 
-At run time the wrappers around Megatron's layers and its self-attention decide; a test compares
-the two.
+At run time the wrappers of Megatron's layers and self-attention decide; a test compares both.
 """
 
 from __future__ import annotations
@@ -25,15 +24,15 @@ _about = partial(Finding, "launch")
 
 
 class FusedLayer(NamedTuple):
-    """A kind of linear layer, and what becomes of its forward on one rank.
+    """A kind of linear layer, and its forward on one rank.
 
     Attributes:
         layer: its name.
-        operator: what runs in the forward; empty for Megatron's own.
-        reason: why Megatron's own forward, or empty.
+        operator: the op that runs in the forward; empty for Megatron's own.
+        reason: why Megatron's own forward runs, or empty.
         transfers: messages that a rank sends in the forward, or collectives.
-        transfer_bytes: of the largest of them; of a collective, what it sends or receives.
-        longest: bytes of the longest message, the backward's included: a column-parallel layer
+        transfer_bytes: of the largest of them; for a collective, what it sends or receives.
+        longest: bytes of the longest message, including the backward: a column-parallel layer
             gathers its input again in whole blocks.
     """
 
@@ -52,14 +51,14 @@ class FusedLayer(NamedTuple):
 
 
 def fused_layers(launch: AskedLaunch) -> list[FusedLayer]:
-    """What would happen to each linear layer, with ``--use-commfuse`` if it is not given.
+    """What happens to each linear layer with ``--use-commfuse``, whether or not it is given.
 
     Args:
         launch: with a configuration that :meth:`~ModelConfig.validate` accepts, and a schedule.
     """
     config, limit = launch.config, launch.judged.least
     tp, sequence = config.tensor_model_parallel_size, config.uses_sequence_parallel
-    # What one rank has to give to, or gets from, each other: s*B rows of H numbers.
+    # What one rank sends to, or gets from, each other rank: s*B rows of H numbers.
     halves = config.bf16 or "--fp16" in launch.options
     rows, row_bytes = config.block_rows, config.hidden_size * (2 if halves else 4)
     queries = config.seq_length // config.context_parallel_size // (tp if sequence else 1)
@@ -72,7 +71,7 @@ def fused_layers(launch: AskedLaunch) -> list[FusedLayer]:
         if column:
             operator = "all_gather_linear"
         elif layer == "proj" and attention:
-            # Queries are split, not rows of s*B: no chunk has less than one of them.
+            # Queries are split, not rows of s*B: a chunk has at least one query.
             operator, chunks = "attention_linear_reduce_scatter", min(chunks, queries)
             chunk_rows = -(-queries // chunks) * config.micro_batch_size
         if not reason and rows < limit:
@@ -80,9 +79,9 @@ def fused_layers(launch: AskedLaunch) -> list[FusedLayer]:
         if reason:
             found.append(FusedLayer(layer, "", reason))
             continue
-        # Of an all-reduce a reduce-scatter, and a gather of its result.
+        # An all-reduce is a reduce-scatter and an all-gather of its result.
         parts = 2 if operator == "linear_all_reduce" else 1
-        # Attention travels in batches, whatever the schedule of linear layers.
+        # Attention uses batches, whatever the schedule of linear layers.
         blocks = 1 if "attention" in operator else launch.schedule.blocks_at_once(tp)
         sent = parts * chunks * (1 if blocks > 1 else tp - 1)
         largest = blocks * chunk_rows * row_bytes
@@ -92,7 +91,7 @@ def fused_layers(launch: AskedLaunch) -> list[FusedLayer]:
 
 
 class Lanes(NamedTuple):
-    """The lanes of a rank in one kind of group, and bytes of the longest message if known."""
+    """The lanes of a rank in one kind of group; bytes of the longest message, if known."""
 
     kind: str
     lanes: int
@@ -100,11 +99,11 @@ class Lanes(NamedTuple):
 
 
 _DIRECTIONS = 2
-"""Gradients and parameters have lanes of their own."""
+"""Gradients and parameters have separate lanes."""
 
 
 def lanes_of(launch: AskedLaunch) -> list[Lanes]:
-    """Those that a launch makes: of tensor, data and context parallelism."""
+    """The lanes that a launch creates for tensor, context and data parallelism."""
     config, fuse = launch.config, launch.fuse
     if not fuse.use_commfuse:
         return []
@@ -112,7 +111,7 @@ def lanes_of(launch: AskedLaunch) -> list[Lanes]:
     tensor, context = config.tensor_model_parallel_size, config.context_parallel_size
     block = config.block_rows * config.hidden_size * 2.0
     if tensor > 1:
-        with suppress(PlanError):  # which says more elsewhere
+        with suppress(PlanError):  # which is reported elsewhere
             schedule = launch.schedule
             message = block * schedule.blocks_at_once(tensor)
             found.append(Lanes("tensor", schedule.lanes_for(tensor), message))
@@ -129,19 +128,19 @@ def lanes_of(launch: AskedLaunch) -> list[Lanes]:
 
 
 def groups_of(launch: AskedLaunch) -> list[str]:
-    """Megatron's groups of more than one rank, a communicator each, and that of the whole job."""
+    """Megatron's groups with more than one rank, each a communicator, and that of the whole job."""
     kinds = "tensor_model", "pipeline_model", "context", "data"
     found = [kind for kind in kinds if getattr(launch.config, f"{kind}_parallel_size") > 1]
-    # Of the first and last stage, of model parallelism, of data with context.
+    # Groups of the first and last stage, of model parallelism, of data with context parallelism.
     return ["all", *found, *(f"{name} with others" for name in found)]
 
 
 def check_lanes(launch: AskedLaunch, environ: Mapping[str, str]) -> Iterator[Finding]:
-    """What the lanes cost in memory, and whether a transfer fits HCCL's buffer at once.
+    """The memory that lanes take, and whether a transfer fits HCCL's buffer at once.
 
     Args:
         launch: as for :func:`fused_layers`.
-        environ: where the launch is started; what it sets itself counts first.
+        environ: where the launch is started; variables that it sets itself take precedence.
     """
     made = lanes_of(launch)
     if not made:
@@ -154,7 +153,7 @@ def check_lanes(launch: AskedLaunch, environ: Mapping[str, str]) -> Iterator[Fin
     def megabytes_of(message: float | None) -> int:
         if own:
             return int(own[1])
-        # The feature sizes lanes to their messages, unless the option is there for others.
+        # The feature sizes lanes to their messages unless the option is given for other groups.
         return usual if group_buffer or message is None else lane_megabytes(message)
 
     largest = max((layer.longest for layer in fused_layers(launch)), default=0)

@@ -1,4 +1,4 @@
-"""The pictures, as specifications in Vega-Lite: one view each, with a table of its numbers."""
+"""The charts, as Vega-Lite specifications: one view each."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["Bar", "Bit", "Chart", "Line", "Picture", "Row", "Table", "bars", "ga
            "lines", "stacks"]  # fmt: skip
 
 Chart = dict[str, Any]
-"""A specification in Vega-Lite: one view, with a ``description`` and a ``height``."""
+"""A Vega-Lite specification: one view, with a ``description`` and a ``height``."""
 
 _COLORS = {
     "faint": "#59636e",
@@ -22,20 +22,20 @@ _COLORS = {
     "red": "#cf222e",
 }
 _KINDS = {"work": "blue", "transfer": "teal", "waiting": "red"}
-"""Of bits, by what they are."""
+"""Colors of bits by their kind."""
 
 _SAID = "slice(datum.value, indexof(datum.value, ' ') + 1)"
 _NAMED = {"labelExpr": _SAID, "labelLimit": 0, "ticks": False, "domain": False}
-"""An axis of names, each after a number, by which equal ones differ."""
+"""An axis of names, each preceded by a number that makes equal names distinct."""
 _NARROW = "width < 480"
 _ABOVE = {"labelExpr": f"{_NARROW} ? split({_SAID}, '; ') : replace({_SAID}, '; ', ', ')",
           "labelAlign": "left", "labelPadding": 0,
           "labelOffset": {"expr": f"{_NARROW} ? -28 : -16"}}  # fmt: skip
-"""Of names above their bars; where there is little room, what follows "; " is on a second line."""
+"""Axis with names above their bars; if narrow, text after "; " goes on a second line."""
 
 
 class Table(NamedTuple):
-    """Cells as they are printed; ``**bold**`` and `` `code` `` as in Markdown."""
+    """Table cells as text; ``**bold**`` and `` `code` `` as in Markdown."""
 
     head: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
@@ -43,7 +43,7 @@ class Table(NamedTuple):
 
 
 class Picture(NamedTuple):
-    """A chart, and what it shows in a sentence; ``note``: what is not drawn, and why."""
+    """A chart, and its main result in a sentence; ``note``: what is not drawn, and why."""
 
     title: str
     chart: Chart
@@ -52,7 +52,7 @@ class Picture(NamedTuple):
 
 
 class Bar(NamedTuple):
-    """A figure, the least and the most that it may be, and the name of a colour."""
+    """A value with its lowest and highest possible value, and the name of a color."""
 
     name: str
     value: float
@@ -63,7 +63,7 @@ class Bar(NamedTuple):
 
 
 class Line(NamedTuple):
-    """A variant over something: pairs of a label or a number and a figure."""
+    """A variant over an axis: pairs of (label or number, value)."""
 
     name: str
     points: tuple[tuple[str | float, float], ...]
@@ -71,7 +71,7 @@ class Line(NamedTuple):
 
 
 class Bit(NamedTuple):
-    """Something on a lane of a Gantt, in ms; ``kind``: ``work``, ``transfer``, ``waiting``."""
+    """A bar on a lane of a Gantt chart, in ms; ``kind``: ``work``, ``transfer``, ``waiting``."""
 
     lane: str
     name: str
@@ -81,7 +81,7 @@ class Bit(NamedTuple):
 
 
 class Row(NamedTuple):
-    """One variant of a Gantt chart: its heading, its lanes, and what is on them."""
+    """One variant of a Gantt chart: its heading, its lanes, and the bars on them."""
 
     said: str
     lanes: tuple[str, ...]
@@ -91,7 +91,7 @@ class Row(NamedTuple):
 def bars(
     title: str, axis: str, shown: Sequence[Bar], line: tuple[str, float], note: str = ""
 ) -> Picture:
-    """A bar for each below its name, with its range as whiskers, and a line across to compare."""
+    """A bar below each name, with its range as whiskers, and a reference line."""
     order = [f"{n} {one.said}" for n, one in enumerate(shown)]
     rows = [
         one._asdict() | {"row": row, "color": _COLORS[one.color]}
@@ -107,7 +107,7 @@ def bars(
         "mark": {"type": "errorbar", "ticks": {"size": 9}},
         "encoding": {"x": _x("low", axis), "x2": {"field": "high"}},
     }
-    # Vega gives marks without data a legend of their own.
+    # Vega adds a separate legend for marks without data.
     ranges = [whiskers] if any(one.low < one.high for one in shown) else []
     chart = {
         "description": f"Bars. {axis}. {'; '.join(one.said for one in shown)}",
@@ -121,7 +121,7 @@ def bars(
 def stacks(
     title: str, axis: str, shown: Sequence[tuple[str, dict[str, float]]], line: tuple[str, float]
 ) -> Picture:
-    """A bar for each below its name, of parts whose sum counts, and a line across to compare."""
+    """A stacked bar of parts below each name, and a reference line."""
     order = [f"{n} {name}" for n, (name, _) in enumerate(shown)]
     every = list(zip(order, (of for _, of in shown), strict=True))
     parts = list(shown[0][1])
@@ -144,7 +144,7 @@ def stacks(
 
 
 def heat(title: str, x: str, cells: Sequence[tuple[str, str, float]]) -> Picture:
-    """A cell for each name across and name down, with its figure; darker is more."""
+    """A heat map: cells of (column, row, value); darker is more."""
     most = max([1e-9, *(value for _, _, value in cells)])
     axis = {"labelAngle": 0, "labelLimit": 0, "ticks": False, "domain": False}
     at: Chart = {"type": "ordinal", "sort": None, "axis": axis}
@@ -174,13 +174,13 @@ def lines(
     whole: bool = False,
     note: str = "",
 ) -> Picture:
-    """A line for each over what varies.
+    """A line per variant.
 
     Args:
-        title: with what is drawn upwards.
-        axis: what varies.
-        line: a name and a figure to compare with, across the picture.
-        whole: whether what varies is counted: ticks are whole numbers.
+        title: including the name of the y axis.
+        axis: the name of the x axis.
+        line: name and value of a reference line.
+        whole: use only whole numbers as ticks of the x axis.
     """
     steps = list(dict.fromkeys(at for one in shown for at, _ in one.points))
     names = [one.name for one in shown]
@@ -192,11 +192,11 @@ def lines(
             ticks["values"] = steps
         x |= {"type": "quantitative", "scale": {"zero": False, "nice": False},
               "axis": {"grid": False, **ticks}}  # fmt: skip
-    # Of equal domains Vega makes one legend. No two of 80 lines look alike: 10 hues, 8 marks, and
-    # dashes for all that are not ours.
+    # Vega merges legends of equal domains. No two of 80 lines look alike: 10 hues, 8 marks, and
+    # dashes for lines that are not ours.
     kind = {"field": "name", "type": "nominal", "scale": {"domain": names}}
     dashes = {"domain": names, "range": [[1, 0] if one.ours else [6, 3] for one in shown]}
-    # Among many the mouse finds the points.
+    # With many points, they are invisible and only respond to the mouse.
     opacity = 1 if len(steps) <= 40 else 0
     rows = [{"name": one.name, "at": at, "value": v} for one in shown for at, v in one.points]
     chart: Chart = {
@@ -221,8 +221,8 @@ def lines(
 
 
 def gantt(title: str, axis: str, shown: Sequence[Row]) -> Picture:
-    """Lanes of every row below each other, on one axis of time; waiting with its ms."""
-    # Lanes of several rows have the same names: a number makes them different.
+    """A Gantt chart: the lanes of all rows on one time axis; waiting is labeled with its ms."""
+    # Several rows have lanes of the same name: a number makes them distinct.
     order = [f"{n} {lane}" for n, row in enumerate(shown) for lane in ("", *row.lanes)]
     rows = [
         bit._asdict() | {"row": f"{n} {bit.lane}", "of": row.said, "ms": bit.end - bit.start}
@@ -269,7 +269,7 @@ def _x(field: str, title: str) -> Chart:
 
 
 def _reference(line: tuple[str, float] | None, along: str) -> list[Chart]:
-    """A dashed line at a figure, with its name; none without a figure."""
+    """A dashed, labeled line at a value; an empty list without one."""
     if line is None:
         return []
     name, value = line

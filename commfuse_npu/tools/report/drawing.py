@@ -1,6 +1,6 @@
-"""Vega-Lite to files and to JavaScript, by vl-convert-python: no browser, no network.
+"""Converts Vega-Lite to files and to JavaScript with vl-convert-python: no browser, no network.
 
-It is optional, and imported when something is drawn.
+The package is optional, and imported only for drawing.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ __all__ = ["PAGES", "draw", "lacking", "script"]
 
 PAGES = ".html", ".htm"
 _VERSION = "6.1"
-"""Of Vega-Lite."""
+"""Version of Vega-Lite."""
 _CONFIG = {
     "aria": False,  # the page describes each picture
     "view": {"stroke": None},
@@ -35,7 +35,7 @@ _CONFIG = {
 
 
 def lacking() -> str | None:
-    """What has to be done before anything can be drawn; looks, and does not import."""
+    """What must be installed before drawing, or ``None``; does not import the package."""
     if util.find_spec("vl_convert"):
         return None
     return "needs vl-convert-python; pip install 'vl-convert-python>=1.9'"
@@ -48,7 +48,7 @@ def _library() -> Any:
 
 
 def draw(pictures: Sequence[Picture], title: str, path: Path, width: int = 760) -> None:
-    """Write the pictures, one below the other, as PNG or SVG by the name's ending.
+    """Write the pictures, one below the other, as PNG or SVG, by the file's suffix.
 
     Raises:
         OSError: the file cannot be written.
@@ -70,10 +70,10 @@ def draw(pictures: Sequence[Picture], title: str, path: Path, width: int = 760) 
 
 
 def script(charts: Sequence[Chart]) -> str:
-    """JavaScript that draws chart i in the element ``chart-i``, as wide as it; has Vega inside."""
+    """JavaScript, including Vega, that draws chart i into ``chart-i`` at the element's width."""
     fit = {"config": _CONFIG, "background": None, "width": "container",
            "autosize": {"type": "fit-x"}}  # fmt: skip
-    # Nothing in a text may end the script.
+    # No text may contain the end of the script element.
     specs = json.dumps([chart | fit for chart in charts]).replace("</", "<\\/")
     options = "{actions: {export: true, source: false, compiled: false, editor: false}, " + (
         'renderer: "svg"}'

@@ -1,7 +1,7 @@
-"""One page of HTML: verdict, pictures each with the table of its numbers, environment, command.
+"""One HTML page: verdict, pictures with tables of their numbers, environment, command.
 
-It needs nothing else: script and numbers are inside, and its policy forbids the browser to fetch
-anything.
+The page is self-contained: it includes script and numbers, and its policy forbids the browser to
+fetch anything.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = ["Section", "environment", "write_page"]
 
 
 class Section(NamedTuple):
-    """A heading, and what is below it: paragraphs, a picture with its tables, more tables."""
+    """A heading with paragraphs, a picture with its tables, or tables alone."""
 
     title: str
     texts: tuple[str, ...] = ()
@@ -33,7 +33,7 @@ class Section(NamedTuple):
 
 
 def environment(words: Sequence[str]) -> dict[str, str]:
-    """What every page says about where it comes from; ``words``: the command and its options."""
+    """The origin of a page; ``words``: the command and its options."""
     return {
         "command": shlex.join(words),
         "commfuse-npu": __version__,
@@ -53,7 +53,7 @@ def write_page(
     """Write the page.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
         ValueError: vl-convert-python is not installed.
     """
     charts: list[Picture] = []
@@ -87,14 +87,14 @@ def _table(table: Table) -> str:
 
 
 def _marked(text: str) -> str:
-    """Escaped, with what Markdown marks."""
+    """HTML of a text, with Markdown's bold and code."""
     text = re.sub(r"`([^`]*--[^`]*)`", _COPIED, escape(text, quote=False))
     text = re.sub(r"`([^`]+)`", r"<code>\1</code>", text)
     return re.sub(r"\*\*([^*]+)\*\*", r"<strong>\1</strong>", text)
 
 
 _COPIED = r'<code role="button" tabindex="0" title="copy">\1</code>'
-"""Options are there to be copied, by a click or Enter."""
+"""Options can be copied, by a click or Enter."""
 
 _PAGE = """\
 <!DOCTYPE html>

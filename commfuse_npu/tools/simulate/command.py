@@ -26,7 +26,7 @@ from commfuse_npu.tools.terminal import print_verdict
 __all__ = ["main"]
 
 _MOST_TOKENS, _MOST_MICRO_BATCHES, _MOST_CHUNKS = 1 << 24, 1 << 16, 256
-"""Nobody trains with more, and the simulation would not end."""
+"""Upper limits of option values: larger ones are unrealistic and would take too long."""
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -118,7 +118,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(words: Sequence[str]) -> int:
-    """Run the subcommand."""
+    """Parse the options, simulate, and print; returns the exit code."""
     given = _parser().parse_args(words)
     try:
         return _main(given, ["commfuse-npu", "simulate", *words])
@@ -153,7 +153,7 @@ def _main(given: argparse.Namespace, command: Sequence[str]) -> int:
         ulysses=given.ulysses,
         corners=not given.typical,
     )
-    of_hardware(hardware, first, options)  # names that there are
+    of_hardware(hardware, first, options)  # raises if a pattern matches no variant
     try:
         swept = sweep(model, hardware, layouts, sequences, options)
     except ConfigError as error:
@@ -170,7 +170,7 @@ def _main(given: argparse.Namespace, command: Sequence[str]) -> int:
         for point in swept:
             points.append(point)
     finally:
-        # Whatever ends it: what was found until then is shown.
+        # Also after an error or an interrupt, show the results so far.
         if points:
             shown = standing.shown(everything)
             said = standing.verdict(lambda variant: " ".join(launching(variant, what)))
@@ -200,7 +200,7 @@ def _main(given: argparse.Namespace, command: Sequence[str]) -> int:
 
 
 def _own_options(problem: str) -> str:
-    """Name what can be given here: a launch's other options are keys of the model's file."""
+    """Rename a launch's options in a message: here they are keys of the model's file."""
     here = problem.replace("--seq-length", "--sequence-lengths")
     return re.sub(r"--(?!sequence-lengths)([a-z-]+)", lambda of: of[1].replace("-", "_"), here)
 

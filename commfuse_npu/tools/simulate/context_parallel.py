@@ -1,20 +1,20 @@
-"""Attention under context parallelism, forward and backward, played by itself.
+"""Attention under context parallelism, forward and backward, simulated separately.
 
-By a ring keys and values go around while they are attended to.  By Ulysses a rank has some rows of
-the sequence for all heads, and attends with some heads over the whole sequence; an all-to-all leads
-there and another one back.  Unfused each is exposed as a whole.  Fused (``--commfuse-ulysses``,
-:mod:`commfuse_npu.ops.ulysses`), with the projections where tensor parallelism leaves their weights
-whole::
+With a ring, keys and values circulate while attention uses them.  With Ulysses, a rank has some
+rows of the sequence for all heads, and attends with some heads over the full sequence; one
+all-to-all precedes attention and another follows it.  Unfused, both are fully exposed.  Fused
+(``--commfuse-ulysses``, :mod:`commfuse_npu.ops.ulysses`), including the projections if tensor
+parallelism does not split their weights::
 
     forward   project heads of r+1, .. | wait | attend rows of r+1, .., own | project own, r-1, ..
               -> heads                        -> rows
     backward  dgrad heads of r+1, .., own | wgrad | attend own, r-1, .. | dgrad own, r-1, .. | wgrad
               -> heads                                                  -> rows
 
-Under tensor parallelism the projections stay outside, and with them the all-to-all of queries, keys
-and values is exposed.
+Under tensor parallelism the projections are not fused, so the all-to-all of queries, keys and
+values is exposed.
 
-Legend: ``N`` ranks, ``block`` rows of a rank's part of the sequence, of ``N * block``.
+Legend: ``N`` ranks, ``block`` rows per rank, of ``N * block`` rows of the sequence.
 """
 
 from __future__ import annotations
@@ -41,27 +41,27 @@ from commfuse_npu.tools.simulate.variants import COMPUTE_ONLY, REFERENCE, Varian
 __all__ = ["Attention", "ContextParallel"]
 
 Attention = tuple[Attended, Attended] | None
-"""Forward and backward; ``None`` where a layer attends by itself."""
+"""Forward and backward; ``None`` if a layer has no context parallelism."""
 
 
 _ROUND = 6, 10
-"""Launches of a round of the ring, forward and backward: slices, attention, the sum with what was
-found before (MindSpeed 26.1.0, counted by hand with its fused update)."""
+"""Launches per round of the ring, forward and backward: slices, attention, and the merge with the
+results of earlier rounds (MindSpeed 26.1.0, counted by hand with its fused update)."""
 _HOST_OF_EXCHANGES = 13, 0, 4 * EVENTS
 """Launches, posts and events of attention between exchanges of queries, keys, values and outputs:
-a copy before each and after it (the same)."""
+a copy before and after each exchange (MindSpeed 26.1.0, counted by hand)."""
 
 
 @dataclass(frozen=True)
 class ContextParallel:
-    """A context-parallel group and what it attends to.
+    """A context-parallel group and its attention.
 
     Attributes:
-        shape: of the layer, for one tensor-parallel group.
-        size: of the group.
+        shape: the layer, for one tensor-parallel group.
+        size: number of ranks.
         key_value: width of all keys, or of all values.
         groups: query groups of the model.
-        ulysses: whether heads are exchanged instead of passing keys around.
+        ulysses: whether heads are exchanged instead of circulating keys.
         fuses: whether CommFuse's variants fuse these exchanges.
     """
 
@@ -73,7 +73,7 @@ class ContextParallel:
     fuses: bool
 
     def attended(self, machine: Machine, variant: Variant) -> Attention:
-        """Attention of a layer in a variant."""
+        """Forward and backward attention of a layer in a variant."""
         free = variant.kind == COMPUTE_ONLY.kind
         schedule = variant.schedule if self.fuses else None
         return _attended(machine, self, COMPUTE_ONLY if free else self.exchanges(machine, schedule))
@@ -82,25 +82,25 @@ class ContextParallel:
         return Group(machine, self.size, stride=self.shape.ranks)
 
     def exchanges(self, machine: Machine, schedule: Schedule | None) -> Variant:
-        """How heads are exchanged, fused if there is a schedule."""
+        """The variant that exchanges heads: fused with a schedule, else the reference."""
         if schedule is None:
             return REFERENCE
-        # The options of tensor parallelism serve here, too; with attention chunks are even.
+        # The schedule options of tensor parallelism apply here, too; attention has even chunks.
         lanes = min(schedule.lanes_for(self.size), self.size - 1)
         direct = self.group(machine).direct
         return Variant("ulysses", "fused", replace(direct, lanes=lanes, chunks=schedule.chunks))
 
     @property
     def _repeats(self) -> float:
-        """How often each key head is sent, 1 unless there are fewer of them than ranks."""
+        """How often each key head is sent: once, unless there are fewer key heads than ranks."""
         return max(1.0, self.shape.ranks * self.size / self.groups)
 
     def projects(self, variant: Variant) -> bool:
-        """Whether the projections are part of it: not of heads that are repeated before."""
+        """Whether the projections are fused; not if key heads are repeated before them."""
         return variant.kind == "fused" and self.shape.ranks == 1 and self._repeats == 1
 
     def forward(self, rank: Rank) -> None:
-        """Add the forward by Ulysses to a rank's launches."""
+        """Add the forward with Ulysses to a rank's launches."""
         block, machine, hidden = self.shape.rows, rank.machine, self.shape.hidden
         projects = self.projects(rank.variant)
         heads, out = self._heads(rank), self._out(rank)
@@ -110,7 +110,7 @@ class ContextParallel:
             return machine.gemm(rows_of(one), hidden, heads)
 
         def join(one: Compute, _: Width) -> float:
-            """A part of the inner dimension, added to a sum; else nothing."""
+            """The GEMM of a part of the inner dimension, added to a sum; nothing if not fused."""
             if not projects:
                 return 0.0
             return machine.gemm(rows_of(one), out, hidden, result_bytes=2 * SUM_BYTES)
@@ -130,7 +130,7 @@ class ContextParallel:
         rank.run("attention", program, {"blocks": out, "received": out}, works)
 
     def backward(self, rank: Rank) -> None:
-        """Add the backward."""
+        """Add the backward with Ulysses to a rank's launches."""
         block, machine, hidden = self.shape.rows, rank.machine, self.shape.hidden
         projects = self.projects(rank.variant)
         heads, out = self._heads(rank), self._out(rank)
@@ -165,16 +165,16 @@ class ContextParallel:
         rank.compute("qkv wgrad", machine.gemm(self.shape.qkv, block, hidden))
 
     def _heads(self, rank: Rank) -> int:
-        """Features of queries, keys and values of one rank's heads."""
+        """Width of the queries, keys and values of one rank's heads."""
         width = self.shape.qkv + 2 * self.key_value * (self._repeats - 1)
         return round(width / self.shape.ranks / rank.size)
 
     def _out(self, rank: Rank) -> int:
-        """Features of the attention of one rank's heads."""
+        """Width of the attention output of one rank's heads."""
         return self.shape.hidden // self.shape.ranks // rank.size
 
     def _attend(self, rank: Rank, factor: float = 1.0) -> Queries:
-        """Of some rows of the whole sequence, with this rank's heads."""
+        """Seconds of attention of some rows of the full sequence, with this rank's heads."""
         shape = self.shape
         whole = replace(shape, sequence=shape.attended, ranks=shape.ranks * rank.size)
         return whole.attention(rank.machine, factor)

@@ -1,10 +1,10 @@
-"""Data parallelism with a distributed optimizer: buckets of gradients out, of parameters in.
+"""Data parallelism with a distributed optimizer: gradient reduce-scatter, parameter all-gather.
 
 With ``--overlap-grad-reduce`` and ``--overlap-param-gather`` the gradients of a bucket (fp32) are
-reduce-scattered while the backward of earlier layers runs, and its parameters (bf16) all-gathered
-while the forward of earlier layers runs.  Buckets go one after the other; what remains exposed is
-the end of the first and the beginning of the second.  A collective adds while it copies, which is
-free here.
+reduce-scattered during the backward of earlier layers, and its parameters (bf16) all-gathered
+during the forward of earlier layers.  Buckets are transferred one at a time; the end of the
+gradients and the start of the parameters remain exposed.  Reductions are free here: a collective
+adds while it copies.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ def exposed(
     overlaps: tuple[bool, bool] = (True, True),
     distributed: bool = True,
 ) -> tuple[float, float]:
-    """Seconds that gradients and parameters leave exposed.
+    """Exposed seconds of the transfers of gradients and of parameters.
 
     Args:
         ranks: of the data-parallel group.
-        layers: parameters on one NPU, seconds of forward and backward, from the first to the last.
-        collective: seconds of one over blocks of so many bytes.
-        overlaps: whether gradients go out during the backward, and parameters come in during the
-            forward; else all of both is exposed.
-        distributed: whether a rank keeps the sums of its shard only, and gathers parameters; else
-            sums are gathered behind the backward.
+        layers: parameters on one NPU, seconds of forward and of backward, from first to last layer.
+        collective: seconds of a collective, by bytes per block.
+        overlaps: whether gradients are reduced during the backward, and parameters gathered during
+            the forward; otherwise those transfers are fully exposed.
+        distributed: whether a rank keeps only the sums of its shard and gathers parameters;
+            otherwise the sums are gathered after the backward.
     """
     parameters, forward, backward = zip(*layers, strict=True)
     order = buckets(parameters, ranks)
@@ -51,15 +51,15 @@ def exposed(
 
 
 def bucket_parameters(ranks: int) -> int:
-    """From how many parameters on a bucket is closed, by Megatron's default (core 0.12)."""
+    """Number of parameters at which a bucket is closed by default in Megatron (core 0.12)."""
     return max(40_000_000, 1_000_000 * ranks)
 
 
 def buckets(parameters: Sequence[float], ranks: int) -> list[list[int]]:
-    """Layers by bucket, in the order of the backward: a bucket is closed when it is large enough.
+    """Layers by bucket, in backward order; a bucket is closed when it is large enough.
 
     Args:
-        parameters: of each layer on one NPU, from the first layer to the last.
+        parameters: of each layer on one NPU, from first to last layer.
     """
     limit = bucket_parameters(ranks)
     found: list[list[int]] = [[]]
@@ -76,12 +76,12 @@ def buckets(parameters: Sequence[float], ranks: int) -> list[list[int]]:
 def exposed_scatter(
     layers: Sequence[float], order: Sequence[Sequence[int]], transfers: Sequence[float]
 ) -> float:
-    """Seconds after the backward until the last bucket is there.
+    """Seconds from the end of the backward to the end of the last reduce-scatter.
 
     Args:
-        layers: seconds of each layer's backward, from the first layer to the last.
-        order: layers of each bucket, in the order in which they become ready.
-        transfers: seconds of each bucket.
+        layers: seconds of each layer's backward, from first to last layer.
+        order: layers of each bucket, in the order in which the buckets become ready.
+        transfers: seconds of each bucket's transfer.
     """
     time = link = 0.0
     for bucket, transfer in zip(order, transfers, strict=True):
@@ -97,7 +97,7 @@ def exposed_gather(
 
     Args:
         layers: seconds of each layer's forward.
-        order, transfers: as for :func:`exposed_scatter`, in the order of the backward.
+        order, transfers: as for :func:`exposed_scatter`, in backward order.
     """
     time = link = work = 0.0
     for bucket, transfer in zip(reversed(order), reversed(transfers), strict=True):

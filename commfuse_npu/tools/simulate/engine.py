@@ -1,14 +1,14 @@
-"""Discrete events: plays the launches of all ranks of a group on a machine's links.
+"""Discrete-event simulation of the launches of a group's ranks on the links of a machine.
 
-* An operation starts when its host has launched it, the one before it on its engine or lane is
-  done, and what it waits for is done.
-* A transfer begins its latency when both of its ends have started (rendezvous), then moves its
-  bytes at ``min`` over its links of capacity / transfers on that link.  Equal shares are what a
-  fair switch gives while all transfers are limited by the same kind of link; where they are not,
-  it is a little pessimistic, and never more than a link can carry.
-* A transfer takes ``beside_work`` times as long while the first stream of an end of it is at work.
-* Work runs at full speed, or at ``1 - transfer_slowdown`` while anything else reads or writes the
-  memory of its NPU: a transfer, or the work of the other stream.
+* An operation starts when its host has launched it, the previous operation on its engine or lane
+  is complete, and all that it depends on is complete.
+* The latency of a transfer starts when both of its ends have started (rendezvous).  Its bytes then
+  move at the minimum over its links of capacity / number of transfers on the link.  These equal
+  shares are what a fair switch gives while all transfers are limited by the same kind of link;
+  otherwise they are slightly pessimistic, and never exceed a link's capacity.
+* A transfer takes ``beside_work`` times as long while the first stream of one of its ends computes.
+* Work runs at full speed, or at ``1 - transfer_slowdown`` while something else accesses the memory
+  of its NPU: a transfer, or work of the other stream.
 
 Rates change only at events, so times are exact up to rounding.
 """
@@ -30,12 +30,12 @@ _STREAMS = COMPUTE, ASIDE
 
 
 class SimulationError(RuntimeError):
-    """The launches cannot be played to their end: ranks wait for each other, or for nobody."""
+    """The launches cannot complete: ranks wait for each other, or for an end that never starts."""
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """An operation that was played, in seconds from the start."""
+    """A simulated operation; times in seconds from the start."""
 
     rank: int
     index: int
@@ -45,7 +45,7 @@ class Span:
 
 
 class Moved(NamedTuple):
-    """A transfer that was played.  ``ready``: both ends started; ``start``: after the latency."""
+    """A simulated transfer.  ``ready``: both ends have started; ``start``: after the latency."""
 
     message: Message
     ready: float
@@ -55,7 +55,7 @@ class Moved(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """What happened.  ``seconds``: until everything was done."""
+    """Result of a simulation.  ``seconds``: the time at which everything is complete."""
 
     seconds: float
     spans: tuple[Span, ...]
@@ -63,7 +63,7 @@ class Timeline:
 
 
 class _Task:
-    """An operation, what it still waits for, and how many of its transfers are left."""
+    """An operation, the number of its open dependencies, and of its unfinished transfers."""
 
     __slots__ = ("followers", "index", "left", "operation", "rank", "start", "waits")
 
@@ -75,7 +75,7 @@ class _Task:
 
 
 class _Running:
-    """Work of a stream, or a transfer: how much of it is left, and how fast it goes."""
+    """Work of a stream, or a transfer: the remaining amount, and its current rate."""
 
     __slots__ = ("left", "rate", "since", "turn")
 
@@ -83,7 +83,7 @@ class _Running:
         self.left, self.rate, self.since, self.turn = left, 0.0, now, 0
 
     def change(self, rate: float, now: float) -> float:
-        """Go on at another rate; the time of the end."""
+        """Continue at another rate; returns the new end time."""
         if not math.isinf(self.rate):
             self.left = max(0.0, self.left - self.rate * (now - self.since))
         self.rate, self.since = rate, now
@@ -111,14 +111,14 @@ class _Flow(_Running):
 def simulate(
     launches: Sequence[Sequence[Operation]], links: Links, *, launched: bool = False
 ) -> Timeline:
-    """Play the launches of ranks ``0, 1, ...`` to their end.
+    """Run the launches of ranks ``0, 1, ...`` to completion.
 
     Args:
-        launches: of each rank; folded ones of a single rank if the links are folded.
-        launched: whether the hosts are through with it already, else they begin together with it.
+        launches: operations of each rank; folded operations of one rank if the links are folded.
+        launched: whether the hosts have launched everything at time 0; otherwise they start then.
 
     Raises:
-        SimulationError: operations are left that wait for something that never happens.
+        SimulationError: operations remain that wait for something that never happens.
     """
     return _Simulation(launches, links, launched).run()
 
@@ -174,15 +174,15 @@ class _Simulation:
         for task in [one for one in self._tasks if not one.waits]:
             self._start(task)
         while self._events or self._shared_anew:
-            # Once for all that begins and ends in an instant: a rank of a large group has a
-            # transfer per peer, and each would share the link among all of them again.
+            # Set rates once per instant: each rank of a large group has one transfer per peer, and
+            # recomputing the link shares for each of them would be slow.
             if not self._events or self._events[0][0] > self.now:
                 self._set_rates()
             if not self._events:
                 break
             time, _, happens, what, turn = heapq.heappop(self._events)
             if isinstance(what, _Running) and what.turn != turn:
-                continue  # its rate has changed since
+                continue  # superseded: the rate has changed since
             self.now = time
             happens(what)
         if len(self._spans) < len(self._tasks):
@@ -190,7 +190,7 @@ class _Simulation:
         return Timeline(self.now, tuple(self._spans), tuple(self._moved))
 
     def _stuck(self) -> str:
-        """Names the exchange that hangs first; the others wait behind it."""
+        """Describe the exchange that hangs first; later ones wait behind it."""
         left = len(self._tasks) - len(self._spans)
         hanging = [one for one in self._tasks if not math.isnan(one.start) and one.left]
         if not hanging:
@@ -207,7 +207,7 @@ class _Simulation:
         heapq.heappush(self._events, (time, self._sequence, happens, what, turn))
 
     def _met(self, task: _Task) -> None:
-        """One thing less that it waits for."""
+        """Count down the dependencies of a task, and start it after the last one."""
         task.waits -= 1
         if task.waits == 0:
             self._start(task)
@@ -225,7 +225,7 @@ class _Simulation:
             return
         for message in (*operation.sends, *operation.receives):
             if message.key not in self._one_end:
-                self._one_end.add(message.key)  # the other end begins it
+                self._one_end.add(message.key)  # the transfer begins when the other end starts
                 continue
             path = self.links.path(message.source, message.target)
             latency = self.links.latency(message.source, message.target)
@@ -270,7 +270,7 @@ class _Simulation:
                 self._done(task)
 
     def _set_rates(self) -> None:
-        """Give the transfers whose links or ends have changed the rate that they have from now."""
+        """Update the rates of all transfers whose links or ends have changed."""
         affected = {flow: None for link in self._shared_anew for flow in self._on_link[link]}
         for rank in self._hurried:
             affected |= self._transfers[rank]
@@ -295,7 +295,7 @@ class _Simulation:
         self._look_at(rank)
 
     def _look_at(self, rank: int) -> None:
-        """Transfers of a rank are slower beside its work."""
+        """Mark a rank whose first stream became busy or idle: its transfers change their rate."""
         busy = (rank, COMPUTE) in self._working
         if busy != self._busy[rank]:
             self._busy[rank] = busy

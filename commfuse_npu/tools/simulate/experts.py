@@ -1,15 +1,15 @@
-"""Experts of a layer (Megatron core's ``MoELayer``), on one rank, with tokens dealt out evenly.
+"""The experts of a layer (Megatron core's ``MoELayer``) on one rank, with evenly routed tokens.
 
-Tokens are sorted by expert, sent to the ranks that have the experts, sorted again there, go through
-two products per expert, and all the way back::
+Tokens are sorted by expert, sent to the ranks of their experts, sorted again there, processed by
+two products per expert, and sent back the same way::
 
     alltoall, alltoall_seq   all-to-all over EP, all-gather over expert TP | products |
                              reduce-scatter over expert TP, all-to-all over EP
     allgather                all-gather of all tokens over EP and expert TP | products |
                              reduce-scatter over both
 
-Transfers are blocking, each played in a group of its own.  Left out: the device may wait for the
-launches that follow where the host reads how many tokens go where.
+Transfers are blocking, and each is simulated in its own group.  Not modeled: the host reads how
+many tokens go to each rank, and the device may then wait for the next launches.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ from commfuse_npu.tools.simulate.rank import Rank
 __all__ = ["Experts"]
 
 _BACKWARD = 0.6
-"""Launches of a router's and dispatcher's backward, of those of its forward (22 of 36, counted)."""
+"""Launches in the backward of router and dispatcher per launch in the forward (22/36, counted)."""
 
 
 @dataclass(frozen=True)
 class Experts:
-    """Experts, and how they are laid out.
+    """Experts and their layout.
 
     Attributes:
         number: of all ranks.
-        each: experts that a token goes to.
-        width: feed-forward width of one.
-        shared: width of the shared experts together, which are linear layers as any other.
-        parallel, tensor: ranks among which experts are dealt out (EP), and that share each of them
-            (expert TP).
-        gathers: whether all tokens are gathered in place of an all-to-all.
-        grouped: whether one kernel makes the products of all of a rank's experts.
-        halves: 2 if they are gated.
+        each: experts per token (top-k).
+        width: feed-forward width of one expert.
+        shared: total width of the shared experts, which are ordinary linear layers.
+        parallel, tensor: ranks among which experts are distributed (EP), and ranks that split each
+            expert (expert TP).
+        gathers: whether all tokens are gathered instead of an all-to-all.
+        grouped: whether one kernel computes the products of all experts of a rank.
+        halves: 2 if the experts are gated, else 1.
     """
 
     number: int
@@ -54,15 +54,15 @@ class Experts:
 
     @property
     def local(self) -> int:
-        """Experts of a rank."""
+        """Number of experts on a rank."""
         return self.number // self.parallel
 
     def parameters(self, hidden: int) -> float:
-        """Of one rank's experts."""
+        """Number of parameters of one rank's experts."""
         return self.local * (self.halves + 1.0) * hidden * self.width / self.tensor
 
     def transfers(self, machine: Machine, tokens: int, hidden: int) -> float:
-        """Seconds of one way, to the experts or back."""
+        """Seconds of one direction, to the experts or back."""
         row = float(hidden * ITEM_BYTES)
         if self.gathers:
             return collective_seconds(Group(machine, self.parallel * self.tensor), tokens * row)
@@ -73,7 +73,7 @@ class Experts:
         )
 
     def forward(self, rank: Rank, tokens: int, hidden: int) -> None:
-        """Add the forward, of so many tokens of this rank."""
+        """Add the forward for ``tokens`` tokens of this rank."""
         machine, made = rank.machine, tokens * self.each * self.tensor
         rank.compute(
             "router",
@@ -87,7 +87,7 @@ class Experts:
         self._exchange(rank, "combine", tokens, hidden)
 
     def backward(self, rank: Rank, tokens: int, hidden: int) -> None:
-        """Add the backward."""
+        """Add the backward for ``tokens`` tokens of this rank."""
         machine, made = rank.machine, tokens * self.each * self.tensor
         self._exchange(rank, "combine backward", tokens, hidden)
         for name, inputs, outputs in reversed(self._layers(hidden)):
@@ -100,7 +100,7 @@ class Experts:
         rank.compute("router backward", seconds, launches=launches)
 
     def _layers(self, hidden: int) -> tuple[tuple[str, int, int], ...]:
-        """Name, inputs and outputs of each product of an expert."""
+        """Name, input width and output width of each product of an expert."""
         width = self.width // self.tensor
         return ("experts 1", hidden, self.halves * width), ("experts 2", width, hidden)
 
@@ -113,7 +113,7 @@ class Experts:
         return 1 if self.grouped else self.local
 
     def _exchange(self, rank: Rank, name: str, tokens: int, hidden: int) -> None:
-        """Sort and send; at the other end sort by expert."""
+        """Sort and send tokens; the receiver sorts them by expert."""
         moved = tokens * self.each * (1 + self.tensor * (self.local > 1))
         rank.compute(f"{name}: sort", rank.machine.memory(2.0 * moved * hidden * ITEM_BYTES))
         if rank.variant.kind != "compute":
@@ -123,7 +123,7 @@ class Experts:
     def _products(
         self, rank: Rank, name: str, rows: int, inputs: int, outputs: int, *, wgrad: bool = False
     ) -> None:
-        """Of every expert of this rank with its share of the rows."""
+        """Add the products of every expert of this rank, each with its share of the rows."""
         each, machine = rows / self.local, rank.machine
         sizes = (inputs, each, outputs) if wgrad else (each, inputs, outputs)
         one = machine.gemm(*sizes, start=not self.grouped)

@@ -1,27 +1,27 @@
-"""Device memory of a training step, by what it is for: does a layout fit?
+"""Device memory of a training step by purpose, to decide whether a layout fits.
 
 Per parameter of an NPU: 2 bytes of weight (bf16), 4 of gradient (fp32; 2 with ``--fp16``), and 12
 of Adam (master weight and two moments in fp32; 10 with ``--reuse-fp32-param``, whose master weights
-are the other halves of the bf16 ones), divided over the data-parallel ranks by Megatron's
+keep only the bits that the bf16 weights lack), divided over the data-parallel ranks by Megatron's
 distributed optimizer.  Activations per layer and micro-batch are what its backward needs, in bf16::
 
     rows / tp * 2 * (4 H       the inputs of both norms, qkv and fc1, split along the sequence
                      + QKV     queries, keys, values
                      + H       attention's result
                      + 3 F)    fc1's two halves and their product
-    tokens * topk * 2 * (2 H         sent to experts and come back
+    tokens * topk * 2 * (2 H         sent to experts and back
                      + etp * (H      their input
-                     + 3 F / etp))   with experts in place of the last line
+                     + 3 F / etp))   with experts, instead of the last line
     + rows / tp * heads * 64   row maxima and sums of flash attention, 8 fp32 each
                                (npu_fusion_attention keeps them so: read, not run)
 
-With full recomputation a layer keeps its input only, and one layer at a time has all of it.  A
-stage of a pipeline holds as many micro-batches as there are stages from it to the end (1F1B), and
-more of them where chunks are interleaved.
+With full recomputation a layer keeps only its input, and one layer at a time has all activations.
+A pipeline stage holds as many micro-batches as there are stages from it to the end (1F1B), and more
+with interleaved chunks.
 
-Of the transfers the largest of a layer's operations counts.  Of a fused one it is the scratch
-memory of its program; of others the backward of a column-parallel linear, which holds the gathered
-input and the gradient of all rows.
+For communication, the operation of a layer with the largest buffers counts.  A fused operation
+needs the scratch memory of its program.  Otherwise it is the backward of a column-parallel linear
+layer, which holds the gathered input and the gradient of all rows.
 """
 
 from __future__ import annotations
@@ -45,19 +45,19 @@ from commfuse_npu.tools.simulate.variants import Variant
 __all__ = ["USABLE", "Footprint", "footprint", "limit"]
 
 USABLE = 0.9
-"""Share of the device memory that tensors may take; assumed: the rest is CANN's, and gaps."""
+"""Share of the device memory for tensors; assumed: CANN and fragmentation take the rest."""
 
 _ADAM, _ADAM_REUSED = 12, 10
 _STATISTICS = 2 * 8 * 4
 _LOGITS = 2 + 4
-"""Per logit: in bf16, and in fp32 for the loss, whose gradient takes its place."""
+"""Bytes per logit: in bf16, and in fp32 for the loss; its gradient reuses that memory."""
 
 
 class Footprint(NamedTuple):
-    """Bytes on the fullest NPU.
+    """Bytes on the NPU that needs the most.
 
     Attributes:
-        communication: buffers of a layer's transfers, and what communicators allocate.
+        communication: transfer buffers of a layer, and memory that communicators allocate.
     """
 
     weights: float
@@ -73,9 +73,9 @@ class Footprint(NamedTuple):
 
     @property
     def first_step(self) -> float:
-        """What tensors take at most in the first step, which Megatron reports.
+        """Peak tensor memory of the first step, which Megatron reports.
 
-        Adam's moments are made at its end, when its activations are gone.
+        Adam's moments are allocated at the end of the step, after its activations are freed.
         """
         master = self.optimizer * 4 / _ADAM
         state = self.weights + self.gradients
@@ -83,19 +83,19 @@ class Footprint(NamedTuple):
 
 
 def limit(hardware: Hardware) -> float:
-    """Bytes that a step may take."""
+    """Bytes of device memory that a step may use."""
     return USABLE * hardware.typical("npu.hbm_bytes")
 
 
 def footprint(training: Training, variant: Variant, hardware: Hardware) -> Footprint:
-    """What the fullest pipeline stage needs."""
+    """The memory of the pipeline stage that needs the most."""
     layout, machine = training.layout, hardware.machine()
     stages = (_stage(training, stage, variant) for stage in range(layout.pp))
     ran: tuple[Ran, ...] = ()
     if variant.kind == "fused":
         ran = _programs(machine, training.shape, training.context, variant)
-    # One communicator of every kind of group, and the variant's lanes besides, whose two buffers
-    # are sized to their messages, from 16 MB to HCCL's own size.
+    # One communicator per kind of group, and the lanes of the variant.  The two buffers of a lane
+    # are sized to its messages, from 16 MB to HCCL's own size.
     most = hardware.typical("host.communicator_bytes")
     groups = sum(size > 1 for size in layout[:4]) * most
     lanes = (
@@ -135,7 +135,7 @@ def _stage(training: Training, stage: int, variant: Variant) -> tuple[float, flo
 
 
 def _kept(training: Training, kind: Kind) -> float:
-    """Bytes of a layer's activations, of one micro-batch."""
+    """Bytes of activations that a layer keeps for one micro-batch."""
     if kind == "none":
         return 0.0
     shape, heads = training.shape_of(kind), training.model.num_attention_heads
@@ -151,7 +151,7 @@ def _kept(training: Training, kind: Kind) -> float:
 
 
 def _buffers(variant: Variant, shape: LayerShape, ran: tuple[Ran, ...]) -> float:
-    """Bytes of gathered tensors, partial sums and scratch for a layer's transfers."""
+    """Bytes of gathered tensors, partial sums and scratch for the transfers of a layer."""
     if variant.kind == "fused":
         wide = SUM_BYTES if variant.sums == "once" else ITEM_BYTES
         scratch = (
@@ -162,12 +162,12 @@ def _buffers(variant: Variant, shape: LayerShape, ran: tuple[Ran, ...]) -> float
         most = max(scratch, default=0)
         if not ran or variant.wgrad != "blocks":
             return most
-        # The largest weight gradient is summed in fp32.
+        # The largest weight gradient is accumulated in fp32.
         widest = max(2 * shape.feed_forward, shape.qkv, shape.vocabulary) // shape.ranks
         return most + float(SUM_BYTES * shape.hidden * widest)
     if variant.kind == "compute" or shape.ranks == 1:
         return 0.0
-    # Slices: and what the reordering copy writes.
+    # Sliced variants need one more buffer, for the copy that restores the order of rows.
     return (3.0 if variant.kind == "sliced" else 2.0) * shape.rows * shape.row_bytes
 
 
@@ -175,7 +175,7 @@ def _buffers(variant: Variant, shape: LayerShape, ran: tuple[Ran, ...]) -> float
 def _programs(
     machine: Machine, shape: LayerShape, context: ContextParallel | None, variant: Variant
 ) -> tuple[Ran, ...]:
-    """What a rank runs of a layer and of the head, with every schedule that is tried."""
+    """The programs of a layer and of the head on a rank, for each schedule that tuning tries."""
     found: list[Ran] = []
     group = Group(machine, shape.ranks)
     for one in [replace(variant, way=way, tuned=()) for way in variant.tuned] or [variant]:

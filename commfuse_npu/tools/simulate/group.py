@@ -1,7 +1,7 @@
-"""A group of ranks played together; one rank for all where they all do the same.
+"""Simulates the ranks of a group together, or one rank that represents all if they do the same.
 
-Cost: a symmetric group costs what one rank costs, whatever its size times its transfers; a group
-with fused programs is simulated rank by rank.
+Cost of the simulation: a symmetric group costs as much as one rank, whatever its size; a group with
+fused programs is simulated rank by rank.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ __all__ = ["Group", "Played", "collective_seconds"]
 
 @dataclass(frozen=True)
 class Played:
-    """A timeline with what it was made from.
+    """A timeline and its inputs.
 
     Attributes:
-        host: seconds in which it is launched, if it is one of many in a row, else 0.
+        host: seconds of host time per repetition if it is one of many in a row, else 0.
     """
 
     timeline: Timeline
@@ -36,12 +36,12 @@ class Played:
 
     @property
     def seconds(self) -> float:
-        """Of many in a row the device's time or the host's, whichever is longer."""
+        """Time of one of many repetitions: that of the device or the host, whichever is longer."""
         return max(self.timeline.seconds, self.host)
 
     @property
     def shown(self) -> int:
-        """The rank in the middle, or the one that stands for all."""
+        """The rank to show: the one in the middle, or the one that represents all."""
         return 0 if self.links.folded else len(self.launches) // 2
 
     @property
@@ -52,13 +52,13 @@ class Played:
 
     @property
     def waiting(self) -> float:
-        """Seconds that the compute engine stood still, averaged over the ranks."""
+        """Seconds that the compute engine was idle, averaged over the ranks."""
         return self.seconds - self.busy
 
 
 @dataclass(frozen=True)
 class Group:
-    """Ranks that communicate with each other; see :class:`~.links.Links` for their places."""
+    """Ranks that communicate with each other; :class:`~.links.Links` defines their placement."""
 
     machine: Machine
     size: int
@@ -71,7 +71,7 @@ class Group:
 
     @property
     def direct(self) -> Schedule:
-        """Transfers straight to every peer, on as many lanes as suit the links."""
+        """Transfers directly to every peer, on as many lanes as suit a group of this size."""
         schedule = direct(self.size, self.members_per_node)
         return replace(schedule, lanes=schedule.lanes_for(self.size))
 
@@ -83,20 +83,20 @@ class Group:
         whole: bool | None = None,
         steady: bool = False,
     ) -> Played:
-        """Play what ``build`` adds to the launches of every rank.
+        """Simulate what ``build`` adds to the launches of every rank.
 
         Args:
-            whole: whether to simulate every rank; by default where they do not all do the same.
-                Otherwise one in the middle stands for all, in GEMMs before and after its own block.
-            steady: whether it is one of many in a row, through which the host runs on: it is ahead
-                of the device, unless launching takes longer than everything that is launched.
+            whole: whether to simulate every rank; by default if they do different work.  Otherwise
+                a middle rank represents all: it has GEMMs before and after its own block.
+            steady: whether this is one of many in a row, between which the host does not wait.  It
+                is then ahead of the device, unless launching takes longer than the launched work.
         """
         if variant.tuned:
             variant = self._tuned(variant, build, steady)
         links = Links(self.machine, self.size, self.stride, folded=True)
         if whole is None:
             # Ranks in the middle have blocks on both sides of their own, and under a causal mask
-            # blocks cost differently.
+            # the cost of a block depends on its position.
             whole = variant.kind == "fused" and (self.size > 2 or variant.attention)
         if whole:
             launches = [self.build(variant, build, rank).finish() for rank in range(self.size)]
@@ -109,20 +109,19 @@ class Group:
         return Played(timeline, tuple(launches), links, host)
 
     def build(self, variant: Variant, build: Callable[[Rank], None], rank: int) -> Rank:
-        """One rank, with what ``build`` adds to it."""
+        """The launches of one rank, as ``build`` adds them."""
         built = Rank(self.machine, rank, self.size, self.members_per_node, variant)
         build(built)
         return built
 
     def _tuned(self, variant: Variant, build: Callable[[Rank], None], steady: bool) -> Variant:
-        """With the fastest way for each operation, one after the other, all others as found.
+        """Choose the fastest way for each operation in turn, the others fixed as chosen so far.
 
-        What hides the transfers of an operation may be the work of another, so it is the time of
-        all of them that counts.
+        One operation may hide the transfers of another, so the total time decides.
         """
 
         def seconds(one: Variant) -> float:
-            # One rank is enough to choose by.
+            # One rank is enough for the choice.
             return self.play(one, build, whole=one.attention, steady=steady).seconds
 
         plain, *others = [replace(variant, way=one, tuned=()) for one in variant.tuned]
@@ -142,7 +141,7 @@ class Group:
 
 @lru_cache(1 << 14)
 def collective_seconds(group: Group, size: float) -> float:
-    """Seconds of a plain collective by itself, over blocks of so many bytes."""
+    """Seconds of a plain collective on its own, with ``size`` bytes per block."""
     if group.size == 1 or size <= 0:
         return 0.0
     return group.play(REFERENCE, lambda rank: rank.need(rank.collective("", size))).seconds

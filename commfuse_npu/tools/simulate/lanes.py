@@ -1,6 +1,6 @@
-"""A played layer as lanes for people: what one rank computes, what its links carry, when it waits.
+"""The rows of a Gantt chart: work of a rank, transfers on its links, and waiting, of a layer.
 
-Of all ranks the one in the middle is shown, or the one that stands for all.
+It shows the rank in the middle, or the one that represents all.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ _RANK = re.compile(r" (block|partial for) \d+")
 
 
 def lanes(title: str, parts: Sequence[tuple[str, Played]]) -> Row:
-    """The parts one after the other, in ms.
+    """The parts in sequence, in ms.
 
-    Transfers of an operation that overlap, to several peers, are one bit; waiting is where the
-    first stream stands still.
+    Overlapping transfers of an operation to several peers are drawn as one bar.  Waiting is time
+    in which the first stream is idle.
     """
     bits: list[Bit] = []
     begin = 0.0
@@ -55,7 +55,7 @@ def lanes(title: str, parts: Sequence[tuple[str, Played]]) -> Row:
 
 
 def _transfers(played: Played) -> Iterator[tuple[str, float, float]]:
-    """Names and times; of those that overlap under one name, one."""
+    """Name, start and end of transfers; overlapping ones of the same name are merged."""
     names = {
         message.key: _RANK.sub("", span.operation.name)  # to whom does not matter, the chunk does
         for span in played.timeline.spans

@@ -1,7 +1,7 @@
 """Multi-latent attention (DeepSeek-V2, arXiv 2405.04434): its projections, on one rank.
 
-Queries, and keys with values, go through a narrow product that every rank makes for its own rows,
-a norm, an all-gather of the narrow rows, and a wide product that is split by heads.
+Queries, and keys together with values, pass through a narrow product that each rank computes for
+its own rows, a norm, an all-gather of the narrow rows, and a wide product that is split by heads.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from commfuse_npu.tools.simulate.rank import Rank
 __all__ = ["Latent"]
 
 _LAUNCHES = 21, 18
-"""Besides the products, forward and backward: norms, splits, copies of the shared rotary key
-beside every head's own (counted by hand in MindSpeed-LLM 26.1.0)."""
+"""Launches besides the products, forward and backward: norms, splits, copies of the shared rotary
+key to every head (counted by hand in MindSpeed-LLM 26.1.0)."""
 
 
 @dataclass(frozen=True)
@@ -24,9 +24,10 @@ class Latent:
 
     Attributes:
         heads: of all ranks.
-        queries: width of the narrow queries; 0: queries are made by one product.
+        queries: width of the narrow queries; 0 if queries are computed by one product.
         keys: width of the narrow keys and values, without the rotary part.
-        own, rotary, value: of a head's query and key without position, with it, and of its value.
+        own, rotary, value: widths of a head's query and key without the rotary part, of the rotary
+            part, and of a head's value.
         ranks: of the tensor-parallel group.
     """
 
@@ -40,25 +41,25 @@ class Latent:
 
     @property
     def attended(self) -> float:
-        """Width of all queries and of all values, by which attention's products are counted."""
+        """Total width of queries and values, which determines the FLOP of attention."""
         return float(self.heads * (self.own + self.rotary + self.value))
 
     @property
     def kept(self) -> int:
-        """Width of what a backward needs: narrow rows, queries, keys and values of all heads."""
+        """Width of what the backward needs: narrow rows, queries, keys and values of all heads."""
         wide = self.heads * (2 * (self.own + self.rotary) + self.own + 2 * self.value)
         return (self.queries + self.keys + self.rotary) * self.ranks + wide
 
     @property
     def parameters(self) -> tuple[int, int]:
-        """Per feature of the hidden states, and besides."""
+        """Number of parameters per feature of the hidden states, and of the wide products."""
         query = self.heads * (self.own + self.rotary)
         narrow = self.keys + self.rotary + (self.queries or query)
         wide = self.keys * self.heads * (self.own + self.value) + self.queries * query
         return narrow + self.heads * self.value, wide
 
     def _products(self, rows: int, held: int, hidden: int) -> list[tuple[int, int, int]]:
-        """Rows, inputs and outputs of each product."""
+        """Rows, input width and output width of each product."""
         query = self.heads * (self.own + self.rotary) // self.ranks
         made = self.heads * (self.own + self.value) // self.ranks
         narrow = [(held, hidden, self.keys + self.rotary), (rows, self.keys, made)]
@@ -67,7 +68,7 @@ class Latent:
         return [(rows, hidden, query), *narrow]
 
     def forward(self, rank: Rank, rows: int, held: int, hidden: int) -> None:
-        """Add the forward, of so many rows of all ranks and of this one."""
+        """Add the forward for ``rows`` rows of all ranks, of which this rank holds ``held``."""
         for number, one in enumerate(self._products(rows, held, hidden)):
             rank.compute(f"latent {number}", rank.machine.gemm(*one))
         self._gather(rank, held)

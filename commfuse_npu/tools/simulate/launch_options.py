@@ -1,6 +1,6 @@
-"""What was simulated as options of ``pretrain_gpt.py``, and as a configuration for the launchers.
+"""A simulated training as options of ``pretrain_gpt.py``, and as a configuration for launchers.
 
-The launchers read a written plan as ``CONFIG=FILE``.
+The launch scripts read a written plan through ``CONFIG=FILE``.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ FORMS = {
     MC2: ("MC2", "--use-ascend-mc2"),
     TURNS: ("forward-backward overlap", "--commfuse-fb-overlap"),
 }
-"""What can be launched besides fused layers, and the flags for it."""
+"""The forms besides fused layers that can be launched: description and flags."""
 
 _FIRST_LINE = "# Written by commfuse-npu plan"
 _DECIDED = ("--num-layers-per-virtual-pipeline-stage", "--recompute-", "--overlap-")
-"""What a plan says itself: how these options begin."""
+"""Prefixes of options that a plan sets itself and therefore removes from the model's."""
 
 
 def options(model: ModelConfig, chosen: Candidate) -> list[str]:
-    """Layout, recomputation and schedule as options of ``pretrain_gpt.py``."""
+    """Layout, recomputation and schedule, as options of ``pretrain_gpt.py``."""
     what, layout = chosen.training, chosen.training.layout
     given = [
         *("--tensor-model-parallel-size", str(layout.tp)),
@@ -46,7 +46,7 @@ def options(model: ModelConfig, chosen: Candidate) -> list[str]:
         *(("--sequence-parallel",) if layout.tp > 1 else ()),
         "--use-distributed-optimizer",
     ]
-    # What differs from the model's description besides its layout.
+    # Values other than the layout that differ from the model's description.
     for name in ("seq_length", "max_position_embeddings", "micro_batch_size", "global_batch_size"):
         if (value := getattr(what.model, name)) != getattr(model, name):
             given += [f"--{name.replace('_', '-')}", str(value)]
@@ -57,10 +57,10 @@ def options(model: ModelConfig, chosen: Candidate) -> list[str]:
 
 
 def _without_key(what: Training) -> Iterator[str]:
-    """What :class:`ModelConfig` has no key for."""
+    """Options for settings that :class:`ModelConfig` has no key for."""
     layout = what.layout
     if layout.dp * layout.cp > 1:
-        # As it was simulated.
+        # The simulation assumes these overlaps.
         yield from ("--overlap-grad-reduce", "--overlap-param-gather")
     if layout.vpp > 1:
         each = what.layers[0] // layout.vpp
@@ -71,7 +71,7 @@ def _without_key(what: Training) -> Iterator[str]:
 
 
 def launching(variant: Variant, training: Training) -> Iterator[str]:
-    """A way to run the layers as options of ``pretrain_gpt.py``; none for Megatron's own order."""
+    """The ``pretrain_gpt.py`` options of a variant; none for Megatron's own order."""
     schedule, layout = variant.schedule, training.layout
     _, flags = FORMS.get(variant, ("", ""))
     yield from flags.split()
@@ -103,7 +103,7 @@ def launching(variant: Variant, training: Training) -> Iterator[str]:
 
 
 def planned(model: ModelConfig, hardware: Hardware, chosen: Candidate) -> ModelConfig:
-    """The model in the layout that was simulated, with the options that no key has."""
+    """The model in the simulated layout, with options for settings that have no key."""
     what, npus = chosen.training, chosen.training.layout.npus
     kept: list[str] = []
     decided = False
@@ -125,10 +125,10 @@ def planned(model: ModelConfig, hardware: Hardware, chosen: Candidate) -> ModelC
 
 
 def check_target(path: Path) -> None:
-    """Refuse to write over anything but an earlier plan.
+    """Refuse to overwrite any file except an earlier plan.
 
     Raises:
-        ValueError: there is another file.
+        ValueError: the file exists and is not a plan.
         OSError: it cannot be read.
     """
     if path.exists() and not path.read_text("utf-8", "replace").startswith(_FIRST_LINE):
@@ -136,10 +136,10 @@ def check_target(path: Path) -> None:
 
 
 def write_plan(path: Path, model: ModelConfig, hardware: Hardware, chosen: Candidate) -> None:
-    """Write a candidate, in place of an earlier plan.
+    """Write a candidate as a model configuration; an earlier plan is replaced.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
     tp, cp, dp, pp, _ = layout = chosen.training.layout
     lines = [

@@ -1,8 +1,9 @@
-"""What the host of one rank launches: operations, in order.
+"""The operations that the host of one rank launches, in order.
 
-Two kinds: work for the compute engine, and exchanges on a lane.  The order on an engine or a lane
-is the order of the list, as on a stream.  As with torch's process groups, an exchange starts after
-the work that was launched before it, and work starts after the exchanges that it waits for.
+There are two kinds: work on a compute engine, and exchanges on a lane.  Operations on an engine or
+a lane run in the order of the list, as on a stream.  As with torch's process groups, an exchange
+starts after the work that was launched before it, and work starts after the exchanges that it waits
+for.
 """
 
 from __future__ import annotations
@@ -15,15 +16,15 @@ from commfuse_npu.hardware.machine import Machine
 __all__ = ["ASIDE", "COMPUTE", "Key", "Message", "Operation", "fold"]
 
 COMPUTE, ASIDE = "compute", "aside"
-"""The engines: a device's first stream, and the second one beside it."""
+"""The engines: the first stream of a device, and the side stream."""
 
 Key = tuple[object, ...]
 
 
 class Message(NamedTuple):
-    """One transfer; both of its ends write down the same message.
+    """One transfer; both of its ends refer to the same message.
 
-    ``size`` is in bytes; ``delay`` are the seconds that it takes besides latency and links.
+    ``size`` is in bytes; ``delay`` is in seconds, added to the time of latency and links.
     """
 
     key: Key
@@ -37,13 +38,13 @@ class Operation(NamedTuple):
     """One launch.
 
     Attributes:
-        engine: ``compute``, ``aside``, a lane's name, or ``None`` for what no lane keeps in order.
+        engine: ``compute``, ``aside``, a lane's name, or ``None`` for an operation without order.
         seconds: work at full speed; 0 for exchanges.
-        sends, receives: messages; the operation is done when all of them are.
-        after: indices of operations of the same rank that have to be done before.
-        launches: how many launches of the host it takes; 0 inside a kernel or a collective.
-        posts: how many point-to-point batches the host posts for it.
-        events: how many events it records, or makes a stream wait for.
+        sends, receives: messages; the operation is complete when all of them are.
+        after: indices of operations of the same rank that must complete first.
+        launches: number of host launches; 0 inside a kernel or a collective.
+        posts: number of point-to-point batches that the host posts.
+        events: number of events that are recorded or that a stream waits for.
     """
 
     name: str
@@ -57,15 +58,15 @@ class Operation(NamedTuple):
     events: int = 0
 
     def host(self, machine: Machine) -> float:
-        """Seconds for which it keeps the host."""
+        """Seconds of host time."""
         return machine.host(self.launches, self.posts, self.events)
 
 
 def fold(operations: Sequence[Operation]) -> list[Operation]:
-    """Those of one rank, standing for all ranks of a symmetric group.
+    """The operations of one rank, changed to represent all ranks of a symmetric group.
 
-    What a rank receives in a step is the image of what it sends in that step, so the receive takes
-    the message of the send.  Keys end with the rank that sends.
+    In each step a rank receives the counterpart of what it sends, so the receive gets the message
+    of the send.  The last element of a key is the sending rank.
 
     Raises:
         ValueError: a step sends and receives different amounts; such a group is not symmetric.

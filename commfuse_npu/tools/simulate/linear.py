@@ -1,10 +1,10 @@
-"""Tensor-parallel linear layers, in every variant, as launches of one rank.
+"""Tensor-parallel linear layers as launches of one rank, in every variant.
 
-Fused they run the programs of :mod:`commfuse_npu.ops.linear`; the others are written down here.
-Without sequence parallelism every rank has all rows: nothing is gathered, and products are summed
-by an all-reduce, which is a reduce-scatter and an all-gather in one launch.
+The fused variants run the programs of :mod:`commfuse_npu.ops.linear`; the others are implemented
+here.  Without sequence parallelism every rank has all rows: nothing is gathered, and products are
+summed by an all-reduce, modeled as a reduce-scatter and an all-gather in one launch.
 
-Legend: a *block* is the part of one rank, ``rows`` rows of ``n * rows``; ``inputs`` and ``outputs``
+Legend: a *block* is the part of one rank: ``rows`` rows of ``n * rows``; ``inputs`` and ``outputs``
 are the features of this rank's weight ``[outputs, inputs]``.
 """
 
@@ -36,7 +36,7 @@ def column(rank: Rank, name: str, rows: int, inputs: int, outputs: int) -> None:
 
 
 def row(rank: Rank, name: str, rows: int, inputs: int, outputs: int) -> None:
-    """GEMM -> reduce-scatter of the product, which what follows needs."""
+    """GEMM -> reduce-scatter of the product; later operations wait for the sums."""
     if _fused(rank, name):
         program = gemm_scatter(rank.place(name), rows, inputs, outputs)
         columns = {"a": inputs, "weight": outputs, "out": outputs}
@@ -46,16 +46,17 @@ def row(rank: Rank, name: str, rows: int, inputs: int, outputs: int) -> None:
 
 
 def column_gradients(rank: Rank, name: str, rows: int, inputs: int, outputs: int) -> Iterator[None]:
-    """dgrad -> reduce-scatter; the input is gathered again -> wgrad.
+    """dgrad -> reduce-scatter; second gather of the input -> wgrad.
 
-    Stops where it may be begun ahead: fused when the input is on its way, else at once.
+    Yields at the point up to which it may start early: when fused, after the transfers of the input
+    have started; otherwise at once.
     """
     least = rank.variant.collectives_from
     if _fused(rank, name) and (least is None or outputs < least):
         place = rank.place(name)
         program = column_backward(place, rows, inputs, outputs, True, True, True)
         columns = {"x": inputs, "grad": outputs, "weight": inputs, "grad_x": inputs}
-        # Columns of a weight are no run of its memory.
+        # The columns of a weight are not contiguous in memory.
         strided = len(place.schedule.runs(inputs, "last")) > 1
         works = {
             "gemm": gemm_work(rank, ITEM_BYTES if strided else 0),
@@ -85,10 +86,10 @@ def row_gradients(
     *,
     before: Iterator[None] | None = None,
 ) -> None:
-    """Gradients arrive -> dgrad, then wgrad over all of them, or of each.
+    """Gradients arrive -> dgrad, then wgrad: one for all rows, or one per block.
 
     Args:
-        before: the backward of the column-parallel layer before it, begun ahead of the last wgrad.
+        before: the backward of the preceding column-parallel layer, started before the last wgrad.
     """
     whole = rows * rank.size
     if _fused(rank, name):
@@ -121,10 +122,10 @@ def _fused(rank: Rank, name: str) -> bool:
 
 
 def gemm_work(rank: Rank, copied: float = 0) -> Work:
-    """``gemm(out, a, b)``.
+    """Seconds of ``gemm(out, a, b)``.
 
     Args:
-        copied: bytes per number of ``b`` that has to be copied before.
+        copied: bytes per element of ``b`` that must be copied first.
     """
 
     def seconds(one: Compute, width: Width) -> float:
@@ -137,7 +138,7 @@ def gemm_work(rank: Rank, copied: float = 0) -> Work:
 
 
 def _wgrad_work(rank: Rank, whole: int) -> Work:
-    """``wgrad(grad, x)``: ``grad^T @ x``."""
+    """Seconds of ``wgrad(grad, x)``: ``grad^T @ x``."""
 
     def seconds(one: Compute, width: Width) -> float:
         grad, x = one.ins
@@ -149,7 +150,7 @@ def _wgrad_work(rank: Rank, whole: int) -> Work:
 def wgrad_seconds(
     rank: Rank, rows: int, inputs: int, outputs: int, whole: int | None = None
 ) -> float:
-    """Of some rows of the ``whole``: then the product is added to a sum in fp32."""
+    """Seconds for ``rows`` rows; if ``whole`` has more, the product is added to a sum in fp32."""
     part = whole is not None and rows != whole
     result = 2 * SUM_BYTES if part else ITEM_BYTES
     return rank.machine.gemm(outputs, rows, inputs, result_bytes=result)
@@ -158,17 +159,17 @@ def wgrad_seconds(
 # ------------------------------------------------------------------------ without programs
 
 _TILES = 16
-"""Pieces of an ideal kernel's GEMM between which it can wait; assumed."""
+"""Number of tiles of an ideal kernel's GEMM, between which it can wait; assumed."""
 _CORES = 20
-"""Of the cube, for MC2's tiling where they are not known."""
+"""Cube cores for MC2's tiling if the description does not give them."""
 _ROUNDS = 4
 
 
 def _form(rank: Rank, inner: int, *, kernel: bool = True) -> Kind:
-    """The variant's kind, or Megatron's order where it has no form for such a layer.
+    """The variant's kind, or ``megatron`` if the variant does not cover such a layer.
 
     Args:
-        kernel: whether a fused kernel has one for the operation.
+        kernel: whether a fused kernel exists for the operation.
     """
     kind, one_node = rank.variant.kind, rank.members_per_node == rank.size
     tiled = kernel and rank.size in RANKS and one_node and INNER[0] <= inner < INNER[1]
@@ -177,14 +178,14 @@ def _form(rank: Rank, inner: int, *, kernel: bool = True) -> Kind:
 
 
 def _measured_kernel(rank: Rank, name: str, gemm: float, size: float) -> None:
-    """A kernel that others measured, over blocks of so many bytes."""
+    """A kernel that others have measured; ``size`` is in bytes per block."""
     machine = rank.machine
     kernel: FusedKernel = getattr(machine, rank.variant.kernel)
     rank.compute(name, machine.fused(kernel, gemm, size, rank.size))
 
 
 class _Mc2:
-    """MC2's kernel: tiles as its host cuts them, and a copy of the weight into another layout."""
+    """MC2's kernel: the tiles that its host chooses, and a layout conversion of the weight."""
 
     def __init__(
         self, rank: Rank, kind: Literal["gather", "scatter"], rows: int, inner: int, outer: int
@@ -195,15 +196,15 @@ class _Mc2:
         cut = tiling(kind, rows, inner, outer, rank.size, machine.cores or _CORES, ring=self.ring,
                      ordered=machine.ordered_sums > 0)  # fmt: skip
         self.rows = cut.rows
-        # Times longer than beside other work: as its tiling takes it, or less.
+        # Factor on transfers, besides that of other work: MC2's own tiling formula's, or less.
         self.slowed = 1 + machine.mc2_grows * (cut.slowed - 1)
         self.layout = machine.memory(2 * ITEM_BYTES * inner * outer)
 
     def transfer(self, name: str, size: float, launches: int, *, sums: bool) -> tuple[int, ...]:
-        """Over a full mesh, or around a double ring.
+        """Transfer over a full mesh, or around a double ring.
 
-        There the host's formula takes 74 to 95 us for any small one of 4 to 32 ranks: that many
-        rounds.
+        For a ring, the host's formula gives 74 to 95 us for any small transfer of 4 to 32 ranks,
+        which fits a constant number of rounds.
         """
         rank, size = self.rank, size * self.slowed
         if not self.ring or rank.size == 2:
@@ -217,7 +218,7 @@ class _Mc2:
 
 
 def _slices(rank: Rank, operation: str, rows: int) -> list[int]:
-    """Rows of a block in each slice; all of them where nothing is sliced."""
+    """Rows of a block in each slice; one slice with all rows if the variant does not slice."""
     slices = rank.way(operation)
     if not isinstance(slices, int) or rank.size == 1 or not rank.sequence_parallel:
         return [rows]
@@ -225,21 +226,21 @@ def _slices(rank: Rank, operation: str, rows: int) -> list[int]:
 
 
 def _reorder(rank: Rank, name: str, rows: int, columns: int) -> None:
-    """Slices hold rows of every block: a copy puts them in order."""
+    """Add the copy that restores the order of rows: a slice holds rows of every block."""
     rank.compute(
         f"{name} reorder", rank.machine.memory(2 * rows * rank.size * columns * ITEM_BYTES)
     )
 
 
 def _gathered(rank: Rank, name: str, numbers: int) -> tuple[int, ...]:
-    """So many numbers of every rank; returns what to wait for."""
+    """Gather ``numbers`` elements of every rank; returns the operations to wait for."""
     if not rank.sequence_parallel:
         return ()
     return rank.collective(name, numbers * ITEM_BYTES)
 
 
 def _summed(rank: Rank, name: str, numbers: int) -> tuple[int, ...]:
-    """For every rank so many numbers, or for all of them all; returns what to wait for."""
+    """Reduce-scatter ``numbers`` elements per rank, or all-reduce; returns what to wait for."""
     waits = rank.collective(f"{name} scatter", numbers * ITEM_BYTES, sums=True)
     if rank.sequence_parallel:
         return waits
@@ -247,14 +248,14 @@ def _summed(rank: Rank, name: str, numbers: int) -> tuple[int, ...]:
 
 
 def _gather_gemm(rank: Rank, name: str, rows: int, inner: int, outer: int) -> tuple[int, ...]:
-    """Returns what to wait for until all rows are there."""
+    """Add the gather and the GEMM; returns what to wait for until all rows have arrived."""
     machine, n, form = rank.machine, rank.size, _form(rank, inner)
     whole, block = machine.gemm(rows * n, inner, outer), rows * inner * ITEM_BYTES
     if form == "kernel":
         _measured_kernel(rank, name, whole, block)
         return ()
     if form == "mc2":
-        # The own block first, then tiles of all others as they arrive; one start for all of it.
+        # The own block first, then tiles of the other ranks as they arrive; one launch for all.
         kernel, arrivals = _Mc2(rank, "gather", rows, inner, outer), []
         for number, tile in enumerate(kernel.rows):
             size, first = tile * inner * ITEM_BYTES, not number
@@ -290,11 +291,11 @@ def _gemm_scatter(
     kernel: bool,
     behind: Callable[[], None] | None = None,
 ) -> None:
-    """What follows needs the sums.
+    """Add the GEMM and the reduce-scatter; later operations wait for the sums.
 
     Args:
-        kernel: whether a fused kernel has a form for it.
-        behind: work that needs not the sums; it hides the end of the transfers, except in the
+        kernel: whether a fused kernel exists for it.
+        behind: work that does not need the sums.  It hides the end of the transfers, except in the
             ``plain`` variants, which wait first.
     """
     machine, n, form = rank.machine, rank.size, _form(rank, inner, kernel=kernel)
@@ -303,7 +304,7 @@ def _gemm_scatter(
     if form == "kernel":
         _measured_kernel(rank, name, whole, block)
     elif form == "mc2":
-        # A tile of all blocks after the other, each sent off.
+        # One tile of all blocks at a time, each followed by its transfer.
         cut = _Mc2(rank, "scatter", rows, inner, outer)
         rank.compute(f"{name} layout of the weight", cut.layout)
         for number, tile in enumerate(cut.rows):

@@ -1,11 +1,11 @@
-"""Which links a transfer takes, and what each of them carries.
+"""The links that a transfer uses, and their capacity.
 
-A group of ranks lies on the NPUs ``0, stride, 2 * stride, ...``; Megatron's order of ranks makes
-tensor-parallel neighbours adjacent and data-parallel ones ``tp * cp`` apart.  All groups of the
-machine are taken to do the same at the same time, so a NIC of a node is shared with the others.
+The ranks of a group are on the NPUs ``0, stride, 2 * stride, ...``; in Megatron's rank order
+tensor-parallel neighbors are adjacent and data-parallel neighbors ``tp * cp`` apart.  All groups of
+the machine are assumed to do the same at the same time, so they share the NIC of a node.
 
-``folded`` describes one rank that stands for all: in a symmetric group every rank sends at distance
-k when this one does, so what enters this rank is what leaves it.
+With ``folded`` one rank represents all: in a symmetric group every rank sends at distance k when
+this one does, so the traffic into this rank equals the traffic out of it.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from commfuse_npu.hardware.machine import Level, Machine
 __all__ = ["LinkId", "Links", "PlacementError"]
 
 LinkId = tuple[str, int, int]
-"""Kind and the one or two ends."""
+"""Kind of link, and its one or two ends."""
 
 
 class PlacementError(ValueError):
-    """A group does not lie evenly on the nodes, or spans nodes that have no links between them."""
+    """A group is not spread evenly over nodes, or spans nodes without links between them."""
 
 
 class Links:
     """The links of one group.
 
     Args:
-        size, stride: ranks of the group, and NPUs from one to the next.
-        folded: whether rank 0 stands for all.
+        size, stride: number of ranks, and distance in NPUs from one rank to the next.
+        folded: whether rank 0 represents all.
 
     Raises:
-        PlacementError: the group spans nodes, but the machine has no links between nodes, or the
+        PlacementError: the group spans nodes, and the machine has no links between nodes, or the
             nodes hold different numbers of its ranks.
     """
 
@@ -65,11 +65,11 @@ class Links:
         return self.machine.between
 
     def latency(self, source: int, target: int) -> float:
-        """Seconds."""
+        """Latency of a transfer in seconds."""
         return self._level(source, target).latency
 
     def beside_work(self, source: int, target: int) -> float:
-        """How many times longer a transfer takes beside work."""
+        """Factor on the time of a transfer while one of its ends computes."""
         return self._level(source, target).beside_work
 
     def path(self, source: int, target: int) -> tuple[LinkId, ...]:
@@ -85,7 +85,7 @@ class Links:
         return (("node-out", self._node(source), 0), ("node-in", self._node(into), 0))
 
     def capacity(self, link: LinkId) -> float:
-        """bytes/s that the group has of a link."""
+        """Bandwidth of a link in bytes/s that is available to the group."""
         kind = link[0]
         if kind in ("pair", "out", "in"):
             rate = self.machine.inside.rate
@@ -93,7 +93,7 @@ class Links:
             assert self.machine.between is not None
             rate = self.machine.between.rate
         if kind.startswith("node"):
-            # The NIC is shared by all NPUs of the node, of which these ranks are a part.
+            # All NPUs of the node share the NIC; this group has only some of them.
             members = 1 if self.folded else self.members_per_node
             rate *= members / self.machine.npus_per_node
         return rate

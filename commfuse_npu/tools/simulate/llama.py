@@ -5,18 +5,19 @@ feed-forward, ``n`` tensor-parallel ranks.  All widths below are those of one ra
 
     forward   norm | x arrives -> qkv | rotary | attention | proj -> sum | norm
                    | x arrives -> fc1 | SwiGLU | fc2 -> sum
-    backward  the same from the end: gradients arrive -> dgrad, wgrad of fc2 and proj; dgrad -> sum,
+    backward  in reverse order: gradients arrive -> dgrad, wgrad of fc2 and proj; dgrad -> sum,
               x arrives again -> wgrad of fc1 and qkv
 
-FLOP of attention (causal, forward): ``2 * B * S^2 * H`` for all ranks, two products over half of
-the scores; the backward takes 2.5 times that (five products instead of two, as flash attention
-recomputes the scores).  Element-wise work costs its memory traffic.  Latent attention
-(:mod:`.latent`) and experts (:mod:`.experts`) take the places of qkv and of the feed-forward part;
-without sequence parallelism every rank has all rows.
+Attention (causal, forward) takes ``2 * B * S^2 * H`` FLOP over all ranks: two products over half of
+the scores.  Its backward takes 2.5 times as many: five products instead of two, because flash
+attention recomputes the scores.  Element-wise work costs its memory traffic.  Latent attention
+(:mod:`.latent`) replaces qkv, and experts (:mod:`.experts`) replace the feed-forward part.  Without
+sequence parallelism every rank has all rows.
 
-Launches are those of Megatron core 0.12.1 with the kernels that MindSpeed-LLM's launches ask for
-(RMS norm, rotary embedding, SwiGLU and attention in one each way, gradients added to ``main_grad``
-by themselves), 33 forward and 33 backward, counted on a CPU (``tests/megatron/test_launches.py``).
+Launches are those of Megatron core 0.12.1 with the kernels that MindSpeed-LLM's launches select
+(one each for RMS norm, rotary embedding, SwiGLU and attention in each direction, and a separate
+addition of gradients to ``main_grad``): 33 forward and 33 backward, counted on a CPU
+(``tests/megatron/test_launches.py``).
 """
 
 from __future__ import annotations
@@ -38,20 +39,20 @@ __all__ = ["BACKWARD_ATTENTION", "Attended", "LayerShape", "Queries", "backward"
            "head_backward", "head_forward", "rows_of", "run_of"]  # fmt: skip
 
 BACKWARD_ATTENTION = 2.5
-"""FLOP of attention's backward in those of its forward."""
+"""FLOP of attention's backward per FLOP of its forward."""
 
 _ROTARY = 19, 7
-"""Launches of splitting queries, keys and values and of turning them, forward and backward:
-MindSpeed makes cosines and sines anew for queries and for keys."""
+"""Launches that split queries, keys and values and apply the rotary embedding, forward and
+backward: MindSpeed recomputes cosines and sines for queries and for keys."""
 _NORM = 3
-"""Of a norm's backward: its own, the sum with the residual's gradient, its weight's gradient."""
+"""Launches of a norm's backward: itself, the sum with the residual's and its weight's gradient."""
 _ADDED = 2
-"""Of a half of a layer: the gradients of its two weights, added to those before."""
+"""Launches per half of a layer that add the gradients of its two weights to earlier ones."""
 _LOSS = 20, 8
-"""Of a cross entropy over a vocabulary that is split, forward and backward."""
+"""Launches of a cross entropy over a split vocabulary, forward and backward."""
 
 Queries = Callable[[slice], float]
-"""Seconds of attention of a run of query rows."""
+"""Seconds of attention for a range of query rows."""
 
 
 @dataclass(frozen=True)
@@ -60,15 +61,15 @@ class LayerShape:
 
     Attributes:
         sequence: tokens of a sequence on one context-parallel rank.
-        attended: tokens of the whole sequence, over all context-parallel ranks.
+        attended: tokens of the full sequence, over all context-parallel ranks.
         batch: sequences of a micro-batch.
-        hidden, feed_forward, qkv, vocabulary: whole widths, over all tensor-parallel ranks.
-        ranks: of the tensor-parallel group; it divides all of them.
-        heads: width of all query heads; 0 where it is that of the hidden states.
-        sequence_parallel: whether a rank has a block of the rows outside of linear linear.
+        hidden, feed_forward, qkv, vocabulary: full widths, over all tensor-parallel ranks.
+        ranks: of the tensor-parallel group; it divides all of these widths.
+        heads: width of all query heads; 0 if it equals that of the hidden states.
+        sequence_parallel: whether a rank has only a block of the rows outside of linear layers.
         gated: whether the feed-forward part is gated (SwiGLU).
-        causal: whether a query sees the keys before it only.
-        latent, experts: in place of its queries, keys and values, and of the feed-forward part.
+        causal: whether a query sees only the keys up to its own position.
+        latent, experts: replace queries, keys and values, and the feed-forward part.
     """
 
     sequence: int
@@ -88,23 +89,23 @@ class LayerShape:
 
     @property
     def inner(self) -> int:
-        """Width of one rank's query heads, as the output projection takes them."""
+        """Width of one rank's query heads, the input of the output projection."""
         return (self.heads or self.hidden) // self.ranks
 
     @property
     def dense(self) -> int:
-        """Width of one rank's part of what all tokens go through: of shared experts, if any."""
+        """Feed-forward width on one rank for all tokens; with experts, that of the shared ones."""
         shared = self.feed_forward if self.experts is None else self.experts.shared
         return shared // self.ranks
 
     @property
     def halves(self) -> int:
-        """Widths of the feed-forward part that its first product makes."""
+        """Outputs of the first feed-forward product per unit of width: 2 if gated, else 1."""
         return 2 if self.gated else 1
 
     @property
     def rows(self) -> int:
-        """Rows of the whole activation."""
+        """Rows of the full activation."""
         return self.sequence * self.batch
 
     @property
@@ -114,19 +115,19 @@ class LayerShape:
 
     @property
     def held(self) -> int:
-        """Rows that one rank has outside of linear linear."""
+        """Rows that one rank has outside of linear layers."""
         return self.block if self.sequence_parallel else self.rows
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a row of the hidden activation, which is all that is ever sent."""
+        """Bytes of a row of hidden states; only such rows are transferred."""
         return self.hidden * ITEM_BYTES
 
     def attention(self, machine: Machine, factor: float = 1.0) -> Queries:
-        """Seconds of attention of a run of query rows, times ``factor``.
+        """Seconds of attention for a range of query rows, times ``factor``.
 
-        Causal: later rows see more keys.  With context parallelism each rank has a part from both
-        ends of the sequence, so that there all rows cost the same.
+        With a causal mask later rows see more keys.  Under context parallelism each rank has a part
+        from both ends of the sequence, so all rows cost the same.
         """
         uniform = self.attended != self.sequence or not self.causal
         parts = self.ranks * (self.attended // self.sequence)
@@ -144,19 +145,19 @@ class LayerShape:
 
 
 def _elementwise(rank: Rank, name: str, rows: float, *widths: float, launches: int = 1) -> None:
-    """Work that reads and writes so many numbers per row."""
+    """Add work that reads and writes ``widths`` elements per row."""
     seconds = rank.machine.memory(rows * sum(widths) * ITEM_BYTES)
     rank.compute(name, seconds, launches=launches)
 
 
 class Attended(NamedTuple):
-    """Attention under context parallelism, which is played by itself.
+    """Attention under context parallelism, which is simulated separately.
 
     Attributes:
-        seconds: with what its transfers leave exposed.
-        waiting: for how many of them the compute engine stands still.
-        projects: whether the projections before and after it are in it.
-        launches, posts, events: of it.
+        seconds: including exposed transfers.
+        waiting: seconds of these in which the compute engine is idle.
+        projects: whether the projections before and after it are included.
+        launches, posts, events: host work.
     """
 
     seconds: float
@@ -171,7 +172,7 @@ def forward(rank: Rank, shape: LayerShape, attention: Attended | None = None) ->
     """Add a layer's forward.
 
     Args:
-        attention: by default that of the shape.
+        attention: replaces the attention that follows from the shape.
     """
     n, block, held = shape.ranks, shape.block, shape.held
     h, qkv = shape.hidden, shape.qkv // n
@@ -233,24 +234,24 @@ def backward(rank: Rank, shape: LayerShape, attention: Attended | None = None) -
 
 
 def _attend(rank: Rank, name: str, alone: float, attention: Attended | None) -> None:
-    """Attention that is one kernel, or played by itself."""
+    """Add attention as one kernel, or as simulated separately."""
     of = attention or Attended(alone)
     rank.compute(name, of.seconds, launches=of.launches, events=of.events, posts=of.posts)
 
 
 def run_of(one: Compute) -> slice:
-    """Its queries."""
+    """The queries of an instruction."""
     assert one.run is not None
     return one.run
 
 
 def rows_of(one: Compute) -> int:
-    """How many they are."""
+    """The number of queries of an instruction."""
     return int(run_of(one).stop - run_of(one).start)
 
 
 def _attention_scatter(rank: Rank, shape: LayerShape, attend: Queries) -> None:
-    """Attention and output projection of a run of queries after the other, each sent off."""
+    """Attention and output projection of one range of queries at a time, each then transferred."""
     h, inner = shape.hidden, shape.inner
 
     def make(one: Compute, _: Width) -> float:
@@ -282,7 +283,7 @@ def _gather_attention(rank: Rank, shape: LayerShape, attend: Queries) -> None:
 def head_forward(rank: Rank, shape: LayerShape) -> None:
     """Add the final norm, the output layer and the loss.
 
-    Of a logit the loss reads and writes 38 bytes (to fp32; maximum, difference, exponential, sum,
+    Per logit the loss reads and writes 38 bytes (to fp32; maximum, difference, exponential, sum,
     quotient), its backward 14 (times the gradient; to bf16): read in Megatron core 0.12.1.
     """
     v = shape.vocabulary // shape.ranks
@@ -293,7 +294,7 @@ def head_forward(rank: Rank, shape: LayerShape) -> None:
 
 
 def head_backward(rank: Rank, shape: LayerShape) -> None:
-    """Add their backward."""
+    """Add the backward of :func:`head_forward`."""
     v = shape.vocabulary // shape.ranks
     rank.sequence_parallel = shape.sequence_parallel
     _elementwise(rank, "loss backward", shape.rows, 7 * v, launches=_LOSS[1])

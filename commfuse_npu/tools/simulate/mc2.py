@@ -1,11 +1,11 @@
-"""Into which tiles of rows MC2's kernels cut: the host's formula, from the shape alone.
+"""The row tiles of MC2's kernels: the host's tiling formula, a function of the shape alone.
 
 Read in hicann/ops-transformer@c29bc10, ``mc2``: ``common/src/matmul_performance.cpp``,
 ``hccl_performance.cpp`` and ``hccl_formulaic_tiling.cpp``, ``all_gather_formulaic_tiling.cpp`` and
-``reduce_scatter_formulaic_tiling.cpp``; with the constants there.  The host estimates what GEMM and
-transfer take, and cuts a rank's block of rows into long tiles and a short one, so that a tile's
-GEMM takes as long as the next one's transfer: at most 16, of 128 rows or more.  These estimates
-decide the cut only; what a tile takes is this simulator's own
+``reduce_scatter_formulaic_tiling.cpp``; constants are taken from there.  The host estimates the
+times of GEMM and transfer.  It divides a rank's block of rows into long tiles and a short one, such
+that a tile's GEMM takes as long as the next one's transfer: at most 16 tiles, of 128 rows or more.
+These estimates determine only the tiling; the time of a tile is this simulator's own
 (:mod:`commfuse_npu.tools.simulate.linear`).
 
 Legend: ``rows`` of a rank's block, GEMMs ``[.., inner] @ [inner, outer]``; microseconds, MiB.
@@ -23,9 +23,9 @@ from commfuse_npu.hardware.machine import ITEM_BYTES
 __all__ = ["INNER", "RANKS", "Tiling", "tiling"]
 
 RANKS = 2, 4, 8, 16, 32
-"""Of a group; a full mesh has up to 8 (``VALID_RANK``)."""
+"""Supported group sizes; a full mesh has up to 8 (``VALID_RANK``)."""
 INNER = 256, 65535
-"""Inner dimensions from the first and below the second."""
+"""Supported inner dimensions: from the first value, below the second."""
 
 _ALIGN, _COLUMNS = 128, 256
 _MOST, _MOST_SLOWED = 16, 8
@@ -33,11 +33,11 @@ _MIB = 2**20
 
 
 class Tiling(NamedTuple):
-    """What the host decides.
+    """The host's decision.
 
     Attributes:
-        rows: of a block in every tile, in order.
-        slowed: times longer the host takes transfers to be for large operands, besides 1.15 always.
+        rows: rows of a block in each tile, in order.
+        slowed: factor by which the host lengthens transfers for large operands, besides 1.15.
     """
 
     rows: tuple[int, ...]
@@ -56,12 +56,12 @@ def tiling(
     ring: bool = False,
     ordered: bool = False,
 ) -> Tiling:
-    """The cut of an all-gather before a GEMM, or of a reduce-scatter after one.
+    """The tiles of an all-gather before a GEMM, or of a reduce-scatter after one.
 
     Args:
-        cores: of the cube.
+        cores: cube cores of the NPU.
         ring: whether transfers go around a double ring (A3) instead of over a full mesh (A2).
-        ordered: whether sums are made in an order (``HCCL_DETERMINISTIC``, on a mesh).
+        ordered: whether sums have a fixed order (``HCCL_DETERMINISTIC``, on a mesh).
     """
     given = _Given(kind, rows, inner, outer, ranks, cores, ring, ordered and not ring)
     return given.gather() if kind == "gather" else given.scatter()
@@ -80,7 +80,7 @@ class _Given:
 
     def __post_init__(self) -> None:
         gather = self.kind == "gather"
-        # Blocks that a tile's GEMM is over; a gather has the own one before.
+        # Blocks in a tile's GEMM; a gather computes its own block before the tiles.
         self.blocks = self.ranks - 1 if gather else self.ranks
         self.width = self.inner if gather else self.outer
         self.align = _ALIGN
@@ -103,7 +103,7 @@ class _Given:
         if gather and self.slowed > 1 and not 2048 < self.rows <= 4096:
             self.most = _MOST_SLOWED
         self.scale /= self.slowed * 1.15 * (0.6 if self.ring else 1.0)
-        # Around a ring of more than two both are estimated for all blocks.
+        # Around a ring of more than two ranks both are estimated for all blocks.
         whole = self.ring and self.ranks > 2
         self.gemm = self._gemm(self.rows * (self.blocks if whole else 1), self.ranks)
         self.wire = self._wire(self.rows * (self.ranks if whole else 1))
@@ -157,7 +157,7 @@ class _Given:
     # ------------------------------------------------------------------- estimates
 
     def _linear(self, blocks: int) -> int:
-        """From how many rows a GEMM takes time in proportion to them."""
+        """Number of rows from which the time of a GEMM is proportional to them."""
         weight = max(_ALIGN, self.outer) * max(_ALIGN, self.inner)
         if blocks > 2:
             return max(10 * 2**30 // (weight * blocks), _ALIGN)
@@ -166,7 +166,7 @@ class _Given:
         return max(3 * _ALIGN, least // blocks)
 
     def _used(self, rows: int, blocks: int) -> tuple[float, int]:
-        """Share of the peak, by the operands that a round reads; and the longest tile."""
+        """Share of peak FLOP/s, by the operands that a round reads; and the longest tile."""
         high, wide = min(_ALIGN, rows), _COLUMNS
         down, across = math.ceil(rows / high) * blocks, math.ceil(self.outer / wide)
         row = self.inner * ITEM_BYTES
@@ -200,7 +200,7 @@ class _Given:
         return raw / self.scale
 
     def _rows_over(self, microseconds: float) -> int:
-        """The inverse of :meth:`_wire`."""
+        """Rows whose transfer takes so long: the inverse of :meth:`_wire`."""
         raw = microseconds * self.scale
         if self.ring:
             size = (raw - 248.151561) / 11.38154641 if raw > 250 else 2.0
@@ -215,7 +215,7 @@ class _Given:
     # ------------------------------------------------------------------- whole tiles
 
     def _fit(self, long: int, behind: bool) -> tuple[int, int, int]:
-        """How many long tiles, their rows, and those of the short one, 0 without."""
+        """Number of long tiles, their rows, and rows of the short tile (0 if there is none)."""
         rows, align, short = self.rows, self.align, self.least
         long = min(max(long, short), rows - short)
         down = long // align * align
@@ -258,7 +258,7 @@ class _Given:
         return count, long, short
 
     def _behind(self, count: int, long: int) -> tuple[int, int]:
-        """Numbers of long and short tiles; what is left and too short goes to the last one."""
+        """Numbers of long and short tiles; a remainder that is too short joins the last tile."""
         left = self.rows - count * long
         if 0 < left < self.align / 2 and count > 1:
             return count - 1, 1

@@ -1,4 +1,4 @@
-"""What ``simulate`` and ``plan`` draw in their pages, and its verdict and tables."""
+"""Pages of ``simulate`` and ``plan``: pictures, verdict and tables."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _SIZES, _LENGTHS = (2, 4, 8), (4096, 8192, 16384, 32768)
 
 
 def layer_picture(step: Step, shown: Mapping[str, Variant]) -> Picture:
-    """The Gantt of one layer in each of these variants."""
+    """A Gantt chart of one layer in each of these variants."""
     rows = [lanes(name, step.parts(one)) for name, one in shown.items()]
     title = "One layer of one micro-batch, forward then backward"
     ordered = sorted(rows, key=lambda row: max(bit.end for bit in row.bits))
@@ -53,7 +53,7 @@ def layer_picture(step: Step, shown: Mapping[str, Variant]) -> Picture:
 
 
 def sweep_picture(points: Sequence[Point], shown: Sequence[Variant]) -> Picture:
-    """Bars at one point; at several a line for each variant over sequence length or NPUs."""
+    """Bars for one point; for several, a line per variant over sequence length or NPUs."""
     base = MEGATRON if MEGATRON in shown else REFERENCE
     against = "Megatron's order" if base is MEGATRON else base.name
     names = {one: one.name + " (ideal bound)" * (one.role == "bound") for one in shown}
@@ -92,7 +92,7 @@ def _thousands(length: int) -> str:
 
 
 def gain_picture(model: ModelConfig, hardware: Hardware) -> Picture:
-    """How much less time a layer takes with forward-backward overlap, by TP and length."""
+    """Time that forward-backward overlap saves per layer, in %, by TP and sequence length."""
     found = []
     sizes = [tp for tp in _SIZES if tp <= hardware.npus_per_node]
     for tp, length in product(sizes, _LENGTHS):
@@ -114,7 +114,7 @@ def gain_picture(model: ModelConfig, hardware: Hardware) -> Picture:
 
 
 def _memory_picture(shown: Mapping[str, Footprint], hardware: Hardware) -> Picture:
-    """The memory of the fullest NPU by what it is for, and what an NPU has for tensors."""
+    """Memory of the fullest NPU by purpose, and the memory that is available to tensors."""
     usable = limit(hardware) / 2**30
     rows = [
         (f"{name}, {of.total / 2**30:.1f} GiB", {part: size / 2**30 for part, size in parts})
@@ -140,8 +140,8 @@ def plan_page(
     """Write the page of ``plan``.
 
     Args:
-        words: the command.
-        launches: commands and options by what they are for.
+        words: the command line.
+        launches: commands and options, by purpose.
     """
     bar, memory = [], {}
     for one, row in plan_report.layouts(found, hardware):
@@ -154,7 +154,7 @@ def plan_page(
     recommended, _, *why = (line.removeprefix("- ") for line in plan_report.reasons(found))
 
     def answering(drawn: Picture, begin: str) -> Picture:
-        """With the reason that begins so, which is said there instead."""
+        """Move the reason that starts with ``begin`` from the list to this picture."""
         answer = next((why.pop(i) for i, line in enumerate(why) if line.startswith(begin)), "")
         return drawn._replace(answer=answer or drawn.answer)
 
@@ -195,9 +195,9 @@ def sweep_page(
     """Write the page of ``simulate``.
 
     Args:
-        words: the command.
-        shown: the variants that have rows.
-        said: the verdict: the best, and how it compares.
+        words: the command line.
+        shown: the variants in the tables.
+        said: the verdict: the best variant, and its comparison with others.
         what: the training at the first point.
     """
     points, compared = standing.points, standing.compared

@@ -1,16 +1,16 @@
-"""Pipeline parallelism, played by its dependencies: 1F1B, interleaved 1F1B, both sides at once.
+"""Pipeline schedules, simulated by their dependencies: 1F1B, interleaved 1F1B, overlapped pairs.
 
-1F1B (Narayanan et al. 2021): stage ``i`` of ``p`` runs ``p - 1 - i`` forwards, then one forward and
-one backward in turn, then the backwards that are left.  For equal stages and free transfers this is
-the closed form ``(m + p - 1) * (f + b)`` of ``m`` micro-batches.
+1F1B (Narayanan et al. 2021): stage ``i`` of ``p`` runs ``p - 1 - i`` forwards, then alternates one
+forward and one backward, then runs the remaining backwards.  With equal stages and free transfers
+``m`` micro-batches take ``(m + p - 1) * (f + b)``.
 
-Interleaved (the same; Megatron's ``--num-layers-per-virtual-pipeline-stage``): every stage has
-``v`` chunks of layers, so that a micro-batch goes around ``v`` times, ``p`` micro-batches at a time
-through each chunk.  The bubble is a ``v``-th of 1F1B's, ``m * (f + b) + (p - 1) * (f + b) / v`` in
-all, for ``v`` times as many transfers.
+Interleaved (same source; Megatron's ``--num-layers-per-virtual-pipeline-stage``): every stage has
+``v`` chunks of layers.  A micro-batch passes through all stages ``v`` times, and each chunk
+processes ``p`` micro-batches at a time.  The bubble is ``1/v`` of that of 1F1B: the step takes
+``m * (f + b) + (p - 1) * (f + b) / v``, with ``v`` times as many transfers.
 
-The order of forwards and of backwards, and how many come first, is
-:mod:`commfuse_npu.plan.slots`'.
+:mod:`commfuse_npu.plan.slots` defines the order of forwards and of backwards, and the number of
+forwards that come first.
 """
 
 from __future__ import annotations
@@ -26,11 +26,12 @@ __all__ = ["interleaves", "one_forward_one_backward", "side_by_side"]
 
 
 class _Part(NamedTuple):
-    """A chunk of the model for a micro-batch.
+    """A forward or a backward of one model chunk for one micro-batch.
 
     Attributes:
-        work: the chunk's place in the model, forward; backward that many places further.
-        before: what it gets its input from, alike; ``None``: from nobody.
+        work: the index of the chunk in the model; for a backward plus the number of chunks.
+        before: the ``work`` whose output is its input; ``None`` if it needs none.
+        number: the micro-batch.
     """
 
     work: int
@@ -39,7 +40,7 @@ class _Part(NamedTuple):
 
 
 def interleaves(stages: int, chunks: int, micro_batches: int) -> bool:
-    """Whether Megatron has a schedule: micro-batches go through chunks ``stages`` at a time."""
+    """Whether Megatron supports it: micro-batches pass through chunks ``stages`` at a time."""
     return chunks == 1 or (stages > 1 and micro_batches % stages == 0)
 
 
@@ -50,17 +51,17 @@ def one_forward_one_backward(
     transfer: float = 0.0,
     chunks: int = 1,
 ) -> list[float]:
-    """Play a step.
+    """Simulate a step.
 
     Args:
-        forward, backward: seconds of one micro-batch on each stage, and, with chunks, on each chunk
-            of the model in its order: first chunks of all stages, then the second ones.
+        forward, backward: seconds of one micro-batch on each stage.  With chunks: on each chunk in
+            model order, first chunks of all stages, then second chunks.
         micro_batches: at least one; with chunks divisible by the number of stages.
-        transfer: seconds that an activation or its gradient takes to the next stage.
-        chunks: of every stage.
+        transfer: seconds to send an activation or its gradient to the next stage.
+        chunks: per stage.
 
     Returns:
-        seconds from the start until each stage's last backward is done.
+        Seconds from the start to the end of each stage's last backward.
     """
     stages = len(forward) // chunks
     orders = [_order(stages, chunks, stage, micro_batches) for stage in range(stages)]
@@ -90,7 +91,7 @@ def one_forward_one_backward(
 
 @lru_cache(maxsize=256)
 def _order(stages: int, chunks: int, stage: int, micro_batches: int) -> tuple[_Part, ...]:
-    """What a stage does."""
+    """The forwards and backwards of a stage, in order."""
     places = stages * chunks
     forwards, backwards = [], []
     for slot in slots(stages, stage, chunks, micro_batches):
@@ -115,15 +116,15 @@ def side_by_side(
     transfer: float,
     chunks: int,
 ) -> list[float]:
-    """Play a step of forward-backward overlap, slot by slot (:mod:`commfuse_npu.plan.slots`).
+    """Simulate a step of forward-backward overlap, slot by slot (:mod:`commfuse_npu.plan.slots`).
 
     Args:
-        forward, backward, pairs: seconds of one micro-batch on each chunk of the model in its
-            order, alone and of both sides together.
-        transfer: seconds of the exchange with the neighbours after a slot.
+        forward, backward, pairs: seconds of one micro-batch on each chunk in model order: of each
+            direction alone, and of both as a pair.
+        transfer: seconds of the exchange with the neighbors after a slot.
 
     Returns:
-        seconds from the start until each stage's last backward is done.
+        Seconds from the start to the end of each stage's last backward.
     """
     stages = len(forward) // chunks
     plans = [slots(stages, stage, chunks, micro_batches) for stage in range(stages)]

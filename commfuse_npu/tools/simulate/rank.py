@@ -1,25 +1,25 @@
-"""What one rank does, collective by collective and program by program, as launches.
+"""The launches of one rank: collectives, and programs instruction by instruction.
 
-A fused operation is its :class:`~commfuse_npu.plan.program.Program`, instruction by instruction,
-the one that the transport runs.  What an instruction costs:
+A fused operation is the same :class:`~commfuse_npu.plan.program.Program` that the transport runs.
+The cost of its instructions:
 
 =========  ========================================================================================
 ``Post``   the host's ``post_overhead``, and a transfer on its lane, with a copy through the buffers
-           of its communicator at both ends (read in HCCL); without ``batched`` each receive and
+           of its communicator at both ends (read in HCCL); without ``batched`` for each receive and
            each send
-``Wait``   nothing, its host time is counted with the post; the work and the transfers that follow
-           start when what it names is done
-Compute    a launch, and what the operation says that this work takes
+``Wait``   nothing: its host time is part of the post; the work and the transfers that follow start
+           when the transfers that it names are complete
+Compute    a launch, and the seconds that the operation gives for this work
 ``Add``    memory traffic: ``ordered`` 3 blocks and a launch per addition, ``once`` one pass over
            all parts and one launch
 ``Copy``   a launch, and 2 bytes of memory traffic per byte
-``Hold``   two events, with the ``Record`` of the one that it waits for
+``Hold``   two events, including the ``Record`` that it waits for
 =========  ========================================================================================
 
-A collective is a launch and four events: torch_npu records one behind the work before it, which the
-group's stream waits for, and another behind the collective, which the work after it waits for (read
-in ProcessGroupHCCL.cpp of torch_npu 2.7.1).  HCCL expands a collective once and finds it in a cache
-from then on, so that no step pays for it; a batch is expanded each time, which is in
+A collective is a launch and four events.  torch_npu records one event after the preceding work, for
+which the group's stream waits, and another after the collective, for which the following work waits
+(read in ProcessGroupHCCL.cpp of torch_npu 2.7.1).  HCCL expands a collective once and caches the
+result, so no step pays for it; a batch is expanded each time, which is included in
 ``post_overhead``.
 """
 
@@ -51,24 +51,24 @@ from commfuse_npu.tools.simulate.variants import Variant, Way, direct
 __all__ = ["EVENTS", "Ran", "Rank", "Width", "Work", "rest"]
 
 Width = Callable[[Span], int]
-"""How many columns a span has."""
+"""Number of columns of a span."""
 
 Work = Callable[[Compute, Width], float]
-"""Seconds of a program's work."""
+"""Seconds of a compute instruction."""
 
 _COLLECTIVE = "collective"
 EVENTS = 4
-"""Recorded or waited for, of a collective."""
+"""Events of a collective: recorded, or waited for by a stream."""
 
 
 def rest(steps: Iterator[None]) -> None:
-    """Go on from where it is to the end."""
+    """Run an iterator to its end."""
     for _ in steps:
         pass
 
 
 class Ran(NamedTuple):
-    """A program, and the bytes of its longest message."""
+    """A program, and the size of its longest message in bytes."""
 
     program: Program
     message: float
@@ -78,15 +78,15 @@ class Rank:
     """Builds the launches of one rank.
 
     Args:
-        members_per_node: ranks of the group in a node, ``size`` if it fits one.
-        prefix: of the keys of its messages, where the launches of two of these are put together.
+        members_per_node: ranks of the group in a node; ``size`` if the group fits one.
+        prefix: of message keys, to distinguish two of these whose launches are merged.
 
     Attributes:
-        operations: what the host launches, in order.
+        operations: the host's launches, in order.
         ran: the programs, by operation.
-        ways: how operations were run, by name.
-        either: the operations that can be run by collectives as well.
-        sequence_parallel: whether it has a block of the rows outside of linear layers, else all.
+        ways: how each operation was run, by name.
+        either: the operations that could also be run by collectives.
+        sequence_parallel: whether the rank has only a block of the rows outside of linear layers.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class Rank:
         self._pending: dict[bool, set[int]] = {False: set(), True: set()}
 
     def add(self, one: Operation, after: Iterable[int]) -> int:
-        """Launch an operation that waits for these; its index."""
+        """Append an operation that waits for those in ``after``; returns its index."""
         self.operations.append(one._replace(after=tuple(sorted(after))))
         return len(self.operations) - 1
 
@@ -125,18 +125,18 @@ class Rank:
         events: int = 0,
         posts: int = 0,
     ) -> None:
-        """Work that needs what was received ``after``, and what :meth:`need` named."""
+        """Add work that waits for ``after`` and for the operations passed to :meth:`need`."""
         waits, self._pending[aside] = self._pending[aside].union(after), set()
         engine = ASIDE if aside else COMPUTE
         work = Operation(name, engine, seconds, launches=launches, posts=posts, events=events)
         self._last[engine] = self.add(work, waits)
 
     def need(self, others: Iterable[int], *, aside: bool = False) -> None:
-        """What follows on a stream needs these to be done."""
+        """Make the next work on a stream wait for these operations."""
         self._pending[aside].update(others)
 
     def finish(self) -> list[Operation]:
-        """End with waiting for what is left."""
+        """Add a final wait for pending operations, and return all operations."""
         if self._pending[False]:
             self.compute("end", 0.0, launches=0)
         return self.operations
@@ -152,11 +152,11 @@ class Rank:
         posts: int = 0,
         events: int = 0,
     ) -> tuple[int, int]:
-        """Transfers on a lane; what is done when they are received, and when they are sent.
+        """Add transfers on a lane; returns the operations that complete receives and sends.
 
-        As torch's process groups do, they start after all work that was launched before them.  The
-        send and the receive of a step complete as a unit (HCCL), or a receive waits for no lane,
-        and a send holds its lane until it is done (gloo).
+        As with torch's process groups, they start after all work that was launched before them.
+        With HCCL the send and the receive of a step complete together.  With gloo a receive does
+        not occupy a lane, and a send occupies its lane until it completes.
         """
         needs = self._pending[False].union(after)
         if COMPUTE in self._last:
@@ -174,7 +174,7 @@ class Rank:
         return received, sent
 
     def _key(self, name: str) -> Key:
-        """The beginning of keys that no other operation of this rank uses; the same on all."""
+        """A key prefix that no other operation of this rank uses; the same on all ranks."""
         self._prefixes += 1
         return self._prefix + name, self._prefixes
 
@@ -183,10 +183,10 @@ class Rank:
     def collective(
         self, name: str, size: float, *, launches: int = 1, sums: bool = False
     ) -> tuple[int, ...]:
-        """A block of so many bytes to every rank, and from every rank; returns what to wait for.
+        """Send a block of ``size`` bytes to every rank and receive one; returns what to wait for.
 
-        Its own work (``sums``) is taken as free, HCCL adds while it copies, but for sums in an
-        order on a mesh.
+        The additions of a reduction (``sums``) are free, because HCCL adds while it copies, except
+        for sums in a fixed order on a mesh.
         """
         if self.size == 1 or self.variant.kind == "compute":
             return ()
@@ -204,7 +204,7 @@ class Rank:
     def pass_on(
         self, name: str, size: float, *, after: Iterable[int] = (), launches: int = 1
     ) -> tuple[int, ...]:
-        """One round of a ring: so many bytes to the next rank, and from the one before."""
+        """One round of a ring: send ``size`` bytes to the next rank, receive from the previous."""
         key = self._key(name)
         up, down = (self.rank + 1) % self.size, (self.rank - 1) % self.size
         send = Message((*key, self.rank), self.rank, up, size)
@@ -213,7 +213,7 @@ class Rank:
         return self._exchange(name, _COLLECTIVE, [send], [receive], after, *host)[:1]
 
     def elsewhere(self, name: str, seconds: float) -> tuple[int, ...]:
-        """A collective of another group, which takes so long; returns what to wait for."""
+        """A collective of another group that takes ``seconds``; returns what to wait for."""
         if seconds <= 0:
             return ()
         delay = seconds - self.machine.inside.latency
@@ -223,15 +223,15 @@ class Rank:
     # ------------------------------------------------------------- programs
 
     def way(self, operation: str) -> Way:
-        """How an operation is run."""
+        """How an operation is run; recorded in ``ways``."""
         usual = dict(self.variant.chosen).get(operation, self.variant.way)
         return self.ways.setdefault(operation, usual)
 
     def place(self, operation: str, *, causal: bool = False) -> Place:
-        """For whom a program is compiled.
+        """The schedule and the rank for which a program is compiled.
 
         Args:
-            causal: in the order for blocks of queries that cost differently.
+            causal: use the block order for a causal mask, under which blocks differ in cost.
         """
         schedule = self.way(operation)
         assert isinstance(schedule, Schedule)
@@ -246,7 +246,7 @@ class Rank:
         columns: Mapping[str, int],
         works: Mapping[str, Work],
     ) -> None:
-        """Run a program from its start to its end; see :meth:`begin`."""
+        """Run a program from start to end; see :meth:`begin`."""
         rest(self.begin(operation, program, columns, works))
 
     def begin(
@@ -256,11 +256,11 @@ class Rank:
         columns: Mapping[str, int],
         works: Mapping[str, Work],
     ) -> Iterator[None]:
-        """Run a program, with a stop at its mark if it has one.
+        """Run a program; yields at its ``Mark`` if it has one.
 
         Args:
-            columns: of the buffers that the operation brings along.
-            works: by name.
+            columns: of the buffers that the operation provides, by name.
+            works: seconds of compute instructions, by name.
         """
         key = self._key(operation)
         widths = dict(columns)
@@ -323,7 +323,7 @@ class Rank:
 
     def _add(self, operation: str, one: Add, size: Callable[[Span], float]) -> None:
         additions, traffic = sum(parts for _, parts in one.terms) - 1, 3 * size(one.out)
-        # A stack in one pass; what a collective brought is no stack in the order of its sum.
+        # Parts in one stack are added in one pass; those of a collective are no such stack.
         if (self.variant.sums == "once" and len(one.terms) <= 2) or not additions:
             traffic = size(one.out) + sum(size(span) for span, _ in one.terms)
             additions = 1

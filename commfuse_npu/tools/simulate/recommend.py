@@ -1,10 +1,10 @@
-"""Which layout and which schedule for a model on a cluster?
+"""Finds the best layout and schedule for a model on a cluster.
 
 Every layout that fits the model, the NPUs and their memory is simulated with a few schedules of
-CommFuse, at typical figures; the best layouts then with all of them.  A recommendation names the
-shortest step, ours or not, the next best layout, and what is fastest without CommFuse, each on all
-five machines of the hardware's ranges (see :mod:`.sweep`): how often the order stays the same says
-how much it is worth.
+CommFuse at typical figures, and the best layouts then with all schedules.  The result has the
+shortest step, with or without CommFuse, the next best layout, and the fastest without CommFuse,
+each on all five machines of the hardware's ranges (see :mod:`.sweep`).  The number of machines on
+which the order is the same shows how reliable the recommendation is.
 """
 
 from __future__ import annotations
@@ -50,19 +50,19 @@ __all__ = ["Candidate", "Fixed", "NoLayoutError", "Recommendation", "recommend"]
 _CONTEXTS = (1, 2, 4, 8, 16)
 _CHUNKS = (1, 2, 4, 8)
 _INTERLEAVED = (2, 4)
-"""Chunks per pipeline stage besides 1."""
+"""Chunks per pipeline stage to try, besides 1."""
 _DEFAULTS = Options()
 _RANKED = 5
-"""So many layouts are simulated in full, each with its best schedules; the rest roughly."""
+"""Number of layouts that are simulated in full with their best schedules; others approximately."""
 _FINALISTS = 3
 
 
 class NoLayoutError(ValueError):
-    """No layout fits; the message counts why."""
+    """No layout fits; the message counts the reasons."""
 
 
 class Fixed(NamedTuple):
-    """Sizes that are not to be chosen; ``None`` leaves one open."""
+    """Sizes that the user has fixed; ``None`` leaves one to the search."""
 
     tp: int | None = None
     cp: int | None = None
@@ -75,7 +75,7 @@ _OPEN = Fixed()
 
 @dataclass(frozen=True)
 class Candidate:
-    """A training with a way to run its tensor-parallel layers.
+    """A training, and a variant of its tensor-parallel layers.
 
     Attributes:
         seconds: of a step, at typical figures.
@@ -93,18 +93,18 @@ _seconds = attrgetter("seconds")
 
 @dataclass(frozen=True)
 class Recommendation:
-    """What was found.
+    """The result of a search.
 
     Attributes:
-        fitting: how many layouts fit.
-        ranked: the best candidates of the best layouts, shortest step first, with CommFuse where
-            there is anything to fuse.
+        fitting: number of layouts that fit.
+        ranked: the best candidate of each of the best layouts, shortest step first; with CommFuse
+            if there is anything to fuse.
         schedules: the best candidates of the best layout, shortest step first.
-        rivals: the shortest step, over all layouts, of each form without CommFuse that can be
-            launched, shortest first.
-        bound: that of ideal kernels, which nobody can launch; ``None`` without any.
-        refused: how many layouts do not fit, by reason.
-        machines: the five.
+        rivals: for each form without CommFuse that can be launched, its shortest step over all
+            layouts; shortest first.
+        bound: the same for ideal kernels, which cannot be launched; ``None`` if there are none.
+        refused: number of layouts that do not fit, by reason.
+        machines: the five machines of the hardware's ranges.
     """
 
     fitting: int
@@ -117,7 +117,7 @@ class Recommendation:
 
     @property
     def best(self) -> Candidate:
-        """The shortest step of what can be launched, with CommFuse or without."""
+        """The shortest step that can be launched, with or without CommFuse."""
         return min(self.ranked[0], self.rivals[0], key=_seconds)
 
     @property
@@ -127,18 +127,18 @@ class Recommendation:
 
     @property
     def runner_up(self) -> Candidate | None:
-        """The next best candidate of a layout, or without one the next schedule."""
+        """The best candidate of the next layout, or else the next schedule."""
         following = (*self.ranked, *self.schedules)
         return next((one for one in following if one not in (self.best, self.other)), None)
 
     @property
     def fused(self) -> Candidate | None:
-        """The best candidate that has something to fuse."""
+        """The best candidate with a CommFuse variant, if any."""
         return next((one for one in self.ranked if one.variant.ours), None)
 
     @cached_property
     def steps(self) -> dict[Candidate, tuple[float, ...]]:
-        """Seconds on the five machines, of what :meth:`beats` compares."""
+        """Seconds on the five machines, for the candidates that are compared."""
         compared = {self.best, self.other, self.runner_up, self.fused}
         return {
             one: tuple(Step(on, one.training).time(one.variant).seconds for on in self.machines)
@@ -148,12 +148,12 @@ class Recommendation:
 
     @cached_property
     def ratio(self) -> Range:
-        """Communication / computation of a layer of the best layout, plain collectives."""
+        """Communication / computation of a layer of the best layout, with plain collectives."""
         steps = [Step(machine, self.best.training) for machine in self.machines]
         return Range.of([s.time(REFERENCE).layer / s.time(COMPUTE_ONLY).layer - 1 for s in steps])
 
     def beats(self, candidate: Candidate) -> int:
-        """On how many of the five machines the best candidate's step is shorter."""
+        """Number of the five machines on which the best candidate's step is shorter."""
         pairs = zip(self.steps[self.best], self.steps[candidate], strict=True)
         return sum(mine < theirs for mine, theirs in pairs)
 
@@ -168,20 +168,20 @@ def recommend(
     fixed: Fixed = _OPEN,
     other_rounding: bool = False,
 ) -> Recommendation:
-    """Search.
+    """Search for the best layout and schedule.
 
     Args:
-        npus: how many there are; all are used.
+        npus: number of NPUs; all are used.
         sequence: tokens; the model's by default.
-        options: micro-batch, and number of micro-batches, if they are not the model's.
-        fixed: sizes that are given.
-        other_rounding: whether schedules may be chosen that change the rounding of weight
-            gradients (``--commfuse-wgrad blocks``).
+        options: micro-batch and number of micro-batches, if they differ from the model's.
+        fixed: sizes that the user has fixed.
+        other_rounding: whether to include schedules that change the rounding of weight gradients
+            (``--commfuse-wgrad blocks``).
 
     Raises:
-        NoLayoutError: none fits.
-        ValueError: the machine has not so many NPUs, they are not whole hosts, or what is given
-            does not divide them.
+        NoLayoutError: no layout fits.
+        ValueError: the machine has fewer NPUs, they are not whole hosts, or the fixed sizes do not
+            divide them.
     """
     _check_npus(hardware, npus, fixed)
     sequence = sequence or model.seq_length
@@ -201,7 +201,7 @@ def recommend(
                 known = min(map(_seconds, found.get(layout, ())), default=math.inf)
                 if rows and min(map(_seconds, rows)) < known:
                     found[layout] = rows
-                # Recomputation makes room for lanes; where they have it, it is never faster.
+                # Recomputation makes room for more lanes; without that need it is never faster.
                 if rows and _lanes(rows[0].variant) == max(map(_lanes, offered)):
                     break
         except (ConfigError, PlacementError) as error:
@@ -209,7 +209,7 @@ def recommend(
         else:
             why = "" if layout in found else "more memory than an NPU has"
         if why and layout.vpp == 1:
-            # Reasons are the same that differ in their numbers only.
+            # Reasons that differ only in their numbers count as one.
             kind = " ".join(word for word in why.split() if not any(c.isdigit() for c in word))
             refused.setdefault(kind, []).append(why)
     counts = {
@@ -225,7 +225,7 @@ def recommend(
         )
 
     ordered = sorted(found, key=lambda layout: min(map(_seconds, found[layout])))
-    # Of layouts that differ in their chunks only, the best.
+    # Among layouts that differ only in their chunks, keep the best.
     best_of: dict[Layout, Layout] = {}
     for layout in ordered:
         best_of.setdefault(layout._replace(vpp=1), layout)
@@ -279,17 +279,17 @@ def _check_npus(hardware: Hardware, npus: int, fixed: Fixed) -> None:
 
 
 def _holds(name: str, npus: int) -> bool:
-    """Whether a shipped description has so many NPUs."""
+    """Whether a shipped hardware description has at least ``npus`` NPUs."""
     return Hardware.load(find_config(name, "hardware")).npus >= npus
 
 
 def _layouts(
     model: ModelConfig, hardware: Hardware, npus: int, fixed: Fixed, options: Options
 ) -> Iterator[Layout]:
-    """Every way to divide the NPUs; whether the model can be divided so is asked later.
+    """Every division of the NPUs; whether it fits the model is checked later.
 
-    Tensor parallelism stays inside a node unless it is given.  Interleaved pipelines are there
-    where layers and micro-batches divide.
+    Tensor parallelism stays inside a node unless it is fixed.  Interleaved pipelines are included
+    if they divide layers and micro-batches.
     """
     tps = [fixed.tp] if fixed.tp else _divisors(min(npus, hardware.npus_per_node))
     cps = [fixed.cp] if fixed.cp else _CONTEXTS
@@ -319,7 +319,7 @@ def _divisors(number: int) -> list[int]:
 
 
 def _fused(hardware: Hardware, what: Training, other_rounding: bool) -> list[Variant]:
-    """CommFuse's schedules, for tensor parallelism or else for Ulysses; what there is instead."""
+    """CommFuse's variants, for tensor parallelism or else Ulysses; without either the reference."""
     layout = what.layout
     group = fused_group(hardware, layout, what.fuse_ulysses)
     if group.size == 1:
@@ -353,7 +353,7 @@ def _lanes(variant: Variant) -> int:
 
 
 def _quick(hardware: Hardware, what: Training, offered: Sequence[Variant]) -> list[Variant]:
-    """The few schedules that every layout is tried with: simple ones, with all lanes that fit."""
+    """The few variants to try for every layout: simple ones, with the most lanes that fit."""
     found: dict[Hashable, Variant] = {}
     for variant in offered:
         schedule = variant.schedule
@@ -362,13 +362,13 @@ def _quick(hardware: Hardware, what: Training, offered: Sequence[Variant]) -> li
             continue
         simple = schedule.taper == 1 and schedule.chunks <= 4 and not variant.attention
         if simple and footprint(what, variant, hardware).total <= limit(hardware):
-            # Lanes rise in what is offered: more of them replace fewer.
+            # The offered variants are sorted by lanes: later ones replace those with fewer.
             found[schedule.chunks, variant.wgrad] = variant
     return list(found.values())
 
 
 def _others(hardware: Hardware, tp: int) -> list[Variant]:
-    """What can be launched without CommFuse, and the bound of ideal kernels."""
+    """The variants without CommFuse that can be launched, and the bound of ideal kernels."""
     if tp == 1:
         return [REFERENCE]
     found = variants(tp, Group(hardware.machine(), tp).members_per_node, 1)
@@ -378,7 +378,7 @@ def _others(hardware: Hardware, tp: int) -> list[Variant]:
 def _played(
     hardware: Hardware, what: Training, chosen: Sequence[Variant], *, rough: bool = False
 ) -> list[Candidate]:
-    """What fits into memory, with its step at typical figures."""
+    """The candidates that fit into memory, with their step times at typical figures."""
     step = Step(hardware.machine(), what, rough=rough)
     sized = ((variant, footprint(what, variant, hardware)) for variant in chosen)
     return [

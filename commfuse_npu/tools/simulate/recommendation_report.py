@@ -1,4 +1,4 @@
-"""A recommendation as text: the layouts, the reason, and the options of the launch."""
+"""A recommendation as text: the layouts, the reasons, and the launch options."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ COLUMNS = (
 
 
 def report(found: Recommendation, model: ModelConfig, path: Path, hardware: Hardware) -> str:
-    """Options and tables, in Markdown.
+    """Launch options and tables, in Markdown.
 
     Args:
-        path: of the model's description.
+        path: file of the model's description.
     """
     what = found.best.training
     lines = [
@@ -51,7 +51,7 @@ def report(found: Recommendation, model: ModelConfig, path: Path, hardware: Hard
 
 
 def as_json(found: Recommendation, model: ModelConfig) -> dict[str, Any]:
-    """What is recommended, and all candidates that were kept, the shortest step first."""
+    """The recommendation and all candidates that were kept, shortest step first."""
 
     def plain(one: Candidate) -> dict[str, Any]:
         return {
@@ -100,7 +100,7 @@ def layouts(
 
 
 def fitting(found: Recommendation, hardware: Hardware) -> str:
-    """How many layouts fit, and why others do not."""
+    """Number of layouts that fit, and why others do not."""
     refused = "; ".join(f"{count} x {why}" for why, count in found.refused.items())
     return (
         f"{found.fitting} layouts fit {limit(hardware) / 2**30:.1f} GiB ({USABLE:.0%} of an NPU)"
@@ -109,7 +109,7 @@ def fitting(found: Recommendation, hardware: Hardware) -> str:
 
 
 def reasons(found: Recommendation) -> Iterator[str]:
-    """The recommendation in a line, then why, as a list in Markdown."""
+    """The recommendation in one line, then the reasons, as a Markdown list."""
     best, tp = found.best, found.best.training.layout.tp
 
     def against(other: Candidate) -> str:
@@ -161,6 +161,6 @@ def _name(one: Candidate) -> str:
 
 
 def _pipeline(one: Candidate) -> str:
-    """Stages, and chunks of each where they are interleaved."""
+    """Number of stages, and of chunks per stage if they are interleaved."""
     _, _, _, pp, vpp = one.training.layout
     return f"{pp} x {vpp}" if vpp > 1 else str(pp)

@@ -1,4 +1,4 @@
-"""A sweep as text: who is ahead, the options of ours, and a table per point."""
+"""A sweep as text: the fastest variants, their launch options, and a table per point."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ COLUMNS = "variant", "step", "shorter", "exposed", "MFU", "tokens/s/NPU", "memor
 
 
 def sources(hardware: Hardware) -> str:
-    """How far to believe it."""
+    """A statement of what the figures are based on."""
     return (
         f"Simulated, not measured. {hardware.assumed} of {hardware.path.name} have no public "
         "source at all; ranges are over its uncertainty."
@@ -30,15 +30,15 @@ def seconds(value: float) -> str:
 
 @dataclass(frozen=True)
 class Standing:
-    """Who has the shortest steps, over all points."""
+    """Comparison of the variants over all points of a sweep."""
 
     points: Sequence[Point]
 
     def best(self, *roles: Role, alike: bool = False) -> Variant | None:
-        """The variant of these roles with the shortest steps over all points, as shares of plain.
+        """The variant of these roles with the shortest steps, relative to plain, over all points.
 
         Args:
-            alike: consider only what has Megatron's bits.
+            alike: consider only variants whose results are bitwise equal to Megatron's.
         """
         scores: dict[Variant, float] = {}
         for point in self.points:
@@ -51,25 +51,25 @@ class Standing:
 
     @property
     def compared(self) -> dict[str, Variant]:
-        """Plain, Megatron's order, and ours, by name."""
+        """Plain collectives, Megatron's order, and CommFuse's best, by name."""
         ours = self.best("ours", alike=True), self.best("ours")
         return {one.name: one for one in (REFERENCE, self.best("today"), *ours) if one is not None}
 
     def shown(self, everything: bool) -> list[Variant]:
-        """Those that a reader needs first, or all of them; bounds last."""
+        """The variants that matter most, or all; bounds come last."""
         wanted = {*self.compared.values(), self.best("rival"), self.best("bound")}
         every = [one.variant for one in self.points[0].outcomes.values()]
         kept = [one for one in every if everything or one in wanted]
         return sorted(kept, key=lambda one: one.role == "bound")
 
     def verdict(self, options: Callable[[Variant], str]) -> list[str]:
-        """Two lines: the best of ours and its options, and how it compares.
+        """Two lines: the best CommFuse variant with its options, and its comparison with others.
 
-        If its rounding is another one than Megatron's it says so, and has the best with Megatron's
-        bits beside it.
+        If its rounding differs from Megatron's, the line says so and adds the best variant with
+        Megatron's bits.
 
         Args:
-            options: of a launch.
+            options: gives the launch options of a variant.
         """
         ours, bound, bounded = self.best("ours"), self.best("bound"), ""
         if bound is not None:
@@ -120,7 +120,7 @@ class Standing:
         return [first_line, f"{compared[0].upper()}{compared[1:]}.{bounded}"]
 
     def _change(self, ours: Variant, other: Variant) -> str:
-        """``8.7 % shorter``; over several points from the worst to the best."""
+        """``8.7 % shorter``; for several points, from the worst to the best."""
         steps = [
             tuple(point.outcomes[one.name].step.typical for one in (ours, other))
             for point in self.points
@@ -133,7 +133,7 @@ class Standing:
         return worst if worst == best else f"from {worst} to {best}"
 
     def _steps(self, variant: Variant) -> str:
-        """``22.13 s (15.34 s .. 36.17 s)``, of several points ``11.02 s to 22.13 s``."""
+        """``22.13 s (15.34 s .. 36.17 s)``; for several points ``11.02 s to 22.13 s``."""
         found = [point.outcomes[variant.name].step for point in self.points]
         if len(found) == 1:
             return found[0].shown(seconds)
@@ -142,7 +142,7 @@ class Standing:
 
 
 def cells(point: Point, shown: Sequence[Variant]) -> list[tuple[str, ...]]:
-    """A row for each of these variants, under :data:`COLUMNS`; the shortest that exists is bold."""
+    """A row per variant, under :data:`COLUMNS`; the shortest one that is not a bound is bold."""
     real = [point.outcomes[one.name] for one in shown if one.role != "bound"]
     best = min(real, key=lambda one: one.step.typical).variant
     rows: list[tuple[str, ...]] = []
@@ -164,7 +164,7 @@ def cells(point: Point, shown: Sequence[Variant]) -> list[tuple[str, ...]]:
 
 
 def headline(point: Point) -> str:
-    """What is the same for all variants at a point."""
+    """The facts that all variants at a point share."""
     return (
         f"sequence {point.sequence}, {point.npus} NPUs, {point.micro_batches} micro-batches; "
         f"communication / computation of a layer, plain: {point.ratio.shown('{:.2f}'.format)}"

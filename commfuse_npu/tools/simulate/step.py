@@ -1,14 +1,14 @@
-"""A whole training step, from the layers that it repeats.
+"""A full training step, composed of the layers that it repeats.
 
 A layer's forward and backward are simulated event by event for one tensor-parallel group, which
-stands for all of them; a stage is its layers one after the other; the pipeline is played by its
-dependencies; data-parallel buckets overlap with the layers.  So a step of 4,096 NPUs costs hardly
-more than one of 8.
+represents all of them.  A stage is the sum of its layers, the pipeline follows from its
+dependencies, and data-parallel buckets overlap with the layers.  A step of 4,096 NPUs therefore
+costs hardly more to simulate than one of 8.
 
-Left out, for want of figures: transfers of different groups do not slow each other down where they
-share links (between nodes they mostly do not), and switches do not block.
+Not modeled, for lack of figures: transfers of different groups do not slow each other down where
+they share links (between nodes they mostly do not), and switches do not block.
 
-What is played is kept by all that it depends on, so that layouts, stages and variants share it.
+Results are cached by all their inputs, so that layouts, stages and variants share them.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ __all__ = ["LayerTime", "Layout", "Recompute", "Step", "StepTime", "Training"]
 _Part = Literal["forward", "backward", "head_forward", "head_backward"]
 
 _KEPT = 1 << 14
-"""So many results are kept."""
+"""Size of each cache."""
 
 
 class StepTime(NamedTuple):
-    """Seconds of a step, of one layer of a micro-batch in it, and of buckets that are exposed."""
+    """Seconds of a step, of one layer of one micro-batch, and of exposed bucket transfers."""
 
     seconds: float
     layer: float
@@ -48,8 +48,8 @@ class StepTime(NamedTuple):
 class LayerTime(NamedTuple):
     """Seconds of a layer, and of waiting in it.
 
-    ``pair``: where forward and backward of two micro-batches run side by side, of a layer of both,
-    and of what a stage has besides.
+    ``pair``: for forward-backward overlap, seconds of a layer in both directions as a pair, and the
+    seconds that a stage needs once besides its layers.
     """
 
     forward: float
@@ -59,21 +59,21 @@ class LayerTime(NamedTuple):
 
     @property
     def alone(self) -> float:
-        """Of forward and backward one after the other."""
+        """Seconds of forward and backward one after the other."""
         return self.forward + self.backward
 
     @property
     def seconds(self) -> float:
-        """Of a forward and a backward, in the middle of a step."""
+        """Seconds of forward and backward in the middle of a step."""
         return self.alone if self.pair is None else self.pair[0]
 
 
 class _Cost(NamedTuple):
-    """What is launched takes of a device that the host is ahead of.
+    """The cost of launched work if the host is ahead of the device.
 
     Attributes:
-        device, busy: seconds, of all and of the compute engine's work.
-        launched: launches, posts and events of every rank.
+        device, busy: seconds in total, and of the compute engine's work.
+        launched: number of launches, posts and events of every rank.
     """
 
     device: float
@@ -81,11 +81,11 @@ class _Cost(NamedTuple):
     launched: tuple[tuple[int, int, int], ...]
 
     def host(self, machine: Machine) -> float:
-        """Seconds of the busiest rank's host."""
+        """Host seconds of the busiest rank."""
         return max(machine.host(*counts) for counts in self.launched)
 
     def beyond(self, less: _Cost) -> _Cost:
-        """What it takes more than that."""
+        """The difference to a smaller cost."""
         launched = (
             (a - x, b - y, c - z)
             for (a, b, c), (x, y, z) in zip(self.launched, less.launched, strict=True)
@@ -103,7 +103,7 @@ def _play(
     again: bool = False,
     rough: bool = False,
 ) -> Played:
-    """Play a part of a layer, or so many layers of a forward beside as many of a backward."""
+    """Simulate a part of a layer, or ``part`` layers of a forward paired with a backward."""
     if isinstance(part, int):
         build = partial(turns.pair, shape=shape, layers=part, attention=attended, again=again)
     elif part.startswith("head"):
@@ -119,7 +119,7 @@ def _play(
 
 @lru_cache(_KEPT)
 def _head(machine: Machine, shape: LayerShape, variant: Variant, rough: bool) -> list[float]:
-    """Seconds of what follows the last layer, forward and backward."""
+    """Seconds of the output layer and the loss, forward and backward."""
     parts: tuple[_Part, ...] = "head_forward", "head_backward"
     return [_play(machine, shape, variant, part, rough=rough).seconds for part in parts]
 
@@ -144,11 +144,11 @@ def _cost(
 
 @dataclass(frozen=True)
 class Step:
-    """A step on a machine.
+    """A training step on a machine.
 
     Args:
-        rough: let one rank stand for all: a fraction of the time, and up to 2 % too short with two
-            chunks or more, 3 % with one.
+        rough: let one rank represent all.  This takes a fraction of the time, and underestimates by
+            up to 2 % with two chunks or more, 3 % with one.
 
     Raises:
         ValueError: a group does not fit the machine's nodes.
@@ -159,7 +159,7 @@ class Step:
     rough: bool = False
 
     def parts(self, variant: Variant) -> list[tuple[str, Played]]:
-        """Play a layer forward, then backward; or one of a forward beside one of a backward."""
+        """Simulate a layer's forward, then its backward; or one of each as a pair."""
         parts: dict[str, _Part | int] = {"forward": "forward", "backward": "backward"}
         if variant.kind == "turns":
             parts = {"pair": 1}
@@ -200,7 +200,7 @@ class Step:
             ends = one_forward_one_backward(forwards, backwards, *play)
         else:
             pairs = chunks(lambda one: one.seconds)
-            # What a stage has besides its layers, once.
+            # The part of a stage that occurs once, besides its layers.
             pairs = [one + (main.pair[1] if one else 0.0) for one in pairs]
             pairs[-1] += sum(head)
             pairs[0] += 2 * embedding
@@ -228,7 +228,7 @@ class Step:
         forward, backward = (
             self._of_layer(variant, kind, p, attended) for p in ("forward", "backward")
         )
-        # The host runs on from one to the other, so that it and the device meet at the end of both.
+        # The host does not wait between forward and backward, so their totals are compared.
         runs = 2 if self.training.again else 1
         hosts = [one.host(self.machine) for one in (forward, backward)]
         seconds = [forward.device, backward.device]
@@ -248,13 +248,13 @@ class Step:
     ) -> _Cost:
         machine, shape = self.machine, self.training.shape_of(kind)
         if not variant.tuned:
-            # It is played as if everything were launched: what launching takes is counted later.
+            # Simulate with free launches: the host time is counted separately, from their numbers.
             machine = replace(machine, launch_overhead=0.0, post_overhead=0.0, event_overhead=0.0)
         rough = self.rough and variant.kind != "turns"
         return _cost(machine, shape, variant, part, attended, again, rough)
 
     def _turning(self, variant: Variant, kind: Kind, attended: Attention) -> LayerTime:
-        """Megatron's order alone; side by side what two more layers add to two."""
+        """Megatron's order for single layers; a pair from the difference of four and two layers."""
         alone, share = self.layer_time(MEGATRON, kind), self.training.again_share(0)
         layer = rest = busy = 0.0
         for again, part in ((False, 1 - share), (True, share)):
@@ -266,7 +266,7 @@ class Step:
             layer, busy = layer + part * seconds, busy + part * more.busy / 2
             rest += part * max(0.0, two.device - 2 * seconds)
         whole = alone.alone + share * alone.forward
-        if layer >= whole:  # the launch turns it off by itself
+        if layer >= whole:  # a launch would switch the overlap off
             return alone._replace(pair=(whole, 0.0))
         return LayerTime(alone.forward, alone.backward, layer - busy, pair=(layer, rest))
 
@@ -277,7 +277,7 @@ class Step:
         return None if context is None else context.attended(self.machine, variant)
 
     def _embedding(self, variant: Variant) -> float:
-        """Seconds of the embedding, which reduce-scatters its rows (and gathers gradients)."""
+        """Seconds of the embedding, including the reduce-scatter of its rows (or a gather)."""
         shape = self.training.shape
         seconds = self.machine.memory(2.0 * shape.rows * shape.row_bytes)
         if variant.kind == COMPUTE_ONLY.kind:
@@ -286,10 +286,10 @@ class Step:
         return seconds + collective_seconds(group, float(shape.block * shape.row_bytes))
 
     def _buckets(self, stage: int, forward: float, backward: float) -> tuple[float, float]:
-        """Seconds that a stage's gradients and parameters leave exposed.
+        """Exposed seconds of the transfers of a stage's gradients and of its parameters.
 
-        The embedding is the last to have gradients and the first to be needed.  Left out: the sum
-        of tied tables over the first and the last stage.
+        The embedding gets its gradients last and is needed first.  Not modeled: the sum of tied
+        embedding gradients over the first and the last stage.
         """
         training, layout, model = self.training, self.training.layout, self.training.model
         last, replicas = stage == layout.pp - 1, layout.dp * layout.cp
@@ -318,7 +318,7 @@ class Step:
 
     @property
     def _between_stages(self) -> float:
-        """Seconds of a block of activations to the next stage."""
+        """Seconds to send a block of activations to the next stage."""
         training, machine = self.training, self.machine
         layout = training.layout
         if layout.pp == 1:
@@ -338,7 +338,7 @@ class Step:
 
     @property
     def _optimizer(self) -> float:
-        """Seconds of Adam: per parameter of this NPU's share it reads and writes 12 bytes of state
+        """Seconds of Adam.  Per parameter of this NPU's share it reads and writes 12 bytes of state
         (weight and two moments in fp32), reads the gradient and writes the bf16 weight."""
         training, layout = self.training, self.training.layout
         table = training.model.padded_vocab_size * training.model.hidden_size / layout.tp

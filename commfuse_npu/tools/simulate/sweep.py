@@ -1,8 +1,8 @@
-"""Variants over sequence lengths, or over numbers of NPUs, as ranges over the hardware's figures.
+"""Variants over sequence lengths or numbers of NPUs, as ranges over the hardware's figures.
 
-Five machines are simulated per point: all figures typical, and the four corners of computation and
-communication at their favourable and unfavourable ends.  A range is what these five give; it is
-wide where the figures are uncertain, and that is what it is for.
+Five machines are simulated per point: one with all typical figures, and the four combinations of
+favorable and unfavorable figures for computation and communication.  A range spans the results of
+these five; it is wide where the figures are uncertain.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ CORNERS: tuple[tuple[Choice, Choice], ...] = (
     ("unfavourable", "favourable"),
     ("unfavourable", "unfavourable"),
 )
-"""Which ends of the ranges: of computation, of links."""
+"""The choice of figures of each machine: for computation, and for links."""
 
 
 class Range(NamedTuple):
-    """What the typical figures give, and the least and the most that any corner gives."""
+    """The result at typical figures, and the lowest and highest result of the five machines."""
 
     low: float
     typical: float
@@ -46,7 +46,7 @@ class Range(NamedTuple):
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Range:
-        """Of the values of the corners, the typical one first."""
+        """The range of one value per machine, the typical one first."""
         return cls(min(values), values[0], max(values))
 
     def shown(self, show: Callable[[float], str]) -> str:
@@ -61,9 +61,9 @@ class Outcome(NamedTuple):
 
     Attributes:
         step: seconds of a step.
-        shorter: share of the time of ``plain-mesh`` that a step is shorter; negative if longer.
+        shorter: reduction of the step time relative to ``plain-mesh``; negative if it is longer.
         layer: seconds of a layer, forward and backward.
-        exposed: seconds of a step that there would not be if no transfer took time.
+        exposed: seconds by which a step is longer than without the time of any transfer.
         mfu: model FLOP per second as a share of the peak.
         tokens: per second and NPU.
         memory: bytes on the fullest NPU.
@@ -79,16 +79,16 @@ class Outcome(NamedTuple):
     memory: float
 
     def as_json(self) -> dict[str, Any]:
-        """With ranges as mappings."""
+        """A dictionary, with ranges as dictionaries."""
         ranges = {k: v._asdict() for k, v in self._asdict().items() if isinstance(v, Range)}
         return {"variant": self.variant.name, **ranges, "memory_bytes": self.memory}
 
 
 class Point(NamedTuple):
-    """What was simulated at one sequence length and one number of NPUs.
+    """The results at one sequence length and one number of NPUs.
 
     Attributes:
-        ratio: communication / computation of a layer's tensor-parallel part, plain.
+        ratio: communication / computation of the tensor-parallel part of a layer, plain.
         outcomes: by name of the variant, the reference first.
     """
 
@@ -101,15 +101,15 @@ class Point(NamedTuple):
 
 @dataclass(frozen=True)
 class Options:
-    """What is simulated besides the model and the layout.
+    """Settings of a simulation besides the model and the layout.
 
     Attributes:
-        lanes: of CommFuse; ``None``: all peers at once on a full mesh, else 2.
+        lanes: of CommFuse; ``None``: one per peer, at most 7; 2 if the group spans nodes.
         chunks: of CommFuse.
-        patterns: names of variants, ``commfuse-*``; the reference is always there.
-        ulysses: context parallelism by exchanging heads, whatever the model's file says, and
-            whether CommFuse's variants fuse that.
-        corners: whether ranges are wanted, or only typical figures.
+        patterns: names of variants, such as ``commfuse-*``; the reference is always included.
+        ulysses: use context parallelism with exchanged heads even if the model's file does not, and
+            whether CommFuse's variants fuse it.
+        corners: simulate all five machines, not only the typical one.
     """
 
     micro_batch: int | None = None
@@ -123,10 +123,10 @@ class Options:
 
 
 def training(model: ModelConfig, layout: Layout, sequence: int, options: Options) -> Training:
-    """What the simulator needs to know of a model and a layout.
+    """The simulator's description of a training: a model in a layout.
 
     Raises:
-        ConfigError: they do not fit each other; a line per problem with value and limit.
+        ConfigError: they do not fit each other; one line per problem, with value and limit.
     """
     micro_batch = options.micro_batch or model.micro_batch_size
     global_batch = model.global_batch_size
@@ -166,20 +166,20 @@ def training(model: ModelConfig, layout: Layout, sequence: int, options: Options
 
 
 def fused_group(hardware: Hardware, layout: Layout, fuse_ulysses: bool) -> Group:
-    """The group that schedules are made for.
+    """The group for which schedules are made.
 
-    That of tensor parallelism; of context parallelism if the first has one rank and Ulysses is
-    fused.
+    It is the tensor-parallel group, or the context-parallel group if the first has one rank and
+    Ulysses is fused.
     """
     alone = layout.tp == 1 and fuse_ulysses
     return Group(hardware.machine(), layout.cp if alone else layout.tp)
 
 
 def of_hardware(hardware: Hardware, layout: Layout, options: Options) -> list[Variant]:
-    """The variants that are asked for, with schedules for :func:`fused_group`.
+    """The requested variants, with schedules for :func:`fused_group`.
 
     Raises:
-        ConfigError: a pattern that names none.
+        ConfigError: a pattern matches no variant.
     """
     group = fused_group(hardware, layout, options.ulysses == "fused")
     size = group.size
@@ -205,10 +205,10 @@ def sweep(
     sequences: Sequence[int],
     options: Options,
 ) -> Iterator[Point]:
-    """Simulate every layout at every sequence length, one by one as the iterator is asked.
+    """Simulate every layout at every sequence length, lazily as the iterator advances.
 
     Raises, before anything is simulated:
-        ConfigError: the layout does not fit the model.
+        ConfigError: a layout does not fit the model.
         ValueError: it does not fit the machine.
     """
     for layout in layouts:

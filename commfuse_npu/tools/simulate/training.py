@@ -1,4 +1,4 @@
-"""What is trained, on which layout, and which layers every part of a pipeline has."""
+"""A model in its layout, and the layers of each pipeline stage."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ __all__ = ["Kind", "Layout", "Recompute", "Training"]
 Recompute = Literal["none", "full"]
 
 Kind = Literal["dense", "experts", "none"]
-"""Of a layer; ``none`` passes on its input (MindSpeed-LLM's ``--noop-layers``)."""
+"""Kind of layer; ``none`` passes on its input (MindSpeed-LLM's ``--noop-layers``)."""
 
 
 class Layout(NamedTuple):
-    """Parallel sizes; ``vpp``: chunks of layers per pipeline stage, interleaved from 2 on."""
+    """Parallel sizes; ``vpp``: chunks of layers per pipeline stage, interleaved if above 1."""
 
     tp: int
     cp: int
@@ -38,22 +38,22 @@ class Layout(NamedTuple):
 
 @dataclass(frozen=True)
 class Training:
-    """What is trained, and how it is laid out.
+    """A model and how it is trained.
 
     Attributes:
         model: with the layout, the sequence length and the batch of this training.
         fuse_ulysses: whether CommFuse's variants fuse the exchanges of Ulysses.
         vpp: chunks of layers per pipeline stage; they divide the layers of every stage.
-        recomputed: layers of a stage of which the forward is run again, with full recomputation;
+        recomputed: with full recomputation, number of layers per stage whose forward is run again;
             ``None``: all.
         kinds: of each layer of the model; empty: all are dense.
-        experts, latent, head, gated, causal, sequence_parallel: of
-            :class:`~.llama.LayerShape`; ``head`` is the width of one, 0: hidden states / heads.
+        experts, latent, head, gated, causal, sequence_parallel: as in
+            :class:`~.llama.LayerShape`; ``head`` is the width of one, 0: hidden size / heads.
         distributed: whether optimizer states are divided over the data-parallel ranks.
         overlaps: whether gradients are reduced during the backward, and parameters gathered during
             the forward.
-        reuses: whether the bf16 weights are a part of the fp32 ones (``--reuse-fp32-param``).
-        gradient_bytes: of one.
+        reuses: whether the bf16 weights are part of the fp32 ones (``--reuse-fp32-param``).
+        gradient_bytes: per gradient element.
     """
 
     model: ModelConfig
@@ -86,13 +86,13 @@ class Training:
 
     @property
     def layers(self) -> tuple[int, ...]:
-        """Of every pipeline stage."""
+        """Number of layers of every pipeline stage."""
         stages = self.model.pipeline_model_parallel_size
         return self.model.num_layer_list or (self.model.num_layers // stages,) * stages
 
     @cached_property
     def places(self) -> tuple[Mapping[Kind, float], ...]:
-        """Layers of each kind of every chunk, in the order of the model."""
+        """Number of layers of each kind in every chunk, in model order."""
         if not self.kinds:
             alike: list[Mapping[Kind, float]]
             alike = [{"dense": count / self.layout.vpp} for count in self.layers]
@@ -105,7 +105,7 @@ class Training:
         return tuple(places)
 
     def of_stage(self, stage: int) -> Mapping[Kind, float]:
-        """Layers of each kind of a pipeline stage."""
+        """Number of layers of each kind in a pipeline stage."""
         found: dict[Kind, float] = {}
         for place in self.places[stage :: self.layout.pp]:
             for kind, count in place.items():
@@ -121,7 +121,7 @@ class Training:
 
     @property
     def micro_batches(self) -> int:
-        """Per step and data-parallel replica."""
+        """Micro-batches per step and data-parallel replica."""
         return self.model.global_batch_size // (self.model.micro_batch_size * self.layout.dp)
 
     @property
@@ -142,18 +142,18 @@ class Training:
 
     @property
     def again(self) -> bool:
-        """Whether the backward runs each layer's forward before it."""
+        """Whether full recomputation runs each layer's forward again before its backward."""
         return self.recompute == "full"
 
     @property
     def parameters(self) -> int:
-        """Of the whole model, without the input embedding, which does no arithmetic."""
+        """Parameters of the whole model, without the input embedding, which has no FLOP."""
         model = self.model
         table = model.vocab_size * model.hidden_size
         return model.number_of_parameters - table * model.untie_embeddings_and_output_weights
 
     def tokens_per_second(self, seconds: float) -> float:
-        """Of an NPU, if a step takes so long."""
+        """Tokens per second and NPU, if a step takes ``seconds``."""
         tokens = self.model.seq_length * self.model.global_batch_size
         return tokens / (seconds * self.layout.npus)
 
@@ -167,11 +167,11 @@ class Training:
         return tokens * (6.0 * self.parameters + scores)
 
     def utilization(self, seconds: float, peak: float) -> float:
-        """Share of the NPUs' peak FLOP/s that a step of so many seconds reaches."""
+        """Share of the NPUs' peak FLOP/s that a step of ``seconds`` seconds reaches."""
         return self.flops / (seconds * self.layout.npus * peak)
 
     def parameters_of(self, kind: Kind) -> tuple[float, float]:
-        """Of one NPU, of a layer of a kind: those of all tokens, and those of its experts."""
+        """Parameters per NPU in a layer: those used by all tokens, and those of its experts."""
         model, shape = self.model, self.shape_of(kind)
         if kind == "none":
             return 0.0, 0.0
@@ -187,7 +187,7 @@ class Training:
         return dense / tp + router + 2 * h, own
 
     def of_layers(self, stage: int) -> tuple[float, float]:
-        """:meth:`parameters_of` all layers of a pipeline stage."""
+        """:meth:`parameters_of`, summed over all layers of a pipeline stage."""
         everyone = experts = 0.0
         for kind, count in self.of_stage(stage).items():
             own, of_experts = self.parameters_of(kind)
@@ -195,14 +195,14 @@ class Training:
         return everyone, experts
 
     def with_states(self, everyone: float, experts: float) -> float:
-        """Of so many parameters of one NPU, those whose optimizer states it has."""
+        """Number of one NPU's parameters whose optimizer states it holds."""
         if not self.distributed:
             return everyone + experts
         return everyone / (self.layout.dp * self.layout.cp) + experts / self.expert_replicas
 
     @property
     def expert_replicas(self) -> int:
-        """Ranks that have the same experts."""
+        """Number of ranks that have the same experts."""
         if self.experts is None:
             return 1
         layout, experts = self.layout, self.experts
@@ -210,7 +210,7 @@ class Training:
 
     @property
     def expert_stride(self) -> int:
-        """NPUs from a rank to the next that has the same experts."""
+        """Distance in NPUs between ranks that have the same experts."""
         return self.experts.parallel * self.experts.tensor if self.experts else 1
 
     def shape_of(self, kind: Kind) -> LayerShape:
@@ -218,7 +218,7 @@ class Training:
 
     @property
     def shape(self) -> LayerShape:
-        """Of a layer without experts."""
+        """The shape of a layer without experts."""
         model = self.model
         return LayerShape(
             sequence=model.seq_length // model.context_parallel_size,
@@ -244,7 +244,7 @@ class Training:
 
     @property
     def _qkv(self) -> int:
-        """Of latent attention: what is turned by its position."""
+        """Width of queries, keys and values; with latent attention, of the rotary parts."""
         if self.latent is not None:
             return 2 * self.latent.heads * self.latent.rotary
         if self.head:

@@ -1,9 +1,9 @@
-"""Forward-backward overlap: a forward and a backward take turns on one stream, as launches.
+"""Forward-backward overlap: a forward and a backward alternate on one stream, as launches.
 
-Each side is launched in Megatron's order (:mod:`.llama`); the operations of both are then put in
-the order in which the sides take turns (:mod:`commfuse_npu.plan.turn_order`), chosen from their own
-work and transfers as a launch chooses it from its first step.  All transfers are collectives of one
-communicator, in the order in which they are launched.  A hand-over costs the host a launch.
+Each side is launched in Megatron's order (:mod:`.llama`).  The operations of both sides are then
+merged in the order in which the sides alternate (:mod:`commfuse_npu.plan.turn_order`).  That order
+is chosen from their own work and transfers, as a launch chooses it from its first step.  All
+transfers are collectives of one communicator, in launch order.  A hand-over costs a host launch.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["pair"]
 
 
 class _Piece(NamedTuple):
-    """Operations up to a place to hand over, and that place."""
+    """Operations up to a possible hand-over, and that place."""
 
     operations: range
     place: Place
@@ -36,11 +36,11 @@ def pair(
     *,
     again: bool = False,
 ) -> None:
-    """Add the forward of so many layers, and the backward of as many of another micro-batch.
+    """Add the forward of ``layers`` layers, and the backward of as many of another micro-batch.
 
     Args:
-        attention: forward and backward; by default those of the shape.
-        again: whether the backward runs each layer's forward before it (full recomputation).
+        attention: forward and backward; by default they follow from the shape.
+        again: whether the backward first runs each layer's forward (full recomputation).
     """
     ahead, back = attention or (None, None)
     names = "forward of a pair: ", "backward of a pair: "
@@ -71,7 +71,7 @@ def pair(
 
 
 def _pieces(operations: Sequence[Operation], rank: Rank) -> list[_Piece]:
-    """Cut at transfers: after one began, and before work that waits for one begun earlier."""
+    """Split at transfers: after one starts, and before work that waits for an earlier one."""
     found: list[_Piece] = []
     collective = rank.machine.collective
     start, work, under_way = 0, 0.0, list[range]()
@@ -104,7 +104,7 @@ def _pieces(operations: Sequence[Operation], rank: Rank) -> list[_Piece]:
 
 
 def _transfer(numbered: tuple[int, Operation]) -> str | int:
-    """The name of a transfer, which without batches is one operation to receive and one to send;
-    of work its number, each being by itself."""
+    """The name of a transfer, which gloo splits into a receive and a send; for work its index, so
+    that each piece of work is its own group."""
     number, one = numbered
     return number if one.engine == COMPUTE else one.name

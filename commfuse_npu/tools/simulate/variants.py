@@ -1,45 +1,44 @@
 """The ways to run a tensor-parallel layer, by name.
 
 =====================  ===========================================================================
-``compute``            no communication at all: what everything is measured against
+``compute``            no communication at all: the baseline of all comparisons
 ``plain-mesh``         every collective blocking, all its transfers at once.  **The reference.**
 ``megatron``           Megatron's order, with plain collectives: in the backward of a
                        column-parallel layer the input is gathered during dgrad, and the sum of
                        dgrad is scattered during wgrad
-``coc-K``              what CoC does, as MindSpeed describes it: K slices of rows, a collective
-                       per slice on a stream of its own, pipelined with the GEMMs; then a copy that
-                       puts rows in order; ``coc-tuned``: the fastest K for each operation, which
+``coc-K``              CoC as MindSpeed describes it: K slices of rows, a collective per slice on a
+                       separate stream, pipelined with the GEMMs; then a copy that restores the
+                       order of rows; ``coc-tuned``: the fastest K for each operation, which
                        MindSpeed does not offer
-``coc-fused``          CoC as kernels (``--coc-fused-kernel``), for 8 ranks of a node: each hides
-                       a share of the shorter of GEMM and transfer, which others measured;
-                       Megatron's order in the backward of column-parallel layers (read in
-                       MindSpeed 26.1.0)
+``coc-fused``          CoC as kernels (``--coc-fused-kernel``), for 8 ranks of a node: each hides a
+                       share of the shorter of GEMM and transfer, as others measured; Megatron's
+                       order in the backward of column-parallel layers (read in MindSpeed 26.1.0)
 ``catccos``            the same with the kernels of hicann/catccos and their figures; no launch of
-                       MindSpeed-LLM takes them yet
-``mc2``                what ``--use-ascend-mc2`` does (read in MindSpeed@028de58, which says that it
-                       is not for A3, and does not refuse it there): gathers before a GEMM and
-                       reduce-scatters after one are kernels that cut by the host's formula
+                       MindSpeed-LLM uses them yet
+``mc2``                ``--use-ascend-mc2`` (read in MindSpeed@028de58, which says that it is not
+                       for A3, but does not refuse it there): gathers before a GEMM and
+                       reduce-scatters after one are kernels that are tiled by the host's formula
                        (:mod:`commfuse_npu.tools.simulate.mc2`), for 2, 4 or 8 ranks of a full mesh,
-                       to 32 on a ring, and inner dimensions of 256 to 65534, else plain; Megatron's
-                       order in the backward of column-parallel layers
-``kernel-ideal``       a bound that nobody can launch: kernels without a cost of cutting; GEMM and
-                       transfers overlap tile by tile, and one tile remains at one end; else as MC2
+                       up to 32 on a ring, and inner dimensions of 256 to 65534, otherwise plain;
+                       Megatron's order in the backward of column-parallel layers
+``kernel-ideal``       a bound that cannot be launched: kernels whose tiling is free; GEMM and
+                       transfers overlap tile by tile, and one tile is exposed at one end; otherwise
+                       as MC2
 ``commfuse-cK-lL``     this project's ops, K chunks per block, L lanes; ``commfuse-cK-collective``:
-                       a chunk as one collective; ``-attention``: attention
-                       is split by queries and pipelined with its output projection;
-                       ``-tT``: a chunk is T times as long as the next to arrive; ``-wgrad``: the
-                       weight gradient of a row-parallel layer per arriving block, which changes
-                       its rounding; ``-once``: partial sums in one pass, rounded once (fp32), not
-                       one after the other.  The input of a column-parallel layer is on its way
-                       again before the weight gradient of the row-parallel one after it; where
-                       GEMMs hide collectives anyhow its backward is in Megatron's order
+                       a chunk as one collective; ``-attention``: attention is split by queries and
+                       pipelined with its output projection; ``-tT``: a chunk is T times as long as
+                       the next to arrive; ``-wgrad``: the weight gradient of a row-parallel layer
+                       per arriving block, which changes its rounding; ``-once``: partial sums in
+                       one pass, rounded once (fp32), instead of one after the other.  The second
+                       gather of a column-parallel layer's input starts before the weight gradient
+                       of the row-parallel layer after it.  If GEMMs hide its collectives anyway, a
+                       column-parallel layer's backward runs in Megatron's order
                        (:mod:`commfuse_npu.hardware.machine`)
-``commfuse-tuned-lL``  the same with the chunks, as batches or as collectives, that are fastest for
-                       each operation, or Megatron's order, as ``--commfuse-tuning on`` looks for
-                       them
-``commfuse-fb``        ``--commfuse-fb-overlap``: forward and backward of two micro-batches take
-                       turns (:mod:`commfuse_npu.tools.simulate.turns`); what has no partner, and
-                       what is outside of the layers, in Megatron's order
+``commfuse-tuned-lL``  the same with the fastest chunks for each operation, as batches or as
+                       collectives, or Megatron's order: what ``--commfuse-tuning on`` searches
+``commfuse-fb``        ``--commfuse-fb-overlap``: forward and backward of two micro-batches
+                       alternate (:mod:`commfuse_npu.tools.simulate.turns`); passes without a
+                       partner, and work outside of the layers, in Megatron's order
 =====================  ===========================================================================
 """
 
@@ -65,8 +64,8 @@ Sums = Literal["ordered", "once"]
 """How partial sums are added: one after the other, or all in one pass."""
 
 Way = Schedule | int | None
-"""How an operation is run: by a schedule, in so many slices, or by collectives in Megatron's order,
-which is ``None``."""
+"""How an operation is run: by a schedule, in a number of slices, or (``None``) by collectives in
+Megatron's order."""
 
 _SLICES = (2, 4, 8)
 
@@ -76,14 +75,14 @@ class Variant:
     """One way to run a layer.
 
     Attributes:
-        way: of all operations that ``chosen`` does not name.
+        way: for all operations that ``chosen`` does not name.
         attention: for ``fused``, whether attention is part of the operation.
-        wgrad: for ``fused``, how weight gradients are made.
+        wgrad: for ``fused``, how weight gradients are computed.
         sums: for ``fused``, how partial sums are added.
-        collectives_from: for ``fused``, from how many outputs per rank the backward of
+        collectives_from: for ``fused``, number of outputs per rank from which the backward of
             column-parallel layers runs by collectives in Megatron's order.
-        tuned: for ``fused`` and ``sliced``, the ways of which each operation takes its fastest.
-        chosen: the ways of operations by name.
+        tuned: for ``fused`` and ``sliced``, the ways from which each operation takes its fastest.
+        chosen: the ways of individual operations, by name.
         kernel: for ``kernel``, the attribute of a machine that describes it.
     """
 
@@ -104,9 +103,9 @@ class Variant:
 
     @property
     def role(self) -> Role:
-        """What it is to somebody who chooses: this project's, what runs today, a rival, a bound.
+        """The user's view of it: this project's, what runs today, a rival, a bound, or plain.
 
-        Nobody can launch a bound: an ideal kernel, catccos in MindSpeed-LLM, nor CoC with the
+        A bound cannot be launched: an ideal kernel, catccos in MindSpeed-LLM, or CoC with the
         fastest slices for each operation.
         """
         if self in (IDEAL, CATCCOS) or (self.kind == "sliced" and self.tuned):
@@ -121,7 +120,7 @@ class Variant:
 
     @property
     def other_rounding(self) -> str:
-        """What is summed in another way than Megatron does; empty if it has Megatron's bits."""
+        """What is summed differently from Megatron; empty if the bits equal Megatron's."""
         found = ["weight gradients are summed block by block"] if self.wgrad != "whole" else []
         found += ["partial sums are rounded once"] if self.sums == "once" else []
         return ", ".join(found)
@@ -140,14 +139,14 @@ IDEAL = Variant("kernel-ideal", "ideal")
 
 
 def direct(size: int, members_per_node: int) -> Schedule:
-    """Transfers straight to every peer, the own node first if the group spans nodes."""
+    """Transfers directly to every peer, those of the own node first if the group spans nodes."""
     if 1 < members_per_node < size:
         return Schedule("two_level", node_size=members_per_node)
     return Schedule("shifted")
 
 
 def together(base: Schedule, size: int) -> list[Schedule]:
-    """Chunks as collectives, where a launch would take them in place of a schedule of batches."""
+    """Schedules with collectives per chunk, where a launch would prefer them to batches."""
     shape = usual_shape(size)
     return [Schedule(shape, 1)] if base.shape == "shifted" and shape != base.shape else []
 
@@ -161,11 +160,12 @@ def fused(
     sums: Sums = "ordered",
     collectives_from: int | None = None,
 ) -> Variant:
-    """This project's ops.
+    """A variant of this project's ops.
 
     Args:
-        schedule: with its lanes.
-        tuned: of so many chunks, in batches or collectives, each operation takes its fastest.
+        schedule: with its number of lanes.
+        tuned: numbers of chunks, in batches or collectives, from which each operation takes the
+            fastest.
     """
     ways = tuple(replace(schedule, chunks=one) for one in tuned)
     if (schedule.lanes or 1) > 1 and schedule.shape == "shifted":
@@ -188,7 +188,7 @@ def variants(
     """All variants for a group, the reference first.
 
     Args:
-        lanes: for CommFuse, what suits the links; 2 lanes and 1 chunk are there besides.
+        lanes: number of lanes for CommFuse; a variant with 2 lanes and 1 chunk is added.
         collectives_from: for CommFuse.
     """
     base = replace(direct(size, members_per_node), lanes=lanes)
