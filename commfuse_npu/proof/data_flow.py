@@ -57,7 +57,7 @@ class Contents:
         return self._number((work, rank, out, row, *others))
 
     def sum(self, parts: Sequence[int]) -> int:
-        """The sum in this order.  If the first part is a sum, it is extended; one part is itself."""
+        """The sum in this order; extends the first part if it is a sum; a single part is itself."""
         if len(parts) == 1:
             return parts[0]
         first = self._told[parts[0]]
