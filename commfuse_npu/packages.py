@@ -60,11 +60,10 @@ class Package:
 
 
 def find_package(name: str, variables: Mapping[str, str]) -> Package | None:
-    """Find a package as ``import name`` would, here or in the folder of MindSpeed-LLM.
+    """Find a package as ``import name`` would, or in the working directory or a home folder.
 
     Args:
-        variables: environment variables; ``MINDSPEED_LLM_HOME``, ``MINDSPEED_HOME`` and
-            ``MEGATRON_HOME`` are searched, too.
+        variables: the environment; ``MINDSPEED_LLM_HOME``, ``MINDSPEED_HOME``, ``MEGATRON_HOME``.
     """
     spec = importlib.util.find_spec(name)
     if spec is None:
