@@ -152,6 +152,7 @@ def decisions(transport: Transport) -> dict[tuple[Problem, Schedule], Schedule |
 
 
 def _timed(transport: Transport, name: str, call: Callable[[], object]) -> float:
+    """Seconds of a call on this rank, after a barrier, until the device has finished."""
     transport.confirm(name)
     start = time.perf_counter()
     call()

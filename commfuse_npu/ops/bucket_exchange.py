@@ -88,11 +88,7 @@ class BucketExchange:
 
 
 class BucketQueue:
-    """The buckets of one transport, in the order in which they were started.
-
-    Args:
-        transport: of the buckets.
-    """
+    """The buckets of one transport in flight, in the order in which they were started."""
 
     def __init__(self, transport: Transport) -> None:
         # Else a rank in a wait could need transfers of a rank that waits in a comparison.
@@ -109,7 +105,7 @@ class BucketQueue:
         self._post()
 
     def finish(self, last: BucketExchange | None = None) -> None:
-        """Finish the buckets up to ``last``, by default all of them, the oldest first."""
+        """Finish the buckets up to ``last``, by default all, the oldest first."""
         while self._under_way and (last is None or last.running is not None):
             self._finish_oldest()
 

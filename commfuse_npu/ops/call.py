@@ -181,6 +181,7 @@ def version_of(weight: torch.Tensor | None) -> int | None:
 def _by_collectives(
     name: str, like: torch.Tensor, transport: AnyTransport, rows: int
 ) -> CollectiveTransport:
+    """Agree with the other ranks to run on collectives, and log the reason once."""
     reason = f"{rows} rows cannot be split over {transport.size} ranks"
     if transport.size == 1:
         reason = "a group of one has nothing to transfer"

@@ -347,7 +347,7 @@ class HeadsToRows(_Exchange):
         return wgrad.result(), grad.sum(0) if needs_bias else None, *grads
 
     def _by_groups(self, work: Work, rows: torch.Tensor) -> Work:
-        """``work(rows, piece, run)`` for runs of the sequence, which have ``batch`` rows each."""
+        """A work for runs of the sequence, of ``work(rows, piece, run)`` for runs of rows."""
         batch = self.batch
 
         def of_piece(piece: torch.Tensor, run: slice) -> None:

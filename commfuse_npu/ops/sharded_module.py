@@ -255,6 +255,7 @@ def _stays_whole(
     size: int,
     skip: Collection[str],
 ) -> str | None:
+    """Why a layer is not sharded; ``None`` if it is."""
     if any(f"{name}.".startswith(f"{other}.") for name in names for other in skip):
         return "named in skip"
     if type(linear) is not torch.nn.Linear:
@@ -279,6 +280,7 @@ def _fingerprint(module: torch.nn.Module) -> tuple[int, ...]:
 def _forward_ended(
     prefetch: WeightPrefetch, _module: torch.nn.Module, _args: Any, output: Any
 ) -> None:
+    """The forward hook of a converted model; ``output`` is ``None`` after an exception."""
     if in_backward():
         # A recomputed forward; torch ends it with an exception when it has all tensors it needs.
         return

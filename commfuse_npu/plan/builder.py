@@ -157,6 +157,7 @@ class Builder:
         ins: Sequence[Span] = (),
         run: slice | None = None,
     ) -> None:
+        """Call a work of the operation; see :class:`Compute`."""
         self._code.append(Compute(work, tuple(outs), tuple(ins), run))
 
     def add(self, out: Span, *terms: tuple[Span, int], aside: bool = False) -> None:

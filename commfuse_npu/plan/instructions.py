@@ -152,7 +152,7 @@ class Collective(NamedTuple):
 
 
 def _blocks(span: Span, count: int) -> list[Span]:
-    """Equal runs of rows, one after the other."""
+    """Cut a span into ``count`` equal runs of rows."""
     rows = span.rows // count
     starts = range(span.start, span.start + count * rows, rows) if rows else [span.start] * count
     return [Span(span.buffer, start, start + rows) for start in starts]
@@ -193,7 +193,7 @@ class Add(NamedTuple):
 
 
 class Copy(NamedTuple):
-    """``out = source``, row by row."""
+    """``out = source``, row by row; the spans may have different runs of rows."""
 
     out: Span
     source: Span

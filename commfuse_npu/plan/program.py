@@ -100,6 +100,7 @@ class Program:
 
     @property
     def posts(self) -> Iterator[Post | Collective]:
+        """The instructions that post, in order."""
         return (one for one in self.code if isinstance(one, Post | Collective))
 
     @cached_property

@@ -31,6 +31,8 @@ class Step(NamedTuple):
 
 
 class Slot(NamedTuple):
+    """What a stage runs in a slot; ``None``: no forward, or no backward."""
+
     forward: Step | None
     backward: Step | None
 

@@ -36,10 +36,10 @@ class Place(NamedTuple):
     The last place of a side is its end.
 
     Attributes:
-        work: seconds of computation since the place before.
-        transfer: seconds of the transfer that begins here, 0 if none does.
-        waits: which of the side's transfers under way it has to wait for, 0 for the one begun
-            first; ``None`` for none of them.
+        work: seconds of computation since the previous place.
+        transfer: seconds of the transfer that starts here, 0 if none does.
+        waits: index of the transfer to wait for among the side's transfers in flight, 0 for the one
+            started first; ``None`` for none.
         by_default: whether it hands over here in strict turns.
     """
 
@@ -79,13 +79,13 @@ class _State(NamedTuple):
 
 
 def strict_turns(sides: Sides) -> Order:
-    """A hand-over wherever it is the default."""
+    """The order that hands over wherever that is the default."""
     forward, backward = (tuple(place.by_default for place in side) for side in sides)
     return forward, backward
 
 
 def duration(sides: Sides, order: Order) -> float:
-    """Seconds until both sides have ended, the forward first to run."""
+    """Seconds until both sides have ended; the forward runs first."""
     state, side, at = _State(), FORWARD, [0, 0]
     while True:
         if at[side] == len(sides[side]):
@@ -146,6 +146,7 @@ def best_order(sides: Sides) -> Order:
 
 
 def _earliest(ways: list[_Way], many: int) -> list[_Way]:
+    """The ``many`` earliest states, without those that another one beats in every time."""
     kept: list[_Way] = []
     for way in sorted(ways, key=lambda way: (way.state.now, way.state.link, sum(way.state.due))):
         if not any(all(map(le, better.state.all, way.state.all)) for better in kept):

@@ -147,6 +147,8 @@ def carry_out(
 
 
 class _Rank:
+    """The execution of one rank's program; ``mail`` has the sent rows by (step, source)."""
+
     def __init__(
         self,
         program: Program,
@@ -253,12 +255,14 @@ class _Rank:
     # ------------------------------------------------------------------ rows
 
     def _at_first(self, buffer: str, columns: Columns) -> list[int]:
+        """The initial contents of a buffer's rows."""
         rows = range(self._memory.shapes[buffer][0])
         if buffer in self._scratch:
             return [NOTHING for _ in rows]
         return [self._contents.row(self._program.rank, buffer, row, columns) for row in rows]
 
     def _plane(self, span: Span) -> list[int]:
+        """The contents of a buffer's rows in the columns of a span, to be changed in place."""
         planes, columns = self._rows[span.buffer], self._memory.columns(span)
         if columns not in planes:
             found = self._at_first(span.buffer, columns)
@@ -279,6 +283,7 @@ class _Rank:
         return found
 
     def _write(self, span: Span, found: Sequence[int]) -> None:
+        """Set the contents of a span; invalidates rows of overlapping columns and scratch."""
         plane, at = self._plane(span), 0
         columns = self._memory.columns(span)
         self._written.add(span.buffer)

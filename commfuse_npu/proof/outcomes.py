@@ -23,6 +23,8 @@ _Call = tuple[slice | None, list[list[int]]]
 
 
 class _Matrix(NamedTuple):
+    """A symbolic matrix, ``[rows, columns]`` on every rank."""
+
     rows: int
     columns: int
     at: Callable[[int, int, Columns], int]

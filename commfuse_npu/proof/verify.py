@@ -87,6 +87,7 @@ def counter_examples(programs: Sequence[Program], limit: int = 8) -> list[str]:
 
 
 def _set(programs: Sequence[Program]) -> Iterator[str]:
+    """Check that there is one program per rank, all of the same operation."""
     if not programs:
         yield "there are no programs; give one per rank"
         return
@@ -244,6 +245,7 @@ def rendezvous(operations: Sequence[Sequence[Program]], *, cold: bool = False) -
 def _actions(
     number: int, program: Program, part: slice, group: play.Group
 ) -> Iterator[play.Action]:
+    """The posts and waits of a part of a program's code, for the simulation."""
     posted: dict[tuple[str, int], tuple[play.End, ...]] = {}
     for post in program.posts:
         away = [end.transfer for _, end in post.ends if not end.transfer.stays]

@@ -86,6 +86,7 @@ def verify_logs(paths: Iterable[Path]) -> Verdict:
 
 
 def _judge(logs: Sequence[RankLog]) -> Verdict:
+    """Check the files part by part, and stop at the first part with faults."""
     found, links = Verdict(len(logs)), set[_Link]()
     judged: dict[bytes, tuple[int, int]] = {}
     for _ in read_to_cuts(logs):

@@ -326,6 +326,7 @@ class Agreement:
 
     @contextmanager
     def _with_others(self, name: str) -> Iterator[None]:
+        """A failed exchange with the other ranks in this block breaks the transport."""
         try:
             yield
         except RuntimeError as error:
@@ -334,6 +335,7 @@ class Agreement:
             raise self.error() from error
 
     def _compare(self, name: str, signature: Signature) -> None:
+        """Exchange signatures; raise a MismatchError if another rank's differs."""
         everyone = self.share(name, signature)
         for rank, other in enumerate(everyone):
             if other != signature:
@@ -355,6 +357,7 @@ class Agreement:
                 self.order_log.write("fail", self.log_number, why)
 
     def error(self, kind: type[TransportError] = TransportError) -> TransportError:
+        """The exception for a broken transport; the caller raises it."""
         return kind(f"{self._broken}. This transport cannot be used any more")
 
     def _closed(self) -> None:

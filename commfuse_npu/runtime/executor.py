@@ -187,6 +187,7 @@ class Running:
     # ------------------------------------------------------------------ the loop
 
     def _go_on(self, works: Mapping[str, Work | None], end: int) -> None:
+        """Execute the instructions up to the index ``end``."""
         ranks, lanes = self._transport.ranks, self._transport.lane_groups
         batch, operation, isend, irecv = dist.batch_isend_irecv, dist.P2POp, dist.isend, dist.irecv
         views, sends, receives = self._views, self._sends, self._receives
@@ -314,6 +315,7 @@ class Running:
     # ------------------------------------------------------------------ memory
 
     def _bind(self, tensors: Mapping[str, torch.Tensor | None]) -> None:
+        """Check tensors of the operation and create the views of the program's spans."""
         program = self.program
         for buffer, tensor in tensors.items():
             if tensor is None:
@@ -339,6 +341,7 @@ class Running:
                 self._views[span] = tensor if span[1:5] == whole else view_of(tensor, span)
 
     def _take_scratch(self, *, late: bool) -> None:
+        """Take arenas from the pool for the scratch memory of the start, or of the mark (late)."""
         for stretch, elements in self.program.stretches.items():
             if stretch.late == late:
                 dtype = (self._sum_dtype or self._dtype) if stretch.wide else self._dtype
@@ -350,6 +353,7 @@ class Running:
                 self._views.update(known)
 
     def _finish(self) -> None:
+        """Return the arenas and drop all tensors; every transfer has been waited for."""
         self.done = True
         for arena in self._arenas:
             self._transport.scratch.give_back(arena)

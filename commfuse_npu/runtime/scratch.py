@@ -110,6 +110,7 @@ class ScratchPool:
         return Arena(key, elements, dtype, device)
 
     def give_back(self, arena: Arena) -> None:
+        """Return an arena; frees the least recently used ones beyond the limit."""
         self.lent -= 1
         self._idle[id(arena)] = arena
         self.idle_bytes += arena.nbytes

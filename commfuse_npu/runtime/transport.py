@@ -296,7 +296,7 @@ class Transport(Agreement):
             )
 
     def place(self, schedule: Schedule) -> Place:
-        """The arguments for compiling this rank's programs; ``lanes=None`` becomes these lanes."""
+        """What this rank's programs are compiled for; default lanes are limited to these lanes."""
         if schedule.lanes is None:
             lanes = min(schedule.lanes_for(self.size), self.lanes)
             schedule = replace(schedule, lanes=lanes)

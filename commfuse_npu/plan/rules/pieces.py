@@ -129,10 +129,12 @@ def peers_of(place: Place) -> list[int]:
 
 
 def block_of(rank: int, rows: int) -> slice:
+    """The rows of a rank's block in a whole matrix."""
     return slice(rank * rows, (rank + 1) * rows)
 
 
 def inside(block: int, rows: int, run: slice) -> slice:
+    """The rows of a whole matrix for rows ``run`` of a block."""
     return slice(block * rows + run.start, block * rows + run.stop)
 
 

@@ -44,6 +44,7 @@ class Product:
 
     @property
     def _own(self) -> slice:
+        """The rows of the own block in rank order."""
         return block_of(self._b.rank, self._rows)
 
     def made(self, piece: slice) -> Span:

@@ -47,7 +47,7 @@ class Carrier(Protocol):
         """``[s, columns]`` of every rank to ``[n * s, columns]``."""
 
     def all_to_all(self, blocks: Any, *, out: str | None = None) -> Any:
-        """``[n * s, columns]``: block d goes to rank d."""
+        """``[n * s, columns]``: block d goes to rank d, and rank r's block arrives as block r."""
 
     def reduce_scatter(self, whole: Any, *, out: str, finish: bool = False) -> None:
         """``[n * s, columns]`` to ``[s, columns]``.
