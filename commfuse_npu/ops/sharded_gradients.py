@@ -65,7 +65,7 @@ def _reduce(name: str, module: torch.nn.Module, transport: Transport, *, average
                 f"fit those of the replicated parameters; use {other}"
             )
         if layer.prefetch is not None:
-            # The weights are about to change.
+            # The optimizer step changes the weights next.
             layer.prefetch.end_pass()
     shards = shards_of(module)
     replicated = {

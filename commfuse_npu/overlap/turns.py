@@ -148,7 +148,7 @@ class Turns:
 class Recording(Turns):
     """Measures one side that runs alone from its beginning to its end.
 
-    It waits for each transfer where it starts.  Events on the device's current stream measure times,
+    It waits for each transfer where it starts.  Times are from events on the current stream,
     or the host clock on a CPU.  ``look``: see ``ForwardBackwardOverlap.record``.
     """
 

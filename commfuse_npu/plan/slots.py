@@ -87,7 +87,7 @@ def in_flight_without(stages: int, stage: int, chunks: int, microbatches: int) -
     ahead = stages - 1 - stage
     warm_up = 2 * ahead + (chunks - 1) * stages if chunks > 1 else ahead
     if chunks > 1 and microbatches == stages:
-        warm_up = microbatches * chunks  # as interleaved schedules have it
+        warm_up = microbatches * chunks  # as in Megatron's interleaved schedule
     return min(microbatches * chunks, warm_up + 1)
 
 

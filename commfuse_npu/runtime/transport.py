@@ -124,7 +124,7 @@ class Transport(Agreement):
         """
         expect_check(check)
         if lanes is not None:
-            Schedule(lanes=lanes)  # raises if it is no number of lanes
+            Schedule(lanes=lanes)  # raises if it is not a valid number
         world = dist.group.WORLD
         group = group if group is not None else world
         if group is None or world is None:

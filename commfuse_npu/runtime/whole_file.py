@@ -26,7 +26,7 @@ def whole_file(path: Path) -> Iterator[Path]:
     if (path.exists() and not path.resolve().is_file()) or path.is_relative_to("/dev"):
         yield path  # a terminal or a pipe cannot be replaced
         return
-    path = path.resolve()  # a link stays, what it points to is replaced
+    path = path.resolve()  # keep a link and replace its target
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor, name = tempfile.mkstemp(prefix=".part-", suffix=path.suffix, dir=path.parent)
     part = Path(name)

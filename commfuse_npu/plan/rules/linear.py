@@ -330,7 +330,7 @@ def gemm_all_reduce(place: Place, rows: int, inputs: int, outputs: int) -> Build
         """Sum the own block of a part, and send the sum to all ranks."""
         block, start = (parts[p].stop - parts[p].start) // place.size, parts[p].start
         mine = Span("out", start + place.rank * block, start + (place.rank + 1) * block)
-        if b.together:  # into which a collective copies the own block as well
+        if b.together:  # the collective also copies the own block into ``out``
             b.scratch(f"sum {p}", block, outputs, slot=f"sum {p % 2}")
             mine = Span(f"sum {p}", 0, block)
         products[p].add(mine)
