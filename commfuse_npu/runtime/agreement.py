@@ -72,7 +72,7 @@ def _settle_before_steps() -> None:
             if transport._world is dist.group.WORLD:
                 transport.settle()
             else:
-                _unsettled.discard(transport)  # of an earlier init_process_group; its groups are gone
+                _unsettled.discard(transport)  # its groups were destroyed with the old world
 
     register_optimizer_step_pre_hook(settle)
 

@@ -324,7 +324,7 @@ class Transport(Agreement):
     def all_reduce(self, name: str, tensor: torch.Tensor) -> None:
         """Sum ``tensor`` over the ranks in place, with a collective of :attr:`group`.
 
-        It waits for ``timeout``, not for the timeout of that group (half an hour by default).
+        On gloo it waits at most ``timeout``; that group's own is half an hour by default.
 
         Args:
             name: of the operation, for errors.
