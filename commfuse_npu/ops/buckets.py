@@ -178,7 +178,7 @@ class Buckets:
             A handle; :meth:`BucketExchange.wait` on it, or on one started later, writes the shard.
 
         Raises:
-            TypeError: an average, a scale or a ``reduce_dtype`` for an integer dtype.
+            TypeError: an average, a scale or a ``reduce_dtype`` for a non-floating-point dtype.
             ValueError: the shape or device does not fit, or the bucket is in flight already.
             MismatchError: another rank exchanges a different bucket.
             TransportError: a transfer failed.  Nothing was summed.
