@@ -28,8 +28,8 @@ def average_gradients(module: torch.nn.Module, transport: Transport) -> None:
 
     All parameters of ``module`` are replicated (norms, embeddings, biases) except the weights of
     :class:`~commfuse_npu.ops.sharded_module.ShardedLinear`.  One all-reduce on the transport's
-    plain group sums them in one fp32 buffer.  A missing gradient counts as zero if another rank has
-    one; if no rank has one, it stays ``None``.
+    plain group sums them in one buffer, in fp32 (fp64 if a parameter has it).  A missing gradient
+    counts as zero if another rank has one; if no rank has one, it stays ``None``.
 
     Call it on every rank between the backward and ``optimizer.step()``, even if the module has no
     replicated parameters.  It is also a barrier: it returns only after all ranks have called it, so

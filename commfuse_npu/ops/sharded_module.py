@@ -10,7 +10,7 @@ To train a model fully sharded, without Megatron, change its loop::
     clip_gradient_norm(model, 1.0, transport)              # if gradients are clipped
     optimizer.step()
 
-The gradient of a shard is complete after the backward, and the optimizer holds only its state.
+The gradient of a shard is complete after the backward; the optimizer has the state of the shard.
 ``torch.nn.utils.clip_grad_norm_`` would see only one rank's shards and scale the ranks differently.
 """
 
