@@ -1,7 +1,7 @@
-"""Collectives of tensor-parallel training, taken apart and hidden behind the work they feed.
+"""Splits the collectives of distributed training and overlaps them with computation.
 
-An implementation of CommFuse (arXiv 2604.24013) for Ascend NPUs, with a CPU/gloo form on which
-everything runs and is tested.  Imports point down: ops -> layers -> runtime -> plan.
+An implementation of CommFuse (arXiv 2604.24013) for Ascend NPUs; everything also runs on CPU with
+gloo, where it is tested.  Imports point down: ops -> runtime -> plan.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ __version__ = "0.3.0"
 
 
 def __getattr__(name: str) -> Any:
-    """The transport needs torch; what asks whether torch works must not."""
+    """Import the transport on demand: it needs torch, and tools that check for torch must not."""
     if name in ("MismatchError", "Transport", "TransportError"):
         from commfuse_npu.runtime import agreement, transport
 

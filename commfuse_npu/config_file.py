@@ -1,8 +1,8 @@
-"""Configuration files in yaml: plain data, each key once, no larger than a person writes.
+"""Reads YAML configuration files: plain data, with each key once and a limited size.
 
-yaml's safe loader builds no objects.  It takes other things that only a mistake or an attacker
-puts into a configuration: the last of several values of one key, aliases (a few lines of them stand
-for gigabytes when they are printed), numbers of any length, nesting without end.
+PyYAML's safe loader builds no objects, but it accepts input that only a mistake or an attack puts
+into a configuration: duplicate keys, aliases (a few lines can expand to gigabytes when printed),
+numbers of any length and unlimited nesting.  All of these are errors here.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ __all__ = ["ConfigError", "config_names", "find_config", "read_config"]
 
 _PACKAGE = Path(__file__).resolve().parent
 _FOLDERS = (_PACKAGE.parent / "configs", _PACKAGE / "configs")
-"""Of a checkout; of an installed wheel, which carries them inside."""
+"""In a checkout; in an installed wheel, inside the package."""
 
 _MOST_BYTES = 1 << 18
 _MOST_DIGITS = 40
@@ -65,17 +65,17 @@ _Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_number)
 
 
 class ConfigError(ValueError):
-    """A configuration that cannot be found or read, or does not fit; one line per problem."""
+    """A configuration cannot be found or read, or is invalid; one line per problem."""
 
 
 def find_config(name: str, folder: str = "") -> Path:
-    """The file that ``name`` stands for: a path, or the name of a file in ``configs/<folder>``.
+    """The path of a file: ``name`` is a path, or the name of a file in ``configs/<folder>``.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: there is no such file.
     """
     given = Path(name)
-    if os.path.isfile(name):  # False if the name is too long for one
+    if os.path.isfile(name):  # False, not an error, if the name is too long
         return given
     known = _shipped(folder)
     shipped = known / f"{given.stem}.yaml"
@@ -98,10 +98,10 @@ def _shipped(folder: str) -> Path:
 
 
 def read_config(path: Path) -> dict[Any, Any]:
-    """The mapping in a file: of lists, texts, numbers, dates, true, false, null, and mappings.
+    """The mapping in a file; its values are YAML's plain types, lists and mappings.
 
     Raises:
-        ConfigError: it cannot be read, or is no such yaml; the message names file and line.
+        ConfigError: the file cannot be read, or is not valid; the message names file and line.
     """
     try:
         with path.open("rb") as file:
@@ -113,7 +113,7 @@ def read_config(path: Path) -> dict[Any, Any]:
         raise ConfigError(f"cannot read the configuration {path}: {error.strerror}") from error
     except RecursionError as error:
         raise ConfigError(f"{path} is not valid yaml: it is nested too deeply") from error
-    except (yaml.YAMLError, ValueError) as error:  # 2026-99-99 looks like a date and is none
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: an invalid date, as 2026-99-99
         where, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
         said = f"line {where.line + 1}: {problem}" if where and problem else str(error)
         raise ConfigError(f"{path} is not valid yaml: {' '.join(said.split())}") from error

@@ -1,8 +1,7 @@
-"""The options of CommFuse: declared once, for each parser that takes them.  No torch.
+"""The options of CommFuse, declared once for all parsers.  Imports no torch.
 
-MindSpeed's parser, the CPU pretraining and the doctor read this table.  MindSpeed parses twice:
-early, when options that it does not know arrive as plain strings, and then for real;
-:func:`typed_options` reads either.
+MindSpeed's parser, the CPU pretraining and the doctor read this table.  MindSpeed parses twice: the
+first time options that it does not know are plain strings.  :func:`typed_options` accepts both.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ LAYERS = (
     *("qkv", "q_down", "q_up", "kv_down", "kv_up", "proj"),
     *("fc1", "fc2", "shared_fc1", "shared_fc2", "eh_proj", "output"),
 )
-"""The names of linear layers that ``--commfuse-layers`` takes."""
+"""The names of linear layers that ``--commfuse-layers`` accepts."""
 
 
 def whole(minimum: int) -> Callable[[str], int]:
@@ -50,7 +49,7 @@ def whole(minimum: int) -> Callable[[str], int]:
 
 
 def _number_or(*words: str, minimum: int = 1) -> Callable[[str], int | str]:
-    """A converter for argparse: a whole number of at least ``minimum``, or one of some words."""
+    """A converter for argparse: a whole number of at least ``minimum``, or one of ``words``."""
 
     def convert(text: str) -> int | str:
         if text in words:
@@ -168,7 +167,7 @@ OPTIONS: dict[str, Declared] = {
         metavar="FOLDER",
     ),
 }
-"""The options beside ``--use-commfuse``, by the attribute of a namespace."""
+"""``--use-commfuse`` and its options, by the attribute in a namespace."""
 
 FB_OVERLAP_OPTIONS: dict[str, Declared] = {
     "commfuse_fb_overlap": _option(
@@ -191,23 +190,23 @@ DEFAULTS = {name: default for name, (default, _) in OPTIONS.items()}
 
 
 def option_name(attribute: str) -> str:
-    """``--use-commfuse`` of ``use_commfuse``."""
+    """``use_commfuse`` to ``--use-commfuse``."""
     return f"--{attribute.replace('_', '-')}"
 
 
 def add_arguments(
     parser: argparse._ActionsContainer, options: Mapping[str, Declared] = OPTIONS
 ) -> None:
-    """Declare options, without defaults: set :data:`DEFAULTS` where they are wanted."""
+    """Declare options without defaults; set :data:`DEFAULTS` on the parser if needed."""
     for name, (_, keywords) in options.items():
         parser.add_argument(option_name(name), **keywords)
 
 
 def typed_options(args: argparse.Namespace) -> argparse.Namespace:
-    """:data:`OPTIONS` of a namespace, converted from strings where need be.
+    """:data:`OPTIONS` of a namespace, converted from strings if necessary, with defaults.
 
     Raises:
-        ValueError: a value does not fit; the message names the option.
+        ValueError: a value is invalid; the message names the option.
     """
     values = dict(DEFAULTS)
     for name, (_, keywords) in OPTIONS.items():
@@ -228,7 +227,7 @@ def typed_options(args: argparse.Namespace) -> argparse.Namespace:
 
 
 def value_of(words: Sequence[str], option: str) -> str | None:
-    """The last value of an option of a command line; empty for a flag, ``None`` if not given."""
+    """The last value of an option in a command line; empty for a flag, ``None`` if not given."""
     found = None
     for i, word in enumerate(words):
         name, equals, value = word.partition("=")
@@ -247,22 +246,22 @@ def schedule_for(
     lanes: int | None = None,
     linear: bool = False,
 ) -> Schedule:
-    """The schedule that the options ask for, for a group of ``size`` ranks.
+    """The schedule of the options, for a group of ``size`` ranks.
 
-    ``auto`` is two_level if the group spans whole nodes, :func:`~commfuse_npu.plan.usual_shape` for
-    linear layers of a group inside a node, unless lanes are asked for or tried out or attention
-    needs them, too, else shifted.  There are at most ``size - 1`` transfers to have in flight, and
-    each lane costs buffers on every rank: superfluous lanes are not made.
+    ``auto`` is ``two_level`` if the group spans several whole nodes.  For linear layers of a group
+    inside a node it is :func:`~commfuse_npu.plan.usual_shape`, unless ``--commfuse-lanes``, tuning
+    or the fused attention needs lanes.  Otherwise it is ``shifted``.  There are at most
+    ``size - 1`` lanes, as each costs buffers on every rank and no more transfers are in flight.
 
     Args:
         processes: ranks per node.
-        stride: from one rank of the group to the next: 1 for tensor parallelism, whose size it is
-            for context and data parallelism.
-        chunks, lanes: if the options ask for no number of them.
-        linear: whether it is the schedule of tensor-parallel layers.
+        stride: distance in global ranks between neighbours in the group: 1 for tensor parallelism,
+            the tensor-parallel size for context and data parallelism.
+        chunks, lanes: defaults if the options do not set them.
+        linear: whether the schedule is for tensor-parallel layers.
 
     Raises:
-        PlanError: the options make no schedule.
+        PlanError: the options do not make a valid schedule.
     """
     local = size if processes % stride else processes // stride
     shape = given.commfuse_schedule
@@ -285,7 +284,7 @@ def schedule_for(
 
 
 def unknown_option(words: Sequence[str]) -> str:
-    """What looks like an option of ours and is none, with the one meant; empty without any."""
+    """A message about the first unknown option of CommFuse in ``words``; empty if there is none."""
     known = [option_name(name) for name in (*OPTIONS, *FB_OVERLAP_OPTIONS)]
     known += [f"--no-{name.removeprefix('--')}" for name in known]
     for word in words:

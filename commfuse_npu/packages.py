@@ -1,4 +1,4 @@
-"""Packages that a launch needs: found without importing them, and which versions go together.
+"""Finds the packages that a launch needs without importing them; the supported versions.
 
 Versions were read in the sources of MindSpeed-LLM, MindSpeed and Megatron-LM.
 """
@@ -35,7 +35,7 @@ TOGETHER = (
 )
 
 WITHOUT_MINDSPEED = (0, 17)
-"""From this Megatron core on MindSpeed has no layers with norm of its own any more."""
+"""From this version of Megatron core on, MindSpeed has no layers with norm of its own."""
 WHY_WITHOUT = (
     "from 0.17 on its layers are adapted to NPUs by MegatronAdaptor and TransformerEngineNPU, "
     "which CommFuse does not know"
@@ -43,14 +43,14 @@ WHY_WITHOUT = (
 
 
 def numbers(version: str) -> tuple[int, ...]:
-    """Leading numbers: of 26.0.0dev0, 2.7.1+cpu, 8.3.RC1."""
+    """The leading numbers of a version such as 26.0.0dev0, 2.7.1+cpu or 8.3.RC1."""
     found = re.match(r"\d+(?:\.\d+)*", version)
     return tuple(map(int, found[0].split("."))) if found else ()
 
 
 @dataclass(frozen=True)
 class Package:
-    """A package that was found, and where: a namespace may be in several folders."""
+    """A package that was found, with its folders; a namespace package may have several."""
 
     version: str | None
     folders: tuple[Path, ...] = ()
@@ -60,7 +60,11 @@ class Package:
 
 
 def find_package(name: str, variables: Mapping[str, str]) -> Package | None:
-    """Where ``import name`` would find a package, or would if started in MindSpeed-LLM's root."""
+    """Find a package as ``import name`` would, or in the working directory or a home folder.
+
+    Args:
+        variables: the environment; ``MINDSPEED_LLM_HOME``, ``MINDSPEED_HOME``, ``MEGATRON_HOME``.
+    """
     spec = importlib.util.find_spec(name)
     if spec is None:
         homes = ("MINDSPEED_LLM_HOME", "MINDSPEED_HOME", "MEGATRON_HOME")
@@ -73,7 +77,7 @@ def find_package(name: str, variables: Mapping[str, str]) -> Package | None:
 
 
 def _version(name: str, folders: tuple[Path, ...]) -> str | None:
-    # What lies beside the code tells about this code; metadata may be of another copy.
+    # Files next to the code are about this copy; metadata may be about another one.
     for folder in folders:
         info, setup = folder / "core" / "package_info.py", folder.parent / "setup.py"
         if name == "megatron" and info.exists():

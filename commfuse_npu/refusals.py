@@ -1,9 +1,9 @@
-"""Options that exclude CommFuse, why, and the way out: one table for the launch and the tools.
+"""Options that exclude CommFuse, the reasons and the alternatives, for the launch and the tools.
 
-The launch looks options up in argparse's namespaces, twice: at patch time, because features that
-replace Megatron's linear classes do so before any argument is checked, when options that nobody
-typed are absent and values are strings; and again with the real arguments.  The tools look them up
-in the words of a command line, where Megatron's default stands for what nobody typed.
+The launch checks an argparse namespace twice.  The first time is when patches are applied, because
+features that replace Megatron's linear classes do so before arguments are checked; options not
+given are then absent, and values are strings.  The second time is with the parsed arguments.  The
+tools check the words of a command line, where Megatron's default applies to options not given.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ __all__ = [
 
 
 def _set(value: Any) -> bool:
-    """Given and not switched off; an option that takes a list may be an empty one."""
+    """Whether a value is given and not off; the value of a list option may be an empty list."""
     return bool(value) and value not in ("False", "false", "0", "0.0")
 
 
@@ -36,7 +36,7 @@ def _above(limit: float) -> Callable[[Any], bool]:
         try:
             return float(value or 0) > limit
         except ValueError:
-            return True  # Whatever it is, it is not known to be harmless.
+            return True  # An unknown value may not be harmless.
 
     return applies
 
@@ -55,13 +55,13 @@ class Refusal:
     """An option that excludes ``--use-commfuse``, or another option of CommFuse.
 
     Attributes:
-        option: how a user writes it.
-        why: what it does that does not go together.
-        instead: the way out.
-        applies: whether a value of it is refused.
-        also: another attribute in a namespace that means the same.
+        option: as on a command line.
+        why: what it does that excludes CommFuse.
+        instead: what to do instead.
+        applies: whether a value of the option is refused.
+        also: other attributes in a namespace with the same meaning.
         ours: the option of CommFuse.
-        default: Megatron's, where it excludes without being typed.
+        default: Megatron's default, if that is refused, too.
     """
 
     option: str
@@ -78,11 +78,11 @@ class Refusal:
         return self.option.split()[0].removeprefix("--").replace("-", "_"), *self.also
 
     def given(self, args: argparse.Namespace) -> bool:
-        """Whether a namespace has it."""
+        """Whether a namespace has the option with a refused value."""
         return any(self.applies(getattr(args, name, None)) for name in self.names)
 
     def value_in(self, options: Sequence[str]) -> str | None:
-        """The value with which a command line has it; ``None`` if it has none that is meant."""
+        """The refused value in a command line; ``None`` if there is none."""
         value = value_of(options, self.option.split()[0])
         if value is None:
             return None if self.default is None else f"{self.default}, Megatron's default"
@@ -97,7 +97,7 @@ class Refusal:
 
 
 _Row = str | tuple[str, str] | tuple[str, str, Callable[[Any], bool]]
-"""Why; also the way out; also the values that are meant, all that switch it on by default."""
+"""Why; optionally what to do instead; optionally which values apply (default: all but off)."""
 
 _CHOOSE = "leave one of the two out"
 _REPLACES = "it replaces Megatron's column- and row-parallel linear layers by its own"
@@ -120,7 +120,7 @@ _ATTENTION: dict[str, _Row] = {
     "--position-embedding-type alibi": ("alibi adds a bias to the scores", _CHOOSE),
     "--sliding-window": _WINDOW,
     "--interleave-sliding-window": _WINDOW,
-    # MindSpeed's default and MindSpeed-LLM's: more than any sequence that they expect.
+    # The defaults of MindSpeed and MindSpeed-LLM, longer than any sequence they expect.
     "--pre-tockens": (_WINDOW, f"{_CHOOSE}, or pass the default", _other_than(65536, 1048576)),
     "--next-tockens": ("queries see later keys, too", f"{_CHOOSE}, or pass 0", _other_than(0)),
     "--sparse-mode": (
@@ -164,7 +164,7 @@ _TABLE: dict[str, dict[str, _Row]] = {
         ),
     },
     "--commfuse-attention": _ATTENTION,
-    # Besides, what the layout has to be (:func:`missing`).
+    # The requirements on the layout are in :func:`missing`.
     "--commfuse-ulysses": {
         **{option: row for option, row in _ATTENTION.items() if "context-parallel" not in option},
         "--context-parallel-kv-cache-policy": "it exchanges the heads inside the local attention, "
@@ -220,8 +220,8 @@ REFUSALS_OF = {
     ours: tuple(_refusal(ours, option, row) for option, row in rows.items())
     for ours, rows in _TABLE.items()
 }
-"""By the option of CommFuse that they exclude (MindSpeed's and MindSpeed-LLM's feature sources,
-read)."""
+"""By the excluded option of CommFuse (read in the feature sources of MindSpeed and
+MindSpeed-LLM)."""
 
 REFUSALS = REFUSALS_OF["--use-commfuse"]
 ATTENTION_REFUSALS = REFUSALS_OF["--commfuse-attention"]
@@ -229,12 +229,12 @@ FB_OVERLAP_REFUSALS = REFUSALS_OF["--commfuse-fb-overlap"]
 
 
 class Needs(NamedTuple):
-    """What options of CommFuse need of a launch; ``None``: not known, and not checked.
+    """The facts of a launch that options of CommFuse require; ``None``: unknown, not checked.
 
     Attributes:
-        tensor, context: sizes of the parallel groups.
-        algorithm: of context parallelism.
-        heads, length: of the model and its sequence.
+        tensor, context: sizes of the tensor- and context-parallel groups.
+        algorithm: ``--context-parallel-algo``.
+        heads, length: attention heads of the model, and sequence length.
     """
 
     tensor: int
@@ -246,7 +246,7 @@ class Needs(NamedTuple):
 
 
 def missing(ours: str, needs: Needs) -> str:
-    """What an option of CommFuse needs and a launch lacks, with the way out; empty for nothing."""
+    """A message about what a launch lacks for an option of CommFuse; empty if nothing."""
     if ours == "--commfuse-dp" and not needs.distributed_optimizer:
         return (
             "--commfuse-dp needs --use-distributed-optimizer: without it gradients are all-reduced "

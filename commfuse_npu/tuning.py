@@ -1,14 +1,14 @@
-"""Which schedule is fastest here: tried out at first use, remembered on disk.
+"""Finds the fastest schedule of a layer by trial at first use, and caches the answer on disk.
 
-How many chunks pay depends on the shape, the group, the links and the speed of the GEMMs together,
-and whether fusing pays at all does too: without anything to gain, smaller GEMMs and more messages
-only cost.  So a few schedules and torch's collectives (in Megatron's order, where it has one) run
-on the real shape, interleaved, until the slower ones are out (:func:`fastest`); rank 0 decides for
-all.  What is tried is what runs: the whole forward of a layer, or its whole backward.
+The best number of chunks depends on the shape, the group, the links and the speed of the GEMMs, and
+so does whether fusing pays at all: if there is nothing to gain, smaller GEMMs and more messages
+only cost.  So some schedules and torch's collectives (in Megatron's order, where it has one) run on
+the real shape, interleaved, and the slower ones are eliminated (:func:`fastest`); rank 0 decides
+for all ranks.  A trial is the whole forward of a layer, or its whole backward.
 
-The answer is a matter of this machine and these versions (:func:`remembered`), and it decides in
-which pieces GEMMs run, which some GEMM libraries round differently.  Where two runs have to give
-the same bits, leave it off and fix the schedule.
+The answer holds for one machine and one set of versions (:func:`remembered`).  It decides into
+which pieces GEMMs are cut, and some GEMM libraries round these differently.  If two runs have to
+give the same bits, leave tuning off and set the schedule.
 """
 
 from __future__ import annotations
@@ -50,32 +50,32 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Tuning:
-    """Try schedules out at first use.
+    """Try schedules at first use.
 
     Args:
-        folder: where answers are kept between runs, ``None`` for nowhere.  Rank 0's counts.
+        folder: cache of answers between runs, ``None`` for none.  That of rank 0 is used.
     """
 
-    # No part of what the ranks agree on: neither compared nor in the digest.
+    # May differ between ranks: neither compared nor in the digest.
     folder: str | None = field(default=None, compare=False, repr=False)
 
 
 Layer = Literal["column", "row"]
 COLUMN: Layer = "column"
 ROW: Layer = "row"
-"""Parallel by columns: the input is gathered; by rows: the output is reduce-scattered."""
+"""Column-parallel: the input is gathered; row-parallel: the output is reduce-scattered."""
 
 
 @dataclass(frozen=True)
 class Problem:
-    """Half of a layer, with everything that runs in it: GEMMs, transfers, sums.
+    """What is tuned: the forward or the backward of a layer, with GEMMs, transfers and sums.
 
     Args:
         half: ``forward``, or ``backward`` with the gradients of input and weight.
         block_rows: rows of one rank's block.
         inputs, outputs: features of this rank's weight.
-        dtype: of the GEMMs, ``torch.float32`` and so on.
-        wgrad: how the weight gradient is made.
+        dtype: of the GEMMs.
+        wgrad: ``whole`` or ``blocks``, see :data:`~commfuse_npu.plan.rules.linear.Wgrad`.
         kept: whether the gathered input is kept for the backward.
     """
 
@@ -96,14 +96,14 @@ def tuned(
     tuning: Tuning,
     run: Callable[[Schedule | None], object],
 ) -> Schedule | None:
-    """The fastest way to do ``problem``: a schedule, or ``None`` for torch's collectives.
+    """The fastest schedule for ``problem``; ``None`` for torch's collectives.
 
-    A collective over the group at the first call for a problem; later ones look it up.
+    The first call for a problem is a collective over the group; later calls return its answer.
 
     Args:
         schedule: its lanes are the most that may be used.
-        run: does the work once, with a schedule or by torch's collectives (``None``), on numbers
-            of its own.
+        run: runs the problem once, with a schedule or with torch's collectives (``None``), on its
+            own random inputs.
 
     Raises:
         MismatchError, TransportError: see :meth:`Transport.begin`.
@@ -127,7 +127,7 @@ def tuned(
 
         def run_round(order: Sequence[int]) -> list[float]:
             mine = [_timed(transport, name, partial(run, choices[n])) for n in order]
-            # A work is done when the last rank is done.
+            # The time of an alternative is that of the slowest rank.
             return [max(times) for times in zip(*transport.share(name, mine), strict=True)]
 
         usual = choices.index(schedule) if schedule in choices else 1
@@ -145,13 +145,14 @@ def tuned(
 
 
 def decisions(transport: Transport) -> dict[tuple[Problem, Schedule], Schedule | None]:
-    """What was decided for a group so far.  Emptied, alike on all ranks, it is decided again."""
+    """The answers for a transport so far.  Clear it on all ranks alike to tune again."""
     answers: dict[tuple[Problem, Schedule], Schedule | None]
     answers = transport.remembered.setdefault(__name__, {})
     return answers
 
 
 def _timed(transport: Transport, name: str, call: Callable[[], object]) -> float:
+    """Seconds of a call on this rank, after a barrier, until the device has finished."""
     transport.confirm(name)
     start = time.perf_counter()
     call()
@@ -160,7 +161,7 @@ def _timed(transport: Transport, name: str, call: Callable[[], object]) -> float
 
 
 def _question(transport: Transport, problem: Problem, schedule: Schedule) -> dict[str, Any]:
-    """Everything that the answer depends on, as JSON would give it back."""
+    """Everything that the answer depends on, as JSON-compatible values."""
     device = transport.device_type
     processor = "cpu" if device == "cpu" else str(torch.get_device_module(device).get_device_name())
     return {
@@ -183,20 +184,20 @@ def _version(package: str) -> str | None:
 # -------------------------------------------------------------- what is tried
 
 _LEAST_ROWS = 16
-"""Of a piece: matrix units work on 16 rows at least."""
+"""Per piece, because matrix units work on at least 16 rows."""
 
 _EVEN = ((1, 1.0), (2, 1.0), (3, 1.0), (4, 1.0), (6, 1.0), (8, 1.0))
 _TAPERED = ((2, 1.5), (4, 2.0), (6, 1.5))
-"""For two ranks.  With more, long first pieces of all peers need the memory of several blocks at
-once, or hold each other up; none was ever fastest on paced links with four."""
+"""For two ranks only.  With more, the long first pieces of all peers need memory of several blocks,
+or delay each other; with four ranks on paced links none was ever fastest."""
 
 
 def candidates(schedule: Schedule, size: int, block_rows: int) -> list[Schedule]:
     """Variations of ``schedule`` in lanes, chunks and taper, the simplest first.
 
     Args:
-        schedule: its lanes are the most that may be used; nodes stay.  What is ``shifted`` among
-            three ranks or more is tried as collectives, too.
+        schedule: its lanes are the most that may be used; ``node_size`` is kept.  For ``shifted``
+            with three or more ranks, ``collective`` is tried, too.
         size: of the group.
         block_rows: rows of one rank's block.
     """
@@ -221,12 +222,12 @@ def candidates(schedule: Schedule, size: int, block_rows: int) -> list[Schedule]
 # ----------------------------------------------------------- which is fastest
 
 _ROUNDS = (1, 1, 4)
-"""Rounds before the slower half goes; the last ones are between what is left."""
+"""Rounds per stage; after each stage but the last, the slower half is eliminated."""
 
 _FINALISTS = 3
 
 _AS_FAST = 0.005
-"""A share by which an alternative may be slower."""
+"""Relative difference up to which an alternative counts as equally fast."""
 
 
 def fastest(
@@ -237,18 +238,18 @@ def fastest(
 ) -> tuple[int, list[float | None]]:
     """The fastest of the alternatives ``0 ... count - 1``.
 
-    Every round runs what is left once, in an order of its own, so that a machine that becomes
-    slower or faster meanwhile treats them alike.
+    Every round runs each remaining alternative once, in random order, so that changes in the speed
+    of the machine affect all of them alike.
 
     Args:
-        run: runs these alternatives in this order and gives their times in seconds; called alike
-            on all ranks, with the same result on all ranks.
-        usual: what is taken without a trial.  Another one has to be faster by more than the spread
-            of both: on a busy machine differences are noise.
+        run: runs these alternatives in this order and returns their times in seconds; called on
+            all ranks with the same argument, and returns the same on all ranks.
+        usual: the choice without a trial.  Another one has to be faster by more than the spread
+            (interquartile range) of both, because differences on a busy machine are noise.
 
     Returns:
-        its number, or that of the first that is slower by no more than half a percent, and the
-        median of each that reached the last round, ``None`` for the others.
+        The number of the first alternative within half a percent of the fastest; and the median of
+        each that reached the last stage, ``None`` for the others.
     """
     left = list(range(count))
     order = random.Random(0)
@@ -274,13 +275,13 @@ def fastest(
     return chosen, [medians.get(one) for one in range(count)]
 
 
-# --------------------------------------------------------- remembered on disk
+# ------------------------------------------------------------- cached on disk
 
 _FORMAT = 1
 
 
 def default_folder() -> Path:
-    """``commfuse_npu`` in the user's cache folder (``XDG_CACHE_HOME``, by default ``~/.cache``)."""
+    """``commfuse_npu`` in the user's cache folder (``XDG_CACHE_HOME``, default ``~/.cache``)."""
     cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     return Path(cache).expanduser() / "commfuse_npu"
 
@@ -288,11 +289,11 @@ def default_folder() -> Path:
 def remembered(
     folder: Path, question: Mapping[str, Any], alternatives: Sequence[Schedule | None]
 ) -> int | None:
-    """Which of the alternatives is remembered as the answer; ``None`` if none is.
+    """The index of the cached answer among ``alternatives``; ``None`` if there is none.
 
-    A file is used only if it says of itself that it answers this question - on this machine, with
-    these versions - with one of the alternatives that there are.  Anything else is reported once
-    and passed over, and the next answer is written over it.
+    A file is used only if it contains this question (machine and versions included), and an answer
+    that is one of the alternatives.  Any other file is reported and ignored, and the next answer
+    overwrites it.
     """
     path = _path(folder, question)
     try:
@@ -317,10 +318,10 @@ def remembered(
 def remember(
     folder: Path, question: Mapping[str, Any], answer: Schedule | None, seconds: Mapping[str, float]
 ) -> None:
-    """Remember an answer; a folder that cannot be written to is reported, not an error.
+    """Cache an answer; if the folder cannot be written to, log a warning.
 
     Args:
-        seconds: median times of what was compared, for people who look.
+        seconds: median times of the alternatives, for people who read the file.
     """
     path = _path(folder, question)
     content = {
@@ -341,5 +342,5 @@ def _path(folder: Path, question: Mapping[str, Any]) -> Path:
 
 
 def _as_json(value: Any) -> Any:
-    """What a value is after writing and reading it."""
+    """A value after a round trip through JSON."""
     return json.loads(json.dumps(value))

@@ -1,4 +1,4 @@
-"""Machines as ``configs/hardware`` describes them: what work and transfers cost on them.
+"""Machines described in ``configs/hardware``: the times of work and transfers on them.
 
-The start of a launch takes defaults from them, ``commfuse-npu simulate`` and ``plan`` all costs.
+A launch takes defaults from them; ``commfuse-npu simulate`` and ``plan`` take all their costs.
 """

@@ -1,9 +1,9 @@
-"""Machines as data: ``configs/hardware/<machine>.yaml``, read and checked.
+"""Reads and checks the descriptions of machines, ``configs/hardware/<machine>.yaml``.
 
-Every figure is a range, low - typical - high, in SI units, with its public source.  A simulation
-needs points; :meth:`Hardware.machine` picks them: ``favourable`` ends, ``unfavourable`` ends or
-typical values, for computation and for communication separately, because what a schedule hides
-depends on the ratio of the two.
+Every figure is a range (low, typical, high) in SI units, with its public source.  A simulation
+needs one value, which :meth:`Hardware.machine` picks: the ``favourable`` end, the ``unfavourable``
+end or the typical value.  The choice is separate for computation and communication, because what a
+schedule hides depends on their ratio.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Choice = Literal["favourable", "typical", "unfavourable"]
 
 
 class _Rule(NamedTuple):
-    """What a figure may be; a rate may not be zero: ``least`` is refused unless ``inclusive``."""
+    """The unit and the allowed values of a figure; ``least`` itself only if ``inclusive``."""
 
     unit: str
     least: float = 0
@@ -33,11 +33,11 @@ class _Rule(NamedTuple):
     inclusive: bool = False
     more_is_better: bool = True
     links: bool = False
-    """Whether it decides how long transfers take, not computing."""
+    """Whether the figure belongs to communication (transfers) or to computation."""
 
     def allows(self, value: float) -> bool:
         above = value >= self.least if self.inclusive else value > self.least
-        # Not isfinite, which cannot be asked about a whole number that no float holds.
+        # Not isfinite(), which raises for an int too large for a float.
         return above and value <= min(self.most, sys.float_info.max)
 
     def __str__(self) -> str:
@@ -51,7 +51,7 @@ _HIDDEN = _Rule("share", most=1, inclusive=True, links=True)
 _COST = _Rule("share", most=1, inclusive=True, more_is_better=False, links=True)
 _SECONDS = _Rule("seconds", most=1, inclusive=True, more_is_better=False, links=True)
 _KERNELS = "coc_fused", "catccos"
-"""Of others, each an attribute of a machine."""
+"""Fused kernels of other projects; each is an attribute of :class:`Machine`."""
 _OF_KERNEL = {"hidden": _HIDDEN, "hidden_gemm": _HIDDEN, "efficiency": _SHARE._replace(links=True)}
 
 _RULES: dict[str, dict[str, _Rule]] = {
@@ -97,7 +97,7 @@ _PARTS = ("low", "typical", "high")
 
 @dataclass(frozen=True)
 class Figure:
-    """A figure with its uncertainty, in the unit of its rule, and where it was found."""
+    """A figure as a range, in the unit of its rule, with its source."""
 
     low: float
     typical: float
@@ -116,14 +116,14 @@ class Hardware:
 
     Attributes:
         version: of the figures.
-        npus_per_host: NPUs of a server, which is what torchrun calls a node.
-        npus_per_node: NPUs that share the links ``inside``; several hosts on a supernode.
-        nodes: how many nodes there can be.
+        npus_per_host: NPUs of a server, which torchrun calls a node.
+        npus_per_node: NPUs that share the links ``inside``; on a supernode those of several hosts.
+        nodes: the most nodes of the machine.
         batched: whether a step's send and receive complete as a unit (HCCL) or not (gloo).
         topologies: of the levels ``inside`` and, if there is more than one node, ``between``.
         figures: by dotted name: ``npu.cube_flops``, ``inside.rate``, ...
-        deterministic: whether HCCL sums in an order (``HCCL_DETERMINISTIC``, which MindSpeed's
-            ``--npu-deterministic`` sets), at the cost that ``rivals.ordered_sums`` says.
+        deterministic: whether HCCL sums in a fixed order (``HCCL_DETERMINISTIC``, which MindSpeed's
+            ``--npu-deterministic`` sets), at the cost of ``rivals.ordered_sums``.
     """
 
     path: Path
@@ -142,8 +142,8 @@ class Hardware:
         """Read a description.
 
         Raises:
-            ConfigError: it cannot be read, is incomplete or makes no sense; a line for every
-                problem: file, field, value and limit.
+            ConfigError: the file cannot be read, is incomplete or has invalid values; one line per
+                problem, with file, field, value and limit.
         """
         content = read_config(path)
         found = list(_problems(content))
@@ -164,12 +164,12 @@ class Hardware:
         return cls(path, name, **whole, batched=batched, topologies=topologies, figures=figures)
 
     def posting(self, seconds: float) -> Hardware:
-        """The same with a host that takes so many seconds to post a batch and to wait for it."""
+        """A copy whose host takes ``seconds`` to post a batch and to wait for it."""
         given = Figure(seconds, seconds, seconds, "given")
         return replace(self, figures={**self.figures, "host.post_overhead": given})
 
     def launching(self, seconds: float) -> Hardware:
-        """The same with a host that takes so many seconds per launch, of which a post has one."""
+        """A copy whose host takes ``seconds`` per launch; a post includes one launch."""
         launch, post = (self.figures[f"host.{name}_overhead"] for name in ("launch", "post"))
         low, typical, high = (
             max(seconds, getattr(post, end) + seconds - getattr(launch, end)) for end in _PARTS
@@ -181,12 +181,12 @@ class Hardware:
         return replace(self, figures={**self.figures, **slower})
 
     def machine(self, compute: Choice = "typical", links: Choice = "typical") -> Machine:
-        """The machine with a value picked from every range.
+        """The machine with one value of every range.
 
         Args:
-            compute: end of the ranges that decide how long computing takes.
-            links: end of those that decide how long transfers take, and what they cost the host
-                and the memory.
+            compute: which value of the figures of computation.
+            links: which value of the figures of communication: the time of transfers, and what they
+                cost the host and the memory.
         """
 
         def value(name: str) -> float:
@@ -232,12 +232,12 @@ class Hardware:
 
     @property
     def npus(self) -> int:
-        """How many there are."""
+        """Number of NPUs of the whole machine."""
         return self.npus_per_node * self.nodes
 
     @property
     def assumed(self) -> str:
-        """``3 of 14 figures``: how many have no public source."""
+        """How many figures have no public source, as ``3 of 14 figures``."""
         count = sum(figure.assumed for figure in self.figures.values())
         return f"{count} of {len(self.figures)} figures"
 
@@ -310,7 +310,7 @@ def _figure_problems(name: str, content: Any, rule: _Rule) -> Iterator[str]:
     for part in _PARTS:
         value = content.get(part)
         if isinstance(value, bool) or not isinstance(value, (int, float)):
-            # yaml reads 1e9 as text; 1.0e+9 is a number.
+            # YAML reads 1e9 as a string and 1.0e+9 as a number.
             hint = "; write 1.0e+9, not 1e9" if isinstance(value, str) else ""
             yield f"{name}.{part}: {value!r} is not a number in {rule.unit}{hint}"
         elif not rule.allows(value):
@@ -333,10 +333,10 @@ assert set(get_args(LinkTopology)) == {name for names in _TOPOLOGIES.values() fo
 
 
 def described(name: str) -> str | None:
-    """In ``configs/hardware``: for ``910B2`` (npu-smi) or ``Ascend910B2`` (torch_npu) a server.
+    """The description in ``configs/hardware`` for the name of an NPU; ``None`` if there is none.
 
-    ``Ascend910`` is what npu-smi calls a chip of an A3, ``Ascend910_9391`` and the like what
-    torch_npu does [read].  ``None``: nobody has described it.
+    ``910B2`` (npu-smi) or ``Ascend910B2`` (torch_npu) is that of a server.  A chip of an A3 is
+    ``Ascend910`` in npu-smi, and ``Ascend910_9391`` and the like in torch_npu [read].
     """
     kind = name.removeprefix("Ascend")
     if kind.startswith("910B"):

@@ -1,9 +1,9 @@
-"""A machine with one value for every figure, and what computing costs on it.
+"""A machine with one value for every figure, and the time that work takes on it.
 
 The formulas are a roofline (Williams, Waterman, Patterson 2009): work takes the longer of its
-arithmetic and its memory traffic.  A GEMM is whole tiles, on so many cores at a time, after a
-start: cutting one costs a start, and the cores that the last round of tiles leaves idle.  Where the
-cores are not known, and in attention, a cut costs ``half_rows`` rows: efficiency is
+arithmetic and its memory traffic.  A GEMM takes a start time and then rounds of whole tiles, one
+per core.  So cutting it costs a start, and idle cores in the last round of each part.  In
+attention, and if the number of cores is unknown, ``m`` rows have the efficiency
 ``m / (m + half_rows)``.
 """
 
@@ -32,7 +32,7 @@ SUM_BYTES = 4
 """Sums that are rounded once are fp32."""
 
 TILE = 128, 256
-"""Rows and columns that a core of the cube makes at a time (read in Huawei's tiling of MC2)."""
+"""Rows and columns that a cube core computes at a time (read in Huawei's tiling of MC2)."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Level:
             egress and an ingress per NPU; ``nic_per_node``: an egress and an ingress per node.
         rate: bytes/s per link and direction that a large message reaches.
         latency: seconds per transfer besides ``bytes / rate``.
-        beside_work: how many times longer a transfer takes while an end of it is at work.
+        beside_work: factor by which a transfer is slower while one of its ends computes.
     """
 
     topology: LinkTopology
@@ -53,18 +53,18 @@ class Level:
     beside_work: float = 1.0
 
     def into(self, ranks: int) -> float:
-        """bytes/s into a rank of so many, from all others at once."""
+        """bytes/s into one of ``ranks`` ranks, from all others at once."""
         return (ranks - 1 if self.topology == "full_mesh" else 1) * self.rate
 
 
 @dataclass(frozen=True)
 class FusedKernel:
-    """A kernel that computes and transfers at once, as others measured it.
+    """A kernel that overlaps a GEMM and a transfer, with figures that others measured.
 
     Attributes:
-        hidden: share of the transfer that is hidden where the GEMM is longer.
-        hidden_gemm: share of the GEMM that is hidden where the transfer is longer.
-        rate: bytes/s per link and direction that its own transfer reaches.
+        hidden: share of the transfer time that is hidden if the GEMM is longer.
+        hidden_gemm: share of the GEMM time that is hidden if the transfer is longer.
+        rate: bytes/s per link and direction that its transfer reaches.
     """
 
     hidden: float
@@ -72,7 +72,7 @@ class FusedKernel:
     rate: float
 
     def seconds(self, gemm: float, transfer: float) -> float:
-        """Of a GEMM and a transfer that take so long alone."""
+        """Time of the kernel, from the times of the GEMM and of the transfer alone."""
         share = self.hidden if gemm >= transfer else self.hidden_gemm
         return gemm + transfer - share * min(gemm, transfer)
 
@@ -82,9 +82,9 @@ NO_KERNEL = FusedKernel(0.0, 0.0, 1.0)
 
 @dataclass(frozen=True)
 class Machine:
-    """Point values; see ``configs/hardware/*.yaml`` for what they mean.
+    """One value per figure; ``configs/hardware/*.yaml`` explains the figures.
 
-    Rates in FLOP/s and bytes/s, times in seconds, ``hbm_bandwidth`` with its efficiency.
+    Rates in FLOP/s and bytes/s, times in seconds; ``hbm_bandwidth`` includes its efficiency.
     """
 
     npus_per_node: int
@@ -121,8 +121,8 @@ class Machine:
         """Seconds of ``[rows, inner] @ [inner, outer]``; 0 without rows.
 
         Args:
-            result_bytes: read and written per number of the result.
-            start: whether it starts by itself, and not inside a kernel that has started.
+            result_bytes: bytes read and written per element of the result.
+            start: whether to include the start time; not for a part of a running kernel.
         """
         if rows <= 0 or inner <= 0:
             return 0.0
@@ -138,47 +138,48 @@ class Machine:
         )
 
     def attention(self, flops: float) -> float:
-        """Seconds of flash attention of so many FLOP."""
+        """Seconds of flash attention with ``flops`` FLOP."""
         return flops / (self.cube_flops * self.attention_efficiency)
 
     def collective(self, size: float, ranks: int) -> float:
-        """Seconds of blocks of so many bytes from each rank of a node to every other one."""
+        """Seconds to send a block of ``size`` bytes from each rank of a node to every other one."""
         return self.inside.latency + (ranks - 1) * size / self.inside.into(max(2, ranks))
 
     def host(self, launches: int, posts: int, events: int) -> float:
-        """Seconds for which so many keep the launching thread."""
+        """Seconds that launches, posts and events take on the launching thread."""
         launched = launches * self.launch_overhead + posts * self.post_overhead
         return launched + events * self.event_overhead
 
     def summed(self, ranks: int) -> float:
-        """How many times longer HCCL's reduce-scatter takes for sums in an order."""
+        """Factor by which HCCL's reduce-scatter is slower if it sums in a fixed order."""
         return 1 + self.ordered_sums * ranks / 8
 
     def fused(self, kernel: FusedKernel, gemm: float, size: float, ranks: int) -> float:
-        """Seconds of a GEMM with a collective over blocks of so many bytes in one kernel."""
+        """Seconds of a kernel with a GEMM and a collective over blocks of ``size`` bytes."""
         latency, slower = self.inside.latency, self.inside.rate / kernel.rate
         transfer = latency + slower * (self.collective(size, ranks) - latency)
         return kernel.seconds(gemm, transfer)
 
     def buffered(self, size: float) -> float:
-        """Seconds that a message of so many bytes takes through buffers at both of its ends.
+        """Seconds of the copies of a ``size``-byte message through buffers at both of its ends.
 
-        A copy reads and writes, and is in order with the transfer.
+        A copy reads and writes memory, and does not overlap with the transfer.
         """
         ends, reads_and_writes = 2, 2
         return self.memory(ends * reads_and_writes * self.message_copies * size)
 
     def memory(self, traffic: float) -> float:
-        """Seconds of element-wise work that reads and writes so many bytes."""
+        """Seconds of element-wise work that reads and writes ``traffic`` bytes in all."""
         return traffic / self.hbm_bandwidth
 
 
 def covering_outputs(machine: Machine, size: int) -> int | None:
-    """From how many outputs per rank Megatron's order hides a column-parallel backward's transfers.
+    """The least outputs per rank with which a column-parallel backward's GEMMs hide its transfers.
 
-    There the input is gathered behind dgrad, and its gradient reduce-scattered behind wgrad: over
-    ``S x I`` numbers each of these GEMMs takes ``2 * S * I * O`` FLOP, and each transfer
-    ``(n-1)/n * S * I`` numbers into a rank, over all links to its peers at once, beside work.
+    This is about the unfused backward in Megatron's order, which gathers the input during dgrad and
+    reduce-scatters its gradient during wgrad.  Each of the two GEMMs takes ``2 * S * I * O`` FLOP.
+    Each collective brings ``(n-1)/n * S * I`` elements into a rank, over the links from all peers
+    at once, slowed down by the work.
 
     Args:
         size: of the tensor-parallel group.

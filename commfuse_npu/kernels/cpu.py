@@ -1,4 +1,4 @@
-"""Kernels in plain torch.  They run on every device and are the reference of any faster one.
+"""Kernels in plain torch.  They run on every device and are the reference of faster kernels.
 
 Legend: ``S`` rows of the sequence, ``B`` batch, ``A`` query heads, ``G`` key heads (``A`` is a
 multiple of ``G``; query head ``a`` uses key head ``a // (A / G)``), ``D`` features of a head.
@@ -23,14 +23,14 @@ __all__ = [
 
 
 class Piece(NamedTuple):
-    """Queries of one document in one sample of a batch, and the keys of it that they see.
+    """Queries of one document in one sample of a batch, and the keys that they see.
 
-    The keys begin with the document and end with the last of the queries.  A query sees those up to
-    its own position: causal, both counted from their ends.
+    The keys start with the document and end with the last query.  A query sees the keys up to its
+    own position: causal, aligned at the last query and the last key.
 
     Attributes:
-        sample: of the batch.
-        queries, keys: rows of what a kernel is given; not empty.
+        sample: index in the batch.
+        queries, keys: rows of the kernel's ``q``, and of its ``k`` and ``v``; not empty.
     """
 
     sample: int
@@ -42,8 +42,8 @@ def gemm_into(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
     """``out = a @ b`` without a temporary: ``[m, k] @ [k, n] -> [m, n]``.
 
     Args:
-        out: may be a run of rows of a larger tensor.
-        a, b: one dtype, that of ``out``.
+        out: may be some rows of a larger tensor.
+        a, b: of the dtype of ``out``.
     """
     torch.mm(a, b, out=out)
 
@@ -54,15 +54,15 @@ def sum_parts(
     *,
     dtype: torch.dtype | None = None,
 ) -> None:
-    """``out = parts[0] + parts[1] + ...``, the parts of all terms in their order.
+    """``out = parts[0] + parts[1] + ...``, the parts of all terms in order.
 
-    Every addition is rounded to the dtype of ``out``; with a ``dtype`` they are made in that, and
+    Every addition is rounded to the dtype of ``out``.  With ``dtype``, additions use that dtype and
     only the result is rounded.
 
     Args:
         out: ``[s, columns]``; may be some columns of a wider matrix, or the first term.
         terms: ``(tensor, k)``: a stack of k parts ``[k * s, columns]``, contiguous for k > 1.
-            The first one may be overwritten.
+            The first tensor may be overwritten.
     """
     if dtype is not None:
         (first, parts), *others = terms
@@ -73,7 +73,7 @@ def sum_parts(
                 total.add_(part)
         out.copy_(total)
         return
-    # A chunk is a view, which takes time, too.
+    # chunk() makes views, which costs time: not for a term of one part.
     total, *more = [
         part for term, count in terms for part in (term.chunk(count) if count > 1 else (term,))
     ]
@@ -114,7 +114,7 @@ def attention_forward(
     pieces: Sequence[Piece] | None = None,
     hidden: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-    """Attention of a chunk of queries against all the keys it may see.
+    """Attention of a chunk of queries over all keys that they may see.
 
     Equals, with the key heads repeated to ``A``::
 
@@ -133,38 +133,37 @@ def attention_forward(
     last query sees the last key.
 
     Args:
-        q: ``[Sq, B, A, D]``.  Runs of rows of a contiguous tensor are not copied.
+        q: ``[Sq, B, A, D]``.  Rows of a larger contiguous tensor are not copied.
         k, v: ``[Sk, B, G, D]``, the dtype of ``q``.
         causal: needs ``Sq <= Sk``.
-        scale: ``D ** -0.5`` by default.
-        pieces: of packed documents, instead of ``hidden``, and only if causal.  All queries of
-            sample 0, one piece after the other, then those of the next; and the keys of a
-            sample from those of its first piece to the last, without a gap.
+        scale: of the scores; ``D ** -0.5`` by default.
+        pieces: of packed documents; needs ``causal``, excludes ``hidden``.  They cover all queries
+            of sample 0 in order, then those of the next sample, and the keys of each sample from
+            its first piece to its last without a gap.
         hidden: bool, ``[B, 1, Sq, Sk]`` or ``[1, 1, Sq, Sk]``, True where a query does not see
             a key.
 
     Returns:
-        The output like ``q``, and tensors with the statistics of the softmax, which
-        :func:`attention_backward` of the same kernels takes: what is in them is the device's
-        affair.
+        The output, of the shape and dtype of ``q``, and tensors with the statistics of the softmax
+        for :func:`attention_backward` of the same kernels; their contents depend on the device.
 
     Raises:
         ValueError: shapes or dtypes do not fit each other.
 
-    Computed in fp32 (fp64 stays), rounded once.  The statistics are each row's largest score and
-    its sum of exponentials above that, both ``[B, G, A/G * Sq, 1]``: their logarithm in one number
-    would lose digits to the score.
+    Computed in fp32 (fp64 stays), rounded once.  Here the statistics are each row's largest score
+    and the sum of ``exp(score - largest)``, both ``[B, G, A/G * Sq, 1]``; a single logsumexp would
+    lose digits.
     """
     check_attention(q, k, v, causal=causal, hidden=hidden)
     groups = k.shape[2]
     scores = _scores(q, k, causal, scale, pieces, hidden)
-    # No keys, no rows: torch has no largest of nothing.
+    # amax() of no keys raises, sum() does not.
     highest = scores.amax(-1, keepdim=True) if k.shape[0] else scores.sum(-1, keepdim=True)
     if hidden is not None:
         highest.clamp_(min=torch.finfo(highest.dtype).min)
     weights = scores.sub_(highest).exp_()
     total = weights.sum(-1, keepdim=True)
-    if hidden is not None:  # a row of zeros for who sees nothing
+    if hidden is not None:  # zeros for a query that sees no key
         total.masked_fill_(total == 0, 1)
     out = weights.div_(total) @ _fold(v, groups)
     return _unfold(out, q), (highest, total)
@@ -191,7 +190,7 @@ def attention_backward(
         grad: the gradient of ``out``, ``[Sq, B, A, D]``.
         out, statistics: what the forward returned.
         grad_k, grad_v: ``[Sk, B, G, D]``.  The gradients of this chunk of queries are added
-            to them; with fp32, the sum over chunks is rounded only by who reads it.
+            to them; fp32 tensors keep the sum over chunks unrounded.
 
     Returns:
         The gradient of q.
@@ -199,14 +198,14 @@ def attention_backward(
     Raises:
         ValueError: see :func:`attention_forward`.
 
-    ``grad_k`` and ``grad_v`` are added to without rounding to the dtype of ``k`` before.
+    The terms added to ``grad_k`` and ``grad_v`` are not rounded to the dtype of ``k`` before.
     """
     check_attention(q, k, v, causal=causal, hidden=hidden, sums=(grad_k, grad_v))
     groups = k.shape[2]
     highest, total = statistics
     weights = _scores(q, k, causal, scale, pieces, hidden).sub_(highest).exp_().div_(total)
     grad_out = _fold(grad, groups)
-    # What a row of weights loses because they always sum to one.
+    # The softmax's backward subtracts the row sum of weight times gradient.
     common = (grad_out * _fold(out, groups)).sum(-1, keepdim=True)
     change = (grad_out @ _fold(v, groups).mT).sub_(common).mul_(weights).mul_(_scale(q, scale))
     grad_q = _unfold(change @ _fold(k, groups), q)
@@ -224,7 +223,7 @@ def check_attention(
     hidden: torch.Tensor | None = None,
     sums: Sequence[torch.Tensor] = (),
 ) -> None:
-    """Refuse what :func:`attention_forward` or :func:`attention_backward` do not take.
+    """Check the arguments of :func:`attention_forward` or :func:`attention_backward`.
 
     Args:
         sums: ``grad_k`` and ``grad_v``.
@@ -272,7 +271,7 @@ def _scale(q: torch.Tensor, scale: float | None) -> float:
 
 
 def _fold(x: torch.Tensor, groups: int) -> torch.Tensor:
-    """``[S, B, A, D]`` to ``[B, G, A/G * S, D]``: one GEMM per key head, without repeating it."""
+    """``[S, B, A, D]`` to ``[B, G, A/G * S, D]``, at least fp32: one GEMM for each key head."""
     x = x.to(torch.promote_types(x.dtype, torch.float32))
     heads = x.unflatten(2, (groups, x.shape[2] // groups))
     return heads.permute(1, 2, 3, 0, 4).flatten(2, 3)
@@ -293,7 +292,7 @@ def _scores(
     pieces: Sequence[Piece] | None,
     hidden: torch.Tensor | None,
 ) -> torch.Tensor:
-    """``[B, G, A/G * Sq, Sk]``, ``-inf`` where a query may not look."""
+    """Scores ``[B, G, A/G * Sq, Sk]``, ``-inf`` where a query does not see a key."""
     groups, queries, keys = k.shape[2], q.shape[0], k.shape[0]
     scores = (_fold(q, groups) @ _fold(k, groups).mT).mul_(_scale(q, scale))
     per_head = scores.unflatten(2, (q.shape[2] // groups, queries))
@@ -308,7 +307,7 @@ def _scores(
 
 
 def _outside(pieces: Sequence[Piece], q: torch.Tensor, keys: int) -> torch.Tensor:
-    """``[B, 1, Sq, Sk]``, True where no piece lets a query look."""
+    """``[B, 1, Sq, Sk]``, True where no piece lets a query see a key."""
     hidden = torch.ones(q.shape[1], 1, q.shape[0], keys, dtype=torch.bool, device=q.device)
     for sample, rows, columns in pieces:
         piece = hidden[sample, 0, rows, columns]

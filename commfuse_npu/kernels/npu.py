@@ -1,11 +1,11 @@
-"""Kernels for Ascend NPUs: torch_npu's operators where they do better than plain torch.
+"""Kernels for Ascend NPUs: torch_npu's operators where they are faster than plain torch.
 
-Nothing here has run on an NPU.  Names, types and result shapes of the operators were checked
-against torch_npu 2.13.0's own schemas and meta kernels, the numbers against an emulation of the
-operators on the CPU (``mindspeed_patches.rehearsal.npu_ops``); what the operators do on a device
-was only read in their documentation and in MindSpeed.
+Not yet run on an NPU.  Names, types and result shapes of the operators were checked against the
+schemas and meta kernels of torch_npu 2.13.0, and numbers against an emulation of the operators on
+the CPU (``mindspeed_patches.rehearsal.npu_ops``).  What the operators do on a device was only read
+in their documentation and in MindSpeed.
 
-torch_npu is not imported: it defined the operators before anyone could have a tensor of an NPU.
+torch_npu is not imported here: an NPU tensor exists only after its import, which defines them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 
 from commfuse_npu.kernels import cpu
 
-# Some are the same on every device: torch.mm writes into its result, additions are a kernel each.
+# The same on every device: torch.mm writes into its result, and each addition is one kernel.
 from commfuse_npu.kernels.cpu import (
     Piece,
     check_attention,
@@ -40,10 +40,10 @@ __all__ = [
 ]
 
 _AS_GIVEN, _BOTTOM_RIGHT = 0, 3
-"""Values of ``sparse_mode``: the mask as given, or none; causal, the last query at the last key, of
-each document if there are several.
+"""Values of ``sparse_mode``: 0 uses the given mask, or none; 3 is causal, with the last query at
+the last key, in each document if there are several.
 
-Mode 2 is causal too, but from the first query and key on: wrong for every chunk but the first.
+Mode 2 is causal too, with the first query at the first key: wrong for every chunk but the first.
 """
 _ALL_BEFORE = 2**31 - 1
 
@@ -58,15 +58,15 @@ def set_matmul_add(fp32: MatmulAdd | None, sixteen_bits: MatmulAdd | None) -> No
 def accumulate_weight_gradient(
     total: torch.Tensor, grad_output: torch.Tensor, total_input: torch.Tensor
 ) -> None:
-    """``total += grad_output^T @ total_input``, by what :func:`set_matmul_add` got if it can.
+    """``total += grad_output^T @ total_input``, with :func:`set_matmul_add`'s function if possible.
 
-    An fp32 sum by MindSpeed's function is for bf16 factors only: the ATB operation underneath takes
-    no fp32 ones, and does not transpose fp16 ones [read in ATB's documentation, CANN 8.3].  Others
-    take plain torch, which casts them to fp32 first: right, but slower than a 16-bit GEMM.
+    For an fp32 sum MindSpeed's function takes only bf16 factors: the ATB operation that it calls
+    takes no fp32 ones, and does not transpose fp16 ones [read in ATB's documentation, CANN 8.3].
+    Other factors use plain torch, which casts them to fp32: correct, but slower than a 16-bit GEMM.
 
     MindSpeed copies a strided operand to a temporary and keeps only its address, so the GEMM would
-    read freed memory [read in ``ParamSetter::Input`` of its ``atb_adapter.cpp``, 26.1.0].  Factors
-    are therefore copied here; a strided sum, which a copy would not change, takes plain torch.
+    read freed memory [read in ``ParamSetter::Input`` of its ``atb_adapter.cpp``, 26.1.0].  So
+    strided factors are copied here, and a strided sum, which has to be written, uses plain torch.
     """
     given = None
     if total.dtype != torch.float32:
@@ -81,25 +81,25 @@ def accumulate_weight_gradient(
 
 @cache
 def _causal_mask(device: torch.device) -> torch.Tensor:
-    """The triangle that the compressed sparse modes take for every length, True where hidden.
+    """The triangle mask that the compressed sparse modes need for every length; True is hidden.
 
-    Without it the operator computes full attention, and says nothing.
+    Without it the operator computes full attention and reports no error.
     """
     return torch.ones(2048, 2048, dtype=torch.bool, device=device).triu_(1)
 
 
 class _Masking(NamedTuple):
-    """Which keys a query sees, as both operators are told."""
+    """The arguments of both operators that say which keys a query sees."""
 
     mask: torch.Tensor | None
     mode: int
     after: int
-    """How far behind a query the last key is that it sees, both counted from the last."""
+    """``next_tockens``: how many keys after its own position a query sees, aligned at the ends."""
 
 
 def _masking(device: torch.device, causal: bool, hidden: torch.Tensor | None) -> _Masking:
     if hidden is not None:
-        if causal:  # in the mask, whose rows are a part of a whole one and copied anyway
+        if causal:  # added to the mask, which is a slice and would be copied anyway
             queries, keys = hidden.shape[2:]
             later = torch.ones(queries, keys, dtype=torch.bool, device=hidden.device)
             hidden = hidden | later.triu_(keys - queries + 1)
@@ -110,7 +110,7 @@ def _masking(device: torch.device, causal: bool, hidden: torch.Tensor | None) ->
 
 
 class WholeRun:
-    """Queries ``[Sq, B, A * D]`` and keys ``[Sk, B, G * D]``, as the operators take them.
+    """The operators' layout ``SBH``: queries ``[Sq, B, A * D]`` and keys ``[Sk, B, G * D]``.
 
     Attributes:
         query_ends, key_ends: cumulative lengths, ``actual_seq_qlen`` and ``actual_seq_kvlen``.
@@ -121,26 +121,26 @@ class WholeRun:
     key_ends: list[int] | None = None
 
     def queries(self, x: torch.Tensor) -> torch.Tensor:
-        """Of ``[Sq, B, A, D]``."""
+        """``[Sq, B, A, D]`` in the layout."""
         return x.flatten(2)
 
     def like_queries(self, x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-        """The inverse of :meth:`queries`, of the shape of ``like``."""
+        """The inverse of :meth:`queries`: the shape of ``like``."""
         return x.view(like.shape)
 
     def keys(self, x: torch.Tensor) -> torch.Tensor:
-        """Of ``[Sk, B, G, D]``."""
+        """``[Sk, B, G, D]`` in the layout."""
         return x.flatten(2)
 
     def add_to_keys(self, total: torch.Tensor, x: torch.Tensor) -> None:
-        """Add to ``total`` ``[Sk, B, G, D]`` what belongs to :meth:`keys` of it."""
+        """Add ``x``, in the layout of :meth:`keys`, to ``total`` ``[Sk, B, G, D]``."""
         total.add_(x.view(total.shape))
 
 
 class PackedRun(WholeRun):
-    """Queries and keys ``[T, A, D]`` of packed documents, those of sample 0 first.
+    """The layout ``TND`` for packed documents: ``[T, A, D]``, the rows of sample 0 first.
 
-    Only documents of several samples are copied.
+    Tensors are copied only if there are several samples.
     """
 
     layout = "TND"
@@ -151,7 +151,7 @@ class PackedRun(WholeRun):
         first: dict[int, int] = {}
         for piece in pieces:
             first.setdefault(piece.sample, piece.keys.start)
-        # The keys of a sample that any query sees.
+        # For each sample, the keys that any query sees.
         self._seen = [slice(first[sample], None) for sample in range(batch)]
 
     def queries(self, x: torch.Tensor) -> torch.Tensor:
@@ -180,13 +180,13 @@ def attention_forward(
     pieces: Sequence[Piece] | None = None,
     hidden: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-    """See :func:`.cpu.attention_forward`; ``npu_fusion_attention``.
+    """See :func:`.cpu.attention_forward`; calls ``npu_fusion_attention``.
 
-    The statistics are each row's maximum and sum of exponentials, fp32 ``[B, A, Sq, 8]``, with
-    pieces ``[B * Sq, A, 8]``, and what the operator reserves.
+    The statistics are each row's maximum and sum of exponentials, fp32 ``[B, A, Sq, 8]`` (with
+    pieces ``[B * Sq, A, 8]``), and a reserved output of the operator.
 
-    What a device gives for a query that sees nothing was not found in the operator's documentation,
-    and MindSpeed asks for it in the same way; the emulation gives zeros.
+    The operator's documentation does not say what a device returns for a query that sees no key;
+    MindSpeed calls it in the same way, and the emulation returns zeros.
     """
     check_attention(q, k, v, causal=causal, hidden=hidden)
     run = WholeRun() if pieces is None else PackedRun(pieces, q.shape[1])
@@ -224,10 +224,10 @@ def attention_backward(
     pieces: Sequence[Piece] | None = None,
     hidden: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """See :func:`.cpu.attention_backward`; ``npu_fusion_attention_grad``.
+    """See :func:`.cpu.attention_backward`; calls ``npu_fusion_attention_grad``.
 
-    The operator returns its gradients in the dtype of ``q``, so that each chunk's part of
-    ``grad_k`` and ``grad_v`` is rounded to it before it is added.
+    The operator returns gradients in the dtype of ``q``, so the terms that each chunk adds to
+    ``grad_k`` and ``grad_v`` are rounded to it before.
     """
     check_attention(q, k, v, causal=causal, hidden=hidden, sums=(grad_k, grad_v))
     maximum, total, reserved = statistics

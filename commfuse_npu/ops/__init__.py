@@ -1,6 +1,6 @@
-"""Operators that run programs.
+"""Differentiable operators that overlap their collectives with computation.
 
-Each is unfused on a :class:`~commfuse_npu.runtime.collective_transport.CollectiveTransport`.
+On a :class:`~commfuse_npu.runtime.collective_transport.CollectiveTransport` each one is unfused.
 """
 
 from __future__ import annotations

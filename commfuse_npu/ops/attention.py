@@ -1,18 +1,17 @@
-"""Tensor-parallel attention whose reduce-scatter is hidden behind the attention itself.
+"""Tensor-parallel attention that overlaps with the reduce-scatter after its output projection.
 
-With tensor parallelism a rank holds some of the heads over the whole sequence.  The queries are
-split by the rank that owns their rows afterwards: attention of one block of queries, its output
-projection and its transfer are one operation (CommFuse, arXiv 2604.24013: query split).
+With tensor parallelism a rank holds some of the heads over the whole sequence.  The op splits the
+queries into blocks by the rank that owns their rows afterwards.  While one block is sent, attention
+and output projection of the next one run (CommFuse, arXiv 2604.24013: query split).
 
 Legend: ``S`` sequence, ``s`` its shard (S/N), ``B`` batch, ``A`` query heads and ``G`` key heads of
 this rank, ``D`` features of a head, ``H`` hidden, ``N`` ranks, ``q_SBAD`` a tensor of that shape.
 
-Under a causal mask, unless it is one of packed documents, the queries of later ranks see more keys,
-so that blocks cost differently; the program then takes them in the order in which the ranks wait
-least for the links (:mod:`~commfuse_npu.plan.block_order`), and adds the partials in that order.
+Under a causal mask without packed documents, the queries of later ranks see more keys, so blocks
+have different costs.  The program then takes them in the order in which ranks wait least for the
+links (:mod:`~commfuse_npu.plan.block_order`), and adds the partials in that order.
 
-The front of the layer, the projection to q, k and v, is
-:func:`~commfuse_npu.ops.linear.all_gather_linear`.
+The projection to q, k and v before it is :func:`~commfuse_npu.ops.linear.all_gather_linear`.
 """
 
 from __future__ import annotations
@@ -69,12 +68,12 @@ def attention_linear_reduce_scatter(
         q: ``[S, B, A, D]``, the heads of this rank over the whole sequence; S a multiple of N.
         k, v: ``[S, B, G, D]``; ``A`` is a multiple of ``G``.
         weight: ``[H, A * D]``, this rank's columns of the output projection.
-        bias: ``[H]``, whole and the same on every rank; added after the sum.
-        causal: a query sees the keys up to its own position; else all of them.
-        scale: of the scores, ``D ** -0.5`` by default.
-        documents: packed in the sequence, for a causal mask; a query sees keys of its own only.
+        bias: ``[H]``, full and equal on every rank; added after the sum.
+        causal: whether a query sees only the keys up to its own position.
+        scale: of the scores; ``D ** -0.5`` by default.
+        documents: packed in the sequence, with ``causal``; a query sees only keys of its own.
         hidden: bool, ``[B, 1, S, S]`` or ``[1, 1, S, S]``, True where a query (third dimension)
-            does not see a key (fourth), for any mask but documents.  Who sees nothing gets zeros.
+            does not see a key (fourth); not with documents.  A query that sees no key gets zeros.
         dropout: has to be 0.
         options: as for :func:`~commfuse_npu.ops.linear.linear_reduce_scatter`.
 
@@ -83,7 +82,7 @@ def attention_linear_reduce_scatter(
 
     Raises:
         TypeError, ValueError: dtypes, devices or shapes do not fit each other, S is not a multiple
-            of the group size, or dropout is asked for.
+            of the group size, or ``dropout`` is not 0.
         MismatchError, TransportError: see :func:`~commfuse_npu.ops.linear.all_gather_linear`.
     """
     name = "attention_linear_reduce_scatter"
@@ -118,7 +117,7 @@ class _AttentionLinear(Call):
         running = self.begin(produce_scatter, rows, batch * hidden, like=y, sum_dtype=sums)
         running.run({"make": make}, out=y)
         saved, self.state = attention.saved()
-        # For the weight alone the output is enough.
+        # The weight's gradient alone needs only the output.
         return y.view(rows, batch, hidden), saved if any(self.needs[:3]) else saved[:1]
 
     def backward(self, grad: torch.Tensor) -> Tensors:
@@ -148,5 +147,5 @@ class _AttentionLinear(Call):
 
 
 def _flat(x: torch.Tensor) -> torch.Tensor:
-    """``[S, B, A, D]`` as ``[S * B, A * D]``: never a copy, it may be written to."""
+    """A view of ``[S, B, A, D]`` as ``[S * B, A * D]``, never a copy; callers may write to it."""
     return x.view(-1, x.shape[2] * x.shape[3])

@@ -1,8 +1,8 @@
-"""Which keys a query sees, of the whole sequence and of a run of queries.
+"""Attention masks: which keys a query sees, for the whole sequence and for a run of queries.
 
-Of documents packed one after the other a query sees the keys of its own up to its own position.  A
-run that is cut out of the sequence begins and ends anywhere in a document, so that it needs keys
-from the begin of its first document on; those before are of no use to it.
+With packed documents a query sees the keys of its own document up to its own position.  A run of
+queries may begin and end inside a document.  It needs the keys from the start of its first document
+on, and none before.
 
 Legend: ``S`` rows of the sequence, queries and keys, ``B`` samples of the batch, ``q_SBAD`` a
 tensor of that shape.
@@ -25,16 +25,15 @@ class Documents:
     """Where the documents of a batch end.
 
     Args:
-        ends: cumulative over the samples one after the other, sample b the numbers
-            ``b * S .. (b + 1) * S``: MindSpeed's ``actual_seq_len``, ``actual_seq_qlen`` of
-            ``npu_fusion_attention`` in the layout ``TND``.  An end that comes twice is one; rows
-            behind the last one are a document, too.
+        ends: cumulative over all samples; sample b has the positions ``b * S .. (b + 1) * S``.
+            MindSpeed's ``actual_seq_len``, ``actual_seq_qlen`` of ``npu_fusion_attention`` in the
+            layout ``TND``.  A repeated end counts once; rows after the last end are a document.
         length: S.
         batch: B.
 
     Raises:
-        ValueError: the ends fall, are not within the batch, or a document begins in one sample and
-            ends in the next.
+        ValueError: the ends decrease or are outside the batch, or a document extends into the next
+            sample.
     """
 
     def __init__(self, ends: Sequence[int], length: int, batch: int = 1) -> None:
@@ -48,7 +47,7 @@ class Documents:
                     f"{length * batch}, {batch} samples of {length}"
                 )
             before = end
-        # Of each sample, the last one its length.
+        # The ends inside each sample; the last is its length.
         self._ends: list[list[int]] = []
         known = {*ends, length * batch}
         for sample in range(batch):
@@ -66,14 +65,14 @@ class Documents:
         return all(len(ends) == 1 for ends in self._ends)
 
     def pieces(self, run: slice) -> tuple[slice, tuple[Piece, ...]]:
-        """What a run of queries sees, for the kernels.
+        """The keys that a run of queries sees, as the kernels take them.
 
         Args:
-            run: rows of the sequence, of all samples.
+            run: rows of the sequence, in all samples.
 
         Returns:
-            The keys of the earliest document with a query in the run, up to the last query; and the
-            pieces, counted from the first row of the run and from the first of those keys.
+            The keys from the start of the earliest document with a query in the run to the last
+            query; and the pieces, relative to the first row of the run and the first of those keys.
         """
         found = self._pieces.get((run.start, run.stop))
         if found is None:
@@ -96,7 +95,7 @@ class Documents:
 
 
 def _within(ends: list[int], run: slice) -> list[tuple[int, int]]:
-    """Begin and end of the documents that have rows of a run."""
+    """``(start, end)`` of each document with rows in a run."""
     index = bisect_right(ends, run.start)
     begin = ends[index - 1] if index else 0
     found = []
@@ -108,11 +107,11 @@ def _within(ends: list[int], run: slice) -> list[tuple[int, int]]:
 
 
 class AttentionMask(NamedTuple):
-    """The arguments of an op with attention that say what a query sees.
+    """The mask of an op with attention.
 
     Attributes:
-        causal: a query sees the keys up to its own position; else all of them.
-        documents: packed ones; a query sees keys of its own only.  They need ``causal``.
+        causal: whether a query sees only the keys up to its own position.
+        documents: packed documents; a query sees only keys of its own.  Needs ``causal``.
         hidden: bool, ``[B, 1, S, S]`` or ``[1, 1, S, S]``, True where a query (third dimension)
             does not see a key (fourth); not with documents.
     """
@@ -122,10 +121,10 @@ class AttentionMask(NamedTuple):
     hidden: torch.Tensor | None = None
 
     def checked(self, name: str, q: torch.Tensor) -> AttentionMask:
-        """This mask, as it is for ``q_SBAD``; one document per sample is causal and no more.
+        """Check the mask for ``q_SBAD``; drops documents if each sample is a single one.
 
         Raises:
-            ValueError: it does not fit.
+            ValueError: the mask does not fit.
         """
         documents, hidden = self.documents, self.hidden
         length, batch = q.shape[:2]
@@ -153,11 +152,11 @@ class AttentionMask(NamedTuple):
 
     @property
     def costs_rise(self) -> bool:
-        """Whether later queries see more keys; documents make it about the same for all."""
+        """Whether later queries see more keys; with documents all see about the same number."""
         return self.causal and self.documents is None
 
     def of(self, run: slice) -> tuple[slice, dict[str, Any]]:
-        """The keys that any of these queries may see, and what a kernel is told of the two."""
+        """The keys that these queries may see, and the kernel's keyword arguments for the mask."""
         keys = slice(0, run.stop) if self.causal else slice(None)
         told: dict[str, Any] = {"causal": self.causal}
         if self.documents is not None:

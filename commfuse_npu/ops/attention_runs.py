@@ -1,7 +1,7 @@
-"""Attention run of queries by run of queries: its arguments, options, forward and backward.
+"""Attention in runs of queries: checks, options, forward and backward.
 
-One call of a kernel per run, in the order of a program, so that a fused op and its plain form add
-the gradients of keys and values in the same order.
+It calls a kernel once per run, in the order of a program, so that a fused op and its unfused form
+add the gradients of keys and values in the same order.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ __all__ = [
 
 
 class AttentionRuns:
-    """Attention of one set of heads, run of queries by run of queries, forward and backward.
+    """Attention of one set of heads in runs of queries, forward and backward.
 
     Legend: ``S`` queries and keys, ``B`` batch, ``A`` query heads, ``G`` key heads, ``D`` features.
 
@@ -35,11 +35,11 @@ class AttentionRuns:
         q: ``[S, B, A, D]``.
         k, v: ``[S, B, G, D]``.
         mask: which keys a query sees.
-        scale: of the scores, ``D ** -0.5`` by default.
-        keep: what a backward needs.
+        scale: of the scores; ``D ** -0.5`` by default.
+        keep: whether to keep what a backward needs.
 
     Attributes:
-        attended: the whole output, ``[S, B, A, D]``, if it is kept.
+        attended: the whole output, ``[S, B, A, D]``, if it is kept; else ``None``.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class AttentionRuns:
         self._mask, self._scale = mask, scale
         self._kernels = kernels_for(q.device)
         self.attended = torch.empty_like(self._q) if keep else None
-        # Of all runs, in the order in which they ran, and where those of a run are, by its start.
+        # Tensors of all runs in order, and the slice of them for each run, by its first row.
         self._statistics: list[torch.Tensor] = []
         self._where: dict[int, slice] = {}
         self._grads: list[torch.Tensor] = []
@@ -79,18 +79,18 @@ class AttentionRuns:
         return attended
 
     def saved(self) -> tuple[Sequence[torch.Tensor | None], tuple[Any, ...]]:
-        """The tensors that the backward needs, ``attended`` first, and what else it needs."""
+        """The tensors for the backward, ``attended`` first, and its other state."""
         tensors = self.attended, self._q, self._k, self._v, *self._statistics
         return tensors, (self._mask, self._scale, self._where)
 
     @classmethod
     def again(cls, tensors: Sequence[torch.Tensor], state: tuple[Any, ...]) -> AttentionRuns:
-        """For the backward, from what was :meth:`saved`."""
+        """Create the object for the backward from what :meth:`saved` returned."""
         attended, q, k, v, *statistics = tensors
         mask, scale, where = state
         found = cls(q, k, v, mask, scale)
         found.attended, found._statistics, found._where = attended, statistics, where
-        # Keys and values sum their gradients in fp32.
+        # The gradients of keys and values are summed in fp32.
         wide = torch.promote_types(k.dtype, torch.float32)
         sums = torch.zeros_like(k, dtype=wide), torch.zeros_like(v, dtype=wide)
         found._grads = [torch.empty_like(q), *sums]
@@ -100,7 +100,7 @@ class AttentionRuns:
         return self._statistics[self._where[run.start]]
 
     def backward(self, grad: torch.Tensor, run: slice) -> None:
-        """Use the gradient of these queries' output, of as many elements."""
+        """Run the backward for these queries; ``grad`` has the elements of their output."""
         assert self.attended is not None
         (keys, told), out = self._mask.of(run), self.attended[run]
         grad_q, grad_k, grad_v = self._grads
@@ -118,28 +118,29 @@ class AttentionRuns:
         )
 
     def gradients(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Of q, k and v, when all runs are through."""
+        """The gradients of q, k and v, after the backward of all runs."""
         grad_q, grad_k, grad_v = self._grads
         return grad_q, grad_k.to(self._k.dtype), grad_v.to(self._v.dtype)
 
 
 _TUNED_CHUNKS = 4
-"""Instead of trying: attention is long enough to be cut, and on paced links 4 was fastest or within
-the spread at every ratio."""
+"""Used instead of tuning: attention is long enough to be cut, and on paced links 4 chunks were the
+fastest, or within the spread, at every ratio of work to transfers."""
 
 
 @lru_cache(maxsize=256)
 def options_for_attention(
     options: LinearOptions, size: int, costs_rise: bool, *, scattered: bool = False
 ) -> LinearOptions:
-    """Chunks of one length, in batches; if later queries see more keys, blocks in the order that
-    waits least.
+    """The options for an op with attention: no taper, no ``collective``, and causal costs if
+    ``costs_rise``.
 
-    Attention keeps the statistics of each piece of queries for the backward: that runs the other
-    way round, and tapered pieces would have other rows.
+    Attention saves the softmax statistics of each run of queries for the backward, where tapered
+    chunks would be different runs.
 
     Args:
-        scattered: whether the result is reduce-scattered; then no schedule is tried out.
+        costs_rise: whether later queries see more keys.
+        scattered: whether the result is reduce-scattered; then 4 chunks replace tuning.
     """
     schedule = replace(options.schedule, taper=1.0)
     if schedule.shape == "collective":
@@ -160,12 +161,12 @@ def checked_attention(
     size: int,
     instead: str = "",
 ) -> AttentionMask:
-    """The mask as it is for ``q_SBAD``, ``k_SBGD`` and ``v_SBGD`` over blocks of ``size`` ranks.
+    """Check ``q_SBAD``, ``k_SBGD``, ``v_SBGD`` and the mask for ``size`` ranks; return the mask.
 
     Raises:
-        TypeError: they are not floating-point numbers.
+        TypeError: the dtype is not floating-point.
         ValueError: shapes, dtypes or the mask do not fit each other, the sequence is not divisible,
-            or dropout is asked for.
+            or ``dropout`` is not 0.
     """
     if dropout:
         raise ValueError(

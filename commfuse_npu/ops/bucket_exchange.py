@@ -1,7 +1,7 @@
-"""Buckets under way, in the order in which they were started.
+"""Buckets in flight, in the order in which they were started.
 
-:class:`BucketExchange` is the handle that a caller waits for, :class:`BucketQueue` keeps the
-buckets of one transport.  Why its order cannot hang is said in :mod:`commfuse_npu.ops.buckets`.
+:class:`BucketExchange` is the handle that a caller waits on; :class:`BucketQueue` has the buckets
+of one transport.  :mod:`commfuse_npu.ops.buckets` explains why its order cannot deadlock.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ __all__ = ["BucketExchange", "BucketQueue", "queue_of"]
 
 
 class BucketExchange:
-    """A bucket under way, as :class:`~commfuse_npu.ops.buckets.Buckets` hands it out.
+    """A bucket in flight, returned by :class:`~commfuse_npu.ops.buckets.Buckets`.
 
-    It may be forgotten: waiting for a bucket that was started later on the same transport finishes
-    this one too.  But the other ranks get what they need of this rank only in such a wait.
+    The handle may be dropped: a wait for a bucket started later on the same transport finishes this
+    one too.  But without such a wait other ranks may not get the transfers that they need from
+    this rank.
     """
 
     def __init__(
@@ -36,28 +37,28 @@ class BucketExchange:
         self._elements = bucket.numel()
         self._queue = queue
         self.works = works
-        # None when it is finished, or was never under way: in a group of one, or empty.
+        # None if finished, or if there was nothing to transfer: in a group of one, or empty.
         self.running = running
         self.bucket = None if running is None else bucket
         if running is not None:
             queue.add(self)
 
     def wait(self) -> None:
-        """Finish this bucket, and before it all that were started earlier on its transport.
+        """Finish all buckets started earlier on the transport, and then this one.
 
-        A second call returns at once.  On HCCL it holds the current stream, not the host.
+        A second call returns at once.  On HCCL it blocks the current stream, not the host.
 
         Raises:
-            TransportError: a transfer failed, here or in an earlier wait.  The shard of this rank
-                is as it was if a reduction fails; a gather may have filled some of the others.
+            TransportError: a transfer failed, here or in an earlier wait.  A failed sum leaves
+                this rank's shard unchanged; a failed gather may have filled some other shards.
         """
         self._queue.finish(self)
 
     def wait_rows(self, start: int, stop: int) -> None:
-        """Wait until the elements ``start:stop`` of a gathered bucket are there.
+        """Wait until the elements ``start:stop`` of a gathered bucket have arrived.
 
-        Those of this rank always are.  Buckets started earlier are finished first.  :meth:`wait` is
-        needed all the same, before the bucket changes again: its own shard may still be on the way.
+        This rank's own elements are always valid.  Buckets started earlier are finished first.
+        Still call :meth:`wait` before changing the bucket: its own shard may still be being sent.
 
         Raises:
             ValueError: the bucket is being reduced, or has no such elements.
@@ -81,20 +82,16 @@ class BucketExchange:
     def is_completed(self) -> bool:
         """Whether the bucket is finished.
 
-        It never becomes so without a wait, for this bucket or a later one: do not poll it.
+        Only a wait, for this bucket or a later one, finishes it: do not poll.
         """
         return self.running is None
 
 
 class BucketQueue:
-    """The buckets of one transport, in the order in which they were started.
-
-    Args:
-        transport: of the buckets.
-    """
+    """The buckets of one transport in flight, in the order in which they were started."""
 
     def __init__(self, transport: Transport) -> None:
-        # A rank that waits for a bucket must not need one that waits in a comparison.
+        # Else a rank in a wait could need transfers of a rank that waits in a comparison.
         transport.before_comparing = self.finish
         self._transport = transport
         self._under_way: deque[BucketExchange] = deque()
@@ -102,13 +99,13 @@ class BucketQueue:
         self._last_posted: Running | None = None
 
     def add(self, exchange: BucketExchange) -> None:
-        """Put a bucket at the end and post what may be posted."""
+        """Append a bucket and post the transfers that may be posted."""
         self._under_way.append(exchange)
         self._not_posted.append(exchange)
         self._post()
 
     def finish(self, last: BucketExchange | None = None) -> None:
-        """Finish the buckets up to ``last``, by default all of them, the oldest first."""
+        """Finish the buckets up to ``last``, by default all, the oldest first."""
         while self._under_way and (last is None or last.running is not None):
             self._finish_oldest()
 
@@ -118,7 +115,7 @@ class BucketQueue:
             self._finish_oldest()
 
     def same_memory(self, bucket: torch.Tensor) -> bool:
-        """Whether a bucket under way has elements in common with this one."""
+        """Whether a bucket in flight overlaps with this one in memory."""
         return any(
             bucket.data_ptr() < other.data_ptr() + other.nbytes
             and other.data_ptr() < bucket.data_ptr() + bucket.nbytes
@@ -130,15 +127,15 @@ class BucketQueue:
         oldest = self._under_way[0]
         assert oldest.running is not None
         with torch.no_grad():
-            # After an error it stays here, and says so in every later wait.
+            # After an error it stays in the queue, so that every later wait raises, too.
             oldest.running.run(oldest.works)
             oldest.running = oldest.bucket = None
             self._under_way.popleft()
             self._post()
 
     def _post(self) -> None:
-        # Batches match by order, so no bucket may overtake another: one is posted when the one
-        # that was posted last has no transfer left to post in its wait.
+        # Batches match by order, so buckets are posted in order: the next one may start when the
+        # last one has posted all its transfers.
         while self._not_posted and (
             not self._transport.batched or self._last_posted is None or self._last_posted.all_posted
         ):
@@ -150,7 +147,7 @@ class BucketQueue:
 
 
 def queue_of(transport: Transport) -> BucketQueue:
-    """The queue of a transport: one, however many users it has, because its lanes are theirs."""
+    """The queue of a transport; all users share one, because they share the lanes."""
     queue: BucketQueue | None = transport.remembered.get(__name__)
     if queue is None:
         queue = transport.remembered[__name__] = BucketQueue(transport)

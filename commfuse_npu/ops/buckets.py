@@ -1,41 +1,43 @@
-"""Gradients and parameters of the distributed optimizer, exchanged between data-parallel ranks.
+"""Asynchronous exchange of gradients and parameters between data-parallel ranks, in buckets.
 
-A *bucket* is a flat tensor ``[n * s]``: a run of Megatron's gradient or parameter buffer.  The
-*shard* of rank r is ``bucket[r * s : (r + 1) * s]``, a view.  Two operations, both in place, both
-asynchronous::
+A *bucket* is a flat tensor ``[n * s]``: a part of the gradient or parameter buffer of Megatron's
+distributed optimizer.  The *shard* of rank r is the view ``bucket[r * s : (r + 1) * s]``.  There
+are two operations, both in place and asynchronous::
 
     Buckets.reduce_scatter   the own shard becomes the sum over the ranks   after the backward of
                                                                             the bucket's layers
     Buckets.all_gather       the other shards are fetched                   before the forward
 
-What they hide behind is the backward and forward of *other* buckets' layers, so nothing is computed
-between the transfers of one bucket: all that can be posted is posted at the start, the rest, and
-the additions, in the wait.  Timeline of three buckets ``a, b, c`` on rank r of 4, one chunk each::
+They overlap with the backward and forward of *other* buckets' layers, so there is no work between
+the transfers of one bucket.  The start posts all transfers that have memory; the wait posts the
+others and adds the partials.  Timeline of three buckets ``a, b, c`` on rank r of 4, one chunk
+each::
 
     compute  | backward of a | backward of b | backward of c | wait a, b, c: add r-1, r-2, r-3, own
     links    |               | a -> r+1..r+3 | b -> r+1..r+3 | c -> r+1..r+3
 
-Shards are sent from the bucket as it is; partials arrive in scratch memory and are added in the
-order of the schedule, ``r-1, ..., r+1`` unless it is ``two_level`` or has costs, the own one last.
+Shards are sent directly from the bucket.  Partials arrive in scratch memory and are added in the
+order of the schedule (``r-1, ..., r+1`` unless it is ``two_level`` or has costs), the own shard
+last.
 
-**No deadlock**, whichever rank waits for which bucket when.  Number the transfers by (place of
-their bucket in the order of starts, step of its program); the ranks start the same buckets in the
-same order, so the numbers are the same on all of them.  A rank waits for a transfer only
+**No deadlock**, whenever and in whatever order the ranks wait.  Number the transfers by (position
+of the bucket in the order of starts, step of its program).  The ranks start the same buckets in the
+same order, so these numbers are equal on all ranks.  A rank waits for a transfer only
 
-1. in a wait, which takes the buckets in the order of starts and their steps in rising order.  With
-   too little scratch memory for a whole bucket, a step is posted when an earlier one is added;
-2. before the ranks compare options that are new to them: they finish everything under way first,
-   so that nobody waits in the comparison who is still needed.  For the digests of what was begun
-   (:mod:`commfuse_npu.runtime.agreement`) a rank waits only with nothing under way.
+1. in a wait, which finishes the buckets in the order of starts and their steps in rising order.  If
+   scratch memory is too small for a whole bucket, a step is posted after an earlier one is added;
+2. before the ranks compare options that are new: they first finish all buckets in flight, so no
+   rank waits in the comparison while others need its transfers.  For digests of operations
+   (:mod:`commfuse_npu.runtime.agreement`) a rank waits only with nothing in flight.
 
-So take the transfer with the lowest number that is not finished.  Everything below it is, so both
-of its ends have been posted, or will be as soon as their ranks come to a wait: for a lower one they
-need not wait, and for a higher one they do not wait before.
+Take the transfer with the lowest number that is not finished.  All lower ones are finished, so both
+of its ends are posted, or will be when their ranks get to a wait: no rank waits for a lower number,
+and none waits for a higher one before.
 
-HCCL needs more: on a lane messages match by their order.  There no bucket may overtake another, so
-one that is started while an earlier one still waits for scratch memory is posted behind it, in a
-later wait.  Posts then rise with the numbers on every rank, wherever its waits are; transfers
-``bucket.step`` with room for one piece::
+HCCL needs more, because on a lane messages match by order, so buckets must be posted in order.  A
+bucket started while an earlier one still waits for scratch memory is posted after it, in a later
+wait.  Then every rank posts in rising order of the numbers, wherever its waits are.  Transfers
+``bucket.step`` with memory for one piece::
 
     rank 0 calls  | start a | start b |         | wait b                        |
     rank 0 posts  | a.0     |         |         | a.1   a.2   b.0   b.1   b.2   |
@@ -43,16 +45,17 @@ later wait.  Posts then rise with the numbers on every rank, wherever its waits 
     rank 1 calls  | start a | wait a            | start b | wait b              |
     rank 1 posts  | a.0     | a.1   a.2         | b.0     | b.1   b.2           |
 
-On gloo tags tell the messages apart, and every bucket is posted at its start.
+On gloo messages match by tag, and every bucket is posted at its start.
 
-A wait may need the waits of the other ranks, for what was not posted at the start.  So a barrier or
-any other meeting of the ranks comes before the wait on all of them, or after it on all of them.
+**Rules for callers.**  A wait may need the waits of other ranks, which post the remaining
+transfers.  So a barrier or another synchronization comes before the wait on all ranks, or after it
+on all ranks.
 
-Give buckets a transport of their own: another op's transfers would come between the ones that were
-posted at the start and those of the wait, on one rank here and on the other there.  On a device,
-start and wait on one stream, from one thread at a time.  Nor may the lanes share a communication
-stream with a group whose collectives come before a bucket's transfers on one rank and after them on
-another: each would wait behind the other, as on a lane.
+Give buckets their own transport: the transfers of another op would come between those of the start
+and those of the wait, at different positions on different ranks.  On a device, start and wait on
+one stream, from one thread at a time.  The lanes must not share a communication stream with a group
+whose collectives come before a bucket's transfers on one rank and after them on another: each would
+wait for the other.
 """
 
 from __future__ import annotations
@@ -79,21 +82,20 @@ __all__ = [
 
 @dataclass(frozen=True)
 class BucketOptions:
-    """How buckets are exchanged.  The same on every rank of the group.
+    """Options of the exchange of buckets; equal on every rank of the group.
 
     Args:
-        schedule: who sends to whom when.  A shard of fewer elements than ``chunks`` is cut into as
-            many as it has, and ``taper`` has no meaning.
+        schedule: order of the peers, lanes and chunks.  A shard has at most as many chunks as
+            elements, and ``taper`` is ignored.
         reduce_dtype: add partials in this dtype, divide there, and round once.  By default in the
-            bucket's own, rounded at every addition: bitwise the collective's sum.  They travel in
-            the bucket's dtype either way.
-        scratch_bytes: the most memory that the reduction of one bucket takes beside it, for the sum
-            of the own shard and for partials on their way.  The sum and one piece (a chunk of a
-            shard) are always taken.  With less than a whole bucket needs, some transfers start only
-            in the wait; with less than a chunk of all ranks, partials are added one by one.  A
-            gather takes none.
-        last_first: a gather sends the last chunk of each shard first.  Megatron lays parameters out
-            in the reverse order of their use, so that those needed first are at the end.
+            bucket's own, rounded at every addition: bitwise the collective's sum.  Partials are
+            sent in the bucket's dtype either way.
+        scratch_bytes: limit on the scratch memory of one reduction, for the sum of the own shard
+            and arriving partials.  The sum and one piece (a chunk of a shard) are always allocated.
+            If a whole bucket does not fit, some transfers start only in the wait; if a chunk of all
+            ranks does not fit, partials are added one by one.  A gather needs none.
+        last_first: a gather sends the last chunk of each shard first.  Megatron stores parameters
+            in the reverse order of their use, so those needed first are at the end.
 
     Raises:
         ValueError: for a value outside its range.
@@ -105,7 +107,7 @@ class BucketOptions:
     last_first: bool = False
 
     def __post_init__(self) -> None:
-        LinearOptions(self.schedule, reduce_dtype=self.reduce_dtype)  # it checks them
+        LinearOptions(self.schedule, reduce_dtype=self.reduce_dtype)  # checks the values
         size = self.scratch_bytes
         if isinstance(size, bool) or not isinstance(size, int) or size < 0:
             raise ValueError(f"scratch_bytes is {size!r}; it must be a whole number from 0")
@@ -118,11 +120,11 @@ class Buckets:
     them in any order, at any time.
 
     Args:
-        transport: lanes of the data-parallel group, for buckets only.  Several objects may share
-            one transport; their buckets then have one common order.
+        transport: lanes of the data-parallel group, for buckets only.  Several ``Buckets`` may
+            share a transport; the order of starts then includes the buckets of all of them.
 
     Raises:
-        TypeError: a group for a transport.
+        TypeError: ``transport`` is not a transport.
         ValueError: the schedule does not fit the transport.
     """
 
@@ -132,9 +134,9 @@ class Buckets:
         options: BucketOptions = BucketOptions(),
     ) -> None:
         check_transport("Buckets", transport)
-        # Buckets hide behind layers, not behind their own pieces: nothing is gained by tapering.
+        # Buckets overlap with layers, not with work on their own chunks, so taper gains nothing.
         self._place = transport.place(replace(options.schedule, taper=1.0))
-        # An error now if its nodes do not fill the group.
+        # Raises if the nodes of the schedule do not fill the group.
         options.schedule.hops(transport.rank, transport.size, "first")
         lanes = self._place.schedule.lanes or 1
         if lanes > transport.lanes:
@@ -149,7 +151,7 @@ class Buckets:
     def reduce_scatter(
         self, bucket: torch.Tensor, *, average: bool = False, scale: float = 1.0
     ) -> BucketExchange:
-        """Begin to sum a bucket over the ranks, of which each keeps its shard.
+        """Start the reduce-scatter of a bucket: each rank gets the sum of its shard.
 
         Equals, after the wait::
 
@@ -166,19 +168,19 @@ class Buckets:
 
         Args:
             bucket: ``[n * s]``, contiguous, the same size and dtype on every rank.  It must not be
-                changed, nor the own shard read, until the wait returned.  The other shards keep the
-                gradients of this rank, scaled.
+                changed, nor the own shard read, until the wait returns.  The other shards keep this
+                rank's scaled gradients.
             average: divide by the number of ranks.
-            scale: multiplies the bucket in place before anything is sent, rounded to its dtype, as
+            scale: multiplies the bucket in place before it is sent, rounded to its dtype, as
                 Megatron's ``gradient_scaling_factor`` does.
 
         Returns:
             A handle; :meth:`BucketExchange.wait` on it, or on one started later, writes the shard.
 
         Raises:
-            TypeError: an average, a scale or a ``reduce_dtype`` for a dtype without fractions.
-            ValueError: the shape or device does not fit, or the bucket is under way already.
-            MismatchError: another rank exchanges another bucket.
+            TypeError: an average, a scale or a ``reduce_dtype`` for a non-floating-point dtype.
+            ValueError: the shape or device does not fit, or the bucket is in flight already.
+            MismatchError: another rank exchanges a different bucket.
             TransportError: a transfer failed.  Nothing was summed.
         """
         name, options, running = "reduce_scatter_bucket", self._options, None
@@ -196,7 +198,7 @@ class Buckets:
             return BucketExchange(name, bucket, self._queue, running, works)
 
     def all_gather(self, bucket: torch.Tensor) -> BucketExchange:
-        """Begin to fetch the other ranks' shards of a bucket.
+        """Start the all-gather of a bucket: the other ranks' shards arrive in place.
 
         Equals, after the wait::
 
@@ -208,9 +210,9 @@ class Buckets:
             links  |      | recv r-1 | recv r-2 | recv r-3 |
 
         Args:
-            bucket: ``[n * s]``, contiguous, the same size and dtype on every rank, any dtype.  The
-                shards of the others arrive in place; until the wait returned, they must not be
-                read (but see :meth:`BucketExchange.wait_rows`), nor the own one changed.
+            bucket: ``[n * s]``, contiguous, the same size and dtype on every rank, any dtype.
+                Until the wait returns, the other ranks' shards must not be read (but see
+                :meth:`BucketExchange.wait_rows`), nor the own one changed.
 
         Raises:
             ValueError, MismatchError, TransportError: as :meth:`reduce_scatter`.
@@ -224,9 +226,9 @@ class Buckets:
             return BucketExchange(name, bucket, self._queue, running, {})
 
     def _stacks(self, elements: int, dtype: torch.dtype, total: torch.dtype) -> tuple[int, int]:
-        """How many partials are added at once, and how many such stacks have memory.
+        """Number of partials in a stack, which is added at once, and of stacks with memory.
 
-        One stack holds a chunk of all ranks if there is room for it, else one partial.
+        A stack has a chunk from every peer if that fits into the scratch memory, else one partial.
         """
         chunks = self._place.schedule.runs(elements, "last")
         piece = max(chunk.stop - chunk.start for chunk in chunks)
@@ -239,7 +241,7 @@ class Buckets:
         return (peers, min(len(chunks), fit(peers))) if fit(peers) > 0 else (1, max(1, fit(1)))
 
     def _to_transfer(self, name: str, bucket: torch.Tensor, facts: Hashable) -> int:
-        """The elements of a shard; 0 if nothing is to be transferred, on which the ranks agree."""
+        """Number of elements of a shard; 0 if there is nothing to transfer, on all ranks alike."""
         transport = self._transport
         if transport.size == 1:
             return 0

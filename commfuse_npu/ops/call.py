@@ -1,4 +1,4 @@
-"""One call of an op: what its arguments have to be, forward and backward, where they run."""
+"""The base class of the ops: checks of arguments, autograd, and the choice of the transport."""
 
 from __future__ import annotations
 
@@ -38,40 +38,40 @@ _said: set[str] = set()
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 AnyTransport = Transport | CollectiveTransport
-"""What an op runs on: lanes, or the collectives of torch.distributed."""
+"""What an op runs on: lanes, or collectives of torch.distributed."""
 
 AnyRun = Running | CollectiveRun
-"""An operation under way on either."""
+"""An operation in execution on either."""
 
 Tensors = Sequence[torch.Tensor | None]
 
 
 class Call:
-    """One call of an op, on its transport, or on collectives where nothing can be split.
+    """One call of an op: on its transport, or on collectives if there is nothing to split.
 
-    The ranks agree on which of the two it is, and the reason is logged once.  An op is a subclass:
-    its :meth:`forward` and :meth:`backward` on plain tensors; what autograd, autocast and torch's
-    hooks on saved tensors expect of them is done here.
+    The ranks agree on the choice, and the reason for collectives is logged once.  An op is a
+    subclass with :meth:`forward` and :meth:`backward` on plain tensors; this class handles
+    autograd, autocast and saved-tensor hooks.
 
     Args:
         name: of the op.
-        options: with a ``schedule`` and a ``reduce_dtype``; the ranks agree on them.
-        like: what the call is about: its shape and dtype have to be the same on every rank.
-        rows: how many rows there are to split.
-        at_least: how many are needed.
+        options: has a ``schedule`` and a ``reduce_dtype``; the ranks agree on them.
+        like: a tensor whose shape and dtype have to be equal on every rank.
+        rows: number of rows to split.
+        at_least: with fewer rows, the call runs on collectives.
 
     Attributes:
-        schedule, backward_schedule: of the two halves; ``None`` for torch's collectives and whole
-            GEMMs.
-        needs: which of the tensors need a gradient.
-        weight: the layer's, if it has one, without hooks on saved tensors (activation swapping):
-            they hand back another tensor, without ``main_grad`` and the like of Megatron's weights.
-        saved: returns what the forward saved.  Once per backward: with activation checkpointing
-            twice is an error.
+        schedule, backward_schedule: of forward and backward; ``None`` for torch's collectives and
+            whole GEMMs.
+        needs: for each tensor argument, whether it needs a gradient.
+        weight: the weight, if there is one.  It does not go through saved-tensor hooks (activation
+            swapping), which return another tensor without Megatron's ``main_grad``.
+        saved: returns the tensors that the forward saved.  Call it once per backward: a second call
+            is an error with activation checkpointing.
     """
 
     weight_at: ClassVar[int] = 1
-    """Which of the tensors is the weight."""
+    """Index of the weight among the tensor arguments."""
 
     needs: Sequence[bool] = ()
     weight: Any
@@ -93,17 +93,17 @@ class Call:
         self.schedule = self.backward_schedule = options.schedule
 
     def forward(self, *tensors: Any) -> tuple[torch.Tensor, Tensors]:
-        """The result, and what is saved for the backward."""
+        """Return the result, and the tensors to save for the backward."""
         raise NotImplementedError
 
     def backward(self, grad: torch.Tensor) -> Tensors:
-        """The gradients of the tensors, from a contiguous one of the result."""
+        """Return the gradients of the tensors; ``grad`` is contiguous."""
         raise NotImplementedError
 
     def __call__(self, *tensors: torch.Tensor | None) -> torch.Tensor:
-        """The result, differentiable; under ``torch.no_grad`` no tensor needs a gradient.
+        """Run the op, differentiably; under ``torch.no_grad`` no tensor needs a gradient.
 
-        Autocast is off inside: the tensors are cast, and sums in fp32 have to stay so.
+        Autocast is off inside: the tensors are already cast, and fp32 sums have to stay fp32.
         """
         if not torch.is_grad_enabled():
             self.needs = (False,) * len(tensors)
@@ -121,11 +121,13 @@ class Call:
         backward: bool = False,
         sum_dtype: torch.dtype | None = None,
     ) -> AnyRun:
-        """Begin the operation of a rule.
+        """Begin the operation of a rule, on lanes or collectives.
 
         Args:
-            like: of the dtype and on the device of what is transferred.
-            sum_dtype: in which partials are added, by default their own.
+            arguments: of the rule.
+            like: a tensor with the dtype and device of the transferred tensors.
+            backward: use the schedule of the backward.
+            sum_dtype: dtype in which partials are added; by default their own.
         """
         schedule, name = self.schedule, self.name
         if backward:
@@ -136,14 +138,14 @@ class Call:
         return run
 
     def weight_gradient(self, *, blocks: bool = False) -> WeightGradient:
-        """Where the gradient of the weight goes, if it needs one."""
+        """The accumulator of the gradient of the weight, if it needs one."""
         needed = self.needs[self.weight_at]
         main_grad = self.options.main_grad
         return WeightGradient(self.weight, main_grad=main_grad, blocks=blocks, needed=needed)
 
 
 class _Differentiable(torch.autograd.Function):
-    """The forward of a call, with its backward."""
+    """The autograd function of a call."""
 
     @staticmethod
     def forward(ctx: Any, call: Call, *tensors: Any) -> torch.Tensor:
@@ -161,7 +163,7 @@ class _Differentiable(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         call: Call = ctx.call
-        # What a saved tensor does besides.
+        # The check that autograd makes for saved tensors.
         if version_of(call.weight) != ctx.version:
             raise RuntimeError(
                 f"{call.name}: the weight was modified in place between forward and backward "
@@ -172,13 +174,14 @@ class _Differentiable(torch.autograd.Function):
 
 
 def version_of(weight: torch.Tensor | None) -> int | None:
-    """How often it was modified in place; inference tensors count no versions."""
+    """The version counter of a tensor; ``None`` for inference tensors, which have none."""
     return None if weight is None or weight.is_inference() else weight._version
 
 
 def _by_collectives(
     name: str, like: torch.Tensor, transport: AnyTransport, rows: int
 ) -> CollectiveTransport:
+    """Agree with the other ranks to run on collectives, and log the reason once."""
     reason = f"{rows} rows cannot be split over {transport.size} ranks"
     if transport.size == 1:
         reason = "a group of one has nothing to transfer"
@@ -206,23 +209,23 @@ def check_and_cast(
     shards: int = 1,
     head_groups: int = 1,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Refuse what cannot work before any rank waits for another, and cast the rest.
+    """Check the arguments before any rank waits for another, and cast them under autocast.
 
-    A program that met two dtypes would fail with transfers under way, which breaks the transport.
-    So checks and cast are one function, which every op with a weight calls first.
+    A program with tensors of two dtypes would fail with transfers in flight, which breaks the
+    transport.  So every op with a weight calls this function first.
 
     Args:
         x: ``[S, ..., I]``.
         weight: ``[O, I * head_groups]``.
-        shards: number of shards of the rows of the weight; ``weight`` is one, the bias is whole.
-        head_groups: how often ``I`` features stand side by side in the columns of the weight.
+        shards: number of shards of the weight's rows.  ``weight`` is one of them; the bias is full.
+        head_groups: number of groups of ``I`` columns in the weight.
 
     Returns:
-        ``x``, ``weight`` and ``bias``, of one dtype: under autocast what it makes of the arguments
+        ``x``, ``weight`` and ``bias`` in one dtype; under autocast in its dtype, as the arguments
         of ``torch.nn.functional.linear``.
 
     Raises:
-        TypeError: a group for a transport, a mapping for options, or dtypes do not fit.
+        TypeError: ``transport`` or ``options`` has another type, or dtypes do not fit.
         ValueError: devices or shapes do not fit each other.
     """
     if not isinstance(transport, AnyTransport) or not isinstance(options, LinearOptions):
@@ -249,7 +252,7 @@ def check_and_cast(
     return x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
 
 
-@lru_cache(maxsize=4096)  # what passed once need not be looked at again
+@lru_cache(maxsize=4096)  # arguments that passed are not checked again
 def _check(
     name: str,
     x: _Given,
@@ -307,7 +310,7 @@ def _check(
 
 
 def check_transport(name: str, transport: object) -> None:
-    """Raise a TypeError if it is no transport, but the group itself."""
+    """Raise a TypeError if ``transport`` is something else, such as the process group."""
     if not isinstance(transport, AnyTransport):
         raise TypeError(
             f"{name}: transport is a {type(transport).__name__}; pass what "
@@ -316,7 +319,7 @@ def check_transport(name: str, transport: object) -> None:
 
 
 def check_device(name: str, what: str, device: torch.device, device_type: str) -> None:
-    """Raise a ValueError if a tensor is on another device than those of the group."""
+    """Raise a ValueError if a tensor is not on the device type of the group."""
     if device.type != device_type:
         raise ValueError(
             f"{name}: {what} is on {device}, the group transfers {device_type} tensors; move it "
@@ -325,7 +328,7 @@ def check_device(name: str, what: str, device: torch.device, device_type: str) -
 
 
 def check_sequence(name: str, rows: int, size: int, instead: str = "") -> None:
-    """Raise a ValueError if a sequence cannot be cut into one block per rank."""
+    """Raise a ValueError if a sequence is not divisible into one block per rank."""
     if rows % size:
         raise ValueError(
             f"{name}: sequence length {rows} is not divisible by the group size {size}; pad it to "
@@ -337,13 +340,13 @@ def check_sequence(name: str, rows: int, size: int, instead: str = "") -> None:
 
 
 def sum_ending(divisor: int) -> Work:
-    """The end of a sum over the ranks that may be an average: ``out = (total + own) / divisor``.
+    """The last step of a sum or average over the ranks: ``out = (total + own) / divisor``.
 
-    Sum and quotient have the dtype of ``total``; if ``out`` has another one they are rounded to it
-    together.  ``total`` is used up.  Nothing fails once ``out`` is written.
+    Sum and quotient have the dtype of ``total``; if ``out`` has another dtype, the quotient is
+    rounded to it once.  ``total`` is overwritten.  Nothing can fail after ``out`` is written.
 
     Returns:
-        ``finish(out, total, own)``.
+        The work ``finish(out, total, own)``.
     """
 
     def finish(out: torch.Tensor, total: torch.Tensor, own: torch.Tensor) -> None:

@@ -1,9 +1,9 @@
-"""Linear layers into and out of head groups, run of rows by run of rows.
+"""Linear layers before and after the exchange of heads in Ulysses, in runs of rows.
 
-With Ulysses a rank has all heads of some rows of the sequence before an exchange and after it all
-rows of some heads.  So a layer next to the exchange is a product with one part of its weight per
-rank, the part of that rank's heads.  As for attention, one GEMM runs per run of rows, in the order
-of a program, so that a fused op and its plain form add in the same order.
+With Ulysses a rank has all heads of some rows of the sequence before an exchange, and all rows of
+some heads after it.  So a layer next to the exchange multiplies with one part of its weight for
+each rank: the part of that rank's heads.  As in attention, it runs one GEMM per run of rows, in the
+order of a program, so that a fused op and its unfused form add in the same order.
 
 Legend: ``N`` ranks and head groups, ``n`` rows of a block (sequence times batch), ``H`` hidden,
 ``O``, ``F`` features of a head group, ``R`` rows of a weight.  A run of rows lies in one of the
@@ -37,16 +37,16 @@ class HeadRows:
         name: the operation, for errors.
         weight_rows: ``R``.
         size: ``N``.
-        rows: per head group the slices of rows that make its features, one after the other.  They
-            may overlap: a key head that several ranks use is in several groups.  By default group
-            g has the g-th of ``N`` equal parts.
+        rows: for each head group, the slices of rows that make its features, in order.  They may
+            overlap: a key head that several ranks use is in several groups.  By default group g has
+            the g-th of ``N`` equal parts.
 
     Attributes:
-        bounds: ``rows`` as numbers.
-        features: of a group, ``O``.
+        bounds: ``rows`` as ``(start, stop)`` pairs.
+        features: number of features of a group, ``O``.
 
     Raises:
-        ValueError: the rows are not in the weight, or not as many for every group.
+        ValueError: the rows are not in the weight, or their number differs between groups.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class HeadRows:
         self.features = counts[0]
 
     def parts(self, group: int) -> list[tuple[slice, slice]]:
-        """``(rows, columns)``: rows of the weight, and where they are among the features."""
+        """``(rows, columns)``: slices of the weight's rows, and their positions in the features."""
         found, column = [], 0
         for start, stop in self.bounds[group]:
             found.append((slice(start, stop), slice(column, column + stop - start)))
@@ -85,14 +85,14 @@ class HeadRows:
         return found
 
     def take(self, weight: torch.Tensor, group: int) -> torch.Tensor:
-        """The part of a weight or a bias that belongs to a group; a copy only if it must be."""
+        """The rows of a weight or a bias for a group; a view if they are one slice, else a copy."""
         parts = [weight[rows] for rows, _ in self.parts(group)]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def add_up(self, whole: torch.Tensor) -> torch.Tensor:
-        """The gradients of all groups, ``[N * n, O]``, as one of the weight's rows, ``[n, R]``.
+        """Combine the gradients of all groups ``[N * n, O]`` to those of the rows, ``[n, R]``.
 
-        Those of rows that are in several groups are added, in fp32.
+        Rows in several groups get the sum, added in fp32.
         """
         size = len(self.bounds)
         blocks = whole.view(size, whole.shape[0] // size, self.features)
@@ -122,15 +122,15 @@ def _bounds(name: str, part: slice, weight_rows: int) -> tuple[int, int]:
 
 
 def _beside(whole: torch.Tensor, size: int) -> torch.Tensor:
-    """``[N * n, F]``, blocks one below the other, to ``[n, N * F]``, one beside the other."""
+    """``[N * n, F]`` to ``[n, N * F]``: concatenate the blocks along the features."""
     return whole.view(size, whole.shape[0] // size, whole.shape[-1]).transpose(0, 1).flatten(1)
 
 
 class HeadGroups:
-    """A weight as a matrix per head group, ``[F, H]``, run of rows by run of rows.
+    """Multiplies runs of rows with the part of a weight for their head group, ``[F, H]``.
 
     Args:
-        weight: what is cut, ``[R, H]`` by ``heads``; without them ``[H, N * F]``, of whose columns
+        weight: ``[R, H]``, cut by ``heads``; or without ``heads`` ``[H, N * F]``, whose columns
             ``g * F .. (g + 1) * F`` belong to group g.
         size: ``N``.
         block_rows: ``n``.
@@ -145,8 +145,8 @@ class HeadGroups:
         self._weight, self._heads, self._block_rows = weight, heads, block_rows
         self.features = heads.features if heads is not None else weight.shape[1] // size
         self._kernels = kernels_for(weight.device)
-        # Chunks of a group come one by one; what has to be copied of a weight is copied once per
-        # call.  Never longer: the optimizer changes the weight.
+        # A group has several chunks, so its copied part of the weight is cached; only for this
+        # call, because the optimizer changes the weight.
         self._matrices: dict[int, torch.Tensor] = {}
 
     def _matrix(self, group: int) -> torch.Tensor:
@@ -162,20 +162,20 @@ class HeadGroups:
         return group, slice(start, start + run.stop - run.start)
 
     def split(self, x: torch.Tensor, out: torch.Tensor, run: slice) -> int:
-        """``[n, H]`` to the features of one group, ``[rows, F]``; which group it is."""
+        """Multiply rows of ``x`` ``[n, H]`` into ``out`` ``[rows, F]``; return the group."""
         group, inside = self.place(run)
         gemm_into(out, x[inside], self._matrix(group).t())
         return group
 
     def collect(self, total: torch.Tensor, piece: torch.Tensor, run: slice) -> None:
-        """Add what the features of one group, ``[rows, F]``, give to ``[n, H]``."""
+        """Add the product of a group's features ``[rows, F]`` to rows of ``total`` ``[n, H]``."""
         group, inside = self.place(run)
-        # total += a @ b is the kernel of the weight gradient with a transposed.
+        # total += a @ b, with the kernel of the weight gradient.
         self._kernels.accumulate_weight_gradient(total[inside], piece.t(), self._matrix(group))
 
 
 def _zeros(like: torch.Tensor, *shape: int) -> torch.Tensor:
-    """For a sum in fp32, or in fp64 if that is what is added; rounded once, at its end."""
+    """An accumulator in fp32, or in fp64 for fp64 terms; the caller rounds it once at the end."""
     return like.new_zeros(shape, dtype=torch.promote_types(like.dtype, torch.float32))
 
 
@@ -193,13 +193,13 @@ class _Exchange(Call):
         received: torch.Tensor | None = None,
         backward: bool = False,
     ) -> None:
-        """An all-to-all of blocks ``[rows, columns]`` that are made, or used, piece by piece.
+        """An all-to-all of blocks ``[rows, columns]``, computed or used piece by piece.
 
         Works and tensors are those of :func:`~commfuse_npu.plan.rules.exchange`.
 
         Args:
-            blocks: ``[N * rows, columns]``: what is sent, or with ``make`` where it is kept.
-            received: ``[N * rows, columns]``, to be filled.
+            blocks: ``[N * rows, columns]``: the input; with ``make``, the output of ``make``.
+            received: ``[N * rows, columns]``, the result.
         """
         kind: Blocks = "given" if make is None else "made" if blocks is None else "made and kept"
         arguments = rows, columns, kind, use is not None, received is not None, wgrad is not None
@@ -269,10 +269,11 @@ class RowsToHeads(_Exchange):
 
 
 class HeadsToRows(_Exchange):
-    """Heads, or with a mask attention of them, to rows; with a weight projected there.
+    """All-to-all from heads to rows, after attention if there is a mask, and before a projection
+    if there is a weight.
 
     ``weight`` ``[H, N * F]`` and ``bias`` ``[H]``, or neither; ``x`` ``[N * n, F]``, or q, k and v.
-    To ``[n, H]``, or ``[s, B, N * F]``; of attention ``n`` is ``s * B``.
+    Returns ``[n, H]``, or ``[s, B, N * F]`` without a weight; with attention ``n`` is ``s * B``.
     """
 
     weight_at = 0
@@ -334,7 +335,7 @@ class HeadsToRows(_Exchange):
         elif any(needs_heads):
             grad_x = grad.new_empty((size * rows, columns))
         if any(needs_heads):
-            # The mirror image of the forward: the projection feeds, attention uses.
+            # Mirrors the forward: the projection computes the blocks, attention uses them.
             use = None if attention is None else attention.backward
             self.swap(
                 rows, columns, like=grad, make=make, use=use, wgrad=later, blocks=blocks,
@@ -346,7 +347,7 @@ class HeadsToRows(_Exchange):
         return wgrad.result(), grad.sum(0) if needs_bias else None, *grads
 
     def _by_groups(self, work: Work, rows: torch.Tensor) -> Work:
-        """``work(rows, piece, run)`` of head groups, where a run is one of the sequence."""
+        """A work for runs of the sequence, of ``work(rows, piece, run)`` for runs of rows."""
         batch = self.batch
 
         def of_piece(piece: torch.Tensor, run: slice) -> None:
@@ -358,10 +359,10 @@ class HeadsToRows(_Exchange):
     def _add_weight_gradient(
         self, wgrad: WeightGradient, grad: torch.Tensor, received: torch.Tensor
     ) -> None:
-        """Make it from the whole input, ``[N * n, F]``, which is there since the forward.
+        """Compute the weight gradient from the input ``[N * n, F]``, saved by the forward.
 
-        So nothing is won by blocks of rows: ``blocks`` is a GEMM per head group, as it arrived,
-        ``whole`` one GEMM on a copy like the unfused one.
+        All rows are there, so blocks of rows hide nothing: ``blocks`` is a GEMM per head group
+        without a copy, ``whole`` is one GEMM on a copy, as in the unfused op.
         """
         size, outputs = self.transport.size, self.weight.shape[0]
         features = self.weight.shape[1] // size
@@ -379,18 +380,18 @@ class HeadsToRows(_Exchange):
 def _maker(attention: AttentionRuns) -> Work:
     def make(out: torch.Tensor, run: slice) -> None:
         attended = attention.forward(run)
-        if attention.attended is None:  # else it is where it was kept
+        if attention.attended is None:  # else ``out`` is a view of it
             out.copy_(_by_sequence(attended))
 
     return make
 
 
 def _put_beside(y: torch.Tensor, piece: torch.Tensor, run: slice) -> None:
-    """Into ``[s, B, N, F]``: early blocks find their place while later ones travel."""
+    """Copy a piece into ``y`` ``[s, B, N, F]``, while later blocks are in flight."""
     group, start = divmod(run.start, len(y))
     y[start : start + len(piece), :, group] = piece.view(-1, y.shape[1], y.shape[3])
 
 
 def _by_sequence(attended: torch.Tensor) -> torch.Tensor:
-    """``[S, B, A, D]`` as ``[S, B * A * D]``: never a copy, it may be written to."""
+    """A view of ``[S, B, A, D]`` as ``[S, B * A * D]``, never a copy; callers may write to it."""
     return attended.flatten(1)

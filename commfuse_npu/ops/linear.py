@@ -1,4 +1,4 @@
-"""Tensor-parallel linear layers whose collective is hidden behind their GEMMs.
+"""Tensor-parallel linear layers that overlap their collective with their GEMMs.
 
 Legend: ``S`` sequence, ``s`` its shard (S/N), ``B`` batch, ``I`` input and ``O`` output features of
 this rank's weight, ``N`` ranks, ``x_SBI`` a tensor of that shape.  Without a batch dimension
@@ -13,12 +13,12 @@ linear_all_reduce      GEMM -> sum -> sum arrives    no transfers
 ====================== ============================= ============================================
 
 Lanes are the process groups of a :class:`~commfuse_npu.runtime.transport.Transport`; a program is
-the list of transfers, waits and GEMMs that ``begin`` compiles and ``run`` carries out.
+the list of transfers, waits and GEMMs that ``begin`` compiles and ``run`` executes.
 
 On a :class:`~commfuse_npu.runtime.collective_transport.CollectiveTransport` an op is the unfused
-layer over the collectives of torch.distributed.  Tests compare with it, and it runs in place of the
-lanes for a group of one, an empty input, the rows that a sum cannot split, and backwards from
-``collectives_from`` outputs on.
+layer over the collectives of torch.distributed.  Tests compare with it.  It also replaces the lanes
+for a group of one, for an empty input, for the rows that a sum cannot split, and for backwards of
+layers with at least ``collectives_from`` outputs.
 
 **Exactness.**  An op on lanes and on ``CollectiveTransport(group, same_pieces=True)`` gives the
 same bits, if rows of x and y are a multiple of 64 bytes long (MKL rounds small products differently
@@ -27,8 +27,8 @@ GEMM library rounds a run of rows differently.  Weight gradients are one GEMM ov
 ``wgrad="blocks"`` makes that of a row-parallel layer block by block, which rounds differently.
 Gradients can be taken once: there is no double backward.
 
-**Gathered again, early.**  In a backward the row-parallel layer comes first.  While its weight
-gradient is made the links are free, and the column-parallel layer before it needs its input again::
+**Early gather.**  In a backward the row-parallel layer comes first.  During its weight gradient the
+links are free, and the column-parallel layer before it needs its input again::
 
     compute  | dgrad of proj | wgrad of proj | attention | dgrad of qkv | wgrad of qkv
     links    | its gradients | input of qkv              |              | sums of dgrad
@@ -37,8 +37,8 @@ gradient is made the links are free, and the column-parallel layer before it nee
 transport that gathers its input again: ``qkv`` and ``proj``, ``fc1`` and ``fc2``.  Pairs depend on
 the order of the forward calls alone, never on timing, so that ranks that run the same model post in
 the same order.  (A pair ends when the result of its column-parallel layer is dropped.)  A backward
-that was pruned (``autograd.grad`` for the weight of ``proj`` alone) leaves a program under way; the
-next forward of such a layer ends it, on all ranks alike.
+that was pruned (``autograd.grad`` for the weight of ``proj`` alone) leaves a program in flight; the
+next forward of such a layer drains it, on all ranks alike.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def all_gather_linear(
         weight: ``[O, I]``, this rank's rows of the whole weight, the dtype of ``x``.
         bias: ``[O]``.
         transport: lanes of the tensor-parallel group, or its collectives.
-        options: how it is split and summed, where gradients go; the same on every rank.
+        options: how it is split and summed, and where gradients go; equal on every rank.
 
     Returns:
         ``[S, B, O]`` or ``[S, O]``.
@@ -126,10 +126,10 @@ def all_gather_linear(
 
 class _AllGatherLinear(Call):
     early: tuple[torch.Tensor, AnyRun] | None = None
-    """The input, and the backward that was begun with it during that of the row-parallel layer."""
+    """The input and the running backward, if the row-parallel layer's backward began it."""
 
     over = False
-    """Whether the backward ran, or was ended because none came."""
+    """Whether the backward has started, or was drained because it never ran."""
 
     def forward(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
@@ -156,18 +156,18 @@ class _AllGatherLinear(Call):
         return self.begin(column_backward, *arguments, like=like, backward=True, sum_dtype=sums)
 
     def gather_early(self) -> None:
-        """Begin the backward and post what gathers the input, unless that was done already."""
+        """Begin the backward and post the gather of the input; nothing if that was done before."""
         if self.over or self.early is not None:
             return
         x, _ = self.saved()
         running = self._begin_backward(x, x.shape[0], True)
-        # With x, as what was saved can be asked for once.
+        # With x, because saved() may be called only once.
         self.early = x, running
         _Pairs.of(self.transport).early.append(self)
         running.run(ahead=True, x=x)
 
     def take_early(self) -> tuple[torch.Tensor, AnyRun] | None:
-        """Hand over what was begun early, if anything, to the backward or to who ends it."""
+        """Return the early backward, if there is one, to the caller, who runs or drains it."""
         self.over = True
         early, self.early = self.early, None
         if early is not None:
@@ -191,11 +191,11 @@ class _AllGatherLinear(Call):
 
 @dataclass
 class _Pairs:
-    """The column-parallel layers of a transport whose input is gathered again.
+    """The column-parallel layers of a transport whose backward gathers the input again.
 
     Attributes:
-        last: the last one that no row-parallel one followed yet; it keeps no activations alive.
-        early: those whose inputs are on their way.
+        last: the last one that is not paired yet; a weak reference keeps no activations alive.
+        early: those whose early gather is in flight.
     """
 
     last: weakref.ref[_AllGatherLinear] | None = None
@@ -203,11 +203,11 @@ class _Pairs:
 
     @staticmethod
     def of(transport: AnyTransport) -> _Pairs:
-        """The pairs of a transport; outside a backward, first ends what no backward came for."""
+        """The pairs of a transport; outside a backward, first drains early gathers left over."""
         pairs: _Pairs | None = transport.remembered.get(__name__)
         if pairs is None:
             pairs = transport.remembered[__name__] = _Pairs()
-        # -1 is no backward.  In one a forward is recomputed, and what is under way is still wanted.
+        # -1: not in a backward.  A forward recomputed in a backward must not drain them.
         if pairs.early and torch._C._current_graph_task_id() == -1:
             for layer in list(pairs.early):
                 early = layer.take_early()
@@ -245,8 +245,8 @@ def linear_reduce_scatter(
     Args:
         x: ``[S, B, I]`` or ``[S, I]``; S a multiple of the group size.
         weight: ``[O, I]``, this rank's columns of the whole weight, the dtype of ``x``.
-        bias: ``[O]``, whole and the same on every rank; added after the sum.  Its gradient is that
-            of this rank's rows: sum it over the group, as Megatron does under sequence parallelism.
+        bias: ``[O]``, full and equal on every rank; added after the sum.  Its gradient is that of
+            this rank's rows: sum it over the group, as Megatron does with sequence parallelism.
         transport, options: see :func:`all_gather_linear`.
 
     Returns:
@@ -271,8 +271,8 @@ def linear_reduce_scatter(
 
 class _LinearReduceScatter(Call):
     column: weakref.ref[_AllGatherLinear] | None = None
-    """The layer that it is paired with, whose input is gathered early: when all transfers of this
-    layer are posted, and its last GEMM of a weight gradient is still to come."""
+    """The paired layer, whose input is gathered early: after all blocks of this layer have arrived,
+    before the last GEMM of its weight gradient."""
 
     def forward(self, x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, Tensors]:
         x = x.contiguous()
@@ -324,19 +324,19 @@ def linear_all_reduce(
         dweight = dy_SBO^T @ x_SBI
 
     The rows are cut into ``schedule.chunks`` parts.  A part is reduce-scattered as its blocks are
-    made, and its sums are gathered while the next part is made::
+    computed, and its sums are gathered while the next part is computed::
 
         compute  | part 0: for r+1 | own r | part 1: for r+1 | own r |
         links    |                 | -> r+1 | sums of part 0  | -> r+1 | sums of part 1
 
-    The sums of the last part come when there is nothing left to compute: an all-reduce has a tail,
-    1/chunks of its second half.  Rows beyond a multiple of the group size take the collective.
+    The sums of the last part are gathered when there is nothing left to compute, so 1/chunks of the
+    all-gather is not hidden.  Rows beyond a multiple of the group size use a collective.
 
     Args:
         x: ``[S, B, I]`` or ``[S, I]``, any S.
         weight: ``[O, I]``, this rank's columns of the whole weight, the dtype of ``x``.
-        bias: ``[O]``, whole and the same on every rank; added after the sum.
-        transport, options: see :func:`all_gather_linear`; nothing is tuned.
+        bias: ``[O]``, full and equal on every rank; added after the sum.
+        transport, options: see :func:`all_gather_linear`; ``tuning`` is ignored.
 
     Returns:
         ``[S, B, O]`` or ``[S, O]``, the same on every rank.

@@ -1,4 +1,4 @@
-"""Which schedules a linear layer runs by, where they are chosen by trial."""
+"""Tunes the schedules of a linear layer: runs trials of its forward and backward."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def choose_schedules(
     weight: torch.Tensor,
     bias: torch.Tensor | None,
 ) -> None:
-    """Give a call the schedules that are fastest for its forward and its backward, by trial."""
+    """Set the fastest schedules for the forward and the backward of a call, found by trial."""
     options, transport, (outputs, inputs) = call.options, call.transport, weight.shape
     assert isinstance(transport, Transport)
     column = layer == COLUMN
@@ -51,7 +51,7 @@ def _trial(
     options: LinearOptions,
     device: torch.device,
 ) -> Callable[[Schedule | None], object]:
-    """Do the work of ``problem`` on made-up numbers, with a schedule or by torch's collectives."""
+    """A function that runs ``problem`` on random inputs, with a schedule or with collectives."""
     options = replace(options, tuning=None, main_grad=False)
 
     @cache

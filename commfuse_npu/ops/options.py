@@ -1,4 +1,4 @@
-"""How layers work: their options."""
+"""Options of the fused layers."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ __all__ = ["LinearOptions", "ShardedOptions"]
 
 @dataclass(frozen=True)
 class LinearOptions:
-    """How a fused linear layer works.  The same on every rank of the group.
+    """Options of a fused linear layer; equal on every rank of the group.
 
     Args:
         schedule: order of the peers, lanes and chunks.
-        keep_gathered: keep the gathered input of :func:`all_gather_linear` for the backward, N
+        keep_gathered: keep the gathered input of :func:`all_gather_linear` for the backward, at N
             times the memory of the shard, instead of gathering it again.
         reduce_dtype: add partial sums in this dtype and round once; by default in their own, as
             the collective does.
@@ -28,13 +28,12 @@ class LinearOptions:
             :data:`~commfuse_npu.plan.rules.linear.Wgrad`.
         main_grad: accumulate the weight gradient into ``weight.main_grad``, Megatron's
             ``gradient_accumulation_fusion``.
-        collectives_from: column-parallel layers with so many outputs per rank, or more, run their
-            backward by torch's collectives in Megatron's order, which their GEMMs hide.
-        tuning: try at the first call with a shape which chunks, and how many of the schedule's
-            lanes, are fastest, and whether the plain path is; see :mod:`commfuse_npu.tuning`.  For
+        collectives_from: column-parallel layers with at least this many outputs per rank run their
+            backward with torch's collectives in Megatron's order, because their GEMMs hide them.
+        tuning: at the first call with a shape, find the fastest chunks and number of lanes, or that
+            collectives are faster; see :mod:`commfuse_npu.tuning`.  Used by
             :func:`all_gather_linear` and :func:`linear_reduce_scatter`.  With it
-            :func:`attention_linear_reduce_scatter` takes 4 chunks; the other ops use the schedule
-            as it is.
+            :func:`attention_linear_reduce_scatter` uses 4 chunks; the other ops ignore it.
     """
 
     schedule: Schedule = Schedule()
@@ -56,14 +55,14 @@ class LinearOptions:
 
 @dataclass(frozen=True)
 class ShardedOptions:
-    """How a fully sharded layer works.  The same on every rank of the group.
+    """Options of a fully sharded layer; equal on every rank of the group.
 
     Args:
         schedule: order of the peers, lanes and chunks, for the weight and for its gradient.
         reduce_dtype: add the ranks' weight gradients in this dtype and round once; by default in
-            their own, as the collective does.  They travel in their own.
-        average: divide the sum of the weight gradients by N, before it is rounded: what a loss that
-            is a mean over the rank's own rows needs.  Else the gradient is the sum.
+            their own, as the collective does.  They are sent in their own dtype.
+        average: divide the sum of the weight gradients by N before rounding, for a loss that is a
+            mean over the rank's own rows.  Else the gradient is the sum.
     """
 
     schedule: Schedule = Schedule()
@@ -71,4 +70,4 @@ class ShardedOptions:
     average: bool = True
 
     def __post_init__(self) -> None:
-        LinearOptions(self.schedule, reduce_dtype=self.reduce_dtype)  # it checks them
+        LinearOptions(self.schedule, reduce_dtype=self.reduce_dtype)  # checks the values

@@ -1,6 +1,6 @@
-"""Gradients of a model with fully sharded layers, before its optimizer's step.
+"""Averages and clips the gradients of a model with fully sharded layers, before the optimizer step.
 
-Those of the parameters that stay replicated are averaged over the ranks; the norm is that of all.
+Gradients of replicated parameters are averaged over the ranks; the norm is over all gradients.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["average_gradients", "clip_gradient_norm", "sum_gradients"]
 
 
 def average_gradients(module: torch.nn.Module, transport: Transport) -> None:
-    """Average the gradients of norms, embeddings and biases over the group; before every step.
+    """Average the gradients of replicated parameters over the group; call it before every step.
 
     Equals, but for one rounding less with 16-bit parameters::
 
@@ -26,27 +26,27 @@ def average_gradients(module: torch.nn.Module, transport: Transport) -> None:
             all_reduce(parameter.grad)
             parameter.grad /= N
 
-    Replicated is every parameter of ``module`` that is not the weight of a
-    :class:`~commfuse_npu.ops.sharded_module.ShardedLinear`.  They travel in one buffer, in fp32,
-    with one collective on the transport's plain group.  A parameter without a gradient on some
-    ranks counts as zero there; without one on all ranks it stays without.
+    All parameters of ``module`` are replicated (norms, embeddings, biases) except the weights of
+    :class:`~commfuse_npu.ops.sharded_module.ShardedLinear`.  One all-reduce on the transport's
+    plain group sums them in one buffer, in fp32 (fp64 if a parameter has it).  A missing gradient
+    counts as zero if another rank has one; if no rank has one, it stays ``None``.
 
-    Call it on every rank between the backward and ``optimizer.step()``, also for a module that has
-    no replicated parameters.  It is where the ranks meet: it returns on a rank only when all of
-    them have come here, so that none steps if one failed in its forward or backward.  On gloo the
-    others learn it within the transport's time limit, on HCCL within HCCL's own.
+    Call it on every rank between the backward and ``optimizer.step()``, even if the module has no
+    replicated parameters.  It is also a barrier: it returns only after all ranks have called it, so
+    no rank steps if another failed in its forward or backward.  On gloo the others get an error
+    within the transport's timeout, on HCCL within HCCL's own.
 
     Raises:
         ValueError: a layer sums its gradients (``average=False``), or belongs to another transport.
         TypeError: a gradient is sparse.
-        MismatchError: the ranks hold different parameters.
-        TransportError: a rank did not come, or the transport was broken before.
+        MismatchError: the ranks have different parameters.
+        TransportError: a rank did not call it in time, or the transport was broken before.
     """
     _reduce("average_gradients", module, transport, average=True)
 
 
 def sum_gradients(module: torch.nn.Module, transport: Transport) -> None:
-    """:func:`average_gradients` without the division, beside layers with ``average=False``."""
+    """:func:`average_gradients` without the division, for layers with ``average=False``."""
     _reduce("sum_gradients", module, transport, average=False)
 
 
@@ -65,7 +65,7 @@ def _reduce(name: str, module: torch.nn.Module, transport: Transport, *, average
                 f"fit those of the replicated parameters; use {other}"
             )
         if layer.prefetch is not None:
-            # The weights are about to change.
+            # The optimizer step changes the weights next.
             layer.prefetch.end_pass()
     shards = shards_of(module)
     replicated = {
@@ -85,7 +85,7 @@ def _reduce(name: str, module: torch.nn.Module, transport: Transport, *, average
     if transport.size == 1:
         return
     parameters = list(replicated.values())
-    # How many ranks have a gradient, for each; and one number more, so that there is one.
+    # For each parameter, whether it has a gradient here; one more, so that the buffer is not empty.
     present = [1.0, *(float(parameter.grad is not None) for parameter in parameters)]
     sizes = [len(present), *(parameter.numel() for parameter in parameters)]
     flat = torch.zeros(sum(sizes), dtype=_wide(parameters), device=transport.device_type)
@@ -106,7 +106,7 @@ def _reduce(name: str, module: torch.nn.Module, transport: Transport, *, average
 
 
 def _wide(parameters: Iterable[torch.nn.Parameter]) -> torch.dtype:
-    """What their gradients are summed in: fp32, or fp64 if one of them is."""
+    """The dtype in which gradients are summed: fp32, or fp64 if a parameter has it."""
     return reduce(torch.promote_types, (one.dtype for one in parameters), torch.float32)
 
 
@@ -114,24 +114,23 @@ def _wide(parameters: Iterable[torch.nn.Parameter]) -> torch.dtype:
 def clip_gradient_norm(
     module: torch.nn.Module, max_norm: float, transport: Transport
 ) -> torch.Tensor:
-    """``torch.nn.utils.clip_grad_norm_`` over the whole model, of which a rank has shards.
+    """``torch.nn.utils.clip_grad_norm_`` over the whole model, shards of all ranks included.
 
     Call it on every rank after :func:`~commfuse_npu.ops.sharded_gradients.average_gradients`:
-    what is replicated has the same gradient everywhere then, and is counted once.  Squares are
-    summed in fp32 (fp64 stays), over the shards of all ranks in one all-reduce of one number.  All
-    ranks scale by the same factor, ``max_norm / (norm + 1e-6)`` where that is less than 1.
+    replicated parameters then have equal gradients on all ranks, and count once.  Squares are
+    summed in fp32 (fp64 stays), over the shards of all ranks with an all-reduce of one element.
+    All ranks scale by the same factor, ``max_norm / (norm + 1e-6)`` where that is less than 1.
 
     Args:
-        max_norm: above 0; ``math.inf`` to measure only.
+        max_norm: above 0; ``math.inf`` only measures the norm.
 
     Returns:
-        The norm before clipping, a number without dimensions, the same on every rank.  Not finite
-        if a gradient is not; the gradients are then left as they are, so that a caller can skip the
-        step.
+        The norm before clipping, a 0-dimensional tensor, equal on every rank.  If a gradient is not
+        finite, neither is the norm, and the gradients are not scaled: the caller can skip the step.
 
     Raises:
         ValueError: ``max_norm`` is not above 0.
-        TransportError: a rank did not come in time, or the transport was broken before.
+        TransportError: a rank did not call it in time, or the transport was broken before.
     """
     if not max_norm > 0:
         raise ValueError(

@@ -1,24 +1,24 @@
-"""A linear layer whose weight is sharded over the data-parallel group, and whose transfers hide.
+"""A linear layer with its weight sharded over the data-parallel group, gathered during the GEMMs.
 
 Legend: ``M`` rows of ``x`` on this rank (its own part of the batch), ``I`` input and ``O`` output
 features, ``o`` a rank's share of the output features (O/N), ``N`` ranks, ``W_OI`` the whole weight.
 
-The layer is not parallel: every rank computes all features of its own rows.  What is split is the
-memory: a rank keeps ``o`` rows of the weight, of its gradient and of the optimizer's state, and the
-weight is put together, block by block, while it is used (ZeRO-3, fully sharded data parallel).
+The layer is not tensor-parallel: every rank computes all features of its own rows.  Only memory is
+split: a rank keeps ``o`` rows of the weight, of its gradient and of the optimizer state.  Blocks of
+the weight are gathered while others are used (ZeRO-3, fully sharded data parallel).
 
 ========== ============================================================================
 forward    weight arrives -> columns of y
 backward   wgrad blocks -> sum; weight arrives -> dgrad, both at once
 ========== ============================================================================
 
-The whole weight and its whole gradient exist nowhere.  Of what arrives, and of the gradient on its
-way out, there are two blocks at a time, or one piece more than there are lanes.
+No rank holds the whole weight or its whole gradient.  There is memory for two blocks at a time of
+the arriving weight, and of the gradient being sent; or for one piece more than there are lanes.
 
 **Exactness.**  The op on lanes and on ``CollectiveTransport(group, same_pieces=True)`` gives the
 same bits, if rows are a multiple of 64 bytes long.  An unfused layer differs where the GEMM library
-rounds a run of columns differently than all columns together, and in the sum over ``O`` of the
-dgrad, which is made block by block here (in fp32, rounded once).
+rounds a run of columns differently from all columns together, and in the sum over ``O`` in the
+dgrad, which is computed block by block here (in fp32, rounded once).
 """
 
 from __future__ import annotations
@@ -60,28 +60,28 @@ def sharded_linear(
         compute  | y of own W | y of W r-1 | y of W r-2 |
         links    | W of r-1   | W of r-2   |            |
 
-    Timeline of the backward.  The weight gradients need nothing that has to arrive, so they come
-    first: they are sent as they are made, while the weight arrives.  The blocks of the dgrad, own
-    weight first, hide the last of both::
+    Timeline of the backward.  The weight gradients do not need the gathered weight, so they come
+    first: each block is sent when it is computed, while the weight arrives.  The blocks of the
+    dgrad, own weight first, overlap with the last transfers of both::
 
         compute  | wgrad for r+1 | wgrad for r+2      | wgrad own | dgrad own | dgrad W r-1 | ...
         links    | W of r-1      | W of r-2, -> r+1   | -> r+2    |           |             | sum
 
     Args:
-        x: ``[..., I]``, any number of rows, not the same on every rank.  Need not be contiguous.
+        x: ``[..., I]``, any number of rows, which may differ per rank.  Need not be contiguous.
         weight_shard: ``[o, I]``, rows ``r * o`` to ``(r + 1) * o`` of the whole weight, the dtype
             of ``x``; the same shape on every rank.
-        bias: ``[O]``, whole and the same on every rank.  Its gradient is that of the rank's own
-            rows; it is averaged with those of the other replicated parameters, see
+        bias: ``[O]``, full and equal on every rank.  Its gradient is that of the rank's own rows;
+            average it with those of the other replicated parameters, see
             :func:`~commfuse_npu.ops.sharded_gradients.average_gradients`.
         transport: lanes of the data-parallel group.
-        prefetch: the place of this weight in the order of the model's layers.
+        prefetch: the weight's entry in the model's :class:`.weight_prefetch.WeightPrefetch`.
 
     Returns:
         ``[..., O]``.
 
-    Without a gradient for the weight none is computed or sent; without one for ``x`` the backward
-    gathers nothing.  The ranks have to agree on both.
+    If the weight needs no gradient, none is computed or sent.  If ``x`` needs none, the backward
+    does not gather the weight.  Both have to be the same on every rank.
 
     Raises:
         TypeError, ValueError: dtypes, devices or shapes do not fit each other.
@@ -102,10 +102,10 @@ def sharded_linear(
 
 class _ShardedLinear(Call):
     place: PrefetchedWeight | None
-    """Of the weight, in the order of the model's layers."""
+    """The weight's entry in the prefetch of the model."""
 
     stamp: tuple[int, int | None]
-    """The state of the weight at the call."""
+    """Address and version of the weight at the call."""
 
     def forward(
         self, x: torch.Tensor, shard: torch.Tensor, bias: torch.Tensor | None
@@ -144,9 +144,9 @@ class _ShardedLinear(Call):
         out: torch.Tensor | None = None,
         *needs: bool,
     ) -> None:
-        """Run the forward, or a backward that ``needs`` gradients of x or the weight.
+        """Run the forward, or the backward with ``needs``: gradients of x and of the weight.
 
-        When the last block is there, and not used yet, the links are free for the next layer.
+        Before the last block is used, all have arrived, so the next layer's gather starts then.
         """
         place, backward = self.place, bool(needs)
         arguments, sums = (*shard.shape, *needs), self.options.reduce_dtype
@@ -168,8 +168,8 @@ def columns_into(
 ) -> None:
     """``y[:, run] = x @ block^T + bias[run]``.
 
-    BLAS writes a run of columns as it writes a matrix, in the same time and with the same bits
-    (measured on CPU in fp32 and bf16; not tried on an NPU).  A block of its own, or ``y^T``, would
+    BLAS writes a run of columns in the same time and with the same bits as a contiguous matrix
+    (measured on CPU in fp32 and bf16; not tried on an NPU).  A separate result, or ``y^T``, would
     cost a copy of y.
     """
     gemm_into(y[:, run], x, block.t())
@@ -183,5 +183,5 @@ def wgrad_into(out: torch.Tensor, grad: torch.Tensor, x: torch.Tensor, run: slic
 
 
 def add_dgrad(total: torch.Tensor, grad: torch.Tensor, block: torch.Tensor, run: slice) -> None:
-    """``total += grad[:, run] @ block``, the kernel of the weight gradient with a transposed."""
+    """``total += grad[:, run] @ block``, with the kernel of the weight gradient."""
     kernels_for(grad.device).accumulate_weight_gradient(total, grad[:, run].t(), block)

@@ -1,18 +1,17 @@
-"""Fully sharded linear layers as modules, and models of ``torch.nn.Linear`` made of them.
+"""Fully sharded linear layers as modules, and the conversion of a model with ``torch.nn.Linear``.
 
-A model is trained fully sharded, without Megatron, by three changes to its loop::
+To train a model fully sharded, without Megatron, change its loop::
 
     model = shard_linears(model, transport=transport)      # before the optimizer is made
     optimizer = torch.optim.AdamW(model.parameters())
     ...
     loss.backward()                                        # mean over the rank's own rows
-    average_gradients(model, transport)                    # what stays replicated
+    average_gradients(model, transport)                    # replicated parameters
     clip_gradient_norm(model, 1.0, transport)              # if gradients are clipped
     optimizer.step()
 
-The gradient of a shard is complete when the backward is; the optimizer's state is that of the
-shard.  ``torch.nn.utils.clip_grad_norm_`` sees one rank's shards only, and would scale the ranks
-differently.
+The gradient of a shard is complete after the backward; the optimizer has the state of the shard.
+``torch.nn.utils.clip_grad_norm_`` would see only one rank's shards and scale the ranks differently.
 """
 
 from __future__ import annotations
@@ -43,9 +42,9 @@ class ShardedLinear(torch.nn.Module):
 
     Made by :meth:`from_linear` or :func:`shard_linears`.
 
-    The ``state_dict`` has the shard of this rank, ``weight`` ``[O/N, I]``, and the whole ``bias``
-    ``[O]``: a checkpoint of every rank, for the same N.  For one that any N can read, save
-    :meth:`full_weight` and read it with :meth:`load_full_weight`.
+    The ``state_dict`` has the shard of this rank, ``weight`` ``[O/N, I]``, and the full ``bias``
+    ``[O]``, so every rank has its own checkpoint, for the same N.  For a checkpoint for any N, save
+    :meth:`full_weight` and load it with :meth:`load_full_weight`.
 
     Attributes:
         weight: ``[O/N, I]``, rows ``rank * O/N`` to ``(rank + 1) * O/N`` of the whole weight.
@@ -81,9 +80,9 @@ class ShardedLinear(torch.nn.Module):
         return self.prefetch.add(lambda: self.weight)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedLinear:
-        """A layer with a weight of its own, over the same transport.
+        """Copy the weight; the copy uses the same transport.
 
-        The layers of a model that is copied share a new prefetch.  Every rank makes the same copy,
+        The layers of a copied model share a new prefetch.  Every rank has to make the same copy,
         between two passes.
         """
         made = type(self).__new__(type(self))
@@ -101,15 +100,15 @@ class ShardedLinear(torch.nn.Module):
         options: ShardedOptions = ShardedOptions(),
         prefetch: WeightPrefetch | None = None,
     ) -> ShardedLinear:
-        """This rank's part of a layer that every rank holds whole, and the same.
+        """Create this rank's shard of a layer that is equal on every rank.
 
         Args:
-            linear: its weight is copied in part; its bias becomes that of the new layer.
+            linear: this rank's rows of its weight are copied; its bias is shared.
             prefetch: shared by the layers of a model.
 
         Raises:
-            TypeError: a group for a transport.
-            ValueError: its output features cannot be divided by the size of the group.
+            TypeError: ``transport`` is not a transport.
+            ValueError: its output features are not divisible by the size of the group.
         """
         check_transport("ShardedLinear", transport)
         refusal = _not_divisible(linear, transport.size)
@@ -135,15 +134,15 @@ class ShardedLinear(torch.nn.Module):
 
     @torch.no_grad()
     def full_weight(self) -> torch.Tensor:
-        """``[O, I]``, without gradient.  Every rank of the group calls it."""
+        """Gather the weight ``[O, I]``, without gradient.  Every rank of the group calls it."""
         return all_gather_rows(self.weight.detach(), self.transport.group)
 
     @torch.no_grad()
     def load_full_weight(self, weight: torch.Tensor) -> None:
-        """Take this rank's rows of ``[O, I]``.
+        """Copy this rank's rows of a full weight ``[O, I]``.
 
         Raises:
-            ValueError: another shape.
+            ValueError: ``weight`` has another shape.
         """
         if tuple(weight.shape) != (self.out_features, self.in_features):
             raise ValueError(
@@ -168,17 +167,17 @@ def shard_linears(
     skip: Collection[str] = (),
     prefetch: bool = True,
 ) -> torch.nn.Module:
-    """Make a :class:`ShardedLinear` of every ``torch.nn.Linear`` in ``module``, in place.
+    """Replace every ``torch.nn.Linear`` in ``module`` by a :class:`ShardedLinear`, in place.
 
-    Every rank calls it with the same module: the same seed, or the same checkpoint.  Call it before
-    the optimizer is made, and on the whole model: the order of layers is learned per call.
+    Every rank calls it with an equal module: the same seed, or the same checkpoint.  Call it before
+    the optimizer is created, and once on the whole model: each call has its own prefetch.
 
-    These stay whole, which is logged once: layers named in ``skip``, those whose output features N
-    does not divide, those whose weight another module uses too (tied embeddings), and subclasses of
-    ``torch.nn.Linear``, whose owner may use the weight without calling the layer.
+    Some layers are not sharded, which is logged: layers named in ``skip``, layers whose output
+    features are not divisible by N, layers whose weight another module uses too (tied embeddings),
+    and subclasses of ``torch.nn.Linear``, whose owner may use the weight without calling the layer.
 
     Args:
-        skip: names in the module, of linear layers or of modules that hold some.
+        skip: names, in the module, of linear layers or of modules that contain some.
         prefetch: start the gather of the next layer's weight early, see
             :mod:`~commfuse_npu.ops.weight_prefetch`.
 
@@ -186,9 +185,9 @@ def shard_linears(
         ``module``, or the new layer if it is a ``torch.nn.Linear`` itself.
 
     Raises:
-        TypeError: a group for a transport.
-        ValueError: ``skip`` names what is not there.
-        MismatchError: the ranks do not hold the same layers with the same parameters.
+        TypeError: ``transport`` is not a transport.
+        ValueError: ``skip`` names a module that does not exist.
+        MismatchError: the ranks do not have the same layers with the same parameters.
     """
     check_transport("shard_linears", transport)
     names: dict[torch.nn.Module, list[str]] = {}
@@ -223,19 +222,19 @@ def shard_linears(
     if module in made:
         return made[module]
     for parent in list(module.modules()):
-        # A layer that is used in several places is replaced by the same one in all of them.
+        # A layer used in several places is replaced by one new layer in all of them.
         for name, child in parent._modules.items():
             if child in made:
                 setattr(parent, name, made[child])
     if order is not None and made:
-        # Nothing is under way when the forward is over, however it ends.  Not a closure: a copy of
-        # the module has to end the passes of its own prefetch.
+        # No gather is in flight after the forward, however it ends.  Not a closure, so that a copy
+        # of the module gets a hook with its own prefetch.
         module.register_forward_hook(partial(_forward_ended, order), always_call=True)
     return module
 
 
 def shards_of(module: torch.nn.Module) -> set[int]:
-    """The parameters of which a rank has a part, by identity."""
+    """The ids of the sharded parameters."""
     return {id(layer.weight) for layer in module.modules() if isinstance(layer, ShardedLinear)}
 
 
@@ -256,6 +255,7 @@ def _stays_whole(
     size: int,
     skip: Collection[str],
 ) -> str | None:
+    """Why a layer is not sharded; ``None`` if it is."""
     if any(f"{name}.".startswith(f"{other}.") for name in names for other in skip):
         return "named in skip"
     if type(linear) is not torch.nn.Linear:
@@ -267,7 +267,7 @@ def _stays_whole(
 
 
 def _fingerprint(module: torch.nn.Module) -> tuple[int, ...]:
-    """A number per replicated parameter that depends on every bit of it, in no order."""
+    """A checksum per replicated parameter: the sum of its elements' bits as integers."""
     integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     shards = shards_of(module)
     return tuple(
@@ -280,8 +280,9 @@ def _fingerprint(module: torch.nn.Module) -> tuple[int, ...]:
 def _forward_ended(
     prefetch: WeightPrefetch, _module: torch.nn.Module, _args: Any, output: Any
 ) -> None:
+    """The forward hook of a converted model; ``output`` is ``None`` after an exception."""
     if in_backward():
-        # A recomputed forward; it is left by an exception when nothing more is needed of it.
+        # A recomputed forward; torch ends it with an exception when it has all tensors it needs.
         return
     error = sys.exc_info()[1]
     if error is not None and output is None:

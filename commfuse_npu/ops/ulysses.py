@@ -1,14 +1,14 @@
-"""Ulysses context parallelism, its all-to-alls hidden behind attention and projections.
+"""Ulysses context parallelism: all-to-alls that overlap with attention and projections.
 
-Ulysses cuts activations by the sequence, but attention by heads: an all-to-all leads from the one
-to the other, and another one back.  Here each is taken apart, and paired with the work that feeds
-it or that it feeds (CommFuse, arXiv 2604.24013: FuseA2A).  The whole chain::
+Ulysses shards activations by the sequence, but attention by heads: one all-to-all converts from the
+first to the second, and another one back.  Here each is split into transfers that overlap with the
+work that computes or uses the blocks (CommFuse, arXiv 2604.24013: FuseA2A).  The whole chain::
 
     x_sBH -> linear_all_to_all -> q_SBAD, k_SBGD, v_SBGD -> attention_all_to_all_linear -> y_sBH
               projection | heads                     attention per block | rows | projection
 
-q, k and v are parts of what comes out of the first, after whatever is done per head (rotary
-embedding, norms).
+q, k and v are parts of the result of the first op, after the work per head (rotary embedding,
+norms).
 
 Legend: ``N`` ranks, ``S`` sequence, ``s`` its shard (S/N), ``B`` batch, ``H`` hidden, ``A`` query
 heads and ``G`` key heads of this rank, ``D`` features of a head, ``O`` and ``F`` features of a
@@ -23,16 +23,16 @@ all_to_all_linear           heads arrive -> GEMM              dgrad -> rank of t
 attention_all_to_all_linear attention -> ranks -> GEMM        dgrad -> ranks -> attention; wgrad
 =========================== ================================= ====================================
 
-Weights are whole on every rank, so their gradients are those of this rank's rows, to be summed over
-the ranks like that of any layer under context parallelism.  Of
-:class:`~commfuse_npu.ops.LinearOptions` the schedule, ``wgrad`` and ``main_grad`` count: no partial
-sums of other ranks are added, and nothing is gathered.
+Every rank has the full weights, so their gradients are those of this rank's rows; sum them over the
+ranks, as for every layer with context parallelism.  The ops use ``schedule``, ``wgrad`` and
+``main_grad`` of :class:`~commfuse_npu.ops.LinearOptions`; the other options do not apply, because
+no partials are added and nothing is gathered.
 
-Under a causal mask, unless it is one of packed documents, the queries of later ranks see more keys.
-Where attention feeds the transfers, or is fed by them alone, the program takes its blocks in the
-order in which the ranks wait least for the links (:mod:`~commfuse_npu.plan.block_order`).  The
-backward of :func:`attention_all_to_all_linear` keeps the order of distance: there the dgrad comes
-first, which costs the same for every block.
+Under a causal mask without packed documents, the queries of later ranks see more keys.  If
+attention computes the blocks to send, or uses arriving blocks that no other work computes, the
+program takes them in the order in which ranks wait least for the links
+(:mod:`~commfuse_npu.plan.block_order`).  The backward of :func:`attention_all_to_all_linear` keeps
+the order of distance, because its dgrad comes first, and costs the same for every block.
 """
 
 from __future__ import annotations
@@ -88,15 +88,15 @@ def linear_all_to_all(
 
     Args:
         x: ``[s, B, H]`` or ``[s, H]``, the same shape on every rank.  Need not be contiguous.
-        weight: ``[N * O, H]``, whole and the same on every rank, the dtype of ``x``.
-        bias: one number per row of the weight.
+        weight: ``[N * O, H]``, full and equal on every rank, the dtype of ``x``.
+        bias: one element per row of the weight.
         transport: lanes of the context-parallel group.
-        rows: per rank the slices of weight rows that make its features, in this order; together
-            ``O`` for every rank, and the same on every rank.  With fewer key heads than ranks
-            slices overlap, for 2 key heads and 4 ranks ``[[q_d, k_0, v_0], ...]`` for the first
-            two ranks and ``[[q_d, k_1, v_1], ...]`` for the others; gradients of rows that several
-            ranks use add up.  By default rank d gets the rows ``d * O .. (d + 1) * O``.
-        options: ``wgrad="blocks"`` makes the gradient of the weight from each block as it arrives.
+        rows: for each rank, the slices of weight rows that make its features, in this order: ``O``
+            rows in all for each rank.  Pass equal slices on every rank.  With fewer key heads than
+            ranks slices overlap, for 2 key heads and 4 ranks ``[[q_d, k_0, v_0], ...]`` for the
+            first two ranks and ``[[q_d, k_1, v_1], ...]`` for the others; gradients of rows that
+            several ranks use are added.  By default rank d gets the rows ``d * O .. (d + 1) * O``.
+        options: ``wgrad="blocks"`` computes the weight's gradient from each block as it arrives.
 
     Returns:
         ``[S, B, O]`` or ``[S, O]``.
@@ -113,7 +113,7 @@ def linear_all_to_all(
     call.heads = heads
     call.transport.agree(f"{name} rows", rows=heads.bounds)
     y = call(flat, weight, bias)
-    # No -1 for the rows: an empty tensor has no say in them.
+    # Not view(-1, ...), which is ambiguous for an empty tensor.
     return y.view(x.shape[0] * transport.size, *x.shape[1:-1], heads.features)
 
 
@@ -146,16 +146,16 @@ def all_to_all_linear(
         backward  compute  | dx for r+1 | dx for r+2 | own dx | dweight |
                   links    |            | -> r+1     | -> r+2 |         |
 
-    For attention in front of it, :func:`attention_all_to_all_linear` has both in one exchange.
+    After attention, :func:`attention_all_to_all_linear` does both with one exchange.
 
     Args:
         x: ``[S, B, F]`` or ``[S, F]``, this rank's heads; S a multiple of N.
-        weight: ``[H, N * F]``, whole and the same on every rank, the dtype of ``x``; the columns
-            ``g * F .. (g + 1) * F`` take the heads of rank g.
+        weight: ``[H, N * F]``, full and equal on every rank, the dtype of ``x``; the columns
+            ``g * F .. (g + 1) * F`` multiply the heads of rank g.
         bias: ``[H]``.
         transport: lanes of the context-parallel group.
-        options: ``wgrad="blocks"`` makes the gradient of the weight per head group, without a copy
-            of the input.
+        options: ``wgrad="blocks"`` computes the weight's gradient per head group, without a copy of
+            the input.
 
     Returns:
         ``[s, B, H]`` or ``[s, H]``.
@@ -210,14 +210,14 @@ def attention_all_to_all(
         q, k, v, causal, scale, documents, hidden, dropout: as for
             :func:`~commfuse_npu.ops.attention.attention_linear_reduce_scatter`.
         transport: lanes of the context-parallel group.
-        options: the schedule counts.
+        options: only the schedule is used.
 
     Returns:
         ``[s, B, N * A * D]``: this rank's rows, the heads of rank 0 first.
 
     Raises:
         TypeError, ValueError: dtypes, devices or shapes do not fit each other, S is not a multiple
-            of the group size, or dropout is asked for.
+            of the group size, or ``dropout`` is not 0.
         MismatchError: another rank calls another op, or with another shape.
         TransportError: a transfer failed.
     """
@@ -251,8 +251,8 @@ def attention_all_to_all_linear(
 ) -> torch.Tensor:
     """``linear(all_to_all(attention(q, k, v)), weight, bias)``: attention and output projection.
 
-    One exchange that attention feeds and that feeds the projection.  Equals, on rank r with ``V_g``
-    the columns of the weight for the heads of rank g::
+    One exchange between attention and the projection overlaps with both.  Equals, on rank r with
+    ``V_g`` the columns of the weight for the heads of rank g::
 
         o_SBAD = softmax(q_SBAD @ k_SBGD^T * scale) @ v_SBGD        # per head, masked if causal
         o_0, ..., o_N-1 = all_to_all(o_SBAD)                        # rows of r, heads of every rank
@@ -274,7 +274,7 @@ def attention_all_to_all_linear(
     Args:
         q, k, v, transport, causal, scale, documents, hidden, dropout: as for
             :func:`attention_all_to_all`.
-        weight: ``[H, N * A * D]``, whole and the same on every rank.
+        weight: ``[H, N * A * D]``, full and equal on every rank.
         bias: ``[H]``.
         options: as for :func:`all_to_all_linear`.
 

@@ -1,4 +1,4 @@
-"""Where the gradient of a weight goes."""
+"""Accumulates the gradient of a weight, also into Megatron's ``main_grad``."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ class WeightGradient:
     """The gradient of one weight in one backward: ``sum of grad_output[b]^T @ input[b]``.
 
     Args:
-        weight: ``[O, I]``.  With ``main_grad`` the attributes of Megatron's weights are honoured:
-            ``main_grad`` (fp32, fp16 or bf16) receives the sum; if ``grad_added_to_main_grad``
-            exists it is set and a tensor of the right shape is returned in place of the gradient,
-            zeros if ``zero_out_wgrad`` is set, else with undefined contents.
+        weight: ``[O, I]``.  With ``main_grad`` it uses the attributes of Megatron's weights:
+            ``main_grad`` (fp32, fp16 or bf16) receives the sum.  If ``grad_added_to_main_grad``
+            exists it is set, and :meth:`result` returns a tensor of the right shape instead of the
+            gradient: zeros if ``zero_out_wgrad`` is set, else with undefined contents.
         main_grad: accumulate into ``weight.main_grad`` (Megatron's gradient_accumulation_fusion).
         blocks: whether :meth:`add` is called with blocks of rows instead of once with all.
-        needed: whether there is one; else nothing is added, and the :meth:`result` is ``None``.
+        needed: whether a gradient is needed; else :meth:`add` does nothing and :meth:`result`
+            returns ``None``.
 
     Raises:
         RuntimeError: ``main_grad`` is missing or has another dtype.
@@ -45,7 +46,7 @@ class WeightGradient:
                     "float32, float16 or bfloat16, turn it off otherwise"
                 )
             self._main_grad = target
-        # What is accumulated into.  Blocks are summed in fp32 and rounded once.
+        # The accumulator.  Blocks are summed in fp32 and rounded once.
         self._total = self._main_grad
         if needed and blocks and (self._total is None or self._total.dtype != torch.float32):
             self._total = torch.zeros_like(weight, dtype=torch.float32)
@@ -66,14 +67,14 @@ class WeightGradient:
             )
 
     def take(self, total: torch.Tensor) -> None:
-        """Add a sum of such products that was made elsewhere: ``[O, I]``, fp32, rounded here."""
+        """Add a sum of such products: ``[O, I]``, fp32; it is rounded here."""
         if self._total is not None:
             self._total.add_(total)
         else:
             self._grad = total.to(self._weight.dtype)
 
     def result(self) -> torch.Tensor | None:
-        """What the backward returns for the weight."""
+        """The tensor, or ``None``, that the backward returns for the weight."""
         weight, target = self._weight, self._main_grad
         if target is None:
             return self._grad if self._total is None else self._total.to(weight.dtype)
@@ -81,8 +82,8 @@ class WeightGradient:
             target.add_(self._total)
         if not hasattr(weight, "grad_added_to_main_grad"):
             return None
-        # Megatron's hooks count on a gradient of this shape; its contents are used only if
-        # zero_out_wgrad asks for zeros.
+        # Megatron's hooks need a gradient of this shape, and its contents only if zero_out_wgrad
+        # asks for zeros.
         weight.grad_added_to_main_grad = True
         make = torch.zeros if getattr(weight, "zero_out_wgrad", False) else torch.empty
         return make(target.shape, dtype=weight.dtype, device=weight.device)

@@ -1,23 +1,22 @@
-"""The first block of the next layer's weight, sent for while this layer is still at work.
+"""Starts the gather of the next layer's weight while the current layer still computes.
 
-A gather has no work in front of it: whatever its first transfer takes longer than the own block's
-GEMM is waited for, in every layer.  A :class:`WeightPrefetch`, shared by the layers of a model,
-learns in which order they gather, and starts the gather of the next one when that of this one has
-brought its last block, with one transfer posted (the rest follows when the layer runs).  Both
-layers have their scratch memory meanwhile::
+In each layer, a rank waits for the first transfer of the gather if that takes longer than the GEMM
+of its own block.  A :class:`WeightPrefetch`, shared by the layers of a model, learns the order in
+which they gather.  When the last block of a layer has arrived, it posts the first transfer of the
+next layer's gather; the others are posted when that layer runs.  Meanwhile both layers hold scratch
+memory::
 
     compute  | ... | layer 1: W of r-2        | norm, activation | layer 2: own W | W of r-1 |
     links    | ... | layer 2: W of r-1 ------------------------- | W of r-2 ...   |          |
 
-**Where it does not reach.**  A *pass* is a forward of the model, or a backward; recomputed forwards
-belong to the backward.  Nothing is started at the end of a pass for the next one, so nothing is
-under way during an optimizer step.  A weight that changed since its transfer was started, or
-another layer than expected: the program that was begun is drained, and the weight is
-gathered anew.  An expectation that was wrong once is given up.  All of it is decided by what the
-model does, so that ranks that run the same model decide the same, and post in the same order.
+**Limits.**  A *pass* is a forward of the model, or a backward; recomputed forwards belong to the
+backward.  A pass starts no gather for the next pass, so none is in flight during an optimizer step.
+If the weight changed after its gather started, or another layer comes next, the program is drained
+and the weight is gathered again.  A prediction that was wrong once is not made again.  All of this
+depends only on what the model does, so ranks that run the same model post in the same order.
 
-A change of a weight is noticed by its version counter and its address.  Changes through ``.data``
-count no versions: make none between two layers of a pass.
+A change of a weight is detected by its version counter and its address.  Changes through ``.data``
+do not change the version: make none between two layers of a pass.
 """
 
 from __future__ import annotations
@@ -35,16 +34,16 @@ from commfuse_npu.runtime.transport import Transport
 __all__ = ["PrefetchedWeight", "WeightPrefetch", "in_backward", "stamp_of"]
 
 Operation = tuple[Transport, Program, str, Hashable, torch.dtype | None]
-"""A transport and what it begins: a program with its name, options and the dtype of its sums."""
+"""The arguments of :meth:`Transport.begin`: transport, program, name, options, dtype of sums."""
 
 
 def stamp_of(weight: torch.Tensor) -> tuple[int, int | None]:
-    """What tells two states of a weight apart: its address and its version."""
+    """The address and the version of a weight, which identify its state."""
     return weight.data_ptr(), version_of(weight)
 
 
 def _begin(operation: Operation, shard: torch.Tensor) -> Running:
-    """With the first transfer of the weight under way."""
+    """Begin a gather and post its first transfer."""
     transport, program, name, options, sum_dtype = operation
     running = transport.begin(program, name, shard, options, sum_dtype)
     running.run(ahead=True, shard=shard)
@@ -52,24 +51,24 @@ def _begin(operation: Operation, shard: torch.Tensor) -> Running:
 
 
 class PrefetchedWeight(NamedTuple):
-    """The place of one weight in a :class:`WeightPrefetch`."""
+    """The entry of one weight in a :class:`WeightPrefetch`."""
 
     prefetch: WeightPrefetch
     number: int
 
 
 class _Use(NamedTuple):
-    """One place in a pass where a weight is gathered."""
+    """A gather of a weight in a pass; ``phase`` is forward, recompute or backward."""
 
     phase: str
     weight: int
 
 
 class _Pending(NamedTuple):
-    """A program that was begun before anybody asked for it.
+    """A gather that was started early.
 
     Attributes:
-        what: its place, what was begun, and with which state of the weight in which dtype.
+        what: the predicted use, the operation, and state and dtype of the weight.
     """
 
     what: tuple[_Use, Operation, tuple[int, int | None], torch.dtype]
@@ -78,15 +77,15 @@ class _Pending(NamedTuple):
 
 
 class WeightPrefetch:
-    """Knows the order in which the weights of a model are gathered; see the module.
+    """Learns the order in which a model gathers its weights, and gathers early; see the module.
 
-    One thread at a time, like the transport.
+    Only one thread at a time may use it, like the transport.
     """
 
     def __init__(self) -> None:
         self._weights: list[Callable[[], torch.Tensor]] = []
         self._gathers: dict[_Use, tuple[Operation, torch.dtype]] = {}
-        # What followed a use, once seen; None where nothing did, or not always the same.
+        # The use that followed each one; None if the pass ended there, or if it varied.
         self._after: dict[_Use, _Use | None] = {}
         self._seen: set[_Use] = set()
         self._task = -1
@@ -94,21 +93,21 @@ class WeightPrefetch:
         self._pending: _Pending | None = None
 
     def __deepcopy__(self, memo: object) -> WeightPrefetch:
-        """Knows nothing yet: the copies of the layers join it."""
+        """An empty one, which the copies of the layers join."""
         return WeightPrefetch()
 
     def add(self, weight: Callable[[], torch.Tensor]) -> PrefetchedWeight:
-        """Take in a weight.
+        """Register a weight.
 
         Args:
-            weight: returns this rank's shard as it is at that time.
+            weight: returns this rank's current shard.
         """
         self._weights.append(weight)
         return PrefetchedWeight(self, len(self._weights) - 1)
 
     @property
     def under_way(self) -> bool:
-        """Whether a program was begun that no layer has taken over yet."""
+        """Whether an early gather is in flight that no layer has taken."""
         return self._pending is not None
 
     def take(
@@ -120,15 +119,16 @@ class WeightPrefetch:
         *,
         backward: bool,
     ) -> Running:
-        """What was begun for ``shard``: what is under way if it is that, else begun here.
+        """The gather of ``shard``: the early one if it fits, else one begun here.
 
         Args:
-            shard: what is to be gathered, in the dtype in which it travels.
-            stamp: that of the weight from which ``shard`` was made, when it was made.
+            shard: the tensor to gather, in the dtype of the transfers.
+            stamp: :func:`stamp_of` the weight when ``shard`` was made from it.
+            backward: whether the layer runs its backward.
         """
         task = torch._C._current_graph_task_id()
         use = _Use("backward" if backward else "forward" if task == -1 else "recompute", weight)
-        # Learn that it came next.
+        # Learn that this use follows the last one.
         if task != self._task or use in self._seen:
             self._pass_ends()
         elif self._last is not None and self._after.setdefault(self._last, use) != use:
@@ -150,13 +150,13 @@ class WeightPrefetch:
         self._seen.clear()
 
     def _drain(self) -> None:
-        """Finish what nobody wants, as all ranks do."""
+        """Complete the early gather without using it; all ranks do so."""
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.running.drain(out=pending.shard)
 
     def start_next(self) -> None:
-        """Begin what is expected next, if there is something: the last block has arrived."""
+        """Begin the predicted next gather, if any; called when a layer's last block has arrived."""
         use = None if self._last is None else self._after.get(self._last)
         if use is None or self._pending is not None:
             return
@@ -168,18 +168,18 @@ class WeightPrefetch:
             self._pending = _Pending(what, shard, _begin(gather, shard))
 
     def end_pass(self) -> None:
-        """Nothing that comes belongs to the pass so far; what is under way is drained.
+        """End the pass: the next gather starts a new one.  Drains an early gather in flight.
 
         Raises:
-            TransportError: it could not be finished.
+            TransportError: draining failed.
         """
         self._pass_ends()
         self._drain()
 
     def interrupted(self, error: BaseException) -> None:
-        """The program left the pass by an exception: what is under way cannot be finished.
+        """End the pass after an exception: an early gather in flight breaks the transport.
 
-        The other ranks may have taken it over, and wait for its remaining transfers.
+        It cannot be drained, as other ranks may have taken it and wait for its other transfers.
         """
         self._pass_ends()
         pending, self._pending = self._pending, None
@@ -192,5 +192,5 @@ class WeightPrefetch:
 
 
 def in_backward() -> bool:
-    """Whether this thread runs a backward: a forward is then a recomputed one."""
+    """Whether this thread runs a backward, in which a forward is a recomputation."""
     return torch._C._current_graph_task_id() != -1

@@ -29,7 +29,7 @@ F = TypeVar("F")
 B = TypeVar("B")
 
 _HAND_OVERS = 16
-"""Of each side, when a hand-over is timed."""
+"""Hand-overs of each side when :meth:`hand_over_seconds` measures them."""
 
 
 class ForwardBackwardOverlap:
@@ -78,7 +78,7 @@ class ForwardBackwardOverlap:
         self.device, _ = device_backend(dist.get_backend(named[0]))
         self._named = named
         self._log = order_log
-        # With their numbers in the order log.
+        # The groups, with their numbers in the order log.
         self._groups: dict[dist.ProcessGroup | None, int] = {}
         for group in named:
             ranks = dist.get_process_group_ranks(group)
@@ -171,7 +171,7 @@ class ForwardBackwardOverlap:
         return median(seconds)
 
     def _begin_backward(self, turns: Turns, backward: Callable[[], Any]) -> Future[Any]:
-        """In the second thread, in the caller's context."""
+        """Start the backward in the second thread, in the caller's context."""
         context = _Context(self.device)
 
         def behind() -> Any:

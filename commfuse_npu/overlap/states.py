@@ -22,8 +22,8 @@ class SideState(Protocol):
 class RandomState(SideState):
     """torch's default generators, of the CPU and of the device.
 
-    A recomputation sets them to the states of its forward and back.  Those of two sides that take
-    turns do not nest, so each side needs its own.
+    A recomputation sets them to the states of its forward, and then restores them.  If two sides
+    take turns, such changes do not nest, so each side needs its own states.
 
     Args:
         device: ``npu``, ``cuda``, or ``cpu`` for the CPU's alone.
@@ -41,9 +41,10 @@ class RandomState(SideState):
 
 
 class Attributes(SideState):
-    """Attributes of a module, a class or an object: those named, or all if none is.
+    """Attributes of a module, a class or an object: those named, or all if none is named.
 
-    A list or dictionary keeps its identity, as others may hold it; its contents are swapped.
+    A list or dictionary stays the same object, as there may be other references to it; its contents
+    are swapped.
     """
 
     def __init__(self, owner: Any, *names: str) -> None:

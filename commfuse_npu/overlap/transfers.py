@@ -10,8 +10,8 @@ An asynchronous collective stays asynchronous.  In strict turns the ``wait()`` o
 an all-reduce and an all-to-all hands over first; that of an all-gather does not, because Megatron
 hides the all-gather of a backward behind its dgrad.  A chosen order
 (:mod:`commfuse_npu.plan.turn_order`) may hand over at any ``wait()``, and after an asynchronous
-collective started.  The host's wait for a stream or an event is a hand-over place, too: there,
-experts read their token counts.  Outside a pair, and for other groups, nothing changes.
+collective started.  The host's wait for a stream or an event is a hand-over place, too, because
+experts read their token counts there.  Outside a pair, and for other groups, nothing changes.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ _turns: Turns | None = None
 _groups: Groups = {}
 _log: OrderLog | None = None
 _beginning = False
-"""Inside a wrapped function: some functions of torch call others that are wrapped, too."""
+"""Whether a wrapped function is running: some functions of torch call others that are wrapped."""
 
 
 def active_turns() -> Turns | None:
@@ -68,7 +68,7 @@ def active_turns() -> Turns | None:
 def take_turns_at_transfers(
     turns: Turns, groups: Groups, log: OrderLog | None = None
 ) -> Iterator[None]:
-    """Make collectives of these groups hand over.
+    """Make collectives of these groups hand over in the block.
 
     Raises:
         RuntimeError: another pair is running.
@@ -193,7 +193,7 @@ def _install() -> None:
             _wrap(c10d, name, _collective, wait_hands_over)
     _wrap(functional, "wait_tensor", _host_wait)
     for name, wrapper in (("Event", _host_wait), ("Stream", _stream_synchronize)):
-        # One class, where torch_npu has put its own in the place of CUDA's.
+        # A set, because torch_npu may have replaced CUDA's class by its own.
         found = {getattr(getattr(torch, device, None), name, None) for device in ("cuda", "npu")}
         for owner in found - {None}:
             _wrap(owner, "synchronize", wrapper)
@@ -235,7 +235,7 @@ def _refuse_fsdp() -> None:
 
 
 def _wrap(owner: Any, name: str, wrapper: Callable[..., Any], *how: Any) -> None:
-    """Also in every module that imported it, as Megatron's dist_all_gather_func did."""
+    """Replace a function, also in modules that imported it, as Megatron's dist_all_gather_func."""
     old = getattr(owner, name)
     new = wrapper(old, *how)
     setattr(owner, name, new)

@@ -110,7 +110,7 @@ class Turns:
             self._give_turn(other)
 
     def _give_turn(self, other: int) -> None:
-        if self.side != other:  # else Ctrl-C came after the turn was given
+        if self.side != other:  # equal if Ctrl-C came after the turn was given
             self._saved[self.side] = self._save()
             self._restore(other)
             self.side = other
@@ -121,9 +121,9 @@ class Turns:
         try:
             self._gates[side].acquire()
         except BaseException as error:
-            # Ctrl-C, in the main thread.  If the other side runs, let it end first, so that what
-            # this one does on its way out is not done beside it.  The lock does not tell: Ctrl-C
-            # may come just after it was acquired.
+            # Ctrl-C, in the main thread.  If the other side runs, let it end first, so that the
+            # cleanup of this side does not run at the same time.  Check the turn, not the lock:
+            # Ctrl-C may come just after it was acquired.
             self.error = self.error or error
             if self.side != side:
                 self._gates[side].acquire()
@@ -148,8 +148,8 @@ class Turns:
 class Recording(Turns):
     """Measures one side that runs alone from its beginning to its end.
 
-    It waits for each transfer where it starts.  Times are the device's, by events on its current
-    stream; on a CPU those of the clock.  ``look``: see ``ForwardBackwardOverlap.record``.
+    It waits for each transfer where it starts.  Times are from events on the current stream,
+    or the host clock on a CPU.  ``look``: see ``ForwardBackwardOverlap.record``.
     """
 
     def __init__(self, side: int, device: str, look: Callable[[int, int | None], object]) -> None:
@@ -179,7 +179,7 @@ class Recording(Turns):
         """The places that were passed, and the end of the side, which is now."""
         end = self._now()
         if self._device is not None:
-            self._device.synchronize()  # the event's own wait would be a place
+            self._device.synchronize()  # not the event's wait, which is a hand-over place
         self._look(self.side, None)
         return [
             Place(self._seconds(resumed, reached), self._seconds(reached, arrived), waits, default)

@@ -1,4 +1,4 @@
-"""What goes where in which order, as data: schedules, and the program of each rank.  No torch."""
+"""Schedules, and the programs that rules compile from them for each rank.  Imports no torch."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""In which order a rank takes the blocks of the others when they do not all cost the same.
+"""The order in which a rank takes the blocks of the others when their costs differ.
 
-Under a causal mask the queries of the last rank see N times the keys of the first's.  All ranks
-compute all blocks, so their total is the same; but with direct transfers in the order of distance,
-1, ..., N-1, some ranks begin with the cheap blocks and wait for the links, and others end with
-them.  Every order of distances is a valid schedule (a step is still one permutation of the ranks),
-and which one waits least follows from the costs.
+Under a causal mask the queries of the last rank see N times as many keys as those of the first.
+All ranks compute all blocks, so their totals are equal.  But in the order of distance, 1, ..., N-1,
+some ranks start with cheap blocks and wait for the links, and others end with them.  Every order of
+distances is a valid schedule, because a step is still a permutation of the ranks; the costs decide
+which order waits least.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ _ALL_ORDERS_UP_TO = 8
 
 
 def causal_costs(size: int) -> tuple[float, ...]:
-    """What attention of each block of queries costs under a causal mask.
+    """Cost of attention of each block of queries under a causal mask, in transfers of a block.
 
-    In transfers, and on average as much as one: there the order matters most.  Where computing is
-    much dearer every order hides the transfers, and where it is much cheaper none does.
+    The mean is one transfer, where the order matters most.  If computing takes much longer, every
+    order hides the transfers; if it takes much less, none does.
     """
     return tuple((2 * block + 1) / size for block in range(size))
 
 
 def waiting(costs: Sequence[float], distances: Sequence[int], own: Own) -> tuple[float, ...]:
-    """How long each rank waits for transfers, in times that a transfer of a block takes.
+    """How long each rank waits for transfers; the unit is the transfer time of a block.
 
-    A rank sends one block after the other and receives one after the other, each as early as its
-    data, its sender and its receiver allow.
+    A rank sends one block at a time and receives one at a time, each as soon as the data, the
+    sender and the receiver are ready.
 
     Args:
-        costs: what computing the block of each rank takes, in the same unit.
+        costs: time to compute the block of each rank, in the same unit.
         distances: the order of the peers, every distance ``1, ..., N-1`` once.
         own: ``first``: blocks arrive and are computed.  ``last``: they are computed and sent.
     """
@@ -66,14 +66,14 @@ def waiting(costs: Sequence[float], distances: Sequence[int], own: Own) -> tuple
 
 @lru_cache(maxsize=64)
 def least_waiting(costs: tuple[float, ...], own: Own) -> tuple[int, ...]:
-    """The order of distances with the least waiting of the rank that waits longest, then of all.
+    """The order of distances with the least longest wait of a rank, then the least sum of waits.
 
-    All orders are tried for up to 8 ranks, and the multiples of each stride beyond.  Of equals the
-    one nearest to ``1, ..., N-1`` is taken.
+    It tries all orders for up to 8 ranks, and the multiples of each stride for more.  Of equally
+    good orders it takes the first in lexicographic order, or that of the smallest stride.
     """
 
     def badness(distances: tuple[int, ...]) -> tuple[float, float]:
-        # Rounded, so that equals are equal on every machine.
+        # Rounded, so that ties are ties on every machine.
         times = waiting(costs, distances, own)
         return round(max(times), 9), round(sum(times), 9)
 

@@ -1,12 +1,13 @@
-"""Puts programs together: a rule says what is posted, computed and added, the waits follow.
+"""Builds programs: a rule says what is posted, computed and added; the builder inserts the waits.
 
-The waits of a program are where its data need them and nowhere else: before an instruction reads
-rows that arrive, or writes rows that arrive or leave; and where one stream reads what the other
-wrote, or writes what it used.
+A program waits only where its data require it: before an instruction reads rows that arrive, or
+writes rows that arrive or leave; and where one stream reads rows that the other wrote, or writes
+rows that the other used.
 
-A stream knows that the other one is done by an event, or by a transfer that it waited for: that
-began when the stream that posted it had come to it.  Of what comes before the program, or before
-its mark, the side stream knows nothing; and everything on it is done when the program is.
+Two things order a stream after work of the other one: an event, or a wait for a transfer, which
+starts after the work before its post.  The side stream is not ordered after work before the program
+or before its mark, so it waits for an event first.  At the end the first stream waits for the side
+stream.
 """
 
 from __future__ import annotations
@@ -47,10 +48,10 @@ class Builder:
     """A program under construction.
 
     Args:
-        place: whose program it is, and by which schedule.
+        place: the rank that runs the program, and the schedule.
 
     Attributes:
-        together: whether a chunk travels as one :meth:`collective`.
+        together: whether the schedule posts a chunk as one :meth:`collective`.
     """
 
     def __init__(self, place: Place) -> None:
@@ -66,17 +67,17 @@ class Builder:
         return self.size - 1
 
     def hops(self, own: Own) -> Sequence[Hop]:
-        """The peers in the order in which they are dealt with."""
+        """The peers in the order of the schedule."""
         return self.place.schedule.hops(self.rank, self.size, own)
 
     def runs(self, length: int, own: Own) -> list[slice]:
-        """A block's rows, or a result's columns, in as many chunks as the schedule asks for."""
+        """Split a block's rows, or a result's columns, into the schedule's number of chunks."""
         return self.place.schedule.runs(length, own)
 
     def scratch(
         self, name: str, rows: int, columns: int, *, slot: str | None = None, wide: bool = False
     ) -> None:
-        """Take scratch memory; buffers with one ``slot`` have it one after the other."""
+        """Declare a scratch buffer; those with the same ``slot`` share memory, one at a time."""
         self._scratch[name] = Scratch(name, slot or name, rows, columns, wide)
 
     def post(
@@ -85,8 +86,11 @@ class Builder:
         """Send to the hop's target and receive from its source.
 
         Args:
-            piece: what travels, with ``{source}`` and ``{target}`` for its ranks.
-            chunk, chunks: which one it is of how many.
+            piece: a description of the data, with ``{source}`` and ``{target}`` for the ranks.
+            chunk, chunks: index of the chunk, and their number.
+
+        Raises:
+            PlanError: the shape of the schedule is ``collective``.
         """
         if self.together:
             raise PlanError(
@@ -106,11 +110,11 @@ class Builder:
         *,
         own: bool = True,
     ) -> None:
-        """Send to every rank, and receive from every rank, as one.
+        """Send to every rank and receive from every rank with one collective.
 
         Args:
             piece, chunk, chunks: see :meth:`post`.
-            own: whether the own block is among those of ``source`` and ``out``.
+            own: whether ``source`` and ``out`` include this rank's own block.
         """
         hops = [*self.hops("first"), *([Hop(self.rank, self.rank, 0)] if own else [])]
         pairs = [self._transfers(hop, piece, chunk, chunks) for hop in hops]
@@ -121,9 +125,9 @@ class Builder:
     def all_gather(
         self, source: Span, out: Span, piece: str, chunk: int = 0, chunks: int = 1
     ) -> None:
-        """Send ``source`` to every peer; ``out`` is a block per rank, in their order.
+        """Send ``source`` to every peer; ``out`` has one block per rank, in rank order.
 
-        The own block is filled by a collective alone.
+        Only a collective fills the own block of ``out``.
         """
         if self.together:
             self.collective("all_gather", source, out, piece, chunk, chunks)
@@ -136,7 +140,7 @@ class Builder:
     def _transfers(
         self, hop: Hop, piece: str, chunk: int, chunks: int
     ) -> tuple[Transfer, Transfer]:
-        """The next step's: to the hop's target and from its source."""
+        """The two transfers of the next step: to the hop's target and from its source."""
         step, self._step = self._step, self._step + 1
         number = "" if chunks == 1 else f" chunk {chunk}"
 
@@ -153,26 +157,27 @@ class Builder:
         ins: Sequence[Span] = (),
         run: slice | None = None,
     ) -> None:
+        """Call a work of the operation; see :class:`Compute`."""
         self._code.append(Compute(work, tuple(outs), tuple(ins), run))
 
     def add(self, out: Span, *terms: tuple[Span, int], aside: bool = False) -> None:
-        """Sum; ``aside``: beside the work that comes after it, where there are streams."""
+        """``out`` = sum of the terms; ``aside``: on the side stream, on devices that have one."""
         self._code.append(Add(out, terms, aside and self.place.batched))
 
     def copy(self, out: Span, source: Span, *, aside: bool = False) -> None:
-        """Copy; see :meth:`add`."""
+        """``out = source``; ``aside``: see :meth:`add`."""
         self._code.append(Copy(out, source, aside and self.place.batched))
 
     def mark(self) -> None:
-        """Begun ahead of its work, a program runs as far as here."""
+        """Set the point up to which the program runs ahead of its work."""
         self._code.append(Mark())
 
     def settle(self) -> None:
-        """Wait for everything that is under way: nothing that comes after it can fail."""
+        """Wait for all transfers in flight, so that no later instruction can fail."""
         self._code.append(_SETTLE)
 
     def build(self, rule: tuple[Any, ...], names: tuple[str, ...]) -> Program:
-        """The program; ``rule`` and ``names`` say what made it."""
+        """Return the program; ``rule`` and ``names`` as in :class:`Program`."""
         code = self._code if self.place.batched else self._receives_first()
         return Program(
             rule,
@@ -189,12 +194,12 @@ class Builder:
         return buffer if scratch is None else scratch.slot
 
     def _receives_first(self) -> list[Instruction]:
-        """Every receive as soon as its rows are free.
+        """The code with every receive moved up to where its rows are free.
 
-        On gloo the notice that a receive is ready shares the socket with bulk data.
+        On gloo the message that a receive is ready shares the socket with bulk data.
         """
         code: list[Instruction] = []
-        # What came after the last receive, numbered; and which of it touched what.
+        # Numbered instructions behind the last receive, and the memory that each accesses.
         behind: deque[tuple[int, Instruction]] = deque()
         touched = _Touched(self._slot)
         marked = -1
@@ -213,13 +218,13 @@ class Builder:
         return [*code, *(one for _, one in behind)]
 
     def _in_order(self, code: Sequence[Instruction]) -> list[Instruction]:
-        """With waits, and events between two streams, wherever they are needed."""
+        """Insert waits, and events between the two streams, where they are needed."""
         arriving, leaving = _Touched(self._slot), _Touched(self._slot)
         streams = {aside: _Stream(self._slot, aside) for aside in (False, True)}
         two = any(map(is_aside, code))
         posted: dict[tuple[str, int], tuple[int, Span]] = {}
         done: list[Instruction] = []
-        # By the place in front of which they are recorded.
+        # Event number by the index of the instruction before which it is recorded.
         events: dict[int, int] = {}
         for one in (*code, _SETTLE):
             reads, writes = accesses(one)
@@ -248,18 +253,18 @@ class Builder:
         found: list[Instruction] = []
         for at, one in enumerate(done):
             if at in events:
-                # Of the stream of what it comes after.
+                # On the stream of the instruction before it.
                 found.append(Record(events[at], at > 0 and is_aside(done[at - 1])))
             found.append(one)
         return found
 
 
 class _Stream:
-    """One of the two streams, as far as the other one may have to wait for it.
+    """One of the two streams: its accesses, and how far it is ordered after the other one.
 
     Attributes:
-        known: before this place in the code it knows the other stream's instructions to be done.
-        last: the place of its last instruction.
+        known: it is ordered after all instructions of the other stream before this index.
+        last: index of its last instruction.
     """
 
     def __init__(self, slot: Callable[[str], str], aside: bool) -> None:
@@ -270,7 +275,7 @@ class _Stream:
     def touches(
         self, at: int, reads: Iterable[Span], writes: Iterable[Span], mark: bool = False
     ) -> None:
-        """It was given an instruction."""
+        """Add the accesses of an instruction of this stream."""
         self._read.add(at, *reads)
         self._written.add(at, *writes)
         self.last = at
@@ -280,13 +285,13 @@ class _Stream:
     def waits(
         self, at: int, received: list[tuple[int, Span]], sent: list[tuple[int, Span]]
     ) -> None:
-        """What arrives is written by the stream that waits for it."""
+        """Add a wait: arriving rows count as written by the stream that waits for them."""
         if self.aside:
             self.known = max(self.known, *(posted + 1 for posted, _ in (*received, *sent)))
         self.touches(at, [span for _, span in sent], [span for _, span in received])
 
     def needs(self, other: _Stream, reads: Sequence[Span], writes: Sequence[Span]) -> bool:
-        """Whether it has to hold for what the other one was given, which it then knows."""
+        """Whether an access needs a :class:`Hold` for the other stream; updates :attr:`known`."""
         touched = other._written.take((*reads, *writes)) + other._read.take(writes)
         latest = max((*touched, other._marked))
         if latest < self.known and self.known >= 0:
@@ -296,11 +301,11 @@ class _Stream:
 
 
 class _Touched:
-    """Which instruction, or step, touched which memory."""
+    """Spans of memory with the number of the instruction, or step, that accesses each."""
 
     def __init__(self, slot: Callable[[str], str]) -> None:
         self._slot = slot
-        # By slot and buffer, in the order of first rows; and the rows that the widest one spans.
+        # By slot and buffer, sorted by first row; and the most rows that a span extends over.
         self._spans: defaultdict[str, dict[str, list[tuple[int, int, Span]]]] = defaultdict(dict)
         self._widest = 0
 
@@ -311,12 +316,12 @@ class _Touched:
             self._widest = max(self._widest, span.end - span.start)
 
     def take(self, touched: Sequence[Span], every: bool = False) -> list[int]:
-        """Forget those that have memory in common with a span, or all; their numbers, in order."""
+        """Remove the spans that overlap ``touched``, or all; return their sorted numbers."""
         taken = []
         for span in touched:
             slot = self._spans.get(self._slot(span.buffer), {})
             for buffer, there in list(slot.items()):
-                # Other buffers of a slot are the same memory.
+                # All spans of another buffer in the slot overlap: it is the same memory.
                 low, high = 0, len(there)
                 if buffer == span.buffer:
                     low = bisect_left(there, (span.start - self._widest,))

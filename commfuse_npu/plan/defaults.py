@@ -1,7 +1,7 @@
-"""What becomes of the blocks of a tensor-parallel layer where nobody says it.
+"""Defaults for the shape, the chunks and the least rows of tensor-parallel layers.
 
-What a post of a point-to-point batch costs the host is measured when lanes are made; here it is
-what the described machines have.  Both limits are simulated, for layers of three models and groups
+The host time of posting a point-to-point batch is measured when lanes are created; the default here
+is that of the described machines.  Both limits are simulated, for layers of three models and groups
 of 2 to 8 ranks (``tests/tools/simulate/test_least_rows.py``).
 """
 
@@ -19,23 +19,23 @@ __all__ = [
 ]
 
 DATA_PARALLEL_LANES = 2
-"""Of gradients, and of parameters.  Each lane has HCCL's buffers and a stream of the device's pool;
-a bucket is long enough for two transfers at a time to fill the links."""
+"""For gradients and for parameters.  Each lane takes HCCL's buffers and a stream of the device's
+pool, and buckets are long enough for two transfers at a time to fill the links."""
 
 POST_SECONDS = 128e-6
-"""Of a point-to-point batch on the host, where it was not measured (``configs/hardware``)."""
+"""Host seconds to post a point-to-point batch, if not measured (``configs/hardware``)."""
 
 _HIDDEN = 4096
 _NUMBERS, _OF_A_FEW = 2**16 * 1e6, 80_000 * 1e6
-"""Numbers of a block per second of a post: the work beside a post takes as long as it."""
+"""Elements of a block per second of a post, so that the work on them takes as long as the post."""
 
 
 def block_rows(sequence: int, micro_batch: int, size: int, context_parallel: int = 1) -> int:
-    """The rows of a rank's block: tokens of a micro-batch, of which each rank has its share.
+    """The rows of a rank's block: its share of the tokens of a micro-batch.
 
     Args:
-        sequence: tokens.
-        micro_batch: sequences.
+        sequence: tokens per sequence.
+        micro_batch: sequences per micro-batch.
         size: of the tensor-parallel group.
         context_parallel: ranks that share a sequence.
     """
@@ -43,27 +43,27 @@ def block_rows(sequence: int, micro_batch: int, size: int, context_parallel: int
 
 
 def usual_shape(size: int) -> Shape:
-    """Of a tensor-parallel group inside a node: from three ranks on a chunk is one collective.
+    """The default shape for a tensor-parallel group inside a node: ``collective`` from 3 ranks on.
 
-    A batch per peer is as fast where a post costs 40 us, and makes a layer of 8 ranks up to 1.6
-    times as long where it costs 128.  Two ranks have one peer.
+    A batch per peer is as fast if a post costs 40 us, but makes a layer of 8 ranks up to 1.6 times
+    as long if it costs 128.  Two ranks have one peer.
     """
     return "collective" if size > 2 else "shifted"
 
 
 def least_rows(size: int, hidden: int | None = None, post: float = POST_SECONDS) -> int:
-    """With fewer rows per block Megatron's own order is faster, or as fast, whatever is cut.
+    """The least rows per block for which fusing pays; below, Megatron's order is as fast or faster.
 
-    What a post costs the host has to be less than the work beside it: a block has 2^16 numbers for
-    each microsecond, 80,000 in groups of 3 to 7, which have less of it than larger ones and post
-    more than two ranks; and 512 rows, because parts of a GEMM with fewer leave cores idle (two
-    ranks, which gain without chunks, 256).  With 128 us that is of 4,096 features 2,048 rows (2,500
-    at TP 4), of 8,192 features half.  From there on a layer takes 0.87 to 1.04 times as long as in
-    Megatron's order, at typical figures.
+    A post must cost the host less than the work it overlaps with.  So a block needs 2^16 elements
+    per microsecond of a post, or 80,000 in groups of 3 to 7 ranks, which have less work than larger
+    groups and more posts than two ranks.  It also needs 512 rows, because a part of a GEMM with
+    fewer leaves cores idle (256 for two ranks, which gain without chunks).  At 128 us, 4,096
+    features need 2,048 rows (2,500 at TP 4), and 8,192 features half.  From there on a layer takes
+    0.87 to 1.04 times as long as in Megatron's order, at typical figures (simulated).
 
     Args:
         size: of the tensor-parallel group.
-        hidden: features of a row; 4,096 where nobody says.
+        hidden: features of a row; ``None`` means 4,096.
         post: seconds that a post costs the host.
     """
     return max(256 if size <= 2 else 512, _rows(size, hidden, post))
@@ -72,10 +72,10 @@ def least_rows(size: int, hidden: int | None = None, post: float = POST_SECONDS)
 def usual_chunks(
     size: int, rows: int, hidden: int | None = None, post: float = POST_SECONDS
 ) -> int:
-    """The chunks of a tensor-parallel block: 2 where that pays, else 1.
+    """The default number of chunks of a tensor-parallel block: 2 where that pays, else 1.
 
-    More chunks hide more where a post costs 15 us, and make a layer up to twice as long as
-    Megatron's order where it costs 40: they have to be asked for.
+    More chunks are never the default: they hide more if a post costs 15 us, but make a layer up to
+    twice as long as Megatron's order if it costs 40.
 
     Args:
         size, hidden, post: as for :func:`least_rows`.

@@ -1,11 +1,11 @@
-"""Instructions: what one rank posts, waits for, computes and adds, and the rows that it names.
+"""Instructions: what one rank posts, waits for, computes and adds, and the rows they work on.
 
-Instructions are in the order of the host.  Sums and copies may be *aside*, on a side stream of
-the device, beside the work of the first; a pair of :class:`Record` and :class:`Hold` is where one
-stream waits for the other.
+The host issues instructions in order.  Sums and copies may be *aside*: on a side stream of the
+device, concurrent with the work on the first stream.  With a pair of :class:`Record` and
+:class:`Hold` one stream waits for the other.
 
-Memory is named: a *buffer* is a matrix of rows that the operation brings along (``x``, ``weight``)
-or scratch that the program brings along.  A :class:`Span` is a run of rows of one.
+A *buffer* is a matrix with a name: a tensor of the operation (``x``, ``weight``) or scratch memory
+of the program.  A :class:`Span` is a run of rows of a buffer.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ __all__ = [
 
 
 class Span(NamedTuple):
-    """Rows ``start:stop`` of a buffer, of some of its columns if ``columns`` are given.
+    """Rows ``start:stop`` of a buffer, and of them only ``columns`` (first, after the last) if set.
 
-    With ``times`` it is so many such runs, each ``stride`` rows after the one before.
+    ``times`` is the number of such runs of rows; each starts ``stride`` rows after the previous.
     """
 
     buffer: str
@@ -63,7 +63,7 @@ class Span(NamedTuple):
         return self.stop + (self.times - 1) * self.stride
 
     def runs(self) -> list[tuple[int, int]]:
-        """The first row of each run, and the one after its last."""
+        """``(start, stop)`` of each run of rows."""
         return [
             (self.start + at * self.stride, self.stop + at * self.stride)
             for at in range(self.times)
@@ -71,10 +71,10 @@ class Span(NamedTuple):
 
 
 class Transfer(NamedTuple):
-    """One message.  Both of its ends write down the same transfer.
+    """One message; sender and receiver have an equal :class:`Transfer` in their programs.
 
-    ``step`` and ``source`` give its place in the global order, which is the same on every rank;
-    ``piece`` is what it carries, for people.
+    ``step`` and ``source`` identify it, with the same steps on every rank; ``source`` and
+    ``target`` are ranks of the group; ``piece`` describes the data in error messages.
     """
 
     step: int
@@ -85,7 +85,7 @@ class Transfer(NamedTuple):
 
     @property
     def stays(self) -> bool:
-        """Whether it is on no link: a rank's own block, of a collective."""
+        """Whether it uses no link: the rank's own block in a collective."""
         return self.source == self.target
 
     def __str__(self) -> str:
@@ -96,7 +96,7 @@ class Transfer(NamedTuple):
 
 
 class End(NamedTuple):
-    """One end of a transfer, and the rows that it sends or fills."""
+    """The send or the receive of a transfer, with the rows that it sends or fills."""
 
     transfer: Transfer
     span: Span
@@ -110,23 +110,23 @@ class Post(NamedTuple):
 
     @property
     def ends(self) -> list[tuple[str, End]]:
-        """``("send", end)`` and ``("receive", end)``, those that it posts."""
+        """``("send", end)`` and ``("receive", end)``, or the one of them that it posts."""
         both = ("send", self.send), ("receive", self.receive)
         return [(way, end) for way, end in both if end is not None]
 
     @property
     def transfer(self) -> Transfer:
-        """That of its first end; step and lane are those of both."""
+        """The transfer of its first end; both ends have the same step and lane."""
         return self.ends[0][1].transfer
 
 
 class Collective(NamedTuple):
-    """Post the transfers of all ranks, to and from each of them, as one collective.
+    """Post one collective, which stands for a transfer to and from every rank.
 
     Attributes:
         kind: an all-gather sends ``source`` to every rank; an all-to-all one block of it to each.
-        source, out: blocks in the order of the ranks that they go to, and come from.
-        sends, receives: in the same order.  This rank's own block is among them, or in neither.
+        source, out: blocks in the order of the target ranks, and of the source ranks.
+        sends, receives: in the same order; both include this rank's own block, or neither does.
     """
 
     kind: Literal["all_gather", "all_to_all"]
@@ -137,7 +137,7 @@ class Collective(NamedTuple):
 
     @property
     def ends(self) -> list[tuple[str, End]]:
-        """Those of all its transfers, in the order of their steps."""
+        """The ends of all its transfers, in the order of their steps."""
         blocks = 1 if self.kind == "all_gather" else len(self.sends)
         sent = _blocks(self.source, blocks) * (len(self.sends) // blocks)
         found = [("send", End(*one)) for one in zip(self.sends, sent, strict=True)]
@@ -147,19 +147,19 @@ class Collective(NamedTuple):
 
     @property
     def transfer(self) -> Transfer:
-        """That of its first end; the lane is that of all."""
+        """The transfer of its first end; all have the same lane."""
         return self.ends[0][1].transfer
 
 
 def _blocks(span: Span, count: int) -> list[Span]:
-    """Equal runs of rows, one after the other."""
+    """Cut a span into ``count`` equal runs of rows."""
     rows = span.rows // count
     starts = range(span.start, span.start + count * rows, rows) if rows else [span.start] * count
     return [Span(span.buffer, start, start + rows) for start in starts]
 
 
 class Wait(NamedTuple):
-    """Go on when the receives and the sends of these steps are done."""
+    """Wait until the receives and the sends of these steps are complete."""
 
     receives: tuple[int, ...]
     sends: tuple[int, ...]
@@ -167,12 +167,12 @@ class Wait(NamedTuple):
 
     @property
     def ends(self) -> list[tuple[str, int]]:
-        """``("receive", step)`` and ``("send", step)`` of all that it waits for."""
+        """``("receive", step)`` and ``("send", step)`` of every transfer that it waits for."""
         return [("receive", step) for step in self.receives] + [("send", s) for s in self.sends]
 
 
 class Compute(NamedTuple):
-    """Work of the operation: ``work(*outs, *ins)``, and the ``run`` if it wants to know it."""
+    """Call a function of the operation: ``work(*outs, *ins)``, then the ``run`` of rows if set."""
 
     work: str
     outs: tuple[Span, ...]
@@ -181,9 +181,9 @@ class Compute(NamedTuple):
 
 
 class Add(NamedTuple):
-    """``out = sum of terms``, in this order.  A term ``(span, k)`` is k parts, one by one.
+    """``out = sum of terms``, in this order.  A term ``(span, k)`` is a stack of k parts.
 
-    The first term holds nothing afterwards: kernels add into it
+    The contents of the first term are lost, because kernels accumulate into it
     (:func:`~commfuse_npu.kernels.cpu.sum_parts`).
     """
 
@@ -193,7 +193,7 @@ class Add(NamedTuple):
 
 
 class Copy(NamedTuple):
-    """``out = source``, row by row."""
+    """``out = source``, row by row; the spans may have different runs of rows."""
 
     out: Span
     source: Span
@@ -201,33 +201,33 @@ class Copy(NamedTuple):
 
 
 class Record(NamedTuple):
-    """An event: all that its stream was given so far is done."""
+    """Record an event on a stream: it completes when all work enqueued before it has."""
 
     event: int
     aside: bool = False
 
 
 class Hold(NamedTuple):
-    """The stream goes on when an event of the other one has come."""
+    """Make the stream wait for an event that the other stream recorded."""
 
     event: int
     aside: bool = False
 
 
 class Mark(NamedTuple):
-    """As far as a program runs when it is begun ahead of its work."""
+    """Where a program stops when it is run ahead of its work."""
 
 
 Instruction = Post | Collective | Wait | Compute | Add | Copy | Record | Hold | Mark
 
 
 def is_aside(one: Instruction) -> bool:
-    """Whether an instruction is for the side stream."""
+    """Whether an instruction runs on the side stream."""
     return isinstance(one, Wait | Add | Copy | Record | Hold) and one.aside
 
 
 def line(one: Instruction) -> str:
-    """An instruction in words."""
+    """An instruction as one line of text."""
     match one:
         case Post():
             arrows = {"send": "-> rank {0.target}", "receive": "<- rank {0.source}"}
@@ -260,7 +260,7 @@ def line(one: Instruction) -> str:
 
 
 def accesses(one: Instruction) -> tuple[Sequence[Span], Sequence[Span]]:
-    """What an instruction reads, and what it writes."""
+    """The spans that an instruction reads, and those that it writes."""
     if isinstance(one, Post):
         return [one.send.span] if one.send else [], [one.receive.span] if one.receive else []
     if isinstance(one, Collective):
@@ -284,5 +284,5 @@ def overlap(one: Span, other: Span) -> bool:
 
 
 def common(one: tuple[int, int], other: tuple[int, int]) -> bool:
-    """Whether two runs ``(first, after the last)`` have something in common."""
+    """Whether two ranges ``(first, after the last)`` intersect."""
     return one[0] < other[1] and other[0] < one[1]

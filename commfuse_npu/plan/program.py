@@ -1,10 +1,10 @@
 """Programs: what one rank posts, waits for, computes and adds, as a list of instructions.
 
-A :class:`Program` is compiled from a schedule by a rule (:mod:`commfuse_npu.plan.rules`), for one
-rank and one set of shapes, and read by everybody: :mod:`commfuse_npu.runtime.executor` runs it,
-:mod:`commfuse_npu.proof.verify` proves it together with those of the other ranks,
-:mod:`commfuse_npu.tools.simulate` times it, and a recorded run is compared with it.  None of them
-knows a rule of its own about what is posted when.
+A rule (:mod:`commfuse_npu.plan.rules`) compiles a schedule to a :class:`Program`, for one rank and
+one set of shapes.  It is the only place that says what is posted when:
+:mod:`commfuse_npu.runtime.executor` runs it, :mod:`commfuse_npu.proof.verify` proves the programs
+of all ranks together, :mod:`commfuse_npu.tools.simulate` times them, and ``verify --log`` compares
+a recorded run with them.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ __all__ = ["Program", "Scratch", "Stretch", "aligned"]
 
 
 class Scratch(NamedTuple):
-    """A buffer of the program's own.
+    """A scratch buffer of a program, ``[rows, columns]``.
 
-    Scratch in the same ``slot`` is the same memory, for one after the other; ``wide`` is in the
-    dtype in which sums are made.
+    Buffers with the same ``slot`` use the same memory one after the other.  A ``wide`` one has the
+    dtype of sums.
     """
 
     name: str
@@ -45,9 +45,9 @@ class Scratch(NamedTuple):
 
 
 class Stretch(NamedTuple):
-    """Some of the scratch memory.
+    """One of the arenas of scratch memory that a program takes.
 
-    ``wide`` is in the dtype of sums; ``late`` is lent from the mark on, else from the start.
+    A ``wide`` one has the dtype of sums.  A ``late`` one is taken at the mark, else at the start.
     """
 
     wide: bool
@@ -55,26 +55,26 @@ class Stretch(NamedTuple):
 
 
 _ALIGNMENT = 256
-"""Elements: no slot shares a cache line, or a unit of a device's vectors, with another."""
+"""In elements, so that no two slots share a cache line or a vector unit's block of a device."""
 
 
 def aligned(elements: int) -> int:
-    """How many elements a slot for so many takes."""
+    """Round a number of elements up to the alignment of a slot."""
     return -(-elements // _ALIGNMENT) * _ALIGNMENT
 
 
 @dataclass(frozen=True, eq=False)
 class Program:
-    """The part of one rank in an operation.
+    """The instructions of one rank for an operation.
 
     Attributes:
-        rule: name, schedule and arguments of what compiled it; equal on ranks that run the same.
+        rule: name of the rule, schedule and arguments; equal on ranks that run the same operation.
         names: of the arguments.
-        rank, size: place in the group, from 0.
-        batched: whether a step's send and receive are posted as one (HCCL), or each receive as
-            early as its rows are free (gloo).
-        code: in order.
-        scratch: what it needs besides the operation's tensors.
+        rank, size: rank in the group, and its size.
+        batched: whether a step's send and receive are posted as one batch (HCCL), or each receive
+            as soon as its rows are free (gloo).
+        code: the instructions in host order.
+        scratch: the buffers that it needs besides the operation's tensors.
     """
 
     rule: tuple[Any, ...]
@@ -87,7 +87,7 @@ class Program:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """The arguments of its rule, by name."""
+        """The arguments of the rule, by name."""
         return dict(zip(self.names, self.rule[2:], strict=True))
 
     @cached_property
@@ -100,11 +100,12 @@ class Program:
 
     @property
     def posts(self) -> Iterator[Post | Collective]:
+        """The instructions that post, in order."""
         return (one for one in self.code if isinstance(one, Post | Collective))
 
     @cached_property
     def spans(self) -> dict[str, list[Span]]:
-        """Every span that it names, once, by buffer."""
+        """Every span that an instruction names, once, by buffer."""
         found: dict[str, list[Span]] = {}
         named = (span for one in self.code for of in accesses(one) for span in of)
         for span in dict.fromkeys(named):
@@ -113,34 +114,34 @@ class Program:
 
     @cached_property
     def messages(self) -> frozenset[str]:
-        """The buffers of which rows are sent, or in which they arrive."""
+        """The buffers that transfers send from or receive into."""
         return frozenset(end.span.buffer for post in self.posts for _, end in post.ends)
 
     @cached_property
     def lanes(self) -> int:
-        """How many lanes it uses."""
+        """Number of lanes that it uses."""
         return 1 + max((send.lane for send, _ in self.transfers.values()), default=-1)
 
     @cached_property
     def mark(self) -> int:
-        """Where it stops when it is begun ahead of its work; its end if it does not."""
+        """Index of the :class:`Mark`, where a run ``ahead`` stops; without one, of the end."""
         marks = (place for place, one in enumerate(self.code) if isinstance(one, Mark))
         return next(marks, len(self.code))
 
     @cached_property
     def last_post(self) -> int:
-        """Place of the last instruction that posts, -1 for none."""
+        """Index of the last instruction that posts; -1 if none does."""
         places = (at for at, one in enumerate(self.code) if isinstance(one, Post | Collective))
         return max(places, default=-1)
 
     @cached_property
     def last_of(self) -> dict[str, int]:
-        """Place of the last :class:`Compute` of each work."""
+        """Index of the last :class:`Compute` of each work."""
         return {one.work: at for at, one in enumerate(self.code) if isinstance(one, Compute)}
 
     @cached_property
     def layout(self) -> dict[str, tuple[Stretch, int, int, int]]:
-        """``(stretch, offset, rows, columns)`` of each scratch buffer; the offset in elements."""
+        """``(stretch, offset in elements, rows, columns)`` of each scratch buffer."""
         ahead = {
             span.buffer for one in self.code[: self.mark] for of in accesses(one) for span in of
         }
@@ -157,7 +158,7 @@ class Program:
 
     @cached_property
     def stretches(self) -> dict[Stretch, int]:
-        """How many elements of scratch memory it takes."""
+        """Number of elements of each stretch of scratch memory."""
         ends = Counter[Stretch]()
         for stretch, offset, rows, columns in self.layout.values():
             ends[stretch] = max(ends[stretch], offset + aligned(rows * columns))
@@ -165,21 +166,21 @@ class Program:
 
     @cached_property
     def late(self) -> bool:
-        """Whether some scratch is lent from the mark on."""
+        """Whether some scratch memory is taken at the mark."""
         return any(stretch.late for stretch in self.stretches)
 
     def scratch_elements(self, wide: bool = False) -> int:
-        """How many elements of scratch memory it takes."""
+        """Total elements of scratch memory, in the dtype of sums if ``wide``, else of messages."""
         return sum(n for stretch, n in self.stretches.items() if stretch.wide == wide)
 
     def count(self, kind: type[Instruction], work: str | None = None) -> int:
-        """How many instructions of a kind there are; of one ``work`` of computes."""
+        """Number of instructions of a kind; with ``work``, of the :class:`Compute` of that work."""
         return sum(
             isinstance(one, kind) and (work is None or getattr(one, "work", None) == work)
             for one in self.code
         )
 
     def __str__(self) -> str:
-        """The program as text, a line per instruction."""
+        """The program as text, one line per instruction."""
         lines = (f"{place:>4}  {line(one)}" for place, one in enumerate(self.code))
         return "\n".join([f"{self.rule[0]}, rank {self.rank} of {self.size}", *lines])

@@ -1,12 +1,12 @@
-"""Schedules: in which order a rank deals with its peers, on which lanes, in how many chunks.
+"""Schedules: the order in which a rank exchanges blocks with its peers, the lanes and the chunks.
 
-A collective over ``N`` ranks is replaced by its own peer-to-peer transfers, and each transfer is
-paired with the piece of work that it feeds (gather) or that feeds it (scatter).  The order of the
-pairs of ranks is here; what is posted, computed and added in which order is written in a
-:class:`~commfuse_npu.plan.program.Program`, which a rule makes of it.
+A collective over ``N`` ranks is split into peer-to-peer transfers, and each transfer is paired with
+the piece of work that consumes its data (gather) or produces it (scatter).  A schedule sets the
+order of the peers.  From it a rule compiles a :class:`~commfuse_npu.plan.program.Program`, which
+sets the order of posts, work and sums.
 
-Gathering takes the own block first, scattering makes the own block last, so that neither the first
-nor the last transfer has to be waited for without work to do (CommFuse, arXiv 2604.24013)::
+A gather uses the own block first and a scatter computes the own block last, so that the first
+transfer, or the last one, overlaps with work (CommFuse, arXiv 2604.24013)::
 
     gather, rank r of 4   compute | own r     | block r-1 | block r-2 | block r-3 |
                           links   | recv r-1  | recv r-2  | recv r-3  |           |
@@ -40,11 +40,11 @@ Shape = Literal["shifted", "two_level", "collective"]
 _MOST_CHUNKS = 256
 _MOST_TAPER = 8.0
 _MOST_LANES = 7
-"""By default: each is a communicator with buffers of its own."""
+"""Limit of the default: each lane is a communicator with its own buffers."""
 
 
 class PlanError(ValueError):
-    """A schedule that cannot be, or programs that :mod:`~commfuse_npu.proof.verify` refutes."""
+    """An invalid schedule, or programs that :mod:`~commfuse_npu.proof.verify` refutes."""
 
 
 @lru_cache(maxsize=1024)
@@ -54,14 +54,15 @@ def split(rows: int, parts: int) -> tuple[int, ...]:
 
 
 _ROW_UNIT = 16
-"""Tapered pieces are whole multiples of this where rows allow: matrix units work on 16 x 16."""
+"""Tapered runs are multiples of this where possible: matrix units work on tiles of 16 x 16."""
 
 
 @lru_cache(maxsize=1024)
 def taper_down(rows: int, parts: int, taper: float) -> tuple[int, ...]:
     """Boundaries ``(0, ..., rows)`` of runs each ``taper`` times as long as the next one.
 
-    At least a row each if there are as many, and whole multiples of 16 rows if they are.
+    Each run has at least one row if ``rows >= parts``.  Its length is a multiple of 16 if ``rows``
+    is one and each run can have 16.
     """
     if rows < parts:
         return split(rows, parts)
@@ -81,26 +82,26 @@ class Schedule:
     """The options of a program that do not depend on the rank or on the operation.
 
     Args:
-        shape: ``shifted`` takes the peers by their distance, 1, 2, ...; ``two_level`` takes those
-            of the own node first when gathering and, its mirror image, last when scattering, so
-            that the slow links get the longest cover.  Every block goes straight from the rank that
-            has it to the rank that needs it.  ``collective`` is ``shifted``, but a chunk travels as
-            one all-gather or all-to-all in place of a batch per peer: fewer posts, on one lane, and
-            all its blocks arrive at once; of tensor-parallel linear layers only.
-        lanes: how many in-order channels carry the transfers.  All transfers between a pair of
-            ranks in one direction share a lane, so a lane is a link on a full mesh, and what is in
-            flight at once goes to different peers.  By default :meth:`lanes_for` the group.
-        chunks: into how many pieces blocks, or the columns of a result, are cut.  Chunk j of every
+        shape: ``shifted`` orders the peers by distance, 1, 2, ...  ``two_level`` puts the peers of
+            the own node first in a gather and last in a scatter, so that the slow links overlap
+            with the most work.  Every block goes directly from its source to its target.
+            ``collective`` is ``shifted``, but posts a chunk as one all-gather or all-to-all instead
+            of a batch per peer: fewer posts, on one lane, and all its blocks arrive at once.  For
+            tensor-parallel linear layers only.
+        lanes: number of in-order channels for transfers.  All transfers between a pair of ranks in
+            one direction share a lane, so on a full mesh a lane is a link, and transfers in flight
+            at the same time have different peers.  By default :meth:`lanes_for` the group.
+        chunks: number of pieces of a block, or of the columns of a result.  Chunk j of every
             peer comes before chunk j+1 of any.
-        node_size: ranks per node for ``two_level``; the group must be whole nodes.
-        taper: how many times longer each chunk of a block is than the one that follows it where
-            blocks arrive, and than the one before it where they are made.  With 1 all are equal.
-            Above 1 little work is left after the last transfer, and little is needed before the
-            first; below 1 chunks grow, which suits many peers and fast links.  Of linear layers
-            only.
-        costs: for ``shifted``, what computing the block of each rank takes, in times that a
-            transfer of a block takes.  Blocks that cost differently (causal attention) are then
-            taken in the order of distances that leaves the least waiting, see :meth:`distances`.
+        node_size: ranks per node for ``two_level``; the group must consist of whole nodes.
+        taper: ratio of the lengths of consecutive chunks of a block.  In a gather each chunk is
+            ``taper`` times as long as the next one; in a scatter each is ``taper`` times as long as
+            the previous one; 1 makes all equal.  Above 1 little work remains after the last
+            transfer of a gather, and little is needed before the first of a scatter.  Below 1 suits
+            many peers and fast links.  For linear layers only.
+        costs: for ``shifted``, the time to compute the block of each rank, relative to the transfer
+            of a block.  If they differ (causal attention), the peers are taken in the order of
+            distances with the least waiting, see :meth:`distances`.
 
     Raises:
         PlanError: for a value outside its range.
@@ -168,20 +169,20 @@ class Schedule:
         return hash(tuple(getattr(self, one.name) for one in fields(self)))
 
     def __hash__(self) -> int:
-        # Asked for in every call of an op.
+        # Cached: every call of an op hashes its schedule.
         return self._hash
 
     def __getstate__(self) -> dict[str, Any]:
-        # The hash of a text is another one in every process.
+        # Without the hash: that of a string differs between processes.
         return {name: value for name, value in self.__dict__.items() if name != "_hash"}
 
     def lanes_for(self, size: int) -> int:
-        """The lanes that are asked for, or else those that suit a group of ``size``.
+        """Number of lanes: :attr:`lanes` if set, else the default for a group of ``size``.
 
-        A lane per peer, up to 7: on a full mesh of 8 NPUs fewer leave links idle (with 2 of 7 a
-        tensor-parallel layer takes longer than with plain collectives, simulated), and behind a
-        switch it is fastest, too, from 2 chunks on (simulated).  ``two_level`` has a lane for the
-        near transfers and one for the far.
+        The default is a lane per peer, up to 7.  On a full mesh of 8 NPUs fewer lanes leave links
+        idle: with 2 of 7 a tensor-parallel layer takes longer than with plain collectives
+        (simulated).  With a switch it is also the fastest from 2 chunks on (simulated).
+        ``two_level`` has one lane for transfers inside the node and one for those between nodes.
         """
         if self.lanes is not None:
             return self.lanes
@@ -189,14 +190,14 @@ class Schedule:
         return max(1, min(size - 1, default))
 
     def blocks_at_once(self, size: int) -> int:
-        """How many ranks' blocks a message of a chunk carries: a collective those of all."""
+        """Number of ranks whose blocks one post of a chunk carries: all for a collective."""
         return size if self.shape == "collective" else 1
 
     def distances(self, size: int, own: Own) -> tuple[int, ...]:
-        """In which order ``shifted`` takes the peers, by their distance: ``1, ..., n-1``.
+        """The order of the peers of ``shifted``, as distances between ranks: ``1, ..., n-1``.
 
-        With ``costs`` it is the order in which the rank that waits longest waits least, then all
-        ranks together.
+        With ``costs`` it is the order that minimizes the longest wait of a rank, then the sum of
+        the waits of all ranks.
 
         Raises:
             PlanError: there are not as many costs as ranks.
@@ -208,10 +209,10 @@ class Schedule:
         return least_waiting(self.costs, own)
 
     def hops(self, rank: int, size: int, own: Own) -> tuple[Hop, ...]:
-        """The peers of ``rank`` in the order in which they are dealt with.
+        """The peers of ``rank`` in order.
 
-        Hop k pairs each rank with the ranks at the k-th distance on either side: a permutation of
-        the group, so each rank sends once and receives once, and no rank is the target of many.
+        In hop k each rank sends to the rank at the k-th distance on one side and receives from that
+        on the other: a permutation of the group, so no rank is the target of several.
 
         Raises:
             PlanError: rank outside the group, or nodes that do not fill the group.
@@ -226,11 +227,11 @@ class Schedule:
         return _hops(self, rank, size, own)
 
     def runs(self, length: int, own: Own) -> list[slice]:
-        """A block of so many rows (or columns) in chunks, no more than it has.
+        """Cut ``length`` rows (or columns) into at most ``length`` chunks.
 
         Args:
-            own: whether the own block is first (chunks shrink if the schedule tapers) or last (they
-                grow).
+            own: ``first`` for a gather, whose chunks shrink with a taper above 1; ``last`` for a
+                scatter, whose chunks grow.
         """
         parts = min(self.chunks, max(1, length))
         bounds = taper_down(length, parts, self.taper)
@@ -239,9 +240,9 @@ class Schedule:
         return [slice(start, stop) for start, stop in pairwise(bounds)]
 
     def for_causal_blocks(self, size: int) -> Schedule:
-        """With the costs of attention under a causal mask, unless there are costs already.
+        """The schedule with the costs of attention under a causal mask, unless it has costs.
 
-        ``two_level`` takes none and stays as it is.
+        ``two_level`` takes no costs and is returned unchanged; ``collective`` becomes ``shifted``.
         """
         if self.shape == "two_level" or self.costs is not None:
             return self
@@ -249,7 +250,7 @@ class Schedule:
 
 
 class Hop(NamedTuple):
-    """Send to ``target`` and receive from ``source``, on one lane."""
+    """A pair of peers: send to ``target`` and receive from ``source``, on one lane."""
 
     target: int
     source: int
@@ -257,9 +258,9 @@ class Hop(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Whose program: a rank of a group, by a schedule.
+    """What a rule compiles a program for: a rank of a group and a schedule.
 
-    ``batched``: whether a send and a receive are posted as one (HCCL) or by themselves (gloo).
+    ``batched``: whether a send and a receive are posted as one batch (HCCL) or one by one (gloo).
     """
 
     schedule: Schedule
@@ -269,7 +270,7 @@ class Place(NamedTuple):
 
     @property
     def together(self) -> bool:
-        """Whether a chunk travels as one collective."""
+        """Whether a chunk is posted as one collective."""
         return self.schedule.shape == "collective" and self.size > 1
 
 
@@ -286,17 +287,17 @@ def _hops(schedule: Schedule, rank: int, size: int, own: Own) -> tuple[Hop, ...]
 
 
 def _distances(schedule: Schedule, size: int, own: Own) -> list[tuple[int, int, int]]:
-    """(nodes away, places away inside the node, lane) of the peers, in their order.
+    """``(nodes away, ranks away inside the node, lane)`` of the peers, in order.
 
-    The lane follows the distance, never the place in the order: a pair of ranks always meets on the
-    same lane, so its chunks arrive in order at full rate instead of side by side at half of it.
+    The lane depends on the distance, not on the position in the order.  So a pair of ranks always
+    uses the same lane, and its chunks arrive one by one at full rate, not two at a time at half.
     """
     lanes = schedule.lanes_for(size)
     if schedule.shape != "two_level":
         return [(0, k, (k - 1) % lanes) for k in schedule.distances(size, own)]
     node_size = schedule.node_size or size
     near = [(0, k, 0) for k in range(1, min(node_size, size))]
-    # With two lanes or more the slow links between nodes have lanes of their own.
+    # With two or more lanes, transfers between nodes do not share a lane with those inside.
     far_lanes = max(1, lanes - 1)
     first_far = lanes - far_lanes
     distances = [(m, k) for m in range(1, size // node_size) for k in range(node_size)]

@@ -1,17 +1,17 @@
-"""Which forward and which backward share a slot, on each stage of a pipeline.
+"""Pairs forwards and backwards that run side by side, on each stage of a pipeline.
 
-Time is cut into slots; in each a stage runs at most one forward and one backward, side by side, and
-then exchanges activations and gradients with its neighbours.  With ``p`` stages, ``v`` model chunks
-per stage and ``m`` micro-batches, stage ``s`` runs in slot ``t``::
+Time is divided into slots.  In a slot a stage runs at most one forward and one backward, side by
+side, and then exchanges activations and gradients with its neighbours.  With ``p`` stages, ``v``
+model chunks per stage and ``m`` micro-batches, stage ``s`` runs in slot ``t``::
 
     forward   number t - s                      of m * v
     backward  number t - (p - 1 - s) - v * p    of m * v
 
 numbered in the order of Megatron's interleaved 1F1B schedule (``get_schedule_table`` of core
 0.12): ``p`` micro-batches through the first chunk, the same ``p`` through the next one, ...;
-backwards with the chunks reversed.  What a stage needs in slot ``t`` its neighbour made in slot
-``t - 1``, and the first backward of the last stage comes one slot after its forward.  Without a
-pipeline this is the forward of micro-batch i + 1 beside the backward of micro-batch i.
+backwards with the chunks reversed.  The input of a stage in slot ``t`` is the output of its
+neighbour in slot ``t - 1``, and the last stage runs its first backward one slot after its forward.
+Without a pipeline, the forward of micro-batch i + 1 runs beside the backward of micro-batch i.
 """
 
 from __future__ import annotations
@@ -31,19 +31,21 @@ class Step(NamedTuple):
 
 
 class Slot(NamedTuple):
+    """What a stage runs in a slot; ``None``: no forward, or no backward."""
+
     forward: Step | None
     backward: Step | None
 
 
 @lru_cache(maxsize=64)
 def slots(stages: int, stage: int, chunks: int, microbatches: int) -> tuple[Slot, ...]:
-    """The slots of a stage, as many on every stage; made once, a training asks in every step.
+    """The slots of a stage, the same number on every stage; cached, as every step needs them.
 
     Args:
         chunks: model chunks per stage, 1 without a virtual pipeline.
 
     Raises:
-        ValueError: with more than one chunk, micro-batches that are no multiple of the stages.
+        ValueError: ``chunks > 1`` and ``microbatches`` is not a multiple of ``stages``.
     """
     if chunks > 1 and microbatches % stages:
         raise ValueError(
@@ -71,7 +73,7 @@ def slots(stages: int, stage: int, chunks: int, microbatches: int) -> tuple[Slot
 
 
 def most_in_flight(plan: Sequence[Slot]) -> int:
-    """How many forwards hold activations at a time, at most; two sides of a slot both do."""
+    """The most forwards that hold activations at a time; both sides of a slot count."""
     most = now = 0
     for slot in plan:
         now += slot.forward is not None
@@ -81,15 +83,15 @@ def most_in_flight(plan: Sequence[Slot]) -> int:
 
 
 def in_flight_without(stages: int, stage: int, chunks: int, microbatches: int) -> int:
-    """The same in Megatron's own order, 1F1B: its warm-up forwards and one more."""
+    """:func:`most_in_flight` in Megatron's own order, 1F1B: its warm-up forwards and one more."""
     ahead = stages - 1 - stage
     warm_up = 2 * ahead + (chunks - 1) * stages if chunks > 1 else ahead
     if chunks > 1 and microbatches == stages:
-        warm_up = microbatches * chunks  # as interleaved schedules have it
+        warm_up = microbatches * chunks  # as in Megatron's interleaved schedule
     return min(microbatches * chunks, warm_up + 1)
 
 
 def paired_microbatches(plan: Sequence[Slot]) -> tuple[int, int]:
-    """How many forwards run beside a backward, and how many there are."""
+    """Number of forwards that run beside a backward, and number of all forwards."""
     forwards = [slot for slot in plan if slot.forward is not None]
     return sum(slot.backward is not None for slot in forwards), len(forwards)

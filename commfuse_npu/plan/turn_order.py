@@ -1,10 +1,10 @@
-"""At which places the two sides hand over: chosen once, from what each side takes between them.
+"""Chooses the places at which forward and backward hand over, from the times measured between them.
 
-Strict turns, a hand-over at every blocking transfer, pair a long piece of one side with a short one
-of the other as they come.  :func:`best_order` looks for the list that ends first on one device,
-which computes one piece at a time, and one link, which moves one transfer at a time.  Any list is
-correct: a side that does not hand over waits for its own transfer, and one that has ended leaves
-the other one to run to its end.
+Strict turns hand over at every blocking transfer, whatever the lengths of the two pieces of work
+that this pairs.  :func:`best_order` searches for the order that ends first, with a model of one
+device, which computes one piece at a time, and one link, which moves one transfer at a time.  Any
+order is correct: a side that does not hand over waits for its own transfer, and when one side has
+ended, the other runs to its end.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ Order = tuple[tuple[bool, ...], tuple[bool, ...]]
 """For each place of the forward, and of the backward, whether it hands over there."""
 
 _STATES_KEPT = 4
-"""At least, of those that have come as far; 8 and 16 found nothing better for 32 layers, in three
-and ten times as long."""
+"""Least number of states kept per step of the search.  For 32 layers, 8 and 16 found no better
+order, in three and ten times the time."""
 
 _STATES_IN_ALL = 4096
-"""Few places can keep more: of lists of four, 8 states miss the best by up to 30 %."""
+"""Short lists keep more states per step: of four places a side, 8 miss the best by up to 30 %."""
 
 
 class Place(NamedTuple):
@@ -36,10 +36,10 @@ class Place(NamedTuple):
     The last place of a side is its end.
 
     Attributes:
-        work: seconds of computation since the place before.
-        transfer: seconds of the transfer that begins here, 0 if none does.
-        waits: which of the side's transfers under way it has to wait for, 0 for the one begun
-            first; ``None`` for none of them.
+        work: seconds of computation since the previous place.
+        transfer: seconds of the transfer that starts here, 0 if none does.
+        waits: index of the transfer to wait for among the side's transfers in flight, 0 for the one
+            started first; ``None`` for none.
         by_default: whether it hands over here in strict turns.
     """
 
@@ -53,7 +53,7 @@ Sides = tuple[Sequence[Place], Sequence[Place]]
 
 
 class _State(NamedTuple):
-    """Seconds: of the device, of the link, of what each side waits for and has under way."""
+    """When, in seconds, the device and the link are free, and the transfers of each side end."""
 
     now: float = 0.0
     link: float = 0.0
@@ -79,13 +79,13 @@ class _State(NamedTuple):
 
 
 def strict_turns(sides: Sides) -> Order:
-    """A hand-over wherever it is the default."""
+    """The order that hands over wherever that is the default."""
     forward, backward = (tuple(place.by_default for place in side) for side in sides)
     return forward, backward
 
 
 def duration(sides: Sides, order: Order) -> float:
-    """Seconds until both sides have ended, the forward first to run."""
+    """Seconds until both sides have ended; the forward runs first."""
     state, side, at = _State(), FORWARD, [0, 0]
     while True:
         if at[side] == len(sides[side]):
@@ -101,7 +101,7 @@ def duration(sides: Sides, order: Order) -> float:
 
 
 class _Way(NamedTuple):
-    """How a state was reached: by the hand-over, or none, at the last place of a side."""
+    """How a state was reached: at the last place, ``side`` handed over or did not."""
 
     state: _State
     side: int = FORWARD
@@ -110,11 +110,11 @@ class _Way(NamedTuple):
 
 
 def best_order(sides: Sides) -> Order:
-    """The order that ends first, of strict turns and those that dynamic programming keeps.
+    """The order that ends first, among strict turns and the orders that a beam search finds.
 
-    It goes over how many places each side has passed and which side is next, and keeps of the
-    states there the earliest few: enough to find the best of eight places a side.  32 layers take
-    some seconds.
+    A step of the search is the number of places that each side has passed, and the side that is
+    next.  It keeps the earliest few states of each step, which is enough to find the best order of
+    eight places per side.  32 layers take some seconds.
     """
     reached: dict[tuple[int, int, int], list[_Way]] = {(0, 0, FORWARD): [_Way(_State())]}
     ends = len(sides[FORWARD]), len(sides[BACKWARD])
@@ -146,6 +146,7 @@ def best_order(sides: Sides) -> Order:
 
 
 def _earliest(ways: list[_Way], many: int) -> list[_Way]:
+    """The ``many`` earliest states, without those that another one beats in every time."""
     kept: list[_Way] = []
     for way in sorted(ways, key=lambda way: (way.state.now, way.state.link, sum(way.state.due))):
         if not any(all(map(le, better.state.all, way.state.all)) for better in kept):

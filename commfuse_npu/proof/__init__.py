@@ -1,1 +1,1 @@
-"""Programs and recorded runs, held against the rules of HCCL.  No torch."""
+"""Proves programs and recorded runs by the rules of HCCL and gloo.  Imports no torch."""

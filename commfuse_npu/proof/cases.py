@@ -1,4 +1,4 @@
-"""The programs to prove: every rule with every choice of its arguments, by all schedules."""
+"""The programs to prove: every rule with every choice of its arguments, for all schedules."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ __all__ = ["CHUNKS", "LANES", "Case", "arguments", "cases"]
 
 CHUNKS = (1, 2, 3, 4)
 LANES = (1, 2, 3, None)
-"""``None``: as many as a schedule has by default."""
+"""``None``: the default of the schedule."""
 
 _TAPERS = (1.0, 2.0, 0.5)
 _ALL_CHUNKS_UP_TO = 4
 _ALL_ARGUMENTS_UP_TO = 8
 
 _LINEAR = ("gather_gemm", "gemm_scatter", "column_backward", "gemm_all_reduce")
-"""Those that know collectives."""
+"""The rules that accept the shape ``collective``."""
 
 _One = TypeVar("_One")
 
 
 class Case(NamedTuple):
-    """A set of programs to be."""
+    """The rule, arguments and schedule of a set of programs, one per rank."""
 
     rule: str
     arguments: tuple[object, ...]
@@ -45,7 +45,7 @@ class Case(NamedTuple):
         return f"{self.rule}({given}), {self.size} ranks, {how}, {self.schedule}"
 
     def programs(self) -> list[Program]:
-        """Those of all ranks."""
+        """Compile the programs of all ranks, in rank order."""
         rule = RULES[self.rule]
         return [
             rule(Place(self.schedule, rank, self.size, self.batched), *self.arguments)
@@ -59,14 +59,14 @@ def cases(
     lanes: Sequence[int | None] = LANES,
     every: bool = False,
 ) -> Iterator[Case]:
-    """What is proved for a group of so many ranks.
+    """The cases to prove for a group of ``size`` ranks.
 
-    Every rule meets every shape, in batches and one by one; up to 8 ranks with every choice of its
-    arguments, and up to 4 with every number of chunks.  What is not multiplied takes turns: tapers,
-    lanes, and rows that divide evenly, that do not, and that are fewer than the chunks.
+    Every rule is combined with every shape, batched and not; for up to 8 ranks with every choice of
+    its arguments; for up to 4 ranks with every number of chunks.  The other options alternate:
+    taper, lanes, and numbers of rows that divide evenly, do not, or are below that of the chunks.
 
     Args:
-        every: multiply everything.
+        every: test the full product of all options.
     """
     # Per number of chunks: taper, lanes, rows.
     choices = [
@@ -94,7 +94,7 @@ def cases(
 
 
 def _turns(options: Sequence[_One]) -> Iterator[_One]:
-    """All of them in some order, and again."""
+    """Repeat all options without end, in a new random order each time (fixed seed)."""
     mixed = random.Random(0)
     while True:
         yield from mixed.sample(options, len(options))
@@ -110,7 +110,7 @@ def _shapes(size: int) -> list[Schedule]:
 
 
 def arguments(rule: str, rows: int, size: int) -> list[tuple[object, ...]]:
-    """Every choice of a rule's arguments, for blocks of so many rows, or columns, to be cut."""
+    """Every choice of a rule's arguments; ``rows`` is the length that the schedule cuts."""
     flags = (False, True)
     ways = (None, "whole", "blocks")
     found: dict[str, list[tuple[object, ...]]] = {

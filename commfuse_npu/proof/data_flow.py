@@ -1,9 +1,9 @@
-"""Carries programs out with names of contents in place of numbers.
+"""Executes the programs of all ranks with symbolic contents in place of numbers.
 
-An operation's buffers begin as themselves.  Work makes row i of its results from row i of its first
-input that has as many rows, and from its other inputs as a whole; with a run of rows it makes, or
-uses, those rows of its own accord.  Sums are ordered tuples of their parts.  Messages and copies
-carry what there is.
+At first each row of an operation's buffer has its own symbol.  Row i of a result of a work depends
+on row i of its first input with as many rows, and on its other inputs as a whole.  A work without
+such an input, called for a run of rows, makes each row from its index.  Sums are ordered tuples of
+their parts.  Messages and copies move contents.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from commfuse_npu.proof.memory import Memory, instruction
 __all__ = ["Call", "Contents", "Held", "carry_out"]
 
 NOTHING = 0
-"""The content of rows that nobody has written."""
+"""The content of rows that were not written, or not since they became invalid."""
 
 _MOST_WORDS = 200
 
@@ -28,7 +28,7 @@ Columns = tuple[int, int]
 
 
 class Contents:
-    """Numbers for contents: rows that hold the same have the same."""
+    """Numbers the contents of rows; equal contents have the same number."""
 
     def __init__(self) -> None:
         self._numbers: dict[tuple[Any, ...], int] = {}
@@ -41,23 +41,23 @@ class Contents:
         return number
 
     def row(self, rank: int, buffer: str, row: int, columns: Columns) -> int:
-        """A row of a buffer of the operation, as it was at first."""
+        """The initial content of a row of an operation's buffer."""
         return self._number(("row", rank, buffer, row, columns))
 
     def whole(self, rows: Sequence[int]) -> int:
-        """Several rows as one."""
+        """The content of several rows together."""
         return self._number(("whole", *rows))
 
     def run(self, row: int) -> int:
-        """What work does with a row of its own."""
+        """The input of a work that makes a row from its index alone."""
         return self._number(("run", row))
 
     def made(self, work: str, rank: int, row: int, others: Sequence[int] = (), out: int = 0) -> int:
-        """A row of the result number ``out`` of a rank's work."""
+        """The row that a rank's work makes for its output number ``out``."""
         return self._number((work, rank, out, row, *others))
 
     def sum(self, parts: Sequence[int]) -> int:
-        """Their sum in this order; a sum as the first part goes on, a single part is itself."""
+        """The sum in this order; extends the first part if it is a sum; a single part is itself."""
         if len(parts) == 1:
             return parts[0]
         first = self._told[parts[0]]
@@ -66,12 +66,12 @@ class Contents:
         return self._number(("sum", *parts))
 
     def parts(self, number: int) -> tuple[int, ...]:
-        """The parts of a sum; any other content is its own."""
+        """The parts of a sum; any other content is its only part."""
         kind, *parts = self._told[number]
         return tuple(parts) if kind == "sum" else (number,)
 
     def words(self, number: int) -> str:
-        """What a content is."""
+        """Describe a content."""
         words = self._words(number)
         return words if len(words) <= _MOST_WORDS else f"{words[:_MOST_WORDS]} ..."
 
@@ -92,7 +92,7 @@ class Contents:
         return f"{kind}({', '.join(map(self._words, inputs))}) of rank {rank}"
 
     def _block(self, rows: Sequence[int]) -> str | None:
-        """Rows of a buffer, one below the other."""
+        """Describe consecutive rows of one buffer; ``None`` if they are something else."""
         told = [self._told[row] for row in rows]
         if not told or told[0][0] != "row":
             return None
@@ -104,7 +104,7 @@ class Contents:
 
 
 class Call(NamedTuple):
-    """Work that was called: the rows that it took of each input, and whether it has results."""
+    """A call of a work: contents of the rows of each input, and whether it has outputs."""
 
     at: int
     work: str
@@ -115,12 +115,12 @@ class Call(NamedTuple):
 
 @dataclass
 class Held:
-    """What a rank has in the end.
+    """The final state of a rank.
 
     Attributes:
-        written: contents of the operation's buffers that were written, row by row, per columns.
-        calls: in order.
-        faults: why its program is not carried out to its end.
+        written: for each changed buffer of the operation, the content of each row, by columns.
+        calls: the calls of works, in order.
+        faults: why its program was not executed to its end.
     """
 
     written: dict[str, dict[Columns, list[int]]] = field(default_factory=dict)
@@ -131,10 +131,10 @@ class Held:
 def carry_out(
     programs: Sequence[Program], memories: Sequence[Memory], contents: Contents
 ) -> list[Held]:
-    """Carry out the programs of all ranks.
+    """Execute the programs of all ranks.
 
     Args:
-        programs: that were found to be paired, in order, and to wait before they touch.
+        programs: those that passed the checks of pairing, order and memory.
     """
     mail: dict[tuple[int, int], list[int]] = {}
     ranks = [
@@ -147,6 +147,8 @@ def carry_out(
 
 
 class _Rank:
+    """The execution of one rank's program; ``mail`` has the sent rows by (step, source)."""
+
     def __init__(
         self,
         program: Program,
@@ -180,7 +182,7 @@ class _Rank:
         self._held.faults.append(f"{instruction(self._program, self._at)}: {what}")
 
     def go_on(self) -> bool:
-        """Carry out what can be; whether anything was."""
+        """Execute until a wait blocks; whether any instruction was executed."""
         code, began = self._program.code, self._at
         while self._at < len(code) and not self._held.faults:
             one = code[self._at]
@@ -208,7 +210,7 @@ class _Rank:
         return self._at > began
 
     def _land(self, wait: Wait) -> bool:
-        """Whether everything that is waited for was sent; then it is there."""
+        """Deliver the messages of a wait if all of them were sent; whether they were."""
         due = [(step, *self._arriving[step]) for step in wait.receives if step in self._arriving]
         if any((step, source) not in self._mail for step, source, _ in due):
             return False
@@ -253,12 +255,14 @@ class _Rank:
     # ------------------------------------------------------------------ rows
 
     def _at_first(self, buffer: str, columns: Columns) -> list[int]:
+        """The initial contents of a buffer's rows."""
         rows = range(self._memory.shapes[buffer][0])
         if buffer in self._scratch:
             return [NOTHING for _ in rows]
         return [self._contents.row(self._program.rank, buffer, row, columns) for row in rows]
 
     def _plane(self, span: Span) -> list[int]:
+        """The contents of a buffer's rows in the columns of a span, to be changed in place."""
         planes, columns = self._rows[span.buffer], self._memory.columns(span)
         if columns not in planes:
             found = self._at_first(span.buffer, columns)
@@ -279,6 +283,7 @@ class _Rank:
         return found
 
     def _write(self, span: Span, found: Sequence[int]) -> None:
+        """Set the contents of a span; invalidates rows of overlapping columns and scratch."""
         plane, at = self._plane(span), 0
         columns = self._memory.columns(span)
         self._written.add(span.buffer)

@@ -1,11 +1,10 @@
-"""Proves that nobody touches memory that a transfer or the other stream is at work on.
+"""Proves that no instruction accesses memory in use by a transfer or by the other stream.
 
-An instruction is done for a stream that comes after it: by the stream's own order, by an event that
-is held for, or by a transfer that is waited for, which begins when the stream that posted it has
-come to it.  A transfer is done for a stream that comes after a wait for it.  Two of them that touch
-the same memory, one of which writes it, are a fault unless the earlier one is done for the later.
-What came before the program, or before its mark, is as unknown to the side stream as what the
-first one did.
+A stream is ordered after an instruction by its own order, by a :class:`Hold` for an event, or by a
+wait for a transfer, which starts after the work before its post.  It is ordered after a transfer
+by a wait for it.  If two instructions or transfers access the same memory and one of them writes,
+the later has to be ordered after the earlier; else it is a fault.  The side stream is not ordered
+after work before the program or before its mark, either.
 """
 
 from __future__ import annotations
@@ -35,20 +34,21 @@ __all__ = ["hazards"]
 
 
 class _At(NamedTuple):
-    """Of an instruction: its place in the code, and on which stream."""
+    """An instruction: its index in the code, and whether it is on the side stream."""
 
     at: int
     aside: bool
 
 
 class _Clock(NamedTuple):
-    """As far as here the instructions of the two streams are done, by place in the code."""
+    """A stream is ordered after the instructions of the first and the side stream before these
+    indices in the code."""
 
     first: int
     aside: int
 
     def now(self, at: int, aside: bool) -> _Clock:
-        """That of a stream which has come to a place in the code."""
+        """The clock of a stream that has reached an index in the code."""
         return _Clock(self.first, at) if aside else _Clock(at, self.aside)
 
     def after(self, other: _Clock) -> _Clock:
@@ -60,11 +60,11 @@ class _Clock(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class _Touch:
-    """Rows that an instruction, or a transfer, is at work on.
+    """An access to rows by an instruction or a transfer.
 
     Attributes:
-        done: the instructions after which it is not: itself, or the waits for the transfer.
-        end: of the transfer.
+        done: the instructions that end it: itself, or the waits for the transfer.
+        end: of the transfer, if it is one.
     """
 
     span: Span
@@ -74,7 +74,7 @@ class _Touch:
     end: End | None = None
 
     def clashes(self, earlier: _Touch, clock: _Clock) -> bool:
-        """Whether it may not be there before the earlier one is done, which it is not."""
+        """Whether it conflicts with an earlier access that is not complete for its stream."""
         if not (self.writes or earlier.writes):
             return False
         for at, aside in earlier.done:
@@ -84,11 +84,11 @@ class _Touch:
 
 
 def hazards(program: Program, memory: Memory) -> Iterator[str]:
-    """Where a program touches rows that do not exist, that are on their way, or in a race.
+    """The accesses of a program to rows that do not exist, are in flight, or are part of a race.
 
-    Nothing may be read or written where a message arrives, nor written where one leaves, before it
-    was waited for; messages are whole contiguous rows; in the end everything was waited for.  What
-    is computed is not written over what it is computed from, but element by element in place.
+    Before the wait for a message, no instruction may access the rows where it arrives, nor write
+    those that it is sent from.  Messages are whole contiguous rows, and all have to be waited for.
+    No instruction writes over its inputs, except element by element in place.
     """
     two = any(map(is_aside, program.code))
     clocks = {False: _Clock(0, 0), True: _Clock(-1, 0)}
@@ -138,12 +138,12 @@ def hazards(program: Program, memory: Memory) -> Iterator[str]:
         ]
         for touch in ours:
             clashing = [one for one in touches[touch.place.home] if touch.clashes(one, mine)]
-            # A race is the better reason.
+            # Report a race rather than a missing wait.
             other = min(clashing, key=lambda one: one.end is not None, default=None)
             if other is not None:
                 yield f"{instruction(program, at)}: {_clash(program, touch, other)}"
                 if other.done:
-                    return  # what follows from a race is noise
+                    return  # further faults are consequences
         in_place = not isinstance(one, Post | Collective) and getattr(one, "work", None) != "gemm"
         for read, written in product(ours[: len(reads)], ours[len(reads) :]):
             same = in_place and read.place == written.place

@@ -1,4 +1,4 @@
-"""Where the rows of a program are."""
+"""Maps the spans of a program to memory."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ Shape = tuple[int, int]
 """Rows and columns."""
 
 _Home = tuple[str, int]
-"""Memory that overlaps: a buffer of the operation, or scratch of one slot."""
+"""Memory within which spans may overlap: a buffer of the operation, or one slot of scratch."""
 
 
 class Place(NamedTuple):
-    """Runs of rows of an operation's buffer, or of elements of scratch memory."""
+    """Memory of a span: runs of rows of an operation's buffer, or of elements of scratch."""
 
     home: _Home
     columns: tuple[int, int]
     runs: list[tuple[int, int]]
 
     def meets(self, other: Place) -> bool:
-        """Whether the two have something in common."""
+        """Whether the two overlap."""
         return (
             self.home == other.home
             and common(self.columns, other.columns)
@@ -36,10 +36,10 @@ class Place(NamedTuple):
 
 
 class Memory:
-    """The memory of a program, as its layout has it.
+    """The buffers of a program and their memory, from :attr:`Program.layout`.
 
     Args:
-        shapes: of the buffers that the operation brings along.
+        shapes: of the operation's buffers.
     """
 
     def __init__(self, program: Program, shapes: Mapping[str, Shape]) -> None:
@@ -71,7 +71,7 @@ class Memory:
         return last - first
 
     def wrong(self, span: Span) -> str | None:
-        """Why there are no such rows."""
+        """Why a span is invalid; ``None`` if it is valid."""
         if span.buffer not in self.shapes:
             return f"{span.buffer} is neither the operation's nor the program's"
         rows, columns = self.shapes[span.buffer]
@@ -86,7 +86,7 @@ class Memory:
         return None
 
     def place(self, span: Span) -> Place:
-        """Where the rows are, as far as there are such rows."""
+        """The memory of a valid span."""
         found = self._places.get(span)
         if found is None:
             found = self._places[span] = self._place(span)
@@ -100,7 +100,7 @@ class Memory:
         return Place(home, (0, 1), [(offset + a * width, offset + b * width) for a, b in runs])
 
     def shared(self, span: Span) -> Iterator[tuple[str, int, int]]:
-        """The rows of other scratch buffers that are the same memory in part."""
+        """``(buffer, first, after the last)`` rows of other scratch buffers that overlap a span."""
         home, _, runs = self.place(span)
         buffers = self._buffers.get(home, ())
         for buffer in buffers if len(buffers) > 1 else ():
@@ -113,5 +113,5 @@ class Memory:
 
 
 def instruction(program: Program, at: int) -> str:
-    """Which instruction, in words."""
+    """Describe an instruction for an error message."""
     return f"rank {program.rank}, instruction {at} ({line(program.code[at])})"

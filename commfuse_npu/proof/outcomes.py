@@ -1,6 +1,6 @@
-"""What has to come out of a rule's programs: its lines, carried by names of contents.
+"""The expected results of a rule's programs: its lines, executed with symbolic contents.
 
-A matrix is a function here: of a rank, a row and columns it says what is in them.
+A matrix is a function here: it maps a rank, a row and columns to the content of that row.
 """
 
 from __future__ import annotations
@@ -19,25 +19,27 @@ from commfuse_npu.proof.memory import Shape
 __all__ = ["Outcome", "outcome_faults", "outcome_of"]
 
 _Call = tuple[slice | None, list[list[int]]]
-"""The run of rows that work is called with, and the rows that it takes of each input."""
+"""The run of rows that a work is called with, and the contents of the rows of each input."""
 
 
 class _Matrix(NamedTuple):
+    """A symbolic matrix, ``[rows, columns]`` on every rank."""
+
     rows: int
     columns: int
     at: Callable[[int, int, Columns], int]
-    """What is in a row of a rank's matrix, in these columns."""
+    """``(rank, row, columns)`` to the content of that row of the rank's matrix."""
 
 
 class Outcome:
-    """What is known of a program's operation: a :class:`~commfuse_npu.plan.rules.Carrier`.
+    """The expected results of a program: a :class:`~commfuse_npu.plan.rules.Carrier`.
 
     Attributes:
-        shapes: of the buffers that it brings along.
-        results: what has to be in each row of those that it gets back, given the columns.
-        calls: those of work that makes, or takes, rows of its own accord, in order.
-        first: work, and the rows that its first call has to take, before anything is waited for.
-        last: work, and the rows that its last call has to take.
+        shapes: of the operation's buffers.
+        results: by output buffer, the expected content of ``(row, columns)``.
+        calls: expected calls of ``make``, ``use`` and ``wgrad``, in order.
+        first: a work, and the rows that its first call has to take, before any wait.
+        last: a work, and the rows that its last call has to take.
     """
 
     def __init__(self, place: Place, contents: Contents) -> None:
@@ -114,7 +116,7 @@ class Outcome:
 
     def all_reduce(self, whole: _Matrix, parts: Sequence[slice], *, out: str) -> None:
         size = self.place.size
-        # Which rank sums a row.
+        # The rank that sums each row.
         adds = [
             rank
             for part in parts
@@ -186,20 +188,20 @@ class Outcome:
         return [matrix.at(self.place.rank, i, every) for i in range(run.start, run.stop)]
 
     def _sources(self, rank: int) -> list[int]:
-        """Whose partials a rank adds, in this order, before its own."""
+        """The ranks whose partials ``rank`` adds before its own, in order."""
         place = self.place
         return [hop.source for hop in place.schedule.hops(rank, place.size, "last")]
 
     def _sum(self, rank: int, part: Callable[[int], int]) -> int:
-        """The sum of what ``part`` says of each rank, as ``rank`` adds it."""
+        """The sum of ``part(q)`` over all ranks q, in the order in which ``rank`` adds."""
         return self._contents.sum([part(q) for q in (*self._sources(rank), rank)])
 
 
 def outcome_of(program: Program, contents: Contents) -> Outcome:
-    """What has to come out of a program.
+    """The expected results of a program.
 
     Raises:
-        PlanError: nothing is known of its rule.
+        PlanError: its rule is not in ``RULES``.
     """
     name, schedule, *arguments = program.rule
     if name not in RULES:
@@ -212,13 +214,13 @@ def outcome_of(program: Program, contents: Contents) -> Outcome:
     return found
 
 
-# ---------------------------------------------------------------------- held against it
+# ---------------------------------------------------------------------- compared
 
 
 def outcome_faults(
     program: Program, outcome: Outcome, held: Held, contents: Contents
 ) -> Iterator[str]:
-    """Where what a rank has in the end is not what it has to be."""
+    """The differences between the final contents and calls of a rank and the expected ones."""
     where = f"rank {program.rank}"
     for buffer in sorted(held.written.keys() | outcome.results.keys()):
         rows, width = outcome.shapes[buffer]
@@ -276,7 +278,7 @@ def _difference(got: int, due: int, contents: Contents) -> str:
 def _call_faults(
     where: str, work: str, got: list[_Call], due: list[_Call], contents: Contents
 ) -> Iterator[str]:
-    """The first call that is not what it has to be."""
+    """The first call of a work that differs from the expected one, and a different number."""
     if len(got) != len(due):
         yield f"{where}: {work} is called {len(got)} times, it has to be {len(due)} times"
     for at, ((run, taken), (due_run, needed)) in enumerate(zip(got, due, strict=False)):

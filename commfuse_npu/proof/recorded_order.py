@@ -1,7 +1,7 @@
-"""Reads the files of :mod:`commfuse_npu.runtime.order_log`, which anybody may have written.
+"""Reads order logs (:mod:`commfuse_npu.runtime.order_log`); the files are not trusted.
 
-The files of all ranks are read side by side (:func:`read_to_cuts`).  Lines stay bytes, so that what
-repeats itself is known by them and need not be looked at again.
+The files of all ranks are read side by side (:func:`read_to_cuts`).  Lines are kept as bytes, so
+that repeated parts are recognized and not parsed again.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ _MOST_SHOWN = 300
 
 
 class LogError(ValueError):
-    """A file that is none of an order log, or files that do not belong together."""
+    """A file is not an order log, or the files do not belong together."""
 
 
 class Begun(NamedTuple):
-    """A program, or a collective of a group, as a rank began it.
+    """A program, or a collective of a group, as a rank defined it.
 
     Attributes:
-        facts: what the ranks have in common.
-        program, batched: as it was compiled, and what HCCL would run in its place.
+        facts: what has to be equal on all ranks.
+        program, batched: the program, and the one that HCCL would run; ``None`` for a collective.
     """
 
     group: Group
@@ -55,7 +55,7 @@ class Begun(NamedTuple):
 
 
 class Event(NamedTuple):
-    """A line.  ``number`` is a slot, a transport or a thread, ``more`` a place or steps."""
+    """A line.  ``number`` is a slot, transport or thread; ``more`` are indices or steps."""
 
     verb: str
     number: int = 0
@@ -68,35 +68,35 @@ _EVENTS = {
     "begin": "nn", "at": "nn", "rows": "nn+", "finish": "n", "issue": "nn", "await": "n",
     "meet": "nt", "fail": "nt", "close": "n", "thread": "n", "forget": "", "end": "",
 }  # fmt: skip
-"""What follows each verb: numbers and texts."""
+"""The arguments of each verb: ``n`` for a number, ``t`` for a text, as a regular expression."""
 
 _DEFINED = {"begin": "program", "issue": "collective"}
-"""What a verb begins."""
+"""The kind of definition that a verb refers to."""
 _LASTS = {"at": "begin", "rows": "begin", "finish": "begin", "await": "issue"}
-"""By what that is under way was begun which a verb is about."""
+"""The verb that has to have taken the slot that a verb is about."""
 _OF_PROGRAM = {"transport": int, "schedule": dict, "arguments": list, "name": str, "rule": str,
                "dtype": str, "sum_dtype": str, "options": str}  # fmt: skip
 _OF_COLLECTIVE = {"transport": int, "name": str, "kind": str, "bytes": int, "dtype": str}
-"""What defines one, and of which type that is; the ranks have it all in common but the first."""
+"""Fields of a definition and their types; all but ``transport`` have to be equal on all ranks."""
 
 
 class RankLog:
     """The file of one rank.
 
     Attributes:
-        rank, size: of the process in the job.
+        rank, size: global rank of the process, and number of processes.
         groups: of its transports, by their numbers.
-        lines: what was read since the last :meth:`cut`, the first of thread 0.
-        counts, before: operations, collectives and meetings so far, and before the cut.
-        under_way: the slots in use at the end of what was read, with the verb that began them.
+        lines: those read since the last :meth:`cut`; they start in thread 0.
+        counts, before: numbers of operations, collectives and meetings so far, and up to the cut.
+        under_way: the slots in use at the current line, with the verb that took them.
         over: whether the file was read to its end.
-        ended: whether it says that the process came to its end.
-        torn: whether its last line is cut off.
-        failures: what the rank said of transports that broke.
-        generation: grows when programs are defined anew.
+        ended: whether it has the line ``end``.
+        torn: whether its last line is incomplete.
+        failures: the reasons why transports of the rank broke.
+        generation: number of ``forget`` lines, after which numbers are defined again.
 
     Raises:
-        LogError, OSError: it cannot be read.
+        LogError, OSError: the file cannot be read.
     """
 
     def __init__(self, path: Path) -> None:
@@ -111,7 +111,7 @@ class RankLog:
         self.generation = 0
         self._batched: dict[int, bool] = {}
         self._defined: dict[int, Begun] = {}
-        # What a line says; the same lines come again and again.
+        # Cached, because most lines repeat.
         self.event = lru_cache(_MOST_KNOWN)(self._event)
         self._number = self._thread = 0
         self._file = path.open("rb")
@@ -134,20 +134,20 @@ class RankLog:
         self._file.close()
 
     def cut(self) -> None:
-        """What was read is done with."""
+        """Drop the lines read so far; counts start from here."""
         self.lines = [b'["thread",%d]\n' % self._thread] if self._thread else []
         self.before = self.counts.copy()
 
     def behind(self, most: Counter[tuple[Group, str]]) -> bool:
-        """Whether another rank of a group has begun, or met, more often."""
+        """Whether another rank of a group has more operations, collectives or meetings so far."""
         groups = self.groups.values()
         return any(self.counts[key] < most[key] for key in most if key[0] in groups)
 
     def read(self) -> None:
-        """Read on until nothing is under way; definitions are known from now on.
+        """Read until no slot is in use, or to the end of the file.
 
         Raises:
-            LogError: a line makes no sense.
+            LogError: a line is invalid.
         """
         while (line := self._next()) is not None:
             if line.startswith(b"{"):
@@ -188,7 +188,7 @@ class RankLog:
     # ------------------------------------------------------------------ lines
 
     def _next(self) -> bytes | None:
-        """The next line that is whole."""
+        """The next complete line; ``None`` at the end of the file."""
         line = self._file.readline(_LONGEST_LINE)
         self._number += 1
         if line.endswith(b"\n"):
@@ -231,7 +231,7 @@ class RankLog:
     # ------------------------------------------------------------------ definitions
 
     def _fields(self, fields: dict[str, Any], kinds: dict[str, type]) -> list[Any]:
-        """Values, each of the type that it has to have."""
+        """The values of these fields, checked for their types."""
         for name, kind in kinds.items():
             if type(fields.get(name)) is not kind:
                 raise self._wrong(f"{name} is {fields.get(name)!r}, not of type {kind.__name__}")
@@ -274,7 +274,7 @@ class RankLog:
             program, as_batched = (
                 RULES[rule](place._replace(batched=way), *_frozen(given)) for way in (batched, True)
             )
-        # Anything may come of what anybody may have written.
+        # An untrusted file may cause any exception.
         except Exception as error:
             why = f"{type(error).__name__}: {error}"
             raise self._wrong(f"no {rule} ({why}) can be made of {asked}, {given}") from error
@@ -283,19 +283,19 @@ class RankLog:
 
 
 def _frozen(value: Any) -> Any:
-    """As it was before it was JSON."""
+    """A JSON value with tuples in place of lists."""
     return tuple(map(_frozen, value)) if isinstance(value, list) else value
 
 
 @contextmanager
 def opened(paths: Iterable[Path]) -> Iterator[list[RankLog]]:
-    """The files of all ranks of one run, by rank.
+    """Open the files of all ranks of one run; yields them in rank order.
 
     Args:
-        paths: files, or folders of ``rank_*.jsonl``.
+        paths: files, or folders with ``rank_*.jsonl``.
 
     Raises:
-        LogError: a file is no order log, or files are missing or not of one run.
+        LogError: a file is not an order log, or files are missing or from different runs.
         OSError: a file cannot be read.
     """
     with ExitStack() as files:
@@ -321,10 +321,11 @@ def opened(paths: Iterable[Path]) -> Iterator[list[RankLog]]:
 
 
 def read_to_cuts(logs: Sequence[RankLog]) -> Iterator[None]:
-    """Read the files of all ranks side by side, from one cut to the next.
+    """Read the files of all ranks side by side, and yield at each cut.
 
-    At a cut nothing is under way, and all ranks of each group have begun, and met, as often.  Where
-    a file is at its end there is no cut any more: everything is read.
+    At a cut nothing is in flight, and all ranks of each group have the same numbers of operations,
+    collectives and meetings.  Once a file ends before such a point, the others are read to their
+    ends.
     """
     while behind := [log for log in logs if not log.over]:
         while behind:

@@ -1,17 +1,17 @@
-"""HCCL's rules, played through: who posts what, who waits, and whether everybody gets to the end.
+"""Simulates posts and waits of all ranks by HCCL's rules, to find deadlocks and wrong matches.
 
-The rules (read in torch_npu and HCCL's documentation): a lane is one communicator with one stream;
-what is posted on it is carried out in order; a send and its receive take place when both are at the
-head of their lanes; messages match by order, not by name; the operations of a batch may take place
-in any order and the batch leaves the lane when all have.  The first batch between two ranks on a
-lane opens a link between them, and holds both hosts until both have come to it; a batch with two
-peers comes to both at once.
+The rules (read in torch_npu and HCCL's documentation): a lane is one communicator with one stream,
+which executes posts in order.  A send and its receive happen when both are at the head of their
+lanes.  Messages match by order, not by name.  The operations of a batch may happen in any order,
+and the batch leaves the lane after all of them.  The first batch between two ranks on a lane opens
+a link between them, and blocks each host until the other has posted; a batch with two peers waits
+for both at once.
 
-Each rank is a script of :class:`Post`, :class:`Wait` and :class:`Meet`, and goes on until it has
-to wait.  What is possible at a moment stays possible, so the order in which ranks go on does not
-change the outcome, and who gets stuck with open links gets stuck without.
-:mod:`commfuse_npu.proof.verify` writes scripts from compiled programs,
-:mod:`commfuse_npu.proof.verify_log` from what a run recorded.
+Each rank executes a script of :class:`Post`, :class:`Wait` and :class:`Meet` until it has to wait.
+An action that is possible stays possible.  So the order in which ranks proceed does not change the
+outcome, and a rank that blocks with open links also blocks with closed ones.
+:mod:`commfuse_npu.proof.verify` makes scripts from compiled programs,
+:mod:`commfuse_npu.proof.verify_log` from the order logs of a run.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ __all__ = ["Action", "End", "Group", "Meet", "Post", "Rendezvous", "Script", "St
 
 
 class Group(NamedTuple):
-    """Ranks with lanes of their own.  ``ranks[k]`` is the rank of the job in place k of the group;
-    ``name`` tells several groups of the same ranks apart."""
+    """A group with its own lanes.  ``ranks[k]`` is the global rank of rank k of the group; ``name``
+    distinguishes groups of the same ranks."""
 
     name: Hashable
     ranks: tuple[int, ...]
 
 
 class End(NamedTuple):
-    """One end of a transfer; ``operation`` is the same at both, and distinct from all others."""
+    """One end of a transfer; ``operation`` identifies the operation, equally at both ends."""
 
     operation: Hashable
     transfer: Transfer
@@ -46,7 +46,7 @@ class End(NamedTuple):
 
 
 class Post(NamedTuple):
-    """Queue transfers as one batch.  ``before`` posts of this rank in the group come first."""
+    """Queue transfers as one batch, after this rank made ``before`` posts in the group."""
 
     group: Group
     lane: Hashable
@@ -55,13 +55,13 @@ class Post(NamedTuple):
 
 
 class Wait(NamedTuple):
-    """Go on when these ends are done."""
+    """Wait until these ends are complete."""
 
     ends: tuple[End, ...]
 
 
 class Meet(NamedTuple):
-    """Go on when every rank of the group has come to the meeting of this number."""
+    """A barrier: wait until every rank of the group has reached the meeting with this number."""
 
     group: Group
     number: int
@@ -73,11 +73,12 @@ Action = Post | Wait | Meet
 
 @dataclass
 class Script:
-    """What one thread of a rank does.
+    """The actions of one thread of a rank.
 
     Attributes:
-        open_ended: whether it may do more than is known.
-        at: the next action.
+        rank: global rank.
+        open_ended: whether unknown actions may follow.
+        at: index of the next action.
     """
 
     rank: int
@@ -87,9 +88,9 @@ class Script:
 
 
 class Stuck(NamedTuple):
-    """Why not everybody gets to the end.
+    """Why not all scripts finish.
 
-    ``certain`` is false if the chain ends with a rank of which it is not known what it does next.
+    ``certain`` is false if the chain of waits ends at a rank whose next actions are unknown.
     """
 
     text: str
@@ -98,17 +99,17 @@ class Stuck(NamedTuple):
 
 _Lane = tuple[Group, Hashable]
 _Link = tuple[Group, Hashable]
-"""A lane between two ranks: the group, and ``(lane, one, other)`` by their ranks in the job."""
+"""A lane between two ranks: the group, and ``(lane, one, other)`` with their global ranks."""
 _Queue = tuple[int, _Lane]
 _Place = tuple[int, _Lane | None]
-"""A lane of a rank, or its host."""
+"""A lane of a rank, or its host (``None``)."""
 
 
 class Rendezvous:
-    """A play of scripts.
+    """A simulation of scripts.
 
     Args:
-        opened: the links that are open; those that are opened are added.  ``None``: all are.
+        opened: the open links, to which the simulation adds those it opens; ``None``: all are open.
     """
 
     def __init__(self, scripts: Sequence[Script], *, opened: set[_Link] | None = None) -> None:
@@ -125,7 +126,7 @@ class Rendezvous:
         self._ready = deque(range(len(scripts)))
 
     def play(self) -> Stuck | None:
-        """``None`` if everybody gets to the end and nothing is left over."""
+        """Run; ``None`` if all scripts finish and no post is left in a queue."""
         while self._ready:
             number = self._ready.popleft()
             script = self._scripts[number]
@@ -146,7 +147,7 @@ class Rendezvous:
         self._ready.extend(self._held.pop(what, ()))
 
     def _holds(self, rank: int, action: Action) -> Hashable | None:
-        """What holds this rank; ``None`` if it may act."""
+        """What this rank has to wait for before the action; ``None`` if it may act."""
         if isinstance(action, Wait):
             open_ends = (end for end in action.ends if (rank, end) not in self._done)
             return next(((rank, end) for end in open_ends), None)
@@ -169,7 +170,7 @@ class Rendezvous:
         return next((link for link, _ in self._closed(action)), None)
 
     def _closed(self, action: Post) -> Iterator[tuple[_Link, set[int]]]:
-        """The links that a batch needs and that are not open, and whose they are."""
+        """The closed links that a batch needs, each with its two ranks."""
         ranks = action.group.ranks
         for end in action.ends:
             one, other = sorted((ranks[end.transfer.source], ranks[end.transfer.target]))
@@ -187,7 +188,7 @@ class Rendezvous:
         return self._settle(queue) if len(self._queues[queue]) == 1 else None
 
     def _settle(self, changed: _Queue) -> Stuck | None:
-        """Let take place what can, now that something new is at the head of a queue."""
+        """Complete the transfers that match, starting from the new head of a queue."""
         todo = [changed]
         while todo:
             rank, lane = queue = todo.pop()
@@ -228,10 +229,10 @@ class Rendezvous:
                 todo.append(queue)
         return None
 
-    # ------------------------------------------------------------------ when it does not end
+    # ------------------------------------------------------------------ deadlocks
 
     def _stuck(self) -> Stuck | None:
-        """The chain of ranks that wait for each other, or ``None`` when all is done."""
+        """The chain of ranks that wait for each other; ``None`` if all have finished."""
         starts: list[_Place] = [(p.rank, None) for p in self._scripts if p.at < len(p.actions)]
         left = ((rank, lane) for (rank, lane), entries in self._queues.items() if entries)
         starts += sorted(left, key=str)
@@ -258,7 +259,7 @@ class Rendezvous:
         return Stuck(f"deadlock ({how}): {'; '.join(texts)}; {end}", certain)
 
     def _wait_of(self, place: _Place) -> tuple[_Place, str, _Place] | None:
-        """What waits there, in words, and for whom: the head of the lane, or else the host."""
+        """Who waits at a place (head of a lane, else the host), in words, and for which place."""
         rank, lane = place
         here, wanted = (rank, None), None
         if lane is None or not self._queues.get((rank, lane)):
@@ -285,7 +286,7 @@ class Rendezvous:
         return queue, words, (peer, lane)
 
     def _absent(self, rank: int, action: Post | Meet) -> tuple[int, str]:
-        """Who has not come yet, and what that rank has to do."""
+        """The rank that an action waits for, and what it has to do."""
         if isinstance(action, Meet):
             met = self._met[action.group, action.number]
             return next(r for r in action.group.ranks if r not in met), f"come to {action.name}"
@@ -295,6 +296,6 @@ class Rendezvous:
 
 
 def _same_way(one: End, other: End) -> bool:
-    """Whether both are about a message from the same rank to the same rank."""
+    """Whether two ends have the same source and target rank."""
     mine, theirs = one.transfer, other.transfer
     return (mine.source, mine.target) == (theirs.source, theirs.target)

@@ -1,24 +1,24 @@
-"""Proves a set of programs, one per rank, or refutes it with a counter-example in words.
+"""Proves a set of programs, one per rank, or refutes it with counter-examples in words.
 
-What gloo executes without complaint may hang on HCCL (its transfers match by tag, in any order), so
-running a program proves little about it.  What is read here is the object that the executor runs:
+A program that runs on gloo, where transfers match by tag in any order, may hang on HCCL, so a run
+proves little.  The proof is about the :class:`Program` objects that the executor runs:
 
-1. *pairing*: each send has exactly one receive, of the same step, lane, size and piece;
-2. *one global order*: every rank posts its steps in rising order, and waits for none before its own
-   ends of it and of all steps below are posted;
-3. *memory*: nobody touches rows that are on their way, and what two streams of a device do with the
-   same rows has an order (:mod:`commfuse_npu.proof.hazards`);
-4. *data*: what comes out is what the rule's lines say, row by row, every partial sum added once and
-   in the order of the peers, own block first or last (:mod:`commfuse_npu.proof.data_flow`,
-   :mod:`commfuse_npu.proof.outcomes`).
+1. *pairing*: each send has exactly one receive, with equal step, lane, size and piece;
+2. *one global order*: every rank posts its steps in rising order, and waits for a step only after
+   it posted its own ends of this step and of all lower ones;
+3. *memory*: no instruction accesses rows of a transfer in flight, and accesses of two streams of a
+   device to the same rows are ordered (:mod:`commfuse_npu.proof.hazards`);
+4. *data*: the results equal those of the rule's lines, row by row, with every partial sum added
+   once and in the order of the peers, and the own block first or last
+   (:mod:`commfuse_npu.proof.data_flow`, :mod:`commfuse_npu.proof.outcomes`).
 
-**No deadlock.**  1 and 2 are enough, for rendezvous transfers on in-order lanes, any number of
-them: take the lowest step that is not finished.  Ranks wait only for lower steps, which are
-finished, or for this one, of which they have posted their ends; so both ends of all its transfers
-are posted, each at the head of its lane, because what is before it on that lane has a lower step.
-So it finishes.  The same holds for a link that is opened at the first use of a lane between two
-ranks: both come to it in the same step.  :func:`rendezvous` plays the rules of HCCL, and those of
-gloo, through, and finds the cycle when 2 does not hold.
+**No deadlock.**  1 and 2 suffice for rendezvous transfers on any number of in-order lanes.  Take
+the lowest step that is not finished.  Ranks wait only for lower steps, which are finished, or for
+this one after posting their ends of it.  So both ends of all its transfers get posted, each at the
+head of its lane, because all that precedes it on the lane has a lower step.  So it finishes.  The
+same holds for a link that is opened at the first use of a lane between two ranks, since both open
+it in the same step.  :func:`rendezvous` simulates the rules of HCCL and of gloo, and finds the
+cycle if 2 does not hold.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ __all__ = ["counter_examples", "rendezvous", "verify"]
 
 
 def verify(programs: Sequence[Program]) -> None:
-    """Prove ``programs``, those of all ranks of one group, by rank.
+    """Prove the programs of all ranks of a group, given in rank order.
 
     Raises:
-        PlanError: they are refuted; the message holds the counter-examples.
+        PlanError: they are refuted; the message lists the counter-examples.
     """
     found = counter_examples(programs)
     if found:
@@ -50,14 +50,14 @@ def verify(programs: Sequence[Program]) -> None:
 
 
 def counter_examples(programs: Sequence[Program], limit: int = 8) -> list[str]:
-    """Why ``programs`` do not hold, in words; empty if they are proved.
+    """The counter-examples that refute ``programs``, in words; empty if they are proved.
 
     Args:
-        programs: of ranks 0..n-1, in this order, all compiled by one rule from the same arguments.
-        limit: at most so many are returned.
+        programs: of ranks 0..n-1 in order, all compiled by one rule with the same arguments.
+        limit: the most counter-examples to return.
 
     Raises:
-        PlanError: nothing is known of what the rule has to give.
+        PlanError: the rule is not in ``RULES``, so its expected results are unknown.
     """
     found = list(_set(programs))
     if found:
@@ -87,6 +87,7 @@ def counter_examples(programs: Sequence[Program], limit: int = 8) -> list[str]:
 
 
 def _set(programs: Sequence[Program]) -> Iterator[str]:
+    """Check that there is one program per rank, all of the same operation."""
     if not programs:
         yield "there are no programs; give one per rank"
         return
@@ -109,7 +110,7 @@ def _told(program: Program) -> str:
 
 
 def _ends(program: Program) -> Iterator[str]:
-    """Every transfer names this rank and another one of the group, and a lane that exists."""
+    """Check that every transfer is between this rank and another of the group, on a valid lane."""
     schedule = program.rule[1]
     assert isinstance(schedule, Schedule)
     lanes = schedule.lanes_for(program.size)
@@ -140,7 +141,7 @@ def _ends(program: Program) -> Iterator[str]:
 
 
 def _unlike(program: Program, one: Collective) -> Iterator[str]:
-    """What torch's collective of this name would do otherwise."""
+    """Check that an instruction is what the torch.distributed collective of this kind does."""
     everyone = list(range(program.size))
     peers = [rank for rank in everyone if rank != program.rank]
     targets = [transfer.target for transfer in one.sends]
@@ -157,7 +158,7 @@ def _unlike(program: Program, one: Collective) -> Iterator[str]:
 
 
 def _pairing(programs: Sequence[Program], memories: Sequence[Memory]) -> Iterator[str]:
-    """Each send has its receive."""
+    """Check that each send has exactly one receive of the same rows, and the reverse."""
     sent: dict[tuple[int, int, int], tuple[End, int]] = {}
     received: dict[tuple[int, int, int], tuple[End, int]] = {}
     for program, memory in zip(programs, memories, strict=True):
@@ -188,7 +189,7 @@ def _pairing(programs: Sequence[Program], memories: Sequence[Memory]) -> Iterato
 
 
 def _order(program: Program) -> Iterator[str]:
-    """Rising steps, and no wait for a step before the ends of all steps up to it are posted."""
+    """Check that steps rise, and that a wait for a step follows the posts of all steps up to it."""
     to_come: dict[str, list[int]] = {"send": [], "receive": []}
     for post in reversed([*program.posts]):
         for way, end in reversed(post.ends):
@@ -214,20 +215,19 @@ def _order(program: Program) -> Iterator[str]:
                     )
 
 
-# ---------------------------------------------------------------------- played through
+# ---------------------------------------------------------------------- simulated
 
 
 def rendezvous(operations: Sequence[Sequence[Program]], *, cold: bool = False) -> str | None:
-    """Play programs through; ``None`` if they finish, else who waits for whom.
+    """Simulate programs; return ``None`` if they finish, else the cycle of ranks that wait.
 
-    Those that are batched by the rules of HCCL, the others by those of gloo, where a message has a
-    lane of its own (:mod:`commfuse_npu.proof.rendezvous`).
+    Batched programs follow the rules of HCCL, others those of gloo, where each message has its own
+    lane (:mod:`commfuse_npu.proof.rendezvous`).
 
     Args:
-        operations: sets of programs on the same lanes.  All are begun ahead of their work, one
-            after the other, and then finished in the same order; those that have no mark run one
-            after the other.
-        cold: no link is open.  On gloo they are opened beforehand.
+        operations: sets of programs on the same lanes.  All run ahead to their marks, one after the
+            other, and then to their ends in the same order; without a mark, each runs to its end.
+        cold: start with no link open.  On gloo all links are open.
     """
     group = play.Group("programs", tuple(range(operations[0][0].size)))
     scripts = []
@@ -245,6 +245,7 @@ def rendezvous(operations: Sequence[Sequence[Program]], *, cold: bool = False) -
 def _actions(
     number: int, program: Program, part: slice, group: play.Group
 ) -> Iterator[play.Action]:
+    """The posts and waits of a part of a program's code, for the simulation."""
     posted: dict[tuple[str, int], tuple[play.End, ...]] = {}
     for post in program.posts:
         away = [end.transfer for _, end in post.ends if not end.transfer.stays]
@@ -257,12 +258,12 @@ def _actions(
             lane = _Message(number, transfer) if tagged else transfer.lane
             yield play.Post(group, lane, posted[one.ends[0][0], transfer.step])
         elif isinstance(one, Wait):
-            # A batch is waited for as one.
+            # A wait for one end of a batch waits for both.
             yield play.Wait(tuple(end for wait in one.ends for end in posted.get(wait, ())))
 
 
 class _Message(NamedTuple):
-    """The lane of one message, where tags tell them apart."""
+    """The lane of one message on gloo, where messages match by tag."""
 
     operation: int
     transfer: Transfer

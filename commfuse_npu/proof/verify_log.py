@@ -1,24 +1,24 @@
 """Proves a recorded run, or refutes it in words: ``commfuse-npu verify --log``.
 
-What is shown of the files that :mod:`commfuse_npu.runtime.order_log` wrote:
+It checks the files that :mod:`commfuse_npu.runtime.order_log` wrote:
 
-1. *programs*: each rank carried out exactly the posts and waits of its programs, in order, to their
-   ends, and waited for each collective that it began;
-2. *one job*: the ranks of a group began the same programs in the same order, began the same
+1. *programs*: each rank executed exactly the posts and waits of its programs, in order, to their
+   ends, and waited for each collective that it started;
+2. *one job*: the ranks of a group began the same programs in the same order, started the same
    collectives of the same sizes, and met at the same places;
-3. *pairing*: on each lane, between each two ranks, the sends are the receives, in order and rows;
-4. *no deadlock*: with all programs and collectives under way that were, every rank gets to the end.
+3. *pairing*: on each lane, between each two ranks, sends and receives match in order and rows;
+4. *no deadlock*: with the programs and collectives that were in flight, every rank finishes.
 
-3 and 4 are by HCCL's rules (:mod:`commfuse_npu.proof.rendezvous`), communicators there from the
-start or created at first use.  A run on gloo is played by gloo's rules as it was, and by HCCL's as
-it would be there: with the batched program of the same rule, as far as each batch at the moment of
-its send, which is when it is posted there.
+3 and 4 follow HCCL's rules (:mod:`commfuse_npu.proof.rendezvous`), once with all communicators open
+from the start and once with communicators created at first use.  A run on gloo is simulated twice:
+by gloo's rules as recorded, and by HCCL's with the batched program of the same rule, each batch at
+the time of its send.
 
-What comes between two cuts (:func:`~commfuse_npu.proof.recorded_order.read_to_cuts`) is judged by
-itself, and only once if it repeats itself.
+The part between two cuts (:func:`~commfuse_npu.proof.recorded_order.read_to_cuts`) is checked by
+itself, and only once if it repeats.
 
-A run that was killed is judged as far as its files go.  A rank whose file just ends may have done
-more, so nobody who waits for it is called stuck.
+A run that was killed is checked as far as its files go.  A rank whose file has no ``end`` may have
+done more, so a rank that waits for it is not reported as stuck.
 """
 
 from __future__ import annotations
@@ -42,19 +42,19 @@ _MOST_FAULTS = 8
 _ALL = 1 << 62
 
 _IN_LINE = {"bucket_scatter", "bucket_gather"}
-"""Of these no later one posts a batch before an earlier one has posted all of its own; on gloo,
-where nothing is posted in batches, they may (:mod:`commfuse_npu.ops.buckets`)."""
+"""Rules whose programs post batches in the order in which they began, each all of its own before
+the next; on gloo, without batches, posts may interleave (:mod:`commfuse_npu.ops.buckets`)."""
 
 
 @dataclass
 class Verdict:
-    """What was found.
+    """The result of a verification.
 
     Attributes:
-        faults: why the run does not hold; empty if nothing was found.
-        notes: why nothing more than that is known of a part of it.
-        operations, messages: how many were judged, over all ranks, collectives among the
-            operations; a message has two ends.
+        faults: what refutes the run; empty if nothing does.
+        notes: why a part of the run could not be proved.
+        operations, messages: numbers checked, summed over all ranks.  Collectives count as
+            operations; each message counts once at each end.
     """
 
     ranks: int
@@ -69,13 +69,13 @@ class Verdict:
 
 
 def verify_logs(paths: Iterable[Path]) -> Verdict:
-    """Judge the files of all ranks of one run.
+    """Verify the files of all ranks of one run.
 
     Args:
-        paths: files, or folders of ``rank_*.jsonl``.
+        paths: files, or folders with ``rank_*.jsonl``.
 
     Raises:
-        LogError: a file is no order log, or files are missing or not of one run.
+        LogError: a file is not an order log, or files are missing or from different runs.
         OSError: a file cannot be read.
     """
     with opened(paths) as logs:
@@ -86,6 +86,7 @@ def verify_logs(paths: Iterable[Path]) -> Verdict:
 
 
 def _judge(logs: Sequence[RankLog]) -> Verdict:
+    """Check the files part by part, and stop at the first part with faults."""
     found, links = Verdict(len(logs)), set[_Link]()
     judged: dict[bytes, tuple[int, int]] = {}
     for _ in read_to_cuts(logs):
@@ -112,7 +113,7 @@ def _judge(logs: Sequence[RankLog]) -> Verdict:
 
 
 def _hold_together(ranks: Sequence[_Rank], whole: bool, links: set[_Link], found: Verdict) -> None:
-    """Find out why what was read does not hold; ``whole`` if it does not end with a file."""
+    """Check one part on all ranks; ``whole``: the files do not end here, or all with ``end``."""
     faults = [fault for rank in ranks for fault in rank.faults]
     for key in dict.fromkeys(key for rank in ranks for key in rank.did):
         first, *others = (ranks[rank] for rank in key[0].ranks)
@@ -143,11 +144,11 @@ def _stuck(
 def _difference(
     key: tuple[play.Group, str], first: _Rank, other: _Rank, whole: bool
 ) -> Iterator[str]:
-    """What is the first that two ranks of a group do not do alike."""
+    """The first difference between the operations, or meetings, of two ranks of a group."""
     for one, two in zip_longest(first.did[key], other.did[key]):
         if one is None or two is None:
             lacking, having = (first, other) if one is None else (other, first)
-            # It may have done more than is in a file that just ends.
+            # A rank whose file has no ``end`` may have done more.
             if whole or lacking.log.ended:
                 yield f"rank {lacking.rank} lacks {(one or two)[0]}, which rank {having.rank} has"
             return
@@ -173,14 +174,14 @@ def _notes(log: RankLog) -> Iterator[str]:
         yield f"rank {log.rank} came to its end with {len(log.under_way)} operations under way"
 
 
-# ---------------------------------------------------------------------- one rank in a piece
+# ---------------------------------------------------------------------- one rank in a part
 
 _Rules = Literal["recorded", "hccl"]
 _Link = tuple[play.Group, Hashable]
 
 
 class _Name(NamedTuple):
-    """An operation, a collective or a meeting, the same on all its ranks."""
+    """Identifies an operation, a collective or a meeting, equally on all its ranks."""
 
     what: str
     group: play.Group
@@ -193,12 +194,12 @@ class _Name(NamedTuple):
 
 
 class _Running:
-    """A program of a rank, as it goes on.
+    """A program of a rank in execution.
 
     Attributes:
-        left: the places of the posts and waits that are to come.
-        ends: what was posted together with a step's send or receive.
-        at, posted, due: where the batched program is; its posts so far, and that it may post.
+        left: the indices of its remaining posts and waits.
+        ends: the ends that were posted together with a step's send or receive.
+        at, posted, due: of the batched program: next index, posts so far, posts allowed so far.
     """
 
     def __init__(self, name: _Name, program: Program, batched: Program) -> None:
@@ -215,13 +216,13 @@ class _Running:
 
 
 class _Rank:
-    """The events of a rank: held against its programs, and as scripts to be played.
+    """The events of a rank: compared with its programs, and turned into scripts to simulate.
 
     Attributes:
-        did: the operations and the meetings of a group, with what has to be the same.
-        actions: per set of rules and thread; ``recorded`` is by those of its own backend.
-        gloo: whether it posted anything one by one.
-        operations, messages: how many.
+        did: operations, collectives and meetings of a group, with the facts that have to be equal.
+        actions: by set of rules and thread; ``recorded`` are the rules of the run's own backend.
+        gloo: whether a program was not batched.
+        operations, messages: their numbers.
     """
 
     def __init__(self, log: RankLog) -> None:
@@ -245,7 +246,7 @@ class _Rank:
                 self.faults.append(f"rank {self.rank}, {name}: it began it and never waited for it")
 
     def _fault(self, running: _Running, what: str) -> None:
-        # One per operation: what follows from it is noise.
+        # One fault per operation; further ones are consequences of it.
         if running.name not in self._faulty:
             self._faulty.add(running.name)
             self.faults.append(f"rank {self.rank}, {running.name}: it {what}")
@@ -286,8 +287,8 @@ class _Rank:
                 self._go_on(other)
 
     def _issue(self, slot: int, name: _Name, facts: dict[str, Any]) -> None:
-        """Play it as a message to and from every other rank, which it waits for, on a lane of its
-        own: in order, and of one size."""
+        """Simulate a collective as a message to and from every other rank, on a separate lane: its
+        collectives have to match in order and size."""
         group = name.group
         me, peers = group.ranks.index(self.rank), range(len(group.ranks))
         piece = "{kind} ({bytes} bytes)".format(**facts)
@@ -325,7 +326,7 @@ class _Rank:
                 self._go_on(running, running.due + 1)
 
     def _go_on(self, running: _Running, due: int = 0, *, in_line: bool = True) -> None:
-        """Play the batched program of a run on gloo, as far as it has come and may."""
+        """Simulate the batched program of a run on gloo, up to ``due`` posts."""
         running.due = max(running.due, due)
         code = running.batched.code
         if in_line and self._held(running):
@@ -335,7 +336,7 @@ class _Rank:
             self._play("hccl", running, code[running.at - 1])
 
     def _held(self, running: _Running) -> bool:
-        """Whether an earlier operation has to post first."""
+        """Whether an earlier bucket operation has posts left, which have to come first."""
         earlier = takewhile(lambda one: one is not running, self._slots.values())
         return any(
             one.name.group == running.name.group
@@ -363,7 +364,7 @@ class _Rank:
                 if self._held(running):
                     self._fault(running, "posts before an earlier bucket has posted all of its own")
             step, lane, source, *_ = posted[0].transfer
-            # On gloo tags tell messages apart: each has a lane of its own.
+            # On gloo messages match by tag, as if each had its own lane.
             alone = rules == "recorded" and not running.program.batched
             tagged = alone and isinstance(one, Post)
             on = f"{lane}, tag {name.number}.{step}.{source}," if tagged else lane
@@ -371,6 +372,6 @@ class _Rank:
 
 
 def _end(name: _Name, end: End) -> play.End:
-    """With its rows, so that those of both ends have to be the same."""
+    """An end with its number of rows in the piece, so that both ends have to have the same."""
     piece = f"{end.transfer.piece} ({end.span.rows} rows)"
     return play.End(name, end.transfer._replace(piece=piece))

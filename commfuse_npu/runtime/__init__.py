@@ -1,1 +1,1 @@
-"""Programs carried out: lanes over a process group, what runs on them, and what is recorded."""
+"""Execution of programs: lanes over a process group, the executor, and the order log."""

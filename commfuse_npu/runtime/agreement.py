@@ -1,19 +1,20 @@
-"""What the ranks of a group agree on, and what becomes of them when they do not.
+"""Checks that the ranks of a group run the same operations, and breaks the transport if not.
 
-Every rank runs the same operations in the same order.  A combination of operation and options is
-compared before anything of its first use is sent; all that was begun, with its sizes, before an
-optimizer changes weights.  A failure names rank, peer, operation and step, and it is for good: the
-transfers that are left over can no longer be matched.
+Every rank runs the same operations in the same order.  The ranks compare a combination of operation
+and options before they send anything of its first use.  Before an optimizer changes weights, they
+compare all operations begun, with their sizes.  An error names rank, peer, operation and step.  It
+is permanent, because the remaining transfers can no longer be matched.
 
-What is begun enters a digest.  On gloo the digest of every stretch of operations is sent to the
-other ranks, and looked at when the next stretch is over, so that it has arrived long before.  While
-transfers are under way it is not looked at: another rank may need them before it sends its own::
+Each operation begun updates a digest.  On gloo, a rank sends the digest of every stretch of
+operations to the other ranks, and compares theirs at the end of the next stretch, when they have
+arrived.  With transfers in flight it does not compare, because another rank may need these
+transfers before it sends its digest::
 
     begun    | stretch 0      | stretch 1      | stretch 2      | step of the optimizer
     sent     |                | 0              | 1              | 2, and the last operations
     compared |                |                | 0              | 1, 2, and the last operations
 
-The last operations are kept in full, to say in what the ranks differ.
+The last operations are kept in full, for error messages that show the difference.
 """
 
 from __future__ import annotations
@@ -40,38 +41,38 @@ __all__ = ["Agreement", "Check", "MismatchError", "TransportError"]
 Check = Literal["first", "always"]
 
 Signature = tuple[tuple[str, Hashable], ...]
-"""An operation: ``("operation", name)``, then whatever else has to be the same on all ranks."""
+"""An operation: ``("operation", name)``, then ``(fact, value)`` pairs, equal on all ranks."""
 
 _MOST_AGREED = 4096
-"""Combinations of operation and options, about 1 KiB each, that are remembered."""
+"""Most combinations of operation and options that are cached, about 1 KiB each."""
 
 _MOST_BEGUN = 512
-"""Programs that are remembered; one that was forgotten is looked up among the combinations."""
+"""Most programs that are cached; any other is looked up among the combinations."""
 
 _EXPLAINING = timedelta(seconds=2)
-"""How long others whose wait failed as well are waited for, to say in what they differ."""
+"""After a failed wait: timeout for the other ranks' operations, to report the first difference."""
 
 _STRETCH = 256
 _KEPT = 4 * _STRETCH
 _DIGESTS, _HISTORIES = 1, 2
-"""Tags of digests, and of what was begun, in full; other comparisons have 0."""
+"""Message tags of digests and of full lists of operations; other comparisons use tag 0."""
 
 _numbers = count()
 _unsettled: set[Agreement] = set()
-"""On which something was begun that was not compared with the other ranks."""
+"""Transports with operations that were not compared with the other ranks yet."""
 
 
 @cache
 def _settle_before_steps() -> None:
-    """Have all transports settled before a step of any optimizer of torch.optim, or of its kind."""
+    """Register a hook that settles all transports before a step of a ``torch.optim`` optimizer."""
 
     def settle(*_: object) -> None:
-        # In one order on all ranks, or they wait for each other.
+        # In the same order on all ranks, or they deadlock.
         for transport in sorted(_unsettled, key=lambda one: one._number):
             if transport._world is dist.group.WORLD:
                 transport.settle()
             else:
-                _unsettled.discard(transport)  # its groups were destroyed with all others
+                _unsettled.discard(transport)  # its groups were destroyed with the old world
 
     register_optimizer_step_pre_hook(settle)
 
@@ -89,28 +90,28 @@ class TransportError(RuntimeError):
 class MismatchError(TransportError):
     """The ranks of a group called different operations, or with different shapes or options.
 
-    What is known to all ranks is compared when it was carried out already: see
+    For a combination that was compared before, it is raised after the operation ran: see
     :meth:`Transport.settle`.
     """
 
 
 class Agreement:
-    """What the ranks of one group have agreed on, and whether they still can.
+    """The base class of a transport: compares operations between the ranks of one group.
 
     Args:
-        group: whose ranks agree.
-        control: a group of the same ranks, for comparisons; gloo's where there is one.
-        timeout: how long another rank is waited for.
-        check: compare what is new at its ``first`` use and the rest when the ranks :meth:`settle`;
-            or everything ``always``, before it is sent.
+        group: the process group of the ranks.
+        control: a group of the same ranks for comparisons; a gloo group if there is one.
+        timeout: for the answers of other ranks.
+        check: ``first`` compares a new operation at its first use, and the rest in :meth:`settle`;
+            ``always`` compares every operation before anything is sent.
 
     Attributes:
-        ranks: of the whole job, by place in the group.
-        rank, size: place in the group.
-        order_log: where to write down the order of posts and waits; ``None`` for nowhere.
-        log_number: of this transport in it.
-        before_comparing: called before an operation that is new waits for the other ranks to call
-            it too; it finishes what is under way that they may need of this rank.
+        ranks: global rank of each rank of the group.
+        rank, size: rank in the group, and its size.
+        order_log: records the order of posts and waits; ``None`` for no record.
+        log_number: number of this transport in the order log.
+        before_comparing: called before a new operation is compared with the other ranks; it
+            finishes transfers in flight that they may still need.
     """
 
     def __init__(
@@ -126,13 +127,13 @@ class Agreement:
         self.before_comparing: Callable[[], None] = lambda: None
         self._control = control
         self._agreed: set[Hashable] = set()
-        # What Transport.begin agreed on, so that it is not put together anew: to number and words.
+        # Cache of Transport.begin: the number and the signature that were agreed on.
         self._begun: dict[Hashable, tuple[int, Signature]] = {}
-        # What is begun is compared later: how many operations, and all of them, below 2^63.
+        # Compared later: the number of operations begun, and their digest, below 2^63.
         self._keeps = self.size > 1 and check == "first"
         self._entered = self._digest = 0
         self._kept: deque[Signature] = deque(maxlen=_KEPT)
-        # Single messages of HCCL open communicators of their own, in the middle of a forward.
+        # Only gloo: single messages on HCCL would open communicators in the middle of a forward.
         self._sends = dist.get_backend(control) == "gloo"
         self._sent: deque[Swap] = deque()
         if self._keeps:
@@ -143,17 +144,17 @@ class Agreement:
 
     @property
     def broken(self) -> bool:
-        """Whether a failure made it useless; :meth:`error` says which."""
+        """Whether a failure broke the transport; :meth:`error` describes it."""
         return self._broken is not None
 
     def expect_unbroken(self) -> None:
-        """Raise the :meth:`error` of the failure that made it useless, if one did."""
+        """Raise :meth:`error` if the transport is broken."""
         if self._broken is not None:
             raise self.error()
 
     @property
     def under_way(self) -> bool:
-        """Whether other ranks may wait for transfers of this one."""
+        """Whether transfers are in flight for which other ranks may wait."""
         return False
 
     def agree(
@@ -161,18 +162,18 @@ class Agreement:
     ) -> int:
         """Agree with the other ranks on an operation, before anything of it is posted.
 
-        The ranks of a group run the same operations in the same order, so that all of them meet a
-        combination of facts for the first time together, and wait for each other there.  Sizes of
-        what is known are compared later, see :meth:`settle`: a new length holds nobody up.
+        All ranks run the same operations in the same order, so a combination of facts is new on all
+        of them at once, and they compare it there.  Different sizes of a known combination do not
+        block: they are compared later, see :meth:`settle`.
 
         Args:
-            sizes: lengths, which come and go; zero is not a length, but a fact.
+            sizes: lengths, which may differ between calls.  Whether a size is 0 counts as a fact.
 
         Returns:
-            a number for what was agreed on, to tell operations apart; the same on every rank.
+            A number that identifies the operation with its facts and sizes, equal on every rank.
 
         Raises:
-            MismatchError: another rank calls something else.
+            MismatchError: another rank calls a different operation.
             TransportError: a rank did not answer in time, or the transport is broken.
         """
         self.expect_unbroken()
@@ -185,7 +186,7 @@ class Agreement:
     def _agreed_on(
         self, name: str, facts: Mapping[str, Hashable], sizes: Mapping[str, Hashable]
     ) -> tuple[int, Signature]:
-        """Compare the facts, if they are new, and with them those that are sizes."""
+        """Compare facts, sizes included, with the other ranks if the combination is new."""
         signature = (("operation", name), *facts.items())
         kind = (
             *signature[:1],
@@ -195,14 +196,14 @@ class Agreement:
             self.before_comparing()
             self._compare(name, signature)
         if len(self._agreed) >= _MOST_AGREED and kind not in self._agreed:
-            # The ranks run the same operations, so that they forget the same.
+            # All ranks run the same operations, so they clear their caches at the same one.
             self._agreed.clear()
             self._begun.clear()
         self._agreed.add(kind)
         return zlib.crc32(repr(signature).encode()), signature
 
     def _enter(self, identity: int, signature: Signature) -> None:
-        """Write down what is begun, to be compared later."""
+        """Add an operation to the digest; at the end of a stretch, exchange digests (gloo)."""
         _unsettled.add(self)
         self._entered += 1
         self._digest = (self._digest * 6364136223846793005 + identity) & 0x7FFFFFFFFFFFFFFF
@@ -216,13 +217,13 @@ class Agreement:
                 peers = (peer for peer in range(self.size) if peer != self.rank)
                 theirs = {peer: torch.empty_like(mine) for peer in peers}
                 self._sent.append(Swap(mine, theirs, self._control, _DIGESTS))
-            # A rank that needs what is under way here may not have sent its digest.
+            # A rank that waits for a transfer in flight here may not have sent its digest yet.
             same = self.under_way or self._same_digests(but=1)
         if not same:
             self._diverged()
 
     def _same_digests(self, but: int = 0) -> bool:
-        """Wait for the other ranks' digests, ``but`` those sent last; whether all are the same."""
+        """Wait for all digests except the last ``but`` sent; whether all ranks have the same."""
         end = time.monotonic() + self.timeout.total_seconds()
         while len(self._sent) > but:
             sent = self._sent.popleft()
@@ -236,21 +237,20 @@ class Agreement:
         self._begun[key] = agreed
 
     def settle(self) -> None:
-        """Compare what was begun with the other ranks: it returns only if it was the same.
+        """Compare all operations begun, with their sizes and order; return only if they are equal.
 
-        It runs by itself before every step of an optimizer of torch.optim and of its subclasses,
-        the inner optimizers of Megatron and MindSpeed among them, and raises there, before weights
-        change.  A loop that changes weights in another way, or has none to change, calls it where
-        all ranks of the group come.  Where nothing was begun since the last time it does nothing.
+        A hook calls it before every step of an optimizer of ``torch.optim`` or a subclass, which
+        includes the inner optimizers of Megatron and MindSpeed, so that it raises before weights
+        change.  A loop without such an optimizer calls it at a point that all ranks of the group
+        reach.  If no operation has begun since the last call, it does nothing.
 
-        What was begun are the operations with all their sizes, in order.  Until then a size that
-        is not the same on all ranks does what the backend does: gloo matches nothing, and the wait
-        times out with this error; of HCCL it is not documented, and two operations of equal size
-        in another order deliver wrong data.
+        Until then, the effect of sizes that differ between ranks depends on the backend.  On gloo
+        the transfers do not match and the wait times out with this error.  On HCCL it is not
+        documented, and two operations of equal size in a different order deliver wrong data.
 
         Raises:
-            MismatchError: another rank began something else.
-            TransportError: a rank did not come in time, or the transport is broken.
+            MismatchError: another rank began a different operation.
+            TransportError: a rank did not call it in time, or the transport is broken.
         """
         self.expect_unbroken()
         if self not in _unsettled:
@@ -264,7 +264,7 @@ class Agreement:
         _unsettled.discard(self)
 
     def _diverged(self) -> None:
-        """Raise, with the first operation that is not the same on all ranks."""
+        """Break the transport and raise, naming the first operation that differs between ranks."""
         with self._with_others("what was begun"):
             difference = self._difference(self.timeout, all_begun=True)
         self.fail(
@@ -273,7 +273,7 @@ class Agreement:
         raise self.error(MismatchError)
 
     def gave_up(self, why: str, *left_over: object) -> TransportError:
-        """A wait failed: break the transport, and say so if the ranks differ."""
+        """After a failed wait: break the transport; the error names a difference between ranks."""
         difference = None
         if self._keeps and self._broken is None:
             try:
@@ -284,10 +284,10 @@ class Agreement:
         return self.error(TransportError if difference is None else MismatchError)
 
     def _difference(self, timeout: timedelta, *, all_begun: bool) -> str | None:
-        """The first operation that is another one on another rank, as far as they are kept.
+        """Describe the first operation, among those kept, that differs on another rank.
 
         Args:
-            all_begun: whether a rank that began less than another differs from it.
+            all_begun: whether a different number of operations counts as a difference.
         """
         mine = self._entered - len(self._kept), list(self._kept)
         found = []
@@ -311,10 +311,10 @@ class Agreement:
         )
 
     def share(self, name: str, value: Any) -> list[Any]:
-        """What every rank gives here, in the order of the ranks; small things, by pickle.
+        """All-gather a small picklable object; returns the values in the order of the ranks.
 
         Raises:
-            TransportError: a rank did not come in time, or the transport is broken.
+            TransportError: a rank did not call it in time, or the transport is broken.
         """
         self.expect_unbroken()
         if self.size == 1:
@@ -326,6 +326,7 @@ class Agreement:
 
     @contextmanager
     def _with_others(self, name: str) -> Iterator[None]:
+        """A failed exchange with the other ranks in this block breaks the transport."""
         try:
             yield
         except RuntimeError as error:
@@ -334,6 +335,7 @@ class Agreement:
             raise self.error() from error
 
     def _compare(self, name: str, signature: Signature) -> None:
+        """Exchange signatures; raise a MismatchError if another rank's differs."""
         everyone = self.share(name, signature)
         for rank, other in enumerate(everyone):
             if other != signature:
@@ -344,7 +346,7 @@ class Agreement:
                 raise self.error(MismatchError)
 
     def fail(self, why: str, *left_over: object) -> None:
-        """Break the transport: no later operation can be matched with the other ranks' any more."""
+        """Break the transport for good; ``left_over`` objects are kept alive with it."""
         self._left_over += left_over
         _unsettled.discard(self)
         if self._broken is None:
@@ -355,10 +357,11 @@ class Agreement:
                 self.order_log.write("fail", self.log_number, why)
 
     def error(self, kind: type[TransportError] = TransportError) -> TransportError:
+        """The exception for a broken transport; the caller raises it."""
         return kind(f"{self._broken}. This transport cannot be used any more")
 
     def _closed(self) -> None:
-        """Nothing is compared any more."""
+        """Mark the transport as closed: nothing is compared any more."""
         self._broken = self._broken or f"rank {self.rank}: it was closed"
         _unsettled.discard(self)
         if self.order_log is not None:
@@ -366,7 +369,7 @@ class Agreement:
 
 
 def _mismatch(rank: int, here: Signature, peer: int, there: Signature) -> str:
-    """In what two operations differ."""
+    """Describe the difference between two operations."""
     mine, theirs = dict(here), dict(there)
     differing = "; ".join(
         f"{what}: {mine.get(what)} here, {theirs.get(what)} there"

@@ -1,4 +1,4 @@
-"""A process that ends with the one that started it."""
+"""Ends a process when its parent process ends."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ _PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent() -> None:
-    """Have the kernel end this process when its parent is gone (Linux)."""
+    """Have the kernel kill this process when its parent exits (Linux only; else nothing)."""
     if sys.platform.startswith("linux"):
         parent = os.getppid()
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:
-            os._exit(1)  # it died in between
+            os._exit(1)  # the parent exited before prctl

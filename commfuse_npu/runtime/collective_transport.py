@@ -1,7 +1,7 @@
-"""Carries out the lines that operations equal, by the collectives of torch.distributed.
+"""Runs ops unfused, with the collectives of torch.distributed.
 
-The unfused form of every op is the op on a :class:`CollectiveTransport`: its reference, and what it
-falls back to where there is nothing to hide, in a group of one or for an empty input.
+An op on a :class:`CollectiveTransport` executes the lines of its rule.  This unfused op is the
+reference of the fused one, and its fallback for a group of one, an empty input and the like.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ __all__ = ["CollectiveRun", "CollectiveTransport", "Lines"]
 
 
 class Lines(NamedTuple):
-    """What takes the place of a program: the lines of its rule, for one rank."""
+    """Takes the place of a program: a rule whose lines are executed for one rank."""
 
     rule: Rule
     place: Place
@@ -45,15 +45,16 @@ class Lines(NamedTuple):
 
 
 class CollectiveTransport:
-    """Takes the place of lanes in any op but buckets: of a :class:`.transport.Transport`.
+    """Takes the place of a :class:`.transport.Transport` in every op except buckets.
 
-    Every rank of the group calls the same ops with the same shapes: here nothing compares them.
+    Every rank of the group has to call the same ops with the same shapes; they are not compared.
 
     Args:
-        group: of the collectives.
-        same_pieces: cut work as the fused op does, and add in its order: the same bits, whatever
-            the GEMM library makes of fewer rows.  Else each GEMM is one, as in an unfused layer.
-        lanes: whose operations these are; what fails breaks it.
+        group: the process group of the collectives.
+        same_pieces: cut work as the fused op does, and add in its order.  The result has the same
+            bits, even if the GEMM library rounds differently for fewer rows.  By default each GEMM
+            is one call, as in an unfused layer.
+        lanes: the transport that falls back to these collectives; a failure breaks it.
     """
 
     def __init__(
@@ -82,7 +83,7 @@ class CollectiveTransport:
         return Place(schedule, self.rank, self.size, True)
 
     def program(self, rule: Rule, schedule: Schedule, *arguments: Any) -> Lines:
-        """What :meth:`begin` takes; see :meth:`Transport.program`."""
+        """The argument of :meth:`begin`; see :meth:`Transport.program`."""
         return Lines(rule, self.place(schedule), arguments)
 
     def begin(
@@ -97,7 +98,7 @@ class CollectiveTransport:
         return CollectiveRun(self, program, name, like, sum_dtype)
 
     def agree(self, name: str, *facts: object, **more: object) -> None:
-        """Nothing is compared."""
+        """Do nothing: ranks are not compared."""
 
     def all_reduce(self, name: str, tensor: torch.Tensor) -> None:
         """Sum ``tensor`` over the ranks, in place."""
@@ -107,20 +108,20 @@ class CollectiveTransport:
             dist.all_reduce(tensor, group=self.group)
 
     def wait_for(self, work: Any) -> None:
-        """Wait for a collective."""
+        """Wait for the ``Work`` of a collective."""
         work.wait() if self._lanes is None else self._lanes.wait_for(work)
 
     def collectives(self, name: str) -> AbstractContextManager[None]:
-        """What fails in this block breaks the transport, if these are its operations."""
+        """See :meth:`Transport.collectives`; does nothing without a transport."""
         return nullcontext() if self._lanes is None else self._lanes.collectives(name)
 
 
 class CollectiveRun:
-    """An operation under way, as :class:`~commfuse_npu.runtime.executor.Running` is one.
+    """An operation on collectives, with the interface of :class:`.executor.Running`.
 
-    Nothing of it is begun ahead of its work: what is handed in ahead is kept.  It carries the lines
-    of its rule out by itself (a :class:`~commfuse_npu.plan.rules.Carrier` of tensors): an
-    all-gather is waited for when it is read, a reduce-scatter at the end.
+    ``run(ahead=True)`` keeps the tensors and starts nothing.  It executes the lines of its rule as
+    a :class:`~commfuse_npu.plan.rules.Carrier` of tensors.  It waits for an all-gather when its
+    result is read, and for a reduce-scatter at the end.
     """
 
     def __init__(
@@ -140,7 +141,7 @@ class CollectiveRun:
         self._kernels = kernels_for(like.device)
         self._works: Mapping[str, Work] = {}
         self._tensors: dict[str, torch.Tensor] = {}
-        # By identity of the result, which is held so that nothing else gets it.
+        # By id of the result, which is kept alive so that the id stays unique.
         self._under_way: dict[int, Begun] = {}
         self._sums: list[tuple[torch.Tensor, torch.Tensor]] = []
 
@@ -164,14 +165,14 @@ class CollectiveRun:
                 into.copy_(total)
 
     def drain(self, **tensors: torch.Tensor) -> None:
-        """Nothing was begun."""
+        """Do nothing: nothing was started."""
 
     def _begun(self, begun: Begun) -> torch.Tensor:
         self._under_way[id(begun[0])] = begun
         return begun[0]
 
     def _read(self, matrix: torch.Tensor) -> torch.Tensor:
-        """The matrix, once it is there."""
+        """Wait for a matrix if it is the result of an all-gather in flight, and return it."""
         if id(matrix) in self._under_way:
             with self._transport.collectives(self.name):
                 self._transport.wait_for(self._under_way.pop(id(matrix))[1])

@@ -1,7 +1,7 @@
-"""The plain collectives, under whichever name this torch has, and where a group's tensors are.
+"""Collectives of torch.distributed under the names of torch 2.7 and 2.13; the device of a backend.
 
 torch 2.13 calls them ``all_gather_single`` and ``reduce_scatter_single`` and warns about the names
-that torch 2.7 (MindSpeed's) has.
+of torch 2.7, which MindSpeed uses.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 
 Begun = tuple[torch.Tensor, Any]
-"""The result of a collective, and what to wait for before it is read."""
+"""The result of an asynchronous collective, and the ``Work`` to wait for before it is read."""
 
 
 def begin_all_gather(
     shard: torch.Tensor, group: dist.ProcessGroup, out: torch.Tensor | None = None
 ) -> Begun:
-    """:func:`all_gather_rows`, under way."""
+    """:func:`all_gather_rows`, asynchronous."""
     if out is None:
         out = shard.new_empty((shard.shape[0] * group.size(), *shard.shape[1:]))
     return out, _all_gather(out, shard.contiguous(), group=group, async_op=True)
 
 
 def begin_reduce_scatter(full: torch.Tensor, group: dist.ProcessGroup) -> Begun:
-    """:func:`reduce_scatter_rows`, under way; ``full`` must not change before it is done."""
+    """:func:`reduce_scatter_rows`, asynchronous; ``full`` must not change before it is complete."""
     out = full.new_empty((full.shape[0] // group.size(), *full.shape[1:]))
     return out, _reduce_scatter(out, full.contiguous(), group=group, async_op=True)
 
@@ -53,7 +53,7 @@ def begin_reduce_scatter(full: torch.Tensor, group: dist.ProcessGroup) -> Begun:
 def begin_all_to_all(
     blocks: torch.Tensor, group: dist.ProcessGroup, out: torch.Tensor, own: bool = True
 ) -> Begun:
-    """:func:`all_to_all_rows`, under way; not ``own``: of the peers' blocks alone."""
+    """:func:`all_to_all_rows`, asynchronous; ``own=False``: without this rank's own block."""
     splits = None
     if not own:
         rows, rank = blocks.shape[0] // (group.size() - 1), group.rank()
@@ -69,13 +69,13 @@ def all_gather_rows(shard: torch.Tensor, group: dist.ProcessGroup) -> torch.Tens
 
 
 def reduce_scatter_rows(full: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Sum of ``[n * s, ...]`` over the ranks of the group, of which each keeps its ``[s, ...]``.
+    """Sum ``[n * s, ...]`` over the ranks of the group; each rank keeps its block ``[s, ...]``.
 
     On gloo rank r adds ``x[r-1], x[r-2], ..., x[r+1], x[r]`` and rounds at every addition.  gloo
-    cuts the tensor into segments of equal length, two per rank or more (of 1 MiB at most), each
-    with an order of its own; where a block is not a whole number of segments, the few elements in
-    between get the order of a neighbour.  Blocks with an even number of elements are whole up to
-    2 MiB (measured on CPU with 3 and 4 ranks).
+    cuts the tensor into segments of equal length, at least two per rank and at most 1 MiB each, and
+    the order depends on the segment.  If a block is not a whole number of segments, a few elements
+    at its boundary are added in the order of a neighbouring block.  Blocks with an even number of
+    elements are whole up to 2 MiB (measured on CPU with 3 and 4 ranks).
     """
     out = full.new_empty((full.shape[0] // group.size(), *full.shape[1:]))
     _reduce_scatter(out, full.contiguous(), group=group)
@@ -83,7 +83,7 @@ def reduce_scatter_rows(full: torch.Tensor, group: dist.ProcessGroup) -> torch.T
 
 
 def all_to_all_rows(blocks: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """``[n * s, ...]``: block d goes to rank d of the group, block r of the result is rank r's."""
+    """``[n * s, ...]``: block d goes to rank d of the group; rank r's block arrives as block r."""
     blocks = blocks.contiguous()
     out = torch.empty_like(blocks)
     _all_to_all(out, blocks, group=group)
@@ -96,7 +96,7 @@ def sum_rows_in_order(
     """:func:`reduce_scatter_rows`, added in the order of ``sources`` and rounded at every addition.
 
     Args:
-        sources: every rank of the group once.
+        sources: all ranks of the group, in the order of the additions.
     """
     blocks = all_to_all_rows(full, group).unflatten(0, (group.size(), -1))
     total = blocks[sources[0]].clone()
@@ -106,10 +106,10 @@ def sum_rows_in_order(
 
 
 def device_backend(backend: str) -> tuple[str, str]:
-    """``(device type, name)`` of a group's backend; of ``cpu:gloo,npu:hccl`` the device's is meant.
+    """``(device type, name)`` of a group's backend; of ``cpu:gloo,npu:hccl`` that of the device.
 
-    What torch.distributed was told about a backend when it was registered says where its tensors
-    are.  gloo carries those of CUDA devices too, through the host: its own are on the CPU.
+    The device type is the first that the backend was registered with.  gloo also takes CUDA
+    tensors, through the host; its device type is ``cpu``.
 
     Raises:
         ValueError: torch.distributed does not know the backend.
@@ -141,6 +141,6 @@ class _AllToAll(torch.autograd.Function):
 
 
 def all_to_all(blocks: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """:func:`all_to_all_rows`, differentiable: gradients go back the same way."""
+    """:func:`all_to_all_rows`, differentiable: the backward is another all-to-all."""
     result: torch.Tensor = _AllToAll.apply(blocks, group)
     return result

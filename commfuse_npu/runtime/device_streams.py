@@ -1,15 +1,15 @@
-"""The streams of a device beside the one that an operation is called on.
+"""The side stream of a device, and the streams of HCCL's lanes.
 
-On an NPU vector cores add while the cube cores multiply, if they are given the two on different
-streams [read in CANN's documentation]: :class:`SideStream`.  Which instruction is on which
-stream, and where one waits for the other, is in the program.
+:class:`SideStream`: on an NPU the vector cores add while the cube cores multiply, if the two are on
+different streams [read in CANN's documentation].  The program says which instruction is on which
+stream, and where one waits for the other.
 
-Each lane of HCCL has a stream, too, and torch_npu marks what a batch sends and receives as used on
-it; freed memory is then kept until the allocator finds an event on that stream done.  A batch of
-CANN 8 takes the mark away in its wait.  One of CANN 9 is a group, whose wait does not
-(``endCoalescing`` in ``ProcessGroupHCCL.cpp`` of torch_npu 26.0 and 26.1, read): the further the
-host is ahead of the device, the more memory is taken.  So :class:`LaneStreams` takes the marks away
-when a program is done.
+:class:`LaneStreams`: each lane of HCCL has a stream, and torch_npu records the tensors of a batch
+as used on it.  If such a tensor is freed, the allocator keeps its memory until an event on that
+stream completes.  With CANN 8 the wait for a batch removes this record.  With CANN 9 a batch is a
+group, whose wait does not (``endCoalescing`` in ``ProcessGroupHCCL.cpp`` of torch_npu 26.0 and
+26.1, read), so memory use grows with the distance between host and device.  Therefore the records
+are removed when a program has finished.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ __all__ = ["LaneStreams", "SideStream", "side_stream"]
 
 
 class SideStream:
-    """For the sums and copies of operations on one device.
+    """A stream for the sums and copies of operations on one device.
 
     Args:
-        module: the device's: ``torch.npu``, ``torch.cuda``.
+        module: of the device: ``torch.npu`` or ``torch.cuda``.
     """
 
     def __init__(self, module: Any, device: torch.device) -> None:
@@ -36,7 +36,7 @@ class SideStream:
         self._stream = module.Stream(device=device)
 
     def do(self, work: Callable[..., None], *args: object) -> None:
-        """Call ``work`` with it as the current stream."""
+        """Call ``work`` with this stream as the current stream."""
         with self._module.stream(self._stream):
             work(*args)
 
@@ -44,26 +44,26 @@ class SideStream:
         return self._stream if aside else self._module.current_stream(self._device)
 
     def record(self, *, aside: bool) -> Any:
-        """An event, after what this stream, or the current one, was given so far."""
+        """Record an event on this stream (``aside``) or on the current one."""
         event = self._module.Event()
         event.record(self._of(aside))
         return event
 
     def hold(self, event: Any, *, aside: bool) -> None:
-        """What this stream, or the current one, is given from now on comes after the event."""
+        """Make this stream (``aside``) or the current one wait for an event."""
         self._of(aside).wait_event(event)
 
 
 @lru_cache(maxsize=16)
 def side_stream(device: torch.device) -> SideStream | None:
-    """The one of a device; a CPU has none, there the host does everything in its order."""
+    """The side stream of a device, created once; ``None`` for a CPU, which has no streams."""
     if device.type == "cpu":
         return None
     return SideStream(torch.get_device_module(device.type), device)
 
 
 class LaneStreams:
-    """The streams of lanes that are warmed up, on one NPU."""
+    """The streams of warmed-up lanes on one NPU."""
 
     def __init__(self, lanes: Sequence[dist.ProcessGroup], device: torch.device) -> None:
         import torch_npu
@@ -82,7 +82,7 @@ class LaneStreams:
 
     @classmethod
     def of(cls, lanes: Sequence[dist.ProcessGroup], device: torch.device) -> LaneStreams | None:
-        """Those of an NPU whose torch_npu can take marks away (7.2 and newer), else none."""
+        """The streams, if torch_npu has ``erase_stream`` (7.2 and newer); else ``None``."""
         if device.type != "npu":
             return None
         import torch_npu
@@ -90,10 +90,9 @@ class LaneStreams:
         return cls(lanes, device) if hasattr(torch_npu, "erase_stream") else None
 
     def erase(self, tensors: Iterable[torch.Tensor], lanes: int) -> None:
-        """Take the marks of the first ``lanes`` away.
+        """Remove the records of these tensors from the streams of the first ``lanes`` lanes.
 
-        Every transfer of the tensors' memory on these lanes has been waited for, and the current
-        stream comes after the waits.
+        Every transfer of their memory on these lanes has to be waited for on the current stream.
         """
         for tensor in tensors:
             for stream in self._streams[:lanes]:

@@ -1,18 +1,18 @@
-"""Runs programs: a loop over their instructions, and nothing that it decides by itself.
+"""Executes programs: a loop over their instructions that makes no scheduling decisions of its own.
 
 =====================  ==================================  =====================================
                        HCCL                                gloo
 =====================  ==================================  =====================================
-posted                 one batch {send, receive} per step  each receive as early as its rows are
-                                                           free, each send when it is made
+posted                 one batch {send, receive} per step  each receive as soon as its rows are
+                                                           free, each send when its data is ready
 matched by             order                               tag
-``wait()`` holds       the stream                          the host
+``wait()`` blocks      the stream                          the host
 =====================  ==================================  =====================================
 
-On HCCL unbatched transfers would open a communicator per pair of ranks, in the middle of a forward,
-and receives posted ahead of sends would hang; a batch per step does neither.  On gloo receives come
-first, because the notice that a receive is ready shares the socket with bulk data.  Which of the
-two a program is made for says :attr:`Program.batched`; here it is only carried out.
+On HCCL, unbatched transfers would open a communicator per pair of ranks in the middle of a forward,
+and receives posted ahead of sends would hang; one batch per step avoids both.  On gloo, receives
+are posted early because the message that a receive is ready shares the socket with bulk data.
+:attr:`Program.batched` says for which of the two a program was compiled.
 """
 
 from __future__ import annotations
@@ -48,23 +48,23 @@ if TYPE_CHECKING:
 __all__ = ["Running", "Work"]
 
 Work = Callable[..., object]
-"""What a :class:`~commfuse_npu.plan.instructions.Compute` of a program calls, by its name: with the
-tensors that it writes, then those that it reads, then the run of rows if it has one."""
+"""The function that a :class:`~commfuse_npu.plan.instructions.Compute` instruction calls: with its
+output tensors, then its input tensors, then its run of rows if it has one."""
 
 
 class Running:
-    """A program under way.  :meth:`Transport.begin` makes it.
+    """A program in execution, created by :meth:`Transport.begin`.
 
-    Call :meth:`run` until it is :attr:`done`.  An exception in between breaks the transport: the
-    other ranks wait for transfers that will not come any more.
+    Call :meth:`run` until it is :attr:`done`.  An exception in between breaks the transport,
+    because the other ranks wait for transfers that this rank no longer posts.
 
     Attributes:
-        name: of the operation, for errors.
-        done: whether everything of it was carried out and waited for.
-        before_last: what is called before the program's last work of a name: all that it needs has
-            arrived then, and the links are free for another operation.
-        transferred: what it sends or receives in, by the address of the memory, if the transport
-            has to erase it from the streams of its lanes.
+        name: of the operation, for error messages.
+        done: whether every instruction was executed and every transfer waited for.
+        before_last: callbacks by name of a work, called before the program's last call of that
+            work: its inputs have arrived, and the links are free for another operation.
+        transferred: tensors that the program sends or receives, by storage address, if the
+            transport has to call ``erase_stream`` on them; else empty.
     """
 
     def __init__(
@@ -95,16 +95,16 @@ class Running:
         self.transferred: dict[int, torch.Tensor] = {}
         self._second = side_stream(device)
         self._events: dict[int, Any] = {}
-        # By identity of what is waited for: a batch is one thing, sent and received.
+        # ``(id of the entry, side stream?)``; a batch is one entry in both dictionaries below.
         self._waited: set[tuple[int, bool]] = set()
-        # By step: [works, tensors...] until they are waited for, then [()]; a batch in both.
+        # By step: [works, tensors...] until waited for, then [()].
         self._receives: dict[int, list[Any]] = {}
         self._sends: dict[int, list[Any]] = {}
         self._take_scratch(late=False)
 
     @property
     def all_posted(self) -> bool:
-        """Whether no instruction is left that posts."""
+        """Whether the program has posted all its transfers."""
         return self._at > self.program.last_post
 
     def run(
@@ -114,19 +114,19 @@ class Running:
         ahead: bool = False,
         **tensors: torch.Tensor | None,
     ) -> None:
-        """Go on from where it is to the program's end, or to its mark if it is run ``ahead``.
+        """Continue to the end of the program, or with ``ahead`` to its :class:`Mark` instruction.
 
-        In ``torch.profiler`` a range with the operation's name.
+        ``torch.profiler`` shows it as a range with the operation's name.
 
         Args:
-            works: the operation's part, by name, ``None`` for work that is left out; ``gemm`` is
-                the device's own if it is not there.
-            tensors: the operation's buffers that are needed from here on, matrices ``[rows,
-                columns]``, ``None`` for one that this program does not have; what is transferred
-                has the dtype of the operation.
+            works: functions by name of the work; ``None`` skips that work.  By default ``gemm`` is
+                the GEMM of the device's kernels.
+            tensors: the operation's buffers that the remaining instructions use, matrices ``[rows,
+                columns]``; ``None`` for a buffer that this program does not have.  A transferred
+                tensor is contiguous and has the operation's dtype and device.
 
         Raises:
-            ValueError: a tensor does not fit.
+            ValueError: a tensor has the wrong shape, dtype, device or strides.
             TransportError: a transfer failed, here or before; or another thread uses the transport.
         """
         self._transport.resume(self)
@@ -144,7 +144,7 @@ class Running:
         except BaseException as error:
             post = self.program.code[self._at] if self._at < len(self.program.code) else None
             if isinstance(post, Post | Collective) and isinstance(error, RuntimeError):
-                # A connection that is known to be gone fails here already, not in the wait.
+                # A connection known to be closed fails when posting, not only in the wait.
                 self._transport.fail(f"{self._what(post.transfer.step)}: {error}", self)
                 raise self._transport.error() from error
             self._failed(error)
@@ -155,16 +155,16 @@ class Running:
             self._transport.suspend(self)
 
     def drain(self, **tensors: torch.Tensor) -> None:
-        """Finish what nobody wants any more, as all ranks do: transfers without the work.
+        """Complete the transfers of an abandoned operation and skip its work; called on all ranks.
 
         Args:
-            tensors: see :meth:`run`; what is in those that it writes means nothing.
+            tensors: see :meth:`run`; contents of the output tensors are undefined afterwards.
         """
         names = (one.work for one in self.program.code if isinstance(one, Compute))
         self.run(dict.fromkeys(names), ahead=False, **tensors)
 
     def wait_rows(self, buffer: str, start: int, stop: int) -> None:
-        """Wait for what arrives in these rows of a buffer; only for what is posted already."""
+        """Wait until the posted receives into rows ``start:stop`` of a buffer are complete."""
         self._transport.expect_unbroken()
         self._transport.expect_one_thread(self.name)
         if self.done:
@@ -187,11 +187,12 @@ class Running:
     # ------------------------------------------------------------------ the loop
 
     def _go_on(self, works: Mapping[str, Work | None], end: int) -> None:
+        """Execute the instructions up to the index ``end``."""
         ranks, lanes = self._transport.ranks, self._transport.lane_groups
         batch, operation, isend, irecv = dist.batch_isend_irecv, dist.P2POp, dist.isend, dist.irecv
         views, sends, receives = self._views, self._sends, self._receives
         view, second, log = views.__getitem__, self._second, self._log
-        # What may be aside, and is then called later.
+        # Instructions that may run on the side stream.
         light: dict[type, Callable[..., None]] = {
             Wait: self._wait,
             Add: self._add,
@@ -231,7 +232,7 @@ class Running:
                 if work in self.before_last and self.program.last_of[work] == at:
                     self.before_last[work]()
                 function = works[work]
-                if function is not None:  # else it is drained, and has no views of its buffers
+                if function is not None:  # None in drain(), where some buffers are not bound
                     rows = () if run is None else (run,)
                     function(*map(view, outs), *map(view, ins), *rows)
             elif kind in light:
@@ -263,10 +264,10 @@ class Running:
         self._kernels.sum_parts(self._views[out], parts, dtype=self._sum_dtype)
 
     def _copy(self, out: Span, source: Span, aside: bool = False) -> None:
-        """Row by row, where one of them may be runs of rows.
+        """``out = source``, either of which may be several runs of rows (a 3-D view).
 
-        Runs are not contiguous, and MindSpeed's ``Tensor.view`` is a copy of what is not
-        (``ensure_contiguous_wrapper``): only the other one is viewed.
+        Such a view is not contiguous, and MindSpeed's ``Tensor.view`` copies a tensor that is not
+        (``ensure_contiguous_wrapper``).  So only the 2-D tensor is reshaped.
         """
         into, what = self._views[out], self._views[source]
         if what.dim() < into.dim():
@@ -276,9 +277,9 @@ class Running:
         into.copy_(what)
 
     def _wait(self, receives: Sequence[int], sends: Sequence[int], aside: bool = False) -> None:
-        """Wait for each once; of a batch, waiting for its receive or its send completes both.
+        """Wait for each transfer once; waiting for one end of a batch completes both.
 
-        Where there are two streams each of them waits for itself.
+        On a device with two streams, each stream waits by itself.
         """
         transport = self._transport
         timeout = None if transport.batched else transport.timeout
@@ -294,13 +295,13 @@ class Running:
                     if self._second is not None:
                         self._waited.add((id(one), aside))
                     else:
-                        # Let go of the tensors, in both places that a batch is in.
+                        # Drop the tensors; in place, because a batch is in both dictionaries.
                         one[:] = [()]
         except RuntimeError as error:
             way = "receiving" if posted is self._receives else "sending"
             why = f"{self._what(step, way)}: {error}"
             if timeout is not None:
-                # Also before the time is over: a peer whose wait ended first closes the connection.
+                # May fail before the timeout: a peer that timed out first closes the connection.
                 raise transport.gave_up(why, self) from error
             transport.fail(why, self)
             raise transport.error() from error
@@ -314,6 +315,7 @@ class Running:
     # ------------------------------------------------------------------ memory
 
     def _bind(self, tensors: Mapping[str, torch.Tensor | None]) -> None:
+        """Check tensors of the operation and create the views of the program's spans."""
         program = self.program
         for buffer, tensor in tensors.items():
             if tensor is None:
@@ -339,6 +341,7 @@ class Running:
                 self._views[span] = tensor if span[1:5] == whole else view_of(tensor, span)
 
     def _take_scratch(self, *, late: bool) -> None:
+        """Take arenas from the pool for the scratch memory of the start, or of the mark (late)."""
         for stretch, elements in self.program.stretches.items():
             if stretch.late == late:
                 dtype = (self._sum_dtype or self._dtype) if stretch.wide else self._dtype
@@ -350,6 +353,7 @@ class Running:
                 self._views.update(known)
 
     def _finish(self) -> None:
+        """Return the arenas and drop all tensors; every transfer has been waited for."""
         self.done = True
         for arena in self._arenas:
             self._transport.scratch.give_back(arena)
@@ -363,7 +367,7 @@ class Running:
     # ------------------------------------------------------------------ words
 
     def _what(self, step: int, way: str | None = None) -> str:
-        """A step in words: made when something went wrong, never before."""
+        """Describe a step for an error message."""
         parts = []
         for post in self.program.posts:
             for kind, (one, span) in post.ends:

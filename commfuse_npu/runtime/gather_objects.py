@@ -1,9 +1,9 @@
-"""Gathers small objects from all ranks, and names the rank that is missing; on gloo.
+"""Gathers small objects from all ranks; on gloo an error names the missing rank.
 
-``dist.all_gather_object`` says that something failed, not whose part.  Here each rank sends what it
-has to every other by itself, so that the transfer that fails has a rank at its other end::
+``dist.all_gather_object`` does not say which rank failed.  Here each rank sends its object to every
+other one in a separate message, so that a failed transfer identifies the peer::
 
-    all receives, all sends; then wait for each, one limit for all of them
+    all receives, all sends; then wait for each, with one timeout for all of them
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ class MissingRankError(RuntimeError):
     """A rank did not answer.
 
     Attributes:
-        peer: its place in the group.
-        left_over: what is still under way, to be held as long as the group lives.
+        peer: its rank in the group.
+        left_over: transfers in flight, to be kept alive as long as the group exists.
     """
 
     def __init__(self, peer: int, why: object, left_over: object) -> None:
@@ -35,15 +35,15 @@ class MissingRankError(RuntimeError):
 
 
 class Swap:
-    """A tensor for every other rank, and one from each, under way.
+    """Sends a tensor to every other rank and receives one from each, asynchronously.
 
     Args:
-        mine: what every rank gets.
-        theirs: where that of each peer goes: of the size that it sends, or gloo ends the process.
-        group: of gloo.
+        mine: sent to every peer.
+        theirs: receive buffers by peer, of the size that it sends; else gloo aborts the process.
+        group: a gloo group.
 
     Raises:
-        MissingRankError: a connection is gone.
+        MissingRankError: a connection is closed.
     """
 
     def __init__(
@@ -67,17 +67,17 @@ class Swap:
             raise MissingRankError(peer, error, self) from error
 
     def wait(self, end: float) -> dict[int, torch.Tensor]:
-        """What the peers sent, by peer; once.
+        """Wait, and return the received tensors by peer; call it once.
 
         Args:
-            end: by :func:`time.monotonic`.
+            end: deadline, by :func:`time.monotonic`.
 
         Raises:
-            MissingRankError: a rank did not send in time, or its connection is gone.
+            MissingRankError: a rank did not send in time, or its connection is closed.
         """
         for peer, work in self._works:
             try:
-                # To gloo no time at all means its own limit.
+                # Not 0, for which gloo uses its own timeout.
                 work.wait(timedelta(seconds=max(end - time.monotonic(), 0.001)))
             except RuntimeError as error:
                 raise MissingRankError(peer, error, self) from error
@@ -87,22 +87,23 @@ class Swap:
 def gather_objects(
     value: Any, group: dist.ProcessGroup, timeout: timedelta, tag: int = 0
 ) -> list[Any]:
-    """``value`` of every rank, in the order of the ranks; small things, by pickle.
+    """All-gather a small picklable object; returns the values in the order of the ranks.
 
     Equals::
 
         everyone = [None] * n
         dist.all_gather_object(everyone, value, group=group)
 
-    A collective, which on gloo sends two messages to every other rank.  On HCCL it is the lines
-    above: messages would open a communicator per pair of ranks, in an order that hangs.
+    All ranks call it.  On gloo it sends two messages to every other rank.  On HCCL it runs the two
+    lines above, because messages would open a communicator per pair of ranks, in an order that
+    hangs.
 
     Args:
-        timeout: for all of it, on gloo.
-        tag: keeps it apart from what else is under way in the group.
+        timeout: for the whole call, on gloo.
+        tag: separates its messages from others in flight in the group.
 
     Raises:
-        MissingRankError: a rank did not come in time, or its connection is gone.
+        MissingRankError: a rank did not call it in time, or its connection is closed.
     """
     rank, size = group.rank(), group.size()
     if dist.get_backend(group) != "gloo":
@@ -110,7 +111,7 @@ def gather_objects(
         dist.all_gather_object(everyone, value, group=group)
         return everyone
     end = time.monotonic() + timeout.total_seconds()
-    # Each begins with the next rank, so that not all of them talk to rank 0 first.
+    # Each rank starts with the next one, so that they do not all send to rank 0 first.
     peers = [(rank + distance) % size for distance in range(1, size)]
     mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
     lengths = {peer: torch.zeros(1, dtype=torch.int64) for peer in peers}
@@ -118,6 +119,6 @@ def gather_objects(
     theirs = {p: torch.empty(int(length), dtype=torch.uint8) for p, length in lengths.items()}
     Swap(mine, theirs, group, tag).wait(end)
     theirs[rank] = mine
-    # Not by way of numpy, which torch does without.
+    # Not through numpy, which torch does not require.
     found = (theirs[peer] for peer in range(size))
     return [pickle.loads(ctypes.string_at(one.data_ptr(), one.numel())) for one in found]

@@ -1,4 +1,4 @@
-"""Options of a communicator of HCCL."""
+"""Options of HCCL communicators."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ _LEAST_MEGABYTES, _MOST_MEGABYTES = 16, 200
 
 
 def lane_megabytes(message: float) -> int:
-    """The buffer, in MB, of a lane whose longest message has so many bytes.
+    """The buffer size, in MB, of a lane whose longest message has ``message`` bytes.
 
-    Rounded up to a power of two and not below 16; no more than HCCL's own 200, in which longer
-    messages go in rounds.  HCCL allocates it twice.
+    A power of two from 16 up, and at most 200, HCCL's default: longer messages are sent in several
+    rounds.  HCCL allocates two buffers of this size.
     """
     megabytes = max(1, -(-int(message) // 2**20))
     return min(_MOST_MEGABYTES, max(_LEAST_MEGABYTES, 1 << (megabytes - 1).bit_length()))
 
 
 def buffers_of(megabytes: int) -> Any:
-    """``pg_options`` of a group whose communicator has two buffers of so many MB.
+    """``pg_options`` of a group whose communicator has two buffers of ``megabytes`` MB each.
 
-    HCCL's own size is that of ``HCCL_BUFFSIZE``, 200 unless it is set.  Only for the backend
-    ``hccl``: torch_npu has to be there.
+    HCCL's default is ``HCCL_BUFFSIZE``, or 200 if that is not set.  Only for the backend ``hccl``;
+    needs torch_npu.
     """
     import torch_npu
 

@@ -1,7 +1,7 @@
-"""Makes the lanes of a transport, on all processes of the job or on none.
+"""Creates the lanes of a transport, on all processes of the job or on none.
 
-A lane is a group of its own: on HCCL a communicator with a stream, which keeps its transfers in
-order; on gloo a set of sockets.
+A lane is a process group: on HCCL a communicator with a stream, which keeps its transfers in order;
+on gloo a set of sockets.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ def post_swap(
     *,
     batched: bool,
 ) -> Sequence[Any]:
-    """Send one tensor and receive another, as a step of a program is posted; what to wait for.
+    """Send one tensor and receive another, as a step of a program does; return the works.
 
     Args:
-        target, source: ranks of the job.
-        batched: as a batch (HCCL), or as single operations (gloo).
+        target, source: global ranks.
+        batched: post one batch (HCCL), or single operations (gloo).
     """
     if batched:
         send = dist.P2POp(dist.isend, mine, target, lane)
@@ -47,7 +47,7 @@ def post_swap(
 
 @contextmanager
 def making(what: str) -> Iterator[None]:
-    """A failure in this block is a :class:`.agreement.TransportError` that begins with ``what``."""
+    """Turn a RuntimeError in this block into a TransportError that begins with ``what``."""
     try:
         yield
     except RuntimeError as error:
@@ -56,10 +56,10 @@ def making(what: str) -> Iterator[None]:
 
 @contextmanager
 def all_or_none(world: dist.ProcessGroup, timeout: timedelta) -> Iterator[None]:
-    """Raise on every process if one of them could not make its lanes in this block.
+    """Raise a TransportError on every process if one of them failed to create lanes in this block.
 
-    Those that wait in a lane for a process that failed only learn of it at their own time limit;
-    the others wait that long for them here.
+    Processes that wait in a lane for the failed one continue only after their timeout; the others
+    wait for them here, for at most twice the timeout.
     """
     problem: TransportError | None = None
     try:
@@ -76,7 +76,7 @@ def all_or_none(world: dist.ProcessGroup, timeout: timedelta) -> Iterator[None]:
         if text is not None:
             met[text].append(str(rank))
     if met:
-        # What fewest met is likely the cause; the others waited in vain.
+        # The error of the fewest processes is likely the cause; the others timed out.
         rarest = sorted(met.items(), key=lambda item: len(item[1]))
         listed = "; ".join(f"peer {', '.join(ranks)}: {text}" for text, ranks in rarest)
         raise TransportError(
@@ -87,11 +87,11 @@ def all_or_none(world: dist.ProcessGroup, timeout: timedelta) -> Iterator[None]:
 def agreed_groups(
     group: dist.ProcessGroup, world: dist.ProcessGroup, lanes: int | None, timeout: timedelta
 ) -> list[Ranks]:
-    """The ranks of every group of the job that is to have lanes, in one order on all processes.
+    """The ranks of every group that gets lanes, sorted, so that all processes have one order.
 
     Raises:
         MismatchError: the processes ask for different numbers of lanes.
-        TransportError: a process did not come in time.
+        TransportError: a process did not answer in time.
     """
     mine = tuple(dist.get_process_group_ranks(group)), lanes
     with making("Transport.create, before lane 0: comparing with the other processes"):
@@ -112,12 +112,12 @@ def make_lanes(
     timeout: timedelta,
     options: Any,
 ) -> tuple[list[Any], Any]:
-    """The lanes of ``group``, and a group of the same ranks for comparisons.
+    """Create lanes; return those of ``group``, and a group of the same ranks for comparisons.
 
-    Every process makes those of all ``groups``, as new groups have to be made.
+    Every process creates the lanes of all ``groups``, as ``new_group`` requires.
 
     Raises:
-        TransportError: one could not be made.
+        TransportError: a group could not be created.
     """
     backend, made = dist.get_backend(group), {}
     for ranks in groups:
@@ -133,7 +133,7 @@ def make_lanes(
         with making("the group for comparisons"):
             control: Any = dist.new_group(list(ranks), timeout=timeout, backend="gloo")
             if control is None:
-                # MindSpeed's --disable-gloo-group makes none; the device's backend serves as well.
+                # With MindSpeed's --disable-gloo-group there is none; use the device's backend.
                 control = dist.new_group(list(ranks), timeout=timeout, backend=backend)
         made[ranks] = channels, control
     return made[tuple(dist.get_process_group_ranks(group))]

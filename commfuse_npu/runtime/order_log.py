@@ -1,9 +1,9 @@
-"""Writes down what a rank posts and waits for, in order, for ``commfuse-npu verify --log``.
+"""Records the order of posts and waits of a rank, for ``commfuse-npu verify --log``.
 
-Off unless an :class:`OrderLog` is given to :meth:`Transport.create`; the option
-``--commfuse-order-log FOLDER`` does so.  Each process writes a file of JSON lines, each line as it
-happens, so that a run that hangs or is killed leaves all it did.  The first lines say who writes,
-others define what comes up again; the others are short::
+Off unless an :class:`OrderLog` is passed to :meth:`Transport.create`; the option
+``--commfuse-order-log FOLDER`` does so.  Each process writes a file of JSON lines.  It writes each
+line at once, so that the log of a run that hangs or is killed is complete up to there.  The first
+line identifies the process; others are objects that define numbers, and short lists that use them::
 
     {"order_log": 3, "rank": 0, "size": 2}
     {"transport": 0, "ranks": [0, 1], "lanes": 2, "batched": false}
@@ -11,26 +11,25 @@ others define what comes up again; the others are short::
     {"collective": 1, "transport": 0, "name": "all_gather_into_tensor of a backward", ...}
 
     ["meet", transport, name]           the ranks of the group wait for each other
-    ["begin", slot, program]            a program begins; slots are used again
-    ["at", slot, place]                 about to carry out a post or a wait: the place in its code
-    ["rows", slot, step, ...]           about to wait for what arrives in these steps
-    ["finish", slot]                    the program came to its end
-    ["issue", slot, collective]         about to begin a collective of the group, in a pair
+    ["begin", slot, program]            a program begins; slots are reused
+    ["at", slot, index]                 about to execute this post or wait of the program's code
+    ["rows", slot, step, ...]           about to wait for the receives of these steps
+    ["finish", slot]                    the program has finished
+    ["issue", slot, collective]         about to start a collective of the group, in a pair
                                         of forward-backward overlap
     ["await", slot]                     about to wait for it
     ["fail", transport, why]            the transport is broken
-    ["close", transport]                it was given up
-    ["thread", number]                  the lines from here on are of another thread
-    ["forget"]                          programs are defined anew from here on
-    ["end"]                             the process came to its end
+    ["close", transport]                the transport was closed
+    ["thread", number]                  the following lines are from another thread
+    ["forget"]                          programs and collectives are defined again from here on
+    ["end"]                             the process has exited
 
-A program is compiled again by who reads the file, from its rule and the rule's arguments, for this
-rank's place in the transport's group; the ``ranks`` are those of the job.  What else the job does,
-collectives of other groups above all, is not in it, and neither are plain collectives in the place
-of an op's program.
+The reader compiles a program again from its rule and arguments, for this rank in the transport's
+group; ``ranks`` are global ranks.  The log does not contain other communication of the job, such as
+collectives of other groups, nor the collectives of an op that runs without lanes.
 
-A post costs a line of about 12 bytes, some microseconds.  If a line cannot be written (a full
-disk), recording ends with a warning and the job goes on.
+A post costs a line of about 12 bytes and some microseconds.  If a line cannot be written (a full
+disk), recording ends with a warning and the job continues.
 """
 
 from __future__ import annotations
@@ -55,23 +54,23 @@ _logger = logging.getLogger(__name__)
 _json = json.JSONEncoder(separators=(",", ":")).encode
 
 Entry = Callable[..., None]
-"""Writes a line about a program, or a collective, under way: ``entry(verb, *numbers)``, before what
-it says is carried out; ``finish`` or ``await`` is its last."""
+"""Writes a line about one program or collective in flight: ``entry(verb, *numbers)``, called before
+the action; the last verb is ``finish`` or ``await``."""
 
 _MOST_DEFINED = 1000
-"""Programs and collectives that are remembered as defined; then they are defined anew."""
+"""Programs and collectives after which the definitions are cleared (``forget``)."""
 
 
 class OrderLog:
-    """The file of one process, ``folder/rank_00000.jsonl``; an older one of that name is replaced.
+    """The file of one process, ``folder/rank_00000.jsonl``; an existing file is overwritten.
 
     Args:
-        folder: made if it does not exist.  Every rank writes a file of its own in it, or in one of
-            the same name on its own machine; collect them to verify them.
-        rank, size: of the process in the job.
+        folder: created if it does not exist.  Every rank writes its own file, in a shared folder or
+            in one on its machine; to verify a run, collect the files in one folder.
+        rank, size: global rank of the process, and number of processes.
 
     Raises:
-        OSError: the file cannot be made.
+        OSError: the file cannot be created.
     """
 
     def __init__(self, folder: Path, rank: int, size: int) -> None:
@@ -89,7 +88,7 @@ class OrderLog:
         self._line({"order_log": VERSION, "rank": rank, "size": size})
 
     def transport(self, ranks: Sequence[int], lanes: int, batched: bool) -> int:
-        """The number of a transport.  All ranks number theirs in the same order."""
+        """Define a transport and return its number.  All ranks call it in the same order."""
         with self._lock:
             number, self._transports = self._transports, self._transports + 1
             self._line(
@@ -106,7 +105,7 @@ class OrderLog:
         sum_dtype: Hashable = None,
         options: Hashable = (),
     ) -> Entry:
-        """A program begins; the arguments are those of :meth:`Transport.begin`."""
+        """Record that a program begins; arguments as for :meth:`Transport.begin`."""
         rule, schedule, *arguments = program.rule
         key = program, dtype, sum_dtype, options
         return self._begun(
@@ -126,12 +125,12 @@ class OrderLog:
         )
 
     def collective(self, transport: int, kind: str, name: str, size: int, dtype: Hashable) -> Entry:
-        """This rank is about to begin a collective of the group.
+        """Record that this rank is about to start a collective of the group.
 
         Args:
-            kind: ``all_gather``, ``reduce_scatter_tensor`` and the like.
-            name: what is transferred.
-            size: bytes that this rank gives or gets.
+            kind: name of the torch.distributed function, such as ``all_gather``.
+            name: description, for errors.
+            size: bytes of the first tensor; 0 if the ranks may have different sizes.
         """
         facts = {"kind": kind, "bytes": size, "dtype": str(dtype)}
         return self._begun(
@@ -139,7 +138,7 @@ class OrderLog:
         )
 
     def write(self, verb: str, *more: str | int) -> None:
-        """Write a line; of a transport ``meet`` and its name, ``fail`` and why, ``close``."""
+        """Write a line, for example ``write("fail", transport, why)``."""
         with self._lock:
             thread = threading.get_ident()
             if thread != self._thread:
@@ -150,7 +149,7 @@ class OrderLog:
             self._line([verb, *more])
 
     def close(self) -> None:
-        """The process has come to its end; nothing more is written."""
+        """Write ``end`` and close the file; later lines are ignored."""
         with self._lock:
             self.write("end")
             self._stop()
@@ -164,9 +163,9 @@ class OrderLog:
         key: Hashable,
         definition: Callable[[], Mapping[str, object]],
     ) -> Entry:
-        """Take a slot for what begins, which is defined before if it is not yet."""
+        """Take a slot and write that a program or collective begins; define it if it is new."""
         with self._lock:
-            # With nothing under way, so that what is remembered stays within bounds.
+            # Bounds the memory; only with nothing in flight, which would use a definition.
             if len(self._defined) >= _MOST_DEFINED and not self._in_use:
                 self._defined.clear()
                 self._line(["forget"])
@@ -174,7 +173,7 @@ class OrderLog:
             if number is None:
                 number = self._defined[transport, name, key] = len(self._defined)
                 self._line({what: number, "transport": transport, "name": name, **definition()})
-            # The lowest free one, so that what repeats itself leaves the same lines.
+            # The lowest free slot, so that repeated steps write equal lines.
             slot = next(slot for slot in count() if slot not in self._in_use)
             self._in_use.add(slot)
             self.write(verb, slot, number)
@@ -208,10 +207,10 @@ class OrderLog:
 
 
 def shared_order_log(folder: str | Path, rank: int, size: int) -> OrderLog:
-    """The log of this process in ``folder``, the same at every call, closed when Python ends.
+    """The log of this process in ``folder``: one object for all calls, closed when Python exits.
 
     Raises:
-        OSError: the file cannot be made.
+        OSError: the file cannot be created.
     """
     return _shared(Path(folder).absolute(), rank, size)
 

@@ -1,4 +1,4 @@
-"""What a post costs the host, measured on a lane that is warm."""
+"""Measures the host time of a post, on a warmed-up lane."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _POSTS = 16
 
 
 def post_seconds(transport: Transport) -> float:
-    """Seconds for which a step's post, and the wait for it, keep the host.
+    """Host seconds to post a step and to wait for it.
 
-    The median of 16 posts of a number on the first lane, to the next rank and from the one before;
-    of all processes of the job the longest, so that all of them decide alike.  A collective of all
-    processes, next to the set-up of lanes; it takes a few milliseconds.
+    The median of 16 posts of one element on the first lane, to the next rank and from the previous
+    one; then the maximum over all processes, so that all of them choose alike.  All processes of
+    the job call it after creating lanes; it takes a few milliseconds.
 
     Raises:
-        MissingRankError: a process did not come within the transport's ``timeout``.
+        MissingRankError: a process did not call it within the transport's ``timeout``.
     """
     mine = torch.zeros(1, device=transport.device_type)
     theirs, lane = torch.zeros_like(mine), transport.lane_groups[0]

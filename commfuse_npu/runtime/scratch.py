@@ -1,9 +1,9 @@
-"""Scratch memory that is used again, and the views of it that programs have.
+"""A pool of scratch memory, and cached views of it per program.
 
-Allocating tens of megabytes per operation costs page faults on CPU and fragments the caching
-allocator on a device, and so does making the views of it anew.  An arena is lent to one program at
-a time and comes back when all its transfers have been waited for; one that an error leaves in the
-air never comes back.
+Allocating tens of megabytes per operation costs page faults on a CPU and fragments the caching
+allocator of a device; creating views costs host time.  An arena is lent to one program at a time
+and returned when all its transfers have been waited for.  After an error it is never returned,
+because transfers may still write to it.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from commfuse_npu.plan.program import Program, Stretch
 __all__ = ["Arena", "ScratchPool", "view_of"]
 
 _MOST_VIEWS = 64
-"""Programs whose views are kept per arena."""
+"""Most programs whose views are cached per arena."""
 
 _Views = dict[Span, torch.Tensor]
 
 
 def view_of(tensor: torch.Tensor, span: Span) -> torch.Tensor:
-    """The rows of a matrix that a span means: ``[rows, columns]``, or a run of them per entry of a
-    third, first dimension."""
+    """The view of a matrix for a span: ``[rows, columns]``, or ``[times, rows, columns]`` if it has
+    several runs of rows."""
     _, start, stop, columns, times, stride = span
     if times != 1:
         step = tensor.stride(0)
@@ -41,27 +41,27 @@ def view_of(tensor: torch.Tensor, span: Span) -> torch.Tensor:
 
 
 class Arena:
-    """A stretch of memory.
+    """One allocation of scratch memory.
 
     Args:
         key: dtype, device and stream.
 
     Attributes:
-        known: the :meth:`views` that were made.
+        known: cache of :meth:`views`.
     """
 
     def __init__(
         self, key: Hashable, elements: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         self.key = key
-        # Never an inference tensor: it will be lent to operations outside inference mode too.
+        # Not an inference tensor: operations outside inference mode use the arena, too.
         with torch.inference_mode(False):
             self.memory = torch.empty(elements, dtype=dtype, device=device)
         self.elements, self.nbytes = elements, self.memory.nbytes
         self.known: OrderedDict[tuple[Program, Stretch], _Views] = OrderedDict()
 
     def views(self, program: Program, stretch: Stretch) -> _Views:
-        """Make the program's spans of a stretch of scratch."""
+        """Create and cache the views for the program's spans of a stretch of scratch."""
         if len(self.known) >= _MOST_VIEWS:
             self.known.popitem(last=False)
         found: _Views = {}
@@ -75,17 +75,16 @@ class Arena:
 
 
 class ScratchPool:
-    """Arenas that nobody uses.
+    """Arenas that no program uses.
 
-    A buffer is used again in the order of the stream that used it: each stream has arenas of its
-    own.
+    Each stream has its own arenas, because stream order makes it safe to reuse one.
 
     Args:
-        keep_bytes: how much idle memory is kept; the arenas not used for longest are freed.
+        keep_bytes: limit on idle memory; beyond it the least recently used arenas are freed.
 
     Attributes:
-        idle_bytes: what is kept and not lent to anybody.
-        lent: how many arenas are in use, or left in the air by an error.
+        idle_bytes: memory of the arenas in the pool.
+        lent: number of arenas in use, or lost to an error.
     """
 
     def __init__(self, keep_bytes: int = 512 << 20) -> None:
@@ -95,12 +94,12 @@ class ScratchPool:
         self.lent = 0
 
     def take(self, elements: int, dtype: torch.dtype, device: torch.device) -> Arena:
-        """An arena of at least so many elements."""
+        """An arena of at least ``elements`` elements, and at most twice as many if reused."""
         self.lent += 1
         key = dtype, device, None if device.type == "cpu" else _stream(device)
         found: Arena | None = None
         for arena in reversed(self._idle.values()):
-            # One that is much too long is worth more to somebody else.
+            # An arena more than twice as long is left for a larger request.
             fits = elements <= arena.elements <= 2 * elements and arena.key == key
             if fits and (found is None or arena.elements < found.elements):
                 found = arena
@@ -111,6 +110,7 @@ class ScratchPool:
         return Arena(key, elements, dtype, device)
 
     def give_back(self, arena: Arena) -> None:
+        """Return an arena; frees the least recently used ones beyond the limit."""
         self.lent -= 1
         self._idle[id(arena)] = arena
         self.idle_bytes += arena.nbytes

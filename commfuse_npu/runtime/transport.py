@@ -1,8 +1,8 @@
 """Lanes over the ranks of a group, on which programs run (:mod:`commfuse_npu.runtime.executor`).
 
-The rules, each enforced here: dedicated lane groups, made (:mod:`.lanes`) and warmed up together
-and never in a forward; one issuing thread at a time; what the ranks have to agree on
-(:mod:`.agreement`).
+This module enforces three rules: lanes are dedicated groups, created (:mod:`.lanes`) and warmed up
+together, never in a forward; one thread at a time issues transfers; and the ranks agree on the
+operations that they run (:mod:`.agreement`).
 """
 
 from __future__ import annotations
@@ -37,20 +37,20 @@ __all__ = ["Transport"]
 class Transport(Agreement):
     """Lanes over the ranks of one group.
 
-    Make it with :meth:`create`, which every process of the job calls together.
+    Create it with :meth:`create`, which every process of the job calls together.
 
     Attributes:
-        group: the plain group, for the collective form of an op; no transfer of a program uses it.
-        lanes: how many in-order channels there are.
-        lane_groups: the group of each.
-        batched: post a batch per step (HCCL), or single operations (gloo).
-        device_type: where tensors have to be, ``cpu`` on gloo and ``npu`` on HCCL.
-        kernels: of its device.
-        blocked_seconds: host time spent in waits since the start.  On HCCL a wait holds the
-            stream, not the host, so there this counts next to nothing; profile the device instead.
-        operations: how many programs were begun.
-        remembered: caches that other modules attach to a group; nothing here uses them.
-        lane_streams: where what was transferred is erased from; ``None`` for nowhere.
+        group: the original process group, for collectives; transfers of programs do not use it.
+        lanes: number of in-order channels.
+        lane_groups: the process group of each lane.
+        batched: whether a step is posted as one batch (HCCL) or as single operations (gloo).
+        device_type: device of the tensors: ``cpu`` on gloo, ``npu`` on HCCL.
+        kernels: the kernel module of that device.
+        blocked_seconds: host time spent in waits so far.  On HCCL a wait blocks the stream, not the
+            host, so this stays close to 0; profile the device instead.
+        operations: number of programs begun.
+        remembered: caches that other modules keep per transport; not used here.
+        lane_streams: streams of the lanes, to erase tensors from; ``None`` if not supported.
     """
 
     def __init__(
@@ -77,12 +77,12 @@ class Transport(Agreement):
         self.kernels = kernels_for(torch.device(self.device_type))
         self._programs: dict[tuple[Rule, Schedule, tuple[Any, ...]], Program] = {}
         self._in_flight: set[Running] = set()
-        # Those that a thread is executing, and which thread that is.
+        # The programs that ``_thread`` is executing.
         self._active: set[Running] = set()
         self._thread = threading.get_ident()
 
     def __deepcopy__(self, memo: object) -> Transport:
-        """Itself: a copy of a module transfers over the same lanes."""
+        """Return itself, so that the copy of a module uses the same lanes."""
         return self
 
     @classmethod
@@ -97,34 +97,34 @@ class Transport(Agreement):
         lane_options: Any = None,
         order_log: OrderLog | None = None,
     ) -> Transport:
-        """Make the lanes of every group of the job, and warm them up.
+        """Create the lanes of every group of the job, and warm them up.
 
-        A collective over **all** processes of the job, each with the group that it belongs to: new
-        groups have to be made by everybody, in the same order.  It belongs next to the set-up of
-        the other groups, never into a forward.
+        **All** processes of the job call it, each with its own group, because ``new_group`` has to
+        be called by all of them in the same order.  Call it where the other groups are created,
+        never in a forward.
 
         Args:
-            group: the group of this process, the whole job by default.
-            lanes: in-order channels to make; programs may use fewer.  By default as many as the
+            group: the group of this process; by default the whole job.
+            lanes: in-order channels to create; programs may use fewer.  By default as many as the
                 default schedule uses in a group of this size.
-            timeout: for waits (gloo) and for the lanes' own set-up.
-            batched: how to post; by default as the group's backend needs it.  On HCCL it has to
-                be True; on gloo True is for tests of what HCCL will see.
-            check: when the ranks compare what they call, see :class:`.agreement.Agreement`.
-            lane_options: ``pg_options`` of the lane groups, HCCL's buffer size among them.
-            order_log: where to write down the order of posts and waits, on all processes alike.
+            timeout: for waits (gloo) and for creating the lanes.
+            batched: how to post; by default as the group's backend requires.  On HCCL it has to
+                be True; on gloo, True is for tests of the posts that HCCL gets.
+            check: when the ranks compare their operations, see :class:`.agreement.Agreement`.
+            lane_options: ``pg_options`` of the lane groups, such as HCCL's buffer size.
+            order_log: records the order of posts and waits; on all processes or on none.
 
         Raises:
             PlanError: lanes is not a positive whole number.
-            ValueError: another ``check``.
+            ValueError: unknown ``check``.
             MismatchError: the processes ask for different numbers of lanes.
-            TransportError: a process could not make a lane, or did not come; on every process, and
-                with what each of them met.  At the latest after three times ``timeout``: one for
-                the lane, two for the processes that are still busy with it.
+            TransportError: a process failed to create a lane, or did not call this.  Raised on
+                every process, with the errors of all, after at most three times ``timeout``: one
+                for the lane, two for the processes that still wait in it.
         """
         expect_check(check)
         if lanes is not None:
-            Schedule(lanes=lanes)  # raises if it is no number of lanes
+            Schedule(lanes=lanes)  # raises if it is not a valid number
         world = dist.group.WORLD
         group = group if group is not None else world
         if group is None or world is None:
@@ -145,11 +145,11 @@ class Transport(Agreement):
         return transport
 
     def _warm_up(self) -> None:
-        """Create now what is created at first use: HCCL's communicators, gloo's connections.
+        """Open HCCL's links and gloo's connections now instead of at their first use.
 
-        A batch opens a link to each of its peers at its first use, and no collective opens those of
-        batches (read in HCCL).  So each lane carries a rank number over each distance here, in the
-        order of a program.
+        The first batch to a peer opens a link to it, and no collective opens the links of batches
+        (read in HCCL).  So each lane sends a rank number over each distance, in the order of a
+        program.
         """
         for index, lane in enumerate(self.lane_groups):
             what = f"warming up lane {index} of {len(self.lane_groups)}"
@@ -171,10 +171,10 @@ class Transport(Agreement):
         self.lane_streams = LaneStreams.of(self.lane_groups, mine.device)
 
     def close(self) -> None:
-        """Give the lanes up.  Every process of the group calls it, with nothing under way."""
+        """Destroy the lanes.  Every process of the group calls it, with no program in flight."""
         for group in (*self.lane_groups, self._control):
             dist.destroy_process_group(group)
-        # The last references to them: gloo may abort a process that ends while its groups live.
+        # Drop the last references: gloo may abort a process that exits while its groups exist.
         del group, self._control
         self.lane_groups = ()
         self._closed()
@@ -187,18 +187,18 @@ class Transport(Agreement):
         options: Hashable = (),
         sum_dtype: torch.dtype | None = None,
     ) -> Running:
-        """Begin ``program``.
+        """Begin ``program``: the ranks agree on it, and nothing is posted yet.
 
         Args:
-            program: this rank's program; its size, rank and lanes must fit.
-            name: the operation, for errors and for the comparison of the ranks.
-            like: a tensor with the dtype and device of what is transferred.
-            options: whatever else the ranks have to agree on.
-            sum_dtype: in which partials are added, by default their own.
+            program: this rank's program, compiled for :meth:`place`.
+            name: of the operation, for errors and for the comparison between ranks.
+            like: a tensor with the dtype and device of the transferred tensors.
+            options: anything else that the ranks have to agree on.
+            sum_dtype: dtype in which partials are added; by default their own.
 
         Raises:
             ValueError: program or tensor do not fit this transport.
-            MismatchError: another rank calls something else.
+            MismatchError: another rank calls a different operation.
             TransportError: an earlier failure broke the transport, or another thread uses it.
         """
         if self._broken is not None:
@@ -233,8 +233,8 @@ class Transport(Agreement):
         if self.order_log is not None:
             about = name, like.dtype, sum_dtype, options
             log = self.order_log.program(self.log_number, program, *about)
-        # Tags differ with what is sent and with how many operations came before: data for another
-        # shape, or left over from a failure, never meets a receive (a short one aborts on gloo).
+        # The tag depends on the operation and on its number: data of another shape, or left over
+        # from a failure, matches no receive (gloo aborts on a receive that is too short).
         tag = identity ^ (self.operations * 0x9E3779B1)
         running = Running(self, program, name, like.dtype, like.device, tag, log, sum_dtype)
         self._in_flight.add(running)
@@ -242,14 +242,14 @@ class Transport(Agreement):
 
     @property
     def under_way(self) -> bool:
-        """Whether a program was begun that is not finished."""
+        """Whether a program has begun and not finished."""
         return bool(self._in_flight)
 
     def expect_one_thread(self, name: str) -> None:
         """Raise a TransportError if another thread is executing a program.
 
         Args:
-            name: the operation that is to use the transport, for the error.
+            name: the operation that needs the transport, for the error message.
         """
         if self._active and threading.get_ident() != self._thread:
             raise TransportError(
@@ -258,15 +258,15 @@ class Transport(Agreement):
             )
 
     def resume(self, running: Running) -> None:
-        """This thread carries a program out, until it is suspended or finished.
+        """Register this thread as the one that executes ``running``, until it suspends or finishes.
 
-        A program that was begun ahead in one thread may be finished in another: autograd has
-        threads of its own on a device.
+        A program begun ahead in one thread may finish in another, because autograd runs the
+        backward of device tensors in its own threads.
 
         Raises:
             TransportError: an earlier failure broke the transport, or another thread uses it.
         """
-        # A wait that failed once would return at once, as if its data were there.
+        # A work whose wait failed returns at once when waited for again, as if data had arrived.
         if self._broken is not None:
             raise self.error()
         if self._active:
@@ -275,7 +275,7 @@ class Transport(Agreement):
         self._active.add(running)
 
     def suspend(self, running: Running) -> None:
-        """A program has come to its mark; any thread may go on with it."""
+        """A program has reached its mark; any thread may continue it."""
         self._active.discard(running)
 
     def _fits(self, program: Program, name: str) -> None:
@@ -296,14 +296,14 @@ class Transport(Agreement):
             )
 
     def place(self, schedule: Schedule) -> Place:
-        """For whom programs are compiled here; a schedule that leaves lanes open takes these."""
+        """What this rank's programs are compiled for; default lanes are limited to these lanes."""
         if schedule.lanes is None:
             lanes = min(schedule.lanes_for(self.size), self.lanes)
             schedule = replace(schedule, lanes=lanes)
         return Place(schedule, self.rank, self.size, self.batched)
 
     def program(self, rule: Rule, schedule: Schedule, *arguments: Any) -> Program:
-        """This rank's program, for :meth:`begin`."""
+        """This rank's program for :meth:`begin`, compiled once per schedule and arguments."""
         key = rule, schedule, arguments
         program = self._programs.get(key)
         if program is None:
@@ -314,23 +314,23 @@ class Transport(Agreement):
 
     @cached_property
     def by_collectives(self) -> CollectiveTransport:
-        """The same ranks, for operations that are carried out by torch's collectives."""
+        """A transport of the same ranks that runs operations with torch.distributed collectives."""
         return CollectiveTransport(self.group, lanes=self)
 
     def wait_for(self, work: Any) -> None:
-        """Wait for what torch.distributed began; on gloo for ``timeout``, on HCCL on the stream."""
+        """Wait for a ``Work``: on gloo the host, at most ``timeout``; on HCCL the stream."""
         work.wait() if self.batched else work.wait(self.timeout)
 
     def all_reduce(self, name: str, tensor: torch.Tensor) -> None:
-        """Sum ``tensor`` over the ranks, in place: the group's own collective, within ``timeout``.
+        """Sum ``tensor`` over the ranks in place, with a collective of :attr:`group`.
 
-        A group made by somebody else has another limit, half an hour unless they chose one.
+        On gloo it waits at most ``timeout``; that group's own is half an hour by default.
 
         Args:
-            name: what is summed, for errors.
+            name: of the operation, for errors.
 
         Raises:
-            TransportError: a rank did not come in time, or the transport is broken.
+            TransportError: a rank did not call it in time, or the transport is broken.
         """
         with self.collectives(name, tensor):
             work = dist.all_reduce(tensor, group=self.group, async_op=True)
@@ -339,14 +339,14 @@ class Transport(Agreement):
 
     @contextmanager
     def collectives(self, name: str, *tensors: torch.Tensor) -> Iterator[None]:
-        """Whatever fails in this block breaks the transport: collectives of :attr:`group`.
+        """A block of collectives of :attr:`group`; a RuntimeError in it breaks the transport.
 
         Args:
-            name: the operation, for errors.
-            tensors: those of the collectives, held if they fail.
+            name: of the operation, for errors.
+            tensors: of the collectives; kept alive if one fails.
 
         Raises:
-            TransportError: a rank did not come in time, or the transport is broken.
+            TransportError: a collective failed or timed out, or the transport is broken.
         """
         self.expect_unbroken()
         try:
@@ -360,18 +360,18 @@ class Transport(Agreement):
             raise self.error() from error
 
     def confirm(self, name: str) -> None:
-        """Meet the other ranks: it returns only if all of them got here.
+        """A barrier: it returns only if every rank has called it with the same ``name``.
 
-        For a place that no rank may pass if one of them failed before it.  Transfers may be under
-        way; what was waited for is done.  On a device the host first waits for the current stream,
-        where a failed transfer shows; elsewhere it costs two small messages to each other rank.
+        Use it where no rank may continue if another one failed before.  Transfers may be in flight.
+        On a device the host first waits for the current stream, which reports failed transfers.
+        Besides, it costs two small messages to each other rank.
 
         Args:
-            name: the place, for errors.
+            name: of the barrier, for errors.
 
         Raises:
-            MismatchError: another rank calls something else.
-            TransportError: a rank did not come in time, or the transport is broken.
+            MismatchError: another rank calls a different operation.
+            TransportError: a rank did not call it in time, or the transport is broken.
         """
         self.expect_unbroken()
         self.synchronise()
@@ -379,22 +379,22 @@ class Transport(Agreement):
             self._compare(name, (("operation", name),))
 
     def synchronise(self) -> None:
-        """Let the host wait for the device's current stream."""
+        """Block the host until the device's current stream is idle; nothing on a CPU."""
         if self.device_type != "cpu":
             torch.get_device_module(self.device_type).current_stream().synchronize()
 
     def fail(self, why: str, *left_over: object) -> None:
-        """See :meth:`Agreement.fail`; what is under way is held as long as the transport lives."""
+        """See :meth:`Agreement.fail`; programs in flight are kept alive with the transport."""
         super().fail(why, *left_over, *self._in_flight)
         self._in_flight.clear()
         self._active.clear()
 
     def finished(self, running: Running) -> None:
-        """A program has come to its end."""
+        """Forget a finished program, and erase its tensors from the streams of the lanes."""
         self._in_flight.discard(running)
         self._active.discard(running)
         if self.lane_streams is not None:
-            # Memory that another program transfers too, such as a buffer of buckets, is left to it.
+            # Skip memory that another program in flight transfers too, such as a bucket's buffer.
             busy = {address for other in self._in_flight for address in other.transferred}
             done = (one for at, one in running.transferred.items() if at not in busy)
             self.lane_streams.erase(done, running.program.lanes)

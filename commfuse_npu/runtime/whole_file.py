@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all, whoever reads meanwhile and whatever fails."""
+"""Atomic writes: a reader sees the old file or the complete new one, also after a failure."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ __all__ = ["whole_file", "write_json"]
 
 @contextmanager
 def whole_file(path: Path) -> Iterator[Path]:
-    """Another name to write to, of the same ending; at the end it takes the place of ``path``.
+    """Yield a temporary file with the same suffix, which replaces ``path`` at the end of the block.
 
-    Folders are made.  If anything fails, a full disk above all, what was there is there still, and
-    nothing else is left.
+    Creates missing folders.  If the block or the write fails (a full disk), the old file stays and
+    the temporary one is removed.  A terminal or pipe is yielded itself.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
     if (path.exists() and not path.resolve().is_file()) or path.is_relative_to("/dev"):
-        yield path  # a terminal, a pipe: nothing that could be replaced
+        yield path  # a terminal or a pipe cannot be replaced
         return
-    path = path.resolve()  # a link stays, what it points to is replaced
+    path = path.resolve()  # keep a link and replace its target
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor, name = tempfile.mkstemp(prefix=".part-", suffix=path.suffix, dir=path.parent)
     part = Path(name)
     try:
-        # As open() would have made it, and not for its owner alone.
+        # The mode that open() gives a file; mkstemp makes it readable by the owner only.
         mask = os.umask(0)
         os.umask(mask)
         os.chmod(part, 0o666 & ~mask)
         yield part
-        # A disk may say only now that it is full.
+        # The error of a full disk may come only here.
         os.fsync(descriptor)
         part.replace(path)
     except BaseException:
@@ -47,10 +47,10 @@ def whole_file(path: Path) -> Iterator[Path]:
 
 
 def write_json(path: Path, content: Any, *, indent: int | None = None) -> None:
-    """Write ``content`` to ``path``, in place of what was there.
+    """Write ``content`` to ``path`` atomically, see :func:`whole_file`.
 
     Raises:
-        OSError: it cannot be written, see :func:`whole_file`.
+        OSError: the file cannot be written.
     """
     with whole_file(path) as part, part.open("w", encoding="utf-8") as file:
         json.dump(content, file, indent=indent)

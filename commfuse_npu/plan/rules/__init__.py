@@ -1,7 +1,7 @@
-"""The rules by which programs are made: one per kind of operation, own block first or last.
+"""The rules that compile programs: one per kind of operation.
 
-Legend: ``n`` ranks, ``r`` this rank, ``s`` rows of a rank's block, ``c`` chunks.  Between the own
-block and the end (:mod:`commfuse_npu.plan.schedule`), chunk j of *all* peers is one piece of work::
+Legend: ``n`` ranks, ``r`` this rank, ``s`` rows of a rank's block, ``c`` chunks.  The own block is
+first or last (:mod:`commfuse_npu.plan.schedule`); chunk j of *all* peers is one piece of work::
 
     gather_gemm    compute | own      | chunk 0 of all | chunk 1 of all |
                    links   | chunk 0 ............ | chunk 1 ........... |
@@ -9,10 +9,10 @@ block and the end (:mod:`commfuse_npu.plan.schedule`), chunk j of *all* peers is
     gemm_scatter   compute | columns 0 of all | columns 1: peers | own  | sums
                    links   |                  | columns 0 ..... | columns 1 ... |
 
-A rule returns the :class:`~commfuse_npu.plan.program.Program` of one rank.  Its docstring names the
-work that is asked of the operation, the lines beside it (``equals``) name the operation's buffers
-and say what comes out.  All matrices have rows
-as their first dimension; a block is the ``s`` rows of one rank in a matrix of ``n * s``.
+A rule returns the :class:`~commfuse_npu.plan.program.Program` of one rank.  Its docstring lists the
+work, the functions that the operation provides.  The lines below it (``equals``) name the
+operation's buffers and compute the result.  The first dimension of all matrices is rows; a block is
+the ``s`` rows of one rank in a matrix of ``n * s``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Blocks that are made, or used, piece by piece: attention, Ulysses, sharded weights, buckets."""
+"""Blocks computed or used piece by piece: attention, Ulysses, sharded weights, buckets."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ __all__ = [
 ]
 
 Blocks = Literal["given", "made", "made and kept"]
-"""Whether an exchange has its blocks to send, or makes them piece by piece.
+"""Whether the blocks of an exchange are an input, or are computed piece by piece.
 
-Blocks that are ``made`` are in scratch memory until they are sent; those that are kept as well are
-made in place, in a buffer that the operation brings along.
+``made`` blocks are in scratch memory until they are sent; ``made and kept`` ones are computed into
+a buffer of the operation.
 """
 
 
 class _Gather:
-    """Blocks of ``shard`` on their way to work that takes them one by one, the own block first.
+    """Gathers ``shard`` for work that takes the blocks one by one, the own block first.
 
     Args:
-        window: how many pieces have memory, each used again when its piece is; ``None`` for the
-            ``whole`` matrix, ``[n * s, columns]``.
+        window: number of pieces with memory, which is reused after the work on a piece; ``None``
+            for memory of the ``whole`` matrix, ``[n * s, columns]``.
     """
 
     def __init__(self, b: Builder, rows: int, columns: int, window: int | None = None) -> None:
@@ -51,7 +51,7 @@ class _Gather:
                 b.scratch(f"arriving {slot}", longest, columns)
 
     def post(self, upto: int | None = None) -> None:
-        """Post so many in all; those for which there is memory if ``None``."""
+        """Post until ``upto`` pieces are posted in all; ``None``: as many as have memory."""
         end = min(self._window if upto is None else upto, len(self._pieces))
         for at in range(self._posted, end):
             run, j, hop = self._pieces[at]
@@ -75,16 +75,16 @@ class _Gather:
 
 
 class _Scatter:
-    """Pieces of a matrix that are sent one by one and summed by the ranks of their rows.
+    """Reduce-scatters a matrix piece by piece: each rank sums the pieces of its own block.
 
-    They are made before they are sent, the own block last, and summed into ``out``; or they are
-    those of ``bucket``, of which the own block becomes the sum.
+    Pieces are computed before they are sent, the own block last, and summed into ``out``; or they
+    are rows of ``bucket``, whose own block becomes the sum.
 
     Args:
-        stack: how many partials of a chunk are added at once.
-        in_flight: how many stacks have memory; the others are sent when one of them is added.
-        finish: let the operation end the sum with ``finish(out, total, own)``, a wide total; not
-            for one rank, which has nothing to sum.
+        stack: number of partials of a chunk that are added at once.
+        in_flight: number of stacks with memory; the others are sent as these are added.
+        finish: whether the work ``finish(out, total, own)`` completes the sum, with a wide total;
+            not called for one rank, which has nothing to sum.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class _Scatter:
             for at in range(0, len(hops), stack)
         ]
         self._finish = finish and b.peers > 0
-        # Added before the own block is made, or in more than one go.
+        # Partials are added before the own block exists, or in several additions.
         many = stack < b.peers or len(runs) > IN_FLIGHT
         self._total = self._finish or (many and b.peers > 0)
         self._out = rows_of("bucket", block_of(b.rank, rows)) if bucket else Span("out", 0, rows)
@@ -123,7 +123,7 @@ class _Scatter:
         self._sent = self._added = 0
 
     def send(self, upto: int | None = None) -> None:
-        """Make, with ``make(out, run)``, and send so many stacks, or all and make the own block."""
+        """Compute and send stacks until ``upto``; ``None``: all, and then compute the own block."""
         b, rows = self._b, self._rows
         for t in range(self._sent, len(self._stacks[:upto])):
             j, run, some, _ = self._stacks[t]
@@ -153,7 +153,7 @@ class _Scatter:
             self._b.add(rows_of("out", run), partials, (rows_of("own", run), 1))
 
     def finish(self) -> None:
-        """Add what has not been added."""
+        """Add the remaining partials and write the sum."""
         b, total = self._b, Span("total", 0, self._rows)
         while self._added < len(self._stacks):
             self._add()
@@ -172,7 +172,7 @@ class _Scatter:
 
 @rule
 def produce_scatter(place: Place, rows: int, columns: int) -> Builder:
-    """Make each rank's piece of a matrix and reduce-scatter it.
+    """Compute a matrix piece by piece and reduce-scatter it.
 
     Work: ``make(out, run)``.
     """
@@ -191,7 +191,7 @@ def _(c: Carrier, rows: int, columns: int) -> None:
 
 @rule
 def gather_use(place: Place, rows: int, columns: int, keep: bool) -> Builder:
-    """Gather ``shard`` and use each piece as it arrives; with ``keep`` the whole as well.
+    """Gather ``shard`` and use each piece as it arrives; with ``keep``, also the whole at the end.
 
     Work: ``use(piece, run)``; ``wgrad(whole)``.
     """
@@ -217,16 +217,16 @@ def _(c: Carrier, rows: int, columns: int, keep: bool) -> None:
 def exchange(
     place: Place, rows: int, columns: int, blocks: Blocks, uses: bool, keep: bool, wgrad: bool
 ) -> Builder:
-    """All-to-all of blocks that are made, or used, or both, piece by piece.
+    """All-to-all of blocks that are computed, or used, or both, piece by piece.
 
-    The own block is the last to be made and the first to be used.
+    The own block is computed last and used first.
 
     Args:
-        blocks: given or kept, they are ``blocks``, which the operation brings along.
-        keep: the operation brings ``received`` along, to be filled.
+        blocks: unless ``made``, they are in ``blocks``, a buffer of the operation.
+        keep: whether the operation has a buffer ``received`` for the result.
 
-    Work: ``make(out, run)``, ``use(piece, run)``; ``wgrad()``, which is made of neither and has the
-    last transfers to hide.
+    Work: ``make(out, run)``, ``use(piece, run)``; ``wgrad()``, which needs neither of them and
+    overlaps with the last transfers.
     """
     b = Builder(place)
     makes, staged = blocks != "given", blocks == "made"
@@ -282,16 +282,16 @@ def _(
 
 
 def _under_way(b: Builder, rows: int, own: Own) -> int:
-    """How many pieces of a sharded weight have memory: two blocks, or one more than lanes."""
+    """Number of pieces of a sharded weight with memory: two blocks, or one more than lanes."""
     longest = max(run.stop - run.start for run in b.runs(rows, own))
     return max(2 * rows // longest, b.place.schedule.lanes_for(b.size) + 1)
 
 
 @rule
 def sharded_forward(place: Place, rows: int, columns: int) -> Builder:
-    """Gather a weight, ``shard`` of which is here, and use it block by block; it is never whole.
+    """Gather a weight from its ``shard`` and use it block by block, without memory for all of it.
 
-    Work: ``use(piece, run)``.  Begun ahead, it has its first transfer under way.
+    Work: ``use(piece, run)``.  Run ahead, it posts its first transfer.
     """
     b = Builder(place)
     gather = _Gather(b, rows, columns, _under_way(b, rows, "first"))
@@ -311,10 +311,10 @@ def _(c: Carrier, rows: int, columns: int) -> None:
 def sharded_backward(
     place: Place, rows: int, columns: int, gathers: bool, scatters: bool
 ) -> Builder:
-    """Make the gradient of a sharded weight and reduce-scatter it; gather the weight and use it.
+    """Compute and reduce-scatter the gradient of a sharded weight; gather and use the weight.
 
-    Work: ``make(out, run)``, ``finish(out, total, own)``, ``use(piece, run)``.  Begun ahead, it has
-    the first transfer of the weight under way.
+    Work: ``make(out, run)``, ``finish(out, total, own)``, ``use(piece, run)``.  Run ahead, it posts
+    the first transfer of the weight.
     """
     b = Builder(place)
     gather = _Gather(b, rows, columns, _under_way(b, rows, "first")) if gathers else None
@@ -351,13 +351,13 @@ def _(c: Carrier, rows: int, columns: int, gathers: bool, scatters: bool) -> Non
 
 @rule
 def bucket_scatter(place: Place, rows: int, stack: int, in_flight: int) -> Builder:
-    """Sum the shards of ``bucket``, of gradients, over their ranks, behind the work of others.
+    """Reduce-scatter ``bucket``, gradients of several layers, in place.
 
     Args:
         rows: elements of a shard.
         stack, in_flight: see :class:`_Scatter`.
 
-    Work: ``finish(out, total, own)``.  Begun ahead, it has everything under way that has memory.
+    Work: ``finish(out, total, own)``.  Run ahead, it posts all transfers that have memory.
     """
     b = Builder(place)
     scatter = _Scatter(b, rows, 1, stack, in_flight=in_flight, finish=True, bucket=True)
@@ -375,13 +375,13 @@ def _(c: Carrier, rows: int, stack: int, in_flight: int) -> None:
 
 @rule
 def bucket_gather(place: Place, rows: int, last_first: bool) -> Builder:
-    """Fetch the other ranks' shards of ``bucket``, of parameters, in place.
+    """All-gather the shards of ``bucket``, parameters of several layers, in place.
 
     Args:
         rows: elements of a shard.
-        last_first: the chunks of a shard travel from its end to its start.
+        last_first: whether the last chunk of a shard is sent first.
 
-    Begun ahead, it has everything under way.
+    Run ahead, it posts all its transfers.
     """
     b = Builder(place)
     runs = b.runs(rows, "first")

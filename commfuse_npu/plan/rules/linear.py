@@ -28,40 +28,41 @@ from commfuse_npu.plan.schedule import Place
 __all__ = ["Wgrad", "column_backward", "gather_gemm", "gemm_all_reduce", "gemm_scatter"]
 
 Wgrad = Literal["whole", "blocks"]
-"""How a weight gradient is made from blocks of rows.
+"""How a weight gradient is computed from blocks of rows.
 
 ``whole`` waits for all rows and runs one GEMM: the bits of the unfused layer.  ``blocks`` runs a
-GEMM per piece as it arrives and sums in fp32: more work to hide transfers behind, but another order
-of additions.
+GEMM per piece as it arrives and sums in fp32: more work overlaps with transfers, but the order of
+additions differs.
 """
 
 _AHEAD = 8
-"""Transfers that are posted before the first work: each takes the host some time."""
+"""Most transfers posted before the first work; a limit, because each post takes host time."""
 
 
 @rule
 def gather_gemm(
     place: Place, rows: int, inputs: int, outputs: int, keep: bool, wgrad: Wgrad | None, other: int
 ) -> Builder:
-    """Gather ``shard``, multiply it by ``weight``; the gathered matrix may be a factor of a wgrad.
+    """Gather ``shard`` and multiply it by ``weight``; optionally use it for a weight gradient.
 
     Args:
-        outputs: 0 for no product.
-        keep: the operation brings ``whole`` along, to be filled.
+        outputs: columns of ``weight``; 0 for no product.
+        keep: whether the operation has a buffer ``whole`` for the gathered matrix.
+        wgrad: how to compute a weight gradient of the gathered matrix and ``other``, if at all.
         other: columns of ``other``.
 
     Work: ``gemm(out, a, b)``; ``wgrad(whole rows, other rows)``.
 
-    With one chunk blocks arrive in place, and the rows before and after the own ones are a GEMM
-    each, or each block is if one lane brings them one by one; with one peer chunks arrive in place.
-    Else a chunk of all peers is staged, multiplied, and its result copied into place; one that a
-    collective brings has the own rows between those of the peers, and is two GEMMs.  A chunk is
-    posted before the one that it follows is used, so that the host is not late with the work.
+    One chunk, or the chunks of one peer, arrive in place.  With one chunk there is a GEMM for the
+    rows on each side of the own block, or for each block if one lane brings them one by one.  Else
+    a chunk of all peers is staged, multiplied, and its result copied into place; a collective puts
+    the own rows between those of the peers, which makes two GEMMs.  Chunk j + 1 is posted before
+    the work on chunk j, so that the host does not delay the work.
     """
     b = Builder(place)
     runs, n, r = b.runs(rows, "first"), place.size, place.rank
     own, peers, chunks = block_of(r, rows), peers_of(place), len(runs)
-    # Chunks of several blocks are no run of rows.
+    # A chunk of several blocks is not one run of rows in the whole matrix.
     in_place = chunks == 1 or (b.peers <= 1 and not b.together)
     filled, stacked = keep or wgrad == "whole", b.size if b.together else b.peers
     if (in_place or filled) and not keep:
@@ -152,7 +153,7 @@ def _(
 
 
 def _strips(b: Builder, buffer: str, stack: str, run: slice, rows: int) -> list[tuple[Span, Span]]:
-    """The rows ``run`` of each peer's block, and where they are in a stack of all of them."""
+    """Pairs of spans: rows ``run`` of the peers' blocks in ``buffer``, and those in ``stack``."""
     length, found, at = run.stop - run.start, [], 0
     for side in sides_of(b.place):
         first = side[0] * rows
@@ -164,7 +165,7 @@ def _strips(b: Builder, buffer: str, stack: str, run: slice, rows: int) -> list[
 
 
 def _spread(b: Builder, buffer: str, stack: str, run: slice, rows: int, *, aside: bool) -> None:
-    """Copy a stack of all peers' chunk into their blocks."""
+    """Copy the stacked chunks of all peers into their blocks of ``buffer``."""
     for there, part in _strips(b, buffer, stack, run, rows):
         b.copy(there, part, aside=aside)
 
@@ -175,9 +176,10 @@ def gemm_scatter(place: Place, rows: int, inputs: int, outputs: int) -> Builder:
 
     Work: ``gemm(out, a, b)``.
 
-    The *columns* are cut into chunks, so that a GEMM over all rows makes contiguous pieces for all
-    peers; only the last group of columns is cut by rows, the own ones last: into those before and
-    after them, or with one lane and one group into blocks.  Two groups are under way at once.
+    The *columns* are cut into groups, so that one GEMM over all rows computes contiguous pieces for
+    all peers.  Only the last group is also cut by rows: first the rows on each side of the own
+    block (or each block, with one lane and one group), then the own block.  Two groups are in
+    flight at a time.
     """
     b = Builder(place)
     groups = b.runs(outputs, "last")
@@ -211,7 +213,7 @@ def _(c: Carrier, rows: int, inputs: int, outputs: int) -> None:
 def _by_columns(
     b: Builder, groups: Sequence[slice], rows: int, in_flight: int, own_last: bool = False
 ) -> list[Product]:
-    """A product's groups of columns, so many of them with memory of their own."""
+    """A :class:`Product` per group of columns; ``in_flight`` of them have memory at a time."""
     of, widths = len(groups), [columns.stop - columns.start for columns in groups]
     return [
         Product(b, j, of, rows, width, j % in_flight, own_last and j == of - 1)
@@ -242,21 +244,23 @@ def column_backward(
     gathers: bool,
     wgrad: bool,
 ) -> Builder:
-    """The gradients of ``all_gather(x) @ weight^T``: dgrad to its ranks, and x again for wgrad.
+    """The gradients of ``all_gather(x) @ weight^T``: dgrad is reduce-scattered, x gathered again.
 
     Args:
         inputs: columns of ``x``.
         outputs: columns of ``grad``, ``[n * s, outputs]``.
+        scatters, gathers, wgrad: whether dgrad, the gather of x and wgrad are needed.
 
     Work: ``gemm(out, a, b)``; ``wgrad(grad rows, whole rows)``.
 
-    Begun ahead, it has x under way.  The whole dgrad is made in groups of columns, while x arrives;
-    its sums travel behind wgrad and are added after it.
+    Run ahead, it posts the gather of x.  The dgrad is computed in groups of columns while x
+    arrives; its partials are sent during wgrad and added after it.
 
     A group of columns of the weight is neither contiguous nor the transpose of a contiguous matrix,
     so aclnn copies it before the GEMM (read in ``ContiguousAndCast`` of CANN's ops-nn): one copy of
-    the weight per backward, which the simulator charges.  Groups of rows need no copy, but blocks
-    of ``grad`` as groups leave links idle, and a chunk of every block is a GEMM per peer.
+    the weight per backward, which the simulator counts.  Groups of rows need no copy, but if they
+    are blocks of ``grad`` links stay idle, and if they are chunks of every block each is a GEMM per
+    peer.
     """
     b = Builder(place)
     n, r = place.size, place.rank
@@ -291,8 +295,8 @@ def _(
 ) -> None:
     everything = slice(0, c.place.size * rows)
     grad = c.given("grad", everything.stop, outputs)
-    # In Megatron's order: x arrives behind dgrad, whose sum travels behind wgrad (read in
-    # Megatron-Core's LinearWithGradAccumulationAndAsyncCommunication).
+    # In Megatron's order: x is gathered during dgrad, and dgrad is reduce-scattered during wgrad
+    # (read in Megatron-Core's LinearWithGradAccumulationAndAsyncCommunication).
     whole = c.all_gather(c.given("x", rows, inputs)) if gathers else None
     if scatters:
         runs = c.place.schedule.runs(inputs, "last")
@@ -308,12 +312,12 @@ def gemm_all_reduce(place: Place, rows: int, inputs: int, outputs: int) -> Build
     """Multiply ``a`` by ``weight`` and sum the product over the ranks.
 
     Args:
-        rows: of all ranks together, a multiple of the group size.
+        rows: of ``a``, a multiple of the group size.
 
     Work: ``gemm(out, a, b)``.
 
-    The rows are cut into parts.  Rank r sums block r of each part and sends the sum to all others,
-    while the next part is made; the last part is cut, its own block last.
+    The rows are cut into parts.  Rank r sums block r of each part and sends the sum to all others
+    while the next part is computed.  The last part is computed by blocks, the own block last.
     """
     b = Builder(place)
     parts, weight, products = parts_of(place, rows), Span("weight", 0, inputs), list[Product]()
@@ -323,10 +327,10 @@ def gemm_all_reduce(place: Place, rows: int, inputs: int, outputs: int) -> Build
         b.compute("gemm", [products[p].made(piece)], [rows_of("a", part), weight])
 
     def finish(p: int) -> None:
-        """Sum the own block of a part, and send the sum around."""
+        """Sum the own block of a part, and send the sum to all ranks."""
         block, start = (parts[p].stop - parts[p].start) // place.size, parts[p].start
         mine = Span("out", start + place.rank * block, start + (place.rank + 1) * block)
-        if b.together:  # into which a collective copies the own block as well
+        if b.together:  # the collective also copies the own block into ``out``
             b.scratch(f"sum {p}", block, outputs, slot=f"sum {p % 2}")
             mine = Span(f"sum {p}", 0, block)
         products[p].add(mine)

@@ -1,6 +1,6 @@
-"""Which rows and columns are taken at once: by programs, and by the lines that they equal.
+"""The rows and columns of each piece of work: in programs, and in the lines that they equal.
 
-Legend: ``s`` rows of a rank's block; a whole matrix has the blocks of all ranks, in their order.
+Legend: ``s`` rows of a rank's block; a whole matrix has the blocks of all ranks, in rank order.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ __all__ = [
 
 
 Piece = tuple[Sequence[slice], slice | None]
-"""Runs of rows that one GEMM takes together, and the columns of the result that it makes."""
+"""Runs of rows that one GEMM takes together, and the columns of the result; ``None``: all."""
 
 
 def gather_pieces(place: Place, rows: int) -> list[tuple[slice, ...]]:
-    """Which rows of the whole matrix :func:`gather_gemm` multiplies at once, piece by piece."""
+    """The rows of the whole matrix in each GEMM of :func:`gather_gemm`, in order."""
     runs = place.schedule.runs(rows, "first")
     by_peer = place.together or len(runs) == 1 or place.size == 1
     blocks = arrivals_of(place) if by_peer else [peers_of(place)]
@@ -48,7 +48,7 @@ def gather_pieces(place: Place, rows: int) -> list[tuple[slice, ...]]:
 
 
 def scatter_pieces(place: Place, rows: int, columns: int) -> list[Piece]:
-    """Which rows and columns of the whole result :func:`gemm_scatter` makes at once."""
+    """The rows and columns of the whole result in each GEMM of :func:`gemm_scatter`, in order."""
     *groups, last = place.schedule.runs(columns, "last")
     everything = slice(0, place.size * rows)
     pieces: list[Piece] = [((everything,), group) for group in groups]
@@ -60,7 +60,7 @@ def scatter_pieces(place: Place, rows: int, columns: int) -> list[Piece]:
 
 
 def sum_pieces(place: Place, rows: int) -> list[Piece]:
-    """Which rows of the whole result :func:`gemm_all_reduce` makes at once."""
+    """The rows of the whole result in each GEMM of :func:`gemm_all_reduce`, in order."""
     *parts, last = parts_of(place, rows)
     whole = place._replace(schedule=replace(place.schedule, chunks=1))
     cut = scatter_pieces(whole, (last.stop - last.start) // place.size, 1)
@@ -69,17 +69,17 @@ def sum_pieces(place: Place, rows: int) -> list[Piece]:
 
 
 def parts_of(place: Place, rows: int) -> list[slice]:
-    """Runs of rows, multiples of the group size, that :func:`gemm_all_reduce` sums one by one."""
+    """The parts that :func:`gemm_all_reduce` sums one by one: multiples of the group size."""
     blocks = rows // place.size
     bounds = split(blocks, min(place.schedule.chunks, max(1, blocks)))
     return [slice(place.size * a, place.size * b) for a, b in pairwise(bounds)]
 
 
 def used_pieces(place: Place, rows: int, own: Own = "first") -> list[slice]:
-    """The rows of a whole matrix that are used one by one as blocks arrive, in order.
+    """The rows of each call of the work ``use``, as pieces arrive: the own block, then the peers'.
 
     Args:
-        own: ``last`` if what is sent was made piece by piece.
+        own: the order of the peers; ``last`` if the senders compute their blocks piece by piece.
     """
     hops = place.schedule.hops(place.rank, place.size, own)
     runs = place.schedule.runs(rows, own)
@@ -88,7 +88,7 @@ def used_pieces(place: Place, rows: int, own: Own = "first") -> list[slice]:
 
 
 def made_pieces(place: Place, rows: int) -> list[slice]:
-    """The rows of a whole matrix that are made one by one before they are sent, in order."""
+    """The rows of each call of the work ``make``, in the order of sends: the own block last."""
     hops = place.schedule.hops(place.rank, place.size, "last")
     runs = place.schedule.runs(rows, "last")
     pieces = [inside(hop.target, rows, run) for run in runs for hop in hops]
@@ -96,9 +96,9 @@ def made_pieces(place: Place, rows: int) -> list[slice]:
 
 
 def arrivals_of(place: Place) -> list[range]:
-    """The blocks that are used at once where they arrive in place.
+    """The ranges of blocks that one GEMM uses if they arrive in place.
 
-    Those of a side, or each of them if a single lane brings one after the other.
+    All blocks on a side of the own one, or each block if a single lane brings them one by one.
     """
     if place.together or place.schedule.lanes_for(place.size) > 1:
         return sides_of(place)
@@ -107,9 +107,10 @@ def arrivals_of(place: Place) -> list[range]:
 
 
 def departures_of(place: Place, groups: int) -> list[range]:
-    """The blocks of the last group of columns that are made at once, in the order of the peers.
+    """The ranges of blocks that one GEMM computes in the last group of columns, in order.
 
-    Those of a side, or each of them if a single lane takes one after the other, whole.
+    All blocks on a side of the own one; or each block, if there is one group and a single lane
+    takes the blocks one by one.
     """
     if groups > 1 or place.together or place.schedule.lanes_for(place.size) > 1:
         return sides_of(place)[::-1]
@@ -118,7 +119,7 @@ def departures_of(place: Place, groups: int) -> list[range]:
 
 
 def sides_of(place: Place) -> list[range]:
-    """The blocks before the own one, and those after it: each a run of rows."""
+    """The blocks before the own one, and those after it; each side is one run of rows."""
     sides = [range(place.rank), range(place.rank + 1, place.size)]
     return [side for side in sides if side]
 
@@ -128,10 +129,12 @@ def peers_of(place: Place) -> list[int]:
 
 
 def block_of(rank: int, rows: int) -> slice:
+    """The rows of a rank's block in a whole matrix."""
     return slice(rank * rows, (rank + 1) * rows)
 
 
 def inside(block: int, rows: int, run: slice) -> slice:
+    """The rows of a whole matrix for rows ``run`` of a block."""
     return slice(block * rows + run.start, block * rows + run.stop)
 
 

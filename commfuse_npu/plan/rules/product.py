@@ -1,4 +1,4 @@
-"""A product that is reduce-scattered: its blocks on their way, and the partials of the own one."""
+"""A matrix product that is reduce-scattered: it sends the peers' blocks and adds the partials."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ _PIECE = "partial for {target}"
 
 
 class Product:
-    """One of several, each ``[n * s, columns]`` in scratch memory; block d goes to rank d.
+    """A product ``[n * s, columns]`` in scratch memory; block d goes to rank d.
 
     Args:
-        number, of: which one it is of how many.
-        rows: of a block.
-        slot: products of a slot have their memory one after the other.
-        own_last: whether the own block is made when the others are sent.
+        number, of: its index, and the number of products of the program.
+        rows: rows of a block.
+        slot: products with the same slot use the same memory one after the other.
+        own_last: whether the own block is computed after the others are sent.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class Product:
     ) -> None:
         self._b, self._number, self._of, self._rows = b, number, of, rows
         self._name, self._partials = f"product {number}", f"partials {number}"
-        # What a collective sends is one run of rows.
+        # A collective sends one run of rows, so the own block is below all others.
         self._own_below = own_last and b.together
         arriving = b.size if b.together else b.peers
         b.scratch(self._name, b.size * rows, columns, slot=f"made {slot}")
@@ -44,10 +44,11 @@ class Product:
 
     @property
     def _own(self) -> slice:
+        """The rows of the own block in rank order."""
         return block_of(self._b.rank, self._rows)
 
     def made(self, piece: slice) -> Span:
-        """Where some of its rows are: in their order, or the own ones below all others."""
+        """The span of some of its rows, which are in order or with the own block at the end."""
         back = 0
         if self._own_below and piece == self._own:
             back = piece.start - self._b.peers * self._rows
@@ -56,7 +57,7 @@ class Product:
         return Span(self._name, piece.start - back, piece.stop - back)
 
     def send(self) -> None:
-        """Send the blocks of all peers, and receive as many partials."""
+        """Send the blocks of all peers, and receive a partial of the own block from each."""
         b = self._b
         if not b.together:
             for hop in b.hops("last"):
@@ -68,7 +69,7 @@ class Product:
         b.collective("all_to_all", sent, into, _PIECE, self._number, self._of, own=own)
 
     def send_as_made(self, blocks: Sequence[range], gemm: Callable[[slice], None]) -> None:
-        """Make some blocks at once, with ``gemm(rows)``, and send them; the own one is the last."""
+        """Compute each range of ``blocks`` with ``gemm(rows)`` and send it; the own block last."""
         b, rows, left = self._b, self._rows, list(blocks)
         for hop in b.hops("last"):
             side = next((side for side in left if hop.target in side), None)
@@ -83,13 +84,13 @@ class Product:
 
     def _post(self, hop: Hop) -> None:
         b, rows = self._b, self._rows
-        # One below the other in the order in which they are added.
+        # Stack the partials in the order in which they are added.
         into = rows_of(self._partials, block_of(b.hops("last").index(hop), rows))
         sent = self.made(block_of(hop.target, rows))
         b.post(hop, sent, into, _PIECE, self._number, self._of)
 
     def add(self, out: Span, *, aside: bool = False) -> None:
-        """``out`` = the peers' partials in their order + the own block."""
+        """``out`` = the peers' partials in the schedule's order + the own block."""
         b, rows = self._b, self._rows
         terms = [(Span(self._partials, 0, b.peers * rows), b.peers)] if b.peers else []
         if b.together:

@@ -1,8 +1,8 @@
-"""What a rule is: the program of an operation, and the lines that the operation equals.
+"""Defines a rule: it compiles the program of an operation, and has the lines that it equals.
 
-The lines are executable.  Carried by the collectives of torch.distributed they are the unfused form
-(:mod:`commfuse_npu.runtime.collective_transport`); carried by names of contents they say what has
-to come out of the programs (:mod:`commfuse_npu.proof.outcomes`).
+The lines are executable.  With the collectives of torch.distributed they are the unfused operation
+(:mod:`commfuse_npu.runtime.collective_transport`).  With symbolic contents they give the expected
+results of the programs (:mod:`commfuse_npu.proof.outcomes`).
 """
 
 from __future__ import annotations
@@ -20,45 +20,45 @@ from commfuse_npu.plan.schedule import Place
 __all__ = ["IN_FLIGHT", "MOST_COMPILED", "RULES", "Carrier", "Rule", "rule"]
 
 IN_FLIGHT = 2
-"""Chunks, or stacks of pieces, that have memory on their way to other ranks."""
+"""Chunks, or stacks of pieces, that are sent at the same time, each with its own memory."""
 
 MOST_COMPILED = 4096
-"""Programs that are kept; their number grows with the lengths of sequences."""
+"""Most programs in a cache; their number grows with the number of sequence lengths."""
 
 
 class Carrier(Protocol):
-    """What carries out the lines that an operation equals, for one rank.
+    """Executes the lines of a rule for one rank.
 
-    Matrices are whatever the carrier makes of them.  ``out`` is a buffer of the operation that a
-    result is written to.  Where work is cut, ``pieces`` says how, in the order of the program;
-    ``first`` and ``last`` are the rows that the first and the last piece has to take: the own
-    block's, behind which the first transfer, or before which the last one, is hidden.
+    The type of a matrix is up to the carrier.  ``out`` is the operation's buffer for the result.
+    ``pieces`` are the rows of each call of a work, in the order of the program.  ``first`` and
+    ``last`` are the rows that its first and its last call have to take: those of the own block,
+    which overlap with the first or the last transfer.
     """
 
     place: Place
 
     def given(self, buffer: str, rows: int, columns: int) -> Any:
-        """A buffer that the operation brings along."""
+        """An input buffer of the operation, ``[rows, columns]``."""
 
     def own_block(self, whole: Any) -> Any:
-        """The rows of ``[n * s, columns]`` that are this rank's, ``[s, columns]``."""
+        """This rank's block ``[s, columns]`` of ``[n * s, columns]``."""
 
     def all_gather(self, shard: Any, *, out: str | None = None) -> Any:
-        """``[s, columns]`` of all ranks, ``[n * s, columns]``."""
+        """``[s, columns]`` of every rank to ``[n * s, columns]``."""
 
     def all_to_all(self, blocks: Any, *, out: str | None = None) -> Any:
-        """``[n * s, columns]``: block d goes to rank d."""
+        """``[n * s, columns]``: block d goes to rank d, and rank r's block arrives as block r."""
 
     def reduce_scatter(self, whole: Any, *, out: str, finish: bool = False) -> None:
         """``[n * s, columns]`` to ``[s, columns]``.
 
         Args:
-            out: of so many rows, or of all ranks' rows, of which the own ones are written.
-            finish: the sum is ended by the work ``finish(out, sum of the others, own)``.
+            out: has ``s`` rows, or ``n * s``, of which the own block is written.
+            finish: whether the work ``finish(out, sum of the others, own)`` completes the sum.
         """
 
     def all_reduce(self, whole: Any, parts: Sequence[slice], *, out: str) -> None:
-        """The sum over the ranks, part by part reduce-scattered and gathered."""
+        """Sum over the ranks; each part is reduce-scattered, then gathered."""
 
     def gemm(
         self,
@@ -73,10 +73,10 @@ class Carrier(Protocol):
         """``a @ b``."""
 
     def make(self, rows: int, columns: int, pieces: Sequence[slice], *, out: str | None) -> Any:
-        """A matrix whose rows the work ``make(out, run)`` makes; the last ones are the own."""
+        """A matrix computed by calls of the work ``make(out, run)``, the own block last."""
 
     def use(self, matrix: Any, pieces: Sequence[slice], *, first: slice | None = None) -> None:
-        """The work ``use(piece, run)`` takes all rows."""
+        """Call the work ``use(piece, run)`` on all rows."""
 
     def wgrad(
         self,
@@ -84,14 +84,14 @@ class Carrier(Protocol):
         pieces: Sequence[Sequence[slice]] | None = None,
         first: slice | None = None,
     ) -> None:
-        """The work ``wgrad(*factors)``, by runs of rows if there are ``pieces``."""
+        """Call the work ``wgrad(*factors)``: once, or for each of ``pieces`` with its rows."""
 
 
 class Rule:
-    """Compiles the program of a place, once per arguments.
+    """Compiles the program for a :class:`Place` and arguments, and caches it.
 
     Attributes:
-        lines: what the operation equals; it takes a :class:`Carrier` and the rule's arguments.
+        lines: computes what the operation equals, from a :class:`Carrier` and the arguments.
     """
 
     lines: Callable[..., None]
@@ -112,16 +112,16 @@ class Rule:
         return self._compiled(place, *arguments)
 
     def equals(self, lines: Callable[..., None]) -> Callable[..., None]:
-        """Decorates the lines that the operation equals."""
+        """Decorator that sets :attr:`lines`."""
         self.lines = lines
         return lines
 
 
 RULES: dict[str, Rule] = {}
-"""By name, for who has the name and the arguments of a rule (a recorded run)."""
+"""All rules by name, to compile a program from the name and arguments in a recorded run."""
 
 
 def rule(make: Callable[..., Builder]) -> Rule:
-    """A rule that is known by its function's name."""
+    """Decorator that makes a rule of a function and adds it to :data:`RULES`."""
     made = RULES[make.__name__] = Rule(make)
     return made
