@@ -7,17 +7,11 @@ import multiprocessing
 import os
 import signal
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
 from commfuse_npu.tools import cli
-from commfuse_npu.tools.bench import command
-from commfuse_npu.tools.measure.worker import Worker
 from commfuse_npu.tools.ranks import Ranks, RanksError
 from tests.limits import LIMIT
 from tests.processes import ended, interruptible, wait_for
@@ -25,27 +19,7 @@ from tests.processes import ended, interruptible, wait_for
 _SMALL = ["--scale", "64", "--sequence", "64", "--works", "reduce-scatter", "--ranks", "2"]
 
 
-_workers: list[Worker] = []
-
-
-def _asked(rank: int, method: str, args: tuple[Any, ...]) -> Any:
-    if not _workers:
-        _workers.append(Worker())
-    return getattr(_workers[0], method)(*args)
-
-
-def test_a_small_run_from_options_to_report(tmp_path: Path, capsys, monkeypatch, ranks) -> None:
-    """With the ranks of the tests in place of processes of its own."""
-    group = ranks(2)
-
-    @contextmanager
-    def borrowed(*_: object, **__: object) -> Iterator[SimpleNamespace]:
-        yield SimpleNamespace(
-            ask=lambda method, *args: group.run(_asked, method, args, timeout=LIMIT)
-        )
-        group.kill()  # their links have a rate
-
-    monkeypatch.setattr(command, "Ranks", borrowed)
+def test_a_small_run_from_options_to_report(tmp_path: Path, capsys) -> None:
     written = tmp_path / "bench.json"
     some = ["--variants", "coc-2,ours-c2", "--ratios", "0,1", "--rounds", "1", "--sequence", "70"]
     assert cli.main(["bench", "--quick", *_SMALL, *some, "--json", str(written)]) == 0

@@ -33,7 +33,6 @@ LAUNCHES = (
     (f"{STAGES} --num-layers-per-virtual-pipeline-stage 3", 2, "4 layers are not divisible by it"),
     (f"{LAUNCH} --tensor-model-parallel-size {'9' * 23}", 2, "a number of 23 digits; give at most"),
     (f"{LAUNCH} --global-batch-size 7", 1, "choose --global-batch-size 4 or 8"),
-    (f"{LAUNCH} --seq-length", 2, "--seq-length: expected one argument"),
     (f"{LAUNCH} --use-commfuse --commfuse-taper nan", 2, "taper is nan; from 1/8 to 8"),
     (f"{LAUNCH} --num-experts 8 --moe-router-topk 99", 2, "is more than --num-experts 8"),
     (LAUNCH.replace("node 8", "node 0"), 2, "--nproc-per-node is '0'; give a whole number from 1"),
@@ -45,15 +44,11 @@ MACHINE = (ROOT / "configs" / "hardware" / "ascend_910b_server.yaml").read_bytes
 MODEL = (ROOT / "configs" / "llama3_8b.yaml").read_bytes()
 FILES = {
     "file": b"x",
-    "latin.yaml": b"num_layers: 4 # \xe9\xff\n",
     "broken.yaml": b"a: [1, 2\nb: }",
     "empty.yaml": b"",
-    "nul.yaml": b"a: \x00\n",
-    "deep.yaml": b"a: " + b"[" * 5000,
     "bad.yaml": b"a: 1",
     "machine.yaml": MACHINE,
     "quoted.yaml": re.sub(rb"(?m)^(hidden_size: )(\d+)", rb'\1"\2"', MODEL),
-    "half.json": b'{"machine": {',
     "deep.json": b"[" * 100_000,
     "wrong.json": b'{"results": []}',
     "log/rank_0.jsonl": b"\xff\xfe\n",
@@ -65,13 +60,9 @@ QUESTIONS = (
     ("doctor surplus", "unknown: surplus (see commfuse-npu doctor --help)"),
     ("doctor --config ''", "'' is neither a file nor one of llama2_13b, llama2_70b"),
     (f"doctor --config {'a' * 300}", "aaa' is neither a file nor one of llama2_13b"),
-    ("doctor --config folder.yaml", "'folder.yaml' is neither a file nor one of llama2_13b"),
     ("doctor --config llama3_7b", "; did you mean llama3_70b?"),
     ("doctor --config bad.yaml", "bad.yaml: unknown option 'a'; did you mean"),
-    ("doctor --config latin.yaml", "latin.yaml is not valid yaml: 'utf-8' codec can't decode"),
     ("doctor --config broken.yaml", "broken.yaml is not valid yaml: line 2: expected ',' or"),
-    ("doctor --config nul.yaml", "nul.yaml is not valid yaml: "),
-    ("doctor --config deep.yaml", "deep.yaml is not valid yaml: it is nested too deeply"),
     ("doctor -- ls", "--num-layers, --hidden-size, --num-attention-heads, --seq-length"),
     ("plan", "give a launch script, a folder of them, --model NAME, or a rule"),
     ("plan nowhere", "nowhere is no launch script, no folder and no rule; rules are bucket_gather"),
@@ -84,7 +75,6 @@ QUESTIONS = (
     ("plan gather_gemm --ranks 1000000", "'1000000' is not a whole number from 2 to 1024"),
     ("plan gather_gemm --ranks 4 --rank 4", "--rank 4 is not one of --ranks 4; choose 0 to 3"),
     ("plan gather_gemm --ranks 4 --lanes 9", "--lanes 9: 4 ranks have 3 peers; choose 1 to 3"),
-    ("plan gather_gemm --taper 9", "taper is 9.0; from 1/8 to 8"),
     ("plan gather_gemm --shape warp", "shape 'warp' is unknown; choose one of shifted, two_level"),
     ("plan gather_gemm --shape two_level --ranks 6", "two_level needs node_size"),
     ("simulate --model machine.yaml", "machine.yaml describes a machine; give it as --hardware"),
@@ -102,7 +92,6 @@ QUESTIONS = (
     ("bench --ratios nan", "--ratios: 'nan': ratios are numbers from 0 to 100"),
     ("bench --scale 1e-9", "--scale: '1e-9' is below 1: no layer is wider than the model's"),
     ("bench --from nowhere", "nowhere: No such file or directory"),
-    ("bench --from half.json", "half.json: not what `commfuse-npu bench --json` writes: JSON"),
     ("bench --from deep.json", "deep.json: not what `commfuse-npu bench --json` writes: Recurs"),
     ("bench --from wrong.json", "writes: there is no 'machine' in it"),
     ("measure --device cpu --folder bad.yaml", "bad.yaml is no folder; choose another with"),
@@ -144,7 +133,7 @@ ASKED = [
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("bad")
-    for name in ("folder.yaml", "there", "log"):
+    for name in ("there", "log"):
         (made / name).mkdir()
     for name, content in FILES.items():
         (made / name).write_bytes(content)

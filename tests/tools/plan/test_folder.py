@@ -68,6 +68,7 @@ def test_all_of_them(asked: Asked, capsys: pytest.CaptureFixture[str]) -> None:
     assert not found["unread"]
     said = capsys.readouterr().out
     assert said.startswith("Of 8 launches 1 can take --commfuse-fb-overlap as they are, 5 --use-")
+    assert "pass as typed: 5 x one micro-batch has no partner, 1 x --use-ascend-coc" in said
     assert "| dense | 7 | 3 | 1 | 3 | 1 | 1 | 1 | 0 | 0 | 1 |\n" in said
     assert "| experts | 1 | 1 | 0 | 0 | 0 | 0 | 0 | 0 | 1 | 0 |\n" in said
     assert "| all | 8 | 4 | 1 | 3 | 1 | 1 | 1 | 0 | 1 | 1 |\n" in said
@@ -88,37 +89,25 @@ def test_all_of_them(asked: Asked, capsys: pytest.CaptureFixture[str]) -> None:
     assert f"No such training: 3 scripts: {OTHERS}\n" in said
 
 
-def test_two_trainings_of_a_script_are_two_launches(
-    asked: Asked, capsys: pytest.CaptureFixture[str]
-) -> None:
-    asked({"it.sh": "".join(script(f"{TP} --global-batch-size {2 * n}") for n in (1, 8))})
-    said = capsys.readouterr().out
-    assert said.startswith("Of 2 launches 1 can take --commfuse-fb-overlap as they are, 2 --use-")
-    assert "does not pass as typed: 1 x one micro-batch has no partner\n" in said
-    assert "it.sh: full" not in said, "without --all"
-
-
 def test_scripts_start_from_mindspeed_llms_root(asked: Asked, tmp_path: Path) -> None:
     """As its examples want it; and from there they source others."""
     root, page = tmp_path / "scripts", tmp_path / "page.json"
     (root / "examples").mkdir(parents=True)
     (root / "pretrain_gpt.py").touch()
     (root / "sizes.sh").write_text("TP=4\n", "utf-8")
+    training = "torchrun pretrain_gpt.py --sequence-parallel --tensor-model-parallel-size"
     (root / "examples" / "it.sh").write_text(
-        f"source sizes.sh\ncd $(dirname $0)/..\ntorchrun pretrain_gpt.py {MODEL} "
-        "--sequence-parallel --tensor-model-parallel-size $TP\n",
-        "utf-8",
+        f"source sizes.sh\ncd $(dirname $0)/..\n{training} $TP {MODEL}\n{training} 2 {MODEL}\n"
     )
     assert cli.main(["plan", str(root / "examples"), "--json", str(page)]) == 0
-    assert only(json.loads(page.read_text("utf-8")))["layout"]["tensor"] == 4
+    launches = json.loads(page.read_text("utf-8"))["launches"]
+    assert [one["layout"]["tensor"] for one in launches] == [4, 2], "two trainings of a script"
 
 
 # ------------------------------------------------------------------ scripts that misbehave
 
 
-def test_others_are_counted_when_some_cannot_be_read(
-    asked: Asked, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_others_are_counted_when_some_cannot_be_read(asked: Asked, capsys) -> None:
     unread = {
         "hangs.sh": ("while :; do :; done\n", "it did not end within 1 s"),
         "ends.sh": (
@@ -137,7 +126,9 @@ def test_others_are_counted_when_some_cannot_be_read(
     assert found["unread"].keys() == unread.keys()
     for name, (_, said) in unread.items():
         assert said in found["unread"][name]
-    assert "Not read: ends.sh: it ended with code 3" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "Not read: ends.sh: it ended with code 3" in said
+    assert "fine.sh: full" not in said, "without --all"
 
 
 def test_nothing_is_written_into_the_folder(asked: Asked, tmp_path: Path) -> None:
@@ -158,11 +149,7 @@ def test_nothing_is_written_into_the_folder(asked: Asked, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("works", [True, False])
 def test_neither_the_network_nor_the_folder_by_its_path_is_reached(
-    works: bool,
-    asked: Asked,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
+    works: bool, asked: Asked, monkeypatch, capsys, tmp_path: Path
 ) -> None:
     """Where a sandbox works; where none does it is said."""
     if not works:

@@ -72,6 +72,6 @@ def test_what_is_printed_is_taken(name: str) -> None:
             assert getattr(read.linear.schedule, part) == getattr(form.schedule, part)
 
 
-@pytest.mark.parametrize("layout", [Layout(4, 1, 1, 2), Layout(2, 1, 2, 2, vpp=2)])
-def test_a_layout_and_recomputation_are_taken(layout: Layout) -> None:
-    check(options(MODEL, candidate(FORMS["commfuse-fb"], layout, recompute="full")))
+def test_a_layout_and_recomputation_are_taken() -> None:
+    for layout in (Layout(4, 1, 1, 2), Layout(2, 1, 2, 2, vpp=2)):
+        check(options(MODEL, candidate(FORMS["commfuse-fb"], layout, recompute="full")))

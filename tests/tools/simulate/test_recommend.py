@@ -48,13 +48,11 @@ def test_layouts_are_ranked_by_their_steps_and_the_launcher_takes_the_plan(tmp_p
     kinds = [one.variant.kind for one in found.rivals]
     assert len(kinds) == len(set(kinds))
     assert not {"fused", "ideal"} & set(kinds), "what can be launched without CommFuse"
-    assert found.bound is not None
     assert found.bound.variant.kind == "ideal"
     assert found.refused["more memory than an NPU has"] > 0
     # A rival that is faster is what is recommended.
     faster = replace(found.other, seconds=found.best.seconds / 2)
     assert replace(found, rivals=(faster, *found.rivals[1:])).best is faster
-    assert found.runner_up is not None
     assert replace(found, rivals=(found.runner_up,)).runner_up not in (None, found.runner_up)
     # What is named beside it, and how it compares.
     assert set(found.steps) == {found.best, found.other, found.runner_up, found.fused} - {None}
@@ -109,10 +107,8 @@ def test_memory_decides_on_recomputation(gib: float, chosen: str) -> None:
 
 def test_what_is_given_decides() -> None:
     given = Fixed(tp=2, cp=1, pp=1)
-    same, other = (
-        recommend(SMALL, SERVER, 8, fixed=given, other_rounding=allowed)
-        for allowed in (False, True)
-    )
+    same = recommend(SMALL, SERVER, 8, fixed=given)
+    other = recommend(SMALL, SERVER, 8, fixed=given, other_rounding=True)
     assert [one.training.layout for one in same.ranked] == [Layout(2, 1, 4, 1)]
     # With one layout the runner-up is another schedule.
     assert same.runner_up is same.schedules[1]
@@ -120,11 +116,8 @@ def test_what_is_given_decides() -> None:
     assert {one.variant.wgrad for one in other.schedules} == {"whole", "blocks"}
     # Ulysses is fused where there is no tensor parallelism.
     model = replace(SMALL, context_parallel_algo="ulysses_cp_algo", num_layers=8)
-    ulysses = recommend(
-        *(model, CLUSTER.launching(1e-5), 8),
-        options=Options(ulysses="fused"),
-        fixed=Fixed(tp=1, cp=4, pp=1),
-    )
+    given, how = Fixed(tp=1, cp=4, pp=1), Options(ulysses="fused")
+    ulysses = recommend(model, CLUSTER.launching(1e-5), 8, options=how, fixed=given)
     words = options(model, ulysses.best)
     assert "--commfuse-ulysses" in words
     assert words[words.index("--commfuse-lanes") + 1] == "3"
