@@ -130,6 +130,7 @@ def test_what_a_command_line_leaves_out_is_what_megatron_takes() -> None:
     [
         ({"num_layer": 3}, "unknown option 'num_layer'; did you mean num_layers?"),
         ({"bf16": "yes"}, "bf16: 'yes' is not true or false"),
+        ({"num_layers": 3.5}, "num_layers: 3.5 is not a whole number from 1"),
         ({"num_layers": True}, "num_layers: True is not a whole number from 1"),
         ({"lr": True}, "lr: True is not a number"),
         ({"tokenizer_type": None}, "tokenizer_type: None is not a name"),

@@ -49,17 +49,12 @@ def test_what_is_started_and_for_whom(model: str) -> None:
     assert [word for word in fused if word not in extra] == plain
     assert [word for word in extra if word in plain] == []
     start = plain.index("torchrun")
-    assert plain[:start] == [
-        "CUDA_DEVICE_MAX_CONNECTIONS=1",
-        "PYTORCH_NPU_ALLOC_CONF=expandable_segments:True",
-        "HCCL_CONNECT_TIMEOUT=3600",
-        "HCCL_EXEC_TIMEOUT=3600",
-        "TASK_QUEUE_ENABLE=2",
-        "CPU_AFFINITY_CONF=1",
-    ]
-    assert plain[start + 1 : plain.index("pretrain_gpt.py") : 2] == (
-        ["--nproc_per_node", "--nnodes", "--node_rank", "--master_addr", "--master_port"]
+    assert " ".join(plain[:start]) == (
+        "CUDA_DEVICE_MAX_CONNECTIONS=1 PYTORCH_NPU_ALLOC_CONF=expandable_segments:True "
+        "HCCL_CONNECT_TIMEOUT=3600 HCCL_EXEC_TIMEOUT=3600 TASK_QUEUE_ENABLE=2 CPU_AFFINITY_CONF=1"
     )
+    torchrun = "--nproc_per_node --nnodes --node_rank --master_addr --master_port"
+    assert plain[start + 1 : plain.index("pretrain_gpt.py") : 2] == torchrun.split()
     assert set(FIXED.split()) <= set(plain)
 
 

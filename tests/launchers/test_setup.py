@@ -11,8 +11,8 @@ import pytest
 
 from tests.launchers.launching import ROOT, SCRIPTS, started
 
-REQUIREMENTS = ROOT / "scripts" / "requirements"
-TORCH = re.findall(r"^torch==(.+)$", (REQUIREMENTS / "torch.txt").read_text("utf-8"), re.M)[0]
+PINNED = (SCRIPTS / "requirements" / "torch.txt").read_text("utf-8")
+(TORCH,) = re.findall(r"^torch==(.+)$", PINNED, re.M)
 CPU_BUILDS = "https://download.pytorch.org/whl/cpu"
 CONFIGURED = rf"--no-deps torch=={re.escape(TORCH)}\+cpu"
 """How pip is asked for torch where no index is named."""
@@ -46,11 +46,8 @@ class Machine:
         path = f"{self.folder}:{os.environ['PATH']}"
         run = started("bash", "-c", script, env={"PATH": path, **given})
         usual = "-m pip install --quiet --disable-pip-version-check --no-deps "
-        asked = [
-            line.removeprefix(usual).replace(f"{ROOT}/", "")
-            for line in self.asked.read_text("utf-8").splitlines()
-            if line.startswith("-m pip")
-        ]
+        lines = re.findall(r"^-m pip.*", self.asked.read_text("utf-8"), re.M)
+        asked = [line.removeprefix(usual).replace(f"{ROOT}/", "") for line in lines]
         return run.returncode, run.stderr, asked
 
 
@@ -93,10 +90,8 @@ def test_a_torch_that_cannot_be_imported_does_not_count_as_installed(machine: Ma
     for _ in range(2):
         code, said, asked = machine.prepare("import torch")
         assert code != 0
-        assert said.endswith(
-            f"torch {TORCH}, from the configured indexes, cannot be imported: Error: no space. "
-            f"Remove {machine.venv} and start again.\n"
-        )
+        assert "from the configured indexes, cannot be imported: Error: no space" in said
+        assert said.endswith(f"Remove {machine.venv} and start again.\n")
         assert asked == [FIRST, TORCH_FILE]
     assert machine.prepare()[::2] == (0, [FIRST, TORCH_FILE, *REST])
 

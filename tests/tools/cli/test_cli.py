@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from commfuse_npu.plan.rules import RULES
 from commfuse_npu.tools import cli
+from tests.launchers.launching import ROOT, started
 from tests.limits import LIMIT
 
 
@@ -80,3 +83,29 @@ def test_a_reader_that_has_gone_ends_it_without_a_word() -> None:
     done = subprocess.run(words, stdout=pipe, stderr=subprocess.PIPE, timeout=LIMIT)
     os.close(pipe)
     assert (done.stderr, done.returncode) == (b"", -signal.SIGPIPE)
+
+
+PARTS = ("setup.py", "pyproject.toml", "README.md", "commfuse_npu", "mindspeed_patches", "configs")
+
+
+@pytest.mark.long
+def test_the_wheel_plans_without_torch(tmp_path: Path) -> None:
+    """It carries what its commands read."""
+    source, installed = tmp_path / "source", tmp_path / "installed"
+    source.mkdir()
+    for part in PARTS:
+        copy = shutil.copytree if (ROOT / part).is_dir() else shutil.copy
+        copy(ROOT / part, source / part)
+    options = ["--no-deps", "--no-build-isolation", "--no-index", "--quiet", "--target", installed]
+    subprocess.run([sys.executable, "-m", "pip", "install", *options, source], check=True)
+    program = (
+        f"import sys; sys.path.insert(0, {str(installed)!r}); sys.modules['torch'] = None\n"
+        "from commfuse_npu.tools import cli\n"
+        "from commfuse_npu.config_file import find_config\n"
+        "config = str(find_config('llama3_8b'))\n"
+        "assert cli.main(['doctor', '--config', config]) in (0, 1)\n"
+        "assert cli.main(['plan', '--model', 'llama3_8b', '--npus', '8', '--tp', '4']) == 0\n"
+    )
+    done = started(sys.executable, "-I", "-c", program, folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "Options of pretrain_gpt.py:" in done.stdout

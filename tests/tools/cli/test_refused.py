@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import re
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 
@@ -16,9 +15,9 @@ import pytest
 
 from commfuse_npu.tools import cli
 from scripts.cpu_pretraining import __main__ as pretraining
-from tests.limits import LIMIT
+from tests.launchers.launching import ROOT, started
 
-ROOT = Path(__file__).resolve().parents[3]
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
 LAUNCH = (
     "torchrun --nproc_per_node 8 pretrain_gpt.py --num-layers 4 --hidden-size 512 "
     "--num-attention-heads 8 --seq-length 1024 --micro-batch-size 1 --global-batch-size 8 "
@@ -49,6 +48,7 @@ FILES = {
     "bad.yaml": b"a: 1",
     "machine.yaml": MACHINE,
     "quoted.yaml": re.sub(rb"(?m)^(hidden_size: )(\d+)", rb'\1"\2"', MODEL),
+    "half.json": b'{"machine": {',
     "deep.json": b"[" * 100_000,
     "wrong.json": b'{"results": []}',
     "log/rank_0.jsonl": b"\xff\xfe\n",
@@ -92,6 +92,7 @@ QUESTIONS = (
     ("bench --ratios nan", "--ratios: 'nan': ratios are numbers from 0 to 100"),
     ("bench --scale 1e-9", "--scale: '1e-9' is below 1: no layer is wider than the model's"),
     ("bench --from nowhere", "nowhere: No such file or directory"),
+    ("bench --from half.json", "half.json: not what `commfuse-npu bench --json` writes: JSON"),
     ("bench --from deep.json", "deep.json: not what `commfuse-npu bench --json` writes: Recurs"),
     ("bench --from wrong.json", "writes: there is no 'machine' in it"),
     ("measure --device cpu --folder bad.yaml", "bad.yaml is no folder; choose another with"),
@@ -179,7 +180,7 @@ def test_it_is_refused_before_torch_or_a_drawing_is_imported(folder: Path) -> No
         "        assert cli.main(words) == 2, words\n"
         "print({'torch', 'matplotlib', 'numpy', 'vl_convert'} & set(sys.modules))"
     )
-    done = finished([sys.executable, "-c", code, repr(asked)], folder)
+    done = started(sys.executable, "-c", code, repr(asked), env=ENVIRONMENT, folder=folder)
     assert done.stdout == "set()\n", done.stderr
 
 
@@ -194,14 +195,7 @@ IN_A_SHELL = (
 @pytest.mark.parametrize(("words", "code", "said"), IN_A_SHELL)
 def test_what_a_shell_does_with_it(folder: Path, words: str, code: int, said: str) -> None:
     command = f"{shlex.quote(sys.executable)} -m commfuse_npu.tools.cli {words}"
-    done = finished(["bash", "-c", command], folder)
+    done = started("bash", "-c", command, env=ENVIRONMENT, folder=folder)
     assert done.returncode == code, done.stderr
     (line,) = done.stderr.splitlines() or [""]
     assert line.endswith(said)
-
-
-def finished(words: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
-    variables = {**os.environ, "PYTHONPATH": str(ROOT), "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
-    return subprocess.run(
-        words, cwd=folder, env=variables, capture_output=True, text=True, timeout=LIMIT
-    )

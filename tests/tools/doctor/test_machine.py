@@ -67,6 +67,7 @@ MANY = (
         (BLOCKS, {}, ATB, ("warning", "unset")),
         (BLOCKS, {ATB: "/usr/local/atb"}, ATB, ("ok", "/usr/local/atb")),
         ("--config", {}, ATB, None),
+        ("--config", {}, STREAMS, ("ok", "unset (32 from torch_npu 7.2.0 on)")),
         # 3 and 2 x 14 lanes and the second stream; the job, TP and DP, and two with others.
         (MANY, {}, STREAMS,
          ("warning", "37 streams: 32 of lanes and sums, 5 of Megatron's groups")),

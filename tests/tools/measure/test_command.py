@@ -22,6 +22,7 @@ from commfuse_npu.tools.ranks import RanksError
 from commfuse_npu.tools.simulate.command import main as simulate
 from tests.limits import LIMIT
 from tests.processes import interruptible, wait_for
+from tests.tools.measure.trainings import launch
 
 SMALL = ("--device", "cpu", "--ranks", "2", "--folder")
 HOST = [{"what": "batch", "seconds": [1e-6]}]
@@ -244,48 +245,28 @@ def test_no_step_begins_when_the_time_is_over(measured: Path, monkeypatch, capsy
 # ------------------------------------------------------------------- launches
 
 
-@pytest.fixture
-def launch(tmp_path: Path) -> str:
-    """Prints ten iterations, fails as ``FAILING`` says; writes its forms into ``started``."""
-    script = tmp_path / "training.py"
-    script.write_text(
-        "import os, signal, sys, time\n"
-        "name = sys.argv[sys.argv.index('--name') + 1]\n"
-        f"open({str(tmp_path / 'started')!r}, 'a').write(name + ' ')\n"
-        "if name in os.environ.get('FAILING', '').split():\n"
-        "    raise OSError('not there')\n"
-        "if name in os.environ.get('INTERRUPTED', '').split():\n"
-        "    os.kill(os.getppid(), signal.SIGINT)\n"
-        "    time.sleep(600)\n"
-        "for i in range(1, 11):\n"
-        "    print(f' iteration {i}/ 10 | elapsed time per iteration (ms): {100 + i}.0 | '\n"
-        "          f'lm loss: 1.{i}E+01 | grad norm: 2.5 |')\n"
-        "print('sha256 of all weights: ' + 'a' * 64)\n"
-    )
-    return f"{sys.executable} {script}"
-
-
 def test_a_launch_ends_in_a_verdict_and_a_page(
-    tmp_path: Path, measured: Path, launch: str, monkeypatch, capsys
+    tmp_path: Path, measured: Path, monkeypatch, capsys
 ) -> None:
-    words = [*SMALL, str(measured), "--steps", "launch", "--launch", launch]
-    monkeypatch.setenv("FAILING", "plain")
+    line = launch(tmp_path, monkeypatch, plain="fails")
+    words = [*SMALL, str(measured), "--steps", "launch", "--launch", line]
     assert command.main(words) == 1
     out, err = capsys.readouterr()
     assert "**Could not run**: plain collectives: exit code 1" in out
-    assert "OSError: not there" in err
+    assert "OSError: liblcal.so" in err
     # As it can be pasted into a shell.
     assert f"Continue with: commfuse-npu measure --resume {shlex.join(words)}" in out
     assert "## launch, plain collectives: failed" in (measured / "measured.md").read_text()
     assert not (measured / "measured.yaml").exists()
 
-    monkeypatch.delenv("FAILING")
+    launch(tmp_path, monkeypatch)
     with monkeypatch.context() as patch:
         patch.setattr(folder.Deadline, "over", True)
         assert command.main([*words, "--resume"]) == 1
     assert "plain collectives: left out, 50 minutes are over" in capsys.readouterr().out
     assert command.main([*words, "--resume"]) == 0
-    assert (tmp_path / "started").read_text() == "megatron fb_overlap commfuse plain plain "
+    started = (tmp_path / "started").read_text().split()
+    assert started == ["megatron", "fb_overlap", "commfuse", "plain", "plain"]
     out = capsys.readouterr().out
     assert "launch, Megatron's order: kept" in out
     assert "**The same weights, bit for bit**: Megatron's order;" in out
@@ -295,11 +276,11 @@ def test_a_launch_ends_in_a_verdict_and_a_page(
     assert forms == ["Megatron's order", *titles]
 
     # Another launch is trained anew, and what is kept of the first one is not mixed with it.
-    monkeypatch.setenv("INTERRUPTED", "fb_overlap")
+    launch(tmp_path, monkeypatch, fb_overlap="interrupted")
     # Who runs the tests in the background may have it ignored.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        assert command.main([*words[:-1], f"{launch} --num-layers 4", "--resume"]) == 130
+        assert command.main([*words[:-1], f"{line} --num-layers 4", "--resume"]) == 130
     finally:
         signal.signal(signal.SIGINT, before)
     page = (measured / "measured.md").read_text()
@@ -310,11 +291,11 @@ def test_a_launch_ends_in_a_verdict_and_a_page(
 @pytest.mark.long
 def test_the_cpu_pretraining_is_measured_in_each_form(measured: Path, capsys: Any) -> None:
     pytest.importorskip("megatron.core", reason="megatron-core is not installed")
-    launch = (
+    line = (
         f"{sys.executable} -m scripts.cpu_pretraining --num-layers 1 --hidden-size 32 "
         "--ffn-hidden-size 64 --num-attention-heads 2 --num-query-groups 2 --seq-length 64"
     )
-    words = [*SMALL, str(measured), "--steps", "launch", "--launch", launch]
+    words = [*SMALL, str(measured), "--steps", "launch", "--launch", line]
     assert command.main(words) == 0
     # GEMMs that are not split may round in another way, on some machines.
     out = capsys.readouterr().out

@@ -13,36 +13,16 @@ from commfuse_npu.tools.measure.forms import FORMS, launches
 from commfuse_npu.tools.measure.trainings import TrainingError, limit_of, read_log, train
 from tests.limits import LIMIT
 from tests.processes import ended, wait_for
-
-TRAINING = """
-import sys, time
-how = sys.argv[1]
-if how == "fails":
-    raise OSError("liblcal.so: no such file")
-if how == "hangs":
-    time.sleep(600)
-for i in range(1, 5 if how == "short" else 11):
-    print(f" iteration {i:8d}/      10 | elapsed time per iteration (ms): {100 + i}.0 | throughput "
-          f"per GPU (TFLOP/s/GPU): 1.5 | lm loss: 1.{i}E+01 | grad norm: 2.5 |")
-print("sha256 of all weights: " + "a" * 64)
-"""
+from tests.tools.measure.trainings import launch
 
 
-def trained(tmp_path: Path, how: str, limit: float = LIMIT):
-    """Megatron's order of a launch that prints iterations in no time, or does not."""
-    (tmp_path / "training.py").write_text(TRAINING)
-    (tmp_path / "measured").mkdir()
-    launch = f"{sys.executable} {tmp_path / 'training.py'} {how}"
-    found = launches(launch, "cpu", 2, tmp_path / "scratch")
-    return train(FORMS[0], found, tmp_path / "measured", limit)
-
-
-def test_a_form_leaves_its_files(tmp_path: Path) -> None:
-    log = trained(tmp_path, "works")
+def test_a_form_leaves_its_files(tmp_path: Path, monkeypatch) -> None:
+    found = launches(launch(tmp_path, monkeypatch), "cpu", 2, tmp_path / "scratch")
+    log = train(FORMS[0], found, tmp_path, LIMIT)
     assert log.milliseconds == [100.0 + i for i in range(1, 11)]
     assert log.steady == log.milliseconds[3:]
     assert log.weights == "a" * 64
-    assert "iteration" in (tmp_path / "measured" / "launch_megatron.log").read_text()
+    assert "iteration" in (tmp_path / "launch_megatron.log").read_text()
 
 
 @pytest.mark.parametrize(
@@ -54,10 +34,11 @@ def test_a_form_leaves_its_files(tmp_path: Path) -> None:
     ],
 )
 def test_a_form_that_fails_says_why(
-    tmp_path: Path, how: str, limit: float, first: str, last: str
+    tmp_path: Path, monkeypatch, how: str, limit: float, first: str, last: str
 ) -> None:
+    line = launch(tmp_path, monkeypatch, megatron=how)
     with pytest.raises(TrainingError) as failed:
-        trained(tmp_path, how, limit)
+        train(FORMS[0], launches(line, "cpu", 2, tmp_path / "scratch"), tmp_path, limit)
     lines = str(failed.value).splitlines()
     assert lines[0].startswith(first)
     assert lines[-1].endswith(last)

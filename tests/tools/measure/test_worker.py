@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -103,8 +104,11 @@ def test_messages_that_are_mixed_up_are_noticed(ranks: Ranks) -> None:
 
 
 def test_a_question_that_hangs_is_given_up() -> None:
+    before = multiprocessing.active_children()
     with Ranks(2, device="cpu", timeout=LIMIT, worker=f"{__name__}:Asked") as ranks:
-        ranks.ask("machine")
+        assert ranks.ask("machine")
+        assert len(multiprocessing.active_children()) == len(before) + 2
         ranks.timeout = 1.0
         with pytest.raises(RanksError, match="no answer from rank 0, 1 of 2 to sleep within 1 s"):
             ranks.ask("sleep", 10 * LIMIT)
+        assert multiprocessing.active_children() == before

@@ -13,9 +13,10 @@ import pytest
 
 from commfuse_npu.tools import cli
 from commfuse_npu.tools.plan import sandbox
+from tests.tools.answers import answer
 from tests.tools.plan.launches import EXPERTS, MODEL, TP, ULYSSES, script
 
-Asked = Callable[..., tuple[int, dict[str, Any]]]
+Asked = Callable[..., dict[str, Any]]
 OTHERS = "generation, evaluation, conversion or data"
 SCRIPTS = {
     "dense/full.sh": (script(f"{TP} --global-batch-size 16"), ("full", "")),
@@ -40,16 +41,14 @@ SCRIPTS = {
 
 @pytest.fixture
 def asked(tmp_path: Path) -> Asked:
-    """Asks about scripts, by their names, and returns the exit code and the JSON."""
+    """The JSON about scripts, by their names."""
 
-    def ask(scripts: dict[str, str], *words: str) -> tuple[int, dict[str, Any]]:
+    def ask(scripts: dict[str, str], *words: str, code: int = 0) -> dict[str, Any]:
         for name, text in scripts.items():
             path = tmp_path / "scripts" / name
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text, "utf-8")
-        page = tmp_path / "found.json"
-        code = cli.main(["plan", str(tmp_path / "scripts"), "--json", str(page), *words])
-        return code, json.loads(page.read_text("utf-8"))
+        return answer(tmp_path, "plan", str(tmp_path / "scripts"), *words, code=code)
 
     return ask
 
@@ -61,8 +60,7 @@ def only(found: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_all_of_them(asked: Asked, capsys: pytest.CaptureFixture[str]) -> None:
-    code, found = asked({name: text for name, (text, _) in SCRIPTS.items()}, "--all")
-    assert code == 0
+    found = asked({name: text for name, (text, _) in SCRIPTS.items()}, "--all")
     verdicts = {one["script"]: (one["verdict"], one["kind"]) for one in found["launches"]}
     assert verdicts | found["others"] == {name: said for name, (_, said) in SCRIPTS.items()}
     assert not found["unread"]
@@ -91,7 +89,7 @@ def test_all_of_them(asked: Asked, capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_scripts_start_from_mindspeed_llms_root(asked: Asked, tmp_path: Path) -> None:
     """As its examples want it; and from there they source others."""
-    root, page = tmp_path / "scripts", tmp_path / "page.json"
+    root = tmp_path / "scripts"
     (root / "examples").mkdir(parents=True)
     (root / "pretrain_gpt.py").touch()
     (root / "sizes.sh").write_text("TP=4\n", "utf-8")
@@ -99,8 +97,7 @@ def test_scripts_start_from_mindspeed_llms_root(asked: Asked, tmp_path: Path) ->
     (root / "examples" / "it.sh").write_text(
         f"source sizes.sh\ncd $(dirname $0)/..\n{training} $TP {MODEL}\n{training} 2 {MODEL}\n"
     )
-    assert cli.main(["plan", str(root / "examples"), "--json", str(page)]) == 0
-    launches = json.loads(page.read_text("utf-8"))["launches"]
+    launches = answer(tmp_path, "plan", str(root / "examples"))["launches"]
     assert [one["layout"]["tensor"] for one in launches] == [4, 2], "two trainings of a script"
 
 
@@ -120,8 +117,7 @@ def test_others_are_counted_when_some_cannot_be_read(asked: Asked, capsys) -> No
         "large.sh": ("#" * (1 << 20) + "\n", "at most 1 MB"),
     }
     scripts = {name: text for name, (text, _) in unread.items()}
-    code, found = asked({**scripts, "fine.sh": script(TP)}, "--timeout", "1")
-    assert code == 1
+    found = asked({**scripts, "fine.sh": script(TP)}, "--timeout", "1", code=1)
     assert only(found)["script"] == "fine.sh"
     assert found["unread"].keys() == unread.keys()
     for name, (_, said) in unread.items():
@@ -140,8 +136,7 @@ def test_nothing_is_written_into_the_folder(asked: Asked, tmp_path: Path) -> Non
         "b.sh": f"source sizes.conf\n[ -e made ] && exit 6\n{script('$TP')}",
         "sizes.conf": f"TP='{TP}'\n",
     }
-    code, found = asked(scripts)
-    assert code == 1
+    found = asked(scripts, code=1)
     assert list(found["unread"]) == ["a.sh"]
     assert only(found)["layout"]["tensor"] == 4
     assert {path.name: path.read_text("utf-8") for path in folder.iterdir()} == scripts
@@ -160,8 +155,8 @@ def test_neither_the_network_nor_the_folder_by_its_path_is_reached(
         listener.settimeout(0.5)
         reaching = f"echo x > /dev/tcp/127.0.0.1/{listener.getsockname()[1]}\n{script(TP)}"
         writing = f"echo x > {written if works else 'written'}\n"
-        code, found = asked({"it.sh": writing + reaching})
-        assert (code, only(found)["verdict"]) == (0, "full")
+        found = asked({"it.sh": writing + reaching})
+        assert only(found)["verdict"] == "full"
         if not works:
             assert "not kept from the network" in capsys.readouterr().out
             listener.accept()[0].close()

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from commfuse_npu.tools import cli
+from tests.tools.answers import answer
 from tests.tools.plan.launches import CONFIG, EXPERTS, TP, script
 
 Plan = Callable[..., dict[str, Any]]
@@ -21,11 +22,9 @@ def plan(tmp_path: Path) -> Plan:
     """The JSON about a launch with these options."""
 
     def ask(options: str, *words: str, code: int = 0) -> dict[str, Any]:
-        path, page = tmp_path / "launch.sh", tmp_path / "found.json"
+        path = tmp_path / "launch.sh"
         path.write_text(script(options), "utf-8")
-        assert cli.main(["plan", str(path), "--json", str(page), *words]) == code
-        found: dict[str, Any] = json.loads(page.read_text("utf-8"))
-        return found
+        return answer(tmp_path, "plan", str(path), *words, code=code)
 
     return ask
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from commfuse_npu.tools import cli
+from tests.tools.answers import answer
 
 NUMBERS = {
     "tp": ("group_name_15", 3985310388293886940),
@@ -66,10 +67,7 @@ def written(
 
 
 def asked(folder: Path) -> list[dict[str, Any]]:
-    page = folder.parent / f"{folder.name}.json"
-    assert cli.main(["plan", str(folder), "--json", str(page)]) == 0
-    steps: list[dict[str, Any]] = json.loads(page.read_text("utf-8"))
-    return steps
+    return answer(folder.parent, "plan", str(folder))
 
 
 @pytest.mark.parametrize("level", [0, 1])

@@ -30,6 +30,7 @@ def layers(line: str) -> dict[str, FusedLayer]:
         # Without sequence parallelism a result is summed, and then gathered.
         (FUSED.replace("--sequence-parallel", ""), "fc2", "linear_all_reduce", 2, SMALL),
         (FUSED.replace("--bf16", ""), "qkv", "all_gather_linear", 1, 2 * SMALL),
+        (FUSED.replace("--bf16", "--fp16"), "qkv", "all_gather_linear", 1, SMALL),
         ("--config --commfuse-chunks 4 --commfuse-lanes 3", "qkv", "all_gather_linear", 28,
          BLOCK // 4),
         (f"{CONFIG} --commfuse-attention", "proj", "attention_linear_reduce_scatter", 14,
@@ -134,6 +135,7 @@ def test_what_starts_is_not_remarked(line: str) -> None:
         (f"{SIZES} --use-commfuse", "--sequence-parallel", "warning", "not given"),
         (SIZES, "--sequence-parallel", "warning", "not given"),
         (f"pretrain_gpt.py {FUSED}", "--use-commfuse", "warning", "given to the script itself"),
+        (ALONE, OF_ONE, "error", "1"),
         (f"{ALONE} --commfuse-allow-nothing", OF_ONE, "warning", "1"),
         (f"{ALONE} --commfuse-allow-nothing --commfuse-attention", OF_ONE, "error", "1"),
         (f"{FUSED} --use-ascend-mc2", "--use-ascend-mc2", "error", "given"),

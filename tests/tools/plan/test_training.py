@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from commfuse_npu.config_file import find_config
 from commfuse_npu.hardware.description import Hardware
+from commfuse_npu.tools.plan.launch import ask_about
 from commfuse_npu.tools.plan.training import NotSimulated, form_of, training_of
 from commfuse_npu.tools.simulate.experts import Experts
 from commfuse_npu.tools.simulate.footprint import footprint
 from commfuse_npu.tools.simulate.step import Step
 from commfuse_npu.tools.simulate.training import Training
 from commfuse_npu.tools.simulate.variants import MEGATRON, REFERENCE
-from tests.tools.plan.launches import MODEL, TP, asked
+from tests.tools.plan.launches import MODEL, TP, asked, script
 
 SIZES = f"--nproc_per_node 8 {MODEL} {TP} --swiglu --bf16 --global-batch-size 16"
 DENSE = {"dense": 2}
@@ -141,3 +143,10 @@ def test_gradients_that_do_not_overlap_are_exposed() -> None:
 )
 def test_the_form_in_which_a_launch_runs(flags: str, form: str) -> None:
     assert form_of(asked(f"{SIZES} {flags}").options).name == form
+
+
+def test_variables_of_the_shell_reach_the_script(tmp_path: Path) -> None:
+    path = tmp_path / "launch.sh"
+    path.write_text(script(f"{MODEL} {TP} --num-layers ${{DEPTH:-4}}"), "utf-8")
+    found = [ask_about(None, [str(path)], given) for given in ({}, {"DEPTH": "6"})]
+    assert [one.config.num_layers for one in found] == [4, 6]

@@ -140,10 +140,10 @@ H, QKV, BLOCK = 64, 96, 120
 
 def ulysses(
     machine: Machine, ranks: int, schedule: Schedule | None = None, part: str = "forward",
-    tp: int = 1, key_value: int = 0, groups: int = 64,
+    tp: int = 1, key_value: int = 0, groups: int = 64, unfused: Variant = REFERENCE,
 ) -> Played:  # fmt: skip
     shape = LayerShape(BLOCK, ranks * BLOCK, 1, H, 128, QKV, 100, tp)
-    variant = Variant("ulysses", "fused", schedule) if schedule else REFERENCE
+    variant = Variant("ulysses", "fused", schedule) if schedule else unfused
     context = ContextParallel(shape, ranks, key_value, groups, True, True)
     return Group(machine, ranks).play(variant, getattr(context, part), whole=True)
 
@@ -172,6 +172,10 @@ def test_bytes_and_work_do_not_depend_on_how_it_is_cut(part: str, tp: int, ranks
         wanted = (ranks - 1) / ranks * BLOCK * (QKV + H) / tp * ITEM_BYTES
         assert [sent(rank) for rank in one.launches] == [pytest.approx(wanted)] * ranks
     assert work(fused[0]) == pytest.approx(work(fused[1]))
+    # Projections are in it only if they are fused.
+    alone = ulysses(machine, ranks, None, part, tp, unfused=COMPUTE_ONLY)
+    assert (alone.seconds < work(fused[0])) is (tp == 1)
+    assert alone.waiting == pytest.approx(0)
 
 
 def test_heads_that_are_repeated_are_sent_more_often_and_not_projected() -> None:
