@@ -5,14 +5,13 @@ from __future__ import annotations
 import os
 import re
 import shlex
-import subprocess
 import sys
 import textwrap
 from pathlib import Path
 
 import pytest
 
-from tests.limits import LIMIT
+from tests.launchers.launching import started
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
@@ -29,9 +28,8 @@ RESULTS = {
 def cuts(example: Path) -> dict[str, str]:
     """What stands between ``# cut: NAME`` and ``# end``, the parts of one name together."""
     found: dict[str, str] = {}
-    for name, part in re.findall(
-        r"^ *# cut: ([^\n]+)\n(.*?)^ *# end\n", example.read_text("utf-8"), re.M | re.S
-    ):
+    parts = re.compile(r"^ *# cut: ([^\n]+)\n(.*?)^ *# end\n", re.M | re.S)
+    for name, part in parts.findall(example.read_text("utf-8")):
         text = textwrap.dedent(part).strip("\n") + "\n"
         gap = "\n\n" if text.startswith("def ") else "\n"  # as ruff formats pages, too
         found[name] = found[name] + gap + text if name in found else text
@@ -45,9 +43,8 @@ def blocks(page: str) -> list[str]:
 def test_the_pages_show_what_is_cut_from_the_examples() -> None:
     cut = [text for example in EXAMPLES for text in cuts(example).values()]
     assert sorted(blocks("docs/python.md")) == sorted(cut)
-    assert blocks("README.md") == [
-        cuts(ROOT / "examples" / "forward_backward_overlap.py")["overlap"]
-    ]
+    overlap = ROOT / "examples" / "forward_backward_overlap.py"
+    assert blocks("README.md") == [cuts(overlap)["overlap"]]
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: example.stem)
@@ -56,19 +53,9 @@ def test_it_runs_as_its_first_lines_say(example: Path) -> None:
     if "megatron" in text:
         pytest.importorskip("megatron.core", reason="megatron-core is not installed")
     (start,) = re.findall(r"^(torchrun .+)$", text, re.M)
-    done = subprocess.run(
-        shlex.split(start),
-        cwd=ROOT,
-        env={
-            **os.environ,
-            "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
-            "PYTHONPATH": str(ROOT),
-            "OMP_NUM_THREADS": "1",
-            "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
-        },
-        capture_output=True,
-        text=True,
-        timeout=LIMIT,
-    )
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    settings = {"OMP_NUM_THREADS": "1", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+    environment = {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT), **settings}
+    done = started(*shlex.split(start), env=environment, folder=ROOT)
     assert done.returncode == 0, done.stderr
     assert re.fullmatch(RESULTS[example.stem] + r"\n", done.stdout), done.stdout

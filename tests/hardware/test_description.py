@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from functools import reduce
+from operator import getitem
 from pathlib import Path
 from typing import Any
 
@@ -41,11 +44,6 @@ def test_shipped_descriptions_can_be_read(path: Path) -> None:
     assert other.inside == worst.inside
 
 
-def test_the_four_kinds_of_machines_are_there() -> None:
-    expected = {"ascend_910b_server", "ascend_910c_supernode", "ascend_910b_roce", "cpu_paced"}
-    assert {path.stem for path in SHIPPED} >= expected
-
-
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [
@@ -80,29 +78,22 @@ def test_nonsense_is_refused_with_file_field_value_and_limit(
     content = yaml.safe_load((CONFIGS / "ascend_910b_roce.yaml").read_text(encoding="utf-8"))
     content["batched_transfers"] = "yes"
     *parts, last = field.split(".")
-    inside = content
-    for part in parts:
-        inside = inside[part]
+    inside = reduce(getitem, parts, content)
     inside[last] = value
     if value is ...:
         del inside[last]
     path = tmp_path / "machine.yaml"
     path.write_text(yaml.safe_dump(content), encoding="utf-8")
-    with pytest.raises(ConfigError) as error:
-        Hardware.load(path)
-    lines = str(error.value).splitlines()
     for said in (message, "batched_transfers: 'yes' is not true or false"):
-        assert any(line.startswith(f"{path}: ") and said in line for line in lines), lines
+        with pytest.raises(ConfigError, match=f"(?m)^{path}: .*{re.escape(said)}"):
+            Hardware.load(path)
 
 
-@pytest.mark.parametrize(
-    ("names", "expected"),
-    [
+def test_names_of_npus_as_npu_smi_and_as_torch_npu_have_them() -> None:
+    for names, expected in (
         ("910B3 Ascend910B3 910B", "ascend_910b_server"),
         ("Ascend910 Ascend910_9391", "ascend_910c_supernode"),
         ("310P3 Ascend310P3 910A Ascend910ProB None cpu", None),
-    ],
-)
-def test_names_of_npus_as_npu_smi_and_as_torch_npu_have_them(names: str, expected: str) -> None:
-    assert {described(name) for name in names.split()} == {expected}
-    assert expected is None or find_config(expected, "hardware").is_file()
+    ):
+        assert {described(name) for name in names.split()} == {expected}
+        assert expected is None or find_config(expected, "hardware") in SHIPPED

@@ -25,15 +25,9 @@ CORES = replace(IDEAL, cores=4)
 )
 def test_gemms_are_whole_rounds_of_tiles(rows: int, outer: int, rounds: int) -> None:
     assert CORES.gemm(rows, 64, outer) == rounds * ROUND
-    assert replace(CORES, gemm_start=3.0).gemm(rows, 64, outer) == 3 + rounds * ROUND
-
-
-def test_a_cut_at_a_round_costs_a_start_only_and_no_rows_nothing() -> None:
-    machine = replace(CORES, gemm_start=5.0)
-    assert machine.gemm(0, 64, 256) == 0
-    whole = machine.gemm(1024, 64, 256)
-    assert 2 * machine.gemm(512, 64, 256) == whole + 5
-    assert machine.gemm(500, 64, 256) + machine.gemm(524, 64, 256) == whole + 5 + ROUND
+    machine = replace(CORES, gemm_start=3.0)
+    assert machine.gemm(rows, 64, outer) == 3 + rounds * ROUND
+    assert machine.gemm(0, 64, outer) == 0
 
 
 def gathered(machine: Machine, *, steady: bool = False) -> float:

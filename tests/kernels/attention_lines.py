@@ -38,12 +38,8 @@ class Case:
             return torch.randn(rows, self.batch, width, 16, generator=generator).to(self.dtype)
 
         keys = queries + self.longer
-        return (
-            random(queries, heads),
-            random(keys, groups),
-            random(keys, groups),
-            random(queries, heads),
-        )
+        of_keys = random(keys, groups), random(keys, groups)
+        return random(queries, heads), *of_keys, random(queries, heads)
 
 
 def unfused(case: Case) -> Tensors:
@@ -55,11 +51,7 @@ def unfused(case: Case) -> Tensors:
     else:
         shown = seen(case.mask, q.shape[0], case.batch)
     out = attention(q, k, v, shown, case.scale)
-    out.backward(grad)
-    assert q.grad is not None
-    assert k.grad is not None
-    assert v.grad is not None
-    return out.detach(), q.grad, k.grad, v.grad
+    return out.detach(), *torch.autograd.grad(out, (q, k, v), grad)
 
 
 def by_chunks(kernels: ModuleType, case: Case) -> Tensors:
@@ -79,17 +71,9 @@ def by_chunks(kernels: ModuleType, case: Case) -> Tensors:
         out[rows], statistics = kernels.attention_forward(q[rows], k[keys], v[keys], **told)
         saved.append((rows, keys, told, statistics))
     for rows, keys, told, statistics in reversed(saved):
+        given = grad[rows], q[rows], k[keys], v[keys], out[rows], statistics
         parts = [x[keys] for x in sums]
-        grad_q[rows] = kernels.attention_backward(
-            grad[rows],
-            q[rows],
-            k[keys],
-            v[keys],
-            out[rows],
-            statistics,
-            *parts,
-            **told,
-        )
+        grad_q[rows] = kernels.attention_backward(*given, *parts, **told)
     return out, grad_q, sums[0], sums[1]
 
 

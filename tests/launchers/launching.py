@@ -26,11 +26,5 @@ def started(
 ) -> subprocess.CompletedProcess[str]:
     """A command that has ended, with what it printed."""
     return subprocess.run(
-        command,
-        cwd=folder,
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=LIMIT,
-        check=False,
+        command, cwd=folder, env=env, capture_output=True, text=True, timeout=LIMIT, check=False
     )

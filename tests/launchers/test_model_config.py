@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -64,9 +65,8 @@ ULYSSES = f"{CP} 2 --nnodes 2 --context-parallel-algo ulysses_cp_algo"
     ],
 )
 def test_what_does_not_fit_is_said(name: str, options: str, message: str) -> None:
-    with pytest.raises(ConfigError) as error:
+    with pytest.raises(ConfigError, match=re.escape(message)):
         load(name, options).validate()
-    assert message in str(error.value)
 
 
 def test_arguments_appear_where_they_say_something() -> None:
@@ -99,9 +99,8 @@ def test_arguments_appear_where_they_say_something() -> None:
     ],
 )
 def test_a_bad_value_is_named(options: str, message: str) -> None:
-    with pytest.raises(ConfigError) as error:
+    with pytest.raises(ConfigError, match=f"^{re.escape(message)}"):
         given_options(options.split())
-    assert str(error.value).startswith(message)
 
 
 SHORT = (
@@ -143,10 +142,8 @@ def test_a_bad_file_is_explained(tmp_path, change, message) -> None:
     content = yaml.safe_load((CONFIGS / "llama3_8b.yaml").read_text("utf-8")) | change
     path = tmp_path / "broken.yaml"
     path.write_text(yaml.safe_dump({k: v for k, v in content.items() if v is not ...}), "utf-8")
-    with pytest.raises(ConfigError) as error:
+    with pytest.raises(ConfigError, match=f"^{path}: .*{re.escape(message)}"):
         ModelConfig.load(path)
-    assert str(error.value).startswith(f"{path}: ")
-    assert message in str(error.value)
 
 
 def test_a_launcher_needs_no_torch(tmp_path: Path) -> None:

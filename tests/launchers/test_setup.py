@@ -11,8 +11,8 @@ import pytest
 
 from tests.launchers.launching import ROOT, SCRIPTS, started
 
-REQUIREMENTS = ROOT / "scripts" / "requirements"
-TORCH = re.findall(r"^torch==(.+)$", (REQUIREMENTS / "torch.txt").read_text("utf-8"), re.M)[0]
+PINNED = (SCRIPTS / "requirements" / "torch.txt").read_text("utf-8")
+(TORCH,) = re.findall(r"^torch==(.+)$", PINNED, re.M)
 CPU_BUILDS = "https://download.pytorch.org/whl/cpu"
 CONFIGURED = rf"--no-deps torch=={re.escape(TORCH)}\+cpu"
 """How pip is asked for torch where no index is named."""
@@ -36,32 +36,18 @@ class Machine:
         (folder / "python3").chmod(0o755)
 
     def prepare(self, fail: str = "", sets: str = "cpu test") -> tuple[int, str, list[str]]:
-        """Prepare an environment.
+        """Commands of Python that match ``fail`` fail; ``sets`` are installed besides torch.
 
-        Args:
-            fail: regular expression of commands of Python that fail.
-            sets: what is installed besides torch.
-
-        Returns:
-            The exit code, what was said, and what pip was asked for after its usual options.
+        Returns the exit code, what was said, and what pip was asked for after its usual options.
         """
         self.asked.write_text("", "utf-8")
         script = f'source "{ROOT}/scripts/environment.sh"; prepare_environment {sets}'
-        run = started(
-            *("bash", "-c", script),
-            env={
-                "PATH": f"{self.folder}:{os.environ['PATH']}",
-                "COMMFUSE_VENV": str(self.venv),
-                "ASKED": str(self.asked),
-                "FAIL": fail,
-            },
-        )
+        given = {"COMMFUSE_VENV": str(self.venv), "ASKED": str(self.asked), "FAIL": fail}
+        path = f"{self.folder}:{os.environ['PATH']}"
+        run = started("bash", "-c", script, env={"PATH": path, **given})
         usual = "-m pip install --quiet --disable-pip-version-check --no-deps "
-        asked = [
-            line.removeprefix(usual).replace(f"{ROOT}/", "")
-            for line in self.asked.read_text("utf-8").splitlines()
-            if line.startswith("-m pip")
-        ]
+        lines = re.findall(r"^-m pip.*", self.asked.read_text("utf-8"), re.M)
+        asked = [line.removeprefix(usual).replace(f"{ROOT}/", "") for line in lines]
         return run.returncode, run.stderr, asked
 
 
@@ -104,25 +90,17 @@ def test_a_torch_that_cannot_be_imported_does_not_count_as_installed(machine: Ma
     for _ in range(2):
         code, said, asked = machine.prepare("import torch")
         assert code != 0
-        assert said.endswith(
-            f"torch {TORCH}, from the configured indexes, cannot be imported: Error: no space. "
-            f"Remove {machine.venv} and start again.\n"
-        )
+        assert "from the configured indexes, cannot be imported: Error: no space" in said
+        assert said.endswith(f"Remove {machine.venv} and start again.\n")
         assert asked == [FIRST, TORCH_FILE]
     assert machine.prepare()[::2] == (0, [FIRST, TORCH_FILE, *REST])
 
 
 @pytest.mark.parametrize(
     ("fail", "left"),
-    [
-        ("-m venv", [FIRST, TORCH_FILE, *REST]),
-        ("cpu.txt", REST),
-        ("--editable", REST[2:]),
-    ],
+    [("-m venv", [FIRST, TORCH_FILE, *REST]), ("cpu.txt", REST), ("--editable", REST[2:])],
 )
-def test_a_failed_installation_goes_on_where_it_stopped(
-    machine: Machine, fail: str, left: list[str]
-) -> None:
+def test_a_failed_installation_goes_on_where_it_stopped(machine, fail: str, left) -> None:
     code, said, _ = machine.prepare(fail)
     assert code != 0
     assert "Error: no space" in said
@@ -172,9 +150,7 @@ def test_doctor_first_then_a_launch_that_needs_no_files(tmp_path: Path) -> None:
         options = "measure --device npu --ranks 4 --config llama3_8b --folder first_hour"
         assert measure[:-1] == [*options.split(), "--minutes", "50", "--launch"]
         assert shlex.split(measure[-1]) == launch
-
-
-def test_a_run_that_has_begun_is_gone_on_with(tmp_path: Path) -> None:
+    # A run that has begun is gone on with.
     (tmp_path / "first_hour").mkdir()
     (tmp_path / "first_hour" / "run.json").touch()
     _, _, (_, measure) = start(tmp_path)

@@ -63,16 +63,11 @@ def attention(layout: str, mode: int, masked: bool = True, size: int = 8) -> Non
     )
     expected = torch.autograd.grad(reference, (q, k, v), grad)
     mask = MASK if mode > 1 else (torch.arange(9) == 2).expand(6, 9).contiguous()
+    given = {"scale": 0.3, "pre_tockens": 3, "next_tockens": 1, "sparse_mode": mode}
     out, *rest = torch_npu.npu_fusion_attention(
-        *(_in(layout, x) for x in (q, k, v)),
-        4,
-        layout,
-        atten_mask=mask if masked else None,
-        scale=0.3,
-        pre_tockens=3,
-        next_tockens=1,
-        sparse_mode=mode,
-    )
+        *(_in(layout, x) for x in (q, k, v)), 4, layout,
+        atten_mask=mask if masked else None, **given,
+    )  # fmt: skip
     torch.testing.assert_close(out, _in(layout, reference), rtol=1e-5, atol=1e-5)
     found = torch.autograd.grad(out, (q, k, v), _in(layout, grad))
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
@@ -124,12 +119,10 @@ def refused(changes: dict[str, Any]) -> None:
         ({"head_num": 4}, r"head_num 4, query \(1, 2, 4, 8\)"),
         ({"input_layout": "NSD"}, "input_layout 'NSD' is not"),
         (PACKED, "TND needs actual_seq_qlen"),
-        (
-            {**PACKED, "actual_seq_qlen": [1], "actual_seq_kvlen": [2]},
-            r"the packed sequences end at \[1\], the tensor has 2 rows",
-        ),
+        ({**PACKED, "actual_seq_qlen": [1], "actual_seq_kvlen": [2]},
+         r"the packed sequences end at \[1\], the tensor has 2 rows"),
     ],
-)
+)  # fmt: skip
 def test_what_is_not_emulated_is_refused(npu, changes: dict[str, Any], message: str) -> None:
     with pytest.raises((NotImplementedError, ValueError), match=message):
         npu.run(refused, changes)
@@ -175,16 +168,9 @@ def adam_steps(maximize: bool) -> None:
 
     start, *grads = (x.detach() for x in _random(*[(7,)] * 4))
     reference = torch.nn.Parameter(start.clone())
-    optimizer = torch.optim.AdamW(
-        [reference],
-        lr=0.1,
-        betas=(0.8, 0.9),
-        eps=1e-3,
-        weight_decay=0.2,
-        # The choice between the forms asks the device.
-        foreach=False,
-        maximize=maximize,
-    )
+    # The choice between the forms (foreach) asks the device.
+    given = {"lr": 0.1, "betas": (0.8, 0.9), "eps": 1e-3, "weight_decay": 0.2, "foreach": False}
+    optimizer = torch.optim.AdamW([reference], maximize=maximize, **given)
     weight, first, second = start.clone(), torch.zeros(7), torch.zeros(7)
     for step, grad in enumerate(grads):
         reference.grad = grad

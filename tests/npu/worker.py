@@ -1,9 +1,8 @@
 """A process with the real torch_npu in it, started once and used by many tests.
 
 torch_npu changes torch for good and needs stand-ins for CANN where the dynamic loader looks when
-the process starts, so it gets a process of its own.  A test hands a top-level function to
-:meth:`Worker.run` and gets what it returned, or its exception; a crash and a call that takes too
-long fail the test, and the next one gets another process.
+the process starts. A crash and a call that takes too long fail the test, and the next one gets
+another process.
 """
 
 from __future__ import annotations
@@ -29,13 +28,10 @@ ENVIRONMENT = Path(f"{sys.prefix}-npu")
 
 def why_not() -> str | None:
     """Why there can be no worker; ``None`` if there can."""
-    for part in (".installed-npu", "cann/stubs.json", "bin/python"):
-        if not (ENVIRONMENT / part).exists():
-            return (
-                f"{ENVIRONMENT / part} is missing; `bash scripts/test.sh tests/npu` installs "
-                "torch_npu there, or says why it cannot"
-            )
-    return None
+    lacking = [ENVIRONMENT / part for part in (".installed-npu", "cann/stubs.json", "bin/python")]
+    lacking = [path for path in lacking if not path.exists()]
+    install = "`bash scripts/test.sh tests/npu` installs torch_npu there, or says why it cannot"
+    return f"{lacking[0]} is missing; {install}" if lacking else None
 
 
 def _import_torch_npu(packages: list[str]) -> None:

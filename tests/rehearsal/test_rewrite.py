@@ -28,19 +28,11 @@ SWAP = "--swap-attention --reuse-fp32-param"
 @pytest.mark.parametrize(
     ("text", "with_values", "without", "noted"),
     [
-        (
-            LONG,
-            # Megatron wants the warm-up to be shorter than the decay.
-            "--train-iters 4 --lr-warmup-iters 3 --eval-iters 0 --log-interval 1 --lr 1e-6",
-            "--train-samples --lr-decay-iters --load --save --profile",
-            "--load a b -> (dropped)",
-        ),
-        (
-            ELSEWHERE,
-            f"--mock-data --tokenizer-type NullTokenizer --vocab-size {MOCK_VOCABULARY}",
-            "--data-path --padded-vocab-size",
-            "not on this machine",
-        ),
+        # Megatron wants the warm-up to be shorter than the decay.
+        (LONG, "--train-iters 4 --lr-warmup-iters 3 --eval-iters 0 --log-interval 1 --lr 1e-6",
+         "--train-samples --lr-decay-iters --load --save --profile", "--load a b -> (dropped)"),
+        (ELSEWHERE, f"--mock-data --tokenizer-type NullTokenizer --vocab-size {MOCK_VOCABULARY}",
+         "--data-path --padded-vocab-size", "not on this machine"),
         (HERE, HERE, "--mock-data", ""),
         (NULL, NULL, "", ""),
         ("--is-instruction-dataset --data-path d", "--data-path d", "--mock-data", ""),
@@ -51,18 +43,15 @@ SWAP = "--swap-attention --reuse-fp32-param"
         (SWAP, "", SWAP, "no device memory"),
         (f"{SWAP} --commfuse-fb-overlap", "--swap-attention", "--reuse-fp32-param", ""),
     ],
-)
-def test_what_is_changed(
-    text: str, with_values: str, without: str, noted: str, tmp_path: Path
-) -> None:
+)  # fmt: skip
+def test_what_is_changed(text: str, with_values, without, noted, tmp_path: Path) -> None:
     for name in ("text.bin", "text.idx", "tokenizer.model"):
         (tmp_path / name).touch()
     options = Options(text.split())
     prepare(options, 4, tmp_path)
     wanted = Options(with_values.split())
-    assert {name: options.values(name) for name in wanted.names} == {
-        name: wanted.values(name) for name in wanted.names
-    }
+    for name in wanted.names:
+        assert options.values(name) == wanted.values(name)
     assert not set(without.split()) & set(options.names)
     assert not noted or any(noted in line for line in options.changes)
 
@@ -122,17 +111,12 @@ def test_processes_fit(layout: Layout, limit: int, expected: tuple[int, ...]) ->
     assert (small.tensor, small.pipeline, small.context, small.data) == expected
 
 
-@pytest.mark.parametrize("limit", [2, 4, 8, 32])
+@pytest.mark.parametrize("limit", [2, 8, 32])
 def test_a_large_model_keeps_its_ratios(limit: int) -> None:
     text = f"{LLAMA3_70B} --long-factor {','.join('1' * 64)}"
     options, small = scaled(text, 64, limit)
-    heads, groups, hidden, ffn, length = (
-        number(options, f"--{name}")
-        for name in (
-            *("num-attention-heads", "num-query-groups", "hidden-size", "ffn-hidden-size"),
-            "seq-length",
-        )
-    )
+    sizes = "num-attention-heads num-query-groups hidden-size ffn-hidden-size seq-length"
+    heads, groups, hidden, ffn, length = (number(options, f"--{name}") for name in sizes.split())
     assert small.processes <= limit
     assert (heads, hidden) == (8 * groups, 16 * heads)
     assert options.text("--long-factor") == ",".join("1" * 8), "of each pair of a head's features"

@@ -1,16 +1,17 @@
-"""A run that fails or does not end leaves a message, and no process."""
+"""A run that fails or does not end leaves a message and no process; what a run needs is found."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
-from commfuse_npu.tools.launch_script import bounded
+from commfuse_npu.tools.launch_script import UsageError
 from mindspeed_patches.rehearsal import run as runs
+from mindspeed_patches.rehearsal.__main__ import main
 from mindspeed_patches.rehearsal.run import Run, RunFailedError, worker_environment
-from mindspeed_patches.rehearsal.stack import Stack
-from tests.processes import ended, wait_for
+from mindspeed_patches.rehearsal.stack import Stack, find_stack
 
 
 def with_torch_npu(folder: Path, code: str, timeout: float) -> Run:
@@ -30,12 +31,14 @@ def test_a_failing_rank_is_quoted(tmp_path: Path) -> None:
     with pytest.raises(RunFailedError, match="ImportError: 1") as raised:
         run.start("reference", [], tmp_path / "records")
     assert "0 of 1 ranks" in str(raised.value)
+    run = with_torch_npu(tmp_path, "import time\ntime.sleep(600)", 0.5)
+    with pytest.raises(RunFailedError, match=r"reference run did not end within 0 s \(--timeout"):
+        run.start("reference", [], tmp_path / "others")
 
 
 def test_what_is_quoted_is_the_first_rank_that_failed(tmp_path: Path) -> None:
     log = tmp_path / "log.txt"
     log.write_text(
-        "started\n"
         "[rank1]: Traceback (most recent call last):\n"
         "[rank0]: Traceback (most recent call last):\n"
         "[rank1]: NotImplementedError: Could not run 'npu::npu_some_op' with the 'CPU' backend\n"
@@ -52,20 +55,69 @@ def test_what_is_quoted_is_the_first_rank_that_failed(tmp_path: Path) -> None:
     assert "npu::npu_some_op has no CPU kernel" in hint
 
 
-@pytest.mark.long
-def test_a_run_without_end_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    noted = tmp_path / "noted"
-    hanging = (
-        "import os, signal, time\n"
-        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
-        f"open({str(noted)!r}, 'w').write(str(os.getpid()))\n"
-        "time.sleep(600)\n"
-    )
-    monkeypatch.setattr(bounded, "_GRACE", 0.5)
-    for limit in (10, 60, 200):  # a busy machine may not have come as far as the hanging
-        run = with_torch_npu(tmp_path, hanging, limit)
-        with pytest.raises(RunFailedError, match=f"did not end within {limit} s"):
-            run.start("reference", [], tmp_path / f"records_{limit}")
-        if noted.exists():
-            break
-    wait_for(lambda: ended(int(noted.read_text("utf-8"))))
+# ------------------------------------------------------------------ the checkouts
+
+ADAPTOR = "mindspeed_llm/tasks/megatron_adaptor_v2.py"
+HOMES = ("MINDSPEED_LLM_HOME", "MINDSPEED_HOME", "MEGATRON_HOME")
+
+
+def checkout(folder: Path, *files: str) -> str:
+    for file in files:
+        (folder / file).parent.mkdir(parents=True, exist_ok=True)
+        (folder / file).touch()
+    return str(folder)
+
+
+@pytest.fixture
+def folders(tmp_path: Path) -> dict[str, str]:
+    llm = "mindspeed_llm/training/training.py", ADAPTOR, "pretrain_gpt.py"
+    return {
+        "MINDSPEED_HOME": checkout(tmp_path / "ms", "mindspeed/patch_utils.py"),
+        "MINDSPEED_LLM_HOME": checkout(tmp_path / "llm", *llm),
+        "MEGATRON_HOME": checkout(tmp_path / "mg", "megatron/training/training.py"),
+    }
+
+
+def test_options_go_before_variables(folders: dict[str, str], tmp_path: Path) -> None:
+    other = checkout(tmp_path / "other", "mindspeed/patch_utils.py")
+    stack = find_stack({"mindspeed": other, "llm": None}, folders)
+    assert stack.mindspeed == Path(other)
+    assert stack.llm == Path(folders["MINDSPEED_LLM_HOME"])
+    assert stack.megatron == Path(folders["MEGATRON_HOME"])
+
+
+def test_folders_that_are_something_else_or_old_are_refused(folders, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"MEGATRON_HOME is .* no checkout of Megatron-LM"):
+        find_stack({}, {**folders, "MEGATRON_HOME": str(tmp_path)})
+    with pytest.raises(UsageError, match=r"--megatron is .* it has no megatron/training"):
+        find_stack({"megatron": str(tmp_path)}, folders)
+    Path(folders["MINDSPEED_LLM_HOME"], ADAPTOR).unlink()
+    with pytest.raises(UsageError, match=r"2\.1\.0 or older"):
+        find_stack({}, folders)
+
+
+def test_megatron_in_mindspeed_llm_and_packages_that_can_be_imported(folders, monkeypatch) -> None:
+    llm = checkout(Path(folders["MINDSPEED_LLM_HOME"]), "megatron/training/training.py")
+    del folders["MEGATRON_HOME"]
+    monkeypatch.syspath_prepend(folders.pop("MINDSPEED_HOME"))
+    found = find_stack({}, folders)
+    assert (found.megatron, found.mindspeed.name) == (Path(llm), "ms")
+
+
+def test_what_the_command_refuses(folders, monkeypatch, capsys) -> None:
+    for name in HOMES:
+        monkeypatch.setenv(name, "")
+    assert main(["--", "pretrain_gpt.py", "--bf16"]) == 2
+    message = capsys.readouterr().err
+    homes = ("--mindspeed-llm DIR or MINDSPEED_LLM_HOME", "--megatron DIR or MEGATRON_HOME")
+    for said in (*homes, "--mindspeed DIR or MINDSPEED_HOME", "core_v0.12.1", "_core_r0.12.1"):
+        assert said in message
+    for name in HOMES:
+        monkeypatch.setenv(name, folders[name])
+    words = "--processes 4 -- pretrain_gpt.py --tensor-model-parallel-size 16"
+    assert main(words.split()) == 2
+    message = capsys.readouterr().err
+    assert re.search("wants 16 processes, the limit is 4(.|\n)*--rehearse-scale", message)
+    with pytest.raises(SystemExit, match="2"):
+        main(["--iterations", "2"])
+    assert "no launch given; put it after --" in capsys.readouterr().err

@@ -22,11 +22,6 @@ EXPERTS = f"{SP} --num-experts 8 --moe-grouped-gemm --expert-model-parallel-size
 LATENT = f"{SP} --multi-latent-attention --spec mindspeed_llm.tasks.models.spec.deepseek_spec"
 
 
-def layers(words: str, state: str, chosen: tuple[str, ...] = LAYERS) -> dict[str, str]:
-    found = judge(Options(words.split()), chosen)
-    return {one.layer: one.reason for one in found if one.state == state}
-
-
 @pytest.mark.parametrize(
     ("words", "fused", "left", "silent"),
     [
@@ -58,14 +53,10 @@ def layers(words: str, state: str, chosen: tuple[str, ...] = LAYERS) -> dict[str
     ],
 )  # fmt: skip
 def test_layers_of_a_launch(words: str, fused: str, left: str, silent: str) -> None:
+    found = judge(Options(words.split()), LAYERS)
     for state, names in {"fused": fused, "left": left, "silent": silent}.items():
-        found = {name.replace(" ", "_") for name in layers(words, state)}
-        assert found == set(names.split())
-
-
-def test_layers_that_are_not_chosen_are_left() -> None:
-    said = {name: f"{name} is not in the list of layers to fuse" for name in ("qkv", "fc1", "fc2")}
-    assert layers(SP, "left", ("proj", "output")) == said
+        here = {one.layer.replace(" ", "_") for one in found if one.state == state}
+        assert here == set(names.split())
 
 
 # ------------------------------------------------------------------ the wrappers say the same
@@ -103,20 +94,17 @@ def counted(
     offloading: bool = False,
 ) -> Any:
     """What the wrappers count of a forward of a layer in a group of this size."""
-    flags = (
-        *("skip_bias_add", "gather_output", "is_expert", "gradient_accumulation_fusion"),
-        *("explicit_expert_comm", "disable_grad_reduce"),
-    )
+    off = "skip_bias_add gather_output is_expert gradient_accumulation_fusion explicit_expert_comm"
     layer = SimpleNamespace(
+        **dict.fromkeys([*off.split(), "disable_grad_reduce"], False),
         commfuse_layer=known_as,
-        weight=torch.empty(64, 64, dtype=torch.bfloat16),
-        bias=None,
         sequence_parallel=parallel,
         input_is_parallel=True,
         output_size_per_partition=64,
         input_size=64,
+        bias=None,
+        weight=torch.empty(64, 64, dtype=torch.bfloat16),
         config=SimpleNamespace(cpu_offloading=offloading, defer_embedding_wgrad_compute=False),
-        **dict.fromkeys(flags, False),
     )
     linears = wrappers.LinearWrappers(layers=chosen, min_rows=least)
     linears.transport = SimpleNamespace(size=size)  # type: ignore[assignment]
@@ -131,9 +119,8 @@ def counted(
 def test_reasons_are_those_of_the_wrappers(called: list[str], words: str, known_as: str) -> None:
     """For the layers that Megatron's GPTModel has; of latent attention those that transfer."""
     chosen = tuple(name for name in LAYERS if name != "fc1")
-    judged = {
-        one.layer: one for one in judge(Options((words + HAS.get(known_as, "")).split()), chosen)
-    }
+    options = Options((words + HAS.get(known_as, "")).split())
+    judged = {one.layer: one for one in judge(options, chosen)}
     if known_as not in judged:
         assert words.startswith(EXPERTS)
         assert known_as in ("fc1", "fc2")

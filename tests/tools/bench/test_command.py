@@ -2,54 +2,25 @@
 
 from __future__ import annotations
 
-import json
 import multiprocessing
 import os
 import signal
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
-from commfuse_npu.tools import cli
-from commfuse_npu.tools.bench import command
-from commfuse_npu.tools.measure.worker import Worker
 from commfuse_npu.tools.ranks import Ranks, RanksError
 from tests.limits import LIMIT
 from tests.processes import ended, interruptible, wait_for
+from tests.tools.answers import answer
 
 _SMALL = ["--scale", "64", "--sequence", "64", "--works", "reduce-scatter", "--ranks", "2"]
 
 
-_workers: list[Worker] = []
-
-
-def _asked(rank: int, method: str, args: tuple[Any, ...]) -> Any:
-    if not _workers:
-        _workers.append(Worker())
-    return getattr(_workers[0], method)(*args)
-
-
-def test_a_small_run_from_options_to_report(tmp_path: Path, capsys, monkeypatch, ranks) -> None:
-    """With the ranks of the tests in place of processes of its own."""
-    group = ranks(2)
-
-    @contextmanager
-    def borrowed(*_: object, **__: object) -> Iterator[SimpleNamespace]:
-        yield SimpleNamespace(
-            ask=lambda method, *args: group.run(_asked, method, args, timeout=LIMIT)
-        )
-        group.kill()  # their links have a rate
-
-    monkeypatch.setattr(command, "Ranks", borrowed)
-    written = tmp_path / "bench.json"
+def test_a_small_run_from_options_to_report(tmp_path: Path, capsys) -> None:
     some = ["--variants", "coc-2,ours-c2", "--ratios", "0,1", "--rounds", "1", "--sequence", "70"]
-    assert cli.main(["bench", "--quick", *_SMALL, *some, "--json", str(written)]) == 0
-    report = json.loads(written.read_text())
+    report = answer(tmp_path, "bench", "--quick", *_SMALL, *some)
     paced = report["results"][0]["link"] == "mesh"
     assert [(row["ratio"], row["variant"]) for row in report["results"]] == [
         (ratio, name)
@@ -61,18 +32,6 @@ def test_a_small_run_from_options_to_report(tmp_path: Path, capsys, monkeypatch,
     assert said in report["machine"]["notes"]
     tables = len(report["results"]) // 3
     assert capsys.readouterr().out.replace("**", "").count("| ours-c2 |") == tables
-
-
-@pytest.mark.long
-def test_ranks_are_ended_when_one_fails() -> None:
-    before = multiprocessing.active_children()
-    with Ranks(2, device="cpu", timeout=LIMIT) as ranks:
-        assert len(multiprocessing.active_children()) >= len(before) + 2
-        pacing = ranks.ask("pace", 50e6)
-        assert all(found.sockets or found.problem for found in pacing)
-        with pytest.raises(RanksError, match="failed in no_such_question:"):
-            ranks.ask("no_such_question")
-        assert multiprocessing.active_children() == before
 
 
 def test_ranks_are_ended_when_one_cannot_start() -> None:

@@ -49,21 +49,15 @@ def test_only_connected_sockets_are_found_and_stay_open(connection) -> None:
     assert connection[1].recv(1) == b"x"
 
 
-def test_a_refusal_is_told_and_not_raised(connection, monkeypatch) -> None:
-    monkeypatch.setattr(socket, "TCP_CONGESTION", 9999)
-    assert "the kernel refuses" in wire.pace(1e6).problem
-
-
-def test_a_sandbox_that_only_pretends_is_noticed(connection, monkeypatch) -> None:
-    monkeypatch.setattr(wire, "_SO_MAX_PACING_RATE", socket.SO_RCVLOWAT)
-    assert "the kernel took a pacing rate of" in wire.pace(2**40).problem
-
-
-def test_elsewhere_there_is_no_pacing(monkeypatch) -> None:
-    monkeypatch.setattr(sys, "platform", "darwin")
-    assert "this is darwin" in wire.pace(1e6).problem
-
-
-def test_without_connections_there_is_nothing_to_pace(monkeypatch) -> None:
-    monkeypatch.setattr(wire, "connected_sockets", list)
-    assert "has the group connected?" in wire.pace(1e6).problem
+@pytest.mark.parametrize(
+    ("owner", "name", "value", "said"),
+    [
+        (socket, "TCP_CONGESTION", 9999, "the kernel refuses"),
+        (wire, "_SO_MAX_PACING_RATE", socket.SO_RCVLOWAT, "the kernel took a pacing rate of"),
+        (sys, "platform", "darwin", "this is darwin"),
+        (wire, "connected_sockets", list, "has the group connected?"),
+    ],
+)  # fmt: skip
+def test_why_there_is_no_pacing_is_told(connection, monkeypatch, owner, name, value, said) -> None:
+    monkeypatch.setattr(owner, name, value)
+    assert said in wire.pace(2**40).problem

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import re
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 
@@ -16,9 +15,9 @@ import pytest
 
 from commfuse_npu.tools import cli
 from scripts.cpu_pretraining import __main__ as pretraining
-from tests.limits import LIMIT
+from tests.launchers.launching import ROOT, started
 
-ROOT = Path(__file__).resolve().parents[3]
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
 LAUNCH = (
     "torchrun --nproc_per_node 8 pretrain_gpt.py --num-layers 4 --hidden-size 512 "
     "--num-attention-heads 8 --seq-length 1024 --micro-batch-size 1 --global-batch-size 8 "
@@ -33,7 +32,6 @@ LAUNCHES = (
     (f"{STAGES} --num-layers-per-virtual-pipeline-stage 3", 2, "4 layers are not divisible by it"),
     (f"{LAUNCH} --tensor-model-parallel-size {'9' * 23}", 2, "a number of 23 digits; give at most"),
     (f"{LAUNCH} --global-batch-size 7", 1, "choose --global-batch-size 4 or 8"),
-    (f"{LAUNCH} --seq-length", 2, "--seq-length: expected one argument"),
     (f"{LAUNCH} --use-commfuse --commfuse-taper nan", 2, "taper is nan; from 1/8 to 8"),
     (f"{LAUNCH} --num-experts 8 --moe-router-topk 99", 2, "is more than --num-experts 8"),
     (LAUNCH.replace("node 8", "node 0"), 2, "--nproc-per-node is '0'; give a whole number from 1"),
@@ -45,11 +43,8 @@ MACHINE = (ROOT / "configs" / "hardware" / "ascend_910b_server.yaml").read_bytes
 MODEL = (ROOT / "configs" / "llama3_8b.yaml").read_bytes()
 FILES = {
     "file": b"x",
-    "latin.yaml": b"num_layers: 4 # \xe9\xff\n",
     "broken.yaml": b"a: [1, 2\nb: }",
     "empty.yaml": b"",
-    "nul.yaml": b"a: \x00\n",
-    "deep.yaml": b"a: " + b"[" * 5000,
     "bad.yaml": b"a: 1",
     "machine.yaml": MACHINE,
     "quoted.yaml": re.sub(rb"(?m)^(hidden_size: )(\d+)", rb'\1"\2"', MODEL),
@@ -65,13 +60,9 @@ QUESTIONS = (
     ("doctor surplus", "unknown: surplus (see commfuse-npu doctor --help)"),
     ("doctor --config ''", "'' is neither a file nor one of llama2_13b, llama2_70b"),
     (f"doctor --config {'a' * 300}", "aaa' is neither a file nor one of llama2_13b"),
-    ("doctor --config folder.yaml", "'folder.yaml' is neither a file nor one of llama2_13b"),
     ("doctor --config llama3_7b", "; did you mean llama3_70b?"),
     ("doctor --config bad.yaml", "bad.yaml: unknown option 'a'; did you mean"),
-    ("doctor --config latin.yaml", "latin.yaml is not valid yaml: 'utf-8' codec can't decode"),
     ("doctor --config broken.yaml", "broken.yaml is not valid yaml: line 2: expected ',' or"),
-    ("doctor --config nul.yaml", "nul.yaml is not valid yaml: "),
-    ("doctor --config deep.yaml", "deep.yaml is not valid yaml: it is nested too deeply"),
     ("doctor -- ls", "--num-layers, --hidden-size, --num-attention-heads, --seq-length"),
     ("plan", "give a launch script, a folder of them, --model NAME, or a rule"),
     ("plan nowhere", "nowhere is no launch script, no folder and no rule; rules are bucket_gather"),
@@ -84,7 +75,6 @@ QUESTIONS = (
     ("plan gather_gemm --ranks 1000000", "'1000000' is not a whole number from 2 to 1024"),
     ("plan gather_gemm --ranks 4 --rank 4", "--rank 4 is not one of --ranks 4; choose 0 to 3"),
     ("plan gather_gemm --ranks 4 --lanes 9", "--lanes 9: 4 ranks have 3 peers; choose 1 to 3"),
-    ("plan gather_gemm --taper 9", "taper is 9.0; from 1/8 to 8"),
     ("plan gather_gemm --shape warp", "shape 'warp' is unknown; choose one of shifted, two_level"),
     ("plan gather_gemm --shape two_level --ranks 6", "two_level needs node_size"),
     ("simulate --model machine.yaml", "machine.yaml describes a machine; give it as --hardware"),
@@ -144,7 +134,7 @@ ASKED = [
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("bad")
-    for name in ("folder.yaml", "there", "log"):
+    for name in ("there", "log"):
         (made / name).mkdir()
     for name, content in FILES.items():
         (made / name).write_bytes(content)
@@ -190,7 +180,7 @@ def test_it_is_refused_before_torch_or_a_drawing_is_imported(folder: Path) -> No
         "        assert cli.main(words) == 2, words\n"
         "print({'torch', 'matplotlib', 'numpy', 'vl_convert'} & set(sys.modules))"
     )
-    done = finished([sys.executable, "-c", code, repr(asked)], folder)
+    done = started(sys.executable, "-c", code, repr(asked), env=ENVIRONMENT, folder=folder)
     assert done.stdout == "set()\n", done.stderr
 
 
@@ -205,14 +195,7 @@ IN_A_SHELL = (
 @pytest.mark.parametrize(("words", "code", "said"), IN_A_SHELL)
 def test_what_a_shell_does_with_it(folder: Path, words: str, code: int, said: str) -> None:
     command = f"{shlex.quote(sys.executable)} -m commfuse_npu.tools.cli {words}"
-    done = finished(["bash", "-c", command], folder)
+    done = started("bash", "-c", command, env=ENVIRONMENT, folder=folder)
     assert done.returncode == code, done.stderr
     (line,) = done.stderr.splitlines() or [""]
     assert line.endswith(said)
-
-
-def finished(words: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
-    variables = {**os.environ, "PYTHONPATH": str(ROOT), "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
-    return subprocess.run(
-        words, cwd=folder, env=variables, capture_output=True, text=True, timeout=LIMIT
-    )

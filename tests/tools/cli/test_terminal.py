@@ -13,7 +13,7 @@ import struct
 import subprocess
 import sys
 import termios
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
 
@@ -68,9 +68,7 @@ def shown(monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
     return show
 
 
-def test_a_pipe_gets_markdown_and_a_terminal_without_rich(
-    shown, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_pipe_gets_markdown_and_a_terminal_without_rich(shown, capsys, monkeypatch) -> None:
     with terminal.rendered("it"):
         terminal.tell("what is being computed")
         terminal.print_verdict("It **helps**.", True)
@@ -108,12 +106,6 @@ def test_colours_say_what_is_good_and_can_be_refused(shown, monkeypatch) -> None
     assert "\x1b" not in shown(good=True)
 
 
-def _output(fd: int) -> Iterator[bytes]:
-    with suppress(OSError):  # the other end has gone
-        while select.select([fd], [], [], LIMIT)[0] and (found := os.read(fd, 1 << 16)):
-            yield found
-
-
 def _before_a_terminal() -> None:
     fcntl.ioctl(0, termios.TIOCSCTTY, 0)
     # What is started in the background of a script is deaf to it.
@@ -134,11 +126,12 @@ def test_a_terminal_sees_what_is_computed_and_ctrl_c_ends_it_quietly(tmp_path: P
     ) as running:  # fmt: skip
         os.close(other)
         seen = b""
-        for part in _output(own):
-            seen += part
-            if b"1 of 2" in seen and b"\x03" not in seen:
-                os.write(own, b"\x03")
-                seen += b"\x03"
+        with suppress(OSError):  # the other end has gone
+            while select.select([own], [], [], LIMIT)[0] and (part := os.read(own, 1 << 16)):
+                seen += part
+                if b"1 of 2" in seen and b"\x03" not in seen:
+                    os.write(own, b"\x03")
+                    seen += b"\x03"
         assert running.wait(LIMIT) == 130
     os.close(own)
     assert b"Traceback" not in seen

@@ -70,20 +70,17 @@ NPU_ANSWERS: Answers = {
 
 def stack(folder: Path) -> dict[str, Package]:
     """Packages as checkouts of a supported set leave them, torch_npu and all."""
-    found = {}
-    for name, version, file in (
-        ("mindspeed_llm", "26.0.0dev0", "tasks/megatron_adaptor_v2.py"),
-        ("mindspeed", "0.12.1", "features_manager/features_manager.py"),
+    for file in (
+        "mindspeed_llm/tasks/megatron_adaptor_v2.py",
+        "mindspeed/features_manager/features_manager.py",
+        "megatron/core/__init__.py",
+        "megatron/training/__init__.py",
     ):
-        path = folder / name / file
-        path.parent.mkdir(parents=True)
-        path.touch()
-        found[name] = Package(version, (folder / name,))
-    for part in ("core", "training"):
-        (folder / "megatron" / part).mkdir(parents=True)
-    found["megatron"] = Package("0.12.1", (folder / "megatron",))
-    found["torch"] = found["torch_npu"] = Package("2.7.1")
-    return found
+        (folder / file).parent.mkdir(parents=True)
+        (folder / file).touch()
+    versions = {"mindspeed_llm": "26.0.0dev0", "mindspeed": "0.12.1", "megatron": "0.12.1"}
+    found = {name: Package(version, (folder / name,)) for name, version in versions.items()}
+    return found | dict.fromkeys(("torch", "torch_npu"), Package("2.7.1"))
 
 
 def only(findings: Iterable[Finding], what: str) -> Finding:

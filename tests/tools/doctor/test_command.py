@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -14,7 +13,7 @@ import torch
 from commfuse_npu.tools import cli
 from commfuse_npu.tools.doctor import CommandResult, Package
 from commfuse_npu.tools.doctor.command import diagnose
-from tests.limits import LIMIT
+from tests.launchers.launching import started
 from tests.tools.doctor.machines import INFO_A2, NPU_ANSWERS, ROOT, machine, only, stack, summary
 from tests.tools.plan.launches import CONFIG, asked
 
@@ -23,13 +22,8 @@ def test_a_supported_set_on_npus_is_ready(tmp_path: Path) -> None:
     home = tmp_path / "cann" / "aarch64-linux"
     home.mkdir(parents=True)
     (home / "ascend_toolkit_install.info").write_text("package_name=a\nversion=8.3.RC1\n", "utf-8")
-    variables = {
-        "ASCEND_HOME_PATH": str(tmp_path / "cann"),
-        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
-        "HCCL_CONNECT_TIMEOUT": "1200",
-        "HCCL_DETERMINISTIC": "true",
-        "TASK_QUEUE_ENABLE": "2",
-    }
+    variables = {"ASCEND_HOME_PATH": str(tmp_path / "cann"), "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+                 "HCCL_CONNECT_TIMEOUT": "1200", "HCCL_DETERMINISTIC": "true"}  # fmt: skip
     info = CommandResult(0, INFO_A2.replace("Warning", "OK     "))
     report = diagnose(machine(variables, stack(tmp_path), {**NPU_ANSWERS, "npu-smi info": info}))
     assert {finding.level for finding in report.findings} == {"ok"}
@@ -77,8 +71,5 @@ def test_it_imports_nothing_of_the_stack_and_runs_where_torch_cannot_be_imported
         "'mindspeed_patches'} & set(sys.modules))"
     )
     variables = {**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
-    words = [sys.executable, "-c", code]
-    run = subprocess.run(
-        words, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=LIMIT, check=True
-    )
-    assert run.stdout.splitlines()[-1] == "set()"
+    done = started(sys.executable, "-c", code, env=variables, folder=ROOT)
+    assert done.stdout.splitlines()[-1] == "set()", done.stderr

@@ -87,14 +87,11 @@ def test_the_stack(tmp_path: Path) -> None:
 
     def found(**changed: Package | str | None) -> dict[str, tuple[str, str]]:
         """By what it is about; packages are of other versions, others or missing."""
-        there: dict[str, Package] = dict(packages)
-        for name, one in changed.items():
-            if one is None:
-                del there[name]
-            elif isinstance(one, str):
-                there[name] = dataclasses.replace(there[name], version=one)
-            else:
-                there[name] = one
+        there = {
+            name: dataclasses.replace(packages[name], version=one) if isinstance(one, str) else one
+            for name, one in {**packages, **changed}.items()
+            if one is not None
+        }
         return {one.what: summary(one) for one in check_stack(machine(packages=there))}
 
     assert [finding.level for finding in check_stack(machine())] == ["note"] * 3, "fine on a CPU"

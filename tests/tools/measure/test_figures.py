@@ -33,16 +33,13 @@ def gemms(of: Machine) -> list[dict[str, Any]]:
     ]  # fmt: skip
 
 
-def test_gemms_of_tiles_give_efficiency_and_start() -> None:
+def test_gemms_give_efficiency_and_start_of_tiles_or_speed_and_half_rows() -> None:
     npu = machine("ascend_910b_server", gemm_efficiency=0.7, gemm_start=2e-5)
     peaks = Peaks(npu.cores, npu.cube_flops, 1e12, 2.8e10)
     found = figures({"gemms": gemms(npu)}, peaks)
     assert found["npu.gemm_efficiency"] == pytest.approx((0.7,) * 3, rel=1e-6)
     assert found["npu.gemm_start"] == pytest.approx((2e-5,) * 3, rel=1e-4)
     assert found["npu.cube_flops"] == (npu.cube_flops,) * 3
-
-
-def test_gemms_without_tiles_give_speed_and_half_rows() -> None:
     cpu = machine("cpu_paced", cube_flops=5e10, half_rows=20.0)
     found = figures({"gemms": gemms(cpu)}, Peaks(0, 0.0, 0.0, 0.0))
     assert found["npu.cube_flops"] == pytest.approx((5e10,) * 3, rel=1e-6)
@@ -61,13 +58,9 @@ def test_links() -> None:
     assert npu["inside.efficiency"] == pytest.approx((0.5,) * 3)
     cpu = figures({"links": times}, Peaks(0, 0.0, 0.0, 0.0))
     assert cpu["inside.rate"] == pytest.approx((1.4e10,) * 3)
-
-
-def test_links_of_a_switch_carry_all_lanes() -> None:
-    message = {"bytes": 1 << 20, "lanes": 7, "seconds": [7 * (1 << 20) / 1.4e11] * 3}
-    times = [{"bytes": 8, "lanes": 1, "half a ping-pong": True, "seconds": [1e-6]}, message]
-    found = figures({"links": times}, Peaks(20, 3e14, 1e12, 1.96e11, switched=True))
-    assert found["inside.efficiency"] == pytest.approx((1.4 / 1.96,) * 3)
+    # A switch carries all lanes.
+    npu = figures({"links": times}, Peaks(20, 3e14, 1e12, 1.96e11, switched=True))
+    assert npu["inside.efficiency"] == pytest.approx((7 * 1.4e10 / 1.96e11,) * 3)
 
 
 @pytest.mark.parametrize("copies", [0.0, 0.5, 1.0])
@@ -98,14 +91,14 @@ def test_copies_are_what_lanes_take_besides_the_wire(copies: float) -> None:
 
 
 def test_the_host_posts_a_step_or_its_two_operations() -> None:
-    def host(**seconds: float) -> Any:
+    for seconds, post, launch in (
+        ({"batch": 8e-5}, 8e-5, 8e-5),
+        ({"batch": 8e-5, "single": 6e-5}, 3e-5, 3e-5),
+        ({"batch": 8e-5, "GEMM": 1e-5}, 8e-5, 1e-5),
+    ):
         rows = [{"what": what, "seconds": [one] * 3} for what, one in seconds.items()]
         found = figures({"host": rows}, Peaks(0, 0.0, 0.0, 0.0))
-        return found["host.post_overhead"][1], found["host.launch_overhead"][1]
-
-    assert host(batch=8e-5) == (8e-5, 8e-5)
-    assert host(batch=8e-5, single=6e-5) == (3e-5, 3e-5)
-    assert host(batch=8e-5, GEMM=1e-5) == (8e-5, 1e-5)
+        assert found == {"host.post_overhead": (post,) * 3, "host.launch_overhead": (launch,) * 3}
 
 
 def test_company() -> None:
@@ -168,32 +161,21 @@ def test_a_communicator_has_the_default_buffers() -> None:
     assert taken((1, 5), (200, None)) == {}
 
 
-BASE = "ascend_910b_server"
-
-
-def described(folder: Path, facts: dict[str, Any]) -> Hardware:
-    path = folder / "measured.yaml"
-    host = {"host": [{"what": "batch", "seconds": [2e-5]}]}
-    path.write_text(description(BASE, "here", host, facts, "Measured here"), "utf-8")
-    return Hardware.load(path)
-
-
-def test_cores_that_the_device_names_make_its_peak(tmp_path: Path) -> None:
-    peak = Hardware.load(find_config(BASE, "hardware")).typical("npu.cube_flops")
-    # A 910B2, of which the description says 354 TFLOPS.
-    found = described(tmp_path, {"cube cores": 24})
+def test_the_description_has_the_cores_that_the_device_names(tmp_path: Path) -> None:
+    name = "ascend_910b_server"
+    base = Hardware.load(find_config(name, "hardware"))
+    path, host = tmp_path / "measured.yaml", {"host": [{"what": "batch", "seconds": [2e-5]}]}
+    for cores in (None, 24):  # 24: a 910B2, of which the description says 354 TFLOPS
+        facts = {"cube cores": cores, "device bytes": None}
+        path.write_text(description(name, "here", host, facts, "Measured here"), "utf-8")
+        found = Hardware.load(path)
+        told = {"npu.cores", "npu.cube_flops"} if cores else set()
+        changed = {one for one in base.figures if found.figures[one] != base.figures[one]}
+        assert changed == {"host.launch_overhead", "host.post_overhead"} | told
     assert found.machine().cores == 24
+    peak = base.typical("npu.cube_flops")
     assert found.typical("npu.cube_flops") == pytest.approx(peak * 24 / 20)
     assert found.figures["npu.cores"].source == "Measured here"
-
-
-@pytest.mark.parametrize("facts", [{}, {"cube cores": None, "device bytes": None}])
-def test_what_the_device_does_not_say_stays(tmp_path: Path, facts: dict[str, Any]) -> None:
-    base = Hardware.load(find_config(BASE, "hardware")).figures
-    found = described(tmp_path, facts).figures
-    assert {name for name in base if found[name] != base[name]} == {
-        *("host.launch_overhead", "host.post_overhead"),
-    }
 
 
 def test_every_figure_has_a_row_in_the_docs() -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import errno
+import re
 from pathlib import Path
-from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -31,72 +32,44 @@ def test_steps_are_kept_and_resumed_only_on_request(tmp_path: Path) -> None:
         Folder(tmp_path / "new", {**ABOUT, "ranks": 8}, resume=True)
 
 
-@pytest.mark.parametrize("text", ["{", "[]"])
-def test_a_damaged_file_is_named(tmp_path: Path, text: str, capsys: Any) -> None:
+def test_what_cannot_be_written_or_read_is_named(tmp_path: Path, monkeypatch, capsys) -> None:
     folder = Folder(tmp_path, ABOUT, resume=False)
-    (tmp_path / "links.json").write_text(text)
-    assert folder.kept("links") is None
-    said = capsys.readouterr().err
-    assert "links.json" in said
-    assert "remove it; links is measured again" in said
-    (tmp_path / "run.json").write_text(text)
+    for text in ("{", "[]"):
+        (tmp_path / "links.json").write_text(text)
+        assert folder.kept("links") is None
+        assert re.search(r"links\.json .*; remove it; links is meas", capsys.readouterr().err)
+    (tmp_path / "run.json").write_text("{")
     with pytest.raises(FolderError, match=r"run\.json .*; remove it"):
         Folder(tmp_path, ABOUT, resume=True)
-
-
-def test_what_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = Folder(tmp_path / "run", ABOUT, resume=False)
-
-    def full(*_: object, **__: object) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
+    full = mock.Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
     monkeypatch.setattr(module, "write_json", full)
-    with pytest.raises(FolderError, match=r"run/links\.json: No space left on device; free some"):
+    with pytest.raises(FolderError, match=r"/links\.json: No space left on device; free some"):
         folder.keep("links", {"times": []})
 
 
 def test_what_begins_late_is_ended_a_tenth_later(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [1000.0]
     monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
-    until, found = Deadline(50), []
-    for minutes in (0, 49, 2, 5):
+    until = Deadline(50)
+    for minutes, over, limit in ((0, False, 600), (49, False, 360), (2, True, 240), (5, True, 1)):
         now[0] += 60 * minutes
-        found.append((until.over, until.limit(600)))
-    assert found == [
-        (False, 600),
-        (False, pytest.approx(360)),
-        (True, pytest.approx(240)),
-        (True, 1),
-    ]
+        assert (until.over, until.limit(600)) == (over, pytest.approx(limit))
 
 
-def test_without_torch_npu_there_is_nothing_to_go_on_with(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert "torch_npu is not installed" in lacking_backend("npu")
-    assert lacking_backend("cpu") == ""
-
-
-def test_facts_of_npus_are_what_the_doctor_sees_and_elsewhere_variables() -> None:
+def test_facts_of_npus_are_what_the_doctor_sees_and_elsewhere_variables(monkeypatch) -> None:
     packages = {"torch": Package("2.7.1"), "torch_npu": Package("2.7.1.post2")}
     given = {"HCCL_BUFFSIZE": "64", "NCCL_DEBUG": "INFO", "HOME": "/here"}
     facts = machine_facts("npu", machine(given, packages, NPU_ANSWERS))
-    expected = {
-        "torch_npu": "2.7.1.post2",
-        "CANN": "not found",
-        "driver": "25.2.0",
-        "NPUs": "2 x 910B3",
-        "health": "NPU 1 (Warning)",
-        "links": "1 pairs HCCS",
-        "links of NPU1": "HCCS X",
-        "HCCL_BUFFSIZE": "64",
-        "P2P_HCCL_BUFFSIZE": "unset (20 MB)",
-    }
-    assert {what: facts[what] for what in expected} == expected
+    expected = {"torch_npu": "2.7.1.post2", "CANN": "not found", "health": "NPU 1 (Warning)",
+                "links of NPU1": "HCCS X", "HCCL_BUFFSIZE": "64",
+                "P2P_HCCL_BUFFSIZE": "unset (20 MB)"}  # fmt: skip
+    assert expected.items() <= facts.items()
     assert not {"NCCL_DEBUG", "HOME"} & facts.keys()
     assert machine_facts("cuda", machine(given, {}, NPU_ANSWERS)) == {"NCCL_DEBUG": "INFO"}
     assert machine_facts("cpu", machine(given, {}, NPU_ANSWERS)) == {}
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert "torch_npu is not installed" in lacking_backend("npu")
+    assert lacking_backend("cpu") == ""
 
 
 def test_the_slowest_rank_counts() -> None:
@@ -111,12 +84,8 @@ def test_the_slowest_rank_counts() -> None:
 
 def test_sizes_of_a_model_on_a_cpu_and_on_npus() -> None:
     here, there = (Scale.of(find_config("llama3_8b"), 8, device) for device in ("cpu", "npu"))
-    assert here.layers() == {
-        "qkv": (512, 96),
-        "proj": (64, 512),
-        "fc1": (512, 448),
-        "fc2": (224, 512),
-    }
+    sizes = {"qkv": (512, 96), "proj": (64, 512), "fc1": (512, 448), "fc2": (224, 512)}
+    assert here.layers() == sizes
     assert there.layers()["fc1"] == (4096, 3584)
     assert here.halves(4) == [512, 256, 128, 64]
     assert here._replace(rows=40).halves(4) == [40, 20]

@@ -28,9 +28,8 @@ def training(
 
 
 def failed(name: str) -> Training:
-    return Training(
-        FORM[name], TrainingLog(), "exit code 1 (x.log)\nTraceback\nOSError: no liblcal.so"
-    )
+    why = "exit code 1 (x.log)\nTraceback\nOSError: no liblcal.so"
+    return Training(FORM[name], TrainingLog(), why)
 
 
 def said(*trainings: Training, device: str = "npu") -> str:
@@ -53,56 +52,49 @@ def test_the_fastest_is_recommended_and_compared() -> None:
     ]
 
 
-def test_a_rival_that_is_faster_is_recommended_and_ours_beside_it() -> None:
-    text = said(training("megatron", 900), training("commfuse", 800), training("mc2", 600, "b"))
-    assert "Use --use-ascend-mc2: 600 ms per iteration, 33.3 % shorter than Megatron's" in text
-    assert "Best of CommFuse: CommFuse's fused layers: 33.3 % longer than MC2." in text
+SLOW, OURS = training("megatron", 900), training("commfuse", 800)
+SUMS_CHANGE = "their bits differ: sums of this launch change from run to run"
 
 
-def test_plain_collectives_are_no_launch_of_anybody() -> None:
-    text = said(training("plain", 500), training("megatron", 600), training("commfuse", 700))
-    assert "Use none of these flags: 600 ms per iteration, 20.0 % longer than plain" in text
-
-
-def test_nothing_is_decided_where_quartiles_overlap_or_one_form_ran() -> None:
-    text = said(training("megatron", 101, spread=0.1), training("commfuse", 100, spread=0.1))
-    assert text.startswith("Not decided; fastest is --use-commfuse: 100 ms per iteration, 1.0 %")
-    assert "Quartiles overlap with those of: Megatron's order." in text
-    text = said(training("commfuse", 800), failed("megatron"))
-    assert text.startswith("Not decided; fastest is --use-commfuse: 800 ms per iteration.")
-
-
-@pytest.mark.parametrize("off", [0.2, math.nan, math.inf])
-def test_a_form_with_other_losses_is_not_recommended(off: float) -> None:
-    forms = training("megatron", 900), training("mc2", 700, "b", off), training("commfuse", 800)
-    text = said(*forms)
-    assert text.startswith("Use --use-commfuse: 800 ms")
-    assert "Do not use: MC2: losses are not those of Megatron's order" in text
-    assert "Best of" not in text
-
-
-def test_without_losses_there_is_no_advice() -> None:
-    text = said(training("megatron", 900, off=math.nan), training("commfuse", 800))
-    assert text.startswith("Do not use: Megatron's order; CommFuse's fused layers: losses")
-
-
-def test_a_launch_whose_sums_change_is_told() -> None:
-    runs = training("plain", 900, "a"), training("megatron", 900, "b")
-    assert "their bits differ: sums of this launch change from run to run" in said(*runs)
-    # There GEMMs of another size may round in another way.
-    assert "change from run to run" not in said(*runs, device="cpu")
-    assert "change from run to run" not in said(training("megatron", 900))
-
-
-def test_weights_that_are_not_known_are_not_the_same() -> None:
-    text = said(training("megatron", 900, None), training("commfuse", 800, None))
-    assert "bit for bit" not in text
-
-
-def test_a_cpu_says_nothing_of_npus() -> None:
-    text = said(training("megatron", 900), training("commfuse", 800), device="cpu")
-    assert text.startswith("Fastest here, which says nothing of NPUs: CommFuse's fused")
-    assert "Use " not in text
+@pytest.mark.parametrize(
+    ("trainings", "device", "wanted", "unwanted"),
+    [
+        # A rival that is faster is recommended, and ours named beside it.
+        ([SLOW, OURS, training("mc2", 600, "b")], "npu",
+         ["Use --use-ascend-mc2: 600 ms per iteration, 33.3 % shorter than Megatron's",
+          "Best of CommFuse: CommFuse's fused layers: 33.3 % longer than MC2."], SUMS_CHANGE),
+        # Nobody launches plain collectives.
+        ([training("plain", 500), training("megatron", 600), training("commfuse", 700)], "npu",
+         ["Use none of these flags: 600 ms per iteration, 20.0 % longer than plain"], SUMS_CHANGE),
+        ([training("megatron", 101, spread=0.1), training("commfuse", 100, spread=0.1)], "npu",
+         ["Not decided; fastest is --use-commfuse: 100 ms per iteration, 1.0 %",
+          "Quartiles overlap with those of: Megatron's order."], "Best of"),
+        ([OURS, failed("megatron")], "npu",
+         ["Not decided; fastest is --use-commfuse: 800 ms per iteration."], "Quartiles"),
+        # Other losses.
+        *(([SLOW, training("mc2", 700, "b", off), OURS], "npu",
+           ["Use --use-commfuse: 800 ms",
+            "Do not use: MC2: losses are not those of Megatron's order"], "Best of")
+          for off in (0.2, math.nan)),
+        ([training("megatron", 900, off=math.nan), OURS], "npu",
+         ["Do not use: Megatron's order; CommFuse's fused layers: losses"], "Use --"),
+        # Weights that differ, and those that are not known; on a CPU GEMMs may round otherwise.
+        ([training("plain", 900, "a"), training("megatron", 900, "b")], "npu", [SUMS_CHANGE],
+         "same weights"),
+        ([training("plain", 900, "a"), training("megatron", 900, "b"), OURS], "cpu",
+         ["Fastest here, which says nothing of NPUs: CommFuse's fused"], SUMS_CHANGE),
+        ([training("megatron", 900, None), training("commfuse", 800, None)], "npu", ["Use --use-c"],
+         "bit for bit"),
+    ],
+)  # fmt: skip
+def test_the_verdict(
+    trainings: list[Training], device: str, wanted: list[str], unwanted: str
+) -> None:
+    text = said(*trainings, device=device)
+    assert text.startswith(wanted[0]) or wanted[0] == SUMS_CHANGE
+    assert all(line in text for line in wanted)
+    assert unwanted not in text
+    assert device == "npu" or "Use " not in text
 
 
 def test_a_row_per_form() -> None:
@@ -110,9 +102,7 @@ def test_a_row_per_form() -> None:
     _, heads, first, second = launch_table(forms)
     head = heads.splitlines()[0]
     row = dict(zip(head.split(" | "), second.split(" | "), strict=True))
-    assert row["ms"] == "700.0"
-    assert row["against Megatron's order"] == "-30.0 %"
-    assert row["losses off"] == "1.1e-01"
-    assert row["most memory"] == "50.00 GiB"
+    assert (row["ms"], row["against Megatron's order"]) == ("700.0", "-30.0 %")
+    assert (row["losses off"], row["most memory"]) == ("1.1e-01", "50.00 GiB")
     assert second.endswith("| `bbbbbbbb` |")
     assert first.count("|") == head.count("|")

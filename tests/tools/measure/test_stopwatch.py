@@ -52,12 +52,10 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
 
 
 def of(device: Device, module: Any) -> Stopwatch:
-    return Stopwatch(
-        module,
-        ahead=lambda: device.launch(1e-5, 1e-4),
-        meet=device.meet,
-        barrier=device.synchronize,
-    )
+    def ahead() -> None:
+        device.launch(1e-5, 1e-4)
+
+    return Stopwatch(module, ahead=ahead, meet=device.meet, barrier=device.synchronize)
 
 
 def work(device: Device) -> Callable[[Callable[[], None]], None]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,13 +15,17 @@ from commfuse_npu.tools.measure import worker
 from commfuse_npu.tools.measure.steps import Scale, Times
 from commfuse_npu.tools.measure.worker import Exchange, Worker
 from commfuse_npu.tools.ranks import Ranks, RanksError
-from tests.limits import PATIENT
+from tests.limits import LIMIT, PATIENT
 
 SCALE = Scale.of(find_config("llama3_8b"), 3, "cpu")
 
 
 class Asked(Worker):
     """A worker, and what only tests ask."""
+
+    def sleep(self, seconds: float) -> None:
+        """A question that takes too long."""
+        time.sleep(seconds)
 
     def arrived(self, lanes: int, planted: int | None) -> list[int]:
         """From whom messages came; ``planted``: the rank that sends other bytes."""
@@ -95,3 +101,14 @@ def test_hccl_is_asked_by_sizes_of_buffers_and_never_for_single_operations(ranks
 def test_messages_that_are_mixed_up_are_noticed(ranks: Ranks) -> None:
     with pytest.raises(RanksError, match="64 bytes from rank 1 has other bytes than 2 in it"):
         ranks.ask("arrived", 1, 1)
+
+
+def test_a_question_that_hangs_is_given_up() -> None:
+    before = multiprocessing.active_children()
+    with Ranks(2, device="cpu", timeout=LIMIT, worker=f"{__name__}:Asked") as ranks:
+        assert ranks.ask("machine")
+        assert len(multiprocessing.active_children()) == len(before) + 2
+        ranks.timeout = 1.0
+        with pytest.raises(RanksError, match="no answer from rank 0, 1 of 2 to sleep within 1 s"):
+            ranks.ask("sleep", 10 * LIMIT)
+        assert multiprocessing.active_children() == before

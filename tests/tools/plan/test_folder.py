@@ -13,9 +13,10 @@ import pytest
 
 from commfuse_npu.tools import cli
 from commfuse_npu.tools.plan import sandbox
+from tests.tools.answers import answer
 from tests.tools.plan.launches import EXPERTS, MODEL, TP, ULYSSES, script
 
-Asked = Callable[..., tuple[int, dict[str, Any]]]
+Asked = Callable[..., dict[str, Any]]
 OTHERS = "generation, evaluation, conversion or data"
 SCRIPTS = {
     "dense/full.sh": (script(f"{TP} --global-batch-size 16"), ("full", "")),
@@ -40,16 +41,14 @@ SCRIPTS = {
 
 @pytest.fixture
 def asked(tmp_path: Path) -> Asked:
-    """Asks about scripts, by their names, and returns the exit code and the JSON."""
+    """The JSON about scripts, by their names."""
 
-    def ask(scripts: dict[str, str], *words: str) -> tuple[int, dict[str, Any]]:
+    def ask(scripts: dict[str, str], *words: str, code: int = 0) -> dict[str, Any]:
         for name, text in scripts.items():
             path = tmp_path / "scripts" / name
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text, "utf-8")
-        page = tmp_path / "found.json"
-        code = cli.main(["plan", str(tmp_path / "scripts"), "--json", str(page), *words])
-        return code, json.loads(page.read_text("utf-8"))
+        return answer(tmp_path, "plan", str(tmp_path / "scripts"), *words, code=code)
 
     return ask
 
@@ -61,13 +60,13 @@ def only(found: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_all_of_them(asked: Asked, capsys: pytest.CaptureFixture[str]) -> None:
-    code, found = asked({name: text for name, (text, _) in SCRIPTS.items()}, "--all")
-    assert code == 0
+    found = asked({name: text for name, (text, _) in SCRIPTS.items()}, "--all")
     verdicts = {one["script"]: (one["verdict"], one["kind"]) for one in found["launches"]}
     assert verdicts | found["others"] == {name: said for name, (_, said) in SCRIPTS.items()}
     assert not found["unread"]
     said = capsys.readouterr().out
     assert said.startswith("Of 8 launches 1 can take --commfuse-fb-overlap as they are, 5 --use-")
+    assert "pass as typed: 5 x one micro-batch has no partner, 1 x --use-ascend-coc" in said
     assert "| dense | 7 | 3 | 1 | 3 | 1 | 1 | 1 | 0 | 0 | 1 |\n" in said
     assert "| experts | 1 | 1 | 0 | 0 | 0 | 0 | 0 | 0 | 1 | 0 |\n" in said
     assert "| all | 8 | 4 | 1 | 3 | 1 | 1 | 1 | 0 | 1 | 1 |\n" in said
@@ -88,37 +87,24 @@ def test_all_of_them(asked: Asked, capsys: pytest.CaptureFixture[str]) -> None:
     assert f"No such training: 3 scripts: {OTHERS}\n" in said
 
 
-def test_two_trainings_of_a_script_are_two_launches(
-    asked: Asked, capsys: pytest.CaptureFixture[str]
-) -> None:
-    asked({"it.sh": "".join(script(f"{TP} --global-batch-size {2 * n}") for n in (1, 8))})
-    said = capsys.readouterr().out
-    assert said.startswith("Of 2 launches 1 can take --commfuse-fb-overlap as they are, 2 --use-")
-    assert "does not pass as typed: 1 x one micro-batch has no partner\n" in said
-    assert "it.sh: full" not in said, "without --all"
-
-
 def test_scripts_start_from_mindspeed_llms_root(asked: Asked, tmp_path: Path) -> None:
     """As its examples want it; and from there they source others."""
-    root, page = tmp_path / "scripts", tmp_path / "page.json"
+    root = tmp_path / "scripts"
     (root / "examples").mkdir(parents=True)
     (root / "pretrain_gpt.py").touch()
     (root / "sizes.sh").write_text("TP=4\n", "utf-8")
+    training = "torchrun pretrain_gpt.py --sequence-parallel --tensor-model-parallel-size"
     (root / "examples" / "it.sh").write_text(
-        f"source sizes.sh\ncd $(dirname $0)/..\ntorchrun pretrain_gpt.py {MODEL} "
-        "--sequence-parallel --tensor-model-parallel-size $TP\n",
-        "utf-8",
+        f"source sizes.sh\ncd $(dirname $0)/..\n{training} $TP {MODEL}\n{training} 2 {MODEL}\n"
     )
-    assert cli.main(["plan", str(root / "examples"), "--json", str(page)]) == 0
-    assert only(json.loads(page.read_text("utf-8")))["layout"]["tensor"] == 4
+    launches = answer(tmp_path, "plan", str(root / "examples"))["launches"]
+    assert [one["layout"]["tensor"] for one in launches] == [4, 2], "two trainings of a script"
 
 
 # ------------------------------------------------------------------ scripts that misbehave
 
 
-def test_others_are_counted_when_some_cannot_be_read(
-    asked: Asked, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_others_are_counted_when_some_cannot_be_read(asked: Asked, capsys) -> None:
     unread = {
         "hangs.sh": ("while :; do :; done\n", "it did not end within 1 s"),
         "ends.sh": (
@@ -131,13 +117,14 @@ def test_others_are_counted_when_some_cannot_be_read(
         "large.sh": ("#" * (1 << 20) + "\n", "at most 1 MB"),
     }
     scripts = {name: text for name, (text, _) in unread.items()}
-    code, found = asked({**scripts, "fine.sh": script(TP)}, "--timeout", "1")
-    assert code == 1
+    found = asked({**scripts, "fine.sh": script(TP)}, "--timeout", "1", code=1)
     assert only(found)["script"] == "fine.sh"
     assert found["unread"].keys() == unread.keys()
     for name, (_, said) in unread.items():
         assert said in found["unread"][name]
-    assert "Not read: ends.sh: it ended with code 3" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "Not read: ends.sh: it ended with code 3" in said
+    assert "fine.sh: full" not in said, "without --all"
 
 
 def test_nothing_is_written_into_the_folder(asked: Asked, tmp_path: Path) -> None:
@@ -149,8 +136,7 @@ def test_nothing_is_written_into_the_folder(asked: Asked, tmp_path: Path) -> Non
         "b.sh": f"source sizes.conf\n[ -e made ] && exit 6\n{script('$TP')}",
         "sizes.conf": f"TP='{TP}'\n",
     }
-    code, found = asked(scripts)
-    assert code == 1
+    found = asked(scripts, code=1)
     assert list(found["unread"]) == ["a.sh"]
     assert only(found)["layout"]["tensor"] == 4
     assert {path.name: path.read_text("utf-8") for path in folder.iterdir()} == scripts
@@ -158,11 +144,7 @@ def test_nothing_is_written_into_the_folder(asked: Asked, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("works", [True, False])
 def test_neither_the_network_nor_the_folder_by_its_path_is_reached(
-    works: bool,
-    asked: Asked,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
+    works: bool, asked: Asked, monkeypatch, capsys, tmp_path: Path
 ) -> None:
     """Where a sandbox works; where none does it is said."""
     if not works:
@@ -173,8 +155,8 @@ def test_neither_the_network_nor_the_folder_by_its_path_is_reached(
         listener.settimeout(0.5)
         reaching = f"echo x > /dev/tcp/127.0.0.1/{listener.getsockname()[1]}\n{script(TP)}"
         writing = f"echo x > {written if works else 'written'}\n"
-        code, found = asked({"it.sh": writing + reaching})
-        assert (code, only(found)["verdict"]) == (0, "full")
+        found = asked({"it.sh": writing + reaching})
+        assert only(found)["verdict"] == "full"
         if not works:
             assert "not kept from the network" in capsys.readouterr().out
             listener.accept()[0].close()

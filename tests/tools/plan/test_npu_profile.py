@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from commfuse_npu.tools import cli
+from tests.tools.answers import answer
 
 NUMBERS = {
     "tp": ("group_name_15", 3985310388293886940),
@@ -36,6 +37,10 @@ STEP = [
 """Of two transfers at once, from 17 to 18, the time is exposed once."""
 
 
+def write_json(path: Path, content: object) -> None:
+    path.write_text(json.dumps(content))
+
+
 def written(
     folder: Path, rank: int, kernels: Sequence[Kernel], named: bool = True, level: int = 1
 ) -> Path:
@@ -44,8 +49,7 @@ def written(
     output.mkdir(parents=True)
     (output.parent / f"profiler_info_{rank}.json").write_text("{}")
     groups = {key: {"group_name": name} for name, (key, _) in NUMBERS.items() if named}
-    metadata = json.dumps({"parallel_group_info": groups})
-    (output.parent / "profiler_metadata.json").write_text(metadata)
+    write_json(output.parent / "profiler_metadata.json", {"parallel_group_info": groups})
     taken = {"Total Op Info": {"Communication Time Info": {"Elapse Time(ms)": 99.0}}}
     rows = ["Step Id,Name,Accelerator Core,Start Time(us),Duration(us)"]
     for name, core, start, end in kernels:
@@ -58,16 +62,12 @@ def written(
     columns = "Step,Computing,Communication(Not Overlapped),Free"
     (output / "step_trace_time.csv").write_text(f"{columns}\n13,12000,7000,500\n")
     if level:
-        whole = {"step13": {"p2p": {}, "collective": taken}}
-        (output / "communication.json").write_text(json.dumps(whole))
+        write_json(output / "communication.json", {"step13": {"p2p": {}, "collective": taken}})
     return output
 
 
 def asked(folder: Path) -> list[dict[str, Any]]:
-    page = folder.parent / f"{folder.name}.json"
-    assert cli.main(["plan", str(folder), "--json", str(page)]) == 0
-    steps: list[dict[str, Any]] = json.loads(page.read_text("utf-8"))
-    return steps
+    return answer(folder.parent, "plan", str(folder))
 
 
 @pytest.mark.parametrize("level", [0, 1])

@@ -121,19 +121,12 @@ def test_time_and_memory_follow_the_options() -> None:
 
 
 def test_gradients_that_do_not_overlap_are_exposed() -> None:
-    step = Step(SERVER.machine(), training("--overlap-grad-reduce --overlap-param-gather"))
-    times = [
-        replace(step, training=replace(step.training, **changes)).time(REFERENCE)
-        for changes in (
-            {},
-            {"overlaps": (False, True)},
-            {"overlaps": (False, False)},
-            {"overlaps": (False, False), "distributed": False},
-        )
-    ]
+    what = training("--overlap-grad-reduce --overlap-param-gather")
+    none = replace(what, overlaps=(False, False))
+    forms = what, replace(what, overlaps=(False, True)), none, replace(none, distributed=False)
+    times = [Step(SERVER.machine(), one).time(REFERENCE) for one in forms]
     late = [one.data_parallel for one in times]
-    assert late == sorted(late)
-    assert len(set(late)) == 4
+    assert late == sorted(set(late)), "longer each time"
     assert times[2].seconds - times[0].seconds == pytest.approx(late[2] - late[0])
 
 

@@ -7,13 +7,9 @@ from html import unescape
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["Page", "read"]
-
 
 class Page(NamedTuple):
-    """What is in it: headings by level, rows of cells with the head first by caption, labels of
-    pictures, and the text without its marks.
-    """
+    """Rows have the head first; labels are of pictures; the text is without its marks."""
 
     headings: list[tuple[int, str]]
     tables: list[tuple[str, list[list[str]]]]

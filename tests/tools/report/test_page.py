@@ -67,17 +67,16 @@ def test_pictures_as_files(tmp_path: Path) -> None:
     draw(PICTURES, "All of them", tmp_path / "all.png")
     assert (tmp_path / "all.png").read_bytes().startswith(b"\x89PNG")
 
-    def drawn(pictures: list, title: str, width: int | None = None) -> str:
-        path = tmp_path / "all.svg"
-        draw(pictures, title, path, **({"width": width} if width else {}))
-        return path.read_text(encoding="utf-8")
+    def drawn(pictures: list, title: str, **width: int) -> str:
+        draw(pictures, title, tmp_path / "all.svg", **width)
+        return (tmp_path / "all.svg").read_text(encoding="utf-8")
 
     text = drawn(PICTURES, "All of them")
     for said in ("All of them", "a: 2 ms", "Megatron's order", "plain: 3 ms", "12.3", "rest"):
         assert f">{said}</text>" in text, said
     # Where there is little room Vega would round the few figures of an axis.
     quarter = lines("Time", "ratio", [Line("ours", ((0.25, 1.0), (0.5, 2.0), (1.0, 3.0)))])
-    few = drawn([quarter], "", 320)
+    few = drawn([quarter], "", width=320)
     assert all(f">{said}</text>" in few for said in ("0.25", "0.5", "1"))
     # No two of twenty lines look the same.
     twenty = [Line(f"line {i}", ((1, i), (2, i + 1)), i % 3 == 0) for i in range(20)]

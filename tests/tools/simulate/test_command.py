@@ -2,31 +2,25 @@
 
 from __future__ import annotations
 
-import json
 import re
+from itertools import product
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from commfuse_npu.tools import cli
 from commfuse_npu.tools.simulate.lanes import lanes
+from scripts.evidence.layers import BOUNDS, OURS, RIVALS, point
 from scripts.evidence.pictures import forms, main, step
+from tests.tools.answers import answer
 from tests.tools.report.pages import read
 
 QUICK = "--typical --variants megatron,commfuse-c2* --micro-batches 1 --sequence-lengths 4096"
 
 
-def simulated(folder: Path, words: str) -> dict[str, Any]:
-    out = folder / "out.json"
-    assert cli.main(["simulate", *words.split(), "--json", str(out)]) == 0
-    content: dict[str, Any] = json.loads(out.read_text())
-    return content
-
-
 def test_options_of_the_machine_cost_what_they_say(tmp_path: Path) -> None:
     def steps(words: str) -> dict[str, float]:
-        (point,) = simulated(tmp_path, f"{QUICK} {words}")["points"]
+        (point,) = answer(tmp_path, *f"simulate {QUICK} {words}".split())["points"]
         return {one["variant"]: one["step"]["typical"] for one in point["variants"]}
 
     cheap, dear = (steps(f"--post-us {us}") for us in (15, 60))
@@ -43,22 +37,22 @@ def test_options_of_the_machine_cost_what_they_say(tmp_path: Path) -> None:
 
 
 def test_tables_and_json(capsys, tmp_path: Path) -> None:
-    words = "--variants commfuse-c2-l7 --micro-batches 1 --sequence-lengths 2048 4096"
-    content = simulated(tmp_path, words)
+    words = "simulate --variants commfuse-c2-l7 --micro-batches 1 --sequence-lengths 2048 4096"
+    content = answer(tmp_path, *words.split())
     text = capsys.readouterr().out
     assert "Simulated, not measured." in text
     assert text.count("## sequence") == 2
     assert content["simulated"] is True
     assert content["hardware"]["figures"]["inside.rate"]["source"]
     plain, fused = content["points"][0]["variants"]
-    for name in ("step", "mfu", "tokens", "exposed"):
-        for variant in (plain, fused):
-            figure = variant[name]
-            assert 0 < figure["low"] <= figure["typical"] <= figure["high"]
+    for variant, name in product((plain, fused), ("step", "mfu", "tokens", "exposed")):
+        figure = variant[name]
+        assert 0 < figure["low"] <= figure["typical"] <= figure["high"]
     assert plain["shorter"]["high"] == 0.0 < fused["memory_bytes"]
     ratio = fused["step"]["typical"] / plain["step"]["typical"]
     assert fused["shorter"]["typical"] == pytest.approx(1 - ratio)
-    npus = simulated(tmp_path, f"{QUICK} --hardware ascend_910b_roce --npus 32 256")["points"]
+    words = f"simulate {QUICK} --hardware ascend_910b_roce --npus 32 256"
+    npus = answer(tmp_path, *words.split())["points"]
     assert [point["npus"] for point in npus] == [32, 256]
     assert "DP 4, 32" in capsys.readouterr().out
 
@@ -127,3 +121,15 @@ def test_the_picture_says_what_is_simulated(tmp_path: Path) -> None:
         # One rank of eight, of which the mean waits this long.
         assert waited == pytest.approx(1e3 * time.waiting, abs=10 * time.seconds)
         assert all(f">{row.said}</text>" in picture for picture in (drawn, shipped))
+
+
+def test_a_point_of_the_table_of_layers_is_simulated() -> None:
+    one = point("ascend_910b_server", "llama2_7b", 2, 4096, corners=1)
+    (shares,) = one.shares
+    assert shares.keys() == {*OURS, *RIVALS, *BOUNDS} - {"CoC fused", "catccos"}, "for 8 ranks"
+    assert shares["compute"] < shares["ideal"] < shares["ours"] <= shares["default"] < 1
+    assert shares["ideal"] < shares["MC2"] < shares["Megatron"]
+    assert shares["CoC tuned"] <= shares["CoC"]
+    # Programs add in an order anyhow, and plain collectives take longer for it.
+    assert one.ordered["ours"] < shares["ours"]
+    assert shares["compute"] < shares["forward-backward"] < shares["MC2"]

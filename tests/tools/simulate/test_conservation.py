@@ -1,4 +1,4 @@
-"""What holds for every timeline, and that it is noticed when it does not."""
+"""What holds for every timeline."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ def shape(ranks: int) -> LayerShape:
 
 @settings(max_examples=25, deadline=None)
 @given(
-    st.sampled_from([2, 4, 6, 8]),
-    st.integers(0, 99),
-    st.sampled_from(["forward", "backward", "head_forward", "head_backward"]),
-    st.sampled_from(["full_mesh", "switched", "nic_per_npu", "nic_per_node"]),
-    st.booleans(),
+    size=st.sampled_from([2, 4, 6, 8]),
+    number=st.integers(0, 99),
+    part=st.sampled_from(["forward", "backward", "head_forward", "head_backward"]),
+    topology=st.sampled_from(["full_mesh", "switched", "nic_per_npu", "nic_per_node"]),
+    batched=st.booleans(),
 )
 @example(4, [one.name for one in variants(4, 4, 3)].index("mc2"), "forward", "switched", True)
 def test_every_timeline_holds_and_one_rank_stands_for_all(
@@ -63,32 +63,22 @@ def test_every_timeline_holds_and_one_rank_stands_for_all(
     check_timeline(everyone)
 
 
-@pytest.mark.parametrize("size", [2, 3])
-def test_bytes_are_the_lower_bound_of_the_collectives(size: int) -> None:
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_variants_do_the_same_gemms_and_send_the_lower_bound(size: int) -> None:
     # Two gathers and two scatters forward; backward two gathers of gradients, two of inputs, and
     # two scatters. Nobody can gather or scatter with less than n-1 blocks in and out.
     sizes = LayerShape(384, 384, 1, 240, 480, 360, 960, size)
     block = sizes.block * sizes.row_bytes
-    for variant in variants(size, size, size - 1):
-        for build, collectives in ((llama.forward, 4), (llama.backward, 6)):
-            result = Group(MACHINE, size).play(
-                variant, lambda rank, build=build: build(rank, sizes), whole=True
-            )
-            for rank in result.launches:
+    # With GEMMs linear in their rows and free memory, splitting changes no work.
+    group = Group(replace(MACHINE, half_rows=0.0, hbm_bandwidth=1e30), size)
+    for build, collectives in ((llama.forward, 4), (llama.backward, 6)):
+        busy = set[float]()
+        for variant in variants(size, size, size - 1):
+            played = group.play(variant, lambda rank, build=build: build(rank, sizes), whole=True)
+            for rank in played.launches:
                 assert sent(rank) == pytest.approx(collectives * (size - 1) * block), variant.name
-
-
-def test_all_variants_do_the_same_gemms() -> None:
-    """With GEMMs linear in their rows and free memory, splitting changes no work."""
-    group = Group(replace(MACHINE, half_rows=0.0, hbm_bandwidth=1e30), 4)
-    for part in (llama.forward, llama.backward):
-        seconds = {
-            variant.name: work(
-                group.play(variant, lambda rank, part=part: part(rank, shape(4)), whole=True)
-            )
-            for variant in variants(4, 4, 3)
-        }
-        assert max(seconds.values()) == pytest.approx(min(seconds.values())), seconds
+            busy.add(work(played))
+        assert max(busy) == pytest.approx(min(busy))
 
 
 def test_the_events_of_a_collective_grow_with_its_transfers(monkeypatch) -> None:
@@ -109,21 +99,13 @@ def test_the_events_of_a_collective_grow_with_its_transfers(monkeypatch) -> None
     assert found[1] <= found[0] <= 4
 
 
-# ------------------------------------------------------------------- faults are noticed
-
-
-def two_ranks() -> tuple[list, Links]:
-    variant = Variant("fused", "fused", Schedule(lanes=1, chunks=2))
-    launches = []
+def test_a_receive_that_nobody_sends_and_lanes_in_another_order_hang() -> None:
+    variant, launches = Variant("fused", "fused", Schedule(lanes=1, chunks=2)), []
     for number in range(2):
         rank = Rank(MACHINE, number, 2, 2, variant)
         column(rank, "x", 4, 5 * 10**8, 1)
         launches.append(rank.finish())
-    return launches, Links(MACHINE, 2)
-
-
-def test_a_receive_that_nobody_sends_and_lanes_in_another_order_hang() -> None:
-    (operations, other), links = two_ranks()
+    (operations, other), links = launches, Links(MACHINE, 2)
     first, second = [i for i, op in enumerate(operations) if op.sends]
     lacking, swapped = list(operations), list(operations)
     lacking[first] = operations[first]._replace(sends=())
@@ -132,17 +114,3 @@ def test_a_receive_that_nobody_sends_and_lanes_in_another_order_hang() -> None:
     swapped[first], swapped[second] = operations[second], operations[first]
     with pytest.raises(SimulationError, match="waits for ever"):
         simulate([swapped, other], links)
-
-
-def test_a_fault_in_a_timeline_is_noticed() -> None:
-    launches, links = two_ranks()
-    played = Played(simulate(launches, links), tuple(launches), links)
-    check_timeline(played)
-    timeline, (first, *others) = played.timeline, played.timeline.moved
-    for fault in (
-        replace(timeline, seconds=timeline.seconds + 1),
-        replace(timeline, moved=tuple(others)),
-        replace(timeline, moved=(first._replace(start=first.end), *others)),
-    ):
-        with pytest.raises(AssertionError):
-            check_timeline(replace(played, timeline=fault))

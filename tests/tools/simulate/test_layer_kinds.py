@@ -1,24 +1,30 @@
-"""Experts, latent attention and layers without sequence parallelism, in closed form.
+"""Experts, latent attention, Ulysses, layers without sequence parallelism, in closed form.
 
 Links carry 1 byte/s, and the compute engine makes 1 FLOP/s.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from commfuse_npu.hardware.machine import ITEM_BYTES
+from commfuse_npu.hardware.machine import ITEM_BYTES, Machine
+from commfuse_npu.plan import Schedule
 from commfuse_npu.tools.simulate import llama, turns
+from commfuse_npu.tools.simulate.context_parallel import ContextParallel
 from commfuse_npu.tools.simulate.experts import Experts
-from commfuse_npu.tools.simulate.group import Group
+from commfuse_npu.tools.simulate.group import Group, Played
 from commfuse_npu.tools.simulate.latent import Latent
 from commfuse_npu.tools.simulate.llama import LayerShape
 from commfuse_npu.tools.simulate.rank import Rank
 from commfuse_npu.tools.simulate.variants import COMPUTE_ONLY, MEGATRON, REFERENCE, TURNS, Variant
 from tests.tools.simulate.machines import ideal
+from tests.tools.simulate.timeline_checks import check_timeline, sent, work
 
 TOKENS, HIDDEN, TP = 64, 16, 4
 DENSE = LayerShape(TOKENS, TOKENS, 1, HIDDEN, 32, 48, 64, TP)
@@ -36,8 +42,7 @@ def ways(shape: LayerShape, variant: Variant, ranks: int = TP) -> list[float]:
     return [seconds(variant, lambda rank, of=of: of(rank, shape), ranks) for of in both]
 
 
-@pytest.mark.parametrize("tensor", [1, 2, 4])
-@pytest.mark.parametrize("halves", [1, 2])
+@pytest.mark.parametrize(("tensor", "halves"), [(1, 1), (2, 2), (4, 2)])
 def test_products_of_experts_are_those_of_the_tokens_that_arrive(tensor: int, halves: int) -> None:
     """However experts are cut, a rank makes its share of all products."""
     experts = replace(EXPERTS, tensor=tensor, halves=halves)
@@ -63,34 +68,32 @@ def test_rows_to_experts_go_over_their_own_links(changes, bytes_per_link: float)
     experts = replace(EXPERTS, **changes)
     assert experts.transfers(ideal(), TOKENS, HIDDEN) == bytes_per_link
     for of in (experts.forward, experts.backward):
-        work, both = (
+        alone, both = (
             seconds(variant, lambda rank, of=of: of(rank, TOKENS, HIDDEN), ranks=1)
             for variant in (COMPUTE_ONLY, REFERENCE)
         )
-        assert both == pytest.approx(work + 2 * bytes_per_link)  # there and back
-
-
-def test_experts_by_themselves_are_launched_one_by_one() -> None:
-    def launches(experts: Experts) -> int:
-        rank = Rank(ideal(), 0, 1, 1, MEGATRON)
-        experts.forward(rank, TOKENS, HIDDEN)
-        return sum(one.launches for one in rank.finish())
-
-    alone = replace(EXPERTS, grouped=False)
-    assert launches(alone) - launches(EXPERTS) == 3 * (alone.local - 1)
+        assert both == pytest.approx(alone + 2 * bytes_per_link)  # there and back
 
 
 def test_a_layer_of_experts() -> None:
     """With shared experts as its feed-forward part; its transfers hide where sides take turns."""
     without, shared = (replace(DENSE, experts=replace(EXPERTS, shared=n)) for n in (0, 32))
-    for dense, experts, both in zip(
-        ways(DENSE, REFERENCE), ways(without, REFERENCE), ways(shared, REFERENCE), strict=True
-    ):
+    forms = [ways(shape, REFERENCE) for shape in (DENSE, without, shared)]
+    for dense, experts, both in zip(*forms, strict=True):
         assert max(dense, experts) < both < dense + experts
     shape = replace(without, ranks=1)
     pair = seconds(TURNS, lambda rank: turns.pair(rank, shape, 1, None), ranks=1)
-    work, plain = (sum(ways(shape, variant, ranks=1)) for variant in (COMPUTE_ONLY, MEGATRON))
-    assert work <= pair < plain
+    alone, plain = (sum(ways(shape, variant, ranks=1)) for variant in (COMPUTE_ONLY, MEGATRON))
+    assert alone <= pair < plain
+
+    def launches(experts: Experts) -> int:
+        rank = Rank(ideal(), 0, 1, 1, MEGATRON)
+        experts.forward(rank, TOKENS, HIDDEN)
+        return sum(one.launches for one in rank.finish())
+
+    # By themselves they are launched one by one.
+    one_by_one = replace(EXPERTS, grouped=False)
+    assert launches(one_by_one) - launches(EXPERTS) == 3 * (EXPERTS.local - 1)
 
 
 @pytest.mark.parametrize("queries", [0, 12])
@@ -108,24 +111,78 @@ def test_latent_attention_makes_narrow_rows_once_and_wide_ones_by_heads(queries:
     ]
     assert found == [2 * flops, 4 * flops]
     narrow = held * (queries + 12) * ITEM_BYTES
-    assert seconds(REFERENCE, lambda rank: latent.forward(rank, TOKENS, held, HIDDEN)) == (
-        found[0] + narrow
-    )
+    both = seconds(REFERENCE, lambda rank: latent.forward(rank, TOKENS, held, HIDDEN))
+    assert both == found[0] + narrow
     # Scores over own and rotary features, values over theirs: causal, both products.
-    attended = replace(DENSE, latent=latent).attention(ideal())(slice(0, TOKENS))
+    shape = replace(DENSE, latent=latent)
+    attended = shape.attention(ideal())(slice(0, TOKENS))
     assert attended == TOKENS**2 * 8 * (4 + 2 + 6) / TP
     # A mask that is not causal doubles them.
-    full = replace(DENSE, latent=latent, causal=False).attention(ideal())(slice(0, TOKENS))
-    assert full == 2 * attended
+    assert replace(shape, causal=False).attention(ideal())(slice(0, TOKENS)) == 2 * attended
 
 
 def test_without_sequence_parallelism_sums_are_all_reduced_and_nothing_is_gathered() -> None:
     whole = replace(DENSE, sequence_parallel=False)
-    work, split = ways(whole, COMPUTE_ONLY), ways(DENSE, COMPUTE_ONLY)
-    assert work == split  # memory traffic is free here
+    alone = ways(whole, COMPUTE_ONLY)
+    assert alone == ways(DENSE, COMPUTE_ONLY)  # memory traffic is free here
     sums = 2 * TOKENS // TP * ROW
-    forward, backward = ways(whole, REFERENCE)
-    assert forward == pytest.approx(work[0] + 2 * sums)  # of proj and fc2
-    assert backward == pytest.approx(work[1] + 2 * sums)  # of qkv and fc1
+    # Of proj and fc2, then of qkv and fc1.
+    both = ways(whole, REFERENCE)
+    assert both == pytest.approx([one + 2 * sums for one in alone])
     # Megatron has the sum of dgrad on its way during wgrad.
-    assert ways(whole, MEGATRON)[1] < backward
+    assert ways(whole, MEGATRON)[1] < both[1]
+
+
+# ------------------------------------------------------------------- Ulysses context parallelism
+
+H, QKV, BLOCK = 64, 96, 120
+
+
+def ulysses(
+    machine: Machine, ranks: int, schedule: Schedule | None = None, part: str = "forward",
+    tp: int = 1, key_value: int = 0, groups: int = 64, unfused: Variant = REFERENCE,
+) -> Played:  # fmt: skip
+    shape = LayerShape(BLOCK, ranks * BLOCK, 1, H, 128, QKV, 100, tp)
+    variant = Variant("ulysses", "fused", schedule) if schedule else unfused
+    context = ContextParallel(shape, ranks, key_value, groups, True, True)
+    return Group(machine, ranks).play(variant, getattr(context, part), whole=True)
+
+
+@settings(max_examples=30, deadline=None)
+@given(speed=st.floats(0.01, 100.0))
+def test_two_ranks_without_attention_take_the_closed_form(speed: float) -> None:
+    machine = replace(ideal(), attention_efficiency=math.inf, cube_flops=speed)
+    qkv, out = machine.gemm(BLOCK, H, QKV), machine.gemm(BLOCK, H, H)
+    there, back = (BLOCK * width / 2 * ITEM_BYTES for width in (QKV, H))
+    # The heads of the other are projected first, the own part of the output is used first.
+    expected = max(qkv, qkv / 2 + there) + max(out / 2, back) + out / 2
+    assert ulysses(machine, 2, Schedule("shifted", 1, 1)).seconds == pytest.approx(expected)
+    # Without fusion the projections are not part of it.
+    assert ulysses(machine, 2).seconds == pytest.approx(there + back)
+
+
+@pytest.mark.parametrize("part", ["forward", "backward"])
+@pytest.mark.parametrize(("tp", "ranks"), [(1, 2), (1, 4), (2, 4)])
+def test_bytes_and_work_do_not_depend_on_how_it_is_cut(part: str, tp: int, ranks: int) -> None:
+    machine = replace(ideal(), cube_flops=50.0)
+    cut = [Schedule("shifted", ranks - 1, chunks) for chunks in (1, 3)]
+    fused = [ulysses(machine, ranks, schedule, part, tp) for schedule in cut]
+    for one in (*fused, ulysses(machine, ranks, None, part, tp)):
+        check_timeline(one)
+        wanted = (ranks - 1) / ranks * BLOCK * (QKV + H) / tp * ITEM_BYTES
+        assert [sent(rank) for rank in one.launches] == [pytest.approx(wanted)] * ranks
+    assert work(fused[0]) == pytest.approx(work(fused[1]))
+    # Projections are in it only if they are fused.
+    alone = ulysses(machine, ranks, None, part, tp, unfused=COMPUTE_ONLY)
+    assert (alone.seconds < work(fused[0])) is (tp == 1)
+    assert alone.waiting == pytest.approx(0)
+
+
+def test_heads_that_are_repeated_are_sent_more_often_and_not_projected() -> None:
+    less, more = (
+        ulysses(ideal(), 4, Schedule("shifted", 3, 1), key_value=16, groups=groups).launches[0]
+        for groups in (4, 2)
+    )
+    assert any(one.name == "qkv make" for one in less)
+    assert not any(one.name == "qkv make" for one in more)
+    assert sent(more) - sent(less) == pytest.approx(3 / 4 * BLOCK * 2 * 16 * ITEM_BYTES)

@@ -1,7 +1,8 @@
-"""Layouts and schedules that are recommended, and how."""
+"""Layouts and schedules that are recommended, and flags that the doctor and the launch take."""
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 from dataclasses import replace
@@ -12,17 +13,22 @@ import pytest
 
 from commfuse_npu.config_file import find_config
 from commfuse_npu.hardware.description import Figure, Hardware
+from commfuse_npu.options import DEFAULTS
 from commfuse_npu.plan import Schedule
+from commfuse_npu.refusals import FB_OVERLAP_REFUSALS
 from commfuse_npu.tools import cli
 from commfuse_npu.tools.model_config import ModelConfig
+from commfuse_npu.tools.plan.checks import check_launch
 from commfuse_npu.tools.plan.launch import ask_about
 from commfuse_npu.tools.simulate.footprint import footprint, limit
 from commfuse_npu.tools.simulate.launch_options import options, planned, write_plan
 from commfuse_npu.tools.simulate.recommend import Candidate, Fixed, NoLayoutError, recommend
 from commfuse_npu.tools.simulate.recommendation_report import reasons, report
 from commfuse_npu.tools.simulate.step import Layout, Step
-from commfuse_npu.tools.simulate.sweep import Options, training
-from commfuse_npu.tools.simulate.variants import fused
+from commfuse_npu.tools.simulate.sweep import Options, of_hardware, training
+from commfuse_npu.tools.simulate.variants import Variant, fused
+from mindspeed_patches.refusals import check_compatible
+from mindspeed_patches.training_options import commfuse_options, complete_options
 from tests.launchers.launching import dry_run
 
 SERVER = Hardware.load(find_config("ascend_910b_server", "hardware"))
@@ -48,13 +54,11 @@ def test_layouts_are_ranked_by_their_steps_and_the_launcher_takes_the_plan(tmp_p
     kinds = [one.variant.kind for one in found.rivals]
     assert len(kinds) == len(set(kinds))
     assert not {"fused", "ideal"} & set(kinds), "what can be launched without CommFuse"
-    assert found.bound is not None
     assert found.bound.variant.kind == "ideal"
     assert found.refused["more memory than an NPU has"] > 0
     # A rival that is faster is what is recommended.
     faster = replace(found.other, seconds=found.best.seconds / 2)
     assert replace(found, rivals=(faster, *found.rivals[1:])).best is faster
-    assert found.runner_up is not None
     assert replace(found, rivals=(found.runner_up,)).runner_up not in (None, found.runner_up)
     # What is named beside it, and how it compares.
     assert set(found.steps) == {found.best, found.other, found.runner_up, found.fused} - {None}
@@ -68,13 +72,9 @@ def test_layouts_are_ranked_by_their_steps_and_the_launcher_takes_the_plan(tmp_p
     file = tmp_path / "small.yaml"
     write_plan(file, SMALL, SERVER, found.best)
     assert ModelConfig.load(file) == planned(SMALL, SERVER, found.best)
-    words, given = dry_run("llama3_8b", CONFIG=str(file)), options(SMALL, found.best)
-    at = given.index("--commfuse-fb-overlap")
-    assert " ".join(given[at:]) in " ".join(words)
-    for option, value in pairwise(given[:at]):
-        left_out = option == "--context-parallel-size" and value == "1"
-        if option.startswith("--") and not value.startswith("--") and not left_out:
-            assert words[words.index(option) + 1] == value, option
+    given = options(SMALL, found.best)
+    ours = given[given.index("--commfuse-fb-overlap") :]
+    assert " ".join(ours) in " ".join(dry_run("llama3_8b", CONFIG=str(file)))
     assert "--commfuse-fb-overlap" in ask_about(file, [], {}).options
 
 
@@ -109,10 +109,8 @@ def test_memory_decides_on_recomputation(gib: float, chosen: str) -> None:
 
 def test_what_is_given_decides() -> None:
     given = Fixed(tp=2, cp=1, pp=1)
-    same, other = (
-        recommend(SMALL, SERVER, 8, fixed=given, other_rounding=allowed)
-        for allowed in (False, True)
-    )
+    same = recommend(SMALL, SERVER, 8, fixed=given)
+    other = recommend(SMALL, SERVER, 8, fixed=given, other_rounding=True)
     assert [one.training.layout for one in same.ranked] == [Layout(2, 1, 4, 1)]
     # With one layout the runner-up is another schedule.
     assert same.runner_up is same.schedules[1]
@@ -120,11 +118,8 @@ def test_what_is_given_decides() -> None:
     assert {one.variant.wgrad for one in other.schedules} == {"whole", "blocks"}
     # Ulysses is fused where there is no tensor parallelism.
     model = replace(SMALL, context_parallel_algo="ulysses_cp_algo", num_layers=8)
-    ulysses = recommend(
-        *(model, CLUSTER.launching(1e-5), 8),
-        options=Options(ulysses="fused"),
-        fixed=Fixed(tp=1, cp=4, pp=1),
-    )
+    given, how = Fixed(tp=1, cp=4, pp=1), Options(ulysses="fused")
+    ulysses = recommend(model, CLUSTER.launching(1e-5), 8, options=how, fixed=given)
     words = options(model, ulysses.best)
     assert "--commfuse-ulysses" in words
     assert words[words.index("--commfuse-lanes") + 1] == "3"
@@ -186,3 +181,56 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert content["simulated"] is True
     assert content["layouts"][0]["layout"] == Layout(4, 1, 1, 1)._asdict()
     assert len(content["layouts"][0]["step_seconds_on_all_machines"]) == 5
+
+
+# ------------------------------------------------------------------- the flags that are printed
+
+ALONE = Layout(8, 1, 1, 1)
+
+
+def candidate(variant: Variant, layout: Layout, **changes: object) -> Candidate:
+    what = replace(training(LLAMA3_8B, layout, LLAMA3_8B.seq_length, Options()), **changes)
+    return Candidate(what, variant, 1.0, footprint(what, variant, SERVER))
+
+
+FORMS = {
+    variant.name: variant
+    for variant in of_hardware(SERVER, ALONE, Options())
+    if variant.role not in ("plain", "bound")
+}
+
+
+def check(words: list[str]) -> argparse.Namespace:
+    """The doctor and the launch find nothing wrong with a model's options and these."""
+    line = [*LLAMA3_8B.arguments(), *words]
+    launch = ask_about(None, line, {})
+    assert not [str(one) for one in check_launch(launch) if one.level == "error"]
+    # As Megatron's parser leaves them, with the options that nobody gave.
+    given: dict[str, object] = dict(DEFAULTS)
+    for word, value in pairwise([*line, "--"]):
+        if word.startswith("--"):
+            said = True if value.startswith("--") else value
+            given[word[2:].replace("-", "_")] = int(value) if value.isdecimal() else said
+    found = argparse.Namespace(**given)
+    if launch.fuse.use_commfuse:
+        complete_options(found)
+    else:
+        check_compatible(found, FB_OVERLAP_REFUSALS)
+    return found
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_what_is_printed_is_taken(name: str) -> None:
+    form = FORMS[name]
+    given = check(options(LLAMA3_8B, candidate(form, ALONE)))
+    assert given.use_commfuse == (form.kind == "fused")
+    if form.schedule is not None:
+        read = commfuse_options(given)
+        assert (read.attention, read.linear.wgrad) == (form.attention, form.wgrad)
+        for part in () if form.tuned else ("lanes", "chunks", "taper"):
+            assert getattr(read.linear.schedule, part) == getattr(form.schedule, part)
+
+
+def test_a_layout_and_recomputation_are_taken() -> None:
+    for layout in (Layout(4, 1, 1, 2), Layout(2, 1, 2, 2, vpp=2)):
+        check(options(LLAMA3_8B, candidate(FORMS["commfuse-fb"], layout, recompute="full")))

@@ -11,14 +11,9 @@ from commfuse_npu.tools.simulate.variants import variants
 
 KNOWN = {variant.name: variant for variant in variants(8, 8, 7)}
 STEPS = {
-    "plain-mesh": 20.0,
-    "megatron": 18.0,
-    "coc-4": 17.0,
-    "coc-tuned": 15.0,
-    "kernel-ideal": 14.0,
-    "commfuse-c4-l7": 16.2,
-    "commfuse-c4-l7-wgrad": 14.4,
-}
+    "plain-mesh": 20.0, "megatron": 18.0, "coc-4": 17.0, "coc-tuned": 15.0, "kernel-ideal": 14.0,
+    "commfuse-c4-l7": 16.2, "commfuse-c4-l7-wgrad": 14.4,
+}  # fmt: skip
 ALIKE = {name: step for name, step in STEPS.items() if not name.endswith("-wgrad")}
 
 

@@ -63,42 +63,24 @@ def _causal(place: Place) -> Place:
 
 
 CASES: dict[str, tuple[Build, Made]] = {
-    "column": (
-        _linear("column"),
-        lambda at: [gather_gemm(at, ROWS, INPUTS, OUTPUTS, False, None, 0)],
-    ),
+    "column": (_linear("column"),
+               lambda at: [gather_gemm(at, ROWS, INPUTS, OUTPUTS, False, None, 0)]),
     "row": (_linear("row"), lambda at: [gemm_scatter(at, ROWS, INPUTS, OUTPUTS)]),
-    "column gradients": (
-        _linear("column_gradients"),
-        lambda at: [column_backward(at, ROWS, INPUTS, OUTPUTS, True, True, True)],
-    ),
-    "row gradients": (
-        _linear("row_gradients"),
-        lambda at: [gather_gemm(at, ROWS, OUTPUTS, INPUTS, False, "whole", INPUTS)],
-    ),
-    "attention": (
-        _attention(llama._attention_scatter),
-        lambda at: [produce_scatter(_causal(at), ROWS, 48)],
-    ),
-    "attention gradients": (
-        _attention(llama._gather_attention),
-        lambda at: [gather_use(_causal(at), ROWS, 48, True)],
-    ),
-    "ulysses": (
-        _ulysses("forward"),
-        lambda at: [
-            exchange(at, ROWS, 144 // SIZE, "made", False, True, False),
-            exchange(_causal(at), ROWS, 48 // SIZE, "made and kept", True, True, False),
-        ],
-    ),
-    "ulysses gradients": (
-        _ulysses("backward"),
-        lambda at: [
-            exchange(at, ROWS, 48 // SIZE, "made", True, False, True),
-            exchange(at, ROWS, 144 // SIZE, "given", True, True, False),
-        ],
-    ),
-}
+    "column gradients": (_linear("column_gradients"),
+                         lambda at: [column_backward(at, ROWS, INPUTS, OUTPUTS, True, True, True)]),
+    "row gradients": (_linear("row_gradients"),
+                      lambda at: [gather_gemm(at, ROWS, OUTPUTS, INPUTS, False, "whole", INPUTS)]),
+    "attention": (_attention(llama._attention_scatter),
+                  lambda at: [produce_scatter(_causal(at), ROWS, 48)]),
+    "attention gradients": (_attention(llama._gather_attention),
+                            lambda at: [gather_use(_causal(at), ROWS, 48, True)]),
+    "ulysses": (_ulysses("forward"), lambda at: [
+        exchange(at, ROWS, 144 // SIZE, "made", False, True, False),
+        exchange(_causal(at), ROWS, 48 // SIZE, "made and kept", True, True, False)]),
+    "ulysses gradients": (_ulysses("backward"), lambda at: [
+        exchange(at, ROWS, 48 // SIZE, "made", True, False, True),
+        exchange(at, ROWS, 144 // SIZE, "given", True, True, False)]),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("batched", [True, False], ids=["in batches", "one by one"])

@@ -16,10 +16,9 @@ from commfuse_npu.tools.simulate.pipeline import side_by_side
 from commfuse_npu.tools.simulate.rank import Rank
 from commfuse_npu.tools.simulate.variants import MEGATRON, TURNS
 from tests.tools.simulate.machines import ideal
+from tests.tools.simulate.timeline_checks import sent
 
 SHAPE = LayerShape(1024, 1024, 1, 512, 1024, 768, 4096, 4)
-
-
 RATE = 0.002
 """Of the links, so that a transfer takes a fifth of the largest GEMM, at 1 FLOP/s."""
 
@@ -45,11 +44,7 @@ def in_order(*, again: bool = False) -> Played:
 @pytest.mark.parametrize("again", [False, True])
 def test_it_launches_what_megatron_launches_and_hand_overs(again: bool) -> None:
     ours, plain = (
-        Counter(
-            (one.name, one.seconds, sum(message.size for message in one.sends))
-            for one in of.launches[0]
-            if one.name != "end"
-        )
+        Counter((one.name, one.seconds, sent([one])) for one in of.launches[0] if one.name != "end")
         for of in (played(again=again), in_order(again=again))
     )
     assert 0 < ours.pop(("hand over", 0.0, 0)) <= 2 * plain.total()

@@ -1,0 +1,17 @@
+"""What a command of ``commfuse-npu`` writes as JSON."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from commfuse_npu.tools import cli
+
+
+def answer(folder: Path, *words: str, code: int = 0) -> Any:
+    """Of a command that ends with this status; its file lies in ``folder``."""
+    page = folder / "answer.json"
+    page.unlink(missing_ok=True)
+    assert cli.main([*words, "--json", str(page)]) == code
+    return json.loads(page.read_text("utf-8"))
