@@ -18,7 +18,7 @@ def main(words: list[str]) -> int:
         sys.argv[0] = f"python -m scripts.evidence {words[0]}"  # what its --help calls it
         return int(import_module(f"scripts.evidence.{words[0]}").main(words[1:]))
     print(__doc__)
-    print(*(f"  {name:<15} {what}" for name, what in _TOOLS.items()), sep="\n")
+    print(*(f"  {name:<15} {purpose}" for name, purpose in _TOOLS.items()), sep="\n")
     if words[:1] in ([], ["-h"], ["--help"]):
         return 0
     print(f"error: {words[0]} is not one of them", file=sys.stderr)

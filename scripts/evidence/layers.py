@@ -104,7 +104,7 @@ def forms(machine: Machine, what: Training) -> dict[str, Variant]:
         "ours": fused(base, tuned=_CHUNKS),
         "ours, other rounding": fused(base, tuned=_CHUNKS, wgrad="blocks", sums="once"),
         "default": default if rows >= least_rows(tp, hidden) else MEGATRON,
-        **{f"CoC {one.way}": one for one in COC},
+        **{f"CoC {variant.way}": variant for variant in COC},
         "forward-backward": TURNS,
         **({_KERNEL: COC_FUSED, "catccos": CATCCOS} if tp == 8 else {}),
         "Megatron": MEGATRON,
@@ -119,21 +119,21 @@ def _times(
     hardware: Hardware, corner: int, what: Training, left_out: Sequence[str] = ()
 ) -> dict[str, LayerTime]:
     """Times by form; ``""`` is with blocking collectives; ``CoC`` is its fastest slices."""
-    every = forms(hardware.machine(), what)
+    variants = forms(hardware.machine(), what)
     step = Step(hardware.machine(*CORNERS[corner]), what)
-    found = {name: step.layer_time(of) for name, of in every.items() if name not in left_out}
+    times = {name: step.layer_time(form) for name, form in variants.items() if name not in left_out}
 
     def seconds(time: LayerTime) -> float:
         return time.seconds + (time.forward if what.again else 0.0)
 
-    slices = [found.pop(f"CoC {one.way}") for one in COC]
-    return {"": step.layer_time(REFERENCE), **found, "CoC": min(slices, key=seconds)}
+    slices = [times.pop(f"CoC {variant.way}") for variant in COC]
+    return {"": step.layer_time(REFERENCE), **times, "CoC": min(slices, key=seconds)}
 
 
 def layer(model: str, tp: int, sequence: int, recompute: Recompute = "none") -> Training:
     """A training of one layer with one sequence."""
-    one = Options(micro_batch=1, micro_batches=1, recompute=recompute)
-    return training(ModelConfig.load(find_config(model)), Layout(tp, 1, 1, 1), sequence, one)
+    options = Options(micro_batch=1, micro_batches=1, recompute=recompute)
+    return training(ModelConfig.load(find_config(model)), Layout(tp, 1, 1, 1), sequence, options)
 
 
 def point(machine: str, model: str, tp: int, sequence: int, corners: int = len(CORNERS)) -> Point:
@@ -143,15 +143,15 @@ def point(machine: str, model: str, tp: int, sequence: int, corners: int = len(C
         corners: number of corners of the machine's description to simulate.
     """
     hardware = Hardware.load(find_config(machine, "hardware"))
-    what = layer(model, tp, sequence)
-    times = [_times(hardware, corner, what) for corner in range(corners)]
-    times.append(_times(replace(hardware, deterministic=True), 0, what))
+    setup = layer(model, tp, sequence)
+    times = [_times(hardware, corner, setup) for corner in range(corners)]
+    times.append(_times(replace(hardware, deterministic=True), 0, setup))
 
     def shares(found: dict[str, LayerTime]) -> Shares:
-        return {name: one.seconds / found[""].seconds for name, one in found.items() if name}
+        return {name: time.seconds / found[""].seconds for name, time in found.items() if name}
 
-    *every, ordered = map(shares, times)
-    return Point(machine, model, tp, sequence, tuple(every), ordered)
+    *by_corner, ordered = map(shares, times)
+    return Point(machine, model, tp, sequence, tuple(by_corner), ordered)
 
 
 _Steps = dict[tuple[int, Recompute, int], list[Shares]]
@@ -162,16 +162,16 @@ micro-batches."""
 def steps(machine: str, model: str, tp: int, sequence: int) -> _Steps:
     """Simulate steps without a pipeline, for untuned forms that can be launched."""
     described = Hardware.load(find_config(machine, "hardware"))
-    found: _Steps = {}
+    seconds: _Steps = {}
     for corner, host, recompute in product(range(len(CORNERS)), _HOSTS, get_args(Recompute)):
         hardware = described.launching(host * 1e-6)
-        what = layer(model, tp, sequence, recompute)
-        times = _times(hardware, corner, what, (*BOUNDS, *OURS[:2]))
+        setup = layer(model, tp, sequence, recompute)
+        times = _times(hardware, corner, setup, (*BOUNDS, *OURS[:2]))
         del times[""]
         for count in _MICRO_BATCHES:
-            lengths = {name: _length(of, count, what.again) for name, of in times.items()}
-            found.setdefault((host, recompute, count), []).append(lengths)
-    return found
+            lengths = {name: _length(time, count, setup.again) for name, time in times.items()}
+            seconds.setdefault((host, recompute, count), []).append(lengths)
+    return seconds
 
 
 def _length(time: LayerTime, micro_batches: int, again: bool) -> float:
@@ -189,15 +189,15 @@ def _titles(names: Sequence[str], kernels: int) -> list[str]:
 
 def steps_report(points: Sequence[_Steps]) -> str:
     """The number of points at which steps of forward-backward are shorter."""
-    kernels = sum(_KERNEL in next(iter(one.values()))[0] for one in points)
+    kernels = sum(_KERNEL in next(iter(point.values()))[0] for point in points)
 
     def counts(key: tuple[int, Recompute, int]) -> Iterator[str]:
         host, recompute, count = key
         yield f"{host} us, {count} micro-batches{', recomputed' * (recompute == 'full')}"
         for form in _STEP_FORMS:
-            corners = [one[key] for one in points if form in one[key][0]]
-            ahead = [[_ahead(of, "forward-backward", (form,)) for of in one] for one in corners]
-            yield f"{sum(one[0] for one in ahead)}; {sum(map(all, ahead))}"
+            rows = [point[key] for point in points if form in point[key][0]]
+            ahead = [[_ahead(times, "forward-backward", (form,)) for times in row] for row in rows]
+            yield f"{sum(wins[0] for wins in ahead)}; {sum(map(all, ahead))}"
 
     head = f"*forward-backward* ahead, of {len(points)} points", *_titles(_STEP_FORMS, kernels)
     return "\n".join([table_head(head, False), *(table_row(counts(key)) for key in points[0])])
@@ -214,12 +214,12 @@ def report(points: Sequence[Point]) -> str:
 
     head = "machine", "model", "TP", "tokens", *names
     align = "---|---|---:|---:|" + "|".join(["---:"] * len(names))
-    rows = [table_row(head), f"|{align}|", *(table_row(row(one)) for one in points)]
+    rows = [table_row(head), f"|{align}|", *(table_row(row(point)) for point in points)]
     return "\n".join([*_verdicts(points), "", *rows])
 
 
 def _cell(one: Point, name: str, fastest: float) -> str:
-    shares = [of[name] for of in one.shares if name in of]
+    shares = [corner[name] for corner in one.shares if name in corner]
     if not shares:
         return "-"
     text = f"{shares[0]:.3f}"
@@ -230,19 +230,19 @@ def _cell(one: Point, name: str, fastest: float) -> str:
 
 def _verdicts(points: Sequence[Point]) -> Iterator[str]:
     """How often each CommFuse form is ahead: typically, at every corner, with ordered sums."""
-    kernels = sum(_KERNEL in one.shares[0] for one in points)
+    kernels = sum(_KERNEL in point.shares[0] for point in points)
 
     def count(form: str, others: Sequence[str]) -> str:
-        there = [one for one in points if len(others) > 1 or others[0] in one.shares[0]]
-        typical = sum(_ahead(one.shares[0], form, others) for one in there)
-        everywhere = sum(all(_ahead(of, form, others) for of in one.shares) for one in there)
-        return f"{typical}; {everywhere}; {sum(_ahead(o.ordered, form, others) for o in there)}"
+        cases = [point for point in points if len(others) > 1 or others[0] in point.shares[0]]
+        typical = sum(_ahead(case.shares[0], form, others) for case in cases)
+        always = sum(all(_ahead(corner, form, others) for corner in case.shares) for case in cases)
+        return f"{typical}; {always}; {sum(_ahead(case.ordered, form, others) for case in cases)}"
 
     head = f"ahead, of {len(points)} points", *_titles(RIVALS, kernels), "all of them"
-    groups = [*((one,) for one in RIVALS), RIVALS]
+    groups = [*((rival,) for rival in RIVALS), RIVALS]
     yield table_head(head, False)
     for form in OURS:
-        yield table_row([f"*{form}*", *(count(form, others) for others in groups)])
+        yield table_row([f"*{form}*", *(count(form, group) for group in groups)])
     yield ""
     yield "At typical figures; at every end of the ranges; with HCCL's sums in an order."
 
@@ -254,9 +254,9 @@ def section(page: str, name: str, text: str) -> str:
         ValueError: the comments are not there, each once and in order.
     """
     begin, end = f"<!-- begin: {name} -->", f"<!-- end: {name} -->"
-    before, _, rest = page.partition(begin)
-    _, closed, after = rest.partition(end)
-    if not closed or begin in rest or end in before + after:
+    before, _, tail = page.partition(begin)
+    _, closed, after = tail.partition(end)
+    if not closed or begin in tail or end in before + after:
         raise ValueError(
             f"the page has to have {begin!r} and {end!r} once each, in this order; add them where "
             "the section belongs"
@@ -276,15 +276,15 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--markdown", type=Path, metavar="FILE", help="put the table into its section of FILE"
     )
-    given = parser.parse_args(argv)
-    wanted = [*product(given.machines, given.models, given.tp, given.sequence_lengths)]
+    options = parser.parse_args(argv)
+    cases = [*product(options.machines, options.models, options.tp, options.sequence_lengths)]
     with ProcessPoolExecutor() as pool:
-        hosts = [pool.submit(steps, *one) for one in wanted]
-        layers = [pool.submit(point, *one) for one in wanted]
-        text = report([one.result() for one in layers])
-        text += "\n\n" + steps_report([one.result() for one in hosts])
+        hosts = [pool.submit(steps, *case) for case in cases]
+        layers = [pool.submit(point, *case) for case in cases]
+        text = report([future.result() for future in layers])
+        text += "\n\n" + steps_report([future.result() for future in hosts])
     print(text)
-    if given.markdown:
-        page = section(given.markdown.read_text("utf-8"), "layers", text)
-        given.markdown.write_text(page, "utf-8")
+    if options.markdown:
+        page = section(options.markdown.read_text("utf-8"), "layers", text)
+        options.markdown.write_text(page, "utf-8")
     return 0

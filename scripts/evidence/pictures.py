@@ -50,13 +50,13 @@ def step() -> Step:
 
 def forms() -> dict[str, Variant]:
     """The variants of the picture ``forms``, by title."""
-    drawn = step()
-    every = layers.forms(drawn.machine, drawn.training)
+    example = step()
+    variants = layers.forms(example.machine, example.training)
     return {
         "plain collectives": REFERENCE,
-        "Megatron's order": every["Megatron"],
-        "fused layers (tuned)": every["ours"],
-        "forward-backward overlap, side by side": every["forward-backward"],
+        "Megatron's order": variants["Megatron"],
+        "fused layers (tuned)": variants["ours"],
+        "forward-backward overlap, side by side": variants["forward-backward"],
     }
 
 
@@ -105,8 +105,8 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("names", nargs="*", help="forms, results; both by default")
     docs = Path(__file__).resolve().parents[2] / "docs"
     parser.add_argument("--folder", type=Path, default=docs, help="docs by default")
-    given = parser.parse_args(argv)
-    for name in given.names or _TITLES:
-        drawn = layer_picture(step(), forms()) if name == "forms" else _results()
-        draw([drawn], _TITLES[name], given.folder / f"{name}.svg")
+    options = parser.parse_args(argv)
+    for name in options.names or _TITLES:
+        picture = layer_picture(step(), forms()) if name == "forms" else _results()
+        draw([picture], _TITLES[name], options.folder / f"{name}.svg")
     return 0

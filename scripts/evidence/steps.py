@@ -63,24 +63,24 @@ class Measured:
 
 def measured(checkouts: Sequence[Path]) -> Iterator[Measured | str]:
     """The launches of checkouts that can be simulated, and why the others cannot."""
-    seen: set[str] = set()
+    names: set[str] = set()
     for checkout in checkouts:
-        for kept in sorted((checkout / "tests").rglob("baseline*/*.json")):
-            scripts = list(kept.parents[1].rglob(f"{kept.stem}.sh"))
-            if kept.stem in seen or not scripts:
+        for file in sorted((checkout / "tests").rglob("baseline*/*.json")):
+            scripts = list(file.parents[1].rglob(f"{file.stem}.sh"))
+            if file.stem in names or not scripts:
                 continue
             try:
-                content = json.loads(kept.read_text("utf-8"))
+                content = json.loads(file.read_text("utf-8"))
                 if not (times := content.get("time info")):
                     continue
-                seen.add(kept.stem)
-                yield _measured(kept.stem, scripts[0], times, content.get("memo info"))
+                names.add(file.stem)
+                yield _measured(file.stem, scripts[0], times, content.get("memo info"))
             except NotSimulated as error:
-                yield f"{kept.stem}: {error}"
+                yield f"{file.stem}: {error}"
             except UsageError:
-                yield f"{kept.stem}: no launch with Megatron's options, or one that needs its files"
+                yield f"{file.stem}: no launch with Megatron's options, or one that needs its files"
             except json.JSONDecodeError:
-                yield f"{kept.stem}: its figures are no JSON"
+                yield f"{file.stem}: its figures are no JSON"
 
 
 def _measured(name: str, script: Path, times: Sequence[float], memory: object) -> Measured:
@@ -93,14 +93,14 @@ def _measured(name: str, script: Path, times: Sequence[float], memory: object) -
         words = _VOCABULARIES.get(family, words)
     training = training_of(replace(launch, config=replace(launch.config, vocab_size=words)))
     ranks = memory if isinstance(memory, list) else []
-    most = max((one.get("max allocated memory", 0.0) for one in ranks), default=0.0)
+    most = max((rank.get("max allocated memory", 0.0) for rank in ranks), default=0.0)
     steady = median(times[len(times) // 3 :])
     return Measured(name, family, training, form_of(launch.options), steady, most)
 
 
 def families(found: Sequence[Measured]) -> tuple[set[str], set[str]]:
     """The families that are fitted, and those that are predicted."""
-    names = sorted({one.family for one in found})
+    names = sorted({step.family for step in found})
     return set(names[::2]), set(names[1::2])
 
 
@@ -114,7 +114,7 @@ def fit(found: Sequence[Measured], machine: Machine) -> Machine:
 
     def off(launch: float, experts: float) -> float:
         host = _host(machine, launch, experts)
-        return sum(abs(math.log(simulated(one, host) / one.milliseconds)) for one in found)
+        return sum(abs(math.log(simulated(step, host) / step.milliseconds)) for step in found)
 
     at, factor = (1e-4, 72.0), 1.5
     best = off(*at)
@@ -122,10 +122,10 @@ def fit(found: Sequence[Measured], machine: Machine) -> Machine:
         near = [
             (at[0] * a, at[1] * b) for a in (1 / factor, 1, factor) for b in (1 / factor, 1, factor)
         ]
-        tried = {one: off(*one) for one in near}
-        least = min(tried, key=tried.__getitem__)
-        if tried[least] < best - 1e-6:
-            at, best = least, tried[least]
+        errors = {pair: off(*pair) for pair in near}
+        least = min(errors, key=errors.__getitem__)
+        if errors[least] < best - 1e-6:
+            at, best = least, errors[least]
         else:
             factor **= 0.5
     return _host(machine, *at)
@@ -155,24 +155,24 @@ def report(found: Sequence[Measured], left_out: Sequence[str], hardware: Hardwar
         errors.setdefault((half, what), []).append(abs(off))
         return [f"{theirs:,.0f}", f"{ours:,.0f}", f"{off:+.0%}"]
 
-    for one in sorted(found, key=lambda each: (each.family not in fitted, each.name)):
-        milliseconds = simulated(one, machine)
-        limit = "host" if simulated(one, free) < _HOST_LIMIT * milliseconds else "device"
-        half = "fitted" if one.family in fitted else "predicted"
-        memory = footprint(one.training, one.form, hardware).first_step / 2**20
-        layout, experts = one.training.layout, one.training.experts
+    for step in sorted(found, key=lambda step: (step.family not in fitted, step.name)):
+        milliseconds = simulated(step, machine)
+        limit = "host" if simulated(step, free) < _HOST_LIMIT * milliseconds else "device"
+        half = "fitted" if step.family in fitted else "predicted"
+        memory = footprint(step.training, step.form, hardware).first_step / 2**20
+        layout, experts = step.training.layout, step.training.experts
         sizes = layout.tp, layout.pp, layout.cp, experts.parallel if experts else 1
         cells = [
-            *(one.name, " ".join(map(str, sizes)), one.form.name, limit),
-            *compared(half, limit, one.milliseconds, milliseconds),
-            *compared(half, "memory", one.mebibytes, memory),
+            *(step.name, " ".join(map(str, sizes)), step.form.name, limit),
+            *compared(half, limit, step.milliseconds, milliseconds),
+            *compared(half, "memory", step.mebibytes, memory),
         ]
         lines.append(table_row([*cells, half]))
     lines += ["", table_head(("half", "what", "launches", "off, median", "off, worst"), False)]
-    for (half, what), values in sorted(errors.items()):
-        row = half, what, str(len(values)), f"{median(values):.1%}", f"{max(values):.1%}"
+    for (half, kind), values in sorted(errors.items()):
+        row = half, kind, str(len(values)), f"{median(values):.1%}", f"{max(values):.1%}"
         lines.append(table_row(row))
-    return "\n".join([*lines, "", "Left out:", "", *(f"- {one}" for one in left_out)])
+    return "\n".join([*lines, "", "Left out:", "", *(f"- {reason}" for reason in left_out)])
 
 
 def main(argv: Sequence[str]) -> int:
@@ -185,20 +185,20 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--markdown", type=Path, metavar="FILE", help="put the tables into their section of FILE"
     )
-    given = parser.parse_args(argv)
+    options = parser.parse_args(argv)
     hardware = Hardware.load(find_config(_HARDWARE, "hardware"))
-    every = list(measured(given.checkouts))
-    found = [one for one in every if isinstance(one, Measured)]
-    left_out = [one for one in every if isinstance(one, str)]
-    if not found:
-        parser.error(f"no launch with figures in {', '.join(map(str, given.checkouts))}")
-    if given.fit:
-        fitted, _ = families(found)
-        host = fit([one for one in found if one.family in fitted], hardware.machine())
+    results = list(measured(options.checkouts))
+    steps = [result for result in results if isinstance(result, Measured)]
+    left_out = [result for result in results if isinstance(result, str)]
+    if not steps:
+        parser.error(f"no launch with figures in {', '.join(map(str, options.checkouts))}")
+    if options.fit:
+        fitted, _ = families(steps)
+        host = fit([step for step in steps if step.family in fitted], hardware.machine())
         print(f"{1e6 * host.launch_overhead:.0f} us a launch, {host.expert_launches:.0f} launches")
-    text = report(found, left_out, hardware)
+    text = report(steps, left_out, hardware)
     print(text)
-    if given.markdown:
-        page = section(given.markdown.read_text("utf-8"), "steps", text)
-        given.markdown.write_text(page, "utf-8")
+    if options.markdown:
+        page = section(options.markdown.read_text("utf-8"), "steps", text)
+        options.markdown.write_text(page, "utf-8")
     return 0

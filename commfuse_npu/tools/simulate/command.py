@@ -37,47 +37,47 @@ def _parser() -> argparse.ArgumentParser:
         "description is.",
         epilog="Exit codes: 0 simulated, 2 options or files make no sense.",
     )
-    what = parser.add_argument_group("what is simulated")
-    what.add_argument(
+    subject = parser.add_argument_group("what is simulated")
+    subject.add_argument(
         "--model", default="llama3_8b", help="a yaml file, or its name in configs/: %(default)s"
     )
-    what.add_argument(
+    subject.add_argument(
         "--hardware",
         default="ascend_910b_server",
         help="a yaml file, or its name in configs/hardware/: %(default)s",
     )
     for name, meaning in (("tp", "tensor"), ("cp", "context"), ("dp", "data"), ("pp", "pipeline")):
-        what.add_argument(
+        subject.add_argument(
             f"--{name}", type=whole(), help=f"{meaning}-parallel size; the model's by default"
         )
-    what.add_argument(
+    subject.add_argument(
         "--npus",
         type=whole(),
         nargs="+",
         help="numbers of NPUs instead of --dp, to see what scales",
     )
-    what.add_argument(
+    subject.add_argument(
         "--sequence-lengths",
         type=whole(1, _MOST_TOKENS),
         nargs="+",
         help="the model's by default",
         metavar="S",
     )
-    what.add_argument("--micro-batch", type=whole(), help="sequences; the model's by default")
-    what.add_argument(
+    subject.add_argument("--micro-batch", type=whole(), help="sequences; the model's by default")
+    subject.add_argument(
         "--micro-batches",
         type=whole(1, _MOST_MICRO_BATCHES),
         help="per step and replica; by default what the model's global batch gives",
     )
-    what.add_argument("--recompute", choices=("none", "full"), default="none")
-    what.add_argument(
+    subject.add_argument("--recompute", choices=("none", "full"), default="none")
+    subject.add_argument(
         "--ulysses",
         choices=("none", "plain", "fused"),
         default="none",
         help="context parallelism by exchanging heads; fused: CommFuse's variants with "
         "--commfuse-ulysses; none: as the model's file says",
     )
-    what.add_argument(
+    subject.add_argument(
         "--deterministic",
         action="store_true",
         help="HCCL sums in an order (MindSpeed's --npu-deterministic), in every variant's "
@@ -119,9 +119,9 @@ def _parser() -> argparse.ArgumentParser:
 
 def main(words: Sequence[str]) -> int:
     """Parse the options, simulate, and print; returns the exit code."""
-    given = _parser().parse_args(words)
+    options = _parser().parse_args(words)
     try:
-        return _main(given, ["commfuse-npu", "simulate", *words])
+        return _main(options, ["commfuse-npu", "simulate", *words])
     except (ValueError, OSError, ImportError) as error:
         return refuse("simulate", error)
 
@@ -159,25 +159,25 @@ def _main(given: argparse.Namespace, command: Sequence[str]) -> int:
     except ConfigError as error:
         lines = [_own_options(line) for line in str(error).splitlines()]
         raise ConfigError("\n".join(f"{model_path}: {line}" for line in lines)) from error
-    sizes = f"TP {tp}, CP {cp}, PP {pp}, DP {', '.join(str(one.dp) for one in layouts)}"
+    sizes = f"TP {tp}, CP {cp}, PP {pp}, DP {', '.join(str(layout.dp) for layout in layouts)}"
     title = f"{model_path.stem} on {hardware.name}, {sizes}"
     points: list[Point] = []
     standing = Standing(points)
     everything = given.all or options.patterns != Options.patterns
-    what = training(model, first, sequences[0], options)
-    said, shown = list[str](), list[Variant]()
+    setup = training(model, first, sequences[0], options)
+    verdict, variants = list[str](), list[Variant]()
     try:
         for point in swept:
             points.append(point)
     finally:
         # Also after an error or an interrupt, show the results so far.
         if points:
-            shown = standing.shown(everything)
-            said = standing.verdict(lambda variant: " ".join(launching(variant, what)))
-            print_verdict(said[0], True)
-            print(*said[1:], "", f"{title}. {sources(hardware)}", sep="\n")
+            variants = standing.shown(everything)
+            verdict = standing.verdict(lambda variant: " ".join(launching(variant, setup)))
+            print_verdict(verdict[0], True)
+            print(*verdict[1:], "", f"{title}. {sources(hardware)}", sep="\n")
         for point in points:
-            print("\n" + table(point, shown), flush=True)
+            print("\n" + table(point, variants), flush=True)
     return write_outputs(
         "simulate",
         [
@@ -192,7 +192,7 @@ def _main(given: argparse.Namespace, command: Sequence[str]) -> int:
                 given.html,
                 ": a page for a browser",
                 lambda path: sweep_page(
-                    path, title, command, hardware, standing, shown, said, what
+                    path, title, command, hardware, standing, variants, verdict, setup
                 ),
             ),
         ],
@@ -202,27 +202,27 @@ def _main(given: argparse.Namespace, command: Sequence[str]) -> int:
 def _own_options(problem: str) -> str:
     """Rename a launch's options in a message: here they are keys of the model's file."""
     here = problem.replace("--seq-length", "--sequence-lengths")
-    return re.sub(r"--(?!sequence-lengths)([a-z-]+)", lambda of: of[1].replace("-", "_"), here)
+    return re.sub(r"--(?!sequence-lengths)([a-z-]+)", lambda key: key[1].replace("-", "_"), here)
 
 
 def _layouts(given: argparse.Namespace, model: ModelConfig) -> list[Layout]:
     tp = given.tp or model.tensor_model_parallel_size
     cp = given.cp or model.context_parallel_size
     pp = given.pp or model.pipeline_model_parallel_size
-    one = tp * cp * pp
+    replica = tp * cp * pp
     if given.npus is None:
-        fits = model.world_size % one == 0
-        return [Layout(tp, cp, given.dp or (model.world_size // one if fits else 1), pp)]
+        fits = model.world_size % replica == 0
+        return [Layout(tp, cp, given.dp or (model.world_size // replica if fits else 1), pp)]
     if given.dp is not None:
         raise ValueError("--npus and --dp say the same twice; give one of them")
     for npus in given.npus:
-        if npus % one:
+        if npus % replica:
             raise ValueError(
-                f"--npus {npus} is not divisible by TP*CP*PP = {tp}*{cp}*{pp} = {one}; choose "
-                + (f"{npus // one * one} or " if npus > one else "")
-                + f"{npus // one * one + one}"
+                f"--npus {npus} is not divisible by TP*CP*PP = {tp}*{cp}*{pp} = {replica}; choose "
+                + (f"{npus // replica * replica} or " if npus > replica else "")
+                + f"{npus // replica * replica + replica}"
             )
-    return [Layout(tp, cp, npus // one, pp) for npus in given.npus]
+    return [Layout(tp, cp, npus // replica, pp) for npus in given.npus]
 
 
 def _as_json(model: str, hardware: Hardware, points: list[Point]) -> dict[str, Any]:

@@ -126,7 +126,7 @@ class ContextParallel:
             return
         place = rank.place("attention", causal=True)
         program = exchange(place, block, out, "made and kept", True, projects, False)
-        works = {"make": lambda one, _: attend(run_of(one)), "use": join}
+        works = {"make": lambda work, _: attend(run_of(work)), "use": join}
         rank.run("attention", program, {"blocks": out, "received": out}, works)
 
     def backward(self, rank: Rank) -> None:
@@ -145,7 +145,7 @@ class ContextParallel:
         def dgrad(one: Compute, _: Width) -> float:
             return machine.gemm(rows_of(one), heads, hidden, result_bytes=2 * SUM_BYTES)
 
-        works = {"make": project, "wgrad": wgrad, "use": lambda one, _: attend(run_of(one))}
+        works = {"make": project, "wgrad": wgrad, "use": lambda work, _: attend(run_of(work))}
         if rank.variant.kind != "fused":
             rank.need(rank.collective("out", block * out * ITEM_BYTES))
             rank.compute("attention", attend(slice(0, rank.size * block)))
@@ -182,13 +182,13 @@ class ContextParallel:
 
 @lru_cache(4096)
 def _attended(machine: Machine, what: ContextParallel, variant: Variant) -> Attention:
-    group, found = what.group(machine), []
+    group, pair = what.group(machine), []
     if what.ulysses:
         for build in (what.forward, what.backward):
             played = group.play(variant, build)
             projects = what.projects(variant)
-            found.append(Attended(played.seconds, played.waiting, projects, *_HOST_OF_EXCHANGES))
-        return found[0], found[1]
+            pair.append(Attended(played.seconds, played.waiting, projects, *_HOST_OF_EXCHANGES))
+        return pair[0], pair[1]
     shape = what.shape
     kv = shape.rows * 2 * what.key_value / shape.ranks * ITEM_BYTES
     for factor, passed in ((1.0, 1), (BACKWARD_ATTENTION, 2)):
@@ -196,18 +196,18 @@ def _attended(machine: Machine, what: ContextParallel, variant: Variant) -> Atte
 
         def around(rank: Rank, seconds: float = whole, size: float = kv * passed) -> None:
             waits: tuple[int, ...] = ()
-            for left in reversed(range(rank.size)):
+            for remaining in reversed(range(rank.size)):
                 before = waits
-                if left:
+                if remaining:
                     waits = rank.pass_on("keys and values", size, after=before)
                 rank.compute("attention", seconds / rank.size, before)
 
         if variant.kind == "compute":
-            found.append(Attended(whole))
+            pair.append(Attended(whole))
         else:
             # On a ring over several nodes only some of the ranks send to another node.
             differ = 1 < group.members_per_node < group.size
             played = group.play(variant, around, whole=differ)
-            host = (what.size * one for one in (_ROUND[passed - 1], passed, EVENTS * passed))
-            found.append(Attended(played.seconds, played.waiting, False, *host))
-    return found[0], found[1]
+            host = (what.size * count for count in (_ROUND[passed - 1], passed, EVENTS * passed))
+            pair.append(Attended(played.seconds, played.waiting, False, *host))
+    return pair[0], pair[1]

@@ -41,7 +41,7 @@ def exposed(
     """
     parameters, forward, backward = zip(*layers, strict=True)
     order = buckets(parameters, ranks)
-    shards = [math.ceil(sum(parameters[layer] for layer in one) / ranks) for one in order]
+    shards = [math.ceil(sum(parameters[layer] for layer in bucket) / ranks) for bucket in order]
     out = [collective(shard * GRADIENT_BYTES) for shard in shards]
     back = [collective(shard * ITEM_BYTES) for shard in shards]
     late = exposed_scatter(backward, order, out) if overlaps[0] else sum(out)
@@ -62,15 +62,15 @@ def buckets(parameters: Sequence[float], ranks: int) -> list[list[int]]:
         parameters: of each layer on one NPU, from first to last layer.
     """
     limit = bucket_parameters(ranks)
-    found: list[list[int]] = [[]]
+    groups: list[list[int]] = [[]]
     held = 0.0
     for layer in reversed(range(len(parameters))):
-        found[-1].append(layer)
+        groups[-1].append(layer)
         held += parameters[layer]
         if held >= limit:
-            found.append([])
+            groups.append([])
             held = 0.0
-    return [bucket for bucket in found if bucket]
+    return [bucket for bucket in groups if bucket]
 
 
 def exposed_scatter(

@@ -171,7 +171,7 @@ class _Simulation:
         return tasks
 
     def run(self) -> Timeline:
-        for task in [one for one in self._tasks if not one.waits]:
+        for task in [task for task in self._tasks if not task.waits]:
             self._start(task)
         while self._events or self._shared_anew:
             # Set rates once per instant: each rank of a large group has one transfer per peer, and
@@ -180,26 +180,26 @@ class _Simulation:
                 self._set_rates()
             if not self._events:
                 break
-            time, _, happens, what, turn = heapq.heappop(self._events)
-            if isinstance(what, _Running) and what.turn != turn:
+            time, _, happens, subject, turn = heapq.heappop(self._events)
+            if isinstance(subject, _Running) and subject.turn != turn:
                 continue  # superseded: the rate has changed since
             self.now = time
-            happens(what)
+            happens(subject)
         if len(self._spans) < len(self._tasks):
             raise SimulationError(self._stuck())
         return Timeline(self.now, tuple(self._spans), tuple(self._moved))
 
     def _stuck(self) -> str:
         """Describe the exchange that hangs first; later ones wait behind it."""
-        left = len(self._tasks) - len(self._spans)
-        hanging = [one for one in self._tasks if not math.isnan(one.start) and one.left]
+        unfinished = len(self._tasks) - len(self._spans)
+        hanging = [task for task in self._tasks if not math.isnan(task.start) and task.left]
         if not hanging:
-            return f"{left} operations wait for each other"
-        first = min(hanging, key=lambda one: (one.start, one.rank, one.index))
+            return f"{unfinished} operations wait for each other"
+        first = min(hanging, key=lambda task: (task.start, task.rank, task.index))
         return (
             f"rank {first.rank} waits for ever in {first.operation.name!r} on "
             f"{first.operation.engine}: {first.left} transfers never began, because their other "
-            f"ends never started; {left} operations are left"
+            f"ends never started; {unfinished} operations are left"
         )
 
     def _push(self, time: float, happens: Callable[[Any], None], what: Any, turn: int) -> None:

@@ -74,7 +74,7 @@ class Experts:
 
     def forward(self, rank: Rank, tokens: int, hidden: int) -> None:
         """Add the forward for ``tokens`` tokens of this rank."""
-        machine, made = rank.machine, tokens * self.each * self.tensor
+        machine, rows = rank.machine, tokens * self.each * self.tensor
         rank.compute(
             "router",
             machine.gemm(tokens, hidden, self.number),
@@ -82,18 +82,18 @@ class Experts:
         )
         self._exchange(rank, "dispatch", tokens, hidden)
         for name, inputs, outputs in self._layers(hidden):
-            self._products(rank, name, made, inputs, outputs)
-        self._activation(rank, made, self.halves + 1)
+            self._products(rank, name, rows, inputs, outputs)
+        self._activation(rank, rows, self.halves + 1)
         self._exchange(rank, "combine", tokens, hidden)
 
     def backward(self, rank: Rank, tokens: int, hidden: int) -> None:
         """Add the backward for ``tokens`` tokens of this rank."""
-        machine, made = rank.machine, tokens * self.each * self.tensor
+        machine, rows = rank.machine, tokens * self.each * self.tensor
         self._exchange(rank, "combine backward", tokens, hidden)
         for name, inputs, outputs in reversed(self._layers(hidden)):
-            self._products(rank, f"{name} backward", made, outputs, inputs)
-            self._products(rank, f"{name} wgrad", made, inputs, outputs, wgrad=True)
-        self._activation(rank, made, 2 * self.halves + 1)
+            self._products(rank, f"{name} backward", rows, outputs, inputs)
+            self._products(rank, f"{name} wgrad", rows, inputs, outputs, wgrad=True)
+        self._activation(rank, rows, 2 * self.halves + 1)
         self._exchange(rank, "dispatch backward", tokens, hidden)
         seconds = 2 * machine.gemm(tokens, hidden, self.number)
         launches = round(_BACKWARD * machine.expert_launches)
@@ -126,7 +126,7 @@ class Experts:
         """Add the products of every expert of this rank, each with its share of the rows."""
         each, machine = rows / self.local, rank.machine
         sizes = (inputs, each, outputs) if wgrad else (each, inputs, outputs)
-        one = machine.gemm(*sizes, start=not self.grouped)
+        seconds = machine.gemm(*sizes, start=not self.grouped)
         start = machine.gemm_start if self.grouped else 0.0
         launches = self._kernels * (2 if wgrad and not self.grouped else 1)
-        rank.compute(name, start + self.local * one, launches=launches)
+        rank.compute(name, start + self.local * seconds, launches=launches)

@@ -99,7 +99,7 @@ def footprint(training: Training, variant: Variant, hardware: Hardware) -> Footp
     most = hardware.typical("host.communicator_bytes")
     groups = sum(size > 1 for size in layout[:4]) * most
     lanes = (
-        one.program.lanes * min(most, 2 * 2.0**20 * lane_megabytes(one.message)) for one in ran
+        run.program.lanes * min(most, 2 * 2.0**20 * lane_megabytes(run.message)) for run in ran
     )
     communication = _buffers(variant, training.shape, ran) + groups + max(lanes, default=0.0)
     return Footprint(*max(stages, key=sum), communication)
@@ -143,11 +143,11 @@ def _kept(training: Training, kind: Kind) -> float:
     split = shape.inner * shape.ranks + shape.qkv + (shape.halves + 1) * shape.dense * shape.ranks
     if shape.latent is not None:
         split += shape.latent.kept
-    kept = shape.held * 4 * shape.hidden + rows * split
+    size = shape.held * 4 * shape.hidden + rows * split
     if experts := shape.experts:
         sent = shape.held * experts.each
-        kept += sent * ((2 + experts.tensor) * shape.hidden + (experts.halves + 1) * experts.width)
-    return ITEM_BYTES * kept + rows * _STATISTICS * heads
+        size += sent * ((2 + experts.tensor) * shape.hidden + (experts.halves + 1) * experts.width)
+    return ITEM_BYTES * size + rows * _STATISTICS * heads
 
 
 def _buffers(variant: Variant, shape: LayerShape, ran: tuple[Ran, ...]) -> float:
@@ -155,9 +155,9 @@ def _buffers(variant: Variant, shape: LayerShape, ran: tuple[Ran, ...]) -> float
     if variant.kind == "fused":
         wide = SUM_BYTES if variant.sums == "once" else ITEM_BYTES
         scratch = (
-            ITEM_BYTES * one.program.scratch_elements()
-            + wide * one.program.scratch_elements(wide=True)
-            for one in ran
+            ITEM_BYTES * run.program.scratch_elements()
+            + wide * run.program.scratch_elements(wide=True)
+            for run in ran
         )
         most = max(scratch, default=0)
         if not ran or variant.wgrad != "blocks":
@@ -176,19 +176,19 @@ def _programs(
     machine: Machine, shape: LayerShape, context: ContextParallel | None, variant: Variant
 ) -> tuple[Ran, ...]:
     """The programs of a layer and of the head on a rank, for each schedule that tuning tries."""
-    found: list[Ran] = []
+    programs: list[Ran] = []
     group = Group(machine, shape.ranks)
-    for one in [replace(variant, way=way, tuned=()) for way in variant.tuned] or [variant]:
-        forward, backward = (context and context.attended(machine, one)) or (None, None)
+    for form in [replace(variant, way=way, tuned=()) for way in variant.tuned] or [variant]:
+        forward, backward = (context and context.attended(machine, form)) or (None, None)
         for build in (
             lambda rank, attended=forward: llama.forward(rank, shape, attended),
             lambda rank, attended=backward: llama.backward(rank, shape, attended),
             lambda rank: llama.head_forward(rank, shape),
             lambda rank: llama.head_backward(rank, shape),
         ):
-            found += group.build(one, build, 0).ran.values()
+            programs += group.build(form, build, 0).ran.values()
         if context and context.fuses:
-            exchanges = context.exchanges(machine, one.schedule)
+            exchanges = context.exchanges(machine, form.schedule)
             for part in (context.forward, context.backward):
-                found += context.group(machine).build(exchanges, part, 0).ran.values()
-    return tuple(found)
+                programs += context.group(machine).build(exchanges, part, 0).ran.values()
+    return tuple(programs)

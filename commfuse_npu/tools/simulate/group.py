@@ -104,7 +104,7 @@ class Group:
         else:
             launches = [fold(self.build(variant, build, self.size // 2).finish())]
         timeline = simulate(launches, links, launched=steady)
-        hosts = (sum(one.host(self.machine) for one in rank) for rank in launches)
+        hosts = (sum(operation.host(self.machine) for operation in rank) for rank in launches)
         host = max(hosts) if steady else 0.0
         return Played(timeline, tuple(launches), links, host)
 
@@ -124,19 +124,19 @@ class Group:
             # One rank is enough for the choice.
             return self.play(one, build, whole=one.attention, steady=steady).seconds
 
-        plain, *others = [replace(variant, way=one, tuned=()) for one in variant.tuned]
-        found, best = plain, seconds(plain)
-        for other in others:
+        plain, *alternatives = [replace(variant, way=way, tuned=()) for way in variant.tuned]
+        fastest, best = plain, seconds(plain)
+        for other in alternatives:
             if (time := seconds(other)) < best:
-                found, best = other, time
-        built = self.build(found, build, 0)
+                fastest, best = other, time
+        built = self.build(fastest, build, 0)
         for operation, usual in built.ways.items():
-            fixed = found
+            fixed = fastest
             for way in (*variant.tuned, *([None] if operation in built.either else [])):
                 tried = replace(fixed, chosen=(*fixed.chosen, (operation, way)))
                 if way != usual and (time := seconds(tried)) < best:
-                    found, best = tried, time
-        return found
+                    fastest, best = tried, time
+        return fastest
 
 
 @lru_cache(1 << 14)

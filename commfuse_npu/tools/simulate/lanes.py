@@ -45,13 +45,13 @@ def lanes(title: str, parts: Sequence[tuple[str, Played]]) -> Row:
             add(lane, f"{part}: {span.operation.name}", span.start, span.end, "work")
         if played.seconds - at > _INSTANT:
             add(_LANES[COMPUTE], f"{part}: waiting", at, played.seconds, "waiting")
-        for said, start, end in _transfers(played):
-            add(_LINKS, f"{part}: {said}", start, end, "transfer")
+        for name, start, end in _transfers(played):
+            add(_LINKS, f"{part}: {name}", start, end, "transfer")
         begin += played.seconds
     waited = sum(bit.end - bit.start for bit in bits if bit.kind == "waiting")
     used = {bit.lane for bit in bits}
-    said = f"{title}: {1e3 * begin:.1f} ms, waiting {waited:.1f} ms"
-    return Row(said, tuple(one for one in (*_LANES.values(), _LINKS) if one in used), tuple(bits))
+    name = f"{title}: {1e3 * begin:.1f} ms, waiting {waited:.1f} ms"
+    return Row(name, tuple(row for row in (*_LANES.values(), _LINKS) if row in used), tuple(bits))
 
 
 def _transfers(played: Played) -> Iterator[tuple[str, float, float]]:
@@ -61,16 +61,16 @@ def _transfers(played: Played) -> Iterator[tuple[str, float, float]]:
         for span in played.timeline.spans
         for message in span.operation.sends
     }
-    mine: dict[str, list[tuple[float, float]]] = {}
+    by_name: dict[str, list[tuple[float, float]]] = {}
     for moved in played.timeline.moved:
         if played.links.folded or moved.message.source == played.shown:
-            times = mine.setdefault(names[moved.message.key], [])
+            times = by_name.setdefault(names[moved.message.key], [])
             times.append((moved.start, moved.end))
-    for said, times in mine.items():
+    for name, times in by_name.items():
         merged: list[list[float]] = []
         for start, end in sorted(times):
             if merged and start <= merged[-1][1]:
                 merged[-1][1] = max(merged[-1][1], end)
             else:
                 merged.append([start, end])
-        yield from ((said, start, end) for start, end in merged)
+        yield from ((name, start, end) for start, end in merged)

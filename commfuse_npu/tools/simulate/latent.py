@@ -61,25 +61,25 @@ class Latent:
     def _products(self, rows: int, held: int, hidden: int) -> list[tuple[int, int, int]]:
         """Rows, input width and output width of each product."""
         query = self.heads * (self.own + self.rotary) // self.ranks
-        made = self.heads * (self.own + self.value) // self.ranks
-        narrow = [(held, hidden, self.keys + self.rotary), (rows, self.keys, made)]
+        key_value = self.heads * (self.own + self.value) // self.ranks
+        narrow = [(held, hidden, self.keys + self.rotary), (rows, self.keys, key_value)]
         if self.queries:
             return [(held, hidden, self.queries), (rows, self.queries, query), *narrow]
         return [(rows, hidden, query), *narrow]
 
     def forward(self, rank: Rank, rows: int, held: int, hidden: int) -> None:
         """Add the forward for ``rows`` rows of all ranks, of which this rank holds ``held``."""
-        for number, one in enumerate(self._products(rows, held, hidden)):
-            rank.compute(f"latent {number}", rank.machine.gemm(*one))
+        for number, sizes in enumerate(self._products(rows, held, hidden)):
+            rank.compute(f"latent {number}", rank.machine.gemm(*sizes))
         self._gather(rank, held)
         self._rest(rank, rows, 0)
 
     def backward(self, rank: Rank, rows: int, held: int, hidden: int) -> None:
         """Add the backward: dgrad and wgrad of each product."""
         self._rest(rank, rows, 1)
-        for number, (of, inputs, outputs) in enumerate(self._products(rows, held, hidden)):
-            rank.compute(f"latent {number} backward", rank.machine.gemm(of, outputs, inputs))
-            seconds = rank.machine.gemm(outputs, of, inputs)
+        for number, (tokens, inputs, outputs) in enumerate(self._products(rows, held, hidden)):
+            rank.compute(f"latent {number} backward", rank.machine.gemm(tokens, outputs, inputs))
+            seconds = rank.machine.gemm(outputs, tokens, inputs)
             rank.compute(f"latent {number} wgrad", seconds, launches=2)
         self._gather(rank, held)
 

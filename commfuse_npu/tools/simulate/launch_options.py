@@ -21,8 +21,8 @@ __all__ = ["FORMS", "check_target", "launching", "options", "planned", "write_pl
 FORMS = {
     MEGATRON: ("Megatron's order", ""),
     **{
-        one: (f"CoC in {one.way} slices", f"--use-ascend-coc --coc-parallel-num {one.way}")
-        for one in COC
+        form: (f"CoC in {form.way} slices", f"--use-ascend-coc --coc-parallel-num {form.way}")
+        for form in COC
     },
     COC_FUSED: ("CoC's kernel", "--use-ascend-coc --coc-fused-kernel"),
     MC2: ("MC2", "--use-ascend-mc2"),
@@ -37,8 +37,8 @@ _DECIDED = ("--num-layers-per-virtual-pipeline-stage", "--recompute-", "--overla
 
 def options(model: ModelConfig, chosen: Candidate) -> list[str]:
     """Layout, recomputation and schedule, as options of ``pretrain_gpt.py``."""
-    what, layout = chosen.training, chosen.training.layout
-    given = [
+    training, layout = chosen.training, chosen.training.layout
+    words = [
         *("--tensor-model-parallel-size", str(layout.tp)),
         *("--pipeline-model-parallel-size", str(layout.pp)),
         *("--context-parallel-size", str(layout.cp)),
@@ -48,12 +48,12 @@ def options(model: ModelConfig, chosen: Candidate) -> list[str]:
     ]
     # Values other than the layout that differ from the model's description.
     for name in ("seq_length", "max_position_embeddings", "micro_batch_size", "global_batch_size"):
-        if (value := getattr(what.model, name)) != getattr(model, name):
-            given += [f"--{name.replace('_', '-')}", str(value)]
-    given += _without_key(what)
-    if len(set(what.layers)) > 1:
-        given += ["--num-layer-list", ",".join(map(str, what.layers))]
-    return [*given, *launching(chosen.variant, what)]
+        if (value := getattr(training.model, name)) != getattr(model, name):
+            words += [f"--{name.replace('_', '-')}", str(value)]
+    words += _without_key(training)
+    if len(set(training.layers)) > 1:
+        words += ["--num-layer-list", ",".join(map(str, training.layers))]
+    return [*words, *launching(chosen.variant, training)]
 
 
 def _without_key(what: Training) -> Iterator[str]:
@@ -104,24 +104,24 @@ def launching(variant: Variant, training: Training) -> Iterator[str]:
 
 def planned(model: ModelConfig, hardware: Hardware, chosen: Candidate) -> ModelConfig:
     """The model in the simulated layout, with options for settings that have no key."""
-    what, npus = chosen.training, chosen.training.layout.npus
-    kept: list[str] = []
+    training, npus = chosen.training, chosen.training.layout.npus
+    words: list[str] = []
     decided = False
     for word in model.pretrain_options:
         decided = word.startswith(_DECIDED) if word.startswith("--") else decided
-        kept += [] if decided else [word]
+        words += [] if decided else [word]
     per_node = min(npus, hardware.npus_per_host)
-    ours = launching(chosen.variant, what) if chosen.variant.ours else ()
-    others = () if chosen.variant.ours else launching(chosen.variant, what)
-    found = replace(
-        what.model,
+    ours = launching(chosen.variant, training) if chosen.variant.ours else ()
+    flags = () if chosen.variant.ours else launching(chosen.variant, training)
+    plan = replace(
+        training.model,
         npus_per_node=per_node,
         nnodes=npus // per_node,
-        pretrain_options=(*kept, *_without_key(what), *others),
+        pretrain_options=(*words, *_without_key(training), *flags),
         commfuse_options=tuple(ours),
     )
-    found.validate()
-    return found
+    plan.validate()
+    return plan
 
 
 def check_target(path: Path) -> None:

@@ -71,15 +71,17 @@ def fold(operations: Sequence[Operation]) -> list[Operation]:
     Raises:
         ValueError: a step sends and receives different amounts; such a group is not symmetric.
     """
-    sent = {message.key[:-1]: message for one in operations for message in one.sends}
+    sent = {message.key[:-1]: message for operation in operations for message in operation.sends}
 
     def image(name: str, message: Message) -> Message:
-        found = sent.get(message.key[:-1])
-        if found is None or found.size != message.size:
+        match = sent.get(message.key[:-1])
+        if match is None or match.size != message.size:
             raise ValueError(f"{name}: what is received is not the image of what is sent")
-        return found
+        return match
 
     return [
-        one._replace(receives=tuple(image(one.name, message) for message in one.receives))
-        for one in operations
+        operation._replace(
+            receives=tuple(image(operation.name, message) for message in operation.receives)
+        )
+        for operation in operations
     ]

@@ -173,8 +173,8 @@ def _form(rank: Rank, inner: int, *, kernel: bool = True) -> Kind:
     """
     kind, one_node = rank.variant.kind, rank.members_per_node == rank.size
     tiled = kernel and rank.size in RANKS and one_node and INNER[0] <= inner < INNER[1]
-    there = {"kernel": kernel, "mc2": tiled, "ideal": tiled}.get(kind, True)
-    return kind if kind == "plain" or (there and rank.sequence_parallel) else "megatron"
+    supported = {"kernel": kernel, "mc2": tiled, "ideal": tiled}.get(kind, True)
+    return kind if kind == "plain" or (supported and rank.sequence_parallel) else "megatron"
 
 
 def _measured_kernel(rank: Rank, name: str, gemm: float, size: float) -> None:

@@ -209,10 +209,10 @@ def backward(rank: Rank, shape: LayerShape, attention: Attended | None = None) -
     if shape.experts is not None:
         shape.experts.backward(rank, held, h)
     if width := shape.dense:
-        both = shape.halves * width
-        fc1 = linear.column_gradients(rank, "fc1 backward", block, h, both)
+        outputs = shape.halves * width
+        fc1 = linear.column_gradients(rank, "fc1 backward", block, h, outputs)
         linear.row_gradients(rank, "fc2 backward", block, width, h, before=fc1)
-        _elementwise(rank, "activation backward", shape.rows, width, both, both)
+        _elementwise(rank, "activation backward", shape.rows, width, outputs, outputs)
         rest(fc1)
     _elementwise(rank, "norm backward", held, h, h, h, h, launches=_NORM + _ADDED)
     attend = shape.attention(rank.machine, BACKWARD_ATTENTION)
@@ -235,8 +235,8 @@ def backward(rank: Rank, shape: LayerShape, attention: Attended | None = None) -
 
 def _attend(rank: Rank, name: str, alone: float, attention: Attended | None) -> None:
     """Add attention as one kernel, or as simulated separately."""
-    of = attention or Attended(alone)
-    rank.compute(name, of.seconds, launches=of.launches, events=of.events, posts=of.posts)
+    cost = attention or Attended(alone)
+    rank.compute(name, cost.seconds, launches=cost.launches, events=cost.events, posts=cost.posts)
 
 
 def run_of(one: Compute) -> slice:

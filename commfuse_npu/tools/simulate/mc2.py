@@ -63,8 +63,8 @@ def tiling(
         ring: whether transfers go around a double ring (A3) instead of over a full mesh (A2).
         ordered: whether sums have a fixed order (``HCCL_DETERMINISTIC``, on a mesh).
     """
-    given = _Given(kind, rows, inner, outer, ranks, cores, ring, ordered and not ring)
-    return given.gather() if kind == "gather" else given.scatter()
+    problem = _Given(kind, rows, inner, outer, ranks, cores, ring, ordered and not ring)
+    return problem.gather() if kind == "gather" else problem.scatter()
 
 
 @dataclass
@@ -115,8 +115,8 @@ class _Given:
         front = self._gemm(self.rows, 1) * self.used / own
         behind = self.gemm >= self.wire
         bound = self.wire > 2 * self.gemm and self.inner >= 8192
-        few = not behind and self.rows < 2 * self.least and self.blocks > 2
-        if few or (bound and not self.ring):
+        few_rows = not behind and self.rows < 2 * self.least and self.blocks > 2
+        if few_rows or (bound and not self.ring):
             if self.outer > 2048 and self.rows <= 512:
                 self.align //= 2
             self.least = min(self.least, self.align)
@@ -224,19 +224,19 @@ class _Given:
         long = down + align if up or (self.ranks == 2 and behind and narrow) else down
         long = min(long, self.longest)
         count, shorts = max(1, (rows - int(short * 0.75)) // long), 1
-        left = rows - count * long - short
-        large = left >= short and 2 * short >= long
+        spare = rows - count * long - short
+        large = spare >= short and 2 * short >= long
         even = (self.inner * self.outer >= 32 * _MIB and short >= align) or not behind
         if large and even and count <= 2:
             long, large = short, False
             count = max(1, (rows - short) // long)
         if count + shorts == 2 and self.kind == "scatter":
-            rest = rows - count * long
-            if rest > 2 * short:
-                long += (rest - short) // 2 // align * align
+            remainder = rows - count * long
+            if remainder > 2 * short:
+                long += (remainder - short) // 2 // align * align
             count, shorts = self._behind(count, long)
             large = False
-        if large and long <= short + left:
+        if large and long <= short + spare:
             count, shorts = self._behind(count + 1, long)
         if count + shorts > self.most and rows % (self.most * align) == 0:
             count, long, shorts = self.most, rows // self.most, 0
@@ -259,7 +259,7 @@ class _Given:
 
     def _behind(self, count: int, long: int) -> tuple[int, int]:
         """Numbers of long and short tiles; a remainder that is too short joins the last tile."""
-        left = self.rows - count * long
-        if 0 < left < self.align / 2 and count > 1:
+        remainder = self.rows - count * long
+        if 0 < remainder < self.align / 2 and count > 1:
             return count - 1, 1
-        return count, int(left != 0)
+        return count, int(remainder != 0)

@@ -45,7 +45,7 @@ _SIZES, _LENGTHS = (2, 4, 8), (4096, 8192, 16384, 32768)
 
 def layer_picture(step: Step, shown: Mapping[str, Variant]) -> Picture:
     """A Gantt chart of one layer in each of these variants."""
-    rows = [lanes(name, step.parts(one)) for name, one in shown.items()]
+    rows = [lanes(name, step.parts(variant)) for name, variant in shown.items()]
     title = "One layer of one micro-batch, forward then backward"
     ordered = sorted(rows, key=lambda row: max(bit.end for bit in row.bits))
     answer = f"Shortest: {ordered[0].said}. Longest: {ordered[-1].said}."
@@ -56,13 +56,13 @@ def sweep_picture(points: Sequence[Point], shown: Sequence[Variant]) -> Picture:
     """Bars for one point; for several, a line per variant over sequence length or NPUs."""
     base = MEGATRON if MEGATRON in shown else REFERENCE
     against = "Megatron's order" if base is MEGATRON else base.name
-    names = {one: one.name + " (ideal bound)" * (one.role == "bound") for one in shown}
+    names = {form: form.name + " (ideal bound)" * (form.role == "bound") for form in shown}
     if len(points) == 1:
-        steps = {one: points[0].outcomes[one.name].step for one in shown}
+        steps = {form: points[0].outcomes[form.name].step for form in shown}
         of_bars = [
-            Bar(one.name, step.typical, step.low, step.high, f"{names[one]}: {step.shown(seconds)}",
-                _COLORS[one.role])
-            for one, step in steps.items()
+            Bar(form.name, step.typical, step.low, step.high,
+                f"{names[form]}: {step.shown(seconds)}", _COLORS[form.role])
+            for form, step in steps.items()
         ]  # fmt: skip
         title = "Time of a step, with the range over the machine's uncertainty"
         line = against, points[0].outcomes[base.name].step.typical
@@ -73,16 +73,16 @@ def sweep_picture(points: Sequence[Point], shown: Sequence[Variant]) -> Picture:
     }
     varying = {axis: labels for axis, labels in axes.items() if len(set(labels)) > 1}
     axis = ", ".join(varying) or "tokens of a sequence"
-    labels = [", ".join(at) for at in zip(*(varying or axes).values(), strict=True)]
+    labels = [", ".join(parts) for parts in zip(*(varying or axes).values(), strict=True)]
     of_lines = []
-    for one in shown:
+    for form in shown:
         shares = [
-            point.outcomes[one.name].step.typical / point.outcomes[base.name].step.typical
+            point.outcomes[form.name].step.typical / point.outcomes[base.name].step.typical
             for point in points
         ]
-        at = tuple(zip(labels, shares, strict=True))
-        if one is not base:
-            of_lines.append(Line(names[one], at, one.ours))
+        pairs = tuple(zip(labels, shares, strict=True))
+        if form is not base:
+            of_lines.append(Line(names[form], pairs, form.ours))
     title = f"Time of a step, {against} = 1, lower is better"
     return lines(title, axis, of_lines, line=(against, 1.0))
 
@@ -93,40 +93,40 @@ def _thousands(length: int) -> str:
 
 def gain_picture(model: ModelConfig, hardware: Hardware) -> Picture:
     """Time that forward-backward overlap saves per layer, in %, by TP and sequence length."""
-    found = []
+    gains = []
     sizes = [tp for tp in _SIZES if tp <= hardware.npus_per_node]
     for tp, length in product(sizes, _LENGTHS):
         try:
-            one = Options(micro_batch=1, micro_batches=1)
-            step = Step(hardware.machine(), training(model, Layout(tp, 1, 1, 1), length, one))
+            options = Options(micro_batch=1, micro_batches=1)
+            step = Step(hardware.machine(), training(model, Layout(tp, 1, 1, 1), length, options))
         except ConfigError:
             continue  # heads or widths that this TP does not divide
         ours, today = (step.layer_time(variant).seconds for variant in (TURNS, MEGATRON))
-        found.append((_thousands(length), f"TP {tp}", 100 * (1 - ours / today)))
+        gains.append((_thousands(length), f"TP {tp}", 100 * (1 - ours / today)))
     title = "% less time per layer than in Megatron's order, with --commfuse-fb-overlap"
-    drawn = heat(title, "tokens of a sequence", found)
-    if len(found) < 2:
-        return drawn._replace(note="This model has no layer that can be simulated by itself.")
-    least, *_, most = sorted(found, key=lambda cell: cell[2])
-    where = (f"{of[2]:.1f} % at {of[1]}, {of[0]} tokens" for of in (least, most))
+    picture = heat(title, "tokens of a sequence", gains)
+    if len(gains) < 2:
+        return picture._replace(note="This model has no layer that can be simulated by itself.")
+    least, *_, most = sorted(gains, key=lambda cell: cell[2])
+    extremes = (f"{cell[2]:.1f} % at {cell[1]}, {cell[0]} tokens" for cell in (least, most))
     why = "; 0 where the host takes longer than the device" if least[2] < 0.05 else ""
-    return drawn._replace(answer=f"From {' to '.join(where)}{why}.")
+    return picture._replace(answer=f"From {' to '.join(extremes)}{why}.")
 
 
 def _memory_picture(shown: Mapping[str, Footprint], hardware: Hardware) -> Picture:
     """Memory of the fullest NPU by purpose, and the memory that is available to tensors."""
     usable = limit(hardware) / 2**30
     rows = [
-        (f"{name}, {of.total / 2**30:.1f} GiB", {part: size / 2**30 for part, size in parts})
-        for name, of in shown.items()
-        for parts in [of._asdict().items()]
+        (f"{name}, {memory.total / 2**30:.1f} GiB", {part: size / 2**30 for part, size in parts})
+        for name, memory in shown.items()
+        for parts in [memory._asdict().items()]
     ]
-    name = max(shown, key=lambda one: shown[one].total).replace(";", ",")
-    most = max(of.total for of in shown.values()) / 2**30
+    name = max(shown, key=lambda name: shown[name].total).replace(";", ",")
+    most = max(memory.total for memory in shown.values()) / 2**30
     line = f"usable: {usable:.1f} GiB", usable
-    drawn = stacks("Memory of the fullest NPU", "GiB", rows, line)
+    picture = stacks("Memory of the fullest NPU", "GiB", rows, line)
     answer = f"The most: {name}, {most:.1f} GiB of {usable:.1f} GiB that tensors may take."
-    return drawn._replace(answer=answer)
+    return picture._replace(answer=answer)
 
 
 def plan_page(
@@ -144,13 +144,13 @@ def plan_page(
         launches: commands and options, by purpose.
     """
     bar, memory = [], {}
-    for one, row in plan_report.layouts(found, hardware):
-        times = found.steps.get(one, (one.seconds,))
+    for plan, row in plan_report.layouts(found, hardware):
+        times = found.steps.get(plan, (plan.seconds,))
         layout = f"{row[0]}: TP {row[1]}, CP {row[2]}, PP {row[3]}, DP {row[4]}"
-        tint = "purple" if one is found.bound else "orange" if one in found.rivals else "blue"
-        said = f"{layout}; {one.variant.name}, {row[7]}"
-        bar.append(Bar(said, one.seconds, min(times), max(times), said, tint))
-        memory[f"{layout}; {one.variant.name}"] = one.memory
+        tint = "purple" if plan is found.bound else "orange" if plan in found.rivals else "blue"
+        label = f"{layout}; {plan.variant.name}, {row[7]}"
+        bar.append(Bar(label, plan.seconds, min(times), max(times), label, tint))
+        memory[f"{layout}; {plan.variant.name}"] = plan.memory
     recommended, _, *why = (line.removeprefix("- ") for line in plan_report.reasons(found))
 
     def answering(drawn: Picture, begin: str) -> Picture:
@@ -160,13 +160,13 @@ def plan_page(
 
     line = "the best without CommFuse", found.other.seconds
     steps = bars("Time of a step, the best layouts", "seconds, lower is better", bar, line)
-    best, drawn = found.best, [answering(steps, "Without CommFuse")]
-    drawn.append(gain_picture(best.training.model, hardware))
+    best, pictures = found.best, [answering(steps, "Without CommFuse")]
+    pictures.append(gain_picture(best.training.model, hardware))
     if best.training.layout.tp > 1:
         step = Step(hardware.machine(), best.training)
-        every = {one.name: one for one in (REFERENCE, MEGATRON, best.variant)}
-        drawn.append(answering(layer_picture(step, every), "Plain transfers"))
-    drawn.append(_memory_picture(memory, hardware))
+        variants = {variant.name: variant for variant in (REFERENCE, MEGATRON, best.variant)}
+        pictures.append(answering(layer_picture(step, variants), "Plain transfers"))
+    pictures.append(_memory_picture(memory, hardware))
     layouts = tuple(row for _, row in plan_report.layouts(found, hardware))
     options = tuple(f"{name} `{line}`" for name, line in launches.items())
     _write(
@@ -175,7 +175,7 @@ def plan_page(
         words,
         hardware,
         [f"**{recommended}**", *why],
-        drawn,
+        pictures,
         [Table(plan_report.COLUMNS, layouts, "layouts")],
         plan_report.fitting(found, hardware),
         [Section("Launch", options)],
@@ -201,8 +201,8 @@ def sweep_page(
         what: the training at the first point.
     """
     points, compared = standing.points, standing.compared
-    memory = {name: footprint(what, one, hardware) for name, one in compared.items()}
-    drawn = [
+    memory = {name: footprint(what, variant, hardware) for name, variant in compared.items()}
+    pictures = [
         sweep_picture(points, shown)._replace(answer=said[1]),
         gain_picture(what.model, hardware),
         layer_picture(Step(hardware.machine(), what), compared),
@@ -213,7 +213,7 @@ def sweep_page(
         "Exposed is what a step takes longer than without any transfers, with what cutting GEMMs "
         "costs."
     )
-    _write(path, title, words, hardware, said[:1], drawn, tables, note, [])
+    _write(path, title, words, hardware, said[:1], pictures, tables, note, [])
 
 
 def _write(
@@ -231,7 +231,10 @@ def _write(
     sections = [
         *before,
         Section(first.title, (sources(hardware), note), first, tuple(tables)),
-        *(Section(o.title, (_GANTT,) * o.title.startswith("One layer"), o) for o in rest),
+        *(
+            Section(plot.title, (_GANTT,) * plot.title.startswith("One layer"), plot)
+            for plot in rest
+        ),
     ]
     machine = {"machine simulated": f"{hardware.name} ({hardware.path.name})"}
     write_page(path, title, said, sections, environment(words) | machine)

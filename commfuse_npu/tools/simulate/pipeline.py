@@ -68,8 +68,8 @@ def one_forward_one_backward(
     seconds = (*forward, *backward)
     done: list[list[float | None]] = [[None] * micro_batches for _ in seconds]
     clock, position = [0.0] * stages, [0] * stages
-    left = sum(map(len, orders))
-    while left:
+    remaining = sum(map(len, orders))
+    while remaining:
         for stage, order in enumerate(orders):
             start, now = position[stage], clock[stage]
             at = start
@@ -84,7 +84,7 @@ def one_forward_one_backward(
                 now += seconds[work]
                 done[work][number] = now
                 at += 1
-            left -= at - start
+            remaining -= at - start
             position[stage], clock[stage] = at, now
     return clock
 
@@ -131,8 +131,8 @@ def side_by_side(
 
     def seconds(stage: int, slot: Slot) -> float:
         ahead, back = (
-            None if one is None else one.chunk * stages + stage
-            for one in (slot.forward, slot.backward)
+            None if part is None else part.chunk * stages + stage
+            for part in (slot.forward, slot.backward)
         )
         if ahead is not None and back is not None:
             return (pairs[ahead] + pairs[back]) / 2
@@ -143,18 +143,18 @@ def side_by_side(
     def neighbours(stage: int) -> set[int]:
         near = stage - 1, stage, stage + 1
         if chunks > 1:  # the last stage sends to the first one
-            return {one % stages for one in near}
-        return {one for one in near if 0 <= one < stages}
+            return {neighbor % stages for neighbor in near}
+        return {neighbor for neighbor in near if 0 <= neighbor < stages}
 
     clock, ends = [0.0] * stages, [0.0] * stages
-    for slot in zip(*plans, strict=True):
+    for row in zip(*plans, strict=True):
         ready = [max(clock[other] for other in neighbours(stage)) for stage in range(stages)]
         clock = [
-            ready[stage] + seconds(stage, one) + (transfer if stages > 1 else 0.0)
-            for stage, one in enumerate(slot)
+            ready[stage] + seconds(stage, slot) + (transfer if stages > 1 else 0.0)
+            for stage, slot in enumerate(row)
         ]
         ends = [
-            end if one.backward is None else now
-            for end, now, one in zip(ends, clock, slot, strict=True)
+            end if slot.backward is None else now
+            for end, now, slot in zip(ends, clock, row, strict=True)
         ]
     return ends

@@ -162,15 +162,15 @@ class Rank:
         if COMPUTE in self._last:
             needs.add(self._last[COMPUTE])
         host = launches, posts, events
-        one = Operation(name, lane, 0.0, tuple(sends), tuple(receives), (), *host)
+        exchange = Operation(name, lane, 0.0, tuple(sends), tuple(receives), (), *host)
         if self.machine.batched:
-            both = self.add(one, needs)
-            return both, both
+            index = self.add(exchange, needs)
+            return index, index
         received = sent = -1
         if receives:
-            received = self.add(one._replace(engine=None, sends=()), needs)
+            received = self.add(exchange._replace(engine=None, sends=()), needs)
         if sends:
-            sent = self.add(one._replace(receives=()), needs)
+            sent = self.add(exchange._replace(receives=()), needs)
         return received, sent
 
     def _key(self, name: str) -> Key:
@@ -284,42 +284,51 @@ class Rank:
             delay = self.machine.buffered(sent)
             return Message((*key, step, source), source, target, sent, delay)
 
-        carried = (span for post in program.posts for of in accesses(post) for span in of)
+        carried = (span for post in program.posts for spans in accesses(post) for span in spans)
         self.ran[operation] = Ran(program, max(map(size, carried), default=0.0))
         received: dict[int, int] = {}
         sent: dict[int, int] = {}
         events: dict[int, int | None] = {}
-        for one in program.code:
-            if isinstance(one, Post | Collective):
-                name, lane = f"{operation} {one.transfer.piece}", f"lane {one.transfer.lane}"
-                away = [(way, end) for way, end in one.ends if not end.transfer.stays]
+        for instruction in program.code:
+            if isinstance(instruction, Post | Collective):
+                name, lane = (
+                    f"{operation} {instruction.transfer.piece}",
+                    f"lane {instruction.transfer.lane}",
+                )
+                away = [(way, end) for way, end in instruction.ends if not end.transfer.stays]
                 sends = [message(end) for way, end in away if way == "send"]
                 receives = [message(end) for way, end in away if way == "receive"]
-                if isinstance(one, Post):
-                    got, gone = self._exchange(name, lane, sends, receives, posts=1)
+                if isinstance(instruction, Post):
+                    receive, send = self._exchange(name, lane, sends, receives, posts=1)
                 else:
-                    got, gone = self._exchange(name, lane, sends, receives, (), 1, 0, EVENTS)
-                received |= {end.transfer.step: got for way, end in one.ends if way == "receive"}
-                sent |= {end.transfer.step: gone for way, end in one.ends if way == "send"}
-            elif isinstance(one, Wait):
-                self.need((received[step] for step in one.receives), aside=one.aside)
-                self.need((sent[step] for step in one.sends), aside=one.aside)
-            elif isinstance(one, Compute):
-                seconds = works[one.work](one, width)
-                self.compute(f"{operation} {one.work}", seconds)
-            elif isinstance(one, Mark):
+                    receive, send = self._exchange(name, lane, sends, receives, (), 1, 0, EVENTS)
+                received |= {
+                    end.transfer.step: receive for way, end in instruction.ends if way == "receive"
+                }
+                sent |= {end.transfer.step: send for way, end in instruction.ends if way == "send"}
+            elif isinstance(instruction, Wait):
+                self.need(
+                    (received[step] for step in instruction.receives), aside=instruction.aside
+                )
+                self.need((sent[step] for step in instruction.sends), aside=instruction.aside)
+            elif isinstance(instruction, Compute):
+                seconds = works[instruction.work](instruction, width)
+                self.compute(f"{operation} {instruction.work}", seconds)
+            elif isinstance(instruction, Mark):
                 yield
-            elif isinstance(one, Copy):
-                seconds = self.machine.memory(2 * size(one.out))
-                self.compute(f"{operation} copy", seconds, aside=one.aside)
-            elif isinstance(one, Add):
-                self._add(operation, one, size)
-            elif isinstance(one, Record):
-                events[one.event] = self._last.get(ASIDE if one.aside else COMPUTE)
-            elif isinstance(one, Hold):
-                event = events[one.event]
-                self.need([] if event is None else [event], aside=one.aside)
-                self.compute(f"{operation} hold", 0.0, launches=0, aside=one.aside, events=2)
+            elif isinstance(instruction, Copy):
+                seconds = self.machine.memory(2 * size(instruction.out))
+                self.compute(f"{operation} copy", seconds, aside=instruction.aside)
+            elif isinstance(instruction, Add):
+                self._add(operation, instruction, size)
+            elif isinstance(instruction, Record):
+                events[instruction.event] = self._last.get(ASIDE if instruction.aside else COMPUTE)
+            elif isinstance(instruction, Hold):
+                event = events[instruction.event]
+                self.need([] if event is None else [event], aside=instruction.aside)
+                self.compute(
+                    f"{operation} hold", 0.0, launches=0, aside=instruction.aside, events=2
+                )
 
     def _add(self, operation: str, one: Add, size: Callable[[Span], float]) -> None:
         additions, traffic = sum(parts for _, parts in one.terms) - 1, 3 * size(one.out)

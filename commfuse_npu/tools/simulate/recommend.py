@@ -129,21 +129,23 @@ class Recommendation:
     def runner_up(self) -> Candidate | None:
         """The best candidate of the next layout, or else the next schedule."""
         following = (*self.ranked, *self.schedules)
-        return next((one for one in following if one not in (self.best, self.other)), None)
+        return next((plan for plan in following if plan not in (self.best, self.other)), None)
 
     @property
     def fused(self) -> Candidate | None:
         """The best candidate with a CommFuse variant, if any."""
-        return next((one for one in self.ranked if one.variant.ours), None)
+        return next((plan for plan in self.ranked if plan.variant.ours), None)
 
     @cached_property
     def steps(self) -> dict[Candidate, tuple[float, ...]]:
         """Seconds on the five machines, for the candidates that are compared."""
         compared = {self.best, self.other, self.runner_up, self.fused}
         return {
-            one: tuple(Step(on, one.training).time(one.variant).seconds for on in self.machines)
-            for one in compared
-            if one is not None
+            plan: tuple(
+                Step(machine, plan.training).time(plan.variant).seconds for machine in self.machines
+            )
+            for plan in compared
+            if plan is not None
         }
 
     @cached_property
@@ -155,7 +157,7 @@ class Recommendation:
     def beats(self, candidate: Candidate) -> int:
         """Number of the five machines on which the best candidate's step is shorter."""
         pairs = zip(self.steps[self.best], self.steps[candidate], strict=True)
-        return sum(mine < theirs for mine, theirs in pairs)
+        return sum(best < other for best, other in pairs)
 
 
 def recommend(
@@ -186,45 +188,45 @@ def recommend(
     _check_npus(hardware, npus, fixed)
     sequence = sequence or model.seq_length
     refused: dict[str, list[str]] = {}
-    found: dict[Layout, list[Candidate]] = {}
-    others: list[Candidate] = []
+    by_layout: dict[Layout, list[Candidate]] = {}
+    rivals: list[Candidate] = []
 
     for layout in _layouts(model, hardware, npus, fixed, options):
         tell(f"TP {layout.tp}, CP {layout.cp}, PP {layout.pp}, DP {layout.dp}, chunks {layout.vpp}")
         choices: tuple[Recompute, ...] = ("none", "full")
         try:
             for choice in (fixed.recompute,) if fixed.recompute else choices:
-                what = training(model, layout, sequence, replace(options, recompute=choice))
-                offered = _fused(hardware, what, other_rounding)
-                rows = _played(hardware, what, _quick(hardware, what, offered), rough=True)
-                others += _played(hardware, what, _others(hardware, layout.tp))
-                known = min(map(_seconds, found.get(layout, ())), default=math.inf)
-                if rows and min(map(_seconds, rows)) < known:
-                    found[layout] = rows
+                setup = training(model, layout, sequence, replace(options, recompute=choice))
+                offered = _fused(hardware, setup, other_rounding)
+                plans = _played(hardware, setup, _quick(hardware, setup, offered), rough=True)
+                rivals += _played(hardware, setup, _others(hardware, layout.tp))
+                shortest = min(map(_seconds, by_layout.get(layout, ())), default=math.inf)
+                if plans and min(map(_seconds, plans)) < shortest:
+                    by_layout[layout] = plans
                 # Recomputation makes room for more lanes; without that need it is never faster.
-                if rows and _lanes(rows[0].variant) == max(map(_lanes, offered)):
+                if plans and _lanes(plans[0].variant) == max(map(_lanes, offered)):
                     break
         except (ConfigError, PlacementError) as error:
-            why = str(error).splitlines()[0].split(";")[0]
+            reason = str(error).splitlines()[0].split(";")[0]
         else:
-            why = "" if layout in found else "more memory than an NPU has"
-        if why and layout.vpp == 1:
+            reason = "" if layout in by_layout else "more memory than an NPU has"
+        if reason and layout.vpp == 1:
             # Reasons that differ only in their numbers count as one.
-            kind = " ".join(word for word in why.split() if not any(c.isdigit() for c in word))
-            refused.setdefault(kind, []).append(why)
+            kind = " ".join(word for word in reason.split() if not any(c.isdigit() for c in word))
+            refused.setdefault(kind, []).append(reason)
     counts = {
-        whys[0] + ", and the like" * (len(whys) > 1 and whys[0] != kind): len(whys)
-        for kind, whys in sorted(refused.items(), key=lambda item: -len(item[1]))
+        reasons[0] + ", and the like" * (len(reasons) > 1 and reasons[0] != kind): len(reasons)
+        for kind, reasons in sorted(refused.items(), key=lambda item: -len(item[1]))
     }
-    if not found:
-        said = "; ".join(f"{count} x {why}" for why, count in counts.items())
+    if not by_layout:
+        summary = "; ".join(f"{count} x {reason}" for reason, count in counts.items())
         raise NoLayoutError(
             f"no layout of {npus} NPUs fits {sequence} tokens and a global batch of "
-            f"{model.global_batch_size}: {said}; take another --npus, a shorter "
+            f"{model.global_batch_size}: {summary}; take another --npus, a shorter "
             "--sequence-length, another --micro-batch, or leave sizes open"
         )
 
-    ordered = sorted(found, key=lambda layout: min(map(_seconds, found[layout])))
+    ordered = sorted(by_layout, key=lambda layout: min(map(_seconds, by_layout[layout])))
     # Among layouts that differ only in their chunks, keep the best.
     best_of: dict[Layout, Layout] = {}
     for layout in ordered:
@@ -232,19 +234,19 @@ def recommend(
     finalists = list(best_of.values())[:_RANKED]
     for place, layout in enumerate(finalists, 1):
         tell(f"the best layouts in full: {place} of {_RANKED}")
-        what = found[layout][0].training
-        every = _played(hardware, what, _fused(hardware, what, other_rounding), rough=True)
-        best = [one.variant for one in sorted(every, key=_seconds)[:_FINALISTS]]
-        found[layout] = _played(hardware, what, best)
-    ranked = sorted((min(found[layout], key=_seconds) for layout in finalists), key=_seconds)
+        setup = by_layout[layout][0].training
+        trials = _played(hardware, setup, _fused(hardware, setup, other_rounding), rough=True)
+        best = [trial.variant for trial in sorted(trials, key=_seconds)[:_FINALISTS]]
+        by_layout[layout] = _played(hardware, setup, best)
+    ranked = sorted((min(by_layout[layout], key=_seconds) for layout in finalists), key=_seconds)
     by_form: dict[str, Candidate] = {}
-    for one in sorted(others, key=_seconds):
-        by_form.setdefault(one.variant.kind, one)
+    for rival in sorted(rivals, key=_seconds):
+        by_form.setdefault(rival.variant.kind, rival)
     bound = by_form.pop(IDEAL.kind, None)
     return Recommendation(
         len(best_of),
         tuple(ranked),
-        tuple(sorted(found[ranked[0].training.layout], key=_seconds)),
+        tuple(sorted(by_layout[ranked[0].training.layout], key=_seconds)),
         tuple(by_form.values()),
         bound,
         counts,
@@ -255,7 +257,7 @@ def recommend(
 def _check_npus(hardware: Hardware, npus: int, fixed: Fixed) -> None:
     host = hardware.npus_per_host
     if not 1 <= npus <= hardware.npus:
-        larger = [one for one in config_names("hardware") if _holds(one, npus)]
+        larger = [name for name in config_names("hardware") if _holds(name, npus)]
         raise ValueError(
             f"--npus {npus}: {hardware.path} describes {hardware.nodes} nodes of "
             f"{hardware.npus_per_node}; choose from 1 to {hardware.npus}"
@@ -268,13 +270,13 @@ def _check_npus(hardware: Hardware, npus: int, fixed: Fixed) -> None:
             f"{below + host}"
         )
     sizes = ("tp", "cp", "pp")
-    given = {f"--{name}": size for name in sizes if (size := getattr(fixed, name))}
-    product = math.prod(given.values())
+    sizes_given = {f"--{name}": size for name in sizes if (size := getattr(fixed, name))}
+    product = math.prod(sizes_given.values())
     if npus % product:
-        said = " times ".join(f"{option} {size}" for option, size in given.items())
+        factors = " times ".join(f"{option} {size}" for option, size in sizes_given.items())
         raise ValueError(
-            f"--npus {npus} is not divisible by {said} = {product}; choose others, or leave them "
-            "open"
+            f"--npus {npus} is not divisible by {factors} = {product}; choose others, or leave "
+            "them open"
         )
 
 
@@ -300,14 +302,14 @@ def _layouts(
     for tp in tps:
         for cp in cps:
             for pp in pps:
-                dp, left = divmod(npus, tp * cp * pp)
-                if left:
+                dp, remainder = divmod(npus, tp * cp * pp)
+                if remainder:
                     continue
                 yield Layout(tp, cp, dp, pp)
-                given = model.global_batch_size // (
+                default = model.global_batch_size // (
                     (options.micro_batch or model.micro_batch_size) * dp
                 )
-                batches = options.micro_batches or given
+                batches = options.micro_batches or default
                 even = pp != stages or model.num_layer_list is None
                 for vpp in _INTERLEAVED if even and pp > 1 else ():
                     if model.num_layers % (pp * vpp) == 0 and interleaves(pp, vpp, batches):
@@ -331,21 +333,21 @@ def _fused(hardware: Hardware, what: Training, other_rounding: bool) -> list[Var
         shapes = [*together(base, group.size), base]
     wgrads: tuple[Wgrad, ...] = ("whole", "blocks") if other_rounding else ("whole",)
     ours = partial(fused, collectives_from=covering_outputs(hardware.machine(), layout.tp))
-    found = [
+    choices = [
         ours(replace(shape, chunks=chunks, taper=taper), wgrad=wgrad)
         for shape in shapes
         for chunks, taper in (*((chunks, 1.0) for chunks in _CHUNKS), (4, 2.0))
         for wgrad in wgrads
     ]
     if layout.cp == 1 and layout.tp > 1:  # else attention has transfers of its own
-        found += [
+        choices += [
             ours(replace(base, chunks=chunks), attention=True, wgrad=wgrad)
             for chunks in (1, 2, 4)
             for wgrad in wgrads
         ]
     if layout.tp > 1 and what.micro_batches > 1:
-        found.append(TURNS)
-    return found
+        choices.append(TURNS)
+    return choices
 
 
 def _lanes(variant: Variant) -> int:
@@ -354,25 +356,25 @@ def _lanes(variant: Variant) -> int:
 
 def _quick(hardware: Hardware, what: Training, offered: Sequence[Variant]) -> list[Variant]:
     """The few variants to try for every layout: simple ones, with the most lanes that fit."""
-    found: dict[Hashable, Variant] = {}
+    picks: dict[Hashable, Variant] = {}
     for variant in offered:
         schedule = variant.schedule
         if schedule is None:
-            found[variant] = variant
+            picks[variant] = variant
             continue
         simple = schedule.taper == 1 and schedule.chunks <= 4 and not variant.attention
         if simple and footprint(what, variant, hardware).total <= limit(hardware):
             # The offered variants are sorted by lanes: later ones replace those with fewer.
-            found[schedule.chunks, variant.wgrad] = variant
-    return list(found.values())
+            picks[schedule.chunks, variant.wgrad] = variant
+    return list(picks.values())
 
 
 def _others(hardware: Hardware, tp: int) -> list[Variant]:
     """The variants without CommFuse that can be launched, and the bound of ideal kernels."""
     if tp == 1:
         return [REFERENCE]
-    found = variants(tp, Group(hardware.machine(), tp).members_per_node, 1)
-    return [one for one in found if one.role in ("today", "rival") or one == IDEAL]
+    choices = variants(tp, Group(hardware.machine(), tp).members_per_node, 1)
+    return [form for form in choices if form.role in ("today", "rival") or form == IDEAL]
 
 
 def _played(

@@ -29,14 +29,14 @@ def report(found: Recommendation, model: ModelConfig, path: Path, hardware: Hard
     Args:
         path: file of the model's description.
     """
-    what = found.best.training
+    training = found.best.training
     lines = [
         "",
         "Options of pretrain_gpt.py:",
         "",
         f"    {' '.join(options(model, found.best))}",
         "",
-        f"{path.stem}, {what.model.seq_length} tokens, {what.layout.npus} NPUs of "
+        f"{path.stem}, {training.model.seq_length} tokens, {training.layout.npus} NPUs of "
         f"{hardware.name}. Simulated, not measured: {hardware.assumed} of {hardware.path.name} are "
         "assumed.",
         "",
@@ -67,9 +67,9 @@ def as_json(found: Recommendation, model: ModelConfig) -> dict[str, Any]:
     return {
         "simulated": True,
         "recommended": plain(found.best),
-        "layouts": [plain(one) for one in found.ranked],
-        "schedules": [plain(one) for one in found.schedules],
-        "without_commfuse": [plain(one) for one in found.rivals],
+        "layouts": [plain(plan) for plan in found.ranked],
+        "schedules": [plain(plan) for plan in found.schedules],
+        "without_commfuse": [plain(plan) for plan in found.rivals],
         "bound": found.bound and plain(found.bound) | {"options": None},
         "communication_per_computation": found.ratio._asdict(),
         "refused": found.refused,
@@ -82,26 +82,26 @@ def layouts(
     """Each candidate, and its row of cells under :data:`COLUMNS`."""
     peak = hardware.typical("npu.cube_flops")
     places = [
-        *((str(place), one) for place, one in enumerate(found.ranked, 1)),
-        *(("without CommFuse", one) for one in found.rivals),
-        *(("bound, cannot be launched", one) for one in [found.bound] if one is not None),
+        *((str(place), plan) for place, plan in enumerate(found.ranked, 1)),
+        *(("without CommFuse", plan) for plan in found.rivals),
+        *(("bound, cannot be launched", plan) for plan in [found.bound] if plan is not None),
     ]
-    for place, one in places:
-        what, (tp, cp, dp, _, _) = one.training, one.training.layout
-        mark = "**" if one is found.best else ""
+    for place, plan in places:
+        training, (tp, cp, dp, _, _) = plan.training, plan.training.layout
+        mark = "**" if plan is found.best else ""
         cells = (
-            *(place, str(tp), str(cp), _pipeline(one), str(dp), what.recompute),
-            *(f"{mark}{one.variant.name}{mark}", seconds(one.seconds)),
-            f"{what.tokens_per_second(one.seconds):.0f}",
-            f"{what.utilization(one.seconds, peak):.1%}",
-            f"{one.memory.total / 2**30:.1f} GiB",
+            *(place, str(tp), str(cp), _pipeline(plan), str(dp), training.recompute),
+            *(f"{mark}{plan.variant.name}{mark}", seconds(plan.seconds)),
+            f"{training.tokens_per_second(plan.seconds):.0f}",
+            f"{training.utilization(plan.seconds, peak):.1%}",
+            f"{plan.memory.total / 2**30:.1f} GiB",
         )
-        yield one, cells
+        yield plan, cells
 
 
 def fitting(found: Recommendation, hardware: Hardware) -> str:
     """Number of layouts that fit, and why others do not."""
-    refused = "; ".join(f"{count} x {why}" for why, count in found.refused.items())
+    refused = "; ".join(f"{count} x {reason}" for reason, count in found.refused.items())
     return (
         f"{found.fitting} layouts fit {limit(hardware) / 2**30:.1f} GiB ({USABLE:.0%} of an NPU)"
         + (f"; not: {refused}." if refused else ".")
@@ -121,10 +121,12 @@ def reasons(found: Recommendation) -> Iterator[str]:
 
     yield f"Recommended: {_name(best)}, {seconds(best.seconds)} a step."
     yield ""
-    first, *others = found.schedules
-    if others:
-        following = (f"{o.variant.name} {o.seconds / first.seconds - 1:+.1%}" for o in others[:3])
-        names = f"{first.variant.name}, then {', '.join(following)}"
+    first, *slower = found.schedules
+    if slower:
+        later = (
+            f"{plan.variant.name} {plan.seconds / first.seconds - 1:+.1%}" for plan in slower[:3]
+        )
+        names = f"{first.variant.name}, then {', '.join(later)}"
         yield f"- Schedules of the first layout: {names}."
     if found.runner_up is not None:
         yield f"- Runner-up: {against(found.runner_up)}"

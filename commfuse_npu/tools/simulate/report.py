@@ -43,24 +43,26 @@ class Standing:
         scores: dict[Variant, float] = {}
         for point in self.points:
             plain = point.outcomes[REFERENCE.name].step.typical
-            for one in point.outcomes.values():
-                if one.variant.role in roles and not (alike and one.variant.other_rounding):
-                    share = one.step.typical / plain
-                    scores[one.variant] = scores.get(one.variant, 0.0) + share
+            for outcome in point.outcomes.values():
+                if outcome.variant.role in roles and not (alike and outcome.variant.other_rounding):
+                    share = outcome.step.typical / plain
+                    scores[outcome.variant] = scores.get(outcome.variant, 0.0) + share
         return min(scores, key=scores.__getitem__, default=None)
 
     @property
     def compared(self) -> dict[str, Variant]:
         """Plain collectives, Megatron's order, and CommFuse's best, by name."""
         ours = self.best("ours", alike=True), self.best("ours")
-        return {one.name: one for one in (REFERENCE, self.best("today"), *ours) if one is not None}
+        return {
+            form.name: form for form in (REFERENCE, self.best("today"), *ours) if form is not None
+        }
 
     def shown(self, everything: bool) -> list[Variant]:
         """The variants that matter most, or all; bounds come last."""
         wanted = {*self.compared.values(), self.best("rival"), self.best("bound")}
-        every = [one.variant for one in self.points[0].outcomes.values()]
-        kept = [one for one in every if everything or one in wanted]
-        return sorted(kept, key=lambda one: one.role == "bound")
+        variants = [outcome.variant for outcome in self.points[0].outcomes.values()]
+        selected = [variant for variant in variants if everything or variant in wanted]
+        return sorted(selected, key=lambda variant: variant.role == "bound")
 
     def verdict(self, options: Callable[[Variant], str]) -> list[str]:
         """Two lines: the best CommFuse variant with its options, and its comparison with others.
@@ -85,7 +87,7 @@ class Standing:
                 f"{first.name}, {self._steps(first)}.",
                 f"Nothing to compare.{bounded}",
             ]
-        alike = self.best("ours", alike=True) if ours.other_rounding else None
+        exact = self.best("ours", alike=True) if ours.other_rounding else None
 
         def launched(variant: Variant) -> str:
             layer = ""
@@ -97,35 +99,35 @@ class Standing:
             )
 
         def against(other: Variant, name: str) -> str:
-            said = self._change(ours, other)
-            if alike:
-                said += f" ({self._change(alike, other)} with Megatron's bits)"
-            return f"{said} than {name}, {self._steps(other)}"
+            text = self._change(ours, other)
+            if exact:
+                text += f" ({self._change(exact, other)} with Megatron's bits)"
+            return f"{text} than {name}, {self._steps(other)}"
 
         first_line = f"Best of ours: {launched(ours)}"
         if ours.other_rounding:
             first_line += f"; {ours.other_rounding} (other rounding)."
-        if alike:
-            first_line += f" With Megatron's bits: {launched(alike)}"
+        if exact:
+            first_line += f" With Megatron's bits: {launched(exact)}"
         today, best = self.best("today"), self.best("today", "rival")
-        said = []
+        comparisons = []
         if today is not None and today != best:
-            said.append(against(today, "Megatron's order"))
+            comparisons.append(against(today, "Megatron's order"))
         if best is not None:
             name = f"{best.name}, the best rival that exists"
             if best == today:
                 name = "Megatron's order, which is the best rival that exists"
-            said.append(against(best, name))
-        compared = "; ".join(said) or against(REFERENCE, "plain collectives")
+            comparisons.append(against(best, name))
+        compared = "; ".join(comparisons) or against(REFERENCE, "plain collectives")
         return [first_line, f"{compared[0].upper()}{compared[1:]}.{bounded}"]
 
     def _change(self, ours: Variant, other: Variant) -> str:
         """``8.7 % shorter``; for several points, from the worst to the best."""
         steps = [
-            tuple(point.outcomes[one.name].step.typical for one in (ours, other))
+            tuple(point.outcomes[form.name].step.typical for form in (ours, other))
             for point in self.points
         ]
-        shares = [mine / theirs - 1 for mine, theirs in steps]
+        shares = [own / rival - 1 for own, rival in steps]
         worst, best = (
             f"{percent(abs(share))} {'longer' if share > 0 else 'shorter'}"
             for share in (max(shares), min(shares))
@@ -134,30 +136,30 @@ class Standing:
 
     def _steps(self, variant: Variant) -> str:
         """``22.13 s (15.34 s .. 36.17 s)``; for several points ``11.02 s to 22.13 s``."""
-        found = [point.outcomes[variant.name].step for point in self.points]
-        if len(found) == 1:
-            return found[0].shown(seconds)
-        typical = [one.typical for one in found]
+        steps = [point.outcomes[variant.name].step for point in self.points]
+        if len(steps) == 1:
+            return steps[0].shown(seconds)
+        typical = [step.typical for step in steps]
         return f"{seconds(min(typical))} to {seconds(max(typical))}"
 
 
 def cells(point: Point, shown: Sequence[Variant]) -> list[tuple[str, ...]]:
     """A row per variant, under :data:`COLUMNS`; the shortest one that is not a bound is bold."""
-    real = [point.outcomes[one.name] for one in shown if one.role != "bound"]
-    best = min(real, key=lambda one: one.step.typical).variant
+    real = [point.outcomes[variant.name] for variant in shown if variant.role != "bound"]
+    best = min(real, key=lambda outcome: outcome.step.typical).variant
     rows: list[tuple[str, ...]] = []
     for variant in shown:
-        one = point.outcomes[variant.name]
+        outcome = point.outcomes[variant.name]
         name = f"**{variant.name}**" if variant == best else variant.name
         rows.append(
             (
                 name + " (ideal bound)" * (variant.role == "bound"),
-                one.step.shown(seconds),
-                one.shorter.shown(percent),
-                one.exposed.shown(seconds),
-                one.mfu.shown(percent),
-                one.tokens.shown("{:.0f}".format),
-                f"{one.memory / 2**30:.1f} GiB",
+                outcome.step.shown(seconds),
+                outcome.shorter.shown(percent),
+                outcome.exposed.shown(seconds),
+                outcome.mfu.shown(percent),
+                outcome.tokens.shown("{:.0f}".format),
+                f"{outcome.memory / 2**30:.1f} GiB",
             )
         )
     return rows
@@ -175,7 +177,7 @@ def table(point: Point, shown: Sequence[Variant]) -> str:
     """A Markdown table of these variants at one point."""
     lines = [f"## {headline(point)}", "", table_row(COLUMNS), "|---" * len(COLUMNS) + "|"]
     lines += map(table_row, cells(point, shown))
-    left = len(point.outcomes) - len(shown)
-    if left:
-        lines += ["", f"{left} more variants were simulated; --all shows them."]
+    hidden = len(point.outcomes) - len(shown)
+    if hidden:
+        lines += ["", f"{hidden} more variants were simulated; --all shows them."]
     return "\n".join(lines)

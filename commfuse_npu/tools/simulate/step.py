@@ -109,8 +109,8 @@ def _play(
     elif part.startswith("head"):
         build = partial(getattr(llama, part), shape=shape)
     else:
-        mine = attended and attended[part == "backward"]
-        build = partial(getattr(llama, part), shape=shape, attention=mine)
+        attention = attended and attended[part == "backward"]
+        build = partial(getattr(llama, part), shape=shape, attention=attention)
     steady = part not in ("head_forward", "head_backward")
     one_rank = rough and not (steady and variant.attention)
     group = Group(machine, shape.ranks)
@@ -184,9 +184,9 @@ class Step:
                 for place in training.places
             ]
 
-        forwards = chunks(lambda one: one.forward)
+        forwards = chunks(lambda time: time.forward)
         again = [training.again_share(place) * f for place, f in enumerate(forwards)]
-        backwards = [b + a for b, a in zip(chunks(lambda one: one.backward), again, strict=True)]
+        backwards = [b + a for b, a in zip(chunks(lambda time: time.backward), again, strict=True)]
         head = _head(self.machine, training.shape, variant, self.rough)
         forwards[-1] += head[0]
         backwards[-1] += head[1]
@@ -199,9 +199,9 @@ class Step:
         if main.pair is None:
             ends = one_forward_one_backward(forwards, backwards, *play)
         else:
-            pairs = chunks(lambda one: one.seconds)
+            pairs = chunks(lambda time: time.seconds)
             # The part of a stage that occurs once, besides its layers.
-            pairs = [one + (main.pair[1] if one else 0.0) for one in pairs]
+            pairs = [pair + (main.pair[1] if pair else 0.0) for pair in pairs]
             pairs[-1] += sum(head)
             pairs[0] += 2 * embedding
             ends = side_by_side(forwards, backwards, pairs, *play)
@@ -214,11 +214,11 @@ class Step:
             late = max(e + tail for e, (tail, _) in zip(ends, tails, strict=True)) - end
             late += tails[0][1]
             end += late
-        found = StepTime(end + self._optimizer, f + b, late)
+        total = StepTime(end + self._optimizer, f + b, late)
         if main.pair is None:
-            return found
+            return total
         # A launch times a step each way, and keeps the faster one.
-        return min(found, self.time(MEGATRON, free=free), key=lambda one: one.seconds)
+        return min(total, self.time(MEGATRON, free=free), key=lambda time: time.seconds)
 
     def layer_time(self, variant: Variant, kind: Kind = "dense") -> LayerTime:
         """A layer of one micro-batch, forward and backward, in the middle of a stage."""
@@ -230,12 +230,12 @@ class Step:
         )
         # The host does not wait between forward and backward, so their totals are compared.
         runs = 2 if self.training.again else 1
-        hosts = [one.host(self.machine) for one in (forward, backward)]
+        hosts = [cost.host(self.machine) for cost in (forward, backward)]
         seconds = [forward.device, backward.device]
         if runs * hosts[0] + hosts[1] > runs * seconds[0] + seconds[1]:
             seconds = hosts
         waiting = sum(seconds) - forward.busy - backward.busy
-        waiting += sum(one.waiting for one in attended or ())
+        waiting += sum(part.waiting for part in attended or ())
         return LayerTime(seconds[0], seconds[1], waiting)
 
     def _of_layer(
@@ -256,7 +256,7 @@ class Step:
     def _turning(self, variant: Variant, kind: Kind, attended: Attention) -> LayerTime:
         """Megatron's order for single layers; a pair from the difference of four and two layers."""
         alone, share = self.layer_time(MEGATRON, kind), self.training.again_share(0)
-        layer = rest = busy = 0.0
+        layer = extra = busy = 0.0
         for again, part in ((False, 1 - share), (True, share)):
             if not part:
                 continue
@@ -264,11 +264,11 @@ class Step:
             more = four.beyond(two)
             seconds = max(more.device, more.host(self.machine)) / 2
             layer, busy = layer + part * seconds, busy + part * more.busy / 2
-            rest += part * max(0.0, two.device - 2 * seconds)
+            extra += part * max(0.0, two.device - 2 * seconds)
         whole = alone.alone + share * alone.forward
         if layer >= whole:  # a launch would switch the overlap off
             return alone._replace(pair=(whole, 0.0))
-        return LayerTime(alone.forward, alone.backward, layer - busy, pair=(layer, rest))
+        return LayerTime(alone.forward, alone.backward, layer - busy, pair=(layer, extra))
 
     # ------------------------------------------------------------------- parts
 

@@ -151,18 +151,18 @@ def training(model: ModelConfig, layout: Layout, sequence: int, options: Options
     )
     fitted.validate()
     fuses = options.ulysses == "fused"
-    found = Training(fitted, options.recompute, fuses, layout.vpp)
-    if layout.vpp > 1 and (layout.pp == 1 or any(count % layout.vpp for count in found.layers)):
+    setup = Training(fitted, options.recompute, fuses, layout.vpp)
+    if layout.vpp > 1 and (layout.pp == 1 or any(count % layout.vpp for count in setup.layers)):
         raise ConfigError(
             f"{layout.vpp} chunks do not divide the layers of {layout.pp} pipeline stages, "
-            f"{', '.join(map(str, sorted(set(found.layers))))}; choose another number of chunks"
+            f"{', '.join(map(str, sorted(set(setup.layers))))}; choose another number of chunks"
         )
-    if not interleaves(layout.pp, layout.vpp, found.micro_batches):
+    if not interleaves(layout.pp, layout.vpp, setup.micro_batches):
         raise ConfigError(
-            f"{found.micro_batches} micro-batches are not divisible by {layout.pp} pipeline "
+            f"{setup.micro_batches} micro-batches are not divisible by {layout.pp} pipeline "
             "stages, as the interleaved schedule wants; choose another global batch or 1 chunk"
         )
-    return found
+    return setup
 
 
 def fused_group(hardware: Hardware, layout: Layout, fuse_ulysses: bool) -> Group:
@@ -185,8 +185,8 @@ def of_hardware(hardware: Hardware, layout: Layout, options: Options) -> list[Va
     size = group.size
     wanted = max(1, min(options.lanes or group.direct.lanes_for(size), size - 1))
     least = covering_outputs(hardware.machine(), layout.tp)
-    found = variants(size, group.members_per_node, wanted, options.chunks, least)
-    names, chosen = [variant.name for variant in found], {REFERENCE.name}
+    choices = variants(size, group.members_per_node, wanted, options.chunks, least)
+    names, chosen = [variant.name for variant in choices], {REFERENCE.name}
     for pattern in options.patterns:
         matching = fnmatch.filter(names, pattern)
         if not matching:
@@ -195,7 +195,7 @@ def of_hardware(hardware: Hardware, layout: Layout, options: Options) -> list[Va
                 f"{did_you_mean(pattern, names)}"
             )
         chosen.update(matching)
-    return [variant for variant in found if variant.name in chosen]
+    return [variant for variant in choices if variant.name in chosen]
 
 
 def sweep(
@@ -219,8 +219,8 @@ def sweep(
                 f"{hardware.nodes} nodes of {hardware.npus_per_node}; choose smaller sizes, or "
                 "another --hardware"
             )
-    asked = [training(model, layout, length, options) for layout in layouts for length in sequences]
-    return (_point(what, hardware, options) for what in asked)
+    cases = [training(model, layout, length, options) for layout in layouts for length in sequences]
+    return (_point(case, hardware, options) for case in cases)
 
 
 def _point(what: Training, hardware: Hardware, options: Options) -> Point:
@@ -231,24 +231,24 @@ def _point(what: Training, hardware: Hardware, options: Options) -> Point:
     plain = [step.time(REFERENCE) for step in steps]
 
     def outcome(variant: Variant) -> Outcome:
-        took = []
+        times = []
         for (compute, links), step in zip(corners, steps, strict=True):
             tell(f"{npus} NPUs, {what.model.seq_length} tokens, {compute} work, {links} links: "
                  f"{variant.name}")  # fmt: skip
-            took.append(step.time(variant))
-        seconds = [one.seconds for one in took]
+            times.append(step.time(variant))
+        seconds = [time.seconds for time in times]
         peaks = [step.machine.cube_flops for step in steps]
         return Outcome(
             variant,
             step=Range.of(seconds),
             shorter=Range.of([1 - s / p.seconds for s, p in zip(seconds, plain, strict=True)]),
-            layer=Range.of([one.layer for one in took]),
-            exposed=Range.of([s - one.seconds for s, one in zip(seconds, ideal, strict=True)]),
-            mfu=Range.of([what.utilization(*of) for of in zip(seconds, peaks, strict=True)]),
-            tokens=Range.of([what.tokens_per_second(one) for one in seconds]),
+            layer=Range.of([time.layer for time in times]),
+            exposed=Range.of([s - free.seconds for s, free in zip(seconds, ideal, strict=True)]),
+            mfu=Range.of([what.utilization(*pair) for pair in zip(seconds, peaks, strict=True)]),
+            tokens=Range.of([what.tokens_per_second(s) for s in seconds]),
             memory=footprint(what, variant, hardware).total,
         )
 
-    ratio = Range.of([p.layer / one.layer - 1 for p, one in zip(plain, ideal, strict=True)])
-    found = {one.name: outcome(one) for one in of_hardware(hardware, what.layout, options)}
-    return Point(what.model.seq_length, npus, what.micro_batches, ratio, found)
+    ratio = Range.of([p.layer / free.layer - 1 for p, free in zip(plain, ideal, strict=True)])
+    outcomes = {form.name: outcome(form) for form in of_hardware(hardware, what.layout, options)}
+    return Point(what.model.seq_length, npus, what.micro_batches, ratio, outcomes)

@@ -94,9 +94,9 @@ class Training:
     def places(self) -> tuple[Mapping[Kind, float], ...]:
         """Number of layers of each kind in every chunk, in model order."""
         if not self.kinds:
-            alike: list[Mapping[Kind, float]]
-            alike = [{"dense": count / self.layout.vpp} for count in self.layers]
-            return (*alike,) * self.layout.vpp
+            stages: list[Mapping[Kind, float]]
+            stages = [{"dense": count / self.layout.vpp} for count in self.layers]
+            return (*stages,) * self.layout.vpp
         places: list[Mapping[Kind, float]] = []
         start = 0
         for count in [count // self.layout.vpp for count in self.layers] * self.layout.vpp:
@@ -106,11 +106,11 @@ class Training:
 
     def of_stage(self, stage: int) -> Mapping[Kind, float]:
         """Number of layers of each kind in a pipeline stage."""
-        found: dict[Kind, float] = {}
+        counts: dict[Kind, float] = {}
         for place in self.places[stage :: self.layout.pp]:
             for kind, count in place.items():
-                found[kind] = found.get(kind, 0) + count
-        return found
+                counts[kind] = counts.get(kind, 0) + count
+        return counts
 
     def again_share(self, place: int) -> float:
         """Share of a chunk's layers whose forward is run again in the backward."""

@@ -53,7 +53,7 @@ def pair(
         llama.backward(backward, shape, back)
     operations = forward.finish(), backward.finish()
     pieces = [_pieces(of_side, rank) for of_side in operations]
-    order = best_order(([one.place for one in pieces[0]], [one.place for one in pieces[1]]))
+    order = best_order(([piece.place for piece in pieces[0]], [piece.place for piece in pieces[1]]))
     placed: tuple[dict[int, int], dict[int, int]] = {}, {}
     at, side = [0, 0], 0
     while at[0] < len(pieces[0]) or at[1] < len(pieces[1]):
@@ -62,8 +62,8 @@ def pair(
             side = 1 - side
             continue
         for index in pieces[side][number].operations:
-            one = operations[side][index]
-            placed[side][index] = rank.add(one, (placed[side][which] for which in one.after))
+            launch = operations[side][index]
+            placed[side][index] = rank.add(launch, (placed[side][need] for need in launch.after))
         at[side] += 1
         if order[side][number]:
             side = 1 - side
@@ -72,39 +72,39 @@ def pair(
 
 def _pieces(operations: Sequence[Operation], rank: Rank) -> list[_Piece]:
     """Split at transfers: after one starts, and before work that waits for an earlier one."""
-    found: list[_Piece] = []
+    pieces: list[_Piece] = []
     collective = rank.machine.collective
     start, work, under_way = 0, 0.0, list[range]()
 
     def cut(stop: int, transfer: float, waits: int | None, by_default: bool) -> None:
         nonlocal start, work
-        found.append(_Piece(range(start, stop), Place(work, transfer, waits, by_default)))
+        pieces.append(_Piece(range(start, stop), Place(work, transfer, waits, by_default)))
         start, work = stop, 0.0
 
     for transfer, run in groupby(enumerate(operations), _transfer):
         numbers = [number for number, _ in run]
         begun = range(numbers[0], numbers[-1] + 1)
         if not isinstance(transfer, str):
-            one = operations[begun.start]
-            for waited in [other for other in under_way if set(other) & set(one.after)]:
+            launch = operations[begun.start]
+            for waited in [other for other in under_way if set(other) & set(launch.after)]:
                 scatters = "scatter" in operations[waited[0]].name
                 cut(begun.start, 0.0, under_way.index(waited), scatters)
                 under_way.remove(waited)
-            work += one.seconds
+            work += launch.seconds
             continue
         sends = [message for at in begun for message in operations[at].sends]
-        follows = (one for one in operations[begun.stop :] if one.engine == COMPUTE)
-        blocking = bool(set(begun) & {at for one in islice(follows, 1) for at in one.after})
-        seconds = max(one.delay + collective(one.size, rank.size) for one in sends)
+        follows = (launch for launch in operations[begun.stop :] if launch.engine == COMPUTE)
+        blocking = bool(set(begun) & {at for launch in islice(follows, 1) for at in launch.after})
+        seconds = max(message.delay + collective(message.size, rank.size) for message in sends)
         cut(begun.stop, seconds, len(under_way) if blocking else None, blocking)
         if not blocking:
             under_way.append(begun)
     cut(len(operations), 0.0, None, False)
-    return found
+    return pieces
 
 
 def _transfer(numbered: tuple[int, Operation]) -> str | int:
     """The name of a transfer, which gloo splits into a receive and a send; for work its index, so
     that each piece of work is its own group."""
-    number, one = numbered
-    return number if one.engine == COMPUTE else one.name
+    number, launch = numbered
+    return number if launch.engine == COMPUTE else launch.name

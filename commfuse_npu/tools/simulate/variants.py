@@ -121,9 +121,9 @@ class Variant:
     @property
     def other_rounding(self) -> str:
         """What is summed differently from Megatron; empty if the bits equal Megatron's."""
-        found = ["weight gradients are summed block by block"] if self.wgrad != "whole" else []
-        found += ["partial sums are rounded once"] if self.sums == "once" else []
-        return ", ".join(found)
+        notes = ["weight gradients are summed block by block"] if self.wgrad != "whole" else []
+        notes += ["partial sums are rounded once"] if self.sums == "once" else []
+        return ", ".join(notes)
 
 
 COMPUTE_ONLY = Variant("compute", "compute")
@@ -167,9 +167,9 @@ def fused(
         tuned: numbers of chunks, in batches or collectives, from which each operation takes the
             fastest.
     """
-    ways = tuple(replace(schedule, chunks=one) for one in tuned)
+    ways = tuple(replace(schedule, chunks=count) for count in tuned)
     if (schedule.lanes or 1) > 1 and schedule.shape == "shifted":
-        ways += tuple(replace(one, shape="collective", lanes=1) for one in ways)
+        ways += tuple(replace(way, shape="collective", lanes=1) for way in ways)
     how = "collective" if schedule.shape == "collective" else f"l{schedule.lanes}"
     name = f"commfuse-{'tuned' if tuned else f'c{schedule.chunks}'}-{how}"
     name += f"-t{schedule.taper:g}" * (schedule.taper != 1) + "-attention" * attention
@@ -194,7 +194,7 @@ def variants(
     base = replace(direct(size, members_per_node), lanes=lanes)
     most = replace(base, chunks=chunks[-1])
     ours = partial(fused, collectives_from=collectives_from)
-    found = [
+    choices = [
         REFERENCE,
         MEGATRON,
         *COC,
@@ -204,7 +204,7 @@ def variants(
         IDEAL,
         ours(replace(base, lanes=min(2, max(1, size - 1)))),
         *(ours(replace(base, chunks=k)) for k in chunks),
-        *(ours(replace(one, chunks=k)) for one in together(base, size) for k in chunks),
+        *(ours(replace(schedule, chunks=k)) for schedule in together(base, size) for k in chunks),
         fused(base, tuned=chunks),
         fused(base, tuned=chunks, wgrad="blocks", sums="once"),
         ours(replace(base, chunks=6, taper=1.5)),
@@ -213,4 +213,4 @@ def variants(
         ours(most, attention=True, wgrad="blocks"),
         TURNS,
     ]
-    return list({variant.name: variant for variant in found}.values())
+    return list({variant.name: variant for variant in choices}.values())
