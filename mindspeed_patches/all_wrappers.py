@@ -58,10 +58,11 @@ def register_wrappers(
         buckets.register(manager)
         number = options.data_parallel.schedule.lanes
         lanes += [
-            Lanes(one, DATA_PARALLEL, number) for one in (buckets.gradients, buckets.parameters)
+            Lanes(wrapper, DATA_PARALLEL, number)
+            for wrapper in (buckets.gradients, buckets.parameters)
         ]
-    for one in lanes:
-        one.order_log = options.order_log
+    for group in lanes:
+        group.order_log = options.order_log
     report = StartReport(
         wrappers,
         tensor_parallel=linears,

@@ -91,8 +91,8 @@ class DeferredAttention(torch.Tensor):
             The output of the layer: the product, and the bias if the caller adds it.
         """
         added, apart = (None, linear.bias) if linear.skip_bias_add else (linear.bias, None)
-        given = self._given | {"bias": added, "options": options, "transport": transport}
-        return op(*self._heads, linear.weight, **given), apart
+        arguments = self._given | {"bias": added, "options": options, "transport": transport}
+        return op(*self._heads, linear.weight, **arguments), apart
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -160,12 +160,12 @@ class AttentionWrappers:
         attention = functools.partial(attend, query, key, value, *args, **kwargs)
         call = AttentionCall.of(layer, layer.training, args, kwargs)
         reason = call.tensor_obstacle(query, key, value) or _cannot_wait(layer)
-        seen = reason or call.mask(*query.shape[:2])
-        if isinstance(seen, str):
-            self._linears.leave("attention", seen)
+        mask = reason or call.mask(*query.shape[:2])
+        if isinstance(mask, str):
+            self._linears.leave("attention", mask)
             return attention()
         scale = getattr(layer.config, "softmax_scale", None)
-        return DeferredAttention.of(query, key, value, mask=seen, scale=scale, attend=attention)
+        return DeferredAttention.of(query, key, value, mask=mask, scale=scale, attend=attention)
 
 
 def _cannot_wait(layer: Any) -> str | None:

@@ -136,9 +136,9 @@ class BucketWrappers:
         average, buckets = getattr(config, "average_in_collective", False), self.gradients.buckets()
         exchanges = (
             buckets.reduce_scatter(
-                one.grad_data, average=average, scale=one.gradient_scaling_factor
+                bucket.grad_data, average=average, scale=bucket.gradient_scaling_factor
             )
-            for one in group.buckets
+            for bucket in group.buckets
         )
         overlap = config.overlap_grad_reduce
         group.grad_reduce_handle = self._started(self.gradients, exchanges, overlap)
@@ -163,7 +163,7 @@ class BucketWrappers:
             group.param_gather_handle = None
             return None
         buckets = self.parameters.buckets()
-        exchanges = (buckets.all_gather(one.param_data) for one in group.buckets)
+        exchanges = (buckets.all_gather(bucket.param_data) for bucket in group.buckets)
         overlap = group.ddp_config.overlap_param_gather and not force_sync
         group.param_gather_handle = self._started(self.parameters, exchanges, overlap)
         group.param_gather_dispatched = True

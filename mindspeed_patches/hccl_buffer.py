@@ -36,16 +36,16 @@ def take_lane_megabytes(args: argparse.Namespace) -> int | None:
     Raises:
         ValueError: the size is not a whole number from 1.
     """
-    given = getattr(args, "hccl_group_buffer", None)
-    if not given:
+    sizes = getattr(args, "hccl_group_buffer", None)
+    if not sizes:
         return None
     # MindSpeed separates by semicolons; newer versions accept commas too.
-    separator = "," if "," in given else ";"
-    kept, megabytes = [], None
-    for part in given.split(separator):
+    separator = "," if "," in sizes else ";"
+    parts, megabytes = [], None
+    for part in sizes.split(separator):
         name, _, size = part.partition(":")
         if name.strip() != _LANES:
-            kept.append(part)
+            parts.append(part)
         elif size.strip().isdecimal() and int(size) > 0:
             megabytes = int(size)
         else:
@@ -53,7 +53,7 @@ def take_lane_megabytes(args: argparse.Namespace) -> int | None:
                 f"--hccl-group-buffer {part.strip()}: the size is in MB, a whole number from 1, "
                 f"as in {_LANES}:64"
             )
-    args.hccl_group_buffer = separator.join(kept) or None
+    args.hccl_group_buffer = separator.join(parts) or None
     return megabytes
 
 

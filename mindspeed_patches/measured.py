@@ -111,14 +111,14 @@ class _Run:
                 f"the script never called {_SETUP}; is it a pretraining script of MindSpeed-LLM?"
             )
         free, total = torch.cuda.mem_get_info() if torch.cuda.is_available() else (0, 0)
-        taken = (total - free) / 2**20  # the NPU's memory, under MindSpeed
+        megabytes = (total - free) / 2**20  # the NPU's memory, under MindSpeed
         bits = hash_over_ranks(*self._state)
-        everyone: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, taken)
+        by_rank: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(by_rank, megabytes)
         if dist.get_rank() == 0:
             if self.blocking:
                 print(f"collectives waited for at once: {len(self.waited)}", flush=True)
-            print(f"most memory taken of a device (MB): {max(everyone)}", flush=True)
+            print(f"most memory taken of a device (MB): {max(by_rank)}", flush=True)
             print(f"sha256 of all weights: {bits}", flush=True)
 
 

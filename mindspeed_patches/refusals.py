@@ -26,9 +26,9 @@ def check_compatible(args: argparse.Namespace, refusals: Sequence[Refusal] = REF
     Raises:
         IncompatibleOptionsError: lists all such options, with the reason and the remedy of each.
     """
-    found = [str(refusal) for refusal in refusals if refusal.given(args)]
-    if found:
-        raise IncompatibleOptionsError("\n".join(found))
+    problems = [str(refusal) for refusal in refusals if refusal.given(args)]
+    if problems:
+        raise IncompatibleOptionsError("\n".join(problems))
 
 
 def check_flag(args: argparse.Namespace) -> None:

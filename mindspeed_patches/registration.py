@@ -97,8 +97,8 @@ def _keep(features: Sequence[Any], manager: Any) -> None:
 
     @functools.wraps(replace_list)
     def set_features_list(features_list: Sequence[Any]) -> None:
-        others = [other for other in features_list if other not in features]
-        replace_list([*others, *features])
+        present = [other for other in features_list if other not in features]
+        replace_list([*present, *features])
 
     set_features_list.keeps = features  # type: ignore[attr-defined]
     manager.set_features_list = staticmethod(set_features_list)

@@ -62,10 +62,10 @@ class AttentionCall(NamedTuple):
             owner: has the configuration, and the mask type if the call does not pass one.
             args, kwargs: of the call, starting with the mask.
         """
-        given = dict(zip(_AFTER_THE_MASK, args[1:], strict=False)) | (kwargs or {})
-        of_data = args[0] if args else given.get("attention_mask")
-        kind = given.get("attn_mask_type") or owner.attn_mask_type
-        return cls(owner.config, training, str(getattr(kind, "name", kind)), given, of_data)
+        arguments = dict(zip(_AFTER_THE_MASK, args[1:], strict=False)) | (kwargs or {})
+        of_data = args[0] if args else arguments.get("attention_mask")
+        kind = arguments.get("attn_mask_type") or owner.attn_mask_type
+        return cls(owner.config, training, str(getattr(kind, "name", kind)), arguments, of_data)
 
     def obstacle(self) -> str | None:
         """Why this attention is more than a softmax over scores, judged without the tensors."""
@@ -117,21 +117,21 @@ class AttentionCall(NamedTuple):
         hidden = self.of_data[None, None] if self.of_data.dim() == 2 else self.of_data
         shapes = [(samples, 1, length, length) for samples in (batch, 1)]
         if hidden.dtype != torch.bool or hidden.shape not in shapes:
-            found = f"{hidden.dtype} {tuple(self.of_data.shape)}"
-            return f"the mask of the data is {found}, not torch.bool {shapes[0]}"
+            text = f"{hidden.dtype} {tuple(self.of_data.shape)}"
+            return f"the mask of the data is {text}, not torch.bool {shapes[0]}"
         return AttentionMask(True, hidden=hidden)
 
 
 def _of_documents(packed: Any, length: int, batch: int) -> AttentionMask | str:
     """The mask of packed documents, cached on ``packed``, which a micro-batch's layers share."""
-    known: AttentionMask | str | None = getattr(packed, "commfuse_documents", None)
-    if known is None:
+    mask: AttentionMask | str | None = getattr(packed, "commfuse_documents", None)
+    if mask is None:
         ends = packed.cu_seqlens_q
         if ends.dim() != 1:
             return "multi-token prediction has ends of documents for each depth"
         try:
-            known = AttentionMask(True, Documents(ends.tolist(), length, batch))
+            mask = AttentionMask(True, Documents(ends.tolist(), length, batch))
         except ValueError as error:
-            known = str(error)
-        packed.commfuse_documents = known
-    return known
+            mask = str(error)
+        packed.commfuse_documents = mask
+    return mask

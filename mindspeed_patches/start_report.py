@@ -100,7 +100,7 @@ class StartReport:
         if self.done:
             return
         self.done = True
-        here = Counter(found for chunk in model for found in self._count(chunk))
+        here = Counter(layer for chunk in model for layer in self._count(chunk))
         for name, reason in here:
             if reason:
                 self.linears.was_said(name, reason)
@@ -171,26 +171,26 @@ def _kinds(counts: Counts) -> dict[str, dict[str, int]]:
     kinds: dict[str, dict[str, int]] = {name: {} for name in LAYERS}
     for (name, reason), count in counts.items():
         kinds.setdefault(name, {})[reason] = count
-    return {kind: found for kind, found in kinds.items() if found}
+    return {kind: reasons for kind, reasons in kinds.items() if reasons}
 
 
 def _lines(counts: Counts) -> Iterator[str]:
     """One line per kind; a remedy follows the first mention of its reason."""
-    said: set[str] = set()
-    for kind, found in _kinds(counts).items():
-        total, fused = sum(found.values()), found.pop("", 0)
+    explained: set[str] = set()
+    for kind, reasons in _kinds(counts).items():
+        total, fused = sum(reasons.values()), reasons.pop("", 0)
         line = f"{kind}: {fused} of {total} fused"
-        for reason, count in found.items():
-            line += f"; {count} not: {str(reason) if reason in said else with_way_out(reason)}"
-            said.add(reason)
+        for reason, count in reasons.items():
+            line += f"; {count} not: {str(reason) if reason in explained else with_way_out(reason)}"
+            explained.add(reason)
         yield line
 
 
 def _nothing(counts: Counts) -> str:
     """The error message if nothing is fused: a line per reason."""
     kinds_of: dict[str, list[str]] = {}
-    for kind, found in _kinds(counts).items():
-        for reason in found:
+    for kind, reasons in _kinds(counts).items():
+        for reason in reasons:
             kinds_of.setdefault(reason, []).append(kind)
     lines = [f"  {', '.join(kinds)}: {with_way_out(why)}" for why, kinds in kinds_of.items()]
     return "\n".join(

@@ -29,9 +29,9 @@ def optimizer_hash(optimizer: Any) -> str:
 def hash_over_ranks(chunks: Iterable[torch.nn.Module], optimizer: Any) -> str:
     """One hash of the weights and optimizers of all ranks, in rank order; a collective."""
     bits = f"{sorted(weight_hashes(chunks).items())} {optimizer_hash(optimizer)}"
-    everyone = [""] * dist.get_world_size()
-    dist.all_gather_object(everyone, bits)
-    return hashlib.sha256("".join(everyone).encode()).hexdigest()
+    by_rank = [""] * dist.get_world_size()
+    dist.all_gather_object(by_rank, bits)
+    return hashlib.sha256("".join(by_rank).encode()).hexdigest()
 
 
 def _state(optimizer: Any) -> Iterator[tuple[str, Any]]:

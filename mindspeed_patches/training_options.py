@@ -62,47 +62,47 @@ def commfuse_options(args: argparse.Namespace) -> CommFuseOptions:
     Raises:
         ValueError: a value is invalid; the message names the option.
     """
-    given = typed_options(args)
-    if given.commfuse_attention and "proj" not in given.commfuse_layers:
+    options = typed_options(args)
+    if options.commfuse_attention and "proj" not in options.commfuse_layers:
         raise ValueError(
             f"--commfuse-attention needs proj among --commfuse-layers "
-            f"{','.join(given.commfuse_layers)}: it is fused with the output projection; add it"
+            f"{','.join(options.commfuse_layers)}: it is fused with the output projection; add it"
         )
-    tuned = given.commfuse_tuning == "on"
-    if tuned and (given.commfuse_chunks, given.commfuse_taper) != (None, 1):
+    tuned = options.commfuse_tuning == "on"
+    if tuned and (options.commfuse_chunks, options.commfuse_taper) != (None, 1):
         raise ValueError(
             f"--commfuse-tuning on finds the chunks itself, and --commfuse-chunks "
-            f"{given.commfuse_chunks} --commfuse-taper {given.commfuse_taper:g} name them; leave "
-            "one or the other out"
+            f"{options.commfuse_chunks} --commfuse-taper {options.commfuse_taper:g} name them; "
+            "leave one or the other out"
         )
     tensor_parallel = parallel_size(args, "tensor_model")
     rows, hidden = rows_of_blocks(args), hidden_size(args)
     chunks = 1 if tuned or rows is None else usual_chunks(tensor_parallel, rows, hidden)
-    least, min_rows = given.commfuse_collectives_from, given.commfuse_min_rows
+    least, min_rows = options.commfuse_collectives_from, options.commfuse_min_rows
     if min_rows == "auto":
         # An explicit number of chunks, or tuning, already determines how blocks are cut.
-        min_rows = 0 if tuned or given.commfuse_chunks else None
+        min_rows = 0 if tuned or options.commfuse_chunks else None
     ulysses = buckets = None
-    if given.commfuse_ulysses:
-        across = schedule_here(given, parallel_size(args, "context"), tensor_parallel)
-        ulysses = LinearOptions(across, wgrad=given.commfuse_wgrad)
-    if given.commfuse_dp:
+    if options.commfuse_ulysses:
+        across = schedule_here(options, parallel_size(args, "context"), tensor_parallel)
+        ulysses = LinearOptions(across, wgrad=options.commfuse_wgrad)
+    if options.commfuse_dp:
         # Megatron orders ranks with pipeline stages last, or before data parallelism.
         stages_first = getattr(args, "use_tp_pp_dp_mapping", None)
         inner = tensor_parallel * (parallel_size(args, "pipeline_model") if stages_first else 1)
         buckets = replace(
             OPTIONS,
             schedule=schedule_here(
-                given, data_parallel_size(args), inner, lanes=DATA_PARALLEL_LANES
+                options, data_parallel_size(args), inner, lanes=DATA_PARALLEL_LANES
             ),
-            reduce_dtype=_dtype(given.commfuse_dp_reduce_dtype),
+            reduce_dtype=_dtype(options.commfuse_dp_reduce_dtype),
         )
     return CommFuseOptions(
         linear=LinearOptions(
-            schedule=schedule_here(given, tensor_parallel, chunks=chunks, linear=True),
-            keep_gathered=given.commfuse_keep_gathered,
-            reduce_dtype=_dtype(given.commfuse_reduce_dtype),
-            wgrad=given.commfuse_wgrad,
+            schedule=schedule_here(options, tensor_parallel, chunks=chunks, linear=True),
+            keep_gathered=options.commfuse_keep_gathered,
+            reduce_dtype=_dtype(options.commfuse_reduce_dtype),
+            wgrad=options.commfuse_wgrad,
             collectives_from=least if isinstance(least, int) else None,
             tuning=Tuning(str(default_folder())) if tuned else None,
         ),
@@ -110,12 +110,12 @@ def commfuse_options(args: argparse.Namespace) -> CommFuseOptions:
         rows=rows,
         hidden=hidden,
         min_rows=min_rows,
-        layers=given.commfuse_layers,
-        attention=given.commfuse_attention,
+        layers=options.commfuse_layers,
+        attention=options.commfuse_attention,
         ulysses=ulysses,
         data_parallel=buckets,
-        order_log=given.commfuse_order_log,
-        allow_nothing=given.commfuse_allow_nothing,
+        order_log=options.commfuse_order_log,
+        allow_nothing=options.commfuse_allow_nothing,
     )
 
 
@@ -139,12 +139,12 @@ def checked_options(args: argparse.Namespace, *, complete: bool = False) -> Comm
         getattr(args, "num_attention_heads", None),
         getattr(args, "seq_length", None),
     )
-    for ours, asked in (
+    for ours, option in (
         ("--commfuse-attention", options.attention),
         ("--commfuse-ulysses", options.ulysses),
         ("--commfuse-dp", options.data_parallel),
     ):
-        if asked:
+        if option:
             check_compatible(args, REFUSALS_OF[ours])
             if complete and (lacks := missing(ours, needs)):
                 raise IncompatibleOptionsError(lacks)

@@ -153,8 +153,8 @@ class UlyssesWrappers(LaneUser):
             o_SBAD = local_attn(q_SBAD, k_SBGD, v_SBGD)
             o_sBAD = all_to_all(o_SBAD)                                            # own rows
         """
-        own = functools.partial(forward, attention)
-        return self._exchange(attention, own, None, *args, **kwargs)
+        plain = functools.partial(forward, attention)
+        return self._exchange(attention, plain, None, *args, **kwargs)
 
     @around
     def attention_forward_wrapper(
@@ -170,12 +170,12 @@ class UlyssesWrappers(LaneUser):
         During the call, projections that can take part in the exchange have another ``forward``,
         and the core attention leaves their part of the exchange to them.
         """
-        given = forward_arguments(args, kwargs)
+        arguments = forward_arguments(args, kwargs)
         local = getattr(layer.core_attention, "local_attn", None)
         exchanges = getattr(local, "ulysses_comm_para", None) is not None
         if not exchanges or not hasattr(layer, "linear_qkv"):
             return forward(layer, hidden_states, *args, **kwargs)
-        call = AttentionCall.of(layer, layer.core_attention.training, (), given)
+        call = AttentionCall.of(layer, layer.core_attention.training, (), arguments)
         call = call._replace(config=innermost(local).config)
         # Otherwise the wrapper of the exchange logs the reason.
         if call.obstacle() or self._obstacle(
@@ -188,8 +188,8 @@ class UlyssesWrappers(LaneUser):
         ):
             return forward(layer, hidden_states, *args, **kwargs)
         with ExitStack() as stack:
-            given = self._join(layer, hidden_states, call, stack)
-            return forward(layer, hidden_states, **given)
+            arguments = self._join(layer, hidden_states, call, stack)
+            return forward(layer, hidden_states, **arguments)
 
     def _join(
         self, layer: Any, hidden: torch.Tensor, call: AttentionCall, stack: ExitStack
@@ -199,15 +199,15 @@ class UlyssesWrappers(LaneUser):
         Returns:
             The keyword arguments for the layer's ``forward``.
         """
-        lanes, layers, given = self.lanes(), self._linears.layers, call.given
-        packed, rows = given.get("packed_seq_params"), hidden.shape[0]
-        both = layer_obstacle(layer, given)
-        if both is None:
+        lanes, layers, arguments = self.lanes(), self._linears.layers, call.given
+        packed, rows = arguments.get("packed_seq_params"), hidden.shape[0]
+        obstacle = layer_obstacle(layer, arguments)
+        if obstacle is None:
             mask = call.mask(rows * lanes.size, hidden.shape[1])
-            both = mask if isinstance(mask, str) else None
+            obstacle = mask if isinstance(mask, str) else None
         reasons = {
-            "qkv": both or qkv_obstacle(layer, rows, lanes.size, given, layers),
-            "proj": both or proj_obstacle(layer, layers),
+            "qkv": obstacle or qkv_obstacle(layer, rows, lanes.size, arguments, layers),
+            "proj": obstacle or proj_obstacle(layer, layers),
         }
         for name, reason in reasons.items():
             if reason is not None:
@@ -221,18 +221,18 @@ class UlyssesWrappers(LaneUser):
             project = self._projection_of_heads(layer.linear_proj)
             stack.enter_context(replaced(layer.linear_proj, forward=project))
         if not joined.qkv:
-            return given
+            return arguments
         method, product = self._projection_to_heads(layer.linear_qkv)
         stack.enter_context(replaced(layer.linear_qkv, **{method: product}))
         fewer = {name: getattr(layer, name) // lanes.size for name in _HEADS}
         stack.enter_context(replaced(layer, **fewer))
-        positions = given.get("rotary_pos_emb")
+        positions = arguments.get("rotary_pos_emb")
         if packed is None:
-            return given | {"rotary_pos_emb": self._positions.of(positions, lanes.group)}
+            return arguments | {"rotary_pos_emb": self._positions.of(positions, lanes.group)}
         if getattr(layer.config, "reset_position_ids", False):
             positions = picked(positions, self._positions.of(packed.position_ids, lanes.group))
         # Without packed_seq_params Megatron uses the embeddings of all rows as they are.
-        return given | {"rotary_pos_emb": positions, "packed_seq_params": None}
+        return arguments | {"rotary_pos_emb": positions, "packed_seq_params": None}
 
     def _projection_to_heads(self, linear: Any) -> tuple[str, Callable[..., Any]]:
         """The method to replace, and its replacement: ``[S, B, q, k and v of own heads]``."""
@@ -255,11 +255,11 @@ class UlyssesWrappers(LaneUser):
 
     def _projection_of_heads(self, linear: Any) -> Callable[..., Output]:
         """A forward that runs attention and the row-parallel layer: ``[s, B, H]`` and a bias."""
-        own, options = linear.forward, self._options[linear.gradient_accumulation_fusion]
+        plain, options = linear.forward, self._options[linear.gradient_accumulation_fusion]
 
         def forward(input_: torch.Tensor) -> Output:
             if not isinstance(input_, DeferredAttention):
-                return own(input_)
+                return plain(input_)
             self._linears.calls.update({("ulysses", "fused"): 1, ("proj", "fused"): 1})
             return input_.project(attention_all_to_all_linear, linear, options, self.lanes())
 
@@ -288,16 +288,16 @@ class UlyssesWrappers(LaneUser):
         exchanged = joined is not None and joined.qkv
         core, lanes = innermost(attention.local_attn), self.lanes()
         call = AttentionCall.of(core, attention.training, args, kwargs)
-        seen: AttentionMask | str | None = call.tensor_obstacle(query, key, value)
-        if not (seen or exchanged):
+        mask: AttentionMask | str | None = call.tensor_obstacle(query, key, value)
+        if not (mask or exchanged):
             heads = query.shape[2], key.shape[2]
-            seen = self._obstacle(attention, query.shape[0], *heads, args, kwargs)
-        if seen is None:
+            mask = self._obstacle(attention, query.shape[0], *heads, args, kwargs)
+        if mask is None:
             length = query.shape[0] * (1 if exchanged else lanes.size)
-            seen = call.mask(length, query.shape[1])
-        if isinstance(seen, str):
+            mask = call.mask(length, query.shape[1])
+        if isinstance(mask, str):
             if joined is None or exchanged:
-                self._linears.leave("ulysses", seen)
+                self._linears.leave("ulysses", mask)
             if not exchanged:
                 return own(query, key, value, *args, **kwargs)
             attended = attention.local_attn(query, key, value, *args, **kwargs)
@@ -306,18 +306,18 @@ class UlyssesWrappers(LaneUser):
         if not exchanged:
             q, k, v = rows_to_heads(query, key, value, lanes.group)
         scale = scale_of(core)
-        attend = functools.partial(self._attend, (q, k, v), seen, scale)
+        attend = functools.partial(self._attend, (q, k, v), mask, scale)
         if joined is None or not joined.proj:
             return attend()
         return DeferredAttention.of(
-            q, k, v, mask=seen, scale=scale, attend=attend, ranks=lanes.size
+            q, k, v, mask=mask, scale=scale, attend=attend, ranks=lanes.size
         )
 
     def _attend(self, heads: Heads, mask: AttentionMask, scale: float | None) -> torch.Tensor:
         """Attention on exchanged heads; returns ``[s, B, A * D]``."""
         self._linears.calls["ulysses", "fused"] += 1
-        given = {**mask._asdict(), "scale": scale, "options": self._options[False]}
-        return attention_all_to_all(*heads, transport=self.lanes(), **given)
+        arguments = {**mask._asdict(), "scale": scale, "options": self._options[False]}
+        return attention_all_to_all(*heads, transport=self.lanes(), **arguments)
 
     def _obstacle(
         self,
@@ -361,8 +361,8 @@ def innermost(local: Any) -> Any:
 
 def scale_of(core: Any) -> float | None:
     """The factor by which local attention multiplies the scores; ``None`` for ``D ** -0.5``."""
-    own = getattr(core, "scale", None)  # MindSpeed's classes combine several options in it
-    return own if own is not None else getattr(core.config, "softmax_scale", None)
+    scale = getattr(core, "scale", None)  # MindSpeed's classes combine several options in it
+    return scale if scale is not None else getattr(core.config, "softmax_scale", None)
 
 
 def rows_to_heads(

@@ -54,15 +54,15 @@ def forward_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str
 @contextmanager
 def replaced(owner: Any, **attributes: Any) -> Iterator[None]:
     """Set attributes of one object, not of its class, and restore the previous ones at the end."""
-    own = vars(owner)
-    before = {name: own[name] for name in attributes if name in own}
-    own.update(attributes)
+    values = vars(owner)
+    before = {name: values[name] for name in attributes if name in values}
+    values.update(attributes)
     try:
         yield
     finally:
         for name in attributes:
-            own.pop(name, None)
-        own.update(before)
+            values.pop(name, None)
+        values.update(before)
 
 
 def layer_obstacle(layer: Any, given: dict[str, Any]) -> str | None:
@@ -138,8 +138,8 @@ def qkv_obstacle(
 def _positions_obstacle(rows: int, given: dict[str, Any]) -> str | None:
     if any(given.get(name) is not None for name in ("rotary_pos_cos", "rotary_pos_sin")):
         return "cosine and sine of the positions are given apart"
-    found = given.get("rotary_pos_emb")
-    for part in found if isinstance(found, tuple) else (found,):
+    embedding = given.get("rotary_pos_emb")
+    for part in embedding if isinstance(embedding, tuple) else (embedding,):
         if part is None:
             continue
         if not isinstance(part, torch.Tensor) or part.requires_grad:
@@ -202,7 +202,7 @@ class WholePositions:
             part: a tensor without gradient, a tuple of such tensors, or ``None``.
         """
         if isinstance(part, tuple):
-            return tuple(self.of(each, group) for each in part)
+            return tuple(self.of(item, group) for item in part)
         if part is None:
             return None
         if part.is_inference():  # has no version counter

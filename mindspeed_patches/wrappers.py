@@ -171,8 +171,8 @@ class LinearWrappers(LaneUser):
     def opened(self) -> None:
         """Apply the hardware description of this NPU, and measure the cost of a post if needed."""
         lanes = self.lanes()
-        asked = (self._described or self._limited) and lanes.device_type != "cpu"
-        machine = described_machine(lanes.device_type) if asked else None
+        needed = (self._described or self._limited) and lanes.device_type != "cpu"
+        machine = described_machine(lanes.device_type) if needed else None
         if self._described:
             least = covering_outputs(machine, lanes.size) if machine else None
             self._options = by_fusion(replace(self._options[False], collectives_from=least))

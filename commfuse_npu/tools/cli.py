@@ -74,9 +74,9 @@ def _answer(words: list[str]) -> int:
 
     The doctor checks whether torch works, so nothing may import torch before it.
     """
-    known = {name: command for group in _COMMANDS.values() for name, command in group.items()}
-    if words and words[0] in known:
-        module, _ = known[words[0]]
+    by_name = {name: command for group in _COMMANDS.values() for name, command in group.items()}
+    if words and words[0] in by_name:
+        module, _ = by_name[words[0]]
         try:
             return int(import_module(f"commfuse_npu.tools.{module}").main(words[1:]))
         except ModuleNotFoundError as error:
@@ -89,19 +89,19 @@ def _answer(words: list[str]) -> int:
             return 2
     from commfuse_npu.tools.option_types import Parser
 
-    listed = []
+    lines = []
     for group, commands in _COMMANDS.items():
-        listed.append(f"{group}:")
-        listed += [f"  {name:<10}{question}" for name, (_, question) in commands.items()]
+        lines.append(f"{group}:")
+        lines += [f"  {name:<10}{question}" for name, (_, question) in commands.items()]
     parser = Parser(
         prog="commfuse-npu",
         usage="commfuse-npu COMMAND [options]",
         description="Tensor-parallel communication overlapped with the GEMMs beside it.",
-        epilog="\n".join([*listed, "", "commfuse-npu COMMAND --help lists the options of each."]),
+        epilog="\n".join([*lines, "", "commfuse-npu COMMAND --help lists the options of each."]),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"commfuse-npu {__version__}")
-    parser.add_argument("command", choices=known, metavar="COMMAND", help="one of those below")
+    parser.add_argument("command", choices=by_name, metavar="COMMAND", help="one of those below")
     parser.parse_args(words[:1] or ["--help"])
     raise AssertionError("no command, and the parser took it")
 

@@ -128,8 +128,8 @@ def launch_command(words: Sequence[str], environ: Mapping[str, str]) -> tuple[st
     if config.nnodes > 1:
         # Otherwise each node would wait for itself, or all would be the first, forever.
         address = variables.required("MASTER_ADDR", "the address of node 0")
-        others = f"0 on that node, up to {config.nnodes - 1} on the others"
-        node = variables.required("NODE_RANK", others)
+        numbering = f"0 on that node, up to {config.nnodes - 1} on the others"
+        node = variables.required("NODE_RANK", numbering)
     torchrun += ["--node_rank", node, "--master_addr", address]
     torchrun += ["--master_port", variables.get("MASTER_PORT", "6001")]
 

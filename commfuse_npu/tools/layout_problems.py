@@ -31,7 +31,7 @@ def _model_problems(config: ModelConfig) -> Iterator[str]:
     sizes = range(1, min(groups, _MOST_TP) + 1)
     fitting = [str(size) for size in sizes if not (heads % size | groups % size | ffn % size)]
     split = ("attention heads", heads), ("query groups", groups)
-    wrong = [f"{count} {what}" for what, count in split if count % tp]
+    wrong = [f"{count} {kind}" for kind, count in split if count % tp]
     if wrong:
         wrong += [f"a feed-forward width of {ffn}"] if ffn % tp else []
         yield (

@@ -166,8 +166,8 @@ def _overlapped(options: Options) -> str:
         *("--moe-alltoall-overlap-comm", "--moe-allgather-overlap-comm"),
         "--moe-shared-expert-overlap",
     )
-    given = next((option for option in overlaps if option in options), "")
-    return given and f"{given} runs them beside the experts' transfers"
+    overlap = next((option for option in overlaps if option in options), "")
+    return overlap and f"{overlap} runs them beside the experts' transfers"
 
 
 def _dispatched(options: Options) -> str:
@@ -180,8 +180,8 @@ def _dispatched(options: Options) -> str:
     """
     if "--moe-grouped-gemm" in options:
         return "grouped GEMMs, no tensor-parallel linear layer; tokens are moved by the dispatcher"
-    own = "--expert-tensor-parallel-size" in options
-    tensor = size_of(options, "expert-tensor" if own else "tensor-model")
+    separate = "--expert-tensor-parallel-size" in options
+    tensor = size_of(options, "expert-tensor" if separate else "tensor-model")
     if tensor > 1 or size_of(options, "expert-model") > 1 or "--moe-tp-extend-ep" in options:
         return "no collective of the tensor-parallel group; tokens are moved by the dispatcher"
     return ""

@@ -102,18 +102,18 @@ class ModelConfig:
         Raises:
             ConfigError: an option without a default is missing.
         """
-        given = given_options(options)
-        missing = [_option(name) for name in _REQUIRED if name not in given]
+        settings = given_options(options)
+        missing = [_option(name) for name in _REQUIRED if name not in settings]
         if missing:
             raise ConfigError(
                 f"{', '.join(missing)} not given: without, the layers have no size; add to the "
                 "options, or name a configuration"
             )
-        ffn = 4 * given["hidden_size"]
+        ffn = 4 * settings["hidden_size"]
         values = {
             "ffn_hidden_size": ffn * 2 // 3 // 64 * 64 if "--swiglu" in options else ffn,
-            "max_position_embeddings": given["seq_length"],
-            **given,
+            "max_position_embeddings": settings["seq_length"],
+            **settings,
         }
         if "--group-query-attention" not in options:
             values["num_query_groups"] = values["num_attention_heads"]
@@ -186,8 +186,8 @@ class ModelConfig:
         Raises:
             ConfigError: one line per mismatch: value, limit and remedy.
         """
-        if found := list(problems(self)):
-            raise ConfigError("\n".join(found))
+        if lines := list(problems(self)):
+            raise ConfigError("\n".join(lines))
 
     def arguments(self) -> list[str]:
         """Model, training and layout as options of ``pretrain_gpt.py``, valid in all versions.
@@ -305,12 +305,12 @@ def given_options(options: Sequence[str]) -> dict[str, Any]:
         spellings = _SPELLINGS.get(name, (_option(name),))
         action = "store_true" if kind == "bool" else "store"
         parser.add_argument(*spellings, dest=name, action=action)
-    found = {}
+    values = {}
     for name, value in parser.given(options).items():
         variable = VARIABLES.get(name)
-        said = f"{variable} ({_option(name)})" if variable else _option(name)
-        found[name] = _converted(_KINDS[name], value, said)
-    return found
+        label = f"{variable} ({_option(name)})" if variable else _option(name)
+        values[name] = _converted(_KINDS[name], value, label)
+    return values
 
 
 def _from_yaml(path: Path) -> dict[str, Any]:

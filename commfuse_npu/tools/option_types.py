@@ -36,18 +36,18 @@ class Parser(argparse.ArgumentParser):
     def parse_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: Any = None
     ) -> argparse.Namespace:
-        given, unknown = self.parse_known_args(args, namespace)
+        options, unknown = self.parse_known_args(args, namespace)
         if unknown:
-            known = [one for action in self._actions for one in action.option_strings]
-            near = did_you_mean(unknown[0].partition("=")[0], known)
+            names = [name for action in self._actions for name in action.option_strings]
+            near = did_you_mean(unknown[0].partition("=")[0], names)
             self.error(f"unknown: {' '.join(unknown)}{near}")
-        return given
+        return options
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is not None and value not in action.choices:
-            known = [str(choice) for choice in action.choices]
-            listed = ", ".join(map(repr, known))
-            near = did_you_mean(str(value), known)
+            choices = [str(choice) for choice in action.choices]
+            listed = ", ".join(map(repr, choices))
+            near = did_you_mean(str(value), choices)
             raise argparse.ArgumentError(
                 action, f"invalid choice: {value!r} (choose from {listed}){near}"
             )
@@ -58,12 +58,12 @@ class Parser(argparse.ArgumentParser):
 
 def refuse(command: str, error: Exception, code: int = 2) -> int:
     """Print to stderr, one line per problem, why a command failed; returns its exit code."""
-    said = str(error)
+    message = str(error)
     if isinstance(error, OSError) and error.filename is not None:
-        said = f"{error.filename}: {error.strerror}"
+        message = f"{error.filename}: {error.strerror}"
     elif isinstance(error, OSError) and error.strerror:
-        said = f"what it prints cannot be written: {error.strerror}"
-    for line in said.splitlines():
+        message = f"what it prints cannot be written: {error.strerror}"
+    for line in message.splitlines():
         print(f"commfuse-npu {command}: error: {line}", file=sys.stderr)
     return code
 
@@ -100,23 +100,23 @@ def positive(text: str) -> float:
 
 def words(text: str) -> tuple[str, ...]:
     """Convert a comma-separated list."""
-    found = tuple(word.strip() for word in text.split(",") if word.strip())
-    if not found:
+    parsed = tuple(word.strip() for word in text.split(",") if word.strip())
+    if not parsed:
         raise argparse.ArgumentTypeError(f"{text!r} is an empty list; give one word at least")
-    return found
+    return parsed
 
 
 def words_from(known: Collection[str]) -> Callable[[str], tuple[str, ...]]:
     """A converter for a comma-separated list of these words."""
 
     def convert(text: str) -> tuple[str, ...]:
-        for word in (found := words(text)):
+        for word in (parsed := words(text)):
             if word not in known:
                 raise argparse.ArgumentTypeError(
                     f"{word!r} is unknown; choose from {', '.join(known)}"
                     f"{did_you_mean(word, known)}"
                 )
-        return found
+        return parsed
 
     return convert
 

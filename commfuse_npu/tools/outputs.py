@@ -28,7 +28,7 @@ def write_outputs(command: str, outputs: Sequence[Output]) -> int:
         0, or 2 if one of them could not be written, which is reported on stderr.
     """
     code = 0
-    for option, path, what, write in outputs:
+    for option, path, description, write in outputs:
         if path is None:
             continue
         tell(f"writing {path}")
@@ -36,11 +36,11 @@ def write_outputs(command: str, outputs: Sequence[Output]) -> int:
             write(path)
         except OSError as error:
             why = error.strerror or error
-            said = f"error: {option} {path} was not written: {why}; all else is there"
-            print(f"commfuse-npu {command}: {said}", file=sys.stderr)
+            message = f"error: {option} {path} was not written: {why}; all else is there"
+            print(f"commfuse-npu {command}: {message}", file=sys.stderr)
             code = 2
         else:
-            print(f"\nWritten: {path}{what}", end="")
+            print(f"\nWritten: {path}{description}", end="")
     if any(path is not None for _, path, _, _ in outputs):
         print()
     return code

@@ -72,13 +72,13 @@ class Ranks:
         store = str(Path(self._folder) / "store")
         try:
             for rank in range(self.size):
-                ours, theirs = _context.Pipe()
-                where = rank, self.size, store, self._device, self.timeout, self._worker
-                process = _context.Process(target=_serve, args=(theirs, *where), daemon=True)
+                ours, remote = _context.Pipe()
+                arguments = rank, self.size, store, self._device, self.timeout, self._worker
+                process = _context.Process(target=_serve, args=(remote, *arguments), daemon=True)
                 process.start()
                 self._processes.append(process)
                 self._pipes.append(ours)
-                theirs.close()
+                remote.close()
             self._answers("starting", _START_SECONDS)
         except BaseException:
             self.close()
@@ -122,13 +122,13 @@ class Ranks:
             for pipe in ready:
                 assert isinstance(pipe, Connection)
                 rank = waiting[pipe]
-                of = f"rank {rank} of {self.size}"
+                name = f"rank {rank} of {self.size}"
                 try:
                     worked, answers[rank] = pipe.recv()
                 except (EOFError, ConnectionResetError) as error:
-                    raise RanksError(f"{of} died in {method}, {self._how(rank)}") from error
+                    raise RanksError(f"{name} died in {method}, {self._how(rank)}") from error
                 if not worked:
-                    raise RanksError(f"{of} failed in {method}:\n{answers[rank]}")
+                    raise RanksError(f"{name} failed in {method}:\n{answers[rank]}")
         return [answers[rank] for rank in range(self.size)]
 
     def _how(self, rank: int) -> str:
@@ -208,11 +208,11 @@ def _join(rank: int, size: int, store: str, device: str, timeout: float, worker:
             import torch_npu  # noqa: F401
 
         module = getattr(torch, device)
-        found = module.device_count()
-        if found < size:
+        count = module.device_count()
+        if count < size:
             raise RuntimeError(
                 f"--device {device} with {size} ranks takes {size} of them, torch "
-                f"{torch.__version__} finds {found}; choose another device, or fewer ranks"
+                f"{torch.__version__} finds {count}; choose another device, or fewer ranks"
             )
         module.set_device(rank)
     dist.init_process_group(

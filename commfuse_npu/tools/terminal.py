@@ -149,16 +149,16 @@ class _Rendered:
         text = _inline(line, style)
         for level, pattern in _LEVELS.items():
             text.highlight_regex(pattern, level)
-        rest = " " * (len(begin) if "-" in begin else len(begin) + 2)
+        indent = " " * (len(begin) if "-" in begin else len(begin) + 2)
         breaks, width = [0], self._console.width
         for word in re.finditer(r"\S+", text.plain):
             if word.end() - breaks[-1] > width and text.plain[: word.start()].strip(" -"):
                 breaks.append(word.start())
-                width = self._console.width - len(rest)
+                width = self._console.width - len(indent)
         lines = text.divide(breaks[1:])
-        for one in lines:
-            one.rstrip()
-        self._write(Text("\n" + rest).join(lines), end)
+        for part in lines:
+            part.rstrip()
+        self._write(Text("\n" + indent).join(lines), end)
 
     def _write(self, text: Any, end: str = "\n") -> None:
         if _progress is not None:
@@ -177,12 +177,12 @@ class _Rendered:
         head, rules, *rows = ([cell.strip() for cell in line.split("|")[1:-1]] for line in lines)
         sides = ["right" if rule.endswith(":") else "left" for rule in rules]
         rows = [[*row, *("" for _ in head)][: len(head)] for row in rows]
-        columns = [[_inline(row[at]) for row in rows] for at in range(len(head))]
+        columns = [[_inline(row[index]) for row in rows] for index in range(len(head))]
         widths = _widths(head, columns, sides, self._console.width)
         if not widths:
             for row in rows:
-                others = (f"{name}: {one}" for name, one in zip(head[1:], row[1:], strict=True))
-                self.render(f"- {head[0]} {row[0]}: {', '.join(others)}")
+                pairs = (f"{name}: {cell}" for name, cell in zip(head[1:], row[1:], strict=True))
+                self.render(f"- {head[0]} {row[0]}: {', '.join(pairs)}")
             return
         table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, collapse_padding=True)
         for name, side, width in zip(head, sides, widths, strict=True):
@@ -204,8 +204,8 @@ def _widths(
     least, whole = [], []
     for name, column, side in zip(head, columns, sides, strict=True):
         cells = [cell.plain for cell in column]
-        kept = [*name.split(), *(cells if side == "right" else " ".join(cells).split())]
-        least.append(max(map(len, kept), default=1))
+        words = [*name.split(), *(cells if side == "right" else " ".join(cells).split())]
+        least.append(max(map(len, words), default=1))
         whole.append(max(map(len, (name, *cells))))
     room = most - 2 * (len(head) - 1) - sum(least)
     wanted = sum(whole) - sum(least)
@@ -219,10 +219,10 @@ def _inline(line: str, style: str = "") -> Text:
     """Text with Markdown's bold and code as styles."""
     from rich.text import Text
 
-    text, at = Text(style=style), 0
+    text, end = Text(style=style), 0
     for mark in _INLINE.finditer(line):
-        text.append(line[at : mark.start()])
+        text.append(line[end : mark.start()])
         bold, code = mark["bold"], mark["cyan"]
         text.append_text(_inline(bold, "bold") if bold else Text(code, "cyan"))
-        at = mark.end()
-    return text.append(line[at:])
+        end = mark.end()
+    return text.append(line[end:])

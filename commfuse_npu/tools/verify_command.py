@@ -26,24 +26,24 @@ _MOST_RANKS, _MOST = 1024, 256
 def main(words: Sequence[str]) -> int:
     """Run the subcommand: 0 proved, 1 refuted, 2 an invalid request."""
     parser = Parser(prog="commfuse-npu verify", description=__doc__)
-    add, ranks, some = parser.add_argument, whole(2, _MOST_RANKS), whole(1, _MOST)
+    add, ranks, numbers = parser.add_argument, whole(2, _MOST_RANKS), whole(1, _MOST)
     add("--log", type=Path, nargs="+", metavar="PATH",
         help="prove what a run with --commfuse-order-log FOLDER did: that folder, or its files of "
         "all ranks; 0: proved, 1: refuted, 2: unreadable, or not known to its end")  # fmt: skip
     add("--min-ranks", type=ranks, help="default 2")
     add("--max-ranks", type=ranks, help="default 16")
-    add("--chunks", type=some, nargs="+", help="default: 1, 2, 3, 4")
-    add("--lanes", type=some, nargs="+", help="default: 1, 2, 3, one per peer")
+    add("--chunks", type=numbers, nargs="+", help="default: 1, 2, 3, 4")
+    add("--lanes", type=numbers, nargs="+", help="default: 1, 2, 3, one per peer")
     add("--every", action="store_true",
         help="every combination of options; else every rule with every shape, and in larger groups "
         "the other options take turns")  # fmt: skip
-    given = parser.parse_args(words)
-    chosen = [name for name, value in vars(given).items() if name != "log" and value]
-    if given.log is not None and chosen:
-        listed = ", ".join(f"--{name.replace('_', '-')}" for name in chosen)
-        parser.error(f"{listed}: no effect on a recorded run; leave it out, or --log")
+    options = parser.parse_args(words)
+    chosen = [name for name, value in vars(options).items() if name != "log" and value]
+    if options.log is not None and chosen:
+        names = ", ".join(f"--{name.replace('_', '-')}" for name in chosen)
+        parser.error(f"{names}: no effect on a recorded run; leave it out, or --log")
     try:
-        return _verify(given) if given.log is None else _verify_log(given.log)
+        return _verify(options) if options.log is None else _verify_log(options.log)
     except (PlanError, LogError) as error:
         return refuse("verify", error)
 
@@ -62,10 +62,10 @@ def _verify(given: argparse.Namespace) -> int:
         for case in cases(size, chunks, lanes, given.every):
             tell(f"{size} ranks, up to {most}: {sets:,} sets of programs are proved")
             group = case.programs()
-            found = counter_examples(group)
-            if found:
+            examples = counter_examples(group)
+            if examples:
                 print_verdict(f"refuted: {case}:", False)
-                print("", *found, sep="\n- ")
+                print("", *examples, sep="\n- ")
                 return 1
             sets += 1
             programs += len(group)
@@ -90,21 +90,21 @@ def _verify(given: argparse.Namespace) -> int:
 def _verify_log(paths: Sequence[Path]) -> int:
     start = time.perf_counter()
     try:
-        found = verify_logs(paths)
+        result = verify_logs(paths)
     except OSError as error:
         raise LogError(f"cannot read {error.filename}: {error.strerror}") from error
     elapsed = time.perf_counter() - start
-    judged = (
-        f"{found.ranks} ranks, {found.operations} operations, {found.messages} posts, "
+    summary = (
+        f"{result.ranks} ranks, {result.operations} operations, {result.messages} posts, "
         f"{elapsed:.0f} s"
     )
-    if found.faults:
-        print_verdict(f"refuted ({judged}):", False)
-        print("", *found.faults, *found.notes, sep="\n- ")
+    if result.faults:
+        print_verdict(f"refuted ({summary}):", False)
+        print("", *result.faults, *result.notes, sep="\n- ")
         return 1
-    if found.notes:
-        print_verdict(f"no fault as far as it is known, which is no proof ({judged}):")
-        print("", *found.notes, sep="\n- ")
+    if result.notes:
+        print_verdict(f"no fault as far as it is known, which is no proof ({summary}):")
+        print("", *result.notes, sep="\n- ")
         return 2
-    print_verdict(f"proved: {judged}", True)
+    print_verdict(f"proved: {summary}", True)
     return 0

@@ -81,17 +81,17 @@ class Census:
     @property
     def unknown(self) -> list[str]:
         """Names that both sides wrote and that are not swapped."""
-        known = {
+        swaps = {
             (id(vars(owner)), name)
             for owner, names in swapped(self._models)
             for name in names or vars(owner)
         }
-        both = {
+        written = {
             f"{owner}.{name}"
             for owner, name in self._wrote[0] & self._wrote[1]
-            if (id(self._owners[owner]), name) not in known
+            if (id(self._owners[owner]), name) not in swaps
         }
-        return sorted(both - set(_HARMLESS))
+        return sorted(written - set(_HARMLESS))
 
 
 def _same(before: Any, value: Any) -> bool:
@@ -112,18 +112,18 @@ def _owners(models: Sequence[torch.nn.Module]) -> Iterator[tuple[str, dict[str, 
         if f"{name}.".startswith(_PACKAGES) and module is not None:
             yield name, vars(module)
     whole = {id(owner) for owner, names in swapped(models) if not names}
-    seen: set[int] = set()
+    visited: set[int] = set()
 
     def held_by(owner: str, attributes: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
         yield owner, attributes
-        for name, held in list(attributes.items()):
-            ours = type(held).__module__.startswith(_PACKAGES) and hasattr(held, "__dict__")
-            if ours and not isinstance(held, torch.nn.Module) and id(held) not in seen:
-                seen.add(id(held))
-                if id(held) in whole:
-                    yield from held_by(f"{owner}.{name}", vars(held))
+        for name, value in list(attributes.items()):
+            ours = type(value).__module__.startswith(_PACKAGES) and hasattr(value, "__dict__")
+            if ours and not isinstance(value, torch.nn.Module) and id(value) not in visited:
+                visited.add(id(value))
+                if id(value) in whole:
+                    yield from held_by(f"{owner}.{name}", vars(value))
                 else:
-                    yield f"{owner}.{name}", vars(held)
+                    yield f"{owner}.{name}", vars(value)
 
     for path, layer in named_modules(models):
         yield from held_by(path, vars(layer))

@@ -65,13 +65,13 @@ class Layout:
 
         models = step["model"]
         self.models: list[torch.nn.Module] = models if isinstance(models, list) else [models]
-        given = self._given = step.get("pg_collection") or step.get("grad_finalize_pgs")
-        if given is None:
+        groups = self._given = step.get("pg_collection") or step.get("grad_finalize_pgs")
+        if groups is None:
             self.tensor = parallel_state.get_tensor_model_parallel_group()
             self.context = parallel_state.get_context_parallel_group()
             self.pipeline = parallel_state.get_pipeline_model_parallel_group()
         else:
-            self.tensor, self.context, self.pipeline = given.tp, given.cp, given.pp
+            self.tensor, self.context, self.pipeline = groups.tp, groups.cp, groups.pp
         self.stages: int = self.pipeline.size()
         self.stage: int = self.pipeline.rank()
 
@@ -88,14 +88,16 @@ class Layout:
             name.strip("_").lower().removesuffix("_group"): value
             for name, value in vars(parallel_state).items()
         }
-        found: list[Any] = [state.get(name) for name in _HIDDEN.values()]
-        found += [getattr(self._given, name, None) for name in _HIDDEN]
+        values: list[Any] = [state.get(name) for name in _HIDDEN.values()]
+        values += [getattr(self._given, name, None) for name in _HIDDEN]
         try:
             hybrid = importlib.import_module("mindspeed.core.context_parallel.model_parallel_utils")
-            found += vars(hybrid).values()
+            values += vars(hybrid).values()
         except ModuleNotFoundError:
             pass
-        groups = (one for one in found if isinstance(one, dist.ProcessGroup) and one.size() > 1)
+        groups = (
+            value for value in values if isinstance(value, dist.ProcessGroup) and value.size() > 1
+        )
         return list({id(group): group for group in groups}.values())
 
 
@@ -107,8 +109,8 @@ def exchange(step: dict[str, Any], config: Any, pipeline: dist.ProcessGroup) -> 
     if communicator is None:
         function = p2p_communication.send_forward_backward_recv_forward_backward
         return functools.partial(function, config=config)
-    own = step.get("p2p_communicator") or communicator(pipeline, config)
-    return own.send_forward_backward_recv_forward_backward
+    communicate = step.get("p2p_communicator") or communicator(pipeline, config)
+    return communicate.send_forward_backward_recv_forward_backward
 
 
 def obstacle(step: dict[str, Any], models: Sequence[torch.nn.Module], config: Any) -> str | None:
@@ -144,4 +146,4 @@ def _kinds(models: Sequence[torch.nn.Module]) -> Iterator[type]:
 
 
 def _of_transformer_engine(kind: type) -> bool:
-    return any(one.__module__.startswith("transformer_engine.") for one in kind.__mro__)
+    return any(base.__module__.startswith("transformer_engine.") for base in kind.__mro__)

@@ -175,9 +175,9 @@ class Overlapping:
         layout = Layout(step)
         models, stages = layout.models, layout.stages
         config = utils.get_model_config(models[0])
-        found = obstacle(step, models, config)
-        if found is not None:
-            return found
+        reason = obstacle(step, models, config)
+        if reason is not None:
+            return reason
         # A model of MindSpeed-LLM's fine-tuning has no type.
         if getattr(utils.get_model_type(models[0]), "name", None) == "encoder_and_decoder":
             return "a model of encoder and decoder sends two tensors per stage"
@@ -233,13 +233,13 @@ class Overlapping:
         overlap = ForwardBackwardOverlap(groups, order_log=log)
         census = Census(overlap, layout.models)
         losses = OverlappedSchedule(census, **step).run()
-        found = torch.tensor([len(census.unknown)], device=overlap.device)
-        dist.all_reduce(found, dist.ReduceOp.MAX)
+        count = torch.tensor([len(census.unknown)], device=overlap.device)
+        dist.all_reduce(count, dist.ReduceOp.MAX)
         if census.unknown:
             _logger.warning(
                 "CommFuse: forward and backward both write %s", ", ".join(census.unknown)
             )
-        if int(found.item()):
+        if int(count.item()):
             self._say(
                 "off: forward and backward both write state that is not known to belong to a "
                 "micro-batch (the ranks that found it name it); the training goes on without it"
@@ -270,13 +270,13 @@ class Overlapping:
         for kind, sides in overlap.recorded.items():
             order, strict = overlap.orders[kind], strict_turns(sides)
             # The last entry is the end of the side, not a transfer.
-            taken = (sum(part[:-1]) for part in order)
+            counts = (sum(part[:-1]) for part in order)
             places = (len(side) - 1 for side in sides)
             hidden = sum(place.transfer > 0 for side in sides for place in side)
             alone = sum(place.work + place.transfer for side in sides for place in side)
             self._say(
-                f"chunks {kind}: {hidden} transfers; the forward hands over at {next(taken)} of "
-                f"{next(places)} places, the backward at {next(taken)} of {next(places)}; "
+                f"chunks {kind}: {hidden} transfers; the forward hands over at {next(counts)} of "
+                f"{next(places)} places, the backward at {next(counts)} of {next(places)}; "
                 f"estimated from the first step {1e3 * duration(sides, order):.1f} ms, "
                 f"{1e3 * duration(sides, strict):.1f} in strict turns, {1e3 * alone:.1f} one "
                 "after the other"

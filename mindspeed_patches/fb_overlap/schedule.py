@@ -52,8 +52,8 @@ class OverlappedSchedule:
         self._communicate = exchange(step, self._config, self._layout.pipeline)
         self._plan = slots(*self._layout.shape(self._microbatches))
         self._steps = {
-            way: [step for slot in self._plan if (step := getattr(slot, way)) is not None]
-            for way in ("forward", "backward")
+            side: [step for slot in self._plan if (step := getattr(slot, side)) is not None]
+            for side in ("forward", "backward")
         }
         self._losses: list[Any] = []
         device = next(self._models[0].parameters()).device
@@ -104,20 +104,20 @@ class OverlappedSchedule:
 
     def _run_slot(self, slot: Slot, received: Any, received_gradient: Any) -> tuple[Any, Any]:
         """Run a slot; return the output of its forward and the input gradient of its backward."""
-        made, gradient = None, None
+        result, gradient = None, None
         if slot.forward and slot.backward:
-            made, gradient = self._pairs.run(
+            result, gradient = self._pairs.run(
                 partial(self._forward, slot.forward, received),
                 partial(self._backward, slot.backward, received_gradient),
                 (slot.forward.chunk, slot.backward.chunk),
             )
         elif slot.forward:
-            made = self._forward(slot.forward, received)
+            result = self._forward(slot.forward, received)
         elif slot.backward:
             gradient = self._backward(slot.backward, received_gradient)
-        if slot.forward is None or made is None:
+        if slot.forward is None or result is None:
             return None, gradient
-        output, tokens = made
+        output, tokens = result
         self._tokens += tokens
         self._inputs[slot.forward], self._outputs[slot.forward] = received, output
         return output, gradient
@@ -132,7 +132,7 @@ class OverlappedSchedule:
             number = self._steps["forward"].index(step) % most_in_flight(self._plan)
             partly = number >= config.num_microbatches_with_partial_activation_checkpoints
         forward_step = self._schedules.forward_step
-        made: tuple[Any, Any] = forward_step(
+        result: tuple[Any, Any] = forward_step(
             self._step["forward_step_func"],
             self._iterators[step.chunk],
             model,
@@ -151,7 +151,7 @@ class OverlappedSchedule:
                 is_last_stage=self._is_last(step),
             ),
         )
-        return made
+        return result
 
     def _backward(self, step: Step, received: Any) -> Any:
         config, last = self._config, step.microbatch == self._microbatches - 1

@@ -67,10 +67,10 @@ def swapped(models: Sequence[torch.nn.Module]) -> Iterator[tuple[Any, list[str]]
     swapped completely: they hold shapes, counts and permutations of a micro-batch.
     """
     for name, names in GLOBALS.items():
-        found = sys.modules.get(name)
-        there = [name for name in names if hasattr(found, name)]
-        if there:
-            yield found, there
+        owner = sys.modules.get(name)
+        present = [name for name in names if hasattr(owner, name)]
+        if present:
+            yield owner, present
     for _, module in named_modules(models):
         for name, value in vars(module).items():
             if name == "attention_mask" or type(value).__name__ == "CheckpointWithoutOutput":
@@ -79,7 +79,7 @@ def swapped(models: Sequence[torch.nn.Module]) -> Iterator[tuple[Any, list[str]]
         if dispatcher is not None:
             # Parts of DeepEP, and of --moe-alltoall-overlap-comm with alltoall_seq.
             parts = (vars(dispatcher).get(name) for name in ("_comm_manager", "disaptor"))
-            yield from ((one, []) for one in (dispatcher, *parts) if one is not None)
+            yield from ((part, []) for part in (dispatcher, *parts) if part is not None)
 
 
 def named_modules(models: Sequence[torch.nn.Module]) -> Iterator[tuple[str, torch.nn.Module]]:

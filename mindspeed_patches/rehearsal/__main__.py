@@ -92,17 +92,17 @@ def _parser() -> Parser:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
-    own = list(sys.argv[1:] if arguments is None else arguments)
-    at = own.index("--") if "--" in own else len(own)
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    end = words.index("--") if "--" in words else len(words)
     parser = _parser()
-    given = parser.parse_args(own[:at])
-    given.launch = own[at + 1 :] or given.launch
-    if not given.launch:
+    options = parser.parse_args(words[:end])
+    options.launch = words[end + 1 :] or options.launch
+    if not options.launch:
         parser.error("no launch given; put it after --")
     # Raise SystemExit, so that the training is ended before this process.
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     try:
-        return _rehearse(given)
+        return _rehearse(options)
     except (UsageError, CannStubsError, RunFailedError) as error:
         print(f"rehearse: {error}", file=sys.stderr)
         return 1 if isinstance(error, RunFailedError) else 2
@@ -215,15 +215,15 @@ def _tolerance(given: argparse.Namespace, options: Options) -> float:
 
 def _equal(runs: dict[str, list[Record]], tolerance: float) -> bool:
     reference, commfuse = runs["reference"], runs["commfuse"]
-    found = differences(reference, commfuse)
+    lines = differences(reference, commfuse)
     if tolerance:
         largest = largest_loss_difference(reference, commfuse)
-        print(f"same bits everywhere: {not found}")
+        print(f"same bits everywhere: {not lines}")
         equal = largest <= tolerance
         print(f"losses equal within {tolerance:g} relative: {equal} ({largest:.3g})", flush=True)
         return equal
-    print(*found, f"identical: {not found}", sep="\n", flush=True)
-    return not found
+    print(*lines, f"identical: {not lines}", sep="\n", flush=True)
+    return not lines
 
 
 if __name__ == "__main__":

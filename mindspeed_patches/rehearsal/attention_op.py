@@ -70,9 +70,9 @@ def refuse(operator: str, others: Mapping[str, object]) -> None:
     """
     for name, value in others.items():
         if value is not None and name not in _NO_MATTER:
-            said = "a tensor" if isinstance(value, torch.Tensor) else repr(value)
+            text = "a tensor" if isinstance(value, torch.Tensor) else repr(value)
             raise NotImplementedError(
-                f"{operator}: {name} {said} is not emulated on the CPU; leave it out or use an NPU"
+                f"{operator}: {name} {text} is not emulated on the CPU; leave it out or use an NPU"
             )
 
 
@@ -107,8 +107,8 @@ def _hidden(
         distance -= keys - queries
     if mode in (2, 3):
         return distance > 0
-    far = (distance > after) | (distance < -before)
-    return far if mode == 4 else far | mask.bool()
+    outside = (distance > after) | (distance < -before)
+    return outside if mode == 4 else outside | mask.bool()
 
 
 def _check_modes(input_layout: str, sparse_mode: int, mask: torch.Tensor | None) -> None:
@@ -196,10 +196,10 @@ def _attention(
             "the packed sequences"
         )
     ends = [[0, *actual_seq_qlen], [0, *actual_seq_kvlen]]
-    for of, count in zip(ends, rows, strict=True):
-        if of[-1] != count:
+    for bounds, count in zip(ends, rows, strict=True):
+        if bounds[-1] != count:
             raise ValueError(
-                f"npu_fusion_attention: the packed sequences end at {of[-1:]}, the tensor has "
+                f"npu_fusion_attention: the packed sequences end at {bounds[-1:]}, the tensor has "
                 f"{count} rows; what is behind would be left as it is in memory"
             )
     hidden = torch.ones(1, 1, *rows, dtype=torch.bool)
@@ -230,10 +230,10 @@ def fusion_attention(
     )
     x, rows = cpu.attention_forward(q, k, v, causal=False, scale=scale, hidden=hidden)
     shape = q.shape[1], q.shape[2], len(q), 1
-    statistics = [one.view(shape).expand(-1, -1, -1, _STATISTICS) for one in rows]
+    statistics = [row.view(shape).expand(-1, -1, -1, _STATISTICS) for row in rows]
     if input_layout == "TND":
-        statistics = [one.squeeze(0).transpose(0, 1) for one in statistics]
-    top, total = (one.contiguous() for one in statistics)
+        statistics = [row.squeeze(0).transpose(0, 1) for row in statistics]
+    top, total = (row.contiguous() for row in statistics)
     return _gather(x, input_layout, sizes[2]), top, total, query.new_empty(0), 0, 0, 0
 
 
@@ -269,8 +269,8 @@ def fusion_attention_grad(
     )
     statistics = [softmax_max[..., :1], softmax_sum[..., :1]]
     if input_layout == "TND":
-        statistics = [one.transpose(0, 1) for one in statistics]
-    statistics = [one.reshape(q.shape[1], k.shape[2], -1, 1) for one in statistics]
+        statistics = [part.transpose(0, 1) for part in statistics]
+    statistics = [part.reshape(q.shape[1], k.shape[2], -1, 1) for part in statistics]
     grad, out = (_spread(x, input_layout, n=head_num) for x in (dy, attention_in))
     grad, out = (pad(x, (0, q.shape[-1] - x.shape[-1])) for x in (grad, out))
     made_k, made_v = (torch.zeros_like(x, dtype=torch.float32) for x in (k, v))
@@ -279,8 +279,8 @@ def fusion_attention_grad(
         causal=False, scale=scale_value, hidden=hidden,
     )  # fmt: skip
     gradients = [
-        _gather(one.to(query.dtype), input_layout, size)
-        for one, size in zip((made_q, made_k, made_v), sizes, strict=True)
+        _gather(gradient.to(query.dtype), input_layout, size)
+        for gradient, size in zip((made_q, made_k, made_v), sizes, strict=True)
     ]
     return *gradients, query.new_empty(0), query.new_empty(0)
 

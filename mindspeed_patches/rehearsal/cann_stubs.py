@@ -69,21 +69,21 @@ def write_cann_stubs(out_dir: Path, site_packages: Path | None = None) -> list[P
 
     compiler, loader, nm = _tool("cc", "gcc", "clang"), _tool("ldd"), _tool("nm")
     folders = os.pathsep.join(map(str, (torch / "lib", npu / "lib")))
-    said = "".join(_run(loader, "-r", path, LD_LIBRARY_PATH=folders) for path in plugins)
-    libraries = sorted(out_dir / name for name in set(re.findall(r"(\S+) => not found", said)))
+    report = "".join(_run(loader, "-r", path, LD_LIBRARY_PATH=folders) for path in plugins)
+    libraries = sorted(out_dir / name for name in set(re.findall(r"(\S+) => not found", report)))
     # The interpreter defines Python's symbols; torch_npu's libraries define each other's.
-    wanted = set(re.findall(r"undefined symbol: (?!_?Py)(\w+)", said))
+    undefined = set(re.findall(r"undefined symbol: (?!_?Py)(\w+)", report))
     defined = re.findall(r"^\w+ \w (\w+)", _run(nm, "-D", "--defined-only", *plugins), re.M)
-    symbols = sorted(wanted.difference(defined))
+    symbols = sorted(undefined.difference(defined))
 
     out_dir.mkdir(parents=True, exist_ok=True)
     (out_dir / _MANIFEST).unlink(missing_ok=True)
     (out_dir / "stubs.c").write_text(_source(symbols))
     with tempfile.TemporaryDirectory(dir=out_dir) as scratch:
-        made = Path(scratch, _LIBRARY)
-        _run(compiler, "-shared", "-fPIC", "-O1", out_dir / "stubs.c", "-o", made)
+        library = Path(scratch, _LIBRARY)
+        _run(compiler, "-shared", "-fPIC", "-O1", out_dir / "stubs.c", "-o", library)
         # Atomically: a process that loads it must not see a partial library.
-        made.replace(out_dir / _LIBRARY)
+        library.replace(out_dir / _LIBRARY)
         for path in libraries:
             link = Path(scratch, path.name)
             link.symlink_to(_LIBRARY)
@@ -101,9 +101,9 @@ def _package(name: str, site_packages: Path | None) -> Path:
         spec = importlib.util.find_spec(name)
         if spec is not None and spec.origin is not None:
             return Path(spec.origin).parent
-    where = site_packages or sys.executable
+    place = site_packages or sys.executable
     raise CannStubsError(
-        f"{name} is not installed in {where}; install it (pip install --no-deps torch-npu==2.13.0 "
+        f"{name} is not installed in {place}; install it (pip install --no-deps torch-npu==2.13.0 "
         "beside torch==2.13.0), or name the directory that holds it with --site-packages"
     )
 
@@ -113,14 +113,14 @@ def _libraries(directory: Path) -> list[Path]:
 
 
 def _tool(*names: str) -> str:
-    found = next(filter(None, map(shutil.which, names)), None)
-    if found is None:
+    path = next(filter(None, map(shutil.which, names)), None)
+    if path is None:
         package = {"ldd": "libc-bin", "nm": "binutils"}.get(names[0], "gcc")
         raise CannStubsError(
             f"{' or '.join(names)} is not on the PATH, and making stand-ins for CANN needs it; "
             f"install it, for instance with `apt-get install {package}`"
         )
-    return found
+    return path
 
 
 def _source(symbols: Iterable[str]) -> str:
@@ -142,7 +142,7 @@ def _fingerprint(files: Iterable[Path]) -> str:
 
 def _run(*command: str | Path, **environment: str) -> str:
     environment = {**os.environ, "LC_ALL": "C", **environment}
-    done = subprocess.run(
+    process = subprocess.run(
         command,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -150,10 +150,10 @@ def _run(*command: str | Path, **environment: str) -> str:
         timeout=300,
         env=environment,
     )
-    if done.returncode != 0:
+    if process.returncode != 0:
         text = " ".join(map(str, command))
-        raise CannStubsError(f"`{text}` failed with {done.returncode}: {done.stdout.strip()}")
-    return done.stdout
+        raise CannStubsError(f"`{text}` failed with {process.returncode}: {process.stdout.strip()}")
+    return process.stdout
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -166,14 +166,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--site-packages", type=Path, help="the directory that holds torch_npu (default: Python's)"
     )
-    asked = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     try:
-        libraries = write_cann_stubs(asked.out_dir, asked.site_packages)
+        libraries = write_cann_stubs(options.out_dir, options.site_packages)
     except CannStubsError as error:
         print(f"cann_stubs: {error}", file=sys.stderr)
         return 2
-    print(f"{len(libraries)} stand-ins in {asked.out_dir}: {', '.join(p.name for p in libraries)}")
-    print(f"use them with LD_LIBRARY_PATH={asked.out_dir.resolve()}")
+    print(
+        f"{len(libraries)} stand-ins in {options.out_dir}: {', '.join(p.name for p in libraries)}"
+    )
+    print(f"use them with LD_LIBRARY_PATH={options.out_dir.resolve()}")
     return 0
 
 

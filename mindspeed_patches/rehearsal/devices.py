@@ -82,11 +82,11 @@ class DevicesAreTheCpu(TorchFunctionMode):
             args = (args[0], _keyword("device", args[1]), *args[2:])
         elif name == "type":
             args = tuple(re.sub(_OF_A_TYPE, ".", a) if isinstance(a, str) else a for a in args)
-        found = func(*args, **kwargs)
+        result = func(*args, **kwargs)
         # MindSpeed wraps the method type too, in which case the name already has a device.
-        if name == "type" and isinstance(found, str) and found.count(".") == 1:
-            return found.replace("torch.", f"torch.{self._device}.", 1)
-        return found
+        if name == "type" and isinstance(result, str) and result.count(".") == 1:
+            return result.replace("torch.", f"torch.{self._device}.", 1)
+        return result
 
 
 def _keywords_on_cpu(function: Callable[..., Any]) -> Callable[..., Any]:

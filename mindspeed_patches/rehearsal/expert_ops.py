@@ -80,8 +80,8 @@ def groupmatmul_add_fp32(
     """Add ``x[group]^T @ dy[group]`` to the fp32 ``grad``, ``[G, I, O]`` in any shape, in place."""
     sizes = _sizes(groups, 0, len(x))
     into = grad.view(len(groups), x.shape[-1], dy.shape[-1])
-    for one, rows, grads in zip(into, x.split(sizes), dy.split(sizes), strict=True):
-        accumulate_weight_gradient(one, rows, grads)
+    for total, rows, grads in zip(into, x.split(sizes), dy.split(sizes), strict=True):
+        accumulate_weight_gradient(total, rows, grads)
 
 
 def _chosen(routing_map: torch.Tensor, drop_and_pad: bool) -> tuple[torch.Tensor, torch.Tensor]:

@@ -59,8 +59,8 @@ def _exchange(function: Callable[..., Any]) -> Callable[..., Any]:
         **kwargs: Any,
     ) -> Any:
         sizes = (
-            None if given is None else [int(size) for size in given]
-            for given in (output_split_sizes, input_split_sizes)
+            None if split is None else [int(size) for size in split]
+            for split in (output_split_sizes, input_split_sizes)
         )
         return function(output, input.detach().clone(), *sizes, *args, **kwargs)
 

@@ -43,9 +43,9 @@ def replace_missing_instructions(options: Options, given: Path, made: Path) -> N
     drop_data_and_tokenizer(options, why="data or tokenizer are not on this machine")
     _write_tokenizer(made / "tokenizer")
     rows = list(_rows(options.number("--seq-length", 64), "--neat-pack" in options))
-    for at, field in enumerate(("input_ids", "attention_mask", "labels")):
+    for index, field in enumerate(("input_ids", "attention_mask", "labels")):
         prefix = made / f"instructions_packed_{field}_document"
-        _write_indexed(prefix, [row[at] for row in rows])
+        _write_indexed(prefix, [row[index] for row in rows])
     options.set("--data-path", str(made / "instructions"))
     options.set("--tokenizer-type", "PretrainedFromHF")
     options.set("--tokenizer-name-or-path", str(made / "tokenizer"))
@@ -60,13 +60,13 @@ def _write_tokenizer(folder: Path) -> None:
         "tokenizer.json": {
             "version": "1.0",
             "added_tokens": [
-                {"id": at, "content": word, "special": True, **flags}
-                for at, word in enumerate(special)
+                {"id": number, "content": word, "special": True, **flags}
+                for number, word in enumerate(special)
             ],
             "pre_tokenizer": {"type": "WhitespaceSplit"},
             "model": {
                 "type": "WordLevel",
-                "vocab": {word: at for at, word in enumerate(words)},
+                "vocab": {word: number for number, word in enumerate(words)},
                 "unk_token": "<unk>",
             },
         },

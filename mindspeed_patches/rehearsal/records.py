@@ -74,8 +74,8 @@ class Record:
 
 def read_records(folder: Path) -> list[Record]:
     """The records of a run, by rank."""
-    found = [Record(**json.loads(path.read_text("utf-8"))) for path in folder.glob("rank_*.json")]
-    return sorted(found, key=lambda record: record.rank)
+    records = [Record(**json.loads(path.read_text("utf-8"))) for path in folder.glob("rank_*.json")]
+    return sorted(records, key=lambda record: record.rank)
 
 
 def differences(reference: Sequence[Record], commfuse: Sequence[Record]) -> list[str]:
@@ -83,20 +83,20 @@ def differences(reference: Sequence[Record], commfuse: Sequence[Record]) -> list
     if len(reference) != len(commfuse):
         return [f"{len(reference)} ranks against {len(commfuse)}"]
     pairs = zip(reference, commfuse, strict=True)
-    return [f"rank {a.rank}: {what}" for a, b in pairs for what in _of_rank(a, b)]
+    return [f"rank {a.rank}: {difference}" for a, b in pairs for difference in _of_rank(a, b)]
 
 
 def _of_rank(one: Record, other: Record) -> Iterator[str]:
     yield from _weights(one.weights_before, other.weights_before, "before the training")
-    for what, left, right in (
+    for name, left, right in (
         ("losses", one.losses, other.losses),
         ("gradient norms", one.grad_norms, other.grad_norms),
     ):
         if left != right:
             rows = zip(left, right, strict=False)
             first = next((i for i, (a, b) in enumerate(rows, 1) if a != b), None)
-            where = f"from iteration {first} on" if first else f"{len(left)} and {len(right)} of it"
-            yield f"{what} differ, {where}"
+            place = f"from iteration {first} on" if first else f"{len(left)} and {len(right)} of it"
+            yield f"{name} differ, {place}"
     yield from _weights(one.weights_after, other.weights_after, "after the training")
     if one.optimizer_after != other.optimizer_after:
         yield "the optimizer's state (fp32 weights, moments) differs after the training"
@@ -111,12 +111,12 @@ def _weights(one: dict[str, str], other: dict[str, str], when: str) -> Iterator[
 
 def largest_loss_difference(reference: Sequence[Record], commfuse: Sequence[Record]) -> float:
     """The largest relative difference over all iterations; infinite if there are no losses."""
-    found = [
+    deviations = [
         relative_difference([step.get(name) for step in a.losses], [s.get(name) for s in b.losses])
         for a, b in zip(reference, commfuse, strict=True)
         for name in dict.fromkeys(name for step in a.losses for name in step)
     ]
-    return max(found, default=math.inf)
+    return max(deviations, default=math.inf)
 
 
 def relative_difference(one: Sequence[str | None], other: Sequence[str | None]) -> float:
@@ -132,18 +132,18 @@ def relative_difference(one: Sequence[str | None], other: Sequence[str | None]) 
 
 def degeneracies(records: Sequence[Record]) -> list[str]:
     """Why a run would prove nothing even if another run were equal to it."""
-    found = []
+    problems = []
     losses = [float.fromhex(v) for r in records for step in r.losses for v in step.values()]
     if not losses:
-        found.append("no loss was noted")
+        problems.append("no loss was noted")
     elif not all(map(math.isfinite, losses)):
-        found.append("a loss is not finite")
+        problems.append("a loss is not finite")
     norms = [float.fromhex(norm) for r in records for norm in r.grad_norms if norm is not None]
     if norms and not any(norms):
-        found.append("all gradient norms are 0")
+        problems.append("all gradient norms are 0")
     elif not all(map(math.isfinite, norms)):
-        found.append("a gradient norm is not finite")
-    still = [r.rank for r in records if r.weights_before == r.weights_after]
-    if still:
-        found.append(f"no weight changed on rank {', '.join(map(str, still))}")
-    return found
+        problems.append("a gradient norm is not finite")
+    unchanged = [r.rank for r in records if r.weights_before == r.weights_after]
+    if unchanged:
+        problems.append(f"no weight changed on rank {', '.join(map(str, unchanged))}")
+    return problems

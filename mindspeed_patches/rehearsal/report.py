@@ -24,13 +24,15 @@ def report_lines(runs: Runs) -> Iterator[str]:
 
 def _features(runs: Runs) -> Iterator[str]:
     """Features of rank 0, with those that only one run has listed separately."""
-    of = {way: records[0].features for way, records in runs.items()}
-    shared = [name for name in next(iter(of.values())) if all(name in n for n in of.values())]
+    features = {way: records[0].features for way, records in runs.items()}
+    shared = [
+        name for name in next(iter(features.values())) if all(name in n for n in features.values())
+    ]
     yield "MindSpeed features that were applied:"
     yield f"  {', '.join(shared)}"
-    for way, names in of.items():
-        if own := [name for name in names if name not in shared]:
-            yield f"  {way} run only: {', '.join(own)}"
+    for way, names in features.items():
+        if extra := [name for name in names if name not in shared]:
+            yield f"  {way} run only: {', '.join(extra)}"
 
 
 def _layers(runs: Runs) -> Iterator[str]:
@@ -43,8 +45,8 @@ def _layers(runs: Runs) -> Iterator[str]:
             calls[layer, path] += count
     yield f"CommFuse's calls in its run, forward, {len(records)} ranks together:"
     for (layer, path), count in sorted(calls.items()):
-        told = "fused" if path == "fused" else f"by Megatron, because {path}"
-        yield f"  {layer:<10} {count:>6}  {told}"
+        text = "fused" if path == "fused" else f"by Megatron, because {path}"
+        yield f"  {layer:<10} {count:>6}  {text}"
     if not calls:
         yield "  none went through CommFuse's wrappers"
 
@@ -70,24 +72,24 @@ def _row(label: str, values: Sequence[object]) -> str:
 
 def _losses(runs: Runs) -> Iterator[str]:
     """Losses and gradient norms with all their digits, side by side."""
-    shown = [
+    samples = [
         next((record for record in records if any(record.losses)), records[0])
         for records in runs.values()
     ]
     columns = {
-        "loss": [[next(iter(step.values()), None) for step in r.losses] for r in shown],
-        "gradient norm": [r.grad_norms for r in shown],
+        "loss": [[next(iter(step.values()), None) for step in r.losses] for r in samples],
+        "gradient norm": [r.grad_norms for r in samples],
     }
     head = " ".join(f"{f'{name}, {way}':>28}" for name in columns for way in runs)
     yield f"{'iteration':>9} {head}"
-    for index in range(len(shown[0].grad_norms)):
-        cells = [[column[index] for column in of] for of in columns.values()]
+    for index in range(len(samples[0].grad_norms)):
+        cells = [[column[index] for column in series] for series in columns.values()]
         row = " ".join(f"{_decimal(value):>28}" for values in cells for value in values)
-        same = all(len(set(values)) == 1 for values in cells)
-        yield f"{index + 1:>9} {row}{'' if same else '  differs'}"
-    for name, of in columns.items():
-        if len(of) == 2:
-            yield f"largest difference of the {name}: {relative_difference(*of):.3g} relative"
+        equal = all(len(set(values)) == 1 for values in cells)
+        yield f"{index + 1:>9} {row}{'' if equal else '  differs'}"
+    for name, series in columns.items():
+        if len(series) == 2:
+            yield f"largest difference of the {name}: {relative_difference(*series):.3g} relative"
 
 
 def _decimal(text: str | None) -> str:

@@ -46,15 +46,15 @@ def prepare(options: Options, iterations: int, folder: Path) -> None:
 
 def reference_run(options: Options) -> list[str]:
     """The script's arguments for the run without CommFuse."""
-    own = options.copy()
-    own.drop("--use-commfuse", "--no-use-commfuse", *commfuse_names(options))
-    return own.words
+    result = options.copy()
+    result.drop("--use-commfuse", "--no-use-commfuse", *commfuse_names(options))
+    return result.words
 
 
 def commfuse_run(options: Options) -> list[str]:
     """The script's arguments for the run with CommFuse, including the launch's options for it."""
-    own = options.copy()
-    own.drop("--no-use-commfuse")
-    if FB_OVERLAP not in own:
-        own.set("--use-commfuse")
-    return own.words
+    result = options.copy()
+    result.drop("--no-use-commfuse")
+    if FB_OVERLAP not in result:
+        result.set("--use-commfuse")
+    return result.words

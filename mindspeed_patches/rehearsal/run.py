@@ -110,14 +110,14 @@ class Run:
             )
         except TimeoutError as error:
             raise RunFailedError(f"the {way} run {error} (--timeout):\n{_tail(log)}") from error
-        found = read_records(records)
-        if code or len(found) != self.processes or not all(record.finished for record in found):
+        results = read_records(records)
+        if code or len(results) != self.processes or not all(record.finished for record in results):
             raise RunFailedError(
-                f"the {way} run failed with exit code {code}, and {len(found)} of "
+                f"the {way} run failed with exit code {code}, and {len(results)} of "
                 f"{self.processes} ranks reached its end (--output DIR keeps the whole log):\n"
                 f"{_tail(log)}"
             )
-        return found
+        return results
 
 
 def _tail(log: Path) -> str:

@@ -54,15 +54,15 @@ def layout_of(options: Options, processes: int | None) -> Layout:
     Raises:
         UsageError: the number is not a multiple of TP * PP * CP.
     """
-    one = Layout(data=1, **{name: options.number(option, 1) for name, option in _OPTIONS.items()})
+    base = Layout(data=1, **{name: options.number(option, 1) for name, option in _OPTIONS.items()})
     if processes is None:
-        return replace(one, data=one.expert // math.gcd(one.expert, one.context))
-    if processes % one.processes:
+        return replace(base, data=base.expert // math.gcd(base.expert, base.context))
+    if processes % base.processes:
         raise UsageError(
-            f"the launch starts {processes} processes, which is no multiple of TP {one.tensor} * "
-            f"PP {one.pipeline} * CP {one.context} = {one.processes}"
+            f"the launch starts {processes} processes, which is no multiple of TP {base.tensor} * "
+            f"PP {base.pipeline} * CP {base.context} = {base.processes}"
         )
-    return replace(one, data=processes // one.processes)
+    return replace(base, data=processes // base.processes)
 
 
 def scale_down(options: Options, layout: Layout, limit: int) -> Layout:

@@ -52,31 +52,31 @@ def find_stack(options: Mapping[str, str | None], environ: Mapping[str, str] = o
     Raises:
         UsageError: one is missing, is something else, or is too old.
     """
-    found: dict[str, Path] = {}
+    roots: dict[str, Path] = {}
     problems: list[str] = []
     for name, part in _PARTS.items():
         try:
             # Users of MindSpeed-LLM copy the folder megatron into its checkout.
-            beside = found.get("llm") if name == "megatron" else None
-            found[name] = _find(part, options.get(name), environ.get(part.variable), beside)
+            llm = roots.get("llm") if name == "megatron" else None
+            roots[name] = _find(part, options.get(name), environ.get(part.variable), llm)
         except UsageError as error:
             problems.append(str(error))
-    if not problems and not (found["llm"] / "mindspeed_llm/tasks/megatron_adaptor_v2.py").exists():
+    if not problems and not (roots["llm"] / "mindspeed_llm/tasks/megatron_adaptor_v2.py").exists():
         problems.append(
-            f"the MindSpeed-LLM in {found['llm']} is 2.1.0 or older and takes no further features"
+            f"the MindSpeed-LLM in {roots['llm']} is 2.1.0 or older and takes no further features"
         )
     if problems:
         raise UsageError("\n".join([*problems, f"These belong together: {TOGETHER}"]))
-    return Stack(**found)
+    return Stack(**roots)
 
 
 def _find(part: _Part, option: str | None, variable: str | None, beside: Path | None) -> Path:
     marker = Path(part.package, part.marker)
-    if given := option or variable:
-        folder = Path(given).expanduser().resolve()
+    if text := option or variable:
+        folder = Path(text).expanduser().resolve()
         if not (folder / marker).exists():
             raise UsageError(
-                f"{part.option if option else part.variable} is {given}, which is no checkout of "
+                f"{part.option if option else part.variable} is {text}, which is no checkout of "
                 f"{part.title}: it has no {marker}"
             )
         return folder

@@ -136,14 +136,14 @@ def _train(args: argparse.Namespace, corpus: Corpus, folder: Path, checkpoint: P
         folders = {form: folder / form for form in compare.forms(args)}
     outcomes: dict[str, list[Outcome]] = {}
     with _started(args) as (ranks, received):
-        for form, where in folders.items():
+        for form, place in folders.items():
             if args.compare:
                 print(f"--- training: {form}", flush=True)
-            outcomes[form] = ranks.ask("train", args, corpus, form, where, checkpoint)
-            if wrong := next((one for one in outcomes[form] if one.error), None):
-                return _failed(wrong.error, wrong.code)
+            outcomes[form] = ranks.ask("train", args, corpus, form, place, checkpoint)
+            if failed := next((result for result in outcomes[form] if result.error), None):
+                return _failed(failed.error, failed.code)
             outcome = outcomes[form][0]
-            plot_loss(where)
+            plot_loss(place)
             if outcome.stopped:
                 break
         if args.commfuse_order_log is not None:
@@ -153,10 +153,10 @@ def _train(args: argparse.Namespace, corpus: Corpus, folder: Path, checkpoint: P
     if not outcome.stopped:
         return _compared(outcomes, folder) if args.compare else 0
     number = received[0] if received else signal.SIGTERM
-    again = "give the same command with --resume to go on"
+    advice = "give the same command with --resume to go on"
     if args.compare:
-        again = "a comparison cannot be resumed, start it again"
-    print(f"stopped by signal {number} after iteration {outcome.iteration}; {again}", flush=True)
+        advice = "a comparison cannot be resumed, start it again"
+    print(f"stopped by signal {number} after iteration {outcome.iteration}; {advice}", flush=True)
     return 128 + number
 
 
@@ -171,12 +171,12 @@ def _report(outcome: Outcome, folder: Path) -> None:
 
 def _compared(ranks: dict[str, list[Outcome]], folder: Path) -> int:
     outcomes = {form: on_ranks[0] for form, on_ranks in ranks.items()}
-    said = [*(written(folder / form) for form in outcomes), *compare.report(outcomes)]
-    print("\n".join(said), flush=True)
+    lines = [*(written(folder / form) for form in outcomes), *compare.report(outcomes)]
+    print("\n".join(lines), flush=True)
     print(compare.draw_timelines(ranks, folder / "timelines.png"))
-    same = compare.identical(outcomes)
-    print(f"identical: {same}", flush=True)
-    return 0 if same else 1
+    equal = compare.identical(outcomes)
+    print(f"identical: {equal}", flush=True)
+    return 0 if equal else 1
 
 
 if __name__ == "__main__":

@@ -100,13 +100,13 @@ def _parser() -> Parser:
     )
     for title, options in _TABLE.items():
         group = parser.add_argument_group(title)
-        for name, default, kind, said in options:
+        for name, default, kind, text in options:
             words: dict[str, Any] = {"type": kind}
             if isinstance(default, bool):
                 words = {"action": argparse.BooleanOptionalAction if kind else "store_true"}
             elif default is not None:
-                said += f" ({default})"
-            group.add_argument(f"--{name}", default=default, help=said, **words)
+                text += f" ({default})"
+            group.add_argument(f"--{name}", default=default, help=text, **words)
     group.add_argument("--fp32", dest="bf16", action="store_false")
     overlap = {"commfuse_fb_overlap": FB_OVERLAP_OPTIONS["commfuse_fb_overlap"]}
     add_arguments(parser.add_argument_group("CommFuse"), OPTIONS | overlap)
@@ -145,14 +145,14 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 def _not_divisible(args: argparse.Namespace) -> Iterator[str]:
     tp, cp = args.tensor_model_parallel_size, args.context_parallel_size
     tensor, context = "the tensor-parallel size", "the context-parallel size"
-    both = f"{tensor} times {context}" if cp > 1 else tensor
+    product = f"{tensor} times {context}" if cp > 1 else tensor
     for name, divisor, by in (
         ("hidden-size", 2 * args.num_attention_heads, "2 (rotary) times --num-attention-heads"),
-        ("num-attention-heads", tp * cp, both),
+        ("num-attention-heads", tp * cp, product),
         ("num-query-groups", tp, tensor),
         ("num-attention-heads", args.num_query_groups, "--num-query-groups"),
         ("ffn-hidden-size", tp, tensor),
-        ("seq-length", tp * cp, both if tp > 1 else context),
+        ("seq-length", tp * cp, product if tp > 1 else context),
         ("global-batch-size", args.micro_batch_size * args.data_parallel_size,
          "micro-batch size times data-parallel size"),
     ):  # fmt: skip

@@ -144,7 +144,7 @@ def _prune(checkpoints: Path, newest: str) -> None:
     """Keep the newest `_KEPT` checkpoints up to ``newest``, and nothing half-written."""
     # Later ones belong to a course that was abandoned by resuming from an older checkpoint.
     names = sorted(folder.name for folder in checkpoints.glob("iter_*"))
-    kept = [name for name in names if name <= newest][-_KEPT:]
+    recent = [name for name in names if name <= newest][-_KEPT:]
     for folder in (*checkpoints.glob("iter_*"), *checkpoints.glob(".iter_*")):
-        if folder.name not in kept:
+        if folder.name not in recent:
             shutil.rmtree(folder, ignore_errors=True)

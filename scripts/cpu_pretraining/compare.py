@@ -51,7 +51,7 @@ def _pairs(outcomes: Outcomes) -> list[tuple[str, str]]:
 
 def identical(outcomes: Outcomes) -> bool:
     """Whether overlap changed no bit of losses and weights in any pair."""
-    return all(_same(outcomes[one], outcomes[other]) for one, other in _pairs(outcomes))
+    return all(_same(outcomes[form], outcomes[other]) for form, other in _pairs(outcomes))
 
 
 def _same(one: Outcome, other: Outcome) -> bool:
@@ -62,23 +62,23 @@ def report(outcomes: Outcomes) -> list[str]:
     """Losses (nine digits distinguish any two float32), hashes, speeds and differences."""
     printed = ["", f"{'iteration':>9} " + " ".join(f"{form:>15}" for form in outcomes)]
     for iteration in outcomes["megatron"].losses:
-        row = " ".join(f"{one.losses[iteration]:15.9g}" for one in outcomes.values())
+        row = " ".join(f"{outcome.losses[iteration]:15.9g}" for outcome in outcomes.values())
         printed.append(f"{iteration:9d} {row}")
-    for form, one in outcomes.items():
-        printed.append(f"final lm loss, {form}: {one.losses[one.iteration]:.9g}")
-        printed.append(f"sha256 of all weights, {form}: {one.weights_sha256}")
+    for form, outcome in outcomes.items():
+        printed.append(f"final lm loss, {form}: {outcome.losses[outcome.iteration]:.9g}")
+        printed.append(f"sha256 of all weights, {form}: {outcome.weights_sha256}")
     for form, other in _pairs(outcomes):
-        same = "equal" if _same(outcomes[form], outcomes[other]) else "not equal"
-        printed.append(f"losses and weights, {form} and {other}: {same} bit for bit")
+        verdict = "equal" if _same(outcomes[form], outcomes[other]) else "not equal"
+        printed.append(f"losses and weights, {form} and {other}: {verdict} bit for bit")
     if fused := outcomes.get("commfuse"):
         printed += [f"commfuse: {line}" for line in fused.layers]
         megatron = outcomes["megatron"]
         difference = max(abs(loss - megatron.losses[i]) for i, loss in fused.losses.items())
-        same = "equal" if fused.weights_sha256 == megatron.weights_sha256 else "not equal"
+        verdict = "equal" if fused.weights_sha256 == megatron.weights_sha256 else "not equal"
         printed.append(f"commfuse against Megatron's unsplit GEMMs: largest loss difference "
-                    f"{difference:.3g}, weights {same} bit for bit")  # fmt: skip
-    for form, one in outcomes.items():
-        if speed := one.describe_speed():
+                    f"{difference:.3g}, weights {verdict} bit for bit")  # fmt: skip
+    for form, outcome in outcomes.items():
+        if speed := outcome.describe_speed():
             printed.append(f"tokens/s, {form}: {speed}")
     return printed + list(_times(outcomes))
 
@@ -99,7 +99,7 @@ def _times(outcomes: Outcomes) -> Iterator[str]:
         pairs.insert(1, ("megatron", "commfuse"))
     for form, other in pairs:
         (fast, without, slow), (faster, middle, slower) = (
-            outcomes[one].seconds for one in (form, other)
+            outcomes[name].seconds for name in (form, other)
         )
         less, low, high = (
             100 * (1 - part) for part in (middle / without, slower / fast, faster / slow)
@@ -133,16 +133,16 @@ def timelines(ranks: Mapping[str, Sequence[Outcome]]) -> Picture | None:
             return None
         bits, end = list[Bit](), 1e3 * seconds
         lanes = tuple(f"rank {rank}" for rank in range(len(outcomes)))
-        for lane, one in zip(lanes, outcomes, strict=True):
-            waits = [(1e3 * begin, 1e3 * until) for begin, until in one.waits]
+        for lane, outcome in zip(lanes, outcomes, strict=True):
+            waits = [(1e3 * begin, 1e3 * until) for begin, until in outcome.waits]
             bits += [Bit(lane, "waits", *wait, "waiting") for wait in waits]
             between = pairwise([(0.0, 0.0), *waits, (end, end)])
             bits += [
                 Bit(lane, "computes", start, stop, "work") for (_, start), (stop, _) in between
             ]
         waited = sum(bit.end - bit.start for bit in bits if bit.kind == "waiting") / len(lanes)
-        said = f"{seconds:.3f} s, of which {waited / 1e3:.3f} s waiting for transfers"
-        rows.append(Row(f"{form}, {_TITLES[form]}: {said}", lanes, tuple(bits)))
+        text = f"{seconds:.3f} s, of which {waited / 1e3:.3f} s waiting for transfers"
+        rows.append(Row(f"{form}, {_TITLES[form]}: {text}", lanes, tuple(bits)))
     link = next(iter(ranks.values()))[0].link
     return gantt(f"The fastest iteration of each over {link}, measured", "milliseconds", rows)
 

@@ -90,14 +90,14 @@ def _files(root: Path, standard_library: bool) -> Iterator[Path]:
     if root.is_file():
         yield root
         return
-    found: list[Path] = []
+    paths: list[Path] = []
     # Not rglob, which silently skips unreadable folders.
     for folder, folders, names in os.walk(root, onerror=_unreadable):
         folders[:] = [name for name in folders if not name.startswith((".", "__pycache__"))]
-        found += [Path(folder, name) for name in names if not name.startswith(".")]
-    for path in sorted(found):
-        own = path.suffix == ".py" and _SKIPPED.isdisjoint(path.relative_to(root).parts)
-        if path.is_file() and (own or not standard_library):
+        paths += [Path(folder, name) for name in names if not name.startswith(".")]
+    for path in sorted(paths):
+        included = path.suffix == ".py" and _SKIPPED.isdisjoint(path.relative_to(root).parts)
+        if path.is_file() and (included or not standard_library):
             yield path
 
 

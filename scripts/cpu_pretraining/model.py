@@ -128,7 +128,9 @@ def build_trainee(
 
 def _given(kind: Any, args: argparse.Namespace) -> dict[str, Any]:
     """The fields of a Megatron configuration that have an option of the same name."""
-    return {one.name: getattr(args, one.name) for one in fields(kind) if hasattr(args, one.name)}
+    return {
+        field.name: getattr(args, field.name) for field in fields(kind) if hasattr(args, field.name)
+    }
 
 
 def _llama_block(args: argparse.Namespace) -> TransformerBlockSubmodules:

@@ -39,10 +39,10 @@ class MetricsLog:
     """
 
     def __init__(self, path: Path, keep_until: int) -> None:
-        kept = [entry for entry in read_metrics(path) if entry["iteration"] <= keep_until]
+        entries = [entry for entry in read_metrics(path) if entry["iteration"] <= keep_until]
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_suffix(".partial")
-        partial.write_text("".join(f"{json.dumps(entry)}\n" for entry in kept), encoding="utf-8")
+        partial.write_text("".join(f"{json.dumps(entry)}\n" for entry in entries), encoding="utf-8")
         partial.replace(path)
         self._path, self._failed = path, False
 
@@ -80,10 +80,12 @@ def draw_picture(picture: Picture, title: str, path: Path) -> str:
 def plot_loss(folder: Path) -> None:
     """Draw the loss over the iterations into ``loss.png``, or print why not."""
     entries = read_metrics(folder / "metrics.jsonl")
-    curve = Line("training", tuple((one["iteration"], one["lm_loss"]) for one in entries), True)
-    drawn = lines("lm loss, nats per byte, lower is better", "iteration", [curve], whole=True)
+    curve = Line(
+        "training", tuple((entry["iteration"], entry["lm_loss"]) for entry in entries), True
+    )
+    picture = lines("lm loss, nats per byte, lower is better", "iteration", [curve], whole=True)
     title = f"{folder.name}: loss over the training"
-    if why := draw_picture(drawn, title, folder / "loss.png"):
+    if why := draw_picture(picture, title, folder / "loss.png"):
         print(why, flush=True)
 
 
@@ -143,7 +145,7 @@ class Outcome:
             return ""
         fast, middle, slow = self.seconds
         blocked = median(entry["exposed_ms"] / 1e3 for entry in self.counted)
-        first, last = (self.counted[at]["iteration"] for at in (0, -1))
+        first, last = (self.counted[index]["iteration"] for index in (0, -1))
         return (
             f"{self.tokens / middle:.0f} over {self.link} ({middle:.3f} s per iteration, quartiles "
             f"{fast:.3f} and {slow:.3f}, of which {blocked:.3f} s waiting for transfers; medians "

@@ -238,8 +238,8 @@ class Training:
                 log.append(entry)
                 print(_iteration_line(args.train_iters, entry), flush=True)
             last = self.iteration == args.train_iters
-            due = args.save_interval and self.iteration % args.save_interval == 0
-            if not args.compare and (due or last or outcome.stopped):
+            periodic = args.save_interval and self.iteration % args.save_interval == 0
+            if not args.compare and (periodic or last or outcome.stopped):
                 self._save()
         self._finish_parameters()
         outcome.weights_sha256 = hash_over_ranks([self.model.module], self.optimizer)
@@ -256,10 +256,10 @@ class Training:
         with cuda_means_cpu():
             _, grad_norm, _ = self.optimizer.step()
         # The weights are updated already, but no checkpoint has been replaced yet.
-        for what, value in (("lm loss", loss), ("grad norm", float(grad_norm))):
+        for name, value in (("lm loss", loss), ("grad norm", float(grad_norm))):
             if not math.isfinite(value):
                 raise TrainingDivergedError(
-                    f"iteration {self.iteration + 1}: {what} is {value}; the weights of this "
+                    f"iteration {self.iteration + 1}: {name} is {value}; the weights of this "
                     f"iteration were not saved. Lower --lr (now {args.lr})"
                 )
         learning_rate = self.optimizer.param_groups[0]["lr"]
@@ -363,12 +363,12 @@ class Training:
         saved = load_state(checkpoint, self.rank)
         self.iteration, state = saved["iteration"], saved["training"]
         self.model.module.load_state_dict(state["model"])
-        for inner, (values, kept) in zip(self._optimizers(), state["optimizer"], strict=True):
+        for inner, (values, moments) in zip(self._optimizers(), state["optimizer"], strict=True):
             for parameter, value in zip(_parameters(inner), values, strict=True):
                 parameter.copy_(value)
             # Parameter groups follow this command line: they hold learning rates, not state.
             groups = inner.state_dict()["param_groups"]
-            inner.load_state_dict({"state": kept, "param_groups": groups})
+            inner.load_state_dict({"state": moments, "param_groups": groups})
         self.scheduler.load_state_dict(state["scheduler"])
         torch.set_rng_state(state["rng"])
         get_cuda_rng_tracker().set_states(state["rng_tracker"])
@@ -376,11 +376,11 @@ class Training:
     def _optimizers(self) -> list[torch.optim.Optimizer]:
         """torch's optimizers in Megatron's: they own the fp32 parameters and the Adam state."""
         chained = getattr(self.optimizer, "chained_optimizers", [self.optimizer])
-        return [one.optimizer for one in chained if one.optimizer is not None]
+        return [optimizer.optimizer for optimizer in chained if optimizer.optimizer is not None]
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    return [one.detach() for group in optimizer.param_groups for one in group["params"]]
+    return [parameter.detach() for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def _iteration_line(of: int, entry: dict[str, Any]) -> str:

@@ -171,11 +171,11 @@ class Sliced(Blocking):
 
     def column_backward(self, grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> Grads:
         gather = self.carrier.gather(x)
-        grad_x, under_way = self._begin_scatters(grad, weight)
+        grad_x, pending = self._begin_scatters(grad, weight)
         whole = gather.result()
         grad_weight = grad.t().matmul(whole)
         self.carrier.give_back(whole)
-        self._finish_scatters(under_way)
+        self._finish_scatters(pending)
         return grad_x, grad_weight
 
     def _gathered_product(
@@ -193,8 +193,8 @@ class Sliced(Blocking):
         return y, whole
 
     def _scattered_product(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        y, under_way = self._begin_scatters(a, b)
-        self._finish_scatters(under_way)
+        y, pending = self._begin_scatters(a, b)
+        self._finish_scatters(pending)
         return y
 
     def _runs(self, rows: int) -> list[slice]:
@@ -205,18 +205,18 @@ class Sliced(Blocking):
         runs = self._runs(shard.shape[0])
         # If several collectives would share the link, only the next one is started.
         ahead = len(runs) if self.carrier.in_order else 1
-        under_way = [self.carrier.gather(shard[run]) for run in runs[:ahead]]
+        pending = [self.carrier.gather(shard[run]) for run in runs[:ahead]]
         for number, run in enumerate(runs):
-            part = under_way[number].result()
-            if len(under_way) < len(runs):
-                under_way.append(self.carrier.gather(shard[runs[len(under_way)]]))
+            part = pending[number].result()
+            if len(pending) < len(runs):
+                pending.append(self.carrier.gather(shard[runs[len(pending)]]))
             yield run, part
 
     def _begin_scatters(
         self, a: torch.Tensor, b: torch.Tensor
     ) -> tuple[torch.Tensor, list[tuple[Pending, torch.Tensor]]]:
         y, take = self._like_own(a, b), self.carrier.take
-        under_way: list[tuple[Pending, torch.Tensor]] = []
+        pending: list[tuple[Pending, torch.Tensor]] = []
         for run in self._runs(y.shape[0]):
             rows = take(a, self.carrier.size * (run.stop - run.start), a.shape[1])
             self._blocks(rows).copy_(self._blocks(a)[:, run])
@@ -224,9 +224,9 @@ class Sliced(Blocking):
             gemm_into(full, rows, b)
             self.carrier.give_back(rows)
             if not self.carrier.in_order:
-                self._finish_scatters(under_way)
-            under_way.append((self.carrier.scatter(full, y[run]), full))
-        return y, under_way
+                self._finish_scatters(pending)
+            pending.append((self.carrier.scatter(full, y[run]), full))
+        return y, pending
 
     def _finish_scatters(self, under_way: list[tuple[Pending, torch.Tensor]]) -> None:
         while under_way:
@@ -323,17 +323,17 @@ class Ring(Blocking):
     def _summed(self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> Iterator[None]:
         """Reduce-scatter ``a @ b`` into ``out``: one GEMM per step, the own block's last."""
         rank, size = self.carrier.rank, self.carrier.size
-        blocks, made = self._blocks(a), self._two(out)
-        arrived, under_way = self.carrier.take(out, *out.shape), None
+        blocks, totals = self._blocks(a), self._two(out)
+        arrived, pending = self.carrier.take(out, *out.shape), None
         for step in range(1, size + 1):
-            total = made[step % len(made)] if step < size else out
+            total = totals[step % len(totals)] if step < size else out
             gemm_into(total, blocks[(rank + step) % size], b)
-            if under_way is not None:
-                total.add_(under_way.result())
+            if pending is not None:
+                total.add_(pending.result())
             if step < size:
-                under_way = self.carrier.swap(total, self._down, arrived, self._up)
+                pending = self.carrier.swap(total, self._down, arrived, self._up)
             yield
-        self.carrier.give_back(*made, arrived)
+        self.carrier.give_back(*totals, arrived)
 
 
 def _layer(

@@ -108,8 +108,10 @@ class Carrier(ABC):
 
     def give_back(self, *buffers: torch.Tensor) -> None:
         """Return the results of :meth:`take` and :meth:`gather` for reuse."""
-        for one in buffers:
-            self.idle.setdefault((tuple(one.shape), one.dtype, one.device), []).append(one)
+        for buffer in buffers:
+            self.idle.setdefault((tuple(buffer.shape), buffer.dtype, buffer.device), []).append(
+                buffer
+            )
 
     def _whole(self, shard: torch.Tensor) -> torch.Tensor:
         return self.take(shard, self.size * shard.shape[0], *shard.shape[1:])
@@ -194,14 +196,14 @@ class DirectExchange(Carrier):
     def scatter(self, full: torch.Tensor, out: torch.Tensor) -> Pending:
         blocks = full.unflatten(0, (self.size, -1))
         # The first partial arrives directly in the buffer of the sum.
-        others = [self.take(out, *out.shape) for _ in range(self.size - 2)]
+        partials = [self.take(out, *out.shape) for _ in range(self.size - 2)]
         sends = [blocks[target] for target in self._targets]
-        works = self._exchange(sends, self._targets, [out, *others], self._sources)
+        works = self._exchange(sends, self._targets, [out, *partials], self._sources)
 
         def add() -> None:
-            for partial in (*others, blocks[self.rank]):
+            for partial in (*partials, blocks[self.rank]):
                 out.add_(partial)
-            self.give_back(*others)
+            self.give_back(*partials)
 
         return Pending(self, works, out, add, hands_over=True)
 
@@ -225,8 +227,8 @@ class NoTransfers(Carrier):
 
     def give_back(self, *buffers: torch.Tensor) -> None:
         """Return buffers for reuse, except gathered ones, which are kept here."""
-        kept = {id(one) for one in self._wholes.values()}
-        super().give_back(*(one for one in buffers if id(one) not in kept))
+        gathered = {id(whole) for whole in self._wholes.values()}
+        super().give_back(*(buffer for buffer in buffers if id(buffer) not in gathered))
 
     def scatter(self, full: torch.Tensor, out: torch.Tensor) -> Pending:
         return Pending(self, [], full.unflatten(0, (self.size, -1))[self.rank])

@@ -95,21 +95,23 @@ def _sizes(text: str) -> tuple[int, ...]:
 
 def main(words: Sequence[str]) -> int:
     """Measure and print; returns the exit code: 0, 1 a rank failed, 2 bad options, 130 Ctrl-C."""
-    given = parser().parse_args(words)
+    options = parser().parse_args(words)
     results: list[Result] = []
     try:
-        if given.stored is not None:
-            return _show(given, words, *load(given.stored))
-        config = find_config(given.config)
-        conditions = Conditions(config, given.device, given.scale, given.sequence, given.seed)
-        sweeps = _sweeps(given, config)
+        if options.stored is not None:
+            return _show(options, words, *load(options.stored))
+        config = find_config(options.config)
+        conditions = Conditions(
+            config, options.device, options.scale, options.sequence, options.seed
+        )
+        sweeps = _sweeps(options, config)
     except (OSError, ValueError) as error:
         return refuse("bench", error)
     code = 0
     # As for Ctrl-C: the ranks are stopped on the way out.
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        _measure(sweeps, conditions, given.timeout, results)
+        _measure(sweeps, conditions, options.timeout, results)
     except KeyboardInterrupt:
         conditions.note("interrupted; this is what was measured until then")
         code = 130
@@ -122,9 +124,9 @@ def main(words: Sequence[str]) -> int:
     finally:
         signal.signal(signal.SIGTERM, before)
     if results or not code:
-        about = {"model": config.stem, "seed": given.seed, "link measured": conditions.wires}
-        machine = {**conditions.machine, **about}
-        code = _show(given, words, machine, results, conditions.notes) or code
+        facts = {"model": config.stem, "seed": options.seed, "link measured": conditions.wires}
+        machine = {**conditions.machine, **facts}
+        code = _show(options, words, machine, results, conditions.notes) or code
     return code
 
 
@@ -146,12 +148,12 @@ def _measure(
 ) -> None:
     """Append the results one by one, so that an interrupted run keeps them."""
     # Sweeps with the same ranks share their processes, which take seconds to start.
-    for size, same in groupby(sweeps, key=lambda sweep: sweep.ranks):
+    for size, group in groupby(sweeps, key=lambda sweep: sweep.ranks):
         tell(f"starting {size} ranks")
         with Ranks(size, device=conditions.device, timeout=timeout) as ranks:
             bench = Bench(ranks.ask, size, conditions)
             bench.measure_link()
-            for sweep in same:
+            for sweep in group:
                 for result in bench.run(sweep):
                     results.append(result)
 
@@ -169,9 +171,9 @@ def _show(
         0, or 2 if a file cannot be written.
     """
     if results:
-        first, *others = verdict(results)
+        first, *lines = verdict(results)
         print_verdict(first, True)
-        print(*others, "", sep="\n")
+        print(*lines, "", sep="\n")
     print(as_markdown(machine, results, notes, given.all))
     command = ["commfuse-npu", "bench", *words]
     written = {"machine": {**machine, "notes": notes}, "results": list(map(asdict, results))}

@@ -41,12 +41,12 @@ class Fused:
         assert variant.schedule is not None
         tuning = Tuning() if variant.tuned else None
         options = LinearOptions(variant.schedule, wgrad=variant.wgrad, tuning=tuning)
-        given: dict[str, Any] = {"transport": transport, "options": options}
+        arguments: dict[str, Any] = {"transport": transport, "options": options}
         self._transport = transport
-        self.all_gather_linear: _Layer = partial(all_gather_linear, **given)
-        self.linear_reduce_scatter: _Layer = partial(linear_reduce_scatter, **given)
+        self.all_gather_linear: _Layer = partial(all_gather_linear, **arguments)
+        self.linear_reduce_scatter: _Layer = partial(linear_reduce_scatter, **arguments)
         self.attention_linear_reduce_scatter: _Layer = partial(
-            attention_linear_reduce_scatter, causal=True, **given
+            attention_linear_reduce_scatter, causal=True, **arguments
         )
 
     def blocked_seconds(self) -> float:

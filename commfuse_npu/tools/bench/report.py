@@ -95,9 +95,9 @@ def verdict(results: Sequence[Result]) -> list[str]:
     if against_today:
         compared = f"{_change(against_today)} {' or '.join(sorted(orders))}; {compared}"
     number = len(against_rival)
-    over = "one setting" if number == 1 else f"{number} settings"
+    settings = "one setting" if number == 1 else f"{number} settings"
     return [
-        f"Best of ours over {over}: **{ours}**: `{_options(ours, results)}`",
+        f"Best of ours over {settings}: **{ours}**: `{_options(ours, results)}`",
         f"{compared[0].upper()}{compared[1:]}. The bound of each setting, max(compute, wire), is "
         "for nobody to launch.",
     ]
@@ -121,7 +121,9 @@ def _longer(share: float) -> str:
 def _options(name: str, results: Sequence[Result]) -> str:
     """The launch options of a CommFuse variant, as defined for a measured group size."""
     sizes = dict.fromkeys(row.ranks for row in results)
-    variant = next((one for size in sizes for one in of_group(size) if one.name == name), None)
+    variant = next(
+        (variant for size in sizes for variant in of_group(size) if variant.name == name), None
+    )
     if variant is None or variant.kind == "turns":
         return "--use-commfuse" if variant is None else "--commfuse-fb-overlap"
     options = ["--use-commfuse"]
@@ -143,11 +145,11 @@ def _today(rows: Sequence[Result]) -> str | None:
 
 def _best(results: Sequence[Result], wanted: Callable[[str], bool]) -> str | None:
     """The variant measured in the most settings; among those the highest mean log speed-up."""
-    found: dict[str, list[float]] = {}
+    speedups: dict[str, list[float]] = {}
     for row in results:
         if wanted(row.variant):
-            found.setdefault(row.variant, []).append(log(row.speedup))
-    return max(found, key=lambda name: (len(found[name]), sum(found[name])), default=None)
+            speedups.setdefault(row.variant, []).append(log(row.speedup))
+    return max(speedups, key=lambda name: (len(speedups[name]), sum(speedups[name])), default=None)
 
 
 def as_markdown(
@@ -235,8 +237,8 @@ def _cells(rows: Sequence[Result], names: Sequence[str]) -> Iterator[tuple[str, 
         low, high = row.quartiles_ms
         bits = "equal"
         if not row.bitwise_equal:
-            same = " (same GEMMs: equal)" if row.bitwise_equal_same_gemms else ""
-            bits = f"{row.max_difference:.1e}{same}"
+            note = " (same GEMMs: equal)" if row.bitwise_equal_same_gemms else ""
+            bits = f"{row.max_difference:.1e}{note}"
         yield (
             f"**{row.variant}**" if row.median_ms == best else row.variant,
             f"{row.median_ms:.1f}", f"{low:.1f}-{high:.1f}", f"{row.exposed_ms:.1f}",
@@ -266,20 +268,20 @@ def _remarks(rows: Sequence[Result], names: Sequence[str]) -> Iterator[str]:
 def picture(rows: Sequence[Result], names: Sequence[str]) -> Picture:
     """For a group of settings: a line over ratios per variant, and the bound."""
     first, far = rows[0], set[str]()
-    drawn: dict[str, list[tuple[float, float]]] = {}
+    curves: dict[str, list[tuple[float, float]]] = {}
     for row in rows:
         if row.variant == REFERENCE:
-            bound = drawn.setdefault("bound, max(compute, wire)", [])
+            bound = curves.setdefault("bound, max(compute, wire)", [])
             bound.append((row.ratio, row.bound_ms / row.median_ms))
         elif 1 / row.speedup > _FAR and row.variant in names:
             far.add(row.variant)
         elif row.variant in names:
-            drawn.setdefault(row.variant, []).append((row.ratio, 1 / row.speedup))
+            curves.setdefault(row.variant, []).append((row.ratio, 1 / row.speedup))
     return lines(
         f"{WORKS[first.work].title}, {first.ranks} ranks, {first.dtype}, {first.link}: time, "
         f"{REFERENCE} = 1, lower is better",
         "communication / computation",
-        [Line(name, tuple(points), is_ours(name)) for name, points in drawn.items()],
+        [Line(name, tuple(points), is_ours(name)) for name, points in curves.items()],
         line=(f"{REFERENCE}, blocking", 1.0),
         note=f"More than {_FAR} in part, not drawn: {', '.join(sorted(far))}." if far else "",
     )._replace(answer=verdict(rows)[-1])
@@ -302,12 +304,12 @@ def write_html(
     sections = []
     for rows in _by_group(results):
         names = shown(rows, every)
-        drawn = picture(rows, names)
+        chart = picture(rows, names)
         tables = tuple(
-            Table(_COLUMNS, tuple(_cells(found, names)), _headline(found).replace("**", ""))
-            for found in _of_settings(rows).values()
+            Table(_COLUMNS, tuple(_cells(setting, names)), _headline(setting).replace("**", ""))
+            for setting in _of_settings(rows).values()
         )
-        sections.append(Section(drawn.title, (), drawn, tables))
+        sections.append(Section(chart.title, (), chart, tables))
     legend = [" ".join(part.split()) for part in re.split(r"\n\n?- |\n\n", _LEGEND)]
     sections.append(Section("How to read it", (*legend, *notes)))
     facts = environment(words) | {name: "; ".join(_lines(fact)) for name, fact in machine.items()}

@@ -172,8 +172,8 @@ def evaluate(
         checks: by variant.
     """
 
-    times = {name: quartiles([1e3 * one.total for one in of]) for name, of in measured.items()}
-    blocked = {name: 1e3 * median(one.blocked for one in of) for name, of in measured.items()}
+    times = {name: quartiles([1e3 * run.total for run in runs]) for name, runs in measured.items()}
+    blocked = {name: 1e3 * median(run.blocked for run in runs) for name, runs in measured.items()}
     compute, reference = times[COMPUTE][1], times[REFERENCE][1]
     exposed, bound = reference - compute, max(compute, setting.wire_ms)
     results = []
@@ -201,7 +201,7 @@ def evaluate(
                 of_hideable=_share(reference - middle, reference - bound),
                 blocked_ms=blocked[name],
                 blocked_removed=_share(blocked[REFERENCE] - blocked[name], blocked[REFERENCE]),
-                cpu_ms=1e3 * median(one.cpu for one in measured[name]),
+                cpu_ms=1e3 * median(run.cpu for run in measured[name]),
                 bitwise_equal=check.equal,
                 bitwise_equal_same_gemms=check.equal_same_gemms,
                 max_difference=check.max_difference,
@@ -228,10 +228,10 @@ def load(path: Path) -> tuple[dict[str, Any], list[Result], list[str]]:
         ValueError: it is not such a file; the message says what is wrong.
     """
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        machine = dict(found["machine"])
+        content = json.loads(path.read_text(encoding="utf-8"))
+        machine = dict(content["machine"])
         notes = list(machine.pop("notes"))
-        return machine, [restored(row) for row in found["results"]], notes
+        return machine, [restored(row) for row in content["results"]], notes
     except (KeyError, TypeError, ValueError, RecursionError) as error:
         why = f"{type(error).__name__} {error}"
         if isinstance(error, KeyError):
@@ -248,13 +248,13 @@ def restored(row: Mapping[str, Any]) -> Result:
     Raises:
         KeyError, TypeError: it is not a valid result.
     """
-    known: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for name, kind in get_type_hints(Result).items():
         value = row[name]
-        known[name] = tuple(value) if get_origin(kind) is tuple else value
-        if not _fits(known[name], kind):
+        values[name] = tuple(value) if get_origin(kind) is tuple else value
+        if not _fits(values[name], kind):
             raise TypeError(f"{name} is {str(value)[:80]!r}")
-    return Result(**known)
+    return Result(**values)
 
 
 def _fits(value: Any, kind: Any) -> bool:

@@ -109,6 +109,6 @@ class SleepingGemms:
     def _sleep(self, start: float, seconds: float) -> None:
         self.products += 1
         end = start + seconds - self._late
-        while (left := end - time.perf_counter()) > 0:
-            time.sleep(left)
-        self._late = -left
+        while (remaining := end - time.perf_counter()) > 0:
+            time.sleep(remaining)
+        self._late = -remaining

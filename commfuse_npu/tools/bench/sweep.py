@@ -76,13 +76,13 @@ class Sweep:
 
 def quick() -> list[Sweep]:
     """Under 3 minutes on 2 cores: the single layers and the MLP, two ratios, few variants."""
-    some = ("collective", "coc-4", "slices-4", "ring", "megatron*", "ours-c?")
-    ratios, two = (0.5, 1.0), (*some, "ours-c6-t1.5")
+    common = ("collective", "coc-4", "slices-4", "ring", "megatron*", "ours-c?")
+    ratios, two = (0.5, 1.0), (*common, "ours-c6-t1.5")
     return [
         Sweep(2, _SINGLE, ratios, 3, (*two, "auto")),
         Sweep(2, ("mlp",), ratios, 3, two),
         Sweep(2, _SINGLE, ratios, 3, two, _ASLEEP),
-        Sweep(4, _SINGLE, ratios, 3, (*some, "auto", "ours-c4-t0.5"), _ASLEEP),
+        Sweep(4, _SINGLE, ratios, 3, (*common, "auto", "ours-c4-t0.5"), _ASLEEP),
     ]
 
 
@@ -167,10 +167,10 @@ class Bench:
             payload = 4 << 20 if limit is None else int(limit / 20)
             slowest = max(max(times) for times in self._ask("lanes", payload, self._size - 1, 1))
             latency = 1e6 * max(median(times) for times in self._ask("latency", _PINGS) if times)
-            of = "" if limit is None else f" of {limit / 1e6:.0f} asked"
+            nominal = "" if limit is None else f" of {limit / 1e6:.0f} asked"
             self._conditions.wires.append(
                 f"{LINKS[self._link]}, {self._size} ranks: {payload / slowest / 1e6:.0f} MB/s per "
-                f"pair and direction{of}, {latency:.0f} us one way"
+                f"pair and direction{nominal}, {latency:.0f} us one way"
             )
         self._pace(None)
 
@@ -210,8 +210,8 @@ class Bench:
             if not variant.tuned
         }
         # Only to set the link, not as a result: the rounds measure it again.
-        alone = self._round([_COMPUTE] * (_CALIBRATION_ROUNDS + 1))[1:]
-        compute = median(sample.total for sample in alone)
+        calibration = self._round([_COMPUTE] * (_CALIBRATION_ROUNDS + 1))[1:]
+        compute = median(sample.total for sample in calibration)
         by_name = {v.name: v for v in (_COMPUTE, _COMMUNICATION, *variants)}
         shuffle = random.Random(f"{conditions.seed} {label}")
         on_link = kind.bytes_per_pair(shape, self._size, sweep.dtype)
@@ -239,8 +239,8 @@ class Bench:
                 # The rate of a real link is fixed, so the ratio is a result.
                 wire = median(sample.total for sample in measured[COMMUNICATION])
                 ratio = wire / compute
-            of = self._mode(sweep), work, self._size, self._link, sweep.dtype
-            setting = Setting(*of, ratio, str(shape), rate, 1e3 * wire)
+            fields = self._mode(sweep), work, self._size, self._link, sweep.dtype
+            setting = Setting(*fields, ratio, str(shape), rate, 1e3 * wire)
             yield from evaluate(setting, measured, checks)
 
     def _mode(self, sweep: Sweep) -> str:
@@ -264,4 +264,4 @@ class Bench:
 
     def _round(self, order: Sequence[Variant]) -> list[Sample]:
         of_ranks = self._ask("round", list(order))
-        return [Sample.of_ranks(each) for each in zip(*of_ranks, strict=True)]
+        return [Sample.of_ranks(samples) for samples in zip(*of_ranks, strict=True)]

@@ -83,7 +83,7 @@ def of_group(size: int) -> list[Variant]:
         for used in range(lanes, 0, -1)
     }
     schedules |= {f"ours-c{c}-t{t:g}": Schedule("shifted", lanes, c, taper=t) for c, t in _TAPERED}
-    every, four = Schedule("shifted", lanes), Schedule("shifted", lanes, 4)
+    base, four = Schedule("shifted", lanes), Schedule("shifted", lanes, 4)
     return [
         Variant(REFERENCE, "blocking"),
         Variant("collective", "blocking", direct=False),
@@ -94,8 +94,8 @@ def of_group(size: int) -> list[Variant]:
         Variant("megatron-p2p", "megatron"),
         *(Variant(name, "fused", schedule=schedule) for name, schedule in schedules.items()),
         Variant("ours-c4-wgrad", "fused", schedule=four, wgrad="blocks"),
-        Variant("auto", "fused", schedule=every, tuned=True),
-        Variant("auto-wgrad", "fused", schedule=every, tuned=True, wgrad="blocks"),
+        Variant("auto", "fused", schedule=base, tuned=True),
+        Variant("auto-wgrad", "fused", schedule=base, tuned=True, wgrad="blocks"),
         Variant("fb-overlap", "turns", tuned=True),
     ]
 
@@ -111,14 +111,14 @@ def chosen(patterns: Sequence[str], size: int) -> list[Variant]:
     Raises:
         ValueError: a pattern matches nothing.
     """
-    everything = of_group(size)
-    names = [variant.name for variant in everything]
-    found = {REFERENCE}
+    variants = of_group(size)
+    names = [variant.name for variant in variants]
+    selected = {REFERENCE}
     for pattern in patterns:
         matching = fnmatch.filter(names, pattern)
         if not matching:
             raise ValueError(
                 f"no variant for {size} ranks is called {pattern!r}; choose from {', '.join(names)}"
             )
-        found.update(matching)
-    return [variant for variant in everything if variant.name in found]
+        selected.update(matching)
+    return [variant for variant in variants if variant.name in selected]

@@ -49,7 +49,7 @@ class Pacing:
 
 def connected_sockets() -> list[socket.socket]:
     """Duplicates of this process's connected TCP sockets; closing them leaves the originals."""
-    found = []
+    sockets = []
     for name in os.listdir("/proc/self/fd"):
         try:
             if not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
@@ -61,12 +61,12 @@ def connected_sockets() -> list[socket.socket]:
             internet = duplicate.family in (socket.AF_INET, socket.AF_INET6)
             if internet and duplicate.type == socket.SOCK_STREAM:
                 duplicate.getpeername()
-                found.append(duplicate)
+                sockets.append(duplicate)
                 continue
         except OSError:
             pass  # a listening socket
         duplicate.close()
-    return found
+    return sockets
 
 
 def pace(bytes_per_second: float | None) -> Pacing:
@@ -82,18 +82,18 @@ def pace(bytes_per_second: float | None) -> Pacing:
     if not sockets:
         return Pacing(0, "no connected TCP socket under /proc/self/fd; has the group connected?")
     try:
-        for one in sockets:
-            one.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"reno")
-            one.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER)
-            one.setsockopt(socket.SOL_SOCKET, _SO_MAX_PACING_RATE, struct.pack("=Q", rate))
-            kept = one.getsockopt(socket.SOL_SOCKET, _SO_MAX_PACING_RATE, 8)
+        for connection in sockets:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"reno")
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER)
+            connection.setsockopt(socket.SOL_SOCKET, _SO_MAX_PACING_RATE, struct.pack("=Q", rate))
+            stored = connection.getsockopt(socket.SOL_SOCKET, _SO_MAX_PACING_RATE, 8)
             # Kernels before 4.20 keep 32 bits; some sandboxes accept the option without effect.
-            value = int.from_bytes(kept, sys.byteorder)
+            value = int.from_bytes(stored, sys.byteorder)
             if rate != UNLIMITED and value != rate:
                 return Pacing(0, f"the kernel took a pacing rate of {rate} and says {value}")
     except OSError as error:
         return Pacing(0, f"the kernel refuses SO_MAX_PACING_RATE or reno: {error}")
     finally:
-        for one in sockets:
-            one.close()
+        for connection in sockets:
+            connection.close()
     return Pacing(len(sockets))

@@ -50,8 +50,8 @@ class FormsWorker:
         if self._exchange is None:
             group = dist.new_group(list(range(self.size)))
             assert group is not None
-            for one in (self._transport.group, group):  # links connect at their first use
-                dist.all_reduce(torch.ones(1, device=self._device), group=one)
+            for process_group in (self._transport.group, group):  # links connect at their first use
+                dist.all_reduce(torch.ones(1, device=self._device), group=process_group)
             self._exchange = DirectExchange(group, {})
         return self._exchange
 
@@ -92,7 +92,7 @@ class FormsWorker:
     def forget_tuning(self) -> None:
         """Discard tuning decisions, because the link or the GEMMs have changed."""
         decisions(self._transport).clear()
-        self._forms = {of: form for of, form in self._forms.items() if not of.tuned}
+        self._forms = {variant: form for variant, form in self._forms.items() if not variant.tuned}
 
     def tune(self, variant: Variant) -> Check:
         """Run a variant so that it tunes itself, unless another one already did, then check it."""
@@ -102,8 +102,9 @@ class FormsWorker:
         if variant.kind == "turns":
             return self.check(variant)
         chosen = tuple(
-            f"{of.layer} {of.half} {of.inputs} x {of.outputs}: {schedule or 'collectives'}"
-            for (of, _), schedule in decided.items()
+            f"{problem.layer} {problem.half} {problem.inputs} x {problem.outputs}: "
+            f"{schedule or 'collectives'}"
+            for (problem, _), schedule in decided.items()
         )
         return replace(self.check(variant), chosen=chosen)
 
@@ -162,11 +163,11 @@ class FormsWorker:
 
 
 def _all_equal(results: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> bool:
-    return all(torch.equal(one, other) for one, other in zip(results, others, strict=True))
+    return all(torch.equal(result, other) for result, other in zip(results, others, strict=True))
 
 
 def _max_difference(results: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> float:
     return max(
-        float((one.float() - other.float()).abs().max())
-        for one, other in zip(results, others, strict=True)
+        float((result.float() - other.float()).abs().max())
+        for result, other in zip(results, others, strict=True)
     )

@@ -82,21 +82,23 @@ class Work:
                 if self.name == "all-gather":
                     return [form.all_gather_linear(self._x, weights["gate_up"])]
                 return [form.linear_reduce_scatter(self._x, weights["down"])]
-        under_way, total = self.forward(form), None
+        forward, total = self.forward(form), None
         for _ in range(self._kind.micro_batches - 1):
-            under_way, total = form.pair(
-                partial(self.forward, form), partial(_backward, *under_way, total)
+            forward, total = form.pair(
+                partial(self.forward, form), partial(_backward, *forward, total)
             )
-        return [under_way[0].detach(), *_backward(*under_way, total)]
+        return [forward[0].detach(), *_backward(*forward, total)]
 
     def forward(self, form: Form) -> tuple[torch.Tensor, list[torch.Tensor], torch.Tensor]:
         """For a workload with a backward: output, (input and weights), gradient of the output."""
         y = x = self._x.detach().requires_grad_()
-        layers = [{k: w.detach().requires_grad_() for k, w in of.items()} for of in self._layers]
+        layers = [
+            {k: w.detach().requires_grad_() for k, w in layer.items()} for layer in self._layers
+        ]
         half = {"mlp": self._mlp, "attention": self._attention}.get(self.name, self._layer)
         for weights in layers:
             y = half(form, y, weights)
-        return y, [x, *(weight for of in layers for weight in of.values())], self._grad
+        return y, [x, *(weight for layer in layers for weight in layer.values())], self._grad
 
     def communicate(self, carrier: Carrier) -> None:
         """Run only the collectives of the workload, blocking, one after the other."""
@@ -107,8 +109,8 @@ class Work:
                 carrier.scatter(self._full, torch.empty_like(self._block)).result()
 
     def _draw(self, *shape: int, scale: float = 1.0) -> torch.Tensor:
-        drawn = torch.randn(*shape, generator=self._generator) * scale
-        return drawn.to(self._device, self._dtype)
+        numbers = torch.randn(*shape, generator=self._generator) * scale
+        return numbers.to(self._device, self._dtype)
 
     def _mlp(self, form: Form, x: torch.Tensor, weights: dict[str, torch.Tensor]) -> torch.Tensor:
         gate, up = form.all_gather_linear(x, weights["gate_up"]).chunk(2, dim=-1)

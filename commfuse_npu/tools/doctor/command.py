@@ -47,8 +47,10 @@ class Report:
         counted = f"{count['error']} errors, {count['warning']} warnings"
         if self.ready:
             return f"ready: {self.ready_for} ({counted})"
-        wrong = dict.fromkeys(one.what for one in self.findings if one.level == "error")
-        return f"not ready: {', '.join(wrong)} ({counted})"
+        errors = dict.fromkeys(
+            finding.what for finding in self.findings if finding.level == "error"
+        )
+        return f"not ready: {', '.join(errors)} ({counted})"
 
     def as_text(self) -> str:
         """The findings, in Markdown."""
@@ -59,9 +61,9 @@ class Report:
         return "\n".join(lines)
 
     def as_json(self) -> str:
-        found = [finding._asdict() for finding in self.findings]
+        findings = [finding._asdict() for finding in self.findings]
         return json.dumps(
-            {"ready": self.ready, "verdict": self.verdict, "findings": found}, indent=2
+            {"ready": self.ready, "verdict": self.verdict, "findings": findings}, indent=2
         )
 
 
@@ -100,16 +102,16 @@ def main(words: Sequence[str]) -> int:
     )
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
     # Split here, because versions of argparse treat the two dashes differently.
-    at = list(words).index("--") if "--" in words else len(words)
-    given, typed = parser.parse_args(words[:at]), words[at + 1 :]
+    end = list(words).index("--") if "--" in words else len(words)
+    options, command = parser.parse_args(words[:end]), words[end + 1 :]
     machine = Machine.this()
     try:
-        config: Path | None = None if given.config is None else find_config(given.config)
-        launch = ask_about(config, typed, machine.variables) if config or typed else None
+        config: Path | None = None if options.config is None else find_config(options.config)
+        launch = ask_about(config, command, machine.variables) if config or command else None
     except (ConfigError, UsageError) as error:
         return refuse("doctor", error)
     report = diagnose(machine, launch)
-    if given.json:
+    if options.json:
         print(report.as_json())
     else:
         print_verdict(report.verdict, report.ready)

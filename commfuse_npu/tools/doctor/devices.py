@@ -30,14 +30,14 @@ _LINK_ADVICE = {
 def listed_npus(machine: Machine) -> list[tuple[str, str]]:
     """(name, health) of every NPU that ``npu-smi info`` lists, one per chip."""
     result = machine.run(_INFO, machine.variables)
-    found: list[tuple[str, str]] = []
-    named = ("unknown", "unknown")
+    npus: list[tuple[str, str]] = []
+    npu = ("unknown", "unknown")
     for line in result.output.splitlines() if result and result.exit_code == 0 else ():
         if name := _NAME_LINE.match(line):
-            named = (name[1], name[2])
+            npu = (name[1], name[2])
         elif _BUS_LINE.match(line):
-            found.append(named)
-    return found
+            npus.append(npu)
+    return npus
 
 
 def check_devices(machine: Machine, launch: AskedLaunch | None = None) -> Iterator[Finding]:
@@ -51,9 +51,9 @@ def check_devices(machine: Machine, launch: AskedLaunch | None = None) -> Iterat
         yield _about("driver", "ok", driver[1])
     devices = listed_npus(machine)
     if not devices:
-        said = f"npu-smi info lists none: {result.last_line}"
+        problem = f"npu-smi info lists none: {result.last_line}"
         action = "check driver and firmware, and that the container was given devices"
-        yield _about("NPUs", "error", said, "a device", action)
+        yield _about("NPUs", "error", problem, "a device", action)
         return
     kinds = Counter(name for name, _ in devices)
     yield _about("NPUs", "ok", ", ".join(f"{count} x {name}" for name, count in kinds.items()))
@@ -62,9 +62,9 @@ def check_devices(machine: Machine, launch: AskedLaunch | None = None) -> Iterat
         yield _about("health", "warning", f"NPU {', '.join(ill)}", "OK", advice)
     most = len(devices)
     if launch is not None and launch.config.npus_per_node > most:
-        said = f"{launch.config.npus_per_node}, but there are {most}"
+        problem = f"{launch.config.npus_per_node}, but there are {most}"
         action = "set NPUS_PER_NODE (--nproc_per_node)"
-        yield _about("NPUS_PER_NODE", "error", said, f"at most {most}", action)
+        yield _about("NPUS_PER_NODE", "error", problem, f"at most {most}", action)
     if machine.find("torch_npu") is None:
         needed = f"torch_npu {NPU_TORCH} to use the NPUs"
         action = f"install torch=={NPU_TORCH} and torch_npu=={NPU_TORCH}"
@@ -75,13 +75,13 @@ def check_devices(machine: Machine, launch: AskedLaunch | None = None) -> Iterat
 def topology(machine: Machine) -> dict[str, list[str]]:
     """By NPU: its link to each NPU (``X`` to itself), from ``npu-smi info -t topo``."""
     result = machine.run(_TOPOLOGY, machine.variables)
-    found = {}
+    links = {}
     for line in result.output.splitlines() if result is not None else ():
         words = line.split()
         # The heading starts with NPU0 too, but holds names instead of links.
         if "X" in words and re.fullmatch(r"NPU\d+", words[0]):
-            found[words[0]] = [one for one in words if re.fullmatch(r"X|[A-Z]{3}[A-Z_]*", one)]
-    return found
+            links[words[0]] = [word for word in words if re.fullmatch(r"X|[A-Z]{3}[A-Z_]*", word)]
+    return links
 
 
 def check_links(machine: Machine) -> Finding:
@@ -90,8 +90,8 @@ def check_links(machine: Machine) -> Finding:
     links = Counter(kind for row in rows for kind in row if kind != "X")
     if not links:
         result = machine.run(_TOPOLOGY, machine.variables)
-        said = "no npu-smi" if result is None else result.last_line
-        return _about("links", "note", f"unknown: npu-smi info -t topo said {said}")
+        answer = "no npu-smi" if result is None else result.last_line
+        return _about("links", "note", f"unknown: npu-smi info -t topo said {answer}")
     pairs = ", ".join(f"{count // 2} pairs {kind}" for kind, count in links.most_common())
     if slow := ", ".join(kind for kind in links if kind not in _LINK_ADVICE):
         expected = "HCCS, HCCS_SW or SIO within a tensor-parallel group"

@@ -91,13 +91,15 @@ def check_variables(machine: Machine, launch: AskedLaunch | None = None) -> Iter
         ("HCCL_EXEC_TIMEOUT", 1836, "a first iteration that compiles operators takes long"),
     ):
         yield _check_time(name, value(name), default, why, on_npu)
-    for one in _VARIABLES:
-        given = variables.get(one.name, "")
-        if one.good(given):
-            yield _about(one.name, "ok", given or one.unset)
+    for variable in _VARIABLES:
+        setting = variables.get(variable.name, "")
+        if variable.good(setting):
+            yield _about(variable.name, "ok", setting or variable.unset)
         else:
-            action = one.action.format(one.name)
-            yield _about(one.name, one.level, given or one.unset, one.expected, action)
+            action = variable.action.format(variable.name)
+            yield _about(
+                variable.name, variable.level, setting or variable.unset, variable.expected, action
+            )
     yield _check_retry(variables.get("HCCL_OP_RETRY_ENABLE", ""), launch)
     # All ranks compile MindSpeed's operator on its first use (read in
     # mindspeed/ops/npu_matmul_add.py).
@@ -129,18 +131,18 @@ def _check_time(name: str, value: str | None, default: int, why: str, on_npu: bo
     action = f"export {name}=3600"
     if value is not None and not value.isdecimal():
         return _about(name, "error", value, "a whole number of seconds", action)
-    seconds, said = int(value or default), value or f"unset ({default} s)"
+    seconds, text = int(value or default), value or f"unset ({default} s)"
     # Unlimited execution is fine, an unlimited connection is not.
     if seconds >= 600 or (seconds == 0 and name == "HCCL_EXEC_TIMEOUT"):
-        return _about(name, "ok", said)
+        return _about(name, "ok", text)
     level: Level = "warning" if on_npu or value is not None else "note"
-    return _about(name, level, said, f"at least 600 s: {why}", action)
+    return _about(name, level, text, f"at least 600 s: {why}", action)
 
 
 def _check_retry(value: str, launch: AskedLaunch | None) -> Finding:
     """HCCL can retry operations only with few communicators (its manual of CANN 9.1)."""
     name = "HCCL_OP_RETRY_ENABLE"
-    lanes = sum(one.lanes for one in lanes_of(launch)) if launch else 0
+    lanes = sum(group.lanes for group in lanes_of(launch)) if launch else 0
     if not re.search(r":\s*1", value) or 0 < lanes < _MOST_WITH_RETRY:
         return _about(name, "ok", value or "unset")
     expected = (
@@ -156,7 +158,7 @@ def _check_streams(value: str | None, launch: AskedLaunch | None) -> Finding:
 
     Each communicator uses one, and operations use one more as side stream.
     """
-    about = partial(_about, "STREAMS_PER_DEVICE")
+    finding = partial(_about, "STREAMS_PER_DEVICE")
     if value not in (None, "32"):
         expected = (
             "32: streams come from a pool in turn, and with 8 of them lanes share one sooner and "
@@ -164,11 +166,11 @@ def _check_streams(value: str | None, launch: AskedLaunch | None) -> Finding:
             if value == "8"
             else "32 or 8: torch_npu takes 32 for anything else"
         )
-        return about("warning", str(value), expected, "export STREAMS_PER_DEVICE=32")
-    own = 1 + sum(one.lanes for one in lanes_of(launch)) if launch else 0
+        return finding("warning", str(value), expected, "export STREAMS_PER_DEVICE=32")
+    streams = 1 + sum(group.lanes for group in lanes_of(launch)) if launch else 0
     groups = len(groups_of(launch)) if launch else 0
-    if own + groups <= _POOL:
-        return about("ok", value or "unset (32 from torch_npu 7.2.0 on)")
-    said = f"{own + groups} streams: {own} of lanes and sums, {groups} of Megatron's groups"
+    if streams + groups <= _POOL:
+        return finding("ok", value or "unset (32 from torch_npu 7.2.0 on)")
+    text = f"{streams + groups} streams: {streams} of lanes and sums, {groups} of Megatron's groups"
     expected = f"at most {_POOL}: a lane waits for what shares its stream"
-    return about("warning", said, expected, "--commfuse-lanes 2, or --no-commfuse-dp")
+    return finding("warning", text, expected, "--commfuse-lanes 2, or --no-commfuse-dp")

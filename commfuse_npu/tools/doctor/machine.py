@@ -32,7 +32,7 @@ class CommandResult:
 def run_command(command: Sequence[str], variables: Mapping[str, str]) -> CommandResult | None:
     """Run a command, for at most 60 s; ``None`` if there is no command of that name."""
     try:
-        done = subprocess.run(
+        process = subprocess.run(
             command,
             env=dict(variables),
             stdout=subprocess.PIPE,
@@ -48,7 +48,7 @@ def run_command(command: Sequence[str], variables: Mapping[str, str]) -> Command
         return CommandResult(126, str(error))
     except subprocess.TimeoutExpired:
         return CommandResult(None, "no answer within 60 s")
-    return CommandResult(done.returncode, done.stdout)
+    return CommandResult(process.returncode, process.stdout)
 
 
 @dataclass(frozen=True)
@@ -74,9 +74,9 @@ class Machine:
 
         def run(command: Sequence[str], variables: Mapping[str, str]) -> CommandResult | None:
             # Cached: several checks run the same command, and npu-smi is slow.
-            asked = tuple(command)
-            if asked not in answers:
-                answers[asked] = run_command(command, variables)
-            return answers[asked]
+            key = tuple(command)
+            if key not in answers:
+                answers[key] = run_command(command, variables)
+            return answers[key]
 
         return cls(variables, lambda name: find_package(name, variables), run)

@@ -42,20 +42,20 @@ def check_torch(machine: Machine) -> Iterator[Finding]:
         yield _about("torch", "error", version, "2.1 or newer", "install a newer one")
     else:
         yield _about("torch", "ok", version)
-    about = partial(_about, "torch_npu")
+    finding = partial(_about, "torch_npu")
     if npu is None:
-        yield about("note", "not found", action="needed on NPUs")
+        yield finding("note", "not found", action="needed on NPUs")
         return
     bridge = npu.version or "unknown"
     if numbers(bridge)[:3] != numbers(version)[:3]:
         action = f"install torch {bridge} or torch_npu {version}"
-        yield about("error", f"{bridge} beside torch {version}", "the version of torch", action)
+        yield finding("error", f"{bridge} beside torch {version}", "the version of torch", action)
     elif machine.find("mindspeed_llm") is not None and numbers(version)[:3] != numbers(NPU_TORCH):
         expected = f"torch and torch_npu {NPU_TORCH}, which it is built for"
         action = f"install torch=={NPU_TORCH} and torch_npu=={NPU_TORCH}"
-        yield about("warning", f"{bridge} with MindSpeed-LLM", expected, action)
+        yield finding("warning", f"{bridge} with MindSpeed-LLM", expected, action)
     else:
-        yield about("ok", bridge)
+        yield finding("ok", bridge)
 
 
 def check_torch_npu_loads(machine: Machine) -> Iterator[Finding]:
@@ -67,57 +67,57 @@ def check_torch_npu_loads(machine: Machine) -> Iterator[Finding]:
     result = machine.run(command, {**machine.variables, automatic: "0"})
     if result is None:
         return
-    about = partial(_about, "import torch_npu")
+    finding = partial(_about, "import torch_npu")
     if result.exit_code == 0:
-        yield about("ok", result.last_line)
+        yield finding("ok", result.last_line)
         return
     failed = f"failed: {result.last_line}"
     if listed_npus(machine):
-        yield about("error", failed, "to work", "install CANN, and source its set_env.sh here")
+        yield finding("error", failed, "to work", "install CANN, and source its set_env.sh here")
     else:
         action = "without NPUs use an environment that torch_npu is not in"
-        yield about("warning", failed, "to work", action)
-    given = machine.variables.get(automatic, "unset")
-    if given != "0":
+        yield finding("warning", failed, "to work", action)
+    setting = machine.variables.get(automatic, "unset")
+    if setting != "0":
         expected = "0 while torch_npu cannot be imported: torch imports it by itself and fails"
         action = f"export {automatic}=0, or repair torch_npu"
-        yield _about(automatic, "error", given, expected, action)
+        yield _about(automatic, "error", setting, expected, action)
 
 
 def check_cann(machine: Machine) -> Finding:
     """Check that CANN is installed, its environment is set, and it is new enough."""
-    about = partial(_about, "CANN")
+    finding = partial(_about, "CANN")
     home = machine.variables.get("ASCEND_HOME_PATH") or machine.variables.get("ASCEND_TOOLKIT_HOME")
     if not home and not machine.cann.exists():
-        return about("note", "not found", action="needed on NPUs")
+        return finding("note", "not found", action="needed on NPUs")
     if not home:
-        said = f"in {machine.cann}, but ASCEND_HOME_PATH is unset"
+        text = f"in {machine.cann}, but ASCEND_HOME_PATH is unset"
         action = f"source {machine.cann.parent / 'set_env.sh'}"
-        return about("error", said, "its environment", action)
+        return finding("error", text, "its environment", action)
     version = _cann_version(Path(home))
     if version is None:
         action = "check that ASCEND_HOME_PATH is the folder of the toolkit"
-        said = f"no version in {home}"
-        return about("warning", said, "ascend_*install.info below it", action)
+        text = f"no version in {home}"
+        return finding("warning", text, "ascend_*install.info below it", action)
     if numbers(version)[:2] < (8, 3):
-        return about("warning", version, f"8.3 or newer, for torch_npu {NPU_TORCH}", "update it")
+        return finding("warning", version, f"8.3 or newer, for torch_npu {NPU_TORCH}", "update it")
     if numbers(version)[:2] == (9, 0):
-        return about(
+        return finding(
             "warning",
             version,
             "8.5, or 9.1 and newer: hcomm 9.0 drops return codes of grouped transfers (read in "
             "hccl_group.cc:234, 274), so that a transfer that failed is reported as done",
             "update it, or leave --use-commfuse out; --commfuse-fb-overlap needs no such transfer",
         )
-    return about("ok", version)
+    return finding("ok", version)
 
 
 def _cann_version(home: Path) -> str | None:
     for pattern in ("ascend_*install.info", "*/ascend_*install.info", "version.info"):
         for path in sorted(home.glob(pattern)):
-            found = re.search(r"^version=(.+)$", path.read_text("utf-8", "replace"), re.M | re.I)
-            if found is not None:
-                return found[1].strip()
+            match = re.search(r"^version=(.+)$", path.read_text("utf-8", "replace"), re.M | re.I)
+            if match is not None:
+                return match[1].strip()
     return None
 
 
@@ -125,78 +125,78 @@ def check_stack(machine: Machine) -> Iterator[Finding]:
     """Check MindSpeed-LLM, MindSpeed and Megatron-LM, each and together."""
     names = ("mindspeed_llm", "mindspeed", "megatron")
     llm, mindspeed, megatron = (machine.find(name) for name in names)
-    found = (
+    findings = (
         _check_llm(llm, mindspeed),
         _check_mindspeed(mindspeed, required=llm is not None),
         _check_megatron(megatron, required=llm is not None or mindspeed is not None),
     )
-    yield from found
-    if all(finding.level == "ok" for finding in found):
+    yield from findings
+    if all(finding.level == "ok" for finding in findings):
         yield _about("together", "ok", f"supported: {TOGETHER}")
 
 
 def _check_llm(package: Package | None, mindspeed: Package | None) -> Finding:
-    about = partial(_about, "MindSpeed-LLM")
+    finding = partial(_about, "MindSpeed-LLM")
     if package is None:
         action = "to train with its own pretrain_gpt.py start in its root, or put it on the path"
-        return about("note" if mindspeed is None else "warning", "not found", action=action)
+        return finding("note" if mindspeed is None else "warning", "not found", action=action)
     version = package.version or "unknown"
     if package.folder_with("tasks/megatron_adaptor_v2.py") is None:
         expected = (
             "2.2.0 or newer: 2.1.0 and older pin Megatron core_r0.8.0 and have no feature "
             "manager, so that no feature can be added"
         )
-        return about("error", version, expected, f"use {TOGETHER}")
+        return finding("error", version, expected, f"use {TOGETHER}")
     # 26.0.0, 26.1.0 and master all have the version 26.0.0dev0.
-    if not any(numbers(version)[:2] == numbers(known)[:2] for known in SUPPORTED_LLM):
+    if not any(numbers(version)[:2] == numbers(release)[:2] for release in SUPPORTED_LLM):
         expected = f"one that was tried: {', '.join(SUPPORTED_LLM)} or master"
         action = "compare a few iterations with and without --use-commfuse"
-        return about("warning", version, expected, action)
-    return about("ok", version)
+        return finding("warning", version, expected, action)
+    return finding("ok", version)
 
 
 def _check_mindspeed(package: Package | None, required: bool) -> Finding:
-    about = partial(_about, "MindSpeed")
+    finding = partial(_about, "MindSpeed")
     branch = "branch <version of MindSpeed-LLM>_core_r0.12.1, or master"
     if package is None and required:
-        return about("error", "not found", f"its {branch}", "install MindSpeed from source")
+        return finding("error", "not found", f"its {branch}", "install MindSpeed from source")
     if package is None:
-        return about("note", "not found", action="needed on NPUs")
+        return finding("note", "not found", action="needed on NPUs")
     version = package.version or "unknown"
     has_features = package.folder_with("features_manager/features_manager.py") is not None
     # Without a version number, its files decide.
     if not has_features or (package.version and numbers(version)[:2] != (0, 12)):
-        said = version if has_features else f"{version}, without a feature manager"
-        return about("error", said, f"0.12.1: {branch}", f"use {TOGETHER}")
-    return about("ok", version)
+        text = version if has_features else f"{version}, without a feature manager"
+        return finding("error", text, f"0.12.1: {branch}", f"use {TOGETHER}")
+    return finding("ok", version)
 
 
 def _check_megatron(package: Package | None, required: bool) -> Finding:
-    about = partial(_about, "Megatron-LM")
+    finding = partial(_about, "Megatron-LM")
     if package is None and required:
         action = (
             "put Megatron-LM core_v0.12.1 on PYTHONPATH, or its folder megatron into the root of "
             "MindSpeed-LLM"
         )
-        return about("error", "not found", "core_v0.12.1", action)
+        return finding("error", "not found", "core_v0.12.1", action)
     if package is None:
         advice = "pip install megatron-core==0.12.1 to train on CPU"
-        return about("note", "not found", action=advice)
+        return finding("note", "not found", action=advice)
     version = package.version or "unknown"
     if numbers(version) != numbers(MEGATRON):
         why = f": {WHY_WITHOUT}" if numbers(version) >= WITHOUT_MINDSPEED else ""
         action = "check the tag core_v0.12.1 out, or pip install megatron-core==0.12.1 for the CPU"
-        return about("error", version, f"{MEGATRON} (core_v0.12.1){why}", action)
+        return finding("error", version, f"{MEGATRON} (core_v0.12.1){why}", action)
     core, training = package.folder_with("core"), package.folder_with("training")
-    said = version if training else f"{version}, megatron.core only"
+    text = version if training else f"{version}, megatron.core only"
     if training is None and required:
         action = (
             "put a checkout of Megatron-LM core_v0.12.1 on PYTHONPATH: the package on PyPI has no "
             "megatron.training"
         )
-        return about("error", said, "megatron.training too", action)
+        return finding("error", text, "megatron.training too", action)
     if training is not None and core != training:
-        said = f"megatron.core in {core}, megatron.training in {training}"
+        text = f"megatron.core in {core}, megatron.training in {training}"
         action = "uninstall megatron-core, or put the checkout first on PYTHONPATH"
-        return about("warning", said, "both from one checkout", action)
-    return about("ok", said)
+        return finding("warning", text, "both from one checkout", action)
+    return finding("ok", text)

@@ -80,8 +80,8 @@ def _end(process: subprocess.Popen[bytes], mark: str) -> None:
     process.wait()
     # A device is free only once the processes that used it have gone.
     end = time.monotonic() + _GRACE
-    while (left := list(_marked(mark))) and time.monotonic() < end:
-        for pid in left:
+    while (pids := list(_marked(mark))) and time.monotonic() < end:
+        for pid in pids:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         time.sleep(0.05)

@@ -92,11 +92,11 @@ def launch_of(command: Command) -> Launch | None:
 def _torchrun(words: Sequence[str]) -> tuple[list[str], int | None, int | None]:
     """The words after torchrun's own options, the number of nodes and of processes on each."""
     place = next((i for i, w in enumerate(words) if w == "-m" or w.endswith(".py")), len(words))
-    own = [word.replace("_", "-") if word.startswith("--") else word for word in words[:place]]
+    options = [word.replace("_", "-") if word.startswith("--") else word for word in words[:place]]
 
     def number(option: str) -> int | None:
         # A range of nodes, MIN:MAX, counts as its maximum.
-        text = (value_of(own, option) or "1").rpartition(":")[2]
+        text = (value_of(options, option) or "1").rpartition(":")[2]
         if text in _COUNTED_BY_TORCHRUN:
             return None
         if not text.isdecimal() or not 0 < int(text[:9]) <= _MOST_PROCESSES:
@@ -113,8 +113,8 @@ def typed_command(words: Sequence[str]) -> Command:
     """A command line as typed or as a dry run prints it, with ``cd`` and assignments."""
     words = list(words[words.index("&&") + 1 :] if "&&" in words else words)
     assigned = {}
-    while words and (found := _ASSIGNMENT.fullmatch(words[0])):
-        assigned[found[1]] = found[2]
+    while words and (match := _ASSIGNMENT.fullmatch(words[0])):
+        assigned[match[1]] = match[2]
         del words[0]
     return Command(words, str(Path.cwd()), assigned)
 
@@ -127,8 +127,8 @@ def shell_script(words: Sequence[str]) -> list[str]:
 
 def checkout_of(folder: Path) -> Path:
     """The nearest folder, from this one up, with ``pretrain_gpt.py``; otherwise this one."""
-    above = (folder, *folder.parents)
-    return next((one for one in above if (one / "pretrain_gpt.py").is_file()), folder)
+    folders = (folder, *folder.parents)
+    return next((path for path in folders if (path / "pretrain_gpt.py").is_file()), folder)
 
 
 def read_launch(
@@ -164,10 +164,10 @@ def read_launch(
 def _from_shell(
     words: Sequence[str], checkout: Path, environ: Mapping[str, str], timeout: float
 ) -> Launch:
-    given = Path(words[0]).expanduser()
-    script = next((path for path in (given, checkout / given) if path.is_file()), None)
+    file = Path(words[0]).expanduser()
+    script = next((path for path in (file, checkout / file) if path.is_file()), None)
     if script is None:
-        raise UsageError(f"there is no launch script {given} here or in {checkout}")
+        raise UsageError(f"there is no launch script {file} here or in {checkout}")
     captured = capture_commands([str(script.resolve()), *words[1:]], checkout, environ, timeout)
     # Scripts may also start Python to prepare data.
     launches = [

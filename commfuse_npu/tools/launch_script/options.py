@@ -86,12 +86,12 @@ class Options:
     def set(self, name: str, *values: object, why: str = "") -> None:
         """Set the values of an option, in place or at the end, and record the change."""
         new = [str(value) for value in values]
-        given = name in self
-        if given and self.values(name) == new:
+        present = name in self
+        if present and self.values(name) == new:
             return
-        old = " ".join(self.values(name)) if given else "(not given)"
+        old = " ".join(self.values(name)) if present else "(not given)"
         self._note(name, old, " ".join(new) or "given", why)
-        place = self.names.index(name) if given else len(self._items)
+        place = self.names.index(name) if present else len(self._items)
         self._remove(name)
         self._items.insert(place, (name, new))
 

@@ -95,21 +95,21 @@ def capture_commands(
     if bash is None:
         raise UsageError("a launch script needs bash, which is not on PATH; give its command line")
     with tempfile.TemporaryDirectory(prefix="commfuse_capture_", dir=beside) as temporary:
-        own = Path(temporary)
-        records = own / "records"
+        scratch = Path(temporary)
+        records = scratch / "records"
         records.mkdir()
         environment = {
             **{name: value for name, value in environ.items() if name != "PYTHON"},
-            "PATH": str(own / "bin"),
-            "BASH_ENV": str(_write_programs(own, records)),
-            "PYTHONHOME": str(own / "no-python-is-started"),
+            "PATH": str(scratch / "bin"),
+            "BASH_ENV": str(_write_programs(scratch, records)),
+            "PYTHONHOME": str(scratch / "no-python-is-started"),
         }
         try:
             code = run_bounded(
                 [*inside, bash, *script],
                 folder=folder,
                 environment=environment,
-                log=own / "printed",
+                log=scratch / "printed",
                 seconds=timeout,
                 linger=_BACKGROUND_SECONDS,
             )
@@ -118,7 +118,7 @@ def capture_commands(
                 f"{script[0]} did not end within {timeout:g} s although it starts nothing here; "
                 "give the command line that it runs"
             ) from error
-        with (own / "printed").open("rb") as printed:
+        with (scratch / "printed").open("rb") as printed:
             text = printed.read(_LONGEST_PRINTED).decode("utf-8", "replace")
         commands = [_command(path, environment) for path in sorted(records.glob("*.json"))]
         return Captured(commands, text, code)

@@ -118,8 +118,8 @@ def missing_tokenizer(options: Options, folder: Path) -> bool:
     """Whether files of the tokenizer are missing; ``folder`` is the base of relative paths."""
     if options.text("--tokenizer-type") == "NullTokenizer":
         return False
-    named = [file for name in _TOKENIZER_FILES if (file := options.text(name)) is not None]
-    return not named or not all((folder / file).exists() for file in named)
+    files = [file for name in _TOKENIZER_FILES if (file := options.text(name)) is not None]
+    return not files or not all((folder / file).exists() for file in files)
 
 
 def commfuse_names(options: Options) -> list[str]:

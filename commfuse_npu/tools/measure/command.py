@@ -72,8 +72,8 @@ def main(given: Sequence[str]) -> int:
             code = 130
         run.write(["commfuse-npu", "measure", *given])
     if code:
-        again = shlex.join(word for word in given if word != "--resume")
-        print(f"Continue with: commfuse-npu measure --resume {again}")
+        command = shlex.join(word for word in given if word != "--resume")
+        print(f"Continue with: commfuse-npu measure --resume {command}")
     return code
 
 
@@ -135,12 +135,12 @@ class _Run:
             self._launched = launches(options.launch, options.device, options.ranks, scratch)
         if options.base is not None:
             find_config(options.base, "hardware")
-        about = {"device": options.device, "ranks": options.ranks, "config": options.config}
-        about |= {"base": options.base, "one device": options.one_device, "rows": self._scale.rows}
-        about |= {layer: list(shape) for layer, shape in self._scale.layers().items()}
+        facts = {"device": options.device, "ranks": options.ranks, "config": options.config}
+        facts |= {"base": options.base, "one device": options.one_device, "rows": self._scale.rows}
+        facts |= {layer: list(shape) for layer, shape in self._scale.layers().items()}
         if why := lacking_backend(options.device):
             raise FolderError(why)
-        self._folder = Folder(options.folder, about, resume=options.resume)
+        self._folder = Folder(options.folder, facts, resume=options.resume)
         self._deadline = Deadline(options.minutes)
         self._ranks: Ranks | None = None
         self._failed_starts = 0
@@ -162,8 +162,8 @@ class _Run:
 
     def _step(self, name: str) -> bool:
         if name != LAUNCH:
-            about = {"question": STEPS[name].question}
-            return self._done(name, name, about, partial(self._asked, name))
+            facts = {"question": STEPS[name].question}
+            return self._done(name, name, facts, partial(self._asked, name))
         launched, text = self._launched, self._options.launch
         assert launched is not None
         # Idle ranks would compete with the training.
@@ -172,9 +172,9 @@ class _Run:
         print(*(f"  {note}\n" for note in launched.notes), sep="", end="")
         done = []
         for form in launched.forms:
-            about = {"launch": text, "command": shlex.join(launched.commands[form.name])}
+            facts = {"launch": text, "command": shlex.join(launched.commands[form.name])}
             train = partial(self._trained, form, launched)
-            done.append(self._done(form.file, f"{LAUNCH}, {form.title}", about, train))
+            done.append(self._done(form.file, f"{LAUNCH}, {form.title}", facts, train))
         return all(done)
 
     def _done(
@@ -192,10 +192,10 @@ class _Run:
             about: further content of the file; a stored result is used only for the same launch.
             measure: returns the content to store, and a summary.
         """
-        kept = self._folder.kept(file) or {}
-        if kept and kept.get("launch") == about.get("launch") and "failed" not in kept:
+        saved = self._folder.kept(file) or {}
+        if saved and saved.get("launch") == about.get("launch") and "failed" not in saved:
             print(f"{title}: kept")
-            self._longest = max(self._longest, kept["took seconds"] if "log" in kept else 0.0)
+            self._longest = max(self._longest, saved["took seconds"] if "log" in saved else 0.0)
             return True
         start, content = time.monotonic(), dict(about)
         try:
@@ -203,20 +203,20 @@ class _Run:
                 raise _LeftOutError(f"left out, {self._deadline.minutes:g} minutes are over")
             print(": ".join([title, *filter(None, [about.get("question")])]), flush=True)
             tell(title)
-            found, said = measure()
+            result, summary = measure()
         except FolderError:
             raise
         except Exception as error:
             # Continue after any error, with new ranks.
             self._end_ranks()
-            known = isinstance(error, (RanksError, TrainingError, _LeftOutError))
-            content["failed"] = (str(error) if known else traceback.format_exc()).strip()
+            expected = isinstance(error, (RanksError, TrainingError, _LeftOutError))
+            content["failed"] = (str(error) if expected else traceback.format_exc()).strip()
             lines = content["failed"].splitlines()
-            why = " ".join(dict.fromkeys((lines[0], lines[-1]))) if known else lines[-1]
+            why = " ".join(dict.fromkeys((lines[0], lines[-1]))) if expected else lines[-1]
             print(f"{title}: failed: {why}", file=sys.stderr)
         else:
-            content |= {**found, "took seconds": round(time.monotonic() - start, 1)}
-            print(f"{title}: {said}, in {content['took seconds']:.0f} s", flush=True)
+            content |= {**result, "took seconds": round(time.monotonic() - start, 1)}
+            print(f"{title}: {summary}, in {content['took seconds']:.0f} s", flush=True)
         self._folder.keep(file, content)
         return "failed" not in content
 
@@ -239,13 +239,13 @@ class _Run:
         size = 1 if self._options.one_device else self._options.ranks
         self._ranks = ranks = Ranks(size, device=self._options.device, timeout=limit)
         ranks.__enter__()
-        here, known = ranks.ask("machine")[0], self._folder.kept("machine") or {}
-        if "backend" in known and (differing := different({k: here.get(k) for k in _SAME}, known)):
+        here, saved = ranks.ask("machine")[0], self._folder.kept("machine") or {}
+        if "backend" in saved and (differing := different({k: here.get(k) for k in _SAME}, saved)):
             raise FolderError(
                 f"{self._folder.path} holds what was measured on another machine: {differing}; "
                 "choose another folder with --folder"
             )
-        self._folder.keep("machine", {**known, **here})
+        self._folder.keep("machine", {**saved, **here})
         self._failed_starts = 0
         return ranks
 
@@ -265,34 +265,34 @@ class _Run:
         """The stored trainings of the last launch, in the order of the forms."""
         last = (self._folder.kept(LAUNCH) or {}).get("launch")
         return [
-            Training(form, TrainingLog(**kept.get("log", {})), kept.get("failed", ""))
+            Training(form, TrainingLog(**saved.get("log", {})), saved.get("failed", ""))
             for form in FORMS
-            if (kept := self._folder.kept(form.file)) is not None and kept["launch"] == last
+            if (saved := self._folder.kept(form.file)) is not None and saved["launch"] == last
         ]
 
     def write(self, command: Sequence[str]) -> None:
         """Write the description and the page from the stored steps; print the verdict."""
         stored = {name: self._folder.kept(name) or {} for name in STEPS}
-        measured = {name: one["times"] for name, one in stored.items() if "times" in one}
-        failed = {name: one["failed"] for name, one in stored.items() if "failed" in one}
+        measured = {name: step["times"] for name, step in stored.items() if "times" in step}
+        failed = {name: step["failed"] for name, step in stored.items() if "failed" in step}
         trainings = self._trainings()
         facts = self._folder.kept("machine") or {}
         if not (measured or trainings or failed):
             return
-        said, rows = list(verdict(trainings, self._options.device)), list[Row]()
+        lines, rows = list(verdict(trainings, self._options.device)), list[Row]()
         if LAYER in measured:
-            layers = [restored(one["result"]) for one in measured[LAYER]]
-            said += [f"Two layers: {line}" for line in bench_verdict(layers)]
+            layers = [restored(row["result"]) for row in measured[LAYER]]
+            lines += [f"Two layers: {line}" for line in bench_verdict(layers)]
         if measured:
             line, rows = self._described(measured, facts)
-            said.append(line)
+            lines.append(line)
         if failed:
-            said.append(f"**Not measured**: {', '.join(failed)}.")
+            lines.append(f"**Not measured**: {', '.join(failed)}.")
         page = self._folder.path / "measured.md"
         with whole_file(page) as part:
             facts = {"command": shlex.join(command), **facts}
-            part.write_text(as_markdown(said, trainings, rows, failed, facts), "utf-8")
-        first, *others = said
+            part.write_text(as_markdown(lines, trainings, rows, failed, facts), "utf-8")
+        first, *others = lines
         print_verdict(first, not failed)
         print(*others, f"Written: {page}", sep="\n")
 
@@ -333,7 +333,7 @@ def _chosen(options: argparse.Namespace) -> list[str]:
     elif options.one_device:
         raise FolderError("--launch trains on all ranks; leave it out with --one-device")
     if options.one_device:
-        if others := [name for name in chosen if not STEPS[name].alone]:
-            print(f"left out, they need the other ranks: {', '.join(others)}")
+        if excluded := [name for name in chosen if not STEPS[name].alone]:
+            print(f"left out, they need the other ranks: {', '.join(excluded)}")
         chosen = [name for name in chosen if STEPS[name].alone]
     return chosen

@@ -49,17 +49,19 @@ def figures(measured: Measured, peaks: Peaks) -> dict[str, Range]:
     """All figures that follow from the measured steps, by dotted name."""
     steps = {"links": _links, "gemms": _gemms, "host": _host, "beside": _beside,
              "memory": _memory, "communicators": _communicators}  # fmt: skip
-    found: dict[str, Range] = {}
+    ranges: dict[str, Range] = {}
     for step, figures_of in steps.items():
         if step in measured:
-            found |= dict(figures_of(measured[step], peaks))
+            ranges |= dict(figures_of(measured[step], peaks))
     if peaks.cores and measured.keys() >= {"links", "collectives", "memory"}:
-        (bandwidth, share) = (found[f"npu.hbm_{what}"][1] for what in ("bandwidth", "efficiency"))
-        found |= dict(_copies(measured["links"], measured["collectives"], peaks, bandwidth * share))
-    if "attention" in measured and (peaks.cores or "npu.cube_flops" in found):
-        reached = peaks.cube if peaks.cores else found["npu.cube_flops"][1]
-        found |= dict(_attention(measured["attention"], peaks, reached))
-    return found
+        (bandwidth, share) = (ranges[f"npu.hbm_{name}"][1] for name in ("bandwidth", "efficiency"))
+        ranges |= dict(
+            _copies(measured["links"], measured["collectives"], peaks, bandwidth * share)
+        )
+    if "attention" in measured and (peaks.cores or "npu.cube_flops" in ranges):
+        reached = peaks.cube if peaks.cores else ranges["npu.cube_flops"][1]
+        ranges |= dict(_attention(measured["attention"], peaks, reached))
+    return ranges
 
 
 def _shares(values: Sequence[float], peak: float, rate: str, share: str) -> Any:
@@ -70,7 +72,7 @@ def _shares(values: Sequence[float], peak: float, rate: str, share: str) -> Any:
 
 
 def _links(times: Times, peaks: Peaks) -> Figures:
-    pings = next(one for one in times if one.get("half a ping-pong"))
+    pings = next(row for row in times if row.get("half a ping-pong"))
     yield "inside.latency", quartiles(pings["seconds"])
     largest = _largest(times)
     yield from _rate(largest, largest["lanes"], peaks)
@@ -79,7 +81,7 @@ def _links(times: Times, peaks: Peaks) -> Figures:
 
 
 def _largest(times: Times) -> Mapping[str, Any]:
-    return max(times, key=lambda one: (one["bytes"], one.get("lanes", 0)))
+    return max(times, key=lambda row: (row["bytes"], row.get("lanes", 0)))
 
 
 def _rate(one: Mapping[str, Any], peers: int, peaks: Peaks) -> Figures:
@@ -96,7 +98,7 @@ def _copies(links: Times, collectives: Times, peaks: Peaks, memory: float) -> Fi
         memory: bytes/s.
     """
     message = _largest(links)
-    block = _largest([one for one in collectives if one["what"] == "all-gather"])
+    block = _largest([row for row in collectives if row["what"] == "all-gather"])
     wire = median(block["seconds"])
     if block["bytes"] == message["bytes"] and median(message["seconds"]) > wire:
         yield from _rate(block, message["lanes"], peaks)
@@ -108,9 +110,9 @@ def _copies(links: Times, collectives: Times, peaks: Peaks, memory: float) -> Fi
 
 def _gemms(times: Times, peaks: Peaks) -> Figures:
     rates, starts = [], []
-    for layer in dict.fromkeys(one["layer"] for one in times):
-        rows = [one for one in times if one["layer"] == layer]
-        points = [(_operations(one, peaks.cores), median(one["seconds"])) for one in rows]
+    for layer in dict.fromkeys(row["layer"] for row in times):
+        rows = [row for row in times if row["layer"] == layer]
+        points = [(_operations(row, peaks.cores), median(row["seconds"])) for row in rows]
         slope, start = _line(points)
         if slope <= 0:
             continue  # the smallest GEMM takes longest: only noise
@@ -145,21 +147,21 @@ def _line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
 
 
 def _host(times: Times, peaks: Peaks) -> Figures:
-    by = {one["what"]: one["seconds"] for one in times}
+    calls = {row["what"]: row["seconds"] for row in times}
     # gloo's transport posts a send and a receive separately; others post a batch.
-    posted = [seconds / 2 for seconds in by["single"]] if "single" in by else by["batch"]
+    posted = [seconds / 2 for seconds in calls["single"]] if "single" in calls else calls["batch"]
     yield "host.post_overhead", quartiles(posted)
-    yield "host.launch_overhead", quartiles(by.get("GEMM", posted))
+    yield "host.launch_overhead", quartiles(calls.get("GEMM", posted))
 
 
 def _beside(times: Times, peaks: Peaks) -> Figures:
-    by = {one["what"]: one["seconds"] for one in times}
-    gemm, exchange = median(by["gemm"]), median(by["exchange"])
-    slowed = [min(_MOST_SLOWDOWN, max(0.0, 1 - gemm / one)) for one in by["gemm beside"]]
+    calls = {row["what"]: row["seconds"] for row in times}
+    gemm, exchange = median(calls["gemm"]), median(calls["exchange"])
+    slowed = [min(_MOST_SLOWDOWN, max(0.0, 1 - gemm / seconds)) for seconds in calls["gemm beside"]]
     yield "npu.transfer_slowdown", quartiles(slowed)
     # On a CPU transfers and work share a core, so the slowdown of the work already covers it.
-    if peaks.cores and median(by["both"]) > 1.02 * median(by["gemm beside"]):
-        pairs = zip(by["both"], by["gemm beside"], strict=True)
+    if peaks.cores and median(calls["both"]) > 1.02 * median(calls["gemm beside"]):
+        pairs = zip(calls["both"], calls["gemm beside"], strict=True)
         yield "inside.beside_work", quartiles([_longer(*pair, exchange) for pair in pairs])
 
 
@@ -173,26 +175,26 @@ def _longer(both: float, beside: float, exchange: float) -> float:
 
 
 def _memory(times: Times, peaks: Peaks) -> Figures:
-    copy = next(one for one in times if one["what"] == "copy")
+    copy = next(row for row in times if row["what"] == "copy")
     rates = [4 * copy["numbers"] / seconds for seconds in copy["seconds"]]
     yield from _shares(rates, peaks.memory, "npu.hbm_bandwidth", "npu.hbm_efficiency")
 
 
 def _communicators(times: Times, peaks: Peaks) -> Figures:
     largest = times[-1]["MB of a buffer"]
-    taken = [one["bytes taken"] for one in times if one["MB of a buffer"] == largest]
-    if None not in taken:
-        yield "host.communicator_bytes", quartiles(taken)
+    sizes = [row["bytes taken"] for row in times if row["MB of a buffer"] == largest]
+    if None not in sizes:
+        yield "host.communicator_bytes", quartiles(sizes)
 
 
 def _attention(times: Times, peaks: Peaks, reached: float) -> Figures:
-    whole = max(times, key=lambda one: one["queries"])
+    whole = max(times, key=lambda row: row["queries"])
     lost = 0.0
-    if peaks.cores and (found := [half for half in _half_queries(times) if half is not None]):
-        yield "npu.half_rows", quartiles(found)
-        lost = median(found) / whole["queries"]
-    made = _seen(whole) * (1 + lost)
-    shares = [min(1.0, made / seconds / reached) for seconds in whole["seconds"]]
+    if peaks.cores and (halves := [half for half in _half_queries(times) if half is not None]):
+        yield "npu.half_rows", quartiles(halves)
+        lost = median(halves) / whole["queries"]
+    operations = _seen(whole) * (1 + lost)
+    shares = [min(1.0, operations / seconds / reached) for seconds in whole["seconds"]]
     yield "npu.attention_efficiency", quartiles(shares)
 
 
@@ -202,8 +204,8 @@ def _half_queries(times: Times) -> Iterator[float | None]:
     ``seconds / operations`` is fitted by a line over ``1 / queries``.  ``None`` if the fit makes no
     sense.
     """
-    for call in zip(*(one["seconds"] for one in times), strict=True):
-        points = [(1 / one["queries"], s / _seen(one)) for one, s in zip(times, call, strict=True)]
+    for call in zip(*(row["seconds"] for row in times), strict=True):
+        points = [(1 / row["queries"], s / _seen(row)) for row, s in zip(times, call, strict=True)]
         slope, at_many = _line(points)
         yield max(0.0, slope / at_many) if at_many > 0 else None
 
@@ -231,19 +233,19 @@ def description(
     content = read_config(find_config(base, "hardware"))
     npu, inside = content["npu"], content["inside"]
     cores = npu["cores"]["typical"]
-    best = (npu["cube_flops"], npu["hbm_bandwidth"], inside["rate"])
-    cube, memory, link = ((one["typical"] if cores else 0.0) for one in best)
+    described = (npu["cube_flops"], npu["hbm_bandwidth"], inside["rate"])
+    cube, memory, link = ((peak["typical"] if cores else 0.0) for peak in described)
     peaks = Peaks(cores, cube, memory, link, switched=inside["topology"] == "switched")
-    found: dict[str, Range] = {}
-    if cores and (there := facts.get("cube cores")):
-        peaks = peaks._replace(cores=there, cube=peaks.cube * there / cores)
-        found = {"npu.cores": (there,) * 3, "npu.cube_flops": (peaks.cube,) * 3}
-    found |= figures(measured, peaks)
-    if (held := facts.get("device bytes")) is not None:
-        found["npu.hbm_bytes"] = (float(held),) * 3
-    for dotted, (low, typical, high) in found.items():
+    ranges: dict[str, Range] = {}
+    if cores and (cube_cores := facts.get("cube cores")):
+        peaks = peaks._replace(cores=cube_cores, cube=peaks.cube * cube_cores / cores)
+        ranges = {"npu.cores": (cube_cores,) * 3, "npu.cube_flops": (peaks.cube,) * 3}
+    ranges |= figures(measured, peaks)
+    if (size := facts.get("device bytes")) is not None:
+        ranges["npu.hbm_bytes"] = (float(size),) * 3
+    for dotted, (low, typical, high) in ranges.items():
         section, figure = dotted.split(".")
-        known = {"low": low, "typical": typical, "high": high, "source": source}
-        content[section][figure] = known
+        entry = {"low": low, "typical": typical, "high": high, "source": source}
+        content[section][figure] = entry
     content["name"] = name
     return str(yaml.safe_dump(content, sort_keys=False, allow_unicode=True, width=100))

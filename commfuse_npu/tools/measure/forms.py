@@ -126,9 +126,9 @@ def _of_mindspeed_llm(words: Sequence[str], ranks: int) -> Launches:
     checkout = Path(os.environ.get("MINDSPEED_LLM_HOME") or Path.cwd())
     launch = read_launch(words, checkout)
     if launch.processes != ranks:
-        asked = f"asks for {launch.processes} processes" if launch.processes else "names no number"
+        text = f"asks for {launch.processes} processes" if launch.processes else "names no number"
         raise UsageError(
-            f"--launch {words[0]} {asked}, and here are {ranks} (--ranks); a measurement is of "
+            f"--launch {words[0]} {text}, and here are {ranks} (--ranks); a measurement is of "
             "one server: change the launch or --ranks"
         )
     script = launch.script_path(checkout)
@@ -154,12 +154,12 @@ def _of_mindspeed_llm(words: Sequence[str], ranks: int) -> Launches:
 
 
 def _in_form(options: Options, form: Form) -> list[str]:
-    own = options.copy()
-    own.drop(*PEERS, "--use-commfuse", "--no-use-commfuse")
+    result = options.copy()
+    result.drop(*PEERS, "--use-commfuse", "--no-use-commfuse")
     if form.name != "commfuse":
-        own.drop(*commfuse_names(own))
+        result.drop(*commfuse_names(result))
     if form.name == "fb_overlap":
-        own.set("--commfuse-fb-overlap-memory")  # required in a plain pipeline
+        result.set("--commfuse-fb-overlap-memory")  # required in a plain pipeline
     for name in (flags := Options(form.flags.split())).names:
-        own.set(name, *flags.values(name))
-    return own.words
+        result.set(name, *flags.values(name))
+    return result.words

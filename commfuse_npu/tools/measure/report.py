@@ -25,36 +25,40 @@ _ALIKE = 0.01
 
 def verdict(trainings: Sequence[Training], device: str) -> Iterator[str]:
     """The verdict on a launch: flags, times, equal weights, and failures, as Markdown."""
-    ran = [one for one in trainings if not one.failed]
+    ran = [training for training in trainings if not training.failed]
     if ran:
         today = _today(ran)
-        sound = [one for one in ran if _loss_off(today, one) <= _ALIKE]
+        sound = [training for training in ran if _loss_off(today, training) <= _ALIKE]
         yield from _fastest(sound, device)
-        if bad := [one for one in ran if one not in sound]:
-            of = today.form.title
-            yield f"**Do not use**: {_titles(bad)}: losses are not those of {of}, or not finite."
+        if bad := [training for training in ran if training not in sound]:
+            title = today.form.title
+            yield f"**Do not use**: {_titles(bad)}: losses are not those of {title}, or not finite."
         yield from _weights(ran, device)
-    for one in trainings:
-        if one.failed:
-            why, *said = one.failed.splitlines()
-            cause = f"; `{said[-1].strip()}`" if said else ""
-            yield f"**Could not run**: {one.form.title}: {why}{cause}"
+    for training in trainings:
+        if training.failed:
+            why, *lines = training.failed.splitlines()
+            cause = f"; `{lines[-1].strip()}`" if lines else ""
+            yield f"**Could not run**: {training.form.title}: {why}{cause}"
 
 
 def _fastest(sound: Sequence[Training], device: str) -> Iterator[str]:
     # Plain collectives are only a baseline: nobody launches them.
-    asked = [one for one in sound if one.form.name != "plain"] or list(sound)
-    if not asked:
+    candidates = [training for training in sound if training.form.name != "plain"] or list(sound)
+    if not candidates:
         return
-    best, *others = sorted(asked, key=_median)
-    rival = next((one for one in others if one.form.ours != best.form.ours), None)
-    close = [one for one in others if not _apart(best, one)]
+    best, *others = sorted(candidates, key=_median)
+    rival = next((training for training in others if training.form.ours != best.form.ours), None)
+    close = [training for training in others if not _apart(best, training)]
     flags = f"`{best.form.flags}`" if best.form.flags else "none of these flags"
     lead = f"**Use {flags}**" if others and not close else f"**Not decided**; fastest is {flags}"
     if device == "cpu":
         lead = f"Fastest here, which says nothing of NPUs: **{best.form.title}**"
-    kept = [one for one in sound if one.form.name in ("plain", "megatron") or one is rival]
-    against = [_against(best, one) for one in kept if one is not best]
+    baselines = [
+        training
+        for training in sound
+        if training.form.name in ("plain", "megatron") or training is rival
+    ]
+    against = [_against(best, training) for training in baselines if training is not best]
     yield f"{lead}: {', '.join([f'{_median(best):,.0f} ms per iteration', *against])}."
     if rival is not None and rival.form.ours:
         yield f"Best of CommFuse: {rival.form.title}: {_against(rival, best)}."
@@ -63,11 +67,13 @@ def _fastest(sound: Sequence[Training], device: str) -> Iterator[str]:
 
 
 def _weights(ran: Sequence[Training], device: str) -> Iterator[str]:
-    for weights in dict.fromkeys(one.log.weights for one in ran):
-        same = [one for one in ran if one.log.weights == weights]
+    for weights in dict.fromkeys(training.log.weights for training in ran):
+        same = [training for training in ran if training.log.weights == weights]
         if weights is not None and len(same) > 1:
             yield f"**The same weights, bit for bit**: {_titles(same)}."
-    same_sums = {one.log.weights for one in ran if one.form.name in ("plain", "megatron")}
+    same_sums = {
+        training.log.weights for training in ran if training.form.name in ("plain", "megatron")
+    }
     if device != "cpu" and len(same_sums - {None}) > 1:
         yield (
             "Plain collectives and Megatron's order are the same arithmetic, and their bits "
@@ -78,20 +84,23 @@ def _weights(ran: Sequence[Training], device: str) -> Iterator[str]:
 
 def launch_table(trainings: Sequence[Training]) -> Iterator[str]:
     """A Markdown row per form that ran: times, losses compared with Megatron's, memory, weights."""
-    ran = [one for one in trainings if not one.failed]
+    ran = [training for training in trainings if not training.failed]
     if not ran:
         return
     today = _today(ran)
     yield f"Medians and quartiles of the iterations after {WARM_UP}.\n"
     head = ["form", "flags", "ms", "quartiles", f"against {today.form.title}", "losses off"]
     yield table_head([*head, "most memory", "weights"], numbers=False)
-    for one in ran:
-        low, middle, high = one.milliseconds
-        cells = [one.form.title, f"`{one.form.flags}`" if one.form.flags else ""]
+    for training in ran:
+        low, middle, high = training.milliseconds
+        cells = [training.form.title, f"`{training.form.flags}`" if training.form.flags else ""]
         cells += [f"{middle:,.1f}", f"{low:,.1f} .. {high:,.1f}"]
-        cells += [f"{100 * (middle / _median(today) - 1):+.1f} %", f"{_loss_off(today, one):.1e}"]
-        cells += [f"{one.log.peak / 1024:.2f} GiB" if one.log.peak else ""]
-        cells += [f"`{one.log.weights[:8]}`" if one.log.weights else ""]
+        cells += [
+            f"{100 * (middle / _median(today) - 1):+.1f} %",
+            f"{_loss_off(today, training):.1e}",
+        ]
+        cells += [f"{training.log.peak / 1024:.2f} GiB" if training.log.peak else ""]
+        cells += [f"`{training.log.weights[:8]}`" if training.log.weights else ""]
         yield table_row(cells)
 
 
@@ -102,12 +111,12 @@ def compared(measured: Hardware, described: Hardware) -> list[Row]:
         other = described.figures[name]
         if figure == other:
             continue
-        at = "in the range"
+        place = "in the range"
         if figure.typical < other.low:
-            at = "**below**"
+            place = "**below**"
         elif figure.typical > other.high:
-            at = "**above**"
-        rows.append((name, _range(figure), _range(other), at))
+            place = "**above**"
+        rows.append((name, _range(figure), _range(other), place))
     return rows
 
 
@@ -133,7 +142,11 @@ def as_markdown(
         lines += ["## Figures, in SI units", ""]
         head = "figure", "measured (quartiles)", "described", "lies"
         lines += [table_head(head, numbers=False), *map(table_row, figures), ""]
-    failures = [(f"launch, {one.form.title}", one.failed) for one in trainings if one.failed]
+    failures = [
+        (f"launch, {training.form.title}", training.failed)
+        for training in trainings
+        if training.failed
+    ]
     for name, why in (*failed.items(), *failures):
         lines += [f"## {name}: failed", "", "```", why.strip(), "```", ""]
     lines += ["## Machine", "", *(f"- {k}: {v}" for k, v in facts.items() if v not in ([], None))]
@@ -145,11 +158,11 @@ def _range(figure: Figure) -> str:
 
 
 def _today(ran: Sequence[Training]) -> Training:
-    return next((one for one in ran if one.form.name == "megatron"), ran[0])
+    return next((training for training in ran if training.form.name == "megatron"), ran[0])
 
 
 def _titles(trainings: Sequence[Training]) -> str:
-    return "; ".join(one.form.title for one in trainings)
+    return "; ".join(training.form.title for training in trainings)
 
 
 def _median(one: Training) -> float:

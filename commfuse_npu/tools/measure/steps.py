@@ -90,18 +90,18 @@ def slowest(by_rank: Sequence[Times]) -> Times:
     Raises:
         ValueError: a call took no time, from which no figure can be computed.
     """
-    found = []
+    result = []
     for rows in zip(*by_rank, strict=True):
-        known = [one["seconds"] for one in rows if one["seconds"]]
-        seconds = [max(times) for times in zip(*known, strict=True)]
-        if not all(one > 0 for one in seconds):
+        timed = [entry["seconds"] for entry in rows if entry["seconds"]]
+        seconds = [max(times) for times in zip(*timed, strict=True)]
+        if not all(value > 0 for value in seconds):
             raise ValueError(f"calls took {seconds} seconds: device events returned zero durations")
         row = {**rows[0], "seconds": seconds}
         if "bytes taken" in row:
-            taken = [one["bytes taken"] for one in rows]
-            row["bytes taken"] = None if None in taken else max(taken)
-        found.append(row)
-    return found
+            sizes = [entry["bytes taken"] for entry in rows]
+            row["bytes taken"] = None if None in sizes else max(sizes)
+        result.append(row)
+    return result
 
 
 def _layers(ask: Ask, scale: Scale) -> Times:
@@ -110,10 +110,10 @@ def _layers(ask: Ask, scale: Scale) -> Times:
     rounds = 3 if scale.device == "cpu" else 10
     sweep = Sweep(scale.ranks, ("layers",), (0.0,), rounds, _LAUNCHABLE, dtype="bf16")
     times = []
-    for one in Bench(ask, scale.ranks, conditions).run(sweep):
-        low, high = one.quartiles_ms
-        seconds = [ms / 1e3 for ms in (low, one.median_ms, high)]
-        times.append({"form": one.variant, "seconds": seconds, "result": asdict(one)})
+    for result in Bench(ask, scale.ranks, conditions).run(sweep):
+        low, high = result.quartiles_ms
+        seconds = [ms / 1e3 for ms in (low, result.median_ms, high)]
+        times.append({"form": result.variant, "seconds": seconds, "result": asdict(result)})
     return times
 
 

@@ -49,8 +49,8 @@ def read_log(text: str) -> TrainingLog:
     """Parse a training's output: Megatron's line per iteration, memory, a hash."""
     log = TrainingLog()
     for line in _ITERATION.findall(text):
-        said = dict(part.rpartition(":")[::2] for part in line.split("|"))
-        values = {name.strip(): value for name, value in said.items()}
+        fields = dict(part.rpartition(":")[::2] for part in line.split("|"))
+        values = {name.strip(): value for name, value in fields.items()}
         for attribute, name in _FIELDS.items():
             if name in values:
                 getattr(log, attribute).append(float(values[name]))
@@ -105,8 +105,8 @@ def train(form: Form, launches: Launches, folder: Path, limit: float) -> Trainin
         if code:
             raise ChildProcessError(f"exit code {code}")
         log = read_log(path.read_text("utf-8", errors="replace"))
-        if (found := min(len(log.milliseconds), len(log.losses))) < ITERATIONS:
-            raise ChildProcessError(f"{found} of {ITERATIONS} iterations with a loss")
+        if (count := min(len(log.milliseconds), len(log.losses))) < ITERATIONS:
+            raise ChildProcessError(f"{count} of {ITERATIONS} iterations with a loss")
     except OSError as error:
         why = f"{error}; give more with --timeout" if isinstance(error, TimeoutError) else error
         printed: Sequence[str] = last_lines(path) if path.exists() else []

@@ -71,9 +71,9 @@ class Exchange:
         self.end()
 
     def begin(self) -> None:
-        for lane, theirs, target, source in self.swaps:
+        for lane, buffer, target, source in self.swaps:
             self._works += post_swap(
-                lane, self._mine, theirs, target, source, batched=self._batched
+                lane, self._mine, buffer, target, source, batched=self._batched
             )
 
     def end(self) -> None:
@@ -87,10 +87,10 @@ class Exchange:
         Raises:
             RuntimeError: it is not what was sent.
         """
-        for _, theirs, _, source in self.swaps:
-            if not bool((theirs == _mark(source)).all()):
+        for _, buffer, _, source in self.swaps:
+            if not bool((buffer == _mark(source)).all()):
                 raise RuntimeError(
-                    f"a message of {theirs.numel()} bytes from rank {source} has other bytes than "
+                    f"a message of {buffer.numel()} bytes from rank {source} has other bytes than "
                     f"{_mark(source)} in it: transfers were mixed up"
                 )
 
@@ -121,9 +121,9 @@ class Worker(FormsWorker):
     def machine(self) -> dict[str, Any]:
         """Host, versions, and, if available, the device's name, memory in bytes and cube cores."""
         info = _PROCESSOR.read_text() if _PROCESSOR.exists() else ""
-        named = re.search(r"^model name\s*: (.*)$", info, re.MULTILINE)
-        found: dict[str, Any] = {
-            "processor": named[1] if named else platform.processor() or platform.machine(),
+        match = re.search(r"^model name\s*: (.*)$", info, re.MULTILINE)
+        facts: dict[str, Any] = {
+            "processor": match[1] if match else platform.processor() or platform.machine(),
             "host": platform.node(),
             "system": f"{platform.system()} {platform.release()}",
             "python": platform.python_version(),
@@ -134,22 +134,22 @@ class Worker(FormsWorker):
             "lanes": self._transport.lanes,
         }
         if self._module is not None:
-            found["device name"] = self._module.get_device_name()
-            found["device bytes"] = self._module.mem_get_info()[1]
+            facts["device name"] = self._module.get_device_name()
+            facts["device bytes"] = self._module.mem_get_info()[1]
             properties = self._module.get_device_properties(self._module.current_device())
             # Newer versions of torch_npu have it.
-            found["cube cores"] = getattr(properties, "cube_core_num", None)
-        return found
+            facts["cube cores"] = getattr(properties, "cube_core_num", None)
+        return facts
 
     def links(self, scale: Scale) -> Times:
         """Measure half a ping-pong, then messages on one and on several lanes at once."""
         pings = self.latency(scale.calls)
-        found: Times = [{"bytes": 8, "lanes": 1, "half a ping-pong": True, "seconds": pings}]
+        times: Times = [{"bytes": 8, "lanes": 1, "half a ping-pong": True, "seconds": pings}]
         for size in scale.messages:
             for lanes in sorted({min(lanes, self.size - 1) for lanes in (1, 2, 4, self.size)}):
                 seconds = self.lanes(size, lanes, scale.calls)
-                found.append({"bytes": size, "lanes": lanes, "seconds": seconds})
-        return found
+                times.append({"bytes": size, "lanes": lanes, "seconds": seconds})
+        return times
 
     def latency(self, calls: int) -> list[float]:
         """Half a ping-pong of 8 bytes between ranks 0 and 1; other ranks return no times."""
@@ -172,7 +172,7 @@ class Worker(FormsWorker):
 
     def collectives(self, scale: Scale) -> Times:
         """The backend's collectives in bf16, by bytes from each rank to each other rank."""
-        group, found = self._transport.group, []
+        group, times = self._transport.group, []
         for size in scale.messages:
             blocks = self._numbers(self.size, size // 2)
             for name, call in {
@@ -181,18 +181,18 @@ class Worker(FormsWorker):
                 "all-to-all": partial(all_to_all_rows, blocks, group),
             }.items():
                 seconds = self._timed(call, scale.calls, together=True)
-                found.append({"what": name, "bytes": size, "seconds": seconds})
-        return found
+                times.append({"what": name, "bytes": size, "seconds": seconds})
+        return times
 
     def gemms(self, scale: Scale) -> Times:
         """GEMMs ``[rows, inputs] @ [inputs, outputs]`` in bf16."""
-        found = []
+        times = []
         for layer, (inputs, outputs) in scale.layers().items():
             for rows in scale.halves(6):
                 seconds = self._timed(self._product(rows, inputs, outputs), scale.calls)
                 shape = {"rows": rows, "inputs": inputs, "outputs": outputs}
-                found.append({"layer": layer, **shape, "seconds": seconds})
-        return found
+                times.append({"layer": layer, **shape, "seconds": seconds})
+        return times
 
     def host(self, scale: Scale) -> Times:
         """Host seconds to post a send and a receive of 8 bytes and wait for them.
@@ -208,11 +208,11 @@ class Worker(FormsWorker):
             times = self._of_host(exchange.run, calls)
             return [seconds / len(exchange.swaps) for seconds in times]
 
-        found = [{"what": "batch", "seconds": posting(True)}]
+        rows = [{"what": "batch", "seconds": posting(True)}]
         if self._backend == "gloo":
-            return [*found, {"what": "single", "seconds": posting(False)}]
+            return [*rows, {"what": "single", "seconds": posting(False)}]
         return [
-            *found,
+            *rows,
             {"what": "GEMM", "seconds": self._of_host(self._product(16, 16, 16), calls)},
         ]
 
@@ -220,8 +220,8 @@ class Worker(FormsWorker):
         """GEMMs and an exchange with all peers, alone and started together."""
         inputs, outputs = scale.layers()["fc1"]
         gemm = self._product(scale.rows // 4, inputs, outputs)
-        by = self.side_by_side(gemm, scale.message, scale.calls)
-        return [{"what": what, "seconds": seconds} for what, seconds in by.items()]
+        samples = self.side_by_side(gemm, scale.message, scale.calls)
+        return [{"what": name, "seconds": seconds} for name, seconds in samples.items()]
 
     def side_by_side(
         self, gemm: Callable[[], object], size: int, calls: int
@@ -238,10 +238,10 @@ class Worker(FormsWorker):
         # The same number on all ranks.
         fewest = torch.tensor(float(max(1, times)), device=self._device)
         dist.all_reduce(fewest, dist.ReduceOp.MIN, group=self._transport.group)
-        many = range(int(fewest.item()))
+        repeats = range(int(fewest.item()))
 
         def gemms() -> None:
-            for _ in many:
+            for _ in repeats:
                 gemm()
 
         def together(lap: Callable[[], None]) -> None:
@@ -257,7 +257,7 @@ class Worker(FormsWorker):
             "gemm": self._timed(gemms, calls),
             "exchange": alone,
             "gemm beside": [beside for _, beside, _ in laps],
-            "both": [sum(one) for one in laps],
+            "both": [sum(lap) for lap in laps],
         }
 
     def memory(self, scale: Scale) -> Times:
@@ -273,31 +273,31 @@ class Worker(FormsWorker):
         The bytes taken are device memory, or on a CPU the resident set of this process; ``None`` if
         the system does not report it.
         """
-        found = []
+        rows = []
         for megabytes in (_BUFFERS if "hccl" in self._backend else (None,)) * 3:
             options = None if megabytes is None else buffers_of(megabytes)
             self._together()
             start, before = time.perf_counter(), self._taken()
-            made = Transport.create(lanes=1, lane_options=options)
+            transport = Transport.create(lanes=1, lane_options=options)
             seconds, after = self._now() - start, self._taken()
-            made.close()
-            taken = None if before is None or after is None else max(0, after - before)
-            row = {"MB of a buffer": megabytes, "bytes taken": taken, "seconds": [seconds]}
-            found.append(row)
-        return found
+            transport.close()
+            size = None if before is None or after is None else max(0, after - before)
+            row = {"MB of a buffer": megabytes, "bytes taken": size, "seconds": [seconds]}
+            rows.append(row)
+        return rows
 
     def attention(self, scale: Scale) -> Times:
         """The last queries against all keys, causal, forward, by number of queries."""
-        config, keys, found = scale.config, scale.rows, []
+        config, keys, times = scale.config, scale.rows, []
         heads = max(1, config.num_attention_heads // scale.ranks // scale.shrink)
         head = config.hidden_size // config.num_attention_heads
         k, v = (self._numbers(keys, 1, heads, head) for _ in range(2))
         for queries in scale.halves(4):
             q = self._numbers(queries, 1, heads, head)
             call = partial(self._kernels.attention_forward, q, k, v, causal=True)
-            of = {"queries": queries, "keys": keys, "heads": heads, "of": head}
-            found.append({**of, "seconds": self._timed(call, scale.calls)})
-        return found
+            shape = {"queries": queries, "keys": keys, "heads": heads, "of": head}
+            times.append({**shape, "seconds": self._timed(call, scale.calls)})
+        return times
 
     def _product(self, m: int, k: int, n: int) -> Callable[[], object]:
         a, b, out = self._numbers(m, k), self._numbers(k, n), self._numbers(m, n)
@@ -326,7 +326,7 @@ class Worker(FormsWorker):
             call()
             lap()
 
-        return [one for (one,) in self._stopwatch.laps(once, calls, together=together)]
+        return [seconds for (seconds,) in self._stopwatch.laps(once, calls, together=together)]
 
     def _of_host(self, post: Callable[[], object], calls: int) -> list[float]:
         """Host seconds of each of several consecutive launches.

@@ -21,12 +21,12 @@ def check_launch(launch: AskedLaunch) -> list[Finding]:
 
     For forms without CommFuse only the layout is checked.
     """
-    found = list(_check_layout(launch))
+    findings = list(_check_layout(launch))
     if launch.fuse.use_commfuse:
-        found += _check_options(launch)
+        findings += _check_options(launch)
     elif launch.config.tensor_model_parallel_size > 1:
-        found += _check_sequence_parallel(launch)
-    return found
+        findings += _check_sequence_parallel(launch)
+    return findings
 
 
 def _check_layout(launch: AskedLaunch) -> Iterator[Finding]:
@@ -34,9 +34,9 @@ def _check_layout(launch: AskedLaunch) -> Iterator[Finding]:
         launch.config.validate()
     except ConfigError as error:
         # With --kv-channels the hidden size need not be divisible by the heads.
-        own = "--kv-channels" in launch.options
+        kv_channels = "--kv-channels" in launch.options
         lines = str(error).splitlines()
-        problems = [one for one in lines if not (own and one.startswith("hidden size"))]
+        problems = [line for line in lines if not (kv_channels and line.startswith("hidden size"))]
         for problem in problems:
             yield _about("layout", "error", problem, "", "the training would end at its start")
         if problems:
@@ -72,12 +72,12 @@ def _check_options(launch: AskedLaunch) -> Iterator[Finding]:
             "--use-commfuse out",
         )
     yield from map(_refused, judged.excluded)
-    given = fuse.commfuse_attention, fuse.commfuse_ulysses, fuse.commfuse_dp
-    for (name, lacks), asked in zip(judged.lacks.items(), given, strict=True):
-        if asked:
+    flags = fuse.commfuse_attention, fuse.commfuse_ulysses, fuse.commfuse_dp
+    for (name, reason), flag in zip(judged.lacks.items(), flags, strict=True):
+        if flag:
             yield from map(_refused, judged.excluding[name])
-            if lacks:
-                yield _lacking(name, lacks)
+            if reason:
+                yield _lacking(name, reason)
     if "--commfuse-fb-overlap" in launch.options:
         yield from map(_refused, judged.excluding["--commfuse-fb-overlap"])
     if judged.layout.tensor > 1:

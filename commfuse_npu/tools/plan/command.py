@@ -107,37 +107,37 @@ def main(words: Sequence[str]) -> int:
     """Run the subcommand; the exit codes are those that ``--help`` lists."""
     parser = _parser()
     # Split here, because versions of argparse treat the two dashes differently.
-    at = list(words).index("--") if "--" in words else len(words)
-    given, launch = parser.parse_args(words[:at]), list(words[at + 1 :])
-    if bool(given.what is not None or launch) + (given.model is not None) != 1:
+    end = list(words).index("--") if "--" in words else len(words)
+    options, launch = parser.parse_args(words[:end]), list(words[end + 1 :])
+    if bool(options.what is not None or launch) + (options.model is not None) != 1:
         parser.error("give a launch script, a folder of them, --model NAME, or a rule")
-    chosen = {name for name, value in vars(given).items() if value not in (None, False)}
+    chosen = {name for name, value in vars(options).items() if value not in (None, False)}
     chosen -= {"what"}
-    if given.model is not None:
-        idle, about = chosen & (SHOWN.keys() | {"all", "timeout"}), "a recommendation"
-    elif given.what in rules.RULES:
-        idle, about = chosen - SHOWN.keys(), "a program"
+    if options.model is not None:
+        idle, kind = chosen & (SHOWN.keys() | {"all", "timeout"}), "a recommendation"
+    elif options.what in rules.RULES:
+        idle, kind = chosen - SHOWN.keys(), "a program"
     else:
-        idle, about = chosen - _OF_A_PATH, "what a script starts"
-    a_folder = bool(given.what) and Path(given.what).is_dir()
-    if launch and (given.what in rules.RULES or a_folder):
-        parser.error(f"-- {launch[0]}: no effect on {given.what}; leave it out")
+        idle, kind = chosen - _OF_A_PATH, "what a script starts"
+    a_folder = bool(options.what) and Path(options.what).is_dir()
+    if launch and (options.what in rules.RULES or a_folder):
+        parser.error(f"-- {launch[0]}: no effect on {options.what}; leave it out")
     if idle:
-        listed = ", ".join(f"--{name.replace('_', '-')}" for name in sorted(idle))
-        parser.error(f"{listed}: no effect on {about}; leave it out")
+        names = ", ".join(f"--{name.replace('_', '-')}" for name in sorted(idle))
+        parser.error(f"{names}: no effect on {kind}; leave it out")
     try:
-        if given.model is not None:
-            return _recommend(given, words)
-        if given.what in rules.RULES:
-            return print_program(given.what, given)
-        if a_folder and (profiles := find_profiles(Path(given.what))):
+        if options.model is not None:
+            return _recommend(options, words)
+        if options.what in rules.RULES:
+            return print_program(options.what, options)
+        if a_folder and (profiles := find_profiles(Path(options.what))):
             if idle := chosen - {"json"}:
                 parser.error(f"--{idle.pop()}: no effect on a profile; leave it out")
-            return plan_profile(profiles, given.json)
+            return plan_profile(profiles, options.json)
         if a_folder:
-            timeout = given.timeout or _TIMEOUT
-            return plan_folder(Path(given.what), timeout, given.json, given.all)
-        return _launch(given, launch)
+            timeout = options.timeout or _TIMEOUT
+            return plan_folder(Path(options.what), timeout, options.json, options.all)
+        return _launch(options, launch)
     except (PlanError, ConfigError, UsageError, ValueError, OSError) as error:
         return refuse("plan", error)
 
@@ -147,26 +147,26 @@ def _launch(given: argparse.Namespace, words: Sequence[str]) -> int:
     if path is not None and path.endswith((".yaml", ".yml")) and Path(path).is_file():
         config = Path(path)
     elif path is not None and not Path(path).is_file():
-        beside = {*map(str, Path(path).parent.glob("*.sh")), *rules.RULES}
-        near = did_you_mean(path, sorted(beside - {path}))
+        names = {*map(str, Path(path).parent.glob("*.sh")), *rules.RULES}
+        near = did_you_mean(path, sorted(names - {path}))
         raise UsageError(
             f"{path or repr(path)} is no launch script, no folder and no rule; rules are "
             f"{', '.join(sorted(rules.RULES))}{near}"
         )
     elif path is not None:
         words = ["bash", path, *words]
-    asked = ask_about(config, words, os.environ, given.timeout or _TIMEOUT)
+    launch = ask_about(config, words, os.environ, given.timeout or _TIMEOUT)
     # By default the description of the NPUs here, if there is one.
-    usual = _SERVERS if asked.config.world_size > _NPUS else _HARDWARE
-    here = {described(name) or usual for name, _ in listed_npus(Machine.this())}
-    default = here.pop() if len(here) == 1 else usual
+    usual = _SERVERS if launch.config.world_size > _NPUS else _HARDWARE
+    descriptions = {described(name) or usual for name, _ in listed_npus(Machine.this())}
+    default = descriptions.pop() if len(descriptions) == 1 else usual
     hardware = Hardware.load(find_config(given.hardware or default, "hardware"))
-    found = plan_launch(asked, hardware, os.environ)
-    print_verdict(found.verdict, False if found.ends else found.adds or None)
-    print("", found, sep="\n")
-    figures = partial(write_json, content=found.as_json(), indent=1)
+    plan = plan_launch(launch, hardware, os.environ)
+    print_verdict(plan.verdict, False if plan.ends else plan.adds or None)
+    print("", plan, sep="\n")
+    figures = partial(write_json, content=plan.as_json(), indent=1)
     code = write_outputs("plan", [Output("--json", given.json, ": all figures", figures)])
-    return code or int(bool(found.ends))
+    return code or int(bool(plan.ends))
 
 
 def _recommend(given: argparse.Namespace, words: Sequence[str]) -> int:
@@ -177,7 +177,7 @@ def _recommend(given: argparse.Namespace, words: Sequence[str]) -> int:
     if given.write:
         check_target(given.write)
     try:
-        found = recommend(
+        plan = recommend(
             model,
             hardware,
             model.world_size if given.npus is None else given.npus,
@@ -188,18 +188,18 @@ def _recommend(given: argparse.Namespace, words: Sequence[str]) -> int:
         )
     except NoLayoutError as error:
         return refuse("plan", error, code=1)
-    said, _, *why = reasons(found)
-    print_verdict(said, True)
-    print(report(found, model, path, hardware), *why, sep="\n")
-    title = f"{path.stem}, {found.best.training.layout.npus} NPUs of {hardware.name}"
+    summary, _, *why = reasons(plan)
+    print_verdict(summary, True)
+    print(report(plan, model, path, hardware), *why, sep="\n")
+    title = f"{path.stem}, {plan.best.training.layout.npus} NPUs of {hardware.name}"
     launcher = f"CONFIG={given.write or 'FILE'} bash scripts/launch_pretraining.sh"
     launches = {
-        "Options of pretrain_gpt.py:": " ".join(options(model, found.best)),
+        "Options of pretrain_gpt.py:": " ".join(options(model, plan.best)),
         "On every node, with the file of --write:": launcher,
     }
 
     def page_file(path: Path) -> None:
-        plan_page(path, title, ["commfuse-npu", "plan", *words], hardware, found, launches)
+        plan_page(path, title, ["commfuse-npu", "plan", *words], hardware, plan, launches)
 
     # First the file that a launch needs, because the page names it.
     return write_outputs(
@@ -209,13 +209,13 @@ def _recommend(given: argparse.Namespace, words: Sequence[str]) -> int:
                 "--write",
                 given.write,
                 f". On every node:\n\n    {launcher}",
-                lambda path: write_plan(path, model, hardware, found.best),
+                lambda path: write_plan(path, model, hardware, plan.best),
             ),
             Output(
                 "--json",
                 given.json,
                 ": all figures",
-                lambda path: write_json(path, as_json(found, model), indent=1),
+                lambda path: write_json(path, as_json(plan, model), indent=1),
             ),
             Output("--html", given.html, ": a page for a browser", page_file),
         ],

@@ -44,9 +44,9 @@ def expert_layouts(training: Training, machine: Machine) -> list[ExpertLayout]:
     ``alltoall_seq`` requires expert TP equal to TP.
     """
     experts, layout = training.experts, training.layout
-    found: list[ExpertLayout] = []
+    layouts: list[ExpertLayout] = []
     if experts is None:
-        return found
+        return layouts
     ranks = layout.tp * layout.cp * layout.dp
     layers = max(training.of_stage(stage).get("experts", 0.0) for stage in range(layout.pp))
     for tensor in sorted({1, layout.tp, experts.tensor}):
@@ -58,10 +58,10 @@ def expert_layouts(training: Training, machine: Machine) -> list[ExpertLayout]:
             shape = training.shape
             try:
                 seconds = step.time(MEGATRON).seconds
-                each = laid_out.transfers(machine, shape.held, shape.hidden)
+                transfer = laid_out.transfers(machine, shape.held, shape.hidden)
             except PlacementError:  # the group is not spread evenly over the nodes
                 continue
-            transfers = _BOTH_WAYS_BOTH_PASSES * each * layers * training.micro_batches
+            transfers = _BOTH_WAYS_BOTH_PASSES * transfer * layers * training.micro_batches
             present = laid_out == experts
-            found.append(ExpertLayout(parallel, tensor, seconds, transfers, present))
-    return sorted(found, key=lambda one: one.seconds)
+            layouts.append(ExpertLayout(parallel, tensor, seconds, transfers, present))
+    return sorted(layouts, key=lambda layout: layout.seconds)

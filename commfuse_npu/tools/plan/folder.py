@@ -62,11 +62,11 @@ def plan_folder(folder: Path, timeout: float, page: Path | None, everything: boo
                 launches.append((script.name, judged))
             except (UsageError, ConfigError) as error:
                 unread[script.name] = str(error)
-    every = [judged for _, judged in launches]
-    counts = _counts(every)
+    judgements = [judged for _, judged in launches]
+    counts = _counts(judgements)
     overlaps, fused = counts["--commfuse-fb-overlap passes as typed"], counts["not refused"]
     print_verdict(
-        f"Of {len(every)} launches {overlaps} can take --commfuse-fb-overlap as they are, "
+        f"Of {len(judgements)} launches {overlaps} can take --commfuse-fb-overlap as they are, "
         f"{fused} --use-commfuse.",
         overlaps + fused > 0,
     )
@@ -74,28 +74,28 @@ def plan_folder(folder: Path, timeout: float, page: Path | None, everything: boo
     if everything:
         print(*(_line(name, judged) for name, judged in launches), "", sep="\n")
     folders: dict[str, list[Judgement]] = {}
-    for name, one in launches:
-        folders.setdefault(str(PurePath(name).parent), []).append(one)
-    folders["all"] = every
+    for name, judgement in launches:
+        folders.setdefault(str(PurePath(name).parent), []).append(judgement)
+    folders["all"] = judgements
     print(table_head(["folder", *_COLUMNS]))
     for name, inside in folders.items():
         print(table_row([name, *map(str, _row(inside).values())]))
-    print("", *_sums(every), "", sep="\n")
+    print("", *_sums(judgements), "", sep="\n")
     if not everything:
         print("Each launch in a line: --all; all about one: commfuse-npu plan SCRIPT")
-    for what, count in sorted(Counter(others.values()).items()):
-        print(f"No such training: {count} scripts: {what}")
+    for kind, count in sorted(Counter(others.values()).items()):
+        print(f"No such training: {count} scripts: {kind}")
     print(f"Scripts were run {sandbox}. Nothing was trained: read, by rules.")
     for name, why in unread.items():
         print(f"Not read: {name}: {why}")
-    found = {
+    content = {
         "launches": [{"script": name, **_as_json(judged)} for name, judged in launches],
         "others": others,
         "unread": unread,
         "sandbox": sandbox,
         "counts": counts,
     }
-    figures = partial(write_json, content=found, indent=2)
+    figures = partial(write_json, content=content, indent=2)
     code = write_outputs("plan", [Output("--json", page, ": all launches", figures)])
     return code or int(bool(unread))
 
@@ -103,50 +103,54 @@ def plan_folder(folder: Path, timeout: float, page: Path | None, everything: boo
 def _line(name: str, launch: Judgement) -> str:
     """One line about a launch."""
     refused = " ".join(launch.refused)
-    left = ", ".join(one.layer for one in launch.layers if one.state == "left")
-    taken = [flag for flag, why in launch.why_not.items() if not why and not launch.excluded]
-    taken += ["--commfuse-fb-overlap"] * (not launch.overlap.obstacle)
+    left = ", ".join(layer.layer for layer in launch.layers if layer.state == "left")
+    flags = [flag for flag, why in launch.why_not.items() if not why and not launch.excluded]
+    flags += ["--commfuse-fb-overlap"] * (not launch.overlap.obstacle)
     parts = [
         f"{name}: {launch.verdict}" + (f" with {refused}" if refused else ""),
         str(launch.layout),
         f"left: {left}" if left and launch.layout.tensor > 1 else "",
-        f"also: {', '.join(taken)}" if taken else "",
+        f"also: {', '.join(flags)}" if flags else "",
     ]
     return "; ".join(filter(None, parts))
 
 
 def _row(launches: Sequence[Judgement]) -> dict[str, int]:
     """The counts of a table row; a launch refused for several reasons counts under the first."""
-    found: Counter[str] = Counter(launches=len(launches))
+    counts: Counter[str] = Counter(launches=len(launches))
     for launch in launches:
-        found.update((launch.verdict, launch.kind))
-        found["mixture of experts"] += launch.layout.experts
-        found["--commfuse-dp alone"] += launch.data_parallel_alone
-    return {name: found[name] for name in _COLUMNS}
+        counts.update((launch.verdict, launch.kind))
+        counts["mixture of experts"] += launch.layout.experts
+        counts["--commfuse-dp alone"] += launch.data_parallel_alone
+    return {name: counts[name] for name in _COLUMNS}
 
 
 def _counts(launches: Sequence[Judgement]) -> dict[str, int]:
     """The last row of the table and further counts, by name."""
-    apart = [one for one in launches if one.layout.tensor > 1 and one.kind in ("", "else")]
-    taken = [one for one in launches if not one.refused]
-    exchanging = [one for one in launches if one.layout.algorithm == "ulysses_cp_algo"]
-    ulysses = [one for one in exchanging if not one.why_not["--commfuse-ulysses"]]
+    plain = [
+        launch for launch in launches if launch.layout.tensor > 1 and launch.kind in ("", "else")
+    ]
+    accepted = [launch for launch in launches if not launch.refused]
+    exchanging = [launch for launch in launches if launch.layout.algorithm == "ulysses_cp_algo"]
+    ulysses = [launch for launch in exchanging if not launch.why_not["--commfuse-ulysses"]]
     return {
         **_row(launches),
-        "with transfers of TP, EP or CP": sum(one.overlap.transfers for one in launches),
-        "--commfuse-fb-overlap passes as typed": sum(not one.overlap.obstacle for one in launches),
-        "and without the flags of another overlap": sum(
-            not one.overlap.without for one in launches
+        "with transfers of TP, EP or CP": sum(launch.overlap.transfers for launch in launches),
+        "--commfuse-fb-overlap passes as typed": sum(
+            not launch.overlap.obstacle for launch in launches
         ),
-        "TP above 1, neither LoRA nor another overlap": len(apart),
-        "of these full": sum(one.verdict == "full" for one in apart),
+        "and without the flags of another overlap": sum(
+            not launch.overlap.without for launch in launches
+        ),
+        "TP above 1, neither LoRA nor another overlap": len(plain),
+        "of these full": sum(launch.verdict == "full" for launch in plain),
         "Ulysses launches": len(exchanging),
-        "of these --commfuse-ulysses fits": sum(not one.excluded for one in ulysses),
+        "of these --commfuse-ulysses fits": sum(not launch.excluded for launch in ulysses),
         "and without what excludes --use-commfuse": len(ulysses),
-        "not refused": len(taken),
-        "of these with short blocks": sum(one.short for one in taken),
+        "not refused": len(accepted),
+        "of these with short blocks": sum(launch.short for launch in accepted),
         **{
-            f"of these {name} passes": sum(not one.why_not[name] for one in taken)
+            f"of these {name} passes": sum(not launch.why_not[name] for launch in accepted)
             for name in ("--commfuse-attention", "--commfuse-dp")
         },
     }
@@ -154,16 +158,23 @@ def _counts(launches: Sequence[Judgement]) -> dict[str, int]:
 
 def _sums(launches: Sequence[Judgement]) -> list[str]:
     """The counts that the table does not have, and why forward-backward overlap is refused."""
-    overlaps = [one.overlap for one in launches if one.overlap.transfers and one.overlap.obstacle]
+    overlaps = [
+        launch.overlap
+        for launch in launches
+        if launch.overlap.transfers and launch.overlap.obstacle
+    ]
     # Launches whose reasons differ only in their numbers count as one.
-    few = re.compile(r"^\d+ micro-batches: \d+%")
-    reasons = (few.sub("too few micro-batches: less than half", one.obstacle) for one in overlaps)
-    kept = ", ".join(f"{n} x {why}" for why, n in Counter(reasons).most_common())
-    found = [
+    pattern = re.compile(r"^\d+ micro-batches: \d+%")
+    reasons = (
+        pattern.sub("too few micro-batches: less than half", overlap.obstacle)
+        for overlap in overlaps
+    )
+    counted = ", ".join(f"{n} x {why}" for why, n in Counter(reasons).most_common())
+    rows = [
         table_row([name, str(n)]) for name, n in _counts(launches).items() if name not in _COLUMNS
     ]
-    why = ["", f"--commfuse-fb-overlap does not pass as typed: {kept}"]
-    return [table_head(["of all", "launches"]), *found, *(why if kept else [])]
+    why = ["", f"--commfuse-fb-overlap does not pass as typed: {counted}"]
+    return [table_head(["of all", "launches"]), *rows, *(why if counted else [])]
 
 
 def _as_json(launch: Judgement) -> dict[str, Any]:

@@ -93,7 +93,7 @@ class LaunchPlan(NamedTuple):
     @property
     def ends(self) -> str:
         """Why the launch would stop at its start in any form; empty if it does not."""
-        return next((one.value for one in self.findings if one.what == "layout"), "")
+        return next((finding.value for finding in self.findings if finding.what == "layout"), "")
 
     @property
     def verdict(self) -> str:
@@ -141,16 +141,21 @@ class LaunchPlan(NamedTuple):
         head = "EP", "expert TP", "ms per step", "of it to experts and back"
         lines = ["", table_row(head), "|---:" * len(head) + "|"]
         fastest = self.experts[:_LAYOUTS]
-        for one in [*fastest, *(one for one in self.experts[_LAYOUTS:] if one.present)]:
-            parallel = f"{one.parallel} (as it is)" if one.present else str(one.parallel)
-            cells = parallel, str(one.tensor), f"{1e3 * one.seconds:,.0f}", f"{one.share:.0%}"
+        for layout in [*fastest, *(layout for layout in self.experts[_LAYOUTS:] if layout.present)]:
+            parallel = f"{layout.parallel} (as it is)" if layout.present else str(layout.parallel)
+            cells = (
+                parallel,
+                str(layout.tensor),
+                f"{1e3 * layout.seconds:,.0f}",
+                f"{layout.share:.0%}",
+            )
             lines.append(table_row(cells))
         legend = "Layouts of experts: in Megatron's order, simulated at typical figures."
         return [*lines, "", legend]
 
     def as_json(self) -> dict[str, Any]:
-        listed = "forms", "findings", "layers", "experts"
-        rows = {name: [one._asdict() for one in getattr(self, name)] for name in listed}
+        fields = "forms", "findings", "layers", "experts"
+        rows = {name: [entry._asdict() for entry in getattr(self, name)] for name in fields}
         return self._asdict() | rows | {"verdict": self.verdict}
 
 
@@ -171,9 +176,9 @@ def _costs(
     figures, tp, schedule = hardware.machine(), training.layout.tp, launch.schedule
     if min(hardware.npus_per_node, launch.config.npus_per_node) < tp:
         raise NotSimulated(f"a group of {tp} spans nodes of {hardware.npus_per_node} NPUs")
-    forms = {FORMS[one][0]: one for one in (MEGATRON, TURNS)}
+    forms = {FORMS[form][0]: form for form in (MEGATRON, TURNS)}
     if tp > 1 and training.sequence_parallel:
-        forms |= {FORMS[one][0]: one for one in variants(tp, tp, 1) if one in FORMS}
+        forms |= {FORMS[form][0]: form for form in variants(tp, tp, 1) if form in FORMS}
         forms[_FUSED] = MEGATRON
         if launch.config.block_rows >= launch.judged.least:
             forms[_FUSED] = fused(
@@ -182,11 +187,11 @@ def _costs(
                 collectives_from=covering_outputs(figures, tp),
             )
     step = Step(figures, training, rough=True)
-    seconds = {title: step.time(one).seconds for title, one in forms.items()}
-    in_slices = (title for title, one in forms.items() if one in COC)
+    seconds = {title: step.time(form).seconds for title, form in forms.items()}
+    in_slices = (title for title, form in forms.items() if form in COC)
     for slower in sorted(in_slices, key=seconds.__getitem__)[1:]:
         del forms[slower]
-    sizes = {title: footprint(training, one, hardware) for title, one in forms.items()}
+    sizes = {title: footprint(training, form, hardware) for title, form in forms.items()}
     return {
         title: (seconds[title], (size.total - size.communication) / 2**20)
         for title, size in sizes.items()
@@ -198,23 +203,27 @@ def _forms(
 ) -> list[Form]:
     judged = launch.judged
     # Conflicts between CommFuse's own options prevent only the fused layers.
-    wrong = [one for one in findings if one.level == "error" and one.what != "layout"]
-    lacking = "; ".join(f"{one.what}: {one.expected or one.value}" for one in wrong)
+    errors = [
+        finding for finding in findings if finding.level == "error" and finding.what != "layout"
+    ]
+    lacking = "; ".join(
+        f"{finding.what}: {finding.expected or finding.value}" for finding in errors
+    )
     virtual = any(name.startswith("--num-") and "virtual" in name for name in launch.options.names)
     memory = " --commfuse-fb-overlap-memory" * (judged.layout.pipeline > 1 and not virtual)
-    refused = "; ".join(f"{option}: {why}" for option, why in judged.refused.items())
+    refusals = "; ".join(f"{option}: {why}" for option, why in judged.refused.items())
 
     def form(title: str, flags: str, obstacle: str = "") -> Form:
         seconds, mebibytes = costs.get(title, (None, None))
         return Form(title, flags, seconds, mebibytes, obstacle)
 
     megatron, turns = FORMS[MEGATRON], FORMS[TURNS]
-    others = (one for one in FORMS.values() if one[0] in costs and one not in (megatron, turns))
+    rivals = (pair for pair in FORMS.values() if pair[0] in costs and pair not in (megatron, turns))
     return [
         form(*megatron),
         form(turns[0], turns[1] + memory, judged.overlap.obstacle),
-        form(_FUSED, "--use-commfuse", refused or lacking),
-        *(form(*one) for one in others),
+        form(_FUSED, "--use-commfuse", refusals or lacking),
+        *(form(*pair) for pair in rivals),
     ]
 
 
@@ -229,7 +238,7 @@ def plan_launch(launch: AskedLaunch, hardware: Hardware, environ: Mapping[str, s
     """
     judged, overlap = launch.judged, launch.judged.overlap
     findings = check_launch(launch)
-    can_start = not any(one.what == "layout" for one in findings)
+    can_start = not any(finding.what == "layout" for finding in findings)
     layers = fused_layers(launch) if can_start else []
     findings += check_lanes(launch, environ) if can_start else []
     if launch.variables.get("HCCL_DETERMINISTIC", "").lower() == "true":
@@ -244,10 +253,10 @@ def plan_launch(launch: AskedLaunch, hardware: Hardware, environ: Mapping[str, s
         if isinstance(error, PlanError):
             raise
         reason = str(error)
-    left = [f"{one.layer} ({one.reason})" for one in judged.layers if one.state == "left"]
+    names = [f"{layer.layer} ({layer.reason})" for layer in judged.layers if layer.state == "left"]
     also = [name for name, why in judged.why_not.items() if not why and not judged.excluded]
     notes = [*launch.notes, *rough, *judged.notes]
-    notes += [f"{', '.join(left)} stay Megatron's" for _ in left[:1]]
+    notes += [f"{', '.join(names)} stay Megatron's" for _ in names[:1]]
     notes += [f"with --use-commfuse {', '.join(also)} can be given, too" for _ in also[:1]]
     if overlap.paired is not None:
         notes.append(f"{overlap.paired:.0%} of a stage's forwards have a partner")

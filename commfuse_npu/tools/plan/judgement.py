@@ -65,12 +65,12 @@ class Layout(NamedTuple):
     def of(cls, options: Options, processes: int | None) -> Layout:
         kinds = ("tensor-model", "pipeline-model", "context", "expert-model")
         tensor, pipeline, context, expert = (size_of(options, kind) for kind in kinds)
-        replicas, left = divmod(processes or 0, tensor * pipeline * context)
+        replicas, remainder = divmod(processes or 0, tensor * pipeline * context)
         algorithm = options.text("--context-parallel-algo") or _USUAL_ALGORITHM
         return cls(
             *(tensor, pipeline, context, expert),
             algorithm if context > 1 else "",
-            None if processes is None or left else replicas,
+            None if processes is None or remainder else replicas,
             sequence_parallel(options),
             experts=options.number("--num-experts", 0) > 0,
             mla="--multi-latent-attention" in options,
@@ -176,9 +176,9 @@ def fuse_options(words: Sequence[str]) -> argparse.Namespace:
 
 
 def _least_rows(fuse: argparse.Namespace, size: int, hidden: int) -> int:
-    given: int | str = fuse.commfuse_min_rows
-    if not isinstance(given, str):
-        return given
+    rows: int | str = fuse.commfuse_min_rows
+    if not isinstance(rows, str):
+        return rows
     # An explicit number of chunks, or tuning, means that blocks of any length are fused.
     chosen = fuse.commfuse_chunks or fuse.commfuse_tuning == "on"
     return 0 if chosen else least_rows(size, hidden)
@@ -220,11 +220,11 @@ def judge_launch(options: Options, processes: int | None, fuse: argparse.Namespa
         for ours, refusals in REFUSALS_OF.items()
     }
     excluded = excluding["--use-commfuse"]
-    refused = {str(one): one.refusal.why for one in excluded}
+    refused = {str(exclusion): exclusion.refusal.why for exclusion in excluded}
     kind: Literal["LoRA", "TP 1", "another overlap", "else", ""] = "else" if excluded else ""
     if layout.tensor == 1:
-        alone = "a tensor-parallel group of one transfers nothing"
-        kind, refused["--tensor-model-parallel-size 1"] = kind or "TP 1", alone
+        reason = "a tensor-parallel group of one transfers nothing"
+        kind, refused["--tensor-model-parallel-size 1"] = kind or "TP 1", reason
     if _RIVALS.intersection(refused):
         kind = "another overlap"
     if excluded and layout.lora:
@@ -245,7 +245,7 @@ def judge_launch(options: Options, processes: int | None, fuse: argparse.Namespa
     return Judgement(
         layout,
         layers,
-        "partial" if any(one.state == "left" for one in layers) else "full",
+        "partial" if any(layer.state == "left" for layer in layers) else "full",
         refused,
         kind,
         excluding,
@@ -270,11 +270,15 @@ def _overlap(options: Options, layout: Layout, excluding: Sequence[Refused]) -> 
         nothing = "no tensor, expert or context parallelism, so nothing to hide"
         return Overlap(False, nothing, nothing, None)
     paired, unpaired = _paired(options, layout)
-    refusals = (one.refusal for one in excluding)
-    ours = (f"{one.option}: {one.why}" for one in refusals if one.option not in _BESIDE_OVERLAP)
+    refusals = (exclusion.refusal for exclusion in excluding)
+    ours = (
+        f"{refusal.option}: {refusal.why}"
+        for refusal in refusals
+        if refusal.option not in _BESIDE_OVERLAP
+    )
     without = next(ours, unpaired)
-    others = (f"{name}: {why}" for name, why in _BESIDE_OVERLAP.items() if name in options)
-    return Overlap(True, next(others, without), without, paired)
+    reasons = (f"{name}: {why}" for name, why in _BESIDE_OVERLAP.items() if name in options)
+    return Overlap(True, next(reasons, without), without, paired)
 
 
 def model_chunks(options: Options, stages: int) -> int:
@@ -283,8 +287,8 @@ def model_chunks(options: Options, stages: int) -> int:
     each = options.number("--num-layers-per-virtual-pipeline-stage", 0)
     if each and not chunks:
         layers = options.number("--num-layers", 0)
-        chunks, left = divmod(layers, stages * each)
-        if left:
+        chunks, remainder = divmod(layers, stages * each)
+        if remainder:
             raise UsageError(
                 f"--num-layers-per-virtual-pipeline-stage {each}: {layers} layers are not "
                 f"divisible by it times {stages} stages; choose another"
@@ -305,6 +309,6 @@ def _paired(options: Options, layout: Layout) -> tuple[float | None, str]:
     if chunks > 1 and batches % stages:
         return None, f"{batches} micro-batches are no multiple of {stages} stages"
     pairs = [paired_microbatches(slots(stages, s, chunks, batches)) for s in range(stages)]
-    least = min(paired / every for paired, every in pairs)
-    few = f"{batches} micro-batches: {least:.0%} of a stage's have a partner"
-    return least, few if least < 0.5 else ""
+    least = min(paired / total for paired, total in pairs)
+    reason = f"{batches} micro-batches: {least:.0%} of a stage's have a partner"
+    return least, reason if least < 0.5 else ""

@@ -94,20 +94,20 @@ def ask_about(
     """
     launch = _read(words, variables, timeout)
     sizes = {"--nnodes": launch.nodes, "--nproc_per_node": launch.per_node}
-    given = [word for name, size in sizes.items() if size for word in (name, str(size))]
-    words = [*given, *launch.options.words]
+    torchrun = [word for name, size in sizes.items() if size for word in (name, str(size))]
+    words = [*torchrun, *launch.options.words]
     fuse, registers, assigned = fuse_options(words), launch.registers, launch.environment
     if config is not None:
-        made = ModelConfig.load(config, words)
-        words = [*made.arguments(), *_LAUNCHER_OPTIONS, *made.commfuse_options, *words]
+        model = ModelConfig.load(config, words)
+        words = [*model.arguments(), *_LAUNCHER_OPTIONS, *model.commfuse_options, *words]
         fuse, registers, name = fuse_options(words), True, config.stem
         unset = {k: v for k, v in _LAUNCHER_VARIABLES.items() if k not in variables}
         assigned = {**unset, **assigned}
     else:
         # The last value counts, so given options come after assumed ones.
-        made = ModelConfig.from_options([*_ASSUMED_VOCABULARY, *words])
-        name = f"a model of {made.num_layers} layers of {made.hidden_size}"
-    return AskedLaunch(name, Options(words), made, fuse, assigned, registers, launch.notes)
+        model = ModelConfig.from_options([*_ASSUMED_VOCABULARY, *words])
+        name = f"a model of {model.num_layers} layers of {model.hidden_size}"
+    return AskedLaunch(name, Options(words), model, fuse, assigned, registers, launch.notes)
 
 
 def _read(words: Sequence[str], variables: Mapping[str, str], timeout: float) -> Launch:
@@ -118,8 +118,8 @@ def _read(words: Sequence[str], variables: Mapping[str, str], timeout: float) ->
     if (launch := launch_of(command)) is not None:
         return launch
     # Options only: words before the first option are an unknown program.
-    typed = list(command.words)
-    first = next((i for i, word in enumerate(typed) if word.startswith("--")), len(typed))
+    arguments = list(command.words)
+    first = next((i for i, word in enumerate(arguments) if word.startswith("--")), len(arguments))
     environment = dict(command.environment)
-    options = Options(typed[first:])
-    return Launch("", options, None, None, Path(), environment, registers=not typed[:first])
+    options = Options(arguments[first:])
+    return Launch("", options, None, None, Path(), environment, registers=not arguments[:first])

@@ -68,14 +68,14 @@ def find_profiles(folder: Path) -> list[Path]:
     if any(folder.glob("*.sh")):
         return []
     inside = [folder, *sorted(path for path in folder.iterdir() if path.is_dir())]
-    found = [path for path in inside if (path / _OUTPUT).is_dir()]
+    profiles = [path for path in inside if (path / _OUTPUT).is_dir()]
     raw = [path for path in inside if path.name.endswith("_ascend_pt")]
-    if raw and not found:
+    if raw and not profiles:
         raise UsageError(
             f"{raw[0]} has no {_OUTPUT}: it was recorded, but not analysed; python -c 'from "
             f'torch_npu.profiler.profiler import analyse; analyse("{raw[0]}")\''
         )
-    return found
+    return profiles
 
 
 def plan_profile(folders: Sequence[Path], page: Path | None) -> int:
@@ -94,9 +94,9 @@ def plan_profile(folders: Sequence[Path], page: Path | None) -> int:
         why = f"; {path} holds a database" if any(path.glob("*.db")) else ""
         raise UsageError(f"{path / _KERNELS} is missing{why}; {_RECORD}")
     fastest: dict[tuple[str, str], float] = {}
-    for key, (_, took) in chain.from_iterable(rank.taken.items() for rank in ranks):
-        fastest[key] = min(took, fastest.get(key, took))
-    steps = [found for rank in ranks for found in rank.found(fastest)]
+    for key, (_, milliseconds) in chain.from_iterable(rank.taken.items() for rank in ranks):
+        fastest[key] = min(milliseconds, fastest.get(key, milliseconds))
+    steps = [step for rank in ranks for step in rank.found(fastest)]
     print(*_report(steps), sep="\n")
     if page is not None:
         write_json(page, steps, indent=1)
@@ -112,21 +112,21 @@ class _Rank:
 
     def __init__(self, folder: Path) -> None:
         output = folder / _OUTPUT
-        named = [path.stem.rpartition("_")[2] for path in folder.glob("profiler_info_*.json")]
-        self.name = named[0] if named else folder.name
+        names = [path.stem.rpartition("_")[2] for path in folder.glob("profiler_info_*.json")]
+        self.name = names[0] if names else folder.name
         groups = _json(folder / "profiler_metadata.json").get("parallel_group_info", {})
-        numbers = {_number(key): _parallelism(of["group_name"]) for key, of in groups.items()}
+        numbers = {_number(key): _parallelism(entry["group_name"]) for key, entry in groups.items()}
         self.taken: dict[tuple[str, str], tuple[str, float]] = {}
         for step, kinds in _json(output / "communication.json").items():
-            for name, of in chain.from_iterable(kind.items() for kind in kinds.values()):
+            for name, figures in chain.from_iterable(kind.items() for kind in kinds.values()):
                 _, at, group = name.rpartition("@")
                 if at:  # a single operation, not the total
-                    took = of["Communication Time Info"]["Elapse Time(ms)"]
+                    took = figures["Communication Time Info"]["Elapse Time(ms)"]
                     parallelism = numbers.get(int(group), _UNNAMED)
                     self.taken[step.removeprefix("step"), name] = parallelism, took
         sums = _rows(output / "step_trace_time.csv", "Step", *_OWN)
         self._own = {row["Step"]: row for row in sums}
-        of_names = {name.partition("@")[0]: of for (_, name), (of, _) in self.taken.items()}
+        of_names = {name.partition("@")[0]: kind for (_, name), (kind, _) in self.taken.items()}
         self.steps: dict[str, dict[str, list[Span]]] = {}
         columns = "Name", "Accelerator Core", "Start Time(us)", "Duration(us)"
         for row in _rows(output / _KERNELS, *columns):
@@ -142,16 +142,16 @@ class _Rank:
         """Each step, with the profiler's own figures."""
         for step in self.steps or self._own:
             waiting: dict[str, float] = defaultdict(float)
-            taken = {key: of for key, of in self.taken.items() if key[0] == step}
-            for key, (parallelism, took) in taken.items():
+            times = {key: time for key, time in self.taken.items() if key[0] == step}
+            for key, (parallelism, took) in times.items():
                 waiting[parallelism] += took - fastest[key]
-            own = [float(self._own[step][name]) / 1000 for name in _OWN if step in self._own]
+            sums = [float(self._own[step][name]) / 1000 for name in _OWN if step in self._own]
             yield {
                 "rank": self.name,
                 "step": step,
-                "length": sum(own) if own else None,
-                "own_exposed": own[0] if own else None,
-                "own_communication": sum(took for _, took in taken.values()) if taken else None,
+                "length": sum(sums) if sums else None,
+                "own_exposed": sums[0] if sums else None,
+                "own_communication": sum(took for _, took in times.values()) if times else None,
                 "waiting": waiting,
                 **_exposed(self.steps.get(step)),
             }
@@ -163,20 +163,20 @@ def _exposed(spans: dict[str, list[Span]] | None) -> Step:
         measured = dict.fromkeys(("computing", "communication", "exposed"))
         return {**measured, "parts": {}, "bounds": {}}
     kernels = [*spans["cube"], *spans["vector"]]
-    parts = {name: of for name, of in spans.items() if name not in ("cube", "vector")}
+    parts = {name: part for name, part in spans.items() if name not in ("cube", "vector")}
     transfers = list(chain.from_iterable(parts.values()))
     computing = _covered(kernels)
     bounds = {}
     for form, names in _FORMS.items():
-        own = list(chain.from_iterable(parts.get(name, ()) for name in names))
+        hideable = list(chain.from_iterable(parts.get(name, ()) for name in names))
         beside = spans["cube"] if form == "--use-commfuse" else kernels
-        exposed = _covered(kernels + own) - computing
-        bounds[form] = min(exposed, _covered(beside + own) - _covered(own))
+        exposed = _covered(kernels + hideable) - computing
+        bounds[form] = min(exposed, _covered(beside + hideable) - _covered(hideable))
     return {
         "computing": computing,
         "communication": _covered(transfers),
         "exposed": _covered(kernels + transfers) - computing,
-        "parts": {name: _covered(kernels + of) - computing for name, of in parts.items()},
+        "parts": {name: _covered(kernels + part) - computing for name, part in parts.items()},
         "bounds": bounds,
     }
 
@@ -212,9 +212,9 @@ def _number(group: str) -> int:
 
 def _of_suffix(name: str, numbers: dict[int, str]) -> str:
     """The parallelism of a kernel by the last digits of its group's number: hcom_..__097_6_1."""
-    found = re.search(r"__(\d+)_", name)
-    suffix = int(found[1]) if found else -1
-    fitting = {of for number, of in numbers.items() if number % 1000 == suffix}
+    match = re.search(r"__(\d+)_", name)
+    suffix = int(match[1]) if match else -1
+    fitting = {kind for number, kind in numbers.items() if number % 1000 == suffix}
     return fitting.pop() if len(fitting) == 1 else _UNNAMED
 
 
@@ -238,35 +238,37 @@ def _rows(path: Path, *needed: str) -> Iterator[dict[str, str]]:
 
 
 def _report(steps: Sequence[Step]) -> Iterator[str]:
-    best = max(steps, key=lambda one: max(one["bounds"].values(), default=0.0))
+    best = max(steps, key=lambda step: max(step["bounds"].values(), default=0.0))
     form, most = max(best["bounds"].items(), key=lambda bound: bound[1])
     if most < 0.05:
         yield "Nothing to hide: no TP, EP or CP communication is exposed in this profile."
     else:
-        of = f" of {best['length']:.1f} ms" if best["length"] else ""
-        where = f"rank {best['rank']}, step {best['step']}"
-        yield f"{form} can hide at most {most:.1f} ms{of}, {where}."
+        length = f" of {best['length']:.1f} ms" if best["length"] else ""
+        place = f"rank {best['rank']}, step {best['step']}"
+        yield f"{form} can hide at most {most:.1f} ms{length}, {place}."
     yield "\nIn ms. Exposed: a transfer runs and no kernel does; last, the profiler's own sums."
     columns = "length", "computing", "communication", "exposed"
     yield table_head(("rank, step", *columns, "step_trace_time.csv: exposed", "communication.json"))
-    for one in steps:
-        figures = (_ms(one[name]) for name in (*columns, "own_exposed", "own_communication"))
-        yield table_row([f"{one['rank']}, {one['step']}", *figures])
+    for step in steps:
+        figures = (_ms(step[name]) for name in (*columns, "own_exposed", "own_communication"))
+        yield table_row([f"{step['rank']}, {step['step']}", *figures])
     yield "\nExposed by parallelism; in brackets: spent in waiting for slower ranks among these."
-    names = list(dict.fromkeys(name for one in steps for name in one["parts"]))
+    names = list(dict.fromkeys(name for step in steps for name in step["parts"]))
     yield table_head(("rank, step", *names, *_FORMS))
-    for one in steps:
-        parts = (f"{_ms(one['parts'].get(of))} ({_ms(one['waiting'].get(of))})" for of in names)
-        bounds = (_ms(one["bounds"].get(form)) for form in _FORMS)
-        yield table_row([f"{one['rank']}, {one['step']}", *parts, *bounds])
+    for step in steps:
+        parts = (
+            f"{_ms(step['parts'].get(name))} ({_ms(step['waiting'].get(name))})" for name in names
+        )
+        bounds = (_ms(step["bounds"].get(form)) for form in _FORMS)
+        yield table_row([f"{step['rank']}, {step['step']}", *parts, *bounds])
     yield _BOUNDS
     if _UNNAMED in names:
         yield "- profiler_metadata.json does not name all groups; the others count as E."
-    for one in steps:
-        why = "is missing" if one["exposed"] is None else "does not hold the whole step"
-        own = one["own_exposed"] or 0.0
-        if abs((one["exposed"] or 0.0) - own) > 0.02 * own > 0:
-            yield f"- Rank {one['rank']}: {_KERNELS} {why}; see the profiler's own sums."
+    for step in steps:
+        why = "is missing" if step["exposed"] is None else "does not hold the whole step"
+        own = step["own_exposed"] or 0.0
+        if abs((step["exposed"] or 0.0) - own) > 0.02 * own > 0:
+            yield f"- Rank {step['rank']}: {_KERNELS} {why}; see the profiler's own sums."
 
 
 def _ms(value: float | None) -> str:

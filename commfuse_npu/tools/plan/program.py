@@ -26,9 +26,9 @@ def add_program_options(parser: argparse.ArgumentParser) -> None:
         "shape": str, "taper": positive, "ranks": whole(2, _MOST_RANKS), "rank": whole(0)
     }  # fmt: skip
     for name, default in SHOWN.items():
-        said = "" if default is None else f"default {default}"
+        text = "" if default is None else f"default {default}"
         kind = kinds.get(name, whole(1, _MOST_ROWS))
-        show.add_argument(f"--{name.replace('_', '-')}", type=kind, help=said)
+        show.add_argument(f"--{name.replace('_', '-')}", type=kind, help=text)
 
 
 def print_program(rule: str, given: argparse.Namespace) -> int:
@@ -37,8 +37,8 @@ def print_program(rule: str, given: argparse.Namespace) -> int:
     Raises:
         PlanError: the rank, the number of lanes or the schedule is invalid.
     """
-    said = {name: value for name in SHOWN if (value := getattr(given, name)) is not None}
-    options = SHOWN | said
+    values = {name: value for name in SHOWN if (value := getattr(given, name)) is not None}
+    options = SHOWN | values
     rank, size, rows, columns = (options.pop(name) for name in ("rank", "ranks", "rows", "columns"))
     if rank >= size:
         raise PlanError(f"--rank {rank} is not one of --ranks {size}; choose 0 to {size - 1}")

@@ -50,9 +50,9 @@ class Sandbox:
     def __init__(self, folder: Path, scratch: Path) -> None:
         self._folder, self.copy = folder, scratch / "copy"
         self._make()
-        for said, inside in _ways(scratch, self.copy, folder):
+        for description, inside in _ways(scratch, self.copy, folder):
             if _works([*inside, "/bin/sh", "-c", ":"], self.copy):
-                self.said, self.inside, self.place = said, inside, folder
+                self.said, self.inside, self.place = description, inside, folder
                 return
         self.inside, self.place = [], self.copy
         self.said = (
@@ -69,7 +69,7 @@ class Sandbox:
     def _make(self) -> None:
         copied = 0
         for name, folders, files in os.walk(self._folder):
-            folders[:] = [one for one in folders if not one.startswith(".")]
+            folders[:] = [folder for folder in folders if not folder.startswith(".")]
             target = self.copy / Path(name).relative_to(self._folder)
             target.mkdir(parents=True)
             for file in filter(_is_read, (Path(name, file) for file in files)):
@@ -87,13 +87,13 @@ class Sandbox:
 
     def _state(self) -> dict[str, tuple[int, int]]:
         """The files with time and size, and the folders, to detect changes."""
-        found = {}
+        state = {}
         for name, _, files in os.walk(self.copy):
-            found[name] = -1, -1
+            state[name] = -1, -1
             for path in (os.path.join(name, file) for file in files):
                 status = os.lstat(path)
-                found[path] = status.st_mtime_ns, status.st_size
-        return found
+                state[path] = status.st_mtime_ns, status.st_size
+        return state
 
 
 def _is_read(path: Path) -> bool:
@@ -108,21 +108,21 @@ def _ways(scratch: Path, copy: Path, place: Path) -> list[tuple[str, list[str]]]
     if bwrap := shutil.which("bwrap"):
         mounts = ["--ro-bind", "/", "/", "--dev", "/dev", "--bind", scratch, scratch]
         mounts += ["--bind", copy, place, "--unshare-net", "--die-with-parent", "--chdir", place]
-        said = "by bwrap, in a copy of their folder, without network, all else read-only"
-        ways.append((said, [bwrap, *map(str, mounts), "--"]))
+        description = "by bwrap, in a copy of their folder, without network, all else read-only"
+        ways.append((description, [bwrap, *map(str, mounts), "--"]))
     unshare, mount, shell = map(shutil.which, ("unshare", "mount", "sh"))
     if unshare and mount and shell:
         run = [shell, "-c", _MOUNT_AND_RUN, mount, str(copy), str(place)]
-        said = "by unshare, in a copy of their folder, without network"
-        ways.append((said, [unshare, "--map-root-user", "--net", "--mount", *run]))
+        description = "by unshare, in a copy of their folder, without network"
+        ways.append((description, [unshare, "--map-root-user", "--net", "--mount", *run]))
     return ways
 
 
 def _works(command: list[str], folder: Path) -> bool:
     try:
-        done = subprocess.run(
+        process = subprocess.run(
             command, cwd=folder, capture_output=True, timeout=_TRIAL_SECONDS, check=False
         )
     except (OSError, subprocess.TimeoutExpired):
         return False  # This sandbox does not work; the description of the next one says so.
-    return done.returncode == 0
+    return process.returncode == 0

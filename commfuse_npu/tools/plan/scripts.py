@@ -48,14 +48,14 @@ def find_scripts(folder: Path) -> list[Path]:
     Raises:
         UsageError: there are none.
     """
-    found = (path.relative_to(folder) for path in folder.rglob("*.sh") if not path.is_dir())
-    shown = sorted(path for path in found if not any(p.startswith(".") for p in path.parts))
-    if not shown:
+    paths = (path.relative_to(folder) for path in folder.rglob("*.sh") if not path.is_dir())
+    scripts = sorted(path for path in paths if not any(p.startswith(".") for p in path.parts))
+    if not scripts:
         raise UsageError(
             f"{str(folder)!r} has no launch scripts, *.sh, in it or below it; give a folder "
             "that has, as MindSpeed-LLM's examples"
         )
-    return shown
+    return scripts
 
 
 def read_scripts(folder: Path, scripts: list[Path], timeout: float) -> Iterator[Script]:
@@ -93,13 +93,13 @@ def read_scripts(folder: Path, scripts: list[Path], timeout: float) -> Iterator[
                 )
                 yield Script(str(script), sandbox.said, *_understood(captured))
             except UsageError as error:
-                said = str(error).replace(str(sandbox.place / below), "it")
-                yield Script(str(script), sandbox.said, error=said)
+                message = str(error).replace(str(sandbox.place / below), "it")
+                yield Script(str(script), sandbox.said, error=message)
 
 
 def _understood(captured: Captured) -> tuple[list[Launch], str]:
     """The trainings; or, if there are none, what the script does."""
-    trainings, others = [], []
+    trainings, reasons = [], []
     for command in captured.commands:
         other = _other(command)
         launch = None if other else launch_of(command)
@@ -109,7 +109,7 @@ def _understood(captured: Captured) -> tuple[list[Launch], str]:
                 "understood; start the Python script by torchrun or python"
             )
         if launch is None or "--skip-train" in launch.options:
-            others.append(other or _NO_TRAINING)
+            reasons.append(other or _NO_TRAINING)
         else:
             trainings.append(launch)
     if not captured.commands and captured.code:
@@ -118,7 +118,7 @@ def _understood(captured: Captured) -> tuple[list[Launch], str]:
             f"it ended with code {captured.code} before it started anything; it printed last: "
             f"{last[:200]}"
         )
-    return trainings, "" if trainings else min(others, key=_OTHERS.index, default="starts nothing")
+    return trainings, "" if trainings else min(reasons, key=_OTHERS.index, default="starts nothing")
 
 
 def _other(command: Command) -> str:

@@ -58,9 +58,9 @@ def training_of(launch: AskedLaunch) -> Training:
         NotSimulated: names an option that is not supported.
     """
     options, model = launch.options, launch.config
-    for name, what in _LEFT_OUT.items():
+    for name, subject in _LEFT_OUT.items():
         if name in options:
-            raise NotSimulated(f"{name}: {what} is not simulated")
+            raise NotSimulated(f"{name}: {subject} is not simulated")
     if options.text("--stage") in _STAGES:
         raise NotSimulated(f"--stage {options.text('--stage')}: only pretraining and SFT are")
     if "mamba" in (options.text("--spec") or ""):
@@ -125,28 +125,28 @@ def _recomputed(options: Options, vpp: int) -> int | None:
 
 def _kinds(options: Options, layers: int) -> tuple[Kind, ...]:
     """The kind of each layer (MindSpeed-LLM's ``moe_layer_freq``, ``first_k_dense_replace``)."""
-    left = _layers(options, "--noop-layers", layers)
+    removed = _layers(options, "--noop-layers", layers)
     experts = options.number("--num-experts", 0) > 0
-    every = max(1, options.number("--moe-layer-freq", 1))
+    period = max(1, options.number("--moe-layer-freq", 1))
     first = max(0, options.number("--first-k-dense-replace", 0))
 
     def kind(layer: int) -> Kind:
-        if layer in left:
+        if layer in removed:
             return "none"
-        return "experts" if experts and layer >= first and layer % every == 0 else "dense"
+        return "experts" if experts and layer >= first and layer % period == 0 else "dense"
 
     return tuple(map(kind, range(layers)))
 
 
 def _layers(options: Options, name: str, layers: int) -> set[int]:
     """Layer numbers of a comma-separated option, from 0."""
-    listed = (options.text(name) or "").split(",") if name in options else []
-    for one in listed:
-        if not one.strip().isdecimal() or int(one[:9]) >= layers:
+    words = (options.text(name) or "").split(",") if name in options else []
+    for word in words:
+        if not word.strip().isdecimal() or int(word[:9]) >= layers:
             raise UsageError(
-                f"{name}: {one[:40]!r} is no layer; give numbers from 0 to {layers - 1}"
+                f"{name}: {word[:40]!r} is no layer; give numbers from 0 to {layers - 1}"
             )
-    return {int(one) for one in listed}
+    return {int(word) for word in words}
 
 
 def _experts(launch: AskedLaunch) -> Experts | None:
@@ -176,5 +176,5 @@ def _latent(options: Options, tensor: int, heads: int) -> Latent | None:
     if "--multi-latent-attention" not in options:
         return None
     widths = ("q-lora-rank", "kv-lora-rank", "qk-head-dim", "qk-pos-emb-head-dim", "v-head-dim")
-    queries, keys, own, rotary, value = (options.number(f"--{one}", 0) for one in widths)
+    queries, keys, own, rotary, value = (options.number(f"--{name}", 0) for name in widths)
     return Latent(heads, queries, keys, own, rotary, value, tensor)

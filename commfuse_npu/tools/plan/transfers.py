@@ -62,7 +62,7 @@ def fused_layers(launch: AskedLaunch) -> list[FusedLayer]:
     halves = config.bf16 or "--fp16" in launch.options
     rows, row_bytes = config.block_rows, config.hidden_size * (2 if halves else 4)
     queries = config.seq_length // config.context_parallel_size // (tp if sequence else 1)
-    found = []
+    layers = []
     attention = launch.fuse.commfuse_attention and not attention_obstacle(launch.options)
     for layer, _, reason, column in launch.judged.layers:
         chunks = launch.schedule.chunks
@@ -77,7 +77,7 @@ def fused_layers(launch: AskedLaunch) -> list[FusedLayer]:
         if not reason and rows < limit:
             reason = f"a block has fewer rows than the {limit} of --commfuse-min-rows"
         if reason:
-            found.append(FusedLayer(layer, "", reason))
+            layers.append(FusedLayer(layer, "", reason))
             continue
         # An all-reduce is a reduce-scatter and an all-gather of its result.
         parts = 2 if operator == "linear_all_reduce" else 1
@@ -86,8 +86,8 @@ def fused_layers(launch: AskedLaunch) -> list[FusedLayer]:
         sent = parts * chunks * (1 if blocks > 1 else tp - 1)
         largest = blocks * chunk_rows * row_bytes
         longest = blocks * rows * row_bytes if column else largest
-        found.append(FusedLayer(layer, operator, "", sent, largest, longest))
-    return found
+        layers.append(FusedLayer(layer, operator, "", sent, largest, longest))
+    return layers
 
 
 class Lanes(NamedTuple):
@@ -107,32 +107,32 @@ def lanes_of(launch: AskedLaunch) -> list[Lanes]:
     config, fuse = launch.config, launch.fuse
     if not fuse.use_commfuse:
         return []
-    found = []
+    groups = []
     tensor, context = config.tensor_model_parallel_size, config.context_parallel_size
     block = config.block_rows * config.hidden_size * 2.0
     if tensor > 1:
         with suppress(PlanError):  # which is reported elsewhere
             schedule = launch.schedule
             message = block * schedule.blocks_at_once(tensor)
-            found.append(Lanes("tensor", schedule.lanes_for(tensor), message))
+            groups.append(Lanes("tensor", schedule.lanes_for(tensor), message))
     if fuse.commfuse_ulysses and context > 1:
         lanes = min(Schedule(lanes=fuse.commfuse_lanes).lanes_for(context), context - 1)
-        found.append(Lanes("context", lanes, block / context))
+        groups.append(Lanes("context", lanes, block / context))
     replicas = config.data_parallel_size * context
     if fuse.commfuse_dp and replicas > 1:
         lanes = _DIRECTIONS * min(fuse.commfuse_lanes or DATA_PARALLEL_LANES, replicas - 1)
         bucket = launch.options.number("--ddp-bucket-size", bucket_parameters(replicas))
         overlapped = "--overlap-grad-reduce" in launch.options
-        found.append(Lanes("data", lanes, 4 * bucket / replicas if overlapped else None))
-    return found
+        groups.append(Lanes("data", lanes, 4 * bucket / replicas if overlapped else None))
+    return groups
 
 
 def groups_of(launch: AskedLaunch) -> list[str]:
     """Megatron's groups with more than one rank, each a communicator, and that of the whole job."""
     kinds = "tensor_model", "pipeline_model", "context", "data"
-    found = [kind for kind in kinds if getattr(launch.config, f"{kind}_parallel_size") > 1]
+    groups = [kind for kind in kinds if getattr(launch.config, f"{kind}_parallel_size") > 1]
     # Groups of the first and last stage, of model parallelism, of data with context parallelism.
-    return ["all", *found, *(f"{name} with others" for name in found)]
+    return ["all", *groups, *(f"{name} with others" for name in groups)]
 
 
 def check_lanes(launch: AskedLaunch, environ: Mapping[str, str]) -> Iterator[Finding]:
@@ -142,36 +142,38 @@ def check_lanes(launch: AskedLaunch, environ: Mapping[str, str]) -> Iterator[Fin
         launch: as for :func:`fused_layers`.
         environ: where the launch is started; variables that it sets itself take precedence.
     """
-    made = lanes_of(launch)
-    if not made:
+    groups = lanes_of(launch)
+    if not groups:
         return
     group_buffer = launch.options.text("--hccl-group-buffer") or ""
-    own = re.search(r"(?:^|[;,])\s*commfuse:(\d+)", group_buffer)
+    match = re.search(r"(?:^|[;,])\s*commfuse:(\d+)", group_buffer)
     general = {**environ, **launch.variables}.get("HCCL_BUFFSIZE", "200")
     usual = int(general) if general.isdecimal() else 200
 
     def megabytes_of(message: float | None) -> int:
-        if own:
-            return int(own[1])
+        if match:
+            return int(match[1])
         # The feature sizes lanes to their messages unless the option is given for other groups.
         return usual if group_buffer or message is None else lane_megabytes(message)
 
     largest = max((layer.longest for layer in fused_layers(launch)), default=0)
-    needed, count = -(-largest // 2**20), sum(one.lanes for one in made)
-    sizes = [megabytes_of(largest if one.kind == "tensor" else one.message) for one in made]
-    pairs = list(zip(made, sizes, strict=True))
-    said = ", ".join(f"{one.lanes} {one.kind} lanes with 2 x {size} MB" for one, size in pairs)
-    total = sum(2 * one.lanes * size for one, size in pairs)
+    needed, count = -(-largest // 2**20), sum(group.lanes for group in groups)
+    sizes = [megabytes_of(largest if group.kind == "tensor" else group.message) for group in groups]
+    pairs = list(zip(groups, sizes, strict=True))
+    text = ", ".join(
+        f"{group.lanes} {group.kind} lanes with 2 x {size} MB" for group, size in pairs
+    )
+    total = sum(2 * group.lanes * size for group, size in pairs)
     action = "nothing uses them: leave --use-commfuse out"
     if largest:
         action = (
             f"--hccl-group-buffer commfuse:{needed} takes {2 * count * needed} MB and still holds "
             "the largest transfer"
         )
-    elif [one.kind for one in made] != ["tensor"]:
+    elif [group.kind for group in groups] != ["tensor"]:
         action = "--hccl-group-buffer commfuse:64 sets the size of each"
-    yield _about("memory for lanes", "note", f"{total} MB per NPU: {said}", action=action)
-    if made[0].kind == "tensor" and needed > sizes[0]:
+    yield _about("memory for lanes", "note", f"{total} MB per NPU: {text}", action=action)
+    if groups[0].kind == "tensor" and needed > sizes[0]:
         expected = f"at most HCCL's buffer of {sizes[0]} MB: larger ones go in several rounds"
         fix = f"--hccl-group-buffer commfuse:{needed}"
         yield _about("largest transfer", "warning", f"{largest / 2**20:.1f} MB", expected, fix)

@@ -92,10 +92,10 @@ def bars(
     title: str, axis: str, shown: Sequence[Bar], line: tuple[str, float], note: str = ""
 ) -> Picture:
     """A bar below each name, with its range as whiskers, and a reference line."""
-    order = [f"{n} {one.said}" for n, one in enumerate(shown)]
+    order = [f"{n} {bar.said}" for n, bar in enumerate(shown)]
     rows = [
-        one._asdict() | {"row": row, "color": _COLORS[one.color]}
-        for row, one in zip(order, shown, strict=True)
+        bar._asdict() | {"row": row, "color": _COLORS[bar.color]}
+        for row, bar in zip(order, shown, strict=True)
     ]
     y = _names(order, _ABOVE)
     bar: Chart = {
@@ -108,9 +108,9 @@ def bars(
         "encoding": {"x": _x("low", axis), "x2": {"field": "high"}},
     }
     # Vega adds a separate legend for marks without data.
-    ranges = [whiskers] if any(one.low < one.high for one in shown) else []
+    ranges = [whiskers] if any(bar.low < bar.high for bar in shown) else []
     chart = {
-        "description": f"Bars. {axis}. {'; '.join(one.said for one in shown)}",
+        "description": f"Bars. {axis}. {'; '.join(bar.said for bar in shown)}",
         "height": 52 * len(order),
         "data": {"values": rows},
         "layer": [{"encoding": {"y": y}, "layer": [bar, *ranges]}, *_reference(line, "x")],
@@ -123,7 +123,7 @@ def stacks(
 ) -> Picture:
     """A stacked bar of parts below each name, and a reference line."""
     order = [f"{n} {name}" for n, (name, _) in enumerate(shown)]
-    every = list(zip(order, (of for _, of in shown), strict=True))
+    pairs = list(zip(order, (values for _, values in shown), strict=True))
     parts = list(shown[0][1])
     hues = [_COLORS[name] for name in ("blue", "teal", "orange", "purple", "grey")]
     color = {"field": "part", "scale": {"domain": parts, "range": hues}}
@@ -137,7 +137,7 @@ def stacks(
         "height": 52 * len(order),
         "data": {"values": [
             {"row": row, "part": part, "value": value, "at": parts.index(part)}
-            for row, of in every for part, value in of.items()]},
+            for row, values in pairs for part, value in values.items()]},
         "layer": [bar, *_reference(line, "x")],
     }  # fmt: skip
     return Picture(title, chart)
@@ -145,15 +145,15 @@ def stacks(
 
 def heat(title: str, x: str, cells: Sequence[tuple[str, str, float]]) -> Picture:
     """A heat map: cells of (column, row, value); darker is more."""
-    most = max([1e-9, *(value for _, _, value in cells)])
+    largest = max([1e-9, *(value for _, _, value in cells)])
     axis = {"labelAngle": 0, "labelLimit": 0, "ticks": False, "domain": False}
     at: Chart = {"type": "ordinal", "sort": None, "axis": axis}
-    hue = {"domain": [0, most], "range": ["#e8f1fb", _COLORS["blue"]], "clamp": True}
-    ink = {"condition": {"test": f"datum.value > {most / 2}", "value": "#fff"}, "value": "#111"}
+    hue = {"domain": [0, largest], "range": ["#e8f1fb", _COLORS["blue"]], "clamp": True}
+    ink = {"condition": {"test": f"datum.value > {largest / 2}", "value": "#fff"}, "value": "#111"}
     chart: Chart = {
         "description": f"Heat map. {title}, by {x}",
         "height": 36 * len({down for _, down, _ in cells}),
-        "data": {"values": [{"x": one, "y": down, "value": value} for one, down, value in cells]},
+        "data": {"values": [{"x": name, "y": down, "value": value} for name, down, value in cells]},
         "encoding": {"x": at | {"field": "x", "title": x}, "y": at | {"field": "y", "title": None}},
         "layer": [
             {"mark": "rect", "encoding": {
@@ -182,8 +182,8 @@ def lines(
         line: name and value of a reference line.
         whole: use only whole numbers as ticks of the x axis.
     """
-    steps = list(dict.fromkeys(at for one in shown for at, _ in one.points))
-    names = [one.name for one in shown]
+    steps = list(dict.fromkeys(at for curve in shown for at, _ in curve.points))
+    names = [curve.name for curve in shown]
     x: Chart = {"field": "at", "title": axis, "type": "ordinal", "sort": steps,
                 "axis": {"labelAngle": 0}}  # fmt: skip
     if not any(isinstance(at, str) for at in steps):
@@ -195,10 +195,10 @@ def lines(
     # Vega merges legends of equal domains. No two of 80 lines look alike: 10 hues, 8 marks, and
     # dashes for lines that are not ours.
     kind = {"field": "name", "type": "nominal", "scale": {"domain": names}}
-    dashes = {"domain": names, "range": [[1, 0] if one.ours else [6, 3] for one in shown]}
+    dashes = {"domain": names, "range": [[1, 0] if curve.ours else [6, 3] for curve in shown]}
     # With many points, they are invisible and only respond to the mouse.
     opacity = 1 if len(steps) <= 40 else 0
-    rows = [{"name": one.name, "at": at, "value": v} for one in shown for at, v in one.points]
+    rows = [{"name": curve.name, "at": at, "value": v} for curve in shown for at, v in curve.points]
     chart: Chart = {
         "description": f"Lines. {title}, over {axis}: {', '.join(names)}. {note}",
         "height": 300,
@@ -273,7 +273,7 @@ def _reference(line: tuple[str, float] | None, along: str) -> list[Chart]:
     if line is None:
         return []
     name, value = line
-    at = {along: {"datum": value, "type": "quantitative"}}
+    place = {along: {"datum": value, "type": "quantitative"}}
     end: Chart = {"x": "width", "align": "right", "dy": -6}
     if along == "x":
         right = f"scale('x', {value}) > width / 2"
@@ -281,7 +281,7 @@ def _reference(line: tuple[str, float] | None, along: str) -> list[Chart]:
                "dx": {"expr": f"{right} ? -4 : 4"}}  # fmt: skip
     hue = _COLORS["orange" if name.lower().startswith("megatron") else "faint"]
     return [
-        {"data": {"values": [{}]}, "mark": mark, "encoding": at}
+        {"data": {"values": [{}]}, "mark": mark, "encoding": place}
         for mark in (
             {"type": "rule", "strokeDash": [5, 4], "color": hue},
             {"type": "text", "text": name, "color": hue} | end,

@@ -55,8 +55,9 @@ def draw(pictures: Sequence[Picture], title: str, path: Path, width: int = 760) 
         ValueError: vl-convert-python is not installed.
     """
     charts = [
-        one.chart | {"title": {"text": one.title, "subtitle": wrap(one.note, 110)}, "width": width}
-        for one in pictures
+        picture.chart
+        | {"title": {"text": picture.title, "subtitle": wrap(picture.note, 110)}, "width": width}
+        for picture in pictures
     ]
     resolve = {"scale": dict.fromkeys(("color", "shape", "strokeDash", "x", "y"), "independent")}
     whole = {"title": {"text": title, "fontSize": 16, "offset": 14}, "config": _CONFIG,

@@ -61,16 +61,16 @@ def write_page(
     for section in sections:
         body += [f"<h2>{escape(section.title)}</h2>", *_paragraphs(section.texts)]
         if (picture := section.picture) is not None:
-            said = escape(picture.chart["description"], quote=True)
+            label = escape(picture.chart["description"], quote=True)
             body += _paragraphs(filter(None, (f"**{picture.answer}**", picture.note)))
-            body += [f'<figure role="img" aria-label="{said}" id="chart-{len(charts)}"></figure>']
+            body += [f'<figure role="img" aria-label="{label}" id="chart-{len(charts)}"></figure>']
             charts.append(picture)
         body += map(_table, section.tables)
     body += ["<h2>Environment and command</h2>"]
     body += _paragraphs(f"{name}: `{fact}`" for name, fact in facts.items())
-    drawn = script([one.chart for one in charts]) if charts else ""
+    code = script([chart.chart for chart in charts]) if charts else ""
     with whole_file(path) as part:
-        text = _PAGE.format(title=escape(title), body="\n".join(body), script=drawn)
+        text = _PAGE.format(title=escape(title), body="\n".join(body), script=code)
         part.write_text(text, encoding="utf-8")
 
 
