@@ -252,14 +252,14 @@ def check_attention(
             f"the first {q.shape[0] - k.shape[0]} see none; pass the keys up to the last query"
         )
     if hidden is not None:
-        one, whole = ((batch, 1, q.shape[0], k.shape[0]) for batch in (1, q.shape[1]))
-        if hidden.dtype != torch.bool or hidden.shape not in (one, whole):
+        shared, full = ((batch, 1, q.shape[0], k.shape[0]) for batch in (1, q.shape[1]))
+        if hidden.dtype != torch.bool or hidden.shape not in (shared, full):
             raise ValueError(
                 f"attention: the mask is {hidden.dtype} {tuple(hidden.shape)}; it has to be "
-                f"torch.bool {whole} or {one}, True where a query does not see a key"
+                f"torch.bool {full} or {shared}, True where a query does not see a key"
             )
     if sums and not sums[0].shape == sums[1].shape == k.shape:
-        grad_k, grad_v = (tuple(of.shape) for of in sums)
+        grad_k, grad_v = (tuple(total.shape) for total in sums)
         raise ValueError(
             f"attention: grad_k {grad_k} and grad_v {grad_v} have to be {tuple(k.shape)}, like k; "
             "pass the rows of the keys that were used"

@@ -58,8 +58,8 @@ class HeadRows:
                     f"{name}: {weight_rows} rows of the weight are not divisible by the group size "
                     f"{size}; say with rows which of them each rank gets"
                 )
-            each = weight_rows // size
-            rows = [[slice(group * each, (group + 1) * each)] for group in range(size)]
+            share = weight_rows // size
+            rows = [[slice(group * share, (group + 1) * share)] for group in range(size)]
         if len(rows) != size:
             raise ValueError(
                 f"{name}: rows are given for {len(rows)} ranks, the group has {size}; give one "
@@ -78,11 +78,11 @@ class HeadRows:
 
     def parts(self, group: int) -> list[tuple[slice, slice]]:
         """``(rows, columns)``: slices of the weight's rows, and their positions in the features."""
-        found, column = [], 0
+        parts, column = [], 0
         for start, stop in self.bounds[group]:
-            found.append((slice(start, stop), slice(column, column + stop - start)))
+            parts.append((slice(start, stop), slice(column, column + stop - start)))
             column += stop - start
-        return found
+        return parts
 
     def take(self, weight: torch.Tensor, group: int) -> torch.Tensor:
         """The rows of a weight or a bias for a group; a view if they are one slice, else a copy."""

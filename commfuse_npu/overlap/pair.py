@@ -206,9 +206,9 @@ class ForwardBackwardOverlap:
             if self._log is not None:
                 name = f"{self.hand_overs} hand-overs, with the orders {digest:08x}"
                 self._log.write("meet", self._groups[group], name)
-            both = torch.tensor([digest, -digest], device=self.device)
-            dist.all_reduce(both, dist.ReduceOp.MAX, group=group)
-            if int(both.sum()):
+            digests = torch.tensor([digest, -digest], device=self.device)
+            dist.all_reduce(digests, dist.ReduceOp.MAX, group=group)
+            if int(digests.sum()):
                 raise RuntimeError(
                     f"rank {dist.get_rank()} handed over {self.hand_overs} times in {self.pairs} "
                     "pairs, other ranks of its group did not: their collectives were matched "
