@@ -299,8 +299,8 @@ def _scores(
     if pieces is not None:
         hidden = _outside(pieces, q, keys)
     elif causal:
-        later = torch.ones(queries, keys, dtype=torch.bool, device=q.device)
-        per_head.masked_fill_(later.triu_(keys - queries + 1), -torch.inf)
+        mask = torch.ones(queries, keys, dtype=torch.bool, device=q.device)
+        per_head.masked_fill_(mask.triu_(keys - queries + 1), -torch.inf)
     if hidden is not None:
         per_head.masked_fill_(hidden.unsqueeze(1), -torch.inf)
     return scores

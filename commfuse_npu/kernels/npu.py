@@ -101,8 +101,8 @@ def _masking(device: torch.device, causal: bool, hidden: torch.Tensor | None) ->
     if hidden is not None:
         if causal:  # added to the mask, which is a slice and would be copied anyway
             queries, keys = hidden.shape[2:]
-            later = torch.ones(queries, keys, dtype=torch.bool, device=hidden.device)
-            hidden = hidden | later.triu_(keys - queries + 1)
+            mask = torch.ones(queries, keys, dtype=torch.bool, device=hidden.device)
+            hidden = hidden | mask.triu_(keys - queries + 1)
         return _Masking(hidden.contiguous(), _AS_GIVEN, _ALL_BEFORE)
     if causal:
         return _Masking(_causal_mask(device), _BOTTOM_RIGHT, 0)

@@ -207,8 +207,8 @@ class Builder:
             remainder = instruction
             if isinstance(instruction, Post) and instruction.receive is not None:
                 remainder = Post(instruction.send, None)
-                after = max(touched.take([instruction.receive.span]), default=-1)
-                while behind and behind[0][0] <= max(after, marked):
+                latest = max(touched.take([instruction.receive.span]), default=-1)
+                while behind and behind[0][0] <= max(latest, marked):
                     code.append(behind.popleft()[1])
                 code.append(Post(None, instruction.receive))
             behind.append((at, remainder))
@@ -223,7 +223,7 @@ class Builder:
         streams = {aside: _Stream(self._slot, aside) for aside in (False, True)}
         two = any(map(is_aside, code))
         posted: dict[tuple[str, int], tuple[int, Span]] = {}
-        done: list[Instruction] = []
+        ordered: list[Instruction] = []
         # Event number by the index of the instruction before which it is recorded.
         events: dict[int, int] = {}
         for instruction in (*code, _SETTLE):
@@ -235,26 +235,26 @@ class Builder:
             if received or sent:
                 if two:
                     arrived = [posted["receive", step] for step in received]
-                    stream.waits(len(done), arrived, [posted["send", step] for step in sent])
-                done.append(Wait(tuple(received), tuple(sent), stream.aside))
+                    stream.waits(len(ordered), arrived, [posted["send", step] for step in sent])
+                ordered.append(Wait(tuple(received), tuple(sent), stream.aside))
             if at_end:
                 continue
             if two and stream.needs(other, reads, writes):
-                done.append(Hold(events.setdefault(stream.known, len(events)), stream.aside))
+                ordered.append(Hold(events.setdefault(stream.known, len(events)), stream.aside))
             if isinstance(instruction, Post | Collective):
                 for way, end in instruction.ends:
-                    posted[way, end.transfer.step] = len(done), end.span
+                    posted[way, end.transfer.step] = len(ordered), end.span
                     (leaving if way == "send" else arriving).add(end.transfer.step, end.span)
             elif two:
-                stream.touches(len(done), reads, writes, isinstance(instruction, Mark))
-            done.append(instruction)
+                stream.touches(len(ordered), reads, writes, isinstance(instruction, Mark))
+            ordered.append(instruction)
         if streams[True].last >= streams[False].known:
-            done.append(Hold(events.setdefault(streams[True].last + 1, len(events))))
+            ordered.append(Hold(events.setdefault(streams[True].last + 1, len(events))))
         result: list[Instruction] = []
-        for at, instruction in enumerate(done):
+        for at, instruction in enumerate(ordered):
             if at in events:
                 # On the stream of the instruction before it.
-                result.append(Record(events[at], at > 0 and is_aside(done[at - 1])))
+                result.append(Record(events[at], at > 0 and is_aside(ordered[at - 1])))
             result.append(instruction)
         return result
 

@@ -396,5 +396,5 @@ class Transport(Agreement):
         if self.lane_streams is not None:
             # Skip memory that another program in flight transfers too, such as a bucket's buffer.
             busy = {address for other in self._in_flight for address in other.transferred}
-            done = (tensor for at, tensor in running.transferred.items() if at not in busy)
-            self.lane_streams.erase(done, running.program.lanes)
+            tensors = (tensor for at, tensor in running.transferred.items() if at not in busy)
+            self.lane_streams.erase(tensors, running.program.lanes)
