@@ -221,7 +221,7 @@ class Builder:
         """Insert waits, and events between the two streams, where they are needed."""
         arriving, leaving = _Touched(self._slot), _Touched(self._slot)
         streams = {aside: _Stream(self._slot, aside) for aside in (False, True)}
-        two = any(map(is_aside, code))
+        has_aside = any(map(is_aside, code))
         posted: dict[tuple[str, int], tuple[int, Span]] = {}
         ordered: list[Instruction] = []
         # Event number by the index of the instruction before which it is recorded.
@@ -233,19 +233,19 @@ class Builder:
             received = arriving.take((*reads, *writes), at_end)
             sent = leaving.take(writes, at_end)
             if received or sent:
-                if two:
+                if has_aside:
                     arrived = [posted["receive", step] for step in received]
                     stream.waits(len(ordered), arrived, [posted["send", step] for step in sent])
                 ordered.append(Wait(tuple(received), tuple(sent), stream.aside))
             if at_end:
                 continue
-            if two and stream.needs(other, reads, writes):
+            if has_aside and stream.needs(other, reads, writes):
                 ordered.append(Hold(events.setdefault(stream.known, len(events)), stream.aside))
             if isinstance(instruction, Post | Collective):
                 for way, end in instruction.ends:
                     posted[way, end.transfer.step] = len(ordered), end.span
                     (leaving if way == "send" else arriving).add(end.transfer.step, end.span)
-            elif two:
+            elif has_aside:
                 stream.touches(len(ordered), reads, writes, isinstance(instruction, Mark))
             ordered.append(instruction)
         if streams[True].last >= streams[False].known:

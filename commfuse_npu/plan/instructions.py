@@ -139,10 +139,10 @@ class Collective(NamedTuple):
     def ends(self) -> list[tuple[str, End]]:
         """The ends of all its transfers, in the order of their steps."""
         blocks = 1 if self.kind == "all_gather" else len(self.sends)
-        sent = _blocks(self.source, blocks) * (len(self.sends) // blocks)
-        ends = [("send", End(*pair)) for pair in zip(self.sends, sent, strict=True)]
-        arrive = _blocks(self.out, len(self.receives))
-        ends += [("receive", End(*pair)) for pair in zip(self.receives, arrive, strict=True)]
+        sources = _blocks(self.source, blocks) * (len(self.sends) // blocks)
+        ends = [("send", End(*pair)) for pair in zip(self.sends, sources, strict=True)]
+        targets = _blocks(self.out, len(self.receives))
+        ends += [("receive", End(*pair)) for pair in zip(self.receives, targets, strict=True)]
         return sorted(ends, key=lambda end: end[1].transfer.step)
 
     @property

@@ -78,15 +78,15 @@ def cases(
         ]
         for count in chunks
     ]
-    together = [choice for group in choices for choice in group]
-    rotations = [_turns(group) for group in (choices if size <= _ALL_CHUNKS_UP_TO else [together])]
+    combined = [choice for group in choices for choice in group]
+    rotations = [_turns(group) for group in (choices if size <= _ALL_CHUNKS_UP_TO else [combined])]
     for name in RULES:
         numbers = range(len(arguments(name, 1, size)))
         turns = _turns(numbers)
         shapes = [*_shapes(size), *([Schedule("collective")] if name in _LINEAR else [])]
         for shape, batched in product(shapes, (True, False)):
             for number in numbers if every or size <= _ALL_ARGUMENTS_UP_TO else [next(turns)]:
-                for count, taper, lane, rows in together if every else map(next, rotations):
+                for count, taper, lane, rows in combined if every else map(next, rotations):
                     lane = 1 if shape.shape == "collective" else lane
                     schedule = replace(shape, lanes=lane, chunks=count, taper=taper)
                     values = arguments(name, rows, size)[number]

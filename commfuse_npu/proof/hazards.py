@@ -90,7 +90,7 @@ def hazards(program: Program, memory: Memory) -> Iterator[str]:
     those that it is sent from.  Messages are whole contiguous rows, and all have to be waited for.
     No instruction writes over its inputs, except element by element in place.
     """
-    two = any(map(is_aside, program.code))
+    has_aside = any(map(is_aside, program.code))
     clocks = {False: _Clock(0, 0), True: _Clock(-1, 0)}
     events: dict[int, _Clock] = {}
     begun: dict[int, _Clock] = {}
@@ -125,7 +125,7 @@ def hazards(program: Program, memory: Memory) -> Iterator[str]:
                     continue
                 clock = clock.after(begun[step])
                 transfer.done.append(here)
-                if not two and transfer in touches[transfer.place.home]:
+                if not has_aside and transfer in touches[transfer.place.home]:
                     touches[transfer.place.home].remove(transfer)
             clocks[here.aside] = clock
         elif (reads or writes) and clock.first < marked:
@@ -158,7 +158,7 @@ def hazards(program: Program, memory: Memory) -> Iterator[str]:
                 touch = _Touch(end.span, memory.place(end.span), way == "receive", [], end)
                 transfers[way, end.transfer.step] = touch
                 touches[touch.place.home].append(touch)
-        elif two:
+        elif has_aside:
             last_aside = here if here.aside and ours else last_aside
             for touch in ours:
                 touches[touch.place.home].append(touch)
@@ -176,9 +176,9 @@ def _clash(program: Program, touch: _Touch, other: _Touch) -> str:
     if other.done:
         way = "receive" if other.writes else "send"
         return f"only the other stream has waited for the {way} of step {transfer.step}"
-    does = "writes" if touch.writes else "reads"
+    verb = "writes" if touch.writes else "reads"
     return (
-        f"it {does} {touch.span.buffer} where {transfer} {_ways(other)}, and has not waited for it"
+        f"it {verb} {touch.span.buffer} where {transfer} {_ways(other)}, and has not waited for it"
     )
 
 

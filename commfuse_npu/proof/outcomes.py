@@ -117,7 +117,7 @@ class Outcome:
     def all_reduce(self, whole: _Matrix, parts: Sequence[slice], *, out: str) -> None:
         size = self.place.size
         # The rank that sums each row.
-        adds = [
+        owners = [
             rank
             for part in parts
             for rank in range(size)
@@ -125,7 +125,7 @@ class Outcome:
         ]
 
         def at(_: int, i: int, some: Columns) -> int:
-            return self._sum(adds[i], lambda q: whole.at(q, i, some))
+            return self._sum(owners[i], lambda q: whole.at(q, i, some))
 
         self._result(out, whole._replace(at=at))
 
@@ -178,7 +178,8 @@ class Outcome:
         rows = [self._rows(factor, slice(0, factor.rows)) for factor in factors]
         pieces = [[slice(0, len(rows[0]))]] if pieces is None and rows else pieces or [[]]
         self.calls["wgrad"] = [
-            (None, [[row for run in runs for row in its[run]] for its in rows]) for runs in pieces
+            (None, [[row for run in runs for row in matrix[run]] for matrix in rows])
+            for runs in pieces
         ]
         if first is not None and self.first is None:
             self.first = "wgrad", self._rows(factors[0], first)
@@ -226,8 +227,8 @@ def outcome_faults(
         rows, width = outcome.shapes[buffer]
         if not rows or not width:
             continue
-        as_it_was = [contents.row(program.rank, buffer, row, (0, width)) for row in range(rows)]
-        planes = held.written.get(buffer) or {(0, width): as_it_was}
+        initial = [contents.row(program.rank, buffer, row, (0, width)) for row in range(rows)]
+        planes = held.written.get(buffer) or {(0, width): initial}
         if buffer not in outcome.results:
             yield f"{where}: it changes {buffer}"
             continue

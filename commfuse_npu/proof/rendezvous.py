@@ -132,15 +132,15 @@ class Rendezvous:
             script = self._scripts[number]
             while script.at < len(script.actions):
                 action = script.actions[script.at]
-                holds = self._holds(script.rank, action)
-                if holds is not None:
-                    self._held[holds].append(number)
+                obstacle = self._holds(script.rank, action)
+                if obstacle is not None:
+                    self._held[obstacle].append(number)
                     break
                 script.at += 1
                 if isinstance(action, Post):
-                    wrong = self._post(script.rank, action)
-                    if wrong is not None:
-                        return wrong
+                    stuck = self._post(script.rank, action)
+                    if stuck is not None:
+                        return stuck
         return self._stuck()
 
     def _free(self, what: Hashable) -> None:

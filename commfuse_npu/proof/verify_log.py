@@ -294,9 +294,9 @@ class _Rank:
         """Simulate a collective as a message to and from every other rank, on a separate lane: its
         collectives have to match in order and size."""
         group = name.group
-        me, peers = group.ranks.index(self.rank), range(len(group.ranks))
+        own, peers = group.ranks.index(self.rank), range(len(group.ranks))
         piece = "{kind} ({bytes} bytes)".format(**facts)
-        pairs = [pair for peer in peers if peer != me for pair in ((me, peer), (peer, me))]
+        pairs = [pair for peer in peers if peer != own for pair in ((own, peer), (peer, own))]
         ends = tuple(play.End(name, Transfer(0, 0, *pair, piece)) for pair in pairs)
         self._collectives[slot] = name, ends
         for rules in self.actions:
@@ -310,9 +310,9 @@ class _Rank:
         self._posted[rules, group] += 1
 
     def _name(self, what: str, group: play.Group, text: str, facts: dict[str, Any]) -> _Name:
-        did = self.did[group, what]
-        did.append((_Name(what, group, self.log.before[group, what] + len(did), text), facts))
-        return did[-1][0]
+        items = self.did[group, what]
+        items.append((_Name(what, group, self.log.before[group, what] + len(items), text), facts))
+        return items[-1][0]
 
     def _at(self, running: _Running, place: int) -> None:
         program = running.program
@@ -358,7 +358,7 @@ class _Rank:
             for _, way, step in (key for key in keys if key not in running.ends):
                 self._fault(running, f"waits for what step {step} {way}s, which is not posted")
             ends = (running.ends.get(key, ()) for key in keys)
-            wait = play.Wait(tuple(end for together in ends for end in together))
+            wait = play.Wait(tuple(end for group in ends for end in group))
             self.actions[rules][self._thread].append(wait)
         elif isinstance(one, Post | Collective):
             posted = tuple(_end(name, end) for _, end in one.ends if not end.transfer.stays)

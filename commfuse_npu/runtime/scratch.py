@@ -66,8 +66,8 @@ class Arena:
             self.known.popitem(last=False)
         views: _Views = {}
         with torch.inference_mode(False):
-            for name, (its, offset, rows, columns) in program.layout.items():
-                if its == stretch:
+            for name, (home, offset, rows, columns) in program.layout.items():
+                if home == stretch:
                     whole = self.memory.as_strided((rows, columns), (columns, 1), offset)
                     views |= {span: view_of(whole, span) for span in program.spans.get(name, ())}
         self.known[program, stretch] = views
