@@ -35,22 +35,22 @@ _MOST_DIGITS = 40
 class _Loader(yaml.SafeLoader):
     def compose_node(self, parent: Any, index: Any) -> Any:
         if self.check_event(yaml.AliasEvent):
-            where = self.peek_event().start_mark
+            mark = self.peek_event().start_mark
             raise yaml.composer.ComposerError(
-                None, None, "aliases are not taken; write the value out", where
+                None, None, "aliases are not taken; write the value out", mark
             )
         return super().compose_node(parent, index)
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
-        seen: set[Any] = set()
+        keys: set[Any] = set()
         if isinstance(node, yaml.MappingNode):
             for key, _ in node.value:
                 if isinstance(key, yaml.ScalarNode):
-                    if key.value in seen:
+                    if key.value in keys:
                         raise yaml.constructor.ConstructorError(
                             None, None, f"{key.value!r} is there twice", key.start_mark
                         )
-                    seen.add(key.value)
+                    keys.add(key.value)
         return super().construct_mapping(node, deep)
 
     def construct_number(self, node: Any) -> int:
@@ -74,17 +74,17 @@ def find_config(name: str, folder: str = "") -> Path:
     Raises:
         ConfigError: there is no such file.
     """
-    given = Path(name)
+    path = Path(name)
     if os.path.isfile(name):  # False, not an error, if the name is too long
-        return given
-    known = _shipped(folder)
-    shipped = known / f"{given.stem}.yaml"
-    if given.parent == Path() and os.path.isfile(shipped):
+        return path
+    directory = _shipped(folder)
+    shipped = directory / f"{path.stem}.yaml"
+    if path.parent == Path() and os.path.isfile(shipped):
         return shipped
     names = config_names(folder)
     raise ConfigError(
-        f"{name!r} is neither a file nor one of {', '.join(names) or 'no names'} in {known}"
-        f"{did_you_mean(given.stem, names)}"
+        f"{name!r} is neither a file nor one of {', '.join(names) or 'no names'} in {directory}"
+        f"{did_you_mean(path.stem, names)}"
     )
 
 
@@ -94,7 +94,7 @@ def config_names(folder: str = "") -> list[str]:
 
 
 def _shipped(folder: str) -> Path:
-    return next((one for one in _FOLDERS if one.is_dir()), _FOLDERS[0]) / folder
+    return next((root for root in _FOLDERS if root.is_dir()), _FOLDERS[0]) / folder
 
 
 def read_config(path: Path) -> dict[Any, Any]:
@@ -108,16 +108,16 @@ def read_config(path: Path) -> dict[Any, Any]:
             content = file.read(_MOST_BYTES + 1)
         if len(content) > _MOST_BYTES:
             raise yaml.YAMLError(f"it is longer than {_MOST_BYTES} bytes")
-        found = yaml.load(content.decode("utf-8"), _Loader)
+        document = yaml.load(content.decode("utf-8"), _Loader)
     except OSError as error:
         raise ConfigError(f"cannot read the configuration {path}: {error.strerror}") from error
     except RecursionError as error:
         raise ConfigError(f"{path} is not valid yaml: it is nested too deeply") from error
     except (yaml.YAMLError, ValueError) as error:  # ValueError: an invalid date, as 2026-99-99
-        where, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
-        said = f"line {where.line + 1}: {problem}" if where and problem else str(error)
-        raise ConfigError(f"{path} is not valid yaml: {' '.join(said.split())}") from error
-    if not isinstance(found, dict):
-        kind = "nothing" if found is None else type(found).__name__
+        mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
+        message = f"line {mark.line + 1}: {problem}" if mark and problem else str(error)
+        raise ConfigError(f"{path} is not valid yaml: {' '.join(message.split())}") from error
+    if not isinstance(document, dict):
+        kind = "nothing" if document is None else type(document).__name__
         raise ConfigError(f"{path} holds {kind}, not a mapping of name: value")
-    return found
+    return document

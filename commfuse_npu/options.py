@@ -228,13 +228,13 @@ def typed_options(args: argparse.Namespace) -> argparse.Namespace:
 
 def value_of(words: Sequence[str], option: str) -> str | None:
     """The last value of an option in a command line; empty for a flag, ``None`` if not given."""
-    found = None
+    last = None
     for i, word in enumerate(words):
         name, equals, value = word.partition("=")
         if name == option:
             follows = words[i + 1] if i + 1 < len(words) else ""
-            found = value if equals else "" if follows.startswith("--") else follows
-    return found
+            last = value if equals else "" if follows.startswith("--") else follows
+    return last
 
 
 def schedule_for(
@@ -267,8 +267,8 @@ def schedule_for(
     shape = given.commfuse_schedule
     if shape == "auto":
         alone = linear and not given.commfuse_attention and local >= size
-        asked = given.commfuse_lanes or given.commfuse_tuning == "on"
-        shape = usual_shape(size) if alone and not asked else "shifted"
+        needs_lanes = given.commfuse_lanes or given.commfuse_tuning == "on"
+        shape = usual_shape(size) if alone and not needs_lanes else "shifted"
         if local < size and size % local == 0:
             shape = "two_level"
     elif shape == "collective" and not linear:
@@ -285,10 +285,10 @@ def schedule_for(
 
 def unknown_option(words: Sequence[str]) -> str:
     """A message about the first unknown option of CommFuse in ``words``; empty if there is none."""
-    known = [option_name(name) for name in (*OPTIONS, *FB_OVERLAP_OPTIONS)]
-    known += [f"--no-{name.removeprefix('--')}" for name in known]
+    names = [option_name(name) for name in (*OPTIONS, *FB_OVERLAP_OPTIONS)]
+    names += [f"--no-{name.removeprefix('--')}" for name in names]
     for word in words:
         name = word.partition("=")[0]
-        if name.startswith(("--commfuse", "--use-commfuse", "--no-commfuse")) and name not in known:
-            return f"unknown: {name}{did_you_mean(name, known, 0.0)}"
+        if name.startswith(("--commfuse", "--use-commfuse", "--no-commfuse")) and name not in names:
+            return f"unknown: {name}{did_you_mean(name, names, 0.0)}"
     return ""

@@ -44,8 +44,8 @@ WHY_WITHOUT = (
 
 def numbers(version: str) -> tuple[int, ...]:
     """The leading numbers of a version such as 26.0.0dev0, 2.7.1+cpu or 8.3.RC1."""
-    found = re.match(r"\d+(?:\.\d+)*", version)
-    return tuple(map(int, found[0].split("."))) if found else ()
+    match = re.match(r"\d+(?:\.\d+)*", version)
+    return tuple(map(int, match[0].split("."))) if match else ()
 
 
 @dataclass(frozen=True)
@@ -84,9 +84,9 @@ def _version(name: str, folders: tuple[Path, ...]) -> str | None:
             numbers = re.findall(r"^(?:MAJOR|MINOR|PATCH) = (\d+)", info.read_text("utf-8"), re.M)
             return ".".join(numbers)
         if name != "megatron" and setup.exists():
-            found = re.search(r"^__version__ = ['\"](.+)['\"]", setup.read_text("utf-8"), re.M)
-            if found is not None:
-                return found[1]
+            match = re.search(r"^__version__ = ['\"](.+)['\"]", setup.read_text("utf-8"), re.M)
+            if match is not None:
+                return match[1]
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:

@@ -212,8 +212,8 @@ _DEFAULTS = {"--attention-dropout": "0.1"}
 def _refusal(ours: str, option: str, row: _Row) -> Refusal:
     why, instead, *applies = (row, _CHOOSE) if isinstance(row, str) else row
     name, *values = option.split()
-    meant = applies[0] if applies else _one_of(*values) if values else _set
-    return Refusal(option, why, instead, meant, _ALSO.get(name, ()), ours, _DEFAULTS.get(name))
+    refused = applies[0] if applies else _one_of(*values) if values else _set
+    return Refusal(option, why, instead, refused, _ALSO.get(name, ()), ours, _DEFAULTS.get(name))
 
 
 REFUSALS_OF = {

@@ -119,29 +119,33 @@ def tuned(
         None,
         *candidates(schedule, transport.size, problem.block_rows),
     ]
-    known = None
+    answer = None
     if transport.rank == 0 and folder is not None:
-        known = remembered(folder, question, choices)
-    known = transport.share(name, known)[0]
-    if known is None:
+        answer = remembered(folder, question, choices)
+    answer = transport.share(name, answer)[0]
+    if answer is None:
 
         def run_round(order: Sequence[int]) -> list[float]:
-            mine = [_timed(transport, name, partial(run, choices[n])) for n in order]
+            measured = [_timed(transport, name, partial(run, choices[n])) for n in order]
             # The time of an alternative is that of the slowest rank.
-            return [max(times) for times in zip(*transport.share(name, mine), strict=True)]
+            return [max(times) for times in zip(*transport.share(name, measured), strict=True)]
 
         usual = choices.index(schedule) if schedule in choices else 1
         chosen, medians = fastest(len(choices), run_round, usual=usual)
-        known = transport.share(name, chosen)[0]
+        answer = transport.share(name, chosen)[0]
         names = (str(choice or "plain") for choice in choices)
-        seconds = {of: one for of, one in zip(names, medians, strict=True) if one is not None}
+        seconds = {
+            label: median
+            for label, median in zip(names, medians, strict=True)
+            if median is not None
+        }
         if transport.rank == 0:
-            listed = ", ".join(f"{what}: {1e3 * median:.2f} ms" for what, median in seconds.items())
-            _logger.info("%s: %s (%s)", problem, choices[known] or "plain", listed)
+            listed = ", ".join(f"{name}: {1e3 * median:.2f} ms" for name, median in seconds.items())
+            _logger.info("%s: %s (%s)", problem, choices[answer] or "plain", listed)
             if folder is not None:
-                remember(folder, question, choices[known], seconds)
-    answers[problem, schedule] = choices[known]
-    return choices[known]
+                remember(folder, question, choices[answer], seconds)
+    answers[problem, schedule] = choices[answer]
+    return choices[answer]
 
 
 def decisions(transport: Transport) -> dict[tuple[Problem, Schedule], Schedule | None]:
@@ -209,14 +213,14 @@ def candidates(schedule: Schedule, size: int, block_rows: int) -> list[Schedule]
     shape = usual_shape(size)
     if schedule.shape == "shifted" and schedule.costs is None and shape != schedule.shape:
         bases.append(Schedule(shape, lanes=1))
-    found = []
+    schedules = []
     for base in bases:
         for chunks, taper in _EVEN + (_TAPERED if size == 2 else ()):
             varied = replace(base, chunks=chunks, taper=taper)
             shortest = min(run.stop - run.start for run in varied.runs(block_rows, "first"))
             if chunks == 1 or shortest >= _LEAST_ROWS:
-                found.append(varied)
-    return found
+                schedules.append(varied)
+    return schedules
 
 
 # ----------------------------------------------------------- which is fastest
@@ -251,28 +255,30 @@ def fastest(
         The number of the first alternative within half a percent of the fastest; and the median of
         each that reached the last stage, ``None`` for the others.
     """
-    left = list(range(count))
+    remaining = list(range(count))
     order = random.Random(0)
-    times: list[list[float]] = [[] for _ in left]
-    run(left)  # buffers are allocated, connections and caches warm
+    times: list[list[float]] = [[] for _ in remaining]
+    run(remaining)  # buffers are allocated, connections and caches warm
     for number, rounds in enumerate(_ROUNDS):
         for _ in range(rounds):
-            shuffled = order.sample(left, len(left))
+            shuffled = order.sample(remaining, len(remaining))
             for alternative, seconds in zip(shuffled, run(shuffled), strict=True):
                 times[alternative].append(seconds)
         if number < len(_ROUNDS) - 1:
-            kept = max(_FINALISTS, len(left) // 2)
-            ranked = sorted(left, key=lambda one: (statistics.median(times[one]), one))
-            left = list(dict.fromkeys([*ranked[:kept], usual]))
-    medians = {one: statistics.median(times[one]) for one in left}
+            survivors = max(_FINALISTS, len(remaining) // 2)
+            ranked = sorted(
+                remaining, key=lambda option: (statistics.median(times[option]), option)
+            )
+            remaining = list(dict.fromkeys([*ranked[:survivors], usual]))
+    medians = {option: statistics.median(times[option]) for option in remaining}
     limit = min(medians.values()) * (1 + _AS_FAST)
-    chosen = min(one for one, seconds in medians.items() if seconds <= limit)
+    chosen = min(option for option, seconds in medians.items() if seconds <= limit)
     quartiles = (
-        statistics.quantiles(times[one], n=4, method="inclusive") for one in (chosen, usual)
+        statistics.quantiles(times[option], n=4, method="inclusive") for option in (chosen, usual)
     )
     if medians[usual] - medians[chosen] <= max(high - low for low, _, high in quartiles):
         chosen = usual
-    return chosen, [medians.get(one) for one in range(count)]
+    return chosen, [medians.get(option) for option in range(count)]
 
 
 # ------------------------------------------------------------- cached on disk
@@ -297,17 +303,17 @@ def remembered(
     """
     path = _path(folder, question)
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(found, dict) or found.get("format") != _FORMAT:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(content, dict) or content.get("format") != _FORMAT:
             raise ValueError(f"it is not of format {_FORMAT}")
-        if found.get("question") != _as_json(question):
+        if content.get("question") != _as_json(question):
             raise ValueError("it is about another machine, other versions or another shape")
-        known = [_as_json(choice and asdict(choice)) for choice in alternatives]
-        if "answer" not in found or found["answer"] not in known:
+        answers = [_as_json(choice and asdict(choice)) for choice in alternatives]
+        if "answer" not in content or content["answer"] not in answers:
             raise ValueError(
-                f"its answer {found.get('answer')} is none of the {len(known)} choices"
+                f"its answer {content.get('answer')} is none of the {len(answers)} choices"
             )
-        return known.index(found["answer"])
+        return answers.index(content["answer"])
     except FileNotFoundError:
         return None
     except (OSError, ValueError, RecursionError) as error:  # broken UTF-8 or JSON: ValueErrors

@@ -146,17 +146,17 @@ class Hardware:
                 problem, with file, field, value and limit.
         """
         content = read_config(path)
-        found = list(_problems(content))
-        if found:
-            raise ConfigError("\n".join(f"{path}: {line}" for line in found))
+        problems = list(_problems(content))
+        if problems:
+            raise ConfigError("\n".join(f"{path}: {line}" for line in problems))
         levels = [level for level in _TOPOLOGIES if level in content]
         figures = {
             f"{section}.{name}": Figure(
-                float(of["low"]), float(of["typical"]), float(of["high"]), of["source"].strip()
+                float(row["low"]), float(row["typical"]), float(row["high"]), row["source"].strip()
             )
             for section in (*_RULES, *levels)
             for name in _rules_of(section)
-            for of in [content[section][name]]
+            for row in [content[section][name]]
         }
         whole = {name: content[name] for name in _WHOLE}
         batched, name = content["batched_transfers"], content["name"]
@@ -165,8 +165,8 @@ class Hardware:
 
     def posting(self, seconds: float) -> Hardware:
         """A copy whose host takes ``seconds`` to post a batch and to wait for it."""
-        given = Figure(seconds, seconds, seconds, "given")
-        return replace(self, figures={**self.figures, "host.post_overhead": given})
+        figure = Figure(seconds, seconds, seconds, "given")
+        return replace(self, figures={**self.figures, "host.post_overhead": figure})
 
     def launching(self, seconds: float) -> Hardware:
         """A copy whose host takes ``seconds`` per launch; a post includes one launch."""
@@ -208,22 +208,24 @@ class Hardware:
             )
 
         def kernel(name: str) -> FusedKernel:
-            hidden, hidden_gemm, efficiency = (value(f"rivals.{name}_{of}") for of in _OF_KERNEL)
+            hidden, hidden_gemm, efficiency = (
+                value(f"rivals.{name}_{part}") for part in _OF_KERNEL
+            )
             return FusedKernel(hidden, hidden_gemm, value("inside.rate") * efficiency)
 
         inside = level("inside")
         assert inside is not None
-        alike: dict[str, Any] = {
+        values: dict[str, Any] = {
             name: value(f"{section}.{name}")
             for section, rules in _RULES.items()
-            for name in rules.keys() & {one.name for one in fields(Machine)}
+            for name in rules.keys() & {entry.name for entry in fields(Machine)}
         }
-        alike |= {name: kernel(name) for name in _KERNELS}
-        alike["cores"] = round(alike["cores"])
-        alike["hbm_bandwidth"] *= value("npu.hbm_efficiency")
-        alike["ordered_sums"] *= self.deterministic
+        values |= {name: kernel(name) for name in _KERNELS}
+        values["cores"] = round(values["cores"])
+        values["hbm_bandwidth"] *= value("npu.hbm_efficiency")
+        values["ordered_sums"] *= self.deterministic
         return Machine(
-            **alike,
+            **values,
             npus_per_node=self.npus_per_node,
             inside=inside,
             between=level("between"),
@@ -251,8 +253,8 @@ def _rules_of(section: str) -> Mapping[str, _Rule]:
 
 
 def _problems(content: Mapping[str, Any]) -> Iterator[str]:
-    known = ("name", *_WHOLE, "batched_transfers", *_RULES, *_TOPOLOGIES)
-    yield from _unknown(content, known, "")
+    names = ("name", *_WHOLE, "batched_transfers", *_RULES, *_TOPOLOGIES)
+    yield from _unknown(content, names, "")
     if not isinstance(content.get("name"), str) or not content["name"]:
         yield f"name: {content.get('name')!r} is not a name"
     whole = True

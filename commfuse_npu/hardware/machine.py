@@ -128,10 +128,10 @@ class Machine:
             return 0.0
         if self.cores:
             tiles = math.ceil(rows / TILE[0]) * math.ceil(outer / TILE[1])
-            made = float(math.ceil(tiles / self.cores) * self.cores * TILE[0] * TILE[1])
+            elements = float(math.ceil(tiles / self.cores) * self.cores * TILE[0] * TILE[1])
         else:
-            made = (rows + self.half_rows) * outer
-        flops = 2.0 * made * inner
+            elements = (rows + self.half_rows) * outer
+        flops = 2.0 * elements * inner
         traffic = ITEM_BYTES * (rows * inner + inner * outer) + result_bytes * rows * outer
         return (self.gemm_start if start else 0.0) + max(
             flops / (self.cube_flops * self.gemm_efficiency), traffic / self.hbm_bandwidth

@@ -252,14 +252,14 @@ def check_attention(
             f"the first {q.shape[0] - k.shape[0]} see none; pass the keys up to the last query"
         )
     if hidden is not None:
-        one, whole = ((batch, 1, q.shape[0], k.shape[0]) for batch in (1, q.shape[1]))
-        if hidden.dtype != torch.bool or hidden.shape not in (one, whole):
+        shared, full = ((batch, 1, q.shape[0], k.shape[0]) for batch in (1, q.shape[1]))
+        if hidden.dtype != torch.bool or hidden.shape not in (shared, full):
             raise ValueError(
                 f"attention: the mask is {hidden.dtype} {tuple(hidden.shape)}; it has to be "
-                f"torch.bool {whole} or {one}, True where a query does not see a key"
+                f"torch.bool {full} or {shared}, True where a query does not see a key"
             )
     if sums and not sums[0].shape == sums[1].shape == k.shape:
-        grad_k, grad_v = (tuple(of.shape) for of in sums)
+        grad_k, grad_v = (tuple(total.shape) for total in sums)
         raise ValueError(
             f"attention: grad_k {grad_k} and grad_v {grad_v} have to be {tuple(k.shape)}, like k; "
             "pass the rows of the keys that were used"
@@ -299,8 +299,8 @@ def _scores(
     if pieces is not None:
         hidden = _outside(pieces, q, keys)
     elif causal:
-        later = torch.ones(queries, keys, dtype=torch.bool, device=q.device)
-        per_head.masked_fill_(later.triu_(keys - queries + 1), -torch.inf)
+        mask = torch.ones(queries, keys, dtype=torch.bool, device=q.device)
+        per_head.masked_fill_(mask.triu_(keys - queries + 1), -torch.inf)
     if hidden is not None:
         per_head.masked_fill_(hidden.unsqueeze(1), -torch.inf)
     return scores

@@ -68,15 +68,15 @@ def accumulate_weight_gradient(
     read freed memory [read in ``ParamSetter::Input`` of its ``atb_adapter.cpp``, 26.1.0].  So
     strided factors are copied here, and a strided sum, which has to be written, uses plain torch.
     """
-    given = None
+    function = None
     if total.dtype != torch.float32:
-        given = _matmul_add["sixteen_bits"]
+        function = _matmul_add["sixteen_bits"]
     elif grad_output.dtype == torch.bfloat16:
-        given = _matmul_add["fp32"]
-    if given is None or not total.is_contiguous():
+        function = _matmul_add["fp32"]
+    if function is None or not total.is_contiguous():
         cpu.accumulate_weight_gradient(total, grad_output, total_input)
     else:
-        given(total_input.contiguous(), grad_output.contiguous(), total)
+        function(total_input.contiguous(), grad_output.contiguous(), total)
 
 
 @cache
@@ -101,8 +101,8 @@ def _masking(device: torch.device, causal: bool, hidden: torch.Tensor | None) ->
     if hidden is not None:
         if causal:  # added to the mask, which is a slice and would be copied anyway
             queries, keys = hidden.shape[2:]
-            later = torch.ones(queries, keys, dtype=torch.bool, device=hidden.device)
-            hidden = hidden | later.triu_(keys - queries + 1)
+            mask = torch.ones(queries, keys, dtype=torch.bool, device=hidden.device)
+            hidden = hidden | mask.triu_(keys - queries + 1)
         return _Masking(hidden.contiguous(), _AS_GIVEN, _ALL_BEFORE)
     if causal:
         return _Masking(_causal_mask(device), _BOTTOM_RIGHT, 0)
@@ -146,8 +146,10 @@ class PackedRun(WholeRun):
     layout = "TND"
 
     def __init__(self, pieces: Sequence[Piece], batch: int) -> None:
-        self.query_ends = list(accumulate(of.queries.stop - of.queries.start for of in pieces))
-        self.key_ends = list(accumulate(of.keys.stop - of.keys.start for of in pieces))
+        self.query_ends = list(
+            accumulate(piece.queries.stop - piece.queries.start for piece in pieces)
+        )
+        self.key_ends = list(accumulate(piece.keys.stop - piece.keys.start for piece in pieces))
         first: dict[int, int] = {}
         for piece in pieces:
             first.setdefault(piece.sample, piece.keys.start)
@@ -161,11 +163,11 @@ class PackedRun(WholeRun):
         return x.unflatten(0, (like.shape[1], -1)).transpose(0, 1).contiguous()
 
     def keys(self, x: torch.Tensor) -> torch.Tensor:
-        samples = [x[seen, sample] for sample, seen in enumerate(self._seen)]
+        samples = [x[keys, sample] for sample, keys in enumerate(self._seen)]
         return samples[0] if len(samples) == 1 else torch.cat(samples)
 
     def add_to_keys(self, total: torch.Tensor, x: torch.Tensor) -> None:
-        samples = [total[seen, sample] for sample, seen in enumerate(self._seen)]
+        samples = [total[keys, sample] for sample, keys in enumerate(self._seen)]
         for rows, part in zip(samples, x.split([len(rows) for rows in samples]), strict=True):
             rows.add_(part)
 

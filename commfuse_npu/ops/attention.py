@@ -121,9 +121,9 @@ class _AttentionLinear(Call):
         return y.view(rows, batch, hidden), saved if any(self.needs[:3]) else saved[:1]
 
     def backward(self, grad: torch.Tensor) -> Tensors:
-        attended, *others = saved = self.saved()
+        attended, *inputs = saved = self.saved()
         rows, batch, hidden = grad.shape
-        attention = AttentionRuns.again(saved, self.state) if others else None
+        attention = AttentionRuns.again(saved, self.state) if inputs else None
         by_blocks = self.options.wgrad == "blocks"
         wgrad = self.weight_gradient(blocks=by_blocks)
 

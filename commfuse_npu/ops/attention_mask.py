@@ -49,15 +49,15 @@ class Documents:
             before = end
         # The ends inside each sample; the last is its length.
         self._ends: list[list[int]] = []
-        known = {*ends, length * batch}
+        all_ends = {*ends, length * batch}
         for sample in range(batch):
             first, last = sample * length, (sample + 1) * length
-            if last not in known:
+            if last not in all_ends:
                 raise ValueError(
                     f"documents: none ends at {last}, with sample {sample}: one goes on in the "
                     f"next sample of {length}; end it there, or pass one sample"
                 )
-            self._ends.append(sorted(end - first for end in known if first < end <= last))
+            self._ends.append(sorted(end - first for end in all_ends if first < end <= last))
 
     @property
     def whole(self) -> bool:
@@ -74,10 +74,10 @@ class Documents:
             The keys from the start of the earliest document with a query in the run to the last
             query; and the pieces, relative to the first row of the run and the first of those keys.
         """
-        found = self._pieces.get((run.start, run.stop))
-        if found is None:
-            found = self._pieces[run.start, run.stop] = self._cut(run)
-        return found
+        entry = self._pieces.get((run.start, run.stop))
+        if entry is None:
+            entry = self._pieces[run.start, run.stop] = self._cut(run)
+        return entry
 
     def _cut(self, run: slice) -> tuple[slice, tuple[Piece, ...]]:
         documents = [
@@ -98,12 +98,12 @@ def _within(ends: list[int], run: slice) -> list[tuple[int, int]]:
     """``(start, end)`` of each document with rows in a run."""
     index = bisect_right(ends, run.start)
     begin = ends[index - 1] if index else 0
-    found = []
+    documents = []
     while begin < run.stop:
-        found.append((begin, ends[index]))
+        documents.append((begin, ends[index]))
         begin = ends[index]
         index += 1
-    return found
+    return documents
 
 
 class AttentionMask(NamedTuple):
@@ -158,9 +158,9 @@ class AttentionMask(NamedTuple):
     def of(self, run: slice) -> tuple[slice, dict[str, Any]]:
         """The keys that these queries may see, and the kernel's keyword arguments for the mask."""
         keys = slice(0, run.stop) if self.causal else slice(None)
-        told: dict[str, Any] = {"causal": self.causal}
+        arguments: dict[str, Any] = {"causal": self.causal}
         if self.documents is not None:
-            keys, told["pieces"] = self.documents.pieces(run)
+            keys, arguments["pieces"] = self.documents.pieces(run)
         if self.hidden is not None:
-            told["hidden"] = self.hidden[:, :, run, keys]
-        return keys, told
+            arguments["hidden"] = self.hidden[:, :, run, keys]
+        return keys, arguments

@@ -63,13 +63,13 @@ class AttentionRuns:
 
     def forward(self, run: slice) -> torch.Tensor:
         """The output for these queries, ``[rows, B, A, D]``."""
-        keys, told = self._mask.of(run)
+        keys, arguments = self._mask.of(run)
         attended, statistics = self._kernels.attention_forward(
             self._q[run],
             self._k[keys],
             self._v[keys],
             scale=self._scale,
-            **told,
+            **arguments,
         )
         if self.attended is not None:
             self.attended[run] = attended
@@ -88,13 +88,13 @@ class AttentionRuns:
         """Create the object for the backward from what :meth:`saved` returned."""
         attended, q, k, v, *statistics = tensors
         mask, scale, where = state
-        found = cls(q, k, v, mask, scale)
-        found.attended, found._statistics, found._where = attended, statistics, where
+        runs = cls(q, k, v, mask, scale)
+        runs.attended, runs._statistics, runs._where = attended, statistics, where
         # The gradients of keys and values are summed in fp32.
         wide = torch.promote_types(k.dtype, torch.float32)
         sums = torch.zeros_like(k, dtype=wide), torch.zeros_like(v, dtype=wide)
-        found._grads = [torch.empty_like(q), *sums]
-        return found
+        runs._grads = [torch.empty_like(q), *sums]
+        return runs
 
     def _kept(self, run: slice) -> Sequence[torch.Tensor]:
         return self._statistics[self._where[run.start]]
@@ -102,7 +102,7 @@ class AttentionRuns:
     def backward(self, grad: torch.Tensor, run: slice) -> None:
         """Run the backward for these queries; ``grad`` has the elements of their output."""
         assert self.attended is not None
-        (keys, told), out = self._mask.of(run), self.attended[run]
+        (keys, arguments), out = self._mask.of(run), self.attended[run]
         grad_q, grad_k, grad_v = self._grads
         grad_q[run] = self._kernels.attention_backward(
             grad.view(out.shape),
@@ -114,7 +114,7 @@ class AttentionRuns:
             grad_k[keys],
             grad_v[keys],
             scale=self._scale,
-            **told,
+            **arguments,
         )
 
     def gradients(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

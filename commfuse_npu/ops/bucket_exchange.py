@@ -119,7 +119,7 @@ class BucketQueue:
         return any(
             bucket.data_ptr() < other.data_ptr() + other.nbytes
             and other.data_ptr() < bucket.data_ptr() + bucket.nbytes
-            for other in (one.bucket for one in self._under_way)
+            for other in (exchange.bucket for exchange in self._under_way)
             if other is not None
         )
 
@@ -139,11 +139,11 @@ class BucketQueue:
         while self._not_posted and (
             not self._transport.batched or self._last_posted is None or self._last_posted.all_posted
         ):
-            one = self._not_posted.popleft()
-            assert one.running is not None
-            assert one.bucket is not None
-            self._last_posted = one.running
-            one.running.run(one.works, ahead=True, bucket=one.bucket.view(-1, 1))
+            exchange = self._not_posted.popleft()
+            assert exchange.running is not None
+            assert exchange.bucket is not None
+            self._last_posted = exchange.running
+            exchange.running.run(exchange.works, ahead=True, bucket=exchange.bucket.view(-1, 1))
 
 
 def queue_of(transport: Transport) -> BucketQueue:

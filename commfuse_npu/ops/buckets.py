@@ -278,11 +278,11 @@ def _check_fractions(
     scale: float,
     reduce_dtype: torch.dtype | None,
 ) -> None:
-    asked = ["an average"] if average else []
-    asked += [f"scale {scale}"] if scale != 1.0 else []
-    asked += [f"reduce_dtype {reduce_dtype}"] if reduce_dtype is not None else []
-    if asked and not bucket.dtype.is_floating_point:
+    fractions = ["an average"] if average else []
+    fractions += [f"scale {scale}"] if scale != 1.0 else []
+    fractions += [f"reduce_dtype {reduce_dtype}"] if reduce_dtype is not None else []
+    if fractions and not bucket.dtype.is_floating_point:
         raise TypeError(
             f"{name}: the bucket is {bucket.dtype}, which cannot hold the result of "
-            f"{' and '.join(asked)}; use a floating-point dtype, or a sum only"
+            f"{' and '.join(fractions)}; use a floating-point dtype, or a sum only"
         )

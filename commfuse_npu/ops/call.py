@@ -293,15 +293,15 @@ def _check(
         names = ", ".join(str(dtype).removeprefix("torch.") for dtype in _DTYPES)
         raise TypeError(f"{name}: x is {dtype}; choose one of {names}")
     check_device(name, "x", device, device_type)
-    for other, what in ((weight, "weight"), (bias, "bias")):
+    for other, role in ((weight, "weight"), (bias, "bias")):
         if other is None:
             continue
         if other[2] != device:
             raise ValueError(
-                f"{name}: x is on {device}, the {what} on {other[2]}; move one of them"
+                f"{name}: x is on {device}, the {role} on {other[2]}; move one of them"
             )
         if other[1] != dtype and not autocast:
-            raise TypeError(f"{name}: x is {dtype}, the {what} {other[1]}; cast one of them")
+            raise TypeError(f"{name}: x is {dtype}, the {role} {other[1]}; cast one of them")
     if main_grad and autocast:
         raise ValueError(
             f"{name}: main_grad under autocast would accumulate for a copy of the weight; keep "

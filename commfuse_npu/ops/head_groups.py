@@ -58,8 +58,8 @@ class HeadRows:
                     f"{name}: {weight_rows} rows of the weight are not divisible by the group size "
                     f"{size}; say with rows which of them each rank gets"
                 )
-            each = weight_rows // size
-            rows = [[slice(group * each, (group + 1) * each)] for group in range(size)]
+            share = weight_rows // size
+            rows = [[slice(group * share, (group + 1) * share)] for group in range(size)]
         if len(rows) != size:
             raise ValueError(
                 f"{name}: rows are given for {len(rows)} ranks, the group has {size}; give one "
@@ -78,11 +78,11 @@ class HeadRows:
 
     def parts(self, group: int) -> list[tuple[slice, slice]]:
         """``(rows, columns)``: slices of the weight's rows, and their positions in the features."""
-        found, column = [], 0
+        parts, column = [], 0
         for start, stop in self.bounds[group]:
-            found.append((slice(start, stop), slice(column, column + stop - start)))
+            parts.append((slice(start, stop), slice(column, column + stop - start)))
             column += stop - start
-        return found
+        return parts
 
     def take(self, weight: torch.Tensor, group: int) -> torch.Tensor:
         """The rows of a weight or a bias for a group; a view if they are one slice, else a copy."""
@@ -318,7 +318,7 @@ class HeadsToRows(_Exchange):
     def backward(self, grad: torch.Tensor) -> Tensors:
         (received, *saved), size, weight = self.saved(), self.transport.size, self.weight
         _, needs_bias, *needs_heads = self.needs
-        attention, grad_x, make, later = None, None, None, None
+        attention, grad_x, make, add_wgrad = None, None, None, None
         if weight is None:
             by_heads = grad.unflatten(2, (size, -1)).permute(2, 0, 1, 3)
             blocks = by_heads.flatten(2).flatten(0, 1).contiguous()
@@ -329,7 +329,7 @@ class HeadsToRows(_Exchange):
             make = self._by_groups(groups.split, grad)
         wgrad = self.weight_gradient()
         if wgrad.needed:
-            later = partial(self._add_weight_gradient, wgrad, grad, received)
+            add_wgrad = partial(self._add_weight_gradient, wgrad, grad, received)
         if saved:
             attention = AttentionRuns.again(saved, self.state)
         elif any(needs_heads):
@@ -338,11 +338,11 @@ class HeadsToRows(_Exchange):
             # Mirrors the forward: the projection computes the blocks, attention uses them.
             use = None if attention is None else attention.backward
             self.swap(
-                rows, columns, like=grad, make=make, use=use, wgrad=later, blocks=blocks,
+                rows, columns, like=grad, make=make, use=use, wgrad=add_wgrad, blocks=blocks,
                 received=grad_x, backward=True,
             )  # fmt: skip
-        elif later is not None:
-            later()
+        elif add_wgrad is not None:
+            add_wgrad()
         grads = (grad_x,) * len(needs_heads) if attention is None else attention.gradients()
         return wgrad.result(), grad.sum(0) if needs_bias else None, *grads
 

@@ -292,8 +292,8 @@ class _LinearReduceScatter(Call):
             out = grad.new_empty((grad.shape[0] * self.transport.size, inputs))
         by_blocks = self.options.wgrad == "blocks" and self.backward_schedule is not None
         wgrad = self.weight_gradient(blocks=by_blocks)
-        how = ("blocks" if by_blocks else "whole") if wgrad.needed else None
-        arguments = grad.shape[0], outputs, inputs if self.needs[0] else 0, False, how, inputs
+        mode = ("blocks" if by_blocks else "whole") if wgrad.needed else None
+        arguments = grad.shape[0], outputs, inputs if self.needs[0] else 0, False, mode, inputs
         running = self.begin(gather_gemm, *arguments, like=grad, backward=True)
         column = None if self.column is None else self.column()
         if column is not None and isinstance(running, Running):
@@ -363,11 +363,11 @@ class _LinearAllReduce(Call):
             running = self.begin(gemm_all_reduce, *arguments, like=x, sum_dtype=sums)
             running.run(a=x[:divisible], weight=transposed, out=y[:divisible])
         if divisible < rows:
-            rest = y[divisible:]
-            gemm_into(rest, x[divisible:], transposed)
-            total = rest.to(sums or y.dtype)
+            remainder = y[divisible:]
+            gemm_into(remainder, x[divisible:], transposed)
+            total = remainder.to(sums or y.dtype)
             self.transport.all_reduce(f"{self.name} rest", total)
-            rest.copy_(total)
+            remainder.copy_(total)
         return y, (x if self.needs[1] else None,)
 
     def backward(self, grad: torch.Tensor) -> Tensors:

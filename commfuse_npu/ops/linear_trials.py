@@ -31,17 +31,17 @@ def choose_schedules(
     column = layer == COLUMN
     rows = x.shape[0] if column else x.shape[0] // transport.size
     needs_grad = torch.is_grad_enabled() and any(
-        one is not None and one.requires_grad for one in (x, weight, bias)
+        tensor is not None and tensor.requires_grad for tensor in (x, weight, bias)
     )
-    found = []
+    schedules = []
     for half in ("forward", "backward") if needs_grad else ("forward",):
         wgrad = options.wgrad if half == "backward" and not column else "whole"
         kept = options.keep_gathered and column
         problem = Problem(layer, half, rows, inputs, outputs, weight.dtype, wgrad, kept)
         trial = _trial(type(call), transport, problem, options, weight.device)
-        found.append(tuned(transport, problem, options.schedule, options.tuning, trial))
+        schedules.append(tuned(transport, problem, options.schedule, options.tuning, trial))
     call.options = replace(options, tuning=None)
-    call.schedule, call.backward_schedule = found[0], found[-1]
+    call.schedule, call.backward_schedule = schedules[0], schedules[-1]
 
 
 def _trial(

@@ -107,7 +107,7 @@ def _reduce(name: str, module: torch.nn.Module, transport: Transport, *, average
 
 def _wide(parameters: Iterable[torch.nn.Parameter]) -> torch.dtype:
     """The dtype in which gradients are summed: fp32, or fp64 if a parameter has it."""
-    return reduce(torch.promote_types, (one.dtype for one in parameters), torch.float32)
+    return reduce(torch.promote_types, (parameter.dtype for parameter in parameters), torch.float32)
 
 
 @torch.no_grad()

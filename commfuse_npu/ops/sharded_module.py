@@ -85,11 +85,11 @@ class ShardedLinear(torch.nn.Module):
         The layers of a copied model share a new prefetch.  Every rank has to make the same copy,
         between two passes.
         """
-        made = type(self).__new__(type(self))
-        memo[id(self)] = made
-        made.__dict__ = copy.deepcopy({**self.__dict__, "_place": None}, memo)
-        made._place = made._join()
-        return made
+        layer = type(self).__new__(type(self))
+        memo[id(self)] = layer
+        layer.__dict__ = copy.deepcopy({**self.__dict__, "_place": None}, memo)
+        layer._place = layer._join()
+        return layer
 
     @classmethod
     def from_linear(
@@ -208,25 +208,25 @@ def shard_linears(
         layers=tuple((names[m][0], tuple(m.weight.shape), reasons[m]) for m in linears),
         parameters=_fingerprint(module),
     )
-    kept = [f"{names[m][0]} ({reason})" for m, reason in reasons.items() if reason is not None]
-    if kept:
-        _logger.warning("shard_linears keeps whole: %s", "; ".join(kept))
+    unsharded = [f"{names[m][0]} ({reason})" for m, reason in reasons.items() if reason is not None]
+    if unsharded:
+        _logger.warning("shard_linears keeps whole: %s", "; ".join(unsharded))
     order = WeightPrefetch() if prefetch else None
-    made: dict[torch.nn.Module, torch.nn.Module] = {
+    replacements: dict[torch.nn.Module, torch.nn.Module] = {
         linear: ShardedLinear.from_linear(
             linear, transport=transport, options=options, prefetch=order
         )
         for linear in linears
         if reasons[linear] is None
     }
-    if module in made:
-        return made[module]
+    if module in replacements:
+        return replacements[module]
     for parent in list(module.modules()):
         # A layer used in several places is replaced by one new layer in all of them.
         for name, child in parent._modules.items():
-            if child in made:
-                setattr(parent, name, made[child])
-    if order is not None and made:
+            if child in replacements:
+                setattr(parent, name, replacements[child])
+    if order is not None and replacements:
         # No gather is in flight after the forward, however it ends.  Not a closure, so that a copy
         # of the module gets a hook with its own prefetch.
         module.register_forward_hook(partial(_forward_ended, order), always_call=True)

@@ -163,9 +163,9 @@ class WeightPrefetch:
         weight = self._weights[use.weight]()
         gather, dtype = self._gathers[use]
         if not weight.is_inference():
-            what = use, gather, stamp_of(weight), dtype
+            key = use, gather, stamp_of(weight), dtype
             shard = weight.detach().to(dtype).contiguous()
-            self._pending = _Pending(what, shard, _begin(gather, shard))
+            self._pending = _Pending(key, shard, _begin(gather, shard))
 
     def end_pass(self) -> None:
         """End the pass: the next gather starts a new one.  Drains an early gather in flight.

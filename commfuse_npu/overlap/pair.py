@@ -115,9 +115,9 @@ class ForwardBackwardOverlap:
         turns = Turns(self.states, self.orders.get(kind, ((), ())))
         with take_turns_at_transfers(turns, self._groups, self._log):
             try:
-                behind_it = self._begin_backward(turns, backward)
+                future = self._begin_backward(turns, backward)
                 result_f = _run_side(turns, FORWARD, forward)
-                result_b = behind_it.result()
+                result_b = future.result()
             except BaseException as error:  # Ctrl-C: the backward ends at its next transfer
                 turns.end(FORWARD, error)
                 self._second_thread.submit(int).result()  # after the backward
@@ -163,9 +163,9 @@ class ForwardBackwardOverlap:
                 turns.hand_over()  # and back
                 seconds.append((time.perf_counter() - begun) / 2)
 
-        behind_it = self._begin_backward(turns, hand_over)
+        future = self._begin_backward(turns, hand_over)
         _run_side(turns, FORWARD, hand_over)
-        behind_it.result()
+        future.result()
         if turns.error is not None:
             raise turns.error
         return median(seconds)
@@ -206,9 +206,9 @@ class ForwardBackwardOverlap:
             if self._log is not None:
                 name = f"{self.hand_overs} hand-overs, with the orders {digest:08x}"
                 self._log.write("meet", self._groups[group], name)
-            both = torch.tensor([digest, -digest], device=self.device)
-            dist.all_reduce(both, dist.ReduceOp.MAX, group=group)
-            if int(both.sum()):
+            digests = torch.tensor([digest, -digest], device=self.device)
+            dist.all_reduce(digests, dist.ReduceOp.MAX, group=group)
+            if int(digests.sum()):
                 raise RuntimeError(
                     f"rank {dist.get_rank()} handed over {self.hand_overs} times in {self.pairs} "
                     "pairs, other ranks of its group did not: their collectives were matched "

@@ -51,12 +51,12 @@ class Attributes(SideState):
         self._owner, self._names = owner, names
 
     def save(self) -> dict[str, tuple[Any, Any]]:
-        found = vars(self._owner)
+        values = vars(self._owner)
         if self._names:
-            found = {name: getattr(self._owner, name) for name in self._names}
+            values = {name: getattr(self._owner, name) for name in self._names}
         return {
             name: (value, value.copy() if isinstance(value, (list, dict)) else None)
-            for name, value in found.items()
+            for name, value in values.items()
         }
 
     def restore(self, saved: dict[str, tuple[Any, Any]]) -> None:

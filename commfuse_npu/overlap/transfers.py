@@ -145,7 +145,7 @@ def _recorded(
     """The entry of the order log for a collective that is about to start."""
     if _log is None:
         return None
-    tensor = next(one for one in tree_leaves(given) if isinstance(one, torch.Tensor))
+    tensor = next(leaf for leaf in tree_leaves(given) if isinstance(leaf, torch.Tensor))
     # An all-to-all may give each rank another number of rows.
     size = 0 if name.startswith("all_to_all") else tensor.nbytes
     return _log.collective(_groups[group], name, f"{name} of a {NAMES[side]}", size, tensor.dtype)
@@ -194,8 +194,8 @@ def _install() -> None:
     _wrap(functional, "wait_tensor", _host_wait)
     for name, wrapper in (("Event", _host_wait), ("Stream", _stream_synchronize)):
         # A set, because torch_npu may have replaced CUDA's class by its own.
-        found = {getattr(getattr(torch, device, None), name, None) for device in ("cuda", "npu")}
-        for owner in found - {None}:
+        owners = {getattr(getattr(torch, device, None), name, None) for device in ("cuda", "npu")}
+        for owner in owners - {None}:
             _wrap(owner, "synchronize", wrapper)
     _wrap(
         torch.autograd.graph,
@@ -222,10 +222,10 @@ def _refuse_fsdp() -> None:
         ("torch.distributed.fsdp", "FullyShardedDataParallel", "forward"),
         ("torch.distributed.fsdp._fully_shard._fsdp_state", "FSDPState", "_root_pre_forward"),
     ):
-        found = getattr(sys.modules.get(module), owner, None)
-        if found is not None and not hasattr(getattr(found, name), "__wrapped__"):
+        target = getattr(sys.modules.get(module), owner, None)
+        if target is not None and not hasattr(getattr(target, name), "__wrapped__"):
             _wrap(
-                found,
+                target,
                 name,
                 _refused,
                 "a fully sharded module in a pair: the backward would free or re-gather parameters "
@@ -241,5 +241,5 @@ def _wrap(owner: Any, name: str, wrapper: Callable[..., Any], *how: Any) -> None
     setattr(owner, name, new)
     for module in list(sys.modules.values()):
         names = getattr(module, "__dict__", {})
-        for held in [held for held, value in list(names.items()) if value is old]:
-            setattr(module, held, new)
+        for alias in [alias for alias, value in list(names.items()) if value is old]:
+            setattr(module, alias, new)

@@ -46,11 +46,11 @@ def waiting(costs: Sequence[float], distances: Sequence[int], own: Own) -> tuple
     size = len(costs)
     total = sum(costs)
     if own == "first":
-        now = list(costs)
+        times = list(costs)
         for arrived, distance in enumerate(distances, 1):
             for rank in range(size):
-                now[rank] = max(now[rank], arrived) + costs[(rank - distance) % size]
-        return tuple(time - total for time in now)
+                times[rank] = max(times[rank], arrived) + costs[(rank - distance) % size]
+        return tuple(time - total for time in times)
     made, sent, received = ([0.0] * size for _ in range(3))
     for distance in distances:
         for rank in range(size):

@@ -118,8 +118,8 @@ class Builder:
         """
         hops = [*self.hops("first"), *([Hop(self.rank, self.rank, 0)] if own else [])]
         pairs = [self._transfers(hop, piece, chunk, chunks) for hop in hops]
-        sends = sorted((sent for sent, _ in pairs), key=lambda one: one.target)
-        receives = sorted((received for _, received in pairs), key=lambda one: one.source)
+        sends = sorted((sent for sent, _ in pairs), key=lambda transfer: transfer.target)
+        receives = sorted((received for _, received in pairs), key=lambda transfer: transfer.source)
         self._code.append(Collective(kind, source, out, tuple(sends), tuple(receives)))
 
     def all_gather(
@@ -134,8 +134,8 @@ class Builder:
             return
         for hop in self.hops("first"):
             start = out.start + hop.source * source.rows
-            theirs = Span(out.buffer, start, start + source.rows)
-            self.post(hop, source, theirs, piece, chunk, chunks)
+            block = Span(out.buffer, start, start + source.rows)
+            self.post(hop, source, block, piece, chunk, chunks)
 
     def _transfers(
         self, hop: Hop, piece: str, chunk: int, chunks: int
@@ -203,60 +203,60 @@ class Builder:
         behind: deque[tuple[int, Instruction]] = deque()
         touched = _Touched(self._slot)
         marked = -1
-        for at, one in enumerate(self._code):
-            rest = one
-            if isinstance(one, Post) and one.receive is not None:
-                rest = Post(one.send, None)
-                after = max(touched.take([one.receive.span]), default=-1)
-                while behind and behind[0][0] <= max(after, marked):
+        for at, instruction in enumerate(self._code):
+            remainder = instruction
+            if isinstance(instruction, Post) and instruction.receive is not None:
+                remainder = Post(instruction.send, None)
+                latest = max(touched.take([instruction.receive.span]), default=-1)
+                while behind and behind[0][0] <= max(latest, marked):
                     code.append(behind.popleft()[1])
-                code.append(Post(None, one.receive))
-            behind.append((at, rest))
-            if isinstance(one, Mark):
+                code.append(Post(None, instruction.receive))
+            behind.append((at, remainder))
+            if isinstance(instruction, Mark):
                 marked = at
-            touched.add(at, *chain(*accesses(rest)))
-        return [*code, *(one for _, one in behind)]
+            touched.add(at, *chain(*accesses(remainder)))
+        return [*code, *(instruction for _, instruction in behind)]
 
     def _in_order(self, code: Sequence[Instruction]) -> list[Instruction]:
         """Insert waits, and events between the two streams, where they are needed."""
         arriving, leaving = _Touched(self._slot), _Touched(self._slot)
         streams = {aside: _Stream(self._slot, aside) for aside in (False, True)}
-        two = any(map(is_aside, code))
+        has_aside = any(map(is_aside, code))
         posted: dict[tuple[str, int], tuple[int, Span]] = {}
-        done: list[Instruction] = []
+        ordered: list[Instruction] = []
         # Event number by the index of the instruction before which it is recorded.
         events: dict[int, int] = {}
-        for one in (*code, _SETTLE):
-            reads, writes = accesses(one)
-            stream, other = streams[is_aside(one)], streams[not is_aside(one)]
-            every = one is _SETTLE
-            received = arriving.take((*reads, *writes), every)
-            sent = leaving.take(writes, every)
+        for instruction in (*code, _SETTLE):
+            reads, writes = accesses(instruction)
+            stream, other = streams[is_aside(instruction)], streams[not is_aside(instruction)]
+            at_end = instruction is _SETTLE
+            received = arriving.take((*reads, *writes), at_end)
+            sent = leaving.take(writes, at_end)
             if received or sent:
-                if two:
+                if has_aside:
                     arrived = [posted["receive", step] for step in received]
-                    stream.waits(len(done), arrived, [posted["send", step] for step in sent])
-                done.append(Wait(tuple(received), tuple(sent), stream.aside))
-            if every:
+                    stream.waits(len(ordered), arrived, [posted["send", step] for step in sent])
+                ordered.append(Wait(tuple(received), tuple(sent), stream.aside))
+            if at_end:
                 continue
-            if two and stream.needs(other, reads, writes):
-                done.append(Hold(events.setdefault(stream.known, len(events)), stream.aside))
-            if isinstance(one, Post | Collective):
-                for way, end in one.ends:
-                    posted[way, end.transfer.step] = len(done), end.span
+            if has_aside and stream.needs(other, reads, writes):
+                ordered.append(Hold(events.setdefault(stream.known, len(events)), stream.aside))
+            if isinstance(instruction, Post | Collective):
+                for way, end in instruction.ends:
+                    posted[way, end.transfer.step] = len(ordered), end.span
                     (leaving if way == "send" else arriving).add(end.transfer.step, end.span)
-            elif two:
-                stream.touches(len(done), reads, writes, isinstance(one, Mark))
-            done.append(one)
+            elif has_aside:
+                stream.touches(len(ordered), reads, writes, isinstance(instruction, Mark))
+            ordered.append(instruction)
         if streams[True].last >= streams[False].known:
-            done.append(Hold(events.setdefault(streams[True].last + 1, len(events))))
-        found: list[Instruction] = []
-        for at, one in enumerate(done):
+            ordered.append(Hold(events.setdefault(streams[True].last + 1, len(events))))
+        result: list[Instruction] = []
+        for at, instruction in enumerate(ordered):
             if at in events:
                 # On the stream of the instruction before it.
-                found.append(Record(events[at], at > 0 and is_aside(done[at - 1])))
-            found.append(one)
-        return found
+                result.append(Record(events[at], at > 0 and is_aside(ordered[at - 1])))
+            result.append(instruction)
+        return result
 
 
 class _Stream:
@@ -311,32 +311,32 @@ class _Touched:
 
     def add(self, number: int, *spans: Span) -> None:
         for span in spans:
-            there = self._spans[self._slot(span.buffer)].setdefault(span.buffer, [])
-            insort(there, (span.start, number, span))
+            entries = self._spans[self._slot(span.buffer)].setdefault(span.buffer, [])
+            insort(entries, (span.start, number, span))
             self._widest = max(self._widest, span.end - span.start)
 
     def take(self, touched: Sequence[Span], every: bool = False) -> list[int]:
         """Remove the spans that overlap ``touched``, or all; return their sorted numbers."""
-        taken = []
+        numbers = []
         for span in touched:
             slot = self._spans.get(self._slot(span.buffer), {})
-            for buffer, there in list(slot.items()):
+            for buffer, entries in list(slot.items()):
                 # All spans of another buffer in the slot overlap: it is the same memory.
-                low, high = 0, len(there)
+                low, high = 0, len(entries)
                 if buffer == span.buffer:
-                    low = bisect_left(there, (span.start - self._widest,))
-                    high = bisect_left(there, (span.end,))
-                kept = []
-                for one in there[low:high]:
-                    if buffer == span.buffer and not overlap(span, one[2]):
-                        kept.append(one)
+                    low = bisect_left(entries, (span.start - self._widest,))
+                    high = bisect_left(entries, (span.end,))
+                apart = []
+                for entry in entries[low:high]:
+                    if buffer == span.buffer and not overlap(span, entry[2]):
+                        apart.append(entry)
                     else:
-                        taken.append(one[1])
-                there[low:high] = kept
-                if not there:
+                        numbers.append(entry[1])
+                entries[low:high] = apart
+                if not entries:
                     del slot[buffer]
         if every:
-            left = (there for slot in self._spans.values() for there in slot.values())
-            taken += [number for there in left for _, number, _ in there]
+            remaining = (entries for slot in self._spans.values() for entries in slot.values())
+            numbers += [number for entries in remaining for _, number, _ in entries]
             self._spans.clear()
-        return sorted(taken)
+        return sorted(numbers)

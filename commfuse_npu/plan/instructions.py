@@ -111,8 +111,8 @@ class Post(NamedTuple):
     @property
     def ends(self) -> list[tuple[str, End]]:
         """``("send", end)`` and ``("receive", end)``, or the one of them that it posts."""
-        both = ("send", self.send), ("receive", self.receive)
-        return [(way, end) for way, end in both if end is not None]
+        ends = ("send", self.send), ("receive", self.receive)
+        return [(way, end) for way, end in ends if end is not None]
 
     @property
     def transfer(self) -> Transfer:
@@ -139,11 +139,11 @@ class Collective(NamedTuple):
     def ends(self) -> list[tuple[str, End]]:
         """The ends of all its transfers, in the order of their steps."""
         blocks = 1 if self.kind == "all_gather" else len(self.sends)
-        sent = _blocks(self.source, blocks) * (len(self.sends) // blocks)
-        found = [("send", End(*one)) for one in zip(self.sends, sent, strict=True)]
-        arrive = _blocks(self.out, len(self.receives))
-        found += [("receive", End(*one)) for one in zip(self.receives, arrive, strict=True)]
-        return sorted(found, key=lambda one: one[1].transfer.step)
+        sources = _blocks(self.source, blocks) * (len(self.sends) // blocks)
+        ends = [("send", End(*pair)) for pair in zip(self.sends, sources, strict=True)]
+        targets = _blocks(self.out, len(self.receives))
+        ends += [("receive", End(*pair)) for pair in zip(self.receives, targets, strict=True)]
+        return sorted(ends, key=lambda end: end[1].transfer.step)
 
     @property
     def transfer(self) -> Transfer:
@@ -231,20 +231,23 @@ def line(one: Instruction) -> str:
     match one:
         case Post():
             arrows = {"send": "-> rank {0.target}", "receive": "<- rank {0.source}"}
-            ends = [f"{of.piece} {arrows[way].format(of)}" for way, (of, _) in one.ends]
+            ends = [
+                f"{transfer.piece} {arrows[way].format(transfer)}"
+                for way, (transfer, _) in one.ends
+            ]
             text = f"post step {one.transfer.step}, lane {one.transfer.lane}: {', '.join(ends)}"
         case Collective(kind, source, out):
-            numbers = sorted(one.step for one in one.receives)
+            numbers = sorted(transfer.step for transfer in one.receives)
             text = f"post steps {numbers[0]} to {numbers[-1]}, lane {one.transfer.lane}: "
             text += f"{out} = {kind}({source})"
         case Wait(receives, sends):
             steps = [("received", receives), ("sent", sends)]
-            done = [f"{verb} {', '.join(map(str, some))}" for verb, some in steps if some]
-            text = f"wait until {'; '.join(done)}"
+            phrases = [f"{verb} {', '.join(map(str, group))}" for verb, group in steps if group]
+            text = f"wait until {'; '.join(phrases)}"
         case Compute(work, outs, ins, run):
-            given = [*map(str, ins), *([] if run is None else [f"rows {run.start}:{run.stop}"])]
+            inputs = [*map(str, ins), *([] if run is None else [f"rows {run.start}:{run.stop}"])]
             text = f"{', '.join(map(str, outs))} = " if outs else ""
-            text += f"{work}({', '.join(given)})"
+            text += f"{work}({', '.join(inputs)})"
         case Add(out, terms):
             parts = (f"{span} in {k} parts" if k > 1 else str(span) for span, k in terms)
             text = f"{out} = {' + '.join(parts)}"

@@ -94,23 +94,25 @@ class Program:
     def transfers(self) -> dict[int, tuple[Transfer, Transfer]]:
         """The send and the receive of each step."""
         ends = [(way, end.transfer) for post in self.posts for way, end in post.ends]
-        found = {(way, transfer.step): transfer for way, transfer in ends}
-        steps = sorted(step for way, step in found if way == "send")
-        return {step: (found["send", step], found["receive", step]) for step in steps}
+        transfers = {(way, transfer.step): transfer for way, transfer in ends}
+        steps = sorted(step for way, step in transfers if way == "send")
+        return {step: (transfers["send", step], transfers["receive", step]) for step in steps}
 
     @property
     def posts(self) -> Iterator[Post | Collective]:
         """The instructions that post, in order."""
-        return (one for one in self.code if isinstance(one, Post | Collective))
+        return (post for post in self.code if isinstance(post, Post | Collective))
 
     @cached_property
     def spans(self) -> dict[str, list[Span]]:
         """Every span that an instruction names, once, by buffer."""
-        found: dict[str, list[Span]] = {}
-        named = (span for one in self.code for of in accesses(one) for span in of)
+        spans: dict[str, list[Span]] = {}
+        named = (
+            span for instruction in self.code for group in accesses(instruction) for span in group
+        )
         for span in dict.fromkeys(named):
-            found.setdefault(span.buffer, []).append(span)
-        return found
+            spans.setdefault(span.buffer, []).append(span)
+        return spans
 
     @cached_property
     def messages(self) -> frozenset[str]:
@@ -125,36 +127,45 @@ class Program:
     @cached_property
     def mark(self) -> int:
         """Index of the :class:`Mark`, where a run ``ahead`` stops; without one, of the end."""
-        marks = (place for place, one in enumerate(self.code) if isinstance(one, Mark))
+        marks = (place for place, mark in enumerate(self.code) if isinstance(mark, Mark))
         return next(marks, len(self.code))
 
     @cached_property
     def last_post(self) -> int:
         """Index of the last instruction that posts; -1 if none does."""
-        places = (at for at, one in enumerate(self.code) if isinstance(one, Post | Collective))
+        places = (at for at, post in enumerate(self.code) if isinstance(post, Post | Collective))
         return max(places, default=-1)
 
     @cached_property
     def last_of(self) -> dict[str, int]:
         """Index of the last :class:`Compute` of each work."""
-        return {one.work: at for at, one in enumerate(self.code) if isinstance(one, Compute)}
+        return {call.work: at for at, call in enumerate(self.code) if isinstance(call, Compute)}
 
     @cached_property
     def layout(self) -> dict[str, tuple[Stretch, int, int, int]]:
         """``(stretch, offset in elements, rows, columns)`` of each scratch buffer."""
         ahead = {
-            span.buffer for one in self.code[: self.mark] for of in accesses(one) for span in of
+            span.buffer
+            for instruction in self.code[: self.mark]
+            for group in accesses(instruction)
+            for span in group
         }
-        early = {one.slot for one in self.scratch if one.name in ahead}
-        slots = {one: (Stretch(one.wide, one.slot not in early), one.slot) for one in self.scratch}
+        early = {buffer.slot for buffer in self.scratch if buffer.name in ahead}
+        slots = {
+            buffer: (Stretch(buffer.wide, buffer.slot not in early), buffer.slot)
+            for buffer in self.scratch
+        }
         longest: Counter[tuple[Stretch, str]] = Counter()
-        for one, key in slots.items():
-            longest[key] = max(longest[key], one.rows * one.columns)
+        for buffer, key in slots.items():
+            longest[key] = max(longest[key], buffer.rows * buffer.columns)
         offsets, ends = {}, Counter[Stretch]()
         for (stretch, slot), elements in longest.items():
             offsets[stretch, slot] = ends[stretch]
             ends[stretch] += aligned(elements)
-        return {one.name: (of[0], offsets[of], one.rows, one.columns) for one, of in slots.items()}
+        return {
+            buffer.name: (key[0], offsets[key], buffer.rows, buffer.columns)
+            for buffer, key in slots.items()
+        }
 
     @cached_property
     def stretches(self) -> dict[Stretch, int]:
@@ -176,11 +187,12 @@ class Program:
     def count(self, kind: type[Instruction], work: str | None = None) -> int:
         """Number of instructions of a kind; with ``work``, of the :class:`Compute` of that work."""
         return sum(
-            isinstance(one, kind) and (work is None or getattr(one, "work", None) == work)
-            for one in self.code
+            isinstance(instruction, kind)
+            and (work is None or getattr(instruction, "work", None) == work)
+            for instruction in self.code
         )
 
     def __str__(self) -> str:
         """The program as text, one line per instruction."""
-        lines = (f"{place:>4}  {line(one)}" for place, one in enumerate(self.code))
+        lines = (f"{place:>4}  {line(instruction)}" for place, instruction in enumerate(self.code))
         return "\n".join([f"{self.rule[0]}, rank {self.rank} of {self.size}", *lines])

@@ -72,8 +72,8 @@ def taper_down(rows: int, parts: int, taper: float) -> tuple[int, ...]:
     bounds, before, total = [0], 0.0, sum(weights)
     for part, weight in enumerate(weights, 1):
         before += weight
-        wanted = round(units * (before / total))
-        bounds.append(max(bounds[-1] + 1, min(wanted, units - (parts - part))))
+        ideal = round(units * (before / total))
+        bounds.append(max(bounds[-1] + 1, min(ideal, units - (parts - part))))
     return tuple(bound * unit for bound in bounds)
 
 
@@ -161,12 +161,12 @@ class Schedule:
         costs = ", blocks that cost differently" if self.costs else ""
         taper = f", tapered by {self.taper:g}" if self.taper != 1 else ""
         lanes = "a lane per peer" if self.lanes is None else f"{self.lanes} lanes"
-        how = self.shape if self.shape == "collective" else f"{self.shape}, {lanes}"
-        return f"{how}, {self.chunks} chunks{taper}{node}{costs}"
+        shape = self.shape if self.shape == "collective" else f"{self.shape}, {lanes}"
+        return f"{shape}, {self.chunks} chunks{taper}{node}{costs}"
 
     @cached_property
     def _hash(self) -> int:
-        return hash(tuple(getattr(self, one.name) for one in fields(self)))
+        return hash(tuple(getattr(self, field.name) for field in fields(self)))
 
     def __hash__(self) -> int:
         # Cached: every call of an op hashes its schedule.

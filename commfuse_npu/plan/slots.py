@@ -54,10 +54,10 @@ def slots(stages: int, stage: int, chunks: int, microbatches: int) -> tuple[Slot
         )
     group = stages if chunks > 1 else microbatches
     order = [
-        Step(first + one, chunk)
+        Step(first + offset, chunk)
         for first in range(0, microbatches, group)
         for chunk in range(chunks)
-        for one in range(group)
+        for offset in range(group)
     ]
     total, lag = len(order), stages - 1 - stage + chunks * stages
 
@@ -65,8 +65,8 @@ def slots(stages: int, stage: int, chunks: int, microbatches: int) -> tuple[Slot
         return order[number] if 0 <= number < total else None
 
     def backward(number: int) -> Step | None:
-        found = step(number)
-        return found and Step(found.microbatch, chunks - 1 - found.chunk)
+        forward = step(number)
+        return forward and Step(forward.microbatch, chunks - 1 - forward.chunk)
 
     times = range(total + stages - 1 + chunks * stages)
     return tuple(Slot(step(t - stage), backward(t - lag)) for t in times)
@@ -74,11 +74,11 @@ def slots(stages: int, stage: int, chunks: int, microbatches: int) -> tuple[Slot
 
 def most_in_flight(plan: Sequence[Slot]) -> int:
     """The most forwards that hold activations at a time; both sides of a slot count."""
-    most = now = 0
+    most = in_flight = 0
     for slot in plan:
-        now += slot.forward is not None
-        most = max(most, now)
-        now -= slot.backward is not None
+        in_flight += slot.forward is not None
+        most = max(most, in_flight)
+        in_flight -= slot.backward is not None
     return most
 
 

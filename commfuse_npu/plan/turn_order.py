@@ -61,17 +61,17 @@ class _State(NamedTuple):
     under_way: tuple[tuple[float, ...], tuple[float, ...]] = ((), ())
 
     def after(self, side: int, place: Place) -> _State:
-        now, link, due = max(self.now, self.due[side]) + place.work, self.link, 0.0
+        now, link, arrival = max(self.now, self.due[side]) + place.work, self.link, 0.0
         under_way = self.under_way[side]
         if place.transfer:
             link = max(link, now) + place.transfer
             under_way = (*under_way, link)
         if place.waits is not None:
-            due = under_way[place.waits]
+            arrival = under_way[place.waits]
             under_way = under_way[: place.waits] + under_way[place.waits + 1 :]
         if side == FORWARD:
-            return _State(now, link, (due, self.due[1]), (under_way, self.under_way[1]))
-        return _State(now, link, (self.due[0], due), (self.under_way[0], under_way))
+            return _State(now, link, (arrival, self.due[1]), (under_way, self.under_way[1]))
+        return _State(now, link, (self.due[0], arrival), (self.under_way[0], under_way))
 
     @property
     def all(self) -> tuple[float, ...]:
@@ -118,21 +118,21 @@ def best_order(sides: Sides) -> Order:
     """
     reached: dict[tuple[int, int, int], list[_Way]] = {(0, 0, FORWARD): [_Way(_State())]}
     ends = len(sides[FORWARD]), len(sides[BACKWARD])
-    many = max(_STATES_KEPT, _STATES_IN_ALL // (ends[FORWARD] * ends[BACKWARD]))
+    limit = max(_STATES_KEPT, _STATES_IN_ALL // (ends[FORWARD] * ends[BACKWARD]))
     for _ in range(sum(ends)):
         following: dict[tuple[int, int, int], list[_Way]] = {}
         for (*at, side), ways in reached.items():
             place = sides[side][at[side]]
             at[side] += 1
-            left = at[FORWARD] < ends[FORWARD], at[BACKWARD] < ends[BACKWARD]
+            remaining = at[FORWARD] < ends[FORWARD], at[BACKWARD] < ends[BACKWARD]
             for way in ways:
                 state = way.state.after(side, place)
                 for handed_over in (False, True):
-                    then = 1 - side if handed_over else side
-                    if left[then] or not any(left):
-                        key = at[FORWARD], at[BACKWARD], then
+                    turn = 1 - side if handed_over else side
+                    if remaining[turn] or not any(remaining):
+                        key = at[FORWARD], at[BACKWARD], turn
                         following.setdefault(key, []).append(_Way(state, side, handed_over, way))
-        reached = {key: _earliest(ways, many) for key, ways in following.items()}
+        reached = {key: _earliest(ways, limit) for key, ways in following.items()}
     last = min(
         (way for ways in reached.values() for way in ways),
         key=lambda way: max(way.state.now, *way.state.due),
@@ -141,16 +141,16 @@ def best_order(sides: Sides) -> Order:
     while last.before is not None:
         order[last.side].append(last.handed_over)
         last = last.before
-    found = tuple(order[FORWARD][::-1]), tuple(order[BACKWARD][::-1])
-    return min(strict_turns(sides), found, key=partial(duration, sides))
+    best = tuple(order[FORWARD][::-1]), tuple(order[BACKWARD][::-1])
+    return min(strict_turns(sides), best, key=partial(duration, sides))
 
 
 def _earliest(ways: list[_Way], many: int) -> list[_Way]:
     """The ``many`` earliest states, without those that another one beats in every time."""
-    kept: list[_Way] = []
+    earliest: list[_Way] = []
     for way in sorted(ways, key=lambda way: (way.state.now, way.state.link, sum(way.state.due))):
-        if not any(all(map(le, better.state.all, way.state.all)) for better in kept):
-            kept.append(way)
-            if len(kept) == many:
+        if not any(all(map(le, better.state.all, way.state.all)) for better in earliest):
+            earliest.append(way)
+            if len(earliest) == many:
                 break
-    return kept
+    return earliest

@@ -40,9 +40,9 @@ class Case(NamedTuple):
     batched: bool
 
     def __str__(self) -> str:
-        given = ", ".join(map(str, self.arguments))
-        how = "in batches" if self.batched else "one by one"
-        return f"{self.rule}({given}), {self.size} ranks, {how}, {self.schedule}"
+        values = ", ".join(map(str, self.arguments))
+        posting = "in batches" if self.batched else "one by one"
+        return f"{self.rule}({values}), {self.size} ranks, {posting}, {self.schedule}"
 
     def programs(self) -> list[Program]:
         """Compile the programs of all ranks, in rank order."""
@@ -78,19 +78,19 @@ def cases(
         ]
         for count in chunks
     ]
-    together = [choice for some in choices for choice in some]
-    some = [_turns(one) for one in (choices if size <= _ALL_CHUNKS_UP_TO else [together])]
+    combined = [choice for group in choices for choice in group]
+    rotations = [_turns(group) for group in (choices if size <= _ALL_CHUNKS_UP_TO else [combined])]
     for name in RULES:
         numbers = range(len(arguments(name, 1, size)))
         turns = _turns(numbers)
         shapes = [*_shapes(size), *([Schedule("collective")] if name in _LINEAR else [])]
         for shape, batched in product(shapes, (True, False)):
             for number in numbers if every or size <= _ALL_ARGUMENTS_UP_TO else [next(turns)]:
-                for count, taper, lane, rows in together if every else map(next, some):
+                for count, taper, lane, rows in combined if every else map(next, rotations):
                     lane = 1 if shape.shape == "collective" else lane
                     schedule = replace(shape, lanes=lane, chunks=count, taper=taper)
-                    given = arguments(name, rows, size)[number]
-                    yield Case(name, given, schedule, size, batched)
+                    values = arguments(name, rows, size)[number]
+                    yield Case(name, values, schedule, size, batched)
 
 
 def _turns(options: Sequence[_One]) -> Iterator[_One]:
@@ -113,7 +113,7 @@ def arguments(rule: str, rows: int, size: int) -> list[tuple[object, ...]]:
     """Every choice of a rule's arguments; ``rows`` is the length that the schedule cuts."""
     flags = (False, True)
     ways = (None, "whole", "blocks")
-    found: dict[str, list[tuple[object, ...]]] = {
+    choices: dict[str, list[tuple[object, ...]]] = {
         "gather_gemm": [
             (rows, 2, outputs, keep, wgrad, 2)
             for outputs, keep, wgrad in product((3, 0), flags, ways)
@@ -144,4 +144,4 @@ def arguments(rule: str, rows: int, size: int) -> list[tuple[object, ...]]:
         "bucket_scatter": [(rows, 1, 1), (rows, 2, 2), (rows, size, 3)],
         "bucket_gather": [(rows, last_first) for last_first in flags],
     }
-    return found[rule]
+    return choices[rule]

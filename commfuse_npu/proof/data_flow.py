@@ -76,29 +76,29 @@ class Contents:
         return words if len(words) <= _MOST_WORDS else f"{words[:_MOST_WORDS]} ..."
 
     def _words(self, number: int) -> str:
-        kind, *rest = self._told[number]
+        kind, *parts = self._told[number]
         if kind == "nothing":
             return "nothing"
         if kind == "row":
-            rank, buffer, row, (first, last) = rest
+            rank, buffer, row, (first, last) = parts
             return f"{buffer}[{row}, {first}:{last}] of rank {rank}"
         if kind == "run":
-            return f"row {rest[0]}"
+            return f"row {parts[0]}"
         if kind == "whole":
-            return self._block(rest) or f"({', '.join(map(self._words, rest))})"
+            return self._block(parts) or f"({', '.join(map(self._words, parts))})"
         if kind == "sum":
-            return " + ".join(map(self._words, rest))
-        rank, _, *inputs = rest
+            return " + ".join(map(self._words, parts))
+        rank, _, *inputs = parts
         return f"{kind}({', '.join(map(self._words, inputs))}) of rank {rank}"
 
     def _block(self, rows: Sequence[int]) -> str | None:
         """Describe consecutive rows of one buffer; ``None`` if they are something else."""
-        told = [self._told[row] for row in rows]
-        if not told or told[0][0] != "row":
+        entries = [self._told[row] for row in rows]
+        if not entries or entries[0][0] != "row":
             return None
-        _, rank, buffer, start, columns = told[0]
-        stop, (first, last) = start + len(told), columns
-        if told != [("row", rank, buffer, row, columns) for row in range(start, stop)]:
+        _, rank, buffer, start, columns = entries[0]
+        stop, (first, last) = start + len(entries), columns
+        if entries != [("row", rank, buffer, row, columns) for row in range(start, stop)]:
             return None
         return f"{buffer}[{start}:{stop}, {first}:{last}] of rank {rank}"
 
@@ -185,60 +185,64 @@ class _Rank:
         """Execute until a wait blocks; whether any instruction was executed."""
         code, began = self._program.code, self._at
         while self._at < len(code) and not self._held.faults:
-            one = code[self._at]
-            if isinstance(one, Wait):
-                if not self._land(one):
+            entry = code[self._at]
+            if isinstance(entry, Wait):
+                if not self._land(entry):
                     break
-            elif isinstance(one, Post | Collective):
-                for way, (transfer, span) in one.ends:
+            elif isinstance(entry, Post | Collective):
+                for way, (transfer, span) in entry.ends:
                     if way == "send":
                         self._mail[transfer.step, transfer.source] = self._read(span)
                     else:
                         self._arriving[transfer.step] = transfer.source, span
                         self._write(span, [NOTHING] * span.rows)
-            elif isinstance(one, Compute):
-                self._compute(one)
-            elif isinstance(one, Add):
-                self._add(one)
-            elif isinstance(one, Copy):
-                shapes = [(span.rows, self._memory.width(span)) for span in (one.out, one.source)]
+            elif isinstance(entry, Compute):
+                self._compute(entry)
+            elif isinstance(entry, Add):
+                self._add(entry)
+            elif isinstance(entry, Copy):
+                shapes = [
+                    (span.rows, self._memory.width(span)) for span in (entry.out, entry.source)
+                ]
                 if shapes[0] != shapes[1]:
                     self._fault("it copies into rows or columns of another number")
                 else:
-                    self._write(one.out, self._read(one.source))
+                    self._write(entry.out, self._read(entry.source))
             self._at += 1
         return self._at > began
 
     def _land(self, wait: Wait) -> bool:
         """Deliver the messages of a wait if all of them were sent; whether they were."""
-        due = [(step, *self._arriving[step]) for step in wait.receives if step in self._arriving]
-        if any((step, source) not in self._mail for step, source, _ in due):
+        arrivals = [
+            (step, *self._arriving[step]) for step in wait.receives if step in self._arriving
+        ]
+        if any((step, source) not in self._mail for step, source, _ in arrivals):
             return False
-        for step, source, span in due:
+        for step, source, span in arrivals:
             self._write(span, self._mail[step, source])
             del self._arriving[step]
         return True
 
     def _compute(self, one: Compute) -> None:
         contents, rank, width = self._contents, self._program.rank, self._memory.width
-        taken = [self._read(span) for span in one.ins]
+        inputs = [self._read(span) for span in one.ins]
         if one.work == "gemm":
             (result, *_), (a, b, *_) = one.outs, one.ins
             if (width(a), width(result)) != (b.rows, width(b)):
                 self._fault("the columns of its matrices do not fit")
         for number, out in enumerate(one.outs):
-            by_row = next((k for k, rows in enumerate(taken) if len(rows) == out.rows), None)
-            others = [contents.whole(rows) for k, rows in enumerate(taken) if k != by_row]
+            by_row = next((k for k, rows in enumerate(inputs) if len(rows) == out.rows), None)
+            wholes = [contents.whole(rows) for k, rows in enumerate(inputs) if k != by_row]
             if by_row is not None:
-                rows = taken[by_row]
+                rows = inputs[by_row]
             elif one.run is not None and one.run.stop - one.run.start == out.rows:
                 rows = [contents.run(row) for row in range(one.run.start, one.run.stop)]
             else:
                 self._fault(f"nothing says what its {out.rows} rows are made of")
                 return
-            made = [contents.made(one.work, rank, row, others, number) for row in rows]
-            self._write(out, made)
-        self._held.calls.append(Call(self._at, one.work, one.run, taken, bool(one.outs)))
+            results = [contents.made(one.work, rank, row, wholes, number) for row in rows]
+            self._write(out, results)
+        self._held.calls.append(Call(self._at, one.work, one.run, inputs, bool(one.outs)))
 
     def _add(self, one: Add) -> None:
         rows, width, parts = one.out.rows, self._memory.width(one.out), []
@@ -246,8 +250,8 @@ class _Rank:
             if (span.rows, self._memory.width(span)) != (count * rows, width):
                 self._fault(f"{span.buffer} is not {count} parts of the shape of the sum")
                 return
-            there = self._read(span)
-            parts += [there[at * rows : (at + 1) * rows] for at in range(count)]
+            stack = self._read(span)
+            parts += [stack[at * rows : (at + 1) * rows] for at in range(count)]
         first = one.terms[0][0]
         self._write(first, [NOTHING] * first.rows)
         self._write(one.out, [self._contents.sum(terms) for terms in zip(*parts, strict=True)])
@@ -265,22 +269,22 @@ class _Rank:
         """The contents of a buffer's rows in the columns of a span, to be changed in place."""
         planes, columns = self._rows[span.buffer], self._memory.columns(span)
         if columns not in planes:
-            found = self._at_first(span.buffer, columns)
+            plane = self._at_first(span.buffer, columns)
             for other, rows in planes.items():
                 if common(columns, other):
                     first = self._at_first(span.buffer, other)
-                    changed = [row for row, held in enumerate(rows) if held != first[row]]
+                    changed = [row for row, content in enumerate(rows) if content != first[row]]
                     for row in changed:
-                        found[row] = NOTHING
-            planes[columns] = found
+                        plane[row] = NOTHING
+            planes[columns] = plane
         return planes[columns]
 
     def _read(self, span: Span) -> list[int]:
         plane = self._plane(span)
-        found = [held for start, stop in span.runs() for held in plane[start:stop]]
-        if NOTHING in found:
+        rows = [content for start, stop in span.runs() for content in plane[start:stop]]
+        if NOTHING in rows:
             self._fault(f"it reads rows of {span.buffer} that hold nothing")
-        return found
+        return rows
 
     def _write(self, span: Span, found: Sequence[int]) -> None:
         """Set the contents of a span; invalidates rows of overlapping columns and scratch."""

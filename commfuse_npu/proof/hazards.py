@@ -90,45 +90,45 @@ def hazards(program: Program, memory: Memory) -> Iterator[str]:
     those that it is sent from.  Messages are whole contiguous rows, and all have to be waited for.
     No instruction writes over its inputs, except element by element in place.
     """
-    two = any(map(is_aside, program.code))
+    has_aside = any(map(is_aside, program.code))
     clocks = {False: _Clock(0, 0), True: _Clock(-1, 0)}
     events: dict[int, _Clock] = {}
     begun: dict[int, _Clock] = {}
     touches: defaultdict[object, list[_Touch]] = defaultdict(list)
     transfers: dict[tuple[str, int], _Touch] = {}
-    known: set[Span] = set()
+    checked: set[Span] = set()
     marked, last_aside = 0, _At(-1, True)
-    for at, one in enumerate(program.code):
-        here = _At(at, is_aside(one))
-        mine = clocks[here.aside].now(*here)
-        reads, writes = accesses(one)
+    for at, entry in enumerate(program.code):
+        here = _At(at, is_aside(entry))
+        clock = clocks[here.aside].now(*here)
+        reads, writes = accesses(entry)
         for span in (*reads, *writes):
-            wrong = None if span in known else memory.wrong(span)
+            wrong = None if span in checked else memory.wrong(span)
             if wrong is not None:
                 yield f"{instruction(program, at)}: {wrong}"
                 return
-            known.add(span)
-        if isinstance(one, Mark):
+            checked.add(span)
+        if isinstance(entry, Mark):
             marked = at + 1
-        elif isinstance(one, Record):
-            events[one.event] = mine
-        elif isinstance(one, Hold):
-            if one.event not in events:
+        elif isinstance(entry, Record):
+            events[entry.event] = clock
+        elif isinstance(entry, Hold):
+            if entry.event not in events:
                 yield f"{instruction(program, at)}: nobody has recorded this event"
                 return
-            clocks[here.aside] = mine.after(events[one.event])
-        elif isinstance(one, Wait):
-            for way, step in one.ends:
+            clocks[here.aside] = clock.after(events[entry.event])
+        elif isinstance(entry, Wait):
+            for way, step in entry.ends:
                 transfer = transfers.get((way, step))
                 if transfer is None:
                     yield f"{instruction(program, at)}: it has posted no {way} of step {step}"
                     continue
-                mine = mine.after(begun[step])
+                clock = clock.after(begun[step])
                 transfer.done.append(here)
-                if not two and transfer in touches[transfer.place.home]:
+                if not has_aside and transfer in touches[transfer.place.home]:
                     touches[transfer.place.home].remove(transfer)
-            clocks[here.aside] = mine
-        elif (reads or writes) and mine.first < marked:
+            clocks[here.aside] = clock
+        elif (reads or writes) and clock.first < marked:
             yield f"{instruction(program, at)}: it does not hold for what came before"
             return
         ours = [
@@ -137,30 +137,32 @@ def hazards(program: Program, memory: Memory) -> Iterator[str]:
             for span in spans
         ]
         for touch in ours:
-            clashing = [one for one in touches[touch.place.home] if touch.clashes(one, mine)]
+            clashing = [past for past in touches[touch.place.home] if touch.clashes(past, clock)]
             # Report a race rather than a missing wait.
-            other = min(clashing, key=lambda one: one.end is not None, default=None)
+            other = min(clashing, key=lambda past: past.end is not None, default=None)
             if other is not None:
                 yield f"{instruction(program, at)}: {_clash(program, touch, other)}"
                 if other.done:
                     return  # further faults are consequences
-        in_place = not isinstance(one, Post | Collective) and getattr(one, "work", None) != "gemm"
+        in_place = (
+            not isinstance(entry, Post | Collective) and getattr(entry, "work", None) != "gemm"
+        )
         for read, written in product(ours[: len(reads)], ours[len(reads) :]):
             same = in_place and read.place == written.place
             if read.place.meets(written.place) and not same:
                 yield f"{instruction(program, at)}: it writes over what it reads"
-        if isinstance(one, Post | Collective):
-            for way, end in one.ends:
-                begun[end.transfer.step] = mine
+        if isinstance(entry, Post | Collective):
+            for way, end in entry.ends:
+                begun[end.transfer.step] = clock
                 yield from (f"{instruction(program, at)}: {wrong}" for wrong in _unfit(end, memory))
                 touch = _Touch(end.span, memory.place(end.span), way == "receive", [], end)
                 transfers[way, end.transfer.step] = touch
                 touches[touch.place.home].append(touch)
-        elif two:
+        elif has_aside:
             last_aside = here if here.aside and ours else last_aside
             for touch in ours:
                 touches[touch.place.home].append(touch)
-    for touch in sorted(transfers.values(), key=lambda one: not one.writes):
+    for touch in sorted(transfers.values(), key=lambda touch: not touch.writes):
         if not touch.done and touch.end is not None:
             yield f"rank {program.rank} never waits for what {_ways(touch)}: {touch.end.transfer}"
     if last_aside.at >= 0 and not clocks[False].knows(last_aside):
@@ -174,9 +176,9 @@ def _clash(program: Program, touch: _Touch, other: _Touch) -> str:
     if other.done:
         way = "receive" if other.writes else "send"
         return f"only the other stream has waited for the {way} of step {transfer.step}"
-    does = "writes" if touch.writes else "reads"
+    verb = "writes" if touch.writes else "reads"
     return (
-        f"it {does} {touch.span.buffer} where {transfer} {_ways(other)}, and has not waited for it"
+        f"it {verb} {touch.span.buffer} where {transfer} {_ways(other)}, and has not waited for it"
     )
 
 

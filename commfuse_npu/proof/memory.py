@@ -31,7 +31,7 @@ class Place(NamedTuple):
         return (
             self.home == other.home
             and common(self.columns, other.columns)
-            and any(common(one, its) for one in self.runs for its in other.runs)
+            and any(common(run, other_run) for run in self.runs for other_run in other.runs)
         )
 
 
@@ -87,10 +87,10 @@ class Memory:
 
     def place(self, span: Span) -> Place:
         """The memory of a valid span."""
-        found = self._places.get(span)
-        if found is None:
-            found = self._places[span] = self._place(span)
-        return found
+        place = self._places.get(span)
+        if place is None:
+            place = self._places[span] = self._place(span)
+        return place
 
     def _place(self, span: Span) -> Place:
         home, runs = self._homes[span.buffer], span.runs()

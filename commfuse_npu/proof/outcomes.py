@@ -90,17 +90,17 @@ class Outcome:
         contents = self._contents
 
         def sums(rank: int, i: int, some: Columns) -> int:
-            there = rank * rows + i
-            return self._sum(rank, lambda q: whole.at(q, there, some))
+            row = rank * rows + i
+            return self._sum(rank, lambda q: whole.at(q, row, some))
 
         def finished(rank: int, i: int, some: Columns) -> int:
             if size == 1:
                 return whole.at(rank, i, some)
-            mine = range(rank * rows, (rank + 1) * rows)
-            own = contents.whole([whole.at(rank, there, some) for there in mine])
-            there = rank * rows + i
-            others = [whole.at(q, there, some) for q in self._sources(rank)]
-            return contents.made("finish", rank, contents.sum(others), [own])
+            block = range(rank * rows, (rank + 1) * rows)
+            own = contents.whole([whole.at(rank, row, some) for row in block])
+            row = rank * rows + i
+            partials = [whole.at(q, row, some) for q in self._sources(rank)]
+            return contents.made("finish", rank, contents.sum(partials), [own])
 
         shard = _Matrix(rows, whole.columns, finished if finish else sums)
         before = self.shapes.get(out, (rows, whole.columns))
@@ -117,7 +117,7 @@ class Outcome:
     def all_reduce(self, whole: _Matrix, parts: Sequence[slice], *, out: str) -> None:
         size = self.place.size
         # The rank that sums each row.
-        adds = [
+        owners = [
             rank
             for part in parts
             for rank in range(size)
@@ -125,7 +125,7 @@ class Outcome:
         ]
 
         def at(_: int, i: int, some: Columns) -> int:
-            return self._sum(adds[i], lambda q: whole.at(q, i, some))
+            return self._sum(owners[i], lambda q: whole.at(q, i, some))
 
         self._result(out, whole._replace(at=at))
 
@@ -139,14 +139,14 @@ class Outcome:
         first: slice | None = None,
         last: slice | None = None,
     ) -> _Matrix:
-        contents, every = self._contents, (0, a.columns)
+        contents, all_columns = self._contents, (0, a.columns)
 
         def at(rank: int, i: int, some: Columns) -> int:
             key = rank, b, some
             if key not in self._weights:
                 rows = [b.at(rank, k, some) for k in range(b.rows)]
                 self._weights[key] = contents.whole(rows)
-            return contents.made("gemm", rank, a.at(rank, i, every), [self._weights[key]])
+            return contents.made("gemm", rank, a.at(rank, i, all_columns), [self._weights[key]])
 
         if first is not None:
             self.first = "gemm", self._rows(a, first)
@@ -178,14 +178,15 @@ class Outcome:
         rows = [self._rows(factor, slice(0, factor.rows)) for factor in factors]
         pieces = [[slice(0, len(rows[0]))]] if pieces is None and rows else pieces or [[]]
         self.calls["wgrad"] = [
-            (None, [[row for run in runs for row in its[run]] for its in rows]) for runs in pieces
+            (None, [[row for run in runs for row in matrix[run]] for matrix in rows])
+            for runs in pieces
         ]
         if first is not None and self.first is None:
             self.first = "wgrad", self._rows(factors[0], first)
 
     def _rows(self, matrix: _Matrix, run: slice) -> list[int]:
-        every = 0, matrix.columns
-        return [matrix.at(self.place.rank, i, every) for i in range(run.start, run.stop)]
+        all_columns = 0, matrix.columns
+        return [matrix.at(self.place.rank, i, all_columns) for i in range(run.start, run.stop)]
 
     def _sources(self, rank: int) -> list[int]:
         """The ranks whose partials ``rank`` adds before its own, in order."""
@@ -209,9 +210,9 @@ def outcome_of(program: Program, contents: Contents) -> Outcome:
             f"nothing says what has to come out of {name}; known are {', '.join(RULES)}"
         )
     assert isinstance(schedule, Schedule)
-    found = Outcome(Place(schedule, program.rank, program.size, program.batched), contents)
-    RULES[str(name)].lines(found, *arguments)
-    return found
+    outcome = Outcome(Place(schedule, program.rank, program.size, program.batched), contents)
+    RULES[str(name)].lines(outcome, *arguments)
+    return outcome
 
 
 # ---------------------------------------------------------------------- compared
@@ -226,8 +227,8 @@ def outcome_faults(
         rows, width = outcome.shapes[buffer]
         if not rows or not width:
             continue
-        as_it_was = [contents.row(program.rank, buffer, row, (0, width)) for row in range(rows)]
-        planes = held.written.get(buffer) or {(0, width): as_it_was}
+        initial = [contents.row(program.rank, buffer, row, (0, width)) for row in range(rows)]
+        planes = held.written.get(buffer) or {(0, width): initial}
         if buffer not in outcome.results:
             yield f"{where}: it changes {buffer}"
             continue
@@ -235,17 +236,17 @@ def outcome_faults(
         if [a for a, _ in covered] + [width] != [0, *(b for _, b in covered)]:
             yield f"{where}: of {width} columns of {buffer} it writes {covered}"
             continue
-        for columns, got in sorted(planes.items()):
-            for row, content in enumerate(got):
-                due = outcome.results[buffer](row, columns)
-                if content != due:
+        for columns, plane in sorted(planes.items()):
+            for row, content in enumerate(plane):
+                expected = outcome.results[buffer](row, columns)
+                if content != expected:
                     place = f"{buffer}[{row}, {columns[0]}:{columns[1]}]"
-                    yield f"{where}: {place} {_difference(content, due, contents)}"
+                    yield f"{where}: {place} {_difference(content, expected, contents)}"
                     break
     unmade = {call.work for call in held.calls if not call.makes}
     for work in sorted(unmade | outcome.calls.keys()):
-        made = [(call.run, call.taken) for call in held.calls if call.work == work]
-        yield from _call_faults(where, work, made, outcome.calls.get(work, []), contents)
+        actual = [(call.run, call.taken) for call in held.calls if call.work == work]
+        yield from _call_faults(where, work, actual, outcome.calls.get(work, []), contents)
     for which, at, own in (("first", 0, outcome.first), ("last", -1, outcome.last)):
         calls = [call for call in held.calls if own is not None and call.work == own[0]]
         if own is None or not calls:
@@ -281,15 +282,15 @@ def _call_faults(
     """The first call of a work that differs from the expected one, and a different number."""
     if len(got) != len(due):
         yield f"{where}: {work} is called {len(got)} times, it has to be {len(due)} times"
-    for at, ((run, taken), (due_run, needed)) in enumerate(zip(got, due, strict=False)):
+    for at, ((run, inputs), (due_run, needed)) in enumerate(zip(got, due, strict=False)):
         call = f"{where}: call {at} of {work}"
         if run != due_run:
             yield f"{call} is for rows {_rows(run)}, it has to be for {_rows(due_run)}"
-        elif [*map(len, taken)] != [*map(len, needed)]:
-            counts = (" and ".join(str(len(rows)) for rows in one) for one in (taken, needed))
+        elif [*map(len, inputs)] != [*map(len, needed)]:
+            counts = (" and ".join(str(len(rows)) for rows in side) for side in (inputs, needed))
             yield "{} takes {} rows, it has to take {}".format(call, *counts)
-        elif taken != needed:
-            pairs = zip(zip(*taken, strict=True), zip(*needed, strict=True), strict=True)
+        elif inputs != needed:
+            pairs = zip(zip(*inputs, strict=True), zip(*needed, strict=True), strict=True)
             pair = next(pair for pair in pairs if pair[0] != pair[1])
             words = (" with ".join(map(contents.words, rows)) for rows in pair)
             yield "{} takes {}, it has to take {}".format(call, *words)

@@ -199,8 +199,8 @@ class RankLog:
         return None
 
     def _wrong(self, why: str) -> LogError:
-        shown = why if len(why) <= _MOST_SHOWN else f"{why[:_MOST_SHOWN]}..."
-        return LogError(f"{self.path}, line {self._number}: {shown}")
+        text = why if len(why) <= _MOST_SHOWN else f"{why[:_MOST_SHOWN]}..."
+        return LogError(f"{self.path}, line {self._number}: {text}")
 
     def _parse(self, line: bytes) -> Any:
         try:
@@ -211,22 +211,22 @@ class RankLog:
     def _event(self, line: bytes) -> Event:
         content = self._parse(line)
         verb: Any = content[0] if isinstance(content, list) and content else None
-        rest: list[Any] = content[1:] if type(verb) is str else []
-        found = "".join(
-            "n" if type(one) is int and one >= 0 else "t" if type(one) is str else "?"
-            for one in rest
+        values: list[Any] = content[1:] if type(verb) is str else []
+        kinds = "".join(
+            "n" if type(value) is int and value >= 0 else "t" if type(value) is str else "?"
+            for value in values
         )
-        if type(verb) is not str or verb not in _EVENTS or not re.fullmatch(_EVENTS[verb], found):
+        if type(verb) is not str or verb not in _EVENTS or not re.fullmatch(_EVENTS[verb], kinds):
             raise self._wrong(f"{content} is no event")
-        text = rest.pop() if found.endswith("t") else ""
-        if verb in ("meet", "fail", "close") and rest[0] not in self.groups:
-            raise self._wrong(f"transport {rest[0]} is not defined")
+        text = values.pop() if kinds.endswith("t") else ""
+        if verb in ("meet", "fail", "close") and values[0] not in self.groups:
+            raise self._wrong(f"transport {values[0]} is not defined")
         begun = None
         if verb in _DEFINED:
-            begun = self._defined.get(rest[1])
+            begun = self._defined.get(values[1])
             if begun is None or (begun.kind == "operation") != (verb == "begin"):
-                raise self._wrong(f"{_DEFINED[verb]} {rest[1]} is not defined")
-        return Event(verb, rest[0] if rest else 0, tuple(rest[1:]), text, begun)
+                raise self._wrong(f"{_DEFINED[verb]} {values[1]} is not defined")
+        return Event(verb, values[0] if values else 0, tuple(values[1:]), text, begun)
 
     # ------------------------------------------------------------------ definitions
 
@@ -238,8 +238,8 @@ class RankLog:
         return [fields[name] for name in kinds]
 
     def _define(self, fields: dict[str, Any]) -> None:
-        what = next((what for what in _DEFINED.values() if what in fields), None)
-        if what is None:
+        kind = next((kind for kind in _DEFINED.values() if kind in fields), None)
+        if kind is None:
             kinds = {"transport": int, "ranks": list, "batched": bool}
             number, ranks, batched = self._fields(fields, kinds)
             fits = all(type(rank) is int and 0 <= rank < self.size for rank in ranks)
@@ -250,34 +250,35 @@ class RankLog:
                 )
             self.groups[number], self._batched[number] = Group(number, tuple(ranks)), batched
             return
-        (number,) = self._fields(fields, {what: int})
+        (number,) = self._fields(fields, {kind: int})
         if number in self._defined:
-            raise self._wrong(f"{what} {number} is defined already")
-        kinds = _OF_PROGRAM if what == "program" else _OF_COLLECTIVE
+            raise self._wrong(f"{kind} {number} is defined already")
+        kinds = _OF_PROGRAM if kind == "program" else _OF_COLLECTIVE
         transport, *_ = self._fields(fields, kinds)
         if transport not in self.groups:
             raise self._wrong(f"transport {transport} is not defined")
         facts = {fact: fields[fact] for fact in kinds if fact != "transport"}
         begun = Begun(self.groups[transport], fields["name"], facts)
-        if what == "program":
+        if kind == "program":
             begun = self._compiled(begun, self._batched[transport])
         self._defined[number] = begun
 
     def _compiled(self, begun: Begun, batched: bool) -> Begun:
         size, facts = len(begun.group.ranks), begun.facts
-        rule, asked, given = facts["rule"], facts["schedule"], facts["arguments"]
+        rule, options, arguments = facts["rule"], facts["schedule"], facts["arguments"]
         try:
-            schedule = Schedule(**{option: _frozen(value) for option, value in asked.items()})
+            schedule = Schedule(**{option: _frozen(value) for option, value in options.items()})
             if size * schedule.chunks > _MOST_TRANSFERS:
                 raise ValueError(f"it would have more than {_MOST_TRANSFERS} transfers")
             place = Place(schedule, begun.group.ranks.index(self.rank), size, batched)
             program, as_batched = (
-                RULES[rule](place._replace(batched=way), *_frozen(given)) for way in (batched, True)
+                RULES[rule](place._replace(batched=way), *_frozen(arguments))
+                for way in (batched, True)
             )
         # An untrusted file may cause any exception.
         except Exception as error:
             why = f"{type(error).__name__}: {error}"
-            raise self._wrong(f"no {rule} ({why}) can be made of {asked}, {given}") from error
+            raise self._wrong(f"no {rule} ({why}) can be made of {options}, {arguments}") from error
         facts = {"batched": batched, **facts}
         return begun._replace(facts=facts, program=program, batched=as_batched)
 
@@ -301,12 +302,12 @@ def opened(paths: Iterable[Path]) -> Iterator[list[RankLog]]:
     with ExitStack() as files:
         logs: list[RankLog] = []
         for path in paths:
-            found = sorted(path.glob("rank_*.jsonl")) if path.is_dir() else [path]
-            if not found:
+            matches = sorted(path.glob("rank_*.jsonl")) if path.is_dir() else [path]
+            if not matches:
                 raise LogError(
                     f"{path} holds no rank_*.jsonl; give the folder of --commfuse-order-log"
                 )
-            logs += [files.enter_context(closing(RankLog(one))) for one in found]
+            logs += [files.enter_context(closing(RankLog(file))) for file in matches]
         sizes = sorted({log.size for log in logs})
         counts = Counter(log.rank for log in logs)
         wrong = [f"{counts[r] or 'none'} of rank {r}" for r in range(sizes[-1]) if counts[r] != 1]

@@ -41,8 +41,8 @@ class End(NamedTuple):
     transfer: Transfer
 
     def __str__(self) -> str:
-        about = "" if isinstance(self.operation, int) else f" of {self.operation}"
-        return f"{self.transfer}{about}"
+        suffix = "" if isinstance(self.operation, int) else f" of {self.operation}"
+        return f"{self.transfer}{suffix}"
 
 
 class Post(NamedTuple):
@@ -132,15 +132,15 @@ class Rendezvous:
             script = self._scripts[number]
             while script.at < len(script.actions):
                 action = script.actions[script.at]
-                holds = self._holds(script.rank, action)
-                if holds is not None:
-                    self._held[holds].append(number)
+                obstacle = self._holds(script.rank, action)
+                if obstacle is not None:
+                    self._held[obstacle].append(number)
                     break
                 script.at += 1
                 if isinstance(action, Post):
-                    wrong = self._post(script.rank, action)
-                    if wrong is not None:
-                        return wrong
+                    stuck = self._post(script.rank, action)
+                    if stuck is not None:
+                        return stuck
         return self._stuck()
 
     def _free(self, what: Hashable) -> None:
@@ -173,10 +173,10 @@ class Rendezvous:
         """The closed links that a batch needs, each with its two ranks."""
         ranks = action.group.ranks
         for end in action.ends:
-            one, other = sorted((ranks[end.transfer.source], ranks[end.transfer.target]))
-            link = action.group, (action.lane, one, other)
+            low, high = sorted((ranks[end.transfer.source], ranks[end.transfer.target]))
+            link = action.group, (action.lane, low, high)
             if link not in self._opened:
-                yield link, {one, other}
+                yield link, {low, high}
 
     def _post(self, rank: int, action: Post) -> Stuck | None:
         queue = rank, (action.group, action.lane)
@@ -198,12 +198,12 @@ class Rendezvous:
             ranks = lane[0].ranks
             for end in list(entries[0]):
                 source, target = ranks[end.transfer.source], ranks[end.transfer.target]
-                other = (target if source == rank else source), lane
-                theirs = self._queues.get(other)
-                if not theirs:
+                peer = (target if source == rank else source), lane
+                peer_entries = self._queues.get(peer)
+                if not peer_entries:
                     continue
                 sends = source == rank
-                match = next((e for e in theirs[0] if _same_way(e, end)), None)
+                match = next((e for e in peer_entries[0] if _same_way(e, end)), None)
                 if match is None:
                     continue
                 same = (match.operation, match.transfer.piece) == (
@@ -217,13 +217,13 @@ class Rendezvous:
                         f"{target} expects {expected}"
                     )
                 entries[0].remove(end)
-                theirs[0].remove(match)
-                for one, its in ((rank, end), (other[0], match)):
-                    self._done.add((one, its))
-                    self._free((one, its))
-                if not theirs[0]:
-                    theirs.popleft()
-                    todo.append(other)
+                peer_entries[0].remove(match)
+                for owner, posted in ((rank, end), (peer[0], match)):
+                    self._done.add((owner, posted))
+                    self._free((owner, posted))
+                if not peer_entries[0]:
+                    peer_entries.popleft()
+                    todo.append(peer)
             if not entries[0]:
                 entries.popleft()
                 todo.append(queue)
@@ -234,12 +234,12 @@ class Rendezvous:
     def _stuck(self) -> Stuck | None:
         """The chain of ranks that wait for each other; ``None`` if all have finished."""
         starts: list[_Place] = [(p.rank, None) for p in self._scripts if p.at < len(p.actions)]
-        left = ((rank, lane) for (rank, lane), entries in self._queues.items() if entries)
-        starts += sorted(left, key=str)
+        queues = ((rank, lane) for (rank, lane), entries in self._queues.items() if entries)
+        starts += sorted(queues, key=str)
         if not starts:
             return None
-        found = [self._chain(start) for start in starts]
-        return next((chain for chain in found if chain.certain), found[0])
+        chains = [self._chain(start) for start in starts]
+        return next((chain for chain in chains if chain.certain), chains[0])
 
     def _chain(self, start: _Place) -> Stuck:
         waits: dict[_Place, str] = {}
@@ -255,25 +255,25 @@ class Rendezvous:
             certain, end = False, f"and nothing more is known of rank {place[0]}"
         else:
             end = f"and rank {place[0]} has nothing more to do"
-        how = "cold" if self._cold else "warm"
-        return Stuck(f"deadlock ({how}): {'; '.join(texts)}; {end}", certain)
+        state = "cold" if self._cold else "warm"
+        return Stuck(f"deadlock ({state}): {'; '.join(texts)}; {end}", certain)
 
     def _wait_of(self, place: _Place) -> tuple[_Place, str, _Place] | None:
         """Who waits at a place (head of a lane, else the host), in words, and for which place."""
         rank, lane = place
-        here, wanted = (rank, None), None
+        host, wanted = (rank, None), None
         if lane is None or not self._queues.get((rank, lane)):
-            held = (p for p in self._scripts if p.rank == rank and p.at < len(p.actions))
-            script = next(held, None)
+            scripts = (p for p in self._scripts if p.rank == rank and p.at < len(p.actions))
+            script = next(scripts, None)
             if script is None:
                 return None
             action = script.actions[script.at]
             if not isinstance(action, Wait):
-                absent, what = self._absent(rank, action)
-                return here, f"rank {rank} waits for rank {absent} to {what}", (absent, None)
+                absent, task = self._absent(rank, action)
+                return host, f"rank {rank} waits for rank {absent} to {task}", (absent, None)
             wanted = next(end for end in action.ends if (rank, end) not in self._done)
             if (rank, wanted) not in self._where:
-                return here, f"rank {rank} waits for {wanted}, which it has not posted", here
+                return host, f"rank {rank} waits for {wanted}, which it has not posted", host
             _, lane = self._where[rank, wanted]
         queue, (group, number) = (rank, lane), lane
         head = self._queues[queue][0]
@@ -291,11 +291,11 @@ class Rendezvous:
             met = self._met[action.group, action.number]
             return next(r for r in action.group.ranks if r not in met), f"come to {action.name}"
         closed = (pair - self._came[link] for link, pair in self._closed(action))
-        absent = next((r for some in closed for r in some), rank)
+        absent = next((r for ranks in closed for r in ranks), rank)
         return absent, f"open lane {action.lane} between them"
 
 
 def _same_way(one: End, other: End) -> bool:
     """Whether two ends have the same source and target rank."""
-    mine, theirs = one.transfer, other.transfer
-    return (mine.source, mine.target) == (theirs.source, theirs.target)
+    first, second = one.transfer, other.transfer
+    return (first.source, first.target) == (second.source, second.target)

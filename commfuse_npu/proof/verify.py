@@ -44,9 +44,9 @@ def verify(programs: Sequence[Program]) -> None:
     Raises:
         PlanError: they are refuted; the message lists the counter-examples.
     """
-    found = counter_examples(programs)
-    if found:
-        raise PlanError("the programs do not hold:\n" + "\n".join(f"- {line}" for line in found))
+    faults = counter_examples(programs)
+    if faults:
+        raise PlanError("the programs do not hold:\n" + "\n".join(f"- {line}" for line in faults))
 
 
 def counter_examples(programs: Sequence[Program], limit: int = 8) -> list[str]:
@@ -59,31 +59,31 @@ def counter_examples(programs: Sequence[Program], limit: int = 8) -> list[str]:
     Raises:
         PlanError: the rule is not in ``RULES``, so its expected results are unknown.
     """
-    found = list(_set(programs))
-    if found:
-        return found[:limit]
+    faults = list(_set(programs))
+    if faults:
+        return faults[:limit]
     contents = Contents()
     outcomes = [outcome_of(program, contents) for program in programs]
     memories = [
         Memory(program, outcome.shapes) for program, outcome in zip(programs, outcomes, strict=True)
     ]
-    found += [fault for program in programs for fault in _ends(program)]
-    if found:
-        return found[:limit]
+    faults += [fault for program in programs for fault in _ends(program)]
+    if faults:
+        return faults[:limit]
     for program, memory in zip(programs, memories, strict=True):
-        found += hazards(program, memory)
-    found = found or [*_pairing(programs, memories)]
-    found += [fault for program in programs for fault in _order(program)]
+        faults += hazards(program, memory)
+    faults = faults or [*_pairing(programs, memories)]
+    faults += [fault for program in programs for fault in _order(program)]
     stuck = rendezvous([programs], cold=True)
     if stuck is not None:
-        found.insert(0, rendezvous([programs]) or stuck)
-    if found:
-        return found[:limit]
+        faults.insert(0, rendezvous([programs]) or stuck)
+    if faults:
+        return faults[:limit]
     for program, outcome, held in zip(
         programs, outcomes, carry_out(programs, memories, contents), strict=True
     ):
-        found += held.faults or outcome_faults(program, outcome, held, contents)
-    return found[:limit]
+        faults += held.faults or outcome_faults(program, outcome, held, contents)
+    return faults[:limit]
 
 
 def _set(programs: Sequence[Program]) -> Iterator[str]:
@@ -97,16 +97,16 @@ def _set(programs: Sequence[Program]) -> Iterator[str]:
     for place, program in enumerate(programs):
         if program.rank != place:
             yield f"the program in place {place} is that of rank {program.rank}"
-        same = program.rule, program.size, program.batched
-        if same != (first.rule, first.size, first.batched):
+        operation = program.rule, program.size, program.batched
+        if operation != (first.rule, first.size, first.batched):
             yield f"rank {program.rank} runs {_told(program)}, rank 0 {_told(first)}"
 
 
 def _told(program: Program) -> str:
     name, schedule, *arguments = program.rule
-    how = "in batches" if program.batched else "one by one"
-    given = ", ".join(map(str, arguments))
-    return f"{name}({given}) by {schedule} in a group of {program.size}, {how}"
+    posting = "in batches" if program.batched else "one by one"
+    values = ", ".join(map(str, arguments))
+    return f"{name}({values}) by {schedule} in a group of {program.size}, {posting}"
 
 
 def _ends(program: Program) -> Iterator[str]:
@@ -118,10 +118,10 @@ def _ends(program: Program) -> Iterator[str]:
         if not isinstance(post, Post | Collective):
             continue
         for way, (transfer, _) in post.ends:
-            mine, peer = transfer.source, transfer.target
+            own, peer = transfer.source, transfer.target
             if way == "receive":
-                mine, peer = peer, mine
-            if mine != program.rank:
+                own, peer = peer, own
+            if own != program.rank:
                 yield f"{instruction(program, at)}: this rank has no part in {transfer}"
             elif peer == program.rank and isinstance(post, Post):
                 yield f"{instruction(program, at)}: {transfer} is to itself"
@@ -178,13 +178,13 @@ def _pairing(programs: Sequence[Program], memories: Sequence[Memory]) -> Iterato
             transfer = received[key][0].transfer
             yield f"rank {target} expects {transfer}, which rank {source} does not send"
         else:
-            (here, width), (there, other_width) = sent[key], received[key]
-            if here.transfer != there.transfer:
-                yield f"rank {source} sends {here.transfer}, rank {target} expects {there.transfer}"
-            elif (here.span.rows, width) != (there.span.rows, other_width):
+            (send, width), (other, other_width) = sent[key], received[key]
+            if send.transfer != other.transfer:
+                yield f"rank {source} sends {send.transfer}, rank {target} expects {other.transfer}"
+            elif (send.span.rows, width) != (other.span.rows, other_width):
                 yield (
-                    f"rank {source} sends {here.span.rows} x {width} of {here.transfer}, rank "
-                    f"{target} expects {there.span.rows} x {other_width}"
+                    f"rank {source} sends {send.span.rows} x {width} of {send.transfer}, rank "
+                    f"{target} expects {other.span.rows} x {other_width}"
                 )
 
 
@@ -195,9 +195,9 @@ def _order(program: Program) -> Iterator[str]:
         for way, end in reversed(post.ends):
             to_come[way].append(end.transfer.step)
     last = {"send": -1, "receive": -1}
-    for at, one in enumerate(program.code):
-        if isinstance(one, Post | Collective):
-            for way, _ in one.ends:
+    for at, entry in enumerate(program.code):
+        if isinstance(entry, Post | Collective):
+            for way, _ in entry.ends:
                 step = to_come[way].pop()
                 if step <= last[way]:
                     yield (
@@ -205,8 +205,8 @@ def _order(program: Program) -> Iterator[str]:
                         f"of step {last[way]}; there is no common order"
                     )
                 last[way] = max(last[way], step)
-        elif isinstance(one, Wait):
-            most = max((step for _, step in one.ends), default=-1)
+        elif isinstance(entry, Wait):
+            most = max((step for _, step in entry.ends), default=-1)
             for way, steps in to_come.items():
                 if steps and steps[-1] <= most:
                     yield (
@@ -232,10 +232,12 @@ def rendezvous(operations: Sequence[Sequence[Program]], *, cold: bool = False) -
     group = play.Group("programs", tuple(range(operations[0][0].size)))
     scripts = []
     for rank in group.ranks:
-        mine = [(number, programs[rank]) for number, programs in enumerate(operations)]
-        parts = [(number, one, slice(None, one.mark)) for number, one in mine]
-        parts += [(number, one, slice(one.mark, None)) for number, one in mine]
-        actions = [act for number, one, part in parts for act in _actions(number, one, part, group)]
+        numbered = [(number, programs[rank]) for number, programs in enumerate(operations)]
+        parts = [(number, program, slice(None, program.mark)) for number, program in numbered]
+        parts += [(number, program, slice(program.mark, None)) for number, program in numbered]
+        actions = [
+            act for number, program, part in parts for act in _actions(number, program, part, group)
+        ]
         scripts.append(play.Script(rank, actions))
     to_open = cold and all(program.batched for programs in operations for program in programs)
     stuck = play.Rendezvous(scripts, opened=set() if to_open else None).play()
@@ -251,15 +253,15 @@ def _actions(
         away = [end.transfer for _, end in post.ends if not end.transfer.stays]
         batch = tuple(play.End(number, transfer) for transfer in away)
         posted |= {(way, end.transfer.step): batch for way, end in post.ends}
-    for one in program.code[part]:
-        if isinstance(one, Post | Collective):
-            transfer = one.transfer
-            tagged = isinstance(one, Post) and not program.batched
+    for entry in program.code[part]:
+        if isinstance(entry, Post | Collective):
+            transfer = entry.transfer
+            tagged = isinstance(entry, Post) and not program.batched
             lane = _Message(number, transfer) if tagged else transfer.lane
-            yield play.Post(group, lane, posted[one.ends[0][0], transfer.step])
-        elif isinstance(one, Wait):
+            yield play.Post(group, lane, posted[entry.ends[0][0], transfer.step])
+        elif isinstance(entry, Wait):
             # A wait for one end of a batch waits for both.
-            yield play.Wait(tuple(end for wait in one.ends for end in posted.get(wait, ())))
+            yield play.Wait(tuple(end for wait in entry.ends for end in posted.get(wait, ())))
 
 
 class _Message(NamedTuple):

@@ -87,7 +87,7 @@ def verify_logs(paths: Iterable[Path]) -> Verdict:
 
 def _judge(logs: Sequence[RankLog]) -> Verdict:
     """Check the files part by part, and stop at the first part with faults."""
-    found, links = Verdict(len(logs)), set[_Link]()
+    verdict, links = Verdict(len(logs)), set[_Link]()
     judged: dict[bytes, tuple[int, int]] = {}
     for _ in read_to_cuts(logs):
         ended = all(log.ended and not log.under_way for log in logs)
@@ -96,29 +96,29 @@ def _judge(logs: Sequence[RankLog]) -> Verdict:
         key = hashlib.sha256(lines.encode()).digest()
         if not whole or key not in judged:
             ranks = [_Rank(log) for log in logs]
-            _hold_together(ranks, whole, links, found)
+            _hold_together(ranks, whole, links, verdict)
             counts = ((rank.operations, rank.messages) for rank in ranks)
             operations, messages = map(sum, zip(*counts, strict=True))
             judged[key] = operations, messages
         operations, messages = judged[key]
-        found.operations += operations
-        found.messages += messages
-        if found.faults:
+        verdict.operations += operations
+        verdict.messages += messages
+        if verdict.faults:
             break
     for log in logs:
-        found.notes += _notes(log)
-    if found.proved and found.operations == 0:
-        found.notes.append("the ranks recorded no operation: there is nothing to prove")
-    return found
+        verdict.notes += _notes(log)
+    if verdict.proved and verdict.operations == 0:
+        verdict.notes.append("the ranks recorded no operation: there is nothing to prove")
+    return verdict
 
 
 def _hold_together(ranks: Sequence[_Rank], whole: bool, links: set[_Link], found: Verdict) -> None:
     """Check one part on all ranks; ``whole``: the files do not end here, or all with ``end``."""
     faults = [fault for rank in ranks for fault in rank.faults]
     for key in dict.fromkeys(key for rank in ranks for key in rank.did):
-        first, *others = (ranks[rank] for rank in key[0].ranks)
-        for other in others:
-            faults += _difference(key, first, other, whole)
+        first, *peers = (ranks[rank] for rank in key[0].ranks)
+        for peer in peers:
+            faults += _difference(key, first, peer, whole)
     stuck = [_stuck(ranks, "recorded", None, whole)] if any(rank.gloo for rank in ranks) else []
     stuck += [_stuck(ranks, "hccl", opened, whole) for opened in (None, links)]
     ends = [end for end in stuck if end is not None]
@@ -145,21 +145,21 @@ def _difference(
     key: tuple[play.Group, str], first: _Rank, other: _Rank, whole: bool
 ) -> Iterator[str]:
     """The first difference between the operations, or meetings, of two ranks of a group."""
-    for one, two in zip_longest(first.did[key], other.did[key]):
-        if one is None or two is None:
-            lacking, having = (first, other) if one is None else (other, first)
+    for a, b in zip_longest(first.did[key], other.did[key]):
+        if a is None or b is None:
+            lacking, having = (first, other) if a is None else (other, first)
             # A rank whose file has no ``end`` may have done more.
             if whole or lacking.log.ended:
-                yield f"rank {lacking.rank} lacks {(one or two)[0]}, which rank {having.rank} has"
+                yield f"rank {lacking.rank} lacks {(a or b)[0]}, which rank {having.rank} has"
             return
-        differing = [fact for fact, value in one[1].items() if value != two[1][fact]]
+        differing = [fact for fact, value in a[1].items() if value != b[1][fact]]
         if differing:
             values = "; ".join(
-                f"{fact} {one[1][fact]} on rank {first.rank}, {two[1][fact]} on rank {other.rank}"
+                f"{fact} {a[1][fact]} on rank {first.rank}, {b[1][fact]} on rank {other.rank}"
                 for fact in differing
             )
             ranks = f"ranks {first.rank} and {other.rank}"
-            yield f"{ranks} do not do the same as {one[0]}: {values}"
+            yield f"{ranks} do not do the same as {a[0]}: {values}"
             return
 
 
@@ -205,7 +205,11 @@ class _Running:
     def __init__(self, name: _Name, program: Program, batched: Program) -> None:
         self.name, self.program, self.batched = name, program, batched
         posts_or_waits = Post | Collective | Wait
-        places = (at for at, one in enumerate(program.code) if isinstance(one, posts_or_waits))
+        places = (
+            at
+            for at, instruction in enumerate(program.code)
+            if isinstance(instruction, posts_or_waits)
+        )
         self.left = dict.fromkeys(places)
         self.ends: dict[tuple[_Rules, str, int], tuple[play.End, ...]] = {}
         self.at = self.posted = self.due = 0
@@ -290,9 +294,9 @@ class _Rank:
         """Simulate a collective as a message to and from every other rank, on a separate lane: its
         collectives have to match in order and size."""
         group = name.group
-        me, peers = group.ranks.index(self.rank), range(len(group.ranks))
+        own, peers = group.ranks.index(self.rank), range(len(group.ranks))
         piece = "{kind} ({bytes} bytes)".format(**facts)
-        pairs = [pair for peer in peers if peer != me for pair in ((me, peer), (peer, me))]
+        pairs = [pair for peer in peers if peer != own for pair in ((own, peer), (peer, own))]
         ends = tuple(play.End(name, Transfer(0, 0, *pair, piece)) for pair in pairs)
         self._collectives[slot] = name, ends
         for rules in self.actions:
@@ -306,23 +310,25 @@ class _Rank:
         self._posted[rules, group] += 1
 
     def _name(self, what: str, group: play.Group, text: str, facts: dict[str, Any]) -> _Name:
-        did = self.did[group, what]
-        did.append((_Name(what, group, self.log.before[group, what] + len(did), text), facts))
-        return did[-1][0]
+        items = self.did[group, what]
+        items.append((_Name(what, group, self.log.before[group, what] + len(items), text), facts))
+        return items[-1][0]
 
     def _at(self, running: _Running, place: int) -> None:
         program = running.program
-        due = next(iter(running.left), len(program.code))
-        if place != due:
-            here, there = running.line(place), running.line(due)
-            self._fault(running, f"comes to {here} where its program has {there}")
+        expected = next(iter(running.left), len(program.code))
+        if place != expected:
+            actual, wanted = running.line(place), running.line(expected)
+            self._fault(running, f"comes to {actual} where its program has {wanted}")
         if place in running.left:
             del running.left[place]
-            one = program.code[place]
-            self._play("recorded", running, one)
+            instruction = program.code[place]
+            self._play("recorded", running, instruction)
             if program.batched:
-                self._play("hccl", running, one)
-            elif isinstance(one, Collective) or (isinstance(one, Post) and one.send is not None):
+                self._play("hccl", running, instruction)
+            elif isinstance(instruction, Collective) or (
+                isinstance(instruction, Post) and instruction.send is not None
+            ):
                 self._go_on(running, running.due + 1)
 
     def _go_on(self, running: _Running, due: int = 0, *, in_line: bool = True) -> None:
@@ -337,22 +343,22 @@ class _Rank:
 
     def _held(self, running: _Running) -> bool:
         """Whether an earlier bucket operation has posts left, which have to come first."""
-        earlier = takewhile(lambda one: one is not running, self._slots.values())
+        earlier = takewhile(lambda other: other is not running, self._slots.values())
         return any(
-            one.name.group == running.name.group
-            and {one.program.rule[0], running.program.rule[0]} <= _IN_LINE
-            and one.posted < len(one.batched.transfers)
-            for one in earlier
+            other.name.group == running.name.group
+            and {other.program.rule[0], running.program.rule[0]} <= _IN_LINE
+            and other.posted < len(other.batched.transfers)
+            for other in earlier
         )
 
     def _play(self, rules: _Rules, running: _Running, one: Instruction) -> None:
         name = running.name
         if isinstance(one, Wait):
-            wanted = [(rules, way, step) for way, step in one.ends]
-            for _, way, step in (key for key in wanted if key not in running.ends):
+            keys = [(rules, way, step) for way, step in one.ends]
+            for _, way, step in (key for key in keys if key not in running.ends):
                 self._fault(running, f"waits for what step {step} {way}s, which is not posted")
-            found = (running.ends.get(key, ()) for key in wanted)
-            wait = play.Wait(tuple(end for together in found for end in together))
+            ends = (running.ends.get(key, ()) for key in keys)
+            wait = play.Wait(tuple(end for group in ends for end in group))
             self.actions[rules][self._thread].append(wait)
         elif isinstance(one, Post | Collective):
             posted = tuple(_end(name, end) for _, end in one.ends if not end.transfer.stays)
@@ -367,8 +373,8 @@ class _Rank:
             # On gloo messages match by tag, as if each had its own lane.
             alone = rules == "recorded" and not running.program.batched
             tagged = alone and isinstance(one, Post)
-            on = f"{lane}, tag {name.number}.{step}.{source}," if tagged else lane
-            self._post(rules, name.group, on, posted)
+            queue = f"{lane}, tag {name.number}.{step}.{source}," if tagged else lane
+            self._post(rules, name.group, queue, posted)
 
 
 def _end(name: _Name, end: End) -> play.End:

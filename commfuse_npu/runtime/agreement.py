@@ -68,7 +68,7 @@ def _settle_before_steps() -> None:
 
     def settle(*_: object) -> None:
         # In the same order on all ranks, or they deadlock.
-        for transport in sorted(_unsettled, key=lambda one: one._number):
+        for transport in sorted(_unsettled, key=lambda transport: transport._number):
             if transport._world is dist.group.WORLD:
                 transport.settle()
             else:
@@ -190,7 +190,7 @@ class Agreement:
         signature = (("operation", name), *facts.items())
         kind = (
             *signature[:1],
-            *((what, bool(value) if what in sizes else value) for what, value in facts.items()),
+            *((fact, bool(value) if fact in sizes else value) for fact, value in facts.items()),
         )
         if self.size > 1 and (kind not in self._agreed or self.check == "always"):
             self.before_comparing()
@@ -213,10 +213,10 @@ class Agreement:
             return
         with self._with_others("what was begun"):
             if is_over:
-                mine = torch.tensor([self._entered, self._digest])
+                digest = torch.tensor([self._entered, self._digest])
                 peers = (peer for peer in range(self.size) if peer != self.rank)
-                theirs = {peer: torch.empty_like(mine) for peer in peers}
-                self._sent.append(Swap(mine, theirs, self._control, _DIGESTS))
+                digests = {peer: torch.empty_like(digest) for peer in peers}
+                self._sent.append(Swap(digest, digests, self._control, _DIGESTS))
             # A rank that waits for a transfer in flight here may not have sent its digest yet.
             same = self.under_way or self._same_digests(but=1)
         if not same:
@@ -289,22 +289,22 @@ class Agreement:
         Args:
             all_begun: whether a different number of operations counts as a difference.
         """
-        mine = self._entered - len(self._kept), list(self._kept)
-        found = []
-        everyone = gather_objects(mine, self._control, timeout, _HISTORIES)
-        for peer, theirs in enumerate(everyone):
-            start = max(mine[0], theirs[0])
-            here, there = (kept[start - first :] for first, kept in (mine, theirs))
+        history = self._entered - len(self._kept), list(self._kept)
+        differences = []
+        everyone = gather_objects(history, self._control, timeout, _HISTORIES)
+        for peer, peer_history in enumerate(everyone):
+            start = max(history[0], peer_history[0])
+            here, there = (calls[start - first :] for first, calls in (history, peer_history))
             if not all_begun:
                 here, there = here[: len(there)], there[: len(here)]
             pairs = zip_longest(here, there, fillvalue=())
-            for number, (one, other) in enumerate(pairs, start):
-                if one != other:
-                    found.append((number, peer, _mismatch(self.rank, one, peer, other)))
+            for number, (call, other) in enumerate(pairs, start):
+                if call != other:
+                    differences.append((number, peer, _mismatch(self.rank, call, peer, other)))
                     break
-        if not found:
+        if not differences:
             return None
-        number, _, words = min(found)
+        number, _, words = min(differences)
         return (
             f"{words}. This was operation {number} of the transport, and what came since then is "
             "wrong; call it alike on all ranks"
@@ -370,13 +370,13 @@ class Agreement:
 
 def _mismatch(rank: int, here: Signature, peer: int, there: Signature) -> str:
     """Describe the difference between two operations."""
-    mine, theirs = dict(here), dict(there)
+    own, other = dict(here), dict(there)
     differing = "; ".join(
-        f"{what}: {mine.get(what)} here, {theirs.get(what)} there"
-        for what in mine | theirs
-        if mine.get(what) != theirs.get(what)
+        f"{fact}: {own.get(fact)} here, {other.get(fact)} there"
+        for fact in own | other
+        if own.get(fact) != other.get(fact)
     )
     return (
-        f"{(mine or theirs)['operation']}: rank {rank} and peer {peer} of the group do not call "
+        f"{(own or other)['operation']}: rank {rank} and peer {peer} of the group do not call "
         f"the same: {differing}"
     )

@@ -153,7 +153,7 @@ class CollectiveRun:
         **tensors: torch.Tensor | None,
     ) -> None:
         """See :meth:`Running.run`."""
-        self._tensors |= {name: one for name, one in tensors.items() if one is not None}
+        self._tensors |= {name: tensor for name, tensor in tensors.items() if tensor is not None}
         if ahead:
             return
         self._works = {name: work for name, work in (works or {}).items() if work is not None}
@@ -257,10 +257,10 @@ class CollectiveRun:
         for runs, columns in pieces:
             columns = columns or slice(0, b.shape[1])
             rows = _rows(a, runs)
-            made = a.new_empty((rows.shape[0], columns.stop - columns.start))
-            self._kernels.gemm_into(made, rows, b[:, columns])
+            result = a.new_empty((rows.shape[0], columns.stop - columns.start))
+            self._kernels.gemm_into(result, rows, b[:, columns])
             lengths = [run.stop - run.start for run in runs]
-            for run, part in zip(runs, made.split(lengths), strict=True):
+            for run, part in zip(runs, result.split(lengths), strict=True):
                 product[run, columns] = part
         return product
 

@@ -114,18 +114,18 @@ def device_backend(backend: str) -> tuple[str, str]:
     Raises:
         ValueError: torch.distributed does not know the backend.
     """
-    found = []
+    backends = []
     for part in backend.split(","):
         device, _, name = part.strip().rpartition(":")
         devices = [device] if device else dist.Backend.backend_capability.get(name, [])
         if not devices:
-            known = ", ".join(sorted(dist.Backend.backend_capability))
+            names = ", ".join(sorted(dist.Backend.backend_capability))
             raise ValueError(
-                f"backend {backend!r} is unknown to torch.distributed, which has {known}; make the "
+                f"backend {backend!r} is unknown to torch.distributed, which has {names}; make the "
                 "group with hccl or gloo"
             )
-        found.append((devices[0], name))
-    return next((one for one in found if one[0] != "cpu"), found[0])
+        backends.append((devices[0], name))
+    return next((pair for pair in backends if pair[0] != "cpu"), backends[0])
 
 
 class _AllToAll(torch.autograd.Function):

@@ -160,7 +160,7 @@ class Running:
         Args:
             tensors: see :meth:`run`; contents of the output tensors are undefined afterwards.
         """
-        names = (one.work for one in self.program.code if isinstance(one, Compute))
+        names = (compute.work for compute in self.program.code if isinstance(compute, Compute))
         self.run(dict.fromkeys(names), ahead=False, **tensors)
 
     def wait_rows(self, buffer: str, start: int, stop: int) -> None:
@@ -201,12 +201,12 @@ class Running:
         code: Sequence[Any] = self.program.code
         for at in range(self._at, end):
             self._at = at
-            one = code[at]
-            kind = type(one)
+            instruction = code[at]
+            kind = type(instruction)
             if log is not None and kind in (Post, Collective, Wait):
                 log("at", at)
             if kind is Post:
-                send, receive = one
+                send, receive = instruction
                 (step, lane, *_), _ = send or receive
                 group, tag = lanes[lane], (self._tag + step) & 0x7FFFFFFF
                 if receive is None:
@@ -226,9 +226,9 @@ class Running:
                     )
                     sends[step] = receives[step] = [posted, out, into]
             elif kind is Collective:
-                self._begin_collective(one, lanes[one.sends[0].lane])
+                self._begin_collective(instruction, lanes[instruction.sends[0].lane])
             elif kind is Compute:
-                work, outs, ins, run = one
+                work, outs, ins, run = instruction
                 if work in self.before_last and self.program.last_of[work] == at:
                     self.before_last[work]()
                 function = works[work]
@@ -236,15 +236,15 @@ class Running:
                     rows = () if run is None else (run,)
                     function(*map(view, outs), *map(view, ins), *rows)
             elif kind in light:
-                if one.aside and second is not None:
-                    second.do(light[kind], *one)
+                if instruction.aside and second is not None:
+                    second.do(light[kind], *instruction)
                 else:
-                    light[kind](*one[:2])
+                    light[kind](*instruction[:2])
             elif second is not None and kind is Record:
-                self._events[one.event] = second.record(aside=one.aside)
+                self._events[instruction.event] = second.record(aside=instruction.aside)
             elif second is not None and kind is Hold:
                 start = time.perf_counter()
-                second.hold(self._events[one.event], aside=one.aside)
+                second.hold(self._events[instruction.event], aside=instruction.aside)
                 self._transport.blocked_seconds += time.perf_counter() - start
         self._at = max(self._at, end)
 
@@ -269,12 +269,12 @@ class Running:
         Such a view is not contiguous, and MindSpeed's ``Tensor.view`` copies a tensor that is not
         (``ensure_contiguous_wrapper``).  So only the 2-D tensor is reshaped.
         """
-        into, what = self._views[out], self._views[source]
-        if what.dim() < into.dim():
-            what = what.view(into.shape)
-        elif into.dim() < what.dim():
-            into = into.view(what.shape)
-        into.copy_(what)
+        into, data = self._views[out], self._views[source]
+        if data.dim() < into.dim():
+            data = data.view(into.shape)
+        elif into.dim() < data.dim():
+            into = into.view(data.shape)
+        into.copy_(data)
 
     def _wait(self, receives: Sequence[int], sends: Sequence[int], aside: bool = False) -> None:
         """Wait for each transfer once; waiting for one end of a batch completes both.
@@ -287,16 +287,16 @@ class Running:
         try:
             for steps, posted in ((receives, self._receives), (sends, self._sends)):
                 for step in steps:
-                    one = posted[step]
-                    if len(one) == 1 or (self._waited and (id(one), aside) in self._waited):
+                    entry = posted[step]
+                    if len(entry) == 1 or (self._waited and (id(entry), aside) in self._waited):
                         continue
-                    for work in one[0]:
+                    for work in entry[0]:
                         work.wait() if timeout is None else work.wait(timeout)
                     if self._second is not None:
-                        self._waited.add((id(one), aside))
+                        self._waited.add((id(entry), aside))
                     else:
                         # Drop the tensors; in place, because a batch is in both dictionaries.
-                        one[:] = [()]
+                        entry[:] = [()]
         except RuntimeError as error:
             way = "receiving" if posted is self._receives else "sending"
             why = f"{self._what(step, way)}: {error}"
@@ -347,10 +347,10 @@ class Running:
                 dtype = (self._sum_dtype or self._dtype) if stretch.wide else self._dtype
                 arena = self._transport.scratch.take(elements, dtype, self._device)
                 self._arenas.append(arena)
-                known = arena.known.get((self.program, stretch))
-                if known is None:
-                    known = arena.views(self.program, stretch)
-                self._views.update(known)
+                views = arena.known.get((self.program, stretch))
+                if views is None:
+                    views = arena.views(self.program, stretch)
+                self._views.update(views)
 
     def _finish(self) -> None:
         """Return the arenas and drop all tensors; every transfer has been waited for."""
@@ -370,16 +370,17 @@ class Running:
         """Describe a step for an error message."""
         parts = []
         for post in self.program.posts:
-            for kind, (one, span) in post.ends:
+            for kind, (transfer, span) in post.ends:
                 verb = {"send": "sending", "receive": "receiving"}[kind]
-                if one.step != step or way not in (None, verb):
+                if transfer.step != step or way not in (None, verb):
                     continue
-                peer = one.target if verb == "sending" else one.source
+                peer = transfer.target if verb == "sending" else transfer.source
                 columns = next(
-                    view.shape[-1] for of, view in self._views.items() if of.buffer == span.buffer
+                    view.shape[-1] for key, view in self._views.items() if key.buffer == span.buffer
                 )
                 parts.append(
-                    f"{verb} {one.piece} ({span.rows * columns} x {self._dtype}), peer {peer}, "
-                    f"step {step} of {len(self.program.transfers) - 1}, lane {one.lane}"
+                    f"{verb} {transfer.piece} ({span.rows * columns} x {self._dtype}), "
+                    f"peer {peer}, step {step} of {len(self.program.transfers) - 1}, "
+                    f"lane {transfer.lane}"
                 )
         return f"{self.name}: {' and '.join(parts)}"

@@ -113,12 +113,12 @@ def gather_objects(
     end = time.monotonic() + timeout.total_seconds()
     # Each rank starts with the next one, so that they do not all send to rank 0 first.
     peers = [(rank + distance) % size for distance in range(1, size)]
-    mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+    message = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
     lengths = {peer: torch.zeros(1, dtype=torch.int64) for peer in peers}
-    Swap(torch.tensor([mine.numel()]), lengths, group, tag).wait(end)
-    theirs = {p: torch.empty(int(length), dtype=torch.uint8) for p, length in lengths.items()}
-    Swap(mine, theirs, group, tag).wait(end)
-    theirs[rank] = mine
+    Swap(torch.tensor([message.numel()]), lengths, group, tag).wait(end)
+    messages = {p: torch.empty(int(length), dtype=torch.uint8) for p, length in lengths.items()}
+    Swap(message, messages, group, tag).wait(end)
+    messages[rank] = message
     # Not through numpy, which torch does not require.
-    found = (theirs[peer] for peer in range(size))
-    return [pickle.loads(ctypes.string_at(one.data_ptr(), one.numel())) for one in found]
+    ordered = (messages[peer] for peer in range(size))
+    return [pickle.loads(ctypes.string_at(data.data_ptr(), data.numel())) for data in ordered]

@@ -93,9 +93,9 @@ def agreed_groups(
         MismatchError: the processes ask for different numbers of lanes.
         TransportError: a process did not answer in time.
     """
-    mine = tuple(dist.get_process_group_ranks(group)), lanes
+    request = tuple(dist.get_process_group_ranks(group)), lanes
     with making("Transport.create, before lane 0: comparing with the other processes"):
-        everyone = gather_objects(mine, world, timeout)
+        everyone = gather_objects(request, world, timeout)
     if len({count for _, count in everyone}) > 1:
         counts = ", ".join(f"rank {r}: {count}" for r, (_, count) in enumerate(everyone))
         raise MismatchError(
@@ -119,7 +119,7 @@ def make_lanes(
     Raises:
         TransportError: a group could not be created.
     """
-    backend, made = dist.get_backend(group), {}
+    backend, created = dist.get_backend(group), {}
     for ranks in groups:
         channels: list[Any] = []
         count = Schedule(lanes=lanes).lanes_for(len(ranks))
@@ -135,5 +135,5 @@ def make_lanes(
             if control is None:
                 # With MindSpeed's --disable-gloo-group there is none; use the device's backend.
                 control = dist.new_group(list(ranks), timeout=timeout, backend=backend)
-        made[ranks] = channels, control
-    return made[tuple(dist.get_process_group_ranks(group))]
+        created[ranks] = channels, control
+    return created[tuple(dist.get_process_group_ranks(group))]

@@ -27,13 +27,13 @@ def post_seconds(transport: Transport) -> float:
     Raises:
         MissingRankError: a process did not call it within the transport's ``timeout``.
     """
-    mine = torch.zeros(1, device=transport.device_type)
-    theirs, lane = torch.zeros_like(mine), transport.lane_groups[0]
+    element = torch.zeros(1, device=transport.device_type)
+    received, lane = torch.zeros_like(element), transport.lane_groups[0]
     target, source = (transport.ranks[(transport.rank + d) % transport.size] for d in (1, -1))
     seconds = []
     for _ in range(_POSTS):
         begun = time.perf_counter()
-        swap = post_swap(lane, mine, theirs, target, source, batched=transport.batched)
+        swap = post_swap(lane, element, received, target, source, batched=transport.batched)
         for work in swap:
             transport.wait_for(work)
         seconds.append(time.perf_counter() - begun)

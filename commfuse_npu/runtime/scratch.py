@@ -64,14 +64,14 @@ class Arena:
         """Create and cache the views for the program's spans of a stretch of scratch."""
         if len(self.known) >= _MOST_VIEWS:
             self.known.popitem(last=False)
-        found: _Views = {}
+        views: _Views = {}
         with torch.inference_mode(False):
-            for name, (its, offset, rows, columns) in program.layout.items():
-                if its == stretch:
+            for name, (home, offset, rows, columns) in program.layout.items():
+                if home == stretch:
                     whole = self.memory.as_strided((rows, columns), (columns, 1), offset)
-                    found |= {span: view_of(whole, span) for span in program.spans.get(name, ())}
-        self.known[program, stretch] = found
-        return found
+                    views |= {span: view_of(whole, span) for span in program.spans.get(name, ())}
+        self.known[program, stretch] = views
+        return views
 
 
 class ScratchPool:
@@ -97,16 +97,16 @@ class ScratchPool:
         """An arena of at least ``elements`` elements, and at most twice as many if reused."""
         self.lent += 1
         key = dtype, device, None if device.type == "cpu" else _stream(device)
-        found: Arena | None = None
+        best: Arena | None = None
         for arena in reversed(self._idle.values()):
             # An arena more than twice as long is left for a larger request.
             fits = elements <= arena.elements <= 2 * elements and arena.key == key
-            if fits and (found is None or arena.elements < found.elements):
-                found = arena
-        if found is not None:
-            del self._idle[id(found)]
-            self.idle_bytes -= found.nbytes
-            return found
+            if fits and (best is None or arena.elements < best.elements):
+                best = arena
+        if best is not None:
+            del self._idle[id(best)]
+            self.idle_bytes -= best.nbytes
+            return best
         return Arena(key, elements, dtype, device)
 
     def give_back(self, arena: Arena) -> None:

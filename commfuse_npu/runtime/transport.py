@@ -152,23 +152,23 @@ class Transport(Agreement):
         program.
         """
         for index, lane in enumerate(self.lane_groups):
-            what = f"warming up lane {index} of {len(self.lane_groups)}"
-            mine = torch.full((1,), self.rank, device=self.device_type)
+            task = f"warming up lane {index} of {len(self.lane_groups)}"
+            number = torch.full((1,), self.rank, device=self.device_type)
             for distance in range(1, self.size):
                 source = (self.rank - distance) % self.size
-                theirs = torch.full_like(mine, -1)
+                received = torch.full_like(number, -1)
                 peers = (self.rank + distance) % self.size, source
-                with making(f"{what}, distance {distance}"):
+                with making(f"{task}, distance {distance}"):
                     target, origin = (self.ranks[peer] for peer in peers)
-                    swap = post_swap(lane, mine, theirs, target, origin, batched=self.batched)
+                    swap = post_swap(lane, number, received, target, origin, batched=self.batched)
                     for work in swap:
                         self.wait_for(work)
-                if int(theirs.item()) != source:
+                if int(received.item()) != source:
                     raise TransportError(
-                        f"{what}: rank {source} of the group says that it is {theirs.item()}: the "
-                        "lane's ranks are not those of the group"
+                        f"{task}: rank {source} of the group says that it is {received.item()}: "
+                        "the lane's ranks are not those of the group"
                     )
-        self.lane_streams = LaneStreams.of(self.lane_groups, mine.device)
+        self.lane_streams = LaneStreams.of(self.lane_groups, number.device)
 
     def close(self) -> None:
         """Destroy the lanes.  Every process of the group calls it, with no program in flight."""
@@ -212,10 +212,10 @@ class Transport(Agreement):
             )
         self.operations += 1
         key = program, name, like.dtype, sum_dtype, options
-        known = self._begun.get(key) if self.check == "first" else None
-        if known is None:
+        agreed = self._begun.get(key) if self.check == "first" else None
+        if agreed is None:
             self._fits(program, name)
-            sizes = {what: value for what, value in program.arguments.items() if type(value) is int}
+            sizes = {fact: value for fact, value in program.arguments.items() if type(value) is int}
             facts = {
                 "path": program.rule[0],
                 "schedule": program.rule[1],
@@ -224,15 +224,15 @@ class Transport(Agreement):
                 "options": options,
                 **program.arguments,
             }
-            known = self._agreed_on(name, facts, sizes)
-            self._remember(key, known)
-        identity, signature = known
+            agreed = self._agreed_on(name, facts, sizes)
+            self._remember(key, agreed)
+        identity, signature = agreed
         if self._keeps:
             self._enter(identity, signature)
         log = None
         if self.order_log is not None:
-            about = name, like.dtype, sum_dtype, options
-            log = self.order_log.program(self.log_number, program, *about)
+            details = name, like.dtype, sum_dtype, options
+            log = self.order_log.program(self.log_number, program, *details)
         # The tag depends on the operation and on its number: data of another shape, or left over
         # from a failure, matches no receive (gloo aborts on a receive that is too short).
         tag = identity ^ (self.operations * 0x9E3779B1)
@@ -396,5 +396,5 @@ class Transport(Agreement):
         if self.lane_streams is not None:
             # Skip memory that another program in flight transfers too, such as a bucket's buffer.
             busy = {address for other in self._in_flight for address in other.transferred}
-            done = (one for at, one in running.transferred.items() if at not in busy)
-            self.lane_streams.erase(done, running.program.lanes)
+            tensors = (tensor for at, tensor in running.transferred.items() if at not in busy)
+            self.lane_streams.erase(tensors, running.program.lanes)

@@ -108,14 +108,14 @@ class _Scatter:
         ]
         self._finish = finish and b.peers > 0
         # Partials are added before the own block exists, or in several additions.
-        many = stack < b.peers or len(runs) > IN_FLIGHT
-        self._total = self._finish or (many and b.peers > 0)
+        several = stack < b.peers or len(runs) > IN_FLIGHT
+        self._total = self._finish or (several and b.peers > 0)
         self._out = rows_of("bucket", block_of(b.rank, rows)) if bucket else Span("out", 0, rows)
         self._own = self._out if bucket else Span("own", 0, rows)
-        for t, (_, run, some, _) in enumerate(self._stacks):
-            length = len(some) * (run.stop - run.start)
-            for what in ("partials",) if bucket else ("made", "partials"):
-                b.scratch(f"{what} {t}", length, columns, slot=f"{what} {t % in_flight}")
+        for t, (_, run, group, _) in enumerate(self._stacks):
+            length = len(group) * (run.stop - run.start)
+            for name in ("partials",) if bucket else ("made", "partials"):
+                b.scratch(f"{name} {t}", length, columns, slot=f"{name} {t % in_flight}")
         if not bucket:
             b.scratch("own", rows, columns)
         if self._total:
@@ -126,15 +126,15 @@ class _Scatter:
         """Compute and send stacks until ``upto``; ``None``: all, and then compute the own block."""
         b, rows = self._b, self._rows
         for t in range(self._sent, len(self._stacks[:upto])):
-            j, run, some, _ = self._stacks[t]
+            j, run, group, _ = self._stacks[t]
             if t >= self._in_flight:
                 self._add()
-            for at, hop in enumerate(some):
-                there = inside(hop.target, rows, run)
+            for at, hop in enumerate(group):
+                part = inside(hop.target, rows, run)
                 place = block_of(at, run.stop - run.start)
-                sent = rows_of("bucket", there) if self._bucket else rows_of(f"made {t}", place)
+                sent = rows_of("bucket", part) if self._bucket else rows_of(f"made {t}", place)
                 if not self._bucket:
-                    b.compute("make", [sent], [], there)
+                    b.compute("make", [sent], [], part)
                 into = rows_of(f"partials {t}", place)
                 b.post(hop, sent, into, "partial for {target}", j, self._chunks)
             self._sent = t + 1
@@ -143,8 +143,8 @@ class _Scatter:
 
     def _add(self) -> None:
         t, self._added = self._added, self._added + 1
-        _, run, some, at = self._stacks[t]
-        partials = Span(f"partials {t}", 0, len(some) * (run.stop - run.start)), len(some)
+        _, run, group, at = self._stacks[t]
+        partials = Span(f"partials {t}", 0, len(group) * (run.stop - run.start)), len(group)
         if self._total:
             total = rows_of("total", run)
             so_far = [(total, 1)] if at else []
@@ -239,25 +239,25 @@ def exchange(
         if staged:
             b.scratch(f"made {j}", b.peers * length, columns, slot=f"made {j % IN_FLIGHT}")
         for at, hop in enumerate(b.hops(order)):
-            there = inside(hop.target, rows, run)
-            out = rows_of(f"made {j}", block_of(at, length)) if staged else rows_of("blocks", there)
+            part = inside(hop.target, rows, run)
+            out = rows_of(f"made {j}", block_of(at, length)) if staged else rows_of("blocks", part)
             if makes:
-                b.compute("make", [out], [], there)
+                b.compute("make", [out], [], part)
             into = rows_of("received", inside(hop.source, rows, run))
             b.post(hop, out, into, "block {source} for {target}", j, len(runs))
-    mine = rows_of("received" if staged else "blocks", own)
+    own_block = rows_of("received" if staged else "blocks", own)
     if makes:
-        b.compute("make", [mine], [], own)
+        b.compute("make", [own_block], [], own)
     if wgrad:
         b.compute("wgrad")
     if keep and not staged:
-        b.copy(rows_of("received", own), mine)
+        b.copy(rows_of("received", own), own_block)
     if uses:
-        b.compute("use", [], [mine], own)
+        b.compute("use", [], [own_block], own)
         for run in runs:
             for hop in b.hops(order):
-                there = inside(hop.source, rows, run)
-                b.compute("use", [], [rows_of("received", there)], there)
+                part = inside(hop.source, rows, run)
+                b.compute("use", [], [rows_of("received", part)], part)
     return b
 
 
@@ -387,8 +387,8 @@ def bucket_gather(place: Place, rows: int, last_first: bool) -> Builder:
     runs = b.runs(rows, "first")
     for j, run in enumerate(reversed(runs) if last_first else runs):
         for hop in b.hops("first"):
-            mine, theirs = (inside(rank, rows, run) for rank in (place.rank, hop.source))
-            sent, into = rows_of("bucket", mine), rows_of("bucket", theirs)
+            own, peer = (inside(rank, rows, run) for rank in (place.rank, hop.source))
+            sent, into = rows_of("bucket", own), rows_of("bucket", peer)
             b.post(hop, sent, into, "block {source}", j, len(runs))
     b.mark()
     return b

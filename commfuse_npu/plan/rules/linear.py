@@ -70,14 +70,14 @@ def gather_gemm(
     if not in_place:
         for j, run in enumerate(runs):
             b.scratch(f"staged {j}", stacked * (run.stop - run.start), inputs)
-    each = 1 if b.together else max(1, b.peers)
-    ahead = max(1, _AHEAD // each) if place.batched else chunks
+    transfers = 1 if b.together else max(1, b.peers)
+    ahead = max(1, _AHEAD // transfers) if place.batched else chunks
 
     def post(j: int) -> None:
         if j < chunks and (b.together or chunks == 1):
             length = n * (runs[j].stop - runs[j].start)
-            there = Span("whole" if in_place else f"staged {j}", 0, length)
-            b.all_gather(rows_of("shard", runs[j]), there, "block {source}", j, chunks)
+            span = Span("whole" if in_place else f"staged {j}", 0, length)
+            b.all_gather(rows_of("shard", runs[j]), span, "block {source}", j, chunks)
         elif j < chunks:
             for hop in b.hops("first"):
                 into = rows_of("whole", inside(hop.source, rows, runs[j]))
@@ -108,9 +108,9 @@ def gather_gemm(
         length = run.stop - run.start
         if in_place:
             for side in arrivals_of(place):
-                there = slice(side[0] * rows + run.start, side[-1] * rows + run.stop)
-                factor = rows_of("other", there) if by_blocks else None
-                use(rows_of("whole", there), rows_of("out", there), factor)
+                section = slice(side[0] * rows + run.start, side[-1] * rows + run.stop)
+                factor = rows_of("other", section) if by_blocks else None
+                use(rows_of("whole", section), rows_of("out", section), factor)
             continue
         staged, result = f"staged {j}", f"result {j}"
         if filled:
@@ -154,20 +154,20 @@ def _(
 
 def _strips(b: Builder, buffer: str, stack: str, run: slice, rows: int) -> list[tuple[Span, Span]]:
     """Pairs of spans: rows ``run`` of the peers' blocks in ``buffer``, and those in ``stack``."""
-    length, found, at = run.stop - run.start, [], 0
+    length, pairs, at = run.stop - run.start, [], 0
     for side in sides_of(b.place):
         first = side[0] * rows
-        there = Span(buffer, first + run.start, first + run.stop, None, len(side), rows)
+        strip = Span(buffer, first + run.start, first + run.stop, None, len(side), rows)
         at = side[0] * length if b.together else at
-        found.append((there, Span(stack, at, at + len(side) * length)))
+        pairs.append((strip, Span(stack, at, at + len(side) * length)))
         at += len(side) * length
-    return found
+    return pairs
 
 
 def _spread(b: Builder, buffer: str, stack: str, run: slice, rows: int, *, aside: bool) -> None:
     """Copy the stacked chunks of all peers into their blocks of ``buffer``."""
-    for there, part in _strips(b, buffer, stack, run, rows):
-        b.copy(there, part, aside=aside)
+    for strip, part in _strips(b, buffer, stack, run, rows):
+        b.copy(strip, part, aside=aside)
 
 
 @rule
@@ -214,9 +214,9 @@ def _by_columns(
     b: Builder, groups: Sequence[slice], rows: int, in_flight: int, own_last: bool = False
 ) -> list[Product]:
     """A :class:`Product` per group of columns; ``in_flight`` of them have memory at a time."""
-    of, widths = len(groups), [columns.stop - columns.start for columns in groups]
+    count, widths = len(groups), [columns.stop - columns.start for columns in groups]
     return [
-        Product(b, j, of, rows, width, j % in_flight, own_last and j == of - 1)
+        Product(b, j, count, rows, width, j % in_flight, own_last and j == count - 1)
         for j, width in enumerate(widths)
     ]
 
@@ -329,12 +329,12 @@ def gemm_all_reduce(place: Place, rows: int, inputs: int, outputs: int) -> Build
     def finish(p: int) -> None:
         """Sum the own block of a part, and send the sum to all ranks."""
         block, start = (parts[p].stop - parts[p].start) // place.size, parts[p].start
-        mine = Span("out", start + place.rank * block, start + (place.rank + 1) * block)
+        own_block = Span("out", start + place.rank * block, start + (place.rank + 1) * block)
         if b.together:  # the collective also copies the own block into ``out``
             b.scratch(f"sum {p}", block, outputs, slot=f"sum {p % 2}")
-            mine = Span(f"sum {p}", 0, block)
-        products[p].add(mine)
-        b.all_gather(mine, rows_of("out", parts[p]), "sum {source}", p, len(parts))
+            own_block = Span(f"sum {p}", 0, block)
+        products[p].add(own_block)
+        b.all_gather(own_block, rows_of("out", parts[p]), "sum {source}", p, len(parts))
 
     for p, part in enumerate(parts):
         length, last = part.stop - part.start, p == len(parts) - 1

@@ -70,11 +70,11 @@ class Product:
 
     def send_as_made(self, blocks: Sequence[range], gemm: Callable[[slice], None]) -> None:
         """Compute each range of ``blocks`` with ``gemm(rows)`` and send it; the own block last."""
-        b, rows, left = self._b, self._rows, list(blocks)
+        b, rows, unsent = self._b, self._rows, list(blocks)
         for hop in b.hops("last"):
-            side = next((side for side in left if hop.target in side), None)
+            side = next((side for side in unsent if hop.target in side), None)
             if side is not None:
-                left.remove(side)
+                unsent.remove(side)
                 gemm(slice(side[0] * rows, (side[-1] + 1) * rows))
             if not b.together:
                 self._post(hop)

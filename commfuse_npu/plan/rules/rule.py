@@ -102,8 +102,8 @@ class Rule:
 
         @lru_cache(maxsize=MOST_COMPILED)
         def compiled(place: Place, *arguments: Any) -> Program:
-            about = self.name, place.schedule, *arguments
-            return make(place, *arguments).build(about, names)
+            description = self.name, place.schedule, *arguments
+            return make(place, *arguments).build(description, names)
 
         self._compiled = compiled
         self.cache_clear = compiled.cache_clear
@@ -123,5 +123,5 @@ RULES: dict[str, Rule] = {}
 
 def rule(make: Callable[..., Builder]) -> Rule:
     """Decorator that makes a rule of a function and adds it to :data:`RULES`."""
-    made = RULES[make.__name__] = Rule(make)
-    return made
+    new_rule = RULES[make.__name__] = Rule(make)
+    return new_rule
