@@ -107,7 +107,7 @@ OPTIONS: dict[str, Declared] = {
         type=whole(1),
     ),
     "commfuse_taper": _option(
-        1.0, "each sub-block is so many times as long as the next to arrive", type=float
+        1.0, "length of a sub-block over that of the next to arrive", type=float
     ),
     "commfuse_collectives_from": _option(
         "auto",
@@ -128,10 +128,13 @@ OPTIONS: dict[str, Declared] = {
     ),
     "commfuse_wgrad": _option(
         "whole",
-        "blocks: row-parallel layers make one per arriving block, other rounding",
+        "blocks: row-parallel layers run one weight-gradient GEMM per arriving block, which "
+        "rounds differently",
         choices=("whole", "blocks"),
     ),
-    "commfuse_keep_gathered": _option(False, "more memory, no re-gather"),
+    "commfuse_keep_gathered": _option(
+        False, "keep gathered inputs for the backward, N times the memory, and gather none again"
+    ),
     "commfuse_attention": _option(
         False, "fuse attention with the projection of its output (needs proj among the layers)"
     ),
@@ -152,9 +155,9 @@ OPTIONS: dict[str, Declared] = {
     ),
     "commfuse_min_rows": _option(
         "auto",
-        "layers whose block per rank has fewer rows (tokens) stay Megatron's; auto: on an NPU that "
-        "is described 2^19 numbers per rank (at TP 8 1024 rows of 4096), at least 256, unless "
-        "chunks are given or tuned; 0: none stays",
+        "layers whose block per rank has fewer rows (tokens) stay Megatron's; auto: on an NPU "
+        "that is described, by the measured time of a post (2048 rows of 4096 at 128 us and TP 8), "
+        "at least 512 (two ranks: 256), unless chunks are given or tuned; 0: none stays",
         type=_number_or("auto", minimum=0),
         metavar="ROWS",
     ),

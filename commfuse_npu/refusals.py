@@ -101,7 +101,7 @@ _Row = str | tuple[str, str] | tuple[str, str, Callable[[Any], bool]]
 
 _CHOOSE = "leave one of the two out"
 _REPLACES = "it replaces Megatron's column- and row-parallel linear layers by its own"
-_REPAIRED = "after a fault it goes on with process groups made anew, and lanes are not made anew"
+_REPAIRED = "after a fault it recreates the process groups, but not the lanes"
 _NO_WGRAD = "it takes the weight gradients out of the backward of the linear layers"
 _WINDOW = "a query sees a window of the keys only"
 _OWN_SCHEDULE = "it has a pipeline schedule of its own"
@@ -129,7 +129,7 @@ _ATTENTION: dict[str, _Row] = {
         _other_than(0, 2),
     ),
     "--query-pre-attn-scalar": "it scales the scores otherwise",
-    "--attn-logit-softcapping": "it bends the scores before the softmax",
+    "--attn-logit-softcapping": "it caps the scores before the softmax",
 }
 _TABLE: dict[str, dict[str, _Row]] = {
     "--use-commfuse": {

@@ -317,7 +317,7 @@ def remembered(
     except FileNotFoundError:
         return None
     except (OSError, ValueError, RecursionError) as error:  # broken UTF-8 or JSON: ValueErrors
-        _logger.warning("%s is passed over: %s. It is measured again", path, error)
+        _logger.warning("%s is ignored: %s. It is tuned again", path, error)
         return None
 
 

@@ -94,7 +94,7 @@ class Builder:
         """
         if self.together:
             raise PlanError(
-                "the shape collective is of tensor-parallel linear layers only; choose shifted"
+                "the shape collective is for tensor-parallel linear layers only; choose shifted"
             )
         sent, received = self._transfers(hop, piece, chunk, chunks)
         self._code.append(Post(End(sent, send), End(received, receive)))

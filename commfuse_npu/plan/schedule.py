@@ -141,7 +141,9 @@ class Schedule:
                 "leave it out or choose two_level"
             )
         if self.shape == "collective" and self.lanes not in (None, 1):
-            raise PlanError(f"lanes is {self.lanes}; a collective takes one, leave it out")
+            raise PlanError(
+                f"lanes is {self.lanes}; the shape collective uses one, leave lanes out"
+            )
         if not 1 / _MOST_TAPER <= self.taper <= _MOST_TAPER:
             raise PlanError(
                 f"taper is {self.taper}; from 1/{_MOST_TAPER:g} to {_MOST_TAPER:g}, 1 for chunks "

@@ -114,7 +114,7 @@ def hazards(program: Program, memory: Memory) -> Iterator[str]:
             events[entry.event] = clock
         elif isinstance(entry, Hold):
             if entry.event not in events:
-                yield f"{instruction(program, at)}: nobody has recorded this event"
+                yield f"{instruction(program, at)}: this event was never recorded"
                 return
             clocks[here.aside] = clock.after(events[entry.event])
         elif isinstance(entry, Wait):
@@ -129,7 +129,7 @@ def hazards(program: Program, memory: Memory) -> Iterator[str]:
                     touches[transfer.place.home].remove(transfer)
             clocks[here.aside] = clock
         elif (reads or writes) and clock.first < marked:
-            yield f"{instruction(program, at)}: it does not hold for what came before"
+            yield f"{instruction(program, at)}: the side stream does not wait for what came before"
             return
         ours = [
             _Touch(span, memory.place(span), spans is writes, [here])
@@ -166,7 +166,7 @@ def hazards(program: Program, memory: Memory) -> Iterator[str]:
         if not touch.done and touch.end is not None:
             yield f"rank {program.rank} never waits for what {_ways(touch)}: {touch.end.transfer}"
     if last_aside.at >= 0 and not clocks[False].knows(last_aside):
-        yield f"rank {program.rank} ends without holding for what is aside"
+        yield f"rank {program.rank} ends without waiting for the side stream"
 
 
 def _clash(program: Program, touch: _Touch, other: _Touch) -> str:

@@ -73,7 +73,7 @@ class Memory:
     def wrong(self, span: Span) -> str | None:
         """Why a span is invalid; ``None`` if it is valid."""
         if span.buffer not in self.shapes:
-            return f"{span.buffer} is neither the operation's nor the program's"
+            return f"{span.buffer} is neither a buffer of the operation nor scratch of the program"
         rows, columns = self.shapes[span.buffer]
         first, last = self.columns(span)
         runs = span.runs()

@@ -253,8 +253,8 @@ def outcome_faults(
             continue
         if calls[at].taken[0] != own[1]:
             yield (
-                f"{where}: its {which} {own[0]} is not that of its own block: that transfer has "
-                "nothing to hide behind"
+                f"{where}: its {which} {own[0]} is not that of its own block: that transfer "
+                "overlaps with no work"
             )
         elif which == "first" and any(isinstance(o, Wait) for o in program.code[: calls[0].at]):
             yield f"{where}: it waits before the {own[0]} of its own block"

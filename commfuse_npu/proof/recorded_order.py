@@ -313,8 +313,8 @@ def opened(paths: Iterable[Path]) -> Iterator[list[RankLog]]:
         wrong = [f"{counts[r] or 'none'} of rank {r}" for r in range(sizes[-1]) if counts[r] != 1]
         if sizes[1:] or wrong:
             raise LogError(
-                f"these are files of a job of {' and one of '.join(map(str, sizes))} ranks, among "
-                f"them {', '.join(wrong[:8]) or 'one of each'}; give one of each rank of one run "
+                f"these files are not of one run: jobs of {' and '.join(map(str, sizes))} ranks, "
+                f"with {', '.join(wrong[:8]) or 'one of each'}; give one of each rank of one run "
                 "(other machines have those of their ranks, an older run may have left some in "
                 "the folder)"
             )

@@ -96,7 +96,7 @@ def _set(programs: Sequence[Program]) -> Iterator[str]:
         yield f"{len(programs)} programs were given for a group of {first.size}"
     for place, program in enumerate(programs):
         if program.rank != place:
-            yield f"the program in place {place} is that of rank {program.rank}"
+            yield f"program {place} in the list is that of rank {program.rank}"
         operation = program.rule, program.size, program.batched
         if operation != (first.rule, first.size, first.batched):
             yield f"rank {program.rank} runs {_told(program)}, rank 0 {_told(first)}"

@@ -283,7 +283,7 @@ class _Rank:
         elif verb == "finish":
             running = self._slots[number]
             for place in running.left:
-                self._fault(running, f"finishes where its program has {running.line(place)}")
+                self._fault(running, f"finishes without {running.line(place)}")
             if not running.program.batched:
                 self._go_on(running, _ALL, in_line=False)
             del self._slots[number]
@@ -319,7 +319,7 @@ class _Rank:
         expected = next(iter(running.left), len(program.code))
         if place != expected:
             actual, wanted = running.line(place), running.line(expected)
-            self._fault(running, f"comes to {actual} where its program has {wanted}")
+            self._fault(running, f"executes {actual} where its program has {wanted}")
         if place in running.left:
             del running.left[place]
             instruction = program.code[place]

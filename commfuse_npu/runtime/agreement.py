@@ -268,7 +268,7 @@ class Agreement:
         with self._with_others("what was begun"):
             difference = self._difference(self.timeout, all_begun=True)
         self.fail(
-            difference or "the ranks began different operations, longer ago than they keep them"
+            difference or "the ranks diverged earlier than the operations that they still hold"
         )
         raise self.error(MismatchError)
 
@@ -306,8 +306,8 @@ class Agreement:
             return None
         number, _, words = min(differences)
         return (
-            f"{words}. This was operation {number} of the transport, and what came since then is "
-            "wrong; call it alike on all ranks"
+            f"{words}. This was operation {number} of the transport, and results since then "
+            "are wrong; call the same operations on all ranks"
         )
 
     def share(self, name: str, value: Any) -> list[Any]:
@@ -340,8 +340,8 @@ class Agreement:
         for rank, other in enumerate(everyone):
             if other != signature:
                 self.fail(
-                    f"{_mismatch(self.rank, signature, rank, other)}. Nothing was sent; call it "
-                    "alike on all ranks"
+                    f"{_mismatch(self.rank, signature, rank, other)}. Nothing was sent; "
+                    "call the same operation on all ranks"
                 )
                 raise self.error(MismatchError)
 
@@ -377,6 +377,6 @@ def _mismatch(rank: int, here: Signature, peer: int, there: Signature) -> str:
         if own.get(fact) != other.get(fact)
     )
     return (
-        f"{(own or other)['operation']}: rank {rank} and peer {peer} of the group do not call "
-        f"the same: {differing}"
+        f"{(own or other)['operation']}: rank {rank} and peer {peer} of the group call "
+        f"different operations: {differing}"
     )

@@ -80,7 +80,7 @@ def all_or_none(world: dist.ProcessGroup, timeout: timedelta) -> Iterator[None]:
         rarest = sorted(met.items(), key=lambda item: len(item[1]))
         listed = "; ".join(f"peer {', '.join(ranks)}: {text}" for text, ranks in rarest)
         raise TransportError(
-            f"Transport.create: no transport, lanes could not be made everywhere ({listed})"
+            f"Transport.create: no transport, lanes could not be created everywhere ({listed})"
         ) from problem
 
 
@@ -100,7 +100,7 @@ def agreed_groups(
         counts = ", ".join(f"rank {r}: {count}" for r, (_, count) in enumerate(everyone))
         raise MismatchError(
             "Transport.create: the processes ask for different numbers of lanes "
-            f"({counts}). None was made; ask for as many on all of them"
+            f"({counts}). No lane was created; pass the same lanes on every process"
         )
     return sorted({ranks for ranks, _ in everyone})
 

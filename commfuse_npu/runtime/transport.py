@@ -353,8 +353,8 @@ class Transport(Agreement):
             yield
         except RuntimeError as error:
             self.fail(
-                f"{name}: not every rank came here: {error}. One of them failed or does something "
-                "else; no rank may go on",
+                f"{name}: not every rank called it: {error}. A rank failed or runs another "
+                "operation; no rank may continue",
                 *tensors,
             )
             raise self.error() from error
