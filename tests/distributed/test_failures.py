@@ -10,7 +10,6 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from commfuse_npu import MismatchError, Transport, TransportError
 from commfuse_npu.ops import LinearOptions, all_gather_linear, clip_gradient_norm
@@ -136,17 +135,6 @@ def test_the_groups_own_collectives_have_the_transports_limit(ranks, function, n
     assert left.error is None, left.trace
     assert isinstance(waiting.error, TransportError), waiting
     assert f"{name}: not every rank came here: " in str(waiting.error)
-
-
-@on_ranks(4)
-def test_every_group_of_a_job_gets_lanes(rank: int) -> None:
-    """Two groups of two ranks: every process makes the lanes of both, and uses its own."""
-    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    made = Transport.create(groups[rank // 2], lanes=2, timeout=PATIENT)
-    assert made.ranks == ((0, 1) if rank < 2 else (2, 3))
-    y = all_gather_linear(torch.full((1, 4), float(rank)), torch.eye(4), transport=made)
-    first = float(rank // 2 * 2)
-    assert y[:, 0].tolist() == [first, first + 1]
 
 
 def confirms(rank: int, case: str) -> Any:

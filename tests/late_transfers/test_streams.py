@@ -12,7 +12,7 @@ import pytest
 from commfuse_npu.plan import Schedule
 from commfuse_npu.plan.instructions import Hold, Instruction, Record, Wait
 from commfuse_npu.runtime.transport import Transport
-from tests.distributed.faulty_programs import change_programs
+from tests.distributed.programs import change_programs
 from tests.late_transfers import late
 from tests.late_transfers.race_detector import Module, RaceDetector
 from tests.limits import BRIEF, PATIENT

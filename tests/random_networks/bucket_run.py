@@ -13,10 +13,10 @@ from tests.random_networks.case import Bucket, BucketRun, Form
 from tests.random_networks.transports import transport_of
 from tests.random_networks.values import Found, drawn
 
-__all__ = ["plain_sum", "run_buckets"]
+__all__ = ["run_buckets"]
 
 
-def plain_sum(
+def _plain_sum(
     bucket: torch.Tensor, group: dist.ProcessGroup, average: bool, scale: float,
     reduce_dtype: torch.dtype | None,
 ) -> None:  # fmt: skip
@@ -37,7 +37,7 @@ def _wide(case: BucketRun, bucket: Bucket) -> torch.dtype | None:
 def _filled(case: BucketRun, place: int, rank: int) -> torch.Tensor:
     bucket = case.buckets[place]
     elements = case.size * bucket.elements
-    return drawn(case.seed, f"bucket {place} {rank}", (elements,), bucket.dtype)
+    return drawn(case.seed, f"bucket {place} {rank}", (elements,), bucket.dtype, case.rounded)
 
 
 def run_buckets(case: BucketRun, form: Form) -> Found:
@@ -79,5 +79,5 @@ def run_buckets(case: BucketRun, form: Form) -> Found:
                     found[f"bucket {place}, first rows"] = tensor[: bucket.first_rows].clone()
             else:
                 wide = _wide(case, bucket)
-                plain_sum(tensor, link.group, bucket.average, bucket.scale, wide)
+                _plain_sum(tensor, link.group, bucket.average, bucket.scale, wide)
     return found | {f"bucket {place}": tensor for place, tensor in enumerate(tensors)}
