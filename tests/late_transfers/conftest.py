@@ -35,7 +35,7 @@ REPRESENTATIVE = {
     "test_linear__buffers_are_used_again",
     "test_sharded_linear__both_exchanges_of_the_backward_are_covered",
     "test_sharded_linear__backward_in_batches_takes_turns_on_the_lane",
-    "test_sharded_module__orders_that_differ",
+    "test_weight_prefetch__orders_that_differ",
     "test_accuracy__heads_without_gradients",
 }
 """The tests of other folders that are in the short tier here, but for cases that are long there."""

@@ -13,6 +13,7 @@ MODULES = (
     "test_sharded_linear",
     "test_sharded_module",
     "test_ulysses",
+    "test_weight_prefetch",
 )
 
 LEFT_OUT = {"test_a_weight_that_changes_is_never_used_stale"}
