@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import itertools
-import os
 import random
-import signal
 import sys
 import threading
-import time
 from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -30,7 +26,7 @@ from commfuse_npu.overlap.transfers import active_turns
 from commfuse_npu.overlap.turns import BACKWARD, FORWARD
 from tests.distributed.ranks import on_ranks
 
-ROWS, COLUMNS = 4, 6
+COLUMNS = 6
 
 
 def world() -> dist.ProcessGroup:
@@ -271,37 +267,6 @@ def test_an_error_ends_both_sides_with_its_own_name(rank: int, side: int, at: in
     assert overlap.run(lambda: 1, lambda: 2) == (1, 2)
     # A backward that had not begun when the forward failed never sees it.
     assert ended == ([] if (side, at) == (FORWARD, 0) else [1 - side])
-
-
-@pytest.mark.parametrize("parked", [True, False])
-@on_ranks(2)
-def test_ctrl_c_ends_both_sides(rank: int, parked: bool) -> None:
-    """While the main thread waits for its turn, or for the backward's end."""
-    # A shell's background job ignores it.
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    overlap = ForwardBackwardOverlap([world()])
-    reached = []
-
-    def forward() -> None:
-        if parked:
-            dist.all_reduce(torch.ones(2))
-            reached.append("forward went on")
-
-    def backward() -> None:
-        # Python sees a signal just before it waits for a lock only when it has the lock.
-        while Path(f"/proc/self/task/{os.getpid()}/stat").read_text().split()[2] != "S":
-            time.sleep(0.01)
-        os.kill(os.getpid(), signal.SIGINT)
-        while active_turns().error is None:
-            time.sleep(0.01)
-        dist.all_reduce(torch.ones(2))
-        dist.all_reduce(torch.ones(2))
-        reached.append("backward went on")
-
-    with pytest.raises(KeyboardInterrupt):
-        overlap.run(forward, backward)
-    assert reached == []
-    assert overlap.run(lambda: 1, lambda: 2) == (1, 2)
 
 
 class Interrupt:

@@ -13,8 +13,6 @@ from tests.random_networks.case import Bucket, BucketRun, Form
 from tests.random_networks.transports import transport_of
 from tests.random_networks.values import Found, drawn
 
-__all__ = ["run_buckets"]
-
 
 def _plain_sum(
     bucket: torch.Tensor, group: dist.ProcessGroup, average: bool, scale: float,

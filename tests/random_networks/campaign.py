@@ -17,8 +17,6 @@ from tests.random_networks.case import Case
 from tests.random_networks.compare import complaints
 from tests.random_networks.strategy import cases
 
-__all__ = ["Compare", "campaign", "failure_of"]
-
 _CASE_SECONDS = 240.0
 _SHRINKING_SECONDS = 60.0
 """Limits what it takes to shrink a failure that hangs until a wait is over."""
