@@ -24,7 +24,7 @@ from mindspeed_patches.fb_overlap import Overlapping
 from mindspeed_patches.fb_overlap.core_versions import asked_for
 from mindspeed_patches.fb_overlap.schedule import OverlappedSchedule
 from scripts.cpu_pretraining.megatron_on_cpu import cuda_means_cpu
-from tests.megatron.in_ranks import WITHOUT_KERNELS, megatron
+from tests.megatron.in_ranks import WITHOUT_KERNELS, gpt, language_loss, megatron
 
 LENGTH, BATCH, VOCABULARY = 8, 2, 32
 
@@ -106,30 +106,22 @@ class InOrder:
         return forward(), result
 
 
-def gpt(training: Training, config: Any, chunk: int) -> torch.nn.Module:
+def chunk_of(training: Training, config: Any, chunk: int) -> torch.nn.Module:
     """One model chunk of this rank."""
     from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
-    from scripts.cpu_pretraining.model import RMSNorm
-
-    layer = get_gpt_layer_local_spec(config.num_moe_experts)
-    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
     if training.chunks > 1 and not asked_for(GPTModel, vp_stage=chunk):
         parallel_state.set_virtual_pipeline_model_parallel_rank(chunk)
-    layers = config.num_layers // (training.stages * training.chunks)
     stage = parallel_state.get_pipeline_model_parallel_rank()
-    first, last = (0, 0), (training.stages - 1, training.chunks - 1)
-    model: torch.nn.Module = GPTModel(
+    last = training.stages - 1, training.chunks - 1
+    model = gpt(
         config,
-        TransformerBlockSubmodules(layer_specs=[layer] * layers, layer_norm=RMSNorm),
+        config.num_layers // (training.stages * training.chunks),
         vocab_size=VOCABULARY,
         max_sequence_length=LENGTH,
-        pre_process=(stage, chunk) == first,
+        pre_process=(stage, chunk) == (0, 0),
         post_process=(stage, chunk) == last,
-        position_embedding_type="rope",
         **asked_for(GPTModel, vp_stage=chunk if training.chunks > 1 else None),
     )
     if not training.typed:
@@ -191,7 +183,7 @@ def trained(training: Training, steps: int = 3) -> tuple[list[torch.Tensor], lis
                 overlap_grad_reduce=split,
                 overlap_param_gather=split,
             ),
-            gpt(training, config, chunk),
+            chunk_of(training, config, chunk),
             disable_bucketing=chunk > 0,
         )
         for chunk in range(training.chunks)
@@ -265,9 +257,7 @@ def tokens(replica: int) -> Iterator[torch.Tensor]:
 
 def forward_step(iterator: Iterator[torch.Tensor], model: torch.nn.Module, *partly: bool) -> Any:
     batch = next(iterator)
-    mask = torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1)[None, None]
-    positions = torch.arange(LENGTH).expand(BATCH, -1)
-    output = model(batch[:, :-1].contiguous(), positions, mask, labels=batch[:, 1:].contiguous())
+    output = language_loss(model, batch[:, :-1], batch[:, 1:])
 
     def loss(output: torch.Tensor) -> Any:
         mean = output.float().mean()

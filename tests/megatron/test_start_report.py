@@ -22,7 +22,7 @@ from mindspeed_patches.refusals import IncompatibleOptionsError
 from mindspeed_patches.start_report import StartReport
 from mindspeed_patches.wrappers import LinearWrappers
 from tests.distributed.ranks import on_ranks
-from tests.megatron.in_ranks import WITHOUT_KERNELS, megatron
+from tests.megatron.in_ranks import WITHOUT_KERNELS, gpt, language_loss, megatron
 from tests.patches.launches import real_arguments
 
 LENGTH, BATCH, VOCABULARY = 16, 2, 64
@@ -60,14 +60,10 @@ class Core(torch.nn.Module):
 
 
 def build(**config: Any) -> torch.nn.Module:
-    from megatron.core.models.gpt import GPTModel, gpt_layer_specs
     from megatron.core.transformer import TransformerConfig
-    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
     from megatron.core.transformer.transformer_config import MLATransformerConfig
 
-    from scripts.cpu_pretraining.model import RMSNorm
-
-    latent = config.get("multi_latent_attention", False)
+    latent = "multi_latent_attention" in config
     settings = {
         "num_layers": 2,
         "hidden_size": 32,
@@ -81,24 +77,11 @@ def build(**config: Any) -> torch.nn.Module:
         **WITHOUT_KERNELS,
     }
     torch.manual_seed(1)
-    with mock.patch.object(gpt_layer_specs, "WrappedTorchNorm", RMSNorm):
-        layer = gpt_layer_specs.get_gpt_layer_local_spec(
-            num_experts=config.get("num_moe_experts"),
-            qk_layernorm=latent,
-            multi_latent_attention=latent,
-            normalization="RMSNorm",
-        )
-    if latent:
-        layer.submodules.self_attention.submodules.core_attention = Core
-    made = (MLATransformerConfig if latent else TransformerConfig)(**settings | config)
-    return GPTModel(
-        config=made,
-        transformer_layer_spec=TransformerBlockSubmodules(
-            layer_specs=[layer] * made.num_layers, layer_norm=RMSNorm
-        ),
+    return gpt(
+        (MLATransformerConfig if latent else TransformerConfig)(**settings | config),
+        core=Core if latent else None,
         vocab_size=VOCABULARY,
         max_sequence_length=LENGTH,
-        share_embeddings_and_output_weights=False,
         position_embedding_type="none" if latent else "rope",
     )
 
@@ -107,9 +90,7 @@ def gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """The loss and all gradients of one step."""
     generator = torch.Generator().manual_seed(3)
     tokens = torch.randint(VOCABULARY, (BATCH, LENGTH), generator=generator)
-    mask = torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1)[None, None]
-    positions = torch.arange(LENGTH).expand(BATCH, -1)
-    loss = model(tokens, positions, mask, labels=tokens.roll(-1, 1)).mean()
+    loss = language_loss(model, tokens, tokens.roll(-1, 1)).mean()
     loss.backward()
     found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     return {"loss": loss.detach(), **found}
