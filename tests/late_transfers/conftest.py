@@ -33,8 +33,6 @@ REPRESENTATIVE = {
     "test_bucket_order__rows_wait_for_what_is_in_front",
     "test_linear__training_after_inference",
     "test_linear__buffers_are_used_again",
-    "test_sharded_linear__both_exchanges_of_the_backward_are_covered",
-    "test_sharded_linear__backward_in_batches_takes_turns_on_the_lane",
     "test_weight_prefetch__orders_that_differ",
     "test_accuracy__heads_without_gradients",
 }

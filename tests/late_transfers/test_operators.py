@@ -10,9 +10,7 @@ MODULES = (
     "test_bucket_order",
     "test_buckets",
     "test_linear",
-    "test_sharded_linear",
     "test_sharded_module",
-    "test_ulysses",
     "test_weight_prefetch",
 )
 
