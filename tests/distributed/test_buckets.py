@@ -14,8 +14,7 @@ import torch.distributed as dist
 from commfuse_npu import Schedule, TransportError
 from commfuse_npu.kernels import kernels_for
 from commfuse_npu.ops import BucketOptions, Buckets
-from commfuse_npu.runtime.executor import Running
-from tests.distributed.programs import new_link, transport, watch_calls
+from tests.distributed.programs import new_link, transport
 from tests.distributed.ranks import on_ranks
 from tests.random_networks.case import Bucket, BucketRun
 from tests.random_networks.compare import complaints
@@ -141,13 +140,3 @@ def test_threads_take_turns_with_buckets_under_way(rank: int, batched: bool) -> 
         assert last.is_completed()
         buckets.reduce_scatter(third).wait()
     assert all((shard(bucket, 2, rank) == 2).all() for bucket in (one, other, third))
-
-
-@on_ranks(2)
-def test_each_bucket_is_bound_once(rank: int) -> None:
-    buckets, bound = Buckets(new_link()), []
-    with pytest.MonkeyPatch.context() as patch:
-        watch_calls(patch, Running, "_bind", lambda running, tensors: bound.extend(tensors))
-        handles = [buckets.reduce_scatter(tensor) for tensor in torch.ones(20, 8)]
-        handles[-1].wait()
-    assert bound == ["bucket"] * 20

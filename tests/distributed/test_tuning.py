@@ -19,8 +19,6 @@ from commfuse_npu.ops import (
 from commfuse_npu.ops.call import AnyTransport
 from commfuse_npu.runtime.collective_transport import CollectiveTransport
 from commfuse_npu.tuning import Tuning, decisions
-from tests.distributed.programs import watch_calls
-from tests.distributed.ranks import on_ranks
 from tests.limits import PATIENT
 
 ROWS, INPUTS, OUTPUTS = 64, 32, 48
@@ -152,20 +150,3 @@ def test_a_layer_of_which_one_half_is_worth_fusing_is_fused(ranks, fast_forward:
         assert decided == ([4, None] if fast_forward else [None, 4])
         for ours, reference in zip(found, wanted, strict=True):
             torch.testing.assert_close(ours, reference)
-
-
-@on_ranks(2)
-def test_equal_options_are_put_together_once(rank: int) -> None:
-    """Equal options are one thing to a transport, and a folder is each rank's own matter."""
-    link = Transport.create(lanes=2, timeout=PATIENT)
-    options = LinearOptions(Schedule(lanes=2), tuning=Tuning())
-    x, weight = torch.ones(ROWS, INPUTS), torch.ones(OUTPUTS, INPUTS)
-    all_gather_linear(x, weight, transport=link, options=options)
-    for answered in decisions(link):
-        decisions(link)[answered] = Schedule(lanes=1, chunks=2)
-    calls: list[str] = []
-    with pytest.MonkeyPatch.context() as patch:
-        watch_calls(patch, Transport, "_agreed_on", lambda _, name, *facts: calls.append(name))
-        for _ in range(5):
-            all_gather_linear(x, weight, transport=link, options=options)
-    assert calls == ["all_gather_linear"]

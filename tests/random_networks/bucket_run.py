@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from commfuse_npu.ops import BucketOptions, Buckets
 from commfuse_npu.runtime.collectives import all_gather_rows, reduce_scatter_rows
+from commfuse_npu.runtime.transport import Transport
 from tests.random_networks.case import Bucket, BucketRun, Form
 from tests.random_networks.transports import transport_of
 from tests.random_networks.values import Found, drawn
@@ -38,9 +39,9 @@ def _filled(case: BucketRun, place: int, rank: int) -> torch.Tensor:
     return drawn(case.seed, f"bucket {place} {rank}", (elements,), bucket.dtype, case.rounded)
 
 
-def run_buckets(case: BucketRun, form: Form) -> Found:
+def run_buckets(case: BucketRun, form: Form, link: Transport | None = None) -> Found:
     """All buckets, started in order; a rank waits for some in between, in an order of its own."""
-    link = transport_of(case)
+    link = link or transport_of(case)
     tensors = [_filled(case, place, link.rank) for place in range(len(case.buckets))]
     found: Found = {}
     if form == "fused":
