@@ -19,7 +19,7 @@ from tests.random_networks.strategy import cases
 
 _CASE_SECONDS = 240.0
 _SHRINKING_SECONDS = 60.0
-"""Limits what it takes to shrink a failure that hangs until a wait is over."""
+"""To make a failure small that hangs until a wait is over."""
 
 _ROUND = 10
 """Cases that hypothesis draws at once.  After ten it draws five that differ little from each new
