@@ -83,15 +83,10 @@ TRAININGS = {
     "PP 2 x VPP 2, distributed optimizer": replace(VPP, distributed=True),
 }
 LONG = {
-    "PP 2 x TP 2": Training(tensor=2, stages=2, microbatches=6),
     "PP 2 x TP 2, SP, groups passed": Training(
         tensor=2, stages=2, options=SEQUENCE, microbatches=6, groups=True
     ),
     "PP 2 x VPP 2 x TP 2, SP": replace(VPP, tensor=2, options=SEQUENCE),
-    "PP 2 x EP 2": Training(stages=2, experts=2, replicas=2),
-    "TP 2, SP, DP 2, distributed optimizer": Training(
-        tensor=2, replicas=2, options=SEQUENCE, distributed=True
-    ),
     "PP 2 x VPP 2, EP 2, distributed optimizer": replace(
         VPP, experts=2, replicas=2, distributed=True
     ),

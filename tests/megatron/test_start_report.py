@@ -174,16 +174,9 @@ class Alien(torch.nn.Module):
 
 
 SIZES = {"seq_length": LENGTH, "micro_batch_size": BATCH}
-OVERLAPPED = EXPERTS | {
-    "moe_shared_expert_overlap": True,
-    "moe_token_dispatcher_type": "alltoall",
-}
 NO_TRANSFER = "without sequence parallelism the forward has no transfer"
-GATHERED = "mla_up_proj_tp_overlap gathers its input before the call"
-OUTSIDE = "moe_shared_expert_overlap gathers and scatters outside of the layer"
 SHORT = "a block has fewer rows than the 17 of --commfuse-min-rows"
 LONGER = "--commfuse-min-rows 0 fuses it, a smaller TP or longer sequences lengthen it"
-GATHERS = "mla_up_proj_tp_overlap"
 OTHERS = "proj", "fc1", "fc2", "output"
 LIST = "is not in the list of layers to fuse"
 
@@ -205,20 +198,6 @@ REASONS: list[tuple[str, dict[str, Any], list[str]]] = [
         ],
     ),
     ("", {"alien": True}, ["linear_fc1: Alien is not Megatron's linear layer"]),
-    (
-        "",
-        LATENT | {GATHERS: True},
-        [f"q_up: {GATHERED} (leave --mla-up-proj-tp-overlap out)", f"kv_up: {GATHERED}"],
-    ),
-    (
-        "",
-        OVERLAPPED,
-        [
-            f"shared_fc1: {OUTSIDE} (leave --moe-shared-expert-overlap out)",
-            f"shared_fc2: {OUTSIDE}",
-            f"experts: {RULES}",
-        ],
-    ),
     ("--commfuse-attention", {}, []),
     (
         "--commfuse-attention",
@@ -237,13 +216,11 @@ REASONS: list[tuple[str, dict[str, Any], list[str]]] = [
 def test_each_reason_comes_with_the_way_out(rank: int) -> None:
     with megatron(2), mock.patch.object(torch.cuda, "Stream"):
         for options, config, expected in REASONS:
-            of_config = {k: v for k, v in config.items() if k not in ("alien", GATHERS)}
+            of_config = {k: v for k, v in config.items() if k != "alien"}
             with wrapped(*options.split(), **SIZES) as (_, report):
                 model: Any = build(**of_config)
                 if "alien" in config:
                     model.decoder.layers[1].mlp.linear_fc1 = Alien()
-                for layer in model.decoder.layers:
-                    setattr(layer.self_attention.config, GATHERS, GATHERS in config)
                 lines = [line for line in told(report, model) if " not: " in line]
             said = [re.sub(r": 0 of \d fused; \d not:", ":", line) for line in lines]
             assert said == [f"CommFuse: {one}" for one in expected if rank == 0], options
