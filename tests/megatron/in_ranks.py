@@ -107,6 +107,24 @@ def gpt(config: Any, layers: int = 0, core: type | None = None, **given: Any) ->
     return GPTModel(config, block, **(options | given))
 
 
+def replicas(
+    config: Any, nets: Sequence[torch.nn.Module], ddp: dict[str, Any], **optimizer: Any
+) -> tuple[list[Any], Any]:
+    """Model chunks whose gradients are summed over the replicas, and Adam for them."""
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+    models = [
+        DistributedDataParallel(
+            config, DistributedDataParallelConfig(**ddp), net, disable_bucketing=chunk > 0
+        )
+        for chunk, net in enumerate(nets)
+    ]
+    split = {"use_distributed_optimizer": ddp["use_distributed_optimizer"]}
+    settings = OptimizerConfig(optimizer="adam", lr=0.01, **split, **optimizer)
+    return models, get_megatron_optimizer(settings, models)
+
+
 def language_loss(model: torch.nn.Module, tokens: torch.Tensor, labels: torch.Tensor) -> Any:
     """Of each token ``[B, S]``."""
     batch, length = tokens.shape

@@ -21,7 +21,7 @@ from mindspeed_patches.data_parallel import OPTIONS, BucketWrappers
 from mindspeed_patches.state_hashes import optimizer_hash, weight_hashes
 from tests.distributed.ranks import on_ranks
 from tests.limits import BRIEF, PATIENT
-from tests.megatron.in_ranks import megatron, patched
+from tests.megatron.in_ranks import megatron, patched, replicas
 
 IMPATIENT = 6 * BRIEF
 """Limits of transports: where nothing goes wrong, and where somebody is waited for in vain."""
@@ -89,8 +89,6 @@ class Training:
     """A model, its optimizer, and iterations on data that every rank has its own part of."""
 
     def __init__(self, case: Case) -> None:
-        from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-        from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
         from megatron.core.transformer import TransformerConfig
 
         self.case = case
@@ -98,27 +96,19 @@ class Training:
         net = Net(case.dtype)
         if case.frozen:
             net.layers[1].requires_grad_(False)
-        self.model = DistributedDataParallel(
-            TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1),
-            DistributedDataParallelConfig(
-                grad_reduce_in_fp32=case.fp32_gradients,
-                overlap_grad_reduce=case.overlap_gradients,
-                overlap_param_gather=case.overlap_parameters,
-                bucket_size=case.bucket_size,
-                check_for_nan_in_grad=False,
-                use_distributed_optimizer=case.distributed,
-            ),
-            net,
+        ddp = {
+            "grad_reduce_in_fp32": case.fp32_gradients,
+            "overlap_grad_reduce": case.overlap_gradients,
+            "overlap_param_gather": case.overlap_parameters,
+            "bucket_size": case.bucket_size,
+            "check_for_nan_in_grad": False,
+            "use_distributed_optimizer": case.distributed,
+        }
+        config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1)
+        bf16 = case.dtype == torch.bfloat16
+        (self.model,), self.optimizer = replicas(
+            config, [net], ddp, clip_grad=case.clip, bf16=bf16, params_dtype=case.dtype
         )
-        config = OptimizerConfig(
-            optimizer="adam",
-            lr=0.01,
-            clip_grad=case.clip,
-            bf16=case.dtype == torch.bfloat16,
-            params_dtype=case.dtype,
-            use_distributed_optimizer=case.distributed,
-        )
-        self.optimizer = get_megatron_optimizer(config, [self.model])
         self.data = torch.Generator().manual_seed(100 + dist.get_rank())
         self.steps = 0
 

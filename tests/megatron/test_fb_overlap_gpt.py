@@ -24,7 +24,7 @@ from mindspeed_patches.fb_overlap import Overlapping
 from mindspeed_patches.fb_overlap.core_versions import asked_for
 from mindspeed_patches.fb_overlap.schedule import OverlappedSchedule
 from scripts.cpu_pretraining.megatron_on_cpu import cuda_means_cpu
-from tests.megatron.in_ranks import WITHOUT_KERNELS, gpt, language_loss, megatron
+from tests.megatron.in_ranks import WITHOUT_KERNELS, gpt, language_loss, megatron, replicas
 
 LENGTH, BATCH, VOCABULARY = 8, 2, 32
 
@@ -157,35 +157,21 @@ def trained(training: Training, steps: int = 3) -> tuple[list[torch.Tensor], lis
     """Losses, weights and random state after so many steps with the schedule that Megatron chooses;
     and which of its functions were called, sorted."""
     from megatron.core import parallel_state
-    from megatron.core.distributed import (
-        DistributedDataParallel,
-        DistributedDataParallelConfig,
-        finalize_model_grads,
-    )
-    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+    from megatron.core.distributed import finalize_model_grads
     from megatron.core.pipeline_parallel import get_forward_backward_func
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
     torch.manual_seed(1)
     model_parallel_cuda_manual_seed(1)
     config, split = settings(training), training.distributed
-    models = [
-        DistributedDataParallel(
-            config,
-            DistributedDataParallelConfig(
-                grad_reduce_in_fp32=True,
-                use_distributed_optimizer=split,
-                overlap_grad_reduce=split,
-                overlap_param_gather=split,
-            ),
-            chunk_of(training, config, chunk),
-            disable_bucketing=chunk > 0,
-        )
-        for chunk in range(training.chunks)
-    ]
-    optimizer = get_megatron_optimizer(
-        OptimizerConfig(optimizer="adam", lr=1e-2, use_distributed_optimizer=split), models
-    )
+    ddp = {
+        "grad_reduce_in_fp32": True,
+        "use_distributed_optimizer": split,
+        "overlap_grad_reduce": split,
+        "overlap_param_gather": split,
+    }
+    chunks = [chunk_of(training, config, chunk) for chunk in range(training.chunks)]
+    models, optimizer = replicas(config, chunks, ddp)
     virtual = training.chunks > 1
     calls: list[str] = []
 
