@@ -26,7 +26,7 @@ from commfuse_npu import Schedule, Transport, TransportError
 from commfuse_npu.ops import all_gather_linear
 from commfuse_npu.runtime.scratch import ScratchPool
 from commfuse_npu.tools.bench.wire import connected_sockets
-from tests.distributed.programs import watch_posts
+from tests.distributed.programs import watch_calls, watch_posts
 from tests.distributed.ranks import set_up_process
 from tests.free_port import free_port
 from tests.limits import BRIEF, LIMIT, PATIENT
@@ -93,15 +93,9 @@ class Plant:
     def __init__(self, patch: pytest.MonkeyPatch, act: Callable[[], None], memory: bool) -> None:
         self.counted, self.at, self._act = 0, -1, act
         if memory:
-            take = ScratchPool.take
-
-            def counted(pool: ScratchPool, *args: Any, **kwargs: Any) -> Any:
-                self.count()
-                return take(pool, *args, **kwargs)
-
-            patch.setattr(ScratchPool, "take", counted)
+            watch_calls(patch, ScratchPool, "take", lambda *_: self.count())
         else:
-            watch_posts(patch, lambda running, post: self.count())
+            watch_posts(patch, lambda *_: self.count())
 
     def count(self) -> None:
         now, self.counted = self.counted, self.counted + 1

@@ -15,6 +15,7 @@ pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
 from commfuse_npu import Schedule
 from commfuse_npu.ops import LinearOptions
+from commfuse_npu.runtime.collectives import all_gather_rows
 from mindspeed_patches import LAYERS, ulysses_layer
 from mindspeed_patches.ulysses_layer import (
     WholePositions,
@@ -272,14 +273,10 @@ def test_hooks_run_and_nothing_stays_replaced(rank: int) -> None:
         assert ("proj", "fused") in linears.calls
 
 
-def counted_gathers() -> Any:
-    original = ulysses_layer.all_gather_rows
-    return mock.patch.object(ulysses_layer, "all_gather_rows", side_effect=original)
-
-
 @on_ranks(2)
 def test_positions_are_gathered_once_per_tensor(rank: int) -> None:
-    with parallel(Case()), counted_gathers() as gather:
+    gathers = mock.patch.object(ulysses_layer, "all_gather_rows", side_effect=all_gather_rows)
+    with parallel(Case()), gathers as gather:
         group, known = dist.group.WORLD, WholePositions()
 
         def expect(part: torch.Tensor, total: int) -> None:
