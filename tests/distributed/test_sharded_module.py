@@ -198,6 +198,7 @@ def failing_rank(rank: int, where: str) -> tuple[str, str]:
         link.timeout = 3 * BRIEF
     elif where == "forward":
         model[1].register_forward_pre_hook(fail)
+    found = "nothing", ""
     try:
         model(torch.ones(3, 16)).sum().backward()
         if rank == 1:
