@@ -14,7 +14,6 @@ from tests.distributed.ranks import Ranks
 
 _MOST_RANKS = {
     "test_accuracy": 3,
-    "test_linear": 3,
     "test_buckets": 3,
     "test_streams": 3,
 }

@@ -15,8 +15,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["install"]
-
 
 def install() -> None:
     """From here on this process runs every backward in one other thread."""

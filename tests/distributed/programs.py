@@ -11,6 +11,7 @@ import torch
 
 from commfuse_npu.plan import Schedule
 from commfuse_npu.plan.instructions import Post, Span
+from commfuse_npu.plan.program import Program
 from commfuse_npu.plan.rules import gather_use
 from commfuse_npu.runtime.executor import Running, Work
 from commfuse_npu.runtime.transport import Transport
@@ -65,6 +66,18 @@ def watch_calls(
         return original(*args, **named)
 
     patch.setattr(owner, name, watched)
+
+
+def change_programs(patch: pytest.MonkeyPatch, change: Callable[[Program], Program]) -> None:
+    """Begin other programs than those that were compiled."""
+    begin, changed = Transport.begin, dict[Program, Program]()
+
+    def planted(self: Transport, program: Program, *args: Any, **keywords: Any) -> Running:
+        if program not in changed:
+            changed[program] = change(program)
+        return begin(self, changed[program], *args, **keywords)
+
+    patch.setattr(Transport, "begin", planted)
 
 
 def view(running: Running, span: Span) -> torch.Tensor:

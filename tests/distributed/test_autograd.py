@@ -53,15 +53,6 @@ def changed_weight(rank: int, op: str) -> None:
     assert not differences(run_case(case, "fused"), run_case(case, "plain"))
 
 
-def without_gradients(rank: int, op: str) -> None:
-    for mode in (torch.no_grad, torch.inference_mode):
-        case = one_layer(op, 2, keep_gathered=True)
-        with mode():
-            ours, plain = (Call(case, 0, form)(input_of(case)) for form in ("fused", "plain"))
-        assert not ours.requires_grad
-        assert torch.equal(ours, plain)
-
-
 def under_autocast(rank: int, op: str) -> None:
     """fp32 tensors, computed in bf16 as torch does it; gradients in the dtype of their tensors."""
     case = one_layer(op, 2)
@@ -78,7 +69,6 @@ def under_autocast(rank: int, op: str) -> None:
 CHECKS: dict[Callable[[int, str], None], Any] = {
     twice: OPS,
     changed_weight: WEIGHTED,
-    without_gradients: OPS,
     under_autocast: OPS,
 }
 

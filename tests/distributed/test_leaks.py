@@ -6,7 +6,6 @@ import ctypes
 import gc
 import os
 import random
-import statistics
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -29,9 +28,8 @@ HIDDEN = 32, 64, 96, 128
 WARM_UP = 0.3
 """Not judged: buffers of every length are made, and libraries load what they need at first use."""
 AGREED_KIB, LIMIT_KIB, NOISE_KIB = 1, 16, 4096
-"""What a transport remembers of one combination of operation and options (tracemalloc); by how much
-resident memory may grow per iteration, where a layer's input takes 20 KiB in the mean; and in all,
-twice what the allocator was seen to keep more or less of from one sample to the next."""
+"""What a transport remembers of one combination of operation and options; by how much resident
+memory may grow per iteration, where a layer's input takes 20 KiB in the mean; and in all."""
 
 OPS = (
     *("all_gather_linear", "attention_linear_reduce_scatter"),
@@ -88,13 +86,12 @@ def trained(rank: int, iterations: int, every: int) -> list[str]:
 
 
 def grown(samples: list[dict[str, int]], every: int) -> list[str]:
-    """The names of what is more at the end, and of memory where a line through it is too steep."""
+    """The names of what is more at the end, of memory by more than it may be."""
     later = samples[min(int(len(samples) * WARM_UP), len(samples) - 3) :]
-    found = [name for name in later[0] if name != "memory" and later[-1][name] > later[0][name]]
-    at = [every * number for number in range(len(later))]
-    slope = statistics.linear_regression(at, [sample["memory"] for sample in later]).slope
-    steep = slope > LIMIT_KIB + NOISE_KIB / at[-1]
-    return found + ["memory"] * steep
+    allowed = {"memory": LIMIT_KIB * every * (len(later) - 1) + NOISE_KIB}
+    return [
+        name for name, first in later[0].items() if later[-1][name] > first + allowed.get(name, 0)
+    ]
 
 
 @pytest.mark.parametrize(

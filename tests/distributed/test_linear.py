@@ -1,4 +1,4 @@
-"""Fused linear layers: rows of any number, views that are copies, buffers, on gloo processes."""
+"""Fused linear layers: views that are copies, and buffers, on gloo processes."""
 
 from __future__ import annotations
 
@@ -7,16 +7,14 @@ from itertools import product
 import pytest
 import torch
 
-from commfuse_npu.ops import LinearOptions, linear
+from commfuse_npu.ops import linear
 from commfuse_npu.plan import Schedule
 from commfuse_npu.runtime.transport import Transport
 from tests.distributed.programs import correct, transport
 from tests.distributed.ranks import on_ranks
 from tests.limits import PATIENT
-from tests.random_networks import formulas
 from tests.random_networks.case import one_layer
 from tests.random_networks.network_run import Call, input_of
-from tests.random_networks.values import drawn
 
 
 @on_ranks(4)
@@ -28,25 +26,6 @@ def test_views_may_be_copies(rank: int) -> None:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(torch.Tensor, "view", lambda x, *shape: view(x.contiguous(), *shape))
             correct(rank, [case])
-
-
-@pytest.mark.parametrize("size", [2, 3, 4])
-@on_ranks()
-def test_all_reduce_takes_any_number_of_rows(rank: int) -> None:
-    """Rows that do not divide by the group size, fewer rows than ranks, none at all."""
-    for rows, chunks, shape in product((1, 2, 5, 7, 11, 0), (1, 4), ("shifted", "collective")):
-        options = LinearOptions(Schedule(shape, chunks=chunks))
-        results = []
-        for op, how in (
-            (linear.linear_all_reduce, {"transport": transport()}),
-            (formulas.linear_all_reduce, {"group": transport().group}),
-        ):
-            x = drawn(rank, "x", (rows, 2, 32), torch.float32).requires_grad_()
-            weight = drawn(rank, "weight", (32, 32), torch.float32).requires_grad_()
-            y = op(x, weight, options=options, **how)
-            y.backward(drawn(1, "gradient", tuple(y.shape), y.dtype))
-            results.append((y.detach(), x.grad, weight.grad))
-        assert all(map(torch.equal, *results)), (rows, chunks, shape)
 
 
 @on_ranks(2)

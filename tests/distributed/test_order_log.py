@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from functools import partial
-from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import Phase, given, settings
 
 from commfuse_npu import Schedule, Transport, TransportError
 from commfuse_npu.ops import BucketOptions, Buckets, LinearOptions, all_gather_linear
@@ -19,64 +18,50 @@ from commfuse_npu.proof.verify_log import verify_logs
 from commfuse_npu.runtime import order_log
 from commfuse_npu.runtime.order_log import OrderLog
 from tests.limits import BRIEF, PATIENT
-from tests.random_networks.case import ATTENTION, one_layer
+from tests.random_networks.case import Case, one_layer
+from tests.random_networks.compare import quiet, run_case
 from tests.random_networks.network_run import run_network
+from tests.random_networks.strategy import cases
 
-Programme = Callable[[int, OrderLog, bool], list[Transport]]
+Programme = Callable[..., list[Transport]]
 """``programme(rank, log, batched)``; returns the transports that it made."""
-
-WAYS = pytest.mark.parametrize("batched", [False, True], ids=["single", "batched"])
 
 
 def link(log: OrderLog, batched: bool, group: Any = None) -> Transport:
     return Transport.create(group, lanes=3, timeout=PATIENT, batched=batched, order_log=log)
 
 
-def record(rank: int, folder: str, programme: Programme, batched: bool) -> None:
+def record(rank: int, folder: str, programme: Programme, *given: Any) -> None:
     log = OrderLog(Path(folder), rank, dist.get_world_size())
-    for transport in programme(rank, log, batched):
+    for transport in programme(rank, log, *given):
         transport.close()
     log.close()
 
 
-def layer(made: Transport, op: str, schedule: Schedule) -> None:
-    run_network(one_layer(op, made.size, schedule=schedule), "fused", made)
+def drawn(size: int, many: int) -> list[Case]:
+    """Random networks and buckets, which every rank waits for in an order of its own."""
+    found: list[Case] = []
+
+    @settings(max_examples=many, derandomize=True, database=None, phases=[Phase.generate])
+    @given(case=cases(size))
+    def keep(case: Case) -> None:
+        found.append(case)
+
+    keep()
+    return found
 
 
-def layers(rank: int, log: OrderLog, batched: bool, *, ops: tuple[str, ...], turns: int = 1) -> Any:
-    """Of linear layers, backwards with a re-gather and a reduce-scatter under way at once."""
+def of_cases(rank: int, log: OrderLog, batched: bool, cases: list[Case]) -> list[Transport]:
     made = link(log, batched)
-    schedules = [Schedule("shifted", 2, 2), Schedule("shifted", 1, 4, taper=2.0)]
-    if made.size % 2 == 0:
-        schedules.append(Schedule("two_level", 2, 2, node_size=2))
-    for schedule, op in list(product(schedules, ops)) * turns:
-        layer(made, op, schedule)
+    with quiet():
+        for case in cases:
+            run_case(case, "fused", made)
     return [made]
 
 
-LINEARS = ("all_gather_linear", "linear_reduce_scatter", "linear_all_reduce")
-linears = partial(layers, ops=LINEARS, turns=3)
-others = partial(layers, ops=(*ATTENTION, "linear_all_to_all", "all_to_all_linear"))
-
-
-def buckets(rank: int, log: OrderLog, batched: bool) -> list[Transport]:
-    """With room for one piece only, and the ranks wait in different orders."""
-    made = link(log, batched)
-    options = BucketOptions(Schedule(lanes=3, chunks=3), scratch_bytes=0, last_first=True)
-    exchange = Buckets(made, options)
-    for turn in range(3):
-        flat = [torch.full((made.size * 10,), float(rank)) for _ in range(4)]
-        handles = [
-            exchange.reduce_scatter(flat[0]),
-            exchange.all_gather(flat[1]),
-            exchange.reduce_scatter(flat[2]),
-        ]
-        if (rank + turn) % 2:
-            handles[1].wait()
-        handles.append(exchange.all_gather(flat[3]))
-        for handle in handles if rank == 0 else handles[::-1]:
-            handle.wait()
-    return [made]
+def layer(made: Transport) -> None:
+    case = one_layer("all_gather_linear", made.size, schedule=Schedule(chunks=2))
+    run_network(case, "fused", made)
 
 
 def several_groups(rank: int, log: OrderLog, batched: bool) -> list[Transport]:
@@ -90,35 +75,33 @@ def several_groups(rank: int, log: OrderLog, batched: bool) -> list[Transport]:
     out, back = Buckets(gradients, options), Buckets(parameters, options)
     for _ in range(3):
         first = out.reduce_scatter(torch.ones(8))
-        layer(tensor, "all_gather_linear", Schedule(chunks=2))
+        layer(tensor)
         second = back.all_gather(torch.ones(8))
         if rank < 2:
             first.wait()
-        layer(tensor, "all_gather_linear", Schedule(chunks=2))
+        layer(tensor)
         first.wait()
         tensor.confirm("the step")
         second.wait()
     return [tensor, gradients, parameters]
 
 
-@WAYS
-@pytest.mark.parametrize(
-    ("size", "programme", "operations"),
-    [
-        *((size, others, 8) for size in (2, 3)),
-        *((size, buckets, 12) for size in (2, 3, 4)),
-        # Two layers, forward and backward, and two buckets, three times.
-        (4, several_groups, 3 * (2 * 2 + 2)),
-    ],
-)
-def test_recorded_runs_are_proved(
-    ranks, tmp_path, programme, size: int, operations: int, batched: bool
-) -> None:
-    ranks(size).run(record, str(tmp_path), programme, batched)
+@pytest.mark.parametrize("batched", [False, True], ids=["single", "batched"])
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_recorded_runs_are_proved(ranks, tmp_path, size: int, batched: bool) -> None:
+    ranks(size).run(record, str(tmp_path), of_cases, batched, drawn(size, 40))
     found = verify_logs([tmp_path])
     assert (found.faults, found.notes) == ([], [])
-    assert found.operations >= operations * size
+    assert found.operations >= 40 * size
     assert found.messages > 0
+
+
+@pytest.mark.parametrize("batched", [False, True], ids=["single", "batched"])
+def test_groups_under_way_at_once_are_proved(ranks, tmp_path, batched: bool) -> None:
+    ranks(4).run(record, str(tmp_path), several_groups, batched)
+    found = verify_logs([tmp_path])
+    # Two layers, forward and backward, and two buckets, three times.
+    assert (found.faults, found.notes, found.operations) == ([], [], 4 * 3 * (2 * 2 + 2))
 
 
 def gather(made: Transport) -> torch.Tensor:
@@ -166,15 +149,15 @@ def test_a_full_disk_ends_the_recording_and_not_the_job(ranks, tmp_path) -> None
     assert ranks(2).run(unwritable_later, str(tmp_path)) == [[[0.0, 0.0], [1.0, 1.0]]] * 2
 
 
-def little_memory(rank: int, folder: str) -> int:
+def little_memory(rank: int, folder: str, cases: list[Case]) -> int:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(order_log, "_MOST_DEFINED", 4)
-        record(rank, folder, linears, False)
+        record(rank, folder, of_cases, False, cases)
     text = (Path(folder) / f"rank_{rank:05d}.jsonl").read_text()
     return text.count('["forget"]')
 
 
 def test_what_is_remembered_stays_within_bounds(ranks, tmp_path) -> None:
-    assert min(ranks(2).run(little_memory, str(tmp_path))) > 3
+    assert min(ranks(2).run(little_memory, str(tmp_path), drawn(2, 40))) > 3
     found = verify_logs([tmp_path])
     assert (found.faults, found.notes) == ([], [])

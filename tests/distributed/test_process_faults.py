@@ -26,7 +26,7 @@ from commfuse_npu import Schedule, Transport, TransportError
 from commfuse_npu.ops import all_gather_linear
 from commfuse_npu.runtime.scratch import ScratchPool
 from commfuse_npu.tools.bench.wire import connected_sockets
-from tests.distributed.programs import watch_posts
+from tests.distributed.programs import watch_calls, watch_posts
 from tests.distributed.ranks import set_up_process
 from tests.free_port import free_port
 from tests.limits import BRIEF, LIMIT, PATIENT
@@ -59,18 +59,16 @@ class UserError(Exception):
     """Raised by the program around the product."""
 
 
-def cut_connections(to: list[tuple[int, int]] | None) -> None:
-    """Shut down all connections, or those whose ends the other rank has in ``to``."""
+def cut_connections() -> None:
+    """Shut down all connections but that of the store."""
     for one in connected_sockets():
         # The other end may have closed it because another one was lost.
         with one, contextlib.suppress(OSError):
-            ends = one.getsockname()[1], one.getpeername()[1]
-            store = int(os.environ["MASTER_PORT"]) in ends
-            if not store if to is None else ends[::-1] in to:
+            if int(os.environ["MASTER_PORT"]) not in (one.getsockname()[1], one.getpeername()[1]):
                 one.shutdown(socket.SHUT_RDWR)
 
 
-def strike(kind: str, of_peer: list[tuple[int, int]]) -> None:
+def strike(kind: str) -> None:
     if kind == "killed":
         os.kill(os.getpid(), signal.SIGKILL)
     elif kind == "slow":
@@ -82,9 +80,7 @@ def strike(kind: str, of_peer: list[tuple[int, int]]) -> None:
     elif kind == "out of memory":
         torch.empty(1 << 60, dtype=torch.uint8)  # the allocator's own error
     elif kind == "cut off":
-        cut_connections(None)
-    elif kind == "one connection cut":
-        cut_connections(of_peer)
+        cut_connections()
 
 
 class Plant:
@@ -97,15 +93,9 @@ class Plant:
     def __init__(self, patch: pytest.MonkeyPatch, act: Callable[[], None], memory: bool) -> None:
         self.counted, self.at, self._act = 0, -1, act
         if memory:
-            take = ScratchPool.take
-
-            def counted(pool: ScratchPool, *args: Any, **kwargs: Any) -> Any:
-                self.count()
-                return take(pool, *args, **kwargs)
-
-            patch.setattr(ScratchPool, "take", counted)
+            watch_calls(patch, ScratchPool, "take", lambda *_: self.count())
         else:
-            watch_posts(patch, lambda running, post: self.count())
+            watch_posts(patch, lambda *_: self.count())
 
     def count(self) -> None:
         now, self.counted = self.counted, self.counted + 1
@@ -122,13 +112,10 @@ def meets(rank: int, kind: str, case: Case, place: float | None) -> list[str]:
             the ranks have compared the operation.
     """
     transport = transport_of(case)
-    ports = [(one.getsockname()[1], one.getpeername()[1]) for one in connected_sockets()]
-    of_ranks: list[Any] = [None] * case.size
-    dist.all_gather_object(of_ranks, ports)
     with pytest.MonkeyPatch.context() as patch:
         if rank == FAULTY:
             memory = kind == "out of memory"
-            plant = Plant(patch, lambda: strike(kind, of_ranks[0]), memory)
+            plant = Plant(patch, lambda: strike(kind), memory)
         if place is not None:
             plain = run_case(case, "plain")
             run_case(case, "fused")
@@ -137,7 +124,7 @@ def meets(rank: int, kind: str, case: Case, place: float | None) -> list[str]:
             transport.timeout = 2 * BRIEF
         if rank == FAULTY:
             if place is None:
-                strike(kind, [])
+                strike(kind)
             assert plant.counted > 0
             plant.at = plant.counted + round((place or 0.0) * (plant.counted - 1))
             transport.scratch.clear()
@@ -158,7 +145,6 @@ SHORT = [
     ("too slow", "linear_reduce_scatter", BACKWARD, 3),
     ("raises", "bucket", FORWARD, 3),
     ("cut off", "all_gather_linear", BACKWARD, 3),
-    ("one connection cut", "linear_reduce_scatter", FORWARD, 4),
     ("out of memory", "linear_reduce_scatter", FORWARD, 3),
     # What is taken late fails before the post that comes next.
     ("out of memory", "all_gather_linear", LAST, 3),

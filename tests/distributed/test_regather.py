@@ -9,7 +9,6 @@ from itertools import product
 
 import pytest
 import torch
-from torch.utils.checkpoint import checkpoint
 
 from commfuse_npu.ops import (
     LinearOptions,
@@ -26,7 +25,6 @@ from tests.distributed.programs import transport, watch_calls
 from tests.distributed.ranks import on_ranks
 
 Layer = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-Model = Callable[[list[torch.Tensor], Layer, Layer], torch.Tensor]
 
 COLUMN, ROW = "all_gather_linear backward", "linear_reduce_scatter backward"
 USUAL = LinearOptions(Schedule(chunks=2))
@@ -45,16 +43,6 @@ def two_pairs(given: list[torch.Tensor], column: Layer, row: Layer) -> torch.Ten
     return x + row(torch.tanh(column(x, third)), fourth)
 
 
-def recomputed(model: Model, reentrant: bool) -> Model:
-    def call(given: list[torch.Tensor], column: Layer, row: Layer) -> torch.Tensor:
-        def forward(*tensors: torch.Tensor) -> torch.Tensor:
-            return model(list(tensors), column, row)
-
-        return checkpoint(forward, *given, use_reentrant=reentrant)
-
-    return call
-
-
 def layers(carrier: Transport | CollectiveTransport, options: LinearOptions) -> list[Layer]:
     """A column- and a row-parallel one."""
     ops = all_gather_linear, linear_reduce_scatter
@@ -65,16 +53,14 @@ def plain(link: Transport, options: LinearOptions) -> list[Layer]:
     return layers(CollectiveTransport(link.group, same_pieces=True), options)
 
 
-def compared(
-    link: Transport, model: Model, options: LinearOptions = USUAL, frozen: int = -1
-) -> None:
+def compared(link: Transport, options: LinearOptions, frozen: int = -1) -> None:
     """Result and gradients are the plain form's, bit for bit."""
     found = []
     for pair in (layers(link, options), plain(link, options)):
         given = leaves(link.rank)
         for place, tensor in enumerate(given):
             tensor.requires_grad_(place != frozen)
-        y = model(given, *pair)
+        y = two_pairs(given, *pair)
         (y * torch.arange(y.numel()).view(y.shape)).sum().backward()
         found.append([y, *(tensor.grad for tensor in given)])
     for one, other in zip(*found, strict=True):
@@ -109,9 +95,7 @@ def test_bits_of_the_plain_form(rank: int, batched: bool) -> None:
     link = transport(batched)
     for wgrad, keep, least in product(("whole", "blocks"), (False, True), (None, 64, 65)):
         changes = {"wgrad": wgrad, "keep_gathered": keep, "collectives_from": least}
-        compared(link, two_pairs, replace(USUAL, **changes))
-    for reentrant in (False, True):
-        compared(link, recomputed(two_pairs, reentrant))
+        compared(link, replace(USUAL, **changes))
 
 
 @on_ranks(3)
@@ -133,7 +117,7 @@ def test_it_is_sent_before_the_weight_gradient_of_the_layer_after(rank: int) -> 
 def test_frozen_weights(rank: int) -> None:
     """A weight without a gradient needs no input; one after it begins nothing."""
     for frozen in range(5):
-        compared(transport(), two_pairs, LinearOptions(), frozen)
+        compared(transport(), LinearOptions(), frozen)
 
 
 @on_ranks(3)
@@ -146,4 +130,4 @@ def test_a_pruned_backward(rank: int) -> None:
         reference = two_pairs(given, *plain(link, options)).sum()
         assert torch.equal(found, torch.autograd.grad(reference, given[-1:])[0])
         assert link.scratch.lent, "its input is under way"
-    compared(link, two_pairs, options)
+    compared(link, options)

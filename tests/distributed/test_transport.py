@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -29,32 +30,27 @@ def test_what_was_agreed_on_is_forgotten_alike(rank: int) -> None:
             assert max(len(link._agreed), len(link._begun)) <= 3
 
 
-class _Erased:
-    """Stands in for the streams of HCCL's lanes: whose memory was erased, and from how many."""
-
-    def __init__(self) -> None:
-        self.found: list[tuple[int, int]] = []
-
-    def erase(self, tensors: Iterable[torch.Tensor], lanes: int) -> None:
-        self.found += [(tensor.untyped_storage().data_ptr(), lanes) for tensor in tensors]
-
-
 @on_ranks(3)
 def test_what_was_transferred_is_erased_from_the_lanes_once_it_is_waited_for(rank: int) -> None:
-    link, erased = Transport.create(lanes=2, timeout=PATIENT), _Erased()
+    """Whose memory was erased from the streams of HCCL's lanes, and from how many."""
+    link, erased = Transport.create(lanes=2, timeout=PATIENT), list[tuple[int, int]]()
     assert link.lane_streams is None, "gloo has none"
-    link.lane_streams = erased  # type: ignore[assignment]
+
+    def erase(tensors: Iterable[torch.Tensor], lanes: int) -> None:
+        erased.extend((tensor.untyped_storage().data_ptr(), lanes) for tensor in tensors)
+
+    link.lane_streams = SimpleNamespace(erase=erase)
     x = torch.ones(4, 3)
     all_gather_linear(x, torch.ones(2, 3), transport=link)
-    assert (x.untyped_storage().data_ptr(), 2) in erased.found
+    assert (x.untyped_storage().data_ptr(), 2) in erased
     # Buckets of one buffer: the last that is done erases it.
     buckets, buffer = Buckets(link), torch.ones(12)
     handles = [buckets.all_gather(bucket) for bucket in buffer.split(6)]
-    erased.found.clear()
+    erased.clear()
     handles[0].wait()
-    assert erased.found == []
+    assert erased == []
     handles[1].wait()
-    assert erased.found == [(buffer.untyped_storage().data_ptr(), 2)]
+    assert erased == [(buffer.untyped_storage().data_ptr(), 2)]
 
 
 # ------------------------------------------------------------------- what ranks compare with

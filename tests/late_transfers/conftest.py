@@ -27,24 +27,3 @@ class LateRanks(Ranks):
 @pytest.fixture(scope="module")
 def kind_of_ranks() -> type[Ranks]:
     return LateRanks
-
-
-REPRESENTATIVE = {
-    "test_bucket_order__rows_wait_for_what_is_in_front",
-    "test_linear__all_reduce_takes_any_number_of_rows",
-    "test_linear__training_after_inference",
-    "test_linear__buffers_are_used_again",
-    "test_sharded_linear__both_exchanges_of_the_backward_are_covered",
-    "test_sharded_linear__backward_in_batches_takes_turns_on_the_lane",
-    "test_sharded_module__orders_that_differ",
-    "test_accuracy__heads_without_gradients",
-    "test_accuracy__schedules",
-}
-"""The tests of other folders that are in the short tier here, but for cases that are long there."""
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of the tests written for gloo a few are in the short tier."""
-    for item in items:
-        if item.path.name == "test_operators.py" and item.originalname not in REPRESENTATIVE:
-            item.add_marker(pytest.mark.long)

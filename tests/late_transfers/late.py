@@ -1,8 +1,7 @@
-"""Transfers and side streams whose results are there at the ``wait()``, and not before."""
+"""Transfers whose results are there at the ``wait()``, and not before."""
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
@@ -18,8 +17,6 @@ from commfuse_npu.runtime.device_streams import SideStream
 from commfuse_npu.runtime.transport import Transport
 from tests.late_transfers.race_detector import Module
 
-__all__ = ["LateTransferError", "finish", "install", "poison", "streams_of"]
-
 _isend, _irecv, _operation = dist.isend, dist.irecv, dist.P2POp
 _batch_isend_irecv = dist.batch_isend_irecv
 _BYTE = 0x7F
@@ -27,7 +24,6 @@ _BYTE = 0x7F
 
 _module: Module | None = None
 """What stands in for ``torch.cuda``, if kernels are checked for races."""
-_put_off: list[LateStream] = []
 _posted: dict[int, _LateWork] = {}
 """What was not waited for, by identity."""
 
@@ -52,7 +48,6 @@ def install() -> None:
     collectives._all_gather = _late_collective(collectives._all_gather)
     collectives._reduce_scatter = _late_collective(collectives._reduce_scatter)
     collectives._all_to_all = _late_collective(collectives._all_to_all)
-    executor.side_stream = _side_stream
 
 
 def poison(tensor: torch.Tensor) -> None:
@@ -193,41 +188,8 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 # ---------------------------------------------------------------------- side streams
 
 
-class LateStream(SideStream):
-    """The side stream of an operation, whose first one is the host: it does nothing by itself."""
-
-    def __init__(self) -> None:
-        self._given = self._done = 0
-        self._works: deque[Callable[[], None]] = deque()
-        _put_off.append(self)
-
-    def do(self, work: Callable[..., None], *args: object) -> None:
-        self._given += 1
-        self._works.append(partial(work, *args))
-
-    def record(self, *, aside: bool) -> int:
-        return self._given if aside else 0
-
-    def hold(self, event: int, *, aside: bool) -> None:
-        while self._done < event and not aside:
-            self._done += 1
-            # Whatever the mode of the caller is: nothing on this stream is differentiated.
-            with torch.inference_mode():
-                self._works.popleft()()
-
-    def finish(self) -> None:
-        self.hold(self._given, aside=False)
-
-
-def _side_stream(device: torch.device) -> SideStream:
-    return LateStream() if _module is None else SideStream(_module, device)
-
-
 def finish() -> None:
-    """Let side streams do what nobody held for, and transfers end that nobody waited for."""
-    streams, _put_off[:] = _put_off[:], []
-    for stream in streams:
-        stream.finish()
+    """Let transfers end that nobody waited for."""
     for work in list(_posted.values()):
         work.wait()
 
@@ -236,8 +198,9 @@ def finish() -> None:
 def streams_of(module: Module) -> Iterator[None]:
     """In this block streams are those of a module that stands in for ``torch.cuda``."""
     global _module
-    _module = module
+    own, _module = executor.side_stream, module
+    executor.side_stream = partial(SideStream, module)
     try:
         yield
     finally:
-        _module = None
+        executor.side_stream, _module = own, None

@@ -44,7 +44,7 @@ WITHOUT_KERNELS = {
 
 @contextlib.contextmanager
 def megatron(
-    tensor_parallel: int = 1, context_parallel: int = 1, minutes: float = 1, **layout: int | None
+    tensor_parallel: int = 1, context_parallel: int = 1, minutes: float = 3, **layout: int | None
 ) -> Iterator[None]:
     """Parallel state of the real Megatron; what is left of the ranks are replicas.
 
@@ -85,6 +85,52 @@ def _left_afterwards() -> Iterator[None]:
         parallel_state._POSITION_EMBEDDING_GLOBAL_RANKS = None
         for group in set(distributed_c10d._world.pg_map) - before:
             destroy_process_group(group)
+
+
+def gpt(config: Any, layers: int = 0, core: type | None = None, **given: Any) -> torch.nn.Module:
+    """A model with so many layers, by default all of the config, and this core attention."""
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+
+    from scripts.cpu_pretraining.model import RMSNorm
+
+    latent = {"qk_layernorm": True, "multi_latent_attention": True} if core is not None else {}
+    layer = get_gpt_layer_local_spec(config.num_moe_experts, **latent)
+    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
+    attention = layer.submodules.self_attention.submodules
+    if core is not None:
+        attention.core_attention = core
+        attention.q_layernorm = attention.kv_layernorm = RMSNorm
+    block = TransformerBlockSubmodules([layer] * (layers or config.num_layers), RMSNorm)
+    options = {"position_embedding_type": "rope", "share_embeddings_and_output_weights": False}
+    return GPTModel(config, block, **(options | given))
+
+
+def replicas(
+    config: Any, nets: Sequence[torch.nn.Module], ddp: dict[str, Any], **optimizer: Any
+) -> tuple[list[Any], Any]:
+    """Model chunks whose gradients are summed over the replicas, and Adam for them."""
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+    models = [
+        DistributedDataParallel(
+            config, DistributedDataParallelConfig(**ddp), net, disable_bucketing=chunk > 0
+        )
+        for chunk, net in enumerate(nets)
+    ]
+    split = {"use_distributed_optimizer": ddp["use_distributed_optimizer"]}
+    settings = OptimizerConfig(optimizer="adam", lr=0.01, **split, **optimizer)
+    return models, get_megatron_optimizer(settings, models)
+
+
+def language_loss(model: torch.nn.Module, tokens: torch.Tensor, labels: torch.Tensor) -> Any:
+    """Of each token ``[B, S]``."""
+    batch, length = tokens.shape
+    mask = torch.ones(length, length, dtype=torch.bool).triu(1)[None, None]
+    positions = torch.arange(length).expand(batch, -1)
+    return model(tokens.contiguous(), positions, mask, labels=labels.contiguous())
 
 
 @contextlib.contextmanager

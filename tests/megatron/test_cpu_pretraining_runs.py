@@ -19,10 +19,7 @@ pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 from commfuse_npu.proof.verify_log import verify_logs
 from tests.megatron.in_ranks import Finished, asked, losses, pretrained
 
-LINE = re.compile(
-    r" iteration +(\d+)/ +6 \| elapsed time per iteration \(ms\): [\d.]+ \| exposed communication "
-    r"\(ms\): [\d.]+ \| learning rate: \S+ \| lm loss: \S+ \| grad norm: [\d.]+ \| tokens/s: \d+ \|"
-)
+LINE = re.compile(r" iteration +(\d+)/ +6 .* lm loss: \S+ . grad norm: [\d.]+ . tokens/s: \d+ ")
 long = pytest.mark.long
 REPLICAS = "--tensor-model-parallel-size 1 --data-parallel-size 2 --use-distributed-optimizer"
 BUCKETS = f"{REPLICAS} --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 3000"

@@ -24,7 +24,7 @@ from mindspeed_patches.fb_overlap import Overlapping
 from mindspeed_patches.fb_overlap.core_versions import asked_for
 from mindspeed_patches.fb_overlap.schedule import OverlappedSchedule
 from scripts.cpu_pretraining.megatron_on_cpu import cuda_means_cpu
-from tests.megatron.in_ranks import WITHOUT_KERNELS, megatron
+from tests.megatron.in_ranks import WITHOUT_KERNELS, gpt, language_loss, megatron, replicas
 
 LENGTH, BATCH, VOCABULARY = 8, 2, 32
 
@@ -83,15 +83,10 @@ TRAININGS = {
     "PP 2 x VPP 2, distributed optimizer": replace(VPP, distributed=True),
 }
 LONG = {
-    "PP 2 x TP 2": Training(tensor=2, stages=2, microbatches=6),
     "PP 2 x TP 2, SP, groups passed": Training(
         tensor=2, stages=2, options=SEQUENCE, microbatches=6, groups=True
     ),
     "PP 2 x VPP 2 x TP 2, SP": replace(VPP, tensor=2, options=SEQUENCE),
-    "PP 2 x EP 2": Training(stages=2, experts=2, replicas=2),
-    "TP 2, SP, DP 2, distributed optimizer": Training(
-        tensor=2, replicas=2, options=SEQUENCE, distributed=True
-    ),
     "PP 2 x VPP 2, EP 2, distributed optimizer": replace(
         VPP, experts=2, replicas=2, distributed=True
     ),
@@ -106,30 +101,22 @@ class InOrder:
         return forward(), result
 
 
-def gpt(training: Training, config: Any, chunk: int) -> torch.nn.Module:
+def chunk_of(training: Training, config: Any, chunk: int) -> torch.nn.Module:
     """One model chunk of this rank."""
     from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
-    from scripts.cpu_pretraining.model import RMSNorm
-
-    layer = get_gpt_layer_local_spec(config.num_moe_experts)
-    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
     if training.chunks > 1 and not asked_for(GPTModel, vp_stage=chunk):
         parallel_state.set_virtual_pipeline_model_parallel_rank(chunk)
-    layers = config.num_layers // (training.stages * training.chunks)
     stage = parallel_state.get_pipeline_model_parallel_rank()
-    first, last = (0, 0), (training.stages - 1, training.chunks - 1)
-    model: torch.nn.Module = GPTModel(
+    last = training.stages - 1, training.chunks - 1
+    model = gpt(
         config,
-        TransformerBlockSubmodules(layer_specs=[layer] * layers, layer_norm=RMSNorm),
+        config.num_layers // (training.stages * training.chunks),
         vocab_size=VOCABULARY,
         max_sequence_length=LENGTH,
-        pre_process=(stage, chunk) == first,
+        pre_process=(stage, chunk) == (0, 0),
         post_process=(stage, chunk) == last,
-        position_embedding_type="rope",
         **asked_for(GPTModel, vp_stage=chunk if training.chunks > 1 else None),
     )
     if not training.typed:
@@ -170,35 +157,21 @@ def trained(training: Training, steps: int = 3) -> tuple[list[torch.Tensor], lis
     """Losses, weights and random state after so many steps with the schedule that Megatron chooses;
     and which of its functions were called, sorted."""
     from megatron.core import parallel_state
-    from megatron.core.distributed import (
-        DistributedDataParallel,
-        DistributedDataParallelConfig,
-        finalize_model_grads,
-    )
-    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+    from megatron.core.distributed import finalize_model_grads
     from megatron.core.pipeline_parallel import get_forward_backward_func
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
     torch.manual_seed(1)
     model_parallel_cuda_manual_seed(1)
     config, split = settings(training), training.distributed
-    models = [
-        DistributedDataParallel(
-            config,
-            DistributedDataParallelConfig(
-                grad_reduce_in_fp32=True,
-                use_distributed_optimizer=split,
-                overlap_grad_reduce=split,
-                overlap_param_gather=split,
-            ),
-            gpt(training, config, chunk),
-            disable_bucketing=chunk > 0,
-        )
-        for chunk in range(training.chunks)
-    ]
-    optimizer = get_megatron_optimizer(
-        OptimizerConfig(optimizer="adam", lr=1e-2, use_distributed_optimizer=split), models
-    )
+    ddp = {
+        "grad_reduce_in_fp32": True,
+        "use_distributed_optimizer": split,
+        "overlap_grad_reduce": split,
+        "overlap_param_gather": split,
+    }
+    chunks = [chunk_of(training, config, chunk) for chunk in range(training.chunks)]
+    models, optimizer = replicas(config, chunks, ddp)
     virtual = training.chunks > 1
     calls: list[str] = []
 
@@ -265,9 +238,7 @@ def tokens(replica: int) -> Iterator[torch.Tensor]:
 
 def forward_step(iterator: Iterator[torch.Tensor], model: torch.nn.Module, *partly: bool) -> Any:
     batch = next(iterator)
-    mask = torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1)[None, None]
-    positions = torch.arange(LENGTH).expand(BATCH, -1)
-    output = model(batch[:, :-1].contiguous(), positions, mask, labels=batch[:, 1:].contiguous())
+    output = language_loss(model, batch[:, :-1], batch[:, 1:])
 
     def loss(output: torch.Tensor) -> Any:
         mean = output.float().mean()

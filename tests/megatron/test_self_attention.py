@@ -14,7 +14,8 @@ import torch.distributed as dist
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
 from commfuse_npu import Schedule
-from commfuse_npu.ops import LinearOptions, head_groups
+from commfuse_npu.ops import LinearOptions
+from commfuse_npu.runtime.collectives import all_gather_rows
 from mindspeed_patches import LAYERS, ulysses_layer
 from mindspeed_patches.ulysses_layer import (
     WholePositions,
@@ -272,14 +273,10 @@ def test_hooks_run_and_nothing_stays_replaced(rank: int) -> None:
         assert ("proj", "fused") in linears.calls
 
 
-def counted_gathers() -> Any:
-    original = ulysses_layer.all_gather_rows
-    return mock.patch.object(ulysses_layer, "all_gather_rows", side_effect=original)
-
-
 @on_ranks(2)
 def test_positions_are_gathered_once_per_tensor(rank: int) -> None:
-    with parallel(Case()), counted_gathers() as gather:
+    gathers = mock.patch.object(ulysses_layer, "all_gather_rows", side_effect=all_gather_rows)
+    with parallel(Case()), gathers as gather:
         group, known = dist.group.WORLD, WholePositions()
 
         def expect(part: torch.Tensor, total: int) -> None:
@@ -303,28 +300,3 @@ def test_positions_are_gathered_once_per_tensor(rank: int) -> None:
             unseen = torch.ones(2, 2)
             expect(unseen, 13)
             expect(unseen.add_(1), 14)
-
-
-def of_the_own_rows(self: Any, part: torch.Tensor, group: Any) -> torch.Tensor:
-    return torch.cat([part] * group.size())
-
-
-TAKE = head_groups.HeadRows.take
-
-
-def of_the_wrong_rank(self: Any, weight: torch.Tensor, group: int) -> torch.Tensor:
-    return TAKE(self, weight, 1 - group)
-
-
-@pytest.mark.parametrize(
-    ("owner", "name", "fault"),
-    [(WholePositions, "of", of_the_own_rows), (head_groups.HeadRows, "take", of_the_wrong_rank)],
-    ids=["positions", "heads"],
-)
-@on_ranks(2)
-def test_faults_are_noticed(rank: int, owner: Any, name: str, fault: Any) -> None:
-    with parallel(Case()):
-        with mock.patch.object(owner, name, fault), wrapped(Case()):
-            found = run(Case(), 2)
-        with pytest.raises(AssertionError):
-            not_split(found, Case())

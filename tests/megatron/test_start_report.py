@@ -22,7 +22,7 @@ from mindspeed_patches.start_report import StartReport
 from mindspeed_patches.training_options import commfuse_options
 from mindspeed_patches.wrappers import LinearWrappers
 from tests.distributed.ranks import on_ranks
-from tests.megatron.in_ranks import WITHOUT_KERNELS, megatron
+from tests.megatron.in_ranks import WITHOUT_KERNELS, gpt, language_loss, megatron
 from tests.patches.launches import real_arguments
 
 LENGTH, BATCH, VOCABULARY = 16, 2, 64
@@ -60,14 +60,10 @@ class Core(torch.nn.Module):
 
 
 def build(**config: Any) -> torch.nn.Module:
-    from megatron.core.models.gpt import GPTModel, gpt_layer_specs
     from megatron.core.transformer import TransformerConfig
-    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
     from megatron.core.transformer.transformer_config import MLATransformerConfig
 
-    from scripts.cpu_pretraining.model import RMSNorm
-
-    latent = config.get("multi_latent_attention", False)
+    latent = "multi_latent_attention" in config
     settings = {
         "num_layers": 2,
         "hidden_size": 32,
@@ -81,24 +77,11 @@ def build(**config: Any) -> torch.nn.Module:
         **WITHOUT_KERNELS,
     }
     torch.manual_seed(1)
-    with mock.patch.object(gpt_layer_specs, "WrappedTorchNorm", RMSNorm):
-        layer = gpt_layer_specs.get_gpt_layer_local_spec(
-            num_experts=config.get("num_moe_experts"),
-            qk_layernorm=latent,
-            multi_latent_attention=latent,
-            normalization="RMSNorm",
-        )
-    if latent:
-        layer.submodules.self_attention.submodules.core_attention = Core
-    made = (MLATransformerConfig if latent else TransformerConfig)(**settings | config)
-    return GPTModel(
-        config=made,
-        transformer_layer_spec=TransformerBlockSubmodules(
-            layer_specs=[layer] * made.num_layers, layer_norm=RMSNorm
-        ),
+    return gpt(
+        (MLATransformerConfig if latent else TransformerConfig)(**settings | config),
+        core=Core if latent else None,
         vocab_size=VOCABULARY,
         max_sequence_length=LENGTH,
-        share_embeddings_and_output_weights=False,
         position_embedding_type="none" if latent else "rope",
     )
 
@@ -107,9 +90,7 @@ def gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """The loss and all gradients of one step."""
     generator = torch.Generator().manual_seed(3)
     tokens = torch.randint(VOCABULARY, (BATCH, LENGTH), generator=generator)
-    mask = torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1)[None, None]
-    positions = torch.arange(LENGTH).expand(BATCH, -1)
-    loss = model(tokens, positions, mask, labels=tokens.roll(-1, 1)).mean()
+    loss = language_loss(model, tokens, tokens.roll(-1, 1)).mean()
     loss.backward()
     found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     return {"loss": loss.detach(), **found}
@@ -193,16 +174,9 @@ class Alien(torch.nn.Module):
 
 
 SIZES = {"seq_length": LENGTH, "micro_batch_size": BATCH}
-OVERLAPPED = EXPERTS | {
-    "moe_shared_expert_overlap": True,
-    "moe_token_dispatcher_type": "alltoall",
-}
 NO_TRANSFER = "without sequence parallelism the forward has no transfer"
-GATHERED = "mla_up_proj_tp_overlap gathers its input before the call"
-OUTSIDE = "moe_shared_expert_overlap gathers and scatters outside of the layer"
 SHORT = "a block has fewer rows than the 17 of --commfuse-min-rows"
 LONGER = "--commfuse-min-rows 0 fuses it, a smaller TP or longer sequences lengthen it"
-GATHERS = "mla_up_proj_tp_overlap"
 OTHERS = "proj", "fc1", "fc2", "output"
 LIST = "is not in the list of layers to fuse"
 
@@ -224,20 +198,6 @@ REASONS: list[tuple[str, dict[str, Any], list[str]]] = [
         ],
     ),
     ("", {"alien": True}, ["linear_fc1: Alien is not Megatron's linear layer"]),
-    (
-        "",
-        LATENT | {GATHERS: True},
-        [f"q_up: {GATHERED} (leave --mla-up-proj-tp-overlap out)", f"kv_up: {GATHERED}"],
-    ),
-    (
-        "",
-        OVERLAPPED,
-        [
-            f"shared_fc1: {OUTSIDE} (leave --moe-shared-expert-overlap out)",
-            f"shared_fc2: {OUTSIDE}",
-            f"experts: {RULES}",
-        ],
-    ),
     ("--commfuse-attention", {}, []),
     (
         "--commfuse-attention",
@@ -256,13 +216,11 @@ REASONS: list[tuple[str, dict[str, Any], list[str]]] = [
 def test_each_reason_comes_with_the_way_out(rank: int) -> None:
     with megatron(2), mock.patch.object(torch.cuda, "Stream"):
         for options, config, expected in REASONS:
-            of_config = {k: v for k, v in config.items() if k not in ("alien", GATHERS)}
+            of_config = {k: v for k, v in config.items() if k != "alien"}
             with wrapped(*options.split(), **SIZES) as (_, report):
                 model: Any = build(**of_config)
                 if "alien" in config:
                     model.decoder.layers[1].mlp.linear_fc1 = Alien()
-                for layer in model.decoder.layers:
-                    setattr(layer.self_attention.config, GATHERS, GATHERS in config)
                 lines = [line for line in told(report, model) if " not: " in line]
             said = [re.sub(r": 0 of \d fused; \d not:", ":", line) for line in lines]
             assert said == [f"CommFuse: {one}" for one in expected if rank == 0], options

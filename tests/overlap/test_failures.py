@@ -1,21 +1,26 @@
-"""A rank that dies or hangs while a forward and a backward take turns."""
+"""A rank that dies, hangs or is interrupted while a forward and a backward take turns."""
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import signal
+import sys
 import time
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from commfuse_npu.overlap import ForwardBackwardOverlap, OtherSideError
+from commfuse_npu.overlap import ForwardBackwardOverlap, OtherSideError, transfers, turns
 from commfuse_npu.overlap.transfers import active_turns
 from commfuse_npu.overlap.turns import BACKWARD, FORWARD
+from tests.distributed.ranks import on_ranks
+from tests.overlap.test_pair import world
 
 PIECES = 3
 
@@ -61,3 +66,74 @@ def test_the_others_end_with_an_error(ranks: Any, size: int, side: int, at: int,
             assert isinstance(outcome.error, RuntimeError), f"rank {rank}: {outcome}"
             # As gloo says it on either end: "[.../gloo/...] Timed out", "Application timeout".
             assert re.search("gloo|timed out|timeout", str(outcome.error), re.IGNORECASE)
+
+
+@pytest.mark.parametrize("parked", [True, False])
+@on_ranks(2)
+def test_ctrl_c_ends_both_sides(rank: int, parked: bool) -> None:
+    """While the main thread waits for its turn, or for the backward's end."""
+    # A shell's background job ignores it.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    overlap = ForwardBackwardOverlap([world()])
+    reached = []
+
+    def forward() -> None:
+        if parked:
+            dist.all_reduce(torch.ones(2))
+            reached.append("forward went on")
+
+    def backward() -> None:
+        # Python sees a signal just before it waits for a lock only when it has the lock.
+        while Path(f"/proc/self/task/{os.getpid()}/stat").read_text().split()[2] != "S":
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGINT)
+        while active_turns().error is None:
+            time.sleep(0.01)
+        dist.all_reduce(torch.ones(2))
+        dist.all_reduce(torch.ones(2))
+        reached.append("backward went on")
+
+    with pytest.raises(KeyboardInterrupt):
+        overlap.run(forward, backward)
+    assert reached == []
+    assert overlap.run(lambda: 1, lambda: 2) == (1, 2)
+
+
+@on_ranks(2)
+def test_ctrl_c_at_any_instruction_ends_both_sides(rank: int) -> None:
+    """KeyboardInterrupt in the main thread, before an instruction of run() or of the turns."""
+    overlap, left, running = ForwardBackwardOverlap([world()]), 0, list[int]()
+
+    def trace(frame: Any, event: str, _: Any) -> Any:
+        nonlocal left
+        code = frame.f_code
+        if code.co_filename != turns.__file__ and code.co_name not in ("run", "_run_side"):
+            return None
+        frame.f_trace_opcodes = True
+        left -= event == "opcode"
+        if event == "opcode" and left == 0:
+            raise KeyboardInterrupt
+        return trace
+
+    def side(me: int, count: int) -> None:
+        for _ in range(count):
+            running.append(me)
+            assert running == [me], "both sides run"
+            running.remove(me)
+            active_turns().hand_over()
+
+    for at in itertools.count(1):
+        left = at
+        sys.settrace(trace)
+        try:
+            overlap.run(lambda: side(FORWARD, 2), lambda: side(BACKWARD, 3))
+        except KeyboardInterrupt:
+            assert left == 0
+        finally:
+            sys.settrace(None)
+        transfers._turns = None  # in the last instructions, when both sides have ended
+        assert overlap.run(lambda: 1, lambda: 2) == (1, 2)
+        running.clear()
+        if left > 0:
+            break
+    assert at > 200

@@ -17,21 +17,20 @@ GROUP = object()
 
 def bucket_group(config: dict[str, Any] | None = None, **changes: Any) -> Any:
     """What the wrappers read of Megatron's class."""
-    switches = "overlap_grad_reduce", "overlap_param_gather"
-    usual = {"use_distributed_optimizer": True, **dict.fromkeys(switches, False)}
+    usual = {"use_distributed_optimizer": True}
+    usual |= {"overlap_grad_reduce": False, "overlap_param_gather": False}
     bucket = SimpleNamespace(
         grad_data=torch.ones(4), param_data=torch.ones(4), gradient_scaling_factor=0.5
     )
     state = {
-        "ddp_config": SimpleNamespace(**usual | (config or {})),
         "intra_distributed_optimizer_instance_group": GROUP,
         "intra_distributed_optimizer_instance_size": 2,
-        "buckets": [bucket] * 2,
         "grad_reduce_handle": None,
         "param_gather_handle": None,
         "param_gather_dispatched": False,
     }
-    return SimpleNamespace(**(state | changes))
+    ddp_config = SimpleNamespace(**usual | (config or {}))
+    return SimpleNamespace(ddp_config=ddp_config, buckets=[bucket] * 2, **(state | changes))
 
 
 @pytest.fixture

@@ -20,24 +20,13 @@ VALUES = {
     "attention_dropout": 0.1,
     "context_parallel_size": 2,
     "position_embedding_type": "alibi",
-    "sliding_window": 4096,
-    "interleave_sliding_window": 4096,
-    "pre_tockens": 4096,
-    "next_tockens": 1,
-    "sparse_mode": 4,
-    "query_pre_attn_scalar": 144,
-    "attn_logit_softcapping": 50.0,
-    "context_parallel_kv_cache_policy": "full",
     "schedules_method": "dualpipev",
-    "qat_scheme": "w4a16-mxfp4",
-    "fp8": "hybrid",
-    "fp8_format": "e4m3",
     "lora_target_modules": ["linear_qkv"],
     "output_layer_slice_num": 2,
     "num_distributed_optimizer_instances": 2,
     "optimizer": "muon",
 }
-"""What a user would give and is refused; all other options are switches."""
+"""What a user would give and is refused; of all other options any value is."""
 
 FOR_ATTENTION = {
     "pre_tockens": 65536,

@@ -164,11 +164,9 @@ def test_commands_that_are_refused(words: str, message: str) -> None:
     ("word", "meant"),
     [
         ("--commfuse_chunks=2", "--commfuse-chunks"),
-        ("--use-commfused", "--use-commfuse"),
         ("--commfuse-fb-overlaps", "--commfuse-fb-overlap"),
         ("--no-commfuse-attentions", "--no-commfuse-attention"),
         ("--use-comfuse", None),  # Megatron's to refuse
-        ("--no-use-commfuse", None),
         ("--commfuse-chunks=2", None),
     ],
 )

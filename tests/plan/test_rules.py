@@ -7,7 +7,9 @@ import sys
 import pytest
 
 from commfuse_npu.plan import rules
-from commfuse_npu.plan.instructions import Add, Compute, Wait
+from commfuse_npu.plan.instructions import Add, Compute, Post, Wait
+from commfuse_npu.plan.program import Program
+from commfuse_npu.plan.rules.blocks import Blocks
 from commfuse_npu.plan.schedule import Place, Schedule
 
 
@@ -22,6 +24,57 @@ def test_the_sums_of_a_backward_come_behind_its_weight_gradient() -> None:
     assert works == ["gemm", "gemm", "wgrad", "add", "add"]
     first_wait = next(place for place, one in enumerate(program.code) if isinstance(one, Wait))
     assert first_wait > program.last_post, "everything is on its way before anything is awaited"
+
+
+def order_of(program: Program) -> list[str]:
+    """Sends, waits for what arrives, and work, in the order in which they are done."""
+    found = []
+    for one in program.code:
+        if isinstance(one, Post) and one.send is not None:
+            found.append(f"send {one.send.transfer.piece.split()[0]}")
+        elif isinstance(one, Wait) and one.receives and not one.aside:
+            pieces = (program.transfers[step][1].piece.split()[0] for step in one.receives)
+            found.append(f"wait {' and '.join(dict.fromkeys(pieces))}")
+        elif isinstance(one, Compute):
+            found.append(one.work)
+    return found
+
+
+MADE, USED = ["make", "send block"], ["use", "wait block"]
+
+
+@pytest.mark.parametrize(
+    ("blocks", "uses", "wgrad", "order"),
+    [
+        # What is made leaves at once, own block last; what arrives is used one by one, own first.
+        ("made", False, False, [*MADE * 2, "make", "wait block"]),
+        ("given", True, True, [*["send block"] * 2, "wgrad", *USED * 2, "use"]),
+        # The weight gradient is behind the last transfer, and work on the own block, too.
+        ("made", True, True, [*MADE * 2, "make", "wgrad", *USED * 2, "use"]),
+    ],
+)
+def test_blocks_are_sent_as_they_are_made_and_used_as_they_arrive(
+    blocks: Blocks, uses: bool, wgrad: bool, order: list[str]
+) -> None:
+    place = Place(Schedule(), 0, 3, batched=True)
+    found = order_of(rules.exchange(place, 6, 4, blocks, uses, False, wgrad))
+    assert found == order
+
+
+def test_both_exchanges_of_a_sharded_backward_are_covered() -> None:
+    place = Place(Schedule(lanes=2), 1, 3, batched=False)
+    assert order_of(rules.sharded_backward(place, 4, 8, True, True)) == [
+        # The weight is on its way before work begins, every wgrad block leaves as it is made.
+        *["send block"] * 2,
+        *["make", "send partial"] * 2,
+        # The own block of the weight needs no wait; the sums come behind all dgrad blocks.
+        *["make", *USED * 2, "use", "wait partial", "finish"],
+    ]
+    # In batches, on lanes in order: no more of the weight than two blocks until its own is used.
+    place = Place(Schedule(lanes=1), 1, 4, batched=True)
+    found = order_of(rules.sharded_backward(place, 4, 8, True, True))
+    kinds = [one.removeprefix("send ") for one in found if one.startswith("send")]
+    assert kinds == ["block", "block", "partial", "partial", "partial", "block"]
 
 
 def test_receives_come_first_where_they_are_posted_by_themselves() -> None:

@@ -39,21 +39,6 @@ def test_peers_are_taken_by_their_distance() -> None:
     assert lanes == {(1, 0), (2, 1), (3, 1), (4, 1), (5, 1)}
 
 
-@pytest.mark.parametrize("own", ["first", "last"])
-def test_each_place_in_the_order_is_a_permutation_on_one_lane(own: str) -> None:
-    for schedule in (
-        Schedule(lanes=2),
-        Schedule("two_level", lanes=3, node_size=3),
-        Schedule().for_causal_blocks(6),
-    ):
-        hops = [schedule.hops(rank, 6, own) for rank in range(6)]
-        for place in range(5):
-            step = [of_rank[place] for of_rank in hops]
-            assert sorted(hop.target for hop in step) == list(range(6))
-            assert len({hop.lane for hop in step}) == 1
-            assert all(hops[hop.target][place].source == rank for rank, hop in enumerate(step))
-
-
 def test_chunks_shrink_where_they_arrive_and_grow_where_they_are_made() -> None:
     schedule = Schedule(chunks=4, taper=2)
     down = [run.stop - run.start for run in schedule.runs(1920, "first")]

@@ -9,14 +9,13 @@ import torch.distributed as dist
 
 from commfuse_npu.ops import BucketOptions, Buckets
 from commfuse_npu.runtime.collectives import all_gather_rows, reduce_scatter_rows
+from commfuse_npu.runtime.transport import Transport
 from tests.random_networks.case import Bucket, BucketRun, Form
 from tests.random_networks.transports import transport_of
 from tests.random_networks.values import Found, drawn
 
-__all__ = ["plain_sum", "run_buckets"]
 
-
-def plain_sum(
+def _plain_sum(
     bucket: torch.Tensor, group: dist.ProcessGroup, average: bool, scale: float,
     reduce_dtype: torch.dtype | None,
 ) -> None:  # fmt: skip
@@ -37,12 +36,12 @@ def _wide(case: BucketRun, bucket: Bucket) -> torch.dtype | None:
 def _filled(case: BucketRun, place: int, rank: int) -> torch.Tensor:
     bucket = case.buckets[place]
     elements = case.size * bucket.elements
-    return drawn(case.seed, f"bucket {place} {rank}", (elements,), bucket.dtype)
+    return drawn(case.seed, f"bucket {place} {rank}", (elements,), bucket.dtype, case.rounded)
 
 
-def run_buckets(case: BucketRun, form: Form) -> Found:
+def run_buckets(case: BucketRun, form: Form, link: Transport | None = None) -> Found:
     """All buckets, started in order; a rank waits for some in between, in an order of its own."""
-    link = transport_of(case)
+    link = link or transport_of(case)
     tensors = [_filled(case, place, link.rank) for place in range(len(case.buckets))]
     found: Found = {}
     if form == "fused":
@@ -79,5 +78,5 @@ def run_buckets(case: BucketRun, form: Form) -> Found:
                     found[f"bucket {place}, first rows"] = tensor[: bucket.first_rows].clone()
             else:
                 wide = _wide(case, bucket)
-                plain_sum(tensor, link.group, bucket.average, bucket.scale, wide)
+                _plain_sum(tensor, link.group, bucket.average, bucket.scale, wide)
     return found | {f"bucket {place}": tensor for place, tensor in enumerate(tensors)}

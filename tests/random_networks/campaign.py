@@ -17,11 +17,9 @@ from tests.random_networks.case import Case
 from tests.random_networks.compare import complaints
 from tests.random_networks.strategy import cases
 
-__all__ = ["Compare", "campaign", "failure_of"]
-
 _CASE_SECONDS = 240.0
 _SHRINKING_SECONDS = 60.0
-"""Limits what it takes to shrink a failure that hangs until a wait is over."""
+"""To make a failure small that hangs until a wait is over."""
 
 _ROUND = 10
 """Cases that hypothesis draws at once.  After ten it draws five that differ little from each new

@@ -168,6 +168,7 @@ class BucketRun:
     lanes: int = LANES
     batched: bool = False
     check: Check = "first"
+    rounded: bool = False
 
 
 Case = Network | BucketRun

@@ -20,7 +20,7 @@ from tests.random_networks.values import Found
 def run_case(case: Case, form: Form, link: Transport | None = None) -> Found:
     """What this rank computes; ``link``: by default that of the case."""
     if isinstance(case, BucketRun):
-        return run_buckets(case, form)
+        return run_buckets(case, form, link)
     return run_network(case, form, link)
 
 

@@ -18,8 +18,6 @@ from tests.random_networks.case import ATTENTION, FROM_SHARD, HEAD_FEATURES, For
 from tests.random_networks.transports import transport_of
 from tests.random_networks.values import Found, arriving, drawn, fitting, parameter_of
 
-__all__ = ["Call", "input_of", "run_network"]
-
 _WHOLE_WEIGHTS = ("linear_all_to_all", "all_to_all_linear", "attention_all_to_all_linear")
 """Ops whose weight is the same on every rank."""
 

@@ -27,8 +27,6 @@ from tests.random_networks.case import (
     Network,
 )
 
-__all__ = ["cases"]
-
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _LAYOUTS: tuple[Layout, ...] = ("plain", "transposed", "sliced", "offset")
 _TENSOR_PARALLEL = (

@@ -9,24 +9,13 @@ from tests.random_networks.campaign import failure_of
 from tests.random_networks.case import Case, Layer, Network
 
 MORE = ((1, 40), (2, 180), (3, 50), (4, 30))
+TAPERED, ONE_LANE = Schedule(lanes=1, chunks=3, taper=1.5), Schedule(lanes=1)
+TO_LINEAR = Layer("all_to_all_linear", schedule=ONE_LANE, wgrad="blocks")
 FOUND: dict[str, Case] = {
     "partials of tapered chunks were overwritten": Network(
-        size=4,
-        layers=(
-            Layer(
-                op="linear_reduce_scatter",
-                schedule=Schedule(lanes=1, chunks=3, taper=1.5),
-            ),
-        ),
-        rows=3,
-        lanes=1,
+        4, (Layer("linear_reduce_scatter", schedule=TAPERED),), rows=3, lanes=1
     ),
-    "no rows, and a weight gradient by blocks": Network(
-        size=2,
-        layers=(Layer(op="all_to_all_linear", schedule=Schedule(lanes=1), wgrad="blocks"),),
-        rows=0,
-        lanes=1,
-    ),
+    "no rows, and a weight gradient by blocks": Network(2, (TO_LINEAR,), rows=0, lanes=1),
 }
 
 

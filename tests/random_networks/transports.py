@@ -9,8 +9,6 @@ from commfuse_npu.runtime.transport import Transport
 from tests.limits import PATIENT
 from tests.random_networks.case import LANES, Case
 
-__all__ = ["at_rest", "transport_of"]
-
 
 @lru_cache
 def _all_lanes() -> Transport:

@@ -13,8 +13,6 @@ import torch
 
 from tests.random_networks.case import Layout
 
-__all__ = ["Found", "arriving", "drawn", "fitting", "laid_out", "parameter_of"]
-
 Found = dict[str, torch.Tensor | None]
 """What came out of a run, by name."""
 
