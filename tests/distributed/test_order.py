@@ -1,38 +1,46 @@
-"""What is posted and awaited is the program, and nothing beside it: random cases.
+"""What is posted and awaited is the program, and nothing beside it.
 
-The calls of torch.distributed are recorded on real ranks, with the programs that were begun.
+The calls of torch.distributed are recorded on real ranks, with the programs that were begun; both
+have to say the same, post by post and wait by wait.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from commfuse_npu import Transport
-from commfuse_npu.plan.instructions import Post
+from commfuse_npu import Schedule, Transport
+from commfuse_npu.ops import BucketOptions, Buckets, LinearOptions
 from commfuse_npu.plan.program import Program
 from tests.distributed.programs import watch_calls
-from tests.random_networks.case import Case
-from tests.random_networks.compare import at_rest_or_raise, quiet, run_case
-from tests.random_networks.transports import transport_of
+from tests.limits import PATIENT
+from tests.random_networks.case import OPS, one_layer
+from tests.random_networks.network_run import Call, input_of
 
-Event = tuple[str, int, int]
-"""``send`` or ``receive``, lane, peer."""
+Event = tuple[str, int, int, int]
+"""``send`` or ``receive``, lane, peer, bytes."""
+
+FEATURES = 32
+"""In and out of every layer of :func:`one_layer`."""
 
 
-def planned(program: Program) -> list[Event]:
-    """What a program says that is posted."""
-    return [
-        (way, end.transfer.lane, end.transfer.target if way == "send" else end.transfer.source)
-        for one in program.code
-        if isinstance(one, Post)
-        for way, end in one.ends
-    ]
+def called(link: Transport, op: str, options: LinearOptions) -> None:
+    """Forward and backward of an op, or a bucket in either direction."""
+    if op == "buckets":
+        made = Buckets(link, BucketOptions(options.schedule))
+        bucket = torch.ones(8 * link.size)
+        made.reduce_scatter(bucket).wait()
+        made.all_gather(bucket).wait()
+        return
+    given = {"schedule": options.schedule, "wgrad": options.wgrad, "bias": "no"}
+    case = one_layer(op, link.size, **given)
+    y = Call(case, link=link)(input_of(case, link=link))
+    y.backward(torch.ones_like(y))
 
 
 class _Counted:
@@ -46,32 +54,53 @@ class _Counted:
         return self._work.wait(*limit)
 
 
-def beside_the_program(rank: int, case: Case) -> list[str]:
-    """What was posted or awaited otherwise than the programs say."""
-    case = replace(case, batched=False)
-    link, events, waits = transport_of(case), list[Event](), list[object]()
-    expected: list[Event] = []
+def planned(program: Program) -> list[Event]:
+    """What a program says that is posted."""
+    rule, given = program.rule[0], program.arguments
+    usual = 1 if rule.startswith("bucket") else given.get("columns", FEATURES)
+    width = {span.buffer: usual for span in chain(*program.spans.values())}
+    width |= {one.name: one.columns for one in program.scratch}
+    found = []
+    for post in program.posts:
+        for verb, end in (("receive", post.receive), ("send", post.send)):
+            if end is not None:
+                peer = end.transfer.target if verb == "send" else end.transfer.source
+                size = 4 * end.span.rows * width[end.span.buffer]
+                found.append((verb, end.transfer.lane, peer, size))
+    return found
+
+
+def recorded(rank: int, op: str, chunks: int, wgrad: str) -> None:
+    link = Transport.create(lanes=2, timeout=PATIENT)
+    options = LinearOptions(Schedule(lanes=2, chunks=chunks), wgrad=wgrad)
+    called(link, op, options)
+    events: list[Event] = []
+    programs: list[Program] = []
+    waits: list[object] = []
 
     def noting(verb: str, call: Callable[..., Any]) -> Callable[..., Any]:
         def noted(tensor: torch.Tensor, peer: int, group: Any = None, tag: int = 0) -> Any:
             work = call(tensor, peer, group, tag)
             if group not in link.lane_groups:
                 return work
-            events.append((verb, link.lane_groups.index(group), peer))
+            events.append((verb, link.lane_groups.index(group), peer, tensor.nbytes))
             return _Counted(work, waits)
 
         return noted
 
-    with pytest.MonkeyPatch.context() as patch, quiet():
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "isend", noting("send", dist.isend))
         patch.setattr(dist, "irecv", noting("receive", dist.irecv))
-        watch_calls(patch, Transport, "begin", lambda _, one, *__: expected.extend(planned(one)))
-        run_case(case, "fused")
-    at_rest_or_raise(case)
-    # Several may be under way at once.
-    found = [] if sorted(events) == sorted(expected) else [f"{events}, not {expected}"]
-    return found + [f"{len(waits)} waits for {len(events)}"] * (len(waits) != len(events))
+        watch_calls(patch, Transport, "begin", lambda _, one, *__: programs.append(one))
+        called(link, op, options)
+    expected = [event for program in programs for event in planned(program)]
+    assert expected
+    assert events == expected, "posted beside the program"
+    assert len(waits) == len(expected), "every transfer is waited for once"
 
 
-def test_the_program_is_what_is_posted(random_cases: Any) -> None:
-    random_cases(3, 40, seed=1114, compare=beside_the_program)
+@pytest.mark.parametrize("chunks", [1, 3])
+@pytest.mark.parametrize("op", [*OPS, "buckets"])
+def test_the_program_is_what_is_posted(ranks, op: str, chunks: int) -> None:
+    for wgrad in ("whole", "blocks"):
+        ranks(3).run(recorded, op, chunks, wgrad)
