@@ -186,7 +186,7 @@ def _by_collectives(
     if transport.size == 1:
         reason = "a group of one has nothing to transfer"
     transport.agree(name, {"shape": tuple(like.shape)}, path="plain", dtype=like.dtype)
-    line = f"{name} takes the plain path: {reason}"
+    line = f"{name} runs unfused: {reason}"
     if line not in _said:
         _said.add(line)
         _logger.warning(line)

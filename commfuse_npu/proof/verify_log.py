@@ -319,7 +319,7 @@ class _Rank:
         expected = next(iter(running.left), len(program.code))
         if place != expected:
             actual, wanted = running.line(place), running.line(expected)
-            self._fault(running, f"executes {actual} where its program has {wanted}")
+            self._fault(running, f"is at {actual} where its program has {wanted}")
         if place in running.left:
             del running.left[place]
             instruction = program.code[place]

@@ -45,7 +45,7 @@ def test_mixed_up_shapes_time_out_instead_of_aborting(ranks) -> None:
         assert isinstance(outcome.error, MismatchError)
         message = str(outcome.error)
         assert "all_gather_linear: receiving block" in message
-        assert re.search(r"rank (.) and peer (?!\1). of the group do not .* rows: . here", message)
+        assert re.search(r"rank (.) and peer (?!\1). of the group call .* rows: . here", message)
 
 
 def dies_before_a_backward_by_collectives(rank: int) -> str:
@@ -64,7 +64,7 @@ def test_a_rank_that_dies_before_a_backward_by_collectives_becomes_an_error(rank
     alive, _ = group.outcomes(dies_before_a_backward_by_collectives, may_die=True)
     group.kill()
     assert alive.error is None, alive.trace
-    assert "all_gather_linear backward: not every rank came here" in alive.value
+    assert "all_gather_linear backward: not every rank called it" in alive.value
 
 
 @on_ranks(2)
@@ -117,7 +117,7 @@ def test_the_groups_own_collectives_have_the_transports_limit(ranks) -> None:
     waiting, left = ranks(2).outcomes(absent_from_the_rest)
     assert left.error is None, left.trace
     assert isinstance(waiting.error, TransportError), waiting
-    assert "linear_all_reduce rest: not every rank came here: " in str(waiting.error)
+    assert "linear_all_reduce rest: not every rank called it: " in str(waiting.error)
 
 
 def confirms(rank: int, case: str) -> Any:

@@ -223,9 +223,9 @@ def test_ranks_that_disagree_are_told_what_about(rank: int, number: int) -> None
     call, first, second, words = DIFFER[number]
     with pytest.raises(MismatchError, match=words) as caught:
         call(**(second if rank else first))
-    named = r"rank (.) and peer (?!\1). of the group do not call the same"
+    named = r"rank (.) and peer (?!\1). of the group call different operations"
     assert re.search(named, str(caught.value))
-    assert "Nothing was sent; call it alike on all ranks" in str(caught.value)
+    assert "Nothing was sent; call the same operation on all ranks" in str(caught.value)
 
 
 @on_ranks(3)

@@ -83,7 +83,7 @@ def stepped(rank: int, differs: Any, optimizer: Any) -> str:
 def test_what_differs_is_found_before_weights_change(ranks, differs, words, optimizer) -> None:
     for rank, message in enumerate(ranks(2).run(stepped, differs, optimizer)):
         assert re.search(words, message)
-        assert f"rank {rank} and peer {1 - rank} of the group do not call the same" in message
+        assert f"rank {rank} and peer {1 - rank} of the group call different operations" in message
         # Two of a layer, four layers before, and one to clip; counted from 0.
         assert "This was operation 9 of the transport" in message
 
@@ -164,7 +164,7 @@ def test_a_size_of_zero_is_another_operation(rank: int) -> None:
     made = link()
     for sizes in ((4, 4), (5, 3)):
         made.agree("op", dict(zip(("rows", "outputs"), sizes, strict=True)))
-    with pytest.raises(MismatchError, match="Nothing was sent; call it alike on all ranks"):
+    with pytest.raises(MismatchError, match="Nothing was sent; call the same operation on all ranks"):
         made.agree("op" if rank else "another", {"rows": 5, "outputs": 0})
 
 

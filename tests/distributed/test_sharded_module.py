@@ -220,7 +220,7 @@ def test_a_rank_that_fails_keeps_all_from_stepping(ranks, where: str) -> None:
     (kind, said), (failed, _) = ranks(2).run(failing_rank, where)
     assert (kind, failed) == ("TransportError", "KeyError")
     assert "rank 0 of 2" in said
-    assert "average_gradients: not every rank came here" in said or where == "forward"
+    assert "average_gradients: not every rank called it" in said or where == "forward"
 
 
 @on_ranks(3)

@@ -76,11 +76,11 @@ def test_files_that_are_whole_and_those_that_are_not(tmp_path, judged) -> None:
     write(tmp_path, HEADER, TRANSPORT, ["end"])
     assert "recorded no operation: there is nothing to prove" in judged(2)
     write(tmp_path, {**HEADER, "size": 3})
-    assert "of a job of 3 ranks, among them none of rank 1, none of rank 2; give" in judged(2)
+    assert "jobs of 3 ranks, with none of rank 1, none of rank 2; give" in judged(2)
     write(tmp_path, {**HEADER, "size": 3}, rank=1)
-    assert "among them 2 of rank 0, none of rank 1" in judged(2)
+    assert "with 2 of rank 0, none of rank 1" in judged(2)
     write(tmp_path, {**HEADER, "rank": 1, "size": 2}, rank=1)
-    assert "files of a job of 2 and one of 3 ranks" in judged(2)
+    assert "jobs of 2 and 3 ranks, with none of rank 2" in judged(2)
 
 
 DEFINED = [HEADER, TRANSPORT, PROGRAM, {**COLLECTIVE, "collective": 1}]
@@ -157,9 +157,9 @@ BEGIN, POST, WAIT, FINISH = ONCE
     ("events", "changes", "words"),
     [
         ([], {}, r"rank 1 lacks operation 0 \(op\) of the group of ranks 0, 1, which rank 0 has"),
-        ([BEGIN, WAIT, POST, FINISH], {}, "comes to 'wait .*' where its program has 'post"),
-        ([BEGIN, ["at", 0, 9], FINISH], {}, "comes to its end where its program has 'post "),
-        ([BEGIN, POST, WAIT, WAIT, FINISH], {}, "comes to 'wait .* where its program has "),
+        ([BEGIN, WAIT, POST, FINISH], {}, "is at 'wait .*' where its program has 'post"),
+        ([BEGIN, ["at", 0, 9], FINISH], {}, "is at its end where its program has 'post "),
+        ([BEGIN, POST, WAIT, WAIT, FINISH], {}, "is at 'wait .* where its program has "),
         ([BEGIN, ["rows", 0, 1], *ONCE[1:]], {}, "waits for what step 1 receives, which is not"),
         (ONCE, {"arguments": [5, False]}, r"arguments \[4, .*\] on rank 0, \[5, .*\] on rank 1"),
         (ONCE, {"arguments": [5, False]}, "wrong data: rank . sends .* rows. .* expects .* rows."),
@@ -210,7 +210,7 @@ def test_what_repeats_itself_is_judged_once(tmp_path, monkeypatch, judged) -> No
     assert len(made) == 2 * 2  # the operation, and what comes after the last one, by rank
     # A fault in one of the repetitions is found.
     two_ranks(tmp_path, ONCE * 500, [*ONCE * 300, *ONCE[:2], ONCE[3], *ONCE * 199])
-    words = "rank 1, operation 300 (op) of the group of ranks 0, 1: it finishes where its program"
+    words = "rank 1, operation 300 (op) of the group of ranks 0, 1: it finishes without"
     assert f"{words} has 'wait until received 0; sent 0'" in judged(1)
 
 

@@ -116,7 +116,7 @@ def test_what_does_not_come_from_one_rule_is_no_set() -> None:
     programs = gather()
     assert "2 programs were given for a group of 3" in counter_examples(programs[:2])[0]
     turned = [programs[1], programs[0], programs[2]]
-    assert counter_examples(turned)[0] == "the program in place 0 is that of rank 1"
+    assert counter_examples(turned)[0] == "program 0 in the list is that of rank 1"
     mixed = [*programs[:2], gather(chunks=2)[2]]
     assert "rank 2 runs gather_gemm(2, 2, 3, False, None, 2) by" in counter_examples(mixed)[0]
     mixed = [*programs[:2], gather(batched=False)[2]]
