@@ -122,7 +122,7 @@ def test_from_three_ranks_on_a_chunk_is_one_collective() -> None:
 
 def test_what_is_no_linear_layer_goes_by_batches() -> None:
     place = Place(Schedule("collective"), 0, 2, True)
-    with pytest.raises(PlanError, match="of tensor-parallel linear layers only; choose shifted"):
+    with pytest.raises(PlanError, match="for tensor-parallel linear layers only; choose shifted"):
         rules.produce_scatter(place, 4, 2)
     assert Schedule("collective").for_causal_blocks(4).shape == "shifted"
 
