@@ -119,7 +119,7 @@ def _check_without_tensor_parallelism(args: argparse.Namespace, options: CommFus
         if options.attention:
             raise IncompatibleOptionsError(
                 "--commfuse-attention needs --tensor-model-parallel-size of at least 2: it is "
-                "fused with a projection that one rank alone transfers nothing for; leave one of "
+                "fused with a projection that transfers nothing in a group of one; leave one of "
                 "the two out"
             )
         return

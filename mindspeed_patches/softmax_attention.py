@@ -25,7 +25,7 @@ from commfuse_npu.ops.attention_mask import AttentionMask
 
 __all__ = ["RECOMPUTED", "AttentionCall"]
 
-RECOMPUTED = "selective recomputation runs the core attention by itself"
+RECOMPUTED = "selective recomputation runs core attention separately"
 """Why attention of such a layer cannot be deferred to its projection."""
 
 _AFTER_THE_MASK = ("attn_mask_type", "attention_bias", "packed_seq_params")
@@ -90,7 +90,7 @@ class AttentionCall(NamedTuple):
         if reason := self.obstacle():
             return reason
         if not all(isinstance(tensor, torch.Tensor) for tensor in (query, key, value)):
-            return "queries and keys come in parts"
+            return "queries or keys are not one tensor"
         if query.dim() != 4 or query.shape[0] != key.shape[0] or key.shape != value.shape:
             shapes = f"queries {tuple(query.shape)} and keys {tuple(key.shape)}"
             return f"{shapes} are not of one sequence"

@@ -3,7 +3,7 @@
 ::
 
     CommFuse: qkv: 28 of 28 fused
-    CommFuse: fc1: 1 of 28 fused; 27 not: expert layers communicate by their own rules
+    CommFuse: fc1: 1 of 28 fused; 27 not: expert layers are left to the token dispatcher
     CommFuse: gradients: 3 of 4 fused; 1 not: these parameters are sharded over another group ...
 
 Layers are counted when the model is built, from its modules, over all pipeline stages.  Reasons

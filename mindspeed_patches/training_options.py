@@ -71,7 +71,7 @@ def commfuse_options(args: argparse.Namespace) -> CommFuseOptions:
     tuned = options.commfuse_tuning == "on"
     if tuned and (options.commfuse_chunks, options.commfuse_taper) != (None, 1):
         raise ValueError(
-            f"--commfuse-tuning on finds the chunks itself, and --commfuse-chunks "
+            f"--commfuse-tuning on chooses the chunks itself, and --commfuse-chunks "
             f"{options.commfuse_chunks} --commfuse-taper {options.commfuse_taper:g} name them; "
             "leave one or the other out"
         )

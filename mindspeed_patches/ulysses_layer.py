@@ -120,7 +120,7 @@ def qkv_obstacle(
     if linear.weight is None or linear.weight.shape[0] != features:
         return f"its weight has not {features} rows for q, k and v"
     if getattr(linear, "gather_output", False) or getattr(linear, "skip_bias_add", False):
-        return "its output or its bias is wanted apart"
+        return "gather_output or skip_bias_add is set"
     norms = (getattr(layer, name, None) for name in ("q_layernorm", "k_layernorm"))
     weights = [weight for norm in norms if norm is not None for weight in norm.parameters()]
     if any(weight.numel() != head for weight in weights):

@@ -58,14 +58,14 @@ __all__ = [
 ]
 
 _CHOSEN = (
-    "CommFuse: a post keeps the slowest host for %.0f us (measured): blocks of %d rows or more are "
+    "CommFuse: a post takes the slowest host %.0f us (measured): blocks of %d rows or more are "
     "fused, in %d chunks; --commfuse-min-rows and --commfuse-chunks say otherwise"
 )
 
-EXPERTS = "expert layers communicate by their own rules"
+EXPERTS = "expert layers are left to the token dispatcher"
 """Why no layer of an expert is fused."""
 
-PARTNER = "the micro-batch beside this one hides its transfers"
+PARTNER = "forward-backward overlap hides its transfers already"
 """Why no layer is fused inside a pair of forward-backward overlap."""
 
 _OPTIONS = (
@@ -335,7 +335,7 @@ class LinearWrappers(LaneUser):
         if gather:
             return Obstacle("gather_output needs the whole output")
         if column and getattr(layer, "disable_grad_reduce", False):
-            return Obstacle("disable_grad_reduce leaves the reduction to others")
+            return Obstacle("with disable_grad_reduce the layer does not reduce its gradient")
         if not column and not layer.input_is_parallel:
             return Obstacle("the input has to be scattered first")
         for option, layers, does in _OPTIONS:

@@ -54,7 +54,7 @@ commfuse_npu() {
 }
 
 if ! commfuse_npu doctor --config "$MODEL" && [ "${ANYWAY:-0}" != 1 ]; then
-    echo "first_hour: the doctor found errors (above); mend them, or set ANYWAY=1" >&2
+    echo "first_hour: the doctor found errors (above); fix them, or set ANYWAY=1" >&2
     exit 1
 fi
 

@@ -13,7 +13,7 @@ source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 prepare_environment cpu npu
 
 if [ ! -e "$NPU_VENV/.installed-npu" ]; then
-    echo "Without torch_npu there is no rehearsal." >&2
+    echo "A rehearsal needs torch_npu." >&2
     exit 2
 fi
 once "$NPU_VENV" "$REQUIREMENTS/rehearse.txt" install_npu_file

@@ -22,7 +22,7 @@ _COMMANDS = {
         "simulate": ("simulate.command", "what would it bring on a described cluster?"),
     },
     "run": {
-        "bench": ("bench.command", "how much communication is hidden here, against whom?"),
+        "bench": ("bench.command", "how much communication is hidden here, beside other methods?"),
         "measure": ("measure.command", "what the simulator assumes of a machine, measured on it"),
     },
     "explain": {"verify": ("verify_command", "prove all programs, or a recorded run (--log)")},
@@ -96,7 +96,7 @@ def _answer(words: list[str]) -> int:
     parser = Parser(
         prog="commfuse-npu",
         usage="commfuse-npu COMMAND [options]",
-        description="Tensor-parallel communication overlapped with the GEMMs beside it.",
+        description="Overlaps the communication of tensor parallelism with its GEMMs.",
         epilog="\n".join([*lines, "", "commfuse-npu COMMAND --help lists the options of each."]),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

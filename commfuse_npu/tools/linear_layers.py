@@ -77,7 +77,7 @@ def _layers(options: Options) -> tuple[_Layer, ...]:
             ("defer_embedding_wgrad_compute", "keeps the gradients for later"),
         )
     )
-    of_experts = "expert layers communicate by their own rules"
+    of_experts = "expert layers are left to the token dispatcher"
     return (
         _Layer("qkv", True, usual, "qkv"),
         _Layer("q_up", True, latent, "q_up", gathered),
@@ -137,7 +137,7 @@ def attention_obstacle(options: Options) -> str:
     """
     selective = options.text("--recompute-granularity") == "selective"
     if selective or "--recompute-activations" in options:
-        return "selective recomputation runs the core attention by itself"
+        return "selective recomputation runs core attention separately"
     return "" if sequence_parallel(options) else "without sequence parallelism nothing is split"
 
 

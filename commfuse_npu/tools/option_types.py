@@ -126,7 +126,7 @@ def new_file(text: str) -> Path:
     path = Path(text)
     folder = path.resolve().parent
     if not text or path.is_dir():
-        raise argparse.ArgumentTypeError(f"{text!r} is no name of a file; give one")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a file name; give one")
     if not folder.is_dir():
         raise argparse.ArgumentTypeError(
             f"{text!r} needs the folder {folder}, which is not there; make it, or choose another"
@@ -140,9 +140,7 @@ def page(text: str) -> Path:
     """A file for a page with pictures; also checks that they can be drawn."""
     path = new_file(text)
     if path.suffix.lower() not in PAGES:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is no name of a page; let it end in {' or '.join(PAGES)}"
-        )
+        raise argparse.ArgumentTypeError(f"{text!r} is not a page; use {' or '.join(PAGES)}")
     if why := lacking():
         raise argparse.ArgumentTypeError(f"{text!r} {why}, or leave the option out")
     return path

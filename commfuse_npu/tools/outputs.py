@@ -36,7 +36,7 @@ def write_outputs(command: str, outputs: Sequence[Output]) -> int:
             write(path)
         except OSError as error:
             why = error.strerror or error
-            message = f"error: {option} {path} was not written: {why}; all else is there"
+            message = f"error: {option} {path} was not written: {why}; all other files were written"
             print(f"commfuse-npu {command}: {message}", file=sys.stderr)
             code = 2
         else:

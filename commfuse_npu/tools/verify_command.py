@@ -1,4 +1,4 @@
-"""Prove the programs of all groups up to a size, or what a run recorded."""
+"""Prove the programs of all groups up to a size, or the order that a run recorded."""
 
 from __future__ import annotations
 

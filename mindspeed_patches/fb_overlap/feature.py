@@ -264,7 +264,7 @@ class Overlapping:
         memory = f": up to {(most - without) * kept / 2**20:.1f} MiB more" if kept else ""
         self._say(
             f"{paired} of {total} forwards of stage {layout.stage} run beside a backward; it holds "
-            f"the activations of at most {most} forwards, of {without} without it{memory}"
+            f"the activations of at most {most} forwards, instead of {without}{memory}"
         )
         self._say(f"a hand-over takes {1e6 * overlap.hand_over_seconds():.0f} us (measured)")
         for kind, sides in overlap.recorded.items():
@@ -292,7 +292,7 @@ class Overlapping:
 def _memory(stages: int) -> str:
     return (
         f"a pipeline of {stages} stages without virtual stages holds the activations of up to "
-        f"{2 * stages - 1} micro-batches on the first stage, for {stages} without it"
+        f"{2 * stages - 1} micro-batches on the first stage, instead of {stages}"
     )
 
 

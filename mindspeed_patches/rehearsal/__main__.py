@@ -15,7 +15,7 @@ CommFuse computes attention block by block, which rounds differently from the la
 ``--commfuse-attention`` or ``--commfuse-ulysses`` the losses are compared within a tolerance.
 
 ``bash scripts/rehearse_on_cpu.sh`` prepares an environment first.  Exit code: 0 identical, 1 not
-(or a run failed, or proves nothing), 2 invalid request.
+(or a run failed, or is inconclusive), 2 invalid request.
 """
 
 from __future__ import annotations
@@ -198,7 +198,7 @@ def _train_and_compare(given: argparse.Namespace, options: Options, run: Run, fo
     if fused and not any(r.fused for r in fused) and not all(r.pairs for r in fused):
         problems.append("commfuse run: nothing was fused")
     for problem in problems:
-        print(f"this rehearsal proves nothing: {problem}")
+        print(f"inconclusive: {problem}")
     if given.only is None and not _equal(runs, _tolerance(given, options)):
         return 1
     return 1 if problems else 0

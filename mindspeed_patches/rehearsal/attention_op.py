@@ -200,7 +200,7 @@ def _attention(
         if bounds[-1] != count:
             raise ValueError(
                 f"npu_fusion_attention: the packed sequences end at {bounds[-1:]}, the tensor has "
-                f"{count} rows; what is behind would be left as it is in memory"
+                f"{count} rows; the rows behind would be uninitialized"
             )
     hidden = torch.ones(1, 1, *rows, dtype=torch.bool)
     for of_queries, of_keys in zip(*map(pairwise, ends), strict=True):

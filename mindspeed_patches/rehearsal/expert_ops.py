@@ -26,7 +26,7 @@ def _sizes(groups: Groups, kind: int, rows: int) -> list[int]:
     if int(sizes.sum()) != rows:
         raise ValueError(
             f"grouped matmul: the groups end at [{int(sizes.sum())}], the tensor has {rows} rows; "
-            "what is behind would be left as it is in memory"
+            "the rows behind would be uninitialized"
         )
     return list(sizes.tolist())
 

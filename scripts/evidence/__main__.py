@@ -1,4 +1,4 @@
-"""``python -m scripts.evidence NAME [options]``: what makes tables and pictures of the docs."""
+"""``python -m scripts.evidence NAME [options]``: makes the tables and pictures of the docs."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ sums are made in one pass, and weight gradients of row-parallel layers by blocks
 is a layer of a forward beside one of a backward, in the middle of a step.  Times are shares of
 those with blocking collectives.  Nobody can launch the last four: CoC tuned for each operation as
 ours is, the kernels of hicann/catccos, kernels without a cost of cutting, and no communication at
-all.  Who is ahead is counted a second time with HCCL's sums in an order, as ours are.
+all.  Who is ahead is counted a second time with deterministic sums of HCCL, as ours are.
 
 A last table counts for whole steps of forward-backward, whose first forward and last backward have
 no partner, with hosts that take 15, 55 and 118 us for a launch.
@@ -244,7 +244,7 @@ def _verdicts(points: Sequence[Point]) -> Iterator[str]:
     for form in OURS:
         yield table_row([f"*{form}*", *(count(form, group) for group in groups)])
     yield ""
-    yield "At typical figures; at every end of the ranges; with HCCL's sums in an order."
+    yield "At typical figures; at every end of the ranges; with deterministic sums of HCCL."
 
 
 def section(page: str, name: str, text: str) -> str:

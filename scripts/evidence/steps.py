@@ -80,7 +80,7 @@ def measured(checkouts: Sequence[Path]) -> Iterator[Measured | str]:
             except UsageError:
                 yield f"{file.stem}: no launch with Megatron's options, or one that needs its files"
             except json.JSONDecodeError:
-                yield f"{file.stem}: its figures are no JSON"
+                yield f"{file.stem}: its figures are not JSON"
 
 
 def _measured(name: str, script: Path, times: Sequence[float], memory: object) -> Measured:

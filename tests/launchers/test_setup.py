@@ -160,7 +160,7 @@ def test_doctor_first_then_a_launch_that_needs_no_files(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("variables", "code", "message", "asked"),
     [
-        ({"DOCTOR": "1"}, 1, "the doctor found errors (above); mend them, or set A", ["doctor"]),
+        ({"DOCTOR": "1"}, 1, "the doctor found errors (above); fix them, or set A", ["doctor"]),
         ({"DOCTOR": "1", "ANYWAY": "1"}, 0, "", ["doctor", "measure"]),
         ({"DEVICE": "gpu"}, 2, "DEVICE is 'gpu'; set it to npu or cpu", []),
     ],

@@ -345,7 +345,7 @@ def test_it_says_what_it_does_and_is_off_on_all_ranks_where_it_is_slower(
     first, second = ranks(2).run(timed, overlapped)
     assert first[0] == second[0] == pairs
     assert "3 of 4 forwards of stage 0 run beside a backward" in first[1]
-    assert "the activations of at most 2 forwards, of 1 without it\n" in first[1]
+    assert "the activations of at most 2 forwards, instead of 1\n" in first[1]
     assert re.search(r"a hand-over takes \d+ us \(measured\)\n", first[1])
     assert re.search(
         r"chunks \(0, 0\): \d+ transfers; the forward hands over at \d+ of \d+ places, the "

@@ -82,7 +82,7 @@ CORE = Case(
     left={f"{name} of ulysses": f"{name} is not in the list of lay" for name in ("qkv", "proj")},
 )
 SELECTIVE = {"recompute_granularity": "selective"}
-AGAIN = "selective recomputation runs the core attention by itself"
+AGAIN = "selective recomputation runs core attention separately"
 
 JOINED = [
     Case(),
@@ -208,7 +208,7 @@ def test_reasons_of_a_layer(rank: int) -> None:
         with replaced(layer.config, cpu_offloading=True):
             said(good, layer="cpu_offloading needs")
         with replaced(linear, gather_output=True):
-            said(good, qkv="its output or its bias is wanted apart")
+            said(good, qkv="gather_output or skip_bias_add is set")
         with replaced(proj, input_is_parallel=False):
             said(good, proj="the input has to be scattered first")
         someone = "its forward was replaced by someone else"

@@ -43,7 +43,7 @@ EXPERTS = {
     "moe_token_dispatcher_type": "allgather",
     "moe_router_load_balancing_type": "none",
 }
-RULES = "expert layers communicate by their own rules"
+RULES = "expert layers are left to the token dispatcher"
 
 
 class Core(torch.nn.Module):
@@ -202,7 +202,7 @@ REASONS: list[tuple[str, dict[str, Any], list[str]]] = [
     (
         "--commfuse-attention",
         {"recompute_granularity": "selective"},
-        ["attention: selective recomputation runs the core attention by itself"],
+        ["attention: selective recomputation runs core attention separately"],
     ),
     (
         "--commfuse-min-rows 17 --commfuse-allow-nothing",

@@ -85,7 +85,7 @@ def test_what_a_post_costs_decides_on_rows_and_chunks(opened, caplog, post, rows
     assert wrappers._options[True].schedule.chunks == chunks
     (record,) = caplog.records
     assert record.getMessage().startswith(
-        f"CommFuse: a post keeps the slowest host for {1e6 * post:.0f} us (measured): blocks of "
+        f"CommFuse: a post takes the slowest host {1e6 * post:.0f} us (measured): blocks of "
         f"{rows} rows or more are fused, in {chunks} chunks; "
     )
     said = opened(A2, 8, "--commfuse-chunks 4", post=post)

@@ -34,7 +34,7 @@ def qkv(heads: int = 4, key_heads: int = 2, length: int = 8) -> list[torch.Tenso
     [
         (attention("padding"), qkv(), "its mask is padding; only causal and no_mask can be"),
         (attention("padding", nested=True), qkv(), "its mask is padding"),
-        (attention(), [qkv(), *qkv()[1:]], "queries and keys come in parts"),
+        (attention(), [qkv(), *qkv()[1:]], "queries or keys are not one tensor"),
         (attention(spg=object()), qkv(), "over another group than the context-pa"),
         (attention(scatter_idx=1), qkv(), "it exchanges other dimensions than heads"),
         (attention(gather_size_calculator=UNEVEN), qkv(), "a sequence of 15 is not 2 times 8"),

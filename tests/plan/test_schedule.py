@@ -80,7 +80,10 @@ def test_chunks_cover_a_block_once_and_none_is_empty(
         ({"chunks": True}, "chunks is True"),
         ({"shape": "two_level"}, "two_level needs node_size"),
         ({"node_size": 2}, "node_size 2 has no meaning for the shape 'shifted'"),
-        ({"shape": "collective", "lanes": 2}, "lanes is 2; the shape collective uses one, leave lanes out"),
+        (
+            {"shape": "collective", "lanes": 2},
+            "lanes is 2; the shape collective uses one, leave lanes out",
+        ),
         ({"shape": "two_level", "node_size": 4}, "group size 6 is not a multiple of node_size 4"),
         ({"costs": (1.0, 2.0)}, "2 costs for a group of 6; give one per rank"),
         ({"shape": "two_level", "node_size": 2, "costs": (1.0,)}, "costs have no meaning for"),

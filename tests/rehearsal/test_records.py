@@ -160,7 +160,7 @@ STILL = noted(weights_after=train().weights_before)
         (noted(1e-3), {"loss_tolerance": 1e-2}, "", 0, "within 0.01"),
         (noted(1e-3), {"loss_tolerance": 1e-4}, "", 1, "relative: False"),
         (noted(flip=True), {"loss_tolerance": 0.0}, ATTENTION, 1, "identical: False"),
-        (STILL, {}, "", 1, "proves nothing: commfuse run: no weight changed"),
+        (STILL, {}, "", 1, "inconclusive: commfuse run: no weight changed"),
     ],
 )
 def test_the_verdict(

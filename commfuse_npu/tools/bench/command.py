@@ -40,7 +40,7 @@ def parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="commfuse-npu bench",
         description="Measures how much communication is hidden behind computation, on links that "
-        "are given a rate, for this project's ops and for what they compete with.",
+        "are given a rate, for this project's ops and their alternatives.",
         epilog="Exit codes: 0 measured, 1 a rank failed, 2 invalid options, 130 Ctrl-C or SIGTERM "
         "(what was measured by then is printed).",
     )

@@ -98,8 +98,8 @@ def verdict(results: Sequence[Result]) -> list[str]:
     settings = "one setting" if number == 1 else f"{number} settings"
     return [
         f"Best of ours over {settings}: **{ours}**: `{_options(ours, results)}`",
-        f"{compared[0].upper()}{compared[1:]}. The bound of each setting, max(compute, wire), is "
-        "for nobody to launch.",
+        f"{compared[0].upper()}{compared[1:]}. The bound of each setting, max(compute, wire), "
+        "cannot be launched.",
     ]
 
 

@@ -180,7 +180,7 @@ class Bench:
         if problems := {p.problem for p in self._ask("pace", bytes_per_second)} - {""}:
             self._link = "unpaced"
             self._conditions.note(
-                f"no rate could be given to the links: {'; '.join(sorted(problems))}. They are "
+                f"links could not be given a rate: {'; '.join(sorted(problems))}. They are "
                 "unpaced, transfers cost the CPU that computes, and only ratio 0 is measured"
             )
         return not problems

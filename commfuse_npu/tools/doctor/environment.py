@@ -172,5 +172,5 @@ def _check_streams(value: str | None, launch: AskedLaunch | None) -> Finding:
     if streams + groups <= _POOL:
         return finding("ok", value or "unset (32 from torch_npu 7.2.0 on)")
     text = f"{streams + groups} streams: {streams} of lanes and sums, {groups} of Megatron's groups"
-    expected = f"at most {_POOL}: a lane waits for what shares its stream"
+    expected = f"at most {_POOL}: lanes that share a stream wait for each other"
     return finding("warning", text, expected, "--commfuse-lanes 2, or --no-commfuse-dp")

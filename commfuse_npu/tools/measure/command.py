@@ -108,7 +108,7 @@ def _parser() -> argparse.ArgumentParser:
         help="only what one device answers, for the shapes of one of --ranks")  # fmt: skip
     add("--config", default="llama3_8b", help="whose layers; a yaml file, or its name in configs/")
     add("--base", metavar="DESCRIPTION",
-        help="whose peaks and unmeasured figures hold; default by the device")  # fmt: skip
+        help="whose peaks and unmeasured figures are taken; default by the device")  # fmt: skip
     add("--folder", type=Path, default=Path("measured"), help="for all files; default %(default)s")
     add("--resume", action="store_true", help="continue the run in the folder")
     add("--steps", type=words_from(STEPS), help="only these, in the order of the list below")

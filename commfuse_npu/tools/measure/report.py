@@ -52,7 +52,7 @@ def _fastest(sound: Sequence[Training], device: str) -> Iterator[str]:
     flags = f"`{best.form.flags}`" if best.form.flags else "none of these flags"
     lead = f"**Use {flags}**" if others and not close else f"**Not decided**; fastest is {flags}"
     if device == "cpu":
-        lead = f"Fastest here, which says nothing of NPUs: **{best.form.title}**"
+        lead = f"Fastest on this CPU, which says nothing about NPUs: **{best.form.title}**"
     baselines = [
         training
         for training in sound

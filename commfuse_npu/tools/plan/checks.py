@@ -38,7 +38,7 @@ def _check_layout(launch: AskedLaunch) -> Iterator[Finding]:
         lines = str(error).splitlines()
         problems = [line for line in lines if not (kv_channels and line.startswith("hidden size"))]
         for problem in problems:
-            yield _about("layout", "error", problem, "", "the training would end at its start")
+            yield _about("layout", "error", problem, "", "the training would fail at its start")
         if problems:
             return
     try:

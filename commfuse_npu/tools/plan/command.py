@@ -51,8 +51,8 @@ def _parser() -> argparse.ArgumentParser:
         epilog="After -- a launch as it is typed: commfuse-npu plan -- torchrun ... "
         "pretrain_gpt.py .... Scripts are run by bash with stand-ins for torchrun, python and most "
         "other programs, those of a folder in a copy of it and without network where bubblewrap or "
-        "unshare is allowed: give scripts that you would run. Exit codes: 0 answered, 1 no layout "
-        "fits, the launch would end at its start, or not all scripts could be read, 2 invalid "
+        "unshare is allowed: pass only scripts that you trust. Exit codes: 0 answered, 1 no layout "
+        "fits, the launch would fail at its start, or not all scripts could be read, 2 invalid "
         "request.",
     )
     parser.add_argument(

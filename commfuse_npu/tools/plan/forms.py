@@ -98,13 +98,13 @@ class LaunchPlan(NamedTuple):
     @property
     def verdict(self) -> str:
         if self.ends:
-            return f"As it is, the launch would end at its start: {self.ends}"
+            return f"As it is, the launch would fail at its start: {self.ends}"
         best = self.best
         if best is None or not best.flags:
             why = {form.obstacle for form in self.forms if form.obstacle}
             return f"Nothing to add: {'; '.join(sorted(why)) or 'this order is the fastest'}."
         if best.seconds is None:
-            return f"Add {best.flags}: {best.name}. How much it brings is not known."
+            return f"Add {best.flags}: {best.name}. The gain is not known."
         megatron = next(form.seconds for form in self.forms if not form.flags)
         assert megatron is not None
         return (
@@ -120,7 +120,7 @@ class LaunchPlan(NamedTuple):
         lines += map(str, self.findings)
         if self.not_simulated:
             lines.append(f"Not simulated: {self.not_simulated}.")
-        head = "form", "ms per step", "MiB", "flags", "cannot be launched so"
+        head = "form", "ms per step", "MiB", "flags", "why it cannot be launched"
         lines += ["", table_row(head), "|---|---:|---:|---|---|"]
         for form in self.forms:
             time = "-" if form.seconds is None else f"{1e3 * form.seconds:,.0f}"

@@ -35,7 +35,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Simulates training steps on a described machine, for this project's ops and "
         "for what they compete with. Nothing is measured; ranges show how uncertain the "
         "description is.",
-        epilog="Exit codes: 0 simulated, 2 options or files make no sense.",
+        epilog="Exit codes: 0 simulated, 2 invalid options or files.",
     )
     subject = parser.add_argument_group("what is simulated")
     subject.add_argument(
@@ -80,8 +80,8 @@ def _parser() -> argparse.ArgumentParser:
     subject.add_argument(
         "--deterministic",
         action="store_true",
-        help="HCCL sums in an order (MindSpeed's --npu-deterministic), in every variant's "
-        "tensor-parallel reduce-scatters; ours do it always",
+        help="HCCL reduces in a fixed order (MindSpeed's --npu-deterministic), in every variant's "
+        "tensor-parallel reduce-scatters; CommFuse always does",
     )
     how = parser.add_argument_group("how")
     how.add_argument(

@@ -116,7 +116,7 @@ def reasons(found: Recommendation) -> Iterator[str]:
         change = other.seconds / best.seconds - 1
         return (
             f"{_name(other)}, {abs(change):.1%} {'longer' if change >= 0 else 'shorter'} "
-            f"({found.beats(other)} of {len(CORNERS)} machines of the ranges say longer)."
+            f"({found.beats(other)} of {len(CORNERS)} simulated machines say longer)."
         )
 
     yield f"Recommended: {_name(best)}, {seconds(best.seconds)} a step."
@@ -140,7 +140,7 @@ def reasons(found: Recommendation) -> Iterator[str]:
         )
     else:
         low, typical, high = found.ratio
-        means = "no order of transfers hides what is longer than the computation."
+        means = "they take longer than the computation, so that some stay exposed."
         if typical <= 0.5:
             means = "the own block's share of the work can hide the first transfers."
         elif typical <= 1:

@@ -76,7 +76,7 @@ class Standing:
         ours, bound, bounded = self.best("ours"), self.best("bound"), ""
         if bound is not None:
             bounded = (
-                " Ideal bound operator by operator, which nobody can launch: "
+                " Ideal bound per operator, which cannot be launched: "
                 f"{bound.name}, {self._steps(bound)}."
             )
         if ours is None:
@@ -114,9 +114,9 @@ class Standing:
         if today is not None and today != best:
             comparisons.append(against(today, "Megatron's order"))
         if best is not None:
-            name = f"{best.name}, the best rival that exists"
+            name = f"{best.name}, the best alternative that exists"
             if best == today:
-                name = "Megatron's order, which is the best rival that exists"
+                name = "Megatron's order, which is the best alternative that exists"
             comparisons.append(against(best, name))
         compared = "; ".join(comparisons) or against(REFERENCE, "plain collectives")
         return [first_line, f"{compared[0].upper()}{compared[1:]}.{bounded}"]

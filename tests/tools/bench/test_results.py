@@ -225,6 +225,9 @@ def test_a_picture_that_cannot_be_written_costs_no_result(
     folder, path = small_disk(4), written(tmp_path / "run.json")
     assert cli.main(["bench", "--from", str(path), "--html", str(folder / "a.html")]) == 2
     captured = capsys.readouterr()
-    assert "a.html was not written: No space left on device; all else is there" in captured.err
+    assert (
+        "a.html was not written: No space left on device; all other files were written"
+        in captured.err
+    )
     assert "**ours-c4**" in captured.out
     assert list(folder.iterdir()) == []

@@ -187,7 +187,7 @@ def test_it_is_refused_before_torch_or_a_drawing_is_imported(folder: Path) -> No
 # What a shell does with a command, its status, and its last line on stderr.
 IN_A_SHELL = (
     ("verify --max-ranks 2 --chunks 1 --lanes 1 >/dev/full", 2, "No space left on device"),
-    ("plan good.sh --json /dev/full", 2, "No space left on device; all else is there"),
+    ("plan good.sh --json /dev/full", 2, "No space left on device; all other files were written"),
     ("doctor >&-", 0, ""),
 )
 

@@ -82,7 +82,7 @@ SUMS_CHANGE = "their bits differ: sums of this launch change from run to run"
         ([training("plain", 900, "a"), training("megatron", 900, "b")], "npu", [SUMS_CHANGE],
          "same weights"),
         ([training("plain", 900, "a"), training("megatron", 900, "b"), OURS], "cpu",
-         ["Fastest here, which says nothing of NPUs: CommFuse's fused"], SUMS_CHANGE),
+         ["Fastest on this CPU, which says nothing about NPUs: CommFuse's fused"], SUMS_CHANGE),
         ([training("megatron", 900, None), training("commfuse", 800, None)], "npu", ["Use --use-c"],
          "bit for bit"),
     ],

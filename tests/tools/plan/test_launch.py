@@ -126,7 +126,7 @@ def test_what_would_be_fused_and_what_is_wrong_is_listed(plan: Plan, capsys) -> 
     assert plan(f"{TP} {MANY} --use-ascend-coc")["layers"]
     assert "per rank" not in capsys.readouterr().out
     wrong = plan("--tensor-model-parallel-size 3 --sequence-parallel", code=1)
-    assert wrong["verdict"].startswith("As it is, the launch would end at its start: 16 attention")
+    assert wrong["verdict"].startswith("As it is, the launch would fail at its start: 16 attention")
     assert (wrong["layers"], wrong["schedule"]) == ([], "")
 
 

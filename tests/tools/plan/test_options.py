@@ -146,7 +146,7 @@ def test_what_starts_is_not_remarked(line: str) -> None:
         (f"{ATTENTION} --commfuse-layers qkv,fc1", "--commfuse-attention", "error",
          "given, but proj is not in the list of layers to fuse"),
         (f"{ATTENTION} --recompute-activations", "--commfuse-attention", "warning",
-         "given, but selective recomputation runs the core attention by itself"),
+         "given, but selective recomputation runs core attention separately"),
         (f"{ALONE} {DP} 1", "--commfuse-dp", "warning", "given, but DP 1 transfers nothing"),
         (f"{ALONE} --commfuse-dp --nproc_per_node 2", "--commfuse-dp", "error", "given"),
         (f"{ALONE} --commfuse-ulysses --context-parallel-size 2", "--commfuse-ulysses", "error",

@@ -43,7 +43,7 @@ def test_rows_are_of_the_fastest_of_each_role_and_the_bound_is_last() -> None:
     assert found[-2:] == ["**commfuse-c4-l7-wgrad**", "coc-tuned (ideal bound)"]
 
 
-BOUND = "Ideal bound operator by operator, which nobody can launch: kernel-ideal, 14.00 s"
+BOUND = "Ideal bound per operator, which cannot be launched: kernel-ideal, 14.00 s"
 
 
 @pytest.mark.parametrize(
@@ -60,7 +60,7 @@ BOUND = "Ideal bound operator by operator, which nobody can launch: kernel-ideal
         ([point({**ALIKE, "commfuse-c4-l7": 18.9}), point(ALIKE, 8192)],
          "Best of ours: **commfuse-c4-l7**, a step in 16.20 s to 18.90 s: `--of commfuse-c4-l7`",
          "From 5.0 % longer to 10.0 % shorter than Megatron's order, 18.00 s to 18.00 s; "
-         "from 11.2 % longer to 4.7 % shorter than coc-4, the best rival that exists, "
+         "from 11.2 % longer to 4.7 % shorter than coc-4, the best alternative that exists, "
          f"17.00 s to 17.00 s. {BOUND} to 14.00 s."),
         ([point({"plain-mesh": 20.0, "kernel-ideal": 14.0})],
          "Nothing of ours was simulated: --variants 'commfuse-*' would. Shortest step: "
