@@ -21,7 +21,7 @@ import torch
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
 from mindspeed_patches.fb_overlap import Overlapping
-from mindspeed_patches.fb_overlap.core_versions import asked_for
+from mindspeed_patches.fb_overlap.core_versions import supported_keywords
 from mindspeed_patches.fb_overlap.schedule import OverlappedSchedule
 from scripts.cpu_pretraining.megatron_on_cpu import cuda_means_cpu
 from tests.megatron.in_ranks import WITHOUT_KERNELS, megatron
@@ -117,7 +117,7 @@ def gpt(training: Training, config: Any, chunk: int) -> torch.nn.Module:
 
     layer = get_gpt_layer_local_spec(config.num_moe_experts)
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
-    if training.chunks > 1 and not asked_for(GPTModel, vp_stage=chunk):
+    if training.chunks > 1 and not supported_keywords(GPTModel, vp_stage=chunk):
         parallel_state.set_virtual_pipeline_model_parallel_rank(chunk)
     layers = config.num_layers // (training.stages * training.chunks)
     stage = parallel_state.get_pipeline_model_parallel_rank()
@@ -130,7 +130,7 @@ def gpt(training: Training, config: Any, chunk: int) -> torch.nn.Module:
         pre_process=(stage, chunk) == first,
         post_process=(stage, chunk) == last,
         position_embedding_type="rope",
-        **asked_for(GPTModel, vp_stage=chunk if training.chunks > 1 else None),
+        **supported_keywords(GPTModel, vp_stage=chunk if training.chunks > 1 else None),
     )
     if not training.typed:
         model.model_type = None
