@@ -162,7 +162,7 @@ class AttentionWrappers:
         reason = call.tensor_obstacle(query, key, value) or _cannot_wait(layer)
         mask = reason or call.mask(*query.shape[:2])
         if isinstance(mask, str):
-            self._linears.leave("attention", mask)
+            self._linears.fall_back("attention", mask)
             return attention()
         scale = getattr(layer.config, "softmax_scale", None)
         return DeferredAttention.of(query, key, value, mask=mask, scale=scale, attend=attention)

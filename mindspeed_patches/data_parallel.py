@@ -198,7 +198,7 @@ class BucketWrappers:
         """Count the buckets of a group that keeps its own transfers; whether it does."""
         reason = self.obstacle(group, direction)
         if reason is not None:
-            self._linears.leave(direction.name, reason, len(group.buckets))
+            self._linears.fall_back(direction.name, reason, len(group.buckets))
         return reason is not None
 
     def _started(

@@ -67,7 +67,8 @@ class CommFuseFeature(MindSpeedFeature):
         self.wrappers, self._lanes, report = register_wrappers(
             patch_manager,
             options,
-            linears=not _elsewhere(options) or parallel_size(args, "tensor_model") > 1,
+            linears=not _fuses_outside_tensor_parallel(options)
+            or parallel_size(args, "tensor_model") > 1,
             # Its own column-parallel layer with norm may then replace Megatron's layer.
             transformer_engine=engine
             and _has_module("mindspeed.te.pytorch.module.layernorm_column_parallel_linear"),
@@ -104,7 +105,7 @@ class CommFuseFeature(MindSpeedFeature):
             lanes.buffer_megabytes = lanes.group.message_megabytes(args) if sized else megabytes
 
 
-def _elsewhere(options: CommFuseOptions) -> bool:
+def _fuses_outside_tensor_parallel(options: CommFuseOptions) -> bool:
     """Whether CommFuse fuses anything that does not depend on tensor parallelism."""
     return options.ulysses is not None or options.data_parallel is not None
 
@@ -115,7 +116,7 @@ def _check_without_tensor_parallelism(args: argparse.Namespace, options: CommFus
     Raises:
         IncompatibleOptionsError: attention needs tensor parallelism, or nothing at all is fused.
     """
-    if _elsewhere(options) or options.allow_nothing:
+    if _fuses_outside_tensor_parallel(options) or options.allow_nothing:
         if options.attention:
             raise IncompatibleOptionsError(
                 "--commfuse-attention needs --tensor-model-parallel-size of at least 2: it is "

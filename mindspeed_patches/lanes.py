@@ -44,16 +44,16 @@ class LaneGroup:
     """One kind of Megatron's process groups.
 
     Attributes:
-        what: its name in messages.
+        description: its name in messages.
         name: its name in Megatron's ``get_nccl_options``.
-        of: gets the group of this rank from ``parallel_state``.
+        owner: gets the group of this rank from ``parallel_state``.
         message_megabytes: size of the HCCL buffer that carries the longest message at once;
             ``None`` if the arguments do not determine it.
     """
 
-    what: str
+    description: str
     name: str
-    of: Callable[[Any], dist.ProcessGroup]
+    owner: Callable[[Any], dist.ProcessGroup]
     message_megabytes: Callable[[argparse.Namespace], int | None]
 
 
@@ -155,7 +155,7 @@ class Lanes:
         """Create the lanes: a collective of all processes, called once Megatron's groups exist."""
         from megatron.core import parallel_state
 
-        group = self.group.of(parallel_state)
+        group = self.group.owner(parallel_state)
         _take_side_stream(group)
         log = None
         if self.order_log is not None:
@@ -170,7 +170,7 @@ class Lanes:
         _logger.info(
             "CommFuse made %d lanes per %s group of %d",
             self._transport.lanes,
-            self.group.what,
+            self.group.description,
             group.size(),
         )
         self.user.opened()

@@ -52,12 +52,14 @@ def rows_of_blocks(args: argparse.Namespace) -> int | None:
     return block_rows(*map(int, sizes), *groups)
 
 
-def schedule_here(given: argparse.Namespace, size: int, stride: int = 1, **usual: Any) -> Schedule:
+def schedule_here(
+    options: argparse.Namespace, size: int, stride: int = 1, **usual: Any
+) -> Schedule:
     """:func:`~commfuse_npu.options.schedule_for` with the processes per node of this job.
 
     Args:
-        given: typed options.
+        options: typed options.
         size, stride: ranks of the group, and the distance between their global ranks.
     """
     processes = int(os.environ.get("LOCAL_WORLD_SIZE", size * stride))
-    return schedule_for(given, size, processes, stride, **usual)
+    return schedule_for(options, size, processes, stride, **usual)

@@ -38,14 +38,14 @@ class AttentionCall(NamedTuple):
         config: Megatron's configuration of the layer.
         training: whether dropout is active.
         kind: the name of Megatron's ``AttnMaskType``.
-        given: the arguments after the mask, by name.
+        arguments: those after the mask, by name.
         of_data: the attention mask that Megatron passes, or ``None``.
     """
 
     config: Any
     training: bool
     kind: str
-    given: dict[str, Any]
+    arguments: dict[str, Any]
     of_data: torch.Tensor | None
 
     @classmethod
@@ -72,12 +72,12 @@ class AttentionCall(NamedTuple):
         config, kind = self.config, self.kind
         if kind not in ("causal", "no_mask"):
             return f"its mask is {kind}; only causal and no_mask can be split by queries"
-        if self.given.get("packed_seq_params") is not None:
+        if self.arguments.get("packed_seq_params") is not None:
             if not getattr(config, "reset_attention_mask", False):
                 return "its packed sequences are not those of --reset-attention-mask"
             if kind != "causal":
                 return f"its mask is {kind}; documents are packed for causal attention"
-        if self.given.get("attention_bias") is not None:
+        if self.arguments.get("attention_bias") is not None:
             return "an attention bias is added to the scores"
         if config.attention_dropout and self.training:
             return f"attention dropout is {config.attention_dropout}"
@@ -103,7 +103,7 @@ class AttentionCall(NamedTuple):
             length: of the full sequence, S.
             batch: number of samples, B.
         """
-        packed = self.given.get("packed_seq_params")
+        packed = self.arguments.get("packed_seq_params")
         if packed is not None:
             return _of_documents(packed, length, batch)
         by_data = (

@@ -40,7 +40,7 @@ from mindspeed_patches.layer_names import LAYERS, layer_name
 from mindspeed_patches.patching import around
 from mindspeed_patches.refusals import IncompatibleOptionsError
 from mindspeed_patches.softmax_attention import RECOMPUTED
-from mindspeed_patches.wrappers import EXPERTS, LinearWrappers, with_way_out
+from mindspeed_patches.wrappers import EXPERTS, LinearWrappers, with_remedy
 
 __all__ = ["StartReport"]
 
@@ -103,7 +103,7 @@ class StartReport:
         here = Counter(layer for chunk in model for layer in self._count(chunk))
         for name, reason in here:
             if reason:
-                self.linears.was_said(name, reason)
+                self.linears.was_logged(name, reason)
         counts = _of_all_stages(here)
         if all(reason for _, reason in counts) and not self.allow_nothing:
             raise IncompatibleOptionsError(_nothing(counts))
@@ -124,7 +124,7 @@ class StartReport:
                     experts += (f"{path}.",)
                 elif _is_tensor_parallel(module):
                     name = layer_name(module)
-                    reason = self.linears.standing_obstacle(module) or ""
+                    reason = self.linears.static_obstacle(module) or ""
                     yield (attribute if name == "unnamed" else name), reason
             if self.attention and isinstance(module, SelfAttention):
                 yield "attention", self._attention_obstacle(module) or ""
@@ -147,7 +147,7 @@ class StartReport:
             return RECOMPUTED
         if not layer.linear_proj.sequence_parallel:
             return "without sequence parallelism nothing is split"
-        return self.linears.standing_obstacle(layer.linear_proj)
+        return self.linears.static_obstacle(layer.linear_proj)
 
 
 def _is_tensor_parallel(module: torch.nn.Module) -> bool:
@@ -181,7 +181,7 @@ def _lines(counts: Counts) -> Iterator[str]:
         total, fused = sum(reasons.values()), reasons.pop("", 0)
         line = f"{kind}: {fused} of {total} fused"
         for reason, count in reasons.items():
-            line += f"; {count} not: {str(reason) if reason in explained else with_way_out(reason)}"
+            line += f"; {count} not: {str(reason) if reason in explained else with_remedy(reason)}"
             explained.add(reason)
         yield line
 
@@ -192,7 +192,7 @@ def _nothing(counts: Counts) -> str:
     for kind, reasons in _kinds(counts).items():
         for reason in reasons:
             kinds_of.setdefault(reason, []).append(kind)
-    lines = [f"  {', '.join(kinds)}: {with_way_out(why)}" for why, kinds in kinds_of.items()]
+    lines = [f"  {', '.join(kinds)}: {with_remedy(why)}" for why, kinds in kinds_of.items()]
     return "\n".join(
         (
             "--use-commfuse would fuse nothing:",

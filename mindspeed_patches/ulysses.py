@@ -199,7 +199,7 @@ class UlyssesWrappers(LaneUser):
         Returns:
             The keyword arguments for the layer's ``forward``.
         """
-        lanes, layers, arguments = self.lanes(), self._linears.layers, call.given
+        lanes, layers, arguments = self.lanes(), self._linears.layers, call.arguments
         packed, rows = arguments.get("packed_seq_params"), hidden.shape[0]
         obstacle = layer_obstacle(layer, arguments)
         if obstacle is None:
@@ -211,7 +211,7 @@ class UlyssesWrappers(LaneUser):
         }
         for name, reason in reasons.items():
             if reason is not None:
-                self._linears.leave(f"{name} of ulysses", reason)
+                self._linears.fall_back(f"{name} of ulysses", reason)
         joined = _Joined(packed, reasons["qkv"] is None, reasons["proj"] is None)
         core = layer.core_attention
         if joined.qkv or joined.proj:
@@ -297,7 +297,7 @@ class UlyssesWrappers(LaneUser):
             mask = call.mask(length, query.shape[1])
         if isinstance(mask, str):
             if joined is None or exchanged:
-                self._linears.leave("ulysses", mask)
+                self._linears.fall_back("ulysses", mask)
             if not exchanged:
                 return own(query, key, value, *args, **kwargs)
             attended = attention.local_attn(query, key, value, *args, **kwargs)

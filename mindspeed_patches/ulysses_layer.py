@@ -65,11 +65,11 @@ def replaced(owner: Any, **attributes: Any) -> Iterator[None]:
         values.update(before)
 
 
-def layer_obstacle(layer: Any, given: dict[str, Any]) -> str | None:
+def layer_obstacle(layer: Any, arguments: dict[str, Any]) -> str | None:
     """Why neither projection of a layer can take part in the exchange, or ``None``.
 
     Args:
-        given: from :func:`forward_arguments`.
+        arguments: from :func:`forward_arguments`.
     """
     config = layer.config
     if config.tensor_model_parallel_size > 1:
@@ -81,7 +81,7 @@ def layer_obstacle(layer: Any, given: dict[str, Any]) -> str | None:
         return _OWN_FORWARD
     if layer.checkpoint_core_attention and layer.training:
         return RECOMPUTED
-    if any(given.get(name) is not None for name in ("inference_context", "inference_params")):
+    if any(arguments.get(name) is not None for name in ("inference_context", "inference_params")):
         return "inference keeps keys of other calls"
     if getattr(config, "cpu_offloading", False):
         return "cpu_offloading needs Transformer Engine's layers"
@@ -89,14 +89,14 @@ def layer_obstacle(layer: Any, given: dict[str, Any]) -> str | None:
 
 
 def qkv_obstacle(
-    layer: Any, rows: int, size: int, given: dict[str, Any], layers: Collection[str]
+    layer: Any, rows: int, size: int, arguments: dict[str, Any], layers: Collection[str]
 ) -> str | None:
     """Why the projection to q, k and v cannot take part in the exchange, or ``None``.
 
     Args:
         rows: of the sequence on this rank.
         size: number of ranks that exchange heads.
-        given: from :func:`forward_arguments`.
+        arguments: from :func:`forward_arguments`.
         layers: names of the layers to fuse.
     """
     from megatron.core.transformer.attention import SelfAttention
@@ -125,20 +125,20 @@ def qkv_obstacle(
     weights = [weight for norm in norms if norm is not None for weight in norm.parameters()]
     if any(weight.numel() != head for weight in weights):
         return "queries or keys are normalized over several heads"
-    packed = given.get("packed_seq_params")
+    packed = arguments.get("packed_seq_params")
     if packed is None:
-        return _positions_obstacle(rows, given)
+        return _positions_obstacle(rows, arguments)
     resets = getattr(layer.config, "reset_position_ids", False)
     if resets and packed.position_ids.shape[0] != rows:
         return f"its position ids are {tuple(packed.position_ids.shape)} for {rows} rows"
     # Embeddings of all positions, from which the rows pick theirs.
-    return _positions_obstacle(rows * size, given)
+    return _positions_obstacle(rows * size, arguments)
 
 
-def _positions_obstacle(rows: int, given: dict[str, Any]) -> str | None:
-    if any(given.get(name) is not None for name in ("rotary_pos_cos", "rotary_pos_sin")):
+def _positions_obstacle(rows: int, arguments: dict[str, Any]) -> str | None:
+    if any(arguments.get(name) is not None for name in ("rotary_pos_cos", "rotary_pos_sin")):
         return "cosine and sine of the positions are given apart"
-    embedding = given.get("rotary_pos_emb")
+    embedding = arguments.get("rotary_pos_emb")
     for part in embedding if isinstance(embedding, tuple) else (embedding,):
         if part is None:
             continue

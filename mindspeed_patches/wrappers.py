@@ -54,7 +54,7 @@ __all__ = [
     "Obstacle",
     "by_fusion",
     "trained_bias",
-    "with_way_out",
+    "with_remedy",
 ]
 
 _CHOSEN = (
@@ -90,21 +90,21 @@ class Obstacle(str):
 
     Args:
         reason: the text.
-        way_out: what the user can do about it; empty if nothing.
+        remedy: what the user can do about it; empty if nothing.
     """
 
-    way_out: str
+    remedy: str
 
-    def __new__(cls, reason: str, way_out: str = "") -> Obstacle:
+    def __new__(cls, reason: str, remedy: str = "") -> Obstacle:
         self = super().__new__(cls, reason)
-        self.way_out = way_out  # pickling keeps it, so other ranks get it too
+        self.remedy = remedy  # pickling keeps it, so other ranks get it too
         return self
 
 
-def with_way_out(reason: str) -> str:
+def with_remedy(reason: str) -> str:
     """The reason, followed by the remedy in parentheses if it has one."""
-    way_out = getattr(reason, "way_out", "")
-    return f"{reason} ({way_out})" if way_out else reason
+    remedy = getattr(reason, "remedy", "")
+    return f"{reason} ({remedy})" if remedy else reason
 
 
 def by_fusion(options: LinearOptions) -> dict[bool, LinearOptions]:
@@ -166,7 +166,7 @@ class LinearWrappers(LaneUser):
         self._rows, self._hidden, self._min_rows = rows, hidden, min_rows or 0
         self._described, self._limited = described, min_rows is None
         self._options = by_fusion(options)
-        self._said: set[tuple[str, str]] = set()
+        self._logged: set[tuple[str, str]] = set()
 
     def opened(self) -> None:
         """Apply the hardware description of this NPU, and measure the cost of a post if needed."""
@@ -265,7 +265,7 @@ class LinearWrappers(LaneUser):
             rows = input_.shape[:-1].numel()
             reason = self._obstacle(layer, column=True, gather=gather, rows=rows)
         if weight is None or reason is not None:
-            self.leave(name, reason or "")
+            self.fall_back(name, reason or "")
             return None
         self.calls[name, "fused"] += 1
         options = self._options[layer.gradient_accumulation_fusion]
@@ -287,17 +287,17 @@ class LinearWrappers(LaneUser):
             if reason is None and layer.sequence_parallel:
                 self.calls.update({(name, "fused"): 1, ("attention", "fused"): 1})
                 return input_.project(attention_linear_reduce_scatter, layer, options, lanes)
-            self.leave("attention", reason or "without sequence parallelism nothing is split")
+            self.fall_back("attention", reason or "without sequence parallelism nothing is split")
             input_ = input_.value()
         if reason is not None:
-            self.leave(name, reason)
+            self.fall_back(name, reason)
             return forward(layer, input_)
         self.calls[name, "fused"] += 1
         added, apart = (None, layer.bias) if layer.skip_bias_add else (layer.bias, None)
         fused = linear_reduce_scatter if layer.sequence_parallel else linear_all_reduce
         return fused(input_, layer.weight, added, transport=lanes, options=options), apart
 
-    def standing_obstacle(self, layer: Any) -> str | None:
+    def static_obstacle(self, layer: Any) -> str | None:
         """Why no call of a tensor-parallel layer is fused in this launch, or ``None``.
 
         Args:
@@ -346,8 +346,8 @@ class LinearWrappers(LaneUser):
         if active_turns() is not None:
             return Obstacle(PARTNER)
         if name not in self.layers:
-            way_out = f"add {name} to --commfuse-layers" if name in LAYERS else ""
-            return Obstacle(f"{name} is not in the list of layers to fuse", way_out)
+            remedy = f"add {name} to --commfuse-layers" if name in LAYERS else ""
+            return Obstacle(f"{name} is not in the list of layers to fuse", remedy)
         if getattr(layer, "explicit_expert_comm", False):
             return Obstacle(
                 "moe_shared_expert_overlap gathers and scatters outside of the layer",
@@ -366,16 +366,16 @@ class LinearWrappers(LaneUser):
             )
         return None
 
-    def leave(self, name: str, reason: str, count: int = 1) -> None:
+    def fall_back(self, name: str, reason: str, count: int = 1) -> None:
         """Count calls that Megatron executes; log each reason once, except :data:`PARTNER`."""
         self.calls[name, reason] += count
-        if (name, reason) not in self._said and reason != PARTNER:
-            self._said.add((name, reason))
-            _logger.warning("CommFuse leaves %s to Megatron: %s", name, with_way_out(reason))
+        if (name, reason) not in self._logged and reason != PARTNER:
+            self._logged.add((name, reason))
+            _logger.warning("CommFuse leaves %s to Megatron: %s", name, with_remedy(reason))
 
-    def was_said(self, name: str, reason: str) -> None:
-        """Record a reason as reported, so that :meth:`leave` does not log it."""
-        self._said.add((name, reason))
+    def was_logged(self, name: str, reason: str) -> None:
+        """Record a reason as reported, so that :meth:`fall_back` does not log it."""
+        self._logged.add((name, reason))
 
     def describe(self, fused: str = "fused") -> list[str]:
         """One line per layer and path, with the number of calls.

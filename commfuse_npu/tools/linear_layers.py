@@ -37,17 +37,17 @@ class _Layer(NamedTuple):
     """A kind of linear layer in a launch.
 
     Attributes:
-        there: whether the launch has it.
+        present: whether the launch has it.
         known_as: its name in ``--commfuse-layers``; ``None`` if it cannot be fused.
-        own: why it keeps its own forward, or empty.
+        exclusion: why it keeps its own forward, or empty.
         silent: why it has no transfer at all, or empty.
     """
 
     name: str
     column: bool
-    there: bool
+    present: bool
     known_as: str | None
-    own: str = ""
+    exclusion: str = ""
     silent: str = ""
 
 
@@ -107,7 +107,7 @@ def judge(options: Options, layers: Collection[str] = LAYERS) -> list[Judged]:
         options: of its command line.
         layers: names of layers to fuse (``--commfuse-layers``).
     """
-    return [_judged(layer, options, layers) for layer in _layers(options) if layer.there]
+    return [_judged(layer, options, layers) for layer in _layers(options) if layer.present]
 
 
 def _judged(layer: _Layer, options: Options, layers: Collection[str]) -> Judged:
@@ -119,7 +119,7 @@ def _judged(layer: _Layer, options: Options, layers: Collection[str]) -> Judged:
         ("silent", unsplit and "without sequence parallelism the forward has no transfer"),
         ("left", known_as is None and "it is not among the layers that can be fused"),
         ("left", known_as not in layers and f"{known_as} is not in the list of layers to fuse"),
-        ("left", layer.own),
+        ("left", layer.exclusion),
         ("silent", alone and "a tensor-parallel group of one has nothing to transfer"),
         ("left", offloaded and "cpu_offloading needs Transformer Engine's layers"),
     )

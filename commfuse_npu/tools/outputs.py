@@ -17,7 +17,7 @@ class Output(NamedTuple):
 
     option: str
     path: Path | None
-    what: str
+    description: str
     write: Callable[[Path], None]
 
 

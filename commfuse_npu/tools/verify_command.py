@@ -48,18 +48,18 @@ def main(words: Sequence[str]) -> int:
         return refuse("verify", error)
 
 
-def _verify(given: argparse.Namespace) -> int:
+def _verify(options: argparse.Namespace) -> int:
     start, sets, programs, instructions = time.perf_counter(), 0, 0, 0
-    least, most = given.min_ranks or 2, given.max_ranks or 16
+    least, most = options.min_ranks or 2, options.max_ranks or 16
     if least > most:
         raise PlanError(
             f"--min-ranks {least} is more than --max-ranks {most}: there is nothing to prove; "
             f"give --max-ranks {least} or more"
         )
-    chunks, lanes = given.chunks or CHUNKS, given.lanes or LANES
+    chunks, lanes = options.chunks or CHUNKS, options.lanes or LANES
     rows: list[str] = []
     for size in range(least, most + 1):
-        for case in cases(size, chunks, lanes, given.every):
+        for case in cases(size, chunks, lanes, options.every):
             tell(f"{size} ranks, up to {most}: {sets:,} sets of programs are proved")
             group = case.programs()
             examples = counter_examples(group)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-__all__ = ["Layout", "asked_for", "exchange", "obstacle"]
+__all__ = ["Layout", "exchange", "obstacle", "supported_keywords"]
 
 _OWN_SCHEDULE = "it is a schedule of its own"
 _GRAPHS = "CUDA graphs cannot hold a forward and a backward at once"
@@ -46,7 +46,7 @@ def _names(function: Callable[..., Any]) -> frozenset[str]:
     return frozenset(inspect.signature(function).parameters)
 
 
-def asked_for(function: Callable[..., Any], **offered: Any) -> dict[str, Any]:
+def supported_keywords(function: Callable[..., Any], **offered: Any) -> dict[str, Any]:
     """The subset of ``offered`` that the installed version of ``function`` accepts."""
     return {name: value for name, value in offered.items() if name in _names(function)}
 

@@ -28,7 +28,7 @@ from commfuse_npu.runtime.order_log import shared_order_log
 from mindspeed_patches.fb_overlap.census import Census
 from mindspeed_patches.fb_overlap.core_versions import Layout, obstacle
 from mindspeed_patches.fb_overlap.schedule import OverlappedSchedule
-from mindspeed_patches.fb_overlap.side_states import scratch_of_each_side, side_states
+from mindspeed_patches.fb_overlap.side_states import separate_scratch, side_states
 from mindspeed_patches.layout import parallel_size
 from mindspeed_patches.patching import PatchManager
 from mindspeed_patches.refusals import IncompatibleOptionsError, check_compatible
@@ -245,7 +245,7 @@ class Overlapping:
                 "micro-batch (the ranks that found it name it); the training goes on without it"
             )
             return losses
-        scratch_of_each_side()
+        separate_scratch()
         overlap.states = side_states(layout.models, overlap.device)
         overlap.choose_orders()
         self.overlap = overlap

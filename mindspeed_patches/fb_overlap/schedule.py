@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 
 from commfuse_npu.plan.slots import Slot, Step, most_in_flight, slots
-from mindspeed_patches.fb_overlap.core_versions import Layout, asked_for, exchange
+from mindspeed_patches.fb_overlap.core_versions import Layout, exchange, supported_keywords
 
 __all__ = ["OverlappedSchedule"]
 
@@ -71,7 +71,7 @@ class OverlappedSchedule:
         embedding, last_stage = None, self._stage == self._stages - 1
         if finalize is not None and self._stages > 1:
             clear = schedules.clear_embedding_activation_buffer
-            embedding = clear(config, models, **asked_for(clear, is_last_stage=last_stage))
+            embedding = clear(config, models, **supported_keywords(clear, is_last_stage=last_stage))
         if config.timers is not None:
             timer = config.timers("forward-backward", log_level=1)
             timer.start(barrier=config.barrier_with_L1_time)
@@ -91,11 +91,11 @@ class OverlappedSchedule:
             if self._stages > 1:
                 finish = schedules.finish_embedding_wgrad_compute
                 offered = {"is_last_stage": last_stage, "tp_group": self._layout.tensor}
-                finish(config, embedding, **asked_for(finish, **offered))
+                finish(config, embedding, **supported_keywords(finish, **offered))
             # finalize takes a group that is None from the parallel state.
             names = "pg_collection", "grad_finalize_pgs", "force_all_reduce"
             offered = {name: self._step.get(name) for name in names}
-            passed_on = asked_for(schedules.forward_backward_no_pipelining, **offered)
+            passed_on = supported_keywords(schedules.forward_backward_no_pipelining, **offered)
             tokens = self._tokens if config.calculate_per_token_loss else None
             finalize(self._models, tokens, **passed_on)
         if config.timers is not None:
@@ -144,7 +144,7 @@ class OverlappedSchedule:
             checkpoint_activations_microbatch=partly,
             is_first_microbatch=step.microbatch == 0,
             current_microbatch=step.microbatch,
-            **asked_for(
+            **supported_keywords(
                 forward_step,
                 cp_group_size=self._layout.context.size(),
                 vp_stage=step.chunk if len(self._models) > 1 else None,
@@ -167,7 +167,7 @@ class OverlappedSchedule:
             received,
             self._model_type,
             config,
-            **asked_for(backward_step, pipeline_model_parallel_size=self._stages),
+            **supported_keywords(backward_step, pipeline_model_parallel_size=self._stages),
         )
         if virtual:
             if config.grad_sync_func is not None:
@@ -211,7 +211,7 @@ class OverlappedSchedule:
             micro_batch_size=self._step["micro_batch_size"],
             decoder_seq_length=self._step.get("decoder_seq_length"),
             config=self._config,
-            **asked_for(
+            **supported_keywords(
                 shapes,
                 rank=self._stage,
                 model_type=self._model_type,
@@ -225,7 +225,9 @@ class OverlappedSchedule:
 
     def _enter_chunk(self, chunk: int) -> None:
         # Later core versions pass the chunk to forward_step as vp_stage.
-        if len(self._models) > 1 and not asked_for(self._schedules.forward_step, vp_stage=chunk):
+        if len(self._models) > 1 and not supported_keywords(
+            self._schedules.forward_step, vp_stage=chunk
+        ):
             self._parallel.set_virtual_pipeline_model_parallel_rank(chunk)
 
     def _hold_gradients(self) -> None:

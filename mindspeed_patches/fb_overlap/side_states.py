@@ -18,7 +18,7 @@ from commfuse_npu.overlap import Attributes, RandomState, SideState
 from commfuse_npu.overlap.transfers import active_turns
 from commfuse_npu.overlap.turns import BACKWARD
 
-__all__ = ["named_modules", "scratch_of_each_side", "side_states", "swapped"]
+__all__ = ["named_modules", "separate_scratch", "side_states", "swapped"]
 
 _EXPERTS = "mindspeed.core.transformer.moe"
 _OVERLAPPED = f"{_EXPERTS}.moe_feature.overlap"
@@ -90,7 +90,7 @@ def named_modules(models: Sequence[torch.nn.Module]) -> Iterator[tuple[str, torc
 
 
 @functools.cache
-def scratch_of_each_side() -> None:
+def separate_scratch() -> None:
     """Give each side its own copy of Megatron's shared gather buffers: rename the backward's."""
     buffer: Any = importlib.import_module("megatron.core.utils").GlobalMemoryBuffer
     get: Callable[..., Any] = buffer.get_tensor

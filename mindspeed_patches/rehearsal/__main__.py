@@ -110,16 +110,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 130
 
 
-def _rehearse(given: argparse.Namespace) -> int:
-    stack = find_stack(vars(given))
-    launch = read_launch(given.launch, stack.llm)
+def _rehearse(arguments: argparse.Namespace) -> int:
+    stack = find_stack(vars(arguments))
+    launch = read_launch(arguments.launch, stack.llm)
     for name in _SET_ANEW:
         launch.environment.pop(name, None)
     script = launch.script_path(stack.llm)
     # A launch is started in MindSpeed-LLM's folder, the base of its relative paths.
     folder = launch.folder if (launch.folder / launch.script).is_file() else stack.llm
-    prepare(launch.options, given.iterations, folder)
-    layout = _layout(launch, given)
+    prepare(launch.options, arguments.iterations, folder)
+    layout = _layout(launch, arguments)
     stubs = _cann()
     with tempfile.TemporaryDirectory(prefix="commfuse_rehearsal_") as name:
         temporary = Path(name)
@@ -138,23 +138,23 @@ def _rehearse(given: argparse.Namespace) -> int:
             processes=layout.processes,
             folder=folder,
             environment=worker_environment(stack, stubs, launch.environment, temporary / "tools"),
-            timeout=given.timeout,
+            timeout=arguments.timeout,
         )
-        records = temporary if given.output is None else _new_folder(given.output)
-        return _train_and_compare(given, launch.options, run, records)
+        records = temporary if arguments.output is None else _new_folder(arguments.output)
+        return _train_and_compare(arguments, launch.options, run, records)
 
 
-def _layout(launch: Launch, given: argparse.Namespace) -> Layout:
+def _layout(launch: Launch, arguments: argparse.Namespace) -> Layout:
     layout = layout_of(launch.options, launch.processes)
-    if given.rehearse_scale:
-        small = scale_down(launch.options, layout, given.processes)
+    if arguments.rehearse_scale:
+        small = scale_down(launch.options, layout, arguments.processes)
         if small != layout:
             launch.notes.append(f"layout: {layout} -> {small}")
         return small
-    if layout.processes > given.processes:
+    if layout.processes > arguments.processes:
         raise UsageError(
-            f"the launch wants {layout.processes} processes, the limit is {given.processes}; scale "
-            "it down with --rehearse-scale, or raise the limit with --processes"
+            f"the launch wants {layout.processes} processes, the limit is {arguments.processes}; "
+            "scale it down with --rehearse-scale, or raise the limit with --processes"
         )
     return layout
 
@@ -183,9 +183,11 @@ def _new_folder(folder: Path) -> Path:
     return folder
 
 
-def _train_and_compare(given: argparse.Namespace, options: Options, run: Run, folder: Path) -> int:
+def _train_and_compare(
+    arguments: argparse.Namespace, options: Options, run: Run, folder: Path
+) -> int:
     runs: dict[str, list[Record]] = {}
-    for way in WAYS if given.only is None else (given.only,):
+    for way in WAYS if arguments.only is None else (arguments.only,):
         print(f"--- the {way} run, {run.processes} processes", flush=True)
         runs[way] = run.start(way, WAYS[way](options), folder / way)
     print(*report_lines(runs), sep="\n")
@@ -199,15 +201,15 @@ def _train_and_compare(given: argparse.Namespace, options: Options, run: Run, fo
         problems.append("commfuse run: nothing was fused")
     for problem in problems:
         print(f"inconclusive: {problem}")
-    if given.only is None and not _equal(runs, _tolerance(given, options)):
+    if arguments.only is None and not _equal(runs, _tolerance(arguments, options)):
         return 1
     return 1 if problems else 0
 
 
-def _tolerance(given: argparse.Namespace, options: Options) -> float:
+def _tolerance(arguments: argparse.Namespace, options: Options) -> float:
     """Largest allowed relative difference of losses; 0 to require equal bits everywhere."""
-    if given.loss_tolerance is not None:
-        return float(given.loss_tolerance)
+    if arguments.loss_tolerance is not None:
+        return float(arguments.loss_tolerance)
     if not any(name in options for name in _OTHER_ROUNDING):
         return 0.0
     return 2**-9 if "--bf16" in options or "--fp16" in options else 1e-6

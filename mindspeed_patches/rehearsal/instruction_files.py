@@ -28,27 +28,27 @@ _IGNORED = -100
 """The label of prompt tokens."""
 
 
-def replace_missing_instructions(options: Options, given: Path, made: Path) -> None:
+def replace_missing_instructions(options: Options, folder: Path, target: Path) -> None:
     """Write stand-ins and set their options, if the files of a fine-tuning launch are missing.
 
     Args:
         options: changed in place; the rows have its sequence length.
-        given: base of the launch's relative paths.
-        made: an existing folder for the files.
+        folder: base of the launch's relative paths.
+        target: an existing folder for the files.
     """
-    prefix = given / (options.text("--data-path") or "")
+    prefix = folder / (options.text("--data-path") or "")
     has_data = any(prefix.parent.glob(f"{prefix.name}_packed_*_document.idx"))
-    if INSTRUCTIONS not in options or (has_data and not missing_tokenizer(options, given)):
+    if INSTRUCTIONS not in options or (has_data and not missing_tokenizer(options, folder)):
         return
     drop_data_and_tokenizer(options, why="data or tokenizer are not on this machine")
-    _write_tokenizer(made / "tokenizer")
+    _write_tokenizer(target / "tokenizer")
     rows = list(_rows(options.number("--seq-length", 64), "--neat-pack" in options))
     for index, field in enumerate(("input_ids", "attention_mask", "labels")):
-        prefix = made / f"instructions_packed_{field}_document"
+        prefix = target / f"instructions_packed_{field}_document"
         _write_indexed(prefix, [row[index] for row in rows])
-    options.set("--data-path", str(made / "instructions"))
+    options.set("--data-path", str(target / "instructions"))
     options.set("--tokenizer-type", "PretrainedFromHF")
-    options.set("--tokenizer-name-or-path", str(made / "tokenizer"))
+    options.set("--tokenizer-name-or-path", str(target / "tokenizer"))
     options.set("--padded-vocab-size", _VOCABULARY)
 
 

@@ -86,24 +86,24 @@ def differences(reference: Sequence[Record], commfuse: Sequence[Record]) -> list
     return [f"rank {a.rank}: {difference}" for a, b in pairs for difference in _of_rank(a, b)]
 
 
-def _of_rank(one: Record, other: Record) -> Iterator[str]:
-    yield from _weights(one.weights_before, other.weights_before, "before the training")
+def _of_rank(reference: Record, other: Record) -> Iterator[str]:
+    yield from _weights(reference.weights_before, other.weights_before, "before the training")
     for name, left, right in (
-        ("losses", one.losses, other.losses),
-        ("gradient norms", one.grad_norms, other.grad_norms),
+        ("losses", reference.losses, other.losses),
+        ("gradient norms", reference.grad_norms, other.grad_norms),
     ):
         if left != right:
             rows = zip(left, right, strict=False)
             first = next((i for i, (a, b) in enumerate(rows, 1) if a != b), None)
             place = f"from iteration {first} on" if first else f"{len(left)} and {len(right)} of it"
             yield f"{name} differ, {place}"
-    yield from _weights(one.weights_after, other.weights_after, "after the training")
-    if one.optimizer_after != other.optimizer_after:
+    yield from _weights(reference.weights_after, other.weights_after, "after the training")
+    if reference.optimizer_after != other.optimizer_after:
         yield "the optimizer's state (fp32 weights, moments) differs after the training"
 
 
-def _weights(one: dict[str, str], other: dict[str, str], when: str) -> Iterator[str]:
-    names = [name for name in one | other if one.get(name) != other.get(name)]
+def _weights(reference: dict[str, str], other: dict[str, str], when: str) -> Iterator[str]:
+    names = [name for name in reference | other if reference.get(name) != other.get(name)]
     if names:
         more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
         yield f"weights differ {when}: {', '.join(names[:_SHOWN])}{more}"
@@ -119,12 +119,14 @@ def largest_loss_difference(reference: Sequence[Record], commfuse: Sequence[Reco
     return max(deviations, default=math.inf)
 
 
-def relative_difference(one: Sequence[str | None], other: Sequence[str | None]) -> float:
+def relative_difference(reference: Sequence[str | None], other: Sequence[str | None]) -> float:
     """The largest difference of two columns of numbers, relative to the first column."""
-    if len(one) != len(other) or [a is None for a in one] != [b is None for b in other]:
+    if len(reference) != len(other) or [a is None for a in reference] != [b is None for b in other]:
         return math.inf
     numbers = [
-        (float.fromhex(a), float.fromhex(b)) for a, b in zip(one, other, strict=True) if a and b
+        (float.fromhex(a), float.fromhex(b))
+        for a, b in zip(reference, other, strict=True)
+        if a and b
     ]
     relative = [abs(a - b) / abs(a) if a else abs(b) for a, b in numbers]
     return math.inf if any(map(math.isnan, relative)) else max(relative, default=0.0)

@@ -21,7 +21,7 @@ import torch
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
 from mindspeed_patches.fb_overlap import Overlapping
-from mindspeed_patches.fb_overlap.core_versions import asked_for
+from mindspeed_patches.fb_overlap.core_versions import supported_keywords
 from mindspeed_patches.fb_overlap.schedule import OverlappedSchedule
 from scripts.cpu_pretraining.megatron_on_cpu import cuda_means_cpu
 from tests.megatron.in_ranks import WITHOUT_KERNELS, gpt, language_loss, megatron, replicas
@@ -106,7 +106,7 @@ def chunk_of(training: Training, config: Any, chunk: int) -> torch.nn.Module:
     from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
 
-    if training.chunks > 1 and not asked_for(GPTModel, vp_stage=chunk):
+    if training.chunks > 1 and not supported_keywords(GPTModel, vp_stage=chunk):
         parallel_state.set_virtual_pipeline_model_parallel_rank(chunk)
     stage = parallel_state.get_pipeline_model_parallel_rank()
     last = training.stages - 1, training.chunks - 1
@@ -117,7 +117,7 @@ def chunk_of(training: Training, config: Any, chunk: int) -> torch.nn.Module:
         max_sequence_length=LENGTH,
         pre_process=(stage, chunk) == (0, 0),
         post_process=(stage, chunk) == last,
-        **asked_for(GPTModel, vp_stage=chunk if training.chunks > 1 else None),
+        **supported_keywords(GPTModel, vp_stage=chunk if training.chunks > 1 else None),
     )
     if not training.typed:
         model.model_type = None

@@ -248,7 +248,7 @@ def test_where_nothing_is_fused_all_ranks_end(rank: int) -> None:
 def test_stages_are_counted_together(rank: int) -> None:
     """The second of two has no layer that is fused: it must not end alone."""
     said: list[Any] = []
-    linears: Any = SimpleNamespace(was_said=lambda *what: said.append(what))
+    linears: Any = SimpleNamespace(was_logged=lambda *what: said.append(what))
     report = StartReport(linears)
     here = [[("qkv", ""), ("fc1", "why")], [("fc1", "why")]][rank]
     lines = ["CommFuse: qkv: 1 of 1 fused", "CommFuse: fc1: 0 of 2 fused; 2 not: why"]

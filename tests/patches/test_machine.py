@@ -14,7 +14,7 @@ from commfuse_npu.runtime.transport import Transport
 from mindspeed_patches.all_wrappers import register_wrappers
 from mindspeed_patches.patching import PatchManager
 from mindspeed_patches.training_options import commfuse_options
-from mindspeed_patches.wrappers import LinearWrappers, Obstacle, with_way_out
+from mindspeed_patches.wrappers import LinearWrappers, Obstacle, with_remedy
 from tests.patches.launches import real_arguments
 
 A2, A3, OTHER = "Ascend910B1", "Ascend910_9391", "Ascend310P3"
@@ -100,14 +100,14 @@ def test_a_reason_is_said_once_with_its_way_out_and_counted_as_its_text(opened, 
         "faster then (simulated); --commfuse-min-rows 0 fuses it, a smaller TP or longer sequences "
         "lengthen it)"
     )
-    assert with_way_out(pickle.loads(pickle.dumps(reason))) == said  # for other ranks
+    assert with_remedy(pickle.loads(pickle.dumps(reason))) == said  # for other ranks
     with caplog.at_level(logging.INFO, LOGGER):
         for again in (reason, Obstacle(reason), str(reason)):
-            wrappers.leave("qkv", again)
+            wrappers.fall_back("qkv", again)
     assert [record.getMessage() for record in caplog.records] == [
         f"CommFuse leaves qkv to Megatron: {said}"
     ]
     assert wrappers.calls == {("qkv", str(reason)): 3}
-    assert with_way_out(Obstacle(reason)) == with_way_out(str(reason)) == reason
+    assert with_remedy(Obstacle(reason)) == with_remedy(str(reason)) == reason
     asked = obstacle(opened(None, 8, "--commfuse-min-rows 65"), 64)
-    assert "simulated" not in with_way_out(asked or "")
+    assert "simulated" not in with_remedy(asked or "")

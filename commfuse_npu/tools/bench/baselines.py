@@ -92,13 +92,13 @@ class Blocking:
         grad_x = self._scattered_product(grad, weight)
         whole = self.carrier.gather(x).result()
         grad_weight = grad.t().matmul(whole)
-        self.carrier.give_back(whole)
+        self.carrier.release(whole)
         return grad_x, grad_weight
 
     def row_backward(self, grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> Grads:
         grad_x, whole = self._gathered_product(grad, weight, keep=True)
         grad_weight = whole.t().matmul(x)
-        self.carrier.give_back(whole)
+        self.carrier.release(whole)
         return grad_x, grad_weight
 
     def _gathered_product(
@@ -109,14 +109,14 @@ class Blocking:
         y = self._like_all(shard, b)
         gemm_into(y, whole, b)
         if not keep:
-            self.carrier.give_back(whole)
+            self.carrier.release(whole)
         return y, whole
 
     def _scattered_product(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         full = self.carrier.take(a, a.shape[0], b.shape[1])
         gemm_into(full, a, b)
         result = self.carrier.scatter(full, self._like_own(a, b)).result()
-        self.carrier.give_back(full)
+        self.carrier.release(full)
         return result
 
     def _like_all(self, shard: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -141,14 +141,14 @@ class MegatronOrder(Blocking):
     """
 
     def column_backward(self, grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> Grads:
-        gather = self.carrier.gather(x).begun()
+        gather = self.carrier.gather(x).overlapping()
         full = self.carrier.take(grad, grad.shape[0], weight.shape[1])
         gemm_into(full, grad, weight)
         whole = gather.result()
-        scatter = self.carrier.scatter(full, torch.empty_like(x)).begun()
+        scatter = self.carrier.scatter(full, torch.empty_like(x)).overlapping()
         grad_weight = grad.t().matmul(whole)
         grad_x = scatter.result()
-        self.carrier.give_back(full, whole)
+        self.carrier.release(full, whole)
         return grad_x, grad_weight
 
 
@@ -174,7 +174,7 @@ class Sliced(Blocking):
         grad_x, pending = self._begin_scatters(grad, weight)
         whole = gather.result()
         grad_weight = grad.t().matmul(whole)
-        self.carrier.give_back(whole)
+        self.carrier.release(whole)
         self._finish_scatters(pending)
         return grad_x, grad_weight
 
@@ -189,7 +189,7 @@ class Sliced(Blocking):
             self._blocks(y)[:, run].copy_(self._blocks(product))
             if keep:
                 self._blocks(whole)[:, run].copy_(self._blocks(part))
-            self.carrier.give_back(product, part)
+            self.carrier.release(product, part)
         return y, whole
 
     def _scattered_product(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -222,7 +222,7 @@ class Sliced(Blocking):
             self._blocks(rows).copy_(self._blocks(a)[:, run])
             full = take(a, rows.shape[0], b.shape[1])
             gemm_into(full, rows, b)
-            self.carrier.give_back(rows)
+            self.carrier.release(rows)
             if not self.carrier.in_order:
                 self._finish_scatters(pending)
             pending.append((self.carrier.scatter(full, y[run]), full))
@@ -232,7 +232,7 @@ class Sliced(Blocking):
         while under_way:
             scatter, full = under_way.pop(0)
             scatter.result()
-            self.carrier.give_back(full)
+            self.carrier.release(full)
 
 
 class Ring(Blocking):
@@ -265,22 +265,22 @@ class Ring(Blocking):
     def column_backward(self, grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> Grads:
         whole, arrivals = self._whole(x)
         grad_x = torch.empty_like(x)
-        gathering = self._passed_on(x, arrivals)
+        gathering = self._ring_blocks(x, arrivals)
         for _ in zip(gathering, self._summed(grad, weight, grad_x), strict=True):
             pass
         grad_weight = grad.t().matmul(whole)
-        self.carrier.give_back(whole)
+        self.carrier.release(whole)
         return grad_x, grad_weight
 
     def _gathered_product(
         self, shard: torch.Tensor, b: torch.Tensor, *, keep: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
         y = self._like_all(shard, b)
-        whole, arrivals = self._whole(shard) if keep else (shard, self._two(shard))
-        for rank, block in self._passed_on(shard, arrivals):
+        whole, arrivals = self._whole(shard) if keep else (shard, self._double_buffer(shard))
+        for rank, block in self._ring_blocks(shard, arrivals):
             gemm_into(self._blocks(y)[rank], block, b)
         if not keep:
-            self.carrier.give_back(*arrivals)
+            self.carrier.release(*arrivals)
         return y, whole
 
     def _scattered_product(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -289,7 +289,7 @@ class Ring(Blocking):
             pass
         return out
 
-    def _two(self, block: torch.Tensor) -> list[torch.Tensor]:
+    def _double_buffer(self, block: torch.Tensor) -> list[torch.Tensor]:
         """Buffers for the block that is passed on and for the next one, if there is one."""
         return [
             self.carrier.take(block, *block.shape) for _ in range(min(2, self.carrier.size - 1))
@@ -303,7 +303,7 @@ class Ring(Blocking):
         blocks[rank].copy_(shard)
         return whole, [blocks[(rank - step) % size] for step in range(1, size)]
 
-    def _passed_on(
+    def _ring_blocks(
         self, shard: torch.Tensor, arrivals: Sequence[torch.Tensor]
     ) -> Iterator[tuple[int, torch.Tensor]]:
         """Yield ``(rank, its block)``, the own one first; the next arrives while one is used.
@@ -323,7 +323,7 @@ class Ring(Blocking):
     def _summed(self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> Iterator[None]:
         """Reduce-scatter ``a @ b`` into ``out``: one GEMM per step, the own block's last."""
         rank, size = self.carrier.rank, self.carrier.size
-        blocks, totals = self._blocks(a), self._two(out)
+        blocks, totals = self._blocks(a), self._double_buffer(out)
         arrived, pending = self.carrier.take(out, *out.shape), None
         for step in range(1, size + 1):
             total = totals[step % len(totals)] if step < size else out
@@ -333,7 +333,7 @@ class Ring(Blocking):
             if step < size:
                 pending = self.carrier.swap(total, self._down, arrived, self._up)
             yield
-        self.carrier.give_back(*totals, arrived)
+        self.carrier.release(*totals, arrived)
 
 
 def _layer(

@@ -4,7 +4,7 @@ Legend: ``n`` ranks, ``s`` rows of a block, ``[n * s, F]`` the full tensor.
 
 ``gather(shard)`` and ``scatter(full, out)`` start a collective; ``result()`` of the returned object
 waits for it.  Buffers are reused, as in the fused ops, so that no side of the comparison allocates
-memory that the other does not: :meth:`Carrier.take` gets one, :meth:`Carrier.give_back` returns it.
+memory that the other does not: :meth:`Carrier.take` gets one, :meth:`Carrier.release` returns it.
 On a device a buffer is reused in the order of the stream that used it.
 """
 
@@ -34,7 +34,7 @@ class Pending:
 
     In forward-backward overlap (:mod:`commfuse_npu.overlap`) it allows a hand-over at the same
     places as torch's collectives: a blocking one between its start and its wait, an overlapping one
-    (see :meth:`begun`) at both.
+    (see :meth:`overlapping`) at both.
 
     Args:
         carrier: its ``blocked_seconds`` are increased by the waiting time.
@@ -56,7 +56,7 @@ class Pending:
         self._carrier, self._works, self._value, self._finish = carrier, works, value, finish
         self._hands_over, self._overlaps = hands_over, False
 
-    def begun(self) -> Pending:
+    def overlapping(self) -> Pending:
         """Mark it as overlapping: other work follows before its result; returns itself."""
         self._overlaps = True
         if (turns := active_turns()) is not None:
@@ -106,7 +106,7 @@ class Carrier(ABC):
         idle = self.idle.get((shape, like.dtype, like.device))
         return idle.pop() if idle else like.new_empty(shape)
 
-    def give_back(self, *buffers: torch.Tensor) -> None:
+    def release(self, *buffers: torch.Tensor) -> None:
         """Return the results of :meth:`take` and :meth:`gather` for reuse."""
         for buffer in buffers:
             self.idle.setdefault((tuple(buffer.shape), buffer.dtype, buffer.device), []).append(
@@ -203,7 +203,7 @@ class DirectExchange(Carrier):
         def add() -> None:
             for partial in (*partials, blocks[self.rank]):
                 out.add_(partial)
-            self.give_back(*partials)
+            self.release(*partials)
 
         return Pending(self, works, out, add, hands_over=True)
 
@@ -225,10 +225,10 @@ class NoTransfers(Carrier):
             self._wholes[key] = torch.cat([shard.detach()] * self.size)
         return Pending(self, [], self._wholes[key])
 
-    def give_back(self, *buffers: torch.Tensor) -> None:
+    def release(self, *buffers: torch.Tensor) -> None:
         """Return buffers for reuse, except gathered ones, which are kept here."""
         gathered = {id(whole) for whole in self._wholes.values()}
-        super().give_back(*(buffer for buffer in buffers if id(buffer) not in gathered))
+        super().release(*(buffer for buffer in buffers if id(buffer) not in gathered))
 
     def scatter(self, full: torch.Tensor, out: torch.Tensor) -> Pending:
         return Pending(self, [], full.unflatten(0, (self.size, -1))[self.rank])

@@ -130,17 +130,17 @@ def main(words: Sequence[str]) -> int:
     return code
 
 
-def _sweeps(given: argparse.Namespace, config: Path) -> list[Sweep]:
-    if given.device != "cpu" and given.sleep_gemm:
+def _sweeps(options: argparse.Namespace, config: Path) -> list[Sweep]:
+    if options.device != "cpu" and options.sleep_gemm:
         raise ValueError("--sleep-gemm is for CPUs with fewer cores than ranks; leave it out")
-    if why := lacking_backend(given.device):
+    if why := lacking_backend(options.device):
         raise ValueError(why)
     ModelConfig.load(config)
-    sweeps = with_options(quick() if given.quick else full(), given)
+    sweeps = with_options(quick() if options.quick else full(), options)
     for sweep in sweeps:
         chosen(sweep.variants, sweep.ranks)
     # On a device each rank has its own engine, so GEMMs need not sleep.
-    return [sweep for sweep in sweeps if given.device == "cpu" or sweep.gflops is None]
+    return [sweep for sweep in sweeps if options.device == "cpu" or sweep.gflops is None]
 
 
 def _measure(
@@ -159,7 +159,7 @@ def _measure(
 
 
 def _show(
-    given: argparse.Namespace,
+    options: argparse.Namespace,
     words: Sequence[str],
     machine: dict[str, Any],
     results: list[Result],
@@ -174,7 +174,7 @@ def _show(
         first, *lines = verdict(results)
         print_verdict(first, True)
         print(*lines, "", sep="\n")
-    print(as_markdown(machine, results, notes, given.all))
+    print(as_markdown(machine, results, notes, options.all))
     command = ["commfuse-npu", "bench", *words]
     written = {"machine": {**machine, "notes": notes}, "results": list(map(asdict, results))}
 
@@ -182,9 +182,9 @@ def _show(
         write_json(path, written, indent=1)
 
     def write_pictures(path: Path) -> None:
-        write_html(path, command, machine, results, notes, given.all)
+        write_html(path, command, machine, results, notes, options.all)
 
-    outputs = [Output("--json", given.json, ": all figures", write_figures)]
+    outputs = [Output("--json", options.json, ": all figures", write_figures)]
     if results:
-        outputs.append(Output("--html", given.html, ": a page for a browser", write_pictures))
+        outputs.append(Output("--html", options.html, ": a page for a browser", write_pictures))
     return write_outputs("bench", outputs)

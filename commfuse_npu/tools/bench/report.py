@@ -18,7 +18,7 @@ from commfuse_npu.tools.markdown import percent, table_head, table_row
 from commfuse_npu.tools.report.charts import Line, Picture, Table, lines
 from commfuse_npu.tools.report.page import Section, environment, write_page
 
-__all__ = ["as_markdown", "picture", "shown", "summary", "verdict", "write_html"]
+__all__ = ["as_markdown", "important_variants", "picture", "summary", "verdict", "write_html"]
 
 _LEGEND = f"""\
 `{REFERENCE}`, a blocking direct exchange at line rate, is the reference.
@@ -60,7 +60,7 @@ def _of_settings(results: Sequence[Result]) -> dict[Setting, list[Result]]:
     return {setting: list(rows) for setting, rows in groupby(results, key=lambda row: row.setting)}
 
 
-def shown(results: Sequence[Result], every: bool = False) -> list[str]:
+def important_variants(results: Sequence[Result], all_variants: bool = False) -> list[str]:
     """The five most important variants of one group of settings, or all.
 
     They are the reference, what a user has today, the fastest other, the fastest CommFuse variant,
@@ -70,7 +70,9 @@ def shown(results: Sequence[Result], every: bool = False) -> list[str]:
     today = _today(results)
     ours = _best(results, lambda name: is_ours(name) and name != "auto")
     other = _best(results, lambda name: not is_ours(name) and name not in (REFERENCE, today))
-    return [name for name in names if every or name in (REFERENCE, today, other, ours, "auto")]
+    return [
+        name for name in names if all_variants or name in (REFERENCE, today, other, ours, "auto")
+    ]
 
 
 def verdict(results: Sequence[Result]) -> list[str]:
@@ -156,13 +158,13 @@ def as_markdown(
     machine: Mapping[str, Any],
     results: Sequence[Result],
     notes: Sequence[str],
-    every: bool = False,
+    all_variants: bool = False,
 ) -> str:
     """A summary, then a heading per workload and a table per ratio.
 
     Args:
         notes: what was skipped or differs from the request.
-        every: all variants in each table, not five.
+        all_variants: all variants in each table, not five.
     """
     parts = ["# Overlap benchmark", ""]
     parts += [f"- {name}: {line}" for name, fact in machine.items() for line in _lines(fact)]
@@ -171,7 +173,7 @@ def as_markdown(
         mode, work, ranks, link, dtype = rows[0].group
         parts += ["", f"## {WORKS[work].title}"]
         parts += ["", f"{mode}, {ranks} ranks, {dtype}, {link}: {LINKS[link]}"]
-        names = shown(rows, every)
+        names = important_variants(rows, all_variants)
         for of_setting in _of_settings(rows).values():
             parts += ["", _headline(of_setting), "", table_head(_COLUMNS)]
             parts += map(table_row, _cells(of_setting, names))
@@ -293,17 +295,17 @@ def write_html(
     machine: Mapping[str, Any],
     results: Sequence[Result],
     notes: Sequence[str],
-    every: bool,
+    all_variants: bool,
 ) -> None:
     """Write the page: the verdict, then a picture and the tables of each group of settings.
 
     Args:
         words: the command line.
-        every: show all variants, not five.
+        all_variants: show all variants, not five.
     """
     sections = []
     for rows in _by_group(results):
-        names = shown(rows, every)
+        names = important_variants(rows, all_variants)
         chart = picture(rows, names)
         tables = tuple(
             Table(_COLUMNS, tuple(_cells(setting, names)), _headline(setting).replace("**", ""))

@@ -100,22 +100,22 @@ def full() -> list[Sweep]:
     ]
 
 
-def with_options(sweeps: Sequence[Sweep], given: argparse.Namespace) -> list[Sweep]:
+def with_options(sweeps: Sequence[Sweep], options: argparse.Namespace) -> list[Sweep]:
     """The sweeps with their values replaced by the options.
 
     ``ranks``, ``dtypes`` and ``sleep_gemm`` replace all sweeps by variations of the first one, one
     per combination.  The other options replace a value in every sweep.
     """
     chosen = list(sweeps)
-    if given.ranks or given.dtypes or given.sleep_gemm is not None:
-        model = replace(chosen[0], gflops=given.sleep_gemm)
+    if options.ranks or options.dtypes or options.sleep_gemm is not None:
+        model = replace(chosen[0], gflops=options.sleep_gemm)
         chosen = [
             replace(model, ranks=size, dtype=dtype)
-            for size in given.ranks or (2,)
-            for dtype in given.dtypes or ("fp32",)
+            for size in options.ranks or (2,)
+            for dtype in options.dtypes or ("fp32",)
         ]
     names = ("works", "ratios", "variants", "rounds")
-    changes = {name: getattr(given, name) for name in names if getattr(given, name)}
+    changes = {name: getattr(options, name) for name in names if getattr(options, name)}
     # Sweeps that have become equal are measured once.
     return list(dict.fromkeys(replace(sweep, **changes) for sweep in chosen))
 

@@ -104,7 +104,7 @@ class Work:
         """Run only the collectives of the workload, blocking, one after the other."""
         for kind in self._kind.collectives:
             if kind == "gather":
-                carrier.give_back(carrier.gather(self._block).result())
+                carrier.release(carrier.gather(self._block).result())
             else:
                 carrier.scatter(self._full, torch.empty_like(self._block)).result()
 

@@ -48,7 +48,7 @@ class Report:
         if self.ready:
             return f"ready: {self.ready_for} ({counted})"
         errors = dict.fromkeys(
-            finding.what for finding in self.findings if finding.level == "error"
+            finding.subject for finding in self.findings if finding.level == "error"
         )
         return f"not ready: {', '.join(errors)} ({counted})"
 
@@ -61,7 +61,7 @@ class Report:
         return "\n".join(lines)
 
     def as_json(self) -> str:
-        findings = [finding._asdict() for finding in self.findings]
+        findings = [finding.as_json() for finding in self.findings]
         return json.dumps(
             {"ready": self.ready, "verdict": self.verdict, "findings": findings}, indent=2
         )

@@ -14,7 +14,7 @@ from commfuse_npu.tools.plan.launch import AskedLaunch
 
 __all__ = ["check_devices", "check_links", "listed_npus", "topology"]
 
-_about = partial(Finding, "devices")
+_finding = partial(Finding, "devices")
 _INFO, _TOPOLOGY = ["npu-smi", "info"], ["npu-smi", "info", "-t", "topo"]
 _DRIVER = re.compile(r"^\|\s+npu-smi\s+\S+\s+Version:\s+(\S+)", re.MULTILINE)
 # A device has two lines; the second has its bus address.
@@ -45,30 +45,30 @@ def check_devices(machine: Machine, launch: AskedLaunch | None = None) -> Iterat
     result = machine.run(_INFO, machine.variables)
     if result is None:
         none, action = "no NPU found (there is no npu-smi)", "bash scripts/pretrain_llama_cpu.sh"
-        yield _about("NPUs", "note", none, action=f"the CPU form over gloo works: {action}")
+        yield _finding("NPUs", "note", none, action=f"the CPU form over gloo works: {action}")
         return
     if driver := _DRIVER.search(result.output):
-        yield _about("driver", "ok", driver[1])
+        yield _finding("driver", "ok", driver[1])
     devices = listed_npus(machine)
     if not devices:
         problem = f"npu-smi info lists none: {result.last_line}"
         action = "check driver and firmware, and that the container was given devices"
-        yield _about("NPUs", "error", problem, "a device", action)
+        yield _finding("NPUs", "error", problem, "a device", action)
         return
     kinds = Counter(name for name, _ in devices)
-    yield _about("NPUs", "ok", ", ".join(f"{count} x {name}" for name, count in kinds.items()))
+    yield _finding("NPUs", "ok", ", ".join(f"{count} x {name}" for name, count in kinds.items()))
     if ill := [f"{i} ({health})" for i, (_, health) in enumerate(devices) if health != "OK"]:
         advice = "see npu-smi info -t health"
-        yield _about("health", "warning", f"NPU {', '.join(ill)}", "OK", advice)
+        yield _finding("health", "warning", f"NPU {', '.join(ill)}", "OK", advice)
     most = len(devices)
     if launch is not None and launch.config.npus_per_node > most:
         problem = f"{launch.config.npus_per_node}, but there are {most}"
         action = "set NPUS_PER_NODE (--nproc_per_node)"
-        yield _about("NPUS_PER_NODE", "error", problem, f"at most {most}", action)
+        yield _finding("NPUS_PER_NODE", "error", problem, f"at most {most}", action)
     if machine.find("torch_npu") is None:
         needed = f"torch_npu {NPU_TORCH} to use the NPUs"
         action = f"install torch=={NPU_TORCH} and torch_npu=={NPU_TORCH}"
-        yield _about("torch_npu", "error", "not found", needed, action)
+        yield _finding("torch_npu", "error", "not found", needed, action)
     yield check_links(machine)
 
 
@@ -91,11 +91,11 @@ def check_links(machine: Machine) -> Finding:
     if not links:
         result = machine.run(_TOPOLOGY, machine.variables)
         answer = "no npu-smi" if result is None else result.last_line
-        return _about("links", "note", f"unknown: npu-smi info -t topo said {answer}")
+        return _finding("links", "note", f"unknown: npu-smi info -t topo said {answer}")
     pairs = ", ".join(f"{count // 2} pairs {kind}" for kind, count in links.most_common())
     if slow := ", ".join(kind for kind in links if kind not in _LINK_ADVICE):
         expected = "HCCS, HCCS_SW or SIO within a tensor-parallel group"
         action = f"{slow} goes over PCIe or the host: keep TP within the NPUs that HCCS connects"
-        return _about("links", "warning", pairs, expected, action)
+        return _finding("links", "warning", pairs, expected, action)
     advice = "; ".join(f"{kind} is {_LINK_ADVICE[kind]}" for kind, _ in links.most_common())
-    return _about("links", "ok", pairs, action=advice)
+    return _finding("links", "ok", pairs, action=advice)

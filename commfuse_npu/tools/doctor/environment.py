@@ -15,7 +15,7 @@ from commfuse_npu.tools.plan.transfers import groups_of, lanes_of
 
 __all__ = ["check_variables"]
 
-_about = partial(Finding, "environment")
+_make_finding = partial(Finding, "environment")
 _MOST_WITH_RETRY = 5
 _POOL = 32
 
@@ -94,10 +94,10 @@ def check_variables(machine: Machine, launch: AskedLaunch | None = None) -> Iter
     for variable in _VARIABLES:
         setting = variables.get(variable.name, "")
         if variable.good(setting):
-            yield _about(variable.name, "ok", setting or variable.unset)
+            yield _make_finding(variable.name, "ok", setting or variable.unset)
         else:
             action = variable.action.format(variable.name)
-            yield _about(
+            yield _make_finding(
                 variable.name, variable.level, setting or variable.unset, variable.expected, action
             )
     yield _check_retry(variables.get("HCCL_OP_RETRY_ENABLE", ""), launch)
@@ -105,38 +105,38 @@ def check_variables(machine: Machine, launch: AskedLaunch | None = None) -> Iter
     # mindspeed/ops/npu_matmul_add.py).
     blocks = launch and launch.fuse.use_commfuse and launch.fuse.commfuse_wgrad == "blocks"
     if blocks and (home := value("ATB_HOME_PATH")):
-        yield _about("ATB_HOME_PATH", "ok", home)
+        yield _make_finding("ATB_HOME_PATH", "ok", home)
     elif blocks:
         expected = (
             "the path of NNAL/ATB: --commfuse-wgrad blocks adds products by MindSpeed's operator, "
             "which is compiled against it in the first backward"
         )
         action = "install NNAL and source its set_env.sh, or leave --commfuse-wgrad blocks out"
-        yield _about("ATB_HOME_PATH", "warning", "unset", expected, action)
+        yield _make_finding("ATB_HOME_PATH", "warning", "unset", expected, action)
     yield _check_streams(value("STREAMS_PER_DEVICE"), launch)
 
 
 def _check_connections(value: str | None, launch: AskedLaunch | None) -> Iterator[Finding]:
     name = "CUDA_DEVICE_MAX_CONNECTIONS"
     if value == "1":
-        yield _about(name, "ok", value)
+        yield _make_finding(name, "ok", value)
     elif launch is None or launch.config.tensor_model_parallel_size > 1:
         level: Level = "note" if launch is None and value is None else "error"
         expected = "1: Megatron refuses to start with TP above 1 otherwise"
         action = f"export {name}=1 (scripts/pretrain_*_ptd.sh do)"
-        yield _about(name, level, value or "unset", expected, action)
+        yield _make_finding(name, level, value or "unset", expected, action)
 
 
 def _check_time(name: str, value: str | None, default: int, why: str, on_npu: bool) -> Finding:
     action = f"export {name}=3600"
     if value is not None and not value.isdecimal():
-        return _about(name, "error", value, "a whole number of seconds", action)
+        return _make_finding(name, "error", value, "a whole number of seconds", action)
     seconds, text = int(value or default), value or f"unset ({default} s)"
     # Unlimited execution is fine, an unlimited connection is not.
     if seconds >= 600 or (seconds == 0 and name == "HCCL_EXEC_TIMEOUT"):
-        return _about(name, "ok", text)
+        return _make_finding(name, "ok", text)
     level: Level = "warning" if on_npu or value is not None else "note"
-    return _about(name, level, text, f"at least 600 s: {why}", action)
+    return _make_finding(name, level, text, f"at least 600 s: {why}", action)
 
 
 def _check_retry(value: str, launch: AskedLaunch | None) -> Finding:
@@ -144,13 +144,13 @@ def _check_retry(value: str, launch: AskedLaunch | None) -> Finding:
     name = "HCCL_OP_RETRY_ENABLE"
     lanes = sum(group.lanes for group in lanes_of(launch)) if launch else 0
     if not re.search(r":\s*1", value) or 0 < lanes < _MOST_WITH_RETRY:
-        return _about(name, "ok", value or "unset")
+        return _make_finding(name, "ok", value or "unset")
     expected = (
         f"off: with it HCCL makes at most {_MOST_WITH_RETRY} communicators, and each lane is one"
         f"{f' of {lanes}' if lanes else ''}, besides Megatron's"
     )
     level: Level = "error" if lanes else "warning"
-    return _about(name, level, value, expected, f"unset {name}, or --commfuse-lanes 1")
+    return _make_finding(name, level, value, expected, f"unset {name}, or --commfuse-lanes 1")
 
 
 def _check_streams(value: str | None, launch: AskedLaunch | None) -> Finding:
@@ -158,7 +158,7 @@ def _check_streams(value: str | None, launch: AskedLaunch | None) -> Finding:
 
     Each communicator uses one, and operations use one more as side stream.
     """
-    finding = partial(_about, "STREAMS_PER_DEVICE")
+    finding = partial(_make_finding, "STREAMS_PER_DEVICE")
     if value not in (None, "32"):
         expected = (
             "32: streams come from a pool in turn, and with 8 of them lanes share one sooner and "

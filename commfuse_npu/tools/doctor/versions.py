@@ -24,7 +24,7 @@ from commfuse_npu.tools.finding import Finding
 
 __all__ = ["TRY_TORCH_NPU", "check_cann", "check_stack", "check_torch", "check_torch_npu_loads"]
 
-_about = partial(Finding, "versions")
+_make_finding = partial(Finding, "versions")
 
 TRY_TORCH_NPU = "import torch, torch_npu; print(); print('NPUs:', torch.npu.device_count())"
 """The program that a separate Python runs."""
@@ -35,14 +35,14 @@ def check_torch(machine: Machine) -> Iterator[Finding]:
     torch, npu = machine.find("torch"), machine.find("torch_npu")
     if torch is None:
         action = "install torch, with a torch_npu of the same version for NPUs"
-        yield _about("torch", "error", "not found", "2.1 or newer", action)
+        yield _make_finding("torch", "error", "not found", "2.1 or newer", action)
         return
     version = torch.version or "unknown"
     if (0,) < numbers(version) < (2, 1):
-        yield _about("torch", "error", version, "2.1 or newer", "install a newer one")
+        yield _make_finding("torch", "error", version, "2.1 or newer", "install a newer one")
     else:
-        yield _about("torch", "ok", version)
-    finding = partial(_about, "torch_npu")
+        yield _make_finding("torch", "ok", version)
+    finding = partial(_make_finding, "torch_npu")
     if npu is None:
         yield finding("note", "not found", action="needed on NPUs")
         return
@@ -67,7 +67,7 @@ def check_torch_npu_loads(machine: Machine) -> Iterator[Finding]:
     result = machine.run(command, {**machine.variables, automatic: "0"})
     if result is None:
         return
-    finding = partial(_about, "import torch_npu")
+    finding = partial(_make_finding, "import torch_npu")
     if result.exit_code == 0:
         yield finding("ok", result.last_line)
         return
@@ -81,12 +81,12 @@ def check_torch_npu_loads(machine: Machine) -> Iterator[Finding]:
     if setting != "0":
         expected = "0 while torch_npu cannot be imported: torch imports it by itself and fails"
         action = f"export {automatic}=0, or repair torch_npu"
-        yield _about(automatic, "error", setting, expected, action)
+        yield _make_finding(automatic, "error", setting, expected, action)
 
 
 def check_cann(machine: Machine) -> Finding:
     """Check that CANN is installed, its environment is set, and it is new enough."""
-    finding = partial(_about, "CANN")
+    finding = partial(_make_finding, "CANN")
     home = machine.variables.get("ASCEND_HOME_PATH") or machine.variables.get("ASCEND_TOOLKIT_HOME")
     if not home and not machine.cann.exists():
         return finding("note", "not found", action="needed on NPUs")
@@ -132,11 +132,11 @@ def check_stack(machine: Machine) -> Iterator[Finding]:
     )
     yield from findings
     if all(finding.level == "ok" for finding in findings):
-        yield _about("together", "ok", f"supported: {TOGETHER}")
+        yield _make_finding("together", "ok", f"supported: {TOGETHER}")
 
 
 def _check_llm(package: Package | None, mindspeed: Package | None) -> Finding:
-    finding = partial(_about, "MindSpeed-LLM")
+    finding = partial(_make_finding, "MindSpeed-LLM")
     if package is None:
         action = "to train with its own pretrain_gpt.py start in its root, or put it on the path"
         return finding("note" if mindspeed is None else "warning", "not found", action=action)
@@ -156,7 +156,7 @@ def _check_llm(package: Package | None, mindspeed: Package | None) -> Finding:
 
 
 def _check_mindspeed(package: Package | None, required: bool) -> Finding:
-    finding = partial(_about, "MindSpeed")
+    finding = partial(_make_finding, "MindSpeed")
     branch = "branch <version of MindSpeed-LLM>_core_r0.12.1, or master"
     if package is None and required:
         return finding("error", "not found", f"its {branch}", "install MindSpeed from source")
@@ -172,7 +172,7 @@ def _check_mindspeed(package: Package | None, required: bool) -> Finding:
 
 
 def _check_megatron(package: Package | None, required: bool) -> Finding:
-    finding = partial(_about, "Megatron-LM")
+    finding = partial(_make_finding, "Megatron-LM")
     if package is None and required:
         action = (
             "put Megatron-LM core_v0.12.1 on PYTHONPATH, or its folder megatron into the root of "

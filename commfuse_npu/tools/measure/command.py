@@ -58,9 +58,9 @@ _SAME = "device name", "backend", "torch", "cores"
 """Facts about the machine that must not change when a run is resumed."""
 
 
-def main(given: Sequence[str]) -> int:
+def main(words: Sequence[str]) -> int:
     """Measure; returns the exit code: 0 complete, 1 incomplete, 2 bad options, 130 Ctrl-C."""
-    options = _parser().parse_args(given)
+    options = _parser().parse_args(words)
     with tempfile.TemporaryDirectory(prefix="commfuse-measure-") as scratch:
         try:
             run = _Run(options, Path(scratch))
@@ -70,9 +70,9 @@ def main(given: Sequence[str]) -> int:
         except KeyboardInterrupt:
             print("interrupted; finished steps are kept", file=sys.stderr)
             code = 130
-        run.write(["commfuse-npu", "measure", *given])
+        run.write(["commfuse-npu", "measure", *words])
     if code:
-        command = shlex.join(word for word in given if word != "--resume")
+        command = shlex.join(word for word in words if word != "--resume")
         print(f"Continue with: commfuse-npu measure --resume {command}")
     return code
 
@@ -83,7 +83,7 @@ def machine_facts(device: str, machine: Machine) -> dict[str, str]:
     if device == "npu":
         findings = [*check_torch(machine), check_cann(machine)]
         findings += [*check_devices(machine), *check_variables(machine)]
-        facts = {finding.what: finding.value for finding in findings}
+        facts = {finding.subject: finding.value for finding in findings}
         facts |= {f"links of {npu}": " ".join(kinds) for npu, kinds in topology(machine).items()}
     prefixes = _READ_BY[device]
     return facts | {k: v for k, v in machine.variables.items() if k.startswith(prefixes)}
@@ -151,8 +151,8 @@ class _Run:
         if self._launched is not None:
             # The ranks use the launch's settings of queues, affinities and buffers.
             os.environ.update(self._launched.environment)
-        if self._folder.kept("machine") is None:
-            self._folder.keep("machine", machine_facts(self._options.device, Machine.this()))
+        if self._folder.load("machine") is None:
+            self._folder.store("machine", machine_facts(self._options.device, Machine.this()))
         try:
             # A list, so that a failed step does not stop the others.
             done = [self._step(name) for name in self._steps]
@@ -163,25 +163,25 @@ class _Run:
     def _step(self, name: str) -> bool:
         if name != LAUNCH:
             facts = {"question": STEPS[name].question}
-            return self._done(name, name, facts, partial(self._asked, name))
+            return self._complete(name, name, facts, partial(self._measured, name))
         launched, text = self._launched, self._options.launch
         assert launched is not None
         # Idle ranks would compete with the training.
         self._end_ranks()
-        self._folder.keep(LAUNCH, {"launch": text})
+        self._folder.store(LAUNCH, {"launch": text})
         print(*(f"  {note}\n" for note in launched.notes), sep="", end="")
         done = []
         for form in launched.forms:
             facts = {"launch": text, "command": shlex.join(launched.commands[form.name])}
             train = partial(self._trained, form, launched)
-            done.append(self._done(form.file, f"{LAUNCH}, {form.title}", facts, train))
+            done.append(self._complete(form.file, f"{LAUNCH}, {form.title}", facts, train))
         return all(done)
 
-    def _done(
+    def _complete(
         self,
         file: str,
         title: str,
-        about: dict[str, Any],
+        facts: dict[str, Any],
         measure: Callable[[], tuple[dict[str, Any], str]],
     ) -> bool:
         """Measure and store what belongs in ``file``, unless it is stored already.
@@ -189,19 +189,19 @@ class _Run:
         A failure is stored, too, and does not stop other steps.
 
         Args:
-            about: further content of the file; a stored result is used only for the same launch.
+            facts: further content of the file; a stored result is used only for the same launch.
             measure: returns the content to store, and a summary.
         """
-        saved = self._folder.kept(file) or {}
-        if saved and saved.get("launch") == about.get("launch") and "failed" not in saved:
+        saved = self._folder.load(file) or {}
+        if saved and saved.get("launch") == facts.get("launch") and "failed" not in saved:
             print(f"{title}: kept")
             self._longest = max(self._longest, saved["took seconds"] if "log" in saved else 0.0)
             return True
-        start, content = time.monotonic(), dict(about)
+        start, content = time.monotonic(), dict(facts)
         try:
             if self._deadline.over:
                 raise _LeftOutError(f"left out, {self._deadline.minutes:g} minutes are over")
-            print(": ".join([title, *filter(None, [about.get("question")])]), flush=True)
+            print(": ".join([title, *filter(None, [facts.get("question")])]), flush=True)
             tell(title)
             result, summary = measure()
         except FolderError:
@@ -217,10 +217,10 @@ class _Run:
         else:
             content |= {**result, "took seconds": round(time.monotonic() - start, 1)}
             print(f"{title}: {summary}, in {content['took seconds']:.0f} s", flush=True)
-        self._folder.keep(file, content)
+        self._folder.store(file, content)
         return "failed" not in content
 
-    def _asked(self, name: str) -> tuple[dict[str, Any], str]:
+    def _measured(self, name: str) -> tuple[dict[str, Any], str]:
         if self._failed_starts == _STARTS:
             raise _LeftOutError(f"left out, ranks could not be started, {_STARTS} times")
         step = STEPS[name]
@@ -239,13 +239,13 @@ class _Run:
         size = 1 if self._options.one_device else self._options.ranks
         self._ranks = ranks = Ranks(size, device=self._options.device, timeout=limit)
         ranks.__enter__()
-        here, saved = ranks.ask("machine")[0], self._folder.kept("machine") or {}
+        here, saved = ranks.ask("machine")[0], self._folder.load("machine") or {}
         if "backend" in saved and (differing := different({k: here.get(k) for k in _SAME}, saved)):
             raise FolderError(
                 f"{self._folder.path} holds what was measured on another machine: {differing}; "
                 "choose another folder with --folder"
             )
-        self._folder.keep("machine", {**saved, **here})
+        self._folder.store("machine", {**saved, **here})
         self._failed_starts = 0
         return ranks
 
@@ -263,20 +263,20 @@ class _Run:
 
     def _trainings(self) -> list[Training]:
         """The stored trainings of the last launch, in the order of the forms."""
-        last = (self._folder.kept(LAUNCH) or {}).get("launch")
+        last = (self._folder.load(LAUNCH) or {}).get("launch")
         return [
             Training(form, TrainingLog(**saved.get("log", {})), saved.get("failed", ""))
             for form in FORMS
-            if (saved := self._folder.kept(form.file)) is not None and saved["launch"] == last
+            if (saved := self._folder.load(form.file)) is not None and saved["launch"] == last
         ]
 
     def write(self, command: Sequence[str]) -> None:
         """Write the description and the page from the stored steps; print the verdict."""
-        stored = {name: self._folder.kept(name) or {} for name in STEPS}
+        stored = {name: self._folder.load(name) or {} for name in STEPS}
         measured = {name: step["times"] for name, step in stored.items() if "times" in step}
         failed = {name: step["failed"] for name, step in stored.items() if "failed" in step}
         trainings = self._trainings()
-        facts = self._folder.kept("machine") or {}
+        facts = self._folder.load("machine") or {}
         if not (measured or trainings or failed):
             return
         lines, rows = list(verdict(trainings, self._options.device)), list[Row]()

@@ -84,10 +84,10 @@ def _largest(times: Times) -> Mapping[str, Any]:
     return max(times, key=lambda row: (row["bytes"], row.get("lanes", 0)))
 
 
-def _rate(one: Mapping[str, Any], peers: int, peaks: Peaks) -> Figures:
+def _rate(row: Mapping[str, Any], peers: int, peaks: Peaks) -> Figures:
     """The rate of links that carried a message to each of ``peers`` peers at once."""
-    carried = one["bytes"] * (peers if peaks.switched else 1)
-    rates = [carried / seconds for seconds in one["seconds"]]
+    carried = row["bytes"] * (peers if peaks.switched else 1)
+    rates = [carried / seconds for seconds in row["seconds"]]
     yield from _shares(rates, peaks.link, "inside.rate", "inside.efficiency")
 
 
@@ -124,12 +124,12 @@ def _gemms(times: Times, peaks: Peaks) -> Figures:
         yield "npu.gemm_start" if peaks.cores else "npu.half_rows", quartiles(starts)
 
 
-def _operations(one: Mapping[str, Any], cores: int) -> float:
-    rows, outputs = one["rows"], one["outputs"]
+def _operations(row: Mapping[str, Any], cores: int) -> float:
+    rows, outputs = row["rows"], row["outputs"]
     if cores:
         tiles = math.ceil(rows / TILE[0]) * math.ceil(outputs / TILE[1])
-        return 2.0 * math.ceil(tiles / cores) * cores * TILE[0] * TILE[1] * one["inputs"]
-    return 2.0 * rows * outputs * one["inputs"]
+        return 2.0 * math.ceil(tiles / cores) * cores * TILE[0] * TILE[1] * row["inputs"]
+    return 2.0 * rows * outputs * row["inputs"]
 
 
 def _line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
@@ -193,7 +193,7 @@ def _attention(times: Times, peaks: Peaks, reached: float) -> Figures:
     if peaks.cores and (halves := [half for half in _half_queries(times) if half is not None]):
         yield "npu.half_rows", quartiles(halves)
         lost = median(halves) / whole["queries"]
-    operations = _seen(whole) * (1 + lost)
+    operations = _attended_operations(whole) * (1 + lost)
     shares = [min(1.0, operations / seconds / reached) for seconds in whole["seconds"]]
     yield "npu.attention_efficiency", quartiles(shares)
 
@@ -205,15 +205,18 @@ def _half_queries(times: Times) -> Iterator[float | None]:
     sense.
     """
     for call in zip(*(row["seconds"] for row in times), strict=True):
-        points = [(1 / row["queries"], s / _seen(row)) for row, s in zip(times, call, strict=True)]
+        points = [
+            (1 / row["queries"], seconds / _attended_operations(row))
+            for row, seconds in zip(times, call, strict=True)
+        ]
         slope, at_many = _line(points)
         yield max(0.0, slope / at_many) if at_many > 0 else None
 
 
-def _seen(one: Mapping[str, Any]) -> float:
+def _attended_operations(row: Mapping[str, Any]) -> float:
     """Operations of attention under the causal mask: two products."""
-    rows, keys = one["queries"], one["keys"]
-    return float(4 * one["heads"] * one["of"] * rows * (keys - (rows - 1) / 2))
+    rows, keys = row["queries"], row["keys"]
+    return float(4 * row["heads"] * row["of"] * rows * (keys - (rows - 1) / 2))
 
 
 def description(

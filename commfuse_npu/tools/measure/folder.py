@@ -51,7 +51,7 @@ class Folder:
 
     Args:
         path: created if missing.
-        about: options that must be the same to resume a run.
+        facts: options that must be the same to resume a run.
         resume: use existing results; otherwise the folder must be empty.
 
     Raises:
@@ -59,11 +59,11 @@ class Folder:
         OSError: it cannot be created.
     """
 
-    def __init__(self, path: Path, about: Mapping[str, Any], *, resume: bool) -> None:
+    def __init__(self, path: Path, facts: Mapping[str, Any], *, resume: bool) -> None:
         self.path = path
         if path.exists() and not path.is_dir():
             raise FolderError(f"{path} is no folder; choose another with --folder")
-        stored, expected = self._read("run"), {"measure": _VERSION, **about}
+        stored, expected = self._read("run"), {"measure": _VERSION, **facts}
         if stored is None:
             if resume:
                 raise FolderError(
@@ -84,7 +84,7 @@ class Folder:
                 "of that run"
             )
 
-    def keep(self, step: str, content: Mapping[str, Any]) -> None:
+    def store(self, step: str, content: Mapping[str, Any]) -> None:
         """Store the result of a step.
 
         Raises:
@@ -98,7 +98,7 @@ class Folder:
                 "another --folder"
             ) from error
 
-    def kept(self, step: str) -> dict[str, Any] | None:
+    def load(self, step: str) -> dict[str, Any] | None:
         """The stored result of a step; ``None`` if missing or, with a warning, damaged."""
         try:
             return self._read(step)

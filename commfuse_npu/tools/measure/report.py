@@ -121,7 +121,7 @@ def compared(measured: Hardware, described: Hardware) -> list[Row]:
 
 
 def as_markdown(
-    said: Sequence[str],
+    verdict: Sequence[str],
     trainings: Sequence[Training],
     figures: Sequence[Row],
     failed: Mapping[str, str],
@@ -130,12 +130,12 @@ def as_markdown(
     """The text of ``measured.md``.
 
     Args:
-        said: the verdict.
+        verdict: from :func:`verdict`.
         figures: from :func:`compared`.
         failed: reasons, by step.
         facts: about the machine, and the command.
     """
-    lines = ["# Measured", "", *(f"{line}\n" for line in said)]
+    lines = ["# Measured", "", *(f"{line}\n" for line in verdict)]
     if trainings:
         lines += ["## The launch", "", *launch_table(trainings), ""]
     if figures:
@@ -165,24 +165,24 @@ def _titles(trainings: Sequence[Training]) -> str:
     return "; ".join(training.form.title for training in trainings)
 
 
-def _median(one: Training) -> float:
-    return one.milliseconds[1]
+def _median(training: Training) -> float:
+    return training.milliseconds[1]
 
 
-def _apart(one: Training, other: Training) -> bool:
-    (low, _, high), (other_low, _, other_high) = one.milliseconds, other.milliseconds
+def _apart(training: Training, other: Training) -> bool:
+    (low, _, high), (other_low, _, other_high) = training.milliseconds, other.milliseconds
     return high < other_low or other_high < low
 
 
-def _against(one: Training, other: Training) -> str:
-    share = _median(one) / _median(other) - 1
+def _against(training: Training, other: Training) -> str:
+    share = _median(training) / _median(other) - 1
     word = "shorter" if share < 0 else "longer"
     return f"{100 * abs(share):.1f} % {word} than {other.form.title}"
 
 
-def _loss_off(one: Training, other: Training) -> float:
+def _loss_off(training: Training, other: Training) -> float:
     """Largest relative difference of losses; infinite if one is not finite."""
-    pairs = list(zip(one.log.losses, other.log.losses, strict=False))
+    pairs = list(zip(training.log.losses, other.log.losses, strict=False))
     if not all(math.isfinite(loss) for pair in pairs for loss in pair):
         return math.inf
     return max(abs(a - b) / abs(a) if a else abs(b) for a, b in pairs)

@@ -277,9 +277,9 @@ class Worker(FormsWorker):
         for megabytes in (_BUFFERS if "hccl" in self._backend else (None,)) * 3:
             options = None if megabytes is None else buffers_of(megabytes)
             self._together()
-            start, before = time.perf_counter(), self._taken()
+            start, before = time.perf_counter(), self._memory_in_use()
             transport = Transport.create(lanes=1, lane_options=options)
-            seconds, after = self._now() - start, self._taken()
+            seconds, after = self._now() - start, self._memory_in_use()
             transport.close()
             size = None if before is None or after is None else max(0, after - before)
             row = {"MB of a buffer": megabytes, "bytes taken": size, "seconds": [seconds]}
@@ -303,7 +303,7 @@ class Worker(FormsWorker):
         a, b, out = self._numbers(m, k), self._numbers(k, n), self._numbers(m, n)
         return lambda: self._kernels.gemm_into(out, a, b)
 
-    def _taken(self) -> int | None:
+    def _memory_in_use(self) -> int | None:
         if self._module is not None:
             free, total = self._module.mem_get_info()
             return int(total - free)

@@ -13,7 +13,7 @@ from commfuse_npu.tools.plan.launch import AskedLaunch
 
 __all__ = ["check_launch"]
 
-_about = partial(Finding, "launch")
+_finding = partial(Finding, "launch")
 
 
 def check_launch(launch: AskedLaunch) -> list[Finding]:
@@ -38,20 +38,20 @@ def _check_layout(launch: AskedLaunch) -> Iterator[Finding]:
         lines = str(error).splitlines()
         problems = [line for line in lines if not (kv_channels and line.startswith("hidden size"))]
         for problem in problems:
-            yield _about("layout", "error", problem, "", "the training would fail at its start")
+            yield _finding("layout", "error", problem, "", "the training would fail at its start")
         if problems:
             return
     try:
         # hops() raises if the schedule does not fit the group.
         launch.schedule.hops(0, launch.config.tensor_model_parallel_size, "first")
     except PlanError as error:
-        yield _about("--commfuse-schedule", "error", str(error), "", "choose another")
+        yield _finding("--commfuse-schedule", "error", str(error), "", "choose another")
 
 
 def _check_options(launch: AskedLaunch) -> Iterator[Finding]:
     fuse, judged = launch.fuse, launch.judged
     if not launch.registers:
-        yield _about(
+        yield _finding(
             "--use-commfuse",
             "warning",
             "given to the script itself",
@@ -62,7 +62,7 @@ def _check_options(launch: AskedLaunch) -> Iterator[Finding]:
     elsewhere = (fuse.commfuse_ulysses or fuse.commfuse_dp) and not fuse.commfuse_attention
     if judged.layout.tensor == 1 and not elsewhere:
         allowed = fuse.commfuse_allow_nothing and not fuse.commfuse_attention
-        yield _about(
+        yield _finding(
             "--tensor-model-parallel-size",
             "warning" if allowed else "error",
             "1",
@@ -87,21 +87,21 @@ def _check_options(launch: AskedLaunch) -> Iterator[Finding]:
 def _refused(refused: Refused) -> Finding:
     refusal, value = refused
     expected = f"not together with {refusal.ours}, which is refused then: {refusal.why}"
-    return _about(refusal.option.split()[0], "error", value, expected, refusal.way_out)
+    return _finding(refusal.option.split()[0], "error", value, expected, refusal.way_out)
 
 
 def _lacking(option: str, lacks: str) -> Finding:
     """Split a problem of an option, which ends with its remedy, into the fields of a finding."""
     if lacks.startswith(option):
-        needs, _, way_out = lacks.removeprefix(option).lstrip(": ").partition("; ")
-        return _about(option, "error", "given", needs.removeprefix("needs "), way_out)
+        needs, _, remedy = lacks.removeprefix(option).lstrip(": ").partition("; ")
+        return _finding(option, "error", "given", needs.removeprefix("needs "), remedy)
     ends = lacks.startswith("proj ")
-    way_out = "add proj to --commfuse-layers" if ends else f"leave {option} out, or change that"
-    return _about(option, "error" if ends else "warning", f"given, but {lacks}", "", way_out)
+    remedy = "add proj to --commfuse-layers" if ends else f"leave {option} out, or change that"
+    return _finding(option, "error" if ends else "warning", f"given, but {lacks}", "", remedy)
 
 
 def _check_sequence_parallel(launch: AskedLaunch) -> Iterator[Finding]:
     if not launch.judged.layout.sequence_parallel:
         expected = "the flag: without, column-parallel layers keep Megatron's forward"
         action = "add --sequence-parallel"
-        yield _about("--sequence-parallel", "warning", "not given", expected, action)
+        yield _finding("--sequence-parallel", "warning", "not given", expected, action)

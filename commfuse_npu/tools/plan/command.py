@@ -142,8 +142,8 @@ def main(words: Sequence[str]) -> int:
         return refuse("plan", error)
 
 
-def _launch(given: argparse.Namespace, words: Sequence[str]) -> int:
-    path, config = given.what, None
+def _launch(arguments: argparse.Namespace, words: Sequence[str]) -> int:
+    path, config = arguments.what, None
     if path is not None and path.endswith((".yaml", ".yml")) and Path(path).is_file():
         config = Path(path)
     elif path is not None and not Path(path).is_file():
@@ -155,36 +155,38 @@ def _launch(given: argparse.Namespace, words: Sequence[str]) -> int:
         )
     elif path is not None:
         words = ["bash", path, *words]
-    launch = ask_about(config, words, os.environ, given.timeout or _TIMEOUT)
+    launch = ask_about(config, words, os.environ, arguments.timeout or _TIMEOUT)
     # By default the description of the NPUs here, if there is one.
     usual = _SERVERS if launch.config.world_size > _NPUS else _HARDWARE
     descriptions = {described(name) or usual for name, _ in listed_npus(Machine.this())}
     default = descriptions.pop() if len(descriptions) == 1 else usual
-    hardware = Hardware.load(find_config(given.hardware or default, "hardware"))
+    hardware = Hardware.load(find_config(arguments.hardware or default, "hardware"))
     plan = plan_launch(launch, hardware, os.environ)
     print_verdict(plan.verdict, False if plan.ends else plan.adds or None)
     print("", plan, sep="\n")
     figures = partial(write_json, content=plan.as_json(), indent=1)
-    code = write_outputs("plan", [Output("--json", given.json, ": all figures", figures)])
+    code = write_outputs("plan", [Output("--json", arguments.json, ": all figures", figures)])
     return code or int(bool(plan.ends))
 
 
-def _recommend(given: argparse.Namespace, words: Sequence[str]) -> int:
-    hardware = Hardware.load(find_config(given.hardware or _HARDWARE, "hardware"))
-    path = find_config(given.model)
+def _recommend(arguments: argparse.Namespace, words: Sequence[str]) -> int:
+    hardware = Hardware.load(find_config(arguments.hardware or _HARDWARE, "hardware"))
+    path = find_config(arguments.model)
     model = ModelConfig.load(path)
     ulysses = model.context_parallel_algo == "ulysses_cp_algo"
-    if given.write:
-        check_target(given.write)
+    if arguments.write:
+        check_target(arguments.write)
     try:
         plan = recommend(
             model,
             hardware,
-            model.world_size if given.npus is None else given.npus,
-            sequence=given.sequence_length,
-            options=Options(micro_batch=given.micro_batch, ulysses="fused" if ulysses else "none"),
-            fixed=Fixed(given.tp, given.cp, given.pp, given.recompute),
-            other_rounding=given.other_rounding,
+            model.world_size if arguments.npus is None else arguments.npus,
+            sequence=arguments.sequence_length,
+            options=Options(
+                micro_batch=arguments.micro_batch, ulysses="fused" if ulysses else "none"
+            ),
+            fixed=Fixed(arguments.tp, arguments.cp, arguments.pp, arguments.recompute),
+            other_rounding=arguments.other_rounding,
         )
     except NoLayoutError as error:
         return refuse("plan", error, code=1)
@@ -192,7 +194,7 @@ def _recommend(given: argparse.Namespace, words: Sequence[str]) -> int:
     print_verdict(summary, True)
     print(report(plan, model, path, hardware), *why, sep="\n")
     title = f"{path.stem}, {plan.best.training.layout.npus} NPUs of {hardware.name}"
-    launcher = f"CONFIG={given.write or 'FILE'} bash scripts/launch_pretraining.sh"
+    launcher = f"CONFIG={arguments.write or 'FILE'} bash scripts/launch_pretraining.sh"
     launches = {
         "Options of pretrain_gpt.py:": " ".join(options(model, plan.best)),
         "On every node, with the file of --write:": launcher,
@@ -207,16 +209,16 @@ def _recommend(given: argparse.Namespace, words: Sequence[str]) -> int:
         [
             Output(
                 "--write",
-                given.write,
+                arguments.write,
                 f". On every node:\n\n    {launcher}",
                 lambda path: write_plan(path, model, hardware, plan.best),
             ),
             Output(
                 "--json",
-                given.json,
+                arguments.json,
                 ": all figures",
                 lambda path: write_json(path, as_json(plan, model), indent=1),
             ),
-            Output("--html", given.html, ": a page for a browser", page_file),
+            Output("--html", arguments.html, ": a page for a browser", page_file),
         ],
     )

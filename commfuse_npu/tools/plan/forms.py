@@ -93,7 +93,7 @@ class LaunchPlan(NamedTuple):
     @property
     def ends(self) -> str:
         """Why the launch would stop at its start in any form; empty if it does not."""
-        return next((finding.value for finding in self.findings if finding.what == "layout"), "")
+        return next((finding.value for finding in self.findings if finding.subject == "layout"), "")
 
     @property
     def verdict(self) -> str:
@@ -154,8 +154,9 @@ class LaunchPlan(NamedTuple):
         return [*lines, "", legend]
 
     def as_json(self) -> dict[str, Any]:
-        fields = "forms", "findings", "layers", "experts"
+        fields = "forms", "layers", "experts"
         rows = {name: [entry._asdict() for entry in getattr(self, name)] for name in fields}
+        rows["findings"] = [finding.as_json() for finding in self.findings]
         return self._asdict() | rows | {"verdict": self.verdict}
 
 
@@ -204,10 +205,10 @@ def _forms(
     judged = launch.judged
     # Conflicts between CommFuse's own options prevent only the fused layers.
     errors = [
-        finding for finding in findings if finding.level == "error" and finding.what != "layout"
+        finding for finding in findings if finding.level == "error" and finding.subject != "layout"
     ]
     lacking = "; ".join(
-        f"{finding.what}: {finding.expected or finding.value}" for finding in errors
+        f"{finding.subject}: {finding.expected or finding.value}" for finding in errors
     )
     virtual = any(name.startswith("--num-") and "virtual" in name for name in launch.options.names)
     memory = " --commfuse-fb-overlap-memory" * (judged.layout.pipeline > 1 and not virtual)
@@ -238,7 +239,7 @@ def plan_launch(launch: AskedLaunch, hardware: Hardware, environ: Mapping[str, s
     """
     judged, overlap = launch.judged, launch.judged.overlap
     findings = check_launch(launch)
-    can_start = not any(finding.what == "layout" for finding in findings)
+    can_start = not any(finding.subject == "layout" for finding in findings)
     layers = fused_layers(launch) if can_start else []
     findings += check_lanes(launch, environ) if can_start else []
     if launch.variables.get("HCCL_DETERMINISTIC", "").lower() == "true":

@@ -94,9 +94,9 @@ def plan_profile(folders: Sequence[Path], page: Path | None) -> int:
         why = f"; {path} holds a database" if any(path.glob("*.db")) else ""
         raise UsageError(f"{path / _KERNELS} is missing{why}; {_RECORD}")
     fastest: dict[tuple[str, str], float] = {}
-    for key, (_, milliseconds) in chain.from_iterable(rank.taken.items() for rank in ranks):
+    for key, (_, milliseconds) in chain.from_iterable(rank.times.items() for rank in ranks):
         fastest[key] = min(milliseconds, fastest.get(key, milliseconds))
-    steps = [step for rank in ranks for step in rank.found(fastest)]
+    steps = [step for rank in ranks for step in rank.steps_with_figures(fastest)]
     print(*_report(steps), sep="\n")
     if page is not None:
         write_json(page, steps, indent=1)
@@ -107,7 +107,7 @@ class _Rank:
     """The files of one rank.
 
     ``steps``: spans by step and kind: ``cube``, ``vector``, or the parallelism of a transfer.
-    ``taken``: from communication.json, parallelism and ms of an operation, by step and name.
+    ``times``: from communication.json, parallelism and ms of an operation, by step and name.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -116,17 +116,17 @@ class _Rank:
         self.name = names[0] if names else folder.name
         groups = _json(folder / "profiler_metadata.json").get("parallel_group_info", {})
         numbers = {_number(key): _parallelism(entry["group_name"]) for key, entry in groups.items()}
-        self.taken: dict[tuple[str, str], tuple[str, float]] = {}
+        self.times: dict[tuple[str, str], tuple[str, float]] = {}
         for step, kinds in _json(output / "communication.json").items():
             for name, figures in chain.from_iterable(kind.items() for kind in kinds.values()):
                 _, at, group = name.rpartition("@")
                 if at:  # a single operation, not the total
                     took = figures["Communication Time Info"]["Elapse Time(ms)"]
                     parallelism = numbers.get(int(group), _UNNAMED)
-                    self.taken[step.removeprefix("step"), name] = parallelism, took
+                    self.times[step.removeprefix("step"), name] = parallelism, took
         sums = _rows(output / "step_trace_time.csv", "Step", *_OWN)
         self._own = {row["Step"]: row for row in sums}
-        of_names = {name.partition("@")[0]: kind for (_, name), (kind, _) in self.taken.items()}
+        of_names = {name.partition("@")[0]: kind for (_, name), (kind, _) in self.times.items()}
         self.steps: dict[str, dict[str, list[Span]]] = {}
         columns = "Name", "Accelerator Core", "Start Time(us)", "Duration(us)"
         for row in _rows(output / _KERNELS, *columns):
@@ -138,11 +138,11 @@ class _Rank:
             spans = self.steps.setdefault(row.get("Step Id", ""), defaultdict(list))
             spans[kind].append((at, at + round(Decimal(lasts.strip()) * 1000)))
 
-    def found(self, fastest: dict[tuple[str, str], float]) -> Iterator[Step]:
+    def steps_with_figures(self, fastest: dict[tuple[str, str], float]) -> Iterator[Step]:
         """Each step, with the profiler's own figures."""
         for step in self.steps or self._own:
             waiting: dict[str, float] = defaultdict(float)
-            times = {key: time for key, time in self.taken.items() if key[0] == step}
+            times = {key: time for key, time in self.times.items() if key[0] == step}
             for key, (parallelism, took) in times.items():
                 waiting[parallelism] += took - fastest[key]
             sums = [float(self._own[step][name]) / 1000 for name in _OWN if step in self._own]

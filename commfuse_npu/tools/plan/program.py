@@ -31,13 +31,13 @@ def add_program_options(parser: argparse.ArgumentParser) -> None:
         show.add_argument(f"--{name.replace('_', '-')}", type=kind, help=text)
 
 
-def print_program(rule: str, given: argparse.Namespace) -> int:
+def print_program(rule: str, arguments: argparse.Namespace) -> int:
     """Print the program of one rank for a rule.
 
     Raises:
         PlanError: the rank, the number of lanes or the schedule is invalid.
     """
-    values = {name: value for name in SHOWN if (value := getattr(given, name)) is not None}
+    values = {name: value for name in SHOWN if (value := getattr(arguments, name)) is not None}
     options = SHOWN | values
     rank, size, rows, columns = (options.pop(name) for name in ("rank", "ranks", "rows", "columns"))
     if rank >= size:

@@ -41,7 +41,7 @@ class Sandbox:
         copy: path of the copy.
         place: the path at which scripts see it: that of the folder, if the sandbox can do this.
         inside: a command prefix that starts a program in the sandbox.
-        said: how scripts run, and from what they are isolated.
+        description: how scripts run, and from what they are isolated.
 
     Raises:
         UsageError: the folder has more than 20,000 such files.
@@ -52,10 +52,10 @@ class Sandbox:
         self._make()
         for description, inside in _ways(scratch, self.copy, folder):
             if _works([*inside, "/bin/sh", "-c", ":"], self.copy):
-                self.said, self.inside, self.place = description, inside, folder
+                self.description, self.inside, self.place = description, inside, folder
                 return
         self.inside, self.place = [], self.copy
-        self.said = (
+        self.description = (
             "in a copy of their folder, but not kept from the network nor from files elsewhere: "
             "neither bwrap nor unshare works here"
         )

@@ -91,10 +91,10 @@ def read_scripts(folder: Path, scripts: list[Path], timeout: float) -> Iterator[
                     sandbox.inside,
                     scratch,
                 )
-                yield Script(str(script), sandbox.said, *_understood(captured))
+                yield Script(str(script), sandbox.description, *_understood(captured))
             except UsageError as error:
                 message = str(error).replace(str(sandbox.place / below), "it")
-                yield Script(str(script), sandbox.said, error=message)
+                yield Script(str(script), sandbox.description, error=message)
 
 
 def _understood(captured: Captured) -> tuple[list[Launch], str]:

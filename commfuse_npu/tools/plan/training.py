@@ -107,12 +107,12 @@ def training_of(launch: AskedLaunch) -> Training:
 def form_of(options: Options) -> Variant:
     """The form in which a launch runs with its present options."""
 
-    def taken(flags: str) -> bool:
+    def in_use(flags: str) -> bool:
         wanted = Options(flags.split())
         values = all(options.text(name) == wanted.text(name) for name in wanted.names)
         return values and set(wanted.names) <= set(options.names)
 
-    return next(form for form, (_, flags) in reversed(FORMS.items()) if taken(flags))
+    return next(form for form, (_, flags) in reversed(FORMS.items()) if in_use(flags))
 
 
 def _recomputed(options: Options, vpp: int) -> int | None:

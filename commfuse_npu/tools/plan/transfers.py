@@ -20,7 +20,7 @@ from commfuse_npu.tools.simulate.data_parallel import bucket_parameters
 
 __all__ = ["FusedLayer", "Lanes", "check_lanes", "fused_layers", "groups_of", "lanes_of"]
 
-_about = partial(Finding, "launch")
+_finding = partial(Finding, "launch")
 
 
 class FusedLayer(NamedTuple):
@@ -172,8 +172,8 @@ def check_lanes(launch: AskedLaunch, environ: Mapping[str, str]) -> Iterator[Fin
         )
     elif [group.kind for group in groups] != ["tensor"]:
         action = "--hccl-group-buffer commfuse:64 sets the size of each"
-    yield _about("memory for lanes", "note", f"{total} MB per NPU: {text}", action=action)
+    yield _finding("memory for lanes", "note", f"{total} MB per NPU: {text}", action=action)
     if groups[0].kind == "tensor" and needed > sizes[0]:
         expected = f"at most HCCL's buffer of {sizes[0]} MB: larger ones go in several rounds"
         fix = f"--hccl-group-buffer commfuse:{needed}"
-        yield _about("largest transfer", "warning", f"{largest / 2**20:.1f} MB", expected, fix)
+        yield _finding("largest transfer", "warning", f"{largest / 2**20:.1f} MB", expected, fix)

@@ -89,13 +89,13 @@ class Row(NamedTuple):
 
 
 def bars(
-    title: str, axis: str, shown: Sequence[Bar], line: tuple[str, float], note: str = ""
+    title: str, axis: str, entries: Sequence[Bar], line: tuple[str, float], note: str = ""
 ) -> Picture:
     """A bar below each name, with its range as whiskers, and a reference line."""
-    order = [f"{n} {bar.said}" for n, bar in enumerate(shown)]
+    order = [f"{n} {bar.said}" for n, bar in enumerate(entries)]
     rows = [
         bar._asdict() | {"row": row, "color": _COLORS[bar.color]}
-        for row, bar in zip(order, shown, strict=True)
+        for row, bar in zip(order, entries, strict=True)
     ]
     y = _names(order, _ABOVE)
     bar: Chart = {
@@ -108,9 +108,9 @@ def bars(
         "encoding": {"x": _x("low", axis), "x2": {"field": "high"}},
     }
     # Vega adds a separate legend for marks without data.
-    ranges = [whiskers] if any(bar.low < bar.high for bar in shown) else []
+    ranges = [whiskers] if any(bar.low < bar.high for bar in entries) else []
     chart = {
-        "description": f"Bars. {axis}. {'; '.join(bar.said for bar in shown)}",
+        "description": f"Bars. {axis}. {'; '.join(bar.said for bar in entries)}",
         "height": 52 * len(order),
         "data": {"values": rows},
         "layer": [{"encoding": {"y": y}, "layer": [bar, *ranges]}, *_reference(line, "x")],
@@ -119,12 +119,12 @@ def bars(
 
 
 def stacks(
-    title: str, axis: str, shown: Sequence[tuple[str, dict[str, float]]], line: tuple[str, float]
+    title: str, axis: str, entries: Sequence[tuple[str, dict[str, float]]], line: tuple[str, float]
 ) -> Picture:
     """A stacked bar of parts below each name, and a reference line."""
-    order = [f"{n} {name}" for n, (name, _) in enumerate(shown)]
-    pairs = list(zip(order, (values for _, values in shown), strict=True))
-    parts = list(shown[0][1])
+    order = [f"{n} {name}" for n, (name, _) in enumerate(entries)]
+    pairs = list(zip(order, (values for _, values in entries), strict=True))
+    parts = list(entries[0][1])
     hues = [_COLORS[name] for name in ("blue", "teal", "orange", "purple", "grey")]
     color = {"field": "part", "scale": {"domain": parts, "range": hues}}
     bar: Chart = {
@@ -133,7 +133,7 @@ def stacks(
                      "order": {"field": "at"}},
     }  # fmt: skip
     chart = {
-        "description": f"Bars of parts. {axis}. {'; '.join(name for name, _ in shown)}",
+        "description": f"Bars of parts. {axis}. {'; '.join(name for name, _ in entries)}",
         "height": 52 * len(order),
         "data": {"values": [
             {"row": row, "part": part, "value": value, "at": parts.index(part)}
@@ -168,7 +168,7 @@ def heat(title: str, x: str, cells: Sequence[tuple[str, str, float]]) -> Picture
 def lines(
     title: str,
     axis: str,
-    shown: Sequence[Line],
+    curves: Sequence[Line],
     *,
     line: tuple[str, float] | None = None,
     whole: bool = False,
@@ -182,8 +182,8 @@ def lines(
         line: name and value of a reference line.
         whole: use only whole numbers as ticks of the x axis.
     """
-    steps = list(dict.fromkeys(at for curve in shown for at, _ in curve.points))
-    names = [curve.name for curve in shown]
+    steps = list(dict.fromkeys(at for curve in curves for at, _ in curve.points))
+    names = [curve.name for curve in curves]
     x: Chart = {"field": "at", "title": axis, "type": "ordinal", "sort": steps,
                 "axis": {"labelAngle": 0}}  # fmt: skip
     if not any(isinstance(at, str) for at in steps):
@@ -195,10 +195,12 @@ def lines(
     # Vega merges legends of equal domains. No two of 80 lines look alike: 10 hues, 8 marks, and
     # dashes for lines that are not ours.
     kind = {"field": "name", "type": "nominal", "scale": {"domain": names}}
-    dashes = {"domain": names, "range": [[1, 0] if curve.ours else [6, 3] for curve in shown]}
+    dashes = {"domain": names, "range": [[1, 0] if curve.ours else [6, 3] for curve in curves]}
     # With many points, they are invisible and only respond to the mouse.
     opacity = 1 if len(steps) <= 40 else 0
-    rows = [{"name": curve.name, "at": at, "value": v} for curve in shown for at, v in curve.points]
+    rows = [
+        {"name": curve.name, "at": at, "value": v} for curve in curves for at, v in curve.points
+    ]
     chart: Chart = {
         "description": f"Lines. {title}, over {axis}: {', '.join(names)}. {note}",
         "height": 300,
@@ -220,25 +222,25 @@ def lines(
     return Picture(title, chart, note)
 
 
-def gantt(title: str, axis: str, shown: Sequence[Row]) -> Picture:
+def gantt(title: str, axis: str, rows: Sequence[Row]) -> Picture:
     """A Gantt chart: the lanes of all rows on one time axis; waiting is labeled with its ms."""
     # Several rows have lanes of the same name: a number makes them distinct.
-    order = [f"{n} {lane}" for n, row in enumerate(shown) for lane in ("", *row.lanes)]
-    rows = [
+    order = [f"{n} {lane}" for n, row in enumerate(rows) for lane in ("", *row.lanes)]
+    values = [
         bit._asdict() | {"row": f"{n} {bit.lane}", "of": row.said, "ms": bit.end - bit.start}
-        for n, row in enumerate(shown)
+        for n, row in enumerate(rows)
         for bit in row.bits
     ]
-    end = max((bit.end for row in shown for bit in row.bits), default=1.0)
-    kinds = [kind for kind in _KINDS if any(bit.kind == kind for r in shown for bit in r.bits)]
+    end = max((bit.end for row in rows for bit in row.bits), default=1.0)
+    kinds = [kind for kind in _KINDS if any(bit.kind == kind for r in rows for bit in r.bits)]
     colors = {"domain": kinds, "range": [_COLORS[_KINDS[kind]] for kind in kinds]}
     y = _names(order, {"minExtent": 66, "maxExtent": 66})
     x = _x("start", axis) | {"scale": {"domain": [0, end], "nice": False}}
     wide = f"datum.kind == 'waiting' && datum.ms * width > {24 * end}"
     chart: Chart = {
-        "description": f"Lanes over time. {axis}. " + "; ".join(row.said for row in shown),
+        "description": f"Lanes over time. {axis}. " + "; ".join(row.said for row in rows),
         "height": 24 * len(order),
-        "data": {"values": rows},
+        "data": {"values": values},
         "encoding": {"y": y},
         "layer": [
             {"mark": {"type": "bar", "stroke": "white", "strokeWidth": 0.5, "tooltip": True,
@@ -251,7 +253,7 @@ def gantt(title: str, axis: str, shown: Sequence[Row]) -> Picture:
                            {"calculate": "(datum.start + datum.end) / 2", "as": "middle"}],
              "mark": {"type": "text", "color": "white", "clip": True},
              "encoding": {"x": _x("middle", axis), "text": {"field": "ms", "format": ".1f"}}},
-            {"data": {"values": [{"row": f"{n} ", "said": r.said} for n, r in enumerate(shown)]},
+            {"data": {"values": [{"row": f"{n} ", "said": r.said} for n, r in enumerate(rows)]},
              "mark": {"type": "text", "align": "left", "fontWeight": "bold", "clip": False},
              "encoding": {"x": {"value": -66}, "text": {"field": "said"}}},
         ],

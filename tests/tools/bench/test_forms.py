@@ -129,9 +129,9 @@ def test_a_ring_has_the_bits_of_the_collectives(rank: int) -> None:
     assert group is not None
     size, carrier, lent = group.size(), DirectExchange(group, {}), []
     around, whole = Ring(carrier), TorchCollectives(group, {})
-    take, give_back = carrier.take, carrier.give_back
+    take, release = carrier.take, carrier.release
     carrier.take = lambda *what: (lent.append(1), take(*what))[1]
-    carrier.give_back = lambda *what: (lent.extend([-1] * len(what)), give_back(*what))[1]
+    carrier.release = lambda *what: (lent.extend([-1] * len(what)), release(*what))[1]
 
     def drawn(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator).bfloat16()
@@ -198,7 +198,7 @@ class _Recorded(NoTransfers):
             self.log.append(f"{what} is there")
             return pending.result()
 
-        noted = SimpleNamespace(result=result, begun=lambda: noted)
+        noted = SimpleNamespace(result=result, overlapping=lambda: noted)
         return noted
 
     def gather(self, shard: torch.Tensor) -> Any:

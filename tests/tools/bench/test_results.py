@@ -12,7 +12,13 @@ from typing import Any
 import pytest
 
 from commfuse_npu.tools import cli
-from commfuse_npu.tools.bench.report import as_markdown, picture, shown, summary, verdict
+from commfuse_npu.tools.bench.report import (
+    as_markdown,
+    important_variants,
+    picture,
+    summary,
+    verdict,
+)
 from commfuse_npu.tools.bench.results import (
     Check,
     Result,
@@ -123,8 +129,8 @@ def test_the_table_says_who_is_fastest_who_is_slower_and_what_differs() -> None:
 def test_five_variants_are_shown_and_the_others_on_request() -> None:
     names = ("collective", "ring", "slices_2", "ours_c8", "auto")
     results = evaluated(**{name: [150.0] * 3 for name in names})
-    assert shown(results) == ["p2p", "ours-c4", "collective", "ring", "auto"]
-    short, long = as_markdown({}, results, []), as_markdown({}, results, [], every=True)
+    assert important_variants(results) == ["p2p", "ours-c4", "collective", "ring", "auto"]
+    short, long = as_markdown({}, results, []), as_markdown({}, results, [], all_variants=True)
     assert "3 more variants were measured; --all shows them." in short
     assert "| slices-2 |" in long
     assert "| slices-2 |" not in short

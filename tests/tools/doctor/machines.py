@@ -84,7 +84,7 @@ def stack(folder: Path) -> dict[str, Package]:
 
 
 def only(findings: Iterable[Finding], what: str) -> Finding:
-    (found,) = [finding for finding in findings if finding.what == what]
+    (found,) = [finding for finding in findings if finding.subject == what]
     return found
 
 

@@ -74,7 +74,7 @@ MANY = (
     ],
 )  # fmt: skip
 def test_a_variable_of_a_launch(line, variables, name, said) -> None:
-    found = [one for one in check_variables(machine(variables), asked(line)) if one.what == name]
+    found = [one for one in check_variables(machine(variables), asked(line)) if one.subject == name]
     assert [summary(one) for one in found] == [said] * (said is not None)
 
 

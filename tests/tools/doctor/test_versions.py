@@ -62,7 +62,7 @@ def test_a_torch_npu_that_does_not_load(variables, npus: bool, levels: dict[str,
     here = Machine(variables, {"torch_npu": Package("2.7.1")}.get, run)
     findings = list(check_torch_npu_loads(here))
     assert findings[0].value == "failed: ImportError: libhccl.so: cannot"
-    assert {one.what: one.level for one in findings} == levels
+    assert {one.subject: one.level for one in findings} == levels
 
 
 def test_cann(tmp_path: Path) -> None:
@@ -92,7 +92,7 @@ def test_the_stack(tmp_path: Path) -> None:
             for name, one in {**packages, **changed}.items()
             if one is not None
         }
-        return {one.what: summary(one) for one in check_stack(machine(packages=there))}
+        return {one.subject: summary(one) for one in check_stack(machine(packages=there))}
 
     assert [finding.level for finding in check_stack(machine())] == ["note"] * 3, "fine on a CPU"
     for version in ("2.2.0", "2.3.0", "26.0.0dev0", "26.0.0", "26.1.0"):

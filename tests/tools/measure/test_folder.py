@@ -22,10 +22,10 @@ ABOUT = {"device": "cpu", "ranks": 2}
 
 
 def test_steps_are_kept_and_resumed_only_on_request(tmp_path: Path) -> None:
-    Folder(tmp_path / "new", ABOUT, resume=False).keep("links", {"times": []})
+    Folder(tmp_path / "new", ABOUT, resume=False).store("links", {"times": []})
     again = Folder(tmp_path / "new", ABOUT, resume=True)
-    assert again.kept("links") == {"times": []}
-    assert again.kept("host") is None
+    assert again.load("links") == {"times": []}
+    assert again.load("host") is None
     with pytest.raises(FolderError, match="holds a run; continue it with --resume"):
         Folder(tmp_path / "new", ABOUT, resume=False)
     with pytest.raises(FolderError, match="ranks 2 there, 8 here; choose another"):
@@ -36,7 +36,7 @@ def test_what_cannot_be_written_or_read_is_named(tmp_path: Path, monkeypatch, ca
     folder = Folder(tmp_path, ABOUT, resume=False)
     for text in ("{", "[]"):
         (tmp_path / "links.json").write_text(text)
-        assert folder.kept("links") is None
+        assert folder.load("links") is None
         assert re.search(r"links\.json .*; remove it; links is meas", capsys.readouterr().err)
     (tmp_path / "run.json").write_text("{")
     with pytest.raises(FolderError, match=r"run\.json .*; remove it"):
@@ -44,7 +44,7 @@ def test_what_cannot_be_written_or_read_is_named(tmp_path: Path, monkeypatch, ca
     full = mock.Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
     monkeypatch.setattr(module, "write_json", full)
     with pytest.raises(FolderError, match=r"/links\.json: No space left on device; free some"):
-        folder.keep("links", {"times": []})
+        folder.store("links", {"times": []})
 
 
 def test_what_begins_late_is_ended_a_tenth_later(monkeypatch: pytest.MonkeyPatch) -> None:
