@@ -89,14 +89,14 @@ class Point(NamedTuple):
     ordered: Shares
 
 
-def _ahead(shares: Shares, form: str, others: Sequence[str]) -> bool:
-    """Whether a form is faster than all of the others that exist at this point."""
-    return all(shares[form] < shares[other] for other in others if other in shares)
+def _ahead(shares: Shares, form: str, rivals: Sequence[str]) -> bool:
+    """Whether a form is faster than all of these rivals that exist at this point."""
+    return all(shares[form] < shares[rival] for rival in rivals if rival in shares)
 
 
-def forms(machine: Machine, what: Training) -> dict[str, Variant]:
+def forms(machine: Machine, setup: Training) -> dict[str, Variant]:
     """The compared forms, by name."""
-    tp, rows, hidden = what.layout.tp, what.shape.block, what.shape.hidden
+    tp, rows, hidden = setup.layout.tp, setup.shape.block, setup.shape.hidden
     base, least = Group(machine, tp).direct, covering_outputs(machine, tp)
     usual = next(iter(together(base, tp)), base)
     default = fused(replace(usual, chunks=usual_chunks(tp, rows, hidden)), collectives_from=least)
@@ -116,15 +116,15 @@ def forms(machine: Machine, what: Training) -> dict[str, Variant]:
 
 
 def _times(
-    hardware: Hardware, corner: int, what: Training, left_out: Sequence[str] = ()
+    hardware: Hardware, corner: int, setup: Training, left_out: Sequence[str] = ()
 ) -> dict[str, LayerTime]:
     """Times by form; ``""`` is with blocking collectives; ``CoC`` is its fastest slices."""
-    variants = forms(hardware.machine(), what)
-    step = Step(hardware.machine(*CORNERS[corner]), what)
+    variants = forms(hardware.machine(), setup)
+    step = Step(hardware.machine(*CORNERS[corner]), setup)
     times = {name: step.layer_time(form) for name, form in variants.items() if name not in left_out}
 
     def seconds(time: LayerTime) -> float:
-        return time.seconds + (time.forward if what.again else 0.0)
+        return time.seconds + (time.forward if setup.again else 0.0)
 
     slices = [times.pop(f"CoC {variant.way}") for variant in COC]
     return {"": step.layer_time(REFERENCE), **times, "CoC": min(slices, key=seconds)}
@@ -147,8 +147,8 @@ def point(machine: str, model: str, tp: int, sequence: int, corners: int = len(C
     times = [_times(hardware, corner, setup) for corner in range(corners)]
     times.append(_times(replace(hardware, deterministic=True), 0, setup))
 
-    def shares(found: dict[str, LayerTime]) -> Shares:
-        return {name: time.seconds / found[""].seconds for name, time in found.items() if name}
+    def shares(times: dict[str, LayerTime]) -> Shares:
+        return {name: time.seconds / times[""].seconds for name, time in times.items() if name}
 
     *by_corner, ordered = map(shares, times)
     return Point(machine, model, tp, sequence, tuple(by_corner), ordered)
@@ -207,10 +207,10 @@ def report(points: Sequence[Point]) -> str:
     """The points at which CommFuse is ahead, and a row per point."""
     names = [*OURS, *RIVALS, *BOUNDS]
 
-    def row(one: Point) -> list[str]:
-        fastest = min(one.shares[0].get(name, 1.0) for name in (*OURS, *RIVALS))
-        cells = (_cell(one, name, fastest) for name in names)
-        return [one.machine, one.model, str(one.tp), str(one.sequence), *cells]
+    def row(point: Point) -> list[str]:
+        fastest = min(point.shares[0].get(name, 1.0) for name in (*OURS, *RIVALS))
+        cells = (_cell(point, name, fastest) for name in names)
+        return [point.machine, point.model, str(point.tp), str(point.sequence), *cells]
 
     head = "machine", "model", "TP", "tokens", *names
     align = "---|---|---:|---:|" + "|".join(["---:"] * len(names))
@@ -218,8 +218,8 @@ def report(points: Sequence[Point]) -> str:
     return "\n".join([*_verdicts(points), "", *rows])
 
 
-def _cell(one: Point, name: str, fastest: float) -> str:
-    shares = [corner[name] for corner in one.shares if name in corner]
+def _cell(point: Point, name: str, fastest: float) -> str:
+    shares = [corner[name] for corner in point.shares if name in corner]
     if not shares:
         return "-"
     text = f"{shares[0]:.3f}"
@@ -232,11 +232,11 @@ def _verdicts(points: Sequence[Point]) -> Iterator[str]:
     """How often each CommFuse form is ahead: typically, at every corner, with ordered sums."""
     kernels = sum(_KERNEL in point.shares[0] for point in points)
 
-    def count(form: str, others: Sequence[str]) -> str:
-        cases = [point for point in points if len(others) > 1 or others[0] in point.shares[0]]
-        typical = sum(_ahead(case.shares[0], form, others) for case in cases)
-        always = sum(all(_ahead(corner, form, others) for corner in case.shares) for case in cases)
-        return f"{typical}; {always}; {sum(_ahead(case.ordered, form, others) for case in cases)}"
+    def count(form: str, rivals: Sequence[str]) -> str:
+        cases = [point for point in points if len(rivals) > 1 or rivals[0] in point.shares[0]]
+        typical = sum(_ahead(case.shares[0], form, rivals) for case in cases)
+        always = sum(all(_ahead(corner, form, rivals) for corner in case.shares) for case in cases)
+        return f"{typical}; {always}; {sum(_ahead(case.ordered, form, rivals) for case in cases)}"
 
     head = f"ahead, of {len(points)} points", *_titles(RIVALS, kernels), "all of them"
     groups = [*((rival,) for rival in RIVALS), RIVALS]

@@ -120,9 +120,9 @@ class Group:
         One operation may hide the transfers of another, so the total time decides.
         """
 
-        def seconds(one: Variant) -> float:
+        def seconds(variant: Variant) -> float:
             # One rank is enough for the choice.
-            return self.play(one, build, whole=one.attention, steady=steady).seconds
+            return self.play(variant, build, whole=variant.attention, steady=steady).seconds
 
         plain, *alternatives = [replace(variant, way=way, tuned=()) for way in variant.tuned]
         fastest, best = plain, seconds(plain)

@@ -29,8 +29,8 @@ def lanes(title: str, parts: Sequence[tuple[str, Played]]) -> Row:
     bits: list[Bit] = []
     begin = 0.0
 
-    def add(lane: str, said: str, start: float, end: float, kind: str) -> None:
-        bits.append(Bit(lane, said, 1e3 * (begin + start), 1e3 * (begin + end), kind))
+    def add(lane: str, label: str, start: float, end: float, kind: str) -> None:
+        bits.append(Bit(lane, label, 1e3 * (begin + start), 1e3 * (begin + end), kind))
 
     for part, played in parts:
         at = 0.0

@@ -56,16 +56,16 @@ def options(model: ModelConfig, chosen: Candidate) -> list[str]:
     return [*words, *launching(chosen.variant, training)]
 
 
-def _without_key(what: Training) -> Iterator[str]:
+def _without_key(training: Training) -> Iterator[str]:
     """Options for settings that :class:`ModelConfig` has no key for."""
-    layout = what.layout
+    layout = training.layout
     if layout.dp * layout.cp > 1:
         # The simulation assumes these overlaps.
         yield from ("--overlap-grad-reduce", "--overlap-param-gather")
     if layout.vpp > 1:
-        each = what.layers[0] // layout.vpp
+        each = training.layers[0] // layout.vpp
         yield from ("--num-layers-per-virtual-pipeline-stage", str(each))
-    if what.again:
+    if training.again:
         yield from ("--recompute-granularity", "full", "--recompute-method", "uniform")
         yield from ("--recompute-num-layers", "1")
 

@@ -320,10 +320,10 @@ def _divisors(number: int) -> list[int]:
     return [size for size in range(1, number + 1) if number % size == 0]
 
 
-def _fused(hardware: Hardware, what: Training, other_rounding: bool) -> list[Variant]:
+def _fused(hardware: Hardware, setup: Training, other_rounding: bool) -> list[Variant]:
     """CommFuse's variants, for tensor parallelism or else Ulysses; without either the reference."""
-    layout = what.layout
-    group = fused_group(hardware, layout, what.fuse_ulysses)
+    layout = setup.layout
+    group = fused_group(hardware, layout, setup.fuse_ulysses)
     if group.size == 1:
         return [REFERENCE]
     base, shapes = group.direct, [group.direct]
@@ -345,7 +345,7 @@ def _fused(hardware: Hardware, what: Training, other_rounding: bool) -> list[Var
             for chunks in (1, 2, 4)
             for wgrad in wgrads
         ]
-    if layout.tp > 1 and what.micro_batches > 1:
+    if layout.tp > 1 and setup.micro_batches > 1:
         choices.append(TURNS)
     return choices
 
@@ -354,7 +354,7 @@ def _lanes(variant: Variant) -> int:
     return (variant.schedule.lanes or 1) if variant.schedule else 0
 
 
-def _quick(hardware: Hardware, what: Training, offered: Sequence[Variant]) -> list[Variant]:
+def _quick(hardware: Hardware, setup: Training, offered: Sequence[Variant]) -> list[Variant]:
     """The few variants to try for every layout: simple ones, with the most lanes that fit."""
     picks: dict[Hashable, Variant] = {}
     for variant in offered:
@@ -363,7 +363,7 @@ def _quick(hardware: Hardware, what: Training, offered: Sequence[Variant]) -> li
             picks[variant] = variant
             continue
         simple = schedule.taper == 1 and schedule.chunks <= 4 and not variant.attention
-        if simple and footprint(what, variant, hardware).total <= limit(hardware):
+        if simple and footprint(setup, variant, hardware).total <= limit(hardware):
             # The offered variants are sorted by lanes: later ones replace those with fewer.
             picks[schedule.chunks, variant.wgrad] = variant
     return list(picks.values())
@@ -378,13 +378,13 @@ def _others(hardware: Hardware, tp: int) -> list[Variant]:
 
 
 def _played(
-    hardware: Hardware, what: Training, chosen: Sequence[Variant], *, rough: bool = False
+    hardware: Hardware, setup: Training, chosen: Sequence[Variant], *, rough: bool = False
 ) -> list[Candidate]:
     """The candidates that fit into memory, with their step times at typical figures."""
-    step = Step(hardware.machine(), what, rough=rough)
-    sized = ((variant, footprint(what, variant, hardware)) for variant in chosen)
+    step = Step(hardware.machine(), setup, rough=rough)
+    sized = ((variant, footprint(setup, variant, hardware)) for variant in chosen)
     return [
-        Candidate(what, variant, step.time(variant).seconds, memory)
+        Candidate(setup, variant, step.time(variant).seconds, memory)
         for variant, memory in sized
         if memory.total <= limit(hardware)
     ]

@@ -223,17 +223,17 @@ def sweep(
     return (_point(case, hardware, options) for case in cases)
 
 
-def _point(what: Training, hardware: Hardware, options: Options) -> Point:
-    npus = what.layout.npus
+def _point(setup: Training, hardware: Hardware, options: Options) -> Point:
+    npus = setup.layout.npus
     corners = CORNERS if options.corners else CORNERS[:1]
-    steps = [Step(hardware.machine(*corner), what) for corner in corners]
+    steps = [Step(hardware.machine(*corner), setup) for corner in corners]
     ideal = [step.time(COMPUTE_ONLY, free=True) for step in steps]
     plain = [step.time(REFERENCE) for step in steps]
 
     def outcome(variant: Variant) -> Outcome:
         times = []
         for (compute, links), step in zip(corners, steps, strict=True):
-            tell(f"{npus} NPUs, {what.model.seq_length} tokens, {compute} work, {links} links: "
+            tell(f"{npus} NPUs, {setup.model.seq_length} tokens, {compute} work, {links} links: "
                  f"{variant.name}")  # fmt: skip
             times.append(step.time(variant))
         seconds = [time.seconds for time in times]
@@ -244,11 +244,11 @@ def _point(what: Training, hardware: Hardware, options: Options) -> Point:
             shorter=Range.of([1 - s / p.seconds for s, p in zip(seconds, plain, strict=True)]),
             layer=Range.of([time.layer for time in times]),
             exposed=Range.of([s - free.seconds for s, free in zip(seconds, ideal, strict=True)]),
-            mfu=Range.of([what.utilization(*pair) for pair in zip(seconds, peaks, strict=True)]),
-            tokens=Range.of([what.tokens_per_second(s) for s in seconds]),
-            memory=footprint(what, variant, hardware).total,
+            mfu=Range.of([setup.utilization(*pair) for pair in zip(seconds, peaks, strict=True)]),
+            tokens=Range.of([setup.tokens_per_second(s) for s in seconds]),
+            memory=footprint(setup, variant, hardware).total,
         )
 
     ratio = Range.of([p.layer / free.layer - 1 for p, free in zip(plain, ideal, strict=True)])
-    outcomes = {form.name: outcome(form) for form in of_hardware(hardware, what.layout, options)}
-    return Point(what.model.seq_length, npus, what.micro_batches, ratio, outcomes)
+    outcomes = {form.name: outcome(form) for form in of_hardware(hardware, setup.layout, options)}
+    return Point(setup.model.seq_length, npus, setup.micro_batches, ratio, outcomes)
