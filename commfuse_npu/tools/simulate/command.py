@@ -172,7 +172,7 @@ def _main(arguments: argparse.Namespace, command: Sequence[str]) -> int:
     finally:
         # Also after an error or an interrupt, show the results so far.
         if points:
-            variants = standing.shown(everything)
+            variants = standing.selected(everything)
             verdict = standing.verdict(lambda variant: " ".join(launching(variant, setup)))
             print_verdict(verdict[0], True)
             print(*verdict[1:], "", f"{title}. {sources(hardware)}", sep="\n")

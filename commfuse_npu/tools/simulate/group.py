@@ -40,7 +40,7 @@ class Played:
         return max(self.timeline.seconds, self.host)
 
     @property
-    def shown(self) -> int:
+    def shown_rank(self) -> int:
         """The rank to show: the one in the middle, or the one that represents all."""
         return 0 if self.links.folded else len(self.launches) // 2
 

@@ -36,7 +36,7 @@ def lanes(title: str, parts: Sequence[tuple[str, Played]]) -> Row:
         at = 0.0
         for span in played.timeline.spans:
             lane = _LANES.get(span.operation.engine or "")
-            if lane is None or span.rank != played.shown or span.start == span.end:
+            if lane is None or span.rank != played.shown_rank or span.start == span.end:
                 continue
             if lane == _LANES[COMPUTE]:
                 if span.start - at > _INSTANT:
@@ -63,7 +63,7 @@ def _transfers(played: Played) -> Iterator[tuple[str, float, float]]:
     }
     by_name: dict[str, list[tuple[float, float]]] = {}
     for moved in played.timeline.moved:
-        if played.links.folded or moved.message.source == played.shown:
+        if played.links.folded or moved.message.source == played.shown_rank:
             times = by_name.setdefault(names[moved.message.key], [])
             times.append((moved.start, moved.end))
     for name, times in by_name.items():

@@ -48,7 +48,7 @@ def layer_picture(step: Step, variants: Mapping[str, Variant]) -> Picture:
     rows = [lanes(name, step.parts(variant)) for name, variant in variants.items()]
     title = "One layer of one micro-batch, forward then backward"
     ordered = sorted(rows, key=lambda row: max(bit.end for bit in row.bits))
-    answer = f"Shortest: {ordered[0].said}. Longest: {ordered[-1].said}."
+    answer = f"Shortest: {ordered[0].label}. Longest: {ordered[-1].label}."
     return gantt(title, "ms, typical figures; lower is better", rows)._replace(answer=answer)
 
 
@@ -61,7 +61,7 @@ def sweep_picture(points: Sequence[Point], variants: Sequence[Variant]) -> Pictu
         steps = {form: points[0].outcomes[form.name].step for form in variants}
         of_bars = [
             Bar(form.name, step.typical, step.low, step.high,
-                f"{names[form]}: {step.shown(seconds)}", _COLORS[form.role])
+                f"{names[form]}: {step.text(seconds)}", _COLORS[form.role])
             for form, step in steps.items()
         ]  # fmt: skip
         title = "Time of a step, with the range over the machine's uncertainty"

@@ -58,7 +58,7 @@ class Standing:
             form.name: form for form in (REFERENCE, self.best("today"), *ours) if form is not None
         }
 
-    def shown(self, everything: bool) -> list[Variant]:
+    def selected(self, everything: bool) -> list[Variant]:
         """The variants that matter most, or all; bounds come last."""
         wanted = {*self.compared.values(), self.best("rival"), self.best("bound")}
         variants = [outcome.variant for outcome in self.points[0].outcomes.values()]
@@ -139,7 +139,7 @@ class Standing:
         """``22.13 s (15.34 s .. 36.17 s)``; for several points ``11.02 s to 22.13 s``."""
         steps = [point.outcomes[variant.name].step for point in self.points]
         if len(steps) == 1:
-            return steps[0].shown(seconds)
+            return steps[0].text(seconds)
         typical = [step.typical for step in steps]
         return f"{seconds(min(typical))} to {seconds(max(typical))}"
 
@@ -155,11 +155,11 @@ def cells(point: Point, variants: Sequence[Variant]) -> list[tuple[str, ...]]:
         rows.append(
             (
                 name + " (ideal bound)" * (variant.role == "bound"),
-                outcome.step.shown(seconds),
-                outcome.shorter.shown(percent),
-                outcome.exposed.shown(seconds),
-                outcome.mfu.shown(percent),
-                outcome.tokens.shown("{:.0f}".format),
+                outcome.step.text(seconds),
+                outcome.shorter.text(percent),
+                outcome.exposed.text(seconds),
+                outcome.mfu.text(percent),
+                outcome.tokens.text("{:.0f}".format),
                 f"{outcome.memory / 2**30:.1f} GiB",
             )
         )
@@ -170,7 +170,7 @@ def headline(point: Point) -> str:
     """The facts that all variants at a point share."""
     return (
         f"sequence {point.sequence}, {point.npus} NPUs, {point.micro_batches} micro-batches; "
-        f"communication / computation of a layer, plain: {point.ratio.shown('{:.2f}'.format)}"
+        f"communication / computation of a layer, plain: {point.ratio.text('{:.2f}'.format)}"
     )
 
 

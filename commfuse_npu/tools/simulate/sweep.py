@@ -49,7 +49,7 @@ class Range(NamedTuple):
         """The range of one value per machine, the typical one first."""
         return cls(min(values), values[0], max(values))
 
-    def shown(self, show: Callable[[float], str]) -> str:
+    def text(self, show: Callable[[float], str]) -> str:
         """``typical (low .. high)``."""
         if self.low == self.high:
             return show(self.typical)
