@@ -36,7 +36,7 @@ def gathered(machine: Machine, *, steady: bool = False) -> float:
     def build(rank: Rank) -> None:
         column(rank, "x", 8, 8, 8)
 
-    return Group(machine, 2).play(fused(1), build, steady=steady).seconds
+    return Group(machine, 2).simulate(fused(1), build, steady=steady).seconds
 
 
 def test_a_transfer_is_slower_beside_work() -> None:
@@ -56,7 +56,7 @@ def test_buffers_at_both_ends_of_a_batch_and_none_of_a_collective() -> None:
     def build(rank: Rank) -> None:
         rank.need(rank.collective("x", 64.0))
 
-    plain = [Group(one, 2).play(REFERENCE, build).seconds for one in (machine, copied)]
+    plain = [Group(one, 2).simulate(REFERENCE, build).seconds for one in (machine, copied)]
     assert plain[0] == plain[1]
 
 
@@ -64,8 +64,10 @@ def test_a_collective_is_a_launch_and_four_events_and_a_batch_a_post() -> None:
     machine = ideal(launch_overhead=1.0, post_overhead=10.0, event_overhead=100.0)
 
     def host(variant: Variant) -> float:
-        play = Group(machine, 2).play(variant, lambda rank: column(rank, "x", 8, 8, 8), steady=True)
-        return play.host
+        simulated = Group(machine, 2).simulate(
+            variant, lambda rank: column(rank, "x", 8, 8, 8), steady=True
+        )
+        return simulated.host
 
     assert host(REFERENCE) == 1 + 400 + 1
     assert host(fused(1)) == 10 + 2 * 1
@@ -89,7 +91,7 @@ def test_from_so_many_outputs_on_nothing_is_left_to_hide(topology: str, size: in
         def build(rank: Rank) -> None:
             rest(column_gradients(rank, "x", 8, 16, outputs))
 
-        return Group(machine, size).play(Variant("megatron", "megatron"), build).waiting
+        return Group(machine, size).simulate(Variant("megatron", "megatron"), build).waiting
 
     assert waits(least) == pytest.approx(0.0, abs=1e-9)
     assert waits(least // 2) > 0

@@ -185,9 +185,9 @@ def _attended(machine: Machine, context: ContextParallel, variant: Variant) -> A
     group, pair = context.group(machine), []
     if context.ulysses:
         for build in (context.forward, context.backward):
-            played = group.play(variant, build)
+            result = group.simulate(variant, build)
             projects = context.projects(variant)
-            pair.append(Attended(played.seconds, played.waiting, projects, *_HOST_OF_EXCHANGES))
+            pair.append(Attended(result.seconds, result.waiting, projects, *_HOST_OF_EXCHANGES))
         return pair[0], pair[1]
     shape = context.shape
     kv = shape.rows * 2 * context.key_value / shape.ranks * ITEM_BYTES
@@ -207,7 +207,7 @@ def _attended(machine: Machine, context: ContextParallel, variant: Variant) -> A
         else:
             # On a ring over several nodes only some of the ranks send to another node.
             differ = 1 < group.members_per_node < group.size
-            played = group.play(variant, around, whole=differ)
+            result = group.simulate(variant, around, whole=differ)
             host = (context.size * count for count in (_ROUND[passed - 1], passed, EVENTS * passed))
-            pair.append(Attended(played.seconds, played.waiting, False, *host))
+            pair.append(Attended(result.seconds, result.waiting, False, *host))
     return pair[0], pair[1]

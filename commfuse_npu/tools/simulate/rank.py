@@ -48,7 +48,7 @@ from commfuse_npu.plan.schedule import Place, Schedule
 from commfuse_npu.tools.simulate.launches import ASIDE, COMPUTE, Key, Message, Operation
 from commfuse_npu.tools.simulate.variants import Variant, Way, direct
 
-__all__ = ["EVENTS", "Ran", "Rank", "Width", "Work", "rest"]
+__all__ = ["EVENTS", "Rank", "Run", "Width", "Work", "rest"]
 
 Width = Callable[[Span], int]
 """Number of columns of a span."""
@@ -67,7 +67,7 @@ def rest(steps: Iterator[None]) -> None:
         pass
 
 
-class Ran(NamedTuple):
+class Run(NamedTuple):
     """A program, and the size of its longest message in bytes."""
 
     program: Program
@@ -83,7 +83,7 @@ class Rank:
 
     Attributes:
         operations: the host's launches, in order.
-        ran: the programs, by operation.
+        programs: the programs, by operation.
         ways: how each operation was run, by name.
         either: the operations that could also be run by collectives.
         sequence_parallel: whether the rank has only a block of the rows outside of linear layers.
@@ -101,7 +101,7 @@ class Rank:
         self.machine, self.rank, self.size, self.variant = machine, rank, size, variant
         self.members_per_node = members_per_node
         self.operations: list[Operation] = []
-        self.ran: dict[str, Ran] = {}
+        self.programs: dict[str, Run] = {}
         self.ways: dict[str, Way] = {}
         self.either: set[str] = set()
         self.sequence_parallel = True
@@ -285,7 +285,7 @@ class Rank:
             return Message((*key, step, source), source, target, sent, delay)
 
         carried = (span for post in program.posts for spans in accesses(post) for span in spans)
-        self.ran[operation] = Ran(program, max(map(size, carried), default=0.0))
+        self.programs[operation] = Run(program, max(map(size, carried), default=0.0))
         received: dict[int, int] = {}
         sent: dict[int, int] = {}
         events: dict[int, int | None] = {}

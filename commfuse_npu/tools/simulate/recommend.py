@@ -198,8 +198,8 @@ def recommend(
             for choice in (fixed.recompute,) if fixed.recompute else choices:
                 setup = training(model, layout, sequence, replace(options, recompute=choice))
                 offered = _fused(hardware, setup, other_rounding)
-                plans = _played(hardware, setup, _quick(hardware, setup, offered), rough=True)
-                rivals += _played(hardware, setup, _others(hardware, layout.tp))
+                plans = _candidates(hardware, setup, _quick(hardware, setup, offered), rough=True)
+                rivals += _candidates(hardware, setup, _others(hardware, layout.tp))
                 shortest = min(map(_seconds, by_layout.get(layout, ())), default=math.inf)
                 if plans and min(map(_seconds, plans)) < shortest:
                     by_layout[layout] = plans
@@ -235,9 +235,9 @@ def recommend(
     for place, layout in enumerate(finalists, 1):
         tell(f"the best layouts in full: {place} of {_RANKED}")
         setup = by_layout[layout][0].training
-        trials = _played(hardware, setup, _fused(hardware, setup, other_rounding), rough=True)
+        trials = _candidates(hardware, setup, _fused(hardware, setup, other_rounding), rough=True)
         best = [trial.variant for trial in sorted(trials, key=_seconds)[:_FINALISTS]]
-        by_layout[layout] = _played(hardware, setup, best)
+        by_layout[layout] = _candidates(hardware, setup, best)
     ranked = sorted((min(by_layout[layout], key=_seconds) for layout in finalists), key=_seconds)
     by_form: dict[str, Candidate] = {}
     for rival in sorted(rivals, key=_seconds):
@@ -377,7 +377,7 @@ def _others(hardware: Hardware, tp: int) -> list[Variant]:
     return [form for form in choices if form.role in ("today", "rival") or form == IDEAL]
 
 
-def _played(
+def _candidates(
     hardware: Hardware, setup: Training, chosen: Sequence[Variant], *, rough: bool = False
 ) -> list[Candidate]:
     """The candidates that fit into memory, with their step times at typical figures."""

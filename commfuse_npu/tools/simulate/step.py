@@ -22,7 +22,7 @@ from commfuse_npu.hardware.machine import ITEM_BYTES, Machine
 from commfuse_npu.tools.simulate import llama, turns
 from commfuse_npu.tools.simulate.context_parallel import Attention
 from commfuse_npu.tools.simulate.data_parallel import GRADIENT_BYTES, exposed
-from commfuse_npu.tools.simulate.group import Group, Played, collective_seconds
+from commfuse_npu.tools.simulate.group import Group, Simulated, collective_seconds
 from commfuse_npu.tools.simulate.links import PlacementError
 from commfuse_npu.tools.simulate.llama import LayerShape
 from commfuse_npu.tools.simulate.pipeline import one_forward_one_backward, side_by_side
@@ -93,7 +93,7 @@ class _Cost(NamedTuple):
         return _Cost(self.device - less.device, self.busy - less.busy, tuple(launched))
 
 
-def _play(
+def _simulate(
     machine: Machine,
     shape: LayerShape,
     variant: Variant,
@@ -102,7 +102,7 @@ def _play(
     *,
     again: bool = False,
     rough: bool = False,
-) -> Played:
+) -> Simulated:
     """Simulate a part of a layer, or ``part`` layers of a forward paired with a backward."""
     if isinstance(part, int):
         build = partial(turns.pair, shape=shape, layers=part, attention=attended, again=again)
@@ -114,14 +114,14 @@ def _play(
     steady = part not in ("head_forward", "head_backward")
     one_rank = rough and not (steady and variant.attention)
     group = Group(machine, shape.ranks)
-    return group.play(variant, build, whole=False if one_rank else None, steady=steady)
+    return group.simulate(variant, build, whole=False if one_rank else None, steady=steady)
 
 
 @lru_cache(_KEPT)
 def _head(machine: Machine, shape: LayerShape, variant: Variant, rough: bool) -> list[float]:
     """Seconds of the output layer and the loss, forward and backward."""
     parts: tuple[_Part, ...] = "head_forward", "head_backward"
-    return [_play(machine, shape, variant, part, rough=rough).seconds for part in parts]
+    return [_simulate(machine, shape, variant, part, rough=rough).seconds for part in parts]
 
 
 @lru_cache(_KEPT)
@@ -134,12 +134,12 @@ def _cost(
     again: bool,
     rough: bool,
 ) -> _Cost:
-    played = _play(machine, shape, variant, part, attended, again=again, rough=rough)
+    simulated = _simulate(machine, shape, variant, part, attended, again=again, rough=rough)
     launched = (
         (sum(x.launches for x in rank), sum(x.posts for x in rank), sum(x.events for x in rank))
-        for rank in played.launches
+        for rank in simulated.launches
     )
-    return _Cost(played.timeline.seconds, played.busy, tuple(launched))
+    return _Cost(simulated.timeline.seconds, simulated.busy, tuple(launched))
 
 
 @dataclass(frozen=True)
@@ -158,14 +158,20 @@ class Step:
     training: Training
     rough: bool = False
 
-    def parts(self, variant: Variant) -> list[tuple[str, Played]]:
+    def parts(self, variant: Variant) -> list[tuple[str, Simulated]]:
         """Simulate a layer's forward, then its backward; or one of each as a pair."""
         parts: dict[str, _Part | int] = {"forward": "forward", "backward": "backward"}
         if variant.kind == "turns":
             parts = {"pair": 1}
-        attended = self._attended(variant)
-        play = partial(_play, self.machine, self.training.shape, variant, attended=attended)
-        return [(name, play(part=part, again=self.training.again)) for name, part in parts.items()]
+        simulate = partial(
+            _simulate,
+            self.machine,
+            self.training.shape,
+            variant,
+            attended=self._attended(variant),
+            again=self.training.again,
+        )
+        return [(name, simulate(part=part)) for name, part in parts.items()]
 
     def time(self, variant: Variant, *, free: bool = False) -> StepTime:
         """Seconds of a step.
@@ -194,17 +200,17 @@ class Step:
         forwards[0] += embedding
         backwards[0] += embedding
         between = 0.0 if free else self._between_stages
-        play = training.micro_batches, between, layout.vpp
+        pipeline = training.micro_batches, between, layout.vpp
         f, b = main.forward, main.backward
         if main.pair is None:
-            ends = one_forward_one_backward(forwards, backwards, *play)
+            ends = one_forward_one_backward(forwards, backwards, *pipeline)
         else:
             pairs = chunks(lambda time: time.seconds)
             # The part of a stage that occurs once, besides its layers.
             pairs = [pair + (main.pair[1] if pair else 0.0) for pair in pairs]
             pairs[-1] += sum(head)
             pairs[0] += 2 * embedding
-            ends = side_by_side(forwards, backwards, pairs, *play)
+            ends = side_by_side(forwards, backwards, pairs, *pipeline)
             f, b = (part * main.pair[0] / main.alone for part in (f, b))
         end, late = max(ends), 0.0
         if not free:

@@ -113,7 +113,7 @@ def test_host_and_device_meet_after_a_forward_and_its_backward(monkeypatch) -> N
     # A forward has 33 of the launches, and a third of the work: alone it would be the host's.
     between = device.forward / 33 * 1.1
     assert 66 * between < device.seconds
-    monkeypatch.setattr(group, "simulate", None)  # what the device takes was played
+    monkeypatch.setattr(group, "simulate", None)  # what the device takes was simulated
     meets = replace(fast, machine=ROCE.launching(between).machine())
     assert meets.layer_time(MEGATRON).seconds == pytest.approx(device.seconds)
     slow = replace(fast, machine=ROCE.launching(1e-3).machine()).layer_time(MEGATRON)
