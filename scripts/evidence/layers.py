@@ -124,7 +124,7 @@ def _times(
     times = {name: step.layer_time(form) for name, form in variants.items() if name not in left_out}
 
     def seconds(time: LayerTime) -> float:
-        return time.seconds + (time.forward if setup.again else 0.0)
+        return time.seconds + (time.forward if setup.recomputes else 0.0)
 
     slices = [times.pop(f"CoC {variant.way}") for variant in COC]
     return {"": step.layer_time(REFERENCE), **times, "CoC": min(slices, key=seconds)}
@@ -169,13 +169,13 @@ def steps(machine: str, model: str, tp: int, sequence: int) -> _Steps:
         times = _times(hardware, corner, setup, (*BOUNDS, *OURS[:2]))
         del times[""]
         for count in _MICRO_BATCHES:
-            lengths = {name: _length(time, count, setup.again) for name, time in times.items()}
+            lengths = {name: _length(time, count, setup.recomputes) for name, time in times.items()}
             seconds.setdefault((host, recompute, count), []).append(lengths)
     return seconds
 
 
-def _length(time: LayerTime, micro_batches: int, again: bool) -> float:
-    alone = time.alone + (time.forward if again else 0.0)
+def _length(time: LayerTime, micro_batches: int, recomputes: bool) -> float:
+    alone = time.alone + (time.forward if recomputes else 0.0)
     paired = alone if time.pair is None else time.pair[0]
     return alone + (paired - alone) * (micro_batches - 1) / micro_batches
 

@@ -117,14 +117,14 @@ def _stage(training: Training, stage: int, variant: Variant) -> tuple[float, flo
     else:
         held = in_flight_without(*order) / layout.vpp
     whole = {kind: _kept(training, kind) for kind in layers}
-    again = training.again_share(stage)
-    inputs = again * ITEM_BYTES * shape.held * shape.hidden
+    recomputed = training.recomputed_share(stage)
+    inputs = recomputed * ITEM_BYTES * shape.held * shape.hidden
     activations = held * sum(
-        count * (inputs + (1 - again) * whole[kind])
+        count * (inputs + (1 - recomputed) * whole[kind])
         for kind, count in layers.items()
         if whole[kind]
     )
-    if training.again:
+    if training.recomputes:
         activations += max(whole.values())
     if last:
         activations += _LOGITS * shape.rows / layout.tp * shape.vocabulary

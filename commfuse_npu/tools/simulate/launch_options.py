@@ -65,7 +65,7 @@ def _without_key(training: Training) -> Iterator[str]:
     if layout.vpp > 1:
         each = training.layers[0] // layout.vpp
         yield from ("--num-layers-per-virtual-pipeline-stage", str(each))
-    if training.again:
+    if training.recomputes:
         yield from ("--recompute-granularity", "full", "--recompute-method", "uniform")
         yield from ("--recompute-num-layers", "1")
 

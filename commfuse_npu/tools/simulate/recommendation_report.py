@@ -161,7 +161,7 @@ def reasons(recommendation: Recommendation) -> Iterator[str]:
 
 def _name(candidate: Candidate) -> str:
     tp, cp, dp, _, _ = candidate.training.layout
-    recomputation = ", full recomputation" if candidate.training.again else ""
+    recomputation = ", full recomputation" if candidate.training.recomputes else ""
     sizes = f"TP {tp}, CP {cp}, PP {_pipeline(candidate)}, DP {dp}"
     return f"{sizes}{recomputation}, {candidate.variant.name}"
 

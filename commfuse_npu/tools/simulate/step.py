@@ -100,12 +100,14 @@ def _simulate(
     part: _Part | int,
     attended: Attention = None,
     *,
-    again: bool = False,
+    recomputes: bool = False,
     rough: bool = False,
 ) -> Simulated:
     """Simulate a part of a layer, or ``part`` layers of a forward paired with a backward."""
     if isinstance(part, int):
-        build = partial(turns.pair, shape=shape, layers=part, attention=attended, again=again)
+        build = partial(
+            turns.pair, shape=shape, layers=part, attention=attended, recomputes=recomputes
+        )
     elif part.startswith("head"):
         build = partial(getattr(llama, part), shape=shape)
     else:
@@ -131,10 +133,12 @@ def _cost(
     variant: Variant,
     part: _Part | int,
     attended: Attention,
-    again: bool,
+    recomputes: bool,
     rough: bool,
 ) -> _Cost:
-    simulated = _simulate(machine, shape, variant, part, attended, again=again, rough=rough)
+    simulated = _simulate(
+        machine, shape, variant, part, attended, recomputes=recomputes, rough=rough
+    )
     launched = (
         (sum(x.launches for x in rank), sum(x.posts for x in rank), sum(x.events for x in rank))
         for rank in simulated.launches
@@ -169,7 +173,7 @@ class Step:
             self.training.shape,
             variant,
             attended=self._attended(variant),
-            again=self.training.again,
+            recomputes=self.training.recomputes,
         )
         return [(name, simulate(part=part)) for name, part in parts.items()]
 
@@ -191,8 +195,9 @@ class Step:
             ]
 
         forwards = chunks(lambda time: time.forward)
-        again = [training.again_share(place) * f for place, f in enumerate(forwards)]
-        backwards = [b + a for b, a in zip(chunks(lambda time: time.backward), again, strict=True)]
+        recomputed = [training.recomputed_share(place) * f for place, f in enumerate(forwards)]
+        backwards = chunks(lambda time: time.backward)
+        backwards = [b + again for b, again in zip(backwards, recomputed, strict=True)]
         head = _head(self.machine, training.shape, variant, self.rough)
         forwards[-1] += head[0]
         backwards[-1] += head[1]
@@ -215,7 +220,7 @@ class Step:
         end, late = max(ends), 0.0
         if not free:
             tails = [
-                self._buckets(stage, f, b * (1 + training.again)) for stage in range(layout.pp)
+                self._buckets(stage, f, b * (1 + training.recomputes)) for stage in range(layout.pp)
             ]
             late = max(e + tail for e, (tail, _) in zip(ends, tails, strict=True)) - end
             late += tails[0][1]
@@ -230,12 +235,12 @@ class Step:
         """A layer of one micro-batch, forward and backward, in the middle of a stage."""
         attended = self._attended(variant)
         if variant.kind == "turns":
-            return self._turning(variant, kind, attended)
+            return self._paired(variant, kind, attended)
         forward, backward = (
             self._of_layer(variant, kind, p, attended) for p in ("forward", "backward")
         )
         # The host does not wait between forward and backward, so their totals are compared.
-        runs = 2 if self.training.again else 1
+        runs = 2 if self.training.recomputes else 1
         hosts = [cost.host(self.machine) for cost in (forward, backward)]
         seconds = [forward.device, backward.device]
         if runs * hosts[0] + hosts[1] > runs * seconds[0] + seconds[1]:
@@ -250,23 +255,23 @@ class Step:
         kind: Kind,
         part: _Part | int,
         attended: Attention,
-        again: bool = False,
+        recomputes: bool = False,
     ) -> _Cost:
         machine, shape = self.machine, self.training.shape_of(kind)
         if not variant.tuned:
             # Simulate with free launches: the host time is counted separately, from their numbers.
             machine = replace(machine, launch_overhead=0.0, post_overhead=0.0, event_overhead=0.0)
         rough = self.rough and variant.kind != "turns"
-        return _cost(machine, shape, variant, part, attended, again, rough)
+        return _cost(machine, shape, variant, part, attended, recomputes, rough)
 
-    def _turning(self, variant: Variant, kind: Kind, attended: Attention) -> LayerTime:
+    def _paired(self, variant: Variant, kind: Kind, attended: Attention) -> LayerTime:
         """Megatron's order for single layers; a pair from the difference of four and two layers."""
-        alone, share = self.layer_time(MEGATRON, kind), self.training.again_share(0)
+        alone, share = self.layer_time(MEGATRON, kind), self.training.recomputed_share(0)
         layer = extra = busy = 0.0
-        for again, part in ((False, 1 - share), (True, share)):
+        for recomputes, part in ((False, 1 - share), (True, share)):
             if not part:
                 continue
-            two, four = (self._of_layer(variant, kind, n, attended, again) for n in (2, 4))
+            two, four = (self._of_layer(variant, kind, n, attended, recomputes) for n in (2, 4))
             more = four.beyond(two)
             seconds = max(more.device, more.host(self.machine)) / 2
             layer, busy = layer + part * seconds, busy + part * more.busy / 2

@@ -23,29 +23,29 @@ RATE = 0.002
 """Of the links, so that a transfer takes a fifth of the largest GEMM, at 1 FLOP/s."""
 
 
-def simulated(*, again: bool = False, rate: float = RATE) -> Simulated:
+def simulated(*, recomputes: bool = False, rate: float = RATE) -> Simulated:
     return Group(ideal(rate=rate), 4).simulate(
-        TURNS, lambda rank: turns.pair(rank, SHAPE, 2, None, again=again)
+        TURNS, lambda rank: turns.pair(rank, SHAPE, 2, None, recomputes=recomputes)
     )
 
 
-def in_order(*, again: bool = False) -> Simulated:
+def in_order(*, recomputes: bool = False) -> Simulated:
     def build(rank: Rank) -> None:
         for _ in range(2):
             llama.forward(rank, SHAPE)
         for _ in range(2):
-            if again:
+            if recomputes:
                 llama.forward(rank, SHAPE)
             llama.backward(rank, SHAPE)
 
     return Group(ideal(rate=RATE), 4).simulate(MEGATRON, build)
 
 
-@pytest.mark.parametrize("again", [False, True])
-def test_it_launches_what_megatron_launches_and_hand_overs(again: bool) -> None:
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_it_launches_what_megatron_launches_and_hand_overs(recomputes: bool) -> None:
     ours, plain = (
         Counter((one.name, one.seconds, sent([one])) for one in of.launches[0] if one.name != "end")
-        for of in (simulated(again=again), in_order(again=again))
+        for of in (simulated(recomputes=recomputes), in_order(recomputes=recomputes))
     )
     assert 0 < ours.pop(("hand over", 0.0, 0)) <= 2 * plain.total()
     assert ours == plain
