@@ -29,8 +29,8 @@ from typing import NamedTuple, get_args
 
 from commfuse_npu.config_file import find_config
 from commfuse_npu.hardware.description import Hardware
-from commfuse_npu.hardware.machine import Machine, covering_outputs
-from commfuse_npu.plan import least_rows, usual_chunks
+from commfuse_npu.hardware.machine import Machine, min_outputs_to_hide
+from commfuse_npu.plan import min_rows_to_fuse, usual_chunks
 from commfuse_npu.tools.markdown import table_head, table_row
 from commfuse_npu.tools.model_config import ModelConfig
 from commfuse_npu.tools.simulate.group import Group
@@ -42,11 +42,11 @@ from commfuse_npu.tools.simulate.variants import (
     COC_FUSED,
     COC_TUNED,
     COMPUTE_ONLY,
+    FB_OVERLAP,
     IDEAL,
     MC2,
     MEGATRON,
     REFERENCE,
-    TURNS,
     Variant,
     fused,
     together,
@@ -97,15 +97,15 @@ def _ahead(shares: Shares, form: str, rivals: Sequence[str]) -> bool:
 def forms(machine: Machine, setup: Training) -> dict[str, Variant]:
     """The compared forms, by name."""
     tp, rows, hidden = setup.layout.tp, setup.shape.block, setup.shape.hidden
-    base, least = Group(machine, tp).direct, covering_outputs(machine, tp)
+    base, least = Group(machine, tp).direct, min_outputs_to_hide(machine, tp)
     usual = next(iter(together(base, tp)), base)
     default = fused(replace(usual, chunks=usual_chunks(tp, rows, hidden)), collectives_from=least)
     return {
         "ours": fused(base, tuned=_CHUNKS),
         "ours, other rounding": fused(base, tuned=_CHUNKS, wgrad="blocks", sums="once"),
-        "default": default if rows >= least_rows(tp, hidden) else MEGATRON,
+        "default": default if rows >= min_rows_to_fuse(tp, hidden) else MEGATRON,
         **{f"CoC {variant.way}": variant for variant in COC},
-        "forward-backward": TURNS,
+        "forward-backward": FB_OVERLAP,
         **({_KERNEL: COC_FUSED, "catccos": CATCCOS} if tp == 8 else {}),
         "Megatron": MEGATRON,
         "MC2": MC2,

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from commfuse_npu.hardware.machine import Level, Machine, covering_outputs
+from commfuse_npu.hardware.machine import Level, Machine, min_outputs_to_hide
 from commfuse_npu.tools.simulate.group import Group
 from commfuse_npu.tools.simulate.linear import column, column_gradients
 from commfuse_npu.tools.simulate.rank import Rank, rest
@@ -84,7 +84,7 @@ def test_a_host_that_runs_on_is_ahead_or_is_what_limits() -> None:
 @pytest.mark.parametrize("topology", ["full_mesh", "switched"])
 def test_from_so_many_outputs_on_nothing_is_left_to_hide(topology: str, size: int) -> None:
     machine = replace(IDEAL, inside=Level(topology, 10.0, 0.0), cube_flops=1e6)  # type: ignore[arg-type]
-    least = covering_outputs(machine, size)
+    least = min_outputs_to_hide(machine, size)
     assert least is not None
 
     def waits(outputs: int) -> float:
@@ -95,6 +95,5 @@ def test_from_so_many_outputs_on_nothing_is_left_to_hide(topology: str, size: in
 
     assert waits(least) == pytest.approx(0.0, abs=1e-9)
     assert waits(least // 2) > 0
-    assert (
-        covering_outputs(machine, 1) is covering_outputs(machine, 2 * machine.npus_per_node) is None
-    )
+    for without in 1, 2 * machine.npus_per_node:
+        assert min_outputs_to_hide(machine, without) is None

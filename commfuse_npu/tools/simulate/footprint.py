@@ -112,7 +112,7 @@ def _stage(training: Training, stage: int, variant: Variant) -> tuple[float, flo
     layers, (everyone, experts) = training.of_stage(stage), training.of_layers(stage)
     everyone += tables * shape.vocabulary * shape.hidden / layout.tp
     order = layout.pp, stage, layout.vpp, training.micro_batches
-    if variant.kind == "turns":
+    if variant.kind == "fb_overlap":
         held = most_in_flight(slots(*order)) / layout.vpp
     else:
         held = in_flight_without(*order) / layout.vpp

@@ -14,7 +14,7 @@ from commfuse_npu.runtime.whole_file import whole_file
 from commfuse_npu.tools.model_config import ModelConfig
 from commfuse_npu.tools.simulate.recommend import Candidate
 from commfuse_npu.tools.simulate.step import Training
-from commfuse_npu.tools.simulate.variants import COC, COC_FUSED, MC2, MEGATRON, TURNS, Variant
+from commfuse_npu.tools.simulate.variants import COC, COC_FUSED, FB_OVERLAP, MC2, MEGATRON, Variant
 
 __all__ = ["FORMS", "check_target", "launching", "options", "planned", "write_plan"]
 
@@ -26,7 +26,7 @@ FORMS = {
     },
     COC_FUSED: ("CoC's kernel", "--use-ascend-coc --coc-fused-kernel"),
     MC2: ("MC2", "--use-ascend-mc2"),
-    TURNS: ("forward-backward overlap", "--commfuse-fb-overlap"),
+    FB_OVERLAP: ("forward-backward overlap", "--commfuse-fb-overlap"),
 }
 """The forms besides fused layers that can be launched: description and flags."""
 
@@ -75,7 +75,7 @@ def launching(variant: Variant, training: Training) -> Iterator[str]:
     schedule, layout = variant.schedule, training.layout
     _, flags = FORMS.get(variant, ("", ""))
     yield from flags.split()
-    if variant == TURNS and layout.pp > 1 and layout.vpp == 1:
+    if variant == FB_OVERLAP and layout.pp > 1 and layout.vpp == 1:
         yield "--commfuse-fb-overlap-memory"
     if schedule is None:
         return

@@ -28,7 +28,7 @@ from commfuse_npu.tools.simulate.recommend import Recommendation
 from commfuse_npu.tools.simulate.report import COLUMNS, Standing, cells, headline, seconds, sources
 from commfuse_npu.tools.simulate.step import Layout, Step, Training
 from commfuse_npu.tools.simulate.sweep import Options, Point, training
-from commfuse_npu.tools.simulate.variants import MEGATRON, REFERENCE, TURNS, Role, Variant
+from commfuse_npu.tools.simulate.variants import FB_OVERLAP, MEGATRON, REFERENCE, Role, Variant
 
 __all__ = ["gain_picture", "layer_picture", "plan_page", "sweep_page", "sweep_picture"]
 
@@ -101,7 +101,7 @@ def gain_picture(model: ModelConfig, hardware: Hardware) -> Picture:
             step = Step(hardware.machine(), training(model, Layout(tp, 1, 1, 1), length, options))
         except ConfigError:
             continue  # heads or widths that this TP does not divide
-        ours, today = (step.layer_time(variant).seconds for variant in (TURNS, MEGATRON))
+        ours, today = (step.layer_time(variant).seconds for variant in (FB_OVERLAP, MEGATRON))
         gains.append((_thousands(length), f"TP {tp}", 100 * (1 - ours / today)))
     title = "% less time per layer than in Megatron's order, with --commfuse-fb-overlap"
     picture = heat(title, "tokens of a sequence", gains)

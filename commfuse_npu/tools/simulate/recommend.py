@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from commfuse_npu.config_file import ConfigError, config_names, find_config
 from commfuse_npu.hardware.description import Hardware
-from commfuse_npu.hardware.machine import Machine, covering_outputs
+from commfuse_npu.hardware.machine import Machine, min_outputs_to_hide
 from commfuse_npu.tools.model_config import ModelConfig
 from commfuse_npu.tools.simulate.footprint import Footprint, footprint, limit
 from commfuse_npu.tools.simulate.group import Group
@@ -34,9 +34,9 @@ from commfuse_npu.tools.simulate.sweep import (
 )
 from commfuse_npu.tools.simulate.variants import (
     COMPUTE_ONLY,
+    FB_OVERLAP,
     IDEAL,
     REFERENCE,
-    TURNS,
     Variant,
     Wgrad,
     fused,
@@ -332,7 +332,7 @@ def _fused(hardware: Hardware, setup: Training, other_rounding: bool) -> list[Va
     elif layout.cp == 1:
         shapes = [*together(base, group.size), base]
     wgrads: tuple[Wgrad, ...] = ("whole", "blocks") if other_rounding else ("whole",)
-    ours = partial(fused, collectives_from=covering_outputs(hardware.machine(), layout.tp))
+    ours = partial(fused, collectives_from=min_outputs_to_hide(hardware.machine(), layout.tp))
     choices = [
         ours(replace(shape, chunks=chunks, taper=taper), wgrad=wgrad)
         for shape in shapes
@@ -346,7 +346,7 @@ def _fused(hardware: Hardware, setup: Training, other_rounding: bool) -> list[Va
             for wgrad in wgrads
         ]
     if layout.tp > 1 and setup.micro_batches > 1:
-        choices.append(TURNS)
+        choices.append(FB_OVERLAP)
     return choices
 
 

@@ -19,7 +19,7 @@ from functools import lru_cache, partial
 from typing import Literal, NamedTuple
 
 from commfuse_npu.hardware.machine import ITEM_BYTES, Machine
-from commfuse_npu.tools.simulate import llama, turns
+from commfuse_npu.tools.simulate import fb_overlap, llama
 from commfuse_npu.tools.simulate.context_parallel import Attention
 from commfuse_npu.tools.simulate.data_parallel import GRADIENT_BYTES, exposed
 from commfuse_npu.tools.simulate.group import Group, Simulated, collective_seconds
@@ -106,7 +106,7 @@ def _simulate(
     """Simulate a part of a layer, or ``part`` layers of a forward paired with a backward."""
     if isinstance(part, int):
         build = partial(
-            turns.pair, shape=shape, layers=part, attention=attended, recomputes=recomputes
+            fb_overlap.pair, shape=shape, layers=part, attention=attended, recomputes=recomputes
         )
     elif part.startswith("head"):
         build = partial(getattr(llama, part), shape=shape)
@@ -165,7 +165,7 @@ class Step:
     def parts(self, variant: Variant) -> list[tuple[str, Simulated]]:
         """Simulate a layer's forward, then its backward; or one of each as a pair."""
         parts: dict[str, _Part | int] = {"forward": "forward", "backward": "backward"}
-        if variant.kind == "turns":
+        if variant.kind == "fb_overlap":
             parts = {"pair": 1}
         simulate = partial(
             _simulate,
@@ -234,7 +234,7 @@ class Step:
     def layer_time(self, variant: Variant, kind: Kind = "dense") -> LayerTime:
         """A layer of one micro-batch, forward and backward, in the middle of a stage."""
         attended = self._attended(variant)
-        if variant.kind == "turns":
+        if variant.kind == "fb_overlap":
             return self._paired(variant, kind, attended)
         forward, backward = (
             self._of_layer(variant, kind, p, attended) for p in ("forward", "backward")
@@ -261,7 +261,7 @@ class Step:
         if not variant.tuned:
             # Simulate with free launches: the host time is counted separately, from their numbers.
             machine = replace(machine, launch_overhead=0.0, post_overhead=0.0, event_overhead=0.0)
-        rough = self.rough and variant.kind != "turns"
+        rough = self.rough and variant.kind != "fb_overlap"
         return _cost(machine, shape, variant, part, attended, recomputes, rough)
 
     def _paired(self, variant: Variant, kind: Kind, attended: Attention) -> LayerTime:

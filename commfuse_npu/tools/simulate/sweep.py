@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple
 from commfuse_npu.config_file import ConfigError
 from commfuse_npu.did_you_mean import did_you_mean
 from commfuse_npu.hardware.description import Choice, Hardware
-from commfuse_npu.hardware.machine import covering_outputs
+from commfuse_npu.hardware.machine import min_outputs_to_hide
 from commfuse_npu.tools.model_config import ModelConfig
 from commfuse_npu.tools.simulate.footprint import footprint
 from commfuse_npu.tools.simulate.group import Group
@@ -184,7 +184,7 @@ def of_hardware(hardware: Hardware, layout: Layout, options: Options) -> list[Va
     group = fused_group(hardware, layout, options.ulysses == "fused")
     size = group.size
     wanted = max(1, min(options.lanes or group.direct.lanes_for(size), size - 1))
-    least = covering_outputs(hardware.machine(), layout.tp)
+    least = min_outputs_to_hide(hardware.machine(), layout.tp)
     choices = variants(size, group.members_per_node, wanted, options.chunks, least)
     names, chosen = [variant.name for variant in choices], {REFERENCE.name}
     for pattern in options.patterns:

@@ -9,12 +9,12 @@ import pytest
 
 from commfuse_npu.plan.slots import paired_microbatches, slots
 from commfuse_npu.plan.turn_order import strict_turns
-from commfuse_npu.tools.simulate import llama, turns
+from commfuse_npu.tools.simulate import fb_overlap, llama
 from commfuse_npu.tools.simulate.group import Group, Simulated
 from commfuse_npu.tools.simulate.llama import LayerShape
 from commfuse_npu.tools.simulate.pipeline import side_by_side
 from commfuse_npu.tools.simulate.rank import Rank
-from commfuse_npu.tools.simulate.variants import MEGATRON, TURNS
+from commfuse_npu.tools.simulate.variants import FB_OVERLAP, MEGATRON
 from tests.tools.simulate.machines import ideal
 from tests.tools.simulate.timeline_checks import sent
 
@@ -25,7 +25,7 @@ RATE = 0.002
 
 def simulated(*, recomputes: bool = False, rate: float = RATE) -> Simulated:
     return Group(ideal(rate=rate), 4).simulate(
-        TURNS, lambda rank: turns.pair(rank, SHAPE, 2, None, recomputes=recomputes)
+        FB_OVERLAP, lambda rank: fb_overlap.pair(rank, SHAPE, 2, None, recomputes=recomputes)
     )
 
 
@@ -55,9 +55,9 @@ def test_it_is_shorter_than_strict_turns_and_longer_than_its_work() -> None:
     pair, plain = simulated(), in_order()
     # Without a hand-over each side waits for what it waits for in Megatron's order.
     never = lambda sides: tuple((False,) * len(side) for side in sides)  # noqa: E731
-    with mock.patch.object(turns, "best_order", never):
+    with mock.patch.object(fb_overlap, "best_order", never):
         assert simulated().timeline.seconds == pytest.approx(plain.timeline.seconds, rel=1e-6)
-    with mock.patch.object(turns, "best_order", strict_turns):
+    with mock.patch.object(fb_overlap, "best_order", strict_turns):
         assert pair.seconds < simulated().seconds < plain.seconds
     # Without transfers only the work is left.
     free = simulated(rate=1e9)
