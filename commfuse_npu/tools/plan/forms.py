@@ -208,11 +208,11 @@ def _forms(
         seconds, mebibytes = costs.get(title, (None, None))
         return Form(title, flags, seconds, mebibytes, obstacle)
 
-    megatron, pairs = FORMS[MEGATRON], FORMS[FB_OVERLAP]
-    others = (one for one in FORMS.values() if one[0] in costs and one not in (megatron, pairs))
+    megatron, overlap = FORMS[MEGATRON], FORMS[FB_OVERLAP]
+    others = (one for one in FORMS.values() if one[0] in costs and one not in (megatron, overlap))
     return [
         form(*megatron),
-        form(pairs[0], pairs[1] + memory, judged.overlap.obstacle),
+        form(overlap[0], overlap[1] + memory, judged.overlap.obstacle),
         form(_FUSED, "--use-commfuse", refused or lacking),
         *(form(*one) for one in others),
     ]
