@@ -27,7 +27,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from commfuse_npu.hardware.machine import covering_outputs
+from commfuse_npu.hardware.machine import min_outputs_to_hide
 from commfuse_npu.ops import (
     LinearOptions,
     all_gather_linear,
@@ -37,7 +37,7 @@ from commfuse_npu.ops import (
 )
 from commfuse_npu.options import option_name
 from commfuse_npu.overlap.transfers import active_turns
-from commfuse_npu.plan import least_rows, usual_chunks
+from commfuse_npu.plan import min_rows_to_fuse, usual_chunks
 from commfuse_npu.runtime.post_time import post_seconds
 from commfuse_npu.runtime.transport import Transport
 from mindspeed_patches.attention import DeferredAttention
@@ -125,8 +125,8 @@ class LinearWrappers(LaneUser):
             ``gradient_accumulation_fusion``.
         layers: which of :data:`LAYERS` to fuse.
         min_rows: layers with fewer rows in a rank's block keep Megatron's forward.  ``None``: on an
-            NPU with a hardware description, :func:`~commfuse_npu.plan.least_rows` of the cost of a
-            post, measured when the lanes are created, which also sets the chunks; else 0.
+            NPU with a hardware description, :func:`~commfuse_npu.plan.min_rows_to_fuse` of the cost
+            of a post, measured when the lanes are created, which also sets the chunks; else 0.
         described: take ``collectives_from`` from the hardware description of the NPU, if any.
         rows, hidden: shape of a block in this launch, if known.
 
@@ -174,7 +174,7 @@ class LinearWrappers(LaneUser):
         needed = (self._described or self._limited) and lanes.device_type != "cpu"
         machine = described_machine(lanes.device_type) if needed else None
         if self._described:
-            least = covering_outputs(machine, lanes.size) if machine else None
+            least = min_outputs_to_hide(machine, lanes.size) if machine else None
             self._options = by_fusion(replace(self._options[False], collectives_from=least))
         if self._limited and machine and isinstance(lanes, Transport) and lanes.size > 1:
             self._choose_by(post_seconds(lanes))
@@ -182,7 +182,7 @@ class LinearWrappers(LaneUser):
     def _choose_by(self, post: float) -> None:
         """Set the least rows and the chunks for a host that needs ``post`` seconds per post."""
         size, schedule = self.lanes().size, self._options[False].schedule
-        self._min_rows = least_rows(size, self._hidden, post)
+        self._min_rows = min_rows_to_fuse(size, self._hidden, post)
         chunks = usual_chunks(size, self._rows or 0, self._hidden, post)
         schedule = replace(schedule, chunks=chunks)
         self._options = by_fusion(replace(self._options[False], schedule=schedule))

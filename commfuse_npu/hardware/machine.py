@@ -21,7 +21,7 @@ __all__ = [
     "Level",
     "LinkTopology",
     "Machine",
-    "covering_outputs",
+    "min_outputs_to_hide",
 ]
 
 LinkTopology = Literal["full_mesh", "switched", "nic_per_npu", "nic_per_node"]
@@ -173,7 +173,7 @@ class Machine:
         return traffic / self.hbm_bandwidth
 
 
-def covering_outputs(machine: Machine, size: int) -> int | None:
+def min_outputs_to_hide(machine: Machine, size: int) -> int | None:
     """The least outputs per rank with which a column-parallel backward's GEMMs hide its transfers.
 
     This is about the unfused backward in Megatron's order, which gathers the input during dgrad and

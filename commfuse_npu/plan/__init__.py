@@ -5,7 +5,7 @@ from __future__ import annotations
 from commfuse_npu.plan.defaults import (
     DATA_PARALLEL_LANES,
     block_rows,
-    least_rows,
+    min_rows_to_fuse,
     usual_chunks,
     usual_shape,
 )
@@ -17,7 +17,7 @@ __all__ = [
     "PlanError",
     "Schedule",
     "block_rows",
-    "least_rows",
+    "min_rows_to_fuse",
     "split",
     "taper_down",
     "usual_chunks",

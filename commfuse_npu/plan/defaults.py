@@ -2,7 +2,7 @@
 
 The host time of posting a point-to-point batch is measured when lanes are created; the default here
 is that of the described machines.  Both limits are simulated, for layers of three models and groups
-of 2 to 8 ranks (``tests/tools/simulate/test_least_rows.py``).
+of 2 to 8 ranks (``tests/tools/simulate/test_min_rows.py``).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ __all__ = [
     "DATA_PARALLEL_LANES",
     "POST_SECONDS",
     "block_rows",
-    "least_rows",
+    "min_rows_to_fuse",
     "usual_chunks",
     "usual_shape",
 ]
@@ -51,7 +51,7 @@ def usual_shape(size: int) -> Shape:
     return "collective" if size > 2 else "shifted"
 
 
-def least_rows(size: int, hidden: int | None = None, post: float = POST_SECONDS) -> int:
+def min_rows_to_fuse(size: int, hidden: int | None = None, post: float = POST_SECONDS) -> int:
     """The least rows per block for which fusing pays; below, Megatron's order is as fast or faster.
 
     A post must cost the host less than the work it overlaps with.  So a block needs 2^16 elements
@@ -78,7 +78,7 @@ def usual_chunks(
     twice as long as Megatron's order if it costs 40.
 
     Args:
-        size, hidden, post: as for :func:`least_rows`.
+        size, hidden, post: as for :func:`min_rows_to_fuse`.
     """
     return 2 if rows >= max(512, _rows(size, hidden, post)) else 1
 

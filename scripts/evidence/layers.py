@@ -29,8 +29,8 @@ from typing import NamedTuple, get_args
 
 from commfuse_npu.config_file import find_config
 from commfuse_npu.hardware.description import Hardware
-from commfuse_npu.hardware.machine import Machine, covering_outputs
-from commfuse_npu.plan import least_rows, usual_chunks
+from commfuse_npu.hardware.machine import Machine, min_outputs_to_hide
+from commfuse_npu.plan import min_rows_to_fuse, usual_chunks
 from commfuse_npu.tools.markdown import table_head, table_row
 from commfuse_npu.tools.model_config import ModelConfig
 from commfuse_npu.tools.simulate.group import Group
@@ -42,11 +42,11 @@ from commfuse_npu.tools.simulate.variants import (
     COC_FUSED,
     COC_TUNED,
     COMPUTE_ONLY,
+    FB_OVERLAP,
     IDEAL,
     MC2,
     MEGATRON,
     REFERENCE,
-    TURNS,
     Variant,
     fused,
     together,
@@ -89,23 +89,23 @@ class Point(NamedTuple):
     ordered: Shares
 
 
-def _ahead(shares: Shares, form: str, others: Sequence[str]) -> bool:
-    """Whether a form is faster than all of the others that exist at this point."""
-    return all(shares[form] < shares[other] for other in others if other in shares)
+def _ahead(shares: Shares, form: str, rivals: Sequence[str]) -> bool:
+    """Whether a form is faster than all of these rivals that exist at this point."""
+    return all(shares[form] < shares[rival] for rival in rivals if rival in shares)
 
 
-def forms(machine: Machine, what: Training) -> dict[str, Variant]:
+def forms(machine: Machine, setup: Training) -> dict[str, Variant]:
     """The compared forms, by name."""
-    tp, rows, hidden = what.layout.tp, what.shape.block, what.shape.hidden
-    base, least = Group(machine, tp).direct, covering_outputs(machine, tp)
+    tp, rows, hidden = setup.layout.tp, setup.shape.block, setup.shape.hidden
+    base, least = Group(machine, tp).direct, min_outputs_to_hide(machine, tp)
     usual = next(iter(together(base, tp)), base)
     default = fused(replace(usual, chunks=usual_chunks(tp, rows, hidden)), collectives_from=least)
     return {
         "ours": fused(base, tuned=_CHUNKS),
         "ours, other rounding": fused(base, tuned=_CHUNKS, wgrad="blocks", sums="once"),
-        "default": default if rows >= least_rows(tp, hidden) else MEGATRON,
+        "default": default if rows >= min_rows_to_fuse(tp, hidden) else MEGATRON,
         **{f"CoC {variant.way}": variant for variant in COC},
-        "forward-backward": TURNS,
+        "forward-backward": FB_OVERLAP,
         **({_KERNEL: COC_FUSED, "catccos": CATCCOS} if tp == 8 else {}),
         "Megatron": MEGATRON,
         "MC2": MC2,
@@ -116,15 +116,15 @@ def forms(machine: Machine, what: Training) -> dict[str, Variant]:
 
 
 def _times(
-    hardware: Hardware, corner: int, what: Training, left_out: Sequence[str] = ()
+    hardware: Hardware, corner: int, setup: Training, left_out: Sequence[str] = ()
 ) -> dict[str, LayerTime]:
     """Times by form; ``""`` is with blocking collectives; ``CoC`` is its fastest slices."""
-    variants = forms(hardware.machine(), what)
-    step = Step(hardware.machine(*CORNERS[corner]), what)
+    variants = forms(hardware.machine(), setup)
+    step = Step(hardware.machine(*CORNERS[corner]), setup)
     times = {name: step.layer_time(form) for name, form in variants.items() if name not in left_out}
 
     def seconds(time: LayerTime) -> float:
-        return time.seconds + (time.forward if what.again else 0.0)
+        return time.seconds + (time.forward if setup.recomputes else 0.0)
 
     slices = [times.pop(f"CoC {variant.way}") for variant in COC]
     return {"": step.layer_time(REFERENCE), **times, "CoC": min(slices, key=seconds)}
@@ -147,8 +147,8 @@ def point(machine: str, model: str, tp: int, sequence: int, corners: int = len(C
     times = [_times(hardware, corner, setup) for corner in range(corners)]
     times.append(_times(replace(hardware, deterministic=True), 0, setup))
 
-    def shares(found: dict[str, LayerTime]) -> Shares:
-        return {name: time.seconds / found[""].seconds for name, time in found.items() if name}
+    def shares(times: dict[str, LayerTime]) -> Shares:
+        return {name: time.seconds / times[""].seconds for name, time in times.items() if name}
 
     *by_corner, ordered = map(shares, times)
     return Point(machine, model, tp, sequence, tuple(by_corner), ordered)
@@ -169,13 +169,13 @@ def steps(machine: str, model: str, tp: int, sequence: int) -> _Steps:
         times = _times(hardware, corner, setup, (*BOUNDS, *OURS[:2]))
         del times[""]
         for count in _MICRO_BATCHES:
-            lengths = {name: _length(time, count, setup.again) for name, time in times.items()}
+            lengths = {name: _length(time, count, setup.recomputes) for name, time in times.items()}
             seconds.setdefault((host, recompute, count), []).append(lengths)
     return seconds
 
 
-def _length(time: LayerTime, micro_batches: int, again: bool) -> float:
-    alone = time.alone + (time.forward if again else 0.0)
+def _length(time: LayerTime, micro_batches: int, recomputes: bool) -> float:
+    alone = time.alone + (time.forward if recomputes else 0.0)
     paired = alone if time.pair is None else time.pair[0]
     return alone + (paired - alone) * (micro_batches - 1) / micro_batches
 
@@ -207,10 +207,10 @@ def report(points: Sequence[Point]) -> str:
     """The points at which CommFuse is ahead, and a row per point."""
     names = [*OURS, *RIVALS, *BOUNDS]
 
-    def row(one: Point) -> list[str]:
-        fastest = min(one.shares[0].get(name, 1.0) for name in (*OURS, *RIVALS))
-        cells = (_cell(one, name, fastest) for name in names)
-        return [one.machine, one.model, str(one.tp), str(one.sequence), *cells]
+    def row(point: Point) -> list[str]:
+        fastest = min(point.shares[0].get(name, 1.0) for name in (*OURS, *RIVALS))
+        cells = (_cell(point, name, fastest) for name in names)
+        return [point.machine, point.model, str(point.tp), str(point.sequence), *cells]
 
     head = "machine", "model", "TP", "tokens", *names
     align = "---|---|---:|---:|" + "|".join(["---:"] * len(names))
@@ -218,8 +218,8 @@ def report(points: Sequence[Point]) -> str:
     return "\n".join([*_verdicts(points), "", *rows])
 
 
-def _cell(one: Point, name: str, fastest: float) -> str:
-    shares = [corner[name] for corner in one.shares if name in corner]
+def _cell(point: Point, name: str, fastest: float) -> str:
+    shares = [corner[name] for corner in point.shares if name in corner]
     if not shares:
         return "-"
     text = f"{shares[0]:.3f}"
@@ -232,11 +232,11 @@ def _verdicts(points: Sequence[Point]) -> Iterator[str]:
     """How often each CommFuse form is ahead: typically, at every corner, with ordered sums."""
     kernels = sum(_KERNEL in point.shares[0] for point in points)
 
-    def count(form: str, others: Sequence[str]) -> str:
-        cases = [point for point in points if len(others) > 1 or others[0] in point.shares[0]]
-        typical = sum(_ahead(case.shares[0], form, others) for case in cases)
-        always = sum(all(_ahead(corner, form, others) for corner in case.shares) for case in cases)
-        return f"{typical}; {always}; {sum(_ahead(case.ordered, form, others) for case in cases)}"
+    def count(form: str, rivals: Sequence[str]) -> str:
+        cases = [point for point in points if len(rivals) > 1 or rivals[0] in point.shares[0]]
+        typical = sum(_ahead(case.shares[0], form, rivals) for case in cases)
+        always = sum(all(_ahead(corner, form, rivals) for corner in case.shares) for case in cases)
+        return f"{typical}; {always}; {sum(_ahead(case.ordered, form, rivals) for case in cases)}"
 
     head = f"ahead, of {len(points)} points", *_titles(RIVALS, kernels), "all of them"
     groups = [*((rival,) for rival in RIVALS), RIVALS]

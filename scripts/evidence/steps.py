@@ -98,23 +98,23 @@ def _measured(name: str, script: Path, times: Sequence[float], memory: object) -
     return Measured(name, family, training, form_of(launch.options), steady, most)
 
 
-def families(found: Sequence[Measured]) -> tuple[set[str], set[str]]:
+def families(steps: Sequence[Measured]) -> tuple[set[str], set[str]]:
     """The families that are fitted, and those that are predicted."""
-    names = sorted({step.family for step in found})
+    names = sorted({step.family for step in steps})
     return set(names[::2]), set(names[1::2])
 
 
-def simulated(one: Measured, machine: Machine) -> float:
+def simulated(step: Measured, machine: Machine) -> float:
     """Milliseconds of a simulated step."""
-    return 1e3 * Step(machine, one.training, rough=True).time(one.form).seconds
+    return 1e3 * Step(machine, step.training, rough=True).time(step.form).seconds
 
 
-def fit(found: Sequence[Measured], machine: Machine) -> Machine:
+def fit(steps: Sequence[Measured], machine: Machine) -> Machine:
     """The machine with the host figures that fit these launches best."""
 
     def off(launch: float, experts: float) -> float:
         host = _host(machine, launch, experts)
-        return sum(abs(math.log(simulated(step, host) / step.milliseconds)) for step in found)
+        return sum(abs(math.log(simulated(step, host) / step.milliseconds)) for step in steps)
 
     at, factor = (1e-4, 72.0), 1.5
     best = off(*at)
@@ -139,23 +139,23 @@ def _host(machine: Machine, launch: float, experts: float) -> Machine:
     )
 
 
-def report(found: Sequence[Measured], left_out: Sequence[str], hardware: Hardware) -> str:
+def report(steps: Sequence[Measured], left_out: Sequence[str], hardware: Hardware) -> str:
     """Tables of every launch and of the errors of each half, and what is not simulated."""
-    machine, (fitted, _) = hardware.machine(), families(found)
+    machine, (fitted, _) = hardware.machine(), families(steps)
     free = replace(machine, launch_overhead=0.0, post_overhead=0.0, event_overhead=0.0)
     head = ("launch", "TP PP CP EP", "form", "limit", "ms", "simulated", "off", "MiB",
             "simulated", "off", "half")  # fmt: skip
     lines = [table_head(head)]
     errors: dict[tuple[str, str], list[float]] = {}
 
-    def compared(half: str, what: str, theirs: float, ours: float) -> list[str]:
-        if not theirs:
+    def compared(half: str, kind: str, measurement: float, simulation: float) -> list[str]:
+        if not measurement:
             return ["-"] * 3
-        off = ours / theirs - 1
-        errors.setdefault((half, what), []).append(abs(off))
-        return [f"{theirs:,.0f}", f"{ours:,.0f}", f"{off:+.0%}"]
+        off = simulation / measurement - 1
+        errors.setdefault((half, kind), []).append(abs(off))
+        return [f"{measurement:,.0f}", f"{simulation:,.0f}", f"{off:+.0%}"]
 
-    for step in sorted(found, key=lambda step: (step.family not in fitted, step.name)):
+    for step in sorted(steps, key=lambda step: (step.family not in fitted, step.name)):
         milliseconds = simulated(step, machine)
         limit = "host" if simulated(step, free) < _HOST_LIMIT * milliseconds else "device"
         half = "fitted" if step.family in fitted else "predicted"

@@ -9,7 +9,7 @@ import pytest
 
 from commfuse_npu.config_file import find_config
 from commfuse_npu.hardware.description import Hardware
-from commfuse_npu.hardware.machine import covering_outputs
+from commfuse_npu.hardware.machine import min_outputs_to_hide
 from commfuse_npu.proof.cases import CHUNKS, LANES, cases
 from commfuse_npu.tools.bench.report import summary
 from commfuse_npu.tools.bench.results import load
@@ -141,7 +141,7 @@ def test_what_is_counted_is_as_many() -> None:
         row = rf"{every - assumed} of {every}.* \| beside each in `configs/hardware/{path.name}`"
         assert re.search(row, PAGE), path.name
     server = Hardware.load(find_config(MACHINES["A2 server"], "hardware"))
-    outputs = f"from {covering_outputs(server.machine(), 8):,} outputs on"
+    outputs = f"from {min_outputs_to_hide(server.machine(), 8):,} outputs on"
     assert outputs in (DOCS / "options.md").read_text("utf-8")
     assumed, every = map(int, re.findall(r"\d+", server.assumed))
     said = f"of {every} on an A2 server {assumed} are assumed"

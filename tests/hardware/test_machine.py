@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from commfuse_npu.hardware.machine import Level, Machine, covering_outputs
+from commfuse_npu.hardware.machine import Level, Machine, min_outputs_to_hide
 from commfuse_npu.tools.simulate.group import Group
 from commfuse_npu.tools.simulate.linear import column, column_gradients
 from commfuse_npu.tools.simulate.rank import Rank, rest
@@ -36,7 +36,7 @@ def gathered(machine: Machine, *, steady: bool = False) -> float:
     def build(rank: Rank) -> None:
         column(rank, "x", 8, 8, 8)
 
-    return Group(machine, 2).play(fused(1), build, steady=steady).seconds
+    return Group(machine, 2).simulate(fused(1), build, steady=steady).seconds
 
 
 def test_a_transfer_is_slower_beside_work() -> None:
@@ -56,7 +56,7 @@ def test_buffers_at_both_ends_of_a_batch_and_none_of_a_collective() -> None:
     def build(rank: Rank) -> None:
         rank.need(rank.collective("x", 64.0))
 
-    plain = [Group(one, 2).play(REFERENCE, build).seconds for one in (machine, copied)]
+    plain = [Group(one, 2).simulate(REFERENCE, build).seconds for one in (machine, copied)]
     assert plain[0] == plain[1]
 
 
@@ -64,8 +64,10 @@ def test_a_collective_is_a_launch_and_four_events_and_a_batch_a_post() -> None:
     machine = ideal(launch_overhead=1.0, post_overhead=10.0, event_overhead=100.0)
 
     def host(variant: Variant) -> float:
-        play = Group(machine, 2).play(variant, lambda rank: column(rank, "x", 8, 8, 8), steady=True)
-        return play.host
+        simulated = Group(machine, 2).simulate(
+            variant, lambda rank: column(rank, "x", 8, 8, 8), steady=True
+        )
+        return simulated.host
 
     assert host(REFERENCE) == 1 + 400 + 1
     assert host(fused(1)) == 10 + 2 * 1
@@ -82,17 +84,16 @@ def test_a_host_that_runs_on_is_ahead_or_is_what_limits() -> None:
 @pytest.mark.parametrize("topology", ["full_mesh", "switched"])
 def test_from_so_many_outputs_on_nothing_is_left_to_hide(topology: str, size: int) -> None:
     machine = replace(IDEAL, inside=Level(topology, 10.0, 0.0), cube_flops=1e6)  # type: ignore[arg-type]
-    least = covering_outputs(machine, size)
+    least = min_outputs_to_hide(machine, size)
     assert least is not None
 
     def waits(outputs: int) -> float:
         def build(rank: Rank) -> None:
             rest(column_gradients(rank, "x", 8, 16, outputs))
 
-        return Group(machine, size).play(Variant("megatron", "megatron"), build).waiting
+        return Group(machine, size).simulate(Variant("megatron", "megatron"), build).waiting
 
     assert waits(least) == pytest.approx(0.0, abs=1e-9)
     assert waits(least // 2) > 0
-    assert (
-        covering_outputs(machine, 1) is covering_outputs(machine, 2 * machine.npus_per_node) is None
-    )
+    for without in 1, 2 * machine.npus_per_node:
+        assert min_outputs_to_hide(machine, without) is None

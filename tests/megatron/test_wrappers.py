@@ -242,7 +242,7 @@ def test_what_keeps_a_layer_from_being_fused(rank: int) -> None:
             (column, "is_expert", True, "expert layers are left to the token dispatcher"),
             (column.config, "cpu_offloading", True, "cpu_offloading needs Transformer Engine's"),
             (column, "explicit_expert_comm", True, "moe_shared_expert_overlap gathers"),
-            (column, "disable_grad_reduce", True, "disable_grad_reduce leaves the reduction to"),
+            (column, "disable_grad_reduce", True, "with disable_grad_reduce the layer does not"),
             (wrappers, "layers", {"qkv", "fc2"}, "fc1 is not in the list of layers to fuse"),
         ):
             with mock.patch.object(owner, name, value):

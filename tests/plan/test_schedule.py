@@ -16,7 +16,7 @@ from commfuse_npu.plan import (
     PlanError,
     Schedule,
     block_rows,
-    least_rows,
+    min_rows_to_fuse,
     rules,
     taper_down,
     usual_chunks,
@@ -140,10 +140,10 @@ def test_what_is_no_linear_layer_goes_by_batches() -> None:
 def test_long_blocks_are_cut_in_two(size: int, hidden: int | None, microseconds, rows: int) -> None:
     """A slow host needs longer ones."""
     seconds = microseconds * 1e-6
-    assert least_rows(size, hidden, seconds) == rows
+    assert min_rows_to_fuse(size, hidden, seconds) == rows
     cut = max(512, rows)
     assert [usual_chunks(size, n, hidden, seconds) for n in (cut - 1, cut)] == [1, 2]
-    assert least_rows(size, hidden) == least_rows(size, hidden, 128e-6)
+    assert min_rows_to_fuse(size, hidden) == min_rows_to_fuse(size, hidden, 128e-6)
 
 
 @pytest.mark.parametrize(("context", "rows"), [(1, 2048), (2, 1024)])

@@ -25,7 +25,7 @@ from commfuse_npu.tools.launch_script.short_run import (
     shorten,
 )
 from commfuse_npu.tools.simulate.launch_options import FORMS as LAUNCHED
-from commfuse_npu.tools.simulate.variants import COC, COC_FUSED, MC2, MEGATRON, TURNS
+from commfuse_npu.tools.simulate.variants import COC, COC_FUSED, FB_OVERLAP, MC2, MEGATRON
 
 __all__ = ["FORMS", "ITERATIONS", "Form", "Launches", "launches"]
 
@@ -51,7 +51,7 @@ class Form(NamedTuple):
 
 FORMS = (
     Form("megatron", *LAUNCHED[MEGATRON]),
-    Form("fb_overlap", *LAUNCHED[TURNS], ours=True),
+    Form("fb_overlap", *LAUNCHED[FB_OVERLAP], ours=True),
     Form("commfuse", "CommFuse's fused layers", "--use-commfuse", ours=True),
     Form("mc2", *LAUNCHED[MC2]),
     Form("coc_kernel", *LAUNCHED[COC_FUSED]),

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from commfuse_npu.hardware.description import Hardware
-from commfuse_npu.hardware.machine import covering_outputs
+from commfuse_npu.hardware.machine import min_outputs_to_hide
 from commfuse_npu.plan import PlanError
 from commfuse_npu.tools.finding import Finding
 from commfuse_npu.tools.markdown import table_row
@@ -20,7 +20,7 @@ from commfuse_npu.tools.simulate.footprint import footprint
 from commfuse_npu.tools.simulate.launch_options import FORMS
 from commfuse_npu.tools.simulate.step import Step
 from commfuse_npu.tools.simulate.training import Training
-from commfuse_npu.tools.simulate.variants import COC, MEGATRON, TURNS, fused, variants
+from commfuse_npu.tools.simulate.variants import COC, FB_OVERLAP, MEGATRON, fused, variants
 
 __all__ = ["Form", "LaunchPlan", "plan_launch"]
 
@@ -177,7 +177,7 @@ def _costs(
     figures, tp, schedule = hardware.machine(), training.layout.tp, launch.schedule
     if min(hardware.npus_per_node, launch.config.npus_per_node) < tp:
         raise NotSimulated(f"a group of {tp} spans nodes of {hardware.npus_per_node} NPUs")
-    forms = {FORMS[form][0]: form for form in (MEGATRON, TURNS)}
+    forms = {FORMS[form][0]: form for form in (MEGATRON, FB_OVERLAP)}
     if tp > 1 and training.sequence_parallel:
         forms |= {FORMS[form][0]: form for form in variants(tp, tp, 1) if form in FORMS}
         forms[_FUSED] = MEGATRON
@@ -185,7 +185,7 @@ def _costs(
             forms[_FUSED] = fused(
                 replace(schedule, lanes=schedule.lanes_for(tp)),
                 attention=launch.fuse.commfuse_attention,
-                collectives_from=covering_outputs(figures, tp),
+                collectives_from=min_outputs_to_hide(figures, tp),
             )
     step = Step(figures, training, rough=True)
     seconds = {title: step.time(form).seconds for title, form in forms.items()}
@@ -218,11 +218,13 @@ def _forms(
         seconds, mebibytes = costs.get(title, (None, None))
         return Form(title, flags, seconds, mebibytes, obstacle)
 
-    megatron, turns = FORMS[MEGATRON], FORMS[TURNS]
-    rivals = (pair for pair in FORMS.values() if pair[0] in costs and pair not in (megatron, turns))
+    megatron, overlap = FORMS[MEGATRON], FORMS[FB_OVERLAP]
+    rivals = (
+        pair for pair in FORMS.values() if pair[0] in costs and pair not in (megatron, overlap)
+    )
     return [
         form(*megatron),
-        form(turns[0], turns[1] + memory, judged.overlap.obstacle),
+        form(overlap[0], overlap[1] + memory, judged.overlap.obstacle),
         form(_FUSED, "--use-commfuse", refusals or lacking),
         *(form(*pair) for pair in rivals),
     ]

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple
 
 from commfuse_npu.options import DEFAULTS, add_arguments, unknown_option
-from commfuse_npu.plan import block_rows, least_rows
+from commfuse_npu.plan import block_rows, min_rows_to_fuse
 from commfuse_npu.plan.slots import paired_microbatches, slots
 from commfuse_npu.refusals import REFUSALS_OF, Needs, Refusal, missing
 from commfuse_npu.tools.launch_script import UsageError
@@ -175,13 +175,13 @@ def fuse_options(words: Sequence[str]) -> argparse.Namespace:
     return argparse.Namespace(**DEFAULTS | parser.given(words))
 
 
-def _least_rows(fuse: argparse.Namespace, size: int, hidden: int) -> int:
+def _min_rows_to_fuse(fuse: argparse.Namespace, size: int, hidden: int) -> int:
     rows: int | str = fuse.commfuse_min_rows
     if not isinstance(rows, str):
         return rows
     # An explicit number of chunks, or tuning, means that blocks of any length are fused.
     chosen = fuse.commfuse_chunks or fuse.commfuse_tuning == "on"
-    return 0 if chosen else least_rows(size, hidden)
+    return 0 if chosen else min_rows_to_fuse(size, hidden)
 
 
 def judge_launch(options: Options, processes: int | None, fuse: argparse.Namespace) -> Judgement:
@@ -231,7 +231,7 @@ def judge_launch(options: Options, processes: int | None, fuse: argparse.Namespa
         kind = "LoRA"
     layers, batch = judge(options, fuse.commfuse_layers), options.number("--micro-batch-size", 0)
     rows = block_rows(length, batch, layout.tensor, layout.context)
-    least = _least_rows(fuse, layout.tensor, options.number("--hidden-size", 0))
+    least = _min_rows_to_fuse(fuse, layout.tensor, options.number("--hidden-size", 0))
     notes, spec = [], options.text("--spec") or ""
     short = layout.tensor > 1 and 0 < rows < least
     if short:

@@ -58,7 +58,7 @@ class Bar(NamedTuple):
     value: float
     low: float
     high: float
-    said: str
+    label: str
     color: str = "grey"
 
 
@@ -83,7 +83,7 @@ class Bit(NamedTuple):
 class Row(NamedTuple):
     """One variant of a Gantt chart: its heading, its lanes, and the bars on them."""
 
-    said: str
+    label: str
     lanes: tuple[str, ...]
     bits: tuple[Bit, ...]
 
@@ -92,7 +92,7 @@ def bars(
     title: str, axis: str, entries: Sequence[Bar], line: tuple[str, float], note: str = ""
 ) -> Picture:
     """A bar below each name, with its range as whiskers, and a reference line."""
-    order = [f"{n} {bar.said}" for n, bar in enumerate(entries)]
+    order = [f"{n} {bar.label}" for n, bar in enumerate(entries)]
     rows = [
         bar._asdict() | {"row": row, "color": _COLORS[bar.color]}
         for row, bar in zip(order, entries, strict=True)
@@ -110,7 +110,7 @@ def bars(
     # Vega adds a separate legend for marks without data.
     ranges = [whiskers] if any(bar.low < bar.high for bar in entries) else []
     chart = {
-        "description": f"Bars. {axis}. {'; '.join(bar.said for bar in entries)}",
+        "description": f"Bars. {axis}. {'; '.join(bar.label for bar in entries)}",
         "height": 52 * len(order),
         "data": {"values": rows},
         "layer": [{"encoding": {"y": y}, "layer": [bar, *ranges]}, *_reference(line, "x")],
@@ -227,7 +227,7 @@ def gantt(title: str, axis: str, rows: Sequence[Row]) -> Picture:
     # Several rows have lanes of the same name: a number makes them distinct.
     order = [f"{n} {lane}" for n, row in enumerate(rows) for lane in ("", *row.lanes)]
     values = [
-        bit._asdict() | {"row": f"{n} {bit.lane}", "of": row.said, "ms": bit.end - bit.start}
+        bit._asdict() | {"row": f"{n} {bit.lane}", "of": row.label, "ms": bit.end - bit.start}
         for n, row in enumerate(rows)
         for bit in row.bits
     ]
@@ -238,7 +238,7 @@ def gantt(title: str, axis: str, rows: Sequence[Row]) -> Picture:
     x = _x("start", axis) | {"scale": {"domain": [0, end], "nice": False}}
     wide = f"datum.kind == 'waiting' && datum.ms * width > {24 * end}"
     chart: Chart = {
-        "description": f"Lanes over time. {axis}. " + "; ".join(row.said for row in rows),
+        "description": f"Lanes over time. {axis}. " + "; ".join(row.label for row in rows),
         "height": 24 * len(order),
         "data": {"values": values},
         "encoding": {"y": y},
@@ -253,7 +253,7 @@ def gantt(title: str, axis: str, rows: Sequence[Row]) -> Picture:
                            {"calculate": "(datum.start + datum.end) / 2", "as": "middle"}],
              "mark": {"type": "text", "color": "white", "clip": True},
              "encoding": {"x": _x("middle", axis), "text": {"field": "ms", "format": ".1f"}}},
-            {"data": {"values": [{"row": f"{n} ", "said": r.said} for n, r in enumerate(rows)]},
+            {"data": {"values": [{"row": f"{n} ", "said": r.label} for n, r in enumerate(rows)]},
              "mark": {"type": "text", "align": "left", "fontWeight": "bold", "clip": False},
              "encoding": {"x": {"value": -66}, "text": {"field": "said"}}},
         ],

@@ -9,7 +9,7 @@ imports torch.  Modules, from the top down::
     sweep                 variants over sequence lengths and numbers of NPUs, as ranges
     step                  a training step: stages, micro-batches, buckets, optimizer
     pipeline, data_parallel, footprint
-    llama, context_parallel, turns   a layer, forward and backward, operation by operation;
+    llama, context_parallel, fb_overlap   a layer, forward and backward, operation by operation;
                           experts, latent  replace parts of it
     linear, mc2           the tensor-parallel linear layers in every variant;  variants
     group                 the ranks of a group, or one rank if all do the same

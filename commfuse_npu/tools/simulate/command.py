@@ -126,32 +126,32 @@ def main(words: Sequence[str]) -> int:
         return refuse("simulate", error)
 
 
-def _main(given: argparse.Namespace, command: Sequence[str]) -> int:
-    hardware = Hardware.load(find_config(given.hardware, "hardware"))
-    hardware = replace(hardware, deterministic=given.deterministic)
-    if given.launch_us is not None:
-        hardware = hardware.launching(given.launch_us * 1e-6)
-    if given.post_us is not None:
-        hardware = hardware.posting(given.post_us * 1e-6)
-    model_path = find_config(given.model)
+def _main(arguments: argparse.Namespace, command: Sequence[str]) -> int:
+    hardware = Hardware.load(find_config(arguments.hardware, "hardware"))
+    hardware = replace(hardware, deterministic=arguments.deterministic)
+    if arguments.launch_us is not None:
+        hardware = hardware.launching(arguments.launch_us * 1e-6)
+    if arguments.post_us is not None:
+        hardware = hardware.posting(arguments.post_us * 1e-6)
+    model_path = find_config(arguments.model)
     model = ModelConfig.load(model_path)
-    layouts = _layouts(given, model)
+    layouts = _layouts(arguments, model)
     tp, cp, _, pp, _ = first = layouts[0]
-    if (given.lanes or 0) > max(1, max(tp, cp) - 1):
+    if (arguments.lanes or 0) > max(1, max(tp, cp) - 1):
         raise ValueError(
-            f"--lanes {given.lanes}: a group of {max(tp, cp)} ranks has {max(1, max(tp, cp) - 1)}; "
-            f"choose {max(1, max(tp, cp) - 1)} or less"
+            f"--lanes {arguments.lanes}: a group of {max(tp, cp)} ranks has "
+            f"{max(1, max(tp, cp) - 1)}; choose {max(1, max(tp, cp) - 1)} or less"
         )
-    sequences = given.sequence_lengths or [model.seq_length]
+    sequences = arguments.sequence_lengths or [model.seq_length]
     options = Options(
-        micro_batch=given.micro_batch,
-        micro_batches=given.micro_batches,
-        lanes=given.lanes,
-        chunks=tuple(dict.fromkeys(given.chunks)),
-        patterns=given.variants,
-        recompute=given.recompute,
-        ulysses=given.ulysses,
-        corners=not given.typical,
+        micro_batch=arguments.micro_batch,
+        micro_batches=arguments.micro_batches,
+        lanes=arguments.lanes,
+        chunks=tuple(dict.fromkeys(arguments.chunks)),
+        patterns=arguments.variants,
+        recompute=arguments.recompute,
+        ulysses=arguments.ulysses,
+        corners=not arguments.typical,
     )
     of_hardware(hardware, first, options)  # raises if a pattern matches no variant
     try:
@@ -163,7 +163,7 @@ def _main(given: argparse.Namespace, command: Sequence[str]) -> int:
     title = f"{model_path.stem} on {hardware.name}, {sizes}"
     points: list[Point] = []
     standing = Standing(points)
-    everything = given.all or options.patterns != Options.patterns
+    everything = arguments.all or options.patterns != Options.patterns
     setup = training(model, first, sequences[0], options)
     verdict, variants = list[str](), list[Variant]()
     try:
@@ -172,7 +172,7 @@ def _main(given: argparse.Namespace, command: Sequence[str]) -> int:
     finally:
         # Also after an error or an interrupt, show the results so far.
         if points:
-            variants = standing.shown(everything)
+            variants = standing.selected(everything)
             verdict = standing.verdict(lambda variant: " ".join(launching(variant, setup)))
             print_verdict(verdict[0], True)
             print(*verdict[1:], "", f"{title}. {sources(hardware)}", sep="\n")
@@ -183,13 +183,15 @@ def _main(given: argparse.Namespace, command: Sequence[str]) -> int:
         [
             Output(
                 "--json",
-                given.json,
+                arguments.json,
                 ": all figures",
-                lambda path: write_json(path, _as_json(given.model, hardware, points), indent=1),
+                lambda path: write_json(
+                    path, _as_json(arguments.model, hardware, points), indent=1
+                ),
             ),
             Output(
                 "--html",
-                given.html,
+                arguments.html,
                 ": a page for a browser",
                 lambda path: sweep_page(
                     path, title, command, hardware, standing, variants, verdict, setup
@@ -205,24 +207,24 @@ def _own_options(problem: str) -> str:
     return re.sub(r"--(?!sequence-lengths)([a-z-]+)", lambda key: key[1].replace("-", "_"), here)
 
 
-def _layouts(given: argparse.Namespace, model: ModelConfig) -> list[Layout]:
-    tp = given.tp or model.tensor_model_parallel_size
-    cp = given.cp or model.context_parallel_size
-    pp = given.pp or model.pipeline_model_parallel_size
+def _layouts(arguments: argparse.Namespace, model: ModelConfig) -> list[Layout]:
+    tp = arguments.tp or model.tensor_model_parallel_size
+    cp = arguments.cp or model.context_parallel_size
+    pp = arguments.pp or model.pipeline_model_parallel_size
     replica = tp * cp * pp
-    if given.npus is None:
+    if arguments.npus is None:
         fits = model.world_size % replica == 0
-        return [Layout(tp, cp, given.dp or (model.world_size // replica if fits else 1), pp)]
-    if given.dp is not None:
+        return [Layout(tp, cp, arguments.dp or (model.world_size // replica if fits else 1), pp)]
+    if arguments.dp is not None:
         raise ValueError("--npus and --dp say the same twice; give one of them")
-    for npus in given.npus:
+    for npus in arguments.npus:
         if npus % replica:
             raise ValueError(
                 f"--npus {npus} is not divisible by TP*CP*PP = {tp}*{cp}*{pp} = {replica}; choose "
                 + (f"{npus // replica * replica} or " if npus > replica else "")
                 + f"{npus // replica * replica + replica}"
             )
-    return [Layout(tp, cp, npus // replica, pp) for npus in given.npus]
+    return [Layout(tp, cp, npus // replica, pp) for npus in arguments.npus]
 
 
 def _as_json(model: str, hardware: Hardware, points: list[Point]) -> dict[str, Any]:

@@ -106,14 +106,14 @@ class ContextParallel:
         heads, out = self._heads(rank), self._out(rank)
         attend = self._attend(rank)
 
-        def project(one: Compute, _: Width) -> float:
-            return machine.gemm(rows_of(one), hidden, heads)
+        def project(instruction: Compute, _: Width) -> float:
+            return machine.gemm(rows_of(instruction), hidden, heads)
 
-        def join(one: Compute, _: Width) -> float:
+        def join(instruction: Compute, _: Width) -> float:
             """The GEMM of a part of the inner dimension, added to a sum; nothing if not fused."""
             if not projects:
                 return 0.0
-            return machine.gemm(rows_of(one), out, hidden, result_bytes=2 * SUM_BYTES)
+            return machine.gemm(rows_of(instruction), out, hidden, result_bytes=2 * SUM_BYTES)
 
         if projects:
             program = exchange(rank.place("qkv"), block, heads, "made", False, True, False)
@@ -136,14 +136,14 @@ class ContextParallel:
         heads, out = self._heads(rank), self._out(rank)
         attend = self._attend(rank, BACKWARD_ATTENTION)
 
-        def project(one: Compute, _: Width) -> float:
-            return machine.gemm(rows_of(one), hidden, out)
+        def project(instruction: Compute, _: Width) -> float:
+            return machine.gemm(rows_of(instruction), hidden, out)
 
         def wgrad(_: Compute, __: Width) -> float:
             return machine.gemm(hidden, block, hidden)
 
-        def dgrad(one: Compute, _: Width) -> float:
-            return machine.gemm(rows_of(one), heads, hidden, result_bytes=2 * SUM_BYTES)
+        def dgrad(instruction: Compute, _: Width) -> float:
+            return machine.gemm(rows_of(instruction), heads, hidden, result_bytes=2 * SUM_BYTES)
 
         works = {"make": project, "wgrad": wgrad, "use": lambda work, _: attend(run_of(work))}
         if rank.variant.kind != "fused":
@@ -181,16 +181,16 @@ class ContextParallel:
 
 
 @lru_cache(4096)
-def _attended(machine: Machine, what: ContextParallel, variant: Variant) -> Attention:
-    group, pair = what.group(machine), []
-    if what.ulysses:
-        for build in (what.forward, what.backward):
-            played = group.play(variant, build)
-            projects = what.projects(variant)
-            pair.append(Attended(played.seconds, played.waiting, projects, *_HOST_OF_EXCHANGES))
+def _attended(machine: Machine, context: ContextParallel, variant: Variant) -> Attention:
+    group, pair = context.group(machine), []
+    if context.ulysses:
+        for build in (context.forward, context.backward):
+            result = group.simulate(variant, build)
+            projects = context.projects(variant)
+            pair.append(Attended(result.seconds, result.waiting, projects, *_HOST_OF_EXCHANGES))
         return pair[0], pair[1]
-    shape = what.shape
-    kv = shape.rows * 2 * what.key_value / shape.ranks * ITEM_BYTES
+    shape = context.shape
+    kv = shape.rows * 2 * context.key_value / shape.ranks * ITEM_BYTES
     for factor, passed in ((1.0, 1), (BACKWARD_ATTENTION, 2)):
         whole = shape.attention(machine, factor)(slice(0, shape.rows))
 
@@ -207,7 +207,7 @@ def _attended(machine: Machine, what: ContextParallel, variant: Variant) -> Atte
         else:
             # On a ring over several nodes only some of the ranks send to another node.
             differ = 1 < group.members_per_node < group.size
-            played = group.play(variant, around, whole=differ)
-            host = (what.size * count for count in (_ROUND[passed - 1], passed, EVENTS * passed))
-            pair.append(Attended(played.seconds, played.waiting, False, *host))
+            result = group.simulate(variant, around, whole=differ)
+            host = (context.size * count for count in (_ROUND[passed - 1], passed, EVENTS * passed))
+            pair.append(Attended(result.seconds, result.waiting, False, *host))
     return pair[0], pair[1]

@@ -65,11 +65,11 @@ class Timeline:
 class _Task:
     """An operation, the number of its open dependencies, and of its unfinished transfers."""
 
-    __slots__ = ("followers", "index", "left", "operation", "rank", "start", "waits")
+    __slots__ = ("followers", "index", "open_transfers", "operation", "rank", "start", "waits")
 
     def __init__(self, rank: int, index: int, operation: Operation) -> None:
         self.rank, self.index, self.operation = rank, index, operation
-        self.left = len(operation.sends) + len(operation.receives)
+        self.open_transfers = len(operation.sends) + len(operation.receives)
         self.followers: list[_Task] = []
         self.waits, self.start = 0, math.nan
 
@@ -77,18 +77,18 @@ class _Task:
 class _Running:
     """Work of a stream, or a transfer: the remaining amount, and its current rate."""
 
-    __slots__ = ("left", "rate", "since", "turn")
+    __slots__ = ("rate", "remaining", "since", "turn")
 
-    def __init__(self, left: float, now: float) -> None:
-        self.left, self.rate, self.since, self.turn = left, 0.0, now, 0
+    def __init__(self, remaining: float, now: float) -> None:
+        self.remaining, self.rate, self.since, self.turn = remaining, 0.0, now, 0
 
     def change(self, rate: float, now: float) -> float:
         """Continue at another rate; returns the new end time."""
         if not math.isinf(self.rate):
-            self.left = max(0.0, self.left - self.rate * (now - self.since))
+            self.remaining = max(0.0, self.remaining - self.rate * (now - self.since))
         self.rate, self.since = rate, now
         self.turn += 1
-        return now + self.left / rate
+        return now + self.remaining / rate
 
 
 class _Work(_Running):
@@ -140,15 +140,15 @@ class _Simulation:
         self._working: dict[tuple[int, str], _Work] = {}
         self._spans: list[Span] = []
         self._moved: list[Moved] = []
-        self._shared_anew: dict[LinkId, None] = {}
-        self._hurried: dict[int, None] = {}
+        self._changed_links: dict[LinkId, None] = {}
+        self._busy_changed: dict[int, None] = {}
         self._tasks = [
             task
             for rank, operations in enumerate(launches)
-            for task in self._of_rank(rank, operations, launched)
+            for task in self._tasks_of(rank, operations, launched)
         ]
 
-    def _of_rank(self, rank: int, operations: Sequence[Operation], launched: bool) -> list[_Task]:
+    def _tasks_of(self, rank: int, operations: Sequence[Operation], launched: bool) -> list[_Task]:
         tasks = [_Task(rank, *numbered) for numbered in enumerate(operations)]
         last: dict[str, int] = {}
         at = 0.0
@@ -165,7 +165,7 @@ class _Simulation:
             at += 0.0 if launched else operation.host(self.links.machine)
             if at > 0:
                 task.waits += 1
-                self._push(at, self._met, task, 0)
+                self._push(at, self._count_down, task, 0)
             for message in (*operation.sends, *operation.receives):
                 self._ends.setdefault(message.key, []).append(task)
         return tasks
@@ -173,18 +173,18 @@ class _Simulation:
     def run(self) -> Timeline:
         for task in [task for task in self._tasks if not task.waits]:
             self._start(task)
-        while self._events or self._shared_anew:
+        while self._events or self._changed_links:
             # Set rates once per instant: each rank of a large group has one transfer per peer, and
             # recomputing the link shares for each of them would be slow.
             if not self._events or self._events[0][0] > self.now:
                 self._set_rates()
             if not self._events:
                 break
-            time, _, happens, subject, turn = heapq.heappop(self._events)
+            time, _, action, subject, turn = heapq.heappop(self._events)
             if isinstance(subject, _Running) and subject.turn != turn:
                 continue  # superseded: the rate has changed since
             self.now = time
-            happens(subject)
+            action(subject)
         if len(self._spans) < len(self._tasks):
             raise SimulationError(self._stuck())
         return Timeline(self.now, tuple(self._spans), tuple(self._moved))
@@ -192,21 +192,23 @@ class _Simulation:
     def _stuck(self) -> str:
         """Describe the exchange that hangs first; later ones wait behind it."""
         unfinished = len(self._tasks) - len(self._spans)
-        hanging = [task for task in self._tasks if not math.isnan(task.start) and task.left]
+        hanging = [
+            task for task in self._tasks if not math.isnan(task.start) and task.open_transfers
+        ]
         if not hanging:
             return f"{unfinished} operations wait for each other"
         first = min(hanging, key=lambda task: (task.start, task.rank, task.index))
         return (
             f"rank {first.rank} waits for ever in {first.operation.name!r} on "
-            f"{first.operation.engine}: {first.left} transfers never began, because their other "
-            f"ends never started; {unfinished} operations are left"
+            f"{first.operation.engine}: {first.open_transfers} transfers never began, because "
+            f"their other ends never started; {unfinished} operations are left"
         )
 
-    def _push(self, time: float, happens: Callable[[Any], None], what: Any, turn: int) -> None:
+    def _push(self, time: float, action: Callable[[Any], None], subject: Any, turn: int) -> None:
         self._sequence += 1
-        heapq.heappush(self._events, (time, self._sequence, happens, what, turn))
+        heapq.heappush(self._events, (time, self._sequence, action, subject, turn))
 
-    def _met(self, task: _Task) -> None:
+    def _count_down(self, task: _Task) -> None:
         """Count down the dependencies of a task, and start it after the last one."""
         task.waits -= 1
         if task.waits == 0:
@@ -218,9 +220,9 @@ class _Simulation:
         if operation.engine in _STREAMS:
             self._working[task.rank, operation.engine] = _Work(task, self.now)
             self._change_speed(task.rank)
-            self._look_at(task.rank)
+            self._update_busy(task.rank)
             return
-        if not task.left:
+        if not task.open_transfers:
             self._done(task)
             return
         for message in (*operation.sends, *operation.receives):
@@ -235,7 +237,7 @@ class _Simulation:
     def _done(self, task: _Task) -> None:
         self._spans.append(Span(task.rank, task.index, task.operation, task.start, self.now))
         for follower in task.followers:
-            self._met(follower)
+            self._count_down(follower)
 
     # ------------------------------------------------------------------- transfers
 
@@ -253,7 +255,7 @@ class _Simulation:
             self._transfers[rank][flow] = None
             if len(self._transfers[rank]) == 1:
                 self._change_speed(rank)
-        self._shared_anew.update(dict.fromkeys(flow.links))
+        self._changed_links.update(dict.fromkeys(flow.links))
 
     def _end(self, flow: _Flow) -> None:
         for link in flow.links:
@@ -262,20 +264,20 @@ class _Simulation:
             del self._transfers[rank][flow]
             if not self._transfers[rank]:
                 self._change_speed(rank)
-        self._shared_anew.update(dict.fromkeys(flow.links))
+        self._changed_links.update(dict.fromkeys(flow.links))
         self._moved.append(Moved(flow.message, flow.ready, flow.start, self.now))
         for task in self._ends[flow.message.key]:
-            task.left -= 1
-            if task.left == 0:
+            task.open_transfers -= 1
+            if task.open_transfers == 0:
                 self._done(task)
 
     def _set_rates(self) -> None:
         """Update the rates of all transfers whose links or ends have changed."""
-        affected = {flow: None for link in self._shared_anew for flow in self._on_link[link]}
-        for rank in self._hurried:
+        affected = {flow: None for link in self._changed_links for flow in self._on_link[link]}
+        for rank in self._busy_changed:
             affected |= self._transfers[rank]
-        self._shared_anew.clear()
-        self._hurried.clear()
+        self._changed_links.clear()
+        self._busy_changed.clear()
         for flow in affected:
             rate = min(self._capacity[link] / len(self._on_link[link]) for link in flow.links)
             if any(self._busy[rank] for rank in self._touched(flow.message)):
@@ -286,20 +288,20 @@ class _Simulation:
 
     # ------------------------------------------------------------------- work
 
-    def _worked(self, work: _Work) -> None:
+    def _finish_work(self, work: _Work) -> None:
         rank, engine = work.task.rank, work.task.operation.engine
         assert engine is not None
         del self._working[rank, engine]
         self._change_speed(rank)
         self._done(work.task)
-        self._look_at(rank)
+        self._update_busy(rank)
 
-    def _look_at(self, rank: int) -> None:
+    def _update_busy(self, rank: int) -> None:
         """Mark a rank whose first stream became busy or idle: its transfers change their rate."""
         busy = (rank, COMPUTE) in self._working
         if busy != self._busy[rank]:
             self._busy[rank] = busy
-            self._hurried[rank] = None
+            self._busy_changed[rank] = None
 
     def _change_speed(self, rank: int) -> None:
         of_rank = (self._working.get((rank, engine)) for engine in _STREAMS)
@@ -309,4 +311,4 @@ class _Simulation:
         for work in working:
             if work.rate != rate:
                 end = work.change(rate, self.now)
-                self._push(end, self._worked, work, work.turn)
+                self._push(end, self._finish_work, work, work.turn)

@@ -38,7 +38,7 @@ from commfuse_npu.tools.simulate import llama
 from commfuse_npu.tools.simulate.context_parallel import ContextParallel
 from commfuse_npu.tools.simulate.group import Group
 from commfuse_npu.tools.simulate.llama import LayerShape
-from commfuse_npu.tools.simulate.rank import Ran
+from commfuse_npu.tools.simulate.rank import Run
 from commfuse_npu.tools.simulate.training import Kind, Training
 from commfuse_npu.tools.simulate.variants import Variant
 
@@ -91,17 +91,17 @@ def footprint(training: Training, variant: Variant, hardware: Hardware) -> Footp
     """The memory of the pipeline stage that needs the most."""
     layout, machine = training.layout, hardware.machine()
     stages = (_stage(training, stage, variant) for stage in range(layout.pp))
-    ran: tuple[Ran, ...] = ()
+    runs: tuple[Run, ...] = ()
     if variant.kind == "fused":
-        ran = _programs(machine, training.shape, training.context, variant)
+        runs = _programs(machine, training.shape, training.context, variant)
     # One communicator per kind of group, and the lanes of the variant.  The two buffers of a lane
     # are sized to its messages, from 16 MB to HCCL's own size.
     most = hardware.typical("host.communicator_bytes")
     groups = sum(size > 1 for size in layout[:4]) * most
     lanes = (
-        run.program.lanes * min(most, 2 * 2.0**20 * lane_megabytes(run.message)) for run in ran
+        run.program.lanes * min(most, 2 * 2.0**20 * lane_megabytes(run.message)) for run in runs
     )
-    communication = _buffers(variant, training.shape, ran) + groups + max(lanes, default=0.0)
+    communication = _buffers(variant, training.shape, runs) + groups + max(lanes, default=0.0)
     return Footprint(*max(stages, key=sum), communication)
 
 
@@ -112,19 +112,19 @@ def _stage(training: Training, stage: int, variant: Variant) -> tuple[float, flo
     layers, (everyone, experts) = training.of_stage(stage), training.of_layers(stage)
     everyone += tables * shape.vocabulary * shape.hidden / layout.tp
     order = layout.pp, stage, layout.vpp, training.micro_batches
-    if variant.kind == "turns":
+    if variant.kind == "fb_overlap":
         held = most_in_flight(slots(*order)) / layout.vpp
     else:
         held = in_flight_without(*order) / layout.vpp
     whole = {kind: _kept(training, kind) for kind in layers}
-    again = training.again_share(stage)
-    inputs = again * ITEM_BYTES * shape.held * shape.hidden
+    recomputed = training.recomputed_share(stage)
+    inputs = recomputed * ITEM_BYTES * shape.held * shape.hidden
     activations = held * sum(
-        count * (inputs + (1 - again) * whole[kind])
+        count * (inputs + (1 - recomputed) * whole[kind])
         for kind, count in layers.items()
         if whole[kind]
     )
-    if training.again:
+    if training.recomputes:
         activations += max(whole.values())
     if last:
         activations += _LOGITS * shape.rows / layout.tp * shape.vocabulary
@@ -150,17 +150,17 @@ def _kept(training: Training, kind: Kind) -> float:
     return ITEM_BYTES * size + rows * _STATISTICS * heads
 
 
-def _buffers(variant: Variant, shape: LayerShape, ran: tuple[Ran, ...]) -> float:
+def _buffers(variant: Variant, shape: LayerShape, runs: tuple[Run, ...]) -> float:
     """Bytes of gathered tensors, partial sums and scratch for the transfers of a layer."""
     if variant.kind == "fused":
         wide = SUM_BYTES if variant.sums == "once" else ITEM_BYTES
         scratch = (
             ITEM_BYTES * run.program.scratch_elements()
             + wide * run.program.scratch_elements(wide=True)
-            for run in ran
+            for run in runs
         )
         most = max(scratch, default=0)
-        if not ran or variant.wgrad != "blocks":
+        if not runs or variant.wgrad != "blocks":
             return most
         # The largest weight gradient is accumulated in fp32.
         widest = max(2 * shape.feed_forward, shape.qkv, shape.vocabulary) // shape.ranks
@@ -174,9 +174,9 @@ def _buffers(variant: Variant, shape: LayerShape, ran: tuple[Ran, ...]) -> float
 @lru_cache(4096)
 def _programs(
     machine: Machine, shape: LayerShape, context: ContextParallel | None, variant: Variant
-) -> tuple[Ran, ...]:
+) -> tuple[Run, ...]:
     """The programs of a layer and of the head on a rank, for each schedule that tuning tries."""
-    programs: list[Ran] = []
+    programs: list[Run] = []
     group = Group(machine, shape.ranks)
     for form in [replace(variant, way=way, tuned=()) for way in variant.tuned] or [variant]:
         forward, backward = (context and context.attended(machine, form)) or (None, None)
@@ -186,9 +186,9 @@ def _programs(
             lambda rank: llama.head_forward(rank, shape),
             lambda rank: llama.head_backward(rank, shape),
         ):
-            programs += group.build(form, build, 0).ran.values()
+            programs += group.build(form, build, 0).programs.values()
         if context and context.fuses:
             exchanges = context.exchanges(machine, form.schedule)
             for part in (context.forward, context.backward):
-                programs += context.group(machine).build(exchanges, part, 0).ran.values()
+                programs += context.group(machine).build(exchanges, part, 0).programs.values()
     return tuple(programs)

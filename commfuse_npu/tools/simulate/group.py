@@ -18,11 +18,11 @@ from commfuse_npu.tools.simulate.links import Links
 from commfuse_npu.tools.simulate.rank import Rank
 from commfuse_npu.tools.simulate.variants import REFERENCE, Variant, direct
 
-__all__ = ["Group", "Played", "collective_seconds"]
+__all__ = ["Group", "Simulated", "collective_seconds"]
 
 
 @dataclass(frozen=True)
-class Played:
+class Simulated:
     """A timeline and its inputs.
 
     Attributes:
@@ -40,7 +40,7 @@ class Played:
         return max(self.timeline.seconds, self.host)
 
     @property
-    def shown(self) -> int:
+    def shown_rank(self) -> int:
         """The rank to show: the one in the middle, or the one that represents all."""
         return 0 if self.links.folded else len(self.launches) // 2
 
@@ -75,14 +75,14 @@ class Group:
         schedule = direct(self.size, self.members_per_node)
         return replace(schedule, lanes=schedule.lanes_for(self.size))
 
-    def play(
+    def simulate(
         self,
         variant: Variant,
         build: Callable[[Rank], None],
         *,
         whole: bool | None = None,
         steady: bool = False,
-    ) -> Played:
+    ) -> Simulated:
         """Simulate what ``build`` adds to the launches of every rank.
 
         Args:
@@ -106,7 +106,7 @@ class Group:
         timeline = simulate(launches, links, launched=steady)
         hosts = (sum(operation.host(self.machine) for operation in rank) for rank in launches)
         host = max(hosts) if steady else 0.0
-        return Played(timeline, tuple(launches), links, host)
+        return Simulated(timeline, tuple(launches), links, host)
 
     def build(self, variant: Variant, build: Callable[[Rank], None], rank: int) -> Rank:
         """The launches of one rank, as ``build`` adds them."""
@@ -120,9 +120,9 @@ class Group:
         One operation may hide the transfers of another, so the total time decides.
         """
 
-        def seconds(one: Variant) -> float:
+        def seconds(variant: Variant) -> float:
             # One rank is enough for the choice.
-            return self.play(one, build, whole=one.attention, steady=steady).seconds
+            return self.simulate(variant, build, whole=variant.attention, steady=steady).seconds
 
         plain, *alternatives = [replace(variant, way=way, tuned=()) for way in variant.tuned]
         fastest, best = plain, seconds(plain)
@@ -144,4 +144,4 @@ def collective_seconds(group: Group, size: float) -> float:
     """Seconds of a plain collective on its own, with ``size`` bytes per block."""
     if group.size == 1 or size <= 0:
         return 0.0
-    return group.play(REFERENCE, lambda rank: rank.need(rank.collective("", size))).seconds
+    return group.simulate(REFERENCE, lambda rank: rank.need(rank.collective("", size))).seconds

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator, Sequence
 
 from commfuse_npu.tools.report.charts import Bit, Row
-from commfuse_npu.tools.simulate.group import Played
+from commfuse_npu.tools.simulate.group import Simulated
 from commfuse_npu.tools.simulate.launches import ASIDE, COMPUTE
 
 __all__ = ["lanes"]
@@ -20,7 +20,7 @@ _INSTANT = 1e-9
 _RANK = re.compile(r" (block|partial for) \d+")
 
 
-def lanes(title: str, parts: Sequence[tuple[str, Played]]) -> Row:
+def lanes(title: str, parts: Sequence[tuple[str, Simulated]]) -> Row:
     """The parts in sequence, in ms.
 
     Overlapping transfers of an operation to several peers are drawn as one bar.  Waiting is time
@@ -29,41 +29,41 @@ def lanes(title: str, parts: Sequence[tuple[str, Played]]) -> Row:
     bits: list[Bit] = []
     begin = 0.0
 
-    def add(lane: str, said: str, start: float, end: float, kind: str) -> None:
-        bits.append(Bit(lane, said, 1e3 * (begin + start), 1e3 * (begin + end), kind))
+    def add(lane: str, label: str, start: float, end: float, kind: str) -> None:
+        bits.append(Bit(lane, label, 1e3 * (begin + start), 1e3 * (begin + end), kind))
 
-    for part, played in parts:
+    for part, simulated in parts:
         at = 0.0
-        for span in played.timeline.spans:
+        for span in simulated.timeline.spans:
             lane = _LANES.get(span.operation.engine or "")
-            if lane is None or span.rank != played.shown or span.start == span.end:
+            if lane is None or span.rank != simulated.shown_rank or span.start == span.end:
                 continue
             if lane == _LANES[COMPUTE]:
                 if span.start - at > _INSTANT:
                     add(lane, f"{part}: waiting", at, span.start, "waiting")
                 at = span.end
             add(lane, f"{part}: {span.operation.name}", span.start, span.end, "work")
-        if played.seconds - at > _INSTANT:
-            add(_LANES[COMPUTE], f"{part}: waiting", at, played.seconds, "waiting")
-        for name, start, end in _transfers(played):
+        if simulated.seconds - at > _INSTANT:
+            add(_LANES[COMPUTE], f"{part}: waiting", at, simulated.seconds, "waiting")
+        for name, start, end in _transfers(simulated):
             add(_LINKS, f"{part}: {name}", start, end, "transfer")
-        begin += played.seconds
+        begin += simulated.seconds
     waited = sum(bit.end - bit.start for bit in bits if bit.kind == "waiting")
     used = {bit.lane for bit in bits}
     name = f"{title}: {1e3 * begin:.1f} ms, waiting {waited:.1f} ms"
     return Row(name, tuple(row for row in (*_LANES.values(), _LINKS) if row in used), tuple(bits))
 
 
-def _transfers(played: Played) -> Iterator[tuple[str, float, float]]:
+def _transfers(simulated: Simulated) -> Iterator[tuple[str, float, float]]:
     """Name, start and end of transfers; overlapping ones of the same name are merged."""
     names = {
         message.key: _RANK.sub("", span.operation.name)  # to whom does not matter, the chunk does
-        for span in played.timeline.spans
+        for span in simulated.timeline.spans
         for message in span.operation.sends
     }
     by_name: dict[str, list[tuple[float, float]]] = {}
-    for moved in played.timeline.moved:
-        if played.links.folded or moved.message.source == played.shown:
+    for moved in simulated.timeline.moved:
+        if simulated.links.folded or moved.message.source == simulated.shown_rank:
             times = by_name.setdefault(names[moved.message.key], [])
             times.append((moved.start, moved.end))
     for name, times in by_name.items():

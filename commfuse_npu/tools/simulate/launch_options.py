@@ -14,7 +14,7 @@ from commfuse_npu.runtime.whole_file import whole_file
 from commfuse_npu.tools.model_config import ModelConfig
 from commfuse_npu.tools.simulate.recommend import Candidate
 from commfuse_npu.tools.simulate.step import Training
-from commfuse_npu.tools.simulate.variants import COC, COC_FUSED, MC2, MEGATRON, TURNS, Variant
+from commfuse_npu.tools.simulate.variants import COC, COC_FUSED, FB_OVERLAP, MC2, MEGATRON, Variant
 
 __all__ = ["FORMS", "check_target", "launching", "options", "planned", "write_plan"]
 
@@ -26,7 +26,7 @@ FORMS = {
     },
     COC_FUSED: ("CoC's kernel", "--use-ascend-coc --coc-fused-kernel"),
     MC2: ("MC2", "--use-ascend-mc2"),
-    TURNS: ("forward-backward overlap", "--commfuse-fb-overlap"),
+    FB_OVERLAP: ("forward-backward overlap", "--commfuse-fb-overlap"),
 }
 """The forms besides fused layers that can be launched: description and flags."""
 
@@ -56,16 +56,16 @@ def options(model: ModelConfig, chosen: Candidate) -> list[str]:
     return [*words, *launching(chosen.variant, training)]
 
 
-def _without_key(what: Training) -> Iterator[str]:
+def _without_key(training: Training) -> Iterator[str]:
     """Options for settings that :class:`ModelConfig` has no key for."""
-    layout = what.layout
+    layout = training.layout
     if layout.dp * layout.cp > 1:
         # The simulation assumes these overlaps.
         yield from ("--overlap-grad-reduce", "--overlap-param-gather")
     if layout.vpp > 1:
-        each = what.layers[0] // layout.vpp
+        each = training.layers[0] // layout.vpp
         yield from ("--num-layers-per-virtual-pipeline-stage", str(each))
-    if what.again:
+    if training.recomputes:
         yield from ("--recompute-granularity", "full", "--recompute-method", "uniform")
         yield from ("--recompute-num-layers", "1")
 
@@ -75,7 +75,7 @@ def launching(variant: Variant, training: Training) -> Iterator[str]:
     schedule, layout = variant.schedule, training.layout
     _, flags = FORMS.get(variant, ("", ""))
     yield from flags.split()
-    if variant == TURNS and layout.pp > 1 and layout.vpp == 1:
+    if variant == FB_OVERLAP and layout.pp > 1 and layout.vpp == 1:
         yield "--commfuse-fb-overlap-memory"
     if schedule is None:
         return

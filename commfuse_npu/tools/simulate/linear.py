@@ -96,15 +96,15 @@ def row_gradients(
         program = gather_gemm(
             rank.place(name), rows, outputs, inputs, False, rank.variant.wgrad, inputs
         )
-        left = program.count(Compute, "wgrad")
+        remaining = program.count(Compute, "wgrad")
         last = _wgrad_work(rank, whole)
 
-        def wgrad(one: Compute, width: Width) -> float:
-            nonlocal left
-            left -= 1
-            if before is not None and not left:
+        def wgrad(instruction: Compute, width: Width) -> float:
+            nonlocal remaining
+            remaining -= 1
+            if before is not None and not remaining:
                 next(before, None)
-            return last(one, width)
+            return last(instruction, width)
 
         columns = {"shard": outputs, "weight": inputs, "out": inputs, "other": inputs}
         rank.run(name, program, columns, {"gemm": gemm_work(rank), "wgrad": wgrad})
@@ -128,8 +128,8 @@ def gemm_work(rank: Rank, copied: float = 0) -> Work:
         copied: bytes per element of ``b`` that must be copied first.
     """
 
-    def seconds(one: Compute, width: Width) -> float:
-        (out,), (a, b) = one.outs, one.ins
+    def seconds(instruction: Compute, width: Width) -> float:
+        (out,), (a, b) = instruction.outs, instruction.ins
         inner, outer = width(a), width(b)
         copy = rank.machine.memory(2 * copied * inner * outer)
         return copy + rank.machine.gemm(out.rows, inner, outer)
@@ -140,8 +140,8 @@ def gemm_work(rank: Rank, copied: float = 0) -> Work:
 def _wgrad_work(rank: Rank, whole: int) -> Work:
     """Seconds of ``wgrad(grad, x)``: ``grad^T @ x``."""
 
-    def seconds(one: Compute, width: Width) -> float:
-        grad, x = one.ins
+    def seconds(instruction: Compute, width: Width) -> float:
+        grad, x = instruction.ins
         return wgrad_seconds(rank, grad.rows, width(x), width(grad), whole)
 
     return seconds

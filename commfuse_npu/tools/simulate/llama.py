@@ -239,23 +239,23 @@ def _attend(rank: Rank, name: str, alone: float, attention: Attended | None) -> 
     rank.compute(name, cost.seconds, launches=cost.launches, events=cost.events, posts=cost.posts)
 
 
-def run_of(one: Compute) -> slice:
+def run_of(instruction: Compute) -> slice:
     """The queries of an instruction."""
-    assert one.run is not None
-    return one.run
+    assert instruction.run is not None
+    return instruction.run
 
 
-def rows_of(one: Compute) -> int:
+def rows_of(instruction: Compute) -> int:
     """The number of queries of an instruction."""
-    return int(run_of(one).stop - run_of(one).start)
+    return int(run_of(instruction).stop - run_of(instruction).start)
 
 
 def _attention_scatter(rank: Rank, shape: LayerShape, attend: Queries) -> None:
     """Attention and output projection of one range of queries at a time, each then transferred."""
     h, inner = shape.hidden, shape.inner
 
-    def make(one: Compute, _: Width) -> float:
-        return attend(run_of(one)) + rank.machine.gemm(rows_of(one), inner, h)
+    def make(instruction: Compute, _: Width) -> float:
+        return attend(run_of(instruction)) + rank.machine.gemm(rows_of(instruction), inner, h)
 
     name = "attention and proj"
     program = produce_scatter(rank.place(name, causal=True), shape.block, h)
@@ -267,12 +267,12 @@ def _gather_attention(rank: Rank, shape: LayerShape, attend: Queries) -> None:
     h, inner = shape.hidden, shape.inner
     whole = rank.variant.wgrad == "whole"
 
-    def use(one: Compute, _: Width) -> float:
-        rows = rows_of(one)
-        seconds = rank.machine.gemm(rows, h, inner) + attend(run_of(one))
+    def use(instruction: Compute, _: Width) -> float:
+        rows = rows_of(instruction)
+        seconds = rank.machine.gemm(rows, h, inner) + attend(run_of(instruction))
         return seconds if whole else seconds + wgrad_seconds(rank, rows, inner, h, shape.rows)
 
-    def wgrad(one: Compute, _: Width) -> float:
+    def wgrad(instruction: Compute, _: Width) -> float:
         return wgrad_seconds(rank, shape.rows, inner, h)
 
     name = "proj and attention backward"

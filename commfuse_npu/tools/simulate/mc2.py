@@ -63,12 +63,12 @@ def tiling(
         ring: whether transfers go around a double ring (A3) instead of over a full mesh (A2).
         ordered: whether sums have a fixed order (``HCCL_DETERMINISTIC``, on a mesh).
     """
-    problem = _Given(kind, rows, inner, outer, ranks, cores, ring, ordered and not ring)
+    problem = _Problem(kind, rows, inner, outer, ranks, cores, ring, ordered and not ring)
     return problem.gather() if kind == "gather" else problem.scatter()
 
 
 @dataclass
-class _Given:
+class _Problem:
     kind: Literal["gather", "scatter"]
     rows: int
     inner: int
@@ -87,16 +87,16 @@ class _Given:
         linear = self._linear(self.ranks if gather and not self.ring else self.blocks)
         self.least = max(_ALIGN, 2**16 // (self.width * self.ranks * ITEM_BYTES), linear)
         self.most = _MOST
-        self.used, self.longest = self._used(self.least, self.blocks)
+        self.efficiency, self.longest = self._efficiency(self.least, self.blocks)
         work = max(_ALIGN, self.outer) * max(_ALIGN, self.inner)
-        self.row = work / (4096 * 1.8 * 1024 * self.cores * self.used)
+        self.row_time = work / (4096 * 1.8 * 1024 * self.cores * self.efficiency)
         self.scale = 1.75 * self.ranks / (self.ranks - 1) if self.ring else self.ranks / 4
         if self.ordered:
             self.scale /= 1 + 0.4 * self.ranks / 8
         large = self.inner >= 8192 and self.outer > 5120
         self.slowed = 1.0
         if self.ranks > 2 and self.blocks > 2:
-            if self.used < 0.85:
+            if self.efficiency < 0.85:
                 self.slowed = 3.0 if gather else 1.5
             elif large:
                 self.slowed = 1.5 if gather else 1.2
@@ -111,8 +111,8 @@ class _Given:
     # ------------------------------------------------------------------- the two kernels
 
     def gather(self) -> Tiling:
-        own, _ = self._used(self.rows, 1)
-        front = self._gemm(self.rows, 1) * self.used / own
+        own, _ = self._efficiency(self.rows, 1)
+        front = self._gemm(self.rows, 1) * self.efficiency / own
         behind = self.gemm >= self.wire
         bound = self.wire > 2 * self.gemm and self.inner >= 8192
         few_rows = not behind and self.rows < 2 * self.least and self.blocks > 2
@@ -124,12 +124,12 @@ class _Given:
         if uncut or self.rows < 2 * self.least:
             return Tiling((self.rows,), self.slowed)
         if not behind:
-            long = self._rows_in(self._wire(self.least))
+            long = self._rows_computed_in(self._wire(self.least))
             long = min(long, self.least) if bound else long
         elif self.ranks == 2:
-            long = self._rows_over(self._gemm(self.least, self.blocks))
+            long = self._rows_sent_in(self._gemm(self.least, self.blocks))
         else:
-            long = self._rows_over(front)
+            long = self._rows_sent_in(front)
         count, long, short = self._fit(long, behind)
         return Tiling((*[long] * count, *([short] if short else [])), self.slowed)
 
@@ -146,9 +146,9 @@ class _Given:
         if self.rows < 2 * self.least:
             return Tiling((self.rows,), self.slowed)
         if behind:
-            long = self._rows_over(self._gemm(self.least, self.blocks))
+            long = self._rows_sent_in(self._gemm(self.least, self.blocks))
         else:
-            long = self._rows_in(self._wire(self.least))
+            long = self._rows_computed_in(self._wire(self.least))
         count, long, short = self._fit(long, behind)
         tail = [short] if short else []
         tiles = [*[long] * count, *tail] if behind else [*tail, *[long] * count]
@@ -165,7 +165,7 @@ class _Given:
         least = max(work // weight, traffic // (weight // 1024 + max(_ALIGN, self.outer)))
         return max(3 * _ALIGN, least // blocks)
 
-    def _used(self, rows: int, blocks: int) -> tuple[float, int]:
+    def _efficiency(self, rows: int, blocks: int) -> tuple[float, int]:
         """Share of peak FLOP/s, by the operands that a round reads; and the longest tile."""
         high, wide = min(_ALIGN, rows), _COLUMNS
         down, across = math.ceil(rows / high) * blocks, math.ceil(self.outer / wide)
@@ -182,10 +182,10 @@ class _Given:
         return share, self.rows
 
     def _gemm(self, rows: int, blocks: int) -> float:
-        return max(_ALIGN, rows) * blocks * self.row
+        return max(_ALIGN, rows) * blocks * self.row_time
 
-    def _rows_in(self, microseconds: float) -> int:
-        return max(_ALIGN, int(microseconds / (self.blocks * self.row)))
+    def _rows_computed_in(self, microseconds: float) -> int:
+        return max(_ALIGN, int(microseconds / (self.blocks * self.row_time)))
 
     def _wire(self, rows: int) -> float:
         size = rows * self.width * self.ranks * ITEM_BYTES / _MIB
@@ -199,7 +199,7 @@ class _Given:
             raw = 18.0
         return raw / self.scale
 
-    def _rows_over(self, microseconds: float) -> int:
+    def _rows_sent_in(self, microseconds: float) -> int:
         """Rows whose transfer takes so long: the inverse of :meth:`_wire`."""
         raw = microseconds * self.scale
         if self.ring:

@@ -28,7 +28,7 @@ from commfuse_npu.tools.simulate.recommend import Recommendation
 from commfuse_npu.tools.simulate.report import COLUMNS, Standing, cells, headline, seconds, sources
 from commfuse_npu.tools.simulate.step import Layout, Step, Training
 from commfuse_npu.tools.simulate.sweep import Options, Point, training
-from commfuse_npu.tools.simulate.variants import MEGATRON, REFERENCE, TURNS, Role, Variant
+from commfuse_npu.tools.simulate.variants import FB_OVERLAP, MEGATRON, REFERENCE, Role, Variant
 
 __all__ = ["gain_picture", "layer_picture", "plan_page", "sweep_page", "sweep_picture"]
 
@@ -43,25 +43,25 @@ _GANTT = (
 _SIZES, _LENGTHS = (2, 4, 8), (4096, 8192, 16384, 32768)
 
 
-def layer_picture(step: Step, shown: Mapping[str, Variant]) -> Picture:
+def layer_picture(step: Step, variants: Mapping[str, Variant]) -> Picture:
     """A Gantt chart of one layer in each of these variants."""
-    rows = [lanes(name, step.parts(variant)) for name, variant in shown.items()]
+    rows = [lanes(name, step.parts(variant)) for name, variant in variants.items()]
     title = "One layer of one micro-batch, forward then backward"
     ordered = sorted(rows, key=lambda row: max(bit.end for bit in row.bits))
-    answer = f"Shortest: {ordered[0].said}. Longest: {ordered[-1].said}."
+    answer = f"Shortest: {ordered[0].label}. Longest: {ordered[-1].label}."
     return gantt(title, "ms, typical figures; lower is better", rows)._replace(answer=answer)
 
 
-def sweep_picture(points: Sequence[Point], shown: Sequence[Variant]) -> Picture:
+def sweep_picture(points: Sequence[Point], variants: Sequence[Variant]) -> Picture:
     """Bars for one point; for several, a line per variant over sequence length or NPUs."""
-    base = MEGATRON if MEGATRON in shown else REFERENCE
+    base = MEGATRON if MEGATRON in variants else REFERENCE
     against = "Megatron's order" if base is MEGATRON else base.name
-    names = {form: form.name + " (ideal bound)" * (form.role == "bound") for form in shown}
+    names = {form: form.name + " (ideal bound)" * (form.role == "bound") for form in variants}
     if len(points) == 1:
-        steps = {form: points[0].outcomes[form.name].step for form in shown}
+        steps = {form: points[0].outcomes[form.name].step for form in variants}
         of_bars = [
             Bar(form.name, step.typical, step.low, step.high,
-                f"{names[form]}: {step.shown(seconds)}", _COLORS[form.role])
+                f"{names[form]}: {step.text(seconds)}", _COLORS[form.role])
             for form, step in steps.items()
         ]  # fmt: skip
         title = "Time of a step, with the range over the machine's uncertainty"
@@ -75,7 +75,7 @@ def sweep_picture(points: Sequence[Point], shown: Sequence[Variant]) -> Picture:
     axis = ", ".join(varying) or "tokens of a sequence"
     labels = [", ".join(parts) for parts in zip(*(varying or axes).values(), strict=True)]
     of_lines = []
-    for form in shown:
+    for form in variants:
         shares = [
             point.outcomes[form.name].step.typical / point.outcomes[base.name].step.typical
             for point in points
@@ -101,7 +101,7 @@ def gain_picture(model: ModelConfig, hardware: Hardware) -> Picture:
             step = Step(hardware.machine(), training(model, Layout(tp, 1, 1, 1), length, options))
         except ConfigError:
             continue  # heads or widths that this TP does not divide
-        ours, today = (step.layer_time(variant).seconds for variant in (TURNS, MEGATRON))
+        ours, today = (step.layer_time(variant).seconds for variant in (FB_OVERLAP, MEGATRON))
         gains.append((_thousands(length), f"TP {tp}", 100 * (1 - ours / today)))
     title = "% less time per layer than in Megatron's order, with --commfuse-fb-overlap"
     picture = heat(title, "tokens of a sequence", gains)
@@ -113,16 +113,16 @@ def gain_picture(model: ModelConfig, hardware: Hardware) -> Picture:
     return picture._replace(answer=f"From {' to '.join(extremes)}{why}.")
 
 
-def _memory_picture(shown: Mapping[str, Footprint], hardware: Hardware) -> Picture:
+def _memory_picture(footprints: Mapping[str, Footprint], hardware: Hardware) -> Picture:
     """Memory of the fullest NPU by purpose, and the memory that is available to tensors."""
     usable = limit(hardware) / 2**30
     rows = [
         (f"{name}, {memory.total / 2**30:.1f} GiB", {part: size / 2**30 for part, size in parts})
-        for name, memory in shown.items()
+        for name, memory in footprints.items()
         for parts in [memory._asdict().items()]
     ]
-    name = max(shown, key=lambda name: shown[name].total).replace(";", ",")
-    most = max(memory.total for memory in shown.values()) / 2**30
+    name = max(footprints, key=lambda name: footprints[name].total).replace(";", ",")
+    most = max(memory.total for memory in footprints.values()) / 2**30
     line = f"usable: {usable:.1f} GiB", usable
     picture = stacks("Memory of the fullest NPU", "GiB", rows, line)
     answer = f"The most: {name}, {most:.1f} GiB of {usable:.1f} GiB that tensors may take."
@@ -134,7 +134,7 @@ def plan_page(
     title: str,
     words: Sequence[str],
     hardware: Hardware,
-    found: Recommendation,
+    recommendation: Recommendation,
     launches: Mapping[str, str],
 ) -> None:
     """Write the page of ``plan``.
@@ -144,30 +144,31 @@ def plan_page(
         launches: commands and options, by purpose.
     """
     bar, memory = [], {}
-    for plan, row in plan_report.layouts(found, hardware):
-        times = found.steps.get(plan, (plan.seconds,))
+    for plan, row in plan_report.layouts(recommendation, hardware):
+        times = recommendation.steps.get(plan, (plan.seconds,))
         layout = f"{row[0]}: TP {row[1]}, CP {row[2]}, PP {row[3]}, DP {row[4]}"
-        tint = "purple" if plan is found.bound else "orange" if plan in found.rivals else "blue"
+        rival = plan in recommendation.rivals
+        tint = "purple" if plan is recommendation.bound else "orange" if rival else "blue"
         label = f"{layout}; {plan.variant.name}, {row[7]}"
         bar.append(Bar(label, plan.seconds, min(times), max(times), label, tint))
         memory[f"{layout}; {plan.variant.name}"] = plan.memory
-    recommended, _, *why = (line.removeprefix("- ") for line in plan_report.reasons(found))
+    recommended, _, *why = (line.removeprefix("- ") for line in plan_report.reasons(recommendation))
 
-    def answering(drawn: Picture, begin: str) -> Picture:
+    def answering(picture: Picture, begin: str) -> Picture:
         """Move the reason that starts with ``begin`` from the list to this picture."""
         answer = next((why.pop(i) for i, line in enumerate(why) if line.startswith(begin)), "")
-        return drawn._replace(answer=answer or drawn.answer)
+        return picture._replace(answer=answer or picture.answer)
 
-    line = "the best without CommFuse", found.other.seconds
+    line = "the best without CommFuse", recommendation.other.seconds
     steps = bars("Time of a step, the best layouts", "seconds, lower is better", bar, line)
-    best, pictures = found.best, [answering(steps, "Without CommFuse")]
+    best, pictures = recommendation.best, [answering(steps, "Without CommFuse")]
     pictures.append(gain_picture(best.training.model, hardware))
     if best.training.layout.tp > 1:
         step = Step(hardware.machine(), best.training)
         variants = {variant.name: variant for variant in (REFERENCE, MEGATRON, best.variant)}
         pictures.append(answering(layer_picture(step, variants), "Plain transfers"))
     pictures.append(_memory_picture(memory, hardware))
-    layouts = tuple(row for _, row in plan_report.layouts(found, hardware))
+    layouts = tuple(row for _, row in plan_report.layouts(recommendation, hardware))
     options = tuple(f"{name} `{line}`" for name, line in launches.items())
     _write(
         path,
@@ -177,7 +178,7 @@ def plan_page(
         [f"**{recommended}**", *why],
         pictures,
         [Table(plan_report.COLUMNS, layouts, "layouts")],
-        plan_report.fitting(found, hardware),
+        plan_report.fitting(recommendation, hardware),
         [Section("Launch", options)],
     )
 
@@ -188,32 +189,32 @@ def sweep_page(
     words: Sequence[str],
     hardware: Hardware,
     standing: Standing,
-    shown: Sequence[Variant],
-    said: Sequence[str],
-    what: Training,
+    variants: Sequence[Variant],
+    verdict: Sequence[str],
+    setup: Training,
 ) -> None:
     """Write the page of ``simulate``.
 
     Args:
         words: the command line.
-        shown: the variants in the tables.
-        said: the verdict: the best variant, and its comparison with others.
-        what: the training at the first point.
+        variants: those in the tables.
+        verdict: the best variant, and its comparison with others.
+        setup: the training at the first point.
     """
     points, compared = standing.points, standing.compared
-    memory = {name: footprint(what, variant, hardware) for name, variant in compared.items()}
+    memory = {name: footprint(setup, variant, hardware) for name, variant in compared.items()}
     pictures = [
-        sweep_picture(points, shown)._replace(answer=said[1]),
-        gain_picture(what.model, hardware),
-        layer_picture(Step(hardware.machine(), what), compared),
+        sweep_picture(points, variants)._replace(answer=verdict[1]),
+        gain_picture(setup.model, hardware),
+        layer_picture(Step(hardware.machine(), setup), compared),
         _memory_picture(memory, hardware),
     ]
-    tables = [Table(COLUMNS, tuple(cells(point, shown)), headline(point)) for point in points]
+    tables = [Table(COLUMNS, tuple(cells(point, variants)), headline(point)) for point in points]
     note = (
         "Exposed is what a step takes longer than without any transfers, with what cutting GEMMs "
         "costs."
     )
-    _write(path, title, words, hardware, said[:1], pictures, tables, note, [])
+    _write(path, title, words, hardware, verdict[:1], pictures, tables, note, [])
 
 
 def _write(
@@ -221,13 +222,13 @@ def _write(
     title: str,
     words: Sequence[str],
     hardware: Hardware,
-    said: Sequence[str],
-    drawn: Sequence[Picture],
+    verdict: Sequence[str],
+    pictures: Sequence[Picture],
     tables: Sequence[Table],
     note: str,
     before: Sequence[Section],
 ) -> None:
-    first, *rest = drawn
+    first, *rest = pictures
     sections = [
         *before,
         Section(first.title, (sources(hardware), note), first, tuple(tables)),
@@ -237,4 +238,4 @@ def _write(
         ),
     ]
     machine = {"machine simulated": f"{hardware.name} ({hardware.path.name})"}
-    write_page(path, title, said, sections, environment(words) | machine)
+    write_page(path, title, verdict, sections, environment(words) | machine)

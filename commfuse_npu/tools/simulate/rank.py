@@ -48,7 +48,7 @@ from commfuse_npu.plan.schedule import Place, Schedule
 from commfuse_npu.tools.simulate.launches import ASIDE, COMPUTE, Key, Message, Operation
 from commfuse_npu.tools.simulate.variants import Variant, Way, direct
 
-__all__ = ["EVENTS", "Ran", "Rank", "Width", "Work", "rest"]
+__all__ = ["EVENTS", "Rank", "Run", "Width", "Work", "rest"]
 
 Width = Callable[[Span], int]
 """Number of columns of a span."""
@@ -67,7 +67,7 @@ def rest(steps: Iterator[None]) -> None:
         pass
 
 
-class Ran(NamedTuple):
+class Run(NamedTuple):
     """A program, and the size of its longest message in bytes."""
 
     program: Program
@@ -83,7 +83,7 @@ class Rank:
 
     Attributes:
         operations: the host's launches, in order.
-        ran: the programs, by operation.
+        programs: the programs, by operation.
         ways: how each operation was run, by name.
         either: the operations that could also be run by collectives.
         sequence_parallel: whether the rank has only a block of the rows outside of linear layers.
@@ -101,7 +101,7 @@ class Rank:
         self.machine, self.rank, self.size, self.variant = machine, rank, size, variant
         self.members_per_node = members_per_node
         self.operations: list[Operation] = []
-        self.ran: dict[str, Ran] = {}
+        self.programs: dict[str, Run] = {}
         self.ways: dict[str, Way] = {}
         self.either: set[str] = set()
         self.sequence_parallel = True
@@ -109,9 +109,9 @@ class Rank:
         self._last: dict[str, int] = {}
         self._pending: dict[bool, set[int]] = {False: set(), True: set()}
 
-    def add(self, one: Operation, after: Iterable[int]) -> int:
+    def add(self, operation: Operation, after: Iterable[int]) -> int:
         """Append an operation that waits for those in ``after``; returns its index."""
-        self.operations.append(one._replace(after=tuple(sorted(after))))
+        self.operations.append(operation._replace(after=tuple(sorted(after))))
         return len(self.operations) - 1
 
     def compute(
@@ -131,9 +131,9 @@ class Rank:
         work = Operation(name, engine, seconds, launches=launches, posts=posts, events=events)
         self._last[engine] = self.add(work, waits)
 
-    def need(self, others: Iterable[int], *, aside: bool = False) -> None:
+    def need(self, operations: Iterable[int], *, aside: bool = False) -> None:
         """Make the next work on a stream wait for these operations."""
-        self._pending[aside].update(others)
+        self._pending[aside].update(operations)
 
     def finish(self) -> list[Operation]:
         """Add a final wait for pending operations, and return all operations."""
@@ -285,7 +285,7 @@ class Rank:
             return Message((*key, step, source), source, target, sent, delay)
 
         carried = (span for post in program.posts for spans in accesses(post) for span in spans)
-        self.ran[operation] = Ran(program, max(map(size, carried), default=0.0))
+        self.programs[operation] = Run(program, max(map(size, carried), default=0.0))
         received: dict[int, int] = {}
         sent: dict[int, int] = {}
         events: dict[int, int | None] = {}
@@ -330,12 +330,13 @@ class Rank:
                     f"{operation} hold", 0.0, launches=0, aside=instruction.aside, events=2
                 )
 
-    def _add(self, operation: str, one: Add, size: Callable[[Span], float]) -> None:
-        additions, traffic = sum(parts for _, parts in one.terms) - 1, 3 * size(one.out)
+    def _add(self, operation: str, instruction: Add, size: Callable[[Span], float]) -> None:
+        additions = sum(parts for _, parts in instruction.terms) - 1
+        traffic = 3 * size(instruction.out)
         # Parts in one stack are added in one pass; those of a collective are no such stack.
-        if (self.variant.sums == "once" and len(one.terms) <= 2) or not additions:
-            traffic = size(one.out) + sum(size(span) for span, _ in one.terms)
+        if (self.variant.sums == "once" and len(instruction.terms) <= 2) or not additions:
+            traffic = size(instruction.out) + sum(size(span) for span, _ in instruction.terms)
             additions = 1
         for _ in range(additions):
             seconds = self.machine.memory(traffic)
-            self.compute(f"{operation} sum", seconds, aside=one.aside)
+            self.compute(f"{operation} sum", seconds, aside=instruction.aside)

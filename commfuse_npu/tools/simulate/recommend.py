@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from commfuse_npu.config_file import ConfigError, config_names, find_config
 from commfuse_npu.hardware.description import Hardware
-from commfuse_npu.hardware.machine import Machine, covering_outputs
+from commfuse_npu.hardware.machine import Machine, min_outputs_to_hide
 from commfuse_npu.tools.model_config import ModelConfig
 from commfuse_npu.tools.simulate.footprint import Footprint, footprint, limit
 from commfuse_npu.tools.simulate.group import Group
@@ -34,9 +34,9 @@ from commfuse_npu.tools.simulate.sweep import (
 )
 from commfuse_npu.tools.simulate.variants import (
     COMPUTE_ONLY,
+    FB_OVERLAP,
     IDEAL,
     REFERENCE,
-    TURNS,
     Variant,
     Wgrad,
     fused,
@@ -198,8 +198,8 @@ def recommend(
             for choice in (fixed.recompute,) if fixed.recompute else choices:
                 setup = training(model, layout, sequence, replace(options, recompute=choice))
                 offered = _fused(hardware, setup, other_rounding)
-                plans = _played(hardware, setup, _quick(hardware, setup, offered), rough=True)
-                rivals += _played(hardware, setup, _others(hardware, layout.tp))
+                plans = _candidates(hardware, setup, _quick(hardware, setup, offered), rough=True)
+                rivals += _candidates(hardware, setup, _others(hardware, layout.tp))
                 shortest = min(map(_seconds, by_layout.get(layout, ())), default=math.inf)
                 if plans and min(map(_seconds, plans)) < shortest:
                     by_layout[layout] = plans
@@ -235,9 +235,9 @@ def recommend(
     for place, layout in enumerate(finalists, 1):
         tell(f"the best layouts in full: {place} of {_RANKED}")
         setup = by_layout[layout][0].training
-        trials = _played(hardware, setup, _fused(hardware, setup, other_rounding), rough=True)
+        trials = _candidates(hardware, setup, _fused(hardware, setup, other_rounding), rough=True)
         best = [trial.variant for trial in sorted(trials, key=_seconds)[:_FINALISTS]]
-        by_layout[layout] = _played(hardware, setup, best)
+        by_layout[layout] = _candidates(hardware, setup, best)
     ranked = sorted((min(by_layout[layout], key=_seconds) for layout in finalists), key=_seconds)
     by_form: dict[str, Candidate] = {}
     for rival in sorted(rivals, key=_seconds):
@@ -320,10 +320,10 @@ def _divisors(number: int) -> list[int]:
     return [size for size in range(1, number + 1) if number % size == 0]
 
 
-def _fused(hardware: Hardware, what: Training, other_rounding: bool) -> list[Variant]:
+def _fused(hardware: Hardware, setup: Training, other_rounding: bool) -> list[Variant]:
     """CommFuse's variants, for tensor parallelism or else Ulysses; without either the reference."""
-    layout = what.layout
-    group = fused_group(hardware, layout, what.fuse_ulysses)
+    layout = setup.layout
+    group = fused_group(hardware, layout, setup.fuse_ulysses)
     if group.size == 1:
         return [REFERENCE]
     base, shapes = group.direct, [group.direct]
@@ -332,7 +332,7 @@ def _fused(hardware: Hardware, what: Training, other_rounding: bool) -> list[Var
     elif layout.cp == 1:
         shapes = [*together(base, group.size), base]
     wgrads: tuple[Wgrad, ...] = ("whole", "blocks") if other_rounding else ("whole",)
-    ours = partial(fused, collectives_from=covering_outputs(hardware.machine(), layout.tp))
+    ours = partial(fused, collectives_from=min_outputs_to_hide(hardware.machine(), layout.tp))
     choices = [
         ours(replace(shape, chunks=chunks, taper=taper), wgrad=wgrad)
         for shape in shapes
@@ -345,8 +345,8 @@ def _fused(hardware: Hardware, what: Training, other_rounding: bool) -> list[Var
             for chunks in (1, 2, 4)
             for wgrad in wgrads
         ]
-    if layout.tp > 1 and what.micro_batches > 1:
-        choices.append(TURNS)
+    if layout.tp > 1 and setup.micro_batches > 1:
+        choices.append(FB_OVERLAP)
     return choices
 
 
@@ -354,7 +354,7 @@ def _lanes(variant: Variant) -> int:
     return (variant.schedule.lanes or 1) if variant.schedule else 0
 
 
-def _quick(hardware: Hardware, what: Training, offered: Sequence[Variant]) -> list[Variant]:
+def _quick(hardware: Hardware, setup: Training, offered: Sequence[Variant]) -> list[Variant]:
     """The few variants to try for every layout: simple ones, with the most lanes that fit."""
     picks: dict[Hashable, Variant] = {}
     for variant in offered:
@@ -363,7 +363,7 @@ def _quick(hardware: Hardware, what: Training, offered: Sequence[Variant]) -> li
             picks[variant] = variant
             continue
         simple = schedule.taper == 1 and schedule.chunks <= 4 and not variant.attention
-        if simple and footprint(what, variant, hardware).total <= limit(hardware):
+        if simple and footprint(setup, variant, hardware).total <= limit(hardware):
             # The offered variants are sorted by lanes: later ones replace those with fewer.
             picks[schedule.chunks, variant.wgrad] = variant
     return list(picks.values())
@@ -377,14 +377,14 @@ def _others(hardware: Hardware, tp: int) -> list[Variant]:
     return [form for form in choices if form.role in ("today", "rival") or form == IDEAL]
 
 
-def _played(
-    hardware: Hardware, what: Training, chosen: Sequence[Variant], *, rough: bool = False
+def _candidates(
+    hardware: Hardware, setup: Training, chosen: Sequence[Variant], *, rough: bool = False
 ) -> list[Candidate]:
     """The candidates that fit into memory, with their step times at typical figures."""
-    step = Step(hardware.machine(), what, rough=rough)
-    sized = ((variant, footprint(what, variant, hardware)) for variant in chosen)
+    step = Step(hardware.machine(), setup, rough=rough)
+    sized = ((variant, footprint(setup, variant, hardware)) for variant in chosen)
     return [
-        Candidate(what, variant, step.time(variant).seconds, memory)
+        Candidate(setup, variant, step.time(variant).seconds, memory)
         for variant, memory in sized
         if memory.total <= limit(hardware)
     ]

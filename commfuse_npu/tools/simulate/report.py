@@ -34,17 +34,18 @@ class Standing:
 
     points: Sequence[Point]
 
-    def best(self, *roles: Role, alike: bool = False) -> Variant | None:
+    def best(self, *roles: Role, same_bits: bool = False) -> Variant | None:
         """The variant of these roles with the shortest steps, relative to plain, over all points.
 
         Args:
-            alike: consider only variants whose results are bitwise equal to Megatron's.
+            same_bits: consider only variants whose results are bitwise equal to Megatron's.
         """
         scores: dict[Variant, float] = {}
         for point in self.points:
             plain = point.outcomes[REFERENCE.name].step.typical
             for outcome in point.outcomes.values():
-                if outcome.variant.role in roles and not (alike and outcome.variant.other_rounding):
+                other_bits = same_bits and outcome.variant.other_rounding
+                if outcome.variant.role in roles and not other_bits:
                     share = outcome.step.typical / plain
                     scores[outcome.variant] = scores.get(outcome.variant, 0.0) + share
         return min(scores, key=scores.__getitem__, default=None)
@@ -52,12 +53,12 @@ class Standing:
     @property
     def compared(self) -> dict[str, Variant]:
         """Plain collectives, Megatron's order, and CommFuse's best, by name."""
-        ours = self.best("ours", alike=True), self.best("ours")
+        ours = self.best("ours", same_bits=True), self.best("ours")
         return {
             form.name: form for form in (REFERENCE, self.best("today"), *ours) if form is not None
         }
 
-    def shown(self, everything: bool) -> list[Variant]:
+    def selected(self, everything: bool) -> list[Variant]:
         """The variants that matter most, or all; bounds come last."""
         wanted = {*self.compared.values(), self.best("rival"), self.best("bound")}
         variants = [outcome.variant for outcome in self.points[0].outcomes.values()]
@@ -87,7 +88,7 @@ class Standing:
                 f"{first.name}, {self._steps(first)}.",
                 f"Nothing to compare.{bounded}",
             ]
-        exact = self.best("ours", alike=True) if ours.other_rounding else None
+        exact = self.best("ours", same_bits=True) if ours.other_rounding else None
 
         def launched(variant: Variant) -> str:
             layer = ""
@@ -138,27 +139,27 @@ class Standing:
         """``22.13 s (15.34 s .. 36.17 s)``; for several points ``11.02 s to 22.13 s``."""
         steps = [point.outcomes[variant.name].step for point in self.points]
         if len(steps) == 1:
-            return steps[0].shown(seconds)
+            return steps[0].text(seconds)
         typical = [step.typical for step in steps]
         return f"{seconds(min(typical))} to {seconds(max(typical))}"
 
 
-def cells(point: Point, shown: Sequence[Variant]) -> list[tuple[str, ...]]:
+def cells(point: Point, variants: Sequence[Variant]) -> list[tuple[str, ...]]:
     """A row per variant, under :data:`COLUMNS`; the shortest one that is not a bound is bold."""
-    real = [point.outcomes[variant.name] for variant in shown if variant.role != "bound"]
+    real = [point.outcomes[variant.name] for variant in variants if variant.role != "bound"]
     best = min(real, key=lambda outcome: outcome.step.typical).variant
     rows: list[tuple[str, ...]] = []
-    for variant in shown:
+    for variant in variants:
         outcome = point.outcomes[variant.name]
         name = f"**{variant.name}**" if variant == best else variant.name
         rows.append(
             (
                 name + " (ideal bound)" * (variant.role == "bound"),
-                outcome.step.shown(seconds),
-                outcome.shorter.shown(percent),
-                outcome.exposed.shown(seconds),
-                outcome.mfu.shown(percent),
-                outcome.tokens.shown("{:.0f}".format),
+                outcome.step.text(seconds),
+                outcome.shorter.text(percent),
+                outcome.exposed.text(seconds),
+                outcome.mfu.text(percent),
+                outcome.tokens.text("{:.0f}".format),
                 f"{outcome.memory / 2**30:.1f} GiB",
             )
         )
@@ -169,15 +170,15 @@ def headline(point: Point) -> str:
     """The facts that all variants at a point share."""
     return (
         f"sequence {point.sequence}, {point.npus} NPUs, {point.micro_batches} micro-batches; "
-        f"communication / computation of a layer, plain: {point.ratio.shown('{:.2f}'.format)}"
+        f"communication / computation of a layer, plain: {point.ratio.text('{:.2f}'.format)}"
     )
 
 
-def table(point: Point, shown: Sequence[Variant]) -> str:
+def table(point: Point, variants: Sequence[Variant]) -> str:
     """A Markdown table of these variants at one point."""
     lines = [f"## {headline(point)}", "", table_row(COLUMNS), "|---" * len(COLUMNS) + "|"]
-    lines += map(table_row, cells(point, shown))
-    hidden = len(point.outcomes) - len(shown)
+    lines += map(table_row, cells(point, variants))
+    hidden = len(point.outcomes) - len(variants)
     if hidden:
         lines += ["", f"{hidden} more variants were simulated; --all shows them."]
     return "\n".join(lines)

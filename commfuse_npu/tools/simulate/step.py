@@ -19,10 +19,10 @@ from functools import lru_cache, partial
 from typing import Literal, NamedTuple
 
 from commfuse_npu.hardware.machine import ITEM_BYTES, Machine
-from commfuse_npu.tools.simulate import llama, turns
+from commfuse_npu.tools.simulate import fb_overlap, llama
 from commfuse_npu.tools.simulate.context_parallel import Attention
 from commfuse_npu.tools.simulate.data_parallel import GRADIENT_BYTES, exposed
-from commfuse_npu.tools.simulate.group import Group, Played, collective_seconds
+from commfuse_npu.tools.simulate.group import Group, Simulated, collective_seconds
 from commfuse_npu.tools.simulate.links import PlacementError
 from commfuse_npu.tools.simulate.llama import LayerShape
 from commfuse_npu.tools.simulate.pipeline import one_forward_one_backward, side_by_side
@@ -93,19 +93,21 @@ class _Cost(NamedTuple):
         return _Cost(self.device - less.device, self.busy - less.busy, tuple(launched))
 
 
-def _play(
+def _simulate(
     machine: Machine,
     shape: LayerShape,
     variant: Variant,
     part: _Part | int,
     attended: Attention = None,
     *,
-    again: bool = False,
+    recomputes: bool = False,
     rough: bool = False,
-) -> Played:
+) -> Simulated:
     """Simulate a part of a layer, or ``part`` layers of a forward paired with a backward."""
     if isinstance(part, int):
-        build = partial(turns.pair, shape=shape, layers=part, attention=attended, again=again)
+        build = partial(
+            fb_overlap.pair, shape=shape, layers=part, attention=attended, recomputes=recomputes
+        )
     elif part.startswith("head"):
         build = partial(getattr(llama, part), shape=shape)
     else:
@@ -114,14 +116,14 @@ def _play(
     steady = part not in ("head_forward", "head_backward")
     one_rank = rough and not (steady and variant.attention)
     group = Group(machine, shape.ranks)
-    return group.play(variant, build, whole=False if one_rank else None, steady=steady)
+    return group.simulate(variant, build, whole=False if one_rank else None, steady=steady)
 
 
 @lru_cache(_KEPT)
 def _head(machine: Machine, shape: LayerShape, variant: Variant, rough: bool) -> list[float]:
     """Seconds of the output layer and the loss, forward and backward."""
     parts: tuple[_Part, ...] = "head_forward", "head_backward"
-    return [_play(machine, shape, variant, part, rough=rough).seconds for part in parts]
+    return [_simulate(machine, shape, variant, part, rough=rough).seconds for part in parts]
 
 
 @lru_cache(_KEPT)
@@ -131,15 +133,17 @@ def _cost(
     variant: Variant,
     part: _Part | int,
     attended: Attention,
-    again: bool,
+    recomputes: bool,
     rough: bool,
 ) -> _Cost:
-    played = _play(machine, shape, variant, part, attended, again=again, rough=rough)
+    simulated = _simulate(
+        machine, shape, variant, part, attended, recomputes=recomputes, rough=rough
+    )
     launched = (
         (sum(x.launches for x in rank), sum(x.posts for x in rank), sum(x.events for x in rank))
-        for rank in played.launches
+        for rank in simulated.launches
     )
-    return _Cost(played.timeline.seconds, played.busy, tuple(launched))
+    return _Cost(simulated.timeline.seconds, simulated.busy, tuple(launched))
 
 
 @dataclass(frozen=True)
@@ -158,14 +162,20 @@ class Step:
     training: Training
     rough: bool = False
 
-    def parts(self, variant: Variant) -> list[tuple[str, Played]]:
+    def parts(self, variant: Variant) -> list[tuple[str, Simulated]]:
         """Simulate a layer's forward, then its backward; or one of each as a pair."""
         parts: dict[str, _Part | int] = {"forward": "forward", "backward": "backward"}
-        if variant.kind == "turns":
+        if variant.kind == "fb_overlap":
             parts = {"pair": 1}
-        attended = self._attended(variant)
-        play = partial(_play, self.machine, self.training.shape, variant, attended=attended)
-        return [(name, play(part=part, again=self.training.again)) for name, part in parts.items()]
+        simulate = partial(
+            _simulate,
+            self.machine,
+            self.training.shape,
+            variant,
+            attended=self._attended(variant),
+            recomputes=self.training.recomputes,
+        )
+        return [(name, simulate(part=part)) for name, part in parts.items()]
 
     def time(self, variant: Variant, *, free: bool = False) -> StepTime:
         """Seconds of a step.
@@ -185,8 +195,9 @@ class Step:
             ]
 
         forwards = chunks(lambda time: time.forward)
-        again = [training.again_share(place) * f for place, f in enumerate(forwards)]
-        backwards = [b + a for b, a in zip(chunks(lambda time: time.backward), again, strict=True)]
+        recomputed = [training.recomputed_share(place) * f for place, f in enumerate(forwards)]
+        backwards = chunks(lambda time: time.backward)
+        backwards = [b + again for b, again in zip(backwards, recomputed, strict=True)]
         head = _head(self.machine, training.shape, variant, self.rough)
         forwards[-1] += head[0]
         backwards[-1] += head[1]
@@ -194,22 +205,22 @@ class Step:
         forwards[0] += embedding
         backwards[0] += embedding
         between = 0.0 if free else self._between_stages
-        play = training.micro_batches, between, layout.vpp
+        pipeline = training.micro_batches, between, layout.vpp
         f, b = main.forward, main.backward
         if main.pair is None:
-            ends = one_forward_one_backward(forwards, backwards, *play)
+            ends = one_forward_one_backward(forwards, backwards, *pipeline)
         else:
             pairs = chunks(lambda time: time.seconds)
             # The part of a stage that occurs once, besides its layers.
             pairs = [pair + (main.pair[1] if pair else 0.0) for pair in pairs]
             pairs[-1] += sum(head)
             pairs[0] += 2 * embedding
-            ends = side_by_side(forwards, backwards, pairs, *play)
+            ends = side_by_side(forwards, backwards, pairs, *pipeline)
             f, b = (part * main.pair[0] / main.alone for part in (f, b))
         end, late = max(ends), 0.0
         if not free:
             tails = [
-                self._buckets(stage, f, b * (1 + training.again)) for stage in range(layout.pp)
+                self._buckets(stage, f, b * (1 + training.recomputes)) for stage in range(layout.pp)
             ]
             late = max(e + tail for e, (tail, _) in zip(ends, tails, strict=True)) - end
             late += tails[0][1]
@@ -223,13 +234,13 @@ class Step:
     def layer_time(self, variant: Variant, kind: Kind = "dense") -> LayerTime:
         """A layer of one micro-batch, forward and backward, in the middle of a stage."""
         attended = self._attended(variant)
-        if variant.kind == "turns":
-            return self._turning(variant, kind, attended)
+        if variant.kind == "fb_overlap":
+            return self._paired(variant, kind, attended)
         forward, backward = (
             self._of_layer(variant, kind, p, attended) for p in ("forward", "backward")
         )
         # The host does not wait between forward and backward, so their totals are compared.
-        runs = 2 if self.training.again else 1
+        runs = 2 if self.training.recomputes else 1
         hosts = [cost.host(self.machine) for cost in (forward, backward)]
         seconds = [forward.device, backward.device]
         if runs * hosts[0] + hosts[1] > runs * seconds[0] + seconds[1]:
@@ -244,23 +255,23 @@ class Step:
         kind: Kind,
         part: _Part | int,
         attended: Attention,
-        again: bool = False,
+        recomputes: bool = False,
     ) -> _Cost:
         machine, shape = self.machine, self.training.shape_of(kind)
         if not variant.tuned:
             # Simulate with free launches: the host time is counted separately, from their numbers.
             machine = replace(machine, launch_overhead=0.0, post_overhead=0.0, event_overhead=0.0)
-        rough = self.rough and variant.kind != "turns"
-        return _cost(machine, shape, variant, part, attended, again, rough)
+        rough = self.rough and variant.kind != "fb_overlap"
+        return _cost(machine, shape, variant, part, attended, recomputes, rough)
 
-    def _turning(self, variant: Variant, kind: Kind, attended: Attention) -> LayerTime:
+    def _paired(self, variant: Variant, kind: Kind, attended: Attention) -> LayerTime:
         """Megatron's order for single layers; a pair from the difference of four and two layers."""
-        alone, share = self.layer_time(MEGATRON, kind), self.training.again_share(0)
+        alone, share = self.layer_time(MEGATRON, kind), self.training.recomputed_share(0)
         layer = extra = busy = 0.0
-        for again, part in ((False, 1 - share), (True, share)):
+        for recomputes, part in ((False, 1 - share), (True, share)):
             if not part:
                 continue
-            two, four = (self._of_layer(variant, kind, n, attended, again) for n in (2, 4))
+            two, four = (self._of_layer(variant, kind, n, attended, recomputes) for n in (2, 4))
             more = four.beyond(two)
             seconds = max(more.device, more.host(self.machine)) / 2
             layer, busy = layer + part * seconds, busy + part * more.busy / 2

@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple
 from commfuse_npu.config_file import ConfigError
 from commfuse_npu.did_you_mean import did_you_mean
 from commfuse_npu.hardware.description import Choice, Hardware
-from commfuse_npu.hardware.machine import covering_outputs
+from commfuse_npu.hardware.machine import min_outputs_to_hide
 from commfuse_npu.tools.model_config import ModelConfig
 from commfuse_npu.tools.simulate.footprint import footprint
 from commfuse_npu.tools.simulate.group import Group
@@ -49,7 +49,7 @@ class Range(NamedTuple):
         """The range of one value per machine, the typical one first."""
         return cls(min(values), values[0], max(values))
 
-    def shown(self, show: Callable[[float], str]) -> str:
+    def text(self, show: Callable[[float], str]) -> str:
         """``typical (low .. high)``."""
         if self.low == self.high:
             return show(self.typical)
@@ -184,7 +184,7 @@ def of_hardware(hardware: Hardware, layout: Layout, options: Options) -> list[Va
     group = fused_group(hardware, layout, options.ulysses == "fused")
     size = group.size
     wanted = max(1, min(options.lanes or group.direct.lanes_for(size), size - 1))
-    least = covering_outputs(hardware.machine(), layout.tp)
+    least = min_outputs_to_hide(hardware.machine(), layout.tp)
     choices = variants(size, group.members_per_node, wanted, options.chunks, least)
     names, chosen = [variant.name for variant in choices], {REFERENCE.name}
     for pattern in options.patterns:
@@ -223,17 +223,17 @@ def sweep(
     return (_point(case, hardware, options) for case in cases)
 
 
-def _point(what: Training, hardware: Hardware, options: Options) -> Point:
-    npus = what.layout.npus
+def _point(setup: Training, hardware: Hardware, options: Options) -> Point:
+    npus = setup.layout.npus
     corners = CORNERS if options.corners else CORNERS[:1]
-    steps = [Step(hardware.machine(*corner), what) for corner in corners]
+    steps = [Step(hardware.machine(*corner), setup) for corner in corners]
     ideal = [step.time(COMPUTE_ONLY, free=True) for step in steps]
     plain = [step.time(REFERENCE) for step in steps]
 
     def outcome(variant: Variant) -> Outcome:
         times = []
         for (compute, links), step in zip(corners, steps, strict=True):
-            tell(f"{npus} NPUs, {what.model.seq_length} tokens, {compute} work, {links} links: "
+            tell(f"{npus} NPUs, {setup.model.seq_length} tokens, {compute} work, {links} links: "
                  f"{variant.name}")  # fmt: skip
             times.append(step.time(variant))
         seconds = [time.seconds for time in times]
@@ -244,11 +244,11 @@ def _point(what: Training, hardware: Hardware, options: Options) -> Point:
             shorter=Range.of([1 - s / p.seconds for s, p in zip(seconds, plain, strict=True)]),
             layer=Range.of([time.layer for time in times]),
             exposed=Range.of([s - free.seconds for s, free in zip(seconds, ideal, strict=True)]),
-            mfu=Range.of([what.utilization(*pair) for pair in zip(seconds, peaks, strict=True)]),
-            tokens=Range.of([what.tokens_per_second(s) for s in seconds]),
-            memory=footprint(what, variant, hardware).total,
+            mfu=Range.of([setup.utilization(*pair) for pair in zip(seconds, peaks, strict=True)]),
+            tokens=Range.of([setup.tokens_per_second(s) for s in seconds]),
+            memory=footprint(setup, variant, hardware).total,
         )
 
     ratio = Range.of([p.layer / free.layer - 1 for p, free in zip(plain, ideal, strict=True)])
-    outcomes = {form.name: outcome(form) for form in of_hardware(hardware, what.layout, options)}
-    return Point(what.model.seq_length, npus, what.micro_batches, ratio, outcomes)
+    outcomes = {form.name: outcome(form) for form in of_hardware(hardware, setup.layout, options)}
+    return Point(setup.model.seq_length, npus, setup.micro_batches, ratio, outcomes)

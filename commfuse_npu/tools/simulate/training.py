@@ -112,10 +112,10 @@ class Training:
                 counts[kind] = counts.get(kind, 0) + count
         return counts
 
-    def again_share(self, place: int) -> float:
+    def recomputed_share(self, place: int) -> float:
         """Share of a chunk's layers whose forward is run again in the backward."""
-        if not self.again or self.recomputed is None:
-            return float(self.again)
+        if not self.recomputes or self.recomputed is None:
+            return float(self.recomputes)
         layers = sum(self.places[place].values())
         return min(1.0, self.recomputed / self.layout.vpp / max(1.0, layers))
 
@@ -141,7 +141,7 @@ class Training:
         )
 
     @property
-    def again(self) -> bool:
+    def recomputes(self) -> bool:
         """Whether full recomputation runs each layer's forward again before its backward."""
         return self.recompute == "full"
 

@@ -37,7 +37,7 @@
 ``commfuse-tuned-lL``  the same with the fastest chunks for each operation, as batches or as
                        collectives, or Megatron's order: what ``--commfuse-tuning on`` searches
 ``commfuse-fb``        ``--commfuse-fb-overlap``: forward and backward of two micro-batches
-                       alternate (:mod:`commfuse_npu.tools.simulate.turns`); passes without a
+                       alternate (:mod:`commfuse_npu.tools.simulate.fb_overlap`); passes without a
                        partner, and work outside of the layers, in Megatron's order
 =====================  ===========================================================================
 """
@@ -52,11 +52,13 @@ from commfuse_npu.plan import Schedule, usual_shape
 from commfuse_npu.plan.rules import Wgrad
 from commfuse_npu.tools.simulate.mc2 import RANKS
 
-__all__ = ["CATCCOS", "COC", "COC_FUSED", "COC_TUNED", "COMPUTE_ONLY", "IDEAL", "MC2", "MEGATRON",
-           "REFERENCE", "TURNS", "Kind", "Role", "Sums", "Variant", "Way", "Wgrad", "direct",
+__all__ = ["CATCCOS", "COC", "COC_FUSED", "COC_TUNED", "COMPUTE_ONLY", "FB_OVERLAP", "IDEAL", "MC2",
+           "MEGATRON", "REFERENCE", "Kind", "Role", "Sums", "Variant", "Way", "Wgrad", "direct",
            "fused", "together", "variants"]  # fmt: skip
 
-Kind = Literal["compute", "plain", "megatron", "sliced", "kernel", "mc2", "ideal", "fused", "turns"]
+Kind = Literal[
+    "compute", "plain", "megatron", "sliced", "kernel", "mc2", "ideal", "fused", "fb_overlap"
+]
 
 Role = Literal["ours", "today", "rival", "bound", "plain"]
 
@@ -110,7 +112,7 @@ class Variant:
         """
         if self in (IDEAL, CATCCOS) or (self.kind == "sliced" and self.tuned):
             return "bound"
-        roles: dict[Kind, Role] = {"fused": "ours", "turns": "ours", "megatron": "today"}
+        roles: dict[Kind, Role] = {"fused": "ours", "fb_overlap": "ours", "megatron": "today"}
         rivals = self.kind in ("sliced", "kernel", "mc2")
         return roles.get(self.kind, "rival" if rivals else "plain")
 
@@ -134,7 +136,7 @@ COC_TUNED = Variant("coc-tuned", "sliced", _SLICES[0], tuned=_SLICES)
 COC_FUSED = Variant("coc-fused", "kernel", kernel="coc_fused")
 CATCCOS = Variant("catccos", "kernel", kernel="catccos")
 MC2 = Variant("mc2", "mc2")
-TURNS = Variant("commfuse-fb", "turns")
+FB_OVERLAP = Variant("commfuse-fb", "fb_overlap")
 IDEAL = Variant("kernel-ideal", "ideal")
 
 
@@ -211,6 +213,6 @@ def variants(
         ours(most, wgrad="blocks"),
         ours(most, attention=True),
         ours(most, attention=True, wgrad="blocks"),
-        TURNS,
+        FB_OVERLAP,
     ]
     return list({variant.name: variant for variant in choices}.values())

@@ -65,7 +65,7 @@ def test_layers_of_every_chunk(options: str, places: list[dict[str, int]]) -> No
 )  # fmt: skip
 def test_how_many_forwards_are_run_again(options: str, share: float) -> None:
     found = training(f"--pipeline-model-parallel-size 2 {options}")
-    assert {found.again_share(place) for place in range(len(found.places))} == {share}
+    assert {found.recomputed_share(place) for place in range(len(found.places))} == {share}
 
 
 def test_experts_take_the_options_of_megatron() -> None:

@@ -49,7 +49,7 @@ def layer(
     def add(rank: Rank) -> None:
         rest(build(rank, "x", ROWS, FEATURES, FEATURES) or iter(()))
 
-    return Group(machine, size).play(variant, add).seconds
+    return Group(machine, size).simulate(variant, add).seconds
 
 
 gather, scatter = partial(layer, "column"), partial(layer, "row")

@@ -114,13 +114,13 @@ def test_the_picture_says_what_is_simulated(tmp_path: Path) -> None:
             at = bit.end
         assert at == pytest.approx(end)
         waited = sum(bit.end - bit.start for bit in row.bits if bit.kind == "waiting")
-        assert row.said == f"{title}: {end:.1f} ms, waiting {waited:.1f} ms"
+        assert row.label == f"{title}: {end:.1f} ms, waiting {waited:.1f} ms"
         assert {bit.kind for bit in row.bits if bit.lane == "links"} == {"transfer"}
         # A pair by itself, which has no neighbours, is a little longer.
         assert end == pytest.approx(1e3 * time.seconds, rel=0.01)
         # One rank of eight, of which the mean waits this long.
         assert waited == pytest.approx(1e3 * time.waiting, abs=10 * time.seconds)
-        assert all(f">{row.said}</text>" in picture for picture in (drawn, shipped))
+        assert all(f">{row.label}</text>" in picture for picture in (drawn, shipped))
 
 
 def test_a_point_of_the_table_of_layers_is_simulated() -> None:

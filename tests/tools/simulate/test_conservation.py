@@ -14,7 +14,7 @@ from commfuse_npu.hardware.machine import Level
 from commfuse_npu.plan import Schedule
 from commfuse_npu.tools.simulate import llama
 from commfuse_npu.tools.simulate.engine import SimulationError, simulate
-from commfuse_npu.tools.simulate.group import Group, Played, collective_seconds
+from commfuse_npu.tools.simulate.group import Group, Simulated, collective_seconds
 from commfuse_npu.tools.simulate.linear import column
 from commfuse_npu.tools.simulate.links import Links
 from commfuse_npu.tools.simulate.llama import LayerShape
@@ -52,12 +52,12 @@ def test_every_timeline_holds_and_one_rank_stands_for_all(
         machine = replace(machine, between=Level(topology, 1.0e10, 2.0e-5), npus_per_node=2)
     known = variants(size, 2 if over_nics and size > 2 else size, size - 1)
 
-    def play(whole: bool | None) -> Played:
+    def simulate(whole: bool | None) -> Simulated:
         build, variant = getattr(llama, part), known[number % len(known)]
         group = Group(machine, size)
-        return group.play(variant, lambda rank: build(rank, shape(size)), whole=whole)
+        return group.simulate(variant, lambda rank: build(rank, shape(size)), whole=whole)
 
-    one, everyone = play(None), play(True)
+    one, everyone = simulate(None), simulate(True)
     assert one.seconds == pytest.approx(everyone.seconds)
     check_timeline(one)
     check_timeline(everyone)
@@ -74,10 +74,12 @@ def test_variants_do_the_same_gemms_and_send_the_lower_bound(size: int) -> None:
     for build, collectives in ((llama.forward, 4), (llama.backward, 6)):
         busy = set[float]()
         for variant in variants(size, size, size - 1):
-            played = group.play(variant, lambda rank, build=build: build(rank, sizes), whole=True)
-            for rank in played.launches:
+            simulated = group.simulate(
+                variant, lambda rank, build=build: build(rank, sizes), whole=True
+            )
+            for rank in simulated.launches:
                 assert sent(rank) == pytest.approx(collectives * (size - 1) * block), variant.name
-            busy.add(work(played))
+            busy.add(work(simulated))
         assert max(busy) == pytest.approx(min(busy))
 
 

@@ -15,14 +15,20 @@ from hypothesis import strategies as st
 
 from commfuse_npu.hardware.machine import ITEM_BYTES, Machine
 from commfuse_npu.plan import Schedule
-from commfuse_npu.tools.simulate import llama, turns
+from commfuse_npu.tools.simulate import fb_overlap, llama
 from commfuse_npu.tools.simulate.context_parallel import ContextParallel
 from commfuse_npu.tools.simulate.experts import Experts
-from commfuse_npu.tools.simulate.group import Group, Played
+from commfuse_npu.tools.simulate.group import Group, Simulated
 from commfuse_npu.tools.simulate.latent import Latent
 from commfuse_npu.tools.simulate.llama import LayerShape
 from commfuse_npu.tools.simulate.rank import Rank
-from commfuse_npu.tools.simulate.variants import COMPUTE_ONLY, MEGATRON, REFERENCE, TURNS, Variant
+from commfuse_npu.tools.simulate.variants import (
+    COMPUTE_ONLY,
+    FB_OVERLAP,
+    MEGATRON,
+    REFERENCE,
+    Variant,
+)
 from tests.tools.simulate.machines import ideal
 from tests.tools.simulate.timeline_checks import check_timeline, sent, work
 
@@ -33,7 +39,7 @@ ROW = HIDDEN * ITEM_BYTES
 
 
 def seconds(variant: Variant, build: Callable[[Rank], None], ranks: int = TP) -> float:
-    return Group(ideal(), ranks).play(variant, build, steady=True).seconds
+    return Group(ideal(), ranks).simulate(variant, build, steady=True).seconds
 
 
 def ways(shape: LayerShape, variant: Variant, ranks: int = TP) -> list[float]:
@@ -82,7 +88,7 @@ def test_a_layer_of_experts() -> None:
     for dense, experts, both in zip(*forms, strict=True):
         assert max(dense, experts) < both < dense + experts
     shape = replace(without, ranks=1)
-    pair = seconds(TURNS, lambda rank: turns.pair(rank, shape, 1, None), ranks=1)
+    pair = seconds(FB_OVERLAP, lambda rank: fb_overlap.pair(rank, shape, 1, None), ranks=1)
     alone, plain = (sum(ways(shape, variant, ranks=1)) for variant in (COMPUTE_ONLY, MEGATRON))
     assert alone <= pair < plain
 
@@ -141,11 +147,11 @@ H, QKV, BLOCK = 64, 96, 120
 def ulysses(
     machine: Machine, ranks: int, schedule: Schedule | None = None, part: str = "forward",
     tp: int = 1, key_value: int = 0, groups: int = 64, unfused: Variant = REFERENCE,
-) -> Played:  # fmt: skip
+) -> Simulated:  # fmt: skip
     shape = LayerShape(BLOCK, ranks * BLOCK, 1, H, 128, QKV, 100, tp)
     variant = Variant("ulysses", "fused", schedule) if schedule else unfused
     context = ContextParallel(shape, ranks, key_value, groups, True, True)
-    return Group(machine, ranks).play(variant, getattr(context, part), whole=True)
+    return Group(machine, ranks).simulate(variant, getattr(context, part), whole=True)
 
 
 @settings(max_examples=30, deadline=None)

@@ -36,10 +36,10 @@ def test_rows_are_of_the_fastest_of_each_role_and_the_bound_is_last() -> None:
     assert standing.best("today", "rival").name == "coc-4"
     compared = ["plain-mesh", "megatron", "commfuse-c4-l7", "commfuse-c4-l7-wgrad"]
     assert list(standing.compared) == compared
-    shown = [one.name for one in standing.shown(False)]
+    shown = [one.name for one in standing.selected(False)]
     assert shown == [*compared[:2], "coc-4", *compared[2:], "coc-tuned"]
-    assert {one.name for one in standing.shown(True)} == set(STEPS)
-    found = [row[0] for row in cells(points[0], standing.shown(False))]
+    assert {one.name for one in standing.selected(True)} == set(STEPS)
+    found = [row[0] for row in cells(points[0], standing.selected(False))]
     assert found[-2:] == ["**commfuse-c4-l7-wgrad**", "coc-tuned (ideal bound)"]
 
 
@@ -55,7 +55,7 @@ BOUND = "Ideal bound per operator, which cannot be launched: kernel-ideal, 14.00
          "(other rounding). With Megatron's bits: **commfuse-c4-l7**, a step in 16.20 s, a "
          "layer in 16.2 ms: `--of commfuse-c4-l7`",
          "20.0 % shorter (10.0 % shorter with Megatron's bits) than Megatron's order, 18.00 s; "
-         "15.3 % shorter (4.7 % shorter with Megatron's bits) than coc-4, the best rival that "
+         "15.3 % shorter (4.7 % shorter with Megatron's bits) than coc-4, the best alternative that "
          f"exists, 17.00 s. {BOUND}."),
         ([point({**ALIKE, "commfuse-c4-l7": 18.9}), point(ALIKE, 8192)],
          "Best of ours: **commfuse-c4-l7**, a step in 16.20 s to 18.90 s: `--of commfuse-c4-l7`",
@@ -74,6 +74,6 @@ def test_two_lines_say_which_is_best_and_how_it_compares(points, first: str, sec
 
 def test_what_varies_is_on_the_axis() -> None:
     points = [point(STEPS), point(STEPS, 1000, 16)]
-    drawn = sweep_picture(points, Standing(points).shown(False)).chart
+    drawn = sweep_picture(points, Standing(points).selected(False)).chart
     x = drawn["layer"][0]["encoding"]["x"]
     assert (x["title"], x["sort"]) == ("NPUs, tokens of a sequence", ["8, 4k", "16, 1000"])

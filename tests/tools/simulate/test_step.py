@@ -22,9 +22,9 @@ from commfuse_npu.tools.simulate.step import Recompute, Step
 from commfuse_npu.tools.simulate.sweep import Layout, Options, sweep, training
 from commfuse_npu.tools.simulate.variants import (
     COMPUTE_ONLY,
+    FB_OVERLAP,
     MEGATRON,
     REFERENCE,
-    TURNS,
     Variant,
     fused,
 )
@@ -113,7 +113,7 @@ def test_host_and_device_meet_after_a_forward_and_its_backward(monkeypatch) -> N
     # A forward has 33 of the launches, and a third of the work: alone it would be the host's.
     between = device.forward / 33 * 1.1
     assert 66 * between < device.seconds
-    monkeypatch.setattr(group, "simulate", None)  # what the device takes was played
+    monkeypatch.setattr(group, "simulate", None)  # what the device takes was simulated
     meets = replace(fast, machine=ROCE.launching(between).machine())
     assert meets.layer_time(MEGATRON).seconds == pytest.approx(device.seconds)
     slow = replace(fast, machine=ROCE.launching(1e-3).machine()).layer_time(MEGATRON)
@@ -122,20 +122,20 @@ def test_host_and_device_meet_after_a_forward_and_its_backward(monkeypatch) -> N
     assert slow.waiting > device.waiting
 
 
-@pytest.mark.parametrize("turns", [False, True])
-def test_a_step_is_its_layers_its_embedding_its_head_and_its_optimizer(turns: bool) -> None:
+@pytest.mark.parametrize("fb_overlap", [False, True])
+def test_a_step_is_its_layers_its_embedding_its_head_and_its_optimizer(fb_overlap: bool) -> None:
     what = training(LLAMA2_7B, Layout(2, 1, 1, 1), 16384, Options(micro_batch=1, micro_batches=4))
     here = Step(ROCE.machine(), what)
-    of_layer = here.layer_time(TURNS if turns else MEGATRON)
+    of_layer = here.layer_time(FB_OVERLAP if fb_overlap else MEGATRON)
     ends = sum(step_module._head(here.machine, what.shape, MEGATRON, False))
     ends += 2 * here._embedding(MEGATRON)
     alone = LAYERS * of_layer.alone + ends
     micro_batches = 4 * alone
-    if turns:  # the first forward and the last backward are alone
+    if fb_overlap:  # the first forward and the last backward are alone
         assert of_layer.pair is not None
         micro_batches = alone + 3 * (LAYERS * of_layer.pair[0] + of_layer.pair[1] + ends)
     expected = pytest.approx(micro_batches + here._optimizer)
-    assert here.time(TURNS if turns else MEGATRON).seconds == expected
+    assert here.time(FB_OVERLAP if fb_overlap else MEGATRON).seconds == expected
 
 
 def test_transfers_between_stages_are_free_where_all_are_and_recomputation_adds_forwards() -> None:

@@ -94,9 +94,9 @@ def test_what_is_timed_is_the_program(case: str, schedule: Schedule, batched: bo
         build(rank)
         programs = made(Place(schedule, number, SIZE, batched))
         # Compiled once per arguments: the very program that runs.
-        assert [ran.program for ran in rank.ran.values()] == programs
+        assert [run.program for run in rank.programs.values()] == programs
         operations = iter(enumerate(rank.finish()))
-        for name, program in zip(rank.ran, programs, strict=True):
+        for name, program in zip(rank.programs, programs, strict=True):
             compare(operations, name, program)
         # What follows is the end, or work of Ulysses that no transfer feeds.
         assert {one.name for _, one in operations} <= {"end", "qkv wgrad"}

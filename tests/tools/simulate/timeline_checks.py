@@ -14,7 +14,7 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 
 from commfuse_npu.tools.simulate.engine import Moved, Span
-from commfuse_npu.tools.simulate.group import Played
+from commfuse_npu.tools.simulate.group import Simulated
 from commfuse_npu.tools.simulate.launches import Operation
 from commfuse_npu.tools.simulate.links import LinkId
 
@@ -22,13 +22,13 @@ _SLACK = 1e-9
 """Relative to the time of the step; events are added up in floating point."""
 
 
-def check_timeline(played: Played) -> None:
-    timeline, links = played.timeline, played.links
+def check_timeline(simulated: Simulated) -> None:
+    timeline, links = simulated.timeline, simulated.links
     slack = _SLACK * max(timeline.seconds, 1e-12)
     done = {moved.message.key: moved.end for moved in timeline.moved}
     spans = {(span.rank, span.index): span for span in timeline.spans}
     at_ends: dict[object, list[Span]] = defaultdict(list)
-    for rank, operations in enumerate(played.launches):
+    for rank, operations in enumerate(simulated.launches):
         launched, last = 0.0, dict[str, int]()
         for index, one in enumerate(operations):
             launched += one.host(links.machine)
@@ -45,7 +45,7 @@ def check_timeline(played: Played) -> None:
             for message in (*one.sends, *one.receives):
                 at_ends[message.key].append(here)
     assert abs(max(span.end for span in timeline.spans) - timeline.seconds) <= slack
-    planned = {message.key for rank in played.launches for one in rank for message in one.sends}
+    planned = {message.key for rank in simulated.launches for one in rank for message in one.sends}
     assert Counter(moved.message.key for moved in timeline.moved) == Counter(planned)
     carried: dict[LinkId, list[Moved]] = defaultdict(list)
     for moved in timeline.moved:
@@ -74,6 +74,6 @@ def sent(operations: Sequence[Operation]) -> float:
     return sum(message.size for operation in operations for message in operation.sends)
 
 
-def work(played: Played) -> float:
+def work(simulated: Simulated) -> float:
     """Seconds that the busiest compute engine has work, at full speed."""
-    return max(sum(operation.seconds for operation in rank) for rank in played.launches)
+    return max(sum(operation.seconds for operation in rank) for rank in simulated.launches)

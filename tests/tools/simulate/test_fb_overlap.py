@@ -9,12 +9,12 @@ import pytest
 
 from commfuse_npu.plan.slots import paired_microbatches, slots
 from commfuse_npu.plan.turn_order import strict_turns
-from commfuse_npu.tools.simulate import llama, turns
-from commfuse_npu.tools.simulate.group import Group, Played
+from commfuse_npu.tools.simulate import fb_overlap, llama
+from commfuse_npu.tools.simulate.group import Group, Simulated
 from commfuse_npu.tools.simulate.llama import LayerShape
 from commfuse_npu.tools.simulate.pipeline import side_by_side
 from commfuse_npu.tools.simulate.rank import Rank
-from commfuse_npu.tools.simulate.variants import MEGATRON, TURNS
+from commfuse_npu.tools.simulate.variants import FB_OVERLAP, MEGATRON
 from tests.tools.simulate.machines import ideal
 from tests.tools.simulate.timeline_checks import sent
 
@@ -23,44 +23,44 @@ RATE = 0.002
 """Of the links, so that a transfer takes a fifth of the largest GEMM, at 1 FLOP/s."""
 
 
-def played(*, again: bool = False, rate: float = RATE) -> Played:
-    return Group(ideal(rate=rate), 4).play(
-        TURNS, lambda rank: turns.pair(rank, SHAPE, 2, None, again=again)
+def simulated(*, recomputes: bool = False, rate: float = RATE) -> Simulated:
+    return Group(ideal(rate=rate), 4).simulate(
+        FB_OVERLAP, lambda rank: fb_overlap.pair(rank, SHAPE, 2, None, recomputes=recomputes)
     )
 
 
-def in_order(*, again: bool = False) -> Played:
+def in_order(*, recomputes: bool = False) -> Simulated:
     def build(rank: Rank) -> None:
         for _ in range(2):
             llama.forward(rank, SHAPE)
         for _ in range(2):
-            if again:
+            if recomputes:
                 llama.forward(rank, SHAPE)
             llama.backward(rank, SHAPE)
 
-    return Group(ideal(rate=RATE), 4).play(MEGATRON, build)
+    return Group(ideal(rate=RATE), 4).simulate(MEGATRON, build)
 
 
-@pytest.mark.parametrize("again", [False, True])
-def test_it_launches_what_megatron_launches_and_hand_overs(again: bool) -> None:
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_it_launches_what_megatron_launches_and_hand_overs(recomputes: bool) -> None:
     ours, plain = (
         Counter((one.name, one.seconds, sent([one])) for one in of.launches[0] if one.name != "end")
-        for of in (played(again=again), in_order(again=again))
+        for of in (simulated(recomputes=recomputes), in_order(recomputes=recomputes))
     )
     assert 0 < ours.pop(("hand over", 0.0, 0)) <= 2 * plain.total()
     assert ours == plain
 
 
 def test_it_is_shorter_than_strict_turns_and_longer_than_its_work() -> None:
-    pair, plain = played(), in_order()
+    pair, plain = simulated(), in_order()
     # Without a hand-over each side waits for what it waits for in Megatron's order.
     never = lambda sides: tuple((False,) * len(side) for side in sides)  # noqa: E731
-    with mock.patch.object(turns, "best_order", never):
-        assert played().timeline.seconds == pytest.approx(plain.timeline.seconds, rel=1e-6)
-    with mock.patch.object(turns, "best_order", strict_turns):
-        assert pair.seconds < played().seconds < plain.seconds
+    with mock.patch.object(fb_overlap, "best_order", never):
+        assert simulated().timeline.seconds == pytest.approx(plain.timeline.seconds, rel=1e-6)
+    with mock.patch.object(fb_overlap, "best_order", strict_turns):
+        assert pair.seconds < simulated().seconds < plain.seconds
     # Without transfers only the work is left.
-    free = played(rate=1e9)
+    free = simulated(rate=1e9)
     assert free.waiting == pytest.approx(0, abs=1e-6 * free.seconds)
     assert pair.seconds - pair.waiting == pytest.approx(free.seconds, rel=1e-6)
 

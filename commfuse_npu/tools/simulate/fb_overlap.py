@@ -34,13 +34,13 @@ def pair(
     layers: int,
     attention: tuple[Attended, Attended] | None,
     *,
-    again: bool = False,
+    recomputes: bool = False,
 ) -> None:
     """Add the forward of ``layers`` layers, and the backward of as many of another micro-batch.
 
     Args:
         attention: forward and backward; by default they follow from the shape.
-        again: whether the backward first runs each layer's forward (full recomputation).
+        recomputes: whether the backward first runs each layer's forward (full recomputation).
     """
     ahead, back = attention or (None, None)
     names = "forward of a pair: ", "backward of a pair: "
@@ -48,7 +48,7 @@ def pair(
     forward, backward = (Rank(*like, prefix=name) for name in names)
     for _ in range(layers):
         llama.forward(forward, shape, ahead)
-        if again:
+        if recomputes:
             llama.forward(backward, shape, ahead)
         llama.backward(backward, shape, back)
     operations = forward.finish(), backward.finish()

@@ -10,8 +10,8 @@ import pytest
 
 from commfuse_npu.config_file import find_config
 from commfuse_npu.hardware.description import Hardware
-from commfuse_npu.hardware.machine import covering_outputs
-from commfuse_npu.plan import Schedule, least_rows, usual_chunks, usual_shape
+from commfuse_npu.hardware.machine import min_outputs_to_hide
+from commfuse_npu.plan import Schedule, min_rows_to_fuse, usual_chunks, usual_shape
 from commfuse_npu.plan.defaults import POST_SECONDS
 from commfuse_npu.tools.model_config import ModelConfig
 from commfuse_npu.tools.simulate.step import Layout, Step
@@ -33,7 +33,7 @@ def compared(machine: str, model: str, tp: int, rows: int, launch: float) -> flo
     figures = hardware.machine()
     step = Step(figures, training(described, Layout(tp, 1, 1, 1), rows * tp, options))
     shape, chunks = usual_shape(tp), usual_chunks(tp, rows, described.hidden_size, post)
-    lanes, least = Schedule(shape).lanes_for(tp), covering_outputs(figures, tp)
+    lanes, least = Schedule(shape).lanes_for(tp), min_outputs_to_hide(figures, tp)
     ours = fused(Schedule(shape, lanes, chunks), collectives_from=least)
     return step.layer_time(ours).seconds / step.layer_time(MEGATRON).seconds
 
@@ -46,7 +46,7 @@ def test_from_the_limit_on_the_default_is_not_slower(machine, tp, model, launch)
     described = Hardware.load(find_config(machine, "hardware"))
     assert described.typical("host.post_overhead") == POST_SECONDS, "of one that is not measured"
     hidden = ModelConfig.load(find_config(model)).hidden_size
-    limit = least_rows(tp, hidden, HOSTS[launch])
+    limit = min_rows_to_fuse(tp, hidden, HOSTS[launch])
     for times in (1, 2, 4):
         assert compared(machine, model, tp, times * limit, launch) < 1.04, times
     if launch == max(HOSTS):
