@@ -55,8 +55,8 @@ BOUND = "Ideal bound per operator, which cannot be launched: kernel-ideal, 14.00
          "(other rounding). With Megatron's bits: **commfuse-c4-l7**, a step in 16.20 s, a "
          "layer in 16.2 ms: `--of commfuse-c4-l7`",
          "20.0 % shorter (10.0 % shorter with Megatron's bits) than Megatron's order, 18.00 s; "
-         "15.3 % shorter (4.7 % shorter with Megatron's bits) than coc-4, the best alternative that "
-         f"exists, 17.00 s. {BOUND}."),
+         "15.3 % shorter (4.7 % shorter with Megatron's bits) than coc-4, the best alternative "
+         f"that exists, 17.00 s. {BOUND}."),
         ([point({**ALIKE, "commfuse-c4-l7": 18.9}), point(ALIKE, 8192)],
          "Best of ours: **commfuse-c4-l7**, a step in 16.20 s to 18.90 s: `--of commfuse-c4-l7`",
          "From 5.0 % longer to 10.0 % shorter than Megatron's order, 18.00 s to 18.00 s; "
