@@ -67,7 +67,7 @@ def test_layouts_are_ranked_by_their_steps_and_the_launcher_takes_the_plan(tmp_p
     for title, one in {"Runner-up": found.runner_up, "Without CommFuse": found.other}.items():
         assert one not in (None, found.best)
         longer = one.seconds / found.best.seconds - 1
-        said = rf"- {title}: TP \d, .*, {longer:.1%} longer \({found.beats(one)} of 5 simulated machines"
+        said = rf"- {title}: TP \d, .*, {longer:.1%} longer \({found.beats(one)} of 5 simulated"
         assert re.search(said, text)
     file = tmp_path / "small.yaml"
     write_plan(file, SMALL, SERVER, found.best)
