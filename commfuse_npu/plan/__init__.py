@@ -9,12 +9,12 @@ from commfuse_npu.plan.defaults import (
     usual_chunks,
     usual_shape,
 )
-from commfuse_npu.plan.schedule import Place, PlanError, Schedule, split, taper_down
+from commfuse_npu.plan.schedule import PlanError, RankSpec, Schedule, split, taper_down
 
 __all__ = [
     "DATA_PARALLEL_LANES",
-    "Place",
     "PlanError",
+    "RankSpec",
     "Schedule",
     "block_rows",
     "least_rows",

@@ -37,7 +37,7 @@ from commfuse_npu.plan.instructions import (
     overlap,
 )
 from commfuse_npu.plan.program import Program, Scratch
-from commfuse_npu.plan.schedule import Hop, Own, Place, PlanError
+from commfuse_npu.plan.schedule import Hop, Own, PlanError, RankSpec
 
 __all__ = ["Builder"]
 
@@ -48,16 +48,16 @@ class Builder:
     """A program under construction.
 
     Args:
-        place: the rank that runs the program, and the schedule.
+        spec: the rank that runs the program, and the schedule.
 
     Attributes:
         together: whether the schedule posts a chunk as one :meth:`collective`.
     """
 
-    def __init__(self, place: Place) -> None:
-        self.place = place
-        self.rank, self.size = place.rank, place.size
-        self.together = place.together
+    def __init__(self, spec: RankSpec) -> None:
+        self.spec = spec
+        self.rank, self.size = spec.rank, spec.size
+        self.together = spec.together
         self._code: list[Instruction] = []
         self._scratch: dict[str, Scratch] = {}
         self._step = 0
@@ -68,11 +68,11 @@ class Builder:
 
     def hops(self, own: Own) -> Sequence[Hop]:
         """The peers in the order of the schedule."""
-        return self.place.schedule.hops(self.rank, self.size, own)
+        return self.spec.schedule.hops(self.rank, self.size, own)
 
     def runs(self, length: int, own: Own) -> list[slice]:
         """Split a block's rows, or a result's columns, into the schedule's number of chunks."""
-        return self.place.schedule.runs(length, own)
+        return self.spec.schedule.runs(length, own)
 
     def scratch(
         self, name: str, rows: int, columns: int, *, slot: str | None = None, wide: bool = False
@@ -162,11 +162,11 @@ class Builder:
 
     def add(self, out: Span, *terms: tuple[Span, int], aside: bool = False) -> None:
         """``out`` = sum of the terms; ``aside``: on the side stream, on devices that have one."""
-        self._code.append(Add(out, terms, aside and self.place.batched))
+        self._code.append(Add(out, terms, aside and self.spec.batched))
 
     def copy(self, out: Span, source: Span, *, aside: bool = False) -> None:
         """``out = source``; ``aside``: see :meth:`add`."""
-        self._code.append(Copy(out, source, aside and self.place.batched))
+        self._code.append(Copy(out, source, aside and self.spec.batched))
 
     def mark(self) -> None:
         """Set the point up to which the program runs ahead of its work."""
@@ -178,13 +178,13 @@ class Builder:
 
     def build(self, rule: tuple[Any, ...], names: tuple[str, ...]) -> Program:
         """Return the program; ``rule`` and ``names`` as in :class:`Program`."""
-        code = self._code if self.place.batched else self._receives_first()
+        code = self._code if self.spec.batched else self._receives_first()
         return Program(
             rule,
             names,
             self.rank,
             self.size,
-            self.place.batched,
+            self.spec.batched,
             tuple(self._in_order(code)),
             tuple(self._scratch.values()),
         )

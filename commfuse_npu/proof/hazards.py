@@ -28,7 +28,7 @@ from commfuse_npu.plan.instructions import (
     is_aside,
 )
 from commfuse_npu.plan.program import Program
-from commfuse_npu.proof.memory import Memory, Place, instruction
+from commfuse_npu.proof.memory import Memory, MemoryRange, instruction
 
 __all__ = ["hazards"]
 
@@ -68,7 +68,7 @@ class _Touch:
     """
 
     span: Span
-    place: Place
+    range: MemoryRange
     writes: bool
     done: list[_At]
     end: End | None = None
@@ -80,7 +80,7 @@ class _Touch:
         for at, aside in earlier.done:
             if at < (clock.aside if aside else clock.first):
                 return False
-        return self.place.meets(earlier.place)
+        return self.range.meets(earlier.range)
 
 
 def hazards(program: Program, memory: Memory) -> Iterator[str]:
@@ -125,19 +125,19 @@ def hazards(program: Program, memory: Memory) -> Iterator[str]:
                     continue
                 clock = clock.after(begun[step])
                 transfer.done.append(here)
-                if not has_aside and transfer in touches[transfer.place.home]:
-                    touches[transfer.place.home].remove(transfer)
+                if not has_aside and transfer in touches[transfer.range.home]:
+                    touches[transfer.range.home].remove(transfer)
             clocks[here.aside] = clock
         elif (reads or writes) and clock.first < marked:
             yield f"{instruction(program, at)}: the side stream does not wait for what came before"
             return
         ours = [
-            _Touch(span, memory.place(span), spans is writes, [here])
+            _Touch(span, memory.range_of(span), spans is writes, [here])
             for spans in (reads, writes)
             for span in spans
         ]
         for touch in ours:
-            clashing = [past for past in touches[touch.place.home] if touch.clashes(past, clock)]
+            clashing = [past for past in touches[touch.range.home] if touch.clashes(past, clock)]
             # Report a race rather than a missing wait.
             other = min(clashing, key=lambda past: past.end is not None, default=None)
             if other is not None:
@@ -148,20 +148,20 @@ def hazards(program: Program, memory: Memory) -> Iterator[str]:
             not isinstance(entry, Post | Collective) and getattr(entry, "work", None) != "gemm"
         )
         for read, written in product(ours[: len(reads)], ours[len(reads) :]):
-            same = in_place and read.place == written.place
-            if read.place.meets(written.place) and not same:
+            same = in_place and read.range == written.range
+            if read.range.meets(written.range) and not same:
                 yield f"{instruction(program, at)}: it writes over what it reads"
         if isinstance(entry, Post | Collective):
             for way, end in entry.ends:
                 begun[end.transfer.step] = clock
                 yield from (f"{instruction(program, at)}: {wrong}" for wrong in _unfit(end, memory))
-                touch = _Touch(end.span, memory.place(end.span), way == "receive", [], end)
+                touch = _Touch(end.span, memory.range_of(end.span), way == "receive", [], end)
                 transfers[way, end.transfer.step] = touch
-                touches[touch.place.home].append(touch)
+                touches[touch.range.home].append(touch)
         elif has_aside:
             last_aside = here if here.aside and ours else last_aside
             for touch in ours:
-                touches[touch.place.home].append(touch)
+                touches[touch.range.home].append(touch)
     for touch in sorted(transfers.values(), key=lambda touch: not touch.writes):
         if not touch.done and touch.end is not None:
             yield f"rank {program.rank} never waits for what {_ways(touch)}: {touch.end.transfer}"

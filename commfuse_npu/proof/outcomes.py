@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
-from commfuse_npu.plan import Place, PlanError, Schedule
+from commfuse_npu.plan import PlanError, RankSpec, Schedule
 from commfuse_npu.plan.instructions import Wait
 from commfuse_npu.plan.program import Program
 from commfuse_npu.plan.rules import RULES, Piece
@@ -42,8 +42,8 @@ class Outcome:
         last: a work, and the rows that its last call has to take.
     """
 
-    def __init__(self, place: Place, contents: Contents) -> None:
-        self.place = place
+    def __init__(self, spec: RankSpec, contents: Contents) -> None:
+        self.spec = spec
         self._contents = contents
         self._weights: dict[tuple[int, _Matrix, Columns], int] = {}
         self.shapes: dict[str, Shape] = {}
@@ -62,11 +62,11 @@ class Outcome:
     def _result(self, out: str | None, matrix: _Matrix) -> _Matrix:
         if out is not None:
             self.shapes[out] = matrix.rows, matrix.columns
-            self.results[out] = lambda i, some: matrix.at(self.place.rank, i, some)
+            self.results[out] = lambda i, some: matrix.at(self.spec.rank, i, some)
         return matrix
 
     def own_block(self, whole: _Matrix) -> _Matrix:
-        rows = whole.rows // self.place.size
+        rows = whole.rows // self.spec.size
         return _Matrix(rows, whole.columns, lambda rank, i, on: whole.at(rank, rank * rows + i, on))
 
     def all_gather(self, shard: _Matrix, *, out: str | None = None) -> _Matrix:
@@ -75,10 +75,10 @@ class Outcome:
         def at(_: int, i: int, some: Columns) -> int:
             return shard.at(i // rows, i % rows, some)
 
-        return self._result(out, _Matrix(self.place.size * rows, shard.columns, at))
+        return self._result(out, _Matrix(self.spec.size * rows, shard.columns, at))
 
     def all_to_all(self, blocks: _Matrix, *, out: str | None = None) -> _Matrix:
-        rows = blocks.rows // self.place.size
+        rows = blocks.rows // self.spec.size
 
         def at(rank: int, i: int, some: Columns) -> int:
             return blocks.at(i // rows, rank * rows + i % rows, some)
@@ -86,7 +86,7 @@ class Outcome:
         return self._result(out, blocks._replace(at=at))
 
     def reduce_scatter(self, whole: _Matrix, *, out: str, finish: bool = False) -> None:
-        size, rows = self.place.size, whole.rows // self.place.size
+        size, rows = self.spec.size, whole.rows // self.spec.size
         contents = self._contents
 
         def sums(rank: int, i: int, some: Columns) -> int:
@@ -115,7 +115,7 @@ class Outcome:
         self._result(out, whole._replace(at=in_place))
 
     def all_reduce(self, whole: _Matrix, parts: Sequence[slice], *, out: str) -> None:
-        size = self.place.size
+        size = self.spec.size
         # The rank that sums each row.
         owners = [
             rank
@@ -186,12 +186,12 @@ class Outcome:
 
     def _rows(self, matrix: _Matrix, run: slice) -> list[int]:
         all_columns = 0, matrix.columns
-        return [matrix.at(self.place.rank, i, all_columns) for i in range(run.start, run.stop)]
+        return [matrix.at(self.spec.rank, i, all_columns) for i in range(run.start, run.stop)]
 
     def _sources(self, rank: int) -> list[int]:
         """The ranks whose partials ``rank`` adds before its own, in order."""
-        place = self.place
-        return [hop.source for hop in place.schedule.hops(rank, place.size, "last")]
+        spec = self.spec
+        return [hop.source for hop in spec.schedule.hops(rank, spec.size, "last")]
 
     def _sum(self, rank: int, part: Callable[[int], int]) -> int:
         """The sum of ``part(q)`` over all ranks q, in the order in which ``rank`` adds."""
@@ -210,7 +210,7 @@ def outcome_of(program: Program, contents: Contents) -> Outcome:
             f"nothing says what has to come out of {name}; known are {', '.join(RULES)}"
         )
     assert isinstance(schedule, Schedule)
-    outcome = Outcome(Place(schedule, program.rank, program.size, program.batched), contents)
+    outcome = Outcome(RankSpec(schedule, program.rank, program.size, program.batched), contents)
     RULES[str(name)].lines(outcome, *arguments)
     return outcome
 
@@ -240,8 +240,8 @@ def outcome_faults(
             for row, content in enumerate(plane):
                 expected = outcome.results[buffer](row, columns)
                 if content != expected:
-                    place = f"{buffer}[{row}, {columns[0]}:{columns[1]}]"
-                    yield f"{where}: {place} {_difference(content, expected, contents)}"
+                    cells = f"{buffer}[{row}, {columns[0]}:{columns[1]}]"
+                    yield f"{where}: {cells} {_difference(content, expected, contents)}"
                     break
     unmade = {call.work for call in held.calls if not call.makes}
     for work in sorted(unmade | outcome.calls.keys()):

@@ -164,7 +164,9 @@ def test_a_size_of_zero_is_another_operation(rank: int) -> None:
     made = link()
     for sizes in ((4, 4), (5, 3)):
         made.agree("op", dict(zip(("rows", "outputs"), sizes, strict=True)))
-    with pytest.raises(MismatchError, match="Nothing was sent; call the same operation on all ranks"):
+    with pytest.raises(
+        MismatchError, match="Nothing was sent; call the same operation on all ranks"
+    ):
         made.agree("op" if rank else "another", {"rows": 5, "outputs": 0})
 
 

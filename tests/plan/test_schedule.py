@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from commfuse_npu.plan import (
-    Place,
     PlanError,
+    RankSpec,
     Schedule,
     block_rows,
     least_rows,
@@ -80,7 +80,10 @@ def test_chunks_cover_a_block_once_and_none_is_empty(
         ({"chunks": True}, "chunks is True"),
         ({"shape": "two_level"}, "two_level needs node_size"),
         ({"node_size": 2}, "node_size 2 has no meaning for the shape 'shifted'"),
-        ({"shape": "collective", "lanes": 2}, "lanes is 2; the shape collective uses one, leave lanes out"),
+        (
+            {"shape": "collective", "lanes": 2},
+            "lanes is 2; the shape collective uses one, leave lanes out",
+        ),
         ({"shape": "two_level", "node_size": 4}, "group size 6 is not a multiple of node_size 4"),
         ({"costs": (1.0, 2.0)}, "2 costs for a group of 6; give one per rank"),
         ({"shape": "two_level", "node_size": 2, "costs": (1.0,)}, "costs have no meaning for"),
@@ -105,25 +108,25 @@ def test_a_schedule_is_a_value_in_every_process() -> None:
 def test_plan_and_proof_need_no_torch() -> None:
     code = (
         "import sys; sys.modules['torch'] = None\n"
-        "from commfuse_npu.plan import Place, Schedule, rules\n"
+        "from commfuse_npu.plan import RankSpec, Schedule, rules\n"
         "from commfuse_npu.proof import verify\n"
-        "places = [Place(Schedule(), rank, 2, True) for rank in range(2)]\n"
-        "verify.verify([rules.gemm_scatter(place, 4, 4, 4) for place in places])\n"
+        "specs = [RankSpec(Schedule(), rank, 2, True) for rank in range(2)]\n"
+        "verify.verify([rules.gemm_scatter(spec, 4, 4, 4) for spec in specs])\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_from_three_ranks_on_a_chunk_is_one_collective() -> None:
     assert [usual_shape(size) for size in (2, 3, 8)] == ["shifted", "collective", "collective"]
-    place = Place(Schedule(usual_shape(4), chunks=2), 1, 4, True)
-    program = rules.gather_gemm(place, 4, 2, 3, False, None, 0)
+    spec = RankSpec(Schedule(usual_shape(4), chunks=2), 1, 4, True)
+    program = rules.gather_gemm(spec, 4, 2, 3, False, None, 0)
     assert (program.count(Post), program.count(Collective), program.lanes) == (0, 2, 1)
 
 
 def test_what_is_no_linear_layer_goes_by_batches() -> None:
-    place = Place(Schedule("collective"), 0, 2, True)
+    spec = RankSpec(Schedule("collective"), 0, 2, True)
     with pytest.raises(PlanError, match="for tensor-parallel linear layers only; choose shifted"):
-        rules.produce_scatter(place, 4, 2)
+        rules.produce_scatter(spec, 4, 2)
     assert Schedule("collective").for_causal_blocks(4).shape == "shifted"
 
 

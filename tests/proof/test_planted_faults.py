@@ -154,7 +154,11 @@ FAULTS: dict[str, tuple[Group, Callable[[Group], Group], str]] = {
         group("bucket_scatter", 2, 1, 1), posts(send={"buffer": "total", "start": 0, "stop": 2}),
         "has the dtype of sums",
     ),
-    "an unknown buffer": (gather(), posts(send={"buffer": "y"}), "y is neither a buffer of the operation"),
+    "an unknown buffer": (
+        gather(),
+        posts(send={"buffer": "y"}),
+        "y is neither a buffer of the operation",
+    ),
     "a sum over one of its parts": (
         group("bucket_scatter", 4, 1, 1),
         change(Add, 1, out=lambda span: span._replace(stop=3)),

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from commfuse_npu.plan import Place, Schedule, rules
+from commfuse_npu.plan import RankSpec, Schedule, rules
 from commfuse_npu.plan.program import Stretch
 from commfuse_npu.runtime.scratch import ScratchPool
 
@@ -48,7 +48,7 @@ def test_what_is_kept_is_limited() -> None:
 
 
 def test_views_are_made_once_per_program() -> None:
-    program = rules.gemm_scatter(Place(Schedule(), 1, 4, True), 8, 16, 16)
+    program = rules.gemm_scatter(RankSpec(Schedule(), 1, 4, True), 8, 16, 16)
     arena = ScratchPool().take(program.scratch_elements(), torch.float32, CPU)
     found = arena.views(program, Stretch(wide=False, late=False))
     assert arena.known[program, Stretch(wide=False, late=False)] is found

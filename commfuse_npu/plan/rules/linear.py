@@ -23,7 +23,7 @@ from commfuse_npu.plan.rules.pieces import (
 )
 from commfuse_npu.plan.rules.product import Product
 from commfuse_npu.plan.rules.rule import IN_FLIGHT, Carrier, rule
-from commfuse_npu.plan.schedule import Place
+from commfuse_npu.plan.schedule import RankSpec
 
 __all__ = ["Wgrad", "column_backward", "gather_gemm", "gemm_all_reduce", "gemm_scatter"]
 
@@ -41,7 +41,13 @@ _AHEAD = 8
 
 @rule
 def gather_gemm(
-    place: Place, rows: int, inputs: int, outputs: int, keep: bool, wgrad: Wgrad | None, other: int
+    spec: RankSpec,
+    rows: int,
+    inputs: int,
+    outputs: int,
+    keep: bool,
+    wgrad: Wgrad | None,
+    other: int,
 ) -> Builder:
     """Gather ``shard`` and multiply it by ``weight``; optionally use it for a weight gradient.
 
@@ -59,9 +65,9 @@ def gather_gemm(
     the own rows between those of the peers, which makes two GEMMs.  Chunk j + 1 is posted before
     the work on chunk j, so that the host does not delay the work.
     """
-    b = Builder(place)
-    runs, n, r = b.runs(rows, "first"), place.size, place.rank
-    own, peers, chunks = block_of(r, rows), peers_of(place), len(runs)
+    b = Builder(spec)
+    runs, n, r = b.runs(rows, "first"), spec.size, spec.rank
+    own, peers, chunks = block_of(r, rows), peers_of(spec), len(runs)
     # A chunk of several blocks is not one run of rows in the whole matrix.
     in_place = chunks == 1 or (b.peers <= 1 and not b.together)
     filled, stacked = keep or wgrad == "whole", b.size if b.together else b.peers
@@ -71,7 +77,7 @@ def gather_gemm(
         for j, run in enumerate(runs):
             b.scratch(f"staged {j}", stacked * (run.stop - run.start), inputs)
     transfers = 1 if b.together else max(1, b.peers)
-    ahead = max(1, _AHEAD // transfers) if place.batched else chunks
+    ahead = max(1, _AHEAD // transfers) if spec.batched else chunks
 
     def post(j: int) -> None:
         if j < chunks and (b.together or chunks == 1):
@@ -107,7 +113,7 @@ def gather_gemm(
             post(j + 1)
         length = run.stop - run.start
         if in_place:
-            for side in arrivals_of(place):
+            for side in arrivals_of(spec):
                 section = slice(side[0] * rows + run.start, side[-1] * rows + run.stop)
                 factor = rows_of("other", section) if by_blocks else None
                 use(rows_of("whole", section), rows_of("out", section), factor)
@@ -123,7 +129,7 @@ def gather_gemm(
             b.scratch(result, stacked * length, outputs, slot=f"result {j % 2}")
         pieces = [slice(0, b.peers * length)]
         if b.together:
-            pieces = [slice(side[0] * length, (side[-1] + 1) * length) for side in sides_of(place)]
+            pieces = [slice(side[0] * length, (side[-1] + 1) * length) for side in sides_of(spec)]
         for piece in pieces:
             use(
                 rows_of(staged, piece),
@@ -141,13 +147,13 @@ def gather_gemm(
 def _(
     c: Carrier, rows: int, inputs: int, outputs: int, keep: bool, wgrad: Wgrad | None, other: int
 ) -> None:
-    own, pieces = block_of(c.place.rank, rows), gather_pieces(c.place, rows)
+    own, pieces = block_of(c.spec.rank, rows), gather_pieces(c.spec, rows)
     whole = c.all_gather(c.given("shard", rows, inputs), out="whole" if keep else None)
     if outputs:
         weight, gemms = c.given("weight", inputs, outputs), [(runs, None) for runs in pieces]
         c.gemm(whole, weight, gemms, out="out", first=own)
     if wgrad:
-        factors = whole, c.given("other", c.place.size * rows, other)
+        factors = whole, c.given("other", c.spec.size * rows, other)
         by_blocks = wgrad == "blocks"
         c.wgrad(*factors, pieces=pieces if by_blocks else None, first=own if by_blocks else None)
 
@@ -155,7 +161,7 @@ def _(
 def _strips(b: Builder, buffer: str, stack: str, run: slice, rows: int) -> list[tuple[Span, Span]]:
     """Pairs of spans: rows ``run`` of the peers' blocks in ``buffer``, and those in ``stack``."""
     length, pairs, at = run.stop - run.start, [], 0
-    for side in sides_of(b.place):
+    for side in sides_of(b.spec):
         first = side[0] * rows
         strip = Span(buffer, first + run.start, first + run.stop, None, len(side), rows)
         at = side[0] * length if b.together else at
@@ -171,7 +177,7 @@ def _spread(b: Builder, buffer: str, stack: str, run: slice, rows: int, *, aside
 
 
 @rule
-def gemm_scatter(place: Place, rows: int, inputs: int, outputs: int) -> Builder:
+def gemm_scatter(spec: RankSpec, rows: int, inputs: int, outputs: int) -> Builder:
     """Multiply ``a`` by ``weight`` and reduce-scatter the product.
 
     Work: ``gemm(out, a, b)``.
@@ -181,7 +187,7 @@ def gemm_scatter(place: Place, rows: int, inputs: int, outputs: int) -> Builder:
     block (or each block, with one lane and one group), then the own block.  Two groups are in
     flight at a time.
     """
-    b = Builder(place)
+    b = Builder(spec)
     groups = b.runs(outputs, "last")
     products, last = _by_columns(b, groups, rows, IN_FLIGHT, own_last=True), len(groups) - 1
 
@@ -193,10 +199,10 @@ def gemm_scatter(place: Place, rows: int, inputs: int, outputs: int) -> Builder:
         if j >= IN_FLIGHT:
             _add_columns(products, groups, j - IN_FLIGHT, "out", rows, aside=True)
         if j < last:
-            gemm(j, slice(0, place.size * rows))
+            gemm(j, slice(0, spec.size * rows))
             product.send()
         else:
-            product.send_as_made(departures_of(place, len(groups)), partial(gemm, j))
+            product.send_as_made(departures_of(spec, len(groups)), partial(gemm, j))
     for j in range(max(0, len(groups) - IN_FLIGHT), len(groups)):
         _add_columns(products, groups, j, "out", rows, aside=j < last)
     return b
@@ -204,9 +210,9 @@ def gemm_scatter(place: Place, rows: int, inputs: int, outputs: int) -> Builder:
 
 @gemm_scatter.equals
 def _(c: Carrier, rows: int, inputs: int, outputs: int) -> None:
-    a, weight = c.given("a", c.place.size * rows, inputs), c.given("weight", inputs, outputs)
-    pieces = scatter_pieces(c.place, rows, outputs)
-    product = c.gemm(a, weight, pieces, last=block_of(c.place.rank, rows))
+    a, weight = c.given("a", c.spec.size * rows, inputs), c.given("weight", inputs, outputs)
+    pieces = scatter_pieces(c.spec, rows, outputs)
+    product = c.gemm(a, weight, pieces, last=block_of(c.spec.rank, rows))
     c.reduce_scatter(product, out="out")
 
 
@@ -236,7 +242,7 @@ def _add_columns(
 
 @rule
 def column_backward(
-    place: Place,
+    spec: RankSpec,
     rows: int,
     inputs: int,
     outputs: int,
@@ -262,8 +268,8 @@ def column_backward(
     are blocks of ``grad`` links stay idle, and if they are chunks of every block each is a GEMM per
     peer.
     """
-    b = Builder(place)
-    n, r = place.size, place.rank
+    b = Builder(spec)
+    n, r = spec.size, spec.rank
     if gathers:
         b.scratch("whole", n * rows, inputs)
         b.all_gather(Span("x", 0, rows), Span("whole", 0, n * rows), "block {source}")
@@ -293,13 +299,13 @@ def _(
     gathers: bool,
     wgrad: bool,
 ) -> None:
-    everything = slice(0, c.place.size * rows)
+    everything = slice(0, c.spec.size * rows)
     grad = c.given("grad", everything.stop, outputs)
     # In Megatron's order: x is gathered during dgrad, and dgrad is reduce-scattered during wgrad
     # (read in Megatron-Core's LinearWithGradAccumulationAndAsyncCommunication).
     whole = c.all_gather(c.given("x", rows, inputs)) if gathers else None
     if scatters:
-        runs = c.place.schedule.runs(inputs, "last")
+        runs = c.spec.schedule.runs(inputs, "last")
         pieces = [((everything,), columns) for columns in runs]
         dgrad = c.gemm(grad, c.given("weight", outputs, inputs), pieces)
         c.reduce_scatter(dgrad, out="grad_x")
@@ -308,7 +314,7 @@ def _(
 
 
 @rule
-def gemm_all_reduce(place: Place, rows: int, inputs: int, outputs: int) -> Builder:
+def gemm_all_reduce(spec: RankSpec, rows: int, inputs: int, outputs: int) -> Builder:
     """Multiply ``a`` by ``weight`` and sum the product over the ranks.
 
     Args:
@@ -319,8 +325,8 @@ def gemm_all_reduce(place: Place, rows: int, inputs: int, outputs: int) -> Build
     The rows are cut into parts.  Rank r sums block r of each part and sends the sum to all others
     while the next part is computed.  The last part is computed by blocks, the own block last.
     """
-    b = Builder(place)
-    parts, weight, products = parts_of(place, rows), Span("weight", 0, inputs), list[Product]()
+    b = Builder(spec)
+    parts, weight, products = parts_of(spec, rows), Span("weight", 0, inputs), list[Product]()
 
     def gemm(p: int, piece: slice) -> None:
         part = slice(parts[p].start + piece.start, parts[p].start + piece.stop)
@@ -328,8 +334,8 @@ def gemm_all_reduce(place: Place, rows: int, inputs: int, outputs: int) -> Build
 
     def finish(p: int) -> None:
         """Sum the own block of a part, and send the sum to all ranks."""
-        block, start = (parts[p].stop - parts[p].start) // place.size, parts[p].start
-        own_block = Span("out", start + place.rank * block, start + (place.rank + 1) * block)
+        block, start = (parts[p].stop - parts[p].start) // spec.size, parts[p].start
+        own_block = Span("out", start + spec.rank * block, start + (spec.rank + 1) * block)
         if b.together:  # the collective also copies the own block into ``out``
             b.scratch(f"sum {p}", block, outputs, slot=f"sum {p % 2}")
             own_block = Span(f"sum {p}", 0, block)
@@ -338,10 +344,10 @@ def gemm_all_reduce(place: Place, rows: int, inputs: int, outputs: int) -> Build
 
     for p, part in enumerate(parts):
         length, last = part.stop - part.start, p == len(parts) - 1
-        block = length // place.size
+        block = length // spec.size
         products.append(Product(b, p, len(parts), block, outputs, p % 2, own_last=last))
         if last:
-            products[p].send_as_made(departures_of(place, 1), partial(gemm, p))
+            products[p].send_as_made(departures_of(spec, 1), partial(gemm, p))
         else:
             gemm(p, slice(0, length))
             products[p].send()
@@ -354,6 +360,6 @@ def gemm_all_reduce(place: Place, rows: int, inputs: int, outputs: int) -> Build
 @gemm_all_reduce.equals
 def _(c: Carrier, rows: int, inputs: int, outputs: int) -> None:
     a, weight = c.given("a", rows, inputs), c.given("weight", inputs, outputs)
-    pieces = sum_pieces(c.place, rows)
+    pieces = sum_pieces(c.spec, rows)
     product = c.gemm(a, weight, pieces, last=pieces[-1][0][0])
-    c.all_reduce(product, parts_of(c.place, rows), out="out")
+    c.all_reduce(product, parts_of(c.spec, rows), out="out")

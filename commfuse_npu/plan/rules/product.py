@@ -94,7 +94,7 @@ class Product:
         b, rows = self._b, self._rows
         terms = [(Span(self._partials, 0, b.peers * rows), b.peers)] if b.peers else []
         if b.together:
-            ranks = peers_of(b.place) if self._own_below else range(b.size)
+            ranks = peers_of(b.spec) if self._own_below else range(b.size)
             order = (ranks.index(hop.source) for hop in b.hops("last"))
             terms = [(rows_of(self._partials, block_of(at, rows)), 1) for at in order]
         b.add(out, *terms, (self.made(self._own), 1), aside=aside)

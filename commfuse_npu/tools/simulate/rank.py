@@ -44,7 +44,7 @@ from commfuse_npu.plan.instructions import (
     accesses,
 )
 from commfuse_npu.plan.program import Program
-from commfuse_npu.plan.schedule import Place, Schedule
+from commfuse_npu.plan.schedule import RankSpec, Schedule
 from commfuse_npu.tools.simulate.launches import ASIDE, COMPUTE, Key, Message, Operation
 from commfuse_npu.tools.simulate.variants import Variant, Way, direct
 
@@ -227,7 +227,7 @@ class Rank:
         usual = dict(self.variant.chosen).get(operation, self.variant.way)
         return self.ways.setdefault(operation, usual)
 
-    def place(self, operation: str, *, causal: bool = False) -> Place:
+    def spec(self, operation: str, *, causal: bool = False) -> RankSpec:
         """The schedule and the rank for which a program is compiled.
 
         Args:
@@ -237,7 +237,7 @@ class Rank:
         assert isinstance(schedule, Schedule)
         if causal:
             schedule = schedule.for_causal_blocks(self.size)
-        return Place(schedule, self.rank, self.size, self.machine.batched)
+        return RankSpec(schedule, self.rank, self.size, self.machine.batched)
 
     def run(
         self,

@@ -19,7 +19,7 @@ from commfuse_npu.plan.rules import (
     gemm_scatter,
     produce_scatter,
 )
-from commfuse_npu.plan.schedule import Place
+from commfuse_npu.plan.schedule import RankSpec
 from commfuse_npu.tools.simulate import linear, llama
 from commfuse_npu.tools.simulate.context_parallel import ContextParallel
 from commfuse_npu.tools.simulate.launches import ASIDE, COMPUTE, Operation
@@ -42,7 +42,7 @@ SCHEDULES = [
 
 WORKS = {Copy: "copy", Add: "sum", Hold: "hold"}
 Build = Callable[[Rank], None]
-Made = Callable[[Place], list[Program]]
+Made = Callable[[RankSpec], list[Program]]
 
 
 def _linear(part: str) -> Build:
@@ -58,8 +58,8 @@ def _ulysses(part: str) -> Build:
     return getattr(ContextParallel(PART, SIZE, 0, SIZE, True, True), part)  # type: ignore[no-any-return]
 
 
-def _causal(place: Place) -> Place:
-    return place._replace(schedule=place.schedule.for_causal_blocks(place.size))
+def _causal(spec: RankSpec) -> RankSpec:
+    return spec._replace(schedule=spec.schedule.for_causal_blocks(spec.size))
 
 
 CASES: dict[str, tuple[Build, Made]] = {
@@ -92,7 +92,7 @@ def test_what_is_timed_is_the_program(case: str, schedule: Schedule, batched: bo
         machine = replace(ideal(), batched=batched)
         rank = Rank(machine, number, SIZE, SIZE, Variant("fused", "fused", schedule))
         build(rank)
-        programs = made(Place(schedule, number, SIZE, batched))
+        programs = made(RankSpec(schedule, number, SIZE, batched))
         # Compiled once per arguments: the very program that runs.
         assert [ran.program for ran in rank.ran.values()] == programs
         operations = iter(enumerate(rank.finish()))
