@@ -1,8 +1,8 @@
 """Instructions: what one rank posts, waits for, computes and adds, and the rows they work on.
 
-The host issues instructions in order.  Sums and copies may be *aside*: on a side stream of the
-device, concurrent with the work on the first stream.  With a pair of :class:`Record` and
-:class:`Hold` one stream waits for the other.
+The host issues instructions in order.  Sums and copies may be on a side stream of the
+device, concurrent with the work on the first stream.  With a pair of :class:`RecordEvent` and
+:class:`WaitEvent` one stream waits for the other.
 
 A *buffer* is a matrix with a name: a tensor of the operation (``x``, ``weight``) or scratch memory
 of the program.  A :class:`Span` is a run of rows of a buffer.
@@ -15,23 +15,23 @@ from typing import Literal, NamedTuple
 
 __all__ = [
     "Add",
+    "AheadEnd",
     "Collective",
     "Compute",
     "Copy",
     "End",
-    "Hold",
     "Instruction",
-    "Mark",
     "Post",
-    "Record",
+    "RecordEvent",
     "Span",
     "Transfer",
     "Wait",
+    "WaitEvent",
     "accesses",
     "common",
-    "is_aside",
     "line",
     "overlap",
+    "uses_side_stream",
 ]
 
 
@@ -163,7 +163,7 @@ class Wait(NamedTuple):
 
     receives: tuple[int, ...]
     sends: tuple[int, ...]
-    aside: bool = False
+    on_side_stream: bool = False
 
     @property
     def ends(self) -> list[tuple[str, int]]:
@@ -189,7 +189,7 @@ class Add(NamedTuple):
 
     out: Span
     terms: tuple[tuple[Span, int], ...]
-    aside: bool = False
+    on_side_stream: bool = False
 
 
 class Copy(NamedTuple):
@@ -197,33 +197,33 @@ class Copy(NamedTuple):
 
     out: Span
     source: Span
-    aside: bool = False
+    on_side_stream: bool = False
 
 
-class Record(NamedTuple):
+class RecordEvent(NamedTuple):
     """Record an event on a stream: it completes when all work enqueued before it has."""
 
     event: int
-    aside: bool = False
+    on_side_stream: bool = False
 
 
-class Hold(NamedTuple):
+class WaitEvent(NamedTuple):
     """Make the stream wait for an event that the other stream recorded."""
 
     event: int
-    aside: bool = False
+    on_side_stream: bool = False
 
 
-class Mark(NamedTuple):
+class AheadEnd(NamedTuple):
     """Where a program stops when it is run ahead of its work."""
 
 
-Instruction = Post | Collective | Wait | Compute | Add | Copy | Record | Hold | Mark
+Instruction = Post | Collective | Wait | Compute | Add | Copy | RecordEvent | WaitEvent | AheadEnd
 
 
-def is_aside(one: Instruction) -> bool:
+def uses_side_stream(one: Instruction) -> bool:
     """Whether an instruction runs on the side stream."""
-    return isinstance(one, Wait | Add | Copy | Record | Hold) and one.aside
+    return isinstance(one, Wait | Add | Copy | RecordEvent | WaitEvent) and one.on_side_stream
 
 
 def line(one: Instruction) -> str:
@@ -253,13 +253,13 @@ def line(one: Instruction) -> str:
             text = f"{out} = {' + '.join(parts)}"
         case Copy(out, source):
             text = f"{out} = {source}"
-        case Record(event):
+        case RecordEvent(event):
             text = f"record event {event}"
-        case Hold(event):
+        case WaitEvent(event):
             text = f"hold for event {event}"
-        case Mark():
+        case AheadEnd():
             text = "mark"
-    return f"aside: {text}" if is_aside(one) else text
+    return f"aside: {text}" if uses_side_stream(one) else text
 
 
 def accesses(one: Instruction) -> tuple[Sequence[Span], Sequence[Span]]:

@@ -16,10 +16,10 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from commfuse_npu.plan.instructions import (
+    AheadEnd,
     Collective,
     Compute,
     Instruction,
-    Mark,
     Post,
     Span,
     Transfer,
@@ -47,7 +47,7 @@ class Scratch(NamedTuple):
 class Stretch(NamedTuple):
     """One of the arenas of scratch memory that a program takes.
 
-    A ``wide`` one has the dtype of sums.  A ``late`` one is taken at the mark, else at the start.
+    A ``wide`` one has the dtype of sums.  A ``late`` one is taken at ``ahead_end``, else at first.
     """
 
     wide: bool
@@ -125,10 +125,10 @@ class Program:
         return 1 + max((send.lane for send, _ in self.transfers.values()), default=-1)
 
     @cached_property
-    def mark(self) -> int:
-        """Index of the :class:`Mark`, where a run ``ahead`` stops; without one, of the end."""
-        marks = (place for place, mark in enumerate(self.code) if isinstance(mark, Mark))
-        return next(marks, len(self.code))
+    def ahead_end(self) -> int:
+        """Index of the :class:`AheadEnd`, where a run ``ahead`` stops; without one, of the end."""
+        ends = (at for at, end in enumerate(self.code) if isinstance(end, AheadEnd))
+        return next(ends, len(self.code))
 
     @cached_property
     def last_post(self) -> int:
@@ -146,7 +146,7 @@ class Program:
         """``(stretch, offset in elements, rows, columns)`` of each scratch buffer."""
         ahead = {
             span.buffer
-            for instruction in self.code[: self.mark]
+            for instruction in self.code[: self.ahead_end]
             for group in accesses(instruction)
             for span in group
         }
@@ -177,7 +177,7 @@ class Program:
 
     @cached_property
     def late(self) -> bool:
-        """Whether some scratch memory is taken at the mark."""
+        """Whether some scratch memory is taken at the :attr:`ahead_end`."""
         return any(stretch.late for stretch in self.stretches)
 
     def scratch_elements(self, wide: bool = False) -> int:

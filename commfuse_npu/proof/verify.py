@@ -225,16 +225,16 @@ def rendezvous(operations: Sequence[Sequence[Program]], *, cold: bool = False) -
     lane (:mod:`commfuse_npu.proof.rendezvous`).
 
     Args:
-        operations: sets of programs on the same lanes.  All run ahead to their marks, one after the
-            other, and then to their ends in the same order; without a mark, each runs to its end.
+        operations: sets of programs on the same lanes.  All run to their ``ahead_end``, one after
+            the other, and then to their ends in the same order.
         cold: start with no link open.  On gloo all links are open.
     """
     group = play.Group("programs", tuple(range(operations[0][0].size)))
     scripts = []
     for rank in group.ranks:
         numbered = [(number, programs[rank]) for number, programs in enumerate(operations)]
-        parts = [(number, program, slice(None, program.mark)) for number, program in numbered]
-        parts += [(number, program, slice(program.mark, None)) for number, program in numbered]
+        parts = [(number, program, slice(None, program.ahead_end)) for number, program in numbered]
+        parts += [(number, program, slice(program.ahead_end, None)) for number, program in numbered]
         actions = [
             act for number, program, part in parts for act in _actions(number, program, part, group)
         ]

@@ -275,7 +275,7 @@ class Transport(Agreement):
         self._active.add(running)
 
     def suspend(self, running: Running) -> None:
-        """A program has reached its mark; any thread may continue it."""
+        """A program has reached its ``ahead_end``; any thread may continue it."""
         self._active.discard(running)
 
     def _fits(self, program: Program, name: str) -> None:

@@ -32,7 +32,7 @@ def order_of(program: Program) -> list[str]:
     for one in program.code:
         if isinstance(one, Post) and one.send is not None:
             found.append(f"send {one.send.transfer.piece.split()[0]}")
-        elif isinstance(one, Wait) and one.receives and not one.aside:
+        elif isinstance(one, Wait) and one.receives and not one.on_side_stream:
             pieces = (program.transfers[step][1].piece.split()[0] for step in one.receives)
             found.append(f"wait {' and '.join(dict.fromkeys(pieces))}")
         elif isinstance(one, Compute):

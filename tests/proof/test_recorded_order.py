@@ -41,7 +41,7 @@ COLLECTIVE: dict[str, Any] = {
 }
 GROUP = {**TRANSPORT, "ranks": [0, 1]}
 ONCE = [["begin", 0, 0], ["at", 0, 0], ["at", 0, 2], ["finish", 0]]
-"""The program among two ranks: a batch, its mark, a wait."""
+"""The program among two ranks: a batch, its ``AheadEnd``, a wait."""
 
 
 def write(folder: Path, *lines: Any, rank: int = 0) -> Path:
@@ -240,7 +240,7 @@ class Operation:
     def begin(self) -> None: ...
 
     def ahead(self) -> None:
-        self._go_on(self._program.mark)
+        self._go_on(self._program.ahead_end)
 
     def _go_on(self, end: int) -> None:
         for at in range(self._at, end):

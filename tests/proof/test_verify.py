@@ -19,11 +19,11 @@ from commfuse_npu.plan.instructions import (
     Collective,
     Compute,
     Copy,
-    Hold,
     Instruction,
     Post,
-    Record,
+    RecordEvent,
     Wait,
+    WaitEvent,
     accesses,
 )
 from commfuse_npu.plan.program import Program
@@ -144,7 +144,9 @@ def _touched(program: Program) -> list[tuple[int, int, int]]:
 def left_out(data: st.DataObject, program: Program) -> tuple[int, list[Instruction]]:
     """Any instruction that touches something or orders something."""
     needed = {place for place, _, _ in _touched(program)}
-    needed |= {k for k, one in enumerate(program.code) if isinstance(one, Wait | Record | Hold)}
+    needed |= {
+        k for k, one in enumerate(program.code) if isinstance(one, Wait | RecordEvent | WaitEvent)
+    }
     return data.draw(st.sampled_from(sorted(needed))), []
 
 

@@ -148,7 +148,7 @@ class _Scatter:
         if self._total:
             total = rows_of("total", run)
             so_far = [(total, 1)] if at else []
-            self._b.add(total, *so_far, partials, aside=not self._bucket)
+            self._b.add(total, *so_far, partials, on_side_stream=not self._bucket)
         else:
             self._b.add(rows_of("out", run), partials, (rows_of("own", run), 1))
 
@@ -296,7 +296,7 @@ def sharded_forward(spec: RankSpec, rows: int, columns: int) -> Builder:
     b = Builder(spec)
     gather = _Gather(b, rows, columns, _under_way(b, rows, "first"))
     gather.post(1)
-    b.mark()
+    b.end_ahead()
     gather.post()
     gather.use()
     return b
@@ -320,7 +320,7 @@ def sharded_backward(
     gather = _Gather(b, rows, columns, _under_way(b, rows, "first")) if gathers else None
     if gather is not None:
         gather.post(1)
-    b.mark()
+    b.end_ahead()
     if gather is not None:
         gather.post()
     scatter = None
@@ -362,7 +362,7 @@ def bucket_scatter(spec: RankSpec, rows: int, stack: int, in_flight: int) -> Bui
     b = Builder(spec)
     scatter = _Scatter(b, rows, 1, stack, in_flight=in_flight, finish=True, bucket=True)
     scatter.send(in_flight)
-    b.mark()
+    b.end_ahead()
     scatter.send()
     scatter.finish()
     return b
@@ -390,7 +390,7 @@ def bucket_gather(spec: RankSpec, rows: int, last_first: bool) -> Builder:
             own, peer = (inside(rank, rows, run) for rank in (spec.rank, hop.source))
             sent, into = rows_of("bucket", own), rows_of("bucket", peer)
             b.post(hop, sent, into, "block {source}", j, len(runs))
-    b.mark()
+    b.end_ahead()
     return b
 
 

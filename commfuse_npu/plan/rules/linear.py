@@ -107,7 +107,7 @@ def gather_gemm(
     if ahead < 2:
         post(1)
     if filled and not (b.together and in_place):
-        b.copy(rows_of("whole", own), Span("shard", 0, rows), aside=True)
+        b.copy(rows_of("whole", own), Span("shard", 0, rows), on_side_stream=True)
     for j, run in enumerate(runs):
         if j + 1 >= max(2, ahead):
             post(j + 1)
@@ -120,7 +120,7 @@ def gather_gemm(
             continue
         staged, result = f"staged {j}", f"result {j}"
         if filled:
-            _spread(b, "whole", staged, run, rows, aside=True)
+            _spread(b, "whole", staged, run, rows, on_side_stream=True)
         if by_blocks:
             b.scratch(f"factor {j}", stacked * length, other, slot="factor")
             for strip, part in _strips(b, "other", f"factor {j}", run, rows):
@@ -137,7 +137,7 @@ def gather_gemm(
                 rows_of(f"factor {j}", piece) if by_blocks else None,
             )
         if outputs:
-            _spread(b, "out", result, run, rows, aside=j < chunks - 1)
+            _spread(b, "out", result, run, rows, on_side_stream=j < chunks - 1)
     if wgrad == "whole":
         b.compute("wgrad", [], [Span("whole", 0, n * rows), Span("other", 0, n * rows)])
     return b
@@ -170,10 +170,12 @@ def _strips(b: Builder, buffer: str, stack: str, run: slice, rows: int) -> list[
     return pairs
 
 
-def _spread(b: Builder, buffer: str, stack: str, run: slice, rows: int, *, aside: bool) -> None:
+def _spread(
+    b: Builder, buffer: str, stack: str, run: slice, rows: int, *, on_side_stream: bool
+) -> None:
     """Copy the stacked chunks of all peers into their blocks of ``buffer``."""
     for strip, part in _strips(b, buffer, stack, run, rows):
-        b.copy(strip, part, aside=aside)
+        b.copy(strip, part, on_side_stream=on_side_stream)
 
 
 @rule
@@ -197,14 +199,14 @@ def gemm_scatter(spec: RankSpec, rows: int, inputs: int, outputs: int) -> Builde
 
     for j, product in enumerate(products):
         if j >= IN_FLIGHT:
-            _add_columns(products, groups, j - IN_FLIGHT, "out", rows, aside=True)
+            _add_columns(products, groups, j - IN_FLIGHT, "out", rows, on_side_stream=True)
         if j < last:
             gemm(j, slice(0, spec.size * rows))
             product.send()
         else:
             product.send_as_made(departures_of(spec, len(groups)), partial(gemm, j))
     for j in range(max(0, len(groups) - IN_FLIGHT), len(groups)):
-        _add_columns(products, groups, j, "out", rows, aside=j < last)
+        _add_columns(products, groups, j, "out", rows, on_side_stream=j < last)
     return b
 
 
@@ -234,10 +236,10 @@ def _add_columns(
     buffer: str,
     rows: int,
     *,
-    aside: bool,
+    on_side_stream: bool,
 ) -> None:
     columns = None if len(groups) == 1 else (groups[j].start, groups[j].stop)
-    products[j].add(Span(buffer, 0, rows, columns), aside=aside)
+    products[j].add(Span(buffer, 0, rows, columns), on_side_stream=on_side_stream)
 
 
 @rule
@@ -273,7 +275,7 @@ def column_backward(
     if gathers:
         b.scratch("whole", n * rows, inputs)
         b.all_gather(Span("x", 0, rows), Span("whole", 0, n * rows), "block {source}")
-        b.mark()
+        b.end_ahead()
     groups = b.runs(inputs, "last") if scatters else []
     products, everything = _by_columns(b, groups, rows, len(groups)), slice(0, n * rows)
     for product, columns in zip(products, groups, strict=True):
@@ -282,10 +284,12 @@ def column_backward(
         product.send()
     if wgrad:
         if gathers and not b.together:
-            b.copy(rows_of("whole", block_of(r, rows)), Span("x", 0, rows), aside=True)
+            b.copy(rows_of("whole", block_of(r, rows)), Span("x", 0, rows), on_side_stream=True)
         b.compute("wgrad", [], [Span("grad", 0, n * rows), Span("whole", 0, n * rows)])
     for j in range(len(groups)):
-        _add_columns(products, groups, j, "grad_x", rows, aside=wgrad or j < len(groups) - 1)
+        _add_columns(
+            products, groups, j, "grad_x", rows, on_side_stream=wgrad or j < len(groups) - 1
+        )
     return b
 
 

@@ -89,7 +89,7 @@ class Product:
         sent = self.made(block_of(hop.target, rows))
         b.post(hop, sent, into, _PIECE, self._number, self._of)
 
-    def add(self, out: Span, *, aside: bool = False) -> None:
+    def add(self, out: Span, *, on_side_stream: bool = False) -> None:
         """``out`` = the peers' partials in the schedule's order + the own block."""
         b, rows = self._b, self._rows
         terms = [(Span(self._partials, 0, b.peers * rows), b.peers)] if b.peers else []
@@ -97,4 +97,4 @@ class Product:
             ranks = peers_of(b.spec) if self._own_below else range(b.size)
             order = (ranks.index(hop.source) for hop in b.hops("last"))
             terms = [(rows_of(self._partials, block_of(at, rows)), 1) for at in order]
-        b.add(out, *terms, (self.made(self._own), 1), aside=aside)
+        b.add(out, *terms, (self.made(self._own), 1), on_side_stream=on_side_stream)
