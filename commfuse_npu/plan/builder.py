@@ -51,13 +51,13 @@ class Builder:
         spec: the rank that runs the program, and the schedule.
 
     Attributes:
-        together: whether the schedule posts a chunk as one :meth:`collective`.
+        as_collective: whether the schedule posts a chunk as one :meth:`collective`.
     """
 
     def __init__(self, spec: RankSpec) -> None:
         self.spec = spec
         self.rank, self.size = spec.rank, spec.size
-        self.together = spec.together
+        self.as_collective = spec.as_collective
         self._code: list[Instruction] = []
         self._scratch: dict[str, Scratch] = {}
         self._step = 0
@@ -92,7 +92,7 @@ class Builder:
         Raises:
             PlanError: the shape of the schedule is ``collective``.
         """
-        if self.together:
+        if self.as_collective:
             raise PlanError(
                 "the shape collective is for tensor-parallel linear layers only; choose shifted"
             )
@@ -129,7 +129,7 @@ class Builder:
 
         Only a collective fills the own block of ``out``.
         """
-        if self.together:
+        if self.as_collective:
             self.collective("all_gather", source, out, piece, chunk, chunks)
             return
         for hop in self.hops("first"):

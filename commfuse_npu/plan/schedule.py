@@ -271,7 +271,7 @@ class RankSpec(NamedTuple):
     batched: bool
 
     @property
-    def together(self) -> bool:
+    def as_collective(self) -> bool:
         """Whether a chunk is posted as one collective."""
         return self.schedule.shape == "collective" and self.size > 1
 

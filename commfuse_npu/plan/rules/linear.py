@@ -69,18 +69,18 @@ def gather_gemm(
     runs, n, r = b.runs(rows, "first"), spec.size, spec.rank
     own, peers, chunks = block_of(r, rows), peers_of(spec), len(runs)
     # A chunk of several blocks is not one run of rows in the whole matrix.
-    in_place = chunks == 1 or (b.peers <= 1 and not b.together)
-    filled, stacked = keep or wgrad == "whole", b.size if b.together else b.peers
+    in_place = chunks == 1 or (b.peers <= 1 and not b.as_collective)
+    filled, stacked = keep or wgrad == "whole", b.size if b.as_collective else b.peers
     if (in_place or filled) and not keep:
         b.scratch("whole", n * rows, inputs)
     if not in_place:
         for j, run in enumerate(runs):
             b.scratch(f"staged {j}", stacked * (run.stop - run.start), inputs)
-    transfers = 1 if b.together else max(1, b.peers)
+    transfers = 1 if b.as_collective else max(1, b.peers)
     ahead = max(1, _AHEAD // transfers) if spec.batched else chunks
 
     def post(j: int) -> None:
-        if j < chunks and (b.together or chunks == 1):
+        if j < chunks and (b.as_collective or chunks == 1):
             length = n * (runs[j].stop - runs[j].start)
             span = Span("whole" if in_place else f"staged {j}", 0, length)
             b.all_gather(rows_of("shard", runs[j]), span, "block {source}", j, chunks)
@@ -106,7 +106,7 @@ def gather_gemm(
     use(Span("shard", 0, rows), rows_of("out", own), rows_of("other", own) if by_blocks else None)
     if ahead < 2:
         post(1)
-    if filled and not (b.together and in_place):
+    if filled and not (b.as_collective and in_place):
         b.copy(rows_of("whole", own), Span("shard", 0, rows), on_side_stream=True)
     for j, run in enumerate(runs):
         if j + 1 >= max(2, ahead):
@@ -128,7 +128,7 @@ def gather_gemm(
         if outputs:
             b.scratch(result, stacked * length, outputs, slot=f"result {j % 2}")
         pieces = [slice(0, b.peers * length)]
-        if b.together:
+        if b.as_collective:
             pieces = [slice(side[0] * length, (side[-1] + 1) * length) for side in sides_of(spec)]
         for piece in pieces:
             use(
@@ -164,7 +164,7 @@ def _strips(b: Builder, buffer: str, stack: str, run: slice, rows: int) -> list[
     for side in sides_of(b.spec):
         first = side[0] * rows
         strip = Span(buffer, first + run.start, first + run.stop, None, len(side), rows)
-        at = side[0] * length if b.together else at
+        at = side[0] * length if b.as_collective else at
         pairs.append((strip, Span(stack, at, at + len(side) * length)))
         at += len(side) * length
     return pairs
@@ -283,7 +283,7 @@ def column_backward(
         b.compute("gemm", [product.made(everything)], [rows_of("grad", everything), weight])
         product.send()
     if wgrad:
-        if gathers and not b.together:
+        if gathers and not b.as_collective:
             b.copy(rows_of("whole", block_of(r, rows)), Span("x", 0, rows), on_side_stream=True)
         b.compute("wgrad", [], [Span("grad", 0, n * rows), Span("whole", 0, n * rows)])
     for j in range(len(groups)):
@@ -340,7 +340,7 @@ def gemm_all_reduce(spec: RankSpec, rows: int, inputs: int, outputs: int) -> Bui
         """Sum the own block of a part, and send the sum to all ranks."""
         block, start = (parts[p].stop - parts[p].start) // spec.size, parts[p].start
         own_block = Span("out", start + spec.rank * block, start + (spec.rank + 1) * block)
-        if b.together:  # the collective also copies the own block into ``out``
+        if b.as_collective:  # the collective also copies the own block into ``out``
             b.scratch(f"sum {p}", block, outputs, slot=f"sum {p % 2}")
             own_block = Span(f"sum {p}", 0, block)
         products[p].add(own_block)

@@ -37,7 +37,7 @@ Piece = tuple[Sequence[slice], slice | None]
 def gather_pieces(spec: RankSpec, rows: int) -> list[tuple[slice, ...]]:
     """The rows of the whole matrix in each GEMM of :func:`gather_gemm`, in order."""
     runs = spec.schedule.runs(rows, "first")
-    by_peer = spec.together or len(runs) == 1 or spec.size == 1
+    by_peer = spec.as_collective or len(runs) == 1 or spec.size == 1
     blocks = arrivals_of(spec) if by_peer else [peers_of(spec)]
     pieces = [
         tuple(slice(p * rows + run.start, p * rows + run.stop) for p in side)
@@ -100,7 +100,7 @@ def arrivals_of(spec: RankSpec) -> list[range]:
 
     All blocks on a side of the own one, or each block if a single lane brings them one by one.
     """
-    if spec.together or spec.schedule.lanes_for(spec.size) > 1:
+    if spec.as_collective or spec.schedule.lanes_for(spec.size) > 1:
         return sides_of(spec)
     hops = spec.schedule.hops(spec.rank, spec.size, "first")
     return [range(hop.source, hop.source + 1) for hop in hops]
@@ -112,7 +112,7 @@ def departures_of(spec: RankSpec, groups: int) -> list[range]:
     All blocks on a side of the own one; or each block, if there is one group and a single lane
     takes the blocks one by one.
     """
-    if groups > 1 or spec.together or spec.schedule.lanes_for(spec.size) > 1:
+    if groups > 1 or spec.as_collective or spec.schedule.lanes_for(spec.size) > 1:
         return sides_of(spec)[::-1]
     hops = spec.schedule.hops(spec.rank, spec.size, "last")
     return [range(hop.target, hop.target + 1) for hop in hops]
