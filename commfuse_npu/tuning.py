@@ -31,8 +31,8 @@ from typing import Any, Literal
 import torch
 
 from commfuse_npu.plan import Schedule, usual_shape
+from commfuse_npu.runtime.atomic_write import write_json
 from commfuse_npu.runtime.transport import Transport
-from commfuse_npu.runtime.whole_file import write_json
 
 __all__ = [
     "COLUMN",
