@@ -306,7 +306,7 @@ class Running:
             why = f"{self._what(step, way)}: {error}"
             if timeout is not None:
                 # May fail before the timeout: a peer that timed out first closes the connection.
-                raise transport.gave_up(why, self) from error
+                raise transport.fail_wait(why, self) from error
             transport.fail(why, self)
             raise transport.error() from error
         finally:

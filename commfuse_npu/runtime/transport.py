@@ -227,7 +227,7 @@ class Transport(Agreement):
             agreed = self._agreed_on(name, facts, sizes)
             self._remember(key, agreed)
         identity, signature = agreed
-        if self._keeps:
+        if self._checks_later:
             self._enter(identity, signature)
         log = None
         if self.order_log is not None:
