@@ -178,8 +178,8 @@ class _Rank:
         }
         return self._held
 
-    def _fault(self, what: str) -> None:
-        self._held.faults.append(f"{instruction(self._program, self._at)}: {what}")
+    def _fault(self, problem: str) -> None:
+        self._held.faults.append(f"{instruction(self._program, self._at)}: {problem}")
 
     def go_on(self) -> bool:
         """Execute until a wait blocks; whether any instruction was executed."""

@@ -227,7 +227,7 @@ class Agreement:
         end = time.monotonic() + self.timeout.total_seconds()
         while len(self._sent) > but:
             sent = self._sent.popleft()
-            if any(not torch.equal(sent.mine, other) for other in sent.wait(end).values()):
+            if any(not torch.equal(sent.tensor, other) for other in sent.wait(end).values()):
                 return False
         return True
 
