@@ -221,24 +221,28 @@ class AheadEnd(NamedTuple):
 Instruction = Post | Collective | Wait | Compute | Add | Copy | RecordEvent | WaitEvent | AheadEnd
 
 
-def uses_side_stream(one: Instruction) -> bool:
+def uses_side_stream(instruction: Instruction) -> bool:
     """Whether an instruction runs on the side stream."""
-    return isinstance(one, Wait | Add | Copy | RecordEvent | WaitEvent) and one.on_side_stream
+    return (
+        isinstance(instruction, Wait | Add | Copy | RecordEvent | WaitEvent)
+        and instruction.on_side_stream
+    )
 
 
-def line(one: Instruction) -> str:
+def line(instruction: Instruction) -> str:
     """An instruction as one line of text."""
-    match one:
+    match instruction:
         case Post():
             arrows = {"send": "-> rank {0.target}", "receive": "<- rank {0.source}"}
             ends = [
                 f"{transfer.piece} {arrows[way].format(transfer)}"
-                for way, (transfer, _) in one.ends
+                for way, (transfer, _) in instruction.ends
             ]
-            text = f"post step {one.transfer.step}, lane {one.transfer.lane}: {', '.join(ends)}"
+            step, lane, *_ = instruction.transfer
+            text = f"post step {step}, lane {lane}: {', '.join(ends)}"
         case Collective(kind, source, out):
-            numbers = sorted(transfer.step for transfer in one.receives)
-            text = f"post steps {numbers[0]} to {numbers[-1]}, lane {one.transfer.lane}: "
+            numbers = sorted(transfer.step for transfer in instruction.receives)
+            text = f"post steps {numbers[0]} to {numbers[-1]}, lane {instruction.transfer.lane}: "
             text += f"{out} = {kind}({source})"
         case Wait(receives, sends):
             steps = [("received", receives), ("sent", sends)]
@@ -259,21 +263,22 @@ def line(one: Instruction) -> str:
             text = f"hold for event {event}"
         case AheadEnd():
             text = "mark"
-    return f"aside: {text}" if uses_side_stream(one) else text
+    return f"aside: {text}" if uses_side_stream(instruction) else text
 
 
-def accesses(one: Instruction) -> tuple[Sequence[Span], Sequence[Span]]:
+def accesses(instruction: Instruction) -> tuple[Sequence[Span], Sequence[Span]]:
     """The spans that an instruction reads, and those that it writes."""
-    if isinstance(one, Post):
-        return [one.send.span] if one.send else [], [one.receive.span] if one.receive else []
-    if isinstance(one, Collective):
-        return [one.source], [one.out]
-    if isinstance(one, Compute):
-        return one.ins, one.outs
-    if isinstance(one, Add):
-        return [span for span, _ in one.terms], [one.out, one.terms[0][0]]
-    if isinstance(one, Copy):
-        return [one.source], [one.out]
+    if isinstance(instruction, Post):
+        send, receive = instruction
+        return [send.span] if send else [], [receive.span] if receive else []
+    if isinstance(instruction, Collective):
+        return [instruction.source], [instruction.out]
+    if isinstance(instruction, Compute):
+        return instruction.ins, instruction.outs
+    if isinstance(instruction, Add):
+        return [span for span, _ in instruction.terms], [instruction.out, instruction.terms[0][0]]
+    if isinstance(instruction, Copy):
+        return [instruction.source], [instruction.out]
     return [], []
 
 

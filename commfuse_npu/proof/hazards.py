@@ -28,7 +28,7 @@ from commfuse_npu.plan.instructions import (
     uses_side_stream,
 )
 from commfuse_npu.plan.program import Program
-from commfuse_npu.proof.memory import Memory, MemoryRange, instruction
+from commfuse_npu.proof.memory import Memory, MemoryRange, describe
 
 __all__ = ["hazards"]
 
@@ -98,30 +98,30 @@ def hazards(program: Program, memory: Memory) -> Iterator[str]:
     transfers: dict[tuple[str, int], _Touch] = {}
     checked: set[Span] = set()
     ahead_end, last_on_side = 0, _At(-1, True)
-    for at, entry in enumerate(program.code):
-        here = _At(at, uses_side_stream(entry))
+    for at, instruction in enumerate(program.code):
+        here = _At(at, uses_side_stream(instruction))
         clock = clocks[here.on_side_stream].now(*here)
-        reads, writes = accesses(entry)
+        reads, writes = accesses(instruction)
         for span in (*reads, *writes):
             wrong = None if span in checked else memory.wrong(span)
             if wrong is not None:
-                yield f"{instruction(program, at)}: {wrong}"
+                yield f"{describe(program, at)}: {wrong}"
                 return
             checked.add(span)
-        if isinstance(entry, AheadEnd):
+        if isinstance(instruction, AheadEnd):
             ahead_end = at + 1
-        elif isinstance(entry, RecordEvent):
-            events[entry.event] = clock
-        elif isinstance(entry, WaitEvent):
-            if entry.event not in events:
-                yield f"{instruction(program, at)}: this event was never recorded"
+        elif isinstance(instruction, RecordEvent):
+            events[instruction.event] = clock
+        elif isinstance(instruction, WaitEvent):
+            if instruction.event not in events:
+                yield f"{describe(program, at)}: this event was never recorded"
                 return
-            clocks[here.on_side_stream] = clock.after(events[entry.event])
-        elif isinstance(entry, Wait):
-            for way, step in entry.ends:
+            clocks[here.on_side_stream] = clock.after(events[instruction.event])
+        elif isinstance(instruction, Wait):
+            for way, step in instruction.ends:
                 transfer = transfers.get((way, step))
                 if transfer is None:
-                    yield f"{instruction(program, at)}: it has posted no {way} of step {step}"
+                    yield f"{describe(program, at)}: it has posted no {way} of step {step}"
                     continue
                 clock = clock.after(begun[step])
                 transfer.done.append(here)
@@ -129,7 +129,7 @@ def hazards(program: Program, memory: Memory) -> Iterator[str]:
                     touches[transfer.range.home].remove(transfer)
             clocks[here.on_side_stream] = clock
         elif (reads or writes) and clock.first < ahead_end:
-            yield f"{instruction(program, at)}: the side stream does not wait for what came before"
+            yield f"{describe(program, at)}: the side stream does not wait for what came before"
             return
         ours = [
             _Touch(span, memory.range_of(span), spans is writes, [here])
@@ -141,20 +141,21 @@ def hazards(program: Program, memory: Memory) -> Iterator[str]:
             # Report a race rather than a missing wait.
             other = min(clashing, key=lambda past: past.end is not None, default=None)
             if other is not None:
-                yield f"{instruction(program, at)}: {_clash(program, touch, other)}"
+                yield f"{describe(program, at)}: {_clash(program, touch, other)}"
                 if other.done:
                     return  # further faults are consequences
         in_place = (
-            not isinstance(entry, Post | Collective) and getattr(entry, "work", None) != "gemm"
+            not isinstance(instruction, Post | Collective)
+            and getattr(instruction, "work", None) != "gemm"
         )
         for read, written in product(ours[: len(reads)], ours[len(reads) :]):
             same = in_place and read.range == written.range
             if read.range.meets(written.range) and not same:
-                yield f"{instruction(program, at)}: it writes over what it reads"
-        if isinstance(entry, Post | Collective):
-            for way, end in entry.ends:
+                yield f"{describe(program, at)}: it writes over what it reads"
+        if isinstance(instruction, Post | Collective):
+            for way, end in instruction.ends:
                 begun[end.transfer.step] = clock
-                yield from (f"{instruction(program, at)}: {wrong}" for wrong in _unfit(end, memory))
+                yield from (f"{describe(program, at)}: {wrong}" for wrong in _unfit(end, memory))
                 touch = _Touch(end.span, memory.range_of(end.span), way == "receive", [], end)
                 transfers[way, end.transfer.step] = touch
                 touches[touch.range.home].append(touch)
@@ -171,7 +172,7 @@ def hazards(program: Program, memory: Memory) -> Iterator[str]:
 
 def _clash(program: Program, touch: _Touch, other: _Touch) -> str:
     if other.end is None:
-        return f"it races with {instruction(program, other.done[0].at)}"
+        return f"it races with {describe(program, other.done[0].at)}"
     transfer = other.end.transfer
     if other.done:
         way = "receive" if other.writes else "send"

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from commfuse_npu.plan.instructions import Span, common, line
 from commfuse_npu.plan.program import Program, Stretch
 
-__all__ = ["Memory", "MemoryRange", "Shape", "instruction"]
+__all__ = ["Memory", "MemoryRange", "Shape", "describe"]
 
 Shape = tuple[int, int]
 """Rows and columns."""
@@ -114,6 +114,6 @@ class Memory:
                     yield buffer, first, last
 
 
-def instruction(program: Program, at: int) -> str:
+def describe(program: Program, index: int) -> str:
     """Describe an instruction for an error message."""
-    return f"rank {program.rank}, instruction {at} ({line(program.code[at])})"
+    return f"rank {program.rank}, instruction {index} ({line(program.code[index])})"

@@ -249,11 +249,11 @@ class _Rank:
             for name, _ in self._collectives.values():
                 self.faults.append(f"rank {self.rank}, {name}: it began it and never waited for it")
 
-    def _fault(self, running: _Running, what: str) -> None:
+    def _fault(self, running: _Running, problem: str) -> None:
         # One fault per operation; further ones are consequences of it.
         if running.name not in self._faulty:
             self._faulty.add(running.name)
-            self.faults.append(f"rank {self.rank}, {running.name}: it {what}")
+            self.faults.append(f"rank {self.rank}, {running.name}: it {problem}")
 
     def _take(self, event: Event) -> None:
         verb, number, more, text, begun = event
@@ -351,18 +351,20 @@ class _Rank:
             for other in earlier
         )
 
-    def _play(self, rules: _Rules, running: _Running, one: Instruction) -> None:
+    def _play(self, rules: _Rules, running: _Running, instruction: Instruction) -> None:
         name = running.name
-        if isinstance(one, Wait):
-            keys = [(rules, way, step) for way, step in one.ends]
+        if isinstance(instruction, Wait):
+            keys = [(rules, way, step) for way, step in instruction.ends]
             for _, way, step in (key for key in keys if key not in running.ends):
                 self._fault(running, f"waits for what step {step} {way}s, which is not posted")
             ends = (running.ends.get(key, ()) for key in keys)
             wait = play.Wait(tuple(end for group in ends for end in group))
             self.actions[rules][self._thread].append(wait)
-        elif isinstance(one, Post | Collective):
-            posted = tuple(_end(name, end) for _, end in one.ends if not end.transfer.stays)
-            running.ends |= {(rules, way, end.transfer.step): posted for way, end in one.ends}
+        elif isinstance(instruction, Post | Collective):
+            posted = tuple(_end(name, end) for _, end in instruction.ends if not end.transfer.stays)
+            running.ends |= {
+                (rules, way, end.transfer.step): posted for way, end in instruction.ends
+            }
             if rules == "recorded":
                 self.messages += len(posted)
             else:
@@ -372,7 +374,7 @@ class _Rank:
             step, lane, source, *_ = posted[0].transfer
             # On gloo messages match by tag, as if each had its own lane.
             alone = rules == "recorded" and not running.program.batched
-            tagged = alone and isinstance(one, Post)
+            tagged = alone and isinstance(instruction, Post)
             queue = f"{lane}, tag {name.number}.{step}.{source}," if tagged else lane
             self._post(rules, name.group, queue, posted)
 

@@ -252,16 +252,18 @@ class Running:
                 self._transport.blocked_seconds += time.perf_counter() - start
         self._at = max(self._at, end)
 
-    def _begin_collective(self, one: Collective, group: dist.ProcessGroup) -> None:
-        source, out = self._views[one.source], self._views[one.out]
-        if one.kind == "all_gather":
+    def _begin_collective(self, instruction: Collective, group: dist.ProcessGroup) -> None:
+        source, out = self._views[instruction.source], self._views[instruction.out]
+        if instruction.kind == "all_gather":
             _, work = begin_all_gather(source, group, out)
         else:
-            own = len(one.sends) == self.program.size
+            own = len(instruction.sends) == self.program.size
             _, work = begin_all_to_all(source, group, out, own)
         posted = [[work], source, out]
-        self._sends |= dict.fromkeys((sent.step for sent in one.sends), posted)
-        self._receives |= dict.fromkeys((received.step for received in one.receives), posted)
+        self._sends |= dict.fromkeys((sent.step for sent in instruction.sends), posted)
+        self._receives |= dict.fromkeys(
+            (received.step for received in instruction.receives), posted
+        )
 
     def _add(self, out: Span, terms: Sequence[tuple[Span, int]], on_side: bool = False) -> None:
         parts = [(self._views[span], parts) for span, parts in terms]
