@@ -109,7 +109,7 @@ class Call(NamedTuple):
     at: int
     work: str
     run: slice | None
-    taken: list[list[int]]
+    inputs: list[list[int]]
     makes: bool
 
 

@@ -57,12 +57,12 @@ class Outcome:
     def given(self, buffer: str, rows: int, columns: int) -> _Matrix:
         self.shapes[buffer] = rows, columns
         row = self._contents.row
-        return _Matrix(rows, columns, lambda rank, i, some: row(rank, buffer, i, some))
+        return _Matrix(rows, columns, lambda rank, i, part: row(rank, buffer, i, part))
 
     def _result(self, out: str | None, matrix: _Matrix) -> _Matrix:
         if out is not None:
             self.shapes[out] = matrix.rows, matrix.columns
-            self.results[out] = lambda i, some: matrix.at(self.spec.rank, i, some)
+            self.results[out] = lambda i, columns: matrix.at(self.spec.rank, i, columns)
         return matrix
 
     def own_block(self, whole: _Matrix) -> _Matrix:
@@ -72,16 +72,16 @@ class Outcome:
     def all_gather(self, shard: _Matrix, *, out: str | None = None) -> _Matrix:
         rows = shard.rows
 
-        def at(_: int, i: int, some: Columns) -> int:
-            return shard.at(i // rows, i % rows, some)
+        def at(_: int, i: int, columns: Columns) -> int:
+            return shard.at(i // rows, i % rows, columns)
 
         return self._result(out, _Matrix(self.spec.size * rows, shard.columns, at))
 
     def all_to_all(self, blocks: _Matrix, *, out: str | None = None) -> _Matrix:
         rows = blocks.rows // self.spec.size
 
-        def at(rank: int, i: int, some: Columns) -> int:
-            return blocks.at(i // rows, rank * rows + i % rows, some)
+        def at(rank: int, i: int, columns: Columns) -> int:
+            return blocks.at(i // rows, rank * rows + i % rows, columns)
 
         return self._result(out, blocks._replace(at=at))
 
@@ -89,17 +89,17 @@ class Outcome:
         size, rows = self.spec.size, whole.rows // self.spec.size
         contents = self._contents
 
-        def sums(rank: int, i: int, some: Columns) -> int:
+        def sums(rank: int, i: int, columns: Columns) -> int:
             row = rank * rows + i
-            return self._sum(rank, lambda q: whole.at(q, row, some))
+            return self._sum(rank, lambda q: whole.at(q, row, columns))
 
-        def finished(rank: int, i: int, some: Columns) -> int:
+        def finished(rank: int, i: int, columns: Columns) -> int:
             if size == 1:
-                return whole.at(rank, i, some)
+                return whole.at(rank, i, columns)
             block = range(rank * rows, (rank + 1) * rows)
-            own = contents.whole([whole.at(rank, row, some) for row in block])
+            own = contents.whole([whole.at(rank, row, columns) for row in block])
             row = rank * rows + i
-            partials = [whole.at(q, row, some) for q in self._sources(rank)]
+            partials = [whole.at(q, row, columns) for q in self._sources(rank)]
             return contents.made("finish", rank, contents.sum(partials), [own])
 
         shard = _Matrix(rows, whole.columns, finished if finish else sums)
@@ -108,9 +108,13 @@ class Outcome:
             self._result(out, shard)
             return
 
-        def in_place(rank: int, i: int, some: Columns) -> int:
+        def in_place(rank: int, i: int, columns: Columns) -> int:
             inside = i - rank * rows
-            return shard.at(rank, inside, some) if 0 <= inside < rows else whole.at(rank, i, some)
+            return (
+                shard.at(rank, inside, columns)
+                if 0 <= inside < rows
+                else whole.at(rank, i, columns)
+            )
 
         self._result(out, whole._replace(at=in_place))
 
@@ -124,8 +128,8 @@ class Outcome:
             for _ in range((part.stop - part.start) // size)
         ]
 
-        def at(_: int, i: int, some: Columns) -> int:
-            return self._sum(owners[i], lambda q: whole.at(q, i, some))
+        def at(_: int, i: int, columns: Columns) -> int:
+            return self._sum(owners[i], lambda q: whole.at(q, i, columns))
 
         self._result(out, whole._replace(at=at))
 
@@ -141,10 +145,10 @@ class Outcome:
     ) -> _Matrix:
         contents, all_columns = self._contents, (0, a.columns)
 
-        def at(rank: int, i: int, some: Columns) -> int:
-            key = rank, b, some
+        def at(rank: int, i: int, columns: Columns) -> int:
+            key = rank, b, columns
             if key not in self._weights:
-                rows = [b.at(rank, k, some) for k in range(b.rows)]
+                rows = [b.at(rank, k, columns) for k in range(b.rows)]
                 self._weights[key] = contents.whole(rows)
             return contents.made("gemm", rank, a.at(rank, i, all_columns), [self._weights[key]])
 
@@ -245,13 +249,13 @@ def outcome_faults(
                     break
     unmade = {call.work for call in held.calls if not call.makes}
     for work in sorted(unmade | outcome.calls.keys()):
-        actual = [(call.run, call.taken) for call in held.calls if call.work == work]
+        actual = [(call.run, call.inputs) for call in held.calls if call.work == work]
         yield from _call_faults(where, work, actual, outcome.calls.get(work, []), contents)
     for which, at, own in (("first", 0, outcome.first), ("last", -1, outcome.last)):
         calls = [call for call in held.calls if own is not None and call.work == own[0]]
         if own is None or not calls:
             continue
-        if calls[at].taken[0] != own[1]:
+        if calls[at].inputs[0] != own[1]:
             yield (
                 f"{where}: its {which} {own[0]} is not that of its own block: that transfer "
                 "overlaps with no work"
@@ -260,11 +264,11 @@ def outcome_faults(
             yield f"{where}: it waits before the {own[0]} of its own block"
 
 
-def _difference(got: int, due: int, contents: Contents) -> str:
-    have, need = contents.parts(got), contents.parts(due)
+def _difference(actual: int, expected: int, contents: Contents) -> str:
+    have, need = contents.parts(actual), contents.parts(expected)
     counts, needed = Counter(have), Counter(need)
     if len(need) == 1 or (len(have) == 1 and have[0] not in need):
-        return f"is {contents.words(got)}, it has to be {contents.words(due)}"
+        return f"is {contents.words(actual)}, it has to be {contents.words(expected)}"
     for part in needed - counts:
         return f"is a sum that lacks {contents.words(part)}"
     for part in counts - needed:
@@ -277,15 +281,17 @@ def _difference(got: int, due: int, contents: Contents) -> str:
 
 
 def _call_faults(
-    where: str, work: str, got: list[_Call], due: list[_Call], contents: Contents
+    where: str, work: str, actual: list[_Call], expected: list[_Call], contents: Contents
 ) -> Iterator[str]:
     """The first call of a work that differs from the expected one, and a different number."""
-    if len(got) != len(due):
-        yield f"{where}: {work} is called {len(got)} times, it has to be {len(due)} times"
-    for at, ((run, inputs), (due_run, needed)) in enumerate(zip(got, due, strict=False)):
+    if len(actual) != len(expected):
+        yield f"{where}: {work} is called {len(actual)} times, it has to be {len(expected)} times"
+    for at, ((run, inputs), (expected_run, needed)) in enumerate(
+        zip(actual, expected, strict=False)
+    ):
         call = f"{where}: call {at} of {work}"
-        if run != due_run:
-            yield f"{call} is for rows {_rows(run)}, it has to be for {_rows(due_run)}"
+        if run != expected_run:
+            yield f"{call} is for rows {_rows(run)}, it has to be for {_rows(expected_run)}"
         elif [*map(len, inputs)] != [*map(len, needed)]:
             counts = (" and ".join(str(len(rows)) for rows in side) for side in (inputs, needed))
             yield "{} takes {} rows, it has to take {}".format(call, *counts)
