@@ -17,7 +17,7 @@ from commfuse_npu.plan.instructions import Add, Collective, Compute, Copy, Post,
 from commfuse_npu.plan.program import Program
 from commfuse_npu.proof.memory import Memory, describe
 
-__all__ = ["Call", "Contents", "Held", "carry_out"]
+__all__ = ["Call", "Contents", "FinalState", "execute"]
 
 NOTHING = 0
 """The content of rows that were not written, or not since they became invalid."""
@@ -32,12 +32,12 @@ class Contents:
 
     def __init__(self) -> None:
         self._numbers: dict[tuple[Any, ...], int] = {}
-        self._told: list[tuple[Any, ...]] = [("nothing",)]
+        self._entries: list[tuple[Any, ...]] = [("nothing",)]
 
-    def _number(self, told: tuple[Any, ...]) -> int:
-        number = self._numbers.setdefault(told, len(self._told))
-        if number == len(self._told):
-            self._told.append(told)
+    def _number(self, entry: tuple[Any, ...]) -> int:
+        number = self._numbers.setdefault(entry, len(self._entries))
+        if number == len(self._entries):
+            self._entries.append(entry)
         return number
 
     def row(self, rank: int, buffer: str, row: int, columns: Columns) -> int:
@@ -60,14 +60,14 @@ class Contents:
         """The sum in this order; extends the first part if it is a sum; a single part is itself."""
         if len(parts) == 1:
             return parts[0]
-        first = self._told[parts[0]]
+        first = self._entries[parts[0]]
         if first[0] == "sum":
             return self._number((*first, *parts[1:]))
         return self._number(("sum", *parts))
 
     def parts(self, number: int) -> tuple[int, ...]:
         """The parts of a sum; any other content is its only part."""
-        kind, *parts = self._told[number]
+        kind, *parts = self._entries[number]
         return tuple(parts) if kind == "sum" else (number,)
 
     def words(self, number: int) -> str:
@@ -76,7 +76,7 @@ class Contents:
         return words if len(words) <= _MOST_WORDS else f"{words[:_MOST_WORDS]} ..."
 
     def _words(self, number: int) -> str:
-        kind, *parts = self._told[number]
+        kind, *parts = self._entries[number]
         if kind == "nothing":
             return "nothing"
         if kind == "row":
@@ -93,7 +93,7 @@ class Contents:
 
     def _block(self, rows: Sequence[int]) -> str | None:
         """Describe consecutive rows of one buffer; ``None`` if they are something else."""
-        entries = [self._told[row] for row in rows]
+        entries = [self._entries[row] for row in rows]
         if not entries or entries[0][0] != "row":
             return None
         _, rank, buffer, start, columns = entries[0]
@@ -114,7 +114,7 @@ class Call(NamedTuple):
 
 
 @dataclass
-class Held:
+class FinalState:
     """The final state of a rank.
 
     Attributes:
@@ -128,9 +128,9 @@ class Held:
     faults: list[str] = field(default_factory=list)
 
 
-def carry_out(
+def execute(
     programs: Sequence[Program], memories: Sequence[Memory], contents: Contents
-) -> list[Held]:
+) -> list[FinalState]:
     """Execute the programs of all ranks.
 
     Args:
@@ -143,7 +143,7 @@ def carry_out(
     ]
     while sum(rank.go_on() for rank in ranks):
         pass
-    return [rank.held() for rank in ranks]
+    return [rank.final_state() for rank in ranks]
 
 
 class _Rank:
@@ -163,12 +163,12 @@ class _Rank:
         self._rows: defaultdict[str, dict[Columns, list[int]]] = defaultdict(dict)
         self._arriving: dict[int, tuple[int, Span]] = {}
         self._written: set[str] = set()
-        self._held = Held()
+        self._state = FinalState()
 
-    def held(self) -> Held:
-        if self._at < len(self._program.code) and not self._held.faults:
+    def final_state(self) -> FinalState:
+        if self._at < len(self._program.code) and not self._state.faults:
             self._fault("it never gets past this")
-        self._held.written = {
+        self._state.written = {
             buffer: {
                 columns: rows
                 for columns, rows in self._rows[buffer].items()
@@ -176,15 +176,15 @@ class _Rank:
             }
             for buffer in sorted(self._written - self._scratch.keys())
         }
-        return self._held
+        return self._state
 
     def _fault(self, problem: str) -> None:
-        self._held.faults.append(f"{describe(self._program, self._at)}: {problem}")
+        self._state.faults.append(f"{describe(self._program, self._at)}: {problem}")
 
     def go_on(self) -> bool:
         """Execute until a wait blocks; whether any instruction was executed."""
         code, began = self._program.code, self._at
-        while self._at < len(code) and not self._held.faults:
+        while self._at < len(code) and not self._state.faults:
             instruction = code[self._at]
             if isinstance(instruction, Wait):
                 if not self._land(instruction):
@@ -242,7 +242,7 @@ class _Rank:
                 return
             results = [contents.made(work, rank, row, wholes, number) for row in rows]
             self._write(out, results)
-        self._held.calls.append(Call(self._at, work, run, inputs, bool(outs)))
+        self._state.calls.append(Call(self._at, work, run, inputs, bool(outs)))
 
     def _add(self, instruction: Add) -> None:
         out, terms, _ = instruction

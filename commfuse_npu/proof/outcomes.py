@@ -13,7 +13,7 @@ from commfuse_npu.plan import PlanError, RankSpec, Schedule
 from commfuse_npu.plan.instructions import Wait
 from commfuse_npu.plan.program import Program
 from commfuse_npu.plan.rules import RULES, Piece
-from commfuse_npu.proof.data_flow import Columns, Contents, Held
+from commfuse_npu.proof.data_flow import Columns, Contents, FinalState
 from commfuse_npu.proof.memory import Shape
 
 __all__ = ["Outcome", "outcome_faults", "outcome_of"]
@@ -223,16 +223,16 @@ def outcome_of(program: Program, contents: Contents) -> Outcome:
 
 
 def outcome_faults(
-    program: Program, outcome: Outcome, held: Held, contents: Contents
+    program: Program, outcome: Outcome, state: FinalState, contents: Contents
 ) -> Iterator[str]:
     """The differences between the final contents and calls of a rank and the expected ones."""
     where = f"rank {program.rank}"
-    for buffer in sorted(held.written.keys() | outcome.results.keys()):
+    for buffer in sorted(state.written.keys() | outcome.results.keys()):
         rows, width = outcome.shapes[buffer]
         if not rows or not width:
             continue
         initial = [contents.row(program.rank, buffer, row, (0, width)) for row in range(rows)]
-        planes = held.written.get(buffer) or {(0, width): initial}
+        planes = state.written.get(buffer) or {(0, width): initial}
         if buffer not in outcome.results:
             yield f"{where}: it changes {buffer}"
             continue
@@ -247,12 +247,12 @@ def outcome_faults(
                     cells = f"{buffer}[{row}, {columns[0]}:{columns[1]}]"
                     yield f"{where}: {cells} {_difference(content, expected, contents)}"
                     break
-    unmade = {call.work for call in held.calls if not call.makes}
+    unmade = {call.work for call in state.calls if not call.makes}
     for work in sorted(unmade | outcome.calls.keys()):
-        actual = [(call.run, call.inputs) for call in held.calls if call.work == work]
+        actual = [(call.run, call.inputs) for call in state.calls if call.work == work]
         yield from _call_faults(where, work, actual, outcome.calls.get(work, []), contents)
     for which, at, own in (("first", 0, outcome.first), ("last", -1, outcome.last)):
-        calls = [call for call in held.calls if own is not None and call.work == own[0]]
+        calls = [call for call in state.calls if own is not None and call.work == own[0]]
         if own is None or not calls:
             continue
         if calls[at].inputs[0] != own[1]:

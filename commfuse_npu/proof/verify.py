@@ -29,8 +29,8 @@ from typing import NamedTuple
 from commfuse_npu.plan import PlanError, Schedule
 from commfuse_npu.plan.instructions import Collective, End, Post, Transfer, Wait
 from commfuse_npu.plan.program import Program
-from commfuse_npu.proof import rendezvous as play
-from commfuse_npu.proof.data_flow import Contents, carry_out
+from commfuse_npu.proof import rendezvous as simulation
+from commfuse_npu.proof.data_flow import Contents, execute
 from commfuse_npu.proof.hazards import hazards
 from commfuse_npu.proof.memory import Memory, describe
 from commfuse_npu.proof.outcomes import outcome_faults, outcome_of
@@ -79,10 +79,10 @@ def counter_examples(programs: Sequence[Program], limit: int = 8) -> list[str]:
         faults.insert(0, rendezvous([programs]) or stuck)
     if faults:
         return faults[:limit]
-    for program, outcome, held in zip(
-        programs, outcomes, carry_out(programs, memories, contents), strict=True
+    for program, outcome, state in zip(
+        programs, outcomes, execute(programs, memories, contents), strict=True
     ):
-        faults += held.faults or outcome_faults(program, outcome, held, contents)
+        faults += state.faults or outcome_faults(program, outcome, state, contents)
     return faults[:limit]
 
 
@@ -99,10 +99,10 @@ def _set(programs: Sequence[Program]) -> Iterator[str]:
             yield f"program {place} in the list is that of rank {program.rank}"
         operation = program.rule, program.size, program.batched
         if operation != (first.rule, first.size, first.batched):
-            yield f"rank {program.rank} runs {_told(program)}, rank 0 {_told(first)}"
+            yield f"rank {program.rank} runs {_describe(program)}, rank 0 {_describe(first)}"
 
 
-def _told(program: Program) -> str:
+def _describe(program: Program) -> str:
     name, schedule, *arguments = program.rule
     posting = "in batches" if program.batched else "one by one"
     values = ", ".join(map(str, arguments))
@@ -229,7 +229,7 @@ def rendezvous(operations: Sequence[Sequence[Program]], *, cold: bool = False) -
             the other, and then to their ends in the same order.
         cold: start with no link open.  On gloo all links are open.
     """
-    group = play.Group("programs", tuple(range(operations[0][0].size)))
+    group = simulation.Group("programs", tuple(range(operations[0][0].size)))
     scripts = []
     for rank in group.ranks:
         numbered = [(number, programs[rank]) for number, programs in enumerate(operations)]
@@ -238,30 +238,32 @@ def rendezvous(operations: Sequence[Sequence[Program]], *, cold: bool = False) -
         actions = [
             act for number, program, part in parts for act in _actions(number, program, part, group)
         ]
-        scripts.append(play.Script(rank, actions))
+        scripts.append(simulation.Script(rank, actions))
     to_open = cold and all(program.batched for programs in operations for program in programs)
-    stuck = play.Rendezvous(scripts, opened=set() if to_open else None).play()
+    stuck = simulation.Rendezvous(scripts, opened=set() if to_open else None).simulate()
     return None if stuck is None else stuck.text
 
 
 def _actions(
-    number: int, program: Program, part: slice, group: play.Group
-) -> Iterator[play.Action]:
+    number: int, program: Program, part: slice, group: simulation.Group
+) -> Iterator[simulation.Action]:
     """The posts and waits of a part of a program's code, for the simulation."""
-    posted: dict[tuple[str, int], tuple[play.End, ...]] = {}
+    posted: dict[tuple[str, int], tuple[simulation.End, ...]] = {}
     for post in program.posts:
         away = [end.transfer for _, end in post.ends if not end.transfer.stays]
-        batch = tuple(play.End(number, transfer) for transfer in away)
+        batch = tuple(simulation.End(number, transfer) for transfer in away)
         posted |= {(way, end.transfer.step): batch for way, end in post.ends}
     for instruction in program.code[part]:
         if isinstance(instruction, Post | Collective):
             transfer = instruction.transfer
             tagged = isinstance(instruction, Post) and not program.batched
             lane = _Message(number, transfer) if tagged else transfer.lane
-            yield play.Post(group, lane, posted[instruction.ends[0][0], transfer.step])
+            yield simulation.Post(group, lane, posted[instruction.ends[0][0], transfer.step])
         elif isinstance(instruction, Wait):
             # A wait for one end of a batch waits for both.
-            yield play.Wait(tuple(end for wait in instruction.ends for end in posted.get(wait, ())))
+            yield simulation.Wait(
+                tuple(end for wait in instruction.ends for end in posted.get(wait, ()))
+            )
 
 
 class _Message(NamedTuple):
