@@ -5,9 +5,9 @@ from __future__ import annotations
 from commfuse_npu.plan.defaults import (
     DATA_PARALLEL_LANES,
     block_rows,
+    default_chunks,
+    default_shape,
     least_rows,
-    usual_chunks,
-    usual_shape,
 )
 from commfuse_npu.plan.schedule import PlanError, RankSpec, Schedule, split, taper_down
 
@@ -17,9 +17,9 @@ __all__ = [
     "RankSpec",
     "Schedule",
     "block_rows",
+    "default_chunks",
+    "default_shape",
     "least_rows",
     "split",
     "taper_down",
-    "usual_chunks",
-    "usual_shape",
 ]

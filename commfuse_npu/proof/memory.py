@@ -8,7 +8,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from commfuse_npu.plan.instructions import Span, common, line
-from commfuse_npu.plan.program import Program, Stretch
+from commfuse_npu.plan.program import Program, Region
 
 __all__ = ["Memory", "MemoryRange", "Shape", "describe"]
 
@@ -49,18 +49,18 @@ class Memory:
         self._homes: dict[str, _Home] = {buffer: (buffer, 0) for buffer in shapes}
         self._buffers: defaultdict[_Home, list[str]] = defaultdict(list)
         self._ranges: dict[Span, MemoryRange] = {}
-        end, home = defaultdict[Stretch, int](lambda: -1), ("", 0)
+        end, home = defaultdict[Region, int](lambda: -1), ("", 0)
         in_order = sorted(program.layout.items(), key=lambda item: item[1][:2])
-        for buffer, (stretch, offset, rows, columns) in in_order:
+        for buffer, (region, offset, rows, columns) in in_order:
             self.shapes[buffer] = rows, columns
             self._offsets[buffer] = offset
-            if offset >= end[stretch]:
-                kind = "late " * stretch.late + "wide " * stretch.wide
+            if offset >= end[region]:
+                kind = "late " * region.late + "wide " * region.wide
                 home = f"{kind}scratch", offset
             self._homes[buffer] = home
             self._buffers[home].append(buffer)
-            end[stretch] = max(end[stretch], offset + rows * columns)
-            if stretch.wide:
+            end[region] = max(end[region], offset + rows * columns)
+            if region.wide:
                 self.wide.add(buffer)
 
     def columns(self, span: Span) -> tuple[int, int]:

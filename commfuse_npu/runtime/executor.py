@@ -348,14 +348,14 @@ class Running:
 
     def _take_scratch(self, *, late: bool) -> None:
         """Take arenas from the pool for the scratch memory of the start, or of ``late`` parts."""
-        for stretch, elements in self.program.stretches.items():
-            if stretch.late == late:
-                dtype = (self._sum_dtype or self._dtype) if stretch.wide else self._dtype
+        for region, elements in self.program.regions.items():
+            if region.late == late:
+                dtype = (self._sum_dtype or self._dtype) if region.wide else self._dtype
                 arena = self._transport.scratch.take(elements, dtype, self._device)
                 self._arenas.append(arena)
-                views = arena.known.get((self.program, stretch))
+                views = arena.known.get((self.program, region))
                 if views is None:
-                    views = arena.views(self.program, stretch)
+                    views = arena.views(self.program, region)
                 self._views.update(views)
 
     def _finish(self) -> None:

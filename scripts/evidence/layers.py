@@ -30,7 +30,7 @@ from typing import NamedTuple, get_args
 from commfuse_npu.config_file import find_config
 from commfuse_npu.hardware.description import Hardware
 from commfuse_npu.hardware.machine import Machine, covering_outputs
-from commfuse_npu.plan import least_rows, usual_chunks
+from commfuse_npu.plan import default_chunks, least_rows
 from commfuse_npu.tools.markdown import table_head, table_row
 from commfuse_npu.tools.model_config import ModelConfig
 from commfuse_npu.tools.simulate.group import Group
@@ -99,7 +99,7 @@ def forms(machine: Machine, what: Training) -> dict[str, Variant]:
     tp, rows, hidden = what.layout.tp, what.shape.block, what.shape.hidden
     base, least = Group(machine, tp).direct, covering_outputs(machine, tp)
     usual = next(iter(together(base, tp)), base)
-    default = fused(replace(usual, chunks=usual_chunks(tp, rows, hidden)), collectives_from=least)
+    default = fused(replace(usual, chunks=default_chunks(tp, rows, hidden)), collectives_from=least)
     return {
         "ours": fused(base, tuned=_CHUNKS),
         "ours, other rounding": fused(base, tuned=_CHUNKS, wgrad="blocks", sums="once"),

@@ -16,11 +16,11 @@ from commfuse_npu.plan import (
     RankSpec,
     Schedule,
     block_rows,
+    default_chunks,
+    default_shape,
     least_rows,
     rules,
     taper_down,
-    usual_chunks,
-    usual_shape,
 )
 from commfuse_npu.plan.instructions import Collective, Post
 
@@ -117,8 +117,8 @@ def test_plan_and_proof_need_no_torch() -> None:
 
 
 def test_from_three_ranks_on_a_chunk_is_one_collective() -> None:
-    assert [usual_shape(size) for size in (2, 3, 8)] == ["shifted", "collective", "collective"]
-    spec = RankSpec(Schedule(usual_shape(4), chunks=2), 1, 4, True)
+    assert [default_shape(size) for size in (2, 3, 8)] == ["shifted", "collective", "collective"]
+    spec = RankSpec(Schedule(default_shape(4), chunks=2), 1, 4, True)
     program = rules.gather_gemm(spec, 4, 2, 3, False, None, 0)
     assert (program.count(Post), program.count(Collective), program.lanes) == (0, 2, 1)
 
@@ -142,7 +142,7 @@ def test_long_blocks_are_cut_in_two(size: int, hidden: int | None, microseconds,
     seconds = microseconds * 1e-6
     assert least_rows(size, hidden, seconds) == rows
     cut = max(512, rows)
-    assert [usual_chunks(size, n, hidden, seconds) for n in (cut - 1, cut)] == [1, 2]
+    assert [default_chunks(size, n, hidden, seconds) for n in (cut - 1, cut)] == [1, 2]
     assert least_rows(size, hidden) == least_rows(size, hidden, 128e-6)
 
 
