@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from commfuse_npu.did_you_mean import did_you_mean
-from commfuse_npu.plan import Schedule, usual_shape
+from commfuse_npu.plan import Schedule, default_shape
 
 __all__ = [
     "DEFAULTS",
@@ -241,7 +241,7 @@ def value_of(words: Sequence[str], option: str) -> str | None:
 
 
 def schedule_for(
-    given: argparse.Namespace,
+    options: argparse.Namespace,
     size: int,
     processes: int,
     stride: int = 1,
@@ -252,8 +252,8 @@ def schedule_for(
     """The schedule of the options, for a group of ``size`` ranks.
 
     ``auto`` is ``two_level`` if the group spans several whole nodes.  For linear layers of a group
-    inside a node it is :func:`~commfuse_npu.plan.usual_shape`, unless ``--commfuse-lanes``, tuning
-    or the fused attention needs lanes.  Otherwise it is ``shifted``.  There are at most
+    inside a node it is :func:`~commfuse_npu.plan.default_shape`, unless ``--commfuse-lanes``,
+    tuning or the fused attention needs lanes.  Otherwise it is ``shifted``.  There are at most
     ``size - 1`` lanes, as each costs buffers on every rank and no more transfers are in flight.
 
     Args:
@@ -267,20 +267,20 @@ def schedule_for(
         PlanError: the options do not make a valid schedule.
     """
     local = size if processes % stride else processes // stride
-    shape = given.commfuse_schedule
+    shape = options.commfuse_schedule
     if shape == "auto":
-        alone = linear and not given.commfuse_attention and local >= size
-        needs_lanes = given.commfuse_lanes or given.commfuse_tuning == "on"
-        shape = usual_shape(size) if alone and not needs_lanes else "shifted"
+        alone = linear and not options.commfuse_attention and local >= size
+        needs_lanes = options.commfuse_lanes or options.commfuse_tuning == "on"
+        shape = default_shape(size) if alone and not needs_lanes else "shifted"
         if local < size and size % local == 0:
             shape = "two_level"
     elif shape == "collective" and not linear:
         shape = "shifted"
     schedule = Schedule(
         shape=shape,
-        lanes=given.commfuse_lanes or lanes,
-        chunks=given.commfuse_chunks or chunks,
-        taper=given.commfuse_taper,
+        lanes=options.commfuse_lanes or lanes,
+        chunks=options.commfuse_chunks or chunks,
+        taper=options.commfuse_taper,
         node_size=min(local, size) if shape == "two_level" else None,
     )
     return replace(schedule, lanes=min(schedule.lanes_for(size), max(1, size - 1)))

@@ -30,9 +30,9 @@ from typing import Any, Literal
 
 import torch
 
-from commfuse_npu.plan import Schedule, usual_shape
+from commfuse_npu.plan import Schedule, default_shape
+from commfuse_npu.runtime.atomic_write import write_json
 from commfuse_npu.runtime.transport import Transport
-from commfuse_npu.runtime.whole_file import write_json
 
 __all__ = [
     "COLUMN",
@@ -210,7 +210,7 @@ def candidates(schedule: Schedule, size: int, block_rows: int) -> list[Schedule]
         replace(schedule, lanes=lanes)
         for lanes in sorted({min(lanes, most) for lanes in (1, 2, most)}, reverse=True)
     ]
-    shape = usual_shape(size)
+    shape = default_shape(size)
     if schedule.shape == "shifted" and schedule.costs is None and shape != schedule.shape:
         bases.append(Schedule(shape, lanes=1))
     schedules = []

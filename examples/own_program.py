@@ -42,7 +42,7 @@ def use(piece: torch.Tensor, run: slice) -> None:
     product[run] = piece @ matrix
 
 
-program = rules.gather_use(transport.place(Schedule()), rows, columns, False)
+program = rules.gather_use(transport.spec(Schedule()), rows, columns, False)
 running = transport.begin(program, "my_operation", like=shard)
 running.run({"use": use}, shard=shard)
 # end

@@ -9,7 +9,7 @@ import torch
 
 from commfuse_npu.ops import BucketOptions, LinearOptions
 from commfuse_npu.options import typed_options
-from commfuse_npu.plan import DATA_PARALLEL_LANES, usual_chunks
+from commfuse_npu.plan import DATA_PARALLEL_LANES, default_chunks
 from commfuse_npu.refusals import REFUSALS_OF, Needs, missing
 from commfuse_npu.tuning import Tuning, default_folder
 from mindspeed_patches.data_parallel import OPTIONS
@@ -77,7 +77,7 @@ def commfuse_options(args: argparse.Namespace) -> CommFuseOptions:
         )
     tensor_parallel = parallel_size(args, "tensor_model")
     rows, hidden = rows_of_blocks(args), hidden_size(args)
-    chunks = 1 if tuned or rows is None else usual_chunks(tensor_parallel, rows, hidden)
+    chunks = 1 if tuned or rows is None else default_chunks(tensor_parallel, rows, hidden)
     least, min_rows = options.commfuse_collectives_from, options.commfuse_min_rows
     if min_rows == "auto":
         # An explicit number of chunks, or tuning, already determines how blocks are cut.

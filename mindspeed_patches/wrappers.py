@@ -37,7 +37,7 @@ from commfuse_npu.ops import (
 )
 from commfuse_npu.options import option_name
 from commfuse_npu.overlap.transfers import active_turns
-from commfuse_npu.plan import min_rows_to_fuse, usual_chunks
+from commfuse_npu.plan import default_chunks, min_rows_to_fuse
 from commfuse_npu.runtime.post_time import post_seconds
 from commfuse_npu.runtime.transport import Transport
 from mindspeed_patches.attention import DeferredAttention
@@ -183,7 +183,7 @@ class LinearWrappers(LaneUser):
         """Set the least rows and the chunks for a host that needs ``post`` seconds per post."""
         size, schedule = self.lanes().size, self._options[False].schedule
         self._min_rows = min_rows_to_fuse(size, self._hidden, post)
-        chunks = usual_chunks(size, self._rows or 0, self._hidden, post)
+        chunks = default_chunks(size, self._rows or 0, self._hidden, post)
         schedule = replace(schedule, chunks=chunks)
         self._options = by_fusion(replace(self._options[False], schedule=schedule))
         if dist.get_rank() == 0:

@@ -135,10 +135,10 @@ class Buckets:
     ) -> None:
         check_transport("Buckets", transport)
         # Buckets overlap with layers, not with work on their own chunks, so taper gains nothing.
-        self._place = transport.place(replace(options.schedule, taper=1.0))
+        self._spec = transport.spec(replace(options.schedule, taper=1.0))
         # Raises if the nodes of the schedule do not fill the group.
         options.schedule.hops(transport.rank, transport.size, "first")
-        lanes = self._place.schedule.lanes or 1
+        lanes = self._spec.schedule.lanes or 1
         if lanes > transport.lanes:
             raise ValueError(
                 f"the schedule of buckets uses {lanes} lanes, the transport has "
@@ -190,7 +190,7 @@ class Buckets:
         with torch.no_grad():
             if elements := self._to_transfer(name, bucket, facts):
                 stacks = self._stacks(elements, bucket.dtype, total)
-                program = bucket_scatter(self._place, elements, *stacks)
+                program = bucket_scatter(self._spec, elements, *stacks)
                 running = self._transport.begin(program, name, bucket, facts, total)
             if scale != 1.0:
                 bucket.mul_(scale)
@@ -221,7 +221,7 @@ class Buckets:
         _check_bucket(name, bucket, self._transport.size)
         with torch.no_grad():
             if elements := self._to_transfer(name, bucket, last_first):
-                program = bucket_gather(self._place, elements, last_first)
+                program = bucket_gather(self._spec, elements, last_first)
                 running = self._transport.begin(program, name, bucket, last_first)
             return BucketExchange(name, bucket, self._queue, running, {})
 
@@ -230,14 +230,14 @@ class Buckets:
 
         A stack has a chunk from every peer if that fits into the scratch memory, else one partial.
         """
-        chunks = self._place.schedule.runs(elements, "last")
+        chunks = self._spec.schedule.runs(elements, "last")
         piece = max(chunk.stop - chunk.start for chunk in chunks)
         room = self._options.scratch_bytes - aligned(elements) * total.itemsize
 
         def fit(stack: int) -> int:
             return room // (aligned(stack * piece) * dtype.itemsize)
 
-        peers = self._place.size - 1
+        peers = self._spec.size - 1
         return (peers, min(len(chunks), fit(peers))) if fit(peers) > 0 else (1, max(1, fit(1)))
 
     def _to_transfer(self, name: str, bucket: torch.Tensor, facts: Hashable) -> int:

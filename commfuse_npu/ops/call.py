@@ -318,11 +318,11 @@ def check_transport(name: str, transport: object) -> None:
         )
 
 
-def check_device(name: str, what: str, device: torch.device, device_type: str) -> None:
+def check_device(name: str, role: str, device: torch.device, device_type: str) -> None:
     """Raise a ValueError if a tensor is not on the device type of the group."""
     if device.type != device_type:
         raise ValueError(
-            f"{name}: {what} is on {device}, the group transfers {device_type} tensors; move it "
+            f"{name}: {role} is on {device}, the group transfers {device_type} tensors; move it "
             "there"
         )
 

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_
 from commfuse_npu.overlap.states import RandomState, SideState
 from commfuse_npu.overlap.transfers import take_turns_at_transfers
 from commfuse_npu.overlap.turns import BACKWARD, FORWARD, Recording, Turns
-from commfuse_npu.plan.turn_order import Order, Place, best_order
+from commfuse_npu.plan.turn_order import HandOverPoint, Order, best_order
 from commfuse_npu.runtime.collectives import device_backend
 from commfuse_npu.runtime.order_log import OrderLog
 
@@ -61,7 +61,7 @@ class ForwardBackwardOverlap:
     Attributes:
         enabled: whether :meth:`run` runs them side by side.
         orders: the chosen order by kind of pair; other kinds take strict turns.
-        recorded: hand-over places of both sides, by kind, of the pair that was recorded last.
+        recorded: hand-over points of both sides, by kind, of the pair that was recorded last.
         pairs: number of pairs that ran side by side.
         hand_overs: how often forwards, and backwards, handed over.
     """
@@ -93,7 +93,7 @@ class ForwardBackwardOverlap:
         self.pairs = 0
         self.hand_overs = [0, 0]
         self.orders: dict[Hashable, Order] = {}
-        self.recorded: dict[Hashable, tuple[list[Place], list[Place]]] = {}
+        self.recorded: dict[Hashable, tuple[list[HandOverPoint], list[HandOverPoint]]] = {}
 
     def run(
         self, forward: Callable[[], F], backward: Callable[[], B], kind: Hashable = None
@@ -134,22 +134,22 @@ class ForwardBackwardOverlap:
         kind: Hashable = None,
         look: Callable[[int, int | None], object] = lambda *_: None,
     ) -> tuple[F, B]:
-        """Run one after the other and measure the time between hand-over places.
+        """Run one after the other and measure the time between hand-over points.
 
         Args:
-            look: called with the side and the number of places it has passed: 0 at its beginning,
-                after each place, and ``None`` at its end.  Its own time is not measured.
+            look: called with the side and the number of points it has passed: 0 at its beginning,
+                after each point, and ``None`` at its end.  Its own time is not measured.
         """
 
-        def measured(side: int, function: Callable[[], Any]) -> tuple[Any, list[Place]]:
+        def measured(side: int, function: Callable[[], Any]) -> tuple[Any, list[HandOverPoint]]:
             turns = Recording(side, self.device, look)
             with take_turns_at_transfers(turns, self._groups, self._log):
                 result = function()
-                return result, turns.places()
+                return result, turns.points()
 
-        result_b, places_b = measured(BACKWARD, backward)
-        result_f, places_f = measured(FORWARD, forward)
-        self.recorded[kind] = places_f, places_b
+        result_b, points_b = measured(BACKWARD, backward)
+        result_f, points_f = measured(FORWARD, forward)
+        self.recorded[kind] = points_f, points_b
         return result_f, result_b
 
     def hand_over_seconds(self) -> float:

@@ -3,14 +3,14 @@
 While a pair runs, a blocking collective of a named group becomes: start it, hand over, wait::
 
     work = all_gather_into_tensor(output, input, group, async_op=True)
-    turns.place(True, work, work)  # the other side computes while this transfer is under way
+    turns.reach_point(True, work, work)  # the other side computes while this transfer is under way
     work.wait()
 
 An asynchronous collective stays asynchronous.  In strict turns the ``wait()`` of a reduce-scatter,
 an all-reduce and an all-to-all hands over first; that of an all-gather does not, because Megatron
 hides the all-gather of a backward behind its dgrad.  A chosen order
 (:mod:`commfuse_npu.plan.turn_order`) may hand over at any ``wait()``, and after an asynchronous
-collective started.  The host's wait for a stream or an event is a hand-over place, too, because
+collective started.  The host's wait for a stream or an event is a hand-over point, too, because
 experts read their token counts there.  Outside a pair, and for other groups, nothing changes.
 """
 
@@ -89,7 +89,7 @@ def take_turns_at_transfers(
 
 
 class _Transfer:
-    """A ``Work`` whose ``wait()`` is a hand-over place while the pair runs that started it."""
+    """A ``Work`` whose ``wait()`` is a hand-over point while the pair runs that started it."""
 
     def __init__(self, work: Any, turns: Turns, hands_over: bool, log: Entry | None) -> None:
         self._work, self._began_in, self._hands_over = work, turns, hands_over
@@ -97,7 +97,7 @@ class _Transfer:
 
     def wait(self, *args: Any, **kwargs: Any) -> Any:
         if _turns is self._began_in:
-            self._began_in.place(self._hands_over, waits_for=self._work)
+            self._began_in.reach_point(self._hands_over, waits_for=self._work)
         if self._log is not None:
             self._log("await")
             self._log = None
@@ -128,9 +128,9 @@ def _collective(function: Callable[..., Any], wait_hands_over: bool) -> Callable
         if work is None:  # this rank is not in the group
             return None
         if asynchronous:
-            turns.place(False, work)
+            turns.reach_point(False, work)
             return _Transfer(work, turns, wait_hands_over, log)
-        turns.place(True, work, work)
+        turns.reach_point(True, work, work)
         if log is not None:
             log("await")
         work.wait()
@@ -157,7 +157,7 @@ def _host_wait(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def wait(first: Any) -> Any:
         if _turns is not None:
-            _turns.place(True)
+            _turns.reach_point(True)
         return function(first)
 
     return wait

@@ -21,7 +21,7 @@ import torch
 from torch._C._profiler import _RecordFunctionFast
 
 from commfuse_npu.overlap.states import SideState
-from commfuse_npu.plan.turn_order import BACKWARD, FORWARD, Place
+from commfuse_npu.plan.turn_order import BACKWARD, FORWARD, HandOverPoint
 
 __all__ = ["BACKWARD", "FORWARD", "OtherSideError", "Recording", "Turns"]
 
@@ -37,8 +37,8 @@ class Turns:
 
     Args:
         states: swapped whenever the turn changes.
-        order: for each place of the forward, and of the backward, whether it hands over there;
-            beyond the end of a list each place has its default.
+        order: for each point of the forward, and of the backward, whether it hands over there;
+            beyond the end of a list each point has its default.
 
     Attributes:
         side: whose turn it is.
@@ -50,7 +50,7 @@ class Turns:
     ) -> None:
         self.side = FORWARD
         self.hand_overs = [0, 0]
-        self._order, self._places = order, [0, 0]
+        self._order, self._passed = order, [0, 0]
         self.error: BaseException | None = None
         self._states = states
         self._saved: list[list[Any]] = [[], self._save()]
@@ -67,16 +67,16 @@ class Turns:
         """
         self._wait_for_turn(BACKWARD)
 
-    def place(self, by_default: bool, began: Any = None, waits_for: Any = None) -> None:
-        """A place to hand over: after a transfer started, or before the side waits for one.
+    def reach_point(self, by_default: bool, began: Any = None, waits_for: Any = None) -> None:
+        """A point to hand over: after a transfer started, or before the side waits for one.
 
         Args:
             by_default: whether to hand over if the order does not say.
             began: the transfer that started.
             waits_for: the transfer that the side waits for next, if known.
         """
-        chosen, at = self._order[self.side], self._places[self.side]
-        self._places[self.side] += 1
+        chosen, at = self._order[self.side], self._passed[self.side]
+        self._passed[self.side] += 1
         if chosen[at] if at < len(chosen) else by_default:
             self.hand_over()
 
@@ -162,7 +162,7 @@ class Recording(Turns):
         look(side, 0)
         self._resumed = self._now()
 
-    def place(self, by_default: bool, began: Any = None, waits_for: Any = None) -> None:
+    def reach_point(self, by_default: bool, began: Any = None, waits_for: Any = None) -> None:
         reached, waits = self._now(), None
         if began is not None:
             self._under_way.append(began)
@@ -175,14 +175,16 @@ class Recording(Turns):
         self._look(self.side, len(self._measured))
         self._resumed = self._now()
 
-    def places(self) -> list[Place]:
-        """The places that were passed, and the end of the side, which is now."""
+    def points(self) -> list[HandOverPoint]:
+        """The points that were passed, and the end of the side, which is now."""
         end = self._now()
         if self._device is not None:
-            self._device.synchronize()  # not the event's wait, which is a hand-over place
+            self._device.synchronize()  # not the event's wait, which is a hand-over point
         self._look(self.side, None)
         return [
-            Place(self._seconds(resumed, reached), self._seconds(reached, arrived), waits, default)
+            HandOverPoint(
+                self._seconds(resumed, reached), self._seconds(reached, arrived), waits, default
+            )
             for resumed, reached, arrived, waits, default in [
                 *self._measured,
                 (self._resumed, end, end, None, False),

@@ -5,21 +5,21 @@ from __future__ import annotations
 from commfuse_npu.plan.defaults import (
     DATA_PARALLEL_LANES,
     block_rows,
+    default_chunks,
+    default_shape,
     min_rows_to_fuse,
-    usual_chunks,
-    usual_shape,
 )
-from commfuse_npu.plan.schedule import Place, PlanError, Schedule, split, taper_down
+from commfuse_npu.plan.schedule import PlanError, RankSpec, Schedule, split, taper_down
 
 __all__ = [
     "DATA_PARALLEL_LANES",
-    "Place",
     "PlanError",
+    "RankSpec",
     "Schedule",
     "block_rows",
+    "default_chunks",
+    "default_shape",
     "min_rows_to_fuse",
     "split",
     "taper_down",
-    "usual_chunks",
-    "usual_shape",
 ]

@@ -6,8 +6,8 @@ rows that the other used.
 
 Two things order a stream after work of the other one: an event, or a wait for a transfer, which
 starts after the work before its post.  The side stream is not ordered after work before the program
-or before its mark, so it waits for an event first.  At the end the first stream waits for the side
-stream.
+or before its :class:`AheadEnd`, so it waits for an event first.  At the end the first stream waits
+for the side stream.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ from typing import Any, Literal
 
 from commfuse_npu.plan.instructions import (
     Add,
+    AheadEnd,
     Collective,
     Compute,
     Copy,
     End,
-    Hold,
     Instruction,
-    Mark,
     Post,
-    Record,
+    RecordEvent,
     Span,
     Transfer,
     Wait,
+    WaitEvent,
     accesses,
-    is_aside,
     overlap,
+    uses_side_stream,
 )
 from commfuse_npu.plan.program import Program, Scratch
-from commfuse_npu.plan.schedule import Hop, Own, Place, PlanError
+from commfuse_npu.plan.schedule import Hop, Own, PlanError, RankSpec
 
 __all__ = ["Builder"]
 
@@ -48,16 +48,16 @@ class Builder:
     """A program under construction.
 
     Args:
-        place: the rank that runs the program, and the schedule.
+        spec: the rank that runs the program, and the schedule.
 
     Attributes:
-        together: whether the schedule posts a chunk as one :meth:`collective`.
+        as_collective: whether the schedule posts a chunk as one :meth:`collective`.
     """
 
-    def __init__(self, place: Place) -> None:
-        self.place = place
-        self.rank, self.size = place.rank, place.size
-        self.together = place.together
+    def __init__(self, spec: RankSpec) -> None:
+        self.spec = spec
+        self.rank, self.size = spec.rank, spec.size
+        self.as_collective = spec.as_collective
         self._code: list[Instruction] = []
         self._scratch: dict[str, Scratch] = {}
         self._step = 0
@@ -68,11 +68,11 @@ class Builder:
 
     def hops(self, own: Own) -> Sequence[Hop]:
         """The peers in the order of the schedule."""
-        return self.place.schedule.hops(self.rank, self.size, own)
+        return self.spec.schedule.hops(self.rank, self.size, own)
 
     def runs(self, length: int, own: Own) -> list[slice]:
         """Split a block's rows, or a result's columns, into the schedule's number of chunks."""
-        return self.place.schedule.runs(length, own)
+        return self.spec.schedule.runs(length, own)
 
     def scratch(
         self, name: str, rows: int, columns: int, *, slot: str | None = None, wide: bool = False
@@ -92,7 +92,7 @@ class Builder:
         Raises:
             PlanError: the shape of the schedule is ``collective``.
         """
-        if self.together:
+        if self.as_collective:
             raise PlanError(
                 "the shape collective is for tensor-parallel linear layers only; choose shifted"
             )
@@ -129,7 +129,7 @@ class Builder:
 
         Only a collective fills the own block of ``out``.
         """
-        if self.together:
+        if self.as_collective:
             self.collective("all_gather", source, out, piece, chunk, chunks)
             return
         for hop in self.hops("first"):
@@ -160,17 +160,17 @@ class Builder:
         """Call a work of the operation; see :class:`Compute`."""
         self._code.append(Compute(work, tuple(outs), tuple(ins), run))
 
-    def add(self, out: Span, *terms: tuple[Span, int], aside: bool = False) -> None:
-        """``out`` = sum of the terms; ``aside``: on the side stream, on devices that have one."""
-        self._code.append(Add(out, terms, aside and self.place.batched))
+    def add(self, out: Span, *terms: tuple[Span, int], on_side_stream: bool = False) -> None:
+        """``out`` = sum of the terms; ``on_side_stream``: on devices that have one."""
+        self._code.append(Add(out, terms, on_side_stream and self.spec.batched))
 
-    def copy(self, out: Span, source: Span, *, aside: bool = False) -> None:
-        """``out = source``; ``aside``: see :meth:`add`."""
-        self._code.append(Copy(out, source, aside and self.place.batched))
+    def copy(self, out: Span, source: Span, *, on_side_stream: bool = False) -> None:
+        """``out = source``; ``on_side_stream``: see :meth:`add`."""
+        self._code.append(Copy(out, source, on_side_stream and self.spec.batched))
 
-    def mark(self) -> None:
+    def end_ahead(self) -> None:
         """Set the point up to which the program runs ahead of its work."""
-        self._code.append(Mark())
+        self._code.append(AheadEnd())
 
     def settle(self) -> None:
         """Wait for all transfers in flight, so that no later instruction can fail."""
@@ -178,13 +178,13 @@ class Builder:
 
     def build(self, rule: tuple[Any, ...], names: tuple[str, ...]) -> Program:
         """Return the program; ``rule`` and ``names`` as in :class:`Program`."""
-        code = self._code if self.place.batched else self._receives_first()
+        code = self._code if self.spec.batched else self._receives_first()
         return Program(
             rule,
             names,
             self.rank,
             self.size,
-            self.place.batched,
+            self.spec.batched,
             tuple(self._in_order(code)),
             tuple(self._scratch.values()),
         )
@@ -202,59 +202,61 @@ class Builder:
         # Numbered instructions behind the last receive, and the memory that each accesses.
         behind: deque[tuple[int, Instruction]] = deque()
         touched = _Touched(self._slot)
-        marked = -1
+        ahead_end = -1
         for at, instruction in enumerate(self._code):
             remainder = instruction
             if isinstance(instruction, Post) and instruction.receive is not None:
                 remainder = Post(instruction.send, None)
                 latest = max(touched.take([instruction.receive.span]), default=-1)
-                while behind and behind[0][0] <= max(latest, marked):
+                while behind and behind[0][0] <= max(latest, ahead_end):
                     code.append(behind.popleft()[1])
                 code.append(Post(None, instruction.receive))
             behind.append((at, remainder))
-            if isinstance(instruction, Mark):
-                marked = at
+            if isinstance(instruction, AheadEnd):
+                ahead_end = at
             touched.add(at, *chain(*accesses(remainder)))
         return [*code, *(instruction for _, instruction in behind)]
 
     def _in_order(self, code: Sequence[Instruction]) -> list[Instruction]:
         """Insert waits, and events between the two streams, where they are needed."""
         arriving, leaving = _Touched(self._slot), _Touched(self._slot)
-        streams = {aside: _Stream(self._slot, aside) for aside in (False, True)}
-        has_aside = any(map(is_aside, code))
+        streams = {on_side: _Stream(self._slot, on_side) for on_side in (False, True)}
+        two_streams = any(map(uses_side_stream, code))
         posted: dict[tuple[str, int], tuple[int, Span]] = {}
         ordered: list[Instruction] = []
         # Event number by the index of the instruction before which it is recorded.
         events: dict[int, int] = {}
         for instruction in (*code, _SETTLE):
             reads, writes = accesses(instruction)
-            stream, other = streams[is_aside(instruction)], streams[not is_aside(instruction)]
+            on_side = uses_side_stream(instruction)
+            stream, other = streams[on_side], streams[not on_side]
             at_end = instruction is _SETTLE
             received = arriving.take((*reads, *writes), at_end)
             sent = leaving.take(writes, at_end)
             if received or sent:
-                if has_aside:
+                if two_streams:
                     arrived = [posted["receive", step] for step in received]
                     stream.waits(len(ordered), arrived, [posted["send", step] for step in sent])
-                ordered.append(Wait(tuple(received), tuple(sent), stream.aside))
+                ordered.append(Wait(tuple(received), tuple(sent), on_side))
             if at_end:
                 continue
-            if has_aside and stream.needs(other, reads, writes):
-                ordered.append(Hold(events.setdefault(stream.known, len(events)), stream.aside))
+            if two_streams and stream.needs(other, reads, writes):
+                event = events.setdefault(stream.known, len(events))
+                ordered.append(WaitEvent(event, on_side))
             if isinstance(instruction, Post | Collective):
                 for way, end in instruction.ends:
                     posted[way, end.transfer.step] = len(ordered), end.span
                     (leaving if way == "send" else arriving).add(end.transfer.step, end.span)
-            elif has_aside:
-                stream.touches(len(ordered), reads, writes, isinstance(instruction, Mark))
+            elif two_streams:
+                stream.touches(len(ordered), reads, writes, isinstance(instruction, AheadEnd))
             ordered.append(instruction)
         if streams[True].last >= streams[False].known:
-            ordered.append(Hold(events.setdefault(streams[True].last + 1, len(events))))
+            ordered.append(WaitEvent(events.setdefault(streams[True].last + 1, len(events))))
         result: list[Instruction] = []
         for at, instruction in enumerate(ordered):
             if at in events:
                 # On the stream of the instruction before it.
-                result.append(Record(events[at], at > 0 and is_aside(ordered[at - 1])))
+                result.append(RecordEvent(events[at], at > 0 and uses_side_stream(ordered[at - 1])))
             result.append(instruction)
         return result
 
@@ -267,33 +269,33 @@ class _Stream:
         last: index of its last instruction.
     """
 
-    def __init__(self, slot: Callable[[str], str], aside: bool) -> None:
-        self.aside = aside
-        self.known, self.last = (-1, -1) if aside else (0, -1)
-        self._read, self._written, self._marked = _Touched(slot), _Touched(slot), -1
+    def __init__(self, slot: Callable[[str], str], on_side_stream: bool) -> None:
+        self.on_side_stream = on_side_stream
+        self.known, self.last = (-1, -1) if on_side_stream else (0, -1)
+        self._read, self._written, self._ahead_end = _Touched(slot), _Touched(slot), -1
 
     def touches(
-        self, at: int, reads: Iterable[Span], writes: Iterable[Span], mark: bool = False
+        self, at: int, reads: Iterable[Span], writes: Iterable[Span], ends_ahead: bool = False
     ) -> None:
         """Add the accesses of an instruction of this stream."""
         self._read.add(at, *reads)
         self._written.add(at, *writes)
         self.last = at
-        if mark:
-            self._marked = at
+        if ends_ahead:
+            self._ahead_end = at
 
     def waits(
         self, at: int, received: list[tuple[int, Span]], sent: list[tuple[int, Span]]
     ) -> None:
         """Add a wait: arriving rows count as written by the stream that waits for them."""
-        if self.aside:
+        if self.on_side_stream:
             self.known = max(self.known, *(posted + 1 for posted, _ in (*received, *sent)))
         self.touches(at, [span for _, span in sent], [span for _, span in received])
 
     def needs(self, other: _Stream, reads: Sequence[Span], writes: Sequence[Span]) -> bool:
-        """Whether an access needs a :class:`Hold` for the other stream; updates :attr:`known`."""
+        """Whether an access needs a :class:`WaitEvent` for the other one; updates :attr:`known`."""
         touched = other._written.take((*reads, *writes)) + other._read.take(writes)
-        latest = max((*touched, other._marked))
+        latest = max((*touched, other._ahead_end))
         if latest < self.known and self.known >= 0:
             return False
         self.known = latest + 1

@@ -13,9 +13,9 @@ __all__ = [
     "DATA_PARALLEL_LANES",
     "POST_SECONDS",
     "block_rows",
+    "default_chunks",
+    "default_shape",
     "min_rows_to_fuse",
-    "usual_chunks",
-    "usual_shape",
 ]
 
 DATA_PARALLEL_LANES = 2
@@ -42,7 +42,7 @@ def block_rows(sequence: int, micro_batch: int, size: int, context_parallel: int
     return sequence * micro_batch // (size * context_parallel)
 
 
-def usual_shape(size: int) -> Shape:
+def default_shape(size: int) -> Shape:
     """The default shape for a tensor-parallel group inside a node: ``collective`` from 3 ranks on.
 
     A batch per peer is as fast if a post costs 40 us, but makes a layer of 8 ranks up to 1.6 times
@@ -69,7 +69,7 @@ def min_rows_to_fuse(size: int, hidden: int | None = None, post: float = POST_SE
     return max(256 if size <= 2 else 512, _rows(size, hidden, post))
 
 
-def usual_chunks(
+def default_chunks(
     size: int, rows: int, hidden: int | None = None, post: float = POST_SECONDS
 ) -> int:
     """The default number of chunks of a tensor-parallel block: 2 where that pays, else 1.

@@ -1,8 +1,8 @@
 """Instructions: what one rank posts, waits for, computes and adds, and the rows they work on.
 
-The host issues instructions in order.  Sums and copies may be *aside*: on a side stream of the
-device, concurrent with the work on the first stream.  With a pair of :class:`Record` and
-:class:`Hold` one stream waits for the other.
+The host issues instructions in order.  Sums and copies may be on a side stream of the
+device, concurrent with the work on the first stream.  With a pair of :class:`RecordEvent` and
+:class:`WaitEvent` one stream waits for the other.
 
 A *buffer* is a matrix with a name: a tensor of the operation (``x``, ``weight``) or scratch memory
 of the program.  A :class:`Span` is a run of rows of a buffer.
@@ -15,23 +15,23 @@ from typing import Literal, NamedTuple
 
 __all__ = [
     "Add",
+    "AheadEnd",
     "Collective",
     "Compute",
     "Copy",
     "End",
-    "Hold",
     "Instruction",
-    "Mark",
     "Post",
-    "Record",
+    "RecordEvent",
     "Span",
     "Transfer",
     "Wait",
+    "WaitEvent",
     "accesses",
     "common",
-    "is_aside",
     "line",
     "overlap",
+    "uses_side_stream",
 ]
 
 
@@ -163,7 +163,7 @@ class Wait(NamedTuple):
 
     receives: tuple[int, ...]
     sends: tuple[int, ...]
-    aside: bool = False
+    on_side_stream: bool = False
 
     @property
     def ends(self) -> list[tuple[str, int]]:
@@ -189,7 +189,7 @@ class Add(NamedTuple):
 
     out: Span
     terms: tuple[tuple[Span, int], ...]
-    aside: bool = False
+    on_side_stream: bool = False
 
 
 class Copy(NamedTuple):
@@ -197,48 +197,52 @@ class Copy(NamedTuple):
 
     out: Span
     source: Span
-    aside: bool = False
+    on_side_stream: bool = False
 
 
-class Record(NamedTuple):
+class RecordEvent(NamedTuple):
     """Record an event on a stream: it completes when all work enqueued before it has."""
 
     event: int
-    aside: bool = False
+    on_side_stream: bool = False
 
 
-class Hold(NamedTuple):
+class WaitEvent(NamedTuple):
     """Make the stream wait for an event that the other stream recorded."""
 
     event: int
-    aside: bool = False
+    on_side_stream: bool = False
 
 
-class Mark(NamedTuple):
+class AheadEnd(NamedTuple):
     """Where a program stops when it is run ahead of its work."""
 
 
-Instruction = Post | Collective | Wait | Compute | Add | Copy | Record | Hold | Mark
+Instruction = Post | Collective | Wait | Compute | Add | Copy | RecordEvent | WaitEvent | AheadEnd
 
 
-def is_aside(one: Instruction) -> bool:
+def uses_side_stream(instruction: Instruction) -> bool:
     """Whether an instruction runs on the side stream."""
-    return isinstance(one, Wait | Add | Copy | Record | Hold) and one.aside
+    return (
+        isinstance(instruction, Wait | Add | Copy | RecordEvent | WaitEvent)
+        and instruction.on_side_stream
+    )
 
 
-def line(one: Instruction) -> str:
+def line(instruction: Instruction) -> str:
     """An instruction as one line of text."""
-    match one:
+    match instruction:
         case Post():
             arrows = {"send": "-> rank {0.target}", "receive": "<- rank {0.source}"}
             ends = [
                 f"{transfer.piece} {arrows[way].format(transfer)}"
-                for way, (transfer, _) in one.ends
+                for way, (transfer, _) in instruction.ends
             ]
-            text = f"post step {one.transfer.step}, lane {one.transfer.lane}: {', '.join(ends)}"
+            step, lane, *_ = instruction.transfer
+            text = f"post step {step}, lane {lane}: {', '.join(ends)}"
         case Collective(kind, source, out):
-            numbers = sorted(transfer.step for transfer in one.receives)
-            text = f"post steps {numbers[0]} to {numbers[-1]}, lane {one.transfer.lane}: "
+            numbers = sorted(transfer.step for transfer in instruction.receives)
+            text = f"post steps {numbers[0]} to {numbers[-1]}, lane {instruction.transfer.lane}: "
             text += f"{out} = {kind}({source})"
         case Wait(receives, sends):
             steps = [("received", receives), ("sent", sends)]
@@ -253,27 +257,28 @@ def line(one: Instruction) -> str:
             text = f"{out} = {' + '.join(parts)}"
         case Copy(out, source):
             text = f"{out} = {source}"
-        case Record(event):
+        case RecordEvent(event):
             text = f"record event {event}"
-        case Hold(event):
+        case WaitEvent(event):
             text = f"hold for event {event}"
-        case Mark():
+        case AheadEnd():
             text = "mark"
-    return f"aside: {text}" if is_aside(one) else text
+    return f"aside: {text}" if uses_side_stream(instruction) else text
 
 
-def accesses(one: Instruction) -> tuple[Sequence[Span], Sequence[Span]]:
+def accesses(instruction: Instruction) -> tuple[Sequence[Span], Sequence[Span]]:
     """The spans that an instruction reads, and those that it writes."""
-    if isinstance(one, Post):
-        return [one.send.span] if one.send else [], [one.receive.span] if one.receive else []
-    if isinstance(one, Collective):
-        return [one.source], [one.out]
-    if isinstance(one, Compute):
-        return one.ins, one.outs
-    if isinstance(one, Add):
-        return [span for span, _ in one.terms], [one.out, one.terms[0][0]]
-    if isinstance(one, Copy):
-        return [one.source], [one.out]
+    if isinstance(instruction, Post):
+        send, receive = instruction
+        return [send.span] if send else [], [receive.span] if receive else []
+    if isinstance(instruction, Collective):
+        return [instruction.source], [instruction.out]
+    if isinstance(instruction, Compute):
+        return instruction.ins, instruction.outs
+    if isinstance(instruction, Add):
+        return [span for span, _ in instruction.terms], [instruction.out, instruction.terms[0][0]]
+    if isinstance(instruction, Copy):
+        return [instruction.source], [instruction.out]
     return [], []
 
 

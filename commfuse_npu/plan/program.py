@@ -16,10 +16,10 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from commfuse_npu.plan.instructions import (
+    AheadEnd,
     Collective,
     Compute,
     Instruction,
-    Mark,
     Post,
     Span,
     Transfer,
@@ -27,7 +27,7 @@ from commfuse_npu.plan.instructions import (
     line,
 )
 
-__all__ = ["Program", "Scratch", "Stretch", "aligned"]
+__all__ = ["Program", "Region", "Scratch", "aligned"]
 
 
 class Scratch(NamedTuple):
@@ -44,10 +44,10 @@ class Scratch(NamedTuple):
     wide: bool = False
 
 
-class Stretch(NamedTuple):
+class Region(NamedTuple):
     """One of the arenas of scratch memory that a program takes.
 
-    A ``wide`` one has the dtype of sums.  A ``late`` one is taken at the mark, else at the start.
+    A ``wide`` one has the dtype of sums.  A ``late`` one is taken at ``ahead_end``, else at first.
     """
 
     wide: bool
@@ -125,10 +125,10 @@ class Program:
         return 1 + max((send.lane for send, _ in self.transfers.values()), default=-1)
 
     @cached_property
-    def mark(self) -> int:
-        """Index of the :class:`Mark`, where a run ``ahead`` stops; without one, of the end."""
-        marks = (place for place, mark in enumerate(self.code) if isinstance(mark, Mark))
-        return next(marks, len(self.code))
+    def ahead_end(self) -> int:
+        """Index of the :class:`AheadEnd`, where a run ``ahead`` stops; without one, of the end."""
+        ends = (at for at, end in enumerate(self.code) if isinstance(end, AheadEnd))
+        return next(ends, len(self.code))
 
     @cached_property
     def last_post(self) -> int:
@@ -142,47 +142,47 @@ class Program:
         return {call.work: at for at, call in enumerate(self.code) if isinstance(call, Compute)}
 
     @cached_property
-    def layout(self) -> dict[str, tuple[Stretch, int, int, int]]:
-        """``(stretch, offset in elements, rows, columns)`` of each scratch buffer."""
+    def layout(self) -> dict[str, tuple[Region, int, int, int]]:
+        """``(region, offset in elements, rows, columns)`` of each scratch buffer."""
         ahead = {
             span.buffer
-            for instruction in self.code[: self.mark]
+            for instruction in self.code[: self.ahead_end]
             for group in accesses(instruction)
             for span in group
         }
         early = {buffer.slot for buffer in self.scratch if buffer.name in ahead}
         slots = {
-            buffer: (Stretch(buffer.wide, buffer.slot not in early), buffer.slot)
+            buffer: (Region(buffer.wide, buffer.slot not in early), buffer.slot)
             for buffer in self.scratch
         }
-        longest: Counter[tuple[Stretch, str]] = Counter()
+        longest: Counter[tuple[Region, str]] = Counter()
         for buffer, key in slots.items():
             longest[key] = max(longest[key], buffer.rows * buffer.columns)
-        offsets, ends = {}, Counter[Stretch]()
-        for (stretch, slot), elements in longest.items():
-            offsets[stretch, slot] = ends[stretch]
-            ends[stretch] += aligned(elements)
+        offsets, ends = {}, Counter[Region]()
+        for (region, slot), elements in longest.items():
+            offsets[region, slot] = ends[region]
+            ends[region] += aligned(elements)
         return {
             buffer.name: (key[0], offsets[key], buffer.rows, buffer.columns)
             for buffer, key in slots.items()
         }
 
     @cached_property
-    def stretches(self) -> dict[Stretch, int]:
-        """Number of elements of each stretch of scratch memory."""
-        ends = Counter[Stretch]()
-        for stretch, offset, rows, columns in self.layout.values():
-            ends[stretch] = max(ends[stretch], offset + aligned(rows * columns))
+    def regions(self) -> dict[Region, int]:
+        """Number of elements of each region of scratch memory."""
+        ends = Counter[Region]()
+        for region, offset, rows, columns in self.layout.values():
+            ends[region] = max(ends[region], offset + aligned(rows * columns))
         return dict(ends)
 
     @cached_property
     def late(self) -> bool:
-        """Whether some scratch memory is taken at the mark."""
-        return any(stretch.late for stretch in self.stretches)
+        """Whether some scratch memory is taken at the :attr:`ahead_end`."""
+        return any(region.late for region in self.regions)
 
     def scratch_elements(self, wide: bool = False) -> int:
         """Total elements of scratch memory, in the dtype of sums if ``wide``, else of messages."""
-        return sum(n for stretch, n in self.stretches.items() if stretch.wide == wide)
+        return sum(n for region, n in self.regions.items() if region.wide == wide)
 
     def count(self, kind: type[Instruction], work: str | None = None) -> int:
         """Number of instructions of a kind; with ``work``, of the :class:`Compute` of that work."""

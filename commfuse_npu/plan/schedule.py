@@ -27,8 +27,8 @@ from commfuse_npu.plan.block_order import Own, causal_costs, least_waiting
 __all__ = [
     "Hop",
     "Own",
-    "Place",
     "PlanError",
+    "RankSpec",
     "Schedule",
     "Shape",
     "split",
@@ -259,7 +259,7 @@ class Hop(NamedTuple):
     lane: int
 
 
-class Place(NamedTuple):
+class RankSpec(NamedTuple):
     """What a rule compiles a program for: a rank of a group and a schedule.
 
     ``batched``: whether a send and a receive are posted as one batch (HCCL) or one by one (gloo).
@@ -271,7 +271,7 @@ class Place(NamedTuple):
     batched: bool
 
     @property
-    def together(self) -> bool:
+    def as_collective(self) -> bool:
         """Whether a chunk is posted as one collective."""
         return self.schedule.shape == "collective" and self.size > 1
 

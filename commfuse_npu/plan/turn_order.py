@@ -1,4 +1,4 @@
-"""Chooses the places at which forward and backward hand over, from the times measured between them.
+"""Chooses the points at which forward and backward hand over, from the times measured between them.
 
 Strict turns hand over at every blocking transfer, whatever the lengths of the two pieces of work
 that this pairs.  :func:`best_order` searches for the order that ends first, with a model of one
@@ -14,29 +14,37 @@ from functools import partial
 from operator import le
 from typing import NamedTuple
 
-__all__ = ["BACKWARD", "FORWARD", "Order", "Place", "best_order", "duration", "strict_turns"]
+__all__ = [
+    "BACKWARD",
+    "FORWARD",
+    "HandOverPoint",
+    "Order",
+    "best_order",
+    "duration",
+    "strict_turns",
+]
 
 FORWARD, BACKWARD = 0, 1
 """The sides."""
 
 Order = tuple[tuple[bool, ...], tuple[bool, ...]]
-"""For each place of the forward, and of the backward, whether it hands over there."""
+"""For each point of the forward, and of the backward, whether it hands over there."""
 
 _STATES_KEPT = 4
 """Least number of states kept per step of the search.  For 32 layers, 8 and 16 found no better
 order, in three and ten times the time."""
 
 _STATES_IN_ALL = 4096
-"""Short lists keep more states per step: of four places a side, 8 miss the best by up to 30 %."""
+"""Short lists keep more states per step: of four points a side, 8 miss the best by up to 30 %."""
 
 
-class Place(NamedTuple):
+class HandOverPoint(NamedTuple):
     """Where a side may hand over: after a transfer began, or before it waits for one.
 
-    The last place of a side is its end.
+    The last point of a side is its end.
 
     Attributes:
-        work: seconds of computation since the previous place.
+        work: seconds of computation since the previous point.
         transfer: seconds of the transfer that starts here, 0 if none does.
         waits: index of the transfer to wait for among the side's transfers in flight, 0 for the one
             started first; ``None`` for none.
@@ -49,7 +57,7 @@ class Place(NamedTuple):
     by_default: bool
 
 
-Sides = tuple[Sequence[Place], Sequence[Place]]
+Sides = tuple[Sequence[HandOverPoint], Sequence[HandOverPoint]]
 
 
 class _State(NamedTuple):
@@ -60,15 +68,15 @@ class _State(NamedTuple):
     due: tuple[float, float] = (0.0, 0.0)
     under_way: tuple[tuple[float, ...], tuple[float, ...]] = ((), ())
 
-    def after(self, side: int, place: Place) -> _State:
-        now, link, arrival = max(self.now, self.due[side]) + place.work, self.link, 0.0
+    def after(self, side: int, point: HandOverPoint) -> _State:
+        now, link, arrival = max(self.now, self.due[side]) + point.work, self.link, 0.0
         under_way = self.under_way[side]
-        if place.transfer:
-            link = max(link, now) + place.transfer
+        if point.transfer:
+            link = max(link, now) + point.transfer
             under_way = (*under_way, link)
-        if place.waits is not None:
-            arrival = under_way[place.waits]
-            under_way = under_way[: place.waits] + under_way[place.waits + 1 :]
+        if point.waits is not None:
+            arrival = under_way[point.waits]
+            under_way = under_way[: point.waits] + under_way[point.waits + 1 :]
         if side == FORWARD:
             return _State(now, link, (arrival, self.due[1]), (under_way, self.under_way[1]))
         return _State(now, link, (self.due[0], arrival), (self.under_way[0], under_way))
@@ -80,7 +88,7 @@ class _State(NamedTuple):
 
 def strict_turns(sides: Sides) -> Order:
     """The order that hands over wherever that is the default."""
-    forward, backward = (tuple(place.by_default for place in side) for side in sides)
+    forward, backward = (tuple(point.by_default for point in side) for side in sides)
     return forward, backward
 
 
@@ -101,7 +109,7 @@ def duration(sides: Sides, order: Order) -> float:
 
 
 class _Way(NamedTuple):
-    """How a state was reached: at the last place, ``side`` handed over or did not."""
+    """How a state was reached: at the last point, ``side`` handed over or did not."""
 
     state: _State
     side: int = FORWARD
@@ -112,9 +120,9 @@ class _Way(NamedTuple):
 def best_order(sides: Sides) -> Order:
     """The order that ends first, among strict turns and the orders that a beam search finds.
 
-    A step of the search is the number of places that each side has passed, and the side that is
+    A step of the search is the number of points that each side has passed, and the side that is
     next.  It keeps the earliest few states of each step, which is enough to find the best order of
-    eight places per side.  32 layers take some seconds.
+    eight points per side.  32 layers take some seconds.
     """
     reached: dict[tuple[int, int, int], list[_Way]] = {(0, 0, FORWARD): [_Way(_State())]}
     ends = len(sides[FORWARD]), len(sides[BACKWARD])
@@ -122,11 +130,11 @@ def best_order(sides: Sides) -> Order:
     for _ in range(sum(ends)):
         following: dict[tuple[int, int, int], list[_Way]] = {}
         for (*at, side), ways in reached.items():
-            place = sides[side][at[side]]
+            point = sides[side][at[side]]
             at[side] += 1
             remaining = at[FORWARD] < ends[FORWARD], at[BACKWARD] < ends[BACKWARD]
             for way in ways:
-                state = way.state.after(side, place)
+                state = way.state.after(side, point)
                 for handed_over in (False, True):
                     turn = 1 - side if handed_over else side
                     if remaining[turn] or not any(remaining):

@@ -12,7 +12,7 @@ from commfuse_npu.plan import Schedule
 from commfuse_npu.plan.block_order import causal_costs
 from commfuse_npu.plan.program import Program
 from commfuse_npu.plan.rules import RULES
-from commfuse_npu.plan.schedule import Place
+from commfuse_npu.plan.schedule import RankSpec
 
 __all__ = ["CHUNKS", "LANES", "Case", "arguments", "cases"]
 
@@ -48,7 +48,7 @@ class Case(NamedTuple):
         """Compile the programs of all ranks, in rank order."""
         rule = RULES[self.rule]
         return [
-            rule(Place(self.schedule, rank, self.size, self.batched), *self.arguments)
+            rule(RankSpec(self.schedule, rank, self.size, self.batched), *self.arguments)
             for rank in range(self.size)
         ]
 

@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 
 from commfuse_npu.plan.instructions import Add, Collective, Compute, Copy, Post, Span, Wait, common
 from commfuse_npu.plan.program import Program
-from commfuse_npu.proof.memory import Memory, instruction
+from commfuse_npu.proof.memory import Memory, describe
 
-__all__ = ["Call", "Contents", "Held", "carry_out"]
+__all__ = ["Call", "Contents", "FinalState", "execute"]
 
 NOTHING = 0
 """The content of rows that were not written, or not since they became invalid."""
@@ -32,12 +32,12 @@ class Contents:
 
     def __init__(self) -> None:
         self._numbers: dict[tuple[Any, ...], int] = {}
-        self._told: list[tuple[Any, ...]] = [("nothing",)]
+        self._entries: list[tuple[Any, ...]] = [("nothing",)]
 
-    def _number(self, told: tuple[Any, ...]) -> int:
-        number = self._numbers.setdefault(told, len(self._told))
-        if number == len(self._told):
-            self._told.append(told)
+    def _number(self, entry: tuple[Any, ...]) -> int:
+        number = self._numbers.setdefault(entry, len(self._entries))
+        if number == len(self._entries):
+            self._entries.append(entry)
         return number
 
     def row(self, rank: int, buffer: str, row: int, columns: Columns) -> int:
@@ -60,14 +60,14 @@ class Contents:
         """The sum in this order; extends the first part if it is a sum; a single part is itself."""
         if len(parts) == 1:
             return parts[0]
-        first = self._told[parts[0]]
+        first = self._entries[parts[0]]
         if first[0] == "sum":
             return self._number((*first, *parts[1:]))
         return self._number(("sum", *parts))
 
     def parts(self, number: int) -> tuple[int, ...]:
         """The parts of a sum; any other content is its only part."""
-        kind, *parts = self._told[number]
+        kind, *parts = self._entries[number]
         return tuple(parts) if kind == "sum" else (number,)
 
     def words(self, number: int) -> str:
@@ -76,7 +76,7 @@ class Contents:
         return words if len(words) <= _MOST_WORDS else f"{words[:_MOST_WORDS]} ..."
 
     def _words(self, number: int) -> str:
-        kind, *parts = self._told[number]
+        kind, *parts = self._entries[number]
         if kind == "nothing":
             return "nothing"
         if kind == "row":
@@ -93,7 +93,7 @@ class Contents:
 
     def _block(self, rows: Sequence[int]) -> str | None:
         """Describe consecutive rows of one buffer; ``None`` if they are something else."""
-        entries = [self._told[row] for row in rows]
+        entries = [self._entries[row] for row in rows]
         if not entries or entries[0][0] != "row":
             return None
         _, rank, buffer, start, columns = entries[0]
@@ -109,12 +109,12 @@ class Call(NamedTuple):
     at: int
     work: str
     run: slice | None
-    taken: list[list[int]]
+    inputs: list[list[int]]
     makes: bool
 
 
 @dataclass
-class Held:
+class FinalState:
     """The final state of a rank.
 
     Attributes:
@@ -128,9 +128,9 @@ class Held:
     faults: list[str] = field(default_factory=list)
 
 
-def carry_out(
+def execute(
     programs: Sequence[Program], memories: Sequence[Memory], contents: Contents
-) -> list[Held]:
+) -> list[FinalState]:
     """Execute the programs of all ranks.
 
     Args:
@@ -143,7 +143,7 @@ def carry_out(
     ]
     while sum(rank.go_on() for rank in ranks):
         pass
-    return [rank.held() for rank in ranks]
+    return [rank.final_state() for rank in ranks]
 
 
 class _Rank:
@@ -163,12 +163,12 @@ class _Rank:
         self._rows: defaultdict[str, dict[Columns, list[int]]] = defaultdict(dict)
         self._arriving: dict[int, tuple[int, Span]] = {}
         self._written: set[str] = set()
-        self._held = Held()
+        self._state = FinalState()
 
-    def held(self) -> Held:
-        if self._at < len(self._program.code) and not self._held.faults:
+    def final_state(self) -> FinalState:
+        if self._at < len(self._program.code) and not self._state.faults:
             self._fault("it never gets past this")
-        self._held.written = {
+        self._state.written = {
             buffer: {
                 columns: rows
                 for columns, rows in self._rows[buffer].items()
@@ -176,38 +176,37 @@ class _Rank:
             }
             for buffer in sorted(self._written - self._scratch.keys())
         }
-        return self._held
+        return self._state
 
-    def _fault(self, what: str) -> None:
-        self._held.faults.append(f"{instruction(self._program, self._at)}: {what}")
+    def _fault(self, problem: str) -> None:
+        self._state.faults.append(f"{describe(self._program, self._at)}: {problem}")
 
     def go_on(self) -> bool:
         """Execute until a wait blocks; whether any instruction was executed."""
         code, began = self._program.code, self._at
-        while self._at < len(code) and not self._held.faults:
-            entry = code[self._at]
-            if isinstance(entry, Wait):
-                if not self._land(entry):
+        while self._at < len(code) and not self._state.faults:
+            instruction = code[self._at]
+            if isinstance(instruction, Wait):
+                if not self._land(instruction):
                     break
-            elif isinstance(entry, Post | Collective):
-                for way, (transfer, span) in entry.ends:
+            elif isinstance(instruction, Post | Collective):
+                for way, (transfer, span) in instruction.ends:
                     if way == "send":
                         self._mail[transfer.step, transfer.source] = self._read(span)
                     else:
                         self._arriving[transfer.step] = transfer.source, span
                         self._write(span, [NOTHING] * span.rows)
-            elif isinstance(entry, Compute):
-                self._compute(entry)
-            elif isinstance(entry, Add):
-                self._add(entry)
-            elif isinstance(entry, Copy):
-                shapes = [
-                    (span.rows, self._memory.width(span)) for span in (entry.out, entry.source)
-                ]
+            elif isinstance(instruction, Compute):
+                self._compute(instruction)
+            elif isinstance(instruction, Add):
+                self._add(instruction)
+            elif isinstance(instruction, Copy):
+                out, source, _ = instruction
+                shapes = [(span.rows, self._memory.width(span)) for span in (out, source)]
                 if shapes[0] != shapes[1]:
                     self._fault("it copies into rows or columns of another number")
                 else:
-                    self._write(entry.out, self._read(entry.source))
+                    self._write(out, self._read(source))
             self._at += 1
         return self._at > began
 
@@ -223,38 +222,40 @@ class _Rank:
             del self._arriving[step]
         return True
 
-    def _compute(self, one: Compute) -> None:
+    def _compute(self, instruction: Compute) -> None:
+        work, outs, ins, run = instruction
         contents, rank, width = self._contents, self._program.rank, self._memory.width
-        inputs = [self._read(span) for span in one.ins]
-        if one.work == "gemm":
-            (result, *_), (a, b, *_) = one.outs, one.ins
+        inputs = [self._read(span) for span in ins]
+        if work == "gemm":
+            (result, *_), (a, b, *_) = outs, ins
             if (width(a), width(result)) != (b.rows, width(b)):
                 self._fault("the columns of its matrices do not fit")
-        for number, out in enumerate(one.outs):
+        for number, out in enumerate(outs):
             by_row = next((k for k, rows in enumerate(inputs) if len(rows) == out.rows), None)
             wholes = [contents.whole(rows) for k, rows in enumerate(inputs) if k != by_row]
             if by_row is not None:
                 rows = inputs[by_row]
-            elif one.run is not None and one.run.stop - one.run.start == out.rows:
-                rows = [contents.run(row) for row in range(one.run.start, one.run.stop)]
+            elif run is not None and run.stop - run.start == out.rows:
+                rows = [contents.run(row) for row in range(run.start, run.stop)]
             else:
                 self._fault(f"nothing says what its {out.rows} rows are made of")
                 return
-            results = [contents.made(one.work, rank, row, wholes, number) for row in rows]
+            results = [contents.made(work, rank, row, wholes, number) for row in rows]
             self._write(out, results)
-        self._held.calls.append(Call(self._at, one.work, one.run, inputs, bool(one.outs)))
+        self._state.calls.append(Call(self._at, work, run, inputs, bool(outs)))
 
-    def _add(self, one: Add) -> None:
-        rows, width, parts = one.out.rows, self._memory.width(one.out), []
-        for span, count in one.terms:
+    def _add(self, instruction: Add) -> None:
+        out, terms, _ = instruction
+        rows, width, parts = out.rows, self._memory.width(out), []
+        for span, count in terms:
             if (span.rows, self._memory.width(span)) != (count * rows, width):
                 self._fault(f"{span.buffer} is not {count} parts of the shape of the sum")
                 return
             stack = self._read(span)
             parts += [stack[at * rows : (at + 1) * rows] for at in range(count)]
-        first = one.terms[0][0]
+        first = terms[0][0]
         self._write(first, [NOTHING] * first.rows)
-        self._write(one.out, [self._contents.sum(terms) for terms in zip(*parts, strict=True)])
+        self._write(out, [self._contents.sum(row) for row in zip(*parts, strict=True)])
 
     # ------------------------------------------------------------------ rows
 

@@ -1,10 +1,10 @@
 """Proves that no instruction accesses memory in use by a transfer or by the other stream.
 
-A stream is ordered after an instruction by its own order, by a :class:`Hold` for an event, or by a
-wait for a transfer, which starts after the work before its post.  It is ordered after a transfer
-by a wait for it.  If two instructions or transfers access the same memory and one of them writes,
+A stream is ordered after an instruction by its own order, by a :class:`WaitEvent`, or by a wait for
+a transfer, which starts after the work before its post.  It is ordered after a transfer by a wait
+for it.  If two instructions or transfers access the same memory and one of them writes,
 the later has to be ordered after the earlier; else it is a fault.  The side stream is not ordered
-after work before the program or before its mark, either.
+after work before the program or before its ``AheadEnd``, either.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from itertools import product
 from typing import NamedTuple
 
 from commfuse_npu.plan.instructions import (
+    AheadEnd,
     Collective,
     End,
-    Hold,
-    Mark,
     Post,
-    Record,
+    RecordEvent,
     Span,
     Wait,
+    WaitEvent,
     accesses,
-    is_aside,
+    uses_side_stream,
 )
 from commfuse_npu.plan.program import Program
-from commfuse_npu.proof.memory import Memory, Place, instruction
+from commfuse_npu.proof.memory import Memory, MemoryRange, describe
 
 __all__ = ["hazards"]
 
@@ -37,7 +37,7 @@ class _At(NamedTuple):
     """An instruction: its index in the code, and whether it is on the side stream."""
 
     at: int
-    aside: bool
+    on_side_stream: bool
 
 
 class _Clock(NamedTuple):
@@ -45,17 +45,17 @@ class _Clock(NamedTuple):
     indices in the code."""
 
     first: int
-    aside: int
+    side: int
 
-    def now(self, at: int, aside: bool) -> _Clock:
+    def now(self, at: int, on_side_stream: bool) -> _Clock:
         """The clock of a stream that has reached an index in the code."""
-        return _Clock(self.first, at) if aside else _Clock(at, self.aside)
+        return _Clock(self.first, at) if on_side_stream else _Clock(at, self.side)
 
     def after(self, other: _Clock) -> _Clock:
-        return _Clock(max(self.first, other.first), max(self.aside, other.aside))
+        return _Clock(max(self.first, other.first), max(self.side, other.side))
 
-    def knows(self, one: _At) -> bool:
-        return one.at < (self.aside if one.aside else self.first)
+    def knows(self, point: _At) -> bool:
+        return point.at < (self.side if point.on_side_stream else self.first)
 
 
 @dataclass(eq=False, slots=True)
@@ -68,7 +68,7 @@ class _Touch:
     """
 
     span: Span
-    place: Place
+    range: MemoryRange
     writes: bool
     done: list[_At]
     end: End | None = None
@@ -77,10 +77,10 @@ class _Touch:
         """Whether it conflicts with an earlier access that is not complete for its stream."""
         if not (self.writes or earlier.writes):
             return False
-        for at, aside in earlier.done:
-            if at < (clock.aside if aside else clock.first):
+        for at, on_side_stream in earlier.done:
+            if at < (clock.side if on_side_stream else clock.first):
                 return False
-        return self.place.meets(earlier.place)
+        return self.range.meets(earlier.range)
 
 
 def hazards(program: Program, memory: Memory) -> Iterator[str]:
@@ -90,88 +90,89 @@ def hazards(program: Program, memory: Memory) -> Iterator[str]:
     those that it is sent from.  Messages are whole contiguous rows, and all have to be waited for.
     No instruction writes over its inputs, except element by element in place.
     """
-    has_aside = any(map(is_aside, program.code))
+    two_streams = any(map(uses_side_stream, program.code))
     clocks = {False: _Clock(0, 0), True: _Clock(-1, 0)}
     events: dict[int, _Clock] = {}
     begun: dict[int, _Clock] = {}
     touches: defaultdict[object, list[_Touch]] = defaultdict(list)
     transfers: dict[tuple[str, int], _Touch] = {}
     checked: set[Span] = set()
-    marked, last_aside = 0, _At(-1, True)
-    for at, entry in enumerate(program.code):
-        here = _At(at, is_aside(entry))
-        clock = clocks[here.aside].now(*here)
-        reads, writes = accesses(entry)
+    ahead_end, last_on_side = 0, _At(-1, True)
+    for at, instruction in enumerate(program.code):
+        here = _At(at, uses_side_stream(instruction))
+        clock = clocks[here.on_side_stream].now(*here)
+        reads, writes = accesses(instruction)
         for span in (*reads, *writes):
             wrong = None if span in checked else memory.wrong(span)
             if wrong is not None:
-                yield f"{instruction(program, at)}: {wrong}"
+                yield f"{describe(program, at)}: {wrong}"
                 return
             checked.add(span)
-        if isinstance(entry, Mark):
-            marked = at + 1
-        elif isinstance(entry, Record):
-            events[entry.event] = clock
-        elif isinstance(entry, Hold):
-            if entry.event not in events:
-                yield f"{instruction(program, at)}: this event was never recorded"
+        if isinstance(instruction, AheadEnd):
+            ahead_end = at + 1
+        elif isinstance(instruction, RecordEvent):
+            events[instruction.event] = clock
+        elif isinstance(instruction, WaitEvent):
+            if instruction.event not in events:
+                yield f"{describe(program, at)}: this event was never recorded"
                 return
-            clocks[here.aside] = clock.after(events[entry.event])
-        elif isinstance(entry, Wait):
-            for way, step in entry.ends:
+            clocks[here.on_side_stream] = clock.after(events[instruction.event])
+        elif isinstance(instruction, Wait):
+            for way, step in instruction.ends:
                 transfer = transfers.get((way, step))
                 if transfer is None:
-                    yield f"{instruction(program, at)}: it has posted no {way} of step {step}"
+                    yield f"{describe(program, at)}: it has posted no {way} of step {step}"
                     continue
                 clock = clock.after(begun[step])
                 transfer.done.append(here)
-                if not has_aside and transfer in touches[transfer.place.home]:
-                    touches[transfer.place.home].remove(transfer)
-            clocks[here.aside] = clock
-        elif (reads or writes) and clock.first < marked:
-            yield f"{instruction(program, at)}: the side stream does not wait for what came before"
+                if not two_streams and transfer in touches[transfer.range.home]:
+                    touches[transfer.range.home].remove(transfer)
+            clocks[here.on_side_stream] = clock
+        elif (reads or writes) and clock.first < ahead_end:
+            yield f"{describe(program, at)}: the side stream does not wait for what came before"
             return
         ours = [
-            _Touch(span, memory.place(span), spans is writes, [here])
+            _Touch(span, memory.range_of(span), spans is writes, [here])
             for spans in (reads, writes)
             for span in spans
         ]
         for touch in ours:
-            clashing = [past for past in touches[touch.place.home] if touch.clashes(past, clock)]
+            clashing = [past for past in touches[touch.range.home] if touch.clashes(past, clock)]
             # Report a race rather than a missing wait.
             other = min(clashing, key=lambda past: past.end is not None, default=None)
             if other is not None:
-                yield f"{instruction(program, at)}: {_clash(program, touch, other)}"
+                yield f"{describe(program, at)}: {_clash(program, touch, other)}"
                 if other.done:
                     return  # further faults are consequences
         in_place = (
-            not isinstance(entry, Post | Collective) and getattr(entry, "work", None) != "gemm"
+            not isinstance(instruction, Post | Collective)
+            and getattr(instruction, "work", None) != "gemm"
         )
         for read, written in product(ours[: len(reads)], ours[len(reads) :]):
-            same = in_place and read.place == written.place
-            if read.place.meets(written.place) and not same:
-                yield f"{instruction(program, at)}: it writes over what it reads"
-        if isinstance(entry, Post | Collective):
-            for way, end in entry.ends:
+            same = in_place and read.range == written.range
+            if read.range.meets(written.range) and not same:
+                yield f"{describe(program, at)}: it writes over what it reads"
+        if isinstance(instruction, Post | Collective):
+            for way, end in instruction.ends:
                 begun[end.transfer.step] = clock
-                yield from (f"{instruction(program, at)}: {wrong}" for wrong in _unfit(end, memory))
-                touch = _Touch(end.span, memory.place(end.span), way == "receive", [], end)
+                yield from (f"{describe(program, at)}: {wrong}" for wrong in _unfit(end, memory))
+                touch = _Touch(end.span, memory.range_of(end.span), way == "receive", [], end)
                 transfers[way, end.transfer.step] = touch
-                touches[touch.place.home].append(touch)
-        elif has_aside:
-            last_aside = here if here.aside and ours else last_aside
+                touches[touch.range.home].append(touch)
+        elif two_streams:
+            last_on_side = here if here.on_side_stream and ours else last_on_side
             for touch in ours:
-                touches[touch.place.home].append(touch)
+                touches[touch.range.home].append(touch)
     for touch in sorted(transfers.values(), key=lambda touch: not touch.writes):
         if not touch.done and touch.end is not None:
             yield f"rank {program.rank} never waits for what {_ways(touch)}: {touch.end.transfer}"
-    if last_aside.at >= 0 and not clocks[False].knows(last_aside):
+    if last_on_side.at >= 0 and not clocks[False].knows(last_on_side):
         yield f"rank {program.rank} ends without waiting for the side stream"
 
 
 def _clash(program: Program, touch: _Touch, other: _Touch) -> str:
     if other.end is None:
-        return f"it races with {instruction(program, other.done[0].at)}"
+        return f"it races with {describe(program, other.done[0].at)}"
     transfer = other.end.transfer
     if other.done:
         way = "receive" if other.writes else "send"

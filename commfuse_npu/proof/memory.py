@@ -8,9 +8,9 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from commfuse_npu.plan.instructions import Span, common, line
-from commfuse_npu.plan.program import Program, Stretch
+from commfuse_npu.plan.program import Program, Region
 
-__all__ = ["Memory", "Place", "Shape", "instruction"]
+__all__ = ["Memory", "MemoryRange", "Shape", "describe"]
 
 Shape = tuple[int, int]
 """Rows and columns."""
@@ -19,14 +19,14 @@ _Home = tuple[str, int]
 """Memory within which spans may overlap: a buffer of the operation, or one slot of scratch."""
 
 
-class Place(NamedTuple):
+class MemoryRange(NamedTuple):
     """Memory of a span: runs of rows of an operation's buffer, or of elements of scratch."""
 
     home: _Home
     columns: tuple[int, int]
     runs: list[tuple[int, int]]
 
-    def meets(self, other: Place) -> bool:
+    def meets(self, other: MemoryRange) -> bool:
         """Whether the two overlap."""
         return (
             self.home == other.home
@@ -48,19 +48,19 @@ class Memory:
         self._offsets: dict[str, int] = {}
         self._homes: dict[str, _Home] = {buffer: (buffer, 0) for buffer in shapes}
         self._buffers: defaultdict[_Home, list[str]] = defaultdict(list)
-        self._places: dict[Span, Place] = {}
-        end, home = defaultdict[Stretch, int](lambda: -1), ("", 0)
+        self._ranges: dict[Span, MemoryRange] = {}
+        end, home = defaultdict[Region, int](lambda: -1), ("", 0)
         in_order = sorted(program.layout.items(), key=lambda item: item[1][:2])
-        for buffer, (stretch, offset, rows, columns) in in_order:
+        for buffer, (region, offset, rows, columns) in in_order:
             self.shapes[buffer] = rows, columns
             self._offsets[buffer] = offset
-            if offset >= end[stretch]:
-                kind = "late " * stretch.late + "wide " * stretch.wide
+            if offset >= end[region]:
+                kind = "late " * region.late + "wide " * region.wide
                 home = f"{kind}scratch", offset
             self._homes[buffer] = home
             self._buffers[home].append(buffer)
-            end[stretch] = max(end[stretch], offset + rows * columns)
-            if stretch.wide:
+            end[region] = max(end[region], offset + rows * columns)
+            if region.wide:
                 self.wide.add(buffer)
 
     def columns(self, span: Span) -> tuple[int, int]:
@@ -85,23 +85,25 @@ class Memory:
             return f"the runs of {span.buffer} overlap"
         return None
 
-    def place(self, span: Span) -> Place:
+    def range_of(self, span: Span) -> MemoryRange:
         """The memory of a valid span."""
-        place = self._places.get(span)
-        if place is None:
-            place = self._places[span] = self._place(span)
-        return place
+        known = self._ranges.get(span)
+        if known is None:
+            known = self._ranges[span] = self._locate(span)
+        return known
 
-    def _place(self, span: Span) -> Place:
+    def _locate(self, span: Span) -> MemoryRange:
         home, runs = self._homes[span.buffer], span.runs()
         if span.buffer not in self._offsets:
-            return Place(home, self.columns(span), runs)
+            return MemoryRange(home, self.columns(span), runs)
         offset, width = self._offsets[span.buffer], self.shapes[span.buffer][1]
-        return Place(home, (0, 1), [(offset + a * width, offset + b * width) for a, b in runs])
+        return MemoryRange(
+            home, (0, 1), [(offset + a * width, offset + b * width) for a, b in runs]
+        )
 
     def shared(self, span: Span) -> Iterator[tuple[str, int, int]]:
         """``(buffer, first, after the last)`` rows of other scratch buffers that overlap a span."""
-        home, _, runs = self.place(span)
+        home, _, runs = self.range_of(span)
         buffers = self._buffers.get(home, ())
         for buffer in buffers if len(buffers) > 1 else ():
             offset, (rows, width) = self._offsets[buffer], self.shapes[buffer]
@@ -112,6 +114,6 @@ class Memory:
                     yield buffer, first, last
 
 
-def instruction(program: Program, at: int) -> str:
+def describe(program: Program, index: int) -> str:
     """Describe an instruction for an error message."""
-    return f"rank {program.rank}, instruction {at} ({line(program.code[at])})"
+    return f"rank {program.rank}, instruction {index} ({line(program.code[index])})"

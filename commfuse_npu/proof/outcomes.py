@@ -9,11 +9,11 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
-from commfuse_npu.plan import Place, PlanError, Schedule
+from commfuse_npu.plan import PlanError, RankSpec, Schedule
 from commfuse_npu.plan.instructions import Wait
 from commfuse_npu.plan.program import Program
 from commfuse_npu.plan.rules import RULES, Piece
-from commfuse_npu.proof.data_flow import Columns, Contents, Held
+from commfuse_npu.proof.data_flow import Columns, Contents, FinalState
 from commfuse_npu.proof.memory import Shape
 
 __all__ = ["Outcome", "outcome_faults", "outcome_of"]
@@ -42,8 +42,8 @@ class Outcome:
         last: a work, and the rows that its last call has to take.
     """
 
-    def __init__(self, place: Place, contents: Contents) -> None:
-        self.place = place
+    def __init__(self, spec: RankSpec, contents: Contents) -> None:
+        self.spec = spec
         self._contents = contents
         self._weights: dict[tuple[int, _Matrix, Columns], int] = {}
         self.shapes: dict[str, Shape] = {}
@@ -57,49 +57,49 @@ class Outcome:
     def given(self, buffer: str, rows: int, columns: int) -> _Matrix:
         self.shapes[buffer] = rows, columns
         row = self._contents.row
-        return _Matrix(rows, columns, lambda rank, i, some: row(rank, buffer, i, some))
+        return _Matrix(rows, columns, lambda rank, i, part: row(rank, buffer, i, part))
 
     def _result(self, out: str | None, matrix: _Matrix) -> _Matrix:
         if out is not None:
             self.shapes[out] = matrix.rows, matrix.columns
-            self.results[out] = lambda i, some: matrix.at(self.place.rank, i, some)
+            self.results[out] = lambda i, columns: matrix.at(self.spec.rank, i, columns)
         return matrix
 
     def own_block(self, whole: _Matrix) -> _Matrix:
-        rows = whole.rows // self.place.size
+        rows = whole.rows // self.spec.size
         return _Matrix(rows, whole.columns, lambda rank, i, on: whole.at(rank, rank * rows + i, on))
 
     def all_gather(self, shard: _Matrix, *, out: str | None = None) -> _Matrix:
         rows = shard.rows
 
-        def at(_: int, i: int, some: Columns) -> int:
-            return shard.at(i // rows, i % rows, some)
+        def at(_: int, i: int, columns: Columns) -> int:
+            return shard.at(i // rows, i % rows, columns)
 
-        return self._result(out, _Matrix(self.place.size * rows, shard.columns, at))
+        return self._result(out, _Matrix(self.spec.size * rows, shard.columns, at))
 
     def all_to_all(self, blocks: _Matrix, *, out: str | None = None) -> _Matrix:
-        rows = blocks.rows // self.place.size
+        rows = blocks.rows // self.spec.size
 
-        def at(rank: int, i: int, some: Columns) -> int:
-            return blocks.at(i // rows, rank * rows + i % rows, some)
+        def at(rank: int, i: int, columns: Columns) -> int:
+            return blocks.at(i // rows, rank * rows + i % rows, columns)
 
         return self._result(out, blocks._replace(at=at))
 
     def reduce_scatter(self, whole: _Matrix, *, out: str, finish: bool = False) -> None:
-        size, rows = self.place.size, whole.rows // self.place.size
+        size, rows = self.spec.size, whole.rows // self.spec.size
         contents = self._contents
 
-        def sums(rank: int, i: int, some: Columns) -> int:
+        def sums(rank: int, i: int, columns: Columns) -> int:
             row = rank * rows + i
-            return self._sum(rank, lambda q: whole.at(q, row, some))
+            return self._sum(rank, lambda q: whole.at(q, row, columns))
 
-        def finished(rank: int, i: int, some: Columns) -> int:
+        def finished(rank: int, i: int, columns: Columns) -> int:
             if size == 1:
-                return whole.at(rank, i, some)
+                return whole.at(rank, i, columns)
             block = range(rank * rows, (rank + 1) * rows)
-            own = contents.whole([whole.at(rank, row, some) for row in block])
+            own = contents.whole([whole.at(rank, row, columns) for row in block])
             row = rank * rows + i
-            partials = [whole.at(q, row, some) for q in self._sources(rank)]
+            partials = [whole.at(q, row, columns) for q in self._sources(rank)]
             return contents.made("finish", rank, contents.sum(partials), [own])
 
         shard = _Matrix(rows, whole.columns, finished if finish else sums)
@@ -108,14 +108,18 @@ class Outcome:
             self._result(out, shard)
             return
 
-        def in_place(rank: int, i: int, some: Columns) -> int:
+        def in_place(rank: int, i: int, columns: Columns) -> int:
             inside = i - rank * rows
-            return shard.at(rank, inside, some) if 0 <= inside < rows else whole.at(rank, i, some)
+            return (
+                shard.at(rank, inside, columns)
+                if 0 <= inside < rows
+                else whole.at(rank, i, columns)
+            )
 
         self._result(out, whole._replace(at=in_place))
 
     def all_reduce(self, whole: _Matrix, parts: Sequence[slice], *, out: str) -> None:
-        size = self.place.size
+        size = self.spec.size
         # The rank that sums each row.
         owners = [
             rank
@@ -124,8 +128,8 @@ class Outcome:
             for _ in range((part.stop - part.start) // size)
         ]
 
-        def at(_: int, i: int, some: Columns) -> int:
-            return self._sum(owners[i], lambda q: whole.at(q, i, some))
+        def at(_: int, i: int, columns: Columns) -> int:
+            return self._sum(owners[i], lambda q: whole.at(q, i, columns))
 
         self._result(out, whole._replace(at=at))
 
@@ -141,10 +145,10 @@ class Outcome:
     ) -> _Matrix:
         contents, all_columns = self._contents, (0, a.columns)
 
-        def at(rank: int, i: int, some: Columns) -> int:
-            key = rank, b, some
+        def at(rank: int, i: int, columns: Columns) -> int:
+            key = rank, b, columns
             if key not in self._weights:
-                rows = [b.at(rank, k, some) for k in range(b.rows)]
+                rows = [b.at(rank, k, columns) for k in range(b.rows)]
                 self._weights[key] = contents.whole(rows)
             return contents.made("gemm", rank, a.at(rank, i, all_columns), [self._weights[key]])
 
@@ -186,12 +190,12 @@ class Outcome:
 
     def _rows(self, matrix: _Matrix, run: slice) -> list[int]:
         all_columns = 0, matrix.columns
-        return [matrix.at(self.place.rank, i, all_columns) for i in range(run.start, run.stop)]
+        return [matrix.at(self.spec.rank, i, all_columns) for i in range(run.start, run.stop)]
 
     def _sources(self, rank: int) -> list[int]:
         """The ranks whose partials ``rank`` adds before its own, in order."""
-        place = self.place
-        return [hop.source for hop in place.schedule.hops(rank, place.size, "last")]
+        spec = self.spec
+        return [hop.source for hop in spec.schedule.hops(rank, spec.size, "last")]
 
     def _sum(self, rank: int, part: Callable[[int], int]) -> int:
         """The sum of ``part(q)`` over all ranks q, in the order in which ``rank`` adds."""
@@ -210,7 +214,7 @@ def outcome_of(program: Program, contents: Contents) -> Outcome:
             f"nothing says what has to come out of {name}; known are {', '.join(RULES)}"
         )
     assert isinstance(schedule, Schedule)
-    outcome = Outcome(Place(schedule, program.rank, program.size, program.batched), contents)
+    outcome = Outcome(RankSpec(schedule, program.rank, program.size, program.batched), contents)
     RULES[str(name)].lines(outcome, *arguments)
     return outcome
 
@@ -219,16 +223,16 @@ def outcome_of(program: Program, contents: Contents) -> Outcome:
 
 
 def outcome_faults(
-    program: Program, outcome: Outcome, held: Held, contents: Contents
+    program: Program, outcome: Outcome, state: FinalState, contents: Contents
 ) -> Iterator[str]:
     """The differences between the final contents and calls of a rank and the expected ones."""
     where = f"rank {program.rank}"
-    for buffer in sorted(held.written.keys() | outcome.results.keys()):
+    for buffer in sorted(state.written.keys() | outcome.results.keys()):
         rows, width = outcome.shapes[buffer]
         if not rows or not width:
             continue
         initial = [contents.row(program.rank, buffer, row, (0, width)) for row in range(rows)]
-        planes = held.written.get(buffer) or {(0, width): initial}
+        planes = state.written.get(buffer) or {(0, width): initial}
         if buffer not in outcome.results:
             yield f"{where}: it changes {buffer}"
             continue
@@ -240,18 +244,18 @@ def outcome_faults(
             for row, content in enumerate(plane):
                 expected = outcome.results[buffer](row, columns)
                 if content != expected:
-                    place = f"{buffer}[{row}, {columns[0]}:{columns[1]}]"
-                    yield f"{where}: {place} {_difference(content, expected, contents)}"
+                    cells = f"{buffer}[{row}, {columns[0]}:{columns[1]}]"
+                    yield f"{where}: {cells} {_difference(content, expected, contents)}"
                     break
-    unmade = {call.work for call in held.calls if not call.makes}
+    unmade = {call.work for call in state.calls if not call.makes}
     for work in sorted(unmade | outcome.calls.keys()):
-        actual = [(call.run, call.taken) for call in held.calls if call.work == work]
+        actual = [(call.run, call.inputs) for call in state.calls if call.work == work]
         yield from _call_faults(where, work, actual, outcome.calls.get(work, []), contents)
     for which, at, own in (("first", 0, outcome.first), ("last", -1, outcome.last)):
-        calls = [call for call in held.calls if own is not None and call.work == own[0]]
+        calls = [call for call in state.calls if own is not None and call.work == own[0]]
         if own is None or not calls:
             continue
-        if calls[at].taken[0] != own[1]:
+        if calls[at].inputs[0] != own[1]:
             yield (
                 f"{where}: its {which} {own[0]} is not that of its own block: that transfer "
                 "overlaps with no work"
@@ -260,11 +264,11 @@ def outcome_faults(
             yield f"{where}: it waits before the {own[0]} of its own block"
 
 
-def _difference(got: int, due: int, contents: Contents) -> str:
-    have, need = contents.parts(got), contents.parts(due)
+def _difference(actual: int, expected: int, contents: Contents) -> str:
+    have, need = contents.parts(actual), contents.parts(expected)
     counts, needed = Counter(have), Counter(need)
     if len(need) == 1 or (len(have) == 1 and have[0] not in need):
-        return f"is {contents.words(got)}, it has to be {contents.words(due)}"
+        return f"is {contents.words(actual)}, it has to be {contents.words(expected)}"
     for part in needed - counts:
         return f"is a sum that lacks {contents.words(part)}"
     for part in counts - needed:
@@ -277,15 +281,17 @@ def _difference(got: int, due: int, contents: Contents) -> str:
 
 
 def _call_faults(
-    where: str, work: str, got: list[_Call], due: list[_Call], contents: Contents
+    where: str, work: str, actual: list[_Call], expected: list[_Call], contents: Contents
 ) -> Iterator[str]:
     """The first call of a work that differs from the expected one, and a different number."""
-    if len(got) != len(due):
-        yield f"{where}: {work} is called {len(got)} times, it has to be {len(due)} times"
-    for at, ((run, inputs), (due_run, needed)) in enumerate(zip(got, due, strict=False)):
+    if len(actual) != len(expected):
+        yield f"{where}: {work} is called {len(actual)} times, it has to be {len(expected)} times"
+    for at, ((run, inputs), (expected_run, needed)) in enumerate(
+        zip(actual, expected, strict=False)
+    ):
         call = f"{where}: call {at} of {work}"
-        if run != due_run:
-            yield f"{call} is for rows {_rows(run)}, it has to be for {_rows(due_run)}"
+        if run != expected_run:
+            yield f"{call} is for rows {_rows(run)}, it has to be for {_rows(expected_run)}"
         elif [*map(len, inputs)] != [*map(len, needed)]:
             counts = (" and ".join(str(len(rows)) for rows in side) for side in (inputs, needed))
             yield "{} takes {} rows, it has to take {}".format(call, *counts)

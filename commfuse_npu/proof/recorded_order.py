@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from commfuse_npu.plan import Schedule
 from commfuse_npu.plan.program import Program
 from commfuse_npu.plan.rules import RULES
-from commfuse_npu.plan.schedule import Place
+from commfuse_npu.plan.schedule import RankSpec
 from commfuse_npu.proof.rendezvous import Group
 from commfuse_npu.runtime.order_log import VERSION
 
@@ -270,9 +270,9 @@ class RankLog:
             schedule = Schedule(**{option: _frozen(value) for option, value in options.items()})
             if size * schedule.chunks > _MOST_TRANSFERS:
                 raise ValueError(f"it would have more than {_MOST_TRANSFERS} transfers")
-            place = Place(schedule, begun.group.ranks.index(self.rank), size, batched)
+            spec = RankSpec(schedule, begun.group.ranks.index(self.rank), size, batched)
             program, as_batched = (
-                RULES[rule](place._replace(batched=way), *_frozen(arguments))
+                RULES[rule](spec._replace(batched=way), *_frozen(arguments))
                 for way in (batched, True)
             )
         # An untrusted file may cause any exception.

@@ -125,7 +125,7 @@ class Rendezvous:
         self._held: dict[Hashable, list[int]] = defaultdict(list)
         self._ready = deque(range(len(scripts)))
 
-    def play(self) -> Stuck | None:
+    def simulate(self) -> Stuck | None:
         """Run; ``None`` if all scripts finish and no post is left in a queue."""
         while self._ready:
             number = self._ready.popleft()

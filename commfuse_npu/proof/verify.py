@@ -29,10 +29,10 @@ from typing import NamedTuple
 from commfuse_npu.plan import PlanError, Schedule
 from commfuse_npu.plan.instructions import Collective, End, Post, Transfer, Wait
 from commfuse_npu.plan.program import Program
-from commfuse_npu.proof import rendezvous as play
-from commfuse_npu.proof.data_flow import Contents, carry_out
+from commfuse_npu.proof import rendezvous as simulation
+from commfuse_npu.proof.data_flow import Contents, execute
 from commfuse_npu.proof.hazards import hazards
-from commfuse_npu.proof.memory import Memory, instruction
+from commfuse_npu.proof.memory import Memory, describe
 from commfuse_npu.proof.outcomes import outcome_faults, outcome_of
 
 __all__ = ["counter_examples", "rendezvous", "verify"]
@@ -79,10 +79,10 @@ def counter_examples(programs: Sequence[Program], limit: int = 8) -> list[str]:
         faults.insert(0, rendezvous([programs]) or stuck)
     if faults:
         return faults[:limit]
-    for program, outcome, held in zip(
-        programs, outcomes, carry_out(programs, memories, contents), strict=True
+    for program, outcome, state in zip(
+        programs, outcomes, execute(programs, memories, contents), strict=True
     ):
-        faults += held.faults or outcome_faults(program, outcome, held, contents)
+        faults += state.faults or outcome_faults(program, outcome, state, contents)
     return faults[:limit]
 
 
@@ -99,10 +99,10 @@ def _set(programs: Sequence[Program]) -> Iterator[str]:
             yield f"program {place} in the list is that of rank {program.rank}"
         operation = program.rule, program.size, program.batched
         if operation != (first.rule, first.size, first.batched):
-            yield f"rank {program.rank} runs {_told(program)}, rank 0 {_told(first)}"
+            yield f"rank {program.rank} runs {_describe(program)}, rank 0 {_describe(first)}"
 
 
-def _told(program: Program) -> str:
+def _describe(program: Program) -> str:
     name, schedule, *arguments = program.rule
     posting = "in batches" if program.batched else "one by one"
     values = ", ".join(map(str, arguments))
@@ -122,37 +122,37 @@ def _ends(program: Program) -> Iterator[str]:
             if way == "receive":
                 own, peer = peer, own
             if own != program.rank:
-                yield f"{instruction(program, at)}: this rank has no part in {transfer}"
+                yield f"{describe(program, at)}: this rank has no part in {transfer}"
             elif peer == program.rank and isinstance(post, Post):
-                yield f"{instruction(program, at)}: {transfer} is to itself"
+                yield f"{describe(program, at)}: {transfer} is to itself"
             elif not 0 <= peer < program.size:
-                yield f"{instruction(program, at)}: there is no rank {peer} of {program.size}"
+                yield f"{describe(program, at)}: there is no rank {peer} of {program.size}"
             elif not 0 <= transfer.lane < lanes:
-                yield f"{instruction(program, at)}: there is no lane {transfer.lane} of {lanes}"
+                yield f"{describe(program, at)}: there is no lane {transfer.lane} of {lanes}"
         if isinstance(post, Collective):
-            yield from (f"{instruction(program, at)}: {fault}" for fault in _unlike(program, post))
+            yield from (f"{describe(program, at)}: {fault}" for fault in _unlike(program, post))
         elif not program.batched:
             if post.send is not None and post.receive is not None:
-                yield f"{instruction(program, at)}: here sends and receives are posted one by one"
+                yield f"{describe(program, at)}: here sends and receives are posted one by one"
         elif post.send is None or post.receive is None:
-            yield f"{instruction(program, at)}: a batch is a send and a receive"
+            yield f"{describe(program, at)}: a batch is a send and a receive"
         elif post.send.transfer[:2] != post.receive.transfer[:2]:
-            yield f"{instruction(program, at)}: the ends of a batch are of one step and lane"
+            yield f"{describe(program, at)}: the ends of a batch are of one step and lane"
 
 
-def _unlike(program: Program, one: Collective) -> Iterator[str]:
+def _unlike(program: Program, collective: Collective) -> Iterator[str]:
     """Check that an instruction is what the torch.distributed collective of this kind does."""
     everyone = list(range(program.size))
     peers = [rank for rank in everyone if rank != program.rank]
-    targets = [transfer.target for transfer in one.sends]
-    sources = [transfer.source for transfer in one.receives]
-    whole = [everyone] if one.kind == "all_gather" else [everyone, peers]
+    targets = [transfer.target for transfer in collective.sends]
+    sources = [transfer.source for transfer in collective.receives]
+    whole = [everyone] if collective.kind == "all_gather" else [everyone, peers]
     if targets != sources or targets not in whole:
         yield f"a collective is of all ranks in their order, not to {targets} and from {sources}"
-    elif len({transfer.lane for transfer in (*one.sends, *one.receives)}) > 1:
+    elif len({transfer.lane for transfer in (*collective.sends, *collective.receives)}) > 1:
         yield "a collective is on one lane"
-    elif one.out.rows % len(sources) or (
-        one.kind == "all_to_all" and one.source.rows % len(targets)
+    elif collective.out.rows % len(sources) or (
+        collective.kind == "all_to_all" and collective.source.rows % len(targets)
     ):
         yield f"its rows are not {len(targets)} equal blocks"
 
@@ -195,22 +195,22 @@ def _order(program: Program) -> Iterator[str]:
         for way, end in reversed(post.ends):
             to_come[way].append(end.transfer.step)
     last = {"send": -1, "receive": -1}
-    for at, entry in enumerate(program.code):
-        if isinstance(entry, Post | Collective):
-            for way, _ in entry.ends:
+    for at, instruction in enumerate(program.code):
+        if isinstance(instruction, Post | Collective):
+            for way, _ in instruction.ends:
                 step = to_come[way].pop()
                 if step <= last[way]:
                     yield (
-                        f"{instruction(program, at)}: it posts the {way} of step {step} after that "
+                        f"{describe(program, at)}: it posts the {way} of step {step} after that "
                         f"of step {last[way]}; there is no common order"
                     )
                 last[way] = max(last[way], step)
-        elif isinstance(entry, Wait):
-            most = max((step for _, step in entry.ends), default=-1)
+        elif isinstance(instruction, Wait):
+            most = max((step for _, step in instruction.ends), default=-1)
             for way, steps in to_come.items():
                 if steps and steps[-1] <= most:
                     yield (
-                        f"{instruction(program, at)}: it waits for step {most} before it posts the "
+                        f"{describe(program, at)}: it waits for step {most} before it posts the "
                         f"{way} of step {steps[-1]}"
                     )
 
@@ -225,43 +225,45 @@ def rendezvous(operations: Sequence[Sequence[Program]], *, cold: bool = False) -
     lane (:mod:`commfuse_npu.proof.rendezvous`).
 
     Args:
-        operations: sets of programs on the same lanes.  All run ahead to their marks, one after the
-            other, and then to their ends in the same order; without a mark, each runs to its end.
+        operations: sets of programs on the same lanes.  All run to their ``ahead_end``, one after
+            the other, and then to their ends in the same order.
         cold: start with no link open.  On gloo all links are open.
     """
-    group = play.Group("programs", tuple(range(operations[0][0].size)))
+    group = simulation.Group("programs", tuple(range(operations[0][0].size)))
     scripts = []
     for rank in group.ranks:
         numbered = [(number, programs[rank]) for number, programs in enumerate(operations)]
-        parts = [(number, program, slice(None, program.mark)) for number, program in numbered]
-        parts += [(number, program, slice(program.mark, None)) for number, program in numbered]
+        parts = [(number, program, slice(None, program.ahead_end)) for number, program in numbered]
+        parts += [(number, program, slice(program.ahead_end, None)) for number, program in numbered]
         actions = [
             act for number, program, part in parts for act in _actions(number, program, part, group)
         ]
-        scripts.append(play.Script(rank, actions))
+        scripts.append(simulation.Script(rank, actions))
     to_open = cold and all(program.batched for programs in operations for program in programs)
-    stuck = play.Rendezvous(scripts, opened=set() if to_open else None).play()
+    stuck = simulation.Rendezvous(scripts, opened=set() if to_open else None).simulate()
     return None if stuck is None else stuck.text
 
 
 def _actions(
-    number: int, program: Program, part: slice, group: play.Group
-) -> Iterator[play.Action]:
+    number: int, program: Program, part: slice, group: simulation.Group
+) -> Iterator[simulation.Action]:
     """The posts and waits of a part of a program's code, for the simulation."""
-    posted: dict[tuple[str, int], tuple[play.End, ...]] = {}
+    posted: dict[tuple[str, int], tuple[simulation.End, ...]] = {}
     for post in program.posts:
         away = [end.transfer for _, end in post.ends if not end.transfer.stays]
-        batch = tuple(play.End(number, transfer) for transfer in away)
+        batch = tuple(simulation.End(number, transfer) for transfer in away)
         posted |= {(way, end.transfer.step): batch for way, end in post.ends}
-    for entry in program.code[part]:
-        if isinstance(entry, Post | Collective):
-            transfer = entry.transfer
-            tagged = isinstance(entry, Post) and not program.batched
+    for instruction in program.code[part]:
+        if isinstance(instruction, Post | Collective):
+            transfer = instruction.transfer
+            tagged = isinstance(instruction, Post) and not program.batched
             lane = _Message(number, transfer) if tagged else transfer.lane
-            yield play.Post(group, lane, posted[entry.ends[0][0], transfer.step])
-        elif isinstance(entry, Wait):
+            yield simulation.Post(group, lane, posted[instruction.ends[0][0], transfer.step])
+        elif isinstance(instruction, Wait):
             # A wait for one end of a batch waits for both.
-            yield play.Wait(tuple(end for wait in entry.ends for end in posted.get(wait, ())))
+            yield simulation.Wait(
+                tuple(end for wait in instruction.ends for end in posted.get(wait, ()))
+            )
 
 
 class _Message(NamedTuple):

@@ -33,7 +33,7 @@ from typing import Any, Literal, NamedTuple
 
 from commfuse_npu.plan.instructions import Collective, End, Instruction, Post, Transfer, Wait, line
 from commfuse_npu.plan.program import Program
-from commfuse_npu.proof import rendezvous as play
+from commfuse_npu.proof import rendezvous as simulation
 from commfuse_npu.proof.recorded_order import Event, RankLog, opened, read_to_cuts
 
 __all__ = ["Verdict", "verify_logs"]
@@ -132,17 +132,17 @@ def _hold_together(ranks: Sequence[_Rank], whole: bool, links: set[_Link], found
 
 def _stuck(
     ranks: Sequence[_Rank], rules: _Rules, opened: set[_Link] | None, whole: bool
-) -> play.Stuck | None:
+) -> simulation.Stuck | None:
     scripts = [
-        play.Script(rank.rank, actions, open_ended=not (whole or rank.log.ended))
+        simulation.Script(rank.rank, actions, open_ended=not (whole or rank.log.ended))
         for rank in ranks
         for actions in (rank.actions[rules] or {0: []}).values()
     ]
-    return play.Rendezvous(scripts, opened=opened).play()
+    return simulation.Rendezvous(scripts, opened=opened).simulate()
 
 
 def _difference(
-    key: tuple[play.Group, str], first: _Rank, other: _Rank, whole: bool
+    key: tuple[simulation.Group, str], first: _Rank, other: _Rank, whole: bool
 ) -> Iterator[str]:
     """The first difference between the operations, or meetings, of two ranks of a group."""
     for a, b in zip_longest(first.did[key], other.did[key]):
@@ -177,20 +177,20 @@ def _notes(log: RankLog) -> Iterator[str]:
 # ---------------------------------------------------------------------- one rank in a part
 
 _Rules = Literal["recorded", "hccl"]
-_Link = tuple[play.Group, Hashable]
+_Link = tuple[simulation.Group, Hashable]
 
 
 class _Name(NamedTuple):
     """Identifies an operation, a collective or a meeting, equally on all its ranks."""
 
-    what: str
-    group: play.Group
+    kind: str
+    group: simulation.Group
     number: int
     name: str
 
     def __str__(self) -> str:
         ranks = ", ".join(map(str, self.group.ranks))
-        return f"{self.what} {self.number} ({self.name}) of the group of ranks {ranks}"
+        return f"{self.kind} {self.number} ({self.name}) of the group of ranks {ranks}"
 
 
 class _Running:
@@ -211,7 +211,7 @@ class _Running:
             if isinstance(instruction, posts_or_waits)
         )
         self.left = dict.fromkeys(places)
-        self.ends: dict[tuple[_Rules, str, int], tuple[play.End, ...]] = {}
+        self.ends: dict[tuple[_Rules, str, int], tuple[simulation.End, ...]] = {}
         self.at = self.posted = self.due = 0
 
     def line(self, place: int) -> str:
@@ -233,15 +233,15 @@ class _Rank:
         self.log = log
         self.rank = log.rank
         self.faults: list[str] = []
-        self.did: dict[tuple[play.Group, str], list[tuple[_Name, dict[str, Any]]]]
+        self.did: dict[tuple[simulation.Group, str], list[tuple[_Name, dict[str, Any]]]]
         self.did = defaultdict(list)
-        self.actions: dict[_Rules, defaultdict[int, list[play.Action]]]
+        self.actions: dict[_Rules, defaultdict[int, list[simulation.Action]]]
         self.actions = {"recorded": defaultdict(list), "hccl": defaultdict(list)}
         self.gloo = False
         self.operations = self.messages = self._thread = 0
         self._slots: dict[int, _Running] = {}
-        self._collectives: dict[int, tuple[_Name, tuple[play.End, ...]]] = {}
-        self._posted: Counter[tuple[_Rules, play.Group]] = Counter()
+        self._collectives: dict[int, tuple[_Name, tuple[simulation.End, ...]]] = {}
+        self._posted: Counter[tuple[_Rules, simulation.Group]] = Counter()
         self._faulty: set[_Name] = set()
         for text in log.lines:
             self._take(log.event(text))
@@ -249,11 +249,11 @@ class _Rank:
             for name, _ in self._collectives.values():
                 self.faults.append(f"rank {self.rank}, {name}: it began it and never waited for it")
 
-    def _fault(self, running: _Running, what: str) -> None:
+    def _fault(self, running: _Running, problem: str) -> None:
         # One fault per operation; further ones are consequences of it.
         if running.name not in self._faulty:
             self._faulty.add(running.name)
-            self.faults.append(f"rank {self.rank}, {running.name}: it {what}")
+            self.faults.append(f"rank {self.rank}, {running.name}: it {problem}")
 
     def _take(self, event: Event) -> None:
         verb, number, more, text, begun = event
@@ -268,18 +268,18 @@ class _Rank:
         elif verb == "await":
             _, ends = self._collectives.pop(number)
             for threads in self.actions.values():
-                threads[self._thread].append(play.Wait(ends))
+                threads[self._thread].append(simulation.Wait(ends))
         elif verb == "meet":
             name = self._name("meeting", self.log.groups[number], text, {"place": text})
             for threads in self.actions.values():
-                threads[self._thread].append(play.Meet(name.group, name.number, text))
+                threads[self._thread].append(simulation.Meet(name.group, name.number, text))
         elif verb == "thread":
             self._thread = number
         elif verb == "at":
             self._at(self._slots[number], *more)
         elif verb == "rows":
             for rules in self.actions:
-                self._play(rules, self._slots[number], Wait(more, ()))
+                self._simulate(rules, self._slots[number], Wait(more, ()))
         elif verb == "finish":
             running = self._slots[number]
             for place in running.left:
@@ -297,21 +297,25 @@ class _Rank:
         own, peers = group.ranks.index(self.rank), range(len(group.ranks))
         piece = "{kind} ({bytes} bytes)".format(**facts)
         pairs = [pair for peer in peers if peer != own for pair in ((own, peer), (peer, own))]
-        ends = tuple(play.End(name, Transfer(0, 0, *pair, piece)) for pair in pairs)
+        ends = tuple(simulation.End(name, Transfer(0, 0, *pair, piece)) for pair in pairs)
         self._collectives[slot] = name, ends
         for rules in self.actions:
             self._post(rules, group, "of collectives", ends)
 
     def _post(
-        self, rules: _Rules, group: play.Group, lane: Hashable, ends: tuple[play.End, ...]
+        self,
+        rules: _Rules,
+        group: simulation.Group,
+        lane: Hashable,
+        ends: tuple[simulation.End, ...],
     ) -> None:
-        post = play.Post(group, lane, ends, before=self._posted[rules, group])
+        post = simulation.Post(group, lane, ends, before=self._posted[rules, group])
         self.actions[rules][self._thread].append(post)
         self._posted[rules, group] += 1
 
-    def _name(self, what: str, group: play.Group, text: str, facts: dict[str, Any]) -> _Name:
-        items = self.did[group, what]
-        items.append((_Name(what, group, self.log.before[group, what] + len(items), text), facts))
+    def _name(self, kind: str, group: simulation.Group, text: str, facts: dict[str, Any]) -> _Name:
+        items = self.did[group, kind]
+        items.append((_Name(kind, group, self.log.before[group, kind] + len(items), text), facts))
         return items[-1][0]
 
     def _at(self, running: _Running, place: int) -> None:
@@ -323,9 +327,9 @@ class _Rank:
         if place in running.left:
             del running.left[place]
             instruction = program.code[place]
-            self._play("recorded", running, instruction)
+            self._simulate("recorded", running, instruction)
             if program.batched:
-                self._play("hccl", running, instruction)
+                self._simulate("hccl", running, instruction)
             elif isinstance(instruction, Collective) or (
                 isinstance(instruction, Post) and instruction.send is not None
             ):
@@ -339,7 +343,7 @@ class _Rank:
             return
         while running.at < len(code) and running.posted < running.due:
             running.at += 1
-            self._play("hccl", running, code[running.at - 1])
+            self._simulate("hccl", running, code[running.at - 1])
 
     def _held(self, running: _Running) -> bool:
         """Whether an earlier bucket operation has posts left, which have to come first."""
@@ -351,18 +355,20 @@ class _Rank:
             for other in earlier
         )
 
-    def _play(self, rules: _Rules, running: _Running, one: Instruction) -> None:
+    def _simulate(self, rules: _Rules, running: _Running, instruction: Instruction) -> None:
         name = running.name
-        if isinstance(one, Wait):
-            keys = [(rules, way, step) for way, step in one.ends]
+        if isinstance(instruction, Wait):
+            keys = [(rules, way, step) for way, step in instruction.ends]
             for _, way, step in (key for key in keys if key not in running.ends):
                 self._fault(running, f"waits for what step {step} {way}s, which is not posted")
             ends = (running.ends.get(key, ()) for key in keys)
-            wait = play.Wait(tuple(end for group in ends for end in group))
+            wait = simulation.Wait(tuple(end for group in ends for end in group))
             self.actions[rules][self._thread].append(wait)
-        elif isinstance(one, Post | Collective):
-            posted = tuple(_end(name, end) for _, end in one.ends if not end.transfer.stays)
-            running.ends |= {(rules, way, end.transfer.step): posted for way, end in one.ends}
+        elif isinstance(instruction, Post | Collective):
+            posted = tuple(_end(name, end) for _, end in instruction.ends if not end.transfer.stays)
+            running.ends |= {
+                (rules, way, end.transfer.step): posted for way, end in instruction.ends
+            }
             if rules == "recorded":
                 self.messages += len(posted)
             else:
@@ -372,12 +378,12 @@ class _Rank:
             step, lane, source, *_ = posted[0].transfer
             # On gloo messages match by tag, as if each had its own lane.
             alone = rules == "recorded" and not running.program.batched
-            tagged = alone and isinstance(one, Post)
+            tagged = alone and isinstance(instruction, Post)
             queue = f"{lane}, tag {name.number}.{step}.{source}," if tagged else lane
             self._post(rules, name.group, queue, posted)
 
 
-def _end(name: _Name, end: End) -> play.End:
+def _end(name: _Name, end: End) -> simulation.End:
     """An end with its number of rows in the piece, so that both ends have to have the same."""
     piece = f"{end.transfer.piece} ({end.span.rows} rows)"
-    return play.End(name, end.transfer._replace(piece=piece))
+    return simulation.End(name, end.transfer._replace(piece=piece))

@@ -5,12 +5,12 @@ and options before they send anything of its first use.  Before an optimizer cha
 compare all operations begun, with their sizes.  An error names rank, peer, operation and step.  It
 is permanent, because the remaining transfers can no longer be matched.
 
-Each operation begun updates a digest.  On gloo, a rank sends the digest of every stretch of
-operations to the other ranks, and compares theirs at the end of the next stretch, when they have
+Each operation begun updates a digest.  On gloo, a rank sends the digest of every interval of
+operations to the other ranks, and compares theirs at the end of the next interval, when they have
 arrived.  With transfers in flight it does not compare, because another rank may need these
 transfers before it sends its digest::
 
-    begun    | stretch 0      | stretch 1      | stretch 2      | step of the optimizer
+    begun    | interval 0     | interval 1     | interval 2     | step of the optimizer
     sent     |                | 0              | 1              | 2, and the last operations
     compared |                |                | 0              | 1, 2, and the last operations
 
@@ -49,32 +49,32 @@ _MOST_AGREED = 4096
 _MOST_BEGUN = 512
 """Most programs that are cached; any other is looked up among the combinations."""
 
-_EXPLAINING = timedelta(seconds=2)
+_DIAGNOSIS_TIMEOUT = timedelta(seconds=2)
 """After a failed wait: timeout for the other ranks' operations, to report the first difference."""
 
-_STRETCH = 256
-_KEPT = 4 * _STRETCH
+_DIGEST_INTERVAL = 256
+_HISTORY_LENGTH = 4 * _DIGEST_INTERVAL
 _DIGESTS, _HISTORIES = 1, 2
 """Message tags of digests and of full lists of operations; other comparisons use tag 0."""
 
 _numbers = count()
-_unsettled: set[Agreement] = set()
+_unchecked: set[Agreement] = set()
 """Transports with operations that were not compared with the other ranks yet."""
 
 
 @cache
-def _settle_before_steps() -> None:
-    """Register a hook that settles all transports before a step of a ``torch.optim`` optimizer."""
+def _check_before_steps() -> None:
+    """Register a hook that checks all transports before a step of a ``torch.optim`` optimizer."""
 
-    def settle(*_: object) -> None:
+    def check_all(*_: object) -> None:
         # In the same order on all ranks, or they deadlock.
-        for transport in sorted(_unsettled, key=lambda transport: transport._number):
+        for transport in sorted(_unchecked, key=lambda transport: transport._number):
             if transport._world is dist.group.WORLD:
-                transport.settle()
+                transport.check_digests()
             else:
-                _unsettled.discard(transport)  # its groups were destroyed with the old world
+                _unchecked.discard(transport)  # its groups were destroyed with the old world
 
-    register_optimizer_step_pre_hook(settle)
+    register_optimizer_step_pre_hook(check_all)
 
 
 def expect_check(check: str) -> None:
@@ -91,7 +91,7 @@ class MismatchError(TransportError):
     """The ranks of a group called different operations, or with different shapes or options.
 
     For a combination that was compared before, it is raised after the operation ran: see
-    :meth:`Transport.settle`.
+    :meth:`Transport.check_digests`.
     """
 
 
@@ -102,8 +102,8 @@ class Agreement:
         group: the process group of the ranks.
         control: a group of the same ranks for comparisons; a gloo group if there is one.
         timeout: for the answers of other ranks.
-        check: ``first`` compares a new operation at its first use, and the rest in :meth:`settle`;
-            ``always`` compares every operation before anything is sent.
+        check: ``first`` compares a new operation at its first use, and the rest in
+            :meth:`check_digests`; ``always`` compares every operation before anything is sent.
 
     Attributes:
         ranks: global rank of each rank of the group.
@@ -130,14 +130,14 @@ class Agreement:
         # Cache of Transport.begin: the number and the signature that were agreed on.
         self._begun: dict[Hashable, tuple[int, Signature]] = {}
         # Compared later: the number of operations begun, and their digest, below 2^63.
-        self._keeps = self.size > 1 and check == "first"
-        self._entered = self._digest = 0
-        self._kept: deque[Signature] = deque(maxlen=_KEPT)
+        self._checks_later = self.size > 1 and check == "first"
+        self._operation_count = self._digest = 0
+        self._history: deque[Signature] = deque(maxlen=_HISTORY_LENGTH)
         # Only gloo: single messages on HCCL would open communicators in the middle of a forward.
         self._sends = dist.get_backend(control) == "gloo"
         self._sent: deque[Swap] = deque()
-        if self._keeps:
-            _settle_before_steps()
+        if self._checks_later:
+            _check_before_steps()
         self._number, self._world = next(_numbers), dist.group.WORLD
         self._broken: str | None = None
         self._left_over: list[object] = []
@@ -164,7 +164,7 @@ class Agreement:
 
         All ranks run the same operations in the same order, so a combination of facts is new on all
         of them at once, and they compare it there.  Different sizes of a known combination do not
-        block: they are compared later, see :meth:`settle`.
+        block: they are compared later, see :meth:`check_digests`.
 
         Args:
             sizes: lengths, which may differ between calls.  Whether a size is 0 counts as a fact.
@@ -179,7 +179,7 @@ class Agreement:
         self.expect_unbroken()
         sizes = sizes or {}
         identity, signature = self._agreed_on(name, {**facts, **sizes}, sizes)
-        if self._keeps:
+        if self._checks_later:
             self._enter(identity, signature)
         return identity
 
@@ -203,17 +203,17 @@ class Agreement:
         return zlib.crc32(repr(signature).encode()), signature
 
     def _enter(self, identity: int, signature: Signature) -> None:
-        """Add an operation to the digest; at the end of a stretch, exchange digests (gloo)."""
-        _unsettled.add(self)
-        self._entered += 1
+        """Add an operation to the digest; at the end of an interval, exchange digests (gloo)."""
+        _unchecked.add(self)
+        self._operation_count += 1
         self._digest = (self._digest * 6364136223846793005 + identity) & 0x7FFFFFFFFFFFFFFF
-        self._kept.append(signature)
-        is_over = not self._entered % _STRETCH
+        self._history.append(signature)
+        is_over = not self._operation_count % _DIGEST_INTERVAL
         if not self._sends or not (is_over or len(self._sent) > 1):
             return
         with self._with_others("what was begun"):
             if is_over:
-                digest = torch.tensor([self._entered, self._digest])
+                digest = torch.tensor([self._operation_count, self._digest])
                 peers = (peer for peer in range(self.size) if peer != self.rank)
                 digests = {peer: torch.empty_like(digest) for peer in peers}
                 self._sent.append(Swap(digest, digests, self._control, _DIGESTS))
@@ -227,7 +227,7 @@ class Agreement:
         end = time.monotonic() + self.timeout.total_seconds()
         while len(self._sent) > but:
             sent = self._sent.popleft()
-            if any(not torch.equal(sent.mine, other) for other in sent.wait(end).values()):
+            if any(not torch.equal(sent.tensor, other) for other in sent.wait(end).values()):
                 return False
         return True
 
@@ -236,7 +236,7 @@ class Agreement:
             self._begun.clear()
         self._begun[key] = agreed
 
-    def settle(self) -> None:
+    def check_digests(self) -> None:
         """Compare all operations begun, with their sizes and order; return only if they are equal.
 
         A hook calls it before every step of an optimizer of ``torch.optim`` or a subclass, which
@@ -253,15 +253,15 @@ class Agreement:
             TransportError: a rank did not call it in time, or the transport is broken.
         """
         self.expect_unbroken()
-        if self not in _unsettled:
+        if self not in _unchecked:
             return
-        state = self._entered, self._digest
+        state = self._operation_count, self._digest
         if any(other != state for other in self.share("what was begun", state)):
             self._diverged()
         with self._with_others("what was begun"):
             self._same_digests()
-        self._kept.clear()
-        _unsettled.discard(self)
+        self._history.clear()
+        _unchecked.discard(self)
 
     def _diverged(self) -> None:
         """Break the transport and raise, naming the first operation that differs between ranks."""
@@ -272,12 +272,12 @@ class Agreement:
         )
         raise self.error(MismatchError)
 
-    def gave_up(self, why: str, *left_over: object) -> TransportError:
+    def fail_wait(self, why: str, *left_over: object) -> TransportError:
         """After a failed wait: break the transport; the error names a difference between ranks."""
         difference = None
-        if self._keeps and self._broken is None:
+        if self._checks_later and self._broken is None:
             try:
-                difference = self._difference(_EXPLAINING, all_begun=False)
+                difference = self._difference(_DIAGNOSIS_TIMEOUT, all_begun=False)
             except MissingRankError as error:
                 left_over = *left_over, error.left_over
         self.fail(why if difference is None else f"{why}. {difference}", *left_over)
@@ -289,7 +289,7 @@ class Agreement:
         Args:
             all_begun: whether a different number of operations counts as a difference.
         """
-        history = self._entered - len(self._kept), list(self._kept)
+        history = self._operation_count - len(self._history), list(self._history)
         differences = []
         everyone = gather_objects(history, self._control, timeout, _HISTORIES)
         for peer, peer_history in enumerate(everyone):
@@ -348,7 +348,7 @@ class Agreement:
     def fail(self, why: str, *left_over: object) -> None:
         """Break the transport for good; ``left_over`` objects are kept alive with it."""
         self._left_over += left_over
-        _unsettled.discard(self)
+        _unchecked.discard(self)
         if self._broken is None:
             self._broken = (
                 f"rank {self.rank} of {self.size} (global rank {self.ranks[self.rank]}): {why}"
@@ -363,7 +363,7 @@ class Agreement:
     def _closed(self) -> None:
         """Mark the transport as closed: nothing is compared any more."""
         self._broken = self._broken or f"rank {self.rank}: it was closed"
-        _unsettled.discard(self)
+        _unchecked.discard(self)
         if self.order_log is not None:
             self.order_log.write("close", self.log_number)
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch._C._profiler import _RecordFunctionFast
 
 from commfuse_npu.kernels import kernels_for
-from commfuse_npu.plan import Place, Schedule
+from commfuse_npu.plan import RankSpec, Schedule
 from commfuse_npu.plan.rules import Piece, Rule
 from commfuse_npu.runtime.collectives import (
     Begun,
@@ -40,7 +40,7 @@ class Lines(NamedTuple):
     """Takes the place of a program: a rule whose lines are executed for one rank."""
 
     rule: Rule
-    place: Place
+    spec: RankSpec
     arguments: tuple[Any, ...]
 
 
@@ -75,16 +75,16 @@ class CollectiveTransport:
     def by_collectives(self) -> CollectiveTransport:
         return self
 
-    def place(self, schedule: Schedule) -> Place:
+    def spec(self, schedule: Schedule) -> RankSpec:
         if not self.same_pieces:
             schedule = replace(schedule, chunks=1)
         if self._lanes is not None:
-            return self._lanes.place(schedule)
-        return Place(schedule, self.rank, self.size, True)
+            return self._lanes.spec(schedule)
+        return RankSpec(schedule, self.rank, self.size, True)
 
     def program(self, rule: Rule, schedule: Schedule, *arguments: Any) -> Lines:
         """The argument of :meth:`begin`; see :meth:`Transport.program`."""
-        return Lines(rule, self.place(schedule), arguments)
+        return Lines(rule, self.spec(schedule), arguments)
 
     def begin(
         self,
@@ -134,7 +134,7 @@ class CollectiveRun:
     ) -> None:
         self.name = name
         self.program = program
-        self.place = program.place
+        self.spec = program.spec
         self._transport, self._group = transport, transport.group
         self._like = like
         self._sum_dtype = sum_dtype
@@ -185,41 +185,41 @@ class CollectiveRun:
         return self._tensors[buffer]
 
     def own_block(self, whole: torch.Tensor) -> torch.Tensor:
-        return whole.chunk(self.place.size)[self.place.rank]
+        return whole.chunk(self.spec.size)[self.spec.rank]
 
     # ------------------------------------------------------------------ transfers
 
     def all_gather(self, shard: torch.Tensor, *, out: str | None = None) -> torch.Tensor:
         into = None if out is None else self._tensors[out]
-        if self.place.size == 1:
+        if self.spec.size == 1:
             return shard if into is None else into.copy_(shard)
         with self._transport.collectives(self.name):
             return self._begun(begin_all_gather(shard, self._group, into))
 
     def all_to_all(self, blocks: torch.Tensor, *, out: str | None = None) -> torch.Tensor:
         received = blocks
-        if self.place.size > 1:
+        if self.spec.size > 1:
             with self._transport.collectives(self.name):
                 received = all_to_all_rows(blocks, self._group)
         return received if out is None else self._tensors[out].copy_(received)
 
     def reduce_scatter(self, whole: torch.Tensor, *, out: str, finish: bool = False) -> None:
-        into, rows = self._tensors[out], whole.shape[0] // self.place.size
+        into, rows = self._tensors[out], whole.shape[0] // self.spec.size
         if into.shape[0] > rows:
             into = self.own_block(into)
-        if self.place.size == 1:
+        if self.spec.size == 1:
             into.copy_(whole)
             return
         wide = whole.to(self._sum_dtype or whole.dtype)
-        hops = self.place.schedule.hops(self.place.rank, self.place.size, "last")
+        hops = self.spec.schedule.hops(self.spec.rank, self.spec.size, "last")
         order = [hop.source for hop in hops]
-        schedule = self.place.schedule
+        schedule = self.spec.schedule
         like_collectives = schedule.shape != "two_level" and schedule.costs is None
         with self._transport.collectives(self.name):
             if finish:
                 total = sum_rows_in_order(wide, self._group, order)
             elif self._transport.same_pieces and not like_collectives:
-                total = sum_rows_in_order(wide, self._group, [*order, self.place.rank])
+                total = sum_rows_in_order(wide, self._group, [*order, self.spec.rank])
             else:
                 self._sums.append((into, self._begun(begin_reduce_scatter(wide, self._group))))
                 return
@@ -230,7 +230,7 @@ class CollectiveRun:
 
     def all_reduce(self, whole: torch.Tensor, parts: Sequence[slice], *, out: str) -> None:
         total = whole.to(self._sum_dtype or whole.dtype)
-        if self.place.size > 1 and len(whole):
+        if self.spec.size > 1 and len(whole):
             with self._transport.collectives(self.name):
                 for part in parts:
                     sums = reduce_scatter_rows(total[part], self._group).to(whole.dtype)

@@ -40,18 +40,18 @@ class SideStream:
         with self._module.stream(self._stream):
             work(*args)
 
-    def _of(self, aside: bool) -> Any:
-        return self._stream if aside else self._module.current_stream(self._device)
+    def _of(self, on_side_stream: bool) -> Any:
+        return self._stream if on_side_stream else self._module.current_stream(self._device)
 
-    def record(self, *, aside: bool) -> Any:
-        """Record an event on this stream (``aside``) or on the current one."""
+    def record(self, *, on_side_stream: bool) -> Any:
+        """Record an event on this stream (``on_side_stream``) or on the current one."""
         event = self._module.Event()
-        event.record(self._of(aside))
+        event.record(self._of(on_side_stream))
         return event
 
-    def hold(self, event: Any, *, aside: bool) -> None:
-        """Make this stream (``aside``) or the current one wait for an event."""
-        self._of(aside).wait_event(event)
+    def wait_event(self, event: Any, *, on_side_stream: bool) -> None:
+        """Make this stream (``on_side_stream``) or the current one wait for an event."""
+        self._of(on_side_stream).wait_event(event)
 
 
 @lru_cache(maxsize=16)

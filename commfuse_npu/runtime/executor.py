@@ -30,11 +30,11 @@ from commfuse_npu.plan.instructions import (
     Collective,
     Compute,
     Copy,
-    Hold,
     Post,
-    Record,
+    RecordEvent,
     Span,
     Wait,
+    WaitEvent,
 )
 from commfuse_npu.plan.program import Program
 from commfuse_npu.runtime.collectives import begin_all_gather, begin_all_to_all
@@ -114,7 +114,7 @@ class Running:
         ahead: bool = False,
         **tensors: torch.Tensor | None,
     ) -> None:
-        """Continue to the end of the program, or with ``ahead`` to its :class:`Mark` instruction.
+        """Continue to the end of the program, or with ``ahead`` to its :class:`AheadEnd`.
 
         ``torch.profiler`` shows it as a range with the operation's name.
 
@@ -140,7 +140,7 @@ class Running:
             raise
         try:
             with _RecordFunctionFast(f"CommFuse: {self.name}"):
-                self._go_on(works, self.program.mark if ahead else len(self.program.code))
+                self._go_on(works, self.program.ahead_end if ahead else len(self.program.code))
         except BaseException as error:
             post = self.program.code[self._at] if self._at < len(self.program.code) else None
             if isinstance(post, Post | Collective) and isinstance(error, RuntimeError):
@@ -236,34 +236,40 @@ class Running:
                     rows = () if run is None else (run,)
                     function(*map(view, outs), *map(view, ins), *rows)
             elif kind in light:
-                if instruction.aside and second is not None:
+                if instruction.on_side_stream and second is not None:
                     second.do(light[kind], *instruction)
                 else:
                     light[kind](*instruction[:2])
-            elif second is not None and kind is Record:
-                self._events[instruction.event] = second.record(aside=instruction.aside)
-            elif second is not None and kind is Hold:
+            elif second is not None and kind is RecordEvent:
+                self._events[instruction.event] = second.record(
+                    on_side_stream=instruction.on_side_stream
+                )
+            elif second is not None and kind is WaitEvent:
                 start = time.perf_counter()
-                second.hold(self._events[instruction.event], aside=instruction.aside)
+                second.wait_event(
+                    self._events[instruction.event], on_side_stream=instruction.on_side_stream
+                )
                 self._transport.blocked_seconds += time.perf_counter() - start
         self._at = max(self._at, end)
 
-    def _begin_collective(self, one: Collective, group: dist.ProcessGroup) -> None:
-        source, out = self._views[one.source], self._views[one.out]
-        if one.kind == "all_gather":
+    def _begin_collective(self, instruction: Collective, group: dist.ProcessGroup) -> None:
+        source, out = self._views[instruction.source], self._views[instruction.out]
+        if instruction.kind == "all_gather":
             _, work = begin_all_gather(source, group, out)
         else:
-            own = len(one.sends) == self.program.size
+            own = len(instruction.sends) == self.program.size
             _, work = begin_all_to_all(source, group, out, own)
         posted = [[work], source, out]
-        self._sends |= dict.fromkeys((sent.step for sent in one.sends), posted)
-        self._receives |= dict.fromkeys((received.step for received in one.receives), posted)
+        self._sends |= dict.fromkeys((sent.step for sent in instruction.sends), posted)
+        self._receives |= dict.fromkeys(
+            (received.step for received in instruction.receives), posted
+        )
 
-    def _add(self, out: Span, terms: Sequence[tuple[Span, int]], aside: bool = False) -> None:
+    def _add(self, out: Span, terms: Sequence[tuple[Span, int]], on_side: bool = False) -> None:
         parts = [(self._views[span], parts) for span, parts in terms]
         self._kernels.sum_parts(self._views[out], parts, dtype=self._sum_dtype)
 
-    def _copy(self, out: Span, source: Span, aside: bool = False) -> None:
+    def _copy(self, out: Span, source: Span, on_side: bool = False) -> None:
         """``out = source``, either of which may be several runs of rows (a 3-D view).
 
         Such a view is not contiguous, and MindSpeed's ``Tensor.view`` copies a tensor that is not
@@ -276,7 +282,7 @@ class Running:
             into = into.view(data.shape)
         into.copy_(data)
 
-    def _wait(self, receives: Sequence[int], sends: Sequence[int], aside: bool = False) -> None:
+    def _wait(self, receives: Sequence[int], sends: Sequence[int], on_side: bool = False) -> None:
         """Wait for each transfer once; waiting for one end of a batch completes both.
 
         On a device with two streams, each stream waits by itself.
@@ -288,12 +294,12 @@ class Running:
             for steps, posted in ((receives, self._receives), (sends, self._sends)):
                 for step in steps:
                     entry = posted[step]
-                    if len(entry) == 1 or (self._waited and (id(entry), aside) in self._waited):
+                    if len(entry) == 1 or (self._waited and (id(entry), on_side) in self._waited):
                         continue
                     for work in entry[0]:
                         work.wait() if timeout is None else work.wait(timeout)
                     if self._second is not None:
-                        self._waited.add((id(entry), aside))
+                        self._waited.add((id(entry), on_side))
                     else:
                         # Drop the tensors; in place, because a batch is in both dictionaries.
                         entry[:] = [()]
@@ -302,11 +308,11 @@ class Running:
             why = f"{self._what(step, way)}: {error}"
             if timeout is not None:
                 # May fail before the timeout: a peer that timed out first closes the connection.
-                raise transport.gave_up(why, self) from error
+                raise transport.fail_wait(why, self) from error
             transport.fail(why, self)
             raise transport.error() from error
         finally:
-            if not aside:
+            if not on_side:
                 transport.blocked_seconds += time.perf_counter() - start
 
     def _failed(self, error: BaseException) -> None:
@@ -341,15 +347,15 @@ class Running:
                 self._views[span] = tensor if span[1:5] == whole else view_of(tensor, span)
 
     def _take_scratch(self, *, late: bool) -> None:
-        """Take arenas from the pool for the scratch memory of the start, or of the mark (late)."""
-        for stretch, elements in self.program.stretches.items():
-            if stretch.late == late:
-                dtype = (self._sum_dtype or self._dtype) if stretch.wide else self._dtype
+        """Take arenas from the pool for the scratch memory of the start, or of ``late`` parts."""
+        for region, elements in self.program.regions.items():
+            if region.late == late:
+                dtype = (self._sum_dtype or self._dtype) if region.wide else self._dtype
                 arena = self._transport.scratch.take(elements, dtype, self._device)
                 self._arenas.append(arena)
-                views = arena.known.get((self.program, stretch))
+                views = arena.known.get((self.program, region))
                 if views is None:
-                    views = arena.views(self.program, stretch)
+                    views = arena.views(self.program, region)
                 self._views.update(views)
 
     def _finish(self) -> None:

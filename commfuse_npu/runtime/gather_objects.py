@@ -38,8 +38,8 @@ class Swap:
     """Sends a tensor to every other rank and receives one from each, asynchronously.
 
     Args:
-        mine: sent to every peer.
-        theirs: receive buffers by peer, of the size that it sends; else gloo aborts the process.
+        tensor: sent to every peer.
+        received: receive buffers by peer, of the size that it sends; else gloo aborts the process.
         group: a gloo group.
 
     Raises:
@@ -48,21 +48,21 @@ class Swap:
 
     def __init__(
         self,
-        mine: torch.Tensor,
-        theirs: dict[int, torch.Tensor],
+        tensor: torch.Tensor,
+        received: dict[int, torch.Tensor],
         group: dist.ProcessGroup,
         tag: int,
     ) -> None:
-        self.mine = mine
-        self._theirs = theirs
+        self.tensor = tensor
+        self._received = received
         self._works: list[tuple[int, Any]] = []
         ranks = dist.get_process_group_ranks(group)
         peer = group.rank()
         try:
-            for peer, buffer in theirs.items():
+            for peer, buffer in received.items():
                 self._works.append((peer, dist.irecv(buffer, ranks[peer], group, tag)))
-            for peer in theirs:
-                self._works.append((peer, dist.isend(mine, ranks[peer], group, tag)))
+            for peer in received:
+                self._works.append((peer, dist.isend(tensor, ranks[peer], group, tag)))
         except RuntimeError as error:
             raise MissingRankError(peer, error, self) from error
 
@@ -81,7 +81,7 @@ class Swap:
                 work.wait(timedelta(seconds=max(end - time.monotonic(), 0.001)))
             except RuntimeError as error:
                 raise MissingRankError(peer, error, self) from error
-        return self._theirs
+        return self._received
 
 
 def gather_objects(

@@ -26,8 +26,8 @@ Ranks = tuple[int, ...]
 
 def post_swap(
     lane: dist.ProcessGroup,
-    mine: torch.Tensor,
-    theirs: torch.Tensor,
+    tensor: torch.Tensor,
+    received: torch.Tensor,
     target: int,
     source: int,
     *,
@@ -40,18 +40,18 @@ def post_swap(
         batched: post one batch (HCCL), or single operations (gloo).
     """
     if batched:
-        send = dist.P2POp(dist.isend, mine, target, lane)
-        return dist.batch_isend_irecv([send, dist.P2POp(dist.irecv, theirs, source, lane)])
-    return [dist.irecv(theirs, source, lane), dist.isend(mine, target, lane)]
+        send = dist.P2POp(dist.isend, tensor, target, lane)
+        return dist.batch_isend_irecv([send, dist.P2POp(dist.irecv, received, source, lane)])
+    return [dist.irecv(received, source, lane), dist.isend(tensor, target, lane)]
 
 
 @contextmanager
-def making(what: str) -> Iterator[None]:
-    """Turn a RuntimeError in this block into a TransportError that begins with ``what``."""
+def making(task: str) -> Iterator[None]:
+    """Turn a RuntimeError in this block into a TransportError that begins with ``task``."""
     try:
         yield
     except RuntimeError as error:
-        raise TransportError(f"{what}: {error}") from error
+        raise TransportError(f"{task}: {error}") from error
 
 
 @contextmanager

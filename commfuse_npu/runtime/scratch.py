@@ -14,7 +14,7 @@ from collections.abc import Hashable
 import torch
 
 from commfuse_npu.plan.instructions import Span
-from commfuse_npu.plan.program import Program, Stretch
+from commfuse_npu.plan.program import Program, Region
 
 __all__ = ["Arena", "ScratchPool", "view_of"]
 
@@ -58,19 +58,19 @@ class Arena:
         with torch.inference_mode(False):
             self.memory = torch.empty(elements, dtype=dtype, device=device)
         self.elements, self.nbytes = elements, self.memory.nbytes
-        self.known: OrderedDict[tuple[Program, Stretch], _Views] = OrderedDict()
+        self.known: OrderedDict[tuple[Program, Region], _Views] = OrderedDict()
 
-    def views(self, program: Program, stretch: Stretch) -> _Views:
-        """Create and cache the views for the program's spans of a stretch of scratch."""
+    def views(self, program: Program, region: Region) -> _Views:
+        """Create and cache the views for the program's spans of a region of scratch."""
         if len(self.known) >= _MOST_VIEWS:
             self.known.popitem(last=False)
         views: _Views = {}
         with torch.inference_mode(False):
             for name, (home, offset, rows, columns) in program.layout.items():
-                if home == stretch:
+                if home == region:
                     whole = self.memory.as_strided((rows, columns), (columns, 1), offset)
                     views |= {span: view_of(whole, span) for span in program.spans.get(name, ())}
-        self.known[program, stretch] = views
+        self.known[program, region] = views
         return views
 
 

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from commfuse_npu.kernels import kernels_for
-from commfuse_npu.plan import Place, Schedule
+from commfuse_npu.plan import RankSpec, Schedule
 from commfuse_npu.plan.program import Program
 from commfuse_npu.plan.rules.rule import MOST_COMPILED, Rule
 from commfuse_npu.runtime.agreement import Agreement, Check, TransportError, expect_check
@@ -190,7 +190,7 @@ class Transport(Agreement):
         """Begin ``program``: the ranks agree on it, and nothing is posted yet.
 
         Args:
-            program: this rank's program, compiled for :meth:`place`.
+            program: this rank's program, compiled for :meth:`spec`.
             name: of the operation, for errors and for the comparison between ranks.
             like: a tensor with the dtype and device of the transferred tensors.
             options: anything else that the ranks have to agree on.
@@ -227,7 +227,7 @@ class Transport(Agreement):
             agreed = self._agreed_on(name, facts, sizes)
             self._remember(key, agreed)
         identity, signature = agreed
-        if self._keeps:
+        if self._checks_later:
             self._enter(identity, signature)
         log = None
         if self.order_log is not None:
@@ -275,7 +275,7 @@ class Transport(Agreement):
         self._active.add(running)
 
     def suspend(self, running: Running) -> None:
-        """A program has reached its mark; any thread may continue it."""
+        """A program has reached its ``ahead_end``; any thread may continue it."""
         self._active.discard(running)
 
     def _fits(self, program: Program, name: str) -> None:
@@ -292,15 +292,15 @@ class Transport(Agreement):
         if program.batched != self.batched:
             raise ValueError(
                 f"{name}: the program is made for {'batches' if program.batched else 'gloo'}, the "
-                "transport posts the other way; compile it for Transport.place"
+                "transport posts the other way; compile it for Transport.spec"
             )
 
-    def place(self, schedule: Schedule) -> Place:
+    def spec(self, schedule: Schedule) -> RankSpec:
         """What this rank's programs are compiled for; default lanes are limited to these lanes."""
         if schedule.lanes is None:
             lanes = min(schedule.lanes_for(self.size), self.lanes)
             schedule = replace(schedule, lanes=lanes)
-        return Place(schedule, self.rank, self.size, self.batched)
+        return RankSpec(schedule, self.rank, self.size, self.batched)
 
     def program(self, rule: Rule, schedule: Schedule, *arguments: Any) -> Program:
         """This rank's program for :meth:`begin`, compiled once per schedule and arguments."""
@@ -309,7 +309,7 @@ class Transport(Agreement):
         if program is None:
             if len(self._programs) >= MOST_COMPILED:
                 self._programs.clear()
-            program = self._programs[key] = rule(self.place(schedule), *arguments)
+            program = self._programs[key] = rule(self.spec(schedule), *arguments)
         return program
 
     @cached_property

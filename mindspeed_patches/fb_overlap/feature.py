@@ -271,12 +271,12 @@ class Overlapping:
             order, strict = overlap.orders[kind], strict_turns(sides)
             # The last entry is the end of the side, not a transfer.
             counts = (sum(part[:-1]) for part in order)
-            places = (len(side) - 1 for side in sides)
-            hidden = sum(place.transfer > 0 for side in sides for place in side)
-            alone = sum(place.work + place.transfer for side in sides for place in side)
+            points = (len(side) - 1 for side in sides)
+            hidden = sum(point.transfer > 0 for side in sides for point in side)
+            alone = sum(point.work + point.transfer for side in sides for point in side)
             self._say(
                 f"chunks {kind}: {hidden} transfers; the forward hands over at {next(counts)} of "
-                f"{next(places)} places, the backward at {next(counts)} of {next(places)}; "
+                f"{next(points)} places, the backward at {next(counts)} of {next(points)}; "
                 f"estimated from the first step {1e3 * duration(sides, order):.1f} ms, "
                 f"{1e3 * duration(sides, strict):.1f} in strict turns, {1e3 * alone:.1f} one "
                 "after the other"

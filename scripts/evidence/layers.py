@@ -30,7 +30,7 @@ from typing import NamedTuple, get_args
 from commfuse_npu.config_file import find_config
 from commfuse_npu.hardware.description import Hardware
 from commfuse_npu.hardware.machine import Machine, min_outputs_to_hide
-from commfuse_npu.plan import min_rows_to_fuse, usual_chunks
+from commfuse_npu.plan import default_chunks, min_rows_to_fuse
 from commfuse_npu.tools.markdown import table_head, table_row
 from commfuse_npu.tools.model_config import ModelConfig
 from commfuse_npu.tools.simulate.group import Group
@@ -99,7 +99,7 @@ def forms(machine: Machine, setup: Training) -> dict[str, Variant]:
     tp, rows, hidden = setup.layout.tp, setup.shape.block, setup.shape.hidden
     base, least = Group(machine, tp).direct, min_outputs_to_hide(machine, tp)
     usual = next(iter(together(base, tp)), base)
-    default = fused(replace(usual, chunks=usual_chunks(tp, rows, hidden)), collectives_from=least)
+    default = fused(replace(usual, chunks=default_chunks(tp, rows, hidden)), collectives_from=least)
     return {
         "ours": fused(base, tuned=_CHUNKS),
         "ours, other rounding": fused(base, tuned=_CHUNKS, wgrad="blocks", sums="once"),

@@ -94,5 +94,5 @@ def gather_and_use(
 ) -> None:
     """``use(piece, rows)`` for every piece of the gathered ``[n * s, columns]``."""
     rows, columns = shape or shard.shape
-    program = gather_use(transport.place(schedule), rows, columns, False)
+    program = gather_use(transport.spec(schedule), rows, columns, False)
     transport.begin(program, "gather_and_use", shard).run({"use": use}, shard=shard)

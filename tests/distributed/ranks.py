@@ -81,7 +81,7 @@ def _work(rank: int, size: int, port: int, pipe: Connection, backend: Gloo) -> N
         except EOFError:
             return  # the tests are over
         # What a run before left on one rank only would be waited for at a step of this one.
-        agreement._unsettled.clear()
+        agreement._unchecked.clear()
         try:
             outcome = Outcome(value=function(rank, *args))
         except BaseException as error:

@@ -35,7 +35,7 @@ def shapes_known_to_both_but_mixed_up(rank: int) -> None:
         layer(rows, made)
     made.timeout = BRIEF
     # However much later the other one gives up, they meet.
-    with mock.patch.object(agreement, "_EXPLAINING", PATIENT):
+    with mock.patch.object(agreement, "_DIAGNOSIS_TIMEOUT", PATIENT):
         layer(8 if rank else 4, made)
 
 

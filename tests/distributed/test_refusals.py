@@ -21,7 +21,7 @@ from commfuse_npu.ops import (
     linear_reduce_scatter,
 )
 from commfuse_npu.plan.rules import gather_use
-from commfuse_npu.plan.schedule import Place
+from commfuse_npu.plan.schedule import RankSpec
 from tests.distributed.programs import gather_and_use
 from tests.distributed.ranks import on_ranks
 from tests.limits import PATIENT
@@ -38,8 +38,8 @@ def of_linears(made: Transport) -> list[tuple[str, Call]]:
     x, weight, meta = torch.ones(4, 4), torch.ones(3, 4), "meta"
     fused, sink = partial(all_gather_linear, transport=made), lambda piece, rows: None
     sharded = partial(ops.sharded_linear, x, transport=made)
-    places = (0, 3, False), (made.rank, 2, True)
-    other, way = (gather_use(Place(Schedule(), *place), 2, 2, False) for place in places)
+    specs = (0, 3, False), (made.rank, 2, True)
+    other, way = (gather_use(RankSpec(Schedule(), *spec), 2, 2, False) for spec in specs)
     rows = torch.ones(2, 4)
     return [
         ("x is torch.int64; choose one of float32, bf", lambda: fused(x.long(), weight.long())),

@@ -13,7 +13,7 @@ import torch
 
 from commfuse_npu.plan import Schedule
 from commfuse_npu.plan.rules import sharded_backward
-from commfuse_npu.plan.schedule import Place
+from commfuse_npu.plan.schedule import RankSpec
 from tests.distributed.programs import watch_posts
 from tests.distributed.ranks import on_ranks
 from tests.random_networks.case import one_layer
@@ -50,7 +50,7 @@ def test_the_whole_weight_exists_nowhere(batched: bool) -> None:
         # Chunks of 80, 32 and 16 rows, in two stacks of two pieces.
         (Schedule(lanes=2, chunks=3, taper=2.0), 3 * 80, 4 * 80),
     ):
-        program = sharded_backward(Place(schedule, 5, 64, batched), 128, 16, True, True)
+        program = sharded_backward(RankSpec(schedule, 5, 64, batched), 128, 16, True, True)
         slots: dict[str, int] = {}
         for one in program.scratch:
             slots[one.slot] = max(slots.get(one.slot, 0), one.rows)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from commfuse_npu.plan import Schedule
-from commfuse_npu.plan.instructions import Hold, Instruction, Record, Wait
+from commfuse_npu.plan.instructions import Instruction, RecordEvent, Wait, WaitEvent
 from commfuse_npu.runtime.transport import Transport
 from tests.distributed.programs import change_programs
 from tests.late_transfers import late
@@ -39,17 +39,21 @@ def computed(form: Any, chunks: int, link: Transport, fault: Fault | None = None
 
 def missing_event(code: Code) -> Code:
     """The first stream goes on without what the second one does for it, but for the last time."""
-    holds = [at for at, one in enumerate(code) if isinstance(one, Hold) and not one.aside]
+    holds = [
+        at for at, one in enumerate(code) if isinstance(one, WaitEvent) and not one.on_side_stream
+    ]
     return [one for at, one in enumerate(code) if at not in holds[:-1]]
 
 
 def missing_last_event(code: Code) -> Code:
-    return [one for one in code if not isinstance(one, Hold) or one.aside]
+    return [one for one in code if not isinstance(one, WaitEvent) or one.on_side_stream]
 
 
 def event_of_the_wrong_stream(code: Code) -> Code:
     """It is recorded on the stream that waits for it."""
-    return [one._replace(aside=False) if isinstance(one, Record) else one for one in code]
+    return [
+        one._replace(on_side_stream=False) if isinstance(one, RecordEvent) else one for one in code
+    ]
 
 
 def no_wait(code: Code) -> Code:

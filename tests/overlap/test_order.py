@@ -15,7 +15,7 @@ import torch.distributed as dist
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from commfuse_npu.overlap import ForwardBackwardOverlap, Place, pair
+from commfuse_npu.overlap import ForwardBackwardOverlap, HandOverPoint, pair
 from commfuse_npu.overlap.turns import BACKWARD, FORWARD, Turns
 from commfuse_npu.plan.turn_order import best_order, duration, strict_turns
 from commfuse_npu.proof.verify_log import verify_logs
@@ -23,12 +23,12 @@ from commfuse_npu.runtime.order_log import OrderLog
 from tests.distributed.ranks import on_ranks
 from tests.overlap import test_pair
 
-END = Place(1.0, 0.0, waits=None, by_default=False)
-BLOCKING = Place(1.0, 1.0, waits=0, by_default=True)
+END = HandOverPoint(1.0, 0.0, waits=None, by_default=False)
+BLOCKING = HandOverPoint(1.0, 1.0, waits=0, by_default=True)
 
 
-LONG = Place(1.0, 4.0, waits=0, by_default=True)
-BEGINS, WAITS = Place(1.0, 1.0, None, False), Place(1.0, 0.0, 0, True)
+LONG = HandOverPoint(1.0, 4.0, waits=0, by_default=True)
+BEGINS, WAITS = HandOverPoint(1.0, 1.0, None, False), HandOverPoint(1.0, 0.0, 0, True)
 SHORT = WAITS._replace(work=0.25)
 
 
@@ -52,7 +52,7 @@ def test_duration_by_hand(forward: Any, backward: Any, order: Any, takes: float)
 
 
 @st.composite
-def places(draw: st.DrawFn) -> list[Place]:
+def points(draw: st.DrawFn) -> list[HandOverPoint]:
     """Of one side: some wait at once, some later, some for what was begun before another."""
     found, under_way = [], 0
     for _ in range(draw(st.integers(1, 4))):
@@ -60,17 +60,27 @@ def places(draw: st.DrawFn) -> list[Place]:
         under_way += transfer > 0
         waits = draw(st.integers(0, under_way - 1)) if under_way and draw(st.booleans()) else None
         under_way -= waits is not None
-        found.append(Place(float(draw(st.integers(0, 4))), transfer, waits, draw(st.booleans())))
+        found.append(
+            HandOverPoint(float(draw(st.integers(0, 4))), transfer, waits, draw(st.booleans()))
+        )
     return found
 
 
 @settings(max_examples=60, deadline=None)
-@given(places(), places())
+@given(points(), points())
 @example(  # four states are too few for it
-    [Place(*place, False) for place in ((0, 0, None), (0, 1, None), (1, 1, None), (0, 1, None))],
-    [Place(*place, False) for place in ((0, 1, None), (0, 0, None), (3, 0, None), (0, 1, 1))],
+    [
+        HandOverPoint(*point, False)
+        for point in ((0, 0, None), (0, 1, None), (1, 1, None), (0, 1, None))
+    ],
+    [
+        HandOverPoint(*point, False)
+        for point in ((0, 1, None), (0, 0, None), (3, 0, None), (0, 1, 1))
+    ],
 )
-def test_the_best_of_all_lists_is_found(forward: list[Place], backward: list[Place]) -> None:
+def test_the_best_of_all_lists_is_found(
+    forward: list[HandOverPoint], backward: list[HandOverPoint]
+) -> None:
     sides = forward, backward
     lists = [itertools.product((False, True), repeat=len(side)) for side in sides]
     best = min(duration(sides, order) for order in itertools.product(*lists))
@@ -89,7 +99,7 @@ def test_both_sides_complete_for_every_list(counts: tuple[int, int]) -> None:
                 turns.begin()
             for number in range(counts[me]):
                 noted.append((me, number))
-                turns.place(True)
+                turns.reach_point(True)
             noted.append((me, counts[me]))
             turns.end(me)
 
@@ -133,7 +143,7 @@ def test_an_order_is_chosen_from_what_was_recorded(rank: int) -> None:
     blocking, began, end = (True, 0, True), (True, None, False), (False, None, False)
     rest = [began, began, (False, 1, False), (False, 0, True), end]  # the gather's wait, the sum's
     assert [
-        [(place.transfer > 0, place.waits, place.by_default) for place in side]
+        [(point.transfer > 0, point.waits, point.by_default) for point in side]
         for side in overlap.recorded["kind"]
     ] == [[blocking, *rest], [blocking, blocking, *rest]]
     overlap.choose_orders()
@@ -156,7 +166,7 @@ def test_ranks_share_the_order_that_was_found(rank: int) -> None:
 
 
 def recorded_pairs(rank: int, folder: str, longer: bool) -> None:
-    """Two pairs; the forward of rank 1 keeps its turn at its first place if it is ``longer``."""
+    """Two pairs; the forward of rank 1 keeps its turn at its first point if it is ``longer``."""
     log = OrderLog(Path(folder), rank, 2)
     overlap = ForwardBackwardOverlap([test_pair.world()], order_log=log)
     if longer and rank == 1:

@@ -7,7 +7,7 @@ from unittest import mock
 
 import pytest
 
-from commfuse_npu.plan import Place, Schedule, rules
+from commfuse_npu.plan import RankSpec, Schedule, rules
 from commfuse_npu.plan import schedule as plan_module
 from commfuse_npu.plan.block_order import causal_costs, least_waiting, waiting
 from commfuse_npu.proof.verify import verify
@@ -45,7 +45,7 @@ def test_causal_blocks_wait_less(own: str, size: int, in_order: float, best: flo
 def test_every_order_of_distances_holds(size: int) -> None:
     """What attention runs by is proved, compiled anew."""
     schedule = Schedule(lanes=2, chunks=2, costs=causal_costs(size))
-    places = [Place(schedule, rank, size, batched=True) for rank in range(size)]
+    specs = [RankSpec(schedule, rank, size, batched=True) for rank in range(size)]
     for order in permutations(range(1, size)):
         plan_module._hops.cache_clear()
         with mock.patch.object(plan_module, "least_waiting", lambda costs, own, o=order: o):
@@ -55,7 +55,7 @@ def test_every_order_of_distances_holds(size: int) -> None:
                 (rules.exchange, (4, 3, "made", True, False, False)),
             ):
                 rule.cache_clear()
-                verify([rule(place, *shapes) for place in places])
+                verify([rule(spec, *shapes) for spec in specs])
                 rule.cache_clear()
     plan_module._hops.cache_clear()
 

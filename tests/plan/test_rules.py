@@ -10,11 +10,11 @@ from commfuse_npu.plan import rules
 from commfuse_npu.plan.instructions import Add, Compute, Post, Wait
 from commfuse_npu.plan.program import Program
 from commfuse_npu.plan.rules.blocks import Blocks
-from commfuse_npu.plan.schedule import Place, Schedule
+from commfuse_npu.plan.schedule import RankSpec, Schedule
 
 
-def at(rank: int, chunks: int) -> Place:
-    return Place(Schedule(chunks=chunks), rank, 8, batched=True)
+def at(rank: int, chunks: int) -> RankSpec:
+    return RankSpec(Schedule(chunks=chunks), rank, 8, batched=True)
 
 
 def test_the_sums_of_a_backward_come_behind_its_weight_gradient() -> None:
@@ -32,7 +32,7 @@ def order_of(program: Program) -> list[str]:
     for one in program.code:
         if isinstance(one, Post) and one.send is not None:
             found.append(f"send {one.send.transfer.piece.split()[0]}")
-        elif isinstance(one, Wait) and one.receives and not one.aside:
+        elif isinstance(one, Wait) and one.receives and not one.on_side_stream:
             pieces = (program.transfers[step][1].piece.split()[0] for step in one.receives)
             found.append(f"wait {' and '.join(dict.fromkeys(pieces))}")
         elif isinstance(one, Compute):
@@ -56,14 +56,14 @@ MADE, USED = ["make", "send block"], ["use", "wait block"]
 def test_blocks_are_sent_as_they_are_made_and_used_as_they_arrive(
     blocks: Blocks, uses: bool, wgrad: bool, order: list[str]
 ) -> None:
-    place = Place(Schedule(), 0, 3, batched=True)
-    found = order_of(rules.exchange(place, 6, 4, blocks, uses, False, wgrad))
+    spec = RankSpec(Schedule(), 0, 3, batched=True)
+    found = order_of(rules.exchange(spec, 6, 4, blocks, uses, False, wgrad))
     assert found == order
 
 
 def test_both_exchanges_of_a_sharded_backward_are_covered() -> None:
-    place = Place(Schedule(lanes=2), 1, 3, batched=False)
-    assert order_of(rules.sharded_backward(place, 4, 8, True, True)) == [
+    spec = RankSpec(Schedule(lanes=2), 1, 3, batched=False)
+    assert order_of(rules.sharded_backward(spec, 4, 8, True, True)) == [
         # The weight is on its way before work begins, every wgrad block leaves as it is made.
         *["send block"] * 2,
         *["make", "send partial"] * 2,
@@ -71,18 +71,18 @@ def test_both_exchanges_of_a_sharded_backward_are_covered() -> None:
         *["make", *USED * 2, "use", "wait partial", "finish"],
     ]
     # In batches, on lanes in order: no more of the weight than two blocks until its own is used.
-    place = Place(Schedule(lanes=1), 1, 4, batched=True)
-    found = order_of(rules.sharded_backward(place, 4, 8, True, True))
+    spec = RankSpec(Schedule(lanes=1), 1, 4, batched=True)
+    found = order_of(rules.sharded_backward(spec, 4, 8, True, True))
     kinds = [one.removeprefix("send ") for one in found if one.startswith("send")]
     assert kinds == ["block", "block", "partial", "partial", "partial", "block"]
 
 
 def test_receives_come_first_where_they_are_posted_by_themselves() -> None:
-    place = Place(Schedule(chunks=2), 1, 4, batched=False)
-    program = rules.gemm_scatter(place, 8, 16, 32)
+    spec = RankSpec(Schedule(chunks=2), 1, 4, batched=False)
+    program = rules.gemm_scatter(spec, 8, 16, 32)
     first_send = next(n for n, post in enumerate(program.posts) if post.send is not None)
     assert first_send == 2 * 3, "all receives have memory of their own"
-    program = rules.gemm_scatter(place._replace(schedule=Schedule(chunks=4)), 8, 16, 32)
+    program = rules.gemm_scatter(spec._replace(schedule=Schedule(chunks=4)), 8, 16, 32)
     first_send = next(n for n, post in enumerate(program.posts) if post.send is not None)
     assert first_send == 2 * 3, "two groups are under way; the others wait for their memory"
 
@@ -95,7 +95,7 @@ def test_scratch_of_two_groups_is_used_again() -> None:
 
 
 def test_a_program_reads_as_text() -> None:
-    text = str(rules.gemm_scatter(Place(Schedule(), 0, 2, True), 4, 8, 8))
+    text = str(rules.gemm_scatter(RankSpec(Schedule(), 0, 2, True), 4, 8, 8))
     assert text.splitlines() == [
         "gemm_scatter, rank 0 of 2",
         "   0  product 0[4:8] = gemm(a[4:8], weight[0:8, 0:8])",
@@ -126,10 +126,10 @@ def test_compiling_takes_work_in_proportion_to_the_transfers(name, arguments, ba
             nonlocal calls
             calls += 1
 
-        place = Place(Schedule(chunks=4, lanes=7), 1, size, batched)
+        spec = RankSpec(Schedule(chunks=4, lanes=7), 1, size, batched)
         sys.setprofile(count)
         try:
-            rules.RULES[name](place, *arguments)
+            rules.RULES[name](spec, *arguments)
         finally:
             sys.setprofile(None)
         counts.append(calls)

@@ -12,15 +12,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from commfuse_npu.plan import (
-    Place,
     PlanError,
+    RankSpec,
     Schedule,
     block_rows,
+    default_chunks,
+    default_shape,
     min_rows_to_fuse,
     rules,
     taper_down,
-    usual_chunks,
-    usual_shape,
 )
 from commfuse_npu.plan.instructions import Collective, Post
 
@@ -108,25 +108,25 @@ def test_a_schedule_is_a_value_in_every_process() -> None:
 def test_plan_and_proof_need_no_torch() -> None:
     code = (
         "import sys; sys.modules['torch'] = None\n"
-        "from commfuse_npu.plan import Place, Schedule, rules\n"
+        "from commfuse_npu.plan import RankSpec, Schedule, rules\n"
         "from commfuse_npu.proof import verify\n"
-        "places = [Place(Schedule(), rank, 2, True) for rank in range(2)]\n"
-        "verify.verify([rules.gemm_scatter(place, 4, 4, 4) for place in places])\n"
+        "specs = [RankSpec(Schedule(), rank, 2, True) for rank in range(2)]\n"
+        "verify.verify([rules.gemm_scatter(spec, 4, 4, 4) for spec in specs])\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_from_three_ranks_on_a_chunk_is_one_collective() -> None:
-    assert [usual_shape(size) for size in (2, 3, 8)] == ["shifted", "collective", "collective"]
-    place = Place(Schedule(usual_shape(4), chunks=2), 1, 4, True)
-    program = rules.gather_gemm(place, 4, 2, 3, False, None, 0)
+    assert [default_shape(size) for size in (2, 3, 8)] == ["shifted", "collective", "collective"]
+    spec = RankSpec(Schedule(default_shape(4), chunks=2), 1, 4, True)
+    program = rules.gather_gemm(spec, 4, 2, 3, False, None, 0)
     assert (program.count(Post), program.count(Collective), program.lanes) == (0, 2, 1)
 
 
 def test_what_is_no_linear_layer_goes_by_batches() -> None:
-    place = Place(Schedule("collective"), 0, 2, True)
+    spec = RankSpec(Schedule("collective"), 0, 2, True)
     with pytest.raises(PlanError, match="for tensor-parallel linear layers only; choose shifted"):
-        rules.produce_scatter(place, 4, 2)
+        rules.produce_scatter(spec, 4, 2)
     assert Schedule("collective").for_causal_blocks(4).shape == "shifted"
 
 
@@ -142,7 +142,7 @@ def test_long_blocks_are_cut_in_two(size: int, hidden: int | None, microseconds,
     seconds = microseconds * 1e-6
     assert min_rows_to_fuse(size, hidden, seconds) == rows
     cut = max(512, rows)
-    assert [usual_chunks(size, n, hidden, seconds) for n in (cut - 1, cut)] == [1, 2]
+    assert [default_chunks(size, n, hidden, seconds) for n in (cut - 1, cut)] == [1, 2]
     assert min_rows_to_fuse(size, hidden) == min_rows_to_fuse(size, hidden, 128e-6)
 
 

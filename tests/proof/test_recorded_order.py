@@ -13,7 +13,7 @@ import pytest
 from commfuse_npu.plan import Schedule
 from commfuse_npu.plan.instructions import Post, Wait
 from commfuse_npu.plan.rules import RULES
-from commfuse_npu.plan.schedule import Place
+from commfuse_npu.plan.schedule import RankSpec
 from commfuse_npu.proof import verify_log
 from commfuse_npu.runtime.order_log import OrderLog
 from commfuse_npu.tools import cli
@@ -41,7 +41,7 @@ COLLECTIVE: dict[str, Any] = {
 }
 GROUP = {**TRANSPORT, "ranks": [0, 1]}
 ONCE = [["begin", 0, 0], ["at", 0, 0], ["at", 0, 2], ["finish", 0]]
-"""The program among two ranks: a batch, its mark, a wait."""
+"""The program among two ranks: a batch, its ``AheadEnd``, a wait."""
 
 
 def write(folder: Path, *lines: Any, rank: int = 0) -> Path:
@@ -227,10 +227,12 @@ def test_no_more_than_a_few_faults_are_told(tmp_path) -> None:
 class Operation:
     """A program of a rule that goes on as far as it is told, or a collective; from a rank's log."""
 
-    def __init__(self, log: OrderLog, place: Place, transport: Any, what: tuple[Any, ...]) -> None:
+    def __init__(
+        self, log: OrderLog, spec: RankSpec, transport: Any, what: tuple[Any, ...]
+    ) -> None:
         self._program, self._at = None, 0
         if what[0] in RULES:
-            self._program = RULES[what[0]](place, *what[1:])
+            self._program = RULES[what[0]](spec, *what[1:])
             self._log = log.program(transport, self._program, what[0], "torch.float32")
         else:
             self._log = log.collective(transport, *what, "torch.float32")
@@ -238,7 +240,7 @@ class Operation:
     def begin(self) -> None: ...
 
     def ahead(self) -> None:
-        self._go_on(self._program.mark)
+        self._go_on(self._program.ahead_end)
 
     def _go_on(self, end: int) -> None:
         for at in range(self._at, end):
@@ -264,11 +266,11 @@ def run(folder: Path, batched: bool, *parts: list[tuple[Any, ...]]) -> verify_lo
     """The verdict on what each rank does, by rank."""
     size = len(parts)
     for rank, part in enumerate(parts):
-        log, place = OrderLog(folder, rank, size), Place(Schedule(lanes=1), rank, size, batched)
+        log, spec = OrderLog(folder, rank, size), RankSpec(Schedule(lanes=1), rank, size, batched)
         transport, begun = log.transport(range(size), 1, batched), {}
         for (turn, what), method, *arguments in part:
             if (turn, what) not in begun:
-                begun[turn, what] = Operation(log, place, transport, KINDS[what])
+                begun[turn, what] = Operation(log, spec, transport, KINDS[what])
             getattr(begun[turn, what], method)(*arguments)
         log.close()
     return verify_log.verify_logs([folder])

@@ -16,29 +16,29 @@ def swap(rank: int, peer: int, lane: int, step: int = 0) -> Post:
     return Post(GROUP, lane, tuple(ends))
 
 
-def play(*by_place: list[Post | Wait], opened: set | None = None) -> str | None:
+def simulate(*by_place: list[Post | Wait], opened: set | None = None) -> str | None:
     scripts = [Script(GROUP.ranks[k], actions) for k, actions in enumerate(by_place)]
-    stuck = Rendezvous(scripts, opened=opened).play()
+    stuck = Rendezvous(scripts, opened=opened).simulate()
     return None if stuck is None else stuck.text
 
 
 def test_a_host_is_held_until_its_peer_comes() -> None:
     first = [swap(0, 1, 0, 0), swap(0, 1, 1, 1)]
     other = [swap(1, 0, 1, 1), swap(1, 0, 0, 0)]
-    assert play(first, other, []) is None, "links are open, nobody waits in between"
-    assert play(first, other, [], opened=set()) == (
+    assert simulate(first, other, []) is None, "links are open, nobody waits in between"
+    assert simulate(first, other, [], opened=set()) == (
         "deadlock (cold): rank 10 waits for rank 11 to open lane 0 between them; rank 11 waits for "
         "rank 10 to open lane 1 between them; and so round to rank 10"
     )
     both = {(GROUP, (lane, 10, 11)) for lane in (0, 1)}
-    assert play(first, other, [], opened=both) is None
+    assert simulate(first, other, [], opened=both) is None
 
 
 def test_a_lane_is_opened_per_pair() -> None:
     """Rank 12 comes to the lane only when rank 10 is through with rank 11 on it."""
     one = [swap(0, 1, 0), Wait(swap(0, 1, 0).ends), swap(0, 2, 0, 1)]
-    assert play(one, [swap(1, 0, 0)], [swap(2, 0, 0, 1)], opened=set()) is None
-    absent = play(one, [swap(1, 0, 0)], [], opened=set())
+    assert simulate(one, [swap(1, 0, 0)], [swap(2, 0, 0, 1)], opened=set()) is None
+    absent = simulate(one, [swap(1, 0, 0)], [], opened=set())
     assert absent == (
         "deadlock (cold): rank 10 waits for rank 12 to open lane 0 between them; and rank 12 has "
         "nothing more to do"
@@ -53,4 +53,4 @@ def test_a_batch_comes_to_all_its_links_at_once() -> None:
         ))
         for rank in range(3)
     ]  # fmt: skip
-    assert play(*([post] for post in ring), opened=set()) is None
+    assert simulate(*([post] for post in ring), opened=set()) is None

@@ -19,17 +19,17 @@ from commfuse_npu.plan.instructions import (
     Collective,
     Compute,
     Copy,
-    Hold,
     Instruction,
     Post,
-    Record,
+    RecordEvent,
     Wait,
+    WaitEvent,
     accesses,
 )
 from commfuse_npu.plan.program import Program
 from commfuse_npu.plan.rules import RULES
 from commfuse_npu.plan.rules.pieces import gather_pieces, parts_of, scatter_pieces
-from commfuse_npu.plan.schedule import Place
+from commfuse_npu.plan.schedule import RankSpec
 from commfuse_npu.proof.cases import CHUNKS, Case, cases
 from commfuse_npu.proof.verify import counter_examples, rendezvous, verify
 from tests.proof.test_planted_faults import gather, group, put
@@ -85,26 +85,26 @@ def counts(program: Program) -> tuple[int, int, int]:
 @pytest.mark.parametrize("chunks", [1, 2, 4])
 def test_pieces_that_are_there_together_are_one_gemm(size: int, chunks: int) -> None:
     schedule, inner = Schedule(chunks=chunks), size // 2
-    place = Place(schedule, inner, size, True)
+    spec = RankSpec(schedule, inner, size, True)
     sides = 1 if size == 2 else 2
 
     def of(rule: str, *given: object) -> Program:
-        return RULES[rule](place, *given)
+        return RULES[rule](spec, *given)
 
     gathered = of("gather_gemm", 8, 2, 3, False, None, 2)
-    pieces = gather_pieces(place, 8)
+    pieces = gather_pieces(spec, 8)
     assert counts(gathered)[0] == len(pieces) == (1 + sides if chunks == 1 else 1 + chunks)
     assert counts(gathered)[2] == (0 if chunks == 1 or size == 2 else sides * chunks)
     assert pieces[0] == (slice(8 * inner, 8 * inner + 8),)
     scattered = of("gemm_scatter", 8, 2, 8)
     assert counts(scattered) == (chunks + sides, chunks, 0)
-    assert counts(scattered)[0] == len(scatter_pieces(place, 8, 8))
+    assert counts(scattered)[0] == len(scatter_pieces(spec, 8, 8))
     backward = of("column_backward", 8, 8, 3, True, True, True)
     assert counts(backward) == (chunks, chunks, 1)
     assert backward.count(Compute, "wgrad") == 1
     reduced = of("gemm_all_reduce", 8 * size, 2, 3)
     assert counts(reduced) == (chunks + sides, chunks, 0)
-    assert len(parts_of(place, 8 * size)) == chunks
+    assert len(parts_of(spec, 8 * size)) == chunks
     # What is made or used block by block is made or used as often as it is sent.
     made = of("produce_scatter", 8, 2)
     assert made.count(Compute, "make") == (size - 1) * chunks + 1
@@ -144,7 +144,9 @@ def _touched(program: Program) -> list[tuple[int, int, int]]:
 def left_out(data: st.DataObject, program: Program) -> tuple[int, list[Instruction]]:
     """Any instruction that touches something or orders something."""
     needed = {place for place, _, _ in _touched(program)}
-    needed |= {k for k, one in enumerate(program.code) if isinstance(one, Wait | Record | Hold)}
+    needed |= {
+        k for k, one in enumerate(program.code) if isinstance(one, Wait | RecordEvent | WaitEvent)
+    }
     return data.draw(st.sampled_from(sorted(needed))), []
 
 

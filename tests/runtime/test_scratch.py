@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from commfuse_npu.plan import Place, Schedule, rules
-from commfuse_npu.plan.program import Stretch
+from commfuse_npu.plan import RankSpec, Schedule, rules
+from commfuse_npu.plan.program import Region
 from commfuse_npu.runtime.scratch import ScratchPool
 
 CPU = torch.device("cpu")
@@ -48,11 +48,11 @@ def test_what_is_kept_is_limited() -> None:
 
 
 def test_views_are_made_once_per_program() -> None:
-    program = rules.gemm_scatter(Place(Schedule(), 1, 4, True), 8, 16, 16)
+    program = rules.gemm_scatter(RankSpec(Schedule(), 1, 4, True), 8, 16, 16)
     arena = ScratchPool().take(program.scratch_elements(), torch.float32, CPU)
-    found = arena.views(program, Stretch(wide=False, late=False))
-    assert arena.known[program, Stretch(wide=False, late=False)] is found
-    assert arena.views(program, Stretch(wide=True, late=False)) == {}, "it has no wide scratch"
+    found = arena.views(program, Region(wide=False, late=False))
+    assert arena.known[program, Region(wide=False, late=False)] is found
+    assert arena.views(program, Region(wide=True, late=False)) == {}, "it has no wide scratch"
 
 
 def test_memory_is_used_again_on_the_stream_that_used_it(monkeypatch: pytest.MonkeyPatch) -> None:

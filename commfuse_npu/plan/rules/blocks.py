@@ -8,7 +8,7 @@ from commfuse_npu.plan.builder import Builder
 from commfuse_npu.plan.instructions import Span
 from commfuse_npu.plan.rules.pieces import block_of, inside, made_pieces, rows_of, used_pieces
 from commfuse_npu.plan.rules.rule import IN_FLIGHT, Carrier, rule
-from commfuse_npu.plan.schedule import Own, Place
+from commfuse_npu.plan.schedule import Own, RankSpec
 
 __all__ = [
     "Blocks",
@@ -148,7 +148,7 @@ class _Scatter:
         if self._total:
             total = rows_of("total", run)
             so_far = [(total, 1)] if at else []
-            self._b.add(total, *so_far, partials, aside=not self._bucket)
+            self._b.add(total, *so_far, partials, on_side_stream=not self._bucket)
         else:
             self._b.add(rows_of("out", run), partials, (rows_of("own", run), 1))
 
@@ -171,12 +171,12 @@ class _Scatter:
 
 
 @rule
-def produce_scatter(place: Place, rows: int, columns: int) -> Builder:
+def produce_scatter(spec: RankSpec, rows: int, columns: int) -> Builder:
     """Compute a matrix piece by piece and reduce-scatter it.
 
     Work: ``make(out, run)``.
     """
-    b = Builder(place)
+    b = Builder(spec)
     scatter = _Scatter(b, rows, columns, b.peers)
     scatter.send()
     scatter.finish()
@@ -185,37 +185,37 @@ def produce_scatter(place: Place, rows: int, columns: int) -> Builder:
 
 @produce_scatter.equals
 def _(c: Carrier, rows: int, columns: int) -> None:
-    whole = c.make(c.place.size * rows, columns, made_pieces(c.place, rows), out=None)
+    whole = c.make(c.spec.size * rows, columns, made_pieces(c.spec, rows), out=None)
     c.reduce_scatter(whole, out="out")
 
 
 @rule
-def gather_use(place: Place, rows: int, columns: int, keep: bool) -> Builder:
+def gather_use(spec: RankSpec, rows: int, columns: int, keep: bool) -> Builder:
     """Gather ``shard`` and use each piece as it arrives; with ``keep``, also the whole at the end.
 
     Work: ``use(piece, run)``; ``wgrad(whole)``.
     """
-    b = Builder(place)
+    b = Builder(spec)
     gather = _Gather(b, rows, columns)
     gather.post()
     gather.use()
     if keep:
-        b.copy(rows_of("whole", block_of(place.rank, rows)), Span("shard", 0, rows))
-        b.compute("wgrad", [], [Span("whole", 0, place.size * rows)])
+        b.copy(rows_of("whole", block_of(spec.rank, rows)), Span("shard", 0, rows))
+        b.compute("wgrad", [], [Span("whole", 0, spec.size * rows)])
     return b
 
 
 @gather_use.equals
 def _(c: Carrier, rows: int, columns: int, keep: bool) -> None:
     whole = c.all_gather(c.given("shard", rows, columns))
-    c.use(whole, used_pieces(c.place, rows), first=block_of(c.place.rank, rows))
+    c.use(whole, used_pieces(c.spec, rows), first=block_of(c.spec.rank, rows))
     if keep:
         c.wgrad(whole)
 
 
 @rule
 def exchange(
-    place: Place, rows: int, columns: int, blocks: Blocks, uses: bool, keep: bool, wgrad: bool
+    spec: RankSpec, rows: int, columns: int, blocks: Blocks, uses: bool, keep: bool, wgrad: bool
 ) -> Builder:
     """All-to-all of blocks that are computed, or used, or both, piece by piece.
 
@@ -228,12 +228,12 @@ def exchange(
     Work: ``make(out, run)``, ``use(piece, run)``; ``wgrad()``, which needs neither of them and
     overlaps with the last transfers.
     """
-    b = Builder(place)
+    b = Builder(spec)
     makes, staged = blocks != "given", blocks == "made"
     order: Own = "last" if makes else "first"
-    own, runs = block_of(place.rank, rows), place.schedule.runs(rows, order)
+    own, runs = block_of(spec.rank, rows), spec.schedule.runs(rows, order)
     if not keep:
-        b.scratch("received", place.size * rows, columns)
+        b.scratch("received", spec.size * rows, columns)
     for j, run in enumerate(runs):
         length = run.stop - run.start
         if staged:
@@ -265,17 +265,17 @@ def exchange(
 def _(
     c: Carrier, rows: int, columns: int, blocks: Blocks, uses: bool, keep: bool, wgrad: bool
 ) -> None:
-    total, makes = c.place.size * rows, blocks != "given"
+    total, makes = c.spec.size * rows, blocks != "given"
     if makes:
         out = "blocks" if blocks == "made and kept" else None
-        sent = c.make(total, columns, made_pieces(c.place, rows), out=out)
+        sent = c.make(total, columns, made_pieces(c.spec, rows), out=out)
     else:
         sent = c.given("blocks", total, columns)
     received = c.all_to_all(sent, out="received" if keep else None)
     if wgrad:
         c.wgrad()
     if uses:
-        c.use(received, used_pieces(c.place, rows, "last" if makes else "first"))
+        c.use(received, used_pieces(c.spec, rows, "last" if makes else "first"))
 
 
 # ---------------------------------------------------------------------- sharded weights
@@ -284,19 +284,19 @@ def _(
 def _under_way(b: Builder, rows: int, own: Own) -> int:
     """Number of pieces of a sharded weight with memory: two blocks, or one more than lanes."""
     longest = max(run.stop - run.start for run in b.runs(rows, own))
-    return max(2 * rows // longest, b.place.schedule.lanes_for(b.size) + 1)
+    return max(2 * rows // longest, b.spec.schedule.lanes_for(b.size) + 1)
 
 
 @rule
-def sharded_forward(place: Place, rows: int, columns: int) -> Builder:
+def sharded_forward(spec: RankSpec, rows: int, columns: int) -> Builder:
     """Gather a weight from its ``shard`` and use it block by block, without memory for all of it.
 
     Work: ``use(piece, run)``.  Run ahead, it posts its first transfer.
     """
-    b = Builder(place)
+    b = Builder(spec)
     gather = _Gather(b, rows, columns, _under_way(b, rows, "first"))
     gather.post(1)
-    b.mark()
+    b.end_ahead()
     gather.post()
     gather.use()
     return b
@@ -309,18 +309,18 @@ def _(c: Carrier, rows: int, columns: int) -> None:
 
 @rule
 def sharded_backward(
-    place: Place, rows: int, columns: int, gathers: bool, scatters: bool
+    spec: RankSpec, rows: int, columns: int, gathers: bool, scatters: bool
 ) -> Builder:
     """Compute and reduce-scatter the gradient of a sharded weight; gather and use the weight.
 
     Work: ``make(out, run)``, ``finish(out, total, own)``, ``use(piece, run)``.  Run ahead, it posts
     the first transfer of the weight.
     """
-    b = Builder(place)
+    b = Builder(spec)
     gather = _Gather(b, rows, columns, _under_way(b, rows, "first")) if gathers else None
     if gather is not None:
         gather.post(1)
-    b.mark()
+    b.end_ahead()
     if gather is not None:
         gather.post()
     scatter = None
@@ -338,19 +338,19 @@ def sharded_backward(
 @sharded_backward.equals
 def _(c: Carrier, rows: int, columns: int, gathers: bool, scatters: bool) -> None:
     if scatters:
-        gradient = c.make(c.place.size * rows, columns, made_pieces(c.place, rows), out=None)
+        gradient = c.make(c.spec.size * rows, columns, made_pieces(c.spec, rows), out=None)
         c.reduce_scatter(gradient, out="out", finish=True)
     if gathers:
         whole = c.all_gather(c.given("shard", rows, columns))
-        first = None if scatters else block_of(c.place.rank, rows)
-        c.use(whole, used_pieces(c.place, rows), first=first)
+        first = None if scatters else block_of(c.spec.rank, rows)
+        c.use(whole, used_pieces(c.spec, rows), first=first)
 
 
 # ---------------------------------------------------------------------- buckets
 
 
 @rule
-def bucket_scatter(place: Place, rows: int, stack: int, in_flight: int) -> Builder:
+def bucket_scatter(spec: RankSpec, rows: int, stack: int, in_flight: int) -> Builder:
     """Reduce-scatter ``bucket``, gradients of several layers, in place.
 
     Args:
@@ -359,10 +359,10 @@ def bucket_scatter(place: Place, rows: int, stack: int, in_flight: int) -> Build
 
     Work: ``finish(out, total, own)``.  Run ahead, it posts all transfers that have memory.
     """
-    b = Builder(place)
+    b = Builder(spec)
     scatter = _Scatter(b, rows, 1, stack, in_flight=in_flight, finish=True, bucket=True)
     scatter.send(in_flight)
-    b.mark()
+    b.end_ahead()
     scatter.send()
     scatter.finish()
     return b
@@ -370,11 +370,11 @@ def bucket_scatter(place: Place, rows: int, stack: int, in_flight: int) -> Build
 
 @bucket_scatter.equals
 def _(c: Carrier, rows: int, stack: int, in_flight: int) -> None:
-    c.reduce_scatter(c.given("bucket", c.place.size * rows, 1), out="bucket", finish=True)
+    c.reduce_scatter(c.given("bucket", c.spec.size * rows, 1), out="bucket", finish=True)
 
 
 @rule
-def bucket_gather(place: Place, rows: int, last_first: bool) -> Builder:
+def bucket_gather(spec: RankSpec, rows: int, last_first: bool) -> Builder:
     """All-gather the shards of ``bucket``, parameters of several layers, in place.
 
     Args:
@@ -383,18 +383,18 @@ def bucket_gather(place: Place, rows: int, last_first: bool) -> Builder:
 
     Run ahead, it posts all its transfers.
     """
-    b = Builder(place)
+    b = Builder(spec)
     runs = b.runs(rows, "first")
     for j, run in enumerate(reversed(runs) if last_first else runs):
         for hop in b.hops("first"):
-            own, peer = (inside(rank, rows, run) for rank in (place.rank, hop.source))
+            own, peer = (inside(rank, rows, run) for rank in (spec.rank, hop.source))
             sent, into = rows_of("bucket", own), rows_of("bucket", peer)
             b.post(hop, sent, into, "block {source}", j, len(runs))
-    b.mark()
+    b.end_ahead()
     return b
 
 
 @bucket_gather.equals
 def _(c: Carrier, rows: int, last_first: bool) -> None:
-    bucket = c.given("bucket", c.place.size * rows, 1)
+    bucket = c.given("bucket", c.spec.size * rows, 1)
     c.all_gather(c.own_block(bucket), out="bucket")

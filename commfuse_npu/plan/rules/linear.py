@@ -23,7 +23,7 @@ from commfuse_npu.plan.rules.pieces import (
 )
 from commfuse_npu.plan.rules.product import Product
 from commfuse_npu.plan.rules.rule import IN_FLIGHT, Carrier, rule
-from commfuse_npu.plan.schedule import Place
+from commfuse_npu.plan.schedule import RankSpec
 
 __all__ = ["Wgrad", "column_backward", "gather_gemm", "gemm_all_reduce", "gemm_scatter"]
 
@@ -41,7 +41,13 @@ _AHEAD = 8
 
 @rule
 def gather_gemm(
-    place: Place, rows: int, inputs: int, outputs: int, keep: bool, wgrad: Wgrad | None, other: int
+    spec: RankSpec,
+    rows: int,
+    inputs: int,
+    outputs: int,
+    keep: bool,
+    wgrad: Wgrad | None,
+    other: int,
 ) -> Builder:
     """Gather ``shard`` and multiply it by ``weight``; optionally use it for a weight gradient.
 
@@ -59,22 +65,22 @@ def gather_gemm(
     the own rows between those of the peers, which makes two GEMMs.  Chunk j + 1 is posted before
     the work on chunk j, so that the host does not delay the work.
     """
-    b = Builder(place)
-    runs, n, r = b.runs(rows, "first"), place.size, place.rank
-    own, peers, chunks = block_of(r, rows), peers_of(place), len(runs)
+    b = Builder(spec)
+    runs, n, r = b.runs(rows, "first"), spec.size, spec.rank
+    own, peers, chunks = block_of(r, rows), peers_of(spec), len(runs)
     # A chunk of several blocks is not one run of rows in the whole matrix.
-    in_place = chunks == 1 or (b.peers <= 1 and not b.together)
-    filled, stacked = keep or wgrad == "whole", b.size if b.together else b.peers
+    in_place = chunks == 1 or (b.peers <= 1 and not b.as_collective)
+    filled, stacked = keep or wgrad == "whole", b.size if b.as_collective else b.peers
     if (in_place or filled) and not keep:
         b.scratch("whole", n * rows, inputs)
     if not in_place:
         for j, run in enumerate(runs):
             b.scratch(f"staged {j}", stacked * (run.stop - run.start), inputs)
-    transfers = 1 if b.together else max(1, b.peers)
-    ahead = max(1, _AHEAD // transfers) if place.batched else chunks
+    transfers = 1 if b.as_collective else max(1, b.peers)
+    ahead = max(1, _AHEAD // transfers) if spec.batched else chunks
 
     def post(j: int) -> None:
-        if j < chunks and (b.together or chunks == 1):
+        if j < chunks and (b.as_collective or chunks == 1):
             length = n * (runs[j].stop - runs[j].start)
             span = Span("whole" if in_place else f"staged {j}", 0, length)
             b.all_gather(rows_of("shard", runs[j]), span, "block {source}", j, chunks)
@@ -100,21 +106,21 @@ def gather_gemm(
     use(Span("shard", 0, rows), rows_of("out", own), rows_of("other", own) if by_blocks else None)
     if ahead < 2:
         post(1)
-    if filled and not (b.together and in_place):
-        b.copy(rows_of("whole", own), Span("shard", 0, rows), aside=True)
+    if filled and not (b.as_collective and in_place):
+        b.copy(rows_of("whole", own), Span("shard", 0, rows), on_side_stream=True)
     for j, run in enumerate(runs):
         if j + 1 >= max(2, ahead):
             post(j + 1)
         length = run.stop - run.start
         if in_place:
-            for side in arrivals_of(place):
+            for side in arrivals_of(spec):
                 section = slice(side[0] * rows + run.start, side[-1] * rows + run.stop)
                 factor = rows_of("other", section) if by_blocks else None
                 use(rows_of("whole", section), rows_of("out", section), factor)
             continue
         staged, result = f"staged {j}", f"result {j}"
         if filled:
-            _spread(b, "whole", staged, run, rows, aside=True)
+            _spread(b, "whole", staged, run, rows, on_side_stream=True)
         if by_blocks:
             b.scratch(f"factor {j}", stacked * length, other, slot="factor")
             for strip, part in _strips(b, "other", f"factor {j}", run, rows):
@@ -122,8 +128,8 @@ def gather_gemm(
         if outputs:
             b.scratch(result, stacked * length, outputs, slot=f"result {j % 2}")
         pieces = [slice(0, b.peers * length)]
-        if b.together:
-            pieces = [slice(side[0] * length, (side[-1] + 1) * length) for side in sides_of(place)]
+        if b.as_collective:
+            pieces = [slice(side[0] * length, (side[-1] + 1) * length) for side in sides_of(spec)]
         for piece in pieces:
             use(
                 rows_of(staged, piece),
@@ -131,7 +137,7 @@ def gather_gemm(
                 rows_of(f"factor {j}", piece) if by_blocks else None,
             )
         if outputs:
-            _spread(b, "out", result, run, rows, aside=j < chunks - 1)
+            _spread(b, "out", result, run, rows, on_side_stream=j < chunks - 1)
     if wgrad == "whole":
         b.compute("wgrad", [], [Span("whole", 0, n * rows), Span("other", 0, n * rows)])
     return b
@@ -141,13 +147,13 @@ def gather_gemm(
 def _(
     c: Carrier, rows: int, inputs: int, outputs: int, keep: bool, wgrad: Wgrad | None, other: int
 ) -> None:
-    own, pieces = block_of(c.place.rank, rows), gather_pieces(c.place, rows)
+    own, pieces = block_of(c.spec.rank, rows), gather_pieces(c.spec, rows)
     whole = c.all_gather(c.given("shard", rows, inputs), out="whole" if keep else None)
     if outputs:
         weight, gemms = c.given("weight", inputs, outputs), [(runs, None) for runs in pieces]
         c.gemm(whole, weight, gemms, out="out", first=own)
     if wgrad:
-        factors = whole, c.given("other", c.place.size * rows, other)
+        factors = whole, c.given("other", c.spec.size * rows, other)
         by_blocks = wgrad == "blocks"
         c.wgrad(*factors, pieces=pieces if by_blocks else None, first=own if by_blocks else None)
 
@@ -155,23 +161,25 @@ def _(
 def _strips(b: Builder, buffer: str, stack: str, run: slice, rows: int) -> list[tuple[Span, Span]]:
     """Pairs of spans: rows ``run`` of the peers' blocks in ``buffer``, and those in ``stack``."""
     length, pairs, at = run.stop - run.start, [], 0
-    for side in sides_of(b.place):
+    for side in sides_of(b.spec):
         first = side[0] * rows
         strip = Span(buffer, first + run.start, first + run.stop, None, len(side), rows)
-        at = side[0] * length if b.together else at
+        at = side[0] * length if b.as_collective else at
         pairs.append((strip, Span(stack, at, at + len(side) * length)))
         at += len(side) * length
     return pairs
 
 
-def _spread(b: Builder, buffer: str, stack: str, run: slice, rows: int, *, aside: bool) -> None:
+def _spread(
+    b: Builder, buffer: str, stack: str, run: slice, rows: int, *, on_side_stream: bool
+) -> None:
     """Copy the stacked chunks of all peers into their blocks of ``buffer``."""
     for strip, part in _strips(b, buffer, stack, run, rows):
-        b.copy(strip, part, aside=aside)
+        b.copy(strip, part, on_side_stream=on_side_stream)
 
 
 @rule
-def gemm_scatter(place: Place, rows: int, inputs: int, outputs: int) -> Builder:
+def gemm_scatter(spec: RankSpec, rows: int, inputs: int, outputs: int) -> Builder:
     """Multiply ``a`` by ``weight`` and reduce-scatter the product.
 
     Work: ``gemm(out, a, b)``.
@@ -181,7 +189,7 @@ def gemm_scatter(place: Place, rows: int, inputs: int, outputs: int) -> Builder:
     block (or each block, with one lane and one group), then the own block.  Two groups are in
     flight at a time.
     """
-    b = Builder(place)
+    b = Builder(spec)
     groups = b.runs(outputs, "last")
     products, last = _by_columns(b, groups, rows, IN_FLIGHT, own_last=True), len(groups) - 1
 
@@ -191,22 +199,22 @@ def gemm_scatter(place: Place, rows: int, inputs: int, outputs: int) -> Builder:
 
     for j, product in enumerate(products):
         if j >= IN_FLIGHT:
-            _add_columns(products, groups, j - IN_FLIGHT, "out", rows, aside=True)
+            _add_columns(products, groups, j - IN_FLIGHT, "out", rows, on_side_stream=True)
         if j < last:
-            gemm(j, slice(0, place.size * rows))
+            gemm(j, slice(0, spec.size * rows))
             product.send()
         else:
-            product.send_as_made(departures_of(place, len(groups)), partial(gemm, j))
+            product.send_as_made(departures_of(spec, len(groups)), partial(gemm, j))
     for j in range(max(0, len(groups) - IN_FLIGHT), len(groups)):
-        _add_columns(products, groups, j, "out", rows, aside=j < last)
+        _add_columns(products, groups, j, "out", rows, on_side_stream=j < last)
     return b
 
 
 @gemm_scatter.equals
 def _(c: Carrier, rows: int, inputs: int, outputs: int) -> None:
-    a, weight = c.given("a", c.place.size * rows, inputs), c.given("weight", inputs, outputs)
-    pieces = scatter_pieces(c.place, rows, outputs)
-    product = c.gemm(a, weight, pieces, last=block_of(c.place.rank, rows))
+    a, weight = c.given("a", c.spec.size * rows, inputs), c.given("weight", inputs, outputs)
+    pieces = scatter_pieces(c.spec, rows, outputs)
+    product = c.gemm(a, weight, pieces, last=block_of(c.spec.rank, rows))
     c.reduce_scatter(product, out="out")
 
 
@@ -228,15 +236,15 @@ def _add_columns(
     buffer: str,
     rows: int,
     *,
-    aside: bool,
+    on_side_stream: bool,
 ) -> None:
     columns = None if len(groups) == 1 else (groups[j].start, groups[j].stop)
-    products[j].add(Span(buffer, 0, rows, columns), aside=aside)
+    products[j].add(Span(buffer, 0, rows, columns), on_side_stream=on_side_stream)
 
 
 @rule
 def column_backward(
-    place: Place,
+    spec: RankSpec,
     rows: int,
     inputs: int,
     outputs: int,
@@ -262,12 +270,12 @@ def column_backward(
     are blocks of ``grad`` links stay idle, and if they are chunks of every block each is a GEMM per
     peer.
     """
-    b = Builder(place)
-    n, r = place.size, place.rank
+    b = Builder(spec)
+    n, r = spec.size, spec.rank
     if gathers:
         b.scratch("whole", n * rows, inputs)
         b.all_gather(Span("x", 0, rows), Span("whole", 0, n * rows), "block {source}")
-        b.mark()
+        b.end_ahead()
     groups = b.runs(inputs, "last") if scatters else []
     products, everything = _by_columns(b, groups, rows, len(groups)), slice(0, n * rows)
     for product, columns in zip(products, groups, strict=True):
@@ -275,11 +283,13 @@ def column_backward(
         b.compute("gemm", [product.made(everything)], [rows_of("grad", everything), weight])
         product.send()
     if wgrad:
-        if gathers and not b.together:
-            b.copy(rows_of("whole", block_of(r, rows)), Span("x", 0, rows), aside=True)
+        if gathers and not b.as_collective:
+            b.copy(rows_of("whole", block_of(r, rows)), Span("x", 0, rows), on_side_stream=True)
         b.compute("wgrad", [], [Span("grad", 0, n * rows), Span("whole", 0, n * rows)])
     for j in range(len(groups)):
-        _add_columns(products, groups, j, "grad_x", rows, aside=wgrad or j < len(groups) - 1)
+        _add_columns(
+            products, groups, j, "grad_x", rows, on_side_stream=wgrad or j < len(groups) - 1
+        )
     return b
 
 
@@ -293,13 +303,13 @@ def _(
     gathers: bool,
     wgrad: bool,
 ) -> None:
-    everything = slice(0, c.place.size * rows)
+    everything = slice(0, c.spec.size * rows)
     grad = c.given("grad", everything.stop, outputs)
     # In Megatron's order: x is gathered during dgrad, and dgrad is reduce-scattered during wgrad
     # (read in Megatron-Core's LinearWithGradAccumulationAndAsyncCommunication).
     whole = c.all_gather(c.given("x", rows, inputs)) if gathers else None
     if scatters:
-        runs = c.place.schedule.runs(inputs, "last")
+        runs = c.spec.schedule.runs(inputs, "last")
         pieces = [((everything,), columns) for columns in runs]
         dgrad = c.gemm(grad, c.given("weight", outputs, inputs), pieces)
         c.reduce_scatter(dgrad, out="grad_x")
@@ -308,7 +318,7 @@ def _(
 
 
 @rule
-def gemm_all_reduce(place: Place, rows: int, inputs: int, outputs: int) -> Builder:
+def gemm_all_reduce(spec: RankSpec, rows: int, inputs: int, outputs: int) -> Builder:
     """Multiply ``a`` by ``weight`` and sum the product over the ranks.
 
     Args:
@@ -319,8 +329,8 @@ def gemm_all_reduce(place: Place, rows: int, inputs: int, outputs: int) -> Build
     The rows are cut into parts.  Rank r sums block r of each part and sends the sum to all others
     while the next part is computed.  The last part is computed by blocks, the own block last.
     """
-    b = Builder(place)
-    parts, weight, products = parts_of(place, rows), Span("weight", 0, inputs), list[Product]()
+    b = Builder(spec)
+    parts, weight, products = parts_of(spec, rows), Span("weight", 0, inputs), list[Product]()
 
     def gemm(p: int, piece: slice) -> None:
         part = slice(parts[p].start + piece.start, parts[p].start + piece.stop)
@@ -328,9 +338,9 @@ def gemm_all_reduce(place: Place, rows: int, inputs: int, outputs: int) -> Build
 
     def finish(p: int) -> None:
         """Sum the own block of a part, and send the sum to all ranks."""
-        block, start = (parts[p].stop - parts[p].start) // place.size, parts[p].start
-        own_block = Span("out", start + place.rank * block, start + (place.rank + 1) * block)
-        if b.together:  # the collective also copies the own block into ``out``
+        block, start = (parts[p].stop - parts[p].start) // spec.size, parts[p].start
+        own_block = Span("out", start + spec.rank * block, start + (spec.rank + 1) * block)
+        if b.as_collective:  # the collective also copies the own block into ``out``
             b.scratch(f"sum {p}", block, outputs, slot=f"sum {p % 2}")
             own_block = Span(f"sum {p}", 0, block)
         products[p].add(own_block)
@@ -338,10 +348,10 @@ def gemm_all_reduce(place: Place, rows: int, inputs: int, outputs: int) -> Build
 
     for p, part in enumerate(parts):
         length, last = part.stop - part.start, p == len(parts) - 1
-        block = length // place.size
+        block = length // spec.size
         products.append(Product(b, p, len(parts), block, outputs, p % 2, own_last=last))
         if last:
-            products[p].send_as_made(departures_of(place, 1), partial(gemm, p))
+            products[p].send_as_made(departures_of(spec, 1), partial(gemm, p))
         else:
             gemm(p, slice(0, length))
             products[p].send()
@@ -354,6 +364,6 @@ def gemm_all_reduce(place: Place, rows: int, inputs: int, outputs: int) -> Build
 @gemm_all_reduce.equals
 def _(c: Carrier, rows: int, inputs: int, outputs: int) -> None:
     a, weight = c.given("a", rows, inputs), c.given("weight", inputs, outputs)
-    pieces = sum_pieces(c.place, rows)
+    pieces = sum_pieces(c.spec, rows)
     product = c.gemm(a, weight, pieces, last=pieces[-1][0][0])
-    c.all_reduce(product, parts_of(c.place, rows), out="out")
+    c.all_reduce(product, parts_of(c.spec, rows), out="out")

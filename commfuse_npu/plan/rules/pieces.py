@@ -10,7 +10,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 from commfuse_npu.plan.instructions import Span
-from commfuse_npu.plan.schedule import Own, Place, split
+from commfuse_npu.plan.schedule import Own, RankSpec, split
 
 __all__ = [
     "Piece",
@@ -34,98 +34,98 @@ Piece = tuple[Sequence[slice], slice | None]
 """Runs of rows that one GEMM takes together, and the columns of the result; ``None``: all."""
 
 
-def gather_pieces(place: Place, rows: int) -> list[tuple[slice, ...]]:
+def gather_pieces(spec: RankSpec, rows: int) -> list[tuple[slice, ...]]:
     """The rows of the whole matrix in each GEMM of :func:`gather_gemm`, in order."""
-    runs = place.schedule.runs(rows, "first")
-    by_peer = place.together or len(runs) == 1 or place.size == 1
-    blocks = arrivals_of(place) if by_peer else [peers_of(place)]
+    runs = spec.schedule.runs(rows, "first")
+    by_peer = spec.as_collective or len(runs) == 1 or spec.size == 1
+    blocks = arrivals_of(spec) if by_peer else [peers_of(spec)]
     pieces = [
         tuple(slice(p * rows + run.start, p * rows + run.stop) for p in side)
         for run in runs
         for side in blocks
     ]
-    return [(block_of(place.rank, rows),), *pieces]
+    return [(block_of(spec.rank, rows),), *pieces]
 
 
-def scatter_pieces(place: Place, rows: int, columns: int) -> list[Piece]:
+def scatter_pieces(spec: RankSpec, rows: int, columns: int) -> list[Piece]:
     """The rows and columns of the whole result in each GEMM of :func:`gemm_scatter`, in order."""
-    *groups, last = place.schedule.runs(columns, "last")
-    everything = slice(0, place.size * rows)
+    *groups, last = spec.schedule.runs(columns, "last")
+    everything = slice(0, spec.size * rows)
     pieces: list[Piece] = [((everything,), group) for group in groups]
     pieces += [
         ((slice(side[0] * rows, (side[-1] + 1) * rows),), last)
-        for side in departures_of(place, len(groups) + 1)
+        for side in departures_of(spec, len(groups) + 1)
     ]
-    return [*pieces, ((block_of(place.rank, rows),), last)]
+    return [*pieces, ((block_of(spec.rank, rows),), last)]
 
 
-def sum_pieces(place: Place, rows: int) -> list[Piece]:
+def sum_pieces(spec: RankSpec, rows: int) -> list[Piece]:
     """The rows of the whole result in each GEMM of :func:`gemm_all_reduce`, in order."""
-    *parts, last = parts_of(place, rows)
-    whole = place._replace(schedule=replace(place.schedule, chunks=1))
-    cut = scatter_pieces(whole, (last.stop - last.start) // place.size, 1)
+    *parts, last = parts_of(spec, rows)
+    whole = spec._replace(schedule=replace(spec.schedule, chunks=1))
+    cut = scatter_pieces(whole, (last.stop - last.start) // spec.size, 1)
     runs = [slice(last.start + run.start, last.start + run.stop) for (run,), _ in cut]
     return [((run,), None) for run in [*parts, *runs]]
 
 
-def parts_of(place: Place, rows: int) -> list[slice]:
+def parts_of(spec: RankSpec, rows: int) -> list[slice]:
     """The parts that :func:`gemm_all_reduce` sums one by one: multiples of the group size."""
-    blocks = rows // place.size
-    bounds = split(blocks, min(place.schedule.chunks, max(1, blocks)))
-    return [slice(place.size * a, place.size * b) for a, b in pairwise(bounds)]
+    blocks = rows // spec.size
+    bounds = split(blocks, min(spec.schedule.chunks, max(1, blocks)))
+    return [slice(spec.size * a, spec.size * b) for a, b in pairwise(bounds)]
 
 
-def used_pieces(place: Place, rows: int, own: Own = "first") -> list[slice]:
+def used_pieces(spec: RankSpec, rows: int, own: Own = "first") -> list[slice]:
     """The rows of each call of the work ``use``, as pieces arrive: the own block, then the peers'.
 
     Args:
         own: the order of the peers; ``last`` if the senders compute their blocks piece by piece.
     """
-    hops = place.schedule.hops(place.rank, place.size, own)
-    runs = place.schedule.runs(rows, own)
+    hops = spec.schedule.hops(spec.rank, spec.size, own)
+    runs = spec.schedule.runs(rows, own)
     pieces = [inside(hop.source, rows, run) for run in runs for hop in hops]
-    return [block_of(place.rank, rows), *pieces]
+    return [block_of(spec.rank, rows), *pieces]
 
 
-def made_pieces(place: Place, rows: int) -> list[slice]:
+def made_pieces(spec: RankSpec, rows: int) -> list[slice]:
     """The rows of each call of the work ``make``, in the order of sends: the own block last."""
-    hops = place.schedule.hops(place.rank, place.size, "last")
-    runs = place.schedule.runs(rows, "last")
+    hops = spec.schedule.hops(spec.rank, spec.size, "last")
+    runs = spec.schedule.runs(rows, "last")
     pieces = [inside(hop.target, rows, run) for run in runs for hop in hops]
-    return [*pieces, block_of(place.rank, rows)]
+    return [*pieces, block_of(spec.rank, rows)]
 
 
-def arrivals_of(place: Place) -> list[range]:
+def arrivals_of(spec: RankSpec) -> list[range]:
     """The ranges of blocks that one GEMM uses if they arrive in place.
 
     All blocks on a side of the own one, or each block if a single lane brings them one by one.
     """
-    if place.together or place.schedule.lanes_for(place.size) > 1:
-        return sides_of(place)
-    hops = place.schedule.hops(place.rank, place.size, "first")
+    if spec.as_collective or spec.schedule.lanes_for(spec.size) > 1:
+        return sides_of(spec)
+    hops = spec.schedule.hops(spec.rank, spec.size, "first")
     return [range(hop.source, hop.source + 1) for hop in hops]
 
 
-def departures_of(place: Place, groups: int) -> list[range]:
+def departures_of(spec: RankSpec, groups: int) -> list[range]:
     """The ranges of blocks that one GEMM computes in the last group of columns, in order.
 
     All blocks on a side of the own one; or each block, if there is one group and a single lane
     takes the blocks one by one.
     """
-    if groups > 1 or place.together or place.schedule.lanes_for(place.size) > 1:
-        return sides_of(place)[::-1]
-    hops = place.schedule.hops(place.rank, place.size, "last")
+    if groups > 1 or spec.as_collective or spec.schedule.lanes_for(spec.size) > 1:
+        return sides_of(spec)[::-1]
+    hops = spec.schedule.hops(spec.rank, spec.size, "last")
     return [range(hop.target, hop.target + 1) for hop in hops]
 
 
-def sides_of(place: Place) -> list[range]:
+def sides_of(spec: RankSpec) -> list[range]:
     """The blocks before the own one, and those after it; each side is one run of rows."""
-    sides = [range(place.rank), range(place.rank + 1, place.size)]
+    sides = [range(spec.rank), range(spec.rank + 1, spec.size)]
     return [side for side in sides if side]
 
 
-def peers_of(place: Place) -> list[int]:
-    return [peer for peer in range(place.size) if peer != place.rank]
+def peers_of(spec: RankSpec) -> list[int]:
+    return [peer for peer in range(spec.size) if peer != spec.rank]
 
 
 def block_of(rank: int, rows: int) -> slice:

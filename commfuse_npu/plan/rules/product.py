@@ -37,8 +37,8 @@ class Product:
         self._b, self._number, self._of, self._rows = b, number, of, rows
         self._name, self._partials = f"product {number}", f"partials {number}"
         # A collective sends one run of rows, so the own block is below all others.
-        self._own_below = own_last and b.together
-        arriving = b.size if b.together else b.peers
+        self._own_below = own_last and b.as_collective
+        arriving = b.size if b.as_collective else b.peers
         b.scratch(self._name, b.size * rows, columns, slot=f"made {slot}")
         b.scratch(self._partials, arriving * rows, columns, slot=f"slab {slot}")
 
@@ -59,7 +59,7 @@ class Product:
     def send(self) -> None:
         """Send the blocks of all peers, and receive a partial of the own block from each."""
         b = self._b
-        if not b.together:
+        if not b.as_collective:
             for hop in b.hops("last"):
                 self._post(hop)
             return
@@ -76,9 +76,9 @@ class Product:
             if side is not None:
                 unsent.remove(side)
                 gemm(slice(side[0] * rows, (side[-1] + 1) * rows))
-            if not b.together:
+            if not b.as_collective:
                 self._post(hop)
-        if b.together:
+        if b.as_collective:
             self.send()
         gemm(self._own)
 
@@ -89,12 +89,12 @@ class Product:
         sent = self.made(block_of(hop.target, rows))
         b.post(hop, sent, into, _PIECE, self._number, self._of)
 
-    def add(self, out: Span, *, aside: bool = False) -> None:
+    def add(self, out: Span, *, on_side_stream: bool = False) -> None:
         """``out`` = the peers' partials in the schedule's order + the own block."""
         b, rows = self._b, self._rows
         terms = [(Span(self._partials, 0, b.peers * rows), b.peers)] if b.peers else []
-        if b.together:
-            ranks = peers_of(b.place) if self._own_below else range(b.size)
+        if b.as_collective:
+            ranks = peers_of(b.spec) if self._own_below else range(b.size)
             order = (ranks.index(hop.source) for hop in b.hops("last"))
             terms = [(rows_of(self._partials, block_of(at, rows)), 1) for at in order]
-        b.add(out, *terms, (self.made(self._own), 1), aside=aside)
+        b.add(out, *terms, (self.made(self._own), 1), on_side_stream=on_side_stream)

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from commfuse_npu.plan.builder import Builder
 from commfuse_npu.plan.program import Program
 from commfuse_npu.plan.rules.pieces import Piece
-from commfuse_npu.plan.schedule import Place
+from commfuse_npu.plan.schedule import RankSpec
 
 __all__ = ["IN_FLIGHT", "MOST_COMPILED", "RULES", "Carrier", "Rule", "rule"]
 
@@ -35,7 +35,7 @@ class Carrier(Protocol):
     which overlap with the first or the last transfer.
     """
 
-    place: Place
+    spec: RankSpec
 
     def given(self, buffer: str, rows: int, columns: int) -> Any:
         """An input buffer of the operation, ``[rows, columns]``."""
@@ -88,7 +88,7 @@ class Carrier(Protocol):
 
 
 class Rule:
-    """Compiles the program for a :class:`Place` and arguments, and caches it.
+    """Compiles the program for a :class:`RankSpec` and arguments, and caches it.
 
     Attributes:
         lines: computes what the operation equals, from a :class:`Carrier` and the arguments.
@@ -101,15 +101,15 @@ class Rule:
         names = tuple(signature(make).parameters)[1:]
 
         @lru_cache(maxsize=MOST_COMPILED)
-        def compiled(place: Place, *arguments: Any) -> Program:
-            description = self.name, place.schedule, *arguments
-            return make(place, *arguments).build(description, names)
+        def compiled(spec: RankSpec, *arguments: Any) -> Program:
+            description = self.name, spec.schedule, *arguments
+            return make(spec, *arguments).build(description, names)
 
         self._compiled = compiled
         self.cache_clear = compiled.cache_clear
 
-    def __call__(self, place: Place, *arguments: Any) -> Program:
-        return self._compiled(place, *arguments)
+    def __call__(self, spec: RankSpec, *arguments: Any) -> Program:
+        return self._compiled(spec, *arguments)
 
     def equals(self, lines: Callable[..., None]) -> Callable[..., None]:
         """Decorator that sets :attr:`lines`."""

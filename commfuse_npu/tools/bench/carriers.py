@@ -60,7 +60,7 @@ class Pending:
         """Mark it as overlapping: other work follows before its result; returns itself."""
         self._overlaps = True
         if (turns := active_turns()) is not None:
-            turns.place(False, self)
+            turns.reach_point(False, self)
         return self
 
     def wait(self) -> None:
@@ -75,9 +75,9 @@ class Pending:
     def result(self) -> torch.Tensor:
         if (turns := active_turns()) is not None:
             if self._overlaps:
-                turns.place(self._hands_over, waits_for=self)
+                turns.reach_point(self._hands_over, waits_for=self)
             else:
-                turns.place(True, self, self)
+                turns.reach_point(True, self, self)
         self.wait()
         self._finish()
         return self._value

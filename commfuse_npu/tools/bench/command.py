@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from commfuse_npu.config_file import find_config
-from commfuse_npu.runtime.whole_file import write_json
+from commfuse_npu.runtime.atomic_write import write_json
 from commfuse_npu.tools.bench.report import as_markdown, verdict, write_html
 from commfuse_npu.tools.bench.results import Result, load
 from commfuse_npu.tools.bench.shapes import ITEM_BYTES, WORKS

@@ -17,7 +17,7 @@ from typing import Any
 
 from commfuse_npu.config_file import ConfigError, find_config
 from commfuse_npu.hardware.description import Hardware, described
-from commfuse_npu.runtime.whole_file import whole_file
+from commfuse_npu.runtime.atomic_write import atomic_write
 from commfuse_npu.tools.bench.report import verdict as bench_verdict
 from commfuse_npu.tools.bench.results import restored
 from commfuse_npu.tools.doctor import Machine
@@ -289,7 +289,7 @@ class _Run:
         if failed:
             lines.append(f"**Not measured**: {', '.join(failed)}.")
         page = self._folder.path / "measured.md"
-        with whole_file(page) as part:
+        with atomic_write(page) as part:
             facts = {"command": shlex.join(command), **facts}
             part.write_text(as_markdown(lines, trainings, rows, failed, facts), "utf-8")
         first, *others = lines
@@ -306,7 +306,7 @@ class _Run:
             f"Measured by commfuse-npu measure: {name}, torch {facts.get('torch')}, "
             f"{facts.get('backend')}, shapes of {options.config}"
         )
-        with whole_file(path) as part:
+        with atomic_write(path) as part:
             text = description(base, f"{name}, measured", measured, facts, source)
             part.write_text(text, "utf-8")
         rows = compared(Hardware.load(path), Hardware.load(find_config(base, "hardware")))

@@ -12,7 +12,7 @@ from commfuse_npu.config_file import ConfigError, find_config
 from commfuse_npu.did_you_mean import did_you_mean
 from commfuse_npu.hardware.description import Hardware, described
 from commfuse_npu.plan import PlanError, rules
-from commfuse_npu.runtime.whole_file import write_json
+from commfuse_npu.runtime.atomic_write import write_json
 from commfuse_npu.tools.doctor.devices import listed_npus
 from commfuse_npu.tools.doctor.machine import Machine
 from commfuse_npu.tools.launch_script import UsageError

@@ -16,7 +16,7 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from commfuse_npu.config_file import ConfigError
-from commfuse_npu.runtime.whole_file import write_json
+from commfuse_npu.runtime.atomic_write import write_json
 from commfuse_npu.tools.launch_script import UsageError
 from commfuse_npu.tools.markdown import table_head, table_row
 from commfuse_npu.tools.outputs import Output, write_outputs

@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 
 from commfuse_npu.options import schedule_for
-from commfuse_npu.plan import Schedule, usual_chunks
+from commfuse_npu.plan import Schedule, default_chunks
 from commfuse_npu.tools.launch_script.launch import (
     Launch,
     checkout_of,
@@ -70,7 +70,7 @@ class AskedLaunch:
             PlanError: the options form no valid schedule.
         """
         config, size = self.config, self.config.tensor_model_parallel_size
-        usual = usual_chunks(size, config.block_rows, config.hidden_size)
+        usual = default_chunks(size, config.block_rows, config.hidden_size)
         chunks = 1 if self.fuse.commfuse_tuning == "on" else usual
         return schedule_for(self.fuse, size, config.npus_per_node, chunks=chunks, linear=True)
 

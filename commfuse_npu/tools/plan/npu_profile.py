@@ -17,7 +17,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from commfuse_npu.runtime.whole_file import write_json
+from commfuse_npu.runtime.atomic_write import write_json
 from commfuse_npu.tools.launch_script import UsageError
 from commfuse_npu.tools.markdown import table_head, table_row
 

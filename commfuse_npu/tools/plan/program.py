@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from commfuse_npu.plan import Place, PlanError, Schedule, rules
+from commfuse_npu.plan import PlanError, RankSpec, Schedule, rules
 from commfuse_npu.tools.option_types import positive, whole
 
 __all__ = ["SHOWN", "add_program_options", "print_program"]
@@ -60,5 +60,5 @@ def print_program(rule: str, arguments: argparse.Namespace) -> int:
         "bucket_scatter": (rows, size - 1, 2),
         "bucket_gather": (rows, False),
     }
-    print(rules.RULES[rule](Place(Schedule(**options), rank, size, True), *shapes[rule]))
+    print(rules.RULES[rule](RankSpec(Schedule(**options), rank, size, True), *shapes[rule]))
     return 0

@@ -12,7 +12,7 @@ from pathlib import Path
 from textwrap import wrap
 from typing import Any
 
-from commfuse_npu.runtime.whole_file import whole_file
+from commfuse_npu.runtime.atomic_write import atomic_write
 from commfuse_npu.tools.report.charts import Chart, Picture
 
 __all__ = ["PAGES", "draw", "lacking", "script"]
@@ -63,7 +63,7 @@ def draw(pictures: Sequence[Picture], title: str, path: Path, width: int = 760) 
     whole = {"title": {"text": title, "fontSize": 16, "offset": 14}, "config": _CONFIG,
              "vconcat": charts, "spacing": 34, "resolve": resolve}  # fmt: skip
     library = _library()
-    with whole_file(path) as part:
+    with atomic_write(path) as part:
         if path.suffix.lower() == ".svg":
             part.write_text(library.vegalite_to_svg(whole, vl_version=_VERSION), encoding="utf-8")
         else:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from commfuse_npu import __version__
-from commfuse_npu.runtime.whole_file import whole_file
+from commfuse_npu.runtime.atomic_write import atomic_write
 from commfuse_npu.tools.report.charts import Picture, Table
 from commfuse_npu.tools.report.drawing import script
 
@@ -69,7 +69,7 @@ def write_page(
     body += ["<h2>Environment and command</h2>"]
     body += _paragraphs(f"{name}: `{fact}`" for name, fact in facts.items())
     code = script([chart.chart for chart in charts]) if charts else ""
-    with whole_file(path) as part:
+    with atomic_write(path) as part:
         text = _PAGE.format(title=escape(title), body="\n".join(body), script=code)
         part.write_text(text, encoding="utf-8")
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from commfuse_npu.config_file import ConfigError, find_config
 from commfuse_npu.hardware.description import Hardware
-from commfuse_npu.runtime.whole_file import write_json
+from commfuse_npu.runtime.atomic_write import write_json
 from commfuse_npu.tools.model_config import ModelConfig
 from commfuse_npu.tools.option_types import Parser, new_file, page, positive, refuse, whole
 from commfuse_npu.tools.option_types import words as word_list

@@ -116,7 +116,7 @@ class ContextParallel:
             return machine.gemm(rows_of(instruction), out, hidden, result_bytes=2 * SUM_BYTES)
 
         if projects:
-            program = exchange(rank.place("qkv"), block, heads, "made", False, True, False)
+            program = exchange(rank.spec("qkv"), block, heads, "made", False, True, False)
             rank.run("qkv", program, {"received": heads}, {"make": project})
         else:
             rank.need(rank.collective("qkv", block * heads * ITEM_BYTES))
@@ -124,8 +124,8 @@ class ContextParallel:
             rank.compute("attention", attend(slice(0, rank.size * block)))
             rank.need(rank.collective("out", block * out * ITEM_BYTES))
             return
-        place = rank.place("attention", causal=True)
-        program = exchange(place, block, out, "made and kept", True, projects, False)
+        spec = rank.spec("attention", causal=True)
+        program = exchange(spec, block, out, "made and kept", True, projects, False)
         works = {"make": lambda work, _: attend(run_of(work)), "use": join}
         rank.run("attention", program, {"blocks": out, "received": out}, works)
 
@@ -151,16 +151,16 @@ class ContextParallel:
             rank.compute("attention", attend(slice(0, rank.size * block)))
         elif projects:
             name = "proj and attention"
-            program = exchange(rank.place(name), block, out, "made", True, False, True)
+            program = exchange(rank.spec(name), block, out, "made", True, False, True)
             rank.run(name, program, {}, works)
         else:
-            place = rank.place("attention", causal=True)
-            program = exchange(place, block, out, "given", True, False, False)
+            spec = rank.spec("attention", causal=True)
+            program = exchange(spec, block, out, "given", True, False, False)
             rank.run("attention", program, {"blocks": out}, works)
         if not projects:
             rank.need(rank.collective("qkv", block * heads * ITEM_BYTES))
             return
-        program = exchange(rank.place("qkv"), block, heads, "given", True, True, False)
+        program = exchange(rank.spec("qkv"), block, heads, "given", True, True, False)
         rank.run("qkv", program, {"blocks": heads, "received": heads}, {"use": dgrad})
         rank.compute("qkv wgrad", machine.gemm(self.shape.qkv, block, hidden))
 

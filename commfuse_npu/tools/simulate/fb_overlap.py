@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from itertools import groupby, islice
 from typing import NamedTuple
 
-from commfuse_npu.plan.turn_order import Place, best_order
+from commfuse_npu.plan.turn_order import HandOverPoint, best_order
 from commfuse_npu.tools.simulate import llama
 from commfuse_npu.tools.simulate.launches import COMPUTE, Operation
 from commfuse_npu.tools.simulate.llama import Attended, LayerShape
@@ -22,10 +22,10 @@ __all__ = ["pair"]
 
 
 class _Piece(NamedTuple):
-    """Operations up to a possible hand-over, and that place."""
+    """Operations up to a possible hand-over, and that point."""
 
     operations: range
-    place: Place
+    point: HandOverPoint
 
 
 def pair(
@@ -53,7 +53,7 @@ def pair(
         llama.backward(backward, shape, back)
     operations = forward.finish(), backward.finish()
     pieces = [_pieces(of_side, rank) for of_side in operations]
-    order = best_order(([piece.place for piece in pieces[0]], [piece.place for piece in pieces[1]]))
+    order = best_order(([piece.point for piece in pieces[0]], [piece.point for piece in pieces[1]]))
     placed: tuple[dict[int, int], dict[int, int]] = {}, {}
     at, side = [0, 0], 0
     while at[0] < len(pieces[0]) or at[1] < len(pieces[1]):
@@ -78,7 +78,7 @@ def _pieces(operations: Sequence[Operation], rank: Rank) -> list[_Piece]:
 
     def cut(stop: int, transfer: float, waits: int | None, by_default: bool) -> None:
         nonlocal start, work
-        pieces.append(_Piece(range(start, stop), Place(work, transfer, waits, by_default)))
+        pieces.append(_Piece(range(start, stop), HandOverPoint(work, transfer, waits, by_default)))
         start, work = stop, 0.0
 
     for transfer, run in groupby(enumerate(operations), _transfer):

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from commfuse_npu.hardware.description import Hardware
-from commfuse_npu.runtime.whole_file import whole_file
+from commfuse_npu.runtime.atomic_write import atomic_write
 from commfuse_npu.tools.model_config import ModelConfig
 from commfuse_npu.tools.simulate.recommend import Candidate
 from commfuse_npu.tools.simulate.step import Training
@@ -148,5 +148,5 @@ def write_plan(path: Path, model: ModelConfig, hardware: Hardware, chosen: Candi
         f"{chosen.seconds:.3g} s a step. Simulated, not measured.",
         planned(model, hardware, chosen).as_yaml(),
     ]
-    with whole_file(path) as part:
+    with atomic_write(path) as part:
         part.write_text("\n".join(lines), "utf-8")

@@ -28,7 +28,7 @@ __all__ = ["column", "column_gradients", "gemm_work", "row", "row_gradients", "w
 def column(rank: Rank, name: str, rows: int, inputs: int, outputs: int) -> None:
     """Gather blocks -> GEMM."""
     if _fused(rank, name):
-        program = gather_gemm(rank.place(name), rows, inputs, outputs, False, None, 0)
+        program = gather_gemm(rank.spec(name), rows, inputs, outputs, False, None, 0)
         columns = {"shard": inputs, "weight": outputs, "out": outputs}
         rank.run(name, program, columns, {"gemm": gemm_work(rank)})
         return
@@ -38,7 +38,7 @@ def column(rank: Rank, name: str, rows: int, inputs: int, outputs: int) -> None:
 def row(rank: Rank, name: str, rows: int, inputs: int, outputs: int) -> None:
     """GEMM -> reduce-scatter of the product; later operations wait for the sums."""
     if _fused(rank, name):
-        program = gemm_scatter(rank.place(name), rows, inputs, outputs)
+        program = gemm_scatter(rank.spec(name), rows, inputs, outputs)
         columns = {"a": inputs, "weight": outputs, "out": outputs}
         rank.run(name, program, columns, {"gemm": gemm_work(rank)})
         return
@@ -53,11 +53,11 @@ def column_gradients(rank: Rank, name: str, rows: int, inputs: int, outputs: int
     """
     least = rank.variant.collectives_from
     if _fused(rank, name) and (least is None or outputs < least):
-        place = rank.place(name)
-        program = column_backward(place, rows, inputs, outputs, True, True, True)
+        spec = rank.spec(name)
+        program = column_backward(spec, rows, inputs, outputs, True, True, True)
         columns = {"x": inputs, "grad": outputs, "weight": inputs, "grad_x": inputs}
         # The columns of a weight are not contiguous in memory.
-        strided = len(place.schedule.runs(inputs, "last")) > 1
+        strided = len(spec.schedule.runs(inputs, "last")) > 1
         works = {
             "gemm": gemm_work(rank, ITEM_BYTES if strided else 0),
             "wgrad": _wgrad_work(rank, rows * rank.size),
@@ -94,7 +94,7 @@ def row_gradients(
     whole = rows * rank.size
     if _fused(rank, name):
         program = gather_gemm(
-            rank.place(name), rows, outputs, inputs, False, rank.variant.wgrad, inputs
+            rank.spec(name), rows, outputs, inputs, False, rank.variant.wgrad, inputs
         )
         remaining = program.count(Compute, "wgrad")
         last = _wgrad_work(rank, whole)

@@ -258,7 +258,7 @@ def _attention_scatter(rank: Rank, shape: LayerShape, attend: Queries) -> None:
         return attend(run_of(instruction)) + rank.machine.gemm(rows_of(instruction), inner, h)
 
     name = "attention and proj"
-    program = produce_scatter(rank.place(name, causal=True), shape.block, h)
+    program = produce_scatter(rank.spec(name, causal=True), shape.block, h)
     rank.run(name, program, {"out": h}, {"make": make})
 
 
@@ -276,7 +276,7 @@ def _gather_attention(rank: Rank, shape: LayerShape, attend: Queries) -> None:
         return wgrad_seconds(rank, shape.rows, inner, h)
 
     name = "proj and attention backward"
-    program = gather_use(rank.place(name, causal=True), shape.block, h, whole)
+    program = gather_use(rank.spec(name, causal=True), shape.block, h, whole)
     rank.run(name, program, {"shard": h}, {"use": use, "wgrad": wgrad})
 
 

@@ -3,18 +3,18 @@
 A fused operation is the same :class:`~commfuse_npu.plan.program.Program` that the transport runs.
 The cost of its instructions:
 
-=========  ========================================================================================
-``Post``   the host's ``post_overhead``, and a transfer on its lane, with a copy through the buffers
-           of its communicator at both ends (read in HCCL); without ``batched`` for each receive and
-           each send
-``Wait``   nothing: its host time is part of the post; the work and the transfers that follow start
-           when the transfers that it names are complete
-Compute    a launch, and the seconds that the operation gives for this work
-``Add``    memory traffic: ``ordered`` 3 blocks and a launch per addition, ``once`` one pass over
-           all parts and one launch
-``Copy``   a launch, and 2 bytes of memory traffic per byte
-``Hold``   two events, including the ``Record`` that it waits for
-=========  ========================================================================================
+=============  =====================================================================================
+``Post``       the host's ``post_overhead``, and a transfer on its lane, with a copy through the
+               buffers of its communicator at both ends (read in HCCL); without ``batched`` for each
+               receive and each send
+``Wait``       nothing: its host time is part of the post; the work and the transfers that follow
+               start when the transfers that it names are complete
+Compute        a launch, and the seconds that the operation gives for this work
+``Add``        memory traffic: ``ordered`` 3 blocks and a launch per addition, ``once`` one pass
+               over all parts and one launch
+``Copy``       a launch, and 2 bytes of memory traffic per byte
+``WaitEvent``  two events, including the ``RecordEvent`` that it waits for
+=============  =====================================================================================
 
 A collective is a launch and four events.  torch_npu records one event after the preceding work, for
 which the group's stream waits, and another after the collective, for which the following work waits
@@ -31,20 +31,21 @@ from typing import NamedTuple
 from commfuse_npu.hardware.machine import ITEM_BYTES, SUM_BYTES, Machine
 from commfuse_npu.plan.instructions import (
     Add,
+    AheadEnd,
     Collective,
     Compute,
     Copy,
     End,
-    Hold,
-    Mark,
     Post,
-    Record,
+    RecordEvent,
     Span,
     Wait,
+    WaitEvent,
     accesses,
+    uses_side_stream,
 )
 from commfuse_npu.plan.program import Program
-from commfuse_npu.plan.schedule import Place, Schedule
+from commfuse_npu.plan.schedule import RankSpec, Schedule
 from commfuse_npu.tools.simulate.launches import ASIDE, COMPUTE, Key, Message, Operation
 from commfuse_npu.tools.simulate.variants import Variant, Way, direct
 
@@ -121,19 +122,19 @@ class Rank:
         after: Iterable[int] = (),
         launches: int = 1,
         *,
-        aside: bool = False,
+        on_side_stream: bool = False,
         events: int = 0,
         posts: int = 0,
     ) -> None:
         """Add work that waits for ``after`` and for the operations passed to :meth:`need`."""
-        waits, self._pending[aside] = self._pending[aside].union(after), set()
-        engine = ASIDE if aside else COMPUTE
+        waits, self._pending[on_side_stream] = self._pending[on_side_stream].union(after), set()
+        engine = ASIDE if on_side_stream else COMPUTE
         work = Operation(name, engine, seconds, launches=launches, posts=posts, events=events)
         self._last[engine] = self.add(work, waits)
 
-    def need(self, operations: Iterable[int], *, aside: bool = False) -> None:
+    def need(self, operations: Iterable[int], *, on_side_stream: bool = False) -> None:
         """Make the next work on a stream wait for these operations."""
-        self._pending[aside].update(operations)
+        self._pending[on_side_stream].update(operations)
 
     def finish(self) -> list[Operation]:
         """Add a final wait for pending operations, and return all operations."""
@@ -227,7 +228,7 @@ class Rank:
         usual = dict(self.variant.chosen).get(operation, self.variant.way)
         return self.ways.setdefault(operation, usual)
 
-    def place(self, operation: str, *, causal: bool = False) -> Place:
+    def spec(self, operation: str, *, causal: bool = False) -> RankSpec:
         """The schedule and the rank for which a program is compiled.
 
         Args:
@@ -237,7 +238,7 @@ class Rank:
         assert isinstance(schedule, Schedule)
         if causal:
             schedule = schedule.for_causal_blocks(self.size)
-        return Place(schedule, self.rank, self.size, self.machine.batched)
+        return RankSpec(schedule, self.rank, self.size, self.machine.batched)
 
     def run(
         self,
@@ -256,7 +257,7 @@ class Rank:
         columns: Mapping[str, int],
         works: Mapping[str, Work],
     ) -> Iterator[None]:
-        """Run a program; yields at its ``Mark`` if it has one.
+        """Run a program; yields at its ``AheadEnd`` if it has one.
 
         Args:
             columns: of the buffers that the operation provides, by name.
@@ -290,6 +291,7 @@ class Rank:
         sent: dict[int, int] = {}
         events: dict[int, int | None] = {}
         for instruction in program.code:
+            on_side = uses_side_stream(instruction)
             if isinstance(instruction, Post | Collective):
                 name, lane = (
                     f"{operation} {instruction.transfer.piece}",
@@ -307,28 +309,25 @@ class Rank:
                 }
                 sent |= {end.transfer.step: send for way, end in instruction.ends if way == "send"}
             elif isinstance(instruction, Wait):
-                self.need(
-                    (received[step] for step in instruction.receives), aside=instruction.aside
-                )
-                self.need((sent[step] for step in instruction.sends), aside=instruction.aside)
+                waited = (received[step] for step in instruction.receives)
+                self.need(waited, on_side_stream=on_side)
+                self.need((sent[step] for step in instruction.sends), on_side_stream=on_side)
             elif isinstance(instruction, Compute):
                 seconds = works[instruction.work](instruction, width)
                 self.compute(f"{operation} {instruction.work}", seconds)
-            elif isinstance(instruction, Mark):
+            elif isinstance(instruction, AheadEnd):
                 yield
             elif isinstance(instruction, Copy):
                 seconds = self.machine.memory(2 * size(instruction.out))
-                self.compute(f"{operation} copy", seconds, aside=instruction.aside)
+                self.compute(f"{operation} copy", seconds, on_side_stream=on_side)
             elif isinstance(instruction, Add):
                 self._add(operation, instruction, size)
-            elif isinstance(instruction, Record):
-                events[instruction.event] = self._last.get(ASIDE if instruction.aside else COMPUTE)
-            elif isinstance(instruction, Hold):
+            elif isinstance(instruction, RecordEvent):
+                events[instruction.event] = self._last.get(ASIDE if on_side else COMPUTE)
+            elif isinstance(instruction, WaitEvent):
                 event = events[instruction.event]
-                self.need([] if event is None else [event], aside=instruction.aside)
-                self.compute(
-                    f"{operation} hold", 0.0, launches=0, aside=instruction.aside, events=2
-                )
+                self.need([] if event is None else [event], on_side_stream=on_side)
+                self.compute(f"{operation} hold", 0.0, launches=0, on_side_stream=on_side, events=2)
 
     def _add(self, operation: str, instruction: Add, size: Callable[[Span], float]) -> None:
         additions = sum(parts for _, parts in instruction.terms) - 1
@@ -339,4 +338,4 @@ class Rank:
             additions = 1
         for _ in range(additions):
             seconds = self.machine.memory(traffic)
-            self.compute(f"{operation} sum", seconds, aside=instruction.aside)
+            self.compute(f"{operation} sum", seconds, on_side_stream=instruction.on_side_stream)

@@ -48,7 +48,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
 
-from commfuse_npu.plan import Schedule, usual_shape
+from commfuse_npu.plan import Schedule, default_shape
 from commfuse_npu.plan.rules import Wgrad
 from commfuse_npu.tools.simulate.mc2 import RANKS
 
@@ -149,7 +149,7 @@ def direct(size: int, members_per_node: int) -> Schedule:
 
 def together(base: Schedule, size: int) -> list[Schedule]:
     """Schedules with collectives per chunk, where a launch would prefer them to batches."""
-    shape = usual_shape(size)
+    shape = default_shape(size)
     return [Schedule(shape, 1)] if base.shape == "shifted" and shape != base.shape else []
 
 

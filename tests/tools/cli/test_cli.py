@@ -47,10 +47,10 @@ def test_all_programs_are_proved(capsys) -> None:
 def test_a_broken_program_is_reported(monkeypatch, capsys) -> None:
     compiled = RULES["bucket_gather"]
 
-    def broken(place, *arguments):
-        program = compiled(place, *arguments)
+    def broken(spec, *arguments):
+        program = compiled(spec, *arguments)
         # The last rank posts nothing.
-        return replace(program, code=()) if place.rank == place.size - 1 else program
+        return replace(program, code=()) if spec.rank == spec.size - 1 else program
 
     broken.cache_clear, broken.lines = compiled.cache_clear, compiled.lines
     monkeypatch.setitem(RULES, "bucket_gather", broken)

@@ -11,7 +11,7 @@ import pytest
 from commfuse_npu.config_file import find_config
 from commfuse_npu.hardware.description import Hardware
 from commfuse_npu.hardware.machine import min_outputs_to_hide
-from commfuse_npu.plan import Schedule, min_rows_to_fuse, usual_chunks, usual_shape
+from commfuse_npu.plan import Schedule, default_chunks, default_shape, min_rows_to_fuse
 from commfuse_npu.plan.defaults import POST_SECONDS
 from commfuse_npu.tools.model_config import ModelConfig
 from commfuse_npu.tools.simulate.step import Layout, Step
@@ -32,7 +32,7 @@ def compared(machine: str, model: str, tp: int, rows: int, launch: float) -> flo
     described = ModelConfig.load(find_config(model))
     figures = hardware.machine()
     step = Step(figures, training(described, Layout(tp, 1, 1, 1), rows * tp, options))
-    shape, chunks = usual_shape(tp), usual_chunks(tp, rows, described.hidden_size, post)
+    shape, chunks = default_shape(tp), default_chunks(tp, rows, described.hidden_size, post)
     lanes, least = Schedule(shape).lanes_for(tp), min_outputs_to_hide(figures, tp)
     ours = fused(Schedule(shape, lanes, chunks), collectives_from=least)
     return step.layer_time(ours).seconds / step.layer_time(MEGATRON).seconds

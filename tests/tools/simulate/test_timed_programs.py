@@ -9,7 +9,16 @@ import pytest
 
 from commfuse_npu.hardware.machine import ITEM_BYTES
 from commfuse_npu.plan import Schedule
-from commfuse_npu.plan.instructions import Add, Compute, Copy, Hold, Post, Record, Span, Wait
+from commfuse_npu.plan.instructions import (
+    Add,
+    Compute,
+    Copy,
+    Post,
+    RecordEvent,
+    Span,
+    Wait,
+    WaitEvent,
+)
 from commfuse_npu.plan.program import Program
 from commfuse_npu.plan.rules import (
     column_backward,
@@ -19,7 +28,7 @@ from commfuse_npu.plan.rules import (
     gemm_scatter,
     produce_scatter,
 )
-from commfuse_npu.plan.schedule import Place
+from commfuse_npu.plan.schedule import RankSpec
 from commfuse_npu.tools.simulate import linear, llama
 from commfuse_npu.tools.simulate.context_parallel import ContextParallel
 from commfuse_npu.tools.simulate.launches import ASIDE, COMPUTE, Operation
@@ -40,9 +49,9 @@ SCHEDULES = [
     Schedule("two_level", 3, 2, node_size=3),
 ]
 
-WORKS = {Copy: "copy", Add: "sum", Hold: "hold"}
+WORKS = {Copy: "copy", Add: "sum", WaitEvent: "hold"}
 Build = Callable[[Rank], None]
-Made = Callable[[Place], list[Program]]
+Made = Callable[[RankSpec], list[Program]]
 
 
 def _linear(part: str) -> Build:
@@ -58,8 +67,8 @@ def _ulysses(part: str) -> Build:
     return getattr(ContextParallel(PART, SIZE, 0, SIZE, True, True), part)  # type: ignore[no-any-return]
 
 
-def _causal(place: Place) -> Place:
-    return place._replace(schedule=place.schedule.for_causal_blocks(place.size))
+def _causal(spec: RankSpec) -> RankSpec:
+    return spec._replace(schedule=spec.schedule.for_causal_blocks(spec.size))
 
 
 CASES: dict[str, tuple[Build, Made]] = {
@@ -92,7 +101,7 @@ def test_what_is_timed_is_the_program(case: str, schedule: Schedule, batched: bo
         machine = replace(ideal(), batched=batched)
         rank = Rank(machine, number, SIZE, SIZE, Variant("fused", "fused", schedule))
         build(rank)
-        programs = made(Place(schedule, number, SIZE, batched))
+        programs = made(RankSpec(schedule, number, SIZE, batched))
         # Compiled once per arguments: the very program that runs.
         assert [run.program for run in rank.programs.values()] == programs
         operations = iter(enumerate(rank.finish()))
@@ -110,10 +119,10 @@ def compare(operations: Iterator[tuple[int, Operation]], name: str, program: Pro
     last: dict[bool, int | None] = {False: None, True: None}
     for one in program.code:
         if isinstance(one, Wait):
-            needed[one.aside] |= {posted["receive", step] for step in one.receives}
-            needed[one.aside] |= {posted["send", step] for step in one.sends}
-        elif isinstance(one, Record):
-            events[one.event] = last[one.aside]
+            needed[one.on_side_stream] |= {posted["receive", step] for step in one.receives}
+            needed[one.on_side_stream] |= {posted["send", step] for step in one.sends}
+        elif isinstance(one, RecordEvent):
+            events[one.event] = last[one.on_side_stream]
         elif isinstance(one, Post):
             at, operation = next(operations)
             assert {last[False]} <= {None, *operation.after}
@@ -125,19 +134,19 @@ def compare(operations: Iterator[tuple[int, Operation]], name: str, program: Pro
                 posted[way, transfer.step] = at
                 if program.batched or way == "send":
                     assert operation.engine == f"lane {transfer.lane}"
-        elif isinstance(one, Compute | Copy | Add | Hold):
-            aside = not isinstance(one, Compute) and one.aside
+        elif isinstance(one, Compute | Copy | Add | WaitEvent):
+            on_side_stream = not isinstance(one, Compute) and one.on_side_stream
             said = one.work if isinstance(one, Compute) else WORKS[type(one)]
-            if isinstance(one, Hold):
-                needed[aside].add(events[one.event])
+            if isinstance(one, WaitEvent):
+                needed[on_side_stream].add(events[one.event])
             # Each addition takes a pass of its own.
             parts = sum(parts for _, parts in one.terms) if isinstance(one, Add) else 0
             for _ in range(max(1, parts - 1)):
-                last[aside], operation = next(operations)
+                last[on_side_stream], operation = next(operations)
                 assert operation.name == f"{name} {said}"
-                assert operation.engine == (ASIDE if aside else COMPUTE)
-                assert needed[aside] <= {None, *operation.after}
-                needed[aside] = set()
+                assert operation.engine == (ASIDE if on_side_stream else COMPUTE)
+                assert needed[on_side_stream] <= {None, *operation.after}
+                needed[on_side_stream] = set()
 
 
 def width(program: Program, span: Span) -> int:

@@ -10,11 +10,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-__all__ = ["whole_file", "write_json"]
+__all__ = ["atomic_write", "write_json"]
 
 
 @contextmanager
-def whole_file(path: Path) -> Iterator[Path]:
+def atomic_write(path: Path) -> Iterator[Path]:
     """Yield a temporary file with the same suffix, which replaces ``path`` at the end of the block.
 
     Creates missing folders.  If the block or the write fails (a full disk), the old file stays and
@@ -47,11 +47,11 @@ def whole_file(path: Path) -> Iterator[Path]:
 
 
 def write_json(path: Path, content: Any, *, indent: int | None = None) -> None:
-    """Write ``content`` to ``path`` atomically, see :func:`whole_file`.
+    """Write ``content`` to ``path`` atomically, see :func:`atomic_write`.
 
     Raises:
         OSError: the file cannot be written.
     """
-    with whole_file(path) as part, part.open("w", encoding="utf-8") as file:
+    with atomic_write(path) as part, part.open("w", encoding="utf-8") as file:
         json.dump(content, file, indent=indent)
         file.write("\n")

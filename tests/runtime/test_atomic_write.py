@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from commfuse_npu.runtime.whole_file import write_json
+from commfuse_npu.runtime.atomic_write import write_json
 
 
 def test_written_whole_in_a_folder_of_any_name(tmp_path: Path) -> None:

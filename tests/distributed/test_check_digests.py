@@ -89,18 +89,18 @@ def test_what_differs_is_found_before_weights_change(ranks, differs, words, opti
 
 
 @on_ranks(2)
-def test_a_rank_that_does_not_settle_is_named(rank: int) -> None:
+def test_a_rank_that_does_not_check_is_named(rank: int) -> None:
     made = link(dist.new_group())
     layer(made, 4)
     if rank == 0:
         made.timeout = BRIEF
         words = "comparing what was begun.*no answer from peer 1"
         with pytest.raises(TransportError, match=words):
-            made.settle()
+            made.check_digests()
 
 
-def short_stretches() -> Any:
-    return mock.patch.object(agreement, "_STRETCH", 64)
+def short_intervals() -> Any:
+    return mock.patch.object(agreement, "_DIGEST_INTERVAL", 64)
 
 
 @on_ranks(2)
@@ -109,32 +109,32 @@ def test_a_new_length_waits_for_nobody(rank: int) -> None:
     layer(made, 1)
     # How often the ranks were compared, and what was sent and waited for there.
     seen = dict.fromkeys(("gather_objects", "Swap", "wait"), 0)
-    with short_stretches(), pytest.MonkeyPatch.context() as patch:
+    with short_intervals(), pytest.MonkeyPatch.context() as patch:
         for owner, name in ((agreement, "gather_objects"), (agreement, "Swap"), (Swap, "wait")):
             watch_calls(patch, owner, name, lambda *_, n=name: seen.update({n: seen[n] + 1}))
         for rows in range(2, 32):
             layer(made, rows)
         assert list(seen.values()) == [0, 0, 0]
-        # Forward and backward: 2 * 32 operations are a stretch, sent on and not waited for.
+        # Forward and backward: 2 * 32 operations are an interval, sent on and not waited for.
         layer(made, 32)
         assert list(seen.values()) == [0, 1, 0]
         for rows in range(33, 257):
             layer(made, rows)
-        # Each but the last was waited for a stretch later.
+        # Each but the last was waited for an interval later.
         assert list(seen.values()) == [0, 8, 7]
-        made.settle()
+        made.check_digests()
         # A roll call are two swaps of its own.
         assert list(seen.values()) == [1, 8, 7 + 1 + 2]
-        made.settle()
+        made.check_digests()
         assert list(seen.values()) == [1, 8, 10]
     assert len(made._agreed) == 2
-    assert (made._entered, list(made._kept)) == (512, [])
+    assert (made._operation_count, list(made._history)) == (512, [])
 
 
 def in_a_loop_without_an_optimizer(rank: int) -> tuple[int, str]:
     made = link(batched=True)
     layer(made, 4)
-    with short_stretches():
+    with short_intervals():
         for number in range(1000):
             try:
                 made.agree("decode", {"rows": 8 if number == 7 and rank == 1 else 4})
@@ -143,7 +143,7 @@ def in_a_loop_without_an_optimizer(rank: int) -> tuple[int, str]:
     return -1, "never"
 
 
-def test_ranks_that_never_settle_learn_it_two_stretches_later(ranks) -> None:
+def test_ranks_that_never_check_learn_it_two_intervals_later(ranks) -> None:
     found = ranks(2).run(in_a_loop_without_an_optimizer)
     assert [number for number, _ in found] == [125, 125]
     assert "decode: rank 0 and peer 1 of the group" in found[0][1]
@@ -171,7 +171,7 @@ def test_a_size_of_zero_is_another_operation(rank: int) -> None:
 
 
 @on_ranks(4)
-def test_several_transports_are_settled_together(rank: int) -> None:
+def test_several_transports_are_checked_together(rank: int) -> None:
     """Pairs of two kinds; what differs is in one transport of the second."""
     pairs = {tuple(ranks): dist.new_group(ranks) for ranks in ([0, 1], [2, 3], [0, 2], [1, 3])}
     mine = [group for ranks, group in pairs.items() if rank in ranks]
