@@ -1,4 +1,4 @@
-"""The command that a launcher would start, and commands that are started."""
+"""The command that a launcher would start, and a helper that runs commands."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MODELS = ("llama2_7b", "llama2_13b", "llama2_70b", "llama3_8b", "llama3_70b")
 
 
 def dry_run(model: str, *arguments: str, **variables: str) -> list[str]:
-    """Its words, environment and all, with nothing in the environment but what is given."""
+    """Words of the command, environment included; only ``variables`` are set."""
     _, command = launch_command([model, *arguments], {"DRY_RUN": "1", **variables})
     return shlex.split(command)
 

@@ -41,7 +41,7 @@ from tests.megatron.self_attention import (
 
 
 def compared(rank: int, cases: list[Case]) -> None:
-    """Lanes give the bits of collectives, close to unfused and to not split; paths are counted."""
+    """Lanes and collectives give the same bits, close to unfused and unsplit; paths are counted."""
     size = dist.get_world_size()
     for case in cases:
         with parallel(case):

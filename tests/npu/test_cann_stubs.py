@@ -102,8 +102,8 @@ def test_what_is_missing_is_named(tmp_path: Path, monkeypatch, capsys) -> None:
         ("nm",): "nm is not on the PATH.*apt-get install binutils",
         ("ldd",): "ldd is not on the PATH.*apt-get install libc-bin",
     }.items():
-        found = {"cc": "/bin/true", "nm": "/bin/true", "ldd": "/bin/true"}
-        here = {name: path for name, path in found.items() if name not in absent}
-        monkeypatch.setattr("shutil.which", here.get)
+        tools = {"cc": "/bin/true", "nm": "/bin/true", "ldd": "/bin/true"}
+        present = {name: path for name, path in tools.items() if name not in absent}
+        monkeypatch.setattr("shutil.which", present.get)
         assert main([str(tmp_path / "stubs"), "--site-packages", str(site)]) == 2
         assert re.match(f"cann_stubs: .*{message}", capsys.readouterr().err)

@@ -1,7 +1,7 @@
 """A process with the real torch_npu in it, started once and used by many tests.
 
 torch_npu changes torch for good and needs stand-ins for CANN where the dynamic loader looks when
-the process starts. A crash and a call that takes too long fail the test, and the next one gets
+the process starts. A crash or a call that takes too long fails the test; the next test gets
 another process.
 """
 
@@ -23,7 +23,7 @@ import pytest
 from tests.limits import LIMIT
 
 ENVIRONMENT = Path(f"{sys.prefix}-npu")
-"""What scripts/environment.sh makes: torch_npu beside the environment that runs the tests."""
+"""Environment of torch_npu that scripts/environment.sh creates beside that of the tests."""
 
 
 def why_not() -> str | None:
@@ -50,7 +50,7 @@ class Worker:
         self._pool: ProcessPoolExecutor | None = None
 
     def run(self, function: Callable[..., Any], *args: Any, timeout: float = LIMIT) -> Any:
-        """What ``function(*args)`` returns; the function is found by name over there."""
+        """The result of ``function(*args)``; the worker imports the function by its name."""
         if self._pool is None:
             context = multiprocessing.get_context("spawn")
             context.set_executable(str(ENVIRONMENT / "bin/python"))

@@ -1,4 +1,4 @@
-"""Arguments of a launch, as MindSpeed's real parser gives them, and what is registered for them."""
+"""Arguments of a launch as MindSpeed's parser returns them, and the wrappers it registers."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def real_arguments(*options: str, **others: Any) -> argparse.Namespace:
 
 
 def early(*options: str, **others: Any) -> argparse.Namespace:
-    """The same as MindSpeed's first parser has them: flags are True, values are strings."""
+    """The same from MindSpeed's first parser: flags are True, values are strings."""
     words = list(options)
     args = argparse.Namespace(use_commfuse=True, tensor_model_parallel_size="2")
     while words:
