@@ -37,7 +37,7 @@ def numbers(text: str) -> set[str]:
 
 
 def figures() -> list[list[str]]:
-    """The rows of the tables that have commands, cell by cell."""
+    """The cells of each row in tables that have commands."""
     lines = [line.strip("|").split("|") for line in PAGE.splitlines() if line.startswith("| ")]
     rows = [[cell.strip() for cell in line] for line in lines if len(line) == 5]
     return [row for row in rows if row[0] != "figures"]

@@ -27,7 +27,7 @@ class Case:
     """A mask of :mod:`tests.attention_masks`, instead of ``causal``."""
     batch: int = 2
     longer: int = 0
-    """How many keys there are beyond the queries; causal ones come before the first query."""
+    """Number of keys beyond the queries; if causal, they precede the first query."""
 
     def inputs(self) -> Tensors:
         """q, k, v and the gradient of the output; ``[S, B, A, D]`` and ``[S, B, G, D]``."""

@@ -63,7 +63,7 @@ def test_results_are_of_the_inputs_dtype_which_are_left_and_gradients_added() ->
 
 
 def test_small_gradients_of_many_chunks_are_not_lost() -> None:
-    """256 + 1 is no bf16 number: sums over chunks in bf16 would stop growing."""
+    """256 + 1 cannot be represented in bf16: sums over chunks in bf16 would stop growing."""
     x = torch.ones(1, 1, 1, 1, dtype=torch.bfloat16)
     out, statistics = cpu.attention_forward(x, x, x, causal=False)
     grad_k, grad_v = torch.zeros(1, 1, 1, 1), torch.full((1, 1, 1, 1), 256.0)

@@ -24,7 +24,7 @@ def dry_run(model: str, *arguments: str, **variables: str) -> list[str]:
 def started(
     *command: str, env: Mapping[str, str] | None = None, folder: str | Path | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """A command that has ended, with what it printed."""
+    """Runs a command; returns its exit code and output."""
     return subprocess.run(
         command, cwd=folder, env=env, capture_output=True, text=True, timeout=LIMIT, check=False
     )

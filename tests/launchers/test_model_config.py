@@ -1,4 +1,4 @@
-"""The configurations against what was published, and what a layout has to satisfy."""
+"""The configurations against published parameter counts, and constraints on layouts."""
 
 from __future__ import annotations
 

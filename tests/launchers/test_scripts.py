@@ -1,4 +1,4 @@
-"""The launchers: what they would run, what they refuse, and the exit code of what they ran."""
+"""The launchers: their commands, their refusals, and the exit code of the command they ran."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def test_a_peak_rate_for_loaded_weights_is_warned_of(arguments, folders, warned,
 
 
 def written(folder: Path, **changes: object) -> str:
-    """A configuration as ``commfuse-npu plan --write`` leaves it."""
+    """The path of a configuration as ``commfuse-npu plan --write`` writes it."""
     config = dataclasses.replace(ModelConfig.load(ROOT / "configs" / "llama3_8b.yaml"), **changes)
     (folder / "planned.yaml").write_text(config.as_yaml(), "utf-8")
     return str(folder / "planned.yaml")
@@ -146,9 +146,9 @@ def test_a_written_configuration_takes_the_place_of_the_models(tmp_path: Path) -
     file = written(tmp_path, commfuse_options=())
     for use, expected in (("", False), ("0", False), ("1", True)):
         assert ("--use-commfuse" in dry_run("llama3_8b", CONFIG=file, USE_COMMFUSE=use)) is expected
-    alone = {"tensor_model_parallel_size": 1, "context_parallel_size": 2,
+    cp_only = {"tensor_model_parallel_size": 1, "context_parallel_size": 2,
              "context_parallel_algo": "ulysses_cp_algo"}  # fmt: skip
-    file = written(tmp_path, commfuse_options=("--use-commfuse", "--commfuse-ulysses"), **alone)
+    file = written(tmp_path, commfuse_options=("--use-commfuse", "--commfuse-ulysses"), **cp_only)
     assert "--commfuse-ulysses" in dry_run("llama3_8b", CONFIG=file)
 
 

@@ -1,4 +1,4 @@
-"""Megatron in the processes of a test: its groups, wrappers in force, and whole trainings."""
+"""Megatron in the processes of a test: its groups, applied wrappers, and whole trainings."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ WITHOUT_KERNELS = {
     "apply_rope_fusion": False,
     "persist_layer_norm": False,
 }
-"""A configuration of Megatron's models that runs on a CPU, the same in every run."""
+"""Options of a model configuration that runs on a CPU and is deterministic."""
 
 
 @contextlib.contextmanager
@@ -175,7 +175,7 @@ class NormColumn(torch.nn.Module):
 
 @dataclass(frozen=True)
 class Finished:
-    """How the command line of the CPU pretraining ended, and what it printed."""
+    """Exit code and output of the command line of the CPU pretraining."""
 
     code: int
     out: str
@@ -193,7 +193,7 @@ Work = Callable[..., tuple[Any, str]]
 
 
 def asked(rank: int, method: str, args: Sequence[Any]) -> tuple[Any, str]:
-    """A method of the worker on one rank: what it returns and prints."""
+    """Calls a method of the worker on one rank; returns its result and its output."""
     from scripts.cpu_pretraining.training import Worker
 
     before, out = signal.getsignal(signal.SIGTERM), io.StringIO()
@@ -224,7 +224,7 @@ class _Asked:
 def pretrained(
     group: Ranks, runs: Path, *options: str, code: int = 0, work: Work = asked
 ) -> Finished:
-    """The command line with :data:`TINY` and more options, on the ranks of a group."""
+    """Runs the command line with :data:`TINY` and more options on the ranks of a group."""
     from scripts.cpu_pretraining import __main__ as command
 
     data = Path(__file__).resolve().parents[2] / "commfuse_npu"

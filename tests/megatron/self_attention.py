@@ -33,9 +33,8 @@ class Case:
     Attributes:
         tensor: the ranks are a tensor-parallel group with sequence parallelism, else they share the
             sequence and exchange heads.
-        documents: handed on ``packed``, as MindSpeed does, or as a whole ``mask``, as Megatron
-            understands.
-        general: the mask of the data counts, as under ``--attention-mask-type general``.
+        documents: passed ``packed``, as MindSpeed does, or as a full ``mask``, as Megatron expects.
+        general: the mask of the data is used, as with ``--attention-mask-type general``.
         fused: what is fused; ``left``: what is not, with the beginning of its reason.
     """
 
@@ -92,7 +91,7 @@ def wrapped(case: Case, collectives: bool = False) -> Iterator[LinearWrappers]:
         register = [lambda manager: user.register(manager, EXCHANGE)]
         group = parallel_state.get_context_parallel_group()
     user.transport = lanes(dist.get_world_size())
-    # The lanes of another test over the same ranks serve, whatever group they were made for.
+    # Lanes of another test over the same ranks are reused, whatever group they were created for.
     user.transport.group = group
     if collectives:
         user.transport = CollectiveTransport(group, same_pieces=True)
@@ -147,7 +146,7 @@ def build(case: Case, size: int) -> Any:
     )
     with torch.no_grad():
         for parameter in layer.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.1)  # no bias of 0, no norm of 1
+            parameter.add_(torch.randn_like(parameter) * 0.1)  # no bias is 0, no norm weight is 1
     if case.frozen:
         layer.get_parameter(case.frozen).requires_grad_(False)
     for config in (layer.config, getattr(layer.core_attention, "local_attn", layer).config):

@@ -151,7 +151,7 @@ def test_fused_layers_beside_another_micro_batch_have_the_same_bits(ranks, tmp_p
 
 
 def signalled(rank: int, method: str, args: Any) -> tuple[Any, str]:
-    """The last rank alone gets a signal, in the second iteration."""
+    """Only the last rank gets a signal, in the second iteration."""
     from scripts.cpu_pretraining import training
 
     begin = training.Training._iteration
@@ -177,7 +177,7 @@ def test_a_signal_to_one_rank_ends_all_with_a_checkpoint(ranks, tmp_path: Path) 
 
 
 def test_a_full_disk_leaves_the_checkpoint_before(ranks, small_disk: Callable[[int], Path]) -> None:
-    """Room for one checkpoint and a half."""
+    """The disk has room for one and a half checkpoints."""
     runs = small_disk(540)
     options = ("--tensor-model-parallel-size", "1", "--hidden-size", "16")
     done = pretrained(ranks(1), runs, *options, code=1)

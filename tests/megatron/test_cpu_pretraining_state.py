@@ -65,7 +65,7 @@ def test_the_latest_complete_checkpoint_is_found_and_two_are_kept(tmp_path: Path
     for name in ("iter_0000300", "iter_0000900"):
         write_checkpoint(tmp_path, name)
     _prune(tmp_path, "iter_0000300")
-    # 900 belongs to a course that was abandoned by resuming from an older checkpoint.
+    # 900 belongs to a run that was abandoned by resuming from an older checkpoint.
     assert sorted(path.name for path in tmp_path.iterdir()) == ["iter_0000200", "iter_0000300"]
 
 

@@ -1,4 +1,4 @@
-"""What an overlapped schedule is not for is named."""
+"""Settings and pipelines that an overlapped schedule does not support are named."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ def test_settings_that_exclude_it_are_named() -> None:
     for name, value in (NAMED | low).items():
         reason = obstacle({}, [model], SimpleNamespace(**{name: value}))
         assert str(reason).startswith(f"{name}: ")
-    off = dict.fromkeys(NAMED, False) | {"cuda_graph_impl": "none"}
-    assert obstacle({}, [model], SimpleNamespace(**off)) is None
-    assert obstacle({}, [], SimpleNamespace(**off | low)) is None
+    disabled = dict.fromkeys(NAMED, False) | {"cuda_graph_impl": "none"}
+    assert obstacle({}, [model], SimpleNamespace(**disabled)) is None
+    assert obstacle({}, [], SimpleNamespace(**disabled | low)) is None
 
 
 def of_pipelines(rank: int, chunks: int, microbatches: int) -> str | None:

@@ -305,7 +305,7 @@ def compare(
         overlapping.clock = iter(clock).__next__ if clock else None
         if training.transfers:
             overlapping.start()
-        else:  # the schedule by itself
+        else:  # only the schedule: the sides of a pair run in order
             mock.patch(
                 "megatron.core.pipeline_parallel.get_forward_backward_func",
                 return_value=lambda **step: OverlappedSchedule(InOrder(), **step).run(),

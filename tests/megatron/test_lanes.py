@@ -1,4 +1,4 @@
-"""Lanes come and go with Megatron's groups, and leave the other groups alone."""
+"""Lanes are opened and closed with Megatron's groups and do not affect other groups."""
 
 from __future__ import annotations
 

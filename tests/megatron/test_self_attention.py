@@ -249,7 +249,7 @@ def test_attention_that_turns_out_to_be_more(rank: int) -> None:
                 lambda *_: setattr(layer, "attn_mask_type", AttnMaskType.padding)
             )
             y = call(case, layer, x, rows)
-        # The same rows, as megatron-core masks by the mask that it is given.
+        # The rows are the same, since megatron-core applies the mask that it is given.
         close(y, run(replace(case, eval=True), 1)["y"][rows], case, "y")
         counted(linears.calls, case)
 
@@ -288,10 +288,10 @@ def test_positions_are_gathered_once_per_tensor(rank: int) -> None:
         part = torch.tensor([[1.0, 2.0], [3.0, 4.0]]) + rank
         expect(part, 1)
         expect(part.detach(), 1)  # as recomputation passes it
-        expect(part.t(), 2)  # the same memory, read otherwise
+        expect(part.t(), 2)  # the same memory with other strides
         part += 1
         expect(part, 3)
-        for number in range(4, 11):  # freed memory that another tensor gets
+        for number in range(4, 11):  # memory is freed and reused by another tensor
             expect(torch.full((2, 2), float(number)), number)
         expect(part, 11)  # forgotten
         positions.of((part, None), dist.new_group([0, 1]))

@@ -181,7 +181,7 @@ OTHERS = "proj", "fc1", "fc2", "output"
 LIST = "is not in the list of layers to fuse"
 
 REASONS: list[tuple[str, dict[str, Any], list[str]]] = [
-    # options, the configuration, layers and why they are not fused; the way out comes first
+    # options, configuration, layers and why they are not fused, with a remedy the first time
     (
         "--commfuse-layers qkv,fc1,fc2",
         {},

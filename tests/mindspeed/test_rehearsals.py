@@ -64,7 +64,7 @@ CASES = {
 ULYSSES = "--context-parallel-size 2 --context-parallel-algo ulysses_cp_algo --commfuse-ulysses"
 ALONE = "--tensor-model-parallel-size 1"
 PACKED = "--reset-attention-mask --reset-position-ids --fix-sub-seq-length 24"
-"""Of 64 tokens documents of 24, 24 and 16: half a sequence ends within the second."""
+"""Documents of 24, 24 and 16 tokens: half of the sequence of 64 ends in the second one."""
 GENERAL = "--attention-mask-type general"
 SAME_POSITIONS = PACKED.replace("--reset-position-ids", GENERAL)
 
@@ -104,7 +104,7 @@ OTHER_MODELS = {
     "shared_experts_recomputed": (f"{LOCAL} {EXPERTS} {RECOMPUTE}", OF_EXPERTS),
     "prediction": (f"{NAIVE} --mtp-num-layers 1", [*LAYERS, "eh_proj"]),
 }
-"""What is added to the options of two processes, and every kind of layer that is fused."""
+"""Options added to the model's for two processes, and all kinds of layers that are fused."""
 
 
 SEVERAL = MODEL.replace("--micro-batch-size 2", "--micro-batch-size 1")
@@ -175,7 +175,7 @@ DATA_PARALLEL_CASES = {
 
 
 def why_not() -> str | None:
-    """Why nothing can be rehearsed here; ``None`` if it can."""
+    """The reason why rehearsals cannot run here, or ``None``."""
     missing = [name for name in HOMES if not os.environ.get(name)]
     if missing:
         return (
@@ -233,7 +233,7 @@ def rehearsed(
 
 
 def gathers_and_scatters(records: list[Record], group: str) -> int:
-    """How many all-gathers and reduce-scatters of tensors ran on groups whose names begin so."""
+    """Number of all-gathers and reduce-scatters of tensors on groups whose names start so."""
     kind = re.compile(rf"{group}.*: _?(all_gather|reduce_scatter)(?!.*_object)")
     return sum(n for r in records for name, n in r.collectives.items() if kind.match(name))
 
@@ -328,7 +328,7 @@ def test_a_launch_that_would_fuse_nothing_ends_on_all_ranks(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("asked", "options", "said"),
     [
-        # Partial sums in fp32 are rounded once, which is not what the collective does.
+        # Partial sums in fp32 are rounded once; the collective rounds every sum.
         (
             "--iterations 2",
             "--commfuse-reduce-dtype float32 --tensor-model-parallel-size 4",

@@ -90,7 +90,7 @@ def modes(layout: str) -> None:
 
 
 def blind_queries() -> None:
-    """In the worker: of more queries than keys the first see nothing, and are zero."""
+    """In the worker: with more queries than keys the first see no key; their output is zero."""
     import torch_npu
 
     q, k, v = _random((1, 1, 5, 8), (1, 1, 3, 8), (1, 1, 3, 8))
@@ -129,7 +129,7 @@ def test_what_is_not_emulated_is_refused(npu, changes: dict[str, Any], message: 
 
 
 def pointwise() -> None:
-    """In the worker: normalisation, activation and rotation, with gradients."""
+    """In the worker: normalization, activation and rotation, with gradients."""
     import torch_npu
 
     x, gamma, angles = _random((5, 3, 8), (8,), (5, 1, 4))
@@ -168,7 +168,7 @@ def adam_steps(maximize: bool) -> None:
 
     start, *grads = (x.detach() for x in _random(*[(7,)] * 4))
     reference = torch.nn.Parameter(start.clone())
-    # The choice between the forms (foreach) asks the device.
+    # Without foreach=False AdamW would query the device.
     options = {"lr": 0.1, "betas": (0.8, 0.9), "eps": 1e-3, "weight_decay": 0.2, "foreach": False}
     optimizer = torch.optim.AdamW([reference], maximize=maximize, **options)
     weight, first, second = start.clone(), torch.zeros(7), torch.zeros(7)

@@ -38,7 +38,7 @@ def shapes_on_meta(mask: str, dtype: torch.dtype) -> set[str]:
     """
     from torch_npu.op_plugin.meta import _meta_registrations
 
-    # It warns once on Ascend 950 and asks the device, which is not there, whether it is one.
+    # A warning for Ascend 950 is printed once; it would query the device, which is absent.
     _meta_registrations._npu_fusion_attention_warning_printed = True
     forward = inspect.getsource(_meta_registrations.npu_fusion_attention_forward)
     knows_documents = "TND" in forward
@@ -72,7 +72,7 @@ def test_calls_fit_their_schemas_and_meta_kernels(npu, mask: str, dtype: torch.d
     assert npu.run(shapes_on_meta, mask, dtype) == called, (
         "an operator that kernels/npu.py calls is not exercised here"
     )
-    # Nothing is called in another way, which nobody would check.
+    # Operators are called in no other way, which this test would not check.
     assert len(re.findall(r"\bops\b|import torch_npu|from torch_npu", SOURCE)) == len(called) == 2
 
 

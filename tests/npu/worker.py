@@ -27,7 +27,7 @@ ENVIRONMENT = Path(f"{sys.prefix}-npu")
 
 
 def why_not() -> str | None:
-    """Why there can be no worker; ``None`` if there can."""
+    """The reason why no worker can start, or ``None``."""
     lacking = [ENVIRONMENT / part for part in (".installed-npu", "cann/stubs.json", "bin/python")]
     lacking = [path for path in lacking if not path.exists()]
     install = "`bash scripts/test.sh tests/npu` installs torch_npu there, or says why it cannot"
@@ -35,7 +35,7 @@ def why_not() -> str | None:
 
 
 def _import_torch_npu(packages: list[str]) -> None:
-    """In the worker, whose path is that of the tests."""
+    """In the worker: adds ``packages`` to the tests' path and imports torch_npu."""
     sys.path[:0] = packages
     import torch
     import torch_npu  # noqa: F401
@@ -62,14 +62,14 @@ class Worker:
             "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
         }
         try:
-            with mock.patch.dict(os.environ, settings):  # it starts with the first call
+            with mock.patch.dict(os.environ, settings):  # the first call starts the process
                 return self._pool.submit(function, *args).result(timeout)
         except (BrokenProcessPool, TooLong) as error:
             self.stop()
             pytest.fail(f"{function.__name__}{args}: {str(error) or f'longer than {timeout:g} s'}")
 
     def stop(self) -> None:
-        """End this process, and only this; the next call starts another."""
+        """Ends this process only; the next call starts another one."""
         if self._pool is not None:
             for process in list((self._pool._processes or {}).values()):
                 process.kill()

@@ -15,14 +15,14 @@ ULYSSES = {
     "attention_dropout": 0.0,
     "attention_mask_type": "causal",
 }
-"""What ``--commfuse-ulysses`` needs."""
+"""Arguments that ``--commfuse-ulysses`` needs."""
 
 DATA_PARALLEL = {"use_distributed_optimizer": True}
-"""What ``--commfuse-dp`` needs."""
+"""Arguments that ``--commfuse-dp`` needs."""
 
 
 def real_arguments(*options: str, **others: Any) -> argparse.Namespace:
-    """The feature's options as they are parsed, and whatever else is in ``others``."""
+    """The feature's options as parsed, with the attributes of ``others`` added."""
     parser = argparse.ArgumentParser()
     CommFuseFeature().register_args(parser)
     args = parser.parse_args(["--use-commfuse", *options])
@@ -43,7 +43,7 @@ def early(*options: str, **others: Any) -> argparse.Namespace:
 
 
 class Registered(list[str]):
-    """The functions that a launch registers wrappers of."""
+    """The paths of the functions that a launch registers wrappers for."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         super().__init__()

@@ -77,7 +77,7 @@ def test_what_is_left_to_megatron(made, caplog, group: Any, reason: str) -> None
     assert [name for name, _ in made.linears.calls] == ["gradients", "parameters"]
     assert all(path.startswith(reason) for _, path in made.linears.calls)
     assert set(made.linears.calls.values()) == {4}
-    assert len(caplog.records) == 2  # said once of each
+    assert len(caplog.records) == 2  # logged once for each
 
 
 @pytest.mark.parametrize("average", [False, True])
@@ -120,7 +120,7 @@ def test_gradients_are_checked_before_they_leave(made, config, expected) -> None
 
 
 def test_without_the_distributed_optimizer_nobody_meets() -> None:
-    wrappers = BucketWrappers(LinearWrappers())  # it has no lanes to meet over
+    wrappers = BucketWrappers(LinearWrappers())  # without lanes for the exchange before a step
     finished: list[Any] = []
     model = SimpleNamespace(ddp_config=SimpleNamespace(use_distributed_optimizer=False))
     wrappers.finish_grad_sync_wrapper(finished.append)(model)

@@ -23,7 +23,7 @@ LOGGER = "mindspeed_patches.wrappers"
 
 @pytest.fixture
 def opened(monkeypatch: pytest.MonkeyPatch):
-    """Wrappers of a launch whose lanes were made over NPUs of a name, or a CPU without one."""
+    """Creates wrappers of a launch whose lanes are open on NPUs of a name, or on a CPU."""
 
     def make(
         name: str | None, tp: int, options: str = "", post: float = 40e-6, **sizes: int

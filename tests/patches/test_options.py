@@ -33,7 +33,7 @@ def buckets(shape: Any, lanes: int, node_size: int | None = None) -> BucketOptio
 
 
 CASES: list[tuple[str, dict[str, Any], int, dict[str, Any]]] = [
-    # options, other arguments, processes of a node, what is asked for
+    # options, other arguments, processes of a node, what they select
     ("", {}, 8,
      {"layers": LAYERS, "min_rows": None, LEAST: None, "described": True, "linear.tuning": None,
       SCHEDULE: Schedule("shifted", lanes=1, chunks=1), "attention": False, "ulysses": None,

@@ -57,7 +57,7 @@ def test_obstacles_by_their_reason(
     (((name, path), count),) = linears.calls.items()
     assert (name, count) == ("ulysses", 2)
     assert reason in path
-    assert len(caplog.records) == 1  # said once
+    assert len(caplog.records) == 1  # logged once
 
 
 @pytest.mark.parametrize(

@@ -74,7 +74,7 @@ def test_parts_may_be_uneven_and_gloo_averages(rank: int, sizes: list[int]) -> N
 def test_each_collective_is_counted_once_by_group_and_kind(monkeypatch) -> None:
     counter, tensor = CollectiveCounter(), torch.ones(2)
     with alone(monkeypatch, counter.install, "gloo"):
-        dist.all_reduce(tensor)  # before it is active
+        dist.all_reduce(tensor)  # not counted: the counter is inactive
         group = dist.new_group([0], group_desc="TENSOR_MODEL_PARALLEL_GROUP")
         counter.active = True
         dist.all_reduce(tensor, dist.ReduceOp.SUM, group)

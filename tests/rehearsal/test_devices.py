@@ -1,4 +1,4 @@
-"""Device names mean the CPU while the mode is entered."""
+"""All device names refer to the CPU while the mode is active."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The operators of experts, against a GEMM per token and expert and autograd."""
+"""The operators of experts against autograd of a GEMM per token and expert."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ def test_what_differs_is_found_and_named() -> None:
     assert differences([train(0), train(1)], [train(0), train(1)]) == []
     assert degeneracies([train(0), train(1)]) == []
     messages = differences([train(0), train(1)], [train(0), train(1, flip=True)])
-    # The optimizer of this model steps on the very same tensor.
+    # The optimizer of this model holds the same tensor.
     assert messages[0] == "rank 1: weights differ after the training: 0.weight"
     assert len(messages) == 2
     assert train(1).weights_hash != train(1, flip=True).weights_hash

@@ -49,9 +49,9 @@ def test_what_is_changed(text: str, with_values, without, noted, tmp_path: Path)
         (tmp_path / name).touch()
     options = Options(text.split())
     prepare(options, 4, tmp_path)
-    wanted = Options(with_values.split())
-    for name in wanted.names:
-        assert options.values(name) == wanted.values(name)
+    expected = Options(with_values.split())
+    for name in expected.names:
+        assert options.values(name) == expected.values(name)
     assert not set(without.split()) & set(options.names)
     assert not noted or any(noted in line for line in options.changes)
 

@@ -94,9 +94,11 @@ def counted(
     offloading: bool = False,
 ) -> Any:
     """The calls that the wrappers count in a forward of a layer in a group of this size."""
-    off = "skip_bias_add gather_output is_expert gradient_accumulation_fusion explicit_expert_comm"
+    flags = (
+        "skip_bias_add gather_output is_expert gradient_accumulation_fusion explicit_expert_comm"
+    )
     layer = SimpleNamespace(
-        **dict.fromkeys([*off.split(), "disable_grad_reduce"], False),
+        **dict.fromkeys([*flags.split(), "disable_grad_reduce"], False),
         commfuse_layer=known_as,
         sequence_parallel=parallel,
         input_is_parallel=True,
@@ -117,7 +119,7 @@ def counted(
 @pytest.mark.parametrize("words", [SP, TP, f"{SP} --cpu-offloading", f"{EXPERTS} {TP}", "--bf16"])
 @pytest.mark.parametrize("known_as", [name for name in LAYERS if not name.endswith("_down")])
 def test_reasons_are_those_of_the_wrappers(called: list[str], words: str, known_as: str) -> None:
-    """For the layers that Megatron's GPTModel has; of latent attention those that transfer."""
+    """The layers of Megatron's GPTModel; of latent attention only those that transfer."""
     chosen = tuple(name for name in LAYERS if name != "fc1")
     options = Options((words + HAS.get(known_as, "")).split())
     judged = {layer.layer: layer for layer in judge(options, chosen)}
@@ -154,7 +156,7 @@ def test_operators_are_those_of_the_wrappers(called: list[str], line: str) -> No
         parallel = launch.config.uses_sequence_parallel
         gathers = parallel and layer.layer in ("qkv", "fc1", "output")
         x = torch.empty(64 // size if gathers else 64, 3, 64, dtype=torch.bfloat16)
-        chosen, least = launch.fuse.commfuse_layers, launch.judged.least
-        calls = counted(layer.layer, x, size, parallel, chosen, least)
+        chosen, rows = launch.fuse.commfuse_layers, launch.judged.least
+        calls = counted(layer.layer, x, size, parallel, chosen, rows)
         assert calls == [(layer.layer, layer.reason or "fused")]
         assert called == [layer.operator] * bool(layer.operator)

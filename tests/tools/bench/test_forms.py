@@ -1,4 +1,4 @@
-"""What the variants compute, and in which order they do it."""
+"""The results of the variants, and the order of their operations."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def _turns(rank: int) -> Any:
     worker._transport.close()
     assert overlap.pairs == 2 * 7  # the first step of three is measured
     (order,) = overlap.orders.values()
-    # Two layers: 8 transfers of a forward, 12 of a backward of which 8 end elsewhere; the ends.
+    # Two layers: 8 transfers forward; 12 backward, of which 8 end elsewhere; and the end of each.
     assert [len(side) for side in order] == [9, 21]
     return overlap.orders
 
@@ -107,7 +107,7 @@ def test_tuning_happens_when_it_is_asked_for_and_not_while_the_clock_runs(rank: 
         check = worker.tune(auto)
         first = len(trials)
         worker.tune(other)
-        # Weight gradients made of blocks are another backward.
+        # Blockwise weight gradients have a backward of their own.
         with_blocks = len(trials)
         worker.round([auto, other])
         assert 0 < first < with_blocks == len(trials)
@@ -216,7 +216,7 @@ class _Recorded(NoTransfers):
     [
         (Blocking, 2, True, "column_backward",
          "gemm 8, scatter, scatter is there, gather, gather is there"),
-        # wgrad, which is no gemm_into, is after the scatter.
+        # wgrad follows the scatter; it is not a gemm_into.
         (MegatronOrder, 2, True, "column_backward",
          "gather, gemm 8, gather is there, scatter, scatter is there"),
         (Sliced, 2, True, "column_backward",

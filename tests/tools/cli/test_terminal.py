@@ -126,7 +126,7 @@ def test_a_terminal_sees_what_is_computed_and_ctrl_c_ends_it_quietly(tmp_path: P
     ) as running:  # fmt: skip
         os.close(writer)
         output = b""
-        with suppress(OSError):  # the other end has gone
+        with suppress(OSError):  # the other end is closed
             while select.select([reader], [], [], LIMIT)[0] and (part := os.read(reader, 1 << 16)):
                 output += part
                 if b"1 of 2" in output and b"\x03" not in output:

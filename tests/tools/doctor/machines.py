@@ -69,7 +69,7 @@ NPU_ANSWERS: Answers = {
 
 
 def stack(folder: Path) -> dict[str, Package]:
-    """Packages as checkouts of a supported set leave them, torch_npu and all."""
+    """Packages of a supported set of checkouts, including torch and torch_npu."""
     for file in (
         "mindspeed_llm/tasks/megatron_adaptor_v2.py",
         "mindspeed/features_manager/features_manager.py",

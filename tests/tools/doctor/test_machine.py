@@ -1,4 +1,4 @@
-"""Variables, one at a time; NPUs and their links, as npu-smi lists them."""
+"""Environment variables, one at a time; NPUs and their links as npu-smi lists them."""
 
 from __future__ import annotations
 
@@ -63,12 +63,12 @@ MANY = (
         # With retries HCCL makes 5 communicators at most.
         ("--config --commfuse-lanes 4", {RETRY: "L1:1"}, RETRY, ("ok", "L1:1")),
         ("--config --commfuse-lanes 5", {RETRY: "L1:1"}, RETRY, ("error", "L1:1")),
-        # A product that is added to a sum is MindSpeed's operator.
+        # Adding a product to a sum uses MindSpeed's operator.
         (BLOCKS, {}, ATB, ("warning", "unset")),
         (BLOCKS, {ATB: "/usr/local/atb"}, ATB, ("ok", "/usr/local/atb")),
         ("--config", {}, ATB, None),
         ("--config", {}, STREAMS, ("ok", "unset (32 from torch_npu 7.2.0 on)")),
-        # 3 and 2 x 14 lanes and the second stream; the job, TP and DP, and two with others.
+        # 3 + 2 x 14 lanes and the second stream; groups: the job, TP, DP, and two more.
         (MANY, {}, STREAMS,
          ("warning", "37 streams: 32 of lanes and sums, 5 of Megatron's groups")),
     ],

@@ -85,7 +85,7 @@ def test_one_device_answers_what_needs_no_peer(measured: Path, capsys: Any) -> N
     assert "left out, they need the other ranks: links" in capsys.readouterr().out
     assert {path.stem for path in measured.glob("*.json")} == {"run", "machine", "gemms", "memory"}
     assert Hardware.load(measured / "measured.yaml").name == "one of 2 ranks on cpu, measured"
-    # The shapes are those of a rank of two.
+    # The shapes are those of one of two ranks.
     assert {row["outputs"] for row in times(measured, "gemms") if row["layer"] == "fc1"} == {448}
 
 
@@ -135,7 +135,7 @@ class Answers:
         return self
 
     def close(self) -> None:
-        """There is nothing to end."""
+        """There is no process to end."""
 
     def ask(self, method: str, *_: object) -> list[Any]:
         self.limits.append(self.timeout)
@@ -254,7 +254,7 @@ def test_a_launch_ends_in_a_verdict_and_a_page(
     out, err = capsys.readouterr()
     assert "**Could not run**: plain collectives: exit code 1" in out
     assert "OSError: liblcal.so" in err
-    # As it can be pasted into a shell.
+    # Quoted so that it can be pasted into a shell.
     assert f"Continue with: commfuse-npu measure --resume {shlex.join(words)}" in out
     assert "## launch, plain collectives: failed" in (measured / "measured.md").read_text()
     assert not (measured / "measured.yaml").exists()

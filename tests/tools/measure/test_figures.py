@@ -20,7 +20,7 @@ LAYERS = {"qkv": (4096, 768), "proj": (512, 4096), "fc1": (4096, 3584), "fc2": (
 
 def machine(name: str, **figures: Any) -> Machine:
     loaded = Hardware.load(find_config(name, "hardware")).machine()
-    # Memory that is never the slowest part.
+    # Memory is never the bottleneck.
     return replace(loaded, hbm_bandwidth=1e18, **figures)
 
 
@@ -58,7 +58,7 @@ def test_links() -> None:
     assert npu["inside.efficiency"] == pytest.approx((0.5,) * 3)
     cpu = figures({"links": times}, Peaks(0, 0.0, 0.0, 0.0))
     assert cpu["inside.rate"] == pytest.approx((1.4e10,) * 3)
-    # A switch carries all lanes.
+    # Through a switch all lanes share one link.
     npu = figures({"links": times}, Peaks(20, 3e14, 1e12, 1.96e11, switched=True))
     assert npu["inside.efficiency"] == pytest.approx((7 * 1.4e10 / 1.96e11,) * 3)
 
@@ -107,7 +107,7 @@ def test_company() -> None:
         return {"beside": [{"what": kind, "seconds": [time]} for kind, time in seconds.items()]}
 
     peaks = Peaks(20, 3e14, 1.6e12, 2.8e10)
-    # 1.25 ms beside work, in which 1 ms of the exchange passes, and the other 1 ms of it.
+    # 1.25 ms beside work for the first 1 ms of the exchange, then the remaining 1 ms.
     values = figures(beside(2.25e-3), peaks)
     assert values["npu.transfer_slowdown"] == pytest.approx((0.2,) * 3)
     assert values["inside.beside_work"] == pytest.approx((1.25,) * 3)
@@ -115,7 +115,7 @@ def test_company() -> None:
     # No part of the exchange runs beside work.
     assert figures(beside(4e-3), peaks)["inside.beside_work"] == (10.0,) * 3
     assert "inside.beside_work" not in figures(beside(2.25e-3), Peaks(0, 0.0, 0.0, 0.0))
-    # How long the transfer took is not known where the GEMM outlasts it.
+    # The time of the transfer is unknown if the GEMM outlasts it.
     assert "inside.beside_work" not in figures(beside(1.26e-3), peaks)
 
 

@@ -23,9 +23,9 @@ ABOUT = {"device": "cpu", "ranks": 2}
 
 def test_steps_are_kept_and_resumed_only_on_request(tmp_path: Path) -> None:
     Folder(tmp_path / "new", ABOUT, resume=False).store("links", {"times": []})
-    again = Folder(tmp_path / "new", ABOUT, resume=True)
-    assert again.load("links") == {"times": []}
-    assert again.load("host") is None
+    resumed = Folder(tmp_path / "new", ABOUT, resume=True)
+    assert resumed.load("links") == {"times": []}
+    assert resumed.load("host") is None
     with pytest.raises(FolderError, match="holds a run; continue it with --resume"):
         Folder(tmp_path / "new", ABOUT, resume=False)
     with pytest.raises(FolderError, match="ranks 2 there, 8 here; choose another"):

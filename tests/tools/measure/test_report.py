@@ -63,7 +63,7 @@ SUMS_CHANGE = "their bits differ: sums of this launch change from run to run"
         ([SLOW, OURS, training("mc2", 600, "b")], "npu",
          ["Use --use-ascend-mc2: 600 ms per iteration, 33.3 % shorter than Megatron's",
           "Best of CommFuse: CommFuse's fused layers: 33.3 % longer than MC2."], SUMS_CHANGE),
-        # Nobody launches plain collectives.
+        # Plain collectives are never recommended.
         ([training("plain", 500), training("megatron", 600), training("commfuse", 700)], "npu",
          ["Use none of these flags: 600 ms per iteration, 20.0 % longer than plain"], SUMS_CHANGE),
         ([training("megatron", 101, spread=0.1), training("commfuse", 100, spread=0.1)], "npu",

@@ -79,7 +79,7 @@ def test_as_many_gemms_as_all_ranks_can_hide_are_beside_an_exchange(ranks: Ranks
     assert {kind: len(times) for kind, times in answer.items()} == dict.fromkeys(
         ("gemm", "exchange", "gemm beside", "both"), 3
     )
-    # On one rank a GEMM outlasts the exchange: one GEMM on all.
+    # On one rank a GEMM outlasts the exchange: all ranks run one GEMM.
     assert len(ranks.ask("slow_beside")[0]["both"]) == 3
 
 

@@ -1,4 +1,4 @@
-"""The training that a launch's options start, as the simulator takes it."""
+"""The simulator's training that corresponds to the options of a launch."""
 
 from __future__ import annotations
 
@@ -75,8 +75,8 @@ def test_experts_take_the_options_of_megatron() -> None:
     )
     own = training(f"{line} --expert-tensor-parallel-size 1")
     for tensor, job in ((4, training(line)), (1, own)):
-        wanted = Experts(8, 3, 96, 192, 2, tensor, grouped=True, gathers=False, halves=2)
-        assert job.experts == wanted
+        expected = Experts(8, 3, 96, 192, 2, tensor, grouped=True, gathers=False, halves=2)
+        assert job.experts == expected
     assert (own.expert_replicas, own.expert_stride) == (4, 2)
     assert training("--num-experts 8").experts.gathers  # type: ignore[union-attr]
 

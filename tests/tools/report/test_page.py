@@ -56,7 +56,7 @@ def test_a_page_has_everything_inside(tmp_path: Path) -> None:
     assert len(page.labels) == 5
     assert "a: 2 ms; b: 4 ms" in page.labels[0]
     assert "a is shorter" in page.text
-    # Options are there to be copied, other code is not.
+    # Commands can be copied with a click, other code cannot.
     copied = re.findall(r'<code role="button"[^>]*>(.*?)</code>', path.read_text("utf-8"))
     assert copied == ["commfuse-npu simulate --model 'a b'"]
     assert page.tables[0] == ("cells", [["what", "how much"], ["a & b", "</script>"]])

@@ -76,7 +76,7 @@ def scattered(c: float, t: float, size: int, chunks: int) -> float:
     time, arrivals = 0.0, [0.0]
     for group in range(chunks):
         if group >= 2:
-            time = max(time, arrivals[group - 1])  # the group before the one before is added
+            time = max(time, arrivals[group - 1])  # the group two before has to be summed first
         whole = time + c / chunks
         own = c / (size * chunks) if group == chunks - 1 else 0.0
         time = whole
@@ -126,7 +126,7 @@ def test_slices_leave_a_tail(operation, c: float, t: float, slices: int) -> None
 @given(c=times, t=times)
 def test_an_ideal_kernel_leaves_one_tile(c: float, t: float) -> None:
     assert gather(ideal(), 4, IDEAL, c, t) == pytest.approx(max(c, t + c / 64))
-    # 3 ranks are beyond its limits: plain.
+    # 3 ranks are not supported: plain.
     assert gather(ideal(), 3, IDEAL, c, t) == pytest.approx(c + t)
 
 
@@ -222,7 +222,7 @@ def test_a_nic_of_a_node_is_shared_and_one_of_an_npu_is_not() -> None:
         # Three peers in other nodes; the other three NPUs of each node do the same.
         group = Group(machine, 4, stride=4)
         assert collective_seconds(group, 2.0) == pytest.approx(expected)
-        # Both of a node's ranks send to both of the other's.
+        # Both ranks of a node send to both ranks of the other node.
         machine = replace(machine, npus_per_node=2)
         pair = {"nic_per_npu": 4.0, "nic_per_node": 8.0}[topology]
         group = Group(machine, 4)

@@ -116,7 +116,7 @@ def test_the_picture_says_what_is_simulated(tmp_path: Path) -> None:
         waited = sum(bit.end - bit.start for bit in row.bits if bit.kind == "waiting")
         assert row.label == f"{title}: {end:.1f} ms, waiting {waited:.1f} ms"
         assert {bit.kind for bit in row.bits if bit.lane == "links"} == {"transfer"}
-        # A pair by itself, which has no neighbours, is a little longer.
+        # A single pair has no neighbors and takes a little longer.
         assert end == pytest.approx(1e3 * time.seconds, rel=0.01)
         # This is one rank of eight; the time is their mean.
         assert waited == pytest.approx(1e3 * time.waiting, abs=10 * time.seconds)

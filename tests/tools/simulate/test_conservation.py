@@ -66,7 +66,7 @@ def test_every_timeline_holds_and_one_rank_stands_for_all(
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_variants_do_the_same_gemms_and_send_the_lower_bound(size: int) -> None:
     # Two gathers and two scatters forward; backward two gathers of gradients, two of inputs, and
-    # two scatters. Nobody can gather or scatter with less than n-1 blocks in and out.
+    # two scatters. A gather or scatter needs at least n-1 blocks in and out of a rank.
     sizes = LayerShape(384, 384, 1, 240, 480, 360, 960, size)
     block = sizes.block * sizes.row_bytes
     # With GEMMs linear in their rows and free memory, splitting changes no work.

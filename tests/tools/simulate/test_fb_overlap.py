@@ -1,4 +1,4 @@
-"""A forward and a backward that take turns: conservation, closed forms, order."""
+"""A forward and a backward that are interleaved: conservation, closed forms, order."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_it_is_shorter_than_strict_turns_and_longer_than_its_work() -> None:
 @pytest.mark.parametrize("micro_batches", [1, 4, 8])
 @pytest.mark.parametrize("stages", [1, 2, 4])
 def test_a_step_of_equal_stages(stages: int, micro_batches: int) -> None:
-    """``(m - 1)`` pairs and ``p`` forwards and backwards, if there are pairs enough."""
+    """``(m - 1)`` pairs and ``p`` forwards and backwards, if there are enough pairs."""
     forward, backward, pair = 1.0, 2.0, 2.5
     each = [[value] * stages for value in (forward, backward, pair)]
     ends = side_by_side(*each, micro_batches, 0.0, 1)
@@ -83,9 +83,9 @@ def test_a_virtual_pipeline_runs_each_chunk_of_each_micro_batch() -> None:
     stages, chunks, micro_batches = 2, 2, 8
     ones = [1.0] * stages * chunks
     overlapped = side_by_side(ones, ones, ones, micro_batches, 0.0, chunks)
-    alone = side_by_side(ones, ones, [2.0] * stages * chunks, micro_batches, 0.0, chunks)
+    in_turn = side_by_side(ones, ones, [2.0] * stages * chunks, micro_batches, 0.0, chunks)
     paired, _ = paired_microbatches(slots(stages, 0, chunks, micro_batches))
-    assert max(alone) - max(overlapped) >= paired
+    assert max(in_turn) - max(overlapped) >= paired
     # Transfers between stages come after every slot.
     late = side_by_side(ones, ones, ones, micro_batches, 0.25, chunks)
     count = len(slots(stages, 0, chunks, micro_batches))

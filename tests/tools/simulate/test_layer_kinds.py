@@ -64,7 +64,7 @@ def test_products_of_experts_are_those_of_the_tokens_that_arrive(tensor: int, ha
     [
         # To each of 4 ranks a quarter of 2 rows per token.
         ({}, TOKENS * 2 / 4 * ROW),
-        # Besides, the other rank of two gathers all that arrived.
+        # In addition, both ranks of a pair gather all rows that arrived.
         ({"tensor": 2}, TOKENS * 2 / 4 * ROW + TOKENS * 2 * ROW),
         ({"gathers": True, "tensor": 2}, TOKENS * ROW),
         ({"parallel": 1}, 0),
@@ -74,11 +74,11 @@ def test_rows_to_experts_go_over_their_own_links(changes, bytes_per_link: float)
     experts = replace(EXPERTS, **changes)
     assert experts.transfers(ideal(), TOKENS, HIDDEN) == bytes_per_link
     for part in (experts.forward, experts.backward):
-        alone, total = (
+        compute, total = (
             seconds(variant, lambda rank, part=part: part(rank, TOKENS, HIDDEN), ranks=1)
             for variant in (COMPUTE_ONLY, REFERENCE)
         )
-        assert total == pytest.approx(alone + 2 * bytes_per_link)  # there and back
+        assert total == pytest.approx(compute + 2 * bytes_per_link)  # there and back
 
 
 def test_a_layer_of_experts() -> None:
@@ -89,8 +89,8 @@ def test_a_layer_of_experts() -> None:
         assert max(dense, experts) < combined < dense + experts
     shape = replace(without, ranks=1)
     pair = seconds(FB_OVERLAP, lambda rank: fb_overlap.pair(rank, shape, 1, None), ranks=1)
-    alone, plain = (sum(ways(shape, variant, ranks=1)) for variant in (COMPUTE_ONLY, MEGATRON))
-    assert alone <= pair < plain
+    compute, plain = (sum(ways(shape, variant, ranks=1)) for variant in (COMPUTE_ONLY, MEGATRON))
+    assert compute <= pair < plain
 
     def launches(experts: Experts) -> int:
         rank = Rank(ideal(), 0, 1, 1, MEGATRON)
@@ -119,7 +119,7 @@ def test_latent_attention_makes_narrow_rows_once_and_wide_ones_by_heads(queries:
     narrow = held * (queries + 12) * ITEM_BYTES
     total = seconds(REFERENCE, lambda rank: latent.forward(rank, TOKENS, held, HIDDEN))
     assert total == computed[0] + narrow
-    # Scores over own and rotary features, values over theirs: causal, both products.
+    # Scores over own and rotary features, then values: both products are causal.
     shape = replace(DENSE, latent=latent)
     attended = shape.attention(ideal())(slice(0, TOKENS))
     assert attended == TOKENS**2 * 8 * (4 + 2 + 6) / TP
@@ -129,12 +129,12 @@ def test_latent_attention_makes_narrow_rows_once_and_wide_ones_by_heads(queries:
 
 def test_without_sequence_parallelism_sums_are_all_reduced_and_nothing_is_gathered() -> None:
     whole = replace(DENSE, sequence_parallel=False)
-    alone = ways(whole, COMPUTE_ONLY)
-    assert alone == ways(DENSE, COMPUTE_ONLY)  # memory traffic is free here
+    compute = ways(whole, COMPUTE_ONLY)
+    assert compute == ways(DENSE, COMPUTE_ONLY)  # memory traffic is free here
     sums = 2 * TOKENS // TP * ROW
-    # Of proj and fc2, then of qkv and fc1.
+    # Forward: proj and fc2; backward: qkv and fc1.
     exposed = ways(whole, REFERENCE)
-    assert exposed == pytest.approx([time + 2 * sums for time in alone])
+    assert exposed == pytest.approx([time + 2 * sums for time in compute])
     # Megatron overlaps the all-reduce of dgrad with wgrad.
     assert ways(whole, MEGATRON)[1] < exposed[1]
 
@@ -175,13 +175,13 @@ def test_bytes_and_work_do_not_depend_on_how_it_is_cut(part: str, tp: int, ranks
     fused = [ulysses(machine, ranks, schedule, part, tp) for schedule in cut]
     for simulated in (*fused, ulysses(machine, ranks, None, part, tp)):
         check_timeline(simulated)
-        wanted = (ranks - 1) / ranks * BLOCK * (QKV + H) / tp * ITEM_BYTES
-        assert [sent(rank) for rank in simulated.launches] == [pytest.approx(wanted)] * ranks
+        expected = (ranks - 1) / ranks * BLOCK * (QKV + H) / tp * ITEM_BYTES
+        assert [sent(rank) for rank in simulated.launches] == [pytest.approx(expected)] * ranks
     assert work(fused[0]) == pytest.approx(work(fused[1]))
     # Projections are part of the exchange only if they are fused.
-    alone = ulysses(machine, ranks, None, part, tp, unfused=COMPUTE_ONLY)
-    assert (alone.seconds < work(fused[0])) is (tp == 1)
-    assert alone.waiting == pytest.approx(0)
+    compute = ulysses(machine, ranks, None, part, tp, unfused=COMPUTE_ONLY)
+    assert (compute.seconds < work(fused[0])) is (tp == 1)
+    assert compute.waiting == pytest.approx(0)
 
 
 def test_heads_that_are_repeated_are_sent_more_often_and_not_projected() -> None:

@@ -33,8 +33,8 @@ def compared(machine: str, model: str, tp: int, rows: int, launch: float) -> flo
     figures = hardware.machine()
     step = Step(figures, training(described, Layout(tp, 1, 1, 1), rows * tp, options))
     shape, chunks = usual_shape(tp), usual_chunks(tp, rows, described.hidden_size, post)
-    lanes, least = Schedule(shape).lanes_for(tp), min_outputs_to_hide(figures, tp)
-    ours = fused(Schedule(shape, lanes, chunks), collectives_from=least)
+    lanes, outputs = Schedule(shape).lanes_for(tp), min_outputs_to_hide(figures, tp)
+    ours = fused(Schedule(shape, lanes, chunks), collectives_from=outputs)
     return step.layer_time(ours).seconds / step.layer_time(MEGATRON).seconds
 
 

@@ -86,7 +86,7 @@ def test_only_the_last_bucket_is_exposed_when_the_link_keeps_up() -> None:
     order = [[2], [1], [0]]
     assert exposed_scatter([5.0] * 3, order, [3.0] * 3) == 3.0
     assert exposed_gather([5.0] * 3, order, [3.0] * 3) == 3.0
-    # A slow link: everything but what the layers cover.
+    # A slow link: all transfers are exposed, less what the layers hide.
     assert exposed_scatter([1.0] * 3, order, [3.0] * 3) == 1 + 9 - 3
     assert exposed_gather([1.0] * 3, order, [3.0] * 3) == 9 + 1 - 3
 
@@ -110,7 +110,7 @@ def test_host_and_device_meet_after_a_forward_and_its_backward(monkeypatch) -> N
     job = training(LLAMA, Layout(8, 1, 1, 1), 4096, Options(micro_batch=1, micro_batches=1))
     fast = Step(ROCE.launching(1e-6).machine(), job)
     device = fast.layer_time(MEGATRON)
-    # A forward has 33 of the launches, and a third of the work: alone it would be the host's.
+    # A forward has 33 launches and a third of the work: alone it would be host-bound.
     between = device.forward / 33 * 1.1
     assert 66 * between < device.seconds
     monkeypatch.setattr(group, "simulate", None)  # the device's time was simulated above
@@ -153,7 +153,7 @@ def test_transfers_between_stages_are_free_where_all_are_and_recomputation_adds_
 def test_fused_ulysses_is_for_variants_that_fuse(tp: int, cp: int) -> None:
     # Posts as cheap as launches: only exposed transfers differ.
     machine = ROCE.launching(1e-5).posting(1e-5).machine()
-    # Each group takes as many of the lanes as it has peers.
+    # Each group uses as many lanes as it has peers.
     variants = COMPUTE_ONLY, REFERENCE, fused(Schedule(lanes=3, chunks=2))
     times = {}
     for form in ("plain", "fused"):
@@ -208,7 +208,7 @@ def test_every_size_divides_what_it_should() -> None:
     # The first of four stages holds four micro-batches of a quarter of the layers.
     assert pp.activations == pytest.approx(single.activations - 6 * 4096 * VOCABULARY)
     assert pp.weights < single.weights / 3
-    # The fullest stage counts.
+    # The fullest stage decides.
     uneven = replace(LLAMA2_7B, pipeline_model_parallel_size=2, num_layer_list=(8, 24))
     assert memory(Layout(1, 1, 1, 2), model=uneven).weights > memory(Layout(1, 1, 1, 2)).weights
     # A lane is a communicator of two buffers, of the size of its messages; more is in flight, too.

@@ -93,7 +93,7 @@ def test_what_is_timed_is_the_program(case: str, schedule: Schedule, batched: bo
         rank = Rank(machine, number, SIZE, SIZE, Variant("fused", "fused", schedule))
         build(rank)
         programs = make_programs(Place(schedule, number, SIZE, batched))
-        # Compiled once per arguments: the very program that runs.
+        # Programs are cached by their arguments: these are the programs that run.
         assert [run.program for run in rank.programs.values()] == programs
         operations = iter(enumerate(rank.finish()))
         for name, program in zip(rank.programs, programs, strict=True):

@@ -1,4 +1,4 @@
-"""What has to hold for every simulated timeline, whatever was simulated.
+"""Properties that have to hold for every simulated timeline.
 
 1. Everything starts as soon as its last dependency is done, and not before: work and exchanges
    after their launch, the operations they depend on and earlier work of their engine; a transfer
@@ -39,9 +39,9 @@ def check_timeline(simulated: Simulated) -> None:
             due = max([launched, *(spans[rank, need].end for need in needs)])
             assert abs(here.start - due) <= slack, f"{here} starts at another time than {due}"
             parts = [done.get(m.key, here.end) for m in (*op.sends, *op.receives)]
-            least = max(parts, default=here.start + op.seconds)
-            assert here.end >= least - slack, f"{here} ends before {least}"
-            assert not parts or here.end <= least + slack, f"{here} ends after {least}"
+            earliest = max(parts, default=here.start + op.seconds)
+            assert here.end >= earliest - slack, f"{here} ends before {earliest}"
+            assert not parts or here.end <= earliest + slack, f"{here} ends after {earliest}"
             for message in (*op.sends, *op.receives):
                 at_ends[message.key].append(here)
     assert abs(max(span.end for span in timeline.spans) - timeline.seconds) <= slack
@@ -59,7 +59,7 @@ def check_timeline(simulated: Simulated) -> None:
             assert moved.end - moved.start >= alone - slack, f"{moved} takes less than {alone}"
             carried[link].append(moved)
     for link, flows in carried.items():
-        # Between the first start and the last end of flows that touch each other in time.
+        # From the first start to the last end of flows that overlap in time.
         flows.sort(key=lambda moved: moved.start)
         begin, end, load = flows[0].start, flows[0].end, 0.0
         for flow in flows:
