@@ -156,7 +156,7 @@ def test_operators_are_those_of_the_wrappers(called: list[str], line: str) -> No
         parallel = launch.config.uses_sequence_parallel
         gathers = parallel and layer.layer in ("qkv", "fc1", "output")
         x = torch.empty(64 // size if gathers else 64, 3, 64, dtype=torch.bfloat16)
-        chosen, rows = launch.fuse.commfuse_layers, launch.judged.least
-        calls = counted(layer.layer, x, size, parallel, chosen, rows)
+        chosen, min_rows = launch.fuse.commfuse_layers, launch.judged.least
+        calls = counted(layer.layer, x, size, parallel, chosen, min_rows)
         assert calls == [(layer.layer, layer.reason or "fused")]
         assert called == [layer.operator] * bool(layer.operator)
