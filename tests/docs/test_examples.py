@@ -1,4 +1,4 @@
-"""The examples run as their first lines say, and the pages show what is cut from them."""
+"""The examples run with the command in their docstring, and pages show excerpts of them."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ RESULTS = {
 
 
 def cuts(example: Path) -> dict[str, str]:
-    """What stands between ``# cut: NAME`` and ``# end``, the parts of one name together."""
-    found: dict[str, str] = {}
+    """Excerpts between ``# cut: NAME`` and ``# end`` by name; parts of one name are joined."""
+    texts: dict[str, str] = {}
     parts = re.compile(r"^ *# cut: ([^\n]+)\n(.*?)^ *# end\n", re.M | re.S)
     for name, part in parts.findall(example.read_text("utf-8")):
         text = textwrap.dedent(part).strip("\n") + "\n"
         gap = "\n\n" if text.startswith("def ") else "\n"  # as ruff formats pages, too
-        found[name] = found[name] + gap + text if name in found else text
-    return found
+        texts[name] = texts[name] + gap + text if name in texts else text
+    return texts
 
 
 def blocks(page: str) -> list[str]:

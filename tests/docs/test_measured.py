@@ -1,4 +1,4 @@
-"""The page of figures: what it has is what the pages quote, and what comes out again."""
+"""The page of figures: other pages quote it, and its figures can be reproduced."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ def numbers(text: str) -> set[str]:
 
 
 def figures() -> list[list[str]]:
-    """The rows of the tables that have commands, cell by cell."""
+    """The cells of each row in tables that have commands."""
     lines = [line.strip("|").split("|") for line in PAGE.splitlines() if line.startswith("| ")]
     rows = [[cell.strip() for cell in line] for line in lines if len(line) == 5]
     return [row for row in rows if row[0] != "figures"]
 
 
 def quoting(cell: str) -> list[Path]:
-    """The files that it links to, or names."""
+    """The files that a cell links to or names."""
     linked = [DOCS / name for name in re.findall(r"\]\(([\w.]+)\)", cell)]
     return linked + [ROOT / name for name in re.findall(r"`([\w./]+)`", cell)]
 
@@ -56,20 +56,20 @@ def simulated_rows() -> list[list[str]]:
 
 def test_the_pages_have_the_figures_that_the_page_says_they_quote() -> None:
     assert len(figures()) > 25
-    for figure, what, _, command, where in figures():
+    for figure, meaning, _, command, where in figures():
         assert command == "the same" or _COMMAND.match(command), command
         for file in quoting(where):
             lost = numbers(figure) - numbers(file.read_text("utf-8"))
-            assert not lost, f"{file.name} does not quote {lost}: {what}"
+            assert not lost, f"{file.name} does not quote {lost}: {meaning}"
 
 
 def test_nothing_of_the_first_screen_is_left_out() -> None:
     simulated = README[README.index("**Simulated**") : README.index("**Measured**")]
-    said = re.sub(r"^\|.*$", "", simulated, flags=re.M)
-    counted = re.findall(r"[\d.]+ %|(?<=at )\d+|\d+ points|\d+ of \d+", said)
-    here = " ".join(row[0] for row in figures())
+    prose = re.sub(r"^\|.*$", "", simulated, flags=re.M)
+    counted = re.findall(r"[\d.]+ %|(?<=at )\d+|\d+ points|\d+ of \d+", prose)
+    listed = " ".join(row[0] for row in figures())
     assert len(counted) >= 5
-    assert numbers(" ".join(counted)) <= numbers(here)
+    assert numbers(" ".join(counted)) <= numbers(listed)
 
 
 @pytest.mark.parametrize("row", simulated_rows(), ids=lambda row: row[0])
@@ -77,17 +77,17 @@ def test_the_table_is_what_is_simulated(row: list[str]) -> None:
     model, size, name = row[0].split(", ")
     hardware = Hardware.load(find_config(MACHINES[name], "hardware"))
     tp = int(size.removeprefix("TP "))
-    what = layer(MODELS[model], tp, 8192)
-    every = forms(hardware.machine(), what)
-    steps = [Step(hardware.machine(*corner), what) for corner in CORNERS]
+    shape = layer(MODELS[model], tp, 8192)
+    timed = forms(hardware.machine(), shape)
+    steps = [Step(hardware.machine(*corner), shape) for corner in CORNERS]
 
     def shorter(*forms: str) -> str:
-        """Of the shortest of these: at typical figures, and over the ends of the ranges."""
-        found = []
+        """How much shorter the best of these is: typical, and over the ends of the ranges."""
+        shares = []
         for step in steps:
             plain = step.layer_time(BLOCKING).seconds
-            found.append(max(1 - step.layer_time(every[one]).seconds / plain for one in forms))
-        return f"{100 * found[0]:.1f} % ({100 * min(found):.0f} .. {100 * max(found):.0f})"
+            shares.append(max(1 - step.layer_time(timed[form]).seconds / plain for form in forms))
+        return f"{100 * shares[0]:.1f} % ({100 * min(shares):.0f} .. {100 * max(shares):.0f})"
 
     assert row[1:] == [
         shorter("forward-backward"),
@@ -101,16 +101,16 @@ def test_the_table_is_what_is_simulated(row: list[str]) -> None:
 def test_the_points_are_counted_as_in_the_table() -> None:
     table = (DOCS / "layers_tables.md").read_text("utf-8")
     rows = re.findall(r"^\| \*([\w, -]+)\* \| (.+) \|$", table, re.M)
-    # Of CoC in slices, its kernel, MC2, Megatron's order, all: typical, at the ends, ordered.
+    # Columns: CoC in slices, its kernel, MC2, Megatron's order, all: typical, ends, ordered.
     ahead = {form: [cell.split("; ") for cell in cells.split(" | ")] for form, cells in rows}
     sliced, kernel, mc2, megatron, _ = (cell[0] for cell in ahead["forward-backward"])
-    said = README[README.index("Of the [72 points") : README.index("[How these figures")]
-    assert re.findall(r"at\s(\d+)", said) == [sliced, megatron, mc2, kernel]
+    sentence = README[README.index("Of the [72 points") : README.index("[How these figures")]
+    assert re.findall(r"at\s(\d+)", sentence) == [sliced, megatron, mc2, kernel]
     (slow,) = re.findall(r"^\| 118 us, 8 micro-batches \| (.+) \|$", table, re.M)
-    _, _, kernel_ahead, *others = [cell.split("; ")[0] for cell in slow.split(" | ")][-5:]
-    mc2_ahead, megatron_ahead = others
+    _, _, kernel_ahead, *remaining = [cell.split("; ")[0] for cell in slow.split(" | ")][-5:]
+    mc2_ahead, megatron_ahead = remaining
     on = [megatron_ahead, mc2_ahead, kernel_ahead]
-    assert re.findall(r"on (\d+) of", said) == on
+    assert re.findall(r"on (\d+) of", sentence) == on
     behind = [str(points - int(ahead["default"][at][0])) for points, at in ((24, 1), (72, 2))]
     assert re.findall(r"at all (\d+) points, MC2 at (\d+) of 72", README) == [tuple(behind)]
 
@@ -124,25 +124,25 @@ def test_the_tables_are_what_the_runs_wrote(kept: Path) -> None:
         for table in re.findall(r"(?:^\|.*\n)+", tables, re.M):
             assert table in TABLES
         return
-    ranks, found, works = "", 0, {row.setting.work for row in results}
+    ranks, count, works = "", 0, {row.setting.work for row in results}
     for line in summary(results).replace("**", "").splitlines():
         ranks = line.split()[0] if " ranks, " in line else ranks
         if line.startswith(tuple(f"| {work} |" for work in works)):
-            found += 1
+            count += 1
             assert f"| {ranks} {line.removesuffix('- |')}".strip() in plain
-    assert found == len({row.setting for row in results})
+    assert count == len({row.setting for row in results})
 
 
 def test_what_is_counted_is_as_many() -> None:
     sets = sum(len(list(cases(size, CHUNKS, LANES, False))) for size in range(2, 17))
     assert f"proves {sets:,} sets of programs" in (DOCS / "trust.md").read_text("utf-8")
     for path in sorted((ROOT / "configs" / "hardware").glob("ascend*.yaml")):
-        assumed, every = map(int, re.findall(r"\d+", Hardware.load(path).assumed))
-        row = rf"{every - assumed} of {every}.* \| beside each in `configs/hardware/{path.name}`"
+        assumed, total = map(int, re.findall(r"\d+", Hardware.load(path).assumed))
+        row = rf"{total - assumed} of {total}.* \| beside each in `configs/hardware/{path.name}`"
         assert re.search(row, PAGE), path.name
     server = Hardware.load(find_config(MACHINES["A2 server"], "hardware"))
     outputs = f"from {min_outputs_to_hide(server.machine(), 8):,} outputs on"
     assert outputs in (DOCS / "options.md").read_text("utf-8")
-    assumed, every = map(int, re.findall(r"\d+", server.assumed))
-    said = f"of {every} on an A2 server {assumed} are assumed"
-    assert said in (DOCS / "simulate.md").read_text("utf-8").replace("\n", " ")
+    assumed, total = map(int, re.findall(r"\d+", server.assumed))
+    sentence = f"of {total} on an A2 server {assumed} are assumed"
+    assert sentence in (DOCS / "simulate.md").read_text("utf-8").replace("\n", " ")

@@ -1,4 +1,4 @@
-"""What the texts name is there: links, anchors, paths, options; what they say twice is the same."""
+"""Links, anchors, paths and options in the texts exist; what is stated twice agrees."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _ASKED: dict[str, Callable[[list[str]], int]] = {
 
 
 def anchors(text: str) -> set[str]:
-    """Of the headings, as GitHub names them."""
+    """The anchors of the headings, as GitHub names them."""
     headings = re.findall(r"^#+ (.+)$", _CODE.sub("", text), re.M)
     plain = (re.sub(r"[^\w\s-]", "", heading.lower()).strip() for heading in headings)
     return {heading.replace(" ", "-") for heading in plain}
@@ -45,25 +45,25 @@ def anchors(text: str) -> set[str]:
 def broken_links(text: str, file: Path) -> list[str]:
     """Links of ``file`` to files, or to anchors in them, that do not exist.
 
-    Anchors of the pages of the API are made when the site is built, and checked there.
+    Anchors of the API pages are created when the site is built, and checked there.
     """
-    found = []
+    broken = []
     for link in _LINK.findall(_CODE.sub("", text)):
         if re.match(r"[a-z]+:", link):
             continue
         name, _, anchor = link.partition("#")
         target = file.parent / name if name else file
         if not target.exists():
-            found.append(link)
+            broken.append(link)
         elif anchor and target.parent.name != "api":
             whole = text if target == file else target.read_text(encoding="utf-8")
             if anchor not in anchors(whole):
-                found.append(link)
-    return found
+                broken.append(link)
+    return broken
 
 
 class _UnderstoodError(Exception):
-    """Its options are read; what they ask for is not done."""
+    """The options were parsed; the command stops before it does anything."""
 
 
 def _only_read(parser: type[argparse.ArgumentParser]) -> Any:
@@ -77,10 +77,10 @@ def _only_read(parser: type[argparse.ArgumentParser]) -> Any:
 
 
 def commands(text: str) -> Iterator[str]:
-    """Of this project: the lines of code, and what a text has in quotes."""
+    """Commands of this project, from code blocks and from inline code."""
     code = "\n".join(_CODE.findall(text)).replace("\\\n", " ")
     quoted = re.findall(r"`([^`]+)`", _CODE.sub("", text))
-    # What a page defines to be short.
+    # An abbreviation that a page defines.
     lines = [re.sub(r"^run \w+", "commfuse-npu bench", line) for line in code.splitlines()]
     for line in [*lines, *(" ".join(words.split()) for words in quoted)]:
         if line.startswith(tuple(_ASKED)):
@@ -88,10 +88,10 @@ def commands(text: str) -> Iterator[str]:
 
 
 def refused_commands(text: str) -> list[str]:
-    """Those whose options are not understood."""
-    found = []
+    """The commands whose options are not accepted."""
+    refused = []
     for line in commands(text):
-        start, main = next((one, main) for one, main in _ASKED.items() if line.startswith(one))
+        start, main = next((head, main) for head, main in _ASKED.items() if line.startswith(head))
         with _only_read(argparse.ArgumentParser), _only_read(Parser):
             try:
                 main(shlex.split(line.removeprefix(start)))
@@ -100,8 +100,8 @@ def refused_commands(text: str) -> list[str]:
             except SystemExit as end:
                 if not end.code:
                     continue
-        found.append(line)
-    return found
+        refused.append(line)
+    return refused
 
 
 @pytest.mark.parametrize(
@@ -130,22 +130,22 @@ def test_the_first_lines_name_the_versions_of_setup_py() -> None:
 
     def pinned(extra: str, *packages: str) -> str:
         (line,) = re.findall(rf'"{extra}": \[(.*)\]', setup)
-        found = dict(re.findall(r'"([\w-]+)==([\d.]+)"', line))
-        return ", ".join(f"{package} {found[package]}" for package in packages)
+        versions = dict(re.findall(r'"([\w-]+)==([\d.]+)"', line))
+        return ", ".join(f"{package} {versions[package]}" for package in packages)
 
     (python,) = re.findall(r'python_requires="(.+)"', setup)
     (licence,) = re.findall(r'license="(.+)"', setup)
     assert "Apache License" in (ROOT / "LICENSE").read_text("utf-8")[:200]
-    said = (
+    badges = (
         f"`Python {python}` `NPU: {pinned('npu', 'torch', 'torch-npu')}` "
         f"`CPU: {pinned('cpu', 'torch', 'megatron-core')}` `{licence}`"
     )
     for file in ("README.md", "docs/readme_zh.md"):
-        assert (ROOT / file).read_text("utf-8").splitlines()[4] == said
+        assert (ROOT / file).read_text("utf-8").splitlines()[4] == badges
 
 
 def _code(text: str) -> list[str]:
-    """The lines of code, without what they say about themselves."""
+    """The lines of the code blocks without their comments."""
     lines = "\n".join(_CODE.findall(text)).splitlines()
     return [code for line in lines if (code := re.split(r"\s*#", line)[0])]
 
@@ -157,7 +157,7 @@ def test_the_first_page_says_the_same_in_chinese() -> None:
     assert headings[0] == headings[1]
     assert _code(english) == _code(chinese)
     for figure, least in ((r"[\d.]+ %", 2), (r"\d+\.\d\d\b", 10)):
-        found = re.findall(figure, english)
-        assert found == re.findall(figure, chinese)
-        assert len(found) >= least
+        values = re.findall(figure, english)
+        assert values == re.findall(figure, chinese)
+        assert len(values) >= least
     assert english.splitlines()[0] == "English | [中文](docs/readme_zh.md)"

@@ -1,4 +1,4 @@
-"""Described machines: the shipped ones can be read, nonsense is refused by name."""
+"""Machine descriptions: shipped files can be read, invalid fields are refused by name."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ def test_shipped_descriptions_can_be_read(path: Path) -> None:
     assert hardware.posting(4e-5).machine("unfavourable", "favourable").post_overhead == 4e-5
     slow = hardware.launching(9e-5).machine("favourable", "favourable")
     assert slow.launch_overhead == 9e-5
-    # What a post takes besides a launch stays.
+    # The cost of a post beyond a launch stays.
     assert slow.post_overhead - 9e-5 == pytest.approx(best.post_overhead - best.launch_overhead)
-    # Links alone do not change what work takes.
+    # Links do not change the time of work.
     other = hardware.machine("favourable", "unfavourable")
     assert other.gemm(1024, 4096, 4096) == best.gemm(1024, 4096, 4096)
     assert other.inside == worst.inside
@@ -74,7 +74,7 @@ def test_shipped_descriptions_can_be_read(path: Path) -> None:
 def test_nonsense_is_refused_with_file_field_value_and_limit(
     tmp_path: Path, field: str, value: Any, message: str
 ) -> None:
-    """Beside another problem: all are named at once."""
+    """The file has a second problem: both are named at once."""
     content = yaml.safe_load((CONFIGS / "ascend_910b_roce.yaml").read_text(encoding="utf-8"))
     content["batched_transfers"] = "yes"
     *parts, last = field.split(".")
@@ -84,8 +84,8 @@ def test_nonsense_is_refused_with_file_field_value_and_limit(
         del inside[last]
     path = tmp_path / "machine.yaml"
     path.write_text(yaml.safe_dump(content), encoding="utf-8")
-    for said in (message, "batched_transfers: 'yes' is not true or false"):
-        with pytest.raises(ConfigError, match=f"(?m)^{path}: .*{re.escape(said)}"):
+    for problem in (message, "batched_transfers: 'yes' is not true or false"):
+        with pytest.raises(ConfigError, match=f"(?m)^{path}: .*{re.escape(problem)}"):
             Hardware.load(path)
 
 

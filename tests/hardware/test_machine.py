@@ -1,4 +1,4 @@
-"""What computing, buffers and company cost, in numbers that can be checked by hand."""
+"""The cost of work, of buffers and of transfers beside work, checked by hand."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_buffers_at_both_ends_of_a_batch_and_none_of_a_collective() -> None:
     def build(rank: Rank) -> None:
         rank.need(rank.collective("x", 64.0))
 
-    plain = [Group(one, 2).simulate(REFERENCE, build).seconds for one in (machine, copied)]
+    plain = [Group(m, 2).simulate(REFERENCE, build).seconds for m in (machine, copied)]
     assert plain[0] == plain[1]
 
 

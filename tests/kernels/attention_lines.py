@@ -1,4 +1,4 @@
-"""The unfused lines which the attention kernels equal, and the way an op calls them."""
+"""Unfused attention as the reference of the kernels, and the calls that an operator makes."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ class Case:
     dtype: torch.dtype = torch.float32
     scale: float | None = None
     mask: str | None = None
-    """Of :mod:`tests.attention_masks`, instead of ``causal``."""
+    """A mask of :mod:`tests.attention_masks`, instead of ``causal``."""
     batch: int = 2
     longer: int = 0
-    """How many keys there are beyond the queries; causal ones come before the first query."""
+    """Number of keys beyond the queries; if causal, they precede the first query."""
 
     def inputs(self) -> Tensors:
         """q, k, v and the gradient of the output; ``[S, B, A, D]`` and ``[S, B, G, D]``."""
@@ -46,16 +46,16 @@ def unfused(case: Case) -> Tensors:
     """Output and gradients of q, k, v in fp64, by autograd."""
     q, k, v, grad = (x.double().requires_grad_() for x in case.inputs())
     if case.mask is None:
-        shown = torch.ones(q.shape[0], k.shape[0], dtype=torch.bool)
-        shown = shown.tril(k.shape[0] - q.shape[0]) if case.causal else shown
+        visible = torch.ones(q.shape[0], k.shape[0], dtype=torch.bool)
+        visible = visible.tril(k.shape[0] - q.shape[0]) if case.causal else visible
     else:
-        shown = seen(case.mask, q.shape[0], case.batch)
-    out = attention(q, k, v, shown, case.scale)
+        visible = seen(case.mask, q.shape[0], case.batch)
+    out = attention(q, k, v, visible, case.scale)
     return out.detach(), *torch.autograd.grad(out, (q, k, v), grad)
 
 
 def by_chunks(kernels: ModuleType, case: Case) -> Tensors:
-    """The same by the kernels: forward and backward of each chunk, dK and dV summed in fp32."""
+    """The same with the kernels, chunk by chunk; dK and dV are summed in fp32."""
     q, k, v, grad = case.inputs()
     out, grad_q = torch.empty_like(q), torch.empty_like(q)
     sums = [torch.zeros(k.shape), torch.zeros(k.shape)]
@@ -65,23 +65,23 @@ def by_chunks(kernels: ModuleType, case: Case) -> Tensors:
     if case.mask is not None:
         mask = AttentionMask(**mask_arguments(case.mask, q.shape[0], case.batch))
     for rows in (slice(*bound) for bound in bounds):
-        of_mask, told = mask.of(rows)
+        of_mask, options = mask.of(rows)
         keys = slice(of_mask.start, of_mask.stop and of_mask.stop + case.longer)
-        told["scale"] = case.scale
-        out[rows], statistics = kernels.attention_forward(q[rows], k[keys], v[keys], **told)
-        saved.append((rows, keys, told, statistics))
-    for rows, keys, told, statistics in reversed(saved):
-        given = grad[rows], q[rows], k[keys], v[keys], out[rows], statistics
+        options["scale"] = case.scale
+        out[rows], statistics = kernels.attention_forward(q[rows], k[keys], v[keys], **options)
+        saved.append((rows, keys, options, statistics))
+    for rows, keys, options, statistics in reversed(saved):
+        tensors = grad[rows], q[rows], k[keys], v[keys], out[rows], statistics
         parts = [x[keys] for x in sums]
-        grad_q[rows] = kernels.attention_backward(*given, *parts, **told)
+        grad_q[rows] = kernels.attention_backward(*tensors, *parts, **options)
     return out, grad_q, sums[0], sums[1]
 
 
 def assert_close(found: Tensors, expected: Tensors, dtype: torch.dtype) -> None:
-    """Within what rounding to ``dtype`` explains."""
+    """Results are equal up to rounding to ``dtype``."""
     limit = 5e-6 if dtype == torch.float32 else 1e-2
-    for name, one, other in zip(("out", "dq", "dk", "dv"), found, expected, strict=True):
-        error = (one.double() - other.double()).abs()
+    for name, tensor, other in zip(("out", "dq", "dk", "dv"), found, expected, strict=True):
+        error = (tensor.double() - other.double()).abs()
         worst = (error / (1 + other.double().abs())).max().item()
         assert worst < limit, f"{name} is off by {worst:.1e}, more than {limit:.0e}"
 

@@ -1,4 +1,4 @@
-"""The kernels in plain torch against the unfused lines they equal."""
+"""The kernels in plain torch against unfused attention."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ def test_a_gemm_writes_into_a_run_of_rows_and_nowhere_else(dtype: torch.dtype) -
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_partials_are_added_in_order_each_sum_rounded_or_all_once(dtype: torch.dtype) -> None:
     partials = torch.randn(5, 64, generator=torch.Generator().manual_seed(1)).to(dtype)
-    each, once = partials[0].clone(), partials[0].float()
+    each, exact = partials[0].clone(), partials[0].float()
     for partial in partials[1:]:
-        each, once = each + partial, once + partial.float()
-    assert not torch.equal(each, once.to(dtype)), "these numbers do not tell how often was rounded"
+        each, exact = each + partial, exact + partial.float()
+    assert not torch.equal(each, exact.to(dtype)), "these numbers do not tell how often was rounded"
     rounded, backwards, single = (torch.empty(1, 64, dtype=dtype) for _ in range(3))
     total = partials[:1].float()
     cpu.sum_parts(rounded, [(partials.clone(), 5)])
@@ -38,8 +38,8 @@ def test_partials_are_added_in_order_each_sum_rounded_or_all_once(dtype: torch.d
     cpu.sum_parts(total, [(total, 1), (partials[1:], 4)])
     assert torch.equal(rounded[0], each)
     assert not torch.equal(backwards[0], each), "these numbers do not tell the order"
-    assert torch.equal(single[0], once.to(dtype))
-    assert torch.equal(total[0], once)
+    assert torch.equal(single[0], exact.to(dtype))
+    assert torch.equal(total[0], exact)
 
 
 @pytest.mark.parametrize("case", CASES + MASKED, ids=str)
@@ -54,8 +54,8 @@ def test_results_are_of_the_inputs_dtype_which_are_left_and_gradients_added() ->
     q, k, v, grad = inputs
     out, statistics = cpu.attention_forward(q, k, v, causal=True)
     new, sums = ((make(k.shape), make(k.shape)) for make in (torch.zeros, torch.ones))
-    for one in (new, sums):
-        grad_q = cpu.attention_backward(grad, q, k, v, out, statistics, *one, causal=True)
+    for target in (new, sums):
+        grad_q = cpu.attention_backward(grad, q, k, v, out, statistics, *target, causal=True)
     torch.testing.assert_close(sums, (1 + new[0], 1 + new[1]))
     assert [x.dtype for x in (out, grad_q)] == [torch.bfloat16] * 2
     assert all(x.is_contiguous() for x in (out, grad_q))
@@ -63,12 +63,12 @@ def test_results_are_of_the_inputs_dtype_which_are_left_and_gradients_added() ->
 
 
 def test_small_gradients_of_many_chunks_are_not_lost() -> None:
-    """256 + 1 is no bf16 number: sums over chunks in bf16 would stop growing."""
-    one = torch.ones(1, 1, 1, 1, dtype=torch.bfloat16)
-    out, statistics = cpu.attention_forward(one, one, one, causal=False)
+    """256 + 1 cannot be represented in bf16: sums over chunks in bf16 would stop growing."""
+    x = torch.ones(1, 1, 1, 1, dtype=torch.bfloat16)
+    out, statistics = cpu.attention_forward(x, x, x, causal=False)
     grad_k, grad_v = torch.zeros(1, 1, 1, 1), torch.full((1, 1, 1, 1), 256.0)
     for _ in range(3):
-        cpu.attention_backward(one, one, one, one, out, statistics, grad_k, grad_v, causal=False)
+        cpu.attention_backward(x, x, x, x, out, statistics, grad_k, grad_v, causal=False)
     assert grad_v.item() == 259.0
 
 

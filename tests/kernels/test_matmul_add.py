@@ -11,7 +11,7 @@ FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 
 
 class Recorder:
-    """In the order of arguments of MindSpeed's functions."""
+    """A stand-in with the argument order of MindSpeed's functions; counts its calls."""
 
     calls = 0
 
@@ -33,11 +33,11 @@ def accumulate(factors: torch.dtype, total: torch.dtype, strided: str) -> None:
 
     grad_output = drawn("grad_output", 6, 2, factors)
     total_input = drawn("total_input", 6, 5, factors)
-    found = drawn("total", 2, 5, total)
-    expected = found.clone()
-    npu.accumulate_weight_gradient(found, grad_output, total_input)
+    actual = drawn("total", 2, 5, total)
+    expected = actual.clone()
+    npu.accumulate_weight_gradient(actual, grad_output, total_input)
     cpu.accumulate_weight_gradient(expected, grad_output, total_input)
-    assert torch.equal(found, expected)
+    assert torch.equal(actual, expected)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The command that a launcher would start, and commands that are started."""
+"""The command that a launcher would start, and a helper that runs commands."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MODELS = ("llama2_7b", "llama2_13b", "llama2_70b", "llama3_8b", "llama3_70b")
 
 
 def dry_run(model: str, *arguments: str, **variables: str) -> list[str]:
-    """Its words, environment and all, with nothing in the environment but what is given."""
+    """Words of the command, environment included; only ``variables`` are set."""
     _, command = launch_command([model, *arguments], {"DRY_RUN": "1", **variables})
     return shlex.split(command)
 
@@ -24,7 +24,7 @@ def dry_run(model: str, *arguments: str, **variables: str) -> list[str]:
 def started(
     *command: str, env: Mapping[str, str] | None = None, folder: str | Path | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """A command that has ended, with what it printed."""
+    """Runs a command; returns its exit code and output."""
     return subprocess.run(
         command, cwd=folder, env=env, capture_output=True, text=True, timeout=LIMIT, check=False
     )

@@ -1,4 +1,4 @@
-"""The configurations against what was published, and what a layout has to satisfy."""
+"""The configurations against published parameter counts, and constraints on layouts."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_what_a_command_line_leaves_out_is_what_megatron_takes() -> None:
     assert (config.data_parallel_size, config.global_batch_size) == (4, 8)
     padded = SHORT.replace("--vocab-size", "--padded-vocab-size")
     assert from_options(padded).padded_vocab_size == 300
-    # Groups count only with their flag.
+    # Query groups have an effect only with their flag.
     assert from_options(f"{SHORT} --num-query-groups 2").num_query_groups == 4
     with pytest.raises(ConfigError, match=r"^--num-attention-heads, --vocab-size, --seq-length n"):
         from_options("--num-layers 2 --hidden-size 64 --micro-batch-size 1")
@@ -160,11 +160,11 @@ def test_what_is_written_is_read_again_from_files_and_options(name: str, tmp_pat
     file, config = tmp_path / "again.yaml", load(name)
     more = (*config.pretrain_options, "--overlap-grad-reduce")
     changed = replace(config, pretrain_options=more, commfuse_options=())
-    for one in (config, changed):
-        file.write_text(one.as_yaml(), "utf-8")
-        assert ModelConfig.load(file) == one
+    for written in (config, changed):
+        file.write_text(written.as_yaml(), "utf-8")
+        assert ModelConfig.load(file) == written
     assert changed.arguments() == [*config.arguments(), "--overlap-grad-reduce"]
-    plain = replace(config, pretrain_options=())  # which are passed over
+    plain = replace(config, pretrain_options=())  # which from_options ignores
     torchrun = ["--nproc_per_node", str(plain.npus_per_node), "--nnodes", str(plain.nnodes)]
     options = [*torchrun, *plain.arguments(), "--vocab-size", str(plain.vocab_size)]
     algorithm = {"context_parallel_algo": plain.context_parallel_algo}

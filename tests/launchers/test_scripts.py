@@ -1,4 +1,4 @@
-"""The launchers: what they would run, what they refuse, and the exit code of what they ran."""
+"""The launchers: their commands, their refusals, and the exit code of the command they ran."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_what_is_started_and_for_whom(model: str) -> None:
     script = fused.index("pretrain_gpt.py")
     assert fused[script - 2 : script] == ["-m", "mindspeed_patches.launch"]
     assert "--tokenizer-name-or-path" in fused or "llama2" in model
-    # All else is the same.
+    # Everything else is the same.
     extra = [f"PYTHONPATH={ROOT}", "-m", "mindspeed_patches.launch", "--use-commfuse"]
     assert [word for word in fused if word not in extra] == plain
     assert [word for word in extra if word in plain] == []
@@ -97,11 +97,11 @@ def test_variables_and_arguments_change_the_command(
 
 
 def test_the_environment_can_be_set_otherwise() -> None:
-    others = {"TASK_QUEUE_ENABLE": "1", "HCCL_EXEC_TIMEOUT": "60", "PYTHONPATH": "/other"}
-    words = dry_run("llama2_7b", **others)
+    variables = {"TASK_QUEUE_ENABLE": "1", "HCCL_EXEC_TIMEOUT": "60", "PYTHONPATH": "/other"}
+    words = dry_run("llama2_7b", **variables)
     assert {"TASK_QUEUE_ENABLE=1", "HCCL_EXEC_TIMEOUT=60", f"PYTHONPATH={ROOT}:/other"} < set(words)
-    there = f"/other:{ROOT}"
-    assert f"PYTHONPATH={there}" in dry_run("llama3_8b", PYTHONPATH=there)
+    path = f"/other:{ROOT}"
+    assert f"PYTHONPATH={path}" in dry_run("llama3_8b", PYTHONPATH=path)
 
 
 @pytest.mark.parametrize(
@@ -115,13 +115,13 @@ def test_the_environment_can_be_set_otherwise() -> None:
 )
 def test_a_peak_rate_for_loaded_weights_is_warned_of(arguments, folders, warned, capsys) -> None:
     dry_run("llama3_8b", *arguments.split(), **folders)
-    said = capsys.readouterr().err
-    assert said.count("warning") == warned
-    assert ("weights are loaded, and --lr 0.0003 of" in said) is warned
+    stderr = capsys.readouterr().err
+    assert stderr.count("warning") == warned
+    assert ("weights are loaded, and --lr 0.0003 of" in stderr) is warned
 
 
 def written(folder: Path, **changes: object) -> str:
-    """A configuration as ``commfuse-npu plan --write`` leaves it."""
+    """The path of a configuration as ``commfuse-npu plan --write`` writes it."""
     config = dataclasses.replace(ModelConfig.load(ROOT / "configs" / "llama3_8b.yaml"), **changes)
     (folder / "planned.yaml").write_text(config.as_yaml(), "utf-8")
     return str(folder / "planned.yaml")
@@ -129,9 +129,9 @@ def written(folder: Path, **changes: object) -> str:
 
 def test_a_written_configuration_takes_the_place_of_the_models(tmp_path: Path) -> None:
     options = ("--use-commfuse", "--commfuse-lanes", "3")
-    others = ("--overlap-grad-reduce", "--recompute-granularity", "full")
+    more = ("--overlap-grad-reduce", "--recompute-granularity", "full")
     layout = {"tensor_model_parallel_size": 4, "nnodes": 2}
-    file = written(tmp_path, pretrain_options=others, commfuse_options=options, **layout)
+    file = written(tmp_path, pretrain_options=more, commfuse_options=options, **layout)
     words = dry_run("llama2_7b", "--commfuse-chunks", "2", CONFIG=file, COMMFUSE_LAYERS="qkv")
     assert value(words, "--tensor-model-parallel-size") == "4"
     assert value(words, "--nnodes") == "2"
@@ -142,13 +142,13 @@ def test_a_written_configuration_takes_the_place_of_the_models(tmp_path: Path) -
     plain = dry_run("llama2_7b", CONFIG=file, USE_COMMFUSE="0")
     assert not [word for word in plain if "commfuse" in word]
     assert "--overlap-grad-reduce" in plain
-    # Whether CommFuse is used is the file's to say, too, and it may fuse context parallelism alone.
+    # The file also decides whether CommFuse is used, and may fuse context parallelism alone.
     file = written(tmp_path, commfuse_options=())
-    for use, found in (("", False), ("0", False), ("1", True)):
-        assert ("--use-commfuse" in dry_run("llama3_8b", CONFIG=file, USE_COMMFUSE=use)) is found
-    alone = {"tensor_model_parallel_size": 1, "context_parallel_size": 2,
+    for use, expected in (("", False), ("0", False), ("1", True)):
+        assert ("--use-commfuse" in dry_run("llama3_8b", CONFIG=file, USE_COMMFUSE=use)) is expected
+    cp_only = {"tensor_model_parallel_size": 1, "context_parallel_size": 2,
              "context_parallel_algo": "ulysses_cp_algo"}  # fmt: skip
-    file = written(tmp_path, commfuse_options=("--use-commfuse", "--commfuse-ulysses"), **alone)
+    file = written(tmp_path, commfuse_options=("--use-commfuse", "--commfuse-ulysses"), **cp_only)
     assert "--commfuse-ulysses" in dry_run("llama3_8b", CONFIG=file)
 
 
@@ -168,9 +168,9 @@ def test_what_cannot_work_is_refused_also_when_dry(variables, message) -> None:
 
 @pytest.fixture
 def llm(tmp_path: Path) -> dict[str, str]:
-    """A folder that looks like MindSpeed-LLM, data, a tokenizer and a torchrun; as variables.
+    """Variables that name a fake MindSpeed-LLM, data, a tokenizer and a torchrun.
 
-    The torchrun records how it was called, says a line on either stream, and exits with 3.
+    The torchrun records its call, prints a line on each stream, and exits with 3.
     """
     (tmp_path / "Mind Speed").mkdir()
     for name in ("Mind Speed/pretrain_gpt.py", "data_text_document.bin", "tokenizer.model"):
@@ -212,14 +212,14 @@ def test_what_is_missing_is_named_before_anything_starts(llm, change, message) -
 
 def test_every_kind_of_run_has_its_log_and_a_dry_one_says_what_it_put_in_place(capsys) -> None:
     second = {"NNODES": "2", "NODE_RANK": "1", "DATA_PATH": "d"}
-    for given, name, missing in (
+    for variables, name, missing in (
         ({"USE_COMMFUSE": "0"}, "llama2_7b", ["TOKENIZER_MODEL", "DATA_PATH"]),
         (second, "llama2_7b_commfuse_node1", ["MASTER_ADDR", "TOKENIZER_MODEL"]),
     ):
-        log, _ = launch_command(["llama2_7b"], {"DRY_RUN": "1", **given})
+        log, _ = launch_command(["llama2_7b"], {"DRY_RUN": "1", **variables})
         assert log == f"logs/train_{name}.log"
-        said = [f"pretrain: {one} is not set; <{one}> stands for it" for one in missing]
-        assert capsys.readouterr().err.splitlines() == said
+        warnings = [f"pretrain: {key} is not set; <{key}> stands for it" for key in missing]
+        assert capsys.readouterr().err.splitlines() == warnings
 
 
 def test_what_is_printed_is_what_is_run_with_its_exit_code_and_a_log(llm, tmp_path) -> None:
@@ -235,7 +235,7 @@ def test_what_is_printed_is_what_is_run_with_its_exit_code_and_a_log(llm, tmp_pa
     assert recorded[-2:] == list(ODD)
     for option, folder in zip(("--save", "--load"), folders.values(), strict=True):
         assert value(recorded, option) == folder
-    # Paste it: the same words and the same environment arrive at torchrun.
+    # Pasted into a shell, it passes the same words and environment to torchrun.
     printed = started(*launcher, env=llm | {"DRY_RUN": "1"}).stdout
     assert printed.count("\n") == 1
     (tmp_path / "recorded").unlink()

@@ -15,9 +15,9 @@ PINNED = (SCRIPTS / "requirements" / "torch.txt").read_text("utf-8")
 (TORCH,) = re.findall(r"^torch==(.+)$", PINNED, re.M)
 CPU_BUILDS = "https://download.pytorch.org/whl/cpu"
 CONFIGURED = rf"--no-deps torch=={re.escape(TORCH)}\+cpu"
-"""How pip is asked for torch where no index is named."""
+"""Arguments of pip for torch from the configured indexes."""
 
-# Notes what it is asked for, and fails in what FAIL matches. A virtual environment is a copy of it.
+# Logs its arguments and fails if FAIL matches them. A virtual environment has a copy of it.
 PYTHON = """#!/bin/bash
 echo "$*" >> "$ASKED"
 if [ "$1" = --version ]; then echo Python 3.9.1; fi
@@ -38,17 +38,17 @@ class Machine:
     def prepare(self, fail: str = "", sets: str = "cpu test") -> tuple[int, str, list[str]]:
         """Commands of Python that match ``fail`` fail; ``sets`` are installed besides torch.
 
-        Returns the exit code, what was said, and what pip was asked for after its usual options.
+        Returns the exit code, stderr, and the arguments of each pip install after the usual ones.
         """
         self.asked.write_text("", "utf-8")
         script = f'source "{ROOT}/scripts/environment.sh"; prepare_environment {sets}'
-        given = {"COMMFUSE_VENV": str(self.venv), "ASKED": str(self.asked), "FAIL": fail}
+        settings = {"COMMFUSE_VENV": str(self.venv), "ASKED": str(self.asked), "FAIL": fail}
         path = f"{self.folder}:{os.environ['PATH']}"
-        run = started("bash", "-c", script, env={"PATH": path, **given})
+        run = started("bash", "-c", script, env={"PATH": path, **settings})
         usual = "-m pip install --quiet --disable-pip-version-check --no-deps "
         lines = re.findall(r"^-m pip.*", self.asked.read_text("utf-8"), re.M)
-        asked = [line.removeprefix(usual).replace(f"{ROOT}/", "") for line in lines]
-        return run.returncode, run.stderr, asked
+        requests = [line.removeprefix(usual).replace(f"{ROOT}/", "") for line in lines]
+        return run.returncode, run.stderr, requests
 
 
 @pytest.fixture
@@ -78,21 +78,21 @@ TORCH_FILE = "--requirement scripts/requirements/torch.txt"
 def test_a_cpu_build_comes_before_one_with_cuda(
     machine: Machine, fail: str, torch: list[str], source: str
 ) -> None:
-    code, said, asked = machine.prepare(fail)
-    assert code == 0, said
-    assert asked == [*torch, TORCH_FILE, *REST]
-    assert f"torch {TORCH} is from {source}." in said
-    assert ("GB to download" in said) == (THIRD in asked)
+    code, stderr, requests = machine.prepare(fail)
+    assert code == 0, stderr
+    assert requests == [*torch, TORCH_FILE, *REST]
+    assert f"torch {TORCH} is from {source}." in stderr
+    assert ("GB to download" in stderr) == (THIRD in requests)
     assert machine.prepare() == (0, "", [])
 
 
 def test_a_torch_that_cannot_be_imported_does_not_count_as_installed(machine: Machine) -> None:
     for _ in range(2):
-        code, said, asked = machine.prepare("import torch")
+        code, stderr, requests = machine.prepare("import torch")
         assert code != 0
-        assert "from the configured indexes, cannot be imported: Error: no space" in said
-        assert said.endswith(f"Remove {machine.venv} and start again.\n")
-        assert asked == [FIRST, TORCH_FILE]
+        assert "from the configured indexes, cannot be imported: Error: no space" in stderr
+        assert stderr.endswith(f"Remove {machine.venv} and start again.\n")
+        assert requests == [FIRST, TORCH_FILE]
     assert machine.prepare()[::2] == (0, [FIRST, TORCH_FILE, *REST])
 
 
@@ -101,11 +101,11 @@ def test_a_torch_that_cannot_be_imported_does_not_count_as_installed(machine: Ma
     [("-m venv", [FIRST, TORCH_FILE, *REST]), ("cpu.txt", REST), ("--editable", REST[2:])],
 )
 def test_a_failed_installation_goes_on_where_it_stopped(machine, fail: str, left) -> None:
-    code, said, _ = machine.prepare(fail)
+    code, stderr, _ = machine.prepare(fail)
     assert code != 0
-    assert "Error: no space" in said
+    assert "Error: no space" in stderr
     assert machine.prepare()[::2] == (0, left)
-    # What has changed is installed anew.
+    # A changed requirements file is installed again.
     (machine.venv / ".installed-cpu").write_text("numpy==1.0\n", "utf-8")
     assert machine.prepare()[::2] == (0, REST[:1])
 
@@ -114,9 +114,9 @@ def test_torch_npu_is_left_out_beside_a_torch_with_cuda(machine: Machine) -> Non
     library = machine.venv / "site" / "torch" / "lib" / "libtorch_cuda.so"
     library.parent.mkdir(parents=True)
     library.touch()
-    code, said, asked = machine.prepare(r"\+cpu", "npu")
-    assert (code, asked) == (0, [FIRST, SECOND, THIRD, TORCH_FILE, REST[2]])
-    assert "torch_npu cannot be loaded beside a torch with CUDA.\nNo " in said
+    code, stderr, requests = machine.prepare(r"\+cpu", "npu")
+    assert (code, requests) == (0, [FIRST, SECOND, THIRD, TORCH_FILE, REST[2]])
+    assert "torch_npu cannot be loaded beside a torch with CUDA.\nNo " in stderr
 
 
 # ------------------------------------------------------------------ first_hour.sh
@@ -126,19 +126,19 @@ LAUNCH = str(SCRIPTS / "pretrain_llama3_8b_ptd.sh")
 
 def start(tmp_path: Path, *arguments: str, **variables: str) -> tuple[int, str, list[list[str]]]:
     """Exit code, stderr, and the commands of commfuse-npu, without their program."""
-    python, asked = tmp_path / "python", tmp_path / "asked"
+    python, log = tmp_path / "python", tmp_path / "asked"
     python.write_text(
-        f"#!/bin/sh\nshift 2\nprintf '%s\\0' \"$@\" >> {asked}\necho >> {asked}\n"
+        f"#!/bin/sh\nshift 2\nprintf '%s\\0' \"$@\" >> {log}\necho >> {log}\n"
         'case "$1" in doctor) exit "${DOCTOR:-0}" ;; esac\n'
     )
     python.chmod(0o755)
-    asked.unlink(missing_ok=True)
+    log.unlink(missing_ok=True)
     run = started(
         *("bash", str(SCRIPTS / "first_hour.sh"), *arguments),
         folder=tmp_path,
         env={"PATH": os.environ["PATH"], "PYTHON": str(python), **variables},
     )
-    lines = asked.read_text().splitlines() if asked.exists() else []
+    lines = log.read_text().splitlines() if log.exists() else []
     return run.returncode, run.stderr, [line.split("\0")[:-1] for line in lines]
 
 
@@ -150,7 +150,7 @@ def test_doctor_first_then_a_launch_that_needs_no_files(tmp_path: Path) -> None:
         options = "measure --device npu --ranks 4 --config llama3_8b --folder first_hour"
         assert measure[:-1] == [*options.split(), "--minutes", "50", "--launch"]
         assert shlex.split(measure[-1]) == launch
-    # A run that has begun is gone on with.
+    # A run that was started is resumed.
     (tmp_path / "first_hour").mkdir()
     (tmp_path / "first_hour" / "run.json").touch()
     _, _, (_, measure) = start(tmp_path)
@@ -166,6 +166,6 @@ def test_doctor_first_then_a_launch_that_needs_no_files(tmp_path: Path) -> None:
     ],
 )
 def test_errors_come_first(tmp_path: Path, variables, code: int, message: str, asked) -> None:
-    found, said, commands = start(tmp_path, **variables)
-    assert (found, [words[0] for words in commands]) == (code, asked)
-    assert message in said
+    status, stderr, commands = start(tmp_path, **variables)
+    assert (status, [words[0] for words in commands]) == (code, asked)
+    assert message in stderr

@@ -1,4 +1,4 @@
-"""Ranks come with megatron-core imported, which takes a process longer than most of these tests."""
+"""Ranks start with megatron-core imported; the import takes longer than most of these tests."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _context.set_forkserver_preload(["torch", "torch.distributed", "scripts.cpu_pret
 
 @pytest.fixture(scope="session", autouse=True)
 def _imported() -> None:
-    """No rank has to wait for the imports within the limit of a test."""
+    """Imports once, so that no rank spends a test's time limit on the imports."""
     process = _context.Process(target=int)
     process.start()
     process.join()

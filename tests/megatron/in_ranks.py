@@ -1,4 +1,4 @@
-"""Megatron in the processes of a test: its groups, wrappers in force, and whole trainings."""
+"""Megatron in the processes of a test: its groups, applied wrappers, and whole trainings."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TINY = (
     "--num-query-groups 2 --seq-length 32 --micro-batch-size 2 --global-batch-size 8 "
     "--train-iters 6 --save-interval 3 --distributed-timeout-minutes 2"
 )
-"""Options of the CPU pretraining; what comes after them takes their place."""
+"""Options of the CPU pretraining; later options override them."""
 
 WITHOUT_KERNELS = {
     "use_cpu_initialization": True,
@@ -39,14 +39,14 @@ WITHOUT_KERNELS = {
     "apply_rope_fusion": False,
     "persist_layer_norm": False,
 }
-"""A configuration of Megatron's models that runs on a CPU, the same in every run."""
+"""Options of a model configuration that runs on a CPU and is deterministic."""
 
 
 @contextlib.contextmanager
 def megatron(
     tensor_parallel: int = 1, context_parallel: int = 1, minutes: float = 3, **layout: int | None
 ) -> Iterator[None]:
-    """Parallel state of the real Megatron; what is left of the ranks are replicas.
+    """Parallel state of the real Megatron; the remaining ranks are replicas.
 
     Args:
         layout: more sizes, as Megatron names them.
@@ -71,7 +71,7 @@ def megatron(
 
 @contextlib.contextmanager
 def _left_afterwards() -> Iterator[None]:
-    """Megatron's groups go, which it only forgets: a gloo group keeps two threads."""
+    """Destroys Megatron's groups, which it only forgets: a gloo group keeps two threads."""
     from megatron.core import parallel_state
     from torch.distributed import destroy_process_group, distributed_c10d
 
@@ -80,7 +80,7 @@ def _left_afterwards() -> Iterator[None]:
         yield
     finally:
         parallel_state.destroy_model_parallel()
-        # Megatron leaves these, and takes them for the next layout's.
+        # Megatron does not reset these and would use them for the next layout.
         parallel_state._EMBEDDING_GLOBAL_RANKS = None
         parallel_state._POSITION_EMBEDDING_GLOBAL_RANKS = None
         for group in set(distributed_c10d._world.pg_map) - before:
@@ -88,7 +88,7 @@ def _left_afterwards() -> Iterator[None]:
 
 
 def gpt(config: Any, layers: int = 0, core: type | None = None, **given: Any) -> torch.nn.Module:
-    """A model with so many layers, by default all of the config, and this core attention."""
+    """A model with ``layers`` layers, by default as many as in the config, and this core."""
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
@@ -126,7 +126,7 @@ def replicas(
 
 
 def language_loss(model: torch.nn.Module, tokens: torch.Tensor, labels: torch.Tensor) -> Any:
-    """Of each token ``[B, S]``."""
+    """The loss of each token, ``[B, S]``."""
     batch, length = tokens.shape
     mask = torch.ones(length, length, dtype=torch.bool).triu(1)[None, None]
     positions = torch.arange(length).expand(batch, -1)
@@ -135,10 +135,10 @@ def language_loss(model: torch.nn.Module, tokens: torch.Tensor, labels: torch.Te
 
 @contextlib.contextmanager
 def patched(*register: Callable[[PatchManager], object]) -> Iterator[None]:
-    """What these register is in force."""
+    """Applies the patches that these functions register."""
     manager = PatchManager()
-    for one in register:
-        one(manager)
+    for function in register:
+        function(manager)
     manager.apply_patches()
     try:
         yield
@@ -147,7 +147,7 @@ def patched(*register: Callable[[PatchManager], object]) -> Iterator[None]:
 
 
 class NormColumn(torch.nn.Module):
-    """What MindSpeed's column-parallel layer with norm does, as far as the wrappers see it."""
+    """MindSpeed's column-parallel layer with norm, as far as the wrappers use it."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         from megatron.core.tensor_parallel import layers
@@ -175,7 +175,7 @@ class NormColumn(torch.nn.Module):
 
 @dataclass(frozen=True)
 class Finished:
-    """How the command line of the CPU pretraining ended, and what it printed."""
+    """Exit code and output of the command line of the CPU pretraining."""
 
     code: int
     out: str
@@ -183,17 +183,17 @@ class Finished:
 
     @property
     def weights(self) -> str:
-        """SHA-256 over all of them."""
-        found = re.search(r"^sha256 of all weights: (\w{64})$", self.out, re.MULTILINE)
-        assert found, self.out + self.err
-        return found[1]
+        """SHA-256 of all weights."""
+        match = re.search(r"^sha256 of all weights: (\w{64})$", self.out, re.MULTILINE)
+        assert match, self.out + self.err
+        return match[1]
 
 
 Work = Callable[..., tuple[Any, str]]
 
 
 def asked(rank: int, method: str, args: Sequence[Any]) -> tuple[Any, str]:
-    """A method of the worker on one rank: what it returns and prints."""
+    """Calls a method of the worker on one rank; returns its result and its output."""
     from scripts.cpu_pretraining.training import Worker
 
     before, out = signal.getsignal(signal.SIGTERM), io.StringIO()
@@ -206,7 +206,7 @@ def asked(rank: int, method: str, args: Sequence[Any]) -> tuple[Any, str]:
 
 @dataclass(frozen=True)
 class _Asked:
-    """Ranks of the tests in place of those that the command line starts."""
+    """Test ranks in place of those that the command line starts."""
 
     group: Ranks
     work: Work
@@ -216,15 +216,15 @@ class _Asked:
         return contextlib.nullcontext(SimpleNamespace(ask=self.ask))
 
     def ask(self, method: str, *args: Any) -> list[Any]:
-        found = self.group.run(self.work, method, args)
-        print(found[0][1], end="")
-        return [value for value, _ in found]
+        results = self.group.run(self.work, method, args)
+        print(results[0][1], end="")
+        return [value for value, _ in results]
 
 
 def pretrained(
     group: Ranks, runs: Path, *options: str, code: int = 0, work: Work = asked
 ) -> Finished:
-    """The command line with :data:`TINY` and more options, on the ranks of a group."""
+    """Runs the command line with :data:`TINY` and more options on the ranks of a group."""
     from scripts.cpu_pretraining import __main__ as command
 
     data = Path(__file__).resolve().parents[2] / "commfuse_npu"
@@ -242,6 +242,6 @@ def pretrained(
 
 
 def losses(run: Path) -> list[float]:
-    """Of the iterations in a run's folder."""
+    """The loss of each iteration, read from a run's folder."""
     lines = (run / "metrics.jsonl").read_text("utf-8").splitlines()
     return [json.loads(line)["lm_loss"] for line in lines]

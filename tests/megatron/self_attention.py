@@ -1,4 +1,4 @@
-"""Megatron's self-attention with what surrounds it, fused and not, in the ranks of a test."""
+"""Megatron's self-attention and its surroundings, fused and unfused, in the ranks of a test."""
 
 from __future__ import annotations
 
@@ -28,15 +28,14 @@ EXCHANGE = "scripts.cpu_pretraining.ulysses.UlyssesAttention"
 
 @dataclass(frozen=True)
 class Case:
-    """A layer, how it is called, and what comes of it.
+    """A layer, its call, and which parts of it are fused.
 
     Attributes:
         tensor: the ranks are a tensor-parallel group with sequence parallelism, else they share the
             sequence and exchange heads.
-        documents: handed on ``packed``, as MindSpeed does, or as a whole ``mask``, as Megatron
-            understands.
-        general: the mask of the data counts, as under ``--attention-mask-type general``.
-        fused: what is fused; ``left``: what is not, with the begin of its reason.
+        documents: passed ``packed``, as MindSpeed does, or as a full ``mask``, as Megatron expects.
+        general: the mask of the data is used, as with ``--attention-mask-type general``.
+        fused: what is fused; ``left``: what is not, with the beginning of its reason.
     """
 
     tensor: bool = False
@@ -61,14 +60,14 @@ class Case:
 
     @property
     def unfused(self) -> Case:
-        """The same documents, for Megatron's own attention."""
+        """The case with the same documents for Megatron's own attention."""
         return replace(self, documents="mask") if self.documents else self
 
 
 def parallel(case: Case) -> AbstractContextManager[None]:
     """Megatron with all ranks in one group."""
     size = dist.get_world_size()
-    lanes(size)  # before Megatron's groups, with which they would go
+    lanes(size)  # before Megatron's groups, which are destroyed afterwards
     return megatron(size) if case.tensor else megatron(context_parallel=size)
 
 
@@ -79,7 +78,7 @@ def lanes(size: int) -> Transport:
 
 @contextmanager
 def wrapped(case: Case, collectives: bool = False) -> Iterator[LinearWrappers]:
-    """What counts calls, while the layer is wrapped, over lanes or over collectives."""
+    """Wraps the layer, over lanes or over collectives; yields the wrappers that count calls."""
     from megatron.core import parallel_state
 
     user: Any = LinearWrappers(case.options, case.layers)
@@ -92,7 +91,7 @@ def wrapped(case: Case, collectives: bool = False) -> Iterator[LinearWrappers]:
         register = [lambda manager: user.register(manager, EXCHANGE)]
         group = parallel_state.get_context_parallel_group()
     user.transport = lanes(dist.get_world_size())
-    # The lanes of another test over the same ranks serve, whatever group they were made for.
+    # Lanes of another test over the same ranks are reused, whatever group they were created for.
     user.transport.group = group
     if collectives:
         user.transport = CollectiveTransport(group, same_pieces=True)
@@ -101,7 +100,7 @@ def wrapped(case: Case, collectives: bool = False) -> Iterator[LinearWrappers]:
 
 
 def build(case: Case, size: int) -> Any:
-    """The layer of one of so many ranks."""
+    """The layer of a rank in a group of ``size``."""
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
     from megatron.core.transformer import TransformerConfig
     from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
@@ -147,7 +146,7 @@ def build(case: Case, size: int) -> Any:
     )
     with torch.no_grad():
         for parameter in layer.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.1)  # no bias of 0, no norm of 1
+            parameter.add_(torch.randn_like(parameter) * 0.1)  # no bias is 0, no norm weight is 1
     if case.frozen:
         layer.get_parameter(case.frozen).requires_grad_(False)
     for config in (layer.config, getattr(layer.core_attention, "local_attn", layer).config):
@@ -162,7 +161,7 @@ def build(case: Case, size: int) -> Any:
 
 
 def own_rows(size: int) -> slice:
-    """Of the sequence, on one of so many ranks that share it."""
+    """This rank's rows of a sequence that ``size`` ranks share."""
     rows = LENGTH // size
     rank = dist.get_rank() if size > 1 else 0
     return slice(rank * rows, (rank + 1) * rows)
@@ -178,41 +177,41 @@ def positions(case: Case, rows: slice) -> Any:
 
 
 def _numbered(case: Case) -> torch.Tensor:
-    """``[S, B]``: the position of each token, in its document if they are reset."""
-    before, found = 0, torch.arange(LENGTH).repeat(BATCH)
+    """Position of each token ``[S, B]``, within its document if positions are reset."""
+    before, numbers = 0, torch.arange(LENGTH).repeat(BATCH)
     for end in ends_of("documents", LENGTH, BATCH) if case.resets else ():
-        found[before:end] = torch.arange(end - before)
+        numbers[before:end] = torch.arange(end - before)
         before = end
-    return found.view(BATCH, LENGTH).t().contiguous()
+    return numbers.view(BATCH, LENGTH).t().contiguous()
 
 
 def call(case: Case, layer: Any, x: torch.Tensor, rows: slice, angles: Any = None) -> torch.Tensor:
     """Output with its bias, of these rows of the sequence."""
-    given: dict[str, Any] = {}
+    arguments: dict[str, Any] = {}
     if not case.documents:
-        given["rotary_pos_emb"] = positions(case, rows) if angles is None else angles
+        arguments["rotary_pos_emb"] = positions(case, rows) if angles is None else angles
     else:
         angles, number = positions(case, slice(None)), _numbered(case)[rows].contiguous()
         if case.documents == "packed":
             ends = torch.tensor(ends_of("documents", LENGTH, BATCH))
             packed = SimpleNamespace(cu_seqlens_q=ends, position_ids=number, qkv_format="sbhd")
-            given = {"rotary_pos_emb": angles, "packed_seq_params": packed}
+            arguments = {"rotary_pos_emb": angles, "packed_seq_params": packed}
         elif angles is not None:
-            both = angles if isinstance(angles, tuple) else (angles, angles)
-            given["rotary_pos_emb"] = tuple(
-                part[number.flatten()].view(-1, BATCH, 1, DIMENSION) for part in both
+            tables = angles if isinstance(angles, tuple) else (angles, angles)
+            arguments["rotary_pos_emb"] = tuple(
+                part[number.flatten()].view(-1, BATCH, 1, DIMENSION) for part in tables
             )
     mask = None
     if case.general or case.documents == "mask":
         mask = ~seen("documents", LENGTH, BATCH)
     elif case.mask == "causal" and not case.documents:
         mask = torch.ones(1, 1, LENGTH, LENGTH, dtype=torch.bool).triu(1)
-    y, bias = layer(x, mask, **given)
+    y, bias = layer(x, mask, **arguments)
     return y if bias is None else y + bias
 
 
 def inputs(case: Case, size: int) -> tuple[torch.Tensor, torch.Tensor, slice]:
-    """Hidden states, the gradient of the output, and the rows that positions are of."""
+    """Hidden states, the gradient of the output, and the rows that positions belong to."""
     generator = torch.Generator().manual_seed(5)
     x, grad = (torch.randn(LENGTH, BATCH, HIDDEN, generator=generator) for _ in range(2))
     sharded = case.config.get("sequence_parallel", True) if case.tensor else True
@@ -235,16 +234,16 @@ def run(case: Case, size: int) -> dict[str, torch.Tensor]:
 
     y = checkpoint(forward, False, x) if case.recompute else forward(x)
     y.backward(grad)
-    found = {"y": y.detach(), "x.grad": x.grad}
+    results = {"y": y.detach(), "x.grad": x.grad}
     for name, parameter in layer.named_parameters():
         gradient = getattr(parameter, "main_grad", parameter.grad)
         if gradient is not None:
-            found[f"{name}.grad"] = gradient
-    return found
+            results[f"{name}.grad"] = gradient
+    return results
 
 
 def close(found: torch.Tensor, expected: torch.Tensor, case: Case, what: str) -> None:
-    """Within the rounding of the dtype, of the largest number."""
+    """Differences are within the rounding of the dtype, relative to the largest number."""
     tolerance = 4e-2 if case.dtype == torch.bfloat16 else 1e-5
     largest = float(expected.abs().max())
     assert largest > 0, what
@@ -253,7 +252,7 @@ def close(found: torch.Tensor, expected: torch.Tensor, case: Case, what: str) ->
 
 
 def not_split(found: dict[str, torch.Tensor], case: Case) -> None:
-    """Rows are those of one process with all of them; gradients of parameters are their sums."""
+    """Rows equal those of one process with the whole sequence; weight gradients are summed."""
     whole, rows = run(case.unfused, 1), own_rows(dist.get_world_size())
     assert found.keys() == whole.keys()
     for name, tensor in found.items():

@@ -1,4 +1,4 @@
-"""What is said about a training: waits, speeds, a verdict that can be False, timelines."""
+"""The report on a training: waits, speeds, a verdict that can be False."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ def outcome(
     losses: dict[int, float], weights: str = "a", times: tuple[float, ...] = (), link: str = "wire"
 ) -> Outcome:
     """Iterations with these losses and times in ms, half of which is spent in one wait."""
-    made = Outcome(max(losses), weights_sha256=weights, tokens=100, link=link)
+    result = Outcome(max(losses), weights_sha256=weights, tokens=100, link=link)
     for (number, loss), ms in zip(losses.items(), times or (1.0,) * len(losses), strict=True):
         entry = {"iteration": number, "lm_loss": loss, "elapsed_ms": ms, "exposed_ms": ms / 2}
-        made.add(entry, [(ms / 4e3, ms / 2e3)])
-    return made
+        result.add(entry, [(ms / 4e3, ms / 2e3)])
+    return result
 
 
 def of_times(*times: float, link: str = "wire") -> Outcome:
@@ -56,8 +56,8 @@ def of_times(*times: float, link: str = "wire") -> Outcome:
 
 
 def test_speed_leaves_the_first_iterations_out() -> None:
-    found = of_times(9000, 8000, 7000, 500, 100, 200, link="links of 20 MB/s")
-    assert found.describe_speed() == (
+    late = of_times(9000, 8000, 7000, 500, 100, 200, link="links of 20 MB/s")
+    assert late.describe_speed() == (
         "500 over links of 20 MB/s (0.200 s per iteration, quartiles 0.150 and 0.350, of which "
         "0.100 s waiting for transfers; medians of iterations 14 to 16)"
     )
@@ -76,21 +76,21 @@ def test_speed_leaves_the_first_iterations_out() -> None:
 )
 def test_the_verdict_sees_one_bit(form: str, changed: Any) -> None:
     other = outcome({1: 5.5, 2: 2.75}, "b")
-    found = {"plain": outcome(FIVE), "commfuse": outcome(FIVE), "megatron": other, "overlap": other}
-    found |= {form: changed} if form else {}
-    assert compare.identical(found) is not bool(form)
-    said = compare.report(found)
-    for one, two in (("plain", "commfuse"), ("megatron", "overlap")):
-        same = f"losses and weights, {one} and {two}: {'not ' * (two == form)}equal bit for bit"
-        assert same in said
+    runs = {"plain": outcome(FIVE), "commfuse": outcome(FIVE), "megatron": other, "overlap": other}
+    runs |= {form: changed} if form else {}
+    assert compare.identical(runs) is not bool(form)
+    lines = compare.report(runs)
+    for a, b in (("plain", "commfuse"), ("megatron", "overlap")):
+        same = f"losses and weights, {a} and {b}: {'not ' * (b == form)}equal bit for bit"
+        assert same in lines
     if form != "commfuse":
-        assert said[3].split() == ["2", "2.5", "2.5", "2.75", "2.75"]
-        assert any("largest loss difference 0.25, weights not equal" in line for line in said)
+        assert lines[3].split() == ["2", "2.5", "2.5", "2.75", "2.75"]
+        assert any("largest loss difference 0.25, weights not equal" in line for line in lines)
 
 
 def test_a_difference_of_times_has_a_range_and_ten_iterations_behind_it() -> None:
     def said(fast: float, counted: int) -> list[str]:
-        """Beside times from 20 ms on."""
+        """The report on times from ``fast`` ms on, against times from 20 ms on."""
         slow, other = (of_times(9, 9, 9, *range(at, at + counted)) for at in (20, fast))
         return compare.report({"plain": slow, "commfuse": other, "megatron": slow, "overlap": slow})
 

@@ -1,4 +1,4 @@
-"""The command as it is started: Ctrl-C, a rank that is killed, a launcher that is killed."""
+"""The command in a process of its own: Ctrl-C, a killed rank, a killed launcher."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ def start(runs: Path, *options: str) -> subprocess.Popen[str]:
 
 
 def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
-    """Its exit code, and what it said."""
-    said, _ = process.communicate(timeout=LIMIT)
-    return process.returncode, said
+    """The exit code of a process, and its output."""
+    out, _ = process.communicate(timeout=LIMIT)
+    return process.returncode, out
 
 
 def until(process: subprocess.Popen[str], text: str) -> None:
@@ -69,7 +69,7 @@ def test_ranks_go_with_a_launcher_that_is_killed(tmp_path: Path) -> None:
     with start(tmp_path, *ENDLESS) as process:
         until(process, " iteration        2/")
         process.kill()
-        # It ends when nobody holds it any more.
+        # The output ends when the ranks have closed it, too.
         assert ended(process)[0] == -signal.SIGKILL
 
 

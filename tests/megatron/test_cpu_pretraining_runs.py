@@ -29,7 +29,7 @@ OVERLAP = "--train-iters 4 --commfuse-fb-overlap"
 
 @pytest.fixture(scope="module")
 def uninterrupted(ranks, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Finished]:
-    """Folder and end of six iterations on two tensor-parallel ranks."""
+    """Folder and result of six iterations on two tensor-parallel ranks."""
     runs = tmp_path_factory.mktemp("uninterrupted")
     return runs / "llama_tiny", pretrained(ranks(2), runs)
 
@@ -43,8 +43,8 @@ def test_what_a_run_prints_and_leaves(uninterrupted: tuple[Path, Finished]) -> N
     assert [int(line.group(1)) for line in lines if line] == [1, 2, 3, 4, 5, 6]
     assert losses(folder)[-1] < losses(folder)[0]
     assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")
-    found = {str(path.relative_to(folder)) for path in folder.glob("checkpoints/*/*")}
-    assert found == {f"checkpoints/iter_000000{i}/rank_{r}.pt" for i in (3, 6) for r in (0, 1)}
+    files = {str(path.relative_to(folder)) for path in folder.glob("checkpoints/*/*")}
+    assert files == {f"checkpoints/iter_000000{i}/rank_{r}.pt" for i in (3, 6) for r in (0, 1)}
 
 
 def test_resume_after_a_kill_equals_the_uninterrupted_run(
@@ -65,7 +65,7 @@ def test_resume_after_a_kill_equals_the_uninterrupted_run(
     assert done.weights == whole.weights
     assert losses(killed) == losses(folder)
     assert not list(checkpoints.glob(".*"))
-    # Anew under its name: what is there is kept.
+    # A new run of that name keeps the existing folder.
     pretrained(ranks(2), tmp_path, "--train-iters", "1")
     assert losses(tmp_path / "llama_tiny.1") == losses(folder)
 
@@ -151,7 +151,7 @@ def test_fused_layers_beside_another_micro_batch_have_the_same_bits(ranks, tmp_p
 
 
 def signalled(rank: int, method: str, args: Any) -> tuple[Any, str]:
-    """The last rank alone gets a signal, in the second iteration."""
+    """Only the last rank gets a signal, in the second iteration."""
     from scripts.cpu_pretraining import training
 
     begin = training.Training._iteration
@@ -177,7 +177,7 @@ def test_a_signal_to_one_rank_ends_all_with_a_checkpoint(ranks, tmp_path: Path) 
 
 
 def test_a_full_disk_leaves_the_checkpoint_before(ranks, small_disk: Callable[[int], Path]) -> None:
-    """Room for one checkpoint and a half."""
+    """The disk has room for one and a half checkpoints."""
     runs = small_disk(540)
     options = ("--tensor-model-parallel-size", "1", "--hidden-size", "16")
     done = pretrained(ranks(1), runs, *options, code=1)
@@ -200,7 +200,7 @@ def test_a_training_that_diverges_says_so(ranks, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("options", "operations"),
-    # Of an overlap: two ranks, four iterations of three pairs, each of 28 collectives.
+    # With overlap: two ranks, four iterations of three pairs, 28 collectives per pair.
     [
         ("--commfuse-chunks 2", range(100, 10_000)),
         (f"{OVERLAP} --no-use-commfuse", [2 * 4 * 3 * 28]),
@@ -212,6 +212,6 @@ def test_the_order_of_transfers_is_recorded_and_proved(
     log = tmp_path / "order log"
     words = ("--train-iters", "3", *options.split())
     pretrained(ranks(2), tmp_path, *words, "--commfuse-order-log", str(log))
-    found = verify_logs([log])
-    assert (found.faults, found.notes, found.ranks) == ([], [], 2)
-    assert found.operations in operations
+    proof = verify_logs([log])
+    assert (proof.faults, proof.notes, proof.ranks) == ([], [], 2)
+    assert proof.operations in operations

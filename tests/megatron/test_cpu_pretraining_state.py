@@ -1,4 +1,4 @@
-"""What is kept of a run: which checkpoint counts, metrics after a kill, samples by index."""
+"""State of a run: which checkpoint is used, metrics on a full disk, samples by index."""
 
 from __future__ import annotations
 
@@ -38,16 +38,16 @@ def write_checkpoint(folder: Path, name: str) -> Path:
 
 @pytest.mark.parametrize(("codes", "end"), [([0, 0], 0), ([0, 1], 1), ([0, 2], 0), ([1], 1)])
 def test_without_options_the_command_ends_with_a_demonstration(monkeypatch, codes, end) -> None:
-    asked: list[Any] = []
+    runs: list[Any] = []
 
     def run(argv: Sequence[str]) -> int:
-        asked.append(parse_arguments(argv))
-        return codes[len(asked) - 1]
+        runs.append(parse_arguments(argv))
+        return codes[len(runs) - 1]
 
     monkeypatch.setattr(command, "_run", run)
     assert command.main([]) == end
-    assert len(asked) == len(codes)
-    for demonstration in asked[1:]:
+    assert len(runs) == len(codes)
+    for demonstration in runs[1:]:
         assert demonstration.link_rate is not None
         assert forms(demonstration) == ["megatron", "overlap"]
 
@@ -65,12 +65,12 @@ def test_the_latest_complete_checkpoint_is_found_and_two_are_kept(tmp_path: Path
     for name in ("iter_0000300", "iter_0000900"):
         write_checkpoint(tmp_path, name)
     _prune(tmp_path, "iter_0000300")
-    # 900 belongs to a course that was abandoned by resuming from an older checkpoint.
+    # 900 belongs to a run that was abandoned by resuming from an older checkpoint.
     assert sorted(path.name for path in tmp_path.iterdir()) == ["iter_0000200", "iter_0000300"]
 
 
 class Executed:
-    """What pickle would run while it reads."""
+    """An object whose unpickling would call ``os.mkdir``."""
 
     def __reduce__(self) -> Any:
         return os.mkdir, ("executed",)
@@ -109,14 +109,14 @@ def test_a_sample_depends_on_seed_and_index_only(tmp_path: Path) -> None:
     (tmp_path / "b").write_bytes(b"\0\xff" * 500)
     (tmp_path / "a").write_bytes(bytes(range(256)))
     (tmp_path / ".hidden").write_bytes(b"no")
-    corpus, many = load_corpus(tmp_path, 16), range(64)
+    corpus, indices = load_corpus(tmp_path, 16), range(64)
     assert (corpus.documents, len(corpus.tokens)) == (2, 257 + 1001)
     assert corpus.tokens[:260].tolist() == [*range(256), 256, 0, 255, 0]
     inputs, labels = corpus.batch([5, 6], 16, seed=1)
     assert torch.equal(inputs[:, 1:], labels[:, :-1])
     assert torch.equal(inputs[1], corpus.batch([6], 16, seed=1)[0][0])
-    one, two = (corpus.batch(many, 16, seed)[0] for seed in (1, 2))
-    assert not torch.equal(one, two)
+    first, second = (corpus.batch(indices, 16, seed)[0] for seed in (1, 2))
+    assert not torch.equal(first, second)
     standard = load_corpus(None, 16)
     assert len(standard.tokens) - (8 << 20) in range(1 << 20)
     short = tmp_path / "b"

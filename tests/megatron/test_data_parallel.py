@@ -1,4 +1,4 @@
-"""Megatron's distributed optimizer with our transfers of its buckets, and with the collective's."""
+"""Megatron's distributed optimizer with CommFuse's transfers of its buckets, or collectives."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.limits import BRIEF, PATIENT
 from tests.megatron.in_ranks import megatron, patched, replicas
 
 IMPATIENT = 6 * BRIEF
-"""Limits of transports: where nothing goes wrong, and where somebody is waited for in vain."""
+"""Timeout of transports in tests where a rank waits in vain."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Net(torch.nn.Module):
 
 @contextmanager
 def wrapped(case: Case, *, fails: bool = False) -> Iterator[LinearWrappers]:
-    """The wrappers in force; where it ``fails``, lanes that are broken cannot be given up."""
+    """Applies the wrappers; with ``fails`` lanes are broken and not closed afterwards."""
     from megatron.core import parallel_state
 
     linears = LinearWrappers()
@@ -86,7 +86,7 @@ def wrapped(case: Case, *, fails: bool = False) -> Iterator[LinearWrappers]:
 
 
 class Training:
-    """A model, its optimizer, and iterations on data that every rank has its own part of."""
+    """A model, its optimizer, and iterations; every rank has its own data."""
 
     def __init__(self, case: Case) -> None:
         from megatron.core.transformer import TransformerConfig
@@ -139,7 +139,7 @@ class Training:
             self.model.enable_forward_pre_hook()
 
     def sha256(self) -> str:
-        """Over parameters, main parameters and the optimizer's state of this rank."""
+        """Hashes of parameters, main parameters and optimizer state of this rank."""
         weights = sorted(weight_hashes([self.model.module]).items())
         return f"{weights} {optimizer_hash(self.optimizer)}"
 
@@ -160,7 +160,7 @@ def train(case: Case) -> tuple[str, int]:
 
 
 def compared(rank: int, cases: list[Case]) -> list[int]:
-    found = []
+    counts = []
     for case in cases:
         with megatron():
             expected = train(case)
@@ -174,8 +174,8 @@ def compared(rank: int, cases: list[Case]) -> list[int]:
                 ("gradients", "fused"): buckets * case.iterations,
                 ("parameters", "fused"): buckets * gathers,
             }, case
-            found.append(buckets)
-    return found
+            counts.append(buckets)
+    return counts
 
 
 BOTH = {"overlap_gradients": True, "overlap_parameters": True}
@@ -194,9 +194,9 @@ def test_two_replicas_end_with_megatrons_bits(ranks) -> None:
         Case(**BOTH, frozen=True),
         Case(**BOTH, schedule=Schedule(lanes=1, chunks=3)),
     ]
-    for found in ranks(2).run(compared, cases):
+    for counts in ranks(2).run(compared, cases):
         # Only with overlapped gradients does Megatron make more than one bucket.
-        assert [count > 1 for count in found] == [case.overlap_gradients for case in cases]
+        assert [count > 1 for count in counts] == [case.overlap_gradients for case in cases]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
@@ -205,16 +205,16 @@ def test_two_replicas_end_with_megatrons_bits(ranks) -> None:
 def test_ranks_that_began_something_else_change_no_weight(
     rank: int, distributed: bool, dtype: torch.dtype
 ) -> None:
-    """What the ranks began is compared before Megatron's optimizers step."""
-    made = Transport.create(timeout=PATIENT)
+    """Ranks compare the operations they began before Megatron's optimizers step."""
+    transport = Transport.create(timeout=PATIENT)
     with megatron():
         training = Training(Case(dtype, distributed))
         start = training.sha256()
-        made.agree("layer", {"rows": 4})
+        transport.agree("layer", {"rows": 4})
         training.iterate()
         bits = training.sha256()
         assert bits != start
-        made.agree("layer", {"rows": 4 + rank})
+        transport.agree("layer", {"rows": 4 + rank})
         with pytest.raises(MismatchError, match=r"layer: rank .* rows: "):
             training.iterate()
         assert training.sha256() == bits
@@ -228,8 +228,8 @@ class PlantedError(Exception):
 
 
 def plant(training: Training, how: Callable[[], None]) -> None:
-    """A failure when the second bucket group is about to be started, or when all is summed here and
-    everywhere else, so that only the meeting can tell the others."""
+    """A failure before the second bucket group starts, or after all gradients are summed on every
+    rank, so that only the exchange before the step can tell the others."""
     if how is die:
         group = training.model.bucket_groups[1]
         start = group.start_grad_sync
@@ -249,7 +249,7 @@ def die() -> None:
 
 
 def failing(rank: int, how: Callable[[], None]) -> tuple[str, bool, int]:
-    """What a rank saw: the kind of error, whether no bit has changed since, steps that were made.
+    """Result of a rank: the type of its error, whether its bits are unchanged, the steps it made.
 
     Broken process groups are left behind; the ranks have to be ended.
     """

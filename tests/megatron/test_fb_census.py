@@ -1,4 +1,4 @@
-"""What forward and backward both write is found, or of one side."""
+"""State that forward and backward both write is found, or is kept apart for each side."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LENGTHS = "mindspeed_llm.lengths_of_a_test"
 
 
 class Layer(torch.nn.Module):
-    """Keeps something of a micro-batch, as a dispatcher of experts does."""
+    """Keeps state of a micro-batch, as a dispatcher of experts does."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ def test_what_both_sides_write_is_found(rank: int) -> None:
 
 
 class Held:
-    """What a dispatcher of experts keeps of a micro-batch."""
+    """State of a micro-batch that a dispatcher of experts keeps."""
 
     def __init__(self, **parts: Held) -> None:
         self.counts: Any = None
@@ -74,15 +74,15 @@ Held.__module__ = LENGTHS
 
 @on_ranks(2)
 def test_what_experts_and_attention_keep_is_of_one_side(rank: int) -> None:
-    """The dispatcher and its ``disaptor``, the mask and a checkpoint are, other parts are not."""
+    """Dispatcher, its ``disaptor``, mask and checkpoint are kept per side, other parts are not."""
     checkpoint = type("CheckpointWithoutOutput", (), {})
     layer = Layer()
-    one: Any = Held(disaptor=Held(), part=Held())
-    layer.token_dispatcher, layer.router, layer.attention_mask = one, Held(), None
+    held: Any = Held(disaptor=Held(), part=Held())
+    layer.token_dispatcher, layer.router, layer.attention_mask = held, Held(), None
     model = torch.nn.Sequential(layer)
 
     def side() -> None:
-        for owner in (one, one.disaptor, one.part, layer.router):
+        for owner in (held, held.disaptor, held.part, layer.router):
             owner.counts = torch.ones(1)
         layer.attention_mask, layer.kept = torch.ones(1), checkpoint()
         dist.all_reduce(torch.ones(1))
@@ -90,15 +90,15 @@ def test_what_experts_and_attention_keep_is_of_one_side(rank: int) -> None:
     overlap = ForwardBackwardOverlap([world()])
     census = Census(overlap, [model])
     census.run(side, side, None)
-    owner, kept = "chunk 0, 0: Layer", []
+    owner, seen = "chunk 0, 0: Layer", []
     expected = [f"{owner}.router.counts", f"{owner}.token_dispatcher.part.counts"]
     assert census.unknown == expected
     overlap.states = side_states([model], "cpu")
 
     def alone(value: int) -> None:
-        one.counts = one.disaptor.counts = layer.attention_mask = layer.kept = value
+        held.counts = held.disaptor.counts = layer.attention_mask = layer.kept = value
         dist.all_reduce(torch.ones(1))
-        kept.append((one.counts, one.disaptor.counts, layer.attention_mask, layer.kept))
+        seen.append((held.counts, held.disaptor.counts, layer.attention_mask, layer.kept))
 
     overlap.run(partial(alone, 1), partial(alone, 2))
-    assert sorted(kept) == [(1,) * 4, (2,) * 4]
+    assert sorted(seen) == [(1,) * 4, (2,) * 4]

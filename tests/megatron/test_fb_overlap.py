@@ -1,4 +1,4 @@
-"""What an overlapped schedule is not for is named."""
+"""Settings and pipelines that an overlapped schedule does not support are named."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ class TransformerEngines(torch.nn.Linear):
 def test_settings_that_exclude_it_are_named() -> None:
     model, low = torch.nn.Sequential(TransformerEngines(1, 1)), {"fp8": "hybrid", "fp4": "hybrid"}
     for name, value in (NAMED | low).items():
-        found = obstacle({}, [model], SimpleNamespace(**{name: value}))
-        assert str(found).startswith(f"{name}: ")
-    off = dict.fromkeys(NAMED, False) | {"cuda_graph_impl": "none"}
-    assert obstacle({}, [model], SimpleNamespace(**off)) is None
-    assert obstacle({}, [], SimpleNamespace(**off | low)) is None
+        reason = obstacle({}, [model], SimpleNamespace(**{name: value}))
+        assert str(reason).startswith(f"{name}: ")
+    disabled = dict.fromkeys(NAMED, False) | {"cuda_graph_impl": "none"}
+    assert obstacle({}, [model], SimpleNamespace(**disabled)) is None
+    assert obstacle({}, [], SimpleNamespace(**disabled | low)) is None
 
 
 def of_pipelines(rank: int, chunks: int, microbatches: int) -> str | None:
-    """Two stages."""
+    """The obstacle of a pipeline of two stages, if any."""
     from megatron.core.enums import ModelType
     from megatron.core.pipeline_parallel import schedules
     from megatron.core.transformer import TransformerConfig
@@ -61,7 +61,7 @@ def of_pipelines(rank: int, chunks: int, microbatches: int) -> str | None:
 
 def test_pipelines_that_cannot_be_overlapped_are_named(ranks: Any) -> None:
     plain = ranks(2).run(of_pipelines, 1, 4)
-    assert all("up to 3 micro-batches" in one and "plain_pipelines=True" in one for one in plain)
+    assert all("up to 3 micro-batches" in text and "plain_pipelines=True" in text for text in plain)
     odd = ranks(2).run(of_pipelines, 2, 5)
-    assert all("5 micro-batches are not a multiple of the 2 stages" in one for one in odd)
+    assert all("5 micro-batches are not a multiple of the 2 stages" in text for text in odd)
     assert ranks(2).run(of_pipelines, 2, 4) == [None, None]

@@ -1,6 +1,6 @@
-"""Whole trainings of Megatron's GPT, on any core from 0.12 to 0.16: the weights of its own order.
+"""Trainings of Megatron's GPT on core 0.12 to 0.16: the same weights as in its own order.
 
-The check of a version: ``pip install --no-deps megatron-core==0.16.1``, and these files::
+To check a version: ``pip install --no-deps megatron-core==0.16.1``, and these files::
 
     pytest tests/megatron/test_fb_overlap.py tests/megatron/test_fb_overlap_gpt.py
 """
@@ -31,12 +31,12 @@ LENGTH, BATCH, VOCABULARY = 8, 2, 32
 
 @dataclass(frozen=True)
 class Training:
-    """A layout, and what is asked of Megatron.
+    """A layout and options of Megatron.
 
     Attributes:
         options: of the model's config.
         distributed: the distributed optimizer, with both of its overlaps.
-        groups: pass the groups, as later versions let one do.
+        groups: pass the process groups, as later versions allow.
         typed: a model of MindSpeed-LLM's fine-tuning has no type.
     """
 
@@ -94,7 +94,7 @@ LONG = {
 
 
 class InOrder:
-    """A pair, one after the other."""
+    """Runs the two sides of a pair one after the other."""
 
     def run(self, forward: Any, backward: Any, kind: Any) -> tuple[Any, Any]:
         result = backward()
@@ -154,8 +154,8 @@ def settings(training: Training) -> Any:
 
 
 def trained(training: Training, steps: int = 3) -> tuple[list[torch.Tensor], list[str]]:
-    """Losses, weights and random state after so many steps with the schedule that Megatron chooses;
-    and which of its functions were called, sorted."""
+    """Losses, weights and random state after ``steps`` steps of the schedule that Megatron chooses,
+    and a sorted list of its functions that were called."""
     from megatron.core import parallel_state
     from megatron.core.distributed import finalize_model_grads
     from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -176,7 +176,7 @@ def trained(training: Training, steps: int = 3) -> tuple[list[torch.Tensor], lis
     calls: list[str] = []
 
     def noted(*functions: Callable[..., Any]) -> Any:
-        """One for each chunk."""
+        """Functions that log their calls: a list for a virtual pipeline, else one."""
 
         def note(chunk: int, function: Callable[..., Any]) -> Callable[..., Any]:
             def call(*args: Any, **kwargs: Any) -> Any:
@@ -185,7 +185,7 @@ def trained(training: Training, steps: int = 3) -> tuple[list[torch.Tensor], lis
 
             return call
 
-        noting = [note(*of) for of in enumerate(functions)]
+        noting = [note(*item) for item in enumerate(functions)]
         return noting if virtual else noting[0]
 
     config.finalize_model_grads_func = finalize_model_grads
@@ -210,7 +210,7 @@ def trained(training: Training, steps: int = 3) -> tuple[list[torch.Tensor], lis
             micro_batch_size=BATCH,
             **(passed_groups(config) if training.groups else {}),
         )
-        losses += [one["lm loss"] for one in reduced]
+        losses += [loss["lm loss"] for loss in reduced]
         updated, _, _ = optimizer.step()
         assert updated
     for model in models if split else ():
@@ -220,7 +220,7 @@ def trained(training: Training, steps: int = 3) -> tuple[list[torch.Tensor], lis
 
 
 def passed_groups(config: Any) -> dict[str, Any]:
-    """As a caller with groups of its own; nothing where the version does not take them."""
+    """Arguments of a caller with its own groups; empty if the version does not take them."""
     try:
         from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
         from megatron.core.process_groups_config import ProcessGroupCollection
@@ -248,7 +248,7 @@ def forward_step(iterator: Iterator[torch.Tensor], model: torch.nn.Module, *part
 
 
 class Event:
-    """Of the CPU, on which everything is done by the time it is asked for."""
+    """An event of the CPU, on which all work is complete when it returns."""
 
     def synchronize(self) -> None: ...
 
@@ -281,11 +281,11 @@ def in_layout(training: Training, work: Callable[[], Any]) -> Any:
             "stream": lambda _: nullcontext(),
         }.items():
             stack.enter_context(mock.patch.object(torch.cuda, name, stand_in))
-        # They only copy what is on a GPU.
+        # They only copy tensors that are on a GPU.
         stack.enter_context(
             mock.patch.object(token_dispatcher, "maybe_move_tensor_to_cpu", to_host)
         )
-        # Core 0.16 asks for it without having tried to import it, if there is no TransformerEngine.
+        # Core 0.16 reads it without having imported it, if there is no TransformerEngine.
         stack.enter_context(mock.patch.object(moe_utils, "te_general_gemm", None, create=True))
         stack.enter_context(megatron(training.tensor, **sizes))
         stack.enter_context(cuda_means_cpu())
@@ -295,32 +295,32 @@ def in_layout(training: Training, work: Callable[[], Any]) -> Any:
 def compare(
     rank: int, training: Training, steps: int = 3, clock: Sequence[float] = ()
 ) -> tuple[int, str]:
-    """How many pairs ran, and what was said; ``clock`` is what the time is, if it is asked for."""
-    own_options = tuple(one for one in training.options if one not in FREED)
+    """How many pairs ran, and the output; ``clock`` gives the times that the clock returns."""
+    own_options = tuple(option for option in training.options if option not in FREED)
 
     def both() -> tuple[int, str]:
         # Megatron's interleaved schedule frees outputs while gloo still sends them.
         own = trained(replace(training, options=own_options), steps)
-        said, overlapping = io.StringIO(), Overlapping(plain_pipelines=True)
+        printed, overlapping = io.StringIO(), Overlapping(plain_pipelines=True)
         overlapping.clock = iter(clock).__next__ if clock else None
         if training.transfers:
             overlapping.start()
-        else:  # the schedule by itself
+        else:  # only the schedule: the sides of a pair run in order
             mock.patch(
                 "megatron.core.pipeline_parallel.get_forward_backward_func",
                 return_value=lambda **step: OverlappedSchedule(InOrder(), **step).run(),
             ).start()
         try:
-            with redirect_stdout(said):
+            with redirect_stdout(printed):
                 ours = trained(training, steps)
         finally:
             overlapping.stop()
             mock.patch.stopall()
         assert all(map(torch.equal, ours[0], own[0]))
         assert ours[1] == own[1]
-        assert all(torch.isfinite(one).all() for one in own[0][:-1])
+        assert all(torch.isfinite(tensor).all() for tensor in own[0][:-1])
         overlap = overlapping.overlap
-        return (0 if overlap is None else overlap.pairs), said.getvalue()
+        return (0 if overlap is None else overlap.pairs), printed.getvalue()
 
     return in_layout(training, both)
 
@@ -328,20 +328,20 @@ def compare(
 @pytest.mark.parametrize(
     "training",
     [
-        *(pytest.param(one, id=name) for name, one in TRAININGS.items()),
-        *(pytest.param(one, id=name, marks=pytest.mark.long) for name, one in LONG.items()),
+        *(pytest.param(case, id=name) for name, case in TRAININGS.items()),
+        *(pytest.param(case, id=name, marks=pytest.mark.long) for name, case in LONG.items()),
     ],
 )
 def test_weights_of_megatrons_own_order(ranks: Any, training: Training) -> None:
-    for pairs, said in ranks(training.size).run(compare, training):
-        assert (pairs > 0) is training.transfers, said
+    for pairs, printed in ranks(training.size).run(compare, training):
+        assert (pairs > 0) is training.transfers, printed
 
 
 @pytest.mark.parametrize(("overlapped", "pairs"), [(1.5, 3 * 3), (2.5, 0)])
 def test_it_says_what_it_does_and_is_off_on_all_ranks_where_it_is_slower(
     ranks: Any, overlapped: float, pairs: int
 ) -> None:
-    """Of five steps the second takes 2 s in Megatron's order, the fourth so long on rank 1."""
+    """Of five steps the 2nd takes 2 s in Megatron's order, the 4th ``overlapped`` s on rank 1."""
     first, second = ranks(2).run(timed, overlapped)
     assert first[0] == second[0] == pairs
     assert "3 of 4 forwards of stage 0 run beside a backward" in first[1]

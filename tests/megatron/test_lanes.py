@@ -1,4 +1,4 @@
-"""Lanes come and go with Megatron's groups, and leave the other groups alone."""
+"""Lanes are opened and closed with Megatron's groups and do not affect other groups."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ def life_of_the_lanes(rank: int, folder: str) -> None:
     user = LinearWrappers()
     lanes = Lanes(user, TENSOR_PARALLEL, 2)
     lanes.order_log = folder
-    seen: list[Any] = [user.transport]
+    states: list[Any] = [user.transport]
     with patched(lanes.register):
         for size in (2, 4):
             parallel_state.initialize_model_parallel(size, distributed_timeout_minutes=3)
-            made: Any = user.lanes()
-            seen.append((made.size, made.lanes, made.timeout.total_seconds()))
-            assert made.order_log is not None
+            transport: Any = user.lanes()
+            states.append((transport.size, transport.lanes, transport.timeout.total_seconds()))
+            assert transport.order_log is not None
             parallel_state.destroy_model_parallel()
-            seen.append(user.transport)
+            states.append(user.transport)
     log = shared_order_log(folder, rank, dist.get_world_size())
     log.close()
-    assert seen == [None, (2, 2, 180.0), None, (4, 2, 180.0), None]
-    # The first line, two transports made and given up, and the end.
+    assert states == [None, (2, 2, 180.0), None, (4, 2, 180.0), None]
+    # The first line, two transports opened and closed, and the end.
     assert len(log.path.read_text().splitlines()) == 6
 
 
@@ -58,16 +58,16 @@ def test_each_group_has_lanes_of_its_own(rank: int) -> None:
     users = linears, ulysses, *directions
     groups = TENSOR_PARALLEL, CONTEXT_PARALLEL, DATA_PARALLEL, DATA_PARALLEL
     lanes = map(Lanes, users, groups, (1, 2, None, None))
-    with patched(*(one.register for one in lanes)):
+    with patched(*(owner.register for owner in lanes)):
         parallel_state.initialize_model_parallel(2, context_parallel_size=2)
-        made: list[Any] = [user.lanes() for user in users]
-        assert made[1].group is parallel_state.get_context_parallel_group()
+        transports: list[Any] = [user.lanes() for user in users]
+        assert transports[1].group is parallel_state.get_context_parallel_group()
         group = parallel_state.get_data_parallel_group(
             with_context_parallel=True, partial_data_parallel=True
         )
-        assert all(transport.group is group for transport in made[2:])
-        assert made[2] is not made[3]
-        # What is exchanged goes over the transport that is there now.
+        assert all(transport.group is group for transport in transports[2:])
+        assert transports[2] is not transports[3]
+        # Exchanges use the transport that is open now.
         before = [direction.buckets() for direction in directions]
         assert before == [direction.buckets() for direction in directions]
         parallel_state.destroy_model_parallel()
@@ -75,26 +75,26 @@ def test_each_group_has_lanes_of_its_own(rank: int) -> None:
         parallel_state.initialize_model_parallel(1)
         assert all(direction.buckets() not in before for direction in directions)
         parallel_state.destroy_model_parallel()
-    found = [(transport.ranks, transport.lanes) for transport in made]
+    actual = [(transport.ranks, transport.lanes) for transport in transports]
     tensor_parallel, shared = (rank // 2 * 2, rank // 2 * 2 + 1), (rank % 2, rank % 2 + 2)
-    assert found == [(tensor_parallel, 1), (shared, 2), (shared, 1), (shared, 1)]
+    assert actual == [(tensor_parallel, 1), (shared, 2), (shared, 1), (shared, 1)]
 
 
 @on_ranks(2)
 def test_where_gloo_groups_are_switched_off(rank: int) -> None:
     """MindSpeed's --disable-gloo-group makes ``new_group`` return None for gloo by keyword."""
-    new_group, made = dist.new_group, []
+    new_group, requests = dist.new_group, []
 
     def replaced(*args: Any, **kwargs: Any) -> Any:
         # Here the device's backend is gloo too: only the first request for gloo is the control's.
-        made.append(kwargs.get("pg_options", "control"))
-        if made[-1] == "control" and made.count("control") == 1:
+        requests.append(kwargs.get("pg_options", "control"))
+        if requests[-1] == "control" and requests.count("control") == 1:
             return None
         return new_group(*args, **kwargs)
 
     with mock.patch.object(dist, "new_group", replaced):
         transport = Transport.create(lanes=1)
-    assert made == [None, "control", "control"]
+    assert requests == [None, "control", "control"]
     x = torch.full((4, 1, 3), float(rank + 1))
     options = LinearOptions(Schedule(lanes=1))
     gathered = all_gather_linear(x, torch.eye(3), transport=transport, options=options)

@@ -1,4 +1,4 @@
-"""The launches that the simulator charges for a layer are those of a layer of Megatron core."""
+"""The simulator charges the launches that a layer of Megatron core makes."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class _Count(TorchDispatchMode):
 
 
 class _Kernel(torch.autograd.Function):
-    """Stands for a kernel of an NPU: one launch forward, one backward."""
+    """Stand-in for a kernel of an NPU: one launch forward, one backward."""
 
     @staticmethod
     def forward(ctx: Any, width: int, *inputs: torch.Tensor) -> torch.Tensor:
@@ -55,9 +55,9 @@ class _Kernel(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        found = [torch.empty_like(one) for one in ctx.saved_tensors]
-        found[0].zero_()
-        return None, *found
+        results = [torch.empty_like(tensor) for tensor in ctx.saved_tensors]
+        results[0].zero_()
+        return None, *results
 
 
 class _Norm(torch.nn.Module):
@@ -81,9 +81,9 @@ class _FlashAttention(torch.nn.Module):
 def _rotary(t: torch.Tensor, freqs: torch.Tensor, *given: Any, **options: Any) -> torch.Tensor:
     """The operations of ``apply_rotary_pos_emb_bshd`` of MindSpeed 26.1.0, fused."""
     width = freqs.shape[-1]
-    t, rest = t[..., :width], t[..., width:]
-    cos, sin = ((of(freqs) * 1.0).to(t.dtype) for of in (torch.cos, torch.sin))
-    return torch.cat((_Kernel.apply(width, t.contiguous(), cos, sin), rest), dim=-1)
+    t, passed = t[..., :width], t[..., width:]
+    cos, sin = ((function(freqs) * 1.0).to(t.dtype) for function in (torch.cos, torch.sin))
+    return torch.cat((_Kernel.apply(width, t.contiguous(), cos, sin), passed), dim=-1)
 
 
 def _mlp(self: Any, hidden: torch.Tensor, *given: Any) -> Any:
@@ -116,11 +116,11 @@ def layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[torch.nn.
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     parallel_state.initialize_model_parallel()
     try:
-        made = build_module(spec, config=config, layer_number=1).to(torch.bfloat16)
-        for weight in made.parameters():
+        built = build_module(spec, config=config, layer_number=1).to(torch.bfloat16)
+        for weight in built.parameters():
             weight.main_grad = torch.zeros_like(weight, dtype=torch.float32)
             weight.register_post_accumulate_grad_hook(_add_to_main_grad)
-        yield made
+        yield built
     finally:
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
@@ -134,16 +134,16 @@ def _add_to_main_grad(weight: Any) -> None:
 def test_a_layers_launches(layer: torch.nn.Module) -> None:
     x = torch.randn(8, 1, 64, dtype=torch.bfloat16, requires_grad=True)
     frequencies = torch.randn(8, 1, 1, 16)
-    # Of a layer in the middle: its input is no leaf, whose gradient would be kept.
+    # As in a middle layer: the input is no leaf, whose gradient would be accumulated.
     entered = _Kernel.apply(64, x)
     with _Count() as forward:
         y, _ = layer(entered, attention_mask=None, rotary_pos_emb=frequencies)
     with _Count() as backward:
         y.backward(torch.empty_like(y))
-    backward.launches.remove("zero_")  # of the input's
+    backward.launches.remove("zero_")  # zeroes the input's gradient
     shape = LayerShape(8, 8, 1, 64, 128, 128, 64, 1)
-    for found, build in ((forward, llama.forward), (backward, llama.backward)):
+    for counted, build in ((forward, llama.forward), (backward, llama.backward)):
         rank = Rank(ideal(), 0, 1, 1, Variant("megatron", "megatron"))
         build(rank, shape)
-        charged = sum(one.launches for one in rank.finish())
-        assert charged == len(found.launches), found.launches
+        charged = sum(operation.launches for operation in rank.finish())
+        assert charged == len(counted.launches), counted.launches

@@ -41,7 +41,7 @@ from tests.megatron.self_attention import (
 
 
 def compared(rank: int, cases: list[Case]) -> None:
-    """Over lanes as over collectives, near to unfused and to not split, and each path counted."""
+    """Lanes and collectives give the same bits, close to unfused and unsplit; paths are counted."""
     size = dist.get_world_size()
     for case in cases:
         with parallel(case):
@@ -55,7 +55,7 @@ def compared(rank: int, cases: list[Case]) -> None:
             assert fused.keys() == plain.keys() == unfused.keys()
             for name, value in fused.items():
                 assert torch.equal(value, plain[name]), (name, case)
-                # Of a norm per head the ranks have other summands of the same sum.
+                # The gradient of a per-head norm is summed over the ranks in other parts.
                 if "layernorm" not in name:
                     close(value, unfused[name], case, name)
             if not case.tensor:
@@ -117,7 +117,7 @@ PARTLY = [
         left={"proj of ulysses": f"proj {NOT_LISTED}"},
     ),
     CORE,
-    replace(CORE, groups=1),  # repeated: one for each of two ranks
+    replace(CORE, groups=1),  # repeated: one group for each of two ranks
     replace(CORE, heads=6, groups=3),  # repeated although there are more than ranks
     replace(CORE, documents="packed", rotary="none", groups=1, recompute=True),
     Case(config=SELECTIVE, fused=("ulysses",), left=dict.fromkeys(CORE.left, AGAIN)),
@@ -171,7 +171,7 @@ def test_fused_plain_unfused_and_not_split(ranks, size: int, cases: list[Case]) 
 
 @on_ranks(2)
 def test_reasons_of_a_layer(rank: int) -> None:
-    """Each reason of a layer, on a real one."""
+    """Each reason not to fuse a layer, on a real layer."""
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
     from megatron.core.transformer.attention import SelfAttention
 
@@ -238,7 +238,7 @@ def test_reasons_of_a_layer(rank: int) -> None:
 
 @on_ranks(2)
 def test_attention_that_turns_out_to_be_more(rank: int) -> None:
-    """The heads are exchanged, and only then is attention more than can be fused."""
+    """The heads are exchanged before the attention turns out not to be fusable."""
     from megatron.core.transformer.enums import AttnMaskType
 
     case = Case(fused=("qkv",), left={"ulysses": "its mask is padding; only causal and no_mask"})
@@ -249,23 +249,23 @@ def test_attention_that_turns_out_to_be_more(rank: int) -> None:
                 lambda *_: setattr(layer, "attn_mask_type", AttnMaskType.padding)
             )
             y = call(case, layer, x, rows)
-        # The same rows, as megatron-core masks by the mask that it is given.
+        # The rows are the same, since megatron-core applies the mask that it is given.
         close(y, run(replace(case, eval=True), 1)["y"][rows], case, "y")
         counted(linears.calls, case)
 
 
 @on_ranks(2)
 def test_hooks_run_and_nothing_stays_replaced(rank: int) -> None:
-    case, seen, names = Case(), [], ("linear_qkv", "core_attention", "linear_proj")
+    case, called, names = Case(), [], ("linear_qkv", "core_attention", "linear_proj")
     with parallel(case), wrapped(case) as linears:
         layer, (x, _, rows) = build(case, 2), inputs(case, 2)
         for name in names:
-            hook = lambda *_, name=name: seen.append(name)  # noqa: E731
+            hook = lambda *_, name=name: called.append(name)  # noqa: E731
             getattr(layer, name).register_forward_pre_hook(hook)
         modules = (layer, *(getattr(layer, name) for name in names))
         before = [dict(vars(module)) for module in modules]
         call(case, layer, x, rows)
-        assert seen == list(names)
+        assert called == list(names)
         assert [dict(vars(module)) for module in modules] == before
         with pytest.raises(ValueError, match="features"):
             call(case, layer, x[..., 1:], rows)
@@ -277,10 +277,10 @@ def test_hooks_run_and_nothing_stays_replaced(rank: int) -> None:
 def test_positions_are_gathered_once_per_tensor(rank: int) -> None:
     gathers = mock.patch.object(ulysses_layer, "all_gather_rows", side_effect=all_gather_rows)
     with parallel(Case()), gathers as gather:
-        group, known = dist.group.WORLD, WholePositions()
+        group, positions = dist.group.WORLD, WholePositions()
 
         def expect(part: torch.Tensor, total: int) -> None:
-            whole = known.of(part, group)
+            whole = positions.of(part, group)
             assert gather.call_count == total
             assert torch.equal(whole[2 * rank : 2 * rank + 2], part)
             assert not whole.requires_grad
@@ -288,13 +288,13 @@ def test_positions_are_gathered_once_per_tensor(rank: int) -> None:
         part = torch.tensor([[1.0, 2.0], [3.0, 4.0]]) + rank
         expect(part, 1)
         expect(part.detach(), 1)  # as recomputation passes it
-        expect(part.t(), 2)  # the same memory, read otherwise
+        expect(part.t(), 2)  # the same memory with other strides
         part += 1
         expect(part, 3)
-        for number in range(4, 11):  # freed memory that another tensor gets
+        for number in range(4, 11):  # memory is freed and reused by another tensor
             expect(torch.full((2, 2), float(number)), number)
         expect(part, 11)  # forgotten
-        known.of((part, None), dist.new_group([0, 1]))
+        positions.of((part, None), dist.new_group([0, 1]))
         assert gather.call_count == 12  # of another group
         with torch.inference_mode():
             unseen = torch.ones(2, 2)

@@ -1,4 +1,4 @@
-"""What is said at the start, of real models of Megatron: latent attention, experts, buckets."""
+"""The report at the start, on real Megatron models: latent attention, experts, buckets."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ RULES = "expert layers are left to the token dispatcher"
 
 
 class Core(torch.nn.Module):
-    """Causal attention with heads of two sizes, which Megatron's local one has not."""
+    """Causal attention with two head sizes, which Megatron's local one does not support."""
 
     def __init__(self, *_: Any, softmax_scale: float, **__: Any) -> None:
         super().__init__()
@@ -92,25 +92,25 @@ def gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     tokens = torch.randint(VOCABULARY, (BATCH, LENGTH), generator=generator)
     loss = language_loss(model, tokens, tokens.roll(-1, 1)).mean()
     loss.backward()
-    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    return {"loss": loss.detach(), **found}
+    named = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return {"loss": loss.detach(), **named}
 
 
 @contextlib.contextmanager
 def wrapped(*options: str, **arguments: Any) -> Iterator[tuple[LinearWrappers, StartReport]]:
-    """The wrappers that options ask for, in force, with their lanes."""
+    """Applies the wrappers that the options request, with open lanes."""
     args = real_arguments(*options, transformer_impl="local", **arguments)
     manager = PatchManager()
     linears, lanes, report = register_wrappers(manager, commfuse_options(args))
-    for one in lanes:
-        one.open(1)
+    for owner in lanes:
+        owner.open(1)
     manager.apply_patches()
     try:
         yield linears, report
     finally:
         manager.remove_patches()
-        for one in lanes:
-            one.close()
+        for owner in lanes:
+            owner.close()
 
 
 def told(report: StartReport, model: Any) -> list[str]:
@@ -150,7 +150,7 @@ DENSE = fused("qkv", "proj", "fc1", "fc2") + OUTPUT
 def test_lines_are_what_is_fused_and_its_bits_megatrons(
     rank: int, config: dict[str, Any], lines: list[str]
 ) -> None:
-    """The lines of rank 0, Megatron's bits, and nothing that was left without having been said."""
+    """Rank 0 prints the lines, gradients have Megatron's bits, and no layer is left unreported."""
     with megatron(2):
         reference = gradients(build(**config))
         with wrapped() as (linears, report):
@@ -159,7 +159,7 @@ def test_lines_are_what_is_fused_and_its_bits_megatrons(
             with mock.patch("mindspeed_patches.wrappers._logger") as logger:
                 ours = gradients(model)
             assert not logger.warning.called
-        # But for the experts, which are said to be left.
+        # All but the experts, which are reported as not fused.
         names = {line.split(": ")[1] for line in lines if "0 of" not in line}
         assert {name for name, path in linears.calls if path == "fused"} == names
         assert ours.keys() == reference.keys()
@@ -168,7 +168,7 @@ def test_lines_are_what_is_fused_and_its_bits_megatrons(
 
 
 class Alien(torch.nn.Module):
-    """A tensor-parallel layer of somebody else's, under the name of Megatron's attribute."""
+    """A tensor-parallel layer that is not Megatron's but has an attribute of its layers."""
 
     output_size_per_partition = 4
 
@@ -181,11 +181,11 @@ OTHERS = "proj", "fc1", "fc2", "output"
 LIST = "is not in the list of layers to fuse"
 
 REASONS: list[tuple[str, dict[str, Any], list[str]]] = [
-    # options, the configuration, layers and why they are not fused; the way out comes first
+    # options, configuration, layers and why they are not fused, with a remedy the first time
     (
         "--commfuse-layers qkv,fc1,fc2",
         {},
-        [f"{one}: {one} {LIST} (add {one} to --commfuse-layers)" for one in ("proj", "output")],
+        [f"{name}: {name} {LIST} (add {name} to --commfuse-layers)" for name in ("proj", "output")],
     ),
     (
         "",
@@ -207,7 +207,7 @@ REASONS: list[tuple[str, dict[str, Any], list[str]]] = [
     (
         "--commfuse-min-rows 17 --commfuse-allow-nothing",
         {},
-        [f"qkv: {SHORT} ({LONGER})", *(f"{one}: {SHORT}" for one in OTHERS)],
+        [f"qkv: {SHORT} ({LONGER})", *(f"{name}: {SHORT}" for name in OTHERS)],
     ),
 ]
 
@@ -222,8 +222,8 @@ def test_each_reason_comes_with_the_way_out(rank: int) -> None:
                 if "alien" in config:
                     model.decoder.layers[1].mlp.linear_fc1 = Alien()
                 lines = [line for line in told(report, model) if " not: " in line]
-            said = [re.sub(r": 0 of \d fused; \d not:", ":", line) for line in lines]
-            assert said == [f"CommFuse: {one}" for one in expected if rank == 0], options
+            reasons = [re.sub(r": 0 of \d fused; \d not:", ":", line) for line in lines]
+            assert reasons == [f"CommFuse: {reason}" for reason in expected if rank == 0], options
         with wrapped("--commfuse-attention", **SIZES) as (_, report):
             last = told(report, build(sequence_parallel=False))[-1:]
             assert all(line.endswith("parallelism nothing is split") for line in last)
@@ -246,18 +246,18 @@ def test_where_nothing_is_fused_all_ranks_end(rank: int) -> None:
 
 @on_ranks(2)
 def test_stages_are_counted_together(rank: int) -> None:
-    """The second of two has no layer that is fused: it must not end alone."""
-    said: list[Any] = []
-    linears: Any = SimpleNamespace(was_logged=lambda *what: said.append(what))
+    """The second of two stages fuses no layer: it must not exit alone."""
+    logged: list[Any] = []
+    linears: Any = SimpleNamespace(was_logged=lambda *what: logged.append(what))
     report = StartReport(linears)
-    here = [[("qkv", ""), ("fc1", "why")], [("fc1", "why")]][rank]
+    layers = [[("qkv", ""), ("fc1", "why")], [("fc1", "why")]][rank]
     lines = ["CommFuse: qkv: 1 of 1 fused", "CommFuse: fc1: 0 of 2 fused; 2 not: why"]
     with (
         megatron(1, pipeline_model_parallel_size=2),
-        mock.patch.object(report, "_count", return_value=here),
+        mock.patch.object(report, "_count", return_value=layers),
     ):
         assert told(report, torch.nn.Module()) == ([] if rank else lines)
-    assert said == [("fc1", "why")]
+    assert logged == [("fc1", "why")]
 
 
 @on_ranks(2)
@@ -284,8 +284,8 @@ def test_only_models_to_train_are_looked_at() -> None:
     report: Any = StartReport(SimpleNamespace())  # type: ignore[arg-type]
     report.tell = mock.Mock()
     get_model = report.get_model_wrapper(lambda *_, **__: ["chunk"])
-    for given, calls in ((("type",), 1), (("type", False), 1)):
-        assert get_model("provider", *given) == ["chunk"]
+    for arguments, calls in ((("type",), 1), (("type", False), 1)):
+        assert get_model("provider", *arguments) == ["chunk"]
         assert report.tell.call_count == calls
     get_model("provider", wrap_with_ddp=False)
     get_model("provider", wrap_with_ddp=True)

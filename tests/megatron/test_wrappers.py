@@ -1,4 +1,4 @@
-"""Megatron's own linear layers, wrapped, against the same layers as they are."""
+"""Megatron's linear layers with the wrappers, against the same layers without."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SIZES = {"hidden": 64, "ffn": 128, "length": 32, "batch": 2}
 
 @dataclass(frozen=True)
 class Knobs:
-    """How a layer is made and called."""
+    """How a layer is built and called."""
 
     kind: str = "column"
     name: str | None = "fc1"
@@ -73,8 +73,8 @@ def build(knobs: Knobs, column: type[torch.nn.Module] | None = None) -> Any:
     torch.manual_seed(5)
     if knobs.kind == "column":
         common |= knobs.init
-        made = column or layers.ColumnParallelLinear
-        layer = made(SIZES["hidden"], SIZES["ffn"], **common)
+        column_class = column or layers.ColumnParallelLinear
+        layer = column_class(SIZES["hidden"], SIZES["ffn"], **common)
     else:
         common |= {"input_is_parallel": True} | knobs.init
         layer = layers.RowParallelLinear(SIZES["ffn"], SIZES["hidden"], **common)
@@ -87,7 +87,7 @@ def build(knobs: Knobs, column: type[torch.nn.Module] | None = None) -> Any:
 
 
 def run(knobs: Knobs) -> tuple[dict[str, torch.Tensor], torch.nn.Module]:
-    """A forward and a backward: everything that comes out, and the layer."""
+    """A forward and a backward: all results and gradients, and the layer."""
     from megatron.core.tensor_parallel import checkpoint
 
     layer = build(knobs)
@@ -95,8 +95,8 @@ def run(knobs: Knobs) -> tuple[dict[str, torch.Tensor], torch.nn.Module]:
     sharded = layer.config.sequence_parallel and knobs.kind == "column"
     length = knobs.length // size if sharded else knobs.length
     features = SIZES["hidden"] if knobs.kind == "column" else SIZES["ffn"] // size
-    alike = knobs.kind == "column" and not sharded
-    generator = torch.Generator().manual_seed(7 if alike else 100 + rank)
+    replicated = knobs.kind == "column" and not sharded
+    generator = torch.Generator().manual_seed(7 if replicated else 100 + rank)
     x = torch.randn(length, SIZES["batch"], features, generator=generator).to(knobs.dtype)
     x.requires_grad_()
     call = dict(knobs.call)
@@ -116,15 +116,15 @@ def run(knobs: Knobs) -> tuple[dict[str, torch.Tensor], torch.nn.Module]:
     y = checkpoint(forward, False, x) if knobs.recompute else forward(x)
     generator = torch.Generator().manual_seed(200 + (0 if y.shape[0] > length else rank))
     y.backward(torch.randn(y.shape, generator=generator).to(knobs.dtype))
-    found = {"y": y.detach(), "x.grad": x.grad}
+    results = {"y": y.detach(), "x.grad": x.grad}
     if weight.grad is not None and "grad_added_to_main_grad" not in knobs.flags:
-        found["weight.grad"] = weight.grad
+        results["weight.grad"] = weight.grad
     if layer.bias is not None and layer.bias.grad is not None:
-        found["bias.grad"] = layer.bias.grad
+        results["bias.grad"] = layer.bias.grad
     if knobs.main_grad is not None:
-        found["main_grad"] = weight.main_grad
-        found["flag"] = torch.tensor(getattr(weight, "grad_added_to_main_grad", False))
-    return found, layer
+        results["main_grad"] = weight.main_grad
+        results["flag"] = torch.tensor(getattr(weight, "grad_added_to_main_grad", False))
+    return results, layer
 
 
 @lru_cache
@@ -136,7 +136,7 @@ def lanes(group: dist.ProcessGroup) -> Transport:
 def wrapped(
     knobs: Knobs, *, collectives: bool = False, min_rows: int = 0
 ) -> Iterator[LinearWrappers]:
-    """The wrappers, over lanes or over collectives."""
+    """Applies the wrappers, over lanes or over collectives."""
     from megatron.core import parallel_state
 
     wrappers = LinearWrappers(knobs.options, knobs.layers, min_rows=min_rows)
@@ -220,7 +220,7 @@ def test_what_keeps_a_layer_from_being_fused(rank: int) -> None:
         column, row = build(COLUMN), build(ROW)
 
         def said(layer: Any, expected: str, *, length: int = 64, **call: Any) -> None:
-            """The last reason, of a call with two sequences."""
+            """The path of a call with two sequences contains ``expected``."""
             wrappers.calls.clear()
             features = SIZES["hidden"] if layer is column else SIZES["ffn"] // 2
             wrap = "column_forward_wrapper" if layer is column else "row_forward_wrapper"
@@ -231,7 +231,7 @@ def test_what_keeps_a_layer_from_being_fused(rank: int) -> None:
 
         said(column, "fused")
         said(row, "fused")
-        # A rank's block, of the input of one and of the output of the other.
+        # A rank's block is of the column's input and of the row's output.
         fewer = "a block has fewer rows than the 33 of --commfuse-min-rows"
         for layer, length in ((column, 16), (row, 32)):
             said(layer, fewer, length=length)

@@ -37,7 +37,7 @@ if "LOCAL_RANK" in os.environ:  # a rank of torchrun
 
     install_stand_ins()
 """
-"""As a rehearsal's ranks have them, in the place of an NPU."""
+"""The stand-ins for an NPU that a rehearsal's ranks install."""
 
 
 @pytest.fixture(scope="module")
@@ -76,20 +76,20 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
 
 def test_forms_are_launched_as_they_are_named(measured: tuple[Path, str]) -> None:
     folder, printed = measured
-    found = {path.stem: json.loads(path.read_text()) for path in folder.glob("launch_*.json")}
-    logs = [TrainingLog(**found[f"launch_{f}"]["log"]) for f in ("plain", "megatron", "commfuse")]
-    assert all(len(one.losses) == 10 for one in logs)
+    results = {path.stem: json.loads(path.read_text()) for path in folder.glob("launch_*.json")}
+    logs = [TrainingLog(**results[f"launch_{f}"]["log"]) for f in ("plain", "megatron", "commfuse")]
+    assert all(len(log.losses) == 10 for log in logs)
     assert logs[0].weights is not None
-    assert len({one.weights for one in logs}) == 1
+    assert len({log.weights for log in logs}) == 1
     assert "The same weights, bit for bit: Megatron's order;" in printed
     assert "change from run to run" not in printed
-    said = {path.stem: path.read_text() for path in folder.glob("launch_*.log")}
+    texts = {path.stem: path.read_text() for path in folder.glob("launch_*.log")}
     waited = re.compile(r"^collectives waited for at once: (\d+)$", re.M)
     # In the backward of 5 column-parallel layers a gather and a scatter, 10 times 4 micro-batches.
-    assert waited.findall(said["launch_plain"]) == [str(5 * 2 * 40)]
-    assert waited.findall(said["launch_megatron"]) == []
-    assert "CommFuse: qkv: 2 of 2 fused" in said["launch_commfuse"]
+    assert waited.findall(texts["launch_plain"]) == [str(5 * 2 * 40)]
+    assert waited.findall(texts["launch_megatron"]) == []
+    assert "CommFuse: qkv: 2 of 2 fused" in texts["launch_commfuse"]
     for form, title in (("mc2", "MC2"), ("coc", "CoC in 4 slices"), ("coc_kernel", "CoC's kernel")):
         assert f"Could not run: {title}: exit code 1" in printed
-        assert "CommFuse" not in said[f"launch_{form}"]
-    assert "mc2" in said["launch_mc2"]
+        assert "CommFuse" not in texts[f"launch_{form}"]
+    assert "mc2" in texts["launch_mc2"]

@@ -1,7 +1,7 @@
 """The real MindSpeed-LLM on CPU: the same bits with CommFuse, and no collective in its layers.
 
-Each case is rehearsed as a user does it, in processes of their own.  It needs checkouts (see
-``SKIPPED``); ``MINDSPEED_LLM_HOME`` and the others choose the versions.
+Each case runs the rehearsal command as a user does.  It needs checkouts (see ``SKIPPED``);
+``MINDSPEED_LLM_HOME`` and the other variables choose the versions.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from mindspeed_patches.rehearsal.records import (
 )
 
 LAYERS = ("qkv", "proj", "fc1", "fc2", "output")
-"""Of a Llama."""
+"""The fused layers of a Llama."""
 
 ROOT = Path(__file__).resolve().parents[2]
 ENVIRONMENT = Path(f"{os.environ.get('COMMFUSE_VENV') or ROOT / '.venv'}-npu")
@@ -64,7 +64,7 @@ CASES = {
 ULYSSES = "--context-parallel-size 2 --context-parallel-algo ulysses_cp_algo --commfuse-ulysses"
 ALONE = "--tensor-model-parallel-size 1"
 PACKED = "--reset-attention-mask --reset-position-ids --fix-sub-seq-length 24"
-"""Of 64 tokens documents of 24, 24 and 16: half a sequence ends within the second."""
+"""Documents of 24, 24 and 16 tokens: half of the sequence of 64 ends in the second one."""
 GENERAL = "--attention-mask-type general"
 SAME_POSITIONS = PACKED.replace("--reset-position-ids", GENERAL)
 
@@ -104,11 +104,11 @@ OTHER_MODELS = {
     "shared_experts_recomputed": (f"{LOCAL} {EXPERTS} {RECOMPUTE}", OF_EXPERTS),
     "prediction": (f"{NAIVE} --mtp-num-layers 1", [*LAYERS, "eh_proj"]),
 }
-"""What is added to the options of two processes, and every kind of layer that is fused."""
+"""Options added to the model's for two processes, and all kinds of layers that are fused."""
 
 
 SEVERAL = MODEL.replace("--micro-batch-size 2", "--micro-batch-size 1")
-"""Micro-batches enough to take turns, with replicas too."""
+"""Enough micro-batches to pair them, also with replicas."""
 STAGES = "--pipeline-model-parallel-size 2 --commfuse-fb-overlap-memory"
 VIRTUAL = (
     "--num-layers 4 --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1"
@@ -175,7 +175,7 @@ DATA_PARALLEL_CASES = {
 
 
 def why_not() -> str | None:
-    """Why nothing can be rehearsed here; ``None`` if it can."""
+    """The reason why rehearsals cannot run here, or ``None``."""
     missing = [name for name in HOMES if not os.environ.get(name)]
     if missing:
         return (
@@ -211,7 +211,7 @@ def rehearse(folder: Path, *words: str) -> tuple[int, str]:
 def rehearsed(
     folder: Path, processes: int, options: str, iterations: int, model: str = MODEL
 ) -> tuple[list[Record], list[Record]]:
-    """The records of both runs, which are equal; but for rounding, with attention of CommFuse's."""
+    """Records of both runs, which are equal (up to rounding, with CommFuse's attention)."""
     if ALONE in options:
         model = model.replace("--sequence-parallel", "")
     rounds = "--commfuse-attention" in options or "--commfuse-ulysses" in options
@@ -233,7 +233,7 @@ def rehearsed(
 
 
 def gathers_and_scatters(records: list[Record], group: str) -> int:
-    """How many all-gathers and reduce-scatters of tensors ran on groups whose names begin so."""
+    """Number of all-gathers and reduce-scatters of tensors on groups whose names start so."""
     kind = re.compile(rf"{group}.*: _?(all_gather|reduce_scatter)(?!.*_object)")
     return sum(n for r in records for name, n in r.collectives.items() if kind.match(name))
 
@@ -248,7 +248,7 @@ def test_commfuse_changes_no_bit_and_leaves_no_collective(case: str, tmp_path: P
     reference, commfuse = rehearsed(tmp_path, *CASES[case], iterations=10)
     assert {name for r in commfuse for name, *_ in r.calls} == set(LAYERS)
     assert paths(commfuse, *LAYERS) == {"fused"}
-    # One of each is the embedding's: 10 steps of 4 micro-batches, on the ranks of a group.
+    # The embedding has one of each: 10 steps of 4 micro-batches, on the ranks of a group.
     embedding = 2 * 10 * 4 * (4 if "size 4" in CASES[case][1] else 2)
     assert gathers_and_scatters(reference, "tensor") > embedding
     assert gathers_and_scatters(commfuse, "tensor") == embedding
@@ -260,11 +260,11 @@ def test_other_models_change_no_bit_and_leave_no_collective(case: str, tmp_path:
     reference, commfuse = rehearsed(tmp_path, 2, options, iterations=5)
     assert set().union(*(r.fused for r in commfuse)) == set(fused)
     assert paths(commfuse, *fused) == {"fused"}
-    left = gathers_and_scatters(commfuse, "tensor")
-    assert left < gathers_and_scatters(reference, "tensor")
-    said = (tmp_path / "commfuse" / "log.txt").read_text("utf-8")
+    remaining = gathers_and_scatters(commfuse, "tensor")
+    assert remaining < gathers_and_scatters(reference, "tensor")
+    log = (tmp_path / "commfuse" / "log.txt").read_text("utf-8")
     for name in fused:
-        assert re.search(rf"^CommFuse: {name}: (\d+) of \1 fused$", said, re.MULTILINE), said
+        assert re.search(rf"^CommFuse: {name}: (\d+) of \1 fused$", log, re.MULTILINE), log
 
 
 @pytest.mark.parametrize("case", TURNS)
@@ -282,10 +282,10 @@ def test_launches_as_they_are_take_turns(script: str, tmp_path: Path) -> None:
     if not path.is_file():
         pytest.skip(f"this MindSpeed-LLM has no {script}")
     flags = "--commfuse-fb-overlap --commfuse-fb-overlap-memory"
-    asked = tmp_path / path.name
-    asked.write_text(re.sub(r"(?<=train_gpt\.py)", f" {flags}", path.read_text("utf-8")), "utf-8")
+    copy = tmp_path / path.name
+    copy.write_text(re.sub(r"(?<=train_gpt\.py)", f" {flags}", path.read_text("utf-8")), "utf-8")
     limits = ("--rehearse-scale", "--processes", "4", "--iterations", "3")
-    code, printed = rehearse(tmp_path / "records", *limits, "--", str(asked))
+    code, printed = rehearse(tmp_path / "records", *limits, "--", str(copy))
     assert code == 0, printed
     assert printed.endswith("identical: True\n")
     assert all(record.pairs > 0 for record in read_records(tmp_path / "records" / "commfuse"))
@@ -296,10 +296,10 @@ def test_buckets_change_no_bit_and_leave_no_collective(case: str, tmp_path: Path
     processes, options = DATA_PARALLEL_CASES[case]
     reference, commfuse = rehearsed(tmp_path, processes, options, iterations=4)
     for name in ("gradients", "parameters"):
-        found = paths(commfuse, name)
-        assert "fused" in found
+        taken = paths(commfuse, name)
+        assert "fused" in taken
         # Experts are sharded over other groups than the dense parameters.
-        assert len(found) == (2 if EXPERTS in options else 1)
+        assert len(taken) == (2 if EXPERTS in options else 1)
     assert gathers_and_scatters(reference, "data parallel") > 0
     assert gathers_and_scatters(commfuse, "data parallel") == 0
 
@@ -319,22 +319,22 @@ def test_a_launch_that_would_fuse_nothing_ends_on_all_ranks(tmp_path: Path) -> N
     launch = f"pretrain_gpt.py {MODEL} {NAIVE} --commfuse-min-rows 100000"
     code, printed = rehearse(tmp_path, "--only", "commfuse", "--", *launch.split())
     assert code == 1, printed
-    said = (tmp_path / "commfuse" / "log.txt").read_text("utf-8")
-    assert said.count("IncompatibleOptionsError: --use-commfuse would fuse nothing:") == 2
-    assert "  qkv, proj, fc1, fc2, output: a block has fewer rows than the 100000 of" in said
-    assert "iteration        1/" not in said
+    log = (tmp_path / "commfuse" / "log.txt").read_text("utf-8")
+    assert log.count("IncompatibleOptionsError: --use-commfuse would fuse nothing:") == 2
+    assert "  qkv, proj, fc1, fc2, output: a block has fewer rows than the 100000 of" in log
+    assert "iteration        1/" not in log
 
 
 @pytest.mark.parametrize(
     ("asked", "options", "said"),
     [
-        # Partial sums in fp32 are rounded once, which is not what the collective does.
+        # Partial sums in fp32 are rounded once; the collective rounds every sum.
         (
             "--iterations 2",
             "--commfuse-reduce-dtype float32 --tensor-model-parallel-size 4",
             "weights differ after the training",
         ),
-        # Without training, equality means nothing: a learning rate of 0 is told apart.
+        # Without training, equality proves nothing: a learning rate of 0 is noticed.
         (
             "--only commfuse",
             "--lr 0 --min-lr 0 --weight-decay 0",

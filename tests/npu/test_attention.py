@@ -11,13 +11,13 @@ from tests.kernels.attention_lines import CASES, MASKED, Case, assert_close, by_
 
 
 def check(*cases: Case) -> None:
-    """In the worker."""
+    """In the worker: the kernels against unfused attention and the CPU kernels."""
     register_cpu_kernels()
     for case in cases:
-        found = by_chunks(kernels, case)
+        results = by_chunks(kernels, case)
         try:
-            assert_close(found, unfused(case), case.dtype)
-            assert_close(found, by_chunks(cpu, case), case.dtype)
+            assert_close(results, unfused(case), case.dtype)
+            assert_close(results, by_chunks(cpu, case), case.dtype)
         except AssertionError as error:
             raise AssertionError(f"{case}: {error}") from error
 

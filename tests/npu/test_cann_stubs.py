@@ -1,4 +1,4 @@
-"""The generator of stand-ins for CANN, on a small library that misses another."""
+"""The generator of stand-ins for CANN, on a small library whose dependency is missing."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def compiled(source: str, library: Path, *options: str) -> Path:
 
 @pytest.fixture
 def site(tmp_path: Path) -> Path:
-    """A torch, and a torch_npu whose library needs libfake_cann.so, which is gone."""
+    """Fake torch and torch_npu, whose library needs libfake_cann.so, which is removed."""
     vendor = compiled("long vendor(void) { return 7; }", tmp_path / "gone" / "libfake_cann.so")
     site = tmp_path / "site"
     torch = compiled("long of_torch(void) { return 3; }", site / "torch/lib/libfake_torch.so")
@@ -82,7 +82,7 @@ def test_nothing_is_done_twice_unless_something_changed(site: Path, tmp_path: Pa
         patch.setattr(cann_stubs, "_source", lambda symbols: "this is no C")
         with pytest.raises(CannStubsError, match=r"gcc|cc.*failed with 1.*error"):
             write_cann_stubs(out, site)
-    (library,) = write_cann_stubs(out, site)  # what failed is not taken for done
+    (library,) = write_cann_stubs(out, site)  # a failed attempt is not taken as complete
     library.write_text("as it was")
     write_cann_stubs(out, site)
     assert library.read_text() == "as it was"
@@ -102,8 +102,8 @@ def test_what_is_missing_is_named(tmp_path: Path, monkeypatch, capsys) -> None:
         ("nm",): "nm is not on the PATH.*apt-get install binutils",
         ("ldd",): "ldd is not on the PATH.*apt-get install libc-bin",
     }.items():
-        found = {"cc": "/bin/true", "nm": "/bin/true", "ldd": "/bin/true"}
-        here = {name: path for name, path in found.items() if name not in absent}
-        monkeypatch.setattr("shutil.which", here.get)
+        tools = {"cc": "/bin/true", "nm": "/bin/true", "ldd": "/bin/true"}
+        present = {name: path for name, path in tools.items() if name not in absent}
+        monkeypatch.setattr("shutil.which", present.get)
         assert main([str(tmp_path / "stubs"), "--site-packages", str(site)]) == 2
         assert re.match(f"cann_stubs: .*{message}", capsys.readouterr().err)

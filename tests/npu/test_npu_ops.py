@@ -27,7 +27,7 @@ def test_without_torch_npu_it_says_what_is_missing() -> None:
 
 
 def _in(layout: str, x: torch.Tensor) -> torch.Tensor:
-    """From ``[B, A, S, D]``."""
+    """A tensor ``[B, A, S, D]`` in another layout."""
     orders = {"SBH": (2, 0, 1, 3), "BSH": (0, 2, 1, 3), "BSND": (0, 2, 1, 3), "BNSD": (0, 1, 2, 3)}
     x = x.permute(orders[layout])
     return x.flatten(2) if layout in ("SBH", "BSH") else x
@@ -39,7 +39,7 @@ def _random(*shapes: tuple[int, ...]) -> list[torch.Tensor]:
 
 
 def _allowed(mode: int | None, queries: int, keys: int) -> torch.Tensor:
-    """What the modes let a query see; a window of 3 keys back and 1 ahead where there is one."""
+    """Keys that each mode lets a query see; windows reach 3 keys back and 1 ahead."""
     i, j = torch.arange(queries).unsqueeze(1), torch.arange(keys)
     i_last = i + keys - queries
     return {
@@ -63,23 +63,23 @@ def attention(layout: str, mode: int, masked: bool = True, size: int = 8) -> Non
     )
     expected = torch.autograd.grad(reference, (q, k, v), grad)
     mask = MASK if mode > 1 else (torch.arange(9) == 2).expand(6, 9).contiguous()
-    given = {"scale": 0.3, "pre_tockens": 3, "next_tockens": 1, "sparse_mode": mode}
-    out, *rest = torch_npu.npu_fusion_attention(
+    options = {"scale": 0.3, "pre_tockens": 3, "next_tockens": 1, "sparse_mode": mode}
+    out, *statistics = torch_npu.npu_fusion_attention(
         *(_in(layout, x) for x in (q, k, v)), 4, layout,
-        atten_mask=mask if masked else None, **given,
+        atten_mask=mask if masked else None, **options,
     )  # fmt: skip
     torch.testing.assert_close(out, _in(layout, reference), rtol=1e-5, atol=1e-5)
-    found = torch.autograd.grad(out, (q, k, v), _in(layout, grad))
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    actual = torch.autograd.grad(out, (q, k, v), _in(layout, grad))
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
     scores = (q @ k.repeat_interleave(2, 1).mT * 0.3).masked_fill(~allowed, -torch.inf)
-    log_sum = rest[0] + rest[1].log()
+    log_sum = statistics[0] + statistics[1].log()
     assert log_sum.shape == (2, 4, 6, 8)
     assert not log_sum.requires_grad
     torch.testing.assert_close(log_sum, scores.logsumexp(-1, keepdim=True).expand(-1, -1, -1, 8))
 
 
 def modes(layout: str) -> None:
-    """In the worker."""
+    """In the worker: all modes in a layout."""
     for mode in range(5):
         attention(layout, mode)
         # Without a mask attention is full, whatever the mode.
@@ -90,7 +90,7 @@ def modes(layout: str) -> None:
 
 
 def blind_queries() -> None:
-    """In the worker: of more queries than keys the first see nothing, and are zero."""
+    """In the worker: with more queries than keys the first see no key; their output is zero."""
     import torch_npu
 
     q, k, v = _random((1, 1, 5, 8), (1, 1, 3, 8), (1, 1, 3, 8))
@@ -129,7 +129,7 @@ def test_what_is_not_emulated_is_refused(npu, changes: dict[str, Any], message: 
 
 
 def pointwise() -> None:
-    """In the worker: normalisation, activation and rotation, with gradients."""
+    """In the worker: normalization, activation and rotation, with gradients."""
     import torch_npu
 
     x, gamma, angles = _random((5, 3, 8), (8,), (5, 1, 4))
@@ -144,18 +144,18 @@ def pointwise() -> None:
     assert (inverse.shape, inverse.dtype) == ((5, 3, 1), torch.float32)
     silu, rotary = torch.nn.functional.silu, torch_npu.npu_rotary_mul
     interleaved = rotary(x, *repeated, rotary_mode="interleave")
-    for found, expected, inputs in (
+    for actual, expected, inputs in (
         (normed, torch.nn.functional.rms_norm(x, (8,), gamma, eps=1e-3), (x, gamma)),
         (torch_npu.npu_swiglu(x), silu(gate) * up, (x,)),
         (torch_npu.npu_swiglu(x[:4], dim=0), silu(x[:2]) * x[2:4], (x,)),
         (rotary(x, *tiled), torch.cat((halves.real, halves.imag), -1), (x, angles)),
         (interleaved, torch.view_as_real(turned).flatten(-2), (x, angles)),
     ):
-        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
-        weights = torch.arange(float(found.numel())).view(found.shape).cos()
+        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
+        weights = torch.arange(float(actual.numel())).view(actual.shape).cos()
         grads = [
             torch.autograd.grad((y * weights).sum(), inputs, retain_graph=True)
-            for y in (found, expected)
+            for y in (actual, expected)
         ]
         torch.testing.assert_close(*grads, rtol=1e-4, atol=1e-5)
     for operator in (torch_npu.npu_swiglu, lambda t: torch_npu.npu_rms_norm(t, gamma)[0]):
@@ -168,9 +168,9 @@ def adam_steps(maximize: bool) -> None:
 
     start, *grads = (x.detach() for x in _random(*[(7,)] * 4))
     reference = torch.nn.Parameter(start.clone())
-    # The choice between the forms (foreach) asks the device.
-    given = {"lr": 0.1, "betas": (0.8, 0.9), "eps": 1e-3, "weight_decay": 0.2, "foreach": False}
-    optimizer = torch.optim.AdamW([reference], maximize=maximize, **given)
+    # Without foreach=False AdamW would query the device.
+    options = {"lr": 0.1, "betas": (0.8, 0.9), "eps": 1e-3, "weight_decay": 0.2, "foreach": False}
+    optimizer = torch.optim.AdamW([reference], maximize=maximize, **options)
     weight, first, second = start.clone(), torch.zeros(7), torch.zeros(7)
     for step, grad in enumerate(grads):
         reference.grad = grad

@@ -1,4 +1,4 @@
-"""What the kernels and the streams call, against the wheel's own schemas and meta kernels."""
+"""Calls of the kernels and the streams against the wheel's schemas and meta kernels."""
 
 from __future__ import annotations
 
@@ -32,26 +32,26 @@ class _Recorded(TorchDispatchMode):
 
 
 def shapes_on_meta(mask: str, dtype: torch.dtype) -> set[str]:
-    """In the worker: the kernels on tensors without data; which operators they call.
+    """In the worker: runs the kernels on tensors without data; returns the operators they call.
 
-    torch_npu's own schemas check the arguments, its meta kernels say the shapes of the results.
+    torch_npu's schemas check the arguments, its meta kernels give the shapes of the results.
     """
     from torch_npu.op_plugin.meta import _meta_registrations
 
-    # It warns once on Ascend 950 and asks the device, which is not there, whether it is one.
+    # A warning for Ascend 950 is printed once; it would query the device, which is absent.
     _meta_registrations._npu_fusion_attention_warning_printed = True
     forward = inspect.getsource(_meta_registrations.npu_fusion_attention_forward)
     knows_documents = "TND" in forward
     q, grad = torch.empty(2, 6, 3, 4, 32, device="meta", dtype=dtype)
     k, v = torch.empty(2, 9, 3, 2, 32, device="meta", dtype=dtype)
-    told: dict[str, Any] = {"causal": mask != "full"}
+    options: dict[str, Any] = {"causal": mask != "full"}
     if mask == "hidden":
-        told["hidden"] = torch.empty(3, 1, 6, 9, device="meta", dtype=torch.bool)
+        options["hidden"] = torch.empty(3, 1, 6, 9, device="meta", dtype=torch.bool)
     elif mask == "documents":
-        told["pieces"] = [Piece(sample, slice(0, 6), slice(sample, 9)) for sample in range(3)]
+        options["pieces"] = [Piece(sample, slice(0, 6), slice(sample, 9)) for sample in range(3)]
     rows = (18, 4, 8) if mask == "documents" else (3, 4, 6, 8)
     with _Recorded() as recorded:
-        out, statistics = kernels.attention_forward(q, k, v, **told)
+        out, statistics = kernels.attention_forward(q, k, v, **options)
         assert (out.shape, out.dtype) == (q.shape, dtype)
         maximum, total, reserved = statistics
         for value in (maximum, total):
@@ -60,7 +60,7 @@ def shapes_on_meta(mask: str, dtype: torch.dtype) -> set[str]:
             assert tuple(value.shape) == rows or (mask == "documents" and not knows_documents)
         assert reserved.shape == (0,)
         sums = [torch.empty(k.shape, device="meta") for _ in range(2)]
-        grad_q = kernels.attention_backward(grad, q, k, v, out, statistics, *sums, **told)
+        grad_q = kernels.attention_backward(grad, q, k, v, out, statistics, *sums, **options)
         assert (grad_q.shape, grad_q.dtype, grad_q.device) == (q.shape, dtype, q.device)
     return recorded.names
 
@@ -72,7 +72,7 @@ def test_calls_fit_their_schemas_and_meta_kernels(npu, mask: str, dtype: torch.d
     assert npu.run(shapes_on_meta, mask, dtype) == called, (
         "an operator that kernels/npu.py calls is not exercised here"
     )
-    # Nothing is called in another way, which nobody would check.
+    # Operators are called in no other way, which this test would not check.
     assert len(re.findall(r"\bops\b|import torch_npu|from torch_npu", SOURCE)) == len(called) == 2
 
 

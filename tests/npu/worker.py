@@ -1,7 +1,7 @@
 """A process with the real torch_npu in it, started once and used by many tests.
 
 torch_npu changes torch for good and needs stand-ins for CANN where the dynamic loader looks when
-the process starts. A crash and a call that takes too long fail the test, and the next one gets
+the process starts. A crash or a call that takes too long fails the test; the next test gets
 another process.
 """
 
@@ -23,11 +23,11 @@ import pytest
 from tests.limits import LIMIT
 
 ENVIRONMENT = Path(f"{sys.prefix}-npu")
-"""What scripts/environment.sh makes: torch_npu beside the environment that runs the tests."""
+"""Environment of torch_npu that scripts/environment.sh creates beside that of the tests."""
 
 
 def why_not() -> str | None:
-    """Why there can be no worker; ``None`` if there can."""
+    """The reason why no worker can start, or ``None``."""
     lacking = [ENVIRONMENT / part for part in (".installed-npu", "cann/stubs.json", "bin/python")]
     lacking = [path for path in lacking if not path.exists()]
     install = "`bash scripts/test.sh tests/npu` installs torch_npu there, or says why it cannot"
@@ -35,7 +35,7 @@ def why_not() -> str | None:
 
 
 def _import_torch_npu(packages: list[str]) -> None:
-    """In the worker, whose path is that of the tests."""
+    """In the worker: adds ``packages`` to the tests' path and imports torch_npu."""
     sys.path[:0] = packages
     import torch
     import torch_npu  # noqa: F401
@@ -50,7 +50,7 @@ class Worker:
         self._pool: ProcessPoolExecutor | None = None
 
     def run(self, function: Callable[..., Any], *args: Any, timeout: float = LIMIT) -> Any:
-        """What ``function(*args)`` returns; the function is found by name over there."""
+        """The result of ``function(*args)``; the worker imports the function by its name."""
         if self._pool is None:
             context = multiprocessing.get_context("spawn")
             context.set_executable(str(ENVIRONMENT / "bin/python"))
@@ -62,14 +62,14 @@ class Worker:
             "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
         }
         try:
-            with mock.patch.dict(os.environ, settings):  # it starts with the first call
+            with mock.patch.dict(os.environ, settings):  # the first call starts the process
                 return self._pool.submit(function, *args).result(timeout)
         except (BrokenProcessPool, TooLong) as error:
             self.stop()
             pytest.fail(f"{function.__name__}{args}: {str(error) or f'longer than {timeout:g} s'}")
 
     def stop(self) -> None:
-        """End this process, and only this; the next call starts another."""
+        """Ends this process only; the next call starts another one."""
         if self._pool is not None:
             for process in list((self._pool._processes or {}).values()):
                 process.kill()

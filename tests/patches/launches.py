@@ -1,4 +1,4 @@
-"""Arguments of a launch, as MindSpeed's real parser gives them, and what is registered for them."""
+"""Arguments of a launch as MindSpeed's parser returns them, and the wrappers it registers."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ ULYSSES = {
     "attention_dropout": 0.0,
     "attention_mask_type": "causal",
 }
-"""What ``--commfuse-ulysses`` needs."""
+"""Arguments that ``--commfuse-ulysses`` needs."""
 
 DATA_PARALLEL = {"use_distributed_optimizer": True}
-"""What ``--commfuse-dp`` needs."""
+"""Arguments that ``--commfuse-dp`` needs."""
 
 
 def real_arguments(*options: str, **others: Any) -> argparse.Namespace:
-    """The feature's options as they are parsed, and whatever else is in ``others``."""
+    """The feature's options as parsed, with the attributes of ``others`` added."""
     parser = argparse.ArgumentParser()
     CommFuseFeature().register_args(parser)
     args = parser.parse_args(["--use-commfuse", *options])
@@ -31,7 +31,7 @@ def real_arguments(*options: str, **others: Any) -> argparse.Namespace:
 
 
 def early(*options: str, **others: Any) -> argparse.Namespace:
-    """The same as MindSpeed's first parser has them: flags are True, values are strings."""
+    """The same from MindSpeed's first parser: flags are True, values are strings."""
     words = list(options)
     args = argparse.Namespace(use_commfuse=True, tensor_model_parallel_size="2")
     while words:
@@ -43,7 +43,7 @@ def early(*options: str, **others: Any) -> argparse.Namespace:
 
 
 class Registered(list[str]):
-    """The functions that a launch registers wrappers of."""
+    """The paths of the functions that a launch registers wrappers for."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         super().__init__()

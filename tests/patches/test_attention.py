@@ -1,4 +1,4 @@
-"""Attention that waits for its projection, and which calls it can: their kind and their mask."""
+"""Attention that is deferred until its projection, and the calls and masks that it supports."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ def test_who_uses_it_gets_what_attention_returns(use: Any) -> None:
         runs.append(0)
         return q.flatten(2) * 2
 
-    given = {"mask": AttentionMask(True), "scale": None, "attend": attend}
-    deferred = DeferredAttention.of(q, q, q, **given)
+    arguments = {"mask": AttentionMask(True), "scale": None, "attend": attend}
+    deferred = DeferredAttention.of(q, q, q, **arguments)
     facts = tuple(deferred.shape), deferred.size(0), deferred.dim(), deferred.numel()
     assert facts == ((3, 1, 8), 3, 3, 24)
     assert (deferred.dtype, deferred.element_size()) == (torch.float32, 4)
-    assert tuple(DeferredAttention.of(q, q, q, ranks=3, **given).shape) == (1, 1, 24)
+    assert tuple(DeferredAttention.of(q, q, q, ranks=3, **arguments).shape) == (1, 1, 24)
     assert runs == [], "its shape costs nothing"
-    found = use(deferred)
-    assert (runs, type(found)) == ([0], torch.Tensor)
-    assert torch.equal(found, use(attend()))
+    result = use(deferred)
+    assert (runs, type(result)) == ([0], torch.Tensor)
+    assert torch.equal(result, use(attend()))
 
 
 def call(of_data: Any = None, kind: str = "causal", **given: Any) -> AttentionCall:
@@ -96,9 +96,9 @@ def test_calls_that_the_fused_form_cannot_take(
     asked: AttentionCall, qkv: list[Any], reason: str
 ) -> None:
     for _ in range(2):
-        found = asked.tensor_obstacle(*qkv) or asked.mask(LENGTH, BATCH)
-        assert isinstance(found, str)
-        assert reason in found
+        obstacle = asked.tensor_obstacle(*qkv) or asked.mask(LENGTH, BATCH)
+        assert isinstance(obstacle, str)
+        assert reason in obstacle
 
 
 @pytest.mark.parametrize(
@@ -106,7 +106,7 @@ def test_calls_that_the_fused_form_cannot_take(
     [
         (call(), True),
         (call(config=DROPOUT, training=False), True),
-        # Padding behind a sample is seen by no token of it.
+        # No token of a sample attends to the padding behind it.
         (call(HIDDEN, config={"attention_mask_type": "causal"}), True),
         (call(HIDDEN, config={"tokenizer_padding_side": "right"}), True),
         (call(kind="no_mask", config=GENERAL), False),
@@ -128,16 +128,16 @@ def test_masks_of_the_data(config: dict[str, str], shape: tuple[int, ...]) -> No
         (),
         {"attention_mask": of_data},
     )
-    for asked in (call(of_data, config=config), named):
-        mask: Any = asked.mask(LENGTH, BATCH)
+    for case in (call(of_data, config=config), named):
+        mask: Any = case.mask(LENGTH, BATCH)
         assert mask.causal
         assert mask.hidden.shape == (*(shape or (1, 1)), LENGTH, LENGTH)
 
 
 def test_documents_end_where_mindspeed_says() -> None:
     params = packed(3, 8, 16)
-    asked = call(packed_seq_params=params, config=GENERAL | RESET)
-    mask: Any = asked.tensor_obstacle(*QKV) or asked.mask(LENGTH, BATCH)
+    case = call(packed_seq_params=params, config=GENERAL | RESET)
+    mask: Any = case.tensor_obstacle(*QKV) or case.mask(LENGTH, BATCH)
     assert (mask.causal, mask.hidden) == (True, None)
     assert mask.of(slice(4, 6))[0] == slice(0, 6)
     # All layers of a micro-batch, and their recomputation, have the same object.

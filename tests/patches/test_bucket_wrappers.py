@@ -1,4 +1,4 @@
-"""What the wrappers of Megatron's bucket groups do, with exchanges that only note what is asked."""
+"""The wrappers of Megatron's bucket groups, with exchanges that only record their calls."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ GROUP = object()
 
 
 def bucket_group(config: dict[str, Any] | None = None, **changes: Any) -> Any:
-    """What the wrappers read of Megatron's class."""
+    """The attributes of Megatron's class that the wrappers read."""
     usual = {"use_distributed_optimizer": True}
     usual |= {"overlap_grad_reduce": False, "overlap_param_gather": False}
     bucket = SimpleNamespace(
@@ -35,7 +35,7 @@ def bucket_group(config: dict[str, Any] | None = None, **changes: Any) -> Any:
 
 @pytest.fixture
 def made() -> Any:
-    """Wrappers and what counts their calls, exchanges, originals and what is called for them."""
+    """Wrappers, the object that counts their calls, mock exchanges and mock originals."""
     linears, exchanges, original = LinearWrappers(), mock.Mock(), mock.Mock()
     exchanges.reduce_scatter.return_value = exchanges.all_gather.return_value = exchanges
     wrappers: Any = BucketWrappers(linears)
@@ -77,7 +77,7 @@ def test_what_is_left_to_megatron(made, caplog, group: Any, reason: str) -> None
     assert [name for name, _ in made.linears.calls] == ["gradients", "parameters"]
     assert all(path.startswith(reason) for _, path in made.linears.calls)
     assert set(made.linears.calls.values()) == {4}
-    assert len(caplog.records) == 2  # said once of each
+    assert len(caplog.records) == 2  # logged once for each
 
 
 @pytest.mark.parametrize("average", [False, True])
@@ -90,13 +90,13 @@ def test_handles_for_megatron_and_for_mindspeed(made, average: bool) -> None:
     reduced = mock.call(bucket.grad_data, average=average, scale=0.5)
     assert exchanges.reduce_scatter.call_args_list == [reduced] * 2
     assert exchanges.all_gather.call_args_list == [mock.call(bucket.param_data)] * 2
-    for start, said in ((made.reduce, "gradients .*call finish_g"), (made.gather, "parameters .*")):
-        with pytest.raises(AssertionError, match=said):
+    for start, text in ((made.reduce, "gradients .*call finish_g"), (made.gather, "parameters .*")):
+        with pytest.raises(AssertionError, match=text):
             start(group)
     exchanges.wait.assert_not_called()
     group.grad_reduce_handle.wait()
-    for one in group.param_gather_handle:
-        one.wait()
+    for handle in group.param_gather_handle:
+        handle.wait()
     assert exchanges.wait.call_count == 4
 
 
@@ -120,7 +120,7 @@ def test_gradients_are_checked_before_they_leave(made, config, expected) -> None
 
 
 def test_without_the_distributed_optimizer_nobody_meets() -> None:
-    wrappers = BucketWrappers(LinearWrappers())  # it has no lanes to meet over
+    wrappers = BucketWrappers(LinearWrappers())  # without lanes for the exchange before a step
     finished: list[Any] = []
     model = SimpleNamespace(ddp_config=SimpleNamespace(use_distributed_optimizer=False))
     wrappers.finish_grad_sync_wrapper(finished.append)(model)

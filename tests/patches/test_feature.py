@@ -1,4 +1,4 @@
-"""The hooks of the feature: what a launch needs, and what is in force."""
+"""The hooks of the feature: what a launch needs, and what is registered."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mindspeed_patches.refusals import IncompatibleOptionsError
 from tests.patches.launches import DATA_PARALLEL, ULYSSES, Registered, real_arguments
 
 GLOBALS = CommFuseFeature.register_patches.__globals__
-"""Of the module; tests of registration import it anew."""
+"""Globals of this module object; tests of registration import the module again."""
 ALONE = {"tensor_model_parallel_size": 1}
 NO_CP = {"context_parallel_size": 1}
 TP = "--tensor-model-parallel-size"
@@ -78,11 +78,11 @@ def test_the_lanes_know_their_buffers_and_where_to_record(given, megabytes: int)
     [("transformer_engine", True, 1), ("local", True, 0), ("local", False, 0)],
 )
 def test_what_is_wrapped_where_its_modules_are(monkeypatch, engine, there, wrapped) -> None:
-    """The layer with norm with its engine, and the making of models where Megatron trains."""
+    """The layer with norm is wrapped with its engine, get_model where Megatron's training is."""
     monkeypatch.setitem(GLOBALS, "_has_module", lambda name: there)
-    found = Registered(real_arguments(transformer_impl=engine))
-    assert sum("TELayerNormColumnParallel" in path for path in found) == wrapped
-    assert found.count("megatron.training.training.get_model") == there
+    registered = Registered(real_arguments(transformer_impl=engine))
+    assert sum("TELayerNormColumnParallel" in path for path in registered) == wrapped
+    assert registered.count("megatron.training.training.get_model") == there
 
 
 def test_mindspeeds_accumulation_is_handed_to_the_npu_kernels(

@@ -1,4 +1,4 @@
-"""What the description of the NPU decides when the lanes are there, and what is said about it."""
+"""Choices from the NPU's description when lanes are opened, and their log messages."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LOGGER = "mindspeed_patches.wrappers"
 
 @pytest.fixture
 def opened(monkeypatch: pytest.MonkeyPatch):
-    """Wrappers of a launch whose lanes were made over NPUs of a name, or a CPU without one."""
+    """Creates wrappers of a launch whose lanes are open on NPUs of a name, or on a CPU."""
 
     def make(
         name: str | None, tp: int, options: str = "", post: float = 40e-6, **sizes: int
@@ -44,7 +44,7 @@ def opened(monkeypatch: pytest.MonkeyPatch):
 
 
 def obstacle(wrappers: LinearWrappers, rows: int) -> str | None:
-    """Of a row-parallel layer whose ranks have blocks of so many rows."""
+    """The obstacle of a row-parallel layer with blocks of ``rows`` rows."""
     layer = SimpleNamespace(commfuse_layer="fc2", input_is_parallel=True, config=None)
     return wrappers._obstacle(layer, column=False, rows=rows)
 
@@ -70,9 +70,9 @@ def test_few_rows_and_many_outputs_stay_megatrons_on_a_described_npu(
     wrappers = opened(name, tp, options, hidden_size=hidden)
     assert obstacle(wrappers, max(1, least)) is None
     if least:
-        said = f"a block has fewer rows than the {least} of --commfuse-min-rows"
-        assert obstacle(wrappers, least - 1) == said
-    assert [of.collectives_from for of in wrappers._options.values()] == [collectives] * 2
+        reason = f"a block has fewer rows than the {least} of --commfuse-min-rows"
+        assert obstacle(wrappers, least - 1) == reason
+    assert [chosen.collectives_from for chosen in wrappers._options.values()] == [collectives] * 2
 
 
 @pytest.mark.parametrize(
@@ -88,26 +88,26 @@ def test_what_a_post_costs_decides_on_rows_and_chunks(opened, caplog, post, rows
         f"CommFuse: a post takes the slowest host {1e6 * post:.0f} us (measured): blocks of "
         f"{rows} rows or more are fused, in {chunks} chunks; "
     )
-    said = opened(A2, 8, "--commfuse-chunks 4", post=post)
-    assert said._options[True].schedule.chunks == 4
+    chosen = opened(A2, 8, "--commfuse-chunks 4", post=post)
+    assert chosen._options[True].schedule.chunks == 4
 
 
 def test_a_reason_is_said_once_with_its_way_out_and_counted_as_its_text(opened, caplog) -> None:
     wrappers = opened(A2, 8)
     reason = obstacle(wrappers, 64) or ""
-    said = (
+    text = (
         "a block has fewer rows than the 640 of --commfuse-min-rows (Megatron's own order is "
         "faster then (simulated); --commfuse-min-rows 0 fuses it, a smaller TP or longer sequences "
         "lengthen it)"
     )
-    assert with_remedy(pickle.loads(pickle.dumps(reason))) == said  # for other ranks
+    assert with_remedy(pickle.loads(pickle.dumps(reason))) == text  # for other ranks
     with caplog.at_level(logging.INFO, LOGGER):
-        for again in (reason, Obstacle(reason), str(reason)):
-            wrappers.fall_back("qkv", again)
+        for variant in (reason, Obstacle(reason), str(reason)):
+            wrappers.fall_back("qkv", variant)
     assert [record.getMessage() for record in caplog.records] == [
-        f"CommFuse leaves qkv to Megatron: {said}"
+        f"CommFuse leaves qkv to Megatron: {text}"
     ]
     assert wrappers.calls == {("qkv", str(reason)): 3}
     assert with_remedy(Obstacle(reason)) == with_remedy(str(reason)) == reason
-    asked = obstacle(opened(None, 8, "--commfuse-min-rows 65"), 64)
-    assert "simulated" not in with_remedy(asked or "")
+    forced = obstacle(opened(None, 8, "--commfuse-min-rows 65"), 64)
+    assert "simulated" not in with_remedy(forced or "")

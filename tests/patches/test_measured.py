@@ -1,4 +1,4 @@
-"""A measured run: collectives that are waited for at once, and bits at its end."""
+"""A measured run: collectives that are waited for immediately, and the weights' hash."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_collectives_of_the_tensor_parallel_group_are_waited_for(
     assert run.waited == ["all_gather_into_tensor"]
     for given in ({"group": other, "async_op": True}, {"group": group}, {"async_op": True}):
         posted(**given)
-    # Before there are groups.
+    # Before the groups exist.
     state.get_tensor_model_parallel_group = lambda check_initialized: None
     posted(async_op=True)
     assert len(waits) == len(run.waited) == 1
@@ -50,7 +50,7 @@ def test_the_bits_are_those_of_the_end(tmp_path: Path, capsys: pytest.CaptureFix
             run.tell()
     finally:
         dist.destroy_process_group()
-    said = capsys.readouterr().out
-    assert said.count("collectives waited for at once: 0\n") == 3
-    bits = re.findall(r"^sha256 of all weights: (\w{64})$", said, re.M)
+    printed = capsys.readouterr().out
+    assert printed.count("collectives waited for at once: 0\n") == 3
+    bits = re.findall(r"^sha256 of all weights: (\w{64})$", printed, re.M)
     assert bits[0] == bits[1] != bits[2]

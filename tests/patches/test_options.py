@@ -1,4 +1,4 @@
-"""What the options of a launch ask for, typed or early, and what is registered for them."""
+"""What the options of a launch select, parsed or early, and which wrappers they register."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def buckets(shape: Any, lanes: int, node_size: int | None = None) -> BucketOptio
 
 
 CASES: list[tuple[str, dict[str, Any], int, dict[str, Any]]] = [
-    # options, other arguments, processes of a node, what is asked for
+    # options, other arguments, processes of a node, what they select
     ("", {}, 8,
      {"layers": LAYERS, "min_rows": None, LEAST: None, "described": True, "linear.tuning": None,
       SCHEDULE: Schedule("shifted", lanes=1, chunks=1), "attention": False, "ulysses": None,
@@ -42,7 +42,7 @@ CASES: list[tuple[str, dict[str, Any], int, dict[str, Any]]] = [
      "--commfuse-wgrad blocks --commfuse-keep-gathered --commfuse-order-log folder", {}, 8,
      {"allow_nothing": True, "layers": ("qkv", "fc1"), "linear.reduce_dtype": FP32,
       "linear.wgrad": "blocks", "linear.keep_gathered": True, "order_log": "folder"}),
-    # Lanes that nothing would use are not made.
+    # Lanes that nothing would use are not created.
     ("--commfuse-schedule shifted --commfuse-lanes 7 --commfuse-chunks 4 --commfuse-taper 1.5",
      {"tensor_model_parallel_size": 4}, 8,
      {SCHEDULE: Schedule("shifted", lanes=3, chunks=4, taper=1.5), "min_rows": 0}),
@@ -51,12 +51,12 @@ CASES: list[tuple[str, dict[str, Any], int, dict[str, Any]]] = [
     ("", {**LONG, "seq_length": 8192}, 8, {CHUNKS: 1}),
     ("", {**LONG, "seq_length": 8192, "hidden_size": 8192}, 8, {CHUNKS: 2, "hidden": 8192}),
     ("", {**LONG, "context_parallel_size": 2}, 8, {CHUNKS: 2, "rows": 2048}),
-    # The machine says which layers stay Megatron's, unless chunks are chosen.
+    # The machine decides which layers stay Megatron's, unless chunks are given.
     ("--commfuse-min-rows auto", LONG, 8, {"rows": 4096, "min_rows": None}),
     ("--commfuse-min-rows 256 --commfuse-chunks 4", LONG, 8, {CHUNKS: 4, "min_rows": 256}),
     ("--commfuse-collectives-from never", {}, 8, {LEAST: None, "described": False}),
     ("--commfuse-collectives-from 1734", {}, 8, {LEAST: 1734, "described": False}),
-    # Two-level where a group spans nodes, collectives where nobody asks for lanes.
+    # Two-level if a group spans nodes, collectives unless lanes are given.
     ("", TP8, 8, {SCHEDULE: Schedule("collective", lanes=1)}),
     ("--commfuse-lanes 7", TP8, 8, {SCHEDULE: Schedule(lanes=7)}),
     ("--commfuse-attention", TP8, 8, {SCHEDULE: Schedule(lanes=7), "attention": True}),
@@ -69,7 +69,7 @@ CASES: list[tuple[str, dict[str, Any], int, dict[str, Any]]] = [
      8, {UNDER: Schedule("shifted", lanes=3, chunks=2), "ulysses.wgrad": "blocks"}),
     *(("--commfuse-ulysses", ULYSSES, local, {f"{UNDER}.node_size": size})
       for local, size in ((8, None), (4, 2), (2, 1), (3, None))),
-    # Those of a data-parallel group too, or as far as a whole pipeline.
+    # So are those of a data-parallel group, or as far as a whole pipeline is wide.
     ("--commfuse-dp", DP, 2, {OVER: buckets("two_level", 2, 1)}),
     ("--commfuse-dp", DP, 4, {OVER: buckets("two_level", 2, 2)}),
     ("--commfuse-dp", PP, 8, {OVER: buckets("shifted", 1)}),
@@ -83,19 +83,19 @@ CASES: list[tuple[str, dict[str, Any], int, dict[str, Any]]] = [
 @pytest.mark.parametrize(("options", "others", "local", "expected"), CASES)
 def test_what_options_ask_for(monkeypatch, options, others, local, expected, parsed: Any) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(local))
-    found = commfuse_options(parsed(*options.split(), **others))
-    assert {name: attrgetter(name)(found) for name in expected} == expected
+    chosen = commfuse_options(parsed(*options.split(), **others))
+    assert {name: attrgetter(name)(chosen) for name in expected} == expected
 
 
 def test_what_the_environment_says(monkeypatch) -> None:
-    """The size of a job before it has one, and the user's cache."""
+    """The size of a job before its process group exists, and the user's cache."""
     monkeypatch.setenv("WORLD_SIZE", "8")
     monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
-    found = commfuse_options(early("--commfuse-dp", "--commfuse-tuning", "on", **DATA_PARALLEL))
-    assert found.data_parallel == buckets("shifted", 2)
-    assert found.linear.tuning is not None
-    assert found.linear.tuning.folder == "/somewhere/commfuse_npu"
+    chosen = commfuse_options(early("--commfuse-dp", "--commfuse-tuning", "on", **DATA_PARALLEL))
+    assert chosen.data_parallel == buckets("shifted", 2)
+    assert chosen.linear.tuning is not None
+    assert chosen.linear.tuning.folder == "/somewhere/commfuse_npu"
 
 
 @pytest.mark.parametrize(
@@ -146,10 +146,10 @@ BUCKETS = [
 def test_what_is_wrapped(options: str, size: int | None, wrapped: list[str], lanes: int) -> None:
     layout = ULYSSES if "ulysses" in options else {"attention_dropout": 0.0, **DATA_PARALLEL}
     sizes = layout | {"tensor_model_parallel_size": size}
-    found = Registered(real_arguments(*options.split(), transformer_impl="local", **sizes))
+    registered = Registered(real_arguments(*options.split(), transformer_impl="local", **sizes))
     paths = ROW, SELF_ATTENTION, EXCHANGE, LAYER, *BUCKETS
-    assert [path for path in paths for _ in range(found.count(path))] == wrapped
-    assert found.count(INITIALIZE) == lanes
+    assert [path for path in paths for _ in range(registered.count(path))] == wrapped
+    assert registered.count(INITIALIZE) == lanes
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The stand-in for MindSpeed's patch manager keeps that one's semantics."""
+"""The stand-in for MindSpeed's patch manager has the same semantics."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ ADD = "patched_module.add"
 
 @pytest.fixture
 def modules(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Of the first, ``patched_module``, the others imported a function."""
-    made: list[Any] = [ModuleType(name) for name in ("patched_module", "importing", "later")]
-    made[0].add = made[1].add = lambda a, b: a + b
-    made[0].Layer = type("Layer", (), {"forward": lambda _, x: x})
-    for module in made:
+    """``patched_module`` and two modules that import its function, now or later."""
+    created: list[Any] = [ModuleType(name) for name in ("patched_module", "importing", "later")]
+    created[0].add = created[1].add = lambda a, b: a + b
+    created[0].Layer = type("Layer", (), {"forward": lambda _, x: x})
+    for module in created:
         monkeypatch.setitem(sys.modules, module.__name__, module)
-    return made
+    return created
 
 
 def times_ten_wrapper(fn):

@@ -1,4 +1,4 @@
-"""What excludes CommFuse or one of its options: refused early and late, with a way out."""
+"""Options that exclude CommFuse or one of its options: refused early and late, with a remedy."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ VALUES = {
     "num_distributed_optimizer_instances": 2,
     "optimizer": "muon",
 }
-"""What a user would give and is refused; of all other options any value is."""
+"""Values that are refused; of all other options any value is."""
 
 FOR_ATTENTION = {
     "pre_tockens": 65536,
@@ -55,11 +55,11 @@ OPTIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         DATA_PARALLEL,
     ),
 }  # fmt: skip
-"""Of each option some that it is refused with, with harmless values, and what it needs besides."""
+"""Per option: harmless values of options it is refused with, and options that it needs."""
 
 
 def refused(ours: str) -> dict[str, Any]:
-    """Each attribute that an option is refused with, and a value."""
+    """Each attribute that an option is refused with, and a refused value."""
     names = [name for refusal in REFUSALS_OF[option_name(ours)] for name in refusal.names]
     return {name: VALUES.get(name, True) for name in names}
 
@@ -72,39 +72,39 @@ def refused(ours: str) -> dict[str, Any]:
     ],
 )
 def test_refused_with_both_flags_and_a_way_out(ours: str, name: str, value: Any) -> None:
-    _, others = OPTIONS[ours]
+    _, needs = OPTIONS[ours]
     refusal = next(r for r in REFUSALS_OF[option_name(ours)] if name in r.names)
     expected = f"^{option_name(ours)} and {refusal.option} exclude each other: .+; .+"
     feature = CommFuseFeature()
     with pytest.raises(IncompatibleOptionsError, match=expected) as caught:
-        feature.validate_args(real_arguments(**{ours: True} | others | {name: value}))
+        feature.validate_args(real_arguments(**{ours: True} | needs | {name: value}))
     assert "{" not in str(caught.value)
     with pytest.raises(IncompatibleOptionsError, match=expected):
         feature.register_patches(PatchManager(), early(**{ours: True, name: value}))
-    # Without our option it is nobody's concern.
+    # Without CommFuse's option it is accepted.
     if ours != "use_commfuse":
-        feature.validate_args(real_arguments(**(others | {name: value})))
+        feature.validate_args(real_arguments(**(needs | {name: value})))
 
 
 def test_what_is_not_known_to_be_harmless() -> None:
-    """Megatron's default where nobody typed the option, and what is no number."""
-    found = [one.value_in([]) for one in ATTENTION_REFUSALS]
-    assert list(filter(None, found)) == ["0.1, Megatron's default"]
-    dropout = ATTENTION_REFUSALS[found.index("0.1, Megatron's default")]
+    """Megatron's default if the option is not given, and values that are not numbers."""
+    values = [refusal.value_in([]) for refusal in ATTENTION_REFUSALS]
+    assert list(filter(None, values)) == ["0.1, Megatron's default"]
+    dropout = ATTENTION_REFUSALS[values.index("0.1, Megatron's default")]
     assert dropout.value_in(["--attention-dropout", "${DROPOUT}"]) == "${DROPOUT}"
     assert dropout.given(argparse.Namespace(attention_dropout="some"))
 
 
 @pytest.mark.parametrize("ours", OPTIONS)
 def test_the_same_options_switched_off_are_not_refused(ours: str) -> None:
-    harmless, others = OPTIONS[ours]
-    for given in (early(**harmless), argparse.Namespace(**dict.fromkeys(refused(ours)))):
-        check_compatible(given, REFUSALS_OF[option_name(ours)])
-    CommFuseFeature().validate_args(real_arguments(**{ours: True} | harmless | others))
+    harmless, needs = OPTIONS[ours]
+    for args in (early(**harmless), argparse.Namespace(**dict.fromkeys(refused(ours)))):
+        check_compatible(args, REFUSALS_OF[option_name(ours)])
+    CommFuseFeature().validate_args(real_arguments(**{ours: True} | harmless | needs))
     # MindSpeed core validates a TransformerConfig as well, which has none of the options.
     without = {"use_commfuse": False} | dict.fromkeys(OPTIONS, False)
-    for given in (real_arguments(**refused(ours) | without), argparse.Namespace()):
-        CommFuseFeature().validate_args(given)
+    for args in (real_arguments(**refused(ours) | without), argparse.Namespace()):
+        CommFuseFeature().validate_args(args)
 
 
 def test_all_at_once() -> None:
@@ -118,8 +118,8 @@ def test_all_at_once() -> None:
 def test_what_the_pages_name_is_refused(page: str, heading: str) -> None:
     file = Path(__file__).parents[2] / "docs" / f"{page}.md"
     text = file.read_text("utf-8").partition(f"## {heading}\n")[2]
-    known = {option_name(name) for of in REFUSALS_OF.values() for one in of for name in one.names}
+    known = {option_name(name) for group in REFUSALS_OF.values() for r in group for name in r.names}
     named = set(re.findall(r"`(--[\w-]+)", text.partition("\n## ")[0]))
     assert len(named & known) >= 10
-    # The feature itself looks at the level.
+    # The feature itself checks the level.
     assert named - known <= {"--optimization-level", *map(option_name, REFUSALS_OF), *REFUSALS_OF}

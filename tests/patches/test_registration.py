@@ -1,4 +1,4 @@
-"""``install()`` against the life cycle of MindSpeed and MindSpeed-LLM, played by stand-ins."""
+"""``install()`` against the life cycle of MindSpeed and MindSpeed-LLM, with stand-ins."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ COMMAND = ["pretrain_gpt.py", "--tensor-model-parallel-size", "2", "--sequence-p
 
 
 def forget() -> None:
-    """Leave no trace of the stand-ins, nor of the feature that was built on them."""
+    """Remove the stand-ins and the feature that was built on them from ``sys.modules``."""
     patches = sys.modules.get("mindspeed.patch_utils")
     if patches is not None:
         patches.MindSpeedPatchesManager.remove_patches()
@@ -39,7 +39,7 @@ def forget() -> None:
 
 @pytest.fixture
 def command(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
-    """``command(*options)`` is what the user typed; the stand-ins are on the path."""
+    """``command(*options)`` sets ``sys.argv``; the stand-ins are on the path."""
     forget()
     monkeypatch.syspath_prepend(STAND_INS)
 
@@ -66,7 +66,7 @@ def wrapped() -> int:
 )
 @pytest.mark.parametrize("when", ["before", "before and after", "twice after"])
 def test_installed_before_or_after_mindspeed(command, when: str, package, own, on: bool) -> None:
-    """After, the options were parsed before anybody declared them."""
+    """If installed after, the options were parsed before they were declared."""
     command(*("--use-commfuse", "--commfuse-layers", "qkv,fc1")[: 3 * on])
     if "before" in when:
         feature = registration.install()
@@ -79,8 +79,8 @@ def test_installed_before_or_after_mindspeed(command, when: str, package, own, o
     names = [feature.feature_name for feature in manager.FEATURES_LIST]
     assert names == [own, "use_commfuse", "commfuse_fb_overlap"]
     assert registration.install() is feature
-    found = feature.wrappers
-    assert found.layers == {"qkv", "fc1"} if found is not None else not on
+    wrappers = feature.wrappers
+    assert wrappers.layers == {"qkv", "fc1"} if wrappers is not None else not on
 
 
 def test_versions_that_nothing_can_be_added_to_are_refused(command, tmp_path, monkeypatch) -> None:
@@ -142,8 +142,8 @@ def test_a_script_is_launched_as_if_it_were_started(
     (tmp_path / "pretrain.py").write_text(SCRIPT)
     words = [str(tmp_path / "pretrain.py"), "--seq-length", "64", *options]
     launch.main(words)
-    found = sys.modules["helper_beside_the_script"].found
-    assert found == [("__main__", words, bool(options))]
+    records = sys.modules["helper_beside_the_script"].found
+    assert records == [("__main__", words, bool(options))]
 
 
 @pytest.mark.parametrize(
@@ -166,7 +166,7 @@ def test_commands_that_are_refused(words: str, message: str) -> None:
         ("--commfuse_chunks=2", "--commfuse-chunks"),
         ("--commfuse-fb-overlaps", "--commfuse-fb-overlap"),
         ("--no-commfuse-attentions", "--no-commfuse-attention"),
-        ("--use-comfuse", None),  # Megatron's to refuse
+        ("--use-comfuse", None),  # left to Megatron's parser
         ("--commfuse-chunks=2", None),
     ],
 )

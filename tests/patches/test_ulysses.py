@@ -1,4 +1,4 @@
-"""When the exchange of heads keeps MindSpeed's own forward, and what the wrappers read of it."""
+"""When MindSpeed's own exchange of heads is kept, and the attributes that the wrappers read."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ UNEVEN = SimpleNamespace(calculate=lambda mask, **_: mask.shape[-1])
 
 
 def attention(mask: str = "causal", nested: bool = False, **exchange: Any) -> Any:
-    """What the wrapper reads of MindSpeed's class; the core may be inside another."""
+    """The attributes of MindSpeed's class that the wrapper reads; the core may be nested."""
     exchange = {"spg": GROUP, "scatter_idx": 2, "gather_idx": 0} | exchange
     config = SimpleNamespace(attention_dropout=0.0)
     core = SimpleNamespace(config=config, attn_mask_type=mask, ulysses_comm_para=exchange)
@@ -54,10 +54,10 @@ def test_obstacles_by_their_reason(
     for _ in range(2):
         forward(attention, *tensors, mask, attention_bias=None)
     assert calls == [((attention, *tensors, mask), {"attention_bias": None})] * 2
-    (((name, found), count),) = linears.calls.items()
+    (((name, path), count),) = linears.calls.items()
     assert (name, count) == ("ulysses", 2)
-    assert reason in found
-    assert len(caplog.records) == 1  # said once
+    assert reason in path
+    assert len(caplog.records) == 1  # logged once
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What gloo lacks is made of what it has; collectives are counted by kind and group, each once."""
+"""Collectives that gloo lacks are emulated; each collective is counted once, by kind and group."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.distributed.ranks import on_ranks
 def alone(
     patch: pytest.MonkeyPatch, install: Callable[[], None], backend: str, **more: object
 ) -> Iterator[None]:
-    """A group of one, made after ``install``; what that replaces is put back afterwards."""
+    """A group of one, created after ``install``, whose replacements are undone afterwards."""
     for module in (dist, dist.distributed_c10d):
         for name, value in vars(module).items():
             if callable(value):
@@ -58,7 +58,7 @@ def test_what_is_sent_may_be_freed(rank: int) -> None:
 @pytest.mark.parametrize("sizes", [[3, 1], [0, 2], [2, 2]])
 @on_ranks(2)
 def test_parts_may_be_uneven_and_gloo_averages(rank: int, sizes: list[int]) -> None:
-    """A gather of parts of these rows, the sum of what each rank makes of them, and an average."""
+    """An uneven all-gather, a reduce-scatter of the same sizes, and an average."""
     gather = gloo_for_hccl._gather_uneven(dist.all_gather)
     parts = [torch.full((size, 2), -1.0) for size in sizes]
     gather(parts, torch.full((sizes[rank], 2), rank + 1.0), async_op=True).wait()
@@ -74,7 +74,7 @@ def test_parts_may_be_uneven_and_gloo_averages(rank: int, sizes: list[int]) -> N
 def test_each_collective_is_counted_once_by_group_and_kind(monkeypatch) -> None:
     counter, tensor = CollectiveCounter(), torch.ones(2)
     with alone(monkeypatch, counter.install, "gloo"):
-        dist.all_reduce(tensor)  # before it is active
+        dist.all_reduce(tensor)  # not counted: the counter is inactive
         group = dist.new_group([0], group_desc="TENSOR_MODEL_PARALLEL_GROUP")
         counter.active = True
         dist.all_reduce(tensor, dist.ReduceOp.SUM, group)
@@ -87,7 +87,7 @@ def test_each_collective_is_counted_once_by_group_and_kind(monkeypatch) -> None:
             "default pg: broadcast": 1,
             "default pg: all_gather_object": 1,
         }
-        # One that fails does not stop the count.
+        # A collective that fails does not stop the count.
         with pytest.raises((RuntimeError, TypeError, ValueError)):
             dist.all_reduce("no tensor")
         dist.all_reduce(tensor)

@@ -1,4 +1,4 @@
-"""Device names mean the CPU while the mode is entered."""
+"""All device names refer to the CPU while the mode is active."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from mindspeed_patches.rehearsal.devices import DevicesAreTheCpu, _in_mode, on_c
 
 def test_names_of_devices_and_other_values() -> None:
     assert [on_cpu(name) for name in ("npu", "npu:3", "cuda", "cuda:0")] == ["cpu"] * 4
-    others = ["cpu", "meta", "cuda_graph", "SBH", 0, None]
-    assert list(map(on_cpu, others)) == others
+    values = ["cpu", "meta", "cuda_graph", "SBH", 0, None]
+    assert list(map(on_cpu, values)) == values
 
 
 def test_tensors_are_made_and_stay_on_the_cpu() -> None:
     tensor = torch.ones(2)
     with DevicesAreTheCpu():
-        made = [
+        tensors = [
             torch.zeros(2, device="cuda"),
             torch.zeros(2, device=torch.device("cuda", 1)),
             torch.tensor([1.0], device=0),
@@ -34,8 +34,8 @@ def test_tensors_are_made_and_stay_on_the_cpu() -> None:
         meta = torch.ones(2, device="meta")
         assert tensor.cuda() is tensor
         assert tensor.pin_memory() is tensor
-    assert {one.device.type for one in made} == {"cpu"}
-    assert made[5].dtype == torch.bfloat16
+    assert {x.device.type for x in tensors} == {"cpu"}
+    assert tensors[5].dtype == torch.bfloat16
     assert meta.device.type == "meta"
 
 

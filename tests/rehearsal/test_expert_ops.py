@@ -1,4 +1,4 @@
-"""The operators of experts, against a GEMM per token and expert and autograd."""
+"""The operators of experts against autograd of a GEMM per token and expert."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from mindspeed_patches.rehearsal import expert_ops as ops
 
 ROUTING = torch.tensor([[1, 0, 0], [1, 0, 1], [0, 0, 1], [1, 0, 1]], dtype=torch.bool)
-"""Four tokens to three experts, of which one gets nothing."""
+"""Four tokens for three experts; the second expert gets none."""
 
 
 def _random(*shapes: tuple[int, ...]) -> list[torch.Tensor]:
@@ -22,14 +22,14 @@ def _random(*shapes: tuple[int, ...]) -> list[torch.Tensor]:
 @pytest.mark.parametrize("as_tensor", [False, True])
 def test_grouped_gemms(kind: int, groups: list[int], as_tensor: bool) -> None:
     x, weight, grad = _random((6, 4), (3, 4, 5), (6, 5))
-    given = torch.tensor(groups) if as_tensor else groups
+    group_list = torch.tensor(groups) if as_tensor else groups
     expert = torch.tensor([0, 0, 0, 2, 2, 2])
     expected = torch.einsum("ti,tio->to", x, weight[expert])
     dx, dw = torch.autograd.grad(expected, (x, weight), grad)
-    (out,) = ops.GroupedMatmul.npu_gmm([x], [weight], [], given, 0, kind)
+    (out,) = ops.GroupedMatmul.npu_gmm([x], [weight], [], group_list, 0, kind)
     torch.testing.assert_close(out, expected)
     (got_dx,), (got_dw,), bias = ops.GroupedMatmul.npu_gmm_backward(
-        [grad], [x], [weight], given, kind
+        [grad], [x], [weight], group_list, kind
     )
     torch.testing.assert_close(got_dx, dx)
     torch.testing.assert_close(got_dw, dw)
@@ -37,11 +37,11 @@ def test_grouped_gemms(kind: int, groups: list[int], as_tensor: bool) -> None:
 
 
 def test_weight_gradients_are_added() -> None:
-    x, dy, before = (one.detach().float() for one in _random((6, 4), (6, 5), (3, 4, 5)))
+    x, dy, before = (tensor.detach().float() for tensor in _random((6, 4), (6, 5), (3, 4, 5)))
     total = before.flatten(0, 1).clone()
     ops.groupmatmul_add_fp32(x, dy, torch.tensor([3, 3, 6]), total)
-    made = torch.stack([x[:3].T @ dy[:3], torch.zeros(4, 5), x[3:].T @ dy[3:]])
-    torch.testing.assert_close(total.view(3, 4, 5), before + made)
+    added = torch.stack([x[:3].T @ dy[:3], torch.zeros(4, 5), x[3:].T @ dy[3:]])
+    torch.testing.assert_close(total.view(3, 4, 5), before + added)
 
 
 def test_tokens_are_sorted_by_expert_and_summed_again() -> None:
@@ -52,19 +52,19 @@ def test_tokens_are_sorted_by_expert_and_summed_again() -> None:
     assert torch.equal(chosen, probs[indices, [0, 0, 0, 2, 2, 2]])
     got = ops.permute_grad(grad, grad_probs, indices, ROUTING, 3, 4, False)
     expected = torch.autograd.grad((permuted, chosen), (tokens, probs), (grad, grad_probs))
-    for one, other in zip(got, expected, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
+    for left, right in zip(got, expected, strict=True):
+        torch.testing.assert_close(left, right, rtol=1e-6, atol=1e-6)
 
-    made = permuted.detach().requires_grad_()
-    out, *kept, _ = ops.unpermute(made, indices, [4, 2], probs=probs, routing_map=ROUTING)
+    inputs = permuted.detach().requires_grad_()
+    out, *saved, _ = ops.unpermute(inputs, indices, [4, 2], probs=probs, routing_map=ROUTING)
     weights = probs * ROUTING
     torch.testing.assert_close(out, tokens * weights.sum(1, keepdim=True), rtol=1e-6, atol=1e-6)
-    got = ops.unpermute_grad(grad_sum, *kept, ROUTING, made, probs, False, [4, 2])
-    for one, other in zip(got, torch.autograd.grad(out, (made, probs), grad_sum), strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
-    plain, *kept, _ = ops.unpermute(made, indices, [4, 2])
+    got = ops.unpermute_grad(grad_sum, *saved, ROUTING, inputs, probs, False, [4, 2])
+    for left, right in zip(got, torch.autograd.grad(out, (inputs, probs), grad_sum), strict=True):
+        torch.testing.assert_close(left, right, rtol=1e-6, atol=1e-6)
+    plain, *saved, _ = ops.unpermute(inputs, indices, [4, 2])
     torch.testing.assert_close(plain, tokens * ROUTING.sum(1, keepdim=True), rtol=1e-6, atol=1e-6)
-    act, none = ops.unpermute_grad(grad_sum, *kept, None, None, None, False, [4, 2])
+    act, none = ops.unpermute_grad(grad_sum, *saved, None, None, None, False, [4, 2])
     assert torch.equal(act, grad_sum[indices])
     assert none.numel() == 0
 

@@ -1,4 +1,4 @@
-"""The stand-ins for fine-tuning are files as Megatron and tokenizers read them."""
+"""Stand-in files for fine-tuning, in the formats that Megatron and tokenizers read."""
 
 from __future__ import annotations
 
@@ -27,29 +27,29 @@ def rows(options: Options) -> list[tuple[np.ndarray, ...]]:
     prefix = options.text("--data-path")
     fields = ("input_ids", "attention_mask", "labels")
     sets = [IndexedDataset(f"{prefix}_packed_{field}_document") for field in fields]
-    return [tuple(one.get(at).copy() for one in sets) for at in range(len(sets[0]))]
+    return [tuple(dataset.get(at).copy() for dataset in sets) for at in range(len(sets[0]))]
 
 
 def test_rows_end_before_the_sequence_and_tokens_are_in_the_tokenizer(tmp_path: Path) -> None:
     options = replaced(LAUNCH, tmp_path)
-    found = rows(options)
-    assert len(found) == 64
-    assert len({len(tokens) for tokens, _, _ in found}) > 1
-    for tokens, mask, labels in found:
+    samples = rows(options)
+    assert len(samples) == 64
+    assert len({len(tokens) for tokens, _, _ in samples}) > 1
+    for tokens, mask, labels in samples:
         assert 16 <= len(tokens) == len(mask) == len(labels) < 32
         assert set(mask) == {1}
         assert list(labels[:4]) == [-100] * 4
         assert np.array_equal(labels[4:], tokens[4:])
     folder = Path(options.values("--tokenizer-name-or-path")[0])
-    made = json.loads((folder / "tokenizer.json").read_text("utf-8"))
-    words = made["model"]["vocab"]
+    tokenizer = json.loads((folder / "tokenizer.json").read_text("utf-8"))
+    words = tokenizer["model"]["vocab"]
     assert sorted(words.values()) == list(range(len(words)))
-    assert all(words[one["content"]] == one["id"] for one in made["added_tokens"])
+    assert all(words[token["content"]] == token["id"] for token in tokenizer["added_tokens"])
     config = json.loads((folder / "tokenizer_config.json").read_text("utf-8"))
     special = {words[config[f"{name}_token"]] for name in ("pad", "eos", "unk")}
-    used = {int(token) for tokens, _, _ in found for token in tokens}
+    used = {int(token) for tokens, _, _ in samples for token in tokens}
     assert used <= set(words.values()) - special
-    # A template adds tokens of its own.
+    # A chat template adds more tokens.
     assert len(words) < options.number("--padded-vocab-size", 0)
     assert any(line.startswith("--data-path d -> (dropped)") for line in options.changes)
 

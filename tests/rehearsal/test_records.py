@@ -1,4 +1,4 @@
-"""A single bit decides, and runs that prove nothing are told apart."""
+"""A single bit makes runs differ, and runs that prove nothing are recognized."""
 
 from __future__ import annotations
 
@@ -52,10 +52,10 @@ def scaled(number: str, by: float) -> str:
 def test_what_differs_is_found_and_named() -> None:
     assert differences([train(0), train(1)], [train(0), train(1)]) == []
     assert degeneracies([train(0), train(1)]) == []
-    found = differences([train(0), train(1)], [train(0), train(1, flip=True)])
-    # The optimizer of this model steps on the very same tensor.
-    assert found[0] == "rank 1: weights differ after the training: 0.weight"
-    assert len(found) == 2
+    messages = differences([train(0), train(1)], [train(0), train(1, flip=True)])
+    # The optimizer of this model holds the same tensor.
+    assert messages[0] == "rank 1: weights differ after the training: 0.weight"
+    assert len(messages) == 2
     assert train(1).weights_hash != train(1, flip=True).weights_hash
     other = train()
     other.losses[1]["lm loss"] = scaled(other.losses[1]["lm loss"], 1 + 2**-52)
@@ -64,8 +64,8 @@ def test_what_differs_is_found_and_named() -> None:
     other.weights_before, other.optimizer_after = {}, "other"
     assert len(differences([train()], [other])) == 2
     assert differences([other], []) == ["1 ranks against 0"]
-    many = {f"w{number}": "" for number in range(7)}
-    (more,) = differences([Record(0, weights_after=many)], [Record(0)])
+    weights = {f"w{number}": "" for number in range(7)}
+    (more,) = differences([Record(0, weights_after=weights)], [Record(0)])
     assert more.endswith("w0, w1, w2, w3, w4 and 2 more")
 
 
@@ -74,7 +74,7 @@ def test_the_optimizers_moments_count() -> None:
     inner = torch.optim.AdamW(model.parameters())
     model(torch.ones(1, 2)).sum().backward()
     inner.step()
-    parts = [SimpleNamespace(optimizer=one) for one in (inner, None)]
+    parts = [SimpleNamespace(optimizer=optimizer) for optimizer in (inner, None)]
     chained = SimpleNamespace(chained_optimizers=parts)
     before = optimizer_hash(chained)
     inner.state[model.bias]["exp_avg"][0] += 2.0**-20
@@ -82,20 +82,20 @@ def test_the_optimizers_moments_count() -> None:
 
 
 def test_runs_that_prove_nothing_and_what_cannot_be_compared() -> None:
-    one = train()
-    zeros, nan, inf = [(0.0).hex()] * 2, [{"x": "nan"}, *one.losses], [*one.grad_norms, "inf"]
+    record = train()
+    zeros, nan, inf = [(0.0).hex()] * 2, [{"x": "nan"}, *record.losses], [*record.grad_norms, "inf"]
     for changes, reason in (
-        ({"weights_after": one.weights_before}, "no weight changed on rank 0"),
+        ({"weights_after": record.weights_before}, "no weight changed on rank 0"),
         ({"grad_norms": zeros}, "all gradient norms are 0"),
         ({"losses": nan}, "a loss is not finite"),
         ({"grad_norms": inf}, "a gradient norm is not finite"),
         ({"losses": [{}, {}]}, "no loss was noted"),
     ):
-        assert degeneracies([replace(one, **changes)]) == [reason]
-    silent = replace(one, losses=[{}, {}])
+        assert degeneracies([replace(record, **changes)]) == [reason]
+    silent = replace(record, losses=[{}, {}])
     for first in ([], [{}], [{"lm loss": "nan"}]):
-        other = replace(one, losses=[*first, one.losses[1]])
-        assert largest_loss_difference([one], [other]) == math.inf
+        other = replace(record, losses=[*first, record.losses[1]])
+        assert largest_loss_difference([record], [other]) == math.inf
     assert largest_loss_difference([silent], [silent]) == math.inf
 
 
@@ -111,26 +111,26 @@ def test_records_survive_their_file(tmp_path: Path) -> None:
 
 
 def test_the_report_has_all_digits_and_counts_of_all_ranks() -> None:
-    one, other = train(), train()
-    one.features, other.features = ["a", "b"], ["b", "c"]
+    record, other = train(), train()
+    record.features, other.features = ["a", "b"], ["b", "c"]
     other.collectives = {"tensor: all_reduce": 8}
     other.losses[0]["lm loss"] = scaled(other.losses[0]["lm loss"], 1 + 2**-50)
-    other.grad_norms[1] = scaled(str(one.grad_norms[1]), 1.25)
+    other.grad_norms[1] = scaled(str(record.grad_norms[1]), 1.25)
     other.calls = [("qkv", "fused", 4), ("proj", "a reason", 4)]
-    lines = list(report_lines({"reference": [one, one], "commfuse": [other, other]}))
+    lines = list(report_lines({"reference": [record, record], "commfuse": [other, other]}))
     assert {"  b", "  reference run only: a", "  commfuse run only: c"} <= set(lines)
     assert "  qkv             8  fused" in lines
     assert "  proj            8  by Megatron, because a reason" in lines
     assert next(line for line in lines if "all_reduce" in line).split()[-2:] == ["0", "16"]
     assert sum(line.endswith("  differs") for line in lines) == 2
-    assert any(repr(float.fromhex(one.losses[1]["lm loss"])) in line for line in lines)
+    assert any(repr(float.fromhex(record.losses[1]["lm loss"])) in line for line in lines)
     assert "largest difference of the gradient norm: 0.25 relative" in lines
     assert f"  commfuse   optimizer {other.optimizer_after}" in lines
-    assert not any("CommFuse" in line for line in report_lines({"reference": [one]}))
+    assert not any("CommFuse" in line for line in report_lines({"reference": [record]}))
 
 
 def noted(off: float = 0.0, flip: bool = False, **changes: object) -> Record:
-    """The second run: losses off by a part, and whatever is changed."""
+    """Record of a second run: losses off by a relative ``off``, and attributes changed."""
     record = train(flip=flip)
     for step in record.losses:
         step["lm loss"] = scaled(step["lm loss"], 1 + off)
@@ -169,10 +169,10 @@ def test_the_verdict(
     reference = STILL if commfuse is STILL else train()
     runs = {"reference": [reference], "commfuse": [commfuse]}
     monkeypatch.setattr(Run, "start", lambda self, way, *_: runs[way])
-    asked = SimpleNamespace(**{"only": None, "loss_tolerance": None, **given})
+    arguments = SimpleNamespace(**{"only": None, "loss_tolerance": None, **given})
     run = Run(Path("pretrain_gpt.py"), 1, Path(), {}, 1.0)
     options = Options(words.split())
-    assert rehearse._train_and_compare(asked, options, run, Path()) == code  # type: ignore[arg-type]
+    assert rehearse._train_and_compare(arguments, options, run, Path()) == code  # type: ignore[arg-type]
     out = capsys.readouterr().out
     assert said in out
     assert ("identical" in out or "relative: " in out) == ("only" not in given)

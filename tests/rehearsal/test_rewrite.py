@@ -1,4 +1,4 @@
-"""What a rehearsal changes in a launch, how it scales it down, and what it leaves alone."""
+"""What a rehearsal changes in a launch, how it scales the launch down, what it keeps."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SWAP = "--swap-attention --reuse-fp32-param"
 @pytest.mark.parametrize(
     ("text", "with_values", "without", "noted"),
     [
-        # Megatron wants the warm-up to be shorter than the decay.
+        # Megatron requires the warm-up to be shorter than the decay.
         (LONG, "--train-iters 4 --lr-warmup-iters 3 --eval-iters 0 --log-interval 1 --lr 1e-6",
          "--train-samples --lr-decay-iters --load --save --profile", "--load a b -> (dropped)"),
         (ELSEWHERE, f"--mock-data --tokenizer-type NullTokenizer --vocab-size {MOCK_VOCABULARY}",
@@ -38,7 +38,7 @@ SWAP = "--swap-attention --reuse-fp32-param"
         ("--is-instruction-dataset --data-path d", "--data-path d", "--mock-data", ""),
         ("--bf16", "--attention-dropout 0.0", "", "no dropout"),
         ("--use-ascend-coc", "", "--use-ascend-coc", "CommFuse takes its place"),
-        # A launch that asks for both is shown how CommFuse refuses them.
+        # A launch with both keeps them, so that CommFuse's refusal is shown.
         ("--use-ascend-coc --use-commfuse", "--use-ascend-coc", "", ""),
         (SWAP, "", SWAP, "no device memory"),
         (f"{SWAP} --commfuse-fb-overlap", "--swap-attention", "--reuse-fp32-param", ""),
@@ -49,9 +49,9 @@ def test_what_is_changed(text: str, with_values, without, noted, tmp_path: Path)
         (tmp_path / name).touch()
     options = Options(text.split())
     prepare(options, 4, tmp_path)
-    wanted = Options(with_values.split())
-    for name in wanted.names:
-        assert options.values(name) == wanted.values(name)
+    expected = Options(with_values.split())
+    for name in expected.names:
+        assert options.values(name) == expected.values(name)
     assert not set(without.split()) & set(options.names)
     assert not noted or any(noted in line for line in options.changes)
 

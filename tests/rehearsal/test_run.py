@@ -1,4 +1,4 @@
-"""A run that fails or does not end leaves a message and no process; what a run needs is found."""
+"""A run that fails or hangs leaves a message and no process; the checkouts are found."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mindspeed_patches.rehearsal.stack import Stack, find_stack
 
 
 def with_torch_npu(folder: Path, code: str, timeout: float) -> Run:
-    """A run whose worker imports a torch_npu of this code."""
+    """A run whose worker imports a torch_npu module with this code."""
     package = folder / "path" / "torch_npu"
     package.mkdir(parents=True, exist_ok=True)
     (package / "__init__.py").write_text(code, "utf-8")
@@ -100,8 +100,8 @@ def test_megatron_in_mindspeed_llm_and_packages_that_can_be_imported(folders, mo
     llm = checkout(Path(folders["MINDSPEED_LLM_HOME"]), "megatron/training/training.py")
     del folders["MEGATRON_HOME"]
     monkeypatch.syspath_prepend(folders.pop("MINDSPEED_HOME"))
-    found = find_stack({}, folders)
-    assert (found.megatron, found.mindspeed.name) == (Path(llm), "ms")
+    stack = find_stack({}, folders)
+    assert (stack.megatron, stack.mindspeed.name) == (Path(llm), "ms")
 
 
 def test_what_the_command_refuses(folders, monkeypatch, capsys) -> None:
@@ -110,8 +110,8 @@ def test_what_the_command_refuses(folders, monkeypatch, capsys) -> None:
     assert main(["--", "pretrain_gpt.py", "--bf16"]) == 2
     message = capsys.readouterr().err
     homes = ("--mindspeed-llm DIR or MINDSPEED_LLM_HOME", "--megatron DIR or MEGATRON_HOME")
-    for said in (*homes, "--mindspeed DIR or MINDSPEED_HOME", "core_v0.12.1", "_core_r0.12.1"):
-        assert said in message
+    for hint in (*homes, "--mindspeed DIR or MINDSPEED_HOME", "core_v0.12.1", "_core_r0.12.1"):
+        assert hint in message
     for name in HOMES:
         monkeypatch.setenv(name, folders[name])
     words = "--processes 4 -- pretrain_gpt.py --tensor-model-parallel-size 16"

@@ -1,4 +1,4 @@
-"""What a command of ``commfuse-npu`` writes as JSON."""
+"""The JSON that a command of ``commfuse-npu`` writes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from commfuse_npu.tools import cli
 
 
 def answer(folder: Path, *words: str, code: int = 0) -> Any:
-    """Of a command that ends with this status; its file lies in ``folder``."""
+    """The JSON of a command that ends with status ``code``; its file is in ``folder``."""
     page = folder / "answer.json"
     page.unlink(missing_ok=True)
     assert cli.main([*words, "--json", str(page)]) == code

@@ -1,4 +1,4 @@
-"""Which linear layers a launch has, and what becomes of them, against the wrappers around them."""
+"""The linear layers of a launch and whether they are fused, compared with the wrappers."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ LATENT = f"{SP} --multi-latent-attention --spec mindspeed_llm.tasks.models.spec.
         (EXPERTS, "qkv proj output", "", "experts"),
         (f"{EXPERTS} --first-k-dense-replace 0", "qkv proj output", "", "experts"),
         (f"{EXPERTS} --first-k-dense-replace 3", DENSE, "", "experts"),
-        # Their linear layers by themselves reduce.
+        # Without grouped GEMMs their linear layers reduce.
         (f"{SP} --num-experts 8 --expert-tensor-parallel-size 1", "qkv proj output", "experts", ""),
         (f"{SP} --num-experts 8", "qkv proj output", "", "experts"),
         (f"{SP} --num-experts 8 --expert-tensor-parallel-size 1 --moe-tp-extend-ep",
@@ -53,10 +53,10 @@ LATENT = f"{SP} --multi-latent-attention --spec mindspeed_llm.tasks.models.spec.
     ],
 )  # fmt: skip
 def test_layers_of_a_launch(words: str, fused: str, left: str, silent: str) -> None:
-    found = judge(Options(words.split()), LAYERS)
+    layers = judge(Options(words.split()), LAYERS)
     for state, names in {"fused": fused, "left": left, "silent": silent}.items():
-        here = {one.layer.replace(" ", "_") for one in found if one.state == state}
-        assert here == set(names.split())
+        listed = {layer.layer.replace(" ", "_") for layer in layers if layer.state == state}
+        assert listed == set(names.split())
 
 
 # ------------------------------------------------------------------ the wrappers say the same
@@ -67,21 +67,21 @@ HAS = {
     **dict.fromkeys(("shared_fc1", "shared_fc2"), SHARED),
     "eh_proj": " --mtp-num-layers 1",
 }
-"""What gives a launch a layer that others do not have."""
+"""Options that give a launch a layer which others do not have."""
 
 
 @pytest.fixture
 def called(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Operators only say their name."""
-    found: list[str] = []
+    """The operators are replaced by ones that only append their name to this list."""
+    operators: list[str] = []
     for name in ("all_gather_linear", "linear_reduce_scatter", "linear_all_reduce"):
 
         def operator(x: torch.Tensor, *_: torch.Tensor, op: str = name, **__: object):
-            found.append(op)
+            operators.append(op)
             return x
 
         monkeypatch.setattr(wrappers, name, operator)
-    return found
+    return operators
 
 
 def counted(
@@ -93,10 +93,12 @@ def counted(
     least: int = 0,
     offloading: bool = False,
 ) -> Any:
-    """What the wrappers count of a forward of a layer in a group of this size."""
-    off = "skip_bias_add gather_output is_expert gradient_accumulation_fusion explicit_expert_comm"
+    """The calls that the wrappers count in a forward of a layer in a group of this size."""
+    flags = (
+        "skip_bias_add gather_output is_expert gradient_accumulation_fusion explicit_expert_comm"
+    )
     layer = SimpleNamespace(
-        **dict.fromkeys([*off.split(), "disable_grad_reduce"], False),
+        **dict.fromkeys([*flags.split(), "disable_grad_reduce"], False),
         commfuse_layer=known_as,
         sequence_parallel=parallel,
         input_is_parallel=True,
@@ -117,10 +119,10 @@ def counted(
 @pytest.mark.parametrize("words", [SP, TP, f"{SP} --cpu-offloading", f"{EXPERTS} {TP}", "--bf16"])
 @pytest.mark.parametrize("known_as", [name for name in LAYERS if not name.endswith("_down")])
 def test_reasons_are_those_of_the_wrappers(called: list[str], words: str, known_as: str) -> None:
-    """For the layers that Megatron's GPTModel has; of latent attention those that transfer."""
+    """The layers of Megatron's GPTModel; of latent attention only those that transfer."""
     chosen = tuple(name for name in LAYERS if name != "fc1")
     options = Options((words + HAS.get(known_as, "")).split())
-    judged = {one.layer: one for one in judge(options, chosen)}
+    judged = {layer.layer: layer for layer in judge(options, chosen)}
     if known_as not in judged:
         assert words.startswith(EXPERTS)
         assert known_as in ("fc1", "fc2")
@@ -129,8 +131,8 @@ def test_reasons_are_those_of_the_wrappers(called: list[str], words: str, known_
     parallel = "--sequence-parallel" in words and size > 1
     x = torch.empty(8, 1, 64, dtype=torch.bfloat16)
     offloading = "--cpu-offloading" in words
-    found = counted(known_as, x, size, parallel, chosen, offloading=offloading)
-    assert found == [(known_as, judged[known_as].reason or "fused")]
+    calls = counted(known_as, x, size, parallel, chosen, offloading=offloading)
+    assert calls == [(known_as, judged[known_as].reason or "fused")]
 
 
 @pytest.mark.parametrize(
@@ -149,12 +151,12 @@ def test_operators_are_those_of_the_wrappers(called: list[str], line: str) -> No
     """Blocks have 96 rows: a sequence of 64 in batches of 3 over two ranks."""
     launch = asked(line)
     size = launch.judged.layout.tensor
-    for found in fused_layers(launch):
+    for layer in fused_layers(launch):
         called.clear()
         parallel = launch.config.uses_sequence_parallel
-        gathers = parallel and found.layer in ("qkv", "fc1", "output")
+        gathers = parallel and layer.layer in ("qkv", "fc1", "output")
         x = torch.empty(64 // size if gathers else 64, 3, 64, dtype=torch.bfloat16)
-        chosen, least = launch.fuse.commfuse_layers, launch.judged.least
-        said = counted(found.layer, x, size, parallel, chosen, least)
-        assert said == [(found.layer, found.reason or "fused")]
-        assert called == [found.operator] * bool(found.operator)
+        chosen, min_rows = launch.fuse.commfuse_layers, launch.judged.least
+        calls = counted(layer.layer, x, size, parallel, chosen, min_rows)
+        assert calls == [(layer.layer, layer.reason or "fused")]
+        assert called == [layer.operator] * bool(layer.operator)

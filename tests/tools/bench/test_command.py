@@ -1,4 +1,4 @@
-"""The command with real processes: what it prints and writes, and that it leaves none behind."""
+"""The command with real processes: its output and files, and that no process is left."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def test_a_small_run_from_options_to_report(tmp_path: Path, capsys) -> None:
         for name in ("p2p", "coc-2", "ours-c2")
     ]
     assert report["machine"]["link measured"]
-    said = "--sequence 70: 64 rows on 2 ranks, where a rank's block is a multiple of 16"
-    assert said in report["machine"]["notes"]
+    note = "--sequence 70: 64 rows on 2 ranks, where a rank's block is a multiple of 16"
+    assert note in report["machine"]["notes"]
     tables = len(report["results"]) // 3
     assert capsys.readouterr().out.replace("**", "").count("| ours-c2 |") == tables
 
@@ -49,7 +49,7 @@ def test_ctrl_c_leaves_no_process_behind() -> None:
     process = interruptible([*command, "--rounds", "100000"], start_new_session=True)
     listed = Path(f"/proc/{process.pid}/task/{process.pid}/children")
     try:
-        # Two ranks, somewhere in their start, and the resource tracker of multiprocessing.
+        # Two starting ranks and the resource tracker of multiprocessing.
         wait_for(lambda: len(listed.read_text().split()) >= 3)
         children = [int(pid) for pid in listed.read_text().split()]
         # To the whole group, as a terminal does.

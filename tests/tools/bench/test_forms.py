@@ -1,4 +1,4 @@
-"""What the variants compute, and in which order they do it."""
+"""The results of the variants, and the order of their operations."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_every_variant_computes_the_same(
     worker, limit = Worker(), 1e-4 if dtype == "fp32" else 0.2
     for work in works:
         worker.set_up(work, _shape(worker.size), dtype, 7, None)
-        # Fewer lanes change no number, and 8 pieces nothing that 4 do not.
+        # Fewer lanes change no result, and 8 pieces test nothing that 4 do not.
         chosen = [
             variant
             for variant in of_group(worker.size)
@@ -86,7 +86,7 @@ def _turns(rank: int) -> Any:
     worker._transport.close()
     assert overlap.pairs == 2 * 7  # the first step of three is measured
     (order,) = overlap.orders.values()
-    # Two layers: 8 transfers of a forward, 12 of a backward of which 8 end elsewhere; the ends.
+    # Two layers: 8 transfers forward; 12 backward, of which 8 end elsewhere; and the end of each.
     assert [len(side) for side in order] == [9, 21]
     return overlap.orders
 
@@ -107,7 +107,7 @@ def test_tuning_happens_when_it_is_asked_for_and_not_while_the_clock_runs(rank: 
         check = worker.tune(auto)
         first = len(trials)
         worker.tune(other)
-        # Weight gradients made of blocks are another backward.
+        # Blockwise weight gradients have a backward of their own.
         with_blocks = len(trials)
         worker.round([auto, other])
         assert 0 < first < with_blocks == len(trials)
@@ -124,11 +124,11 @@ def test_tuning_happens_when_it_is_asked_for_and_not_while_the_clock_runs(rank: 
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=_long)])
 @on_ranks()
 def test_a_ring_has_the_bits_of_the_collectives(rank: int) -> None:
-    """And of the same GEMMs, block by block."""
+    """And the bits of the same GEMMs, computed block by block."""
     group, generator = dist.group.WORLD, torch.Generator().manual_seed(rank)
     assert group is not None
     size, carrier, lent = group.size(), DirectExchange(group, {}), []
-    around, whole = Ring(carrier), TorchCollectives(group, {})
+    ring, whole = Ring(carrier), TorchCollectives(group, {})
     take, release = carrier.take, carrier.release
     carrier.take = lambda *what: (lent.append(1), take(*what))[1]
     carrier.release = lambda *what: (lent.extend([-1] * len(what)), release(*what))[1]
@@ -150,17 +150,17 @@ def test_a_ring_has_the_bits_of_the_collectives(rank: int) -> None:
         "column_backward": (scattered(grad, weight), grad.t() @ gathered),
         "row_backward": (by_blocks(gathered, weight.t()), gathered.t() @ grad),
     }
-    found = {
-        "gather_gemm": (around.gather_gemm(shard, weight),),
-        "gemm_scatter": (around.gemm_scatter(grad, weight.t().contiguous()),),
-        "column_backward": around.column_backward(grad, shard, weight),
-        "row_backward": around.row_backward(shard, grad, weight.t().contiguous()),
+    computed = {
+        "gather_gemm": (ring.gather_gemm(shard, weight),),
+        "gemm_scatter": (ring.gemm_scatter(grad, weight.t().contiguous()),),
+        "column_backward": ring.column_backward(grad, shard, weight),
+        "row_backward": ring.row_backward(shard, grad, weight.t().contiguous()),
     }
-    for name, results in found.items():
+    for name, results in computed.items():
         assert all(map(torch.equal, results, expected[name])), name
     assert sum(lent) == 0
     assert 1 in lent
-    assert around.blocked_seconds() > 0
+    assert ring.blocked_seconds() > 0
 
 
 @on_ranks(2)
@@ -183,7 +183,7 @@ def test_a_round_with_sleeping_gemms_gives_a_sample_per_variant(rank: int) -> No
 
 
 class _Recorded(NoTransfers):
-    """A carrier that writes down what is asked of it; neighbours' blocks arrive when awaited."""
+    """A carrier that logs its calls; a neighbor's block arrives when it is awaited."""
 
     blocked_seconds = 0.0
 
@@ -216,7 +216,7 @@ class _Recorded(NoTransfers):
     [
         (Blocking, 2, True, "column_backward",
          "gemm 8, scatter, scatter is there, gather, gather is there"),
-        # wgrad, which is no gemm_into, is after the scatter.
+        # wgrad follows the scatter; it is not a gemm_into.
         (MegatronOrder, 2, True, "column_backward",
          "gather, gemm 8, gather is there, scatter, scatter is there"),
         (Sliced, 2, True, "column_backward",
@@ -230,7 +230,7 @@ class _Recorded(NoTransfers):
          "gemm 4, scatter, gemm 4, scatter is there, scatter, scatter is there"),
         (Ring, 3, True, "gather_gemm",
          "to 1, gemm 4, to 1 is there, to 1, gemm 4, to 1 is there, gemm 4"),
-        # The input goes up while the sums go down.
+        # Inputs go to the next rank while sums go to the previous one.
         (Ring, 3, True, "column_backward",
          "to 1, gemm 4, to 2, to 1 is there, to 1, gemm 4, to 2 is there, to 2, to 1 is there, "
          "gemm 4, to 2 is there"),
@@ -247,14 +247,14 @@ def test_what_is_under_way_while_what_is_computed(
 
     monkeypatch.setattr(baselines, "gemm_into", gemm)
     carrier = _Recorded(log, size, in_order)
-    made = layers(carrier, 2) if layers is Sliced else layers(carrier)
+    layer = layers(carrier, 2) if layers is Sliced else layers(carrier)
     shard, whole, weight = torch.ones(4, 3), torch.ones(4 * size, 6), torch.ones(6, 3)
-    given = {
+    operands = {
         "gather_gemm": (shard, weight),
         "gemm_scatter": (whole, weight.t().contiguous()),
         "column_backward": (whole, shard, weight),
     }
-    getattr(made, half)(*given[half])
+    getattr(layer, half)(*operands[half])
     assert ", ".join(log) == expected
 
 
@@ -262,7 +262,7 @@ def test_what_is_under_way_while_what_is_computed(
 
 
 def _clock(patch: pytest.MonkeyPatch, late: float) -> list[float]:
-    """Time passes in sleeps only, each of which ends so much too late; returns the sleeps."""
+    """A clock that only sleeps advance, each ``late`` seconds too long; returns the sleeps."""
     now, slept = [0.0], list[float]()
 
     def sleep(seconds: float) -> None:
@@ -288,9 +288,9 @@ def test_gemms_sleep_for_their_modelled_time_in_a_backward_too(monkeypatch) -> N
         assert (a + a).sum() == 400
         a.matmul(b).sum().backward()
     assert gemms.products == 7
-    one, four = (modelled_seconds(rows, 30, 20, 1.0) for rows in (10, 40))
+    single, four = (modelled_seconds(rows, 30, 20, 1.0) for rows in (10, 40))
     of_weight = modelled_seconds(20, 30, 10, 1.0)
-    assert slept == pytest.approx([one, one, four, one, one, one, of_weight])
+    assert slept == pytest.approx([single, single, four, single, single, single, of_weight])
     assert torch.equal(out, torch.full((10, 30), 5.0))
     assert torch.equal(a @ b, torch.full((10, 30), 20.0)), "and real ones afterwards"
 
@@ -302,20 +302,20 @@ def test_a_gemm_is_whole_rounds_of_tiles_after_a_launch() -> None:
     for m, n, rounds in ((rows, 256, 1), (1, 1, 1), (rows + 1, 256, 2), (rows, 512, 2)):
         seconds = modelled_seconds(m, n, 64, 60.0)
         assert seconds - launch == pytest.approx(2 * rounds * rows * 256 * 64 / 60e9)
-    # One that stands for a wider one loses the same share.
+    # A GEMM that stands for a wider one loses the same share.
     narrow = modelled_seconds(375, 256, 64, 60.0, scale=4.0)
     assert narrow == pytest.approx(modelled_seconds(1500, 1024, 256, 60.0) / 4**3)
 
 
 def test_what_a_sleep_took_too_long_is_taken_off_the_next(monkeypatch) -> None:
     a, b = torch.ones(10, 20), torch.ones(20, 30)
-    one = modelled_seconds(10, 30, 20, 1.0)
-    slept = _clock(monkeypatch, 1.5 * one)
+    duration = modelled_seconds(10, 30, 20, 1.0)
+    slept = _clock(monkeypatch, 1.5 * duration)
     with SleepingGemms(1.0) as gemms:
         a @ b
         a @ b  # no time is left for this one, and half of the next is gone
         a @ b
-        assert slept == pytest.approx([one, 0.5 * one])
+        assert slept == pytest.approx([duration, 0.5 * duration])
         gemms.settle()
         a @ b
-    assert slept == pytest.approx([one, 0.5 * one, one])
+    assert slept == pytest.approx([duration, 0.5 * duration, duration])

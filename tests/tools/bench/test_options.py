@@ -1,4 +1,4 @@
-"""Names of variants, and the programme that options make."""
+"""Names of variants, and the sweeps that options select."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ def test_variants_have_names_of_their_own_and_lanes_that_are_used(size: int) -> 
 
 
 def test_patterns_choose_and_the_reference_is_always_measured() -> None:
-    found = chosen(["ours-c?", "co*"], 2)
-    assert [one.name for one in found if one.direct] == [
+    selected = chosen(["ours-c?", "co*"], 2)
+    assert [variant.name for variant in selected if variant.direct] == [
         REFERENCE,
         *map("ours-c{}".format, (1, 2, 4, 8)),
     ]
-    torchs = [(one.name, one.slices) for one in found if not one.direct]
+    torchs = [(variant.name, variant.slices) for variant in selected if not variant.direct]
     assert torchs == [("collective", 1), ("coc-2", 2), ("coc-4", 4), ("coc-8", 8)]
     with pytest.raises(ValueError, match="'ours-c3'; choose from p2p, collective"):
         chosen(["ours-c3"], 2)
@@ -43,14 +43,14 @@ def test_patterns_choose_and_the_reference_is_always_measured() -> None:
      ("fb-overlap", "micro-batches"), ("p2p", "all-gather mlp layer micro-batches")],
 )  # fmt: skip
 def test_some_variants_need_a_backward_or_micro_batches(name: str, works: str) -> None:
-    (variant,) = (one for one in of_group(2) if one.name == name)
-    every = ("all-gather", "mlp", "layer", "micro-batches")
-    assert " ".join(work for work in every if variant.applies_to(work)) == works
+    (variant,) = (v for v in of_group(2) if v.name == name)
+    all_works = ("all-gather", "mlp", "layer", "micro-batches")
+    assert " ".join(work for work in all_works if variant.applies_to(work)) == works
 
 
 def test_options_make_a_programme_of_their_own_or_replace_values() -> None:
-    given = _given("--ranks", "2,4", "--sleep-gemm", "10", "--works", "mlp")
-    sweeps = with_options(quick(), given)
+    args = _given("--ranks", "2,4", "--sleep-gemm", "10", "--works", "mlp")
+    sweeps = with_options(quick(), args)
     assert [(s.ranks, s.gflops, s.works) for s in sweeps] == [
         *((2, 10.0, ("mlp",)), (4, 10.0, ("mlp",))),
     ]

@@ -1,4 +1,4 @@
-"""From samples to figures, to the report and the pictures, and through the file of ``--json``."""
+"""Figures, report and pictures from samples, and the file of ``--json``."""
 
 from __future__ import annotations
 
@@ -41,15 +41,15 @@ TOTALS = {
 
 
 def evaluated(ratio: float = 1.0, wire: float = 100.0, **totals: list[float]) -> list[Result]:
-    """From totals in ms, in place of :data:`TOTALS` or besides; blocked a tenth of them."""
+    """Results from totals in ms, which override or extend :data:`TOTALS`; a tenth is blocked."""
     rate = 1e6 if ratio else None
     setting = Setting("real GEMMs", "mlp", 2, "mesh", "fp32", ratio, "S 8", rate, wire)
-    known = {**TOTALS, **{name.replace("_", "-"): times for name, times in totals.items()}}
+    all_totals = {**TOTALS, **{name.replace("_", "-"): times for name, times in totals.items()}}
     samples = {
         name: [Sample(ms / 1e3, ms / 1e4, ms / 2e3) for ms in times]
-        for name, times in known.items()
+        for name, times in all_totals.items()
     }
-    checks = {name: Check(True, 0.0, None) for name in known}
+    checks = {name: Check(True, 0.0, None) for name in all_totals}
     checks["auto"] = Check(False, 2.5e-6, True, ("row forward 4 x 8: plain",))
     return evaluate(setting, samples, checks)
 
@@ -60,7 +60,7 @@ def test_a_scaled_shape_can_be_shared_by_the_ranks() -> None:
         widths = shape.sequence, shape.hidden, shape.ffn, shape.heads, shape.groups
         assert all(width > 0 and width % ranks == 0 for width in widths)
         assert (shape.heads % shape.groups, shape.head) == (0, 128)
-    # A quarter of the widths is a quarter.
+    # A scale of 4 divides the widths by 4.
     assert Shape.of_model(CONFIG, 2, 4, None) == Shape(2048, 1024, 3584, 8, 2, 128, 4)
 
 
@@ -93,7 +93,7 @@ def test_figures_of_a_setting() -> None:
     _, ours, _ = evaluated(wire=150)
     assert (ours.bound_ms, ours.hideable) == (150, pytest.approx(0.5))
     assert ours.of_hideable == pytest.approx(1.6)
-    # Nothing exposed is nothing to remove.
+    # Nothing exposed: nothing to remove.
     _, ours, _ = evaluated(wire=0, p2p=[90.0] * 3)
     assert (ours.overhead_removed_signed, ours.overhead_removed, ours.hideable) == (None, 0, 0)
 
@@ -145,7 +145,7 @@ def test_the_summary_has_a_row_per_work_and_ratio() -> None:
     assert [[cell.strip() for cell in row.strip("|").split("|")] for row in rows] == [
         ["mlp", "0.5", "**1.65x, 79 % (40 %)**", "**1.67x, 80 % (40 %)** ours-c4",
          "0.80x, -50 % (-25 %) coc-4", "1.25x, 40 % (20 %) megatron-p2p"],
-        # Without a wire there is no share of it.
+        # Without a wire there is no share of the wire.
         ["mlp", "0", "-", "**1.67x** ours-c4", "0.67x coc-4", "-"],
     ]  # fmt: skip
 
@@ -180,9 +180,9 @@ def test_the_verdict_has_the_options_and_what_users_have_today(name: str, option
 def test_a_picture_is_over_ratios() -> None:
     names = ["p2p", "ours-c4", "coc-4"]
     over = picture([row for ratio in (0.0, 0.5, 1.0) for row in evaluated(ratio)], names)
-    drawn = [(row["name"], row["at"], row["value"]) for row in over.chart["data"]["values"]]
+    points = [(row["name"], row["at"], row["value"]) for row in over.chart["data"]["values"]]
     shares = {"bound, max(compute, wire)": 0.5, "ours-c4": 0.6, "coc-4": 1.25}
-    assert sorted(drawn) == sorted(
+    assert sorted(points) == sorted(
         (name, at, share) for name, share in shares.items() for at in (0.0, 0.5, 1.0)
     )
     far = picture(evaluated(0.5, coc_4=[900.0] * 3), names)
@@ -195,7 +195,7 @@ def test_a_picture_is_over_ratios() -> None:
 
 def written(path: Path, **changes: Any) -> Path:
     content = {"machine": {"cores": 2, "link measured": ["fast"], "notes": ["a note"]}}
-    rows = [asdict(one) for one in evaluated()]
+    rows = [asdict(result) for result in evaluated()]
     rows[0].update(changes)
     path.write_text(json.dumps({**content, "results": rows}))
     return path
@@ -206,8 +206,8 @@ def test_a_stored_run_is_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[s
     machine, results = {"cores": 2, "link measured": ["fast"]}, evaluated()
     assert load(path) == (machine, results, ["a note"])
     assert cli.main(["bench", "--from", str(path)]) == 0
-    shown = [*verdict(results), "", as_markdown(machine, results, ["a note"]), ""]
-    assert capsys.readouterr().out == "\n".join(shown)
+    expected = [*verdict(results), "", as_markdown(machine, results, ["a note"]), ""]
+    assert capsys.readouterr().out == "\n".join(expected)
 
 
 @pytest.mark.parametrize(

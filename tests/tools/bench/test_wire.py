@@ -1,4 +1,4 @@
-"""Rates on real sockets."""
+"""Pacing rates on real sockets."""
 
 from __future__ import annotations
 
@@ -27,23 +27,23 @@ def _rate(of: socket.socket) -> int:
 
 
 def test_connected_sockets_get_a_rate_of_more_than_32_bits_and_lose_it_again(connection) -> None:
-    found = wire.pace(6e9)
-    assert found.problem == ""
-    assert found.sockets >= 2
-    assert [_rate(one) for one in connection] == [6_000_000_000] * 2
+    pacing = wire.pace(6e9)
+    assert pacing.problem == ""
+    assert pacing.sockets >= 2
+    assert [_rate(end) for end in connection] == [6_000_000_000] * 2
     congestion = connection[0].getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16)
     assert congestion.rstrip(b"\0") == b"reno"
     wire.pace(None)
-    assert [_rate(one) for one in connection] == [wire.UNLIMITED] * 2
+    assert [_rate(end) for end in connection] == [wire.UNLIMITED] * 2
 
 
 def test_only_connected_sockets_are_found_and_stay_open(connection) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listening, socket.socketpair()[0]:
         ports = set()
-        for one in wire.connected_sockets():
-            ports.add(one.getsockname()[1])
-            one.close()
-        assert {one.getsockname()[1] for one in connection} <= ports
+        for end in wire.connected_sockets():
+            ports.add(end.getsockname()[1])
+            end.close()
+        assert {end.getsockname()[1] for end in connection} <= ports
         assert listening.getsockname()[1] not in ports
     connection[0].sendall(b"x")
     assert connection[1].recv(1) == b"x"

@@ -1,4 +1,4 @@
-"""The command line: answers, and exit codes that say what kind of answer it is."""
+"""The command line: its output, and exit codes for each kind of result."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_a_program_is_printed(capsys) -> None:
     posts = [line for line in code if " post step " in line]
     assert len(posts) == 2 * 3
     assert posts[0].endswith("lane 0: block 1 chunk 0 -> rank 2, block 0 chunk 0 <- rank 0")
-    # The own block, then a chunk of all peers at a time.
+    # The own block, then one chunk of all peers at a time.
     assert [line.split(maxsplit=1)[1] for line in code if "gemm" in line] == [
         "out[8:16] = gemm(shard[0:8], weight[0:16])",
         *(f"result {j}[0:12] = gemm(staged {j}[0:12], weight[0:16])" for j in range(2)),
@@ -40,8 +40,8 @@ def test_all_programs_are_proved(capsys) -> None:
     assert cli.main(["verify", "--max-ranks", "3", "--chunks", "1", "2", "--lanes", "2"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line[:4] for line in lines[2:]] == ["| up", "|---", "| 2 ", "| 3 "]
-    said = f"proved: all programs of 2 to 3 ranks: {len(RULES)} rules, chunks 1, 2, lanes 2; every "
-    assert lines[0].startswith(said)
+    head = f"proved: all programs of 2 to 3 ranks: {len(RULES)} rules, chunks 1, 2, lanes 2; every "
+    assert lines[0].startswith(head)
 
 
 def test_a_broken_program_is_reported(monkeypatch, capsys) -> None:
@@ -55,11 +55,11 @@ def test_a_broken_program_is_reported(monkeypatch, capsys) -> None:
     broken.cache_clear, broken.lines = compiled.cache_clear, compiled.lines
     monkeypatch.setitem(RULES, "bucket_gather", broken)
     assert cli.main(["verify", "--min-ranks", "3", "--max-ranks", "3", "--chunks", "1"]) == 1
-    told = capsys.readouterr().out
+    out = capsys.readouterr().out
     assert re.match(
-        r"refuted: bucket_gather\(., False\), 3 ranks, in batches, shifted, .* 1 chunks", told
+        r"refuted: bucket_gather\(., False\), 3 ranks, in batches, shifted, .* 1 chunks", out
     )
-    assert "- deadlock" in told
+    assert "- deadlock" in out
 
 
 def test_what_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
@@ -69,8 +69,8 @@ def test_what_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch, capsys)
     monkeypatch.setattr(cli, "import_module", missing)
     absent = "torch"
     assert cli.main(["bench"]) == 2
-    said = capsys.readouterr().err
-    assert said.startswith("commfuse-npu bench: torch is not installed; install the torch of")
+    message = capsys.readouterr().err
+    assert message.startswith("commfuse-npu bench: torch is not installed; install the torch of")
     absent = "commfuse_npu.nothing"
     with pytest.raises(ModuleNotFoundError):
         cli.main(["bench"])
@@ -90,7 +90,7 @@ PARTS = ("setup.py", "pyproject.toml", "README.md", "commfuse_npu", "mindspeed_p
 
 @pytest.mark.long
 def test_the_wheel_plans_without_torch(tmp_path: Path) -> None:
-    """It carries what its commands read."""
+    """The wheel contains the files that its commands read."""
     source, installed = tmp_path / "source", tmp_path / "installed"
     source.mkdir()
     for part in PARTS:

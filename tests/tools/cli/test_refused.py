@@ -1,6 +1,6 @@
-"""Bad input: status 2, or 1 where the answer is no; one line with value, limit and way out.
+"""Bad input: status 2, or 1 if the answer is no; one line with value, limit and remedy.
 
-A row of these tables for each kind of error, not for each option that has it.
+The tables have a row per kind of error, not per option that can have it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ LAUNCH = (
     "--tensor-model-parallel-size 2 --sequence-parallel"
 )
 STAGES = f"{LAUNCH} --pipeline-model-parallel-size 2"
-# A script with a launch, the status of `plan SCRIPT`, and what is said of it.
+# A script with a launch, the status of `plan SCRIPT`, and its message.
 LAUNCHES = (
     (f"{LAUNCH} --noop-layers 1,99", 2, "--noop-layers: '99' is no layer"),
     (f"{STAGES} --num-layer-list 9,9", 1, "give 2 numbers that add up to 4"),
@@ -54,7 +54,7 @@ FILES = {
     "log/rank_0.jsonl": b"\xff\xfe\n",
     "good.sh": LAUNCH.encode(),
 }
-# A question, and what is said last.
+# The words of a command, and its last message.
 QUESTIONS = (
     ("frobnicate", "invalid choice: 'frobnicate' (choose from 'doctor', 'plan', 'simulate'"),
     ("doctor surplus", "unknown: surplus (see commfuse-npu doctor --help)"),
@@ -133,21 +133,21 @@ ASKED = [
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = tmp_path_factory.mktemp("bad")
+    created = tmp_path_factory.mktemp("bad")
     for name in ("there", "log"):
-        (made / name).mkdir()
+        (created / name).mkdir()
     for name, content in FILES.items():
-        (made / name).write_bytes(content)
+        (created / name).write_bytes(content)
     for number, (launch, _, _) in enumerate(LAUNCHES):
-        (made / f"{number}.sh").write_text(f"{launch}\n", "utf-8")
-    return made
+        (created / f"{number}.sh").write_text(f"{launch}\n", "utf-8")
+    return created
 
 
 def content(folder: Path) -> list[tuple[Path, int]]:
     return sorted((path, path.stat().st_size) for path in folder.rglob("*"))
 
 
-@pytest.mark.parametrize(("question", "code", "said"), ASKED, ids=[one for one, *_ in ASKED])
+@pytest.mark.parametrize(("question", "code", "said"), ASKED, ids=[q for q, *_ in ASKED])
 def test_it_is_answered_in_a_line(
     question: str, code: int, said: str, folder: Path, capsys, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -172,7 +172,7 @@ def test_it_is_answered_in_a_line(
 
 
 def test_it_is_refused_before_torch_or_a_drawing_is_imported(folder: Path) -> None:
-    asked = [shlex.split(line) for line, _ in QUESTIONS if not line.startswith("pretrain")]
+    calls = [shlex.split(line) for line, _ in QUESTIONS if not line.startswith("pretrain")]
     code = (
         "import sys; from contextlib import suppress; from commfuse_npu.tools import cli\n"
         "for words in eval(sys.argv[1]):\n"
@@ -180,11 +180,11 @@ def test_it_is_refused_before_torch_or_a_drawing_is_imported(folder: Path) -> No
         "        assert cli.main(words) == 2, words\n"
         "print({'torch', 'matplotlib', 'numpy', 'vl_convert'} & set(sys.modules))"
     )
-    done = started(sys.executable, "-c", code, repr(asked), env=ENVIRONMENT, folder=folder)
+    done = started(sys.executable, "-c", code, repr(calls), env=ENVIRONMENT, folder=folder)
     assert done.stdout == "set()\n", done.stderr
 
 
-# What a shell does with a command, its status, and its last line on stderr.
+# A command with redirections of a shell, its status, and its last line on stderr.
 IN_A_SHELL = (
     ("verify --max-ranks 2 --chunks 1 --lanes 1 >/dev/full", 2, "No space left on device"),
     ("plan good.sh --json /dev/full", 2, "No space left on device; all other files were written"),

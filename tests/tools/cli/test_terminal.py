@@ -1,4 +1,4 @@
-"""What a terminal shows of what a command prints, and what a pipe gets."""
+"""The output of a command on a terminal and in a pipe."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Terminal(io.StringIO):
 
 @pytest.fixture
 def shown(monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
-    """What a terminal of a width gets."""
+    """A function that returns the output on a terminal of a given width."""
     for name in ("NO_COLOR", "FORCE_COLOR"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("TERM", "xterm-256color")
@@ -73,10 +73,10 @@ def test_a_pipe_gets_markdown_and_a_terminal_without_rich(shown, capsys, monkeyp
         terminal.tell("what is being computed")
         terminal.print_verdict("It **helps**.", True)
         print(*SAID, sep="\n", end="")
-    said = "\n".join(["It **helps**.", *SAID])
-    assert capsys.readouterr() == (said, "")
+    expected = "\n".join(["It **helps**.", *SAID])
+    assert capsys.readouterr() == (expected, "")
     monkeypatch.setattr(terminal, "find_spec", lambda name: None)
-    assert shown() == said
+    assert shown() == expected
 
 
 def test_lines_and_tables_fit(shown) -> None:
@@ -91,7 +91,7 @@ def test_lines_and_tables_fit(shown) -> None:
     assert any(re.match(r"fused +1,234.5 ms ", line) for line in table), "a number is not broken"
     assert "plain" in table[-1], "without its stars"
     assert {"--an-option", "says,", "many", "that", "cannot"} <= {*" ".join(table).split()}
-    # Where a table has no room there is a line for each row.
+    # If a table does not fit, each row becomes a list item.
     narrow = ESCAPE.sub("", shown(width=20))
     assert "- form fused: ms per\n  step: 1,234.5 ms,\n  why it cannot be\n" in narrow
 
@@ -108,31 +108,31 @@ def test_colours_say_what_is_good_and_can_be_refused(shown, monkeypatch) -> None
 
 def _before_a_terminal() -> None:
     fcntl.ioctl(0, termios.TIOCSCTTY, 0)
-    # What is started in the background of a script is deaf to it.
+    # Background jobs of a script ignore SIGINT.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def test_a_terminal_sees_what_is_computed_and_ctrl_c_ends_it_quietly(tmp_path: Path) -> None:
-    """With a real one: a script that hangs, and its reader who loses patience."""
+    """On a pseudo-terminal: a script hangs, and the user presses Ctrl-C."""
     (tmp_path / "a.sh").write_text("exit\n", "utf-8")
     (tmp_path / "hangs.sh").write_text("while :; do :; done\n", "utf-8")
-    own, other = pty.openpty()
-    fcntl.ioctl(other, termios.TIOCSWINSZ, struct.pack("HHHH", 50, 100, 0, 0))
+    reader, writer = pty.openpty()
+    fcntl.ioctl(writer, termios.TIOCSWINSZ, struct.pack("HHHH", 50, 100, 0, 0))
     words = [sys.executable, "-m", "commfuse_npu.tools.cli", "plan", str(tmp_path)]
     environment = {**os.environ, "TERM": "xterm", "PYTHONPATH": os.pathsep.join(sys.path)}
     with subprocess.Popen(
-        words, stdin=other, stdout=other, stderr=other, start_new_session=True, env=environment,
+        words, stdin=writer, stdout=writer, stderr=writer, start_new_session=True, env=environment,
         preexec_fn=_before_a_terminal,
     ) as running:  # fmt: skip
-        os.close(other)
-        seen = b""
-        with suppress(OSError):  # the other end has gone
-            while select.select([own], [], [], LIMIT)[0] and (part := os.read(own, 1 << 16)):
-                seen += part
-                if b"1 of 2" in seen and b"\x03" not in seen:
-                    os.write(own, b"\x03")
-                    seen += b"\x03"
+        os.close(writer)
+        output = b""
+        with suppress(OSError):  # the other end is closed
+            while select.select([reader], [], [], LIMIT)[0] and (part := os.read(reader, 1 << 16)):
+                output += part
+                if b"1 of 2" in output and b"\x03" not in output:
+                    os.write(reader, b"\x03")
+                    output += b"\x03"
         assert running.wait(LIMIT) == 130
-    os.close(own)
-    assert b"Traceback" not in seen
-    assert seen.rindex(b"\x1b[?25h") > seen.rindex(b"\x1b[?25l"), "its cursor is there again"
+    os.close(reader)
+    assert b"Traceback" not in output
+    assert output.rindex(b"\x1b[?25h") > output.rindex(b"\x1b[?25l"), "its cursor is there again"

@@ -1,4 +1,4 @@
-"""Made-up machines, and how to look at what the doctor says about them."""
+"""Made-up machines, and helpers for the doctor's findings about them."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def machine(
     answers: Answers = NOTHING,
     **others: Any,
 ) -> Machine:
-    """A machine of which only this is known; ``answers`` by the end of a command line."""
+    """A machine with these facts only; ``answers`` has results by the end of a command line."""
 
     def run(command: Sequence[str], _: Mapping[str, str]) -> CommandResult | None:
         line = " ".join(command)
@@ -69,7 +69,7 @@ NPU_ANSWERS: Answers = {
 
 
 def stack(folder: Path) -> dict[str, Package]:
-    """Packages as checkouts of a supported set leave them, torch_npu and all."""
+    """Packages of a supported set of checkouts, including torch and torch_npu."""
     for file in (
         "mindspeed_llm/tasks/megatron_adaptor_v2.py",
         "mindspeed/features_manager/features_manager.py",
@@ -79,13 +79,13 @@ def stack(folder: Path) -> dict[str, Package]:
         (folder / file).parent.mkdir(parents=True)
         (folder / file).touch()
     versions = {"mindspeed_llm": "26.0.0dev0", "mindspeed": "0.12.1", "megatron": "0.12.1"}
-    found = {name: Package(version, (folder / name,)) for name, version in versions.items()}
-    return found | dict.fromkeys(("torch", "torch_npu"), Package("2.7.1"))
+    packages = {name: Package(version, (folder / name,)) for name, version in versions.items()}
+    return packages | dict.fromkeys(("torch", "torch_npu"), Package("2.7.1"))
 
 
 def only(findings: Iterable[Finding], what: str) -> Finding:
-    (found,) = [finding for finding in findings if finding.subject == what]
-    return found
+    (match,) = [finding for finding in findings if finding.subject == what]
+    return match
 
 
 def summary(finding: Finding) -> tuple[str, str]:

@@ -37,13 +37,13 @@ def test_the_last_line_says_for_what_it_is_ready_or_what_is_wrong() -> None:
     packages = dict.fromkeys(("torch", "torch_npu"), Package("2.13.0"))
     npus, none = machine(packages=packages, answers=NPU_ANSWERS), machine(packages=packages)
     layout, ready = "--config --tensor-model-parallel-size", "ready: llama3_8b would start; "
-    for here, line, said in (
+    for host, line, verdict in (
         (npus, "2 --nproc_per_node 2", f"{ready}this machine has 2 NPUs (0 errors"),
         (none, "2 --nproc_per_node 2", f"{ready}this machine has no NPU and can rehearse it"),
         (npus, "2 --nproc_per_node 4", "not ready: NPUS_PER_NODE (1 errors, "),
         (none, "3 --use-ascend-mc2", "not ready: layout, --use-ascend-mc2 ("),
     ):
-        assert diagnose(here, asked(f"{layout} {line}")).verdict.startswith(said)
+        assert diagnose(host, asked(f"{layout} {line}")).verdict.startswith(verdict)
     assert "can run the CPU form, rehearsals and simulations" in diagnose(none).verdict
 
 
@@ -55,10 +55,10 @@ def test_this_machine_as_text_and_as_json(capsys: pytest.CaptureFixture[str]) ->
     assert cli.main(["doctor", "--config", str(CONFIG), "--json"]) == code
     data = json.loads(capsys.readouterr().out)
     assert (data["ready"], data["verdict"]) == (code == 0, first)
-    (version,) = [one["value"] for one in data["findings"] if one["what"] == "torch"]
+    (version,) = [row["value"] for row in data["findings"] if row["what"] == "torch"]
     assert version.split("+")[0] == torch.__version__.split("+")[0]
-    assert all(one["level"] == "ok" or one["action"] for one in data["findings"])
-    # What makes no sense is not ready.
+    assert all(row["level"] == "ok" or row["action"] for row in data["findings"])
+    # An invalid launch is not ready.
     assert cli.main(["doctor", "--config", str(CONFIG), "--", "--num-attention-heads", "7"]) == 1
 
 

@@ -1,4 +1,4 @@
-"""Variables, one at a time; NPUs and their links, as npu-smi lists them."""
+"""Environment variables, one at a time; NPUs and their links as npu-smi lists them."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ STREAMS, ATB = "STREAMS_PER_DEVICE", "ATB_HOME_PATH"
 def test_a_variable(name: str, levels: dict[str | None, str]) -> None:
     for value, level in levels.items():
         variables = {} if value is None else {name: value}
-        found = only(check_variables(machine(variables)), name)
-        assert found.level == level, value
+        entry = only(check_variables(machine(variables)), name)
+        assert entry.level == level, value
         if level not in ("ok", "note"):
-            assert (found.value, bool(found.expected), bool(found.action)) == (value, True, True)
+            assert (entry.value, bool(entry.expected), bool(entry.action)) == (value, True, True)
     # On NPUs the default time to connect is too short.
-    found = only(check_variables(machine({}, {}, NPU_ANSWERS)), "HCCL_CONNECT_TIMEOUT")
-    assert summary(found) == ("warning", "unset (120 s)")
+    entry = only(check_variables(machine({}, {}, NPU_ANSWERS)), "HCCL_CONNECT_TIMEOUT")
+    assert summary(entry) == ("warning", "unset (120 s)")
 
 
 BLOCKS = "--config --commfuse-wgrad blocks"
@@ -58,45 +58,45 @@ MANY = (
     [
         (SIZES, {}, CONNECTIONS, ("error", "unset")),
         (f"{CONNECTIONS}=1 {SIZES}", {}, CONNECTIONS, ("ok", "1")),
-        ("--config", {}, CONNECTIONS, ("ok", "1")),  # by its launcher
+        ("--config", {}, CONNECTIONS, ("ok", "1")),  # set by its launcher
         (f"{SIZES} --tensor-model-parallel-size 1", {CONNECTIONS: "8"}, CONNECTIONS, None),
         # With retries HCCL makes 5 communicators at most.
         ("--config --commfuse-lanes 4", {RETRY: "L1:1"}, RETRY, ("ok", "L1:1")),
         ("--config --commfuse-lanes 5", {RETRY: "L1:1"}, RETRY, ("error", "L1:1")),
-        # A product that is added to a sum is MindSpeed's operator.
+        # Adding a product to a sum uses MindSpeed's operator.
         (BLOCKS, {}, ATB, ("warning", "unset")),
         (BLOCKS, {ATB: "/usr/local/atb"}, ATB, ("ok", "/usr/local/atb")),
         ("--config", {}, ATB, None),
         ("--config", {}, STREAMS, ("ok", "unset (32 from torch_npu 7.2.0 on)")),
-        # 3 and 2 x 14 lanes and the second stream; the job, TP and DP, and two with others.
+        # 3 + 2 x 14 lanes and the second stream; groups: the job, TP, DP, and two more.
         (MANY, {}, STREAMS,
          ("warning", "37 streams: 32 of lanes and sums, 5 of Megatron's groups")),
     ],
 )  # fmt: skip
 def test_a_variable_of_a_launch(line, variables, name, said) -> None:
-    found = [one for one in check_variables(machine(variables), asked(line)) if one.subject == name]
-    assert [summary(one) for one in found] == [said] * (said is not None)
+    named = [row for row in check_variables(machine(variables), asked(line)) if row.subject == name]
+    assert [summary(row) for row in named] == [said] * (said is not None)
 
 
 # ------------------------------------------------------------------ NPUs and links
 
 
 def test_devices_and_their_health_are_listed() -> None:
-    found = list(check_devices(machine({}, {"torch_npu": Package("2.7.1")}, NPU_ANSWERS)))
-    assert summary(only(found, "NPUs")) == ("ok", "2 x 910B3")
-    assert summary(only(found, "driver")) == ("ok", "25.2.0")
-    assert summary(only(found, "health")) == ("warning", "NPU 1 (Warning)")
-    assert summary(only(found, "links")) == ("ok", "1 pairs HCCS")
-    found = list(check_devices(machine({}, {}, {"npu-smi info": CommandResult(0, INFO_A3)})))
-    assert summary(only(found, "NPUs")) == ("ok", "2 x Ascend910")
-    assert summary(only(found, "torch_npu")) == ("error", "not found")
-    for answer, level, said in (
+    findings = list(check_devices(machine({}, {"torch_npu": Package("2.7.1")}, NPU_ANSWERS)))
+    assert summary(only(findings, "NPUs")) == ("ok", "2 x 910B3")
+    assert summary(only(findings, "driver")) == ("ok", "25.2.0")
+    assert summary(only(findings, "health")) == ("warning", "NPU 1 (Warning)")
+    assert summary(only(findings, "links")) == ("ok", "1 pairs HCCS")
+    findings = list(check_devices(machine({}, {}, {"npu-smi info": CommandResult(0, INFO_A3)})))
+    assert summary(only(findings, "NPUs")) == ("ok", "2 x Ascend910")
+    assert summary(only(findings, "torch_npu")) == ("error", "not found")
+    for answer, level, value in (
         (None, "note", "no NPU found (there is no npu-smi)"),
         (CommandResult(255, "dcmi failed\n"), "error", "npu-smi info lists none: dcmi failed"),
         (CommandResult(0, "+--+\n"), "error", "npu-smi info lists none: +--+"),
     ):
         (nothing,) = check_devices(machine({}, {}, {"npu-smi info": answer}))
-        assert (*summary(nothing), bool(nothing.action)) == (level, said, True)
+        assert (*summary(nothing), bool(nothing.action)) == (level, value, True)
 
 
 def test_links_tell_the_schedule() -> None:
@@ -110,5 +110,5 @@ def test_links_tell_the_schedule() -> None:
     slow = links("X PHB HCCS", "PHB X HCCS", "HCCS HCCS X")
     assert summary(slow) == ("warning", "2 pairs HCCS, 1 pairs PHB")
     unknown = {"npu-smi info -t topo": CommandResult(1, "not supported\n")}
-    found = check_links(machine({}, {}, unknown))
-    assert summary(found) == ("note", "unknown: npu-smi info -t topo said not supported")
+    finding = check_links(machine({}, {}, unknown))
+    assert summary(finding) == ("note", "unknown: npu-smi info -t topo said not supported")

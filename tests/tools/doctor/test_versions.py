@@ -38,8 +38,8 @@ AUTOMATIC = "TORCH_DEVICE_BACKEND_AUTOLOAD"
     ],
 )  # fmt: skip
 def test_torch_and_its_bridge(packages, what, level, value) -> None:
-    made = {name: Package(version) for name, version in packages.items()}
-    assert summary(only(check_torch(machine(packages=made)), what)) == (level, value)
+    installed = {name: Package(version) for name, version in packages.items()}
+    assert summary(only(check_torch(machine(packages=installed)), what)) == (level, value)
 
 
 @pytest.mark.parametrize(
@@ -51,7 +51,7 @@ def test_torch_and_its_bridge(packages, what, level, value) -> None:
     ],
 )
 def test_a_torch_npu_that_does_not_load(variables, npus: bool, levels: dict[str, str]) -> None:
-    """It is tried without torch loading it first, and torch would fail to."""
+    """The check imports it with torch's automatic loading off, which would fail as well."""
 
     def run(command: Sequence[str], given: Mapping[str, str]) -> CommandResult | None:
         if command[0] == "npu-smi":
@@ -59,16 +59,16 @@ def test_a_torch_npu_that_does_not_load(variables, npus: bool, levels: dict[str,
         assert (*command, given[AUTOMATIC]) == (sys.executable, "-c", TRY_TORCH_NPU, "0")
         return CommandResult(1, "Traceback\nImportError: libhccl.so: cannot\n")
 
-    here = Machine(variables, {"torch_npu": Package("2.7.1")}.get, run)
-    findings = list(check_torch_npu_loads(here))
+    host = Machine(variables, {"torch_npu": Package("2.7.1")}.get, run)
+    findings = list(check_torch_npu_loads(host))
     assert findings[0].value == "failed: ImportError: libhccl.so: cannot"
-    assert {one.subject: one.level for one in findings} == levels
+    assert {finding.subject: finding.level for finding in findings} == levels
 
 
 def test_cann(tmp_path: Path) -> None:
     assert summary(check_cann(machine())) == ("note", "not found")
-    found = check_cann(machine(cann=tmp_path))
-    assert (found.level, found.action) == ("error", f"source {tmp_path.parent / 'set_env.sh'}")
+    finding = check_cann(machine(cann=tmp_path))
+    assert (finding.level, finding.action) == ("error", f"source {tmp_path.parent / 'set_env.sh'}")
     home = machine({"ASCEND_TOOLKIT_HOME": str(tmp_path)})
     assert summary(check_cann(home)) == ("warning", f"no version in {tmp_path}")
     for version, level in (("8.1.RC1", "warning"), ("9.0.0", "warning"), ("9.1.0", "ok")):
@@ -86,20 +86,20 @@ def test_the_stack(tmp_path: Path) -> None:
     checkout = tmp_path / "megatron"
 
     def found(**changed: Package | str | None) -> dict[str, tuple[str, str]]:
-        """By what it is about; packages are of other versions, others or missing."""
-        there = {
-            name: dataclasses.replace(packages[name], version=one) if isinstance(one, str) else one
-            for name, one in {**packages, **changed}.items()
-            if one is not None
+        """Findings by subject, with packages of other versions, replaced or missing."""
+        installed = {
+            name: dataclasses.replace(packages[name], version=new) if isinstance(new, str) else new
+            for name, new in {**packages, **changed}.items()
+            if new is not None
         }
-        return {one.subject: summary(one) for one in check_stack(machine(packages=there))}
+        return {row.subject: summary(row) for row in check_stack(machine(packages=installed))}
 
     assert [finding.level for finding in check_stack(machine())] == ["note"] * 3, "fine on a CPU"
     for version in ("2.2.0", "2.3.0", "26.0.0dev0", "26.0.0", "26.1.0"):
         assert found(mindspeed_llm=version)["together"][0] == "ok"
-    both = {"mindspeed_llm": None, "mindspeed": None}
+    absent = {"mindspeed_llm": None, "mindspeed": None}
     of_pypi = Package("0.12.1", (wheel,))
-    for changed, what, said in (
+    for changed, subject, expected in (
         ({"mindspeed": None}, "MindSpeed", ("error", "not found")),
         ({"megatron": None}, "Megatron-LM", ("error", "not found")),
         ({"mindspeed_llm": None}, "MindSpeed-LLM", ("warning", "not found")),
@@ -108,12 +108,12 @@ def test_the_stack(tmp_path: Path) -> None:
         ({"megatron": "0.8.0"}, "Megatron-LM", ("error", "0.8.0")),
         ({"megatron": "0.17.0"}, "Megatron-LM", ("error", "0.17.0")),
         ({"megatron": of_pypi}, "Megatron-LM", ("error", "0.12.1, megatron.core only")),
-        ({"megatron": of_pypi, **both}, "Megatron-LM", ("ok", "0.12.1, megatron.core only")),
+        ({"megatron": of_pypi, **absent}, "Megatron-LM", ("ok", "0.12.1, megatron.core only")),
         ({"megatron": Package("0.12.1", (wheel, checkout))}, "Megatron-LM",
          ("warning", f"megatron.core in {wheel}, megatron.training in {checkout}")),
     ):  # fmt: skip
         findings = found(**changed)
-        assert findings[what] == said
+        assert findings[subject] == expected
         assert "together" not in findings
     (tmp_path / "mindspeed_llm/tasks/megatron_adaptor_v2.py").unlink()
     (tmp_path / "mindspeed/features_manager/features_manager.py").unlink()
@@ -126,14 +126,14 @@ def test_the_stack(tmp_path: Path) -> None:
 
 
 def test_versions_are_read_from_files_without_importing(tmp_path, monkeypatch) -> None:
-    """Packages that may not be imported, found and read as they lie there."""
+    """Packages whose import would fail are found and their files are read."""
     trap = "raise RuntimeError('imported')\n"
     home, core = tmp_path / "home", tmp_path / "megatron_home" / "megatron" / "core"
     (home / "mindspeed").mkdir(parents=True)
     (home / "mindspeed" / "__init__.py").write_text(trap, "utf-8")
     (home / "setup.py").write_text(f"{trap}__version__ = '0.12.1'\n", "utf-8")
-    found = find_package("mindspeed", {"MINDSPEED_HOME": str(home)})
-    assert found == Package("0.12.1", (home / "mindspeed",))
+    package = find_package("mindspeed", {"MINDSPEED_HOME": str(home)})
+    assert package == Package("0.12.1", (home / "mindspeed",))
     core.mkdir(parents=True)
     (core / "package_info.py").write_text(f"{trap}MAJOR = 0\nMINOR = 12\nPATCH = 1\n", "utf-8")
     monkeypatch.syspath_prepend(str(tmp_path / "megatron_home"))

@@ -117,7 +117,7 @@ def test_a_launch_script_is_read_and_does_nothing(script: Path) -> None:
 
 
 def test_neither_torchrun_nor_python_can_be_brought_back(script: Path, tmp_path: Path) -> None:
-    """Not by a search path, nor by a path."""
+    """Neither through PATH nor by an absolute path."""
     (tmp_path / "torchrun").write_text(f"#!/bin/sh\ntouch {tmp_path}/started\n", "utf-8")
     (tmp_path / "torchrun").chmod(0o755)
     script.write_text(f'export PATH="{tmp_path}:$PATH"\n{SCRIPT}', "utf-8")
@@ -144,21 +144,21 @@ def test_two_trainings_are_noted_and_assignments_reach_the_script(script: Path) 
 
 
 def test_what_is_started_is_written_down_and_not_run(script: Path, tmp_path: Path) -> None:
-    """Another module; what is left in the background; programs, with another search path."""
+    """Another module, a background job, and programs found through another search path."""
     script.write_text(
         f"export PATH=/usr/bin:/bin:$PATH\nrm -r {tmp_path}/precious\npython3 -m json.tool --no\n"
         "torchrun pretrain_gpt.py --bf16 > log 2>&1 &\nexit 3\n",
         "utf-8",
     )
     captured = capture_commands([str(script)], tmp_path, dict(os.environ))
-    words = sorted(" ".join(one.words) for one in captured.commands)
+    words = sorted(" ".join(command.words) for command in captured.commands)
     assert words == ["python3 -m json.tool --no", "torchrun pretrain_gpt.py --bf16"]
     assert (captured.printed, captured.code) == ("", 3)
     assert (tmp_path / "precious").exists()
 
 
 def test_what_hangs_is_killed_with_what_it_started(script: Path, tmp_path: Path) -> None:
-    """Also where a child holds what the script prints to."""
+    """Also if a child keeps the script's stdout open."""
     script.write_text(f"/bin/sleep 100 & echo $! > {tmp_path}/child\nwait\n", "utf-8")
     with pytest.raises(UsageError, match=r"did not end within 0\.5 s"):
         capture_commands([str(script)], tmp_path, dict(os.environ), timeout=0.5)

@@ -1,4 +1,4 @@
-"""A measurement: whole on the CPU, interrupted, killed, resumed, and with steps that fail."""
+"""A measurement: complete on the CPU, interrupted, killed, resumed, with steps that fail."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ HOST = [{"what": "batch", "seconds": [1e-6]}]
 
 
 def times(folder: Path, step: str) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = json.loads((folder / f"{step}.json").read_text())["times"]
-    return found
+    rows: list[dict[str, Any]] = json.loads((folder / f"{step}.json").read_text())["times"]
+    return rows
 
 
 @pytest.fixture
@@ -40,11 +40,11 @@ def measured(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is measured is small."""
-    of = Scale.of
+    """Makes the measured sizes small."""
+    scale_of = Scale.of
 
     def small(*what: Any) -> Scale:
-        return of(*what)._replace(rows=128, shrink=32, message=1 << 16, calls=3)
+        return scale_of(*what)._replace(rows=128, shrink=32, message=1 << 16, calls=3)
 
     monkeypatch.setattr(Scale, "of", small)
 
@@ -55,9 +55,9 @@ def test_everything_is_measured_described_and_shown(measured: Path, capsys: Any)
     words = [*SMALL, str(measured), "--steps", ",".join(names)]
     assert command.main(words) == 0
     for name in names:
-        found = times(measured, name)
-        assert found
-        assert all(seconds > 0 for one in found for seconds in one["seconds"]), name
+        rows = times(measured, name)
+        assert rows
+        assert all(seconds > 0 for row in rows for seconds in row["seconds"]), name
     assert json.loads((measured / "machine.json").read_text())["backend"] == "gloo"
 
     described = measured / "measured.yaml"
@@ -85,15 +85,15 @@ def test_one_device_answers_what_needs_no_peer(measured: Path, capsys: Any) -> N
     assert "left out, they need the other ranks: links" in capsys.readouterr().out
     assert {path.stem for path in measured.glob("*.json")} == {"run", "machine", "gemms", "memory"}
     assert Hardware.load(measured / "measured.yaml").name == "one of 2 ranks on cpu, measured"
-    # The shapes are those of a rank of two.
-    assert {one["outputs"] for one in times(measured, "gemms") if one["layer"] == "fc1"} == {448}
+    # The shapes are those of one of two ranks.
+    assert {row["outputs"] for row in times(measured, "gemms") if row["layer"] == "fc1"} == {448}
 
 
 @pytest.mark.long
 @pytest.mark.usefixtures("tiny")
 def test_layers_are_measured_and_the_best_named(measured: Path, capsys: Any) -> None:
     assert command.main([*SMALL, str(measured), "--steps", "host,layer"]) == 0
-    forms = {one["form"] for one in times(measured, "layer")}
+    forms = {row["form"] for row in times(measured, "layer")}
     assert forms >= {"collective", "megatron", "coc-4", "auto"}
     assert "Two layers: Best of ours over one setting: auto:" in capsys.readouterr().out
 
@@ -105,12 +105,12 @@ def test_what_is_finished_is_kept(measured: Path, how: signal.Signals, capsys: A
     try:
         wait_for(lambda: (measured / "links.json").exists() or process.poll() is not None)
         process.send_signal(how)
-        printed, said = process.communicate(timeout=LIMIT)
+        printed, err = process.communicate(timeout=LIMIT)
     finally:
         process.kill()
     if how == signal.SIGINT:
         assert process.returncode == 130
-        assert "finished steps are kept" in said
+        assert "finished steps are kept" in err
         assert "Continue with: commfuse-npu measure --resume" in printed
         assert (measured / "measured.yaml").exists()
     links = times(measured, "links")
@@ -122,7 +122,7 @@ def test_what_is_finished_is_kept(measured: Path, how: signal.Signals, capsys: A
 
 
 class Answers:
-    """In the place of ranks."""
+    """A stand-in for the ranks with fixed answers."""
 
     machine: ClassVar[dict[str, Any]] = {"backend": "gloo", "device": "cpu", "torch": "none"}
     answers: dict[str, Any]
@@ -135,7 +135,7 @@ class Answers:
         return self
 
     def close(self) -> None:
-        """There is nothing to end."""
+        """There is no process to end."""
 
     def ask(self, method: str, *_: object) -> list[Any]:
         self.limits.append(self.timeout)
@@ -180,15 +180,15 @@ def test_an_npu_says_which_description_holds_and_another_one_does_not_go_on(
     (measured / "host.json").unlink()
     monkeypatch.setattr(answers, "machine", {**answers.machine, "torch": "other"})
     assert command.main(["--folder", str(measured), "--resume"]) == 2
-    said = capsys.readouterr().err
-    assert "measured on another machine: torch 'none' there, 'other' here; choose another" in said
+    err = capsys.readouterr().err
+    assert "measured on another machine: torch 'none' there, 'other' here; choose another" in err
     assert not (measured / "host.json").exists()
 
 
 def test_ranks_have_the_environment_of_the_launch(measured: Path, answers, monkeypatch) -> None:
     monkeypatch.setenv("TASK_QUEUE_ENABLE", "1")
-    found = Launches({}, measured, {"TASK_QUEUE_ENABLE": "2"})
-    monkeypatch.setattr(command, "launches", lambda *_: found)
+    planned = Launches({}, measured, {"TASK_QUEUE_ENABLE": "2"})
+    monkeypatch.setattr(command, "launches", lambda *_: planned)
     host = lambda: HOST * int(os.environ["TASK_QUEUE_ENABLE"])  # noqa: E731
     monkeypatch.setitem(answers.answers, "host", host)
     monkeypatch.setattr(command, "STEPS", {"host": Step("?"), "launch": STEPS["launch"]})
@@ -222,7 +222,7 @@ def test_a_step_that_makes_no_sense_leaves_the_others_and_is_measured_again(
     assert "links: failed: KeyError: 'links'" in capsys.readouterr().err
     assert "Traceback" in json.loads((measured / "links.json").read_text())["failed"]
     answers.answers["links"] = links
-    # So is what is damaged.
+    # Damaged files are measured again, too.
     for name in ("host", "machine"):
         (measured / f"{name}.json").write_text('{"times')
     answers.answers["host"] = HOST * 2
@@ -254,7 +254,7 @@ def test_a_launch_ends_in_a_verdict_and_a_page(
     out, err = capsys.readouterr()
     assert "**Could not run**: plain collectives: exit code 1" in out
     assert "OSError: liblcal.so" in err
-    # As it can be pasted into a shell.
+    # Quoted so that it can be pasted into a shell.
     assert f"Continue with: commfuse-npu measure --resume {shlex.join(words)}" in out
     assert "## launch, plain collectives: failed" in (measured / "measured.md").read_text()
     assert not (measured / "measured.yaml").exists()
@@ -275,9 +275,9 @@ def test_a_launch_ends_in_a_verdict_and_a_page(
     titles = ["forward-backward overlap", "CommFuse's fused layers", "plain collectives"]
     assert forms == ["Megatron's order", *titles]
 
-    # Another launch is trained anew, and what is kept of the first one is not mixed with it.
+    # Another launch is trained again, and results of the first one are not mixed with it.
     launch(tmp_path, monkeypatch, fb_overlap="interrupted")
-    # Who runs the tests in the background may have it ignored.
+    # A shell that runs the tests in the background may have it ignored.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         assert command.main([*words[:-1], f"{line} --num-layers 4", "--resume"]) == 130

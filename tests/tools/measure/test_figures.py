@@ -1,4 +1,4 @@
-"""Figures of a machine come out of the times that it would give; the docs have a row for each."""
+"""Figures of a machine are recovered from the times it would give; the docs list each figure."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ LAYERS = {"qkv": (4096, 768), "proj": (512, 4096), "fc1": (4096, 3584), "fc2": (
 
 
 def machine(name: str, **figures: Any) -> Machine:
-    found = Hardware.load(find_config(name, "hardware")).machine()
-    # Memory that is never the slowest part.
-    return replace(found, hbm_bandwidth=1e18, **figures)
+    loaded = Hardware.load(find_config(name, "hardware")).machine()
+    # Memory is never the bottleneck.
+    return replace(loaded, hbm_bandwidth=1e18, **figures)
 
 
 def gemms(of: Machine) -> list[dict[str, Any]]:
@@ -36,15 +36,15 @@ def gemms(of: Machine) -> list[dict[str, Any]]:
 def test_gemms_give_efficiency_and_start_of_tiles_or_speed_and_half_rows() -> None:
     npu = machine("ascend_910b_server", gemm_efficiency=0.7, gemm_start=2e-5)
     peaks = Peaks(npu.cores, npu.cube_flops, 1e12, 2.8e10)
-    found = figures({"gemms": gemms(npu)}, peaks)
-    assert found["npu.gemm_efficiency"] == pytest.approx((0.7,) * 3, rel=1e-6)
-    assert found["npu.gemm_start"] == pytest.approx((2e-5,) * 3, rel=1e-4)
-    assert found["npu.cube_flops"] == (npu.cube_flops,) * 3
+    values = figures({"gemms": gemms(npu)}, peaks)
+    assert values["npu.gemm_efficiency"] == pytest.approx((0.7,) * 3, rel=1e-6)
+    assert values["npu.gemm_start"] == pytest.approx((2e-5,) * 3, rel=1e-4)
+    assert values["npu.cube_flops"] == (npu.cube_flops,) * 3
     cpu = machine("cpu_paced", cube_flops=5e10, half_rows=20.0)
-    found = figures({"gemms": gemms(cpu)}, Peaks(0, 0.0, 0.0, 0.0))
-    assert found["npu.cube_flops"] == pytest.approx((5e10,) * 3, rel=1e-6)
-    assert found["npu.half_rows"] == pytest.approx((20.0,) * 3, rel=1e-4)
-    assert found["npu.gemm_efficiency"] == (1.0, 1.0, 1.0)
+    values = figures({"gemms": gemms(cpu)}, Peaks(0, 0.0, 0.0, 0.0))
+    assert values["npu.cube_flops"] == pytest.approx((5e10,) * 3, rel=1e-6)
+    assert values["npu.half_rows"] == pytest.approx((20.0,) * 3, rel=1e-4)
+    assert values["npu.gemm_efficiency"] == (1.0, 1.0, 1.0)
 
 
 def test_links() -> None:
@@ -58,7 +58,7 @@ def test_links() -> None:
     assert npu["inside.efficiency"] == pytest.approx((0.5,) * 3)
     cpu = figures({"links": times}, Peaks(0, 0.0, 0.0, 0.0))
     assert cpu["inside.rate"] == pytest.approx((1.4e10,) * 3)
-    # A switch carries all lanes.
+    # Through a switch all lanes share one link.
     npu = figures({"links": times}, Peaks(20, 3e14, 1e12, 1.96e11, switched=True))
     assert npu["inside.efficiency"] == pytest.approx((7 * 1.4e10 / 1.96e11,) * 3)
 
@@ -72,7 +72,7 @@ def test_copies_are_what_lanes_take_besides_the_wire(copies: float) -> None:
     message = {"bytes": size, "lanes": 7, "seconds": [wire + npu.buffered(size)] * 3}
     ping = {"bytes": 8, "lanes": 1, "half a ping-pong": True, "seconds": [1e-6]}
     gather = {"what": "all-gather", "bytes": size, "seconds": [wire] * 3}
-    # Others are slower, and smaller ones, and no matter.
+    # Other collectives and smaller messages are slower and are ignored.
     other = {"what": "reduce-scatter", "bytes": size, "seconds": [1.0]}
     measured = {
         "links": [ping, message],
@@ -80,14 +80,14 @@ def test_copies_are_what_lanes_take_besides_the_wire(copies: float) -> None:
         "memory": [{"what": "copy", "numbers": 1000, "seconds": [4000 / 8e11]}],
     }
     peaks = Peaks(20, 3e14, 1.6e12, 2.8e10)
-    found = figures(measured, peaks)
-    assert found["host.message_copies"] == pytest.approx((copies,) * 3, abs=1e-9)
-    assert found["inside.efficiency"] == pytest.approx((npu.inside.rate / 2.8e10,) * 3)
-    # Without one of them a rate has the copies in it.
+    values = figures(measured, peaks)
+    assert values["host.message_copies"] == pytest.approx((copies,) * 3, abs=1e-9)
+    assert values["inside.efficiency"] == pytest.approx((npu.inside.rate / 2.8e10,) * 3)
+    # Without the collectives the rate includes the copies.
     del measured["collectives"]
-    found = figures(measured, peaks)
-    assert found["host.message_copies"] == (0.0,) * 3
-    assert found["inside.efficiency"][1] == pytest.approx(size / message["seconds"][0] / 2.8e10)
+    values = figures(measured, peaks)
+    assert values["host.message_copies"] == (0.0,) * 3
+    assert values["inside.efficiency"][1] == pytest.approx(size / message["seconds"][0] / 2.8e10)
 
 
 def test_the_host_posts_a_step_or_its_two_operations() -> None:
@@ -96,26 +96,26 @@ def test_the_host_posts_a_step_or_its_two_operations() -> None:
         ({"batch": 8e-5, "single": 6e-5}, 3e-5, 3e-5),
         ({"batch": 8e-5, "GEMM": 1e-5}, 8e-5, 1e-5),
     ):
-        rows = [{"what": what, "seconds": [one] * 3} for what, one in seconds.items()]
-        found = figures({"host": rows}, Peaks(0, 0.0, 0.0, 0.0))
-        assert found == {"host.post_overhead": (post,) * 3, "host.launch_overhead": (launch,) * 3}
+        rows = [{"what": kind, "seconds": [duration] * 3} for kind, duration in seconds.items()]
+        values = figures({"host": rows}, Peaks(0, 0.0, 0.0, 0.0))
+        assert values == {"host.post_overhead": (post,) * 3, "host.launch_overhead": (launch,) * 3}
 
 
 def test_company() -> None:
     def beside(both: float) -> dict[str, Any]:
         seconds = {"gemm": 1e-3, "exchange": 2e-3, "gemm beside": 1.25e-3, "both": both}
-        return {"beside": [{"what": what, "seconds": [one]} for what, one in seconds.items()]}
+        return {"beside": [{"what": kind, "seconds": [time]} for kind, time in seconds.items()]}
 
     peaks = Peaks(20, 3e14, 1.6e12, 2.8e10)
-    # 1.25 ms beside work, in which 1 ms of the exchange passes, and the other 1 ms of it.
-    found = figures(beside(2.25e-3), peaks)
-    assert found["npu.transfer_slowdown"] == pytest.approx((0.2,) * 3)
-    assert found["inside.beside_work"] == pytest.approx((1.25,) * 3)
+    # 1.25 ms beside work for the first 1 ms of the exchange, then the remaining 1 ms.
+    values = figures(beside(2.25e-3), peaks)
+    assert values["npu.transfer_slowdown"] == pytest.approx((0.2,) * 3)
+    assert values["inside.beside_work"] == pytest.approx((1.25,) * 3)
     assert figures(beside(1.9e-3), peaks)["inside.beside_work"] == (1.0,) * 3
-    # Nothing of it passes beside work.
+    # No part of the exchange runs beside work.
     assert figures(beside(4e-3), peaks)["inside.beside_work"] == (10.0,) * 3
     assert "inside.beside_work" not in figures(beside(2.25e-3), Peaks(0, 0.0, 0.0, 0.0))
-    # How long the transfer took is not known where the GEMM outlasts it.
+    # The time of the transfer is unknown if the GEMM outlasts it.
     assert "inside.beside_work" not in figures(beside(1.26e-3), peaks)
 
 
@@ -125,10 +125,10 @@ def test_memory_and_attention() -> None:
         "memory": [{"what": "copy", "numbers": 1000, "seconds": [1e-6]}],
         "attention": [attention, {**attention, "queries": 2, "seconds": [1.0]}],
     }
-    found = figures(measured, Peaks(20, 1e9, 8e9, 1e9))
-    assert found["npu.hbm_efficiency"] == pytest.approx((0.5,) * 3)
+    values = figures(measured, Peaks(20, 1e9, 8e9, 1e9))
+    assert values["npu.hbm_efficiency"] == pytest.approx((0.5,) * 3)
     # 1 + 2 + 3 + 4 keys seen, a product before the softmax and one after it.
-    assert found["npu.attention_efficiency"] == pytest.approx((4 * 2 * 8 * 10 / 1e3,) * 3)
+    assert values["npu.attention_efficiency"] == pytest.approx((4 * 2 * 8 * 10 / 1e3,) * 3)
     without_gemms = figures({"attention": [attention]}, Peaks(0, 0.0, 0.0, 0.0))
     assert without_gemms == {}
 
@@ -144,10 +144,10 @@ def test_attention_of_fewer_queries_gives_half_rows() -> None:
         {**shape, "queries": queries, "seconds": [seconds(queries, noise) for noise in NOISE]}
         for queries in (8192, 4096, 2048, 1024)
     ]
-    found = figures({"attention": times}, Peaks(20, 2e12, 1e12, 1e9))
-    assert found["npu.half_rows"] == pytest.approx((128.0,) * 3)
+    values = figures({"attention": times}, Peaks(20, 2e12, 1e12, 1e9))
+    assert values["npu.half_rows"] == pytest.approx((128.0,) * 3)
     expected = quartiles([0.5 / noise for noise in NOISE])
-    assert found["npu.attention_efficiency"] == pytest.approx(expected)
+    assert values["npu.attention_efficiency"] == pytest.approx(expected)
 
 
 def test_a_communicator_has_the_default_buffers() -> None:
@@ -168,19 +168,19 @@ def test_the_description_has_the_cores_that_the_device_names(tmp_path: Path) -> 
     for cores in (None, 24):  # 24: a 910B2, of which the description says 354 TFLOPS
         facts = {"cube cores": cores, "device bytes": None}
         path.write_text(description(name, "here", host, facts, "Measured here"), "utf-8")
-        found = Hardware.load(path)
-        told = {"npu.cores", "npu.cube_flops"} if cores else set()
-        changed = {one for one in base.figures if found.figures[one] != base.figures[one]}
-        assert changed == {"host.launch_overhead", "host.post_overhead"} | told
-    assert found.machine().cores == 24
+        hardware = Hardware.load(path)
+        named = {"npu.cores", "npu.cube_flops"} if cores else set()
+        changed = {key for key in base.figures if hardware.figures[key] != base.figures[key]}
+        assert changed == {"host.launch_overhead", "host.post_overhead"} | named
+    assert hardware.machine().cores == 24
     peak = base.typical("npu.cube_flops")
-    assert found.typical("npu.cube_flops") == pytest.approx(peak * 24 / 20)
-    assert found.figures["npu.cores"].source == "Measured here"
+    assert hardware.typical("npu.cube_flops") == pytest.approx(peak * 24 / 20)
+    assert hardware.figures["npu.cores"].source == "Measured here"
 
 
 def test_every_figure_has_a_row_in_the_docs() -> None:
     described = Hardware.load(find_config("ascend_910b_roce", "hardware")).figures
     text = (Path(__file__).parents[3] / "docs" / "measure.md").read_text("utf-8")
     rows = re.findall(r"^\| (`\w+\.\w+`.*?) \| .* \|$", text, re.MULTILINE)
-    found = [name for row in rows for name in re.findall(r"`(\w+\.\w+)`", row)]
-    assert sorted(found) == sorted(described)
+    listed = [name for row in rows for name in re.findall(r"`(\w+\.\w+)`", row)]
+    assert sorted(listed) == sorted(described)

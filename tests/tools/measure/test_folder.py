@@ -1,4 +1,4 @@
-"""What a folder of a measurement takes, and what it refuses; and what is known besides."""
+"""A folder of a measurement: what it stores and refuses; machine facts and sizes."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ ABOUT = {"device": "cpu", "ranks": 2}
 
 def test_steps_are_kept_and_resumed_only_on_request(tmp_path: Path) -> None:
     Folder(tmp_path / "new", ABOUT, resume=False).store("links", {"times": []})
-    again = Folder(tmp_path / "new", ABOUT, resume=True)
-    assert again.load("links") == {"times": []}
-    assert again.load("host") is None
+    resumed = Folder(tmp_path / "new", ABOUT, resume=True)
+    assert resumed.load("links") == {"times": []}
+    assert resumed.load("host") is None
     with pytest.raises(FolderError, match="holds a run; continue it with --resume"):
         Folder(tmp_path / "new", ABOUT, resume=False)
     with pytest.raises(FolderError, match="ranks 2 there, 8 here; choose another"):
@@ -58,15 +58,15 @@ def test_what_begins_late_is_ended_a_tenth_later(monkeypatch: pytest.MonkeyPatch
 
 def test_facts_of_npus_are_what_the_doctor_sees_and_elsewhere_variables(monkeypatch) -> None:
     packages = {"torch": Package("2.7.1"), "torch_npu": Package("2.7.1.post2")}
-    given = {"HCCL_BUFFSIZE": "64", "NCCL_DEBUG": "INFO", "HOME": "/here"}
-    facts = machine_facts("npu", machine(given, packages, NPU_ANSWERS))
+    variables = {"HCCL_BUFFSIZE": "64", "NCCL_DEBUG": "INFO", "HOME": "/here"}
+    facts = machine_facts("npu", machine(variables, packages, NPU_ANSWERS))
     expected = {"torch_npu": "2.7.1.post2", "CANN": "not found", "health": "NPU 1 (Warning)",
                 "links of NPU1": "HCCS X", "HCCL_BUFFSIZE": "64",
                 "P2P_HCCL_BUFFSIZE": "unset (20 MB)"}  # fmt: skip
     assert expected.items() <= facts.items()
     assert not {"NCCL_DEBUG", "HOME"} & facts.keys()
-    assert machine_facts("cuda", machine(given, {}, NPU_ANSWERS)) == {"NCCL_DEBUG": "INFO"}
-    assert machine_facts("cpu", machine(given, {}, NPU_ANSWERS)) == {}
+    assert machine_facts("cuda", machine(variables, {}, NPU_ANSWERS)) == {"NCCL_DEBUG": "INFO"}
+    assert machine_facts("cpu", machine(variables, {}, NPU_ANSWERS)) == {}
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert "torch_npu is not installed" in lacking_backend("npu")
     assert lacking_backend("cpu") == ""
@@ -75,18 +75,18 @@ def test_facts_of_npus_are_what_the_doctor_sees_and_elsewhere_variables(monkeypa
 def test_the_slowest_rank_counts() -> None:
     ranks = [[{"of": 1, "bytes taken": 4, "seconds": times}] for times in ([1.0, 4.0], [2.0, 3.0])]
     assert slowest(ranks) == [{"of": 1, "bytes taken": 4, "seconds": [2.0, 4.0]}]
-    # Rank 2 has no part in a ping-pong, and does not know what it has taken.
-    found = slowest([*ranks, [{"of": 1, "bytes taken": None, "seconds": []}]])
-    assert found == [{"of": 1, "bytes taken": None, "seconds": [2.0, 4.0]}]
+    # Rank 2 takes no part in a ping-pong and does not know its memory.
+    merged = slowest([*ranks, [{"of": 1, "bytes taken": None, "seconds": []}]])
+    assert merged == [{"of": 1, "bytes taken": None, "seconds": [2.0, 4.0]}]
     with pytest.raises(ValueError, match="device events returned zero durations"):
         slowest([[{"seconds": [1.0, 0.0]}]])
 
 
 def test_sizes_of_a_model_on_a_cpu_and_on_npus() -> None:
-    here, there = (Scale.of(find_config("llama3_8b"), 8, device) for device in ("cpu", "npu"))
+    cpu, npu = (Scale.of(find_config("llama3_8b"), 8, device) for device in ("cpu", "npu"))
     sizes = {"qkv": (512, 96), "proj": (64, 512), "fc1": (512, 448), "fc2": (224, 512)}
-    assert here.layers() == sizes
-    assert there.layers()["fc1"] == (4096, 3584)
-    assert here.halves(4) == [512, 256, 128, 64]
-    assert here._replace(rows=40).halves(4) == [40, 20]
-    assert there.messages == [1 << 18, 1 << 22, 1 << 24, 1 << 26]
+    assert cpu.layers() == sizes
+    assert npu.layers()["fc1"] == (4096, 3584)
+    assert cpu.halves(4) == [512, 256, 128, 64]
+    assert cpu._replace(rows=40).halves(4) == [40, 20]
+    assert npu.messages == [1 << 18, 1 << 22, 1 << 24, 1 << 26]

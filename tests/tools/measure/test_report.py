@@ -1,4 +1,4 @@
-"""What is said of trainings: the fastest, the flags, the bits, and what could not be run."""
+"""The report on trainings: the fastest, its flags, the bits, and forms that could not run."""
 
 from __future__ import annotations
 
@@ -59,11 +59,11 @@ SUMS_CHANGE = "their bits differ: sums of this launch change from run to run"
 @pytest.mark.parametrize(
     ("trainings", "device", "wanted", "unwanted"),
     [
-        # A rival that is faster is recommended, and ours named beside it.
+        # A faster rival is recommended, and CommFuse's best is named beside it.
         ([SLOW, OURS, training("mc2", 600, "b")], "npu",
          ["Use --use-ascend-mc2: 600 ms per iteration, 33.3 % shorter than Megatron's",
           "Best of CommFuse: CommFuse's fused layers: 33.3 % longer than MC2."], SUMS_CHANGE),
-        # Nobody launches plain collectives.
+        # Plain collectives are never recommended.
         ([training("plain", 500), training("megatron", 600), training("commfuse", 700)], "npu",
          ["Use none of these flags: 600 ms per iteration, 20.0 % longer than plain"], SUMS_CHANGE),
         ([training("megatron", 101, spread=0.1), training("commfuse", 100, spread=0.1)], "npu",
@@ -78,7 +78,7 @@ SUMS_CHANGE = "their bits differ: sums of this launch change from run to run"
           for off in (0.2, math.nan)),
         ([training("megatron", 900, off=math.nan), OURS], "npu",
          ["Do not use: Megatron's order; CommFuse's fused layers: losses"], "Use --"),
-        # Weights that differ, and those that are not known; on a CPU GEMMs may round otherwise.
+        # Weights that differ or are unknown; on a CPU GEMMs may round in another way.
         ([training("plain", 900, "a"), training("megatron", 900, "b")], "npu", [SUMS_CHANGE],
          "same weights"),
         ([training("plain", 900, "a"), training("megatron", 900, "b"), OURS], "cpu",

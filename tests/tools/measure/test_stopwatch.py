@@ -1,4 +1,4 @@
-"""What a device takes, told from what the host takes to launch it: on a device that is made up."""
+"""Device time is separated from the host time of launches, on a made-up device."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from commfuse_npu.tools.measure.stopwatch import Stopwatch
 
 
 class Device:
-    """One stream: work begins when it is launched and what was launched before is over."""
+    """One stream: work begins when it is launched and earlier work has ended."""
 
     def __init__(self) -> None:
         self.host = self.busy = 0.0
@@ -46,9 +46,9 @@ class Event:
 
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> Device:
-    made = Device()
-    monkeypatch.setattr(stopwatch.time, "perf_counter", lambda: made.host)
-    return made
+    created = Device()
+    monkeypatch.setattr(stopwatch.time, "perf_counter", lambda: created.host)
+    return created
 
 
 def of(device: Device, module: Any) -> Stopwatch:
@@ -70,13 +70,13 @@ def work(device: Device) -> Callable[[Callable[[], None]], None]:
 
 
 def test_launches_are_not_in_the_time_of_a_device(device: Device) -> None:
-    found = of(device, device).laps(work(device), 3, together=True)
-    assert found == [pytest.approx([7e-6, 3e-4])] * 3
+    laps = of(device, device).laps(work(device), 3, together=True)
+    assert laps == [pytest.approx([7e-6, 3e-4])] * 3
     assert device.met == 3
 
 
 def test_work_is_launched_ahead_also_of_the_first_one(device: Device) -> None:
-    # Read, compiled: the first call takes long to launch, the others do not.
+    # The first call takes long to launch (loading, compiling), the others do not.
     first = [1.0]
 
     def call(lap: Callable[[], None]) -> None:
@@ -88,5 +88,5 @@ def test_work_is_launched_ahead_also_of_the_first_one(device: Device) -> None:
 
 
 def test_on_a_cpu_it_is_wall_time(device: Device) -> None:
-    found = of(device, None).laps(work(device), 2)
-    assert found == [pytest.approx([7 * 5e-5, 1e-5])] * 2
+    laps = of(device, None).laps(work(device), 2)
+    assert laps == [pytest.approx([7 * 5e-5, 1e-5])] * 2

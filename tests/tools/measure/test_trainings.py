@@ -1,4 +1,4 @@
-"""A training of a launch: what it leaves, how it fails, its limit, and what is read of it."""
+"""A training of a launch: its files, its failures, its time limit, and parsing of its log."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from tests.tools.measure.trainings import launch
 
 
 def test_a_form_leaves_its_files(tmp_path: Path, monkeypatch) -> None:
-    found = launches(launch(tmp_path, monkeypatch), "cpu", 2, tmp_path / "scratch")
-    log = train(FORMS[0], found, tmp_path, LIMIT)
+    plan = launches(launch(tmp_path, monkeypatch), "cpu", 2, tmp_path / "scratch")
+    log = train(FORMS[0], plan, tmp_path, LIMIT)
     assert log.milliseconds == [100.0 + i for i in range(1, 11)]
     assert log.steady == log.milliseconds[3:]
     assert log.weights == "a" * 64
@@ -49,11 +49,11 @@ def test_others_have_three_times_as_long_as_the_first() -> None:
 
 
 def test_what_a_launch_leaves_behind_is_ended(tmp_path: Path) -> None:
-    """A rank in a session of its own, as torchrun makes them, whose launcher has gone."""
-    left = "import os, time; open('pid', 'w').write(str(os.getpid())); time.sleep(600)"
+    """A rank in its own session, as torchrun starts them, whose launcher has exited."""
+    orphan = "import os, time; open('pid', 'w').write(str(os.getpid())); time.sleep(600)"
     launcher = (
         "import os, subprocess, sys, time\n"
-        f"subprocess.Popen([sys.executable, '-c', {left!r}], start_new_session=True)\n"
+        f"subprocess.Popen([sys.executable, '-c', {orphan!r}], start_new_session=True)\n"
         "while not os.path.exists('pid') or not open('pid').read(): time.sleep(0.01)\n"
         "sys.exit(3)\n"
     )

@@ -1,4 +1,4 @@
-"""What ranks are asked, and what comes back: on real ranks over gloo."""
+"""Questions to the ranks and their answers, on real ranks over gloo."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ SCALE = Scale.of(find_config("llama3_8b"), 3, "cpu")
 
 
 class Asked(Worker):
-    """A worker, and what only tests ask."""
+    """A worker with methods that only tests call."""
 
     def sleep(self, seconds: float) -> None:
         """A question that takes too long."""
         time.sleep(seconds)
 
     def arrived(self, lanes: int, planted: int | None) -> list[int]:
-        """From whom messages came; ``planted``: the rank that sends other bytes."""
+        """The sources of the messages; ``planted`` is a rank that sends other bytes."""
         exchange = Exchange(self._transport, 64, lanes)
         if self.rank == planted:
             exchange._mine.fill_(99)
@@ -37,36 +37,36 @@ class Asked(Worker):
         return [source for *_, source in exchange.swaps]
 
     def slow_beside(self) -> dict[str, list[float]]:
-        """The same where GEMMs of rank 1 take longer than the exchange."""
+        """Times of an exchange that the GEMMs of rank 1 outlast."""
         shape = (2048, 512, 512) if self.rank == 1 else (8, 8, 8)
         return self.side_by_side(self._product(*shape), 64, 3)
 
     def fast_beside(self) -> dict[str, list[float]]:
-        """GEMMs that the exchange outlasts."""
+        """Times of GEMMs that the exchange outlasts."""
         return self.side_by_side(self._product(8, 8, 8), 1 << 20, 3)
 
     def elsewhere(self, scale: Scale) -> Times:
-        """Communicators, on a system that does not say what a process has."""
+        """Communicators on a system that does not report the memory of a process."""
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(worker, "_RESIDENT", Path("/nowhere/statm"))
             return self.communicators(scale)
 
     def on_hccl(self) -> tuple[Times, list[int]]:
-        """What HCCL is asked for, and the sizes of the buffers of each communicator."""
+        """The rows measured with HCCL, and the buffer size of each communicator."""
         sizes: list[Any] = []
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(self, "_backend", "hccl")
             patch.setattr(worker, "buffers_of", lambda megabytes: sizes.append(megabytes))
-            found = self.communicators(SCALE)
-            return [*found, *self.host(SCALE)], sizes
+            rows = self.communicators(SCALE)
+            return [*rows, *self.host(SCALE)], sizes
 
 
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[Ranks]:
-    """Of all tests of the module; the last one ends them."""
+    """Ranks that all tests of the module share."""
     seconds = PATIENT.total_seconds()
-    with Ranks(3, device="cpu", timeout=seconds, worker=f"{__name__}:Asked") as made:
-        yield made
+    with Ranks(3, device="cpu", timeout=seconds, worker=f"{__name__}:Asked") as started:
+        yield started
 
 
 def test_messages_come_from_whom_they_should(ranks: Ranks) -> None:
@@ -75,11 +75,11 @@ def test_messages_come_from_whom_they_should(ranks: Ranks) -> None:
 
 
 def test_as_many_gemms_as_all_ranks_can_hide_are_beside_an_exchange(ranks: Ranks) -> None:
-    found = ranks.ask("fast_beside")[0]
-    assert {what: len(times) for what, times in found.items()} == dict.fromkeys(
+    answer = ranks.ask("fast_beside")[0]
+    assert {kind: len(times) for kind, times in answer.items()} == dict.fromkeys(
         ("gemm", "exchange", "gemm beside", "both"), 3
     )
-    # On one rank a GEMM outlasts the exchange: one GEMM on all.
+    # On one rank a GEMM outlasts the exchange: all ranks run one GEMM.
     assert len(ranks.ask("slow_beside")[0]["both"]) == 3
 
 
@@ -93,9 +93,9 @@ def test_memory_of_a_lane_is_a_figure_or_none(ranks: Ranks) -> None:
 
 
 def test_hccl_is_asked_by_sizes_of_buffers_and_never_for_single_operations(ranks: Ranks) -> None:
-    found, sizes = ranks.ask("on_hccl")[0]
-    assert sizes == [1, 20, 200] * 3 == [row["MB of a buffer"] for row in found[:9]]
-    assert [row["what"] for row in found[9:]] == ["batch", "GEMM"]
+    rows, sizes = ranks.ask("on_hccl")[0]
+    assert sizes == [1, 20, 200] * 3 == [row["MB of a buffer"] for row in rows[:9]]
+    assert [row["what"] for row in rows[9:]] == ["batch", "GEMM"]
 
 
 def test_messages_that_are_mixed_up_are_noticed(ranks: Ranks) -> None:

@@ -1,4 +1,4 @@
-"""A training that prints ten iterations in no time, or ends in another way."""
+"""A fake training that prints ten iterations at once, or fails in a given way."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ print("sha256 of all weights: " + "a" * 64)
 
 
 def launch(folder: Path, patch, **ends: str) -> str:
-    """Its command line; forms end as ``ends`` says, and write their names into ``started``."""
+    """Its command line; forms end as ``ends`` says and append their names to ``started``."""
     (folder / "training.py").write_text(_CODE)
     patch.setenv("STARTED", str(folder / "started"))
     patch.setenv("ENDS", " ".join(f"{name}={how}" for name, how in ends.items()))

@@ -1,4 +1,4 @@
-"""Launches to ask about: command lines, and scripts as people write them."""
+"""Launches to plan: command lines, and scripts as users write them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FUSED = f"{SIZES} --sequence-parallel --use-commfuse --bf16 --commfuse-min-rows 
 
 
 def asked(line: str) -> AskedLaunch:
-    """Of a command line, or with ``--config`` first that of Llama 3 8B with more options."""
+    """The launch of a command line; with ``--config`` first, Llama 3 8B with more options."""
     words = line.split()
     of_config = words[:1] == ["--config"]
     return ask_about(CONFIG if of_config else None, words[of_config:], {})

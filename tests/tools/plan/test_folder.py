@@ -1,4 +1,4 @@
-"""``commfuse-npu plan FOLDER``: what is said of launches, of scripts that misbehave, and in sum."""
+"""``commfuse-npu plan FOLDER``: verdicts of launches, scripts that misbehave, and the summary."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ SCRIPTS = {
 
 @pytest.fixture
 def asked(tmp_path: Path) -> Asked:
-    """The JSON about scripts, by their names."""
+    """A function that writes scripts by name, runs ``plan`` on them and returns its JSON."""
 
     def ask(scripts: dict[str, str], *words: str, code: int = 0) -> dict[str, Any]:
         for name, text in scripts.items():
@@ -60,16 +60,16 @@ def only(found: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_all_of_them(asked: Asked, capsys: pytest.CaptureFixture[str]) -> None:
-    found = asked({name: text for name, (text, _) in SCRIPTS.items()}, "--all")
-    verdicts = {one["script"]: (one["verdict"], one["kind"]) for one in found["launches"]}
-    assert verdicts | found["others"] == {name: said for name, (_, said) in SCRIPTS.items()}
-    assert not found["unread"]
-    said = capsys.readouterr().out
-    assert said.startswith("Of 8 launches 1 can take --commfuse-fb-overlap as they are, 5 --use-")
-    assert "pass as typed: 5 x one micro-batch has no partner, 1 x --use-ascend-coc" in said
-    assert "| dense | 7 | 3 | 1 | 3 | 1 | 1 | 1 | 0 | 0 | 1 |\n" in said
-    assert "| experts | 1 | 1 | 0 | 0 | 0 | 0 | 0 | 0 | 1 | 0 |\n" in said
-    assert "| all | 8 | 4 | 1 | 3 | 1 | 1 | 1 | 0 | 1 | 1 |\n" in said
+    report = asked({name: text for name, (text, _) in SCRIPTS.items()}, "--all")
+    verdicts = {row["script"]: (row["verdict"], row["kind"]) for row in report["launches"]}
+    assert verdicts | report["others"] == {name: verdict for name, (_, verdict) in SCRIPTS.items()}
+    assert not report["unread"]
+    text = capsys.readouterr().out
+    assert text.startswith("Of 8 launches 1 can take --commfuse-fb-overlap as they are, 5 --use-")
+    assert "pass as typed: 5 x one micro-batch has no partner, 1 x --use-ascend-coc" in text
+    assert "| dense | 7 | 3 | 1 | 3 | 1 | 1 | 1 | 0 | 0 | 1 |\n" in text
+    assert "| experts | 1 | 1 | 0 | 0 | 0 | 0 | 0 | 0 | 1 | 0 |\n" in text
+    assert "| all | 8 | 4 | 1 | 3 | 1 | 1 | 1 | 0 | 1 | 1 |\n" in text
     for name, count in {
         "with transfers of TP, EP or CP": 7,
         "TP above 1, neither LoRA nor another overlap": 5,
@@ -78,17 +78,17 @@ def test_all_of_them(asked: Asked, capsys: pytest.CaptureFixture[str]) -> None:
         "of these with short blocks": 2,
         "of these --commfuse-attention passes": 4,
     }.items():
-        assert f"\n| {name} | {count} |\n" in said
-    assert "dense/coc.sh: refused with --use-ascend-coc; TP 4, PP 1, CP 1, DP 2, " in said
-    without = {one["script"]: one["without"] for one in found["launches"] if one["without"]}
+        assert f"\n| {name} | {count} |\n" in text
+    assert "dense/coc.sh: refused with --use-ascend-coc; TP 4, PP 1, CP 1, DP 2, " in text
+    without = {row["script"]: row["without"] for row in report["launches"] if row["without"]}
     assert without["dense/coc.sh"] == "full without --use-ascend-coc"
-    assert "dense/partial.sh: partial; TP 4, PP 1, CP 1, DP 2, sequence parallel; left: out" in said
-    assert "dense/full.sh: full; TP 4, PP 1, CP 1, DP 2, sequence parallel; also: --comm" in said
-    assert f"No such training: 3 scripts: {OTHERS}\n" in said
+    assert "dense/partial.sh: partial; TP 4, PP 1, CP 1, DP 2, sequence parallel; left: out" in text
+    assert "dense/full.sh: full; TP 4, PP 1, CP 1, DP 2, sequence parallel; also: --comm" in text
+    assert f"No such training: 3 scripts: {OTHERS}\n" in text
 
 
 def test_scripts_start_from_mindspeed_llms_root(asked: Asked, tmp_path: Path) -> None:
-    """As its examples want it; and from there they source others."""
+    """As its examples expect; they source other files relative to it."""
     root = tmp_path / "scripts"
     (root / "examples").mkdir(parents=True)
     (root / "pretrain_gpt.py").touch()
@@ -98,7 +98,7 @@ def test_scripts_start_from_mindspeed_llms_root(asked: Asked, tmp_path: Path) ->
         f"source sizes.sh\ncd $(dirname $0)/..\n{training} $TP {MODEL}\n{training} 2 {MODEL}\n"
     )
     launches = answer(tmp_path, "plan", str(root / "examples"))["launches"]
-    assert [one["layout"]["tensor"] for one in launches] == [4, 2], "two trainings of a script"
+    assert [row["layout"]["tensor"] for row in launches] == [4, 2], "two trainings of a script"
 
 
 # ------------------------------------------------------------------ scripts that misbehave
@@ -117,18 +117,18 @@ def test_others_are_counted_when_some_cannot_be_read(asked: Asked, capsys) -> No
         "large.sh": ("#" * (1 << 20) + "\n", "at most 1 MB"),
     }
     scripts = {name: text for name, (text, _) in unread.items()}
-    found = asked({**scripts, "fine.sh": script(TP)}, "--timeout", "1", code=1)
-    assert only(found)["script"] == "fine.sh"
-    assert found["unread"].keys() == unread.keys()
-    for name, (_, said) in unread.items():
-        assert said in found["unread"][name]
-    said = capsys.readouterr().out
-    assert "Not read: ends.sh: it ended with code 3" in said
-    assert "fine.sh: full" not in said, "without --all"
+    report = asked({**scripts, "fine.sh": script(TP)}, "--timeout", "1", code=1)
+    assert only(report)["script"] == "fine.sh"
+    assert report["unread"].keys() == unread.keys()
+    for name, (_, message) in unread.items():
+        assert message in report["unread"][name]
+    message = capsys.readouterr().out
+    assert "Not read: ends.sh: it ended with code 3" in message
+    assert "fine.sh: full" not in message, "without --all"
 
 
 def test_nothing_is_written_into_the_folder(asked: Asked, tmp_path: Path) -> None:
-    """Nor does a script see what another one has written."""
+    """A script does not see the files that another one has written either."""
     folder = tmp_path / "scripts"
     writing = "echo spoiled > b.sh; echo TP=1 > sizes.conf; /bin/mkdir -p made; > $PWD/x.log\n"
     scripts = {
@@ -136,9 +136,9 @@ def test_nothing_is_written_into_the_folder(asked: Asked, tmp_path: Path) -> Non
         "b.sh": f"source sizes.conf\n[ -e made ] && exit 6\n{script('$TP')}",
         "sizes.conf": f"TP='{TP}'\n",
     }
-    found = asked(scripts, code=1)
-    assert list(found["unread"]) == ["a.sh"]
-    assert only(found)["layout"]["tensor"] == 4
+    report = asked(scripts, code=1)
+    assert list(report["unread"]) == ["a.sh"]
+    assert only(report)["layout"]["tensor"] == 4
     assert {path.name: path.read_text("utf-8") for path in folder.iterdir()} == scripts
 
 
@@ -146,7 +146,7 @@ def test_nothing_is_written_into_the_folder(asked: Asked, tmp_path: Path) -> Non
 def test_neither_the_network_nor_the_folder_by_its_path_is_reached(
     works: bool, asked: Asked, monkeypatch, capsys, tmp_path: Path
 ) -> None:
-    """Where a sandbox works; where none does it is said."""
+    """If a sandbox works; if none does, the output says so."""
     if not works:
         ways = [("absent", ["/no/such/program"]), ("refusing", ["/bin/false"])]
         monkeypatch.setattr(sandbox, "_ways", lambda *folders: ways)
@@ -155,12 +155,12 @@ def test_neither_the_network_nor_the_folder_by_its_path_is_reached(
         listener.settimeout(0.5)
         reaching = f"echo x > /dev/tcp/127.0.0.1/{listener.getsockname()[1]}\n{script(TP)}"
         writing = f"echo x > {written if works else 'written'}\n"
-        found = asked({"it.sh": writing + reaching})
-        assert only(found)["verdict"] == "full"
+        report = asked({"it.sh": writing + reaching})
+        assert only(report)["verdict"] == "full"
         if not works:
             assert "not kept from the network" in capsys.readouterr().out
             listener.accept()[0].close()
-        elif "without network" not in found["sandbox"]:
+        elif "without network" not in report["sandbox"]:
             pytest.skip("this machine allows neither bwrap nor unshare")
         else:
             with pytest.raises(TimeoutError):
@@ -179,20 +179,20 @@ def test_the_real_examples(tmp_path: Path) -> None:
     folder, page = Path(str(HOME), "examples", "mcore"), tmp_path / "found.json"
     before = {str(path) for path in folder.rglob("*")}
     code = cli.main(["plan", str(folder), "--json", str(page)])
-    found = json.loads(page.read_text("utf-8"))
-    # Up to 26.0.0 one is no shell: MASTER_ADDR=<master_addr>.
-    assert set(found["unread"]) <= {"llama2/pretrain_llama2_70b_128k_C_ptd.sh"}
-    assert code == bool(found["unread"])
-    counts = found["counts"]
-    assert counts["launches"] == len(found["launches"]) >= 90
+    report = json.loads(page.read_text("utf-8"))
+    # Up to 26.0.0 one script is not valid shell: MASTER_ADDR=<master_addr>.
+    assert set(report["unread"]) <= {"llama2/pretrain_llama2_70b_128k_C_ptd.sh"}
+    assert code == bool(report["unread"])
+    counts = report["counts"]
+    assert counts["launches"] == len(report["launches"]) >= 90
     assert counts["launches"] == sum(counts[name] for name in ("full", "partial", "refused"))
     assert counts["with transfers of TP, EP or CP"] >= 70
     assert counts["--commfuse-fb-overlap passes as typed"] >= 40
-    # One of each is there in every version from 2.3.0 on.
+    # Every version from 2.3.0 on has at least one of each.
     assert all(counts[name] for name in ("full", "partial", "LoRA", "another overlap", "TP 1"))
     trained, others = (
         {Path(name).name for name in names}
-        for names in ([one["script"] for one in found["launches"]], found["others"])
+        for names in ([row["script"] for row in report["launches"]], report["others"])
     )
     assert not [name for name in trained if name.startswith(("generate", "ckpt", "data"))]
     assert not [name for name in others if name.startswith(("pretrain", "tune"))]

@@ -1,4 +1,4 @@
-"""``commfuse-npu plan LAUNCH.sh``: the fastest form of a launch, and why not the others."""
+"""``commfuse-npu plan LAUNCH.sh``: the fastest form of a launch, and the obstacles of others."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MANY = "--global-batch-size 64 --bf16"
 
 @pytest.fixture
 def plan(tmp_path: Path) -> Plan:
-    """The JSON about a launch with these options."""
+    """A function that runs ``plan`` on a launch with given options and returns its JSON."""
 
     def ask(options: str, *words: str, code: int = 0) -> dict[str, Any]:
         path = tmp_path / "launch.sh"
@@ -34,10 +34,10 @@ def by_flags(found: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def test_the_fastest_form_that_can_be_launched_is_named(plan: Plan, capsys) -> None:
-    found = plan(f"{TP} {MANY}")
-    forms = by_flags(found)
-    assert found["verdict"].startswith("Add --commfuse-fb-overlap: ")
-    assert capsys.readouterr().out.startswith(found["verdict"])
+    report = plan(f"{TP} {MANY}")
+    forms = by_flags(report)
+    assert report["verdict"].startswith("Add --commfuse-fb-overlap: ")
+    assert capsys.readouterr().out.startswith(report["verdict"])
     assert not any(form["obstacle"] for form in forms.values())
     times = {flag: form["seconds"] for flag, form in forms.items()}
     assert min(times, key=times.__getitem__) == "--commfuse-fb-overlap"
@@ -47,19 +47,19 @@ def test_the_fastest_form_that_can_be_launched_is_named(plan: Plan, capsys) -> N
 
 def test_layouts_of_experts_are_compared(plan: Plan, capsys: pytest.CaptureFixture[str]) -> None:
     width = "--moe-ffn-hidden-size 1536 --moe-token-dispatcher-type alltoall"
-    found = plan(f"{TP} {MANY} {EXPERTS} --expert-model-parallel-size 2 {width}")
-    layouts = {(one["parallel"], one["tensor"]): one for one in found["experts"]}
+    report = plan(f"{TP} {MANY} {EXPERTS} --expert-model-parallel-size 2 {width}")
+    layouts = {(layout["parallel"], layout["tensor"]): layout for layout in report["experts"]}
     assert set(layouts) == {(ep, 1) for ep in (1, 2, 4, 8)} | {(1, 4), (2, 4)}
-    seconds = [one["seconds"] for one in found["experts"]]
+    seconds = [layout["seconds"] for layout in report["experts"]]
     assert seconds == sorted(seconds)
-    (present,) = (one for one in found["experts"] if one["present"])
+    (present,) = (layout for layout in report["experts"] if layout["present"])
     assert (present["parallel"], present["tensor"]) == (2, 4)
-    assert present["seconds"] == by_flags(found)[""]["seconds"]
-    # Whole experts are sent rows only, and not gathered besides.
+    assert present["seconds"] == by_flags(report)[""]["seconds"]
+    # Whole experts only receive rows; nothing is gathered besides.
     assert layouts[8, 1]["transfers"] < layouts[2, 4]["transfers"]
     assert layouts[1, 1]["transfers"] == 0
-    said = capsys.readouterr().out
-    assert "| 2 (as it is) | 4 | " in said
+    printed = capsys.readouterr().out
+    assert "| 2 (as it is) | 4 | " in printed
     assert plan(f"{TP} {MANY}")["experts"] == []
 
 
@@ -79,22 +79,22 @@ def test_layouts_of_experts_are_compared(plan: Plan, capsys: pytest.CaptureFixtu
 def test_what_is_not_simulated_or_refused_is_said(
     plan: Plan, options: str, verdict: str, reason: str
 ) -> None:
-    found = plan(f"{TP} {options}")
-    assert found["verdict"].startswith(verdict)
-    assert reason in found["not_simulated"]
+    report = plan(f"{TP} {options}")
+    assert report["verdict"].startswith(verdict)
+    assert reason in report["not_simulated"]
 
 
 def test_a_refused_form_is_not_recommended(plan: Plan) -> None:
-    found = plan(f"{TP} {MANY} --use-ascend-mc2")
-    forms = by_flags(found)
+    report = plan(f"{TP} {MANY} --use-ascend-mc2")
+    forms = by_flags(report)
     assert "inside of MC2's kernels" in forms["--commfuse-fb-overlap"]["obstacle"]
     assert "--use-ascend-mc2" in forms["--use-commfuse"]["obstacle"]
-    assert "--commfuse" not in found["verdict"].partition(":")[0]
+    assert "--commfuse" not in report["verdict"].partition(":")[0]
     forms = by_flags(plan(f"{TP} {MANY} --use-commfuse --commfuse-ulysses"))
-    said = "--commfuse-ulysses: --context-parallel-size of at least 2: "
-    assert forms["--use-commfuse"]["obstacle"].startswith(said)
+    reason = "--commfuse-ulysses: --context-parallel-size of at least 2: "
+    assert forms["--use-commfuse"]["obstacle"].startswith(reason)
     assert not forms["--commfuse-fb-overlap"]["obstacle"]
-    # Where blocks are too short Megatron's order is what runs.
+    # If blocks are too short, Megatron's order runs.
     short = f"{TP} {MANY} --seq-length 1024"
     forms = by_flags(plan(short))
     assert forms["--use-commfuse"]["seconds"] == forms[""]["seconds"]
@@ -105,7 +105,7 @@ def test_a_refused_form_is_not_recommended(plan: Plan) -> None:
 def test_another_machine_has_other_times(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
     server = plan(f"{TP} {MANY}")
     other = plan(f"{TP} {MANY}", "--hardware", "ascend_910c_supernode")
-    times = [by_flags(one)["--use-commfuse"]["seconds"] for one in (server, other)]
+    times = [by_flags(report)["--use-commfuse"]["seconds"] for report in (server, other)]
     assert times[0] != times[1]
     for name, expected in (("Ascend910", other), ("310P3", server)):
         npus = [(name, "OK")] * 2
@@ -114,15 +114,18 @@ def test_another_machine_has_other_times(plan: Plan, monkeypatch: pytest.MonkeyP
 
 
 def test_what_would_be_fused_and_what_is_wrong_is_listed(plan: Plan, capsys) -> None:
-    found = plan(f"{TP} {MANY} --use-commfuse")
-    assert {one["layer"]: one["operator"] for one in found["layers"]} == {
+    report = plan(f"{TP} {MANY} --use-commfuse")
+    assert {layer["layer"]: layer["operator"] for layer in report["layers"]} == {
         **dict.fromkeys(("qkv", "fc1", "output"), "all_gather_linear"),
         **dict.fromkeys(("proj", "fc2"), "linear_reduce_scatter"),
     }
-    assert [one["what"] for one in found["findings"]] == ["--use-commfuse", "memory for lanes"]
-    said = capsys.readouterr().out
-    assert "warning  --use-commfuse: given to the script itself; expected the launcher" in said
-    assert f"forward, per rank ({found['schedule']}):\n  qkv: all_gather_linear, 2" in said
+    assert [finding["what"] for finding in report["findings"]] == [
+        "--use-commfuse",
+        "memory for lanes",
+    ]
+    printed = capsys.readouterr().out
+    assert "warning  --use-commfuse: given to the script itself; expected the launcher" in printed
+    assert f"forward, per rank ({report['schedule']}):\n  qkv: all_gather_linear, 2" in printed
     assert plan(f"{TP} {MANY} --use-ascend-coc")["layers"]
     assert "per rank" not in capsys.readouterr().out
     wrong = plan("--tensor-model-parallel-size 3 --sequence-parallel", code=1)
@@ -134,10 +137,10 @@ def test_a_configuration_is_the_launch_of_its_launcher(tmp_path: Path, capsys) -
     page = tmp_path / "found.json"
     words = ["plan", str(CONFIG), "--json", str(page), "--", "--commfuse-chunks", "4"]
     assert cli.main(words) == 0
-    found = json.loads(page.read_text("utf-8"))
-    assert found["name"] == "llama3_8b"
-    assert found["layout"].startswith("TP 8, PP 1, CP 1, DP 1, sequence parallel")
-    assert "4 chunks" in found["schedule"]
+    report = json.loads(page.read_text("utf-8"))
+    assert report["name"] == "llama3_8b"
+    assert report["layout"].startswith("TP 8, PP 1, CP 1, DP 1, sequence parallel")
+    assert "4 chunks" in report["schedule"]
     with pytest.raises(SystemExit):
         cli.main(["plan", str(tmp_path), "--", "--commfuse-chunks", "4"])
     assert "-- --commfuse-chunks: no effect on" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""``commfuse-npu plan PROFILE``: folders as torch_npu writes them, with known figures."""
+"""``commfuse-npu plan PROFILE``: folders in torch_npu's format, with known figures."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NUMBERS = {
     "dp_cp": ("group_name_5", 5862276114690318097),
     "pp": ("group_name_19", 3985310405473756128),
 }
-"""The names of groups, and their numbers as msprof writes them: of a profile of MindSpeed-LLM."""
+"""Names of groups, and their numbers as msprof writes them, from a profile of MindSpeed-LLM."""
 Kernel = tuple[str, str, float, float]
 """Name, accelerator core, start and end in ms."""
 
@@ -34,7 +34,7 @@ STEP = [
     sent("dp_cp", 1, 15.0, 18.0),
     sent("pp", 0, 17.0, 19.0),
 ]
-"""Of two transfers at once, from 17 to 18, the time is exposed once."""
+"""Two transfers overlap from 17 to 18; this time is exposed once."""
 
 
 def write_json(path: Path, content: object) -> None:
@@ -50,19 +50,19 @@ def written(
     (output.parent / f"profiler_info_{rank}.json").write_text("{}")
     groups = {key: {"group_name": name} for name, (key, _) in NUMBERS.items() if named}
     write_json(output.parent / "profiler_metadata.json", {"parallel_group_info": groups})
-    taken = {"Total Op Info": {"Communication Time Info": {"Elapse Time(ms)": 99.0}}}
+    times = {"Total Op Info": {"Communication Time Info": {"Elapse Time(ms)": 99.0}}}
     rows = ["Step Id,Name,Accelerator Core,Start Time(us),Duration(us)"]
     for name, core, start, end in kernels:
         begin, took = 1764246877000000 + start * 1000, end - start
         rows.append(f"13,{name},{core},{begin:.3f}\t,{took * 1000:.3f}")
         for _, number in NUMBERS.values():
             if f"__{number % 1000:03}_" in name:
-                taken[f"{name}@{number}"] = {"Communication Time Info": {"Elapse Time(ms)": took}}
+                times[f"{name}@{number}"] = {"Communication Time Info": {"Elapse Time(ms)": took}}
     (output / "kernel_details.csv").write_text("\n".join(rows))
     columns = "Step,Computing,Communication(Not Overlapped),Free"
     (output / "step_trace_time.csv").write_text(f"{columns}\n13,12000,7000,500\n")
     if level:
-        write_json(output / "communication.json", {"step13": {"p2p": {}, "collective": taken}})
+        write_json(output / "communication.json", {"step13": {"p2p": {}, "collective": times}})
     return output
 
 
@@ -80,7 +80,7 @@ def test_what_is_exposed_and_whose_it_is(tmp_path: Path, level: int) -> None:
     assert step["own_communication"] == (11.0 if level else None)
     assert step["parts"] == {"tensor": 3.0, "data": 3.0, "pipeline": 2.0}
     assert step["bounds"] == {"--commfuse-fb-overlap": 3.0, "--use-commfuse": 3.0}
-    # A group without a name may be any.
+    # A group without a name may be of any kind.
     written(tmp_path / "other", 0, STEP, named=False, level=level)
     (step,) = asked(tmp_path / "other")
     assert step["parts"] == {"not named": 7.0}
@@ -102,12 +102,12 @@ def test_several_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     (written(tmp_path, 3, STEP) / "kernel_details.csv").unlink()
     written(tmp_path, 10, [sent("tp", 0, 3.0, 4.0)])
     first, bare, last = asked(tmp_path)
-    assert [one["rank"] for one in (first, bare, last)] == ["2", "3", "10"]
-    assert [one["waiting"]["tensor"] for one in (first, bare, last)] == [3.0, 3.0, 0.0]
+    assert [row["rank"] for row in (first, bare, last)] == ["2", "3", "10"]
+    assert [row["waiting"]["tensor"] for row in (first, bare, last)] == [3.0, 3.0, 0.0]
     assert (bare["exposed"], bare["own_exposed"], bare["own_communication"]) == (None, 7.0, 11.0)
-    said = capsys.readouterr().out
-    assert "Rank 3: kernel_details.csv is missing" in said
-    assert "Rank 10: kernel_details.csv does not hold the whole step" in said
+    printed = capsys.readouterr().out
+    assert "Rank 3: kernel_details.csv is missing" in printed
+    assert "Rank 10: kernel_details.csv does not hold the whole step" in printed
 
 
 def test_what_is_missing_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

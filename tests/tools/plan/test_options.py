@@ -1,4 +1,4 @@
-"""What is said of a launch and its options: what is fused, its messages, its lanes, its rivals."""
+"""The report on a launch and its options: fused layers, messages, lanes, rivals."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SMALL = 32 * 3 * 64 * 2
 
 
 def layers(line: str) -> dict[str, FusedLayer]:
-    return {one.layer: one for one in fused_layers(asked(line))}
+    return {layer.layer: layer for layer in fused_layers(asked(line))}
 
 
 @pytest.mark.parametrize(
@@ -35,10 +35,10 @@ def layers(line: str) -> dict[str, FusedLayer]:
          BLOCK // 4),
         (f"{CONFIG} --commfuse-attention", "proj", "attention_linear_reduce_scatter", 14,
          BLOCK // 2),
-        # Attention travels in batches beside linear layers in collectives.
+        # Attention uses batches while linear layers use collectives.
         (f"{CONFIG} --commfuse-attention --commfuse-schedule collective", "proj",
          "attention_linear_reduce_scatter", 14, BLOCK // 2),
-        # 32 queries of batch 3: no chunk has less than one.
+        # 32 queries of batch 3: a chunk has at least one query.
         (f"{ATTENTION} --commfuse-chunks 5", "proj", "attention_linear_reduce_scatter", 5,
          7 * SMALL // 32),
         (f"{ATTENTION} --commfuse-chunks 40", "proj", "attention_linear_reduce_scatter", 32,
@@ -48,9 +48,9 @@ def layers(line: str) -> dict[str, FusedLayer]:
     ],
 )  # fmt: skip
 def test_operators_and_messages(line: str, layer: str, operator: str, sent: int, size: int) -> None:
-    found = layers(line)[layer]
-    assert (found.operator, found.transfers, found.transfer_bytes) == (operator, sent, size)
-    assert str(found) == f"{layer}: {operator}, {sent} transfers of {size / 2**20:.2f} MB"
+    fused = layers(line)[layer]
+    assert (fused.operator, fused.transfers, fused.transfer_bytes) == (operator, sent, size)
+    assert str(fused) == f"{layer}: {operator}, {sent} transfers of {size / 2**20:.2f} MB"
     short = layers(f"{FUSED} --commfuse-min-rows 97")["proj"]
     assert (short.operator, short.transfers) == ("", 0)
     assert str(short).startswith("proj: Megatron's own forward, because a block has fewer rows")
@@ -73,7 +73,7 @@ def lanes(words: str, **environ: str) -> list[Finding]:
          "--hccl-group-buffer commfuse:128 takes 256 MB"),
         ("--hccl-group-buffer tp:400;commfuse:32 --commfuse-lanes 3",
          "192 MB per NPU: 3 tensor lanes with 2 x 32 MB", "--hccl-group-buffer commfuse:16"),
-        # Lanes are made where blocks are too short to use them.
+        # Lanes are created even if blocks are too short to use them.
         ("--seq-length 1024", "32 MB per NPU: 1 tensor lanes with 2 x 16 MB",
          "nothing uses them: leave --use-commfuse out"),
         # 40 million fp32 gradients over 4 ranks are 38 MiB; two lanes each way.
@@ -159,11 +159,11 @@ def test_what_starts_is_not_remarked(line: str) -> None:
 def test_what_does_not_go_together_is_named_with_a_way_out(
     line: str, what: str, level: str, value: str
 ) -> None:
-    found = only(check_launch(asked(line)), what)
-    assert found.level == level
-    assert found.value.startswith(value)
-    assert found.action
-    assert found.expected or "given, but" in value or what in ("layout", "--commfuse-schedule")
+    finding = only(check_launch(asked(line)), what)
+    assert finding.level == level
+    assert finding.value.startswith(value)
+    assert finding.action
+    assert finding.expected or "given, but" in value or what in ("layout", "--commfuse-schedule")
 
 
 # ------------------------------------------------------------------ from its options alone
@@ -196,27 +196,29 @@ def test_forward_backward_overlap(
     options: str, batches: int, obstacle: str, without: str | None, paired: float | None
 ) -> None:
     replicas = 8 // ((2 if "pipeline" in options else 1) * (4 if TP in options else 1))
-    found = judged(f"{options} --global-batch-size {batches * replicas}").overlap
-    assert found.obstacle.startswith(obstacle)
-    assert bool(found.obstacle) is bool(obstacle)
-    assert found.without == (found.obstacle if without is None else without)
-    assert found.paired == (None if paired is None else pytest.approx(paired))
-    assert found.transfers is (options != "")
+    overlap = judged(f"{options} --global-batch-size {batches * replicas}").overlap
+    assert overlap.obstacle.startswith(obstacle)
+    assert bool(overlap.obstacle) is bool(obstacle)
+    assert overlap.without == (overlap.obstacle if without is None else without)
+    assert overlap.paired == (None if paired is None else pytest.approx(paired))
+    assert overlap.transfers is (options != "")
 
 
 def test_a_layout_is_described() -> None:
-    found = judged(f"{TP} {EXPERTS} --first-k-dense-replace 1 --multi-latent-attention", 16)
-    assert str(found.layout) == ("TP 4, PP 1, CP 1, EP 4, DP 4, sequence parallel, experts, MLA")
+    judgement = judged(f"{TP} {EXPERTS} --first-k-dense-replace 1 --multi-latent-attention", 16)
+    assert str(judgement.layout) == (
+        "TP 4, PP 1, CP 1, EP 4, DP 4, sequence parallel, experts, MLA"
+    )
     cp = judged(f"{TP} {ULYSSES} --lora-target-modules linear_qkv")
     assert str(cp.layout) == "TP 4, PP 1, CP 2 (ulysses_cp_algo), DP 1, sequence parallel, LoRA"
     assert judged("").data_parallel_alone
     for options, processes in (("", 1), ("--use-custom-fsdp", 8), (TP, 8)):
         assert not judged(options, processes).data_parallel_alone
     for processes in (None, 6):
-        found = judged(TP, processes)
-        assert found.layout.data is None
-        assert found.overlap.obstacle == "it does not say how many processes it has"
-        assert "DP unknown" in str(found.layout)
+        judgement = judged(TP, processes)
+        assert judgement.layout.data is None
+        assert judgement.overlap.obstacle == "it does not say how many processes it has"
+        assert "DP unknown" in str(judgement.layout)
 
 
 @pytest.mark.parametrize(
@@ -232,8 +234,8 @@ def test_a_layout_is_described() -> None:
     ],
 )  # fmt: skip
 def test_what_refuses_the_flag(options: str, refused: set[str], kind: str) -> None:
-    found = judged(options)
-    assert (set(found.refused), found.kind, found.verdict) == (refused, kind, "refused")
+    judgement = judged(options)
+    assert (set(judgement.refused), judgement.kind, judgement.verdict) == (refused, kind, "refused")
 
 
 @pytest.mark.parametrize(
@@ -263,14 +265,14 @@ def test_our_other_options(flag: str, options: str, why: str) -> None:
     ],
 )
 def test_short_blocks_do_not_hide_that_a_layer_can_be_fused(options: str, least: int) -> None:
-    found = judged(f"{TP} --seq-length 1024 {options}")
-    assert (found.verdict, found.rows, found.least) == ("full", 256, least)
-    assert found.short is (least > 256)
-    said = f"its blocks have 256 rows, and with fewer than {least} Megatron's"
-    assert [note.startswith(said) for note in found.notes] == [True] * found.short
+    judgement = judged(f"{TP} --seq-length 1024 {options}")
+    assert (judgement.verdict, judgement.rows, judgement.least) == ("full", 256, least)
+    assert judgement.short is (least > 256)
+    message = f"its blocks have 256 rows, and with fewer than {least} Megatron's"
+    assert [note.startswith(message) for note in judgement.notes] == [True] * judgement.short
 
 
 def test_a_model_of_ones_own_is_not_read() -> None:
-    said = "--spec mine.spec layer_spec is not read: it is judged as Megatron's GPTModel"
-    assert judged(f"{TP} --spec mine.spec layer_spec").notes == [said]
+    note = "--spec mine.spec layer_spec is not read: it is judged as Megatron's GPTModel"
+    assert judged(f"{TP} --spec mine.spec layer_spec").notes == [note]
     assert judged(f"{TP} --spec mindspeed_llm.spec layer_spec").notes == []

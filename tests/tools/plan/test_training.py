@@ -1,4 +1,4 @@
-"""The training that a launch's options start, as the simulator takes it."""
+"""The simulator's training that corresponds to the options of a launch."""
 
 from __future__ import annotations
 
@@ -64,8 +64,8 @@ def test_layers_of_every_chunk(options: str, places: list[dict[str, int]]) -> No
     ],
 )  # fmt: skip
 def test_how_many_forwards_are_run_again(options: str, share: float) -> None:
-    found = training(f"--pipeline-model-parallel-size 2 {options}")
-    assert {found.recomputed_share(place) for place in range(len(found.places))} == {share}
+    job = training(f"--pipeline-model-parallel-size 2 {options}")
+    assert {job.recomputed_share(place) for place in range(len(job.places))} == {share}
 
 
 def test_experts_take_the_options_of_megatron() -> None:
@@ -74,9 +74,9 @@ def test_experts_take_the_options_of_megatron() -> None:
         "--expert-model-parallel-size 2 --moe-grouped-gemm --moe-token-dispatcher-type alltoall"
     )
     own = training(f"{line} --expert-tensor-parallel-size 1")
-    for tensor, found in ((4, training(line)), (1, own)):
-        wanted = Experts(8, 3, 96, 192, 2, tensor, grouped=True, gathers=False, halves=2)
-        assert found.experts == wanted
+    for tensor, job in ((4, training(line)), (1, own)):
+        expected = Experts(8, 3, 96, 192, 2, tensor, grouped=True, gathers=False, halves=2)
+        assert job.experts == expected
     assert (own.expert_replicas, own.expert_stride) == (4, 2)
     assert training("--num-experts 8").experts.gathers  # type: ignore[union-attr]
 
@@ -99,19 +99,19 @@ def test_what_is_not_simulated_is_named(options: str, said: str) -> None:
 
 
 def test_time_and_memory_follow_the_options() -> None:
-    plain, noop, again = (
+    plain, noop, full = (
         training(options) for options in ("", "--noop-layers 3", f"{FULL} uniform")
     )
-    assert milliseconds(noop) < milliseconds(plain) < milliseconds(again)
+    assert milliseconds(noop) < milliseconds(plain) < milliseconds(full)
     each = training("--no-sequence-parallel").parameters_of("dense")[0]
 
     def bytes_of(of: Training) -> tuple[float, ...]:
         return tuple(footprint(of, MEGATRON, SERVER))[:4]
 
-    weights, gradients, adam, kept = bytes_of(plain)
+    weights, gradients, adam, activations = bytes_of(plain)
     assert weights - bytes_of(noop)[0] == 2 * each
     assert gradients == 2 * weights
-    assert bytes_of(again)[3] < kept
+    assert bytes_of(full)[3] < activations
     assert bytes_of(replace(plain, distributed=False))[2] == adam * plain.layout.dp
     assert bytes_of(replace(plain, reuses=True))[2] == adam * 10 / 12
     assert bytes_of(training("--fp16"))[:2] == (weights, weights)
@@ -121,11 +121,11 @@ def test_time_and_memory_follow_the_options() -> None:
 
 
 def test_gradients_that_do_not_overlap_are_exposed() -> None:
-    what = training("--overlap-grad-reduce --overlap-param-gather")
-    none = replace(what, overlaps=(False, False))
-    forms = what, replace(what, overlaps=(False, True)), none, replace(none, distributed=False)
-    times = [Step(SERVER.machine(), one).time(REFERENCE) for one in forms]
-    late = [one.data_parallel for one in times]
+    both = training("--overlap-grad-reduce --overlap-param-gather")
+    none = replace(both, overlaps=(False, False))
+    forms = both, replace(both, overlaps=(False, True)), none, replace(none, distributed=False)
+    times = [Step(SERVER.machine(), form).time(REFERENCE) for form in forms]
+    late = [time.data_parallel for time in times]
     assert late == sorted(set(late)), "longer each time"
     assert times[2].seconds - times[0].seconds == pytest.approx(late[2] - late[0])
 
@@ -148,5 +148,5 @@ def test_the_form_in_which_a_launch_runs(flags: str, form: str) -> None:
 def test_variables_of_the_shell_reach_the_script(tmp_path: Path) -> None:
     path = tmp_path / "launch.sh"
     path.write_text(script(f"{MODEL} {TP} --num-layers ${{DEPTH:-4}}"), "utf-8")
-    found = [ask_about(None, [str(path)], given) for given in ({}, {"DEPTH": "6"})]
-    assert [one.config.num_layers for one in found] == [4, 6]
+    launches = [ask_about(None, [str(path)], variables) for variables in ({}, {"DEPTH": "6"})]
+    assert [launch.config.num_layers for launch in launches] == [4, 6]

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 
 class Page(NamedTuple):
-    """Rows have the head first; labels are of pictures; the text is without its marks."""
+    """Tables start with their head; labels are of pictures; the text has no markup."""
 
     headings: list[tuple[int, str]]
     tables: list[tuple[str, list[list[str]]]]
@@ -22,14 +22,14 @@ def _said(html: str) -> str:
 
 
 def read(path: Path) -> Page:
-    """The page, with what is true of every page checked."""
+    """Parses a page, and checks what has to hold for every page."""
     source = path.read_text(encoding="utf-8")
     assert "default-src 'none'" in source
     # A script's end inside a script would end it.
     assert source.count("</script") == source.count("<script>") <= 1
     body = re.sub(r"<(script|style)>.*?</\1>", "", source, flags=re.S)
     assert not re.search(r"<[^>]*\s(src|href|srcset|action|data|poster)\s*=", body)
-    headings = [(int(level), _said(what)) for level, what in re.findall(r"<h(\d)>(.*?)</h", body)]
+    headings = [(int(level), _said(text)) for level, text in re.findall(r"<h(\d)>(.*?)</h", body)]
     assert [level for level, _ in headings].count(1) == 1
     assert (headings[1], headings[-1]) == ((2, "Verdict"), (2, "Environment and command"))
     tables = []

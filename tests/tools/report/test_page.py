@@ -1,4 +1,4 @@
-"""The page and its pictures, of made up figures."""
+"""The page and its pictures, with made-up figures."""
 
 from __future__ import annotations
 
@@ -47,16 +47,16 @@ def test_a_page_has_everything_inside(tmp_path: Path) -> None:
     path = tmp_path / "page.html"
     table = Table(("what", "how much"), (("**a** & `b`", "</script>"),), "cells")
     sections = [Section("First", ("1 < 2",), PICTURES[0], (table,))]
-    sections += [Section(one.title, (), one) for one in PICTURES[1:]]
+    sections += [Section(picture.title, (), picture) for picture in PICTURES[1:]]
     words = ["commfuse-npu", "simulate", "--model", "a b"]
     write_page(path, "A <title>", ["Ours: **a**"], sections, environment(words))
     page = read(path)
     named = ["A <title>", "Verdict", "First", "Losses", "Layer", "Gain", "Memory"]
-    assert [said for _, said in page.headings[:-1]] == named
+    assert [heading for _, heading in page.headings[:-1]] == named
     assert len(page.labels) == 5
     assert "a: 2 ms; b: 4 ms" in page.labels[0]
     assert "a is shorter" in page.text
-    # Options are there to be copied, other code is not.
+    # Commands can be copied with a click, other code cannot.
     copied = re.findall(r'<code role="button"[^>]*>(.*?)</code>', path.read_text("utf-8"))
     assert copied == ["commfuse-npu simulate --model 'a b'"]
     assert page.tables[0] == ("cells", [["what", "how much"], ["a & b", "</script>"]])
@@ -72,12 +72,12 @@ def test_pictures_as_files(tmp_path: Path) -> None:
         return (tmp_path / "all.svg").read_text(encoding="utf-8")
 
     text = drawn(PICTURES, "All of them")
-    for said in ("All of them", "a: 2 ms", "Megatron's order", "plain: 3 ms", "12.3", "rest"):
-        assert f">{said}</text>" in text, said
-    # Where there is little room Vega would round the few figures of an axis.
+    for label in ("All of them", "a: 2 ms", "Megatron's order", "plain: 3 ms", "12.3", "rest"):
+        assert f">{label}</text>" in text, label
+    # On a narrow picture Vega would round the few figures of an axis.
     quarter = lines("Time", "ratio", [Line("ours", ((0.25, 1.0), (0.5, 2.0), (1.0, 3.0)))])
-    few = drawn([quarter], "", width=320)
-    assert all(f">{said}</text>" in few for said in ("0.25", "0.5", "1"))
+    narrow = drawn([quarter], "", width=320)
+    assert all(f">{label}</text>" in narrow for label in ("0.25", "0.5", "1"))
     # No two of twenty lines look the same.
     twenty = [Line(f"line {i}", ((1, i), (2, i + 1)), i % 3 == 0) for i in range(20)]
     text = drawn([lines("Times", "ratio", twenty)], "All")

@@ -1,4 +1,4 @@
-"""Simple cases whose time can be written down, and what has to follow from them."""
+"""Simple cases whose time has a closed form, and properties that have to follow."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from commfuse_npu.tools.simulate.variants import IDEAL, MC2, REFERENCE, Variant,
 from tests.tools.simulate.machines import ideal
 
 ROWS = FEATURES = 840
-"""Of a block, and of the input and the output of a layer; divisible by 1, 2, ..., 8."""
+"""Rows of a block, features of a layer's input and output; divisible by 1, 2, ..., 8."""
 BLOCK = ROWS * FEATURES * ITEM_BYTES
 
 few = settings(max_examples=20, deadline=None)
@@ -38,8 +38,8 @@ def fused(lanes: int, chunks: int = 1, **more: str) -> Variant:
 def layer(
     part: str, machine: Machine, size: int, variant: Variant, compute: float, block: float
 ) -> float:
-    """Seconds of a part of a layer; ``compute``: of a GEMM over all rows, ``block``: of a transfer
-    of a block over a link of rate 1.
+    """Seconds of a part of a layer, where a GEMM over all rows takes ``compute`` seconds and the
+    transfer of a block over a link of rate 1 takes ``block``.
     """
     flops = 2.0 * size * ROWS * FEATURES**2
     inside = replace(machine.inside, rate=machine.inside.rate * BLOCK / block)
@@ -60,7 +60,7 @@ both = pytest.mark.parametrize("operation", [gather, scatter], ids=["gather", "s
 
 
 def gathered(c: float, t: float, size: int, chunks: int) -> float:
-    """The own block, then a GEMM for chunk j of all peers, each with a lane of its own."""
+    """Expected time: the own block, then a GEMM per chunk of all peers; a lane for each peer."""
     part, ahead = c * (size - 1) / (size * chunks), max(1, 8 // (size - 1))
     ends, arrived = [c / size], 0.0
     for chunk in range(chunks):
@@ -72,11 +72,11 @@ def gathered(c: float, t: float, size: int, chunks: int) -> float:
 
 
 def scattered(c: float, t: float, size: int, chunks: int) -> float:
-    """Groups of columns, of which two are under way; the own rows of the last group last."""
+    """Expected time: groups of columns, two in flight; own rows of the last group come last."""
     time, arrivals = 0.0, [0.0]
     for group in range(chunks):
         if group >= 2:
-            time = max(time, arrivals[group - 1])  # the group before the one before is added
+            time = max(time, arrivals[group - 1])  # the group two before has to be summed first
         whole = time + c / chunks
         own = c / (size * chunks) if group == chunks - 1 else 0.0
         time = whole
@@ -96,7 +96,7 @@ def test_chunks_of_all_peers_go_together(operation, c, t, size: int, chunks: int
 @few
 @given(c=times, t=times, size=st.integers(2, 6), latency=st.floats(0, 10))
 def test_one_lane_is_one_transfer_after_the_other(topology, c, t, size: int, latency) -> None:
-    # Each block is used when it is there.
+    # A block is used as soon as it has arrived.
     expected = c / size
     for block in range(1, size):
         expected = max(expected, block * (t + latency)) + c / size
@@ -126,7 +126,7 @@ def test_slices_leave_a_tail(operation, c: float, t: float, slices: int) -> None
 @given(c=times, t=times)
 def test_an_ideal_kernel_leaves_one_tile(c: float, t: float) -> None:
     assert gather(ideal(), 4, IDEAL, c, t) == pytest.approx(max(c, t + c / 64))
-    # 3 ranks are beyond its limits: plain.
+    # 3 ranks are not supported: plain.
     assert gather(ideal(), 3, IDEAL, c, t) == pytest.approx(c + t)
 
 
@@ -162,7 +162,7 @@ def test_sums_in_an_order_make_a_mesh_scatter_longer(c: float, t: float) -> None
     for size, longer in ((8, 1.4), (4, 1.2), (2, 1.1)):
         assert scatter(machine, size, REFERENCE, c, t) == pytest.approx(c + longer * t)
         assert gather(machine, size, REFERENCE, c, t) == pytest.approx(c + t)
-        # Ours are in an order anyhow.
+        # CommFuse's sums have a fixed order anyway.
         ours = fused(size - 1, 4)
         assert scatter(machine, size, ours, c, t) == scatter(ideal(), size, ours, c, t)
 
@@ -204,16 +204,16 @@ def test_sums_and_copies_take_memory_traffic() -> None:
     ordered = scatter(machine, 3, fused(2), work, block)
     assert ordered == pytest.approx(work + 2 * 3 * block / 3)
     # In one pass all are read, and the sum is written once.
-    once = scatter(machine, 3, fused(2, sums="once"), work, block)
-    assert once == pytest.approx(work + 4 * block / 3)
+    single = scatter(machine, 3, fused(2, sums="once"), work, block)
+    assert single == pytest.approx(work + 4 * block / 3)
     # The results of both peers are read and written, those of the last chunk with nothing beside;
     # blocks of one chunk arrive in place.
     copied = gather(machine, 3, fused(2, 2), work, block)
     assert copied == pytest.approx(work + 2 * 2 * block / 3 / 2)
     assert gather(machine, 3, fused(2), work, block) == pytest.approx(work)
     # Columns of a weight are copied before they are multiplied.
-    one, two = (column(machine, 2, fused(1, chunks), work, block) for chunks in (1, 2))
-    assert two - one == pytest.approx(2 * ITEM_BYTES * FEATURES**2 / 3, rel=1e-6)
+    unsplit, split = (column(machine, 2, fused(1, chunks), work, block) for chunks in (1, 2))
+    assert split - unsplit == pytest.approx(2 * ITEM_BYTES * FEATURES**2 / 3, rel=1e-6)
 
 
 def test_a_nic_of_a_node_is_shared_and_one_of_an_npu_is_not() -> None:
@@ -222,7 +222,7 @@ def test_a_nic_of_a_node_is_shared_and_one_of_an_npu_is_not() -> None:
         # Three peers in other nodes; the other three NPUs of each node do the same.
         group = Group(machine, 4, stride=4)
         assert collective_seconds(group, 2.0) == pytest.approx(expected)
-        # Both of a node's ranks send to both of the other's.
+        # Both ranks of a node send to both ranks of the other node.
         machine = replace(machine, npus_per_node=2)
         pair = {"nic_per_npu": 4.0, "nic_per_node": 8.0}[topology]
         group = Group(machine, 4)
@@ -295,13 +295,13 @@ def test_attention_of_later_queries_costs_more_and_all_of_it_the_same(
     }),
 )  # fmt: skip
 def test_tiles_are_the_block(rows: int, ranks: int, others: dict[str, Any]) -> None:
-    found = tiling(rows=rows, ranks=ranks, **others)
-    assert sum(found.rows) == rows
-    assert min(found.rows) > 0
-    assert len(found.rows) <= 16, "the queue holds no more"
-    assert len(set(found.rows)) <= 2, "long ones and a short one"
-    assert found.slowed in (1.0, 1.2, 1.5, 3.0)
-    assert ranks > 2 or found.slowed == 1
+    tiles = tiling(rows=rows, ranks=ranks, **others)
+    assert sum(tiles.rows) == rows
+    assert min(tiles.rows) > 0
+    assert len(tiles.rows) <= 16, "the queue holds no more"
+    assert len(set(tiles.rows)) <= 2, "long ones and a short one"
+    assert tiles.slowed in (1.0, 1.2, 1.5, 3.0)
+    assert ranks > 2 or tiles.slowed == 1
 
 
 @pytest.mark.parametrize(
@@ -321,9 +321,9 @@ def test_transfers_beside_large_operands_are_slowed(kind, inner, outer, slowed) 
 
 @pytest.mark.parametrize("ring", [False, True])
 def test_the_short_tile_covers_what_is_not_hidden(ring: bool) -> None:
-    # Transfers are longer than the GEMM of an output projection: it begins with the short tile.
+    # Transfers take longer than the GEMM of an output projection: the short tile is first.
     first, *_, last = tiling("scatter", 4096, 512, 4096, 8, 20, ring=ring).rows
     assert first < last
-    # The GEMM is the longer one: it ends with it.
+    # The GEMM takes longer: the short tile is last.
     first, *_, last = tiling("gather", 4096, 4096, 3584, 8, 20, ring=ring).rows
     assert first > last

@@ -21,17 +21,17 @@ QUICK = "--typical --variants megatron,commfuse-c2* --micro-batches 1 --sequence
 def test_options_of_the_machine_cost_what_they_say(tmp_path: Path) -> None:
     def steps(words: str) -> dict[str, float]:
         (point,) = answer(tmp_path, *f"simulate {QUICK} {words}".split())["points"]
-        return {one["variant"]: one["step"]["typical"] for one in point["variants"]}
+        return {variant["variant"]: variant["step"]["typical"] for variant in point["variants"]}
 
     cheap, dear = (steps(f"--post-us {us}") for us in (15, 60))
     assert cheap["megatron"] == dear["megatron"]
     assert cheap["commfuse-c2-l7"] < dear["commfuse-c2-l7"]
     fast, slow = (steps(f"--launch-us {us}") for us in (15, 200))
-    # Both are the host's then: of a layer 66 launches and 40 events, and more of ours.
+    # The host limits both: a layer has 66 launches and 40 events, CommFuse's has more.
     assert fast["megatron"] < slow["megatron"] < slow["commfuse-c2-l7"]
-    # The sums of collectives, not of programs, which are in an order anyhow.
-    given = "--variants plain-mesh,mc2 --tp 4"
-    any_order, ordered = (steps(f"{given} {more}") for more in ("", "--deterministic"))
+    # Only sums of collectives: those of programs have a fixed order anyway.
+    base = "--variants plain-mesh,mc2 --tp 4"
+    any_order, ordered = (steps(f"{base} {more}") for more in ("", "--deterministic"))
     for name in ("plain-mesh", "mc2"):
         assert ordered[name] > any_order[name]
 
@@ -66,7 +66,7 @@ TIME = "Time of a step, "
 
 
 def _printed(text: str) -> list[list[list[str]]]:
-    """The Markdown tables as cells, without marks."""
+    """The cells of the Markdown tables, without markup."""
     tables = [
         [[cell.strip() for cell in row.strip("|").split(" | ")] for row in table.splitlines()]
         for table in re.findall(r"(?:^\|.*\n)+", text.replace("**", ""), re.M)
@@ -91,23 +91,23 @@ def test_the_page_has_what_is_printed(
     printed = capsys.readouterr().out
     page = read(path)
     assert [rows for _, rows in page.tables[: len(_printed(printed))]] == _printed(printed)
-    assert [said for _, said in page.headings][2:-4] == headings
+    assert [waits for _, waits in page.headings][2:-4] == headings
     (verdict,) = re.findall(r"^(?:Recommended: |Best of ours).*", printed, re.M)
     assert re.sub(r"\*\*|`", "", verdict) in page.text
     (of_layer,) = (label for label in page.labels if "waiting" in label)
-    said = re.findall(r"([\w-]+): [\d.]+ ms, waiting", of_layer)
-    assert said[:2] == ["plain-mesh", "megatron"]
+    waits = re.findall(r"([\w-]+): [\d.]+ ms, waiting", of_layer)
+    assert waits[:2] == ["plain-mesh", "megatron"]
 
 
 def test_the_picture_says_what_is_simulated(tmp_path: Path) -> None:
     pytest.importorskip("vl_convert")
     assert main(["forms", "--folder", str(tmp_path)]) == 0
-    drawn = (tmp_path / "forms.svg").read_text("utf-8")
+    created = (tmp_path / "forms.svg").read_text("utf-8")
     shipped = (Path(__file__).parents[3] / "docs" / "forms.svg").read_text("utf-8")
     for title, variant in forms().items():
         parts, time = step().parts(variant), step().layer_time(variant)
         row = lanes(title, parts)
-        end, at = 1e3 * sum(one.seconds for _, one in parts), 0.0
+        end, at = 1e3 * sum(part.seconds for _, part in parts), 0.0
         # Work and waiting fill the lane of the compute engine.
         for bit in sorted((b for b in row.bits if b.lane == "compute"), key=lambda bit: bit.start):
             assert bit.start == pytest.approx(at, abs=1e-5), bit
@@ -116,20 +116,20 @@ def test_the_picture_says_what_is_simulated(tmp_path: Path) -> None:
         waited = sum(bit.end - bit.start for bit in row.bits if bit.kind == "waiting")
         assert row.label == f"{title}: {end:.1f} ms, waiting {waited:.1f} ms"
         assert {bit.kind for bit in row.bits if bit.lane == "links"} == {"transfer"}
-        # A pair by itself, which has no neighbours, is a little longer.
+        # A single pair has no neighbors and takes a little longer.
         assert end == pytest.approx(1e3 * time.seconds, rel=0.01)
-        # One rank of eight, of which the mean waits this long.
+        # This is one rank of eight; the time is their mean.
         assert waited == pytest.approx(1e3 * time.waiting, abs=10 * time.seconds)
-        assert all(f">{row.label}</text>" in picture for picture in (drawn, shipped))
+        assert all(f">{row.label}</text>" in picture for picture in (created, shipped))
 
 
 def test_a_point_of_the_table_of_layers_is_simulated() -> None:
-    one = point("ascend_910b_server", "llama2_7b", 2, 4096, corners=1)
-    (shares,) = one.shares
+    result = point("ascend_910b_server", "llama2_7b", 2, 4096, corners=1)
+    (shares,) = result.shares
     assert shares.keys() == {*OURS, *RIVALS, *BOUNDS} - {"CoC fused", "catccos"}, "for 8 ranks"
     assert shares["compute"] < shares["ideal"] < shares["ours"] <= shares["default"] < 1
     assert shares["ideal"] < shares["MC2"] < shares["Megatron"]
     assert shares["CoC tuned"] <= shares["CoC"]
-    # Programs add in an order anyhow, and plain collectives take longer for it.
-    assert one.ordered["ours"] < shares["ours"]
+    # Programs add in a fixed order anyway; plain collectives take longer to do so.
+    assert result.ordered["ours"] < shares["ours"]
     assert shares["compute"] < shares["forward-backward"] < shares["MC2"]

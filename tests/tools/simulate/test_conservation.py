@@ -1,4 +1,4 @@
-"""What holds for every timeline."""
+"""Properties of every timeline."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def shape(ranks: int) -> LayerShape:
     topology=st.sampled_from(["full_mesh", "switched", "nic_per_npu", "nic_per_node"]),
     batched=st.booleans(),
 )
-@example(4, [one.name for one in variants(4, 4, 3)].index("mc2"), "forward", "switched", True)
+@example(4, [v.name for v in variants(4, 4, 3)].index("mc2"), "forward", "switched", True)
 def test_every_timeline_holds_and_one_rank_stands_for_all(
     size: int, number: int, part: str, topology: str, batched: bool
 ) -> None:
@@ -50,23 +50,23 @@ def test_every_timeline_holds_and_one_rank_stands_for_all(
     machine = replace(MACHINE, inside=inside, batched=batched)
     if over_nics:
         machine = replace(machine, between=Level(topology, 1.0e10, 2.0e-5), npus_per_node=2)
-    known = variants(size, 2 if over_nics and size > 2 else size, size - 1)
+    choices = variants(size, 2 if over_nics and size > 2 else size, size - 1)
 
     def simulate(whole: bool | None) -> Simulated:
-        build, variant = getattr(llama, part), known[number % len(known)]
+        build, variant = getattr(llama, part), choices[number % len(choices)]
         group = Group(machine, size)
         return group.simulate(variant, lambda rank: build(rank, shape(size)), whole=whole)
 
-    one, everyone = simulate(None), simulate(True)
-    assert one.seconds == pytest.approx(everyone.seconds)
-    check_timeline(one)
+    single, everyone = simulate(None), simulate(True)
+    assert single.seconds == pytest.approx(everyone.seconds)
+    check_timeline(single)
     check_timeline(everyone)
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_variants_do_the_same_gemms_and_send_the_lower_bound(size: int) -> None:
     # Two gathers and two scatters forward; backward two gathers of gradients, two of inputs, and
-    # two scatters. Nobody can gather or scatter with less than n-1 blocks in and out.
+    # two scatters. A gather or scatter needs at least n-1 blocks in and out of a rank.
     sizes = LayerShape(384, 384, 1, 240, 480, 360, 960, size)
     block = sizes.block * sizes.row_bytes
     # With GEMMs linear in their rows and free memory, splitting changes no work.
@@ -84,7 +84,7 @@ def test_variants_do_the_same_gemms_and_send_the_lower_bound(size: int) -> None:
 
 
 def test_the_events_of_a_collective_grow_with_its_transfers(monkeypatch) -> None:
-    """Sharing a link anew for each of n transfers would take n * n of them."""
+    """Redistributing a link at each of n transfers would take n * n events."""
     pushed: list[float] = []
 
     def counted(events: list[Any], event: Any, push=heapq.heappush) -> None:
@@ -93,12 +93,12 @@ def test_the_events_of_a_collective_grow_with_its_transfers(monkeypatch) -> None
 
     monkeypatch.setattr("heapq.heappush", counted)
     machine = replace(ideal(), npus_per_node=513, inside=Level("switched", 1.0, 0.0))
-    found = []
+    ratios = []
     for size in (65, 513):
         pushed.clear()
         assert collective_seconds(Group(machine, size), 1.0) == pytest.approx(size - 1)
-        found.append(len(pushed) / (size - 1))
-    assert found[1] <= found[0] <= 4
+        ratios.append(len(pushed) / (size - 1))
+    assert ratios[1] <= ratios[0] <= 4
 
 
 def test_a_receive_that_nobody_sends_and_lanes_in_another_order_hang() -> None:

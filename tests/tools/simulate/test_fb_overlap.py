@@ -1,4 +1,4 @@
-"""A forward and a backward that take turns: conservation, closed forms, order."""
+"""A forward and a backward that are interleaved: conservation, closed forms, order."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.tools.simulate.timeline_checks import sent
 
 SHAPE = LayerShape(1024, 1024, 1, 512, 1024, 768, 4096, 4)
 RATE = 0.002
-"""Of the links, so that a transfer takes a fifth of the largest GEMM, at 1 FLOP/s."""
+"""Rate of the links: a transfer takes a fifth of the largest GEMM, at 1 FLOP/s."""
 
 
 def simulated(*, recomputes: bool = False, rate: float = RATE) -> Simulated:
@@ -44,8 +44,8 @@ def in_order(*, recomputes: bool = False) -> Simulated:
 @pytest.mark.parametrize("recomputes", [False, True])
 def test_it_launches_what_megatron_launches_and_hand_overs(recomputes: bool) -> None:
     ours, plain = (
-        Counter((one.name, one.seconds, sent([one])) for one in of.launches[0] if one.name != "end")
-        for of in (simulated(recomputes=recomputes), in_order(recomputes=recomputes))
+        Counter((op.name, op.seconds, sent([op])) for op in run.launches[0] if op.name != "end")
+        for run in (simulated(recomputes=recomputes), in_order(recomputes=recomputes))
     )
     assert 0 < ours.pop(("hand over", 0.0, 0)) <= 2 * plain.total()
     assert ours == plain
@@ -53,7 +53,7 @@ def test_it_launches_what_megatron_launches_and_hand_overs(recomputes: bool) -> 
 
 def test_it_is_shorter_than_strict_turns_and_longer_than_its_work() -> None:
     pair, plain = simulated(), in_order()
-    # Without a hand-over each side waits for what it waits for in Megatron's order.
+    # Without a hand-over each side waits as in Megatron's order.
     never = lambda sides: tuple((False,) * len(side) for side in sides)  # noqa: E731
     with mock.patch.object(fb_overlap, "best_order", never):
         assert simulated().timeline.seconds == pytest.approx(plain.timeline.seconds, rel=1e-6)
@@ -68,7 +68,7 @@ def test_it_is_shorter_than_strict_turns_and_longer_than_its_work() -> None:
 @pytest.mark.parametrize("micro_batches", [1, 4, 8])
 @pytest.mark.parametrize("stages", [1, 2, 4])
 def test_a_step_of_equal_stages(stages: int, micro_batches: int) -> None:
-    """``(m - 1)`` pairs and ``p`` forwards and backwards, if there are pairs enough."""
+    """``(m - 1)`` pairs and ``p`` forwards and backwards, if there are enough pairs."""
     forward, backward, pair = 1.0, 2.0, 2.5
     each = [[value] * stages for value in (forward, backward, pair)]
     ends = side_by_side(*each, micro_batches, 0.0, 1)
@@ -82,11 +82,11 @@ def test_a_step_of_equal_stages(stages: int, micro_batches: int) -> None:
 def test_a_virtual_pipeline_runs_each_chunk_of_each_micro_batch() -> None:
     stages, chunks, micro_batches = 2, 2, 8
     ones = [1.0] * stages * chunks
-    both = side_by_side(ones, ones, ones, micro_batches, 0.0, chunks)
-    alone = side_by_side(ones, ones, [2.0] * stages * chunks, micro_batches, 0.0, chunks)
+    overlapped = side_by_side(ones, ones, ones, micro_batches, 0.0, chunks)
+    in_turn = side_by_side(ones, ones, [2.0] * stages * chunks, micro_batches, 0.0, chunks)
     paired, _ = paired_microbatches(slots(stages, 0, chunks, micro_batches))
-    assert max(alone) - max(both) >= paired
+    assert max(in_turn) - max(overlapped) >= paired
     # Transfers between stages come after every slot.
     late = side_by_side(ones, ones, ones, micro_batches, 0.25, chunks)
     count = len(slots(stages, 0, chunks, micro_batches))
-    assert max(both) < max(late) <= max(both) + 0.25 * count
+    assert max(overlapped) < max(late) <= max(overlapped) + 0.25 * count

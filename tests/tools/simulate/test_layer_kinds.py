@@ -44,19 +44,19 @@ def seconds(variant: Variant, build: Callable[[Rank], None], ranks: int = TP) ->
 
 def ways(shape: LayerShape, variant: Variant, ranks: int = TP) -> list[float]:
     """Seconds of a layer, forward and backward."""
-    both = llama.forward, llama.backward
-    return [seconds(variant, lambda rank, of=of: of(rank, shape), ranks) for of in both]
+    passes = llama.forward, llama.backward
+    return [seconds(variant, lambda rank, part=part: part(rank, shape), ranks) for part in passes]
 
 
 @pytest.mark.parametrize(("tensor", "halves"), [(1, 1), (2, 2), (4, 2)])
 def test_products_of_experts_are_those_of_the_tokens_that_arrive(tensor: int, halves: int) -> None:
-    """However experts are cut, a rank makes its share of all products."""
+    """However experts are cut, a rank computes its share of all products."""
     experts = replace(EXPERTS, tensor=tensor, halves=halves)
     router = 2 * TOKENS * HIDDEN * 8
     products = 2 * TOKENS * 2 * (halves + 1) * HIDDEN * 24
-    for of, times in (experts.forward, 1), (experts.backward, 2):
-        found = seconds(COMPUTE_ONLY, lambda rank, of=of: of(rank, TOKENS, HIDDEN))
-        assert found == times * (router + products)
+    for part, times in (experts.forward, 1), (experts.backward, 2):
+        total = seconds(COMPUTE_ONLY, lambda rank, part=part: part(rank, TOKENS, HIDDEN))
+        assert total == times * (router + products)
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,7 @@ def test_products_of_experts_are_those_of_the_tokens_that_arrive(tensor: int, ha
     [
         # To each of 4 ranks a quarter of 2 rows per token.
         ({}, TOKENS * 2 / 4 * ROW),
-        # Besides, the other rank of two gathers all that arrived.
+        # In addition, both ranks of a pair gather all rows that arrived.
         ({"tensor": 2}, TOKENS * 2 / 4 * ROW + TOKENS * 2 * ROW),
         ({"gathers": True, "tensor": 2}, TOKENS * ROW),
         ({"parallel": 1}, 0),
@@ -73,31 +73,31 @@ def test_products_of_experts_are_those_of_the_tokens_that_arrive(tensor: int, ha
 def test_rows_to_experts_go_over_their_own_links(changes, bytes_per_link: float) -> None:
     experts = replace(EXPERTS, **changes)
     assert experts.transfers(ideal(), TOKENS, HIDDEN) == bytes_per_link
-    for of in (experts.forward, experts.backward):
-        alone, both = (
-            seconds(variant, lambda rank, of=of: of(rank, TOKENS, HIDDEN), ranks=1)
+    for part in (experts.forward, experts.backward):
+        compute, total = (
+            seconds(variant, lambda rank, part=part: part(rank, TOKENS, HIDDEN), ranks=1)
             for variant in (COMPUTE_ONLY, REFERENCE)
         )
-        assert both == pytest.approx(alone + 2 * bytes_per_link)  # there and back
+        assert total == pytest.approx(compute + 2 * bytes_per_link)  # there and back
 
 
 def test_a_layer_of_experts() -> None:
-    """With shared experts as its feed-forward part; its transfers hide where sides take turns."""
+    """Also with shared experts; pairing micro-batches hides its transfers."""
     without, shared = (replace(DENSE, experts=replace(EXPERTS, shared=n)) for n in (0, 32))
     forms = [ways(shape, REFERENCE) for shape in (DENSE, without, shared)]
-    for dense, experts, both in zip(*forms, strict=True):
-        assert max(dense, experts) < both < dense + experts
+    for dense, experts, combined in zip(*forms, strict=True):
+        assert max(dense, experts) < combined < dense + experts
     shape = replace(without, ranks=1)
     pair = seconds(FB_OVERLAP, lambda rank: fb_overlap.pair(rank, shape, 1, None), ranks=1)
-    alone, plain = (sum(ways(shape, variant, ranks=1)) for variant in (COMPUTE_ONLY, MEGATRON))
-    assert alone <= pair < plain
+    compute, plain = (sum(ways(shape, variant, ranks=1)) for variant in (COMPUTE_ONLY, MEGATRON))
+    assert compute <= pair < plain
 
     def launches(experts: Experts) -> int:
         rank = Rank(ideal(), 0, 1, 1, MEGATRON)
         experts.forward(rank, TOKENS, HIDDEN)
-        return sum(one.launches for one in rank.finish())
+        return sum(operation.launches for operation in rank.finish())
 
-    # By themselves they are launched one by one.
+    # Without grouped GEMMs the experts are launched one by one.
     one_by_one = replace(EXPERTS, grouped=False)
     assert launches(one_by_one) - launches(EXPERTS) == 3 * (EXPERTS.local - 1)
 
@@ -111,15 +111,15 @@ def test_latent_attention_makes_narrow_rows_once_and_wide_ones_by_heads(queries:
         flops += held * HIDDEN * queries + TOKENS * queries * wide
     else:
         flops += TOKENS * HIDDEN * wide
-    found = [
-        seconds(COMPUTE_ONLY, lambda rank, of=of: of(rank, TOKENS, held, HIDDEN))
-        for of in (latent.forward, latent.backward)
+    computed = [
+        seconds(COMPUTE_ONLY, lambda rank, part=part: part(rank, TOKENS, held, HIDDEN))
+        for part in (latent.forward, latent.backward)
     ]
-    assert found == [2 * flops, 4 * flops]
+    assert computed == [2 * flops, 4 * flops]
     narrow = held * (queries + 12) * ITEM_BYTES
-    both = seconds(REFERENCE, lambda rank: latent.forward(rank, TOKENS, held, HIDDEN))
-    assert both == found[0] + narrow
-    # Scores over own and rotary features, values over theirs: causal, both products.
+    total = seconds(REFERENCE, lambda rank: latent.forward(rank, TOKENS, held, HIDDEN))
+    assert total == computed[0] + narrow
+    # Scores over own and rotary features, then values: both products are causal.
     shape = replace(DENSE, latent=latent)
     attended = shape.attention(ideal())(slice(0, TOKENS))
     assert attended == TOKENS**2 * 8 * (4 + 2 + 6) / TP
@@ -129,14 +129,14 @@ def test_latent_attention_makes_narrow_rows_once_and_wide_ones_by_heads(queries:
 
 def test_without_sequence_parallelism_sums_are_all_reduced_and_nothing_is_gathered() -> None:
     whole = replace(DENSE, sequence_parallel=False)
-    alone = ways(whole, COMPUTE_ONLY)
-    assert alone == ways(DENSE, COMPUTE_ONLY)  # memory traffic is free here
+    compute = ways(whole, COMPUTE_ONLY)
+    assert compute == ways(DENSE, COMPUTE_ONLY)  # memory traffic is free here
     sums = 2 * TOKENS // TP * ROW
-    # Of proj and fc2, then of qkv and fc1.
-    both = ways(whole, REFERENCE)
-    assert both == pytest.approx([one + 2 * sums for one in alone])
-    # Megatron has the sum of dgrad on its way during wgrad.
-    assert ways(whole, MEGATRON)[1] < both[1]
+    # Forward: proj and fc2; backward: qkv and fc1.
+    exposed = ways(whole, REFERENCE)
+    assert exposed == pytest.approx([time + 2 * sums for time in compute])
+    # Megatron overlaps the all-reduce of dgrad with wgrad.
+    assert ways(whole, MEGATRON)[1] < exposed[1]
 
 
 # ------------------------------------------------------------------- Ulysses context parallelism
@@ -160,10 +160,10 @@ def test_two_ranks_without_attention_take_the_closed_form(speed: float) -> None:
     machine = replace(ideal(), attention_efficiency=math.inf, cube_flops=speed)
     qkv, out = machine.gemm(BLOCK, H, QKV), machine.gemm(BLOCK, H, H)
     there, back = (BLOCK * width / 2 * ITEM_BYTES for width in (QKV, H))
-    # The heads of the other are projected first, the own part of the output is used first.
+    # The peer's heads are projected first; the own part of the output is used first.
     expected = max(qkv, qkv / 2 + there) + max(out / 2, back) + out / 2
     assert ulysses(machine, 2, Schedule("shifted", 1, 1)).seconds == pytest.approx(expected)
-    # Without fusion the projections are not part of it.
+    # Without fusion the projections are not part of the exchange.
     assert ulysses(machine, 2).seconds == pytest.approx(there + back)
 
 
@@ -173,15 +173,15 @@ def test_bytes_and_work_do_not_depend_on_how_it_is_cut(part: str, tp: int, ranks
     machine = replace(ideal(), cube_flops=50.0)
     cut = [Schedule("shifted", ranks - 1, chunks) for chunks in (1, 3)]
     fused = [ulysses(machine, ranks, schedule, part, tp) for schedule in cut]
-    for one in (*fused, ulysses(machine, ranks, None, part, tp)):
-        check_timeline(one)
-        wanted = (ranks - 1) / ranks * BLOCK * (QKV + H) / tp * ITEM_BYTES
-        assert [sent(rank) for rank in one.launches] == [pytest.approx(wanted)] * ranks
+    for simulated in (*fused, ulysses(machine, ranks, None, part, tp)):
+        check_timeline(simulated)
+        expected = (ranks - 1) / ranks * BLOCK * (QKV + H) / tp * ITEM_BYTES
+        assert [sent(rank) for rank in simulated.launches] == [pytest.approx(expected)] * ranks
     assert work(fused[0]) == pytest.approx(work(fused[1]))
-    # Projections are in it only if they are fused.
-    alone = ulysses(machine, ranks, None, part, tp, unfused=COMPUTE_ONLY)
-    assert (alone.seconds < work(fused[0])) is (tp == 1)
-    assert alone.waiting == pytest.approx(0)
+    # Projections are part of the exchange only if they are fused.
+    compute = ulysses(machine, ranks, None, part, tp, unfused=COMPUTE_ONLY)
+    assert (compute.seconds < work(fused[0])) is (tp == 1)
+    assert compute.waiting == pytest.approx(0)
 
 
 def test_heads_that_are_repeated_are_sent_more_often_and_not_projected() -> None:
@@ -189,6 +189,6 @@ def test_heads_that_are_repeated_are_sent_more_often_and_not_projected() -> None
         ulysses(ideal(), 4, Schedule("shifted", 3, 1), key_value=16, groups=groups).launches[0]
         for groups in (4, 2)
     )
-    assert any(one.name == "qkv make" for one in less)
-    assert not any(one.name == "qkv make" for one in more)
+    assert any(operation.name == "qkv make" for operation in less)
+    assert not any(operation.name == "qkv make" for operation in more)
     assert sent(more) - sent(less) == pytest.approx(3 / 4 * BLOCK * 2 * 16 * ITEM_BYTES)

@@ -1,4 +1,4 @@
-"""The launch's defaults post so little that a slow host does not make them slower than Megatron's.
+"""The defaults post so little that even a slow host does not make them slower than Megatron.
 
 From the limit on the rows of a block they are at most 4 % slower than Megatron's order; below it
 Megatron's order is faster, or as fast.
@@ -21,11 +21,11 @@ from commfuse_npu.tools.simulate.variants import MEGATRON, fused
 MACHINES = ("ascend_910b_server", "ascend_910c_supernode")
 MODELS = ("llama2_7b", "llama3_8b", "llama3_70b")
 HOSTS = {118e-6: 128e-6, 55e-6: 80e-6, 15e-6: 40e-6}
-"""Seconds of a launch, and of a post."""
+"""Seconds of a launch: seconds of a post."""
 
 
 def compared(machine: str, model: str, tp: int, rows: int, launch: float) -> float:
-    """A layer as a launch without options fuses it at any length, over Megatron's order."""
+    """Time of a layer with default options, fused at any length, over that in Megatron's order."""
     post = HOSTS[launch]
     hardware = Hardware.load(find_config(machine, "hardware")).launching(launch).posting(post)
     options = Options(micro_batch=1, micro_batches=1)
@@ -33,8 +33,8 @@ def compared(machine: str, model: str, tp: int, rows: int, launch: float) -> flo
     figures = hardware.machine()
     step = Step(figures, training(described, Layout(tp, 1, 1, 1), rows * tp, options))
     shape, chunks = default_shape(tp), default_chunks(tp, rows, described.hidden_size, post)
-    lanes, least = Schedule(shape).lanes_for(tp), min_outputs_to_hide(figures, tp)
-    ours = fused(Schedule(shape, lanes, chunks), collectives_from=least)
+    lanes, outputs = Schedule(shape).lanes_for(tp), min_outputs_to_hide(figures, tp)
+    ours = fused(Schedule(shape, lanes, chunks), collectives_from=outputs)
     return step.layer_time(ours).seconds / step.layer_time(MEGATRON).seconds
 
 

@@ -1,4 +1,4 @@
-"""Parameters that the simulator counts, beside those that a model's authors publish."""
+"""The simulator's parameter count against the one published by a model's authors."""
 
 from __future__ import annotations
 
@@ -20,6 +20,6 @@ DEEPSEEK_V3 = (
 
 def test_deepseek_v3_has_671_billion() -> None:
     """Latent attention, experts and shared experts; 671 B in arXiv 2412.19437, with embeddings."""
-    what = training_of(asked(DEEPSEEK_V3))
-    embeddings = 2 * what.model.padded_vocab_size * what.model.hidden_size
-    assert sum(what.of_layers(0)) + embeddings == pytest.approx(671e9, rel=1e-3)
+    job = training_of(asked(DEEPSEEK_V3))
+    embeddings = 2 * job.model.padded_vocab_size * job.model.hidden_size
+    assert sum(job.of_layers(0)) + embeddings == pytest.approx(671e9, rel=1e-3)

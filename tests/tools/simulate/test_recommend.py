@@ -1,4 +1,4 @@
-"""Layouts and schedules that are recommended, and flags that the doctor and the launch take."""
+"""Recommended layouts and schedules, and their flags, which the doctor and the launch accept."""
 
 from __future__ import annotations
 
@@ -36,59 +36,59 @@ CLUSTER = Hardware.load(find_config("ascend_910b_roce", "hardware"))
 LLAMA3_8B = ModelConfig.load(find_config("llama3_8b"))
 LLAMA3_70B = ModelConfig.load(find_config("llama3_70b"))
 SMALL = replace(LLAMA3_8B, seq_length=2048, global_batch_size=8)
-"""What takes less time to simulate."""
+"""Short sequences and a small batch, which take less time to simulate."""
 
 
 def test_layouts_are_ranked_by_their_steps_and_the_launcher_takes_the_plan(tmp_path: Path) -> None:
-    found = recommend(SMALL, SERVER, 4, fixed=Fixed(cp=1, pp=1))
-    steps = [one.seconds for one in found.ranked]
+    result = recommend(SMALL, SERVER, 4, fixed=Fixed(cp=1, pp=1))
+    steps = [entry.seconds for entry in result.ranked]
     assert steps == sorted(steps)
-    assert len({one.training.layout for one in found.ranked}) == len(steps) > 1
-    for one in found.ranked:
-        assert one.training.layout.npus == 4
-        assert one.memory.total <= limit(SERVER)
-        # What is said is what the simulator says.
-        assert one.seconds == Step(SERVER.machine(), one.training).time(one.variant).seconds
-    assert found.best is found.ranked[0] is found.schedules[0]
-    assert len({one.variant for one in found.schedules}) == len(found.schedules) == 3
-    kinds = [one.variant.kind for one in found.rivals]
+    assert len({entry.training.layout for entry in result.ranked}) == len(steps) > 1
+    for entry in result.ranked:
+        assert entry.training.layout.npus == 4
+        assert entry.memory.total <= limit(SERVER)
+        # The reported time is the simulated one.
+        assert entry.seconds == Step(SERVER.machine(), entry.training).time(entry.variant).seconds
+    assert result.best is result.ranked[0] is result.schedules[0]
+    assert len({entry.variant for entry in result.schedules}) == len(result.schedules) == 3
+    kinds = [entry.variant.kind for entry in result.rivals]
     assert len(kinds) == len(set(kinds))
     assert not {"fused", "ideal"} & set(kinds), "what can be launched without CommFuse"
-    assert found.bound.variant.kind == "ideal"
-    assert found.refused["more memory than an NPU has"] > 0
-    # A rival that is faster is what is recommended.
-    faster = replace(found.other, seconds=found.best.seconds / 2)
-    assert replace(found, rivals=(faster, *found.rivals[1:])).best is faster
-    assert replace(found, rivals=(found.runner_up,)).runner_up not in (None, found.runner_up)
-    # What is named beside it, and how it compares.
-    assert set(found.steps) == {found.best, found.other, found.runner_up, found.fused} - {None}
-    text = "\n".join([*reasons(found), report(found, SMALL, Path("small.yaml"), SERVER)])
+    assert result.bound.variant.kind == "ideal"
+    assert result.refused["more memory than an NPU has"] > 0
+    # A rival that is faster is recommended.
+    faster = replace(result.other, seconds=result.best.seconds / 2)
+    assert replace(result, rivals=(faster, *result.rivals[1:])).best is faster
+    assert replace(result, rivals=(result.runner_up,)).runner_up not in (None, result.runner_up)
+    # The alternatives that are named, and how they compare.
+    assert set(result.steps) == {result.best, result.other, result.runner_up, result.fused} - {None}
+    text = "\n".join([*reasons(result), report(result, SMALL, Path("small.yaml"), SERVER)])
     assert text.count("**") == 2, "one row is bold"
-    for title, one in {"Runner-up": found.runner_up, "Without CommFuse": found.other}.items():
-        assert one not in (None, found.best)
-        longer = one.seconds / found.best.seconds - 1
-        said = rf"- {title}: TP \d, .*, {longer:.1%} longer \({found.beats(one)} of 5 simulated"
-        assert re.search(said, text)
+    for title, entry in {"Runner-up": result.runner_up, "Without CommFuse": result.other}.items():
+        assert entry not in (None, result.best)
+        longer = entry.seconds / result.best.seconds - 1
+        line = rf"- {title}: TP \d, .*, {longer:.1%} longer \({result.beats(entry)} of 5 simulated"
+        assert re.search(line, text)
     file = tmp_path / "small.yaml"
-    write_plan(file, SMALL, SERVER, found.best)
-    assert ModelConfig.load(file) == planned(SMALL, SERVER, found.best)
-    given = options(SMALL, found.best)
-    ours = given[given.index("--commfuse-fb-overlap") :]
+    write_plan(file, SMALL, SERVER, result.best)
+    assert ModelConfig.load(file) == planned(SMALL, SERVER, result.best)
+    words = options(SMALL, result.best)
+    ours = words[words.index("--commfuse-fb-overlap") :]
     assert " ".join(ours) in " ".join(dry_run("llama3_8b", CONFIG=str(file)))
     assert "--commfuse-fb-overlap" in ask_about(file, [], {}).options
 
 
 def test_pipelines_are_interleaved_where_that_is_faster() -> None:
     model = replace(SMALL, num_layers=8, global_batch_size=4)
-    found = recommend(model, SERVER, 2, fixed=Fixed(tp=1, cp=1, pp=2))
-    assert found.fitting == 1, "layouts that differ in their chunks count once"
-    assert found.best.training.layout == Layout(1, 1, 1, 2, vpp=4)
-    words = options(model, found.best)
+    result = recommend(model, SERVER, 2, fixed=Fixed(tp=1, cp=1, pp=2))
+    assert result.fitting == 1, "layouts that differ in their chunks count once"
+    assert result.best.training.layout == Layout(1, 1, 1, 2, vpp=4)
+    words = options(model, result.best)
     assert words[words.index("--num-layers-per-virtual-pipeline-stage") + 1] == "1"
-    assert "| 1 | 1 | 1 | 2 x 4 | 1 |" in report(found, model, Path("mine.yaml"), SERVER)
-    # More than the chunks of plain 1F1B are held.
-    less = footprint(replace(found.best.training, vpp=1), found.best.variant, SERVER)
-    assert found.best.memory.activations > less.activations
+    assert "| 1 | 1 | 1 | 2 x 4 | 1 |" in report(result, model, Path("mine.yaml"), SERVER)
+    # Interleaving holds more activations than plain 1F1B.
+    less = footprint(replace(result.best.training, vpp=1), result.best.variant, SERVER)
+    assert result.best.memory.activations > less.activations
     # Three micro-batches do not go through two stages two at a time.
     odd = recommend(replace(model, global_batch_size=6), SERVER, 2, fixed=Fixed(1, 1, 2))
     assert odd.best.training.layout == Layout(1, 1, 1, 2)
@@ -108,18 +108,18 @@ def test_memory_decides_on_recomputation(gib: float, chosen: str) -> None:
 
 
 def test_what_is_given_decides() -> None:
-    given = Fixed(tp=2, cp=1, pp=1)
-    same = recommend(SMALL, SERVER, 8, fixed=given)
-    other = recommend(SMALL, SERVER, 8, fixed=given, other_rounding=True)
-    assert [one.training.layout for one in same.ranked] == [Layout(2, 1, 4, 1)]
+    fixed = Fixed(tp=2, cp=1, pp=1)
+    same = recommend(SMALL, SERVER, 8, fixed=fixed)
+    other = recommend(SMALL, SERVER, 8, fixed=fixed, other_rounding=True)
+    assert [entry.training.layout for entry in same.ranked] == [Layout(2, 1, 4, 1)]
     # With one layout the runner-up is another schedule.
     assert same.runner_up is same.schedules[1]
-    assert {one.variant.wgrad for one in same.schedules} == {"whole"}
-    assert {one.variant.wgrad for one in other.schedules} == {"whole", "blocks"}
+    assert {entry.variant.wgrad for entry in same.schedules} == {"whole"}
+    assert {entry.variant.wgrad for entry in other.schedules} == {"whole", "blocks"}
     # Ulysses is fused where there is no tensor parallelism.
     model = replace(SMALL, context_parallel_algo="ulysses_cp_algo", num_layers=8)
-    given, how = Fixed(tp=1, cp=4, pp=1), Options(ulysses="fused")
-    ulysses = recommend(model, CLUSTER.launching(1e-5), 8, options=how, fixed=given)
+    fixed, settings = Fixed(tp=1, cp=4, pp=1), Options(ulysses="fused")
+    ulysses = recommend(model, CLUSTER.launching(1e-5), 8, options=settings, fixed=fixed)
     words = options(model, ulysses.best)
     assert "--commfuse-ulysses" in words
     assert words[words.index("--commfuse-lanes") + 1] == "3"
@@ -142,21 +142,21 @@ def test_nothing_fits(model, hardware, npus: int, fixed: dict[str, int], said: s
 
 @pytest.mark.parametrize("layout", [Layout(8, 1, 2, 4), Layout(4, 1, 1, 8)])
 def test_what_is_written_describes_what_was_simulated(layout: Layout) -> None:
-    chosen = fused(Schedule(lanes=2, chunks=4))
-    what = training(LLAMA3_70B, layout, LLAMA3_70B.seq_length, Options())
-    one = Candidate(what, chosen, 1.0, footprint(what, chosen, CLUSTER))
-    described = planned(LLAMA3_70B, CLUSTER, one)
+    variant = fused(Schedule(lanes=2, chunks=4))
+    job = training(LLAMA3_70B, layout, LLAMA3_70B.seq_length, Options())
+    entry = Candidate(job, variant, 1.0, footprint(job, variant, CLUSTER))
+    described = planned(LLAMA3_70B, CLUSTER, entry)
     sizes = ("tensor_model", "context", "data", "pipeline_model")
     assert tuple(getattr(described, f"{name}_parallel_size") for name in sizes) == layout[:4]
     assert described.world_size == layout.npus
-    assert (described.num_layer_list or (80 // layout.pp,) * layout.pp) == what.layers
-    batch = described.micro_batch_size * what.micro_batches * layout.dp
+    assert (described.num_layer_list or (80 // layout.pp,) * layout.pp) == job.layers
+    batch = described.micro_batch_size * job.micro_batches * layout.dp
     assert described.global_batch_size == batch
     replicated = layout.dp * layout.cp > 1
     assert ("--overlap-grad-reduce" in described.pretrain_options) == replicated
-    words = options(LLAMA3_70B, one)
+    words = options(LLAMA3_70B, entry)
     assert described.commfuse_options == tuple(words[words.index("--use-commfuse") :])
-    full = replace(one, training=replace(what, recompute="full"))
+    full = replace(entry, training=replace(job, recompute="full"))
     more = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
     written = planned(LLAMA3_70B, CLUSTER, full).pretrain_options
     assert written == (*described.pretrain_options, *more.split())
@@ -164,14 +164,14 @@ def test_what_is_written_describes_what_was_simulated(layout: Layout) -> None:
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file, plan = tmp_path / "plan.json", tmp_path / "plan.yaml"
-    asked = "plan --model llama3_8b --npus 4 --sequence-length 2048 --tp 4 --cp 1 --pp 1"
-    words = [*asked.split(), "--json", str(file), "--write", str(plan)]
+    line = "plan --model llama3_8b --npus 4 --sequence-length 2048 --tp 4 --cp 1 --pp 1"
+    words = [*line.split(), "--json", str(file), "--write", str(plan)]
     plan.write_text("num_layers: 2\n", "utf-8")
     assert cli.main(words) == 2
     assert f"--write {plan}: there is such a file, and not of a plan" in capsys.readouterr().err
     assert plan.read_text("utf-8") == "num_layers: 2\n"
     plan.unlink()
-    for _ in range(2):  # a plan may take the place of a plan
+    for _ in range(2):  # a plan may overwrite a plan
         assert cli.main(words) == 0
     out = capsys.readouterr().out
     assert f"Written: {plan}. On every node:\n\n    CONFIG={plan} bash scripts/launch_" in out
@@ -189,8 +189,8 @@ ALONE = Layout(8, 1, 1, 1)
 
 
 def candidate(variant: Variant, layout: Layout, **changes: object) -> Candidate:
-    what = replace(training(LLAMA3_8B, layout, LLAMA3_8B.seq_length, Options()), **changes)
-    return Candidate(what, variant, 1.0, footprint(what, variant, SERVER))
+    job = replace(training(LLAMA3_8B, layout, LLAMA3_8B.seq_length, Options()), **changes)
+    return Candidate(job, variant, 1.0, footprint(job, variant, SERVER))
 
 
 FORMS = {
@@ -201,31 +201,31 @@ FORMS = {
 
 
 def check(words: list[str]) -> argparse.Namespace:
-    """The doctor and the launch find nothing wrong with a model's options and these."""
+    """Options of the model and ``words`` as parsed; the doctor and the launch accept them."""
     line = [*LLAMA3_8B.arguments(), *words]
     launch = ask_about(None, line, {})
-    assert not [str(one) for one in check_launch(launch) if one.level == "error"]
-    # As Megatron's parser leaves them, with the options that nobody gave.
-    given: dict[str, object] = dict(DEFAULTS)
+    assert not [str(finding) for finding in check_launch(launch) if finding.level == "error"]
+    # As Megatron's parser returns them, defaults included.
+    values: dict[str, object] = dict(DEFAULTS)
     for word, value in pairwise([*line, "--"]):
         if word.startswith("--"):
-            said = True if value.startswith("--") else value
-            given[word[2:].replace("-", "_")] = int(value) if value.isdecimal() else said
-    found = argparse.Namespace(**given)
+            parsed = True if value.startswith("--") else value
+            values[word[2:].replace("-", "_")] = int(value) if value.isdecimal() else parsed
+    args = argparse.Namespace(**values)
     if launch.fuse.use_commfuse:
-        complete_options(found)
+        complete_options(args)
     else:
-        check_compatible(found, FB_OVERLAP_REFUSALS)
-    return found
+        check_compatible(args, FB_OVERLAP_REFUSALS)
+    return args
 
 
 @pytest.mark.parametrize("name", FORMS)
 def test_what_is_printed_is_taken(name: str) -> None:
     form = FORMS[name]
-    given = check(options(LLAMA3_8B, candidate(form, ALONE)))
-    assert given.use_commfuse == (form.kind == "fused")
+    args = check(options(LLAMA3_8B, candidate(form, ALONE)))
+    assert args.use_commfuse == (form.kind == "fused")
     if form.schedule is not None:
-        read = commfuse_options(given)
+        read = commfuse_options(args)
         assert (read.attention, read.linear.wgrad) == (form.attention, form.wgrad)
         for part in () if form.tuned else ("lanes", "chunks", "taper"):
             assert getattr(read.linear.schedule, part) == getattr(form.schedule, part)

@@ -1,4 +1,4 @@
-"""The verdict and the picture of a sweep: who is compared with whom, and what is said of it."""
+"""Verdict and picture of a sweep: which variants are compared, and the wording."""
 
 from __future__ import annotations
 
@@ -19,28 +19,28 @@ ALIKE = {name: step for name, step in STEPS.items() if not name.endswith("-wgrad
 
 def point(steps: dict[str, float], sequence: int = 4096, npus: int = 8) -> Point:
     def made(name: str, step: float) -> Outcome:
-        one, layer = Range(1.0, 1.0, 1.0), Range(step / 1e3, step / 1e3, step / 1e3)
-        return Outcome(KNOWN[name], Range(step, step, step), one, layer, one, one, one, 0)
+        unit, layer = Range(1.0, 1.0, 1.0), Range(step / 1e3, step / 1e3, step / 1e3)
+        return Outcome(KNOWN[name], Range(step, step, step), unit, layer, unit, unit, unit, 0)
 
-    found = {name: made(name, step) for name, step in steps.items()}
-    return Point(sequence, npus, 1, Range(1.0, 1.0, 1.0), found)
+    outcomes = {name: made(name, step) for name, step in steps.items()}
+    return Point(sequence, npus, 1, Range(1.0, 1.0, 1.0), outcomes)
 
 
 def test_rows_are_of_the_fastest_of_each_role_and_the_bound_is_last() -> None:
-    # Nobody can launch CoC tuned for each operation.
+    # CoC tuned for each operation cannot be launched.
     for name, role in {"coc-8": "rival", "coc-tuned": "bound", "catccos": "bound"}.items():
         assert KNOWN[name].role == role
-    # A sum over the points, each in shares of plain: one slow point does not decide.
+    # Points are summed relative to plain: one slow point does not decide.
     points = [point(STEPS), point({**STEPS, "coc-4": 17.9, "coc-tuned": 13.0}, 8192)]
     standing = Standing(points)
     assert standing.best("today", "rival").name == "coc-4"
     compared = ["plain-mesh", "megatron", "commfuse-c4-l7", "commfuse-c4-l7-wgrad"]
     assert list(standing.compared) == compared
-    shown = [one.name for one in standing.selected(False)]
-    assert shown == [*compared[:2], "coc-4", *compared[2:], "coc-tuned"]
-    assert {one.name for one in standing.selected(True)} == set(STEPS)
-    found = [row[0] for row in cells(points[0], standing.selected(False))]
-    assert found[-2:] == ["**commfuse-c4-l7-wgrad**", "coc-tuned (ideal bound)"]
+    names = [variant.name for variant in standing.selected(False)]
+    assert names == [*compared[:2], "coc-4", *compared[2:], "coc-tuned"]
+    assert {variant.name for variant in standing.selected(True)} == set(STEPS)
+    heads = [row[0] for row in cells(points[0], standing.selected(False))]
+    assert heads[-2:] == ["**commfuse-c4-l7-wgrad**", "coc-tuned (ideal bound)"]
 
 
 BOUND = "Ideal bound per operator, which cannot be launched: kernel-ideal, 14.00 s"
@@ -69,11 +69,11 @@ BOUND = "Ideal bound per operator, which cannot be launched: kernel-ideal, 14.00
     ],
 )  # fmt: skip
 def test_two_lines_say_which_is_best_and_how_it_compares(points, first: str, second: str) -> None:
-    assert Standing(points).verdict(lambda one: f"--of {one.name}") == [first, second]
+    assert Standing(points).verdict(lambda variant: f"--of {variant.name}") == [first, second]
 
 
 def test_what_varies_is_on_the_axis() -> None:
     points = [point(STEPS), point(STEPS, 1000, 16)]
-    drawn = sweep_picture(points, Standing(points).selected(False)).chart
-    x = drawn["layer"][0]["encoding"]["x"]
+    chart = sweep_picture(points, Standing(points).selected(False)).chart
+    x = chart["layer"][0]["encoding"]["x"]
     assert (x["title"], x["sort"]) == ("NPUs, tokens of a sequence", ["8, 4k", "16, 1000"])

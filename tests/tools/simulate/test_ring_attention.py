@@ -1,4 +1,4 @@
-"""Attention whose keys and values go around a ring, in closed form."""
+"""Attention whose keys and values circulate in a ring, in closed form."""
 
 from __future__ import annotations
 
@@ -31,6 +31,6 @@ def test_a_round_takes_the_longer_of_its_attention_and_its_transfer(
     for half, free, passed in zip(attended, alone, (1, 2), strict=True):
         transfer = passed * 2 * BLOCK * KEY_VALUE * ITEM_BYTES
         attention = free.seconds / ranks
-        # The last block is attended to when nothing is passed on any more.
+        # Nothing is sent during the attention over the last block.
         assert half.seconds == pytest.approx((ranks - 1) * max(attention, transfer) + attention)
     assert alone[1].seconds > alone[0].seconds

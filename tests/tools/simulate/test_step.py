@@ -59,22 +59,22 @@ def test_a_pipeline_is_bounded_by_its_slowest_stage(stages, batches: int, transf
     forward, backward = zip(*stages, strict=True)
     time = max(one_forward_one_backward(forward, backward, batches, transfer))
     slowest = max(f + b for f, b in stages) * batches
-    once = sum(f + b for f, b in stages) + 2 * transfer * (len(stages) - 1)
-    assert time >= max(slowest, once) * (1 - 1e-9)
+    latency = sum(f + b for f, b in stages) + 2 * transfer * (len(stages) - 1)
+    assert time >= max(slowest, latency) * (1 - 1e-9)
     if batches == 1:
-        assert time == pytest.approx(once)
+        assert time == pytest.approx(latency)
     assert time >= max(one_forward_one_backward(forward, backward, batches))
 
 
 def test_a_layout_that_does_not_fit_is_explained() -> None:
     four, uneven = Options(micro_batches=4), replace(ROCE, npus_per_node=6)
     assert training(LLAMA, Layout(8, 1, 1, 8, 2), 8192, Options(micro_batches=8)).layout.vpp == 2
-    for layout, said in (
+    for layout, message in (
         (Layout(8, 1, 1, 4, 2), "2 chunks do not divide the layers of 4 pipeline stages"),  # uneven
         (Layout(8, 1, 1, 8, 2), "4 micro-batches are not divisible by 8"),
         (Layout(8, 3, 1, 4), r"8192 is not divisible by TP\*CP = 8\*3 = 24"),
     ):
-        with pytest.raises(ConfigError, match=said):
+        with pytest.raises(ConfigError, match=message):
             training(LLAMA, layout, 8192, four)
     with pytest.raises(ValueError, match="does not fill whole nodes of 6 NPUs"):
         list(sweep(LLAMA, uneven, [Layout(8, 1, 1, 4)], [8192], Options()))
@@ -86,34 +86,34 @@ def test_only_the_last_bucket_is_exposed_when_the_link_keeps_up() -> None:
     order = [[2], [1], [0]]
     assert exposed_scatter([5.0] * 3, order, [3.0] * 3) == 3.0
     assert exposed_gather([5.0] * 3, order, [3.0] * 3) == 3.0
-    # A slow link: everything but what the layers cover.
+    # A slow link: all transfers are exposed, less what the layers hide.
     assert exposed_scatter([1.0] * 3, order, [3.0] * 3) == 1 + 9 - 3
     assert exposed_gather([1.0] * 3, order, [3.0] * 3) == 9 + 1 - 3
 
 
 def test_the_tables_of_the_vocabulary_are_exchanged_too() -> None:
-    what, small = (
+    job, small = (
         training(model, Layout(8, 1, 2, 4), 8192, Options(micro_batches=4))
         for model in (LLAMA, replace(LLAMA, vocab_size=8))
     )
     # The embedding's gradients come last and its parameters are needed first.
-    more, less = (Step(ROCE.machine(), one).time(REFERENCE).data_parallel for one in (what, small))
+    more, less = (Step(ROCE.machine(), case).time(REFERENCE).data_parallel for case in (job, small))
     assert more > 1.2 * less
-    assert Step(ROCE.machine(), what).time(COMPUTE_ONLY, free=True).data_parallel == 0
-    assert what.parameters == LLAMA.number_of_parameters - LLAMA.vocab_size * LLAMA.hidden_size
-    per_token = 6 * what.parameters + 6 * 80 * 8192 * 8192
-    assert what.flops == pytest.approx(per_token * 8192 * 4 * 2)
-    assert what.layout.npus == 64
+    assert Step(ROCE.machine(), job).time(COMPUTE_ONLY, free=True).data_parallel == 0
+    assert job.parameters == LLAMA.number_of_parameters - LLAMA.vocab_size * LLAMA.hidden_size
+    per_token = 6 * job.parameters + 6 * 80 * 8192 * 8192
+    assert job.flops == pytest.approx(per_token * 8192 * 4 * 2)
+    assert job.layout.npus == 64
 
 
 def test_host_and_device_meet_after_a_forward_and_its_backward(monkeypatch) -> None:
-    what = training(LLAMA, Layout(8, 1, 1, 1), 4096, Options(micro_batch=1, micro_batches=1))
-    fast = Step(ROCE.launching(1e-6).machine(), what)
+    job = training(LLAMA, Layout(8, 1, 1, 1), 4096, Options(micro_batch=1, micro_batches=1))
+    fast = Step(ROCE.launching(1e-6).machine(), job)
     device = fast.layer_time(MEGATRON)
-    # A forward has 33 of the launches, and a third of the work: alone it would be the host's.
+    # A forward has 33 launches and a third of the work: alone it would be host-bound.
     between = device.forward / 33 * 1.1
     assert 66 * between < device.seconds
-    monkeypatch.setattr(group, "simulate", None)  # what the device takes was simulated
+    monkeypatch.setattr(group, "simulate", None)  # the device's time was simulated above
     meets = replace(fast, machine=ROCE.launching(between).machine())
     assert meets.layer_time(MEGATRON).seconds == pytest.approx(device.seconds)
     slow = replace(fast, machine=ROCE.launching(1e-3).machine()).layer_time(MEGATRON)
@@ -124,42 +124,42 @@ def test_host_and_device_meet_after_a_forward_and_its_backward(monkeypatch) -> N
 
 @pytest.mark.parametrize("fb_overlap", [False, True])
 def test_a_step_is_its_layers_its_embedding_its_head_and_its_optimizer(fb_overlap: bool) -> None:
-    what = training(LLAMA2_7B, Layout(2, 1, 1, 1), 16384, Options(micro_batch=1, micro_batches=4))
-    here = Step(ROCE.machine(), what)
-    of_layer = here.layer_time(FB_OVERLAP if fb_overlap else MEGATRON)
-    ends = sum(step_module._head(here.machine, what.shape, MEGATRON, False))
-    ends += 2 * here._embedding(MEGATRON)
+    job = training(LLAMA2_7B, Layout(2, 1, 1, 1), 16384, Options(micro_batch=1, micro_batches=4))
+    step = Step(ROCE.machine(), job)
+    of_layer = step.layer_time(FB_OVERLAP if fb_overlap else MEGATRON)
+    ends = sum(step_module._head(step.machine, job.shape, MEGATRON, False))
+    ends += 2 * step._embedding(MEGATRON)
     alone = LAYERS * of_layer.alone + ends
     micro_batches = 4 * alone
     if fb_overlap:  # the first forward and the last backward are alone
         assert of_layer.pair is not None
         micro_batches = alone + 3 * (LAYERS * of_layer.pair[0] + of_layer.pair[1] + ends)
-    expected = pytest.approx(micro_batches + here._optimizer)
-    assert here.time(FB_OVERLAP if fb_overlap else MEGATRON).seconds == expected
+    expected = pytest.approx(micro_batches + step._optimizer)
+    assert step.time(FB_OVERLAP if fb_overlap else MEGATRON).seconds == expected
 
 
 def test_transfers_between_stages_are_free_where_all_are_and_recomputation_adds_forwards() -> None:
-    what = training(LLAMA2_7B, Layout(2, 1, 1, 4), 4096, Options(micro_batch=1, micro_batches=4))
-    here = Step(ROCE.machine(), what)
-    free, not_free = (here.time(MEGATRON, free=free).seconds for free in (True, False))
-    assert not_free - free == pytest.approx(2 * 3 * here._between_stages)
-    again = replace(here, training=replace(what, recompute="full"))
+    job = training(LLAMA2_7B, Layout(2, 1, 1, 4), 4096, Options(micro_batch=1, micro_batches=4))
+    step = Step(ROCE.machine(), job)
+    free, not_free = (step.time(MEGATRON, free=free).seconds for free in (True, False))
+    assert not_free - free == pytest.approx(2 * 3 * step._between_stages)
+    full = replace(step, training=replace(job, recompute="full"))
     chain = (4 - 1 + 4) * LAYERS / 4  # the longest of stages and micro-batches
-    more = again.time(COMPUTE_ONLY, free=True).seconds - here.time(COMPUTE_ONLY, free=True).seconds
-    assert more == pytest.approx(chain * here.layer_time(COMPUTE_ONLY).forward)
+    more = full.time(COMPUTE_ONLY, free=True).seconds - step.time(COMPUTE_ONLY, free=True).seconds
+    assert more == pytest.approx(chain * step.layer_time(COMPUTE_ONLY).forward)
 
 
 @pytest.mark.parametrize(("tp", "cp"), [(1, 4), (2, 4)])
 def test_fused_ulysses_is_for_variants_that_fuse(tp: int, cp: int) -> None:
-    # Posts as cheap as launches: what is compared is what transfers leave exposed.
+    # Posts as cheap as launches: only exposed transfers differ.
     machine = ROCE.launching(1e-5).posting(1e-5).machine()
-    # Each group takes as many of the lanes as it has peers.
+    # Each group uses as many lanes as it has peers.
     variants = COMPUTE_ONLY, REFERENCE, fused(Schedule(lanes=3, chunks=2))
     times = {}
-    for how in ("plain", "fused"):
-        options = Options(micro_batch=1, micro_batches=2, ulysses=how)
-        here = Step(machine, training(LLAMA2_7B, Layout(tp, cp, 1, 1), 32768, options))
-        times[how] = [here.layer_time(one) for one in variants]
+    for form in ("plain", "fused"):
+        options = Options(micro_batch=1, micro_batches=2, ulysses=form)
+        step = Step(machine, training(LLAMA2_7B, Layout(tp, cp, 1, 1), 32768, options))
+        times[form] = [step.layer_time(variant) for variant in variants]
     free, plain, ours = times["fused"]
     assert times["plain"][:2] == [free, plain]
     assert free.seconds < ours.seconds < times["plain"][2].seconds
@@ -179,36 +179,36 @@ def memory(
     recompute: Recompute = "none",
     model: ModelConfig = LLAMA2_7B,
 ) -> Footprint:
-    given = Options(micro_batch=1, micro_batches=8, recompute=recompute)
-    return footprint(training(model, layout, 4096, given), variant, ROCE)
+    options = Options(micro_batch=1, micro_batches=8, recompute=recompute)
+    return footprint(training(model, layout, 4096, options), variant, ROCE)
 
 
 def test_one_npu_holds_everything() -> None:
-    one, full = (memory(Layout(1, 1, 1, 1), recompute=choice) for choice in ("none", "full"))
+    stored, full = (memory(Layout(1, 1, 1, 1), recompute=choice) for choice in ("none", "full"))
     parameters = LAYERS * (4 * H * H + 3 * H * F + 2 * H) + 2 * VOCABULARY * H
-    assert one[:3] == (2 * parameters, 4 * parameters, 12 * parameters)
-    assert one.communication == 0
+    assert stored[:3] == (2 * parameters, 4 * parameters, 12 * parameters)
+    assert stored.communication == 0
     # 34 s b h with a GELU of 4 H (Korthikanti and others, 2022); here SwiGLU of 2.69 H.
     layer, logits = 4096 * (2 * (5 * H + 3 * H + 3 * F) + 64 * 32), 6 * 4096 * VOCABULARY
-    assert one.activations == LAYERS * layer + logits
+    assert stored.activations == LAYERS * layer + logits
     # Recomputation keeps inputs and one layer.
     assert full.activations == LAYERS * 4096 * 2 * H + layer + logits
 
 
 def test_every_size_divides_what_it_should() -> None:
-    one, tp, dp, cp, pp = (
+    single, tp, dp, cp, pp = (
         memory(Layout(*sizes))
         for sizes in ((1, 1, 1, 1), (8, 1, 1, 1), (1, 1, 8, 1), (1, 2, 1, 1), (1, 1, 1, 4))
     )
     # All ranks have the norms.
-    assert tp[:4] == pytest.approx([size / 8 for size in one[:4]], rel=1e-3)
-    assert (dp.weights, dp.activations) == (one.weights, one.activations)
-    assert dp.optimizer == one.optimizer / 8
-    assert cp.activations == one.activations / 2
+    assert tp[:4] == pytest.approx([size / 8 for size in single[:4]], rel=1e-3)
+    assert (dp.weights, dp.activations) == (single.weights, single.activations)
+    assert dp.optimizer == single.optimizer / 8
+    assert cp.activations == single.activations / 2
     # The first of four stages holds four micro-batches of a quarter of the layers.
-    assert pp.activations == pytest.approx(one.activations - 6 * 4096 * VOCABULARY)
-    assert pp.weights < one.weights / 3
-    # The fullest stage counts.
+    assert pp.activations == pytest.approx(single.activations - 6 * 4096 * VOCABULARY)
+    assert pp.weights < single.weights / 3
+    # The fullest stage decides.
     uneven = replace(LLAMA2_7B, pipeline_model_parallel_size=2, num_layer_list=(8, 24))
     assert memory(Layout(1, 1, 1, 2), model=uneven).weights > memory(Layout(1, 1, 1, 2)).weights
     # A lane is a communicator of two buffers, of the size of its messages; more is in flight, too.

@@ -1,4 +1,4 @@
-"""What is timed is the program: its transfers and its work, in its order."""
+"""The simulator times the programs that run: their transfers and work, in their order."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from tests.tools.simulate.machines import ideal
 SIZE, ROWS, INPUTS, OUTPUTS = 6, 8, 48, 60
 SHAPE = LayerShape(SIZE * ROWS, SIZE * ROWS, 1, 48, 96, 144, 60, SIZE)
 PART = LayerShape(ROWS, SIZE * ROWS, 1, 48, 96, 144, 60, 1)
-"""Of a context-parallel rank."""
+"""Layer of a context-parallel rank."""
 
 SCHEDULES = [
     Schedule("shifted", 2, 1),
@@ -96,74 +96,82 @@ CASES: dict[str, tuple[Build, Made]] = {
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
 @pytest.mark.parametrize("case", CASES)
 def test_what_is_timed_is_the_program(case: str, schedule: Schedule, batched: bool) -> None:
-    build, made = CASES[case]
+    build, make_programs = CASES[case]
     for number in range(SIZE):
         machine = replace(ideal(), batched=batched)
         rank = Rank(machine, number, SIZE, SIZE, Variant("fused", "fused", schedule))
         build(rank)
-        programs = made(RankSpec(schedule, number, SIZE, batched))
-        # Compiled once per arguments: the very program that runs.
+        programs = make_programs(RankSpec(schedule, number, SIZE, batched))
+        # Programs are cached by their arguments: these are the programs that run.
         assert [run.program for run in rank.programs.values()] == programs
         operations = iter(enumerate(rank.finish()))
         for name, program in zip(rank.programs, programs, strict=True):
             compare(operations, name, program)
-        # What follows is the end, or work of Ulysses that no transfer feeds.
-        assert {one.name for _, one in operations} <= {"end", "qkv wgrad"}
+        # What remains is the end, or work of Ulysses without a transfer.
+        assert {operation.name for _, operation in operations} <= {"end", "qkv wgrad"}
 
 
 def compare(operations: Iterator[tuple[int, Operation]], name: str, program: Program) -> None:
-    """An operation per instruction; transfers start after the work that is written before them."""
+    """One operation per instruction; a transfer starts after the work that precedes it."""
     posted: dict[tuple[str, int], int] = {}
     events: dict[int, int | None] = {}
     needed: dict[bool, set[int | None]] = {False: set(), True: set()}
     last: dict[bool, int | None] = {False: None, True: None}
-    for one in program.code:
-        if isinstance(one, Wait):
-            needed[one.on_side_stream] |= {posted["receive", step] for step in one.receives}
-            needed[one.on_side_stream] |= {posted["send", step] for step in one.sends}
-        elif isinstance(one, RecordEvent):
-            events[one.event] = last[one.on_side_stream]
-        elif isinstance(one, Post):
+    for instruction in program.code:
+        if isinstance(instruction, Wait):
+            needed[instruction.on_side_stream] |= {
+                posted["receive", step] for step in instruction.receives
+            }
+            needed[instruction.on_side_stream] |= {
+                posted["send", step] for step in instruction.sends
+            }
+        elif isinstance(instruction, RecordEvent):
+            events[instruction.event] = last[instruction.on_side_stream]
+        elif isinstance(instruction, Post):
             at, operation = next(operations)
             assert {last[False]} <= {None, *operation.after}
             messages = {"send": operation.sends, "receive": operation.receives}
-            for way, (transfer, span) in one.ends:
+            for way, (transfer, span) in instruction.ends:
                 (message,) = messages[way]
                 size = span.rows * width(program, span) * ITEM_BYTES
                 assert message[1:4] == (transfer.source, transfer.target, size)
                 posted[way, transfer.step] = at
                 if program.batched or way == "send":
                     assert operation.engine == f"lane {transfer.lane}"
-        elif isinstance(one, Compute | Copy | Add | WaitEvent):
-            on_side_stream = not isinstance(one, Compute) and one.on_side_stream
-            said = one.work if isinstance(one, Compute) else WORKS[type(one)]
-            if isinstance(one, WaitEvent):
-                needed[on_side_stream].add(events[one.event])
+        elif isinstance(instruction, Compute | Copy | Add | WaitEvent):
+            on_side = not isinstance(instruction, Compute) and instruction.on_side_stream
+            kind = (
+                instruction.work if isinstance(instruction, Compute) else WORKS[type(instruction)]
+            )
+            if isinstance(instruction, WaitEvent):
+                needed[on_side].add(events[instruction.event])
             # Each addition takes a pass of its own.
-            parts = sum(parts for _, parts in one.terms) if isinstance(one, Add) else 0
+            parts = (
+                sum(parts for _, parts in instruction.terms) if isinstance(instruction, Add) else 0
+            )
             for _ in range(max(1, parts - 1)):
-                last[on_side_stream], operation = next(operations)
-                assert operation.name == f"{name} {said}"
-                assert operation.engine == (ASIDE if on_side_stream else COMPUTE)
-                assert needed[on_side_stream] <= {None, *operation.after}
-                needed[on_side_stream] = set()
+                last[on_side], operation = next(operations)
+                assert operation.name == f"{name} {kind}"
+                assert operation.engine == (ASIDE if on_side else COMPUTE)
+                assert needed[on_side] <= {None, *operation.after}
+                needed[on_side] = set()
 
 
 def width(program: Program, span: Span) -> int:
-    """Columns of a span that travels."""
-    scratch = {one.name: one.columns for one in program.scratch}
-    given = program.arguments
-    made = given.get("outputs") if span.buffer == "out" else given.get("inputs")
-    return scratch.get(span.buffer) or made or given["columns"]
+    """Columns of a transferred span."""
+    scratch = {buffer.name: buffer.columns for buffer in program.scratch}
+    arguments = program.arguments
+    columns = arguments.get("outputs") if span.buffer == "out" else arguments.get("inputs")
+    return scratch.get(span.buffer) or columns or arguments["columns"]
 
 
 @pytest.mark.parametrize("wgrad", ["whole", "blocks"])
 def test_a_layer_gathers_its_inputs_ahead(wgrad: Wgrad) -> None:
-    """After everything that the row-parallel layer posts, before its last weight gradient."""
+    """Posted after all transfers of the row-parallel layer, before its last weight gradient."""
     variant = Variant("x", "fused", Schedule(lanes=5, chunks=2), wgrad=wgrad)
     rank = Rank(ideal(), 1, SIZE, SIZE, variant)
     llama.backward(rank, SHAPE)
-    names = [one.name for one in rank.finish()]
+    names = [operation.name for operation in rank.finish()]
     for row, column in (("fc2", "fc1"), ("proj", "qkv")):
         posts, ahead = (
             [at for at, name in enumerate(names) if name.startswith(f"{layer} backward block")]

@@ -1,8 +1,8 @@
-"""What has to hold for every simulated timeline, whatever was simulated.
+"""Properties that have to hold for every simulated timeline.
 
-1. Everything starts as soon as the last of what it waits for is done, and not before: work and
-   exchanges after their launch, the operations before them and what their engine does before; a
-   transfer after both of its ends.
+1. Everything starts as soon as its last dependency is done, and not before: work and exchanges
+   after their launch, the operations they depend on and earlier work of their engine; a transfer
+   after both of its ends.
 2. A transfer takes at least its latency and the time that its bytes need on its links alone, and a
    link never carries more than its capacity over any interval between transfers.
 3. Every planned byte is moved, once.
@@ -30,22 +30,22 @@ def check_timeline(simulated: Simulated) -> None:
     at_ends: dict[object, list[Span]] = defaultdict(list)
     for rank, operations in enumerate(simulated.launches):
         launched, last = 0.0, dict[str, int]()
-        for index, one in enumerate(operations):
-            launched += one.host(links.machine)
-            needs = {*one.after, *([last[one.engine]] if one.engine in last else [])}
-            if one.engine is not None:
-                last[one.engine] = index
+        for index, op in enumerate(operations):
+            launched += op.host(links.machine)
+            needs = {*op.after, *([last[op.engine]] if op.engine in last else [])}
+            if op.engine is not None:
+                last[op.engine] = index
             here = spans[rank, index]
             due = max([launched, *(spans[rank, need].end for need in needs)])
             assert abs(here.start - due) <= slack, f"{here} starts at another time than {due}"
-            parts = [done.get(m.key, here.end) for m in (*one.sends, *one.receives)]
-            least = max(parts, default=here.start + one.seconds)
-            assert here.end >= least - slack, f"{here} ends before {least}"
-            assert not parts or here.end <= least + slack, f"{here} ends after {least}"
-            for message in (*one.sends, *one.receives):
+            parts = [done.get(m.key, here.end) for m in (*op.sends, *op.receives)]
+            earliest = max(parts, default=here.start + op.seconds)
+            assert here.end >= earliest - slack, f"{here} ends before {earliest}"
+            assert not parts or here.end <= earliest + slack, f"{here} ends after {earliest}"
+            for message in (*op.sends, *op.receives):
                 at_ends[message.key].append(here)
     assert abs(max(span.end for span in timeline.spans) - timeline.seconds) <= slack
-    planned = {message.key for rank in simulated.launches for one in rank for message in one.sends}
+    planned = {m.key for rank in simulated.launches for op in rank for m in op.sends}
     assert Counter(moved.message.key for moved in timeline.moved) == Counter(planned)
     carried: dict[LinkId, list[Moved]] = defaultdict(list)
     for moved in timeline.moved:
@@ -59,7 +59,7 @@ def check_timeline(simulated: Simulated) -> None:
             assert moved.end - moved.start >= alone - slack, f"{moved} takes less than {alone}"
             carried[link].append(moved)
     for link, flows in carried.items():
-        # Between the first start and the last end of flows that touch each other in time.
+        # From the first start to the last end of flows that overlap in time.
         flows.sort(key=lambda moved: moved.start)
         begin, end, load = flows[0].start, flows[0].end, 0.0
         for flow in flows:

@@ -1,4 +1,4 @@
-"""Early arguments: what no feature declares arrives as a string, a list of strings or True."""
+"""Early arguments: undeclared options are strings, lists of strings or True."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The list of features, and what calls their hooks."""
+"""The list of features, and the class that calls their hooks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class MindSpeedFeaturesManager:
 
     @classmethod
     def apply_features_patches(cls, args: argparse.Namespace) -> None:
-        """Those that have to be in force before Megatron is imported, then the others."""
+        """Apply patches needed before Megatron is imported, then the others."""
         needed = [feature for feature in cls.FEATURES_LIST if feature.is_need_apply(args)]
         for feature in needed:
             feature.pre_register_patches(Patches, args)
