@@ -19,7 +19,7 @@ from tests.distributed.test_buckets import shard
 @pytest.mark.parametrize("batched", [False, True], ids=["eager", "batched"])
 @on_ranks(3)
 def test_a_start_needs_nobody_else(rank: int, batched: bool) -> None:
-    """150 exchanges are started, enough for a comparison of digests in between."""
+    """150 exchanges start without a peer: rank 0 starts all of them before the others begin."""
     buckets = Buckets(transport(batched), BucketOptions(Schedule(chunks=3), scratch_bytes=0))
     exchanges = buckets.reduce_scatter, buckets.all_gather
     for exchange in exchanges:

@@ -83,7 +83,7 @@ def test_ctrl_c_ends_both_sides(rank: int, parked: bool) -> None:
             reached.append("forward went on")
 
     def backward() -> None:
-        # A signal that arrives before the main thread blocks on its lock is handled after it.
+        # A signal right before the main thread waits for a lock is handled once it has the lock.
         while Path(f"/proc/self/task/{os.getpid()}/stat").read_text().split()[2] != "S":
             time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGINT)

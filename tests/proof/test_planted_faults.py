@@ -160,7 +160,6 @@ FAULTS: dict[str, tuple[Group, Callable[[Group], Group], str]] = {
         change(Add, 1, out=lambda span: span._replace(stop=3)),
         "it writes over what it reads",
     ),
-    # Two streams.
     # Data.
     "added twice": (
         scatter(), change(Add, terms=lambda terms: (*terms, terms[-1])),
