@@ -1,4 +1,4 @@
-"""Groups of gloo processes, random cases, small disks, and which tests are long."""
+"""Fixtures: groups of gloo processes, random cases, small disks.  Also marks long tests."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _MOST_RANKS = {
     "test_buckets": 3,
     "test_streams": 3,
 }
-"""In the short tier a test has one size of group: 2 ranks, or 3 where orders of additions are made.
+"""Largest group size in the short tier: 2 ranks, or 3 for tests of the order of additions.
 
-Three ranks have every order that four have.
+Three ranks show every effect of the order that four show.
 """
 
 
@@ -32,7 +32,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of a test for several sizes of groups one is in the short tier."""
+    """Keep one group size of each test in the short tier; mark the others as long."""
     sizes: defaultdict[str, set[int]] = defaultdict(set)
     sized = {
         item: item.callspec.params["size"]
@@ -44,23 +44,23 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         sizes[f"{item.path}::{item.originalname}"].add(size)
     for item, size in sized.items():
         most = _MOST_RANKS.get(item.path.stem, 2)
-        few = [one for one in sizes[f"{item.path}::{item.originalname}"] if one <= most]
-        if size != max(few, default=None):
+        short = [count for count in sizes[f"{item.path}::{item.originalname}"] if count <= most]
+        if size != max(short, default=None):
             item.add_marker(pytest.mark.long)
 
 
 @pytest.fixture(scope="module")
 def kind_of_ranks() -> type[Ranks]:
-    """What :func:`ranks` hands out; folders of tests have others."""
+    """The class that :func:`ranks` creates; test folders may override it."""
     return Ranks
 
 
 @pytest.fixture(scope="module")
 def ranks(kind_of_ranks: type[Ranks]) -> Iterator[Callable[[int], Ranks]]:
-    """``ranks(n)``: n processes, shared by the tests of a module.
+    """``ranks(n)``: a group of n processes, shared by the tests of a module.
 
-    They end with it: each process group that is left has a thread that gloo wakes a hundred times a
-    second, and those of a few modules take a core of their own.
+    The processes end with the module: each process group has a gloo thread that polls a hundred
+    times a second, and the threads of a few modules would keep a core busy.
     """
     groups: dict[int, Ranks] = {}
 
@@ -76,14 +76,14 @@ def ranks(kind_of_ranks: type[Ranks]) -> Iterator[Callable[[int], Ranks]]:
 def random_cases(
     ranks: Callable[[int], Ranks], request: pytest.FixtureRequest
 ) -> Callable[..., None]:
-    """``random_cases(size, cases, seed)``: none of so many may fail; ``compare=`` runs one."""
+    """``random_cases(size, cases, seed)`` asserts that all cases pass; ``compare=`` runs a case."""
     from tests.random_networks.campaign import campaign
 
     def compared(size: int, cases: int, seed: int, **options: Any) -> None:
         cases = request.config.getoption("--random-cases") or cases
         other = request.config.getoption("--random-seed")
-        drawn = seed if other is None else other
-        compared, failure = campaign(ranks(size), cases, drawn, **options)
+        chosen = seed if other is None else other
+        compared, failure = campaign(ranks(size), cases, chosen, **options)
         assert not failure, failure
         assert compared == cases
 
@@ -92,7 +92,7 @@ def random_cases(
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Callable[[int], Path]]:
-    """``small_disk(kib)``: a folder on a disk of so many KiB; mounting one takes root's rights."""
+    """``small_disk(kib)``: a folder on a disk of ``kib`` KiB; skips without the right to mount."""
     mounted: list[Path] = []
 
     def of_size(kib: int) -> Path:

@@ -1,4 +1,4 @@
-"""A port for the ranks of a test to meet at."""
+"""A free port for the rendezvous of the ranks of a test."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from contextlib import suppress
 __all__ = ["free_port"]
 
 _PORTS = range(20000, 32000)
-"""Below those that a system gives to connections: one of these would be gone before it is used."""
+"""Below the ephemeral ports, which the system may assign to a connection at any time."""
 
 
 def free_port() -> int:
-    """A port on which nobody on this machine listens now.
+    """A port that no process of this machine uses at this moment.
 
     Raises:
-        OSError: none of a hundred was free.
+        OSError: none of 100 random ports was free.
     """
     for port in random.SystemRandom().sample(_PORTS, 100):
         with socket.socket() as probe, suppress(OSError):

@@ -1,6 +1,6 @@
-"""How long things may take: here and nowhere else.
+"""All time limits of the tests.
 
-A limit that is met means that something hangs; none of them says how fast a machine has to be.
+A limit that is exceeded means that something hangs; no limit requires a fast machine.
 """
 
 from __future__ import annotations
@@ -8,10 +8,10 @@ from __future__ import annotations
 from datetime import timedelta
 
 LIMIT = 240.0
-"""Seconds for what has to end by itself, on a machine many times slower than a quiet one."""
+"""Seconds for a test that has to end by itself, on a machine many times slower than an idle one."""
 
 PATIENT = timedelta(seconds=200)
-"""Of transports and process groups in whose operations everybody takes part."""
+"""Timeout of transports and process groups in which all ranks take part."""
 
 BRIEF = timedelta(seconds=1)
-"""Of an operation that cannot end, because a rank stays away on purpose; set just before it."""
+"""Timeout of an operation that a rank skips on purpose; set right before the operation."""

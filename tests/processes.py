@@ -1,4 +1,4 @@
-"""Processes that tests start, interrupt, and want to see gone."""
+"""Helpers to start processes, interrupt them and wait for their end."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.limits import LIMIT
 
 
 def interruptible(words: Sequence[str], **options: Any) -> subprocess.Popen[str]:
-    """A command that Ctrl-C ends: who runs the tests in the background may have it ignored."""
+    """Start a command that Ctrl-C ends, even if the tests run in a job that ignores SIGINT."""
     pipe = subprocess.PIPE
     return subprocess.Popen(
         words,
@@ -26,7 +26,7 @@ def interruptible(words: Sequence[str], **options: Any) -> subprocess.Popen[str]
 
 
 def ended(pid: int) -> bool:
-    """Whether it has gone, as a zombie has, too, which waits for its parent only."""
+    """Whether a process has ended; a zombie, which only waits for its parent, counts."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
@@ -35,7 +35,7 @@ def ended(pid: int) -> bool:
 
 
 def wait_for(condition: Callable[[], bool]) -> None:
-    """Wait until it is true."""
+    """Poll until the condition is true, for at most ``LIMIT`` seconds."""
     end = time.monotonic() + LIMIT
     while not condition():
         assert time.monotonic() < end

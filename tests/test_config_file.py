@@ -1,4 +1,4 @@
-"""Configurations that nobody writes on purpose: each reader answers in a line, and soon."""
+"""Malformed or hostile configuration files: each reader reports a one-line error quickly."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_every_reader_refuses_it(tmp_path: Path, reader: Reader, file: Path) -> 
 )
 def test_numbers_that_are_none(tmp_path: Path, key: str, value: str, words: str) -> None:
     lines = MODEL.read_text(encoding="utf-8").splitlines()
-    lines = [f"{key}: {value}" if one.startswith(f"{key}:") else one for one in lines]
+    lines = [f"{key}: {value}" if line.startswith(f"{key}:") else line for line in lines]
     path = tmp_path / "file.yaml"
     path.write_text("\n".join(lines), encoding="utf-8")
     with pytest.raises(ConfigError) as caught:

@@ -1,8 +1,8 @@
-"""Backward in a second thread, as autograd runs it on NPU and CUDA; on CPU it runs in the caller's.
+"""Backward in a second thread, as on NPU and CUDA; on CPU autograd uses the caller's thread.
 
 :func:`install` replaces the two functions through which every backward enters the engine
-(``Tensor.backward`` and reentrant checkpointing call the first).  The caller waits for the thread,
-and what is raised there is raised in the caller.  A backward inside a backward stays in its thread.
+(``Tensor.backward`` and reentrant checkpointing call the first).  The caller waits for the thread
+and gets its exceptions.  A nested backward stays in that thread.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 
 
 def install() -> None:
-    """From here on this process runs every backward in one other thread."""
+    """Run all later backwards of this process in one second thread."""
     pool = ThreadPoolExecutor(1, thread_name_prefix="backward")
     thread = pool.submit(threading.get_ident).result()
 

@@ -1,4 +1,4 @@
-"""Programs with work of a test's own in them, and what is watched of a program under way."""
+"""Programs that call functions of a test, and hooks that observe or replace running programs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PLAIN = Schedule()
 
 
 def new_link(batched: bool | None = None, **options: Any) -> Transport:
-    """Made by all ranks at the same time; ``batched``: by default as a folder has it."""
+    """Create a transport, on all ranks; ``batched=None`` takes the default of the test folder."""
     if batched is not None:
         options["batched"] = batched
     return Transport.create(lanes=3, timeout=PATIENT, **options)
@@ -31,25 +31,25 @@ def new_link(batched: bool | None = None, **options: Any) -> Transport:
 
 @lru_cache
 def transport(batched: bool | None = None) -> Transport:
-    """One per process and way of posting."""
+    """The transport of this process, cached per ``batched``."""
     return new_link(batched)
 
 
 def correct(rank: int, cases: Sequence[Network]) -> None:
-    """Networks have the bits and the distance from fp64 that they should."""
-    found = in_full(rank, cases)
-    assert not found, "\n".join(found)
+    """Assert that the networks match the plain form bit for bit and fp64 within tolerance."""
+    messages = in_full(rank, cases)
+    assert not messages, "\n".join(messages)
 
 
 def watch_posts(patch: pytest.MonkeyPatch, note: Callable[[Running, Post], object]) -> None:
-    """Before anything is posted call ``note(running, post)``."""
+    """Call ``note(running, post)`` before each post."""
     go_on = Running._go_on
 
     def stepwise(self: Running, works: Mapping[str, Work], end: int) -> None:
         while self._at < end:
-            one = self.program.code[self._at]
-            if isinstance(one, Post):
-                note(self, one)
+            instruction = self.program.code[self._at]
+            if isinstance(instruction, Post):
+                note(self, instruction)
             go_on(self, works, self._at + 1)
 
     patch.setattr(Running, "_go_on", stepwise)
@@ -58,7 +58,7 @@ def watch_posts(patch: pytest.MonkeyPatch, note: Callable[[Running, Post], objec
 def watch_calls(
     patch: pytest.MonkeyPatch, owner: Any, name: str, note: Callable[..., object]
 ) -> None:
-    """Before each call of ``owner.name`` call ``note`` with the same arguments."""
+    """Call ``note`` with the same arguments before each call of ``owner.name``."""
     original = getattr(owner, name)
 
     def watched(*args: Any, **named: Any) -> Any:
@@ -69,7 +69,7 @@ def watch_calls(
 
 
 def change_programs(patch: pytest.MonkeyPatch, change: Callable[[Program], Program]) -> None:
-    """Begin other programs than those that were compiled."""
+    """Let transports begin ``change(program)`` in place of each compiled program."""
     begin, changed = Transport.begin, dict[Program, Program]()
 
     def planted(self: Transport, program: Program, *args: Any, **keywords: Any) -> Running:
@@ -81,7 +81,7 @@ def change_programs(patch: pytest.MonkeyPatch, change: Callable[[Program], Progr
 
 
 def view(running: Running, span: Span) -> torch.Tensor:
-    """The rows that a span of a program under way means."""
+    """The rows of a buffer that ``span`` names in a running program."""
     return running._views[span]
 
 
@@ -92,7 +92,7 @@ def gather_and_use(
     schedule: Schedule = PLAIN,
     shape: tuple[int, int] | None = None,
 ) -> None:
-    """``use(piece, rows)`` for every piece of the gathered ``[n * s, columns]``."""
+    """Call ``use(piece, rows)`` for every piece of the gathered ``[n * s, columns]``."""
     rows, columns = shape or shard.shape
     program = gather_use(transport.spec(schedule), rows, columns, False)
     transport.begin(program, "gather_and_use", shard).run({"use": use}, shard=shard)

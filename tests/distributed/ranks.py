@@ -31,7 +31,7 @@ _context.set_forkserver_preload(["pytest", "torch.distributed", "commfuse_npu.op
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a rank did: a value, or the exception that it raised."""
+    """The result of a rank: a value, or the exception that it raised."""
 
     value: Any = None
     error: BaseException | None = None
@@ -39,7 +39,7 @@ class Outcome:
 
 
 def set_up_process(rank: int, size: int, port: int) -> None:
-    """What torch.distributed wants to know, and one thread."""
+    """Set the environment that torch.distributed reads, and one thread for torch."""
     os.environ.update(
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port),
@@ -55,13 +55,13 @@ def set_up_process(rank: int, size: int, port: int) -> None:
 
 
 class Gloo:
-    """What a rank talks over; made for it and used in its process."""
+    """The communication backend of a rank; created by the parent, used in the rank's process."""
 
     backward_apart = True
-    """Every backward runs in a second thread, as on a device."""
+    """Whether every backward runs in a second thread, as on a device."""
 
     def join(self, size: int) -> None:
-        """Join the other ranks."""
+        """Initialize the process group."""
         import torch.distributed as dist
 
         dist.init_process_group("gloo", timeout=PATIENT)
@@ -80,7 +80,7 @@ def _work(rank: int, size: int, port: int, pipe: Connection, backend: Gloo) -> N
             function, args = pipe.recv()
         except EOFError:
             return  # the tests are over
-        # What a run before left on one rank only would be waited for at a step of this one.
+        # A digest that an earlier run left on one rank only would block a step of this run.
         agreement._unchecked.clear()
         try:
             outcome = Outcome(value=function(rank, *args))
@@ -103,20 +103,20 @@ class Ranks:
         self._pipes: list[Connection] = []
 
     def backend_of(self, rank: int) -> Gloo:
-        """What a rank that is about to start talks over."""
+        """The backend for a rank that is about to start."""
         return Gloo()
 
     def _start(self) -> None:
         port = free_port()
         for rank in range(self.size):
-            ours, theirs = _context.Pipe()
-            work = rank, self.size, port, theirs, self.backend_of(rank)
+            own_end, rank_end = _context.Pipe()
+            work = rank, self.size, port, rank_end, self.backend_of(rank)
             process = _context.Process(target=_work, args=work)
             process.daemon = True
             process.start()
-            theirs.close()
+            rank_end.close()
             self._processes.append(process)
-            self._pipes.append(ours)
+            self._pipes.append(own_end)
 
     def outcomes(
         self,
@@ -126,12 +126,12 @@ class Ranks:
         may_die: bool = False,
         grace: float = 20.0,
     ) -> list[Outcome]:
-        """Run ``function(rank, *args)`` on every rank and return what came of it.
+        """Run ``function(rank, *args)`` on every rank and return the outcomes in rank order.
 
-        When one has failed the others get ``grace`` seconds more: they may wait for it in a plain
-        collective, whose limit is long.
+        After a rank fails, the others get ``grace`` seconds more: they may wait for it in a plain
+        collective, whose timeout is long.
 
-        A rank that dies fails the test, unless it ``may_die``: its outcome is then an EOFError.
+        A rank that dies fails the test; with ``may_die`` its outcome is an EOFError instead.
         """
         if not self._processes:
             self._start()
@@ -161,21 +161,21 @@ class Ranks:
                     pytest.fail(f"rank {rank} of {self.size} hangs in {function.__name__}{args}")
                 outcomes[rank] = Outcome(error=TimeoutError("ended: another rank failed before"))
         if any(outcome.error is not None for outcome in outcomes.values()):
-            # Transfers may be left over; the next test gets new processes.
+            # Transfers may still be pending; the next test gets new processes.
             self.kill()
         return [outcomes[rank] for rank in range(self.size)]
 
     def run(self, function: Callable[..., Any], *args: Any, timeout: float = LIMIT) -> list[Any]:
         """As :meth:`outcomes`, but an exception on any rank fails the test."""
-        found = self.outcomes(function, *args, timeout=timeout)
+        outcomes = self.outcomes(function, *args, timeout=timeout)
         failed = [
             f"rank {rank} of {self.size}:\n{outcome.trace}"
-            for rank, outcome in enumerate(found)
+            for rank, outcome in enumerate(outcomes)
             if outcome.error is not None
         ]
         if failed:
             pytest.fail("\n".join(failed))
-        return [outcome.value for outcome in found]
+        return [outcome.value for outcome in outcomes]
 
     def kill(self) -> None:
         """End these processes, and only these."""
@@ -187,10 +187,10 @@ class Ranks:
 
 
 def on_ranks(many: int | None = None) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """A test that is what every rank does: of ``test(rank, ...)`` it makes ``test(ranks, ...)``.
+    """Turn ``test(rank, ...)``, which runs on every rank, into ``test(ranks, ...)`` for pytest.
 
     Args:
-        many: the ranks of the group; without it the test has a parameter ``size``.
+        many: the number of ranks; without it the test has a parameter ``size``.
     """
 
     def of(each: Callable[..., None]) -> Callable[..., None]:
@@ -201,13 +201,13 @@ def on_ranks(many: int | None = None) -> Callable[[Callable[..., None]], Callabl
 
         names = ["ranks", *signature(each).parameters]
         names[1:2] = ["size"] if many is None else []  # in the place of the rank
-        taken = [Parameter(name, Parameter.KEYWORD_ONLY) for name in names]
-        test.__signature__ = Signature(taken)  # type: ignore[attr-defined]
+        parameters = [Parameter(name, Parameter.KEYWORD_ONLY) for name in names]
+        test.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
         return test
 
     return of
 
 
 def _called(rank: int, module: str, name: str, given: dict[str, Any]) -> None:
-    """By its name: what the module has under it is the test, which has the function in it."""
+    """Look the test up by name; the function to run is its ``__wrapped__``."""
     getattr(import_module(module), name).__wrapped__(rank, **given)

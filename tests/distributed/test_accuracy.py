@@ -1,6 +1,6 @@
-"""Every op in one layer: the plain form's bits, and the distance from fp64, on gloo processes.
+"""Every op in one layer, compared with the plain form bit for bit and with fp64, on gloo processes.
 
-Of random networks (:mod:`tests.random_networks`) the bits alone are compared.
+Random networks (:mod:`tests.random_networks`) are compared bit for bit only.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ LOW = (torch.bfloat16, torch.float16)
 
 
 def whole_layer(size: int, last: str = ULYSSES[3], **changes: Any) -> Network:
-    """A projection to heads, some of which two ranks share, and what follows it."""
+    """A projection to heads, some shared by two ranks, followed by the layer ``last``."""
     first = one_layer(ULYSSES[0], size, shared=32, schedule=Schedule(lanes=1, chunks=3))
     return replace(first, layers=(first.layers[0], one_layer(last, size).layers[0]), **changes)
 
@@ -42,15 +42,15 @@ def whole_layer(size: int, last: str = ULYSSES[3], **changes: Any) -> Network:
 @on_ranks()
 def test_linear_layers(rank: int) -> None:
     size = transport().size
-    each = product(LINEARS, (torch.float32, *LOW), ("whole", "blocks"))
-    cases = [one_layer(op, size, dtype=dtype, wgrad=wgrad) for op, dtype, wgrad in each]
+    combinations = product(LINEARS, (torch.float32, *LOW), ("whole", "blocks"))
+    cases = [one_layer(op, size, dtype=dtype, wgrad=wgrad) for op, dtype, wgrad in combinations]
     main_grad = {"dtype": torch.bfloat16, "main_grad": torch.float32}
     for op, wgrad in product(LINEARS[:3], ("whole", "blocks")):
         cases.append(one_layer(op, size, wgrad=wgrad, **main_grad))
     # Rows that do not divide by the group size, fewer rows than ranks, none at all.
     for rows, shape in product((0, 1, 5, 7), ("shifted", "collective")):
-        of = {"rounded": False, "schedule": Schedule(shape, chunks=4)}
-        cases.append(one_layer("linear_all_reduce", size, rows=rows, **of))
+        options = {"rounded": False, "schedule": Schedule(shape, chunks=4)}
+        cases.append(one_layer("linear_all_reduce", size, rows=rows, **options))
     correct(rank, cases)
 
 
@@ -58,7 +58,7 @@ def test_linear_layers(rank: int) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @on_ranks()
 def test_attention_and_ulysses(rank: int, dtype: torch.dtype) -> None:
-    """All masks, and as many query heads as key heads or several of them for one."""
+    """All masks; one or several query heads per key head."""
     size, attention = transport().size, (*ULYSSES[1::2], SPLIT)
     cases = [one_layer(op, size, keys=keys) for op, keys in product((*ULYSSES, SPLIT), (1, 2))]
     for op, mask in product(attention, ("full", *MASKS)):
@@ -70,27 +70,27 @@ def test_attention_and_ulysses(rank: int, dtype: torch.dtype) -> None:
 
 @on_ranks(2)
 def test_heads_without_gradients(rank: int) -> None:
-    """Gradients of those of queries, keys and values that want one, and of no others."""
+    """Only those of queries, keys and values that require a gradient get one."""
     shape = 12, 2, 2, HEAD_FEATURES
-    given = [drawn(rank, name, shape, torch.float32, rounded=True) for name in "qkv"]
+    qkv = [drawn(rank, name, shape, torch.float32, rounded=True) for name in "qkv"]
     proj = drawn(0, "proj", (32, 64), torch.float32, rounded=True)
     link = transport()
     for wanted, op in product(((), (0,), (1,), (0, 2), (1, 2)), ULYSSES[1::2]):
-        more = () if op == ULYSSES[1] else (proj.clone().requires_grad_(),)
+        weights = () if op == ULYSSES[1] else (proj.clone().requires_grad_(),)
         results = []
         for carrier in (link, CollectiveTransport(link.group, same_pieces=True)):
-            heads = [one.clone().requires_grad_(at in wanted) for at, one in enumerate(given)]
-            y = getattr(ops, op)(*heads, *more, causal=True, transport=carrier)
+            heads = [tensor.clone().requires_grad_(at in wanted) for at, tensor in enumerate(qkv)]
+            y = getattr(ops, op)(*heads, *weights, causal=True, transport=carrier)
             if y.requires_grad:
                 y.backward(torch.ones_like(y))
-            results.append([one.grad for one in heads])
+            results.append([head.grad for head in heads])
         for at, (ours, plain) in enumerate(zip(*results, strict=True)):
             assert (ours is not None) == (plain is not None) == (at in wanted), (op, wanted)
             assert ours is None or torch.equal(ours, plain), (op, wanted)
 
 
 SUMMED = {ULYSSES[0]: "micro-batch 0, layer 0 x.grad", ULYSSES[2]: "micro-batch 0, layer 0 y"}
-"""What is summed over ranks in fp32, and is not made from something that was rounded."""
+"""Results summed over ranks in fp32 whose inputs were not rounded before."""
 
 
 @on_ranks(3)
@@ -111,7 +111,7 @@ def test_sums_over_ranks_are_rounded_once(rank: int) -> None:
 )
 @on_ranks(4)
 def test_reduce_dtype_rounds_once(rank: int, op: str, name: str) -> None:
-    """Mean errors of what is summed over the ranks, in the dtype and in fp32."""
+    """The RMS error of a sum over the ranks is smaller in fp32 than in the dtype."""
     errors = []
     for wide in (False, True):
         case = one_layer(op, 4, dtype=torch.bfloat16, bias="no", wide=wide, rows=16, batch=1)

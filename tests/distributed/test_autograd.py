@@ -1,4 +1,4 @@
-"""What torch's autograd and autocast expect of every op, on real gloo processes."""
+"""Every op follows the rules of torch's autograd and autocast, on real gloo processes."""
 
 from __future__ import annotations
 
@@ -21,27 +21,27 @@ WEIGHTED = [op for op in OPS if op != "attention_all_to_all"]
 
 
 def twice(rank: int, op: str) -> None:
-    """A second backward over a graph that is kept gives the same; over another, an error."""
+    """A second backward over a retained graph gives the same gradients; a third one raises."""
     for x_grad, weight_grad in ((True, True), (False, True), (True, False)):
         if op == "attention_all_to_all" and not x_grad:
             continue  # it has no weight
         bias = "trained" if weight_grad else "no"
         case = one_layer(op, 2, x_grad=x_grad, weight_grad=weight_grad, bias=bias)
         call, x = Call(case), input_of(case)
-        leaves = [one for one in (x, call.weight, call.bias) if one is not None]
-        leaves = [one for one in leaves if one.requires_grad]
+        leaves = [tensor for tensor in (x, call.weight, call.bias) if tensor is not None]
+        leaves = [tensor for tensor in leaves if tensor.requires_grad]
         y = call(x)
         grad = drawn(1, f"gradient {rank}", tuple(y.shape), y.dtype, rounded=True)
         first = torch.autograd.grad(y, leaves, grad, retain_graph=True)
         second = torch.autograd.grad(y, leaves, grad)
-        for one, other in zip(first, second, strict=True):
-            assert torch.equal(one, other), case
+        for expected, repeated in zip(first, second, strict=True):
+            assert torch.equal(expected, repeated), case
         with pytest.raises(RuntimeError, match="backward through the graph a second time"):
             torch.autograd.grad(y, leaves, grad)
 
 
 def changed_weight(rank: int, op: str) -> None:
-    """A weight that the optimizer changed before the backward is noticed, on every rank."""
+    """Every rank raises if a weight was modified in place between forward and backward."""
     case = one_layer(op, 2)
     call, x = Call(case), input_of(case)
     y = call(x)
@@ -54,7 +54,7 @@ def changed_weight(rank: int, op: str) -> None:
 
 
 def under_autocast(rank: int, op: str) -> None:
-    """fp32 tensors, computed in bf16 as torch does it; gradients in the dtype of their tensors."""
+    """fp32 tensors are computed in bf16, as by torch; gradients have the dtype of their tensors."""
     case = one_layer(op, 2)
     with torch.autocast("cpu", torch.bfloat16):
         ours, plain = (run_case(case, form) for form in ("fused", "plain"))
@@ -82,9 +82,9 @@ def test_every_op(rank: int, check: Callable[[int, str], None]) -> None:
 
 def test_every_op_on_activations_is_here() -> None:
     functions = {name: getattr(ops, name) for name in ops.__all__}
-    takes = {
-        name: inspect.signature(one).parameters
-        for name, one in functions.items()
-        if inspect.isfunction(one)
+    parameters = {
+        name: inspect.signature(function).parameters
+        for name, function in functions.items()
+        if inspect.isfunction(function)
     }
-    assert {name for name, of in takes.items() if {"x", "q"} & set(of)} == set(OPS)
+    assert {name for name, names in parameters.items() if {"x", "q"} & set(names)} == set(OPS)

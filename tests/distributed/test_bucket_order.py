@@ -19,14 +19,14 @@ from tests.distributed.test_buckets import shard
 @pytest.mark.parametrize("batched", [False, True], ids=["eager", "batched"])
 @on_ranks(3)
 def test_a_start_needs_nobody_else(rank: int, batched: bool) -> None:
-    """So many are started that digests of what was begun are compared meanwhile."""
+    """150 exchanges start without a peer: rank 0 starts all of them before the others begin."""
     buckets = Buckets(transport(batched), BucketOptions(Schedule(chunks=3), scratch_bytes=0))
     exchanges = buckets.reduce_scatter, buckets.all_gather
     for exchange in exchanges:
         exchange(torch.ones(24)).wait()
     token = torch.zeros(1)
     if rank:
-        # The others come only after rank 0 has started everything.
+        # The other ranks start only after rank 0 has started everything.
         dist.broadcast(token, 0)
     tensors = [torch.full((24,), float(rank)) for _ in range(150)]
     handles = [exchanges[number % 2](tensor) for number, tensor in enumerate(tensors)]
@@ -44,7 +44,7 @@ def test_a_start_needs_nobody_else(rank: int, batched: bool) -> None:
 @pytest.mark.parametrize("last_first", [False, True])
 @on_ranks(3)
 def test_rows_are_waited_for_one_by_one(rank: int, batched: bool, last_first: bool) -> None:
-    """Three ranks, shards of 8 in four chunks of 2."""
+    """Three ranks; shards of 8 elements in four chunks of 2."""
     link, waited = transport(batched), []
     options = BucketOptions(Schedule(lanes=2, chunks=4), last_first=last_first)
     bucket = torch.full((24,), -1.0)
@@ -58,7 +58,7 @@ def test_rows_are_waited_for_one_by_one(rank: int, batched: bool, last_first: bo
         other = (rank + 1) % 3
         handle.wait_rows(8 * other + 5, 8 * other + 7)
         assert torch.equal(bucket[8 * other + 4 : 8 * other + 8], torch.arange(4.0) + 8 * other + 4)
-        # The shard of rank r+1 comes from distance 2: the second transfer of each chunk.
+        # The shard of rank r+1 is sent over distance 2: the second transfer of each chunk.
         assert waited == ([1, 3] if last_first else [5, 7])
         assert not handle.is_completed()
     handle.wait()
@@ -71,7 +71,7 @@ def test_rows_are_waited_for_one_by_one(rank: int, batched: bool, last_first: bo
 @pytest.mark.parametrize("batched", [False, True], ids=["eager", "batched"])
 @on_ranks(3)
 def test_rows_wait_for_what_is_in_front(rank: int, batched: bool) -> None:
-    """What is in front is finished first, or a rank that waits for it would wait for ever."""
+    """An earlier exchange is finished first; else a rank that waits for it would deadlock."""
     link = transport(batched)
     options = BucketOptions(Schedule(lanes=1, chunks=3), scratch_bytes=0)
     buckets = Buckets(link, options)

@@ -1,4 +1,4 @@
-"""Buckets: rounded sums, and the memory that they take; whole numbers are compared at random."""
+"""Buckets: rounded sums and memory; random tests compare sums of integers, which are exact."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def shard(bucket: torch.Tensor, size: int, rank: int) -> torch.Tensor:
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 @on_ranks()
 def test_sums_are_rounded_in_the_order_of_the_collective(rank: int, batched: bool) -> None:
-    """A shard of 14 elements does not divide into 3 chunks, and one of 2 has no 9."""
+    """A shard of 14 elements does not divide into 3 chunks, one of 2 has fewer than 9 elements."""
     schedules = Schedule(), Schedule(lanes=1, chunks=3), Schedule(lanes=3, chunks=9)
     for schedule, wide, scratch in product(schedules, (False, True), (0, 300, 1 << 20)):
         buckets = [
@@ -58,7 +58,7 @@ def test_only_the_own_shard_is_written_and_only_at_the_end(rank: int) -> None:
 
 @on_ranks(3)
 def test_an_error_while_adding_leaves_the_shard_untouched(rank: int) -> None:
-    """An error between transfers, or at the end of the sum, breaks the transport as well."""
+    """An error in an addition between transfers, or in the last one, breaks the transport."""
     kernels = kernels_for(torch.device("cpu"))
     for good in (0, 1):
         link, calls = new_link(), iter([kernels.sum_parts] * good)
@@ -87,16 +87,16 @@ def test_an_error_while_adding_leaves_the_shard_untouched(rank: int) -> None:
 @pytest.mark.parametrize("reduce_dtype", [None, FP32])
 @on_ranks(4)
 def test_scratch_memory_stays_within_its_limit(rank: int, reduce_dtype: Any, batched: bool) -> None:
-    """Shards of 1000 x bf16 in four chunks, in slots of whole 256 elements."""
+    """Shards of 1000 bf16 elements in four chunks; slots are multiples of 256 elements."""
     link, total = transport(batched), 1024 * (4 if reduce_dtype else 2)
-    one, chunk_of_all = 256 * 2, 768 * 2
+    slot, chunk_of_all = 256 * 2, 768 * 2
     take, bucket, arenas = link.scratch.take, torch.ones(4000, dtype=BF16), list[Any]()
     for limit, partials in (
-        (0, one),
-        (total + 2 * one - 1, one),
-        (total + 2 * one, 2 * one),
+        (0, slot),
+        (total + 2 * slot - 1, slot),
+        (total + 2 * slot, 2 * slot),
         (total + chunk_of_all, chunk_of_all),
-        (total + 3 * chunk_of_all + one, 3 * chunk_of_all),
+        (total + 3 * chunk_of_all + slot, 3 * chunk_of_all),
         (1 << 20, 4 * chunk_of_all),
     ):
         buckets = Buckets(link, BucketOptions(Schedule(chunks=4), reduce_dtype, limit))
@@ -130,13 +130,13 @@ def test_one_rank_or_no_element_transfers_nothing(rank: int) -> None:
 @pytest.mark.parametrize("batched", [False, True])
 @on_ranks(2)
 def test_threads_take_turns_with_buckets_under_way(rank: int, batched: bool) -> None:
-    """Buckets are started by hooks of the backward, which has a thread of its own on a device."""
+    """Buckets are started by hooks of the backward, which runs in its own thread on a device."""
     options = BucketOptions(Schedule(lanes=1, chunks=2), scratch_bytes=0)
-    buckets, (one, other, third) = Buckets(new_link(batched), options), torch.ones(3, 16)
+    buckets, (first, second, third) = Buckets(new_link(batched), options), torch.ones(3, 16)
     with ThreadPoolExecutor(1) as hooks:
-        hooks.submit(buckets.reduce_scatter, one).result()
-        last = buckets.reduce_scatter(other)
+        hooks.submit(buckets.reduce_scatter, first).result()
+        last = buckets.reduce_scatter(second)
         hooks.submit(last.wait).result()
         assert last.is_completed()
         buckets.reduce_scatter(third).wait()
-    assert all((shard(bucket, 2, rank) == 2).all() for bucket in (one, other, third))
+    assert all((shard(bucket, 2, rank) == 2).all() for bucket in (first, second, third))

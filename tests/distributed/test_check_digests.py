@@ -1,4 +1,4 @@
-"""What was begun is compared before an optimizer changes weights; a new length holds nobody up."""
+"""Digests of operations are compared before an optimizer step; a new shape does not synchronize."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.limits import BRIEF, PATIENT
 
 
 class OwnStep(torch.optim.SGD):
-    """As those of Megatron and MindSpeed: a subclass with a step of its own."""
+    """A subclass that overrides ``step``, like the optimizers of Megatron and MindSpeed."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
@@ -39,7 +39,7 @@ def layer(made: Transport, rows: int, inputs: int = 4) -> None:
 
 
 def other_length(made: Transport, rank: int) -> None:
-    """As many elements, so that batches, which have no tags, deliver them."""
+    """Another shape with as many elements, which batches deliver because they have no tags."""
     layer(made, *((4, 4), (8, 2))[rank % 2])
 
 
@@ -58,21 +58,21 @@ NOTHING = r"clip: .* operation: (clip|None) here, (clip|None) there"
 
 
 def stepped(rank: int, differs: Any, optimizer: Any) -> str:
-    made = link(batched=True)
+    transport = link(batched=True)
     weight = torch.nn.Parameter(torch.zeros(3))
     steps = optimizer([weight], lr=1.0)
     weight.grad = torch.ones(3)
     for shape in ((4, 4), (2, 8), (4, 4)):
-        layer(made, *shape)
-    made.agree("clip", {"rows": 2})
+        layer(transport, *shape)
+    transport.agree("clip", {"rows": 2})
     steps.step()
     assert torch.equal(weight, -torch.ones(3))
-    layer(made, 4)
-    differs(made, rank)
+    layer(transport, 4)
+    differs(transport, rank)
     with pytest.raises(MismatchError) as caught:
         steps.step()
     assert torch.equal(weight, -torch.ones(3)), "weights were changed"
-    assert made.broken
+    assert transport.broken
     return str(caught.value)
 
 
@@ -84,19 +84,19 @@ def test_what_differs_is_found_before_weights_change(ranks, differs, words, opti
     for rank, message in enumerate(ranks(2).run(stepped, differs, optimizer)):
         assert re.search(words, message)
         assert f"rank {rank} and peer {1 - rank} of the group call different operations" in message
-        # Two of a layer, four layers before, and one to clip; counted from 0.
+        # Four layers of two operations each, and one clip come before it; counted from 0.
         assert "This was operation 9 of the transport" in message
 
 
 @on_ranks(2)
 def test_a_rank_that_does_not_check_is_named(rank: int) -> None:
-    made = link(dist.new_group())
-    layer(made, 4)
+    transport = link(dist.new_group())
+    layer(transport, 4)
     if rank == 0:
-        made.timeout = BRIEF
+        transport.timeout = BRIEF
         words = "comparing what was begun.*no answer from peer 1"
         with pytest.raises(TransportError, match=words):
-            made.check_digests()
+            transport.check_digests()
 
 
 def short_intervals() -> Any:
@@ -105,84 +105,84 @@ def short_intervals() -> Any:
 
 @on_ranks(2)
 def test_a_new_length_waits_for_nobody(rank: int) -> None:
-    made = link()
-    layer(made, 1)
-    # How often the ranks were compared, and what was sent and waited for there.
-    seen = dict.fromkeys(("gather_objects", "Swap", "wait"), 0)
+    transport = link()
+    layer(transport, 1)
+    # How often ranks were compared, digests were sent, and digests were waited for.
+    counts = dict.fromkeys(("gather_objects", "Swap", "wait"), 0)
     with short_intervals(), pytest.MonkeyPatch.context() as patch:
         for owner, name in ((agreement, "gather_objects"), (agreement, "Swap"), (Swap, "wait")):
-            watch_calls(patch, owner, name, lambda *_, n=name: seen.update({n: seen[n] + 1}))
+            watch_calls(patch, owner, name, lambda *_, n=name: counts.update({n: counts[n] + 1}))
         for rows in range(2, 32):
-            layer(made, rows)
-        assert list(seen.values()) == [0, 0, 0]
-        # Forward and backward: 2 * 32 operations are an interval, sent on and not waited for.
-        layer(made, 32)
-        assert list(seen.values()) == [0, 1, 0]
+            layer(transport, rows)
+        assert list(counts.values()) == [0, 0, 0]
+        # Forward and backward: after 2 * 32 operations a digest is sent, but not awaited.
+        layer(transport, 32)
+        assert list(counts.values()) == [0, 1, 0]
         for rows in range(33, 257):
-            layer(made, rows)
-        # Each but the last was waited for an interval later.
-        assert list(seen.values()) == [0, 8, 7]
-        made.check_digests()
-        # A roll call are two swaps of its own.
-        assert list(seen.values()) == [1, 8, 7 + 1 + 2]
-        made.check_digests()
-        assert list(seen.values()) == [1, 8, 10]
-    assert len(made._agreed) == 2
-    assert (made._operation_count, list(made._history)) == (512, [])
+            layer(transport, rows)
+        # Each digest but the last was awaited one interval later.
+        assert list(counts.values()) == [0, 8, 7]
+        transport.check_digests()
+        # gather_objects does two swaps of its own.
+        assert list(counts.values()) == [1, 8, 7 + 1 + 2]
+        transport.check_digests()
+        assert list(counts.values()) == [1, 8, 10]
+    assert len(transport._agreed) == 2
+    assert (transport._operation_count, list(transport._history)) == (512, [])
 
 
 def in_a_loop_without_an_optimizer(rank: int) -> tuple[int, str]:
-    made = link(batched=True)
-    layer(made, 4)
+    transport = link(batched=True)
+    layer(transport, 4)
     with short_intervals():
         for number in range(1000):
             try:
-                made.agree("decode", {"rows": 8 if number == 7 and rank == 1 else 4})
+                transport.agree("decode", {"rows": 8 if number == 7 and rank == 1 else 4})
             except MismatchError as error:
                 return number, str(error)
     return -1, "never"
 
 
 def test_ranks_that_never_check_learn_it_two_intervals_later(ranks) -> None:
-    found = ranks(2).run(in_a_loop_without_an_optimizer)
-    assert [number for number, _ in found] == [125, 125]
-    assert "decode: rank 0 and peer 1 of the group" in found[0][1]
-    assert "rows: 4 here, 8 there. This was operation 9" in found[0][1]
+    results = ranks(2).run(in_a_loop_without_an_optimizer)
+    assert [number for number, _ in results] == [125, 125]
+    assert "decode: rank 0 and peer 1 of the group" in results[0][1]
+    assert "rows: 4 here, 8 there. This was operation 9" in results[0][1]
 
 
 @on_ranks(2)
 def test_always_compares_everything_before_it_is_sent(rank: int) -> None:
-    made = link(check="always")
-    layer(made, 4)
+    transport = link(check="always")
+    layer(transport, 4)
     with pytest.raises(MismatchError, match=r"rows: . here, . there\. Nothing was sent"):
-        layer(made, 4 + rank)
+        layer(transport, 4 + rank)
 
 
 @on_ranks(2)
 def test_a_size_of_zero_is_another_operation(rank: int) -> None:
-    """It leaves a part of the work out: compared before anything is sent."""
-    made = link()
+    """A size of 0 skips part of the work, so the ranks compare it before anything is sent."""
+    transport = link()
     for sizes in ((4, 4), (5, 3)):
-        made.agree("op", dict(zip(("rows", "outputs"), sizes, strict=True)))
+        transport.agree("op", dict(zip(("rows", "outputs"), sizes, strict=True)))
     with pytest.raises(
         MismatchError, match="Nothing was sent; call the same operation on all ranks"
     ):
-        made.agree("op" if rank else "another", {"rows": 5, "outputs": 0})
+        transport.agree("op" if rank else "another", {"rows": 5, "outputs": 0})
 
 
 @on_ranks(4)
 def test_several_transports_are_checked_together(rank: int) -> None:
-    """Pairs of two kinds; what differs is in one transport of the second."""
+    """Two kinds of pairs; the ranks disagree in one transport of the second kind."""
     pairs = {tuple(ranks): dist.new_group(ranks) for ranks in ([0, 1], [2, 3], [0, 2], [1, 3])}
-    mine = [group for ranks, group in pairs.items() if rank in ranks]
-    tensor, replicas, closed = (link(group) for group in (mine[0], mine[1], mine[1]))
+    groups = [group for ranks, group in pairs.items() if rank in ranks]
+    tensor, replicas, closed = (link(group) for group in (groups[0], groups[1], groups[1]))
     weight = torch.nn.Parameter(torch.zeros(1))
     weight.grad = torch.ones(1)
     steps = torch.optim.SGD([weight], lr=1.0)
     for _ in range(2):
-        # In another order on half of the ranks, in groups that have nothing to do with each other.
-        for made in (tensor, replicas)[:: 1 if rank < 2 else -1]:
-            made.agree("op", {"rows": rank % 2 if made is replicas else 1})
+        # Independent groups, used in the opposite order on half of the ranks.
+        for transport in (tensor, replicas)[:: 1 if rank < 2 else -1]:
+            transport.agree("op", {"rows": rank % 2 if transport is replicas else 1})
         closed.agree("op", {"rows": 4})
         steps.step()
     closed.agree("op", {"rows": 4 + rank})

@@ -1,4 +1,4 @@
-"""What goes wrong is said, in time: no hang, no abort of the process, no wrong number."""
+"""Failures are reported within the time limit: no hang, no process abort, no wrong result."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ def layer(rows: int, made: Transport, options: LinearOptions | None = None) -> t
 
 
 def shapes_known_to_both_but_mixed_up(rank: int) -> None:
-    made = link()
+    transport = link()
     for rows in (4, 8):
-        layer(rows, made)
-    made.timeout = BRIEF
-    # However much later the other one gives up, they meet.
+        layer(rows, transport)
+    transport.timeout = BRIEF
+    # The ranks meet for the diagnosis however much later the other one gives up.
     with mock.patch.object(agreement, "_DIAGNOSIS_TIMEOUT", PATIENT):
-        layer(8 if rank else 4, made)
+        layer(8 if rank else 4, transport)
 
 
 def test_mixed_up_shapes_time_out_instead_of_aborting(ranks) -> None:
-    """A receive that is too short aborts the process on gloo; tags keep the two apart."""
+    """On gloo a receive that is too short aborts the process; tags separate the two shapes."""
     for outcome in ranks(2).outcomes(shapes_known_to_both_but_mixed_up):
         assert isinstance(outcome.error, MismatchError)
         message = str(outcome.error)
@@ -49,13 +49,13 @@ def test_mixed_up_shapes_time_out_instead_of_aborting(ranks) -> None:
 
 
 def dies_before_a_backward_by_collectives(rank: int) -> str:
-    made = link()
-    y = layer(4, made, LinearOptions(collectives_from=1))
+    transport = link()
+    y = layer(4, transport, LinearOptions(collectives_from=1))
     if rank == 1:
         os._exit(0)
     with pytest.raises(TransportError) as caught:
         y.sum().backward()
-    assert made.broken
+    assert transport.broken
     return str(caught.value)
 
 
@@ -69,26 +69,26 @@ def test_a_rank_that_dies_before_a_backward_by_collectives_becomes_an_error(rank
 
 @on_ranks(2)
 def test_an_exception_in_a_callback_breaks_the_transport(rank: int) -> None:
-    made = link()
+    transport = link()
 
     def use(piece: torch.Tensor, rows: slice) -> None:
         raise KeyError("in the callback")
 
     with pytest.raises(KeyError):
-        gather_and_use(made, torch.ones(2, 2), use)
+        gather_and_use(transport, torch.ones(2, 2), use)
     words = r"was interrupted by KeyError\('in the callback'\).* transport cannot be used any more"
     with pytest.raises(TransportError, match=words):
-        layer(4, made)
+        layer(4, transport)
 
 
 @on_ranks(2)
 def test_a_second_thread_is_refused(rank: int) -> None:
-    made = link()
+    transport = link()
     errors: list[BaseException] = []
 
     def elsewhere() -> None:
         try:
-            layer(4, made)
+            layer(4, transport)
         except TransportError as error:
             errors.append(error)
 
@@ -97,51 +97,51 @@ def test_a_second_thread_is_refused(rank: int) -> None:
         thread.start()
         thread.join()
 
-    gather_and_use(made, torch.ones(2, 2), use)
+    gather_and_use(transport, torch.ones(2, 2), use)
     assert len(errors) == 2
     assert "called from a second thread while gather_and_use is under way" in str(errors[0])
 
 
 def absent_from_the_rest(rank: int) -> None:
-    """Five rows for two ranks: the last one is summed by the collective."""
-    made = link()
+    """Five rows for two ranks: the fifth row is summed by the collective, which rank 1 skips."""
+    transport = link()
     if rank == 1:
-        made.all_reduce = lambda name, tensor: None
+        transport.all_reduce = lambda name, tensor: None
     else:
-        made.timeout = BRIEF
-    linear_all_reduce(torch.ones(5, 4), torch.ones(3, 4), transport=made)
+        transport.timeout = BRIEF
+    linear_all_reduce(torch.ones(5, 4), torch.ones(3, 4), transport=transport)
 
 
 def test_the_groups_own_collectives_have_the_transports_limit(ranks) -> None:
-    """That of the group is longer than the test may take."""
-    waiting, left = ranks(2).outcomes(absent_from_the_rest)
-    assert left.error is None, left.trace
+    """The group's own timeout is longer than the limit of the test."""
+    waiting, absent = ranks(2).outcomes(absent_from_the_rest)
+    assert absent.error is None, absent.trace
     assert isinstance(waiting.error, TransportError), waiting
     assert "linear_all_reduce rest: not every rank called it: " in str(waiting.error)
 
 
 def confirms(rank: int, case: str) -> Any:
-    made = link()
+    transport = link()
     if case == "somewhere else" and rank == 1:
-        layer(4, made)
+        layer(4, transport)
     if case == "broken":
-        made.fail("planted")
-    made.confirm("the end")
+        transport.fail("planted")
+    transport.confirm("the end")
     if case == "not there":
         if rank == 1:
             return "not there"
-        made.timeout = BRIEF
-    made.confirm("the end")
-    layer(4, made)
-    made.confirm("the end")
-    return made.operations
+        transport.timeout = BRIEF
+    transport.confirm("the end")
+    layer(4, transport)
+    transport.confirm("the end")
+    return transport.operations
 
 
 @pytest.mark.parametrize(
     ("case", "kind", "words"),
     [
         ("all there", None, "1"),
-        # Every time, unlike a comparison, which the ranks make once.
+        # confirm() compares every time, while operations are compared once.
         ("not there", TransportError, "comparing the end with the other ranks"),
         ("somewhere else", MismatchError, "operation: "),
         ("broken", TransportError, "planted"),

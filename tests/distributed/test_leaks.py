@@ -1,4 +1,4 @@
-"""A training with another shape in each iteration keeps nothing that it should give back."""
+"""Training with a different shape in each iteration leaks no memory, handles or threads."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ if not sys.platform.startswith("linux"):
 
 HIDDEN = 32, 64, 96, 128
 WARM_UP = 0.3
-"""Not judged: buffers of every length are made, and libraries load what they need at first use."""
+"""Share of the samples that is ignored: buffers are allocated and libraries load lazily."""
 AGREED_KIB, LIMIT_KIB, NOISE_KIB = 1, 16, 4096
-"""What a transport remembers of one combination of operation and options; by how much resident
-memory may grow per iteration, where a layer's input takes 20 KiB in the mean; and in all."""
+"""Memory that a transport keeps per combination of operation and options; allowed growth of the
+resident memory per iteration (a layer's input takes 20 KiB on average); allowed noise in total."""
 
 OPS = (
     *("all_gather_linear", "attention_linear_reduce_scatter"),
@@ -38,7 +38,7 @@ OPS = (
 
 
 def drawn(dice: random.Random) -> Network:
-    """Attention, MLP and output, of another shape and schedule each time."""
+    """A network of attention, MLP and output with a random shape and schedule."""
     schedule = Schedule(lanes=dice.randint(1, 3), chunks=dice.randint(1, 6))
     hidden, wgrad = dice.choice(HIDDEN), dice.choice(("whole", "blocks"))
     layer = Layer("", hidden, hidden, schedule=schedule, wgrad=wgrad, mask="causal")
@@ -47,21 +47,21 @@ def drawn(dice: random.Random) -> Network:
 
 
 def held() -> dict[str, int]:
-    """What this process holds while nothing is under way, and its resident memory in KiB.
+    """Counts of objects of this idle process, and its resident memory in KiB.
 
-    Without idle buffers and compiled programs, which are bounded, and without what was agreed.
+    Idle buffers and compiled programs, which are bounded, and agreed operations are excluded.
     """
     for rule in RULES.values():
         rule.cache_clear()
     transport()._begun.clear()
     transport()._programs.clear()
     gc.collect()
-    getattr(ctypes.CDLL(None), "malloc_trim", int)(0)  # glibc's: gives freed memory back
-    kinds = [type(one) for one in gc.get_objects()]
+    getattr(ctypes.CDLL(None), "malloc_trim", int)(0)  # glibc: returns freed memory
+    kinds = [type(item) for item in gc.get_objects()]
     files = [f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd")]
     pool = transport().scratch
-    # Of idle memory, and views of it.
-    idle = sum(1 + sum(map(len, one.known.values())) for one in pool._idle.values())
+    # Tensors of idle blocks, and views of them.
+    idle = sum(1 + sum(map(len, block.known.values())) for block in pool._idle.values())
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     resident = pages * os.sysconf("SC_PAGESIZE") // 1024
     return {
@@ -76,7 +76,7 @@ def held() -> dict[str, int]:
 
 
 def trained(rank: int, iterations: int, every: int) -> list[str]:
-    """What grew after the warm-up."""
+    """Train, take a sample every ``every`` iterations, and return what grew after the warm-up."""
     dice, samples = random.Random(1), []
     for iteration in range(1, iterations + 1):
         run_network(drawn(dice), "fused", transport())
@@ -86,7 +86,7 @@ def trained(rank: int, iterations: int, every: int) -> list[str]:
 
 
 def grown(samples: list[dict[str, int]], every: int) -> list[str]:
-    """The names of what is more at the end, of memory by more than it may be."""
+    """The names of the counts that grew by more than is allowed."""
     later = samples[min(int(len(samples) * WARM_UP), len(samples) - 3) :]
     allowed = {"memory": LIMIT_KIB * every * (len(later) - 1) + NOISE_KIB}
     return [
@@ -100,6 +100,6 @@ def grown(samples: list[dict[str, int]], every: int) -> list[str]:
     [(4, 1), pytest.param(1000, 50, marks=(pytest.mark.long, pytest.mark.timeout(4 * LIMIT)))],
 )
 def test_a_training_keeps_nothing(ranks, iterations: int, every: int) -> None:
-    for found in ranks(2).run(trained, iterations, every, timeout=3 * LIMIT):
-        # So few iterations say little about memory.
-        assert [name for name in found if every > 1 or name != "memory"] == []
+    for names in ranks(2).run(trained, iterations, every, timeout=3 * LIMIT):
+        # Four iterations are too few to judge memory.
+        assert [name for name in names if every > 1 or name != "memory"] == []

@@ -1,4 +1,4 @@
-"""Fused linear layers: views that are copies, and buffers, on gloo processes."""
+"""Fused linear layers on gloo processes: views that are copies, and reuse of buffers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.random_networks.network_run import Call, input_of
 
 @on_ranks(4)
 def test_views_may_be_copies(rank: int) -> None:
-    """``Tensor.view`` as MindSpeed has it: of what is not contiguous, that of a copy."""
+    """MindSpeed patches ``Tensor.view`` to copy tensors that are not contiguous."""
     view, ops = torch.Tensor.view, ("all_gather_linear", "linear_reduce_scatter")
     for op, shape in product((*ops, "linear_all_reduce"), ("shifted", "collective")):
         case = one_layer(op, 4, wgrad="blocks", schedule=Schedule(shape, chunks=3))
@@ -30,7 +30,7 @@ def test_views_may_be_copies(rank: int) -> None:
 
 @on_ranks(2)
 def test_training_after_inference(rank: int) -> None:
-    """Buffers that were allocated in inference mode serve a training afterwards."""
+    """Buffers that were allocated in inference mode can be used by a later training."""
     link = Transport.create(timeout=PATIENT)
     x, weight = torch.ones(4, 32), torch.ones(32, 32, requires_grad=True)
     for _ in range(2):

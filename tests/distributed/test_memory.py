@@ -1,7 +1,7 @@
-"""What fused ops need beside their plain forms, in bytes that torch allocated.
+"""Peak memory of fused attention ops above their plain forms, in bytes that torch allocated.
 
-A CPU's attention kernel holds the scores of all its queries.  A device's holds none, so attention
-is measured with kernels that allocate their results and compute nothing.
+The attention kernel of a CPU stores the scores of all queries, that of a device stores none.  So
+attention is measured with kernels that allocate their results and compute nothing.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ BLOCK = SEQUENCE // 2 * HIDDEN * 4
 
 
 class WithoutScores:
-    """Attention kernels that allocate what a device's return."""
+    """Attention kernels that only allocate the tensors that those of a device return."""
 
     @staticmethod
     def attention_forward(q: Any, k: Any, v: Any, **_: Any) -> tuple[torch.Tensor, Any]:
@@ -53,17 +53,17 @@ def without_scores() -> Iterator[None]:
 
 
 def peak(op: Callable[..., torch.Tensor], tensors: list[torch.Tensor], **settings: Any) -> int:
-    """The most that forward and backward hold at once, results included."""
+    """Peak memory of forward and backward in bytes, results included."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
         y = op(*tensors, causal=True, options=LinearOptions(Schedule(lanes=2)), **settings)
         y.backward(torch.ones_like(y))
         for tensor in tensors:
             tensor.grad = None
     events = recorded.profiler.kineto_results.events()
-    # Of each allocation, and, negative, of each tensor that is freed.
+    # One event per allocation, and a negative one per tensor that is freed.
     changes = (event.nbytes() for event in events if event.name() == "[memory]")
     most = max(accumulate(changes, initial=0))
-    # It is part of a cycle, and torch 2.13 dies of freeing it after another profile was made.
+    # It is part of a cycle; torch 2.13 crashes if it is freed after another profile was taken.
     recorded.profiler.kineto_results = None
     return most
 

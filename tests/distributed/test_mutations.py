@@ -1,6 +1,6 @@
-"""Faults planted in the product: each has to make the comparisons of tests fail.
+"""Mutation tests: each fault planted in the product has to fail the comparisons of the tests.
 
-A mutant that survives is a fault that nobody would notice.
+A mutant that survives is a fault that no test would notice.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ sharded_linear: Any = import_module("commfuse_npu.ops.sharded_linear")
 
 
 def in_place_of(owner: Any, name: str, fault: Callable[[Any], Any]) -> Fault:
-    """``fault(original)`` in the place of what the product has there."""
+    """A fault that replaces ``owner.name`` by ``fault(original)``."""
     return lambda patch: patch.setattr(owner, name, fault(getattr(owner, name)))
 
 
 def own_partial_first(patch: pytest.MonkeyPatch) -> None:
-    """In the last sum of a GEMM with a reduce-scatter: the same but for rounding."""
+    """Reverse the last sum of a GEMM with a reduce-scatter, which changes only its rounding."""
 
     def changed(program: Program) -> Program:
         if program.rule[0] != "gemm_scatter":
             return program
         code = list(program.code)
-        last = max(at for at, one in enumerate(code) if isinstance(one, Add))
+        last = max(at for at, instruction in enumerate(code) if isinstance(instruction, Add))
         code[last] = code[last]._replace(terms=code[last].terms[::-1])
         return replace(program, code=tuple(code))
 
@@ -79,7 +79,7 @@ def attention(rank: int, link: transport.Transport) -> list[str]:
 WEIGHT_GRADIENT = in_place_of(
     WeightGradient, "add", lambda add: lambda self, grad, x: add(self, grad[:-1], x[:-1])
 )
-NOT_DIVIDED = in_place_of(sharded_linear, "sum_ending", lambda of: lambda divisor: of(1))
+NOT_DIVIDED = in_place_of(sharded_linear, "sum_ending", lambda ending: lambda divisor: ending(1))
 A_KEY_TOO_FEW = in_place_of(
     AttentionMask,
     "of",
@@ -96,7 +96,7 @@ MUTANTS: dict[str, tuple[Check, Fault]] = {
 
 
 def under_test(rank: int, name: str | None = None) -> list[str]:
-    """What the other files compare, in small."""
+    """Short versions of the comparisons of the other test files, with the fault ``name``."""
     link = transport.Transport.create(lanes=2, timeout=PATIENT)
     checks = {check for check, _ in MUTANTS.values()} if name is None else {MUTANTS[name][0]}
     with pytest.MonkeyPatch.context() as patch:
@@ -105,7 +105,7 @@ def under_test(rank: int, name: str | None = None) -> list[str]:
             MUTANTS[name][1](patch)
         return [
             line
-            for check in sorted(checks, key=lambda of: of.__name__)
+            for check in sorted(checks, key=lambda check: check.__name__)
             for line in check(rank, link)
         ]
 
@@ -120,4 +120,4 @@ def test_a_planted_fault_is_noticed(ranks, name: str) -> None:
     assert any(outcome.error or outcome.value for outcome in outcomes), f"nothing noticed: {name}"
     # An assertion about numbers, or the transport's own error; not a crash of the mutant itself.
     kinds = (AssertionError, transport.TransportError, ValueError, RuntimeError, TimeoutError)
-    assert all(isinstance(one.error, kinds) for one in outcomes if one.error), outcomes
+    assert all(isinstance(outcome.error, kinds) for outcome in outcomes if outcome.error), outcomes

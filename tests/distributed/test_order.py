@@ -1,7 +1,7 @@
-"""What is posted and awaited is the program, and nothing beside it.
+"""The runtime posts and awaits exactly the transfers of the program.
 
-The calls of torch.distributed are recorded on real ranks, with the programs that were begun; both
-have to say the same, post by post and wait by wait.
+The calls of torch.distributed and the programs that were begun are recorded on real ranks; both
+have to agree, post by post and wait by wait.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ Event = tuple[str, int, int, int]
 """``send`` or ``receive``, lane, peer, bytes."""
 
 FEATURES = 32
-"""In and out of every layer of :func:`one_layer`."""
+"""Input and output features of every layer of :func:`one_layer`."""
 
 
 def called(link: Transport, op: str, options: LinearOptions) -> None:
-    """Forward and backward of an op, or a bucket in either direction."""
+    """Run forward and backward of an op, or a reduce-scatter and an all-gather of a bucket."""
     if op == "buckets":
-        made = Buckets(link, BucketOptions(options.schedule))
+        buckets = Buckets(link, BucketOptions(options.schedule))
         bucket = torch.ones(8 * link.size)
-        made.reduce_scatter(bucket).wait()
-        made.all_gather(bucket).wait()
+        buckets.reduce_scatter(bucket).wait()
+        buckets.all_gather(bucket).wait()
         return
-    given = {"schedule": options.schedule, "wgrad": options.wgrad, "bias": "no"}
-    case = one_layer(op, link.size, **given)
+    settings = {"schedule": options.schedule, "wgrad": options.wgrad, "bias": "no"}
+    case = one_layer(op, link.size, **settings)
     y = Call(case, link=link)(input_of(case, link=link))
     y.backward(torch.ones_like(y))
 
@@ -55,19 +55,19 @@ class _Counted:
 
 
 def planned(program: Program) -> list[Event]:
-    """What a program says that is posted."""
-    rule, given = program.rule[0], program.arguments
-    usual = 1 if rule.startswith("bucket") else given.get("columns", FEATURES)
+    """The events that a program describes, in the order of its posts."""
+    rule, arguments = program.rule[0], program.arguments
+    usual = 1 if rule.startswith("bucket") else arguments.get("columns", FEATURES)
     width = {span.buffer: usual for span in chain(*program.spans.values())}
-    width |= {one.name: one.columns for one in program.scratch}
-    found = []
+    width |= {buffer.name: buffer.columns for buffer in program.scratch}
+    events = []
     for post in program.posts:
         for verb, end in (("receive", post.receive), ("send", post.send)):
             if end is not None:
                 peer = end.transfer.target if verb == "send" else end.transfer.source
                 size = 4 * end.span.rows * width[end.span.buffer]
-                found.append((verb, end.transfer.lane, peer, size))
-    return found
+                events.append((verb, end.transfer.lane, peer, size))
+    return events
 
 
 def recorded(rank: int, op: str, chunks: int, wgrad: str) -> None:
@@ -91,7 +91,7 @@ def recorded(rank: int, op: str, chunks: int, wgrad: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "isend", noting("send", dist.isend))
         patch.setattr(dist, "irecv", noting("receive", dist.irecv))
-        watch_calls(patch, Transport, "begin", lambda _, one, *__: programs.append(one))
+        watch_calls(patch, Transport, "begin", lambda _, program, *__: programs.append(program))
         called(link, op, options)
     expected = [event for program in programs for event in planned(program)]
     assert expected

@@ -1,4 +1,4 @@
-"""Recorded runs of real ranks are proved; a log with a fault planted in it is refuted by name."""
+"""Order logs of real ranks are proved correct; for a run that hangs the fault is named."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.random_networks.network_run import run_network
 from tests.random_networks.strategy import cases
 
 Programme = Callable[..., list[Transport]]
-"""``programme(rank, log, batched)``; returns the transports that it made."""
+"""``programme(rank, log, batched)`` returns the transports that it created."""
 
 
 def link(log: OrderLog, batched: bool, group: Any = None) -> Transport:
@@ -39,24 +39,24 @@ def record(rank: int, folder: str, programme: Programme, *given: Any) -> None:
 
 
 def drawn(size: int, many: int) -> list[Case]:
-    """Random networks and buckets, which every rank waits for in an order of its own."""
-    found: list[Case] = []
+    """Random networks and buckets; every rank waits for the buckets in its own order."""
+    examples: list[Case] = []
 
     @settings(max_examples=many, derandomize=True, database=None, phases=[Phase.generate])
     @given(case=cases(size))
     def keep(case: Case) -> None:
-        found.append(case)
+        examples.append(case)
 
     keep()
-    return found
+    return examples
 
 
 def of_cases(rank: int, log: OrderLog, batched: bool, cases: list[Case]) -> list[Transport]:
-    made = link(log, batched)
+    transport = link(log, batched)
     with quiet():
         for case in cases:
-            run_case(case, "fused", made)
-    return [made]
+            run_case(case, "fused", transport)
+    return [transport]
 
 
 def layer(made: Transport) -> None:
@@ -65,11 +65,11 @@ def layer(made: Transport) -> None:
 
 
 def several_groups(rank: int, log: OrderLog, batched: bool) -> list[Transport]:
-    """Tensor-parallel pairs, and pairs of replicas with two transports, all under way at once."""
+    """Tensor-parallel pairs, and pairs of replicas with two transports, all active at once."""
     pairs = {tuple(ranks): dist.new_group(ranks) for ranks in ([0, 1], [2, 3], [0, 2], [1, 3])}
-    mine = [group for ranks, group in pairs.items() if rank in ranks]
+    groups = [group for ranks, group in pairs.items() if rank in ranks]
     tensor, gradients, parameters = (
-        link(log, batched, group) for group in (mine[0], mine[1], mine[1])
+        link(log, batched, group) for group in (groups[0], groups[1], groups[1])
     )
     options = BucketOptions(Schedule(lanes=1))
     out, back = Buckets(gradients, options), Buckets(parameters, options)
@@ -90,18 +90,18 @@ def several_groups(rank: int, log: OrderLog, batched: bool) -> list[Transport]:
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_recorded_runs_are_proved(ranks, tmp_path, size: int, batched: bool) -> None:
     ranks(size).run(record, str(tmp_path), of_cases, batched, drawn(size, 40))
-    found = verify_logs([tmp_path])
-    assert (found.faults, found.notes) == ([], [])
-    assert found.operations >= 40 * size
-    assert found.messages > 0
+    result = verify_logs([tmp_path])
+    assert (result.faults, result.notes) == ([], [])
+    assert result.operations >= 40 * size
+    assert result.messages > 0
 
 
 @pytest.mark.parametrize("batched", [False, True], ids=["single", "batched"])
 def test_groups_under_way_at_once_are_proved(ranks, tmp_path, batched: bool) -> None:
     ranks(4).run(record, str(tmp_path), several_groups, batched)
-    found = verify_logs([tmp_path])
-    # Two layers, forward and backward, and two buckets, three times.
-    assert (found.faults, found.notes, found.operations) == ([], [], 4 * 3 * (2 * 2 + 2))
+    result = verify_logs([tmp_path])
+    # Three times two layers, forward and backward, and two buckets.
+    assert (result.faults, result.notes, result.operations) == ([], [], 4 * 3 * (2 * 2 + 2))
 
 
 def gather(made: Transport) -> torch.Tensor:
@@ -110,39 +110,39 @@ def gather(made: Transport) -> torch.Tensor:
 
 
 def hangs(rank: int, log: OrderLog, batched: bool) -> list[Transport]:
-    """Rank 1 leaves an operation out, and the other one fails in its wait."""
-    made = link(log, batched)
-    gather(made)
+    """Rank 1 skips an operation, and rank 0 times out in its wait."""
+    transport = link(log, batched)
+    gather(transport)
     if rank == 1:
-        made.order_log = None
-        return [made]
-    made.timeout = BRIEF
+        transport.order_log = None
+        return [transport]
+    transport.timeout = BRIEF
     with pytest.raises(TransportError):
-        gather(made)
-    return [made]
+        gather(transport)
+    return [transport]
 
 
 def test_a_run_that_failed_says_who_waits_for_whom(ranks, tmp_path) -> None:
     ranks(2).run(record, str(tmp_path), hangs, False)
-    found = verify_logs([tmp_path])
-    assert any("a transport of rank 0 broke" in note for note in found.notes)
-    assert re.search("deadlock .*rank 0 waits .*rank 1 has nothing more to do", found.faults[0])
-    assert "rank 1 lacks operation 1 (all_gather_linear)" in "".join(found.faults)
+    result = verify_logs([tmp_path])
+    assert any("a transport of rank 0 broke" in note for note in result.notes)
+    assert re.search("deadlock .*rank 0 waits .*rank 1 has nothing more to do", result.faults[0])
+    assert "rank 1 lacks operation 1 (all_gather_linear)" in "".join(result.faults)
 
 
 # ---------------------------------------------------------------------- the recorder
 
 
 def unwritable_later(rank: int, folder: str) -> list[list[float]]:
-    """A disk that is full from the second line on."""
+    """The log file is a link to /dev/full: writes to it fail."""
     path = Path(folder) / f"rank_{rank:05d}.jsonl"
     path.symlink_to("/dev/full")
     log = OrderLog(Path(folder), rank, dist.get_world_size())
-    made = link(log, False)
-    got = gather(made)
-    made.close()
+    transport = link(log, False)
+    gathered = gather(transport)
+    transport.close()
     log.close()
-    return got.tolist()
+    return gathered.tolist()
 
 
 def test_a_full_disk_ends_the_recording_and_not_the_job(ranks, tmp_path) -> None:
@@ -159,5 +159,5 @@ def little_memory(rank: int, folder: str, cases: list[Case]) -> int:
 
 def test_what_is_remembered_stays_within_bounds(ranks, tmp_path) -> None:
     assert min(ranks(2).run(little_memory, str(tmp_path), drawn(2, 40))) > 3
-    found = verify_logs([tmp_path])
-    assert (found.faults, found.notes) == ([], [])
+    result = verify_logs([tmp_path])
+    assert (result.faults, result.notes) == ([], [])

@@ -1,8 +1,8 @@
 """A rank is killed, slow, cut off, out of memory or raises in the middle of an operation.
 
 Every other rank ends with an error that names operation, step and peer.  If the faulty rank is only
-slow, all have the bits of the plain form.  No process of these tests ends because another one did:
-what a survivor learns, it learns from a connection that is gone or from its own time limit.
+slow, all results equal the plain form bit for bit.  No process is ended because another one ended:
+a survivor notices the fault only by a lost connection or by its own timeout.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from tests.random_networks.transports import transport_of
 
 FAULTY = 1
 AGAIN = 3
-"""Runs with the fault: a rank that already has all it needs meets it in the next one."""
+"""Runs with the fault: a rank that already has all its data notices it in the next run."""
 
 LINEARS = ("all_gather_linear", "linear_reduce_scatter", "linear_all_to_all")
 ATTENTION = ("attention_linear_reduce_scatter", "attention_all_to_all_linear")
@@ -44,7 +44,7 @@ OPS = (*LINEARS, *ATTENTION, "bucket")
 
 
 def case_of(op: str, size: int) -> Case:
-    """Forward and backward of one op on two lanes, or two buckets under way."""
+    """Forward and backward of one op on two lanes, or two concurrent buckets."""
     cut = Schedule(lanes=2, chunks=2)
     if op == "bucket":
         return BucketRun(size, (Bucket(48), Bucket(48, gather=True)), schedule=cut, lanes=2)
@@ -56,16 +56,16 @@ def case_of(op: str, size: int) -> Case:
 
 
 class UserError(Exception):
-    """Raised by the program around the product."""
+    """An error of the user's program."""
 
 
 def cut_connections() -> None:
-    """Shut down all connections but that of the store."""
-    for one in connected_sockets():
-        # The other end may have closed it because another one was lost.
-        with one, contextlib.suppress(OSError):
-            if int(os.environ["MASTER_PORT"]) not in (one.getsockname()[1], one.getpeername()[1]):
-                one.shutdown(socket.SHUT_RDWR)
+    """Shut down all connections except the one to the store."""
+    for sock in connected_sockets():
+        # The peer may have closed it already because it lost another connection.
+        with sock, contextlib.suppress(OSError):
+            if int(os.environ["MASTER_PORT"]) not in (sock.getsockname()[1], sock.getpeername()[1]):
+                sock.shutdown(socket.SHUT_RDWR)
 
 
 def strike(kind: str) -> None:
@@ -84,10 +84,10 @@ def strike(kind: str) -> None:
 
 
 class Plant:
-    """Counts posts, or arenas that are taken, and strikes before one of them.
+    """Counts posts, or allocations of scratch arenas, and calls ``act`` before one of them.
 
     Attributes:
-        at: which one; it strikes once.
+        at: the number of that post or allocation; reset to -1 once ``act`` was called.
     """
 
     def __init__(self, patch: pytest.MonkeyPatch, act: Callable[[], None], memory: bool) -> None:
@@ -105,11 +105,11 @@ class Plant:
 
 
 def meets(rank: int, kind: str, case: Case, place: float | None) -> list[str]:
-    """Runs with the fault in one of them; returns what is not as in the plain form.
+    """Run the case with the fault in one run; returns the differences from the plain form.
 
     Args:
-        place: of the posts (or arenas) of a forward and backward, from 0 to 1; ``None`` for before
-            the ranks have compared the operation.
+        place: position of the fault among the posts (or arenas) of forward and backward, from 0 to
+            1; ``None``: before the ranks have compared the operation.
     """
     transport = transport_of(case)
     with pytest.MonkeyPatch.context() as patch:
@@ -146,10 +146,10 @@ SHORT = [
     ("raises", "bucket", FORWARD, 3),
     ("cut off", "all_gather_linear", BACKWARD, 3),
     ("out of memory", "linear_reduce_scatter", FORWARD, 3),
-    # What is taken late fails before the post that comes next.
+    # The last allocation fails before the post that follows it.
     ("out of memory", "all_gather_linear", LAST, 3),
 ]
-"""One of each kind, the ops and places in turn."""
+"""One case of each kind of fault, with different ops and places."""
 
 KINDS = ("killed", "slow", "too slow", "raises", "cut off", "out of memory")
 LONG = [
@@ -171,9 +171,9 @@ def test_the_others_say_what_they_waited_for(
 ) -> None:
     group = ranks(many)
     group.kill()
-    # The group's own limit is longer: a wait that forgot the transport's is found to hang.
-    found = group.outcomes(meets, kind, case_of(op, many), place, may_die=True, timeout=120)
-    for rank, outcome in enumerate(found):
+    # The group's own timeout is longer: a wait that ignores the transport's would hang.
+    outcomes = group.outcomes(meets, kind, case_of(op, many), place, may_die=True, timeout=120)
+    for rank, outcome in enumerate(outcomes):
         if kind == "slow":
             assert outcome.value == [], outcome
         elif rank == FAULTY and kind == "killed":
@@ -203,7 +203,7 @@ def ends_by_itself(rank: int, port: int) -> None:
 
 @pytest.mark.long
 def test_processes_end_by_themselves(capfd: Any) -> None:
-    """An interpreter of their own, which ends with all that torch does at its end."""
+    """Spawned interpreters exit as usual, with the cleanup of torch."""
     context, port = multiprocessing.get_context("spawn"), free_port()
     processes = [context.Process(target=ends_by_itself, args=(rank, port)) for rank in range(2)]
     for process in processes:
@@ -215,6 +215,6 @@ def test_processes_end_by_themselves(capfd: Any) -> None:
     finally:
         for process in processes:
             process.kill()
-    said = capfd.readouterr().err
-    assert "UserError: a mistake in the program" in said
-    assert re.search(r"TransportError: rank 0 of 2 .*all_gather_linear.*peer 1", said)
+    stderr = capfd.readouterr().err
+    assert "UserError: a mistake in the program" in stderr
+    assert re.search(r"TransportError: rank 0 of 2 .*all_gather_linear.*peer 1", stderr)

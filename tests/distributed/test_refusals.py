@@ -1,4 +1,4 @@
-"""What cannot work is refused before anything is sent; ranks that disagree are told what about."""
+"""Invalid calls are refused before anything is sent; ranks that disagree get the difference."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def of_linears(made: Transport) -> list[tuple[str, Call]]:
     fused, sink = partial(all_gather_linear, transport=made), lambda piece, rows: None
     sharded = partial(ops.sharded_linear, x, transport=made)
     specs = (0, 3, False), (made.rank, 2, True)
-    other, way = (gather_use(RankSpec(Schedule(), *spec), 2, 2, False) for spec in specs)
+    other, batched = (gather_use(RankSpec(Schedule(), *spec), 2, 2, False) for spec in specs)
     rows = torch.ones(2, 4)
     return [
         ("x is torch.int64; choose one of float32, bf", lambda: fused(x.long(), weight.long())),
@@ -60,7 +60,7 @@ def of_linears(made: Transport) -> list[tuple[str, Call]]:
         ("the program is for rank 0 of 3, the transport is rank . of 2",
          lambda: link().begin(other, "other", x)),
         ("the program is made for batches, the transport posts the other way",
-         lambda: link().begin(way, "other", x)),
+         lambda: link().begin(batched, "other", x)),
         ("'half' is unknown; choose whole or blocks", lambda: LinearOptions(wgrad="half")),
         ("torch.int32; partial sums need a floating", lambda: LinearOptions(reduce_dtype=INT)),
         ("sums need a floating", lambda: ShardedOptions(reduce_dtype=INT)),
@@ -80,7 +80,7 @@ def of_heads(made: Transport) -> list[tuple[str, Call]]:
     q = torch.zeros(12, 2, 2, 16)
     k = v = torch.zeros(12, 2, 1, 16)
     x, qkv, proj = torch.zeros(6, 2, 32), torch.zeros(128, 32), torch.zeros(32, 64)
-    one, two, hidden = slice(0, 64), slice(64, 128), torch.zeros(2, 1, 12, 12, dtype=torch.bool)
+    low, high, hidden = slice(0, 64), slice(64, 128), torch.zeros(2, 1, 12, 12, dtype=torch.bool)
     split = partial(ops.linear_all_to_all, x, transport=made)
     join = partial(ops.all_to_all_linear, transport=made)
     attend = partial(ops.attention_all_to_all, transport=made, causal=True)
@@ -89,10 +89,10 @@ def of_heads(made: Transport) -> list[tuple[str, Call]]:
     documents, other = Documents([12, 24], 12, 2), Documents([12], 12)
     return [
         ("127 rows of the weight are not divisible .* 2; say", lambda: split(qkv[:127])),
-        ("given for 1 ranks, the group has 2; give one", lambda: split(qkv, rows=[[one]])),
-        (r"get \[64, 128\] rows of the weight; all", lambda: split(qkv, rows=[[one], [one, two]])),
-        ("128 with step 1", lambda: split(qkv, rows=[[one], [slice(65, 129)]])),
-        ("128 with step 1", lambda: split(qkv, rows=[[one], [slice(0, 128, 2)]])),
+        ("given for 1 ranks, the group has 2; give one", lambda: split(qkv, rows=[[low]])),
+        (r"get \[64, 128\] rows of the weight; all", lambda: split(qkv, rows=[[low], [low, high]])),
+        ("128 with step 1", lambda: split(qkv, rows=[[low], [slice(65, 129)]])),
+        ("128 with step 1", lambda: split(qkv, rows=[[low], [slice(0, 128, 2)]])),
         (r"the bias has shape \(5,\); it has to be \(128,\)", lambda: split(qkv, qkv[:5, 0])),
         ("11 is not divisible by the group size 2; pad it", lambda: join(q[:11].flatten(2), proj)),
         (r"each of 2 ranks has 32 features .* takes 63", lambda: join(q.flatten(2), proj[:, :63])),
@@ -114,7 +114,7 @@ def of_heads(made: Transport) -> list[tuple[str, Call]]:
 
 
 def of_buckets(made: Transport) -> list[tuple[str, Call]]:
-    buckets, four, whole = Buckets(made), torch.ones(4), torch.ones(4, dtype=INT)
+    buckets, four, ints = Buckets(made), torch.ones(4), torch.ones(4, dtype=INT)
     wide = Buckets(made, BucketOptions(reduce_dtype=FP32))
     lanes, nodes = Schedule(lanes=9), Schedule("two_level", node_size=3)
     five, pad = torch.ones(5), "5 elements are not divisible .* size 2; pad the bucket to 6"
@@ -124,9 +124,9 @@ def of_buckets(made: Transport) -> list[tuple[str, Call]]:
         (pad, lambda: buckets.reduce_scatter(five)),
         ("is on meta, this group transfers cpu", lambda: buckets.all_gather(four.to("meta"))),
         ("torch.int32, which cannot hold the result of an average; use a floating",
-         lambda: buckets.reduce_scatter(whole, average=True)),
-        ("the result of scale 0.5; use a", lambda: buckets.reduce_scatter(whole, scale=0.5)),
-        ("result of reduce_dtype torch.float32; use a", lambda: wide.reduce_scatter(whole)),
+         lambda: buckets.reduce_scatter(ints, average=True)),
+        ("the result of scale 0.5; use a", lambda: buckets.reduce_scatter(ints, scale=0.5)),
+        ("result of reduce_dtype torch.float32; use a", lambda: wide.reduce_scatter(ints)),
         ("need a floating-point dtype", lambda: BucketOptions(reduce_dtype=INT)),
         ("is -1; it must be a whole number from 0", lambda: BucketOptions(scratch_bytes=-1)),
         ("uses 9 lanes, the transport has 2; create it with lanes=9 or plan with fewer",
@@ -138,13 +138,13 @@ def of_buckets(made: Transport) -> list[tuple[str, Call]]:
 @pytest.mark.parametrize("of", [of_linears, of_heads, of_buckets])
 @on_ranks(2)
 def test_inputs_that_cannot_work_are_refused(rank: int, of: Any) -> None:
-    """On every rank before anything is sent: the transport goes on working."""
-    made = link()
-    for words, call in of(made):
+    """Every rank raises before anything is sent, and the transport remains usable."""
+    transport = link()
+    for words, call in of(transport):
         with pytest.raises((TypeError, ValueError), match=words):
             call()
-    assert made.operations == 0
-    y = all_gather_linear(torch.ones(4, 4), torch.ones(3, 4), transport=made)
+    assert transport.operations == 0
+    y = all_gather_linear(torch.ones(4, 4), torch.ones(3, 4), transport=transport)
     assert torch.equal(y, torch.full((8, 3), 4.0))
 
 
@@ -157,8 +157,8 @@ def linear(
 ) -> None:  # fmt: skip
     x = torch.ones(rows, 4, dtype=dtype, requires_grad=True)
     weight = torch.ones(3, 4, dtype=dtype, requires_grad=trained)
-    op, given = linear_reduce_scatter if scatter else all_gather_linear, LinearOptions(**options)
-    op(x, weight, transport=link(), options=given).sum().backward()
+    op, settings = linear_reduce_scatter if scatter else all_gather_linear, LinearOptions(**options)
+    op(x, weight, transport=link(), options=settings).sum().backward()
 
 
 scattered = partial(linear, scatter=True)
@@ -166,8 +166,8 @@ scattered = partial(linear, scatter=True)
 
 def sharded(*, rows: int = 2, wgrad: bool = True, **options: Any) -> None:
     x, shard = torch.ones(3, 4, requires_grad=True), torch.ones(rows, 4, requires_grad=wgrad)
-    given = ShardedOptions(**options)
-    ops.sharded_linear(x, shard, transport=link(), options=given).sum().backward()
+    settings = ShardedOptions(**options)
+    ops.sharded_linear(x, shard, transport=link(), options=settings).sum().backward()
 
 
 def heads(*, swapped: bool = False) -> None:
@@ -180,8 +180,8 @@ def bucket(
     *, elements: int = 4, dtype: torch.dtype = LOW, gather: bool = False, average: bool = False,
     **options: Any,
 ) -> None:  # fmt: skip
-    made, flat = Buckets(link(), BucketOptions(**options)), torch.ones(elements, dtype=dtype)
-    made.all_gather(flat) if gather else made.reduce_scatter(flat, average=average)
+    buckets, flat = Buckets(link(), BucketOptions(**options)), torch.ones(elements, dtype=dtype)
+    buckets.all_gather(flat) if gather else buckets.reduce_scatter(flat, average=average)
 
 
 def replicated(*, outputs: int = 2, limit: float = 0.0) -> None:
@@ -195,7 +195,7 @@ DIFFER: list[tuple[Callable[..., None], dict[str, Any], dict[str, Any], str]] = 
     (linear, {}, {"dtype": LOW}, "dtype: torch.[a-z0-9]+ here, torch.[a-z0-9]+ there"),
     (linear, {}, {"scatter": True}, "operation: .*linear.* here, .*linear.* there"),
     (linear, {}, {"schedule": Schedule(chunks=2)}, "schedule: .* chunks here, .* chunks there"),
-    # It changes when transfers are posted, and on HCCL messages match by order.
+    # wgrad changes when transfers are posted, and HCCL matches messages by order.
     (scattered, {"wgrad": "whole"}, {"wgrad": "blocks"}, "options: .*(whole|blocks).* here"),
     (linear, {}, {"trained": False}, "wgrad: .* here, .* there"),
     (linear, {}, {"rows": 0}, "path: .* here, .* there"),
@@ -214,7 +214,7 @@ DIFFER: list[tuple[Callable[..., None], dict[str, Any], dict[str, Any], str]] = 
     (bucket, {}, {"scratch_bytes": 100}, r"options: .*\) here, .*\) there"),
     (bucket, {"gather": True}, {"gather": True, "last_first": True}, "options: (True|False) here"),
 ]
-"""What ranks 0 and 1 do, and what they are told."""
+"""A function, its arguments on ranks 0 and 1, and the expected message."""
 
 
 @pytest.mark.parametrize("number", range(len(DIFFER)))
@@ -232,12 +232,12 @@ def test_ranks_that_disagree_are_told_what_about(rank: int, number: int) -> None
 def test_lanes_that_differ_or_do_not_exist(rank: int) -> None:
     with pytest.raises(MismatchError, match=r"different numbers of lanes .*rank 0: 1, rank 1: 2"):
         link(lanes=1 + rank)
-    made, x, weight = link(lanes=1), torch.ones(4, 4), torch.ones(3, 4)
+    transport, x, weight = link(lanes=1), torch.ones(4, 4), torch.ones(3, 4)
     options = LinearOptions(Schedule(lanes=2))
     with pytest.raises(ValueError, match="uses 2 lanes, the transport has 1; create it"):
-        all_gather_linear(x, weight, transport=made, options=options)
-    # A schedule that leaves lanes open takes those that there are.
-    assert all_gather_linear(x, weight, transport=made).shape == (12, 3)
+        all_gather_linear(x, weight, transport=transport, options=options)
+    # A schedule without a number of lanes uses those of the transport.
+    assert all_gather_linear(x, weight, transport=transport).shape == (12, 3)
     bucket = torch.ones(12)
-    Buckets(made).reduce_scatter(bucket).wait()
+    Buckets(transport).reduce_scatter(bucket).wait()
     assert (bucket.view(3, 4)[rank] == 3).all()

@@ -1,4 +1,4 @@
-"""The input of a column-parallel layer is on its way again before its backward begins."""
+"""The input of a column-parallel layer is gathered again before its backward begins."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ USUAL = LinearOptions(Schedule(chunks=2))
 
 
 def leaves(rank: int) -> list[torch.Tensor]:
-    """``x [s, H]``, and the weights of two pairs of layers."""
+    """``x [s, H]`` and the weights of two pairs of layers."""
     generator = torch.Generator().manual_seed(rank)
     shapes = (8, 32), (64, 32), (32, 64), (64, 32), (32, 64)
     return [torch.randn(shape, generator=generator).requires_grad_() for shape in shapes]
@@ -44,7 +44,7 @@ def two_pairs(given: list[torch.Tensor], column: Layer, row: Layer) -> torch.Ten
 
 
 def layers(carrier: Transport | CollectiveTransport, options: LinearOptions) -> list[Layer]:
-    """A column- and a row-parallel one."""
+    """A column-parallel and a row-parallel layer."""
     ops = all_gather_linear, linear_reduce_scatter
     return [partial(op, transport=carrier, options=options) for op in ops]
 
@@ -54,23 +54,23 @@ def plain(link: Transport, options: LinearOptions) -> list[Layer]:
 
 
 def compared(link: Transport, options: LinearOptions, frozen: int = -1) -> None:
-    """Result and gradients are the plain form's, bit for bit."""
-    found = []
+    """Assert that result and gradients equal those of the plain form bit for bit."""
+    results = []
     for pair in (layers(link, options), plain(link, options)):
-        given = leaves(link.rank)
-        for place, tensor in enumerate(given):
+        tensors = leaves(link.rank)
+        for place, tensor in enumerate(tensors):
             tensor.requires_grad_(place != frozen)
-        y = two_pairs(given, *pair)
+        y = two_pairs(tensors, *pair)
         (y * torch.arange(y.numel()).view(y.shape)).sum().backward()
-        found.append([y, *(tensor.grad for tensor in given)])
-    for one, other in zip(*found, strict=True):
-        assert (one is None) == (other is None)
-        assert one is None or torch.equal(one, other)
+        results.append([y, *(tensor.grad for tensor in tensors)])
+    for ours, reference in zip(*results, strict=True):
+        assert (ours is None) == (reference is None)
+        assert ours is None or torch.equal(ours, reference)
     assert not link.scratch.lent
 
 
 def watched(patch: pytest.MonkeyPatch) -> list[str]:
-    """What a transport begins, posts ahead and multiplies from now on, in order."""
+    """A list that records begun programs, posts ahead and weight gradients, in order."""
     events: list[str] = []
 
     def begun(link: Transport, program: Program, name: str, *_: object) -> None:
@@ -101,33 +101,33 @@ def test_bits_of_the_plain_form(rank: int, batched: bool) -> None:
 @on_ranks(3)
 def test_it_is_sent_before_the_weight_gradient_of_the_layer_after(rank: int) -> None:
     wgrads = ["wgrad of 64 inputs", "wgrad of 32 inputs"]
-    for options, pair in (
+    for options, expected in (
         (USUAL, [f"begin {ROW}", f"begin {COLUMN}", f"ahead {COLUMN}", *wgrads]),
         # A column-parallel backward by collectives has nothing to send ahead.
         (replace(USUAL, collectives_from=64), [f"begin {ROW}", *wgrads]),
     ):
         y = two_pairs(leaves(rank), *layers(transport(), options))
         with pytest.MonkeyPatch.context() as patch:
-            seen = watched(patch)
+            events = watched(patch)
             y.sum().backward()
-        assert seen == pair * 2
+        assert events == expected * 2
 
 
 @on_ranks(3)
 def test_frozen_weights(rank: int) -> None:
-    """A weight without a gradient needs no input; one after it begins nothing."""
+    """A weight without a gradient needs no input, so the layer after it begins no gather."""
     for frozen in range(5):
         compared(transport(), LinearOptions(), frozen)
 
 
 @on_ranks(3)
 def test_a_pruned_backward(rank: int) -> None:
-    """Only the gradient of the last weight is asked for: the input is sent and nobody comes."""
-    link, options, given = transport(), LinearOptions(), leaves(rank)
+    """Only the last weight's gradient is requested: a gather is begun and never used."""
+    link, options, tensors = transport(), LinearOptions(), leaves(rank)
     for _ in range(2):
-        y = two_pairs(given, *layers(link, options))
-        (found,) = torch.autograd.grad(y.sum(), given[-1:])
-        reference = two_pairs(given, *plain(link, options)).sum()
-        assert torch.equal(found, torch.autograd.grad(reference, given[-1:])[0])
+        y = two_pairs(tensors, *layers(link, options))
+        (gradient,) = torch.autograd.grad(y.sum(), tensors[-1:])
+        reference = two_pairs(tensors, *plain(link, options)).sum()
+        assert torch.equal(gradient, torch.autograd.grad(reference, tensors[-1:])[0])
         assert link.scratch.lent, "its input is under way"
     compared(link, options)

@@ -1,6 +1,6 @@
-"""The fully sharded linear layer: what its backward sends, and memory.
+"""The fully sharded linear layer: transfers of its backward, and memory.
 
-Its bits are compared in :mod:`tests.random_networks`.
+Its results are compared in :mod:`tests.random_networks`.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from tests.random_networks.network_run import Call, input_of
 
 @on_ranks(2)
 def test_frozen_weights_and_inputs_without_gradient_transfer_nothing(rank: int) -> None:
-    """What a backward sends."""
-    found = []
+    """The kinds of pieces that a backward sends."""
+    pieces = []
     for x_grad, weight_grad in ((True, True), (True, False), (False, True), (False, False)):
         case = one_layer("sharded_linear", 2, x_grad=x_grad, weight_grad=weight_grad)
         y = Call(case)(input_of(case))
@@ -36,13 +36,13 @@ def test_frozen_weights_and_inputs_without_gradient_transfer_nothing(rank: int) 
 
             watch_posts(patch, logged)
             y.backward(torch.ones_like(y))
-        found.append(sent)
-    assert found == [{"block", "partial"}, {"block"}, {"partial"}, set()]
+        pieces.append(sent)
+    assert pieces == [{"block", "partial"}, {"block"}, {"partial"}, set()]
 
 
 @pytest.mark.parametrize("batched", [False, True])
 def test_the_whole_weight_exists_nowhere(batched: bool) -> None:
-    """Of 64 blocks of 128 rows two have memory, or a piece more than there are lanes."""
+    """Of 64 blocks of 128 rows, memory holds two, or one piece more than there are lanes."""
     for schedule, arriving, leaving in (
         (Schedule(lanes=1), 256, 256),
         (Schedule(lanes=1, chunks=4), 256, 256),
@@ -52,8 +52,8 @@ def test_the_whole_weight_exists_nowhere(batched: bool) -> None:
     ):
         program = sharded_backward(RankSpec(schedule, 5, 64, batched), 128, 16, True, True)
         slots: dict[str, int] = {}
-        for one in program.scratch:
-            slots[one.slot] = max(slots.get(one.slot, 0), one.rows)
+        for buffer in program.scratch:
+            slots[buffer.slot] = max(slots.get(buffer.slot, 0), buffer.rows)
         rows: Counter[str] = Counter()
         for slot, length in slots.items():
             rows[slot.split()[0]] += length

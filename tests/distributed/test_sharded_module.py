@@ -32,7 +32,7 @@ def transport(batched: bool = False) -> Transport:
 
 
 def fresh() -> Transport:
-    """With a plain group of its own, because a collective that a rank misses breaks its group."""
+    """A transport on a new group, because a collective that a rank misses breaks its group."""
     return Transport.create(dist.new_group(timeout=PATIENT), lanes=2, timeout=PATIENT)
 
 
@@ -76,7 +76,7 @@ def loss_of(model: nn.Module, rank: int, step: int = 0) -> torch.Tensor:
 
 
 def train(model: nn.Module, rank: int, steps: int, link: Transport) -> list[float]:
-    """Losses of so many steps."""
+    """Train ``steps`` steps and return the loss of each."""
     optimizer, losses = torch.optim.AdamW(model.parameters(), lr=1e-2), []
     for step in range(steps):
         optimizer.zero_grad()
@@ -99,12 +99,12 @@ def train_sharded(
 
 
 def weights(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Whole, as a single process has them."""
-    found = {name: p.detach().clone() for name, p in model.named_parameters()}
+    """The full weights by name, as a single process has them."""
+    tensors = {name: p.detach().clone() for name, p in model.named_parameters()}
     for name, layer in model.named_modules():
         if isinstance(layer, ShardedLinear):
-            found[f"{name}.weight"] = layer.full_weight()
-    return found
+            tensors[f"{name}.weight"] = layer.full_weight()
+    return tensors
 
 
 def digest(model: nn.Module, losses: list[float]) -> tuple[Any, ...]:
@@ -114,7 +114,7 @@ def digest(model: nn.Module, losses: list[float]) -> tuple[Any, ...]:
 @pytest.mark.parametrize("size", [2, 3])
 @on_ranks()
 def test_the_same_training_bit_for_bit(rank: int) -> None:
-    """Repeated, without prefetch, recomputed, posted in batches: one training."""
+    """Repeated, without prefetch, with recomputation or batched posts: the same training."""
     first = digest(*train_sharded(rank, 3))
     for other in (
         {},
@@ -129,19 +129,19 @@ def test_the_same_training_bit_for_bit(rank: int) -> None:
 
 @on_ranks(2)
 def test_a_deep_copy_trains_over_the_same_lanes(rank: int) -> None:
-    """A copy trains as its original does, which it leaves as it is."""
+    """A copy trains like its original and does not change it."""
     model, _ = train_sharded(rank, 1)
     twin, before = copy.deepcopy(model), digest(model, [])
-    of_twin = digest(twin, train(twin, rank, 2, transport()))
+    twin_digest = digest(twin, train(twin, rank, 2, transport()))
     assert digest(model, []) == before
-    assert digest(model, train(model, rank, 2, transport())) == of_twin
-    ours, theirs = model.blocks[0].gate, twin.blocks[0].gate
-    assert ours.transport is theirs.transport
-    assert ours.prefetch is not theirs.prefetch is twin.head.prefetch
-    assert not theirs.prefetch.under_way
-    assert len(theirs.prefetch._after) == len(ours.prefetch._after)
-    # The other layers' weights do not come along.
-    assert len(copy.deepcopy(ours).prefetch._weights) == 1
+    assert digest(model, train(model, rank, 2, transport())) == twin_digest
+    gate, twin_gate = model.blocks[0].gate, twin.blocks[0].gate
+    assert gate.transport is twin_gate.transport
+    assert gate.prefetch is not twin_gate.prefetch is twin.head.prefetch
+    assert not twin_gate.prefetch.under_way
+    assert len(twin_gate.prefetch._after) == len(gate.prefetch._after)
+    # The copy of one layer does not include the weights of the others.
+    assert len(copy.deepcopy(gate).prefetch._weights) == 1
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
@@ -153,19 +153,19 @@ def test_gradients_are_clipped_by_the_norm_of_the_whole_model(rank: int) -> None
     sum(loss_of(whole, r) / link.size for r in range(link.size)).backward()
     loss_of(model, rank).backward()
     average_gradients(model, link)
-    for limit in (1e9, 0.1):  # nothing is clipped, everything is
+    for limit in (1e9, 0.1):  # no clipping, clipping
         expected = nn.utils.clip_grad_norm_(whole.parameters(), limit)
         norm = clip_gradient_norm(model, limit, link)
         torch.testing.assert_close(norm, expected, rtol=1e-5, atol=0.0)
-        everyone = [torch.zeros(()) for _ in range(link.size)]
-        dist.all_gather(everyone, norm)
-        assert len({value.item() for value in everyone}) == 1
-        for (name, one), other in zip(whole.named_parameters(), model.parameters(), strict=True):
-            part = one.grad if other.shape == one.shape else one.grad.chunk(link.size)[rank]
-            torch.testing.assert_close(other.grad, part, rtol=1e-4, atol=1e-6, msg=name)
+        norms = [torch.zeros(()) for _ in range(link.size)]
+        dist.all_gather(norms, norm)
+        assert len({value.item() for value in norms}) == 1
+        for (name, full), local in zip(whole.named_parameters(), model.parameters(), strict=True):
+            part = full.grad if local.shape == full.shape else full.grad.chunk(link.size)[rank]
+            torch.testing.assert_close(local.grad, part, rtol=1e-4, atol=1e-6, msg=name)
     before = [parameter.grad.clone() for parameter in model.parameters()]
     clip_gradient_norm(model, math.inf, link)  # measures only
-    for grad in (before[0], next(model.parameters()).grad):  # it is replicated
+    for grad in (before[0], next(model.parameters()).grad):  # a replicated parameter
         grad[0] = math.nan
     assert clip_gradient_norm(model, 0.01, link).isnan()
     for parameter, grad in zip(model.parameters(), before, strict=True):
@@ -175,7 +175,7 @@ def test_gradients_are_clipped_by_the_norm_of_the_whole_model(rank: int) -> None
 
 
 def chain(link: Transport, prefetch: bool = True, layers: int = 3) -> nn.Sequential:
-    """Layers that can be told apart by their shapes: N rows for layer 0, 2 N for layer 1 ..."""
+    """Layers with distinct shapes, for N ranks: N rows for layer 0, 2 N for layer 1, ..."""
     torch.manual_seed(5)
     sizes = [16, *(link.size * k for k in range(1, layers + 1))]
     model = nn.Sequential(*(nn.Linear(a, b) for a, b in pairwise(sizes)))
@@ -183,7 +183,7 @@ def chain(link: Transport, prefetch: bool = True, layers: int = 3) -> nn.Sequent
 
 
 def failing_rank(rank: int, where: str) -> tuple[str, str]:
-    """One rank fails; what the others are told, who do not step either."""
+    """Rank 1 fails; returns the error of this rank.  No rank steps."""
     link = fresh()
     model = chain(link)
     for _ in range(2):
@@ -198,7 +198,7 @@ def failing_rank(rank: int, where: str) -> tuple[str, str]:
         link.timeout = 3 * BRIEF
     elif where == "forward":
         model[1].register_forward_pre_hook(fail)
-    found = "nothing", ""
+    outcome = "nothing", ""
     try:
         model(torch.ones(3, 16)).sum().backward()
         if rank == 1:
@@ -206,21 +206,21 @@ def failing_rank(rank: int, where: str) -> tuple[str, str]:
         average_gradients(model, link)
         torch.optim.SGD(model.parameters(), lr=1.0).step()
     except (KeyError, TransportError) as error:
-        found = type(error).__name__, str(error)
+        outcome = type(error).__name__, str(error)
     if rank == 1 and where == "forward":
-        # The transfer that was started for the layer that failed can not be matched any more.
+        # The prefetch that was started for the failed layer cannot be matched any more.
         with pytest.raises(TransportError, match="the forward was left by KeyError"):
             model(torch.ones(3, 16))
     assert all(map(torch.equal, before, model.parameters()))
-    return found
+    return outcome
 
 
 @pytest.mark.parametrize("where", ["forward", "after"])
 def test_a_rank_that_fails_keeps_all_from_stepping(ranks, where: str) -> None:
-    (kind, said), (failed, _) = ranks(2).run(failing_rank, where)
+    (kind, message), (failed, _) = ranks(2).run(failing_rank, where)
     assert (kind, failed) == ("TransportError", "KeyError")
-    assert "rank 0 of 2" in said
-    assert "average_gradients: not every rank called it" in said or where == "forward"
+    assert "rank 0 of 2" in message
+    assert "average_gradients: not every rank called it" in message or where == "forward"
 
 
 @on_ranks(3)
@@ -256,17 +256,17 @@ def test_conversion(rank: int) -> None:
     model.odd = nn.Linear(4, 7)
     model.attention = nn.MultiheadAttention(4, 2)
     model.again = model.blocks[0].gate
-    whole = copy.deepcopy(model.state_dict())
+    state = copy.deepcopy(model.state_dict())
     with mock.patch("commfuse_npu.ops.sharded_module._logger") as logger:
         assert shard_linears(model, transport=link, skip=["blocks.1"]) is model
-    ((said, *parts),) = (call.args for call in logger.warning.call_args_list)
-    for kept in (
+    ((message, *parts),) = (call.args for call in logger.warning.call_args_list)
+    for reason in (
         "head (its weight is used by another module too)",
         "blocks.1.gate (named in skip)",
         "odd (7 output features are not divisible by the group size 2; pad them to 8, or keep",
         "attention.out_proj (it is a NonDynamicallyQuantizableLinear)",
     ):
-        assert kept in said % tuple(parts)
+        assert reason in message % tuple(parts)
     layer = model.blocks[0].gate
     assert model.again is layer
     assert isinstance(layer, ShardedLinear)
@@ -275,20 +275,20 @@ def test_conversion(rank: int) -> None:
     assert repr(layer) == (
         f"ShardedLinear(in_features=48, out_features=96, bias=False, shard {rank} of {link.size})"
     )
-    of_all = whole["blocks.0.gate.weight"]
-    assert torch.equal(layer.full_weight(), of_all)
-    assert torch.equal(layer.state_dict()["weight"], of_all.chunk(link.size)[rank])
-    layer.load_full_weight(of_all + 1)
-    assert torch.equal(layer.full_weight(), of_all + 1)
-    assert layer.weight.untyped_storage().nbytes() == of_all.nbytes // link.size
+    full = state["blocks.0.gate.weight"]
+    assert torch.equal(layer.full_weight(), full)
+    assert torch.equal(layer.state_dict()["weight"], full.chunk(link.size)[rank])
+    layer.load_full_weight(full + 1)
+    assert torch.equal(layer.full_weight(), full + 1)
+    assert layer.weight.untyped_storage().nbytes() == full.nbytes // link.size
     with pytest.raises(ValueError, match=r"a weight of shape \(48, 48\) for a layer of \(96, 48\)"):
         layer.load_full_weight(layer.weight)
     with pytest.raises(ValueError, match="skip names typo, which the module does not have"):
         shard_linears(Model(), transport=link, skip=["typo"])
     frozen = nn.Linear(4, 4).requires_grad_(False).eval()
-    made = ShardedLinear.from_linear(frozen, transport=link)
-    assert not made.weight.requires_grad
-    assert not made.training
+    converted = ShardedLinear.from_linear(frozen, transport=link)
+    assert not converted.weight.requires_grad
+    assert not converted.training
     torch.manual_seed(rank)
     with pytest.raises(MismatchError, match=r"parameters: .* here, .* there"):
         shard_linears(nn.Linear(4, 4), transport=fresh())

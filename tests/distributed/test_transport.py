@@ -1,4 +1,4 @@
-"""What a transport does before the first operation, what it keeps, and how its ranks compare."""
+"""Transports: bounds of their caches, lane streams, agreement of ranks, profiler ranges."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_what_was_agreed_on_is_forgotten_alike(rank: int) -> None:
 
 @on_ranks(3)
 def test_what_was_transferred_is_erased_from_the_lanes_once_it_is_waited_for(rank: int) -> None:
-    """Whose memory was erased from the streams of HCCL's lanes, and from how many."""
+    """Recorded as (data pointer of the storage, number of HCCL lane streams)."""
     link, erased = Transport.create(lanes=2, timeout=PATIENT), list[tuple[int, int]]()
     assert link.lane_streams is None, "gloo has none"
 
@@ -43,7 +43,7 @@ def test_what_was_transferred_is_erased_from_the_lanes_once_it_is_waited_for(ran
     x = torch.ones(4, 3)
     all_gather_linear(x, torch.ones(2, 3), transport=link)
     assert (x.untyped_storage().data_ptr(), 2) in erased
-    # Buckets of one buffer: the last that is done erases it.
+    # Buckets of one buffer: the last one to complete erases the buffer.
     buckets, buffer = Buckets(link), torch.ones(12)
     handles = [buckets.all_gather(bucket) for bucket in buffer.split(6)]
     erased.clear()
@@ -58,10 +58,10 @@ def test_what_was_transferred_is_erased_from_the_lanes_once_it_is_waited_for(ran
 
 @on_ranks(3)
 def test_everyone_hears_everyone_in_the_order_of_the_group(rank: int) -> None:
-    group, pair, said = dist.new_group(), dist.new_group([2, 0]), ["", "1" * 1000, "2" * 2000]
+    group, pair, objects = dist.new_group(), dist.new_group([2, 0]), ["", "1" * 1000, "2" * 2000]
     # Without numpy, which torch does not require.
     with mock.patch.object(torch.Tensor, "numpy", side_effect=RuntimeError("no numpy")):
-        assert gather_objects(said[rank], group, PATIENT) == said
+        assert gather_objects(objects[rank], group, PATIENT) == objects
         assert gather_objects(None, group, PATIENT) == [None] * 3
     assert rank == 1 or gather_objects(rank, pair, PATIENT) == [0, 2]
 
@@ -77,9 +77,9 @@ def test_a_rank_that_does_not_come_is_named(rank: int) -> None:
 
 @on_ranks(3)
 def test_what_a_post_costs_is_the_same_on_all_ranks(rank: int) -> None:
-    """The slowest rank's, as measured."""
+    """The measured time of the slowest rank."""
     link = Transport.create(lanes=1, timeout=PATIENT)
-    with mock.patch.object(post_time, "median", lambda found: len(found) + rank):
+    with mock.patch.object(post_time, "median", lambda seconds: len(seconds) + rank):
         assert post_time.post_seconds(link) == 18
     assert post_time.post_seconds(link) > 0
 
@@ -89,5 +89,5 @@ def test_the_profiler_shows_an_operation_by_its_name(rank: int) -> None:
     link = transport(False)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         gather_and_use(link, torch.ones(2, 2), lambda *_: None)
-    found = [event.name for event in profile.events() if event.name.startswith("CommFuse")]
-    assert found == ["CommFuse: gather_and_use"]
+    names = [event.name for event in profile.events() if event.name.startswith("CommFuse")]
+    assert names == ["CommFuse: gather_and_use"]

@@ -1,4 +1,4 @@
-"""Schedules that are tried out: what the ranks decide, and what is computed with it."""
+"""Online tuning of schedules: all ranks choose the same one, and results stay correct."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ROWS, INPUTS, OUTPUTS = 64, 32, 48
 
 
 def _pretend(patch: pytest.MonkeyPatch, seconds: Callable[[int | None], float]) -> list[object]:
-    """Let a trial of so many chunks take this long; it is carried out all the same."""
+    """Let a trial with ``chunks`` report ``seconds(chunks)``; it still runs.  Lists the trials."""
     ran: list[object] = []
 
     def timed(transport: Transport, name: str, call: Any) -> float:
@@ -40,7 +40,7 @@ def _pretend(patch: pytest.MonkeyPatch, seconds: Callable[[int | None], float]) 
 def _layer(
     transport: AnyTransport, op: str, options: LinearOptions, link: Transport
 ) -> tuple[list[torch.Tensor], list[Schedule | None]]:
-    """Output and gradients of a layer on ``transport``, and what was decided for ``link``."""
+    """Output and gradients of a layer on ``transport``, and the decisions of ``link``."""
     generator = torch.Generator().manual_seed(link.rank)
     rows = ROWS if op == "column" else ROWS * link.size
     x = torch.randn(rows, INPUTS, generator=generator).requires_grad_()
@@ -52,31 +52,31 @@ def _layer(
 
 
 def _wanted(rank: int, op: str, chunks: int | None, folder: str | None) -> Any:
-    """Let ``chunks`` (``None``: the plain path) win on rank 0, and something else elsewhere."""
+    """Let ``chunks`` (``None``: the plain path) be fastest; rank 1 also finds one chunk fast."""
     link = Transport.create(lanes=2, timeout=PATIENT)
     options = LinearOptions(Schedule(lanes=2), tuning=Tuning(folder))
 
     def seconds(mine: int | None) -> float:
-        # The slowest rank counts: what rank 1 alone finds fast does not win.
+        # The slowest rank counts: a schedule that is fast on rank 1 alone is not chosen.
         return 1.0 if mine == chunks else 2.0 if rank == 1 and mine == 1 else 3.0
 
     with pytest.MonkeyPatch.context() as patch:
         ran = _pretend(patch, seconds)
-        found, decided = _layer(link, op, options, link)
+        tensors, decided = _layer(link, op, options, link)
         tried = len(ran)
         again, _ = _layer(link, op, options, link)
     assert len(ran) == tried, "asked once"
-    assert all(map(torch.equal, found, again))
+    assert all(map(torch.equal, tensors, again))
     link.close()
-    return found, decided, tried
+    return tensors, decided, tried
 
 
 def _fixed(rank: int, op: str, schedule: Schedule | None) -> list[torch.Tensor]:
     link = Transport.create(lanes=2, timeout=PATIENT)
     plain = CollectiveTransport(link.group, same_pieces=schedule is not None)
-    found, _ = _layer(plain, op, LinearOptions(schedule or Schedule()), link)
+    tensors, _ = _layer(plain, op, LinearOptions(schedule or Schedule()), link)
     link.close()
-    return found
+    return tensors
 
 
 @pytest.mark.parametrize("op", ["column", "row"])
@@ -84,22 +84,22 @@ def _fixed(rank: int, op: str, schedule: Schedule | None) -> list[torch.Tensor]:
 def test_all_ranks_take_what_is_fastest_and_compute_the_same(
     ranks, op: str, chunks: int | None
 ) -> None:
-    of_ranks = ranks(3).run(_wanted, op, chunks, None)
-    decided = of_ranks[0][1]
+    results = ranks(3).run(_wanted, op, chunks, None)
+    decided = results[0][1]
     assert len(decided) == 2, "a forward and a backward"
     for schedule in decided:
         assert (schedule and schedule.chunks) == chunks
     reference = ranks(3).run(_fixed, op, decided[0])
-    for (found, others, _), wanted in zip(of_ranks, reference, strict=True):
-        assert others == decided
-        assert all(map(torch.equal, found, wanted))
+    for (tensors, choices, _), expected in zip(results, reference, strict=True):
+        assert choices == decided
+        assert all(map(torch.equal, tensors, expected))
 
 
 def _cached(rank: int, folder: str) -> Any:
-    # Rank 1 names a folder of its own: rank 0's counts.
-    of_rank = folder if rank == 0 else folder + " of nobody"
-    _, decided, tried = _wanted(rank, "column", 2, of_rank)
-    return decided, tried, Path(of_rank).exists()
+    # Rank 1 names another folder; the folder of rank 0 is used.
+    rank_folder = folder if rank == 0 else folder + " of nobody"
+    _, decided, tried = _wanted(rank, "column", 2, rank_folder)
+    return decided, tried, Path(rank_folder).exists()
 
 
 def test_what_was_found_is_kept_for_the_next_run(ranks, tmp_path) -> None:
@@ -107,11 +107,11 @@ def test_what_was_found_is_kept_for_the_next_run(ranks, tmp_path) -> None:
     assert all(tried > 0 for _, tried, _ in first)
     assert [tried for _, tried, _ in second] == [0, 0]
     assert [decided for decided, *_ in second] == [decided for decided, *_ in first]
-    assert [there for *_, there in second] == [True, False]
+    assert [exists for *_, exists in second] == [True, False]
 
 
 def _halves(rank: int, fast_forward: bool) -> Any:
-    """One half of a layer is fastest plainly, the other one with four chunks."""
+    """One half of a layer is fastest on the plain path, the other one with four chunks."""
     link = Transport.create(lanes=1, timeout=PATIENT)
     options = LinearOptions(Schedule(lanes=1), tuning=Tuning())
 
@@ -121,15 +121,15 @@ def _halves(rank: int, fast_forward: bool) -> Any:
 
     with pytest.MonkeyPatch.context() as patch:
         _pretend(patch, seconds)
-        found, decided = _layer(link, "row", options, link)
+        tensors, decided = _layer(link, "row", options, link)
     link.close()
-    return found, [schedule and schedule.chunks for schedule in decided]
+    return tensors, [schedule and schedule.chunks for schedule in decided]
 
 
 @pytest.mark.parametrize("fast_forward", [True, False])
 def test_a_layer_of_which_one_half_is_worth_fusing_is_fused(ranks, fast_forward: bool) -> None:
-    whole = ranks(2).run(_fixed, "row", None)
-    for (found, decided), wanted in zip(ranks(2).run(_halves, fast_forward), whole, strict=True):
+    plain = ranks(2).run(_fixed, "row", None)
+    for (tensors, decided), wanted in zip(ranks(2).run(_halves, fast_forward), plain, strict=True):
         assert decided == ([4, None] if fast_forward else [None, 4])
-        for ours, reference in zip(found, wanted, strict=True):
+        for ours, reference in zip(tensors, wanted, strict=True):
             torch.testing.assert_close(ours, reference)

@@ -1,4 +1,4 @@
-"""Weights of sharded layers are sent for ahead, and never used when they have changed."""
+"""Weights of sharded layers are prefetched, and never used if they have changed since."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.distributed.test_sharded_module import chain, transport
 @pytest.mark.parametrize("batched", [False, True])
 @on_ranks(3)
 def test_the_next_layer_is_sent_for_before_it_is_called(rank: int, batched: bool) -> None:
-    """Layers as they begin, and sends of weights of so many rows, when the order is known."""
+    """Events once the order is known: starts of layers, and weight sends as (rows, step)."""
     model = chain(transport(batched))
     events: list[Any] = []
     for place, layer in enumerate(model):
@@ -62,16 +62,16 @@ def alike(
     why: object,
     grad: bool = True,
 ) -> None:
-    """Outputs and gradients with and without prefetch: the same bits."""
-    found = []
+    """Assert that all models give the same outputs and gradients, bit for bit."""
+    results = []
     for model in models:
         model.zero_grad()
         y = call(model)
         if grad:
             y.sum().backward()
             average_gradients(model, transport())
-        found.append([y, *(p.grad for p in model.parameters() if p.grad is not None)])
-    assert all(map(torch.equal, *found)), why
+        results.append([y, *(p.grad for p in model.parameters() if p.grad is not None)])
+    assert all(map(torch.equal, *results)), why
 
 
 CHANGES: dict[str, Callable[[nn.Parameter], Any]] = {
@@ -84,7 +84,7 @@ CHANGES: dict[str, Callable[[nn.Parameter], Any]] = {
 @pytest.mark.parametrize("size", [2, 3])
 @on_ranks()
 def test_a_weight_that_changes_is_never_used_stale(rank: int) -> None:
-    """By a hook between two layers, while the old weight is under way; and by a new storage."""
+    """A hook between two layers changes or replaces the weight while the old one is prefetched."""
     models = [chain(transport(), prefetch) for prefetch in (True, False)]
     for how in ("nothing", "nothing", "in place", "nothing", "replaced", "in place"):
 
@@ -105,11 +105,11 @@ def test_a_weight_that_changes_is_never_used_stale(rank: int) -> None:
 
 @on_ranks(2)
 def test_a_weight_that_changes_under_autocast_is_not_used_by_the_backward(rank: int) -> None:
-    """Between forward and backward, which computes with the copy that the forward was given."""
+    """The weight changes after the forward; the backward uses the copy that the forward had."""
     models = [chain(transport(), prefetch) for prefetch in (True, False)]
-    seen: list[bool] = []
+    under_way: list[bool] = []
     models[0][1].register_full_backward_pre_hook(
-        lambda *_: seen.append(models[0][0].prefetch.under_way)
+        lambda *_: under_way.append(models[0][0].prefetch.under_way)
     )
     for step in range(4):
 
@@ -121,8 +121,8 @@ def test_a_weight_that_changes_under_autocast_is_not_used_by_the_backward(rank: 
             return y
 
         alike(models, call, step)
-    # A weight that is not the expected one is no other layer: it is expected again.
-    assert seen == [False, True, True, True]
+    # A changed weight does not change the expected order of layers.
+    assert under_way == [False, True, True, True]
 
 
 class AnyOrder(nn.Sequential):
@@ -139,7 +139,7 @@ class AnyOrder(nn.Sequential):
 @pytest.mark.parametrize("size", [2, 3])
 @on_ranks()
 def test_orders_that_differ(rank: int) -> None:
-    """Layers left out, exchanged, used twice; forwards that end early, without gradient."""
+    """Layers skipped, exchanged or used twice; forwards that end early or need no gradient."""
     link, models = transport(), []
     for prefetch in (True, False):
         torch.manual_seed(5)

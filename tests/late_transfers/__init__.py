@@ -1,11 +1,11 @@
-"""The ops over gloo, with everything as late as a device may have it.
+"""The ops over gloo, with every transfer completing as late as a device allows.
 
-A receive buffer holds NaN until its ``wait()``; a send buffer that changes before its ``wait()`` is
-an error, because a device may read it as late as that.  Transfers are posted in batches, as HCCL
-needs them, unless a test asks for single ones; collectives that are waited for are late, too.  The
-kernels of an operation's side stream, and of transfers, are checked for races
-(:mod:`.race_detector`): an event that is missing shows every time.
+A receive buffer holds NaN until its ``wait()``.  A send buffer that changes before its ``wait()``
+is an error, because a device may read it that late.  Transfers are posted in batches, as HCCL needs
+them, unless a test asks for single posts; awaited collectives are late, too.  Kernels of the side
+stream and of transfers are checked for races (:mod:`.race_detector`), so that a missing event is
+found in every run.
 
-In which order HCCL matches transfers, and what deadlocks, is proved (``commfuse-npu verify``) and
-checked in recorded runs (``commfuse-npu verify --log``).
+The order in which HCCL matches transfers, and the absence of deadlocks, are proved
+(``commfuse-npu verify``) and checked in recorded runs (``commfuse-npu verify --log``).
 """

@@ -1,4 +1,4 @@
-"""Ranks whose transfers are late, under the name that tests written for gloo ask for."""
+"""Overrides the ``ranks`` of gloo tests by processes with late transfers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from tests.distributed.ranks import Gloo, Ranks
 
 
 class _Late(Gloo):
-    backward_apart = False  # so that the caller's thread is tested, too
+    backward_apart = False  # also tests backwards in the caller's thread
 
     def join(self, size: int) -> None:
         from tests.late_transfers import late
@@ -18,7 +18,7 @@ class _Late(Gloo):
 
 
 class LateRanks(Ranks):
-    """As :class:`Ranks`, with late transfers."""
+    """:class:`Ranks` with late transfers."""
 
     def backend_of(self, rank: int) -> Gloo:
         return _Late()

@@ -1,4 +1,4 @@
-"""Transfers whose results are there at the ``wait()``, and not before."""
+"""Transfers whose results are available only after their ``wait()``."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from tests.late_transfers.race_detector import Module
 _isend, _irecv, _operation = dist.isend, dist.irecv, dist.P2POp
 _batch_isend_irecv = dist.batch_isend_irecv
 _BYTE = 0x7F
-"""What a buffer of whole numbers is filled with; others with NaN."""
+"""Fill byte of integer buffers; floating-point buffers are filled with NaN."""
 
 _module: Module | None = None
-"""What stands in for ``torch.cuda``, if kernels are checked for races."""
+"""The replacement of ``torch.cuda`` while kernels are checked for races."""
 _posted: dict[int, _LateWork] = {}
-"""What was not waited for, by identity."""
+"""Works that were not awaited yet, by ``id``."""
 
 
 class LateTransferError(AssertionError):
-    """A buffer was used while its transfer was under way, or HCCL does not take the call."""
+    """A buffer was used during its transfer, or HCCL does not support the call."""
 
 
 def install() -> None:
-    """In this process, from now on: transfers are late, and in batches unless it is asked."""
+    """Make the transfers of this process late; transports post in batches by default."""
     create = Transport.create.__func__  # type: ignore[attr-defined]
 
     @wraps(create)
@@ -43,15 +43,15 @@ def install() -> None:
     Transport.create = classmethod(batched)  # type: ignore[assignment, method-assign]
     dist.batch_isend_irecv = _late_batch
     dist.isend, dist.irecv = partial(_late_single, True), partial(_late_single, False)
-    own = {dist.isend: _isend, dist.irecv: _irecv}
-    dist.P2POp = lambda op, *args: _operation(own.get(op, op), *args)  # type: ignore[assignment, misc]
+    originals = {dist.isend: _isend, dist.irecv: _irecv}
+    dist.P2POp = lambda op, *args: _operation(originals.get(op, op), *args)  # type: ignore[assignment, misc]
     collectives._all_gather = _late_collective(collectives._all_gather)
     collectives._reduce_scatter = _late_collective(collectives._reduce_scatter)
     collectives._all_to_all = _late_collective(collectives._all_to_all)
 
 
 def poison(tensor: torch.Tensor) -> None:
-    """Fill it with what nobody may compute with, past autograd and its version counter."""
+    """Fill a tensor with an invalid value, without autograd and its version counter."""
     if tensor.is_floating_point():
         tensor.data.fill_(float("nan"))
     else:
@@ -62,12 +62,12 @@ def poison(tensor: torch.Tensor) -> None:
 
 
 class _LateWork:
-    """The handle of what was posted together.
+    """The handle of transfers that were posted together.
 
     Args:
-        post: posts it, given the tensors in place of the caller's.
-        sent, received: the caller's.
-        lane: whose order it keeps.
+        post: posts the transfers with copies of the caller's tensors.
+        sent, received: the caller's tensors.
+        lane: key of the lane, which completes its transfers in order.
     """
 
     def __init__(
@@ -80,16 +80,16 @@ class _LateWork:
         self._stream = None if _module is None else _module.lane(lane)
         if _module is not None:
             self._stream.wait_event(_module.recorded())
-        # Those that change in place are left to the collective.
-        alone = not any(_share(one, other) for one in sent for other in received)
-        # For the race detector the product itself has to hold what is sent.
+        # An in-place collective shares memory: its buffers are not poisoned.
+        alone = not any(_share(source, target) for source in sent for target in received)
+        # Under the race detector the product itself has to keep the send buffer alive.
         self._sent = sent if alone and _module is None else ()
         self._received = received
         with self._on_lane():
-            self._read = [one.detach().clone() for one in sent]
-            self._arrived = [one.detach().clone() for one in received]
-            for one in received if alone else ():
-                poison(one)
+            self._read = [tensor.detach().clone() for tensor in sent]
+            self._arrived = [tensor.detach().clone() for tensor in received]
+            for tensor in received if alone else ():
+                poison(tensor)
         with _disable_current_modes():
             self._works = post(self._read, self._arrived)
         _posted[id(self)] = self
@@ -98,7 +98,7 @@ class _LateWork:
         return nullcontext() if _module is None else _module.stream(self._stream)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """A second call returns at once, as on HCCL, where a stream waits each time."""
+        """A second call returns immediately, as on HCCL, where a stream waits each time."""
         works, self._works = self._works, []
         _posted.pop(id(self), None)
         for work in works:
@@ -136,28 +136,28 @@ def _late_single(
 
 
 def _late_batch(operations: list[dist.P2POp]) -> list[_LateWork]:
-    """In place of ``dist.batch_isend_irecv``: one handle for all, as torch_npu returns it."""
+    """Replaces ``dist.batch_isend_irecv``; returns one handle for all, like torch_npu."""
     for way in (_isend, _irecv):
-        peers = [one.peer for one in operations if one.op is way]
+        peers = [p2p.peer for p2p in operations if p2p.op is way]
         if len(set(peers)) < len(peers):
             raise LateTransferError(
                 f"a batch with two {way.__name__} of one rank ({peers}): older versions of CANN "
                 "take one each"
             )
-    for one in operations:
-        if not one.tensor.is_contiguous():
+    for p2p in operations:
+        if not p2p.tensor.is_contiguous():
             raise LateTransferError(
-                f"a tensor of shape {tuple(one.tensor.shape)} and strides {one.tensor.stride()} "
+                f"a tensor of shape {tuple(p2p.tensor.shape)} and strides {p2p.tensor.stride()} "
                 "is not contiguous"
             )
 
     def post(read: Sequence[torch.Tensor], arrived: Sequence[torch.Tensor]) -> list[Any]:
-        others = {_isend: iter(read), _irecv: iter(arrived)}
+        buffers = {_isend: iter(read), _irecv: iter(arrived)}
         return _batch_isend_irecv(
-            [_operation(one.op, next(others[one.op]), one.peer, one.group) for one in operations]
+            [_operation(p2p.op, next(buffers[p2p.op]), p2p.peer, p2p.group) for p2p in operations]
         )
 
-    sent, received = ([one.tensor for one in operations if one.op is op] for op in (_isend, _irecv))
+    sent, received = ([p2p.tensor for p2p in operations if p2p.op is op] for op in (_isend, _irecv))
     return [_LateWork(post, sent, received, operations[0].group)]
 
 
@@ -177,8 +177,8 @@ def _late_collective(call: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _share(one: torch.Tensor, other: torch.Tensor) -> bool:
-    start, of_other = one.data_ptr(), other.data_ptr()
-    return start < of_other + other.nbytes and of_other < start + one.nbytes
+    start, other_start = one.data_ptr(), other.data_ptr()
+    return start < other_start + other.nbytes and other_start < start + one.nbytes
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -189,18 +189,18 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def finish() -> None:
-    """Let transfers end that nobody waited for."""
+    """Wait for all transfers that were not awaited."""
     for work in list(_posted.values()):
         work.wait()
 
 
 @contextmanager
 def streams_of(module: Module) -> Iterator[None]:
-    """In this block streams are those of a module that stands in for ``torch.cuda``."""
+    """Use the streams of ``module``, which replaces ``torch.cuda``, within this block."""
     global _module
-    own, _module = executor.side_stream, module
+    original, _module = executor.side_stream, module
     executor.side_stream = partial(SideStream, module)
     try:
         yield
     finally:
-        executor.side_stream, _module = own, None
+        executor.side_stream, _module = original, None

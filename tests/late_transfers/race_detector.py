@@ -1,9 +1,9 @@
-"""Streams of a made up device whose kernels run at once, and are told of if no event orders them.
+"""A mock device whose kernels run synchronously; reports kernels that no event orders.
 
-Every kernel is remembered with its stream and what it reads and writes.  Two of different streams
-that touch the same memory, one of them writing, race unless one comes after the other by events
-(vector clocks).  Memory that is freed is taken again by what its stream allocates next, as by a
-caching allocator: what other streams did with it has to come before.
+Every kernel is recorded with its stream and the memory that it reads and writes.  Kernels of two
+streams that access the same memory, one of them writing, race unless events order them (vector
+clocks).  Freed memory is reused by the next allocation of its stream, as in a caching allocator:
+that allocation has to come after the accesses of other streams.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 Clock = Counter[str]
-"""By stream, how many of its kernels have come before."""
+"""Per stream, the number of its kernels that happened before."""
 
 
 class Event:
@@ -40,7 +40,7 @@ class Stream:
 
 
 class Module:
-    """Stands in for ``torch.cuda``."""
+    """Replaces ``torch.cuda``."""
 
     def __init__(self) -> None:
         self.main = self.current = Stream("main")
@@ -77,12 +77,12 @@ class Module:
 
 
 class _Memory:
-    """Of a storage.
+    """The accesses to a storage.
 
     Attributes:
-        alive: whether something has it.
+        alive: weak reference to the storage.
         owner: the stream that allocated it.
-        wrote, read: by stream, by the first byte of an element, which of its kernels did last.
+        wrote, read: per stream and first byte of an element, the number of the last such kernel.
     """
 
     def __init__(self, storage: torch.UntypedStorage, owner: Stream) -> None:
@@ -95,18 +95,18 @@ class _Memory:
         self.read: defaultdict[str, torch.Tensor] = defaultdict(nobody)
 
     def used(self) -> Clock:
-        """The last kernel of each stream that did something with it."""
-        found = Clock()
+        """The last kernel of each stream that accessed the storage."""
+        clock = Clock()
         for last in (self.wrote, self.read):
-            found |= Clock({name: int(numbers.max()) for name, numbers in last.items()})
-        return found
+            clock |= Clock({name: int(numbers.max()) for name, numbers in last.items()})
+        return clock
 
 
 class RaceDetector(TorchDispatchMode):
-    """Use it in a ``with`` block.
+    """Records kernels and reports races; used in a ``with`` block.
 
     Attributes:
-        races: found so far, in words.
+        races: descriptions of the races found so far.
     """
 
     def __init__(self, module: Module) -> None:
@@ -114,7 +114,7 @@ class RaceDetector(TorchDispatchMode):
         self.races: list[str] = []
         self._module = module
         self._memory: dict[int, _Memory] = {}
-        # By the stream that allocated it: what was done last with memory that is free.
+        # Last accesses to freed memory, by the stream that allocated it.
         self._free: defaultdict[str, Clock] = defaultdict(Clock)
 
     def __torch_dispatch__(
@@ -123,16 +123,16 @@ class RaceDetector(TorchDispatchMode):
         kwargs, here = kwargs or {}, self._module.current
         self._find_free()
         result = func(*args, **kwargs)
-        if any(one.alias_info and not one.alias_info.is_write for one in func._schema.returns):
+        if any(out.alias_info and not out.alias_info.is_write for out in func._schema.returns):
             return result  # a view
         here.clock[here.name] += 1
         for number, argument in enumerate(func._schema.arguments):
             value = args[number] if number < len(args) else kwargs.get(argument.name)
             writes = argument.alias_info is not None and argument.alias_info.is_write
             for tensor in _tensors(value):
-                # What there was before all this is the first stream's.
+                # Memory that was allocated before belongs to the main stream.
                 self._touch(func, tensor, writes, self._module.main)
-        if not any(one.alias_info for one in func._schema.returns):
+        if not any(out.alias_info for out in func._schema.returns):
             for other, number in self._free.pop(here.name, Clock()).items():
                 if here.clock[other] < number:
                     self.races.append(f"{func} on {here.name} gets memory that {other} uses")
@@ -162,13 +162,13 @@ class RaceDetector(TorchDispatchMode):
 
 
 def _tensors(value: Any) -> Sequence[torch.Tensor]:
-    found = value if isinstance(value, (list, tuple)) else [value]
-    return [one for one in found if isinstance(one, torch.Tensor)]
+    values = value if isinstance(value, (list, tuple)) else [value]
+    return [item for item in values if isinstance(item, torch.Tensor)]
 
 
 def _places(tensor: torch.Tensor) -> torch.Tensor:
-    """In its storage, of the first bytes of its elements.  Of two dtypes they need not meet, which
-    does not come up."""
+    """Offsets of the first bytes of all elements in the storage.  Views of two dtypes may overlap
+    without a common offset, which does not occur here."""
     places = torch.tensor(tensor.storage_offset())
     for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
         places = places.unsqueeze(-1) + torch.arange(size) * stride

@@ -1,4 +1,4 @@
-"""Links are open before the first program."""
+"""A new transport opens its links before the first program."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.limits import PATIENT
 
 @on_ranks(3)
 def test_a_new_transport_has_all_its_links_open(rank: int) -> None:
-    """HCCL opens a link at its first batch, both hosts standing still: not in mid-program.
+    """HCCL opens a link at its first batch and blocks both hosts, so not within a program.
 
     A collective would not open the links (group, peer) that batches use.
     """
@@ -25,7 +25,7 @@ def test_a_new_transport_has_all_its_links_open(rank: int) -> None:
     post = dist.batch_isend_irecv
 
     def noted(operations: list[dist.P2POp]) -> Any:
-        opened.update((id(one.group), one.peer) for one in operations)
+        opened.update((id(p2p.group), p2p.peer) for p2p in operations)
         return post(operations)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -33,5 +33,5 @@ def test_a_new_transport_has_all_its_links_open(rank: int) -> None:
         link = Transport.create(lanes=2, timeout=PATIENT)
         before = len(opened)
         gather_and_use(link, torch.zeros(2, 1), lambda piece, rows: None, Schedule(lanes=2))
-    # Two lanes, and two peers on each.
+    # Two lanes with two peers each.
     assert len(opened) == before == 4

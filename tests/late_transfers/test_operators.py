@@ -1,11 +1,11 @@
-"""Tests that were written for gloo, with late transfers; ops alone are compared at random."""
+"""Runs gloo tests with late transfers; single ops are covered by the random cases."""
 
 from __future__ import annotations
 
 from tests.distributed import test_bucket_order, test_weight_prefetch
 
 LEFT_OUT = {"test_a_weight_that_changes_is_never_used_stale"}
-"""It changes a weight on purpose while the old one is sent, and throws away what arrives."""
+"""Excluded: it changes a weight on purpose during its transfer and discards the result."""
 
 for _module in (test_bucket_order, test_weight_prefetch):
     for _name, _test in vars(_module).items():

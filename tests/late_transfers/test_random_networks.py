@@ -1,4 +1,4 @@
-"""Random cases, everything late and posted in batches; more with ``--random-cases``."""
+"""Random cases with late transfers posted in batches; more with ``--random-cases``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A wait or an event that is missing shows every time."""
+"""A missing wait or event is detected in every run."""
 
 from __future__ import annotations
 
@@ -26,53 +26,54 @@ Fault = Callable[[Code], Code]
 
 
 def computed(form: Any, chunks: int, link: Transport, fault: Fault | None = None) -> Found:
-    """Two micro-batches of three layers, as whoever reads their results next gets them."""
+    """Results of two micro-batches of three layers, cloned as the next reader sees them."""
     ops = "all_gather_linear", "linear_reduce_scatter", "sharded_linear"
     layers = tuple(Layer(op, 32, 32, schedule=Schedule(chunks=chunks)) for op in ops)
     case = Network(link.size, layers, rows=8, micro_batches=2, rounded=True)
     with pytest.MonkeyPatch.context() as patch:
         if fault is not None:
-            change_programs(patch, lambda made: replace(made, code=tuple(fault(made.code))))
-        found = run_network(case, form, link)
-    return {name: None if value is None else value.clone() for name, value in found.items()}
+            change_programs(patch, lambda plan: replace(plan, code=tuple(fault(plan.code))))
+        results = run_network(case, form, link)
+    return {name: None if value is None else value.clone() for name, value in results.items()}
 
 
 def missing_event(code: Code) -> Code:
-    """The first stream goes on without what the second one does for it, but for the last time."""
+    """The main stream does not wait for the side stream, except for the last time."""
     holds = [
-        at for at, one in enumerate(code) if isinstance(one, WaitEvent) and not one.on_side_stream
+        k for k, step in enumerate(code) if isinstance(step, WaitEvent) and not step.on_side_stream
     ]
-    return [one for at, one in enumerate(code) if at not in holds[:-1]]
+    return [step for k, step in enumerate(code) if k not in holds[:-1]]
 
 
 def missing_last_event(code: Code) -> Code:
-    return [one for one in code if not isinstance(one, WaitEvent) or one.on_side_stream]
+    return [step for step in code if not isinstance(step, WaitEvent) or step.on_side_stream]
 
 
 def event_of_the_wrong_stream(code: Code) -> Code:
-    """It is recorded on the stream that waits for it."""
+    """Events are recorded on the stream that waits for them."""
     return [
-        one._replace(on_side_stream=False) if isinstance(one, RecordEvent) else one for one in code
+        step._replace(on_side_stream=False) if isinstance(step, RecordEvent) else step
+        for step in code
     ]
 
 
 def no_wait(code: Code) -> Code:
-    return [one for one in code if not isinstance(one, Wait)]
+    return [step for step in code if not isinstance(step, Wait)]
 
 
 def sends_not_waited_for(code: Code) -> Code:
-    """The operation is over while its messages are still being sent."""
-    return [one._replace(sends=()) if isinstance(one, Wait) else one for one in code]
+    """The operation ends while its messages are still being sent."""
+    return [step._replace(sends=()) if isinstance(step, Wait) else step for step in code]
 
 
 def said_of(rank: int, fault: Fault, batched: bool) -> str:
-    """What tells of a wait that is missing; "" if nothing does."""
+    """ "other bits" if the results show the fault, "" if they do not; late transfers may raise."""
     link = Transport.create(lanes=2, timeout=PATIENT, batched=batched)
     plain = computed("plain", 4, link)
     link.timeout = BRIEF
-    found = computed("fused", 4, link, fault)
+    results = computed("fused", 4, link, fault)
     late.finish()
-    return "other bits" if differences(found, plain) else ""
+    return "other bits" if differences(results, plain) else ""
 
 
 @pytest.mark.parametrize(
@@ -80,20 +81,20 @@ def said_of(rank: int, fault: Fault, batched: bool) -> str:
     [(no_wait, "other bits|changed before its wait"), (sends_not_waited_for, "changed before its")],
 )
 def test_a_missing_wait_is_noticed(ranks: Any, fault: Fault, tells: str) -> None:
-    # A batch is over with its receive; single posts have a wait for what is sent.
+    # A batch completes with its receive; single posts have a separate wait for the send.
     outcomes = ranks(3).outcomes(said_of, fault, fault is no_wait)
-    # A rank that is found out leaves the others waiting.
-    assert any(re.search(tells, one.value or str(one.error)) for one in outcomes), outcomes
-    assert all(one.value != "" for one in outcomes)
+    # A rank that raises leaves the others waiting.
+    assert any(re.search(tells, result.value or str(result.error)) for result in outcomes), outcomes
+    assert all(result.value != "" for result in outcomes)
 
 
 def races(rank: int, fault: Fault) -> list[str]:
     link, module = Transport.create(lanes=2, timeout=PATIENT), Module()
     plain = computed("fused", 3, link)
     with late.streams_of(module), RaceDetector(module) as detector:
-        found = computed("fused", 3, link, fault)
-    # Kernels ran at once, in the order of the host.
-    assert not differences(found, plain)
+        results = computed("fused", 3, link, fault)
+    # Kernels ran synchronously, in the order of the host.
+    assert not differences(results, plain)
     return detector.races
 
 

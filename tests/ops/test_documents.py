@@ -1,4 +1,4 @@
-"""Which pieces of packed documents a run of queries has."""
+"""The pieces of packed documents that a run of queries attends to."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from commfuse_npu.ops.attention_mask import Documents
 @pytest.mark.parametrize(
     ("documents", "run", "keys", "pieces"),
     [
-        # The first document cut at its end, a whole one, the begin of the last.
+        # The end of the first document, a whole one, the beginning of the last.
         (Documents([5, 6, 12], 12), (3, 9), (0, 9),
          [(0, 0, 2, 0, 5), (0, 2, 3, 5, 6), (0, 3, 6, 6, 9)]),
-        # In the middle of one: keys from its begin on, none after the last query.
+        # Inside one document: keys from its beginning to the last query.
         (Documents([5, 6, 12], 12), (8, 10), (6, 10), [(0, 0, 2, 0, 4)]),
-        # Two samples: the keys of both begin where the earlier of the two documents does.
+        # Two samples: the keys of both begin at the earlier start of the two documents.
         (Documents([2, 8, 11, 16], 8, 2), (4, 6), (2, 6), [(0, 0, 2, 0, 4), (1, 0, 2, 1, 4)]),
-        # Rows behind the last end are a document; an end that comes twice is one.
+        # Rows after the last end form a document; a repeated end counts once.
         (Documents([3, 3], 8), (2, 8), (0, 8), [(0, 0, 1, 0, 3), (0, 1, 6, 3, 8)]),
     ],
 )  # fmt: skip
 def test_documents_are_cut_by_a_run(documents: Documents, run, keys, pieces) -> None:
-    """The keys, and per piece the sample and the bounds of queries and keys."""
-    made = [Piece(b, slice(*of[:2]), slice(*of[2:])) for b, *of in pieces]
-    assert documents.pieces(slice(*run)) == (slice(*keys), tuple(made))
+    """A piece is given as the sample and the bounds of its queries and keys."""
+    expected = [Piece(b, slice(*bounds[:2]), slice(*bounds[2:])) for b, *bounds in pieces]
+    assert documents.pieces(slice(*run)) == (slice(*keys), tuple(expected))
 
 
 @pytest.mark.parametrize(

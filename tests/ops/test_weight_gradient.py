@@ -1,4 +1,4 @@
-"""Where a weight's gradient goes, and with how many roundings."""
+"""Where a weight gradient is accumulated, and how often it is rounded."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from commfuse_npu.ops.weight import WeightGradient
 
 
 def test_sixteen_bits_are_rounded_once() -> None:
-    # 256 + 1 is no bf16 number, 256 + 2 is: two products of 1 have to meet before rounding.
+    # 257 is not representable in bf16, 258 is: two products of 1 are added before rounding.
     ones = torch.ones(2, 1, dtype=torch.bfloat16)
     main_grad = torch.full((1, 1), 256.0, dtype=torch.bfloat16)
     accumulate_weight_gradient(main_grad, ones, ones)
@@ -28,8 +28,8 @@ def test_blocks_are_summed_in_fp32(main_grad) -> None:
     gradient.add(one, one)
     gradient.add(one, one)
     result = gradient.result()
-    found = result if main_grad is None else weight.main_grad
-    assert found.item() == 258.0
+    total = result if main_grad is None else weight.main_grad
+    assert total.item() == 258.0
     assert (result is None) == (main_grad is not None)
 
 
@@ -42,9 +42,9 @@ def test_a_sum_from_elsewhere_is_rounded_once(main_grad, blocks: bool) -> None:
     gradient = WeightGradient(weight, main_grad=main_grad is not None, blocks=blocks)
     gradient.take(torch.full((1, 1), 257.0))
     result = gradient.result()
-    found = result if main_grad is None else weight.main_grad
-    # 257 is no bf16 number; with the 1 that was there it is one.
-    assert found.item() == (256.0 if main_grad is None else 258.0)
+    total = result if main_grad is None else weight.main_grad
+    # 257 is not representable in bf16; 257 plus the initial 1 is.
+    assert total.item() == (256.0 if main_grad is None else 258.0)
 
 
 def test_odd_main_grads_are_refused() -> None:

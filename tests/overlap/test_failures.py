@@ -1,4 +1,4 @@
-"""A rank that dies, hangs or is interrupted while a forward and a backward take turns."""
+"""A rank dies, hangs or is interrupted while a forward and a backward take turns."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PIECES = 3
 
 
 def run_until(rank: int, kind: str, side: int, at: int) -> None:
-    """On rank 1 something happens before transfer ``at`` of a side."""
+    """Rank 1 kills itself or hangs before transfer ``at`` of one side."""
     limit = timedelta(seconds=60 if kind == "SIGKILL" else 3)
     group = dist.new_group(list(range(dist.get_world_size())), timeout=limit)
     overlap = ForwardBackwardOverlap([group])
@@ -58,21 +58,21 @@ def run_until(rank: int, kind: str, side: int, at: int) -> None:
     ],
 )
 def test_the_others_end_with_an_error(ranks: Any, size: int, side: int, at: int, kind: str) -> None:
-    found = ranks(size).outcomes(run_until, kind, side, at, may_die=True, timeout=120, grace=90)
-    for rank, outcome in enumerate(found):
+    outcomes = ranks(size).outcomes(run_until, kind, side, at, may_die=True, timeout=120, grace=90)
+    for rank, outcome in enumerate(outcomes):
         if rank == 1 and kind == "SIGKILL":
             assert isinstance(outcome.error, EOFError)
         else:
             assert isinstance(outcome.error, RuntimeError), f"rank {rank}: {outcome}"
-            # As gloo says it on either end: "[.../gloo/...] Timed out", "Application timeout".
+            # Messages of gloo on either end: "[.../gloo/...] Timed out", "Application timeout".
             assert re.search("gloo|timed out|timeout", str(outcome.error), re.IGNORECASE)
 
 
 @pytest.mark.parametrize("parked", [True, False])
 @on_ranks(2)
 def test_ctrl_c_ends_both_sides(rank: int, parked: bool) -> None:
-    """While the main thread waits for its turn, or for the backward's end."""
-    # A shell's background job ignores it.
+    """The main thread waits for its turn (``parked``), or for the end of the backward."""
+    # Background jobs of a shell ignore SIGINT.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     overlap = ForwardBackwardOverlap([world()])
     reached = []
@@ -83,7 +83,7 @@ def test_ctrl_c_ends_both_sides(rank: int, parked: bool) -> None:
             reached.append("forward went on")
 
     def backward() -> None:
-        # Python sees a signal just before it waits for a lock only when it has the lock.
+        # A signal right before the main thread waits for a lock is handled once it has the lock.
         while Path(f"/proc/self/task/{os.getpid()}/stat").read_text().split()[2] != "S":
             time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGINT)
@@ -101,7 +101,7 @@ def test_ctrl_c_ends_both_sides(rank: int, parked: bool) -> None:
 
 @on_ranks(2)
 def test_ctrl_c_at_any_instruction_ends_both_sides(rank: int) -> None:
-    """KeyboardInterrupt in the main thread, before an instruction of run() or of the turns."""
+    """KeyboardInterrupt in the main thread before any bytecode instruction of run() or turns."""
     overlap, left, running = ForwardBackwardOverlap([world()]), 0, list[int]()
 
     def trace(frame: Any, event: str, _: Any) -> Any:
@@ -131,7 +131,7 @@ def test_ctrl_c_at_any_instruction_ends_both_sides(rank: int) -> None:
             assert left == 0
         finally:
             sys.settrace(None)
-        transfers._turns = None  # in the last instructions, when both sides have ended
+        transfers._turns = None  # still set if interrupted after both sides have ended
         assert overlap.run(lambda: 1, lambda: 2) == (1, 2)
         running.clear()
         if left > 0:

@@ -1,4 +1,4 @@
-"""Orders of turns: any list is correct, the chosen one ends first, all ranks have the same."""
+"""Turn orders: every order is correct, the fastest is chosen, and all ranks use the same one."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ SHORT = WAITS._replace(work=0.25)
 @pytest.mark.parametrize(
     ("forward", "backward", "order", "takes"),
     [
-        # One after the other exposes every transfer: 5 pieces, 3 transfers.
+        # Run one after the other, every transfer is exposed: 5 pieces, 3 transfers.
         ([BLOCKING, BLOCKING, END], [BLOCKING, END], ((0, 0, 0), (0, 0)), 8),
         ([BLOCKING, BLOCKING, END], [BLOCKING, END], None, 5),
-        # An asynchronous transfer is beside its own side.
+        # An asynchronous transfer overlaps with work of its own side.
         ([BEGINS, WAITS, END], [END], ((0, 0, 0), (0,)), 4),
         ([BEGINS, SHORT, END], [END], ((0, 0, 0), (0,)), 4),
         ([BEGINS, SHORT, END], [END], ((0, 1, 0), (0,)), 3.25),
@@ -53,22 +53,22 @@ def test_duration_by_hand(forward: Any, backward: Any, order: Any, takes: float)
 
 @st.composite
 def points(draw: st.DrawFn) -> list[HandOverPoint]:
-    """Of one side: some wait at once, some later, some for what was begun before another."""
-    found, under_way = [], 0
+    """Random points of one side, whose transfers are awaited at once, later or out of order."""
+    side, under_way = [], 0
     for _ in range(draw(st.integers(1, 4))):
         transfer = float(draw(st.integers(0, 3)))
         under_way += transfer > 0
         waits = draw(st.integers(0, under_way - 1)) if under_way and draw(st.booleans()) else None
         under_way -= waits is not None
-        found.append(
+        side.append(
             HandOverPoint(float(draw(st.integers(0, 4))), transfer, waits, draw(st.booleans()))
         )
-    return found
+    return side
 
 
 @settings(max_examples=60, deadline=None)
 @given(points(), points())
-@example(  # four states are too few for it
+@example(  # a search that keeps four states misses the best order
     [
         HandOverPoint(*point, False)
         for point in ((0, 0, None), (0, 1, None), (1, 1, None), (0, 1, None))
@@ -89,7 +89,7 @@ def test_the_best_of_all_lists_is_found(
 
 @pytest.mark.parametrize("counts", [(0, 0), (0, 2), (3, 1), (2, 3)])
 def test_both_sides_complete_for_every_list(counts: tuple[int, int]) -> None:
-    """And run in the order of the list: the forward first, one side at a time."""
+    """Both also run in the order of the list: the forward first, one side at a time."""
     lists = [list(itertools.product((False, True), repeat=count)) for count in counts]
     for order in itertools.product(*lists):
         turns, noted = Turns(order=order), []
@@ -111,11 +111,11 @@ def test_both_sides_complete_for_every_list(counts: tuple[int, int]) -> None:
 
 
 def expected(order: Any, counts: tuple[int, int]) -> list[tuple[int, int]]:
-    """What a reader of the list would note."""
+    """The sequence of (side, piece) that the order and the counts imply."""
     noted: list[tuple[int, int]] = []
     side = FORWARD
     while len(noted) < sum(counts) + 2:
-        number = sum(one == side for one, _ in noted)
+        number = sum(owner == side for owner, _ in noted)
         noted.append((side, number))
         other_ended = (1 - side, counts[1 - side]) in noted
         if number == counts[side] or (order[side][number] and not other_ended):
@@ -141,11 +141,11 @@ def test_an_order_is_chosen_from_what_was_recorded(rank: int) -> None:
 
     assert overlap.record(side(1), side(2), "kind") == (1, 2)
     blocking, began, end = (True, 0, True), (True, None, False), (False, None, False)
-    rest = [began, began, (False, 1, False), (False, 0, True), end]  # the gather's wait, the sum's
+    tail = [began, began, (False, 1, False), (False, 0, True), end]  # waits of gather and sum
     assert [
         [(point.transfer > 0, point.waits, point.by_default) for point in side]
         for side in overlap.recorded["kind"]
-    ] == [[blocking, *rest], [blocking, blocking, *rest]]
+    ] == [[blocking, *tail], [blocking, blocking, *tail]]
     overlap.choose_orders()
     assert overlap.run(side(1), side(2), "kind") == (1, 2)
     overlap.check()
@@ -154,19 +154,19 @@ def test_an_order_is_chosen_from_what_was_recorded(rank: int) -> None:
 
 @on_ranks(2)
 def test_ranks_share_the_order_that_was_found(rank: int) -> None:
-    """The search finds another order on each rank; they compare what each of them takes."""
+    """The search returns another order on each rank; check() compares the one each rank uses."""
     overlap = ForwardBackwardOverlap([test_pair.world()])
-    found = lambda sides: tuple((rank == 0,) * len(side) for side in sides)  # noqa: E731
+    search = lambda sides: tuple((rank == 0,) * len(side) for side in sides)  # noqa: E731
     transfer = partial(dist.all_reduce, torch.ones(1))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pair, "best_order", found)
+        patch.setattr(pair, "best_order", search)
         overlap.record(transfer, transfer)
         overlap.choose_orders()
     overlap.check()
 
 
 def recorded_pairs(rank: int, folder: str, longer: bool) -> None:
-    """Two pairs; the forward of rank 1 keeps its turn at its first point if it is ``longer``."""
+    """Two pairs; with ``longer`` the forward of rank 1 does not hand over at its first point."""
     log = OrderLog(Path(folder), rank, 2)
     overlap = ForwardBackwardOverlap([test_pair.world()], order_log=log)
     if longer and rank == 1:
@@ -183,8 +183,8 @@ def recorded_pairs(rank: int, folder: str, longer: bool) -> None:
 
 def test_an_order_of_one_rank_alone_is_seen_in_the_order_log(ranks: Any, tmp_path: Path) -> None:
     ranks(2).run(recorded_pairs, str(tmp_path / "same"), False)
-    found = verify_logs([tmp_path / "same"])
-    assert (found.faults, found.notes, found.operations) == ([], [], 2 * 2 * 4)
+    verdict = verify_logs([tmp_path / "same"])
+    assert (verdict.faults, verdict.notes, verdict.operations) == ([], [], 2 * 2 * 4)
     ranks(2).run(recorded_pairs, str(tmp_path / "differ"), True)
     faults = "\n".join(verify_logs([tmp_path / "differ"]).faults)
     assert "ranks 0 and 1 do not do the same as collective 1 (all_reduce of a backward)" in faults

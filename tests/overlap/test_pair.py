@@ -1,4 +1,4 @@
-"""A forward and a backward that take turns, against one after the other: the same bits."""
+"""A forward and a backward that take turns equal a sequential run bit for bit."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def world() -> dist.ProcessGroup:
 
 
 class Moved(torch.autograd.Function):
-    """A collective that keeps the shape, and another one in its backward."""
+    """A shape-preserving collective in the forward, and another one in the backward."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, kinds: tuple[str, str]) -> torch.Tensor:
@@ -54,7 +54,7 @@ def moved(kind: str, x: torch.Tensor) -> torch.Tensor:
         full, back = x.new_empty(size * x.shape[0], *x.shape[1:]), torch.empty_like(x)
         dist.all_gather_into_tensor(full, x)
         work = dist.reduce_scatter_tensor(back, full, async_op=True)
-        full.sin()  # beside the transfer
+        full.sin()  # overlaps with the transfer
         work.wait()
         return back / size
     if kind == "all_to_all":
@@ -72,7 +72,7 @@ KINDS = ("all_reduce", "gather and scatter", "all_to_all", "list", "nothing")
 
 
 class Model(torch.nn.Module):
-    """Random layers: collectives, dropout, recomputation."""
+    """Random layers with collectives, dropout and recomputation."""
 
     def __init__(self, draw: random.Random) -> None:
         super().__init__()
@@ -84,7 +84,7 @@ class Model(torch.nn.Module):
         self.seen = 0
 
     def forward(self, x: torch.Tensor, number: int) -> torch.Tensor:
-        self.seen = number  # state of a micro-batch, which a recomputation sets again
+        self.seen = number  # state of a micro-batch; a recomputation sets it again
         for at, recompute in enumerate(self.recompute):
             if recompute:
                 x = torch.utils.checkpoint.checkpoint(
@@ -102,7 +102,7 @@ class Model(torch.nn.Module):
 
 
 def trained(seed: int, enabled: bool, orders: bool) -> Any:
-    """Gradients, losses, random state, and how many pairs ran."""
+    """Train a random model; returns gradients, losses, random state and the number of pairs."""
     draw = random.Random(seed)
     torch.manual_seed(10 * seed + dist.get_rank())
     model = Model(draw)
@@ -128,7 +128,7 @@ def trained(seed: int, enabled: bool, orders: bool) -> Any:
 @pytest.mark.parametrize("seeds", [25, pytest.param(1000, marks=pytest.mark.long)])
 @on_ranks(2)
 def test_random_models(rank: int, seeds: int, orders: bool) -> None:
-    """Against one after the other, in strict turns or in random orders."""
+    """Compare strict turns or random orders with a sequential run."""
     pairs = 0
     for seed in range(seeds):
         ours, plain = trained(seed, True, orders), trained(seed, False, False)
@@ -141,7 +141,7 @@ def test_random_models(rank: int, seeds: int, orders: bool) -> None:
 
 @on_ranks(2)
 def test_sides_take_turns_at_blocking_transfers_of_named_groups(rank: int) -> None:
-    """Each side notes its pieces between transfers."""
+    """Each side records the pieces that it runs between transfers."""
     other = dist.new_group(list(range(dist.get_world_size())))
     overlap = ForwardBackwardOverlap([world()])
     noted: list[str] = []
@@ -175,7 +175,7 @@ def test_sides_take_turns_at_blocking_transfers_of_named_groups(rank: int) -> No
 
 
 class Late:
-    """The handle of a sum that is NaN until it is waited for, and of an input that is kept."""
+    """A handle of an all-reduce whose tensor reads as NaN until it is awaited."""
 
     def __init__(self, function: Callable[..., Any], tensor: torch.Tensor) -> None:
         self.tensor, self.hidden = tensor, tensor.clone()
@@ -190,12 +190,12 @@ class Late:
 
 @on_ranks(2)
 def test_nobody_reads_what_is_under_way(rank: int) -> None:
-    """Others may have taken the function before :mod:`commfuse_npu.overlap` does."""
-    own, begun = dist.all_reduce, []
+    """The hook of :mod:`commfuse_npu.overlap` wraps a function that was already replaced."""
+    original, begun = dist.all_reduce, []
 
     def all_reduce(tensor: torch.Tensor, op: Any = None, group: Any = None, async_op: Any = False):
         begun.append(async_op)
-        return Late(own, tensor) if async_op else own(tensor)
+        return Late(original, tensor) if async_op else original(tensor)
 
     hooked = transfers._collective(all_reduce, True)
 
@@ -255,7 +255,7 @@ def test_an_error_ends_both_sides_with_its_own_name(rank: int, side: int, at: in
         overlap.run(lambda: work(FORWARD), lambda: work(BACKWARD))
     assert active_turns() is None
     assert overlap.run(lambda: 1, lambda: 2) == (1, 2)
-    # A backward that had not begun when the forward failed never sees it.
+    # A backward that had not begun when the forward failed does not see the error.
     assert ended == ([] if (side, at) == (FORWARD, 0) else [1 - side])
 
 
@@ -265,7 +265,7 @@ def test_what_is_refused(rank: int) -> None:
     from torch.nn.parallel import DistributedDataParallel
 
     overlap = ForwardBackwardOverlap([world()])
-    x, one = torch.ones(2, requires_grad=True), torch.ones(1, 2)
+    x, batch = torch.ones(2, requires_grad=True), torch.ones(1, 2)
     model = DistributedDataParallel(torch.nn.Linear(2, 2))
     sharded = fully_shard(torch.nn.Linear(2, 2))
     backward = "a backward inside the forward of a pair"
@@ -273,13 +273,13 @@ def test_what_is_refused(rank: int) -> None:
         ("a pair cannot contain another one", lambda: overlap.run(lambda: 1, lambda: 2)),
         (backward, lambda: x.sum().backward()),
         (backward, lambda: torch.autograd.grad(x.sum(), x)),
-        (r"outside of no_sync\(\) in a pair", lambda: model(one)),
-        ("a fully sharded module in a pair", lambda: sharded(one)),
+        (r"outside of no_sync\(\) in a pair", lambda: model(batch)),
+        ("a fully sharded module in a pair", lambda: sharded(batch)),
     ):
         with pytest.raises(RuntimeError, match=words):
             overlap.run(forward, lambda: None)
     with model.no_sync():
-        overlap.run(lambda: model(one), lambda: None)
+        overlap.run(lambda: model(batch), lambda: None)
     with pytest.raises(ValueError, match="no group given"):
         ForwardBackwardOverlap([])
 
@@ -292,10 +292,10 @@ def test_ranks_that_hand_over_or_have_orders_that_differ_are_told(rank: int, ord
     overlap.check()
     if orders:
         overlap.orders[None] = ((rank == 0,), ())
-    else:  # turns of their own: each rank hands over as often as it is told
+    else:  # explicit turns: each rank hands over as often as its number
         overlap.run(lambda: [active_turns().hand_over() for _ in range(rank)], lambda: None)
-    told = rf"handed over \[\d, 0\] times in {2 - orders} pairs, other ranks .* matched wrongly"
-    with pytest.raises(RuntimeError, match=told):
+    words = rf"handed over \[\d, 0\] times in {2 - orders} pairs, other ranks .* matched wrongly"
+    with pytest.raises(RuntimeError, match=words):
         overlap.check()
 
 
@@ -321,22 +321,22 @@ def test_the_second_thread_has_the_callers_context(rank: int) -> None:
 
 @on_ranks(2)
 def test_each_side_finds_its_state_as_it_left_it(rank: int) -> None:
-    """A list that others hold, too, is emptied and filled in place."""
+    """A list that is referenced elsewhere is emptied and refilled in place."""
     owner = SimpleNamespace(value=0, items=[])
     items = owner.items
     overlap = ForwardBackwardOverlap([world()], states=[Attributes(owner, "value", "items")])
-    found: list[tuple[int, list[int]]] = []
+    observed: list[tuple[int, list[int]]] = []
 
     def side(values: list[int]) -> None:
         for value in values:
             owner.value = value
             items.append(value)
             dist.all_reduce(torch.ones(2))
-            found.append((owner.value, list(items)))
+            observed.append((owner.value, list(items)))
             items.clear()
 
     overlap.run(lambda: side([10, 11]), lambda: side([20, 21, 22]))
-    assert sorted(found) == [(value, [value]) for value in (10, 11, 20, 21, 22)]
+    assert sorted(observed) == [(value, [value]) for value in (10, 11, 20, 21, 22)]
     assert owner.items is items
     assert owner.value == 11
 
@@ -353,12 +353,12 @@ def test_the_environment_turns_it_off(rank: int) -> None:
 
 @on_ranks(2)
 def test_a_hand_over_is_measured_with_its_states(rank: int) -> None:
-    """In both threads."""
-    seen: list[str] = []
+    """States are saved in both threads."""
+    threads: list[str] = []
     state = SimpleNamespace(
-        save=lambda: seen.append(threading.current_thread().name.split("_")[0]),
-        restore=lambda kept: None,
+        save=lambda: threads.append(threading.current_thread().name.split("_")[0]),
+        restore=lambda saved: None,
     )
     assert ForwardBackwardOverlap([world()], states=[state]).hand_over_seconds() > 0
-    assert set(seen) == {"MainThread", "commfuse-backward"}
-    assert len(seen) > 2 * 16
+    assert set(threads) == {"MainThread", "commfuse-backward"}
+    assert len(threads) > 2 * 16

@@ -1,4 +1,4 @@
-"""Blocks that cost differently: the order of distances, and that every order is a valid plan."""
+"""Blocks of unequal cost: the best order of distances; every order is a valid plan."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from commfuse_npu.proof.verify import verify
 
 
 def test_waiting_by_hand() -> None:
-    # Rank 0 of 2 makes the dear block, sends it while it makes its own cheap one, and is done at 4;
-    # rank 1 makes the cheap one, sends it by 2, and has rank 0's at 3 + 1 = 4, with its own made.
+    # Rank 0 of 2 computes the expensive block, sends it while it computes its own cheap one, and is
+    # done at 4; rank 1 sends the cheap block by 2 and gets rank 0's at 3 + 1 = 4, its own computed.
     assert waiting((1.0, 3.0), (1,), "last") == (0.0, 0.0)
-    # Twice as dear links: rank 0 is through at 2, but rank 1 has its partial at 1.5 + 1 only.
+    # Links half as fast: rank 0 is done at 2, but rank 1 gets its partial only at 1.5 + 1.
     assert waiting((0.5, 1.5), (1,), "last") == (0.5, 0.5)
-    # Rank 0's own block is through before rank 1's has arrived; the other way round it is not.
+    # Rank 0 finishes its own block before rank 1's arrives; rank 1 does not wait.
     assert waiting((0.5, 1.5), (1,), "first") == (0.5, 0.0)
 
 
@@ -43,7 +43,7 @@ def test_causal_blocks_wait_less(own: str, size: int, in_order: float, best: flo
 
 @pytest.mark.parametrize("size", [2, 3, 4, 5])
 def test_every_order_of_distances_holds(size: int) -> None:
-    """What attention runs by is proved, compiled anew."""
+    """The rules that attention uses are compiled for every order and proved."""
     schedule = Schedule(lanes=2, chunks=2, costs=causal_costs(size))
     specs = [RankSpec(schedule, rank, size, batched=True) for rank in range(size)]
     for order in permutations(range(1, size)):

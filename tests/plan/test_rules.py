@@ -1,4 +1,4 @@
-"""In which order the rules have things done, and what compiling them costs."""
+"""The order of instructions that the rules compile, and the cost of compiling."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ def at(rank: int, chunks: int) -> RankSpec:
 
 def test_the_sums_of_a_backward_come_behind_its_weight_gradient() -> None:
     program = rules.column_backward(at(3, 2), 64, 128, 256, True, True, True)
-    works = [one.work if isinstance(one, Compute) else "add" for one in program.code
-             if isinstance(one, Compute | Add)]  # fmt: skip
+    works = [step.work if isinstance(step, Compute) else "add" for step in program.code
+             if isinstance(step, Compute | Add)]  # fmt: skip
     assert works == ["gemm", "gemm", "wgrad", "add", "add"]
-    first_wait = next(place for place, one in enumerate(program.code) if isinstance(one, Wait))
+    first_wait = next(place for place, step in enumerate(program.code) if isinstance(step, Wait))
     assert first_wait > program.last_post, "everything is on its way before anything is awaited"
 
 
 def order_of(program: Program) -> list[str]:
-    """Sends, waits for what arrives, and work, in the order in which they are done."""
-    found = []
-    for one in program.code:
-        if isinstance(one, Post) and one.send is not None:
-            found.append(f"send {one.send.transfer.piece.split()[0]}")
-        elif isinstance(one, Wait) and one.receives and not one.on_side_stream:
-            pieces = (program.transfers[step][1].piece.split()[0] for step in one.receives)
-            found.append(f"wait {' and '.join(dict.fromkeys(pieces))}")
-        elif isinstance(one, Compute):
-            found.append(one.work)
-    return found
+    """Sends, waits for received pieces, and compute calls, in program order."""
+    steps = []
+    for step in program.code:
+        if isinstance(step, Post) and step.send is not None:
+            steps.append(f"send {step.send.transfer.piece.split()[0]}")
+        elif isinstance(step, Wait) and step.receives and not step.on_side_stream:
+            pieces = (program.transfers[number][1].piece.split()[0] for number in step.receives)
+            steps.append(f"wait {' and '.join(dict.fromkeys(pieces))}")
+        elif isinstance(step, Compute):
+            steps.append(step.work)
+    return steps
 
 
 MADE, USED = ["make", "send block"], ["use", "wait block"]
@@ -46,10 +46,10 @@ MADE, USED = ["make", "send block"], ["use", "wait block"]
 @pytest.mark.parametrize(
     ("blocks", "uses", "wgrad", "order"),
     [
-        # What is made leaves at once, own block last; what arrives is used one by one, own first.
+        # A block is sent as soon as it is made, own block last; used on arrival, own block first.
         ("made", False, False, [*MADE * 2, "make", "wait block"]),
         ("given", True, True, [*["send block"] * 2, "wgrad", *USED * 2, "use"]),
-        # The weight gradient is behind the last transfer, and work on the own block, too.
+        # Weight gradient and work on the own block come after the last send.
         ("made", True, True, [*MADE * 2, "make", "wgrad", *USED * 2, "use"]),
     ],
 )
@@ -57,23 +57,23 @@ def test_blocks_are_sent_as_they_are_made_and_used_as_they_arrive(
     blocks: Blocks, uses: bool, wgrad: bool, order: list[str]
 ) -> None:
     spec = RankSpec(Schedule(), 0, 3, batched=True)
-    found = order_of(rules.exchange(spec, 6, 4, blocks, uses, False, wgrad))
-    assert found == order
+    actual = order_of(rules.exchange(spec, 6, 4, blocks, uses, False, wgrad))
+    assert actual == order
 
 
 def test_both_exchanges_of_a_sharded_backward_are_covered() -> None:
     spec = RankSpec(Schedule(lanes=2), 1, 3, batched=False)
     assert order_of(rules.sharded_backward(spec, 4, 8, True, True)) == [
-        # The weight is on its way before work begins, every wgrad block leaves as it is made.
+        # The weight is sent before work begins; every wgrad block is sent as soon as it is made.
         *["send block"] * 2,
         *["make", "send partial"] * 2,
-        # The own block of the weight needs no wait; the sums come behind all dgrad blocks.
+        # The own block of the weight needs no wait; the sums come after all dgrad blocks.
         *["make", *USED * 2, "use", "wait partial", "finish"],
     ]
-    # In batches, on lanes in order: no more of the weight than two blocks until its own is used.
+    # In batches on ordered lanes: at most two weight blocks are sent before the own one is used.
     spec = RankSpec(Schedule(lanes=1), 1, 4, batched=True)
-    found = order_of(rules.sharded_backward(spec, 4, 8, True, True))
-    kinds = [one.removeprefix("send ") for one in found if one.startswith("send")]
+    steps = order_of(rules.sharded_backward(spec, 4, 8, True, True))
+    kinds = [step.removeprefix("send ") for step in steps if step.startswith("send")]
     assert kinds == ["block", "block", "partial", "partial", "partial", "block"]
 
 
@@ -117,7 +117,7 @@ def test_a_program_reads_as_text() -> None:
     ],
 )
 def test_compiling_takes_work_in_proportion_to_the_transfers(name, arguments, batched) -> None:
-    """Counted in calls: of groups of hundreds of ranks each shape took seconds."""
+    """Counts function calls; compiling a shape for hundreds of ranks once took seconds."""
     counts = []
     for size in (16, 128):
         calls = 0

@@ -1,4 +1,4 @@
-"""Schedules: the order of the peers, chunks, lanes, and what is refused."""
+"""Schedules: order of the peers, chunks, lanes, and invalid options."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from commfuse_npu.plan.instructions import Collective, Post
 
 
 def test_peers_are_taken_by_their_distance() -> None:
-    """Partials arrive, and are added, in the order r-1, ..., r+1; far nodes are sent to first."""
+    """Partials arrive and are added in the order r-1, ..., r+1; sends to other nodes come first."""
     nodes = Schedule("two_level", node_size=2)
     for schedule, rank, size, own, hops in (
         (Schedule(), 1, 4, "first", [(2, 0), (3, 3), (0, 2)]),
@@ -99,10 +99,10 @@ def test_bad_options_are_named(options: dict[str, object], words: str) -> None:
 
 
 def test_a_schedule_is_a_value_in_every_process() -> None:
-    one = pickle.loads(pickle.dumps(Schedule(chunks=2)))
-    assert "_hash" not in one.__dict__
-    assert one == Schedule(chunks=2)
-    assert hash(one) == hash(Schedule(chunks=2))
+    copied = pickle.loads(pickle.dumps(Schedule(chunks=2)))
+    assert "_hash" not in copied.__dict__
+    assert copied == Schedule(chunks=2)
+    assert hash(copied) == hash(Schedule(chunks=2))
 
 
 def test_plan_and_proof_need_no_torch() -> None:
@@ -138,7 +138,7 @@ def test_what_is_no_linear_layer_goes_by_batches() -> None:
     ],
 )
 def test_long_blocks_are_cut_in_two(size: int, hidden: int | None, microseconds, rows: int) -> None:
-    """A slow host needs longer ones."""
+    """A slow host needs longer blocks."""
     seconds = microseconds * 1e-6
     assert min_rows_to_fuse(size, hidden, seconds) == rows
     cut = max(512, rows)

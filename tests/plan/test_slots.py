@@ -1,4 +1,4 @@
-"""Which forward and backward share a slot: every stage's slots against those of its neighbours."""
+"""Slots of pipeline stages: pairs of forward and backward, consistent with the neighbors."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ def test_what_a_slot_needs_was_made_one_slot_before(
 ) -> None:
     plans = [slots(stages, stage, chunks, microbatches) for stage in range(stages)]
     assert len({len(plan) for plan in plans}) == 1
-    made: set[tuple[str, int, Step]] = set()
-    for now in zip(*plans, strict=True):
-        arrives = set(made)
-        for stage, slot in enumerate(now):
+    messages: set[tuple[str, int, Step]] = set()
+    for row in zip(*plans, strict=True):
+        arrives = set(messages)
+        for stage, slot in enumerate(row):
             if slot.forward is not None and (stage, slot.forward.chunk) != (0, 0):
                 microbatch, chunk = slot.forward
                 source = (stage - 1, chunk) if stage else (stages - 1, chunk - 1)
@@ -41,15 +41,15 @@ def test_what_a_slot_needs_was_made_one_slot_before(
                 if (stage, chunk) != (stages - 1, chunks - 1):
                     source = (stage + 1, chunk) if stage + 1 < stages else (0, chunk + 1)
                     assert ("backward", source[0], Step(microbatch, source[1])) in arrives
-        # What was made a slot ago and not fetched now is lost: buffers hold one message.
-        made = {one for one in made if one[0] == "held"}
-        for stage, slot in enumerate(now):
+        # A message that is not used in the next slot is lost: buffers hold one message.
+        messages = {message for message in messages if message[0] == "held"}
+        for stage, slot in enumerate(row):
             if slot.forward is not None:
-                made |= {("forward", stage, slot.forward), ("held", stage, slot.forward)}
+                messages |= {("forward", stage, slot.forward), ("held", stage, slot.forward)}
             if slot.backward is not None:
-                made.add(("backward", stage, slot.backward))
-                made.remove(("held", stage, slot.backward))
-    assert not [one for one in made if one[0] == "held"]
+                messages.add(("backward", stage, slot.backward))
+                messages.remove(("held", stage, slot.backward))
+    assert not [message for message in messages if message[0] == "held"]
     expected = {Step(m, c) for m in range(microbatches) for c in range(chunks)}
     for plan in plans:
         assert {slot.forward for slot in plan if slot.forward} == expected
@@ -82,9 +82,9 @@ def test_a_virtual_pipeline_needs_whole_groups() -> None:
     ],
 )
 def test_activations_in_flight(layout: tuple[int, int, int, int], without: int, most: int) -> None:
-    """Without it those of Megatron's warm-up and one more; two sides of a slot both count.
+    """Without overlap: Megatron's warm-up and one more.  With it both sides of a slot count.
 
-    Of a plain pipeline 2 (p - s) - 1 when a slot begins, and the forward of the slot itself.
+    In a plain pipeline: 2 (p - s) - 1 when a slot begins, plus the forward of the slot itself.
     """
     assert in_flight_without(*layout) == without
     assert most_in_flight(slots(*layout)) == most

@@ -1,4 +1,4 @@
-"""A fault that is planted in programs which hold is refuted, in words."""
+"""Correct programs with a planted fault are refuted, with a message that names the fault."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def scatter(**options: Any) -> Group:
 
 
 def at(program: Program, kind: type[Instruction], number: int = 0) -> int:
-    """Where the instruction of this number among those of its kind is."""
-    places = [place for place, one in enumerate(program.code) if isinstance(one, kind)]
+    """The position of the instruction of this number among those of its kind."""
+    places = [k for k, instruction in enumerate(program.code) if isinstance(instruction, kind)]
     return places[number]
 
 
@@ -54,7 +54,7 @@ def with_code(programs: Group, rank: int, code: Sequence[Instruction]) -> Group:
 
 
 def put(programs: Group, rank: int, place: int, *instructions: Instruction) -> Group:
-    """With these in place of one instruction of a rank."""
+    """Replace the instruction at ``place`` of a rank by ``instructions``."""
     code = programs[rank].code
     return with_code(programs, rank, [*code[:place], *instructions, *code[place + 1 :]])
 
@@ -75,7 +75,7 @@ def swap_posts(programs: Group) -> Group:
 
 
 def posts(**ends: Any) -> Callable[[Group], Group]:
-    """Change fields of the transfer or of the span of the first post's ends."""
+    """Change fields of the transfer or of the span in the ends of the first post."""
 
     def changed(programs: Group) -> Group:
         place = at(programs[0], Post)
@@ -93,27 +93,27 @@ def posts(**ends: Any) -> Callable[[Group], Group]:
 def change(kind: type[Instruction], number: int = 0, **fields: Any) -> Callable[[Group], Group]:
     def changed(programs: Group) -> Group:
         place = at(programs[0], kind, number)
-        one = programs[0].code[place]
-        made = {name: new(getattr(one, name)) for name, new in fields.items()}
-        return put(programs, 0, place, one._replace(**made))
+        instruction = programs[0].code[place]
+        values = {name: new(getattr(instruction, name)) for name, new in fields.items()}
+        return put(programs, 0, place, instruction._replace(**values))
 
     return changed
 
 
 def own_block_first(programs: Group) -> Group:
-    """The own block's GEMM changes places with the other one of the last columns."""
+    """Swap the GEMM of the own block with the other GEMM of the last columns."""
     last, other = at(programs[0], Compute, -1), at(programs[0], Compute, -2)
     return move(programs, 0, last, other)
 
 
 def a_send_with_a_receive(programs: Group) -> Group:
-    """In one post, though the transport posts one by one."""
+    """A send and a receive in one post, though the transport posts them one by one."""
     receive, send = (programs[0].code[at(programs[0], Post, k)] for k in (0, 2))
     return put(programs, 0, at(programs[0], Post, 2), Post(send.send, receive.receive))
 
 
 def awaits_before_it_sends(programs: Group) -> Group:
-    """Every rank waits for what the others send after they have waited."""
+    """Every rank waits for data that the others send only after their own wait."""
     for rank, program in enumerate(programs):
         wait = program.code[at(program, Wait)]
         programs = put(programs, rank, at(program, Wait))
@@ -160,7 +160,6 @@ FAULTS: dict[str, tuple[Group, Callable[[Group], Group], str]] = {
         change(Add, 1, out=lambda span: span._replace(stop=3)),
         "it writes over what it reads",
     ),
-    # Two streams.
     # Data.
     "added twice": (
         scatter(), change(Add, terms=lambda terms: (*terms, terms[-1])),
@@ -183,7 +182,7 @@ FAULTS: dict[str, tuple[Group, Callable[[Group], Group], str]] = {
         group(*USED), change(Compute, 1, run=lambda run: slice(2, 4)),
         "call 1 of use is for rows 2:4, it has to be for 4:6",
     ),
-    # What a collective would do otherwise.
+    # Collectives.
     "a collective in another order": (
         together("gather_gemm", 2, 2, 3, False, None, 2),
         change(Collective, sends=lambda all_of: all_of[::-1]),
@@ -194,7 +193,7 @@ FAULTS: dict[str, tuple[Group, Callable[[Group], Group], str]] = {
         change(Collective, source=lambda span: span._replace(stop=span.stop - 1)),
         "its rows are not 3 equal blocks",
     ),
-    # Where the own block is.
+    # Position of the own block.
     "the own block not last": (scatter(chunks=2), own_block_first, "its last gemm is not that of"),
     "the own block not first": (
         gather(), lambda programs: move(programs, 0, at(programs[0], Compute), 4),

@@ -1,4 +1,4 @@
-"""Order logs that are written by hand: no log, or no whole one; what is proved and what is not."""
+"""Order logs written by hand: malformed or incomplete logs, and logs that are proved or refuted."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ COLLECTIVE: dict[str, Any] = {
 }
 GROUP = {**TRANSPORT, "ranks": [0, 1]}
 ONCE = [["begin", 0, 0], ["at", 0, 0], ["at", 0, 2], ["finish", 0]]
-"""The program among two ranks: a batch, its ``AheadEnd``, a wait."""
+"""Events of the program on two ranks: a batch, its ``AheadEnd``, a wait."""
 
 
 def write(folder: Path, *lines: Any, rank: int = 0) -> Path:
@@ -53,7 +53,7 @@ def write(folder: Path, *lines: Any, rank: int = 0) -> Path:
 
 @pytest.fixture
 def judged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
-    """``judged(code)``: what the command says of the folder, and with which exit code."""
+    """``judged(code)``: the output of the command on the folder; asserts its exit code."""
 
     def of(code: int, path: Path = tmp_path) -> str:
         assert cli.main(["verify", "--log", str(path)]) == code
@@ -68,10 +68,10 @@ def test_files_that_are_whole_and_those_that_are_not(tmp_path, judged) -> None:
     assert "cannot read" in judged(2, tmp_path / "gone.jsonl")
     folder = tmp_path / "ein Ordner, 目录"
     folder.mkdir()
-    whole = [HEADER, TRANSPORT, PROGRAM, ["begin", 0, 0], ["finish", 0], ["close", 0], ["end"]]
-    write(folder, *whole)
+    lines = [HEADER, TRANSPORT, PROGRAM, ["begin", 0, 0], ["finish", 0], ["close", 0], ["end"]]
+    write(folder, *lines)
     assert "proved: 1 ranks, 1 operations" in judged(0, folder)
-    write(tmp_path, *whole[:-3])
+    write(tmp_path, *lines[:-3])
     assert "the file of rank 0 ends before its process did" in judged(2)
     write(tmp_path, HEADER, TRANSPORT, ["end"])
     assert "recorded no operation: there is nothing to prove" in judged(2)
@@ -130,16 +130,16 @@ DEFINED = [HEADER, TRANSPORT, PROGRAM, {**COLLECTIVE, "collective": 1}]
 )
 def test_what_is_no_log_is_refused(tmp_path, judged, lines: list[Any], words: str) -> None:
     write(tmp_path, *lines)
-    found = judged(2)
-    assert re.search(words, found), found
-    assert len(found) < 2000
+    output = judged(2)
+    assert re.search(words, output), output
+    assert len(output) < 2000
 
 
 # ----------------------------------------------------------------------------- two ranks
 
 
 def two_ranks(folder: Path, *of_ranks: list[Any], whole: bool = True, changes: Any = None) -> None:
-    """Each with a program of either of two transports; those of rank 1 have ``changes``."""
+    """Two ranks with one program on each of two transports; ``changes`` apply to rank 1."""
     for rank, events in enumerate(of_ranks):
         groups = [{**GROUP, "transport": number} for number in range(2)]
         programs = [
@@ -182,7 +182,7 @@ def test_what_rank_1_does_not_do_is_named(tmp_path, judged, events, changes, wor
 def test_threads_do_not_wait_for_each_other(tmp_path, judged, threads: bool) -> None:
     """Rank 0 posts ``b`` after its wait for ``a``; rank 1 posts ``a`` after its wait for ``b``.
 
-    In one thread that is a deadlock.  In two it is none.
+    This is a deadlock in one thread, but not in two.
     """
     a, b = ([["begin", n, n], ["at", n, 0], ["at", n, 2]] for n in range(2))
     switch, ends = [["thread", 1]] * threads, [["finish", 0], ["finish", 1]]
@@ -197,17 +197,17 @@ def test_a_deadlock_is_one_though_the_files_just_end(tmp_path, judged) -> None:
     first, second = ([["begin", 0, n], ["at", 0, 0], ["at", 0, 2]] for n in range(2))
     two_ranks(tmp_path, first, second, whole=False)
     assert "and so round to rank 0" in judged(1)
-    # A rank that was neither in a wait nor in a post may have gone on.
+    # A rank that was in neither a wait nor a post may have continued.
     two_ranks(tmp_path, first, second[:-2], whole=False)
     assert "and nothing more is known of rank 1" in judged(2)
 
 
 def test_what_repeats_itself_is_judged_once(tmp_path, monkeypatch, judged) -> None:
-    made, real = [], verify_log._Rank
-    monkeypatch.setattr(verify_log, "_Rank", lambda *args: made.append(1) or real(*args))
+    created, real = [], verify_log._Rank
+    monkeypatch.setattr(verify_log, "_Rank", lambda *args: created.append(1) or real(*args))
     two_ranks(tmp_path, ONCE * 500, ONCE * 500)
     assert "2 ranks, 1000 operations, 2000 posts" in judged(0)
-    assert len(made) == 2 * 2  # the operation, and what comes after the last one, by rank
+    assert len(created) == 2 * 2  # per rank: the operation, and the end of the log
     # A fault in one of the repetitions is found.
     two_ranks(tmp_path, ONCE * 500, [*ONCE * 300, *ONCE[:2], ONCE[3], *ONCE * 199])
     words = "rank 1, operation 300 (op) of the group of ranks 0, 1: it finishes without"
@@ -225,7 +225,7 @@ def test_no_more_than_a_few_faults_are_told(tmp_path) -> None:
 
 
 class Operation:
-    """A program of a rule that goes on as far as it is told, or a collective; from a rank's log."""
+    """A program of a rule, or a collective, that is recorded step by step in the log of a rank."""
 
     def __init__(
         self, log: OrderLog, spec: RankSpec, transport: Any, what: tuple[Any, ...]
@@ -258,26 +258,26 @@ class Operation:
 
 
 def steps(*todo: tuple[Any, ...], turns: int = 1) -> list[tuple[Any, ...]]:
-    """What a rank does: ``(operation, method, arguments)``; the first mention begins it."""
-    return [((turn, what), *rest) for turn in range(turns) for what, *rest in todo]
+    """Steps ``(operation, method, *arguments)`` of a rank; the first one begins the operation."""
+    return [((turn, name), *call) for turn in range(turns) for name, *call in todo]
 
 
 def run(folder: Path, batched: bool, *parts: list[tuple[Any, ...]]) -> verify_log.Verdict:
-    """The verdict on what each rank does, by rank."""
+    """Record the steps of each rank and return the verdict on the logs."""
     size = len(parts)
     for rank, part in enumerate(parts):
         log, spec = OrderLog(folder, rank, size), RankSpec(Schedule(lanes=1), rank, size, batched)
         transport, begun = log.transport(range(size), 1, batched), {}
-        for (turn, what), method, *arguments in part:
-            if (turn, what) not in begun:
-                begun[turn, what] = Operation(log, spec, transport, KINDS[what])
-            getattr(begun[turn, what], method)(*arguments)
+        for (turn, name), method, *arguments in part:
+            if (turn, name) not in begun:
+                begun[turn, name] = Operation(log, spec, transport, KINDS[name])
+            getattr(begun[turn, name], method)(*arguments)
         log.close()
     return verify_log.verify_logs([folder])
 
 
 KINDS: dict[str, tuple[Any, ...]] = {
-    "a": ("bucket_scatter", 6, 1, 1),  # with memory for one piece
+    "a": ("bucket_scatter", 6, 1, 1),  # memory for one piece
     "b": ("bucket_scatter", 6, 1, 1),
     "gather": ("bucket_gather", 6, False),
     "second": ("bucket_gather", 6, False),
@@ -295,16 +295,16 @@ EARLY = steps(A_BEGUN, A_ENDS, B_BEGUN, B_ENDS)
 WRONG = steps(("a", "begin"), B_ENDS, A_ENDS)
 ROWS = steps(("gather", "ahead"), ("gather", "rows", 1), ("gather", "finish"))
 AWAITED = [
-    steps(("gather", "begin"), ("second", "begin"), (of, "ahead"), (of, "rows", 0),
+    steps(("gather", "begin"), ("second", "begin"), (name, "ahead"), (name, "rows", 0),
           ("gather", "finish"), ("second", "finish"))
-    for of in ("gather", "second")
+    for name in ("gather", "second")
 ]  # fmt: skip
 AHEAD = steps(("weight", "ahead"), ("use", "finish"), ("weight", "finish"))
 BEHIND = steps(("weight", "begin"), ("use", "finish"), ("weight", "finish"))
 
 
 def together(first: str, second: str) -> tuple[tuple[Any, ...], ...]:
-    """Two collectives under way at once, and an operation behind them."""
+    """Two concurrent collectives, and an operation after them."""
     return (
         (first, "begin"), (second, "begin"), ("all-gather", "finish"), ("use", "finish"),
         (second if first == "all-gather" else first, "finish"),
@@ -324,7 +324,7 @@ BOTH = (False, True)
 @pytest.mark.parametrize(
     ("batched", "parts", "operations"),
     [
-        # On gloo buckets post at once, and on HCCL in line.
+        # On gloo buckets post immediately, on HCCL one after the other.
         (False, (LATE, EARLY, LATE), 6),
         (True, (IN_LINE, EARLY, IN_LINE), 6),
         (False, (AHEAD, AHEAD), 4),
@@ -333,20 +333,20 @@ BOTH = (False, True)
     ],
 )
 def test_runs_are_proved(tmp_path, batched: bool, parts: Any, operations: int) -> None:
-    found = run(tmp_path, batched, *parts)
-    assert (found.faults, found.notes, found.operations) == ([], [], operations)
+    verdict = run(tmp_path, batched, *parts)
+    assert (verdict.faults, verdict.notes, verdict.operations) == ([], [], operations)
 
 
 @pytest.mark.parametrize(
     ("ways", "parts", "words"),
     [
-        # Alike on all ranks it would not even hang.
+        # The same on all ranks, so it would not hang.
         ((True,), (LATE,) * 3, "rank 0, operation 1 .*: it posts before an earlier bucket has"),
         (BOTH, (WRONG,) * 3, "operation 1 .*: it posts before an earlier"),
-        # Both wait for what the other sends afterwards.
+        # Each rank waits for data that the other sends later.
         (BOTH, AWAITED, "deadlock|wrong data|it waits"),
-        # A weight is fetched ahead of an operation on one rank, and behind it on the other: gloo
-        # forgives it.
+        # A weight is gathered before an operation on one rank and after it on the other, which gloo
+        # tolerates.
         ((False,), (AHEAD, BEHIND), r"wrong data: rank . sends block . \(8 rows\) .* expects blo"),
         (BOTH, (CHUNKS, REVERSED, CHUNKS), r"same as collective 0 \(gather of chunk 0\) of .*: "
          "name gather of chunk 0 on rank 0, scatter of chunk 1 on rank 1; kind all_gather on"),

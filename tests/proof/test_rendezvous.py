@@ -1,4 +1,4 @@
-"""HCCL's rules by hand: when a link between two ranks opens, and whom that holds."""
+"""HCCL's rules for opening links, checked by hand: when a link opens, and which rank blocks."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from commfuse_npu.plan.instructions import Transfer
 from commfuse_npu.proof.rendezvous import End, Group, Post, Rendezvous, Script, Wait
 
 GROUP = Group("three", (10, 11, 12))
-"""By their ranks in the job."""
+"""Global ranks of the members."""
 
 
 def swap(rank: int, peer: int, lane: int, step: int = 0) -> Post:
-    """The batch in which two places of the group send to each other."""
+    """The batch in which two group ranks send to each other."""
     pairs = ((rank, peer), (peer, rank))
     ends = (End("it", Transfer(step, lane, a, b, f"block {a}")) for a, b in pairs)
     return Post(GROUP, lane, tuple(ends))
@@ -35,10 +35,10 @@ def test_a_host_is_held_until_its_peer_comes() -> None:
 
 
 def test_a_lane_is_opened_per_pair() -> None:
-    """Rank 12 comes to the lane only when rank 10 is through with rank 11 on it."""
-    one = [swap(0, 1, 0), Wait(swap(0, 1, 0).ends), swap(0, 2, 0, 1)]
-    assert simulate(one, [swap(1, 0, 0)], [swap(2, 0, 0, 1)], opened=set()) is None
-    absent = simulate(one, [swap(1, 0, 0)], [], opened=set())
+    """Rank 10 uses the lane with rank 12 only after it is done with rank 11."""
+    first = [swap(0, 1, 0), Wait(swap(0, 1, 0).ends), swap(0, 2, 0, 1)]
+    assert simulate(first, [swap(1, 0, 0)], [swap(2, 0, 0, 1)], opened=set()) is None
+    absent = simulate(first, [swap(1, 0, 0)], [], opened=set())
     assert absent == (
         "deadlock (cold): rank 10 waits for rank 12 to open lane 0 between them; and rank 12 has "
         "nothing more to do"
@@ -46,7 +46,7 @@ def test_a_lane_is_opened_per_pair() -> None:
 
 
 def test_a_batch_comes_to_all_its_links_at_once() -> None:
-    """Each rank sends to the next: who opened one link after the other would wait in a circle."""
+    """Each rank sends to the next: opening the links one by one would be a deadlock."""
     ring = [
         Post(GROUP, 0, tuple(
             End("it", Transfer(0, 0, a, (a + 1) % 3, f"block {a}")) for a in (rank, (rank - 1) % 3)

@@ -1,4 +1,4 @@
-"""The verifier proves what is compiled and refutes what is broken, in words."""
+"""The verifier proves compiled programs and refutes faulty ones with a message."""
 
 from __future__ import annotations
 
@@ -54,21 +54,21 @@ def test_every_rule_holds(size: int, chunks: Sequence[int]) -> None:
 
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_several_may_be_under_way_on_the_same_lanes(size: int) -> None:
-    """Begun ahead one after the other, as buckets and prefetched weights are, or one by one."""
+    """Operations that are in flight together, like buckets and prefetched weights, or in turn."""
     for lanes, chunks, batched in product((1, 2, 3), (1, 2), (False, True)):
-        of = partial(group, size=size, lanes=lanes, chunks=chunks, batched=batched)
-        buckets = [of("bucket_scatter", 4, 1, 1), of("bucket_scatter", 6, 2, 2)]
-        buckets += [of("bucket_gather", 4, False), of("bucket_gather", 6, True)]
-        layers = [of("sharded_forward", 4, 2), of("sharded_backward", 4, 2, True, True)]
-        linear = [of("gather_gemm", 4, 2, 3, False, None, 2), of("gemm_scatter", 4, 2, 4)]
+        make = partial(group, size=size, lanes=lanes, chunks=chunks, batched=batched)
+        buckets = [make("bucket_scatter", 4, 1, 1), make("bucket_scatter", 6, 2, 2)]
+        buckets += [make("bucket_gather", 4, False), make("bucket_gather", 6, True)]
+        layers = [make("sharded_forward", 4, 2), make("sharded_backward", 4, 2, True, True)]
+        linear = [make("gather_gemm", 4, 2, 3, False, None, 2), make("gemm_scatter", 4, 2, 4)]
         for operations in (buckets, layers, linear, [*layers, *buckets]):
             for cold in (False, True):
                 assert rendezvous(operations, cold=cold) is None
 
 
 def test_a_rank_that_begins_in_another_order_gets_other_data() -> None:
-    one, other = group("bucket_gather", 4, False), group("bucket_scatter", 4, 1, 1)
-    crossed = [[one[0], other[1], other[2]], [other[0], one[1], one[2]]]
+    gathers, scatters = group("bucket_gather", 4, False), group("bucket_scatter", 4, 1, 1)
+    crossed = [[gathers[0], scatters[1], scatters[2]], [scatters[0], gathers[1], gathers[2]]]
     words = "wrong data: rank 0 sends block 0 from rank 0 to rank 1 (step 0, lane 0)"
     assert words in str(rendezvous(crossed))
 
@@ -105,11 +105,11 @@ def test_pieces_that_are_there_together_are_one_gemm(size: int, chunks: int) -> 
     reduced = of("gemm_all_reduce", 8 * size, 2, 3)
     assert counts(reduced) == (chunks + sides, chunks, 0)
     assert len(parts_of(spec, 8 * size)) == chunks
-    # What is made or used block by block is made or used as often as it is sent.
-    made = of("produce_scatter", 8, 2)
-    assert made.count(Compute, "make") == (size - 1) * chunks + 1
-    # Beyond two chunks, there is a sum on the way.
-    assert counts(made)[1] == (chunks if chunks <= 2 else chunks + 1)
+    # Blocks that are produced one by one are produced once per transfer, and the own block once.
+    produced = of("produce_scatter", 8, 2)
+    assert produced.count(Compute, "make") == (size - 1) * chunks + 1
+    # With more than two chunks there is an intermediate sum.
+    assert counts(produced)[1] == (chunks if chunks <= 2 else chunks + 1)
 
 
 def test_what_does_not_come_from_one_rule_is_no_set() -> None:
@@ -122,7 +122,7 @@ def test_what_does_not_come_from_one_rule_is_no_set() -> None:
     mixed = [*programs[:2], gather(batched=False)[2]]
     assert "one by one, rank 0 gather_gemm" in counter_examples(mixed)[0]
     assert counter_examples([]) == ["there are no programs; give one per rank"]
-    unknown = [replace(one, rule=("mine", *one.rule[1:])) for one in programs]
+    unknown = [replace(program, rule=("mine", *program.rule[1:])) for program in programs]
     with pytest.raises(PlanError, match=r"what has to come out of mine; known are .*gather_gemm"):
         verify(unknown)
 
@@ -131,50 +131,50 @@ _RANDOM = [case for size in (2, 3, 4) for case in random.Random(size).sample(lis
 
 
 def _touched(program: Program) -> list[tuple[int, int, int]]:
-    """Every span of every instruction: its place, whether it is written, and its number."""
+    """All non-empty spans as (position of the instruction, whether written, number)."""
     return [
         (place, written, number)
-        for place, one in enumerate(program.code)
-        for written, spans in enumerate(accesses(one))
+        for place, instruction in enumerate(program.code)
+        for written, spans in enumerate(accesses(instruction))
         for number, span in enumerate(spans)
         if span.rows
     ]
 
 
 def left_out(data: st.DataObject, program: Program) -> tuple[int, list[Instruction]]:
-    """Any instruction that touches something or orders something."""
+    """Drop any instruction that accesses memory or orders others."""
     needed = {place for place, _, _ in _touched(program)}
     needed |= {
-        k for k, one in enumerate(program.code) if isinstance(one, Wait | RecordEvent | WaitEvent)
+        k for k, step in enumerate(program.code) if isinstance(step, Wait | RecordEvent | WaitEvent)
     }
     return data.draw(st.sampled_from(sorted(needed))), []
 
 
 def other_rows(data: st.DataObject, program: Program) -> tuple[int, list[Instruction]]:
-    """Any span of any instruction begins a row later."""
+    """Shift any span of any instruction by one row."""
     place, written, number = data.draw(st.sampled_from(_touched(program)))
-    one = program.code[place]
-    span = accesses(one)[written][number]
+    old = program.code[place]
+    span = accesses(old)[written][number]
     moved = span._replace(start=span.start + 1, stop=span.stop + 1)
-    if isinstance(one, Post):
+    if isinstance(old, Post):
         way = "receive" if written else "send"
-        return place, [one._replace(**{way: getattr(one, way)._replace(span=moved)})]
-    if isinstance(one, Compute):
-        spans = list(one.outs if written else one.ins)
+        return place, [old._replace(**{way: getattr(old, way)._replace(span=moved)})]
+    if isinstance(old, Compute):
+        spans = list(old.outs if written else old.ins)
         spans[number] = moved
-        return place, [one._replace(**{"outs" if written else "ins": tuple(spans)})]
-    if isinstance(one, Add) and (number or not written):
+        return place, [old._replace(**{"outs" if written else "ins": tuple(spans)})]
+    if isinstance(old, Add) and (number or not written):
         number = 0 if written else number  # the first term is read and written
-        terms = list(one.terms)
+        terms = list(old.terms)
         terms[number] = (moved, terms[number][1])
-        return place, [one._replace(terms=tuple(terms))]
-    return place, [one._replace(**{"out" if written else "source": moved})]
+        return place, [old._replace(terms=tuple(terms))]
+    return place, [old._replace(**{"out" if written else "source": moved})]
 
 
 def another_transfer(data: st.DataObject, program: Program) -> tuple[int, list[Instruction]]:
-    """Any field of any end of a rank."""
+    """Change any field of a transfer in any post or collective."""
     code = program.code
-    places = [k for k, one in enumerate(code) if isinstance(one, Post | Collective)]
+    places = [k for k, transfer in enumerate(code) if isinstance(transfer, Post | Collective)]
     assume(places)
     place = data.draw(st.sampled_from(places))
     way, end = data.draw(st.sampled_from(code[place].ends))
@@ -184,9 +184,9 @@ def another_transfer(data: st.DataObject, program: Program) -> tuple[int, list[I
     other = end.transfer._replace(**{field: changed})
     if isinstance(code[place], Post):
         return place, [code[place]._replace(**{way: end._replace(transfer=other)})]
-    of_all = getattr(code[place], f"{way}s")
-    found = tuple(other if one == end.transfer else one for one in of_all)
-    return place, [code[place]._replace(**{f"{way}s": found})]
+    old = getattr(code[place], f"{way}s")
+    new = tuple(other if transfer == end.transfer else transfer for transfer in old)
+    return place, [code[place]._replace(**{f"{way}s": new})]
 
 
 @pytest.mark.parametrize("fault", [left_out, other_rows, another_transfer])
@@ -197,7 +197,7 @@ def test_any_fault_is_noticed(fault: Callable[..., tuple[int, list[Instruction]]
         programs = case.programs()
         rank = data.draw(st.integers(0, case.size - 1))
         place, instead = fault(data, programs[rank])
-        said = str(case), str(programs[rank]), place
-        assert counter_examples(put(programs, rank, place, *instead)), said
+        details = str(case), str(programs[rank]), place
+        assert counter_examples(put(programs, rank, place, *instead)), details
 
     noticed()

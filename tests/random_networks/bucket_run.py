@@ -19,7 +19,7 @@ def _plain_sum(
     bucket: torch.Tensor, group: dist.ProcessGroup, average: bool, scale: float,
     reduce_dtype: torch.dtype | None,
 ) -> None:  # fmt: skip
-    """What ``Buckets.reduce_scatter`` does, by torch's collective."""
+    """``Buckets.reduce_scatter`` by torch's collective, in place."""
     bucket.mul_(scale if bucket.dtype.is_floating_point else int(scale))
     total = reduce_scatter_rows(bucket.to(reduce_dtype or bucket.dtype), group)
     _shard(bucket, group).copy_(total.div_(group.size()) if average else total)
@@ -40,10 +40,10 @@ def _filled(case: BucketRun, place: int, rank: int) -> torch.Tensor:
 
 
 def run_buckets(case: BucketRun, form: Form, link: Transport | None = None) -> Found:
-    """All buckets, started in order; a rank waits for some in between, in an order of its own."""
+    """Start all buckets in order; each rank waits for them in its own order, some in between."""
     link = link or transport_of(case)
     tensors = [_filled(case, place, link.rank) for place in range(len(case.buckets))]
-    found: Found = {}
+    results: Found = {}
     if form == "fused":
         dice, open_ = random.Random(f"{case.seed} {link.rank}"), {}
 
@@ -51,7 +51,7 @@ def run_buckets(case: BucketRun, form: Form, link: Transport | None = None) -> F
             bucket, tensor, handle = case.buckets[place], tensors[place], open_.pop(place)
             if bucket.gather and bucket.first_rows:
                 handle.wait_rows(0, bucket.first_rows)
-                found[f"bucket {place}, first rows"] = tensor[: bucket.first_rows].clone()
+                results[f"bucket {place}, first rows"] = tensor[: bucket.first_rows].clone()
             handle.wait()
             if not handle.is_completed():
                 raise AssertionError(f"bucket {place} is not completed after its wait")
@@ -64,8 +64,8 @@ def run_buckets(case: BucketRun, form: Form, link: Transport | None = None) -> F
             if bucket.gather:
                 open_[place] = buckets.all_gather(tensor)
             else:
-                given = {"average": bucket.average, "scale": bucket.scale}
-                open_[place] = buckets.reduce_scatter(tensor, **given)
+                settings = {"average": bucket.average, "scale": bucket.scale}
+                open_[place] = buckets.reduce_scatter(tensor, **settings)
             if dice.random() < 0.3:
                 wait(dice.choice(list(open_)))
         while open_:
@@ -75,8 +75,8 @@ def run_buckets(case: BucketRun, form: Form, link: Transport | None = None) -> F
             if bucket.gather:
                 tensor.copy_(all_gather_rows(_shard(tensor, link.group), link.group))
                 if bucket.first_rows:
-                    found[f"bucket {place}, first rows"] = tensor[: bucket.first_rows].clone()
+                    results[f"bucket {place}, first rows"] = tensor[: bucket.first_rows].clone()
             else:
                 wide = _wide(case, bucket)
                 _plain_sum(tensor, link.group, bucket.average, bucket.scale, wide)
-    return found | {f"bucket {place}": tensor for place, tensor in enumerate(tensors)}
+    return results | {f"bucket {place}": tensor for place, tensor in enumerate(tensors)}

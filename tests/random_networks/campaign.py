@@ -1,4 +1,4 @@
-"""Many random cases on one group of ranks; the first that fails is made small."""
+"""Many random cases on one group of ranks; the first failure is shrunk."""
 
 from __future__ import annotations
 
@@ -19,60 +19,60 @@ from tests.random_networks.strategy import cases
 
 _CASE_SECONDS = 240.0
 _SHRINKING_SECONDS = 60.0
-"""To make a failure small that hangs until a wait is over."""
+"""Time limit for shrinking a failure, each case of which may hang until a timeout."""
 
 _ROUND = 10
-"""Cases that hypothesis draws at once.  After ten it draws five that differ little from each new
-case: good for finding equal values by chance, bad for a wide choice."""
+"""Cases per hypothesis run.  After ten cases hypothesis draws five small variations of each new
+one: good for finding equal values by chance, bad for a wide choice."""
 
 Compare = Callable[[int, Case], list[str]]
-"""What a rank does with a case: ``(rank, case)``, to what is wrong with it."""
+"""``compare(rank, case)`` runs a case on a rank and returns its differences."""
 
 
 def failure_of(group: Ranks, case: Case, compare: Compare = complaints) -> str:
-    """What is wrong with a case, and the Python that repeats it; empty if nothing is."""
+    """The differences of a case and the Python that repeats it; empty if there are none."""
     try:
         outcomes = group.outcomes(compare, case, timeout=_CASE_SECONDS)
     except pytest.fail.Exception as error:  # a rank died, or hangs
-        found = [str(error)]
+        messages = [str(error)]
     else:
-        found = [
+        messages = [
             f"rank {rank}: {line}"
             for rank, outcome in enumerate(outcomes)
             for line in ([outcome.trace or str(outcome.error)] if outcome.error else outcome.value)
         ]
-    if not found:
+    if not messages:
         return ""
     repeat = "to repeat it, add it to FOUND in tests/random_networks/test_random_networks.py:"
-    return "\n".join([*found, repeat, f"    {case!r}"])
+    return "\n".join([*messages, repeat, f"    {case!r}"])
 
 
 def campaign(
     group: Ranks, wanted: int, seed: int, compare: Compare = complaints
 ) -> tuple[int, str]:
-    """Compare so many different cases: the same ones for a seed, a group size and a hypothesis.
+    """Compare ``wanted`` different cases, which depend on seed, group size and hypothesis version.
 
-    It ends with the first case that fails, when hypothesis has made it small.
+    The campaign ends with the first case that fails, after hypothesis has shrunk it.
 
     Returns:
-        How many were compared, without those of shrinking, and what is wrong with the smallest
-        case that fails, if one does.
+        The number of compared cases, without those of shrinking, and the failure of the smallest
+        failing case, or "".
     """
     failure, compared = "", 0
-    known: dict[Case, str] = {}
+    failures: dict[Case, str] = {}
     shrink_until = math.inf
 
     def fused_is_plain(case: Case) -> None:
         nonlocal failure, compared, shrink_until
         enough = time.monotonic() > shrink_until if failure else compared == wanted
-        if case not in known and not enough:
-            known[case] = failure_of(group, case, compare)
+        if case not in failures and not enough:
+            failures[case] = failure_of(group, case, compare)
             compared += not failure
-        if known.get(case):
+        if failures.get(case):
             if not failure:
                 shrink_until = time.monotonic() + _SHRINKING_SECONDS
-            # The last one that is tried is the smallest.
-            failure = known[case]
+            # The last failing case is the smallest.
+            failure = failures[case]
             raise AssertionError(failure)
 
     settled = settings(

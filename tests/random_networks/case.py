@@ -1,9 +1,9 @@
-"""A case: everything about one random call of the ops, printed as the Python that makes it again.
+"""A case describes one random call of the ops; its ``repr`` is the Python that repeats it.
 
-A case holds numbers and options only; each rank draws its tensors from the seed.  Values are whole
-numbers small enough that every sum is exact, in whatever order it is added: results of the fused op
-and of its formula have to be equal, bit for bit.  Of ``rounded`` values, and of attention, results
-have to be equal to those of the plain form that is cut into the same pieces.
+A case holds numbers and options only; each rank draws its tensors from the seed.  Values are
+integers so small that every sum is exact in any order: results of the fused op and of its formula
+have to be equal bit for bit.  With ``rounded`` values, and for attention, results have to equal
+those of the plain form that is cut into the same pieces.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from commfuse_npu.plan.rules import Wgrad
 from commfuse_npu.runtime.agreement import Check
 
 Layout = Literal["plain", "transposed", "sliced", "offset", "expanded"]
-"""How a tensor lies in memory.  ``expanded``: one row for all, as the gradient of a sum arrives."""
+"""Memory layout of a tensor.  ``expanded``: one row with stride 0, like the gradient of a sum."""
 
 Recompute = Literal["no", "reentrant", "non_reentrant"]
 
 Form = Literal["fused", "plain", "unsplit", "exact"]
-"""Who computes a case: the op; its formula, or collectives and the same pieces; collectives and
-whole matrices; the formula in fp64."""
+"""How a case is computed: by the fused op; by its formula, or by collectives in the same pieces; by
+collectives on whole matrices; by the formula in fp64."""
 
 FROM_SHARD = ("all_gather_linear", "linear_all_to_all", "linear_all_reduce", "sharded_linear")
-"""Ops that may come where a rank holds some rows of the sequence."""
+"""Ops whose input on a rank is a shard of the sequence."""
 
 ATTENTION = (
     "attention_linear_reduce_scatter",
@@ -41,13 +41,13 @@ FROM_WHOLE = (
     "linear_all_reduce",
     "sharded_linear",
 )
-"""Ops that may come where a rank holds all rows."""
+"""Ops whose input on a rank has all rows of the sequence."""
 
 LANES = 4
-"""Lanes that the ranks have; a case uses some of them."""
+"""Lanes of the ranks; a case uses the first ``lanes`` of them."""
 
 HEAD_FEATURES = 16
-"""Of an attention head: rows of all heads are multiples of 64 bytes, see the ops' exactness."""
+"""Features of an attention head: rows of all heads are multiples of 64 bytes, for equal bits."""
 
 
 @dataclass(frozen=True)
@@ -58,11 +58,11 @@ class Layer:
         op: name of the fused op.
         inputs, outputs: features of this rank; attention has ``queries`` and ``keys`` instead of
             inputs.
-        bias: without it, a bias that is frozen, or one with a gradient.
+        bias: no bias, a frozen one, or one with a gradient.
         wide: ``reduce_dtype`` is fp32.
-        shared: of :func:`linear_all_to_all`: rows of the weight that two ranks in a row both get.
+        shared: for :func:`linear_all_to_all`: rows of the weight that two neighboring ranks share.
         flag: Megatron's ``grad_added_to_main_grad``.
-        mask: what queries of attention see, of :mod:`tests.attention_masks`.
+        mask: kind of attention mask, see :mod:`tests.attention_masks`.
     """
 
     op: str
@@ -90,16 +90,16 @@ class Layer:
 
 @dataclass(frozen=True)
 class Network:
-    """Layers in a chain, or side by side on one input, before one backward.
+    """Layers in a chain or in parallel branches on one input, with one backward.
 
     Attributes:
-        rows, batch: of one rank's shard of the sequence; ``[rows, features]`` without a batch.
-        uneven: rank r has r rows more; only ops whose ranks need not be alike.
-        branches: side by side.
-        micro_batches: that many forwards, then as many backwards.
+        rows, batch: shape of one rank's shard of the sequence; ``[rows, features]`` without batch.
+        uneven: rank r has r more rows; only for ops that allow a different length per rank.
+        branches: all layers take the same input.
+        micro_batches: number of forwards, followed by as many backwards.
         last_first: the backward of the last micro-batch comes first.
-        rounded: values of any size, not whole numbers.
-        lanes: of the transport.
+        rounded: values are random floats, not integers.
+        lanes: number of lanes of the transport.
     """
 
     size: int
@@ -124,10 +124,10 @@ OPS = tuple(dict.fromkeys((*FROM_SHARD, *FROM_WHOLE)))
 
 
 def one_layer(op: str, size: int, **changes: Any) -> Network:
-    """A layer of an op on rounded values, with parameters and options as they are usually given.
+    """A network of one layer on rounded values, with typical parameters and options.
 
     Args:
-        changes: of the layer or of the network, by the names of their attributes.
+        changes: attributes of the layer or of the network, by name.
     """
     layer = Layer(op, 32, 32, "trained", schedule=Schedule(lanes=2, chunks=2), mask="causal")
     names = {field.name for field in fields(Layer)} & changes.keys()
@@ -142,8 +142,8 @@ class Bucket:
     """One bucket of ``elements`` per rank.
 
     Attributes:
-        gather: else its gradients are summed.
-        first_rows: how many elements are waited for before the rest, of a gathered bucket.
+        gather: all-gather the bucket; otherwise reduce-scatter it.
+        first_rows: number of elements of a gathered bucket that are awaited before the rest.
     """
 
     elements: int
@@ -156,7 +156,7 @@ class Bucket:
 
 @dataclass(frozen=True)
 class BucketRun:
-    """Buckets, several under way, which every rank waits for in an order of its own."""
+    """Several concurrent buckets; every rank waits for them in its own order."""
 
     size: int
     buckets: tuple[Bucket, ...]

@@ -1,4 +1,4 @@
-"""One case on one rank: fused against plain, bit for bit, or in fp64; nothing left under way."""
+"""Compare one case on one rank: with the plain form bit for bit, and with fp64."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.random_networks.values import Found
 
 
 def run_case(case: Case, form: Form, link: Transport | None = None) -> Found:
-    """What this rank computes; ``link``: by default that of the case."""
+    """The results of this rank; ``link`` defaults to the transport of the case."""
     if isinstance(case, BucketRun):
         return run_buckets(case, form, link)
     return run_network(case, form, link)
@@ -45,7 +45,7 @@ def _of(x: torch.Tensor | None) -> str:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Empty inputs, and inputs without gradients under a recomputation, are meant here."""
+    """Silence warnings: cases have empty or gradient-free inputs on purpose."""
     logger = logging.getLogger("commfuse_npu")
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -58,29 +58,29 @@ def quiet() -> Iterator[None]:
 
 
 def at_rest_or_raise(case: Case, link: Transport | None = None) -> None:
-    """Raise if a transfer is still under way: these processes are of no more use."""
-    left = at_rest(link or transport_of(case))
-    if left:
-        raise RuntimeError("; ".join(left))
+    """Raise if a transfer is still pending: these processes cannot be used any more."""
+    pending = at_rest(link or transport_of(case))
+    if pending:
+        raise RuntimeError("; ".join(pending))
 
 
 def differences(ours: Found, plain: Found) -> list[str]:
-    """Where what was computed is not what it should be."""
-    found = [f"{name} is missing" for name in plain.keys() - ours.keys()]
-    found += [f"{name} is not in the plain form" for name in ours.keys() - plain.keys()]
+    """Messages about results that are missing, unexpected or different from the plain form."""
+    messages = [f"{name} is missing" for name in plain.keys() - ours.keys()]
+    messages += [f"{name} is not in the plain form" for name in ours.keys() - plain.keys()]
     for name in plain:
         if name in ours:
             difference = _difference(ours[name], plain[name])
             if difference is not None:
-                found.append(f"{name}: {difference}")
-    return found
+                messages.append(f"{name}: {difference}")
+    return messages
 
 
 def complaints(rank: int, case: Case, link: Transport | None = None) -> list[str]:
-    """What is wrong with a case on this rank; every rank of the group calls it together.
+    """Differences of a case between fused and plain form on this rank; a collective call.
 
     Raises:
-        RuntimeError: a transfer is still under way, so that these processes are of no more use.
+        RuntimeError: a transfer is still pending, so these processes cannot be used any more.
     """
     with quiet():
         ours = run_case(case, "fused", link)
@@ -90,14 +90,14 @@ def complaints(rank: int, case: Case, link: Transport | None = None) -> list[str
 
 
 def distances(rank: int, case: Network) -> list[str]:
-    """What of a rounded network is further from fp64 than the plain form's rounding.
+    """Results of a rounded network whose distance from fp64 exceeds the limit.
 
-    fp32 may be 1e-5 of the largest value away, ten times that for each further layer; fewer bits a
-    quarter more than what collectives and whole matrices are, and a quarter of the last place.
+    The limit is relative to the largest value.  fp32: 1e-5, times ten for each further layer.
+    Lower precision: 1.25 times the distance of the unsplit form, plus a quarter of epsilon.
     """
     with quiet():
         ours, unsplit, exact = (run_case(case, form) for form in ("fused", "unsplit", "exact"))
-    found = []
+    messages = []
     for name, value in exact.items():
         if value is None or not value.numel():
             continue
@@ -105,8 +105,8 @@ def distances(rank: int, case: Network) -> list[str]:
         if case.dtype != torch.float32:
             limit = 1.25 * _distance(unsplit[name], value) + torch.finfo(case.dtype).eps / 4
         if not (away := _distance(ours[name], value)) <= limit:
-            found.append(f"{name} is off by {away:.2e}, not {limit:.2e} at most")
-    return found
+            messages.append(f"{name} is off by {away:.2e}, not {limit:.2e} at most")
+    return messages
 
 
 def _distance(ours: torch.Tensor | None, exact: torch.Tensor) -> float:
@@ -117,7 +117,7 @@ def _distance(ours: torch.Tensor | None, exact: torch.Tensor) -> float:
 
 
 def in_full(rank: int, cases: Sequence[Network]) -> list[str]:
-    """What is wrong with rounded networks: their bits, or their distance from fp64."""
+    """Complaints about rounded networks: differences of bits, and distances from fp64."""
     return [
         f"{case}: {line}"
         for case in cases

@@ -1,8 +1,8 @@
-"""What the ops compute, by their formulas alone: torch's autograd over plain collectives.
+"""The formulas of the ops: torch's autograd over plain collectives.
 
-Nothing here knows the rules, pieces or orders of the product.  Whole numbers are added exactly in
-any order, so the fused linear ops have to give the same bits; in fp64 the formulas are what rounded
-results are measured against.
+The formulas are independent of the rules, pieces and orders of the product.  Sums of integers are
+exact in any order, so the fused linear ops have to give the same bits.  In fp64 the formulas are
+the reference for rounded results.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ def _scatter(x: torch.Tensor, group: Group, divisor: int = 1) -> torch.Tensor:
 
 
 def _swap(x: torch.Tensor, group: Group) -> torch.Tensor:
-    everyone = _blocks(_gather(x, group), group)
-    return torch.cat([_blocks(theirs, group)[group.rank()] for theirs in everyone])
+    inputs = _blocks(_gather(x, group), group)
+    return torch.cat([_blocks(tensor, group)[group.rank()] for tensor in inputs])
 
 
 def _by(group: Group, x: torch.Tensor, forth: Callable, back: Callable) -> torch.Tensor:
@@ -66,7 +66,7 @@ def _by(group: Group, x: torch.Tensor, forth: Callable, back: Callable) -> torch
 
 
 class _IntoMainGrad(torch.autograd.Function):
-    """A weight whose gradient Megatron's fusion accumulates."""
+    """A weight whose gradient is added to ``main_grad``, as by Megatron's fused accumulation."""
 
     @staticmethod
     def forward(ctx: Any, weight: torch.Tensor) -> torch.Tensor:
@@ -107,7 +107,7 @@ def linear_all_to_all(
     y = linear(x, _weight(weight, options), bias)
     parts = y.chunk(group.size(), -1)
     if rows is not None:
-        parts = [torch.cat([y[..., run] for run in of], -1) for of in rows]
+        parts = [torch.cat([y[..., run] for run in runs], -1) for runs in rows]
     return _by(group, torch.cat(parts), _swap, _swap)
 
 

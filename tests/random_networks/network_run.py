@@ -1,4 +1,4 @@
-"""Runs a network of layers on one rank, in one of its forms."""
+"""Runs a network of layers on one rank in a given form."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ _WHOLE_WEIGHTS = ("linear_all_to_all", "all_to_all_linear", "attention_all_to_al
 def _drawn(
     case: Network, form: Form, what: str, shape: tuple[int, ...], dtype: torch.dtype | None = None
 ) -> torch.Tensor:
-    found = drawn(case.seed, what, shape, dtype or case.dtype, case.rounded)
-    return found.double() if form == "exact" else found
+    tensor = drawn(case.seed, what, shape, dtype or case.dtype, case.rounded)
+    return tensor.double() if form == "exact" else tensor
 
 
 class Call:
     """One layer of a network: its parameters on this rank, and the op on them.
 
     Args:
-        link: by default that of the case.
+        link: defaults to the transport of the case.
     """
 
     def __init__(
@@ -59,10 +59,10 @@ class Call:
             inputs *= size
         if layer.op == "linear_all_to_all":
             outputs = features = size * layer.outputs + -(-size // 2) * layer.shared
-        whose = 0 if layer.op in _WHOLE_WEIGHTS else self.link.rank
+        owner = 0 if layer.op in _WHOLE_WEIGHTS else self.link.rank
         shape = (outputs, inputs)
         weight = parameter_of(
-            _drawn(case, self.form, f"{self.name} weight {whose}", shape),
+            _drawn(case, self.form, f"{self.name} weight {owner}", shape),
             layer.weight_layout,
             layer.weight_grad,
         )
@@ -73,10 +73,10 @@ class Call:
                 weight.grad_added_to_main_grad = False  # type: ignore[attr-defined]
         if layer.bias == "no":
             return weight, None
-        # Whole on every rank of a sharded layer, the rank's own where outputs are split.
+        # A sharded layer has the full bias on every rank; column-parallel ranks have their own.
         features = features * size if layer.op == "sharded_linear" else features
-        whose = self.link.rank if layer.op == "all_gather_linear" else 0
-        bias = _drawn(case, self.form, f"{self.name} bias {whose}", (features,))
+        owner = self.link.rank if layer.op == "all_gather_linear" else 0
+        bias = _drawn(case, self.form, f"{self.name} bias {owner}", (features,))
         return weight, torch.nn.Parameter(bias, requires_grad=layer.bias == "trained")
 
     def _keywords(self) -> dict[str, Any]:
@@ -94,7 +94,7 @@ class Call:
                 layer.main_grad is not None,
             )
         if layer.op == "linear_all_to_all" and layer.shared:
-            # As key heads, of which there may be fewer than ranks.
+            # Like key heads, of which there may be fewer than ranks.
             keywords["rows"] = [
                 [
                     slice(rank * layer.outputs, (rank + 1) * layer.outputs),
@@ -127,36 +127,36 @@ class Call:
         return self.op(*parts, self.weight, self.bias, **self.keywords, **mask)
 
     def recomputed(self, x: torch.Tensor) -> torch.Tensor:
-        """With the recomputation that the layer asks for."""
+        """The call with the recomputation that the layer asks for."""
         if self.layer.recompute == "no":
             return self(x)
         y: torch.Tensor = checkpoint(self, x, use_reentrant=self.layer.recompute == "reentrant")
         return y
 
     def gradients(self) -> Found:
-        """What the backward left at the parameters."""
-        found: Found = {}
+        """Gradients and related attributes of the parameters after the backward."""
+        results: Found = {}
         for name, parameter in (("weight", self.weight), ("bias", self.bias)):
             if parameter is None:
                 continue
-            found[f"{self.name} {name}.grad"] = parameter.grad
+            results[f"{self.name} {name}.grad"] = parameter.grad
         if self.layer.main_grad is not None and self.weight is not None:
-            found[f"{self.name} main_grad"] = getattr(self.weight, "main_grad")  # noqa: B009
+            results[f"{self.name} main_grad"] = getattr(self.weight, "main_grad")  # noqa: B009
             if self.layer.flag:
                 # Its contents are undefined; Megatron asks for the shape only.
                 grad = self.weight.grad
-                found[f"{self.name} weight.grad"] = (
+                results[f"{self.name} weight.grad"] = (
                     None if grad is None else grad.new_zeros(grad.shape)
                 )
                 added = getattr(self.weight, "grad_added_to_main_grad")  # noqa: B009
-                found[f"{self.name} flag"] = torch.tensor(added)
-        return found
+                results[f"{self.name} flag"] = torch.tensor(added)
+        return results
 
 
 def input_of(
     case: Network, number: int = 0, form: Form = "fused", link: Transport | None = None
 ) -> torch.Tensor:
-    """What this rank gives the first layer in a micro-batch, with or without a gradient."""
+    """The input of the first layer on this rank in a micro-batch."""
     rank = (link or transport_of(case)).rank
     rows = case.rows + (rank if case.uneven else 0)
     if case.layers[0].op not in FROM_SHARD:
@@ -167,9 +167,9 @@ def input_of(
 
 
 def run_network(case: Network, form: Form, link: Transport | None = None) -> Found:
-    """Forward and backward of every micro-batch: outputs and gradients, of every layer."""
+    """Run forward and backward of every micro-batch; returns all outputs and gradients."""
     calls = [Call(case, place, form, link) for place in range(len(case.layers))]
-    found: Found = {}
+    results: Found = {}
     open_: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = []
     rank = calls[0].link.rank
     inputs: list[torch.Tensor] = []
@@ -182,9 +182,9 @@ def run_network(case: Network, form: Form, link: Transport | None = None) -> Fou
             name = f"micro-batch {number}, {call.name}"
             layer = call.layer
             rounded = case.rounded
-            fitted = fitting(x, layer.inputs, layer.x_layout, rounded, found, f"{name} x.grad")
+            fitted = fitting(x, layer.inputs, layer.x_layout, rounded, results, f"{name} x.grad")
             y = arriving(call.recomputed(fitted), layer.grad_layout, rounded)
-            found[f"{name} y"] = y.detach().clone()
+            results[f"{name} y"] = y.detach().clone()
             if case.branches:
                 ends.append(y)
             else:
@@ -203,7 +203,7 @@ def run_network(case: Network, form: Form, link: Transport | None = None) -> Fou
         if ends:
             torch.autograd.backward(ends, grads)
     for number, x in enumerate(inputs):
-        found[f"micro-batch {number} x.grad"] = x.grad
+        results[f"micro-batch {number} x.grad"] = x.grad
     for call in calls:
-        found |= call.gradients()
-    return found
+        results |= call.gradients()
+    return results

@@ -1,6 +1,6 @@
-"""Random cases: what hypothesis draws, and how it makes a failing one smaller.
+"""Hypothesis strategies for random cases.
 
-What comes first in a choice is what a failure shrinks to.
+A failing case shrinks toward the first alternative of each choice.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ _TENSOR_PARALLEL = (
     "attention_linear_reduce_scatter",
 )
 _EXACT = {torch.float32: 1 << 24, torch.float16: 1 << 11, torch.bfloat16: 1 << 8}
-"""Whole numbers up to here have every value between."""
+"""Integers up to this value are exact in the dtype."""
 
 
 def cases(size: int) -> st.SearchStrategy[Case]:
-    """Cases for a group of ``size`` ranks; one in ten is of buckets, as many begin with each op."""
+    """Cases for a group of ``size`` ranks: buckets and each first op with equal probability."""
     kinds = [_networks(size, op) for op in OPS]
     return st.one_of(*kinds, _bucket_runs(size))
 
 
 def _often(common: bool = False) -> st.SearchStrategy[bool]:
-    """``common`` three times of four."""
+    """``common`` with probability 3/4."""
     return st.sampled_from((common, common, common, not common))
 
 
@@ -73,9 +73,9 @@ def _schedules(draw: st.DrawFn, size: int, lanes: int, linear: bool = False) -> 
 def _layers(
     draw: st.DrawFn, op: str, size: int, lanes: int, dtype: torch.dtype, rounded: bool
 ) -> Layer:
-    # MKL rounds by where rows begin, if at no multiple of 64 bytes, and by how few there are.
+    # The rounding of MKL depends on row addresses modulo 64 bytes and on small row counts.
     features = st.sampled_from((32, 64)) if rounded else st.integers(1, 12)
-    layouts = st.sampled_from([one for one in _LAYOUTS if one != "offset" or not rounded])
+    layouts = st.sampled_from([layout for layout in _LAYOUTS if layout != "offset" or not rounded])
     layer = Layer(
         op,
         inputs=draw(features),
@@ -97,7 +97,7 @@ def _layers(
         )
     rounds = rounded or op == "attention_linear_reduce_scatter"
     if rounds and layer.schedule.shape == "two_level":
-        # Nodes have an order of additions of their own.
+        # A two-level schedule with several nodes adds in another order.
         layer = replace(layer, schedule=replace(layer.schedule, node_size=size))
     if op == "attention_all_to_all":
         return layer
@@ -123,7 +123,7 @@ def _layers(
 
 
 def _is_whole(whole: bool, layer: Layer) -> bool:
-    """Whether a rank holds all rows after a layer."""
+    """Whether a rank holds all rows after ``layer``."""
     if layer.op in ("linear_all_reduce", "sharded_linear"):
         return whole
     return layer.op in FROM_SHARD
@@ -134,7 +134,7 @@ def _networks(draw: st.DrawFn, size: int, first: str) -> Network:
     dtype = draw(st.sampled_from(_DTYPES))
     lanes = draw(st.integers(1, LANES))
     whole = first not in FROM_SHARD
-    # A group of one cuts nothing, and MKL rounds a few rows in another way than many.
+    # One rank does not cut the rows, and MKL rounds few rows differently from many.
     branches, rounded = draw(_often()), size > 1 and draw(st.booleans())
     layers = [draw(_layers(first, size, lanes, dtype, rounded))]
     for _ in range(draw(st.sampled_from((0, 0, 0, 1, 2)))):
@@ -142,16 +142,16 @@ def _networks(draw: st.DrawFn, size: int, first: str) -> Network:
             whole = _is_whole(whole, layers[-1])
         op = draw(st.sampled_from(FROM_WHOLE if whole else FROM_SHARD))
         layers.append(draw(_layers(op, size, lanes, dtype, rounded)))
-    few = st.sampled_from((4, 6)) if rounded else st.integers(1, 6)
-    rows = draw(st.one_of(few, st.integers(4 if rounded else 1, 40), st.sampled_from((48, 64))))
+    small = st.sampled_from((4, 6)) if rounded else st.integers(1, 6)
+    rows = draw(st.one_of(small, st.integers(4 if rounded else 1, 40), st.sampled_from((48, 64))))
     batch = draw(st.sampled_from((None, 1, 2, 3)))
     if draw(st.integers(0, 19)) == 19:
         rows, batch = draw(st.sampled_from(((0, batch), (rows, 0))))
     if batch is None and any(layer.op in ATTENTION for layer in layers):
         batch = 1
     micro_batches = draw(st.sampled_from((1, 1, 2)))
-    # A weight gradient adds one number per row; rows of the weight that two ranks share, two.
-    allowed = min(_EXACT[of] for layer in layers for of in (dtype, layer.main_grad or dtype)) // (
+    # A weight gradient sums one number per row, or two for weight rows that two ranks share.
+    limit = min(_EXACT[kind] for layer in layers for kind in (dtype, layer.main_grad or dtype)) // (
         4 * size * micro_batches * max(1, batch or 1)
     )
     return Network(
@@ -159,7 +159,7 @@ def _networks(draw: st.DrawFn, size: int, first: str) -> Network:
         tuple(layers),
         seed=draw(st.integers(0, 1 << 16)),
         dtype=dtype,
-        rows=rows if rounded else min(rows, allowed),
+        rows=rows if rounded else min(rows, limit),
         batch=batch,
         uneven=all(layer.op == "sharded_linear" for layer in layers) and draw(st.booleans()),
         x_grad=draw(_often(True)),

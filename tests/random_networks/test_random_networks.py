@@ -1,4 +1,4 @@
-"""Random cases: the same in every run, more with ``--random-cases``, and those that once failed."""
+"""Random cases, the same in every run (more with ``--random-cases``), and former failures."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FOUND: dict[str, Case] = {
 
 @pytest.mark.parametrize(
     ("size", "cases"),
-    [(2, 70), (3, 40), *(pytest.param(*of, marks=pytest.mark.long) for of in MORE)],
+    [(2, 70), (3, 40), *(pytest.param(*sizes, marks=pytest.mark.long) for sizes in MORE)],
 )
 def test_fused_is_plain(random_cases, size: int, cases: int) -> None:
     random_cases(size, cases, seed=2604 + cases)

@@ -1,4 +1,4 @@
-"""The transports of a rank: made once, and used by all cases."""
+"""The transports of a rank: created once and used by all cases."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ def _all_lanes() -> Transport:
 
 @lru_cache
 def _transport(lanes: int, batched: bool, check: Check) -> Transport:
-    # On the same lanes, one after the other: each process group has threads that poll.
-    made = _all_lanes()
+    # All transports share the lanes, because each process group has threads that poll.
+    shared = _all_lanes()
     return Transport(
-        made.group,
-        made.lane_groups[:lanes],
-        made._control,
+        shared.group,
+        shared.lane_groups[:lanes],
+        shared._control,
         timeout=PATIENT,
         batched=batched,
         check=check,
@@ -30,15 +30,15 @@ def _transport(lanes: int, batched: bool, check: Check) -> Transport:
 
 
 def transport_of(case: Case) -> Transport:
-    """As the case wants it.  Every rank asks for it together."""
+    """The transport for a case; a collective call."""
     return _transport(case.lanes, case.batched, case.check)
 
 
 def at_rest(link: Transport) -> list[str]:
-    """What is still under way although nothing should be."""
-    found = [f"{exchange.name} is still under way" for exchange in link._in_flight]
+    """Messages about pending transfers, a broken transport or scratch that was not returned."""
+    messages = [f"{exchange.name} is still under way" for exchange in link._in_flight]
     if link._broken is not None:
-        found.append(f"the transport is broken: {link._broken}")
+        messages.append(f"the transport is broken: {link._broken}")
     if link.scratch.lent:
-        found.append(f"{link.scratch.lent} arenas of scratch were not given back")
-    return found
+        messages.append(f"{link.scratch.lent} arenas of scratch were not given back")
+    return messages

@@ -1,7 +1,7 @@
-"""Tensors of whole numbers, or of others, and how they lie in memory.
+"""Tensors of integers or of random floats, in several memory layouts.
 
-Between two layers whole numbers are brought back to -1, 0 and 1, forward and backward, so that no
-sum grows beyond what its dtype holds exactly, however many layers there are.
+Between two layers integers are clamped to -1, 0 and 1, forward and backward, so that every sum is
+exact in its dtype for any number of layers.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ import torch
 from tests.random_networks.case import Layout
 
 Found = dict[str, torch.Tensor | None]
-"""What came out of a run, by name."""
+"""Results of a run, by name."""
 
 
 def drawn(
     seed: int, what: str, shape: tuple[int, ...], dtype: torch.dtype, rounded: bool = False
 ) -> torch.Tensor:
-    """-1, 0 or 1, or any numbers, the same wherever seed and name are the same."""
+    """Integers from -1 to 1, or normal floats if ``rounded``, determined by seed and name."""
     generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {what}".encode()))
     if rounded:
         return torch.randn(shape, generator=generator).to(dtype)
@@ -28,7 +28,7 @@ def drawn(
 
 
 def laid_out(x: torch.Tensor, layout: Layout) -> torch.Tensor:
-    """The same numbers (but for ``expanded``) in other memory."""
+    """The same values in another memory layout; ``expanded`` repeats the first row."""
     if layout == "transposed":
         return x.transpose(0, -1).contiguous().transpose(0, -1)
     if layout == "sliced":
@@ -57,7 +57,7 @@ def _places(features: int, inputs: int) -> torch.Tensor:
 
 
 class _Fit(torch.autograd.Function):
-    """The front of a layer: small numbers, as many features as it wants, in its layout."""
+    """Fits the input of a layer: clamped values, its number of features, its layout."""
 
     @staticmethod
     def forward(
@@ -82,7 +82,7 @@ class _Fit(torch.autograd.Function):
 
 
 class _Arrive(torch.autograd.Function):
-    """The back of a layer: its gradient arrives in small numbers, in the wanted layout."""
+    """Identity after a layer whose backward clamps the gradient and gives it a layout."""
 
     @staticmethod
     def forward(ctx: Any, y: torch.Tensor, layout: Layout, rounded: bool) -> torch.Tensor:
@@ -97,12 +97,12 @@ class _Arrive(torch.autograd.Function):
 def fitting(
     x: torch.Tensor, inputs: int, layout: Layout, rounded: bool, found: Found, name: str
 ) -> torch.Tensor:
-    """``x`` for a layer of so many inputs; the gradient that comes back is kept in ``found``."""
+    """``x`` for a layer of ``inputs`` features; its gradient is stored as ``found[name]``."""
     fitted: torch.Tensor = _Fit.apply(x, inputs, layout, rounded, found, name)
     return fitted
 
 
 def arriving(y: torch.Tensor, layout: Layout, rounded: bool) -> torch.Tensor:
-    """``y``, whose gradient will have this layout."""
+    """``y``, whose gradient will have the given layout."""
     out: torch.Tensor = _Arrive.apply(y, layout, rounded)
     return out

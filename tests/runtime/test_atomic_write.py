@@ -1,4 +1,4 @@
-"""A file that cannot be written whole leaves the one that was there."""
+"""Files are replaced atomically: a failed write leaves the old file."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_written_whole_in_a_folder_of_any_name(tmp_path: Path) -> None:
         os.umask(mask)
     assert json.loads(path.read_text()) == {"a": 2}
     assert stat.S_IMODE(path.stat().st_mode) == 0o640
-    assert [one.name for one in path.parent.iterdir()] == ["a file.json"]
+    assert [entry.name for entry in path.parent.iterdir()] == ["a file.json"]
 
 
 def test_a_full_disk_leaves_the_old_file(small_disk: Callable[[int], Path]) -> None:
@@ -32,7 +32,7 @@ def test_a_full_disk_leaves_the_old_file(small_disk: Callable[[int], Path]) -> N
     with pytest.raises(OSError, match="No space left"):
         write_json(path, ["new" * 100_000])
     assert json.loads(path.read_text()) == ["old"]
-    assert [one.name for one in path.parent.iterdir()] == ["file.json"]
+    assert [entry.name for entry in path.parent.iterdir()] == ["file.json"]
 
 
 def test_a_link_stays_a_link(tmp_path: Path) -> None:

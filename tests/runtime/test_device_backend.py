@@ -1,4 +1,4 @@
-"""Where a group's tensors are, and how it posts, is asked of torch.distributed, not of a name."""
+"""Device and backend of a group are looked up in torch.distributed, not guessed from names."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from commfuse_npu.runtime.collectives import device_backend
     ],
 )
 def test_the_device_and_its_backend(monkeypatch, backend: str, expected: object) -> None:
-    """As torch_npu registers HCCL, and as a backend of CPU tensors registers itself."""
-    known = {**dist.Backend.backend_capability, "hccl": ["npu"], "own_backend": ["cpu"]}
-    monkeypatch.setattr(dist.Backend, "backend_capability", known)
+    """Backends as torch_npu registers HCCL, and as a CPU backend registers itself."""
+    devices = {**dist.Backend.backend_capability, "hccl": ["npu"], "own_backend": ["cpu"]}
+    monkeypatch.setattr(dist.Backend, "backend_capability", devices)
     assert device_backend(backend) == expected
 
 

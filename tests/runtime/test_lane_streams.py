@@ -1,4 +1,4 @@
-"""Which streams tensors are erased from, with a torch_npu that is made up."""
+"""The streams from which tensors are erased, with a mock of torch_npu."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ def lane(stream: int) -> Any:
 
 @pytest.fixture
 def erased(monkeypatch) -> list[tuple[Any, Any]]:
-    found: list[tuple[Any, Any]] = []
+    calls: list[tuple[Any, Any]] = []
     npu = SimpleNamespace(
         Stream=lambda **words: words, current_stream=lambda device: SimpleNamespace(device_type=20)
     )
-    module: Any = SimpleNamespace(npu=npu, erase_stream=lambda *given: found.append(given))
+    module: Any = SimpleNamespace(npu=npu, erase_stream=lambda *args: calls.append(args))
     monkeypatch.setitem(sys.modules, "torch_npu", module)
-    return found
+    return calls
 
 
 def test_tensors_are_erased_from_the_streams_of_the_lanes_that_are_used(erased) -> None:
-    made = LaneStreams.of([lane(5), lane(7), lane(9)], NPU)
-    assert made is not None
+    streams = LaneStreams.of([lane(5), lane(7), lane(9)], NPU)
+    assert streams is not None
     x, y = torch.ones(1), torch.ones(2)
-    made.erase([x, y], 2)
+    streams.erase([x, y], 2)
     five, seven = ({"stream_id": stream, "device_index": 3, "device_type": 20} for stream in (5, 7))
     expected = [(x, five), (x, seven), (y, five), (y, seven)]
     assert all(a is x and b == y for (a, b), (x, y) in zip(erased, expected, strict=True))

@@ -1,4 +1,4 @@
-"""Scratch memory that is used again, and the views of it."""
+"""Scratch arenas are reused, and their views are cached."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ def test_an_arena_comes_back_and_serves_who_needs_less() -> None:
 
 
 def test_nothing_else_serves() -> None:
-    """Too short, too long by more than twice, another dtype."""
+    """No reuse of an arena that is too short, over twice too long, or of another dtype."""
     pool = ScratchPool()
-    given = pool.take(1000, torch.float32, CPU)
-    for asked in ((1001, torch.float32), (499, torch.float32), (1000, torch.bfloat16)):
-        pool.give_back(given)
-        assert pool.take(*asked, CPU) is not given
-        assert pool.take(1000, torch.float32, CPU) is given
+    arena = pool.take(1000, torch.float32, CPU)
+    for request in ((1001, torch.float32), (499, torch.float32), (1000, torch.bfloat16)):
+        pool.give_back(arena)
+        assert pool.take(*request, CPU) is not arena
+        assert pool.take(1000, torch.float32, CPU) is arena
 
 
 def test_what_is_kept_is_limited() -> None:
@@ -50,8 +50,8 @@ def test_what_is_kept_is_limited() -> None:
 def test_views_are_made_once_per_program() -> None:
     program = rules.gemm_scatter(RankSpec(Schedule(), 1, 4, True), 8, 16, 16)
     arena = ScratchPool().take(program.scratch_elements(), torch.float32, CPU)
-    found = arena.views(program, Region(wide=False, late=False))
-    assert arena.known[program, Region(wide=False, late=False)] is found
+    views = arena.views(program, Region(wide=False, late=False))
+    assert arena.known[program, Region(wide=False, late=False)] is views
     assert arena.views(program, Region(wide=True, late=False)) == {}, "it has no wide scratch"
 
 
@@ -59,10 +59,10 @@ def test_memory_is_used_again_on_the_stream_that_used_it(monkeypatch: pytest.Mon
     current = SimpleNamespace(stream_id=1)
     module = SimpleNamespace(current_stream=lambda device: current)
     monkeypatch.setattr(torch, "get_device_module", lambda device_type: module)
-    pool, asked = ScratchPool(), (64, torch.float32, torch.device("meta"))
-    arena = pool.take(*asked)
+    pool, request = ScratchPool(), (64, torch.float32, torch.device("meta"))
+    arena = pool.take(*request)
     pool.give_back(arena)
     current.stream_id = 2
-    assert pool.take(*asked) is not arena
+    assert pool.take(*request) is not arena
     current.stream_id = 1
-    assert pool.take(*asked) is arena
+    assert pool.take(*request) is arena

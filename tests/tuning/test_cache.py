@@ -1,4 +1,4 @@
-"""Answers on disk, and what is done with files that are not answers."""
+"""Tuning answers on disk, and the handling of invalid files."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def test_an_answer_is_found_again(tmp_path: Path, number: int) -> None:
 
 
 def _changed(**changes: Any) -> bytes:
-    whole = {"format": 1, "question": QUESTION, "answer": None, "seconds": {}}
-    return json.dumps({**whole, **changes}).encode()
+    entry = {"format": 1, "question": QUESTION, "answer": None, "seconds": {}}
+    return json.dumps({**entry, **changes}).encode()
 
 
 @pytest.mark.parametrize(

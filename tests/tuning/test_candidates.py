@@ -1,4 +1,4 @@
-"""What is tried, and what is not."""
+"""The candidate schedules of the tuning."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from commfuse_npu.tuning import candidates
     [Schedule(lanes=3), Schedule("two_level", 3, node_size=2)],
 )
 def test_all_are_plans_that_hold_within_the_lanes_that_there_are(schedule: Schedule) -> None:
-    found = candidates(schedule, 4, 1024)
-    assert len(found) == len(set(found)) > 3
-    for one in found:
-        assert one.lanes <= schedule.lanes
-        assert one.node_size == schedule.node_size
-        assert one.shape in (schedule.shape, "collective")
+    schedules = candidates(schedule, 4, 1024)
+    assert len(schedules) == len(set(schedules)) > 3
+    for candidate in schedules:
+        assert candidate.lanes <= schedule.lanes
+        assert candidate.node_size == schedule.node_size
+        assert candidate.shape in (schedule.shape, "collective")
         for rule in ("gather_gemm", "gemm_scatter"):
-            verify(Case(rule, arguments(rule, 7, 4)[0], one, 4, True).programs())
+            verify(Case(rule, arguments(rule, 7, 4)[0], candidate, 4, True).programs())
 
 
 def test_the_simplest_comes_first() -> None:
@@ -31,6 +31,6 @@ def test_the_simplest_comes_first() -> None:
 
 
 def test_two_ranks_taper_and_small_blocks_are_not_cut() -> None:
-    assert any(one.taper > 1 for one in candidates(Schedule(), 2, 1024))
-    assert [one.chunks for one in candidates(Schedule(), 2, 31)] == [1]
-    assert {one.chunks for one in candidates(Schedule(lanes=1), 8, 64)} == {1, 2, 3, 4}
+    assert any(candidate.taper > 1 for candidate in candidates(Schedule(), 2, 1024))
+    assert [candidate.chunks for candidate in candidates(Schedule(), 2, 31)] == [1]
+    assert {candidate.chunks for candidate in candidates(Schedule(lanes=1), 8, 64)} == {1, 2, 3, 4}

@@ -1,4 +1,4 @@
-"""Which alternative wins, on times that are made up."""
+"""Which alternative wins, on synthetic times."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from commfuse_npu.tuning import fastest
 
 
 class _Runs:
-    """Every run takes what the alternative takes, and a first run is slow."""
+    """Every run takes the time of its alternative; the first round is 100 times slower."""
 
     def __init__(self, seconds: Sequence[float]) -> None:
         self.seconds = seconds
@@ -20,7 +20,7 @@ class _Runs:
     def __call__(self, order: Sequence[int]) -> list[float]:
         self.orders.append(list(order))
         slow = 100.0 if len(self.orders) == 1 else 1.0
-        return [self.seconds[one] * slow for one in order]
+        return [self.seconds[index] * slow for index in order]
 
 
 @settings(deadline=None)
@@ -50,7 +50,7 @@ def test_what_is_usual_is_not_overruled_by_less_than_the_spread() -> None:
     noise = iter([0.0, 0.3, -0.3, 0.2, -0.2, 0.1] * 20)
 
     def run(order: Sequence[int]) -> list[float]:
-        return [(1.0 if one else 1.1) + next(noise) for one in order]
+        return [(1.0 if index else 1.1) + next(noise) for index in order]
 
     assert fastest(2, run, usual=0)[0] == 0
-    assert fastest(2, lambda order: [1.0 if one else 1.1 for one in order], usual=0)[0] == 1
+    assert fastest(2, lambda order: [1.0 if index else 1.1 for index in order], usual=0)[0] == 1
