@@ -19,7 +19,7 @@ from tests.distributed.test_buckets import shard
 @pytest.mark.parametrize("batched", [False, True], ids=["eager", "batched"])
 @on_ranks(3)
 def test_a_start_needs_nobody_else(rank: int, batched: bool) -> None:
-    """150 exchanges start without a peer: rank 0 starts all of them before the others begin."""
+    """More exchanges than a digest interval start before the other ranks begin any."""
     buckets = Buckets(transport(batched), BucketOptions(Schedule(chunks=3), scratch_bytes=0))
     exchanges = buckets.reduce_scatter, buckets.all_gather
     for exchange in exchanges:
@@ -28,7 +28,7 @@ def test_a_start_needs_nobody_else(rank: int, batched: bool) -> None:
     if rank:
         # The other ranks start only after rank 0 has started everything.
         dist.broadcast(token, 0)
-    tensors = [torch.full((24,), float(rank)) for _ in range(150)]
+    tensors = [torch.full((24,), float(rank)) for _ in range(300)]
     handles = [exchanges[number % 2](tensor) for number, tensor in enumerate(tensors)]
     if rank == 0:
         dist.broadcast(token, 0)
