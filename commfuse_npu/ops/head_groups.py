@@ -279,7 +279,8 @@ class HeadsToRows(_Exchange):
     weight_at = 0
     mask: AttentionMask | None = None
     scale: float | None = None
-    batch = 1
+    rows, batch = 0, 1
+    """Of the result; an empty batch has rows too."""
     state: tuple[Any, ...]
 
     def forward(
@@ -298,7 +299,8 @@ class HeadsToRows(_Exchange):
             attention = AttentionRuns(q, k, v, self.mask, self.scale, keep=keep)
             blocks = None if attention.attended is None else _by_sequence(attention.attended)
             make = _maker(attention)
-        rows, whole = x.shape[0] // size, (x.shape[0], columns)
+        self.rows = rows = x.shape[0] // size
+        whole = x.shape[0], columns
         if weight is None:
             received, y = None, x.new_empty((rows, self.batch, size, math.prod(x.shape[2:])))
             use = partial(_put_beside, y)
@@ -322,10 +324,10 @@ class HeadsToRows(_Exchange):
         if weight is None:
             by_heads = grad.unflatten(2, (size, -1)).permute(2, 0, 1, 3)
             blocks = by_heads.flatten(2).flatten(0, 1).contiguous()
-            rows, columns = grad.shape[0], blocks.shape[1]
+            columns = blocks.shape[1]
         else:
             groups = HeadGroups(weight, size, len(grad))
-            rows, columns, blocks = len(grad) // self.batch, self.batch * groups.features, None
+            columns, blocks = self.batch * groups.features, None
             make = self._by_groups(groups.split, grad)
         wgrad = self.weight_gradient()
         if wgrad.needed:
@@ -333,12 +335,12 @@ class HeadsToRows(_Exchange):
         if saved:
             attention = AttentionRuns.again(saved, self.state)
         elif any(needs_heads):
-            grad_x = grad.new_empty((size * rows, columns))
+            grad_x = grad.new_empty((size * self.rows, columns))
         if any(needs_heads):
             # Mirrors the forward: the projection computes the blocks, attention uses them.
             use = None if attention is None else attention.backward
             self.swap(
-                rows, columns, like=grad, make=make, use=use, wgrad=add_wgrad, blocks=blocks,
+                self.rows, columns, like=grad, make=make, use=use, wgrad=add_wgrad, blocks=blocks,
                 received=grad_x, backward=True,
             )  # fmt: skip
         elif add_wgrad is not None:
