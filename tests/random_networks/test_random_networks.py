@@ -11,7 +11,7 @@ from tests.random_networks.case import Case, Layer, Network
 MORE = ((1, 40), (2, 180), (3, 50), (4, 30))
 TAPERED, ONE_LANE = Schedule(lanes=1, chunks=3, taper=1.5), Schedule(lanes=1)
 TO_LINEAR = Layer("all_to_all_linear", schedule=ONE_LANE, wgrad="blocks")
-ATTENTION = Layer("attention_all_to_all_linear", schedule=ONE_LANE, queries=2, keys=1)
+ATTENTION = Layer("attention_all_to_all_linear", 64, 32, schedule=ONE_LANE, queries=2, keys=1)
 FOUND: dict[str, Case] = {
     "partials of tapered chunks were overwritten": Network(
         4, (Layer("linear_reduce_scatter", schedule=TAPERED),), rows=3, lanes=1
