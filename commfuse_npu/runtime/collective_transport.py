@@ -211,14 +211,11 @@ class CollectiveRun:
             into.copy_(whole)
             return
         wide = whole.to(self._sum_dtype or whole.dtype)
-        hops = self.spec.schedule.hops(self.spec.rank, self.spec.size, "last")
-        order = [hop.source for hop in hops]
-        schedule = self.spec.schedule
-        like_collectives = schedule.shape != "two_level" and schedule.costs is None
+        order = self._order()
         with self._transport.collectives(self.name):
             if finish:
                 total = sum_rows_in_order(wide, self._group, order)
-            elif self._transport.same_pieces and not like_collectives:
+            elif self._own_order:
                 total = sum_rows_in_order(wide, self._group, [*order, self.spec.rank])
             else:
                 self._sums.append((into, self._begun(begin_reduce_scatter(wide, self._group))))
@@ -233,9 +230,25 @@ class CollectiveRun:
         if self.spec.size > 1 and len(whole):
             with self._transport.collectives(self.name):
                 for part in parts:
-                    sums = reduce_scatter_rows(total[part], self._group).to(whole.dtype)
-                    total[part] = all_gather_rows(sums, self._group).to(total.dtype)
+                    if self._own_order:
+                        order = [*self._order(), self.spec.rank]
+                        sums = sum_rows_in_order(total[part], self._group, order)
+                    else:
+                        sums = reduce_scatter_rows(total[part], self._group)
+                    total[part] = all_gather_rows(sums.to(whole.dtype), self._group).to(total.dtype)
         self._tensors[out].copy_(total)
+
+    @property
+    def _own_order(self) -> bool:
+        """Whether to add in the order of the program, because collectives add in another one."""
+        schedule = self.spec.schedule
+        differs = schedule.shape == "two_level" or schedule.costs is not None
+        return self._transport.same_pieces and differs
+
+    def _order(self) -> list[int]:
+        """The ranks whose partials the program adds, in its order, before the own one."""
+        hops = self.spec.schedule.hops(self.spec.rank, self.spec.size, "last")
+        return [hop.source for hop in hops]
 
     # ------------------------------------------------------------------ work
 
