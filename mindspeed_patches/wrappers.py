@@ -384,7 +384,10 @@ class LinearWrappers(LaneUser):
             fused: the word for the path of the ops, which may run on collectives.
         """
         counted = dict.fromkeys(("gradients", "parameters"), "buckets")
-        paths = sorted(self.calls.items(), key=lambda call: (call[0][0], call[0][1] != "fused"))
+        # The fused calls of a layer first.
+        paths = sorted(
+            self.calls.items(), key=lambda call: (call[0][0], call[0][1] != "fused", call)
+        )
         return [
             f"{name}: {count} {counted.get(name, 'forward calls')} "
             f"{fused if path == 'fused' else f'by Megatron, because {path}'}"

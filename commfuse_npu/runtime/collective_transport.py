@@ -211,12 +211,10 @@ class CollectiveRun:
             into.copy_(whole)
             return
         wide = whole.to(self._sum_dtype or whole.dtype)
-        order = self._order()
+        order = self._order(own=not finish)
         with self._transport.collectives(self.name):
-            if finish:
+            if finish or self._own_order:
                 total = sum_rows_in_order(wide, self._group, order)
-            elif self._own_order:
-                total = sum_rows_in_order(wide, self._group, [*order, self.spec.rank])
             else:
                 self._sums.append((into, self._begun(begin_reduce_scatter(wide, self._group))))
                 return
@@ -228,13 +226,13 @@ class CollectiveRun:
     def all_reduce(self, whole: torch.Tensor, parts: Sequence[slice], *, out: str) -> None:
         total = whole.to(self._sum_dtype or whole.dtype)
         if self.spec.size > 1 and len(whole):
+            order = self._order(own=True) if self._own_order else None
             with self._transport.collectives(self.name):
                 for part in parts:
-                    if self._own_order:
-                        order = [*self._order(), self.spec.rank]
-                        sums = sum_rows_in_order(total[part], self._group, order)
-                    else:
+                    if order is None:
                         sums = reduce_scatter_rows(total[part], self._group)
+                    else:
+                        sums = sum_rows_in_order(total[part], self._group, order)
                     total[part] = all_gather_rows(sums.to(whole.dtype), self._group).to(total.dtype)
         self._tensors[out].copy_(total)
 
@@ -245,10 +243,11 @@ class CollectiveRun:
         differs = schedule.shape == "two_level" or schedule.costs is not None
         return self._transport.same_pieces and differs
 
-    def _order(self) -> list[int]:
-        """The ranks whose partials the program adds, in its order, before the own one."""
-        hops = self.spec.schedule.hops(self.spec.rank, self.spec.size, "last")
-        return [hop.source for hop in hops]
+    def _order(self, *, own: bool) -> list[int]:
+        """The ranks whose partials the program adds, in its order; ``own``: this one, too, last."""
+        spec = self.spec
+        peers = [hop.source for hop in spec.schedule.hops(spec.rank, spec.size, "last")]
+        return [*peers, spec.rank] if own else peers
 
     # ------------------------------------------------------------------ work
 
