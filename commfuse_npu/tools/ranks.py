@@ -28,7 +28,7 @@ __all__ = ["Ranks", "RanksError", "lacking_backend"]
 
 _START_SECONDS = 180.0
 _END_SECONDS = 5.0
-_BACKENDS = {"cpu": "gloo", "npu": "hccl", "cuda": "nccl"}
+_BACKENDS = {"cpu": "gloo", "npu": "hccl"}
 _context = multiprocessing.get_context("spawn")
 
 
@@ -44,8 +44,7 @@ class Ranks:
 
     Args:
         size: number of ranks.
-        device: ``cpu`` (gloo over 127.0.0.1), ``npu`` (HCCL) or ``cuda`` (NCCL; both read, not
-            run).
+        device: ``cpu`` (gloo over 127.0.0.1), or ``npu`` (HCCL; read, not run).
         timeout: seconds for an answer, and for a transfer.  That of answers can be changed later.
         worker: the class whose methods are called, ``module:name``; it takes no arguments.
 
@@ -204,8 +203,7 @@ def _join(rank: int, size: int, store: str, device: str, timeout: float, worker:
     torch.set_flush_denormal(True)  # a sleeping GEMM leaves arbitrary numbers
     if device != "cpu":
         # Read, not run.
-        if device == "npu":
-            import torch_npu  # noqa: F401
+        import torch_npu  # noqa: F401
 
         module = getattr(torch, device)
         count = module.device_count()

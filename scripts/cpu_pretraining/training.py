@@ -167,8 +167,8 @@ def timed_waits() -> Iterator[list[Wait]]:
         yield waits
 
 
-def _pace_on_all_ranks(rate: float) -> int:
-    """Limit this process's connections to ``rate`` MB/s each; returns how many. Collective.
+def _pace_on_all_ranks(rate: float) -> None:
+    """Limit this process's connections to ``rate`` MB/s each. Collective.
 
     On loopback a transfer is a copy by the CPU that should compute meanwhile, so nothing can be
     hidden. A paced socket waits in the kernel's timers instead. A link is a pair of ranks, one
@@ -178,14 +178,13 @@ def _pace_on_all_ranks(rate: float) -> int:
         UsageError: the kernel of a rank refuses; raised on every rank, so that nothing trains over
             links that only seem to have a rate.
     """
-    outcome = pace(rate * 1e6)
-    if why := first_reason(outcome.problem and f"rank {dist.get_rank()}: {outcome.problem}"):
+    problem = pace(rate * 1e6)
+    if why := first_reason(problem and f"rank {dist.get_rank()}: {problem}"):
         raise UsageError(
             f"--link-rate {rate:g} cannot be set on {why}; leave --link-rate out for the loopback "
             "as it is, or run on Linux 4.20 or newer, outside of sandboxes that replace the "
             "kernel's sockets"
         )
-    return outcome.sockets
 
 
 class Training:
@@ -231,9 +230,7 @@ class Training:
             outcome.add(entry, waits)
             if args.link_rate is not None and len(outcome.entries) == 1:
                 # Some connections are only opened on the first use of their group.
-                links = _pace_on_all_ranks(args.link_rate)
-                if self.rank == 0:
-                    print(f" links: {links} connections of rank 0 at {args.link_rate:g} MB/s")
+                _pace_on_all_ranks(args.link_rate)
             if log is not None:
                 log.append(entry)
                 print(_iteration_line(args.train_iters, entry), flush=True)

@@ -62,7 +62,7 @@ def parser() -> argparse.ArgumentParser:
     add = parser.add_argument_group("how").add_argument
     add("--rounds", type=whole(), help="per ratio")
     add("--seed", type=whole(0), default=0, help="of the numbers and of the order")
-    add("--device", choices=("cpu", "npu", "cuda"), default="cpu", help="npu, cuda: read, not run")
+    add("--device", choices=("cpu", "npu"), default="cpu", help="npu: read, not run")
     add("--timeout", type=positive, default=120.0, help="seconds for a round; default 120")
     add = parser.add_argument_group("what comes out (besides a Markdown table)").add_argument
     add("--json", type=new_file, metavar="FILE")

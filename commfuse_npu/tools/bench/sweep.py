@@ -21,7 +21,6 @@ __all__ = ["LINKS", "Bench", "Conditions", "Sweep", "full", "quick", "with_optio
 LINKS = {
     "mesh": "a link per pair of ranks (paced sockets)",
     "unpaced": "loopback without a rate",
-    "cuda": "the links between the GPUs",
     "npu": "the links between the NPUs",
 }
 """Descriptions of the links, by their names in results."""
@@ -177,7 +176,7 @@ class Bench:
     def _pace(self, bytes_per_second: float | None) -> bool:
         if self._link != "mesh":
             return True
-        if problems := {p.problem for p in self._ask("pace", bytes_per_second)} - {""}:
+        if problems := set(self._ask("pace", bytes_per_second)) - {""}:
             self._link = "unpaced"
             self._conditions.note(
                 f"links could not be given a rate: {'; '.join(sorted(problems))}. They are "
@@ -235,7 +234,7 @@ class Bench:
                 for name, sample in zip(order, samples, strict=True):
                     measured[name].append(sample)
             wire = on_link / rate if rate else 0.0
-            if self._link in ("npu", "cuda"):
+            if self._link == "npu":
                 # The rate of a real link is fixed, so the ratio is a result.
                 wire = median(sample.total for sample in measured[COMMUNICATION])
                 ratio = wire / compute

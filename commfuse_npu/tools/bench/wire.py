@@ -20,9 +20,8 @@ import os
 import socket
 import struct
 import sys
-from dataclasses import dataclass
 
-__all__ = ["UNLIMITED", "Pacing", "connected_sockets", "pace"]
+__all__ = ["UNLIMITED", "connected_sockets", "pace"]
 
 _SO_MAX_PACING_RATE = 47  # asm-generic/socket.h; the socket module does not name it
 _SEND_BUFFER = 256 << 10
@@ -32,19 +31,6 @@ own thread copies the rest as the link accepts it."""
 
 UNLIMITED = 2**64 - 1
 """The kernel's own value for "no limit"."""
-
-
-@dataclass(frozen=True)
-class Pacing:
-    """Result of :func:`pace`.
-
-    Attributes:
-        sockets: number of sockets that now have the rate.
-        problem: why no rate could be set, or an empty string.
-    """
-
-    sockets: int
-    problem: str = ""
 
 
 def connected_sockets() -> list[socket.socket]:
@@ -69,18 +55,21 @@ def connected_sockets() -> list[socket.socket]:
     return sockets
 
 
-def pace(bytes_per_second: float | None) -> Pacing:
+def pace(bytes_per_second: float | None) -> str:
     """Limit the rate of every connected TCP socket of this process; ``None`` removes the limit.
 
-    Call it once all groups have connected, and again for new ones.  It does not raise: if the
-    kernel refuses, the link keeps its own rate, and the report must say so.
+    Call it once all groups have connected, and again for new ones.
+
+    Returns:
+        Why no rate could be set, or an empty string.  It does not raise: the ranks have to agree
+        first whether all of them have one.
     """
     if not sys.platform.startswith("linux"):
-        return Pacing(0, f"SO_MAX_PACING_RATE is Linux's; this is {sys.platform}")
+        return f"SO_MAX_PACING_RATE is Linux's; this is {sys.platform}"
     rate = UNLIMITED if bytes_per_second is None else max(1, int(bytes_per_second))
     sockets = connected_sockets()
     if not sockets:
-        return Pacing(0, "no connected TCP socket under /proc/self/fd; has the group connected?")
+        return "no connected TCP socket under /proc/self/fd; has the group connected?"
     try:
         for connection in sockets:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"reno")
@@ -90,10 +79,10 @@ def pace(bytes_per_second: float | None) -> Pacing:
             # Kernels before 4.20 keep 32 bits; some sandboxes accept the option without effect.
             value = int.from_bytes(stored, sys.byteorder)
             if rate != UNLIMITED and value != rate:
-                return Pacing(0, f"the kernel took a pacing rate of {rate} and says {value}")
+                return f"the kernel took a pacing rate of {rate} and says {value}"
     except OSError as error:
-        return Pacing(0, f"the kernel refuses SO_MAX_PACING_RATE or reno: {error}")
+        return f"the kernel refuses SO_MAX_PACING_RATE or reno: {error}"
     finally:
         for connection in sockets:
             connection.close()
-    return Pacing(len(sockets))
+    return ""

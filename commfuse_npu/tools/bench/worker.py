@@ -20,7 +20,7 @@ from commfuse_npu.tools.bench.results import Check, Sample
 from commfuse_npu.tools.bench.shapes import Shape
 from commfuse_npu.tools.bench.sleeping import SleepingGemms
 from commfuse_npu.tools.bench.variants import REFERENCE, Variant
-from commfuse_npu.tools.bench.wire import Pacing, pace
+from commfuse_npu.tools.bench.wire import pace
 from commfuse_npu.tools.bench.works import Work
 from commfuse_npu.tuning import decisions
 
@@ -55,7 +55,7 @@ class FormsWorker:
             self._exchange = DirectExchange(group, {})
         return self._exchange
 
-    def pace(self, bytes_per_second: float | None) -> Pacing:
+    def pace(self, bytes_per_second: float | None) -> str:
         """Limit the rate of the sockets of all groups, which are all sockets of this process."""
         self._connected()
         return pace(bytes_per_second)

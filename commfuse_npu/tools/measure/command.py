@@ -44,11 +44,10 @@ from commfuse_npu.tools.terminal import print_verdict, tell
 
 __all__ = ["machine_facts", "main"]
 
-_BASES = {"cpu": "cpu_paced", "cuda": "cpu_paced", "npu": "ascend_910b_server"}
+_BASES = {"cpu": "cpu_paced", "npu": "ascend_910b_server"}
 """Description with the peaks and the unmeasured figures, by device, if nothing names another."""
 _READ_BY = {
     "npu": ("HCCL_", "P2P_HCCL_", "TORCH_HCCL_", "PYTORCH_NPU_", "ASCEND_RT_", "CPU_AFFINITY_"),
-    "cuda": ("NCCL_", "TORCH_NCCL_", "PYTORCH_CUDA_", "CUDA_"),
     "cpu": ("GLOO_",),
 }
 """Prefixes of the variables that a device's backend reads."""
@@ -102,7 +101,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--device", choices=tuple(_BASES), default="npu",
-        help="npu, cuda: read, not run; default %(default)s")  # fmt: skip
+        help="npu: read, not run; default %(default)s")  # fmt: skip
     add("--ranks", type=whole(2, 1024), default=8, help="default %(default)s")
     add("--one-device", action="store_true",
         help="only what one device answers, for the shapes of one of --ranks")  # fmt: skip

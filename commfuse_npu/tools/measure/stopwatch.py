@@ -28,7 +28,7 @@ class Stopwatch:
     """Times calls on one rank.
 
     Args:
-        module: the device's module, ``torch.npu`` or ``torch.cuda``; ``None`` for a CPU.
+        module: the device's module, ``torch.npu``; ``None`` for a CPU.
         ahead: launches some work on the device.
         meet: a collective of all ranks, after which their devices start together.
         barrier: the same for their hosts.
