@@ -103,8 +103,6 @@ def _parser() -> argparse.ArgumentParser:
     add("--device", choices=tuple(_BASES), default="npu",
         help="npu: read, not run; default %(default)s")  # fmt: skip
     add("--ranks", type=whole(2, 1024), default=8, help="default %(default)s")
-    add("--one-device", action="store_true",
-        help="only what one device answers, for the shapes of one of --ranks")  # fmt: skip
     add("--config", default="llama3_8b", help="whose layers; a yaml file, or its name in configs/")
     add("--base", metavar="DESCRIPTION",
         help="whose peaks and unmeasured figures are taken; default by the device")  # fmt: skip
@@ -135,7 +133,7 @@ class _Run:
         if options.base is not None:
             find_config(options.base, "hardware")
         facts = {"device": options.device, "ranks": options.ranks, "config": options.config}
-        facts |= {"base": options.base, "one device": options.one_device, "rows": self._scale.rows}
+        facts |= {"base": options.base, "rows": self._scale.rows}
         facts |= {layer: list(shape) for layer, shape in self._scale.layers().items()}
         if why := lacking_backend(options.device):
             raise FolderError(why)
@@ -235,8 +233,8 @@ class _Run:
 
     def _started(self, limit: float) -> Ranks:
         self._failed_starts += 1
-        size = 1 if self._options.one_device else self._options.ranks
-        self._ranks = ranks = Ranks(size, device=self._options.device, timeout=limit)
+        options = self._options
+        self._ranks = ranks = Ranks(options.ranks, device=options.device, timeout=limit)
         ranks.__enter__()
         here, saved = ranks.ask("machine")[0], self._folder.load("machine") or {}
         if "backend" in saved and (differing := different({k: here.get(k) for k in _SAME}, saved)):
@@ -300,7 +298,7 @@ class _Run:
         options, path = self._options, self._folder.path / "measured.yaml"
         device = facts.get("device name", options.device)
         base = options.base or described(str(device)) or _BASES[options.device]
-        name = f"{'one of ' * options.one_device}{options.ranks} ranks on {device}"
+        name = f"{options.ranks} ranks on {device}"
         source = (
             f"Measured by commfuse-npu measure: {name}, torch {facts.get('torch')}, "
             f"{facts.get('backend')}, shapes of {options.config}"
@@ -329,10 +327,4 @@ def _chosen(options: argparse.Namespace) -> list[str]:
         chosen = [name for name in chosen if name != LAUNCH]
     elif LAUNCH not in chosen:
         raise FolderError(f"--launch: no effect without {LAUNCH} among --steps; add it")
-    elif options.one_device:
-        raise FolderError("--launch trains on all ranks; leave it out with --one-device")
-    if options.one_device:
-        if excluded := [name for name in chosen if not STEPS[name].alone]:
-            print(f"left out, they need the other ranks: {', '.join(excluded)}")
-        chosen = [name for name in chosen if STEPS[name].alone]
     return chosen

@@ -48,7 +48,7 @@ class Peaks(NamedTuple):
 def figures(measured: Measured, peaks: Peaks) -> dict[str, Range]:
     """All figures that follow from the measured steps, by dotted name."""
     steps = {"links": _links, "gemms": _gemms, "host": _host, "beside": _beside,
-             "memory": _memory, "communicators": _communicators}  # fmt: skip
+             "memory": _memory}  # fmt: skip
     ranges: dict[str, Range] = {}
     for step, figures_of in steps.items():
         if step in measured:
@@ -178,13 +178,6 @@ def _memory(times: Times, peaks: Peaks) -> Figures:
     copy = next(row for row in times if row["what"] == "copy")
     rates = [4 * copy["numbers"] / seconds for seconds in copy["seconds"]]
     yield from _shares(rates, peaks.memory, "npu.hbm_bandwidth", "npu.hbm_efficiency")
-
-
-def _communicators(times: Times, peaks: Peaks) -> Figures:
-    largest = times[-1]["MB of a buffer"]
-    sizes = [row["bytes taken"] for row in times if row["MB of a buffer"] == largest]
-    if None not in sizes:
-        yield "host.communicator_bytes", quartiles(sizes)
 
 
 def _attention(times: Times, peaks: Peaks, reached: float) -> Figures:

@@ -35,7 +35,7 @@ class Scale(NamedTuple):
         ranks: number of ranks.
         rows: tokens of a micro-batch.
         shrink: divisor of every width, for a CPU.
-        message: bytes of the largest message.
+        message: bytes of a message.
         calls: repetitions of each measurement.
     """
 
@@ -60,10 +60,6 @@ class Scale(NamedTuple):
             return cls(path, config, device, ranks, 512, 8, 1 << 20, 7)
         return cls(path, config, device, ranks, config.seq_length, 1, 1 << 26, 20)
 
-    @property
-    def messages(self) -> list[int]:
-        return [self.message >> shift for shift in (8, 4, 2, 0)]
-
     def halves(self, most: int) -> list[int]:
         """The rows, a half, a quarter, ..., at most ``most`` values of at least 16."""
         return [self.rows >> shift for shift in range(most) if self.rows >> shift >= 16]
@@ -83,9 +79,7 @@ class Scale(NamedTuple):
 
 
 def slowest(by_rank: Sequence[Times]) -> Times:
-    """The time of the slowest rank for each call, and the largest memory.
-
-    A rank without times has ``[]``, one that does not know its memory ``None``.
+    """The time of the slowest rank for each call; a rank without times has ``[]``.
 
     Raises:
         ValueError: a call took no time, from which no figure can be computed.
@@ -96,11 +90,7 @@ def slowest(by_rank: Sequence[Times]) -> Times:
         seconds = [max(times) for times in zip(*timed, strict=True)]
         if not all(value > 0 for value in seconds):
             raise ValueError(f"calls took {seconds} seconds: device events returned zero durations")
-        row = {**rows[0], "seconds": seconds}
-        if "bytes taken" in row:
-            sizes = [entry["bytes taken"] for entry in rows]
-            row["bytes taken"] = None if None in sizes else max(sizes)
-        result.append(row)
+        result.append({**rows[0], "seconds": seconds})
     return result
 
 
@@ -122,13 +112,11 @@ class Step(NamedTuple):
 
     Attributes:
         question: the question that it answers.
-        alone: whether one device suffices.
         seconds: time limit of one call to the ranks, for a slow machine.
         ask: computes the answer; by default it is the result of the rank method of that name.
     """
 
     question: str
-    alone: bool = False
     seconds: float = 600
     ask: Callable[[Ask, Scale], Times] | None = None
 
@@ -136,13 +124,12 @@ class Step(NamedTuple):
 STEPS: Mapping[str, Step] = {
     "links": Step("how fast are lanes, one and several at once?"),
     "collectives": Step("how long do the collectives take that CommFuse replaces?"),
-    "gemms": Step("how long do GEMMs of a layer take, by rows?", alone=True),
+    "gemms": Step("how long do GEMMs of a layer take, by rows?"),
     "host": Step("what does posting a step, or launching a GEMM, cost the host?"),
     "beside": Step("do GEMMs and transfers slow each other down?"),
     LAYER: Step("how long do two layers take in each form?", ask=_layers),
-    "memory": Step("how fast is memory?", alone=True),
-    "communicators": Step("how much memory does a lane take?"),
-    "attention": Step("how long does attention take, by queries?", alone=True),
+    "memory": Step("how fast is memory?"),
+    "attention": Step("how long does attention take, by queries?"),
     LAUNCH: Step("how long do ten iterations of the launch take in each form?", seconds=900),
 }
 """Steps by name, the most useful first."""

@@ -21,7 +21,6 @@ import torch.distributed as dist
 
 from commfuse_npu.kernels import kernels_for
 from commfuse_npu.runtime.collectives import all_gather_rows, all_to_all_rows, reduce_scatter_rows
-from commfuse_npu.runtime.hccl_options import buffers_of
 from commfuse_npu.runtime.lanes import post_swap
 from commfuse_npu.runtime.transport import Transport
 from commfuse_npu.tools.bench.worker import FormsWorker
@@ -30,7 +29,7 @@ from commfuse_npu.tools.measure.stopwatch import Stopwatch
 
 __all__ = ["Exchange", "Worker"]
 
-_PROCESSOR, _RESIDENT = Path("/proc/cpuinfo"), Path("/proc/self/statm")
+_PROCESSOR = Path("/proc/cpuinfo")
 _AHEAD = 4096
 """Rows, columns and depth of the GEMM that a device runs before a timed call."""
 _TRAIN = 8
@@ -39,8 +38,6 @@ _SHARE = 0.75
 """Share of the time of an exchange that the GEMMs beside it take."""
 _TURNS = 8
 """Round trips of a ping-pong."""
-_BUFFERS = 1, 20, 200
-"""MB of each of a communicator's two buffers; the last is HCCL's default."""
 
 
 class Exchange:
@@ -142,14 +139,16 @@ class Worker(FormsWorker):
         return facts
 
     def links(self, scale: Scale) -> Times:
-        """Measure half a ping-pong, then messages on one and on several lanes at once."""
-        pings = self.latency(scale.calls)
-        times: Times = [{"bytes": 8, "lanes": 1, "half a ping-pong": True, "seconds": pings}]
-        for size in scale.messages:
-            for lanes in sorted({min(lanes, self.size - 1) for lanes in (1, 2, 4, self.size)}):
-                seconds = self.lanes(size, lanes, scale.calls)
-                times.append({"bytes": size, "lanes": lanes, "seconds": seconds})
-        return times
+        """Half a ping-pong, and a message to each peer over a lane of its own, all at once."""
+        lanes, pings = self.size - 1, self.latency(scale.calls)
+        return [
+            {"bytes": 8, "lanes": 1, "half a ping-pong": True, "seconds": pings},
+            {
+                "bytes": scale.message,
+                "lanes": lanes,
+                "seconds": self.lanes(scale.message, lanes, scale.calls),
+            },
+        ]
 
     def latency(self, calls: int) -> list[float]:
         """Half a ping-pong of 8 bytes between ranks 0 and 1; other ranks return no times."""
@@ -171,17 +170,16 @@ class Worker(FormsWorker):
         return self._exchanged(Exchange(self._transport, size, lanes), calls)
 
     def collectives(self, scale: Scale) -> Times:
-        """The backend's collectives in bf16, by bytes from each rank to each other rank."""
+        """The backend's collectives in bf16 of ``message`` bytes from each rank to each other."""
         group, times = self._transport.group, []
-        for size in scale.messages:
-            blocks = self._numbers(self.size, size // 2)
-            for name, call in {
-                "all-gather": partial(all_gather_rows, blocks[:1], group),
-                "reduce-scatter": partial(reduce_scatter_rows, blocks, group),
-                "all-to-all": partial(all_to_all_rows, blocks, group),
-            }.items():
-                seconds = self._timed(call, scale.calls, together=True)
-                times.append({"what": name, "bytes": size, "seconds": seconds})
+        blocks = self._numbers(self.size, scale.message // 2)
+        for name, call in {
+            "all-gather": partial(all_gather_rows, blocks[:1], group),
+            "reduce-scatter": partial(reduce_scatter_rows, blocks, group),
+            "all-to-all": partial(all_to_all_rows, blocks, group),
+        }.items():
+            seconds = self._timed(call, scale.calls, together=True)
+            times.append({"what": name, "bytes": scale.message, "seconds": seconds})
         return times
 
     def gemms(self, scale: Scale) -> Times:
@@ -267,25 +265,6 @@ class Worker(FormsWorker):
         seconds = self._timed(lambda: out.copy_(source), scale.calls)
         return [{"what": "copy", "numbers": scale.message, "seconds": seconds}]
 
-    def communicators(self, scale: Scale) -> Times:
-        """Create one more lane, open its links and close it, by MB of each of HCCL's buffers.
-
-        The bytes taken are device memory, or on a CPU the resident set of this process; ``None`` if
-        the system does not report it.
-        """
-        rows = []
-        for megabytes in (_BUFFERS if "hccl" in self._backend else (None,)) * 3:
-            options = None if megabytes is None else buffers_of(megabytes)
-            self._together()
-            start, before = time.perf_counter(), self._memory_in_use()
-            transport = Transport.create(lanes=1, lane_options=options)
-            seconds, after = self._now() - start, self._memory_in_use()
-            transport.close()
-            size = None if before is None or after is None else max(0, after - before)
-            row = {"MB of a buffer": megabytes, "bytes taken": size, "seconds": [seconds]}
-            rows.append(row)
-        return rows
-
     def attention(self, scale: Scale) -> Times:
         """The last queries against all keys, causal, forward, by number of queries."""
         config, keys, times = scale.config, scale.rows, []
@@ -302,14 +281,6 @@ class Worker(FormsWorker):
     def _product(self, m: int, k: int, n: int) -> Callable[[], object]:
         a, b, out = self._numbers(m, k), self._numbers(k, n), self._numbers(m, n)
         return lambda: self._kernels.gemm_into(out, a, b)
-
-    def _memory_in_use(self) -> int | None:
-        if self._module is not None:
-            free, total = self._module.mem_get_info()
-            return int(total - free)
-        if not _RESIDENT.exists():
-            return None  # no Linux
-        return int(_RESIDENT.read_text("ascii").split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
     def _numbers(self, *shape: int) -> torch.Tensor:
         return torch.randn(shape, device=self._device).to(torch.bfloat16)

@@ -100,7 +100,6 @@ QUESTIONS = (
     ("measure --device cpu --ranks 2 --resume --folder nothere", "holds no run to resume"),
     ("measure --steps launch", "--steps launch needs a launch; give it by --launch"),
     ("measure --steps host --launch x.sh", "--launch: no effect without launch among --steps; add"),
-    ("measure --one-device --launch train.sh", "--launch trains on all ranks"),
     ("measure --launch pretrain_gpt.py", "names no number, and here are 8 (--ranks)"),
     ("measure --device cpu --launch absent", "--launch 'absent' starts no program; give a launch"),
     ('measure --device cpu --launch "torchrun \'x"', "No closing quotation; quote it as for a"),

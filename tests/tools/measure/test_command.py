@@ -78,17 +78,6 @@ def test_everything_is_measured_described_and_shown(measured: Path, capsys: Any)
     assert {path: path.stat().st_mtime_ns for path in measured.glob("*.json")} == before
 
 
-@pytest.mark.usefixtures("tiny")
-def test_one_device_answers_what_needs_no_peer(measured: Path, capsys: Any) -> None:
-    words = [*SMALL, str(measured), "--one-device", "--steps", "links,gemms,memory"]
-    assert command.main(words) == 0
-    assert "left out, they need the other ranks: links" in capsys.readouterr().out
-    assert {path.stem for path in measured.glob("*.json")} == {"run", "machine", "gemms", "memory"}
-    assert Hardware.load(measured / "measured.yaml").name == "one of 2 ranks on cpu, measured"
-    # The shapes are those of one of two ranks.
-    assert {row["outputs"] for row in times(measured, "gemms") if row["layer"] == "fc1"} == {448}
-
-
 @pytest.mark.long
 @pytest.mark.usefixtures("tiny")
 def test_layers_are_measured_and_the_best_named(measured: Path, capsys: Any) -> None:

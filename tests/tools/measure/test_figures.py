@@ -150,17 +150,6 @@ def test_attention_of_fewer_queries_gives_half_rows() -> None:
     assert values["npu.attention_efficiency"] == pytest.approx(expected)
 
 
-def test_a_communicator_has_the_default_buffers() -> None:
-    def taken(*sizes: tuple[int | None, int | None]) -> dict[str, Any]:
-        rows = [{"MB of a buffer": mb, "bytes taken": b, "seconds": [1.0]} for mb, b in sizes]
-        return figures({"communicators": rows}, Peaks(20, 1.0, 1.0, 1.0))
-
-    on_npu = taken((1, 2_000_000), (200, 420_000_000), (200, 400_000_000), (200, 410_000_000))
-    assert on_npu == {"host.communicator_bytes": (405_000_000, 410_000_000, 415_000_000)}
-    assert taken((None, 0), (None, 4096))["host.communicator_bytes"] == (1024, 2048, 3072)
-    assert taken((1, 5), (200, None)) == {}
-
-
 def test_the_description_has_the_cores_that_the_device_names(tmp_path: Path) -> None:
     name = "ascend_910b_server"
     base = Hardware.load(find_config(name, "hardware"))

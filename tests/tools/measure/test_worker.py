@@ -5,13 +5,10 @@ from __future__ import annotations
 import multiprocessing
 import time
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 
 from commfuse_npu.config_file import find_config
-from commfuse_npu.tools.measure import worker
 from commfuse_npu.tools.measure.steps import Scale, Times
 from commfuse_npu.tools.measure.worker import Exchange, Worker
 from commfuse_npu.tools.ranks import Ranks, RanksError
@@ -45,20 +42,11 @@ class Asked(Worker):
         """Times of GEMMs that the exchange outlasts."""
         return self.side_by_side(self._product(8, 8, 8), 1 << 20, 3)
 
-    def elsewhere(self, scale: Scale) -> Times:
-        """Communicators on a system that does not report the memory of a process."""
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(worker, "_RESIDENT", Path("/nowhere/statm"))
-            return self.communicators(scale)
-
-    def on_hccl(self) -> tuple[Times, list[int]]:
-        """The rows measured with HCCL, and the buffer size of each communicator."""
-        sizes: list[Any] = []
+    def on_hccl(self) -> Times:
+        """The host's rows with HCCL."""
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(self, "_backend", "hccl")
-            patch.setattr(worker, "buffers_of", lambda megabytes: sizes.append(megabytes))
-            rows = self.communicators(SCALE)
-            return [*rows, *self.host(SCALE)], sizes
+            return self.host(SCALE)
 
 
 @pytest.fixture(scope="module")
@@ -83,19 +71,8 @@ def test_as_many_gemms_as_all_ranks_can_hide_are_beside_an_exchange(ranks: Ranks
     assert len(ranks.ask("slow_beside")[0]["both"]) == 3
 
 
-def test_memory_of_a_lane_is_a_figure_or_none(ranks: Ranks) -> None:
-    for rows in ranks.ask("communicators", SCALE):
-        assert len(rows) == 3
-        for row in rows:
-            assert row["seconds"][0] > 0
-            assert (row["bytes taken"] is None) != Path("/proc/self/statm").exists()
-    assert [row["bytes taken"] for row in ranks.ask("elsewhere", SCALE)[0]] == [None] * 3
-
-
-def test_hccl_is_asked_by_sizes_of_buffers_and_never_for_single_operations(ranks: Ranks) -> None:
-    rows, sizes = ranks.ask("on_hccl")[0]
-    assert sizes == [1, 20, 200] * 3 == [row["MB of a buffer"] for row in rows[:9]]
-    assert [row["what"] for row in rows[9:]] == ["batch", "GEMM"]
+def test_hccl_is_never_asked_for_single_operations(ranks: Ranks) -> None:
+    assert [row["what"] for row in ranks.ask("on_hccl")[0]] == ["batch", "GEMM"]
 
 
 def test_messages_that_are_mixed_up_are_noticed(ranks: Ranks) -> None:
