@@ -61,5 +61,4 @@ fi
 printf -v words ' %q' "$LAUNCH" "$@"
 options=(--device "$DEVICE" --ranks "$RANKS" --config "$MODEL" --folder "$FOLDER" --minutes "$MINUTES"
     --launch "${words# }")
-[ ! -e "$FOLDER/run.json" ] || options+=(--resume)
 commfuse_npu measure "${options[@]}"

@@ -150,11 +150,6 @@ def test_doctor_first_then_a_launch_that_needs_no_files(tmp_path: Path) -> None:
         options = "measure --device npu --ranks 4 --config llama3_8b --folder first_hour"
         assert measure[:-1] == [*options.split(), "--minutes", "50", "--launch"]
         assert shlex.split(measure[-1]) == launch
-    # A run that was started is resumed.
-    (tmp_path / "first_hour").mkdir()
-    (tmp_path / "first_hour" / "run.json").touch()
-    _, _, (_, measure) = start(tmp_path)
-    assert measure[-1] == "--resume"
 
 
 @pytest.mark.parametrize(

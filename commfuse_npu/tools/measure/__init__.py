@@ -4,7 +4,7 @@ Modules, from the top down; those marked (t) import torch and run only in the ra
 
     command       the subcommand: options -> steps -> description and report
     report        verdict and Markdown
-    folder        a file per step, so that a run can be resumed;  its deadline
+    folder        one file with the results, which the same command continues;  the deadline
     steps         the questions, most useful first; one of them is the bench
     trainings     ten iterations of a launch in a form;  forms  their flags
     figures       from times to the simulator's figures, and their description in yaml

@@ -26,7 +26,7 @@ from commfuse_npu.tools.doctor.environment import check_variables
 from commfuse_npu.tools.doctor.versions import check_cann, check_torch
 from commfuse_npu.tools.launch_script import UsageError
 from commfuse_npu.tools.measure.figures import Measured, description
-from commfuse_npu.tools.measure.folder import Deadline, Folder, FolderError, different
+from commfuse_npu.tools.measure.folder import Deadline, Folder, FolderError
 from commfuse_npu.tools.measure.forms import FORMS, Form, Launches, launches
 from commfuse_npu.tools.measure.report import Row, as_markdown, compared, verdict
 from commfuse_npu.tools.measure.steps import LAUNCH, LAYER, STEPS, Scale, slowest
@@ -54,7 +54,7 @@ _READ_BY = {
 _STARTS = 2
 """Number of failed starts of the ranks after which no step tries again."""
 _SAME = "device name", "backend", "torch", "cores"
-"""Facts about the machine that must not change when a run is resumed."""
+"""Facts about the machine that must be the same for all results of a folder."""
 
 
 def main(words: Sequence[str]) -> int:
@@ -67,12 +67,9 @@ def main(words: Sequence[str]) -> int:
         except (ConfigError, FolderError, UsageError, OSError) as error:
             return refuse("measure", error)
         except KeyboardInterrupt:
-            print("interrupted; finished steps are kept", file=sys.stderr)
+            print("interrupted; the same command continues with the next step", file=sys.stderr)
             code = 130
         run.write(["commfuse-npu", "measure", *words])
-    if code:
-        command = shlex.join(word for word in words if word != "--resume")
-        print(f"Continue with: commfuse-npu measure --resume {command}")
     return code
 
 
@@ -96,8 +93,8 @@ def _parser() -> argparse.ArgumentParser:
         "over; measured.yaml is for simulate --hardware and plan --hardware.",
         epilog="Steps: "
         + "; ".join(f"{name}: {step.question}" for name, step in STEPS.items())
-        + " Exit codes: 0 all measured, 1 a step failed or was left out, 2 invalid options, "
-        "130 Ctrl-C (finished steps are kept).",
+        + " The same command continues with what is missing. Exit codes: 0 all measured, 1 a step "
+        "failed or was left out, 2 invalid options, 130 Ctrl-C (finished steps are kept).",
     )
     add = parser.add_argument
     add("--device", choices=tuple(_BASES), default="npu",
@@ -107,7 +104,6 @@ def _parser() -> argparse.ArgumentParser:
     add("--base", metavar="DESCRIPTION",
         help="whose peaks and unmeasured figures are taken; default by the device")  # fmt: skip
     add("--folder", type=Path, default=Path("measured"), help="for all files; default %(default)s")
-    add("--resume", action="store_true", help="continue the run in the folder")
     add("--steps", type=words_from(STEPS), help="only these, in the order of the list below")
     add("--minutes", type=positive, default=50.0,
         help="no step starts later; a running one has 10 %% more; default %(default)g")  # fmt: skip
@@ -133,11 +129,11 @@ class _Run:
         if options.base is not None:
             find_config(options.base, "hardware")
         facts = {"device": options.device, "ranks": options.ranks, "config": options.config}
-        facts |= {"base": options.base, "rows": self._scale.rows}
+        facts |= {"rows": self._scale.rows}
         facts |= {layer: list(shape) for layer, shape in self._scale.layers().items()}
         if why := lacking_backend(options.device):
             raise FolderError(why)
-        self._folder = Folder(options.folder, facts, resume=options.resume)
+        self._folder = Folder(options.folder, facts)
         self._deadline = Deadline(options.minutes)
         self._ranks: Ranks | None = None
         self._failed_starts = 0
@@ -148,7 +144,7 @@ class _Run:
         if self._launched is not None:
             # The ranks use the launch's settings of queues, affinities and buffers.
             os.environ.update(self._launched.environment)
-        if self._folder.load("machine") is None:
+        if not self._folder.load("machine"):
             self._folder.store("machine", machine_facts(self._options.device, Machine.this()))
         try:
             # A list, so that a failed step does not stop the others.
@@ -171,25 +167,25 @@ class _Run:
         for form in launched.forms:
             facts = {"launch": text, "command": shlex.join(launched.commands[form.name])}
             train = partial(self._trained, form, launched)
-            done.append(self._complete(form.file, f"{LAUNCH}, {form.title}", facts, train))
+            done.append(self._complete(form.step, f"{LAUNCH}, {form.title}", facts, train))
         return all(done)
 
     def _complete(
         self,
-        file: str,
+        step: str,
         title: str,
         facts: dict[str, Any],
         measure: Callable[[], tuple[dict[str, Any], str]],
     ) -> bool:
-        """Measure and store what belongs in ``file``, unless it is stored already.
+        """Measure and store a step, or a form of one, unless it is stored already.
 
         A failure is stored, too, and does not stop other steps.
 
         Args:
-            facts: further content of the file; a stored result is used only for the same launch.
+            facts: stored, too; a stored result is used only for the same launch.
             measure: returns the content to store, and a summary.
         """
-        saved = self._folder.load(file) or {}
+        saved = self._folder.load(step)
         if saved and saved.get("launch") == facts.get("launch") and "failed" not in saved:
             print(f"{title}: kept")
             self._longest = max(self._longest, saved["took seconds"] if "log" in saved else 0.0)
@@ -214,7 +210,7 @@ class _Run:
         else:
             content |= {**result, "took seconds": round(time.monotonic() - start, 1)}
             print(f"{title}: {summary}, in {content['took seconds']:.0f} s", flush=True)
-        self._folder.store(file, content)
+        self._folder.store(step, content)
         return "failed" not in content
 
     def _measured(self, name: str) -> tuple[dict[str, Any], str]:
@@ -236,13 +232,9 @@ class _Run:
         options = self._options
         self._ranks = ranks = Ranks(options.ranks, device=options.device, timeout=limit)
         ranks.__enter__()
-        here, saved = ranks.ask("machine")[0], self._folder.load("machine") or {}
-        if "backend" in saved and (differing := different({k: here.get(k) for k in _SAME}, saved)):
-            raise FolderError(
-                f"{self._folder.path} holds what was measured on another machine: {differing}; "
-                "choose another folder with --folder"
-            )
-        self._folder.store("machine", {**saved, **here})
+        here = ranks.ask("machine")[0]
+        self._folder.agree({name: here.get(name) for name in _SAME})
+        self._folder.store("machine", {**self._folder.load("machine"), **here})
         self._failed_starts = 0
         return ranks
 
@@ -260,20 +252,20 @@ class _Run:
 
     def _trainings(self) -> list[Training]:
         """The stored trainings of the last launch, in the order of the forms."""
-        last = (self._folder.load(LAUNCH) or {}).get("launch")
+        last = self._folder.load(LAUNCH).get("launch")
         return [
             Training(form, TrainingLog(**saved.get("log", {})), saved.get("failed", ""))
             for form in FORMS
-            if (saved := self._folder.load(form.file)) is not None and saved["launch"] == last
+            if (saved := self._folder.load(form.step)) and saved["launch"] == last
         ]
 
     def write(self, command: Sequence[str]) -> None:
         """Write the description and the page from the stored steps; print the verdict."""
-        stored = {name: self._folder.load(name) or {} for name in STEPS}
+        stored = {name: self._folder.load(name) for name in STEPS}
         measured = {name: step["times"] for name, step in stored.items() if "times" in step}
         failed = {name: step["failed"] for name, step in stored.items() if "failed" in step}
         trainings = self._trainings()
-        facts = self._folder.load("machine") or {}
+        facts = self._folder.load("machine")
         if not (measured or trainings or failed):
             return
         lines, rows = list(verdict(trainings, self._options.device)), list[Row]()

@@ -1,9 +1,8 @@
-"""A folder with one file per finished step, so that a run can be resumed."""
+"""The results of a measurement in one file, which the same command continues."""
 
 from __future__ import annotations
 
 import json
-import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,22 +10,11 @@ from typing import Any
 
 from commfuse_npu.runtime.atomic_write import write_json
 
-__all__ = ["Deadline", "Folder", "FolderError", "different"]
-
-_VERSION = 5
+__all__ = ["Deadline", "Folder", "FolderError"]
 
 
 class FolderError(ValueError):
-    """The folder cannot be used: to resume a run, or to start one."""
-
-
-def different(here: Mapping[str, Any], there: Mapping[str, Any]) -> str:
-    """The facts that differ from the stored ones; empty if none do."""
-    return "; ".join(
-        f"{name} {there.get(name)!r} there, {value!r} here"
-        for name, value in here.items()
-        if there.get(name) != value
-    )
+    """The folder cannot be used: it has results under other conditions, or cannot be written."""
 
 
 class Deadline:
@@ -47,42 +35,47 @@ class Deadline:
 
 
 class Folder:
-    """The results of a run, one file per step.
+    """The results of a run, by step, in ``measured.json``.
 
     Args:
-        path: created if missing.
-        facts: options that must be the same to resume a run.
-        resume: use existing results; otherwise the folder must be empty.
+        path: created with the first result.
+        facts: see :meth:`agree`.
 
     Raises:
-        FolderError: it has another run, none to resume, or other files.
-        OSError: it cannot be created.
+        FolderError: its results have other facts, or it cannot be read.
     """
 
-    def __init__(self, path: Path, facts: Mapping[str, Any], *, resume: bool) -> None:
-        self.path = path
-        if path.exists() and not path.is_dir():
-            raise FolderError(f"{path} is no folder; choose another with --folder")
-        stored, expected = self._read("run"), {"measure": _VERSION, **facts}
-        if stored is None:
-            if resume:
+    def __init__(self, path: Path, facts: Mapping[str, Any]) -> None:
+        self.path, self._file = path, path / "measured.json"
+        self._facts: dict[str, Any] = {}
+        self._steps: dict[str, dict[str, Any]] = {}
+        if self._file.exists():
+            try:
+                content = json.loads(self._file.read_text("utf-8"))
+                self._facts, self._steps = content["facts"], content["steps"]
+            except (OSError, ValueError, KeyError, TypeError) as error:
                 raise FolderError(
-                    f"{path} holds no run to resume; leave --resume out, or give its folder with "
-                    "--folder"
-                )
-            if path.exists() and any(path.iterdir()):
-                raise FolderError(f"{path} is not empty; choose a new folder with --folder")
-            path.mkdir(parents=True, exist_ok=True)
-            write_json(self._file("run"), expected, indent=1)
-        elif not resume:
+                    f"{self._file} cannot be read: {error!r}; remove it, or choose another --folder"
+                ) from error
+        self.agree(facts)
+
+    def agree(self, facts: Mapping[str, Any]) -> None:
+        """Add facts, which must be the same for all results: sizes, versions, the machine.
+
+        Raises:
+            FolderError: a result has another fact.
+        """
+        other = [
+            f"{name} {self._facts[name]!r} there, {value!r} here"
+            for name, value in facts.items()
+            if self._facts.get(name, value) != value
+        ]
+        if other:
             raise FolderError(
-                f"{path} holds a run; continue it with --resume, or choose another --folder"
+                f"{self._file} was measured under other conditions: {'; '.join(other)}; choose "
+                "another folder with --folder"
             )
-        elif differing := different(expected, stored):
-            raise FolderError(
-                f"{path} holds another run: {differing}; choose another --folder, or the options "
-                "of that run"
-            )
+        self._facts |= facts
 
     def store(self, step: str, content: Mapping[str, Any]) -> None:
         """Store the result of a step.
@@ -90,33 +83,15 @@ class Folder:
         Raises:
             FolderError: it cannot be written.
         """
+        self._steps[step] = dict(content)
         try:
-            write_json(self._file(step), content, indent=1)
+            write_json(self._file, {"facts": self._facts, "steps": self._steps}, indent=1)
         except OSError as error:
             raise FolderError(
-                f"{self._file(step)}: {error.strerror or error}; free some space, or choose "
-                "another --folder"
+                f"{self._file}: {error.strerror or error}; free some space, or choose another "
+                "--folder"
             ) from error
 
-    def load(self, step: str) -> dict[str, Any] | None:
-        """The stored result of a step; ``None`` if missing or, with a warning, damaged."""
-        try:
-            return self._read(step)
-        except FolderError as error:
-            print(f"{error}; {step} is measured again", file=sys.stderr)
-            return None
-
-    def _file(self, step: str) -> Path:
-        return self.path / f"{step}.json"
-
-    def _read(self, step: str) -> dict[str, Any] | None:
-        path = self._file(step)
-        try:
-            content = json.loads(path.read_text("utf-8"))
-            if not isinstance(content, dict):
-                raise ValueError("not an object")
-        except FileNotFoundError:
-            return None
-        except (OSError, ValueError) as error:
-            raise FolderError(f"{path} cannot be read: {error}; remove it") from error
-        return content
+    def load(self, step: str) -> dict[str, Any]:
+        """The stored result of a step; empty if there is none."""
+        return self._steps.get(step, {})

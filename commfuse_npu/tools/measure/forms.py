@@ -44,8 +44,8 @@ class Form(NamedTuple):
     ours: bool = False
 
     @property
-    def file(self) -> str:
-        """The name of its files, in the folder of a measurement."""
+    def step(self) -> str:
+        """Its name among the results of a measurement, and that of its log."""
         return f"launch_{self.name}"
 
 

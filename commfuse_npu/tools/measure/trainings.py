@@ -93,7 +93,7 @@ def train(form: Form, launches: Launches, folder: Path, limit: float) -> Trainin
     Raises:
         TrainingError: it failed, or exceeded the limit.
     """
-    path, log = folder / f"{form.file}.log", TrainingLog()
+    path, log = folder / f"{form.step}.log", TrainingLog()
     try:
         code = run_bounded(
             launches.commands[form.name],

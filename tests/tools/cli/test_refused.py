@@ -52,6 +52,7 @@ FILES = {
     "deep.json": b"[" * 100_000,
     "wrong.json": b'{"results": []}',
     "log/rank_0.jsonl": b"\xff\xfe\n",
+    "run/measured.json": b"{}",
     "good.sh": LAUNCH.encode(),
 }
 # The words of a command, and its last message.
@@ -95,9 +96,14 @@ QUESTIONS = (
     ("bench --from half.json", "half.json: not what `commfuse-npu bench --json` writes: JSON"),
     ("bench --from deep.json", "deep.json: not what `commfuse-npu bench --json` writes: Recurs"),
     ("bench --from wrong.json", "writes: there is no 'machine' in it"),
-    ("measure --device cpu --folder bad.yaml", "bad.yaml is no folder; choose another with"),
-    ("measure --device cpu --folder .", ". is not empty; choose a new folder with --folder"),
-    ("measure --device cpu --ranks 2 --resume --folder nothere", "holds no run to resume"),
+    (
+        "measure --device cpu --folder bad.yaml",
+        "bad.yaml/measured.json: File exists; free some",
+    ),
+    (
+        "measure --device cpu --folder run",
+        "run/measured.json cannot be read: KeyError",
+    ),
     ("measure --steps launch", "--steps launch needs a launch; give it by --launch"),
     ("measure --steps host --launch x.sh", "--launch: no effect without launch among --steps; add"),
     ("measure --launch pretrain_gpt.py", "names no number, and here are 8 (--ranks)"),
@@ -133,7 +139,7 @@ ASKED = [
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     created = tmp_path_factory.mktemp("bad")
-    for name in ("there", "log"):
+    for name in ("there", "log", "run"):
         (created / name).mkdir()
     for name, content in FILES.items():
         (created / name).write_bytes(content)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shlex
 import signal
 import sys
 from pathlib import Path
@@ -29,8 +28,19 @@ HOST = [{"what": "batch", "seconds": [1e-6]}]
 
 
 def times(folder: Path, step: str) -> list[dict[str, Any]]:
-    rows: list[dict[str, Any]] = json.loads((folder / f"{step}.json").read_text())["times"]
+    rows: list[dict[str, Any]] = steps(folder)[step]["times"]
     return rows
+
+
+def steps(folder: Path) -> dict[str, dict[str, Any]]:
+    results: dict[str, dict[str, Any]] = json.loads((folder / "measured.json").read_text())["steps"]
+    return results
+
+
+def forget(folder: Path, step: str) -> None:
+    content = json.loads((folder / "measured.json").read_text())
+    del content["steps"][step]
+    (folder / "measured.json").write_text(json.dumps(content))
 
 
 @pytest.fixture
@@ -58,7 +68,7 @@ def test_everything_is_measured_described_and_shown(measured: Path, capsys: Any)
         rows = times(measured, name)
         assert rows
         assert all(seconds > 0 for row in rows for seconds in row["seconds"]), name
-    assert json.loads((measured / "machine.json").read_text())["backend"] == "gloo"
+    assert steps(measured)["machine"]["backend"] == "gloo"
 
     described = measured / "measured.yaml"
     figures = Hardware.load(described).figures
@@ -73,9 +83,9 @@ def test_everything_is_measured_described_and_shown(measured: Path, capsys: Any)
     page = (measured / "measured.md").read_text()
     assert ours == set(re.findall(r"^\| (\w+\.\w+) \|", page, re.MULTILINE))
     # Nothing is left to do.
-    before = {path: path.stat().st_mtime_ns for path in measured.glob("*.json")}
-    assert command.main([*words, "--resume"]) == 0
-    assert {path: path.stat().st_mtime_ns for path in measured.glob("*.json")} == before
+    before = (measured / "measured.json").stat().st_mtime_ns
+    assert command.main(words) == 0
+    assert (measured / "measured.json").stat().st_mtime_ns == before
 
 
 @pytest.mark.long
@@ -92,19 +102,22 @@ def test_what_is_finished_is_kept(measured: Path, how: signal.Signals, capsys: A
     words = [sys.executable, "-m", "commfuse_npu", "measure", *SMALL, str(measured)]
     process = interruptible(words)
     try:
-        wait_for(lambda: (measured / "links.json").exists() or process.poll() is not None)
+        stored = measured / "measured.json"
+        wait_for(
+            lambda: (stored.exists() and "links" in steps(measured)) or process.poll() is not None
+        )
         process.send_signal(how)
         printed, err = process.communicate(timeout=LIMIT)
     finally:
         process.kill()
     if how == signal.SIGINT:
         assert process.returncode == 130
-        assert "finished steps are kept" in err
-        assert "Continue with: commfuse-npu measure --resume" in printed
+        assert "interrupted; the same command continues" in err
+        assert "figures were measured" in printed
         assert (measured / "measured.yaml").exists()
     links = times(measured, "links")
-    assert not (measured / "attention.json").exists()
-    assert command.main([*SMALL, str(measured), "--resume", "--steps", "links,host"]) == 0
+    assert "attention" not in steps(measured)
+    assert command.main([*SMALL, str(measured), "--steps", "links,host"]) == 0
     assert "links: kept" in capsys.readouterr().out
     assert times(measured, "links") == links
     assert times(measured, "host")
@@ -166,12 +179,12 @@ def test_an_npu_says_which_description_holds_and_another_one_does_not_go_on(
     expected = Hardware.load(find_config(base, "hardware"))
     assert described.topologies == expected.topologies
     assert described.figures["inside.rate"] == expected.figures["inside.rate"]
-    (measured / "host.json").unlink()
+    forget(measured, "host")
     monkeypatch.setattr(answers, "machine", {**answers.machine, "torch": "other"})
-    assert command.main(["--folder", str(measured), "--resume"]) == 2
+    assert command.main(["--folder", str(measured)]) == 2
     err = capsys.readouterr().err
-    assert "measured on another machine: torch 'none' there, 'other' here; choose another" in err
-    assert not (measured / "host.json").exists()
+    assert "other conditions: torch 'none' there, 'other' here; choose another" in err
+    assert "host" not in steps(measured)
 
 
 def test_ranks_have_the_environment_of_the_launch(measured: Path, answers, monkeypatch) -> None:
@@ -209,17 +222,12 @@ def test_a_step_that_makes_no_sense_leaves_the_others_and_is_measured_again(
     words = [*SMALL, str(measured)]
     assert command.main(words) == 1
     assert "links: failed: KeyError: 'links'" in capsys.readouterr().err
-    assert "Traceback" in json.loads((measured / "links.json").read_text())["failed"]
+    assert "Traceback" in steps(measured)["links"]["failed"]
     answers.answers["links"] = links
-    # Damaged files are measured again, too.
-    for name in ("host", "machine"):
-        (measured / f"{name}.json").write_text('{"times')
     answers.answers["host"] = HOST * 2
-    assert command.main([*words, "--resume"]) == 0
-    assert "host.json cannot be read" in capsys.readouterr().err
-    assert times(measured, "host") == HOST * 2
+    assert command.main(words) == 0
+    assert times(measured, "host") == HOST
     assert times(measured, "links") == links
-    assert json.loads((measured / "machine.json").read_text())["backend"] == "gloo"
 
 
 @pytest.mark.usefixtures("answers")
@@ -243,17 +251,15 @@ def test_a_launch_ends_in_a_verdict_and_a_page(
     out, err = capsys.readouterr()
     assert "**Could not run**: plain collectives: exit code 1" in out
     assert "OSError: liblcal.so" in err
-    # Quoted so that it can be pasted into a shell.
-    assert f"Continue with: commfuse-npu measure --resume {shlex.join(words)}" in out
     assert "## launch, plain collectives: failed" in (measured / "measured.md").read_text()
     assert not (measured / "measured.yaml").exists()
 
     launch(tmp_path, monkeypatch)
     with monkeypatch.context() as patch:
         patch.setattr(folder.Deadline, "over", True)
-        assert command.main([*words, "--resume"]) == 1
+        assert command.main(words) == 1
     assert "plain collectives: left out, 50 minutes are over" in capsys.readouterr().out
-    assert command.main([*words, "--resume"]) == 0
+    assert command.main(words) == 0
     started = (tmp_path / "started").read_text().split()
     assert started == ["megatron", "fb_overlap", "commfuse", "plain", "plain"]
     out = capsys.readouterr().out
@@ -269,7 +275,7 @@ def test_a_launch_ends_in_a_verdict_and_a_page(
     # A shell that runs the tests in the background may have it ignored.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        assert command.main([*words[:-1], f"{line} --num-layers 4", "--resume"]) == 130
+        assert command.main([*words[:-1], f"{line} --num-layers 4"]) == 130
     finally:
         signal.signal(signal.SIGINT, before)
     page = (measured / "measured.md").read_text()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import re
 from pathlib import Path
 from unittest import mock
 
@@ -21,29 +20,30 @@ from tests.tools.doctor.machines import NPU_ANSWERS, machine
 ABOUT = {"device": "cpu", "ranks": 2}
 
 
-def test_steps_are_kept_and_resumed_only_on_request(tmp_path: Path) -> None:
-    Folder(tmp_path / "new", ABOUT, resume=False).store("links", {"times": []})
-    resumed = Folder(tmp_path / "new", ABOUT, resume=True)
-    assert resumed.load("links") == {"times": []}
-    assert resumed.load("host") is None
-    with pytest.raises(FolderError, match="holds a run; continue it with --resume"):
-        Folder(tmp_path / "new", ABOUT, resume=False)
+def test_results_are_kept_and_added_to_under_the_same_conditions(tmp_path: Path) -> None:
+    path = tmp_path / "new"
+    Folder(path, ABOUT).store("links", {"times": []})
+    continued = Folder(path, ABOUT)
+    continued.agree({"torch": "1"})
+    continued.store("host", {"times": [1]})
+    again = Folder(path, ABOUT)
+    assert (again.load("links"), again.load("host")) == ({"times": []}, {"times": [1]})
+    assert again.load("memory") == {}
+    with pytest.raises(FolderError, match="torch '1' there, '2' here; choose another folder with"):
+        again.agree({"torch": "2"})
     with pytest.raises(FolderError, match="ranks 2 there, 8 here; choose another"):
-        Folder(tmp_path / "new", {**ABOUT, "ranks": 8}, resume=True)
+        Folder(path, {**ABOUT, "ranks": 8})
 
 
-def test_what_cannot_be_written_or_read_is_named(tmp_path: Path, monkeypatch, capsys) -> None:
-    folder = Folder(tmp_path, ABOUT, resume=False)
-    for text in ("{", "[]"):
-        (tmp_path / "links.json").write_text(text)
-        assert folder.load("links") is None
-        assert re.search(r"links\.json .*; remove it; links is meas", capsys.readouterr().err)
-    (tmp_path / "run.json").write_text("{")
-    with pytest.raises(FolderError, match=r"run\.json .*; remove it"):
-        Folder(tmp_path, ABOUT, resume=True)
+def test_what_cannot_be_written_or_read_is_named(tmp_path: Path, monkeypatch) -> None:
+    folder = Folder(tmp_path, ABOUT)
+    for text in ("{", "[]", "{}"):
+        (tmp_path / "measured.json").write_text(text)
+        with pytest.raises(FolderError, match=r"measured\.json cannot be read: .*; remove it"):
+            Folder(tmp_path, ABOUT)
     full = mock.Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
     monkeypatch.setattr(module, "write_json", full)
-    with pytest.raises(FolderError, match=r"/links\.json: No space left on device; free some"):
+    with pytest.raises(FolderError, match=r"/measured\.json: No space left on device; free some"):
         folder.store("links", {"times": []})
 
 
