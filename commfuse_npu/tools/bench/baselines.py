@@ -1,4 +1,4 @@
-"""Baselines for comparison: tensor-parallel linear layers, blocking, in slices, or around a ring.
+"""Baselines for comparison: tensor-parallel linear layers, blocking or in slices.
 
 Legend: ``S`` sequence, ``s`` its shard (S/n), ``I`` input and ``O`` output features of this rank.
 All tensors here are two-dimensional, rows first.
@@ -15,7 +15,7 @@ and differentiable layers made of them, with the interface of :mod:`commfuse_npu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from typing import Any
 
@@ -26,9 +26,9 @@ from commfuse_npu.kernels import gemm_into
 from commfuse_npu.ops.attention_mask import AttentionMask
 from commfuse_npu.ops.attention_runs import AttentionRuns
 from commfuse_npu.plan import split
-from commfuse_npu.tools.bench.carriers import Carrier, DirectExchange, Pending
+from commfuse_npu.tools.bench.carriers import Carrier, Pending
 
-__all__ = ["Blocking", "Grads", "MegatronOrder", "Ring", "Sliced", "in_order"]
+__all__ = ["Blocking", "Grads", "MegatronOrder", "Sliced", "in_order"]
 
 Grads = tuple[torch.Tensor, torch.Tensor]
 """Gradients of the input and of the weight."""
@@ -233,107 +233,6 @@ class Sliced(Blocking):
             scatter, full = under_way.pop(0)
             scatter.result()
             self.carrier.release(full)
-
-
-class Ring(Blocking):
-    """Exchanges with neighbors only: blocks or sums travel around a ring, each behind a GEMM.
-
-    On a full mesh this uses one of ``n - 1`` links.  ``r`` is this rank.  As in the fused ops, the
-    own block comes first when gathering and last when scattering::
-
-        gathering   compute  | own r     | block r-1 | block r-2 |
-                    links    | block r-1 | block r-2 |           |
-
-        scattering  compute  | for r+1   | for r+2   | own r     |
-                    links    |           | for r+1   | for r+2   |
-
-    Blocks are sent up, to ``r + 1``.  Sums are sent down, to ``r - 1``, so that the partials of
-    block r are added in the order ``r-1, r-2, ..., r+1``, the own one last: the same bits as the
-    direct exchange and gloo's reduce-scatter.
-
-    In the column-parallel backward the input is sent up while the sums of dx are sent down.  Weight
-    gradients need all rows and are computed by one GEMM.
-    """
-
-    carrier: DirectExchange
-
-    def __init__(self, carrier: DirectExchange) -> None:
-        super().__init__(carrier)
-        self._up = (carrier.rank + 1) % carrier.size
-        self._down = (carrier.rank - 1) % carrier.size
-
-    def column_backward(self, grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> Grads:
-        whole, arrivals = self._whole(x)
-        grad_x = torch.empty_like(x)
-        gathering = self._ring_blocks(x, arrivals)
-        for _ in zip(gathering, self._summed(grad, weight, grad_x), strict=True):
-            pass
-        grad_weight = grad.t().matmul(whole)
-        self.carrier.release(whole)
-        return grad_x, grad_weight
-
-    def _gathered_product(
-        self, shard: torch.Tensor, b: torch.Tensor, *, keep: bool
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        y = self._like_all(shard, b)
-        whole, arrivals = self._whole(shard) if keep else (shard, self._double_buffer(shard))
-        for rank, block in self._ring_blocks(shard, arrivals):
-            gemm_into(self._blocks(y)[rank], block, b)
-        if not keep:
-            self.carrier.release(*arrivals)
-        return y, whole
-
-    def _scattered_product(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        out = self._like_own(a, b)
-        for _ in self._summed(a, b, out):
-            pass
-        return out
-
-    def _double_buffer(self, block: torch.Tensor) -> list[torch.Tensor]:
-        """Buffers for the block that is passed on and for the next one, if there is one."""
-        return [
-            self.carrier.take(block, *block.shape) for _ in range(min(2, self.carrier.size - 1))
-        ]
-
-    def _whole(self, shard: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """A buffer for all blocks, with the own one copied in, and its parts for the others."""
-        rank, size = self.carrier.rank, self.carrier.size
-        whole = self.carrier.take(shard, size * shard.shape[0], shard.shape[1])
-        blocks = self._blocks(whole)
-        blocks[rank].copy_(shard)
-        return whole, [blocks[(rank - step) % size] for step in range(1, size)]
-
-    def _ring_blocks(
-        self, shard: torch.Tensor, arrivals: Sequence[torch.Tensor]
-    ) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yield ``(rank, its block)``, the own one first; the next arrives while one is used.
-
-        Args:
-            arrivals: buffers for arriving blocks, used in turn.
-        """
-        rank, size = self.carrier.rank, self.carrier.size
-        block = shard
-        for step in range(size - 1):
-            into = arrivals[step % len(arrivals)]
-            arriving = self.carrier.swap(block, self._up, into, self._down)
-            yield (rank - step) % size, block
-            block = arriving.result()
-        yield (rank + 1) % size, block
-
-    def _summed(self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> Iterator[None]:
-        """Reduce-scatter ``a @ b`` into ``out``: one GEMM per step, the own block's last."""
-        rank, size = self.carrier.rank, self.carrier.size
-        blocks, totals = self._blocks(a), self._double_buffer(out)
-        arrived, pending = self.carrier.take(out, *out.shape), None
-        for step in range(1, size + 1):
-            total = totals[step % len(totals)] if step < size else out
-            gemm_into(total, blocks[(rank + step) % size], b)
-            if pending is not None:
-                total.add_(pending.result())
-            if step < size:
-                pending = self.carrier.swap(total, self._down, arrived, self._up)
-            yield
-        self.carrier.release(*totals, arrived)
 
 
 def _layer(

@@ -156,18 +156,11 @@ class DirectExchange(Carrier):
         self._sources = [(self.rank - k) % self.size for k in range(1, self.size)]
         self._messages = 0
 
-    def swap(self, out: torch.Tensor, target: int, into: torch.Tensor, source: int) -> Pending:
-        """Start sending ``out`` to one rank and receiving ``into``, the result, from another."""
-        return Pending(self, self._exchange([out], [target], [into], [source]), into)
-
     def _exchange(
-        self,
-        sends: Sequence[torch.Tensor],
-        targets: Sequence[int],
-        receives: Sequence[torch.Tensor],
-        sources: Sequence[int],
+        self, sends: Sequence[torch.Tensor], receives: Sequence[torch.Tensor]
     ) -> list[Any]:
-        group = self.group
+        """Start sending a tensor to each target and receiving one from each source."""
+        group, targets, sources = self.group, self._targets, self._sources
         if not self._gloo:
             # On HCCL single operations would open a communicator per pair [read].
             return dist.batch_isend_irecv(
@@ -189,7 +182,7 @@ class DirectExchange(Carrier):
         whole = self._whole(shard)
         blocks = whole.unflatten(0, (self.size, -1))
         receives = [blocks[source] for source in self._sources]
-        works = self._exchange([shard] * len(receives), self._targets, receives, self._sources)
+        works = self._exchange([shard] * len(receives), receives)
         blocks[self.rank].copy_(shard)
         return Pending(self, works, whole)
 
@@ -198,7 +191,7 @@ class DirectExchange(Carrier):
         # The first partial arrives directly in the buffer of the sum.
         partials = [self.take(out, *out.shape) for _ in range(self.size - 2)]
         sends = [blocks[target] for target in self._targets]
-        works = self._exchange(sends, self._targets, [out, *partials], self._sources)
+        works = self._exchange(sends, [out, *partials])
 
         def add() -> None:
             for partial in (*partials, blocks[self.rank]):

@@ -18,7 +18,7 @@ from commfuse_npu.ops.call import AnyTransport
 from commfuse_npu.overlap import ForwardBackwardOverlap
 from commfuse_npu.runtime.collective_transport import CollectiveTransport
 from commfuse_npu.runtime.transport import Transport
-from commfuse_npu.tools.bench.baselines import Blocking, MegatronOrder, Ring, Sliced, in_order
+from commfuse_npu.tools.bench.baselines import Blocking, MegatronOrder, Sliced, in_order
 from commfuse_npu.tools.bench.carriers import (
     Carrier,
     DirectExchange,
@@ -87,8 +87,6 @@ def form_of(variant: Variant, transport: Transport, direct: DirectExchange) -> F
     if variant.kind == "fused":
         return Fused(transport, variant)
     exchange = DirectExchange(direct.group, direct.idle)
-    if variant.kind == "ring":
-        return Ring(exchange)
     if variant.kind == "turns":
         return TakingTurns(exchange)
     carrier: Carrier = exchange

@@ -40,12 +40,12 @@ _CROWDED = 15.0
 """The same if ranks share the cores: their Python code and copies are part of the time."""
 
 _SINGLE = ("all-gather", "reduce-scatter")
-_OTHERS = ("collective", "coc-?", "slices-?", "ring", "megatron*")
+_OTHERS = ("collective", "coc-?", "slices-?", "megatron*")
 _OURS = ("auto*", "ours-c?", "ours-c4-wgrad", "fb-overlap")
 _TWO_RANKS = (*_OTHERS, *_OURS, "ours-c4-t2", "ours-c6-t1.5")
 _FOUR_RANKS = (*_OTHERS, *_OURS, "ours-c4-t0.5", "ours-c?-l1", "ours-c4-l2")
-_EIGHT_RANKS = ("coc-?", "slices-?", "ring", "auto", "ours-c?")
-_BEST = ("collective", "coc-4", "slices-[48]", "ring", "megatron*", "auto*", "ours-c[148]")
+_EIGHT_RANKS = ("coc-?", "slices-?", "auto", "ours-c?")
+_BEST = ("collective", "coc-4", "slices-[48]", "megatron*", "auto*", "ours-c[148]")
 """The best variants of each kind only; lanes differ only with several peers."""
 
 
@@ -75,7 +75,7 @@ class Sweep:
 
 def quick() -> list[Sweep]:
     """Under 3 minutes on 2 cores: the single layers and the MLP, two ratios, few variants."""
-    common = ("collective", "coc-4", "slices-4", "ring", "megatron*", "ours-c?")
+    common = ("collective", "coc-4", "slices-4", "megatron*", "ours-c?")
     ratios, two = (0.5, 1.0), (*common, "ours-c6-t1.5")
     return [
         Sweep(2, _SINGLE, ratios, 3, (*two, "auto")),

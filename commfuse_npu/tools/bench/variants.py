@@ -8,7 +8,6 @@
 ``coc-K``          the rows in K slices, a collective per slice, pipelined with the GEMMs: what
                    MindSpeed's CoC does, implemented from its description.
 ``slices-K``       the same with direct exchanges instead of collectives.
-``ring``           blocks are passed between neighbors, partial sums accumulate on the way.
 ``megatron``       forward blocking; backward in Megatron's order: the input is gathered during
                    dgrad, the reduce-scatter runs during wgrad.  With torch's collectives.
 ``megatron-p2p``   the same with direct exchanges.
@@ -50,7 +49,7 @@ class Variant:
     """One way to run a workload.
 
     Attributes:
-        kind: ``compute``, ``communication``, ``blocking``, ``sliced``, ``ring``, ``megatron``,
+        kind: ``compute``, ``communication``, ``blocking``, ``sliced``, ``megatron``,
             ``fused`` or ``turns``.
         direct: uses direct exchanges instead of torch's collectives.
         slices: for ``sliced``.
@@ -89,7 +88,6 @@ def of_group(size: int) -> list[Variant]:
         Variant("collective", "blocking", direct=False),
         *(Variant(f"coc-{k}", "sliced", direct=False, slices=k) for k in _SLICES),
         *(Variant(f"slices-{k}", "sliced", slices=k) for k in _SLICES),
-        Variant("ring", "ring"),
         Variant("megatron", "megatron", direct=False),
         Variant("megatron-p2p", "megatron"),
         *(Variant(name, "fused", schedule=schedule) for name, schedule in schedules.items()),

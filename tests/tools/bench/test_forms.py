@@ -8,16 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from commfuse_npu import tuning
 from commfuse_npu.tools.bench import baselines
-from commfuse_npu.tools.bench.baselines import Blocking, MegatronOrder, Ring, Sliced
+from commfuse_npu.tools.bench.baselines import Blocking, MegatronOrder, Sliced
 from commfuse_npu.tools.bench.carriers import (
-    DirectExchange,
     NoTransfers,
     Pending,
-    TorchCollectives,
 )
 from commfuse_npu.tools.bench.forms import TakingTurns
 from commfuse_npu.tools.bench.shapes import Shape
@@ -39,7 +36,7 @@ def _shape(size: int) -> Shape:
 @pytest.mark.parametrize(
     ("size", "dtype", "works", "some"),
     [
-        (2, "fp32", ("mlp",), "p2p|collective|2$|megatron|ring|wgrad"),
+        (2, "fp32", ("mlp",), "p2p|collective|2$|megatron|wgrad"),
         (2, "fp32", ("layers",), "p2p|ours-c2$"),
         pytest.param(2, "bf16", ("all-gather", "reduce-scatter", "layer"), "", marks=_long),
         pytest.param(3, "fp32", ("all-gather", "reduce-scatter", "layer"), "", marks=_long),
@@ -121,48 +118,6 @@ def test_tuning_happens_when_it_is_asked_for_and_not_while_the_clock_runs(rank: 
     worker._transport.close()
 
 
-@pytest.mark.parametrize("size", [2, pytest.param(4, marks=_long)])
-@on_ranks()
-def test_a_ring_has_the_bits_of_the_collectives(rank: int) -> None:
-    """And the bits of the same GEMMs, computed block by block."""
-    group, generator = dist.group.WORLD, torch.Generator().manual_seed(rank)
-    assert group is not None
-    size, carrier, lent = group.size(), DirectExchange(group, {}), []
-    ring, whole = Ring(carrier), TorchCollectives(group, {})
-    take, release = carrier.take, carrier.release
-    carrier.take = lambda *what: (lent.append(1), take(*what))[1]
-    carrier.release = lambda *what: (lent.extend([-1] * len(what)), release(*what))[1]
-
-    def drawn(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=generator).bfloat16()
-
-    def by_blocks(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        return torch.cat([block @ b for block in a.chunk(size)])
-
-    def scattered(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        return whole.scatter(by_blocks(a, b), a.new_empty(len(a) // size, b.shape[1])).result()
-
-    shard, grad, weight = drawn(4, 8), drawn(4 * size, 16), drawn(16, 8)
-    gathered = whole.gather(shard).result()
-    expected = {
-        "gather_gemm": (by_blocks(gathered, weight.t()),),
-        "gemm_scatter": (scattered(grad, weight),),
-        "column_backward": (scattered(grad, weight), grad.t() @ gathered),
-        "row_backward": (by_blocks(gathered, weight.t()), gathered.t() @ grad),
-    }
-    computed = {
-        "gather_gemm": (ring.gather_gemm(shard, weight),),
-        "gemm_scatter": (ring.gemm_scatter(grad, weight.t().contiguous()),),
-        "column_backward": ring.column_backward(grad, shard, weight),
-        "row_backward": ring.row_backward(shard, grad, weight.t().contiguous()),
-    }
-    for name, results in computed.items():
-        assert all(map(torch.equal, results, expected[name])), name
-    assert sum(lent) == 0
-    assert 1 in lent
-    assert ring.blocked_seconds() > 0
-
-
 @on_ranks(2)
 def test_a_round_with_sleeping_gemms_gives_a_sample_per_variant(rank: int) -> None:
     worker = Worker()
@@ -207,9 +162,6 @@ class _Recorded(NoTransfers):
     def scatter(self, full: torch.Tensor, out: torch.Tensor) -> Any:
         return self._noted("scatter", super().scatter(full, out))
 
-    def swap(self, out: torch.Tensor, target: int, into: torch.Tensor, source: int) -> Any:
-        return self._noted(f"to {target}", Pending(self, [], into.zero_()))
-
 
 @pytest.mark.parametrize(
     ("layers", "size", "in_order", "half", "expected"),
@@ -228,12 +180,6 @@ class _Recorded(NoTransfers):
          "gather, gather, gather is there, gemm 4, gather is there, gemm 4"),
         (Sliced, 2, False, "gemm_scatter",
          "gemm 4, scatter, gemm 4, scatter is there, scatter, scatter is there"),
-        (Ring, 3, True, "gather_gemm",
-         "to 1, gemm 4, to 1 is there, to 1, gemm 4, to 1 is there, gemm 4"),
-        # Inputs go to the next rank while sums go to the previous one.
-        (Ring, 3, True, "column_backward",
-         "to 1, gemm 4, to 2, to 1 is there, to 1, gemm 4, to 2 is there, to 2, to 1 is there, "
-         "gemm 4, to 2 is there"),
     ],
 )  # fmt: skip
 def test_what_is_under_way_while_what_is_computed(
