@@ -22,12 +22,18 @@ _COMMANDS = {
         "simulate": ("simulate.command", "what would it bring on a described cluster?"),
     },
     "run": {
-        "bench": ("bench.command", "how much communication is hidden here, beside other methods?"),
+        "bench": (
+            "measure.command",
+            "how much communication does each form hide here?",
+        ),
         "measure": ("measure.command", "what the simulator assumes of a machine, measured on it"),
     },
     "explain": {"verify": ("verify_command", "prove all programs, or a recorded run (--log)")},
 }
 """Subcommands by purpose: module, and the question that it answers."""
+
+_SHORT = {"bench": ("--device", "cpu", "--steps", "forms", "--folder", "bench")}
+"""The first words of a subcommand that is a short form of another one."""
 
 _PACKAGES = {
     "torch": "install the torch of your torch_npu, or pip install 'commfuse-npu[cpu]'",
@@ -78,6 +84,7 @@ def _answer(words: list[str]) -> int:
     if words and words[0] in by_name:
         module, _ = by_name[words[0]]
         try:
+            words = [words[0], *_SHORT.get(words[0], ()), *words[1:]]
             return int(import_module(f"commfuse_npu.tools.{module}").main(words[1:]))
         except ModuleNotFoundError as error:
             if error.name not in _PACKAGES:

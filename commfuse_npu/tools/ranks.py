@@ -116,7 +116,7 @@ class Ranks:
                 missing = ", ".join(map(str, waiting.values()))
                 raise RanksError(
                     f"no answer from rank {missing} of {self.size} to {method} within "
-                    f"{timeout:.0f} s; give more with --timeout, or a smaller --scale"
+                    f"{timeout:.0f} s; give more with --timeout"
                 )
             for pipe in ready:
                 assert isinstance(pipe, Connection)

@@ -22,7 +22,7 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker, model_parallel_c
 
 from commfuse_npu.runtime.collective_transport import CollectiveTransport
 from commfuse_npu.runtime.order_log import shared_order_log
-from commfuse_npu.tools.bench.wire import pace
+from commfuse_npu.tools.measure.wire import pace
 from mindspeed_patches import PatchManager
 from mindspeed_patches.all_wrappers import register_wrappers
 from mindspeed_patches.fb_overlap.feature import Overlapping

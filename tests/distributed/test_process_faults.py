@@ -25,7 +25,7 @@ import torch.distributed as dist
 from commfuse_npu import Schedule, Transport, TransportError
 from commfuse_npu.ops import all_gather_linear
 from commfuse_npu.runtime.scratch import ScratchPool
-from commfuse_npu.tools.bench.wire import connected_sockets
+from commfuse_npu.tools.measure.wire import connected_sockets
 from tests.distributed.programs import watch_calls, watch_posts
 from tests.distributed.ranks import set_up_process
 from tests.free_port import free_port

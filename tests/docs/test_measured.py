@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,8 +13,6 @@ from commfuse_npu.config_file import find_config
 from commfuse_npu.hardware.description import Hardware
 from commfuse_npu.hardware.machine import min_outputs_to_hide
 from commfuse_npu.proof.cases import CHUNKS, LANES, cases
-from commfuse_npu.tools.bench.report import summary
-from commfuse_npu.tools.bench.results import load
 from commfuse_npu.tools.simulate.step import Step
 from commfuse_npu.tools.simulate.sweep import CORNERS
 from commfuse_npu.tools.simulate.variants import REFERENCE as BLOCKING
@@ -115,22 +115,50 @@ def test_the_points_are_counted_as_in_the_table() -> None:
     assert re.findall(r"at all (\d+) points, MC2 at (\d+) of 72", README) == [tuple(behind)]
 
 
+def settings(kept: Path) -> dict[tuple[int, str, float], list[dict[str, Any]]]:
+    """The rows of a record, by number of ranks, work and ratio."""
+    rows = json.loads(kept.read_text("utf-8"))["results"]
+    grouped: dict[tuple[int, str, float], list[dict[str, Any]]] = {}
+    for row in rows:
+        grouped.setdefault((row["ranks"], row["work"], row["ratio"]), []).append(row)
+    return grouped
+
+
+def fastest(rows: list[dict[str, Any]], *starts: str) -> dict[str, Any]:
+    """The fastest form whose name begins like one of these."""
+    return min(
+        (row for row in rows if row["variant"].startswith(starts)),
+        key=lambda row: row["median_ms"],
+    )
+
+
+OURS, OTHERS = ("auto", "ours"), ("slices", "ring")
+
+
+def cell(row: dict[str, Any]) -> str:
+    removed, blocked = (100 * row[name] for name in ("overhead_removed_signed", "blocked_removed"))
+    return f"{row['speedup']:.2f}x, {removed:.0f} % ({blocked:.0f} %)"
+
+
 @pytest.mark.parametrize("kept", KEPT, ids=lambda kept: kept.stem)
 def test_the_tables_are_what_the_runs_wrote(kept: Path) -> None:
-    _, results, _ = load(kept)
-    plain = TABLES.replace("**", "")
-    if kept.stem == "real2":
-        _, _, tables = summary(results).partition("## Summary\n")
-        for table in re.findall(r"(?:^\|.*\n)+", tables, re.M):
-            assert table in TABLES
-        return
-    ranks, count, works = "", 0, {row.setting.work for row in results}
-    for line in summary(results).replace("**", "").splitlines():
-        ranks = line.split()[0] if " ranks, " in line else ranks
-        if line.startswith(tuple(f"| {work} |" for work in works)):
-            count += 1
-            assert f"| {ranks} {line.removesuffix('- |')}".strip() in plain
-    assert count == len({row.setting for row in results})
+    for (ranks, work, ratio), rows in settings(kept).items():
+        named = [fastest(rows, *starts) for starts in (OURS, OTHERS, ("megatron",))]
+        (auto,) = (row for row in rows if row["variant"] == "auto")
+        cells = [cell(auto), *(f"{cell(row)} {row['variant']}" for row in named)]
+        line = f"| {ranks} | {work} | {ratio:g} | {' | '.join(cells)} |"
+        assert line in TABLES.replace("**", "")
+
+
+def test_what_is_quoted_of_a_ratio_of_one_is_what_the_runs_wrote() -> None:
+    of_mlp, of_layers = (settings(DOCS / "measured" / f"{n}_sleep.json") for n in ("mlp", "layers"))
+    quoted = []
+    for record, work in ((of_mlp, "mlp"), (of_layers, "layers")):
+        rows = [record[ranks, work, 1.0] for ranks in (4, 8)]
+        for starts in (OURS, OTHERS):
+            quoted += [f"{fastest(setting, *starts)['speedup']:.2f}" for setting in rows]
+    sentence = README[README.index("An MLP\nis 1.64") : README.index("[All comparisons]")]
+    assert re.findall(r"\d\.\d\d", sentence) == quoted
 
 
 def test_what_is_counted_is_as_many() -> None:

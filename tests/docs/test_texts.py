@@ -30,7 +30,6 @@ _PATH = re.compile(
 _ASKED: dict[str, Callable[[list[str]], int]] = {
     "commfuse-npu ": cli.main,
     "python -m scripts.evidence ": evidence,
-    "bash scripts/bench.sh": lambda words: cli.main(["bench", *words]),
     "bash scripts/pretrain_llama_cpu.sh": pretraining,
 }
 
@@ -80,9 +79,7 @@ def commands(text: str) -> Iterator[str]:
     """Commands of this project, from code blocks and from inline code."""
     code = "\n".join(_CODE.findall(text)).replace("\\\n", " ")
     quoted = re.findall(r"`([^`]+)`", _CODE.sub("", text))
-    # An abbreviation that a page defines.
-    lines = [re.sub(r"^run \w+", "commfuse-npu bench", line) for line in code.splitlines()]
-    for line in [*lines, *(" ".join(words.split()) for words in quoted)]:
+    for line in [*code.splitlines(), *(" ".join(words.split()) for words in quoted)]:
         if line.startswith(tuple(_ASKED)):
             yield re.split(r"\s+#", line)[0]
 

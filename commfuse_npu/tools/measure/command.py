@@ -12,14 +12,13 @@ import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 from commfuse_npu.config_file import ConfigError, find_config
 from commfuse_npu.hardware.description import Hardware, described
 from commfuse_npu.runtime.atomic_write import atomic_write
-from commfuse_npu.tools.bench.report import verdict as bench_verdict
-from commfuse_npu.tools.bench.results import restored
 from commfuse_npu.tools.doctor import Machine
 from commfuse_npu.tools.doctor.devices import check_devices, topology
 from commfuse_npu.tools.doctor.environment import check_variables
@@ -27,9 +26,18 @@ from commfuse_npu.tools.doctor.versions import check_cann, check_torch
 from commfuse_npu.tools.launch_script import UsageError
 from commfuse_npu.tools.measure.figures import Measured, description
 from commfuse_npu.tools.measure.folder import Deadline, Folder, FolderError
-from commfuse_npu.tools.measure.forms import FORMS, Form, Launches, launches
-from commfuse_npu.tools.measure.report import Row, as_markdown, compared, verdict
-from commfuse_npu.tools.measure.steps import LAUNCH, LAYER, STEPS, Scale, slowest
+from commfuse_npu.tools.measure.launches import FORMS as LAUNCHED
+from commfuse_npu.tools.measure.launches import Form, Launches, launches
+from commfuse_npu.tools.measure.report import (
+    Row,
+    as_markdown,
+    compared,
+    forms_table,
+    forms_verdict,
+    verdict,
+)
+from commfuse_npu.tools.measure.rounds import evaluate, time_forms
+from commfuse_npu.tools.measure.steps import FORMS, LAUNCH, STEPS, WORKS, Ask, Scale, Times, slowest
 from commfuse_npu.tools.measure.trainings import (
     Training,
     TrainingError,
@@ -37,7 +45,8 @@ from commfuse_npu.tools.measure.trainings import (
     limit_of,
     train,
 )
-from commfuse_npu.tools.option_types import Parser, positive, refuse, whole, words_from
+from commfuse_npu.tools.measure.variants import NAMES
+from commfuse_npu.tools.option_types import Parser, positive, refuse, whole, words, words_from
 from commfuse_npu.tools.quartiles import quartiles
 from commfuse_npu.tools.ranks import Ranks, RanksError, lacking_backend
 from commfuse_npu.tools.terminal import print_verdict, tell
@@ -89,8 +98,10 @@ def _parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="commfuse-npu measure",
         description="Measures what the simulator assumes of a machine: links, GEMMs, the host, "
-        "memory, attention; and which form of a launch is fastest. Each step is kept when it is "
-        "over; measured.yaml is for simulate --hardware and plan --hardware.",
+        "memory, attention; how much communication each form of a layer hides, on a CPU over "
+        "links that are given a rate; and which form of a launch is fastest. Each step is kept "
+        "when it is over; measured.yaml is for simulate --hardware and plan --hardware. bench "
+        "stands for measure --device cpu --steps forms --folder bench.",
         epilog="Steps: "
         + "; ".join(f"{name}: {step.question}" for name, step in STEPS.items())
         + " The same command continues with what is missing. Exit codes: 0 all measured, 1 a step "
@@ -109,11 +120,30 @@ def _parser() -> argparse.ArgumentParser:
         help="no step starts later; a running one has 10 %% more; default %(default)g")  # fmt: skip
     add("--timeout", type=positive, metavar="SECONDS",
         help="for one question, or one form; default the step's")  # fmt: skip
+    add = parser.add_argument_group("the step forms").add_argument
+    add("--works", type=words_from(WORKS), metavar="WORKS",
+        help=f"from {', '.join(WORKS)}; default mlp,layers")  # fmt: skip
+    add("--forms", type=words_from(NAMES), metavar="FORMS",
+        help=f"from {', '.join(NAMES)}; default all")  # fmt: skip
+    add("--ratios", type=_ratios,
+        help="on a CPU: time on the links / time of the computation; default 1")  # fmt: skip
+    add("--rounds", type=whole(), help="default 3")
+    add = parser.add_argument_group("the step launch").add_argument
     add("--launch", metavar="COMMAND",
         help="train ten iterations of it in each form: plain, Megatron's order, CommFuse, MC2, "
         "CoC; a launch script of MindSpeed-LLM and its arguments, or its torchrun command (read, "
         "rehearsed, not run on NPUs); with --device cpu scripts/pretrain_llama_cpu.sh")  # fmt: skip
     return parser
+
+
+def _ratios(text: str) -> tuple[float, ...]:
+    try:
+        ratios = {float(word) for word in words(text)}
+    except ValueError:
+        ratios = {-1.0}
+    if not all(0 <= ratio <= 100 for ratio in ratios):
+        raise argparse.ArgumentTypeError(f"{text!r}: ratios are numbers from 0 to 100")
+    return tuple(sorted(ratios))
 
 
 class _Run:
@@ -129,7 +159,7 @@ class _Run:
         if options.base is not None:
             find_config(options.base, "hardware")
         facts = {"device": options.device, "ranks": options.ranks, "config": options.config}
-        facts |= {"rows": self._scale.rows}
+        facts |= {"rows": self._scale.rows, "compared rows": self._scale.compared_rows}
         facts |= {layer: list(shape) for layer, shape in self._scale.layers().items()}
         if why := lacking_backend(options.device):
             raise FolderError(why)
@@ -154,18 +184,41 @@ class _Run:
             self._end_ranks()
 
     def _step(self, name: str) -> bool:
-        if name != LAUNCH:
-            facts = {"question": STEPS[name].question}
-            return self._complete(name, name, facts, partial(self._measured, name))
+        if name == LAUNCH:
+            return self._launch()
+        if name == FORMS:
+            return self._compare()
+        facts = {"question": STEPS[name].question}
+
+        def answer(ask: Ask) -> Times:
+            return slowest(ask(name, self._scale))
+
+        return self._complete(name, name, facts, partial(self._measured, name, answer))
+
+    def _compare(self) -> bool:
+        options, done = self._options, []
+        names, rounds = options.forms or NAMES, options.rounds or 3
+        # The links of a device keep their rate.
+        ratios = options.ratios or (1.0,) if options.device == "cpu" else (None,)
+        facts = {"question": STEPS[FORMS].question, "asked": [*names, rounds]}
+        for work, ratio in product(options.works or ("mlp", "layers"), ratios):
+            title = ", ".join([FORMS, work] + ([] if ratio is None else [f"ratio {ratio:g}"]))
+            setting = {"work": work, "ratio": ratio, "names": names, "rounds": rounds}
+            answer = partial(time_forms, scale=self._scale, **setting)
+            measure = partial(self._measured, FORMS, answer)
+            done.append(self._complete(title, title, facts, measure))
+        return all(done)
+
+    def _launch(self) -> bool:
         launched, text = self._launched, self._options.launch
         assert launched is not None
         # Idle ranks would compete with the training.
         self._end_ranks()
-        self._folder.store(LAUNCH, {"launch": text})
+        self._folder.store(LAUNCH, {"asked": text})
         print(*(f"  {note}\n" for note in launched.notes), sep="", end="")
         done = []
         for form in launched.forms:
-            facts = {"launch": text, "command": shlex.join(launched.commands[form.name])}
+            facts = {"asked": text, "command": shlex.join(launched.commands[form.name])}
             train = partial(self._trained, form, launched)
             done.append(self._complete(form.step, f"{LAUNCH}, {form.title}", facts, train))
         return all(done)
@@ -182,11 +235,11 @@ class _Run:
         A failure is stored, too, and does not stop other steps.
 
         Args:
-            facts: stored, too; a stored result is used only for the same launch.
+            facts: stored, too; a stored result is used only if the same was ``asked``.
             measure: returns the content to store, and a summary.
         """
         saved = self._folder.load(step)
-        if saved and saved.get("launch") == facts.get("launch") and "failed" not in saved:
+        if saved and saved.get("asked") == facts.get("asked") and "failed" not in saved:
             print(f"{title}: kept")
             self._longest = max(self._longest, saved["took seconds"] if "log" in saved else 0.0)
             return True
@@ -213,7 +266,7 @@ class _Run:
         self._folder.store(step, content)
         return "failed" not in content
 
-    def _measured(self, name: str) -> tuple[dict[str, Any], str]:
+    def _measured(self, name: str, answer: Callable[[Ask], Times]) -> tuple[dict[str, Any], str]:
         if self._failed_starts == _STARTS:
             raise _LeftOutError(f"left out, ranks could not be started, {_STARTS} times")
         step = STEPS[name]
@@ -224,7 +277,7 @@ class _Run:
             ranks.timeout = self._deadline.limit(limit)
             return ranks.ask(method, *args)
 
-        times = step.ask(ask, self._scale) if step.ask else slowest(ask(name, self._scale))
+        times = answer(ask)
         return {"times": times}, f"{len(times)} times"
 
     def _started(self, limit: float) -> Ranks:
@@ -252,38 +305,40 @@ class _Run:
 
     def _trainings(self) -> list[Training]:
         """The stored trainings of the last launch, in the order of the forms."""
-        last = self._folder.load(LAUNCH).get("launch")
+        last = self._folder.load(LAUNCH).get("asked")
         return [
             Training(form, TrainingLog(**saved.get("log", {})), saved.get("failed", ""))
-            for form in FORMS
-            if (saved := self._folder.load(form.step)) and saved["launch"] == last
+            for form in LAUNCHED
+            if (saved := self._folder.load(form.step)) and saved["asked"] == last
         ]
 
     def write(self, command: Sequence[str]) -> None:
         """Write the description and the page from the stored steps; print the verdict."""
         stored = {name: self._folder.load(name) for name in STEPS}
+        settings = {name: self._folder.load(name) for name in self._folder.names(f"{FORMS}, ")}
         measured = {name: step["times"] for name, step in stored.items() if "times" in step}
-        failed = {name: step["failed"] for name, step in stored.items() if "failed" in step}
+        timed = [row for step in settings.values() for row in step.get("times", ())]
+        results = list(evaluate(timed))
+        failed = {k: v["failed"] for k, v in (stored | settings).items() if "failed" in v}
         trainings = self._trainings()
         facts = self._folder.load("machine")
-        if not (measured or trainings or failed):
+        if not (measured or timed or trainings or failed):
             return
         lines, rows = list(verdict(trainings, self._options.device)), list[Row]()
-        if LAYER in measured:
-            layers = [restored(row["result"]) for row in measured[LAYER]]
-            lines += [f"Two layers: {line}" for line in bench_verdict(layers)]
+        lines += forms_verdict(results)
         if measured:
             line, rows = self._described(measured, facts)
             lines.append(line)
         if failed:
             lines.append(f"**Not measured**: {', '.join(failed)}.")
-        page = self._folder.path / "measured.md"
+        page, table = self._folder.path / "measured.md", forms_table(results)
         with atomic_write(page) as part:
             facts = {"command": shlex.join(command), **facts}
-            part.write_text(as_markdown(lines, trainings, rows, failed, facts), "utf-8")
+            text = as_markdown(lines, trainings, table, rows, failed, facts)
+            part.write_text(text, "utf-8")
         first, *others = lines
         print_verdict(first, not failed)
-        print(*others, f"Written: {page}", sep="\n")
+        print(*others, *table, f"Written: {page}", sep="\n")
 
     def _described(self, measured: Measured, facts: dict[str, Any]) -> tuple[str, list[Row]]:
         """Write measured.yaml; returns a summary, and its figures beside those of the base."""
@@ -319,4 +374,9 @@ def _chosen(options: argparse.Namespace) -> list[str]:
         chosen = [name for name in chosen if name != LAUNCH]
     elif LAUNCH not in chosen:
         raise FolderError(f"--launch: no effect without {LAUNCH} among --steps; add it")
+    given = [name for name in ("works", "forms", "ratios", "rounds") if getattr(options, name)]
+    if given and FORMS not in chosen:
+        raise FolderError(f"--{given[0]}: no effect without {FORMS} among --steps; add it")
+    if options.ratios and options.device != "cpu":
+        raise FolderError("--ratios: the links of NPUs keep their rate; leave it out")
     return chosen

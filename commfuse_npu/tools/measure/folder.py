@@ -92,6 +92,10 @@ class Folder:
                 "--folder"
             ) from error
 
+    def names(self, start: str) -> list[str]:
+        """The stored steps whose names start like this."""
+        return [name for name in self._steps if name.startswith(start)]
+
     def load(self, step: str) -> dict[str, Any]:
         """The stored result of a step; empty if there is none."""
         return self._steps.get(step, {})

@@ -1,165 +1,88 @@
-"""The forms in which a launch is measured, and their commands.
-
-For MindSpeed-LLM, options are read from what its script would start
-(:mod:`commfuse_npu.tools.launch_script`), so any launch script works, and each form is the same
-command with its own flags.  The CPU pretraining script is started as it is, with appended options.
-"""
+"""Creates the layers of a form, by its name."""
 
 from __future__ import annotations
 
-import os
-import shlex
-import shutil
-import sys
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import NamedTuple
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
-from commfuse_npu.tools.launch_script import UsageError
-from commfuse_npu.tools.launch_script.launch import read_launch
-from commfuse_npu.tools.launch_script.options import Options
-from commfuse_npu.tools.launch_script.short_run import (
-    PEERS,
-    commfuse_names,
-    replace_missing_data,
-    shorten,
+import torch
+
+from commfuse_npu.ops import (
+    LinearOptions,
+    all_gather_linear,
+    attention_linear_reduce_scatter,
+    linear_reduce_scatter,
 )
-from commfuse_npu.tools.simulate.launch_options import FORMS as LAUNCHED
-from commfuse_npu.tools.simulate.variants import COC, COC_FUSED, FB_OVERLAP, MC2, MEGATRON
+from commfuse_npu.overlap import ForwardBackwardOverlap
+from commfuse_npu.runtime.transport import Transport
+from commfuse_npu.tools.measure.baselines import Blocking, MegatronOrder, Sliced, in_order
+from commfuse_npu.tools.measure.carriers import Carrier, NoTransfers
+from commfuse_npu.tools.measure.steps import WORKS
+from commfuse_npu.tools.measure.variants import Variant
+from commfuse_npu.tuning import Tuning
 
-__all__ = ["FORMS", "ITERATIONS", "Form", "Launches", "launches"]
+__all__ = ["Form", "TakingTurns", "form_of"]
 
-ITERATIONS = 10
-"""Iterations of each form."""
-
-_PROJECT = Path(__file__).resolve().parents[3]
-
-
-class Form(NamedTuple):
-    """A form of the launch: name, title, flags, and whether it belongs to CommFuse."""
-
-    name: str
-    title: str
-    flags: str
-    ours: bool = False
-
-    @property
-    def step(self) -> str:
-        """Its name among the results of a measurement, and that of its log."""
-        return f"launch_{self.name}"
+_Layer = Callable[..., torch.Tensor]
 
 
-FORMS = (
-    Form("megatron", *LAUNCHED[MEGATRON]),
-    Form("fb_overlap", *LAUNCHED[FB_OVERLAP], ours=True),
-    Form("commfuse", "CommFuse's fused layers", "--use-commfuse", ours=True),
-    Form("mc2", *LAUNCHED[MC2]),
-    Form("coc_kernel", *LAUNCHED[COC_FUSED]),
-    Form("plain", "plain collectives", ""),
-    Form("coc", *LAUNCHED[COC[1]]),
-)
-"""The most useful forms first."""
+class Fused:
+    """This project's ops.  Tuning decisions are not kept between runs."""
 
-_ON_CPU = {
-    "megatron": "--no-use-commfuse",
-    "fb_overlap": "--no-use-commfuse --commfuse-fb-overlap",
-    "commfuse": "--use-commfuse",
-    "plain": "--use-commfuse --plain",
-}
-"""Flags of the CPU pretraining, which has neither CoC nor MC2."""
+    def __init__(self, transport: Transport, variant: Variant) -> None:
+        assert variant.schedule is not None
+        tuning = Tuning() if variant.tuned else None
+        options = LinearOptions(variant.schedule, wgrad=variant.wgrad, tuning=tuning)
+        arguments: dict[str, Any] = {"transport": transport, "options": options}
+        self._transport = transport
+        self.all_gather_linear: _Layer = partial(all_gather_linear, **arguments)
+        self.linear_reduce_scatter: _Layer = partial(linear_reduce_scatter, **arguments)
+        self.attention_linear_reduce_scatter: _Layer = partial(
+            attention_linear_reduce_scatter, causal=True, **arguments
+        )
 
+    def blocked_seconds(self) -> float:
+        """Host seconds spent waiting for transfers since the start."""
+        return self._transport.blocked_seconds
 
-class Launches(NamedTuple):
-    """Commands by form name, the folder in which they run, and their environment.
-
-    ``notes``: what was changed in the launch.
-    """
-
-    commands: Mapping[str, Sequence[str]]
-    folder: Path
-    environment: Mapping[str, str]
-    notes: Sequence[str] = ()
-
-    @property
-    def forms(self) -> list[Form]:
-        return [form for form in FORMS if form.name in self.commands]
+    pair = staticmethod(in_order)
 
 
-def launches(text: str, device: str, ranks: int, scratch: Path) -> Launches:
-    """Parse the value of ``--launch``.
+class TakingTurns(MegatronOrder):
+    """Forward-backward overlap: the first step is recorded, later ones run in the chosen order."""
+
+    def __init__(self, carrier: Carrier) -> None:
+        super().__init__(carrier)
+        self.overlap = ForwardBackwardOverlap([carrier.group], states=())
+        self._to_measure = WORKS["micro-batches"].micro_batches - 1
+
+    def pair(self, forward: Callable[[], Any], backward: Callable[[], Any]) -> tuple[Any, Any]:
+        if self._to_measure:
+            self._to_measure -= 1
+            return self.overlap.record(forward, backward)
+        if not self.overlap.orders:
+            self.overlap.choose_orders()
+        return self.overlap.run(forward, backward)
+
+
+Form = Blocking | Fused
+"""The three differentiable layers of which workloads are made; see :mod:`commfuse_npu.ops`."""
+
+
+def form_of(variant: Variant, transport: Transport, carrier: Carrier) -> Form:
+    """The layers of a form.
 
     Args:
-        text: a launch script with its arguments, or a torchrun command line.
-        device: ``cpu`` for the CPU pretraining.
-        ranks: number of ranks.
-        scratch: folder for files of the trainings that are not kept.
-
-    Raises:
-        UsageError: it is not a launch, or not for this number of ranks.
+        transport: of the fused ops, with a lane per peer.
+        carrier: its group and buffers are shared with the baselines.
     """
-    try:
-        words = shlex.split(text)
-    except ValueError as error:
-        raise UsageError(f"--launch {text!r}: {error}; quote it as for a shell") from error
-    if device == "cpu":
-        return _of_cpu_pretraining(words, scratch)
-    return _of_mindspeed_llm(words, ranks)
-
-
-def _of_cpu_pretraining(words: Sequence[str], scratch: Path) -> Launches:
-    script = Path(words[0]) if words else Path()
-    if script.suffix == ".sh":
-        if not script.is_file():
-            raise UsageError(f"there is no launch script {script}; give its path")
-        words = ["bash", str(script.resolve()), *words[1:]]
-    elif not words or shutil.which(words[0]) is None:
-        raise UsageError(f"--launch {' '.join(words)!r} starts no program; give a launch script")
-    short = ["--train-iters", str(ITERATIONS), "--save-interval", "0", "--runs-dir", str(scratch)]
-    commands = {
-        name: [*words, *short, "--name", name, *flags.split()] for name, flags in _ON_CPU.items()
-    }
-    return Launches(commands, Path.cwd(), os.environ)
-
-
-def _of_mindspeed_llm(words: Sequence[str], ranks: int) -> Launches:
-    """The commands for a MindSpeed-LLM launch.  Rehearsed on CPU, not run on NPUs."""
-    checkout = Path(os.environ.get("MINDSPEED_LLM_HOME") or Path.cwd())
-    launch = read_launch(words, checkout)
-    if launch.processes != ranks:
-        text = f"asks for {launch.processes} processes" if launch.processes else "names no number"
-        raise UsageError(
-            f"--launch {words[0]} {text}, and here are {ranks} (--ranks); a measurement is of "
-            "one server: change the launch or --ranks"
-        )
-    script = launch.script_path(checkout)
-    folder = launch.folder if (launch.folder / launch.script).is_file() else checkout
-    options = launch.options
-    shorten(options, ITERATIONS)
-    options.set("--log-throughput")
-    replace_missing_data(options, folder)
-    started = [
-        *(sys.executable, "-m", "torch.distributed.run"),
-        *("--nnodes", "1", "--nproc_per_node", str(ranks)),
-        *("--rdzv_backend", "c10d", "--rdzv_endpoint", "127.0.0.1:0"),
-        *("--local_addr", "127.0.0.1", "-m", "mindspeed_patches.measured"),
-    ]
-    commands = {}
-    for form in FORMS:
-        blocking = ["--blocking"] if form.name == "plain" else []
-        commands[form.name] = [*started, *blocking, str(script), *_in_form(options, form)]
-    environment = {**os.environ, **launch.environment}
-    paths = [str(_PROJECT), *filter(None, [environment.get("PYTHONPATH")])]
-    environment["PYTHONPATH"] = os.pathsep.join(paths)
-    return Launches(commands, folder, environment, (*launch.notes, *options.changes))
-
-
-def _in_form(options: Options, form: Form) -> list[str]:
-    result = options.copy()
-    result.drop(*PEERS, "--use-commfuse", "--no-use-commfuse")
-    if form.name != "commfuse":
-        result.drop(*commfuse_names(result))
-    if form.name == "fb_overlap":
-        result.set("--commfuse-fb-overlap-memory")  # required in a plain pipeline
-    for name in (flags := Options(form.flags.split())).names:
-        result.set(name, *flags.values(name))
-    return result.words
+    if variant.kind == "fused":
+        return Fused(transport, variant)
+    if variant.kind == "compute":
+        return Blocking(NoTransfers(carrier.group, {}))
+    own = type(carrier)(carrier.group, carrier.idle)
+    if variant.kind == "sliced":
+        return Sliced(own, variant.slices)
+    layers = {"blocking": Blocking, "megatron": MegatronOrder, "turns": TakingTurns}
+    return layers[variant.kind](own)

@@ -1,26 +1,45 @@
 """The result of ``measure``: a verdict, and ``measured.md`` with the tables behind it.
 
-A form is recommended if the quartiles of its iterations do not overlap with those of any other, and
-its losses match those of Megatron's order, as far as ten iterations show.
+A form of a launch is recommended if the quartiles of its iterations do not overlap with those of
+any other, and its losses match those of Megatron's order, as far as ten iterations show.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
 from typing import Any
 
 from commfuse_npu.hardware.description import Figure, Hardware
 from commfuse_npu.tools.markdown import table_head, table_row
+from commfuse_npu.tools.measure.rounds import Result
+from commfuse_npu.tools.measure.steps import WORKS
 from commfuse_npu.tools.measure.trainings import WARM_UP, Training
+from commfuse_npu.tools.measure.variants import REFERENCE, is_ours
 
-__all__ = ["Row", "as_markdown", "compared", "launch_table", "verdict"]
+__all__ = [
+    "Row",
+    "as_markdown",
+    "compared",
+    "forms_table",
+    "forms_verdict",
+    "launch_table",
+    "verdict",
+]
 
 Row = tuple[str, str, str, str]
 """Name of a figure, its measured range, the described range, and how they compare."""
 
 _ALIKE = 0.01
 """Largest relative difference of losses in ten iterations between orders of the same sums."""
+
+
+_FORMS_LEGEND = f"""\
+Each cell: how many times as fast as `{REFERENCE}`, which waits for each collective, the share of
+the time beyond the computation alone that is gone, in brackets of the host's time in waits. Bold:
+the fastest. Ratio: time on the links / time of the computation. Bits: equal to those of
+`{REFERENCE}`, else the largest difference."""
 
 
 def verdict(trainings: Sequence[Training], device: str) -> Iterator[str]:
@@ -104,6 +123,61 @@ def launch_table(trainings: Sequence[Training]) -> Iterator[str]:
         yield table_row(cells)
 
 
+def forms_verdict(results: Sequence[Result]) -> Iterator[str]:
+    """For each workload: how many times as fast as the reference the fastest forms are."""
+    by_setting = groupby(results, key=lambda result: (result.work, result.ratio))
+    for (work, ratio), group in by_setting:
+        rows = [row for row in group if row.form != REFERENCE]
+        ours = _fastest_form([row for row in rows if is_ours(row.form)])
+        other = _fastest_form([row for row in rows if not is_ours(row.form)])
+        at = "" if ratio is None else f", ratio {ratio:g}"
+        lead, sentences = f"**{WORKS[work].title}**{at}: times as fast as `{REFERENCE}`: ", []
+        if ours is not None:
+            sentences.append(f"`{ours.form}` {ours.speedup:.2f}")
+        if other is not None:
+            sentences.append(f"the fastest other, `{other.form}`, {other.speedup:.2f}")
+        if sentences:
+            yield f"{lead}{'; '.join(sentences)}."
+
+
+def _fastest_form(rows: Sequence[Result]) -> Result | None:
+    return min(rows, key=lambda row: row.seconds[1], default=None)
+
+
+def forms_table(results: Sequence[Result]) -> list[str]:
+    """A Markdown table with a row per workload and form, and a column per ratio."""
+    if not results:
+        return []
+    ratios = sorted({result.ratio for result in results}, key=lambda ratio: ratio or 0.0)
+    cells: dict[tuple[str, str], dict[float | None, str]] = {}
+    differences: dict[tuple[str, str], float] = {}
+    for (work, ratio), group in groupby(results, key=lambda result: (result.work, result.ratio)):
+        rows = list(group)
+        fastest = min(row.seconds[1] for row in rows)
+        for row in rows:
+            text = f"{row.speedup:.2f}x{_shares(row)}"
+            key = work, row.form
+            cells.setdefault(key, {})[ratio] = f"**{text}**" if row.seconds[1] == fastest else text
+            differences[key] = max(row.difference, differences.get(key, 0.0))
+    head = ["work", "form", *("links" if r is None else f"ratio {r:g}" for r in ratios), "bits"]
+    lines = ["", table_head(head)]
+    for key, by_ratio in cells.items():
+        bits = f"{differences[key]:.1e}" if differences[key] else "equal"
+        lines.append(table_row([*key, *(by_ratio.get(ratio, "-") for ratio in ratios), bits]))
+    lines += ["", _FORMS_LEGEND]
+    if reached := [result.reached for result in results if result.reached is not None]:
+        span = f"{100 * min(reached):.0f} to {100 * max(reached):.0f} %"
+        lines.append(f"A message alone reached {span} of the rate that links were given.")
+    return [*lines, ""]
+
+
+def _shares(row: Result) -> str:
+    if row.form == REFERENCE or not row.ratio or row.wall_removed is None:
+        return ""
+    blocked = "" if row.blocked_removed is None else f" ({100 * row.blocked_removed:.0f} %)"
+    return f", {100 * row.wall_removed:.0f} %{blocked}"
+
+
 def compared(measured: Hardware, described: Hardware) -> list[Row]:
     """A row for each measured figure."""
     rows = []
@@ -123,6 +197,7 @@ def compared(measured: Hardware, described: Hardware) -> list[Row]:
 def as_markdown(
     verdict: Sequence[str],
     trainings: Sequence[Training],
+    forms: Sequence[str],
     figures: Sequence[Row],
     failed: Mapping[str, str],
     facts: Mapping[str, Any],
@@ -130,7 +205,8 @@ def as_markdown(
     """The text of ``measured.md``.
 
     Args:
-        verdict: from :func:`verdict`.
+        verdict: from :func:`verdict` and :func:`forms_verdict`.
+        forms: from :func:`forms_table`.
         figures: from :func:`compared`.
         failed: reasons, by step.
         facts: about the machine, and the command.
@@ -138,6 +214,8 @@ def as_markdown(
     lines = ["# Measured", "", *(f"{line}\n" for line in verdict)]
     if trainings:
         lines += ["## The launch", "", *launch_table(trainings), ""]
+    if forms:
+        lines += ["## Forms of a layer", *forms]
     if figures:
         lines += ["## Figures, in SI units", ""]
         head = "figure", "measured (quartiles)", "described", "lies"

@@ -6,16 +6,25 @@ Does not import torch, which the process that asks the ranks need not have.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from commfuse_npu.tools.bench.sweep import Bench, Conditions, Sweep
 from commfuse_npu.tools.model_config import ModelConfig
 
-__all__ = ["LAUNCH", "LAYER", "STEPS", "Ask", "Scale", "Step", "Times", "slowest"]
+__all__ = [
+    "FORMS",
+    "LAUNCH",
+    "STEPS",
+    "WORKS",
+    "Ask",
+    "Scale",
+    "Step",
+    "Times",
+    "WorkKind",
+    "slowest",
+]
 
-LAYER, LAUNCH = "layer", "launch"
+FORMS, LAUNCH = "forms", "launch"
 
 Ask = Callable[..., list[Any]]
 """Calls a method of :class:`~commfuse_npu.tools.measure.worker.Worker`; returns results by rank."""
@@ -23,46 +32,75 @@ Ask = Callable[..., list[Any]]
 Times = list[dict[str, Any]]
 """Measurements: what was timed, with the ``seconds`` of single calls."""
 
-_LAUNCHABLE = ("collective", "megatron", "coc-*", "auto")
-"""Forms that can be launched, and ``collective``, which overlaps nothing."""
-
 
 class Scale(NamedTuple):
     """Sizes and repetitions of the measurements.
 
     Attributes:
-        path: of the model's configuration, whose layers define the GEMMs.
+        config: the model's, whose layers define the GEMMs.
         ranks: number of ranks.
         rows: tokens of a micro-batch.
+        compared_rows: the same of the layers whose forms are compared.
         shrink: divisor of every width, for a CPU.
         message: bytes of a message.
         calls: repetitions of each measurement.
     """
 
-    path: Path
     config: ModelConfig
     device: str
     ranks: int
     rows: int
+    compared_rows: int
     shrink: int
     message: int
     calls: int
 
     @classmethod
     def of(cls, path: Path, ranks: int, device: str) -> Scale:
-        """The model's sizes on a device; on a CPU 1/8 of its widths and 512 tokens.
+        """The model's sizes on a device; on a CPU 1/8 of its widths and fewer tokens.
 
         Raises:
             ConfigError: the configuration cannot be read.
         """
         config = ModelConfig.load(path)
         if device == "cpu":
-            return cls(path, config, device, ranks, 512, 8, 1 << 20, 7)
-        return cls(path, config, device, ranks, config.seq_length, 1, 1 << 26, 20)
+            return cls(config, device, ranks, 512, 2048, 8, 1 << 20, 7)
+        tokens = config.seq_length
+        return cls(config, device, ranks, tokens, tokens, 1, 1 << 26, 20)
 
     def halves(self, most: int) -> list[int]:
         """The rows, a half, a quarter, ..., at most ``most`` values of at least 16."""
         return [self.rows >> shift for shift in range(most) if self.rows >> shift >= 16]
+
+    @property
+    def sequence(self) -> int:
+        """S of the layers whose forms are compared; blocks of whole cache lines, as all widths."""
+        return max(1, self.compared_rows // (16 * self.ranks)) * 16 * self.ranks
+
+    @property
+    def hidden(self) -> int:
+        return self._divisible(self.config.hidden_size, 16 * self.ranks)
+
+    @property
+    def ffn(self) -> int:
+        """Width of the MLP; gate and up have this width each."""
+        return self._divisible(self.config.ffn_hidden_size, 16 * self.ranks)
+
+    @property
+    def groups(self) -> int:
+        """Key heads; fewer, but as wide as the model's."""
+        return self._divisible(self.config.num_query_groups, self.ranks)
+
+    @property
+    def heads(self) -> int:
+        return self._divisible(self.config.num_attention_heads, self.groups)
+
+    @property
+    def head(self) -> int:
+        return self.config.hidden_size // self.config.num_attention_heads
+
+    def _divisible(self, width: int, divisor: int) -> int:
+        return max(1, round(width / self.shrink / divisor)) * divisor
 
     def layers(self) -> dict[str, tuple[int, int]]:
         """Input and output width of each linear layer on one rank."""
@@ -94,17 +132,36 @@ def slowest(by_rank: Sequence[Times]) -> Times:
     return result
 
 
-def _layers(ask: Ask, scale: Scale) -> Times:
-    """Run the bench on the real links: quartiles of each form's seconds, and its result."""
-    conditions = Conditions(scale.path, scale.device, scale.shrink, scale.rows)
-    rounds = 3 if scale.device == "cpu" else 10
-    sweep = Sweep(scale.ranks, ("layers",), (0.0,), rounds, _LAUNCHABLE, dtype="bf16")
-    times = []
-    for result in Bench(ask, scale.ranks, conditions).run(sweep):
-        low, high = result.quartiles_ms
-        seconds = [ms / 1e3 for ms in (low, result.median_ms, high)]
-        times.append({"form": result.variant, "seconds": seconds, "result": asdict(result)})
-    return times
+class WorkKind(NamedTuple):
+    """A workload, forward and backward with weight gradients, in which forms are compared.
+
+    Attributes:
+        title: of the verdict.
+        collectives: number of collectives, each over blocks of ``[s, H]``.
+        layers: number of layers, each with its own weights.
+        micro_batches: number of forwards and backwards per run.
+    """
+
+    title: str
+    collectives: int
+    layers: int = 1
+    micro_batches: int = 1
+
+    def bytes_per_pair(self, scale: Scale) -> int:
+        """Bytes that one rank sends to another in one run: fp32 on a CPU, otherwise bf16."""
+        block = scale.sequence // scale.ranks * scale.hidden * (4 if scale.device == "cpu" else 2)
+        return block * self.collectives
+
+
+# A column- and a row-parallel layer, forward; their backwards.  That of the column-parallel one
+# gathers its input again instead of keeping N times the memory (as Megatron does).
+_BLOCK = 5
+
+WORKS: Mapping[str, WorkKind] = {
+    "mlp": WorkKind("An MLP", _BLOCK),
+    "layers": WorkKind("Two layers", 4 * _BLOCK, 2),
+    "micro-batches": WorkKind("Eight micro-batches of two layers", 8 * 4 * _BLOCK, 2, 8),
+}
 
 
 class Step(NamedTuple):
@@ -113,12 +170,10 @@ class Step(NamedTuple):
     Attributes:
         question: the question that it answers.
         seconds: time limit of one call to the ranks, for a slow machine.
-        ask: computes the answer; by default it is the result of the rank method of that name.
     """
 
     question: str
     seconds: float = 600
-    ask: Callable[[Ask, Scale], Times] | None = None
 
 
 STEPS: Mapping[str, Step] = {
@@ -127,7 +182,7 @@ STEPS: Mapping[str, Step] = {
     "gemms": Step("how long do GEMMs of a layer take, by rows?"),
     "host": Step("what does posting a step, or launching a GEMM, cost the host?"),
     "beside": Step("do GEMMs and transfers slow each other down?"),
-    LAYER: Step("how long do two layers take in each form?", ask=_layers),
+    FORMS: Step("how long do layers take in each form, over links with a rate?"),
     "memory": Step("how fast is memory?"),
     "attention": Step("how long does attention take, by queries?"),
     LAUNCH: Step("how long do ten iterations of the launch take in each form?", seconds=900),

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from commfuse_npu.tools.launch_script.bounded import last_lines, run_bounded
-from commfuse_npu.tools.measure.forms import ITERATIONS, Form, Launches
+from commfuse_npu.tools.measure.launches import ITERATIONS, Form, Launches
 from commfuse_npu.tools.quartiles import Range, quartiles
 
 __all__ = ["WARM_UP", "Training", "TrainingError", "TrainingLog", "limit_of", "read_log", "train"]

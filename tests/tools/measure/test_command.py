@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import re
 import signal
@@ -14,13 +15,14 @@ import pytest
 
 from commfuse_npu.config_file import find_config
 from commfuse_npu.hardware.description import Hardware
+from commfuse_npu.tools import cli
 from commfuse_npu.tools.measure import command, folder
-from commfuse_npu.tools.measure.forms import Launches
+from commfuse_npu.tools.measure.launches import Launches
 from commfuse_npu.tools.measure.steps import STEPS, Scale, Step
-from commfuse_npu.tools.ranks import RanksError
+from commfuse_npu.tools.ranks import Ranks, RanksError
 from commfuse_npu.tools.simulate.command import main as simulate
 from tests.limits import LIMIT
-from tests.processes import interruptible, wait_for
+from tests.processes import ended, interruptible, wait_for
 from tests.tools.measure.trainings import launch
 
 SMALL = ("--device", "cpu", "--ranks", "2", "--folder")
@@ -54,14 +56,16 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     scale_of = Scale.of
 
     def small(*what: Any) -> Scale:
-        return scale_of(*what)._replace(rows=128, shrink=32, message=1 << 16, calls=3)
+        return scale_of(*what)._replace(
+            rows=128, compared_rows=64, shrink=32, message=1 << 16, calls=3
+        )
 
     monkeypatch.setattr(Scale, "of", small)
 
 
 @pytest.mark.usefixtures("tiny")
 def test_everything_is_measured_described_and_shown(measured: Path, capsys: Any) -> None:
-    names = [name for name in STEPS if name not in ("layer", "launch")]
+    names = [name for name in STEPS if name not in ("forms", "launch")]
     words = [*SMALL, str(measured), "--steps", ",".join(names)]
     assert command.main(words) == 0
     for name in names:
@@ -88,13 +92,51 @@ def test_everything_is_measured_described_and_shown(measured: Path, capsys: Any)
     assert (measured / "measured.json").stat().st_mtime_ns == before
 
 
-@pytest.mark.long
 @pytest.mark.usefixtures("tiny")
-def test_layers_are_measured_and_the_best_named(measured: Path, capsys: Any) -> None:
-    assert command.main([*SMALL, str(measured), "--steps", "host,layer"]) == 0
-    forms = {row["form"] for row in times(measured, "layer")}
-    assert forms >= {"collective", "megatron", "coc-4", "auto"}
-    assert "Two layers: Best of ours over one setting: auto:" in capsys.readouterr().out
+def test_forms_are_compared_by_the_short_command(measured: Path, capsys: Any) -> None:
+    words = ["bench", "--ranks", "2", "--folder", str(measured), "--works", "mlp", "--rounds", "1"]
+    words += ["--forms", "slices-2,ours-c4,auto", "--ratios"]
+    assert cli.main([*words, "0,1"]) == 0
+    rows = times(measured, "forms, mlp, ratio 1")
+    assert [row["form"] for row in rows] == ["compute", "p2p", "slices-2", "ours-c4", "auto"]
+    out = capsys.readouterr().out
+    assert re.search(r"\*\*An MLP\*\*, ratio 0: times as fast as `p2p`: `\S+` \d", out)
+    assert "| mlp | slices-2 | " in out.replace("**", "")
+    assert "| work | form | ratio 0 | ratio 1 | bits |" in (measured / "measured.md").read_text()
+    assert not (measured / "measured.yaml").exists()
+    # Another ratio is added.
+    assert cli.main([*words, "1,2"]) == 0
+    out = capsys.readouterr().out
+    assert "forms, mlp, ratio 1: kept" in out
+    assert "| work | form | ratio 0 | ratio 1 | ratio 2 | bits |" in out
+
+
+def test_ranks_are_ended_when_one_cannot_start() -> None:
+    nowhere, before = "no_such_module:Worker", multiprocessing.active_children()
+    with (
+        pytest.raises(RanksError, match=r"of 2 failed in starting:\n[\s\S]*no_such_module"),
+        Ranks(2, device="cpu", timeout=LIMIT, worker=nowhere),
+    ):
+        pass
+    assert multiprocessing.active_children() == before
+
+
+def test_ctrl_c_leaves_no_process_behind(measured: Path) -> None:
+    words = [sys.executable, "-m", "commfuse_npu", "bench", "--ranks", "2", "--rounds", "100000"]
+    process = interruptible([*words, "--folder", str(measured)], start_new_session=True)
+    listed = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    try:
+        # Two starting ranks and the resource tracker of multiprocessing.
+        wait_for(lambda: len(listed.read_text().split()) >= 3)
+        children = [int(pid) for pid in listed.read_text().split()]
+        # To the whole group, as a terminal does.
+        os.killpg(process.pid, signal.SIGINT)
+        process.communicate(timeout=LIMIT)
+        assert process.returncode == 130
+        wait_for(lambda: all(map(ended, children)))
+    finally:
+        process.kill()
+        process.wait()
 
 
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])

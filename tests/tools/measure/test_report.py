@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from commfuse_npu.tools.measure.forms import FORMS
+from commfuse_npu.tools.measure.launches import FORMS
 from commfuse_npu.tools.measure.report import launch_table, verdict
 from commfuse_npu.tools.measure.trainings import WARM_UP, Training, TrainingLog
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from commfuse_npu.tools.launch_script import bounded
-from commfuse_npu.tools.measure.forms import FORMS, launches
+from commfuse_npu.tools.measure.launches import FORMS, launches
 from commfuse_npu.tools.measure.trainings import TrainingError, limit_of, read_log, train
 from tests.limits import LIMIT
 from tests.processes import ended, wait_for

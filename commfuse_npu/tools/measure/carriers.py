@@ -1,4 +1,4 @@
-"""The transfers of the baselines' collectives: by torch, by direct exchanges, or none.
+"""The transfers of the baselines' collectives: of a device, direct exchanges on a CPU, or none.
 
 Legend: ``n`` ranks, ``s`` rows of a block, ``[n * s, F]`` the full tensor.
 
@@ -89,16 +89,12 @@ class Carrier(ABC):
     Attributes:
         group: the process group for communication.
         idle: unused buffers, which can be shared with other carriers.
-        in_order: whether several collectives can be started, which then run one after the other.
         blocked_seconds: host seconds spent waiting since the start.
     """
-
-    in_order = True
 
     def __init__(self, group: dist.ProcessGroup, idle: Buffers) -> None:
         self.group, self.idle = group, idle
         self.rank, self.size = group.rank(), group.size()
-        self._gloo = "gloo" in dist.get_backend(group)
         self.blocked_seconds = 0.0
 
     def take(self, like: torch.Tensor, *shape: int) -> torch.Tensor:
@@ -126,12 +122,7 @@ class Carrier(ABC):
 
 
 class TorchCollectives(Carrier):
-    """torch's own collectives."""
-
-    def __init__(self, group: dist.ProcessGroup, idle: Buffers) -> None:
-        super().__init__(group, idle)
-        # A device's stream runs them in order; gloo's threads run them concurrently.
-        self.in_order = not self._gloo
+    """torch's own collectives, which the stream of a device runs in order."""
 
     def gather(self, shard: torch.Tensor) -> Pending:
         whole = self._whole(shard)
@@ -143,11 +134,12 @@ class TorchCollectives(Carrier):
 
 
 class DirectExchange(Carrier):
-    """Sends every block directly from its rank to the rank that needs it, all at once.
+    """Sends every block directly from its rank to the rank that needs it, all at once, over gloo.
 
-    For a group of all ranks.  The partials are added in the order r-1, ..., r+1, the own one last:
-    the same bits as the fused ops and gloo's reduce-scatter.  Between two ranks the socket (or the
-    stream) keeps the order.
+    gloo's own reduce-scatter sends the bytes of an all-reduce, and its threads run several
+    collectives at once.  For a group of all ranks.  The partials are added in the order r-1, ...,
+    r+1, the own one last: the same bits as the fused ops and gloo's reduce-scatter.  Between two
+    ranks the socket keeps the order.
     """
 
     def __init__(self, group: dist.ProcessGroup, idle: Buffers) -> None:
@@ -161,15 +153,6 @@ class DirectExchange(Carrier):
     ) -> list[Any]:
         """Start sending a tensor to each target and receiving one from each source."""
         group, targets, sources = self.group, self._targets, self._sources
-        if not self._gloo:
-            # On HCCL single operations would open a communicator per pair [read].
-            return dist.batch_isend_irecv(
-                [dist.P2POp(dist.isend, t, r, group) for t, r in zip(sends, targets, strict=True)]
-                + [
-                    dist.P2POp(dist.irecv, t, r, group)
-                    for t, r in zip(receives, sources, strict=True)
-                ]
-            )
         # gloo sends its notice that a receive is ready on the same socket as data: receives first.
         tag = self._messages & 0x7FFFFFFF
         self._messages += 1

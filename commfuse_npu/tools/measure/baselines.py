@@ -26,7 +26,7 @@ from commfuse_npu.kernels import gemm_into
 from commfuse_npu.ops.attention_mask import AttentionMask
 from commfuse_npu.ops.attention_runs import AttentionRuns
 from commfuse_npu.plan import split
-from commfuse_npu.tools.bench.carriers import Carrier, Pending
+from commfuse_npu.tools.measure.carriers import Carrier, Pending
 
 __all__ = ["Blocking", "Grads", "MegatronOrder", "Sliced", "in_order"]
 
@@ -203,14 +203,9 @@ class Sliced(Blocking):
     def _gathered(self, shard: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
         """Yield ``(rows of a shard, these rows of all shards)``, slice by slice."""
         runs = self._runs(shard.shape[0])
-        # If several collectives would share the link, only the next one is started.
-        ahead = len(runs) if self.carrier.in_order else 1
-        pending = [self.carrier.gather(shard[run]) for run in runs[:ahead]]
-        for number, run in enumerate(runs):
-            part = pending[number].result()
-            if len(pending) < len(runs):
-                pending.append(self.carrier.gather(shard[runs[len(pending)]]))
-            yield run, part
+        pending = [self.carrier.gather(shard[run]) for run in runs]
+        for run, gather in zip(runs, pending, strict=True):
+            yield run, gather.result()
 
     def _begin_scatters(
         self, a: torch.Tensor, b: torch.Tensor
@@ -223,8 +218,6 @@ class Sliced(Blocking):
             full = take(a, rows.shape[0], b.shape[1])
             gemm_into(full, rows, b)
             self.carrier.release(rows)
-            if not self.carrier.in_order:
-                self._finish_scatters(pending)
             pending.append((self.carrier.scatter(full, y[run]), full))
         return y, pending
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from commfuse_npu.tools.bench import wire
+from commfuse_npu.tools.measure import wire
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="Linux's option")
 

@@ -1,0 +1,174 @@
+"""Times the forms of a workload on links with a rate, in shuffled rounds, and compares them.
+
+Legend, of one workload at one ratio:
+
+===============  ================================================================================
+ratio            time of the transfers on the links / time of the computation alone
+seconds          of the slowest rank, by round; figures are medians
+compute          of the workload without any communication
+wall removed     of the reference's time beyond compute, the share that is gone
+blocked removed  the same of the host's time in waits for transfers, averaged over the ranks
+===============  ================================================================================
+
+A share is ``None`` if the reference has no such time.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Collection, Iterator, Sequence
+from itertools import groupby
+from statistics import mean, median
+from typing import NamedTuple
+
+from commfuse_npu.tools.measure.steps import WORKS, Ask, Scale, Times
+from commfuse_npu.tools.measure.variants import COMPUTE, REFERENCE, Variant, variants
+from commfuse_npu.tools.quartiles import Range, quartiles
+from commfuse_npu.tools.ranks import RanksError
+from commfuse_npu.tools.terminal import tell
+
+__all__ = ["Result", "Sample", "evaluate", "time_forms"]
+
+_CALIBRATION_ROUNDS = 5
+_GFLOPS = 15.0
+"""Modeled GFLOPS of a rank with sleeping GEMMs, a quarter of a core: the ranks share the cores,
+and at a higher rate their Python code and copies would be most of the time."""
+
+_COMPUTE = Variant(COMPUTE, "compute")
+
+
+class Sample(NamedTuple):
+    """Seconds of one run: wall time, and host time spent waiting for transfers."""
+
+    total: float
+    blocked: float
+
+
+class Result(NamedTuple):
+    """The figures of a form; ``ratio`` is ``None`` for the links of a device.
+
+    ``seconds``: quartiles.  ``speedup``: relative to the reference.  ``difference``: the largest
+    one of its outputs and gradients from the reference's, 0 if all are equal.  ``reached``: the
+    share of the links' rate that a message alone reached, ``None`` without one.
+    """
+
+    work: str
+    ratio: float | None
+    form: str
+    seconds: Range
+    speedup: float
+    wall_removed: float | None
+    blocked_removed: float | None
+    difference: float
+    reached: float | None
+
+
+def time_forms(
+    ask: Ask, scale: Scale, work: str, ratio: float | None, names: Collection[str], rounds: int
+) -> Times:
+    """Check each form, then time all of them in every round.
+
+    With more ranks than cores GEMMs sleep (:mod:`commfuse_npu.tools.measure.sleeping`).
+
+    Args:
+        ratio: for which the links get a rate, 0 for none; ``None`` for the links of a device.
+        names: of forms, besides the reference; those for several micro-batches need some.
+
+    Returns:
+        A row per form, and one of ``compute``: ``seconds`` and ``blocked`` of each round,
+        ``difference``, the ``rate`` of the links in bytes/s, and the share of it that a message
+        ``reached``.
+
+    Raises:
+        RanksError: the links cannot be given a rate.
+    """
+    kind, label = WORKS[work], work if ratio is None else f"{work}, ratio {ratio:g}"
+    forms = [
+        form
+        for form in variants(scale.ranks)
+        if form.name in (REFERENCE, *names) and (form.kind != "turns" or kind.micro_batches > 1)
+    ]
+    tell(f"{label}: checking")
+    sleeps = scale.device == "cpu" and scale.ranks > (os.cpu_count() or 1)
+    ask("set_up", work, scale, _GFLOPS if sleeps else None)
+    differences = {form.name: max(ask("check", form)) for form in forms if not form.tuned}
+    rate = reached = None
+    if ratio:
+        # Only to set the links, not as a result: the rounds measure it again.
+        calibration = _round(ask, [_COMPUTE] * (_CALIBRATION_ROUNDS + 1))[1:]
+        compute = median(sample.total for sample in calibration)
+        rate = kind.bytes_per_pair(scale) / (ratio * compute)
+        reached = _paced(ask, scale, rate)
+    try:
+        for form in forms:
+            if form.tuned:
+                tell(f"{label}: tuning {form.name}")
+                differences[form.name] = max(ask("tune", form))
+        measured: dict[str, list[Sample]] = {form.name: [] for form in (_COMPUTE, *forms)}
+        order, shuffle = [_COMPUTE, *forms], random.Random(label)
+        for number in range(rounds):
+            tell(f"{label}: round {number + 1} of {rounds}")
+            # Interleaving spreads drift (clock rates, other load) evenly over all forms;
+            # shuffling avoids that one always follows the same neighbor.
+            shuffle.shuffle(order)
+            for form, sample in zip(order, _round(ask, order), strict=True):
+                measured[form.name].append(sample)
+    finally:
+        if rate is not None:
+            ask("pace", None)
+    return [
+        {
+            "work": work,
+            "ratio": ratio,
+            "form": name,
+            "rate": rate,
+            "reached": reached,
+            "difference": differences.get(name, 0.0),
+            "seconds": [sample.total for sample in samples],
+            "blocked": [sample.blocked for sample in samples],
+        }
+        for name, samples in measured.items()
+    ]
+
+
+def _paced(ask: Ask, scale: Scale, rate: float) -> float:
+    """Limit the rate of the links; returns the share of it that a message to each peer reaches."""
+    if problems := set(ask("pace", rate)) - {""}:
+        raise RanksError(
+            f"links cannot be given a rate: {'; '.join(sorted(problems))}; run on Linux 4.20 or "
+            "newer, outside of sandboxes that replace the kernel's sockets, or give --ratios 0"
+        )
+    size = min(int(rate / 20), 1 << 24)
+    slowest = max(max(times) for times in ask("lanes", size, scale.ranks - 1, 1))
+    return size / slowest / rate
+
+
+def _round(ask: Ask, order: Sequence[Variant]) -> list[Sample]:
+    by_form = zip(*ask("round", list(order)), strict=True)
+    return [
+        Sample(max(sample.total for sample in ranks), mean(sample.blocked for sample in ranks))
+        for ranks in by_form
+    ]
+
+
+def evaluate(times: Times) -> Iterator[Result]:
+    """The figures of every form but ``compute``, in the order of the rows."""
+    for _, rows in groupby(times, key=lambda row: (row["work"], row["ratio"])):
+        by_form = {row["form"]: row for row in rows}
+        seconds = {name: quartiles(row["seconds"]) for name, row in by_form.items()}
+        blocked = {name: median(row["blocked"]) for name, row in by_form.items()}
+        compute, reference = seconds.pop(COMPUTE)[1], seconds[REFERENCE][1]
+        for name, quarters in seconds.items():
+            row = by_form[name]
+            yield Result(
+                *(row["work"], row["ratio"], name, quarters, reference / quarters[1]),
+                _share(reference - quarters[1], reference - compute),
+                _share(blocked[REFERENCE] - blocked[name], blocked[REFERENCE]),
+                row["difference"],
+                row["reached"],
+            )
+
+
+def _share(part: float, whole: float) -> float | None:
+    return part / whole if whole > 0 else None
