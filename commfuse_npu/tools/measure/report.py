@@ -131,13 +131,12 @@ def forms_verdict(results: Sequence[Result]) -> Iterator[str]:
         ours = _fastest_form([row for row in rows if is_ours(row.form)])
         other = _fastest_form([row for row in rows if not is_ours(row.form)])
         at = "" if ratio is None else f", ratio {ratio:g}"
-        lead, sentences = f"**{WORKS[work].title}**{at}: times as fast as `{REFERENCE}`: ", []
+        found = ["no form of ours was measured", "no other was measured"]
         if ours is not None:
-            sentences.append(f"`{ours.form}` {ours.speedup:.2f}")
+            found[0] = f"`{ours.form}` {ours.speedup:.2f}"
         if other is not None:
-            sentences.append(f"the fastest other, `{other.form}`, {other.speedup:.2f}")
-        if sentences:
-            yield f"{lead}{'; '.join(sentences)}."
+            found[1] = f"the fastest other, `{other.form}`, {other.speedup:.2f}"
+        yield f"**{WORKS[work].title}**{at}: times as fast as `{REFERENCE}`: {'; '.join(found)}."
 
 
 def _fastest_form(rows: Sequence[Result]) -> Result | None:

@@ -104,15 +104,12 @@ class Scale(NamedTuple):
 
     def layers(self) -> dict[str, tuple[int, int]]:
         """Input and output width of each linear layer on one rank."""
-        config, n = self.config, self.ranks
-        hidden, ffn = config.hidden_size // self.shrink, config.ffn_hidden_size // self.shrink
-        heads, groups = config.num_attention_heads, config.num_query_groups
-        qkv = hidden * (heads + 2 * groups) // heads
+        n, hidden = self.ranks, self.hidden
         return {
-            "qkv": (hidden, -(-qkv // n)),
-            "proj": (-(-hidden // n), hidden),
-            "fc1": (hidden, -(-2 * ffn // n)),
-            "fc2": (-(-ffn // n), hidden),
+            "qkv": (hidden, (self.heads + 2 * self.groups) * self.head // n),
+            "proj": (self.heads * self.head // n, hidden),
+            "fc1": (hidden, 2 * self.ffn // n),
+            "fc2": (self.ffn // n, hidden),
         }
 
 

@@ -267,9 +267,7 @@ class Worker(FormsWorker):
 
     def attention(self, scale: Scale) -> Times:
         """The last queries against all keys, causal, forward, by number of queries."""
-        config, keys, times = scale.config, scale.rows, []
-        heads = max(1, config.num_attention_heads // scale.ranks // scale.shrink)
-        head = config.hidden_size // config.num_attention_heads
+        keys, heads, head, times = scale.rows, scale.heads // scale.ranks, scale.head, []
         k, v = (self._numbers(keys, 1, heads, head) for _ in range(2))
         for queries in scale.halves(4):
             q = self._numbers(queries, 1, heads, head)

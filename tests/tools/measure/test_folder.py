@@ -83,8 +83,9 @@ def test_the_slowest_rank_counts() -> None:
 
 def test_sizes_of_a_model_on_a_cpu_and_on_npus() -> None:
     cpu, npu = (Scale.of(find_config("llama3_8b"), 8, device) for device in ("cpu", "npu"))
-    sizes = {"qkv": (512, 96), "proj": (64, 512), "fc1": (512, 448), "fc2": (224, 512)}
+    sizes = {"qkv": (512, 384), "proj": (128, 512), "fc1": (512, 448), "fc2": (224, 512)}
     assert cpu.layers() == sizes
-    assert npu.layers()["fc1"] == (4096, 3584)
+    sizes = {"qkv": (4096, 768), "proj": (512, 4096), "fc1": (4096, 3584), "fc2": (1792, 4096)}
+    assert npu.layers() == sizes
     assert cpu.halves(4) == [512, 256, 128, 64]
     assert cpu._replace(rows=40).halves(4) == [40, 20]
