@@ -165,8 +165,8 @@ def forms_table(results: Sequence[Result]) -> list[str]:
         lines.append(table_row([*key, *(by_ratio.get(ratio, "-") for ratio in ratios), bits]))
     lines += ["", _FORMS_LEGEND]
     if reached := [result.reached for result in results if result.reached is not None]:
-        span = f"{100 * min(reached):.0f} to {100 * max(reached):.0f} %"
-        lines.append(f"A message alone reached {span} of the rate that links were given.")
+        share = f"{100 * min(reached):.0f} %"
+        lines.append(f"A message alone reached at least {share} of the rate that links were given.")
     return [*lines, ""]
 
 
