@@ -100,23 +100,21 @@ def time_forms(
         compute = median(sample.total for sample in calibration)
         rate = kind.bytes_per_pair(scale) / (ratio * compute)
         reached = _paced(ask, scale, rate)
-    try:
-        for form in forms:
-            if form.tuned:
-                tell(f"{label}: tuning {form.name}")
-                differences[form.name] = max(ask("tune", form))
-        measured: dict[str, list[Sample]] = {form.name: [] for form in (_COMPUTE, *forms)}
-        order, shuffle = [_COMPUTE, *forms], random.Random(label)
-        for number in range(rounds):
-            tell(f"{label}: round {number + 1} of {rounds}")
-            # Interleaving spreads drift (clock rates, other load) evenly over all forms;
-            # shuffling avoids that one always follows the same neighbor.
-            shuffle.shuffle(order)
-            for form, sample in zip(order, _round(ask, order), strict=True):
-                measured[form.name].append(sample)
-    finally:
-        if rate is not None:
-            ask("pace", None)
+    for form in forms:
+        if form.tuned:
+            tell(f"{label}: tuning {form.name}")
+            differences[form.name] = max(ask("tune", form))
+    measured: dict[str, list[Sample]] = {form.name: [] for form in (_COMPUTE, *forms)}
+    order, shuffle = [_COMPUTE, *forms], random.Random(label)
+    for number in range(rounds):
+        tell(f"{label}: round {number + 1} of {rounds}")
+        # Interleaving spreads drift (clock rates, other load) evenly over all forms;
+        # shuffling avoids that one always follows the same neighbor.
+        shuffle.shuffle(order)
+        for form, sample in zip(order, _round(ask, order), strict=True):
+            measured[form.name].append(sample)
+    if rate is not None:
+        ask("pace", None)
     return [
         {
             "work": work,

@@ -141,6 +141,20 @@ def test_more_ranks_than_cores_sleep_and_devices_keep_their_links(monkeypatch) -
     assert (row["ratio"], row["rate"], row["reached"]) == (None, None, None)
 
 
+def test_ended_ranks_are_asked_nothing_more() -> None:
+    asked, calls = Asked(), list[str]()
+
+    def ask(method: str, *args: Any) -> list[Any]:
+        calls.append(method)
+        if calls.count("round") == 2:
+            raise KeyboardInterrupt
+        return asked(method, *args)
+
+    with pytest.raises(KeyboardInterrupt):
+        time_forms(ask, Scale.of(CONFIG, 2, "cpu"), "mlp", 1.0, [], 5)
+    assert calls[-2:] == ["lanes", "round"]
+
+
 def test_links_that_get_no_rate_are_an_error_with_a_way_out() -> None:
     asked = Asked("the kernel refuses")
     with pytest.raises(RanksError, match=r"rate: the kernel refuses; run on .* --ratios 0"):
