@@ -135,21 +135,20 @@ def read_launch(
     words: Sequence[str],
     checkout: Path,
     environ: Mapping[str, str] = os.environ,
-    timeout: float = 60.0,
 ) -> Launch:
     """Read the launch that follows ``--`` on the command line.
 
     Args:
         words: the command, or a launch script with its arguments.
         checkout: MindSpeed-LLM's folder, in which launch scripts are started.
-        environ, timeout: environment and time limit in seconds of launch scripts.
+        environ: environment of launch scripts.
 
     Raises:
         UsageError: it is not a launch, or the script starts none.
     """
     command = typed_command(words)
     if script := shell_script(command.words):
-        launch = _from_shell(script, checkout, {**environ, **command.environment}, timeout)
+        launch = _from_shell(script, checkout, {**environ, **command.environment})
         launch.environment = {**command.environment, **launch.environment}
         return launch
     launch_read = launch_of(command)
@@ -161,14 +160,12 @@ def read_launch(
     return launch_read
 
 
-def _from_shell(
-    words: Sequence[str], checkout: Path, environ: Mapping[str, str], timeout: float
-) -> Launch:
+def _from_shell(words: Sequence[str], checkout: Path, environ: Mapping[str, str]) -> Launch:
     file = Path(words[0]).expanduser()
     script = next((path for path in (file, checkout / file) if path.is_file()), None)
     if script is None:
         raise UsageError(f"there is no launch script {file} here or in {checkout}")
-    captured = capture_commands([str(script.resolve()), *words[1:]], checkout, environ, timeout)
+    captured = capture_commands([str(script.resolve()), *words[1:]], checkout, environ)
     # Scripts may also start Python to prepare data.
     launches = [
         launch

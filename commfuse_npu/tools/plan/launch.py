@@ -79,20 +79,19 @@ def ask_about(
     config: Path | None,
     words: Sequence[str],
     variables: Mapping[str, str],
-    timeout: float = 60.0,
 ) -> AskedLaunch:
     """The launch that a configuration, a command line or both describe.
 
     A configuration represents its launcher in ``scripts``.  A command line can be complete, as a
     dry run prints it, options only, or a launch script with its arguments.  A script is run with
-    stand-ins for torchrun and Python, for at most ``timeout`` seconds.
+    stand-ins for torchrun and Python, for at most a minute.
 
     Raises:
         ConfigError: they cannot be read.
         UsageError: the script starts no training, or an option looks like CommFuse's but does not
             exist.
     """
-    launch = _read(words, variables, timeout)
+    launch = _read(words, variables)
     sizes = {"--nnodes": launch.nodes, "--nproc_per_node": launch.per_node}
     torchrun = [word for name, size in sizes.items() if size for word in (name, str(size))]
     words = [*torchrun, *launch.options.words]
@@ -110,11 +109,11 @@ def ask_about(
     return AskedLaunch(name, Options(words), model, fuse, assigned, registers, launch.notes)
 
 
-def _read(words: Sequence[str], variables: Mapping[str, str], timeout: float) -> Launch:
+def _read(words: Sequence[str], variables: Mapping[str, str]) -> Launch:
     command = typed_command(words)
     if script := shell_script(command.words):
         folder = Path(script[0]).expanduser().resolve().parent
-        return read_launch(words, checkout_of(folder), variables, timeout)
+        return read_launch(words, checkout_of(folder), variables)
     if (launch := launch_of(command)) is not None:
         return launch
     # Options only: words before the first option are an unknown program.

@@ -60,13 +60,11 @@ Step = dict[str, Any]
 
 
 def find_profiles(folder: Path) -> list[Path]:
-    """The rank folders in a folder, or itself; empty without profiles, or with launch scripts.
+    """The rank folders in a folder, or itself.
 
     Raises:
-        UsageError: the profiles were recorded, but not analyzed.
+        UsageError: there are none, or they were recorded, but not analyzed.
     """
-    if any(folder.glob("*.sh")):
-        return []
     inside = [folder, *sorted(path for path in folder.iterdir() if path.is_dir())]
     profiles = [path for path in inside if (path / _OUTPUT).is_dir()]
     raw = [path for path in inside if path.name.endswith("_ascend_pt")]
@@ -74,6 +72,11 @@ def find_profiles(folder: Path) -> list[Path]:
         raise UsageError(
             f"{raw[0]} has no {_OUTPUT}: it was recorded, but not analysed; python -c 'from "
             f'torch_npu.profiler.profiler import analyse; analyse("{raw[0]}")\''
+        )
+    if not profiles:
+        raise UsageError(
+            f"{str(folder)!r} has no profile, *_ascend_pt, in it; {_RECORD}, or give a launch "
+            "script"
         )
     return profiles
 

@@ -37,7 +37,7 @@ LAUNCHES = (
     (LAUNCH.replace("node 8", "node 0"), 2, "--nproc-per-node is '0'; give a whole number from 1"),
     ("echo no data >&2; exit 3", 2, "code 3, started nothing, and printed last: no data"),
     ("if then fi (", 2, "by their names; it ended with code 2"),
-    ("while :; do :; done", 2, "did not end within 1 s although it starts nothing here"),
+    (f"{LAUNCH} --commfuse-chunk 2", 2, "is refused: unknown: --commfuse-chunk; did you mean"),
 )
 MACHINE = (ROOT / "configs" / "hardware" / "ascend_910b_server.yaml").read_bytes()
 MODEL = (ROOT / "configs" / "llama3_8b.yaml").read_bytes()
@@ -64,12 +64,12 @@ QUESTIONS = (
     ("doctor --config bad.yaml", "bad.yaml: unknown option 'a'; did you mean"),
     ("doctor --config broken.yaml", "broken.yaml is not valid yaml: line 2: expected ',' or"),
     ("doctor -- ls", "--num-layers, --hidden-size, --num-attention-heads, --seq-length"),
-    ("plan", "give a launch script, a folder of them, --model NAME, or a rule"),
-    ("plan nowhere", "nowhere is no launch script, no folder and no rule; rules are bucket_gather"),
+    ("plan", "give a launch script, a folder of profiles, --model NAME, or a rule"),
+    ("plan nowhere", "nowhere is no launch script, no folder of profiles and no rule; rules are "),
     ("plan empty.yaml", "empty.yaml holds nothing, not a mapping of name: value"),
     ("plan file --tp 2", "--tp: no effect on what a script starts; leave it out"),
-    ("plan there", "'there' has no launch scripts, *.sh, in it or below it; give a folder that"),
-    ("plan good.sh --timeout 1e300", "'1e300' is not a number above 0, up to 1e+09"),
+    ("plan there", "'there' has no profile, *_ascend_pt, in it; record it with torch_npu.profiler"),
+    ("plan there --hardware x", "--hardware: no effect on a profile; leave it out"),
     ("plan there --json no/such/x.json", "no/such, which is not there; make it, or choose"),
     ("plan there --jsn x.json", "unknown: --jsn x.json; did you mean --json?"),
     ("plan gather_gemm --ranks 1000000", "'1000000' is not a whole number from 2 to 1024"),
@@ -100,6 +100,7 @@ QUESTIONS = (
     ("measure --device cpu --ranks 2 --resume --folder nothere", "holds no run to resume"),
     ("measure --steps launch", "--steps launch needs a launch; give it by --launch"),
     ("measure --steps host --launch x.sh", "--launch: no effect without launch among --steps; add"),
+    ("measure --minutes 1e300", "'1e300' is not a number above 0, up to 1e+09"),
     ("measure --one-device --launch train.sh", "--launch trains on all ranks"),
     ("measure --launch pretrain_gpt.py", "names no number, and here are 8 (--ranks)"),
     ("measure --device cpu --launch absent", "--launch 'absent' starts no program; give a launch"),
@@ -126,7 +127,7 @@ QUESTIONS = (
 )
 ASKED = [
     *((question, 2, said) for question, said in QUESTIONS),
-    *((f"plan {number}.sh --timeout 1", *said) for number, (_, *said) in enumerate(LAUNCHES)),
+    *((f"plan {number}.sh", *said) for number, (_, *said) in enumerate(LAUNCHES)),
     ("plan --model llama3_8b --micro-batch 999999999999999", 1, "take another --npus, a shorter"),
 ]
 

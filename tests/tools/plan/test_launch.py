@@ -11,7 +11,7 @@ import pytest
 
 from commfuse_npu.tools import cli
 from tests.tools.answers import answer
-from tests.tools.plan.launches import CONFIG, EXPERTS, TP, script
+from tests.tools.plan.launches import CONFIG, EXPERTS, MODEL, TP, script
 
 Plan = Callable[..., dict[str, Any]]
 MANY = "--global-batch-size 64 --bf16"
@@ -100,6 +100,17 @@ def test_a_refused_form_is_not_recommended(plan: Plan) -> None:
     assert forms["--use-commfuse"]["seconds"] == forms[""]["seconds"]
     fused = by_flags(plan(f"{short} --commfuse-min-rows 0"))
     assert fused["--use-commfuse"]["seconds"] > fused[""]["seconds"]
+
+
+def test_scripts_start_from_mindspeed_llms_root(tmp_path: Path) -> None:
+    """As its examples expect; they source other files relative to it."""
+    examples = tmp_path / "examples"
+    examples.mkdir()
+    (tmp_path / "pretrain_gpt.py").touch()
+    (tmp_path / "sizes.sh").write_text(f"SIZES='{TP} {MODEL}'\n", "utf-8")
+    started = "torchrun --nproc_per_node 4 pretrain_gpt.py $SIZES"
+    (examples / "it.sh").write_text(f"source sizes.sh\ncd $(dirname $0)/..\n{started}\n")
+    assert answer(tmp_path, "plan", str(examples / "it.sh"))["layout"].startswith("TP 4, PP 1")
 
 
 def test_another_machine_has_other_times(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
