@@ -12,7 +12,6 @@ from commfuse_npu.plan import PlanError
 from commfuse_npu.tools.finding import Finding
 from commfuse_npu.tools.markdown import table_row
 from commfuse_npu.tools.plan.checks import check_launch
-from commfuse_npu.tools.plan.expert_layouts import ExpertLayout, expert_layouts
 from commfuse_npu.tools.plan.launch import AskedLaunch
 from commfuse_npu.tools.plan.training import NotSimulated, roughly, training_of
 from commfuse_npu.tools.plan.transfers import FusedLayer, check_lanes, fused_layers
@@ -25,9 +24,6 @@ from commfuse_npu.tools.simulate.variants import COC, FB_OVERLAP, MEGATRON, fuse
 __all__ = ["Form", "LaunchPlan", "plan_launch"]
 
 _FUSED = "fused layers"
-
-_LAYOUTS = 4
-"""Number of expert layouts that are shown."""
 _LEGEND = (
     "Time and memory (of tensors, on the fullest rank): simulated at typical figures. Overlap: "
     "with the micro-batches that have no partner in Megatron's order. Not checked: whether CoC "
@@ -60,7 +56,6 @@ class LaunchPlan(NamedTuple):
         not_simulated: why no form has a time; empty if they have.
         hardware: name of the described machine.
         findings: problems of the launch as it is, and the cost of its lanes.
-        experts: possible layouts of its experts, fastest first.
         schedule, layers: what ``--use-commfuse`` would run; empty if the launch cannot start.
     """
 
@@ -74,7 +69,6 @@ class LaunchPlan(NamedTuple):
     findings: tuple[Finding, ...]
     schedule: str
     layers: tuple[FusedLayer, ...]
-    experts: tuple[ExpertLayout, ...] = ()
 
     @property
     def best(self) -> Form | None:
@@ -127,35 +121,17 @@ class LaunchPlan(NamedTuple):
             memory = "-" if form.mebibytes is None else f"{form.mebibytes:,.0f}"
             flags = f"`{form.flags}`" if form.flags else "-"
             lines.append(table_row([form.name, time, memory, flags, form.obstacle or "-"]))
-        lines += ["", _LEGEND, *self._expert_layouts()]
+        lines += ["", _LEGEND]
         refused = any(form.obstacle for form in self.forms if form.flags == "--use-commfuse")
         if self.layers and not refused:
             lines += ["", f"Layers with --use-commfuse, forward, per rank ({self.schedule}):"]
             lines += [f"  {layer}" for layer in self.layers]
         return "\n".join(lines)
 
-    def _expert_layouts(self) -> list[str]:
-        """A table of the fastest layouts of the experts, and the present one."""
-        if not self.experts:
-            return []
-        head = "EP", "expert TP", "ms per step", "of it to experts and back"
-        lines = ["", table_row(head), "|---:" * len(head) + "|"]
-        fastest = self.experts[:_LAYOUTS]
-        for layout in [*fastest, *(layout for layout in self.experts[_LAYOUTS:] if layout.present)]:
-            parallel = f"{layout.parallel} (as it is)" if layout.present else str(layout.parallel)
-            cells = (
-                parallel,
-                str(layout.tensor),
-                f"{1e3 * layout.seconds:,.0f}",
-                f"{layout.share:.0%}",
-            )
-            lines.append(table_row(cells))
-        legend = "Layouts of experts: in Megatron's order, simulated at typical figures."
-        return [*lines, "", legend]
-
     def as_json(self) -> dict[str, Any]:
-        fields = "forms", "layers", "experts"
-        rows = {name: [entry._asdict() for entry in getattr(self, name)] for name in fields}
+        rows: dict[str, Any] = {
+            name: [entry._asdict() for entry in getattr(self, name)] for name in ("forms", "layers")
+        }
         rows["findings"] = [finding.as_json() for finding in self.findings]
         return self._asdict() | rows | {"verdict": self.verdict}
 
@@ -246,11 +222,9 @@ def plan_launch(launch: AskedLaunch, hardware: Hardware, environ: Mapping[str, s
     findings += check_lanes(launch, environ) if can_start else []
     if launch.variables.get("HCCL_DETERMINISTIC", "").lower() == "true":
         hardware = replace(hardware, deterministic=True)
-    reason, costs, laid_out, rough = "", {}, list[ExpertLayout](), list[str]()
+    reason, costs, rough = "", {}, list[str]()
     try:
-        training = training_of(launch)
-        costs = _costs(launch, training, hardware)
-        laid_out = expert_layouts(training, hardware.machine())
+        costs = _costs(launch, training_of(launch), hardware)
         rough = roughly(launch.options)
     except ValueError as error:
         if isinstance(error, PlanError):
@@ -274,5 +248,4 @@ def plan_launch(launch: AskedLaunch, hardware: Hardware, environ: Mapping[str, s
         tuple(findings),
         str(launch.schedule) if can_start else "",
         tuple(layers),
-        tuple(laid_out),
     )

@@ -45,24 +45,6 @@ def test_the_fastest_form_that_can_be_launched_is_named(plan: Plan, capsys) -> N
     assert {"--use-ascend-coc", "--use-ascend-mc2"} < set(forms)
 
 
-def test_layouts_of_experts_are_compared(plan: Plan, capsys: pytest.CaptureFixture[str]) -> None:
-    width = "--moe-ffn-hidden-size 1536 --moe-token-dispatcher-type alltoall"
-    report = plan(f"{TP} {MANY} {EXPERTS} --expert-model-parallel-size 2 {width}")
-    layouts = {(layout["parallel"], layout["tensor"]): layout for layout in report["experts"]}
-    assert set(layouts) == {(ep, 1) for ep in (1, 2, 4, 8)} | {(1, 4), (2, 4)}
-    seconds = [layout["seconds"] for layout in report["experts"]]
-    assert seconds == sorted(seconds)
-    (present,) = (layout for layout in report["experts"] if layout["present"])
-    assert (present["parallel"], present["tensor"]) == (2, 4)
-    assert present["seconds"] == by_flags(report)[""]["seconds"]
-    # Whole experts only receive rows; nothing is gathered besides.
-    assert layouts[8, 1]["transfers"] < layouts[2, 4]["transfers"]
-    assert layouts[1, 1]["transfers"] == 0
-    printed = capsys.readouterr().out
-    assert "| 2 (as it is) | 4 | " in printed
-    assert plan(f"{TP} {MANY}")["experts"] == []
-
-
 @pytest.mark.parametrize(
     ("options", "verdict", "reason"),
     [
