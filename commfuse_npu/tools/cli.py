@@ -17,7 +17,7 @@ __all__ = ["main"]
 
 _COMMANDS = {
     "prepare": {
-        "doctor": ("doctor.command", "is this machine ready, and for a launch?"),
+        "doctor": ("doctor.command", "is this machine ready?"),
         "plan": ("plan.command", "would it help a launch or a model? which flags?"),
         "simulate": ("simulate.command", "what would it bring on a described cluster?"),
     },

@@ -10,7 +10,6 @@ from functools import partial
 from commfuse_npu.packages import NPU_TORCH
 from commfuse_npu.tools.doctor.machine import Machine
 from commfuse_npu.tools.finding import Finding
-from commfuse_npu.tools.plan.launch import AskedLaunch
 
 __all__ = ["check_devices", "check_links", "listed_npus", "topology"]
 
@@ -40,8 +39,8 @@ def listed_npus(machine: Machine) -> list[tuple[str, str]]:
     return npus
 
 
-def check_devices(machine: Machine, launch: AskedLaunch | None = None) -> Iterator[Finding]:
-    """Check the NPUs, their health, and whether there are enough for a launch."""
+def check_devices(machine: Machine) -> Iterator[Finding]:
+    """Check the NPUs, their health and their links."""
     result = machine.run(_INFO, machine.variables)
     if result is None:
         none, action = "no NPU found (there is no npu-smi)", "bash scripts/pretrain_llama_cpu.sh"
@@ -60,11 +59,6 @@ def check_devices(machine: Machine, launch: AskedLaunch | None = None) -> Iterat
     if ill := [f"{i} ({health})" for i, (_, health) in enumerate(devices) if health != "OK"]:
         advice = "see npu-smi info -t health"
         yield _finding("health", "warning", f"NPU {', '.join(ill)}", "OK", advice)
-    most = len(devices)
-    if launch is not None and launch.config.npus_per_node > most:
-        problem = f"{launch.config.npus_per_node}, but there are {most}"
-        action = "set NPUS_PER_NODE (--nproc_per_node)"
-        yield _finding("NPUS_PER_NODE", "error", problem, f"at most {most}", action)
     if machine.find("torch_npu") is None:
         needed = f"torch_npu {NPU_TORCH} to use the NPUs"
         action = f"install torch=={NPU_TORCH} and torch_npu=={NPU_TORCH}"

@@ -1,4 +1,4 @@
-"""Problems that stop a launch, or keep CommFuse out of it; used by plan and by the doctor."""
+"""Problems that stop a launch, or keep CommFuse out of it."""
 
 from __future__ import annotations
 

@@ -24,15 +24,7 @@ from commfuse_npu.tools.plan.judgement import Judgement, fuse_options, judge_lau
 
 __all__ = ["AskedLaunch", "ask_about"]
 
-# Defaults of scripts/launch_pretraining.sh.
-_LAUNCHER_VARIABLES = {
-    "CUDA_DEVICE_MAX_CONNECTIONS": "1",
-    "PYTORCH_NPU_ALLOC_CONF": "expandable_segments:True",
-    "HCCL_CONNECT_TIMEOUT": "3600",
-    "HCCL_EXEC_TIMEOUT": "3600",
-    "TASK_QUEUE_ENABLE": "2",
-}
-# The options of that script that matter here.
+# The options of scripts/launch_pretraining.sh that matter here.
 _LAUNCHER_OPTIONS = ("--use-distributed-optimizer", "--no-gradient-accumulation-fusion")
 _ASSUMED_VOCABULARY = ("--vocab-size", "32000")
 """Tokenizers are not read here, and no answer about a launch depends on the vocabulary."""
@@ -95,18 +87,18 @@ def ask_about(
     sizes = {"--nnodes": launch.nodes, "--nproc_per_node": launch.per_node}
     torchrun = [word for name, size in sizes.items() if size for word in (name, str(size))]
     words = [*torchrun, *launch.options.words]
-    fuse, registers, assigned = fuse_options(words), launch.registers, launch.environment
+    fuse, registers = fuse_options(words), launch.registers
     if config is not None:
         model = ModelConfig.load(config, words)
         words = [*model.arguments(), *_LAUNCHER_OPTIONS, *model.commfuse_options, *words]
         fuse, registers, name = fuse_options(words), True, config.stem
-        unset = {k: v for k, v in _LAUNCHER_VARIABLES.items() if k not in variables}
-        assigned = {**unset, **assigned}
     else:
         # The last value counts, so given options come after assumed ones.
         model = ModelConfig.from_options([*_ASSUMED_VOCABULARY, *words])
         name = f"a model of {model.num_layers} layers of {model.hidden_size}"
-    return AskedLaunch(name, Options(words), model, fuse, assigned, registers, launch.notes)
+    return AskedLaunch(
+        name, Options(words), model, fuse, launch.environment, registers, launch.notes
+    )
 
 
 def _read(words: Sequence[str], variables: Mapping[str, str]) -> Launch:
