@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from commfuse_npu.tools.doctor.devices import check_devices, listed_npus
 from commfuse_npu.tools.doctor.environment import check_variables
+from commfuse_npu.tools.doctor.finding import Finding
 from commfuse_npu.tools.doctor.machine import Machine
 from commfuse_npu.tools.doctor.versions import (
     check_cann,
@@ -17,7 +18,6 @@ from commfuse_npu.tools.doctor.versions import (
     check_torch,
     check_torch_npu_loads,
 )
-from commfuse_npu.tools.finding import Finding
 from commfuse_npu.tools.option_types import Parser
 from commfuse_npu.tools.terminal import print_verdict
 

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from functools import partial
 
 from commfuse_npu.packages import NPU_TORCH
+from commfuse_npu.tools.doctor.finding import Finding
 from commfuse_npu.tools.doctor.machine import Machine
-from commfuse_npu.tools.finding import Finding
 
 __all__ = ["check_devices", "check_links", "listed_npus", "topology"]
 

@@ -8,8 +8,8 @@ from functools import partial
 from typing import NamedTuple
 
 from commfuse_npu.tools.doctor.devices import listed_npus
+from commfuse_npu.tools.doctor.finding import Finding, Level
 from commfuse_npu.tools.doctor.machine import Machine
-from commfuse_npu.tools.finding import Finding, Level
 
 __all__ = ["check_variables"]
 

@@ -38,8 +38,8 @@ _HARDWARE, _NPUS, _SERVERS = "ascend_910b_server", 8, "ascend_910b_roce"
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="commfuse-npu plan",
-        description="With a launch script: what transfers it has, what each form would bring, "
-        "which flags to add, what refuses it. With a configuration of configs/: the same of its "
+        description="With a launch script: what each form would bring, which flags to add, "
+        "what refuses them. With a configuration of configs/: the same of its "
         "launcher. With *_ascend_pt folders of torch_npu's profiler: how much communication is "
         "exposed and could be hidden. "
         "With --model: simulates the layouts and schedules of a training on a described cluster "
@@ -134,12 +134,12 @@ def _launch(arguments: argparse.Namespace, words: Sequence[str]) -> int:
     descriptions = {described(name) or usual for name, _ in listed_npus(Machine.this())}
     default = descriptions.pop() if len(descriptions) == 1 else usual
     hardware = Hardware.load(find_config(arguments.hardware or default, "hardware"))
-    plan = plan_launch(launch, hardware, os.environ)
-    print_verdict(plan.verdict, False if plan.ends else plan.adds or None)
+    plan = plan_launch(launch, hardware)
+    print_verdict(plan.verdict, False if plan.problems else plan.adds or None)
     print("", plan, sep="\n")
     figures = partial(write_json, content=plan.as_json(), indent=1)
     code = write_outputs("plan", [Output("--json", arguments.json, ": all figures", figures)])
-    return code or int(bool(plan.ends))
+    return code or int(bool(plan.problems))
 
 
 def _recommend(arguments: argparse.Namespace, words: Sequence[str]) -> int:

@@ -7,7 +7,7 @@ import pytest
 from commfuse_npu.tools.doctor import CommandResult, Package
 from commfuse_npu.tools.doctor.devices import check_devices, check_links
 from commfuse_npu.tools.doctor.environment import check_variables
-from commfuse_npu.tools.finding import Finding
+from commfuse_npu.tools.doctor.finding import Finding
 from tests.tools.doctor.machines import INFO_A3, NPU_ANSWERS, machine, only, summary, topology
 
 
