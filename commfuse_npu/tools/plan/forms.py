@@ -26,9 +26,8 @@ __all__ = ["Form", "LaunchPlan", "plan_launch"]
 _FUSED = "fused layers"
 _LEGEND = (
     "Time and memory (of the fullest rank, with the buffers of transfers and communicators): "
-    "simulated at typical figures. Overlap: "
-    "with the micro-batches that have no partner in Megatron's order. Not checked: whether CoC "
-    "and MC2 support this launch."
+    "simulated at typical figures. Overlap: with the micro-batches that have no partner in "
+    "Megatron's order. Not checked: whether CoC and MC2 support this launch."
 )
 
 
@@ -89,8 +88,8 @@ class LaunchPlan(NamedTuple):
             return f"As it is, the launch would fail at its start: {self.problems[0]}"
         best = self.best
         if best is None or not best.flags:
-            why = {form.obstacle for form in self.forms if form.obstacle}
-            return f"Nothing to add: {'; '.join(sorted(why)) or 'this order is the fastest'}."
+            why = [f"no {form.name} ({form.obstacle})" for form in self.forms if form.obstacle]
+            return f"Nothing to add: {', '.join(why) or 'this order is the fastest'}."
         if best.seconds is None:
             return f"Add {best.flags}: {best.name}. The gain is not known."
         megatron = next(form.seconds for form in self.forms if not form.flags)

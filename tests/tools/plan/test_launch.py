@@ -54,7 +54,9 @@ def test_the_fastest_form_that_can_be_launched_is_named(plan: Plan, capsys) -> N
         (f"{MANY} --tp-2d", "Add ", "--tp-2d: linear layers cut in two dimensions"),
         (f"{MANY} --nproc_per_node 16 --tensor-model-parallel-size 16", "Add ",
          "a group of 16 spans nodes of 8 NPUs"),
-        ("--tensor-model-parallel-size 1 --no-sequence-parallel", "Nothing to add: ", ""),
+        ("--tensor-model-parallel-size 1 --no-sequence-parallel", "Nothing to add: no forward-"
+         "backward overlap (no tensor, expert or context parallelism, so nothing to hide), no "
+         "fused layers (--tensor-model-parallel-size 1: a group of one transfers nothing; ", ""),
         ("--global-batch-size 2", "Add --use-ascend-mc2", ""),
     ],
 )  # fmt: skip
