@@ -17,8 +17,8 @@ __all__ = ["main"]
 
 _COMMANDS = {
     "prepare": {
-        "doctor": ("doctor.command", "is this machine ready, and for a launch?"),
-        "plan": ("plan.command", "would it help a launch, a folder of them, or a model?"),
+        "doctor": ("doctor.command", "is this machine ready?"),
+        "plan": ("plan.command", "would it help a launch or a model? which flags?"),
         "simulate": ("simulate.command", "what would it bring on a described cluster?"),
     },
     "run": {

@@ -24,13 +24,22 @@ class Judged(NamedTuple):
         layer: its name.
         state: ``fused``; ``left`` to Megatron; or ``silent``: it has no transfer to hide.
         reason: why it is not fused, or empty.
-        column: column-parallel (gathers) if true, otherwise row-parallel (reduces).
+        operator: the op that runs in its place; empty for Megatron's own forward.
     """
 
     layer: str
     state: Literal["fused", "left", "silent"]
     reason: str
-    column: bool
+    operator: str = ""
+
+    def left(self, reason: str) -> Judged:
+        """The same layer, left to Megatron."""
+        return Judged(self.layer, "left", reason)
+
+    def __str__(self) -> str:
+        if not self.operator:
+            return f"{self.layer}: Megatron's own forward, because {self.reason}"
+        return f"{self.layer}: {self.operator}"
 
 
 class _Layer(NamedTuple):
@@ -100,17 +109,22 @@ def _layers(options: Options) -> tuple[_Layer, ...]:
     )
 
 
-def judge(options: Options, layers: Collection[str] = LAYERS) -> list[Judged]:
+def judge(
+    options: Options, layers: Collection[str] = LAYERS, attention: bool = False
+) -> list[Judged]:
     """The verdict on each linear layer of a launch, for any sequence length.
 
     Args:
         options: of its command line.
         layers: names of layers to fuse (``--commfuse-layers``).
+        attention: whether attention is fused with its projection, unless something prevents it.
     """
-    return [_judged(layer, options, layers) for layer in _layers(options) if layer.present]
+    attention = attention and not attention_obstacle(options)
+    present = (layer for layer in _layers(options) if layer.present)
+    return [_judged(layer, options, layers, attention) for layer in present]
 
 
-def _judged(layer: _Layer, options: Options, layers: Collection[str]) -> Judged:
+def _judged(layer: _Layer, options: Options, layers: Collection[str], attention: bool) -> Judged:
     known_as, unsplit = layer.known_as, layer.column and not sequence_parallel(options)
     alone = size_of(options, "tensor-model") == 1
     offloaded = "--cpu-offloading" in options
@@ -125,8 +139,13 @@ def _judged(layer: _Layer, options: Options, layers: Collection[str]) -> Judged:
     )
     for state, reason in reasons:
         if reason:
-            return Judged(layer.name, state, str(reason), layer.column)
-    return Judged(layer.name, "fused", "", layer.column)
+            return Judged(layer.name, state, str(reason))
+    operator = "linear_reduce_scatter" if sequence_parallel(options) else "linear_all_reduce"
+    if layer.column:
+        operator = "all_gather_linear"
+    elif layer.name == "proj" and attention:
+        operator = "attention_linear_reduce_scatter"
+    return Judged(layer.name, "fused", "", operator)
 
 
 def attention_obstacle(options: Options) -> str:

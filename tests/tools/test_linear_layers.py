@@ -11,7 +11,7 @@ import torch
 from commfuse_npu.options import LAYERS
 from commfuse_npu.tools.launch_script.options import Options
 from commfuse_npu.tools.linear_layers import judge
-from commfuse_npu.tools.plan.transfers import fused_layers
+from commfuse_npu.tools.plan.obstacles import obstacles
 from mindspeed_patches import wrappers
 from tests.tools.plan.launches import FUSED, asked
 
@@ -150,13 +150,13 @@ def test_reasons_are_those_of_the_wrappers(called: list[str], words: str, known_
 def test_operators_are_those_of_the_wrappers(called: list[str], line: str) -> None:
     """Blocks have 96 rows: a sequence of 64 in batches of 3 over two ranks."""
     launch = asked(line)
-    size = launch.judged.layout.tensor
-    for layer in fused_layers(launch):
+    size, stands = launch.config.tensor_model_parallel_size, obstacles(launch)
+    for layer in stands.layers:
         called.clear()
         parallel = launch.config.uses_sequence_parallel
         gathers = parallel and layer.layer in ("qkv", "fc1", "output")
         x = torch.empty(64 // size if gathers else 64, 3, 64, dtype=torch.bfloat16)
-        chosen, min_rows = launch.fuse.commfuse_layers, launch.judged.least
+        chosen, min_rows = launch.fuse.commfuse_layers, stands.least
         calls = counted(layer.layer, x, size, parallel, chosen, min_rows)
         assert calls == [(layer.layer, layer.reason or "fused")]
         assert called == [layer.operator] * bool(layer.operator)

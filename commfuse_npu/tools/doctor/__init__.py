@@ -1,10 +1,10 @@
-"""``commfuse-npu doctor``: is this machine ready for CommFuse, and for a launch?
+"""``commfuse-npu doctor``: is this machine ready for CommFuse?
 
 Checks are functions from a :class:`Machine` to findings.  A machine consists of environment
 variables, a function that finds packages and a function that runs commands, so that tests can
 define their own.  torch, MindSpeed, Megatron and torch_npu are not imported: versions are read from
 their files, and the import of torch_npu, which ends the process without CANN, is tried in a
-separate process.  :mod:`commfuse_npu.tools.plan` judges whether a launch is refused, and its gain.
+separate process.  :mod:`commfuse_npu.tools.plan` judges launches.
 
 The expected values were read in the sources and manuals of torch_npu, CANN, MindSpeed and
 MindSpeed-LLM, and not verified on an NPU.

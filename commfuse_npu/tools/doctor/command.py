@@ -7,11 +7,10 @@ import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
-from commfuse_npu.config_file import ConfigError, find_config
 from commfuse_npu.tools.doctor.devices import check_devices, listed_npus
 from commfuse_npu.tools.doctor.environment import check_variables
+from commfuse_npu.tools.doctor.finding import Finding
 from commfuse_npu.tools.doctor.machine import Machine
 from commfuse_npu.tools.doctor.versions import (
     check_cann,
@@ -19,11 +18,7 @@ from commfuse_npu.tools.doctor.versions import (
     check_torch,
     check_torch_npu_loads,
 )
-from commfuse_npu.tools.finding import Finding
-from commfuse_npu.tools.launch_script import UsageError
-from commfuse_npu.tools.option_types import Parser, refuse
-from commfuse_npu.tools.plan.checks import check_launch
-from commfuse_npu.tools.plan.launch import AskedLaunch, ask_about
+from commfuse_npu.tools.option_types import Parser
 from commfuse_npu.tools.terminal import print_verdict
 
 __all__ = ["Report", "diagnose", "main"]
@@ -67,22 +62,18 @@ class Report:
         )
 
 
-def diagnose(machine: Machine, launch: AskedLaunch | None = None) -> Report:
-    """Run all checks; those of a launch only if there is one."""
+def diagnose(machine: Machine) -> Report:
+    """Run all checks."""
     findings = [
         Finding("versions", "Python", "ok", ".".join(map(str, sys.version_info[:3]))),
         *check_torch(machine),
         *check_torch_npu_loads(machine),
         check_cann(machine),
         *check_stack(machine),
-        *check_devices(machine, launch),
-        *check_variables(machine, launch),
-        *(check_launch(launch) if launch is not None else ()),
+        *check_devices(machine),
+        *check_variables(machine),
     ]
     npus = len(listed_npus(machine))
-    if launch is not None:
-        has = f"{npus} NPUs" if npus else "no NPU and can rehearse it"
-        return Report(tuple(findings), f"{launch.name} would start; this machine has {has}")
     here = f"this machine can run CommFuse on {npus} NPUs"
     without = "this machine has no NPU and can run the CPU form, rehearsals and simulations"
     return Report(tuple(findings), here if npus else without)
@@ -92,25 +83,12 @@ def main(words: Sequence[str]) -> int:
     """Run the subcommand: 0 ready, 1 something will not work, 2 invalid request."""
     parser = Parser(
         prog="commfuse-npu doctor",
-        description="Is this machine ready for CommFuse, and for a launch?",
-        epilog="After -- a launch: commfuse-npu doctor -- torchrun ... pretrain_gpt.py ..., or "
-        "commfuse-npu doctor -- bash SCRIPT.sh, whose torchrun and python are stand-ins. What it "
-        "would bring: commfuse-npu plan.",
-    )
-    parser.add_argument(
-        "--config", help="of the launch: a yaml file, or its name in configs/: llama3_8b"
+        description="Is this machine ready for CommFuse: versions, NPUs, environment variables?",
+        epilog="Whether a launch would start, and what it would bring: commfuse-npu plan.",
     )
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
-    # Split here, because versions of argparse treat the two dashes differently.
-    end = list(words).index("--") if "--" in words else len(words)
-    options, command = parser.parse_args(words[:end]), words[end + 1 :]
-    machine = Machine.this()
-    try:
-        config: Path | None = None if options.config is None else find_config(options.config)
-        launch = ask_about(config, command, machine.variables) if config or command else None
-    except (ConfigError, UsageError) as error:
-        return refuse("doctor", error)
-    report = diagnose(machine, launch)
+    options = parser.parse_args(words)
+    report = diagnose(Machine.this())
     if options.json:
         print(report.as_json())
     else:

@@ -8,9 +8,8 @@ from collections.abc import Iterator
 from functools import partial
 
 from commfuse_npu.packages import NPU_TORCH
+from commfuse_npu.tools.doctor.finding import Finding
 from commfuse_npu.tools.doctor.machine import Machine
-from commfuse_npu.tools.finding import Finding
-from commfuse_npu.tools.plan.launch import AskedLaunch
 
 __all__ = ["check_devices", "check_links", "listed_npus", "topology"]
 
@@ -20,11 +19,8 @@ _DRIVER = re.compile(r"^\|\s+npu-smi\s+\S+\s+Version:\s+(\S+)", re.MULTILINE)
 # A device has two lines; the second has its bus address.
 _NAME_LINE = re.compile(r"^\|\s+\d+\s+(\S+)\s+\|\s+([A-Za-z]+)\s+\|")
 _BUS_LINE = re.compile(r"^\|\s+\d+(?:\s+\d+)?\s+\|\s+[0-9A-Fa-f]{4}:")
-_LINK_ADVICE = {
-    "HCCS": "a full mesh: --commfuse-schedule shifted with 2 lanes or more, up to TP - 1",
-    "HCCS_SW": "a switch: --commfuse-schedule shifted with 1 or 2 lanes",
-    "SIO": "two dies of a package",
-}
+_FAST_LINKS = "HCCS", "HCCS_SW", "SIO"
+"""A full mesh, a switch, and the two dies of a package."""
 
 
 def listed_npus(machine: Machine) -> list[tuple[str, str]]:
@@ -40,8 +36,8 @@ def listed_npus(machine: Machine) -> list[tuple[str, str]]:
     return npus
 
 
-def check_devices(machine: Machine, launch: AskedLaunch | None = None) -> Iterator[Finding]:
-    """Check the NPUs, their health, and whether there are enough for a launch."""
+def check_devices(machine: Machine) -> Iterator[Finding]:
+    """Check the NPUs, their health and their links."""
     result = machine.run(_INFO, machine.variables)
     if result is None:
         none, action = "no NPU found (there is no npu-smi)", "bash scripts/pretrain_llama_cpu.sh"
@@ -60,11 +56,6 @@ def check_devices(machine: Machine, launch: AskedLaunch | None = None) -> Iterat
     if ill := [f"{i} ({health})" for i, (_, health) in enumerate(devices) if health != "OK"]:
         advice = "see npu-smi info -t health"
         yield _finding("health", "warning", f"NPU {', '.join(ill)}", "OK", advice)
-    most = len(devices)
-    if launch is not None and launch.config.npus_per_node > most:
-        problem = f"{launch.config.npus_per_node}, but there are {most}"
-        action = "set NPUS_PER_NODE (--nproc_per_node)"
-        yield _finding("NPUS_PER_NODE", "error", problem, f"at most {most}", action)
     if machine.find("torch_npu") is None:
         needed = f"torch_npu {NPU_TORCH} to use the NPUs"
         action = f"install torch=={NPU_TORCH} and torch_npu=={NPU_TORCH}"
@@ -93,9 +84,8 @@ def check_links(machine: Machine) -> Finding:
         answer = "no npu-smi" if result is None else result.last_line
         return _finding("links", "note", f"unknown: npu-smi info -t topo said {answer}")
     pairs = ", ".join(f"{count // 2} pairs {kind}" for kind, count in links.most_common())
-    if slow := ", ".join(kind for kind in links if kind not in _LINK_ADVICE):
+    if slow := ", ".join(kind for kind in links if kind not in _FAST_LINKS):
         expected = "HCCS, HCCS_SW or SIO within a tensor-parallel group"
         action = f"{slow} goes over PCIe or the host: keep TP within the NPUs that HCCS connects"
         return _finding("links", "warning", pairs, expected, action)
-    advice = "; ".join(f"{kind} is {_LINK_ADVICE[kind]}" for kind, _ in links.most_common())
-    return _finding("links", "ok", pairs, action=advice)
+    return _finding("links", "ok", pairs)

@@ -8,16 +8,12 @@ from functools import partial
 from typing import NamedTuple
 
 from commfuse_npu.tools.doctor.devices import listed_npus
+from commfuse_npu.tools.doctor.finding import Finding, Level
 from commfuse_npu.tools.doctor.machine import Machine
-from commfuse_npu.tools.finding import Finding, Level
-from commfuse_npu.tools.plan.launch import AskedLaunch
-from commfuse_npu.tools.plan.transfers import groups_of, lanes_of
 
 __all__ = ["check_variables"]
 
 _make_finding = partial(Finding, "environment")
-_MOST_WITH_RETRY = 5
-_POOL = 32
 
 
 class _Variable(NamedTuple):
@@ -41,6 +37,12 @@ def _other_than(harmful: str) -> Callable[[str], bool]:
 
 _MEGABYTES = "a whole number of MB"
 _VARIABLES = (
+    _Variable(
+        *("CUDA_DEVICE_MAX_CONNECTIONS", "unset (needed with TP above 1)"),
+        *(lambda value: value in ("", "1"), "error"),
+        "1: Megatron refuses to start with TP above 1 otherwise",
+        "export {}=1 (scripts/pretrain_*_ptd.sh do)",
+    ),
     _Variable("HCCL_BUFFSIZE", "unset (200 MB)", _number(1), "error", _MEGABYTES, "export {}=200"),
     # With 0, the transfers of a pair use the group's communicator [read in torch_npu].
     _Variable(
@@ -66,6 +68,21 @@ _VARIABLES = (
         "reported with several groups",
         "unset {0}, or {0}=AI_CPU",
     ),
+    # Retries of operations, from the same manual.
+    _Variable(
+        *("HCCL_OP_RETRY_ENABLE", "unset", lambda v: not re.search(r":\s*1", v), "warning"),
+        "off: with it HCCL makes at most 5 communicators, and each lane is one, besides Megatron's",
+        "unset {}, or --commfuse-lanes 1",
+    ),
+    # Each communicator takes a stream from a pool, and so does the side stream [read in the
+    # documentation of torch_npu 7.2.0].
+    _Variable(
+        *("STREAMS_PER_DEVICE", "unset (32 from torch_npu 7.2.0 on)"),
+        *(lambda value: value in ("", "32"), "warning"),
+        "32: with 8 lanes share a stream sooner and wait for each other; torch_npu takes 32 for "
+        "anything else",
+        "export {}=32",
+    ),
     # MindSpeed-LLM treats it like the option [read in 26.1.0].
     _Variable(
         *("HIGH_AVAILABILITY", "unset", lambda value: not value, "warning"),
@@ -79,11 +96,9 @@ _VARIABLES = (
 )
 
 
-def check_variables(machine: Machine, launch: AskedLaunch | None = None) -> Iterator[Finding]:
-    """Check the variables as the launch would see them."""
-    variables = {**machine.variables, **(launch.variables if launch else {})}
-    value = variables.get
-    yield from _check_connections(value("CUDA_DEVICE_MAX_CONNECTIONS"), launch)
+def check_variables(machine: Machine) -> Iterator[Finding]:
+    """Check the variables with which a launch would start."""
+    value = machine.variables.get
     # Without NPUs, an unset one is only a note.
     on_npu = bool(listed_npus(machine))
     for name, default, why in (
@@ -92,7 +107,7 @@ def check_variables(machine: Machine, launch: AskedLaunch | None = None) -> Iter
     ):
         yield _check_time(name, value(name), default, why, on_npu)
     for variable in _VARIABLES:
-        setting = variables.get(variable.name, "")
+        setting = value(variable.name, "")
         if variable.good(setting):
             yield _make_finding(variable.name, "ok", setting or variable.unset)
         else:
@@ -100,31 +115,6 @@ def check_variables(machine: Machine, launch: AskedLaunch | None = None) -> Iter
             yield _make_finding(
                 variable.name, variable.level, setting or variable.unset, variable.expected, action
             )
-    yield _check_retry(variables.get("HCCL_OP_RETRY_ENABLE", ""), launch)
-    # All ranks compile MindSpeed's operator on its first use (read in
-    # mindspeed/ops/npu_matmul_add.py).
-    blocks = launch and launch.fuse.use_commfuse and launch.fuse.commfuse_wgrad == "blocks"
-    if blocks and (home := value("ATB_HOME_PATH")):
-        yield _make_finding("ATB_HOME_PATH", "ok", home)
-    elif blocks:
-        expected = (
-            "the path of NNAL/ATB: --commfuse-wgrad blocks adds products by MindSpeed's operator, "
-            "which is compiled against it in the first backward"
-        )
-        action = "install NNAL and source its set_env.sh, or leave --commfuse-wgrad blocks out"
-        yield _make_finding("ATB_HOME_PATH", "warning", "unset", expected, action)
-    yield _check_streams(value("STREAMS_PER_DEVICE"), launch)
-
-
-def _check_connections(value: str | None, launch: AskedLaunch | None) -> Iterator[Finding]:
-    name = "CUDA_DEVICE_MAX_CONNECTIONS"
-    if value == "1":
-        yield _make_finding(name, "ok", value)
-    elif launch is None or launch.config.tensor_model_parallel_size > 1:
-        level: Level = "note" if launch is None and value is None else "error"
-        expected = "1: Megatron refuses to start with TP above 1 otherwise"
-        action = f"export {name}=1 (scripts/pretrain_*_ptd.sh do)"
-        yield _make_finding(name, level, value or "unset", expected, action)
 
 
 def _check_time(name: str, value: str | None, default: int, why: str, on_npu: bool) -> Finding:
@@ -137,40 +127,3 @@ def _check_time(name: str, value: str | None, default: int, why: str, on_npu: bo
         return _make_finding(name, "ok", text)
     level: Level = "warning" if on_npu or value is not None else "note"
     return _make_finding(name, level, text, f"at least 600 s: {why}", action)
-
-
-def _check_retry(value: str, launch: AskedLaunch | None) -> Finding:
-    """HCCL can retry operations only with few communicators (its manual of CANN 9.1)."""
-    name = "HCCL_OP_RETRY_ENABLE"
-    lanes = sum(group.lanes for group in lanes_of(launch)) if launch else 0
-    if not re.search(r":\s*1", value) or 0 < lanes < _MOST_WITH_RETRY:
-        return _make_finding(name, "ok", value or "unset")
-    expected = (
-        f"off: with it HCCL makes at most {_MOST_WITH_RETRY} communicators, and each lane is one"
-        f"{f' of {lanes}' if lanes else ''}, besides Megatron's"
-    )
-    level: Level = "error" if lanes else "warning"
-    return _make_finding(name, level, value, expected, f"unset {name}, or --commfuse-lanes 1")
-
-
-def _check_streams(value: str | None, launch: AskedLaunch | None) -> Finding:
-    """torch_npu assigns streams in turn from a pool of 32 or 8 (its documentation of 7.2.0).
-
-    Each communicator uses one, and operations use one more as side stream.
-    """
-    finding = partial(_make_finding, "STREAMS_PER_DEVICE")
-    if value not in (None, "32"):
-        expected = (
-            "32: streams come from a pool in turn, and with 8 of them lanes share one sooner and "
-            "wait for each other"
-            if value == "8"
-            else "32 or 8: torch_npu takes 32 for anything else"
-        )
-        return finding("warning", str(value), expected, "export STREAMS_PER_DEVICE=32")
-    streams = 1 + sum(group.lanes for group in lanes_of(launch)) if launch else 0
-    groups = len(groups_of(launch)) if launch else 0
-    if streams + groups <= _POOL:
-        return finding("ok", value or "unset (32 from torch_npu 7.2.0 on)")
-    text = f"{streams + groups} streams: {streams} of lanes and sums, {groups} of Megatron's groups"
-    expected = f"at most {_POOL}: lanes that share a stream wait for each other"
-    return finding("warning", text, expected, "--commfuse-lanes 2, or --no-commfuse-dp")

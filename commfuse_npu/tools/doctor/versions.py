@@ -19,8 +19,8 @@ from commfuse_npu.packages import (
     numbers,
 )
 from commfuse_npu.tools.doctor.devices import listed_npus
+from commfuse_npu.tools.doctor.finding import Finding
 from commfuse_npu.tools.doctor.machine import Machine
-from commfuse_npu.tools.finding import Finding
 
 __all__ = ["TRY_TORCH_NPU", "check_cann", "check_stack", "check_torch", "check_torch_npu_loads"]
 

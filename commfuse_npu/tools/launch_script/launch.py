@@ -18,7 +18,7 @@ from commfuse_npu.tools.launch_script import UsageError
 from commfuse_npu.tools.launch_script.options import Options
 from commfuse_npu.tools.launch_script.shell import Command, capture_commands
 
-__all__ = ["Launch", "checkout_of", "launch_of", "read_launch", "shell_script", "typed_command"]
+__all__ = ["Launch", "read_launch"]
 
 _LAUNCH_MODULE = "mindspeed_patches.launch"
 _TORCHRUN_MODULES = ("torch.distributed.run", "torch.distributed.launch")
@@ -66,7 +66,7 @@ class Launch:
         )
 
 
-def launch_of(command: Command) -> Launch | None:
+def _launch_of(command: Command) -> Launch | None:
     """Parse a command; ``None`` if it is not a launch."""
     words = list(command.words)
     nodes = per_node = None
@@ -109,7 +109,7 @@ def _torchrun(words: Sequence[str]) -> tuple[list[str], int | None, int | None]:
     return list(words[place:]), number("--nnodes"), number("--nproc-per-node")
 
 
-def typed_command(words: Sequence[str]) -> Command:
+def _typed_command(words: Sequence[str]) -> Command:
     """A command line as typed or as a dry run prints it, with ``cd`` and assignments."""
     words = list(words[words.index("&&") + 1 :] if "&&" in words else words)
     assigned = {}
@@ -119,13 +119,13 @@ def typed_command(words: Sequence[str]) -> Command:
     return Command(words, str(Path.cwd()), assigned)
 
 
-def shell_script(words: Sequence[str]) -> list[str]:
+def _shell_script(words: Sequence[str]) -> list[str]:
     """A launch script and its arguments, without a leading shell; empty if there is none."""
     words = list(words[1:] if words and Path(words[0]).name in ("bash", "sh") else words)
     return words if words and words[0].endswith(".sh") else []
 
 
-def checkout_of(folder: Path) -> Path:
+def _checkout_of(folder: Path) -> Path:
     """The nearest folder, from this one up, with ``pretrain_gpt.py``; otherwise this one."""
     folders = (folder, *folder.parents)
     return next((path for path in folders if (path / "pretrain_gpt.py").is_file()), folder)
@@ -133,26 +133,26 @@ def checkout_of(folder: Path) -> Path:
 
 def read_launch(
     words: Sequence[str],
-    checkout: Path,
+    checkout: Path | None = None,
     environ: Mapping[str, str] = os.environ,
-    timeout: float = 60.0,
 ) -> Launch:
     """Read the launch that follows ``--`` on the command line.
 
     Args:
         words: the command, or a launch script with its arguments.
-        checkout: MindSpeed-LLM's folder, in which launch scripts are started.
-        environ, timeout: environment and time limit in seconds of launch scripts.
+        checkout: MindSpeed-LLM's folder, in which launch scripts are started; by default the
+            nearest one from the script's folder up, or that folder.
+        environ: environment of launch scripts.
 
     Raises:
         UsageError: it is not a launch, or the script starts none.
     """
-    command = typed_command(words)
-    if script := shell_script(command.words):
-        launch = _from_shell(script, checkout, {**environ, **command.environment}, timeout)
+    command = _typed_command(words)
+    if script := _shell_script(command.words):
+        launch = _from_shell(script, checkout, {**environ, **command.environment})
         launch.environment = {**command.environment, **launch.environment}
         return launch
-    launch_read = launch_of(command)
+    launch_read = _launch_of(command)
     if launch_read is None:
         raise UsageError(
             f"the launch {' '.join(words[:6])!r} is none that can be read; give "
@@ -161,19 +161,18 @@ def read_launch(
     return launch_read
 
 
-def _from_shell(
-    words: Sequence[str], checkout: Path, environ: Mapping[str, str], timeout: float
-) -> Launch:
+def _from_shell(words: Sequence[str], checkout: Path | None, environ: Mapping[str, str]) -> Launch:
     file = Path(words[0]).expanduser()
+    checkout = checkout or _checkout_of(file.resolve().parent)
     script = next((path for path in (file, checkout / file) if path.is_file()), None)
     if script is None:
         raise UsageError(f"there is no launch script {file} here or in {checkout}")
-    captured = capture_commands([str(script.resolve()), *words[1:]], checkout, environ, timeout)
+    captured = capture_commands([str(script.resolve()), *words[1:]], checkout, environ)
     # Scripts may also start Python to prepare data.
     launches = [
         launch
         for command in captured.commands
-        if (launch := launch_of(command)) is not None
+        if (launch := _launch_of(command)) is not None
         and (launch.processes is not None or Path(launch.script).name.startswith("pretrain"))
     ]
     if not launches:

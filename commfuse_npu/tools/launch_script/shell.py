@@ -1,11 +1,11 @@
 """Determines what a launch script would start, without starting it.
 
-The script runs in bash with its own search path.  ``torchrun``, ``python`` and MindSpore's
-``msrun`` are recorders that store their arguments and exit.  A few programs that only read are the
-real ones, a few that change files are silent no-ops, and every other one is a no-op that is noted
-in the output.  A Python called by its path finds an invalid ``PYTHONHOME`` and exits at once.  What
-does run are shell built-ins (assignments, ``source``, ``cd``, redirections) and programs that are
-called by their paths.
+The script runs in bash with its own search path.  ``torchrun`` and ``python`` are recorders that
+store their arguments and exit.  A few programs that only read are the real ones, a few that change
+files are silent no-ops, and every other one is a no-op that is noted in the output.  A Python
+called by its path finds an invalid ``PYTHONHOME`` and exits at once.  What does run are shell
+built-ins (assignments, ``source``, ``cd``, redirections) and programs that are called by their
+paths.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from commfuse_npu.tools.launch_script.bounded import MARK, run_bounded
 
 __all__ = ["Captured", "Command", "capture_commands"]
 
-_RECORDED = ("torchrun", "msrun", "python", "python3", f"python3.{sys.version_info.minor}")
+_RECORDED = ("torchrun", "python", "python3", f"python3.{sys.version_info.minor}")
 _READING = (
     *("bash", "sh", "env", "cat", "date", "dirname", "basename", "readlink", "realpath"),
     *("hostname", "nproc", "wc", "sed", "awk", "grep", "cut", "tr", "head", "tail", "seq"),
@@ -76,8 +76,6 @@ def capture_commands(
     folder: Path,
     environ: Mapping[str, str],
     timeout: float = 60.0,
-    inside: Sequence[str] = (),
-    beside: Path | None = None,
 ) -> Captured:
     """Run a shell script with recorders in place of programs.
 
@@ -85,8 +83,6 @@ def capture_commands(
         script: its path and its arguments; it is started in ``folder``.
         environ: its environment, except for the search path.
         timeout: in seconds; after it the script is killed with all that it started.
-        inside: a command prefix, with the program's path, that starts the shell in a sandbox.
-        beside: the folder for temporary files, if not the default one.
 
     Raises:
         UsageError: there is no bash, or the script does not end in time.
@@ -94,7 +90,7 @@ def capture_commands(
     bash = shutil.which("bash")
     if bash is None:
         raise UsageError("a launch script needs bash, which is not on PATH; give its command line")
-    with tempfile.TemporaryDirectory(prefix="commfuse_capture_", dir=beside) as temporary:
+    with tempfile.TemporaryDirectory(prefix="commfuse_capture_") as temporary:
         scratch = Path(temporary)
         records = scratch / "records"
         records.mkdir()
@@ -106,7 +102,7 @@ def capture_commands(
         }
         try:
             code = run_bounded(
-                [*inside, bash, *script],
+                [bash, *script],
                 folder=folder,
                 environment=environment,
                 log=scratch / "printed",

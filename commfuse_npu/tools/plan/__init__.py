@@ -1,1 +1,1 @@
-"""``commfuse-npu plan``: does CommFuse help a launch, a folder of them or a model; which flags?"""
+"""``commfuse-npu plan``: does CommFuse help a launch or a model, and with which flags?"""

@@ -1,4 +1,4 @@
-"""``commfuse-npu plan``: for a launch, a folder of launches, a model, or the program of a rule."""
+"""``commfuse-npu plan``: for a launch, a profile of one, or a model."""
 
 from __future__ import annotations
 
@@ -11,63 +11,50 @@ from pathlib import Path
 from commfuse_npu.config_file import ConfigError, find_config
 from commfuse_npu.did_you_mean import did_you_mean
 from commfuse_npu.hardware.description import Hardware, described
-from commfuse_npu.plan import PlanError, rules
+from commfuse_npu.plan import PlanError
 from commfuse_npu.runtime.atomic_write import write_json
 from commfuse_npu.tools.doctor.devices import listed_npus
 from commfuse_npu.tools.doctor.machine import Machine
 from commfuse_npu.tools.launch_script import UsageError
 from commfuse_npu.tools.model_config import ModelConfig
-from commfuse_npu.tools.option_types import Parser, new_file, page, positive, refuse, whole
+from commfuse_npu.tools.option_types import Parser, new_file, page, refuse, whole
 from commfuse_npu.tools.outputs import Output, write_outputs
-from commfuse_npu.tools.plan.folder import plan_folder
 from commfuse_npu.tools.plan.forms import plan_launch
 from commfuse_npu.tools.plan.launch import ask_about
 from commfuse_npu.tools.plan.npu_profile import find_profiles, plan_profile
-from commfuse_npu.tools.plan.program import SHOWN, add_program_options, print_program
 from commfuse_npu.tools.simulate.launch_options import check_target, options, write_plan
 from commfuse_npu.tools.simulate.page import plan_page
 from commfuse_npu.tools.simulate.recommend import Fixed, NoLayoutError, recommend
 from commfuse_npu.tools.simulate.recommendation_report import as_json, reasons, report
 from commfuse_npu.tools.simulate.sweep import Options
-from commfuse_npu.tools.terminal import print_verdict
+from commfuse_npu.tools.terminal import print_verdict, tell
 
 __all__ = ["main"]
 
 _HARDWARE, _NPUS, _SERVERS = "ascend_910b_server", 8, "ascend_910b_roce"
 """Without NPUs here: one server, or several if a launch has more NPUs than one."""
-_OF_A_PATH = {"json", "hardware", "timeout", "all"}
-_TIMEOUT = 20.0
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="commfuse-npu plan",
-        description="With a launch script: what transfers it has, what each form would bring, "
-        "which flags to add, what refuses it. With a folder: the same in a line for each launch "
-        "below it. With a configuration of configs/: the same of its launcher. With *_ascend_pt "
-        "folders of torch_npu's profiler: how much communication is exposed and could be hidden. "
+        description="With a launch script: what each form would bring, which flags to add, "
+        "what refuses them. With a configuration of configs/: the same of its "
+        "launcher. With *_ascend_pt folders of torch_npu's profiler: how much communication is "
+        "exposed and could be hidden. "
         "With --model: simulates the layouts and schedules of a training on a described cluster "
-        "and recommends one. With a rule: prints the program of one rank. Nothing is measured.",
+        "and recommends one. Nothing is measured.",
         epilog="After -- a launch as it is typed: commfuse-npu plan -- torchrun ... "
         "pretrain_gpt.py .... Scripts are run by bash with stand-ins for torchrun, python and most "
-        "other programs, those of a folder in a copy of it and without network where bubblewrap or "
-        "unshare is allowed: pass only scripts that you trust. Exit codes: 0 answered, 1 no layout "
-        "fits, the launch would fail at its start, or not all scripts could be read, 2 invalid "
-        "request.",
+        "other programs: pass only scripts that you trust. Exit codes: 0 answered, 1 no layout "
+        "fits or the launch would fail at its start, 2 invalid request.",
     )
     parser.add_argument(
         "what",
         nargs="?",
-        help="a launch script (its arguments after --), a folder of scripts or profiles, a "
-        "configuration's yaml file, or "
-        f"one of {', '.join(sorted(rules.RULES))}",
+        help="a launch script (its arguments after --), a folder of profiles, or a "
+        "configuration's yaml file",
     )
-    scripts = parser.add_argument_group("a folder")
-    scripts.add_argument("--all", action="store_true", help="a line on each launch, too")
-    scripts.add_argument(
-        "--timeout", type=positive, metavar="SECONDS", help=f"for a script; default {_TIMEOUT:g}"
-    )
-    add_program_options(parser)
     choose = parser.add_argument_group("recommending")
     choose.add_argument("--model", help="a yaml file, or its name in configs/: llama3_70b")
     choose.add_argument(
@@ -110,33 +97,22 @@ def main(words: Sequence[str]) -> int:
     end = list(words).index("--") if "--" in words else len(words)
     options, launch = parser.parse_args(words[:end]), list(words[end + 1 :])
     if bool(options.what is not None or launch) + (options.model is not None) != 1:
-        parser.error("give a launch script, a folder of them, --model NAME, or a rule")
-    chosen = {name for name, value in vars(options).items() if value not in (None, False)}
-    chosen -= {"what"}
-    if options.model is not None:
-        idle, kind = chosen & (SHOWN.keys() | {"all", "timeout"}), "a recommendation"
-    elif options.what in rules.RULES:
-        idle, kind = chosen - SHOWN.keys(), "a program"
-    else:
-        idle, kind = chosen - _OF_A_PATH, "what a script starts"
-    a_folder = bool(options.what) and Path(options.what).is_dir()
-    if launch and (options.what in rules.RULES or a_folder):
+        parser.error("give a launch script, a folder of profiles, or --model NAME")
+    a_profile = bool(options.what) and Path(options.what).is_dir()
+    if a_profile and launch:
         parser.error(f"-- {launch[0]}: no effect on {options.what}; leave it out")
-    if idle:
-        names = ", ".join(f"--{name.replace('_', '-')}" for name in sorted(idle))
+    chosen = {name for name, value in vars(options).items() if value not in (None, False)}
+    kind, takes = "what a script starts", {"what", "json", "hardware"}
+    if a_profile:
+        kind, takes = "a profile", {"what", "json"}
+    if options.model is None and (idle := sorted(chosen - takes)):
+        names = ", ".join(f"--{name.replace('_', '-')}" for name in idle)
         parser.error(f"{names}: no effect on {kind}; leave it out")
     try:
         if options.model is not None:
             return _recommend(options, words)
-        if options.what in rules.RULES:
-            return print_program(options.what, options)
-        if a_folder and (profiles := find_profiles(Path(options.what))):
-            if idle := chosen - {"json"}:
-                parser.error(f"--{idle.pop()}: no effect on a profile; leave it out")
-            return plan_profile(profiles, options.json)
-        if a_folder:
-            timeout = options.timeout or _TIMEOUT
-            return plan_folder(Path(options.what), timeout, options.json, options.all)
+        if a_profile:
+            return plan_profile(find_profiles(Path(options.what)), options.json)
         return _launch(options, launch)
     except (PlanError, ConfigError, UsageError, ValueError, OSError) as error:
         return refuse("plan", error)
@@ -147,26 +123,23 @@ def _launch(arguments: argparse.Namespace, words: Sequence[str]) -> int:
     if path is not None and path.endswith((".yaml", ".yml")) and Path(path).is_file():
         config = Path(path)
     elif path is not None and not Path(path).is_file():
-        names = {*map(str, Path(path).parent.glob("*.sh")), *rules.RULES}
-        near = did_you_mean(path, sorted(names - {path}))
-        raise UsageError(
-            f"{path or repr(path)} is no launch script, no folder and no rule; rules are "
-            f"{', '.join(sorted(rules.RULES))}{near}"
-        )
+        near = did_you_mean(path, sorted(map(str, Path(path).parent.glob("*.sh"))))
+        raise UsageError(f"{path!r} is no launch script and no folder of profiles{near}")
     elif path is not None:
         words = ["bash", path, *words]
-    launch = ask_about(config, words, os.environ, arguments.timeout or _TIMEOUT)
+    tell(f"reading what {path or 'the command'} starts")
+    launch = ask_about(config, words, os.environ)
     # By default the description of the NPUs here, if there is one.
     usual = _SERVERS if launch.config.world_size > _NPUS else _HARDWARE
     descriptions = {described(name) or usual for name, _ in listed_npus(Machine.this())}
     default = descriptions.pop() if len(descriptions) == 1 else usual
     hardware = Hardware.load(find_config(arguments.hardware or default, "hardware"))
-    plan = plan_launch(launch, hardware, os.environ)
-    print_verdict(plan.verdict, False if plan.ends else plan.adds or None)
+    plan = plan_launch(launch, hardware)
+    print_verdict(plan.verdict, False if plan.problems else plan.adds or None)
     print("", plan, sep="\n")
     figures = partial(write_json, content=plan.as_json(), indent=1)
     code = write_outputs("plan", [Output("--json", arguments.json, ": all figures", figures)])
-    return code or int(bool(plan.ends))
+    return code or int(bool(plan.problems))
 
 
 def _recommend(arguments: argparse.Namespace, words: Sequence[str]) -> int:

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+from commfuse_npu.config_file import ConfigError
 from commfuse_npu.hardware.description import Hardware
 from commfuse_npu.hardware.machine import min_outputs_to_hide
 from commfuse_npu.plan import PlanError
-from commfuse_npu.tools.finding import Finding
+from commfuse_npu.tools.linear_layers import Judged, size_of
 from commfuse_npu.tools.markdown import table_row
-from commfuse_npu.tools.plan.checks import check_launch
-from commfuse_npu.tools.plan.expert_layouts import ExpertLayout, expert_layouts
 from commfuse_npu.tools.plan.launch import AskedLaunch
+from commfuse_npu.tools.plan.obstacles import Obstacles, obstacles
 from commfuse_npu.tools.plan.training import NotSimulated, roughly, training_of
-from commfuse_npu.tools.plan.transfers import FusedLayer, check_lanes, fused_layers
 from commfuse_npu.tools.simulate.footprint import footprint
 from commfuse_npu.tools.simulate.launch_options import FORMS
 from commfuse_npu.tools.simulate.step import Step
@@ -25,13 +24,10 @@ from commfuse_npu.tools.simulate.variants import COC, FB_OVERLAP, MEGATRON, fuse
 __all__ = ["Form", "LaunchPlan", "plan_launch"]
 
 _FUSED = "fused layers"
-
-_LAYOUTS = 4
-"""Number of expert layouts that are shown."""
 _LEGEND = (
-    "Time and memory (of tensors, on the fullest rank): simulated at typical figures. Overlap: "
-    "with the micro-batches that have no partner in Megatron's order. Not checked: whether CoC "
-    "and MC2 support this launch."
+    "Time and memory (of the fullest rank, with the buffers of transfers and communicators): "
+    "simulated at typical figures. Overlap: with the micro-batches that have no partner in "
+    "Megatron's order. Not checked: whether CoC and MC2 support this launch."
 )
 
 
@@ -41,8 +37,8 @@ class Form(NamedTuple):
     Attributes:
         flags: the options to add for it; empty for Megatron's own order.
         seconds: of a step; ``None`` if not simulated.
-        mebibytes: of tensors on the fullest rank; ``None`` if not simulated.
-        obstacle: why it cannot be launched; empty if nothing known here prevents it.
+        mebibytes: of the fullest rank; ``None`` if not simulated.
+        obstacle: why it cannot be launched, and a way out; empty if nothing known prevents it.
     """
 
     name: str
@@ -56,25 +52,21 @@ class LaunchPlan(NamedTuple):
     """The answer for one launch.
 
     Attributes:
-        transfers: whether it has transfers of tensor, expert or context parallelism.
         not_simulated: why no form has a time; empty if they have.
         hardware: name of the described machine.
-        findings: problems of the launch as it is, and the cost of its lanes.
-        experts: possible layouts of its experts, fastest first.
+        problems: why the launch would fail at its start in any form.
         schedule, layers: what ``--use-commfuse`` would run; empty if the launch cannot start.
     """
 
     name: str
     layout: str
-    transfers: bool
     forms: tuple[Form, ...]
     not_simulated: str
     hardware: str
     notes: tuple[str, ...]
-    findings: tuple[Finding, ...]
+    problems: tuple[str, ...]
     schedule: str
-    layers: tuple[FusedLayer, ...]
-    experts: tuple[ExpertLayout, ...] = ()
+    layers: tuple[Judged, ...]
 
     @property
     def best(self) -> Form | None:
@@ -91,18 +83,13 @@ class LaunchPlan(NamedTuple):
         return self.best is not None and bool(self.best.flags)
 
     @property
-    def ends(self) -> str:
-        """Why the launch would stop at its start in any form; empty if it does not."""
-        return next((finding.value for finding in self.findings if finding.subject == "layout"), "")
-
-    @property
     def verdict(self) -> str:
-        if self.ends:
-            return f"As it is, the launch would fail at its start: {self.ends}"
+        if self.problems:
+            return f"As it is, the launch would fail at its start: {self.problems[0]}"
         best = self.best
         if best is None or not best.flags:
-            why = {form.obstacle for form in self.forms if form.obstacle}
-            return f"Nothing to add: {'; '.join(sorted(why)) or 'this order is the fastest'}."
+            why = [f"no {form.name} ({form.obstacle})" for form in self.forms if form.obstacle]
+            return f"Nothing to add: {', '.join(why) or 'this order is the fastest'}."
         if best.seconds is None:
             return f"Add {best.flags}: {best.name}. The gain is not known."
         megatron = next(form.seconds for form in self.forms if not form.flags)
@@ -113,11 +100,9 @@ class LaunchPlan(NamedTuple):
         )
 
     def __str__(self) -> str:
-        has = "has" if self.transfers else "has no"
         lines = [f"{self.name}: {self.layout}"]
-        lines.append(f"It {has} transfers of tensor, expert or context parallelism.")
+        lines += [f"error: {problem}" for problem in self.problems]
         lines += [f"Note: {note}." for note in self.notes]
-        lines += map(str, self.findings)
         if self.not_simulated:
             lines.append(f"Not simulated: {self.not_simulated}.")
         head = "form", "ms per step", "MiB", "flags", "why it cannot be launched"
@@ -127,43 +112,24 @@ class LaunchPlan(NamedTuple):
             memory = "-" if form.mebibytes is None else f"{form.mebibytes:,.0f}"
             flags = f"`{form.flags}`" if form.flags else "-"
             lines.append(table_row([form.name, time, memory, flags, form.obstacle or "-"]))
-        lines += ["", _LEGEND, *self._expert_layouts()]
+        lines += ["", _LEGEND]
         refused = any(form.obstacle for form in self.forms if form.flags == "--use-commfuse")
         if self.layers and not refused:
             lines += ["", f"Layers with --use-commfuse, forward, per rank ({self.schedule}):"]
             lines += [f"  {layer}" for layer in self.layers]
         return "\n".join(lines)
 
-    def _expert_layouts(self) -> list[str]:
-        """A table of the fastest layouts of the experts, and the present one."""
-        if not self.experts:
-            return []
-        head = "EP", "expert TP", "ms per step", "of it to experts and back"
-        lines = ["", table_row(head), "|---:" * len(head) + "|"]
-        fastest = self.experts[:_LAYOUTS]
-        for layout in [*fastest, *(layout for layout in self.experts[_LAYOUTS:] if layout.present)]:
-            parallel = f"{layout.parallel} (as it is)" if layout.present else str(layout.parallel)
-            cells = (
-                parallel,
-                str(layout.tensor),
-                f"{1e3 * layout.seconds:,.0f}",
-                f"{layout.share:.0%}",
-            )
-            lines.append(table_row(cells))
-        legend = "Layouts of experts: in Megatron's order, simulated at typical figures."
-        return [*lines, "", legend]
-
     def as_json(self) -> dict[str, Any]:
-        fields = "forms", "layers", "experts"
-        rows = {name: [entry._asdict() for entry in getattr(self, name)] for name in fields}
-        rows["findings"] = [finding.as_json() for finding in self.findings]
+        rows: dict[str, Any] = {
+            name: [entry._asdict() for entry in getattr(self, name)] for name in ("forms", "layers")
+        }
         return self._asdict() | rows | {"verdict": self.verdict}
 
 
 def _costs(
-    launch: AskedLaunch, training: Training, hardware: Hardware
+    launch: AskedLaunch, training: Training, hardware: Hardware, least: int
 ) -> dict[str, tuple[float, float]]:
-    """Seconds of a step and MiB of tensors at typical figures, by form.
+    """Seconds of a step and MiB at typical figures, by form.
 
     Returns:
         By title: :data:`FORMS`, with CoC only in its fastest number of slices, and :data:`_FUSED`
@@ -181,7 +147,7 @@ def _costs(
     if tp > 1 and training.sequence_parallel:
         forms |= {FORMS[form][0]: form for form in variants(tp, tp, 1) if form in FORMS}
         forms[_FUSED] = MEGATRON
-        if launch.config.block_rows >= launch.judged.least:
+        if launch.config.block_rows >= least:
             forms[_FUSED] = fused(
                 replace(schedule, lanes=schedule.lanes_for(tp)),
                 attention=launch.fuse.commfuse_attention,
@@ -193,26 +159,15 @@ def _costs(
     for slower in sorted(in_slices, key=seconds.__getitem__)[1:]:
         del forms[slower]
     sizes = {title: footprint(training, form, hardware) for title, form in forms.items()}
-    return {
-        title: (seconds[title], (size.total - size.communication) / 2**20)
-        for title, size in sizes.items()
-    }
+    return {title: (seconds[title], size.total / 2**20) for title, size in sizes.items()}
 
 
 def _forms(
-    launch: AskedLaunch, costs: Mapping[str, tuple[float, float]], findings: Sequence[Finding]
+    launch: AskedLaunch, costs: Mapping[str, tuple[float, float]], against: Obstacles
 ) -> list[Form]:
-    judged = launch.judged
-    # Conflicts between CommFuse's own options prevent only the fused layers.
-    errors = [
-        finding for finding in findings if finding.level == "error" and finding.subject != "layout"
-    ]
-    lacking = "; ".join(
-        f"{finding.subject}: {finding.expected or finding.value}" for finding in errors
-    )
     virtual = any(name.startswith("--num-") and "virtual" in name for name in launch.options.names)
-    memory = " --commfuse-fb-overlap-memory" * (judged.layout.pipeline > 1 and not virtual)
-    refusals = "; ".join(f"{option}: {why}" for option, why in judged.refused.items())
+    stages = launch.config.pipeline_model_parallel_size
+    memory = " --commfuse-fb-overlap-memory" * (stages > 1 and not virtual)
 
     def form(title: str, flags: str, obstacle: str = "") -> Form:
         seconds, mebibytes = costs.get(title, (None, None))
@@ -224,55 +179,66 @@ def _forms(
     )
     return [
         form(*megatron),
-        form(overlap[0], overlap[1] + memory, judged.overlap.obstacle),
-        form(_FUSED, "--use-commfuse", refusals or lacking),
+        form(overlap[0], overlap[1] + memory, against.overlap),
+        form(_FUSED, "--use-commfuse", against.fused),
         *(form(*pair) for pair in rivals),
     ]
 
 
-def plan_launch(launch: AskedLaunch, hardware: Hardware, environ: Mapping[str, str]) -> LaunchPlan:
-    """Compare the forms in which a launch can run.
+def _layout(launch: AskedLaunch) -> str:
+    """The parallel sizes of a launch, and properties of its model."""
+    config, options = launch.config, launch.options
+    context, experts = config.context_parallel_size, options.number("--num-experts", 0) > 0
+    algorithm = f" ({config.context_parallel_algo})" if context > 1 else ""
+    parts = [f"TP {config.tensor_model_parallel_size}", f"PP {config.pipeline_model_parallel_size}"]
+    parts.append(f"CP {context}{algorithm}")
+    parts += [f"EP {size_of(options, 'expert-model')}"] * experts
+    parts.append(f"DP {config.data_parallel_size}")
+    parts += ["sequence parallel"] * config.uses_sequence_parallel + ["experts"] * experts
+    parts += ["MLA"] * ("--multi-latent-attention" in options)
+    return ", ".join([*parts, *["LoRA"] * ("--lora-target-modules" in options)])
 
-    Args:
-        environ: environment variables where the launch is started.
+
+def _problems(launch: AskedLaunch) -> list[str]:
+    """Why the launch would fail at its start: mismatches of model, layout and batch."""
+    try:
+        launch.config.validate()
+    except ConfigError as error:
+        # With --kv-channels the hidden size need not be divisible by the heads.
+        kv_channels = "--kv-channels" in launch.options
+        lines = str(error).splitlines()
+        return [line for line in lines if not (kv_channels and line.startswith("hidden size"))]
+    return []
+
+
+def plan_launch(launch: AskedLaunch, hardware: Hardware) -> LaunchPlan:
+    """Compare the forms in which a launch can run.
 
     Raises:
         PlanError: the options form no valid schedule.
     """
-    judged, overlap = launch.judged, launch.judged.overlap
-    findings = check_launch(launch)
-    can_start = not any(finding.subject == "layout" for finding in findings)
-    layers = fused_layers(launch) if can_start else []
-    findings += check_lanes(launch, environ) if can_start else []
-    if launch.variables.get("HCCL_DETERMINISTIC", "").lower() == "true":
+    against, problems = obstacles(launch), _problems(launch)
+    if launch.command.environment.get("HCCL_DETERMINISTIC", "").lower() == "true":
         hardware = replace(hardware, deterministic=True)
-    reason, costs, laid_out, rough = "", {}, list[ExpertLayout](), list[str]()
+    reason, costs, rough = "", {}, list[str]()
     try:
-        training = training_of(launch)
-        costs = _costs(launch, training, hardware)
-        laid_out = expert_layouts(training, hardware.machine())
+        costs = _costs(launch, training_of(launch), hardware, against.least)
         rough = roughly(launch.options)
     except ValueError as error:
         if isinstance(error, PlanError):
             raise
         reason = str(error)
-    names = [f"{layer.layer} ({layer.reason})" for layer in judged.layers if layer.state == "left"]
-    also = [name for name, why in judged.why_not.items() if not why and not judged.excluded]
-    notes = [*launch.notes, *rough, *judged.notes]
-    notes += [f"{', '.join(names)} stay Megatron's" for _ in names[:1]]
-    notes += [f"with --use-commfuse {', '.join(also)} can be given, too" for _ in also[:1]]
-    if overlap.paired is not None:
-        notes.append(f"{overlap.paired:.0%} of a stage's forwards have a partner")
+    notes = [*launch.command.notes, *rough, *against.notes]
+    if against.paired is not None:
+        notes.append(f"{against.paired:.0%} of a stage's forwards have a partner")
     return LaunchPlan(
         launch.name,
-        str(judged.layout),
-        overlap.transfers,
-        tuple(_forms(launch, costs, findings)),
+        _layout(launch),
+        tuple(_forms(launch, costs, against)),
         reason,
         hardware.name,
         tuple(notes),
-        tuple(findings),
-        str(launch.schedule) if can_start else "",
-        tuple(layers),
-        tuple(laid_out),
+        tuple(problems),
+        "" if problems else str(launch.schedule),
+        () if problems else tuple(against.layers),
     )

@@ -1,8 +1,8 @@
 """Evaluates a profile of a training on NPUs: exposed communication, by kind of parallelism.
 
 Reads the ``*_ascend_pt`` folders of ``torch_npu.profiler``, which MindStudio Insight opens. Kernels
-and collectives are in kernel_details.csv at levels 0, 1 and 2; trace_view.json, which can have
-hundreds of megabytes, is not read. The profiler's own sums are printed beside ours.
+and collectives are in kernel_details.csv at levels 0, 1 and 2, the groups of collectives in
+profiler_metadata.json.
 """
 
 from __future__ import annotations
@@ -28,8 +28,6 @@ _RECORD = (
     "record it with torch_npu.profiler at any level, export type text; in MindSpeed-LLM: --profile "
     "--profile-step-start 15 --profile-step-end 16 --profile-export-type text"
 )
-_OWN = "Communication(Not Overlapped)", "Computing", "Free"
-"""Columns of step_trace_time.csv whose sum is the time of a step."""
 _TRANSFERS, _CUBE = {"HCCL", "COMMUNICATION"}, {"AI_CORE", "MIX_AIC", "N/A"}
 """Values of Accelerator Core: transfers; GEMMs and attention, or any kernel at level 0."""
 _UNNAMED = "not named"
@@ -52,21 +50,19 @@ Span = tuple[int, int]
 
 
 Step = dict[str, Any]
-"""A step of one rank, in ms; values are None or empty if the file is missing.
+"""A step of one rank, in ms.
 
-``parts``: exposed by parallelism; two can run at once, so their sum can exceed ``exposed``.
-``waiting``: time of collectives beyond that of the fastest rank. ``bounds``: by option.
+``length``: from the first kernel to the end of the last. ``parts``: exposed by parallelism; two can
+run at once, so their sum can exceed ``exposed``. ``bounds``: by option.
 """
 
 
 def find_profiles(folder: Path) -> list[Path]:
-    """The rank folders in a folder, or itself; empty without profiles, or with launch scripts.
+    """The rank folders in a folder, or itself.
 
     Raises:
-        UsageError: the profiles were recorded, but not analyzed.
+        UsageError: there are none, or they were recorded, but not analyzed.
     """
-    if any(folder.glob("*.sh")):
-        return []
     inside = [folder, *sorted(path for path in folder.iterdir() if path.is_dir())]
     profiles = [path for path in inside if (path / _OUTPUT).is_dir()]
     raw = [path for path in inside if path.name.endswith("_ascend_pt")]
@@ -74,6 +70,11 @@ def find_profiles(folder: Path) -> list[Path]:
         raise UsageError(
             f"{raw[0]} has no {_OUTPUT}: it was recorded, but not analysed; python -c 'from "
             f'torch_npu.profiler.profiler import analyse; analyse("{raw[0]}")\''
+        )
+    if not profiles:
+        raise UsageError(
+            f"{str(folder)!r} has no profile, *_ascend_pt, in it; {_RECORD}, or give a launch "
+            "script"
         )
     return profiles
 
@@ -88,84 +89,49 @@ def plan_profile(folders: Sequence[Path], page: Path | None) -> int:
         UsageError: a required file is missing, or has unexpected content.
         OSError: the JSON cannot be written.
     """
-    ranks = sorted(map(_Rank, folders), key=lambda rank: (len(rank.name), rank.name))
-    if not any(rank.steps for rank in ranks):
-        path = folders[0] / _OUTPUT
-        why = f"; {path} holds a database" if any(path.glob("*.db")) else ""
-        raise UsageError(f"{path / _KERNELS} is missing{why}; {_RECORD}")
-    fastest: dict[tuple[str, str], float] = {}
-    for key, (_, milliseconds) in chain.from_iterable(rank.times.items() for rank in ranks):
-        fastest[key] = min(milliseconds, fastest.get(key, milliseconds))
-    steps = [step for rank in ranks for step in rank.steps_with_figures(fastest)]
+    ranks = [(_name(folder), _spans(folder)) for folder in folders]
+    steps = [
+        {"rank": rank, "step": step, **_figures(spans)}
+        for rank, spans_of in sorted(ranks, key=lambda entry: (len(entry[0]), entry[0]))
+        for step, spans in spans_of.items()
+    ]
+    if not steps:
+        raise UsageError(f"{folders[0] / _OUTPUT / _KERNELS} holds no kernel; {_RECORD}")
     print(*_report(steps), sep="\n")
     if page is not None:
         write_json(page, steps, indent=1)
     return 0
 
 
-class _Rank:
-    """The files of one rank.
-
-    ``steps``: spans by step and kind: ``cube``, ``vector``, or the parallelism of a transfer.
-    ``times``: from communication.json, parallelism and ms of an operation, by step and name.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        output = folder / _OUTPUT
-        names = [path.stem.rpartition("_")[2] for path in folder.glob("profiler_info_*.json")]
-        self.name = names[0] if names else folder.name
-        groups = _json(folder / "profiler_metadata.json").get("parallel_group_info", {})
-        numbers = {_number(key): _parallelism(entry["group_name"]) for key, entry in groups.items()}
-        self.times: dict[tuple[str, str], tuple[str, float]] = {}
-        for step, kinds in _json(output / "communication.json").items():
-            for name, figures in chain.from_iterable(kind.items() for kind in kinds.values()):
-                _, at, group = name.rpartition("@")
-                if at:  # a single operation, not the total
-                    took = figures["Communication Time Info"]["Elapse Time(ms)"]
-                    parallelism = numbers.get(int(group), _UNNAMED)
-                    self.times[step.removeprefix("step"), name] = parallelism, took
-        sums = _rows(output / "step_trace_time.csv", "Step", *_OWN)
-        self._own = {row["Step"]: row for row in sums}
-        of_names = {name.partition("@")[0]: kind for (_, name), (kind, _) in self.times.items()}
-        self.steps: dict[str, dict[str, list[Span]]] = {}
-        columns = "Name", "Accelerator Core", "Start Time(us)", "Duration(us)"
-        for row in _rows(output / _KERNELS, *columns):
-            name, core, start, lasts = (row[column] for column in columns)
-            kind = "cube" if core in _CUBE else "vector"
-            if core in _TRANSFERS:
-                kind = of_names.get(name) or _of_suffix(name, numbers)
-            at = round(Decimal(start.strip()) * 1000)
-            spans = self.steps.setdefault(row.get("Step Id", ""), defaultdict(list))
-            spans[kind].append((at, at + round(Decimal(lasts.strip()) * 1000)))
-
-    def steps_with_figures(self, fastest: dict[tuple[str, str], float]) -> Iterator[Step]:
-        """Each step, with the profiler's own figures."""
-        for step in self.steps or self._own:
-            waiting: dict[str, float] = defaultdict(float)
-            times = {key: time for key, time in self.times.items() if key[0] == step}
-            for key, (parallelism, took) in times.items():
-                waiting[parallelism] += took - fastest[key]
-            sums = [float(self._own[step][name]) / 1000 for name in _OWN if step in self._own]
-            yield {
-                "rank": self.name,
-                "step": step,
-                "length": sum(sums) if sums else None,
-                "own_exposed": sums[0] if sums else None,
-                "own_communication": sum(took for _, took in times.values()) if times else None,
-                "waiting": waiting,
-                **_exposed(self.steps.get(step)),
-            }
+def _name(folder: Path) -> str:
+    """The number of a rank; the folder's name if there is none."""
+    names = [path.stem.rpartition("_")[2] for path in folder.glob("profiler_info_*.json")]
+    return names[0] if names else folder.name
 
 
-def _exposed(spans: dict[str, list[Span]] | None) -> Step:
+def _spans(folder: Path) -> dict[str, dict[str, list[Span]]]:
+    """The spans of a rank, by step and kind: ``cube``, ``vector``, or a transfer's parallelism."""
+    groups = _json(folder / "profiler_metadata.json").get("parallel_group_info", {})
+    numbers = {_number(key): _parallelism(entry["group_name"]) for key, entry in groups.items()}
+    steps: dict[str, dict[str, list[Span]]] = {}
+    columns = "Name", "Accelerator Core", "Start Time(us)", "Duration(us)"
+    for row in _rows(folder / _OUTPUT / _KERNELS, *columns):
+        name, core, start, lasts = (row[column] for column in columns)
+        kind = "cube" if core in _CUBE else "vector"
+        if core in _TRANSFERS:
+            kind = _of_suffix(name, numbers)
+        at = round(Decimal(start.strip()) * 1000)
+        spans = steps.setdefault(row.get("Step Id", ""), defaultdict(list))
+        spans[kind].append((at, at + round(Decimal(lasts.strip()) * 1000)))
+    return steps
+
+
+def _figures(spans: dict[str, list[Span]]) -> Step:
     """The measured times of a step, and the bounds."""
-    if spans is None:
-        measured = dict.fromkeys(("computing", "communication", "exposed"))
-        return {**measured, "parts": {}, "bounds": {}}
     kernels = [*spans["cube"], *spans["vector"]]
     parts = {name: part for name, part in spans.items() if name not in ("cube", "vector")}
     transfers = list(chain.from_iterable(parts.values()))
-    computing = _covered(kernels)
+    computing, everything = _covered(kernels), kernels + transfers
     bounds = {}
     for form, names in _FORMS.items():
         hideable = list(chain.from_iterable(parts.get(name, ()) for name in names))
@@ -173,9 +139,10 @@ def _exposed(spans: dict[str, list[Span]] | None) -> Step:
         exposed = _covered(kernels + hideable) - computing
         bounds[form] = min(exposed, _covered(beside + hideable) - _covered(hideable))
     return {
+        "length": (max(end for _, end in everything) - min(everything)[0]) / 1e6,
         "computing": computing,
         "communication": _covered(transfers),
-        "exposed": _covered(kernels + transfers) - computing,
+        "exposed": _covered(everything) - computing,
         "parts": {name: _covered(kernels + part) - computing for name, part in parts.items()},
         "bounds": bounds,
     }
@@ -219,7 +186,7 @@ def _of_suffix(name: str, numbers: dict[int, str]) -> str:
 
 
 def _json(path: Path) -> Any:
-    """The content of a file; empty if it is missing: level 0 has no communication.json."""
+    """The content of a file; empty if it is missing."""
     try:
         return json.loads(path.read_text("utf-8"))
     except FileNotFoundError:
@@ -229,47 +196,33 @@ def _json(path: Path) -> Any:
 
 
 def _rows(path: Path, *needed: str) -> Iterator[dict[str, str]]:
-    if path.is_file():
-        with path.open(encoding="utf-8", newline="") as file:
-            rows = csv.DictReader(file)
-            if lacking := sorted(set(needed) - set(rows.fieldnames or ())):
-                raise UsageError(f"{path} has no column {', '.join(lacking)}; {_RECORD}")
-            yield from rows
+    if not path.is_file():
+        why = f"; {path.parent} holds a database" if any(path.parent.glob("*.db")) else ""
+        raise UsageError(f"{path} is missing{why}; {_RECORD}")
+    with path.open(encoding="utf-8", newline="") as file:
+        rows = csv.DictReader(file)
+        if lacking := sorted(set(needed) - set(rows.fieldnames or ())):
+            raise UsageError(f"{path} has no column {', '.join(lacking)}; {_RECORD}")
+        yield from rows
 
 
 def _report(steps: Sequence[Step]) -> Iterator[str]:
-    best = max(steps, key=lambda step: max(step["bounds"].values(), default=0.0))
+    best = max(steps, key=lambda step: max(step["bounds"].values()))
     form, most = max(best["bounds"].items(), key=lambda bound: bound[1])
     if most < 0.05:
         yield "Nothing to hide: no TP, EP or CP communication is exposed in this profile."
     else:
-        length = f" of {best['length']:.1f} ms" if best["length"] else ""
         place = f"rank {best['rank']}, step {best['step']}"
-        yield f"{form} can hide at most {most:.1f} ms{length}, {place}."
-    yield "\nIn ms. Exposed: a transfer runs and no kernel does; last, the profiler's own sums."
+        yield f"{form} can hide at most {most:.1f} ms of {best['length']:.1f} ms, {place}."
+    yield "\nIn ms. Exposed: a transfer runs and no kernel does; then its parts, and the bounds."
     columns = "length", "computing", "communication", "exposed"
-    yield table_head(("rank, step", *columns, "step_trace_time.csv: exposed", "communication.json"))
-    for step in steps:
-        figures = (_ms(step[name]) for name in (*columns, "own_exposed", "own_communication"))
-        yield table_row([f"{step['rank']}, {step['step']}", *figures])
-    yield "\nExposed by parallelism; in brackets: spent in waiting for slower ranks among these."
     names = list(dict.fromkeys(name for step in steps for name in step["parts"]))
-    yield table_head(("rank, step", *names, *_FORMS))
+    yield table_head(("rank, step", *columns, *names, *_FORMS))
     for step in steps:
-        parts = (
-            f"{_ms(step['parts'].get(name))} ({_ms(step['waiting'].get(name))})" for name in names
-        )
-        bounds = (_ms(step["bounds"].get(form)) for form in _FORMS)
-        yield table_row([f"{step['rank']}, {step['step']}", *parts, *bounds])
+        figures = [step[name] for name in columns] + [step["parts"].get(name) for name in names]
+        figures += step["bounds"].values()
+        row = ("-" if figure is None else f"{figure:.1f}" for figure in figures)
+        yield table_row([f"{step['rank']}, {step['step']}", *row])
     yield _BOUNDS
     if _UNNAMED in names:
         yield "- profiler_metadata.json does not name all groups; the others count as E."
-    for step in steps:
-        why = "is missing" if step["exposed"] is None else "does not hold the whole step"
-        own = step["own_exposed"] or 0.0
-        if abs((step["exposed"] or 0.0) - own) > 0.02 * own > 0:
-            yield f"- Rank {step['rank']}: {_KERNELS} {why}; see the profiler's own sums."
-
-
-def _ms(value: float | None) -> str:
-    return "-" if value is None else f"{value:.1f}"

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from commfuse_npu.tools.launch_script import UsageError
 from commfuse_npu.tools.launch_script.options import Options
-from commfuse_npu.tools.plan.judgement import model_chunks
+from commfuse_npu.tools.linear_layers import size_of
 from commfuse_npu.tools.plan.launch import AskedLaunch
+from commfuse_npu.tools.plan.obstacles import model_chunks
 from commfuse_npu.tools.simulate.experts import Experts
 from commfuse_npu.tools.simulate.latent import Latent
 from commfuse_npu.tools.simulate.launch_options import FORMS
@@ -96,7 +97,7 @@ def training_of(launch: AskedLaunch) -> Training:
         head=0 if latent else options.number("--kv-channels", 0),
         gated="--swiglu" in options,
         causal=options.text("--attention-mask-type") != "general",
-        sequence_parallel=launch.judged.layout.sequence_parallel,
+        sequence_parallel=model.uses_sequence_parallel,
         distributed="--use-distributed-optimizer" in options,
         overlaps=("--overlap-grad-reduce" in options, "--overlap-param-gather" in options),
         reuses="--reuse-fp32-param" in options,
@@ -164,7 +165,7 @@ def _experts(launch: AskedLaunch) -> Experts | None:
         each=each,
         width=width,
         shared=options.number("--moe-shared-expert-intermediate-size", shared),
-        parallel=launch.judged.layout.expert,
+        parallel=size_of(options, "expert-model"),
         tensor=options.number("--expert-tensor-parallel-size", model.tensor_model_parallel_size),
         gathers=options.text("--moe-token-dispatcher-type") in (None, "allgather"),
         grouped="--moe-grouped-gemm" in options,

@@ -8,8 +8,8 @@ from types import MappingProxyType
 from typing import Any
 
 from commfuse_npu.tools.doctor import CommandResult, Machine, Package
+from commfuse_npu.tools.doctor.finding import Finding
 from commfuse_npu.tools.doctor.versions import TRY_TORCH_NPU
-from commfuse_npu.tools.finding import Finding
 
 ROOT = Path(__file__).resolve().parents[3]
 

@@ -15,7 +15,7 @@ from commfuse_npu.tools.doctor import CommandResult, Package
 from commfuse_npu.tools.doctor.command import diagnose
 from tests.launchers.launching import started
 from tests.tools.doctor.machines import INFO_A2, NPU_ANSWERS, ROOT, machine, only, stack, summary
-from tests.tools.plan.launches import CONFIG, asked
+from tests.tools.plan.launches import CONFIG
 
 
 def test_a_supported_set_on_npus_is_ready(tmp_path: Path) -> None:
@@ -33,39 +33,33 @@ def test_a_supported_set_on_npus_is_ready(tmp_path: Path) -> None:
     assert report.verdict.startswith("ready: this machine can run CommFuse on 2 NPUs (0 errors, 0")
 
 
-def test_the_last_line_says_for_what_it_is_ready_or_what_is_wrong() -> None:
+def test_the_first_line_says_for_what_it_is_ready_or_what_is_wrong() -> None:
     packages = dict.fromkeys(("torch", "torch_npu"), Package("2.13.0"))
-    npus, none = machine(packages=packages, answers=NPU_ANSWERS), machine(packages=packages)
-    layout, ready = "--config --tensor-model-parallel-size", "ready: llama3_8b would start; "
-    for host, line, verdict in (
-        (npus, "2 --nproc_per_node 2", f"{ready}this machine has 2 NPUs (0 errors"),
-        (none, "2 --nproc_per_node 2", f"{ready}this machine has no NPU and can rehearse it"),
-        (npus, "2 --nproc_per_node 4", "not ready: NPUS_PER_NODE (1 errors, "),
-        (none, "3 --use-ascend-mc2", "not ready: layout, --use-ascend-mc2 ("),
-    ):
-        assert diagnose(host, asked(f"{layout} {line}")).verdict.startswith(verdict)
-    assert "can run the CPU form, rehearsals and simulations" in diagnose(none).verdict
+    assert (
+        "can run the CPU form, rehearsals and simulations"
+        in diagnose(machine(packages=packages)).verdict
+    )
+    wrong = machine({"HCCL_BUFFSIZE": "64MB"}, packages, NPU_ANSWERS)
+    assert diagnose(wrong).verdict.startswith("not ready: HCCL_BUFFSIZE (1 errors, ")
 
 
 def test_this_machine_as_text_and_as_json(capsys: pytest.CaptureFixture[str]) -> None:
-    code = cli.main(["doctor", "--config", str(CONFIG)])
+    code = cli.main(["doctor"])
     first, *lines = capsys.readouterr().out.splitlines()
-    assert first.startswith("not ready: " if code else "ready: llama3_8b would start; ")
+    assert first.startswith("not ready: " if code else "ready: this machine ")
     assert lines[:2] == ["", "## versions"]
-    assert cli.main(["doctor", "--config", str(CONFIG), "--json"]) == code
+    assert cli.main(["doctor", "--json"]) == code
     data = json.loads(capsys.readouterr().out)
     assert (data["ready"], data["verdict"]) == (code == 0, first)
     (version,) = [row["value"] for row in data["findings"] if row["what"] == "torch"]
     assert version.split("+")[0] == torch.__version__.split("+")[0]
     assert all(row["level"] == "ok" or row["action"] for row in data["findings"])
-    # An invalid launch is not ready.
-    assert cli.main(["doctor", "--config", str(CONFIG), "--", "--num-attention-heads", "7"]) == 1
 
 
 def test_it_imports_nothing_of_the_stack_and_runs_where_torch_cannot_be_imported() -> None:
     code = (
         "import sys; sys.modules['torch'] = None; from commfuse_npu.tools import cli; "
-        f"code = cli.main(['doctor', '--config', {str(CONFIG)!r}]); assert code in (0, 1); "
+        "code = cli.main(['doctor']); assert code in (0, 1); "
         f"assert cli.main(['plan', {str(CONFIG)!r}]) == 0; "
         "print({'mindspeed', 'mindspeed_llm', 'megatron.core', 'torch_npu', "
         "'mindspeed_patches'} & set(sys.modules))"

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from commfuse_npu.config_file import find_config
+from commfuse_npu.hardware.description import Hardware
 from commfuse_npu.tools.plan.launch import AskedLaunch, ask_about
 
+SERVER = Hardware.load(find_config("ascend_910b_server", "hardware"))
 CONFIG = Path(__file__).resolve().parents[3] / "configs" / "llama3_8b.yaml"
 SIZES = (
     "--num-layers 4 --hidden-size 64 --num-attention-heads 8 --vocab-size 512 --seq-length 64 "

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from commfuse_npu.tools import cli
+from commfuse_npu.tools.plan import npu_profile
 from tests.tools.answers import answer
 
 NUMBERS = {
@@ -26,6 +27,7 @@ def sent(group: str, number: int, start: float, end: float) -> Kernel:
     return f"hcom_x__{NUMBERS[group][1] % 1000:03}_{number}_1", "COMMUNICATION", start, end
 
 
+HEAD = "Step Id,Name,Accelerator Core,Start Time(us),Duration(us)"
 STEP = [
     ("aclnnMatmul", "MIX_AIC", 0.0, 10.0),
     sent("tp", 0, 10.0, 14.0),
@@ -41,28 +43,18 @@ def write_json(path: Path, content: object) -> None:
     path.write_text(json.dumps(content))
 
 
-def written(
-    folder: Path, rank: int, kernels: Sequence[Kernel], named: bool = True, level: int = 1
-) -> Path:
+def written(folder: Path, rank: int, kernels: Sequence[Kernel], named: bool = True) -> Path:
     """Write the folder of a rank; returns where its files are."""
     output = folder / f"host_{rank}_ascend_pt" / "ASCEND_PROFILER_OUTPUT"
     output.mkdir(parents=True)
     (output.parent / f"profiler_info_{rank}.json").write_text("{}")
     groups = {key: {"group_name": name} for name, (key, _) in NUMBERS.items() if named}
     write_json(output.parent / "profiler_metadata.json", {"parallel_group_info": groups})
-    times = {"Total Op Info": {"Communication Time Info": {"Elapse Time(ms)": 99.0}}}
-    rows = ["Step Id,Name,Accelerator Core,Start Time(us),Duration(us)"]
+    rows = [HEAD]
     for name, core, start, end in kernels:
         begin, took = 1764246877000000 + start * 1000, end - start
         rows.append(f"13,{name},{core},{begin:.3f}\t,{took * 1000:.3f}")
-        for _, number in NUMBERS.values():
-            if f"__{number % 1000:03}_" in name:
-                times[f"{name}@{number}"] = {"Communication Time Info": {"Elapse Time(ms)": took}}
     (output / "kernel_details.csv").write_text("\n".join(rows))
-    columns = "Step,Computing,Communication(Not Overlapped),Free"
-    (output / "step_trace_time.csv").write_text(f"{columns}\n13,12000,7000,500\n")
-    if level:
-        write_json(output / "communication.json", {"step13": {"p2p": {}, "collective": times}})
     return output
 
 
@@ -70,21 +62,28 @@ def asked(folder: Path) -> list[dict[str, Any]]:
     return answer(folder.parent, "plan", str(folder))
 
 
-@pytest.mark.parametrize("level", [0, 1])
-def test_what_is_exposed_and_whose_it_is(tmp_path: Path, level: int) -> None:
-    written(tmp_path / "named", 0, STEP, level=level)
+def test_what_is_exposed_and_whose_it_is(tmp_path: Path) -> None:
+    written(tmp_path / "named", 0, STEP)
     (step,) = asked(tmp_path / "named")
-    assert (step["rank"], step["step"], step["length"]) == ("0", "13", 19.5)
-    assert (step["computing"], step["communication"]) == (12.0, 10.0)
-    assert step["exposed"] == step["own_exposed"] == 7.0
-    assert step["own_communication"] == (11.0 if level else None)
+    assert (step["rank"], step["step"], step["length"]) == ("0", "13", 19.0)
+    assert (step["computing"], step["communication"], step["exposed"]) == (12.0, 10.0, 7.0)
     assert step["parts"] == {"tensor": 3.0, "data": 3.0, "pipeline": 2.0}
     assert step["bounds"] == {"--commfuse-fb-overlap": 3.0, "--use-commfuse": 3.0}
     # A group without a name may be of any kind.
-    written(tmp_path / "other", 0, STEP, named=False, level=level)
+    written(tmp_path / "other", 0, STEP, named=False)
     (step,) = asked(tmp_path / "other")
     assert step["parts"] == {"not named": 7.0}
     assert step["bounds"]["--commfuse-fb-overlap"] == 7.0
+
+
+def test_two_groups_with_one_suffix_are_not_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    same = NUMBERS["tp"][1] % 1000
+    monkeypatch.setattr(npu_profile, "_number", lambda key: same + 1000 * (key != "group_name_15"))
+    written(tmp_path, 0, [*STEP[:1], sent("tp", 0, 10.0, 14.0)])
+    (step,) = asked(tmp_path)
+    assert step["parts"] == {"not named": 4.0}
 
 
 def test_no_more_is_hidden_than_can_be_computed_meanwhile(tmp_path: Path) -> None:
@@ -99,15 +98,15 @@ def test_no_more_is_hidden_than_can_be_computed_meanwhile(tmp_path: Path) -> Non
 
 def test_several_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     written(tmp_path, 2, [sent("tp", 0, 0.0, 4.0)])
-    (written(tmp_path, 3, STEP) / "kernel_details.csv").unlink()
-    written(tmp_path, 10, [sent("tp", 0, 3.0, 4.0)])
-    first, bare, last = asked(tmp_path)
-    assert [row["rank"] for row in (first, bare, last)] == ["2", "3", "10"]
-    assert [row["waiting"]["tensor"] for row in (first, bare, last)] == [3.0, 3.0, 0.0]
-    assert (bare["exposed"], bare["own_exposed"], bare["own_communication"]) == (None, 7.0, 11.0)
-    printed = capsys.readouterr().out
-    assert "Rank 3: kernel_details.csv is missing" in printed
-    assert "Rank 10: kernel_details.csv does not hold the whole step" in printed
+    written(tmp_path, 10, STEP)
+    assert [row["rank"] for row in asked(tmp_path)] == ["2", "10"]
+    first, *lines = capsys.readouterr().out.splitlines()
+    assert first == "--commfuse-fb-overlap can hide at most 3.0 ms of 19.0 ms, rank 10, step 13."
+    rows = [line for line in lines if ", 13 |" in line]
+    assert rows == [
+        "| 2, 13 | 4.0 | 0.0 | 4.0 | 4.0 | 4.0 | - | - | 0.0 | 0.0 |",
+        "| 10, 13 | 19.0 | 12.0 | 10.0 | 7.0 | 3.0 | 3.0 | 2.0 | 3.0 | 3.0 |",
+    ]
 
 
 def test_what_is_missing_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -117,9 +116,12 @@ def test_what_is_missing_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[
         assert cli.main(["plan", str(tmp_path)]) == 2
         assert said in capsys.readouterr().err
 
-    (output / "communication.json").write_text("{")
-    refused("communication.json is no JSON")
-    (output / "communication.json").unlink()
+    metadata = output.parent / "profiler_metadata.json"
+    metadata.write_text("{")
+    refused("profiler_metadata.json is no JSON")
+    metadata.unlink()
+    (output / "kernel_details.csv").write_text(HEAD)
+    refused("kernel_details.csv holds no kernel")
     (output / "kernel_details.csv").write_text("Step Id,Name\n")
     refused("kernel_details.csv has no column Accelerator Core, Duration(us), Start Time(us)")
     (output / "kernel_details.csv").rename(output / "ascend_pytorch_profiler_0.db")

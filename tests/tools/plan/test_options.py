@@ -1,257 +1,39 @@
-"""The report on a launch and its options: fused layers, messages, lanes, rivals."""
+"""What stands against CommFuse in a launch, and what would be fused, from its options."""
 
 from __future__ import annotations
 
 import pytest
 
-from commfuse_npu.tools.finding import Finding
-from commfuse_npu.tools.launch_script.options import Options
-from commfuse_npu.tools.plan.checks import check_launch
-from commfuse_npu.tools.plan.judgement import Judgement, fuse_options, judge_launch
-from commfuse_npu.tools.plan.transfers import FusedLayer, check_lanes, fused_layers
-from tests.tools.doctor.machines import only, summary
-from tests.tools.plan.launches import EXPERTS, FUSED, MODEL, SIZES, TP, ULYSSES, asked
+from commfuse_npu.plan import PlanError
+from commfuse_npu.tools.plan.forms import plan_launch
+from commfuse_npu.tools.plan.obstacles import Obstacles, obstacles
+from tests.tools.plan.launches import EXPERTS, FUSED, MODEL, SERVER, SIZES, TP, ULYSSES, asked
 
-CONFIG = "--config --commfuse-min-rows 1024 --commfuse-chunks 2"
 ATTENTION = f"{FUSED} --commfuse-attention --attention-dropout 0.0"
-BLOCK = 1024 * 2 * 4096 * 2
-SMALL = 32 * 3 * 64 * 2
+CONFIG = "--config --commfuse-min-rows 1024"
 
 
-def layers(line: str) -> dict[str, FusedLayer]:
-    return {layer.layer: layer for layer in fused_layers(asked(line))}
+def of(options: str, processes: int = 8) -> Obstacles:
+    return obstacles(asked(f"--nproc_per_node {processes} {MODEL} {options}"))
+
+
+# ------------------------------------------------------------------ layers and their operators
 
 
 @pytest.mark.parametrize(
-    ("line", "layer", "operator", "sent", "size"),
+    ("line", "layer", "operator"),
     [
-        (CONFIG, "fc1", "all_gather_linear", 2, 4 * BLOCK),
-        (CONFIG, "fc2", "linear_reduce_scatter", 2, 4 * BLOCK),
+        (CONFIG, "fc1", "all_gather_linear"),
+        (CONFIG, "fc2", "linear_reduce_scatter"),
         # Without sequence parallelism a result is summed, and then gathered.
-        (FUSED.replace("--sequence-parallel", ""), "fc2", "linear_all_reduce", 2, SMALL),
-        (FUSED.replace("--bf16", ""), "qkv", "all_gather_linear", 1, 2 * SMALL),
-        (FUSED.replace("--bf16", "--fp16"), "qkv", "all_gather_linear", 1, SMALL),
-        ("--config --commfuse-chunks 4 --commfuse-lanes 3", "qkv", "all_gather_linear", 28,
-         BLOCK // 4),
-        (f"{CONFIG} --commfuse-attention", "proj", "attention_linear_reduce_scatter", 14,
-         BLOCK // 2),
-        # Attention uses batches while linear layers use collectives.
-        (f"{CONFIG} --commfuse-attention --commfuse-schedule collective", "proj",
-         "attention_linear_reduce_scatter", 14, BLOCK // 2),
-        # 32 queries of batch 3: a chunk has at least one query.
-        (f"{ATTENTION} --commfuse-chunks 5", "proj", "attention_linear_reduce_scatter", 5,
-         7 * SMALL // 32),
-        (f"{ATTENTION} --commfuse-chunks 40", "proj", "attention_linear_reduce_scatter", 32,
-         SMALL // 32),
-        (f"{ATTENTION} --recompute-granularity selective", "proj", "linear_reduce_scatter", 1,
-         SMALL),
-    ],
-)  # fmt: skip
-def test_operators_and_messages(line: str, layer: str, operator: str, sent: int, size: int) -> None:
-    fused = layers(line)[layer]
-    assert (fused.operator, fused.transfers, fused.transfer_bytes) == (operator, sent, size)
-    assert str(fused) == f"{layer}: {operator}, {sent} transfers of {size / 2**20:.2f} MB"
-    short = layers(f"{FUSED} --commfuse-min-rows 97")["proj"]
-    assert (short.operator, short.transfers) == ("", 0)
-    assert str(short).startswith("proj: Megatron's own forward, because a block has fewer rows")
-
-
-# ------------------------------------------------------------------ lanes
-
-
-def lanes(words: str, **environ: str) -> list[Finding]:
-    return list(check_lanes(asked(f"{CONFIG} {words}"), environ))
-
-
-@pytest.mark.parametrize(
-    ("words", "said", "action"),
-    [
-        ("", "256 MB per NPU: 1 tensor lanes with 2 x 128 MB", "--hccl-group-buffer commfuse:128"),
-        ("--commfuse-schedule shifted", "224 MB per NPU: 7 tensor lanes with 2 x 16 MB",
-         "--hccl-group-buffer commfuse:16"),
-        ("--hccl-group-buffer tp:400", "400 MB per NPU: 1 tensor lanes with 2 x 200 MB",
-         "--hccl-group-buffer commfuse:128 takes 256 MB"),
-        ("--hccl-group-buffer tp:400;commfuse:32 --commfuse-lanes 3",
-         "192 MB per NPU: 3 tensor lanes with 2 x 32 MB", "--hccl-group-buffer commfuse:16"),
-        # Lanes are created even if blocks are too short to use them.
-        ("--seq-length 1024", "32 MB per NPU: 1 tensor lanes with 2 x 16 MB",
-         "nothing uses them: leave --use-commfuse out"),
-        # 40 million fp32 gradients over 4 ranks are 38 MiB; two lanes each way.
-        ("--tensor-model-parallel-size 4 --commfuse-dp --overlap-grad-reduce --nnodes 2",
-         "768 MB per NPU: 1 tensor lanes with 2 x 128 MB, 4 data lanes with 2 x 64 MB",
-         "--hccl-group-buffer commfuse:128"),
-        ("--tensor-model-parallel-size 1 --commfuse-dp --overlap-grad-reduce --nnodes 2",
-         "128 MB per NPU: 4 data lanes with 2 x 16 MB",
-         "--hccl-group-buffer commfuse:64 sets the size of each"),
-        (f"--tensor-model-parallel-size 4 --commfuse-ulysses {ULYSSES}",
-         "160 MB per NPU: 1 tensor lanes with 2 x 64 MB, 1 context lanes with 2 x 16 MB",
-         "--hccl-group-buffer commfuse:64"),
-    ],
-)  # fmt: skip
-def test_the_memory_of_lanes_is_counted(words: str, said: str, action: str) -> None:
-    (memory,) = lanes(words)
-    assert summary(memory) == ("note", said)
-    assert memory.action.startswith(action)
-
-
-def test_a_buffer_that_is_too_small_is_warned_about() -> None:
-    memory, largest = lanes("--hccl-group-buffer tp:400", HCCL_BUFFSIZE="50")
-    assert memory.value.endswith("1 tensor lanes with 2 x 50 MB")
-    assert summary(largest) == ("warning", "128.0 MB")
-    assert largest.action == "--hccl-group-buffer commfuse:128"
-    assert lanes("--no-use-commfuse") == []
-
-
-# ------------------------------------------------------------------ what is wrong with its options
-
-ALONE = f"{FUSED} --tensor-model-parallel-size 1 --attention-dropout 0.0"
-DP = "--commfuse-dp --use-distributed-optimizer --nproc_per_node"
-OF_ONE = "--tensor-model-parallel-size"
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        SIZES + " --sequence-parallel",
-        f"A=b torchrun --nproc_per_node 2 -m mindspeed_patches.launch /llm/pretrain_gpt.py {FUSED}",
-        f"{ATTENTION} --recompute-granularity full",
-        f"{FUSED} --schedules-method other --output-layer-slice-num 1 --pre-tockens 4096",
-        f"{SIZES} --sequence-parallel --use-ascend-mc2",
-        f"{ALONE} {DP} 2",
-        f"{ALONE} {ULYSSES} --commfuse-ulysses",
-        f"{FUSED} --num-attention-heads 6 --kv-channels 16",
-        # The launchers switch dropout off.
-        "--config --commfuse-attention",
+        (FUSED.replace("--sequence-parallel", ""), "fc2", "linear_all_reduce"),
+        (f"{CONFIG} --commfuse-attention", "proj", "attention_linear_reduce_scatter"),
+        (f"{ATTENTION} --recompute-granularity selective", "proj", "linear_reduce_scatter"),
     ],
 )
-def test_what_starts_is_not_remarked(line: str) -> None:
-    assert check_launch(asked(line)) == []
-
-
-@pytest.mark.parametrize(
-    ("line", "what", "level", "value"),
-    [
-        (f"{FUSED} --num-attention-heads 6", "layout", "error", "hidden size 64 is not divisible"),
-        (f"{SIZES} --use-commfuse", "--sequence-parallel", "warning", "not given"),
-        (SIZES, "--sequence-parallel", "warning", "not given"),
-        (f"pretrain_gpt.py {FUSED}", "--use-commfuse", "warning", "given to the script itself"),
-        (ALONE, OF_ONE, "error", "1"),
-        (f"{ALONE} --commfuse-allow-nothing", OF_ONE, "warning", "1"),
-        (f"{ALONE} --commfuse-allow-nothing --commfuse-attention", OF_ONE, "error", "1"),
-        (f"{FUSED} --use-ascend-mc2", "--use-ascend-mc2", "error", "given"),
-        (f"{FUSED} --output-layer-slice-num=2", "--output-layer-slice-num", "error", "2"),
-        (f"{FUSED} --commfuse-fb-overlap --stage dpo", "--stage", "error", "dpo"),
-        (f"{ATTENTION} --pre-tockens 4096", "--pre-tockens", "error", "4096"),
-        (f"{FUSED} --commfuse-attention", "--attention-dropout", "error", "0.1, Megatron's"),
-        (f"{ATTENTION} --commfuse-layers qkv,fc1", "--commfuse-attention", "error",
-         "given, but proj is not in the list of layers to fuse"),
-        (f"{ATTENTION} --recompute-activations", "--commfuse-attention", "warning",
-         "given, but selective recomputation runs core attention separately"),
-        (f"{ALONE} {DP} 1", "--commfuse-dp", "warning", "given, but DP 1 transfers nothing"),
-        (f"{ALONE} --commfuse-dp --nproc_per_node 2", "--commfuse-dp", "error", "given"),
-        (f"{ALONE} --commfuse-ulysses --context-parallel-size 2", "--commfuse-ulysses", "error",
-         "given"),
-        ("--config --nproc_per_node 6 --nnodes 4 --global-batch-size 66 --commfuse-schedule "
-         "two_level", "--commfuse-schedule", "error",
-         "group size 8 is not a multiple of node_size 6"),
-    ],
-)  # fmt: skip
-def test_what_does_not_go_together_is_named_with_a_way_out(
-    line: str, what: str, level: str, value: str
-) -> None:
-    finding = only(check_launch(asked(line)), what)
-    assert finding.level == level
-    assert finding.value.startswith(value)
-    assert finding.action
-    assert finding.expected or "given, but" in value or what in ("layout", "--commfuse-schedule")
-
-
-# ------------------------------------------------------------------ from its options alone
-
-PP = f"{TP} --pipeline-model-parallel-size 2"
-
-
-def judged(options: str, processes: int | None = 8) -> Judgement:
-    words = f"{MODEL} {options}".split()
-    return judge_launch(Options(words), processes, fuse_options(words))
-
-
-@pytest.mark.parametrize(
-    ("options", "batches", "obstacle", "without", "paired"),
-    [
-        (TP, 8, "", "", 7 / 8),
-        (TP, 1, "one micro-batch has no partner", None, 0.0),
-        (f"{TP} --use-ascend-coc", 8, "--use-ascend-coc: its transfers are inside", "", 7 / 8),
-        (f"{TP} --stage dpo", 8, "--stage dpo: it has a pipeline schedule", None, 7 / 8),
-        (PP, 8, "", "", 5 / 8),
-        (PP, 4, "4 micro-batches: 25% of a stage's have a partner", None, 1 / 4),
-        (f"{PP} --num-layers-per-virtual-pipeline-stage 1", 8, "", "", 11 / 16),
-        (f"{PP} --num-virtual-stages-per-pipeline-rank 2", 7,
-         "7 micro-batches are no multiple of 2 stages", None, None),
-        ("", 8, "no tensor, expert or context parallelism", None, None),
-        ("--num-experts 8 --expert-model-parallel-size 4", 8, "", "", 7 / 8),
-    ],
-)  # fmt: skip
-def test_forward_backward_overlap(
-    options: str, batches: int, obstacle: str, without: str | None, paired: float | None
-) -> None:
-    replicas = 8 // ((2 if "pipeline" in options else 1) * (4 if TP in options else 1))
-    overlap = judged(f"{options} --global-batch-size {batches * replicas}").overlap
-    assert overlap.obstacle.startswith(obstacle)
-    assert bool(overlap.obstacle) is bool(obstacle)
-    assert overlap.without == (overlap.obstacle if without is None else without)
-    assert overlap.paired == (None if paired is None else pytest.approx(paired))
-    assert overlap.transfers is (options != "")
-
-
-def test_a_layout_is_described() -> None:
-    judgement = judged(f"{TP} {EXPERTS} --first-k-dense-replace 1 --multi-latent-attention", 16)
-    assert str(judgement.layout) == (
-        "TP 4, PP 1, CP 1, EP 4, DP 4, sequence parallel, experts, MLA"
-    )
-    cp = judged(f"{TP} {ULYSSES} --lora-target-modules linear_qkv")
-    assert str(cp.layout) == "TP 4, PP 1, CP 2 (ulysses_cp_algo), DP 1, sequence parallel, LoRA"
-    assert judged("").data_parallel_alone
-    for options, processes in (("", 1), ("--use-custom-fsdp", 8), (TP, 8)):
-        assert not judged(options, processes).data_parallel_alone
-    for processes in (None, 6):
-        judgement = judged(TP, processes)
-        assert judgement.layout.data is None
-        assert judgement.overlap.obstacle == "it does not say how many processes it has"
-        assert "DP unknown" in str(judgement.layout)
-
-
-@pytest.mark.parametrize(
-    ("options", "refused", "kind"),
-    [
-        ("--use-ascend-coc", {"--use-ascend-coc", "--tensor-model-parallel-size 1"},
-         "another overlap"),
-        (f"{TP} --use-ascend-coc --lora-target-modules linear_qkv",
-         {"--use-ascend-coc", "--lora-target-modules linear_qkv"}, "LoRA"),
-        (f"{TP} --schedules-method dualpipev", {"--schedules-method dualpipev"},
-         "another overlap"),
-        (f"{TP} --qat-scheme w4", {"--qat-scheme w4"}, "else"),
-    ],
-)  # fmt: skip
-def test_what_refuses_the_flag(options: str, refused: set[str], kind: str) -> None:
-    judgement = judged(options)
-    assert (set(judgement.refused), judgement.kind, judgement.verdict) == (refused, kind, "refused")
-
-
-@pytest.mark.parametrize(
-    ("flag", "options", "why"),
-    [
-        ("attention", f"{TP} --attention-dropout 0.1", "--attention-dropout 0.1"),
-        ("ulysses", f"{TP} --context-parallel-size 2",
-         "needs --context-parallel-algo ulysses_cp_algo, not megatron_cp_algo: others do not "
-         "exchange heads, or do so over a part of the group"),
-        ("ulysses", f"{TP} {ULYSSES}", ""),
-        ("dp", "--tensor-model-parallel-size 8", "DP 1 transfers nothing"),
-        ("dp", f"{TP} --context-parallel-size 2", ""),
-    ],
-)  # fmt: skip
-def test_our_other_options(flag: str, options: str, why: str) -> None:
-    assert judged(options).why_not[f"--commfuse-{flag}"] == why
+def test_operators(line: str, layer: str, operator: str) -> None:
+    (fused,) = (entry for entry in obstacles(asked(line)).layers if entry.layer == layer)
+    assert str(fused) == f"{layer}: {operator}"
 
 
 @pytest.mark.parametrize(
@@ -264,15 +46,172 @@ def test_our_other_options(flag: str, options: str, why: str) -> None:
         ("--commfuse-tuning on", 0),
     ],
 )
-def test_short_blocks_do_not_hide_that_a_layer_can_be_fused(options: str, least: int) -> None:
-    judgement = judged(f"{TP} --seq-length 1024 {options}")
-    assert (judgement.verdict, judgement.rows, judgement.least) == ("full", 256, least)
-    assert judgement.short is (least > 256)
+def test_layers_with_short_blocks_stay_megatrons(options: str, least: int) -> None:
+    against = of(f"{TP} --seq-length 1024 {options}")
+    short = least > 256
+    assert (against.fused, against.least) == ("", least)
     message = f"its blocks have 256 rows, and with fewer than {least} Megatron's"
-    assert [note.startswith(message) for note in judgement.notes] == [True] * judgement.short
+    assert [note.startswith(message) for note in against.notes] == [True] * short + [False]
+    reason = f"Megatron's own forward, because a block has fewer rows than the {least} of --comm"
+    assert {reason in str(layer) for layer in against.layers} == {short}
+    assert {layer.state for layer in against.layers} == {"left" if short else "fused"}
 
 
-def test_a_model_of_ones_own_is_not_read() -> None:
-    note = "--spec mine.spec layer_spec is not read: it is judged as Megatron's GPTModel"
-    assert judged(f"{TP} --spec mine.spec layer_spec").notes == [note]
-    assert judged(f"{TP} --spec mindspeed_llm.spec layer_spec").notes == []
+def test_layers_that_are_left_are_named() -> None:
+    (note,) = of(
+        f"{TP} --defer-embedding-wgrad-compute --attention-dropout 0.1 --commfuse-dp"
+    ).notes
+    assert note.startswith("output (defer_embedding_wgrad_compute keeps the gradients")
+    assert note.endswith(" stay Megatron's")
+
+
+# ------------------------------------------------------------------ what does not go together
+
+ALONE = f"{FUSED} --tensor-model-parallel-size 1 --attention-dropout 0.0"
+DP = "--commfuse-dp --use-distributed-optimizer --nproc_per_node"
+OF_ONE = "--tensor-model-parallel-size 1: a group of one transfers nothing; choose at least 2, or"
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        f"A=b torchrun --nproc_per_node 2 -m mindspeed_patches.launch /llm/pretrain_gpt.py {FUSED}",
+        f"{ATTENTION} --recompute-granularity full",
+        f"{FUSED} --schedules-method other --output-layer-slice-num 1 --pre-tockens 4096",
+        f"{ALONE} {DP} 2",
+        f"{ALONE} {ULYSSES} --commfuse-ulysses",
+        f"{FUSED} --num-attention-heads 6 --kv-channels 16",
+        f"{ALONE} --commfuse-allow-nothing",
+        # The launchers switch dropout off.
+        "--config --commfuse-attention",
+    ],
+)
+def test_what_starts_is_not_remarked(line: str) -> None:
+    launch = asked(line)
+    assert obstacles(launch).fused == ""
+    assert plan_launch(launch, SERVER).problems == ()
+    remarks = "has no effect", "given to the script itself", "without --sequence-parallel"
+    assert not [note for note in obstacles(launch).notes for text in remarks if text in note]
+
+
+@pytest.mark.parametrize(
+    ("line", "obstacle"),
+    [
+        (ALONE, OF_ONE),
+        (f"{ALONE} --commfuse-allow-nothing --commfuse-attention", OF_ONE),
+        (f"{ALONE} {DP} 2 --commfuse-attention", OF_ONE),
+        (f"{SIZES} --use-ascend-mc2", "--use-ascend-mc2: it replaces Megatron's column- and row-"
+         "parallel linear layers by its own; leave one of the two out"),
+        (f"{FUSED} --output-layer-slice-num=2", "--output-layer-slice-num 2: it runs the output "),
+        (f"{ATTENTION} --pre-tockens 4096",
+         "--commfuse-attention with --pre-tockens 4096: a query sees a window of the keys only; "
+         "leave one of the two out, or pass the default"),
+        (f"{FUSED} --commfuse-attention",
+         "--commfuse-attention with --attention-dropout 0.1, Megatron's default: the fused "
+         "attention has no dropout; pass --attention-dropout 0.0 or leave --commfuse-attention "),
+        (f"{ATTENTION} --commfuse-layers qkv,fc1",
+         "--commfuse-attention: proj is not among --commfuse-layers; add it, or leave "),
+        (f"{ALONE} --commfuse-dp --nproc_per_node 2",
+         "--commfuse-dp needs --use-distributed-optimizer: without it gradients are all-reduced"),
+        (f"{ALONE} --commfuse-ulysses --context-parallel-size 2",
+         "--commfuse-ulysses needs --context-parallel-algo ulysses_cp_algo, not megatron_cp_algo"),
+        (f"{FUSED} --qat-scheme w4 --lora-target-modules linear_qkv",
+         "--qat-scheme w4: quantization-aware training quantizes inside the linear layers; leave "
+         "one of the two out; --lora-target-modules linear_qkv: LoRA wraps the linear layers "),
+    ],
+)  # fmt: skip
+def test_what_refuses_the_flag_is_named_with_a_way_out(line: str, obstacle: str) -> None:
+    assert obstacles(asked(line)).fused.startswith(obstacle)
+
+
+@pytest.mark.parametrize(
+    ("line", "note"),
+    [
+        (f"{SIZES} --use-commfuse", "without --sequence-parallel column-parallel layers keep"),
+        (SIZES, "without --sequence-parallel column-parallel layers keep Megatron's forward; add"),
+        (f"pretrain_gpt.py {FUSED}", "--use-commfuse is given to the script itself, which does "
+         "not know it; start -m mindspeed_patches.launch SCRIPT"),
+        (f"{ATTENTION} --recompute-activations", "--commfuse-attention has no effect: selective "
+         "recomputation runs core attention separately"),
+        (f"{ALONE} {DP} 1", "--commfuse-dp has no effect: DP 1 transfers nothing"),
+        (f"{FUSED} --spec mine.spec layer_spec",
+         "--spec mine.spec layer_spec is not read: it is judged as Megatron's GPTModel"),
+    ],
+)  # fmt: skip
+def test_what_starts_but_is_not_as_meant_is_noted(line: str, note: str) -> None:
+    against = obstacles(asked(line))
+    assert against.fused == ""
+    assert [text.startswith(note) for text in against.notes].count(True) == 1
+    assert not [text for text in of(f"{TP} --spec mindspeed_llm.x y").notes if "--spec" in text]
+
+
+@pytest.mark.parametrize(
+    ("options", "also"),
+    [
+        (TP, ["--commfuse-attention", "--commfuse-dp"]),
+        (f"{TP} --commfuse-attention", ["--commfuse-dp"]),
+        (f"{TP} --attention-dropout 0.1", ["--commfuse-dp"]),
+        (f"{TP} --context-parallel-size 2", ["--commfuse-dp"]),
+        (f"{TP} {ULYSSES}", ["--commfuse-ulysses", "--commfuse-dp"]),
+        (f"{TP} --nproc_per_node 4", ["--commfuse-attention"]),
+        # At TP 1 nothing else is fused.
+        ("", ["--commfuse-dp"]),
+        ("--use-custom-fsdp", []),
+        (f"{TP} --use-ascend-coc", []),
+    ],
+)
+def test_our_other_options(options: str, also: list[str]) -> None:
+    notes = [note for note in of(options).notes if note.endswith(" can be given, too")]
+    assert notes == [f"with --use-commfuse {', '.join(also)} can be given, too"] * bool(also)
+
+
+def test_a_schedule_that_does_not_fit_is_refused() -> None:
+    line = "--nproc_per_node 6 --nnodes 4 --global-batch-size 66 --commfuse-schedule two_level"
+    with pytest.raises(PlanError, match="group size 8 is not a multiple of node_size 6"):
+        plan_launch(asked(f"--config {line}"), SERVER)
+
+
+# ------------------------------------------------------------------ forward-backward overlap
+
+PP = f"{TP} --pipeline-model-parallel-size 2"
+
+
+@pytest.mark.parametrize(
+    ("options", "batches", "obstacle", "paired"),
+    [
+        (TP, 8, "", 7 / 8),
+        (TP, 1, "one micro-batch has no partner", 0.0),
+        (f"{TP} --use-ascend-coc", 8, "--use-ascend-coc: its transfers are inside of CoC's "
+         "operators; leave it out", 7 / 8),
+        (f"{TP} --stage dpo", 8, "--stage dpo: it has a pipeline schedule of its own; leave "
+         "--commfuse-fb-overlap out", 7 / 8),
+        (PP, 8, "", 5 / 8),
+        (PP, 4, "4 micro-batches: 25% of a stage's have a partner", 1 / 4),
+        (f"{PP} --num-layers-per-virtual-pipeline-stage 1", 8, "", 11 / 16),
+        (f"{PP} --num-virtual-stages-per-pipeline-rank 2", 7,
+         "7 micro-batches are no multiple of 2 stages", None),
+        ("", 8, "no tensor, expert or context parallelism, so nothing to hide", None),
+        ("--num-experts 8 --expert-model-parallel-size 4", 8, "", 7 / 8),
+    ],
+)  # fmt: skip
+def test_forward_backward_overlap(
+    options: str, batches: int, obstacle: str, paired: float | None
+) -> None:
+    replicas = 8 // ((2 if "pipeline" in options else 1) * (4 if TP in options else 1))
+    against = of(f"{options} --global-batch-size {batches * replicas}")
+    assert against.overlap == obstacle
+    assert against.paired == (None if paired is None else pytest.approx(paired))
+
+
+@pytest.mark.parametrize(
+    ("options", "layout"),
+    [
+        (f"{TP} {EXPERTS} --first-k-dense-replace 1 --multi-latent-attention",
+         "TP 4, PP 1, CP 1, EP 4, DP 2, sequence parallel, experts, MLA"),
+        (f"{TP} {ULYSSES} --lora-target-modules linear_qkv",
+         "TP 4, PP 1, CP 2 (ulysses_cp_algo), DP 1, sequence parallel, LoRA"),
+    ],
+)  # fmt: skip
+def test_a_layout_is_described(options: str, layout: str) -> None:
+    plan = plan_launch(asked(f"--nproc_per_node 8 {MODEL} {options}"), SERVER)
+    assert plan.layout == layout

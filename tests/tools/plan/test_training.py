@@ -7,8 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from commfuse_npu.config_file import find_config
-from commfuse_npu.hardware.description import Hardware
 from commfuse_npu.tools.plan.launch import ask_about
 from commfuse_npu.tools.plan.training import NotSimulated, form_of, training_of
 from commfuse_npu.tools.simulate.experts import Experts
@@ -16,11 +14,10 @@ from commfuse_npu.tools.simulate.footprint import footprint
 from commfuse_npu.tools.simulate.step import Step
 from commfuse_npu.tools.simulate.training import Training
 from commfuse_npu.tools.simulate.variants import MEGATRON, REFERENCE
-from tests.tools.plan.launches import MODEL, TP, asked, script
+from tests.tools.plan.launches import MODEL, SERVER, TP, asked, script
 
 SIZES = f"--nproc_per_node 8 {MODEL} {TP} --swiglu --bf16 --global-batch-size 16"
 DENSE = {"dense": 2}
-SERVER = Hardware.load(find_config("ascend_910b_server", "hardware"))
 FULL = "--recompute-granularity full --recompute-method"
 
 

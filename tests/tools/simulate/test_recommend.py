@@ -18,8 +18,8 @@ from commfuse_npu.plan import Schedule
 from commfuse_npu.refusals import FB_OVERLAP_REFUSALS
 from commfuse_npu.tools import cli
 from commfuse_npu.tools.model_config import ModelConfig
-from commfuse_npu.tools.plan.checks import check_launch
 from commfuse_npu.tools.plan.launch import ask_about
+from commfuse_npu.tools.plan.obstacles import obstacles
 from commfuse_npu.tools.simulate.footprint import footprint, limit
 from commfuse_npu.tools.simulate.launch_options import options, planned, write_plan
 from commfuse_npu.tools.simulate.recommend import Candidate, Fixed, NoLayoutError, recommend
@@ -201,10 +201,13 @@ FORMS = {
 
 
 def check(words: list[str]) -> argparse.Namespace:
-    """Options of the model and ``words`` as parsed; the doctor and the launch accept them."""
+    """Options of the model and ``words`` as parsed; plan and the launch accept them."""
     line = [*LLAMA3_8B.arguments(), *words]
     launch = ask_about(None, line, {})
-    assert not [str(finding) for finding in check_launch(launch) if finding.level == "error"]
+    launch.config.validate()
+    against = obstacles(launch)
+    assert not (against.fused if launch.fuse.use_commfuse else "")
+    assert not (against.overlap if "--commfuse-fb-overlap" in words else "")
     # As Megatron's parser returns them, defaults included.
     values: dict[str, object] = dict(DEFAULTS)
     for word, value in pairwise([*line, "--"]):

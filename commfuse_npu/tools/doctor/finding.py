@@ -1,4 +1,4 @@
-"""One result of a check by doctor or plan, with its severity."""
+"""One result of a check, with its severity."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class Finding(NamedTuple):
     """One result of a check.
 
     Attributes:
-        section: versions, devices, environment or launch.
+        section: versions, devices or environment.
         subject: the name of what was checked.
         level: ``error``: something will not work.  ``warning``: works, but not optimally.
             ``note``: worth knowing.  ``ok``: as it should be.
