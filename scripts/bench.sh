@@ -2,7 +2,7 @@
 # Measure how much communication each form hides, on links with a limited rate.
 #
 #   bash scripts/bench.sh --quick                            less than 3 minutes
-#   bash scripts/bench.sh --json bench.json --html bench.html less than 25 minutes
+#   bash scripts/bench.sh --json bench.json                  less than 25 minutes
 #   bash scripts/bench.sh --help                             all options
 #
 # The Markdown table goes to stdout, progress to stderr. Sets up .venv by itself.

@@ -12,7 +12,7 @@ from typing import Any
 
 from commfuse_npu.config_file import find_config
 from commfuse_npu.runtime.atomic_write import write_json
-from commfuse_npu.tools.bench.report import as_markdown, verdict, write_html
+from commfuse_npu.tools.bench.report import as_markdown, verdict
 from commfuse_npu.tools.bench.results import Result, load
 from commfuse_npu.tools.bench.shapes import ITEM_BYTES, WORKS
 from commfuse_npu.tools.bench.sweep import Bench, Conditions, Sweep, full, quick, with_options
@@ -21,7 +21,6 @@ from commfuse_npu.tools.model_config import ModelConfig
 from commfuse_npu.tools.option_types import (
     Parser,
     new_file,
-    page,
     positive,
     refuse,
     whole,
@@ -69,7 +68,6 @@ def parser() -> argparse.ArgumentParser:
     add("--from", dest="stored", type=Path, metavar="FILE",
         help="measure nothing: show what --json wrote")  # fmt: skip
     add("--all", action="store_true", help="all variants, not the five that matter")
-    add("--html", type=page, metavar="FILE", help="one page, with pictures")
     return parser
 
 
@@ -99,7 +97,7 @@ def main(words: Sequence[str]) -> int:
     results: list[Result] = []
     try:
         if options.stored is not None:
-            return _show(options, words, *load(options.stored))
+            return _show(options, *load(options.stored))
         config = find_config(options.config)
         conditions = Conditions(
             config, options.device, options.scale, options.sequence, options.seed
@@ -126,7 +124,7 @@ def main(words: Sequence[str]) -> int:
     if results or not code:
         facts = {"model": config.stem, "seed": options.seed, "link measured": conditions.wires}
         machine = {**conditions.machine, **facts}
-        code = _show(options, words, machine, results, conditions.notes) or code
+        code = _show(options, machine, results, conditions.notes) or code
     return code
 
 
@@ -160,31 +158,24 @@ def _measure(
 
 def _show(
     options: argparse.Namespace,
-    words: Sequence[str],
     machine: dict[str, Any],
     results: list[Result],
     notes: list[str],
 ) -> int:
-    """Print the verdict and the tables, and write the requested files.
+    """Print the verdict and the tables, and write the requested file.
 
     Returns:
-        0, or 2 if a file cannot be written.
+        0, or 2 if it cannot be written.
     """
     if results:
         first, *lines = verdict(results)
         print_verdict(first, True)
         print(*lines, "", sep="\n")
     print(as_markdown(machine, results, notes, options.all))
-    command = ["commfuse-npu", "bench", *words]
     written = {"machine": {**machine, "notes": notes}, "results": list(map(asdict, results))}
 
     def write_figures(path: Path) -> None:
         write_json(path, written, indent=1)
 
-    def write_pictures(path: Path) -> None:
-        write_html(path, command, machine, results, notes, options.all)
-
-    outputs = [Output("--json", options.json, ": all figures", write_figures)]
-    if results:
-        outputs.append(Output("--html", options.html, ": a page for a browser", write_pictures))
-    return write_outputs("bench", outputs)
+    output = Output("--json", options.json, ": all figures", write_figures)
+    return write_outputs("bench", [output])

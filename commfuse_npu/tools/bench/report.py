@@ -1,12 +1,10 @@
-"""The results as a verdict, as Markdown, and as an HTML page with pictures."""
+"""The results as a verdict, and as Markdown."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import groupby
 from math import log
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -15,10 +13,8 @@ from commfuse_npu.tools.bench.shapes import WORKS
 from commfuse_npu.tools.bench.sweep import LINKS
 from commfuse_npu.tools.bench.variants import REFERENCE, is_ours, of_group
 from commfuse_npu.tools.markdown import percent, table_head, table_row
-from commfuse_npu.tools.report.charts import Line, Picture, Table, lines
-from commfuse_npu.tools.report.page import Section, environment, write_page
 
-__all__ = ["as_markdown", "important_variants", "picture", "summary", "verdict", "write_html"]
+__all__ = ["as_markdown", "important_variants", "summary", "verdict"]
 
 _LEGEND = f"""\
 `{REFERENCE}`, a blocking direct exchange at line rate, is the reference.
@@ -41,8 +37,6 @@ _COLUMNS = (
     *("variant", "total", "quartiles", "exposed", "wall removed", "blocked removed", "of bound"),
     *("speed-up", "CPU", "waiting", "bits"),
 )
-_FAR = 1.6
-"""Largest time drawn, relative to the reference: a very slow variant must not squeeze the rest."""
 _ORDERS = {
     "megatron": "Megatron's order",
     "megatron-p2p": "Megatron's order over direct exchanges",
@@ -265,57 +259,6 @@ def _remarks(rows: Sequence[Result], names: Sequence[str]) -> Iterator[str]:
     ]
     if slower:
         yield f"Slower than {REFERENCE}, beyond both quartiles: {', '.join(slower)}."
-
-
-def picture(rows: Sequence[Result], names: Sequence[str]) -> Picture:
-    """For a group of settings: a line over ratios per variant, and the bound."""
-    first, far = rows[0], set[str]()
-    curves: dict[str, list[tuple[float, float]]] = {}
-    for row in rows:
-        if row.variant == REFERENCE:
-            bound = curves.setdefault("bound, max(compute, wire)", [])
-            bound.append((row.ratio, row.bound_ms / row.median_ms))
-        elif 1 / row.speedup > _FAR and row.variant in names:
-            far.add(row.variant)
-        elif row.variant in names:
-            curves.setdefault(row.variant, []).append((row.ratio, 1 / row.speedup))
-    return lines(
-        f"{WORKS[first.work].title}, {first.ranks} ranks, {first.dtype}, {first.link}: time, "
-        f"{REFERENCE} = 1, lower is better",
-        "communication / computation",
-        [Line(name, tuple(points), is_ours(name)) for name, points in curves.items()],
-        line=(f"{REFERENCE}, blocking", 1.0),
-        note=f"More than {_FAR} in part, not drawn: {', '.join(sorted(far))}." if far else "",
-    )._replace(answer=verdict(rows)[-1])
-
-
-def write_html(
-    path: Path,
-    words: Sequence[str],
-    machine: Mapping[str, Any],
-    results: Sequence[Result],
-    notes: Sequence[str],
-    all_variants: bool,
-) -> None:
-    """Write the page: the verdict, then a picture and the tables of each group of settings.
-
-    Args:
-        words: the command line.
-        all_variants: show all variants, not five.
-    """
-    sections = []
-    for rows in _by_group(results):
-        names = important_variants(rows, all_variants)
-        chart = picture(rows, names)
-        tables = tuple(
-            Table(_COLUMNS, tuple(_cells(setting, names)), _headline(setting).replace("**", ""))
-            for setting in _of_settings(rows).values()
-        )
-        sections.append(Section(chart.title, (), chart, tables))
-    legend = [" ".join(part.split()) for part in re.split(r"\n\n?- |\n\n", _LEGEND)]
-    sections.append(Section("How to read it", (*legend, *notes)))
-    facts = environment(words) | {name: "; ".join(_lines(fact)) for name, fact in machine.items()}
-    write_page(path, "Overlap benchmark", verdict(results), sections, facts)
 
 
 def _lines(fact: Any) -> list[str]:

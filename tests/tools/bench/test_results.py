@@ -1,9 +1,8 @@
-"""Figures, report and pictures from samples, and the file of ``--json``."""
+"""Figures and report from samples, and the file of ``--json``."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import asdict
 from itertools import product
 from pathlib import Path
@@ -15,7 +14,6 @@ from commfuse_npu.tools import cli
 from commfuse_npu.tools.bench.report import (
     as_markdown,
     important_variants,
-    picture,
     summary,
     verdict,
 )
@@ -177,19 +175,6 @@ def test_the_verdict_has_the_options_and_what_users_have_today(name: str, option
     assert second.startswith("38.9 % shorter than Megatron's order over direct exchanges; ")
 
 
-def test_a_picture_is_over_ratios() -> None:
-    names = ["p2p", "ours-c4", "coc-4"]
-    over = picture([row for ratio in (0.0, 0.5, 1.0) for row in evaluated(ratio)], names)
-    points = [(row["name"], row["at"], row["value"]) for row in over.chart["data"]["values"]]
-    shares = {"bound, max(compute, wire)": 0.5, "ours-c4": 0.6, "coc-4": 1.25}
-    assert sorted(points) == sorted(
-        (name, at, share) for name, share in shares.items() for at in (0.0, 0.5, 1.0)
-    )
-    far = picture(evaluated(0.5, coc_4=[900.0] * 3), names)
-    assert {row["name"] for row in far.chart["data"]["values"]} == set(shares) - {"coc-4"}
-    assert far.note == "More than 1.6 in part, not drawn: coc-4."
-
-
 # ------------------------------------------------------------------- the file
 
 
@@ -222,18 +207,3 @@ def test_values_that_no_table_can_show_are_refused(
     captured = capsys.readouterr()
     assert "not what `commfuse-npu bench --json` writes: TypeError" in captured.err
     assert captured.out == ""
-
-
-def test_a_picture_that_cannot_be_written_costs_no_result(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], small_disk: Callable[[int], Path]
-) -> None:
-    pytest.importorskip("vl_convert")
-    folder, path = small_disk(4), written(tmp_path / "run.json")
-    assert cli.main(["bench", "--from", str(path), "--html", str(folder / "a.html")]) == 2
-    captured = capsys.readouterr()
-    assert (
-        "a.html was not written: No space left on device; all other files were written"
-        in captured.err
-    )
-    assert "**ours-c4**" in captured.out
-    assert list(folder.iterdir()) == []
