@@ -74,7 +74,7 @@ def test_every_reader_refuses_it(tmp_path: Path, reader: Reader, file: Path) -> 
     [
         ("lr", ".nan", "lr: nan is not a finite number"),
         ("lr", ".inf", "lr: inf is not a finite number"),
-        ("hidden_size", "9" * 30, "hidden_size: a number of 30 digits; give at most 12"),
+        ("hidden_size", "9" * 30, "is not a whole number from 1 of at most 12 digits"),
         ("hidden_size", ".nan", "hidden_size: nan is not a whole number"),
         ("hidden_size", "[[1]]", "is not a whole number"),
     ],

@@ -93,7 +93,7 @@ def test_arguments_appear_where_they_say_something() -> None:
     [
         ("--tensor-model-parallel-size x", "TP (--tensor-model-parallel-size): 'x' is not a whole"),
         ("--nproc_per_node 0", "NPUS_PER_NODE (--npus-per-node): '0' is not a whole number from 1"),
-        ("--lr fast", "--lr: 'fast' is not a number"),
+        ("--lr fast", "--lr: 'fast' is not a finite number"),
         ("--num-layer-list 4,,4", "NUM_LAYER_LIST (--num-layer-list): '' is not a whole number"),
         ("--num-layers", "argument --num-layers: expected one argument"),
     ],
@@ -132,7 +132,7 @@ def test_what_a_command_line_leaves_out_is_what_megatron_takes() -> None:
         ({"bf16": "yes"}, "bf16: 'yes' is not true or false"),
         ({"num_layers": 3.5}, "num_layers: 3.5 is not a whole number from 1"),
         ({"num_layers": True}, "num_layers: True is not a whole number from 1"),
-        ({"lr": True}, "lr: True is not a number"),
+        ({"lr": True}, "lr: True is not a finite number"),
         ({"tokenizer_type": None}, "tokenizer_type: None is not a name"),
         ({"lr": ...}, "lr missing; every option has to be there"),
         *(({"pretrain_options": one}, f"{one!r} is not a line of opt") for one in (3, "overlap")),
@@ -149,10 +149,13 @@ def test_a_bad_file_is_explained(tmp_path, change, message) -> None:
 def test_a_launcher_needs_no_torch(tmp_path: Path) -> None:
     (tmp_path / "torch.py").write_text("raise RuntimeError('torch was imported')", "utf-8")
     done = started(
-        *(sys.executable, "-m", "commfuse_npu.tools.launch_command", "llama3_8b"),
-        env={"PYTHONPATH": f"{tmp_path}:{ROOT}", "PATH": "/usr/bin:/bin", "DRY_RUN": "1"},
+        *(sys.executable, "-m", "commfuse_npu.tools.model_config", "llama3_8b"),
+        env={"PYTHONPATH": f"{tmp_path}:{ROOT}", "PATH": "/usr/bin:/bin"},
     )
     assert done.returncode == 0, done.stderr
+    model, fused, torchrun = done.stdout.splitlines()
+    assert model.split() == load("llama3_8b").arguments()
+    assert (fused, torchrun) == ("--use-commfuse", "--nproc_per_node 8 --nnodes 1")
 
 
 @pytest.mark.parametrize("name", PARAMETERS)

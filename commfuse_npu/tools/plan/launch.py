@@ -83,9 +83,9 @@ def ask_about(
 ) -> AskedLaunch:
     """The launch that a configuration, a command line or both describe.
 
-    A configuration represents its launcher in ``scripts``.  A command line can be complete, as a
-    dry run prints it, options only, or a launch script with its arguments.  A script is run with
-    stand-ins for torchrun and Python, for at most ``timeout`` seconds.
+    A configuration represents its launcher in ``scripts``.  A command line can be complete,
+    options only, or a launch script with its arguments.  A script is run with stand-ins for
+    torchrun and Python, for at most ``timeout`` seconds.
 
     Raises:
         ConfigError: they cannot be read.
