@@ -27,7 +27,11 @@ STAGES = f"{LAUNCH} --pipeline-model-parallel-size 2"
 # A script with a launch, the status of `plan SCRIPT`, and its message.
 LAUNCHES = (
     (f"{LAUNCH} --noop-layers 1,99", 2, "--noop-layers: '99' is no layer"),
-    (f"{STAGES} --num-layer-list 9,9", 1, "give 2 numbers that add up to 4"),
+    (
+        f"{STAGES} --num-layer-list 9,9",
+        1,
+        "does not fit PP 2 and 4 layers; give a number for",
+    ),
     (f"{STAGES} --num-layers-per-virtual-pipeline-stage 0", 2, "is '0'; give a whole number from"),
     (f"{STAGES} --num-layers-per-virtual-pipeline-stage 3", 2, "4 layers are not divisible by it"),
     (
@@ -86,7 +90,7 @@ QUESTIONS = (
     ("simulate --npus 8 64 512", "64 NPUs are more than the 8 of 1 nodes of 8; choose smaller"),
     ("simulate --npus 12", "--npus 12 is not divisible by TP*CP*PP = 8*1*1 = 8; choose 8 or 16"),
     ("simulate --npus 8 --dp 1", "--npus and --dp say the same twice"),
-    ("simulate --tp 3", "of 14336 are not divisible by TP 3; choose TP from 1, 2, 4, 8"),
+    ("simulate --tp 3", "of 14336: 8 is not divisible by TP 3; choose TP 2 or 4"),
     ("simulate --lanes 9", "--lanes 9: a group of 8 ranks has 7; choose 7 or less"),
     ("simulate --variants ''", "--variants: '' is an empty list; give one word at least"),
     ("simulate --variants comfuse-fb", "; did you mean commfuse-fb?"),
