@@ -112,7 +112,11 @@ QUESTIONS = (
     ("measure --launch pretrain_gpt.py", "names no number, and here are 8 (--ranks)"),
     ("measure --device cpu --launch absent", "--launch 'absent' starts no program; give a launch"),
     ('measure --device cpu --launch "torchrun \'x"', "No closing quotation; quote it as for a"),
-    ("verify --min-ranks 9 --max-ranks 4", "is more than --max-ranks 4: there is nothing to prove"),
+    ("verify --max-ranks 1", "'1' is not a whole number from 2 to 1024"),
+    (
+        "verify --log log --max-ranks 4",
+        "--max-ranks: no effect on a recorded run; leave it out, or",
+    ),
     ("verify --log log", "log/rank_0.jsonl"),
     ("pretrain --data-path ''", "'' is no file and no folder; give one with text"),
     ("pretrain --tensor-model-parallel-size 3", "--num-attention-heads 8 is not divisible by the"),
@@ -194,7 +198,7 @@ def test_it_is_refused_before_torch_or_a_drawing_is_imported(folder: Path) -> No
 
 # A command with redirections of a shell, its status, and its last line on stderr.
 IN_A_SHELL = (
-    ("verify --max-ranks 2 --chunks 1 --lanes 1 >/dev/full", 2, "No space left on device"),
+    ("verify --max-ranks 2 >/dev/full", 2, "No space left on device"),
     ("plan good.sh --json /dev/full", 2, "No space left on device; all other files were written"),
     ("doctor >&-", 0, ""),
 )
