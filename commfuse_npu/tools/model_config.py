@@ -391,8 +391,8 @@ def main(words: Sequence[str]) -> int:
             print(f"{words[0]}: {line}", file=sys.stderr)
         return 2
     sizes = "--nproc_per_node", str(config.npus_per_node), "--nnodes", str(config.nnodes)
-    for line in (config.arguments(), config.commfuse_options, sizes):
-        print(*line)
+    for options in (config.arguments(), config.commfuse_options, sizes):
+        print(*options)
     return 0
 
 

@@ -113,10 +113,7 @@ QUESTIONS = (
     ("measure --device cpu --launch absent", "--launch 'absent' starts no program; give a launch"),
     ('measure --device cpu --launch "torchrun \'x"', "No closing quotation; quote it as for a"),
     ("verify --max-ranks 1", "'1' is not a whole number from 2 to 1024"),
-    (
-        "verify --log log --max-ranks 4",
-        "--max-ranks: no effect on a recorded run; leave it out, or",
-    ),
+    ("verify --log log --max-ranks 4", "--max-ranks: no effect on a recorded run; leave it"),
     ("verify --log log", "log/rank_0.jsonl"),
     ("pretrain --data-path ''", "'' is no file and no folder; give one with text"),
     ("pretrain --tensor-model-parallel-size 3", "--num-attention-heads 8 is not divisible by the"),
