@@ -53,27 +53,19 @@ class Case(NamedTuple):
         ]
 
 
-def cases(
-    size: int,
-    chunks: Sequence[int] = CHUNKS,
-    lanes: Sequence[int | None] = LANES,
-    every: bool = False,
-) -> Iterator[Case]:
+def cases(size: int, chunks: Sequence[int] = CHUNKS) -> Iterator[Case]:
     """The cases to prove for a group of ``size`` ranks.
 
     Every rule is combined with every shape, batched and not; for up to 8 ranks with every choice of
     its arguments; for up to 4 ranks with every number of chunks.  The other options alternate:
     taper, lanes, and numbers of rows that divide evenly, do not, or are below that of the chunks.
-
-    Args:
-        every: test the full product of all options.
     """
     # Per number of chunks: taper, lanes, rows.
     choices = [
         [
             (count, *choice)
             for choice in product(
-                _TAPERS if count > 1 else (1.0,), lanes, sorted({1, count, 2 * count + 1})
+                _TAPERS if count > 1 else (1.0,), LANES, sorted({1, count, 2 * count + 1})
             )
         ]
         for count in chunks
@@ -85,8 +77,8 @@ def cases(
         turns = _turns(numbers)
         shapes = [*_shapes(size), *([Schedule("collective")] if name in _LINEAR else [])]
         for shape, batched in product(shapes, (True, False)):
-            for number in numbers if every or size <= _ALL_ARGUMENTS_UP_TO else [next(turns)]:
-                for count, taper, lane, rows in combined if every else map(next, rotations):
+            for number in numbers if size <= _ALL_ARGUMENTS_UP_TO else [next(turns)]:
+                for count, taper, lane, rows in map(next, rotations):
                     lane = 1 if shape.shape == "collective" else lane
                     schedule = replace(shape, lanes=lane, chunks=count, taper=taper)
                     values = arguments(name, rows, size)[number]

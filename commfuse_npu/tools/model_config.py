@@ -2,7 +2,8 @@
 
 One file per model is the single source of its shape, training options and parallel layout, for the
 launchers, for rehearsals and for the simulator.  Keys are the options of MindSpeed-LLM's
-``pretrain_gpt.py``: ``num_layers`` is ``--num-layers``.
+``pretrain_gpt.py``: ``num_layers`` is ``--num-layers``.  The launchers read a file with
+``python -m commfuse_npu.tools.model_config llama3_8b``, which needs neither torch nor NPUs.
 """
 
 from __future__ import annotations
@@ -10,20 +11,18 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, NoReturn
 
-from commfuse_npu.config_file import ConfigError, read_config
+from commfuse_npu.config_file import ConfigError, find_config, read_config
 from commfuse_npu.did_you_mean import did_you_mean
 from commfuse_npu.plan import block_rows
 from commfuse_npu.tools.layout_problems import problems
 
-__all__ = ["VARIABLES", "ModelConfig", "OptionParser", "given_options"]
-
-_MOST_DIGITS = 12
-"""Largest number of digits of a whole number in a training."""
+__all__ = ["ModelConfig", "OptionParser", "given_options", "main"]
 
 _MODEL_PARALLEL = ("tensor_model", "pipeline_model", "context")
 
@@ -173,13 +172,6 @@ class ModelConfig:
         tables_and_norm = (tables * self.vocab_size + 1) * self.hidden_size
         return tables_and_norm + self.num_layers * self.layer_parameters
 
-    @property
-    def tokenizer_option(self) -> str:
-        """The option for the tokenizer's path; empty if the tokenizer has none."""
-        return {"PretrainedFromHF": "--tokenizer-name-or-path", "NullTokenizer": ""}.get(
-            self.tokenizer_type, "--tokenizer-model"
-        )
-
     def validate(self) -> None:
         """Check that layers, sequence and batch can be split as the layout requires.
 
@@ -250,7 +242,7 @@ _SPELLINGS = {
     "npus_per_node": ("--npus-per-node", "--nproc-per-node", "--nproc_per_node"),
     "vocab_size": ("--vocab-size", "--padded-vocab-size"),
 }
-VARIABLES = {
+_VARIABLES = {
     "tensor_model_parallel_size": "TP",
     "pipeline_model_parallel_size": "PP",
     "context_parallel_size": "CP",
@@ -307,7 +299,7 @@ def given_options(options: Sequence[str]) -> dict[str, Any]:
         parser.add_argument(*spellings, dest=name, action=action)
     values = {}
     for name, value in parser.given(options).items():
-        variable = VARIABLES.get(name)
+        variable = _VARIABLES.get(name)
         label = f"{variable} ({_option(name)})" if variable else _option(name)
         values[name] = _converted(_KINDS[name], value, label)
     return values
@@ -359,8 +351,8 @@ def _converted(kind: str, value: Any, where: str) -> Any:
     if kind == "float":
         try:
             number = float("" if isinstance(value, bool) else value)
-        except (TypeError, ValueError, OverflowError) as error:
-            raise ConfigError(f"{where}: {value!r} is not a number") from error
+        except (TypeError, ValueError, OverflowError):
+            number = math.nan
         if not math.isfinite(number):
             raise ConfigError(f"{where}: {value!r} is not a finite number")
         return number
@@ -373,8 +365,36 @@ def _converted(kind: str, value: Any, where: str) -> Any:
 
 def _whole(value: Any, where: str) -> int:
     text = str(value).strip()
-    if isinstance(value, float) or not text.isdecimal() or not text.strip("0"):
-        raise ConfigError(f"{where}: {value!r} is not a whole number from 1")
-    if len(text) > _MOST_DIGITS:
-        raise ConfigError(f"{where}: a number of {len(text)} digits; give at most {_MOST_DIGITS}")
+    is_whole = text.isdecimal() and len(text) <= 12 and not isinstance(value, float)
+    if not is_whole or int(text) == 0:
+        raise ConfigError(
+            f"{where}: {value!r:.40} is not a whole number from 1 of at most 12 digits"
+        )
     return int(text)
+
+
+def main(words: Sequence[str]) -> int:
+    """Check a configuration with the options of a launch, and print the words of the launch.
+
+    Args:
+        words: a file, or its name in ``configs/``, and options that override it.
+
+    Returns:
+        0, after a line each of options for ``pretrain_gpt.py``, CommFuse and torchrun; or 2, after
+        a line on stderr per problem.
+    """
+    try:
+        config = ModelConfig.load(find_config(words[0]), words[1:])
+        config.validate()
+    except ConfigError as error:
+        for line in str(error).splitlines():
+            print(f"{words[0]}: {line}", file=sys.stderr)
+        return 2
+    sizes = "--nproc_per_node", str(config.npus_per_node), "--nnodes", str(config.nnodes)
+    for options in (config.arguments(), config.commfuse_options, sizes):
+        print(*options)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -10,12 +10,10 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from commfuse_npu.did_you_mean import did_you_mean
-from commfuse_npu.tools.report.drawing import PAGES, lacking
 
 __all__ = [
     "Parser",
     "new_file",
-    "page",
     "positive",
     "refuse",
     "whole",
@@ -133,14 +131,4 @@ def new_file(text: str) -> Path:
         )
     if not os.access(path if path.exists() else folder, os.W_OK):
         raise argparse.ArgumentTypeError(f"no permission to write {text!r}; choose another file")
-    return path
-
-
-def page(text: str) -> Path:
-    """A file for a page with pictures; also checks that they can be drawn."""
-    path = new_file(text)
-    if path.suffix.lower() not in PAGES:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a page; use {' or '.join(PAGES)}")
-    if why := lacking():
-        raise argparse.ArgumentTypeError(f"{text!r} {why}, or leave the option out")
     return path

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,47 +18,33 @@ from commfuse_npu.tools.terminal import print_verdict, tell
 
 __all__ = ["main"]
 
-_MOST_RANKS, _MOST = 1024, 256
-"""Limits: ranks; chunks and lanes.  No group is larger, and a larger proof would not end."""
+_MOST_RANKS = 1024
+"""No group is larger, and a larger proof would not end."""
 
 
 def main(words: Sequence[str]) -> int:
     """Run the subcommand: 0 proved, 1 refuted, 2 an invalid request."""
     parser = Parser(prog="commfuse-npu verify", description=__doc__)
-    add, ranks, numbers = parser.add_argument, whole(2, _MOST_RANKS), whole(1, _MOST)
+    add = parser.add_argument
     add("--log", type=Path, nargs="+", metavar="PATH",
         help="prove what a run with --commfuse-order-log FOLDER did: that folder, or its files of "
         "all ranks; 0: proved, 1: refuted, 2: unreadable, or not known to its end")  # fmt: skip
-    add("--min-ranks", type=ranks, help="default 2")
-    add("--max-ranks", type=ranks, help="default 16")
-    add("--chunks", type=numbers, nargs="+", help="default: 1, 2, 3, 4")
-    add("--lanes", type=numbers, nargs="+", help="default: 1, 2, 3, one per peer")
-    add("--every", action="store_true",
-        help="every combination of options; else every rule with every shape, and in larger groups "
-        "the other options take turns")  # fmt: skip
+    add("--max-ranks", type=whole(2, _MOST_RANKS), help="default 16: every rule with every shape; "
+        "in larger groups the other options take turns")  # fmt: skip
     options = parser.parse_args(words)
-    chosen = [name for name, value in vars(options).items() if name != "log" and value]
-    if options.log is not None and chosen:
-        names = ", ".join(f"--{name.replace('_', '-')}" for name in chosen)
-        parser.error(f"{names}: no effect on a recorded run; leave it out, or --log")
+    if options.log is not None and options.max_ranks is not None:
+        parser.error("--max-ranks: no effect on a recorded run; leave it out, or --log")
     try:
-        return _verify(options) if options.log is None else _verify_log(options.log)
+        return _verify(options.max_ranks or 16) if options.log is None else _verify_log(options.log)
     except (PlanError, LogError) as error:
         return refuse("verify", error)
 
 
-def _verify(options: argparse.Namespace) -> int:
+def _verify(most: int) -> int:
     start, sets, programs, instructions = time.perf_counter(), 0, 0, 0
-    least, most = options.min_ranks or 2, options.max_ranks or 16
-    if least > most:
-        raise PlanError(
-            f"--min-ranks {least} is more than --max-ranks {most}: there is nothing to prove; "
-            f"give --max-ranks {least} or more"
-        )
-    chunks, lanes = options.chunks or CHUNKS, options.lanes or LANES
     rows: list[str] = []
-    for size in range(least, most + 1):
-        for case in cases(size, chunks, lanes, options.every):
+    for size in range(2, most + 1):
+        for case in cases(size):
             tell(f"{size} ranks, up to {most}: {sets:,} sets of programs are proved")
             group = case.programs()
             examples = counter_examples(group)
@@ -75,10 +60,10 @@ def _verify(options: argparse.Namespace) -> int:
         elapsed = f"{time.perf_counter() - start:.0f}"
         sums = f"{sets:,}", f"{programs:,}", f"{instructions:,}", elapsed
         rows.append(table_row([str(size), *sums]))
-    of_lanes = ", ".join("one per peer" if lane is None else str(lane) for lane in lanes)
+    of_lanes = ", ".join("one per peer" if lane is None else str(lane) for lane in LANES)
     print_verdict(
-        f"proved: all programs of {least} to {most} ranks: {len(RULES)} rules, chunks "
-        f"{', '.join(map(str, chunks))}, lanes {of_lanes}; every row is what it has to be, one "
+        f"proved: all programs of 2 to {most} ranks: {len(RULES)} rules, chunks "
+        f"{', '.join(map(str, CHUNKS))}, lanes {of_lanes}; every row is what it has to be, one "
         "order for all ranks, no deadlock",
         True,
     )

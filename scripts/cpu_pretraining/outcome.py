@@ -12,7 +12,7 @@ from statistics import median
 from typing import Any
 
 from commfuse_npu.tools.quartiles import Range, quartiles
-from commfuse_npu.tools.report.charts import Line, Picture, lines
+from commfuse_npu.tools.report.charts import Picture, lines
 from commfuse_npu.tools.report.drawing import draw
 
 __all__ = ["WARM_UP_ITERATIONS", "MetricsLog", "Outcome", "Wait", "draw_picture",
@@ -71,7 +71,7 @@ def written(folder: Path) -> str:
 def draw_picture(picture: Picture, title: str, path: Path) -> str:
     """Draw a picture; returns why that was not possible, or an empty string."""
     try:
-        draw([picture], title, path)
+        draw(picture, title, path)
     except (OSError, ValueError) as error:
         return f"{path} was not drawn: {getattr(error, 'strerror', None) or error}"
     return ""
@@ -80,10 +80,8 @@ def draw_picture(picture: Picture, title: str, path: Path) -> str:
 def plot_loss(folder: Path) -> None:
     """Draw the loss over the iterations into ``loss.png``, or print why not."""
     entries = read_metrics(folder / "metrics.jsonl")
-    curve = Line(
-        "training", tuple((entry["iteration"], entry["lm_loss"]) for entry in entries), True
-    )
-    picture = lines("lm loss, nats per byte, lower is better", "iteration", [curve], whole=True)
+    curve = [(entry["iteration"], entry["lm_loss"]) for entry in entries]
+    picture = lines("lm loss, nats per byte, lower is better", "iteration", {"training": curve})
     title = f"{folder.name}: loss over the training"
     if why := draw_picture(picture, title, folder / "loss.png"):
         print(why, flush=True)

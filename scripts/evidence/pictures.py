@@ -17,7 +17,7 @@ from commfuse_npu.config_file import find_config
 from commfuse_npu.hardware.description import Hardware
 from commfuse_npu.tools.report.charts import Picture
 from commfuse_npu.tools.report.drawing import draw
-from commfuse_npu.tools.simulate.page import layer_picture
+from commfuse_npu.tools.simulate.lanes import layer_picture
 from commfuse_npu.tools.simulate.step import Step
 from commfuse_npu.tools.simulate.variants import REFERENCE, Variant
 from scripts.evidence import layers
@@ -108,5 +108,5 @@ def main(argv: Sequence[str]) -> int:
     options = parser.parse_args(argv)
     for name in options.names or _TITLES:
         picture = layer_picture(step(), forms()) if name == "forms" else _results()
-        draw([picture], _TITLES[name], options.folder / f"{name}.svg")
+        draw(picture, _TITLES[name], options.folder / f"{name}.svg")
     return 0

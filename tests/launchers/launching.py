@@ -2,23 +2,33 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import subprocess
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from commfuse_npu.tools.launch_command import launch_command
 from tests.limits import LIMIT
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = ROOT / "scripts"
 MODELS = ("llama2_7b", "llama2_13b", "llama2_70b", "llama3_8b", "llama3_70b")
+NODE = {"MASTER_ADDR": "node0", "NODE_RANK": "0"}
+FILES = {"DATA_PATH": "/data", "TOKENIZER_MODEL": "/tokenizer"}
+
+
+def launch(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Starts ``launch_pretraining.sh``; only ``variables`` and the path are set."""
+    environment = {"PATH": os.environ["PATH"], "PYTHON": sys.executable, **variables}
+    return started("bash", str(SCRIPTS / "launch_pretraining.sh"), *words, env=environment)
 
 
 def dry_run(model: str, *arguments: str, **variables: str) -> list[str]:
-    """Words of the command, environment included; only ``variables`` are set."""
-    _, command = launch_command([model, *arguments], {"DRY_RUN": "1", **variables})
-    return shlex.split(command)
+    """Words of the command that a launcher would start."""
+    done = launch(model, *arguments, **{"DRY_RUN": "1", **NODE, **FILES, **variables})
+    assert done.returncode == 0, done.stderr
+    return shlex.split(done.stdout)
 
 
 def started(

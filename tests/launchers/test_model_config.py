@@ -48,20 +48,26 @@ ULYSSES = f"{CP} 2 --nnodes 2 --context-parallel-algo ulysses_cp_algo"
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("llama2_7b", f"{PP} 3 --num-layers 33", "are not divisible by TP*PP*CP = 8*3*1 = 24; "),
-        ("llama2_13b", f"{TP} 16 --nnodes 2", "not divisible by TP 16; choose TP from 1, 2, 4"),
-        ("llama2_7b", f"--num-layers 33 {PP} 2 --nnodes 2", "PP 2; choose PP from 1, 3, 11, 33, "),
-        ("llama3_70b", f"{PP} 2", "has 4 stages with 80 layers, but PP is 2 and the model has 80"),
-        ("llama3_8b", "--num-layer-list 32", "NUM_LAYER_LIST 32 needs PP of at least 2; set NUM"),
+        ("llama2_7b", f"{PP} 3 --num-layers 33", "8 is not divisible by TP*PP*CP = 8*3*1 = 24; "),
+        ("llama2_13b", f"{TP} 16 --nnodes 2", "of 13824: 8 is not divisible by TP 16; choose TP 8"),
+        ("llama2_7b", f"--num-layers 33 {PP} 2", "33 is not divisible by PP 2; choose PP 1 or 3"),
+        ("llama3_70b", f"{PP} 2", "does not fit PP 2 and 80 layers; give a number for each of 2 "),
+        ("llama3_8b", "--num-layer-list 32", "NUM_LAYER_LIST 32 does not fit PP 1 and 32 layers; "),
         ("llama2_7b", f"--seq-length 4090 {TP} 2 {CP} 4", "choose --seq-length 4088 or 4096"),
         ("llama2_7b", f"--seq-length 4092 {TP} 1 {CP} 4", "not divisible by 2*CP = 2*4 = 8; cho"),
-        ("llama2_13b", ULYSSES, "40 attention heads are not divisible by TP*CP = 8*2 = 16, as u"),
+        ("llama2_13b", ULYSSES, "heads per TP rank 5 is not divisible by CP 2; choose CP 1 or 5"),
         ("llama2_7b", "--global-batch-size 250", "4*1 = 4; choose --global-batch-size 248 or 252"),
         ("llama2_7b", "--max-position-embeddings 2048", "4096 exceeds --max-position-embeddings 2"),
         ("llama2_7b", "--hidden-size 4100", "choose --hidden-size 4096 or 4128"),
         ("llama2_7b", "--ffn-hidden-size 11009", "feed-forward width 11009 is not divisible by T"),
         ("llama3_8b", "--num-query-groups 24", "choose --num-attention-heads 24 or 48"),
-        ("llama3_8b", "--min-lr 1 --lr 0.5", "--min-lr 1.0 is above --lr 0.5; choose --min-lr of"),
+        (
+            "llama3_8b",
+            f"{TP} 3",
+            "common divisor of 32 attention heads, 8 query groups, a feed-",
+        ),
+        ("llama3_8b", f"{TP} 3", "of 14336: 8 is not divisible by TP 3; choose TP 2 or 4"),
+        ("llama3_8b", f"{TP} {10**11}", "8 is not divisible by TP 100000000000; choose TP 8"),
     ],
 )
 def test_what_does_not_fit_is_said(name: str, options: str, message: str) -> None:
@@ -93,7 +99,7 @@ def test_arguments_appear_where_they_say_something() -> None:
     [
         ("--tensor-model-parallel-size x", "TP (--tensor-model-parallel-size): 'x' is not a whole"),
         ("--nproc_per_node 0", "NPUS_PER_NODE (--npus-per-node): '0' is not a whole number from 1"),
-        ("--lr fast", "--lr: 'fast' is not a number"),
+        ("--lr fast", "--lr: 'fast' is not a finite number"),
         ("--num-layer-list 4,,4", "NUM_LAYER_LIST (--num-layer-list): '' is not a whole number"),
         ("--num-layers", "argument --num-layers: expected one argument"),
     ],
@@ -132,7 +138,7 @@ def test_what_a_command_line_leaves_out_is_what_megatron_takes() -> None:
         ({"bf16": "yes"}, "bf16: 'yes' is not true or false"),
         ({"num_layers": 3.5}, "num_layers: 3.5 is not a whole number from 1"),
         ({"num_layers": True}, "num_layers: True is not a whole number from 1"),
-        ({"lr": True}, "lr: True is not a number"),
+        ({"lr": True}, "lr: True is not a finite number"),
         ({"tokenizer_type": None}, "tokenizer_type: None is not a name"),
         ({"lr": ...}, "lr missing; every option has to be there"),
         *(({"pretrain_options": one}, f"{one!r} is not a line of opt") for one in (3, "overlap")),
@@ -149,10 +155,13 @@ def test_a_bad_file_is_explained(tmp_path, change, message) -> None:
 def test_a_launcher_needs_no_torch(tmp_path: Path) -> None:
     (tmp_path / "torch.py").write_text("raise RuntimeError('torch was imported')", "utf-8")
     done = started(
-        *(sys.executable, "-m", "commfuse_npu.tools.launch_command", "llama3_8b"),
-        env={"PYTHONPATH": f"{tmp_path}:{ROOT}", "PATH": "/usr/bin:/bin", "DRY_RUN": "1"},
+        *(sys.executable, "-m", "commfuse_npu.tools.model_config", "llama3_8b"),
+        env={"PYTHONPATH": f"{tmp_path}:{ROOT}", "PATH": "/usr/bin:/bin"},
     )
     assert done.returncode == 0, done.stderr
+    model, fused, torchrun = done.stdout.splitlines()
+    assert model.split() == load("llama3_8b").arguments()
+    assert (fused, torchrun) == ("--use-commfuse", "--nproc_per_node 8 --nnodes 1")
 
 
 @pytest.mark.parametrize("name", PARAMETERS)

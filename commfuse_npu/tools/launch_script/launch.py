@@ -2,7 +2,7 @@
 
 Supported are ``pretrain_gpt.py ARGS`` and ``torchrun ... pretrain_gpt.py ARGS`` (also as
 ``python -m torch.distributed.run`` or ``.launch``).  Each may have ``-m mindspeed_patches.launch``
-before the script, and ``cd FOLDER &&`` and assignments before it, as a dry run prints them.
+before the script, and ``cd FOLDER &&`` and assignments before it.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def _torchrun(words: Sequence[str]) -> tuple[list[str], int | None, int | None]:
 
 
 def _typed_command(words: Sequence[str]) -> Command:
-    """A command line as typed or as a dry run prints it, with ``cd`` and assignments."""
+    """A command line as typed, with ``cd`` and assignments."""
     words = list(words[words.index("&&") + 1 :] if "&&" in words else words)
     assigned = {}
     while words and (match := _ASSIGNMENT.fullmatch(words[0])):

@@ -41,7 +41,7 @@ _BACKGROUND_SECONDS = 2.0
 """Seconds for background processes of a script to be recorded."""
 _LONGEST_PRINTED = 1 << 20
 # Our own launch scripts run a Python program that reads the configuration: it is not replaced.
-_OWN_READER = "commfuse_npu.tools.launch_command"
+_OWN_READER = "commfuse_npu.tools.model_config"
 _RECORDER = """\
 import json, os, sys, time
 reader, folder, *words = sys.argv[1:]

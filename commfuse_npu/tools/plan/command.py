@@ -17,13 +17,12 @@ from commfuse_npu.tools.doctor.devices import listed_npus
 from commfuse_npu.tools.doctor.machine import Machine
 from commfuse_npu.tools.launch_script import UsageError
 from commfuse_npu.tools.model_config import ModelConfig
-from commfuse_npu.tools.option_types import Parser, new_file, page, refuse, whole
+from commfuse_npu.tools.option_types import Parser, new_file, refuse, whole
 from commfuse_npu.tools.outputs import Output, write_outputs
 from commfuse_npu.tools.plan.forms import plan_launch
 from commfuse_npu.tools.plan.launch import ask_about
 from commfuse_npu.tools.plan.npu_profile import find_profiles, plan_profile
-from commfuse_npu.tools.simulate.launch_options import check_target, options, write_plan
-from commfuse_npu.tools.simulate.page import plan_page
+from commfuse_npu.tools.simulate.launch_options import check_target, write_plan
 from commfuse_npu.tools.simulate.recommend import Fixed, NoLayoutError, recommend
 from commfuse_npu.tools.simulate.recommendation_report import as_json, reasons, report
 from commfuse_npu.tools.simulate.sweep import Options
@@ -80,7 +79,6 @@ def _parser() -> argparse.ArgumentParser:
         help="also schedules that round weight gradients in another way (--commfuse-wgrad blocks)",
     )
     choose.add_argument("--json", type=new_file, metavar="FILE")
-    choose.add_argument("--html", type=page, metavar="FILE", help="one page, with pictures")
     choose.add_argument(
         "--write",
         type=new_file,
@@ -110,7 +108,7 @@ def main(words: Sequence[str]) -> int:
         parser.error(f"{names}: no effect on {kind}; leave it out")
     try:
         if options.model is not None:
-            return _recommend(options, words)
+            return _recommend(options)
         if a_profile:
             return plan_profile(find_profiles(Path(options.what)), options.json)
         return _launch(options, launch)
@@ -142,7 +140,7 @@ def _launch(arguments: argparse.Namespace, words: Sequence[str]) -> int:
     return code or int(bool(plan.problems))
 
 
-def _recommend(arguments: argparse.Namespace, words: Sequence[str]) -> int:
+def _recommend(arguments: argparse.Namespace) -> int:
     hardware = Hardware.load(find_config(arguments.hardware or _HARDWARE, "hardware"))
     path = find_config(arguments.model)
     model = ModelConfig.load(path)
@@ -166,17 +164,7 @@ def _recommend(arguments: argparse.Namespace, words: Sequence[str]) -> int:
     summary, _, *why = reasons(plan)
     print_verdict(summary, True)
     print(report(plan, model, path, hardware), *why, sep="\n")
-    title = f"{path.stem}, {plan.best.training.layout.npus} NPUs of {hardware.name}"
-    launcher = f"CONFIG={arguments.write or 'FILE'} bash scripts/launch_pretraining.sh"
-    launches = {
-        "Options of pretrain_gpt.py:": " ".join(options(model, plan.best)),
-        "On every node, with the file of --write:": launcher,
-    }
-
-    def page_file(path: Path) -> None:
-        plan_page(path, title, ["commfuse-npu", "plan", *words], hardware, plan, launches)
-
-    # First the file that a launch needs, because the page names it.
+    launcher = f"CONFIG={arguments.write} bash scripts/launch_pretraining.sh"
     return write_outputs(
         "plan",
         [
@@ -192,6 +180,5 @@ def _recommend(arguments: argparse.Namespace, words: Sequence[str]) -> int:
                 ": all figures",
                 lambda path: write_json(path, as_json(plan, model), indent=1),
             ),
-            Output("--html", arguments.html, ": a page for a browser", page_file),
         ],
     )

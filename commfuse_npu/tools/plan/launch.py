@@ -61,9 +61,9 @@ def ask_about(
 ) -> AskedLaunch:
     """The launch that a configuration, a command line or both describe.
 
-    A configuration represents its launcher in ``scripts``.  A command line can be complete, as a
-    dry run prints it, options only, or a launch script with its arguments.  A script is run with
-    stand-ins for torchrun and Python, for at most a minute.
+    A configuration represents its launcher in ``scripts``.  A command line can be complete,
+    options only, or a launch script with its arguments.  A script is run with stand-ins for
+    torchrun and Python, for at most a minute.
 
     Raises:
         ConfigError: they cannot be read.

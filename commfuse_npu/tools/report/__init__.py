@@ -1,8 +1,7 @@
-"""Pictures in Vega-Lite, as files and in a page of HTML that needs no network.
+"""Pictures in Vega-Lite, as files.
 
 ::
 
-    page         verdict, sections, environment, as HTML
-    charts       bars, lines, a Gantt chart, as Vega-Lite
-    drawing      Vega-Lite to PNG, SVG and JavaScript (vl-convert-python, which is optional)
+    charts       lines, a Gantt chart, as Vega-Lite
+    drawing      Vega-Lite to PNG and SVG (vl-convert-python, which is optional)
 """

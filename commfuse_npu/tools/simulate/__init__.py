@@ -5,7 +5,7 @@ imports torch.  Modules, from the top down::
 
     command               the subcommand ``simulate``
     recommend, recommendation_report      the search of ``plan``
-    report, page, lanes   output as text, pages and pictures;  launch_options  as launch flags
+    report, lanes         output as text and as a picture;  launch_options  as launch flags
     sweep                 variants over sequence lengths and numbers of NPUs, as ranges
     step                  a training step: stages, micro-batches, buckets, optimizer
     pipeline, data_parallel, footprint

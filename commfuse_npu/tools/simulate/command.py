@@ -6,19 +6,21 @@ import argparse
 import re
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from commfuse_npu.config_file import ConfigError, find_config
 from commfuse_npu.hardware.description import Hardware
 from commfuse_npu.runtime.atomic_write import write_json
 from commfuse_npu.tools.model_config import ModelConfig
-from commfuse_npu.tools.option_types import Parser, new_file, page, positive, refuse, whole
+from commfuse_npu.tools.option_types import Parser, new_file, positive, refuse, whole
 from commfuse_npu.tools.option_types import words as word_list
 from commfuse_npu.tools.outputs import Output, write_outputs
+from commfuse_npu.tools.report.drawing import draw, lacking
+from commfuse_npu.tools.simulate.lanes import layer_picture
 from commfuse_npu.tools.simulate.launch_options import launching
-from commfuse_npu.tools.simulate.page import sweep_page
 from commfuse_npu.tools.simulate.report import Standing, sources, table
-from commfuse_npu.tools.simulate.step import Layout
+from commfuse_npu.tools.simulate.step import Layout, Step
 from commfuse_npu.tools.simulate.sweep import Options, Point, of_hardware, sweep, training
 from commfuse_npu.tools.simulate.variants import Variant
 from commfuse_npu.tools.terminal import print_verdict
@@ -111,22 +113,30 @@ def _parser() -> argparse.ArgumentParser:
     out = parser.add_argument_group("what comes out (besides Markdown tables)")
     out.add_argument("--json", type=new_file, metavar="FILE")
     out.add_argument("--all", action="store_true", help="all variants, not those that matter")
-    out.add_argument(
-        "--html", type=page, metavar="FILE", help="one page: verdict, pictures, a layer's Gantt"
-    )
+    out.add_argument("--svg", type=_svg, metavar="FILE", help="a Gantt chart of one layer")
     return parser
+
+
+def _svg(text: str) -> Path:
+    """A file for a picture; also checks that pictures can be drawn."""
+    path = new_file(text)
+    if path.suffix.lower() != ".svg":
+        raise argparse.ArgumentTypeError(f"{text!r} is not an SVG file; let its name end in .svg")
+    if why := lacking():
+        raise argparse.ArgumentTypeError(f"{text!r} {why}, or leave the option out")
+    return path
 
 
 def main(words: Sequence[str]) -> int:
     """Parse the options, simulate, and print; returns the exit code."""
     options = _parser().parse_args(words)
     try:
-        return _main(options, ["commfuse-npu", "simulate", *words])
+        return _main(options)
     except (ValueError, OSError, ImportError) as error:
         return refuse("simulate", error)
 
 
-def _main(arguments: argparse.Namespace, command: Sequence[str]) -> int:
+def _main(arguments: argparse.Namespace) -> int:
     hardware = Hardware.load(find_config(arguments.hardware, "hardware"))
     hardware = replace(hardware, deterministic=arguments.deterministic)
     if arguments.launch_us is not None:
@@ -190,11 +200,11 @@ def _main(arguments: argparse.Namespace, command: Sequence[str]) -> int:
                 ),
             ),
             Output(
-                "--html",
-                arguments.html,
-                ": a page for a browser",
-                lambda path: sweep_page(
-                    path, title, command, hardware, standing, variants, verdict, setup
+                "--svg",
+                arguments.svg,
+                ": one layer at the first point",
+                lambda path: draw(
+                    layer_picture(Step(hardware.machine(), setup), standing.compared), title, path
                 ),
             ),
         ],

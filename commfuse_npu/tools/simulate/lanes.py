@@ -1,4 +1,4 @@
-"""The rows of a Gantt chart: work of a rank, transfers on its links, and waiting, of a layer.
+"""A Gantt chart of a layer: work of a rank, transfers on its links, and waiting.
 
 It shows the rank in the middle, or the one that represents all.
 """
@@ -6,18 +6,27 @@ It shows the rank in the middle, or the one that represents all.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
-from commfuse_npu.tools.report.charts import Bit, Row
+from commfuse_npu.tools.report.charts import Bit, Picture, Row, gantt
 from commfuse_npu.tools.simulate.group import Simulated
 from commfuse_npu.tools.simulate.launches import ASIDE, COMPUTE
+from commfuse_npu.tools.simulate.step import Step
+from commfuse_npu.tools.simulate.variants import Variant
 
-__all__ = ["lanes"]
+__all__ = ["lanes", "layer_picture"]
 
 _LANES = {COMPUTE: "compute", ASIDE: "2nd stream"}
 _LINKS = "links"
 _INSTANT = 1e-9
 _RANK = re.compile(r" (block|partial for) \d+")
+
+
+def layer_picture(step: Step, variants: Mapping[str, Variant]) -> Picture:
+    """A Gantt chart of one layer in each of these variants."""
+    rows = [lanes(name, step.parts(variant)) for name, variant in variants.items()]
+    title = "One layer of one micro-batch, forward then backward"
+    return gantt(title, "ms, typical figures; lower is better", rows)
 
 
 def lanes(title: str, parts: Sequence[tuple[str, Simulated]]) -> Row:

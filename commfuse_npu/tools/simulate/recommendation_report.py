@@ -15,9 +15,9 @@ from commfuse_npu.tools.simulate.recommend import Candidate, Recommendation
 from commfuse_npu.tools.simulate.report import seconds
 from commfuse_npu.tools.simulate.sweep import CORNERS
 
-__all__ = ["COLUMNS", "as_json", "fitting", "layouts", "reasons", "report"]
+__all__ = ["as_json", "reasons", "report"]
 
-COLUMNS = (
+_COLUMNS = (
     *("place", "TP", "CP", "PP", "DP", "recompute", "schedule", "step", "tokens/s/NPU", "MFU"),
     "memory of an NPU",
 )
@@ -42,11 +42,11 @@ def report(
         f"{hardware.name}. Simulated, not measured: {hardware.assumed} of {hardware.path.name} are "
         "assumed.",
         "",
-        table_row(COLUMNS),
+        table_row(_COLUMNS),
         "|---|---:|---:|---:|---:|---|---|---:|---:|---:|---:|",
-        *(table_row(cells) for _, cells in layouts(recommendation, hardware)),
+        *map(table_row, _layouts(recommendation, hardware)),
         "",
-        fitting(recommendation, hardware),
+        _fitting(recommendation, hardware),
         "",
     ]
     return "\n".join(lines)
@@ -78,10 +78,8 @@ def as_json(recommendation: Recommendation, model: ModelConfig) -> dict[str, Any
     }
 
 
-def layouts(
-    recommendation: Recommendation, hardware: Hardware
-) -> Iterator[tuple[Candidate, tuple[str, ...]]]:
-    """Each candidate, and its row of cells under :data:`COLUMNS`."""
+def _layouts(recommendation: Recommendation, hardware: Hardware) -> Iterator[tuple[str, ...]]:
+    """A row of cells under :data:`_COLUMNS` for each candidate."""
     peak = hardware.typical("npu.cube_flops")
     bounds = [] if recommendation.bound is None else [recommendation.bound]
     places = [
@@ -92,17 +90,16 @@ def layouts(
     for place, plan in places:
         training, (tp, cp, dp, _, _) = plan.training, plan.training.layout
         mark = "**" if plan is recommendation.best else ""
-        cells = (
+        yield (
             *(place, str(tp), str(cp), _pipeline(plan), str(dp), training.recompute),
             *(f"{mark}{plan.variant.name}{mark}", seconds(plan.seconds)),
             f"{training.tokens_per_second(plan.seconds):.0f}",
             f"{training.utilization(plan.seconds, peak):.1%}",
             f"{plan.memory.total / 2**30:.1f} GiB",
         )
-        yield plan, cells
 
 
-def fitting(recommendation: Recommendation, hardware: Hardware) -> str:
+def _fitting(recommendation: Recommendation, hardware: Hardware) -> str:
     """Number of layouts that fit, and why others do not."""
     refused = "; ".join(f"{count} x {reason}" for reason, count in recommendation.refused.items())
     return (

@@ -9,22 +9,25 @@ import signal
 import subprocess
 import sys
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 
 import pytest
 
 from commfuse_npu.plan.rules import RULES
-from commfuse_npu.tools import cli
+from commfuse_npu.proof.cases import cases
+from commfuse_npu.tools import cli, verify_command
 from tests.launchers.launching import ROOT, started
 from tests.limits import LIMIT
 
 
-def test_all_programs_are_proved(capsys) -> None:
-    assert cli.main(["verify", "--max-ranks", "3", "--chunks", "1", "2", "--lanes", "2"]) == 0
+def test_all_programs_are_proved(monkeypatch, capsys) -> None:
+    monkeypatch.setattr(verify_command, "cases", lambda size: islice(cases(size), 0, None, 50))
+    assert cli.main(["verify", "--max-ranks", "3"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line[:4] for line in lines[2:]] == ["| up", "|---", "| 2 ", "| 3 "]
-    head = f"proved: all programs of 2 to 3 ranks: {len(RULES)} rules, chunks 1, 2, lanes 2; every "
-    assert lines[0].startswith(head)
+    head = f"proved: all programs of 2 to 3 ranks: {len(RULES)} rules, chunks 1, 2, 3, 4, "
+    assert lines[0].startswith(f"{head}lanes 1, 2, 3, one per peer; every row is what it has to be")
 
 
 def test_a_broken_program_is_reported(monkeypatch, capsys) -> None:
@@ -37,7 +40,9 @@ def test_a_broken_program_is_reported(monkeypatch, capsys) -> None:
 
     broken.cache_clear, broken.lines = compiled.cache_clear, compiled.lines
     monkeypatch.setitem(RULES, "bucket_gather", broken)
-    assert cli.main(["verify", "--min-ranks", "3", "--max-ranks", "3", "--chunks", "1"]) == 1
+    broken_rule = [case for case in cases(3) if case.rule == "bucket_gather"]
+    monkeypatch.setattr(verify_command, "cases", lambda size: broken_rule)
+    assert cli.main(["verify", "--max-ranks", "3"]) == 1
     out = capsys.readouterr().out
     assert re.match(
         r"refuted: bucket_gather\(., False\), 3 ranks, in batches, shifted, .* 1 chunks", out

@@ -27,10 +27,18 @@ STAGES = f"{LAUNCH} --pipeline-model-parallel-size 2"
 # A script with a launch, the status of `plan SCRIPT`, and its message.
 LAUNCHES = (
     (f"{LAUNCH} --noop-layers 1,99", 2, "--noop-layers: '99' is no layer"),
-    (f"{STAGES} --num-layer-list 9,9", 1, "give 2 numbers that add up to 4"),
+    (
+        f"{STAGES} --num-layer-list 9,9",
+        1,
+        "does not fit PP 2 and 4 layers; give a number for",
+    ),
     (f"{STAGES} --num-layers-per-virtual-pipeline-stage 0", 2, "is '0'; give a whole number from"),
     (f"{STAGES} --num-layers-per-virtual-pipeline-stage 3", 2, "4 layers are not divisible by it"),
-    (f"{LAUNCH} --tensor-model-parallel-size {'9' * 23}", 2, "a number of 23 digits; give at most"),
+    (
+        f"{LAUNCH} --tensor-model-parallel-size {'9' * 23}",
+        2,
+        "is not a whole number from 1 of at mo",
+    ),
     (f"{LAUNCH} --global-batch-size 7", 1, "choose --global-batch-size 4 or 8"),
     (f"{LAUNCH} --use-commfuse --commfuse-taper nan", 2, "taper is nan; from 1/8 to 8"),
     (f"{LAUNCH} --num-experts 8 --moe-router-topk 99", 2, "is more than --num-experts 8"),
@@ -77,7 +85,7 @@ QUESTIONS = (
     ("simulate --npus 8 64 512", "64 NPUs are more than the 8 of 1 nodes of 8; choose smaller"),
     ("simulate --npus 12", "--npus 12 is not divisible by TP*CP*PP = 8*1*1 = 8; choose 8 or 16"),
     ("simulate --npus 8 --dp 1", "--npus and --dp say the same twice"),
-    ("simulate --tp 3", "of 14336 are not divisible by TP 3; choose TP from 1, 2, 4, 8"),
+    ("simulate --tp 3", "of 14336: 8 is not divisible by TP 3; choose TP 2 or 4"),
     ("simulate --lanes 9", "--lanes 9: a group of 8 ranks has 7; choose 7 or less"),
     ("simulate --variants ''", "--variants: '' is an empty list; give one word at least"),
     ("simulate --variants comfuse-fb", "; did you mean commfuse-fb?"),
@@ -101,7 +109,8 @@ QUESTIONS = (
     ("measure --launch pretrain_gpt.py", "names no number, and here are 8 (--ranks)"),
     ("measure --device cpu --launch absent", "--launch 'absent' starts no program; give a launch"),
     ('measure --device cpu --launch "torchrun \'x"', "No closing quotation; quote it as for a"),
-    ("verify --min-ranks 9 --max-ranks 4", "is more than --max-ranks 4: there is nothing to prove"),
+    ("verify --max-ranks 1", "'1' is not a whole number from 2 to 1024"),
+    ("verify --log log --max-ranks 4", "--max-ranks: no effect on a recorded run; leave it"),
     ("verify --log log", "log/rank_0.jsonl"),
     ("pretrain --data-path ''", "'' is no file and no folder; give one with text"),
     ("pretrain --tensor-model-parallel-size 3", "--num-attention-heads 8 is not divisible by the"),
@@ -183,7 +192,7 @@ def test_it_is_refused_before_torch_or_a_drawing_is_imported(folder: Path) -> No
 
 # A command with redirections of a shell, its status, and its last line on stderr.
 IN_A_SHELL = (
-    ("verify --max-ranks 2 --chunks 1 --lanes 1 >/dev/full", 2, "No space left on device"),
+    ("verify --max-ranks 2 >/dev/full", 2, "No space left on device"),
     ("plan good.sh --json /dev/full", 2, "No space left on device; all other files were written"),
     ("doctor >&-", 0, ""),
 )

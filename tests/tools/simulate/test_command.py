@@ -1,19 +1,20 @@
-"""``commfuse-npu simulate``: what it prints and writes, its page, and the picture in the README."""
+"""``commfuse-npu simulate``: what it prints and writes, and the picture in the README."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from itertools import product
 from pathlib import Path
 
 import pytest
 
 from commfuse_npu.tools import cli
+from commfuse_npu.tools.report import drawing
 from commfuse_npu.tools.simulate.lanes import lanes
 from scripts.evidence.layers import BOUNDS, OURS, RIVALS, point
 from scripts.evidence.pictures import forms, main, step
 from tests.tools.answers import answer
-from tests.tools.report.pages import read
 
 QUICK = "--typical --variants megatron,commfuse-c2* --micro-batches 1 --sequence-lengths 4096"
 
@@ -57,46 +58,54 @@ def test_tables_and_json(capsys, tmp_path: Path) -> None:
     assert "DP 4, 32" in capsys.readouterr().out
 
 
-# ------------------------------------------------------------------- pages
+# ------------------------------------------------------------------- the picture
 
-SMALL = "simulate --tp 2 --dp 1 --micro-batches 1 --sequence-lengths 2048"
-SOME = "--variants megatron,coc-2,mc2,kernel-ideal,commfuse-c[12]-l1"
-PLAN = "plan --model llama3_8b --npus 8 --tp 8 --sequence-length 2048"
-TIME = "Time of a step, "
+LAYER = "--typical --tp 2 --dp 1 --micro-batches 1 --sequence-lengths 2048"
+SOME = "megatron,coc-2,commfuse-c[12]-l1"
 
 
-def _printed(text: str) -> list[list[list[str]]]:
-    """The cells of the Markdown tables, without markup."""
-    tables = [
-        [[cell.strip() for cell in row.strip("|").split(" | ")] for row in table.splitlines()]
-        for table in re.findall(r"(?:^\|.*\n)+", text.replace("**", ""), re.M)
-    ]
-    return [[row for row in table if not row[0].startswith("--")] for table in tables]
+def test_a_picture_of_a_layer(tmp_path: Path) -> None:
+    pytest.importorskip("vl_convert")
+    path = tmp_path / "layer.svg"
+    assert cli.main(["simulate", *LAYER.split(), "--variants", SOME, "--svg", str(path)]) == 0
+    rows = re.findall(r">([\w-]+): [\d.]+ ms, waiting [\d.]+ ms</text>", path.read_text("utf-8"))
+    assert rows[:2] == ["plain-mesh", "megatron"]
+    assert len(rows) == 3
+    assert rows[2].startswith("commfuse-c")
+
+
+def test_a_picture_that_cannot_be_written_costs_no_result(
+    capsys: pytest.CaptureFixture[str], small_disk: Callable[[int], Path]
+) -> None:
+    pytest.importorskip("vl_convert")
+    folder = small_disk(4)
+    path = folder / "layer.svg"
+    words = ["simulate", *LAYER.split(), "--variants", SOME, "--svg", str(path)]
+    assert cli.main(words) == 2
+    captured = capsys.readouterr()
+    message = f"--svg {path} was not written: No space left on device; all other files were written"
+    assert message in captured.err
+    assert "Best of ours: **commfuse-c" in captured.out
+    assert list(folder.iterdir()) == []
 
 
 @pytest.mark.parametrize(
-    ("words", "headings"),
+    ("name", "installed", "message"),
     [
-        (f"{SMALL} {SOME}", [f"{TIME}with the range over the machine's uncertainty"]),
-        (f"{SMALL} 4096 {SOME} --typical", [f"{TIME}Megatron's order = 1, lower is better"]),
-        (PLAN, ["Launch", f"{TIME}the best layouts"]),
+        ("a.html", True, "'a.html' is not an SVG file; let its name end in .svg"),
+        ("a.svg", False, "'a.svg' needs vl-convert-python; pip install 'vl-convert-python>=1.9', "
+         "or leave the option out"),
     ],
-)
-def test_the_page_has_what_is_printed(
-    words: str, headings: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    pytest.importorskip("vl_convert")
-    path = tmp_path / "page.html"
-    assert cli.main([*words.split(), "--html", str(path)]) == 0
-    printed = capsys.readouterr().out
-    page = read(path)
-    assert [rows for _, rows in page.tables[: len(_printed(printed))]] == _printed(printed)
-    assert [waits for _, waits in page.headings][2:-4] == headings
-    (verdict,) = re.findall(r"^(?:Recommended: |Best of ours).*", printed, re.M)
-    assert re.sub(r"\*\*|`", "", verdict) in page.text
-    (of_layer,) = (label for label in page.labels if "waiting" in label)
-    waits = re.findall(r"([\w-]+): [\d.]+ ms, waiting", of_layer)
-    assert waits[:2] == ["plain-mesh", "megatron"]
+)  # fmt: skip
+def test_what_cannot_be_drawn_is_refused_before_anything_is_computed(
+    name: str, installed: bool, message: str, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.setattr(drawing.util, "find_spec", lambda name: installed or None)
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["simulate", "--svg", name])
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err
 
 
 def test_the_picture_says_what_is_simulated(tmp_path: Path) -> None:

@@ -1,10 +1,9 @@
-"""Verdict and picture of a sweep: which variants are compared, and the wording."""
+"""Verdict of a sweep: which variants are compared, and the wording."""
 
 from __future__ import annotations
 
 import pytest
 
-from commfuse_npu.tools.simulate.page import sweep_picture
 from commfuse_npu.tools.simulate.report import Standing, cells
 from commfuse_npu.tools.simulate.sweep import Outcome, Point, Range
 from commfuse_npu.tools.simulate.variants import variants
@@ -70,10 +69,3 @@ BOUND = "Ideal bound per operator, which cannot be launched: kernel-ideal, 14.00
 )  # fmt: skip
 def test_two_lines_say_which_is_best_and_how_it_compares(points, first: str, second: str) -> None:
     assert Standing(points).verdict(lambda variant: f"--of {variant.name}") == [first, second]
-
-
-def test_what_varies_is_on_the_axis() -> None:
-    points = [point(STEPS), point(STEPS, 1000, 16)]
-    chart = sweep_picture(points, Standing(points).selected(False)).chart
-    x = chart["layer"][0]["encoding"]["x"]
-    assert (x["title"], x["sort"]) == ("NPUs, tokens of a sequence", ["8, 4k", "16, 1000"])
