@@ -142,6 +142,6 @@ def arguments(rule: str, rows: int, size: int) -> list[tuple[object, ...]]:
             if gathers or scatters
         ],
         "bucket_scatter": [(rows, 1, 1), (rows, 2, 2), (rows, size, 3)],
-        "bucket_gather": [(rows, last_first) for last_first in flags],
+        "bucket_gather": [(rows,)],
     }
     return choices[rule]

@@ -212,7 +212,6 @@ DIFFER: list[tuple[Callable[..., None], dict[str, Any], dict[str, Any], str]] = 
     (bucket, {}, {"reduce_dtype": FP32}, "sum_dtype: torch.[a-z0-9]+ here, torch"),
     (bucket, {}, {"average": True}, "options: .*(True|False).* here, .*(True|False).* there"),
     (bucket, {}, {"scratch_bytes": 100}, r"options: .*\) here, .*\) there"),
-    (bucket, {"gather": True}, {"gather": True, "last_first": True}, "options: (True|False) here"),
 ]
 """A function, its arguments on ranks 0 and 1, and the expected message."""
 

@@ -29,7 +29,7 @@ SCHEDULE, OVER, FP32 = "linear.schedule", "data_parallel", torch.float32
 
 
 def buckets(shape: Any, lanes: int, node_size: int | None = None) -> BucketOptions:
-    return BucketOptions(Schedule(shape, lanes=lanes, node_size=node_size), last_first=True)
+    return BucketOptions(Schedule(shape, lanes=lanes, node_size=node_size))
 
 
 CASES: list[tuple[str, dict[str, Any], int, dict[str, Any]]] = [

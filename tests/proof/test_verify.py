@@ -58,7 +58,7 @@ def test_several_may_be_under_way_on_the_same_lanes(size: int) -> None:
     for lanes, chunks, batched in product((1, 2, 3), (1, 2), (False, True)):
         make = partial(group, size=size, lanes=lanes, chunks=chunks, batched=batched)
         buckets = [make("bucket_scatter", 4, 1, 1), make("bucket_scatter", 6, 2, 2)]
-        buckets += [make("bucket_gather", 4, False), make("bucket_gather", 6, True)]
+        buckets += [make("bucket_gather", 4), make("bucket_gather", 6)]
         layers = [make("sharded_forward", 4, 2), make("sharded_backward", 4, 2, True, True)]
         linear = [make("gather_gemm", 4, 2, 3, False, None, 2), make("gemm_scatter", 4, 2, 4)]
         for operations in (buckets, layers, linear, [*layers, *buckets]):
@@ -67,7 +67,7 @@ def test_several_may_be_under_way_on_the_same_lanes(size: int) -> None:
 
 
 def test_a_rank_that_begins_in_another_order_gets_other_data() -> None:
-    gathers, scatters = group("bucket_gather", 4, False), group("bucket_scatter", 4, 1, 1)
+    gathers, scatters = group("bucket_gather", 4), group("bucket_scatter", 4, 1, 1)
     crossed = [[gathers[0], scatters[1], scatters[2]], [scatters[0], gathers[1], gathers[2]]]
     words = "wrong data: rank 0 sends block 0 from rank 0 to rank 1 (step 0, lane 0)"
     assert words in str(rendezvous(crossed))

@@ -185,8 +185,7 @@ def _bucket_runs(draw: st.DrawFn, size: int) -> BucketRun:
         gather = draw(st.booleans())
         if gather:
             dtype = draw(st.sampled_from((*dtypes, torch.int64)))
-            first_rows = draw(st.integers(0, elements * size))
-            buckets.append(Bucket(elements, gather, dtype, first_rows=first_rows))
+            buckets.append(Bucket(elements, gather, dtype))
         else:
             average, scale = draw(st.booleans()), draw(st.sampled_from((1.0, 0.5, 2.0)))
             buckets.append(Bucket(elements, gather, draw(st.sampled_from(dtypes)), average, scale))
@@ -197,7 +196,6 @@ def _bucket_runs(draw: st.DrawFn, size: int) -> BucketRun:
         schedule=draw(_schedules(size, lanes)),
         wide=wide,
         scratch_bytes=draw(st.sampled_from((1 << 20, 0, 100))),
-        last_first=draw(st.booleans()),
         lanes=lanes,
         batched=draw(st.booleans()),
         check=draw(st.sampled_from(("first", "first", "first", "always"))),

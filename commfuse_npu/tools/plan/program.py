@@ -58,7 +58,7 @@ def print_program(rule: str, arguments: argparse.Namespace) -> int:
         "sharded_forward": (rows, columns),
         "sharded_backward": (rows, columns, True, True),
         "bucket_scatter": (rows, size - 1, 2),
-        "bucket_gather": (rows, False),
+        "bucket_gather": (rows,),
     }
     print(rules.RULES[rule](RankSpec(Schedule(**options), rank, size, True), *shapes[rule]))
     return 0

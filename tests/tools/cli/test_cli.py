@@ -56,9 +56,7 @@ def test_a_broken_program_is_reported(monkeypatch, capsys) -> None:
     monkeypatch.setitem(RULES, "bucket_gather", broken)
     assert cli.main(["verify", "--min-ranks", "3", "--max-ranks", "3", "--chunks", "1"]) == 1
     out = capsys.readouterr().out
-    assert re.match(
-        r"refuted: bucket_gather\(., False\), 3 ranks, in batches, shifted, .* 1 chunks", out
-    )
+    assert re.match(r"refuted: bucket_gather\(.\), 3 ranks, in batches, shifted, .* 1 chunks", out)
     assert "- deadlock" in out
 
 
