@@ -17,8 +17,7 @@ each::
     links    |               | a -> r+1..r+3 | b -> r+1..r+3 | c -> r+1..r+3
 
 Shards are sent directly from the bucket.  Partials arrive in scratch memory and are added in the
-order of the schedule (``r-1, ..., r+1`` unless it is ``two_level`` or has costs), the own shard
-last.
+order of the schedule (``r-1, ..., r+1`` unless it is ``two_level``), the own shard last.
 
 **No deadlock**, whenever and in whatever order the ranks wait.  Number the transfers by (position
 of the bucket in the order of starts, step of its program).  The ranks start the same buckets in the

@@ -63,10 +63,7 @@ def _schedules(draw: st.DrawFn, size: int, lanes: int, linear: bool = False) -> 
         return replace(schedule, shape="two_level", node_size=draw(st.sampled_from(nodes)))
     if shape == "collective":
         return replace(schedule, shape=shape, lanes=1)
-    if draw(_often()):
-        costs = draw(st.tuples(*[st.integers(0, 3)] * size))
-        return replace(schedule, costs=tuple(float(cost) for cost in costs))
-    return schedule
+    return replace(schedule, causal=draw(_often()))
 
 
 @st.composite
