@@ -93,8 +93,9 @@ OPTIONS: dict[str, Declared] = {
     "commfuse_schedule": _option(
         "auto",
         "how transfers are posted: shifted, two_level (nodes apart) a batch per peer; collective, "
-        "of tensor-parallel layers, a chunk as one; auto: two_level if a group spans nodes, else "
-        "collective in tensor-parallel groups of three or more, else shifted",
+        "of tensor-parallel layers, a chunk as one; auto: two_level if a group has several ranks "
+        "on each of several nodes, else collective in tensor-parallel groups of three or more "
+        "inside a node, else shifted",
         choices=("auto", "shifted", "two_level", "collective"),
     ),
     "commfuse_lanes": _option(
@@ -251,7 +252,8 @@ def schedule_for(
 ) -> Schedule:
     """The schedule of the options, for a group of ``size`` ranks.
 
-    ``auto`` is ``two_level`` if the group spans several whole nodes.  For linear layers of a group
+    ``auto`` is ``two_level`` if the group spans several whole nodes and has several ranks in each;
+    with one rank per node all transfers are between nodes.  For linear layers of a group
     inside a node it is :func:`~commfuse_npu.plan.default_shape`, unless ``--commfuse-lanes``,
     tuning or the fused attention needs lanes.  Otherwise it is ``shifted``.  There are at most
     ``size - 1`` lanes, as each costs buffers on every rank and no more transfers are in flight.
@@ -272,7 +274,7 @@ def schedule_for(
         alone = linear and not options.commfuse_attention and local >= size
         needs_lanes = options.commfuse_lanes or options.commfuse_tuning == "on"
         shape = default_shape(size) if alone and not needs_lanes else "shifted"
-        if local < size and size % local == 0:
+        if 1 < local < size and size % local == 0:
             shape = "two_level"
     elif shape == "collective" and not linear:
         shape = "shifted"

@@ -40,10 +40,7 @@ from mindspeed_patches.lanes import LaneUser
 from mindspeed_patches.patching import around
 from mindspeed_patches.wrappers import LinearWrappers
 
-__all__ = ["OPTIONS", "BucketWrappers", "Direction"]
-
-OPTIONS = BucketOptions(last_first=True)
-"""Megatron lays out parameters in reverse order of use, so the last ones are needed first."""
+__all__ = ["BucketWrappers", "Direction"]
 
 _GROUPS = "megatron.core.distributed.param_and_grad_buffer._ParamAndGradBucketGroup"
 _MODEL = "megatron.core.distributed.distributed_data_parallel.DistributedDataParallel"
@@ -102,7 +99,8 @@ class BucketWrappers:
         gradients, parameters: the two directions, each with a transport of its own.
     """
 
-    def __init__(self, linears: LinearWrappers, options: BucketOptions = OPTIONS) -> None:
+    def __init__(self, linears: LinearWrappers, options: BucketOptions | None = None) -> None:
+        options = options or BucketOptions()
         self.gradients = Direction("gradients", options)
         self.parameters = Direction("parameters", options)
         self._linears = linears

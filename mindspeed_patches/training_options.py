@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -12,7 +12,6 @@ from commfuse_npu.options import typed_options
 from commfuse_npu.plan import DATA_PARALLEL_LANES, default_chunks
 from commfuse_npu.refusals import REFUSALS_OF, Needs, missing
 from commfuse_npu.tuning import Tuning, default_folder
-from mindspeed_patches.data_parallel import OPTIONS
 from mindspeed_patches.layout import (
     data_parallel_size,
     hidden_size,
@@ -90,13 +89,8 @@ def commfuse_options(args: argparse.Namespace) -> CommFuseOptions:
         # Megatron orders ranks with pipeline stages last, or before data parallelism.
         stages_first = getattr(args, "use_tp_pp_dp_mapping", None)
         inner = tensor_parallel * (parallel_size(args, "pipeline_model") if stages_first else 1)
-        buckets = replace(
-            OPTIONS,
-            schedule=schedule_here(
-                options, data_parallel_size(args), inner, lanes=DATA_PARALLEL_LANES
-            ),
-            reduce_dtype=_dtype(options.commfuse_dp_reduce_dtype),
-        )
+        across = schedule_here(options, data_parallel_size(args), inner, lanes=DATA_PARALLEL_LANES)
+        buckets = BucketOptions(across, _dtype(options.commfuse_dp_reduce_dtype))
     return CommFuseOptions(
         linear=LinearOptions(
             schedule=schedule_here(options, tensor_parallel, chunks=chunks, linear=True),

@@ -90,7 +90,7 @@ def attention_linear_reduce_scatter(
     mask = checked_attention(name, q, k, v, mask, dropout, transport.size, instead)
     heads, weight, bias = check_and_cast(name, q.flatten(2), weight, bias, transport, options)
     q, k, v = heads.view(q.shape), k.to(heads.dtype), v.to(heads.dtype)
-    options = options_for_attention(options, transport.size, mask.costs_rise, scattered=True)
+    options = options_for_attention(options, mask.costs_rise, scattered=True)
     call = _AttentionLinear(name, transport, options, q, rows=q.shape[0] * q.shape[1])
     call.mask, call.scale = mask, scale
     y = call(q, k, v, weight)

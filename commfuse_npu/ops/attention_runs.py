@@ -130,10 +130,10 @@ fastest, or within the spread, at every ratio of work to transfers."""
 
 @lru_cache(maxsize=256)
 def options_for_attention(
-    options: LinearOptions, size: int, costs_rise: bool, *, scattered: bool = False
+    options: LinearOptions, costs_rise: bool, *, scattered: bool = False
 ) -> LinearOptions:
-    """The options for an op with attention: no taper, no ``collective``, and causal costs if
-    ``costs_rise``.
+    """The options for an op with attention: no taper, no ``collective``, and the block order for a
+    causal mask if ``costs_rise``.
 
     Attention saves the softmax statistics of each run of queries for the backward, where tapered
     chunks would be different runs.
@@ -148,7 +148,7 @@ def options_for_attention(
     if scattered and options.tuning is not None:
         schedule = replace(schedule, chunks=_TUNED_CHUNKS)
         options = replace(options, tuning=None)
-    return replace(options, schedule=schedule.for_causal_blocks(size) if costs_rise else schedule)
+    return replace(options, schedule=schedule.for_causal_blocks() if costs_rise else schedule)
 
 
 def checked_attention(

@@ -27,14 +27,11 @@ class BucketExchange:
 
     def __init__(
         self,
-        name: str,
         bucket: torch.Tensor,
         queue: BucketQueue,
         running: Running | None,
         works: Mapping[str, Work],
     ) -> None:
-        self._name = name
-        self._elements = bucket.numel()
         self._queue = queue
         self.works = works
         # None if finished, or if there was nothing to transfer: in a group of one, or empty.
@@ -53,31 +50,6 @@ class BucketExchange:
                 this rank's shard unchanged; a failed gather may have filled some other shards.
         """
         self._queue.finish(self)
-
-    def wait_rows(self, start: int, stop: int) -> None:
-        """Wait until the elements ``start:stop`` of a gathered bucket have arrived.
-
-        This rank's own elements are always valid.  Buckets started earlier are finished first.
-        Still call :meth:`wait` before changing the bucket: its own shard may still be being sent.
-
-        Raises:
-            ValueError: the bucket is being reduced, or has no such elements.
-            TransportError: as :meth:`wait`.
-        """
-        if not 0 <= start <= stop <= self._elements:
-            raise ValueError(
-                f"{self._name}: elements {start}:{stop} are not within the bucket; choose from "
-                f"0:{self._elements}"
-            )
-        if self.works:
-            raise ValueError(
-                f"{self._name}: the elements of a sum are all there at once, at the end; call "
-                "wait() instead of wait_rows()"
-            )
-        if start < stop:
-            self._queue.finish_before(self)
-            if self.running is not None:
-                self.running.wait_rows("bucket", start, stop)
 
     def is_completed(self) -> bool:
         """Whether the bucket is finished.
@@ -107,11 +79,6 @@ class BucketQueue:
     def finish(self, last: BucketExchange | None = None) -> None:
         """Finish the buckets up to ``last``, by default all, the oldest first."""
         while self._under_way and (last is None or last.running is not None):
-            self._finish_oldest()
-
-    def finish_before(self, exchange: BucketExchange) -> None:
-        """Finish the buckets that were started before this one."""
-        while exchange.running is not None and self._under_way[0] is not exchange:
             self._finish_oldest()
 
     def same_memory(self, bucket: torch.Tensor) -> bool:

@@ -17,8 +17,7 @@ each::
     links    |               | a -> r+1..r+3 | b -> r+1..r+3 | c -> r+1..r+3
 
 Shards are sent directly from the bucket.  Partials arrive in scratch memory and are added in the
-order of the schedule (``r-1, ..., r+1`` unless it is ``two_level`` or has costs), the own shard
-last.
+order of the schedule (``r-1, ..., r+1`` unless it is ``two_level``), the own shard last.
 
 **No deadlock**, whenever and in whatever order the ranks wait.  Number the transfers by (position
 of the bucket in the order of starts, step of its program).  The ranks start the same buckets in the
@@ -94,8 +93,6 @@ class BucketOptions:
             and arriving partials.  The sum and one piece (a chunk of a shard) are always allocated.
             If a whole bucket does not fit, some transfers start only in the wait; if a chunk of all
             ranks does not fit, partials are added one by one.  A gather needs none.
-        last_first: a gather sends the last chunk of each shard first.  Megatron stores parameters
-            in the reverse order of their use, so those needed first are at the end.
 
     Raises:
         ValueError: for a value outside its range.
@@ -104,7 +101,6 @@ class BucketOptions:
     schedule: Schedule = Schedule()
     reduce_dtype: torch.dtype | None = None
     scratch_bytes: int = 256 << 20
-    last_first: bool = False
 
     def __post_init__(self) -> None:
         LinearOptions(self.schedule, reduce_dtype=self.reduce_dtype)  # checks the values
@@ -195,7 +191,7 @@ class Buckets:
             if scale != 1.0:
                 bucket.mul_(scale)
             works = {"finish": sum_ending(self._transport.size if average else 1)}
-            return BucketExchange(name, bucket, self._queue, running, works)
+            return BucketExchange(bucket, self._queue, running, works)
 
     def all_gather(self, bucket: torch.Tensor) -> BucketExchange:
         """Start the all-gather of a bucket: the other ranks' shards arrive in place.
@@ -211,19 +207,19 @@ class Buckets:
 
         Args:
             bucket: ``[n * s]``, contiguous, the same size and dtype on every rank, any dtype.
-                Until the wait returns, the other ranks' shards must not be read (but see
-                :meth:`BucketExchange.wait_rows`), nor the own one changed.
+                Until the wait returns, the other ranks' shards must not be read, nor the own one
+                changed.
 
         Raises:
             ValueError, MismatchError, TransportError: as :meth:`reduce_scatter`.
         """
-        name, last_first, running = "all_gather_bucket", self._options.last_first, None
+        name, running = "all_gather_bucket", None
         _check_bucket(name, bucket, self._transport.size)
         with torch.no_grad():
-            if elements := self._to_transfer(name, bucket, last_first):
-                program = bucket_gather(self._spec, elements, last_first)
-                running = self._transport.begin(program, name, bucket, last_first)
-            return BucketExchange(name, bucket, self._queue, running, {})
+            if elements := self._to_transfer(name, bucket):
+                program = bucket_gather(self._spec, elements)
+                running = self._transport.begin(program, name, bucket)
+            return BucketExchange(bucket, self._queue, running, {})
 
     def _stacks(self, elements: int, dtype: torch.dtype, total: torch.dtype) -> tuple[int, int]:
         """Number of partials in a stack, which is added at once, and of stacks with memory.
@@ -240,7 +236,7 @@ class Buckets:
         peers = self._spec.size - 1
         return (peers, min(len(chunks), fit(peers))) if fit(peers) > 0 else (1, max(1, fit(1)))
 
-    def _to_transfer(self, name: str, bucket: torch.Tensor, facts: Hashable) -> int:
+    def _to_transfer(self, name: str, bucket: torch.Tensor, facts: Hashable = ()) -> int:
         """Number of elements of a shard; 0 if there is nothing to transfer, on all ranks alike."""
         transport = self._transport
         if transport.size == 1:

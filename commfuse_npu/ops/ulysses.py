@@ -228,7 +228,7 @@ def attention_all_to_all(
     check_device(name, "q", q.device, device)
     if torch.is_autocast_enabled(device):
         q, k, v = (head.to(torch.get_autocast_dtype(device)) for head in (q, k, v))
-    options = options_for_attention(options, transport.size, mask.costs_rise)
+    options = options_for_attention(options, mask.costs_rise)
     call = HeadsToRows(name, transport, options, q, rows=q.shape[0] * q.shape[1])
     call.mask, call.scale = mask, scale
     return call(None, None, q, k, v)
@@ -292,8 +292,8 @@ def attention_all_to_all_linear(
         name, q.flatten(2), weight, bias, transport, options, head_groups=size
     )
     q, k, v = heads.view(q.shape), k.to(heads.dtype), v.to(heads.dtype)
-    by_cost = options_for_attention(options, size, mask.costs_rise)
+    by_cost = options_for_attention(options, mask.costs_rise)
     call = HeadsToRows(name, transport, by_cost, q, rows=q.shape[0] * q.shape[1])
-    call.backward_schedule = options_for_attention(options, size, False).schedule
+    call.backward_schedule = options_for_attention(options, False).schedule
     call.mask, call.scale = mask, scale
     return call(weight, bias, q, k, v).view(q.shape[0] // size, q.shape[1], weight.shape[0])

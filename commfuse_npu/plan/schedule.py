@@ -99,9 +99,9 @@ class Schedule:
             the previous one; 1 makes all equal.  Above 1 little work remains after the last
             transfer of a gather, and little is needed before the first of a scatter.  Below 1 suits
             many peers and fast links.  For linear layers only.
-        costs: for ``shifted``, the time to compute the block of each rank, relative to the transfer
-            of a block.  If they differ (causal attention), the peers are taken in the order of
-            distances with the least waiting, see :meth:`distances`.
+        causal: for ``shifted``, take the peers in the order of distances with the least waiting
+            for blocks that cost as much as attention under a causal mask, see :meth:`distances`.
+            Ops with attention set it.
 
     Raises:
         PlanError: for a value outside its range.
@@ -111,8 +111,8 @@ class Schedule:
     lanes: int | None = None
     chunks: int = 1
     node_size: int | None = None
-    costs: tuple[float, ...] | None = None
     taper: float = 1.0
+    causal: bool = False
 
     def __post_init__(self) -> None:
         if self.shape not in get_args(Shape):
@@ -149,22 +149,19 @@ class Schedule:
                 f"taper is {self.taper}; from 1/{_MOST_TAPER:g} to {_MOST_TAPER:g}, 1 for chunks "
                 "of one length"
             )
-        if self.costs is not None:
-            if self.shape != "shifted":
-                raise PlanError(
-                    f"costs have no meaning for the shape {self.shape!r}; leave them out or choose "
-                    "shifted"
-                )
-            if not all(cost >= 0 for cost in self.costs):
-                raise PlanError(f"costs are {self.costs}; none of them can be negative")
+        if self.causal and self.shape != "shifted":
+            raise PlanError(
+                f"causal has no meaning for the shape {self.shape!r}; leave it out or choose "
+                "shifted"
+            )
 
     def __str__(self) -> str:
         node = f", {self.node_size} ranks per node" if self.node_size else ""
-        costs = ", blocks that cost differently" if self.costs else ""
+        causal = ", causal blocks" if self.causal else ""
         taper = f", tapered by {self.taper:g}" if self.taper != 1 else ""
         lanes = "a lane per peer" if self.lanes is None else f"{self.lanes} lanes"
         shape = self.shape if self.shape == "collective" else f"{self.shape}, {lanes}"
-        return f"{shape}, {self.chunks} chunks{taper}{node}{costs}"
+        return f"{shape}, {self.chunks} chunks{taper}{node}{causal}"
 
     @cached_property
     def _hash(self) -> int:
@@ -198,17 +195,12 @@ class Schedule:
     def distances(self, size: int, own: Own) -> tuple[int, ...]:
         """The order of the peers of ``shifted``, as distances between ranks: ``1, ..., n-1``.
 
-        With ``costs`` it is the order that minimizes the longest wait of a rank, then the sum of
-        the waits of all ranks.
-
-        Raises:
-            PlanError: there are not as many costs as ranks.
+        For ``causal`` blocks it is the order that minimizes the longest wait of a rank, then the
+        sum of the waits of all ranks.
         """
-        if self.costs is None:
+        if not self.causal:
             return tuple(range(1, size))
-        if len(self.costs) != size:
-            raise PlanError(f"{len(self.costs)} costs for a group of {size}; give one per rank")
-        return least_waiting(self.costs, own)
+        return least_waiting(causal_costs(size), own)
 
     def hops(self, rank: int, size: int, own: Own) -> tuple[Hop, ...]:
         """The peers of ``rank`` in order.
@@ -241,14 +233,12 @@ class Schedule:
             bounds = tuple(length - bound for bound in reversed(bounds))
         return [slice(start, stop) for start, stop in pairwise(bounds)]
 
-    def for_causal_blocks(self, size: int) -> Schedule:
-        """The schedule with the costs of attention under a causal mask, unless it has costs.
+    def for_causal_blocks(self) -> Schedule:
+        """The schedule for attention under a causal mask.
 
-        ``two_level`` takes no costs and is returned unchanged; ``collective`` becomes ``shifted``.
+        ``two_level`` keeps its own order; ``collective`` becomes ``shifted``.
         """
-        if self.shape == "two_level" or self.costs is not None:
-            return self
-        return replace(self, shape="shifted", costs=causal_costs(size))
+        return self if self.shape == "two_level" else replace(self, shape="shifted", causal=True)
 
 
 class Hop(NamedTuple):

@@ -298,6 +298,6 @@ class _Rank:
             for other, rows in self._rows[span.buffer].items():
                 if other != columns and common(columns, other):
                     rows[start:stop] = [NOTHING] * (stop - start)
-        for buffer, first, last in self._memory.shared(span):
+        for buffer in self._memory.beside(span.buffer):
             for rows in self._rows[buffer].values():
-                rows[first:last] = [NOTHING] * (last - first)
+                rows[:] = [NOTHING] * len(rows)

@@ -28,7 +28,7 @@ from commfuse_npu.plan.instructions import (
     uses_side_stream,
 )
 from commfuse_npu.plan.program import Program
-from commfuse_npu.proof.memory import Memory, MemoryRange, describe
+from commfuse_npu.proof.memory import Memory, describe, overlapping_slots
 
 __all__ = ["hazards"]
 
@@ -68,19 +68,18 @@ class _Touch:
     """
 
     span: Span
-    range: MemoryRange
     writes: bool
     done: list[_At]
     end: End | None = None
 
-    def clashes(self, earlier: _Touch, clock: _Clock) -> bool:
+    def clashes(self, earlier: _Touch, clock: _Clock, memory: Memory) -> bool:
         """Whether it conflicts with an earlier access that is not complete for its stream."""
         if not (self.writes or earlier.writes):
             return False
         for at, on_side_stream in earlier.done:
             if at < (clock.side if on_side_stream else clock.first):
                 return False
-        return self.range.meets(earlier.range)
+        return memory.meet(self.span, earlier.span)
 
 
 def hazards(program: Program, memory: Memory) -> Iterator[str]:
@@ -90,11 +89,12 @@ def hazards(program: Program, memory: Memory) -> Iterator[str]:
     those that it is sent from.  Messages are whole contiguous rows, and all have to be waited for.
     No instruction writes over its inputs, except element by element in place.
     """
+    yield from overlapping_slots(program)
     two_streams = any(map(uses_side_stream, program.code))
     clocks = {False: _Clock(0, 0), True: _Clock(-1, 0)}
     events: dict[int, _Clock] = {}
     begun: dict[int, _Clock] = {}
-    touches: defaultdict[object, list[_Touch]] = defaultdict(list)
+    touches: defaultdict[str, list[_Touch]] = defaultdict(list)  # by slot
     transfers: dict[tuple[str, int], _Touch] = {}
     checked: set[Span] = set()
     ahead_end, last_on_side = 0, _At(-1, True)
@@ -125,19 +125,19 @@ def hazards(program: Program, memory: Memory) -> Iterator[str]:
                     continue
                 clock = clock.after(begun[step])
                 transfer.done.append(here)
-                if not two_streams and transfer in touches[transfer.range.home]:
-                    touches[transfer.range.home].remove(transfer)
+                slot = touches[memory.slots[transfer.span.buffer]]
+                if not two_streams and transfer in slot:
+                    slot.remove(transfer)
             clocks[here.on_side_stream] = clock
         elif (reads or writes) and clock.first < ahead_end:
             yield f"{describe(program, at)}: the side stream does not wait for what came before"
             return
         ours = [
-            _Touch(span, memory.range_of(span), spans is writes, [here])
-            for spans in (reads, writes)
-            for span in spans
+            _Touch(span, spans is writes, [here]) for spans in (reads, writes) for span in spans
         ]
         for touch in ours:
-            clashing = [past for past in touches[touch.range.home] if touch.clashes(past, clock)]
+            slot = touches[memory.slots[touch.span.buffer]]
+            clashing = [past for past in slot if touch.clashes(past, clock, memory)]
             # Report a race rather than a missing wait.
             other = min(clashing, key=lambda past: past.end is not None, default=None)
             if other is not None:
@@ -149,20 +149,20 @@ def hazards(program: Program, memory: Memory) -> Iterator[str]:
             and getattr(instruction, "work", None) != "gemm"
         )
         for read, written in product(ours[: len(reads)], ours[len(reads) :]):
-            same = in_place and read.range == written.range
-            if read.range.meets(written.range) and not same:
+            same = in_place and read.span == written.span
+            if memory.meet(read.span, written.span) and not same:
                 yield f"{describe(program, at)}: it writes over what it reads"
         if isinstance(instruction, Post | Collective):
             for way, end in instruction.ends:
                 begun[end.transfer.step] = clock
                 yield from (f"{describe(program, at)}: {wrong}" for wrong in _unfit(end, memory))
-                touch = _Touch(end.span, memory.range_of(end.span), way == "receive", [], end)
+                touch = _Touch(end.span, way == "receive", [], end)
                 transfers[way, end.transfer.step] = touch
-                touches[touch.range.home].append(touch)
+                touches[memory.slots[end.span.buffer]].append(touch)
         elif two_streams:
             last_on_side = here if here.on_side_stream and ours else last_on_side
             for touch in ours:
-                touches[touch.range.home].append(touch)
+                touches[memory.slots[touch.span.buffer]].append(touch)
     for touch in sorted(transfers.values(), key=lambda touch: not touch.writes):
         if not touch.done and touch.end is not None:
             yield f"rank {program.rank} never waits for what {_ways(touch)}: {touch.end.transfer}"

@@ -1,67 +1,40 @@
-"""Maps the spans of a program to memory."""
+"""The buffers of a program: their shapes, and which of them share memory."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from itertools import pairwise
-from typing import NamedTuple
 
-from commfuse_npu.plan.instructions import Span, common, line
-from commfuse_npu.plan.program import Program, Region
+from commfuse_npu.plan.instructions import Span, line, overlap
+from commfuse_npu.plan.program import Program
 
-__all__ = ["Memory", "MemoryRange", "Shape", "describe"]
+__all__ = ["Memory", "Shape", "describe", "overlapping_slots"]
 
 Shape = tuple[int, int]
 """Rows and columns."""
 
-_Home = tuple[str, int]
-"""Memory within which spans may overlap: a buffer of the operation, or one slot of scratch."""
-
-
-class MemoryRange(NamedTuple):
-    """Memory of a span: runs of rows of an operation's buffer, or of elements of scratch."""
-
-    home: _Home
-    columns: tuple[int, int]
-    runs: list[tuple[int, int]]
-
-    def meets(self, other: MemoryRange) -> bool:
-        """Whether the two overlap."""
-        return (
-            self.home == other.home
-            and common(self.columns, other.columns)
-            and any(common(run, other_run) for run in self.runs for other_run in other.runs)
-        )
-
 
 class Memory:
-    """The buffers of a program and their memory, from :attr:`Program.layout`.
+    """The buffers of a program.  Scratch buffers with the same slot are the same memory.
 
     Args:
         shapes: of the operation's buffers.
+
+    Attributes:
+        wide: the scratch buffers with the dtype of sums.
+        slots: the slot of each buffer; one of the operation has its own.
     """
 
     def __init__(self, program: Program, shapes: Mapping[str, Shape]) -> None:
         self.shapes: dict[str, Shape] = dict(shapes)
-        self.wide: set[str] = set()
-        self._offsets: dict[str, int] = {}
-        self._homes: dict[str, _Home] = {buffer: (buffer, 0) for buffer in shapes}
-        self._buffers: defaultdict[_Home, list[str]] = defaultdict(list)
-        self._ranges: dict[Span, MemoryRange] = {}
-        end, home = defaultdict[Region, int](lambda: -1), ("", 0)
-        in_order = sorted(program.layout.items(), key=lambda item: item[1][:2])
-        for buffer, (region, offset, rows, columns) in in_order:
-            self.shapes[buffer] = rows, columns
-            self._offsets[buffer] = offset
-            if offset >= end[region]:
-                kind = "late " * region.late + "wide " * region.wide
-                home = f"{kind}scratch", offset
-            self._homes[buffer] = home
-            self._buffers[home].append(buffer)
-            end[region] = max(end[region], offset + rows * columns)
-            if region.wide:
-                self.wide.add(buffer)
+        self.shapes |= {buffer.name: buffer[2:4] for buffer in program.scratch}
+        self.wide = {buffer.name for buffer in program.scratch if buffer.wide}
+        self.slots = {buffer: buffer for buffer in shapes}
+        self.slots |= {buffer.name: buffer.slot for buffer in program.scratch}
+        self._buffers: defaultdict[str, list[str]] = defaultdict(list)
+        for buffer, slot in self.slots.items():
+            self._buffers[slot].append(buffer)
 
     def columns(self, span: Span) -> tuple[int, int]:
         return span.columns or (0, self.shapes[span.buffer][1])
@@ -85,33 +58,29 @@ class Memory:
             return f"the runs of {span.buffer} overlap"
         return None
 
-    def range_of(self, span: Span) -> MemoryRange:
-        """The memory of a valid span."""
-        known = self._ranges.get(span)
-        if known is None:
-            known = self._ranges[span] = self._locate(span)
-        return known
+    def beside(self, buffer: str) -> list[str]:
+        """The other buffers of its slot."""
+        slot = self.slots[buffer]
+        return [other for other in self._buffers[slot] if other != buffer]
 
-    def _locate(self, span: Span) -> MemoryRange:
-        home, runs = self._homes[span.buffer], span.runs()
-        if span.buffer not in self._offsets:
-            return MemoryRange(home, self.columns(span), runs)
-        offset, width = self._offsets[span.buffer], self.shapes[span.buffer][1]
-        return MemoryRange(
-            home, (0, 1), [(offset + a * width, offset + b * width) for a, b in runs]
-        )
+    def meet(self, one: Span, other: Span) -> bool:
+        """Whether two valid spans use the same memory; a slot has one buffer at a time."""
+        if one.buffer == other.buffer:
+            return overlap(one, other)
+        return self.slots[one.buffer] == self.slots[other.buffer]
 
-    def shared(self, span: Span) -> Iterator[tuple[str, int, int]]:
-        """``(buffer, first, after the last)`` rows of other scratch buffers that overlap a span."""
-        home, _, runs = self.range_of(span)
-        buffers = self._buffers.get(home, ())
-        for buffer in buffers if len(buffers) > 1 else ():
-            offset, (rows, width) = self._offsets[buffer], self.shapes[buffer]
-            for start, stop in runs if buffer != span.buffer and width else ():
-                first = max(0, (start - offset) // width)
-                last = min(rows, -(-(stop - offset) // width))
-                if first < last:
-                    yield buffer, first, last
+
+def overlapping_slots(program: Program) -> Iterator[str]:
+    """The slots of scratch memory that share elements in :attr:`Program.layout`."""
+    slots = {buffer.name: buffer.slot for buffer in program.scratch}
+    regions = sorted(
+        ((region, offset, offset + rows * columns), slots[buffer])
+        for buffer, (region, offset, rows, columns) in program.layout.items()
+        if rows * columns
+    )
+    for ((region, _, end), slot), ((other, start, _), next_slot) in pairwise(regions):
+        if region == other and start < end and slot != next_slot:
+            yield f"rank {program.rank}: the memory of {slot} and of {next_slot} overlaps"
 
 
 def describe(program: Program, index: int) -> str:

@@ -65,14 +65,14 @@ class Event(NamedTuple):
 
 
 _EVENTS = {
-    "begin": "nn", "at": "nn", "rows": "nn+", "finish": "n", "issue": "nn", "await": "n",
+    "begin": "nn", "at": "nn", "finish": "n", "issue": "nn", "await": "n",
     "meet": "nt", "fail": "nt", "close": "n", "thread": "n", "forget": "", "end": "",
 }  # fmt: skip
 """The arguments of each verb: ``n`` for a number, ``t`` for a text, as a regular expression."""
 
 _DEFINED = {"begin": "program", "issue": "collective"}
 """The kind of definition that a verb refers to."""
-_LASTS = {"at": "begin", "rows": "begin", "finish": "begin", "await": "issue"}
+_LASTS = {"at": "begin", "finish": "begin", "await": "issue"}
 """The verb that has to have taken the slot that a verb is about."""
 _OF_PROGRAM = {"transport": int, "schedule": dict, "arguments": list, "name": str, "rule": str,
                "dtype": str, "sum_dtype": str, "options": str}  # fmt: skip

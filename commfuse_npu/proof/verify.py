@@ -17,25 +17,22 @@ the lowest step that is not finished.  Ranks wait only for lower steps, which ar
 this one after posting their ends of it.  So both ends of all its transfers get posted, each at the
 head of its lane, because all that precedes it on the lane has a lower step.  So it finishes.  The
 same holds for a link that is opened at the first use of a lane between two ranks, since both open
-it in the same step.  :func:`rendezvous` simulates the rules of HCCL and of gloo, and finds the
-cycle if 2 does not hold.
+it in the same step.  The tests simulate every case by the rules of HCCL and of gloo, too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
 from commfuse_npu.plan import PlanError, Schedule
-from commfuse_npu.plan.instructions import Collective, End, Post, Transfer, Wait
+from commfuse_npu.plan.instructions import Collective, End, Post, Wait
 from commfuse_npu.plan.program import Program
-from commfuse_npu.proof import rendezvous as simulation
 from commfuse_npu.proof.data_flow import Contents, execute
 from commfuse_npu.proof.hazards import hazards
 from commfuse_npu.proof.memory import Memory, describe
 from commfuse_npu.proof.outcomes import outcome_faults, outcome_of
 
-__all__ = ["counter_examples", "rendezvous", "verify"]
+__all__ = ["counter_examples", "verify"]
 
 
 def verify(programs: Sequence[Program]) -> None:
@@ -55,28 +52,19 @@ def counter_examples(programs: Sequence[Program], limit: int = 8) -> list[str]:
     Args:
         programs: of ranks 0..n-1 in order, all compiled by one rule with the same arguments.
         limit: the most counter-examples to return.
-
-    Raises:
-        PlanError: the rule is not in ``RULES``, so its expected results are unknown.
     """
-    faults = list(_set(programs))
-    if faults:
-        return faults[:limit]
     contents = Contents()
     outcomes = [outcome_of(program, contents) for program in programs]
     memories = [
         Memory(program, outcome.shapes) for program, outcome in zip(programs, outcomes, strict=True)
     ]
-    faults += [fault for program in programs for fault in _ends(program)]
+    faults = [fault for program in programs for fault in _ends(program)]
     if faults:
         return faults[:limit]
     for program, memory in zip(programs, memories, strict=True):
         faults += hazards(program, memory)
     faults = faults or [*_pairing(programs, memories)]
     faults += [fault for program in programs for fault in _order(program)]
-    stuck = rendezvous([programs], cold=True)
-    if stuck is not None:
-        faults.insert(0, rendezvous([programs]) or stuck)
     if faults:
         return faults[:limit]
     for program, outcome, state in zip(
@@ -84,29 +72,6 @@ def counter_examples(programs: Sequence[Program], limit: int = 8) -> list[str]:
     ):
         faults += state.faults or outcome_faults(program, outcome, state, contents)
     return faults[:limit]
-
-
-def _set(programs: Sequence[Program]) -> Iterator[str]:
-    """Check that there is one program per rank, all of the same operation."""
-    if not programs:
-        yield "there are no programs; give one per rank"
-        return
-    first = programs[0]
-    if len(programs) != first.size:
-        yield f"{len(programs)} programs were given for a group of {first.size}"
-    for place, program in enumerate(programs):
-        if program.rank != place:
-            yield f"program {place} in the list is that of rank {program.rank}"
-        operation = program.rule, program.size, program.batched
-        if operation != (first.rule, first.size, first.batched):
-            yield f"rank {program.rank} runs {_describe(program)}, rank 0 {_describe(first)}"
-
-
-def _describe(program: Program) -> str:
-    name, schedule, *arguments = program.rule
-    posting = "in batches" if program.batched else "one by one"
-    values = ", ".join(map(str, arguments))
-    return f"{name}({values}) by {schedule} in a group of {program.size}, {posting}"
 
 
 def _ends(program: Program) -> Iterator[str]:
@@ -213,64 +178,3 @@ def _order(program: Program) -> Iterator[str]:
                         f"{describe(program, at)}: it waits for step {most} before it posts the "
                         f"{way} of step {steps[-1]}"
                     )
-
-
-# ---------------------------------------------------------------------- simulated
-
-
-def rendezvous(operations: Sequence[Sequence[Program]], *, cold: bool = False) -> str | None:
-    """Simulate programs; return ``None`` if they finish, else the cycle of ranks that wait.
-
-    Batched programs follow the rules of HCCL, others those of gloo, where each message has its own
-    lane (:mod:`commfuse_npu.proof.rendezvous`).
-
-    Args:
-        operations: sets of programs on the same lanes.  All run to their ``ahead_end``, one after
-            the other, and then to their ends in the same order.
-        cold: start with no link open.  On gloo all links are open.
-    """
-    group = simulation.Group("programs", tuple(range(operations[0][0].size)))
-    scripts = []
-    for rank in group.ranks:
-        numbered = [(number, programs[rank]) for number, programs in enumerate(operations)]
-        parts = [(number, program, slice(None, program.ahead_end)) for number, program in numbered]
-        parts += [(number, program, slice(program.ahead_end, None)) for number, program in numbered]
-        actions = [
-            act for number, program, part in parts for act in _actions(number, program, part, group)
-        ]
-        scripts.append(simulation.Script(rank, actions))
-    to_open = cold and all(program.batched for programs in operations for program in programs)
-    stuck = simulation.Rendezvous(scripts, opened=set() if to_open else None).simulate()
-    return None if stuck is None else stuck.text
-
-
-def _actions(
-    number: int, program: Program, part: slice, group: simulation.Group
-) -> Iterator[simulation.Action]:
-    """The posts and waits of a part of a program's code, for the simulation."""
-    posted: dict[tuple[str, int], tuple[simulation.End, ...]] = {}
-    for post in program.posts:
-        away = [end.transfer for _, end in post.ends if not end.transfer.stays]
-        batch = tuple(simulation.End(number, transfer) for transfer in away)
-        posted |= {(way, end.transfer.step): batch for way, end in post.ends}
-    for instruction in program.code[part]:
-        if isinstance(instruction, Post | Collective):
-            transfer = instruction.transfer
-            tagged = isinstance(instruction, Post) and not program.batched
-            lane = _Message(number, transfer) if tagged else transfer.lane
-            yield simulation.Post(group, lane, posted[instruction.ends[0][0], transfer.step])
-        elif isinstance(instruction, Wait):
-            # A wait for one end of a batch waits for both.
-            yield simulation.Wait(
-                tuple(end for wait in instruction.ends for end in posted.get(wait, ()))
-            )
-
-
-class _Message(NamedTuple):
-    """The lane of one message on gloo, where messages match by tag."""
-
-    operation: int
-    transfer: Transfer
-
-    def __str__(self) -> str:
-        return str(self.transfer.lane)

@@ -277,9 +277,6 @@ class _Rank:
             self._thread = number
         elif verb == "at":
             self._at(self._slots[number], *more)
-        elif verb == "rows":
-            for rules in self.actions:
-                self._simulate(rules, self._slots[number], Wait(more, ()))
         elif verb == "finish":
             running = self._slots[number]
             for place in running.left:

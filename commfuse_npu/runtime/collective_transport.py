@@ -240,7 +240,7 @@ class CollectiveRun:
     def _own_order(self) -> bool:
         """Whether to add in the order of the program, because collectives add in another one."""
         schedule = self.spec.schedule
-        differs = schedule.shape == "two_level" or schedule.costs is not None
+        differs = schedule.shape == "two_level" or schedule.causal
         return self._transport.same_pieces and differs
 
     def _order(self, *, own: bool) -> list[int]:

@@ -163,27 +163,6 @@ class Running:
         names = (compute.work for compute in self.program.code if isinstance(compute, Compute))
         self.run(dict.fromkeys(names), ahead=False, **tensors)
 
-    def wait_rows(self, buffer: str, start: int, stop: int) -> None:
-        """Wait until the posted receives into rows ``start:stop`` of a buffer are complete."""
-        self._transport.expect_unbroken()
-        self._transport.expect_one_thread(self.name)
-        if self.done:
-            return
-        steps = [
-            transfer.step
-            for post in self.program.posts
-            for way, (transfer, span) in post.ends
-            if way == "receive" and span.buffer == buffer
-            if span.start < stop and start < span.stop
-        ]
-        if self._log is not None and steps:
-            self._log("rows", *steps)
-        try:
-            self._wait(steps, ())
-        except BaseException as error:
-            self._failed(error)
-            raise
-
     # ------------------------------------------------------------------ the loop
 
     def _go_on(self, works: Mapping[str, Work | None], end: int) -> None:

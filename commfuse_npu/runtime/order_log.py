@@ -13,7 +13,6 @@ line identifies the process; others are objects that define numbers, and short l
     ["meet", transport, name]           the ranks of the group wait for each other
     ["begin", slot, program]            a program begins; slots are reused
     ["at", slot, index]                 about to execute this post or wait of the program's code
-    ["rows", slot, step, ...]           about to wait for the receives of these steps
     ["finish", slot]                    the program has finished
     ["issue", slot, collective]         about to start a collective of the group, in a pair
                                         of forward-backward overlap

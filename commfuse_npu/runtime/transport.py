@@ -279,20 +279,10 @@ class Transport(Agreement):
         self._active.discard(running)
 
     def _fits(self, program: Program, name: str) -> None:
-        if (program.rank, program.size) != (self.rank, self.size):
-            raise ValueError(
-                f"{name}: the program is for rank {program.rank} of {program.size}, the transport "
-                f"is rank {self.rank} of {self.size}"
-            )
         if program.lanes > self.lanes:
             raise ValueError(
                 f"{name}: the program uses {program.lanes} lanes, the transport has {self.lanes}; "
                 f"create it with lanes={program.lanes} or plan with fewer"
-            )
-        if program.batched != self.batched:
-            raise ValueError(
-                f"{name}: the program is made for {'batches' if program.batched else 'gloo'}, the "
-                "transport posts the other way; compile it for Transport.spec"
             )
 
     def spec(self, schedule: Schedule) -> RankSpec:

@@ -20,8 +20,6 @@ from commfuse_npu.ops import (
     all_gather_linear,
     linear_reduce_scatter,
 )
-from commfuse_npu.plan.rules import gather_use
-from commfuse_npu.plan.schedule import RankSpec
 from tests.distributed.programs import gather_and_use
 from tests.distributed.ranks import on_ranks
 from tests.limits import PATIENT
@@ -38,8 +36,6 @@ def of_linears(made: Transport) -> list[tuple[str, Call]]:
     x, weight, meta = torch.ones(4, 4), torch.ones(3, 4), "meta"
     fused, sink = partial(all_gather_linear, transport=made), lambda piece, rows: None
     sharded = partial(ops.sharded_linear, x, transport=made)
-    specs = (0, 3, False), (made.rank, 2, True)
-    other, batched = (gather_use(RankSpec(Schedule(), *spec), 2, 2, False) for spec in specs)
     rows = torch.ones(2, 4)
     return [
         ("x is torch.int64; choose one of float32, bf", lambda: fused(x.long(), weight.long())),
@@ -57,10 +53,6 @@ def of_linears(made: Transport) -> list[tuple[str, Call]]:
         (r"shape \(4, 3\) is not contiguous", lambda: gather_and_use(link(), weight.t(), sink)),
         (r"shard has shape \(4,\); it has to be a matrix",
          lambda: gather_and_use(link(), x[0], sink, shape=(2, 1))),
-        ("the program is for rank 0 of 3, the transport is rank . of 2",
-         lambda: link().begin(other, "other", x)),
-        ("the program is made for batches, the transport posts the other way",
-         lambda: link().begin(batched, "other", x)),
         ("'half' is unknown; choose whole or blocks", lambda: LinearOptions(wgrad="half")),
         ("torch.int32; partial sums need a floating", lambda: LinearOptions(reduce_dtype=INT)),
         ("sums need a floating", lambda: ShardedOptions(reduce_dtype=INT)),
@@ -212,7 +204,6 @@ DIFFER: list[tuple[Callable[..., None], dict[str, Any], dict[str, Any], str]] = 
     (bucket, {}, {"reduce_dtype": FP32}, "sum_dtype: torch.[a-z0-9]+ here, torch"),
     (bucket, {}, {"average": True}, "options: .*(True|False).* here, .*(True|False).* there"),
     (bucket, {}, {"scratch_bytes": 100}, r"options: .*\) here, .*\) there"),
-    (bucket, {"gather": True}, {"gather": True, "last_first": True}, "options: (True|False) here"),
 ]
 """A function, its arguments on ranks 0 and 1, and the expected message."""
 

@@ -6,7 +6,7 @@ import itertools
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -16,8 +16,9 @@ import torch.distributed as dist
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
 from commfuse_npu import MismatchError, Schedule, Transport, TransportError
+from commfuse_npu.ops import BucketOptions
 from mindspeed_patches import LinearWrappers
-from mindspeed_patches.data_parallel import OPTIONS, BucketWrappers
+from mindspeed_patches.data_parallel import BucketWrappers
 from mindspeed_patches.state_hashes import optimizer_hash, weight_hashes
 from tests.distributed.ranks import on_ranks
 from tests.limits import BRIEF, PATIENT
@@ -70,7 +71,7 @@ def wrapped(case: Case, *, fails: bool = False) -> Iterator[LinearWrappers]:
     from megatron.core import parallel_state
 
     linears = LinearWrappers()
-    buckets = BucketWrappers(linears, replace(OPTIONS, schedule=case.schedule))
+    buckets = BucketWrappers(linears, BucketOptions(case.schedule))
     group = parallel_state.get_data_parallel_group(
         with_context_parallel=True, partial_data_parallel=True
     )

@@ -23,13 +23,13 @@ TP8 = {"tensor_model_parallel_size": 8, "micro_batch_size": 1}
 LONG = {"seq_length": 32768, **TP8}
 DP = {"world_size": 8, **DATA_PARALLEL}
 PP = {"pipeline_model_parallel_size": 2, **DP}
-MAPPED = {"use_tp_pp_dp_mapping": True, **PP}
+MAPPED = {"use_tp_pp_dp_mapping": True, **PP, "world_size": 16}
 LEAST, CHUNKS, UNDER = "linear.collectives_from", "linear.schedule.chunks", "ulysses.schedule"
 SCHEDULE, OVER, FP32 = "linear.schedule", "data_parallel", torch.float32
 
 
 def buckets(shape: Any, lanes: int, node_size: int | None = None) -> BucketOptions:
-    return BucketOptions(Schedule(shape, lanes=lanes, node_size=node_size), last_first=True)
+    return BucketOptions(Schedule(shape, lanes=lanes, node_size=node_size))
 
 
 CASES: list[tuple[str, dict[str, Any], int, dict[str, Any]]] = [
@@ -56,7 +56,7 @@ CASES: list[tuple[str, dict[str, Any], int, dict[str, Any]]] = [
     ("--commfuse-min-rows 256 --commfuse-chunks 4", LONG, 8, {CHUNKS: 4, "min_rows": 256}),
     ("--commfuse-collectives-from never", {}, 8, {LEAST: None, "described": False}),
     ("--commfuse-collectives-from 1734", {}, 8, {LEAST: 1734, "described": False}),
-    # Two-level if a group spans nodes, collectives unless lanes are given.
+    # Two-level if a group has several ranks on each node, collectives unless lanes are given.
     ("", TP8, 8, {SCHEDULE: Schedule("collective", lanes=1)}),
     ("--commfuse-lanes 7", TP8, 8, {SCHEDULE: Schedule(lanes=7)}),
     ("--commfuse-attention", TP8, 8, {SCHEDULE: Schedule(lanes=7), "attention": True}),
@@ -68,12 +68,12 @@ CASES: list[tuple[str, dict[str, Any], int, dict[str, Any]]] = [
     ("--commfuse-ulysses --commfuse-lanes 7 --commfuse-chunks 2 --commfuse-wgrad blocks", ULYSSES,
      8, {UNDER: Schedule("shifted", lanes=3, chunks=2), "ulysses.wgrad": "blocks"}),
     *(("--commfuse-ulysses", ULYSSES, local, {f"{UNDER}.node_size": size})
-      for local, size in ((8, None), (4, 2), (2, 1), (3, None))),
+      for local, size in ((8, None), (4, 2), (2, None), (3, None))),
     # So are those of a data-parallel group, or as far as a whole pipeline is wide.
-    ("--commfuse-dp", DP, 2, {OVER: buckets("two_level", 2, 1)}),
+    ("--commfuse-dp", DP, 2, {OVER: buckets("shifted", 2)}),
     ("--commfuse-dp", DP, 4, {OVER: buckets("two_level", 2, 2)}),
     ("--commfuse-dp", PP, 8, {OVER: buckets("shifted", 1)}),
-    ("--commfuse-dp", MAPPED, 4, {OVER: buckets("two_level", 1, 1)}),
+    ("--commfuse-dp", MAPPED, 8, {OVER: buckets("two_level", 2, 2)}),
     ("--commfuse-dp --commfuse-reduce-dtype float32", DP, 8, {f"{OVER}.reduce_dtype": None}),
     ("--commfuse-dp --commfuse-dp-reduce-dtype float32", DP, 8, {f"{OVER}.reduce_dtype": FP32}),
 ]  # fmt: skip

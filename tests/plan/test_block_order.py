@@ -44,7 +44,7 @@ def test_causal_blocks_wait_less(own: str, size: int, in_order: float, best: flo
 @pytest.mark.parametrize("size", [2, 3, 4, 5])
 def test_every_order_of_distances_holds(size: int) -> None:
     """The rules that attention uses are compiled for every order and proved."""
-    schedule = Schedule(lanes=2, chunks=2, costs=causal_costs(size))
+    schedule = Schedule(lanes=2, chunks=2, causal=True)
     specs = [RankSpec(schedule, rank, size, batched=True) for rank in range(size)]
     for order in permutations(range(1, size)):
         plan_module._hops.cache_clear()
@@ -61,5 +61,5 @@ def test_every_order_of_distances_holds(size: int) -> None:
 
 
 def test_the_first_block_is_the_first_of_the_order() -> None:
-    schedule = Schedule(lanes=1, costs=causal_costs(8))
+    schedule = Schedule(lanes=1, causal=True)
     assert [hop.target for hop in schedule.hops(0, 8, "last")] == [3, 6, 1, 4, 7, 2, 5]

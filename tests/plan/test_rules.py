@@ -121,7 +121,7 @@ def test_a_program_reads_as_text() -> None:
 @pytest.mark.parametrize(
     ("name", "arguments"),
     [
-        ("bucket_gather", (4099, False)),
+        ("bucket_gather", (4099,)),
         ("bucket_scatter", (4099, 1, 2)),
         ("sharded_backward", (67, 3, True, True)),
     ],

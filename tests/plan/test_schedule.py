@@ -85,9 +85,7 @@ def test_chunks_cover_a_block_once_and_none_is_empty(
             "lanes is 2; the shape collective uses one, leave lanes out",
         ),
         ({"shape": "two_level", "node_size": 4}, "group size 6 is not a multiple of node_size 4"),
-        ({"costs": (1.0, 2.0)}, "2 costs for a group of 6; give one per rank"),
-        ({"shape": "two_level", "node_size": 2, "costs": (1.0,)}, "costs have no meaning for"),
-        ({"costs": (1.0, -1.0)}, r"costs are \(1.0, -1.0\); none of them can be negative"),
+        ({"shape": "collective", "causal": True}, "causal has no meaning for the shape 'coll"),
     ],
 )
 def test_bad_options_are_named(options: dict[str, object], words: str) -> None:
@@ -127,7 +125,7 @@ def test_what_is_no_linear_layer_goes_by_batches() -> None:
     spec = RankSpec(Schedule("collective"), 0, 2, True)
     with pytest.raises(PlanError, match="for tensor-parallel linear layers only; choose shifted"):
         rules.produce_scatter(spec, 4, 2)
-    assert Schedule("collective").for_causal_blocks(4).shape == "shifted"
+    assert Schedule("collective").for_causal_blocks().shape == "shifted"
 
 
 @pytest.mark.parametrize(

@@ -128,11 +128,10 @@ USED = ("gather_use", 2, 2, False)
 FAULTS: dict[str, tuple[Group, Callable[[Group], Group], str]] = {
     # Pairing and order.
     "swapped posts": (
-        gather(lanes=1), swap_posts,
-        r"deadlock \(warm\): rank 0 waits on lane 0 .*after that of step 1; there is no common",
+        gather(lanes=1), swap_posts, "send of step 0 after that of step 1; there is no common",
     ),
     "swapped posts of two lanes, which only hangs while links are closed": (
-        gather(), swap_posts, r"deadlock \(cold\): .* to open lane . between them",
+        gather(), swap_posts, "send of step 0 after that of step 1; there is no common",
     ),
     "a missing receive": (
         gather(), change(Post, receive=lambda end: None), "a batch is a send and a receive",
@@ -147,7 +146,7 @@ FAULTS: dict[str, tuple[Group, Callable[[Group], Group], str]] = {
     ),
     "a wait before the send, on gloo": (
         gather(batched=False), awaits_before_it_sends,
-        r"deadlock .*waits for step 1 before it posts the send of step 0",
+        "waits for step 1 before it posts the send of step 0",
     ),
     # Memory.
     "sums in a message": (

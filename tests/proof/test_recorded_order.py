@@ -26,7 +26,7 @@ PROGRAM: dict[str, Any] = {
     "name": "op",
     "rule": "bucket_gather",
     "schedule": {"shape": "shifted", "lanes": 2, "chunks": 1},
-    "arguments": [4, False],
+    "arguments": [4],
     "dtype": "torch.float32",
     "sum_dtype": "None",
     "options": "()",
@@ -115,8 +115,8 @@ DEFINED = [HEADER, TRANSPORT, PROGRAM, {**COLLECTIVE, "collective": 1}]
                 ({"rule": ["a"]}, "rule is .'a'., not of type str"),
                 ({"schedule": {"lanes": 0}}, "lanes is 0"),
                 ({"schedule": {"chunks": 10**12}}, "chunks is 1000000000000; at most 256"),
-                ({"arguments": [4]}, "no bucket_gather .TypeError"),
-                ({"arguments": ["x" * 9999, 1]}, "no bucket_gather .Type"),
+                ({"arguments": [4, 1]}, "no bucket_gather .TypeError"),
+                ({"arguments": ["x" * 9999]}, "no bucket_gather .Type"),
             )
         ),
         ([*DEFINED, PROGRAM], "line 5: program 0 is defined already"),
@@ -160,9 +160,8 @@ BEGIN, POST, WAIT, FINISH = ONCE
         ([BEGIN, WAIT, POST, FINISH], {}, "is at 'wait .*' where its program has 'post"),
         ([BEGIN, ["at", 0, 9], FINISH], {}, "is at its end where its program has 'post "),
         ([BEGIN, POST, WAIT, WAIT, FINISH], {}, "is at 'wait .* where its program has "),
-        ([BEGIN, ["rows", 0, 1], *ONCE[1:]], {}, "waits for what step 1 receives, which is not"),
-        (ONCE, {"arguments": [5, False]}, r"arguments \[4, .*\] on rank 0, \[5, .*\] on rank 1"),
-        (ONCE, {"arguments": [5, False]}, "wrong data: rank . sends .* rows. .* expects .* rows."),
+        (ONCE, {"arguments": [5]}, r"arguments \[4\] on rank 0, \[5\] on rank 1"),
+        (ONCE, {"arguments": [5]}, "wrong data: rank . sends .* rows. .* expects .* rows."),
         (ONCE, {"schedule": {"lanes": 1}}, "schedule .*'lanes': 2.* on rank 0, .* on rank 1"),
         (ONCE, {"dtype": "torch.float64"}, "dtype .*32 on rank 0, .*64 on rank 1"),
         (ONCE, {"sum_dtype": "torch.float64"}, "sum_dtype .* on rank 0, .*64 on rank 1"),
@@ -248,9 +247,6 @@ class Operation:
                 self._log("at", at)
         self._at = end
 
-    def rows(self, *steps: int) -> None:
-        self._log("rows", *steps)
-
     def finish(self) -> None:
         if self._program is not None:
             self._go_on(len(self._program.code))
@@ -279,8 +275,8 @@ def run(folder: Path, batched: bool, *parts: list[tuple[Any, ...]]) -> verify_lo
 KINDS: dict[str, tuple[Any, ...]] = {
     "a": ("bucket_scatter", 6, 1, 1),  # memory for one piece
     "b": ("bucket_scatter", 6, 1, 1),
-    "gather": ("bucket_gather", 6, False),
-    "second": ("bucket_gather", 6, False),
+    "gather": ("bucket_gather", 6),
+    "second": ("bucket_gather", 6),
     "weight": ("sharded_forward", 8, 4),
     "use": ("gather_use", 8, 4, False),
     "all-gather": ("all_gather", "gather of chunk 0", 64),
@@ -293,12 +289,10 @@ LATE = steps(A_BEGUN, B_BEGUN, A_ENDS, B_ENDS)
 IN_LINE = steps(A_BEGUN, ("b", "begin"), A_ENDS, B_BEGUN, B_ENDS)
 EARLY = steps(A_BEGUN, A_ENDS, B_BEGUN, B_ENDS)
 WRONG = steps(("a", "begin"), B_ENDS, A_ENDS)
-ROWS = steps(("gather", "ahead"), ("gather", "rows", 1), ("gather", "finish"))
 AWAITED = [
-    steps(("gather", "begin"), ("second", "begin"), (name, "ahead"), (name, "rows", 0),
-          ("gather", "finish"), ("second", "finish"))
-    for name in ("gather", "second")
-]  # fmt: skip
+    steps(("gather", "begin"), ("second", "begin"), (first, "finish"), (last, "finish"))
+    for first, last in (("gather", "second"), ("second", "gather"))
+]
 AHEAD = steps(("weight", "ahead"), ("use", "finish"), ("weight", "finish"))
 BEHIND = steps(("weight", "begin"), ("use", "finish"), ("weight", "finish"))
 
@@ -328,7 +322,6 @@ BOTH = (False, True)
         (False, (LATE, EARLY, LATE), 6),
         (True, (IN_LINE, EARLY, IN_LINE), 6),
         (False, (AHEAD, AHEAD), 4),
-        *((batched, (ROWS,) * 3, 3) for batched in BOTH),
         *((batched, (CHUNKS,) * 3, 18) for batched in BOTH),
     ],
 )

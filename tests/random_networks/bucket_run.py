@@ -43,23 +43,17 @@ def run_buckets(case: BucketRun, form: Form, link: Transport | None = None) -> F
     """Start all buckets in order; each rank waits for them in its own order, some in between."""
     link = link or transport_of(case)
     tensors = [_filled(case, place, link.rank) for place in range(len(case.buckets))]
-    results: Found = {}
     if form == "fused":
         dice, open_ = random.Random(f"{case.seed} {link.rank}"), {}
 
         def wait(place: int) -> None:
-            bucket, tensor, handle = case.buckets[place], tensors[place], open_.pop(place)
-            if bucket.gather and bucket.first_rows:
-                handle.wait_rows(0, bucket.first_rows)
-                results[f"bucket {place}, first rows"] = tensor[: bucket.first_rows].clone()
+            handle = open_.pop(place)
             handle.wait()
             if not handle.is_completed():
                 raise AssertionError(f"bucket {place} is not completed after its wait")
 
         for place, (bucket, tensor) in enumerate(zip(case.buckets, tensors, strict=True)):
-            options = BucketOptions(
-                case.schedule, _wide(case, bucket), case.scratch_bytes, case.last_first
-            )
+            options = BucketOptions(case.schedule, _wide(case, bucket), case.scratch_bytes)
             buckets = Buckets(link, options)
             if bucket.gather:
                 open_[place] = buckets.all_gather(tensor)
@@ -71,12 +65,10 @@ def run_buckets(case: BucketRun, form: Form, link: Transport | None = None) -> F
         while open_:
             wait(dice.choice(list(open_)))
     else:
-        for place, (bucket, tensor) in enumerate(zip(case.buckets, tensors, strict=True)):
+        for bucket, tensor in zip(case.buckets, tensors, strict=True):
             if bucket.gather:
                 tensor.copy_(all_gather_rows(_shard(tensor, link.group), link.group))
-                if bucket.first_rows:
-                    results[f"bucket {place}, first rows"] = tensor[: bucket.first_rows].clone()
             else:
                 wide = _wide(case, bucket)
                 _plain_sum(tensor, link.group, bucket.average, bucket.scale, wide)
-    return results | {f"bucket {place}": tensor for place, tensor in enumerate(tensors)}
+    return {f"bucket {place}": tensor for place, tensor in enumerate(tensors)}

@@ -143,7 +143,6 @@ class Bucket:
 
     Attributes:
         gather: all-gather the bucket; otherwise reduce-scatter it.
-        first_rows: number of elements of a gathered bucket that are awaited before the rest.
     """
 
     elements: int
@@ -151,7 +150,6 @@ class Bucket:
     dtype: torch.dtype = torch.float32
     average: bool = False
     scale: float = 1.0
-    first_rows: int = 0
 
 
 @dataclass(frozen=True)
@@ -164,7 +162,6 @@ class BucketRun:
     schedule: Schedule = Schedule()
     wide: bool = False
     scratch_bytes: int = 1 << 20
-    last_first: bool = False
     lanes: int = LANES
     batched: bool = False
     check: Check = "first"

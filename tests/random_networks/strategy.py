@@ -63,10 +63,7 @@ def _schedules(draw: st.DrawFn, size: int, lanes: int, linear: bool = False) -> 
         return replace(schedule, shape="two_level", node_size=draw(st.sampled_from(nodes)))
     if shape == "collective":
         return replace(schedule, shape=shape, lanes=1)
-    if draw(_often()):
-        costs = draw(st.tuples(*[st.integers(0, 3)] * size))
-        return replace(schedule, costs=tuple(float(cost) for cost in costs))
-    return schedule
+    return replace(schedule, causal=draw(_often()))
 
 
 @st.composite
@@ -185,8 +182,7 @@ def _bucket_runs(draw: st.DrawFn, size: int) -> BucketRun:
         gather = draw(st.booleans())
         if gather:
             dtype = draw(st.sampled_from((*dtypes, torch.int64)))
-            first_rows = draw(st.integers(0, elements * size))
-            buckets.append(Bucket(elements, gather, dtype, first_rows=first_rows))
+            buckets.append(Bucket(elements, gather, dtype))
         else:
             average, scale = draw(st.booleans()), draw(st.sampled_from((1.0, 0.5, 2.0)))
             buckets.append(Bucket(elements, gather, draw(st.sampled_from(dtypes)), average, scale))
@@ -197,7 +193,6 @@ def _bucket_runs(draw: st.DrawFn, size: int) -> BucketRun:
         schedule=draw(_schedules(size, lanes)),
         wide=wide,
         scratch_bytes=draw(st.sampled_from((1 << 20, 0, 100))),
-        last_first=draw(st.booleans()),
         lanes=lanes,
         batched=draw(st.booleans()),
         check=draw(st.sampled_from(("first", "first", "first", "always"))),

@@ -14,7 +14,7 @@ from commfuse_npu import tuning
 from commfuse_npu.plan import Schedule
 
 QUESTION: dict[str, Any] = {"machine": ["here"], "group": [0, 1], "problem": {"rows": 4}}
-CHOICES = [None, Schedule(), Schedule(chunks=4, taper=1.5), Schedule(costs=(1.0, 2.0))]
+CHOICES = [None, Schedule(), Schedule(chunks=4, taper=1.5), Schedule(causal=True)]
 
 
 @pytest.mark.parametrize("number", range(len(CHOICES)))

@@ -374,18 +374,17 @@ def _(c: Carrier, rows: int, stack: int, in_flight: int) -> None:
 
 
 @rule
-def bucket_gather(spec: RankSpec, rows: int, last_first: bool) -> Builder:
+def bucket_gather(spec: RankSpec, rows: int) -> Builder:
     """All-gather the shards of ``bucket``, parameters of several layers, in place.
 
     Args:
         rows: elements of a shard.
-        last_first: whether the last chunk of a shard is sent first.
 
     Run ahead, it posts all its transfers.
     """
     b = Builder(spec)
     runs = b.runs(rows, "first")
-    for j, run in enumerate(reversed(runs) if last_first else runs):
+    for j, run in enumerate(runs):
         for hop in b.hops("first"):
             own, peer = (inside(rank, rows, run) for rank in (spec.rank, hop.source))
             sent, into = rows_of("bucket", own), rows_of("bucket", peer)
@@ -395,6 +394,6 @@ def bucket_gather(spec: RankSpec, rows: int, last_first: bool) -> Builder:
 
 
 @bucket_gather.equals
-def _(c: Carrier, rows: int, last_first: bool) -> None:
+def _(c: Carrier, rows: int) -> None:
     bucket = c.given("bucket", c.spec.size * rows, 1)
     c.all_gather(c.own_block(bucket), out="bucket")

@@ -9,9 +9,7 @@ from typing import Literal
 from commfuse_npu.plan.builder import Builder
 from commfuse_npu.plan.instructions import Span
 from commfuse_npu.plan.rules.pieces import (
-    arrivals_of,
     block_of,
-    departures_of,
     gather_pieces,
     inside,
     parts_of,
@@ -60,10 +58,10 @@ def gather_gemm(
     Work: ``gemm(out, a, b)``; ``wgrad(whole rows, other rows)``.
 
     One chunk, or the chunks of one peer, arrive in place.  With one chunk there is a GEMM for the
-    rows on each side of the own block, or for each block if one lane brings them one by one.  Else
-    a chunk of all peers is staged, multiplied, and its result copied into place; a collective puts
-    the own rows between those of the peers, which makes two GEMMs.  Chunk j + 1 is posted before
-    the work on chunk j, so that the host does not delay the work.
+    rows on each side of the own block.  Else a chunk of all peers is staged, multiplied, and its
+    result copied into place; a collective puts the own rows between those of the peers, which makes
+    two GEMMs.  Chunk j + 1 is posted before the work on chunk j, so that the host does not delay
+    the work.
     """
     b = Builder(spec)
     runs, n, r = b.runs(rows, "first"), spec.size, spec.rank
@@ -113,7 +111,7 @@ def gather_gemm(
             post(j + 1)
         length = run.stop - run.start
         if in_place:
-            for side in arrivals_of(spec):
+            for side in sides_of(spec):
                 section = slice(side[0] * rows + run.start, side[-1] * rows + run.stop)
                 factor = rows_of("other", section) if by_blocks else None
                 use(rows_of("whole", section), rows_of("out", section), factor)
@@ -186,8 +184,7 @@ def gemm_scatter(spec: RankSpec, rows: int, inputs: int, outputs: int) -> Builde
 
     The *columns* are cut into groups, so that one GEMM over all rows computes contiguous pieces for
     all peers.  Only the last group is also cut by rows: first the rows on each side of the own
-    block (or each block, with one lane and one group), then the own block.  Two groups are in
-    flight at a time.
+    block, then the own block.  Two groups are in flight at a time.
     """
     b = Builder(spec)
     groups = b.runs(outputs, "last")
@@ -204,7 +201,7 @@ def gemm_scatter(spec: RankSpec, rows: int, inputs: int, outputs: int) -> Builde
             gemm(j, slice(0, spec.size * rows))
             product.send()
         else:
-            product.send_as_made(departures_of(spec, len(groups)), partial(gemm, j))
+            product.send_as_made(partial(gemm, j))
     for j in range(max(0, len(groups) - IN_FLIGHT), len(groups)):
         _add_columns(products, groups, j, "out", rows, on_side_stream=j < last)
     return b
@@ -327,7 +324,7 @@ def gemm_all_reduce(spec: RankSpec, rows: int, inputs: int, outputs: int) -> Bui
     Work: ``gemm(out, a, b)``.
 
     The rows are cut into parts.  Rank r sums block r of each part and sends the sum to all others
-    while the next part is computed.  The last part is computed by blocks, the own block last.
+    while the next part is computed.  Of the last part, the own block is computed last.
     """
     b = Builder(spec)
     parts, weight, products = parts_of(spec, rows), Span("weight", 0, inputs), list[Product]()
@@ -351,7 +348,7 @@ def gemm_all_reduce(spec: RankSpec, rows: int, inputs: int, outputs: int) -> Bui
         block = length // spec.size
         products.append(Product(b, p, len(parts), block, outputs, p % 2, own_last=last))
         if last:
-            products[p].send_as_made(departures_of(spec, 1), partial(gemm, p))
+            products[p].send_as_made(partial(gemm, p))
         else:
             gemm(p, slice(0, length))
             products[p].send()

@@ -14,9 +14,7 @@ from commfuse_npu.plan.schedule import Own, RankSpec, split
 
 __all__ = [
     "Piece",
-    "arrivals_of",
     "block_of",
-    "departures_of",
     "gather_pieces",
     "inside",
     "made_pieces",
@@ -38,7 +36,7 @@ def gather_pieces(spec: RankSpec, rows: int) -> list[tuple[slice, ...]]:
     """The rows of the whole matrix in each GEMM of :func:`gather_gemm`, in order."""
     runs = spec.schedule.runs(rows, "first")
     by_peer = spec.as_collective or len(runs) == 1 or spec.size == 1
-    blocks = arrivals_of(spec) if by_peer else [peers_of(spec)]
+    blocks = sides_of(spec) if by_peer else [peers_of(spec)]
     pieces = [
         tuple(slice(p * rows + run.start, p * rows + run.stop) for p in side)
         for run in runs
@@ -53,8 +51,7 @@ def scatter_pieces(spec: RankSpec, rows: int, columns: int) -> list[Piece]:
     everything = slice(0, spec.size * rows)
     pieces: list[Piece] = [((everything,), group) for group in groups]
     pieces += [
-        ((slice(side[0] * rows, (side[-1] + 1) * rows),), last)
-        for side in departures_of(spec, len(groups) + 1)
+        ((slice(side[0] * rows, (side[-1] + 1) * rows),), last) for side in reversed(sides_of(spec))
     ]
     return [*pieces, ((block_of(spec.rank, rows),), last)]
 
@@ -93,29 +90,6 @@ def made_pieces(spec: RankSpec, rows: int) -> list[slice]:
     runs = spec.schedule.runs(rows, "last")
     pieces = [inside(hop.target, rows, run) for run in runs for hop in hops]
     return [*pieces, block_of(spec.rank, rows)]
-
-
-def arrivals_of(spec: RankSpec) -> list[range]:
-    """The ranges of blocks that one GEMM uses if they arrive in place.
-
-    All blocks on a side of the own one, or each block if a single lane brings them one by one.
-    """
-    if spec.as_collective or spec.schedule.lanes_for(spec.size) > 1:
-        return sides_of(spec)
-    hops = spec.schedule.hops(spec.rank, spec.size, "first")
-    return [range(hop.source, hop.source + 1) for hop in hops]
-
-
-def departures_of(spec: RankSpec, groups: int) -> list[range]:
-    """The ranges of blocks that one GEMM computes in the last group of columns, in order.
-
-    All blocks on a side of the own one; or each block, if there is one group and a single lane
-    takes the blocks one by one.
-    """
-    if groups > 1 or spec.as_collective or spec.schedule.lanes_for(spec.size) > 1:
-        return sides_of(spec)[::-1]
-    hops = spec.schedule.hops(spec.rank, spec.size, "last")
-    return [range(hop.target, hop.target + 1) for hop in hops]
 
 
 def sides_of(spec: RankSpec) -> list[range]:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from commfuse_npu.plan.builder import Builder
 from commfuse_npu.plan.instructions import Span
-from commfuse_npu.plan.rules.pieces import block_of, peers_of, rows_of
+from commfuse_npu.plan.rules.pieces import block_of, peers_of, rows_of, sides_of
 from commfuse_npu.plan.schedule import Hop
 
 __all__ = ["Product"]
@@ -68,9 +68,10 @@ class Product:
         own = not self._own_below
         b.collective("all_to_all", sent, into, _PIECE, self._number, self._of, own=own)
 
-    def send_as_made(self, blocks: Sequence[range], gemm: Callable[[slice], None]) -> None:
-        """Compute each range of ``blocks`` with ``gemm(rows)`` and send it; the own block last."""
-        b, rows, unsent = self._b, self._rows, list(blocks)
+    def send_as_made(self, gemm: Callable[[slice], None]) -> None:
+        """Compute the rows on each side of the own block with ``gemm(rows)`` and send their blocks;
+        compute the own block last."""
+        b, rows, unsent = self._b, self._rows, sides_of(self._b.spec)
         for hop in b.hops("last"):
             side = next((side for side in unsent if hop.target in side), None)
             if side is not None:

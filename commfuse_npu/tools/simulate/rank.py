@@ -237,7 +237,7 @@ class Rank:
         schedule = self.way(operation)
         assert isinstance(schedule, Schedule)
         if causal:
-            schedule = schedule.for_causal_blocks(self.size)
+            schedule = schedule.for_causal_blocks()
         return RankSpec(schedule, self.rank, self.size, self.machine.batched)
 
     def run(

@@ -96,10 +96,8 @@ def test_chunks_of_all_peers_go_together(operation, c, t, size: int, chunks: int
 @few
 @given(c=times, t=times, size=st.integers(2, 6), latency=st.floats(0, 10))
 def test_one_lane_is_one_transfer_after_the_other(topology, c, t, size: int, latency) -> None:
-    # A block is used as soon as it has arrived.
-    expected = c / size
-    for block in range(1, size):
-        expected = max(expected, block * (t + latency)) + c / size
+    # The first rank has all other blocks on one side, and multiplies them together.
+    expected = max(c / size, (size - 1) * (t + latency)) + c * (size - 1) / size
     time = gather(ideal(topology, latency=latency), size, fused(1), c, t)
     assert time == pytest.approx(expected)
 

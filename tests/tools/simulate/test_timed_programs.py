@@ -68,7 +68,7 @@ def _ulysses(part: str) -> Build:
 
 
 def _causal(spec: RankSpec) -> RankSpec:
-    return spec._replace(schedule=spec.schedule.for_causal_blocks(spec.size))
+    return spec._replace(schedule=spec.schedule.for_causal_blocks())
 
 
 CASES: dict[str, tuple[Build, Made]] = {
