@@ -94,7 +94,6 @@ def commfuse_options(args: argparse.Namespace) -> CommFuseOptions:
     return CommFuseOptions(
         linear=LinearOptions(
             schedule=schedule_here(options, tensor_parallel, chunks=chunks, linear=True),
-            keep_gathered=options.commfuse_keep_gathered,
             reduce_dtype=_dtype(options.commfuse_reduce_dtype),
             wgrad=options.commfuse_wgrad,
             collectives_from=least if isinstance(least, int) else None,

@@ -39,9 +39,9 @@ CASES: list[tuple[str, dict[str, Any], int, dict[str, Any]]] = [
       SCHEDULE: Schedule("shifted", lanes=1, chunks=1), "attention": False, "ulysses": None,
       OVER: None, "allow_nothing": False}),
     ("--commfuse-allow-nothing --commfuse-layers qkv,fc1 --commfuse-reduce-dtype float32 "
-     "--commfuse-wgrad blocks --commfuse-keep-gathered --commfuse-order-log folder", {}, 8,
+     "--commfuse-wgrad blocks --commfuse-order-log folder", {}, 8,
      {"allow_nothing": True, "layers": ("qkv", "fc1"), "linear.reduce_dtype": FP32,
-      "linear.wgrad": "blocks", "linear.keep_gathered": True, "order_log": "folder"}),
+      "linear.wgrad": "blocks", "order_log": "folder"}),
     # Lanes that nothing would use are not created.
     ("--commfuse-schedule shifted --commfuse-lanes 7 --commfuse-chunks 4 --commfuse-taper 1.5",
      {"tensor_model_parallel_size": 4}, 8,

@@ -60,7 +60,7 @@ def test_several_may_be_under_way_on_the_same_lanes(size: int) -> None:
         buckets = [make("bucket_scatter", 4, 1, 1), make("bucket_scatter", 6, 2, 2)]
         buckets += [make("bucket_gather", 4), make("bucket_gather", 6)]
         layers = [make("sharded_forward", 4, 2), make("sharded_backward", 4, 2, True, True)]
-        linear = [make("gather_gemm", 4, 2, 3, False, None, 2), make("gemm_scatter", 4, 2, 4)]
+        linear = [make("gather_gemm", 4, 2, 3, None, 2), make("gemm_scatter", 4, 2, 4)]
         for operations in (buckets, layers, linear, [*layers, *buckets]):
             for cold in (False, True):
                 assert rendezvous(operations, cold=cold) is None
@@ -91,7 +91,7 @@ def test_pieces_that_are_there_together_are_one_gemm(size: int, chunks: int) -> 
     def of(rule: str, *given: object) -> Program:
         return RULES[rule](spec, *given)
 
-    gathered = of("gather_gemm", 8, 2, 3, False, None, 2)
+    gathered = of("gather_gemm", 8, 2, 3, None, 2)
     pieces = gather_pieces(spec, 8)
     assert counts(gathered)[0] == len(pieces) == (1 + sides if chunks == 1 else 1 + chunks)
     assert counts(gathered)[2] == (0 if chunks == 1 or size == 2 else sides * chunks)
@@ -99,7 +99,7 @@ def test_pieces_that_are_there_together_are_one_gemm(size: int, chunks: int) -> 
     scattered = of("gemm_scatter", 8, 2, 8)
     assert counts(scattered) == (chunks + sides, chunks, 0)
     assert counts(scattered)[0] == len(scatter_pieces(spec, 8, 8))
-    backward = of("column_backward", 8, 8, 3, True, True, True)
+    backward = of("column_backward", 8, 8, 3, True, True)
     assert counts(backward) == (chunks, chunks, 1)
     assert backward.count(Compute, "wgrad") == 1
     reduced = of("gemm_all_reduce", 8 * size, 2, 3)
@@ -118,7 +118,7 @@ def test_what_does_not_come_from_one_rule_is_no_set() -> None:
     turned = [programs[1], programs[0], programs[2]]
     assert counter_examples(turned)[0] == "program 0 in the list is that of rank 1"
     mixed = [*programs[:2], gather(chunks=2)[2]]
-    assert "rank 2 runs gather_gemm(2, 2, 3, False, None, 2) by" in counter_examples(mixed)[0]
+    assert "rank 2 runs gather_gemm(2, 2, 3, None, 2) by" in counter_examples(mixed)[0]
     mixed = [*programs[:2], gather(batched=False)[2]]
     assert "one by one, rank 0 gather_gemm" in counter_examples(mixed)[0]
     assert counter_examples([]) == ["there are no programs; give one per rank"]

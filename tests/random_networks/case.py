@@ -75,7 +75,6 @@ class Layer:
     grad_layout: Layout = "plain"
     schedule: Schedule = Schedule()
     wgrad: Wgrad = "whole"
-    keep_gathered: bool = False
     wide: bool = False
     main_grad: torch.dtype | None = None
     flag: bool = False

@@ -86,13 +86,8 @@ class Call:
         if layer.op == "sharded_linear":
             keywords["options"] = ShardedOptions(layer.schedule, wide, layer.average)
         else:
-            keywords["options"] = LinearOptions(
-                layer.schedule,
-                layer.keep_gathered,
-                wide,
-                layer.wgrad,
-                layer.main_grad is not None,
-            )
+            main_grad = layer.main_grad is not None
+            keywords["options"] = LinearOptions(layer.schedule, wide, layer.wgrad, main_grad)
         if layer.op == "linear_all_to_all" and layer.shared:
             # Like key heads, of which there may be fewer than ranks.
             keywords["rows"] = [

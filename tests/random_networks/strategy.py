@@ -112,8 +112,6 @@ def _layers(
     if op == "sharded_linear":
         return replace(layer, average=draw(st.booleans()))
     layer = replace(layer, wgrad=draw(st.sampled_from(("whole", "blocks"))))
-    if op == "all_gather_linear":
-        layer = replace(layer, keep_gathered=draw(st.booleans()))
     if op == "linear_all_to_all":
         layer = replace(layer, shared=draw(st.integers(0, 2)))
     if layer.weight_grad and draw(_often()):

@@ -48,9 +48,9 @@ def print_program(rule: str, arguments: argparse.Namespace) -> int:
             f"--lanes {lanes}: {size} ranks have {size - 1} peers; choose 1 to {size - 1} lanes"
         )
     shapes: dict[str, tuple[object, ...]] = {
-        "gather_gemm": (rows, columns, columns, False, None, 0),
+        "gather_gemm": (rows, columns, columns, None, 0),
         "gemm_scatter": (rows, columns, columns),
-        "column_backward": (rows, columns, columns, True, True, "whole"),
+        "column_backward": (rows, columns, columns, True, True),
         "gemm_all_reduce": (rows * size, columns, columns),
         "produce_scatter": (rows, columns),
         "gather_use": (rows, columns, True),
