@@ -173,7 +173,7 @@ def checked_attention(
             f"{name}: dropout is {dropout}; the fused form has none, pass 0 or use Megatron's "
             "attention"
         )
-    check_attention(q, k, v, causal=False)
+    check_attention(q, k, v)
     if not q.is_floating_point():
         raise TypeError(f"{name}: q is {q.dtype}; attention needs a floating-point dtype")
     if q.shape[0] != k.shape[0]:

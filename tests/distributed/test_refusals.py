@@ -99,6 +99,8 @@ def of_heads(made: Transport) -> list[tuple[str, Call]]:
         ("dropout is 0.1; the fused form has none", lambda: attend(q, k, v, dropout=0.1)),
         ("11 is not divisible .* 2; pad it to 12", lambda: attend(q[:11], k[:11], v[:11])),
         ("12 queries and 6 keys; self-attention has as many", lambda: attend(q, k[:6], v[:6])),
+        (r"have to be \[Sq, B, A, D\]", lambda: attend(*(t.flatten(2) for t in (q, k, v)))),
+        (r"k \(12, 1, 1, 16\), .* do not fit", lambda: attend(q, k[:, :1], v[:, :1])),
         ("1 query heads are not a multiple of 2 key", lambda: attend(k, q, q)),
         ("cast them to one dtype", lambda: attend(q.double(), k, v)),
         ("q is on meta, the group transfers", lambda: attend(*(t.to("meta") for t in (q, k, v)))),
