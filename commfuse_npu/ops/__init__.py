@@ -15,8 +15,7 @@ from commfuse_npu.ops.sharded_gradients import (
     clip_gradient_norm,
     sum_gradients,
 )
-from commfuse_npu.ops.sharded_linear import sharded_linear
-from commfuse_npu.ops.sharded_module import ShardedLinear, shard_linears
+from commfuse_npu.ops.sharded_linear import ShardedLinear, shard_linears, sharded_linear
 from commfuse_npu.ops.ulysses import (
     all_to_all_linear,
     attention_all_to_all,

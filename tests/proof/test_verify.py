@@ -54,7 +54,7 @@ def test_every_rule_holds(size: int, chunks: Sequence[int]) -> None:
 
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_several_may_be_under_way_on_the_same_lanes(size: int) -> None:
-    """Operations that are in flight together, like buckets and prefetched weights, or in turn."""
+    """Operations that are in flight together, like buckets, or in turn."""
     for lanes, chunks, batched in product((1, 2, 3), (1, 2), (False, True)):
         make = partial(group, size=size, lanes=lanes, chunks=chunks, batched=batched)
         buckets = [make("bucket_scatter", 4, 1, 1), make("bucket_scatter", 6, 2, 2)]
