@@ -84,7 +84,7 @@ def commfuse_options(args: argparse.Namespace) -> CommFuseOptions:
     ulysses = buckets = None
     if options.commfuse_ulysses:
         across = schedule_here(options, parallel_size(args, "context"), tensor_parallel)
-        ulysses = LinearOptions(across, wgrad=options.commfuse_wgrad)
+        ulysses = LinearOptions(across)
     if options.commfuse_dp:
         # Megatron orders ranks with pipeline stages last, or before data parallelism.
         stages_first = getattr(args, "use_tp_pp_dp_mapping", None)

@@ -19,7 +19,7 @@ backward, dq dk dv  behind the dgrad of the blocks before   one all-to-all: expo
 
 A layer whose two projections both take part, and the names under which its calls are counted::
 
-    linear_all_to_all -> norms, rotary embedding -> attention_all_to_all_linear
+    linear_all_to_all -> norms, rotary embedding -> attention_all_to_all
          qkv                                             ulysses | proj
 
 Norms and rotary embedding act on each row and head separately, so they give the same bits before or
@@ -50,7 +50,6 @@ import torch.distributed as dist
 from commfuse_npu.ops import (
     LinearOptions,
     attention_all_to_all,
-    attention_all_to_all_linear,
     linear_all_to_all,
 )
 from commfuse_npu.ops.attention_mask import AttentionMask
@@ -261,7 +260,7 @@ class UlyssesWrappers(LaneUser):
             if not isinstance(input_, DeferredAttention):
                 return plain(input_)
             self._linears.calls.update({("ulysses", "fused"): 1, ("proj", "fused"): 1})
-            return input_.project(attention_all_to_all_linear, linear, options, self.lanes())
+            return input_.project(attention_all_to_all, linear, options, self.lanes())
 
         return forward
 

@@ -19,7 +19,6 @@ from commfuse_npu.ops.sharded_linear import ShardedLinear, shard_linears, sharde
 from commfuse_npu.ops.ulysses import (
     all_to_all_linear,
     attention_all_to_all,
-    attention_all_to_all_linear,
     linear_all_to_all,
 )
 
@@ -34,7 +33,6 @@ __all__ = [
     "all_gather_linear",
     "all_to_all_linear",
     "attention_all_to_all",
-    "attention_all_to_all_linear",
     "attention_linear_reduce_scatter",
     "average_gradients",
     "clip_gradient_norm",

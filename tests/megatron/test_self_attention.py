@@ -90,7 +90,7 @@ JOINED = [
     Case(rotary="tuple", groups=4, config=BIASES),
     Case(recompute=True, config={"add_qkv_bias": True}),
     Case(dtype=BF16),
-    Case(heads=6, groups=2, options=LinearOptions(Schedule(lanes=1), wgrad="blocks")),
+    Case(heads=6, groups=2, options=ONE_LANE),
     Case(config={"gradient_accumulation_fusion": True}, recompute=True),
     Case(frozen="linear_qkv.weight", config=BIASES),
     Case(frozen="linear_proj.weight", eval=True),

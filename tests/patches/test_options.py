@@ -65,8 +65,8 @@ CASES: list[tuple[str, dict[str, Any], int, dict[str, Any]]] = [
     ("", TP8, 4, {"linear.schedule.shape": "two_level", "linear.schedule.node_size": 4}),
     ("", TP8, 3, {"linear.schedule.shape": "shifted", "linear.schedule.node_size": None}),
     # The ranks of a context-parallel group are as far apart as tensor parallelism is wide.
-    ("--commfuse-ulysses --commfuse-lanes 7 --commfuse-chunks 2 --commfuse-wgrad blocks", ULYSSES,
-     8, {UNDER: Schedule("shifted", lanes=3, chunks=2), "ulysses.wgrad": "blocks"}),
+    ("--commfuse-ulysses --commfuse-lanes 7 --commfuse-chunks 2", ULYSSES, 8,
+     {UNDER: Schedule("shifted", lanes=3, chunks=2)}),
     *(("--commfuse-ulysses", ULYSSES, local, {f"{UNDER}.node_size": size})
       for local, size in ((8, None), (4, 2), (2, 1), (3, None))),
     # So are those of a data-parallel group, or as far as a whole pipeline is wide.
