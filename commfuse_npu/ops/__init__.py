@@ -6,7 +6,7 @@ On a :class:`~commfuse_npu.runtime.collective_transport.CollectiveTransport` eac
 from __future__ import annotations
 
 from commfuse_npu.ops.attention import attention_linear_reduce_scatter
-from commfuse_npu.ops.attention_mask import Documents
+from commfuse_npu.ops.attention_runs import Documents
 from commfuse_npu.ops.buckets import BucketExchange, BucketOptions, Buckets
 from commfuse_npu.ops.linear import all_gather_linear, linear_all_reduce, linear_reduce_scatter
 from commfuse_npu.ops.options import LinearOptions, ShardedOptions

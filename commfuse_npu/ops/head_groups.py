@@ -20,7 +20,6 @@ from typing import Any
 import torch
 
 from commfuse_npu.kernels import gemm_into, kernels_for
-from commfuse_npu.ops.attention_mask import AttentionMask
 from commfuse_npu.ops.attention_runs import AttentionRuns
 from commfuse_npu.ops.call import Call, Tensors
 from commfuse_npu.plan.rules import Blocks, exchange
@@ -152,12 +151,12 @@ class HeadsToRows(_Exchange):
     if there is a weight.
 
     ``weight`` ``[H, N * F]`` and ``bias`` ``[H]``, or neither; q, k and v, or ``x`` ``[S, B, F]``
-    and no mask.  Returns ``[s * B, H]``, or ``[s, B, N * F]`` without a weight.
+    without attention.  Returns ``[s * B, H]``, or ``[s, B, N * F]`` without a weight.
     """
 
     weight_at = 0
-    mask: AttentionMask | None = None
-    scale: float | None = None
+    attention: dict[str, Any] | None = None
+    """Arguments of :class:`AttentionRuns`."""
     shape: torch.Size
     """Of ``x`` or q; an empty batch has rows too."""
     state: tuple[Any, ...]
@@ -171,11 +170,11 @@ class HeadsToRows(_Exchange):
         blocks: torch.Tensor | None = None
         received: torch.Tensor | None = None
         use: Work
-        if self.mask is None:
+        if self.attention is None:
             blocks = x.contiguous().flatten(1)
         else:
             q, k, v = heads
-            attention = AttentionRuns(q, k, v, self.mask, self.scale, keep=keep)
+            attention = AttentionRuns(q, k, v, **self.attention, keep=keep)
             blocks = None if attention.attended is None else _by_sequence(attention.attended)
             make = _maker(attention)
         if weight is None:

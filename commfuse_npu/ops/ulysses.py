@@ -39,8 +39,7 @@ from __future__ import annotations
 
 import torch
 
-from commfuse_npu.ops.attention_mask import AttentionMask, Documents
-from commfuse_npu.ops.attention_runs import checked_attention, options_for_attention
+from commfuse_npu.ops.attention_runs import Documents, checked_attention, options_for_attention
 from commfuse_npu.ops.call import AnyTransport, check_and_cast, check_device, check_sequence
 from commfuse_npu.ops.head_groups import HeadsToRows, RowsToHeads
 from commfuse_npu.ops.options import LinearOptions
@@ -178,8 +177,6 @@ def attention_all_to_all(
     causal: bool,
     scale: float | None = None,
     documents: Documents | None = None,
-    hidden: torch.Tensor | None = None,
-    dropout: float = 0.0,
     options: LinearOptions = LinearOptions(),
 ) -> torch.Tensor:
     """``all_to_all(attention(q, k, v))``: attention per head, its output per row.
@@ -212,7 +209,7 @@ def attention_all_to_all(
                   links    | do of r-1        | do of r-2 |          |
 
     Args:
-        q, k, v, causal, scale, documents, hidden, dropout: as for
+        q, k, v, causal, scale, documents: as for
             :func:`~commfuse_npu.ops.attention.attention_linear_reduce_scatter`.
         weight: ``[H, N * A * D]``, full and equal on every rank; ``None`` for no projection.
         bias: ``[H]``, with a weight.
@@ -224,16 +221,15 @@ def attention_all_to_all(
         first.
 
     Raises:
-        TypeError, ValueError: dtypes, devices or shapes do not fit each other, S is not a multiple
-            of the group size, or ``dropout`` is not 0.
+        TypeError, ValueError: dtypes, devices or shapes do not fit each other, or S is not a
+            multiple of the group size.
         MismatchError: another rank calls another op, or with another shape.
         TransportError: a transfer failed.
     """
     name, size, device = "attention_all_to_all", transport.size, transport.device_type
     if weight is not None:
         name += " with a weight"  # another operation, on which the ranks agree
-    mask = AttentionMask(causal, documents, hidden)
-    mask = checked_attention(name, q, k, v, mask, dropout, size)
+    documents = checked_attention(name, q, k, v, causal, documents, size)
     if weight is not None:
         heads, weight, bias = check_and_cast(
             name, q.flatten(2), weight, bias, transport, options, head_groups=size
@@ -243,10 +239,10 @@ def attention_all_to_all(
         check_device(name, "q", q.device, device)
         if torch.is_autocast_enabled(device):
             q, k, v = (head.to(torch.get_autocast_dtype(device)) for head in (q, k, v))
-    by_cost = options_for_attention(options, size, mask.costs_rise)
+    by_cost = options_for_attention(options, size, causal and documents is None)
     call = HeadsToRows(name, transport, by_cost, q, rows=q.shape[0] * q.shape[1])
     if weight is not None:
         call.backward_schedule = options_for_attention(options, size, False).schedule
-    call.mask, call.scale = mask, scale
+    call.attention = {"causal": causal, "documents": documents, "scale": scale}
     y = call(weight, bias, q, k, v)
     return y if weight is None else y.view(q.shape[0] // size, q.shape[1], weight.shape[0])

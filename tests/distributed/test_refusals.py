@@ -80,7 +80,6 @@ def of_heads(made: Transport) -> list[tuple[str, Call]]:
     q = torch.zeros(12, 2, 2, 16)
     k = v = torch.zeros(12, 2, 1, 16)
     x, qkv, proj = torch.zeros(6, 2, 32), torch.zeros(128, 32), torch.zeros(32, 64)
-    hidden = torch.zeros(2, 1, 12, 12, dtype=torch.bool)
     split = partial(ops.linear_all_to_all, x, transport=made)
     join = partial(ops.all_to_all_linear, transport=made)
     attend = partial(ops.attention_all_to_all, transport=made, causal=True)
@@ -92,7 +91,6 @@ def of_heads(made: Transport) -> list[tuple[str, Call]]:
         (r"the bias has shape \(5,\); it has to be \(128,\)", lambda: split(qkv, qkv[:5, 0])),
         ("11 is not divisible by the group size 2; pad it", lambda: join(q[:11].flatten(2), proj)),
         (r"each of 2 ranks has 32 features .* takes 63", lambda: join(q.flatten(2), proj[:, :63])),
-        ("dropout is 0.1; the fused form has none", lambda: attend(q, k, v, dropout=0.1)),
         ("11 is not divisible .* 2; pad it to 12", lambda: attend(q[:11], k[:11], v[:11])),
         ("12 queries and 6 keys; self-attention has as many", lambda: attend(q, k[:6], v[:6])),
         (r"have to be \[Sq, B, A, D\]", lambda: attend(*(t.flatten(2) for t in (q, k, v)))),
@@ -105,9 +103,6 @@ def of_heads(made: Transport) -> list[tuple[str, Call]]:
         ("x has 32 features, the weight takes 64", lambda: scatter(q, k, v, proj)),
         ("documents of 1 samples of 12 are", lambda: attend(q, k, v, documents=other)),
         ("documents are causal", lambda: attend(q, k, v, causal=False, documents=documents)),
-        ("have no other mask", lambda: attend(q, k, v, documents=documents, hidden=hidden)),
-        (r"is torch.bool \(2, 12, 12\) on cpu", lambda: attend(q, k, v, hidden=hidden[:, 0])),
-        (r"hidden is torch.float32 \(2, 1", lambda: attend(q, k, v, hidden=hidden.float())),
     ]  # fmt: skip
 
 

@@ -83,6 +83,7 @@ CORE = Case(
 )
 SELECTIVE = {"recompute_granularity": "selective"}
 AGAIN = "selective recomputation runs core attention separately"
+OF_DATA = r"its mask is that of the data \(--attention-mask-type general"
 
 JOINED = [
     Case(),
@@ -121,6 +122,7 @@ PARTLY = [
     replace(CORE, heads=6, groups=3),  # repeated although there are more than ranks
     replace(CORE, documents="packed", rotary="none", groups=1, recompute=True),
     Case(config=SELECTIVE, fused=("ulysses",), left=dict.fromkeys(CORE.left, AGAIN)),
+    Case(general=True, fused=(), left={"ulysses": OF_DATA}),
 ]
 
 FOUR = [
@@ -139,7 +141,7 @@ TOGETHER = [
     replace(TENSOR, recompute=True, config={"softmax_scale": 0.2}),
     replace(TENSOR, groups=4, config=BIASES),
     replace(TENSOR, config={"attention_dropout": 0.1}, eval=True),
-    replace(TENSOR, general=True, recompute=True),
+    replace(ALONE, general=True, recompute=True, left={"attention": OF_DATA}),
     replace(ALONE, config=SELECTIVE, left={"attention": AGAIN}),
     replace(ALONE, mask="padding", left={"attention": "its mask is padding; only causal and no_m"}),
     replace(
