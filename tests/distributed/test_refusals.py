@@ -121,7 +121,6 @@ def of_buckets(made: Transport) -> list[tuple[str, Call]]:
         ("the result of scale 0.5; use a", lambda: buckets.reduce_scatter(ints, scale=0.5)),
         ("result of reduce_dtype torch.float32; use a", lambda: wide.reduce_scatter(ints)),
         ("need a floating-point dtype", lambda: BucketOptions(reduce_dtype=INT)),
-        ("is -1; it must be a whole number from 0", lambda: BucketOptions(scratch_bytes=-1)),
         ("uses 9 lanes, the transport has 2; create it with lanes=9 or plan with fewer",
          lambda: Buckets(made, BucketOptions(lanes))),
         ("size 2 is not a multiple of node_size 3", lambda: Buckets(made, BucketOptions(nodes))),
@@ -203,7 +202,6 @@ DIFFER: list[tuple[Callable[..., None], dict[str, Any], dict[str, Any], str]] = 
     (bucket, {"gather": True}, {"gather": True, "dtype": FP32}, "dtype: torch.[a-z0-9]+ here"),
     (bucket, {}, {"reduce_dtype": FP32}, "sum_dtype: torch.[a-z0-9]+ here, torch"),
     (bucket, {}, {"average": True}, "options: .*(True|False).* here, .*(True|False).* there"),
-    (bucket, {}, {"scratch_bytes": 100}, r"options: .*\) here, .*\) there"),
 ]
 """A function, its arguments on ranks 0 and 1, and the expected message."""
 

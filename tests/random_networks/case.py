@@ -154,7 +154,11 @@ class Bucket:
 
 @dataclass(frozen=True)
 class BucketRun:
-    """Several concurrent buckets; every rank waits for them in its own order."""
+    """Several concurrent buckets; every rank waits for them in its own order.
+
+    Attributes:
+        scratch_bytes: instead of :data:`commfuse_npu.ops.buckets.SCRATCH_BYTES`.
+    """
 
     size: int
     buckets: tuple[Bucket, ...]
