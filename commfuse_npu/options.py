@@ -133,9 +133,6 @@ OPTIONS: dict[str, Declared] = {
         "rounds differently",
         choices=("whole", "blocks"),
     ),
-    "commfuse_keep_gathered": _option(
-        False, "keep gathered inputs for the backward, N times the memory, and gather none again"
-    ),
     "commfuse_attention": _option(
         False, "fuse attention with the projection of its output (needs proj among the layers)"
     ),

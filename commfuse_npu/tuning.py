@@ -76,7 +76,6 @@ class Problem:
         inputs, outputs: features of this rank's weight.
         dtype: of the GEMMs.
         wgrad: ``whole`` or ``blocks``, see :data:`~commfuse_npu.plan.rules.linear.Wgrad`.
-        kept: whether the gathered input is kept for the backward.
     """
 
     layer: Layer
@@ -86,7 +85,6 @@ class Problem:
     outputs: int
     dtype: torch.dtype
     wgrad: str
-    kept: bool
 
 
 def tuned(

@@ -21,7 +21,6 @@ import torch
 from torch.utils._pytree import tree_map
 
 from commfuse_npu.ops import LinearOptions
-from commfuse_npu.ops.attention_mask import AttentionMask
 from commfuse_npu.ops.call import AnyTransport
 from mindspeed_patches.patching import around
 from mindspeed_patches.softmax_attention import RECOMPUTED, AttentionCall
@@ -54,7 +53,7 @@ class DeferredAttention(torch.Tensor):
         k: torch.Tensor,
         v: torch.Tensor,
         *,
-        mask: AttentionMask,
+        mask: dict[str, Any],
         scale: float | None,
         attend: Callable[[], torch.Tensor],
         ranks: int = 1,
@@ -63,7 +62,7 @@ class DeferredAttention(torch.Tensor):
 
         Args:
             q, k, v: ``[S, B, A, D]`` and ``[S, B, G, D]``.
-            mask: which keys a query sees.
+            mask: the op's arguments that say which keys a query sees.
             scale: factor of the scores; ``None`` for ``D ** -0.5``.
         """
         deferred: DeferredAttention = torch.Tensor._make_wrapper_subclass(
@@ -72,7 +71,7 @@ class DeferredAttention(torch.Tensor):
             dtype=q.dtype,
             device=q.device,
         )
-        deferred._heads, deferred._given = (q, k, v), mask._asdict() | {"scale": scale}
+        deferred._heads, deferred._given = (q, k, v), mask | {"scale": scale}
         deferred._attend, deferred._value = attend, None
         return deferred
 

@@ -1,17 +1,17 @@
 """Whether a call of core attention is plain ``softmax(q k^T) v``, and which mask it uses.
 
 Megatron passes the same arguments to every class of core attention, and the fused ops need the same
-facts about each.  The keys that a query sees are given in one of three ways:
+facts about each.  The keys that a query sees are given in one of two ways:
 
 - by the mask type alone, causal or full;
 - under ``--reset-attention-mask``, by the ends of packed documents, which MindSpeed passes as
   ``packed_seq_params.cu_seqlens_q`` (and to its operator as ``actual_seq_qlen``), whatever
-  ``--attention-mask-type`` is;
-- otherwise, under ``--attention-mask-type general`` or with samples padded on the left, by a mask
-  from the data, in addition to the causal one: ``sparse_mode`` 0 with ``next_tockens`` 0.
+  ``--attention-mask-type`` is.
 
-A data mask under ``--attention-mask-type causal`` hides only the padding after a sample, which no
-token of the sample sees anyway.
+Otherwise, under ``--attention-mask-type general`` or with samples padded on the left, a mask from
+the data is used in addition to the causal one; such attention is not fused.  A data mask under
+``--attention-mask-type causal`` hides only the padding after a sample, which no token of the sample
+sees anyway.
 """
 
 from __future__ import annotations
@@ -21,12 +21,29 @@ from typing import Any, NamedTuple
 import torch
 
 from commfuse_npu.ops import Documents
-from commfuse_npu.ops.attention_mask import AttentionMask
 
-__all__ = ["RECOMPUTED", "AttentionCall"]
+__all__ = ["RECOMPUTED", "AttentionCall", "masked_by_data"]
 
 RECOMPUTED = "selective recomputation runs core attention separately"
 """Why attention of such a layer cannot be deferred to its projection."""
+
+
+def masked_by_data(config: Any) -> str | None:
+    """Why attention is not fused if a mask from the data hides keys of causal attention.
+
+    Args:
+        config: Megatron's configuration of a layer without packed documents.
+    """
+    if (
+        getattr(config, "attention_mask_type", "causal") != "general"
+        and getattr(config, "tokenizer_padding_side", "right") != "left"
+    ):
+        return None
+    return (
+        "its mask is that of the data (--attention-mask-type general, or samples padded on the "
+        "left); only causal and full attention and packed documents are fused"
+    )
+
 
 _AFTER_THE_MASK = ("attn_mask_type", "attention_bias", "packed_seq_params")
 
@@ -77,6 +94,8 @@ class AttentionCall(NamedTuple):
                 return "its packed sequences are not those of --reset-attention-mask"
             if kind != "causal":
                 return f"its mask is {kind}; documents are packed for causal attention"
+        elif kind == "causal" and (reason := masked_by_data(config)):
+            return reason
         if self.arguments.get("attention_bias") is not None:
             return "an attention bias is added to the scores"
         if config.attention_dropout and self.training:
@@ -96,42 +115,34 @@ class AttentionCall(NamedTuple):
             return f"{shapes} are not of one sequence"
         return None
 
-    def mask(self, length: int, batch: int) -> AttentionMask | str:
-        """Which keys a query sees, or why this cannot be determined; call :meth:`obstacle` first.
+    def mask(self, length: int, batch: int) -> dict[str, Any] | str:
+        """The ops' ``causal`` and ``documents``, or why the documents do not fit.
+
+        Call :meth:`obstacle` first.
 
         Args:
             length: of the full sequence, S.
             batch: number of samples, B.
         """
         packed = self.arguments.get("packed_seq_params")
-        if packed is not None:
-            return _of_documents(packed, length, batch)
-        by_data = (
-            getattr(self.config, "attention_mask_type", "causal") == "general"
-            or getattr(self.config, "tokenizer_padding_side", "right") == "left"
-        )
-        if self.kind != "causal" or not by_data:
-            return AttentionMask(self.kind == "causal")
-        if self.of_data is None:
-            return "the mask of the data is not passed to it"
-        hidden = self.of_data[None, None] if self.of_data.dim() == 2 else self.of_data
-        shapes = [(samples, 1, length, length) for samples in (batch, 1)]
-        if hidden.dtype != torch.bool or hidden.shape not in shapes:
-            text = f"{hidden.dtype} {tuple(self.of_data.shape)}"
-            return f"the mask of the data is {text}, not torch.bool {shapes[0]}"
-        return AttentionMask(True, hidden=hidden)
+        if packed is None:
+            return {"causal": self.kind == "causal"}
+        documents = _of_documents(packed, length, batch)
+        if isinstance(documents, str):
+            return documents
+        return {"causal": True, "documents": documents}
 
 
-def _of_documents(packed: Any, length: int, batch: int) -> AttentionMask | str:
-    """The mask of packed documents, cached on ``packed``, which a micro-batch's layers share."""
-    mask: AttentionMask | str | None = getattr(packed, "commfuse_documents", None)
-    if mask is None:
+def _of_documents(packed: Any, length: int, batch: int) -> Documents | str:
+    """The packed documents, cached on ``packed``, which a micro-batch's layers share."""
+    documents: Documents | str | None = getattr(packed, "commfuse_documents", None)
+    if documents is None:
         ends = packed.cu_seqlens_q
         if ends.dim() != 1:
             return "multi-token prediction has ends of documents for each depth"
         try:
-            mask = AttentionMask(True, Documents(ends.tolist(), length, batch))
+            documents = Documents(ends.tolist(), length, batch)
         except ValueError as error:
-            mask = str(error)
-        packed.commfuse_documents = mask
-    return mask
+            documents = str(error)
+        packed.commfuse_documents = documents
+    return documents

@@ -39,7 +39,7 @@ from mindspeed_patches.data_parallel import BucketWrappers
 from mindspeed_patches.layer_names import LAYERS, layer_name
 from mindspeed_patches.patching import around
 from mindspeed_patches.refusals import IncompatibleOptionsError
-from mindspeed_patches.softmax_attention import RECOMPUTED
+from mindspeed_patches.softmax_attention import RECOMPUTED, masked_by_data
 from mindspeed_patches.wrappers import EXPERTS, LinearWrappers, with_remedy
 
 __all__ = ["StartReport"]
@@ -130,8 +130,10 @@ class StartReport:
                 yield "attention", self._attention_obstacle(module) or ""
             core = getattr(module, "core_attention", None)
             if self.ulysses and core is not None:
-                exchanges = hasattr(core, "local_attn")
-                yield "ulysses", "" if exchanges else f"{type(core).__name__} exchanges no heads"
+                reason = _mask_obstacle(module) or ""
+                if not hasattr(core, "local_attn"):
+                    reason = f"{type(core).__name__} exchanges no heads"
+                yield "ulysses", reason
         for group in (
             *getattr(chunk, "bucket_groups", ()),
             *getattr(chunk, "expert_parallel_bucket_groups", ()),
@@ -147,7 +149,14 @@ class StartReport:
             return RECOMPUTED
         if not layer.linear_proj.sequence_parallel:
             return "without sequence parallelism nothing is split"
-        return self.linears.static_obstacle(layer.linear_proj)
+        return self.linears.static_obstacle(layer.linear_proj) or _mask_obstacle(layer)
+
+
+def _mask_obstacle(layer: Any) -> str | None:
+    config, kind = layer.config, layer.attn_mask_type.name
+    # With packed documents no mask of the data is used.
+    unused = kind != "causal" or getattr(config, "reset_attention_mask", False)
+    return None if unused else masked_by_data(config)
 
 
 def _is_tensor_parallel(module: torch.nn.Module) -> bool:

@@ -84,7 +84,7 @@ def commfuse_options(args: argparse.Namespace) -> CommFuseOptions:
     ulysses = buckets = None
     if options.commfuse_ulysses:
         across = schedule_here(options, parallel_size(args, "context"), tensor_parallel)
-        ulysses = LinearOptions(across, wgrad=options.commfuse_wgrad)
+        ulysses = LinearOptions(across)
     if options.commfuse_dp:
         # Megatron orders ranks with pipeline stages last, or before data parallelism.
         stages_first = getattr(args, "use_tp_pp_dp_mapping", None)
@@ -94,7 +94,6 @@ def commfuse_options(args: argparse.Namespace) -> CommFuseOptions:
     return CommFuseOptions(
         linear=LinearOptions(
             schedule=schedule_here(options, tensor_parallel, chunks=chunks, linear=True),
-            keep_gathered=options.commfuse_keep_gathered,
             reduce_dtype=_dtype(options.commfuse_reduce_dtype),
             wgrad=options.commfuse_wgrad,
             collectives_from=least if isinstance(least, int) else None,

@@ -19,7 +19,7 @@ backward, dq dk dv  behind the dgrad of the blocks before   one all-to-all: expo
 
 A layer whose two projections both take part, and the names under which its calls are counted::
 
-    linear_all_to_all -> norms, rotary embedding -> attention_all_to_all_linear
+    linear_all_to_all -> norms, rotary embedding -> attention_all_to_all
          qkv                                             ulysses | proj
 
 Norms and rotary embedding act on each row and head separately, so they give the same bits before or
@@ -50,10 +50,8 @@ import torch.distributed as dist
 from commfuse_npu.ops import (
     LinearOptions,
     attention_all_to_all,
-    attention_all_to_all_linear,
     linear_all_to_all,
 )
-from commfuse_npu.ops.attention_mask import AttentionMask
 from commfuse_npu.overlap.transfers import active_turns
 from commfuse_npu.runtime.collectives import all_to_all
 from mindspeed_patches.attention import DeferredAttention
@@ -261,7 +259,7 @@ class UlyssesWrappers(LaneUser):
             if not isinstance(input_, DeferredAttention):
                 return plain(input_)
             self._linears.calls.update({("ulysses", "fused"): 1, ("proj", "fused"): 1})
-            return input_.project(attention_all_to_all_linear, linear, options, self.lanes())
+            return input_.project(attention_all_to_all, linear, options, self.lanes())
 
         return forward
 
@@ -288,7 +286,7 @@ class UlyssesWrappers(LaneUser):
         exchanged = joined is not None and joined.qkv
         core, lanes = innermost(attention.local_attn), self.lanes()
         call = AttentionCall.of(core, attention.training, args, kwargs)
-        mask: AttentionMask | str | None = call.tensor_obstacle(query, key, value)
+        mask: dict[str, Any] | str | None = call.tensor_obstacle(query, key, value)
         if not (mask or exchanged):
             heads = query.shape[2], key.shape[2]
             mask = self._obstacle(attention, query.shape[0], *heads, args, kwargs)
@@ -313,10 +311,10 @@ class UlyssesWrappers(LaneUser):
             q, k, v, mask=mask, scale=scale, attend=attend, ranks=lanes.size
         )
 
-    def _attend(self, heads: Heads, mask: AttentionMask, scale: float | None) -> torch.Tensor:
+    def _attend(self, heads: Heads, mask: dict[str, Any], scale: float | None) -> torch.Tensor:
         """Attention on exchanged heads; returns ``[s, B, A * D]``."""
         self._linears.calls["ulysses", "fused"] += 1
-        arguments = {**mask._asdict(), "scale": scale, "options": self._options[False]}
+        arguments = {**mask, "scale": scale, "options": self._options[False]}
         return attention_all_to_all(*heads, transport=self.lanes(), **arguments)
 
     def _obstacle(

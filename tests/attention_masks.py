@@ -16,7 +16,7 @@ LENGTHS = {
 }
 """Lengths of successive documents, repeated until a sample is full."""
 
-MASKS = (*LENGTHS, "one document", "hidden", "hidden and causal")
+MASKS = (*LENGTHS, "one document")
 """All masks except causal and full."""
 
 
@@ -31,20 +31,10 @@ def ends_of(kind: str, length: int, batch: int) -> list[int]:
     return bounds
 
 
-def _hidden(length: int, batch: int) -> torch.Tensor:
-    """A random mask with a query that sees no key."""
-    generator = torch.Generator().manual_seed(length)
-    hidden = torch.rand(batch, 1, length, length, generator=generator) < 0.4
-    hidden[-1:, :, length // 2 : length // 2 + 1] = True
-    return hidden
-
-
 def mask_arguments(kind: str, length: int, batch: int) -> dict[str, Any]:
     """The mask arguments of an op."""
     if kind in ("causal", "full"):
         return {"causal": kind == "causal"}
-    if kind.startswith("hidden"):
-        return {"causal": kind != "hidden", "hidden": _hidden(length, batch)}
     return {"causal": True, "documents": Documents(ends_of(kind, length, batch), length, batch)}
 
 
@@ -55,9 +45,6 @@ def seen(kind: str, length: int, batch: int) -> torch.Tensor:
         return causal
     if kind == "full":
         return torch.ones_like(causal)
-    if kind.startswith("hidden"):
-        visible = ~_hidden(length, batch)
-        return visible if kind == "hidden" else visible & causal
     number = torch.zeros(batch * length, dtype=torch.int64)
     for end in ends_of(kind, length, batch):
         number[end:] += 1

@@ -147,14 +147,12 @@ def attention_forward(
         The output, of the shape and dtype of ``q``, and tensors with the statistics of the softmax
         for :func:`attention_backward` of the same kernels; their contents depend on the device.
 
-    Raises:
-        ValueError: shapes or dtypes do not fit each other.
+    The arguments are not checked: call :func:`check_attention` before.
 
     Computed in fp32 (fp64 stays), rounded once.  Here the statistics are each row's largest score
     and the sum of ``exp(score - largest)``, both ``[B, G, A/G * Sq, 1]``; a single logsumexp would
     lose digits.
     """
-    check_attention(q, k, v, causal=causal, hidden=hidden)
     groups = k.shape[2]
     scores = _scores(q, k, causal, scale, pieces, hidden)
     # amax() of no keys raises, sum() does not.
@@ -195,12 +193,8 @@ def attention_backward(
     Returns:
         The gradient of q.
 
-    Raises:
-        ValueError: see :func:`attention_forward`.
-
     The terms added to ``grad_k`` and ``grad_v`` are not rounded to the dtype of ``k`` before.
     """
-    check_attention(q, k, v, causal=causal, hidden=hidden, sums=(grad_k, grad_v))
     groups = k.shape[2]
     highest, total = statistics
     weights = _scores(q, k, causal, scale, pieces, hidden).sub_(highest).exp_().div_(total)
@@ -214,22 +208,11 @@ def attention_backward(
     return grad_q
 
 
-def check_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    *,
-    causal: bool,
-    hidden: torch.Tensor | None = None,
-    sums: Sequence[torch.Tensor] = (),
-) -> None:
-    """Check the arguments of :func:`attention_forward` or :func:`attention_backward`.
-
-    Args:
-        sums: ``grad_k`` and ``grad_v``.
+def check_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    """Check queries, keys and values for :func:`attention_forward`.
 
     Raises:
-        ValueError: shapes or dtypes do not fit each other, or a causal query would see no key.
+        ValueError: shapes or dtypes do not fit each other.
     """
     shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
     if q.dim() != 4 or k.shape != v.shape or (q.shape[1], q.shape[3]) != (k.shape[1], k.shape[3]):
@@ -245,24 +228,6 @@ def check_attention(
     if q.dtype != k.dtype or q.dtype != v.dtype:
         raise ValueError(
             f"attention: q is {q.dtype}, k {k.dtype}, v {v.dtype}; cast them to one dtype"
-        )
-    if causal and q.shape[0] > k.shape[0]:
-        raise ValueError(
-            f"attention: {q.shape[0]} causal queries end with the last of {k.shape[0]} keys, so "
-            f"the first {q.shape[0] - k.shape[0]} see none; pass the keys up to the last query"
-        )
-    if hidden is not None:
-        shared, full = ((batch, 1, q.shape[0], k.shape[0]) for batch in (1, q.shape[1]))
-        if hidden.dtype != torch.bool or hidden.shape not in (shared, full):
-            raise ValueError(
-                f"attention: the mask is {hidden.dtype} {tuple(hidden.shape)}; it has to be "
-                f"torch.bool {full} or {shared}, True where a query does not see a key"
-            )
-    if sums and not sums[0].shape == sums[1].shape == k.shape:
-        grad_k, grad_v = (tuple(total.shape) for total in sums)
-        raise ValueError(
-            f"attention: grad_k {grad_k} and grad_v {grad_v} have to be {tuple(k.shape)}, like k; "
-            "pass the rows of the keys that were used"
         )
 
 

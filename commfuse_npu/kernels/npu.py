@@ -13,19 +13,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cache
 from itertools import accumulate
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from commfuse_npu.kernels import cpu
 
 # The same on every device: torch.mm writes into its result, and each addition is one kernel.
-from commfuse_npu.kernels.cpu import (
-    Piece,
-    check_attention,
-    gemm_into,
-    sum_parts,
-)
+from commfuse_npu.kernels.cpu import Piece, gemm_into, sum_parts
 
 if TYPE_CHECKING:
     from commfuse_npu.kernels import MatmulAdd
@@ -39,8 +34,8 @@ __all__ = [
     "sum_parts",
 ]
 
-_AS_GIVEN, _BOTTOM_RIGHT = 0, 3
-"""Values of ``sparse_mode``: 0 uses the given mask, or none; 3 is causal, with the last query at
+_NO_MASK, _BOTTOM_RIGHT = 0, 3
+"""Values of ``sparse_mode``: 0 without a mask hides nothing; 3 is causal, with the last query at
 the last key, in each document if there are several.
 
 Mode 2 is causal too, with the first query at the first key: wrong for every chunk but the first.
@@ -88,25 +83,17 @@ def _causal_mask(device: torch.device) -> torch.Tensor:
     return torch.ones(2048, 2048, dtype=torch.bool, device=device).triu_(1)
 
 
-class _Masking(NamedTuple):
-    """The arguments of both operators that say which keys a query sees."""
+def _masking(device: torch.device, causal: bool) -> dict[str, Any]:
+    """The arguments of both operators that say which keys a query sees.
 
-    mask: torch.Tensor | None
-    mode: int
-    after: int
-    """``next_tockens``: how many keys after its own position a query sees, aligned at the ends."""
-
-
-def _masking(device: torch.device, causal: bool, hidden: torch.Tensor | None) -> _Masking:
-    if hidden is not None:
-        if causal:  # added to the mask, which is a slice and would be copied anyway
-            queries, keys = hidden.shape[2:]
-            mask = torch.ones(queries, keys, dtype=torch.bool, device=hidden.device)
-            hidden = hidden | mask.triu_(keys - queries + 1)
-        return _Masking(hidden.contiguous(), _AS_GIVEN, _ALL_BEFORE)
-    if causal:
-        return _Masking(_causal_mask(device), _BOTTOM_RIGHT, 0)
-    return _Masking(None, _AS_GIVEN, _ALL_BEFORE)
+    ``next_tockens`` is how many keys after its own position a query sees, aligned at the ends.
+    """
+    return {
+        "atten_mask": _causal_mask(device) if causal else None,
+        "pre_tockens": _ALL_BEFORE,
+        "next_tockens": 0 if causal else _ALL_BEFORE,
+        "sparse_mode": _BOTTOM_RIGHT if causal else _NO_MASK,
+    }
 
 
 class WholeRun:
@@ -180,33 +167,24 @@ def attention_forward(
     causal: bool,
     scale: float | None = None,
     pieces: Sequence[Piece] | None = None,
-    hidden: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
     """See :func:`.cpu.attention_forward`; calls ``npu_fusion_attention``.
 
     The statistics are each row's maximum and sum of exponentials, fp32 ``[B, A, Sq, 8]`` (with
     pieces ``[B * Sq, A, 8]``), and a reserved output of the operator.
-
-    The operator's documentation does not say what a device returns for a query that sees no key;
-    MindSpeed calls it in the same way, and the emulation returns zeros.
     """
-    check_attention(q, k, v, causal=causal, hidden=hidden)
     run = WholeRun() if pieces is None else PackedRun(pieces, q.shape[1])
-    masking = _masking(q.device, causal, hidden)
     out, maximum, total, reserved, *_ = torch.ops.npu.npu_fusion_attention(
         run.queries(q),
         run.keys(k),
         run.keys(v),
         q.shape[2],
         run.layout,
-        atten_mask=masking.mask,
         scale=q.shape[-1] ** -0.5 if scale is None else scale,
         keep_prob=1.0,
-        pre_tockens=_ALL_BEFORE,
-        next_tockens=masking.after,
         actual_seq_qlen=run.query_ends,
         actual_seq_kvlen=run.key_ends,
-        sparse_mode=masking.mode,
+        **_masking(q.device, causal),
     )
     return run.like_queries(out, q), (maximum, total, reserved)
 
@@ -224,17 +202,14 @@ def attention_backward(
     causal: bool,
     scale: float | None = None,
     pieces: Sequence[Piece] | None = None,
-    hidden: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """See :func:`.cpu.attention_backward`; calls ``npu_fusion_attention_grad``.
 
     The operator returns gradients in the dtype of ``q``, so the terms that each chunk adds to
     ``grad_k`` and ``grad_v`` are rounded to it before.
     """
-    check_attention(q, k, v, causal=causal, hidden=hidden, sums=(grad_k, grad_v))
     maximum, total, reserved = statistics
     run = WholeRun() if pieces is None else PackedRun(pieces, q.shape[1])
-    masking = _masking(q.device, causal, hidden)
     grad_q, new_k, new_v, *_ = torch.ops.npu.npu_fusion_attention_grad(
         run.queries(q),
         run.keys(k),
@@ -242,18 +217,15 @@ def attention_backward(
         run.queries(grad),
         q.shape[2],
         run.layout,
-        atten_mask=masking.mask,
         softmax_max=maximum,
         softmax_sum=total,
         softmax_in=reserved,
         attention_in=run.queries(out),
         scale_value=q.shape[-1] ** -0.5 if scale is None else scale,
         keep_prob=1.0,
-        pre_tockens=_ALL_BEFORE,
-        next_tockens=masking.after,
         actual_seq_qlen=run.query_ends,
         actual_seq_kvlen=run.key_ends,
-        sparse_mode=masking.mode,
+        **_masking(q.device, causal),
     )
     run.add_to_keys(grad_k, new_k)
     run.add_to_keys(grad_v, new_v)

@@ -6,7 +6,7 @@ On a :class:`~commfuse_npu.runtime.collective_transport.CollectiveTransport` eac
 from __future__ import annotations
 
 from commfuse_npu.ops.attention import attention_linear_reduce_scatter
-from commfuse_npu.ops.attention_mask import Documents
+from commfuse_npu.ops.attention_runs import Documents
 from commfuse_npu.ops.buckets import BucketExchange, BucketOptions, Buckets
 from commfuse_npu.ops.linear import all_gather_linear, linear_all_reduce, linear_reduce_scatter
 from commfuse_npu.ops.options import LinearOptions, ShardedOptions
@@ -15,12 +15,10 @@ from commfuse_npu.ops.sharded_gradients import (
     clip_gradient_norm,
     sum_gradients,
 )
-from commfuse_npu.ops.sharded_linear import sharded_linear
-from commfuse_npu.ops.sharded_module import ShardedLinear, shard_linears
+from commfuse_npu.ops.sharded_linear import ShardedLinear, shard_linears, sharded_linear
 from commfuse_npu.ops.ulysses import (
     all_to_all_linear,
     attention_all_to_all,
-    attention_all_to_all_linear,
     linear_all_to_all,
 )
 
@@ -35,7 +33,6 @@ __all__ = [
     "all_gather_linear",
     "all_to_all_linear",
     "attention_all_to_all",
-    "attention_all_to_all_linear",
     "attention_linear_reduce_scatter",
     "average_gradients",
     "clip_gradient_norm",

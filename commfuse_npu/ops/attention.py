@@ -21,8 +21,12 @@ from typing import Any
 import torch
 
 from commfuse_npu.kernels import gemm_into
-from commfuse_npu.ops.attention_mask import AttentionMask, Documents
-from commfuse_npu.ops.attention_runs import AttentionRuns, checked_attention, options_for_attention
+from commfuse_npu.ops.attention_runs import (
+    AttentionRuns,
+    Documents,
+    checked_attention,
+    options_for_attention,
+)
 from commfuse_npu.ops.call import AnyTransport, Call, Tensors, check_and_cast
 from commfuse_npu.ops.options import LinearOptions
 from commfuse_npu.plan.rules import gather_use, produce_scatter
@@ -41,8 +45,6 @@ def attention_linear_reduce_scatter(
     causal: bool,
     scale: float | None = None,
     documents: Documents | None = None,
-    hidden: torch.Tensor | None = None,
-    dropout: float = 0.0,
     options: LinearOptions = LinearOptions(),
 ) -> torch.Tensor:
     """``reduce_scatter(linear(attention(q, k, v), weight)) + bias``.
@@ -72,41 +74,39 @@ def attention_linear_reduce_scatter(
         causal: whether a query sees only the keys up to its own position.
         scale: of the scores; ``D ** -0.5`` by default.
         documents: packed in the sequence, with ``causal``; a query sees only keys of its own.
-        hidden: bool, ``[B, 1, S, S]`` or ``[1, 1, S, S]``, True where a query (third dimension)
-            does not see a key (fourth); not with documents.  A query that sees no key gets zeros.
-        dropout: has to be 0.
         options: as for :func:`~commfuse_npu.ops.linear.linear_reduce_scatter`.
 
     Returns:
         ``[s, B, H]``.
 
     Raises:
-        TypeError, ValueError: dtypes, devices or shapes do not fit each other, S is not a multiple
-            of the group size, or ``dropout`` is not 0.
+        TypeError, ValueError: dtypes, devices or shapes do not fit each other, or S is not a
+            multiple of the group size.
         MismatchError, TransportError: see :func:`~commfuse_npu.ops.linear.all_gather_linear`.
     """
-    name = "attention_linear_reduce_scatter"
-    mask, instead = AttentionMask(causal, documents, hidden), ", or use linear_all_reduce"
-    mask = checked_attention(name, q, k, v, mask, dropout, transport.size, instead)
+    name, size = "attention_linear_reduce_scatter", transport.size
+    instead = ", or use linear_all_reduce"
+    documents = checked_attention(name, q, k, v, causal, documents, size, instead)
     heads, weight, bias = check_and_cast(name, q.flatten(2), weight, bias, transport, options)
     q, k, v = heads.view(q.shape), k.to(heads.dtype), v.to(heads.dtype)
-    options = options_for_attention(options, mask.costs_rise, scattered=True)
+    costs_rise = causal and documents is None
+    options = options_for_attention(options, costs_rise, scattered=True)
     call = _AttentionLinear(name, transport, options, q, rows=q.shape[0] * q.shape[1])
-    call.mask, call.scale = mask, scale
+    call.attention = {"causal": causal, "documents": documents, "scale": scale}
     y = call(q, k, v, weight)
     return y if bias is None else y + bias
 
 
 class _AttentionLinear(Call):
     weight_at = 3
-    mask: AttentionMask
-    scale: float | None
+    attention: dict[str, Any]
+    """Arguments of :class:`AttentionRuns`."""
     state: tuple[Any, ...]
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, weight: torch.Tensor
     ) -> tuple[torch.Tensor, Tensors]:
-        attention = AttentionRuns(q, k, v, self.mask, self.scale, keep=any(self.needs))
+        attention = AttentionRuns(q, k, v, **self.attention, keep=any(self.needs))
         rows, batch, hidden = q.shape[0] // self.transport.size, q.shape[1], weight.shape[0]
         y, transposed = weight.new_empty((rows, batch * hidden)), weight.t()
 

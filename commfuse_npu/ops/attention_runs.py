@@ -1,11 +1,19 @@
-"""Attention in runs of queries: checks, options, forward and backward.
+"""Attention in runs of queries: masks, checks, options, forward and backward.
 
 It calls a kernel once per run, in the order of a program, so that a fused op and its unfused form
 add the gradients of keys and values in the same order.
+
+With packed documents a query sees the keys of its own document up to its own position.  A run of
+queries may begin and end inside a document.  It needs the keys from the start of its first document
+on, and none before.
+
+Legend: ``S`` queries and keys, ``B`` batch, ``A`` query heads, ``G`` key heads, ``D`` features of a
+head.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
@@ -13,28 +21,122 @@ from typing import Any
 
 import torch
 
-from commfuse_npu.kernels import kernels_for
+from commfuse_npu.kernels import Piece, kernels_for
 from commfuse_npu.kernels.cpu import check_attention
-from commfuse_npu.ops.attention_mask import AttentionMask
 from commfuse_npu.ops.call import check_sequence
 from commfuse_npu.ops.options import LinearOptions
 
 __all__ = [
     "AttentionRuns",
+    "Documents",
     "checked_attention",
+    "keys_of",
     "options_for_attention",
 ]
+
+
+class Documents:
+    """Where the documents of a batch end.
+
+    Args:
+        ends: cumulative over all samples; sample b has the positions ``b * S .. (b + 1) * S``.
+            MindSpeed's ``actual_seq_len``, ``actual_seq_qlen`` of ``npu_fusion_attention`` in the
+            layout ``TND``.  A repeated end counts once; rows after the last end are a document.
+        length: S.
+        batch: B.
+
+    Raises:
+        ValueError: the ends decrease or are outside the batch, or a document extends into the next
+            sample.
+    """
+
+    def __init__(self, ends: Sequence[int], length: int, batch: int = 1) -> None:
+        self.length, self.batch = length, batch
+        self._pieces: dict[tuple[int, int], tuple[slice, tuple[Piece, ...]]] = {}
+        before = 0
+        for end in ends:
+            if not before <= end <= length * batch:
+                raise ValueError(
+                    f"documents: end {end} follows {before}; ends have to rise from 1 to at most "
+                    f"{length * batch}, {batch} samples of {length}"
+                )
+            before = end
+        # The ends inside each sample; the last is its length.
+        self._ends: list[list[int]] = []
+        all_ends = {*ends, length * batch}
+        for sample in range(batch):
+            first, last = sample * length, (sample + 1) * length
+            if last not in all_ends:
+                raise ValueError(
+                    f"documents: none ends at {last}, with sample {sample}: one goes on in the "
+                    f"next sample of {length}; end it there, or pass one sample"
+                )
+            self._ends.append(sorted(end - first for end in all_ends if first < end <= last))
+
+    @property
+    def whole(self) -> bool:
+        """Whether each sample is one document."""
+        return all(len(ends) == 1 for ends in self._ends)
+
+    def pieces(self, run: slice) -> tuple[slice, tuple[Piece, ...]]:
+        """The keys that a run of queries sees, as the kernels take them.
+
+        Args:
+            run: rows of the sequence, in all samples.
+
+        Returns:
+            The keys from the start of the earliest document with a query in the run to the last
+            query; and the pieces, relative to the first row of the run and the first of those keys.
+        """
+        entry = self._pieces.get((run.start, run.stop))
+        if entry is None:
+            entry = self._pieces[run.start, run.stop] = self._cut(run)
+        return entry
+
+    def _cut(self, run: slice) -> tuple[slice, tuple[Piece, ...]]:
+        documents = [
+            (sample, begin, end)
+            for sample, ends in enumerate(self._ends)
+            for begin, end in _within(ends, run)
+        ]
+        first = min((begin for _, begin, _ in documents), default=run.start)
+        pieces = []
+        for sample, begin, end in documents:
+            start, stop = max(begin, run.start), min(end, run.stop)
+            queries = slice(start - run.start, stop - run.start)
+            pieces.append(Piece(sample, queries, slice(begin - first, stop - first)))
+        return slice(first, run.stop), tuple(pieces)
+
+
+def _within(ends: list[int], run: slice) -> list[tuple[int, int]]:
+    """``(start, end)`` of each document with rows in a run."""
+    index = bisect_right(ends, run.start)
+    begin = ends[index - 1] if index else 0
+    documents = []
+    while begin < run.stop:
+        documents.append((begin, ends[index]))
+        begin = ends[index]
+        index += 1
+    return documents
+
+
+def keys_of(
+    run: slice, causal: bool, documents: Documents | None
+) -> tuple[slice, tuple[Piece, ...] | None]:
+    """The keys that a run of queries may see, and the pieces of its documents for the kernel."""
+    if documents is not None:
+        return documents.pieces(run)
+    return slice(0, run.stop) if causal else slice(None), None
 
 
 class AttentionRuns:
     """Attention of one set of heads in runs of queries, forward and backward.
 
-    Legend: ``S`` queries and keys, ``B`` batch, ``A`` query heads, ``G`` key heads, ``D`` features.
-
     Args:
         q: ``[S, B, A, D]``.
         k, v: ``[S, B, G, D]``.
-        mask: which keys a query sees.
+        causal: whether a query sees only the keys up to its own position.
+        documents: packed documents; a query sees only keys of its own.  Needs ``causal``.
         scale: of the scores; ``D ** -0.5`` by default.
         keep: whether to keep what a backward needs.
 
@@ -47,13 +149,14 @@ class AttentionRuns:
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        mask: AttentionMask,
-        scale: float | None,
         *,
+        causal: bool,
+        documents: Documents | None = None,
+        scale: float | None = None,
         keep: bool = False,
     ) -> None:
         self._q, self._k, self._v = q.contiguous(), k.contiguous(), v.contiguous()
-        self._mask, self._scale = mask, scale
+        self._causal, self._documents, self._scale = causal, documents, scale
         self._kernels = kernels_for(q.device)
         self.attended = torch.empty_like(self._q) if keep else None
         # Tensors of all runs in order, and the slice of them for each run, by its first row.
@@ -63,13 +166,14 @@ class AttentionRuns:
 
     def forward(self, run: slice) -> torch.Tensor:
         """The output for these queries, ``[rows, B, A, D]``."""
-        keys, arguments = self._mask.of(run)
+        keys, pieces = keys_of(run, self._causal, self._documents)
         attended, statistics = self._kernels.attention_forward(
             self._q[run],
             self._k[keys],
             self._v[keys],
+            causal=self._causal,
             scale=self._scale,
-            **arguments,
+            pieces=pieces,
         )
         if self.attended is not None:
             self.attended[run] = attended
@@ -81,14 +185,14 @@ class AttentionRuns:
     def saved(self) -> tuple[Sequence[torch.Tensor | None], tuple[Any, ...]]:
         """The tensors for the backward, ``attended`` first, and its other state."""
         tensors = self.attended, self._q, self._k, self._v, *self._statistics
-        return tensors, (self._mask, self._scale, self._where)
+        return tensors, (self._causal, self._documents, self._scale, self._where)
 
     @classmethod
     def again(cls, tensors: Sequence[torch.Tensor], state: tuple[Any, ...]) -> AttentionRuns:
         """Create the object for the backward from what :meth:`saved` returned."""
         attended, q, k, v, *statistics = tensors
-        mask, scale, where = state
-        runs = cls(q, k, v, mask, scale)
+        causal, documents, scale, where = state
+        runs = cls(q, k, v, causal=causal, documents=documents, scale=scale)
         runs.attended, runs._statistics, runs._where = attended, statistics, where
         # The gradients of keys and values are summed in fp32.
         wide = torch.promote_types(k.dtype, torch.float32)
@@ -96,13 +200,11 @@ class AttentionRuns:
         runs._grads = [torch.empty_like(q), *sums]
         return runs
 
-    def _kept(self, run: slice) -> Sequence[torch.Tensor]:
-        return self._statistics[self._where[run.start]]
-
     def backward(self, grad: torch.Tensor, run: slice) -> None:
         """Run the backward for these queries; ``grad`` has the elements of their output."""
         assert self.attended is not None
-        (keys, arguments), out = self._mask.of(run), self.attended[run]
+        keys, pieces = keys_of(run, self._causal, self._documents)
+        out = self.attended[run]
         grad_q, grad_k, grad_v = self._grads
         grad_q[run] = self._kernels.attention_backward(
             grad.view(out.shape),
@@ -110,11 +212,12 @@ class AttentionRuns:
             self._k[keys],
             self._v[keys],
             out,
-            self._kept(run),
+            self._statistics[self._where[run.start]],
             grad_k[keys],
             grad_v[keys],
+            causal=self._causal,
             scale=self._scale,
-            **arguments,
+            pieces=pieces,
         )
 
     def gradients(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -156,31 +259,38 @@ def checked_attention(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    mask: AttentionMask,
-    dropout: float,
+    causal: bool,
+    documents: Documents | None,
     size: int,
     instead: str = "",
-) -> AttentionMask:
-    """Check ``q_SBAD``, ``k_SBGD``, ``v_SBGD`` and the mask for ``size`` ranks; return the mask.
+) -> Documents | None:
+    """Check ``q_SBAD``, ``k_SBGD``, ``v_SBGD`` and the documents for ``size`` ranks.
+
+    Returns:
+        The documents; ``None`` if each sample is a single one.
 
     Raises:
         TypeError: the dtype is not floating-point.
-        ValueError: shapes, dtypes or the mask do not fit each other, the sequence is not divisible,
-            or ``dropout`` is not 0.
+        ValueError: shapes, dtypes or documents do not fit each other, or the sequence is not
+            divisible.
     """
-    if dropout:
-        raise ValueError(
-            f"{name}: dropout is {dropout}; the fused form has none, pass 0 or use Megatron's "
-            "attention"
-        )
-    check_attention(q, k, v, causal=False)
+    check_attention(q, k, v)
     if not q.is_floating_point():
         raise TypeError(f"{name}: q is {q.dtype}; attention needs a floating-point dtype")
-    if q.shape[0] != k.shape[0]:
+    length, batch = q.shape[:2]
+    if length != k.shape[0]:
         raise ValueError(
-            f"{name}: {q.shape[0]} queries and {k.shape[0]} keys; self-attention has as many of "
-            "one as of the other"
+            f"{name}: {length} queries and {k.shape[0]} keys; self-attention has as many of one "
+            "as of the other"
         )
-    mask = mask.checked(name, q)
-    check_sequence(name, q.shape[0], size, instead)
-    return mask
+    check_sequence(name, length, size, instead)
+    if documents is None:
+        return None
+    if not causal:
+        raise ValueError(f"{name}: documents are causal; pass causal=True, or no documents")
+    if (documents.length, documents.batch) != (length, batch):
+        raise ValueError(
+            f"{name}: documents of {documents.batch} samples of {documents.length} are given for "
+            f"{batch} of {length}; make them for those"
+        )
+    return None if documents.whole else documents

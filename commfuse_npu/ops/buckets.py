@@ -59,17 +59,18 @@ wait for the other.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections import deque
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, replace
 
 import torch
 
-from commfuse_npu.ops.bucket_exchange import BucketExchange, queue_of
 from commfuse_npu.ops.call import check_transport, sum_ending
 from commfuse_npu.ops.options import LinearOptions
 from commfuse_npu.plan import Schedule
 from commfuse_npu.plan.program import aligned
 from commfuse_npu.plan.rules import bucket_gather, bucket_scatter
+from commfuse_npu.runtime.executor import Running, Work
 from commfuse_npu.runtime.transport import Transport
 
 __all__ = [
@@ -77,6 +78,15 @@ __all__ = [
     "BucketOptions",
     "Buckets",
 ]
+
+
+SCRATCH_BYTES = 256 << 20
+"""Limit on the scratch memory of one reduction, for the sum of the own shard and arriving partials.
+
+The sum and one piece (a chunk of a shard) are always allocated.  If a whole bucket does not fit,
+some transfers start only in the wait; if a chunk of all ranks does not fit, partials are added one
+by one.  A gather needs no scratch memory.
+"""
 
 
 @dataclass(frozen=True)
@@ -89,10 +99,6 @@ class BucketOptions:
         reduce_dtype: add partials in this dtype, divide there, and round once.  By default in the
             bucket's own, rounded at every addition: bitwise the collective's sum.  Partials are
             sent in the bucket's dtype either way.
-        scratch_bytes: limit on the scratch memory of one reduction, for the sum of the own shard
-            and arriving partials.  The sum and one piece (a chunk of a shard) are always allocated.
-            If a whole bucket does not fit, some transfers start only in the wait; if a chunk of all
-            ranks does not fit, partials are added one by one.  A gather needs none.
 
     Raises:
         ValueError: for a value outside its range.
@@ -100,13 +106,9 @@ class BucketOptions:
 
     schedule: Schedule = Schedule()
     reduce_dtype: torch.dtype | None = None
-    scratch_bytes: int = 256 << 20
 
     def __post_init__(self) -> None:
         LinearOptions(self.schedule, reduce_dtype=self.reduce_dtype)  # checks the values
-        size = self.scratch_bytes
-        if isinstance(size, bool) or not isinstance(size, int) or size < 0:
-            raise ValueError(f"scratch_bytes is {size!r}; it must be a whole number from 0")
 
 
 class Buckets:
@@ -142,7 +144,7 @@ class Buckets:
             )
         self._transport = transport
         self._options = options
-        self._queue = queue_of(transport)
+        self._queue = _queue_of(transport)
 
     def reduce_scatter(
         self, bucket: torch.Tensor, *, average: bool = False, scale: float = 1.0
@@ -182,12 +184,12 @@ class Buckets:
         name, options, running = "reduce_scatter_bucket", self._options, None
         _check_bucket(name, bucket, self._transport.size)
         _check_fractions(name, bucket, average, scale, options.reduce_dtype)
-        total, facts = options.reduce_dtype or bucket.dtype, (average, options.scratch_bytes)
+        total = options.reduce_dtype or bucket.dtype
         with torch.no_grad():
-            if elements := self._to_transfer(name, bucket, facts):
+            if elements := self._to_transfer(name, bucket, average):
                 stacks = self._stacks(elements, bucket.dtype, total)
                 program = bucket_scatter(self._spec, elements, *stacks)
-                running = self._transport.begin(program, name, bucket, facts, total)
+                running = self._transport.begin(program, name, bucket, average, total)
             if scale != 1.0:
                 bucket.mul_(scale)
             works = {"finish": sum_ending(self._transport.size if average else 1)}
@@ -228,7 +230,7 @@ class Buckets:
         """
         chunks = self._spec.schedule.runs(elements, "last")
         piece = max(chunk.stop - chunk.start for chunk in chunks)
-        room = self._options.scratch_bytes - aligned(elements) * total.itemsize
+        room = SCRATCH_BYTES - aligned(elements) * total.itemsize
 
         def fit(stack: int) -> int:
             return room // (aligned(stack * piece) * dtype.itemsize)
@@ -282,3 +284,103 @@ def _check_fractions(
             f"{name}: the bucket is {bucket.dtype}, which cannot hold the result of "
             f"{' and '.join(fractions)}; use a floating-point dtype, or a sum only"
         )
+
+
+# ---------------------------------------------------------- buckets in flight
+
+
+class BucketExchange:
+    """A bucket in flight, returned by :class:`Buckets`.
+
+    The handle may be dropped: a wait for a bucket started later on the same transport finishes this
+    one too.  But without such a wait other ranks may not get the transfers that they need from
+    this rank.
+    """
+
+    def __init__(
+        self,
+        bucket: torch.Tensor,
+        queue: _BucketQueue,
+        running: Running | None,
+        works: Mapping[str, Work],
+    ) -> None:
+        self._queue = queue
+        self.works = works
+        # None if finished, or if there was nothing to transfer: in a group of one, or empty.
+        self.running = running
+        self.bucket = None if running is None else bucket
+        if running is not None:
+            queue.add(self)
+
+    def wait(self) -> None:
+        """Finish all buckets started earlier on the transport, and then this one.
+
+        A second call returns at once.  On HCCL it blocks the current stream, not the host.
+
+        Raises:
+            TransportError: a transfer failed, here or in an earlier wait.  A failed sum leaves
+                this rank's shard unchanged; a failed gather may have filled some other shards.
+        """
+        self._queue.finish(self)
+
+
+class _BucketQueue:
+    """The buckets of one transport in flight, in the order in which they were started."""
+
+    def __init__(self, transport: Transport) -> None:
+        # Else a rank in a wait could need transfers of a rank that waits in a comparison.
+        transport.before_comparing = self.finish
+        self._transport = transport
+        self._under_way: deque[BucketExchange] = deque()
+        self._not_posted: deque[BucketExchange] = deque()
+        self._last_posted: Running | None = None
+
+    def add(self, exchange: BucketExchange) -> None:
+        """Append a bucket and post the transfers that may be posted."""
+        self._under_way.append(exchange)
+        self._not_posted.append(exchange)
+        self._post()
+
+    def finish(self, last: BucketExchange | None = None) -> None:
+        """Finish the buckets up to ``last``, by default all, the oldest first."""
+        while self._under_way and (last is None or last.running is not None):
+            self._finish_oldest()
+
+    def same_memory(self, bucket: torch.Tensor) -> bool:
+        """Whether a bucket in flight overlaps with this one in memory."""
+        return any(
+            bucket.data_ptr() < other.data_ptr() + other.nbytes
+            and other.data_ptr() < bucket.data_ptr() + bucket.nbytes
+            for other in (exchange.bucket for exchange in self._under_way)
+            if other is not None
+        )
+
+    def _finish_oldest(self) -> None:
+        oldest = self._under_way[0]
+        assert oldest.running is not None
+        with torch.no_grad():
+            # After an error it stays in the queue, so that every later wait raises, too.
+            oldest.running.run(oldest.works)
+            oldest.running = oldest.bucket = None
+            self._under_way.popleft()
+            self._post()
+
+    def _post(self) -> None:
+        # Batches match by order, so buckets are posted in order: the next one may start when the
+        # last one has posted all its transfers.
+        while self._not_posted and (
+            not self._transport.batched or self._last_posted is None or self._last_posted.all_posted
+        ):
+            exchange = self._not_posted.popleft()
+            assert exchange.running is not None
+            assert exchange.bucket is not None
+            self._last_posted = exchange.running
+            exchange.running.run(exchange.works, ahead=True, bucket=exchange.bucket.view(-1, 1))
+
+
+def _queue_of(transport: Transport) -> _BucketQueue:
+    """The queue of a transport; all users share one, because they share the lanes."""
+    queue: _BucketQueue | None = transport.remembered.get(__name__)
+    if queue is None:
+        queue = transport.remembered[__name__] = _BucketQueue(transport)
+    return queue

@@ -29,7 +29,6 @@ __all__ = [
     "check_sequence",
     "check_transport",
     "sum_ending",
-    "version_of",
 ]
 
 _logger = logging.getLogger(__name__)
@@ -156,7 +155,7 @@ class _Differentiable(torch.autograd.Function):
         ctx.call = call
         call.saved = lambda: context().saved_tensors
         call.weight = tensors[call.weight_at]
-        ctx.version = version_of(call.weight)
+        ctx.version = _version_of(call.weight)
         return y
 
     @staticmethod
@@ -164,16 +163,16 @@ class _Differentiable(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         call: Call = ctx.call
         # The check that autograd makes for saved tensors.
-        if version_of(call.weight) != ctx.version:
+        if _version_of(call.weight) != ctx.version:
             raise RuntimeError(
                 f"{call.name}: the weight was modified in place between forward and backward "
-                f"(version {version_of(call.weight)}, expected {ctx.version}); the gradient would "
+                f"(version {_version_of(call.weight)}, expected {ctx.version}); the gradient would "
                 "be that of another layer. Run the backward before the optimizer step"
             )
         return None, *call.backward(grad.contiguous())
 
 
-def version_of(weight: torch.Tensor | None) -> int | None:
+def _version_of(weight: torch.Tensor | None) -> int | None:
     """The version counter of a tensor; ``None`` for inference tensors, which have none."""
     return None if weight is None or weight.is_inference() else weight._version
 

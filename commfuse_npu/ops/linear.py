@@ -34,7 +34,7 @@ links are free, and the column-parallel layer before it needs its input again::
     links    | its gradients | input of qkv              |              | sums of dgrad
 
 ``linear_reduce_scatter`` is paired with the last ``all_gather_linear`` before it on the same
-transport that gathers its input again: ``qkv`` and ``proj``, ``fc1`` and ``fc2``.  Pairs depend on
+transport whose weight needs a gradient: ``qkv`` and ``proj``, ``fc1`` and ``fc2``.  Pairs depend on
 the order of the forward calls alone, never on timing, so that ranks that run the same model post in
 the same order.  (A pair ends when the result of its column-parallel layer is dropped.)  A backward
 that was pruned (``autograd.grad`` for the weight of ``proj`` alone) leaves a program in flight; the
@@ -134,24 +134,20 @@ class _AllGatherLinear(Call):
     def forward(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> tuple[torch.Tensor, Tensors]:
-        x, whole = x.contiguous(), None
+        x, needs_weight = x.contiguous(), self.needs[1]
         (rows, inputs), outputs = x.shape, weight.shape[0]
-        needs_weight = self.needs[1]
-        keep = self.options.keep_gathered and needs_weight
         y = x.new_empty((rows * self.transport.size, outputs))
-        if keep:
-            whole = x.new_empty((y.shape[0], inputs))
-        running = self.begin(gather_gemm, rows, inputs, outputs, keep, None, 0, like=x)
-        running.run(shard=x, weight=weight.t(), out=y, whole=whole)
+        running = self.begin(gather_gemm, rows, inputs, outputs, None, 0, like=x)
+        running.run(shard=x, weight=weight.t(), out=y)
         if bias is not None:
             y.add_(bias)
-        if needs_weight and not keep and self.backward_schedule is not None:
+        if needs_weight and self.backward_schedule is not None:
             _Pairs.of(self.transport).last = weakref.ref(self)
-        return y, (x if needs_weight and not keep else None, whole)
+        return y, (x if needs_weight else None,)
 
-    def _begin_backward(self, like: torch.Tensor, rows: int, gathers: bool) -> AnyRun:
+    def _begin_backward(self, like: torch.Tensor, rows: int) -> AnyRun:
         (outputs, inputs), (needs_x, needs_weight, _) = self.weight.shape, self.needs
-        arguments = rows, inputs, outputs, needs_x, gathers, needs_weight
+        arguments = rows, inputs, outputs, needs_x, needs_weight
         sums = self.options.reduce_dtype
         return self.begin(column_backward, *arguments, like=like, backward=True, sum_dtype=sums)
 
@@ -159,8 +155,8 @@ class _AllGatherLinear(Call):
         """Begin the backward and post the gather of the input; nothing if that was done before."""
         if self.over or self.early is not None:
             return
-        x, _ = self.saved()
-        running = self._begin_backward(x, x.shape[0], True)
+        (x,) = self.saved()
+        running = self._begin_backward(x, x.shape[0])
         # With x, because saved() may be called only once.
         self.early = x, running
         _Pairs.of(self.transport).early.append(self)
@@ -175,23 +171,23 @@ class _AllGatherLinear(Call):
         return early
 
     def backward(self, grad: torch.Tensor) -> Tensors:
-        rows, early, whole = grad.shape[0] // self.transport.size, self.take_early(), None
+        rows, early = grad.shape[0] // self.transport.size, self.take_early()
         if early is not None:
             x, running = early
         else:
-            x, whole = self.saved()
-            running = self._begin_backward(grad, rows, x is not None)
+            (x,) = self.saved()
+            running = self._begin_backward(grad, rows)
         grad_x = grad.new_empty((rows, self.weight.shape[1])) if self.needs[0] else None
         wgrad = self.weight_gradient()
         works = {"wgrad": wgrad.add}
-        running.run(works, grad=grad, weight=self.weight, x=x, whole=whole, grad_x=grad_x)
+        running.run(works, grad=grad, weight=self.weight, x=x, grad_x=grad_x)
         grad_bias = grad.sum(dim=0) if self.needs[2] else None
         return grad_x, wgrad.result(), grad_bias
 
 
 @dataclass
 class _Pairs:
-    """The column-parallel layers of a transport whose backward gathers the input again.
+    """The column-parallel layers of a transport whose backward gathers the input.
 
     Attributes:
         last: the last one that is not paired yet; a weak reference keeps no activations alive.
@@ -293,7 +289,7 @@ class _LinearReduceScatter(Call):
         by_blocks = self.options.wgrad == "blocks" and self.backward_schedule is not None
         wgrad = self.weight_gradient(blocks=by_blocks)
         mode = ("blocks" if by_blocks else "whole") if wgrad.needed else None
-        arguments = grad.shape[0], outputs, inputs if self.needs[0] else 0, False, mode, inputs
+        arguments = grad.shape[0], outputs, inputs if self.needs[0] else 0, mode, inputs
         running = self.begin(gather_gemm, *arguments, like=grad, backward=True)
         column = None if self.column is None else self.column()
         if column is not None and isinstance(running, Running):

@@ -36,8 +36,7 @@ def choose_schedules(
     schedules = []
     for half in ("forward", "backward") if needs_grad else ("forward",):
         wgrad = options.wgrad if half == "backward" and not column else "whole"
-        kept = options.keep_gathered and column
-        problem = Problem(layer, half, rows, inputs, outputs, weight.dtype, wgrad, kept)
+        problem = Problem(layer, half, rows, inputs, outputs, weight.dtype, wgrad)
         trial = _trial(type(call), transport, problem, options, weight.device)
         schedules.append(tuned(transport, problem, options.schedule, options.tuning, trial))
     call.options = replace(options, tuning=None)
@@ -71,13 +70,11 @@ def _trial(
         x, grad, weight = numbers()
         call: Any = kind(f"tuning {problem.layer}", transport, options, x, rows=x.shape[0])
         call.schedule = call.backward_schedule = schedule
-        column, kept = problem.layer == COLUMN, problem.kept
         if problem.half == "forward":
-            call.needs = False, kept, False
-            return call.forward(x, weight, *([None] if column else []))
+            call.needs = False, False, False
+            return call.forward(x, weight, *([None] if problem.layer == COLUMN else []))
         call.needs, call.weight = (True, True, False), weight
-        saved = (None, x.repeat(transport.size, 1)) if kept else (x, None)
-        call.saved = lambda: saved if column else (x,)
+        call.saved = lambda: (x,)
         return call.backward(grad)
 
     return run

@@ -20,8 +20,6 @@ class LinearOptions:
 
     Args:
         schedule: order of the peers, lanes and chunks.
-        keep_gathered: keep the gathered input of :func:`all_gather_linear` for the backward, at N
-            times the memory of the shard, instead of gathering it again.
         reduce_dtype: add partial sums in this dtype and round once; by default in their own, as
             the collective does.
         wgrad: ``whole`` (the unfused layer's bits) or ``blocks`` (more overlap), see
@@ -37,7 +35,6 @@ class LinearOptions:
     """
 
     schedule: Schedule = Schedule()
-    keep_gathered: bool = False
     reduce_dtype: torch.dtype | None = None
     wgrad: Wgrad = "whole"
     main_grad: bool = False

@@ -11,7 +11,7 @@ from functools import reduce
 
 import torch
 
-from commfuse_npu.ops.sharded_module import ShardedLinear, shards_of
+from commfuse_npu.ops.sharded_linear import ShardedLinear, shards_of
 from commfuse_npu.runtime.transport import Transport
 
 __all__ = ["average_gradients", "clip_gradient_norm", "sum_gradients"]
@@ -27,7 +27,7 @@ def average_gradients(module: torch.nn.Module, transport: Transport) -> None:
             parameter.grad /= N
 
     All parameters of ``module`` are replicated (norms, embeddings, biases) except the weights of
-    :class:`~commfuse_npu.ops.sharded_module.ShardedLinear`.  One all-reduce on the transport's
+    :class:`~commfuse_npu.ops.sharded_linear.ShardedLinear`.  One all-reduce on the transport's
     plain group sums them in one buffer, in fp32 (fp64 if a parameter has it).  A missing gradient
     counts as zero if another rank has one; if no rank has one, it stays ``None``.
 
@@ -64,9 +64,6 @@ def _reduce(name: str, module: torch.nn.Module, transport: Transport, *, average
                 f"{name}: {path} has average={layer.options.average}, and its gradient would not "
                 f"fit those of the replicated parameters; use {other}"
             )
-        if layer.prefetch is not None:
-            # The optimizer step changes the weights next.
-            layer.prefetch.end_pass()
     shards = shards_of(module)
     replicated = {
         path: parameter

@@ -19,21 +19,49 @@ the arriving weight, and of the gradient being sent; or for one piece more than 
 same bits, if rows are a multiple of 64 bytes long.  An unfused layer differs where the GEMM library
 rounds a run of columns differently from all columns together, and in the sum over ``O`` in the
 dgrad, which is computed block by block here (in fp32, rounded once).
+
+To train a model with ``torch.nn.Linear`` fully sharded, without Megatron, change its loop::
+
+    model = shard_linears(model, transport=transport)      # before the optimizer is made
+    optimizer = torch.optim.AdamW(model.parameters())
+    ...
+    loss.backward()                                        # mean over the rank's own rows
+    average_gradients(model, transport)                    # replicated parameters
+    clip_gradient_norm(model, 1.0, transport)              # if gradients are clipped
+    optimizer.step()
+
+The gradient of a shard is complete after the backward; the optimizer has the state of the shard.
+``torch.nn.utils.clip_grad_norm_`` would see only one rank's shards and scale the ranks differently.
 """
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Collection
+
 import torch
 
 from commfuse_npu.kernels import gemm_into, kernels_for
-from commfuse_npu.ops.call import AnyTransport, Call, Tensors, check_and_cast, sum_ending
+from commfuse_npu.ops.call import (
+    AnyTransport,
+    Call,
+    Tensors,
+    check_and_cast,
+    check_transport,
+    sum_ending,
+)
 from commfuse_npu.ops.options import LinearOptions, ShardedOptions
-from commfuse_npu.ops.weight_prefetch import PrefetchedWeight, stamp_of
-from commfuse_npu.plan.rules import Rule, sharded_backward, sharded_forward
+from commfuse_npu.plan.rules import sharded_backward, sharded_forward
+from commfuse_npu.runtime.collectives import all_gather_rows
 from commfuse_npu.runtime.executor import Work
 from commfuse_npu.runtime.transport import Transport
 
-__all__ = ["sharded_linear"]
+__all__ = ["ShardedLinear", "shard_linears", "sharded_linear", "shards_of"]
+
+_logger = logging.getLogger(__name__)
+
+
+# ------------------------------------------------------------------------- op
 
 
 def sharded_linear(
@@ -43,7 +71,6 @@ def sharded_linear(
     *,
     transport: AnyTransport,
     options: ShardedOptions = ShardedOptions(),
-    prefetch: PrefetchedWeight | None = None,
 ) -> torch.Tensor:
     """``linear(x, all_gather(weight_shard), bias)``: the fully sharded layer.
 
@@ -75,7 +102,6 @@ def sharded_linear(
             average it with those of the other replicated parameters, see
             :func:`~commfuse_npu.ops.sharded_gradients.average_gradients`.
         transport: lanes of the data-parallel group.
-        prefetch: the weight's entry in the model's :class:`.weight_prefetch.WeightPrefetch`.
 
     Returns:
         ``[..., O]``.
@@ -95,18 +121,11 @@ def sharded_linear(
     )
     flat = x.flatten(0, -2)
     call = _ShardedLinear(name, transport, options, shard, rows=shard.shape[0])
-    call.place, call.stamp = prefetch, stamp_of(weight_shard)
     y = call(flat, shard, bias)
     return y.view(*x.shape[:-1], y.shape[1])
 
 
 class _ShardedLinear(Call):
-    place: PrefetchedWeight | None
-    """The weight's entry in the prefetch of the model."""
-
-    stamp: tuple[int, int | None]
-    """Address and version of the weight at the call."""
-
     def forward(
         self, x: torch.Tensor, shard: torch.Tensor, bias: torch.Tensor | None
     ) -> tuple[torch.Tensor, Tensors]:
@@ -114,9 +133,9 @@ class _ShardedLinear(Call):
         y = x.new_empty((x.shape[0], shard.shape[0] * self.transport.size))
 
         def use(block: torch.Tensor, run: slice) -> None:
-            columns_into(y, x, block, bias, run)
+            _columns_into(y, x, block, bias, run)
 
-        self._run(sharded_forward, {"use": use}, shard)
+        self.begin(sharded_forward, *shard.shape, like=shard).run({"use": use}, shard=shard)
         return y, (x if self.needs[1] else None,)
 
     def backward(self, grad: torch.Tensor) -> Tensors:
@@ -127,43 +146,21 @@ class _ShardedLinear(Call):
         columns = shard.shape[1] if needs_x else 0
         total = grad.new_zeros((grad.shape[0], columns), dtype=torch.float32)
         works: dict[str, Work] = {
-            "make": lambda out, run: wgrad_into(out, grad, x, run),
+            "make": lambda out, run: _wgrad_into(out, grad, x, run),
             "finish": sum_ending(self.transport.size if self.options.average else 1),
-            "use": lambda block, run: add_dgrad(total, grad, block, run),
+            "use": lambda block, run: _add_dgrad(total, grad, block, run),
         }
         if needs_x or needs_weight:
-            self._run(sharded_backward, works, shard, out, needs_x, needs_weight)
+            arguments, sums = (*shard.shape, needs_x, needs_weight), self.options.reduce_dtype
+            running = self.begin(
+                sharded_backward, *arguments, like=shard, backward=True, sum_dtype=sums
+            )
+            running.run(works, shard=shard, out=out)
         grad_x = total.to(grad.dtype) if needs_x else None
         return grad_x, out, grad.sum(dim=0) if needs_bias else None
 
-    def _run(
-        self,
-        rule: Rule,
-        works: dict[str, Work],
-        shard: torch.Tensor,
-        out: torch.Tensor | None = None,
-        *needs: bool,
-    ) -> None:
-        """Run the forward, or the backward with ``needs``: gradients of x and of the weight.
 
-        Before the last block is used, all have arrived, so the next layer's gather starts then.
-        """
-        place, backward = self.place, bool(needs)
-        arguments, sums = (*shard.shape, *needs), self.options.reduce_dtype
-        gathers, lanes = all(needs[:1]), self.transport
-        if place is None or not gathers or not isinstance(lanes, Transport):
-            begun = self.begin(rule, *arguments, like=shard, backward=backward, sum_dtype=sums)
-            begun.run(works, shard=shard, out=out)
-            return
-        order, program = place.prefetch, lanes.program(rule, self.options.schedule, *arguments)
-        name = f"{self.name} backward" if backward else self.name
-        operation = lanes, program, name, self.options, sums
-        running = order.take(place.number, shard, self.stamp, operation, backward=backward)
-        running.before_last = {"use": order.start_next}
-        running.run(works, out=out)
-
-
-def columns_into(
+def _columns_into(
     y: torch.Tensor, x: torch.Tensor, block: torch.Tensor, bias: torch.Tensor | None, run: slice
 ) -> None:
     """``y[:, run] = x @ block^T + bias[run]``.
@@ -177,11 +174,216 @@ def columns_into(
         y[:, run].add_(bias[run])
 
 
-def wgrad_into(out: torch.Tensor, grad: torch.Tensor, x: torch.Tensor, run: slice) -> None:
+def _wgrad_into(out: torch.Tensor, grad: torch.Tensor, x: torch.Tensor, run: slice) -> None:
     """``out = grad[:, run]^T @ x``."""
     gemm_into(out, grad[:, run].t(), x)
 
 
-def add_dgrad(total: torch.Tensor, grad: torch.Tensor, block: torch.Tensor, run: slice) -> None:
+def _add_dgrad(total: torch.Tensor, grad: torch.Tensor, block: torch.Tensor, run: slice) -> None:
     """``total += grad[:, run] @ block``, with the kernel of the weight gradient."""
     kernels_for(grad.device).accumulate_weight_gradient(total, grad[:, run].t(), block)
+
+
+# --------------------------------------------------------------------- modules
+
+
+class ShardedLinear(torch.nn.Module):
+    """``torch.nn.Linear`` whose weight is sharded over a data-parallel group, by output features.
+
+    Made by :meth:`from_linear` or :func:`shard_linears`.
+
+    The ``state_dict`` has the shard of this rank, ``weight`` ``[O/N, I]``, and the full ``bias``
+    ``[O]``, so every rank has its own checkpoint, for the same N.  For a checkpoint for any N, save
+    :meth:`full_weight` and load it with :meth:`load_full_weight`.
+
+    Attributes:
+        weight: ``[O/N, I]``, rows ``rank * O/N`` to ``(rank + 1) * O/N`` of the whole weight.
+        bias: ``[O]`` or None; the same on every rank.
+        in_features, out_features: I and O of the whole layer.
+    """
+
+    weight: torch.nn.Parameter
+    bias: torch.nn.Parameter | None
+
+    def __init__(
+        self,
+        weight: torch.nn.Parameter,
+        bias: torch.nn.Parameter | None,
+        *,
+        transport: Transport,
+        options: ShardedOptions = ShardedOptions(),
+    ) -> None:
+        super().__init__()
+        self.weight = weight
+        self.register_parameter("bias", bias)
+        self.in_features = weight.shape[1]
+        self.out_features = weight.shape[0] * transport.size
+        self.transport = transport
+        self.options = options
+
+    @classmethod
+    def from_linear(
+        cls,
+        linear: torch.nn.Linear,
+        *,
+        transport: Transport,
+        options: ShardedOptions = ShardedOptions(),
+    ) -> ShardedLinear:
+        """Create this rank's shard of a layer that is equal on every rank.
+
+        Args:
+            linear: this rank's rows of its weight are copied; its bias is shared.
+
+        Raises:
+            TypeError: ``transport`` is not a transport.
+            ValueError: its output features are not divisible by the size of the group.
+        """
+        check_transport("ShardedLinear", transport)
+        refusal = _not_divisible(linear, transport.size)
+        if refusal is not None:
+            raise ValueError(f"ShardedLinear: {refusal}")
+        rows = linear.out_features // transport.size
+        # A copy: a slice would keep the whole weight alive.
+        shard = linear.weight.detach()[transport.rank * rows :][:rows].clone()
+        weight = torch.nn.Parameter(shard, requires_grad=linear.weight.requires_grad)
+        layer = cls(weight, linear.bias, transport=transport, options=options)
+        return layer.train(linear.training)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """``[..., I] -> [..., O]``; see :func:`sharded_linear`."""
+        return sharded_linear(
+            x, self.weight, self.bias, transport=self.transport, options=self.options
+        )
+
+    @torch.no_grad()
+    def full_weight(self) -> torch.Tensor:
+        """Gather the weight ``[O, I]``, without gradient.  Every rank of the group calls it."""
+        return all_gather_rows(self.weight.detach(), self.transport.group)
+
+    @torch.no_grad()
+    def load_full_weight(self, weight: torch.Tensor) -> None:
+        """Copy this rank's rows of a full weight ``[O, I]``.
+
+        Raises:
+            ValueError: ``weight`` has another shape.
+        """
+        if tuple(weight.shape) != (self.out_features, self.in_features):
+            raise ValueError(
+                f"ShardedLinear: a weight of shape {tuple(weight.shape)} for a layer of "
+                f"({self.out_features}, {self.in_features}); give the whole one, not a shard"
+            )
+        rows = self.weight.shape[0]
+        self.weight.copy_(weight[self.transport.rank * rows :][:rows])
+
+    def extra_repr(self) -> str:
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, "
+            f"bias={self.bias is not None}, shard {self.transport.rank} of {self.transport.size}"
+        )
+
+
+def shard_linears(
+    module: torch.nn.Module,
+    *,
+    transport: Transport,
+    options: ShardedOptions = ShardedOptions(),
+    skip: Collection[str] = (),
+) -> torch.nn.Module:
+    """Replace every ``torch.nn.Linear`` in ``module`` by a :class:`ShardedLinear`, in place.
+
+    Every rank calls it with an equal module: the same seed, or the same checkpoint.  Call it before
+    the optimizer is created.
+
+    Some layers are not sharded, which is logged: layers named in ``skip``, layers whose output
+    features are not divisible by N, layers whose weight another module uses too (tied embeddings),
+    and subclasses of ``torch.nn.Linear``, whose owner may use the weight without calling the layer.
+
+    Args:
+        skip: names, in the module, of linear layers or of modules that contain some.
+
+    Returns:
+        ``module``, or the new layer if it is a ``torch.nn.Linear`` itself.
+
+    Raises:
+        TypeError: ``transport`` is not a transport.
+        ValueError: ``skip`` names a module that does not exist.
+        MismatchError: the ranks do not have the same layers with the same parameters.
+    """
+    check_transport("shard_linears", transport)
+    names: dict[torch.nn.Module, list[str]] = {}
+    for name, part in module.named_modules(remove_duplicate=False):
+        names.setdefault(part, []).append(name)
+    unknown = sorted(set(skip).difference(*names.values()))
+    if unknown:
+        raise ValueError(
+            f"shard_linears: skip names {', '.join(unknown)}, which the module does not have; take "
+            "names of module.named_modules()"
+        )
+    linears = [part for part in names if isinstance(part, torch.nn.Linear)]
+    reasons = {m: _stays_whole(module, names[m], m, transport.size, skip) for m in linears}
+    transport.agree(
+        "shard_linears",
+        options=options,
+        layers=tuple((names[m][0], tuple(m.weight.shape), reasons[m]) for m in linears),
+        parameters=_fingerprint(module),
+    )
+    unsharded = [f"{names[m][0]} ({reason})" for m, reason in reasons.items() if reason is not None]
+    if unsharded:
+        _logger.warning("shard_linears keeps whole: %s", "; ".join(unsharded))
+    replacements: dict[torch.nn.Module, torch.nn.Module] = {
+        linear: ShardedLinear.from_linear(linear, transport=transport, options=options)
+        for linear in linears
+        if reasons[linear] is None
+    }
+    if module in replacements:
+        return replacements[module]
+    for parent in list(module.modules()):
+        # A layer used in several places is replaced by one new layer in all of them.
+        for name, child in parent._modules.items():
+            if child in replacements:
+                setattr(parent, name, replacements[child])
+    return module
+
+
+def shards_of(module: torch.nn.Module) -> set[int]:
+    """The ids of the sharded parameters."""
+    return {id(layer.weight) for layer in module.modules() if isinstance(layer, ShardedLinear)}
+
+
+def _not_divisible(linear: torch.nn.Linear, size: int) -> str | None:
+    features = linear.out_features
+    if features % size == 0:
+        return None
+    return (
+        f"{features} output features are not divisible by the group size {size}; pad them to "
+        f"{-(-features // size) * size}, or keep the layer whole"
+    )
+
+
+def _stays_whole(
+    module: torch.nn.Module,
+    names: list[str],
+    linear: torch.nn.Linear,
+    size: int,
+    skip: Collection[str],
+) -> str | None:
+    """Why a layer is not sharded; ``None`` if it is."""
+    if any(f"{name}.".startswith(f"{other}.") for name in names for other in skip):
+        return "named in skip"
+    if type(linear) is not torch.nn.Linear:
+        return f"it is a {type(linear).__name__}"
+    users = [m for m in module.modules() if any(p is linear.weight for p in m._parameters.values())]
+    if len(users) > 1:
+        return "its weight is used by another module too"
+    return _not_divisible(linear, size)
+
+
+def _fingerprint(module: torch.nn.Module) -> tuple[int, ...]:
+    """A checksum per replicated parameter: the sum of its elements' bits as integers."""
+    integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    shards = shards_of(module)
+    return tuple(
+        int(parameter.detach().view(integers[parameter.itemsize]).sum(dtype=torch.int64))
+        for parameter in module.parameters()
+        if not parameter.is_meta and parameter.itemsize in integers and id(parameter) not in shards
+    )

@@ -4,8 +4,8 @@ Ulysses shards activations by the sequence, but attention by heads: one all-to-a
 first to the second, and another one back.  Here each is split into transfers that overlap with the
 work that computes or uses the blocks (CommFuse, arXiv 2604.24013: FuseA2A).  The whole chain::
 
-    x_sBH -> linear_all_to_all -> q_SBAD, k_SBGD, v_SBGD -> attention_all_to_all_linear -> y_sBH
-              projection | heads                     attention per block | rows | projection
+    x_sBH -> linear_all_to_all -> q_SBAD, k_SBGD, v_SBGD -> attention_all_to_all -> y_sBH
+              projection | heads              attention per block | rows | projection
 
 q, k and v are parts of the result of the first op, after the work per head (rotary embedding,
 norms).
@@ -14,43 +14,39 @@ Legend: ``N`` ranks, ``S`` sequence, ``s`` its shard (S/N), ``B`` batch, ``H`` h
 heads and ``G`` key heads of this rank, ``D`` features of a head, ``O`` and ``F`` features of a
 rank's head group (``F = A * D``), ``x_sBH`` a tensor of that shape.
 
-=========================== ================================= ====================================
-op                          forward                           backward
-=========================== ================================= ====================================
-linear_all_to_all           GEMM -> rank of the heads         gradient arrives -> dgrad, wgrad
-attention_all_to_all        attention -> rank of the rows     gradient arrives -> attention
-all_to_all_linear           heads arrive -> GEMM              dgrad -> rank of the rows; wgrad
-attention_all_to_all_linear attention -> ranks -> GEMM        dgrad -> ranks -> attention; wgrad
-=========================== ================================= ====================================
+========================= ================================== ====================================
+op                        forward                            backward
+========================= ================================== ====================================
+linear_all_to_all         GEMM -> rank of the heads          gradient arrives -> dgrad; wgrad
+all_to_all_linear         heads arrive -> GEMM               dgrad -> rank of the rows; wgrad
+attention_all_to_all      attention -> rank of the rows      gradient arrives -> attention
+... with a weight         attention -> ranks -> GEMM         dgrad -> ranks -> attention; wgrad
+========================= ================================== ====================================
 
 Every rank has the full weights, so their gradients are those of this rank's rows; sum them over the
-ranks, as for every layer with context parallelism.  The ops use ``schedule``, ``wgrad`` and
-``main_grad`` of :class:`~commfuse_npu.ops.LinearOptions`; the other options do not apply, because
-no partials are added and nothing is gathered.
+ranks, as for every layer with context parallelism.  The ops use ``schedule`` and ``main_grad`` of
+:class:`~commfuse_npu.ops.LinearOptions`; the other options do not apply: no partials are added,
+nothing is gathered, and all rows of a weight gradient are there when it begins.
 
 Under a causal mask without packed documents, the queries of later ranks see more keys.  If
 attention computes the blocks to send, or uses arriving blocks that no other work computes, the
 program takes them in the order in which ranks wait least for the links
-(:mod:`~commfuse_npu.plan.block_order`).  The backward of :func:`attention_all_to_all_linear` keeps
-the order of distance, because its dgrad comes first, and costs the same for every block.
+(:mod:`~commfuse_npu.plan.block_order`).  The backward of :func:`attention_all_to_all` with a weight
+keeps the order of distance, because its dgrad comes first, and costs the same for every block.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
-from commfuse_npu.ops.attention_mask import AttentionMask, Documents
-from commfuse_npu.ops.attention_runs import checked_attention, options_for_attention
+from commfuse_npu.ops.attention_runs import Documents, checked_attention, options_for_attention
 from commfuse_npu.ops.call import AnyTransport, check_and_cast, check_device, check_sequence
-from commfuse_npu.ops.head_groups import HeadRows, HeadsToRows, RowsToHeads
+from commfuse_npu.ops.head_groups import HeadsToRows, RowsToHeads
 from commfuse_npu.ops.options import LinearOptions
 
 __all__ = [
     "all_to_all_linear",
     "attention_all_to_all",
-    "attention_all_to_all_linear",
     "linear_all_to_all",
 ]
 
@@ -64,12 +60,11 @@ def linear_all_to_all(
     bias: torch.Tensor | None = None,
     *,
     transport: AnyTransport,
-    rows: Sequence[Sequence[slice]] | None = None,
     options: LinearOptions = LinearOptions(),
 ) -> torch.Tensor:
     """``all_to_all(linear(x, weight, bias))``: the projection to q, k and v of Ulysses.
 
-    Equals, on rank r with ``W_d`` the rows of the weight for rank d::
+    Equals, on rank r with ``W_d`` the rows ``d * O .. (d + 1) * O`` of the weight::
 
         z_d_sBO = x_sBH @ W_d^T + b_d                  # for every rank d
         y_SBO = all_to_all(z_0, ..., z_N-1)            # rows b*s..(b+1)*s: rank b's, heads of r
@@ -83,38 +78,36 @@ def linear_all_to_all(
         forward   compute  | heads of r+1 | heads of r+2 | heads of r |
                   links    |              | -> r+1       | -> r+2     |
 
-        backward  compute  | own dz: dx, dW_r | dz of r-1: += dx, dW | dz of r-2 ... |
-                  links    | dz of r-1        | dz of r-2            |               |
+        backward  compute  | own dz: dx | dz of r-1: += dx | dz of r-2: += dx | dweight |
+                  links    | dz of r-1  | dz of r-2        |                  |         |
 
     Args:
         x: ``[s, B, H]`` or ``[s, H]``, the same shape on every rank.  Need not be contiguous.
         weight: ``[N * O, H]``, full and equal on every rank, the dtype of ``x``.
-        bias: one element per row of the weight.
+        bias: ``[N * O]``.
         transport: lanes of the context-parallel group.
-        rows: for each rank, the slices of weight rows that make its features, in this order: ``O``
-            rows in all for each rank.  Pass equal slices on every rank.  With fewer key heads than
-            ranks slices overlap, for 2 key heads and 4 ranks ``[[q_d, k_0, v_0], ...]`` for the
-            first two ranks and ``[[q_d, k_1, v_1], ...]`` for the others; gradients of rows that
-            several ranks use are added.  By default rank d gets the rows ``d * O .. (d + 1) * O``.
-        options: ``wgrad="blocks"`` computes the weight's gradient from each block as it arrives.
+        options: see the module.
 
     Returns:
         ``[S, B, O]`` or ``[S, O]``.
 
     Raises:
-        TypeError, ValueError: dtypes, devices, shapes or rows do not fit each other.
-        MismatchError: another rank calls another op, or with another shape or other rows.
+        TypeError, ValueError: dtypes, devices or shapes do not fit each other, or the rows of the
+            weight are not a multiple of the group size.
+        MismatchError: another rank calls another op, or with another shape.
         TransportError: a transfer failed.
     """
-    name = "linear_all_to_all"
+    name, size = "linear_all_to_all", transport.size
     x, weight, bias = check_and_cast(name, x, weight, bias, transport, options)
-    heads, flat = HeadRows(name, weight.shape[0], transport.size, rows), x.flatten(0, -2)
-    call = RowsToHeads(name, transport, options, x, rows=flat.shape[0])
-    call.heads = heads
-    call.transport.agree(f"{name} rows", rows=heads.bounds)
-    y = call(flat, weight, bias)
+    if weight.shape[0] % size:
+        raise ValueError(
+            f"{name}: {weight.shape[0]} rows of the weight are not divisible by the group size "
+            f"{size}; repeat key heads until every rank has as many"
+        )
+    flat = x.flatten(0, -2)
+    y = RowsToHeads(name, transport, options, x, rows=flat.shape[0])(flat, weight, bias)
     # Not view(-1, ...), which is ambiguous for an empty tensor.
-    return y.view(x.shape[0] * transport.size, *x.shape[1:-1], heads.features)
+    return y.view(x.shape[0] * size, *x.shape[1:-1], weight.shape[0] // size)
 
 
 # ------------------------------------------------------------- heads to rows
@@ -146,7 +139,7 @@ def all_to_all_linear(
         backward  compute  | dx for r+1 | dx for r+2 | own dx | dweight |
                   links    |            | -> r+1     | -> r+2 |         |
 
-    After attention, :func:`attention_all_to_all_linear` does both with one exchange.
+    After attention, :func:`attention_all_to_all` does both with one exchange.
 
     Args:
         x: ``[S, B, F]`` or ``[S, F]``, this rank's heads; S a multiple of N.
@@ -154,8 +147,7 @@ def all_to_all_linear(
             ``g * F .. (g + 1) * F`` multiply the heads of rank g.
         bias: ``[H]``.
         transport: lanes of the context-parallel group.
-        options: ``wgrad="blocks"`` computes the weight's gradient per head group, without a copy of
-            the input.
+        options: see the module.
 
     Returns:
         ``[s, B, H]`` or ``[s, H]``.
@@ -169,7 +161,7 @@ def all_to_all_linear(
     size = transport.size
     x, weight, bias = check_and_cast(name, x, weight, bias, transport, options, head_groups=size)
     check_sequence(name, x.shape[0], size)
-    flat = x.flatten(0, -2)
+    flat = x.flatten(0, -2).unsqueeze(1)
     y = HeadsToRows(name, transport, options, x, rows=flat.shape[0])(weight, bias, flat)
     return y.view(x.shape[0] // size, *x.shape[1:-1], weight.shape[0])
 
@@ -178,92 +170,34 @@ def attention_all_to_all(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    *,
-    transport: AnyTransport,
-    causal: bool,
-    scale: float | None = None,
-    documents: Documents | None = None,
-    hidden: torch.Tensor | None = None,
-    dropout: float = 0.0,
-    options: LinearOptions = LinearOptions(),
-) -> torch.Tensor:
-    """``all_to_all(attention(q, k, v))``: attention per head, its output per row.
-
-    Equals, on rank r::
-
-        o_SBAD = softmax(q_SBAD @ k_SBGD^T * scale) @ v_SBGD        # per head, masked if causal
-        o_0, ..., o_N-1 = all_to_all(o_SBAD)                        # rows of r, heads of every rank
-        y_sBNAD = cat(o_0, ..., o_N-1)                              # side by side
-        # backward
-        do_SBAD = all_to_all(dy_sBNAD)
-        dq, dk, dv = attention_backward(do_SBAD)                    # dk, dv added in fp32
-
-    Timelines, rank r of 3; ``attend b`` is attention of the queries of block b::
-
-        forward   compute  | attend r+1 | attend r+2 | attend own r | put side by side |
-                  links    |            | -> r+1     | -> r+2       |                  |
-
-        backward  compute  | own r: dq, += dk, dv | r-1: ...  | r-2: ... |
-                  links    | do of r-1            | do of r-2 |          |
-
-    Args:
-        q, k, v, causal, scale, documents, hidden, dropout: as for
-            :func:`~commfuse_npu.ops.attention.attention_linear_reduce_scatter`.
-        transport: lanes of the context-parallel group.
-        options: only the schedule is used.
-
-    Returns:
-        ``[s, B, N * A * D]``: this rank's rows, the heads of rank 0 first.
-
-    Raises:
-        TypeError, ValueError: dtypes, devices or shapes do not fit each other, S is not a multiple
-            of the group size, or ``dropout`` is not 0.
-        MismatchError: another rank calls another op, or with another shape.
-        TransportError: a transfer failed.
-    """
-    name = "attention_all_to_all"
-    mask = AttentionMask(causal, documents, hidden)
-    mask = checked_attention(name, q, k, v, mask, dropout, transport.size)
-    device = transport.device_type
-    check_device(name, "q", q.device, device)
-    if torch.is_autocast_enabled(device):
-        q, k, v = (head.to(torch.get_autocast_dtype(device)) for head in (q, k, v))
-    options = options_for_attention(options, mask.costs_rise)
-    call = HeadsToRows(name, transport, options, q, rows=q.shape[0] * q.shape[1])
-    call.mask, call.scale = mask, scale
-    return call(None, None, q, k, v)
-
-
-def attention_all_to_all_linear(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    weight: torch.Tensor,
+    weight: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
     *,
     transport: AnyTransport,
     causal: bool,
     scale: float | None = None,
     documents: Documents | None = None,
-    hidden: torch.Tensor | None = None,
-    dropout: float = 0.0,
     options: LinearOptions = LinearOptions(),
 ) -> torch.Tensor:
-    """``linear(all_to_all(attention(q, k, v)), weight, bias)``: attention and output projection.
+    """``all_to_all(attention(q, k, v))``: attention per head, its output per row.
 
-    One exchange between attention and the projection overlaps with both.  Equals, on rank r with
-    ``V_g`` the columns of the weight for the heads of rank g::
+    With a weight ``linear(all_to_all(attention(q, k, v)), weight, bias)``: attention and output
+    projection, with one exchange that overlaps with both.  Equals, on rank r with ``V_g`` the
+    columns of the weight for the heads of rank g::
 
         o_SBAD = softmax(q_SBAD @ k_SBGD^T * scale) @ v_SBGD        # per head, masked if causal
         o_0, ..., o_N-1 = all_to_all(o_SBAD)                        # rows of r, heads of every rank
-        y_sBH = sum of o_g @ V_g^T + bias                           # in fp32, rounded once
+        y_sBNAD = cat(o_0, ..., o_N-1)                              # without a weight
+        y_sBH = sum of o_g @ V_g^T + bias                           # with one, rounded once
         # backward
-        do_SBAD = all_to_all(dy_sBH @ V_0, ..., dy_sBH @ V_N-1)
+        do_SBAD = all_to_all(dy_sBNAD)                              # without a weight
+        do_SBAD = all_to_all(dy_sBH @ V_0, ..., dy_sBH @ V_N-1)     # with one
         dq, dk, dv = attention_backward(do_SBAD)                    # dk, dv added in fp32
         dV_g = dy_sBH^T @ o_g
 
-    Timelines, rank r of 3; ``attend b`` is attention of the queries of block b, ``V g`` the
-    projection of the heads of rank g, ``do b`` the dgrad for the heads of rank b::
+    Timelines, rank r of 3; ``attend b`` is attention of the queries of block b, ``do b`` the dgrad
+    for the heads of rank b, ``V g`` the projection of the heads of rank g, or without a weight a
+    copy into their columns::
 
         forward   compute  | attend r+1 | attend r+2 | attend r | V r | V r-1 | V r-2 |
                   links    |            | -> r+1     | -> r+2   |     |       |       |
@@ -271,29 +205,44 @@ def attention_all_to_all_linear(
         backward  compute  | do r+1 | do r+2 | do r, dV | r: dq, += dk, dv | r-1: ... | r-2: ... |
                   links    |        | -> r+1 | -> r+2   |                  |          |          |
 
+        without a weight   | r: dq, += dk, dv | r-1: ...  | r-2: ... |
+                  links    | do of r-1        | do of r-2 |          |
+
     Args:
-        q, k, v, transport, causal, scale, documents, hidden, dropout: as for
-            :func:`attention_all_to_all`.
-        weight: ``[H, N * A * D]``, full and equal on every rank.
-        bias: ``[H]``.
-        options: as for :func:`all_to_all_linear`.
+        q, k, v, causal, scale, documents: as for
+            :func:`~commfuse_npu.ops.attention.attention_linear_reduce_scatter`.
+        weight: ``[H, N * A * D]``, full and equal on every rank; ``None`` for no projection.
+        bias: ``[H]``, with a weight.
+        transport: lanes of the context-parallel group.
+        options: see the module.
 
     Returns:
-        ``[s, B, H]``.
+        ``[s, B, H]``; without a weight ``[s, B, N * A * D]``: this rank's rows, the heads of rank 0
+        first.
 
     Raises:
-        TypeError, ValueError, MismatchError, TransportError: see :func:`attention_all_to_all`.
+        TypeError, ValueError: dtypes, devices or shapes do not fit each other, or S is not a
+            multiple of the group size.
+        MismatchError: another rank calls another op, or with another shape.
+        TransportError: a transfer failed.
     """
-    name = "attention_all_to_all_linear"
-    size = transport.size
-    mask = AttentionMask(causal, documents, hidden)
-    mask = checked_attention(name, q, k, v, mask, dropout, size)
-    heads, weight, bias = check_and_cast(
-        name, q.flatten(2), weight, bias, transport, options, head_groups=size
-    )
-    q, k, v = heads.view(q.shape), k.to(heads.dtype), v.to(heads.dtype)
-    by_cost = options_for_attention(options, mask.costs_rise)
+    name, size, device = "attention_all_to_all", transport.size, transport.device_type
+    if weight is not None:
+        name += " with a weight"  # another operation, on which the ranks agree
+    documents = checked_attention(name, q, k, v, causal, documents, size)
+    if weight is not None:
+        heads, weight, bias = check_and_cast(
+            name, q.flatten(2), weight, bias, transport, options, head_groups=size
+        )
+        q, k, v = heads.view(q.shape), k.to(heads.dtype), v.to(heads.dtype)
+    else:
+        check_device(name, "q", q.device, device)
+        if torch.is_autocast_enabled(device):
+            q, k, v = (head.to(torch.get_autocast_dtype(device)) for head in (q, k, v))
+    by_cost = options_for_attention(options, causal and documents is None)
     call = HeadsToRows(name, transport, by_cost, q, rows=q.shape[0] * q.shape[1])
-    call.backward_schedule = options_for_attention(options, False).schedule
-    call.mask, call.scale = mask, scale
-    return call(weight, bias, q, k, v).view(q.shape[0] // size, q.shape[1], weight.shape[0])
+    if weight is not None:
+        call.backward_schedule = options_for_attention(options, False).schedule
+    call.attention = {"causal": causal, "documents": documents, "scale": scale}
+    y = call(weight, bias, q, k, v)
+    return y if weight is None else y.view(q.shape[0] // size, q.shape[1], weight.shape[0])

@@ -66,13 +66,6 @@ class WeightGradient:
                 "add() takes all rows at once; ask for blocks=True"
             )
 
-    def take(self, total: torch.Tensor) -> None:
-        """Add a sum of such products: ``[O, I]``, fp32; it is rounded here."""
-        if self._total is not None:
-            self._total.add_(total)
-        else:
-            self._grad = total.to(self._weight.dtype)
-
     def result(self) -> torch.Tensor | None:
         """The tensor, or ``None``, that the backward returns for the weight."""
         weight, target = self._weight, self._main_grad

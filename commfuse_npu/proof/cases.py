@@ -106,15 +106,15 @@ def arguments(rule: str, rows: int, size: int) -> list[tuple[object, ...]]:
     ways = (None, "whole", "blocks")
     choices: dict[str, list[tuple[object, ...]]] = {
         "gather_gemm": [
-            (rows, 2, outputs, keep, wgrad, 2)
-            for outputs, keep, wgrad in product((3, 0), flags, ways)
+            (rows, 2, outputs, wgrad, 2)
+            for outputs, wgrad in product((3, 0), ways)
             if outputs or wgrad
         ],
         "gemm_scatter": [(2, 3, rows)],
         "column_backward": [
-            (2, rows, 3, scatters, gathers, wgrad)
-            for scatters, gathers, wgrad in product(flags, repeat=3)
-            if (scatters or wgrad) and (wgrad or not gathers)
+            (2, rows, 3, scatters, wgrad)
+            for scatters, wgrad in product(flags, flags)
+            if scatters or wgrad
         ],
         "gemm_all_reduce": [(size * rows, 2, 3)],
         "produce_scatter": [(rows, 2)],

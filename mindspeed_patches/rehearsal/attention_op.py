@@ -179,7 +179,7 @@ def _attention(
         v = _spread(value, input_layout, n=k.shape[2])
         sizes = [x.shape[-1] for x in (q, k, v)]
         q, k, v = (pad(x, (0, max(sizes) - x.shape[-1])) for x in (q, k, v))
-        cpu.check_attention(q, k, v, causal=False)
+        cpu.check_attention(q, k, v)
     except (EinopsError, ValueError) as error:
         raise ValueError(
             f"npu_fusion_attention: head_num {head_num}, query {tuple(query.shape)}, key "

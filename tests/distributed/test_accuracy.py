@@ -18,14 +18,14 @@ from commfuse_npu.runtime.collective_transport import CollectiveTransport
 from tests.attention_masks import MASKS
 from tests.distributed.programs import correct, transport
 from tests.distributed.ranks import on_ranks
-from tests.random_networks.case import HEAD_FEATURES, Network, one_layer
+from tests.random_networks.case import HEAD_FEATURES, WITH_PROJECTION, Network, one_layer
 from tests.random_networks.compare import run_case
 from tests.random_networks.network_run import run_network
 from tests.random_networks.values import drawn
 
 ULYSSES = (
     *("linear_all_to_all", "attention_all_to_all"),
-    *("all_to_all_linear", "attention_all_to_all_linear"),
+    *("all_to_all_linear", WITH_PROJECTION),
 )
 SPLIT = "attention_linear_reduce_scatter"
 LINEARS = ("all_gather_linear", "linear_reduce_scatter", "linear_all_reduce", "sharded_linear")
@@ -33,8 +33,8 @@ LOW = (torch.bfloat16, torch.float16)
 
 
 def whole_layer(size: int, last: str = ULYSSES[3], **changes: Any) -> Network:
-    """A projection to heads, some shared by two ranks, followed by the layer ``last``."""
-    first = one_layer(ULYSSES[0], size, shared=32, schedule=Schedule(lanes=1, chunks=3))
+    """A projection to heads, followed by the layer ``last``."""
+    first = one_layer(ULYSSES[0], size, schedule=Schedule(lanes=1, chunks=3))
     return replace(first, layers=(first.layers[0], one_layer(last, size).layers[0]), **changes)
 
 
@@ -64,7 +64,7 @@ def test_attention_and_ulysses(rank: int, dtype: torch.dtype) -> None:
     for op, mask in product(attention, ("full", *MASKS)):
         cases.append(one_layer(op, size, queries=4, mask=mask))
     cases += [one_layer(SPLIT, size, mask=mask, batch=1, scale=0.3) for mask in MASKS]
-    cases += [one_layer(ULYSSES[0], size, shared=32), whole_layer(size)]
+    cases.append(whole_layer(size))
     correct(rank, [replace(case, dtype=dtype) for case in cases])
 
 
@@ -80,7 +80,7 @@ def test_heads_without_gradients(rank: int) -> None:
         results = []
         for carrier in (link, CollectiveTransport(link.group, same_pieces=True)):
             heads = [tensor.clone().requires_grad_(at in wanted) for at, tensor in enumerate(qkv)]
-            y = getattr(ops, op)(*heads, *weights, causal=True, transport=carrier)
+            y = ops.attention_all_to_all(*heads, *weights, causal=True, transport=carrier)
             if y.requires_grad:
                 y.backward(torch.ones_like(y))
             results.append([head.grad for head in heads])
@@ -95,8 +95,8 @@ SUMMED = {ULYSSES[0]: "micro-batch 0, layer 0 x.grad", ULYSSES[2]: "micro-batch 
 
 @on_ranks(3)
 def test_sums_over_ranks_are_rounded_once(rank: int) -> None:
-    for (op, name), keys in product(SUMMED.items(), (0, 32)):
-        case = one_layer(op, 3, dtype=torch.bfloat16, shared=keys, bias="no")
+    for op, name in SUMMED.items():
+        case = one_layer(op, 3, dtype=torch.bfloat16, bias="no")
         ours, exact = (run_case(case, form)[name] for form in ("fused", "exact"))
         half = torch.finfo(case.dtype).eps / 2 * exact.abs()
         assert ((ours - exact).abs() <= half + 1e-5 * exact.abs().max()).all(), case

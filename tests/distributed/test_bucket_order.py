@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -10,23 +12,25 @@ from commfuse_npu import Schedule
 from commfuse_npu.ops import BucketOptions, Buckets
 from tests.distributed.programs import transport
 from tests.distributed.ranks import on_ranks
-from tests.distributed.test_buckets import shard
+from tests.distributed.test_buckets import SCRATCH, shard
 
 
 @pytest.mark.parametrize("batched", [False, True], ids=["eager", "batched"])
 @on_ranks(3)
 def test_a_start_needs_nobody_else(rank: int, batched: bool) -> None:
     """More exchanges than a digest interval start before the other ranks begin any."""
-    buckets = Buckets(transport(batched), BucketOptions(Schedule(chunks=3), scratch_bytes=0))
+    buckets = Buckets(transport(batched), BucketOptions(Schedule(chunks=3)))
     exchanges = buckets.reduce_scatter, buckets.all_gather
-    for exchange in exchanges:
-        exchange(torch.ones(24)).wait()
+    with mock.patch(SCRATCH, 0):
+        for exchange in exchanges:
+            exchange(torch.ones(24)).wait()
     token = torch.zeros(1)
     if rank:
         # The other ranks start only after rank 0 has started everything.
         dist.broadcast(token, 0)
     tensors = [torch.full((24,), float(rank)) for _ in range(300)]
-    handles = [exchanges[number % 2](tensor) for number, tensor in enumerate(tensors)]
+    with mock.patch(SCRATCH, 0):
+        handles = [exchanges[number % 2](tensor) for number, tensor in enumerate(tensors)]
     if rank == 0:
         dist.broadcast(token, 0)
     for number, (tensor, handle) in enumerate(zip(tensors, handles, strict=True)):

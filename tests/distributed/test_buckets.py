@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from tests.random_networks.case import Bucket, BucketRun
 from tests.random_networks.compare import complaints
 
 FP32, BF16 = torch.float32, torch.bfloat16
+SCRATCH = "commfuse_npu.ops.buckets.SCRATCH_BYTES"
 
 
 def shard(bucket: torch.Tensor, size: int, rank: int) -> torch.Tensor:
@@ -99,11 +101,12 @@ def test_scratch_memory_stays_within_its_limit(rank: int, reduce_dtype: Any, bat
         (total + 3 * chunk_of_all + slot, 3 * chunk_of_all),
         (1 << 20, 4 * chunk_of_all),
     ):
-        buckets = Buckets(link, BucketOptions(Schedule(chunks=4), reduce_dtype, limit))
+        buckets = Buckets(link, BucketOptions(Schedule(chunks=4), reduce_dtype))
         arenas.clear()
         link.scratch.clear()
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(link.scratch, "take", lambda *of: arenas.append(take(*of)) or arenas[-1])
+            patch.setattr(SCRATCH, limit)
             buckets.reduce_scatter(bucket).wait()
             assert sum(arena.nbytes for arena in arenas) == total + partials
             arenas.clear()
@@ -116,9 +119,9 @@ def test_scratch_memory_stays_within_its_limit(rank: int, reduce_dtype: Any, bat
 def test_one_rank_or_no_element_transfers_nothing(rank: int) -> None:
     link = new_link()
     bucket = torch.ones(5 if link.size == 1 else 0, dtype=BF16)
-    buckets = Buckets(link, BucketOptions(scratch_bytes=0, reduce_dtype=FP32))
+    buckets = Buckets(link, BucketOptions(reduce_dtype=FP32))
     handle = buckets.reduce_scatter(bucket, average=True, scale=0.5)
-    assert handle.is_completed()
+    assert handle.running is None
     handle.wait()
     handle = buckets.all_gather(bucket)
     handle.wait()
@@ -130,12 +133,12 @@ def test_one_rank_or_no_element_transfers_nothing(rank: int) -> None:
 @on_ranks(2)
 def test_threads_take_turns_with_buckets_under_way(rank: int, batched: bool) -> None:
     """Buckets are started by hooks of the backward, which runs in its own thread on a device."""
-    options = BucketOptions(Schedule(lanes=1, chunks=2), scratch_bytes=0)
+    options = BucketOptions(Schedule(lanes=1, chunks=2))
     buckets, (first, second, third) = Buckets(new_link(batched), options), torch.ones(3, 16)
-    with ThreadPoolExecutor(1) as hooks:
+    with ThreadPoolExecutor(1) as hooks, mock.patch(SCRATCH, 0):
         hooks.submit(buckets.reduce_scatter, first).result()
         last = buckets.reduce_scatter(second)
         hooks.submit(last.wait).result()
-        assert last.is_completed()
+        assert last.running is None
         buckets.reduce_scatter(third).wait()
     assert all((shard(bucket, 2, rank) == 2).all() for bucket in (first, second, third))

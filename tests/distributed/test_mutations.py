@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from commfuse_npu.kernels import cpu
-from commfuse_npu.ops.attention_mask import AttentionMask
+from commfuse_npu.ops import attention_runs
 from commfuse_npu.ops.weight import WeightGradient
 from commfuse_npu.plan import Schedule
 from commfuse_npu.plan.instructions import Add
@@ -81,9 +81,9 @@ WEIGHT_GRADIENT = in_place_of(
 )
 NOT_DIVIDED = in_place_of(sharded_linear, "sum_ending", lambda ending: lambda divisor: ending(1))
 A_KEY_TOO_FEW = in_place_of(
-    AttentionMask,
-    "of",
-    lambda right: lambda mask, run: (slice(0, run.stop - bool(run.start)), right(mask, run)[1]),
+    attention_runs,
+    "keys_of",
+    lambda right: lambda run, *mask: (slice(0, run.stop - bool(run.start)), right(run, *mask)[1]),
 )
 
 MUTANTS: dict[str, tuple[Check, Fault]] = {

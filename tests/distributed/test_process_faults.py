@@ -30,7 +30,15 @@ from tests.distributed.programs import watch_calls, watch_posts
 from tests.distributed.ranks import set_up_process
 from tests.free_port import free_port
 from tests.limits import BRIEF, LIMIT, PATIENT
-from tests.random_networks.case import HEAD_FEATURES, Bucket, BucketRun, Case, Layer, Network
+from tests.random_networks.case import (
+    HEAD_FEATURES,
+    WITH_PROJECTION,
+    Bucket,
+    BucketRun,
+    Case,
+    Layer,
+    Network,
+)
 from tests.random_networks.compare import differences, run_case
 from tests.random_networks.transports import transport_of
 
@@ -39,7 +47,7 @@ AGAIN = 3
 """Runs with the fault: a rank that already has all its data notices it in the next run."""
 
 LINEARS = ("all_gather_linear", "linear_reduce_scatter", "linear_all_to_all")
-ATTENTION = ("attention_linear_reduce_scatter", "attention_all_to_all_linear")
+ATTENTION = ("attention_linear_reduce_scatter", WITH_PROJECTION)
 OPS = (*LINEARS, *ATTENTION, "bucket")
 
 

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from commfuse_npu import MismatchError, TransportError
 from commfuse_npu.ops import ShardedOptions
 from commfuse_npu.ops.sharded_gradients import average_gradients, clip_gradient_norm, sum_gradients
-from commfuse_npu.ops.sharded_module import ShardedLinear, shard_linears
+from commfuse_npu.ops.sharded_linear import ShardedLinear, shard_linears
 from commfuse_npu.plan import Schedule
 from commfuse_npu.runtime.transport import Transport
 from tests.distributed.ranks import on_ranks
@@ -89,12 +89,12 @@ def train(model: nn.Module, rank: int, steps: int, link: Transport) -> list[floa
 
 
 def train_sharded(
-    rank: int, steps: int, *, prefetch: bool = True, batched: bool = False, recompute: str = ""
+    rank: int, steps: int, *, batched: bool = False, recompute: str = ""
 ) -> tuple[nn.Module, list[float]]:
     link = transport(True) if batched else transport()
     options = ShardedOptions(Schedule(chunks=2))
     model = Model(recompute=recompute)
-    shard_linears(model, transport=link, options=options, prefetch=prefetch)
+    shard_linears(model, transport=link, options=options)
     return model, train(model, rank, steps, link)
 
 
@@ -114,11 +114,10 @@ def digest(model: nn.Module, losses: list[float]) -> tuple[Any, ...]:
 @pytest.mark.parametrize("size", [2, 3])
 @on_ranks()
 def test_the_same_training_bit_for_bit(rank: int) -> None:
-    """Repeated, without prefetch, with recomputation or batched posts: the same training."""
+    """Repeated, with recomputation or batched posts: the same training."""
     first = digest(*train_sharded(rank, 3))
     for other in (
         {},
-        {"prefetch": False},
         {"recompute": "with hooks"},
         {"recompute": "reentrant"},
         {"batched": True},
@@ -135,13 +134,7 @@ def test_a_deep_copy_trains_over_the_same_lanes(rank: int) -> None:
     twin_digest = digest(twin, train(twin, rank, 2, transport()))
     assert digest(model, []) == before
     assert digest(model, train(model, rank, 2, transport())) == twin_digest
-    gate, twin_gate = model.blocks[0].gate, twin.blocks[0].gate
-    assert gate.transport is twin_gate.transport
-    assert gate.prefetch is not twin_gate.prefetch is twin.head.prefetch
-    assert not twin_gate.prefetch.under_way
-    assert len(twin_gate.prefetch._after) == len(gate.prefetch._after)
-    # The copy of one layer does not include the weights of the others.
-    assert len(copy.deepcopy(gate).prefetch._weights) == 1
+    assert model.blocks[0].gate.transport is twin.blocks[0].gate.transport
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
@@ -174,12 +167,12 @@ def test_gradients_are_clipped_by_the_norm_of_the_whole_model(rank: int) -> None
         clip_gradient_norm(model, 0, link)
 
 
-def chain(link: Transport, prefetch: bool = True, layers: int = 3) -> nn.Sequential:
-    """Layers with distinct shapes, for N ranks: N rows for layer 0, 2 N for layer 1, ..."""
+def chain(link: Transport) -> nn.Sequential:
+    """Three layers, with N, 2 N and 3 N rows for N ranks."""
     torch.manual_seed(5)
-    sizes = [16, *(link.size * k for k in range(1, layers + 1))]
+    sizes = [16, *(link.size * k for k in (1, 2, 3))]
     model = nn.Sequential(*(nn.Linear(a, b) for a, b in pairwise(sizes)))
-    return shard_linears(model, transport=link, prefetch=prefetch)
+    return shard_linears(model, transport=link)
 
 
 def failing_rank(rank: int, where: str) -> tuple[str, str]:
@@ -207,10 +200,6 @@ def failing_rank(rank: int, where: str) -> tuple[str, str]:
         torch.optim.SGD(model.parameters(), lr=1.0).step()
     except (KeyError, TransportError) as error:
         outcome = type(error).__name__, str(error)
-    if rank == 1 and where == "forward":
-        # The prefetch that was started for the failed layer cannot be matched any more.
-        with pytest.raises(TransportError, match="the forward was left by KeyError"):
-            model(torch.ones(3, 16))
     assert all(map(torch.equal, before, model.parameters()))
     return outcome
 
@@ -257,7 +246,7 @@ def test_conversion(rank: int) -> None:
     model.attention = nn.MultiheadAttention(4, 2)
     model.again = model.blocks[0].gate
     state = copy.deepcopy(model.state_dict())
-    with mock.patch("commfuse_npu.ops.sharded_module._logger") as logger:
+    with mock.patch("commfuse_npu.ops.sharded_linear._logger") as logger:
         assert shard_linears(model, transport=link, skip=["blocks.1"]) is model
     ((message, *parts),) = (call.args for call in logger.warning.call_args_list)
     for reason in (

@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from types import ModuleType
+from typing import Any
 
 import torch
 
-from commfuse_npu.ops.attention_mask import AttentionMask
+from commfuse_npu.ops.attention_runs import keys_of
 from tests.attention_masks import MASKS, attention, mask_arguments, seen
 
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
@@ -61,13 +62,13 @@ def by_chunks(kernels: ModuleType, case: Case) -> Tensors:
     sums = [torch.zeros(k.shape), torch.zeros(k.shape)]
     saved = []
     bounds = list(pairwise([0, *accumulate(case.chunks)]))
-    mask = AttentionMask(case.causal)
+    mask: dict[str, Any] = {"causal": case.causal}
     if case.mask is not None:
-        mask = AttentionMask(**mask_arguments(case.mask, q.shape[0], case.batch))
+        mask = mask_arguments(case.mask, q.shape[0], case.batch)
     for rows in (slice(*bound) for bound in bounds):
-        of_mask, options = mask.of(rows)
-        keys = slice(of_mask.start, of_mask.stop and of_mask.stop + case.longer)
-        options["scale"] = case.scale
+        seen_keys, pieces = keys_of(rows, mask["causal"], mask.get("documents"))
+        keys = slice(seen_keys.start, seen_keys.stop and seen_keys.stop + case.longer)
+        options = {"causal": mask["causal"], "pieces": pieces, "scale": case.scale}
         out[rows], statistics = kernels.attention_forward(q[rows], k[keys], v[keys], **options)
         saved.append((rows, keys, options, statistics))
     for rows, keys, options, statistics in reversed(saved):
@@ -101,7 +102,5 @@ MASKED = [
     for mask in MASKS
     for batch in (1, 2)
 ]
-MASKED += [
-    Case((4, 2), (5, 8, 1, 10), dtype=torch.bfloat16, mask=mask) for mask in ("documents", "hidden")
-]
-"""Packed documents, cut by the borders of chunks, and masks of the data."""
+MASKED.append(Case((4, 2), (5, 8, 1, 10), dtype=torch.bfloat16, mask="documents"))
+"""Packed documents, cut by the borders of chunks."""

@@ -34,7 +34,7 @@ class Case:
         tensor: the ranks are a tensor-parallel group with sequence parallelism, else they share the
             sequence and exchange heads.
         documents: passed ``packed``, as MindSpeed does, or as a full ``mask``, as Megatron expects.
-        general: the mask of the data is used, as with ``--attention-mask-type general``.
+        general: Megatron uses the mask of the data, as with ``--attention-mask-type general``.
         fused: what is fused; ``left``: what is not, with the beginning of its reason.
     """
 

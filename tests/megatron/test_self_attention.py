@@ -83,6 +83,7 @@ CORE = Case(
 )
 SELECTIVE = {"recompute_granularity": "selective"}
 AGAIN = "selective recomputation runs core attention separately"
+OF_DATA = r"its mask is that of the data \(--attention-mask-type general"
 
 JOINED = [
     Case(),
@@ -90,7 +91,7 @@ JOINED = [
     Case(rotary="tuple", groups=4, config=BIASES),
     Case(recompute=True, config={"add_qkv_bias": True}),
     Case(dtype=BF16),
-    Case(heads=6, groups=2, options=LinearOptions(Schedule(lanes=1), wgrad="blocks")),
+    Case(heads=6, groups=2, options=ONE_LANE),
     Case(config={"gradient_accumulation_fusion": True}, recompute=True),
     Case(frozen="linear_qkv.weight", config=BIASES),
     Case(frozen="linear_proj.weight", eval=True),
@@ -121,6 +122,7 @@ PARTLY = [
     replace(CORE, heads=6, groups=3),  # repeated although there are more than ranks
     replace(CORE, documents="packed", rotary="none", groups=1, recompute=True),
     Case(config=SELECTIVE, fused=("ulysses",), left=dict.fromkeys(CORE.left, AGAIN)),
+    Case(general=True, fused=(), left={"ulysses": OF_DATA}),
 ]
 
 FOUR = [
@@ -139,7 +141,7 @@ TOGETHER = [
     replace(TENSOR, recompute=True, config={"softmax_scale": 0.2}),
     replace(TENSOR, groups=4, config=BIASES),
     replace(TENSOR, config={"attention_dropout": 0.1}, eval=True),
-    replace(TENSOR, general=True, recompute=True),
+    replace(ALONE, general=True, recompute=True, left={"attention": OF_DATA}),
     replace(ALONE, config=SELECTIVE, left={"attention": AGAIN}),
     replace(ALONE, mask="padding", left={"attention": "its mask is padding; only causal and no_m"}),
     replace(

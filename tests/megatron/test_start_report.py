@@ -205,6 +205,14 @@ REASONS: list[tuple[str, dict[str, Any], list[str]]] = [
         ["attention: selective recomputation runs core attention separately"],
     ),
     (
+        "--commfuse-attention",
+        {"general": True},
+        [
+            "attention: its mask is that of the data (--attention-mask-type general, or samples "
+            "padded on the left); only causal and full attention and packed documents are fused"
+        ],
+    ),
+    (
         "--commfuse-min-rows 17 --commfuse-allow-nothing",
         {},
         [f"qkv: {SHORT} ({LONGER})", *(f"{name}: {SHORT}" for name in OTHERS)],
@@ -216,11 +224,13 @@ REASONS: list[tuple[str, dict[str, Any], list[str]]] = [
 def test_each_reason_comes_with_the_way_out(rank: int) -> None:
     with megatron(2), mock.patch.object(torch.cuda, "Stream"):
         for options, config, expected in REASONS:
-            of_config = {k: v for k, v in config.items() if k != "alien"}
+            of_config = {k: v for k, v in config.items() if k not in ("alien", "general")}
             with wrapped(*options.split(), **SIZES) as (_, report):
                 model: Any = build(**of_config)
                 if "alien" in config:
                     model.decoder.layers[1].mlp.linear_fc1 = Alien()
+                for layer in model.decoder.layers if "general" in config else ():
+                    layer.self_attention.config.attention_mask_type = "general"
                 lines = [line for line in told(report, model) if " not: " in line]
             reasons = [re.sub(r": 0 of \d fused; \d not:", ":", line) for line in lines]
             assert reasons == [f"CommFuse: {reason}" for reason in expected if rank == 0], options

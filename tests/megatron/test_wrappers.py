@@ -20,6 +20,7 @@ from commfuse_npu.ops import LinearOptions
 from commfuse_npu.runtime.collective_transport import CollectiveTransport
 from mindspeed_patches import LAYERS, LinearWrappers
 from tests.distributed.ranks import on_ranks
+from tests.docs.test_examples import blocks
 from tests.limits import PATIENT
 from tests.megatron.in_ranks import NormColumn, megatron, patched
 
@@ -308,3 +309,16 @@ def test_aliases_and_subclasses_are_covered_and_checkpoints_unchanged(rank: int)
             assert wrappers.describe() == ["fc1: 1 forward calls fused"]
             assert layer.sharded_state_dict().keys() == keys
         assert not hasattr(build(COLUMN), "commfuse_layer"), "patches were not removed"
+
+
+@on_ranks(2)
+def test_the_lines_of_the_page_fuse_a_model(rank: int) -> None:
+    from megatron.core import parallel_state
+
+    (lines,) = (block for block in blocks("docs/megatron.md") if "LinearWrappers" in block)
+    names: dict[str, Any] = {"parallel_state": parallel_state}
+    with megatron(2):
+        exec(lines, names)
+        build(COLUMN)(torch.ones(4, 2, SIZES["hidden"]))
+        names["manager"].remove_patches()
+        assert names["wrappers"].describe() == ["fc1: 1 forward calls fused"]

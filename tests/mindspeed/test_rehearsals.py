@@ -65,8 +65,7 @@ ULYSSES = "--context-parallel-size 2 --context-parallel-algo ulysses_cp_algo --c
 ALONE = "--tensor-model-parallel-size 1"
 PACKED = "--reset-attention-mask --reset-position-ids --fix-sub-seq-length 24"
 """Documents of 24, 24 and 16 tokens: half of the sequence of 64 ends in the second one."""
-GENERAL = "--attention-mask-type general"
-SAME_POSITIONS = PACKED.replace("--reset-position-ids", GENERAL)
+SAME_POSITIONS = PACKED.replace("--reset-position-ids", "--attention-mask-type general")
 
 ATTENTION_CASES = {
     "attention": (2, f"{NAIVE} --commfuse-attention"),
@@ -76,8 +75,6 @@ ATTENTION_CASES = {
     "packed_ulysses": (2, f"{NAIVE} {PACKED} {ULYSSES} {ALONE}"),
     "packed_ulysses_without_new_positions": (2, f"{NAIVE} {SAME_POSITIONS} {ULYSSES} {ALONE}"),
     "packed_ulysses_and_tensor_parallel": (4, f"{NAIVE} {PACKED} {ULYSSES} {RECOMPUTE}"),
-    "attention_with_the_mask_of_the_data": (2, f"{NAIVE} {GENERAL} --commfuse-attention"),
-    "ulysses_with_the_mask_of_the_data": (2, f"{NAIVE} {GENERAL} {ULYSSES} {ALONE}"),
 }
 """Processes, and what is added to the model's options in fp32."""
 

@@ -45,9 +45,7 @@ def shapes_on_meta(mask: str, dtype: torch.dtype) -> set[str]:
     q, grad = torch.empty(2, 6, 3, 4, 32, device="meta", dtype=dtype)
     k, v = torch.empty(2, 9, 3, 2, 32, device="meta", dtype=dtype)
     options: dict[str, Any] = {"causal": mask != "full"}
-    if mask == "hidden":
-        options["hidden"] = torch.empty(3, 1, 6, 9, device="meta", dtype=torch.bool)
-    elif mask == "documents":
+    if mask == "documents":
         options["pieces"] = [Piece(sample, slice(0, 6), slice(sample, 9)) for sample in range(3)]
     rows = (18, 4, 8) if mask == "documents" else (3, 4, 6, 8)
     with _Recorded() as recorded:
@@ -65,7 +63,7 @@ def shapes_on_meta(mask: str, dtype: torch.dtype) -> set[str]:
     return recorded.names
 
 
-@pytest.mark.parametrize("mask", ["causal", "full", "hidden", "documents"])
+@pytest.mark.parametrize("mask", ["causal", "full", "documents"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_calls_fit_their_schemas_and_meta_kernels(npu, mask: str, dtype: torch.dtype) -> None:
     called = set(re.findall(r"torch\.ops\.npu\.(\w+)\(", SOURCE))

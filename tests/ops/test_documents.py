@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from commfuse_npu.kernels import Piece
-from commfuse_npu.ops.attention_mask import Documents
+from commfuse_npu.ops import Documents
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from commfuse_npu.ops.attention_mask import AttentionMask
 from mindspeed_patches.attention import DeferredAttention
 from mindspeed_patches.softmax_attention import AttentionCall
 
@@ -34,7 +33,7 @@ def test_who_uses_it_gets_what_attention_returns(use: Any) -> None:
         runs.append(0)
         return q.flatten(2) * 2
 
-    arguments = {"mask": AttentionMask(True), "scale": None, "attend": attend}
+    arguments = {"mask": {"causal": True}, "scale": None, "attend": attend}
     deferred = DeferredAttention.of(q, q, q, **arguments)
     facts = tuple(deferred.shape), deferred.size(0), deferred.dim(), deferred.numel()
     assert facts == ((3, 1, 8), 3, 3, 24)
@@ -87,9 +86,8 @@ OF_DEPTHS = PACKED | {"packed_seq_params": SimpleNamespace(cu_seqlens_q=torch.on
         (call(), [x.flatten(2) for x in QKV], "are not of one sequence"),
         (call(**BAD_ENDS), QKV, "none ends at 8, with sample 0"),
         (call(**OF_DEPTHS), QKV, "multi-token prediction has ends"),
-        (call(config=GENERAL), QKV, "the mask of the data is not passed"),
-        (call(HIDDEN[:4, :4], config=GENERAL), QKV, "data is torch.bool (4, 4), not torch.bool (2"),
-        (call(HIDDEN.float(), config=GENERAL), QKV, "the mask of the data is torch.float32 (8, 8)"),
+        (call(HIDDEN, config=GENERAL), QKV, "its mask is that of the data (--attention-mask-type"),
+        (call(config={"tokenizer_padding_side": "left"}), QKV, "its mask is that of the data"),
     ],
 )
 def test_calls_that_the_fused_form_cannot_take(
@@ -114,32 +112,15 @@ def test_calls_that_the_fused_form_cannot_take(
 )
 def test_masks_that_their_kind_says(asked: AttentionCall, causal: bool) -> None:
     assert asked.tensor_obstacle(*QKV) is None
-    assert asked.mask(LENGTH, BATCH) == AttentionMask(causal)
-
-
-@pytest.mark.parametrize("config", [GENERAL, {"tokenizer_padding_side": "left"}])
-@pytest.mark.parametrize("shape", [(), (1, 1), (2, 1)])
-def test_masks_of_the_data(config: dict[str, str], shape: tuple[int, ...]) -> None:
-    of_data = HIDDEN.expand(*shape, LENGTH, LENGTH)
-    owner = call(config=config)
-    named = AttentionCall.of(
-        SimpleNamespace(config=owner.config, attn_mask_type="causal"),
-        True,
-        (),
-        {"attention_mask": of_data},
-    )
-    for case in (call(of_data, config=config), named):
-        mask: Any = case.mask(LENGTH, BATCH)
-        assert mask.causal
-        assert mask.hidden.shape == (*(shape or (1, 1)), LENGTH, LENGTH)
+    assert asked.mask(LENGTH, BATCH) == {"causal": causal}
 
 
 def test_documents_end_where_mindspeed_says() -> None:
     params = packed(3, 8, 16)
     case = call(packed_seq_params=params, config=GENERAL | RESET)
     mask: Any = case.tensor_obstacle(*QKV) or case.mask(LENGTH, BATCH)
-    assert (mask.causal, mask.hidden) == (True, None)
-    assert mask.of(slice(4, 6))[0] == slice(0, 6)
+    assert mask["causal"]
+    assert mask["documents"].pieces(slice(4, 6))[0] == slice(0, 6)
     # All layers of a micro-batch, and their recomputation, have the same object.
     again: Any = call(packed_seq_params=params).mask(LENGTH, BATCH)
-    assert again.documents is mask.documents
+    assert again["documents"] is mask["documents"]

@@ -39,9 +39,9 @@ CASES: list[tuple[str, dict[str, Any], int, dict[str, Any]]] = [
       SCHEDULE: Schedule("shifted", lanes=1, chunks=1), "attention": False, "ulysses": None,
       OVER: None, "allow_nothing": False}),
     ("--commfuse-allow-nothing --commfuse-layers qkv,fc1 --commfuse-reduce-dtype float32 "
-     "--commfuse-wgrad blocks --commfuse-keep-gathered --commfuse-order-log folder", {}, 8,
+     "--commfuse-wgrad blocks --commfuse-order-log folder", {}, 8,
      {"allow_nothing": True, "layers": ("qkv", "fc1"), "linear.reduce_dtype": FP32,
-      "linear.wgrad": "blocks", "linear.keep_gathered": True, "order_log": "folder"}),
+      "linear.wgrad": "blocks", "order_log": "folder"}),
     # Lanes that nothing would use are not created.
     ("--commfuse-schedule shifted --commfuse-lanes 7 --commfuse-chunks 4 --commfuse-taper 1.5",
      {"tensor_model_parallel_size": 4}, 8,
@@ -65,8 +65,8 @@ CASES: list[tuple[str, dict[str, Any], int, dict[str, Any]]] = [
     ("", TP8, 4, {"linear.schedule.shape": "two_level", "linear.schedule.node_size": 4}),
     ("", TP8, 3, {"linear.schedule.shape": "shifted", "linear.schedule.node_size": None}),
     # The ranks of a context-parallel group are as far apart as tensor parallelism is wide.
-    ("--commfuse-ulysses --commfuse-lanes 7 --commfuse-chunks 2 --commfuse-wgrad blocks", ULYSSES,
-     8, {UNDER: Schedule("shifted", lanes=3, chunks=2), "ulysses.wgrad": "blocks"}),
+    ("--commfuse-ulysses --commfuse-lanes 7 --commfuse-chunks 2", ULYSSES, 8,
+     {UNDER: Schedule("shifted", lanes=3, chunks=2)}),
     *(("--commfuse-ulysses", ULYSSES, local, {f"{UNDER}.node_size": size})
       for local, size in ((8, None), (4, 2), (2, None), (3, None))),
     # So are those of a data-parallel group, or as far as a whole pipeline is wide.

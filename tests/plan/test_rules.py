@@ -18,7 +18,7 @@ def at(rank: int, chunks: int) -> RankSpec:
 
 
 def test_the_sums_of_a_backward_come_behind_its_weight_gradient() -> None:
-    program = rules.column_backward(at(3, 2), 64, 128, 256, True, True, True)
+    program = rules.column_backward(at(3, 2), 64, 128, 256, True, True)
     works = [step.work if isinstance(step, Compute) else "add" for step in program.code
              if isinstance(step, Compute | Add)]  # fmt: skip
     assert works == ["gemm", "gemm", "wgrad", "add", "add"]

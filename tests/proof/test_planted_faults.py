@@ -31,7 +31,7 @@ def group(
 
 
 def gather(**options: Any) -> Group:
-    return group("gather_gemm", 2, 2, 3, False, None, 2, **options)
+    return group("gather_gemm", 2, 2, 3, None, 2, **options)
 
 
 def together(rule: str, *given: object, size: int = 3) -> Group:
@@ -183,7 +183,7 @@ FAULTS: dict[str, tuple[Group, Callable[[Group], Group], str]] = {
     ),
     # Collectives.
     "a collective in another order": (
-        together("gather_gemm", 2, 2, 3, False, None, 2),
+        together("gather_gemm", 2, 2, 3, None, 2),
         change(Collective, sends=lambda all_of: all_of[::-1]),
         r"of all ranks in their order, not to \[2, 1, 0\] and from \[0, 1, 2\]",
     ),

@@ -277,7 +277,7 @@ KINDS: dict[str, tuple[Any, ...]] = {
     "b": ("bucket_scatter", 6, 1, 1),
     "gather": ("bucket_gather", 6),
     "second": ("bucket_gather", 6),
-    "weight": ("sharded_forward", 8, 4),
+    "column": ("column_backward", 8, 4, 4, True, True),
     "use": ("gather_use", 8, 4, False),
     "all-gather": ("all_gather", "gather of chunk 0", 64),
     "reduce-scatter": ("reduce_scatter", "scatter of chunk 1", 64),
@@ -293,8 +293,8 @@ AWAITED = [
     steps(("gather", "begin"), ("second", "begin"), (first, "finish"), (last, "finish"))
     for first, last in (("gather", "second"), ("second", "gather"))
 ]
-AHEAD = steps(("weight", "ahead"), ("use", "finish"), ("weight", "finish"))
-BEHIND = steps(("weight", "begin"), ("use", "finish"), ("weight", "finish"))
+AHEAD = steps(("column", "ahead"), ("use", "finish"), ("column", "finish"))
+BEHIND = steps(("column", "begin"), ("use", "finish"), ("column", "finish"))
 
 
 def together(first: str, second: str) -> tuple[tuple[Any, ...], ...]:

@@ -56,13 +56,13 @@ def test_every_rule_holds(size: int, chunks: Sequence[int]) -> None:
 
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_several_may_be_under_way_on_the_same_lanes(size: int) -> None:
-    """Operations that are in flight together, like buckets and prefetched weights, or in turn."""
+    """Operations that are in flight together, like buckets, or in turn."""
     for lanes, chunks, batched in product((1, 2, 3), (1, 2), (False, True)):
         make = partial(group, size=size, lanes=lanes, chunks=chunks, batched=batched)
         buckets = [make("bucket_scatter", 4, 1, 1), make("bucket_scatter", 6, 2, 2)]
         buckets += [make("bucket_gather", 4), make("bucket_gather", 6)]
         layers = [make("sharded_forward", 4, 2), make("sharded_backward", 4, 2, True, True)]
-        linear = [make("gather_gemm", 4, 2, 3, False, None, 2), make("gemm_scatter", 4, 2, 4)]
+        linear = [make("gather_gemm", 4, 2, 3, None, 2), make("gemm_scatter", 4, 2, 4)]
         for operations in (buckets, layers, linear, [*layers, *buckets]):
             for cold in (False, True):
                 assert rendezvous(operations, cold=cold) is None
@@ -93,7 +93,7 @@ def test_pieces_that_are_there_together_are_one_gemm(size: int, chunks: int) -> 
     def of(rule: str, *given: object) -> Program:
         return RULES[rule](spec, *given)
 
-    gathered = of("gather_gemm", 8, 2, 3, False, None, 2)
+    gathered = of("gather_gemm", 8, 2, 3, None, 2)
     pieces = gather_pieces(spec, 8)
     assert counts(gathered)[0] == len(pieces) == (1 + sides if chunks == 1 else 1 + chunks)
     assert counts(gathered)[2] == (0 if chunks == 1 or size == 2 else sides * chunks)
@@ -101,7 +101,7 @@ def test_pieces_that_are_there_together_are_one_gemm(size: int, chunks: int) -> 
     scattered = of("gemm_scatter", 8, 2, 8)
     assert counts(scattered) == (chunks + sides, chunks, 0)
     assert counts(scattered)[0] == len(scatter_pieces(spec, 8, 8))
-    backward = of("column_backward", 8, 8, 3, True, True, True)
+    backward = of("column_backward", 8, 8, 3, True, True)
     assert counts(backward) == (chunks, chunks, 1)
     assert backward.count(Compute, "wgrad") == 1
     reduced = of("gemm_all_reduce", 8 * size, 2, 3)

@@ -29,10 +29,13 @@ collectives on whole matrices; by the formula in fp64."""
 FROM_SHARD = ("all_gather_linear", "linear_all_to_all", "linear_all_reduce", "sharded_linear")
 """Ops whose input on a rank is a shard of the sequence."""
 
+WITH_PROJECTION = "attention_all_to_all_linear"
+"""``attention_all_to_all`` with a weight."""
+
 ATTENTION = (
     "attention_linear_reduce_scatter",
     "attention_all_to_all",
-    "attention_all_to_all_linear",
+    WITH_PROJECTION,
 )
 FROM_WHOLE = (
     "linear_reduce_scatter",
@@ -55,12 +58,11 @@ class Layer:
     """One call of an op.
 
     Attributes:
-        op: name of the fused op.
+        op: name of the fused op, or :data:`WITH_PROJECTION`.
         inputs, outputs: features of this rank; attention has ``queries`` and ``keys`` instead of
             inputs.
         bias: no bias, a frozen one, or one with a gradient.
         wide: ``reduce_dtype`` is fp32.
-        shared: for :func:`linear_all_to_all`: rows of the weight that two neighboring ranks share.
         flag: Megatron's ``grad_added_to_main_grad``.
         mask: kind of attention mask, see :mod:`tests.attention_masks`.
     """
@@ -75,13 +77,11 @@ class Layer:
     grad_layout: Layout = "plain"
     schedule: Schedule = Schedule()
     wgrad: Wgrad = "whole"
-    keep_gathered: bool = False
     wide: bool = False
     main_grad: torch.dtype | None = None
     flag: bool = False
     recompute: Recompute = "no"
     average: bool = True
-    shared: int = 0
     queries: int = 2
     keys: int = 2
     mask: str = "full"
@@ -154,7 +154,11 @@ class Bucket:
 
 @dataclass(frozen=True)
 class BucketRun:
-    """Several concurrent buckets; every rank waits for them in its own order."""
+    """Several concurrent buckets; every rank waits for them in its own order.
+
+    Attributes:
+        scratch_bytes: instead of :data:`commfuse_npu.ops.buckets.SCRATCH_BYTES`.
+    """
 
     size: int
     buckets: tuple[Bucket, ...]

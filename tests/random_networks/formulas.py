@@ -7,7 +7,7 @@ the reference for rounded results.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -100,14 +100,8 @@ def linear_all_reduce(x, weight, bias=None, *, group: Group, options: LinearOpti
     return y if bias is None else y + bias
 
 
-def linear_all_to_all(
-    x, weight, bias=None, *, group: Group, options: LinearOptions,
-    rows: Sequence[Sequence[slice]] | None = None,
-):  # fmt: skip
-    y = linear(x, _weight(weight, options), bias)
-    parts = y.chunk(group.size(), -1)
-    if rows is not None:
-        parts = [torch.cat([y[..., run] for run in runs], -1) for runs in rows]
+def linear_all_to_all(x, weight, bias=None, *, group: Group, options: LinearOptions):
+    parts = linear(x, _weight(weight, options), bias).chunk(group.size(), -1)
     return _by(group, torch.cat(parts), _swap, _swap)
 
 
@@ -123,16 +117,13 @@ def attention_linear_reduce_scatter(
     return linear_reduce_scatter(attended, weight, bias, group=group, options=options)
 
 
-def attention_all_to_all(q, k, v, *, group: Group, options: LinearOptions, shown, scale):
-    attended = attention(q, k, v, shown, scale).flatten(2)
-    return torch.cat(_blocks(_by(group, attended, _swap, _swap), group), -1)
-
-
-def attention_all_to_all_linear(
-    q, k, v, weight, bias=None, *, group: Group, options: LinearOptions, shown, scale
+def attention_all_to_all(
+    q, k, v, weight=None, bias=None, *, group: Group, options: LinearOptions, shown, scale
 ):
     attended = attention(q, k, v, shown, scale).flatten(2)
-    return all_to_all_linear(attended, weight, bias, group=group, options=options)
+    if weight is not None:
+        return all_to_all_linear(attended, weight, bias, group=group, options=options)
+    return torch.cat(_blocks(_by(group, attended, _swap, _swap), group), -1)
 
 
 def sharded_linear(x, weight_shard, bias=None, *, group: Group, options: ShardedOptions):

@@ -14,11 +14,18 @@ from commfuse_npu.runtime.collective_transport import CollectiveTransport
 from commfuse_npu.runtime.transport import Transport
 from tests.attention_masks import mask_arguments, seen
 from tests.random_networks import formulas
-from tests.random_networks.case import ATTENTION, FROM_SHARD, HEAD_FEATURES, Form, Network
+from tests.random_networks.case import (
+    ATTENTION,
+    FROM_SHARD,
+    HEAD_FEATURES,
+    WITH_PROJECTION,
+    Form,
+    Network,
+)
 from tests.random_networks.transports import transport_of
 from tests.random_networks.values import Found, arriving, drawn, fitting, parameter_of
 
-_WHOLE_WEIGHTS = ("linear_all_to_all", "all_to_all_linear", "attention_all_to_all_linear")
+_WHOLE_WEIGHTS = ("linear_all_to_all", "all_to_all_linear", WITH_PROJECTION)
 """Ops whose weight is the same on every rank."""
 
 
@@ -45,7 +52,7 @@ class Call:
         self.by_formula = form == "exact" or (form == "plain" and whole)
         self.weight, self.bias = self._parameters()
         self.keywords = self._keywords()
-        op = self.layer.op
+        op = self.layer.op if self.layer.op != WITH_PROJECTION else "attention_all_to_all"
         self.op: Callable[..., torch.Tensor] = getattr(formulas if self.by_formula else ops, op)
 
     def _parameters(self) -> tuple[torch.nn.Parameter | None, torch.nn.Parameter | None]:
@@ -55,10 +62,10 @@ class Call:
         inputs, outputs, features = layer.inputs, layer.outputs, layer.outputs
         if layer.op in ATTENTION:
             inputs = layer.queries * HEAD_FEATURES
-        if layer.op in ("all_to_all_linear", "attention_all_to_all_linear"):
+        if layer.op in ("all_to_all_linear", WITH_PROJECTION):
             inputs *= size
         if layer.op == "linear_all_to_all":
-            outputs = features = size * layer.outputs + -(-size // 2) * layer.shared
+            outputs = features = size * layer.outputs
         owner = 0 if layer.op in _WHOLE_WEIGHTS else self.link.rank
         shape = (outputs, inputs)
         weight = parameter_of(
@@ -80,29 +87,14 @@ class Call:
         return weight, torch.nn.Parameter(bias, requires_grad=layer.bias == "trained")
 
     def _keywords(self) -> dict[str, Any]:
-        layer, size = self.layer, self.link.size
+        layer = self.layer
         wide = torch.float32 if layer.wide else None
         keywords: dict[str, Any] = {}
         if layer.op == "sharded_linear":
             keywords["options"] = ShardedOptions(layer.schedule, wide, layer.average)
         else:
-            keywords["options"] = LinearOptions(
-                layer.schedule,
-                layer.keep_gathered,
-                wide,
-                layer.wgrad,
-                layer.main_grad is not None,
-            )
-        if layer.op == "linear_all_to_all" and layer.shared:
-            # Like key heads, of which there may be fewer than ranks.
-            keywords["rows"] = [
-                [
-                    slice(rank * layer.outputs, (rank + 1) * layer.outputs),
-                    slice(start, start + layer.shared),
-                ]
-                for rank in range(size)
-                for start in [size * layer.outputs + rank // 2 * layer.shared]
-            ]
+            main_grad = layer.main_grad is not None
+            keywords["options"] = LinearOptions(layer.schedule, wide, layer.wgrad, main_grad)
         if layer.op in ATTENTION:
             keywords["scale"] = layer.scale
         if self.by_formula:

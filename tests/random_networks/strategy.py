@@ -108,11 +108,8 @@ def _layers(
         layer = replace(layer, wide=draw(st.booleans()))
     if op == "sharded_linear":
         return replace(layer, average=draw(st.booleans()))
-    layer = replace(layer, wgrad=draw(st.sampled_from(("whole", "blocks"))))
-    if op == "all_gather_linear":
-        layer = replace(layer, keep_gathered=draw(st.booleans()))
-    if op == "linear_all_to_all":
-        layer = replace(layer, shared=draw(st.integers(0, 2)))
+    if op in _TENSOR_PARALLEL:
+        layer = replace(layer, wgrad=draw(st.sampled_from(("whole", "blocks"))))
     if layer.weight_grad and draw(_often()):
         main_grad = draw(st.sampled_from(_DTYPES))
         layer = replace(layer, main_grad=main_grad, flag=draw(st.booleans()))
@@ -147,7 +144,7 @@ def _networks(draw: st.DrawFn, size: int, first: str) -> Network:
     if batch is None and any(layer.op in ATTENTION for layer in layers):
         batch = 1
     micro_batches = draw(st.sampled_from((1, 1, 2)))
-    # A weight gradient sums one number per row, or two for weight rows that two ranks share.
+    # A weight gradient sums one number per row.
     limit = min(_EXACT[kind] for layer in layers for kind in (dtype, layer.main_grad or dtype)) // (
         4 * size * micro_batches * max(1, batch or 1)
     )

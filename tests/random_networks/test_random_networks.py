@@ -6,18 +6,18 @@ import pytest
 
 from commfuse_npu.plan import Schedule
 from tests.random_networks.campaign import failure_of
-from tests.random_networks.case import Case, Layer, Network
+from tests.random_networks.case import WITH_PROJECTION, Case, Layer, Network
 
 MORE = ((1, 40), (2, 180), (3, 50), (4, 30))
 TAPERED, ONE_LANE = Schedule(lanes=1, chunks=3, taper=1.5), Schedule(lanes=1)
-TO_LINEAR = Layer("all_to_all_linear", schedule=ONE_LANE, wgrad="blocks")
-ATTENTION = Layer("attention_all_to_all_linear", 64, 32, schedule=ONE_LANE, queries=2, keys=1)
+TO_LINEAR = Layer("all_to_all_linear", schedule=ONE_LANE)
+ATTENTION = Layer(WITH_PROJECTION, 64, 32, schedule=ONE_LANE, queries=2, keys=1)
 ALL_REDUCE = Layer("linear_all_reduce", 32, 32, schedule=Schedule(lanes=1, causal=True))
 FOUND: dict[str, Case] = {
     "partials of tapered chunks were overwritten": Network(
         4, (Layer("linear_reduce_scatter", schedule=TAPERED),), rows=3, lanes=1
     ),
-    "no rows, and a weight gradient by blocks": Network(2, (TO_LINEAR,), rows=0, lanes=1),
+    "no rows": Network(2, (TO_LINEAR,), rows=0, lanes=1),
     "the backward of an empty batch behind attention": Network(
         2, (ATTENTION,), rows=1, batch=0, lanes=1
     ),

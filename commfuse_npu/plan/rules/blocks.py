@@ -291,12 +291,10 @@ def _under_way(b: Builder, rows: int, own: Own) -> int:
 def sharded_forward(spec: RankSpec, rows: int, columns: int) -> Builder:
     """Gather a weight from its ``shard`` and use it block by block, without memory for all of it.
 
-    Work: ``use(piece, run)``.  Run ahead, it posts its first transfer.
+    Work: ``use(piece, run)``.
     """
     b = Builder(spec)
     gather = _Gather(b, rows, columns, _under_way(b, rows, "first"))
-    gather.post(1)
-    b.end_ahead()
     gather.post()
     gather.use()
     return b
@@ -313,14 +311,10 @@ def sharded_backward(
 ) -> Builder:
     """Compute and reduce-scatter the gradient of a sharded weight; gather and use the weight.
 
-    Work: ``make(out, run)``, ``finish(out, total, own)``, ``use(piece, run)``.  Run ahead, it posts
-    the first transfer of the weight.
+    Work: ``make(out, run)``, ``finish(out, total, own)``, ``use(piece, run)``.
     """
     b = Builder(spec)
     gather = _Gather(b, rows, columns, _under_way(b, rows, "first")) if gathers else None
-    if gather is not None:
-        gather.post(1)
-    b.end_ahead()
     if gather is not None:
         gather.post()
     scatter = None

@@ -43,7 +43,6 @@ def gather_gemm(
     rows: int,
     inputs: int,
     outputs: int,
-    keep: bool,
     wgrad: Wgrad | None,
     other: int,
 ) -> Builder:
@@ -51,7 +50,6 @@ def gather_gemm(
 
     Args:
         outputs: columns of ``weight``; 0 for no product.
-        keep: whether the operation has a buffer ``whole`` for the gathered matrix.
         wgrad: how to compute a weight gradient of the gathered matrix and ``other``, if at all.
         other: columns of ``other``.
 
@@ -68,8 +66,8 @@ def gather_gemm(
     own, peers, chunks = block_of(r, rows), peers_of(spec), len(runs)
     # A chunk of several blocks is not one run of rows in the whole matrix.
     in_place = chunks == 1 or (b.peers <= 1 and not b.as_collective)
-    filled, stacked = keep or wgrad == "whole", b.size if b.as_collective else b.peers
-    if (in_place or filled) and not keep:
+    filled, stacked = wgrad == "whole", b.size if b.as_collective else b.peers
+    if in_place or filled:
         b.scratch("whole", n * rows, inputs)
     if not in_place:
         for j, run in enumerate(runs):
@@ -136,17 +134,15 @@ def gather_gemm(
             )
         if outputs:
             _spread(b, "out", result, run, rows, on_side_stream=j < chunks - 1)
-    if wgrad == "whole":
+    if filled:
         b.compute("wgrad", [], [Span("whole", 0, n * rows), Span("other", 0, n * rows)])
     return b
 
 
 @gather_gemm.equals
-def _(
-    c: Carrier, rows: int, inputs: int, outputs: int, keep: bool, wgrad: Wgrad | None, other: int
-) -> None:
+def _(c: Carrier, rows: int, inputs: int, outputs: int, wgrad: Wgrad | None, other: int) -> None:
     own, pieces = block_of(c.spec.rank, rows), gather_pieces(c.spec, rows)
-    whole = c.all_gather(c.given("shard", rows, inputs), out="whole" if keep else None)
+    whole = c.all_gather(c.given("shard", rows, inputs))
     if outputs:
         weight, gemms = c.given("weight", inputs, outputs), [(runs, None) for runs in pieces]
         c.gemm(whole, weight, gemms, out="out", first=own)
@@ -246,7 +242,6 @@ def column_backward(
     inputs: int,
     outputs: int,
     scatters: bool,
-    gathers: bool,
     wgrad: bool,
 ) -> Builder:
     """The gradients of ``all_gather(x) @ weight^T``: dgrad is reduce-scattered, x gathered again.
@@ -254,7 +249,7 @@ def column_backward(
     Args:
         inputs: columns of ``x``.
         outputs: columns of ``grad``, ``[n * s, outputs]``.
-        scatters, gathers, wgrad: whether dgrad, the gather of x and wgrad are needed.
+        scatters, wgrad: whether dgrad and wgrad, which gathers x, are needed.
 
     Work: ``gemm(out, a, b)``; ``wgrad(grad rows, whole rows)``.
 
@@ -269,7 +264,7 @@ def column_backward(
     """
     b = Builder(spec)
     n, r = spec.size, spec.rank
-    if gathers:
+    if wgrad:
         b.scratch("whole", n * rows, inputs)
         b.all_gather(Span("x", 0, rows), Span("whole", 0, n * rows), "block {source}")
         b.end_ahead()
@@ -280,7 +275,7 @@ def column_backward(
         b.compute("gemm", [product.made(everything)], [rows_of("grad", everything), weight])
         product.send()
     if wgrad:
-        if gathers and not b.as_collective:
+        if not b.as_collective:
             b.copy(rows_of("whole", block_of(r, rows)), Span("x", 0, rows), on_side_stream=True)
         b.compute("wgrad", [], [Span("grad", 0, n * rows), Span("whole", 0, n * rows)])
     for j in range(len(groups)):
@@ -297,21 +292,20 @@ def _(
     inputs: int,
     outputs: int,
     scatters: bool,
-    gathers: bool,
     wgrad: bool,
 ) -> None:
     everything = slice(0, c.spec.size * rows)
     grad = c.given("grad", everything.stop, outputs)
     # In Megatron's order: x is gathered during dgrad, and dgrad is reduce-scattered during wgrad
     # (read in Megatron-Core's LinearWithGradAccumulationAndAsyncCommunication).
-    whole = c.all_gather(c.given("x", rows, inputs)) if gathers else None
+    whole = c.all_gather(c.given("x", rows, inputs)) if wgrad else None
     if scatters:
         runs = c.spec.schedule.runs(inputs, "last")
         pieces = [((everything,), columns) for columns in runs]
         dgrad = c.gemm(grad, c.given("weight", outputs, inputs), pieces)
         c.reduce_scatter(dgrad, out="grad_x")
     if wgrad:
-        c.wgrad(grad, whole if gathers else c.given("whole", everything.stop, inputs))
+        c.wgrad(grad, whole)
 
 
 @rule

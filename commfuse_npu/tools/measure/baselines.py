@@ -23,7 +23,6 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from commfuse_npu.kernels import gemm_into
-from commfuse_npu.ops.attention_mask import AttentionMask
 from commfuse_npu.ops.attention_runs import AttentionRuns
 from commfuse_npu.plan import split
 from commfuse_npu.tools.measure.carriers import Carrier, Pending
@@ -255,7 +254,7 @@ class _Layer(torch.autograd.Function):
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: Any) -> Any:
-        runs = AttentionRuns(q, k, v, AttentionMask(causal=True), None, keep=True)
+        runs = AttentionRuns(q, k, v, causal=True, keep=True)
         for run in rows:
             runs.forward(run)
         tensors, ctx.state = runs.saved()

@@ -28,7 +28,7 @@ __all__ = ["column", "column_gradients", "gemm_work", "row", "row_gradients", "w
 def column(rank: Rank, name: str, rows: int, inputs: int, outputs: int) -> None:
     """Gather blocks -> GEMM."""
     if _fused(rank, name):
-        program = gather_gemm(rank.spec(name), rows, inputs, outputs, False, None, 0)
+        program = gather_gemm(rank.spec(name), rows, inputs, outputs, None, 0)
         columns = {"shard": inputs, "weight": outputs, "out": outputs}
         rank.run(name, program, columns, {"gemm": gemm_work(rank)})
         return
@@ -54,7 +54,7 @@ def column_gradients(rank: Rank, name: str, rows: int, inputs: int, outputs: int
     least = rank.variant.collectives_from
     if _fused(rank, name) and (least is None or outputs < least):
         spec = rank.spec(name)
-        program = column_backward(spec, rows, inputs, outputs, True, True, True)
+        program = column_backward(spec, rows, inputs, outputs, True, True)
         columns = {"x": inputs, "grad": outputs, "weight": inputs, "grad_x": inputs}
         # The columns of a weight are not contiguous in memory.
         strided = len(spec.schedule.runs(inputs, "last")) > 1
@@ -93,9 +93,7 @@ def row_gradients(
     """
     whole = rows * rank.size
     if _fused(rank, name):
-        program = gather_gemm(
-            rank.spec(name), rows, outputs, inputs, False, rank.variant.wgrad, inputs
-        )
+        program = gather_gemm(rank.spec(name), rows, outputs, inputs, rank.variant.wgrad, inputs)
         remaining = program.count(Compute, "wgrad")
         last = _wgrad_work(rank, whole)
 

@@ -73,12 +73,12 @@ def _causal(spec: RankSpec) -> RankSpec:
 
 CASES: dict[str, tuple[Build, Made]] = {
     "column": (_linear("column"),
-               lambda at: [gather_gemm(at, ROWS, INPUTS, OUTPUTS, False, None, 0)]),
+               lambda at: [gather_gemm(at, ROWS, INPUTS, OUTPUTS, None, 0)]),
     "row": (_linear("row"), lambda at: [gemm_scatter(at, ROWS, INPUTS, OUTPUTS)]),
     "column gradients": (_linear("column_gradients"),
-                         lambda at: [column_backward(at, ROWS, INPUTS, OUTPUTS, True, True, True)]),
+                         lambda at: [column_backward(at, ROWS, INPUTS, OUTPUTS, True, True)]),
     "row gradients": (_linear("row_gradients"),
-                      lambda at: [gather_gemm(at, ROWS, OUTPUTS, INPUTS, False, "whole", INPUTS)]),
+                      lambda at: [gather_gemm(at, ROWS, OUTPUTS, INPUTS, "whole", INPUTS)]),
     "attention": (_attention(llama._attention_scatter),
                   lambda at: [produce_scatter(_causal(at), ROWS, 48)]),
     "attention gradients": (_attention(llama._gather_attention),
