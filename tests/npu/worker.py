@@ -28,7 +28,9 @@ ENVIRONMENT = Path(f"{sys.prefix}-npu")
 
 def why_not() -> str | None:
     """The reason why no worker can start, or ``None``."""
-    lacking = [ENVIRONMENT / part for part in (".installed-npu", "cann/stubs.json", "bin/python")]
+    lacking = [
+        ENVIRONMENT / part for part in (".installed-npu", "cann/libstand_ins.so", "bin/python")
+    ]
     lacking = [path for path in lacking if not path.exists()]
     install = "`bash scripts/test.sh tests/npu` installs torch_npu there, or says why it cannot"
     return f"{lacking[0]} is missing; {install}" if lacking else None
