@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import json
-from collections.abc import Callable
+import os
 from dataclasses import asdict
 from itertools import product
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -225,10 +227,13 @@ def test_values_that_no_table_can_show_are_refused(
 
 
 def test_a_picture_that_cannot_be_written_costs_no_result(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], small_disk: Callable[[int], Path]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("vl_convert")
-    folder, path = small_disk(4), written(tmp_path / "run.json")
+    folder, path = tmp_path / "pages", written(tmp_path / "run.json")
+    folder.mkdir()
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    monkeypatch.setattr("os.fsync", Mock(side_effect=full))
     assert cli.main(["bench", "--from", str(path), "--html", str(folder / "a.html")]) == 2
     captured = capsys.readouterr()
     assert (
