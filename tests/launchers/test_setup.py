@@ -22,7 +22,9 @@ echo "$*" >> "$ASKED"
 if [ "$1" = --version ]; then echo Python 3.9.1; fi
 if [[ "$*" =~ ${FAIL:-^nothing} ]]; then echo "traceback"$'\\n'"Error: no space" >&2; exit 1; fi
 if [[ "$*" =~ sysconfig ]]; then echo "${0%/bin/python}/site"; fi
-if [ "$2" = venv ]; then mkdir -p "$3/bin"; cp "$0" "$3/bin/python"; touch "$3/bin/pip"; fi
+venv="${@: -1}"
+if [ "$2" = venv ]; then mkdir -p "$venv"/{bin,site}; cp "$0" "$venv/bin/python"; fi
+if [ "$2" = venv ]; then touch "$venv/bin/pip"; fi
 """
 
 
@@ -116,3 +118,19 @@ def test_torch_npu_is_left_out_beside_a_torch_with_cuda(machine: Machine) -> Non
     code, stderr, requests = machine.prepare(r"\+cpu", "npu")
     assert (code, requests) == (0, [FIRST, SECOND, THIRD, TORCH_FILE, REST[2]])
     assert "torch_npu cannot be loaded beside a torch with CUDA.\nNo " in stderr
+
+
+def test_stand_ins_for_cann_are_written_again_for_another_torch_npu(machine: Machine) -> None:
+    installed = Path(f"{machine.venv}-npu") / ".installed-npu"
+    for fail, changed, expected in (
+        ("cann_stubs", False, 1),
+        ("", False, 1),
+        ("", False, 0),
+        ("", True, 1),
+    ):
+        if changed:
+            installed.write_text("torch_npu==1.0\n", "utf-8")
+        code, stderr, _ = machine.prepare(fail, "npu")
+        assert code == 0, stderr
+        assert ("tests/npu will be skipped" in stderr) == bool(fail)
+        assert machine.asked.read_text("utf-8").count("cann_stubs.py") == expected

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -15,7 +17,7 @@ pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
 from commfuse_npu.runtime.collectives import all_gather_rows, all_to_all_rows, reduce_scatter_rows
 from scripts.cpu_pretraining import compare
-from scripts.cpu_pretraining.outcome import Outcome
+from scripts.cpu_pretraining.outcome import Outcome, draw_loss
 from scripts.cpu_pretraining.training import timed_waits
 
 FIVE = (5.5, 2.5)
@@ -100,3 +102,10 @@ def test_a_difference_of_times_has_a_range_and_ten_iterations_behind_it() -> Non
     ]
     assert [shorter in line for line in times] == [True, True, False]
     assert "40.8 % longer" in "".join(said(30, 10))
+
+
+def test_a_picture_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr("os.fsync", Mock(side_effect=OSError(errno.ENOSPC, "No space left")))
+    run = Outcome([{"iteration": 1, "lm_loss": 2.0}, {"iteration": 2, "lm_loss": 1.0}])
+    path = tmp_path / "loss.png"
+    assert draw_loss(run, path) == f"{path} was not drawn: No space left"
