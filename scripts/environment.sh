@@ -106,9 +106,17 @@ prepare_npu_environment() {
         return 1
     fi
     [ -e "$NPU_VENV/bin/python" ] || "$VENV/bin/python" -m venv --without-pip "$NPU_VENV" || return
-    once "$NPU_VENV" "$REQUIREMENTS/npu.txt" install_npu_file || return
-    "$VENV/bin/python" "$ROOT/mindspeed_patches/rehearsal/cann_stubs.py" \
-        --site-packages "$(site_packages "$NPU_VENV")" "$NPU_VENV/cann" >/dev/null
+    once "$NPU_VENV" "$REQUIREMENTS/npu.txt" install_npu || return
+    once "$NPU_VENV" "$ROOT/mindspeed_patches/rehearsal/cann_stubs.py" write_cann_stubs
+}
+
+install_npu() {
+    rm -f "$NPU_VENV/.installed-cann_stubs" # they belong to one version of torch_npu
+    install_npu_file "$1"
+}
+
+write_cann_stubs() {
+    "$NPU_VENV/bin/python" "$1" "$NPU_VENV/cann"
 }
 
 install_npu_file() {

@@ -12,7 +12,7 @@ set -eu
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 prepare_environment cpu npu
 
-if [ ! -e "$NPU_VENV/.installed-npu" ]; then
+if [ ! -e "$NPU_VENV/.installed-cann_stubs" ]; then
     echo "A rehearsal needs torch_npu." >&2
     exit 2
 fi

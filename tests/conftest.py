@@ -1,11 +1,9 @@
-"""Fixtures: groups of gloo processes, random cases, small disks.  Also marks long tests."""
+"""Fixtures: groups of gloo processes, random cases.  Also marks long tests."""
 
 from __future__ import annotations
 
-import subprocess
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -88,26 +86,3 @@ def random_cases(
         assert compared == cases
 
     return compared
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Callable[[int], Path]]:
-    """``small_disk(kib)``: a folder on a disk of ``kib`` KiB; skips without the right to mount."""
-    mounted: list[Path] = []
-
-    def of_size(kib: int) -> Path:
-        folder = tmp_path / "small disk"
-        folder.mkdir()
-        command = ["mount", "-t", "tmpfs", "-o", f"size={kib}k", "none", str(folder)]
-        try:
-            done = subprocess.run(command, capture_output=True, text=True, check=False)
-        except OSError as error:
-            pytest.skip(f"no small disk can be mounted: {error}")
-        if done.returncode:
-            pytest.skip(f"no small disk can be mounted: {done.stderr.strip()}")
-        mounted.append(folder)
-        return folder
-
-    yield of_size
-    for folder in mounted:
-        subprocess.run(["umount", str(folder)], check=True)

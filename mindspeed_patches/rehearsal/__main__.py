@@ -7,14 +7,16 @@
     python -m mindspeed_patches.rehearsal [OPTIONS] -- pretrain_gpt.py ARGS
 
 The real MindSpeed-LLM, MindSpeed, Megatron-LM and torch_npu run, on stand-ins for the device, for
-CANN and for HCCL (gloo).  The report has what does not depend on the device: which features apply,
-which layers are fused, how many collectives each group runs, and whether losses and weights are
-equal bit for bit.  **Nothing here runs on an NPU, and no time is meaningful.**
+CANN and for HCCL (gloo).  The report has what does not depend on the device: which layers are
+fused, how many collectives each group runs, and whether losses and weights are equal bit for bit.
+**Nothing here runs on an NPU, and no time is meaningful.**
 
 CommFuse computes attention block by block, which rounds differently from the launch's own; with
-``--commfuse-attention`` or ``--commfuse-ulysses`` the losses are compared within a tolerance.
+``--commfuse-attention`` or ``--commfuse-ulysses`` the losses are compared within a relative
+tolerance, 1e-6, in 16 bits 2^-9.
 
-``bash scripts/rehearse_on_cpu.sh`` prepares an environment first.  Exit code: 0 identical, 1 not
+``bash scripts/rehearse_on_cpu.sh`` prepares an environment first; ``MINDSPEED_HOME``,
+``MINDSPEED_LLM_HOME`` and ``MEGATRON_HOME`` name the checkouts.  Exit code: 0 identical, 1 not
 (or a run failed, or is inconclusive), 2 invalid request.
 """
 
@@ -23,7 +25,6 @@ from __future__ import annotations
 import argparse
 import ctypes
 import importlib.util
-import os
 import signal
 import sys
 import tempfile
@@ -34,7 +35,6 @@ from commfuse_npu.tools.launch_script import UsageError
 from commfuse_npu.tools.launch_script.launch import Launch, read_launch
 from commfuse_npu.tools.launch_script.options import Options
 from commfuse_npu.tools.option_types import Parser, whole
-from mindspeed_patches.rehearsal.cann_stubs import CannStubsError, write_cann_stubs
 from mindspeed_patches.rehearsal.instruction_files import replace_missing_instructions
 from mindspeed_patches.rehearsal.records import (
     Record,
@@ -66,9 +66,6 @@ def _parser() -> Parser:
         description="Rehearse a launch of MindSpeed-LLM on CPU, with and without CommFuse.",
         epilog="LAUNCH: pretrain_gpt.py ARGS, torchrun ... pretrain_gpt.py ARGS, or a .sh script",
     )
-    parser.add_argument("--mindspeed", metavar="DIR", help="or MINDSPEED_HOME")
-    parser.add_argument("--mindspeed-llm", dest="llm", metavar="DIR", help="or MINDSPEED_LLM_HOME")
-    parser.add_argument("--megatron", metavar="DIR", help="or MEGATRON_HOME")
     parser.add_argument(
         "--rehearse-scale",
         action="store_true",
@@ -77,14 +74,6 @@ def _parser() -> Parser:
     parser.add_argument("--iterations", type=whole(), default=4)
     parser.add_argument("--processes", type=whole(), default=8, help="at most so many")
     parser.add_argument("--timeout", type=whole(), default=900, help="seconds per run")
-    parser.add_argument(
-        "--loss-tolerance",
-        type=float,
-        metavar="T",
-        help="compare losses only, relative; 0: every bit of everything, the default without "
-        "--commfuse-attention and --commfuse-ulysses (with them 1e-6, in 16 bits 2^-9)",
-    )
-    parser.add_argument("--only", choices=WAYS, help="one run, no comparison")
     parser.add_argument("--output", metavar="DIR", type=Path, help="keep records and logs there")
     parser.add_argument("launch", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     return parser
@@ -103,7 +92,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     try:
         return _rehearse(options)
-    except (UsageError, CannStubsError, RunFailedError) as error:
+    except (UsageError, RunFailedError) as error:
         print(f"rehearse: {error}", file=sys.stderr)
         return 1 if isinstance(error, RunFailedError) else 2
     except KeyboardInterrupt:
@@ -111,7 +100,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _rehearse(arguments: argparse.Namespace) -> int:
-    stack = find_stack(vars(arguments))
+    stack = find_stack()
     launch = read_launch(arguments.launch, stack.llm)
     for name in _SET_ANEW:
         launch.environment.pop(name, None)
@@ -120,7 +109,7 @@ def _rehearse(arguments: argparse.Namespace) -> int:
     folder = launch.folder if (launch.folder / launch.script).is_file() else stack.llm
     prepare(launch.options, arguments.iterations, folder)
     layout = _layout(launch, arguments)
-    stubs = _cann()
+    _check_environment()
     with tempfile.TemporaryDirectory(prefix="commfuse_rehearsal_") as name:
         temporary = Path(name)
         replace_missing_instructions(launch.options, folder, temporary)
@@ -137,11 +126,11 @@ def _rehearse(arguments: argparse.Namespace) -> int:
             script=script,
             processes=layout.processes,
             folder=folder,
-            environment=worker_environment(stack, stubs, launch.environment, temporary / "tools"),
+            environment=worker_environment(stack, launch.environment, temporary / "tools"),
             timeout=arguments.timeout,
         )
         records = temporary if arguments.output is None else _new_folder(arguments.output)
-        return _train_and_compare(arguments, launch.options, run, records)
+        return _train_and_compare(launch.options, run, records)
 
 
 def _layout(launch: Launch, arguments: argparse.Namespace) -> Layout:
@@ -159,21 +148,17 @@ def _layout(launch: Launch, arguments: argparse.Namespace) -> Layout:
     return layout
 
 
-def _cann() -> Path | None:
-    """Stand-ins for CANN's libraries; ``None`` if the dynamic loader finds the real ones."""
-    if importlib.util.find_spec("torch_npu") is None:
-        raise UsageError(
-            f"{sys.executable} has no torch_npu; start with bash scripts/rehearse_on_cpu.sh, which "
-            "prepares an environment, or install torch_npu for its torch"
-        )
+def _check_environment() -> None:
+    why = "no torch_npu" if importlib.util.find_spec("torch_npu") is None else ""
     try:
         ctypes.CDLL("libascendcl.so")
     except OSError:
-        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-        folder = cache / "commfuse-npu" / "cann_stubs"
-        write_cann_stubs(folder)
-        return folder
-    return None
+        why = why or "a torch_npu, but the loader finds neither CANN nor stand-ins for it"
+    if why:
+        raise UsageError(
+            f"{sys.executable} has {why}; start with bash scripts/rehearse_on_cpu.sh, which "
+            "prepares an environment"
+        )
 
 
 def _new_folder(folder: Path) -> Path:
@@ -183,33 +168,27 @@ def _new_folder(folder: Path) -> Path:
     return folder
 
 
-def _train_and_compare(
-    arguments: argparse.Namespace, options: Options, run: Run, folder: Path
-) -> int:
+def _train_and_compare(options: Options, run: Run, folder: Path) -> int:
     runs: dict[str, list[Record]] = {}
-    for way in WAYS if arguments.only is None else (arguments.only,):
+    for way, words in WAYS.items():
         print(f"--- the {way} run, {run.processes} processes", flush=True)
-        runs[way] = run.start(way, WAYS[way](options), folder / way)
+        runs[way] = run.start(way, words(options), folder / way)
     print(*report_lines(runs), sep="\n")
     problems = [
         f"{way} run: {problem}"
         for way, records in runs.items()
         for problem in degeneracies(records)
     ]
-    fused = runs.get("commfuse", [])
-    if fused and not any(r.fused for r in fused) and not all(r.pairs for r in fused):
+    fused = runs["commfuse"]
+    if not any(r.fused for r in fused) and not all(r.pairs for r in fused):
         problems.append("commfuse run: nothing was fused")
     for problem in problems:
         print(f"inconclusive: {problem}")
-    if arguments.only is None and not _equal(runs, _tolerance(arguments, options)):
-        return 1
-    return 1 if problems else 0
+    return 0 if _equal(runs, _tolerance(options)) and not problems else 1
 
 
-def _tolerance(arguments: argparse.Namespace, options: Options) -> float:
+def _tolerance(options: Options) -> float:
     """Largest allowed relative difference of losses; 0 to require equal bits everywhere."""
-    if arguments.loss_tolerance is not None:
-        return float(arguments.loss_tolerance)
     if not any(name in options for name in _OTHER_ROUNDING):
         return 0.0
     return 2**-9 if "--bf16" in options or "--fp16" in options else 1e-6

@@ -5,32 +5,28 @@ a C file with a function for every undefined symbol, each of which returns 0 (``
 is compiled once, and linked under the name of every missing library.  That is enough to import
 torch_npu, to read its schemas and to run its meta kernels; **nothing that needs a device works**::
 
-    python -m mindspeed_patches.rehearsal.cann_stubs OUT_DIR [--site-packages DIR]
+    python mindspeed_patches/rehearsal/cann_stubs.py OUT_DIR
     LD_LIBRARY_PATH=OUT_DIR TORCH_DEVICE_BACKEND_AUTOLOAD=0 python -c 'import torch, torch_npu'
 
 ``ldd -r`` lists missing libraries and symbols, so that other versions of torch_npu work too.  Needs
-a C compiler and nm.  Imports neither torch nor torch_npu, so that it also runs (as a file) where
-`import torch` fails for lack of CANN.
+a C compiler and nm.  Imports neither torch nor torch_npu, as `import torch` may fail for lack of
+CANN.  ``scripts/environment.sh`` runs this file.
 """
 
 from __future__ import annotations
 
-import argparse
-import hashlib
 import importlib.util
-import json
 import os
 import re
 import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 
 __all__ = ["CannStubsError", "write_cann_stubs"]
 
-_MANIFEST = "stubs.json"
 _LIBRARY = "libstand_ins.so"
 
 
@@ -38,35 +34,22 @@ class CannStubsError(RuntimeError):
     """The stand-ins cannot be created; the message says what is missing and where to get it."""
 
 
-def write_cann_stubs(out_dir: Path, site_packages: Path | None = None) -> list[Path]:
+def write_cann_stubs(out_dir: Path, npu: Path, torch: Path) -> list[Path]:
     """Write the stand-ins for libraries that torch_npu lacks into ``out_dir``.
-
-    Does nothing if they exist and neither torch_npu, torch nor this file has changed.
 
     Args:
         out_dir: created if it does not exist.
-        site_packages: the directory that contains ``torch_npu``; by default the one in which this
-            Python finds it.  ``torch`` is taken from there if it exists, otherwise from where this
-            Python finds it.
+        npu, torch: the folders of the packages torch_npu and torch.
 
     Returns:
         The libraries, one per missing name, sorted.
 
     Raises:
-        CannStubsError: torch_npu, torch or a tool is missing, or the compiler failed.
+        CannStubsError: a tool is missing, or the compiler failed.
     """
-    npu, torch = _package("torch_npu", site_packages), _package("torch", site_packages)
     # ATB is a separate product, and its plugin is loaded only when an ATB op is used.
-    plugins = [path for path in _libraries(npu) if "plugin_atb" not in path.name]
-    fingerprint = _fingerprint([Path(__file__), *plugins, *_libraries(torch / "lib")])
-    try:
-        manifest = json.loads((out_dir / _MANIFEST).read_text())
-        libraries = [out_dir / name for name in manifest["libraries"]]
-        if manifest["fingerprint"] == fingerprint and all(path.is_file() for path in libraries):
-            return libraries
-    except (FileNotFoundError, json.JSONDecodeError):
-        pass  # missing or incomplete
-
+    files = (path for path in sorted(npu.rglob("*.so*")) if path.is_file())
+    plugins = [path for path in files if "plugin_atb" not in path.name]
     compiler, loader, nm = _tool("cc", "gcc", "clang"), _tool("ldd"), _tool("nm")
     folders = os.pathsep.join(map(str, (torch / "lib", npu / "lib")))
     report = "".join(_run(loader, "-r", path, LD_LIBRARY_PATH=folders) for path in plugins)
@@ -77,7 +60,6 @@ def write_cann_stubs(out_dir: Path, site_packages: Path | None = None) -> list[P
     symbols = sorted(undefined.difference(defined))
 
     out_dir.mkdir(parents=True, exist_ok=True)
-    (out_dir / _MANIFEST).unlink(missing_ok=True)
     (out_dir / "stubs.c").write_text(_source(symbols))
     with tempfile.TemporaryDirectory(dir=out_dir) as scratch:
         library = Path(scratch, _LIBRARY)
@@ -88,28 +70,18 @@ def write_cann_stubs(out_dir: Path, site_packages: Path | None = None) -> list[P
             link = Path(scratch, path.name)
             link.symlink_to(_LIBRARY)
             link.replace(path)
-    names = [path.name for path in libraries]
-    (out_dir / _MANIFEST).write_text(json.dumps({"fingerprint": fingerprint, "libraries": names}))
     return libraries
 
 
-def _package(name: str, site_packages: Path | None) -> Path:
-    """The directory of a package, found without importing it."""
-    if site_packages is not None and (site_packages / name).is_dir():
-        return site_packages / name
-    if name == "torch" or site_packages is None:
-        spec = importlib.util.find_spec(name)
-        if spec is not None and spec.origin is not None:
-            return Path(spec.origin).parent
-    place = site_packages or sys.executable
-    raise CannStubsError(
-        f"{name} is not installed in {place}; install it (pip install --no-deps torch-npu==2.13.0 "
-        "beside torch==2.13.0), or name the directory that holds it with --site-packages"
-    )
-
-
-def _libraries(directory: Path) -> list[Path]:
-    return sorted(path for path in directory.rglob("*.so*") if path.is_file())
+def _package(name: str) -> Path:
+    """The folder of a package, found without importing it."""
+    spec = importlib.util.find_spec(name)
+    if spec is None or spec.origin is None:
+        raise CannStubsError(
+            f"{sys.executable} has no {name}; install it (pip install --no-deps torch-npu==2.13.0 "
+            "beside torch==2.13.0)"
+        )
+    return Path(spec.origin).parent
 
 
 def _tool(*names: str) -> str:
@@ -135,11 +107,6 @@ def _source(symbols: Iterable[str]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _fingerprint(files: Iterable[Path]) -> str:
-    status = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
-    return hashlib.sha256(repr(status).encode()).hexdigest()
-
-
 def _run(*command: str | Path, **environment: str) -> str:
     environment = {**os.environ, "LC_ALL": "C", **environment}
     process = subprocess.run(
@@ -156,26 +123,13 @@ def _run(*command: str | Path, **environment: str) -> str:
     return process.stdout
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line; see the module's docstring."""
-    parser = argparse.ArgumentParser(
-        prog="python -m mindspeed_patches.rehearsal.cann_stubs",
-        description="Write stand-ins for the CANN libraries that torch_npu needs.",
-    )
-    parser.add_argument("out_dir", type=Path, help="where the libraries go")
-    parser.add_argument(
-        "--site-packages", type=Path, help="the directory that holds torch_npu (default: Python's)"
-    )
-    options = parser.parse_args(arguments)
+def main() -> int:
+    """Write the stand-ins for this Python's torch_npu into the folder that is the only argument."""
     try:
-        libraries = write_cann_stubs(options.out_dir, options.site_packages)
+        write_cann_stubs(Path(sys.argv[1]), _package("torch_npu"), _package("torch"))
     except CannStubsError as error:
         print(f"cann_stubs: {error}", file=sys.stderr)
         return 2
-    print(
-        f"{len(libraries)} stand-ins in {options.out_dir}: {', '.join(p.name for p in libraries)}"
-    )
-    print(f"use them with LD_LIBRARY_PATH={options.out_dir.resolve()}")
     return 0
 
 

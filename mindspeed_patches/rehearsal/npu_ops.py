@@ -8,7 +8,7 @@ Anything that is not emulated raises NotImplementedError; no call silently retur
 
 Gradients: ``npu_rms_norm``, ``npu_swiglu`` and ``npu_rotary_mul`` through the torch operations they
 consist of; ``npu_fusion_attention`` by ``npu_fusion_attention_grad`` from the saved statistics, as
-on the device; the others, and those of :mod:`.expert_ops`, have none.
+on the device; the others have none.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from einops import rearrange
 from torch.nn.functional import silu
 
 from mindspeed_patches.rehearsal.attention_op import refuse, register_attention
-from mindspeed_patches.rehearsal.expert_ops import EXPERT_KERNELS
 
 __all__ = ["register_cpu_kernels"]
 
@@ -46,9 +45,6 @@ def register_cpu_kernels() -> None:
         library.impl(f"npu_{kernel.__name__}", kernel, "CompositeImplicitAutograd")
     register_attention(library)
     library.impl("npu_apply_adam_w.out", apply_adam_w, "CPU")
-    for name, kernel in EXPERT_KERNELS.items():
-        if hasattr(torch.ops.npu, name):
-            library.impl(name, kernel, "CPU")
 
 
 def rms_norm(

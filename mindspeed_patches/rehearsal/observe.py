@@ -1,4 +1,4 @@
-"""Records a training from inside: features, losses, gradient norms, collectives, weight hashes.
+"""Records a training from inside: losses, gradient norms, collectives, weight hashes.
 
 MindSpeed's own patch manager wraps ``setup_model_and_optimizer`` and ``train_step`` after all
 features have registered their patches, so that the features' changes to these functions are kept.
@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from mindspeed_patches.patching import around
 from mindspeed_patches.rehearsal.records import Record
 from mindspeed_patches.state_hashes import optimizer_hash, weight_hashes
 
@@ -90,67 +91,45 @@ class Observer:
     def install(self) -> None:
         """Install before Megatron is imported, and before MindSpeed applies its features."""
         from mindspeed.features_manager.features_manager import MindSpeedFeaturesManager
-        from mindspeed.patch_utils import MindSpeedPatchesManager
 
         self._collectives.install()
-        self._manager = MindSpeedFeaturesManager
-        apply = MindSpeedFeaturesManager.apply_features_patches
+        self._features = MindSpeedFeaturesManager
+        apply = self.apply_features_patches_wrapper(MindSpeedFeaturesManager.apply_features_patches)
+        MindSpeedFeaturesManager.apply_features_patches = staticmethod(apply)
 
-        @functools.wraps(apply)
-        def apply_features_patches(args: Any) -> None:
-            apply(args)
-            self.record.features = [
-                str(feature.feature_name)
-                for feature in MindSpeedFeaturesManager.FEATURES_LIST
-                if feature.is_need_apply(args)
-            ]
-            for wrapper in (self.setup_model_and_optimizer_wrapper, self.train_step_wrapper):
-                name = wrapper.__name__.removesuffix("_wrapper")
-                MindSpeedPatchesManager.register_patch(f"{_TRAINING}.{name}", wrapper)
-            MindSpeedPatchesManager.apply_patches()
+    @around
+    def apply_features_patches_wrapper(self, apply: Callable[..., None], args: Any) -> None:
+        """Register the wrappers behind those of all features."""
+        from mindspeed.patch_utils import MindSpeedPatchesManager
 
-        MindSpeedFeaturesManager.apply_features_patches = staticmethod(apply_features_patches)
+        apply(args)
+        for wrapper in (self.setup_model_and_optimizer_wrapper, self.train_step_wrapper):
+            name = wrapper.__name__.removesuffix("_wrapper")
+            MindSpeedPatchesManager.register_patch(f"{_TRAINING}.{name}", wrapper)
+        MindSpeedPatchesManager.apply_patches()
 
-    def setup_model_and_optimizer_wrapper(self, setup: Callable[..., Any]) -> Callable[..., Any]:
+    @around
+    def setup_model_and_optimizer_wrapper(
+        self, setup: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
         """Store the model, the optimizer, and the weights before the first iteration."""
+        result = setup(*args, **kwargs)
+        self._model, self._optimizer = result[:2]
+        self.record.weights_before = weight_hashes(self._model)
+        return result
 
-        @functools.wraps(setup)
-        def setup_model_and_optimizer(*args: Any, **kwargs: Any) -> Any:
-            from megatron.core import parallel_state
-
-            result = setup(*args, **kwargs)
-            self._model, self._optimizer = result[:2]
-            self.record.weights_before = weight_hashes(self._model)
-            self.record.layout = ", ".join(
-                f"{short} {getattr(parallel_state, f'get_{kind}_parallel_rank')()}"
-                f"/{getattr(parallel_state, f'get_{kind}_parallel_world_size')()}"
-                for short, kind in (
-                    ("tp", "tensor_model"),
-                    ("pp", "pipeline_model"),
-                    ("cp", "context"),
-                    ("dp", "data"),
-                )
-            )
-            return result
-
-        return setup_model_and_optimizer
-
-    def train_step_wrapper(self, train_step: Callable[..., Any]) -> Callable[..., Any]:
+    @around
+    def train_step_wrapper(self, train_step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Record the losses and the gradient norm, the first and the sixth value returned."""
-
-        @functools.wraps(train_step)
-        def recorded_train_step(*args: Any, **kwargs: Any) -> Any:
-            self._collectives.active = True
-            try:
-                result = train_step(*args, **kwargs)
-            finally:
-                self._collectives.active = False
-            losses, norm = result[0], result[5]
-            self.record.losses.append({name: _hex(value) for name, value in losses.items()})
-            self.record.grad_norms.append(None if norm is None else _hex(norm))
-            return result
-
-        return recorded_train_step
+        self._collectives.active = True
+        try:
+            result = train_step(*args, **kwargs)
+        finally:
+            self._collectives.active = False
+        losses, norm = result[0], result[5]
+        self.record.losses.append({name: _hex(value) for name, value in losses.items()})
+        self.record.grad_norms.append(None if norm is None else _hex(norm))
+        return result
 
     def finish(self) -> None:
         """Complete the record; call it after the script has returned.
@@ -167,14 +146,13 @@ class Observer:
         self.record.weights_after = weight_hashes(self._model)
         self.record.optimizer_after = optimizer_hash(self._optimizer)
         self.record.collectives = dict(sorted(self._collectives.counts.items()))
-        for feature in self._manager.FEATURES_LIST:
+        for feature in self._features.FEATURES_LIST:
             wrappers = getattr(feature, "wrappers", None)
             if feature.feature_name == "use_commfuse" and wrappers is not None:
                 self.record.calls = [(*key, count) for key, count in sorted(wrappers.calls.items())]
             overlapping = getattr(feature, "overlapping", None)
             if overlapping is not None and overlapping.overlap is not None:
                 self.record.pairs = overlapping.overlap.pairs
-        self.record.finished = True
 
 
 def _hex(value: Any) -> str:

@@ -18,7 +18,7 @@ __all__ = [
     "differences",
     "largest_loss_difference",
     "read_records",
-    "relative_difference",
+    "weights_hash",
 ]
 
 _SHOWN = 5
@@ -30,38 +30,25 @@ class Record:
 
     Attributes:
         rank: global rank.
-        finished: whether the script returned normally.
-        versions: of the packages in use, by name.
-        layout: this rank's position in the parallel groups (``tp 0/2``).
         losses: per iteration, the losses by name; empty except on the last pipeline stage.
         grad_norms: per iteration.
         weights_before, weights_after: a hash per parameter, before the first iteration and after
             the last.
         optimizer_after: a hash of the optimizer's state after the last iteration.
-        features: names of MindSpeed's features that were applied.
         collectives: number of calls, by ``group: function``.
         pairs: number of forwards that ran beside a backward.
         calls: ``(layer, path, count)`` of CommFuse's layers; empty without CommFuse.
     """
 
     rank: int
-    finished: bool = False
-    versions: dict[str, str] = field(default_factory=dict)
-    layout: str = ""
     losses: list[dict[str, str]] = field(default_factory=list)
     grad_norms: list[str | None] = field(default_factory=list)
     weights_before: dict[str, str] = field(default_factory=dict)
     weights_after: dict[str, str] = field(default_factory=dict)
     optimizer_after: str = ""
-    features: list[str] = field(default_factory=list)
     collectives: dict[str, int] = field(default_factory=dict)
     pairs: int = 0
     calls: list[tuple[str, str, int]] = field(default_factory=list)
-
-    @property
-    def weights_hash(self) -> str:
-        """One hash for all parameters and their names, after the last iteration."""
-        return hashlib.sha256(repr(sorted(self.weights_after.items())).encode()).hexdigest()
 
     @property
     def fused(self) -> set[str]:
@@ -76,6 +63,12 @@ def read_records(folder: Path) -> list[Record]:
     """The records of a run, by rank."""
     records = [Record(**json.loads(path.read_text("utf-8"))) for path in folder.glob("rank_*.json")]
     return sorted(records, key=lambda record: record.rank)
+
+
+def weights_hash(records: Sequence[Record]) -> str:
+    """One hash of the final weights and optimizers of all ranks, as ``hash_over_ranks`` has it."""
+    bits = "".join(f"{sorted(r.weights_after.items())} {r.optimizer_after}" for r in records)
+    return hashlib.sha256(bits.encode()).hexdigest()
 
 
 def differences(reference: Sequence[Record], commfuse: Sequence[Record]) -> list[str]:
@@ -112,14 +105,14 @@ def _weights(reference: dict[str, str], other: dict[str, str], when: str) -> Ite
 def largest_loss_difference(reference: Sequence[Record], commfuse: Sequence[Record]) -> float:
     """The largest relative difference over all iterations; infinite if there are no losses."""
     deviations = [
-        relative_difference([step.get(name) for step in a.losses], [s.get(name) for s in b.losses])
+        _relative_difference([step.get(name) for step in a.losses], [s.get(name) for s in b.losses])
         for a, b in zip(reference, commfuse, strict=True)
         for name in dict.fromkeys(name for step in a.losses for name in step)
     ]
     return max(deviations, default=math.inf)
 
 
-def relative_difference(reference: Sequence[str | None], other: Sequence[str | None]) -> float:
+def _relative_difference(reference: Sequence[str | None], other: Sequence[str | None]) -> float:
     """The largest difference of two columns of numbers, relative to the first column."""
     if len(reference) != len(other) or [a is None for a in reference] != [b is None for b in other]:
         return math.inf

@@ -19,6 +19,7 @@ FB_OVERLAP = "--commfuse-fb-overlap"
 INSTRUCTIONS = "--is-instruction-dataset"
 """The option of fine-tuning, which mock data cannot replace (:mod:`.instruction_files`)."""
 _SWAP = ("--swap-attention", "--swap-modules")
+_PERMUTE = ("--moe-permute-fusion", "--use-fused-moe-token-permute-and-unpermute")
 _MEMORY = ("--swap-optimizer", "--swap-optimizer-times", "--reuse-fp32-param")
 
 
@@ -34,6 +35,7 @@ def prepare(options: Options, iterations: int, folder: Path) -> None:
     # In forward-backward overlap, keep options that change what a forward saves for its backward.
     memory = _MEMORY if FB_OVERLAP in options else (*_MEMORY, *_SWAP)
     options.drop(*memory, why="there is no device memory to save")
+    options.drop(*_PERMUTE, why="its kernels are not emulated; Megatron's own code takes its place")
     if "--use-commfuse" not in options and FB_OVERLAP not in options:
         # If a launch asks for both, the rehearsal shows how CommFuse refuses them.
         options.drop(*PEERS, why="CommFuse takes its place")

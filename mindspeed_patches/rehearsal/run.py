@@ -26,14 +26,11 @@ class RunFailedError(RuntimeError):
     """A run did not complete; the message has its last output."""
 
 
-def worker_environment(
-    stack: Stack, cann_stubs: Path | None, launch: Mapping[str, str], tools: Path
-) -> dict[str, str]:
+def worker_environment(stack: Stack, launch: Mapping[str, str], tools: Path) -> dict[str, str]:
     """The environment of the ranks: that of the launch, adapted to a CPU.
 
     Args:
         stack: the checkouts, which come first on the Python path.
-        cann_stubs: a folder for the dynamic loader; ``None`` if CANN is installed.
         launch: variables that a launch script sets.
         tools: a folder for programs that the ranks need.
     """
@@ -51,7 +48,6 @@ def worker_environment(
     for name, folders in (
         ("PYTHONPATH", [*map(str, astuple(stack)), str(_PROJECT)]),
         ("PATH", [str(tools)]),
-        ("LD_LIBRARY_PATH", [str(cann_stubs)] if cann_stubs else []),
     ):
         environment[name] = os.pathsep.join(filter(None, [*folders, environment.get(name)]))
     environment.update(
@@ -111,7 +107,7 @@ class Run:
         except TimeoutError as error:
             raise RunFailedError(f"the {way} run {error} (--timeout):\n{_tail(log)}") from error
         results = read_records(records)
-        if code or len(results) != self.processes or not all(record.finished for record in results):
+        if code or len(results) != self.processes:
             raise RunFailedError(
                 f"the {way} run failed with exit code {code}, and {len(results)} of "
                 f"{self.processes} ranks reached its end (--output DIR keeps the whole log):\n"

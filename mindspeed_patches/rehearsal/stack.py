@@ -25,29 +25,20 @@ class Stack:
 @dataclass(frozen=True)
 class _Part:
     title: str
-    option: str
     variable: str
     package: str
     marker: str  # a file of the package by which a checkout is recognized
 
 
 _PARTS = {
-    "llm": _Part(
-        *("MindSpeed-LLM", "--mindspeed-llm", "MINDSPEED_LLM_HOME"),
-        *("mindspeed_llm", "training/training.py"),
-    ),
-    "mindspeed": _Part("MindSpeed", "--mindspeed", "MINDSPEED_HOME", "mindspeed", "patch_utils.py"),
-    "megatron": _Part(
-        "Megatron-LM", "--megatron", "MEGATRON_HOME", "megatron", "training/training.py"
-    ),
+    "llm": _Part("MindSpeed-LLM", "MINDSPEED_LLM_HOME", "mindspeed_llm", "training/training.py"),
+    "mindspeed": _Part("MindSpeed", "MINDSPEED_HOME", "mindspeed", "patch_utils.py"),
+    "megatron": _Part("Megatron-LM", "MEGATRON_HOME", "megatron", "training/training.py"),
 }
 
 
-def find_stack(options: Mapping[str, str | None], environ: Mapping[str, str] = os.environ) -> Stack:
-    """Find the checkouts: by option, else by environment variable, else as importable packages.
-
-    Args:
-        options: a folder by the name of an attribute of :class:`Stack`, if given.
+def find_stack(environ: Mapping[str, str] = os.environ) -> Stack:
+    """Find the checkouts: by environment variable, else as importable packages.
 
     Raises:
         UsageError: one is missing, is something else, or is too old.
@@ -58,7 +49,7 @@ def find_stack(options: Mapping[str, str | None], environ: Mapping[str, str] = o
         try:
             # Users of MindSpeed-LLM copy the folder megatron into its checkout.
             llm = roots.get("llm") if name == "megatron" else None
-            roots[name] = _find(part, options.get(name), environ.get(part.variable), llm)
+            roots[name] = _find(part, environ.get(part.variable), llm)
         except UsageError as error:
             problems.append(str(error))
     if not problems and not (roots["llm"] / "mindspeed_llm/tasks/megatron_adaptor_v2.py").exists():
@@ -70,14 +61,14 @@ def find_stack(options: Mapping[str, str | None], environ: Mapping[str, str] = o
     return Stack(**roots)
 
 
-def _find(part: _Part, option: str | None, variable: str | None, beside: Path | None) -> Path:
+def _find(part: _Part, text: str | None, beside: Path | None) -> Path:
     marker = Path(part.package, part.marker)
-    if text := option or variable:
+    if text:
         folder = Path(text).expanduser().resolve()
         if not (folder / marker).exists():
             raise UsageError(
-                f"{part.option if option else part.variable} is {text}, which is no checkout of "
-                f"{part.title}: it has no {marker}"
+                f"{part.variable} is {text}, which is no checkout of {part.title}: "
+                f"it has no {marker}"
             )
         return folder
     if beside is not None and (beside / marker).exists():
@@ -86,7 +77,6 @@ def _find(part: _Part, option: str | None, variable: str | None, beside: Path | 
     folder_of = installed.folder_with(part.marker) if installed is not None else None
     if folder_of is None:
         raise UsageError(
-            f"{part.title} is missing: give its checkout with {part.option} DIR or "
-            f"{part.variable}=DIR, or install it"
+            f"{part.title} is missing: give its checkout with {part.variable}=DIR, or install it"
         )
     return folder_of.resolve().parent

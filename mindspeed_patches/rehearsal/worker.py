@@ -9,12 +9,10 @@ directly, and writes a record.  :mod:`mindspeed_patches.rehearsal` sets the envi
 from __future__ import annotations
 
 import os
-import platform
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from commfuse_npu.packages import find_package
 from mindspeed_patches import install, launch
 
 __all__ = ["RECORDS", "WAY", "install_stand_ins", "main"]
@@ -45,21 +43,10 @@ def install_stand_ins() -> None:
 
 def main(command: Sequence[str]) -> None:
     """Run a script with stand-ins and write the record of this rank."""
-    import torch
-    import torch_npu
-
     from mindspeed_patches.rehearsal.observe import Observer
     from mindspeed_patches.rehearsal.records import Record
 
-    versions = {
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "torch_npu": torch_npu.__version__,
-    }
-    for name in ("mindspeed_llm", "mindspeed", "megatron"):
-        if (package := find_package(name, os.environ)) is not None and package.version:
-            versions[name] = package.version
-    observer = Observer(Record(rank=int(os.environ["RANK"]), versions=versions))
+    observer = Observer(Record(rank=int(os.environ["RANK"])))
 
     def prepare() -> None:
         install_stand_ins()

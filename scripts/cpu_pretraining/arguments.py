@@ -27,21 +27,6 @@ class UsageError(ValueError):
     """The request cannot be carried out; the message has the value, the limit and a remedy."""
 
 
-def _run_name(text: str) -> str:
-    if text in ("", ".", "..") or "/" in text:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a folder name; use letters, digits, _-.")
-    return text
-
-
-def _data_path(text: str) -> Path:
-    if not text or not Path(text).exists():
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is no file and no folder; give one with text, or leave --data-path out for "
-            "Python's standard library"
-        )
-    return Path(text)
-
-
 _TABLE: dict[str, tuple[tuple[str, Any, Any, str], ...]] = {
     "parallel layout": (
         ("tensor-model-parallel-size", 2, whole(1), "ranks per layer (TP)"),
@@ -74,13 +59,9 @@ _TABLE: dict[str, tuple[tuple[str, Any, Any, str], ...]] = {
         ("ddp-bucket-size", None, whole(1),
          "parameters per bucket, with --overlap-grad-reduce (Megatron's 40 million)"),
         ("seed", 1234, whole(0), "of weights and samples"),
-        ("data-path", None, _data_path, "file or folder (Python's standard library)"),
     ),
     "output": (
-        ("save-interval", 100, whole(0), "iterations between checkpoints; 0: one at the end"),
-        ("name", "llama_tiny", _run_name, "of the folder below --runs-dir"),
-        ("runs-dir", Path("runs"), Path, "where runs are kept"),
-        ("resume", False, None, "go on from the latest checkpoint"),
+        ("output", Path("runs"), Path, "folder of the pictures"),
         ("compare", False, None, "train in each form; exit 1 unless overlap keeps every bit"),
         ("plain", False, None,
          "the plain form of what would be fused: collectives and GEMMs one after the other"),
@@ -170,8 +151,6 @@ def _contradictions(args: argparse.Namespace) -> Iterator[str]:
     if args.plain and (args.compare or not args.use_commfuse):
         yield ("--plain is the plain form of what would be fused, which --compare trains by "
                "itself; choose --use-commfuse, and leave --compare out")  # fmt: skip
-    if args.compare and args.resume:
-        yield "--compare trains from the beginning; leave --resume out"
     if args.compare and args.tensor_model_parallel_size == 1 and not elsewhere:
         yield ("--compare has nothing to compare at --tensor-model-parallel-size 1, where no layer "
                "transfers anything; choose 2 or more, --commfuse-ulysses with context parallelism, "

@@ -59,27 +59,15 @@ def _same(one: Outcome, other: Outcome) -> bool:
 
 
 def report(outcomes: Outcomes) -> list[str]:
-    """Losses (nine digits distinguish any two float32), hashes, speeds and differences."""
-    printed = ["", f"{'iteration':>9} " + " ".join(f"{form:>15}" for form in outcomes)]
-    for iteration in outcomes["megatron"].losses:
-        row = " ".join(f"{outcome.losses[iteration]:15.9g}" for outcome in outcomes.values())
-        printed.append(f"{iteration:9d} {row}")
+    """Hashes, verdicts, the fused layers' calls, and differences of the times."""
+    printed = [""]
     for form, outcome in outcomes.items():
-        printed.append(f"final lm loss, {form}: {outcome.losses[outcome.iteration]:.9g}")
         printed.append(f"sha256 of all weights, {form}: {outcome.weights_sha256}")
     for form, other in _pairs(outcomes):
         verdict = "equal" if _same(outcomes[form], outcomes[other]) else "not equal"
         printed.append(f"losses and weights, {form} and {other}: {verdict} bit for bit")
     if fused := outcomes.get("commfuse"):
         printed += [f"commfuse: {line}" for line in fused.layers]
-        megatron = outcomes["megatron"]
-        difference = max(abs(loss - megatron.losses[i]) for i, loss in fused.losses.items())
-        verdict = "equal" if fused.weights_sha256 == megatron.weights_sha256 else "not equal"
-        printed.append(f"commfuse against Megatron's unsplit GEMMs: largest loss difference "
-                    f"{difference:.3g}, weights {verdict} bit for bit")  # fmt: skip
-    for form, outcome in outcomes.items():
-        if speed := outcome.describe_speed():
-            printed.append(f"tokens/s, {form}: {speed}")
     return printed + list(_times(outcomes))
 
 
@@ -88,8 +76,7 @@ def _times(outcomes: Outcomes) -> Iterator[str]:
 
     The range compares one form's fast quartile with the other's slow one.
     """
-    megatron = outcomes["megatron"]
-    counted = len(megatron.counted)
+    counted = len(outcomes["megatron"].counted)
     if counted < _LEAST:
         enough = WARM_UP_ITERATIONS + _LEAST
         yield f"no comparison of the times: give --train-iters {enough} or more"
@@ -108,12 +95,6 @@ def _times(outcomes: Outcomes) -> Iterator[str]:
             f"time of an iteration, {other} against {form}: {abs(less):.1f} % "
             f"{'shorter' if less >= 0 else 'longer'} ({middle:.3f} s, not {without:.3f} s; "
             f"{low:.1f} to {high:.1f} % shorter by the quartiles of {counted} iterations)"
-        )
-    if "commfuse" in outcomes and megatron.link != "loopback":
-        yield (
-            "note: plain and Megatron's layers use torch's collectives over gloo, whose "
-            "reduce-scatter sends the bytes of an all-reduce, twice those of the fused layers' "
-            "direct transfers. Over such links a part of the difference is these bytes, not overlap"
         )
 
 
@@ -151,5 +132,4 @@ def draw_timelines(ranks: Mapping[str, Sequence[Outcome]], path: Path) -> str:
     """Draw :func:`timelines`; returns a line about the result."""
     if (picture := timelines(ranks)) is None:
         return f"{path} was not drawn: no iteration after the first {WARM_UP_ITERATIONS}"
-    title = "The same training without and with overlap"
-    return draw_picture(picture, title, path) or f"written: {path}"
+    return draw_picture(picture, "The same training without and with overlap", path)

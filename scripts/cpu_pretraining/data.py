@@ -1,18 +1,14 @@
-"""Training data: files as bytes, and samples that depend only on an index.
+"""Training data: Python's standard library as bytes, in samples that depend only on an index.
 
 A sample is a window of the token stream, at a position drawn from (seed, sample index).
-There is no iterator state, so a resumed run reads exactly what the uninterrupted one would have.
 """
 
 from __future__ import annotations
 
-import hashlib
-import os
 import sysconfig
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
 
 import numpy as np
 import numpy.typing as npt
@@ -25,7 +21,7 @@ __all__ = ["VOCABULARY", "Corpus", "load_corpus"]
 VOCABULARY = 257
 """One token per byte, 0 to 255, and 256 for the end of a document."""
 
-_STANDARD_LIBRARY_BYTES = 8 << 20
+_BYTES = 8 << 20
 # Generated files, code outside the library itself, or modules that not every installation has.
 _SKIPPED = frozenset({"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3"})
 
@@ -36,11 +32,6 @@ class Corpus:
 
     tokens: npt.NDArray[np.uint16]
     documents: int
-    source: str
-
-    def fingerprint(self) -> str:
-        """SHA-256 of the stream, to detect that a resumed run reads other data."""
-        return hashlib.sha256(self.tokens.tobytes()).hexdigest()
 
     def batch(
         self, samples: Sequence[int], seq_length: int, seed: int
@@ -58,48 +49,25 @@ class Corpus:
         return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 
-def load_corpus(data_path: Path | None, seq_length: int) -> Corpus:
-    """Read the data of ``--data-path``; None is Python's standard library.
+def load_corpus(seq_length: int) -> Corpus:
+    """Read the first 8 MiB of the standard library's sources, in the order of their paths.
 
     Raises:
-        UsageError: the path is unreadable, empty or too short for one window.
+        UsageError: they are too short for one sample.
     """
-    source = str(data_path or "the Python standard library")
+    root = Path(sysconfig.get_paths()["stdlib"])
     documents: list[npt.NDArray[np.uint16]] = []
     tokens = 0
-    try:
-        for path in _files(data_path or Path(sysconfig.get_paths()["stdlib"]), data_path is None):
-            if document := path.read_bytes():
-                characters = np.frombuffer(document, np.uint8).astype(np.uint16)
-                documents.append(np.append(characters, np.uint16(VOCABULARY - 1)))
-                tokens += len(documents[-1])
-            if data_path is None and tokens >= _STANDARD_LIBRARY_BYTES:
-                break
-    except OSError as error:
-        _unreadable(error)
+    for path in sorted(root.rglob("*.py")):
+        if _SKIPPED.isdisjoint(path.relative_to(root).parts) and (document := path.read_bytes()):
+            characters = np.frombuffer(document, np.uint8).astype(np.uint16)
+            documents.append(np.append(characters, np.uint16(VOCABULARY - 1)))
+            tokens += len(documents[-1])
+        if tokens >= _BYTES:
+            break
     if tokens < seq_length + 1:
         raise UsageError(
-            f"{source} has {tokens} tokens, but one sample needs {seq_length + 1}; give a file or "
-            "folder with more text to --data-path, or a shorter --seq-length"
+            f"{root} has {tokens} tokens, but one sample needs {seq_length + 1}; choose a shorter "
+            "--seq-length, or a Python with the sources of its standard library"
         )
-    return Corpus(np.concatenate(documents), len(documents), source)
-
-
-def _files(root: Path, standard_library: bool) -> Iterator[Path]:
-    """All files below ``root`` in order of their paths, without hidden ones."""
-    if root.is_file():
-        yield root
-        return
-    paths: list[Path] = []
-    # Not rglob, which silently skips unreadable folders.
-    for folder, folders, names in os.walk(root, onerror=_unreadable):
-        folders[:] = [name for name in folders if not name.startswith((".", "__pycache__"))]
-        paths += [Path(folder, name) for name in names if not name.startswith(".")]
-    for path in sorted(paths):
-        included = path.suffix == ".py" and _SKIPPED.isdisjoint(path.relative_to(root).parts)
-        if path.is_file() and (included or not standard_library):
-            yield path
-
-
-def _unreadable(error: OSError) -> NoReturn:
-    raise UsageError(f"cannot read {error.filename}: {error.strerror}; check its permissions")
+    return Corpus(np.concatenate(documents), len(documents))

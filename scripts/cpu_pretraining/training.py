@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import argparse
 import math
-import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from pathlib import Path
-from threading import Event
 from typing import Any
 from unittest import mock
 
@@ -18,7 +15,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.tensor_parallel import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
+from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
 from commfuse_npu.runtime.collective_transport import CollectiveTransport
 from commfuse_npu.runtime.order_log import shared_order_log
@@ -32,43 +29,25 @@ from mindspeed_patches.state_hashes import hash_over_ranks
 from mindspeed_patches.training_options import commfuse_options
 
 from .arguments import UsageError
-from .checkpoint import CheckpointError, first_reason, load_state, run_facts, save_state
 from .data import Corpus
 from .megatron_on_cpu import cuda_means_cpu, megatron_on_cpu
 from .model import build_trainee
-from .outcome import MetricsLog, Outcome, Wait
+from .outcome import Outcome, Wait
 
 __all__ = ["Training", "TrainingDivergedError", "Worker", "timed_waits"]
 
 
 class TrainingDivergedError(RuntimeError):
-    """The loss is not finite; continuing would overwrite good checkpoints."""
+    """The loss or the norm of the gradients is not finite."""
 
 
 class Worker:
-    """The worker class of `commfuse_npu.tools.ranks.Ranks`, one per rank.
+    """The worker class of `commfuse_npu.tools.ranks.Ranks`, one per rank."""
 
-    SIGTERM is a request to stop after the running iteration. It reaches the ranks at different
-    moments, or only one of them, so each stores it, and they decide together.
-    """
+    def train(self, args: argparse.Namespace, corpus: Corpus, form: str) -> Outcome:
+        """Train from the seed.
 
-    def __init__(self) -> None:
-        self._stop = Event()
-        signal.signal(signal.SIGTERM, lambda *_: self._stop.set())
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
-
-    def train(
-        self,
-        args: argparse.Namespace,
-        corpus: Corpus,
-        form: str,
-        folder: Path,
-        checkpoint: Path | None,
-    ) -> Outcome:
-        """Train from the seed, or from ``checkpoint``, and write below ``folder``.
-
-        Collective. A rank that was told to stop stops all ranks after the running iteration.
-        Expected errors are returned in the outcome.
+        Collective. Expected errors are returned in the outcome.
 
         Args:
             form: of the layers, as in ``compare``. ``--commfuse-fb-overlap`` runs forwards beside
@@ -83,19 +62,17 @@ class Worker:
         try:
             with megatron_on_cpu(), _layers(form, args) as (report, describe), timed_waits() as log:
                 model_parallel_cuda_manual_seed(args.seed)
-                training = Training(args, corpus, folder, log)
+                training = Training(args, corpus, log)
                 if report is not None:
                     report.tell([training.model])
                 if form == "overlap" or (args.commfuse_fb_overlap and not args.compare):
                     overlapping = Overlapping(order_log=args.commfuse_order_log)
                     wrap = overlapping.get_forward_backward_func_wrapper
                     training.forward_backward = wrap(get_forward_backward_func)()
-                if checkpoint is not None:
-                    training.restore(checkpoint)
-                outcome = training.run(self._stop)
+                outcome = training.run()
                 outcome.layers = describe()
                 return outcome
-        except (CheckpointError, TrainingDivergedError) as error:
+        except TrainingDivergedError as error:
             return Outcome(error=str(error), code=1)
         except (IncompatibleOptionsError, UsageError) as error:
             return Outcome(error=str(error), code=2)
@@ -179,7 +156,7 @@ def _pace_on_all_ranks(rate: float) -> None:
             links that only seem to have a rate.
     """
     problem = pace(rate * 1e6)
-    if why := first_reason(problem and f"rank {dist.get_rank()}: {problem}"):
+    if why := _first_reason(problem and f"rank {dist.get_rank()}: {problem}"):
         raise UsageError(
             f"--link-rate {rate:g} cannot be set on {why}; leave --link-rate out for the loopback "
             "as it is, or run on Linux 4.20 or newer, outside of sandboxes that replace the "
@@ -187,16 +164,21 @@ def _pace_on_all_ranks(rate: float) -> None:
         )
 
 
+def _first_reason(reason: str) -> str:
+    """The reason of the first rank that has one, on all ranks; empty if none has. Collective."""
+    reasons = [reason] * dist.get_world_size()
+    dist.all_gather_object(reasons, reason)
+    return next(filter(None, reasons), "")
+
+
 class Training:
-    """Forward, backward, step, one line per iteration, checkpoints.
+    """Forward, backward, step, one line per iteration.
 
     Needs Megatron's process groups, `megatron_on_cpu()` and `timed_waits()`.
     """
 
-    def __init__(
-        self, args: argparse.Namespace, corpus: Corpus, folder: Path, waits: list[Wait]
-    ) -> None:
-        self.args, self.corpus, self.folder, self.waits = args, corpus, folder, waits
+    def __init__(self, args: argparse.Namespace, corpus: Corpus, waits: list[Wait]) -> None:
+        self.args, self.corpus, self.waits = args, corpus, waits
         self.iteration, self.rank = 0, dist.get_rank()
         self.model, self.optimizer, self.scheduler = build_trainee(args)
         self.forward_backward = get_forward_backward_func()
@@ -210,40 +192,32 @@ class Training:
         self.own_rows = slice(first, first + rows)
         self.positions = torch.arange(length).expand(args.micro_batch_size, -1)[:, self.own_rows]
 
-    def run(self, stop: Event) -> Outcome:
-        """Run the remaining iterations, or until a rank's ``stop`` is set.
+    def run(self) -> Outcome:
+        """Run all iterations.
 
         Raises:
             TrainingDivergedError: the loss became infinite or not a number.
-            CheckpointError: a checkpoint could not be written.
             UsageError: the connections cannot have the ``--link-rate``.
         """
         args = self.args
-        outcome = Outcome(self.iteration, tokens=args.global_batch_size * args.seq_length)
-        log = MetricsLog(self.folder / "metrics.jsonl", self.iteration) if self.rank == 0 else None
+        outcome = Outcome()
         if args.link_rate is not None:
             outcome.link = f"links of {args.link_rate:g} MB/s"
             _pace_on_all_ranks(args.link_rate)
-        while self.iteration < args.train_iters and not outcome.stopped:
-            entry, waits, outcome.stopped = self._iteration(stop)
-            outcome.iteration = self.iteration
+        while self.iteration < args.train_iters:
+            entry, waits = self._iteration()
             outcome.add(entry, waits)
             if args.link_rate is not None and len(outcome.entries) == 1:
                 # Some connections are only opened on the first use of their group.
                 _pace_on_all_ranks(args.link_rate)
-            if log is not None:
-                log.append(entry)
+            if self.rank == 0:
                 print(_iteration_line(args.train_iters, entry), flush=True)
-            last = self.iteration == args.train_iters
-            periodic = args.save_interval and self.iteration % args.save_interval == 0
-            if not args.compare and (periodic or last or outcome.stopped):
-                self._save()
         self._finish_parameters()
         outcome.weights_sha256 = hash_over_ranks([self.model.module], self.optimizer)
         return outcome
 
-    def _iteration(self, stop: Event) -> tuple[dict[str, Any], list[Wait], bool]:
-        """One optimizer step: metrics, this rank's waits, and whether a rank was told to stop."""
+    def _iteration(self) -> tuple[dict[str, Any], list[Wait]]:
+        """One optimizer step: its metrics, and this rank's waits."""
         args = self.args
         self.waits.clear()
         start = time.perf_counter()
@@ -252,12 +226,10 @@ class Training:
         loss = self._forward_backward()
         with cuda_means_cpu():
             _, grad_norm, _ = self.optimizer.step()
-        # The weights are updated already, but no checkpoint has been replaced yet.
         for name, value in (("lm loss", loss), ("grad norm", float(grad_norm))):
             if not math.isfinite(value):
                 raise TrainingDivergedError(
-                    f"iteration {self.iteration + 1}: {name} is {value}; the weights of this "
-                    f"iteration were not saved. Lower --lr (now {args.lr})"
+                    f"iteration {self.iteration + 1}: {name} is {value}; lower --lr (now {args.lr})"
                 )
         learning_rate = self.optimizer.param_groups[0]["lr"]
         self.scheduler.step(args.global_batch_size)
@@ -265,11 +237,9 @@ class Training:
         elapsed = time.perf_counter() - start
         waits = [(begin - start, end - start) for begin, end in self.waits]
         blocked = sum(end - begin for begin, end in waits)
-        # Means over the ranks, which stop together: a rank that stopped alone would leave the
-        # others waiting in a collective.
-        shared = torch.tensor([blocked, elapsed, float(stop.is_set())], dtype=torch.float64)
+        shared = torch.tensor([blocked, elapsed], dtype=torch.float64)  # means over the ranks
         dist.all_reduce(shared)
-        blocked, elapsed, stopping = (shared / dist.get_world_size()).tolist()
+        blocked, elapsed = (shared / dist.get_world_size()).tolist()
         entry = {
             "iteration": self.iteration,
             "lm_loss": loss,
@@ -279,7 +249,7 @@ class Training:
             "grad_norm": float(grad_norm),
             "lr": learning_rate,
         }
-        return entry, waits, stopping > 0
+        return entry, waits
 
     def _forward_backward(self) -> float:
         """Compute the gradients of a global batch; returns its mean loss over all replicas."""
@@ -334,50 +304,6 @@ class Training:
         if self.args.overlap_param_gather:
             self.model.disable_forward_pre_hook(param_sync=True)
             self.model.enable_forward_pre_hook()
-
-    def _save(self) -> None:
-        self._finish_parameters()
-        training = {
-            "model": self.model.module.state_dict(),
-            "optimizer": [
-                (_parameters(inner), inner.state_dict()["state"]) for inner in self._optimizers()
-            ],
-            "scheduler": self.scheduler.state_dict(),
-            "rng": torch.get_rng_state(),
-            "rng_tracker": get_cuda_rng_tracker().get_states(),
-        }
-        facts = run_facts(self.args, self.corpus.fingerprint())
-        folder = save_state(self.folder / "checkpoints", self.iteration, training, facts)
-        if self.rank == 0:
-            print(f" saved checkpoint {folder}", flush=True)
-
-    def restore(self, checkpoint: Path) -> None:
-        """Continue exactly from the state in ``checkpoint``.
-
-        Raises:
-            CheckpointError: it could not be read.
-        """
-        saved = load_state(checkpoint, self.rank)
-        self.iteration, state = saved["iteration"], saved["training"]
-        self.model.module.load_state_dict(state["model"])
-        for inner, (values, moments) in zip(self._optimizers(), state["optimizer"], strict=True):
-            for parameter, value in zip(_parameters(inner), values, strict=True):
-                parameter.copy_(value)
-            # Parameter groups follow this command line: they hold learning rates, not state.
-            groups = inner.state_dict()["param_groups"]
-            inner.load_state_dict({"state": moments, "param_groups": groups})
-        self.scheduler.load_state_dict(state["scheduler"])
-        torch.set_rng_state(state["rng"])
-        get_cuda_rng_tracker().set_states(state["rng_tracker"])
-
-    def _optimizers(self) -> list[torch.optim.Optimizer]:
-        """torch's optimizers in Megatron's: they own the fp32 parameters and the Adam state."""
-        chained = getattr(self.optimizer, "chained_optimizers", [self.optimizer])
-        return [optimizer.optimizer for optimizer in chained if optimizer.optimizer is not None]
-
-
-def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    return [parameter.detach() for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def _iteration_line(of: int, entry: dict[str, Any]) -> str:

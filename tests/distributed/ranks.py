@@ -9,20 +9,23 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import time
 import traceback
 from collections.abc import Callable
+from concurrent.futures import FIRST_EXCEPTION, Future
+from concurrent.futures import wait as wait_for
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from functools import wraps
 from importlib import import_module
 from inspect import Parameter, Signature, signature
-from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
-from tests.free_port import free_port
+from commfuse_npu.runtime.child_process import die_with_parent
 from tests.limits import LIMIT, PATIENT
+from tests.worker import Worker
 
 # Imported once, in the process that the ranks are forked from.
 _context = multiprocessing.get_context("forkserver")
@@ -35,7 +38,16 @@ class Outcome:
 
     value: Any = None
     error: BaseException | None = None
-    trace: str = ""
+
+    @property
+    def trace(self) -> str:
+        """The traceback in the rank's process."""
+        return "".join(traceback.format_exception(self.error)) if self.error else ""
+
+
+def open_store() -> dist.TCPStore:
+    """The store in which the ranks of a group meet, on a free port; it lives in this process."""
+    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
 def set_up_process(rank: int, size: int, port: int) -> None:
@@ -46,6 +58,9 @@ def set_up_process(rank: int, size: int, port: int) -> None:
         RANK=str(rank),
         WORLD_SIZE=str(size),
         LOCAL_RANK=str(rank),
+        # The store is another process's, as under torchrun.
+        TORCHELASTIC_USE_AGENT_STORE="True",
+        TORCHELASTIC_RESTART_COUNT="0",
         OMP_NUM_THREADS="1",
         TORCH_DEVICE_BACKEND_AUTOLOAD="0",
     )
@@ -60,63 +75,37 @@ class Gloo:
     backward_apart = True
     """Whether every backward runs in a second thread, as on a device."""
 
-    def join(self, size: int) -> None:
+    def join(self) -> None:
         """Initialize the process group."""
-        import torch.distributed as dist
-
         dist.init_process_group("gloo", timeout=PATIENT)
 
 
-def _work(rank: int, size: int, port: int, pipe: Connection, backend: Gloo) -> None:
-    set_up_process(rank, size, port)
-    from commfuse_npu.runtime import agreement
+def _join(rank: int, size: int, port: int, backend: Gloo) -> None:
     from tests.distributed import backward_thread
 
+    die_with_parent()
+    set_up_process(rank, size, port)
     if backend.backward_apart:
         backward_thread.install()
-    backend.join(size)
-    while True:
-        try:
-            function, args = pipe.recv()
-        except EOFError:
-            return  # the tests are over
-        # A digest that an earlier run left on one rank only would block a step of this run.
-        agreement._unchecked.clear()
-        try:
-            outcome = Outcome(value=function(rank, *args))
-        except BaseException as error:
-            outcome = Outcome(error=error, trace=traceback.format_exc())
-        try:
-            pipe.send(outcome)
-        except Exception as error:
-            # The value or the exception cannot be pickled: send its text.
-            text = f"{outcome.error or outcome.value!r}: {error}"
-            pipe.send(Outcome(error=RuntimeError(text), trace=outcome.trace))
+    backend.join()
+
+
+def _work(function: Callable[..., Any], rank: int, *args: Any) -> Any:
+    from commfuse_npu.runtime import agreement
+
+    # A digest that an earlier run left on one rank only would block a step of this run.
+    agreement._unchecked.clear()
+    return function(rank, *args)
 
 
 class Ranks:
     """A group of worker processes, ranks 0..size-1."""
 
+    backend = Gloo()
+
     def __init__(self, size: int) -> None:
         self.size = size
-        self._processes: list[Any] = []
-        self._pipes: list[Connection] = []
-
-    def backend_of(self, rank: int) -> Gloo:
-        """The backend for a rank that is about to start."""
-        return Gloo()
-
-    def _start(self) -> None:
-        port = free_port()
-        for rank in range(self.size):
-            own_end, rank_end = _context.Pipe()
-            work = rank, self.size, port, rank_end, self.backend_of(rank)
-            process = _context.Process(target=_work, args=work)
-            process.daemon = True
-            process.start()
-            rank_end.close()
-            self._processes.append(process)
-            self._pipes.append(own_end)
+        self._workers: list[Worker] = []
 
     def outcomes(
         self,
@@ -131,39 +120,31 @@ class Ranks:
         After a rank fails, the others get ``grace`` seconds more: they may wait for it in a plain
         collective, whose timeout is long.
 
-        A rank that dies fails the test; with ``may_die`` its outcome is an EOFError instead.
+        A rank that dies fails the test; with ``may_die`` its outcome is a BrokenProcessPool
+        instead.
         """
-        if not self._processes:
-            self._start()
-        for pipe in self._pipes:
-            pipe.send((function, args))
-        outcomes: dict[int, Outcome] = {}
-        end = time.monotonic() + timeout
-        while len(outcomes) < self.size:
-            waiting = {pipe: r for r, pipe in enumerate(self._pipes) if r not in outcomes}
-            ready = wait(list(waiting), max(0.0, end - time.monotonic()))
-            if not ready:
-                break
-            for rank in [rank for pipe, rank in waiting.items() if pipe in ready]:
-                try:
-                    outcomes[rank] = self._pipes[rank].recv()
-                except (EOFError, ConnectionResetError):
-                    if not may_die:
-                        self.kill()
-                        pytest.fail(f"rank {rank} of {self.size} died in {function.__name__}{args}")
-                    outcomes[rank] = Outcome(error=EOFError())
-                if outcomes[rank].error is not None:
-                    end = min(end, time.monotonic() + grace)
-        for rank in range(self.size):
-            if rank not in outcomes:
-                if not any(outcome.error for outcome in outcomes.values()):
-                    self.kill()
-                    pytest.fail(f"rank {rank} of {self.size} hangs in {function.__name__}{args}")
-                outcomes[rank] = Outcome(error=TimeoutError("ended: another rank failed before"))
-        if any(outcome.error is not None for outcome in outcomes.values()):
+        if not self._workers:
+            self._store = open_store()
+            given = self.size, self._store.port, self.backend
+            self._workers = [Worker(_context, _join, rank, *given) for rank in range(self.size)]
+        futures = [w.submit(_work, function, rank, *args) for rank, w in enumerate(self._workers)]
+        if pending := wait_for(futures, timeout, FIRST_EXCEPTION).not_done:
+            if any(future.done() and future.exception() for future in futures):
+                wait_for(pending, grace)
+            else:
+                self._fail(futures.index(pending.pop()), f"hangs in {function.__name__}{args}")
+        outcomes = [_outcome(future) for future in futures]
+        for rank, outcome in enumerate(outcomes):
+            if isinstance(outcome.error, BrokenProcessPool) and not may_die:
+                self._fail(rank, f"died in {function.__name__}{args}")
+        if any(outcome.error is not None for outcome in outcomes):
             # Transfers may still be pending; the next test gets new processes.
             self.kill()
-        return [outcomes[rank] for rank in range(self.size)]
+        return outcomes
+
+    def _fail(self, rank: int, how: str) -> None:
+        self.kill()
+        pytest.fail(f"rank {rank} of {self.size} {how}")
 
     def run(self, function: Callable[..., Any], *args: Any, timeout: float = LIMIT) -> list[Any]:
         """As :meth:`outcomes`, but an exception on any rank fails the test."""
@@ -179,11 +160,15 @@ class Ranks:
 
     def kill(self) -> None:
         """End these processes, and only these."""
-        for process in self._processes:
-            process.kill()
-        for process in self._processes:
-            process.join()
-        self._processes, self._pipes = [], []
+        for worker in self._workers:
+            worker.kill()
+        self._workers = []
+
+
+def _outcome(future: Future[Any]) -> Outcome:
+    if not future.done():
+        return Outcome(error=TimeoutError("ended: another rank failed before"))
+    return Outcome(error=error) if (error := future.exception()) else Outcome(future.result())
 
 
 def on_ranks(many: int | None = None) -> Callable[[Callable[..., None]], Callable[..., None]]:

@@ -15,6 +15,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable
+from concurrent.futures.process import BrokenProcessPool
 from datetime import timedelta
 from typing import Any
 
@@ -27,8 +28,7 @@ from commfuse_npu.ops import all_gather_linear
 from commfuse_npu.runtime.scratch import ScratchPool
 from commfuse_npu.tools.measure.wire import connected_sockets
 from tests.distributed.programs import watch_calls, watch_posts
-from tests.distributed.ranks import set_up_process
-from tests.free_port import free_port
+from tests.distributed.ranks import open_store, set_up_process
 from tests.limits import BRIEF, LIMIT, PATIENT
 from tests.random_networks.case import (
     HEAD_FEATURES,
@@ -185,7 +185,7 @@ def test_the_others_say_what_they_waited_for(
         if kind == "slow":
             assert outcome.value == [], outcome
         elif rank == FAULTY and kind == "killed":
-            assert isinstance(outcome.error, EOFError), outcome
+            assert isinstance(outcome.error, BrokenProcessPool), outcome
         elif rank == FAULTY and kind == "raises":
             assert isinstance(outcome.error, UserError), outcome
         elif rank == FAULTY and kind == "out of memory":
@@ -212,8 +212,9 @@ def ends_by_itself(rank: int, port: int) -> None:
 @pytest.mark.long
 def test_processes_end_by_themselves(capfd: Any) -> None:
     """Spawned interpreters exit as usual, with the cleanup of torch."""
-    context, port = multiprocessing.get_context("spawn"), free_port()
-    processes = [context.Process(target=ends_by_itself, args=(rank, port)) for rank in range(2)]
+    context, store = multiprocessing.get_context("spawn"), open_store()
+    given = [(rank, store.port) for rank in range(2)]
+    processes = [context.Process(target=ends_by_itself, args=words) for words in given]
     for process in processes:
         process.start()
     try:

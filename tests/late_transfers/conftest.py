@@ -10,18 +10,17 @@ from tests.distributed.ranks import Gloo, Ranks
 class _Late(Gloo):
     backward_apart = False  # also tests backwards in the caller's thread
 
-    def join(self, size: int) -> None:
+    def join(self) -> None:
         from tests.late_transfers import late
 
         late.install()
-        super().join(size)
+        super().join()
 
 
 class LateRanks(Ranks):
     """:class:`Ranks` with late transfers."""
 
-    def backend_of(self, rank: int) -> Gloo:
-        return _Late()
+    backend = _Late()
 
 
 @pytest.fixture(scope="module")

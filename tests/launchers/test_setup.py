@@ -1,10 +1,9 @@
-"""What environment.sh installs and first_hour.sh starts, in which order, with stand-ins."""
+"""What environment.sh installs, in which order, with a stand-in for Python."""
 
 from __future__ import annotations
 
 import os
 import re
-import shlex
 from pathlib import Path
 
 import pytest
@@ -23,7 +22,9 @@ echo "$*" >> "$ASKED"
 if [ "$1" = --version ]; then echo Python 3.9.1; fi
 if [[ "$*" =~ ${FAIL:-^nothing} ]]; then echo "traceback"$'\\n'"Error: no space" >&2; exit 1; fi
 if [[ "$*" =~ sysconfig ]]; then echo "${0%/bin/python}/site"; fi
-if [ "$2" = venv ]; then mkdir -p "$3/bin"; cp "$0" "$3/bin/python"; touch "$3/bin/pip"; fi
+venv="${@: -1}"
+if [ "$2" = venv ]; then mkdir -p "$venv"/{bin,site}; cp "$0" "$venv/bin/python"; fi
+if [ "$2" = venv ]; then touch "$venv/bin/pip"; fi
 """
 
 
@@ -119,48 +120,17 @@ def test_torch_npu_is_left_out_beside_a_torch_with_cuda(machine: Machine) -> Non
     assert "torch_npu cannot be loaded beside a torch with CUDA.\nNo " in stderr
 
 
-# ------------------------------------------------------------------ first_hour.sh
-
-LAUNCH = str(SCRIPTS / "pretrain_llama3_8b_ptd.sh")
-
-
-def start(tmp_path: Path, *arguments: str, **variables: str) -> tuple[int, str, list[list[str]]]:
-    """Exit code, stderr, and the commands of commfuse-npu, without their program."""
-    python, log = tmp_path / "python", tmp_path / "asked"
-    python.write_text(
-        f"#!/bin/sh\nshift 2\nprintf '%s\\0' \"$@\" >> {log}\necho >> {log}\n"
-        'case "$1" in doctor) exit "${DOCTOR:-0}" ;; esac\n'
-    )
-    python.chmod(0o755)
-    log.unlink(missing_ok=True)
-    run = started(
-        *("bash", str(SCRIPTS / "first_hour.sh"), *arguments),
-        folder=tmp_path,
-        env={"PATH": os.environ["PATH"], "PYTHON": str(python), **variables},
-    )
-    lines = log.read_text().splitlines() if log.exists() else []
-    return run.returncode, run.stderr, [line.split("\0")[:-1] for line in lines]
-
-
-def test_doctor_first_then_a_launch_that_needs_no_files(tmp_path: Path) -> None:
-    mock = ["--tokenizer-type", "NullTokenizer", "--mock-data", "--global-batch-size", "16"]
-    for variables, launch in (({}, [LAUNCH, *mock]), ({"LAUNCH": "my own.sh"}, ["my own.sh"])):
-        code, _, (doctor, measure) = start(tmp_path, RANKS="4", **variables)
-        assert (code, doctor) == (0, ["doctor"])
-        options = "measure --device npu --ranks 4 --config llama3_8b --folder first_hour"
-        assert measure[:-1] == [*options.split(), "--minutes", "50", "--launch"]
-        assert shlex.split(measure[-1]) == launch
-
-
-@pytest.mark.parametrize(
-    ("variables", "code", "message", "asked"),
-    [
-        ({"DOCTOR": "1"}, 1, "the doctor found errors (above); fix them, or set A", ["doctor"]),
-        ({"DOCTOR": "1", "ANYWAY": "1"}, 0, "", ["doctor", "measure"]),
-        ({"DEVICE": "gpu"}, 2, "DEVICE is 'gpu'; set it to npu or cpu", []),
-    ],
-)
-def test_errors_come_first(tmp_path: Path, variables, code: int, message: str, asked) -> None:
-    status, stderr, commands = start(tmp_path, **variables)
-    assert (status, [words[0] for words in commands]) == (code, asked)
-    assert message in stderr
+def test_stand_ins_for_cann_are_written_again_for_another_torch_npu(machine: Machine) -> None:
+    installed = Path(f"{machine.venv}-npu") / ".installed-npu"
+    for fail, changed, expected in (
+        ("cann_stubs", False, 1),
+        ("", False, 1),
+        ("", False, 0),
+        ("", True, 1),
+    ):
+        if changed:
+            installed.write_text("torch_npu==1.0\n", "utf-8")
+        code, stderr, _ = machine.prepare(fail, "npu")
+        assert code == 0, stderr
+        assert ("tests/npu will be skipped" in stderr) == bool(fail)
+        assert machine.asked.read_text("utf-8").count("cann_stubs.py") == expected

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import io
-import json
 import os
 import re
-import signal
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -24,7 +22,7 @@ from tests.distributed.ranks import Ranks
 TINY = (
     "--fp32 --num-layers 2 --hidden-size 32 --ffn-hidden-size 64 --num-attention-heads 4 "
     "--num-query-groups 2 --seq-length 32 --micro-batch-size 2 --global-batch-size 8 "
-    "--train-iters 6 --save-interval 3 --distributed-timeout-minutes 2"
+    "--train-iters 6 --distributed-timeout-minutes 2"
 )
 """Options of the CPU pretraining; later options override them."""
 
@@ -188,20 +186,19 @@ class Finished:
         assert match, self.out + self.err
         return match[1]
 
-
-Work = Callable[..., tuple[Any, str]]
+    @property
+    def losses(self) -> list[float]:
+        """The loss of each iteration."""
+        return [float(loss) for loss in re.findall(r"\| lm loss: (\S+) \|", self.out)]
 
 
 def asked(rank: int, method: str, args: Sequence[Any]) -> tuple[Any, str]:
     """Calls a method of the worker on one rank; returns its result and its output."""
     from scripts.cpu_pretraining.training import Worker
 
-    before, out = signal.getsignal(signal.SIGTERM), io.StringIO()
-    try:
-        with _left_afterwards(), contextlib.redirect_stdout(out):
-            return getattr(Worker(), method)(*args), out.getvalue()
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    out = io.StringIO()
+    with _left_afterwards(), contextlib.redirect_stdout(out):
+        return getattr(Worker(), method)(*args), out.getvalue()
 
 
 @dataclass(frozen=True)
@@ -209,29 +206,25 @@ class _Asked:
     """Test ranks in place of those that the command line starts."""
 
     group: Ranks
-    work: Work
 
     def __call__(self, size: int, **_: Any) -> contextlib.AbstractContextManager[Any]:
         assert size == self.group.size
         return contextlib.nullcontext(SimpleNamespace(ask=self.ask))
 
     def ask(self, method: str, *args: Any) -> list[Any]:
-        results = self.group.run(self.work, method, args)
+        results = self.group.run(asked, method, args)
         print(results[0][1], end="")
         return [value for value, _ in results]
 
 
-def pretrained(
-    group: Ranks, runs: Path, *options: str, code: int = 0, work: Work = asked
-) -> Finished:
+def pretrained(group: Ranks, output: Path, *options: str, code: int = 0) -> Finished:
     """Runs the command line with :data:`TINY` and more options on the ranks of a group."""
     from scripts.cpu_pretraining import __main__ as command
 
-    data = Path(__file__).resolve().parents[2] / "commfuse_npu"
-    argv = [*TINY.split(), "--data-path", str(data), *options, "--runs-dir", str(runs)]
+    argv = [*TINY.split(), *options, "--output", str(output)]
     out, err = io.StringIO(), io.StringIO()
     with (
-        mock.patch.object(command, "Ranks", _Asked(group, work)),
+        mock.patch.object(command, "Ranks", _Asked(group)),
         mock.patch.dict(os.environ),
         contextlib.redirect_stdout(out),
         contextlib.redirect_stderr(err),
@@ -239,9 +232,3 @@ def pretrained(
         done = Finished(command.main(argv), out.getvalue(), err.getvalue())
     assert done.code == code, done
     return done
-
-
-def losses(run: Path) -> list[float]:
-    """The loss of each iteration, read from a run's folder."""
-    lines = (run / "metrics.jsonl").read_text("utf-8").splitlines()
-    return [json.loads(line)["lm_loss"] for line in lines]

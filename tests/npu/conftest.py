@@ -6,14 +6,14 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.npu.worker import Worker, why_not
+from tests.npu.worker import NpuWorker, why_not
 
 
 @pytest.fixture(scope="session")
-def npu() -> Iterator[Worker]:
+def npu() -> Iterator[NpuWorker]:
     """A process with torch_npu, shared by the tests of a session."""
     if (reason := why_not()) is not None:
         pytest.skip(reason)
-    worker = Worker()
+    worker = NpuWorker()
     yield worker
-    worker.stop()
+    worker.kill()

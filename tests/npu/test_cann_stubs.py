@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from mindspeed_patches.rehearsal import cann_stubs
-from mindspeed_patches.rehearsal.cann_stubs import CannStubsError, main, write_cann_stubs
+from mindspeed_patches.rehearsal.cann_stubs import CannStubsError, write_cann_stubs
 from tests.launchers.launching import started
 from tests.limits import LIMIT
 
@@ -53,6 +53,10 @@ def site(tmp_path: Path) -> Path:
     return site
 
 
+def written(out: Path, site: Path) -> list[Path]:
+    return write_cann_stubs(out, site / "torch_npu", site / "torch")
+
+
 @needs_tools
 def test_what_is_missing_is_found_and_replaced(site: Path, tmp_path: Path) -> None:
     library, other = site / "torch_npu/lib/libfake_npu.so", site / "torch_npu/libother.so"
@@ -67,7 +71,7 @@ def test_what_is_missing_is_found_and_replaced(site: Path, tmp_path: Path) -> No
         return started(sys.executable, "-c", code, env={**os.environ, "LD_LIBRARY_PATH": path})
 
     assert "libfake_cann.so: cannot open" in call().stderr
-    assert write_cann_stubs(out, site) == [out / "libfake_cann.so"]
+    assert written(out, site) == [out / "libfake_cann.so"]
     source = (out / "stubs.c").read_text()
     assert '"vendor"' in source
     assert '"of_torch"' not in source, "what torch defines is not replaced"
@@ -76,27 +80,17 @@ def test_what_is_missing_is_found_and_replaced(site: Path, tmp_path: Path) -> No
 
 
 @needs_tools
-def test_nothing_is_done_twice_unless_something_changed(site: Path, tmp_path: Path, monkeypatch):
-    out = tmp_path / "stubs"
-    with monkeypatch.context() as patch:
-        patch.setattr(cann_stubs, "_source", lambda symbols: "this is no C")
-        with pytest.raises(CannStubsError, match=r"gcc|cc.*failed with 1.*error"):
-            write_cann_stubs(out, site)
-    (library,) = write_cann_stubs(out, site)  # a failed attempt is not taken as complete
-    library.write_text("as it was")
-    write_cann_stubs(out, site)
-    assert library.read_text() == "as it was"
-    os.utime(site / "torch_npu/lib/libfake_npu.so", (1, 1))
-    write_cann_stubs(out, site)
-    assert library.read_bytes().startswith(b"\x7fELF")
+def test_a_compiler_that_fails_is_quoted(site: Path, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(cann_stubs, "_source", lambda symbols: "this is no C")
+    with pytest.raises(CannStubsError, match=r"gcc|cc.*failed with 1.*error"):
+        written(tmp_path / "stubs", site)
 
 
-def test_what_is_missing_is_named(tmp_path: Path, monkeypatch, capsys) -> None:
-    site = tmp_path / "site"
-    with pytest.raises(CannStubsError, match=r"torch_npu is not installed in .*--site-packages"):
-        write_cann_stubs(tmp_path / "stubs", site)
-    for package in ("torch", "torch_npu"):
-        (site / package).mkdir(parents=True)
+def test_what_is_missing_is_named(tmp_path: Path, monkeypatch) -> None:
+    file = Path(cann_stubs.__file__)
+    run = started(sys.executable, "-S", str(file), str(tmp_path), env={})
+    assert run.returncode == 2
+    assert re.match("cann_stubs: .* has no torch_npu; install it", run.stderr)
     for absent, message in {
         ("cc", "gcc", "clang"): "cc or gcc or clang is not on the PATH.*apt-get install gcc",
         ("nm",): "nm is not on the PATH.*apt-get install binutils",
@@ -105,5 +99,5 @@ def test_what_is_missing_is_named(tmp_path: Path, monkeypatch, capsys) -> None:
         tools = {"cc": "/bin/true", "nm": "/bin/true", "ldd": "/bin/true"}
         present = {name: path for name, path in tools.items() if name not in absent}
         monkeypatch.setattr("shutil.which", present.get)
-        assert main([str(tmp_path / "stubs"), "--site-packages", str(site)]) == 2
-        assert re.match(f"cann_stubs: .*{message}", capsys.readouterr().err)
+        with pytest.raises(CannStubsError, match=message):
+            written(tmp_path / "stubs", tmp_path)

@@ -1,8 +1,7 @@
 """A process with the real torch_npu in it, started once and used by many tests.
 
 torch_npu changes torch for good and needs stand-ins for CANN where the dynamic loader looks when
-the process starts. A crash or a call that takes too long fails the test; the next test gets
-another process.
+the process starts.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ import multiprocessing
 import os
 import sys
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures import TimeoutError as TooLong
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
@@ -21,6 +19,7 @@ from unittest import mock
 import pytest
 
 from tests.limits import LIMIT
+from tests.worker import Worker
 
 ENVIRONMENT = Path(f"{sys.prefix}-npu")
 """Environment of torch_npu that scripts/environment.sh creates beside that of the tests."""
@@ -28,7 +27,9 @@ ENVIRONMENT = Path(f"{sys.prefix}-npu")
 
 def why_not() -> str | None:
     """The reason why no worker can start, or ``None``."""
-    lacking = [ENVIRONMENT / part for part in (".installed-npu", "cann/stubs.json", "bin/python")]
+    lacking = [
+        ENVIRONMENT / part for part in (".installed-npu", "cann/libstand_ins.so", "bin/python")
+    ]
     lacking = [path for path in lacking if not path.exists()]
     install = "`bash scripts/test.sh tests/npu` installs torch_npu there, or says why it cannot"
     return f"{lacking[0]} is missing; {install}" if lacking else None
@@ -43,19 +44,17 @@ def _import_torch_npu(packages: list[str]) -> None:
     torch.set_num_threads(1)
 
 
-class Worker:
-    """A process that runs functions of the tests with torch_npu imported."""
+class NpuWorker(Worker):
+    """A process with torch_npu imported."""
 
     def __init__(self) -> None:
-        self._pool: ProcessPoolExecutor | None = None
+        context = multiprocessing.get_context("spawn")
+        context.set_executable(str(ENVIRONMENT / "bin/python"))
+        packages = list(map(str, ENVIRONMENT.glob("lib/python*/site-packages")))
+        super().__init__(context, _import_torch_npu, packages)
 
     def run(self, function: Callable[..., Any], *args: Any, timeout: float = LIMIT) -> Any:
-        """The result of ``function(*args)``; the worker imports the function by its name."""
-        if self._pool is None:
-            context = multiprocessing.get_context("spawn")
-            context.set_executable(str(ENVIRONMENT / "bin/python"))
-            packages = list(map(str, ENVIRONMENT.glob("lib/python*/site-packages")))
-            self._pool = ProcessPoolExecutor(1, context, _import_torch_npu, (packages,))
+        """The result of ``function(*args)``; a crash or a call that takes too long fails."""
         settings = {
             "LD_LIBRARY_PATH": str(ENVIRONMENT / "cann"),
             "OMP_NUM_THREADS": "1",
@@ -63,15 +62,7 @@ class Worker:
         }
         try:
             with mock.patch.dict(os.environ, settings):  # the first call starts the process
-                return self._pool.submit(function, *args).result(timeout)
+                return self.submit(function, *args).result(timeout)
         except (BrokenProcessPool, TooLong) as error:
-            self.stop()
+            self.kill()
             pytest.fail(f"{function.__name__}{args}: {str(error) or f'longer than {timeout:g} s'}")
-
-    def stop(self) -> None:
-        """Ends this process only; the next call starts another one."""
-        if self._pool is not None:
-            for process in list((self._pool._processes or {}).values()):
-                process.kill()
-            self._pool.shutdown()
-            self._pool = None

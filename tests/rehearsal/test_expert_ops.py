@@ -7,9 +7,6 @@ import torch
 
 from mindspeed_patches.rehearsal import expert_ops as ops
 
-ROUTING = torch.tensor([[1, 0, 0], [1, 0, 1], [0, 0, 1], [1, 0, 1]], dtype=torch.bool)
-"""Four tokens for three experts; the second expert gets none."""
-
 
 def _random(*shapes: tuple[int, ...]) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(3)
@@ -44,34 +41,9 @@ def test_weight_gradients_are_added() -> None:
     torch.testing.assert_close(total.view(3, 4, 5), before + added)
 
 
-def test_tokens_are_sorted_by_expert_and_summed_again() -> None:
-    tokens, probs, grad, grad_probs, grad_sum = _random((4, 2), (4, 3), (6, 2), (6,), (4, 2))
-    permuted, chosen, indices = ops.permute(tokens, ROUTING, probs=probs)
-    assert indices.tolist() == [0, 1, 3, 1, 2, 3]
-    assert torch.equal(permuted, tokens[indices])
-    assert torch.equal(chosen, probs[indices, [0, 0, 0, 2, 2, 2]])
-    got = ops.permute_grad(grad, grad_probs, indices, ROUTING, 3, 4, False)
-    expected = torch.autograd.grad((permuted, chosen), (tokens, probs), (grad, grad_probs))
-    for left, right in zip(got, expected, strict=True):
-        torch.testing.assert_close(left, right, rtol=1e-6, atol=1e-6)
-
-    inputs = permuted.detach().requires_grad_()
-    out, *saved, _ = ops.unpermute(inputs, indices, [4, 2], probs=probs, routing_map=ROUTING)
-    weights = probs * ROUTING
-    torch.testing.assert_close(out, tokens * weights.sum(1, keepdim=True), rtol=1e-6, atol=1e-6)
-    got = ops.unpermute_grad(grad_sum, *saved, ROUTING, inputs, probs, False, [4, 2])
-    for left, right in zip(got, torch.autograd.grad(out, (inputs, probs), grad_sum), strict=True):
-        torch.testing.assert_close(left, right, rtol=1e-6, atol=1e-6)
-    plain, *saved, _ = ops.unpermute(inputs, indices, [4, 2])
-    torch.testing.assert_close(plain, tokens * ROUTING.sum(1, keepdim=True), rtol=1e-6, atol=1e-6)
-    act, none = ops.unpermute_grad(grad_sum, *saved, None, None, None, False, [4, 2])
-    assert torch.equal(act, grad_sum[indices])
-    assert none.numel() == 0
-
-
 def test_what_is_not_emulated_is_refused() -> None:
     x, weight = _random((6, 4), (2, 4, 5))
     with pytest.raises(ValueError, match=r"groups end at \[5\], the tensor has 6 rows"):
         ops.GroupedMatmul.npu_gmm([x], [weight], [], [3, 5], 0, 0)
-    with pytest.raises(NotImplementedError, match="drop_and_pad"):
-        ops.permute(x, ROUTING, drop_and_pad=True)
+    with pytest.raises(NotImplementedError, match="group_type 1 or a bias is not emulated"):
+        ops.GroupedMatmul.npu_gmm([x], [weight], [], [3, 6], 1, 0)

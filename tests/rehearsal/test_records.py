@@ -18,6 +18,7 @@ from mindspeed_patches.rehearsal.records import (
     differences,
     largest_loss_difference,
     read_records,
+    weights_hash,
 )
 from mindspeed_patches.rehearsal.report import report_lines
 from mindspeed_patches.rehearsal.run import Run
@@ -56,7 +57,7 @@ def test_what_differs_is_found_and_named() -> None:
     # The optimizer of this model holds the same tensor.
     assert messages[0] == "rank 1: weights differ after the training: 0.weight"
     assert len(messages) == 2
-    assert train(1).weights_hash != train(1, flip=True).weights_hash
+    assert weights_hash([train(0), train(1)]) != weights_hash([train(0), train(1, flip=True)])
     other = train()
     other.losses[1]["lm loss"] = scaled(other.losses[1]["lm loss"], 1 + 2**-52)
     assert differences([train()], [other]) == ["rank 0: losses differ, from iteration 2 on"]
@@ -110,23 +111,16 @@ def test_records_survive_their_file(tmp_path: Path) -> None:
     assert [record.fused for record in records] == [{"qkv"}] * 2
 
 
-def test_the_report_has_all_digits_and_counts_of_all_ranks() -> None:
-    record, other = train(), train()
-    record.features, other.features = ["a", "b"], ["b", "c"]
+def test_the_report_has_counts_of_all_ranks_and_a_hash_per_run() -> None:
+    record, other = train(), train(flip=True)
     other.collectives = {"tensor: all_reduce": 8}
-    other.losses[0]["lm loss"] = scaled(other.losses[0]["lm loss"], 1 + 2**-50)
-    other.grad_norms[1] = scaled(str(record.grad_norms[1]), 1.25)
     other.calls = [("qkv", "fused", 4), ("proj", "a reason", 4)]
     lines = list(report_lines({"reference": [record, record], "commfuse": [other, other]}))
-    assert {"  b", "  reference run only: a", "  commfuse run only: c"} <= set(lines)
     assert "  qkv             8  fused" in lines
     assert "  proj            8  by Megatron, because a reason" in lines
     assert next(line for line in lines if "all_reduce" in line).split()[-2:] == ["0", "16"]
-    assert sum(line.endswith("  differs") for line in lines) == 2
-    assert any(repr(float.fromhex(record.losses[1]["lm loss"])) in line for line in lines)
-    assert "largest difference of the gradient norm: 0.25 relative" in lines
-    assert f"  commfuse   optimizer {other.optimizer_after}" in lines
-    assert not any("CommFuse" in line for line in report_lines({"reference": [record]}))
+    hashes = [line.rpartition(" ")[2] for line in lines if line.startswith("sha256 of all weights")]
+    assert hashes == [weights_hash([record, record]), weights_hash([other, other])]
 
 
 def noted(off: float = 0.0, flip: bool = False, **changes: object) -> Record:
@@ -145,34 +139,29 @@ STILL = noted(weights_after=train().weights_before)
 
 
 @pytest.mark.parametrize(
-    ("commfuse", "given", "words", "code", "said"),
+    ("commfuse", "words", "code", "said"),
     [
-        (noted(), {}, "", 0, "identical: True"),
-        (noted(flip=True), {}, "", 1, "0.weight"),
-        (noted(flip=True), {"only": "reference"}, "", 0, "rank 0"),
-        (noted(calls=LEFT), {}, "", 1, "commfuse run: nothing was fused"),
-        (noted(calls=LEFT, pairs=3), {}, "", 0, "identical: True"),
-        (noted(9e-7, flip=True), {}, ATTENTION, 0, "same bits everywhere: False"),
-        (noted(1.1e-6), {}, ATTENTION, 1, "relative: False"),
-        (noted(9e-7), {}, "--commfuse-ulysses", 0, "relative: True"),
-        (noted(1.9e-3), {}, f"{ATTENTION} --bf16", 0, "relative: True"),
-        (noted(2e-3), {}, f"{ATTENTION} --fp16", 1, "relative: False"),
-        (noted(1e-3), {"loss_tolerance": 1e-2}, "", 0, "within 0.01"),
-        (noted(1e-3), {"loss_tolerance": 1e-4}, "", 1, "relative: False"),
-        (noted(flip=True), {"loss_tolerance": 0.0}, ATTENTION, 1, "identical: False"),
-        (STILL, {}, "", 1, "inconclusive: commfuse run: no weight changed"),
+        (noted(), "", 0, "identical: True"),
+        (noted(flip=True), "", 1, "0.weight"),
+        (noted(calls=LEFT), "", 1, "commfuse run: nothing was fused"),
+        (noted(calls=LEFT, pairs=3), "", 0, "identical: True"),
+        (noted(9e-7, flip=True), ATTENTION, 0, "same bits everywhere: False"),
+        (noted(1.1e-6), ATTENTION, 1, "relative: False"),
+        (noted(9e-7), "--commfuse-ulysses", 0, "relative: True"),
+        (noted(1.9e-3), f"{ATTENTION} --bf16", 0, "relative: True"),
+        (noted(2e-3), f"{ATTENTION} --fp16", 1, "relative: False"),
+        (STILL, "", 1, "inconclusive: commfuse run: no weight changed"),
     ],
 )
 def test_the_verdict(
-    monkeypatch, capsys, commfuse: Record, given: dict[str, object], words: str, code: int, said
+    monkeypatch, capsys, commfuse: Record, words: str, code: int, said: str
 ) -> None:
     reference = STILL if commfuse is STILL else train()
     runs = {"reference": [reference], "commfuse": [commfuse]}
     monkeypatch.setattr(Run, "start", lambda self, way, *_: runs[way])
-    arguments = SimpleNamespace(**{"only": None, "loss_tolerance": None, **given})
     run = Run(Path("pretrain_gpt.py"), 1, Path(), {}, 1.0)
     options = Options(words.split())
-    assert rehearse._train_and_compare(arguments, options, run, Path()) == code  # type: ignore[arg-type]
+    assert rehearse._train_and_compare(options, run, Path()) == code
     out = capsys.readouterr().out
     assert said in out
-    assert ("identical" in out or "relative: " in out) == ("only" not in given)
+    assert "identical" in out or "relative: " in out

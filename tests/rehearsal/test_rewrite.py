@@ -22,6 +22,7 @@ LONG = (
     "--load a b --save c --profile --tensorboard-dir t --log-interval 10 --lr 1e-6"
 )
 NULL = "--mock-data --tokenizer-type NullTokenizer --vocab-size 32000"
+PERMUTE = "--moe-permute-fusion --use-fused-moe-token-permute-and-unpermute"
 SWAP = "--swap-attention --reuse-fp32-param"
 
 
@@ -41,6 +42,7 @@ SWAP = "--swap-attention --reuse-fp32-param"
         # A launch with both keeps them, so that CommFuse's refusal is shown.
         ("--use-ascend-coc --use-commfuse", "--use-ascend-coc", "", ""),
         (SWAP, "", SWAP, "no device memory"),
+        (PERMUTE, "", PERMUTE, "Megatron's own code takes its place"),
         (f"{SWAP} --commfuse-fb-overlap", "--swap-attention", "--reuse-fp32-param", ""),
     ],
 )  # fmt: skip

@@ -22,7 +22,7 @@ def with_torch_npu(folder: Path, code: str, timeout: float) -> Run:
     script = folder / "script.py"
     script.touch()
     stack = Stack(folder / "path", folder, folder)
-    environment = worker_environment(stack, None, {"OF_THE_LAUNCH": "1"}, folder / "tools")
+    environment = worker_environment(stack, {"OF_THE_LAUNCH": "1"}, folder / "tools")
     return Run(script, 1, folder, environment, timeout)
 
 
@@ -78,29 +78,26 @@ def folders(tmp_path: Path) -> dict[str, str]:
     }
 
 
-def test_options_go_before_variables(folders: dict[str, str], tmp_path: Path) -> None:
-    other = checkout(tmp_path / "other", "mindspeed/patch_utils.py")
-    stack = find_stack({"mindspeed": other, "llm": None}, folders)
-    assert stack.mindspeed == Path(other)
+def test_variables_name_the_checkouts(folders: dict[str, str]) -> None:
+    stack = find_stack(folders)
+    assert stack.mindspeed == Path(folders["MINDSPEED_HOME"])
     assert stack.llm == Path(folders["MINDSPEED_LLM_HOME"])
     assert stack.megatron == Path(folders["MEGATRON_HOME"])
 
 
 def test_folders_that_are_something_else_or_old_are_refused(folders, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"MEGATRON_HOME is .* no checkout of Megatron-LM"):
-        find_stack({}, {**folders, "MEGATRON_HOME": str(tmp_path)})
-    with pytest.raises(UsageError, match=r"--megatron is .* it has no megatron/training"):
-        find_stack({"megatron": str(tmp_path)}, folders)
+        find_stack({**folders, "MEGATRON_HOME": str(tmp_path)})
     Path(folders["MINDSPEED_LLM_HOME"], ADAPTOR).unlink()
     with pytest.raises(UsageError, match=r"2\.1\.0 or older"):
-        find_stack({}, folders)
+        find_stack(folders)
 
 
 def test_megatron_in_mindspeed_llm_and_packages_that_can_be_imported(folders, monkeypatch) -> None:
     llm = checkout(Path(folders["MINDSPEED_LLM_HOME"]), "megatron/training/training.py")
     del folders["MEGATRON_HOME"]
     monkeypatch.syspath_prepend(folders.pop("MINDSPEED_HOME"))
-    stack = find_stack({}, folders)
+    stack = find_stack(folders)
     assert (stack.megatron, stack.mindspeed.name) == (Path(llm), "ms")
 
 
@@ -109,8 +106,7 @@ def test_what_the_command_refuses(folders, monkeypatch, capsys) -> None:
         monkeypatch.setenv(name, "")
     assert main(["--", "pretrain_gpt.py", "--bf16"]) == 2
     message = capsys.readouterr().err
-    homes = ("--mindspeed-llm DIR or MINDSPEED_LLM_HOME", "--megatron DIR or MEGATRON_HOME")
-    for hint in (*homes, "--mindspeed DIR or MINDSPEED_HOME", "core_v0.12.1", "_core_r0.12.1"):
+    for hint in (*(f"{name}=DIR" for name in HOMES), "core_v0.12.1", "_core_r0.12.1"):
         assert hint in message
     for name in HOMES:
         monkeypatch.setenv(name, folders[name])

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import stat
-from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -26,11 +27,14 @@ def test_written_whole_in_a_folder_of_any_name(tmp_path: Path) -> None:
     assert [entry.name for entry in path.parent.iterdir()] == ["a file.json"]
 
 
-def test_a_full_disk_leaves_the_old_file(small_disk: Callable[[int], Path]) -> None:
-    path = small_disk(64) / "file.json"
+@pytest.mark.parametrize("when", ["os.fsync", "json.dump"])
+def test_a_full_disk_leaves_the_old_file(tmp_path: Path, monkeypatch, when: str) -> None:
+    path = tmp_path / "file.json"
     write_json(path, ["old"])
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    monkeypatch.setattr(when, Mock(side_effect=full))
     with pytest.raises(OSError, match="No space left"):
-        write_json(path, ["new" * 100_000])
+        write_json(path, ["new"])
     assert json.loads(path.read_text()) == ["old"]
     assert [entry.name for entry in path.parent.iterdir()] == ["file.json"]
 

@@ -114,10 +114,8 @@ def _of_cpu_pretraining(words: Sequence[str], scratch: Path) -> Launches:
         words = ["bash", str(script.resolve()), *words[1:]]
     elif not words or shutil.which(words[0]) is None:
         raise UsageError(f"--launch {' '.join(words)!r} starts no program; give a launch script")
-    short = ["--train-iters", str(ITERATIONS), "--save-interval", "0", "--runs-dir", str(scratch)]
-    commands = {
-        name: [*words, *short, "--name", name, *flags.split()] for name, flags in _ON_CPU.items()
-    }
+    short = ["--train-iters", str(ITERATIONS), "--output", str(scratch)]
+    commands = {name: [*words, *short, *flags.split()] for name, flags in _ON_CPU.items()}
     return Launches(commands, Path.cwd(), os.environ)
 
 

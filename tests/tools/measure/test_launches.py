@@ -94,6 +94,6 @@ def test_forms_of_the_cpu_pretraining(tmp_path: Path) -> None:
         assert command[:4] == ["bash", str(script), "--num-layers", "2"]
         options = Options(command[2:])
         assert options.text("--train-iters") == "10"
-        assert options.text("--runs-dir") == str(tmp_path)
+        assert options.text("--output") == str(tmp_path)
         assert ("--plain" in options) == (name == "plain")
         assert ("--no-use-commfuse" in options) == (name in ("megatron", "fb_overlap"))

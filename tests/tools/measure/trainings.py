@@ -7,7 +7,8 @@ from pathlib import Path
 
 _CODE = """
 import os, signal, sys, time
-name = sys.argv[sys.argv.index("--name") + 1]
+flags = {"--plain": "plain", "--commfuse-fb-overlap": "fb_overlap", "--no-use-commfuse": "megatron"}
+name = next((form for flag, form in flags.items() if flag in sys.argv), "commfuse")
 print(name, file=open(os.environ["STARTED"], "a"))
 how = dict(one.split("=") for one in os.environ["ENDS"].split()).get(name, "well")
 if how == "fails":
