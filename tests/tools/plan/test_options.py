@@ -55,6 +55,7 @@ def test_layers_with_short_blocks_stay_megatrons(options: str, least: int) -> No
     reason = f"Megatron's own forward, because a block has fewer rows than the {least} of --comm"
     assert {reason in str(layer) for layer in against.layers} == {short}
     assert {layer.state for layer in against.layers} == {"left" if short else "fused"}
+    assert not [note for note in of("--seq-length 64").notes if "blocks" in note], "not at TP 1"
 
 
 def test_layers_that_are_left_are_named() -> None:
@@ -215,3 +216,10 @@ def test_forward_backward_overlap(
 def test_a_layout_is_described(options: str, layout: str) -> None:
     plan = plan_launch(asked(f"--nproc_per_node 8 {MODEL} {options}"), SERVER)
     assert plan.layout == layout
+
+
+def test_a_layout_that_does_not_fit_is_a_problem() -> None:
+    plan = plan_launch(asked(f"--nproc_per_node 2 {MODEL} {TP}"), SERVER)
+    (problem,) = plan.problems
+    assert problem.startswith("2 NPUs (NNODES 1 x NPUS_PER_NODE 2) are not divisible by TP*PP*CP")
+    assert plan.verdict == f"As it is, the launch would fail at its start: {problem}"
