@@ -162,21 +162,21 @@ class Rendezvous:
             return "turn", rank, action.group
         if not self._cold:
             return None
-        for link, pair in self._closed(action):
+        for link, pair, _ in self._closed(action):
             self._came[link].add(rank)
             if self._came[link] == pair:
                 self._opened.add(link)
                 self._free(link)
-        return next((link for link, _ in self._closed(action)), None)
+        return next((link for link, *_ in self._closed(action)), None)
 
-    def _closed(self, action: Post) -> Iterator[tuple[_Link, set[int]]]:
-        """The closed links that a batch needs, each with its two ranks."""
+    def _closed(self, action: Post) -> Iterator[tuple[_Link, set[int], End]]:
+        """The closed links that a batch needs, each with its two ranks and the end to transfer."""
         ranks = action.group.ranks
         for end in action.ends:
             low, high = sorted((ranks[end.transfer.source], ranks[end.transfer.target]))
             link = action.group, (action.lane, low, high)
             if link not in self._opened:
-                yield link, {low, high}
+                yield link, {low, high}, end
 
     def _post(self, rank: int, action: Post) -> Stuck | None:
         queue = rank, (action.group, action.lane)
@@ -290,9 +290,10 @@ class Rendezvous:
         if isinstance(action, Meet):
             met = self._met[action.group, action.number]
             return next(r for r in action.group.ranks if r not in met), f"come to {action.name}"
-        closed = (pair - self._came[link] for link, pair in self._closed(action))
-        absent = next((r for ranks in closed for r in ranks), rank)
-        return absent, f"open lane {action.lane} between them"
+        closed = ((pair - self._came[link], end) for link, pair, end in self._closed(action))
+        default = rank, action.ends[0]
+        absent, end = next(((r, end) for ranks, end in closed for r in ranks), default)
+        return absent, f"open lane {action.lane} between them for {end}"
 
 
 def _same_way(one: End, other: End) -> bool:

@@ -9,10 +9,9 @@ It checks the files that :mod:`commfuse_npu.runtime.order_log` wrote:
 3. *pairing*: on each lane, between each two ranks, sends and receives match in order and rows;
 4. *no deadlock*: with the programs and collectives that were in flight, every rank finishes.
 
-3 and 4 follow HCCL's rules (:mod:`commfuse_npu.proof.rendezvous`), once with all communicators open
-from the start and once with communicators created at first use.  A run on gloo is simulated twice:
-by gloo's rules as recorded, and by HCCL's with the batched program of the same rule, each batch at
-the time of its send.
+3 and 4 follow HCCL's rules (:mod:`commfuse_npu.proof.rendezvous`), with communicators created at
+first use.  A run on gloo is simulated twice: by gloo's rules as recorded, and by HCCL's with the
+batched program of the same rule, each batch at the time of its send.
 
 The part between two cuts (:func:`~commfuse_npu.proof.recorded_order.read_to_cuts`) is checked by
 itself, and only once if it repeats.
@@ -92,7 +91,7 @@ def _judge(logs: Sequence[RankLog]) -> Verdict:
     for _ in read_to_cuts(logs):
         ended = all(log.ended and not log.under_way for log in logs)
         whole = ended or not any(log.over for log in logs)
-        lines = repr([(log.generation, log.lines) for log in logs])
+        lines = repr([log.lines for log in logs])
         key = hashlib.sha256(lines.encode()).digest()
         if not whole or key not in judged:
             ranks = [_Rank(log) for log in logs]
@@ -120,7 +119,8 @@ def _hold_together(ranks: Sequence[_Rank], whole: bool, links: set[_Link], found
         for peer in peers:
             faults += _difference(key, first, peer, whole)
     stuck = [_stuck(ranks, "recorded", None, whole)] if any(rank.gloo for rank in ranks) else []
-    stuck += [_stuck(ranks, "hccl", opened, whole) for opened in (None, links)]
+    # A rank that blocks with open links also blocks with closed ones.
+    stuck.append(_stuck(ranks, "hccl", links, whole))
     ends = [end for end in stuck if end is not None]
     certain = [end for end in ends if end.certain or whole]
     if certain:
@@ -152,10 +152,10 @@ def _difference(
             if whole or lacking.log.ended:
                 yield f"rank {lacking.rank} lacks {(a or b)[0]}, which rank {having.rank} has"
             return
-        differing = [fact for fact, value in a[1].items() if value != b[1][fact]]
+        differing = [fact for fact, value in a[1].items() if value != b[1].get(fact)]
         if differing:
             values = "; ".join(
-                f"{fact} {a[1][fact]} on rank {first.rank}, {b[1][fact]} on rank {other.rank}"
+                f"{fact} {a[1][fact]} on rank {first.rank}, {b[1].get(fact)} on rank {other.rank}"
                 for fact in differing
             )
             ranks = f"ranks {first.rank} and {other.rank}"
@@ -256,9 +256,9 @@ class _Rank:
             self.faults.append(f"rank {self.rank}, {running.name}: it {problem}")
 
     def _take(self, event: Event) -> None:
-        verb, number, more, text, begun = event
+        verb, number, at, text, begun = event
         if begun is not None:
-            name = self._name(begun.kind, begun.group, begun.name, begun.facts)
+            name = self._name(begun.kind, begun.group, begun.facts["name"], begun.facts)
             self.operations += 1
             if begun.program is None or begun.batched is None:
                 self._issue(number, name, begun.facts)
@@ -276,7 +276,7 @@ class _Rank:
         elif verb == "thread":
             self._thread = number
         elif verb == "at":
-            self._at(self._slots[number], *more)
+            self._at(self._slots[number], at)
         elif verb == "finish":
             running = self._slots[number]
             for place in running.left:

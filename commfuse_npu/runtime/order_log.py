@@ -2,32 +2,29 @@
 
 Off unless an :class:`OrderLog` is passed to :meth:`Transport.create`; the option
 ``--commfuse-order-log FOLDER`` does so.  Each process writes a file of JSON lines.  It writes each
-line at once, so that the log of a run that hangs or is killed is complete up to there.  The first
-line identifies the process; others are objects that define numbers, and short lists that use them::
+line at once, so that the log of a run that hangs or is killed is complete up to there::
 
-    {"order_log": 3, "rank": 0, "size": 2}
-    {"transport": 0, "ranks": [0, 1], "lanes": 2, "batched": false}
-    {"program": 0, "transport": 0, "name": "all_gather_linear", "rule": "gather_gemm", ...}
-    {"collective": 1, "transport": 0, "name": "all_gather_into_tensor of a backward", ...}
-
+    ["log", version, rank, size]        the first line
+    ["transport", number, ranks, batched]
     ["meet", transport, name]           the ranks of the group wait for each other
-    ["begin", slot, program]            a program begins; slots are reused
+    ["begin", slot, transport, {...}]   a program begins: its name, rule, arguments, ...; slots are
+                                        reused
     ["at", slot, index]                 about to execute this post or wait of the program's code
     ["finish", slot]                    the program has finished
-    ["issue", slot, collective]         about to start a collective of the group, in a pair
+    ["issue", slot, transport, {...}]   about to start a collective of the group, in a pair
                                         of forward-backward overlap
     ["await", slot]                     about to wait for it
     ["fail", transport, why]            the transport is broken
     ["close", transport]                the transport was closed
     ["thread", number]                  the following lines are from another thread
-    ["forget"]                          programs and collectives are defined again from here on
     ["end"]                             the process has exited
 
 The reader compiles a program again from its rule and arguments, for this rank in the transport's
 group; ``ranks`` are global ranks.  The log does not contain other communication of the job, such as
 collectives of other groups, nor the collectives of an op that runs without lanes.
 
-A post costs a line of about 12 bytes and some microseconds.  If a line cannot be written (a full
+A post costs a line of about 12 bytes and some microseconds, the start of a program about 300 bytes.
+If a line cannot be written (a full
 disk), recording ends with a warning and the job continues.
 """
 
@@ -38,7 +35,7 @@ import dataclasses
 import json
 import logging
 import threading
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import cache, partial
 from itertools import count
 from pathlib import Path
@@ -47,7 +44,7 @@ from commfuse_npu.plan.program import Program
 
 __all__ = ["VERSION", "Entry", "OrderLog", "shared_order_log"]
 
-VERSION = 3
+VERSION = 4
 
 _logger = logging.getLogger(__name__)
 _json = json.JSONEncoder(separators=(",", ":")).encode
@@ -55,9 +52,6 @@ _json = json.JSONEncoder(separators=(",", ":")).encode
 Entry = Callable[..., None]
 """Writes a line about one program or collective in flight: ``entry(verb, *numbers)``, called before
 the action; the last verb is ``finish`` or ``await``."""
-
-_MOST_DEFINED = 1000
-"""Programs and collectives after which the definitions are cleared (``forget``)."""
 
 
 class OrderLog:
@@ -82,17 +76,14 @@ class OrderLog:
         self._threads = [threading.get_ident()]
         self._thread = self._threads[0]
         self._transports = 0
-        self._defined: dict[Hashable, int] = {}
         self._in_use: set[int] = set()
-        self._line({"order_log": VERSION, "rank": rank, "size": size})
+        self._line(["log", VERSION, rank, size])
 
-    def transport(self, ranks: Sequence[int], lanes: int, batched: bool) -> int:
-        """Define a transport and return its number.  All ranks call it in the same order."""
+    def transport(self, ranks: Sequence[int], batched: bool) -> int:
+        """Record a transport and return its number.  All ranks call it in the same order."""
         with self._lock:
             number, self._transports = self._transports, self._transports + 1
-            self._line(
-                {"transport": number, "ranks": list(ranks), "lanes": lanes, "batched": batched}
-            )
+            self._line(["transport", number, list(ranks), batched])
         return number
 
     def program(
@@ -106,22 +97,16 @@ class OrderLog:
     ) -> Entry:
         """Record that a program begins; arguments as for :meth:`Transport.begin`."""
         rule, schedule, *arguments = program.rule
-        key = program, dtype, sum_dtype, options
-        return self._begun(
-            "begin",
-            "program",
-            transport,
-            name,
-            key,
-            lambda: {
-                "rule": rule,
-                "schedule": dataclasses.asdict(schedule),
-                "arguments": arguments,
-                "dtype": str(dtype),
-                "sum_dtype": str(sum_dtype),
-                "options": repr(options),
-            },
-        )
+        facts = {
+            "name": name,
+            "rule": rule,
+            "schedule": dataclasses.asdict(schedule),
+            "arguments": arguments,
+            "dtype": str(dtype),
+            "sum_dtype": str(sum_dtype),
+            "options": repr(options),
+        }
+        return self._begun("begin", transport, facts)
 
     def collective(self, transport: int, kind: str, name: str, size: int, dtype: Hashable) -> Entry:
         """Record that this rank is about to start a collective of the group.
@@ -131,12 +116,10 @@ class OrderLog:
             name: description, for errors.
             size: bytes of the first tensor; 0 if the ranks may have different sizes.
         """
-        facts = {"kind": kind, "bytes": size, "dtype": str(dtype)}
-        return self._begun(
-            "issue", "collective", transport, name, (kind, size, dtype), lambda: facts
-        )
+        facts = {"name": name, "kind": kind, "bytes": size, "dtype": str(dtype)}
+        return self._begun("issue", transport, facts)
 
-    def write(self, verb: str, *more: str | int) -> None:
+    def write(self, verb: str, *more: object) -> None:
         """Write a line, for example ``write("fail", transport, why)``."""
         with self._lock:
             thread = threading.get_ident()
@@ -153,29 +136,13 @@ class OrderLog:
             self.write("end")
             self._stop()
 
-    def _begun(
-        self,
-        verb: str,
-        what: str,
-        transport: int,
-        name: str,
-        key: Hashable,
-        definition: Callable[[], Mapping[str, object]],
-    ) -> Entry:
-        """Take a slot and write that a program or collective begins; define it if it is new."""
+    def _begun(self, verb: str, transport: int, facts: dict[str, object]) -> Entry:
+        """Take a slot and write that a program or collective begins."""
         with self._lock:
-            # Bounds the memory; only with nothing in flight, which would use a definition.
-            if len(self._defined) >= _MOST_DEFINED and not self._in_use:
-                self._defined.clear()
-                self._line(["forget"])
-            number = self._defined.get((transport, name, key))
-            if number is None:
-                number = self._defined[transport, name, key] = len(self._defined)
-                self._line({what: number, "transport": transport, "name": name, **definition()})
             # The lowest free slot, so that repeated steps write equal lines.
             slot = next(slot for slot in count() if slot not in self._in_use)
             self._in_use.add(slot)
-            self.write(verb, slot, number)
+            self.write(verb, slot, transport, facts)
         return partial(self._about, slot)
 
     def _about(self, slot: int, verb: str, *more: int) -> None:
@@ -184,7 +151,7 @@ class OrderLog:
                 self._in_use.discard(slot)
             self.write(verb, slot, *more)
 
-    def _line(self, content: object) -> None:
+    def _line(self, content: list[object]) -> None:
         if not self._open:
             return
         try:

@@ -140,7 +140,7 @@ class Transport(Agreement):
             transport = cls(group, channels, control, timeout=timeout, batched=batched, check=check)
             if order_log is not None:
                 transport.order_log = order_log
-                transport.log_number = order_log.transport(transport.ranks, len(channels), batched)
+                transport.log_number = order_log.transport(transport.ranks, batched)
             transport._warm_up()
         return transport
 

@@ -15,7 +15,6 @@ from hypothesis import Phase, given, settings
 from commfuse_npu import Schedule, Transport, TransportError
 from commfuse_npu.ops import BucketOptions, Buckets, LinearOptions, all_gather_linear
 from commfuse_npu.proof.verify_log import verify_logs
-from commfuse_npu.runtime import order_log
 from commfuse_npu.runtime.order_log import OrderLog
 from tests.limits import BRIEF, PATIENT
 from tests.random_networks.case import Case, one_layer
@@ -147,17 +146,3 @@ def unwritable_later(rank: int, folder: str) -> list[list[float]]:
 
 def test_a_full_disk_ends_the_recording_and_not_the_job(ranks, tmp_path) -> None:
     assert ranks(2).run(unwritable_later, str(tmp_path)) == [[[0.0, 0.0], [1.0, 1.0]]] * 2
-
-
-def little_memory(rank: int, folder: str, cases: list[Case]) -> int:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(order_log, "_MOST_DEFINED", 4)
-        record(rank, folder, of_cases, False, cases)
-    text = (Path(folder) / f"rank_{rank:05d}.jsonl").read_text()
-    return text.count('["forget"]')
-
-
-def test_what_is_remembered_stays_within_bounds(ranks, tmp_path) -> None:
-    assert min(ranks(2).run(little_memory, str(tmp_path), drawn(2, 40))) > 3
-    result = verify_logs([tmp_path])
-    assert (result.faults, result.notes) == ([], [])

@@ -27,8 +27,9 @@ def test_a_host_is_held_until_its_peer_comes() -> None:
     other = [swap(1, 0, 1, 1), swap(1, 0, 0, 0)]
     assert simulate(first, other, []) is None, "links are open, nobody waits in between"
     assert simulate(first, other, [], opened=set()) == (
-        "deadlock (cold): rank 10 waits for rank 11 to open lane 0 between them; rank 11 waits for "
-        "rank 10 to open lane 1 between them; and so round to rank 10"
+        "deadlock (cold): rank 10 waits for rank 11 to open lane 0 between them for block 0 from "
+        "rank 0 to rank 1 (step 0, lane 0) of it; rank 11 waits for rank 10 to open lane 1 between "
+        "them for block 1 from rank 1 to rank 0 (step 1, lane 1) of it; and so round to rank 10"
     )
     both = {(GROUP, (lane, 10, 11)) for lane in (0, 1)}
     assert simulate(first, other, [], opened=both) is None
@@ -40,8 +41,8 @@ def test_a_lane_is_opened_per_pair() -> None:
     assert simulate(first, [swap(1, 0, 0)], [swap(2, 0, 0, 1)], opened=set()) is None
     absent = simulate(first, [swap(1, 0, 0)], [], opened=set())
     assert absent == (
-        "deadlock (cold): rank 10 waits for rank 12 to open lane 0 between them; and rank 12 has "
-        "nothing more to do"
+        "deadlock (cold): rank 10 waits for rank 12 to open lane 0 between them for block 0 from "
+        "rank 0 to rank 2 (step 1, lane 0) of it; and rank 12 has nothing more to do"
     )
 
 
