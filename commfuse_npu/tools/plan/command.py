@@ -32,8 +32,8 @@ from commfuse_npu.tools.terminal import print_verdict
 
 __all__ = ["main"]
 
-_HARDWARE, _NPUS, _SERVERS = "ascend_910b_server", 8, "ascend_910b_roce"
-"""Without NPUs here: one server, or several if a launch has more NPUs than one."""
+_HARDWARE = "ascend_910b_server"
+"""The description if there are no NPUs here."""
 _OF_A_PATH = {"json", "hardware", "timeout", "all"}
 _TIMEOUT = 20.0
 
@@ -71,8 +71,8 @@ def _parser() -> argparse.ArgumentParser:
     choose.add_argument("--model", help="a yaml file, or its name in configs/: llama3_70b")
     choose.add_argument(
         "--hardware",
-        help="a yaml file, or its name in configs/hardware/; default ascend_910b_server; for a "
-        "launch that of the NPUs here, or ascend_910b_roce if it has more than 8",
+        help=f"a yaml file, or its name in configs/hardware/; default {_HARDWARE}; for a launch "
+        "that of the NPUs here",
     )
     choose.add_argument("--npus", type=whole(), help="all of them are used; the model's by default")
     choose.add_argument(
@@ -155,9 +155,8 @@ def _launch(arguments: argparse.Namespace, words: Sequence[str]) -> int:
         words = ["bash", path, *words]
     launch = ask_about(config, words, os.environ, arguments.timeout or _TIMEOUT)
     # By default the description of the NPUs here, if there is one.
-    usual = _SERVERS if launch.config.world_size > _NPUS else _HARDWARE
-    descriptions = {described(name) or usual for name, _ in listed_npus(Machine.this())}
-    default = descriptions.pop() if len(descriptions) == 1 else usual
+    descriptions = {described(name) or _HARDWARE for name, _ in listed_npus(Machine.this())}
+    default = descriptions.pop() if len(descriptions) == 1 else _HARDWARE
     hardware = Hardware.load(find_config(arguments.hardware or default, "hardware"))
     plan = plan_launch(launch, hardware, os.environ)
     print_verdict(plan.verdict, False if plan.ends else plan.adds or None)

@@ -16,7 +16,7 @@ from functools import cached_property, partial
 from operator import attrgetter
 from typing import NamedTuple
 
-from commfuse_npu.config_file import ConfigError, config_names, find_config
+from commfuse_npu.config_file import ConfigError
 from commfuse_npu.hardware.description import Hardware
 from commfuse_npu.hardware.machine import Machine, min_outputs_to_hide
 from commfuse_npu.tools.model_config import ModelConfig
@@ -257,11 +257,9 @@ def recommend(
 def _check_npus(hardware: Hardware, npus: int, fixed: Fixed) -> None:
     host = hardware.npus_per_host
     if not 1 <= npus <= hardware.npus:
-        larger = [name for name in config_names("hardware") if _holds(name, npus)]
         raise ValueError(
             f"--npus {npus}: {hardware.path} describes {hardware.nodes} nodes of "
             f"{hardware.npus_per_node}; choose from 1 to {hardware.npus}"
-            + (f", or --hardware {' or '.join(larger)}" if larger and npus > 0 else "")
         )
     if npus > host and npus % host:
         below = npus // host * host
@@ -278,11 +276,6 @@ def _check_npus(hardware: Hardware, npus: int, fixed: Fixed) -> None:
             f"--npus {npus} is not divisible by {factors} = {product}; choose others, or leave "
             "them open"
         )
-
-
-def _holds(name: str, npus: int) -> bool:
-    """Whether a shipped hardware description has at least ``npus`` NPUs."""
-    return Hardware.load(find_config(name, "hardware")).npus >= npus
 
 
 def _layouts(

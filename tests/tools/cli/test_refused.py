@@ -79,7 +79,7 @@ QUESTIONS = (
     ("plan gather_gemm --shape two_level --ranks 6", "two_level needs node_size"),
     ("simulate --model machine.yaml", "machine.yaml describes a machine; give it as --hardware"),
     ("simulate --model quoted.yaml", "hidden_size: a number as text; leave the quotes out"),
-    ("simulate --npus 8 64 512", "64 NPUs are more than the 8 of 1 nodes of 8; choose smaller"),
+    ("simulate --npus 8 16384", "16384 NPUs are more than the 8192 of 1024 nodes of 8; choose"),
     ("simulate --npus 12", "--npus 12 is not divisible by TP*CP*PP = 8*1*1 = 8; choose 8 or 16"),
     ("simulate --npus 8 --dp 1", "--npus and --dp say the same twice"),
     ("simulate --tp 3", "of 14336 are not divisible by TP 3; choose TP from 1, 2, 4, 8"),

@@ -52,7 +52,7 @@ def test_tables_and_json(capsys, tmp_path: Path) -> None:
     assert plain["shorter"]["high"] == 0.0 < fused["memory_bytes"]
     ratio = fused["step"]["typical"] / plain["step"]["typical"]
     assert fused["shorter"]["typical"] == pytest.approx(1 - ratio)
-    words = f"simulate {QUICK} --hardware ascend_910b_roce --npus 32 256"
+    words = f"simulate {QUICK} --npus 32 256"
     npus = answer(tmp_path, *words.split())["points"]
     assert [point["npus"] for point in npus] == [32, 256]
     assert "DP 4, 32" in capsys.readouterr().out

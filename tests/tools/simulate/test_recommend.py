@@ -32,7 +32,6 @@ from mindspeed_patches.training_options import commfuse_options, complete_option
 from tests.launchers.launching import dry_run
 
 SERVER = Hardware.load(find_config("ascend_910b_server", "hardware"))
-CLUSTER = Hardware.load(find_config("ascend_910b_roce", "hardware"))
 LLAMA3_8B = ModelConfig.load(find_config("llama3_8b"))
 LLAMA3_70B = ModelConfig.load(find_config("llama3_70b"))
 SMALL = replace(LLAMA3_8B, seq_length=2048, global_batch_size=8)
@@ -119,7 +118,7 @@ def test_what_is_given_decides() -> None:
     # Ulysses is fused where there is no tensor parallelism.
     model = replace(SMALL, context_parallel_algo="ulysses_cp_algo", num_layers=8)
     fixed, settings = Fixed(tp=1, cp=4, pp=1), Options(ulysses="fused")
-    ulysses = recommend(model, CLUSTER.launching(1e-5), 8, options=settings, fixed=fixed)
+    ulysses = recommend(model, SERVER.launching(1e-5), 8, options=settings, fixed=fixed)
     words = options(model, ulysses.best)
     assert "--commfuse-ulysses" in words
     assert words[words.index("--commfuse-lanes") + 1] == "3"
@@ -128,10 +127,10 @@ def test_what_is_given_decides() -> None:
 @pytest.mark.parametrize(
     ("model", "hardware", "npus", "fixed", "said"),
     [
-        (LLAMA3_70B, CLUSTER, 1, {}, r"no layout of 1 NPUs fits 8192 tokens and .*memory"),
-        (LLAMA3_8B, SERVER, 9, {}, "choose from 1 to 8"),
+        (LLAMA3_70B, SERVER, 1, {}, r"no layout of 1 NPUs fits 8192 tokens and .*memory"),
+        (LLAMA3_8B, SERVER, 8200, {}, "choose from 1 to 8192"),
         (LLAMA3_8B, SERVER, 6, {"tp": 6}, "1 x 32 attention heads, 8 query groups, a feed-forw"),
-        (LLAMA3_8B, CLUSTER, 20, {}, "--npus 20 is more than a host of 8 .* choose 16 or 24"),
+        (LLAMA3_8B, SERVER, 20, {}, "--npus 20 is more than a host of 8 .* choose 16 or 24"),
         (LLAMA3_8B, SERVER, 8, {"tp": 2, "pp": 3}, "8 is not divisible by --tp 2 times --pp 3 = 6"),
     ],
 )
@@ -144,8 +143,8 @@ def test_nothing_fits(model, hardware, npus: int, fixed: dict[str, int], said: s
 def test_what_is_written_describes_what_was_simulated(layout: Layout) -> None:
     variant = fused(Schedule(lanes=2, chunks=4))
     job = training(LLAMA3_70B, layout, LLAMA3_70B.seq_length, Options())
-    entry = Candidate(job, variant, 1.0, footprint(job, variant, CLUSTER))
-    described = planned(LLAMA3_70B, CLUSTER, entry)
+    entry = Candidate(job, variant, 1.0, footprint(job, variant, SERVER))
+    described = planned(LLAMA3_70B, SERVER, entry)
     sizes = ("tensor_model", "context", "data", "pipeline_model")
     assert tuple(getattr(described, f"{name}_parallel_size") for name in sizes) == layout[:4]
     assert described.world_size == layout.npus
@@ -158,7 +157,7 @@ def test_what_is_written_describes_what_was_simulated(layout: Layout) -> None:
     assert described.commfuse_options == tuple(words[words.index("--use-commfuse") :])
     full = replace(entry, training=replace(job, recompute="full"))
     more = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
-    written = planned(LLAMA3_70B, CLUSTER, full).pretrain_options
+    written = planned(LLAMA3_70B, SERVER, full).pretrain_options
     assert written == (*described.pretrain_options, *more.split())
 
 

@@ -30,7 +30,7 @@ from commfuse_npu.tools.simulate.variants import (
 )
 
 CONFIGS = Path(__file__).parents[3] / "configs"
-ROCE = Hardware.load(CONFIGS / "hardware" / "ascend_910b_roce.yaml")
+SERVER = Hardware.load(CONFIGS / "hardware" / "ascend_910b_server.yaml")
 LLAMA = ModelConfig.load(CONFIGS / "llama3_70b.yaml")
 
 
@@ -67,7 +67,7 @@ def test_a_pipeline_is_bounded_by_its_slowest_stage(stages, batches: int, transf
 
 
 def test_a_layout_that_does_not_fit_is_explained() -> None:
-    four, uneven = Options(micro_batches=4), replace(ROCE, npus_per_node=6)
+    four, uneven = Options(micro_batches=4), replace(SERVER, npus_per_node=6)
     assert training(LLAMA, Layout(8, 1, 1, 8, 2), 8192, Options(micro_batches=8)).layout.vpp == 2
     for layout, message in (
         (Layout(8, 1, 1, 4, 2), "2 chunks do not divide the layers of 4 pipeline stages"),  # uneven
@@ -97,9 +97,10 @@ def test_the_tables_of_the_vocabulary_are_exchanged_too() -> None:
         for model in (LLAMA, replace(LLAMA, vocab_size=8))
     )
     # The embedding's gradients come last and its parameters are needed first.
-    more, less = (Step(ROCE.machine(), case).time(REFERENCE).data_parallel for case in (job, small))
+    machine = SERVER.machine()
+    more, less = (Step(machine, case).time(REFERENCE).data_parallel for case in (job, small))
     assert more > 1.2 * less
-    assert Step(ROCE.machine(), job).time(COMPUTE_ONLY, free=True).data_parallel == 0
+    assert Step(machine, job).time(COMPUTE_ONLY, free=True).data_parallel == 0
     assert job.parameters == LLAMA.number_of_parameters - LLAMA.vocab_size * LLAMA.hidden_size
     per_token = 6 * job.parameters + 6 * 80 * 8192 * 8192
     assert job.flops == pytest.approx(per_token * 8192 * 4 * 2)
@@ -108,16 +109,16 @@ def test_the_tables_of_the_vocabulary_are_exchanged_too() -> None:
 
 def test_host_and_device_meet_after_a_forward_and_its_backward(monkeypatch) -> None:
     job = training(LLAMA, Layout(8, 1, 1, 1), 4096, Options(micro_batch=1, micro_batches=1))
-    fast = Step(ROCE.launching(1e-6).machine(), job)
+    fast = Step(SERVER.launching(1e-6).machine(), job)
     device = fast.layer_time(MEGATRON)
     # A forward has 33 launches and a third of the work: alone it would be host-bound.
     between = device.forward / 33 * 1.1
     assert 66 * between < device.seconds
     monkeypatch.setattr(group, "simulate", None)  # the device's time was simulated above
-    meets = replace(fast, machine=ROCE.launching(between).machine())
+    meets = replace(fast, machine=SERVER.launching(between).machine())
     assert meets.layer_time(MEGATRON).seconds == pytest.approx(device.seconds)
-    slow = replace(fast, machine=ROCE.launching(1e-3).machine()).layer_time(MEGATRON)
-    events = 4 * 10 * ROCE.typical("host.event_overhead")
+    slow = replace(fast, machine=SERVER.launching(1e-3).machine()).layer_time(MEGATRON)
+    events = 4 * 10 * SERVER.typical("host.event_overhead")
     assert slow.seconds == pytest.approx(66e-3 + events)
     assert slow.waiting > device.waiting
 
@@ -125,7 +126,7 @@ def test_host_and_device_meet_after_a_forward_and_its_backward(monkeypatch) -> N
 @pytest.mark.parametrize("fb_overlap", [False, True])
 def test_a_step_is_its_layers_its_embedding_its_head_and_its_optimizer(fb_overlap: bool) -> None:
     job = training(LLAMA2_7B, Layout(2, 1, 1, 1), 16384, Options(micro_batch=1, micro_batches=4))
-    step = Step(ROCE.machine(), job)
+    step = Step(SERVER.machine(), job)
     of_layer = step.layer_time(FB_OVERLAP if fb_overlap else MEGATRON)
     ends = sum(step_module._head(step.machine, job.shape, MEGATRON, False))
     ends += 2 * step._embedding(MEGATRON)
@@ -140,7 +141,7 @@ def test_a_step_is_its_layers_its_embedding_its_head_and_its_optimizer(fb_overla
 
 def test_transfers_between_stages_are_free_where_all_are_and_recomputation_adds_forwards() -> None:
     job = training(LLAMA2_7B, Layout(2, 1, 1, 4), 4096, Options(micro_batch=1, micro_batches=4))
-    step = Step(ROCE.machine(), job)
+    step = Step(SERVER.machine(), job)
     free, not_free = (step.time(MEGATRON, free=free).seconds for free in (True, False))
     assert not_free - free == pytest.approx(2 * 3 * step._between_stages)
     full = replace(step, training=replace(job, recompute="full"))
@@ -152,7 +153,7 @@ def test_transfers_between_stages_are_free_where_all_are_and_recomputation_adds_
 @pytest.mark.parametrize(("tp", "cp"), [(1, 4), (2, 4)])
 def test_fused_ulysses_is_for_variants_that_fuse(tp: int, cp: int) -> None:
     # Posts as cheap as launches: only exposed transfers differ.
-    machine = ROCE.launching(1e-5).posting(1e-5).machine()
+    machine = SERVER.launching(1e-5).posting(1e-5).machine()
     # Each group uses as many lanes as it has peers.
     variants = COMPUTE_ONLY, REFERENCE, fused(Schedule(lanes=3, chunks=2))
     times = {}
@@ -180,7 +181,7 @@ def memory(
     model: ModelConfig = LLAMA2_7B,
 ) -> Footprint:
     options = Options(micro_batch=1, micro_batches=8, recompute=recompute)
-    return footprint(training(model, layout, 4096, options), variant, ROCE)
+    return footprint(training(model, layout, 4096, options), variant, SERVER)
 
 
 def test_one_npu_holds_everything() -> None:
@@ -213,4 +214,4 @@ def test_every_size_divides_what_it_should() -> None:
     assert memory(Layout(1, 1, 1, 2), model=uneven).weights > memory(Layout(1, 1, 1, 2)).weights
     # A lane is a communicator of two buffers, of the size of its messages; more is in flight, too.
     few, many = (memory(Layout(8, 1, 1, 1), fused(Schedule(lanes=n))).communication for n in (1, 7))
-    assert 6 * 2 * 16 * 2**20 <= many - few < ROCE.typical("host.communicator_bytes")
+    assert 6 * 2 * 16 * 2**20 <= many - few < SERVER.typical("host.communicator_bytes")
