@@ -89,9 +89,9 @@ _LEVEL_RULES = {
 }
 _TOPOLOGIES: dict[str, tuple[LinkTopology, ...]] = {
     "inside": ("full_mesh", "switched"),
-    "between": ("nic_per_npu", "nic_per_node"),
+    "between": ("nic_per_npu",),
 }
-_WHOLE = ("version", "npus_per_host", "npus_per_node", "nodes")
+_WHOLE = ("npus_per_host", "npus_per_node", "nodes")
 _PARTS = ("low", "typical", "high")
 
 
@@ -115,7 +115,6 @@ class Hardware:
     """A described machine.
 
     Attributes:
-        version: of the figures.
         npus_per_host: NPUs of a server, which torchrun calls a node.
         npus_per_node: NPUs that share the links ``inside``; on a supernode those of several hosts.
         nodes: the most nodes of the machine.
@@ -128,7 +127,6 @@ class Hardware:
 
     path: Path
     name: str
-    version: int
     npus_per_host: int
     npus_per_node: int
     nodes: int

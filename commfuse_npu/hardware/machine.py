@@ -24,7 +24,7 @@ __all__ = [
     "min_outputs_to_hide",
 ]
 
-LinkTopology = Literal["full_mesh", "switched", "nic_per_npu", "nic_per_node"]
+LinkTopology = Literal["full_mesh", "switched", "nic_per_npu"]
 
 ITEM_BYTES = 2
 """Activations and weights are bf16."""
@@ -41,7 +41,7 @@ class Level:
 
     Attributes:
         topology: ``full_mesh``: a link per ordered pair; ``switched`` and ``nic_per_npu``: an
-            egress and an ingress per NPU; ``nic_per_node``: an egress and an ingress per node.
+            egress and an ingress per NPU.
         rate: bytes/s per link and direction that a large message reaches.
         latency: seconds per transfer besides ``bytes / rate``.
         beside_work: factor by which a transfer is slower while one of its ends computes.

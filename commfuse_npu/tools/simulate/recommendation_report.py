@@ -18,7 +18,7 @@ from commfuse_npu.tools.simulate.sweep import CORNERS
 __all__ = ["as_json", "reasons", "report"]
 
 _COLUMNS = (
-    *("place", "TP", "CP", "PP", "DP", "recompute", "schedule", "step", "tokens/s/NPU", "MFU"),
+    *("place", "TP", "CP", "PP", "DP", "recompute", "schedule", "step", "tokens/s/NPU"),
     "memory of an NPU",
 )
 
@@ -43,8 +43,8 @@ def report(
         "assumed.",
         "",
         table_row(_COLUMNS),
-        "|---|---:|---:|---:|---:|---|---|---:|---:|---:|---:|",
-        *map(table_row, _layouts(recommendation, hardware)),
+        "|---|---:|---:|---:|---:|---|---|---:|---:|---:|",
+        *map(table_row, _layouts(recommendation)),
         "",
         _fitting(recommendation, hardware),
         "",
@@ -78,9 +78,8 @@ def as_json(recommendation: Recommendation, model: ModelConfig) -> dict[str, Any
     }
 
 
-def _layouts(recommendation: Recommendation, hardware: Hardware) -> Iterator[tuple[str, ...]]:
+def _layouts(recommendation: Recommendation) -> Iterator[tuple[str, ...]]:
     """A row of cells under :data:`_COLUMNS` for each candidate."""
-    peak = hardware.typical("npu.cube_flops")
     bounds = [] if recommendation.bound is None else [recommendation.bound]
     places = [
         *((str(place), plan) for place, plan in enumerate(recommendation.ranked, 1)),
@@ -94,7 +93,6 @@ def _layouts(recommendation: Recommendation, hardware: Hardware) -> Iterator[tup
             *(place, str(tp), str(cp), _pipeline(plan), str(dp), training.recompute),
             *(f"{mark}{plan.variant.name}{mark}", seconds(plan.seconds)),
             f"{training.tokens_per_second(plan.seconds):.0f}",
-            f"{training.utilization(plan.seconds, peak):.1%}",
             f"{plan.memory.total / 2**30:.1f} GiB",
         )
 

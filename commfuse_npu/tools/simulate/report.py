@@ -12,7 +12,7 @@ from commfuse_npu.tools.simulate.variants import REFERENCE, Role, Variant
 
 __all__ = ["COLUMNS", "Standing", "cells", "headline", "seconds", "sources", "table"]
 
-COLUMNS = "variant", "step", "shorter", "exposed", "MFU", "tokens/s/NPU", "memory of an NPU"
+COLUMNS = "variant", "step", "shorter", "exposed", "tokens/s/NPU", "memory of an NPU"
 
 
 def sources(hardware: Hardware) -> str:
@@ -158,7 +158,6 @@ def cells(point: Point, variants: Sequence[Variant]) -> list[tuple[str, ...]]:
                 outcome.step.text(seconds),
                 outcome.shorter.text(percent),
                 outcome.exposed.text(seconds),
-                outcome.mfu.text(percent),
                 outcome.tokens.text("{:.0f}".format),
                 f"{outcome.memory / 2**30:.1f} GiB",
             )

@@ -343,9 +343,7 @@ class Step:
                     "another --hardware"
                 )
             level = machine.between
-        share = machine.npus_per_node if level.topology == "nic_per_node" else 1
-        size = training.shape.block * training.shape.row_bytes
-        return level.latency + size * share / level.rate
+        return level.latency + training.shape.block * training.shape.row_bytes / level.rate
 
     @property
     def _optimizer(self) -> float:

@@ -64,7 +64,6 @@ class Outcome(NamedTuple):
         shorter: reduction of the step time relative to ``plain-mesh``; negative if it is longer.
         layer: seconds of a layer, forward and backward.
         exposed: seconds by which a step is longer than without the time of any transfer.
-        mfu: model FLOP per second as a share of the peak.
         tokens: per second and NPU.
         memory: bytes on the fullest NPU.
     """
@@ -74,7 +73,6 @@ class Outcome(NamedTuple):
     shorter: Range
     layer: Range
     exposed: Range
-    mfu: Range
     tokens: Range
     memory: float
 
@@ -237,14 +235,12 @@ def _point(setup: Training, hardware: Hardware, options: Options) -> Point:
                  f"{variant.name}")  # fmt: skip
             times.append(step.time(variant))
         seconds = [time.seconds for time in times]
-        peaks = [step.machine.cube_flops for step in steps]
         return Outcome(
             variant,
             step=Range.of(seconds),
             shorter=Range.of([1 - s / p.seconds for s, p in zip(seconds, plain, strict=True)]),
             layer=Range.of([time.layer for time in times]),
             exposed=Range.of([s - free.seconds for s, free in zip(seconds, ideal, strict=True)]),
-            mfu=Range.of([setup.utilization(*pair) for pair in zip(seconds, peaks, strict=True)]),
             tokens=Range.of([setup.tokens_per_second(s) for s in seconds]),
             memory=footprint(setup, variant, hardware).total,
         )

@@ -145,30 +145,10 @@ class Training:
         """Whether full recomputation runs each layer's forward again before its backward."""
         return self.recompute == "full"
 
-    @property
-    def parameters(self) -> int:
-        """Parameters of the whole model, without the input embedding, which has no FLOP."""
-        model = self.model
-        table = model.vocab_size * model.hidden_size
-        return model.number_of_parameters - table * model.untie_embeddings_and_output_weights
-
     def tokens_per_second(self, seconds: float) -> float:
         """Tokens per second and NPU, if a step takes ``seconds``."""
         tokens = self.model.seq_length * self.model.global_batch_size
         return tokens / (seconds * self.layout.npus)
-
-    @property
-    def flops(self) -> float:
-        """Model FLOP of a step: 6 per parameter and token, and 6 * S * H per layer and token for
-        causal attention; recomputation does not count (PaLM's model FLOPs utilization)."""
-        model = self.model
-        scores = 6.0 * model.num_layers * model.hidden_size * model.seq_length
-        tokens = model.seq_length * model.global_batch_size
-        return tokens * (6.0 * self.parameters + scores)
-
-    def utilization(self, seconds: float, peak: float) -> float:
-        """Share of the NPUs' peak FLOP/s that a step of ``seconds`` seconds reaches."""
-        return self.flops / (seconds * self.layout.npus * peak)
 
     def parameters_of(self, kind: Kind) -> tuple[float, float]:
         """Parameters per NPU in a layer: those used by all tokens, and those of its experts."""

@@ -46,7 +46,7 @@ def test_tables_and_json(capsys, tmp_path: Path) -> None:
     assert content["simulated"] is True
     assert content["hardware"]["figures"]["inside.rate"]["source"]
     plain, fused = content["points"][0]["variants"]
-    for variant, name in product((plain, fused), ("step", "mfu", "tokens", "exposed")):
+    for variant, name in product((plain, fused), ("step", "tokens", "exposed")):
         figure = variant[name]
         assert 0 < figure["low"] <= figure["typical"] <= figure["high"]
     assert plain["shorter"]["high"] == 0.0 < fused["memory_bytes"]

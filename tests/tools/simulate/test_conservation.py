@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from commfuse_npu.hardware.machine import Level
 from commfuse_npu.plan import Schedule
 from commfuse_npu.tools.simulate import llama
-from commfuse_npu.tools.simulate.engine import SimulationError, simulate
+from commfuse_npu.tools.simulate.engine import simulate
 from commfuse_npu.tools.simulate.group import Group, Simulated, collective_seconds
 from commfuse_npu.tools.simulate.linear import column
 from commfuse_npu.tools.simulate.links import Links
@@ -38,14 +38,14 @@ def shape(ranks: int) -> LayerShape:
     size=st.sampled_from([2, 4, 6, 8]),
     number=st.integers(0, 99),
     part=st.sampled_from(["forward", "backward", "head_forward", "head_backward"]),
-    topology=st.sampled_from(["full_mesh", "switched", "nic_per_npu", "nic_per_node"]),
+    topology=st.sampled_from(["full_mesh", "switched", "nic_per_npu"]),
     batched=st.booleans(),
 )
 @example(4, [v.name for v in variants(4, 4, 3)].index("mc2"), "forward", "switched", True)
 def test_every_timeline_holds_and_one_rank_stands_for_all(
     size: int, number: int, part: str, topology: str, batched: bool
 ) -> None:
-    over_nics = topology.startswith("nic")
+    over_nics = topology == "nic_per_npu"
     inside = replace(MACHINE.inside, topology="full_mesh" if over_nics else topology)
     machine = replace(MACHINE, inside=inside, batched=batched)
     if over_nics:
@@ -111,8 +111,8 @@ def test_a_receive_that_nobody_sends_and_lanes_in_another_order_hang() -> None:
     first, second = [i for i, op in enumerate(operations) if op.sends]
     lacking, swapped = list(operations), list(operations)
     lacking[first] = operations[first]._replace(sends=())
-    with pytest.raises(SimulationError, match="rank 1 waits for ever in 'x block 1 chunk 0' on"):
+    with pytest.raises(AssertionError, match="operations wait"):
         simulate([lacking, other], links)
     swapped[first], swapped[second] = operations[second], operations[first]
-    with pytest.raises(SimulationError, match="waits for ever"):
+    with pytest.raises(AssertionError, match="operations wait"):
         simulate([swapped, other], links)

@@ -19,7 +19,7 @@ ALIKE = {name: step for name, step in STEPS.items() if not name.endswith("-wgrad
 def point(steps: dict[str, float], sequence: int = 4096, npus: int = 8) -> Point:
     def made(name: str, step: float) -> Outcome:
         unit, layer = Range(1.0, 1.0, 1.0), Range(step / 1e3, step / 1e3, step / 1e3)
-        return Outcome(KNOWN[name], Range(step, step, step), unit, layer, unit, unit, unit, 0)
+        return Outcome(KNOWN[name], Range(step, step, step), unit, layer, unit, unit, 0)
 
     outcomes = {name: made(name, step) for name, step in steps.items()}
     return Point(sequence, npus, 1, Range(1.0, 1.0, 1.0), outcomes)

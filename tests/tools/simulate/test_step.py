@@ -15,7 +15,7 @@ from commfuse_npu.plan import Schedule
 from commfuse_npu.tools.model_config import ModelConfig
 from commfuse_npu.tools.simulate import group
 from commfuse_npu.tools.simulate import step as step_module
-from commfuse_npu.tools.simulate.data_parallel import buckets, exposed_gather, exposed_scatter
+from commfuse_npu.tools.simulate.data_parallel import buckets, exposed_end
 from commfuse_npu.tools.simulate.footprint import Footprint, footprint
 from commfuse_npu.tools.simulate.pipeline import one_forward_one_backward
 from commfuse_npu.tools.simulate.step import Recompute, Step
@@ -84,11 +84,9 @@ def test_only_the_last_bucket_is_exposed_when_the_link_keeps_up() -> None:
     assert buckets([30e6] * 5, ranks=4) == [[4, 3], [2, 1], [0]]
     assert buckets([30e6] * 5, ranks=100) == [[4, 3, 2, 1], [0]]
     order = [[2], [1], [0]]
-    assert exposed_scatter([5.0] * 3, order, [3.0] * 3) == 3.0
-    assert exposed_gather([5.0] * 3, order, [3.0] * 3) == 3.0
+    assert exposed_end([5.0] * 3, order, [3.0] * 3) == 3.0
     # A slow link: all transfers are exposed, less what the layers hide.
-    assert exposed_scatter([1.0] * 3, order, [3.0] * 3) == 1 + 9 - 3
-    assert exposed_gather([1.0] * 3, order, [3.0] * 3) == 9 + 1 - 3
+    assert exposed_end([1.0] * 3, order, [3.0] * 3) == 1 + 9 - 3
 
 
 def test_the_tables_of_the_vocabulary_are_exchanged_too() -> None:
@@ -101,9 +99,6 @@ def test_the_tables_of_the_vocabulary_are_exchanged_too() -> None:
     more, less = (Step(machine, case).time(REFERENCE).data_parallel for case in (job, small))
     assert more > 1.2 * less
     assert Step(machine, job).time(COMPUTE_ONLY, free=True).data_parallel == 0
-    assert job.parameters == LLAMA.number_of_parameters - LLAMA.vocab_size * LLAMA.hidden_size
-    per_token = 6 * job.parameters + 6 * 80 * 8192 * 8192
-    assert job.flops == pytest.approx(per_token * 8192 * 4 * 2)
     assert job.layout.npus == 64
 
 
