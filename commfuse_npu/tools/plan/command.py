@@ -170,7 +170,6 @@ def _recommend(arguments: argparse.Namespace) -> int:
     hardware = Hardware.load(find_config(arguments.hardware or _HARDWARE, "hardware"))
     path = find_config(arguments.model)
     model = ModelConfig.load(path)
-    ulysses = model.context_parallel_algo == "ulysses_cp_algo"
     if arguments.write:
         check_target(arguments.write)
     try:
@@ -179,9 +178,7 @@ def _recommend(arguments: argparse.Namespace) -> int:
             hardware,
             model.world_size if arguments.npus is None else arguments.npus,
             sequence=arguments.sequence_length,
-            options=Options(
-                micro_batch=arguments.micro_batch, ulysses="fused" if ulysses else "none"
-            ),
+            options=Options(micro_batch=arguments.micro_batch),
             fixed=Fixed(arguments.tp, arguments.cp, arguments.pp, arguments.recompute),
             other_rounding=arguments.other_rounding,
         )

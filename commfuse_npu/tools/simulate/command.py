@@ -74,10 +74,8 @@ def _parser() -> argparse.ArgumentParser:
     subject.add_argument("--recompute", choices=("none", "full"), default="none")
     subject.add_argument(
         "--ulysses",
-        choices=("none", "plain", "fused"),
-        default="none",
-        help="context parallelism by exchanging heads; fused: CommFuse's variants with "
-        "--commfuse-ulysses; none: as the model's file says",
+        action="store_true",
+        help="context parallelism by exchanging heads, whatever the model's file says",
     )
     subject.add_argument(
         "--deterministic",
@@ -147,10 +145,10 @@ def _main(arguments: argparse.Namespace) -> int:
     model = ModelConfig.load(model_path)
     layouts = _layouts(arguments, model)
     tp, cp, _, pp, _ = first = layouts[0]
-    if (arguments.lanes or 0) > max(1, max(tp, cp) - 1):
+    if (arguments.lanes or 0) > max(1, tp - 1):
         raise ValueError(
-            f"--lanes {arguments.lanes}: a group of {max(tp, cp)} ranks has "
-            f"{max(1, max(tp, cp) - 1)}; choose {max(1, max(tp, cp) - 1)} or less"
+            f"--lanes {arguments.lanes}: a group of {tp} ranks has {max(1, tp - 1)}; choose "
+            f"{max(1, tp - 1)} or less"
         )
     sequences = arguments.sequence_lengths or [model.seq_length]
     options = Options(

@@ -221,7 +221,10 @@ class _Simulation:
 
     def _touched(self, message: Message) -> tuple[int, ...]:
         """The ranks whose memory a transfer reads or writes."""
-        return (0,) if self.links.folded else (message.source, message.target)
+        if self.links.folded:
+            return (0,)
+        ends = message.source, message.target
+        return ends if ends[0] != ends[1] else ends[:1]
 
     def _begin(self, flow: _Flow) -> None:
         flow.start = flow.since = self.now

@@ -35,7 +35,6 @@ from commfuse_npu.hardware.machine import ITEM_BYTES, SUM_BYTES, Machine
 from commfuse_npu.plan.slots import in_flight_without, most_in_flight, slots
 from commfuse_npu.runtime.hccl_options import lane_megabytes
 from commfuse_npu.tools.simulate import llama
-from commfuse_npu.tools.simulate.context_parallel import ContextParallel
 from commfuse_npu.tools.simulate.group import Group
 from commfuse_npu.tools.simulate.llama import LayerShape
 from commfuse_npu.tools.simulate.rank import Run
@@ -93,7 +92,7 @@ def footprint(training: Training, variant: Variant, hardware: Hardware) -> Footp
     stages = (_stage(training, stage, variant) for stage in range(layout.pp))
     runs: tuple[Run, ...] = ()
     if variant.kind == "fused":
-        runs = _programs(machine, training.shape, training.context, variant)
+        runs = _programs(machine, training.shape, variant)
     # One communicator per kind of group, and the lanes of the variant.  The two buffers of a lane
     # are sized to its messages, from 16 MB to HCCL's own size.
     most = hardware.typical("host.communicator_bytes")
@@ -172,23 +171,16 @@ def _buffers(variant: Variant, shape: LayerShape, runs: tuple[Run, ...]) -> floa
 
 
 @lru_cache(4096)
-def _programs(
-    machine: Machine, shape: LayerShape, context: ContextParallel | None, variant: Variant
-) -> tuple[Run, ...]:
+def _programs(machine: Machine, shape: LayerShape, variant: Variant) -> tuple[Run, ...]:
     """The programs of a layer and of the head on a rank, for each schedule that tuning tries."""
     programs: list[Run] = []
     group = Group(machine, shape.ranks)
     for form in [replace(variant, way=way, tuned=()) for way in variant.tuned] or [variant]:
-        forward, backward = (context and context.attended(machine, form)) or (None, None)
         for build in (
-            lambda rank, attended=forward: llama.forward(rank, shape, attended),
-            lambda rank, attended=backward: llama.backward(rank, shape, attended),
+            lambda rank: llama.forward(rank, shape),
+            lambda rank: llama.backward(rank, shape),
             lambda rank: llama.head_forward(rank, shape),
             lambda rank: llama.head_backward(rank, shape),
         ):
             programs += group.build(form, build, 0).programs.values()
-        if context and context.fuses:
-            exchanges = context.exchanges(machine, form.schedule)
-            for part in (context.forward, context.backward):
-                programs += context.group(machine).build(exchanges, part, 0).programs.values()
     return tuple(programs)

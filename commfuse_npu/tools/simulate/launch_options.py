@@ -94,8 +94,6 @@ def launching(variant: Variant, training: Training) -> Iterator[str]:
         yield from ("--commfuse-taper", f"{schedule.taper:g}")
     if variant.attention:
         yield "--commfuse-attention"
-    if training.fuse_ulysses and layout.cp > 1:
-        yield "--commfuse-ulysses"
     if variant.wgrad != "whole":
         yield from ("--commfuse-wgrad", variant.wgrad)
     if variant.sums == "once":

@@ -3,6 +3,9 @@
 The ranks of a group are on the NPUs ``0, stride, 2 * stride, ...``; in Megatron's rank order
 tensor-parallel neighbors are adjacent and data-parallel neighbors ``tp * cp`` apart.
 
+A message of a rank to itself stands for a transfer in another group, on links that nothing else
+uses: its size is in seconds.
+
 With ``folded`` one rank represents all: in a symmetric group every rank sends at distance k when
 this one does, so the traffic into this rank equals the traffic out of it.
 """
@@ -65,6 +68,8 @@ class Links:
 
     def latency(self, source: int, target: int) -> float:
         """Latency of a transfer in seconds."""
+        if source == target:
+            return 0.0
         return self._level(source, target).latency
 
     def beside_work(self, source: int, target: int) -> float:
@@ -75,6 +80,8 @@ class Links:
         """The links that a transfer occupies, from the first to the last."""
         topology = self._level(source, target).topology
         into = source if self.folded else target
+        if source == target:
+            return (("other group", source, 0),)
         if topology == "full_mesh":
             return (("pair", source, target),)
         if topology == "switched":
@@ -83,6 +90,8 @@ class Links:
 
     def capacity(self, link: LinkId) -> float:
         """Bandwidth of a link in bytes/s that is available to the group."""
+        if link[0] == "other group":
+            return 1.0
         if link[0] in ("pair", "out", "in"):
             return self.machine.inside.rate
         assert self.machine.between is not None

@@ -11,8 +11,9 @@ feed-forward, ``n`` tensor-parallel ranks.  All widths below are those of one ra
 Attention (causal, forward) takes ``2 * B * S^2 * H`` FLOP over all ranks: two products over half of
 the scores.  Its backward takes 2.5 times as many: five products instead of two, because flash
 attention recomputes the scores.  Element-wise work costs its memory traffic.  Latent attention
-(:mod:`.latent`) replaces qkv, and experts (:mod:`.experts`) replace the feed-forward part.  Without
-sequence parallelism every rank has all rows.
+(:mod:`.latent`) replaces qkv, experts (:mod:`.experts`) replace the feed-forward part, and context
+parallelism (:mod:`.context_parallel`) adds transfers to attention.  Without sequence parallelism
+every rank has all rows.
 
 Launches are those of Megatron core 0.12.1 with the kernels that MindSpeed-LLM's launches select
 (one each for RMS norm, rotary embedding, SwiGLU and attention in each direction, and a separate
@@ -24,18 +25,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from commfuse_npu.hardware.machine import ITEM_BYTES, Machine
 from commfuse_npu.plan.instructions import Compute
 from commfuse_npu.plan.rules import gather_use, produce_scatter
 from commfuse_npu.tools.simulate import linear
+from commfuse_npu.tools.simulate.context_parallel import ContextParallel
 from commfuse_npu.tools.simulate.experts import Experts
 from commfuse_npu.tools.simulate.latent import Latent
 from commfuse_npu.tools.simulate.linear import wgrad_seconds
 from commfuse_npu.tools.simulate.rank import Rank, Width, rest
 
-__all__ = ["BACKWARD_ATTENTION", "Attended", "LayerShape", "Queries", "backward", "forward",
+__all__ = ["BACKWARD_ATTENTION", "LayerShape", "Queries", "backward", "forward",
            "head_backward", "head_forward", "rows_of", "run_of"]  # fmt: skip
 
 BACKWARD_ATTENTION = 2.5
@@ -70,6 +71,7 @@ class LayerShape:
         gated: whether the feed-forward part is gated (SwiGLU).
         causal: whether a query sees only the keys up to its own position.
         latent, experts: replace queries, keys and values, and the feed-forward part.
+        context: the context-parallel group, if there is one.
     """
 
     sequence: int
@@ -86,6 +88,7 @@ class LayerShape:
     causal: bool = True
     latent: Latent | None = None
     experts: Experts | None = None
+    context: ContextParallel | None = None
 
     @property
     def inner(self) -> int:
@@ -127,7 +130,8 @@ class LayerShape:
         """Seconds of attention for a range of query rows, times ``factor``.
 
         With a causal mask later rows see more keys.  Under context parallelism each rank has a part
-        from both ends of the sequence, so all rows cost the same.
+        from both ends of the sequence, so all rows cost the same, or with Ulysses all rows of the
+        sequence for some heads.
         """
         uniform = self.attended != self.sequence or not self.causal
         parts = self.ranks * (self.attended // self.sequence)
@@ -139,6 +143,8 @@ class LayerShape:
             start, stop = run.start / self.rows, run.stop / self.rows
             share = stop - start if uniform else stop**2 - start**2
             queries = (run.stop - run.start) / self.batch
+            if self.context is not None and self.context.ulysses:
+                queries *= self.context.size
             return whole * share * (1 + machine.half_rows / queries)
 
         return seconds
@@ -150,47 +156,27 @@ def _elementwise(rank: Rank, name: str, rows: float, *widths: float, launches: i
     rank.compute(name, seconds, launches=launches)
 
 
-class Attended(NamedTuple):
-    """Attention under context parallelism, which is simulated separately.
-
-    Attributes:
-        seconds: including exposed transfers.
-        waiting: seconds of these in which the compute engine is idle.
-        projects: whether the projections before and after it are included.
-        launches, posts, events: host work.
-    """
-
-    seconds: float
-    waiting: float = 0.0
-    projects: bool = False
-    launches: int = 1
-    posts: int = 0
-    events: int = 0
-
-
-def forward(rank: Rank, shape: LayerShape, attention: Attended | None = None) -> None:
-    """Add a layer's forward.
-
-    Args:
-        attention: replaces the attention that follows from the shape.
-    """
+def forward(rank: Rank, shape: LayerShape) -> None:
+    """Add a layer's forward."""
     n, block, held = shape.ranks, shape.block, shape.held
     h, qkv = shape.hidden, shape.qkv // n
     rank.sequence_parallel = shape.sequence_parallel
     _elementwise(rank, "norm", held, h, h)
-    outside = attention is None or not attention.projects
     if shape.latent is not None:
         shape.latent.forward(rank, shape.rows, held, h)
-    elif outside:
+    else:
         linear.column(rank, "qkv", block, h, qkv)
     _elementwise(rank, "rotary", shape.rows, qkv, qkv, launches=_ROTARY[0])
     attend = shape.attention(rank.machine)
-    if rank.variant.attention and attention is None and n > 1:
+    if rank.variant.attention and shape.context is None and n > 1:
         _attention_scatter(rank, shape, attend)
     else:
-        _attend(rank, "attention", attend(slice(0, shape.rows)), attention)
-        if outside:
-            linear.row(rank, "proj", block, shape.inner, h)
+        seconds = attend(slice(0, shape.rows))
+        if shape.context is None:
+            rank.compute("attention", seconds)
+        else:
+            shape.context.attend(rank, 0, seconds, shape.rows, qkv, shape.inner)
+        linear.row(rank, "proj", block, shape.inner, h)
     _elementwise(rank, "residual, norm", held, h, h, h, h, launches=2)
     if shape.experts is not None:
         shape.experts.forward(rank, held, h)
@@ -201,8 +187,8 @@ def forward(rank: Rank, shape: LayerShape, attention: Attended | None = None) ->
     _elementwise(rank, "residual", held, h, h, h)
 
 
-def backward(rank: Rank, shape: LayerShape, attention: Attended | None = None) -> None:
-    """Add a layer's backward; see :func:`forward`."""
+def backward(rank: Rank, shape: LayerShape) -> None:
+    """Add a layer's backward."""
     n, block, held = shape.ranks, shape.block, shape.held
     h, qkv = shape.hidden, shape.qkv // n
     rank.sequence_parallel = shape.sequence_parallel
@@ -216,27 +202,23 @@ def backward(rank: Rank, shape: LayerShape, attention: Attended | None = None) -
         rest(fc1)
     _elementwise(rank, "norm backward", held, h, h, h, h, launches=_NORM + _ADDED)
     attend = shape.attention(rank.machine, BACKWARD_ATTENTION)
-    outside = shape.latent is None and (attention is None or not attention.projects)
     qkv_gradients = linear.column_gradients(rank, "qkv backward", block, h, qkv)
-    if rank.variant.attention and attention is None and n > 1:
+    if rank.variant.attention and shape.context is None and n > 1:
         _gather_attention(rank, shape, attend)
     else:
-        if attention is None or not attention.projects:
-            before = qkv_gradients if outside else None
-            linear.row_gradients(rank, "proj backward", block, shape.inner, h, before=before)
-        _attend(rank, "attention backward", attend(slice(0, shape.rows)), attention)
+        before = qkv_gradients if shape.latent is None else None
+        linear.row_gradients(rank, "proj backward", block, shape.inner, h, before=before)
+        seconds = attend(slice(0, shape.rows))
+        if shape.context is None:
+            rank.compute("attention backward", seconds)
+        else:
+            shape.context.attend(rank, 1, seconds, shape.rows, qkv, shape.inner)
     _elementwise(rank, "rotary backward", shape.rows, qkv, qkv, launches=_ROTARY[1])
     if shape.latent is not None:
         shape.latent.backward(rank, shape.rows, held, h)
-    elif outside:
+    else:
         rest(qkv_gradients)
     _elementwise(rank, "norm backward", held, h, h, h, h, launches=_NORM + _ADDED)
-
-
-def _attend(rank: Rank, name: str, alone: float, attention: Attended | None) -> None:
-    """Add attention as one kernel, or as simulated separately."""
-    cost = attention or Attended(alone)
-    rank.compute(name, cost.seconds, launches=cost.launches, events=cost.events, posts=cost.posts)
 
 
 def run_of(instruction: Compute) -> slice:

@@ -49,7 +49,7 @@ from commfuse_npu.plan.schedule import RankSpec, Schedule
 from commfuse_npu.tools.simulate.launches import ASIDE, COMPUTE, Key, Message, Operation
 from commfuse_npu.tools.simulate.variants import Variant, Way, direct
 
-__all__ = ["EVENTS", "Rank", "Run", "Width", "Work", "rest"]
+__all__ = ["EVENTS", "RING", "Rank", "Run", "Width", "Work", "rest"]
 
 Width = Callable[[Span], int]
 """Number of columns of a span."""
@@ -60,6 +60,8 @@ Work = Callable[[Compute, Width], float]
 _COLLECTIVE = "collective"
 EVENTS = 4
 """Events of a collective: recorded, or waited for by a stream."""
+RING = "keys and values"
+"""Name and lane of the passes of ring attention, which are no collectives."""
 
 
 def rest(steps: Iterator[None]) -> None:
@@ -213,13 +215,23 @@ class Rank:
         host = launches, 0, EVENTS * launches
         return self._exchange(name, _COLLECTIVE, [send], [receive], after, *host)[:1]
 
-    def elsewhere(self, name: str, seconds: float) -> tuple[int, ...]:
-        """A collective of another group that takes ``seconds``; returns what to wait for."""
-        if seconds <= 0:
+    def elsewhere(self, name: str, seconds: float, launches: int = 1) -> tuple[int, ...]:
+        """Collectives of another group that take ``seconds``; returns what to wait for."""
+        host = launches, 0, EVENTS * launches
+        return self._in_another_group(name, _COLLECTIVE, seconds, (), *host)
+
+    def pass_beside(self, seconds: float, after: Iterable[int]) -> tuple[int, ...]:
+        """A pass of :data:`RING`, to a rank of another group; its host time is that of the work."""
+        return self._in_another_group(RING, RING, seconds, after)
+
+    def _in_another_group(
+        self, name: str, lane: str, seconds: float, after: Iterable[int], *host: int
+    ) -> tuple[int, ...]:
+        if seconds <= 0 or self.variant.kind == "compute":
             return ()
-        delay = seconds - self.machine.inside.latency
-        message = Message((*self._key(name), self.rank), self.rank, self.rank, 0.0, delay)
-        return self._exchange(name, _COLLECTIVE, [message], [message], (), 1, 0, EVENTS)[:1]
+        # Links carry a second of such a message in a second.
+        message = Message((*self._key(name), self.rank), self.rank, self.rank, seconds)
+        return self._exchange(name, lane, [message], [message], after, *host)[:1]
 
     # ------------------------------------------------------------- programs
 

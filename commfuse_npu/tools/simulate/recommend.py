@@ -29,7 +29,6 @@ from commfuse_npu.tools.simulate.sweep import (
     CORNERS,
     Options,
     Range,
-    fused_group,
     training,
 )
 from commfuse_npu.tools.simulate.variants import (
@@ -314,9 +313,9 @@ def _divisors(number: int) -> list[int]:
 
 
 def _fused(hardware: Hardware, setup: Training, other_rounding: bool) -> list[Variant]:
-    """CommFuse's variants, for tensor parallelism or else Ulysses; without either the reference."""
+    """CommFuse's variants; without tensor parallelism the reference."""
     layout = setup.layout
-    group = fused_group(hardware, layout, setup.fuse_ulysses)
+    group = Group(hardware.machine(), layout.tp)
     if group.size == 1:
         return [REFERENCE]
     base, shapes = group.direct, [group.direct]

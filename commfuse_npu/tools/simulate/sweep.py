@@ -10,7 +10,7 @@ from __future__ import annotations
 import fnmatch
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from commfuse_npu.config_file import ConfigError
 from commfuse_npu.did_you_mean import did_you_mean
@@ -24,8 +24,8 @@ from commfuse_npu.tools.simulate.step import Layout, Recompute, Step, Training
 from commfuse_npu.tools.simulate.variants import COMPUTE_ONLY, REFERENCE, Variant, variants
 from commfuse_npu.tools.terminal import tell
 
-__all__ = ["CORNERS", "Layout", "Options", "Outcome", "Point", "Range", "fused_group",
-           "of_hardware", "sweep", "training"]  # fmt: skip
+__all__ = ["CORNERS", "Layout", "Options", "Outcome", "Point", "Range", "of_hardware", "sweep",
+           "training"]  # fmt: skip
 
 CORNERS: tuple[tuple[Choice, Choice], ...] = (
     ("typical", "typical"),
@@ -105,8 +105,7 @@ class Options:
         lanes: of CommFuse; ``None``: one per peer, at most 7; 2 if the group spans nodes.
         chunks: of CommFuse.
         patterns: names of variants, such as ``commfuse-*``; the reference is always included.
-        ulysses: use context parallelism with exchanged heads even if the model's file does not, and
-            whether CommFuse's variants fuse it.
+        ulysses: use context parallelism with exchanged heads even if the model's file does not.
         corners: simulate all five machines, not only the typical one.
     """
 
@@ -116,7 +115,7 @@ class Options:
     chunks: tuple[int, ...] = (1, 2, 4)
     patterns: tuple[str, ...] = ("*",)
     recompute: Recompute = "none"
-    ulysses: Literal["none", "plain", "fused"] = "none"
+    ulysses: bool = False
     corners: bool = True
 
 
@@ -131,7 +130,7 @@ def training(model: ModelConfig, layout: Layout, sequence: int, options: Options
     if options.micro_batches is not None:
         global_batch = micro_batch * options.micro_batches * layout.dp
     stages = model.num_layer_list if layout.pp == model.pipeline_model_parallel_size else None
-    algorithm = model.context_parallel_algo if options.ulysses == "none" else "ulysses_cp_algo"
+    algorithm = model.context_parallel_algo if not options.ulysses else "ulysses_cp_algo"
     fitted = replace(
         model,
         seq_length=sequence,
@@ -148,8 +147,7 @@ def training(model: ModelConfig, layout: Layout, sequence: int, options: Options
         nnodes=1,
     )
     fitted.validate()
-    fuses = options.ulysses == "fused"
-    setup = Training(fitted, options.recompute, fuses, layout.vpp)
+    setup = Training(fitted, options.recompute, layout.vpp)
     if layout.vpp > 1 and (layout.pp == 1 or any(count % layout.vpp for count in setup.layers)):
         raise ConfigError(
             f"{layout.vpp} chunks do not divide the layers of {layout.pp} pipeline stages, "
@@ -163,23 +161,13 @@ def training(model: ModelConfig, layout: Layout, sequence: int, options: Options
     return setup
 
 
-def fused_group(hardware: Hardware, layout: Layout, fuse_ulysses: bool) -> Group:
-    """The group for which schedules are made.
-
-    It is the tensor-parallel group, or the context-parallel group if the first has one rank and
-    Ulysses is fused.
-    """
-    alone = layout.tp == 1 and fuse_ulysses
-    return Group(hardware.machine(), layout.cp if alone else layout.tp)
-
-
 def of_hardware(hardware: Hardware, layout: Layout, options: Options) -> list[Variant]:
-    """The requested variants, with schedules for :func:`fused_group`.
+    """The requested variants, with schedules for the tensor-parallel group.
 
     Raises:
         ConfigError: a pattern matches no variant.
     """
-    group = fused_group(hardware, layout, options.ulysses == "fused")
+    group = Group(hardware.machine(), layout.tp)
     size = group.size
     wanted = max(1, min(options.lanes or group.direct.lanes_for(size), size - 1))
     least = min_outputs_to_hide(hardware.machine(), layout.tp)

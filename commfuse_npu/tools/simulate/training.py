@@ -42,7 +42,6 @@ class Training:
 
     Attributes:
         model: with the layout, the sequence length and the batch of this training.
-        fuse_ulysses: whether CommFuse's variants fuse the exchanges of Ulysses.
         vpp: chunks of layers per pipeline stage; they divide the layers of every stage.
         recomputed: with full recomputation, number of layers per stage whose forward is run again;
             ``None``: all.
@@ -58,7 +57,6 @@ class Training:
 
     model: ModelConfig
     recompute: Recompute = "none"
-    fuse_ulysses: bool = False
     vpp: int = 1
     recomputed: int | None = None
     kinds: tuple[Kind, ...] = ()
@@ -123,22 +121,6 @@ class Training:
     def micro_batches(self) -> int:
         """Micro-batches per step and data-parallel replica."""
         return self.model.global_batch_size // (self.model.micro_batch_size * self.layout.dp)
-
-    @property
-    def context(self) -> ContextParallel | None:
-        model = self.model
-        if model.context_parallel_size == 1:
-            return None
-        head = self.head or model.hidden_size // model.num_attention_heads
-        ulysses = model.context_parallel_algo == "ulysses_cp_algo"
-        return ContextParallel(
-            self.shape,
-            model.context_parallel_size,
-            head * model.num_query_groups,
-            model.num_query_groups,
-            ulysses,
-            ulysses and self.fuse_ulysses,
-        )
 
     @property
     def recomputes(self) -> bool:
@@ -214,6 +196,21 @@ class Training:
             gated=self.gated,
             causal=self.causal,
             latent=self.latent,
+            context=self._context,
+        )
+
+    @property
+    def _context(self) -> ContextParallel | None:
+        model = self.model
+        if model.context_parallel_size == 1:
+            return None
+        head = self.head or model.hidden_size // model.num_attention_heads
+        return ContextParallel(
+            size=model.context_parallel_size,
+            ranks=model.tensor_model_parallel_size,
+            key_value=head * model.num_query_groups,
+            groups=model.num_query_groups,
+            ulysses=model.context_parallel_algo == "ulysses_cp_algo",
         )
 
     @property

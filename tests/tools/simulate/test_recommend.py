@@ -115,13 +115,6 @@ def test_what_is_given_decides() -> None:
     assert same.runner_up is same.schedules[1]
     assert {entry.variant.wgrad for entry in same.schedules} == {"whole"}
     assert {entry.variant.wgrad for entry in other.schedules} == {"whole", "blocks"}
-    # Ulysses is fused where there is no tensor parallelism.
-    model = replace(SMALL, context_parallel_algo="ulysses_cp_algo", num_layers=8)
-    fixed, settings = Fixed(tp=1, cp=4, pp=1), Options(ulysses="fused")
-    ulysses = recommend(model, SERVER.launching(1e-5), 8, options=settings, fixed=fixed)
-    words = options(model, ulysses.best)
-    assert "--commfuse-ulysses" in words
-    assert words[words.index("--commfuse-lanes") + 1] == "3"
 
 
 @pytest.mark.parametrize(

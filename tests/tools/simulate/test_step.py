@@ -145,24 +145,6 @@ def test_transfers_between_stages_are_free_where_all_are_and_recomputation_adds_
     assert more == pytest.approx(chain * step.layer_time(COMPUTE_ONLY).forward)
 
 
-@pytest.mark.parametrize(("tp", "cp"), [(1, 4), (2, 4)])
-def test_fused_ulysses_is_for_variants_that_fuse(tp: int, cp: int) -> None:
-    # Posts as cheap as launches: only exposed transfers differ.
-    machine = SERVER.launching(1e-5).posting(1e-5).machine()
-    # Each group uses as many lanes as it has peers.
-    variants = COMPUTE_ONLY, REFERENCE, fused(Schedule(lanes=3, chunks=2))
-    times = {}
-    for form in ("plain", "fused"):
-        options = Options(micro_batch=1, micro_batches=2, ulysses=form)
-        step = Step(machine, training(LLAMA2_7B, Layout(tp, cp, 1, 1), 32768, options))
-        times[form] = [step.layer_time(variant) for variant in variants]
-    free, plain, ours = times["fused"]
-    assert times["plain"][:2] == [free, plain]
-    assert free.seconds < ours.seconds < times["plain"][2].seconds
-    assert ours.waiting < times["plain"][2].waiting <= plain.waiting
-    assert free.waiting < 0.01 * free.forward
-
-
 # ------------------------------------------------------------------- its memory
 
 LLAMA2_7B = ModelConfig.load(CONFIGS / "llama2_7b.yaml")
