@@ -184,7 +184,6 @@ def _costs(
         if launch.config.block_rows >= launch.judged.least:
             forms[_FUSED] = fused(
                 replace(schedule, lanes=schedule.lanes_for(tp)),
-                attention=launch.fuse.commfuse_attention,
                 collectives_from=min_outputs_to_hide(figures, tp),
             )
     step = Step(figures, training, rough=True)

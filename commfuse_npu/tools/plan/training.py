@@ -33,6 +33,7 @@ _ROUGH = {
     "--qat-scheme": "without quantization",
     "--output-logit-softcapping": "without capping of logits",
     "--attn-logit-softcapping": "without capping of logits",
+    "--commfuse-attention": "without splitting attention by queries",
     "--commfuse-ulysses": "with blocking exchanges of heads",
 }
 """Options that the simulator does not support, and how a step is simulated instead."""

@@ -92,8 +92,6 @@ def launching(variant: Variant, training: Training) -> Iterator[str]:
         yield from ("--commfuse-collectives-from", str(variant.collectives_from))
     if schedule.taper != 1:
         yield from ("--commfuse-taper", f"{schedule.taper:g}")
-    if variant.attention:
-        yield "--commfuse-attention"
     if variant.wgrad != "whole":
         yield from ("--commfuse-wgrad", variant.wgrad)
     if variant.sums == "once":

@@ -240,16 +240,10 @@ class Rank:
         usual = dict(self.variant.chosen).get(operation, self.variant.way)
         return self.ways.setdefault(operation, usual)
 
-    def spec(self, operation: str, *, causal: bool = False) -> RankSpec:
-        """The schedule and the rank for which a program is compiled.
-
-        Args:
-            causal: use the block order for a causal mask, under which blocks differ in cost.
-        """
+    def spec(self, operation: str) -> RankSpec:
+        """The schedule and the rank for which a program is compiled."""
         schedule = self.way(operation)
         assert isinstance(schedule, Schedule)
-        if causal:
-            schedule = schedule.for_causal_blocks(self.size)
         return RankSpec(schedule, self.rank, self.size, self.machine.batched)
 
     def run(

@@ -325,18 +325,12 @@ def _fused(hardware: Hardware, setup: Training, other_rounding: bool) -> list[Va
         shapes = [*together(base, group.size), base]
     wgrads: tuple[Wgrad, ...] = ("whole", "blocks") if other_rounding else ("whole",)
     ours = partial(fused, collectives_from=min_outputs_to_hide(hardware.machine(), layout.tp))
-    choices = [
+    choices: list[Variant] = [
         ours(replace(shape, chunks=chunks, taper=taper), wgrad=wgrad)
         for shape in shapes
         for chunks, taper in (*((chunks, 1.0) for chunks in _CHUNKS), (4, 2.0))
         for wgrad in wgrads
     ]
-    if layout.cp == 1 and layout.tp > 1:  # else attention has transfers of its own
-        choices += [
-            ours(replace(base, chunks=chunks), attention=True, wgrad=wgrad)
-            for chunks in (1, 2, 4)
-            for wgrad in wgrads
-        ]
     if layout.tp > 1 and setup.micro_batches > 1:
         choices.append(FB_OVERLAP)
     return choices
@@ -354,7 +348,7 @@ def _quick(hardware: Hardware, setup: Training, offered: Sequence[Variant]) -> l
         if schedule is None:
             picks[variant] = variant
             continue
-        simple = schedule.taper == 1 and schedule.chunks <= 4 and not variant.attention
+        simple = schedule.taper == 1 and schedule.chunks <= 4
         if simple and footprint(setup, variant, hardware).total <= limit(hardware):
             # The offered variants are sorted by lanes: later ones replace those with fewer.
             picks[schedule.chunks, variant.wgrad] = variant

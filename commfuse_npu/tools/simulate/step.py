@@ -107,9 +107,8 @@ def _simulate(
     else:
         build = partial(getattr(llama, part), shape=shape)
     steady = part not in ("head_forward", "head_backward")
-    one_rank = rough and not (steady and variant.attention)
     group = Group(machine, shape.ranks)
-    return group.simulate(variant, build, whole=False if one_rank else None, steady=steady)
+    return group.simulate(variant, build, whole=False if rough else None, steady=steady)
 
 
 @lru_cache(_KEPT)

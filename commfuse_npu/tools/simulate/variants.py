@@ -25,13 +25,12 @@
                        transfers overlap tile by tile, and one tile is exposed at one end; otherwise
                        as MC2
 ``commfuse-cK-lL``     this project's ops, K chunks per block, L lanes; ``commfuse-cK-collective``:
-                       a chunk as one collective; ``-attention``: attention is split by queries and
-                       pipelined with its output projection; ``-tT``: a chunk is T times as long as
-                       the next to arrive; ``-wgrad``: the weight gradient of a row-parallel layer
-                       per arriving block, which changes its rounding; ``-once``: partial sums in
-                       one pass, rounded once (fp32), instead of one after the other.  The second
-                       gather of a column-parallel layer's input starts before the weight gradient
-                       of the row-parallel layer after it.  If GEMMs hide its collectives anyway, a
+                       a chunk as one collective; ``-tT``: a chunk is T times as long as the next
+                       to arrive; ``-wgrad``: the weight gradient of a row-parallel layer per
+                       arriving block, which changes its rounding; ``-once``: partial sums in one
+                       pass, rounded once (fp32), instead of one after the other.  The second gather
+                       of a column-parallel layer's input starts before the weight gradient of the
+                       row-parallel layer after it.  If GEMMs hide its collectives anyway, a
                        column-parallel layer's backward runs in Megatron's order
                        (:mod:`commfuse_npu.hardware.machine`)
 ``commfuse-tuned-lL``  the same with the fastest chunks for each operation, as batches or as
@@ -78,7 +77,6 @@ class Variant:
 
     Attributes:
         way: for all operations that ``chosen`` does not name.
-        attention: for ``fused``, whether attention is part of the operation.
         wgrad: for ``fused``, how weight gradients are computed.
         sums: for ``fused``, how partial sums are added.
         collectives_from: for ``fused``, number of outputs per rank from which the backward of
@@ -91,7 +89,6 @@ class Variant:
     name: str
     kind: Kind
     way: Way = None
-    attention: bool = False
     wgrad: Wgrad = "whole"
     sums: Sums = "ordered"
     collectives_from: int | None = None
@@ -157,7 +154,6 @@ def fused(
     schedule: Schedule,
     *,
     tuned: tuple[int, ...] = (),
-    attention: bool = False,
     wgrad: Wgrad = "whole",
     sums: Sums = "ordered",
     collectives_from: int | None = None,
@@ -174,10 +170,10 @@ def fused(
         ways += tuple(replace(way, shape="collective", lanes=1) for way in ways)
     how = "collective" if schedule.shape == "collective" else f"l{schedule.lanes}"
     name = f"commfuse-{'tuned' if tuned else f'c{schedule.chunks}'}-{how}"
-    name += f"-t{schedule.taper:g}" * (schedule.taper != 1) + "-attention" * attention
+    name += f"-t{schedule.taper:g}" * (schedule.taper != 1)
     name += "-wgrad" * (wgrad == "blocks") + "-once" * (sums == "once")
     way = ways[0] if ways else schedule
-    return Variant(name, "fused", way, attention, wgrad, sums, collectives_from, ways)
+    return Variant(name, "fused", way, wgrad, sums, collectives_from, ways)
 
 
 def variants(
@@ -211,8 +207,6 @@ def variants(
         fused(base, tuned=chunks, wgrad="blocks", sums="once"),
         ours(replace(base, chunks=6, taper=1.5)),
         ours(most, wgrad="blocks"),
-        ours(most, attention=True),
-        ours(most, attention=True, wgrad="blocks"),
         FB_OVERLAP,
     ]
     return list({variant.name: variant for variant in choices}.values())

@@ -128,6 +128,9 @@ def test_what_would_be_fused_and_what_is_wrong_is_listed(plan: Plan, capsys) -> 
     assert f"forward, per rank ({report['schedule']}):\n  qkv: all_gather_linear, 2" in printed
     assert plan(f"{TP} {MANY} --use-ascend-coc")["layers"]
     assert "per rank" not in capsys.readouterr().out
+    split = plan(f"{TP} {MANY} --use-commfuse --commfuse-attention")
+    rough = "--commfuse-attention: simulated without splitting attention by queries"
+    assert rough in split["notes"]
     wrong = plan("--tensor-model-parallel-size 3 --sequence-parallel", code=1)
     assert wrong["verdict"].startswith("As it is, the launch would fail at its start: 16 attention")
     assert (wrong["layers"], wrong["schedule"]) == ([], "")

@@ -15,7 +15,6 @@ from commfuse_npu.hardware.machine import ITEM_BYTES, Level, Machine
 from commfuse_npu.plan import Schedule
 from commfuse_npu.tools.simulate import linear
 from commfuse_npu.tools.simulate.group import Group, collective_seconds
-from commfuse_npu.tools.simulate.llama import LayerShape
 from commfuse_npu.tools.simulate.mc2 import RANKS, tiling
 from commfuse_npu.tools.simulate.rank import Rank, rest
 from commfuse_npu.tools.simulate.variants import IDEAL, MC2, REFERENCE, Variant, variants
@@ -255,24 +254,6 @@ def test_a_row_backward_hides_its_gather_behind_what_it_may_compute(c: float, t:
     assert row(ideal(), 2, fused(1), c, t) == pytest.approx(max(c / 2, t) + c / 2 + c)
     blocks = row(ideal(), 2, fused(1, wgrad="blocks"), c, t)
     assert blocks == pytest.approx(max(c, t) + c)
-
-
-# ------------------------------------------------------------------- causal attention
-
-
-@few
-@given(size=st.sampled_from([2, 4, 8]), factor=st.floats(0.5, 3.0))
-def test_attention_of_later_queries_costs_more_and_all_of_it_the_same(
-    size: int, factor: float
-) -> None:
-    shape = LayerShape(ROWS * size, ROWS * size, 1, 8, 8, 24, 8, size)
-    work = shape.attention(ideal(), factor)
-    blocks = [work(slice(ROWS * number, ROWS * (number + 1))) for number in range(size)]
-    whole = factor * 2.0 * (ROWS * size) ** 2 * 8 / size  # 2 * S^2 * H FLOP over all ranks
-    assert sum(blocks) == pytest.approx(whole)
-    # Block b of N sees the keys up to its own end: (2b + 1) / N^2 of the triangle.
-    for number, block in enumerate(blocks):
-        assert block == pytest.approx(whole * (2 * number + 1) / size**2)
 
 
 # ------------------------------------------------------------------- MC2's tiling

@@ -100,6 +100,19 @@ def test_a_layer_of_experts() -> None:
     assert launches(one_by_one) - launches(EXPERTS) == 3 * (EXPERTS.local - 1)
 
 
+def test_attention_is_two_products_over_half_of_the_scores() -> None:
+    whole = DENSE.attention(ideal())
+    assert whole == 2 * TOKENS**2 * HIDDEN / TP
+    assert replace(DENSE, causal=False).attention(ideal(), 2.5) == 5 * whole
+    # Of a ring's ranks each has its queries; with Ulysses each has all for some heads.
+    slow = ideal(half_rows=TOKENS)
+    assert DENSE.attention(slow) == 2 * whole
+    for ring, factor in ((True, 1 + 1), (False, 1 + 1 / 4)):
+        shape = context_parallel(4, ring=ring)
+        alone = shape.attention(ideal(half_rows=BLOCK))
+        assert alone == pytest.approx(factor * shape.attention(ideal()))
+
+
 @pytest.mark.parametrize("queries", [0, 12])
 def test_latent_attention_makes_narrow_rows_once_and_wide_ones_by_heads(queries: int) -> None:
     latent = Latent(heads=8, queries=queries, keys=10, own=4, rotary=2, value=6, ranks=TP)
@@ -119,10 +132,10 @@ def test_latent_attention_makes_narrow_rows_once_and_wide_ones_by_heads(queries:
     assert total == computed[0] + narrow
     # Scores over own and rotary features, then values: both products are causal.
     shape = replace(DENSE, latent=latent)
-    attended = shape.attention(ideal())(slice(0, TOKENS))
+    attended = shape.attention(ideal())
     assert attended == TOKENS**2 * 8 * (4 + 2 + 6) / TP
     # A mask that is not causal doubles them.
-    assert replace(shape, causal=False).attention(ideal())(slice(0, TOKENS)) == 2 * attended
+    assert replace(shape, causal=False).attention(ideal()) == 2 * attended
 
 
 def test_without_sequence_parallelism_sums_are_all_reduced_and_nothing_is_gathered() -> None:
@@ -152,7 +165,7 @@ def attended(machine: Machine, shape: LayerShape, way: int, variant: Variant = M
         assert shape.context is not None
         sizes = shape.rows, shape.qkv // shape.ranks, shape.inner
         factor = llama.BACKWARD_ATTENTION if way else 1.0
-        alone = shape.attention(machine, factor)(slice(0, shape.rows))
+        alone = shape.attention(machine, factor)
         shape.context.attend(rank, way, alone, *sizes)
 
     return Group(machine, shape.ranks).simulate(variant, build).seconds

@@ -218,7 +218,7 @@ def test_what_is_printed_is_taken(name: str) -> None:
     assert args.use_commfuse == (form.kind == "fused")
     if form.schedule is not None:
         read = commfuse_options(args)
-        assert (read.attention, read.linear.wgrad) == (form.attention, form.wgrad)
+        assert read.linear.wgrad == form.wgrad
         for part in () if form.tuned else ("lanes", "chunks", "taper"):
             assert getattr(read.linear.schedule, part) == getattr(form.schedule, part)
 

@@ -23,9 +23,7 @@ from commfuse_npu.plan.program import Program
 from commfuse_npu.plan.rules import (
     column_backward,
     gather_gemm,
-    gather_use,
     gemm_scatter,
-    produce_scatter,
 )
 from commfuse_npu.plan.schedule import RankSpec
 from commfuse_npu.tools.simulate import linear, llama
@@ -55,14 +53,6 @@ def _linear(part: str) -> Build:
     return lambda rank: rest(build(rank, "x", ROWS, INPUTS, OUTPUTS) or iter(()))
 
 
-def _attention(part: Callable[..., object]) -> Build:
-    return lambda rank: part(rank, SHAPE, SHAPE.attention(rank.machine))
-
-
-def _causal(spec: RankSpec) -> RankSpec:
-    return spec._replace(schedule=spec.schedule.for_causal_blocks(spec.size))
-
-
 CASES: dict[str, tuple[Build, Made]] = {
     "column": (_linear("column"),
                lambda at: [gather_gemm(at, ROWS, INPUTS, OUTPUTS, False, None, 0)]),
@@ -71,10 +61,6 @@ CASES: dict[str, tuple[Build, Made]] = {
                          lambda at: [column_backward(at, ROWS, INPUTS, OUTPUTS, True, True, True)]),
     "row gradients": (_linear("row_gradients"),
                       lambda at: [gather_gemm(at, ROWS, OUTPUTS, INPUTS, False, "whole", INPUTS)]),
-    "attention": (_attention(llama._attention_scatter),
-                  lambda at: [produce_scatter(_causal(at), ROWS, 48)]),
-    "attention gradients": (_attention(llama._gather_attention),
-                            lambda at: [gather_use(_causal(at), ROWS, 48, True)]),
 }  # fmt: skip
 
 
