@@ -26,7 +26,6 @@ result, so no step pays for it; a batch is expanded each time, which is included
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple
 
 from commfuse_npu.hardware.machine import ITEM_BYTES, SUM_BYTES, Machine
 from commfuse_npu.plan.instructions import (
@@ -41,7 +40,6 @@ from commfuse_npu.plan.instructions import (
     Span,
     Wait,
     WaitEvent,
-    accesses,
     uses_side_stream,
 )
 from commfuse_npu.plan.program import Program
@@ -49,7 +47,7 @@ from commfuse_npu.plan.schedule import RankSpec, Schedule
 from commfuse_npu.tools.simulate.launches import ASIDE, COMPUTE, Key, Message, Operation
 from commfuse_npu.tools.simulate.variants import Variant, Way, direct
 
-__all__ = ["EVENTS", "RING", "Rank", "Run", "Width", "Work", "rest"]
+__all__ = ["EVENTS", "RING", "Rank", "Width", "Work", "rest"]
 
 Width = Callable[[Span], int]
 """Number of columns of a span."""
@@ -68,13 +66,6 @@ def rest(steps: Iterator[None]) -> None:
     """Run an iterator to its end."""
     for _ in steps:
         pass
-
-
-class Run(NamedTuple):
-    """A program, and the size of its longest message in bytes."""
-
-    program: Program
-    message: float
 
 
 class Rank:
@@ -104,7 +95,7 @@ class Rank:
         self.machine, self.rank, self.size, self.variant = machine, rank, size, variant
         self.members_per_node = members_per_node
         self.operations: list[Operation] = []
-        self.programs: dict[str, Run] = {}
+        self.programs: dict[str, Program] = {}
         self.ways: dict[str, Way] = {}
         self.either: set[str] = set()
         self.sequence_parallel = True
@@ -291,8 +282,7 @@ class Rank:
             delay = self.machine.buffered(sent)
             return Message((*key, step, source), source, target, sent, delay)
 
-        carried = (span for post in program.posts for spans in accesses(post) for span in spans)
-        self.programs[operation] = Run(program, max(map(size, carried), default=0.0))
+        self.programs[operation] = program
         received: dict[int, int] = {}
         sent: dict[int, int] = {}
         events: dict[int, int | None] = {}

@@ -189,6 +189,25 @@ def test_every_size_divides_what_it_should() -> None:
     # The fullest stage decides.
     uneven = replace(LLAMA2_7B, pipeline_model_parallel_size=2, num_layer_list=(8, 24))
     assert memory(Layout(1, 1, 1, 2), model=uneven).weights > memory(Layout(1, 1, 1, 2)).weights
-    # A lane is a communicator of two buffers, of the size of its messages; more is in flight, too.
-    few, many = (memory(Layout(8, 1, 1, 1), fused(Schedule(lanes=n))).communication for n in (1, 7))
-    assert 6 * 2 * 16 * 2**20 <= many - few < SERVER.typical("host.communicator_bytes")
+
+
+def test_lanes_and_what_is_gathered_take_memory_for_communication() -> None:
+    def communication(schedule: Schedule, **how: str) -> float:
+        variant = fused(schedule, **how)  # type: ignore[arg-type]
+        return memory(Layout(8, 1, 1, 1), variant).communication
+
+    # A lane is a communicator of two buffers, of the size of its messages, 16 MB at least.
+    few, many = (communication(Schedule(lanes=n)) for n in (1, 7))
+    assert many - few == 6 * 2 * 16 * 2**20
+    rows, communicator = 4096 * H * 2, SERVER.typical("host.communicator_bytes")
+    assert few == 3 * rows + communicator + 2 * 16 * 2**20
+    # All rows are a message of a collective; the product of a chunk is copied.
+    one, two = (communication(Schedule("collective", 1, chunks)) for chunks in (1, 2))
+    assert one == 3 * rows + communicator + 2 * 32 * 2**20
+    wide = replace(LLAMA2_7B, vocab_size=8 * VOCABULARY)
+    more = memory(Layout(8, 1, 1, 1), fused(Schedule("collective", 1, 2)), model=wide)
+    assert two == one
+    assert more.communication - one == 4096 * 2 * VOCABULARY - 2 * rows
+    blocks = communication(Schedule(lanes=1), wgrad="blocks")
+    assert blocks - few == 4 * H * VOCABULARY / 8
+    assert memory(Layout(8, 1, 1, 1)).communication == 2 * rows + communicator

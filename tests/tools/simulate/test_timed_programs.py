@@ -75,7 +75,7 @@ def test_what_is_timed_is_the_program(case: str, schedule: Schedule, batched: bo
         build(rank)
         programs = make_programs(RankSpec(schedule, number, SIZE, batched))
         # Programs are cached by their arguments: these are the programs that run.
-        assert [run.program for run in rank.programs.values()] == programs
+        assert list(rank.programs.values()) == programs
         operations = iter(enumerate(rank.finish()))
         for name, program in zip(rank.programs, programs, strict=True):
             compare(operations, name, program)
