@@ -9,9 +9,8 @@ chunks for each operation, or Megatron's order where that is faster, CoC with th
 slices (2, 4, 8) for all, with 8 ranks also as kernels, MC2 as its host cuts.  With other rounding
 sums are made in one pass, and weight gradients of row-parallel layers by blocks.  Forward-backward
 is a layer of a forward beside one of a backward, in the middle of a step.  Times are shares of
-those with blocking collectives.  Nobody can launch the last four: CoC tuned for each operation as
-ours is, the kernels of hicann/catccos, kernels without a cost of cutting, and no communication at
-all.  Who is ahead is counted a second time with deterministic sums of HCCL, as ours are.
+those with blocking collectives.  The last is a layer without communication.  Who is ahead is
+counted a second time with deterministic sums of HCCL, as ours are.
 
 A last table counts for whole steps of forward-backward, whose first forward and last backward have
 no partner, with hosts that take 15, 55 and 118 us for a launch.
@@ -37,13 +36,10 @@ from commfuse_npu.tools.simulate.group import Group
 from commfuse_npu.tools.simulate.step import LayerTime, Recompute, Step, Training
 from commfuse_npu.tools.simulate.sweep import CORNERS, Layout, Options, training
 from commfuse_npu.tools.simulate.variants import (
-    CATCCOS,
     COC,
     COC_FUSED,
-    COC_TUNED,
     COMPUTE_ONLY,
     FB_OVERLAP,
-    IDEAL,
     MC2,
     MEGATRON,
     REFERENCE,
@@ -52,7 +48,7 @@ from commfuse_npu.tools.simulate.variants import (
     together,
 )
 
-__all__ = ["BOUNDS", "OURS", "RIVALS", "Point", "forms", "layer", "main", "point", "report",
+__all__ = ["BOUND", "OURS", "RIVALS", "Point", "forms", "layer", "main", "point", "report",
            "section", "steps", "steps_report"]  # fmt: skip
 
 _MACHINES = ("ascend_910b_server", "ascend_910c_supernode")
@@ -64,7 +60,7 @@ _CHUNKS = (1, 2, 3, 4, 6)
 OURS = ("ours", "ours, other rounding", "default", "forward-backward")
 _KERNEL = "CoC fused"
 RIVALS = ("CoC", _KERNEL, "MC2", "Megatron")
-BOUNDS = ("CoC tuned", "catccos", "ideal", "compute")
+BOUND = "compute"
 _STEP_FORMS = ("default", *RIVALS)
 _HOSTS = (15, 55, 118)
 """Microseconds of host time per launch."""
@@ -106,12 +102,10 @@ def forms(machine: Machine, setup: Training) -> dict[str, Variant]:
         "default": default if rows >= min_rows_to_fuse(tp, hidden) else MEGATRON,
         **{f"CoC {variant.way}": variant for variant in COC},
         "forward-backward": FB_OVERLAP,
-        **({_KERNEL: COC_FUSED, "catccos": CATCCOS} if tp == 8 else {}),
+        **({_KERNEL: COC_FUSED} if tp == 8 else {}),
         "Megatron": MEGATRON,
         "MC2": MC2,
-        "CoC tuned": COC_TUNED,
-        "ideal": IDEAL,
-        "compute": COMPUTE_ONLY,
+        BOUND: COMPUTE_ONLY,
     }
 
 
@@ -166,7 +160,7 @@ def steps(machine: str, model: str, tp: int, sequence: int) -> _Steps:
     for corner, host, recompute in product(range(len(CORNERS)), _HOSTS, get_args(Recompute)):
         hardware = described.launching(host * 1e-6)
         setup = layer(model, tp, sequence, recompute)
-        times = _times(hardware, corner, setup, (*BOUNDS, *OURS[:2]))
+        times = _times(hardware, corner, setup, (BOUND, *OURS[:2]))
         del times[""]
         for count in _MICRO_BATCHES:
             lengths = {name: _length(time, count, setup.recomputes) for name, time in times.items()}
@@ -205,7 +199,7 @@ def steps_report(points: Sequence[_Steps]) -> str:
 
 def report(points: Sequence[Point]) -> str:
     """The points at which CommFuse is ahead, and a row per point."""
-    names = [*OURS, *RIVALS, *BOUNDS]
+    names = [*OURS, *RIVALS, BOUND]
 
     def row(point: Point) -> list[str]:
         fastest = min(point.shares[0].get(name, 1.0) for name in (*OURS, *RIVALS))

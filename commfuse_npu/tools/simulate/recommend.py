@@ -34,7 +34,6 @@ from commfuse_npu.tools.simulate.sweep import (
 from commfuse_npu.tools.simulate.variants import (
     COMPUTE_ONLY,
     FB_OVERLAP,
-    IDEAL,
     REFERENCE,
     Variant,
     Wgrad,
@@ -101,7 +100,6 @@ class Recommendation:
         schedules: the best candidates of the best layout, shortest step first.
         rivals: for each form without CommFuse that can be launched, its shortest step over all
             layouts; shortest first.
-        bound: the same for ideal kernels, which cannot be launched; ``None`` if there are none.
         refused: number of layouts that do not fit, by reason.
         machines: the five machines of the hardware's ranges.
     """
@@ -110,7 +108,6 @@ class Recommendation:
     ranked: tuple[Candidate, ...]
     schedules: tuple[Candidate, ...]
     rivals: tuple[Candidate, ...]
-    bound: Candidate | None
     refused: dict[str, int]
     machines: tuple[Machine, ...]
 
@@ -241,13 +238,11 @@ def recommend(
     by_form: dict[str, Candidate] = {}
     for rival in sorted(rivals, key=_seconds):
         by_form.setdefault(rival.variant.kind, rival)
-    bound = by_form.pop(IDEAL.kind, None)
     return Recommendation(
         len(best_of),
         tuple(ranked),
         tuple(sorted(by_layout[ranked[0].training.layout], key=_seconds)),
         tuple(by_form.values()),
-        bound,
         counts,
         tuple(hardware.machine(*corner) for corner in CORNERS),
     )
@@ -356,11 +351,11 @@ def _quick(hardware: Hardware, setup: Training, offered: Sequence[Variant]) -> l
 
 
 def _others(hardware: Hardware, tp: int) -> list[Variant]:
-    """The variants without CommFuse that can be launched, and the bound of ideal kernels."""
+    """The variants without CommFuse that can be launched."""
     if tp == 1:
         return [REFERENCE]
     choices = variants(tp, Group(hardware.machine(), tp).members_per_node, 1)
-    return [form for form in choices if form.role in ("today", "rival") or form == IDEAL]
+    return [form for form in choices if form.role in ("today", "rival")]
 
 
 def _candidates(

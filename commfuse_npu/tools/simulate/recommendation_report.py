@@ -72,7 +72,6 @@ def as_json(recommendation: Recommendation, model: ModelConfig) -> dict[str, Any
         "layouts": [plain(plan) for plan in recommendation.ranked],
         "schedules": [plain(plan) for plan in recommendation.schedules],
         "without_commfuse": [plain(plan) for plan in recommendation.rivals],
-        "bound": recommendation.bound and plain(recommendation.bound) | {"options": None},
         "communication_per_computation": recommendation.ratio._asdict(),
         "refused": recommendation.refused,
     }
@@ -80,11 +79,9 @@ def as_json(recommendation: Recommendation, model: ModelConfig) -> dict[str, Any
 
 def _layouts(recommendation: Recommendation) -> Iterator[tuple[str, ...]]:
     """A row of cells under :data:`_COLUMNS` for each candidate."""
-    bounds = [] if recommendation.bound is None else [recommendation.bound]
     places = [
         *((str(place), plan) for place, plan in enumerate(recommendation.ranked, 1)),
         *(("without CommFuse", plan) for plan in recommendation.rivals),
-        *(("bound, cannot be launched", plan) for plan in bounds),
     ]
     for place, plan in places:
         training, (tp, cp, dp, _, _) = plan.training, plan.training.layout

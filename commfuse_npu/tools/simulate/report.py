@@ -59,11 +59,10 @@ class Standing:
         }
 
     def selected(self, everything: bool) -> list[Variant]:
-        """The variants that matter most, or all; bounds come last."""
-        wanted = {*self.compared.values(), self.best("rival"), self.best("bound")}
+        """The variants that matter most, or all."""
+        wanted = {*self.compared.values(), self.best("rival")}
         variants = [outcome.variant for outcome in self.points[0].outcomes.values()]
-        selected = [variant for variant in variants if everything or variant in wanted]
-        return sorted(selected, key=lambda variant: variant.role == "bound")
+        return [variant for variant in variants if everything or variant in wanted]
 
     def verdict(self, options: Callable[[Variant], str]) -> list[str]:
         """Two lines: the best CommFuse variant with its options, and its comparison with others.
@@ -74,19 +73,14 @@ class Standing:
         Args:
             options: gives the launch options of a variant.
         """
-        ours, bound, bounded = self.best("ours"), self.best("bound"), ""
-        if bound is not None:
-            bounded = (
-                " Ideal bound per operator, which cannot be launched: "
-                f"{bound.name}, {self._steps(bound)}."
-            )
+        ours = self.best("ours")
         if ours is None:
-            first = self.best("plain", "today", "rival", "bound")
+            first = self.best("plain", "today", "rival")
             assert first is not None
             return [
                 "Nothing of ours was simulated: --variants 'commfuse-*' would. Shortest step: "
                 f"{first.name}, {self._steps(first)}.",
-                f"Nothing to compare.{bounded}",
+                "Nothing to compare.",
             ]
         exact = self.best("ours", same_bits=True) if ours.other_rounding else None
 
@@ -120,7 +114,7 @@ class Standing:
                 name = "Megatron's order, which is the best alternative that exists"
             comparisons.append(against(best, name))
         compared = "; ".join(comparisons) or against(REFERENCE, "plain collectives")
-        return [first_line, f"{compared[0].upper()}{compared[1:]}.{bounded}"]
+        return [first_line, f"{compared[0].upper()}{compared[1:]}."]
 
     def _change(self, ours: Variant, other: Variant) -> str:
         """``8.7 % shorter``; for several points, from the worst to the best."""
@@ -145,16 +139,16 @@ class Standing:
 
 
 def cells(point: Point, variants: Sequence[Variant]) -> list[tuple[str, ...]]:
-    """A row per variant, under :data:`COLUMNS`; the shortest one that is not a bound is bold."""
-    real = [point.outcomes[variant.name] for variant in variants if variant.role != "bound"]
-    best = min(real, key=lambda outcome: outcome.step.typical).variant
+    """A row per variant, under :data:`COLUMNS`; the shortest one is bold."""
+    shown = [point.outcomes[variant.name] for variant in variants]
+    best = min(shown, key=lambda outcome: outcome.step.typical).variant
     rows: list[tuple[str, ...]] = []
     for variant in variants:
         outcome = point.outcomes[variant.name]
         name = f"**{variant.name}**" if variant == best else variant.name
         rows.append(
             (
-                name + " (ideal bound)" * (variant.role == "bound"),
+                name,
                 outcome.step.text(seconds),
                 outcome.shorter.text(percent),
                 outcome.exposed.text(seconds),

@@ -8,22 +8,16 @@
                        dgrad is scattered during wgrad
 ``coc-K``              CoC as MindSpeed describes it: K slices of rows, a collective per slice on a
                        separate stream, pipelined with the GEMMs; then a copy that restores the
-                       order of rows; ``coc-tuned``: the fastest K for each operation, which
-                       MindSpeed does not offer
+                       order of rows
 ``coc-fused``          CoC as kernels (``--coc-fused-kernel``), for 8 ranks of a node: each hides a
                        share of the shorter of GEMM and transfer, as others measured; Megatron's
                        order in the backward of column-parallel layers (read in MindSpeed 26.1.0)
-``catccos``            the same with the kernels of hicann/catccos and their figures; no launch of
-                       MindSpeed-LLM uses them yet
 ``mc2``                ``--use-ascend-mc2`` (read in MindSpeed@028de58, which says that it is not
                        for A3, but does not refuse it there): gathers before a GEMM and
                        reduce-scatters after one are kernels that are tiled by the host's formula
                        (:mod:`commfuse_npu.tools.simulate.mc2`), for 2, 4 or 8 ranks of a full mesh,
                        up to 32 on a ring, and inner dimensions of 256 to 65534, otherwise plain;
                        Megatron's order in the backward of column-parallel layers
-``kernel-ideal``       a bound that cannot be launched: kernels whose tiling is free; GEMM and
-                       transfers overlap tile by tile, and one tile is exposed at one end; otherwise
-                       as MC2
 ``commfuse-cK-lL``     this project's ops, K chunks per block, L lanes; ``commfuse-cK-collective``:
                        a chunk as one collective; ``-tT``: a chunk is T times as long as the next
                        to arrive; ``-wgrad``: the weight gradient of a row-parallel layer per
@@ -51,15 +45,13 @@ from commfuse_npu.plan import Schedule, default_shape
 from commfuse_npu.plan.rules import Wgrad
 from commfuse_npu.tools.simulate.mc2 import RANKS
 
-__all__ = ["CATCCOS", "COC", "COC_FUSED", "COC_TUNED", "COMPUTE_ONLY", "FB_OVERLAP", "IDEAL", "MC2",
-           "MEGATRON", "REFERENCE", "Kind", "Role", "Sums", "Variant", "Way", "Wgrad", "direct",
-           "fused", "together", "variants"]  # fmt: skip
+__all__ = ["COC", "COC_FUSED", "COMPUTE_ONLY", "FB_OVERLAP", "MC2", "MEGATRON", "REFERENCE", "Kind",
+           "Role", "Sums", "Variant", "Way", "Wgrad", "direct", "fused", "together",
+           "variants"]  # fmt: skip
 
-Kind = Literal[
-    "compute", "plain", "megatron", "sliced", "kernel", "mc2", "ideal", "fused", "fb_overlap"
-]
+Kind = Literal["compute", "plain", "megatron", "sliced", "kernel", "mc2", "fused", "fb_overlap"]
 
-Role = Literal["ours", "today", "rival", "bound", "plain"]
+Role = Literal["ours", "today", "rival", "plain"]
 
 Sums = Literal["ordered", "once"]
 """How partial sums are added: one after the other, or all in one pass."""
@@ -81,9 +73,8 @@ class Variant:
         sums: for ``fused``, how partial sums are added.
         collectives_from: for ``fused``, number of outputs per rank from which the backward of
             column-parallel layers runs by collectives in Megatron's order.
-        tuned: for ``fused`` and ``sliced``, the ways from which each operation takes its fastest.
+        tuned: for ``fused``, the ways from which each operation takes its fastest.
         chosen: the ways of individual operations, by name.
-        kernel: for ``kernel``, the attribute of a machine that describes it.
     """
 
     name: str
@@ -94,7 +85,6 @@ class Variant:
     collectives_from: int | None = None
     tuned: tuple[Way, ...] = ()
     chosen: tuple[tuple[str, Way], ...] = ()
-    kernel: str = ""
 
     @property
     def schedule(self) -> Schedule | None:
@@ -102,13 +92,7 @@ class Variant:
 
     @property
     def role(self) -> Role:
-        """The user's view of it: this project's, what runs today, a rival, a bound, or plain.
-
-        A bound cannot be launched: an ideal kernel, catccos in MindSpeed-LLM, or CoC with the
-        fastest slices for each operation.
-        """
-        if self in (IDEAL, CATCCOS) or (self.kind == "sliced" and self.tuned):
-            return "bound"
+        """The user's view of it: this project's, what runs today, a rival, or plain."""
         roles: dict[Kind, Role] = {"fused": "ours", "fb_overlap": "ours", "megatron": "today"}
         rivals = self.kind in ("sliced", "kernel", "mc2")
         return roles.get(self.kind, "rival" if rivals else "plain")
@@ -129,12 +113,9 @@ COMPUTE_ONLY = Variant("compute", "compute")
 REFERENCE = Variant("plain-mesh", "plain")
 MEGATRON = Variant("megatron", "megatron")
 COC = tuple(Variant(f"coc-{k}", "sliced", k) for k in _SLICES)
-COC_TUNED = Variant("coc-tuned", "sliced", _SLICES[0], tuned=_SLICES)
-COC_FUSED = Variant("coc-fused", "kernel", kernel="coc_fused")
-CATCCOS = Variant("catccos", "kernel", kernel="catccos")
+COC_FUSED = Variant("coc-fused", "kernel")
 MC2 = Variant("mc2", "mc2")
 FB_OVERLAP = Variant("commfuse-fb", "fb_overlap")
-IDEAL = Variant("kernel-ideal", "ideal")
 
 
 def direct(size: int, members_per_node: int) -> Schedule:
@@ -196,10 +177,8 @@ def variants(
         REFERENCE,
         MEGATRON,
         *COC,
-        COC_TUNED,
-        *([COC_FUSED, CATCCOS] if size == members_per_node == 8 else []),
+        *([COC_FUSED] if size == members_per_node == 8 else []),
         *([MC2] if size == members_per_node and size in RANKS else []),
-        IDEAL,
         ours(replace(base, lanes=min(2, max(1, size - 1)))),
         *(ours(replace(base, chunks=k)) for k in chunks),
         *(ours(replace(schedule, chunks=k)) for schedule in together(base, size) for k in chunks),

@@ -17,7 +17,7 @@ from commfuse_npu.tools.simulate import linear
 from commfuse_npu.tools.simulate.group import Group, collective_seconds
 from commfuse_npu.tools.simulate.mc2 import RANKS, tiling
 from commfuse_npu.tools.simulate.rank import Rank, rest
-from commfuse_npu.tools.simulate.variants import IDEAL, MC2, REFERENCE, Variant, variants
+from commfuse_npu.tools.simulate.variants import MC2, REFERENCE, Variant, variants
 from tests.tools.simulate.machines import ideal
 
 ROWS = FEATURES = 840
@@ -119,14 +119,6 @@ def test_slices_leave_a_tail(operation, c: float, t: float, slices: int) -> None
     variant = Variant("coc", "sliced", slices)
     expected = max(c, t) + min(c, t) / slices
     assert operation(ideal(), 4, variant, c, t) == pytest.approx(expected)
-
-
-@few
-@given(c=times, t=times)
-def test_an_ideal_kernel_leaves_one_tile(c: float, t: float) -> None:
-    assert gather(ideal(), 4, IDEAL, c, t) == pytest.approx(max(c, t + c / 64))
-    # 3 ranks are not supported: plain.
-    assert gather(ideal(), 3, IDEAL, c, t) == pytest.approx(c + t)
 
 
 @few

@@ -12,7 +12,7 @@ import pytest
 from commfuse_npu.tools import cli
 from commfuse_npu.tools.report import drawing
 from commfuse_npu.tools.simulate.lanes import lanes
-from scripts.evidence.layers import BOUNDS, OURS, RIVALS, point
+from scripts.evidence.layers import BOUND, OURS, RIVALS, point
 from scripts.evidence.pictures import forms, main, step
 from tests.tools.answers import answer
 
@@ -135,10 +135,9 @@ def test_the_picture_says_what_is_simulated(tmp_path: Path) -> None:
 def test_a_point_of_the_table_of_layers_is_simulated() -> None:
     result = point("ascend_910b_server", "llama2_7b", 2, 4096, corners=1)
     (shares,) = result.shares
-    assert shares.keys() == {*OURS, *RIVALS, *BOUNDS} - {"CoC fused", "catccos"}, "for 8 ranks"
-    assert shares["compute"] < shares["ideal"] < shares["ours"] <= shares["default"] < 1
-    assert shares["ideal"] < shares["MC2"] < shares["Megatron"]
-    assert shares["CoC tuned"] <= shares["CoC"]
+    assert shares.keys() == {*OURS, *RIVALS, BOUND} - {"CoC fused"}, "for 8 ranks"
+    assert shares[BOUND] < shares["ours"] <= shares["default"] < 1
+    assert shares[BOUND] < shares["MC2"] < shares["Megatron"]
     # Programs add in a fixed order anyway; plain collectives take longer to do so.
     assert result.ordered["ours"] < shares["ours"]
     assert shares["compute"] < shares["forward-backward"] < shares["MC2"]

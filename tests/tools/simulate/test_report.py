@@ -10,7 +10,7 @@ from commfuse_npu.tools.simulate.variants import variants
 
 KNOWN = {variant.name: variant for variant in variants(8, 8, 7)}
 STEPS = {
-    "plain-mesh": 20.0, "megatron": 18.0, "coc-4": 17.0, "coc-tuned": 15.0, "kernel-ideal": 14.0,
+    "plain-mesh": 20.0, "megatron": 18.0, "coc-4": 17.0,
     "commfuse-c4-l7": 16.2, "commfuse-c4-l7-wgrad": 14.4,
 }  # fmt: skip
 ALIKE = {name: step for name, step in STEPS.items() if not name.endswith("-wgrad")}
@@ -25,24 +25,19 @@ def point(steps: dict[str, float], sequence: int = 4096, npus: int = 8) -> Point
     return Point(sequence, npus, 1, Range(1.0, 1.0, 1.0), outcomes)
 
 
-def test_rows_are_of_the_fastest_of_each_role_and_the_bound_is_last() -> None:
-    # CoC tuned for each operation cannot be launched.
-    for name, role in {"coc-8": "rival", "coc-tuned": "bound", "catccos": "bound"}.items():
-        assert KNOWN[name].role == role
+def test_rows_are_of_the_fastest_of_each_role() -> None:
+    assert KNOWN["coc-8"].role == "rival"
     # Points are summed relative to plain: one slow point does not decide.
-    points = [point(STEPS), point({**STEPS, "coc-4": 17.9, "coc-tuned": 13.0}, 8192)]
+    points = [point(STEPS), point({**STEPS, "coc-4": 17.9}, 8192)]
     standing = Standing(points)
     assert standing.best("today", "rival").name == "coc-4"
     compared = ["plain-mesh", "megatron", "commfuse-c4-l7", "commfuse-c4-l7-wgrad"]
     assert list(standing.compared) == compared
     names = [variant.name for variant in standing.selected(False)]
-    assert names == [*compared[:2], "coc-4", *compared[2:], "coc-tuned"]
+    assert names == [*compared[:2], "coc-4", *compared[2:]]
     assert {variant.name for variant in standing.selected(True)} == set(STEPS)
     heads = [row[0] for row in cells(points[0], standing.selected(False))]
-    assert heads[-2:] == ["**commfuse-c4-l7-wgrad**", "coc-tuned (ideal bound)"]
-
-
-BOUND = "Ideal bound per operator, which cannot be launched: kernel-ideal, 14.00 s"
+    assert heads[-1] == "**commfuse-c4-l7-wgrad**"
 
 
 @pytest.mark.parametrize(
@@ -55,16 +50,16 @@ BOUND = "Ideal bound per operator, which cannot be launched: kernel-ideal, 14.00
          "layer in 16.2 ms: `--of commfuse-c4-l7`",
          "20.0 % shorter (10.0 % shorter with Megatron's bits) than Megatron's order, 18.00 s; "
          "15.3 % shorter (4.7 % shorter with Megatron's bits) than coc-4, the best alternative "
-         f"that exists, 17.00 s. {BOUND}."),
+         "that exists, 17.00 s."),
         ([point({**ALIKE, "commfuse-c4-l7": 18.9}), point(ALIKE, 8192)],
          "Best of ours: **commfuse-c4-l7**, a step in 16.20 s to 18.90 s: `--of commfuse-c4-l7`",
          "From 5.0 % longer to 10.0 % shorter than Megatron's order, 18.00 s to 18.00 s; "
          "from 11.2 % longer to 4.7 % shorter than coc-4, the best alternative that exists, "
-         f"17.00 s to 17.00 s. {BOUND} to 14.00 s."),
-        ([point({"plain-mesh": 20.0, "kernel-ideal": 14.0})],
+         "17.00 s to 17.00 s."),
+        ([point({"plain-mesh": 20.0, "coc-4": 14.0})],
          "Nothing of ours was simulated: --variants 'commfuse-*' would. Shortest step: "
-         "kernel-ideal, 14.00 s.",
-         f"Nothing to compare. {BOUND}."),
+         "coc-4, 14.00 s.",
+         "Nothing to compare."),
     ],
 )  # fmt: skip
 def test_two_lines_say_which_is_best_and_how_it_compares(points, first: str, second: str) -> None:
