@@ -28,25 +28,13 @@ from typing import NamedTuple, get_args
 
 from commfuse_npu.config_file import find_config
 from commfuse_npu.hardware.description import Hardware
-from commfuse_npu.hardware.machine import Machine, min_outputs_to_hide
-from commfuse_npu.plan import default_chunks, min_rows_to_fuse
+from commfuse_npu.hardware.machine import Machine
 from commfuse_npu.tools.markdown import table_head, table_row
 from commfuse_npu.tools.model_config import ModelConfig
-from commfuse_npu.tools.simulate.group import Group
-from commfuse_npu.tools.simulate.step import LayerTime, Recompute, Step, Training
-from commfuse_npu.tools.simulate.sweep import CORNERS, Layout, Options, training
-from commfuse_npu.tools.simulate.variants import (
-    COC,
-    COC_FUSED,
-    COMPUTE_ONLY,
-    FB_OVERLAP,
-    MC2,
-    MEGATRON,
-    REFERENCE,
-    Variant,
-    fused,
-    together,
-)
+from commfuse_npu.tools.simulate.step import LayerTime, Layout, Recompute, Step, Training
+from commfuse_npu.tools.simulate.sweep import CORNERS, training
+from commfuse_npu.tools.simulate.variants import COC, REFERENCE, Variant
+from commfuse_npu.tools.simulate.variants import forms as simulated
 
 __all__ = ["BOUND", "OURS", "RIVALS", "Point", "forms", "layer", "main", "point", "report",
            "section", "steps", "steps_report"]  # fmt: skip
@@ -55,13 +43,23 @@ _MACHINES = ("ascend_910b_server", "ascend_910c_supernode")
 _MODELS = ("llama2_7b", "llama3_8b", "llama3_70b")
 _SEQUENCES = (4096, 8192, 16384, 32768)
 _SIZES = (2, 4, 8)
-_CHUNKS = (1, 2, 3, 4, 6)
 
 OURS = ("ours", "ours, other rounding", "default", "forward-backward")
 _KERNEL = "CoC fused"
 RIVALS = ("CoC", _KERNEL, "MC2", "Megatron")
 BOUND = "compute"
 _STEP_FORMS = ("default", *RIVALS)
+_NAMES = {
+    "commfuse-tuned": "ours",
+    "commfuse-rounded": "ours, other rounding",
+    "commfuse": "default",
+    "commfuse-fb": "forward-backward",
+    "coc-fused": _KERNEL,
+    "mc2": "MC2",
+    "megatron": "Megatron",
+    **{form.name: f"CoC {form.way}" for form in COC},
+}
+"""Columns of the table, by the name of a form."""
 _HOSTS = (15, 55, 118)
 """Microseconds of host time per launch."""
 _MICRO_BATCHES = (8, 32)
@@ -91,21 +89,11 @@ def _ahead(shares: Shares, form: str, rivals: Sequence[str]) -> bool:
 
 
 def forms(machine: Machine, setup: Training) -> dict[str, Variant]:
-    """The compared forms, by name."""
-    tp, rows, hidden = setup.layout.tp, setup.shape.block, setup.shape.hidden
-    base, least = Group(machine, tp).direct, min_outputs_to_hide(machine, tp)
-    usual = next(iter(together(base, tp)), base)
-    default = fused(replace(usual, chunks=default_chunks(tp, rows, hidden)), collectives_from=least)
+    """The compared forms, by column; blocking collectives are none."""
     return {
-        "ours": fused(base, tuned=_CHUNKS),
-        "ours, other rounding": fused(base, tuned=_CHUNKS, wgrad="blocks", sums="once"),
-        "default": default if rows >= min_rows_to_fuse(tp, hidden) else MEGATRON,
-        **{f"CoC {variant.way}": variant for variant in COC},
-        "forward-backward": FB_OVERLAP,
-        **({_KERNEL: COC_FUSED} if tp == 8 else {}),
-        "Megatron": MEGATRON,
-        "MC2": MC2,
-        BOUND: COMPUTE_ONLY,
+        _NAMES.get(form.name, form.name): form
+        for form in simulated(machine, setup)
+        if form != REFERENCE
     }
 
 
@@ -126,8 +114,8 @@ def _times(
 
 def layer(model: str, tp: int, sequence: int, recompute: Recompute = "none") -> Training:
     """A training of one layer with one sequence."""
-    options = Options(micro_batch=1, micro_batches=1, recompute=recompute)
-    return training(ModelConfig.load(find_config(model)), Layout(tp, 1, 1, 1), sequence, options)
+    described, sizes = ModelConfig.load(find_config(model)), Layout(tp, 1, 1, 1)
+    return training(described, sizes, sequence, micro_batch=1, micro_batches=1, recompute=recompute)
 
 
 def point(machine: str, model: str, tp: int, sequence: int, corners: int = len(CORNERS)) -> Point:

@@ -24,10 +24,9 @@ from commfuse_npu.tools.plan.forms import plan_launch
 from commfuse_npu.tools.plan.launch import ask_about
 from commfuse_npu.tools.plan.npu_profile import find_profiles, plan_profile
 from commfuse_npu.tools.plan.program import SHOWN, add_program_options, print_program
-from commfuse_npu.tools.simulate.launch_options import check_target, write_plan
+from commfuse_npu.tools.simulate.launch_options import check_target, options, write_plan
 from commfuse_npu.tools.simulate.recommend import Fixed, NoLayoutError, recommend
-from commfuse_npu.tools.simulate.recommendation_report import as_json, reasons, report
-from commfuse_npu.tools.simulate.sweep import Options
+from commfuse_npu.tools.simulate.timed import as_json, best, sources, table, verdict
 from commfuse_npu.tools.terminal import print_verdict
 
 __all__ = ["main"]
@@ -85,11 +84,6 @@ def _parser() -> argparse.ArgumentParser:
         )
     choose.add_argument(
         "--recompute", choices=("none", "full"), help="by default only where memory is short"
-    )
-    choose.add_argument(
-        "--other-rounding",
-        action="store_true",
-        help="also schedules that round weight gradients in another way (--commfuse-wgrad blocks)",
     )
     choose.add_argument("--json", type=new_file, metavar="FILE")
     choose.add_argument(
@@ -173,35 +167,37 @@ def _recommend(arguments: argparse.Namespace) -> int:
     if arguments.write:
         check_target(arguments.write)
     try:
-        plan = recommend(
+        rows, fitting = recommend(
             model,
             hardware,
             model.world_size if arguments.npus is None else arguments.npus,
             sequence=arguments.sequence_length,
-            options=Options(micro_batch=arguments.micro_batch),
+            micro_batch=arguments.micro_batch,
             fixed=Fixed(arguments.tp, arguments.cp, arguments.pp, arguments.recompute),
-            other_rounding=arguments.other_rounding,
         )
     except NoLayoutError as error:
         return refuse("plan", error, code=1)
-    summary, _, *why = reasons(plan)
+    first = best(rows)
+    summary, *why = verdict(rows, hardware)
     print_verdict(summary, True)
-    print(report(plan, model, path, hardware), *why, sep="\n")
+    launch = " ".join(options(model, first.training, first.form))
+    print(*why, "", "Options of pretrain_gpt.py:", "", f"    {launch}", sep="\n")
+    trained = f"{first.training.model.seq_length} tokens, {first.training.layout.npus} NPUs"
+    print("", f"{path.stem}, {trained} of {hardware.name}. {sources(hardware)}", sep="\n")
+    print("", table(rows), "", f"{fitting}.", sep="\n")
     launcher = f"CONFIG={arguments.write} bash scripts/launch_pretraining.sh"
+
+    def written(path: Path) -> None:
+        write_plan(path, model, hardware, first.training, first.form, first.typical)
+
+    def figures(path: Path) -> None:
+        write_json(path, as_json(rows, hardware, arguments.model), indent=1)
+
+    # First the file that a launch needs.
     return write_outputs(
         "plan",
         [
-            Output(
-                "--write",
-                arguments.write,
-                f". On every node:\n\n    {launcher}",
-                lambda path: write_plan(path, model, hardware, plan.best),
-            ),
-            Output(
-                "--json",
-                arguments.json,
-                ": all figures",
-                lambda path: write_json(path, as_json(plan, model), indent=1),
-            ),
+            Output("--write", arguments.write, f". On every node:\n\n    {launcher}", written),
+            Output("--json", arguments.json, ": all figures", figures),
         ],
     )

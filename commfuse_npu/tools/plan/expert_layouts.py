@@ -54,7 +54,7 @@ def expert_layouts(training: Training, machine: Machine) -> list[ExpertLayout]:
             if experts.number % parallel or ranks % (parallel * tensor) or experts.width % tensor:
                 continue
             laid_out = replace(experts, parallel=parallel, tensor=tensor)
-            step = Step(machine, replace(training, experts=laid_out), rough=True)
+            step = Step(machine, replace(training, experts=laid_out))
             shape = training.shape
             try:
                 seconds = step.time(MEGATRON).seconds

@@ -99,7 +99,6 @@ def _simulate(
     part: _Part | int,
     *,
     recomputes: bool = False,
-    rough: bool = False,
 ) -> Simulated:
     """Simulate a part of a layer, or ``part`` layers of a forward paired with a backward."""
     if isinstance(part, int):
@@ -108,14 +107,14 @@ def _simulate(
         build = partial(getattr(llama, part), shape=shape)
     steady = part not in ("head_forward", "head_backward")
     group = Group(machine, shape.ranks)
-    return group.simulate(variant, build, whole=False if rough else None, steady=steady)
+    return group.simulate(variant, build, steady=steady)
 
 
 @lru_cache(_KEPT)
-def _head(machine: Machine, shape: LayerShape, variant: Variant, rough: bool) -> list[float]:
+def _head(machine: Machine, shape: LayerShape, variant: Variant) -> list[float]:
     """Seconds of the output layer and the loss, forward and backward."""
     parts: tuple[_Part, ...] = "head_forward", "head_backward"
-    return [_simulate(machine, shape, variant, part, rough=rough).seconds for part in parts]
+    return [_simulate(machine, shape, variant, part).seconds for part in parts]
 
 
 @lru_cache(_KEPT)
@@ -125,9 +124,8 @@ def _cost(
     variant: Variant,
     part: _Part | int,
     recomputes: bool,
-    rough: bool,
 ) -> _Cost:
-    simulated = _simulate(machine, shape, variant, part, recomputes=recomputes, rough=rough)
+    simulated = _simulate(machine, shape, variant, part, recomputes=recomputes)
     launched = (
         (sum(x.launches for x in rank), sum(x.posts for x in rank), sum(x.events for x in rank))
         for rank in simulated.launches
@@ -139,17 +137,12 @@ def _cost(
 class Step:
     """A training step on a machine.
 
-    Args:
-        rough: let one rank represent all.  This takes a fraction of the time, and underestimates by
-            up to 2 % with two chunks or more, 3 % with one.
-
     Raises:
         ValueError: a group does not fit the machine's nodes.
     """
 
     machine: Machine
     training: Training
-    rough: bool = False
 
     def parts(self, variant: Variant) -> list[tuple[str, Simulated]]:
         """Simulate a layer's forward, then its backward; or one of each as a pair."""
@@ -186,7 +179,7 @@ class Step:
         recomputed = [training.recomputed_share(place) * f for place, f in enumerate(forwards)]
         backwards = chunks(lambda time: time.backward)
         backwards = [b + again for b, again in zip(backwards, recomputed, strict=True)]
-        head = _head(self.machine, training.shape, variant, self.rough)
+        head = _head(self.machine, training.shape, variant)
         forwards[-1] += head[0]
         backwards[-1] += head[1]
         embedding = self._embedding(variant)
@@ -240,8 +233,7 @@ class Step:
         if not variant.tuned:
             # Simulate with free launches: the host time is counted separately, from their numbers.
             machine = replace(machine, launch_overhead=0.0, post_overhead=0.0, event_overhead=0.0)
-        rough = self.rough and variant.kind != "fb_overlap"
-        return _cost(machine, shape, variant, part, recomputes, rough)
+        return _cost(machine, shape, variant, part, recomputes)
 
     def _paired(self, variant: Variant, kind: Kind) -> LayerTime:
         """Megatron's order for single layers; a pair from the difference of four and two layers."""

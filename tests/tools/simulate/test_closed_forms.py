@@ -17,8 +17,8 @@ from commfuse_npu.tools.simulate import linear
 from commfuse_npu.tools.simulate.group import Group, collective_seconds
 from commfuse_npu.tools.simulate.mc2 import RANKS, tiling
 from commfuse_npu.tools.simulate.rank import Rank, rest
-from commfuse_npu.tools.simulate.variants import MC2, REFERENCE, Variant, variants
-from tests.tools.simulate.machines import ideal
+from commfuse_npu.tools.simulate.variants import MC2, REFERENCE, Variant
+from tests.tools.simulate.machines import ideal, variants
 
 ROWS = FEATURES = 840
 """Rows of a block, features of a layer's input and output; divisible by 1, 2, ..., 8."""
@@ -164,7 +164,7 @@ def test_sums_in_an_order_make_a_mesh_scatter_longer(c: float, t: float) -> None
 def test_more_of_anything_never_takes_less_and_the_work_at_least(
     operation, c: float, t: float, more: float, size: int
 ) -> None:
-    for variant in variants(size, size, max(1, size - 1)):
+    for variant in variants(size, max(1, size - 1)):
         time = operation(ideal(latency=0.1), size, variant, c, t) * (1 - 1e-9)
         assert operation(ideal(latency=0.1), size, variant, c * more, t) >= time, variant.name
         assert operation(ideal(rate=1 / more, latency=0.1), size, variant, c, t) >= time

@@ -19,8 +19,8 @@ from commfuse_npu.tools.simulate.linear import column
 from commfuse_npu.tools.simulate.links import Links
 from commfuse_npu.tools.simulate.llama import LayerShape
 from commfuse_npu.tools.simulate.rank import Rank
-from commfuse_npu.tools.simulate.variants import Variant, variants
-from tests.tools.simulate.machines import ideal
+from commfuse_npu.tools.simulate.variants import FB_OVERLAP, Variant
+from tests.tools.simulate.machines import ideal, variants
 from tests.tools.simulate.timeline_checks import check_timeline, sent, work
 
 MACHINE = ideal(
@@ -41,7 +41,7 @@ def shape(ranks: int) -> LayerShape:
     topology=st.sampled_from(["full_mesh", "switched", "nic_per_npu"]),
     batched=st.booleans(),
 )
-@example(4, [v.name for v in variants(4, 4, 3)].index("mc2"), "forward", "switched", True)
+@example(4, [v.name for v in variants(4, 3)].index("mc2"), "forward", "switched", True)
 def test_every_timeline_holds_and_one_rank_stands_for_all(
     size: int, number: int, part: str, topology: str, batched: bool
 ) -> None:
@@ -50,7 +50,7 @@ def test_every_timeline_holds_and_one_rank_stands_for_all(
     machine = replace(MACHINE, inside=inside, batched=batched)
     if over_nics:
         machine = replace(machine, between=Level(topology, 1.0e10, 2.0e-5), npus_per_node=2)
-    choices = variants(size, 2 if over_nics and size > 2 else size, size - 1)
+    choices = [*variants(size, size - 1, 2 if over_nics and size > 2 else None), FB_OVERLAP]
 
     def simulate(whole: bool | None) -> Simulated:
         build, variant = getattr(llama, part), choices[number % len(choices)]
@@ -73,7 +73,7 @@ def test_variants_do_the_same_gemms_and_send_the_lower_bound(size: int) -> None:
     group = Group(replace(MACHINE, half_rows=0.0, hbm_bandwidth=1e30), size)
     for build, collectives in ((llama.forward, 4), (llama.backward, 6)):
         busy = set[float]()
-        for variant in variants(size, size, size - 1):
+        for variant in variants(size, size - 1):
             simulated = group.simulate(
                 variant, lambda rank, build=build: build(rank, sizes), whole=True
             )

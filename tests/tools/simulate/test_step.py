@@ -18,14 +18,15 @@ from commfuse_npu.tools.simulate import step as step_module
 from commfuse_npu.tools.simulate.data_parallel import buckets, exposed_end
 from commfuse_npu.tools.simulate.footprint import Footprint, footprint
 from commfuse_npu.tools.simulate.pipeline import one_forward_one_backward
-from commfuse_npu.tools.simulate.step import Recompute, Step
-from commfuse_npu.tools.simulate.sweep import Layout, Options, sweep, training
+from commfuse_npu.tools.simulate.step import Layout, Recompute, Step
+from commfuse_npu.tools.simulate.sweep import training
 from commfuse_npu.tools.simulate.variants import (
     COMPUTE_ONLY,
     FB_OVERLAP,
     MEGATRON,
     REFERENCE,
     Variant,
+    forms,
     fused,
 )
 
@@ -67,17 +68,17 @@ def test_a_pipeline_is_bounded_by_its_slowest_stage(stages, batches: int, transf
 
 
 def test_a_layout_that_does_not_fit_is_explained() -> None:
-    four, uneven = Options(micro_batches=4), replace(SERVER, npus_per_node=6)
-    assert training(LLAMA, Layout(8, 1, 1, 8, 2), 8192, Options(micro_batches=8)).layout.vpp == 2
+    uneven = replace(SERVER, npus_per_node=6)
+    assert training(LLAMA, Layout(8, 1, 1, 8, 2), 8192, micro_batches=8).layout.vpp == 2
     for layout, message in (
         (Layout(8, 1, 1, 4, 2), "2 chunks do not divide the layers of 4 pipeline stages"),  # uneven
         (Layout(8, 1, 1, 8, 2), "4 micro-batches are not divisible by 8"),
         (Layout(8, 3, 1, 4), r"8192 is not divisible by TP\*CP = 8\*3 = 24"),
     ):
         with pytest.raises(ConfigError, match=message):
-            training(LLAMA, layout, 8192, four)
+            training(LLAMA, layout, 8192, micro_batches=4)
     with pytest.raises(ValueError, match="does not fill whole nodes of 6 NPUs"):
-        list(sweep(LLAMA, uneven, [Layout(8, 1, 1, 4)], [8192], Options()))
+        forms(uneven.machine(), training(LLAMA, Layout(8, 1, 1, 4), 8192))
 
 
 def test_only_the_last_bucket_is_exposed_when_the_link_keeps_up() -> None:
@@ -91,7 +92,7 @@ def test_only_the_last_bucket_is_exposed_when_the_link_keeps_up() -> None:
 
 def test_the_tables_of_the_vocabulary_are_exchanged_too() -> None:
     job, small = (
-        training(model, Layout(8, 1, 2, 4), 8192, Options(micro_batches=4))
+        training(model, Layout(8, 1, 2, 4), 8192, micro_batches=4)
         for model in (LLAMA, replace(LLAMA, vocab_size=8))
     )
     # The embedding's gradients come last and its parameters are needed first.
@@ -103,7 +104,7 @@ def test_the_tables_of_the_vocabulary_are_exchanged_too() -> None:
 
 
 def test_host_and_device_meet_after_a_forward_and_its_backward(monkeypatch) -> None:
-    job = training(LLAMA, Layout(8, 1, 1, 1), 4096, Options(micro_batch=1, micro_batches=1))
+    job = training(LLAMA, Layout(8, 1, 1, 1), 4096, micro_batch=1, micro_batches=1)
     fast = Step(SERVER.launching(1e-6).machine(), job)
     device = fast.layer_time(MEGATRON)
     # A forward has 33 launches and a third of the work: alone it would be host-bound.
@@ -120,10 +121,10 @@ def test_host_and_device_meet_after_a_forward_and_its_backward(monkeypatch) -> N
 
 @pytest.mark.parametrize("fb_overlap", [False, True])
 def test_a_step_is_its_layers_its_embedding_its_head_and_its_optimizer(fb_overlap: bool) -> None:
-    job = training(LLAMA2_7B, Layout(2, 1, 1, 1), 16384, Options(micro_batch=1, micro_batches=4))
+    job = training(LLAMA2_7B, Layout(2, 1, 1, 1), 16384, micro_batch=1, micro_batches=4)
     step = Step(SERVER.machine(), job)
     of_layer = step.layer_time(FB_OVERLAP if fb_overlap else MEGATRON)
-    ends = sum(step_module._head(step.machine, job.shape, MEGATRON, False))
+    ends = sum(step_module._head(step.machine, job.shape, MEGATRON))
     ends += 2 * step._embedding(MEGATRON)
     alone = LAYERS * of_layer.alone + ends
     micro_batches = 4 * alone
@@ -135,7 +136,7 @@ def test_a_step_is_its_layers_its_embedding_its_head_and_its_optimizer(fb_overla
 
 
 def test_transfers_between_stages_are_free_where_all_are_and_recomputation_adds_forwards() -> None:
-    job = training(LLAMA2_7B, Layout(2, 1, 1, 4), 4096, Options(micro_batch=1, micro_batches=4))
+    job = training(LLAMA2_7B, Layout(2, 1, 1, 4), 4096, micro_batch=1, micro_batches=4)
     step = Step(SERVER.machine(), job)
     free, not_free = (step.time(MEGATRON, free=free).seconds for free in (True, False))
     assert not_free - free == pytest.approx(2 * 3 * step._between_stages)
@@ -157,8 +158,9 @@ def memory(
     recompute: Recompute = "none",
     model: ModelConfig = LLAMA2_7B,
 ) -> Footprint:
-    options = Options(micro_batch=1, micro_batches=8, recompute=recompute)
-    return footprint(training(model, layout, 4096, options), variant, SERVER)
+    batch = {"micro_batch": 1, "micro_batches": 8}
+    job = training(model, layout, 4096, recompute=recompute, **batch)
+    return footprint(job, variant, SERVER)
 
 
 def test_one_npu_holds_everything() -> None:
