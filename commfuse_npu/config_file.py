@@ -21,7 +21,7 @@ except ImportError as error:
 
 from commfuse_npu.did_you_mean import did_you_mean
 
-__all__ = ["ConfigError", "config_names", "find_config", "read_config"]
+__all__ = ["ConfigError", "find_config", "read_config"]
 
 _PACKAGE = Path(__file__).resolve().parent
 _FOLDERS = (_PACKAGE.parent / "configs", _PACKAGE / "configs")
@@ -59,14 +59,14 @@ def find_config(name: str, folder: str = "") -> Path:
     shipped = directory / f"{path.stem}.yaml"
     if path.parent == Path() and os.path.isfile(shipped):
         return shipped
-    names = config_names(folder)
+    names = _config_names(folder)
     raise ConfigError(
         f"{name!r} is neither a file nor one of {', '.join(names) or 'no names'} in {directory}"
         f"{did_you_mean(path.stem, names)}"
     )
 
 
-def config_names(folder: str = "") -> list[str]:
+def _config_names(folder: str = "") -> list[str]:
     """The names of the files in ``configs/<folder>``."""
     return sorted(path.stem for path in _shipped(folder).glob("*.yaml"))
 

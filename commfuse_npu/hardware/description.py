@@ -50,9 +50,6 @@ _RATE = _Rule("bytes/s")
 _HIDDEN = _Rule("share", most=1, inclusive=True, links=True)
 _COST = _Rule("share", most=1, inclusive=True, more_is_better=False, links=True)
 _SECONDS = _Rule("seconds", most=1, inclusive=True, more_is_better=False, links=True)
-_KERNELS = "coc_fused", "catccos"
-"""Fused kernels of other projects; each is an attribute of :class:`Machine`."""
-_OF_KERNEL = {"hidden": _HIDDEN, "hidden_gemm": _HIDDEN, "efficiency": _SHARE._replace(links=True)}
 
 _RULES: dict[str, dict[str, _Rule]] = {
     "npu": {
@@ -76,7 +73,9 @@ _RULES: dict[str, dict[str, _Rule]] = {
         "message_copies": _COST._replace(unit="copies", most=4),
     },
     "rivals": {
-        **{f"{kernel}_{name}": rule for kernel in _KERNELS for name, rule in _OF_KERNEL.items()},
+        "coc_fused_hidden": _HIDDEN,
+        "coc_fused_hidden_gemm": _HIDDEN,
+        "coc_fused_efficiency": _SHARE._replace(links=True),
         "mc2_grows": _COST,
         "ordered_sums": _COST,
     },
@@ -89,9 +88,9 @@ _LEVEL_RULES = {
 }
 _TOPOLOGIES: dict[str, tuple[LinkTopology, ...]] = {
     "inside": ("full_mesh", "switched"),
-    "between": ("nic_per_npu", "nic_per_node"),
+    "between": ("nic_per_npu",),
 }
-_WHOLE = ("version", "npus_per_host", "npus_per_node", "nodes")
+_WHOLE = ("npus_per_host", "npus_per_node", "nodes")
 _PARTS = ("low", "typical", "high")
 
 
@@ -115,7 +114,6 @@ class Hardware:
     """A described machine.
 
     Attributes:
-        version: of the figures.
         npus_per_host: NPUs of a server, which torchrun calls a node.
         npus_per_node: NPUs that share the links ``inside``; on a supernode those of several hosts.
         nodes: the most nodes of the machine.
@@ -128,7 +126,6 @@ class Hardware:
 
     path: Path
     name: str
-    version: int
     npus_per_host: int
     npus_per_node: int
     nodes: int
@@ -207,12 +204,6 @@ class Hardware:
                 beside_work=value(f"{section}.beside_work"),
             )
 
-        def kernel(name: str) -> FusedKernel:
-            hidden, hidden_gemm, efficiency = (
-                value(f"rivals.{name}_{part}") for part in _OF_KERNEL
-            )
-            return FusedKernel(hidden, hidden_gemm, value("inside.rate") * efficiency)
-
         inside = level("inside")
         assert inside is not None
         values: dict[str, Any] = {
@@ -220,7 +211,11 @@ class Hardware:
             for section, rules in _RULES.items()
             for name in rules.keys() & {entry.name for entry in fields(Machine)}
         }
-        values |= {name: kernel(name) for name in _KERNELS}
+        values["coc_fused"] = FusedKernel(
+            value("rivals.coc_fused_hidden"),
+            value("rivals.coc_fused_hidden_gemm"),
+            value("inside.rate") * value("rivals.coc_fused_efficiency"),
+        )
         values["cores"] = round(values["cores"])
         values["hbm_bandwidth"] *= value("npu.hbm_efficiency")
         values["ordered_sums"] *= self.deterministic

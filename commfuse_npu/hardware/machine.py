@@ -24,7 +24,7 @@ __all__ = [
     "min_outputs_to_hide",
 ]
 
-LinkTopology = Literal["full_mesh", "switched", "nic_per_npu", "nic_per_node"]
+LinkTopology = Literal["full_mesh", "switched", "nic_per_npu"]
 
 ITEM_BYTES = 2
 """Activations and weights are bf16."""
@@ -41,7 +41,7 @@ class Level:
 
     Attributes:
         topology: ``full_mesh``: a link per ordered pair; ``switched`` and ``nic_per_npu``: an
-            egress and an ingress per NPU; ``nic_per_node``: an egress and an ingress per node.
+            egress and an ingress per NPU.
         rate: bytes/s per link and direction that a large message reaches.
         latency: seconds per transfer besides ``bytes / rate``.
         beside_work: factor by which a transfer is slower while one of its ends computes.
@@ -104,7 +104,6 @@ class Machine:
     batched: bool
     message_copies: float = 0.0
     coc_fused: FusedKernel = NO_KERNEL
-    catccos: FusedKernel = NO_KERNEL
     mc2_grows: float = 0.0
     ordered_sums: float = 0.0
     expert_launches: float = 36.0
@@ -154,11 +153,11 @@ class Machine:
         """Factor by which HCCL's reduce-scatter is slower if it sums in a fixed order."""
         return 1 + self.ordered_sums * ranks / 8
 
-    def fused(self, kernel: FusedKernel, gemm: float, size: float, ranks: int) -> float:
-        """Seconds of a kernel with a GEMM and a collective over blocks of ``size`` bytes."""
-        latency, slower = self.inside.latency, self.inside.rate / kernel.rate
+    def coc_kernel(self, gemm: float, size: float, ranks: int) -> float:
+        """Seconds of CoC's kernel with a GEMM and a collective over blocks of ``size`` bytes."""
+        latency, slower = self.inside.latency, self.inside.rate / self.coc_fused.rate
         transfer = latency + slower * (self.collective(size, ranks) - latency)
-        return kernel.seconds(gemm, transfer)
+        return self.coc_fused.seconds(gemm, transfer)
 
     def buffered(self, size: float) -> float:
         """Seconds of the copies of a ``size``-byte message through buffers at both of its ends.

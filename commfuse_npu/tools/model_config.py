@@ -160,18 +160,6 @@ class ModelConfig:
         head = self.hidden_size // self.num_attention_heads
         return head * (self.num_attention_heads + 2 * self.num_query_groups)
 
-    @property
-    def layer_parameters(self) -> int:
-        """Number of parameters of one layer."""
-        return self.hidden_size * (self.qkv_size + self.hidden_size + 3 * self.ffn_hidden_size + 2)
-
-    @property
-    def number_of_parameters(self) -> int:
-        """Number of parameters of the model, with the published vocabulary, before padding."""
-        tables = 2 if self.untie_embeddings_and_output_weights else 1
-        tables_and_norm = (tables * self.vocab_size + 1) * self.hidden_size
-        return tables_and_norm + self.num_layers * self.layer_parameters
-
     def validate(self) -> None:
         """Check that layers, sequence and batch can be split as the layout requires.
 

@@ -9,9 +9,8 @@ chunks for each operation, or Megatron's order where that is faster, CoC with th
 slices (2, 4, 8) for all, with 8 ranks also as kernels, MC2 as its host cuts.  With other rounding
 sums are made in one pass, and weight gradients of row-parallel layers by blocks.  Forward-backward
 is a layer of a forward beside one of a backward, in the middle of a step.  Times are shares of
-those with blocking collectives.  Nobody can launch the last four: CoC tuned for each operation as
-ours is, the kernels of hicann/catccos, kernels without a cost of cutting, and no communication at
-all.  Who is ahead is counted a second time with deterministic sums of HCCL, as ours are.
+those with blocking collectives.  The last is a layer without communication.  Who is ahead is
+counted a second time with deterministic sums of HCCL, as ours are.
 
 A last table counts for whole steps of forward-backward, whose first forward and last backward have
 no partner, with hosts that take 15, 55 and 118 us for a launch.
@@ -29,43 +28,38 @@ from typing import NamedTuple, get_args
 
 from commfuse_npu.config_file import find_config
 from commfuse_npu.hardware.description import Hardware
-from commfuse_npu.hardware.machine import Machine, min_outputs_to_hide
-from commfuse_npu.plan import default_chunks, min_rows_to_fuse
+from commfuse_npu.hardware.machine import Machine
 from commfuse_npu.tools.markdown import table_head, table_row
 from commfuse_npu.tools.model_config import ModelConfig
-from commfuse_npu.tools.simulate.group import Group
-from commfuse_npu.tools.simulate.step import LayerTime, Recompute, Step, Training
-from commfuse_npu.tools.simulate.sweep import CORNERS, Layout, Options, training
-from commfuse_npu.tools.simulate.variants import (
-    CATCCOS,
-    COC,
-    COC_FUSED,
-    COC_TUNED,
-    COMPUTE_ONLY,
-    FB_OVERLAP,
-    IDEAL,
-    MC2,
-    MEGATRON,
-    REFERENCE,
-    Variant,
-    fused,
-    together,
-)
+from commfuse_npu.tools.simulate.step import LayerTime, Layout, Recompute, Step, Training
+from commfuse_npu.tools.simulate.sweep import CORNERS, training
+from commfuse_npu.tools.simulate.variants import COC, REFERENCE, Variant
+from commfuse_npu.tools.simulate.variants import forms as simulated
 
-__all__ = ["BOUNDS", "OURS", "RIVALS", "Point", "forms", "layer", "main", "point", "report",
+__all__ = ["BOUND", "OURS", "RIVALS", "Point", "forms", "layer", "main", "point", "report",
            "section", "steps", "steps_report"]  # fmt: skip
 
 _MACHINES = ("ascend_910b_server", "ascend_910c_supernode")
 _MODELS = ("llama2_7b", "llama3_8b", "llama3_70b")
 _SEQUENCES = (4096, 8192, 16384, 32768)
 _SIZES = (2, 4, 8)
-_CHUNKS = (1, 2, 3, 4, 6)
 
 OURS = ("ours", "ours, other rounding", "default", "forward-backward")
 _KERNEL = "CoC fused"
 RIVALS = ("CoC", _KERNEL, "MC2", "Megatron")
-BOUNDS = ("CoC tuned", "catccos", "ideal", "compute")
+BOUND = "compute"
 _STEP_FORMS = ("default", *RIVALS)
+_NAMES = {
+    "commfuse-tuned": "ours",
+    "commfuse-rounded": "ours, other rounding",
+    "commfuse": "default",
+    "commfuse-fb": "forward-backward",
+    "coc-fused": _KERNEL,
+    "mc2": "MC2",
+    "megatron": "Megatron",
+    **{form.name: f"CoC {form.way}" for form in COC},
+}
+"""Columns of the table, by the name of a form."""
 _HOSTS = (15, 55, 118)
 """Microseconds of host time per launch."""
 _MICRO_BATCHES = (8, 32)
@@ -95,23 +89,11 @@ def _ahead(shares: Shares, form: str, rivals: Sequence[str]) -> bool:
 
 
 def forms(machine: Machine, setup: Training) -> dict[str, Variant]:
-    """The compared forms, by name."""
-    tp, rows, hidden = setup.layout.tp, setup.shape.block, setup.shape.hidden
-    base, least = Group(machine, tp).direct, min_outputs_to_hide(machine, tp)
-    usual = next(iter(together(base, tp)), base)
-    default = fused(replace(usual, chunks=default_chunks(tp, rows, hidden)), collectives_from=least)
+    """The compared forms, by column; blocking collectives are none."""
     return {
-        "ours": fused(base, tuned=_CHUNKS),
-        "ours, other rounding": fused(base, tuned=_CHUNKS, wgrad="blocks", sums="once"),
-        "default": default if rows >= min_rows_to_fuse(tp, hidden) else MEGATRON,
-        **{f"CoC {variant.way}": variant for variant in COC},
-        "forward-backward": FB_OVERLAP,
-        **({_KERNEL: COC_FUSED, "catccos": CATCCOS} if tp == 8 else {}),
-        "Megatron": MEGATRON,
-        "MC2": MC2,
-        "CoC tuned": COC_TUNED,
-        "ideal": IDEAL,
-        "compute": COMPUTE_ONLY,
+        _NAMES.get(form.name, form.name): form
+        for form in simulated(machine, setup)
+        if form != REFERENCE
     }
 
 
@@ -132,8 +114,8 @@ def _times(
 
 def layer(model: str, tp: int, sequence: int, recompute: Recompute = "none") -> Training:
     """A training of one layer with one sequence."""
-    options = Options(micro_batch=1, micro_batches=1, recompute=recompute)
-    return training(ModelConfig.load(find_config(model)), Layout(tp, 1, 1, 1), sequence, options)
+    described, sizes = ModelConfig.load(find_config(model)), Layout(tp, 1, 1, 1)
+    return training(described, sizes, sequence, micro_batch=1, micro_batches=1, recompute=recompute)
 
 
 def point(machine: str, model: str, tp: int, sequence: int, corners: int = len(CORNERS)) -> Point:
@@ -166,7 +148,7 @@ def steps(machine: str, model: str, tp: int, sequence: int) -> _Steps:
     for corner, host, recompute in product(range(len(CORNERS)), _HOSTS, get_args(Recompute)):
         hardware = described.launching(host * 1e-6)
         setup = layer(model, tp, sequence, recompute)
-        times = _times(hardware, corner, setup, (*BOUNDS, *OURS[:2]))
+        times = _times(hardware, corner, setup, (BOUND, *OURS[:2]))
         del times[""]
         for count in _MICRO_BATCHES:
             lengths = {name: _length(time, count, setup.recomputes) for name, time in times.items()}
@@ -205,7 +187,7 @@ def steps_report(points: Sequence[_Steps]) -> str:
 
 def report(points: Sequence[Point]) -> str:
     """The points at which CommFuse is ahead, and a row per point."""
-    names = [*OURS, *RIVALS, *BOUNDS]
+    names = [*OURS, *RIVALS, BOUND]
 
     def row(point: Point) -> list[str]:
         fastest = min(point.shares[0].get(name, 1.0) for name in (*OURS, *RIVALS))

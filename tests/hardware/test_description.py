@@ -75,7 +75,7 @@ def test_nonsense_is_refused_with_file_field_value_and_limit(
     tmp_path: Path, field: str, value: Any, message: str
 ) -> None:
     """The file has a second problem: both are named at once."""
-    content = yaml.safe_load((CONFIGS / "ascend_910b_roce.yaml").read_text(encoding="utf-8"))
+    content = yaml.safe_load((CONFIGS / "ascend_910b_server.yaml").read_text(encoding="utf-8"))
     content["batched_transfers"] = "yes"
     *parts, last = field.split(".")
     inside = reduce(getitem, parts, content)

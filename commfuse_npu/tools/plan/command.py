@@ -22,16 +22,15 @@ from commfuse_npu.tools.outputs import Output, write_outputs
 from commfuse_npu.tools.plan.forms import plan_launch
 from commfuse_npu.tools.plan.launch import ask_about
 from commfuse_npu.tools.plan.npu_profile import find_profiles, plan_profile
-from commfuse_npu.tools.simulate.launch_options import check_target, write_plan
+from commfuse_npu.tools.simulate.launch_options import check_target, options, write_plan
 from commfuse_npu.tools.simulate.recommend import Fixed, NoLayoutError, recommend
-from commfuse_npu.tools.simulate.recommendation_report import as_json, reasons, report
-from commfuse_npu.tools.simulate.sweep import Options
+from commfuse_npu.tools.simulate.timed import as_json, best, sources, table, verdict
 from commfuse_npu.tools.terminal import print_verdict, tell
 
 __all__ = ["main"]
 
-_HARDWARE, _NPUS, _SERVERS = "ascend_910b_server", 8, "ascend_910b_roce"
-"""Without NPUs here: one server, or several if a launch has more NPUs than one."""
+_HARDWARE = "ascend_910b_server"
+"""The description if there are no NPUs here."""
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -58,8 +57,8 @@ def _parser() -> argparse.ArgumentParser:
     choose.add_argument("--model", help="a yaml file, or its name in configs/: llama3_70b")
     choose.add_argument(
         "--hardware",
-        help="a yaml file, or its name in configs/hardware/; default ascend_910b_server; for a "
-        "launch that of the NPUs here, or ascend_910b_roce if it has more than 8",
+        help=f"a yaml file, or its name in configs/hardware/; default {_HARDWARE}; for a launch "
+        "that of the NPUs here",
     )
     choose.add_argument("--npus", type=whole(), help="all of them are used; the model's by default")
     choose.add_argument(
@@ -72,11 +71,6 @@ def _parser() -> argparse.ArgumentParser:
         )
     choose.add_argument(
         "--recompute", choices=("none", "full"), help="by default only where memory is short"
-    )
-    choose.add_argument(
-        "--other-rounding",
-        action="store_true",
-        help="also schedules that round weight gradients in another way (--commfuse-wgrad blocks)",
     )
     choose.add_argument("--json", type=new_file, metavar="FILE")
     choose.add_argument(
@@ -128,9 +122,8 @@ def _launch(arguments: argparse.Namespace, words: Sequence[str]) -> int:
     tell(f"reading what {path or 'the command'} starts")
     launch = ask_about(config, words, os.environ)
     # By default the description of the NPUs here, if there is one.
-    usual = _SERVERS if launch.config.world_size > _NPUS else _HARDWARE
-    descriptions = {described(name) or usual for name, _ in listed_npus(Machine.this())}
-    default = descriptions.pop() if len(descriptions) == 1 else usual
+    descriptions = {described(name) or _HARDWARE for name, _ in listed_npus(Machine.this())}
+    default = descriptions.pop() if len(descriptions) == 1 else _HARDWARE
     hardware = Hardware.load(find_config(arguments.hardware or default, "hardware"))
     plan = plan_launch(launch, hardware)
     print_verdict(plan.verdict, False if plan.problems else plan.adds or None)
@@ -144,41 +137,40 @@ def _recommend(arguments: argparse.Namespace) -> int:
     hardware = Hardware.load(find_config(arguments.hardware or _HARDWARE, "hardware"))
     path = find_config(arguments.model)
     model = ModelConfig.load(path)
-    ulysses = model.context_parallel_algo == "ulysses_cp_algo"
     if arguments.write:
         check_target(arguments.write)
     try:
-        plan = recommend(
+        rows, fitting = recommend(
             model,
             hardware,
             model.world_size if arguments.npus is None else arguments.npus,
             sequence=arguments.sequence_length,
-            options=Options(
-                micro_batch=arguments.micro_batch, ulysses="fused" if ulysses else "none"
-            ),
+            micro_batch=arguments.micro_batch,
             fixed=Fixed(arguments.tp, arguments.cp, arguments.pp, arguments.recompute),
-            other_rounding=arguments.other_rounding,
         )
     except NoLayoutError as error:
         return refuse("plan", error, code=1)
-    summary, _, *why = reasons(plan)
+    first = best(rows)
+    summary, *why = verdict(rows, hardware)
     print_verdict(summary, True)
-    print(report(plan, model, path, hardware), *why, sep="\n")
+    launch = " ".join(options(model, first.training, first.form))
+    print(*why, "", "Options of pretrain_gpt.py:", "", f"    {launch}", sep="\n")
+    trained = f"{first.training.model.seq_length} tokens, {first.training.layout.npus} NPUs"
+    print("", f"{path.stem}, {trained} of {hardware.name}. {sources(hardware)}", sep="\n")
+    print("", table(rows), "", f"{fitting}.", sep="\n")
     launcher = f"CONFIG={arguments.write} bash scripts/launch_pretraining.sh"
+
+    def written(path: Path) -> None:
+        write_plan(path, model, hardware, first.training, first.form, first.typical)
+
+    def figures(path: Path) -> None:
+        write_json(path, as_json(rows, hardware, arguments.model), indent=1)
+
+    # First the file that a launch needs.
     return write_outputs(
         "plan",
         [
-            Output(
-                "--write",
-                arguments.write,
-                f". On every node:\n\n    {launcher}",
-                lambda path: write_plan(path, model, hardware, plan.best),
-            ),
-            Output(
-                "--json",
-                arguments.json,
-                ": all figures",
-                lambda path: write_json(path, as_json(plan, model), indent=1),
-            ),
+            Output("--write", arguments.write, f". On every node:\n\n    {launcher}", written),
+            Output("--json", arguments.json, ": all figures", figures),
         ],
     )

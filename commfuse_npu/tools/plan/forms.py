@@ -19,7 +19,8 @@ from commfuse_npu.tools.simulate.footprint import footprint
 from commfuse_npu.tools.simulate.launch_options import FORMS
 from commfuse_npu.tools.simulate.step import Step
 from commfuse_npu.tools.simulate.training import Training
-from commfuse_npu.tools.simulate.variants import COC, FB_OVERLAP, MEGATRON, fused, variants
+from commfuse_npu.tools.simulate.variants import COC, FB_OVERLAP, MEGATRON, fused
+from commfuse_npu.tools.simulate.variants import forms as simulated_forms
 
 __all__ = ["Form", "LaunchPlan", "plan_launch"]
 
@@ -143,17 +144,15 @@ def _costs(
     figures, tp, schedule = hardware.machine(), training.layout.tp, launch.schedule
     if min(hardware.npus_per_node, launch.config.npus_per_node) < tp:
         raise NotSimulated(f"a group of {tp} spans nodes of {hardware.npus_per_node} NPUs")
-    forms = {FORMS[form][0]: form for form in (MEGATRON, FB_OVERLAP)}
+    forms = {FORMS[form][0]: form for form in simulated_forms(figures, training) if form in FORMS}
     if tp > 1 and training.sequence_parallel:
-        forms |= {FORMS[form][0]: form for form in variants(tp, tp, 1) if form in FORMS}
         forms[_FUSED] = MEGATRON
         if launch.config.block_rows >= least:
             forms[_FUSED] = fused(
                 replace(schedule, lanes=schedule.lanes_for(tp)),
-                attention=launch.fuse.commfuse_attention,
                 collectives_from=min_outputs_to_hide(figures, tp),
             )
-    step = Step(figures, training, rough=True)
+    step = Step(figures, training)
     seconds = {title: step.time(form).seconds for title, form in forms.items()}
     in_slices = (title for title, form in forms.items() if form in COC)
     for slower in sorted(in_slices, key=seconds.__getitem__)[1:]:

@@ -34,6 +34,8 @@ _ROUGH = {
     "--qat-scheme": "without quantization",
     "--output-logit-softcapping": "without capping of logits",
     "--attn-logit-softcapping": "without capping of logits",
+    "--commfuse-attention": "without splitting attention by queries",
+    "--commfuse-ulysses": "with blocking exchanges of heads",
 }
 """Options that the simulator does not support, and how a step is simulated instead."""
 _STAGES = ("dpo", "rm", "ppo", "simpo", "orm", "prm", "grpo")
@@ -88,7 +90,6 @@ def training_of(launch: AskedLaunch) -> Training:
     return Training(
         model,
         "full" if recompute else "none",
-        fuse_ulysses=launch.fuse.commfuse_ulysses,
         vpp=vpp,
         recomputed=_recomputed(options, vpp) if recompute else None,
         kinds=_kinds(options, model.num_layers),

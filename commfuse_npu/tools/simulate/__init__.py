@@ -4,14 +4,15 @@ The simulated programs are those that the transport executes.  Nothing here is m
 imports torch.  Modules, from the top down::
 
     command               the subcommand ``simulate``
-    recommend, recommendation_report      the search of ``plan``
-    report, lanes         output as text and as a picture;  launch_options  as launch flags
-    sweep                 variants over sequence lengths and numbers of NPUs, as ranges
+    recommend             the search of ``plan``
+    timed                 a training in a form: time, memory, table, verdict;  lanes  its picture
+    launch_options        a form as launch flags and as a configuration
+    sweep                 trainings, and the machines of a description's ranges
     step                  a training step: stages, micro-batches, buckets, optimizer
     pipeline, data_parallel, footprint
     llama, context_parallel, fb_overlap   a layer, forward and backward, operation by operation;
                           experts, latent  replace parts of it
-    linear, mc2           the tensor-parallel linear layers in every variant;  variants
+    linear, mc2           the tensor-parallel linear layers in every form;  variants  the forms
     group                 the ranks of a group, or one rank if all do the same
     rank                  plain collectives and compiled programs as launches
     engine                discrete-event simulation

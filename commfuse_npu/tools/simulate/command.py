@@ -7,27 +7,25 @@ import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from commfuse_npu.config_file import ConfigError, find_config
 from commfuse_npu.hardware.description import Hardware
 from commfuse_npu.runtime.atomic_write import write_json
 from commfuse_npu.tools.model_config import ModelConfig
 from commfuse_npu.tools.option_types import Parser, new_file, positive, refuse, whole
-from commfuse_npu.tools.option_types import words as word_list
 from commfuse_npu.tools.outputs import Output, write_outputs
 from commfuse_npu.tools.report.drawing import draw, lacking
 from commfuse_npu.tools.simulate.lanes import layer_picture
 from commfuse_npu.tools.simulate.launch_options import launching
-from commfuse_npu.tools.simulate.report import Standing, sources, table
 from commfuse_npu.tools.simulate.step import Layout, Step
-from commfuse_npu.tools.simulate.sweep import Options, Point, of_hardware, sweep, training
-from commfuse_npu.tools.simulate.variants import Variant
-from commfuse_npu.tools.terminal import print_verdict
+from commfuse_npu.tools.simulate.sweep import CORNERS, training
+from commfuse_npu.tools.simulate.timed import as_json, best, sources, table, timed, verdict
+from commfuse_npu.tools.simulate.variants import MEGATRON, REFERENCE, forms
+from commfuse_npu.tools.terminal import print_verdict, tell
 
 __all__ = ["main"]
 
-_MOST_TOKENS, _MOST_MICRO_BATCHES, _MOST_CHUNKS = 1 << 24, 1 << 16, 256
+_MOST_TOKENS, _MOST_MICRO_BATCHES = 1 << 24, 1 << 16
 """Upper limits of option values: larger ones are unrealistic and would take too long."""
 
 
@@ -53,15 +51,8 @@ def _parser() -> argparse.ArgumentParser:
             f"--{name}", type=whole(), help=f"{meaning}-parallel size; the model's by default"
         )
     subject.add_argument(
-        "--npus",
-        type=whole(),
-        nargs="+",
-        help="numbers of NPUs instead of --dp, to see what scales",
-    )
-    subject.add_argument(
-        "--sequence-lengths",
+        "--sequence-length",
         type=whole(1, _MOST_TOKENS),
-        nargs="+",
         help="the model's by default",
         metavar="S",
     )
@@ -74,10 +65,8 @@ def _parser() -> argparse.ArgumentParser:
     subject.add_argument("--recompute", choices=("none", "full"), default="none")
     subject.add_argument(
         "--ulysses",
-        choices=("none", "plain", "fused"),
-        default="none",
-        help="context parallelism by exchanging heads; fused: CommFuse's variants with "
-        "--commfuse-ulysses; none: as the model's file says",
+        action="store_true",
+        help="context parallelism by exchanging heads, whatever the model's file says",
     )
     subject.add_argument(
         "--deterministic",
@@ -86,13 +75,6 @@ def _parser() -> argparse.ArgumentParser:
         "tensor-parallel reduce-scatters; CommFuse always does",
     )
     how = parser.add_argument_group("how")
-    how.add_argument(
-        "--variants", type=word_list, default=("*",), help="names or patterns: 'coc-*,commfuse-*'"
-    )
-    how.add_argument("--lanes", type=whole(), help="of CommFuse; by default what suits the links")
-    how.add_argument(
-        "--chunks", type=whole(1, _MOST_CHUNKS), nargs="+", default=[1, 2, 4], help="of CommFuse"
-    )
     how.add_argument(
         "--launch-us",
         type=positive,
@@ -112,7 +94,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     out = parser.add_argument_group("what comes out (besides Markdown tables)")
     out.add_argument("--json", type=new_file, metavar="FILE")
-    out.add_argument("--all", action="store_true", help="all variants, not those that matter")
     out.add_argument("--svg", type=_svg, metavar="FILE", help="a Gantt chart of one layer")
     return parser
 
@@ -145,116 +126,66 @@ def _main(arguments: argparse.Namespace) -> int:
         hardware = hardware.posting(arguments.post_us * 1e-6)
     model_path = find_config(arguments.model)
     model = ModelConfig.load(model_path)
-    layouts = _layouts(arguments, model)
-    tp, cp, _, pp, _ = first = layouts[0]
-    if (arguments.lanes or 0) > max(1, max(tp, cp) - 1):
+    layout = _layout(arguments, model)
+    if layout.npus > hardware.npus:
         raise ValueError(
-            f"--lanes {arguments.lanes}: a group of {max(tp, cp)} ranks has "
-            f"{max(1, max(tp, cp) - 1)}; choose {max(1, max(tp, cp) - 1)} or less"
+            f"{hardware.path}: nodes: TP*CP*DP*PP = {layout.tp}*{layout.cp}*{layout.dp}*"
+            f"{layout.pp} = {layout.npus} NPUs are more than the {hardware.npus} of "
+            f"{hardware.nodes} nodes of {hardware.npus_per_node}; choose smaller sizes, or "
+            "another --hardware"
         )
-    sequences = arguments.sequence_lengths or [model.seq_length]
-    options = Options(
-        micro_batch=arguments.micro_batch,
-        micro_batches=arguments.micro_batches,
-        lanes=arguments.lanes,
-        chunks=tuple(dict.fromkeys(arguments.chunks)),
-        patterns=arguments.variants,
-        recompute=arguments.recompute,
-        ulysses=arguments.ulysses,
-        corners=not arguments.typical,
-    )
-    of_hardware(hardware, first, options)  # raises if a pattern matches no variant
     try:
-        swept = sweep(model, hardware, layouts, sequences, options)
+        setup = training(
+            model,
+            layout,
+            arguments.sequence_length,
+            micro_batch=arguments.micro_batch,
+            micro_batches=arguments.micro_batches,
+            recompute=arguments.recompute,
+            ulysses=arguments.ulysses,
+        )
     except ConfigError as error:
         lines = [_own_options(line) for line in str(error).splitlines()]
         raise ConfigError("\n".join(f"{model_path}: {line}" for line in lines)) from error
-    sizes = f"TP {tp}, CP {cp}, PP {pp}, DP {', '.join(str(layout.dp) for layout in layouts)}"
-    title = f"{model_path.stem} on {hardware.name}, {sizes}"
-    points: list[Point] = []
-    standing = Standing(points)
-    everything = arguments.all or options.patterns != Options.patterns
-    setup = training(model, first, sequences[0], options)
-    verdict, variants = list[str](), list[Variant]()
-    try:
-        for point in swept:
-            points.append(point)
-    finally:
-        # Also after an error or an interrupt, show the results so far.
-        if points:
-            variants = standing.selected(everything)
-            verdict = standing.verdict(lambda variant: " ".join(launching(variant, setup)))
-            print_verdict(verdict[0], True)
-            print(*verdict[1:], "", f"{title}. {sources(hardware)}", sep="\n")
-        for point in points:
-            print("\n" + table(point, variants), flush=True)
+    rows = []
+    for form in forms(hardware.machine(), setup):
+        tell(f"{setup.model.seq_length} tokens, {layout.npus} NPUs: {form.name}")
+        rows.append(timed(setup, form, hardware, 1 if arguments.typical else len(CORNERS)))
+    first = best(rows)
+    summary, *why = verdict(rows, hardware)
+    print_verdict(summary, True)
+    flags = " ".join(launching(first.form, setup)) or "none, it is Megatron's order"
+    title = f"{model_path.stem}, {setup.model.seq_length} tokens, {layout.npus} NPUs"
+    print(*why, "", f"Options of this form: {flags}.", sep="\n")
+    print("", f"{title} of {hardware.name}. {sources(hardware)}", sep="\n")
+    print("", table(rows), sep="\n")
+
+    def picture(path: Path) -> None:
+        shown = {form.name: form for form in (REFERENCE, MEGATRON, first.form)}
+        layer = layer_picture(Step(hardware.machine(), setup), shown)
+        draw(layer, f"{title}, {hardware.name}, simulated", path)
+
+    def figures(path: Path) -> None:
+        write_json(path, as_json(rows, hardware, arguments.model), indent=1)
+
     return write_outputs(
         "simulate",
         [
-            Output(
-                "--json",
-                arguments.json,
-                ": all figures",
-                lambda path: write_json(
-                    path, _as_json(arguments.model, hardware, points), indent=1
-                ),
-            ),
-            Output(
-                "--svg",
-                arguments.svg,
-                ": one layer at the first point",
-                lambda path: draw(
-                    layer_picture(Step(hardware.machine(), setup), standing.compared), title, path
-                ),
-            ),
+            Output("--json", arguments.json, ": all figures", figures),
+            Output("--svg", arguments.svg, ": a layer", picture),
         ],
     )
 
 
 def _own_options(problem: str) -> str:
     """Rename a launch's options in a message: here they are keys of the model's file."""
-    here = problem.replace("--seq-length", "--sequence-lengths")
-    return re.sub(r"--(?!sequence-lengths)([a-z-]+)", lambda key: key[1].replace("-", "_"), here)
+    here = problem.replace("--seq-length", "--sequence-length")
+    return re.sub(r"--(?!sequence-length)([a-z-]+)", lambda key: key[1].replace("-", "_"), here)
 
 
-def _layouts(arguments: argparse.Namespace, model: ModelConfig) -> list[Layout]:
+def _layout(arguments: argparse.Namespace, model: ModelConfig) -> Layout:
     tp = arguments.tp or model.tensor_model_parallel_size
     cp = arguments.cp or model.context_parallel_size
     pp = arguments.pp or model.pipeline_model_parallel_size
-    replica = tp * cp * pp
-    if arguments.npus is None:
-        fits = model.world_size % replica == 0
-        return [Layout(tp, cp, arguments.dp or (model.world_size // replica if fits else 1), pp)]
-    if arguments.dp is not None:
-        raise ValueError("--npus and --dp say the same twice; give one of them")
-    for npus in arguments.npus:
-        if npus % replica:
-            raise ValueError(
-                f"--npus {npus} is not divisible by TP*CP*PP = {tp}*{cp}*{pp} = {replica}; choose "
-                + (f"{npus // replica * replica} or " if npus > replica else "")
-                + f"{npus // replica * replica + replica}"
-            )
-    return [Layout(tp, cp, npus // replica, pp) for npus in arguments.npus]
-
-
-def _as_json(model: str, hardware: Hardware, points: list[Point]) -> dict[str, Any]:
-    return {
-        "simulated": True,
-        "model": model,
-        "hardware": {
-            "file": str(hardware.path),
-            "name": hardware.name,
-            "deterministic": hardware.deterministic,
-            "figures": {name: vars(figure) for name, figure in hardware.figures.items()},
-        },
-        "points": [
-            {
-                "sequence": point.sequence,
-                "npus": point.npus,
-                "micro_batches": point.micro_batches,
-                "ratio": point.ratio._asdict(),
-                "variants": [outcome.as_json() for outcome in point.outcomes.values()],
-            }
-            for point in points
-        ],
-    }
+    replicas, remainder = divmod(model.world_size, tp * cp * pp)
+    return Layout(tp, cp, arguments.dp or (1 if remainder else replicas), pp)

@@ -14,8 +14,7 @@ from collections.abc import Callable, Sequence
 
 from commfuse_npu.hardware.machine import ITEM_BYTES
 
-__all__ = ["GRADIENT_BYTES", "bucket_parameters", "buckets", "exposed", "exposed_gather",
-           "exposed_scatter"]  # fmt: skip
+__all__ = ["GRADIENT_BYTES", "bucket_parameters", "buckets", "exposed", "exposed_end"]
 
 GRADIENT_BYTES = 4
 """Gradients are summed in fp32."""
@@ -44,10 +43,10 @@ def exposed(
     shards = [math.ceil(sum(parameters[layer] for layer in bucket) / ranks) for bucket in order]
     out = [collective(shard * GRADIENT_BYTES) for shard in shards]
     back = [collective(shard * ITEM_BYTES) for shard in shards]
-    late = exposed_scatter(backward, order, out) if overlaps[0] else sum(out)
+    late = exposed_end(backward, order, out) if overlaps[0] else sum(out)
     if not distributed:
         return late + sum(out), 0.0
-    return late, exposed_gather(forward, order, back) if overlaps[1] else sum(back)
+    return late, exposed_end(forward, order, back) if overlaps[1] else sum(back)
 
 
 def bucket_parameters(ranks: int) -> int:
@@ -73,13 +72,15 @@ def buckets(parameters: Sequence[float], ranks: int) -> list[list[int]]:
     return [bucket for bucket in groups if bucket]
 
 
-def exposed_scatter(
+def exposed_end(
     layers: Sequence[float], order: Sequence[Sequence[int]], transfers: Sequence[float]
 ) -> float:
     """Seconds from the end of the backward to the end of the last reduce-scatter.
 
+    With time reversed, the same are the seconds that the first forward waits for parameters.
+
     Args:
-        layers: seconds of each layer's backward, from first to last layer.
+        layers: seconds of each layer in that direction, from first to last layer.
         order: layers of each bucket, in the order in which the buckets become ready.
         transfers: seconds of each bucket's transfer.
     """
@@ -88,20 +89,3 @@ def exposed_scatter(
         time += sum(layers[layer] for layer in bucket)
         link = max(link, time) + transfer
     return link - time
-
-
-def exposed_gather(
-    layers: Sequence[float], order: Sequence[Sequence[int]], transfers: Sequence[float]
-) -> float:
-    """Seconds that the first forward waits for parameters; buckets arrive in forward order.
-
-    Args:
-        layers: seconds of each layer's forward.
-        order, transfers: as for :func:`exposed_scatter`, in backward order.
-    """
-    time = link = work = 0.0
-    for bucket, transfer in zip(reversed(order), reversed(transfers), strict=True):
-        link += transfer
-        seconds = sum(layers[layer] for layer in bucket)
-        time, work = max(time, link) + seconds, work + seconds
-    return time - work

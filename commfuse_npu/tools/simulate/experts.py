@@ -116,9 +116,7 @@ class Experts:
         """Sort and send tokens; the receiver sorts them by expert."""
         moved = tokens * self.each * (1 + self.tensor * (self.local > 1))
         rank.compute(f"{name}: sort", rank.machine.memory(2.0 * moved * hidden * ITEM_BYTES))
-        if rank.variant.kind != "compute":
-            seconds = self.transfers(rank.machine, tokens, hidden)
-            rank.need(rank.elsewhere(name, seconds))
+        rank.need(rank.elsewhere(name, self.transfers(rank.machine, tokens, hidden)))
 
     def _products(
         self, rank: Rank, name: str, rows: int, inputs: int, outputs: int, *, wgrad: bool = False

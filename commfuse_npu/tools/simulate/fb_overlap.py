@@ -1,6 +1,7 @@
 """Forward-backward overlap: a forward and a backward alternate on one stream, as launches.
 
-Each side is launched in Megatron's order (:mod:`.llama`).  The operations of both sides are then
+Each side is launched in Megatron's order (:mod:`.llama`), and hands over at collectives: a ring's
+passes of keys and values are none.  The operations of both sides are then
 merged in the order in which the sides alternate (:mod:`commfuse_npu.plan.turn_order`).  That order
 is chosen from their own work and transfers, as a launch chooses it from its first step.  All
 transfers are collectives of one communicator, in launch order.  A hand-over costs a host launch.
@@ -15,8 +16,8 @@ from typing import NamedTuple
 from commfuse_npu.plan.turn_order import HandOverPoint, best_order
 from commfuse_npu.tools.simulate import llama
 from commfuse_npu.tools.simulate.launches import COMPUTE, Operation
-from commfuse_npu.tools.simulate.llama import Attended, LayerShape
-from commfuse_npu.tools.simulate.rank import Rank
+from commfuse_npu.tools.simulate.llama import LayerShape
+from commfuse_npu.tools.simulate.rank import RING, Rank
 
 __all__ = ["pair"]
 
@@ -28,29 +29,20 @@ class _Piece(NamedTuple):
     point: HandOverPoint
 
 
-def pair(
-    rank: Rank,
-    shape: LayerShape,
-    layers: int,
-    attention: tuple[Attended, Attended] | None,
-    *,
-    recomputes: bool = False,
-) -> None:
+def pair(rank: Rank, shape: LayerShape, layers: int, *, recomputes: bool = False) -> None:
     """Add the forward of ``layers`` layers, and the backward of as many of another micro-batch.
 
     Args:
-        attention: forward and backward; by default they follow from the shape.
         recomputes: whether the backward first runs each layer's forward (full recomputation).
     """
-    ahead, back = attention or (None, None)
     names = "forward of a pair: ", "backward of a pair: "
     like = rank.machine, rank.rank, rank.size, rank.members_per_node, rank.variant
     forward, backward = (Rank(*like, prefix=name) for name in names)
     for _ in range(layers):
-        llama.forward(forward, shape, ahead)
+        llama.forward(forward, shape)
         if recomputes:
-            llama.forward(backward, shape, ahead)
-        llama.backward(backward, shape, back)
+            llama.forward(backward, shape)
+        llama.backward(backward, shape)
     operations = forward.finish(), backward.finish()
     pieces = [_pieces(of_side, rank) for of_side in operations]
     order = best_order(([piece.point for piece in pieces[0]], [piece.point for piece in pieces[1]]))
@@ -95,7 +87,12 @@ def _pieces(operations: Sequence[Operation], rank: Rank) -> list[_Piece]:
         sends = [message for at in begun for message in operations[at].sends]
         follows = (launch for launch in operations[begun.stop :] if launch.engine == COMPUTE)
         blocking = bool(set(begun) & {at for launch in islice(follows, 1) for at in launch.after})
-        seconds = max(message.delay + collective(message.size, rank.size) for message in sends)
+        seconds = max(
+            message.size
+            if message.source == message.target
+            else message.delay + collective(message.size, rank.size)
+            for message in sends
+        )
         cut(begun.stop, seconds, len(under_way) if blocking else None, blocking)
         if not blocking:
             under_way.append(begun)
@@ -104,7 +101,7 @@ def _pieces(operations: Sequence[Operation], rank: Rank) -> list[_Piece]:
 
 
 def _transfer(numbered: tuple[int, Operation]) -> str | int:
-    """The name of a transfer, which gloo splits into a receive and a send; for work its index, so
-    that each piece of work is its own group."""
+    """The name of a collective, which gloo splits into a receive and a send; for anything else its
+    index, so that each piece of work is its own group."""
     number, launch = numbered
-    return number if launch.engine == COMPUTE else launch.name
+    return number if launch.engine == COMPUTE or launch.name == RING else launch.name

@@ -19,26 +19,21 @@ With full recomputation a layer keeps only its input, and one layer at a time ha
 A pipeline stage holds as many micro-batches as there are stages from it to the end (1F1B), and more
 with interleaved chunks.
 
-For communication, the operation of a layer with the largest buffers counts.  A fused operation
-needs the scratch memory of its program.  Otherwise it is the backward of a column-parallel linear
-layer, which holds the gathered input and the gradient of all rows.
+For communication, the operation of a layer with the largest buffers counts: the backward of a
+column-parallel linear layer, which holds the gathered input and the gradient of all rows.  A fused
+one holds the partial sums of its peers besides.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
-from functools import lru_cache
 from typing import NamedTuple
 
 from commfuse_npu.hardware.description import Hardware
-from commfuse_npu.hardware.machine import ITEM_BYTES, SUM_BYTES, Machine
+from commfuse_npu.hardware.machine import ITEM_BYTES, SUM_BYTES
+from commfuse_npu.plan import Schedule
 from commfuse_npu.plan.slots import in_flight_without, most_in_flight, slots
 from commfuse_npu.runtime.hccl_options import lane_megabytes
-from commfuse_npu.tools.simulate import llama
-from commfuse_npu.tools.simulate.context_parallel import ContextParallel
-from commfuse_npu.tools.simulate.group import Group
 from commfuse_npu.tools.simulate.llama import LayerShape
-from commfuse_npu.tools.simulate.rank import Run
 from commfuse_npu.tools.simulate.training import Kind, Training
 from commfuse_npu.tools.simulate.variants import Variant
 
@@ -89,19 +84,12 @@ def limit(hardware: Hardware) -> float:
 
 def footprint(training: Training, variant: Variant, hardware: Hardware) -> Footprint:
     """The memory of the pipeline stage that needs the most."""
-    layout, machine = training.layout, hardware.machine()
+    layout, shape = training.layout, training.shape
     stages = (_stage(training, stage, variant) for stage in range(layout.pp))
-    runs: tuple[Run, ...] = ()
-    if variant.kind == "fused":
-        runs = _programs(machine, training.shape, training.context, variant)
-    # One communicator per kind of group, and the lanes of the variant.  The two buffers of a lane
-    # are sized to its messages, from 16 MB to HCCL's own size.
+    # One communicator per kind of group, and the lanes of the variant.
     most = hardware.typical("host.communicator_bytes")
     groups = sum(size > 1 for size in layout[:4]) * most
-    lanes = (
-        run.program.lanes * min(most, 2 * 2.0**20 * lane_megabytes(run.message)) for run in runs
-    )
-    communication = _buffers(variant, training.shape, runs) + groups + max(lanes, default=0.0)
+    communication = _buffers(variant, shape) + groups + _lanes(variant, shape, most)
     return Footprint(*max(stages, key=sum), communication)
 
 
@@ -150,45 +138,34 @@ def _kept(training: Training, kind: Kind) -> float:
     return ITEM_BYTES * size + rows * _STATISTICS * heads
 
 
-def _buffers(variant: Variant, shape: LayerShape, runs: tuple[Run, ...]) -> float:
+def _buffers(variant: Variant, shape: LayerShape) -> float:
     """Bytes of gathered tensors, partial sums and scratch for the transfers of a layer."""
-    if variant.kind == "fused":
-        wide = SUM_BYTES if variant.sums == "once" else ITEM_BYTES
-        scratch = (
-            ITEM_BYTES * run.program.scratch_elements()
-            + wide * run.program.scratch_elements(wide=True)
-            for run in runs
-        )
-        most = max(scratch, default=0)
-        if not runs or variant.wgrad != "blocks":
-            return most
-        # The largest weight gradient is accumulated in fp32.
-        widest = max(2 * shape.feed_forward, shape.qkv, shape.vocabulary) // shape.ranks
-        return most + float(SUM_BYTES * shape.hidden * widest)
     if variant.kind == "compute" or shape.ranks == 1:
         return 0.0
+    gathered = float(shape.rows * shape.row_bytes)
+    widest = max(2 * shape.feed_forward, shape.qkv, shape.vocabulary) // shape.ranks
+    if variant.kind == "fused":
+        size = 3 * gathered
+        if any(way.shape == "collective" and way.chunks > 1 for way in _schedules(variant)):
+            # The rows of a chunk's product are copied to their places.
+            size = max(size, gathered + ITEM_BYTES * shape.rows * widest)
+        # By blocks, the largest weight gradient is accumulated in fp32.
+        return size + (variant.wgrad == "blocks") * SUM_BYTES * shape.hidden * widest
     # Sliced variants need one more buffer, for the copy that restores the order of rows.
-    return (3.0 if variant.kind == "sliced" else 2.0) * shape.rows * shape.row_bytes
+    return (3.0 if variant.kind == "sliced" else 2.0) * gathered
 
 
-@lru_cache(4096)
-def _programs(
-    machine: Machine, shape: LayerShape, context: ContextParallel | None, variant: Variant
-) -> tuple[Run, ...]:
-    """The programs of a layer and of the head on a rank, for each schedule that tuning tries."""
-    programs: list[Run] = []
-    group = Group(machine, shape.ranks)
-    for form in [replace(variant, way=way, tuned=()) for way in variant.tuned] or [variant]:
-        forward, backward = (context and context.attended(machine, form)) or (None, None)
-        for build in (
-            lambda rank, attended=forward: llama.forward(rank, shape, attended),
-            lambda rank, attended=backward: llama.backward(rank, shape, attended),
-            lambda rank: llama.head_forward(rank, shape),
-            lambda rank: llama.head_backward(rank, shape),
-        ):
-            programs += group.build(form, build, 0).programs.values()
-        if context and context.fuses:
-            exchanges = context.exchanges(machine, form.schedule)
-            for part in (context.forward, context.backward):
-                programs += context.group(machine).build(exchanges, part, 0).programs.values()
-    return tuple(programs)
+def _lanes(variant: Variant, shape: LayerShape, most: float) -> float:
+    """Bytes of the lanes' communicators: two buffers each, from 16 MB to HCCL's own size."""
+    if variant.kind != "fused" or shape.ranks == 1:
+        return 0.0
+    block = shape.block * shape.row_bytes
+    return max(
+        way.lanes_for(shape.ranks)
+        * min(most, 2 * 2.0**20 * lane_megabytes(block * way.blocks_at_once(shape.ranks)))
+        for way in _schedules(variant)
+    )
+
+
+def _schedules(variant: Variant) -> list[Schedule]:
+    return [way for way in variant.tuned or (variant.way,) if isinstance(way, Schedule)]

@@ -95,9 +95,8 @@ class Group:
             variant = self._tuned(variant, build, steady)
         links = Links(self.machine, self.size, self.stride, folded=True)
         if whole is None:
-            # Ranks in the middle have blocks on both sides of their own, and under a causal mask
-            # the cost of a block depends on its position.
-            whole = variant.kind == "fused" and (self.size > 2 or variant.attention)
+            # Ranks in the middle have blocks on both sides of their own.
+            whole = variant.kind == "fused" and self.size > 2
         if whole:
             launches = [self.build(variant, build, rank).finish() for rank in range(self.size)]
             links = Links(self.machine, self.size, self.stride)
@@ -122,7 +121,7 @@ class Group:
 
         def seconds(variant: Variant) -> float:
             # One rank is enough for the choice.
-            return self.simulate(variant, build, whole=variant.attention, steady=steady).seconds
+            return self.simulate(variant, build, whole=False, steady=steady).seconds
 
         plain, *alternatives = [replace(variant, way=way, tuned=()) for way in variant.tuned]
         fastest, best = plain, seconds(plain)

@@ -12,21 +12,20 @@ from pathlib import Path
 from commfuse_npu.hardware.description import Hardware
 from commfuse_npu.runtime.atomic_write import atomic_write
 from commfuse_npu.tools.model_config import ModelConfig
-from commfuse_npu.tools.simulate.recommend import Candidate
-from commfuse_npu.tools.simulate.step import Training
+from commfuse_npu.tools.simulate.training import Training
 from commfuse_npu.tools.simulate.variants import COC, COC_FUSED, FB_OVERLAP, MC2, MEGATRON, Variant
 
 __all__ = ["FORMS", "check_target", "launching", "options", "planned", "write_plan"]
 
 FORMS = {
-    MEGATRON: ("Megatron's order", ""),
-    **{
-        form: (f"CoC in {form.way} slices", f"--use-ascend-coc --coc-parallel-num {form.way}")
-        for form in COC
-    },
-    COC_FUSED: ("CoC's kernel", "--use-ascend-coc --coc-fused-kernel"),
-    MC2: ("MC2", "--use-ascend-mc2"),
-    FB_OVERLAP: ("forward-backward overlap", "--commfuse-fb-overlap"),
+    form: (title, form.flags or "")
+    for form, title in (
+        (MEGATRON, "Megatron's order"),
+        *((form, f"CoC in {form.way} slices") for form in COC),
+        (COC_FUSED, "CoC's kernel"),
+        (MC2, "MC2"),
+        (FB_OVERLAP, "forward-backward overlap"),
+    )
 }
 """The forms besides fused layers that can be launched: description and flags."""
 
@@ -35,9 +34,9 @@ _DECIDED = ("--num-layers-per-virtual-pipeline-stage", "--recompute-", "--overla
 """Prefixes of options that a plan sets itself and therefore removes from the model's."""
 
 
-def options(model: ModelConfig, chosen: Candidate) -> list[str]:
-    """Layout, recomputation and schedule, as options of ``pretrain_gpt.py``."""
-    training, layout = chosen.training, chosen.training.layout
+def options(model: ModelConfig, training: Training, form: Variant) -> list[str]:
+    """Layout, recomputation and form, as options of ``pretrain_gpt.py``."""
+    layout = training.layout
     words = [
         *("--tensor-model-parallel-size", str(layout.tp)),
         *("--pipeline-model-parallel-size", str(layout.pp)),
@@ -53,7 +52,7 @@ def options(model: ModelConfig, chosen: Candidate) -> list[str]:
     words += _without_key(training)
     if len(set(training.layers)) > 1:
         words += ["--num-layer-list", ",".join(map(str, training.layers))]
-    return [*words, *launching(chosen.variant, training)]
+    return [*words, *launching(form, training)]
 
 
 def _without_key(training: Training) -> Iterator[str]:
@@ -70,55 +69,32 @@ def _without_key(training: Training) -> Iterator[str]:
         yield from ("--recompute-num-layers", "1")
 
 
-def launching(variant: Variant, training: Training) -> Iterator[str]:
-    """The ``pretrain_gpt.py`` options of a variant; none for Megatron's own order."""
-    schedule, layout = variant.schedule, training.layout
-    _, flags = FORMS.get(variant, ("", ""))
-    yield from flags.split()
-    if variant == FB_OVERLAP and layout.pp > 1 and layout.vpp == 1:
-        yield "--commfuse-fb-overlap-memory"
-    if schedule is None:
-        return
-    yield "--use-commfuse"
-    if schedule.shape == "collective":
-        yield from ("--commfuse-schedule", "collective")
-    else:
-        yield from ("--commfuse-lanes", str(schedule.lanes))
-    if variant.tuned:
-        yield from ("--commfuse-tuning", "on")
-    else:
-        yield from ("--commfuse-chunks", str(schedule.chunks))
-    if variant.collectives_from and layout.tp > 1:
-        yield from ("--commfuse-collectives-from", str(variant.collectives_from))
-    if schedule.taper != 1:
-        yield from ("--commfuse-taper", f"{schedule.taper:g}")
-    if variant.attention:
-        yield "--commfuse-attention"
-    if training.fuse_ulysses and layout.cp > 1:
-        yield "--commfuse-ulysses"
-    if variant.wgrad != "whole":
-        yield from ("--commfuse-wgrad", variant.wgrad)
-    if variant.sums == "once":
-        yield from ("--commfuse-reduce-dtype", "float32")
+def launching(form: Variant, training: Training) -> list[str]:
+    """The ``pretrain_gpt.py`` options of a form; none for Megatron's own order."""
+    words, layout = (form.flags or "").split(), training.layout
+    if form == FB_OVERLAP and layout.pp > 1 and layout.vpp == 1:
+        words.append("--commfuse-fb-overlap-memory")
+    return words
 
 
-def planned(model: ModelConfig, hardware: Hardware, chosen: Candidate) -> ModelConfig:
+def planned(
+    model: ModelConfig, hardware: Hardware, training: Training, form: Variant
+) -> ModelConfig:
     """The model in the simulated layout, with options for settings that have no key."""
-    training, npus = chosen.training, chosen.training.layout.npus
+    npus = training.layout.npus
     words: list[str] = []
     decided = False
     for word in model.pretrain_options:
         decided = word.startswith(_DECIDED) if word.startswith("--") else decided
         words += [] if decided else [word]
     per_node = min(npus, hardware.npus_per_host)
-    ours = launching(chosen.variant, training) if chosen.variant.ours else ()
-    flags = () if chosen.variant.ours else launching(chosen.variant, training)
+    flags = launching(form, training)
     plan = replace(
         training.model,
         npus_per_node=per_node,
         nnodes=npus // per_node,
-        pretrain_options=(*words, *_without_key(training), *flags),
-        commfuse_options=tuple(ours),
+        pretrain_options=(*words, *_without_key(training), *([] if form.ours else flags)),
+        commfuse_options=tuple(flags if form.ours else ()),
     )
     plan.validate()
     return plan
@@ -135,18 +111,25 @@ def check_target(path: Path) -> None:
         raise ValueError(f"--write {path}: there is such a file, and not of a plan; name another")
 
 
-def write_plan(path: Path, model: ModelConfig, hardware: Hardware, chosen: Candidate) -> None:
-    """Write a candidate as a model configuration; an earlier plan is replaced.
+def write_plan(
+    path: Path,
+    model: ModelConfig,
+    hardware: Hardware,
+    training: Training,
+    form: Variant,
+    seconds: float,
+) -> None:
+    """Write a training in a form as a model configuration; an earlier plan is replaced.
 
     Raises:
         OSError: the file cannot be written.
     """
-    tp, cp, dp, pp, _ = layout = chosen.training.layout
+    tp, cp, dp, pp, _ = layout = training.layout
     lines = [
         f"{_FIRST_LINE} for {layout.npus} NPUs of {hardware.name}:",
-        f"# TP {tp} x PP {pp} x CP {cp} x DP {dp}, {chosen.variant.name}, "
-        f"{chosen.seconds:.3g} s a step. Simulated, not measured.",
-        planned(model, hardware, chosen).as_yaml(),
+        f"# TP {tp} x PP {pp} x CP {cp} x DP {dp}, {form.name}, "
+        f"{seconds:.3g} s a step. Simulated, not measured.",
+        planned(model, hardware, training, form).as_yaml(),
     ]
     with atomic_write(path) as part:
         part.write_text("\n".join(lines), "utf-8")

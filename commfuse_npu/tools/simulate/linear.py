@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from itertools import pairwise
 from typing import Literal
 
-from commfuse_npu.hardware.machine import ITEM_BYTES, SUM_BYTES, FusedKernel
+from commfuse_npu.hardware.machine import ITEM_BYTES, SUM_BYTES
 from commfuse_npu.plan import Schedule, split
 from commfuse_npu.plan.instructions import Compute
 from commfuse_npu.plan.rules import column_backward, gather_gemm, gemm_scatter
@@ -156,8 +156,6 @@ def wgrad_seconds(
 
 # ------------------------------------------------------------------------ without programs
 
-_TILES = 16
-"""Number of tiles of an ideal kernel's GEMM, between which it can wait; assumed."""
 _CORES = 20
 """Cube cores for MC2's tiling if the description does not give them."""
 _ROUNDS = 4
@@ -171,15 +169,13 @@ def _form(rank: Rank, inner: int, *, kernel: bool = True) -> Kind:
     """
     kind, one_node = rank.variant.kind, rank.members_per_node == rank.size
     tiled = kernel and rank.size in RANKS and one_node and INNER[0] <= inner < INNER[1]
-    supported = {"kernel": kernel, "mc2": tiled, "ideal": tiled}.get(kind, True)
+    supported = {"kernel": kernel, "mc2": tiled}.get(kind, True)
     return kind if kind == "plain" or (supported and rank.sequence_parallel) else "megatron"
 
 
 def _measured_kernel(rank: Rank, name: str, gemm: float, size: float) -> None:
-    """A kernel that others have measured; ``size`` is in bytes per block."""
-    machine = rank.machine
-    kernel: FusedKernel = getattr(machine, rank.variant.kernel)
-    rank.compute(name, machine.fused(kernel, gemm, size, rank.size))
+    """CoC's kernel, which others have measured; ``size`` is in bytes per block."""
+    rank.compute(name, rank.machine.coc_kernel(gemm, size, rank.size))
 
 
 class _Mc2:
@@ -264,12 +260,6 @@ def _gather_gemm(rank: Rank, name: str, rows: int, inner: int, outer: int) -> tu
             seconds = machine.gemm((n - 1) * tile, inner, outer, start=False)
             rank.compute(name, seconds, waits, launches=0)
         return arrivals[-1]
-    if form == "ideal":
-        waits = rank.collective(f"{name} gather", block, launches=0)
-        last = whole / (_TILES * n)
-        rank.compute(name, whole - last)
-        rank.compute(f"{name} last tile", last, waits, launches=0)
-        return waits
     slices = _slices(rank, name, rows)
     arrivals = [_gathered(rank, f"{name} gather", part * inner) for part in slices]
     for part, waits in zip(slices, arrivals, strict=True):
@@ -309,12 +299,6 @@ def _gemm_scatter(
             seconds = machine.gemm(n * tile, inner, outer, start=not number)
             rank.compute(name, seconds, launches=0)
             waits = cut.transfer(f"{name} scatter", tile * outer * ITEM_BYTES, 0, sums=True)
-    elif form == "ideal":
-        first = whole / (_TILES * n)
-        rank.compute(f"{name} first tile", first)
-        rank.collective(f"{name} scatter", block * (1 - 1 / _TILES), launches=0, sums=True)
-        rank.compute(name, whole - first, launches=0)
-        waits = rank.collective(f"{name} last scatter", block / _TILES, launches=0, sums=True)
     else:
         slices = _slices(rank, name, rows)
         if len(slices) > 1:

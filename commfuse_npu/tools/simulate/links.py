@@ -1,8 +1,10 @@
 """The links that a transfer uses, and their capacity.
 
 The ranks of a group are on the NPUs ``0, stride, 2 * stride, ...``; in Megatron's rank order
-tensor-parallel neighbors are adjacent and data-parallel neighbors ``tp * cp`` apart.  All groups of
-the machine are assumed to do the same at the same time, so they share the NIC of a node.
+tensor-parallel neighbors are adjacent and data-parallel neighbors ``tp * cp`` apart.
+
+A message of a rank to itself stands for a transfer in another group, on links that nothing else
+uses: its size is in seconds.
 
 With ``folded`` one rank represents all: in a symmetric group every rank sends at distance k when
 this one does, so the traffic into this rank equals the traffic out of it.
@@ -66,6 +68,8 @@ class Links:
 
     def latency(self, source: int, target: int) -> float:
         """Latency of a transfer in seconds."""
+        if source == target:
+            return 0.0
         return self._level(source, target).latency
 
     def beside_work(self, source: int, target: int) -> float:
@@ -76,24 +80,19 @@ class Links:
         """The links that a transfer occupies, from the first to the last."""
         topology = self._level(source, target).topology
         into = source if self.folded else target
+        if source == target:
+            return (("other group", source, 0),)
         if topology == "full_mesh":
             return (("pair", source, target),)
         if topology == "switched":
             return (("out", source, 0), ("in", into, 0))
-        if topology == "nic_per_npu":
-            return (("nic-out", source, 0), ("nic-in", into, 0))
-        return (("node-out", self._node(source), 0), ("node-in", self._node(into), 0))
+        return (("nic-out", source, 0), ("nic-in", into, 0))
 
     def capacity(self, link: LinkId) -> float:
         """Bandwidth of a link in bytes/s that is available to the group."""
-        kind = link[0]
-        if kind in ("pair", "out", "in"):
-            rate = self.machine.inside.rate
-        else:
-            assert self.machine.between is not None
-            rate = self.machine.between.rate
-        if kind.startswith("node"):
-            # All NPUs of the node share the NIC; this group has only some of them.
-            members = 1 if self.folded else self.members_per_node
-            rate *= members / self.machine.npus_per_node
-        return rate
+        if link[0] == "other group":
+            return 1.0
+        if link[0] in ("pair", "out", "in"):
+            return self.machine.inside.rate
+        assert self.machine.between is not None
+        return self.machine.between.rate

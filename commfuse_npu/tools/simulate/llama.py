@@ -11,8 +11,9 @@ feed-forward, ``n`` tensor-parallel ranks.  All widths below are those of one ra
 Attention (causal, forward) takes ``2 * B * S^2 * H`` FLOP over all ranks: two products over half of
 the scores.  Its backward takes 2.5 times as many: five products instead of two, because flash
 attention recomputes the scores.  Element-wise work costs its memory traffic.  Latent attention
-(:mod:`.latent`) replaces qkv, and experts (:mod:`.experts`) replace the feed-forward part.  Without
-sequence parallelism every rank has all rows.
+(:mod:`.latent`) replaces qkv, experts (:mod:`.experts`) replace the feed-forward part, and context
+parallelism (:mod:`.context_parallel`) adds transfers to attention.  Without sequence parallelism
+every rank has all rows.
 
 Launches are those of Megatron core 0.12.1 with the kernels that MindSpeed-LLM's launches select
 (one each for RMS norm, rotary embedding, SwiGLU and attention in each direction, and a separate
@@ -22,21 +23,17 @@ addition of gradients to ``main_grad``): 33 forward and 33 backward, counted on 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from commfuse_npu.hardware.machine import ITEM_BYTES, Machine
-from commfuse_npu.plan.instructions import Compute
-from commfuse_npu.plan.rules import gather_use, produce_scatter
 from commfuse_npu.tools.simulate import linear
+from commfuse_npu.tools.simulate.context_parallel import ContextParallel
 from commfuse_npu.tools.simulate.experts import Experts
 from commfuse_npu.tools.simulate.latent import Latent
-from commfuse_npu.tools.simulate.linear import wgrad_seconds
-from commfuse_npu.tools.simulate.rank import Rank, Width, rest
+from commfuse_npu.tools.simulate.rank import Rank, rest
 
-__all__ = ["BACKWARD_ATTENTION", "Attended", "LayerShape", "Queries", "backward", "forward",
-           "head_backward", "head_forward", "rows_of", "run_of"]  # fmt: skip
+__all__ = ["BACKWARD_ATTENTION", "LayerShape", "backward", "forward", "head_backward",
+           "head_forward"]  # fmt: skip
 
 BACKWARD_ATTENTION = 2.5
 """FLOP of attention's backward per FLOP of its forward."""
@@ -50,9 +47,6 @@ _ADDED = 2
 """Launches per half of a layer that add the gradients of its two weights to earlier ones."""
 _LOSS = 20, 8
 """Launches of a cross entropy over a split vocabulary, forward and backward."""
-
-Queries = Callable[[slice], float]
-"""Seconds of attention for a range of query rows."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +64,7 @@ class LayerShape:
         gated: whether the feed-forward part is gated (SwiGLU).
         causal: whether a query sees only the keys up to its own position.
         latent, experts: replace queries, keys and values, and the feed-forward part.
+        context: the context-parallel group, if there is one.
     """
 
     sequence: int
@@ -86,6 +81,7 @@ class LayerShape:
     causal: bool = True
     latent: Latent | None = None
     experts: Experts | None = None
+    context: ContextParallel | None = None
 
     @property
     def inner(self) -> int:
@@ -123,25 +119,18 @@ class LayerShape:
         """Bytes of a row of hidden states; only such rows are transferred."""
         return self.hidden * ITEM_BYTES
 
-    def attention(self, machine: Machine, factor: float = 1.0) -> Queries:
-        """Seconds of attention for a range of query rows, times ``factor``.
+    def attention(self, machine: Machine, factor: float = 1.0) -> float:
+        """Seconds of attention on one rank, times ``factor``.
 
-        With a causal mask later rows see more keys.  Under context parallelism each rank has a part
-        from both ends of the sequence, so all rows cost the same.
+        Under context parallelism a rank has the queries of a part of the sequence, or with Ulysses
+        those of the full sequence for some heads.
         """
-        uniform = self.attended != self.sequence or not self.causal
         parts = self.ranks * (self.attended // self.sequence)
         widths = self.latent.attended if self.latent else 2.0 * (self.heads or self.hidden)
         flops = self.batch * self.attended**2 * widths / parts * (1 if self.causal else 2)
-        whole = machine.attention(flops * factor)
-
-        def seconds(run: slice) -> float:
-            start, stop = run.start / self.rows, run.stop / self.rows
-            share = stop - start if uniform else stop**2 - start**2
-            queries = (run.stop - run.start) / self.batch
-            return whole * share * (1 + machine.half_rows / queries)
-
-        return seconds
+        ulysses = self.context is not None and self.context.ulysses
+        queries = self.attended if ulysses else self.sequence
+        return machine.attention(flops * factor) * (1 + machine.half_rows / queries)
 
 
 def _elementwise(rank: Rank, name: str, rows: float, *widths: float, launches: int = 1) -> None:
@@ -150,47 +139,23 @@ def _elementwise(rank: Rank, name: str, rows: float, *widths: float, launches: i
     rank.compute(name, seconds, launches=launches)
 
 
-class Attended(NamedTuple):
-    """Attention under context parallelism, which is simulated separately.
-
-    Attributes:
-        seconds: including exposed transfers.
-        waiting: seconds of these in which the compute engine is idle.
-        projects: whether the projections before and after it are included.
-        launches, posts, events: host work.
-    """
-
-    seconds: float
-    waiting: float = 0.0
-    projects: bool = False
-    launches: int = 1
-    posts: int = 0
-    events: int = 0
-
-
-def forward(rank: Rank, shape: LayerShape, attention: Attended | None = None) -> None:
-    """Add a layer's forward.
-
-    Args:
-        attention: replaces the attention that follows from the shape.
-    """
+def forward(rank: Rank, shape: LayerShape) -> None:
+    """Add a layer's forward."""
     n, block, held = shape.ranks, shape.block, shape.held
     h, qkv = shape.hidden, shape.qkv // n
     rank.sequence_parallel = shape.sequence_parallel
     _elementwise(rank, "norm", held, h, h)
-    outside = attention is None or not attention.projects
     if shape.latent is not None:
         shape.latent.forward(rank, shape.rows, held, h)
-    elif outside:
+    else:
         linear.column(rank, "qkv", block, h, qkv)
     _elementwise(rank, "rotary", shape.rows, qkv, qkv, launches=_ROTARY[0])
-    attend = shape.attention(rank.machine)
-    if rank.variant.attention and attention is None and n > 1:
-        _attention_scatter(rank, shape, attend)
+    seconds = shape.attention(rank.machine)
+    if shape.context is None:
+        rank.compute("attention", seconds)
     else:
-        _attend(rank, "attention", attend(slice(0, shape.rows)), attention)
-        if outside:
-            linear.row(rank, "proj", block, shape.inner, h)
+        shape.context.attend(rank, 0, seconds, shape.rows, qkv, shape.inner)
+    linear.row(rank, "proj", block, shape.inner, h)
     _elementwise(rank, "residual, norm", held, h, h, h, h, launches=2)
     if shape.experts is not None:
         shape.experts.forward(rank, held, h)
@@ -201,8 +166,8 @@ def forward(rank: Rank, shape: LayerShape, attention: Attended | None = None) ->
     _elementwise(rank, "residual", held, h, h, h)
 
 
-def backward(rank: Rank, shape: LayerShape, attention: Attended | None = None) -> None:
-    """Add a layer's backward; see :func:`forward`."""
+def backward(rank: Rank, shape: LayerShape) -> None:
+    """Add a layer's backward."""
     n, block, held = shape.ranks, shape.block, shape.held
     h, qkv = shape.hidden, shape.qkv // n
     rank.sequence_parallel = shape.sequence_parallel
@@ -215,69 +180,20 @@ def backward(rank: Rank, shape: LayerShape, attention: Attended | None = None) -
         _elementwise(rank, "activation backward", shape.rows, width, outputs, outputs)
         rest(fc1)
     _elementwise(rank, "norm backward", held, h, h, h, h, launches=_NORM + _ADDED)
-    attend = shape.attention(rank.machine, BACKWARD_ATTENTION)
-    outside = shape.latent is None and (attention is None or not attention.projects)
     qkv_gradients = linear.column_gradients(rank, "qkv backward", block, h, qkv)
-    if rank.variant.attention and attention is None and n > 1:
-        _gather_attention(rank, shape, attend)
+    before = qkv_gradients if shape.latent is None else None
+    linear.row_gradients(rank, "proj backward", block, shape.inner, h, before=before)
+    seconds = shape.attention(rank.machine, BACKWARD_ATTENTION)
+    if shape.context is None:
+        rank.compute("attention backward", seconds)
     else:
-        if attention is None or not attention.projects:
-            before = qkv_gradients if outside else None
-            linear.row_gradients(rank, "proj backward", block, shape.inner, h, before=before)
-        _attend(rank, "attention backward", attend(slice(0, shape.rows)), attention)
+        shape.context.attend(rank, 1, seconds, shape.rows, qkv, shape.inner)
     _elementwise(rank, "rotary backward", shape.rows, qkv, qkv, launches=_ROTARY[1])
     if shape.latent is not None:
         shape.latent.backward(rank, shape.rows, held, h)
-    elif outside:
+    else:
         rest(qkv_gradients)
     _elementwise(rank, "norm backward", held, h, h, h, h, launches=_NORM + _ADDED)
-
-
-def _attend(rank: Rank, name: str, alone: float, attention: Attended | None) -> None:
-    """Add attention as one kernel, or as simulated separately."""
-    cost = attention or Attended(alone)
-    rank.compute(name, cost.seconds, launches=cost.launches, events=cost.events, posts=cost.posts)
-
-
-def run_of(instruction: Compute) -> slice:
-    """The queries of an instruction."""
-    assert instruction.run is not None
-    return instruction.run
-
-
-def rows_of(instruction: Compute) -> int:
-    """The number of queries of an instruction."""
-    return int(run_of(instruction).stop - run_of(instruction).start)
-
-
-def _attention_scatter(rank: Rank, shape: LayerShape, attend: Queries) -> None:
-    """Attention and output projection of one range of queries at a time, each then transferred."""
-    h, inner = shape.hidden, shape.inner
-
-    def make(instruction: Compute, _: Width) -> float:
-        return attend(run_of(instruction)) + rank.machine.gemm(rows_of(instruction), inner, h)
-
-    name = "attention and proj"
-    program = produce_scatter(rank.spec(name, causal=True), shape.block, h)
-    rank.run(name, program, {"out": h}, {"make": make})
-
-
-def _gather_attention(rank: Rank, shape: LayerShape, attend: Queries) -> None:
-    """The backward of :func:`_attention_scatter`: gradients arrive, run by run."""
-    h, inner = shape.hidden, shape.inner
-    whole = rank.variant.wgrad == "whole"
-
-    def use(instruction: Compute, _: Width) -> float:
-        rows = rows_of(instruction)
-        seconds = rank.machine.gemm(rows, h, inner) + attend(run_of(instruction))
-        return seconds if whole else seconds + wgrad_seconds(rank, rows, inner, h, shape.rows)
-
-    def wgrad(instruction: Compute, _: Width) -> float:
-        return wgrad_seconds(rank, shape.rows, inner, h)
-
-    name = "proj and attention backward"
-    program = gather_use(rank.spec(name, causal=True), shape.block, h, whole)
-    rank.run(name, program, {"shard": h}, {"use": use, "wgrad": wgrad})
 
 
 def head_forward(rank: Rank, shape: LayerShape) -> None:

@@ -26,7 +26,6 @@ result, so no step pays for it; a batch is expanded each time, which is included
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple
 
 from commfuse_npu.hardware.machine import ITEM_BYTES, SUM_BYTES, Machine
 from commfuse_npu.plan.instructions import (
@@ -41,7 +40,6 @@ from commfuse_npu.plan.instructions import (
     Span,
     Wait,
     WaitEvent,
-    accesses,
     uses_side_stream,
 )
 from commfuse_npu.plan.program import Program
@@ -49,7 +47,7 @@ from commfuse_npu.plan.schedule import RankSpec, Schedule
 from commfuse_npu.tools.simulate.launches import ASIDE, COMPUTE, Key, Message, Operation
 from commfuse_npu.tools.simulate.variants import Variant, Way, direct
 
-__all__ = ["EVENTS", "Rank", "Run", "Width", "Work", "rest"]
+__all__ = ["EVENTS", "RING", "Rank", "Width", "Work", "rest"]
 
 Width = Callable[[Span], int]
 """Number of columns of a span."""
@@ -60,19 +58,14 @@ Work = Callable[[Compute, Width], float]
 _COLLECTIVE = "collective"
 EVENTS = 4
 """Events of a collective: recorded, or waited for by a stream."""
+RING = "keys and values"
+"""Name and lane of the passes of ring attention, which are no collectives."""
 
 
 def rest(steps: Iterator[None]) -> None:
     """Run an iterator to its end."""
     for _ in steps:
         pass
-
-
-class Run(NamedTuple):
-    """A program, and the size of its longest message in bytes."""
-
-    program: Program
-    message: float
 
 
 class Rank:
@@ -102,7 +95,7 @@ class Rank:
         self.machine, self.rank, self.size, self.variant = machine, rank, size, variant
         self.members_per_node = members_per_node
         self.operations: list[Operation] = []
-        self.programs: dict[str, Run] = {}
+        self.programs: dict[str, Program] = {}
         self.ways: dict[str, Way] = {}
         self.either: set[str] = set()
         self.sequence_parallel = True
@@ -213,13 +206,23 @@ class Rank:
         host = launches, 0, EVENTS * launches
         return self._exchange(name, _COLLECTIVE, [send], [receive], after, *host)[:1]
 
-    def elsewhere(self, name: str, seconds: float) -> tuple[int, ...]:
-        """A collective of another group that takes ``seconds``; returns what to wait for."""
-        if seconds <= 0:
+    def elsewhere(self, name: str, seconds: float, launches: int = 1) -> tuple[int, ...]:
+        """Collectives of another group that take ``seconds``; returns what to wait for."""
+        host = launches, 0, EVENTS * launches
+        return self._in_another_group(name, _COLLECTIVE, seconds, (), *host)
+
+    def pass_beside(self, seconds: float, after: Iterable[int]) -> tuple[int, ...]:
+        """A pass of :data:`RING`, to a rank of another group; its host time is that of the work."""
+        return self._in_another_group(RING, RING, seconds, after)
+
+    def _in_another_group(
+        self, name: str, lane: str, seconds: float, after: Iterable[int], *host: int
+    ) -> tuple[int, ...]:
+        if seconds <= 0 or self.variant.kind == "compute":
             return ()
-        delay = seconds - self.machine.inside.latency
-        message = Message((*self._key(name), self.rank), self.rank, self.rank, 0.0, delay)
-        return self._exchange(name, _COLLECTIVE, [message], [message], (), 1, 0, EVENTS)[:1]
+        # Links carry a second of such a message in a second.
+        message = Message((*self._key(name), self.rank), self.rank, self.rank, seconds)
+        return self._exchange(name, lane, [message], [message], after, *host)[:1]
 
     # ------------------------------------------------------------- programs
 
@@ -228,16 +231,10 @@ class Rank:
         usual = dict(self.variant.chosen).get(operation, self.variant.way)
         return self.ways.setdefault(operation, usual)
 
-    def spec(self, operation: str, *, causal: bool = False) -> RankSpec:
-        """The schedule and the rank for which a program is compiled.
-
-        Args:
-            causal: use the block order for a causal mask, under which blocks differ in cost.
-        """
+    def spec(self, operation: str) -> RankSpec:
+        """The schedule and the rank for which a program is compiled."""
         schedule = self.way(operation)
         assert isinstance(schedule, Schedule)
-        if causal:
-            schedule = schedule.for_causal_blocks()
         return RankSpec(schedule, self.rank, self.size, self.machine.batched)
 
     def run(
@@ -285,8 +282,7 @@ class Rank:
             delay = self.machine.buffered(sent)
             return Message((*key, step, source), source, target, sent, delay)
 
-        carried = (span for post in program.posts for spans in accesses(post) for span in spans)
-        self.programs[operation] = Run(program, max(map(size, carried), default=0.0))
+        self.programs[operation] = program
         received: dict[int, int] = {}
         sent: dict[int, int] = {}
         events: dict[int, int | None] = {}

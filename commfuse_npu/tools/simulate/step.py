@@ -20,7 +20,6 @@ from typing import Literal, NamedTuple
 
 from commfuse_npu.hardware.machine import ITEM_BYTES, Machine
 from commfuse_npu.tools.simulate import fb_overlap, llama
-from commfuse_npu.tools.simulate.context_parallel import Attention
 from commfuse_npu.tools.simulate.data_parallel import GRADIENT_BYTES, exposed
 from commfuse_npu.tools.simulate.group import Group, Simulated, collective_seconds
 from commfuse_npu.tools.simulate.links import PlacementError
@@ -98,32 +97,24 @@ def _simulate(
     shape: LayerShape,
     variant: Variant,
     part: _Part | int,
-    attended: Attention = None,
     *,
     recomputes: bool = False,
-    rough: bool = False,
 ) -> Simulated:
     """Simulate a part of a layer, or ``part`` layers of a forward paired with a backward."""
     if isinstance(part, int):
-        build = partial(
-            fb_overlap.pair, shape=shape, layers=part, attention=attended, recomputes=recomputes
-        )
-    elif part.startswith("head"):
-        build = partial(getattr(llama, part), shape=shape)
+        build = partial(fb_overlap.pair, shape=shape, layers=part, recomputes=recomputes)
     else:
-        attention = attended and attended[part == "backward"]
-        build = partial(getattr(llama, part), shape=shape, attention=attention)
+        build = partial(getattr(llama, part), shape=shape)
     steady = part not in ("head_forward", "head_backward")
-    one_rank = rough and not (steady and variant.attention)
     group = Group(machine, shape.ranks)
-    return group.simulate(variant, build, whole=False if one_rank else None, steady=steady)
+    return group.simulate(variant, build, steady=steady)
 
 
 @lru_cache(_KEPT)
-def _head(machine: Machine, shape: LayerShape, variant: Variant, rough: bool) -> list[float]:
+def _head(machine: Machine, shape: LayerShape, variant: Variant) -> list[float]:
     """Seconds of the output layer and the loss, forward and backward."""
     parts: tuple[_Part, ...] = "head_forward", "head_backward"
-    return [_simulate(machine, shape, variant, part, rough=rough).seconds for part in parts]
+    return [_simulate(machine, shape, variant, part).seconds for part in parts]
 
 
 @lru_cache(_KEPT)
@@ -132,13 +123,9 @@ def _cost(
     shape: LayerShape,
     variant: Variant,
     part: _Part | int,
-    attended: Attention,
     recomputes: bool,
-    rough: bool,
 ) -> _Cost:
-    simulated = _simulate(
-        machine, shape, variant, part, attended, recomputes=recomputes, rough=rough
-    )
+    simulated = _simulate(machine, shape, variant, part, recomputes=recomputes)
     launched = (
         (sum(x.launches for x in rank), sum(x.posts for x in rank), sum(x.events for x in rank))
         for rank in simulated.launches
@@ -150,17 +137,12 @@ def _cost(
 class Step:
     """A training step on a machine.
 
-    Args:
-        rough: let one rank represent all.  This takes a fraction of the time, and underestimates by
-            up to 2 % with two chunks or more, 3 % with one.
-
     Raises:
         ValueError: a group does not fit the machine's nodes.
     """
 
     machine: Machine
     training: Training
-    rough: bool = False
 
     def parts(self, variant: Variant) -> list[tuple[str, Simulated]]:
         """Simulate a layer's forward, then its backward; or one of each as a pair."""
@@ -172,7 +154,6 @@ class Step:
             self.machine,
             self.training.shape,
             variant,
-            attended=self._attended(variant),
             recomputes=self.training.recomputes,
         )
         return [(name, simulate(part=part)) for name, part in parts.items()]
@@ -198,7 +179,7 @@ class Step:
         recomputed = [training.recomputed_share(place) * f for place, f in enumerate(forwards)]
         backwards = chunks(lambda time: time.backward)
         backwards = [b + again for b, again in zip(backwards, recomputed, strict=True)]
-        head = _head(self.machine, training.shape, variant, self.rough)
+        head = _head(self.machine, training.shape, variant)
         forwards[-1] += head[0]
         backwards[-1] += head[1]
         embedding = self._embedding(variant)
@@ -233,12 +214,9 @@ class Step:
 
     def layer_time(self, variant: Variant, kind: Kind = "dense") -> LayerTime:
         """A layer of one micro-batch, forward and backward, in the middle of a stage."""
-        attended = self._attended(variant)
         if variant.kind == "fb_overlap":
-            return self._paired(variant, kind, attended)
-        forward, backward = (
-            self._of_layer(variant, kind, p, attended) for p in ("forward", "backward")
-        )
+            return self._paired(variant, kind)
+        forward, backward = (self._of_layer(variant, kind, p) for p in ("forward", "backward"))
         # The host does not wait between forward and backward, so their totals are compared.
         runs = 2 if self.training.recomputes else 1
         hosts = [cost.host(self.machine) for cost in (forward, backward)]
@@ -246,32 +224,25 @@ class Step:
         if runs * hosts[0] + hosts[1] > runs * seconds[0] + seconds[1]:
             seconds = hosts
         waiting = sum(seconds) - forward.busy - backward.busy
-        waiting += sum(part.waiting for part in attended or ())
         return LayerTime(seconds[0], seconds[1], waiting)
 
     def _of_layer(
-        self,
-        variant: Variant,
-        kind: Kind,
-        part: _Part | int,
-        attended: Attention,
-        recomputes: bool = False,
+        self, variant: Variant, kind: Kind, part: _Part | int, recomputes: bool = False
     ) -> _Cost:
         machine, shape = self.machine, self.training.shape_of(kind)
         if not variant.tuned:
             # Simulate with free launches: the host time is counted separately, from their numbers.
             machine = replace(machine, launch_overhead=0.0, post_overhead=0.0, event_overhead=0.0)
-        rough = self.rough and variant.kind != "fb_overlap"
-        return _cost(machine, shape, variant, part, attended, recomputes, rough)
+        return _cost(machine, shape, variant, part, recomputes)
 
-    def _paired(self, variant: Variant, kind: Kind, attended: Attention) -> LayerTime:
+    def _paired(self, variant: Variant, kind: Kind) -> LayerTime:
         """Megatron's order for single layers; a pair from the difference of four and two layers."""
         alone, share = self.layer_time(MEGATRON, kind), self.training.recomputed_share(0)
         layer = extra = busy = 0.0
         for recomputes, part in ((False, 1 - share), (True, share)):
             if not part:
                 continue
-            two, four = (self._of_layer(variant, kind, n, attended, recomputes) for n in (2, 4))
+            two, four = (self._of_layer(variant, kind, n, recomputes) for n in (2, 4))
             more = four.beyond(two)
             seconds = max(more.device, more.host(self.machine)) / 2
             layer, busy = layer + part * seconds, busy + part * more.busy / 2
@@ -282,10 +253,6 @@ class Step:
         return LayerTime(alone.forward, alone.backward, layer - busy, pair=(layer, extra))
 
     # ------------------------------------------------------------------- parts
-
-    def _attended(self, variant: Variant) -> Attention:
-        context = self.training.context
-        return None if context is None else context.attended(self.machine, variant)
 
     def _embedding(self, variant: Variant) -> float:
         """Seconds of the embedding, including the reduce-scatter of its rows (or a gather)."""
@@ -343,9 +310,7 @@ class Step:
                     "another --hardware"
                 )
             level = machine.between
-        share = machine.npus_per_node if level.topology == "nic_per_node" else 1
-        size = training.shape.block * training.shape.row_bytes
-        return level.latency + size * share / level.rate
+        return level.latency + training.shape.block * training.shape.row_bytes / level.rate
 
     @property
     def _optimizer(self) -> float:

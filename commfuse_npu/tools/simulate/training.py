@@ -42,7 +42,6 @@ class Training:
 
     Attributes:
         model: with the layout, the sequence length and the batch of this training.
-        fuse_ulysses: whether CommFuse's variants fuse the exchanges of Ulysses.
         vpp: chunks of layers per pipeline stage; they divide the layers of every stage.
         recomputed: with full recomputation, number of layers per stage whose forward is run again;
             ``None``: all.
@@ -58,7 +57,6 @@ class Training:
 
     model: ModelConfig
     recompute: Recompute = "none"
-    fuse_ulysses: bool = False
     vpp: int = 1
     recomputed: int | None = None
     kinds: tuple[Kind, ...] = ()
@@ -125,50 +123,14 @@ class Training:
         return self.model.global_batch_size // (self.model.micro_batch_size * self.layout.dp)
 
     @property
-    def context(self) -> ContextParallel | None:
-        model = self.model
-        if model.context_parallel_size == 1:
-            return None
-        head = self.head or model.hidden_size // model.num_attention_heads
-        ulysses = model.context_parallel_algo == "ulysses_cp_algo"
-        return ContextParallel(
-            self.shape,
-            model.context_parallel_size,
-            head * model.num_query_groups,
-            model.num_query_groups,
-            ulysses,
-            ulysses and self.fuse_ulysses,
-        )
-
-    @property
     def recomputes(self) -> bool:
         """Whether full recomputation runs each layer's forward again before its backward."""
         return self.recompute == "full"
-
-    @property
-    def parameters(self) -> int:
-        """Parameters of the whole model, without the input embedding, which has no FLOP."""
-        model = self.model
-        table = model.vocab_size * model.hidden_size
-        return model.number_of_parameters - table * model.untie_embeddings_and_output_weights
 
     def tokens_per_second(self, seconds: float) -> float:
         """Tokens per second and NPU, if a step takes ``seconds``."""
         tokens = self.model.seq_length * self.model.global_batch_size
         return tokens / (seconds * self.layout.npus)
-
-    @property
-    def flops(self) -> float:
-        """Model FLOP of a step: 6 per parameter and token, and 6 * S * H per layer and token for
-        causal attention; recomputation does not count (PaLM's model FLOPs utilization)."""
-        model = self.model
-        scores = 6.0 * model.num_layers * model.hidden_size * model.seq_length
-        tokens = model.seq_length * model.global_batch_size
-        return tokens * (6.0 * self.parameters + scores)
-
-    def utilization(self, seconds: float, peak: float) -> float:
-        """Share of the NPUs' peak FLOP/s that a step of ``seconds`` seconds reaches."""
-        return self.flops / (seconds * self.layout.npus * peak)
 
     def parameters_of(self, kind: Kind) -> tuple[float, float]:
         """Parameters per NPU in a layer: those used by all tokens, and those of its experts."""
@@ -234,6 +196,21 @@ class Training:
             gated=self.gated,
             causal=self.causal,
             latent=self.latent,
+            context=self._context,
+        )
+
+    @property
+    def _context(self) -> ContextParallel | None:
+        model = self.model
+        if model.context_parallel_size == 1:
+            return None
+        head = self.head or model.hidden_size // model.num_attention_heads
+        return ContextParallel(
+            size=model.context_parallel_size,
+            ranks=model.tensor_model_parallel_size,
+            key_value=head * model.num_query_groups,
+            groups=model.num_query_groups,
+            ulysses=model.context_parallel_algo == "ulysses_cp_algo",
         )
 
     @property

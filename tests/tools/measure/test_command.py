@@ -81,7 +81,7 @@ def test_everything_is_measured_described_and_shown(measured: Path, capsys: Any)
     assert ours >= {"npu.hbm_bandwidth", "inside.rate", "inside.latency", "host.post_overhead"}
     assert all(figures[name] == base[name] for name in figures.keys() - ours)
     options = ["--hardware", str(described), "--model", "llama3_8b", "--tp", "2"]
-    assert simulate([*options, "--sequence-lengths", "4096"]) == 0
+    assert simulate([*options, "--sequence-length", "4096"]) == 0
     assert "Megatron" in capsys.readouterr().out
 
     page = (measured / "measured.md").read_text()

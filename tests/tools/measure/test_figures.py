@@ -168,7 +168,7 @@ def test_the_description_has_the_cores_that_the_device_names(tmp_path: Path) -> 
 
 
 def test_every_figure_has_a_row_in_the_docs() -> None:
-    described = Hardware.load(find_config("ascend_910b_roce", "hardware")).figures
+    described = Hardware.load(find_config("ascend_910b_server", "hardware")).figures
     text = (Path(__file__).parents[3] / "docs" / "measure.md").read_text("utf-8")
     rows = re.findall(r"^\| (`\w+\.\w+`.*?) \| .* \|$", text, re.MULTILINE)
     listed = [name for row in rows for name in re.findall(r"`(\w+\.\w+)`", row)]

@@ -121,6 +121,9 @@ def test_what_would_be_fused_and_what_is_wrong_is_listed(plan: Plan, capsys) -> 
     printed = capsys.readouterr().out
     assert "per rank" not in printed
     assert printed.count("it replaces Megatron's column- and row-parallel linear layers") == 1
+    split = plan(f"{TP} {MANY} --use-commfuse --commfuse-attention")
+    rough = "--commfuse-attention: simulated without splitting attention by queries"
+    assert rough in split["notes"]
     wrong = plan("--tensor-model-parallel-size 3 --sequence-parallel", code=1)
     assert wrong["verdict"].startswith("As it is, the launch would fail at its start: 16 attention")
     assert (wrong["layers"], wrong["schedule"]) == ([], "")

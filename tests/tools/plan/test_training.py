@@ -26,7 +26,7 @@ def training(options: str = "") -> Training:
 
 
 def milliseconds(of: Training) -> float:
-    return 1e3 * Step(SERVER.machine(), of, rough=True).time(MEGATRON).seconds
+    return 1e3 * Step(SERVER.machine(), of).time(MEGATRON).seconds
 
 
 @pytest.mark.parametrize(

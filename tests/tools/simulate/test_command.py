@@ -12,66 +12,66 @@ import pytest
 from commfuse_npu.tools import cli
 from commfuse_npu.tools.report import drawing
 from commfuse_npu.tools.simulate.lanes import lanes
-from scripts.evidence.layers import BOUNDS, OURS, RIVALS, point
+from scripts.evidence.layers import BOUND, OURS, RIVALS, point
 from scripts.evidence.pictures import forms, main, step
 from tests.tools.answers import answer
 
-QUICK = "--typical --variants megatron,commfuse-c2* --micro-batches 1 --sequence-lengths 4096"
+QUICK = "--typical --micro-batches 1 --sequence-length 4096"
 
 
 def test_options_of_the_machine_cost_what_they_say(tmp_path: Path) -> None:
     def steps(words: str) -> dict[str, float]:
-        (point,) = answer(tmp_path, *f"simulate {QUICK} {words}".split())["points"]
-        return {variant["variant"]: variant["step"]["typical"] for variant in point["variants"]}
+        rows = answer(tmp_path, *f"simulate {QUICK} {words}".split())["forms"]
+        return {row["form"]: row["step"]["typical"] for row in rows}
 
-    cheap, dear = (steps(f"--post-us {us}") for us in (15, 60))
+    cheap, dear = (steps(f"--tp 2 --dp 1 --post-us {us}") for us in (15, 2000))
     assert cheap["megatron"] == dear["megatron"]
-    assert cheap["commfuse-c2-l7"] < dear["commfuse-c2-l7"]
+    assert cheap["commfuse"] < dear["commfuse"]
     fast, slow = (steps(f"--launch-us {us}") for us in (15, 200))
-    # The host limits both: a layer has 66 launches and 40 events, CommFuse's has more.
-    assert fast["megatron"] < slow["megatron"] < slow["commfuse-c2-l7"]
+    # The host limits both: a layer has 66 launches and 40 events, CoC's has more.
+    assert fast["megatron"] < slow["megatron"] < slow["coc-8"]
     # Only sums of collectives: those of programs have a fixed order anyway.
-    base = "--variants plain-mesh,mc2 --tp 4"
-    any_order, ordered = (steps(f"{base} {more}") for more in ("", "--deterministic"))
+    any_order, ordered = (steps(f"--tp 4 {more}") for more in ("", "--deterministic"))
     for name in ("plain-mesh", "mc2"):
         assert ordered[name] > any_order[name]
 
 
-def test_tables_and_json(capsys, tmp_path: Path) -> None:
-    words = "simulate --variants commfuse-c2-l7 --micro-batches 1 --sequence-lengths 2048 4096"
+def test_a_table_and_json(capsys, tmp_path: Path) -> None:
+    words = "simulate --tp 2 --dp 1 --micro-batches 1 --sequence-length 2048"
     content = answer(tmp_path, *words.split())
     text = capsys.readouterr().out
     assert "Simulated, not measured." in text
-    assert text.count("## sequence") == 2
     assert content["simulated"] is True
     assert content["hardware"]["figures"]["inside.rate"]["source"]
-    plain, fused = content["points"][0]["variants"]
-    for variant, name in product((plain, fused), ("step", "mfu", "tokens", "exposed")):
-        figure = variant[name]
-        assert 0 < figure["low"] <= figure["typical"] <= figure["high"]
-    assert plain["shorter"]["high"] == 0.0 < fused["memory_bytes"]
-    ratio = fused["step"]["typical"] / plain["step"]["typical"]
-    assert fused["shorter"]["typical"] == pytest.approx(1 - ratio)
-    words = f"simulate {QUICK} --hardware ascend_910b_roce --npus 32 256"
-    npus = answer(tmp_path, *words.split())["points"]
-    assert [point["npus"] for point in npus] == [32, 256]
-    assert "DP 4, 32" in capsys.readouterr().out
+    rows = {row["form"]: row for row in content["forms"]}
+    assert text.count("\n| 2 | 1 | 1 | 1 | none |") == len(rows)
+    for row, name in product(rows.values(), ("step", "tokens", "exposed")):
+        figure = row[name]
+        assert figure["low"] <= figure["typical"] <= figure["high"]
+        assert name == "exposed" or figure["low"] > 0
+    assert rows["compute"]["exposed"] == {"low": 0, "typical": 0, "high": 0}
+    assert rows["compute"]["flags"] is None
+    assert rows["megatron"]["flags"] == []
+    exposed = rows["mc2"]["step"]["typical"] - rows["compute"]["step"]["typical"]
+    assert rows["mc2"]["exposed"]["typical"] == pytest.approx(exposed)
+    assert content["recommended"]["form"] in text.splitlines()[0]
+    npus = answer(tmp_path, *f"simulate {QUICK} --dp 32".split())["recommended"]["layout"]
+    assert npus["tp"] * npus["dp"] == 256
 
 
 # ------------------------------------------------------------------- the picture
 
-LAYER = "--typical --tp 2 --dp 1 --micro-batches 1 --sequence-lengths 2048"
-SOME = "megatron,coc-2,commfuse-c[12]-l1"
+LAYER = "--typical --tp 2 --dp 1 --micro-batches 2 --sequence-length 8192"
 
 
 def test_a_picture_of_a_layer(tmp_path: Path) -> None:
     pytest.importorskip("vl_convert")
     path = tmp_path / "layer.svg"
-    assert cli.main(["simulate", *LAYER.split(), "--variants", SOME, "--svg", str(path)]) == 0
+    assert cli.main(["simulate", *LAYER.split(), "--svg", str(path)]) == 0
     rows = re.findall(r">([\w-]+): [\d.]+ ms, waiting [\d.]+ ms</text>", path.read_text("utf-8"))
     assert rows[:2] == ["plain-mesh", "megatron"]
     assert len(rows) == 3
-    assert rows[2].startswith("commfuse-c")
+    assert rows[2].startswith("commfuse")
 
 
 def test_a_picture_that_cannot_be_written_costs_no_result(
@@ -80,12 +80,12 @@ def test_a_picture_that_cannot_be_written_costs_no_result(
     pytest.importorskip("vl_convert")
     folder = small_disk(4)
     path = folder / "layer.svg"
-    words = ["simulate", *LAYER.split(), "--variants", SOME, "--svg", str(path)]
+    words = ["simulate", *LAYER.split(), "--svg", str(path)]
     assert cli.main(words) == 2
     captured = capsys.readouterr()
     message = f"--svg {path} was not written: No space left on device; all other files were written"
     assert message in captured.err
-    assert "Best of ours: **commfuse-c" in captured.out
+    assert "Recommended: TP 2, CP 1, PP 1, DP 1, commfuse" in captured.out
     assert list(folder.iterdir()) == []
 
 
@@ -135,10 +135,9 @@ def test_the_picture_says_what_is_simulated(tmp_path: Path) -> None:
 def test_a_point_of_the_table_of_layers_is_simulated() -> None:
     result = point("ascend_910b_server", "llama2_7b", 2, 4096, corners=1)
     (shares,) = result.shares
-    assert shares.keys() == {*OURS, *RIVALS, *BOUNDS} - {"CoC fused", "catccos"}, "for 8 ranks"
-    assert shares["compute"] < shares["ideal"] < shares["ours"] <= shares["default"] < 1
-    assert shares["ideal"] < shares["MC2"] < shares["Megatron"]
-    assert shares["CoC tuned"] <= shares["CoC"]
+    assert shares.keys() == {*OURS, *RIVALS, BOUND} - {"CoC fused"}, "for 8 ranks"
+    assert shares[BOUND] < shares["ours"] <= shares["default"] < 1
+    assert shares[BOUND] < shares["MC2"] < shares["Megatron"]
     # Programs add in a fixed order anyway; plain collectives take longer to do so.
     assert result.ordered["ours"] < shares["ours"]
     assert shares["compute"] < shares["forward-backward"] < shares["MC2"]

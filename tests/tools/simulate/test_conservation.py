@@ -13,14 +13,14 @@ from hypothesis import strategies as st
 from commfuse_npu.hardware.machine import Level
 from commfuse_npu.plan import Schedule
 from commfuse_npu.tools.simulate import llama
-from commfuse_npu.tools.simulate.engine import SimulationError, simulate
+from commfuse_npu.tools.simulate.engine import simulate
 from commfuse_npu.tools.simulate.group import Group, Simulated, collective_seconds
 from commfuse_npu.tools.simulate.linear import column
 from commfuse_npu.tools.simulate.links import Links
 from commfuse_npu.tools.simulate.llama import LayerShape
 from commfuse_npu.tools.simulate.rank import Rank
-from commfuse_npu.tools.simulate.variants import Variant, variants
-from tests.tools.simulate.machines import ideal
+from commfuse_npu.tools.simulate.variants import FB_OVERLAP, Variant
+from tests.tools.simulate.machines import ideal, variants
 from tests.tools.simulate.timeline_checks import check_timeline, sent, work
 
 MACHINE = ideal(
@@ -38,19 +38,19 @@ def shape(ranks: int) -> LayerShape:
     size=st.sampled_from([2, 4, 6, 8]),
     number=st.integers(0, 99),
     part=st.sampled_from(["forward", "backward", "head_forward", "head_backward"]),
-    topology=st.sampled_from(["full_mesh", "switched", "nic_per_npu", "nic_per_node"]),
+    topology=st.sampled_from(["full_mesh", "switched", "nic_per_npu"]),
     batched=st.booleans(),
 )
-@example(4, [v.name for v in variants(4, 4, 3)].index("mc2"), "forward", "switched", True)
+@example(4, [v.name for v in variants(4, 3)].index("mc2"), "forward", "switched", True)
 def test_every_timeline_holds_and_one_rank_stands_for_all(
     size: int, number: int, part: str, topology: str, batched: bool
 ) -> None:
-    over_nics = topology.startswith("nic")
+    over_nics = topology == "nic_per_npu"
     inside = replace(MACHINE.inside, topology="full_mesh" if over_nics else topology)
     machine = replace(MACHINE, inside=inside, batched=batched)
     if over_nics:
         machine = replace(machine, between=Level(topology, 1.0e10, 2.0e-5), npus_per_node=2)
-    choices = variants(size, 2 if over_nics and size > 2 else size, size - 1)
+    choices = [*variants(size, size - 1, 2 if over_nics and size > 2 else None), FB_OVERLAP]
 
     def simulate(whole: bool | None) -> Simulated:
         build, variant = getattr(llama, part), choices[number % len(choices)]
@@ -73,7 +73,7 @@ def test_variants_do_the_same_gemms_and_send_the_lower_bound(size: int) -> None:
     group = Group(replace(MACHINE, half_rows=0.0, hbm_bandwidth=1e30), size)
     for build, collectives in ((llama.forward, 4), (llama.backward, 6)):
         busy = set[float]()
-        for variant in variants(size, size, size - 1):
+        for variant in variants(size, size - 1):
             simulated = group.simulate(
                 variant, lambda rank, build=build: build(rank, sizes), whole=True
             )
@@ -111,8 +111,8 @@ def test_a_receive_that_nobody_sends_and_lanes_in_another_order_hang() -> None:
     first, second = [i for i, op in enumerate(operations) if op.sends]
     lacking, swapped = list(operations), list(operations)
     lacking[first] = operations[first]._replace(sends=())
-    with pytest.raises(SimulationError, match="rank 1 waits for ever in 'x block 1 chunk 0' on"):
+    with pytest.raises(AssertionError, match="operations wait"):
         simulate([lacking, other], links)
     swapped[first], swapped[second] = operations[second], operations[first]
-    with pytest.raises(SimulationError, match="waits for ever"):
+    with pytest.raises(AssertionError, match="operations wait"):
         simulate([swapped, other], links)

@@ -25,7 +25,7 @@ RATE = 0.002
 
 def simulated(*, recomputes: bool = False, rate: float = RATE) -> Simulated:
     return Group(ideal(rate=rate), 4).simulate(
-        FB_OVERLAP, lambda rank: fb_overlap.pair(rank, SHAPE, 2, None, recomputes=recomputes)
+        FB_OVERLAP, lambda rank: fb_overlap.pair(rank, SHAPE, 2, recomputes=recomputes)
     )
 
 

@@ -1,24 +1,22 @@
-"""Experts, latent attention, Ulysses, layers without sequence parallelism, in closed form.
+"""Experts, latent attention, context parallelism, no sequence parallelism, in closed form.
 
 Links carry 1 byte/s, and the compute engine makes 1 FLOP/s.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from commfuse_npu.hardware.machine import ITEM_BYTES, Machine
+from commfuse_npu.hardware.machine import ITEM_BYTES, Level, Machine
 from commfuse_npu.plan import Schedule
 from commfuse_npu.tools.simulate import fb_overlap, llama
 from commfuse_npu.tools.simulate.context_parallel import ContextParallel
 from commfuse_npu.tools.simulate.experts import Experts
-from commfuse_npu.tools.simulate.group import Group, Simulated
+from commfuse_npu.tools.simulate.group import Group
 from commfuse_npu.tools.simulate.latent import Latent
 from commfuse_npu.tools.simulate.llama import LayerShape
 from commfuse_npu.tools.simulate.rank import Rank
@@ -30,7 +28,7 @@ from commfuse_npu.tools.simulate.variants import (
     Variant,
 )
 from tests.tools.simulate.machines import ideal
-from tests.tools.simulate.timeline_checks import check_timeline, sent, work
+from tests.tools.simulate.timeline_checks import check_timeline
 
 TOKENS, HIDDEN, TP = 64, 16, 4
 DENSE = LayerShape(TOKENS, TOKENS, 1, HIDDEN, 32, 48, 64, TP)
@@ -88,7 +86,7 @@ def test_a_layer_of_experts() -> None:
     for dense, experts, combined in zip(*forms, strict=True):
         assert max(dense, experts) < combined < dense + experts
     shape = replace(without, ranks=1)
-    pair = seconds(FB_OVERLAP, lambda rank: fb_overlap.pair(rank, shape, 1, None), ranks=1)
+    pair = seconds(FB_OVERLAP, lambda rank: fb_overlap.pair(rank, shape, 1), ranks=1)
     compute, plain = (sum(ways(shape, variant, ranks=1)) for variant in (COMPUTE_ONLY, MEGATRON))
     assert compute <= pair < plain
 
@@ -100,6 +98,19 @@ def test_a_layer_of_experts() -> None:
     # Without grouped GEMMs the experts are launched one by one.
     one_by_one = replace(EXPERTS, grouped=False)
     assert launches(one_by_one) - launches(EXPERTS) == 3 * (EXPERTS.local - 1)
+
+
+def test_attention_is_two_products_over_half_of_the_scores() -> None:
+    whole = DENSE.attention(ideal())
+    assert whole == 2 * TOKENS**2 * HIDDEN / TP
+    assert replace(DENSE, causal=False).attention(ideal(), 2.5) == 5 * whole
+    # Of a ring's ranks each has its queries; with Ulysses each has all for some heads.
+    slow = ideal(half_rows=TOKENS)
+    assert DENSE.attention(slow) == 2 * whole
+    for ring, factor in ((True, 1 + 1), (False, 1 + 1 / 4)):
+        shape = context_parallel(4, ring=ring)
+        alone = shape.attention(ideal(half_rows=BLOCK))
+        assert alone == pytest.approx(factor * shape.attention(ideal()))
 
 
 @pytest.mark.parametrize("queries", [0, 12])
@@ -121,10 +132,10 @@ def test_latent_attention_makes_narrow_rows_once_and_wide_ones_by_heads(queries:
     assert total == computed[0] + narrow
     # Scores over own and rotary features, then values: both products are causal.
     shape = replace(DENSE, latent=latent)
-    attended = shape.attention(ideal())(slice(0, TOKENS))
+    attended = shape.attention(ideal())
     assert attended == TOKENS**2 * 8 * (4 + 2 + 6) / TP
     # A mask that is not causal doubles them.
-    assert replace(shape, causal=False).attention(ideal())(slice(0, TOKENS)) == 2 * attended
+    assert replace(shape, causal=False).attention(ideal()) == 2 * attended
 
 
 def test_without_sequence_parallelism_sums_are_all_reduced_and_nothing_is_gathered() -> None:
@@ -139,56 +150,90 @@ def test_without_sequence_parallelism_sums_are_all_reduced_and_nothing_is_gather
     assert ways(whole, MEGATRON)[1] < exposed[1]
 
 
-# ------------------------------------------------------------------- Ulysses context parallelism
+# ------------------------------------------------------------------- context parallelism
 
-H, QKV, BLOCK = 64, 96, 120
-
-
-def ulysses(
-    machine: Machine, ranks: int, schedule: Schedule | None = None, part: str = "forward",
-    tp: int = 1, key_value: int = 0, groups: int = 64, unfused: Variant = REFERENCE,
-) -> Simulated:  # fmt: skip
-    shape = LayerShape(BLOCK, ranks * BLOCK, 1, H, 128, QKV, 100, tp)
-    variant = Variant("ulysses", "fused", schedule) if schedule else unfused
-    context = ContextParallel(shape, ranks, key_value, groups, True, True)
-    return Group(machine, ranks).simulate(variant, getattr(context, part), whole=True)
+H, QKV, KEY_VALUE, BLOCK = 64, 96, 16, 120
 
 
-@settings(max_examples=30, deadline=None)
-@given(speed=st.floats(0.01, 100.0))
-def test_two_ranks_without_attention_take_the_closed_form(speed: float) -> None:
-    machine = replace(ideal(), attention_efficiency=math.inf, cube_flops=speed)
-    qkv, out = machine.gemm(BLOCK, H, QKV), machine.gemm(BLOCK, H, H)
-    there, back = (BLOCK * width / 2 * ITEM_BYTES for width in (QKV, H))
-    # The peer's heads are projected first; the own part of the output is used first.
-    expected = max(qkv, qkv / 2 + there) + max(out / 2, back) + out / 2
-    assert ulysses(machine, 2, Schedule("shifted", 1, 1)).seconds == pytest.approx(expected)
-    # Without fusion the projections are not part of the exchange.
-    assert ulysses(machine, 2).seconds == pytest.approx(there + back)
+def context_parallel(size: int, tp: int = 1, groups: int = 64, ring: bool = False) -> LayerShape:
+    context = ContextParallel(size, tp, KEY_VALUE, groups, ulysses=not ring)
+    return LayerShape(BLOCK, size * BLOCK, 1, H, 128, QKV, 100, tp, context=context)
 
 
-@pytest.mark.parametrize("part", ["forward", "backward"])
-@pytest.mark.parametrize(("tp", "ranks"), [(1, 2), (1, 4), (2, 4)])
-def test_bytes_and_work_do_not_depend_on_how_it_is_cut(part: str, tp: int, ranks: int) -> None:
-    machine = replace(ideal(), cube_flops=50.0)
-    cut = [Schedule("shifted", ranks - 1, chunks) for chunks in (1, 3)]
-    fused = [ulysses(machine, ranks, schedule, part, tp) for schedule in cut]
-    for simulated in (*fused, ulysses(machine, ranks, None, part, tp)):
-        check_timeline(simulated)
-        expected = (ranks - 1) / ranks * BLOCK * (QKV + H) / tp * ITEM_BYTES
-        assert [sent(rank) for rank in simulated.launches] == [pytest.approx(expected)] * ranks
-    assert work(fused[0]) == pytest.approx(work(fused[1]))
-    # Projections are part of the exchange only if they are fused.
-    compute = ulysses(machine, ranks, None, part, tp, unfused=COMPUTE_ONLY)
-    assert (compute.seconds < work(fused[0])) is (tp == 1)
-    assert compute.waiting == pytest.approx(0)
+def attended(machine: Machine, shape: LayerShape, way: int, variant: Variant = MEGATRON) -> float:
+    def build(rank: Rank) -> None:
+        assert shape.context is not None
+        sizes = shape.rows, shape.qkv // shape.ranks, shape.inner
+        factor = llama.BACKWARD_ATTENTION if way else 1.0
+        alone = shape.attention(machine, factor)
+        shape.context.attend(rank, way, alone, *sizes)
+
+    return Group(machine, shape.ranks).simulate(variant, build).seconds
 
 
-def test_heads_that_are_repeated_are_sent_more_often_and_not_projected() -> None:
+@pytest.mark.parametrize("way", [0, 1])
+@pytest.mark.parametrize("speed", [1e3, 1e5])
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_round_of_a_ring_takes_the_longer_of_attention_and_transfer(
+    size: int, speed: float, way: int
+) -> None:
+    machine, shape = ideal(cube_flops=speed), context_parallel(size, ring=True)
+    attention = attended(machine, shape, way, COMPUTE_ONLY) / size
+    # Keys and values go around; backward, their gradients as well.
+    transfer = (1 + way) * 2 * BLOCK * KEY_VALUE * ITEM_BYTES
+    # Nothing is sent during the attention over the last block.
+    expected = (size - 1) * max(attention, transfer) + attention
+    assert attended(machine, shape, way) == pytest.approx(expected)
+    # Between nodes a link is as slow as it is described.
+    slow = replace(machine, npus_per_node=2, between=Level("nic_per_npu", 0.25, 0.0))
+    late = (size - 1) * max(attention, 4 * transfer) + attention
+    assert attended(slow, shape, way) == pytest.approx(late if size > 2 else expected)
+
+
+@pytest.mark.parametrize("way", [0, 1])
+@pytest.mark.parametrize(("tp", "size"), [(1, 2), (1, 4), (2, 4)])
+def test_ulysses_deals_out_heads_before_attention_and_rows_after_it(
+    tp: int, size: int, way: int
+) -> None:
+    shape = context_parallel(size, tp)
+    alone = attended(ideal(), shape, way, COMPUTE_ONLY)
+    # To each peer its share of the heads, over a link of its own.
+    exchanged = BLOCK * (QKV + H) / tp / size * ITEM_BYTES
+    assert attended(ideal(), shape, way) == pytest.approx(alone + exchanged)
+    # A key head that several ranks need is sent to each of them.
     less, more = (
-        ulysses(ideal(), 4, Schedule("shifted", 3, 1), key_value=16, groups=groups).launches[0]
-        for groups in (4, 2)
+        attended(ideal(), context_parallel(size, tp, groups), way)
+        for groups in (size * tp, size * tp // 2)
     )
-    assert any(operation.name == "qkv make" for operation in less)
-    assert not any(operation.name == "qkv make" for operation in more)
-    assert sent(more) - sent(less) == pytest.approx(3 / 4 * BLOCK * 2 * 16 * ITEM_BYTES)
+    assert more - less == pytest.approx(BLOCK * 2 * KEY_VALUE / tp / size * ITEM_BYTES)
+
+
+def test_a_pair_hides_exchanges_of_heads_but_not_a_ring() -> None:
+    machine = ideal(cube_flops=2e3)
+    for ring in (False, True):
+        shape = context_parallel(4, ring=ring)
+        build = partial(fb_overlap.pair, shape=shape, layers=1)
+        pair = Group(machine, 1).simulate(FB_OVERLAP, build).seconds
+        free, plain = (
+            sum(
+                Group(machine, 1).simulate(variant, partial(part, shape=shape)).seconds
+                for part in (llama.forward, llama.backward)
+            )
+            for variant in (COMPUTE_ONLY, MEGATRON)
+        )
+        assert free <= pair
+        assert pair == pytest.approx(plain) if ring else pair < plain
+
+
+def test_transfers_of_other_groups_go_beside_fused_layers() -> None:
+    """Every rank of a group that is simulated as a whole has its own."""
+    fused = Variant("fused", "fused", Schedule("shifted", 3, 1))
+    for shape in (replace(DENSE, experts=EXPERTS), context_parallel(2, TP)):
+        for part in (llama.forward, llama.backward):
+            simulated = Group(ideal(), TP).simulate(fused, partial(part, shape=shape), whole=True)
+            check_timeline(simulated)
+            elsewhere = [
+                moved for moved in simulated.timeline.moved
+                if moved.message.source == moved.message.target
+            ]  # fmt: skip
+            assert len(elsewhere) == 2 * TP

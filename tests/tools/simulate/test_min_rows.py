@@ -15,7 +15,7 @@ from commfuse_npu.plan import Schedule, default_chunks, default_shape, min_rows_
 from commfuse_npu.plan.defaults import POST_SECONDS
 from commfuse_npu.tools.model_config import ModelConfig
 from commfuse_npu.tools.simulate.step import Layout, Step
-from commfuse_npu.tools.simulate.sweep import Options, training
+from commfuse_npu.tools.simulate.sweep import training
 from commfuse_npu.tools.simulate.variants import MEGATRON, fused
 
 MACHINES = ("ascend_910b_server", "ascend_910c_supernode")
@@ -28,10 +28,10 @@ def compared(machine: str, model: str, tp: int, rows: int, launch: float) -> flo
     """Time of a layer with default options, fused at any length, over that in Megatron's order."""
     post = HOSTS[launch]
     hardware = Hardware.load(find_config(machine, "hardware")).launching(launch).posting(post)
-    options = Options(micro_batch=1, micro_batches=1)
     described = ModelConfig.load(find_config(model))
     figures = hardware.machine()
-    step = Step(figures, training(described, Layout(tp, 1, 1, 1), rows * tp, options))
+    sizes = Layout(tp, 1, 1, 1)
+    step = Step(figures, training(described, sizes, rows * tp, micro_batch=1, micro_batches=1))
     shape, chunks = default_shape(tp), default_chunks(tp, rows, described.hidden_size, post)
     lanes, outputs = Schedule(shape).lanes_for(tp), min_outputs_to_hide(figures, tp)
     ours = fused(Schedule(shape, lanes, chunks), collectives_from=outputs)

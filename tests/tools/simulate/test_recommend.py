@@ -1,4 +1,4 @@
-"""Recommended layouts and schedules, and their flags, which the doctor and the launch accept."""
+"""Recommended layouts and forms, and their flags, which the doctor and the launch accept."""
 
 from __future__ import annotations
 
@@ -22,17 +22,16 @@ from commfuse_npu.tools.plan.launch import ask_about
 from commfuse_npu.tools.plan.obstacles import obstacles
 from commfuse_npu.tools.simulate.footprint import footprint, limit
 from commfuse_npu.tools.simulate.launch_options import options, planned, write_plan
-from commfuse_npu.tools.simulate.recommend import Candidate, Fixed, NoLayoutError, recommend
-from commfuse_npu.tools.simulate.recommendation_report import reasons, report
+from commfuse_npu.tools.simulate.recommend import Fixed, NoLayoutError, recommend
 from commfuse_npu.tools.simulate.step import Layout, Step
-from commfuse_npu.tools.simulate.sweep import Options, of_hardware, training
-from commfuse_npu.tools.simulate.variants import Variant, fused
+from commfuse_npu.tools.simulate.sweep import training
+from commfuse_npu.tools.simulate.timed import best, table
+from commfuse_npu.tools.simulate.variants import MC2, forms, fused
 from mindspeed_patches.refusals import check_compatible
 from mindspeed_patches.training_options import commfuse_options, complete_options
 from tests.launchers.launching import dry_run
 
 SERVER = Hardware.load(find_config("ascend_910b_server", "hardware"))
-CLUSTER = Hardware.load(find_config("ascend_910b_roce", "hardware"))
 LLAMA3_8B = ModelConfig.load(find_config("llama3_8b"))
 LLAMA3_70B = ModelConfig.load(find_config("llama3_70b"))
 SMALL = replace(LLAMA3_8B, seq_length=2048, global_batch_size=8)
@@ -40,39 +39,36 @@ SMALL = replace(LLAMA3_8B, seq_length=2048, global_batch_size=8)
 
 
 def test_layouts_are_ranked_by_their_steps_and_the_launcher_takes_the_plan(tmp_path: Path) -> None:
-    result = recommend(SMALL, SERVER, 4, fixed=Fixed(cp=1, pp=1))
-    steps = [entry.seconds for entry in result.ranked]
+    rows, fitting = recommend(SMALL, SERVER, 4, fixed=Fixed(cp=1, pp=1))
+    steps = [row.typical for row in rows]
     assert steps == sorted(steps)
-    assert len({entry.training.layout for entry in result.ranked}) == len(steps) > 1
-    for entry in result.ranked:
-        assert entry.training.layout.npus == 4
-        assert entry.memory.total <= limit(SERVER)
-        # The reported time is the simulated one.
-        assert entry.seconds == Step(SERVER.machine(), entry.training).time(entry.variant).seconds
-    assert result.best is result.ranked[0] is result.schedules[0]
-    assert len({entry.variant for entry in result.schedules}) == len(result.schedules) == 3
-    kinds = [entry.variant.kind for entry in result.rivals]
-    assert len(kinds) == len(set(kinds))
-    assert not {"fused", "ideal"} & set(kinds), "what can be launched without CommFuse"
-    assert result.bound.variant.kind == "ideal"
-    assert result.refused["more memory than an NPU has"] > 0
-    # A rival that is faster is recommended.
-    faster = replace(result.other, seconds=result.best.seconds / 2)
-    assert replace(result, rivals=(faster, *result.rivals[1:])).best is faster
-    assert replace(result, rivals=(result.runner_up,)).runner_up not in (None, result.runner_up)
-    # The alternatives that are named, and how they compare.
-    assert set(result.steps) == {result.best, result.other, result.runner_up, result.fused} - {None}
-    text = "\n".join([*reasons(result), report(result, SMALL, Path("small.yaml"), SERVER)])
-    assert text.count("**") == 2, "one row is bold"
-    for title, entry in {"Runner-up": result.runner_up, "Without CommFuse": result.other}.items():
-        assert entry not in (None, result.best)
-        longer = entry.seconds / result.best.seconds - 1
-        line = rf"- {title}: TP \d, .*, {longer:.1%} longer \({result.beats(entry)} of 5 simulated"
-        assert re.search(line, text)
-    file = tmp_path / "small.yaml"
-    write_plan(file, SMALL, SERVER, result.best)
-    assert ModelConfig.load(file) == planned(SMALL, SERVER, result.best)
-    words = options(SMALL, result.best)
+    assert best(rows) is rows[0]
+    ours = [row for row in rows if row.form.ours]
+    assert len({row.training.layout for row in rows}) > 1
+    assert len({row.training.layout for row in ours}) == len(ours)
+    for row in rows:
+        assert row.training.layout.npus == 4
+        assert row.memory.total <= limit(SERVER)
+        # The reported time is the simulated one, on every machine.
+        step = Step(SERVER.machine(), row.training)
+        assert row.typical == step.time(row.form).seconds
+        assert len(row.seconds) == 5
+        assert row.form.exact
+        assert row.form.flags is not None
+        # No other form of this layout is shorter.
+        if row is rows[0]:
+            assert row.typical == min(
+                step.time(form).seconds
+                for form in forms(SERVER.machine(), row.training)
+                if form.exact and form.flags is not None
+            )
+    assert any(not row.form.ours for row in rows), "the best without CommFuse is among them"
+    assert re.match(r"\d layouts fit 57.6 GiB \(90% of an NPU\); not: \d x more memory", fitting)
+    first, file = rows[0], tmp_path / "small.yaml"
+    assert first.form.name == "commfuse-fb"
+    write_plan(file, SMALL, SERVER, first.training, first.form, first.typical)
+    assert ModelConfig.load(file) == planned(SMALL, SERVER, first.training, first.form)
+    words = options(SMALL, first.training, first.form)
     ours = words[words.index("--commfuse-fb-overlap") :]
     assert " ".join(ours) in " ".join(dry_run("llama3_8b", CONFIG=str(file)))
     assert "--commfuse-fb-overlap" in ask_about(file, [], {}).options
@@ -80,58 +76,49 @@ def test_layouts_are_ranked_by_their_steps_and_the_launcher_takes_the_plan(tmp_p
 
 def test_pipelines_are_interleaved_where_that_is_faster() -> None:
     model = replace(SMALL, num_layers=8, global_batch_size=4)
-    result = recommend(model, SERVER, 2, fixed=Fixed(tp=1, cp=1, pp=2))
-    assert result.fitting == 1, "layouts that differ in their chunks count once"
-    assert result.best.training.layout == Layout(1, 1, 1, 2, vpp=4)
-    words = options(model, result.best)
+    rows, fitting = recommend(model, SERVER, 2, fixed=Fixed(tp=1, cp=1, pp=2))
+    first = best(rows)
+    assert fitting.startswith("1 layouts fit"), "layouts that differ in their chunks count once"
+    assert first.training.layout == Layout(1, 1, 1, 2, vpp=4)
+    words = options(model, first.training, first.form)
     assert words[words.index("--num-layers-per-virtual-pipeline-stage") + 1] == "1"
-    assert "| 1 | 1 | 1 | 2 x 4 | 1 |" in report(result, model, Path("mine.yaml"), SERVER)
+    assert "| 1 | 1 | 2 x 4 | 1 |" in table(rows)
     # Interleaving holds more activations than plain 1F1B.
-    less = footprint(replace(result.best.training, vpp=1), result.best.variant, SERVER)
-    assert result.best.memory.activations > less.activations
+    less = footprint(replace(first.training, vpp=1), first.form, SERVER)
+    assert first.memory.activations > less.activations
     # Three micro-batches do not go through two stages two at a time.
-    odd = recommend(replace(model, global_batch_size=6), SERVER, 2, fixed=Fixed(1, 1, 2))
-    assert odd.best.training.layout == Layout(1, 1, 1, 2)
+    odd, _ = recommend(replace(model, global_batch_size=6), SERVER, 2, fixed=Fixed(1, 1, 2))
+    assert best(odd).training.layout == Layout(1, 1, 1, 2)
 
 
-@pytest.mark.parametrize(("gib", "chosen"), [(16.6, "none"), (15.0, "full")])
+@pytest.mark.parametrize(("gib", "chosen"), [(18.0, "none"), (14.0, "full")])
 def test_memory_decides_on_recomputation(gib: float, chosen: str) -> None:
     model, size = replace(LLAMA3_8B, global_batch_size=2, num_layers=4), gib * 2.0**30
     figures = {**SERVER.figures, "npu.hbm_bytes": Figure(size, size, size, "assumed")}
     small, fixed = replace(SERVER, figures=figures), Fixed(tp=4, cp=1, pp=1)
-    best = recommend(model, small, 4, fixed=fixed).best
-    assert best.training.recompute == chosen
-    assert ("--recompute-granularity" in options(model, best)) is (chosen == "full")
+    rows, _ = recommend(model, small, 4, fixed=fixed)
+    first = best(rows)
+    assert first.training.recompute == chosen
+    words = options(model, first.training, first.form)
+    assert ("--recompute-granularity" in words) is (chosen == "full")
     if chosen == "full":
         with pytest.raises(NoLayoutError, match="1 x more memory than an NPU has"):
             recommend(model, small, 4, fixed=fixed._replace(recompute="none"))
 
 
 def test_what_is_given_decides() -> None:
-    fixed = Fixed(tp=2, cp=1, pp=1)
-    same = recommend(SMALL, SERVER, 8, fixed=fixed)
-    other = recommend(SMALL, SERVER, 8, fixed=fixed, other_rounding=True)
-    assert [entry.training.layout for entry in same.ranked] == [Layout(2, 1, 4, 1)]
-    # With one layout the runner-up is another schedule.
-    assert same.runner_up is same.schedules[1]
-    assert {entry.variant.wgrad for entry in same.schedules} == {"whole"}
-    assert {entry.variant.wgrad for entry in other.schedules} == {"whole", "blocks"}
-    # Ulysses is fused where there is no tensor parallelism.
-    model = replace(SMALL, context_parallel_algo="ulysses_cp_algo", num_layers=8)
-    fixed, settings = Fixed(tp=1, cp=4, pp=1), Options(ulysses="fused")
-    ulysses = recommend(model, CLUSTER.launching(1e-5), 8, options=settings, fixed=fixed)
-    words = options(model, ulysses.best)
-    assert "--commfuse-ulysses" in words
-    assert words[words.index("--commfuse-lanes") + 1] == "3"
+    rows, _ = recommend(SMALL, SERVER, 8, fixed=Fixed(tp=2, cp=1, pp=1))
+    assert {row.training.layout for row in rows} == {Layout(2, 1, 4, 1)}
+    assert len(rows) == 2, "the best, and the best without CommFuse"
 
 
 @pytest.mark.parametrize(
     ("model", "hardware", "npus", "fixed", "said"),
     [
-        (LLAMA3_70B, CLUSTER, 1, {}, r"no layout of 1 NPUs fits 8192 tokens and .*memory"),
-        (LLAMA3_8B, SERVER, 9, {}, "choose from 1 to 8"),
+        (LLAMA3_70B, SERVER, 1, {}, r"no layout of 1 NPUs fits 8192 tokens and .*memory"),
+        (LLAMA3_8B, SERVER, 8200, {}, "choose from 1 to 8192"),
         (LLAMA3_8B, SERVER, 6, {"tp": 6}, "1 x common divisor of 32 attention heads, 8 query"),
-        (LLAMA3_8B, CLUSTER, 20, {}, "--npus 20 is more than a host of 8 .* choose 16 or 24"),
+        (LLAMA3_8B, SERVER, 20, {}, "--npus 20 is more than a host of 8 .* choose 16 or 24"),
         (LLAMA3_8B, SERVER, 8, {"tp": 2, "pp": 3}, "8 is not divisible by --tp 2 times --pp 3 = 6"),
     ],
 )
@@ -142,10 +129,9 @@ def test_nothing_fits(model, hardware, npus: int, fixed: dict[str, int], said: s
 
 @pytest.mark.parametrize("layout", [Layout(8, 1, 2, 4), Layout(4, 1, 1, 8)])
 def test_what_is_written_describes_what_was_simulated(layout: Layout) -> None:
-    variant = fused(Schedule(lanes=2, chunks=4))
-    job = training(LLAMA3_70B, layout, LLAMA3_70B.seq_length, Options())
-    entry = Candidate(job, variant, 1.0, footprint(job, variant, CLUSTER))
-    described = planned(LLAMA3_70B, CLUSTER, entry)
+    variant = fused(Schedule(lanes=2, chunks=4), tuned=(1, 2))
+    job = training(LLAMA3_70B, layout)
+    described = planned(LLAMA3_70B, SERVER, job, variant)
     sizes = ("tensor_model", "context", "data", "pipeline_model")
     assert tuple(getattr(described, f"{name}_parallel_size") for name in sizes) == layout[:4]
     assert described.world_size == layout.npus
@@ -154,12 +140,15 @@ def test_what_is_written_describes_what_was_simulated(layout: Layout) -> None:
     assert described.global_batch_size == batch
     replicated = layout.dp * layout.cp > 1
     assert ("--overlap-grad-reduce" in described.pretrain_options) == replicated
-    words = options(LLAMA3_70B, entry)
+    words = options(LLAMA3_70B, job, variant)
     assert described.commfuse_options == tuple(words[words.index("--use-commfuse") :])
-    full = replace(entry, training=replace(job, recompute="full"))
     more = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
-    written = planned(LLAMA3_70B, CLUSTER, full).pretrain_options
-    assert written == (*described.pretrain_options, *more.split())
+    full = planned(LLAMA3_70B, SERVER, replace(job, recompute="full"), variant)
+    assert full.pretrain_options == (*described.pretrain_options, *more.split())
+    # Flags of others are options of pretrain_gpt.py.
+    other = planned(LLAMA3_70B, SERVER, job, MC2)
+    assert other.pretrain_options == (*described.pretrain_options, "--use-ascend-mc2")
+    assert other.commfuse_options == ()
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -179,24 +168,18 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert ModelConfig.load(plan).tensor_model_parallel_size == 4
     content = json.loads(file.read_text())
     assert content["simulated"] is True
-    assert content["layouts"][0]["layout"] == Layout(4, 1, 1, 1)._asdict()
-    assert len(content["layouts"][0]["step_seconds_on_all_machines"]) == 5
+    assert content["recommended"] == content["forms"][0]
+    assert content["recommended"]["layout"] == Layout(4, 1, 1, 1)._asdict()
+    assert content["recommended"]["flags"] == ["--commfuse-fb-overlap"]
 
 
 # ------------------------------------------------------------------- the flags that are printed
 
 ALONE = Layout(8, 1, 1, 1)
-
-
-def candidate(variant: Variant, layout: Layout, **changes: object) -> Candidate:
-    job = replace(training(LLAMA3_8B, layout, LLAMA3_8B.seq_length, Options()), **changes)
-    return Candidate(job, variant, 1.0, footprint(job, variant, SERVER))
-
-
 FORMS = {
-    variant.name: variant
-    for variant in of_hardware(SERVER, ALONE, Options())
-    if variant.role not in ("plain", "bound")
+    form.name: form
+    for form in forms(SERVER.machine(), training(LLAMA3_8B, ALONE))
+    if form.flags is not None
 }
 
 
@@ -225,15 +208,13 @@ def check(words: list[str]) -> argparse.Namespace:
 @pytest.mark.parametrize("name", FORMS)
 def test_what_is_printed_is_taken(name: str) -> None:
     form = FORMS[name]
-    args = check(options(LLAMA3_8B, candidate(form, ALONE)))
+    args = check(options(LLAMA3_8B, training(LLAMA3_8B, ALONE), form))
     assert args.use_commfuse == (form.kind == "fused")
     if form.schedule is not None:
-        read = commfuse_options(args)
-        assert (read.attention, read.linear.wgrad) == (form.attention, form.wgrad)
-        for part in () if form.tuned else ("lanes", "chunks", "taper"):
-            assert getattr(read.linear.schedule, part) == getattr(form.schedule, part)
+        assert commfuse_options(args).linear.wgrad == form.wgrad
 
 
 def test_a_layout_and_recomputation_are_taken() -> None:
     for layout in (Layout(4, 1, 1, 2), Layout(2, 1, 2, 2, vpp=2)):
-        check(options(LLAMA3_8B, candidate(FORMS["commfuse-fb"], layout, recompute="full")))
+        job = training(LLAMA3_8B, layout, recompute="full")
+        check(options(LLAMA3_8B, job, FORMS["commfuse-fb"]))

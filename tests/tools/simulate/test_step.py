@@ -15,22 +15,23 @@ from commfuse_npu.plan import Schedule
 from commfuse_npu.tools.model_config import ModelConfig
 from commfuse_npu.tools.simulate import group
 from commfuse_npu.tools.simulate import step as step_module
-from commfuse_npu.tools.simulate.data_parallel import buckets, exposed_gather, exposed_scatter
+from commfuse_npu.tools.simulate.data_parallel import buckets, exposed_end
 from commfuse_npu.tools.simulate.footprint import Footprint, footprint
 from commfuse_npu.tools.simulate.pipeline import one_forward_one_backward
-from commfuse_npu.tools.simulate.step import Recompute, Step
-from commfuse_npu.tools.simulate.sweep import Layout, Options, sweep, training
+from commfuse_npu.tools.simulate.step import Layout, Recompute, Step
+from commfuse_npu.tools.simulate.sweep import training
 from commfuse_npu.tools.simulate.variants import (
     COMPUTE_ONLY,
     FB_OVERLAP,
     MEGATRON,
     REFERENCE,
     Variant,
+    forms,
     fused,
 )
 
 CONFIGS = Path(__file__).parents[3] / "configs"
-ROCE = Hardware.load(CONFIGS / "hardware" / "ascend_910b_roce.yaml")
+SERVER = Hardware.load(CONFIGS / "hardware" / "ascend_910b_server.yaml")
 LLAMA = ModelConfig.load(CONFIGS / "llama3_70b.yaml")
 
 
@@ -67,67 +68,63 @@ def test_a_pipeline_is_bounded_by_its_slowest_stage(stages, batches: int, transf
 
 
 def test_a_layout_that_does_not_fit_is_explained() -> None:
-    four, uneven = Options(micro_batches=4), replace(ROCE, npus_per_node=6)
-    assert training(LLAMA, Layout(8, 1, 1, 8, 2), 8192, Options(micro_batches=8)).layout.vpp == 2
+    uneven = replace(SERVER, npus_per_node=6)
+    assert training(LLAMA, Layout(8, 1, 1, 8, 2), 8192, micro_batches=8).layout.vpp == 2
     for layout, message in (
         (Layout(8, 1, 1, 4, 2), "2 chunks do not divide the layers of 4 pipeline stages"),  # uneven
         (Layout(8, 1, 1, 8, 2), "4 micro-batches are not divisible by 8"),
         (Layout(8, 3, 1, 4), r"8192 is not divisible by TP\*CP = 8\*3 = 24"),
     ):
         with pytest.raises(ConfigError, match=message):
-            training(LLAMA, layout, 8192, four)
+            training(LLAMA, layout, 8192, micro_batches=4)
     with pytest.raises(ValueError, match="does not fill whole nodes of 6 NPUs"):
-        list(sweep(LLAMA, uneven, [Layout(8, 1, 1, 4)], [8192], Options()))
+        forms(uneven.machine(), training(LLAMA, Layout(8, 1, 1, 4), 8192))
 
 
 def test_only_the_last_bucket_is_exposed_when_the_link_keeps_up() -> None:
     assert buckets([30e6] * 5, ranks=4) == [[4, 3], [2, 1], [0]]
     assert buckets([30e6] * 5, ranks=100) == [[4, 3, 2, 1], [0]]
     order = [[2], [1], [0]]
-    assert exposed_scatter([5.0] * 3, order, [3.0] * 3) == 3.0
-    assert exposed_gather([5.0] * 3, order, [3.0] * 3) == 3.0
+    assert exposed_end([5.0] * 3, order, [3.0] * 3) == 3.0
     # A slow link: all transfers are exposed, less what the layers hide.
-    assert exposed_scatter([1.0] * 3, order, [3.0] * 3) == 1 + 9 - 3
-    assert exposed_gather([1.0] * 3, order, [3.0] * 3) == 9 + 1 - 3
+    assert exposed_end([1.0] * 3, order, [3.0] * 3) == 1 + 9 - 3
 
 
 def test_the_tables_of_the_vocabulary_are_exchanged_too() -> None:
     job, small = (
-        training(model, Layout(8, 1, 2, 4), 8192, Options(micro_batches=4))
+        training(model, Layout(8, 1, 2, 4), 8192, micro_batches=4)
         for model in (LLAMA, replace(LLAMA, vocab_size=8))
     )
     # The embedding's gradients come last and its parameters are needed first.
-    more, less = (Step(ROCE.machine(), case).time(REFERENCE).data_parallel for case in (job, small))
+    machine = SERVER.machine()
+    more, less = (Step(machine, case).time(REFERENCE).data_parallel for case in (job, small))
     assert more > 1.2 * less
-    assert Step(ROCE.machine(), job).time(COMPUTE_ONLY, free=True).data_parallel == 0
-    assert job.parameters == LLAMA.number_of_parameters - LLAMA.vocab_size * LLAMA.hidden_size
-    per_token = 6 * job.parameters + 6 * 80 * 8192 * 8192
-    assert job.flops == pytest.approx(per_token * 8192 * 4 * 2)
+    assert Step(machine, job).time(COMPUTE_ONLY, free=True).data_parallel == 0
     assert job.layout.npus == 64
 
 
 def test_host_and_device_meet_after_a_forward_and_its_backward(monkeypatch) -> None:
-    job = training(LLAMA, Layout(8, 1, 1, 1), 4096, Options(micro_batch=1, micro_batches=1))
-    fast = Step(ROCE.launching(1e-6).machine(), job)
+    job = training(LLAMA, Layout(8, 1, 1, 1), 4096, micro_batch=1, micro_batches=1)
+    fast = Step(SERVER.launching(1e-6).machine(), job)
     device = fast.layer_time(MEGATRON)
     # A forward has 33 launches and a third of the work: alone it would be host-bound.
     between = device.forward / 33 * 1.1
     assert 66 * between < device.seconds
     monkeypatch.setattr(group, "simulate", None)  # the device's time was simulated above
-    meets = replace(fast, machine=ROCE.launching(between).machine())
+    meets = replace(fast, machine=SERVER.launching(between).machine())
     assert meets.layer_time(MEGATRON).seconds == pytest.approx(device.seconds)
-    slow = replace(fast, machine=ROCE.launching(1e-3).machine()).layer_time(MEGATRON)
-    events = 4 * 10 * ROCE.typical("host.event_overhead")
+    slow = replace(fast, machine=SERVER.launching(1e-3).machine()).layer_time(MEGATRON)
+    events = 4 * 10 * SERVER.typical("host.event_overhead")
     assert slow.seconds == pytest.approx(66e-3 + events)
     assert slow.waiting > device.waiting
 
 
 @pytest.mark.parametrize("fb_overlap", [False, True])
 def test_a_step_is_its_layers_its_embedding_its_head_and_its_optimizer(fb_overlap: bool) -> None:
-    job = training(LLAMA2_7B, Layout(2, 1, 1, 1), 16384, Options(micro_batch=1, micro_batches=4))
-    step = Step(ROCE.machine(), job)
+    job = training(LLAMA2_7B, Layout(2, 1, 1, 1), 16384, micro_batch=1, micro_batches=4)
+    step = Step(SERVER.machine(), job)
     of_layer = step.layer_time(FB_OVERLAP if fb_overlap else MEGATRON)
-    ends = sum(step_module._head(step.machine, job.shape, MEGATRON, False))
+    ends = sum(step_module._head(step.machine, job.shape, MEGATRON))
     ends += 2 * step._embedding(MEGATRON)
     alone = LAYERS * of_layer.alone + ends
     micro_batches = 4 * alone
@@ -139,32 +136,14 @@ def test_a_step_is_its_layers_its_embedding_its_head_and_its_optimizer(fb_overla
 
 
 def test_transfers_between_stages_are_free_where_all_are_and_recomputation_adds_forwards() -> None:
-    job = training(LLAMA2_7B, Layout(2, 1, 1, 4), 4096, Options(micro_batch=1, micro_batches=4))
-    step = Step(ROCE.machine(), job)
+    job = training(LLAMA2_7B, Layout(2, 1, 1, 4), 4096, micro_batch=1, micro_batches=4)
+    step = Step(SERVER.machine(), job)
     free, not_free = (step.time(MEGATRON, free=free).seconds for free in (True, False))
     assert not_free - free == pytest.approx(2 * 3 * step._between_stages)
     full = replace(step, training=replace(job, recompute="full"))
     chain = (4 - 1 + 4) * LAYERS / 4  # the longest of stages and micro-batches
     more = full.time(COMPUTE_ONLY, free=True).seconds - step.time(COMPUTE_ONLY, free=True).seconds
     assert more == pytest.approx(chain * step.layer_time(COMPUTE_ONLY).forward)
-
-
-@pytest.mark.parametrize(("tp", "cp"), [(1, 4), (2, 4)])
-def test_fused_ulysses_is_for_variants_that_fuse(tp: int, cp: int) -> None:
-    # Posts as cheap as launches: only exposed transfers differ.
-    machine = ROCE.launching(1e-5).posting(1e-5).machine()
-    # Each group uses as many lanes as it has peers.
-    variants = COMPUTE_ONLY, REFERENCE, fused(Schedule(lanes=3, chunks=2))
-    times = {}
-    for form in ("plain", "fused"):
-        options = Options(micro_batch=1, micro_batches=2, ulysses=form)
-        step = Step(machine, training(LLAMA2_7B, Layout(tp, cp, 1, 1), 32768, options))
-        times[form] = [step.layer_time(variant) for variant in variants]
-    free, plain, ours = times["fused"]
-    assert times["plain"][:2] == [free, plain]
-    assert free.seconds < ours.seconds < times["plain"][2].seconds
-    assert ours.waiting < times["plain"][2].waiting <= plain.waiting
-    assert free.waiting < 0.01 * free.forward
 
 
 # ------------------------------------------------------------------- its memory
@@ -179,8 +158,9 @@ def memory(
     recompute: Recompute = "none",
     model: ModelConfig = LLAMA2_7B,
 ) -> Footprint:
-    options = Options(micro_batch=1, micro_batches=8, recompute=recompute)
-    return footprint(training(model, layout, 4096, options), variant, ROCE)
+    batch = {"micro_batch": 1, "micro_batches": 8}
+    job = training(model, layout, 4096, recompute=recompute, **batch)
+    return footprint(job, variant, SERVER)
 
 
 def test_one_npu_holds_everything() -> None:
@@ -211,6 +191,25 @@ def test_every_size_divides_what_it_should() -> None:
     # The fullest stage decides.
     uneven = replace(LLAMA2_7B, pipeline_model_parallel_size=2, num_layer_list=(8, 24))
     assert memory(Layout(1, 1, 1, 2), model=uneven).weights > memory(Layout(1, 1, 1, 2)).weights
-    # A lane is a communicator of two buffers, of the size of its messages; more is in flight, too.
-    few, many = (memory(Layout(8, 1, 1, 1), fused(Schedule(lanes=n))).communication for n in (1, 7))
-    assert 6 * 2 * 16 * 2**20 <= many - few < ROCE.typical("host.communicator_bytes")
+
+
+def test_lanes_and_what_is_gathered_take_memory_for_communication() -> None:
+    def communication(schedule: Schedule, **how: str) -> float:
+        variant = fused(schedule, **how)  # type: ignore[arg-type]
+        return memory(Layout(8, 1, 1, 1), variant).communication
+
+    # A lane is a communicator of two buffers, of the size of its messages, 16 MB at least.
+    few, many = (communication(Schedule(lanes=n)) for n in (1, 7))
+    assert many - few == 6 * 2 * 16 * 2**20
+    rows, communicator = 4096 * H * 2, SERVER.typical("host.communicator_bytes")
+    assert few == 3 * rows + communicator + 2 * 16 * 2**20
+    # All rows are a message of a collective; the product of a chunk is copied.
+    one, two = (communication(Schedule("collective", 1, chunks)) for chunks in (1, 2))
+    assert one == 3 * rows + communicator + 2 * 32 * 2**20
+    wide = replace(LLAMA2_7B, vocab_size=8 * VOCABULARY)
+    more = memory(Layout(8, 1, 1, 1), fused(Schedule("collective", 1, 2)), model=wide)
+    assert two == one
+    assert more.communication - one == 4096 * 2 * VOCABULARY - 2 * rows
+    blocks = communication(Schedule(lanes=1), wgrad="blocks")
+    assert blocks - few == 4 * H * VOCABULARY / 8
+    assert memory(Layout(8, 1, 1, 1)).communication == 2 * rows + communicator

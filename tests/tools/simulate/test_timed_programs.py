@@ -22,15 +22,11 @@ from commfuse_npu.plan.instructions import (
 from commfuse_npu.plan.program import Program
 from commfuse_npu.plan.rules import (
     column_backward,
-    exchange,
     gather_gemm,
-    gather_use,
     gemm_scatter,
-    produce_scatter,
 )
 from commfuse_npu.plan.schedule import RankSpec
 from commfuse_npu.tools.simulate import linear, llama
-from commfuse_npu.tools.simulate.context_parallel import ContextParallel
 from commfuse_npu.tools.simulate.launches import ASIDE, COMPUTE, Operation
 from commfuse_npu.tools.simulate.llama import LayerShape
 from commfuse_npu.tools.simulate.rank import Rank, rest
@@ -39,8 +35,6 @@ from tests.tools.simulate.machines import ideal
 
 SIZE, ROWS, INPUTS, OUTPUTS = 6, 8, 48, 60
 SHAPE = LayerShape(SIZE * ROWS, SIZE * ROWS, 1, 48, 96, 144, 60, SIZE)
-PART = LayerShape(ROWS, SIZE * ROWS, 1, 48, 96, 144, 60, 1)
-"""Layer of a context-parallel rank."""
 
 SCHEDULES = [
     Schedule("shifted", 2, 1),
@@ -59,18 +53,6 @@ def _linear(part: str) -> Build:
     return lambda rank: rest(build(rank, "x", ROWS, INPUTS, OUTPUTS) or iter(()))
 
 
-def _attention(part: Callable[..., object]) -> Build:
-    return lambda rank: part(rank, SHAPE, SHAPE.attention(rank.machine))
-
-
-def _ulysses(part: str) -> Build:
-    return getattr(ContextParallel(PART, SIZE, 0, SIZE, True, True), part)  # type: ignore[no-any-return]
-
-
-def _causal(spec: RankSpec) -> RankSpec:
-    return spec._replace(schedule=spec.schedule.for_causal_blocks())
-
-
 CASES: dict[str, tuple[Build, Made]] = {
     "column": (_linear("column"),
                lambda at: [gather_gemm(at, ROWS, INPUTS, OUTPUTS, None, 0)]),
@@ -79,16 +61,6 @@ CASES: dict[str, tuple[Build, Made]] = {
                          lambda at: [column_backward(at, ROWS, INPUTS, OUTPUTS, True, True)]),
     "row gradients": (_linear("row_gradients"),
                       lambda at: [gather_gemm(at, ROWS, OUTPUTS, INPUTS, "whole", INPUTS)]),
-    "attention": (_attention(llama._attention_scatter),
-                  lambda at: [produce_scatter(_causal(at), ROWS, 48)]),
-    "attention gradients": (_attention(llama._gather_attention),
-                            lambda at: [gather_use(_causal(at), ROWS, 48, True)]),
-    "ulysses": (_ulysses("forward"), lambda at: [
-        exchange(at, ROWS, 144 // SIZE, "made", False, True, False),
-        exchange(_causal(at), ROWS, 48 // SIZE, "made and kept", True, True, False)]),
-    "ulysses gradients": (_ulysses("backward"), lambda at: [
-        exchange(at, ROWS, 48 // SIZE, "made", True, False, True),
-        exchange(at, ROWS, 144 // SIZE, "given", True, True, False)]),
 }  # fmt: skip
 
 
@@ -103,12 +75,11 @@ def test_what_is_timed_is_the_program(case: str, schedule: Schedule, batched: bo
         build(rank)
         programs = make_programs(RankSpec(schedule, number, SIZE, batched))
         # Programs are cached by their arguments: these are the programs that run.
-        assert [run.program for run in rank.programs.values()] == programs
+        assert list(rank.programs.values()) == programs
         operations = iter(enumerate(rank.finish()))
         for name, program in zip(rank.programs, programs, strict=True):
             compare(operations, name, program)
-        # What remains is the end, or work of Ulysses without a transfer.
-        assert {operation.name for _, operation in operations} <= {"end", "qkv wgrad"}
+        assert {operation.name for _, operation in operations} <= {"end"}
 
 
 def compare(operations: Iterator[tuple[int, Operation]], name: str, program: Program) -> None:

@@ -1,0 +1,197 @@
+"""A training in a form with its time and memory: its row, and what rows say together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import Any
+
+from commfuse_npu.hardware.description import Hardware
+from commfuse_npu.tools.markdown import table_row
+from commfuse_npu.tools.simulate.footprint import Footprint, footprint
+from commfuse_npu.tools.simulate.launch_options import launching
+from commfuse_npu.tools.simulate.step import Step, Training
+from commfuse_npu.tools.simulate.sweep import CORNERS, Range
+from commfuse_npu.tools.simulate.variants import COMPUTE_ONLY, MEGATRON, REFERENCE, Variant
+
+__all__ = ["Timed", "as_json", "best", "ratio", "sources", "table", "timed", "verdict"]
+
+_COLUMNS = (
+    *("TP", "CP", "PP", "DP", "recompute", "form", "step", "exposed", "tokens/s/NPU"),
+    "memory of an NPU",
+)
+_ALIGNED = "|---:|---:|---:|---:|---|---|---:|---:|---:|---:|"
+
+
+@dataclass(frozen=True)
+class Timed:
+    """A training in a form, simulated.
+
+    Attributes:
+        seconds: of a step on each machine, the typical one first.
+        exposed: seconds by which a step is longer than without the time of any transfer.
+        memory: of the fullest NPU.
+    """
+
+    training: Training
+    form: Variant
+    seconds: tuple[float, ...]
+    exposed: tuple[float, ...]
+    memory: Footprint
+
+    @property
+    def typical(self) -> float:
+        return self.seconds[0]
+
+    @property
+    def step(self) -> str:
+        """``22.13 s (15.34 s .. 36.17 s)``."""
+        return Range.of(self.seconds).text(_show)
+
+    @property
+    def name(self) -> str:
+        """Layout and form."""
+        tp, cp, dp, _, _ = self.training.layout
+        recomputed = ", full recomputation" if self.training.recomputes else ""
+        return f"TP {tp}, CP {cp}, PP {self._stages}, DP {dp}{recomputed}, {self.form.name}"
+
+    @property
+    def tokens(self) -> Range:
+        """Tokens per second and NPU."""
+        return Range.of([self.training.tokens_per_second(seconds) for seconds in self.seconds])
+
+    def row(self, mark: str = "") -> tuple[str, ...]:
+        """The cells of a table; ``mark`` goes around the form."""
+        tp, cp, dp, _, _ = self.training.layout
+        return (
+            *(str(tp), str(cp), self._stages, str(dp), self.training.recompute),
+            *(f"{mark}{self.form.name}{mark}", self.step),
+            Range.of(self.exposed).text(_show),
+            self.tokens.text("{:.0f}".format),
+            f"{self.memory.total / 2**30:.1f} GiB",
+        )
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "layout": self.training.layout._asdict(),
+            "sequence": self.training.model.seq_length,
+            "micro_batches": self.training.micro_batches,
+            "recompute": self.training.recompute,
+            "form": self.form.name,
+            "flags": None if self.form.flags is None else launching(self.form, self.training),
+            "step": Range.of(self.seconds)._asdict(),
+            "exposed": Range.of(self.exposed)._asdict(),
+            "tokens": self.tokens._asdict(),
+            "memory_bytes": self.memory.total,
+        }
+
+    @property
+    def _stages(self) -> str:
+        """Number of stages, and of chunks per stage if they are interleaved."""
+        _, _, _, pp, vpp = self.training.layout
+        return f"{pp} x {vpp}" if vpp > 1 else str(pp)
+
+
+def timed(training: Training, form: Variant, hardware: Hardware, corners: int = 5) -> Timed:
+    """Simulate a training in a form, on the first ``corners`` machines of a description.
+
+    Raises:
+        PlacementError: a group does not fit the machine's nodes.
+    """
+    steps = [Step(hardware.machine(*corner), training) for corner in CORNERS[:corners]]
+    seconds = tuple(step.time(form).seconds for step in steps)
+    free = [step.time(COMPUTE_ONLY, free=True).seconds for step in steps]
+    exposed = tuple(time - bound for time, bound in zip(seconds, free, strict=True))
+    return Timed(training, form, seconds, exposed, footprint(training, form, hardware))
+
+
+def best(rows: Sequence[Timed]) -> Timed:
+    """The shortest step that a launch can have, with Megatron's bits."""
+    launched = (row for row in rows if row.form.flags is not None and row.form.exact)
+    return min(launched, key=attrgetter("typical"))
+
+
+def table(rows: Sequence[Timed]) -> str:
+    """A Markdown table; :func:`best` is bold."""
+    bold = best(rows)
+    cells = (row.row("**" if row is bold else "") for row in rows)
+    return "\n".join([table_row(_COLUMNS), _ALIGNED, *map(table_row, cells)])
+
+
+def verdict(rows: Sequence[Timed], hardware: Hardware) -> Iterator[str]:
+    """The recommendation in one line, then how it compares, as a Markdown list."""
+    first = best(rows)
+    yield f"Recommended: {first.name}, a step in {first.step}."
+    yield ""
+    named = {id(first)}
+
+    def against(title: str, found: Iterable[Timed]) -> Iterator[str]:
+        """Compare the shortest of these, if another line has not."""
+        launched = (row for row in found if row.form.flags is not None and row is not first)
+        other = min(launched, key=attrgetter("typical"), default=first)
+        if id(other) in named:
+            return
+        named.add(id(other))
+        change = other.typical / first.typical - 1
+        wins = sum(a < b for a, b in zip(first.seconds, other.seconds, strict=True))
+        yield (
+            f"- {title}: {other.name}, {abs(change):.1%} "
+            f"{'longer' if change >= 0 else 'shorter'} "
+            f"({wins} of {len(first.seconds)} simulated machines say longer)."
+        )
+
+    exact = [row for row in rows if row.form.exact]
+    other = "With" if not first.form.ours else "Without"
+    yield from against(f"{other} CommFuse", (r for r in exact if r.form.ours != first.form.ours))
+    yield from against("Next", exact)
+    yield from against("Megatron's order", (row for row in exact if row.form == MEGATRON))
+    yield from against("Other rounding", (row for row in rows if not row.form.exact))
+    if first.training.layout.tp == 1:
+        yield (
+            "- TP 1 has no tensor-parallel transfers: there is nothing to fuse but context "
+            "parallelism by Ulysses (--commfuse-ulysses) and data parallelism (--commfuse-dp)."
+        )
+    else:
+        share = ratio(first.training, hardware, len(first.seconds)).text("{:.2f}".format)
+        yield f"- Communication / computation of a layer, plain: {share}."
+    sizes = first.memory._asdict().items()
+    parts = ", ".join(f"{name} {size / 2**30:.1f}" for name, size in sizes)
+    yield f"- Memory of the fullest NPU, GiB: {parts}."
+
+
+def ratio(training: Training, hardware: Hardware, corners: int = 5) -> Range:
+    """Communication / computation of a layer, with plain collectives."""
+    steps = [Step(hardware.machine(*corner), training) for corner in CORNERS[:corners]]
+    return Range.of([s.time(REFERENCE).layer / s.time(COMPUTE_ONLY).layer - 1 for s in steps])
+
+
+def as_json(rows: Sequence[Timed], hardware: Hardware, model: str) -> dict[str, Any]:
+    """The rows, and what they were simulated with."""
+    first = best(rows)
+    return {
+        "simulated": True,
+        "model": model,
+        "hardware": {
+            "file": str(hardware.path),
+            "name": hardware.name,
+            "deterministic": hardware.deterministic,
+            "figures": {name: vars(figure) for name, figure in hardware.figures.items()},
+        },
+        "ratio": ratio(first.training, hardware, len(first.seconds))._asdict(),
+        "recommended": first.as_json(),
+        "forms": [row.as_json() for row in rows],
+    }
+
+
+def sources(hardware: Hardware) -> str:
+    """A statement of what the figures are based on."""
+    return (
+        f"Simulated, not measured. {hardware.assumed} of {hardware.path.name} have no public "
+        "source at all; ranges are over its uncertainty."
+    )
+
+
+def _show(value: float) -> str:
+    """``22.13 s``, ``940.1 ms``."""
+    return f"{value:.2f} s" if abs(value) >= 1 else f"{value * 1e3:.1f} ms"
