@@ -53,11 +53,11 @@ class Begun(NamedTuple):
 
 
 class Event(NamedTuple):
-    """A line.  ``number`` is a slot, transport or thread; ``index`` is that of an instruction."""
+    """A line.  ``number`` is a slot, transport or thread; ``at`` is the index of an instruction."""
 
     verb: str
     number: int = 0
-    index: int = 0
+    at: int = 0
     text: str = ""
     begun: Begun | None = None
 
@@ -182,8 +182,14 @@ class RankLog:
             case "meet" | "fail":
                 number, text = values
                 return Event(verb, number, text=text)
-            case "at" | "finish" | "await" | "close" | "thread" | "end":
-                return Event(verb, *map(int, values))
+            case "at":
+                slot, at = map(int, values)
+                return Event(verb, slot, at)
+            case "finish" | "await" | "close" | "thread":
+                (number,) = map(int, values)
+                return Event(verb, number)
+            case "end":
+                return Event(verb)
         raise ValueError(f"{verb} is no event")
 
     def _begun(self, verb: str, transport: int, facts: dict[str, Any]) -> Begun:

@@ -256,7 +256,7 @@ class _Rank:
             self.faults.append(f"rank {self.rank}, {running.name}: it {problem}")
 
     def _take(self, event: Event) -> None:
-        verb, number, index, text, begun = event
+        verb, number, at, text, begun = event
         if begun is not None:
             name = self._name(begun.kind, begun.group, begun.facts["name"], begun.facts)
             self.operations += 1
@@ -276,7 +276,7 @@ class _Rank:
         elif verb == "thread":
             self._thread = number
         elif verb == "at":
-            self._at(self._slots[number], index)
+            self._at(self._slots[number], at)
         elif verb == "finish":
             running = self._slots[number]
             for place in running.left:

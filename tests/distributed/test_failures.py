@@ -68,20 +68,6 @@ def test_a_rank_that_dies_before_a_backward_by_collectives_becomes_an_error(rank
 
 
 @on_ranks(2)
-def test_an_exception_in_a_callback_breaks_the_transport(rank: int) -> None:
-    transport = link()
-
-    def use(piece: torch.Tensor, rows: slice) -> None:
-        raise KeyError("in the callback")
-
-    with pytest.raises(KeyError):
-        gather_and_use(transport, torch.ones(2, 2), use)
-    words = r"was interrupted by KeyError\('in the callback'\).* transport cannot be used any more"
-    with pytest.raises(TransportError, match=words):
-        layer(4, transport)
-
-
-@on_ranks(2)
 def test_a_second_thread_is_refused(rank: int) -> None:
     transport = link()
     errors: list[BaseException] = []
