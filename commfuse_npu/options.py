@@ -13,6 +13,7 @@ from typing import Any
 
 from commfuse_npu.did_you_mean import did_you_mean
 from commfuse_npu.plan import Schedule, default_shape
+from commfuse_npu.plan.schedule import Shape
 
 __all__ = [
     "DEFAULTS",
@@ -90,15 +91,11 @@ def _option(default: Any, help: str, **keywords: Any) -> Declared:
 OPTIONS: dict[str, Declared] = {
     "use_commfuse": _option(False, "fuse the tensor-parallel linears"),
     "commfuse_layers": _option(LAYERS, f"which, from {','.join(LAYERS)}", type=_layer_names),
-    "commfuse_schedule": _option(
-        "auto",
-        "how transfers are posted: shifted, two_level (nodes apart) a batch per peer; collective, "
-        "of tensor-parallel layers, a chunk as one; auto: two_level if a group spans nodes, else "
-        "collective in tensor-parallel groups of three or more, else shifted",
-        choices=("auto", "shifted", "two_level", "collective"),
-    ),
     "commfuse_lanes": _option(
-        None, "transfers in flight; by default one per peer, up to 7", type=whole(1)
+        None,
+        "transfers in flight, a batch per peer; by default tensor-parallel groups of three or more "
+        "inside a node send each chunk as one collective, others have a lane per peer, up to 7",
+        type=whole(1),
     ),
     "commfuse_chunks": _option(
         None,
@@ -251,7 +248,7 @@ def schedule_for(
 ) -> Schedule:
     """The schedule of the options, for a group of ``size`` ranks.
 
-    ``auto`` is ``two_level`` if the group spans several whole nodes.  For linear layers of a group
+    Its shape is ``two_level`` if the group spans several whole nodes.  For linear layers of a group
     inside a node it is :func:`~commfuse_npu.plan.default_shape`, unless ``--commfuse-lanes``,
     tuning or the fused attention needs lanes.  Otherwise it is ``shifted``.  There are at most
     ``size - 1`` lanes, as each costs buffers on every rank and no more transfers are in flight.
@@ -267,15 +264,13 @@ def schedule_for(
         PlanError: the options do not make a valid schedule.
     """
     local = size if processes % stride else processes // stride
-    shape = options.commfuse_schedule
-    if shape == "auto":
-        alone = linear and not options.commfuse_attention and local >= size
-        needs_lanes = options.commfuse_lanes or options.commfuse_tuning == "on"
-        shape = default_shape(size) if alone and not needs_lanes else "shifted"
-        if local < size and size % local == 0:
-            shape = "two_level"
-    elif shape == "collective" and not linear:
-        shape = "shifted"
+    tuned = options.commfuse_tuning == "on"
+    needs_lanes = options.commfuse_lanes or options.commfuse_attention or tuned
+    shape: Shape = "shifted"
+    if local < size and size % local == 0:
+        shape = "two_level"
+    elif linear and local >= size and not needs_lanes:
+        shape = default_shape(size)
     schedule = Schedule(
         shape=shape,
         lanes=options.commfuse_lanes or lanes,

@@ -16,7 +16,7 @@
 #   NPUS_PER_NODE NNODES TP PP CP NUM_LAYER_LIST          override configs/<model>.yaml
 #   MASTER_ADDR MASTER_PORT NODE_RANK                     for more than one node
 #   USE_COMMFUSE        1 (default, unless CONFIG says otherwise); 0: the same without CommFuse
-#   COMMFUSE_LAYERS COMMFUSE_SCHEDULE COMMFUSE_LANES COMMFUSE_CHUNKS COMMFUSE_REDUCE_DTYPE
+#   COMMFUSE_LAYERS COMMFUSE_LANES COMMFUSE_CHUNKS COMMFUSE_REDUCE_DTYPE
 #   MINDSPEED_LLM_HOME  root of MindSpeed-LLM, if that is not the current folder
 #   PYTHON              interpreter that reads the configuration: PyYAML is all it needs
 #   DRY_RUN=1           print the command without starting it: needs neither data, NPUs nor torch

@@ -26,7 +26,7 @@ from commfuse_npu.tools.model_config import VARIABLES, ModelConfig
 __all__ = ["launch_command"]
 
 _ROOT = Path(__file__).resolve().parents[2]
-_COMMFUSE = ("LAYERS", "SCHEDULE", "LANES", "CHUNKS", "REDUCE_DTYPE")
+_COMMFUSE = ("LAYERS", "LANES", "CHUNKS", "REDUCE_DTYPE")
 _ENVIRONMENT = {
     "CUDA_DEVICE_MAX_CONNECTIONS": "1",
     "PYTORCH_NPU_ALLOC_CONF": "expandable_segments:True",

@@ -45,7 +45,6 @@ LOCAL = "--transformer-impl local"
 ENGINE = "--transformer-impl transformer_engine"
 RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 
-SHIFTED = "--commfuse-schedule shifted"
 NAIVE = f"{LOCAL} {PLAIN_WGRAD}"
 
 CASES = {
@@ -55,7 +54,10 @@ CASES = {
     "gradient_accumulation_fusion": (2, LOCAL),
     "distributed_optimizer": (4, f"{NAIVE} --use-distributed-optimizer"),
     "collectives": (4, f"{NAIVE} --tensor-model-parallel-size 4 --commfuse-chunks 2"),
-    "batches": (4, f"{NAIVE} --tensor-model-parallel-size 4 --commfuse-chunks 2 {SHIFTED}"),
+    "batches": (
+        4,
+        f"{NAIVE} --tensor-model-parallel-size 4 --commfuse-chunks 2 --commfuse-lanes 3",
+    ),
     "pipeline": (4, f"{ENGINE} {PLAIN_WGRAD} --pipeline-model-parallel-size 2"),
 }
 """Processes, and what is added to the model's options."""

@@ -43,7 +43,7 @@ CASES: list[tuple[str, dict[str, Any], int, dict[str, Any]]] = [
      {"allow_nothing": True, "layers": ("qkv", "fc1"), "linear.reduce_dtype": FP32,
       "linear.wgrad": "blocks", "linear.keep_gathered": True, "order_log": "folder"}),
     # Lanes that nothing would use are not created.
-    ("--commfuse-schedule shifted --commfuse-lanes 7 --commfuse-chunks 4 --commfuse-taper 1.5",
+    ("--commfuse-lanes 7 --commfuse-chunks 4 --commfuse-taper 1.5",
      {"tensor_model_parallel_size": 4}, 8,
      {SCHEDULE: Schedule("shifted", lanes=3, chunks=4, taper=1.5), "min_rows": 0}),
     # Small blocks stay whole.
@@ -61,7 +61,7 @@ CASES: list[tuple[str, dict[str, Any], int, dict[str, Any]]] = [
     ("--commfuse-lanes 7", TP8, 8, {SCHEDULE: Schedule(lanes=7)}),
     ("--commfuse-attention", TP8, 8, {SCHEDULE: Schedule(lanes=7), "attention": True}),
     ("--commfuse-tuning on", LONG, 8, {SCHEDULE: Schedule(lanes=7), "min_rows": 0}),
-    ("--commfuse-schedule collective --commfuse-ulysses", ULYSSES, 8, {UNDER: Schedule(lanes=3)}),
+    ("--commfuse-ulysses", ULYSSES, 8, {UNDER: Schedule(lanes=3)}),
     ("", TP8, 4, {"linear.schedule.shape": "two_level", "linear.schedule.node_size": 4}),
     ("", TP8, 3, {"linear.schedule.shape": "shifted", "linear.schedule.node_size": None}),
     # The ranks of a context-parallel group are as far apart as tensor parallelism is wide.
@@ -104,7 +104,7 @@ def test_what_the_environment_says(monkeypatch) -> None:
         ("--commfuse-lanes 0", "--commfuse-lanes: 0 is less than 1"),
         ("--commfuse-min-rows -1", "--commfuse-min-rows: -1 is less than 0"),
         ("--commfuse-layers qkv,fc3", "--commfuse-layers: unknown layer 'fc3'; choose from"),
-        ("--commfuse-schedule star", "--commfuse-schedule: 'star' is not one of auto"),
+        ("--commfuse-tuning star", "--commfuse-tuning: 'star' is not one of off, on"),
         ("--commfuse-collectives-from some", "'some' is neither a whole number nor one of auto"),
         ("--commfuse-taper 0.1", r"taper is 0\.1; from 1/8 to 8"),
         ("--commfuse-tuning on --commfuse-chunks 4", "--commfuse-chunks 4 .* leave one or the oth"),

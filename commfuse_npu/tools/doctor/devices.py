@@ -21,8 +21,8 @@ _DRIVER = re.compile(r"^\|\s+npu-smi\s+\S+\s+Version:\s+(\S+)", re.MULTILINE)
 _NAME_LINE = re.compile(r"^\|\s+\d+\s+(\S+)\s+\|\s+([A-Za-z]+)\s+\|")
 _BUS_LINE = re.compile(r"^\|\s+\d+(?:\s+\d+)?\s+\|\s+[0-9A-Fa-f]{4}:")
 _LINK_ADVICE = {
-    "HCCS": "a full mesh: --commfuse-schedule shifted with 2 lanes or more, up to TP - 1",
-    "HCCS_SW": "a switch: --commfuse-schedule shifted with 1 or 2 lanes",
+    "HCCS": "a full mesh: for batches --commfuse-lanes 2 or more, up to TP - 1",
+    "HCCS_SW": "a switch: for batches --commfuse-lanes 1 or 2",
     "SIO": "two dies of a package",
 }
 

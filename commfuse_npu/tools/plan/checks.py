@@ -45,7 +45,7 @@ def _check_layout(launch: AskedLaunch) -> Iterator[Finding]:
         # hops() raises if the schedule does not fit the group.
         launch.schedule.hops(0, launch.config.tensor_model_parallel_size, "first")
     except PlanError as error:
-        yield _finding("--commfuse-schedule", "error", str(error), "", "choose another")
+        yield _finding("--commfuse-taper", "error", str(error), "", "choose another")
 
 
 def _check_options(launch: AskedLaunch) -> Iterator[Finding]:

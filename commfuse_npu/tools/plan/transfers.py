@@ -81,8 +81,7 @@ def fused_layers(launch: AskedLaunch) -> list[FusedLayer]:
             continue
         # An all-reduce is a reduce-scatter and an all-gather of its result.
         parts = 2 if operator == "linear_all_reduce" else 1
-        # Attention uses batches, whatever the schedule of linear layers.
-        blocks = 1 if "attention" in operator else launch.schedule.blocks_at_once(tp)
+        blocks = launch.schedule.blocks_at_once(tp)
         sent = parts * chunks * (1 if blocks > 1 else tp - 1)
         largest = blocks * chunk_rows * row_bytes
         longest = blocks * rows * row_bytes if column else largest

@@ -80,9 +80,7 @@ def launching(variant: Variant, training: Training) -> Iterator[str]:
     if schedule is None:
         return
     yield "--use-commfuse"
-    if schedule.shape == "collective":
-        yield from ("--commfuse-schedule", "collective")
-    else:
+    if schedule.shape != "collective":  # what a launch uses unless lanes are given
         yield from ("--commfuse-lanes", str(schedule.lanes))
     if variant.tuned:
         yield from ("--commfuse-tuning", "on")

@@ -106,7 +106,7 @@ def test_links_tell_the_schedule() -> None:
 
     switched = links("X SIO HCCS_SW", "SIO X HCCS_SW", "HCCS_SW HCCS_SW X")
     assert summary(switched) == ("ok", "2 pairs HCCS_SW, 1 pairs SIO")
-    assert "1 or 2 lanes" in switched.action
+    assert "--commfuse-lanes 1 or 2" in switched.action
     slow = links("X PHB HCCS", "PHB X HCCS", "HCCS HCCS X")
     assert summary(slow) == ("warning", "2 pairs HCCS, 1 pairs PHB")
     unknown = {"npu-smi info -t topo": CommandResult(1, "not supported\n")}

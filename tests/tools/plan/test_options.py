@@ -35,9 +35,6 @@ def layers(line: str) -> dict[str, FusedLayer]:
          BLOCK // 4),
         (f"{CONFIG} --commfuse-attention", "proj", "attention_linear_reduce_scatter", 14,
          BLOCK // 2),
-        # Attention uses batches while linear layers use collectives.
-        (f"{CONFIG} --commfuse-attention --commfuse-schedule collective", "proj",
-         "attention_linear_reduce_scatter", 14, BLOCK // 2),
         # 32 queries of batch 3: a chunk has at least one query.
         (f"{ATTENTION} --commfuse-chunks 5", "proj", "attention_linear_reduce_scatter", 5,
          7 * SMALL // 32),
@@ -67,7 +64,7 @@ def lanes(words: str, **environ: str) -> list[Finding]:
     ("words", "said", "action"),
     [
         ("", "256 MB per NPU: 1 tensor lanes with 2 x 128 MB", "--hccl-group-buffer commfuse:128"),
-        ("--commfuse-schedule shifted", "224 MB per NPU: 7 tensor lanes with 2 x 16 MB",
+        ("--commfuse-lanes 7", "224 MB per NPU: 7 tensor lanes with 2 x 16 MB",
          "--hccl-group-buffer commfuse:16"),
         ("--hccl-group-buffer tp:400", "400 MB per NPU: 1 tensor lanes with 2 x 200 MB",
          "--hccl-group-buffer commfuse:128 takes 256 MB"),
@@ -151,9 +148,7 @@ def test_what_starts_is_not_remarked(line: str) -> None:
         (f"{ALONE} --commfuse-dp --nproc_per_node 2", "--commfuse-dp", "error", "given"),
         (f"{ALONE} --commfuse-ulysses --context-parallel-size 2", "--commfuse-ulysses", "error",
          "given"),
-        ("--config --nproc_per_node 6 --nnodes 4 --global-batch-size 66 --commfuse-schedule "
-         "two_level", "--commfuse-schedule", "error",
-         "group size 8 is not a multiple of node_size 6"),
+        ("--config --commfuse-taper 9", "--commfuse-taper", "error", "taper is 9"),
     ],
 )  # fmt: skip
 def test_what_does_not_go_together_is_named_with_a_way_out(
@@ -163,7 +158,7 @@ def test_what_does_not_go_together_is_named_with_a_way_out(
     assert finding.level == level
     assert finding.value.startswith(value)
     assert finding.action
-    assert finding.expected or "given, but" in value or what in ("layout", "--commfuse-schedule")
+    assert finding.expected or "given, but" in value or what in ("layout", "--commfuse-taper")
 
 
 # ------------------------------------------------------------------ from its options alone
