@@ -106,14 +106,6 @@ OPTIONS: dict[str, Declared] = {
     "commfuse_taper": _option(
         1.0, "length of a sub-block over that of the next to arrive", type=float
     ),
-    "commfuse_collectives_from": _option(
-        "auto",
-        "column-parallel layers with so many outputs per rank, or more, keep Megatron's "
-        "collectives in their backward, whose GEMMs hide them; auto: from the description of this "
-        "NPU; never",
-        type=_number_or("auto", "never"),
-        metavar="OUTPUTS",
-    ),
     "commfuse_tuning": _option(
         "off",
         "on: find the fastest sub-blocks and lanes, or the plain path, at the first use of a "

@@ -38,7 +38,6 @@ def register_wrappers(
         options.linear,
         options.layers,
         min_rows=options.min_rows,
-        described=options.described,
         rows=options.rows,
         hidden=options.hidden,
     )

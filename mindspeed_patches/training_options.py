@@ -31,7 +31,6 @@ class CommFuseOptions:
 
     Attributes:
         linear: options of the fused linear layers.
-        described: set ``linear.collectives_from`` from the hardware description of this NPU.
         rows, hidden: shape of a block in this launch; ``None`` if the arguments do not give it.
         min_rows: layers with fewer rows per block keep Megatron's forward; ``None`` to derive the
             limit on this NPU: the rows below which Megatron's order is faster.
@@ -44,7 +43,6 @@ class CommFuseOptions:
     """
 
     linear: LinearOptions
-    described: bool
     rows: int | None
     hidden: int | None
     min_rows: int | None
@@ -78,7 +76,7 @@ def commfuse_options(args: argparse.Namespace) -> CommFuseOptions:
     tensor_parallel = parallel_size(args, "tensor_model")
     rows, hidden = rows_of_blocks(args), hidden_size(args)
     chunks = 1 if tuned or rows is None else default_chunks(tensor_parallel, rows, hidden)
-    least, min_rows = options.commfuse_collectives_from, options.commfuse_min_rows
+    min_rows = options.commfuse_min_rows
     if min_rows == "auto":
         # An explicit number of chunks, or tuning, already determines how blocks are cut.
         min_rows = 0 if tuned or options.commfuse_chunks else None
@@ -103,10 +101,8 @@ def commfuse_options(args: argparse.Namespace) -> CommFuseOptions:
             keep_gathered=options.commfuse_keep_gathered,
             reduce_dtype=_dtype(options.commfuse_reduce_dtype),
             wgrad=options.commfuse_wgrad,
-            collectives_from=least if isinstance(least, int) else None,
             tuning=Tuning(str(default_folder())) if tuned else None,
         ),
-        described=least == "auto",
         rows=rows,
         hidden=hidden,
         min_rows=min_rows,

@@ -127,7 +127,6 @@ class LinearWrappers(LaneUser):
         min_rows: layers with fewer rows in a rank's block keep Megatron's forward.  ``None``: on an
             NPU with a hardware description, :func:`~commfuse_npu.plan.min_rows_to_fuse` of the cost
             of a post, measured when the lanes are created, which also sets the chunks; else 0.
-        described: take ``collectives_from`` from the hardware description of the NPU, if any.
         rows, hidden: shape of a block in this launch, if known.
 
     Attributes:
@@ -152,7 +151,6 @@ class LinearWrappers(LaneUser):
         layers: Collection[str] = LAYERS,
         *,
         min_rows: int | None = 0,
-        described: bool = False,
         rows: int | None = None,
         hidden: int | None = None,
     ) -> None:
@@ -164,19 +162,23 @@ class LinearWrappers(LaneUser):
         self.calls: Counter[tuple[str, str]] = Counter()
         self.layers = frozenset(layers)
         self._rows, self._hidden, self._min_rows = rows, hidden, min_rows or 0
-        self._described, self._limited = described, min_rows is None
+        self._limited = min_rows is None
         self._options = by_fusion(options)
         self._logged: set[tuple[str, str]] = set()
 
     def opened(self) -> None:
-        """Apply the hardware description of this NPU, and measure the cost of a post if needed."""
+        """Apply the hardware description of this NPU, and measure the cost of a post if needed.
+
+        From the number of outputs whose GEMMs hide them, column-parallel layers keep Megatron's
+        collectives in their backward.
+        """
         lanes = self.lanes()
-        needed = (self._described or self._limited) and lanes.device_type != "cpu"
-        machine = described_machine(lanes.device_type) if needed else None
-        if self._described:
-            least = min_outputs_to_hide(machine, lanes.size) if machine else None
-            self._options = by_fusion(replace(self._options[False], collectives_from=least))
-        if self._limited and machine and isinstance(lanes, Transport) and lanes.size > 1:
+        machine = described_machine(lanes.device_type) if lanes.device_type != "cpu" else None
+        if machine is None:
+            return
+        least = min_outputs_to_hide(machine, lanes.size)
+        self._options = by_fusion(replace(self._options[False], collectives_from=least))
+        if self._limited and isinstance(lanes, Transport) and lanes.size > 1:
             self._choose_by(post_seconds(lanes))
 
     def _choose_by(self, post: float) -> None:

@@ -60,8 +60,6 @@ def obstacle(wrappers: LinearWrappers, rows: int) -> str | None:
         (A2, 8, "--commfuse-min-rows 0", 4096, 0, 1734),
         (A2, 8, "--commfuse-chunks 2", 4096, 0, 1734),
         (None, 8, "--commfuse-min-rows 64", 4096, 64, None),
-        (A2, 8, "--commfuse-collectives-from never", 4096, 640, None),
-        (A2, 8, "--commfuse-collectives-from 9", 4096, 640, 9),
     ],
 )
 def test_few_rows_and_many_outputs_stay_megatrons_on_a_described_npu(

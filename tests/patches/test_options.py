@@ -24,7 +24,7 @@ LONG = {"seq_length": 32768, **TP8}
 DP = {"world_size": 8, **DATA_PARALLEL}
 PP = {"pipeline_model_parallel_size": 2, **DP}
 MAPPED = {"use_tp_pp_dp_mapping": True, **PP}
-LEAST, CHUNKS, UNDER = "linear.collectives_from", "linear.schedule.chunks", "ulysses.schedule"
+CHUNKS, UNDER = "linear.schedule.chunks", "ulysses.schedule"
 SCHEDULE, OVER, FP32 = "linear.schedule", "data_parallel", torch.float32
 
 
@@ -35,7 +35,7 @@ def buckets(shape: Any, lanes: int, node_size: int | None = None) -> BucketOptio
 CASES: list[tuple[str, dict[str, Any], int, dict[str, Any]]] = [
     # options, other arguments, processes of a node, what they select
     ("", {}, 8,
-     {"layers": LAYERS, "min_rows": None, LEAST: None, "described": True, "linear.tuning": None,
+     {"layers": LAYERS, "min_rows": None, "linear.tuning": None,
       SCHEDULE: Schedule("shifted", lanes=1, chunks=1), "attention": False, "ulysses": None,
       OVER: None, "allow_nothing": False}),
     ("--commfuse-allow-nothing --commfuse-layers qkv,fc1 --commfuse-reduce-dtype float32 "
@@ -54,8 +54,6 @@ CASES: list[tuple[str, dict[str, Any], int, dict[str, Any]]] = [
     # The machine decides which layers stay Megatron's, unless chunks are given.
     ("--commfuse-min-rows auto", LONG, 8, {"rows": 4096, "min_rows": None}),
     ("--commfuse-min-rows 256 --commfuse-chunks 4", LONG, 8, {CHUNKS: 4, "min_rows": 256}),
-    ("--commfuse-collectives-from never", {}, 8, {LEAST: None, "described": False}),
-    ("--commfuse-collectives-from 1734", {}, 8, {LEAST: 1734, "described": False}),
     # Two-level if a group spans nodes, collectives unless lanes are given.
     ("", TP8, 8, {SCHEDULE: Schedule("collective", lanes=1)}),
     ("--commfuse-lanes 7", TP8, 8, {SCHEDULE: Schedule(lanes=7)}),
@@ -105,7 +103,6 @@ def test_what_the_environment_says(monkeypatch) -> None:
         ("--commfuse-min-rows -1", "--commfuse-min-rows: -1 is less than 0"),
         ("--commfuse-layers qkv,fc3", "--commfuse-layers: unknown layer 'fc3'; choose from"),
         ("--commfuse-tuning star", "--commfuse-tuning: 'star' is not one of off, on"),
-        ("--commfuse-collectives-from some", "'some' is neither a whole number nor one of auto"),
         ("--commfuse-taper 0.1", r"taper is 0\.1; from 1/8 to 8"),
         ("--commfuse-tuning on --commfuse-chunks 4", "--commfuse-chunks 4 .* leave one or the oth"),
         (

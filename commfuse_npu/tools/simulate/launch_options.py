@@ -86,8 +86,6 @@ def launching(variant: Variant, training: Training) -> Iterator[str]:
         yield from ("--commfuse-tuning", "on")
     else:
         yield from ("--commfuse-chunks", str(schedule.chunks))
-    if variant.collectives_from and layout.tp > 1:
-        yield from ("--commfuse-collectives-from", str(variant.collectives_from))
     if schedule.taper != 1:
         yield from ("--commfuse-taper", f"{schedule.taper:g}")
     if variant.attention:
