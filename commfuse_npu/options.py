@@ -49,23 +49,6 @@ def whole(minimum: int) -> Callable[[str], int]:
     return convert
 
 
-def _number_or(*words: str, minimum: int = 1) -> Callable[[str], int | str]:
-    """A converter for argparse: a whole number of at least ``minimum``, or one of ``words``."""
-
-    def convert(text: str) -> int | str:
-        if text in words:
-            return text
-        try:
-            return whole(minimum)(text)
-        except ValueError as error:
-            choices = ", ".join(words)
-            raise argparse.ArgumentTypeError(
-                f"{text!r} is neither a whole number nor one of {choices}"
-            ) from error
-
-    return convert
-
-
 def _layer_names(text: str) -> tuple[str, ...]:
     names = tuple(name.strip() for name in text.split(",") if name.strip())
     for name in names:
@@ -99,8 +82,9 @@ OPTIONS: dict[str, Declared] = {
     ),
     "commfuse_chunks": _option(
         None,
-        "sub-blocks per block; by default, in tensor-parallel layers, 2 where a block is long "
-        "enough for what a post costs the host (2048 rows of 4096 at 128 us), else 1",
+        "sub-blocks per block, of any length; by default, in tensor-parallel layers, 2 where a "
+        "block is long enough for what a post costs the host (2048 rows of 4096 at 128 us), else "
+        "1, and on an NPU that is described shorter blocks stay Megatron's",
         type=whole(1),
     ),
     "commfuse_taper": _option(
@@ -141,17 +125,6 @@ OPTIONS: dict[str, Declared] = {
         "none",
         "float32: add the ranks' gradients in fp32 and round once, other bits than the collective",
         choices=("none", "float32"),
-    ),
-    "commfuse_min_rows": _option(
-        "auto",
-        "layers whose block per rank has fewer rows (tokens) stay Megatron's; auto: on an NPU "
-        "that is described, by the measured time of a post (2048 rows of 4096 at 128 us and TP 8), "
-        "at least 512 (two ranks: 256), unless chunks are given or tuned; 0: none stays",
-        type=_number_or("auto", minimum=0),
-        metavar="ROWS",
-    ),
-    "commfuse_allow_nothing": _option(
-        False, "train although nothing would be fused, which is an error at the start otherwise"
     ),
     "commfuse_order_log": _option(
         None,

@@ -37,7 +37,7 @@ def register_wrappers(
     wrappers = LinearWrappers(
         options.linear,
         options.layers,
-        min_rows=options.min_rows,
+        limited=options.limited,
         rows=options.rows,
         hidden=options.hidden,
     )
@@ -68,6 +68,5 @@ def register_wrappers(
         attention=options.attention,
         ulysses=options.ulysses is not None,
         buckets=buckets,
-        allow_nothing=options.allow_nothing,
     )
     return wrappers, lanes, report

@@ -116,7 +116,7 @@ def _check_without_tensor_parallelism(args: argparse.Namespace, options: CommFus
     Raises:
         IncompatibleOptionsError: attention needs tensor parallelism, or nothing at all is fused.
     """
-    if _fuses_outside_tensor_parallel(options) or options.allow_nothing:
+    if _fuses_outside_tensor_parallel(options):
         if options.attention:
             raise IncompatibleOptionsError(
                 "--commfuse-attention needs --tensor-model-parallel-size of at least 2: it is "

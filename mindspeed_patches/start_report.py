@@ -10,8 +10,7 @@ Layers are counted when the model is built, from its modules, over all pipeline 
 that concern a single call (its mask, a short sequence) are logged when they occur; reasons that are
 reported here are not logged again.
 
-If nothing is fused, the training stops here on all ranks, before its first iteration, unless
-``--commfuse-allow-nothing`` is given.
+If nothing is fused, the training stops here on all ranks, before its first iteration.
 
 ===================  ===========================================================================
 kind                 counted
@@ -59,7 +58,7 @@ class StartReport:
         tensor_parallel: whether tensor-parallel layers are wrapped.
         attention, ulysses: whether these are to be fused.
         buckets: the wrappers of data parallelism, if buckets are to be fused.
-        allow_nothing: continue if nothing is fused.
+        allow_nothing: continue if nothing is fused, as the CPU pretraining does.
         done: whether the report has been printed.
     """
 
@@ -197,7 +196,6 @@ def _nothing(counts: Counts) -> str:
         (
             "--use-commfuse would fuse nothing:",
             *(lines or ["  the model has no layer for it"]),
-            "change that, leave --use-commfuse out, or pass --commfuse-allow-nothing to train "
-            "without it all the same",
+            "change that, or leave --use-commfuse out",
         )
     )

@@ -32,26 +32,23 @@ class CommFuseOptions:
     Attributes:
         linear: options of the fused linear layers.
         rows, hidden: shape of a block in this launch; ``None`` if the arguments do not give it.
-        min_rows: layers with fewer rows per block keep Megatron's forward; ``None`` to derive the
-            limit on this NPU: the rows below which Megatron's order is faster.
+        limited: layers whose blocks are so short that Megatron's order is faster keep it.
         layers: names of the layers to fuse.
         attention: fuse attention with its output projection.
         ulysses: options of attention under Ulysses context parallelism; ``None``: not fused.
         data_parallel: options of the distributed optimizer's buckets; ``None``: not fused.
         order_log: the folder in which the order of transfers is recorded; ``None`` for no record.
-        allow_nothing: train even if nothing is fused.
     """
 
     linear: LinearOptions
     rows: int | None
     hidden: int | None
-    min_rows: int | None
+    limited: bool
     layers: tuple[str, ...]
     attention: bool
     ulysses: LinearOptions | None
     data_parallel: BucketOptions | None
     order_log: str | None
-    allow_nothing: bool
 
 
 def commfuse_options(args: argparse.Namespace) -> CommFuseOptions:
@@ -76,10 +73,6 @@ def commfuse_options(args: argparse.Namespace) -> CommFuseOptions:
     tensor_parallel = parallel_size(args, "tensor_model")
     rows, hidden = rows_of_blocks(args), hidden_size(args)
     chunks = 1 if tuned or rows is None else default_chunks(tensor_parallel, rows, hidden)
-    min_rows = options.commfuse_min_rows
-    if min_rows == "auto":
-        # An explicit number of chunks, or tuning, already determines how blocks are cut.
-        min_rows = 0 if tuned or options.commfuse_chunks else None
     ulysses = buckets = None
     if options.commfuse_ulysses:
         across = schedule_here(options, parallel_size(args, "context"), tensor_parallel)
@@ -105,13 +98,13 @@ def commfuse_options(args: argparse.Namespace) -> CommFuseOptions:
         ),
         rows=rows,
         hidden=hidden,
-        min_rows=min_rows,
+        # An explicit number of chunks, or tuning, already determines how blocks are cut.
+        limited=not tuned and options.commfuse_chunks is None,
         layers=options.commfuse_layers,
         attention=options.commfuse_attention,
         ulysses=ulysses,
         data_parallel=buckets,
         order_log=options.commfuse_order_log,
-        allow_nothing=options.commfuse_allow_nothing,
     )
 
 

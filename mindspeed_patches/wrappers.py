@@ -59,7 +59,7 @@ __all__ = [
 
 _CHOSEN = (
     "CommFuse: a post takes the slowest host %.0f us (measured): blocks of %d rows or more are "
-    "fused, in %d chunks; --commfuse-min-rows and --commfuse-chunks say otherwise"
+    "fused, in %d chunks; with --commfuse-chunks all are, in so many"
 )
 
 EXPERTS = "expert layers are left to the token dispatcher"
@@ -124,9 +124,8 @@ class LinearWrappers(LaneUser):
         options: of the fused layers; ``main_grad`` follows each layer's
             ``gradient_accumulation_fusion``.
         layers: which of :data:`LAYERS` to fuse.
-        min_rows: layers with fewer rows in a rank's block keep Megatron's forward.  ``None``: on an
-            NPU with a hardware description, :func:`~commfuse_npu.plan.min_rows_to_fuse` of the cost
-            of a post, measured when the lanes are created, which also sets the chunks; else 0.
+        limited: on an NPU with a hardware description, set ``min_rows`` and the chunks by the cost
+            of a post, which is measured when the lanes are created.
         rows, hidden: shape of a block in this launch, if known.
 
     Attributes:
@@ -134,6 +133,8 @@ class LinearWrappers(LaneUser):
         calls: number of calls by ``(layer, path)``; the path is ``fused``, or the reason why the
             call was not fused.
         layers: names of the layers to fuse.
+        min_rows: layers with fewer rows in a rank's block keep Megatron's forward: 0, or
+            :func:`~commfuse_npu.plan.min_rows_to_fuse`.
 
     Raises:
         ValueError: a layer is unknown.
@@ -150,7 +151,7 @@ class LinearWrappers(LaneUser):
         options: LinearOptions = LinearOptions(),
         layers: Collection[str] = LAYERS,
         *,
-        min_rows: int | None = 0,
+        limited: bool = False,
         rows: int | None = None,
         hidden: int | None = None,
     ) -> None:
@@ -161,8 +162,8 @@ class LinearWrappers(LaneUser):
             )
         self.calls: Counter[tuple[str, str]] = Counter()
         self.layers = frozenset(layers)
-        self._rows, self._hidden, self._min_rows = rows, hidden, min_rows or 0
-        self._limited = min_rows is None
+        self.min_rows = 0
+        self._limited, self._rows, self._hidden = limited, rows, hidden
         self._options = by_fusion(options)
         self._logged: set[tuple[str, str]] = set()
 
@@ -184,12 +185,12 @@ class LinearWrappers(LaneUser):
     def _choose_by(self, post: float) -> None:
         """Set the least rows and the chunks for a host that needs ``post`` seconds per post."""
         size, schedule = self.lanes().size, self._options[False].schedule
-        self._min_rows = min_rows_to_fuse(size, self._hidden, post)
+        self.min_rows = min_rows_to_fuse(size, self._hidden, post)
         chunks = default_chunks(size, self._rows or 0, self._hidden, post)
         schedule = replace(schedule, chunks=chunks)
         self._options = by_fusion(replace(self._options[False], schedule=schedule))
         if dist.get_rank() == 0:
-            _logger.info(_CHOSEN, 1e6 * post, self._min_rows, chunks)
+            _logger.info(_CHOSEN, 1e6 * post, self.min_rows, chunks)
 
     def register(self, manager: Any, *, transformer_engine: bool = False) -> None:
         """Register with MindSpeed's patch manager, or with our stand-in.
@@ -359,12 +360,11 @@ class LinearWrappers(LaneUser):
             return Obstacle("a tensor-parallel group of one has nothing to transfer")
         if getattr(config, "cpu_offloading", False):
             return Obstacle("cpu_offloading needs Transformer Engine's layers")
-        if rows is not None and rows < self._min_rows:
-            why = "Megatron's own order is faster then (simulated); " if self._limited else ""
+        if rows is not None and rows < self.min_rows:
             return Obstacle(
-                f"a block has fewer rows than the {self._min_rows} of --commfuse-min-rows",
-                f"{why}--commfuse-min-rows 0 fuses it, a smaller TP or longer sequences lengthen "
-                "it",
+                f"a block has fewer than {self.min_rows} rows",
+                "Megatron's own order is faster then (simulated); --commfuse-chunks 1 fuses it, a "
+                "smaller TP or longer sequences lengthen it",
             )
         return None
 

@@ -110,8 +110,7 @@ def _parser() -> Parser:
     group.add_argument("--fp32", dest="bf16", action="store_false")
     overlap = {"commfuse_fb_overlap": FB_OVERLAP_OPTIONS["commfuse_fb_overlap"]}
     add_arguments(parser.add_argument_group("CommFuse"), OPTIONS | overlap)
-    # One process, in which nothing is fused, is allowed.
-    parser.set_defaults(**DEFAULTS | {"use_commfuse": True, "commfuse_allow_nothing": True})
+    parser.set_defaults(**DEFAULTS | {"use_commfuse": True})
     return parser
 
 

@@ -129,6 +129,7 @@ def _layers(
         options,
         ulysses_attention="scripts.cpu_pretraining.ulysses.UlyssesAttention",
     )
+    report.allow_nothing = True  # one process, in which nothing is fused
     title = f"tensor-parallel linear layers: {form}, plan: {options.linear.schedule}"
     with ExitStack() as undone:
         for lanes in all_lanes:

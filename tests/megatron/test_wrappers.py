@@ -133,13 +133,11 @@ def lanes(group: dist.ProcessGroup) -> Transport:
 
 
 @contextlib.contextmanager
-def wrapped(
-    knobs: Knobs, *, collectives: bool = False, min_rows: int = 0
-) -> Iterator[LinearWrappers]:
+def wrapped(knobs: Knobs, *, collectives: bool = False) -> Iterator[LinearWrappers]:
     """Applies the wrappers, over lanes or over collectives."""
     from megatron.core import parallel_state
 
-    wrappers = LinearWrappers(knobs.options, knobs.layers, min_rows=min_rows)
+    wrappers = LinearWrappers(knobs.options, knobs.layers)
     group = parallel_state.get_tensor_model_parallel_group()
     wrappers.transport = lanes(group)
     if collectives:
@@ -216,7 +214,8 @@ def test_fused_layers_equal_megatrons(ranks) -> None:
 
 @on_ranks(2)
 def test_what_keeps_a_layer_from_being_fused(rank: int) -> None:
-    with megatron(2), wrapped(COLUMN, min_rows=33) as wrappers:
+    with megatron(2), wrapped(COLUMN) as wrappers:
+        wrappers.min_rows = 33
         column, row = build(COLUMN), build(ROW)
 
         def said(layer: Any, expected: str, *, length: int = 64, **call: Any) -> None:
@@ -232,9 +231,8 @@ def test_what_keeps_a_layer_from_being_fused(rank: int) -> None:
         said(column, "fused")
         said(row, "fused")
         # A rank's block is of the column's input and of the row's output.
-        fewer = "a block has fewer rows than the 33 of --commfuse-min-rows"
         for layer, length in ((column, 16), (row, 32)):
-            said(layer, fewer, length=length)
+            said(layer, "a block has fewer than 33 rows", length=length)
             said(layer, "fused", length=length + 2)
         said(row, "sequence length 65 is not divisible by 2", length=65)
         said(column, "gather_output needs the whole output", runtime_gather_output=True)

@@ -318,12 +318,12 @@ def test_attention_changes_no_loss_in_fp32(case: str, tmp_path: Path) -> None:
 
 
 def test_a_launch_that_would_fuse_nothing_ends_on_all_ranks(tmp_path: Path) -> None:
-    launch = f"pretrain_gpt.py {MODEL} {NAIVE} --commfuse-min-rows 100000"
+    launch = f"pretrain_gpt.py {MODEL} {NAIVE} --commfuse-layers kv_up"
     code, printed = rehearse(tmp_path, "--only", "commfuse", "--", *launch.split())
     assert code == 1, printed
     log = (tmp_path / "commfuse" / "log.txt").read_text("utf-8")
     assert log.count("IncompatibleOptionsError: --use-commfuse would fuse nothing:") == 2
-    assert "  qkv, proj, fc1, fc2, output: a block has fewer rows than the 100000 of" in log
+    assert "  qkv: qkv is not in the list of layers to fuse (add qkv to --commfuse-l" in log
     assert "iteration        1/" not in log
 
 

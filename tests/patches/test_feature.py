@@ -49,10 +49,7 @@ def test_what_a_launch_lacks(options: str, others: dict[str, Any], message: str)
         CommFuseFeature().validate_args(real_arguments(*options.split(), **others))
 
 
-@pytest.mark.parametrize(
-    ("option", "others"),
-    [(CP, ULYSSES), (DP, DATA_PARALLEL), ("--commfuse-allow-nothing", {})],
-)
+@pytest.mark.parametrize(("option", "others"), [(CP, ULYSSES), (DP, DATA_PARALLEL)])
 def test_what_needs_no_tensor_parallelism(option: str, others: dict[str, Any]) -> None:
     CommFuseFeature().validate_args(real_arguments(option, **ALONE, **others))
 

@@ -57,9 +57,7 @@ def obstacle(wrappers: LinearWrappers, rows: int) -> str | None:
         (A3, 4, "", 4096, 781, 1686),
         (OTHER, 8, "", 4096, 0, None),
         (None, 8, "", 4096, 0, None),
-        (A2, 8, "--commfuse-min-rows 0", 4096, 0, 1734),
         (A2, 8, "--commfuse-chunks 2", 4096, 0, 1734),
-        (None, 8, "--commfuse-min-rows 64", 4096, 64, None),
     ],
 )
 def test_few_rows_and_many_outputs_stay_megatrons_on_a_described_npu(
@@ -68,7 +66,7 @@ def test_few_rows_and_many_outputs_stay_megatrons_on_a_described_npu(
     wrappers = opened(name, tp, options, hidden_size=hidden)
     assert obstacle(wrappers, max(1, least)) is None
     if least:
-        reason = f"a block has fewer rows than the {least} of --commfuse-min-rows"
+        reason = f"a block has fewer than {least} rows"
         assert obstacle(wrappers, least - 1) == reason
     assert [chosen.collectives_from for chosen in wrappers._options.values()] == [collectives] * 2
 
@@ -94,9 +92,8 @@ def test_a_reason_is_said_once_with_its_way_out_and_counted_as_its_text(opened, 
     wrappers = opened(A2, 8)
     reason = obstacle(wrappers, 64) or ""
     text = (
-        "a block has fewer rows than the 640 of --commfuse-min-rows (Megatron's own order is "
-        "faster then (simulated); --commfuse-min-rows 0 fuses it, a smaller TP or longer sequences "
-        "lengthen it)"
+        "a block has fewer than 640 rows (Megatron's own order is faster then (simulated); "
+        "--commfuse-chunks 1 fuses it, a smaller TP or longer sequences lengthen it)"
     )
     assert with_remedy(pickle.loads(pickle.dumps(reason))) == text  # for other ranks
     with caplog.at_level(logging.INFO, LOGGER):
@@ -107,5 +104,3 @@ def test_a_reason_is_said_once_with_its_way_out_and_counted_as_its_text(opened, 
     ]
     assert wrappers.calls == {("qkv", str(reason)): 3}
     assert with_remedy(Obstacle(reason)) == with_remedy(str(reason)) == reason
-    forced = obstacle(opened(None, 8, "--commfuse-min-rows 65"), 64)
-    assert "simulated" not in with_remedy(forced or "")

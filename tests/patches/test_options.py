@@ -35,30 +35,30 @@ def buckets(shape: Any, lanes: int, node_size: int | None = None) -> BucketOptio
 CASES: list[tuple[str, dict[str, Any], int, dict[str, Any]]] = [
     # options, other arguments, processes of a node, what they select
     ("", {}, 8,
-     {"layers": LAYERS, "min_rows": None, "linear.tuning": None,
+     {"layers": LAYERS, "limited": True, "linear.tuning": None,
       SCHEDULE: Schedule("shifted", lanes=1, chunks=1), "attention": False, "ulysses": None,
-      OVER: None, "allow_nothing": False}),
-    ("--commfuse-allow-nothing --commfuse-layers qkv,fc1 --commfuse-reduce-dtype float32 "
-     "--commfuse-wgrad blocks --commfuse-keep-gathered --commfuse-order-log folder", {}, 8,
-     {"allow_nothing": True, "layers": ("qkv", "fc1"), "linear.reduce_dtype": FP32,
+      OVER: None}),
+    ("--commfuse-layers qkv,fc1 --commfuse-reduce-dtype float32 --commfuse-wgrad blocks "
+     "--commfuse-keep-gathered --commfuse-order-log folder", {}, 8,
+     {"layers": ("qkv", "fc1"), "linear.reduce_dtype": FP32,
       "linear.wgrad": "blocks", "linear.keep_gathered": True, "order_log": "folder"}),
     # Lanes that nothing would use are not created.
     ("--commfuse-lanes 7 --commfuse-chunks 4 --commfuse-taper 1.5",
      {"tensor_model_parallel_size": 4}, 8,
-     {SCHEDULE: Schedule("shifted", lanes=3, chunks=4, taper=1.5), "min_rows": 0}),
+     {SCHEDULE: Schedule("shifted", lanes=3, chunks=4, taper=1.5), "limited": False}),
     # Small blocks stay whole.
     ("", LONG, 8, {CHUNKS: 2, "linear.schedule.lanes": 1}),
     ("", {**LONG, "seq_length": 8192}, 8, {CHUNKS: 1}),
     ("", {**LONG, "seq_length": 8192, "hidden_size": 8192}, 8, {CHUNKS: 2, "hidden": 8192}),
     ("", {**LONG, "context_parallel_size": 2}, 8, {CHUNKS: 2, "rows": 2048}),
-    # The machine decides which layers stay Megatron's, unless chunks are given.
-    ("--commfuse-min-rows auto", LONG, 8, {"rows": 4096, "min_rows": None}),
-    ("--commfuse-min-rows 256 --commfuse-chunks 4", LONG, 8, {CHUNKS: 4, "min_rows": 256}),
+    # The machine decides which blocks stay Megatron's, unless chunks are given.
+    ("", LONG, 8, {"rows": 4096, "limited": True}),
+    ("--commfuse-chunks 1", LONG, 8, {CHUNKS: 1, "limited": False}),
     # Two-level if a group spans nodes, collectives unless lanes are given.
     ("", TP8, 8, {SCHEDULE: Schedule("collective", lanes=1)}),
     ("--commfuse-lanes 7", TP8, 8, {SCHEDULE: Schedule(lanes=7)}),
     ("--commfuse-attention", TP8, 8, {SCHEDULE: Schedule(lanes=7), "attention": True}),
-    ("--commfuse-tuning on", LONG, 8, {SCHEDULE: Schedule(lanes=7), "min_rows": 0}),
+    ("--commfuse-tuning on", LONG, 8, {SCHEDULE: Schedule(lanes=7), "limited": False}),
     ("--commfuse-ulysses", ULYSSES, 8, {UNDER: Schedule(lanes=3)}),
     ("", TP8, 4, {"linear.schedule.shape": "two_level", "linear.schedule.node_size": 4}),
     ("", TP8, 3, {"linear.schedule.shape": "shifted", "linear.schedule.node_size": None}),
@@ -100,7 +100,6 @@ def test_what_the_environment_says(monkeypatch) -> None:
     ("options", "message"),
     [
         ("--commfuse-lanes 0", "--commfuse-lanes: 0 is less than 1"),
-        ("--commfuse-min-rows -1", "--commfuse-min-rows: -1 is less than 0"),
         ("--commfuse-layers qkv,fc3", "--commfuse-layers: unknown layer 'fc3'; choose from"),
         ("--commfuse-tuning star", "--commfuse-tuning: 'star' is not one of off, on"),
         ("--commfuse-taper 0.1", r"taper is 0\.1; from 1/8 to 8"),

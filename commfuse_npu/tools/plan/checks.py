@@ -61,13 +61,11 @@ def _check_options(launch: AskedLaunch) -> Iterator[Finding]:
         )
     elsewhere = (fuse.commfuse_ulysses or fuse.commfuse_dp) and not fuse.commfuse_attention
     if judged.layout.tensor == 1 and not elsewhere:
-        allowed = fuse.commfuse_allow_nothing and not fuse.commfuse_attention
         yield _finding(
             "--tensor-model-parallel-size",
-            "warning" if allowed else "error",
+            "error",
             "1",
-            "at least 2: a group of one transfers nothing, and --use-commfuse is refused unless "
-            "--commfuse-allow-nothing is given",
+            "at least 2: a group of one transfers nothing, and --use-commfuse is refused",
             "choose TP of at least 2, add --commfuse-dp, which needs none, or leave "
             "--use-commfuse out",
         )

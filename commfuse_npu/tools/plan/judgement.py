@@ -176,9 +176,6 @@ def fuse_options(words: Sequence[str]) -> argparse.Namespace:
 
 
 def _min_rows_to_fuse(fuse: argparse.Namespace, size: int, hidden: int) -> int:
-    rows: int | str = fuse.commfuse_min_rows
-    if not isinstance(rows, str):
-        return rows
     # An explicit number of chunks, or tuning, means that blocks of any length are fused.
     chosen = fuse.commfuse_chunks or fuse.commfuse_tuning == "on"
     return 0 if chosen else min_rows_to_fuse(size, hidden)
@@ -238,7 +235,7 @@ def judge_launch(options: Options, processes: int | None, fuse: argparse.Namespa
         notes.append(
             f"its blocks have {rows} rows, and with fewer than {least} Megatron's own order is "
             "faster (simulated): on an NPU that is described its layers are left to it, unless "
-            "--commfuse-min-rows 0 is given"
+            "--commfuse-chunks 1 is given"
         )
     if spec and not spec.startswith("mindspeed_llm."):
         notes.append(f"--spec {spec} is not read: it is judged as Megatron's GPTModel")

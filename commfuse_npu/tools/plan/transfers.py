@@ -75,7 +75,7 @@ def fused_layers(launch: AskedLaunch) -> list[FusedLayer]:
             operator, chunks = "attention_linear_reduce_scatter", min(chunks, queries)
             chunk_rows = -(-queries // chunks) * config.micro_batch_size
         if not reason and rows < limit:
-            reason = f"a block has fewer rows than the {limit} of --commfuse-min-rows"
+            reason = f"a block has fewer than {limit} rows"
         if reason:
             layers.append(FusedLayer(layer, "", reason))
             continue

@@ -10,9 +10,9 @@ from commfuse_npu.tools.plan.checks import check_launch
 from commfuse_npu.tools.plan.judgement import Judgement, fuse_options, judge_launch
 from commfuse_npu.tools.plan.transfers import FusedLayer, check_lanes, fused_layers
 from tests.tools.doctor.machines import only, summary
-from tests.tools.plan.launches import EXPERTS, FUSED, MODEL, SIZES, TP, ULYSSES, asked
+from tests.tools.plan.launches import EXPERTS, FUSED, LIMITED, MODEL, SIZES, TP, ULYSSES, asked
 
-CONFIG = "--config --commfuse-min-rows 1024 --commfuse-chunks 2"
+CONFIG = "--config --commfuse-chunks 2"
 ATTENTION = f"{FUSED} --commfuse-attention --attention-dropout 0.0"
 BLOCK = 1024 * 2 * 4096 * 2
 SMALL = 32 * 3 * 64 * 2
@@ -48,9 +48,10 @@ def test_operators_and_messages(line: str, layer: str, operator: str, sent: int,
     fused = layers(line)[layer]
     assert (fused.operator, fused.transfers, fused.transfer_bytes) == (operator, sent, size)
     assert str(fused) == f"{layer}: {operator}, {sent} transfers of {size / 2**20:.2f} MB"
-    short = layers(f"{FUSED} --commfuse-min-rows 97")["proj"]
+    assert layers(f"{LIMITED} --hidden-size 32768 --micro-batch-size 8")["proj"].operator
+    short = layers(LIMITED)["proj"]
     assert (short.operator, short.transfers) == ("", 0)
-    assert str(short).startswith("proj: Megatron's own forward, because a block has fewer rows")
+    assert str(short).startswith("proj: Megatron's own forward, because a block has fewer than 1310")
 
 
 # ------------------------------------------------------------------ lanes
@@ -70,8 +71,8 @@ def lanes(words: str, **environ: str) -> list[Finding]:
          "--hccl-group-buffer commfuse:128 takes 256 MB"),
         ("--hccl-group-buffer tp:400;commfuse:32 --commfuse-lanes 3",
          "192 MB per NPU: 3 tensor lanes with 2 x 32 MB", "--hccl-group-buffer commfuse:16"),
-        # Lanes are created even if blocks are too short to use them.
-        ("--seq-length 1024", "32 MB per NPU: 1 tensor lanes with 2 x 16 MB",
+        # Lanes are created even if no layer of the model uses them.
+        ("--commfuse-layers kv_up", "32 MB per NPU: 1 tensor lanes with 2 x 16 MB",
          "nothing uses them: leave --use-commfuse out"),
         # 40 million fp32 gradients over 4 ranks are 38 MiB; two lanes each way.
         ("--tensor-model-parallel-size 4 --commfuse-dp --overlap-grad-reduce --nnodes 2",
@@ -133,8 +134,6 @@ def test_what_starts_is_not_remarked(line: str) -> None:
         (SIZES, "--sequence-parallel", "warning", "not given"),
         (f"pretrain_gpt.py {FUSED}", "--use-commfuse", "warning", "given to the script itself"),
         (ALONE, OF_ONE, "error", "1"),
-        (f"{ALONE} --commfuse-allow-nothing", OF_ONE, "warning", "1"),
-        (f"{ALONE} --commfuse-allow-nothing --commfuse-attention", OF_ONE, "error", "1"),
         (f"{FUSED} --use-ascend-mc2", "--use-ascend-mc2", "error", "given"),
         (f"{FUSED} --output-layer-slice-num=2", "--output-layer-slice-num", "error", "2"),
         (f"{FUSED} --commfuse-fb-overlap --stage dpo", "--stage", "error", "dpo"),
@@ -250,19 +249,20 @@ def test_our_other_options(flag: str, options: str, why: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "least"),
+    ("options", "rows", "least"),
     [
-        ("", 2500),
-        ("--commfuse-min-rows 257", 257),
-        ("--commfuse-min-rows 256", 256),
-        ("--commfuse-chunks 1", 0),
-        ("--commfuse-tuning on", 0),
+        ("", 256, 2500),
+        ("--seq-length 2048 --hidden-size 32768", 512, 512),
+        ("--commfuse-chunks 1", 256, 0),
+        ("--commfuse-tuning on", 256, 0),
     ],
 )
-def test_short_blocks_do_not_hide_that_a_layer_can_be_fused(options: str, least: int) -> None:
+def test_short_blocks_do_not_hide_that_a_layer_can_be_fused(
+    options: str, rows: int, least: int
+) -> None:
     judgement = judged(f"{TP} --seq-length 1024 {options}")
-    assert (judgement.verdict, judgement.rows, judgement.least) == ("full", 256, least)
-    assert judgement.short is (least > 256)
+    assert (judgement.verdict, judgement.rows, judgement.least) == ("full", rows, least)
+    assert judgement.short is (rows < least)
     message = f"its blocks have 256 rows, and with fewer than {least} Megatron's"
     assert [note.startswith(message) for note in judgement.notes] == [True] * judgement.short
 
