@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any
 from commfuse_npu.kernels import use_matmul_add
 from commfuse_npu.options import DEFAULTS, add_arguments
 from mindspeed_patches.all_wrappers import register_wrappers
-from mindspeed_patches.hccl_buffer import take_lane_megabytes
 from mindspeed_patches.lanes import Lanes
 from mindspeed_patches.layout import parallel_size
 from mindspeed_patches.refusals import IncompatibleOptionsError, check_flag
@@ -99,10 +98,8 @@ class CommFuseFeature(MindSpeedFeature):
         options = complete_options(args)
         if parallel_size(args, "tensor_model") == 1:
             _check_without_tensor_parallelism(args, options)
-        sized = not getattr(args, "hccl_group_buffer", None)
-        megabytes = take_lane_megabytes(args)
         for lanes in self._lanes:
-            lanes.buffer_megabytes = lanes.group.message_megabytes(args) if sized else megabytes
+            lanes.buffer_megabytes = lanes.group.message_megabytes(args)
 
 
 def _fuses_outside_tensor_parallel(options: CommFuseOptions) -> bool:

@@ -57,17 +57,13 @@ def test_what_needs_no_tensor_parallelism(option: str, others: dict[str, Any]) -
 SIZES = {"seq_length": 8192, "micro_batch_size": 1, "hidden_size": 4096, "bf16": True}
 
 
-@pytest.mark.parametrize(
-    ("given", "megabytes"), [({}, 32), ({"hccl_group_buffer": "commfuse:64;tp:100"}, 64)]
-)
-def test_the_lanes_know_their_buffers_and_where_to_record(given, megabytes: int) -> None:
+def test_the_lanes_know_their_buffers_and_where_to_record() -> None:
     feature = CommFuseFeature()
-    args = real_arguments("--commfuse-order-log", "a folder", **SIZES, **given)
+    args = real_arguments("--commfuse-order-log", "a folder", **SIZES)
     feature.register_patches(PatchManager(), args)
     feature.validate_args(args)
     (lanes,) = feature._lanes
-    assert (lanes.buffer_megabytes, lanes.order_log) == (megabytes, "a folder")
-    assert getattr(args, "hccl_group_buffer", "tp:100") == "tp:100"
+    assert (lanes.buffer_megabytes, lanes.order_log) == (32, "a folder")
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import torch
 from commfuse_npu import Schedule
 from commfuse_npu.ops import BucketOptions
 from mindspeed_patches.feature import CommFuseFeature
-from mindspeed_patches.hccl_buffer import of_blocks, of_buckets, of_heads, take_lane_megabytes
+from mindspeed_patches.hccl_buffer import of_blocks, of_buckets, of_heads
 from mindspeed_patches.patching import PatchManager
 from mindspeed_patches.training_options import commfuse_options
 from mindspeed_patches.ulysses import MINDSPEED_ULYSSES
@@ -146,27 +146,6 @@ def test_what_is_wrapped(options: str, size: int | None, wrapped: list[str], lan
     paths = ROW, SELF_ATTENTION, EXCHANGE, LAYER, *BUCKETS
     assert [path for path in paths for _ in range(registered.count(path))] == wrapped
     assert registered.count(INITIALIZE) == lanes
-
-
-@pytest.mark.parametrize(
-    ("given", "megabytes", "left"),
-    [
-        ("commfuse:64", 64, None),
-        ("tp:400;commfuse: 64;dp:100", 64, "tp:400;dp:100"),
-        ("tp:400,commfuse:32", 32, "tp:400"),
-        ("tp:400;dp:100", None, "tp:400;dp:100"),
-        (None, None, None),
-        *((f"tp:1;commfuse:{size}", ValueError, "") for size in ("0", "-1", "much", "")),
-    ],
-)
-def test_the_lanes_part_is_taken_out_of_hccl_group_buffer(given, megabytes, left) -> None:
-    args = argparse.Namespace(hccl_group_buffer=given)
-    if megabytes is ValueError:
-        with pytest.raises(ValueError, match=r"--hccl-group-buffer commfuse:.*whole number from 1"):
-            take_lane_megabytes(args)
-    else:
-        assert take_lane_megabytes(args) == megabytes
-        assert args.hccl_group_buffer == left
 
 
 LLAMA3_8B = {"seq_length": 8192, "hidden_size": 4096, "bf16": True, **TP8}

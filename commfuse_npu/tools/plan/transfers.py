@@ -5,7 +5,6 @@ At run time the wrappers of Megatron's layers and self-attention decide; a test 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from functools import partial
@@ -144,35 +143,23 @@ def check_lanes(launch: AskedLaunch, environ: Mapping[str, str]) -> Iterator[Fin
     groups = lanes_of(launch)
     if not groups:
         return
-    group_buffer = launch.options.text("--hccl-group-buffer") or ""
-    match = re.search(r"(?:^|[;,])\s*commfuse:(\d+)", group_buffer)
     general = {**environ, **launch.variables}.get("HCCL_BUFFSIZE", "200")
     usual = int(general) if general.isdecimal() else 200
 
     def megabytes_of(message: float | None) -> int:
-        if match:
-            return int(match[1])
-        # The feature sizes lanes to their messages unless the option is given for other groups.
-        return usual if group_buffer or message is None else lane_megabytes(message)
+        return usual if message is None else lane_megabytes(message)
 
     largest = max((layer.longest for layer in fused_layers(launch)), default=0)
-    needed, count = -(-largest // 2**20), sum(group.lanes for group in groups)
     sizes = [megabytes_of(largest if group.kind == "tensor" else group.message) for group in groups]
     pairs = list(zip(groups, sizes, strict=True))
     text = ", ".join(
         f"{group.lanes} {group.kind} lanes with 2 x {size} MB" for group, size in pairs
     )
     total = sum(2 * group.lanes * size for group, size in pairs)
-    action = "nothing uses them: leave --use-commfuse out"
-    if largest:
-        action = (
-            f"--hccl-group-buffer commfuse:{needed} takes {2 * count * needed} MB and still holds "
-            "the largest transfer"
-        )
-    elif [group.kind for group in groups] != ["tensor"]:
-        action = "--hccl-group-buffer commfuse:64 sets the size of each"
+    unused = not largest and [group.kind for group in groups] == ["tensor"]
+    action = "nothing uses them: leave --use-commfuse out" if unused else ""
     yield _finding("memory for lanes", "note", f"{total} MB per NPU: {text}", action=action)
-    if groups[0].kind == "tensor" and needed > sizes[0]:
+    if groups[0].kind == "tensor" and largest > sizes[0] * 2**20:
         expected = f"at most HCCL's buffer of {sizes[0]} MB: larger ones go in several rounds"
-        fix = f"--hccl-group-buffer commfuse:{needed}"
+        fix = "choose a smaller --micro-batch-size"
         yield _finding("largest transfer", "warning", f"{largest / 2**20:.1f} MB", expected, fix)
