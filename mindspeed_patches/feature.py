@@ -4,9 +4,6 @@ MindSpeed calls the hooks of a feature in this order (read in its sources and ru
 ``register_args`` on an early parser; ``pre_register_patches`` and ``register_patches`` if the flag
 is set; ``register_args`` again on Megatron's parser; then, with or without the flag,
 ``pre_validate_args``, Megatron's own checks, ``post_validate_args`` and ``validate_args``.
-
-Importing this module imports MindSpeed if it is installed.  :func:`mindspeed_patches.install`
-therefore imports it only when called.
 """
 
 from __future__ import annotations
@@ -16,28 +13,24 @@ import importlib
 import importlib.util
 import logging
 import os
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from commfuse_npu.kernels import use_matmul_add
 from commfuse_npu.options import DEFAULTS, add_arguments
 from mindspeed_patches.all_wrappers import register_wrappers
 from mindspeed_patches.lanes import Lanes
 from mindspeed_patches.layout import parallel_size
+from mindspeed_patches.patching import Feature
 from mindspeed_patches.refusals import IncompatibleOptionsError, check_flag
 from mindspeed_patches.training_options import CommFuseOptions, checked_options, complete_options
 from mindspeed_patches.wrappers import LinearWrappers
-
-if TYPE_CHECKING or importlib.util.find_spec("mindspeed") is None:
-    from mindspeed_patches.patching import Feature as MindSpeedFeature
-else:
-    from mindspeed.features_manager.feature import MindSpeedFeature
 
 __all__ = ["CommFuseFeature"]
 
 _logger = logging.getLogger(__name__)
 
 
-class CommFuseFeature(MindSpeedFeature):
+class CommFuseFeature(Feature):
     """Fuses tensor-parallel linear layers and, on request, attention, Ulysses and data parallelism.
 
     Attributes:

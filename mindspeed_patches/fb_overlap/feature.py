@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import argparse
 import functools
-import importlib.util
 import inspect
 import logging
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -30,13 +29,8 @@ from mindspeed_patches.fb_overlap.core_versions import Layout, obstacle
 from mindspeed_patches.fb_overlap.schedule import OverlappedSchedule
 from mindspeed_patches.fb_overlap.side_states import separate_scratch, side_states
 from mindspeed_patches.layout import parallel_size
-from mindspeed_patches.patching import PatchManager
+from mindspeed_patches.patching import Feature, PatchManager
 from mindspeed_patches.refusals import IncompatibleOptionsError, check_compatible
-
-if TYPE_CHECKING or importlib.util.find_spec("mindspeed") is None:
-    from mindspeed_patches.patching import Feature as MindSpeedFeature
-else:
-    from mindspeed.features_manager.feature import MindSpeedFeature
 
 __all__ = ["ForwardBackwardFeature", "Overlapping"]
 
@@ -44,7 +38,7 @@ _SCHEDULES = "megatron.core.pipeline_parallel.schedules"
 _logger = logging.getLogger(__name__)
 
 
-class ForwardBackwardFeature(MindSpeedFeature):
+class ForwardBackwardFeature(Feature):
     """Runs the forward of one micro-batch beside the backward of another, alternating at transfers.
 
     Attributes:

@@ -14,8 +14,6 @@ from mindspeed_patches.patching import PatchManager
 from mindspeed_patches.refusals import IncompatibleOptionsError
 from tests.patches.launches import DATA_PARALLEL, ULYSSES, Registered, real_arguments
 
-GLOBALS = CommFuseFeature.register_patches.__globals__
-"""Globals of this module object; tests of registration import the module again."""
 ALONE = {"tensor_model_parallel_size": 1}
 NO_CP = {"context_parallel_size": 1}
 TP = "--tensor-model-parallel-size"
@@ -72,7 +70,7 @@ def test_the_lanes_know_their_buffers_and_where_to_record() -> None:
 )
 def test_what_is_wrapped_where_its_modules_are(monkeypatch, engine, there, wrapped) -> None:
     """The layer with norm is wrapped with its engine, get_model where Megatron's training is."""
-    monkeypatch.setitem(GLOBALS, "_has_module", lambda name: there)
+    monkeypatch.setattr("mindspeed_patches.feature._has_module", lambda name: there)
     registered = Registered(real_arguments(transformer_impl=engine))
     assert sum("TELayerNormColumnParallel" in path for path in registered) == wrapped
     assert registered.count("megatron.training.training.get_model") == there
