@@ -1,7 +1,6 @@
 """The options of CommFuse, declared once for all parsers.  Imports no torch.
 
-MindSpeed's parser, the CPU pretraining and the doctor read this table.  MindSpeed parses twice: the
-first time options that it does not know are plain strings.  :func:`typed_options` accepts both.
+MindSpeed's parsers, the CPU pretraining and the doctor read this table.
 """
 
 from __future__ import annotations
@@ -21,9 +20,9 @@ __all__ = [
     "LAYERS",
     "OPTIONS",
     "add_arguments",
+    "given_options",
     "option_name",
     "schedule_for",
-    "typed_options",
     "unknown_option",
     "value_of",
     "whole",
@@ -167,28 +166,12 @@ def add_arguments(
         parser.add_argument(option_name(name), **keywords)
 
 
-def typed_options(args: argparse.Namespace) -> argparse.Namespace:
-    """:data:`OPTIONS` of a namespace, converted from strings if necessary, with defaults.
-
-    Raises:
-        ValueError: a value is invalid; the message names the option.
-    """
-    values = dict(DEFAULTS)
-    for name, (_, keywords) in OPTIONS.items():
-        value = getattr(args, name, None)
-        if value is None:
-            continue
-        if isinstance(value, str) and "type" in keywords:
-            try:
-                value = keywords["type"](value)
-            except (ValueError, argparse.ArgumentTypeError) as error:
-                raise ValueError(f"{option_name(name)}: {error}") from error
-        choices = keywords.get("choices", (value,))
-        if value not in choices:
-            listed = ", ".join(choices)
-            raise ValueError(f"{option_name(name)}: {value!r} is not one of {listed}")
-        values[name] = value
-    return argparse.Namespace(**values)
+def given_options(args: argparse.Namespace) -> argparse.Namespace:
+    """:data:`OPTIONS` of a namespace, with the default of each that it lacks."""
+    given = {name: getattr(args, name, None) for name in OPTIONS}
+    return argparse.Namespace(
+        **{name: DEFAULTS[name] if value is None else value for name, value in given.items()}
+    )
 
 
 def value_of(words: Sequence[str], option: str) -> str | None:

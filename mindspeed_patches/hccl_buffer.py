@@ -12,7 +12,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from commfuse_npu.options import typed_options
+from commfuse_npu.options import given_options
 from commfuse_npu.runtime.hccl_options import buffers_of, lane_megabytes
 from mindspeed_patches.layout import (
     data_parallel_size,
@@ -33,7 +33,7 @@ def of_blocks(args: argparse.Namespace) -> int | None:
     ``None`` if the arguments do not determine it.
     """
     size = parallel_size(args, "tensor_model")
-    schedule = schedule_here(typed_options(args), size, linear=True)
+    schedule = schedule_here(given_options(args), size, linear=True)
     return _megabytes(args, 1, schedule.blocks_at_once(size))
 
 

@@ -34,10 +34,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from commfuse_npu.refusals import IncompatibleOptionsError
 from mindspeed_patches.data_parallel import BucketWrappers
 from mindspeed_patches.layer_names import LAYERS, layer_name
 from mindspeed_patches.patching import around
-from mindspeed_patches.refusals import IncompatibleOptionsError
 from mindspeed_patches.softmax_attention import RECOMPUTED
 from mindspeed_patches.wrappers import EXPERTS, LinearWrappers, with_remedy
 
@@ -55,7 +55,6 @@ class StartReport:
 
     Attributes:
         linears: the linear wrappers, which also keep the reasons that have been logged.
-        tensor_parallel: whether tensor-parallel layers are wrapped.
         attention, ulysses: whether these are to be fused.
         buckets: the wrappers of data parallelism, if buckets are to be fused.
         allow_nothing: continue if nothing is fused, as the CPU pretraining does.
@@ -63,7 +62,6 @@ class StartReport:
     """
 
     linears: LinearWrappers
-    tensor_parallel: bool = True
     attention: bool = False
     ulysses: bool = False
     buckets: BucketWrappers | None = None
@@ -117,7 +115,7 @@ class StartReport:
         experts: tuple[str, ...] = ()
         for path, module in chunk.named_modules():
             attribute = path.rpartition(".")[2]
-            if self.tensor_parallel and not path.startswith(experts):
+            if self.linears.transport is not None and not path.startswith(experts):
                 if attribute == "experts":
                     yield "experts", EXPERTS
                     experts += (f"{path}.",)

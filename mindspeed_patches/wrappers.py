@@ -27,6 +27,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from commfuse_npu.config_file import find_config
+from commfuse_npu.hardware.description import Hardware, described
 from commfuse_npu.hardware.machine import min_outputs_to_hide
 from commfuse_npu.ops import (
     LinearOptions,
@@ -41,8 +43,7 @@ from commfuse_npu.plan import default_chunks, min_rows_to_fuse
 from commfuse_npu.runtime.post_time import post_seconds
 from commfuse_npu.runtime.transport import Transport
 from mindspeed_patches.attention import DeferredAttention
-from mindspeed_patches.described_npu import described_machine
-from mindspeed_patches.lanes import LaneUser
+from mindspeed_patches.lanes import TENSOR_PARALLEL, LaneUser
 from mindspeed_patches.layer_names import LAYERS, layer_name, named_init_wrapper, register_names
 from mindspeed_patches.patching import around
 
@@ -140,12 +141,6 @@ class LinearWrappers(LaneUser):
         ValueError: a layer is unknown.
     """
 
-    _missing = (
-        "of the tensor-parallel group do not exist: set LinearWrappers.transport = "
-        "Transport.create(get_tensor_model_parallel_group()) on all ranks after "
-        "initialize_model_parallel and before the first forward"
-    )
-
     def __init__(
         self,
         options: LinearOptions = LinearOptions(),
@@ -160,6 +155,7 @@ class LinearWrappers(LaneUser):
             raise ValueError(
                 f"unknown layers {', '.join(unknown)}; choose from {', '.join(LAYERS)}"
             )
+        super().__init__("LinearWrappers", TENSOR_PARALLEL, options.schedule.lanes)
         self.calls: Counter[tuple[str, str]] = Counter()
         self.layers = frozenset(layers)
         self.min_rows = 0
@@ -174,10 +170,13 @@ class LinearWrappers(LaneUser):
         collectives in their backward.
         """
         lanes = self.lanes()
-        machine = described_machine(lanes.device_type) if lanes.device_type != "cpu" else None
-        if machine is None:
+        if lanes.device_type == "cpu":
             return
-        least = min_outputs_to_hide(machine, lanes.size)
+        description = described(str(torch.get_device_module(lanes.device_type).get_device_name()))
+        if description is None:
+            return
+        hardware = Hardware.load(find_config(description, "hardware"))
+        least = min_outputs_to_hide(hardware.machine(), lanes.size)
         self._options = by_fusion(replace(self._options[False], collectives_from=least))
         if self._limited and isinstance(lanes, Transport) and lanes.size > 1:
             self._choose_by(post_seconds(lanes))

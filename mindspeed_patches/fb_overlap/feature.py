@@ -22,7 +22,7 @@ from commfuse_npu.plan.slots import (
     slots,
 )
 from commfuse_npu.plan.turn_order import duration, strict_turns
-from commfuse_npu.refusals import FB_OVERLAP_REFUSALS
+from commfuse_npu.refusals import IncompatibleOptionsError, check_compatible
 from commfuse_npu.runtime.order_log import shared_order_log
 from mindspeed_patches.fb_overlap.census import Census
 from mindspeed_patches.fb_overlap.core_versions import Layout, obstacle
@@ -30,7 +30,6 @@ from mindspeed_patches.fb_overlap.schedule import OverlappedSchedule
 from mindspeed_patches.fb_overlap.side_states import separate_scratch, side_states
 from mindspeed_patches.layout import parallel_size
 from mindspeed_patches.patching import Feature, PatchManager
-from mindspeed_patches.refusals import IncompatibleOptionsError, check_compatible
 
 __all__ = ["ForwardBackwardFeature", "Overlapping"]
 
@@ -59,7 +58,7 @@ class ForwardBackwardFeature(Feature):
         Raises:
             IncompatibleOptionsError: another option excludes the overlap.
         """
-        check_compatible(args, FB_OVERLAP_REFUSALS)
+        check_compatible(args, "--commfuse-fb-overlap")
         # Overlap in a plain pipeline needs its own option, which validate_args checks.
         order_log = getattr(args, "commfuse_order_log", None)
         self.overlapping = Overlapping(plain_pipelines=True, order_log=order_log)
@@ -74,7 +73,7 @@ class ForwardBackwardFeature(Feature):
         """
         if not getattr(args, self.feature_name, None):
             return
-        check_compatible(args, FB_OVERLAP_REFUSALS)
+        check_compatible(args, "--commfuse-fb-overlap")
         stages = parallel_size(args, "pipeline_model")
         plain = getattr(args, "virtual_pipeline_model_parallel_size", None) is None
         if stages > 1 and plain and not getattr(args, "commfuse_fb_overlap_memory", None):

@@ -15,11 +15,10 @@ import torch
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
+from commfuse_npu.refusals import IncompatibleOptionsError
 from mindspeed_patches import PatchManager
-from mindspeed_patches.all_wrappers import register_wrappers
-from mindspeed_patches.refusals import IncompatibleOptionsError
 from mindspeed_patches.start_report import StartReport
-from mindspeed_patches.training_options import commfuse_options
+from mindspeed_patches.training_options import register_wrappers
 from mindspeed_patches.wrappers import LinearWrappers
 from tests.distributed.ranks import on_ranks
 from tests.megatron.in_ranks import WITHOUT_KERNELS, gpt, language_loss, megatron
@@ -101,7 +100,7 @@ def wrapped(*options: str, **arguments: Any) -> Iterator[tuple[LinearWrappers, S
     """Applies the wrappers that the options request, with open lanes."""
     args = real_arguments(*options, transformer_impl="local", **arguments)
     manager = PatchManager()
-    linears, lanes, report = register_wrappers(manager, commfuse_options(args))
+    linears, lanes, report = register_wrappers(manager, args)
     for owner in lanes:
         owner.open(1)
     manager.apply_patches()
@@ -251,7 +250,6 @@ def test_buckets_of_experts_are_told_apart(rank: int) -> None:
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
     with megatron(1), wrapped("--commfuse-dp", tensor_model_parallel_size=1) as (_, report):
-        report.tensor_parallel = False
         model = build(tensor_model_parallel_size=1, sequence_parallel=False, **EXPERTS)
         for name, parameter in model.named_parameters():
             parameter.allreduce = ".experts." not in name

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from commfuse_npu.refusals import IncompatibleOptionsError
 from mindspeed_patches.feature import CommFuseFeature
 from mindspeed_patches.patching import PatchManager
-from mindspeed_patches.refusals import IncompatibleOptionsError
 from tests.patches.launches import DATA_PARALLEL, ULYSSES, Registered, real_arguments
 
 ALONE = {"tensor_model_parallel_size": 1}
@@ -60,7 +60,7 @@ def test_the_lanes_know_their_buffers_and_where_to_record() -> None:
     args = real_arguments("--commfuse-order-log", "a folder", **SIZES)
     feature.register_patches(PatchManager(), args)
     feature.validate_args(args)
-    (lanes,) = feature._lanes
+    (lanes,) = feature._users
     assert (lanes.buffer_megabytes, lanes.order_log) == (32, "a folder")
 
 

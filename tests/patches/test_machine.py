@@ -11,9 +11,8 @@ import pytest
 import torch
 
 from commfuse_npu.runtime.transport import Transport
-from mindspeed_patches.all_wrappers import register_wrappers
 from mindspeed_patches.patching import PatchManager
-from mindspeed_patches.training_options import commfuse_options
+from mindspeed_patches.training_options import register_wrappers
 from mindspeed_patches.wrappers import LinearWrappers, Obstacle, with_remedy
 from tests.patches.launches import real_arguments
 
@@ -34,7 +33,7 @@ def opened(monkeypatch: pytest.MonkeyPatch):
         monkeypatch.setattr(torch, "get_device_module", lambda kind: device)
         usual = {"seq_length": 512, "micro_batch_size": 1, "hidden_size": 4096}
         args = real_arguments(*options.split(), tensor_model_parallel_size=tp, **usual | sizes)
-        wrappers, _, _ = register_wrappers(PatchManager(), commfuse_options(args))
+        wrappers, _, _ = register_wrappers(PatchManager(), args)
         device_type = "npu" if name else "cpu"
         wrappers.transport = MagicMock(spec=Transport, size=tp, device_type=device_type)
         wrappers.opened()

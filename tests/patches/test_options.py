@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from operator import attrgetter
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,13 @@ from commfuse_npu.ops import BucketOptions
 from mindspeed_patches.feature import CommFuseFeature
 from mindspeed_patches.hccl_buffer import of_blocks, of_buckets, of_heads
 from mindspeed_patches.patching import PatchManager
-from mindspeed_patches.training_options import commfuse_options
+from mindspeed_patches.training_options import (
+    bucket_options,
+    check_options,
+    linear_options,
+    register_wrappers,
+    ulysses_options,
+)
 from mindspeed_patches.ulysses import MINDSPEED_ULYSSES
 from mindspeed_patches.wrappers import LAYERS
 from tests.patches.launches import DATA_PARALLEL, ULYSSES, Registered, early, real_arguments
@@ -26,6 +33,7 @@ PP = {"pipeline_model_parallel_size": 2, **DP}
 MAPPED = {"use_tp_pp_dp_mapping": True, **PP}
 CHUNKS, UNDER = "linear.schedule.chunks", "ulysses.schedule"
 SCHEDULE, OVER, FP32 = "linear.schedule", "data_parallel", torch.float32
+LIMITED = "wrappers._limited"
 
 
 def buckets(shape: Any, lanes: int, node_size: int | None = None) -> BucketOptions:
@@ -35,30 +43,30 @@ def buckets(shape: Any, lanes: int, node_size: int | None = None) -> BucketOptio
 CASES: list[tuple[str, dict[str, Any], int, dict[str, Any]]] = [
     # options, other arguments, processes of a node, what they select
     ("", {}, 8,
-     {"layers": LAYERS, "limited": True, "linear.tuning": None,
-      SCHEDULE: Schedule("shifted", lanes=1, chunks=1), "attention": False, "ulysses": None,
-      OVER: None}),
+     {"wrappers.layers": {*LAYERS}, LIMITED: True, "linear.tuning": None,
+      SCHEDULE: Schedule("shifted", lanes=1, chunks=1), "wrappers.order_log": None}),
     ("--commfuse-layers qkv,fc1 --commfuse-reduce-dtype float32 --commfuse-wgrad blocks "
      "--commfuse-keep-gathered --commfuse-order-log folder", {}, 8,
-     {"layers": ("qkv", "fc1"), "linear.reduce_dtype": FP32,
-      "linear.wgrad": "blocks", "linear.keep_gathered": True, "order_log": "folder"}),
+     {"wrappers.layers": {"qkv", "fc1"}, "linear.reduce_dtype": FP32, "linear.wgrad": "blocks",
+      "linear.keep_gathered": True, "wrappers.order_log": "folder"}),
     # Lanes that nothing would use are not created.
     ("--commfuse-lanes 7 --commfuse-chunks 4 --commfuse-taper 1.5",
      {"tensor_model_parallel_size": 4}, 8,
-     {SCHEDULE: Schedule("shifted", lanes=3, chunks=4, taper=1.5), "limited": False}),
+     {SCHEDULE: Schedule("shifted", lanes=3, chunks=4, taper=1.5), LIMITED: False}),
     # Small blocks stay whole.
     ("", LONG, 8, {CHUNKS: 2, "linear.schedule.lanes": 1}),
     ("", {**LONG, "seq_length": 8192}, 8, {CHUNKS: 1}),
-    ("", {**LONG, "seq_length": 8192, "hidden_size": 8192}, 8, {CHUNKS: 2, "hidden": 8192}),
-    ("", {**LONG, "context_parallel_size": 2}, 8, {CHUNKS: 2, "rows": 2048}),
+    ("", {**LONG, "seq_length": 8192, "hidden_size": 8192}, 8,
+     {CHUNKS: 2, "wrappers._hidden": 8192}),
+    ("", {**LONG, "context_parallel_size": 2}, 8, {CHUNKS: 2, "wrappers._rows": 2048}),
     # The machine decides which blocks stay Megatron's, unless chunks are given.
-    ("", LONG, 8, {"rows": 4096, "limited": True}),
-    ("--commfuse-chunks 1", LONG, 8, {CHUNKS: 1, "limited": False}),
+    ("", LONG, 8, {"wrappers._rows": 4096, LIMITED: True}),
+    ("--commfuse-chunks 1", LONG, 8, {CHUNKS: 1, LIMITED: False}),
     # Two-level if a group spans nodes, collectives unless lanes are given.
     ("", TP8, 8, {SCHEDULE: Schedule("collective", lanes=1)}),
     ("--commfuse-lanes 7", TP8, 8, {SCHEDULE: Schedule(lanes=7)}),
-    ("--commfuse-attention", TP8, 8, {SCHEDULE: Schedule(lanes=7), "attention": True}),
-    ("--commfuse-tuning on", LONG, 8, {SCHEDULE: Schedule(lanes=7), "limited": False}),
+    ("--commfuse-attention", TP8, 8, {SCHEDULE: Schedule(lanes=7)}),
+    ("--commfuse-tuning on", LONG, 8, {SCHEDULE: Schedule(lanes=7), LIMITED: False}),
     ("--commfuse-ulysses", ULYSSES, 8, {UNDER: Schedule(lanes=3)}),
     ("", TP8, 4, {"linear.schedule.shape": "two_level", "linear.schedule.node_size": 4}),
     ("", TP8, 3, {"linear.schedule.shape": "shifted", "linear.schedule.node_size": None}),
@@ -81,7 +89,14 @@ CASES: list[tuple[str, dict[str, Any], int, dict[str, Any]]] = [
 @pytest.mark.parametrize(("options", "others", "local", "expected"), CASES)
 def test_what_options_ask_for(monkeypatch, options, others, local, expected, parsed: Any) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(local))
-    chosen = commfuse_options(parsed(*options.split(), **others))
+    args = parsed(*options.split(), **others)
+    check_options(args)
+    chosen = SimpleNamespace(
+        linear=linear_options(args),
+        ulysses=ulysses_options(args),
+        data_parallel=bucket_options(args),
+        wrappers=register_wrappers(PatchManager(), args)[0],
+    )
     assert {name: attrgetter(name)(chosen) for name in expected} == expected
 
 
@@ -90,18 +105,16 @@ def test_what_the_environment_says(monkeypatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "8")
     monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
-    chosen = commfuse_options(early("--commfuse-dp", "--commfuse-tuning", "on", **DATA_PARALLEL))
-    assert chosen.data_parallel == buckets("shifted", 2)
-    assert chosen.linear.tuning is not None
-    assert chosen.linear.tuning.folder == "/somewhere/commfuse_npu"
+    args = early("--commfuse-dp", "--commfuse-tuning", "on", **DATA_PARALLEL)
+    assert bucket_options(args) == buckets("shifted", 2)
+    tuning = linear_options(args).tuning
+    assert tuning is not None
+    assert tuning.folder == "/somewhere/commfuse_npu"
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ("--commfuse-lanes 0", "--commfuse-lanes: 0 is less than 1"),
-        ("--commfuse-layers qkv,fc3", "--commfuse-layers: unknown layer 'fc3'; choose from"),
-        ("--commfuse-tuning star", "--commfuse-tuning: 'star' is not one of off, on"),
         ("--commfuse-taper 0.1", r"taper is 0\.1; from 1/8 to 8"),
         ("--commfuse-tuning on --commfuse-chunks 4", "--commfuse-chunks 4 .* leave one or the oth"),
         (
@@ -113,6 +126,20 @@ def test_what_the_environment_says(monkeypatch) -> None:
 def test_a_senseless_value_names_its_option(options: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         CommFuseFeature().register_patches(PatchManager(), early(*options.split()))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--commfuse-lanes 0", "--commfuse-lanes: 0 is less than 1"),
+        ("--commfuse-layers qkv,fc3", "--commfuse-layers: unknown layer 'fc3'; choose from"),
+        ("--commfuse-layers ,", "--commfuse-layers: no layer named; leave --use-commfuse out"),
+    ],
+)
+def test_the_parser_refuses_a_value_by_its_option(options: str, message: str, capsys) -> None:
+    with pytest.raises(SystemExit):
+        early(*options.split())
+    assert f"argument {message}" in capsys.readouterr().err
 
 
 INITIALIZE = "megatron.core.parallel_state.initialize_model_parallel"

@@ -15,8 +15,8 @@ from megatron.core.tensor_parallel import layers
 
 from commfuse_npu.options import unknown_option
 from commfuse_npu.packages import Package
+from commfuse_npu.refusals import IncompatibleOptionsError
 from mindspeed_patches import launch, registration
-from mindspeed_patches.refusals import IncompatibleOptionsError
 
 STAND_INS = Path(__file__).parent / "stand_ins"
 MEGATRON_FORWARD = layers.ColumnParallelLinear.forward

@@ -13,9 +13,9 @@ import pytest
 
 from commfuse_npu.config_file import find_config
 from commfuse_npu.hardware.description import Figure, Hardware
-from commfuse_npu.options import DEFAULTS
+from commfuse_npu.options import DEFAULTS, add_arguments
 from commfuse_npu.plan import Schedule
-from commfuse_npu.refusals import FB_OVERLAP_REFUSALS
+from commfuse_npu.refusals import check_compatible
 from commfuse_npu.tools import cli
 from commfuse_npu.tools.model_config import ModelConfig
 from commfuse_npu.tools.plan.checks import check_launch
@@ -27,8 +27,7 @@ from commfuse_npu.tools.simulate.recommendation_report import reasons, report
 from commfuse_npu.tools.simulate.step import Layout, Step
 from commfuse_npu.tools.simulate.sweep import Options, of_hardware, training
 from commfuse_npu.tools.simulate.variants import Variant, fused
-from mindspeed_patches.refusals import check_compatible
-from mindspeed_patches.training_options import commfuse_options, complete_options
+from mindspeed_patches.training_options import check_options, linear_options
 from tests.launchers.launching import dry_run
 
 SERVER = Hardware.load(find_config("ascend_910b_server", "hardware"))
@@ -206,16 +205,19 @@ def check(words: list[str]) -> argparse.Namespace:
     launch = ask_about(None, line, {})
     assert not [str(finding) for finding in check_launch(launch) if finding.level == "error"]
     # As Megatron's parser returns them, defaults included.
-    values: dict[str, object] = dict(DEFAULTS)
-    for word, value in pairwise([*line, "--"]):
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    add_arguments(parser)
+    args, others = parser.parse_known_args(line)
+    values = DEFAULTS | {name: value for name, value in vars(args).items() if value is not None}
+    for word, value in pairwise([*others, "--"]):
         if word.startswith("--"):
             parsed = True if value.startswith("--") else value
             values[word[2:].replace("-", "_")] = int(value) if value.isdecimal() else parsed
     args = argparse.Namespace(**values)
     if launch.fuse.use_commfuse:
-        complete_options(args)
+        check_options(args, complete=True)
     else:
-        check_compatible(args, FB_OVERLAP_REFUSALS)
+        check_compatible(args, "--commfuse-fb-overlap")
     return args
 
 
@@ -225,10 +227,10 @@ def test_what_is_printed_is_taken(name: str) -> None:
     args = check(options(LLAMA3_8B, candidate(form, ALONE)))
     assert args.use_commfuse == (form.kind == "fused")
     if form.schedule is not None:
-        read = commfuse_options(args)
-        assert (read.attention, read.linear.wgrad) == (form.attention, form.wgrad)
+        read = linear_options(args)
+        assert (args.commfuse_attention, read.wgrad) == (form.attention, form.wgrad)
         for part in () if form.tuned else ("lanes", "chunks", "taper"):
-            assert getattr(read.linear.schedule, part) == getattr(form.schedule, part)
+            assert getattr(read.schedule, part) == getattr(form.schedule, part)
 
 
 def test_a_layout_and_recomputation_are_taken() -> None:
