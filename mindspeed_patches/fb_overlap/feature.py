@@ -21,7 +21,6 @@ from commfuse_npu.plan.slots import (
     paired_microbatches,
     slots,
 )
-from commfuse_npu.plan.turn_order import duration, strict_turns
 from commfuse_npu.refusals import IncompatibleOptionsError, check_compatible
 from commfuse_npu.runtime.order_log import shared_order_log
 from mindspeed_patches.fb_overlap.census import Census
@@ -244,12 +243,10 @@ class Overlapping:
         self.overlap = overlap
         if overlap.device != "cpu":
             self.clock = _synchronised_clock(overlap.device)
-        self._report(overlap, layout, step["num_microbatches"], census.kept)
+        self._report(layout, step["num_microbatches"], census.kept)
         return losses
 
-    def _report(
-        self, overlap: ForwardBackwardOverlap, layout: Layout, microbatches: int, kept: int
-    ) -> None:
+    def _report(self, layout: Layout, microbatches: int, kept: int) -> None:
         shape = layout.shape(microbatches)
         plan = slots(*shape)
         paired, total = paired_microbatches(plan)
@@ -259,21 +256,6 @@ class Overlapping:
             f"{paired} of {total} forwards of stage {layout.stage} run beside a backward; it holds "
             f"the activations of at most {most} forwards, instead of {without}{memory}"
         )
-        self._say(f"a hand-over takes {1e6 * overlap.hand_over_seconds():.0f} us (measured)")
-        for kind, sides in overlap.recorded.items():
-            order, strict = overlap.orders[kind], strict_turns(sides)
-            # The last entry is the end of the side, not a transfer.
-            counts = (sum(part[:-1]) for part in order)
-            points = (len(side) - 1 for side in sides)
-            hidden = sum(point.transfer > 0 for side in sides for point in side)
-            alone = sum(point.work + point.transfer for side in sides for point in side)
-            self._say(
-                f"chunks {kind}: {hidden} transfers; the forward hands over at {next(counts)} of "
-                f"{next(points)} places, the backward at {next(counts)} of {next(points)}; "
-                f"estimated from the first step {1e3 * duration(sides, order):.1f} ms, "
-                f"{1e3 * duration(sides, strict):.1f} in strict turns, {1e3 * alone:.1f} one "
-                "after the other"
-            )
 
     def _say(self, line: str) -> None:
         if line not in self._said:
