@@ -1,7 +1,6 @@
 """The options of CommFuse, declared once for all parsers.  Imports no torch.
 
-MindSpeed's parser, the CPU pretraining and the doctor read this table.  MindSpeed parses twice: the
-first time options that it does not know are plain strings.  :func:`typed_options` accepts both.
+MindSpeed's parsers, the CPU pretraining and the doctor read this table.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ from typing import Any
 
 from commfuse_npu.did_you_mean import did_you_mean
 from commfuse_npu.plan import Schedule, default_shape
+from commfuse_npu.plan.schedule import Shape
 
 __all__ = [
     "DEFAULTS",
@@ -20,9 +20,9 @@ __all__ = [
     "LAYERS",
     "OPTIONS",
     "add_arguments",
+    "given_options",
     "option_name",
     "schedule_for",
-    "typed_options",
     "unknown_option",
     "value_of",
     "whole",
@@ -45,23 +45,6 @@ def whole(minimum: int) -> Callable[[str], int]:
         return value
 
     convert.__name__ = f"whole number >= {minimum}"
-    return convert
-
-
-def _number_or(*words: str, minimum: int = 1) -> Callable[[str], int | str]:
-    """A converter for argparse: a whole number of at least ``minimum``, or one of ``words``."""
-
-    def convert(text: str) -> int | str:
-        if text in words:
-            return text
-        try:
-            return whole(minimum)(text)
-        except ValueError as error:
-            choices = ", ".join(words)
-            raise argparse.ArgumentTypeError(
-                f"{text!r} is neither a whole number nor one of {choices}"
-            ) from error
-
     return convert
 
 
@@ -90,33 +73,21 @@ def _option(default: Any, help: str, **keywords: Any) -> Declared:
 OPTIONS: dict[str, Declared] = {
     "use_commfuse": _option(False, "fuse the tensor-parallel linears"),
     "commfuse_layers": _option(LAYERS, f"which, from {','.join(LAYERS)}", type=_layer_names),
-    "commfuse_schedule": _option(
-        "auto",
-        "how transfers are posted: shifted, two_level (nodes apart) a batch per peer; collective, "
-        "of tensor-parallel layers, a chunk as one; auto: two_level if a group has several ranks "
-        "on each of several nodes, else collective in tensor-parallel groups of three or more "
-        "inside a node, else shifted",
-        choices=("auto", "shifted", "two_level", "collective"),
-    ),
     "commfuse_lanes": _option(
-        None, "transfers in flight; by default one per peer, up to 7", type=whole(1)
+        None,
+        "transfers in flight, a batch per peer; by default tensor-parallel groups of three or more "
+        "inside a node send each chunk as one collective, others have a lane per peer, up to 7",
+        type=whole(1),
     ),
     "commfuse_chunks": _option(
         None,
-        "sub-blocks per block; by default, in tensor-parallel layers, 2 where a block is long "
-        "enough for what a post costs the host (2048 rows of 4096 at 128 us), else 1",
+        "sub-blocks per block, of any length; by default, in tensor-parallel layers, 2 where a "
+        "block is long enough for what a post costs the host (2048 rows of 4096 at 128 us), else "
+        "1, and on an NPU that is described shorter blocks stay Megatron's",
         type=whole(1),
     ),
     "commfuse_taper": _option(
         1.0, "length of a sub-block over that of the next to arrive", type=float
-    ),
-    "commfuse_collectives_from": _option(
-        "auto",
-        "column-parallel layers with so many outputs per rank, or more, keep Megatron's "
-        "collectives in their backward, whose GEMMs hide them; auto: from the description of this "
-        "NPU; never",
-        type=_number_or("auto", "never"),
-        metavar="OUTPUTS",
     ),
     "commfuse_tuning": _option(
         "off",
@@ -150,17 +121,6 @@ OPTIONS: dict[str, Declared] = {
         "none",
         "float32: add the ranks' gradients in fp32 and round once, other bits than the collective",
         choices=("none", "float32"),
-    ),
-    "commfuse_min_rows": _option(
-        "auto",
-        "layers whose block per rank has fewer rows (tokens) stay Megatron's; auto: on an NPU "
-        "that is described, by the measured time of a post (2048 rows of 4096 at 128 us and TP 8), "
-        "at least 512 (two ranks: 256), unless chunks are given or tuned; 0: none stays",
-        type=_number_or("auto", minimum=0),
-        metavar="ROWS",
-    ),
-    "commfuse_allow_nothing": _option(
-        False, "train although nothing would be fused, which is an error at the start otherwise"
     ),
     "commfuse_order_log": _option(
         None,
@@ -203,28 +163,12 @@ def add_arguments(
         parser.add_argument(option_name(name), **keywords)
 
 
-def typed_options(args: argparse.Namespace) -> argparse.Namespace:
-    """:data:`OPTIONS` of a namespace, converted from strings if necessary, with defaults.
-
-    Raises:
-        ValueError: a value is invalid; the message names the option.
-    """
-    values = dict(DEFAULTS)
-    for name, (_, keywords) in OPTIONS.items():
-        value = getattr(args, name, None)
-        if value is None:
-            continue
-        if isinstance(value, str) and "type" in keywords:
-            try:
-                value = keywords["type"](value)
-            except (ValueError, argparse.ArgumentTypeError) as error:
-                raise ValueError(f"{option_name(name)}: {error}") from error
-        choices = keywords.get("choices", (value,))
-        if value not in choices:
-            listed = ", ".join(choices)
-            raise ValueError(f"{option_name(name)}: {value!r} is not one of {listed}")
-        values[name] = value
-    return argparse.Namespace(**values)
+def given_options(args: argparse.Namespace) -> argparse.Namespace:
+    """:data:`OPTIONS` of a namespace, with the default of each that it lacks."""
+    given = {name: getattr(args, name, None) for name in OPTIONS}
+    return argparse.Namespace(
+        **{name: DEFAULTS[name] if value is None else value for name, value in given.items()}
+    )
 
 
 def value_of(words: Sequence[str], option: str) -> str | None:
@@ -249,7 +193,7 @@ def schedule_for(
 ) -> Schedule:
     """The schedule of the options, for a group of ``size`` ranks.
 
-    ``auto`` is ``two_level`` if the group spans several whole nodes and has several ranks in each;
+    Its shape is ``two_level`` if the group spans several whole nodes and has several ranks in each;
     with one rank per node all transfers are between nodes.  For linear layers of a group
     inside a node it is :func:`~commfuse_npu.plan.default_shape`, unless ``--commfuse-lanes``,
     tuning or the fused attention needs lanes.  Otherwise it is ``shifted``.  There are at most
@@ -266,15 +210,13 @@ def schedule_for(
         PlanError: the options do not make a valid schedule.
     """
     local = size if processes % stride else processes // stride
-    shape = options.commfuse_schedule
-    if shape == "auto":
-        alone = linear and not options.commfuse_attention and local >= size
-        needs_lanes = options.commfuse_lanes or options.commfuse_tuning == "on"
-        shape = default_shape(size) if alone and not needs_lanes else "shifted"
-        if 1 < local < size and size % local == 0:
-            shape = "two_level"
-    elif shape == "collective" and not linear:
-        shape = "shifted"
+    tuned = options.commfuse_tuning == "on"
+    needs_lanes = options.commfuse_lanes or options.commfuse_attention or tuned
+    shape: Shape = "shifted"
+    if 1 < local < size and size % local == 0:
+        shape = "two_level"
+    elif linear and local >= size and not needs_lanes:
+        shape = default_shape(size)
     schedule = Schedule(
         shape=shape,
         lanes=options.commfuse_lanes or lanes,

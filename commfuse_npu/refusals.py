@@ -16,12 +16,11 @@ from typing import Any, NamedTuple
 from commfuse_npu.options import value_of
 
 __all__ = [
-    "ATTENTION_REFUSALS",
-    "FB_OVERLAP_REFUSALS",
-    "REFUSALS",
     "REFUSALS_OF",
+    "IncompatibleOptionsError",
     "Needs",
     "Refusal",
+    "check_compatible",
     "missing",
 ]
 
@@ -223,9 +222,20 @@ REFUSALS_OF = {
 """By the excluded option of CommFuse (read in the feature sources of MindSpeed and
 MindSpeed-LLM)."""
 
-REFUSALS = REFUSALS_OF["--use-commfuse"]
-ATTENTION_REFUSALS = REFUSALS_OF["--commfuse-attention"]
-FB_OVERLAP_REFUSALS = REFUSALS_OF["--commfuse-fb-overlap"]
+
+class IncompatibleOptionsError(AssertionError):
+    """Options that exclude each other; an AssertionError, as MindSpeed's own checks raise."""
+
+
+def check_compatible(args: argparse.Namespace, ours: str = "--use-commfuse") -> None:
+    """Refuse options that exclude an option of CommFuse, as far as ``args`` has them.
+
+    Raises:
+        IncompatibleOptionsError: lists all such options, with the reason and the remedy of each.
+    """
+    problems = [str(refusal) for refusal in REFUSALS_OF[ours] if refusal.given(args)]
+    if problems:
+        raise IncompatibleOptionsError("\n".join(problems))
 
 
 class Needs(NamedTuple):

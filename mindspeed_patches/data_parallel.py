@@ -36,7 +36,7 @@ import torch.distributed as dist
 
 from commfuse_npu.ops.buckets import BucketOptions, Buckets
 from commfuse_npu.runtime.transport import Transport
-from mindspeed_patches.lanes import LaneUser
+from mindspeed_patches.lanes import DATA_PARALLEL, LaneUser
 from mindspeed_patches.patching import around
 from mindspeed_patches.wrappers import LinearWrappers
 
@@ -68,12 +68,8 @@ class Direction(LaneUser):
     """
 
     def __init__(self, name: str, options: BucketOptions) -> None:
+        super().__init__(f"BucketWrappers.{name}", DATA_PARALLEL, options.schedule.lanes)
         self.name = name
-        self._missing = (
-            f"for {name} do not exist: set BucketWrappers.{name}.transport = "
-            "Transport.create(get_data_parallel_group(with_context_parallel=True)) on all ranks "
-            "after initialize_model_parallel and before the first backward"
-        )
         self._options = options
         self._made: tuple[Transport, Buckets] | None = None
 

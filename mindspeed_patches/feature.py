@@ -4,9 +4,6 @@ MindSpeed calls the hooks of a feature in this order (read in its sources and ru
 ``register_args`` on an early parser; ``pre_register_patches`` and ``register_patches`` if the flag
 is set; ``register_args`` again on Megatron's parser; then, with or without the flag,
 ``pre_validate_args``, Megatron's own checks, ``post_validate_args`` and ``validate_args``.
-
-Importing this module imports MindSpeed if it is installed.  :func:`mindspeed_patches.install`
-therefore imports it only when called.
 """
 
 from __future__ import annotations
@@ -16,29 +13,24 @@ import importlib
 import importlib.util
 import logging
 import os
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 from commfuse_npu.kernels import use_matmul_add
-from commfuse_npu.options import DEFAULTS, add_arguments
-from mindspeed_patches.all_wrappers import register_wrappers
-from mindspeed_patches.hccl_buffer import take_lane_megabytes
-from mindspeed_patches.lanes import Lanes
+from commfuse_npu.options import DEFAULTS, add_arguments, given_options
+from commfuse_npu.refusals import IncompatibleOptionsError
+from mindspeed_patches.lanes import LaneUser
 from mindspeed_patches.layout import parallel_size
-from mindspeed_patches.refusals import IncompatibleOptionsError, check_flag
-from mindspeed_patches.training_options import CommFuseOptions, checked_options, complete_options
+from mindspeed_patches.patching import Feature
+from mindspeed_patches.training_options import check_options, register_wrappers
 from mindspeed_patches.wrappers import LinearWrappers
-
-if TYPE_CHECKING or importlib.util.find_spec("mindspeed") is None:
-    from mindspeed_patches.patching import Feature as MindSpeedFeature
-else:
-    from mindspeed.features_manager.feature import MindSpeedFeature
 
 __all__ = ["CommFuseFeature"]
 
 _logger = logging.getLogger(__name__)
 
 
-class CommFuseFeature(MindSpeedFeature):
+class CommFuseFeature(Feature):
     """Fuses tensor-parallel linear layers and, on request, attention, Ulysses and data parallelism.
 
     Attributes:
@@ -48,7 +40,7 @@ class CommFuseFeature(MindSpeedFeature):
     def __init__(self) -> None:
         super().__init__("use-commfuse", optimization_level=2)
         self.wrappers: LinearWrappers | None = None
-        self._lanes: list[Lanes] = []
+        self._users: Sequence[LaneUser] = []
 
     def register_args(self, parser: argparse.ArgumentParser) -> None:
         group = parser.add_argument_group(title="commfuse")
@@ -62,19 +54,17 @@ class CommFuseFeature(MindSpeedFeature):
             IncompatibleOptionsError: an option excludes CommFuse.
             ValueError: an option's value is invalid.
         """
-        options = checked_options(args)
+        check_options(args)
         engine = getattr(args, "transformer_impl", "transformer_engine") == "transformer_engine"
-        self.wrappers, self._lanes, report = register_wrappers(
+        self.wrappers, self._users, report = register_wrappers(
             patch_manager,
-            options,
-            linears=not _fuses_outside_tensor_parallel(options)
-            or parallel_size(args, "tensor_model") > 1,
+            args,
             # Its own column-parallel layer with norm may then replace Megatron's layer.
             transformer_engine=engine
             and _has_module("mindspeed.te.pytorch.module.layernorm_column_parallel_linear"),
         )
-        for lanes in self._lanes:
-            lanes.register(patch_manager)
+        for user in self._users:
+            user.register_lanes(patch_manager)
         if _has_module("megatron.training"):  # Megatron core alone builds no model
             report.register(patch_manager)
         _use_mindspeeds_matmul_add()
@@ -86,7 +76,7 @@ class CommFuseFeature(MindSpeedFeature):
             IncompatibleOptionsError: an option excludes CommFuse, or a required one is missing.
             ValueError: an option's value is invalid.
         """
-        check_flag(args)
+        check_options(args, complete=True)
         if not getattr(args, self.feature_name, None):
             return
         level = getattr(args, "optimization_level", self.optimization_level)
@@ -96,28 +86,21 @@ class CommFuseFeature(MindSpeedFeature):
                 f"{level} leaves features of level {self.optimization_level} out; leave one of the "
                 "two out"
             )
-        options = complete_options(args)
         if parallel_size(args, "tensor_model") == 1:
-            _check_without_tensor_parallelism(args, options)
-        sized = not getattr(args, "hccl_group_buffer", None)
-        megabytes = take_lane_megabytes(args)
-        for lanes in self._lanes:
-            lanes.buffer_megabytes = lanes.group.message_megabytes(args) if sized else megabytes
+            _check_without_tensor_parallelism(args)
+        for user in self._users:
+            user.buffer_megabytes = user.group.message_megabytes(args)
 
 
-def _fuses_outside_tensor_parallel(options: CommFuseOptions) -> bool:
-    """Whether CommFuse fuses anything that does not depend on tensor parallelism."""
-    return options.ulysses is not None or options.data_parallel is not None
-
-
-def _check_without_tensor_parallelism(args: argparse.Namespace, options: CommFuseOptions) -> None:
+def _check_without_tensor_parallelism(args: argparse.Namespace) -> None:
     """Refuse options that have nothing to fuse when the tensor-parallel group has one rank.
 
     Raises:
         IncompatibleOptionsError: attention needs tensor parallelism, or nothing at all is fused.
     """
-    if _fuses_outside_tensor_parallel(options) or options.allow_nothing:
-        if options.attention:
+    options = given_options(args)
+    if options.commfuse_ulysses or options.commfuse_dp:
+        if options.commfuse_attention:
             raise IncompatibleOptionsError(
                 "--commfuse-attention needs --tensor-model-parallel-size of at least 2: it is "
                 "fused with a projection that transfers nothing in a group of one; leave one of "

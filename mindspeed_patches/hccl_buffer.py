@@ -1,10 +1,8 @@
-"""Sizes of the lanes' HCCL buffers: ``--hccl-group-buffer "commfuse:64"``.
+"""Sizes of the lanes' HCCL buffers.
 
-HCCL allocates twice its buffer size (200 MB by default) per communicator, so sizing the lanes saves
-memory.  MindSpeed's option accepts a fixed list of group names and refuses any other; the part for
-the lanes is therefore removed before MindSpeed reads the option.  If the option is absent, lanes
-are sized to their messages.  If it is given without the lanes, they get the buffer size that
-MindSpeed gives to their group.
+HCCL allocates twice its buffer size (200 MB by default) per communicator, so lanes are sized to
+their messages, which saves memory.  If the arguments do not determine those, they get the buffer
+size of the group that they connect, which ``--hccl-group-buffer`` sets.
 """
 
 from __future__ import annotations
@@ -14,7 +12,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from commfuse_npu.options import typed_options
+from commfuse_npu.options import given_options
 from commfuse_npu.runtime.hccl_options import buffers_of, lane_megabytes
 from mindspeed_patches.layout import (
     data_parallel_size,
@@ -24,37 +22,7 @@ from mindspeed_patches.layout import (
     schedule_here,
 )
 
-__all__ = ["lane_options", "of_blocks", "of_buckets", "of_heads", "take_lane_megabytes"]
-
-_LANES = "commfuse"
-"""The name of the lanes in ``--hccl-group-buffer``."""
-
-
-def take_lane_megabytes(args: argparse.Namespace) -> int | None:
-    """The size in MB for the lanes, removed from ``args.hccl_group_buffer``; ``None`` if not given.
-
-    Raises:
-        ValueError: the size is not a whole number from 1.
-    """
-    sizes = getattr(args, "hccl_group_buffer", None)
-    if not sizes:
-        return None
-    # MindSpeed separates by semicolons; newer versions accept commas too.
-    separator = "," if "," in sizes else ";"
-    parts, megabytes = [], None
-    for part in sizes.split(separator):
-        name, _, size = part.partition(":")
-        if name.strip() != _LANES:
-            parts.append(part)
-        elif size.strip().isdecimal() and int(size) > 0:
-            megabytes = int(size)
-        else:
-            raise ValueError(
-                f"--hccl-group-buffer {part.strip()}: the size is in MB, a whole number from 1, "
-                f"as in {_LANES}:64"
-            )
-    args.hccl_group_buffer = separator.join(parts) or None
-    return megabytes
+__all__ = ["lane_options", "of_blocks", "of_buckets", "of_heads"]
 
 
 def of_blocks(args: argparse.Namespace) -> int | None:
@@ -65,7 +33,7 @@ def of_blocks(args: argparse.Namespace) -> int | None:
     ``None`` if the arguments do not determine it.
     """
     size = parallel_size(args, "tensor_model")
-    schedule = schedule_here(typed_options(args), size, linear=True)
+    schedule = schedule_here(given_options(args), size, linear=True)
     return _megabytes(args, 1, schedule.blocks_at_once(size))
 
 

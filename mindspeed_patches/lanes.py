@@ -32,7 +32,6 @@ __all__ = [
     "TENSOR_PARALLEL",
     "LaneGroup",
     "LaneUser",
-    "Lanes",
 ]
 
 _logger = logging.getLogger(__name__)
@@ -88,48 +87,42 @@ parameters, as a common order of buckets would require."""
 
 
 class LaneUser:
-    """Base class of wrappers that run ops over lanes.
+    """Base class of wrappers that run ops over lanes, created and closed with Megatron's groups.
+
+    Args:
+        name: of the object whose ``transport`` this is, for messages.
+        group: the kind of group that the lanes connect.
+        lanes: number of lanes per group; ``None`` for that of the default schedule.
 
     Attributes:
         transport: the lanes, or the collectives of their group.  Set it when Megatron's groups
-            exist and before the first forward (for buckets, the first backward).
+            exist and before the first step, unless the lanes are registered or opened.
+        group: as passed.
+        buffer_megabytes: HCCL buffer size per lane; ``None`` for that of the group.
+        order_log: the folder in which the order of transfers is recorded; ``None`` for no record.
     """
 
-    transport: AnyTransport | None = None
-    _missing: str
-    """The end of the error message: which lanes are missing, and how to create them by hand."""
+    def __init__(self, name: str, group: LaneGroup, lanes: int | None) -> None:
+        self.transport: AnyTransport | None = None
+        self.group = group
+        self.buffer_megabytes: int | None = None
+        self.order_log: str | None = None
+        self._name, self._number = name, lanes
+        self._own_lanes: Transport | None = None
 
     def lanes(self) -> AnyTransport:
         if self.transport is None:
-            raise RuntimeError(f"the lanes {self._missing}")
+            raise RuntimeError(
+                f"the lanes of the {self.group.description} group do not exist: set "
+                f"{self._name}.transport = Transport.create(that group) on all ranks after "
+                "initialize_model_parallel and before the first step"
+            )
         return self.transport
 
     def opened(self) -> None:
         """Called once the lanes exist; by then the process has selected its device."""
 
-
-class Lanes:
-    """Creates lanes together with Megatron's process groups, and closes them together.
-
-    Args:
-        user: receives the transport.
-        group: the kind of group that the lanes connect.
-        lanes: number of lanes per group; ``None`` for that of the default schedule.
-
-    Attributes:
-        user, group: as passed.
-        buffer_megabytes: HCCL buffer size per lane; ``None`` for that of the group.
-        order_log: the folder in which the order of transfers is recorded; ``None`` for no record.
-    """
-
-    def __init__(self, user: LaneUser, group: LaneGroup, lanes: int | None) -> None:
-        self.user, self.group = user, group
-        self.buffer_megabytes: int | None = None
-        self.order_log: str | None = None
-        self._lanes = lanes
-        self._transport: Transport | None = None
-
-    def register(self, manager: Any) -> None:
+    def register_lanes(self, manager: Any) -> None:
         """Register with MindSpeed's patch manager, or with our stand-in."""
         for name in ("initialize_model_parallel", "destroy_model_parallel"):
             manager.register_patch(f"{_MODULE}.{name}", getattr(self, f"{name}_wrapper"))
@@ -160,26 +153,26 @@ class Lanes:
         log = None
         if self.order_log is not None:
             log = shared_order_log(self.order_log, dist.get_rank(), dist.get_world_size())
-        self.user.transport = self._transport = Transport.create(
+        self.transport = self._own_lanes = Transport.create(
             group,
-            lanes=self._lanes,
+            lanes=self._number,
             timeout=timedelta(minutes=timeout_minutes),
             lane_options=lane_options(group, self.buffer_megabytes, self.group.name),
             order_log=log,
         )
         _logger.info(
             "CommFuse made %d lanes per %s group of %d",
-            self._transport.lanes,
+            self._own_lanes.lanes,
             self.group.description,
             group.size(),
         )
-        self.user.opened()
+        self.opened()
 
     def close(self) -> None:
         """Close the lanes if they exist."""
-        transport, self._transport, self.user.transport = self._transport, None, None
-        if transport is not None:
-            transport.close()
+        own, self._own_lanes, self.transport = self._own_lanes, None, None
+        if own is not None:
+            own.close()
 
 
 def _take_side_stream(group: dist.ProcessGroup) -> None:

@@ -1,13 +1,11 @@
-"""Small stand-ins for MindSpeed's patch manager and features, for machines without MindSpeed.
+"""A patch manager and features with the calls of MindSpeed's, also without MindSpeed.
 
-They have the same calls and semantics (``mindspeed/patch_utils.py`` and
-``mindspeed/features_manager``, read at the branch ``master``), as far as wrappers need them.  For
-the patch manager:
+:class:`PatchManager` does what MindSpeed's does for wrappers (``mindspeed/patch_utils.py``, read at
+the branch ``master``):
 
 - patches take effect only in :meth:`PatchManager.apply_patches`;
 - a function whose name ends in ``wrapper`` or ``decorator`` is called with the original, and its
   result replaces the original; several of them stack, the first registered innermost;
-- any other function replaces the original, and a second replacement raises;
 - names that other modules imported are rebound too, so a wrapper must call the function it was
   given and never import the original.
 
@@ -59,32 +57,28 @@ class PatchManager:
     """Collects patches and applies them together."""
 
     def __init__(self) -> None:
-        self._replacements: dict[str, Function | None] = {}
         self._wrappers: dict[str, list[Function]] = {}
         self._changed: list[tuple[Any, str, Any, Function]] = []
 
     def register_patch(self, orig_func_name: str, new_func: Function) -> None:
-        """Store a wrapper or a replacement for the function at a dotted path.
+        """Store a wrapper for the function at a dotted path.
 
         Args:
             orig_func_name: ``package.module.function`` or ``package.module.Class.method``.
             new_func: see the module's docstring.
 
         Raises:
-            RuntimeError: the function already has a replacement.
+            ValueError: MindSpeed would not take the function for a wrapper.
         """
-        replacement = self._replacements.setdefault(orig_func_name, None)
-        wrappers = self._wrappers.setdefault(orig_func_name, [])
-        if getattr(new_func, "__name__", "").endswith(("wrapper", "decorator")):
-            if new_func not in wrappers:
-                wrappers.append(new_func)
-        elif replacement is not None:
-            raise RuntimeError(
-                f"{orig_func_name} is replaced already; wrap it instead (a name that ends in "
-                "_wrapper)"
+        name = getattr(new_func, "__name__", "")
+        if not name.endswith(("wrapper", "decorator")):
+            raise ValueError(
+                f"{name or new_func} would replace {orig_func_name}; wrap it instead (a name that "
+                "ends in _wrapper)"
             )
-        else:
-            self._replacements[orig_func_name] = new_func
+        wrappers = self._wrappers.setdefault(orig_func_name, [])
+        if new_func not in wrappers:
+            wrappers.append(new_func)
 
     def apply_patches(self) -> None:
         """Apply all patches, including those registered since the last call.
@@ -93,12 +87,12 @@ class PatchManager:
             AttributeError, ModuleNotFoundError: a function does not exist.
         """
         self._undo()
-        for path, replacement in self._replacements.items():
+        for path, wrappers in self._wrappers.items():
             owner_path, _, name = path.rpartition(".")
             owner = pkgutil.resolve_name(owner_path)
             original = getattr(owner, name)
-            new = replacement or original
-            for wrapper in self._wrappers[path]:
+            new = original
+            for wrapper in wrappers:
                 new = wrapper(new)
             for holder in (owner, *_holders(name, original)):
                 self._changed.append((holder, name, vars(holder).get(name, _INHERITED), new))
@@ -107,7 +101,6 @@ class PatchManager:
     def remove_patches(self) -> None:
         """Restore the original functions, and forget all patches."""
         self._undo()
-        self._replacements.clear()
         self._wrappers.clear()
 
     def _undo(self) -> None:
@@ -123,6 +116,8 @@ class PatchManager:
 
 class Feature:
     """A feature: options, and patches that apply if the option of the same name is set.
+
+    MindSpeed's manager calls these hooks of every feature in its list, whatever its class (read).
 
     Args:
         feature_name: the name of that option, ``use-commfuse`` or ``use_commfuse``.
@@ -146,6 +141,12 @@ class Feature:
 
     def register_patches(self, patch_manager: Any, args: argparse.Namespace) -> None:
         """Register patches."""
+
+    def pre_validate_args(self, args: argparse.Namespace) -> None:
+        """Change arguments before Megatron's own checks."""
+
+    def post_validate_args(self, args: argparse.Namespace) -> None:
+        """Restore arguments after Megatron's own checks."""
 
     def validate_args(self, args: argparse.Namespace) -> None:
         """Check the final arguments; called after Megatron's own checks."""

@@ -2,7 +2,8 @@
 
 MindSpeed-LLM replaces the contents of the list while it is imported.  A feature appended before the
 import is lost, and one appended after it comes too late for the patches.  This module therefore
-wraps the function that replaces the contents (run on CPU with MindSpeed-LLM 2.2.0 to master).
+wraps the function that replaces the contents, before the import (run on CPU with MindSpeed-LLM
+2.2.0 to master).
 """
 
 from __future__ import annotations
@@ -14,45 +15,45 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from commfuse_npu.packages import TOGETHER, WHY_WITHOUT, WITHOUT_MINDSPEED, find_package, numbers
-
-if TYPE_CHECKING:
-    from mindspeed_patches.fb_overlap.feature import ForwardBackwardFeature
-    from mindspeed_patches.feature import CommFuseFeature
+from mindspeed_patches.fb_overlap.feature import ForwardBackwardFeature
+from mindspeed_patches.feature import CommFuseFeature
 
 __all__ = ["install"]
 
+_FEATURES = CommFuseFeature(), ForwardBackwardFeature()
+_APPLIES_PATCHES = ("mindspeed_llm.tasks.megatron_adaptor_v2", "mindspeed.megatron_adaptor")
+"""Modules that apply the patches of all features while they are imported."""
+
 
 def install() -> CommFuseFeature:
-    """Add the options to MindSpeed, and apply those that are on the command line.
+    """Add the options to MindSpeed, which applies those that are on the command line.
 
-    Call it after ``import torch``, best before ``import mindspeed_llm`` (or
-    ``mindspeed.megatron_adaptor`` without MindSpeed-LLM).  A later call patches modules that are
-    already loaded.  A second call changes nothing.
+    Call it after ``import torch`` and before ``import mindspeed_llm`` (or
+    ``mindspeed.megatron_adaptor`` without MindSpeed-LLM).  A second call changes nothing.
 
     Returns:
         The feature of ``--use-commfuse``, the same object in every call.
 
     Raises:
-        RuntimeError: MindSpeed is missing, it or MindSpeed-LLM is too old, or Megatron too new.
-        IncompatibleOptionsError: called late, with options that exclude CommFuse.
+        RuntimeError: MindSpeed is missing, it or MindSpeed-LLM is too old, or Megatron too new, or
+            MindSpeed has applied its patches already.
     """
     _check_versions()
-    manager, features = _features_manager(), _features()
-    if getattr(manager.set_features_list, "keeps", None) is not features:
-        _keep(features, manager)
-        _apply_late(features)
-    return features[0]
-
-
-@functools.cache
-def _features() -> tuple[CommFuseFeature, ForwardBackwardFeature]:
-    from mindspeed_patches.fb_overlap.feature import ForwardBackwardFeature
-    from mindspeed_patches.feature import CommFuseFeature
-
-    return CommFuseFeature(), ForwardBackwardFeature()
+    manager = _features_manager()
+    if getattr(manager.set_features_list, "keeps", None) is not _FEATURES:
+        for name in _APPLIES_PATCHES:
+            if name in sys.modules:
+                raise RuntimeError(
+                    f"mindspeed_patches.install() comes too late: {name} is imported, and has "
+                    "applied the patches of all features; call it after import torch and before "
+                    "the import of mindspeed_llm or mindspeed.megatron_adaptor, or start the "
+                    "script with -m mindspeed_patches.launch"
+                )
+        _keep(_FEATURES, manager)
+    return _FEATURES[0]
 
 
 def _features_manager() -> Any:
@@ -103,21 +104,3 @@ def _keep(features: Sequence[Any], manager: Any) -> None:
     set_features_list.keeps = features  # type: ignore[attr-defined]
     manager.set_features_list = staticmethod(set_features_list)
     set_features_list(list(manager.FEATURES_LIST))
-
-
-def _apply_late(features: Sequence[Any]) -> None:
-    """Apply the features set on the command line, if MindSpeed already applied its patches."""
-    llm = sys.modules.get("mindspeed_llm.tasks.megatron_adaptor_v2")
-    if llm is None and "mindspeed.megatron_adaptor" not in sys.modules:
-        return
-    manager = importlib.import_module("mindspeed.patch_utils").MindSpeedPatchesManager
-    for feature in features:
-        args = (
-            importlib.import_module("mindspeed.args_utils").get_mindspeed_args()
-            if llm is None
-            else llm.FeatureAdaptor.get_mindspeed_llm_args()
-        )
-        if feature.is_need_apply(args):
-            feature.pre_register_patches(manager, args)
-            feature.register_patches(manager, args)
-            manager.apply_patches()

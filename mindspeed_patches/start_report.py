@@ -10,8 +10,7 @@ Layers are counted when the model is built, from its modules, over all pipeline 
 that concern a single call (its mask, a short sequence) are logged when they occur; reasons that are
 reported here are not logged again.
 
-If nothing is fused, the training stops here on all ranks, before its first iteration, unless
-``--commfuse-allow-nothing`` is given.
+If nothing is fused, the training stops here on all ranks, before its first iteration.
 
 ===================  ===========================================================================
 kind                 counted
@@ -35,10 +34,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from commfuse_npu.refusals import IncompatibleOptionsError
 from mindspeed_patches.data_parallel import BucketWrappers
 from mindspeed_patches.layer_names import LAYERS, layer_name
 from mindspeed_patches.patching import around
-from mindspeed_patches.refusals import IncompatibleOptionsError
 from mindspeed_patches.softmax_attention import RECOMPUTED, masked_by_data
 from mindspeed_patches.wrappers import EXPERTS, LinearWrappers, with_remedy
 
@@ -56,15 +55,13 @@ class StartReport:
 
     Attributes:
         linears: the linear wrappers, which also keep the reasons that have been logged.
-        tensor_parallel: whether tensor-parallel layers are wrapped.
         attention, ulysses: whether these are to be fused.
         buckets: the wrappers of data parallelism, if buckets are to be fused.
-        allow_nothing: continue if nothing is fused.
+        allow_nothing: continue if nothing is fused, as the CPU pretraining does.
         done: whether the report has been printed.
     """
 
     linears: LinearWrappers
-    tensor_parallel: bool = True
     attention: bool = False
     ulysses: bool = False
     buckets: BucketWrappers | None = None
@@ -118,7 +115,7 @@ class StartReport:
         experts: tuple[str, ...] = ()
         for path, module in chunk.named_modules():
             attribute = path.rpartition(".")[2]
-            if self.tensor_parallel and not path.startswith(experts):
+            if self.linears.transport is not None and not path.startswith(experts):
                 if attribute == "experts":
                     yield "experts", EXPERTS
                     experts += (f"{path}.",)
@@ -206,7 +203,6 @@ def _nothing(counts: Counts) -> str:
         (
             "--use-commfuse would fuse nothing:",
             *(lines or ["  the model has no layer for it"]),
-            "change that, leave --use-commfuse out, or pass --commfuse-allow-nothing to train "
-            "without it all the same",
+            "change that, or leave --use-commfuse out",
         )
     )

@@ -1,17 +1,25 @@
-"""Typed settings of a training, from the CommFuse options (:mod:`commfuse_npu.options`)."""
+"""Checks the CommFuse options of a launch, and registers the wrappers that they select.
+
+The options are declared in :mod:`commfuse_npu.options`.  At patch time Megatron's own options exist
+only if given, as strings; at validation all arguments are final.
+"""
 
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from commfuse_npu.ops import BucketOptions, LinearOptions
-from commfuse_npu.options import typed_options
+from commfuse_npu.options import given_options
 from commfuse_npu.plan import DATA_PARALLEL_LANES, default_chunks
-from commfuse_npu.refusals import REFUSALS_OF, Needs, missing
+from commfuse_npu.refusals import IncompatibleOptionsError, Needs, check_compatible, missing
 from commfuse_npu.tuning import Tuning, default_folder
+from mindspeed_patches.attention import AttentionWrappers
+from mindspeed_patches.data_parallel import BucketWrappers
+from mindspeed_patches.lanes import LaneUser
 from mindspeed_patches.layout import (
     data_parallel_size,
     hidden_size,
@@ -19,111 +27,53 @@ from mindspeed_patches.layout import (
     rows_of_blocks,
     schedule_here,
 )
-from mindspeed_patches.refusals import IncompatibleOptionsError, check_compatible
+from mindspeed_patches.start_report import StartReport
+from mindspeed_patches.ulysses import MINDSPEED_ULYSSES, UlyssesWrappers
+from mindspeed_patches.wrappers import LinearWrappers
 
-__all__ = ["CommFuseOptions", "checked_options", "commfuse_options", "complete_options"]
-
-
-@dataclass(frozen=True)
-class CommFuseOptions:
-    """The settings that the options select.
-
-    Attributes:
-        linear: options of the fused linear layers.
-        described: set ``linear.collectives_from`` from the hardware description of this NPU.
-        rows, hidden: shape of a block in this launch; ``None`` if the arguments do not give it.
-        min_rows: layers with fewer rows per block keep Megatron's forward; ``None`` to derive the
-            limit on this NPU: the rows below which Megatron's order is faster.
-        layers: names of the layers to fuse.
-        attention: fuse attention with its output projection.
-        ulysses: options of attention under Ulysses context parallelism; ``None``: not fused.
-        data_parallel: options of the distributed optimizer's buckets; ``None``: not fused.
-        order_log: the folder in which the order of transfers is recorded; ``None`` for no record.
-        allow_nothing: train even if nothing is fused.
-    """
-
-    linear: LinearOptions
-    described: bool
-    rows: int | None
-    hidden: int | None
-    min_rows: int | None
-    layers: tuple[str, ...]
-    attention: bool
-    ulysses: LinearOptions | None
-    data_parallel: BucketOptions | None
-    order_log: str | None
-    allow_nothing: bool
+__all__ = [
+    "bucket_options",
+    "check_options",
+    "linear_options",
+    "register_wrappers",
+    "ulysses_options",
+]
 
 
-def commfuse_options(args: argparse.Namespace) -> CommFuseOptions:
-    """Read the options from a namespace of strings (before Megatron parses them) or final values.
-
-    Raises:
-        ValueError: a value is invalid; the message names the option.
-    """
-    options = typed_options(args)
-    if options.commfuse_attention and "proj" not in options.commfuse_layers:
-        raise ValueError(
-            f"--commfuse-attention needs proj among --commfuse-layers "
-            f"{','.join(options.commfuse_layers)}: it is fused with the output projection; add it"
-        )
-    tuned = options.commfuse_tuning == "on"
-    if tuned and (options.commfuse_chunks, options.commfuse_taper) != (None, 1):
-        raise ValueError(
-            f"--commfuse-tuning on chooses the chunks itself, and --commfuse-chunks "
-            f"{options.commfuse_chunks} --commfuse-taper {options.commfuse_taper:g} name them; "
-            "leave one or the other out"
-        )
-    tensor_parallel = parallel_size(args, "tensor_model")
-    rows, hidden = rows_of_blocks(args), hidden_size(args)
-    chunks = 1 if tuned or rows is None else default_chunks(tensor_parallel, rows, hidden)
-    least, min_rows = options.commfuse_collectives_from, options.commfuse_min_rows
-    if min_rows == "auto":
-        # An explicit number of chunks, or tuning, already determines how blocks are cut.
-        min_rows = 0 if tuned or options.commfuse_chunks else None
-    ulysses = buckets = None
-    if options.commfuse_ulysses:
-        across = schedule_here(options, parallel_size(args, "context"), tensor_parallel)
-        ulysses = LinearOptions(across)
-    if options.commfuse_dp:
-        # Megatron orders ranks with pipeline stages last, or before data parallelism.
-        stages_first = getattr(args, "use_tp_pp_dp_mapping", None)
-        inner = tensor_parallel * (parallel_size(args, "pipeline_model") if stages_first else 1)
-        across = schedule_here(options, data_parallel_size(args), inner, lanes=DATA_PARALLEL_LANES)
-        buckets = BucketOptions(across, _dtype(options.commfuse_dp_reduce_dtype))
-    return CommFuseOptions(
-        linear=LinearOptions(
-            schedule=schedule_here(options, tensor_parallel, chunks=chunks, linear=True),
-            reduce_dtype=_dtype(options.commfuse_reduce_dtype),
-            wgrad=options.commfuse_wgrad,
-            collectives_from=least if isinstance(least, int) else None,
-            tuning=Tuning(str(default_folder())) if tuned else None,
-        ),
-        described=least == "auto",
-        rows=rows,
-        hidden=hidden,
-        min_rows=min_rows,
-        layers=options.commfuse_layers,
-        attention=options.commfuse_attention,
-        ulysses=ulysses,
-        data_parallel=buckets,
-        order_log=options.commfuse_order_log,
-        allow_nothing=options.commfuse_allow_nothing,
-    )
-
-
-def checked_options(args: argparse.Namespace, *, complete: bool = False) -> CommFuseOptions:
-    """:func:`commfuse_options`, after checking them against the other options known so far.
+def check_options(args: argparse.Namespace, *, complete: bool = False) -> None:
+    """Check the options of CommFuse and those that exclude them, as far as ``args`` has them.
 
     Args:
         complete: ``args`` are the final arguments, so required options must be present.
 
     Raises:
         IncompatibleOptionsError: another option excludes them, or a required one is missing.
-        ValueError: a value is invalid.
+        ValueError: values contradict each other.
     """
+    options = given_options(args)
+    asked = [name for name in ("attention", "ulysses", "dp") if vars(options)[f"commfuse_{name}"]]
+    if not options.use_commfuse:
+        for name in asked:
+            if name != "attention":
+                raise IncompatibleOptionsError(
+                    f"--commfuse-{name} needs --use-commfuse, which switches CommFuse on; add "
+                    f"it, or leave --commfuse-{name} out"
+                )
+        return
     check_compatible(args)
-    options = commfuse_options(args)
+    if options.commfuse_attention and "proj" not in options.commfuse_layers:
+        raise ValueError(
+            f"--commfuse-attention needs proj among --commfuse-layers "
+            f"{','.join(options.commfuse_layers)}: it is fused with the output projection; add it"
+        )
+    given = options.commfuse_chunks, options.commfuse_taper
+    if options.commfuse_tuning == "on" and given != (None, 1):
+        raise ValueError(
+            f"--commfuse-tuning on chooses the chunks itself, and --commfuse-chunks "
+            f"{options.commfuse_chunks} --commfuse-taper {options.commfuse_taper:g} name them; "
+            "leave one or the other out"
+        )
+    linear_options(args)  # checks the schedule
     needs = Needs(
         parallel_size(args, "tensor_model"),
         parallel_size(args, "context"),
@@ -132,21 +82,98 @@ def checked_options(args: argparse.Namespace, *, complete: bool = False) -> Comm
         getattr(args, "num_attention_heads", None),
         getattr(args, "seq_length", None),
     )
-    for ours, option in (
-        ("--commfuse-attention", options.attention),
-        ("--commfuse-ulysses", options.ulysses),
-        ("--commfuse-dp", options.data_parallel),
-    ):
-        if option:
-            check_compatible(args, REFUSALS_OF[ours])
-            if complete and (lacks := missing(ours, needs)):
-                raise IncompatibleOptionsError(lacks)
-    return options
+    for name in asked:
+        check_compatible(args, f"--commfuse-{name}")
+        if complete and (lacks := missing(f"--commfuse-{name}", needs)):
+            raise IncompatibleOptionsError(lacks)
 
 
-def complete_options(args: argparse.Namespace) -> CommFuseOptions:
-    """:func:`checked_options` of the final arguments."""
-    return checked_options(args, complete=True)
+def linear_options(args: argparse.Namespace) -> LinearOptions:
+    """The options of the tensor-parallel linear layers."""
+    options = given_options(args)
+    size, rows = parallel_size(args, "tensor_model"), rows_of_blocks(args)
+    tuned = options.commfuse_tuning == "on"
+    chunks = 1 if tuned or rows is None else default_chunks(size, rows, hidden_size(args))
+    return LinearOptions(
+        schedule=schedule_here(options, size, chunks=chunks, linear=True),
+        reduce_dtype=_dtype(options.commfuse_reduce_dtype),
+        wgrad=options.commfuse_wgrad,
+        tuning=Tuning(str(default_folder())) if tuned else None,
+    )
+
+
+def ulysses_options(args: argparse.Namespace) -> LinearOptions:
+    """The options of attention under Ulysses context parallelism and of its projections."""
+    options = given_options(args)
+    stride = parallel_size(args, "tensor_model")
+    schedule = schedule_here(options, parallel_size(args, "context"), stride)
+    return LinearOptions(schedule)
+
+
+def bucket_options(args: argparse.Namespace) -> BucketOptions:
+    """The options of the distributed optimizer's buckets."""
+    options = given_options(args)
+    # Megatron orders ranks with pipeline stages last, or before data parallelism.
+    stages_first = getattr(args, "use_tp_pp_dp_mapping", None)
+    stride = parallel_size(args, "tensor_model")
+    stride *= parallel_size(args, "pipeline_model") if stages_first else 1
+    ranks = data_parallel_size(args)
+    schedule = schedule_here(options, ranks, stride, lanes=DATA_PARALLEL_LANES)
+    return BucketOptions(schedule, _dtype(options.commfuse_dp_reduce_dtype))
+
+
+def register_wrappers(
+    manager: Any,
+    args: argparse.Namespace,
+    *,
+    transformer_engine: bool = False,
+    ulysses_attention: str = MINDSPEED_ULYSSES,
+) -> tuple[LinearWrappers, Sequence[LaneUser], StartReport]:
+    """Register with MindSpeed's patch manager, or with our stand-in.
+
+    Args:
+        args: with options that :func:`check_options` accepts.
+        transformer_engine: see :meth:`LinearWrappers.register`.
+        ulysses_attention: dotted path of the class whose forward exchanges heads.
+
+    Returns:
+        The linear wrappers, which count all calls; the wrappers whose lanes are to be created once
+        Megatron's groups exist; the report to print when the model is built.
+    """
+    options = given_options(args)
+    wrappers = LinearWrappers(
+        linear_options(args),
+        options.commfuse_layers,
+        # An explicit number of chunks, or tuning, already determines how blocks are cut.
+        limited=options.commfuse_tuning != "on" and options.commfuse_chunks is None,
+        rows=rows_of_blocks(args),
+        hidden=hidden_size(args),
+    )
+    users: list[LaneUser] = []
+    elsewhere = options.commfuse_ulysses or options.commfuse_dp
+    if parallel_size(args, "tensor_model") > 1 or not elsewhere:
+        wrappers.register(manager, transformer_engine=transformer_engine)
+        if options.commfuse_attention:
+            AttentionWrappers(wrappers).register(manager)
+        users.append(wrappers)
+    if options.commfuse_ulysses:
+        ulysses = UlyssesWrappers(wrappers, ulysses_options(args))
+        ulysses.register(manager, ulysses_attention)
+        users.append(ulysses)
+    buckets = None
+    if options.commfuse_dp:
+        buckets = BucketWrappers(wrappers, bucket_options(args))
+        buckets.register(manager)
+        users += [buckets.gradients, buckets.parameters]
+    for user in users:
+        user.order_log = options.commfuse_order_log
+    report = StartReport(
+        wrappers,
+        attention=options.commfuse_attention,
+        ulysses=options.commfuse_ulysses,
+        buckets=buckets,
+    )
+    return wrappers, users, report
 
 
 def _dtype(name: str) -> torch.dtype | None:

@@ -55,7 +55,7 @@ from commfuse_npu.ops import (
 from commfuse_npu.overlap.transfers import active_turns
 from commfuse_npu.runtime.collectives import all_to_all
 from mindspeed_patches.attention import DeferredAttention
-from mindspeed_patches.lanes import LaneUser
+from mindspeed_patches.lanes import CONTEXT_PARALLEL, LaneUser
 from mindspeed_patches.patching import around
 from mindspeed_patches.softmax_attention import AttentionCall
 from mindspeed_patches.ulysses_layer import (
@@ -118,13 +118,8 @@ class UlyssesWrappers(LaneUser):
         transport: lanes of the context-parallel group.
     """
 
-    _missing = (
-        "of the context-parallel group do not exist: set UlyssesWrappers.transport = "
-        "Transport.create(get_context_parallel_group()) on all ranks after "
-        "initialize_model_parallel and before the first forward"
-    )
-
     def __init__(self, linears: LinearWrappers, options: LinearOptions = LinearOptions()) -> None:
+        super().__init__("UlyssesWrappers", CONTEXT_PARALLEL, options.schedule.lanes)
         self._linears = linears
         self._options = by_fusion(options)
         self._positions = WholePositions()

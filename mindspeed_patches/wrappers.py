@@ -27,6 +27,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from commfuse_npu.config_file import find_config
+from commfuse_npu.hardware.description import Hardware, described
 from commfuse_npu.hardware.machine import min_outputs_to_hide
 from commfuse_npu.ops import (
     LinearOptions,
@@ -41,8 +43,7 @@ from commfuse_npu.plan import default_chunks, min_rows_to_fuse
 from commfuse_npu.runtime.post_time import post_seconds
 from commfuse_npu.runtime.transport import Transport
 from mindspeed_patches.attention import DeferredAttention
-from mindspeed_patches.described_npu import described_machine
-from mindspeed_patches.lanes import LaneUser
+from mindspeed_patches.lanes import TENSOR_PARALLEL, LaneUser
 from mindspeed_patches.layer_names import LAYERS, layer_name, named_init_wrapper, register_names
 from mindspeed_patches.patching import around
 
@@ -59,7 +60,7 @@ __all__ = [
 
 _CHOSEN = (
     "CommFuse: a post takes the slowest host %.0f us (measured): blocks of %d rows or more are "
-    "fused, in %d chunks; --commfuse-min-rows and --commfuse-chunks say otherwise"
+    "fused, in %d chunks; with --commfuse-chunks all are, in so many"
 )
 
 EXPERTS = "expert layers are left to the token dispatcher"
@@ -124,10 +125,8 @@ class LinearWrappers(LaneUser):
         options: of the fused layers; ``main_grad`` follows each layer's
             ``gradient_accumulation_fusion``.
         layers: which of :data:`LAYERS` to fuse.
-        min_rows: layers with fewer rows in a rank's block keep Megatron's forward.  ``None``: on an
-            NPU with a hardware description, :func:`~commfuse_npu.plan.min_rows_to_fuse` of the cost
-            of a post, measured when the lanes are created, which also sets the chunks; else 0.
-        described: take ``collectives_from`` from the hardware description of the NPU, if any.
+        limited: on an NPU with a hardware description, set ``min_rows`` and the chunks by the cost
+            of a post, which is measured when the lanes are created.
         rows, hidden: shape of a block in this launch, if known.
 
     Attributes:
@@ -135,24 +134,19 @@ class LinearWrappers(LaneUser):
         calls: number of calls by ``(layer, path)``; the path is ``fused``, or the reason why the
             call was not fused.
         layers: names of the layers to fuse.
+        min_rows: layers with fewer rows in a rank's block keep Megatron's forward: 0, or
+            :func:`~commfuse_npu.plan.min_rows_to_fuse`.
 
     Raises:
         ValueError: a layer is unknown.
     """
-
-    _missing = (
-        "of the tensor-parallel group do not exist: set LinearWrappers.transport = "
-        "Transport.create(get_tensor_model_parallel_group()) on all ranks after "
-        "initialize_model_parallel and before the first forward"
-    )
 
     def __init__(
         self,
         options: LinearOptions = LinearOptions(),
         layers: Collection[str] = LAYERS,
         *,
-        min_rows: int | None = 0,
-        described: bool = False,
+        limited: bool = False,
         rows: int | None = None,
         hidden: int | None = None,
     ) -> None:
@@ -161,33 +155,41 @@ class LinearWrappers(LaneUser):
             raise ValueError(
                 f"unknown layers {', '.join(unknown)}; choose from {', '.join(LAYERS)}"
             )
+        super().__init__("LinearWrappers", TENSOR_PARALLEL, options.schedule.lanes)
         self.calls: Counter[tuple[str, str]] = Counter()
         self.layers = frozenset(layers)
-        self._rows, self._hidden, self._min_rows = rows, hidden, min_rows or 0
-        self._described, self._limited = described, min_rows is None
+        self.min_rows = 0
+        self._limited, self._rows, self._hidden = limited, rows, hidden
         self._options = by_fusion(options)
         self._logged: set[tuple[str, str]] = set()
 
     def opened(self) -> None:
-        """Apply the hardware description of this NPU, and measure the cost of a post if needed."""
+        """Apply the hardware description of this NPU, and measure the cost of a post if needed.
+
+        From the number of outputs whose GEMMs hide them, column-parallel layers keep Megatron's
+        collectives in their backward.
+        """
         lanes = self.lanes()
-        needed = (self._described or self._limited) and lanes.device_type != "cpu"
-        machine = described_machine(lanes.device_type) if needed else None
-        if self._described:
-            least = min_outputs_to_hide(machine, lanes.size) if machine else None
-            self._options = by_fusion(replace(self._options[False], collectives_from=least))
-        if self._limited and machine and isinstance(lanes, Transport) and lanes.size > 1:
+        if lanes.device_type == "cpu":
+            return
+        description = described(str(torch.get_device_module(lanes.device_type).get_device_name()))
+        if description is None:
+            return
+        hardware = Hardware.load(find_config(description, "hardware"))
+        least = min_outputs_to_hide(hardware.machine(), lanes.size)
+        self._options = by_fusion(replace(self._options[False], collectives_from=least))
+        if self._limited and isinstance(lanes, Transport) and lanes.size > 1:
             self._choose_by(post_seconds(lanes))
 
     def _choose_by(self, post: float) -> None:
         """Set the least rows and the chunks for a host that needs ``post`` seconds per post."""
         size, schedule = self.lanes().size, self._options[False].schedule
-        self._min_rows = min_rows_to_fuse(size, self._hidden, post)
+        self.min_rows = min_rows_to_fuse(size, self._hidden, post)
         chunks = default_chunks(size, self._rows or 0, self._hidden, post)
         schedule = replace(schedule, chunks=chunks)
         self._options = by_fusion(replace(self._options[False], schedule=schedule))
         if dist.get_rank() == 0:
-            _logger.info(_CHOSEN, 1e6 * post, self._min_rows, chunks)
+            _logger.info(_CHOSEN, 1e6 * post, self.min_rows, chunks)
 
     def register(self, manager: Any, *, transformer_engine: bool = False) -> None:
         """Register with MindSpeed's patch manager, or with our stand-in.
@@ -357,12 +359,11 @@ class LinearWrappers(LaneUser):
             return Obstacle("a tensor-parallel group of one has nothing to transfer")
         if getattr(config, "cpu_offloading", False):
             return Obstacle("cpu_offloading needs Transformer Engine's layers")
-        if rows is not None and rows < self._min_rows:
-            why = "Megatron's own order is faster then (simulated); " if self._limited else ""
+        if rows is not None and rows < self.min_rows:
             return Obstacle(
-                f"a block has fewer rows than the {self._min_rows} of --commfuse-min-rows",
-                f"{why}--commfuse-min-rows 0 fuses it, a smaller TP or longer sequences lengthen "
-                "it",
+                f"a block has fewer than {self.min_rows} rows",
+                "Megatron's own order is faster then (simulated); --commfuse-chunks 1 fuses it, a "
+                "smaller TP or longer sequences lengthen it",
             )
         return None
 

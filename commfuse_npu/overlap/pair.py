@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import os
-import time
 import zlib
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
-from statistics import median
 from typing import Any, TypeVar
 
 import torch
@@ -27,9 +25,6 @@ __all__ = ["ForwardBackwardOverlap"]
 
 F = TypeVar("F")
 B = TypeVar("B")
-
-_HAND_OVERS = 16
-"""Hand-overs of each side when :meth:`hand_over_seconds` measures them."""
 
 
 class ForwardBackwardOverlap:
@@ -151,24 +146,6 @@ class ForwardBackwardOverlap:
         result_f, points_f = measured(FORWARD, forward)
         self.recorded[kind] = points_f, points_b
         return result_f, result_b
-
-    def hand_over_seconds(self) -> float:
-        """Seconds that a hand-over takes the host, states included: the median of 32."""
-        turns = Turns(self.states)
-        seconds: list[float] = []
-
-        def hand_over() -> None:
-            for _ in range(_HAND_OVERS):
-                begun = time.perf_counter()
-                turns.hand_over()  # and back
-                seconds.append((time.perf_counter() - begun) / 2)
-
-        future = self._begin_backward(turns, hand_over)
-        _run_side(turns, FORWARD, hand_over)
-        future.result()
-        if turns.error is not None:
-            raise turns.error
-        return median(seconds)
 
     def _begin_backward(self, turns: Turns, backward: Callable[[], Any]) -> Future[Any]:
         """Start the backward in the second thread, in the caller's context."""

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import argparse
 import functools
-import importlib.util
 import inspect
 import logging
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,21 +21,14 @@ from commfuse_npu.plan.slots import (
     paired_microbatches,
     slots,
 )
-from commfuse_npu.plan.turn_order import duration, strict_turns
-from commfuse_npu.refusals import FB_OVERLAP_REFUSALS
+from commfuse_npu.refusals import IncompatibleOptionsError, check_compatible
 from commfuse_npu.runtime.order_log import shared_order_log
 from mindspeed_patches.fb_overlap.census import Census
 from mindspeed_patches.fb_overlap.core_versions import Layout, obstacle
 from mindspeed_patches.fb_overlap.schedule import OverlappedSchedule
 from mindspeed_patches.fb_overlap.side_states import separate_scratch, side_states
 from mindspeed_patches.layout import parallel_size
-from mindspeed_patches.patching import PatchManager
-from mindspeed_patches.refusals import IncompatibleOptionsError, check_compatible
-
-if TYPE_CHECKING or importlib.util.find_spec("mindspeed") is None:
-    from mindspeed_patches.patching import Feature as MindSpeedFeature
-else:
-    from mindspeed.features_manager.feature import MindSpeedFeature
+from mindspeed_patches.patching import Feature, PatchManager
 
 __all__ = ["ForwardBackwardFeature", "Overlapping"]
 
@@ -44,7 +36,7 @@ _SCHEDULES = "megatron.core.pipeline_parallel.schedules"
 _logger = logging.getLogger(__name__)
 
 
-class ForwardBackwardFeature(MindSpeedFeature):
+class ForwardBackwardFeature(Feature):
     """Runs the forward of one micro-batch beside the backward of another, alternating at transfers.
 
     Attributes:
@@ -65,7 +57,7 @@ class ForwardBackwardFeature(MindSpeedFeature):
         Raises:
             IncompatibleOptionsError: another option excludes the overlap.
         """
-        check_compatible(args, FB_OVERLAP_REFUSALS)
+        check_compatible(args, "--commfuse-fb-overlap")
         # Overlap in a plain pipeline needs its own option, which validate_args checks.
         order_log = getattr(args, "commfuse_order_log", None)
         self.overlapping = Overlapping(plain_pipelines=True, order_log=order_log)
@@ -80,7 +72,7 @@ class ForwardBackwardFeature(MindSpeedFeature):
         """
         if not getattr(args, self.feature_name, None):
             return
-        check_compatible(args, FB_OVERLAP_REFUSALS)
+        check_compatible(args, "--commfuse-fb-overlap")
         stages = parallel_size(args, "pipeline_model")
         plain = getattr(args, "virtual_pipeline_model_parallel_size", None) is None
         if stages > 1 and plain and not getattr(args, "commfuse_fb_overlap_memory", None):
@@ -251,12 +243,10 @@ class Overlapping:
         self.overlap = overlap
         if overlap.device != "cpu":
             self.clock = _synchronised_clock(overlap.device)
-        self._report(overlap, layout, step["num_microbatches"], census.kept)
+        self._report(layout, step["num_microbatches"], census.kept)
         return losses
 
-    def _report(
-        self, overlap: ForwardBackwardOverlap, layout: Layout, microbatches: int, kept: int
-    ) -> None:
+    def _report(self, layout: Layout, microbatches: int, kept: int) -> None:
         shape = layout.shape(microbatches)
         plan = slots(*shape)
         paired, total = paired_microbatches(plan)
@@ -266,21 +256,6 @@ class Overlapping:
             f"{paired} of {total} forwards of stage {layout.stage} run beside a backward; it holds "
             f"the activations of at most {most} forwards, instead of {without}{memory}"
         )
-        self._say(f"a hand-over takes {1e6 * overlap.hand_over_seconds():.0f} us (measured)")
-        for kind, sides in overlap.recorded.items():
-            order, strict = overlap.orders[kind], strict_turns(sides)
-            # The last entry is the end of the side, not a transfer.
-            counts = (sum(part[:-1]) for part in order)
-            points = (len(side) - 1 for side in sides)
-            hidden = sum(point.transfer > 0 for side in sides for point in side)
-            alone = sum(point.work + point.transfer for side in sides for point in side)
-            self._say(
-                f"chunks {kind}: {hidden} transfers; the forward hands over at {next(counts)} of "
-                f"{next(points)} places, the backward at {next(counts)} of {next(points)}; "
-                f"estimated from the first step {1e3 * duration(sides, order):.1f} ms, "
-                f"{1e3 * duration(sides, strict):.1f} in strict turns, {1e3 * alone:.1f} one "
-                "after the other"
-            )
 
     def _say(self, line: str) -> None:
         if line not in self._said:

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from commfuse_npu.options import DEFAULTS, FB_OVERLAP_OPTIONS, OPTIONS, add_arguments
+from commfuse_npu.refusals import IncompatibleOptionsError
 from commfuse_npu.tools.layout_problems import indivisible
 from commfuse_npu.tools.option_types import Parser, positive, whole
-from mindspeed_patches.refusals import IncompatibleOptionsError, check_flag
-from mindspeed_patches.training_options import complete_options
+from mindspeed_patches.training_options import check_options
 
 from .compare import forms
 from .outcome import WARM_UP_ITERATIONS
@@ -91,8 +91,7 @@ def _parser() -> Parser:
     group.add_argument("--fp32", dest="bf16", action="store_false")
     overlap = {"commfuse_fb_overlap": FB_OVERLAP_OPTIONS["commfuse_fb_overlap"]}
     add_arguments(parser.add_argument_group("CommFuse"), OPTIONS | overlap)
-    # One process, in which nothing is fused, is allowed.
-    parser.set_defaults(**DEFAULTS | {"use_commfuse": True, "commfuse_allow_nothing": True})
+    parser.set_defaults(**DEFAULTS | {"use_commfuse": True})
     return parser
 
 
@@ -113,8 +112,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     args.context_parallel_algo = "ulysses_cp_algo"
     args.min_lr = args.lr / 10
     try:
-        check_flag(args)
-        complete_options(args)
+        check_options(args, complete=True)
     except (IncompatibleOptionsError, ValueError) as error:
         raise UsageError(str(error)) from error
     for why in (*_not_divisible(args), *_contradictions(args)):

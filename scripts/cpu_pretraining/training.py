@@ -7,7 +7,6 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -17,16 +16,15 @@ from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
+from commfuse_npu.refusals import IncompatibleOptionsError
 from commfuse_npu.runtime.collective_transport import CollectiveTransport
 from commfuse_npu.runtime.order_log import shared_order_log
 from commfuse_npu.tools.measure.wire import pace
 from mindspeed_patches import PatchManager
-from mindspeed_patches.all_wrappers import register_wrappers
 from mindspeed_patches.fb_overlap.feature import Overlapping
-from mindspeed_patches.refusals import IncompatibleOptionsError
 from mindspeed_patches.start_report import StartReport
 from mindspeed_patches.state_hashes import hash_over_ranks
-from mindspeed_patches.training_options import commfuse_options
+from mindspeed_patches.training_options import linear_options, register_wrappers
 
 from .arguments import UsageError
 from .data import Corpus
@@ -97,23 +95,24 @@ def _layers(
     if form in ("megatron", "overlap"):
         yield None, lambda: ["tensor-parallel linear layers: Megatron's own"]
         return
-    manager, options = PatchManager(), commfuse_options(args)
-    fused = form == "commfuse"
+    manager, fused = PatchManager(), form == "commfuse"
     if not fused:
-        options = replace(options, data_parallel=None, order_log=None)
-    wrappers, all_lanes, report = register_wrappers(
+        without = {"commfuse_dp": False, "commfuse_order_log": None}
+        args = argparse.Namespace(**vars(args) | without)
+    wrappers, users, report = register_wrappers(
         manager,
-        options,
+        args,
         ulysses_attention="scripts.cpu_pretraining.ulysses.UlyssesAttention",
     )
-    title = f"tensor-parallel linear layers: {form}, plan: {options.linear.schedule}"
+    report.allow_nothing = True  # one process, in which nothing is fused
+    title = f"tensor-parallel linear layers: {form}, plan: {linear_options(args).schedule}"
     with ExitStack() as undone:
-        for lanes in all_lanes:
-            lanes.open(args.distributed_timeout_minutes)
-            undone.callback(lanes.close)
+        for user in users:
+            user.open(args.distributed_timeout_minutes)
+            undone.callback(user.close)
             if not fused:
-                group = lanes.user.lanes().group
-                lanes.user.transport = CollectiveTransport(group, same_pieces=True)
+                group = user.lanes().group
+                user.transport = CollectiveTransport(group, same_pieces=True)
         manager.apply_patches()
         undone.callback(manager.remove_patches)
         path = "fused" if fused else "by collectives"

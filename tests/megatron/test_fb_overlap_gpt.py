@@ -8,7 +8,6 @@ To check a version: ``pip install --no-deps megatron-core==0.16.1``, and these f
 from __future__ import annotations
 
 import io
-import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, nullcontext, redirect_stdout
 from dataclasses import dataclass, replace
@@ -346,12 +345,6 @@ def test_it_says_what_it_does_and_is_off_on_all_ranks_where_it_is_slower(
     assert first[0] == second[0] == pairs
     assert "3 of 4 forwards of stage 0 run beside a backward" in first[1]
     assert "the activations of at most 2 forwards, instead of 1\n" in first[1]
-    assert re.search(r"a hand-over takes \d+ us \(measured\)\n", first[1])
-    assert re.search(
-        r"chunks \(0, 0\): \d+ transfers; the forward hands over at \d+ of \d+ places, the "
-        r"backward at \d+ of \d+; estimated from the first step \d+\.\d ms",
-        first[1],
-    )
     figures = f"a step took {1000 * overlapped:.1f} ms, 2000.0 ms in Megatron's order"
     assert (f"off: {figures}" in first[1]) is (pairs == 0)
     assert figures in first[1]

@@ -16,7 +16,6 @@ from commfuse_npu.ops import LinearOptions, all_gather_linear
 from commfuse_npu.runtime.order_log import shared_order_log
 from mindspeed_patches import LinearWrappers
 from mindspeed_patches.data_parallel import BucketWrappers
-from mindspeed_patches.lanes import CONTEXT_PARALLEL, DATA_PARALLEL, TENSOR_PARALLEL, Lanes
 from mindspeed_patches.ulysses import UlyssesWrappers
 from tests.distributed.ranks import on_ranks
 from tests.megatron.in_ranks import patched
@@ -25,11 +24,10 @@ from tests.megatron.in_ranks import patched
 def life_of_the_lanes(rank: int, folder: str) -> None:
     from megatron.core import parallel_state
 
-    user = LinearWrappers()
-    lanes = Lanes(user, TENSOR_PARALLEL, 2)
-    lanes.order_log = folder
+    user = LinearWrappers(LinearOptions(Schedule(lanes=2)))
+    user.order_log = folder
     states: list[Any] = [user.transport]
-    with patched(lanes.register):
+    with patched(user.register_lanes):
         for size in (2, 4):
             parallel_state.initialize_model_parallel(size, distributed_timeout_minutes=3)
             transport: Any = user.lanes()
@@ -53,12 +51,11 @@ def test_each_group_has_lanes_of_its_own(rank: int) -> None:
     from megatron.core import parallel_state
 
     linears = LinearWrappers()
-    ulysses, buckets = UlyssesWrappers(linears), BucketWrappers(linears)
+    ulysses = UlyssesWrappers(linears, LinearOptions(Schedule(lanes=2)))
+    buckets = BucketWrappers(linears)
     directions = buckets.gradients, buckets.parameters
     users = linears, ulysses, *directions
-    groups = TENSOR_PARALLEL, CONTEXT_PARALLEL, DATA_PARALLEL, DATA_PARALLEL
-    lanes = map(Lanes, users, groups, (1, 2, None, None))
-    with patched(*(owner.register for owner in lanes)):
+    with patched(*(user.register_lanes for user in users)):
         parallel_state.initialize_model_parallel(2, context_parallel_size=2)
         transports: list[Any] = [user.lanes() for user in users]
         assert transports[1].group is parallel_state.get_context_parallel_group()

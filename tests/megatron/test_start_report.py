@@ -15,11 +15,10 @@ import torch
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
+from commfuse_npu.refusals import IncompatibleOptionsError
 from mindspeed_patches import PatchManager
-from mindspeed_patches.all_wrappers import register_wrappers
-from mindspeed_patches.refusals import IncompatibleOptionsError
 from mindspeed_patches.start_report import StartReport
-from mindspeed_patches.training_options import commfuse_options
+from mindspeed_patches.training_options import register_wrappers
 from mindspeed_patches.wrappers import LinearWrappers
 from tests.distributed.ranks import on_ranks
 from tests.megatron.in_ranks import WITHOUT_KERNELS, gpt, language_loss, megatron
@@ -101,7 +100,7 @@ def wrapped(*options: str, **arguments: Any) -> Iterator[tuple[LinearWrappers, S
     """Applies the wrappers that the options request, with open lanes."""
     args = real_arguments(*options, transformer_impl="local", **arguments)
     manager = PatchManager()
-    linears, lanes, report = register_wrappers(manager, commfuse_options(args))
+    linears, lanes, report = register_wrappers(manager, args)
     for owner in lanes:
         owner.open(1)
     manager.apply_patches()
@@ -175,18 +174,8 @@ class Alien(torch.nn.Module):
 
 SIZES = {"seq_length": LENGTH, "micro_batch_size": BATCH}
 NO_TRANSFER = "without sequence parallelism the forward has no transfer"
-SHORT = "a block has fewer rows than the 17 of --commfuse-min-rows"
-LONGER = "--commfuse-min-rows 0 fuses it, a smaller TP or longer sequences lengthen it"
-OTHERS = "proj", "fc1", "fc2", "output"
-LIST = "is not in the list of layers to fuse"
-
 REASONS: list[tuple[str, dict[str, Any], list[str]]] = [
     # options, configuration, layers and why they are not fused, with a remedy the first time
-    (
-        "--commfuse-layers qkv,fc1,fc2",
-        {},
-        [f"{name}: {name} {LIST} (add {name} to --commfuse-layers)" for name in ("proj", "output")],
-    ),
     (
         "",
         {"sequence_parallel": False},
@@ -212,11 +201,6 @@ REASONS: list[tuple[str, dict[str, Any], list[str]]] = [
             "padded on the left); only causal and full attention and packed documents are fused"
         ],
     ),
-    (
-        "--commfuse-min-rows 17 --commfuse-allow-nothing",
-        {},
-        [f"qkv: {SHORT} ({LONGER})", *(f"{name}: {SHORT}" for name in OTHERS)],
-    ),
 ]
 
 
@@ -241,16 +225,17 @@ def test_each_reason_comes_with_the_way_out(rank: int) -> None:
 
 @on_ranks(2)
 def test_where_nothing_is_fused_all_ranks_end(rank: int) -> None:
-    with megatron(2), wrapped("--commfuse-min-rows", "17", **SIZES) as (_, report):
-        model = build()
+    with megatron(2), wrapped(**SIZES) as (linears, report):
+        model, linears.min_rows = build(), 17
         with pytest.raises(IncompatibleOptionsError) as caught:
             told(report, model)
         assert told(report, model) == []  # once
     assert str(caught.value).splitlines() == [
         "--use-commfuse would fuse nothing:",
-        f"  qkv, proj, fc1, fc2, output: {SHORT} ({LONGER})",
-        "change that, leave --use-commfuse out, or pass --commfuse-allow-nothing to train without "
-        "it all the same",
+        "  qkv, proj, fc1, fc2, output: a block has fewer than 17 rows (Megatron's own order is "
+        "faster then (simulated); --commfuse-chunks 1 fuses it, a smaller TP or longer sequences "
+        "lengthen it)",
+        "change that, or leave --use-commfuse out",
     ]
 
 
@@ -274,9 +259,7 @@ def test_stages_are_counted_together(rank: int) -> None:
 def test_buckets_of_experts_are_told_apart(rank: int) -> None:
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
-    dense = ("--commfuse-dp", "--commfuse-min-rows", "0")
-    with megatron(1), wrapped(*dense, tensor_model_parallel_size=1) as (_, report):
-        report.tensor_parallel = False
+    with megatron(1), wrapped("--commfuse-dp", tensor_model_parallel_size=1) as (_, report):
         model = build(tensor_model_parallel_size=1, sequence_parallel=False, **EXPERTS)
         for name, parameter in model.named_parameters():
             parameter.allreduce = ".experts." not in name

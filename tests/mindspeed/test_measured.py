@@ -78,7 +78,8 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
 def test_forms_are_launched_as_they_are_named(measured: tuple[Path, str]) -> None:
     folder, printed = measured
     results = json.loads((folder / "measured.json").read_text())["steps"]
-    logs = [TrainingLog(**results[f"launch_{f}"]["log"]) for f in ("plain", "megatron", "commfuse")]
+    forms = "plain", "megatron", "fb_overlap", "commfuse"
+    logs = [TrainingLog(**results[f"launch_{form}"]["log"]) for form in forms]
     assert all(len(log.losses) == 10 for log in logs)
     assert logs[0].weights is not None
     assert len({log.weights for log in logs}) == 1

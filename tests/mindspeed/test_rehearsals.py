@@ -45,7 +45,6 @@ LOCAL = "--transformer-impl local"
 ENGINE = "--transformer-impl transformer_engine"
 RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 
-SHIFTED = "--commfuse-schedule shifted"
 NAIVE = f"{LOCAL} {PLAIN_WGRAD}"
 
 CASES = {
@@ -55,7 +54,10 @@ CASES = {
     "gradient_accumulation_fusion": (2, LOCAL),
     "distributed_optimizer": (4, f"{NAIVE} --use-distributed-optimizer"),
     "collectives": (4, f"{NAIVE} --tensor-model-parallel-size 4 --commfuse-chunks 2"),
-    "batches": (4, f"{NAIVE} --tensor-model-parallel-size 4 --commfuse-chunks 2 {SHIFTED}"),
+    "batches": (
+        4,
+        f"{NAIVE} --tensor-model-parallel-size 4 --commfuse-chunks 2 --commfuse-lanes 3",
+    ),
     "pipeline": (4, f"{ENGINE} {PLAIN_WGRAD} --pipeline-model-parallel-size 2"),
 }
 """Processes, and what is added to the model's options."""
@@ -313,12 +315,12 @@ def test_attention_changes_no_loss_in_fp32(case: str, tmp_path: Path) -> None:
 
 
 def test_a_launch_that_would_fuse_nothing_ends_on_all_ranks(tmp_path: Path) -> None:
-    launch = f"pretrain_gpt.py {MODEL} {NAIVE} --commfuse-min-rows 100000"
+    launch = f"pretrain_gpt.py {MODEL} {NAIVE} --commfuse-layers kv_up"
     code, printed = rehearse(tmp_path, "--iterations", "1", "--", *launch.split())
     assert code == 1, printed
     log = (tmp_path / "commfuse" / "log.txt").read_text("utf-8")
     assert log.count("IncompatibleOptionsError: --use-commfuse would fuse nothing:") == 2
-    assert "  qkv, proj, fc1, fc2, output: a block has fewer rows than the 100000 of" in log
+    assert "  qkv: qkv is not in the list of layers to fuse (add qkv to --commfuse-l" in log
     assert "iteration        1/" not in log
 
 

@@ -48,18 +48,16 @@ def run_until(rank: int, kind: str, side: int, at: int) -> None:
         assert active_turns() is None
 
 
-@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.long)])
 @pytest.mark.parametrize(
     ("side", "at", "kind"),
     [
         (FORWARD, 0, "SIGKILL"),
         (BACKWARD, PIECES - 1, "SIGKILL"),
         (BACKWARD, 0, "hang"),
-        pytest.param(FORWARD, PIECES - 1, "hang", marks=pytest.mark.long),
     ],
 )
-def test_the_others_end_with_an_error(ranks: Any, size: int, side: int, at: int, kind: str) -> None:
-    outcomes = ranks(size).outcomes(run_until, kind, side, at, may_die=True, timeout=120, grace=90)
+def test_the_others_end_with_an_error(ranks: Any, side: int, at: int, kind: str) -> None:
+    outcomes = ranks(2).outcomes(run_until, kind, side, at, may_die=True, timeout=120, grace=90)
     for rank, outcome in enumerate(outcomes):
         if rank == 1 and kind == "SIGKILL":
             assert isinstance(outcome.error, BrokenProcessPool)

@@ -349,16 +349,3 @@ def test_the_environment_turns_it_off(rank: int) -> None:
     order: list[str] = []
     overlap.run(lambda: order.append("forward"), lambda: order.append("backward"))
     assert (overlap.pairs, order) == (0, ["backward", "forward"])
-
-
-@on_ranks(2)
-def test_a_hand_over_is_measured_with_its_states(rank: int) -> None:
-    """States are saved in both threads."""
-    threads: list[str] = []
-    state = SimpleNamespace(
-        save=lambda: threads.append(threading.current_thread().name.split("_")[0]),
-        restore=lambda saved: None,
-    )
-    assert ForwardBackwardOverlap([world()], states=[state]).hand_over_seconds() > 0
-    assert set(threads) == {"MainThread", "commfuse-backward"}
-    assert len(threads) > 2 * 16

@@ -21,23 +21,23 @@ DATA_PARALLEL = {"use_distributed_optimizer": True}
 """Arguments that ``--commfuse-dp`` needs."""
 
 
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    CommFuseFeature().register_args(parser)
+    return parser
+
+
 def real_arguments(*options: str, **others: Any) -> argparse.Namespace:
     """The feature's options as parsed, with the attributes of ``others`` added."""
-    parser = argparse.ArgumentParser()
-    CommFuseFeature().register_args(parser)
-    args = parser.parse_args(["--use-commfuse", *options])
+    args = _parser().parse_args(["--use-commfuse", *options])
     vars(args).update({"tensor_model_parallel_size": 2, "optimization_level": 2} | others)
     return args
 
 
 def early(*options: str, **others: Any) -> argparse.Namespace:
-    """The same from MindSpeed's first parser: flags are True, values are strings."""
-    words = list(options)
-    args = argparse.Namespace(use_commfuse=True, tensor_model_parallel_size="2")
-    while words:
-        name = words.pop(0).removeprefix("--").replace("-", "_")
-        setattr(args, name, True if not words or words[0].startswith("--") else words.pop(0))
-    for name, value in others.items():
+    """The same from MindSpeed's first parser: values of Megatron's options are strings."""
+    args = _parser().parse_args(["--use-commfuse", *options])
+    for name, value in ({"tensor_model_parallel_size": 2} | others).items():
         setattr(args, name, value if isinstance(value, bool | list) else str(value))
     return args
 

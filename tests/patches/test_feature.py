@@ -9,13 +9,11 @@ from typing import Any
 import pytest
 import torch
 
+from commfuse_npu.refusals import IncompatibleOptionsError
 from mindspeed_patches.feature import CommFuseFeature
 from mindspeed_patches.patching import PatchManager
-from mindspeed_patches.refusals import IncompatibleOptionsError
 from tests.patches.launches import DATA_PARALLEL, ULYSSES, Registered, real_arguments
 
-GLOBALS = CommFuseFeature.register_patches.__globals__
-"""Globals of this module object; tests of registration import the module again."""
 ALONE = {"tensor_model_parallel_size": 1}
 NO_CP = {"context_parallel_size": 1}
 TP = "--tensor-model-parallel-size"
@@ -49,10 +47,7 @@ def test_what_a_launch_lacks(options: str, others: dict[str, Any], message: str)
         CommFuseFeature().validate_args(real_arguments(*options.split(), **others))
 
 
-@pytest.mark.parametrize(
-    ("option", "others"),
-    [(CP, ULYSSES), (DP, DATA_PARALLEL), ("--commfuse-allow-nothing", {})],
-)
+@pytest.mark.parametrize(("option", "others"), [(CP, ULYSSES), (DP, DATA_PARALLEL)])
 def test_what_needs_no_tensor_parallelism(option: str, others: dict[str, Any]) -> None:
     CommFuseFeature().validate_args(real_arguments(option, **ALONE, **others))
 
@@ -60,17 +55,13 @@ def test_what_needs_no_tensor_parallelism(option: str, others: dict[str, Any]) -
 SIZES = {"seq_length": 8192, "micro_batch_size": 1, "hidden_size": 4096, "bf16": True}
 
 
-@pytest.mark.parametrize(
-    ("given", "megabytes"), [({}, 32), ({"hccl_group_buffer": "commfuse:64;tp:100"}, 64)]
-)
-def test_the_lanes_know_their_buffers_and_where_to_record(given, megabytes: int) -> None:
+def test_the_lanes_know_their_buffers_and_where_to_record() -> None:
     feature = CommFuseFeature()
-    args = real_arguments("--commfuse-order-log", "a folder", **SIZES, **given)
+    args = real_arguments("--commfuse-order-log", "a folder", **SIZES)
     feature.register_patches(PatchManager(), args)
     feature.validate_args(args)
-    (lanes,) = feature._lanes
-    assert (lanes.buffer_megabytes, lanes.order_log) == (megabytes, "a folder")
-    assert getattr(args, "hccl_group_buffer", "tp:100") == "tp:100"
+    (lanes,) = feature._users
+    assert (lanes.buffer_megabytes, lanes.order_log) == (32, "a folder")
 
 
 @pytest.mark.parametrize(
@@ -79,7 +70,7 @@ def test_the_lanes_know_their_buffers_and_where_to_record(given, megabytes: int)
 )
 def test_what_is_wrapped_where_its_modules_are(monkeypatch, engine, there, wrapped) -> None:
     """The layer with norm is wrapped with its engine, get_model where Megatron's training is."""
-    monkeypatch.setitem(GLOBALS, "_has_module", lambda name: there)
+    monkeypatch.setattr("mindspeed_patches.feature._has_module", lambda name: there)
     registered = Registered(real_arguments(transformer_impl=engine))
     assert sum("TELayerNormColumnParallel" in path for path in registered) == wrapped
     assert registered.count("megatron.training.training.get_model") == there

@@ -11,9 +11,8 @@ import pytest
 import torch
 
 from commfuse_npu.runtime.transport import Transport
-from mindspeed_patches.all_wrappers import register_wrappers
 from mindspeed_patches.patching import PatchManager
-from mindspeed_patches.training_options import commfuse_options
+from mindspeed_patches.training_options import register_wrappers
 from mindspeed_patches.wrappers import LinearWrappers, Obstacle, with_remedy
 from tests.patches.launches import real_arguments
 
@@ -34,7 +33,7 @@ def opened(monkeypatch: pytest.MonkeyPatch):
         monkeypatch.setattr(torch, "get_device_module", lambda kind: device)
         usual = {"seq_length": 512, "micro_batch_size": 1, "hidden_size": 4096}
         args = real_arguments(*options.split(), tensor_model_parallel_size=tp, **usual | sizes)
-        wrappers, _, _ = register_wrappers(PatchManager(), commfuse_options(args))
+        wrappers, _, _ = register_wrappers(PatchManager(), args)
         device_type = "npu" if name else "cpu"
         wrappers.transport = MagicMock(spec=Transport, size=tp, device_type=device_type)
         wrappers.opened()
@@ -57,11 +56,7 @@ def obstacle(wrappers: LinearWrappers, rows: int) -> str | None:
         (A3, 4, "", 4096, 781, 1686),
         (OTHER, 8, "", 4096, 0, None),
         (None, 8, "", 4096, 0, None),
-        (A2, 8, "--commfuse-min-rows 0", 4096, 0, 1734),
         (A2, 8, "--commfuse-chunks 2", 4096, 0, 1734),
-        (None, 8, "--commfuse-min-rows 64", 4096, 64, None),
-        (A2, 8, "--commfuse-collectives-from never", 4096, 640, None),
-        (A2, 8, "--commfuse-collectives-from 9", 4096, 640, 9),
     ],
 )
 def test_few_rows_and_many_outputs_stay_megatrons_on_a_described_npu(
@@ -70,7 +65,7 @@ def test_few_rows_and_many_outputs_stay_megatrons_on_a_described_npu(
     wrappers = opened(name, tp, options, hidden_size=hidden)
     assert obstacle(wrappers, max(1, least)) is None
     if least:
-        reason = f"a block has fewer rows than the {least} of --commfuse-min-rows"
+        reason = f"a block has fewer than {least} rows"
         assert obstacle(wrappers, least - 1) == reason
     assert [chosen.collectives_from for chosen in wrappers._options.values()] == [collectives] * 2
 
@@ -96,9 +91,8 @@ def test_a_reason_is_said_once_with_its_way_out_and_counted_as_its_text(opened, 
     wrappers = opened(A2, 8)
     reason = obstacle(wrappers, 64) or ""
     text = (
-        "a block has fewer rows than the 640 of --commfuse-min-rows (Megatron's own order is "
-        "faster then (simulated); --commfuse-min-rows 0 fuses it, a smaller TP or longer sequences "
-        "lengthen it)"
+        "a block has fewer than 640 rows (Megatron's own order is faster then (simulated); "
+        "--commfuse-chunks 1 fuses it, a smaller TP or longer sequences lengthen it)"
     )
     assert with_remedy(pickle.loads(pickle.dumps(reason))) == text  # for other ranks
     with caplog.at_level(logging.INFO, LOGGER):
@@ -109,5 +103,3 @@ def test_a_reason_is_said_once_with_its_way_out_and_counted_as_its_text(opened, 
     ]
     assert wrappers.calls == {("qkv", str(reason)): 3}
     assert with_remedy(Obstacle(reason)) == with_remedy(str(reason)) == reason
-    forced = obstacle(opened(None, 8, "--commfuse-min-rows 65"), 64)
-    assert "simulated" not in with_remedy(forced or "")

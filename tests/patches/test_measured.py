@@ -37,6 +37,25 @@ def test_collectives_of_the_tensor_parallel_group_are_waited_for(
     assert len(waits) == len(run.waited) == 1
 
 
+@pytest.mark.parametrize(
+    ("flags", "registered"),
+    [("", 0), ("--use-ascend-mc2", 0), ("--use-commfuse", 1), ("--commfuse-fb-overlap", 1)],
+)
+def test_commfuse_is_registered_for_each_of_its_forms(
+    monkeypatch: pytest.MonkeyPatch, flags: str, registered: int
+) -> None:
+    installed: list[int] = []
+    features = SimpleNamespace(apply_features_patches=len)
+    manager = SimpleNamespace(MindSpeedFeaturesManager=features)
+    monkeypatch.setitem(sys.modules, "mindspeed.features_manager.features_manager", manager)
+    monkeypatch.setattr(measured, "install", lambda: installed.append(0))
+    monkeypatch.setattr(measured, "die_with_parent", int)
+    monkeypatch.setattr(measured.launch, "main", lambda words, prepare: prepare())
+    with pytest.raises(RuntimeError, match="never called"):
+        measured.main(["pretrain_gpt.py", *flags.split()])
+    assert len(installed) == registered
+
+
 def test_the_bits_are_those_of_the_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run, model = measured._Run(blocking=True), torch.nn.Linear(2, 2)
     with pytest.raises(RuntimeError, match=r"never called .*\.setup_model_and_optimizer"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from operator import attrgetter
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,9 +13,15 @@ import torch
 from commfuse_npu import Schedule
 from commfuse_npu.ops import BucketOptions
 from mindspeed_patches.feature import CommFuseFeature
-from mindspeed_patches.hccl_buffer import of_blocks, of_buckets, of_heads, take_lane_megabytes
+from mindspeed_patches.hccl_buffer import of_blocks, of_buckets, of_heads
 from mindspeed_patches.patching import PatchManager
-from mindspeed_patches.training_options import commfuse_options
+from mindspeed_patches.training_options import (
+    bucket_options,
+    check_options,
+    linear_options,
+    register_wrappers,
+    ulysses_options,
+)
 from mindspeed_patches.ulysses import MINDSPEED_ULYSSES
 from mindspeed_patches.wrappers import LAYERS
 from tests.patches.launches import DATA_PARALLEL, ULYSSES, Registered, early, real_arguments
@@ -24,8 +31,9 @@ LONG = {"seq_length": 32768, **TP8}
 DP = {"world_size": 8, **DATA_PARALLEL}
 PP = {"pipeline_model_parallel_size": 2, **DP}
 MAPPED = {"use_tp_pp_dp_mapping": True, **PP, "world_size": 16}
-LEAST, CHUNKS, UNDER = "linear.collectives_from", "linear.schedule.chunks", "ulysses.schedule"
+CHUNKS, UNDER = "linear.schedule.chunks", "ulysses.schedule"
 SCHEDULE, OVER, FP32 = "linear.schedule", "data_parallel", torch.float32
+LIMITED = "wrappers._limited"
 
 
 def buckets(shape: Any, lanes: int, node_size: int | None = None) -> BucketOptions:
@@ -35,33 +43,31 @@ def buckets(shape: Any, lanes: int, node_size: int | None = None) -> BucketOptio
 CASES: list[tuple[str, dict[str, Any], int, dict[str, Any]]] = [
     # options, other arguments, processes of a node, what they select
     ("", {}, 8,
-     {"layers": LAYERS, "min_rows": None, LEAST: None, "described": True, "linear.tuning": None,
-      SCHEDULE: Schedule("shifted", lanes=1, chunks=1), "attention": False, "ulysses": None,
-      OVER: None, "allow_nothing": False}),
-    ("--commfuse-allow-nothing --commfuse-layers qkv,fc1 --commfuse-reduce-dtype float32 "
-     "--commfuse-wgrad blocks --commfuse-order-log folder", {}, 8,
-     {"allow_nothing": True, "layers": ("qkv", "fc1"), "linear.reduce_dtype": FP32,
-      "linear.wgrad": "blocks", "order_log": "folder"}),
+     {"wrappers.layers": {*LAYERS}, LIMITED: True, "linear.tuning": None,
+      SCHEDULE: Schedule("shifted", lanes=1, chunks=1), "wrappers.order_log": None}),
+     ("--commfuse-layers qkv,fc1 --commfuse-reduce-dtype float32 --commfuse-wgrad blocks "
+      "--commfuse-order-log folder", {}, 8,
+      {"wrappers.layers": {"qkv", "fc1"}, "linear.reduce_dtype": FP32, "linear.wgrad": "blocks",
+       "wrappers.order_log": "folder"}),
     # Lanes that nothing would use are not created.
-    ("--commfuse-schedule shifted --commfuse-lanes 7 --commfuse-chunks 4 --commfuse-taper 1.5",
+    ("--commfuse-lanes 7 --commfuse-chunks 4 --commfuse-taper 1.5",
      {"tensor_model_parallel_size": 4}, 8,
-     {SCHEDULE: Schedule("shifted", lanes=3, chunks=4, taper=1.5), "min_rows": 0}),
+     {SCHEDULE: Schedule("shifted", lanes=3, chunks=4, taper=1.5), LIMITED: False}),
     # Small blocks stay whole.
     ("", LONG, 8, {CHUNKS: 2, "linear.schedule.lanes": 1}),
     ("", {**LONG, "seq_length": 8192}, 8, {CHUNKS: 1}),
-    ("", {**LONG, "seq_length": 8192, "hidden_size": 8192}, 8, {CHUNKS: 2, "hidden": 8192}),
-    ("", {**LONG, "context_parallel_size": 2}, 8, {CHUNKS: 2, "rows": 2048}),
-    # The machine decides which layers stay Megatron's, unless chunks are given.
-    ("--commfuse-min-rows auto", LONG, 8, {"rows": 4096, "min_rows": None}),
-    ("--commfuse-min-rows 256 --commfuse-chunks 4", LONG, 8, {CHUNKS: 4, "min_rows": 256}),
-    ("--commfuse-collectives-from never", {}, 8, {LEAST: None, "described": False}),
-    ("--commfuse-collectives-from 1734", {}, 8, {LEAST: 1734, "described": False}),
+    ("", {**LONG, "seq_length": 8192, "hidden_size": 8192}, 8,
+     {CHUNKS: 2, "wrappers._hidden": 8192}),
+    ("", {**LONG, "context_parallel_size": 2}, 8, {CHUNKS: 2, "wrappers._rows": 2048}),
+    # The machine decides which blocks stay Megatron's, unless chunks are given.
+    ("", LONG, 8, {"wrappers._rows": 4096, LIMITED: True}),
+    ("--commfuse-chunks 1", LONG, 8, {CHUNKS: 1, LIMITED: False}),
     # Two-level if a group has several ranks on each node, collectives unless lanes are given.
     ("", TP8, 8, {SCHEDULE: Schedule("collective", lanes=1)}),
     ("--commfuse-lanes 7", TP8, 8, {SCHEDULE: Schedule(lanes=7)}),
-    ("--commfuse-attention", TP8, 8, {SCHEDULE: Schedule(lanes=7), "attention": True}),
-    ("--commfuse-tuning on", LONG, 8, {SCHEDULE: Schedule(lanes=7), "min_rows": 0}),
-    ("--commfuse-schedule collective --commfuse-ulysses", ULYSSES, 8, {UNDER: Schedule(lanes=3)}),
+    ("--commfuse-attention", TP8, 8, {SCHEDULE: Schedule(lanes=7)}),
+    ("--commfuse-tuning on", LONG, 8, {SCHEDULE: Schedule(lanes=7), LIMITED: False}),
+    ("--commfuse-ulysses", ULYSSES, 8, {UNDER: Schedule(lanes=3)}),
     ("", TP8, 4, {"linear.schedule.shape": "two_level", "linear.schedule.node_size": 4}),
     ("", TP8, 3, {"linear.schedule.shape": "shifted", "linear.schedule.node_size": None}),
     # The ranks of a context-parallel group are as far apart as tensor parallelism is wide.
@@ -83,7 +89,14 @@ CASES: list[tuple[str, dict[str, Any], int, dict[str, Any]]] = [
 @pytest.mark.parametrize(("options", "others", "local", "expected"), CASES)
 def test_what_options_ask_for(monkeypatch, options, others, local, expected, parsed: Any) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(local))
-    chosen = commfuse_options(parsed(*options.split(), **others))
+    args = parsed(*options.split(), **others)
+    check_options(args)
+    chosen = SimpleNamespace(
+        linear=linear_options(args),
+        ulysses=ulysses_options(args),
+        data_parallel=bucket_options(args),
+        wrappers=register_wrappers(PatchManager(), args)[0],
+    )
     assert {name: attrgetter(name)(chosen) for name in expected} == expected
 
 
@@ -92,20 +105,16 @@ def test_what_the_environment_says(monkeypatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "8")
     monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
-    chosen = commfuse_options(early("--commfuse-dp", "--commfuse-tuning", "on", **DATA_PARALLEL))
-    assert chosen.data_parallel == buckets("shifted", 2)
-    assert chosen.linear.tuning is not None
-    assert chosen.linear.tuning.folder == "/somewhere/commfuse_npu"
+    args = early("--commfuse-dp", "--commfuse-tuning", "on", **DATA_PARALLEL)
+    assert bucket_options(args) == buckets("shifted", 2)
+    tuning = linear_options(args).tuning
+    assert tuning is not None
+    assert tuning.folder == "/somewhere/commfuse_npu"
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ("--commfuse-lanes 0", "--commfuse-lanes: 0 is less than 1"),
-        ("--commfuse-min-rows -1", "--commfuse-min-rows: -1 is less than 0"),
-        ("--commfuse-layers qkv,fc3", "--commfuse-layers: unknown layer 'fc3'; choose from"),
-        ("--commfuse-schedule star", "--commfuse-schedule: 'star' is not one of auto"),
-        ("--commfuse-collectives-from some", "'some' is neither a whole number nor one of auto"),
         ("--commfuse-taper 0.1", r"taper is 0\.1; from 1/8 to 8"),
         ("--commfuse-tuning on --commfuse-chunks 4", "--commfuse-chunks 4 .* leave one or the oth"),
         (
@@ -117,6 +126,20 @@ def test_what_the_environment_says(monkeypatch) -> None:
 def test_a_senseless_value_names_its_option(options: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         CommFuseFeature().register_patches(PatchManager(), early(*options.split()))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--commfuse-lanes 0", "--commfuse-lanes: 0 is less than 1"),
+        ("--commfuse-layers qkv,fc3", "--commfuse-layers: unknown layer 'fc3'; choose from"),
+        ("--commfuse-layers ,", "--commfuse-layers: no layer named; leave --use-commfuse out"),
+    ],
+)
+def test_the_parser_refuses_a_value_by_its_option(options: str, message: str, capsys) -> None:
+    with pytest.raises(SystemExit):
+        early(*options.split())
+    assert f"argument {message}" in capsys.readouterr().err
 
 
 INITIALIZE = "megatron.core.parallel_state.initialize_model_parallel"
@@ -150,27 +173,6 @@ def test_what_is_wrapped(options: str, size: int | None, wrapped: list[str], lan
     paths = ROW, SELF_ATTENTION, EXCHANGE, LAYER, *BUCKETS
     assert [path for path in paths for _ in range(registered.count(path))] == wrapped
     assert registered.count(INITIALIZE) == lanes
-
-
-@pytest.mark.parametrize(
-    ("given", "megabytes", "left"),
-    [
-        ("commfuse:64", 64, None),
-        ("tp:400;commfuse: 64;dp:100", 64, "tp:400;dp:100"),
-        ("tp:400,commfuse:32", 32, "tp:400"),
-        ("tp:400;dp:100", None, "tp:400;dp:100"),
-        (None, None, None),
-        *((f"tp:1;commfuse:{size}", ValueError, "") for size in ("0", "-1", "much", "")),
-    ],
-)
-def test_the_lanes_part_is_taken_out_of_hccl_group_buffer(given, megabytes, left) -> None:
-    args = argparse.Namespace(hccl_group_buffer=given)
-    if megabytes is ValueError:
-        with pytest.raises(ValueError, match=r"--hccl-group-buffer commfuse:.*whole number from 1"):
-            take_lane_megabytes(args)
-    else:
-        assert take_lane_megabytes(args) == megabytes
-        assert args.hccl_group_buffer == left
 
 
 LLAMA3_8B = {"seq_length": 8192, "hidden_size": 4096, "bf16": True, **TP8}

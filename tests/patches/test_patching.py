@@ -32,17 +32,12 @@ def plus_one_wrapper(fn):
     return lambda *args: 1 + fn(*args)
 
 
-def subtract(a, b):
-    return a - b
-
-
 def test_what_is_registered_is_in_force_after_apply(modules) -> None:
     module, other, later = modules
     manager, before = PatchManager(), module.add
     for registered, (old, new) in (
         ((plus_one_wrapper,), (7, 8)),
         ((times_ten_wrapper, times_ten_wrapper), (8, 80)),  # the same once only
-        ((subtract,), (80, 40)),
     ):
         for function in registered:
             manager.register_patch(ADD, function)
@@ -66,9 +61,8 @@ def test_an_inherited_method_is_inherited_again(modules) -> None:
 
 def test_what_cannot_be_patched_is_named(modules) -> None:
     manager = PatchManager()
-    manager.register_patch(ADD, subtract)
-    with pytest.raises(RuntimeError, match=r"patched_module.add is replaced already; wrap it"):
+    with pytest.raises(ValueError, match=r"<lambda> would replace patched_module.add; wrap it"):
         manager.register_patch(ADD, lambda a, b: 0)
-    manager.register_patch("patched_module.absent", subtract)
+    manager.register_patch("patched_module.absent", plus_one_wrapper)
     with pytest.raises(AttributeError, match=r"has no attribute .absent."):
         manager.apply_patches()

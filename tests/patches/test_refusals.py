@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 
 from commfuse_npu.options import option_name
-from commfuse_npu.refusals import ATTENTION_REFUSALS, REFUSALS_OF
+from commfuse_npu.refusals import REFUSALS_OF, IncompatibleOptionsError, check_compatible
 from mindspeed_patches.feature import CommFuseFeature
 from mindspeed_patches.patching import PatchManager
-from mindspeed_patches.refusals import IncompatibleOptionsError, check_compatible
 from tests.patches.launches import DATA_PARALLEL, ULYSSES, early, real_arguments
 
 VALUES = {
@@ -88,9 +87,10 @@ def test_refused_with_both_flags_and_a_way_out(ours: str, name: str, value: Any)
 
 def test_what_is_not_known_to_be_harmless() -> None:
     """Megatron's default if the option is not given, and values that are not numbers."""
-    values = [refusal.value_in([]) for refusal in ATTENTION_REFUSALS]
+    refusals = REFUSALS_OF["--commfuse-attention"]
+    values = [refusal.value_in([]) for refusal in refusals]
     assert list(filter(None, values)) == ["0.1, Megatron's default"]
-    dropout = ATTENTION_REFUSALS[values.index("0.1, Megatron's default")]
+    dropout = refusals[values.index("0.1, Megatron's default")]
     assert dropout.value_in(["--attention-dropout", "${DROPOUT}"]) == "${DROPOUT}"
     assert dropout.given(argparse.Namespace(attention_dropout="some"))
 
@@ -99,7 +99,7 @@ def test_what_is_not_known_to_be_harmless() -> None:
 def test_the_same_options_switched_off_are_not_refused(ours: str) -> None:
     harmless, needs = OPTIONS[ours]
     for args in (early(**harmless), argparse.Namespace(**dict.fromkeys(refused(ours)))):
-        check_compatible(args, REFUSALS_OF[option_name(ours)])
+        check_compatible(args, option_name(ours))
     CommFuseFeature().validate_args(real_arguments(**{ours: True} | harmless | needs))
     # MindSpeed core validates a TransformerConfig as well, which has none of the options.
     without = {"use_commfuse": False} | dict.fromkeys(OPTIONS, False)

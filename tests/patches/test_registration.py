@@ -15,8 +15,8 @@ from megatron.core.tensor_parallel import layers
 
 from commfuse_npu.options import unknown_option
 from commfuse_npu.packages import Package
+from commfuse_npu.refusals import IncompatibleOptionsError
 from mindspeed_patches import launch, registration
-from mindspeed_patches.refusals import IncompatibleOptionsError
 
 STAND_INS = Path(__file__).parent / "stand_ins"
 MEGATRON_FORWARD = layers.ColumnParallelLinear.forward
@@ -24,16 +24,14 @@ COMMAND = ["pretrain_gpt.py", "--tensor-model-parallel-size", "2", "--sequence-p
 
 
 def forget() -> None:
-    """Remove the stand-ins and the feature that was built on them from ``sys.modules``."""
+    """Remove the stand-ins from ``sys.modules``, and what the features know of a launch."""
     patches = sys.modules.get("mindspeed.patch_utils")
     if patches is not None:
         patches.MindSpeedPatchesManager.remove_patches()
     for name in list(sys.modules):
         if name.split(".")[0] in ("mindspeed", "mindspeed_llm"):
             del sys.modules[name]
-    for name in ("mindspeed_patches.feature", "mindspeed_patches.fb_overlap.feature"):
-        sys.modules.pop(name, None)
-    registration._features.cache_clear()
+    registration._FEATURES[0].wrappers = None
     importlib.invalidate_caches()
 
 
@@ -59,28 +57,38 @@ def wrapped() -> int:
     return count
 
 
+ADAPTORS = [
+    ("mindspeed_llm", "own_of_llm", "mindspeed_llm.tasks.megatron_adaptor_v2"),
+    ("mindspeed.megatron_adaptor", "own_of_mindspeed", "mindspeed.megatron_adaptor"),
+]
+
+
 @pytest.mark.parametrize("on", [True, False])
-@pytest.mark.parametrize(
-    ("package", "own"),
-    [("mindspeed_llm", "own_of_llm"), ("mindspeed.megatron_adaptor", "own_of_mindspeed")],
-)
-@pytest.mark.parametrize("when", ["before", "before and after", "twice after"])
-def test_installed_before_or_after_mindspeed(command, when: str, package, own, on: bool) -> None:
-    """If installed after, the options were parsed before they were declared."""
+@pytest.mark.parametrize(("package", "own", "adaptor"), ADAPTORS)
+def test_installed_before_mindspeed(command, package: str, own: str, adaptor: str, on) -> None:
     command(*("--use-commfuse", "--commfuse-layers", "qkv,fc1")[: 3 * on])
-    if "before" in when:
-        feature = registration.install()
+    feature = registration.install()
     importlib.import_module(package)
-    assert wrapped() == (on and "before" in when)
-    for _ in range(when.count("after") + when.count("twice")):
-        feature = registration.install()
+    assert adaptor in sys.modules
+    assert wrapped() == on
+    assert registration.install() is feature
     assert wrapped() == on
     manager = importlib.import_module("mindspeed.features_manager").MindSpeedFeaturesManager
     names = [feature.feature_name for feature in manager.FEATURES_LIST]
     assert names == [own, "use_commfuse", "commfuse_fb_overlap"]
-    assert registration.install() is feature
     wrappers = feature.wrappers
     assert wrappers.layers == {"qkv", "fc1"} if wrappers is not None else not on
+
+
+@pytest.mark.parametrize(("package", "own", "adaptor"), ADAPTORS)
+def test_after_mindspeed_it_is_too_late(command, package: str, own: str, adaptor: str) -> None:
+    importlib.import_module(package)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=f"too late: {adaptor} is imported.*; call it after"):
+            registration.install()
+    manager = importlib.import_module("mindspeed.features_manager").MindSpeedFeaturesManager
+    assert [feature.feature_name for feature in manager.FEATURES_LIST] == [own]
+    assert wrapped() == 0
 
 
 def test_versions_that_nothing_can_be_added_to_are_refused(command, tmp_path, monkeypatch) -> None:
@@ -112,13 +120,11 @@ def test_a_missing_mindspeed_is_named_and_what_it_misses_reported(tmp_path, monk
     forget()
 
 
-@pytest.mark.parametrize("late", [False, True])
-def test_features_that_replace_the_layers_are_refused_at_patch_time(command, late: bool) -> None:
+def test_features_that_replace_the_layers_are_refused_at_patch_time(command) -> None:
     command("--use-commfuse", "--use-ascend-coc")
-    steps = [registration.install, lambda: importlib.import_module("mindspeed_llm")]
-    steps[late]()
+    registration.install()
     with pytest.raises(IncompatibleOptionsError, match="commfuse and --use-ascend-coc exclude"):
-        steps[not late]()
+        importlib.import_module("mindspeed_llm")
     assert wrapped() == 0
 
 

@@ -13,7 +13,7 @@ from commfuse_npu.tools.launch_script.options import Options
 from commfuse_npu.tools.linear_layers import judge
 from commfuse_npu.tools.plan.obstacles import obstacles
 from mindspeed_patches import wrappers
-from tests.tools.plan.launches import FUSED, asked
+from tests.tools.plan.launches import FUSED, LIMITED, asked
 
 TP = "--tensor-model-parallel-size 4"
 SP = f"{TP} --sequence-parallel"
@@ -108,7 +108,8 @@ def counted(
         weight=torch.empty(64, 64, dtype=torch.bfloat16),
         config=SimpleNamespace(cpu_offloading=offloading, defer_embedding_wgrad_compute=False),
     )
-    linears = wrappers.LinearWrappers(layers=chosen, min_rows=least)
+    linears = wrappers.LinearWrappers(layers=chosen)
+    linears.min_rows = least
     linears.transport = SimpleNamespace(size=size)  # type: ignore[assignment]
     column = known_as not in ("proj", "fc2", "shared_fc2")
     wrap = linears.column_forward_wrapper if column else linears.row_forward_wrapper
@@ -140,10 +141,7 @@ def test_reasons_are_those_of_the_wrappers(called: list[str], words: str, known_
     [
         FUSED,
         FUSED.replace("--sequence-parallel", ""),
-        f"{FUSED} --commfuse-min-rows auto",
-        f"{FUSED} --commfuse-min-rows auto --commfuse-chunks 2",
-        f"{FUSED} --commfuse-min-rows 97",
-        f"{FUSED} --commfuse-min-rows 96",
+        LIMITED,
         f"{FUSED} --tensor-model-parallel-size 1",
     ],
 )

@@ -63,8 +63,7 @@ def obstacles(launch: AskedLaunch) -> Obstacles:
     accepted, also = not problems, list[str]()
     size, rows = config.tensor_model_parallel_size, config.block_rows
     elsewhere = (fuse.commfuse_ulysses or fuse.commfuse_dp) and not fuse.commfuse_attention
-    allowed = fuse.commfuse_allow_nothing and not fuse.commfuse_attention
-    if size == 1 and not (elsewhere or allowed):
+    if size == 1 and not elsewhere:
         problems.append(
             "--tensor-model-parallel-size 1: a group of one transfers nothing; choose at least 2, "
             "or add --commfuse-dp, which needs none"
@@ -85,9 +84,9 @@ def obstacles(launch: AskedLaunch) -> Obstacles:
         notes.append(
             f"its blocks have {rows} rows, and with fewer than {least} Megatron's own order is "
             "faster (simulated): on an NPU that is described its layers are left to it, unless "
-            "--commfuse-min-rows 0 is given"
+            "--commfuse-chunks 1 is given"
         )
-        short = f"a block has fewer rows than the {least} of --commfuse-min-rows"
+        short = f"a block has fewer than {least} rows"
         layers = [layer if layer.reason else layer.left(short) for layer in layers]
     if size > 1 and not config.uses_sequence_parallel:
         notes.append(
@@ -140,9 +139,6 @@ def _own_options(launch: AskedLaunch) -> Iterator[tuple[str, str, str]]:
 
 def _min_rows(launch: AskedLaunch) -> int:
     fuse, config = launch.fuse, launch.config
-    rows: int | str = fuse.commfuse_min_rows
-    if not isinstance(rows, str):
-        return rows
     # An explicit number of chunks, or tuning, means that blocks of any length are fused.
     chosen = fuse.commfuse_chunks or fuse.commfuse_tuning == "on"
     size, hidden = config.tensor_model_parallel_size, config.hidden_size

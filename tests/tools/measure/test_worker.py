@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
+import signal
 import time
 from collections.abc import Iterator
 
@@ -23,6 +25,12 @@ class Asked(Worker):
     def sleep(self, seconds: float) -> None:
         """A question that takes too long."""
         time.sleep(seconds)
+
+    def killed(self, rank: int) -> None:
+        """One rank ends without an answer, the other waits."""
+        if self.rank == rank:
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(10 * LIMIT)
 
     def arrived(self, lanes: int, planted: int | None) -> list[int]:
         """The sources of the messages; ``planted`` is a rank that sends other bytes."""
@@ -78,6 +86,13 @@ def test_hccl_is_never_asked_for_single_operations(ranks: Ranks) -> None:
 def test_messages_that_are_mixed_up_are_noticed(ranks: Ranks) -> None:
     with pytest.raises(RanksError, match="64 bytes from rank 1 has other bytes than 2 in it"):
         ranks.ask("arrived", 1, 1)
+
+
+def test_a_rank_that_is_killed_is_named() -> None:
+    with Ranks(2, device="cpu", timeout=LIMIT, worker=f"{__name__}:Asked") as ranks:
+        assert ranks.ask("machine")
+        with pytest.raises(RanksError, match="rank 1 of 2 died in killed, by SIGKILL"):
+            ranks.ask("killed", 1)
 
 
 def test_a_question_that_hangs_is_given_up() -> None:

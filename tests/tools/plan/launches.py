@@ -14,7 +14,9 @@ SIZES = (
     "--num-layers 4 --hidden-size 64 --num-attention-heads 8 --vocab-size 512 --seq-length 64 "
     "--micro-batch-size 3 --tensor-model-parallel-size 2"
 )
-FUSED = f"{SIZES} --sequence-parallel --use-commfuse --bf16 --commfuse-min-rows 0"
+LIMITED = f"{SIZES} --sequence-parallel --use-commfuse --bf16"
+FUSED = f"{LIMITED} --commfuse-chunks 1"
+"""Blocks of any length are fused; without chunks, only long ones."""
 
 
 def asked(line: str) -> AskedLaunch:

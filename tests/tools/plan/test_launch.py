@@ -82,7 +82,7 @@ def test_a_refused_form_is_not_recommended(plan: Plan) -> None:
     short = f"{TP} {MANY} --seq-length 1024"
     forms = by_flags(plan(short))
     assert forms["--use-commfuse"]["seconds"] == forms[""]["seconds"]
-    fused = by_flags(plan(f"{short} --commfuse-min-rows 0"))
+    fused = by_flags(plan(f"{short} --commfuse-chunks 1"))
     assert fused["--use-commfuse"]["seconds"] > fused[""]["seconds"]
 
 

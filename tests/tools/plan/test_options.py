@@ -10,7 +10,7 @@ from commfuse_npu.tools.plan.obstacles import Obstacles, obstacles
 from tests.tools.plan.launches import EXPERTS, FUSED, MODEL, SERVER, SIZES, TP, ULYSSES, asked
 
 ATTENTION = f"{FUSED} --commfuse-attention --attention-dropout 0.0"
-CONFIG = "--config --commfuse-min-rows 1024"
+CONFIG = "--config --commfuse-chunks 2"
 
 
 def of(options: str, processes: int = 8) -> Obstacles:
@@ -37,22 +37,21 @@ def test_operators(line: str, layer: str, operator: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "least"),
+    ("options", "rows", "least"),
     [
-        ("", 2500),
-        ("--commfuse-min-rows 257", 257),
-        ("--commfuse-min-rows 256", 256),
-        ("--commfuse-chunks 1", 0),
-        ("--commfuse-tuning on", 0),
+        ("", 256, 2500),
+        ("--seq-length 2048 --hidden-size 32768", 512, 512),
+        ("--commfuse-chunks 1", 256, 0),
+        ("--commfuse-tuning on", 256, 0),
     ],
 )
-def test_layers_with_short_blocks_stay_megatrons(options: str, least: int) -> None:
+def test_layers_with_short_blocks_stay_megatrons(options: str, rows: int, least: int) -> None:
     against = of(f"{TP} --seq-length 1024 {options}")
-    short = least > 256
+    short = rows < least
     assert (against.fused, against.least) == ("", least)
     message = f"its blocks have 256 rows, and with fewer than {least} Megatron's"
     assert [note.startswith(message) for note in against.notes] == [True] * short + [False]
-    reason = f"Megatron's own forward, because a block has fewer rows than the {least} of --comm"
+    reason = f"Megatron's own forward, because a block has fewer than {least} rows"
     assert {reason in str(layer) for layer in against.layers} == {short}
     assert {layer.state for layer in against.layers} == {"left" if short else "fused"}
     assert not [note for note in of("--seq-length 64").notes if "blocks" in note], "not at TP 1"
@@ -82,7 +81,6 @@ OF_ONE = "--tensor-model-parallel-size 1: a group of one transfers nothing; choo
         f"{ALONE} {DP} 2",
         f"{ALONE} {ULYSSES} --commfuse-ulysses",
         f"{FUSED} --num-attention-heads 6 --kv-channels 16",
-        f"{ALONE} --commfuse-allow-nothing",
         # The launchers switch dropout off.
         "--config --commfuse-attention",
     ],
@@ -99,7 +97,6 @@ def test_what_starts_is_not_remarked(line: str) -> None:
     ("line", "obstacle"),
     [
         (ALONE, OF_ONE),
-        (f"{ALONE} --commfuse-allow-nothing --commfuse-attention", OF_ONE),
         (f"{ALONE} {DP} 2 --commfuse-attention", OF_ONE),
         (f"{SIZES} --use-ascend-mc2", "--use-ascend-mc2: it replaces Megatron's column- and row-"
          "parallel linear layers by its own; leave one of the two out"),
@@ -166,10 +163,9 @@ def test_our_other_options(options: str, also: list[str]) -> None:
     assert notes == [f"with --use-commfuse {', '.join(also)} can be given, too"] * bool(also)
 
 
-def test_a_schedule_that_does_not_fit_is_refused() -> None:
-    line = "--nproc_per_node 6 --nnodes 4 --global-batch-size 66 --commfuse-schedule two_level"
-    with pytest.raises(PlanError, match="group size 8 is not a multiple of node_size 6"):
-        plan_launch(asked(f"--config {line}"), SERVER)
+def test_an_invalid_schedule_is_refused() -> None:
+    with pytest.raises(PlanError, match="taper is 9"):
+        plan_launch(asked("--config --commfuse-taper 9"), SERVER)
 
 
 # ------------------------------------------------------------------ forward-backward overlap
@@ -221,5 +217,5 @@ def test_a_layout_is_described(options: str, layout: str) -> None:
 def test_a_layout_that_does_not_fit_is_a_problem() -> None:
     plan = plan_launch(asked(f"--nproc_per_node 2 {MODEL} {TP}"), SERVER)
     (problem,) = plan.problems
-    assert problem.startswith("2 NPUs (NNODES 1 x NPUS_PER_NODE 2) are not divisible by TP*PP*CP")
+    assert problem.startswith("NNODES times NPUS_PER_NODE 2 is not divisible by TP*PP*CP = 4*1*1 = ")
     assert plan.verdict == f"As it is, the launch would fail at its start: {problem}"

@@ -13,9 +13,9 @@ import pytest
 
 from commfuse_npu.config_file import find_config
 from commfuse_npu.hardware.description import Figure, Hardware
-from commfuse_npu.options import DEFAULTS
+from commfuse_npu.options import DEFAULTS, add_arguments
 from commfuse_npu.plan import Schedule
-from commfuse_npu.refusals import FB_OVERLAP_REFUSALS
+from commfuse_npu.refusals import check_compatible
 from commfuse_npu.tools import cli
 from commfuse_npu.tools.model_config import ModelConfig
 from commfuse_npu.tools.plan.launch import ask_about
@@ -27,8 +27,7 @@ from commfuse_npu.tools.simulate.step import Layout, Step
 from commfuse_npu.tools.simulate.sweep import training
 from commfuse_npu.tools.simulate.timed import best, table
 from commfuse_npu.tools.simulate.variants import MC2, forms, fused
-from mindspeed_patches.refusals import check_compatible
-from mindspeed_patches.training_options import commfuse_options, complete_options
+from mindspeed_patches.training_options import check_options, linear_options
 from tests.launchers.launching import dry_run
 
 SERVER = Hardware.load(find_config("ascend_910b_server", "hardware"))
@@ -192,16 +191,19 @@ def check(words: list[str]) -> argparse.Namespace:
     assert not (against.fused if launch.fuse.use_commfuse else "")
     assert not (against.overlap if "--commfuse-fb-overlap" in words else "")
     # As Megatron's parser returns them, defaults included.
-    values: dict[str, object] = dict(DEFAULTS)
-    for word, value in pairwise([*line, "--"]):
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    add_arguments(parser)
+    args, others = parser.parse_known_args(line)
+    values = DEFAULTS | {name: value for name, value in vars(args).items() if value is not None}
+    for word, value in pairwise([*others, "--"]):
         if word.startswith("--"):
             parsed = True if value.startswith("--") else value
             values[word[2:].replace("-", "_")] = int(value) if value.isdecimal() else parsed
     args = argparse.Namespace(**values)
     if launch.fuse.use_commfuse:
-        complete_options(args)
+        check_options(args, complete=True)
     else:
-        check_compatible(args, FB_OVERLAP_REFUSALS)
+        check_compatible(args, "--commfuse-fb-overlap")
     return args
 
 
@@ -211,7 +213,7 @@ def test_what_is_printed_is_taken(name: str) -> None:
     args = check(options(LLAMA3_8B, training(LLAMA3_8B, ALONE), form))
     assert args.use_commfuse == (form.kind == "fused")
     if form.schedule is not None:
-        assert commfuse_options(args).linear.wgrad == form.wgrad
+        assert linear_options(args).wgrad == form.wgrad
 
 
 def test_a_layout_and_recomputation_are_taken() -> None:
