@@ -85,7 +85,8 @@ def read_config(path: Path) -> dict[Any, Any]:
         document = yaml.load(path.read_text("utf-8"), _Loader)
     except OSError as error:
         raise ConfigError(f"cannot read the configuration {path}: {error.strerror}") from error
-    except (yaml.YAMLError, ValueError) as error:  # ValueError: an invalid date, as 2026-99-99
+    # ValueError: an invalid date, as 2026-99-99; RecursionError: a list in a list in a list ...
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
         message = f"line {mark.line + 1}: {problem}" if mark and problem else str(error)
         raise ConfigError(f"{path} is not valid yaml: {' '.join(message.split())}") from error

@@ -20,6 +20,7 @@ BROKEN = {
     "twice": ("a: 1\nb: 2\na: 3", "'a' is there twice"),
     "twice deep": ("a: {b: 1, b: 2}", "'b' is there twice"),
     "no date": ("a: 2026-99-99", "month must be in 1..12"),
+    "too deep": ("a: " + "[" * 10_000, "maximum recursion depth"),
     "not a mapping": ("- 1\n- 2", "list, not a mapping"),
     "a list as a key": ("? [1, 2]\n: 3", "unhashable key"),
     "empty": ("", "nothing, not a mapping"),
