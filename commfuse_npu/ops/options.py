@@ -23,7 +23,8 @@ class LinearOptions:
         reduce_dtype: add partial sums in this dtype and round once; by default in their own, as
             the collective does.
         wgrad: ``whole`` (the unfused layer's bits) or ``blocks`` (more overlap), see
-            :data:`~commfuse_npu.plan.rules.linear.Wgrad`.
+            :data:`~commfuse_npu.plan.rules.linear.Wgrad`.  Used by :func:`linear_reduce_scatter`
+            and :func:`attention_linear_reduce_scatter`; the other ops compute the whole one.
         main_grad: accumulate the weight gradient into ``weight.main_grad``, Megatron's
             ``gradient_accumulation_fusion``.
         collectives_from: column-parallel layers with at least this many outputs per rank run their

@@ -205,8 +205,8 @@ def attention_all_to_all(
         backward  compute  | do r+1 | do r+2 | do r, dV | r: dq, += dk, dv | r-1: ... | r-2: ... |
                   links    |        | -> r+1 | -> r+2   |                  |          |          |
 
-        without a weight   | r: dq, += dk, dv | r-1: ...  | r-2: ... |
-                  links    | do of r-1        | do of r-2 |          |
+        without   compute  | r: dq, += dk, dv | r-1: ...  | r-2: ... |
+        a weight  links    | do of r-1        | do of r-2 |          |
 
     Args:
         q, k, v, causal, scale, documents: as for
@@ -235,6 +235,11 @@ def attention_all_to_all(
             name, q.flatten(2), weight, bias, transport, options, head_groups=size
         )
         q, k, v = heads.view(q.shape), k.to(heads.dtype), v.to(heads.dtype)
+    elif bias is not None:
+        raise ValueError(
+            f"{name}: a bias of shape {tuple(bias.shape)} without a weight; pass the weight of the "
+            "projection, or no bias"
+        )
     else:
         check_device(name, "q", q.device, device)
         if torch.is_autocast_enabled(device):

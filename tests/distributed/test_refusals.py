@@ -92,6 +92,7 @@ def of_heads(made: Transport) -> list[tuple[str, Call]]:
         ("q is on meta, the group transfers", lambda: attend(*(t.to("meta") for t in (q, k, v)))),
         ("q is torch.int32; attention needs", lambda: attend(*(t.int() for t in (q, k, v)))),
         (r"has to be \[H, 64\]", lambda: project(proj[:, :32])),
+        (r"bias of shape \(32,\) without a weight; pass", lambda: project(bias=proj[:, 0])),
         ("x has 32 features, the weight takes 64", lambda: scatter(q, k, v, proj)),
         ("documents of 1 samples of 12 are", lambda: attend(q, k, v, documents=other)),
         ("documents are causal", lambda: attend(q, k, v, causal=False, documents=documents)),
