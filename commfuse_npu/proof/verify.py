@@ -34,6 +34,8 @@ from commfuse_npu.proof.outcomes import outcome_faults, outcome_of
 
 __all__ = ["counter_examples", "verify"]
 
+_MOST_FAULTS = 8
+
 
 def verify(programs: Sequence[Program]) -> None:
     """Prove the programs of all ranks of a group, given in rank order.
@@ -46,12 +48,11 @@ def verify(programs: Sequence[Program]) -> None:
         raise PlanError("the programs do not hold:\n" + "\n".join(f"- {line}" for line in faults))
 
 
-def counter_examples(programs: Sequence[Program], limit: int = 8) -> list[str]:
-    """The counter-examples that refute ``programs``, in words; empty if they are proved.
+def counter_examples(programs: Sequence[Program]) -> list[str]:
+    """The first counter-examples that refute ``programs``, in words; empty if they are proved.
 
     Args:
         programs: of ranks 0..n-1 in order, all compiled by one rule with the same arguments.
-        limit: the most counter-examples to return.
     """
     contents = Contents()
     outcomes = [outcome_of(program, contents) for program in programs]
@@ -60,18 +61,18 @@ def counter_examples(programs: Sequence[Program], limit: int = 8) -> list[str]:
     ]
     faults = [fault for program in programs for fault in _ends(program)]
     if faults:
-        return faults[:limit]
+        return faults[:_MOST_FAULTS]
     for program, memory in zip(programs, memories, strict=True):
         faults += hazards(program, memory)
     faults = faults or [*_pairing(programs, memories)]
     faults += [fault for program in programs for fault in _order(program)]
     if faults:
-        return faults[:limit]
+        return faults[:_MOST_FAULTS]
     for program, outcome, state in zip(
         programs, outcomes, execute(programs, memories, contents), strict=True
     ):
         faults += state.faults or outcome_faults(program, outcome, state, contents)
-    return faults[:limit]
+    return faults[:_MOST_FAULTS]
 
 
 def _ends(program: Program) -> Iterator[str]:
