@@ -11,12 +11,11 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from commfuse_npu.hardware.machine import Machine
-from commfuse_npu.plan import Schedule
 from commfuse_npu.tools.simulate.engine import Timeline, simulate
 from commfuse_npu.tools.simulate.launches import COMPUTE, Operation, fold
 from commfuse_npu.tools.simulate.links import Links
 from commfuse_npu.tools.simulate.rank import Rank
-from commfuse_npu.tools.simulate.variants import REFERENCE, Variant, direct
+from commfuse_npu.tools.simulate.variants import REFERENCE, Variant
 
 __all__ = ["Group", "Simulated", "collective_seconds"]
 
@@ -68,12 +67,6 @@ class Group:
     def members_per_node(self) -> int:
         """Ranks of this group in a node."""
         return Links(self.machine, self.size, self.stride).members_per_node
-
-    @property
-    def direct(self) -> Schedule:
-        """Transfers directly to every peer, on as many lanes as suit a group of this size."""
-        schedule = direct(self.size, self.members_per_node)
-        return replace(schedule, lanes=schedule.lanes_for(self.size))
 
     def simulate(
         self,
