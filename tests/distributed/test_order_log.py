@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import Phase, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 
 from commfuse_npu import Schedule, Transport, TransportError
 from commfuse_npu.ops import BucketOptions, Buckets, LinearOptions, all_gather_linear
@@ -41,7 +41,13 @@ def drawn(size: int, many: int) -> list[Case]:
     """Random networks and buckets; every rank waits for the buckets in its own order."""
     examples: list[Case] = []
 
-    @settings(max_examples=many, derandomize=True, database=None, phases=[Phase.generate])
+    @settings(
+        max_examples=many,
+        derandomize=True,
+        database=None,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),  # of the speed of the machine
+    )
     @given(case=cases(size))
     def keep(case: Case) -> None:
         examples.append(case)
