@@ -12,7 +12,7 @@ import pytest
 from commfuse_npu.config_file import find_config
 from commfuse_npu.hardware.description import Hardware
 from commfuse_npu.hardware.machine import min_outputs_to_hide
-from commfuse_npu.proof.cases import CHUNKS, LANES, cases
+from commfuse_npu.proof.cases import cases
 from commfuse_npu.tools.simulate.step import Step
 from commfuse_npu.tools.simulate.sweep import CORNERS
 from commfuse_npu.tools.simulate.variants import REFERENCE as BLOCKING
@@ -162,7 +162,7 @@ def test_what_is_quoted_of_a_ratio_of_one_is_what_the_runs_wrote() -> None:
 
 
 def test_what_is_counted_is_as_many() -> None:
-    sets = sum(len(list(cases(size, CHUNKS, LANES, False))) for size in range(2, 17))
+    sets = sum(len(list(cases(size))) for size in range(2, 17))
     assert f"proves {sets:,} sets of programs" in (DOCS / "trust.md").read_text("utf-8")
     for path in sorted((ROOT / "configs" / "hardware").glob("ascend*.yaml")):
         assumed, total = map(int, re.findall(r"\d+", Hardware.load(path).assumed))

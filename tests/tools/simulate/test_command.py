@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import re
-from collections.abc import Callable
 from itertools import product
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -75,18 +76,19 @@ def test_a_picture_of_a_layer(tmp_path: Path) -> None:
 
 
 def test_a_picture_that_cannot_be_written_costs_no_result(
-    capsys: pytest.CaptureFixture[str], small_disk: Callable[[int], Path]
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     pytest.importorskip("vl_convert")
-    folder = small_disk(4)
-    path = folder / "layer.svg"
+    path = tmp_path / "layer.svg"
+    full = mock.Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
+    monkeypatch.setattr("os.fsync", full)
     words = ["simulate", *LAYER.split(), "--svg", str(path)]
     assert cli.main(words) == 2
     captured = capsys.readouterr()
     message = f"--svg {path} was not written: No space left on device; all other files were written"
     assert message in captured.err
     assert "Recommended: TP 2, CP 1, PP 1, DP 1, commfuse" in captured.out
-    assert list(folder.iterdir()) == []
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(
