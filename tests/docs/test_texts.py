@@ -121,6 +121,12 @@ def test_paths_below_the_root_exist(file: Path) -> None:
 
 
 @pytest.mark.parametrize("file", PAGES, ids=lambda file: file.name)
+def test_lines_fit_a_window(file: Path) -> None:
+    lines = [line for line in file.read_text("utf-8").splitlines() if not line.startswith("|")]
+    assert file.stem.endswith("_zh") or [line for line in lines if len(line) > 120] == []
+
+
+@pytest.mark.parametrize("file", PAGES, ids=lambda file: file.name)
 def test_tests_that_are_selected_by_a_word_exist(file: Path) -> None:
     for paths, word in re.findall(r"pytest ((?:tests/\S+ )+)-k (\w+)", file.read_text("utf-8")):
         files = [ROOT / path for path in paths.split() if path.endswith(".py")]
