@@ -43,6 +43,5 @@ setup(
         "npu": ["torch==2.7.1", "torch-npu==2.7.1"],
         # What draws: tables and progress on a terminal, pictures.
         "tools": ["rich>=13", "vl-convert-python>=1.9"],
-        "test": ["hypothesis", "mypy", "pytest", "pytest-timeout", "rich", "ruff", "types-PyYAML"],
     },
 )

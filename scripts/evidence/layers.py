@@ -2,15 +2,12 @@
 
     python -m scripts.evidence layers [--models ...] [--sequence-lengths ...] [--markdown FILE]
 
-README's table is one minus the shares of ``--models llama2_7b llama3_8b --sequence-lengths 8192``.
+The table of docs/simulate.md is one minus the shares of ``--models llama2_7b llama3_8b
+--sequence-lengths 8192``.
 
-Simulates forward and backward of one layer, each form at its best: ours with the fastest number of
-chunks for each operation, or Megatron's order where that is faster, CoC with the fastest number of
-slices (2, 4, 8) for all, with 8 ranks also as kernels, MC2 as its host cuts.  With other rounding
-sums are made in one pass, and weight gradients of row-parallel layers by blocks.  Forward-backward
-is a layer of a forward beside one of a backward, in the middle of a step.  Times are shares of
-those with blocking collectives.  The last is a layer without communication.  Who is ahead is
-counted a second time with deterministic sums of HCCL, as ours are.
+Simulates forward and backward of one layer, each form at its best, as docs/layers_tables.md says.
+Times are shares of those with blocking collectives.  The last is a layer without communication.
+Who is ahead is counted a second time with deterministic sums of HCCL, as ours are.
 
 A last table counts for whole steps of forward-backward, whose first forward and last backward have
 no partner, with hosts that take 15, 55 and 118 us for a launch.

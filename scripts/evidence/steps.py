@@ -172,7 +172,12 @@ def report(steps: Sequence[Measured], left_out: Sequence[str], hardware: Hardwar
     for (half, kind), values in sorted(errors.items()):
         row = half, kind, str(len(values)), f"{median(values):.1%}", f"{max(values):.1%}"
         lines.append(table_row(row))
-    return "\n".join([*lines, "", "Left out:", "", *(f"- {reason}" for reason in left_out)])
+    names: dict[str, list[str]] = {}
+    for name, _, why in (text.partition(": ") for text in left_out):
+        names.setdefault(why, []).append(name)
+    lines += ["", table_head(("left out because", "launches"), False)]
+    lines += [table_row((why, ", ".join(launches))) for why, launches in sorted(names.items())]
+    return "\n".join(lines)
 
 
 def main(argv: Sequence[str]) -> int:

@@ -12,8 +12,11 @@ import pytest
 from commfuse_npu.config_file import find_config
 from commfuse_npu.hardware.description import Hardware
 from commfuse_npu.hardware.machine import min_outputs_to_hide
+from commfuse_npu.plan.turn_order import strict_turns
 from commfuse_npu.proof.cases import cases
+from commfuse_npu.tools.simulate import fb_overlap
 from commfuse_npu.tools.simulate.step import Step
+from commfuse_npu.tools.simulate.step import _cost as simulated_once
 from commfuse_npu.tools.simulate.sweep import CORNERS
 from commfuse_npu.tools.simulate.variants import REFERENCE as BLOCKING
 from scripts.evidence.layers import forms, layer
@@ -96,6 +99,21 @@ def test_the_table_is_what_is_simulated(row: list[str]) -> None:
         shorter("CoC fused") if tp == 8 else "-",
         shorter("MC2"),
     ]
+
+
+def test_strict_turns_save_what_the_page_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Hardware.load(find_config(MACHINES["A2 server"], "hardware")).machine()
+    shape = layer("llama3_8b", 8, 8192)
+    pair, step = forms(machine, shape)["forward-backward"], Step(machine, shape)
+    saved = []
+    for choose in (fb_overlap.best_order, strict_turns):
+        monkeypatch.setattr(fb_overlap, "best_order", choose)
+        simulated_once.cache_clear()
+        saved.append(1 - step.layer_time(pair).seconds / step.layer_time(BLOCKING).seconds)
+    simulated_once.cache_clear()
+    best, strict = (f"{100 * share:.1f} %" for share in saved)
+    page = (DOCS / "fb_overlap.md").read_text("utf-8").replace("\n", " ")
+    assert f"takes {best} less time than with plain collectives, with strict turns {strict}" in page
 
 
 def test_the_points_are_counted_as_in_the_table() -> None:

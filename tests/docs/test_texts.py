@@ -12,7 +12,8 @@ from unittest import mock
 
 import pytest
 
-from commfuse_npu.options import OPTIONS, option_name
+from commfuse_npu.options import FB_OVERLAP_OPTIONS, OPTIONS, option_name
+from commfuse_npu.refusals import REFUSALS_OF
 from commfuse_npu.tools import cli
 from commfuse_npu.tools.option_types import Parser
 from scripts.cpu_pretraining.__main__ import main as pretraining
@@ -21,8 +22,10 @@ from scripts.evidence.__main__ import main as evidence
 ROOT = Path(__file__).resolve().parents[2]
 AT_THE_TOP = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")]
 TEXTS = [*AT_THE_TOP, *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [file for file in TEXTS if file.name != "CHANGELOG.md"]  # which names what is removed
 
 _CODE = re.compile(r"^ *```(?:\w*)\n.*?^ *```$", re.M | re.S)
+_QUOTED = re.compile(r"`([^`]+)`")
 _LINK = re.compile(r"\]\(([^)\s]+)\)")
 _PATH = re.compile(
     r"(?<![\w./-])(?:commfuse_npu|mindspeed_patches|scripts|configs|docs|tests)/[\w./*-]*[\w*/]"
@@ -47,7 +50,7 @@ def broken_links(text: str, file: Path) -> list[str]:
     Anchors of the API pages are created when the site is built, and checked there.
     """
     broken = []
-    for link in _LINK.findall(_CODE.sub("", text)):
+    for link in _LINK.findall(_QUOTED.sub("", _CODE.sub("", text))):
         if re.match(r"[a-z]+:", link):
             continue
         name, _, anchor = link.partition("#")
@@ -78,7 +81,7 @@ def _only_read(parser: type[argparse.ArgumentParser]) -> Any:
 def commands(text: str) -> Iterator[str]:
     """Commands of this project, from code blocks and from inline code."""
     code = "\n".join(_CODE.findall(text)).replace("\\\n", " ")
-    quoted = re.findall(r"`([^`]+)`", _CODE.sub("", text))
+    quoted = _QUOTED.findall(_CODE.sub("", text))
     for line in [*code.splitlines(), *(" ".join(words.split()) for words in quoted)]:
         if line.startswith(tuple(_ASKED)):
             yield re.split(r"\s+#", line)[0]
@@ -101,25 +104,49 @@ def refused_commands(text: str) -> list[str]:
     return refused
 
 
-@pytest.mark.parametrize(
-    "file", [file for file in TEXTS if file.name != "CHANGELOG.md"], ids=lambda file: file.name
-)
+@pytest.mark.parametrize("file", PAGES, ids=lambda file: file.name)
 def test_commands_are_understood(file: Path) -> None:
     assert refused_commands(file.read_text("utf-8")) == []
 
 
 @pytest.mark.parametrize("file", TEXTS, ids=lambda file: file.name)
-def test_links_and_paths_lead_somewhere(file: Path) -> None:
+def test_links_lead_somewhere(file: Path) -> None:
+    assert broken_links(file.read_text(encoding="utf-8"), file) == []
+
+
+@pytest.mark.parametrize("file", PAGES, ids=lambda file: file.name)
+def test_paths_below_the_root_exist(file: Path) -> None:
     text = file.read_text(encoding="utf-8")
-    assert broken_links(text, file) == []
-    # Paths below the root, in prose and in commands.
     assert [path for path in _PATH.findall(text) if not list(ROOT.glob(path.rstrip("/")))] == []
+
+
+@pytest.mark.parametrize("file", PAGES, ids=lambda file: file.name)
+def test_lines_fit_a_window(file: Path) -> None:
+    lines = [line for line in file.read_text("utf-8").splitlines() if not line.startswith("|")]
+    assert file.stem.endswith("_zh") or [line for line in lines if len(line) > 120] == []
+
+
+@pytest.mark.parametrize("file", PAGES, ids=lambda file: file.name)
+def test_tests_that_are_selected_by_a_word_exist(file: Path) -> None:
+    for paths, word in re.findall(r"pytest ((?:tests/\S+ )+)-k (\w+)", file.read_text("utf-8")):
+        files = [ROOT / path for path in paths.split() if path.endswith(".py")]
+        assert any(re.search(rf"def test_\w*{word}", at.read_text("utf-8")) for at in files), word
 
 
 @pytest.mark.parametrize("page", ["options.md", "options_zh.md"])
 def test_every_option_of_the_launch_is_explained(page: str) -> None:
     text = (ROOT / "docs" / page).read_text(encoding="utf-8")
-    assert [name for name in map(option_name, OPTIONS) if f"`{name}`" not in text] == []
+    names = map(option_name, OPTIONS | FB_OVERLAP_OPTIONS)
+    assert [name for name in names if f"`{name}`" not in text] == []
+
+
+@pytest.mark.parametrize("page", ["limits.md", "options_zh.md"])
+def test_every_option_that_is_refused_is_listed(page: str) -> None:
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8").replace("\n", " ")
+    in_words = {"--context-parallel-size", "--position-embedding-type alibi"}
+    for ours in REFUSALS_OF.keys() - {"--commfuse-fb-overlap"}:  # those are in fb_overlap.md
+        refused = {refusal.option for refusal in REFUSALS_OF[ours]} - in_words
+        assert [name for name in sorted(refused) if name not in text] == []
 
 
 def test_the_first_lines_name_the_versions_of_setup_py() -> None:

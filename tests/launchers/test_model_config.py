@@ -172,7 +172,8 @@ def test_what_is_written_is_read_again_from_files_and_options(name: str, tmp_pat
         file.write_text(written.as_yaml(), "utf-8")
         assert ModelConfig.load(file) == written
     assert changed.arguments() == [*config.arguments(), "--overlap-grad-reduce"]
-    plain = replace(config, pretrain_options=())  # which from_options ignores
+    # What from_options ignores.
+    plain = replace(config, pretrain_options=(), commfuse_options=("--use-commfuse",))
     torchrun = ["--nproc_per_node", str(plain.npus_per_node), "--nnodes", str(plain.nnodes)]
     options = [*torchrun, *plain.arguments(), "--vocab-size", str(plain.vocab_size)]
     algorithm = {"context_parallel_algo": plain.context_parallel_algo}
