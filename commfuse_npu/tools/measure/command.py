@@ -16,6 +16,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+from commfuse_npu import __version__
 from commfuse_npu.config_file import ConfigError, find_config
 from commfuse_npu.hardware.description import Hardware, described
 from commfuse_npu.runtime.atomic_write import atomic_write
@@ -72,12 +73,13 @@ def main(words: Sequence[str]) -> int:
     with tempfile.TemporaryDirectory(prefix="commfuse-measure-") as scratch:
         try:
             run = _Run(options, Path(scratch))
-            code = 0 if run.measure() else 1
+            try:
+                code = 0 if run.measure() else 1
+            except KeyboardInterrupt:
+                print("interrupted; the same command continues with the next step", file=sys.stderr)
+                code = 130
         except (ConfigError, FolderError, UsageError, OSError) as error:
             return refuse("measure", error)
-        except KeyboardInterrupt:
-            print("interrupted; the same command continues with the next step", file=sys.stderr)
-            code = 130
         run.write(["commfuse-npu", "measure", *words])
     return code
 
@@ -158,7 +160,8 @@ class _Run:
             self._launched = launches(options.launch, options.device, options.ranks, scratch)
         if options.base is not None:
             find_config(options.base, "hardware")
-        facts = {"device": options.device, "ranks": options.ranks, "config": options.config}
+        facts = {"version": __version__, "device": options.device, "ranks": options.ranks}
+        facts |= {"config": options.config}
         facts |= {"rows": self._scale.rows, "compared rows": self._scale.compared_rows}
         facts |= {layer: list(shape) for layer, shape in self._scale.layers().items()}
         if why := lacking_backend(options.device):

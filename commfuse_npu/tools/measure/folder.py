@@ -49,13 +49,18 @@ class Folder:
         self.path, self._file = path, path / "measured.json"
         self._facts: dict[str, Any] = {}
         self._steps: dict[str, dict[str, Any]] = {}
+        if path.exists() and not path.is_dir():
+            raise FolderError(f"--folder {path} is a file; choose another folder")
         if self._file.exists():
             try:
-                content = json.loads(self._file.read_text("utf-8"))
-                self._facts, self._steps = content["facts"], content["steps"]
-            except (OSError, ValueError, KeyError, TypeError) as error:
+                match json.loads(self._file.read_text("utf-8")):
+                    case {"facts": dict(known), "steps": dict(steps)}:
+                        self._facts, self._steps = known, steps
+                    case _:
+                        raise ValueError("it has no facts and steps")
+            except (OSError, ValueError) as error:
                 raise FolderError(
-                    f"{self._file} cannot be read: {error!r}; remove it, or choose another --folder"
+                    f"{self._file} cannot be read: {error}; remove it, or choose another --folder"
                 ) from error
         self.agree(facts)
 
@@ -88,8 +93,8 @@ class Folder:
             write_json(self._file, {"facts": self._facts, "steps": self._steps}, indent=1)
         except OSError as error:
             raise FolderError(
-                f"{self._file}: {error.strerror or error}; free some space, or choose another "
-                "--folder"
+                f"{self._file} cannot be written: {error.strerror or error}; make that possible, "
+                "or choose another --folder"
             ) from error
 
     def names(self, start: str) -> list[str]:

@@ -10,6 +10,7 @@ import signal
 import sys
 from pathlib import Path
 from typing import Any, ClassVar
+from unittest import mock
 
 import pytest
 
@@ -137,6 +138,12 @@ def test_ctrl_c_leaves_no_process_behind(measured: Path) -> None:
     finally:
         process.kill()
         process.wait()
+
+
+def test_ctrl_c_before_the_first_step_ends_silently(measured: Path, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(Scale, "of", mock.Mock(side_effect=KeyboardInterrupt))
+    assert cli.main(["measure", *SMALL, str(measured)]) == 130
+    assert capsys.readouterr() == ("", "")
 
 
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
