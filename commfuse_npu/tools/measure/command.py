@@ -203,7 +203,7 @@ class _Run:
         names, rounds = options.forms or NAMES, options.rounds or 3
         # The links of a device keep their rate.
         ratios = options.ratios or (1.0,) if options.device == "cpu" else (None,)
-        facts = {"question": STEPS[FORMS].question, "asked": [*names, rounds]}
+        facts = {"question": STEPS[FORMS].question, "asked": [*sorted(names), rounds]}
         for work, ratio in product(options.works or ("mlp", "layers"), ratios):
             title = ", ".join([FORMS, work] + ([] if ratio is None else [f"ratio {ratio:g}"]))
             setting = {"work": work, "ratio": ratio, "names": names, "rounds": rounds}
@@ -281,7 +281,7 @@ class _Run:
             return ranks.ask(method, *args)
 
         times = answer(ask)
-        return {"times": times}, f"{len(times)} times"
+        return {"times": times}, f"{sum(len(row['seconds']) for row in times)} times"
 
     def _started(self, limit: float) -> Ranks:
         self._failed_starts += 1

@@ -112,6 +112,26 @@ def test_forms_are_compared_by_the_short_command(measured: Path, capsys: Any) ->
     assert "| work | form | ratio 0 | ratio 1 | ratio 2 | bits |" in out
 
 
+@pytest.mark.parametrize(("device", "ratio"), [("cpu", 1.0), ("npu", None)])
+def test_forms_are_compared_once_for_as_many_rounds(
+    device: str, ratio: float | None, measured: Path, monkeypatch
+) -> None:
+    asked = []
+
+    def timed(_: object, **setting: Any) -> list[dict[str, Any]]:
+        asked.append((setting["work"], setting["ratio"], setting["rounds"]))
+        row = {"work": setting["work"], "ratio": setting["ratio"], "difference": 0.0}
+        row |= {"reached": None, "seconds": [1.0], "blocked": [0.0]}
+        return [{**row, "form": form} for form in ("compute", "p2p")]
+
+    monkeypatch.setattr(command, "time_forms", timed)
+    monkeypatch.setattr(command, "lacking_backend", lambda device: "")
+    words = ["--device", device, "--folder", str(measured), "--steps", "forms", "--forms"]
+    for more in (["auto,p2p"], ["p2p,auto"], ["p2p,auto", "--rounds", "5"]):
+        assert command.main([*words, *more]) == 0
+    assert asked == [(work, ratio, rounds) for rounds in (3, 5) for work in ("mlp", "layers")]
+
+
 def test_ranks_are_ended_when_one_cannot_start() -> None:
     nowhere, before = "no_such_module:Worker", multiprocessing.active_children()
     with (
