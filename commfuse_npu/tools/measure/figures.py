@@ -72,16 +72,15 @@ def _shares(values: Sequence[float], peak: float, rate: str, share: str) -> Any:
 
 
 def _links(times: Times, peaks: Peaks) -> Figures:
-    pings = next(row for row in times if row.get("half a ping-pong"))
-    yield "inside.latency", quartiles(pings["seconds"])
-    largest = _largest(times)
-    yield from _rate(largest, largest["lanes"], peaks)
+    yield "inside.latency", quartiles(_row(times, "half a ping-pong")["seconds"])
+    messages = _row(times, "messages")
+    yield from _rate(messages, messages["peers"], peaks)
     if peaks.cores:
         yield "host.message_copies", (0.0,) * 3
 
 
-def _largest(times: Times) -> Mapping[str, Any]:
-    return max(times, key=lambda row: (row["bytes"], row.get("lanes", 0)))
+def _row(times: Times, what: str) -> Mapping[str, Any]:
+    return next(row for row in times if row["what"] == what)
 
 
 def _rate(row: Mapping[str, Any], peers: int, peaks: Peaks) -> Figures:
@@ -97,13 +96,12 @@ def _copies(links: Times, collectives: Times, peaks: Peaks, memory: float) -> Fi
     Args:
         memory: bytes/s.
     """
-    message = _largest(links)
-    block = _largest([row for row in collectives if row["what"] == "all-gather"])
-    wire = median(block["seconds"])
-    if block["bytes"] == message["bytes"] and median(message["seconds"]) > wire:
-        yield from _rate(block, message["lanes"], peaks)
-        one_copy = 4 * message["bytes"] / memory  # at both ends, read and written
-        longer = [max(0.0, seconds - wire) for seconds in message["seconds"]]
+    messages, gather = _row(links, "messages"), _row(collectives, "all-gather")
+    wire = median(gather["seconds"])
+    if median(messages["seconds"]) > wire:
+        yield from _rate(gather, messages["peers"], peaks)
+        one_copy = 4 * messages["bytes"] / memory  # at both ends, read and written
+        longer = [max(0.0, seconds - wire) for seconds in messages["seconds"]]
         copies = [min(_MOST_COPIES, seconds / one_copy) for seconds in longer]
         yield "host.message_copies", quartiles(copies)
 
@@ -175,7 +173,7 @@ def _longer(both: float, beside: float, exchange: float) -> float:
 
 
 def _memory(times: Times, peaks: Peaks) -> Figures:
-    copy = next(row for row in times if row["what"] == "copy")
+    copy = _row(times, "copy")
     rates = [4 * copy["numbers"] / seconds for seconds in copy["seconds"]]
     yield from _shares(rates, peaks.memory, "npu.hbm_bandwidth", "npu.hbm_efficiency")
 

@@ -174,7 +174,7 @@ class Step(NamedTuple):
 
 
 STEPS: Mapping[str, Step] = {
-    "links": Step("how fast are lanes, one and several at once?"),
+    "links": Step("how long does a message take, and one to each peer at once?"),
     "collectives": Step("how long do the collectives take that CommFuse replaces?"),
     "gemms": Step("how long do GEMMs of a layer take, by rows?"),
     "host": Step("what does posting a step, or launching a GEMM, cost the host?"),

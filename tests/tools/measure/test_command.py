@@ -218,8 +218,8 @@ class Answers:
 def answers(monkeypatch: pytest.MonkeyPatch) -> type[Answers]:
     monkeypatch.setattr(command, "Ranks", Answers)
     monkeypatch.setattr(command, "STEPS", {"host": Step("?"), "links": Step("?", seconds=9)})
-    ping = {"bytes": 8, "lanes": 1, "half a ping-pong": True, "seconds": [1e-6]}
-    links = [ping, {"bytes": 1 << 20, "lanes": 1, "seconds": [1.0]}]
+    ping = {"what": "half a ping-pong", "seconds": [1e-6]}
+    links = [ping, {"what": "messages", "bytes": 1 << 20, "peers": 1, "seconds": [1.0]}]
     monkeypatch.setattr(Answers, "answers", {"host": HOST, "links": links}, raising=False)
     monkeypatch.setattr(Answers, "limits", [], raising=False)
     return Answers
