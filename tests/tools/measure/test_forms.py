@@ -63,7 +63,7 @@ def test_collectives_of_torch_compute_the_same_and_what_is_no_number_differs(ran
     (sliced,) = (form for form in variants(2) if form.slices == 4)
     assert worker.check(sliced) <= 1e-4
     # What a device uses.
-    carrier = TorchCollectives(worker._transport.group, {})
+    carrier = TorchCollectives(worker._transport.group)
     for form in (Blocking(carrier), MegatronOrder(carrier), Sliced(carrier, 4)):
         results = worker._work.run(form)
         assert all(map(torch.allclose, results, worker._reference)), form
