@@ -17,7 +17,7 @@ from commfuse_npu.config_file import find_config, read_config
 from commfuse_npu.hardware.machine import TILE
 from commfuse_npu.tools.quartiles import Range, quartiles
 
-__all__ = ["Measured", "Peaks", "Range", "description", "figures", "quartiles"]
+__all__ = ["Measured", "Peaks", "description", "figures"]
 
 Times = Sequence[Mapping[str, Any]]
 """The measured times of a step."""

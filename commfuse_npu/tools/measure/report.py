@@ -36,10 +36,10 @@ _ALIKE = 0.01
 
 
 _FORMS_LEGEND = f"""\
-Each cell: how many times as fast as `{REFERENCE}`, which waits for each collective, the share of
-the time beyond the computation alone that is gone, in brackets of the host's time in waits. Bold:
-the fastest. Ratio: time on the links / time of the computation. Bits: equal to those of
-`{REFERENCE}`, else the largest difference."""
+Each cell: speed relative to `{REFERENCE}`, which waits for each collective; the share of its time
+beyond computation that is gone; in brackets the share of the host's waiting time that is gone.
+Bold: the fastest. Ratio: time on the links / time of the computation. Bits: whether results equal
+those of `{REFERENCE}` bit for bit, else the largest difference."""
 
 
 def verdict(trainings: Sequence[Training], device: str) -> Iterator[str]:

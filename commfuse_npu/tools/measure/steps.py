@@ -179,7 +179,7 @@ STEPS: Mapping[str, Step] = {
     "gemms": Step("how long do GEMMs of a layer take, by rows?"),
     "host": Step("what does posting a step, or launching a GEMM, cost the host?"),
     "beside": Step("do GEMMs and transfers slow each other down?"),
-    FORMS: Step("how long do layers take in each form, over links with a rate?"),
+    FORMS: Step("how long do layers take in each form?"),
     "memory": Step("how fast is memory?"),
     "attention": Step("how long does attention take, by queries?"),
     LAUNCH: Step("how long do ten iterations of the launch take in each form?", seconds=900),

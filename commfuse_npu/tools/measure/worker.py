@@ -126,7 +126,6 @@ class Worker(FormsWorker):
             "backend": self._backend,
             "cores": os.cpu_count(),
             "device": self._device.type,
-            "lanes": self._transport.lanes,
         }
         if self._module is not None:
             facts["device name"] = self._module.get_device_name()

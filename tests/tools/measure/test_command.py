@@ -130,6 +130,8 @@ def test_forms_are_compared_once_for_as_many_rounds(
     for more in (["auto,p2p"], ["p2p,auto"], ["p2p,auto", "--rounds", "5"]):
         assert command.main([*words, *more]) == 0
     assert asked == [(work, ratio, rounds) for rounds in (3, 5) for work in ("mlp", "layers")]
+    monkeypatch.setattr(command, "__version__", "another")
+    assert command.main(words[:-1]) == 2
 
 
 def test_ranks_are_ended_when_one_cannot_start() -> None:

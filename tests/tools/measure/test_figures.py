@@ -12,7 +12,8 @@ import pytest
 from commfuse_npu.config_file import find_config
 from commfuse_npu.hardware.description import Hardware
 from commfuse_npu.hardware.machine import Machine
-from commfuse_npu.tools.measure.figures import Peaks, description, figures, quartiles
+from commfuse_npu.tools.measure.figures import Peaks, description, figures
+from commfuse_npu.tools.quartiles import quartiles
 
 NOISE = 1.0, 1.25, 1.5
 LAYERS = {"qkv": (4096, 768), "proj": (512, 4096), "fc1": (4096, 3584), "fc2": (1792, 4096)}
