@@ -318,7 +318,7 @@ class _Run:
     def write(self, command: Sequence[str]) -> None:
         """Write the description and the page from the stored steps; print the verdict."""
         stored = {name: self._folder.load(name) for name in STEPS}
-        settings = {name: self._folder.load(name) for name in self._folder.names(f"{FORMS}, ")}
+        settings = {k: v for k, v in self._folder.steps.items() if k.startswith(f"{FORMS}, ")}
         measured = {name: step["times"] for name, step in stored.items() if "times" in step}
         timed = [row for step in settings.values() for row in step.get("times", ())]
         results = list(evaluate(timed))

@@ -96,7 +96,8 @@ class Asked:
         if method in ("check", "tune"):
             name = args[0].name
             return [0.0, 0.0 if name == REFERENCE else 1e-6]
-        return {"pace": ["", self.problem], "messages": [[0.04], [0.0625]]}.get(method, [None, None])
+        answers = {"pace": ["", self.problem], "messages": [[0.04], [0.0625]]}
+        return answers.get(method, [None, None])
 
     def of(self, *methods: str) -> list[tuple[str, Any]]:
         return [call for call in self.calls if call[0] in methods]
