@@ -161,8 +161,7 @@ class _Run:
         if options.base is not None:
             find_config(options.base, "hardware")
         facts = {"version": __version__, "device": options.device, "ranks": options.ranks}
-        facts |= {"config": options.config}
-        facts |= {"rows": self._scale.rows, "compared rows": self._scale.compared_rows}
+        facts |= {"config": options.config, "rows": self._scale.rows}
         facts |= {layer: list(shape) for layer, shape in self._scale.layers().items()}
         if why := lacking_backend(options.device):
             raise FolderError(why)

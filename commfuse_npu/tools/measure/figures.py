@@ -181,7 +181,7 @@ def _memory(times: Times, peaks: Peaks) -> Figures:
 def _attention(times: Times, peaks: Peaks, reached: float) -> Figures:
     whole = max(times, key=lambda row: row["queries"])
     lost = 0.0
-    if peaks.cores and (halves := [half for half in _half_queries(times) if half is not None]):
+    if peaks.cores and (halves := list(_half_queries(times))):
         yield "npu.half_rows", quartiles(halves)
         lost = median(halves) / whole["queries"]
     operations = _attended_operations(whole) * (1 + lost)
@@ -189,11 +189,10 @@ def _attention(times: Times, peaks: Peaks, reached: float) -> Figures:
     yield "npu.attention_efficiency", quartiles(shares)
 
 
-def _half_queries(times: Times) -> Iterator[float | None]:
+def _half_queries(times: Times) -> Iterator[float]:
     """Number of queries at which attention runs at half its asymptotic speed, per call.
 
-    ``seconds / operations`` is fitted by a line over ``1 / queries``.  ``None`` if the fit makes no
-    sense.
+    ``seconds / operations`` is fitted by a line over ``1 / queries``.
     """
     for call in zip(*(row["seconds"] for row in times), strict=True):
         points = [
@@ -201,7 +200,8 @@ def _half_queries(times: Times) -> Iterator[float | None]:
             for row, seconds in zip(times, call, strict=True)
         ]
         slope, at_many = _line(points)
-        yield max(0.0, slope / at_many) if at_many > 0 else None
+        if at_many > 0:  # otherwise only noise
+            yield max(0.0, slope / at_many)
 
 
 def _attended_operations(row: Mapping[str, Any]) -> float:

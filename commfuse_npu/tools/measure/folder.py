@@ -35,14 +35,11 @@ class Deadline:
 
 
 class Folder:
-    """The results of a run, by step, in ``measured.json``.
+    """The results of a run, ``steps`` by name, in ``measured.json``.
 
     Args:
         path: created with the first result.
         facts: see :meth:`agree`.
-
-    Attributes:
-        steps: the results.
 
     Raises:
         FolderError: its results have other facts, or it cannot be read.

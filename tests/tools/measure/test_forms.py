@@ -25,7 +25,6 @@ from tests.distributed.ranks import on_ranks
 from tests.limits import LIMIT
 
 CONFIG = ModelConfig.load(find_config("llama3_8b"))
-_long = pytest.mark.long
 
 # ------------------------------------------------------------------- on real ranks
 
@@ -39,7 +38,7 @@ def _scale(size: int) -> Scale:
     )
 
 
-@pytest.mark.parametrize("size", [2, pytest.param(3, marks=_long)])
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.long)])
 @on_ranks()
 def test_every_form_computes_the_same(rank: int) -> None:
     worker = Worker()
