@@ -27,7 +27,7 @@ from commfuse_npu.ops.attention_runs import AttentionRuns
 from commfuse_npu.plan import split
 from commfuse_npu.tools.measure.carriers import Carrier, Pending
 
-__all__ = ["Blocking", "Grads", "MegatronOrder", "Sliced", "in_order"]
+__all__ = ["Blocking", "MegatronOrder", "Sliced", "in_order"]
 
 Grads = tuple[torch.Tensor, torch.Tensor]
 """Gradients of the input and of the weight."""

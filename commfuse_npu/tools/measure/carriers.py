@@ -23,10 +23,7 @@ from commfuse_npu.overlap.transfers import active_turns
 # The names of the collectives differ between versions of torch; that module knows them.
 from commfuse_npu.runtime.collectives import _all_gather, _reduce_scatter
 
-__all__ = ["Buffers", "Carrier", "DirectExchange", "NoTransfers", "Pending", "TorchCollectives"]
-
-Buffers = dict[tuple[object, ...], list[torch.Tensor]]
-"""Unused buffers, by shape, dtype and device."""
+__all__ = ["Carrier", "DirectExchange", "NoTransfers", "Pending", "TorchCollectives"]
 
 
 class Pending:
@@ -84,16 +81,16 @@ class Pending:
 
 
 class Carrier(ABC):
-    """The transfers and buffers of a baseline.
+    """The transfers and buffers that baselines share.
 
     Attributes:
         group: the process group for communication.
-        idle: unused buffers, which can be shared with other carriers.
+        idle: unused buffers, by shape, dtype and device.
         blocked_seconds: host seconds spent waiting since the start.
     """
 
-    def __init__(self, group: dist.ProcessGroup, idle: Buffers) -> None:
-        self.group, self.idle = group, idle
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group, self.idle = group, dict[tuple[object, ...], list[torch.Tensor]]()
         self.rank, self.size = group.rank(), group.size()
         self.blocked_seconds = 0.0
 
@@ -142,8 +139,8 @@ class DirectExchange(Carrier):
     ranks the socket keeps the order.
     """
 
-    def __init__(self, group: dist.ProcessGroup, idle: Buffers) -> None:
-        super().__init__(group, idle)
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        super().__init__(group)
         self._targets = [(self.rank + k) % self.size for k in range(1, self.size)]
         self._sources = [(self.rank - k) % self.size for k in range(1, self.size)]
         self._messages = 0
@@ -191,8 +188,8 @@ class NoTransfers(Carrier):
     real numbers from real memory.
     """
 
-    def __init__(self, group: dist.ProcessGroup, idle: Buffers) -> None:
-        super().__init__(group, idle)
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        super().__init__(group)
         self._wholes: dict[tuple[object, ...], torch.Tensor] = {}
 
     def gather(self, shard: torch.Tensor) -> Pending:

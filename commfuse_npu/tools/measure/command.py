@@ -16,6 +16,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+from commfuse_npu import __version__
 from commfuse_npu.config_file import ConfigError, find_config
 from commfuse_npu.hardware.description import Hardware, described
 from commfuse_npu.runtime.atomic_write import atomic_write
@@ -72,12 +73,13 @@ def main(words: Sequence[str]) -> int:
     with tempfile.TemporaryDirectory(prefix="commfuse-measure-") as scratch:
         try:
             run = _Run(options, Path(scratch))
-            code = 0 if run.measure() else 1
+            try:
+                code = 0 if run.measure() else 1
+            except KeyboardInterrupt:
+                print("interrupted; the same command continues with the next step", file=sys.stderr)
+                code = 130
         except (ConfigError, FolderError, UsageError, OSError) as error:
             return refuse("measure", error)
-        except KeyboardInterrupt:
-            print("interrupted; the same command continues with the next step", file=sys.stderr)
-            code = 130
         run.write(["commfuse-npu", "measure", *words])
     return code
 
@@ -158,8 +160,8 @@ class _Run:
             self._launched = launches(options.launch, options.device, options.ranks, scratch)
         if options.base is not None:
             find_config(options.base, "hardware")
-        facts = {"device": options.device, "ranks": options.ranks, "config": options.config}
-        facts |= {"rows": self._scale.rows, "compared rows": self._scale.compared_rows}
+        facts = {"version": __version__, "device": options.device, "ranks": options.ranks}
+        facts |= {"config": options.config, "rows": self._scale.rows}
         facts |= {layer: list(shape) for layer, shape in self._scale.layers().items()}
         if why := lacking_backend(options.device):
             raise FolderError(why)
@@ -200,7 +202,7 @@ class _Run:
         names, rounds = options.forms or NAMES, options.rounds or 3
         # The links of a device keep their rate.
         ratios = options.ratios or (1.0,) if options.device == "cpu" else (None,)
-        facts = {"question": STEPS[FORMS].question, "asked": [*names, rounds]}
+        facts = {"question": STEPS[FORMS].question, "asked": [*sorted(names), rounds]}
         for work, ratio in product(options.works or ("mlp", "layers"), ratios):
             title = ", ".join([FORMS, work] + ([] if ratio is None else [f"ratio {ratio:g}"]))
             setting = {"work": work, "ratio": ratio, "names": names, "rounds": rounds}
@@ -278,7 +280,7 @@ class _Run:
             return ranks.ask(method, *args)
 
         times = answer(ask)
-        return {"times": times}, f"{len(times)} times"
+        return {"times": times}, f"{sum(len(row['seconds']) for row in times)} times"
 
     def _started(self, limit: float) -> Ranks:
         self._failed_starts += 1
@@ -315,7 +317,7 @@ class _Run:
     def write(self, command: Sequence[str]) -> None:
         """Write the description and the page from the stored steps; print the verdict."""
         stored = {name: self._folder.load(name) for name in STEPS}
-        settings = {name: self._folder.load(name) for name in self._folder.names(f"{FORMS}, ")}
+        settings = {k: v for k, v in self._folder.steps.items() if k.startswith(f"{FORMS}, ")}
         measured = {name: step["times"] for name, step in stored.items() if "times" in step}
         timed = [row for step in settings.values() for row in step.get("times", ())]
         results = list(evaluate(timed))

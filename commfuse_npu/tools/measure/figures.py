@@ -17,7 +17,7 @@ from commfuse_npu.config_file import find_config, read_config
 from commfuse_npu.hardware.machine import TILE
 from commfuse_npu.tools.quartiles import Range, quartiles
 
-__all__ = ["Measured", "Peaks", "Range", "description", "figures", "quartiles"]
+__all__ = ["Measured", "Peaks", "description", "figures"]
 
 Times = Sequence[Mapping[str, Any]]
 """The measured times of a step."""
@@ -72,16 +72,15 @@ def _shares(values: Sequence[float], peak: float, rate: str, share: str) -> Any:
 
 
 def _links(times: Times, peaks: Peaks) -> Figures:
-    pings = next(row for row in times if row.get("half a ping-pong"))
-    yield "inside.latency", quartiles(pings["seconds"])
-    largest = _largest(times)
-    yield from _rate(largest, largest["lanes"], peaks)
+    yield "inside.latency", quartiles(_row(times, "half a ping-pong")["seconds"])
+    messages = _row(times, "messages")
+    yield from _rate(messages, messages["peers"], peaks)
     if peaks.cores:
         yield "host.message_copies", (0.0,) * 3
 
 
-def _largest(times: Times) -> Mapping[str, Any]:
-    return max(times, key=lambda row: (row["bytes"], row.get("lanes", 0)))
+def _row(times: Times, what: str) -> Mapping[str, Any]:
+    return next(row for row in times if row["what"] == what)
 
 
 def _rate(row: Mapping[str, Any], peers: int, peaks: Peaks) -> Figures:
@@ -97,13 +96,12 @@ def _copies(links: Times, collectives: Times, peaks: Peaks, memory: float) -> Fi
     Args:
         memory: bytes/s.
     """
-    message = _largest(links)
-    block = _largest([row for row in collectives if row["what"] == "all-gather"])
-    wire = median(block["seconds"])
-    if block["bytes"] == message["bytes"] and median(message["seconds"]) > wire:
-        yield from _rate(block, message["lanes"], peaks)
-        one_copy = 4 * message["bytes"] / memory  # at both ends, read and written
-        longer = [max(0.0, seconds - wire) for seconds in message["seconds"]]
+    messages, gather = _row(links, "messages"), _row(collectives, "all-gather")
+    wire = median(gather["seconds"])
+    if median(messages["seconds"]) > wire:
+        yield from _rate(gather, messages["peers"], peaks)
+        one_copy = 4 * messages["bytes"] / memory  # at both ends, read and written
+        longer = [max(0.0, seconds - wire) for seconds in messages["seconds"]]
         copies = [min(_MOST_COPIES, seconds / one_copy) for seconds in longer]
         yield "host.message_copies", quartiles(copies)
 
@@ -175,7 +173,7 @@ def _longer(both: float, beside: float, exchange: float) -> float:
 
 
 def _memory(times: Times, peaks: Peaks) -> Figures:
-    copy = next(row for row in times if row["what"] == "copy")
+    copy = _row(times, "copy")
     rates = [4 * copy["numbers"] / seconds for seconds in copy["seconds"]]
     yield from _shares(rates, peaks.memory, "npu.hbm_bandwidth", "npu.hbm_efficiency")
 
@@ -183,7 +181,7 @@ def _memory(times: Times, peaks: Peaks) -> Figures:
 def _attention(times: Times, peaks: Peaks, reached: float) -> Figures:
     whole = max(times, key=lambda row: row["queries"])
     lost = 0.0
-    if peaks.cores and (halves := [half for half in _half_queries(times) if half is not None]):
+    if peaks.cores and (halves := list(_half_queries(times))):
         yield "npu.half_rows", quartiles(halves)
         lost = median(halves) / whole["queries"]
     operations = _attended_operations(whole) * (1 + lost)
@@ -191,11 +189,10 @@ def _attention(times: Times, peaks: Peaks, reached: float) -> Figures:
     yield "npu.attention_efficiency", quartiles(shares)
 
 
-def _half_queries(times: Times) -> Iterator[float | None]:
+def _half_queries(times: Times) -> Iterator[float]:
     """Number of queries at which attention runs at half its asymptotic speed, per call.
 
-    ``seconds / operations`` is fitted by a line over ``1 / queries``.  ``None`` if the fit makes no
-    sense.
+    ``seconds / operations`` is fitted by a line over ``1 / queries``.
     """
     for call in zip(*(row["seconds"] for row in times), strict=True):
         points = [
@@ -203,7 +200,8 @@ def _half_queries(times: Times) -> Iterator[float | None]:
             for row, seconds in zip(times, call, strict=True)
         ]
         slope, at_many = _line(points)
-        yield max(0.0, slope / at_many) if at_many > 0 else None
+        if at_many > 0:  # otherwise only noise
+            yield max(0.0, slope / at_many)
 
 
 def _attended_operations(row: Mapping[str, Any]) -> float:

@@ -35,7 +35,7 @@ class Deadline:
 
 
 class Folder:
-    """The results of a run, by step, in ``measured.json``.
+    """The results of a run, ``steps`` by name, in ``measured.json``.
 
     Args:
         path: created with the first result.
@@ -48,14 +48,19 @@ class Folder:
     def __init__(self, path: Path, facts: Mapping[str, Any]) -> None:
         self.path, self._file = path, path / "measured.json"
         self._facts: dict[str, Any] = {}
-        self._steps: dict[str, dict[str, Any]] = {}
+        self.steps: dict[str, dict[str, Any]] = {}
+        if path.exists() and not path.is_dir():
+            raise FolderError(f"--folder {path} is a file; choose another folder")
         if self._file.exists():
             try:
-                content = json.loads(self._file.read_text("utf-8"))
-                self._facts, self._steps = content["facts"], content["steps"]
-            except (OSError, ValueError, KeyError, TypeError) as error:
+                match json.loads(self._file.read_text("utf-8")):
+                    case {"facts": dict(known), "steps": dict(steps)}:
+                        self._facts, self.steps = known, steps
+                    case _:
+                        raise ValueError("it has no facts and steps")
+            except (OSError, ValueError) as error:
                 raise FolderError(
-                    f"{self._file} cannot be read: {error!r}; remove it, or choose another --folder"
+                    f"{self._file} cannot be read: {error}; remove it, or choose another --folder"
                 ) from error
         self.agree(facts)
 
@@ -83,19 +88,15 @@ class Folder:
         Raises:
             FolderError: it cannot be written.
         """
-        self._steps[step] = dict(content)
+        self.steps[step] = dict(content)
         try:
-            write_json(self._file, {"facts": self._facts, "steps": self._steps}, indent=1)
+            write_json(self._file, {"facts": self._facts, "steps": self.steps}, indent=1)
         except OSError as error:
             raise FolderError(
-                f"{self._file}: {error.strerror or error}; free some space, or choose another "
-                "--folder"
+                f"{self._file} cannot be written: {error.strerror or error}; make that possible, "
+                "or choose another --folder"
             ) from error
-
-    def names(self, start: str) -> list[str]:
-        """The stored steps whose names start like this."""
-        return [name for name in self._steps if name.startswith(start)]
 
     def load(self, step: str) -> dict[str, Any]:
         """The stored result of a step; empty if there is none."""
-        return self._steps.get(step, {})
+        return self.steps.get(step, {})

@@ -75,14 +75,13 @@ def form_of(variant: Variant, transport: Transport, carrier: Carrier) -> Form:
 
     Args:
         transport: of the fused ops, with a lane per peer.
-        carrier: its group and buffers are shared with the baselines.
+        carrier: of the baselines.
     """
     if variant.kind == "fused":
         return Fused(transport, variant)
     if variant.kind == "compute":
-        return Blocking(NoTransfers(carrier.group, {}))
-    own = type(carrier)(carrier.group, carrier.idle)
+        return Blocking(NoTransfers(carrier.group))
     if variant.kind == "sliced":
-        return Sliced(own, variant.slices)
+        return Sliced(carrier, variant.slices)
     layers = {"blocking": Blocking, "megatron": MegatronOrder, "turns": TakingTurns}
-    return layers[variant.kind](own)
+    return layers[variant.kind](carrier)

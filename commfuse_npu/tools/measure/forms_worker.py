@@ -51,13 +51,13 @@ class FormsWorker:
         On a CPU over a separate group: the fused ops have sockets of their own, too.
         """
         if self._carrier is None and self._module is not None:
-            self._carrier = TorchCollectives(self._transport.group, {})  # read, not run
+            self._carrier = TorchCollectives(self._transport.group)  # read, not run
         elif self._carrier is None:
             group = dist.new_group(list(range(self.size)))
             assert group is not None
             for process_group in (self._transport.group, group):  # links connect at their first use
                 dist.all_reduce(torch.ones(1), group=process_group)
-            self._carrier = DirectExchange(group, {})
+            self._carrier = DirectExchange(group)
         return self._carrier
 
     def pace(self, bytes_per_second: float | None) -> str:

@@ -36,10 +36,10 @@ _ALIKE = 0.01
 
 
 _FORMS_LEGEND = f"""\
-Each cell: how many times as fast as `{REFERENCE}`, which waits for each collective, the share of
-the time beyond the computation alone that is gone, in brackets of the host's time in waits. Bold:
-the fastest. Ratio: time on the links / time of the computation. Bits: equal to those of
-`{REFERENCE}`, else the largest difference."""
+Each cell: speed relative to `{REFERENCE}`, which waits for each collective; the share of its time
+beyond computation that is gone; in brackets the share of the host's waiting time that is gone.
+Bold: the fastest. Ratio: time on the links / time of the computation. Bits: whether results equal
+those of `{REFERENCE}` bit for bit, else the largest difference."""
 
 
 def verdict(trainings: Sequence[Training], device: str) -> Iterator[str]:
@@ -127,20 +127,15 @@ def forms_verdict(results: Sequence[Result]) -> Iterator[str]:
     """For each workload: how many times as fast as the reference the fastest forms are."""
     by_setting = groupby(results, key=lambda result: (result.work, result.ratio))
     for (work, ratio), group in by_setting:
-        rows = [row for row in group if row.form != REFERENCE]
-        ours = _fastest_form([row for row in rows if is_ours(row.form)])
-        other = _fastest_form([row for row in rows if not is_ours(row.form)])
+        found = {True: "no form of ours was measured", False: "no other was measured"}
+        # The fastest come last.
+        for row in sorted(group, key=lambda row: row.seconds[1], reverse=True):
+            if row.form != REFERENCE:
+                name = f"`{row.form}`" if is_ours(row.form) else f"the fastest other, `{row.form}`,"
+                found[is_ours(row.form)] = f"{name} {row.speedup:.2f}"
+        title = WORKS[work].title
         at = "" if ratio is None else f", ratio {ratio:g}"
-        found = ["no form of ours was measured", "no other was measured"]
-        if ours is not None:
-            found[0] = f"`{ours.form}` {ours.speedup:.2f}"
-        if other is not None:
-            found[1] = f"the fastest other, `{other.form}`, {other.speedup:.2f}"
-        yield f"**{WORKS[work].title}**{at}: times as fast as `{REFERENCE}`: {'; '.join(found)}."
-
-
-def _fastest_form(rows: Sequence[Result]) -> Result | None:
-    return min(rows, key=lambda row: row.seconds[1], default=None)
+        yield f"**{title}**{at}: times as fast as `{REFERENCE}`: {'; '.join(found.values())}."
 
 
 def forms_table(results: Sequence[Result]) -> list[str]:

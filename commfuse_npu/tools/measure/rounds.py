@@ -138,7 +138,7 @@ def _paced(ask: Ask, scale: Scale, rate: float) -> float:
             "newer, outside of sandboxes that replace the kernel's sockets, or give --ratios 0"
         )
     size = min(int(rate / 20), 1 << 24)
-    slowest = max(max(times) for times in ask("lanes", size, scale.ranks - 1, 1))
+    slowest = max(max(times) for times in ask("messages", size, 1))
     return size / slowest / rate
 
 

@@ -60,15 +60,11 @@ class SleepingGemms:
 
     Args:
         gflops, scale: see :func:`modelled_seconds`.
-
-    Attributes:
-        products: number of products that slept.
     """
 
     def __init__(self, gflops: float, scale: float = 1.0) -> None:
         self._gflops, self._scale = gflops, scale
         self._late = 0.0
-        self.products = 0
 
     def __enter__(self) -> Self:
         kernels = {
@@ -107,7 +103,6 @@ class SleepingGemms:
         return out
 
     def _sleep(self, start: float, seconds: float) -> None:
-        self.products += 1
         end = start + seconds - self._late
         while (remaining := end - time.perf_counter()) > 0:
             time.sleep(remaining)

@@ -174,12 +174,12 @@ class Step(NamedTuple):
 
 
 STEPS: Mapping[str, Step] = {
-    "links": Step("how fast are lanes, one and several at once?"),
+    "links": Step("how long does a message take, and one to each peer at once?"),
     "collectives": Step("how long do the collectives take that CommFuse replaces?"),
     "gemms": Step("how long do GEMMs of a layer take, by rows?"),
     "host": Step("what does posting a step, or launching a GEMM, cost the host?"),
     "beside": Step("do GEMMs and transfers slow each other down?"),
-    FORMS: Step("how long do layers take in each form, over links with a rate?"),
+    FORMS: Step("how long do layers take in each form?"),
     "memory": Step("how fast is memory?"),
     "attention": Step("how long does attention take, by queries?"),
     LAUNCH: Step("how long do ten iterations of the launch take in each form?", seconds=900),

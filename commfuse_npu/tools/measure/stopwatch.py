@@ -46,7 +46,7 @@ class Stopwatch:
         self._ahead, self._meet, self._barrier = ahead, meet, barrier
         self._piece: float | None = None
 
-    def synchronise(self) -> None:
+    def _synchronise(self) -> None:
         if self._module is not None:
             self._module.synchronize()
 
@@ -70,10 +70,10 @@ class Stopwatch:
 
     def _seconds(self, call: Call) -> float:
         """Host seconds until the device is done."""
-        self.synchronise()
+        self._synchronise()
         start = time.perf_counter()
         call(lambda: None)
-        self.synchronise()
+        self._synchronise()
         return time.perf_counter() - start
 
     def _on_host(self, call: Call, together: bool) -> list[float]:
@@ -92,7 +92,7 @@ class Stopwatch:
             self._meet()
         marks = [self._mark()]
         call(lambda: marks.append(self._mark()))
-        self.synchronise()
+        self._synchronise()
         return [before.elapsed_time(after) / 1e3 for before, after in pairwise(marks)]
 
     def _mark(self) -> Any:

@@ -41,16 +41,14 @@ _TURNS = 8
 
 
 class Exchange:
-    """A message to each of the next ``lanes`` ranks and one from as many, a lane per distance.
+    """A message to each peer and one from each, a lane per distance.
 
     Args:
         size: bytes of each message, whose content identifies its sender.
         batched: how to post; by default as the transport does.
     """
 
-    def __init__(
-        self, transport: Transport, size: int, lanes: int, *, batched: bool | None = None
-    ) -> None:
+    def __init__(self, transport: Transport, size: int, *, batched: bool | None = None) -> None:
         self._transport = transport
         self._batched = transport.batched if batched is None else batched
         ranks, rank, n = transport.ranks, transport.rank, transport.size
@@ -59,7 +57,7 @@ class Exchange:
         )
         self.swaps = [
             (lane, torch.zeros_like(self._mine), ranks[(rank + d) % n], ranks[(rank - d) % n])
-            for d, lane in enumerate(transport.lane_groups[:lanes], 1)
+            for d, lane in enumerate(transport.lane_groups, 1)
         ]
         self._works: list[Any] = []
 
@@ -128,7 +126,6 @@ class Worker(FormsWorker):
             "backend": self._backend,
             "cores": os.cpu_count(),
             "device": self._device.type,
-            "lanes": self._transport.lanes,
         }
         if self._module is not None:
             facts["device name"] = self._module.get_device_name()
@@ -140,17 +137,14 @@ class Worker(FormsWorker):
 
     def links(self, scale: Scale) -> Times:
         """Half a ping-pong, and a message to each peer over a lane of its own, all at once."""
-        lanes, pings = self.size - 1, self.latency(scale.calls)
+        pings, size = self._latency(scale.calls), scale.message
+        row = {"what": "messages", "bytes": size, "peers": self.size - 1}
         return [
-            {"bytes": 8, "lanes": 1, "half a ping-pong": True, "seconds": pings},
-            {
-                "bytes": scale.message,
-                "lanes": lanes,
-                "seconds": self.lanes(scale.message, lanes, scale.calls),
-            },
+            {"what": "half a ping-pong", "seconds": pings},
+            {**row, "seconds": self.messages(size, scale.calls)},
         ]
 
-    def latency(self, calls: int) -> list[float]:
+    def _latency(self, calls: int) -> list[float]:
         """Half a ping-pong of 8 bytes between ranks 0 and 1; other ranks return no times."""
         lane, ranks = self._transport.lane_groups[0], self._transport.ranks
         token = torch.zeros(8, dtype=torch.uint8, device=self._device)
@@ -165,9 +159,9 @@ class Worker(FormsWorker):
         times = self._timed(to_and_fro, calls, together=True)
         return [seconds / (2 * _TURNS) for seconds in times] if self.rank < 2 else []
 
-    def lanes(self, size: int, lanes: int, calls: int) -> list[float]:
-        """A message of ``size`` bytes to each of ``lanes`` peers, and one from each, at once."""
-        return self._exchanged(Exchange(self._transport, size, lanes), calls)
+    def messages(self, size: int, calls: int) -> list[float]:
+        """A message of ``size`` bytes to each peer, and one from each, at once."""
+        return self._exchanged(Exchange(self._transport, size), calls)
 
     def collectives(self, scale: Scale) -> Times:
         """The backend's collectives in bf16 of ``message`` bytes from each rank to each other."""
@@ -202,7 +196,7 @@ class Worker(FormsWorker):
 
         def posting(batched: bool) -> list[float]:
             # One exchange per lane, all posted before the waits: a device overlaps them.
-            exchange = Exchange(self._transport, 8, self.size - 1, batched=batched)
+            exchange = Exchange(self._transport, 8, batched=batched)
             times = self._of_host(exchange.run, calls)
             return [seconds / len(exchange.swaps) for seconds in times]
 
@@ -230,7 +224,7 @@ class Worker(FormsWorker):
             Seconds of the GEMMs (``gemm``) and of the ``exchange`` alone, of the GEMMs during the
             exchange (``gemm beside``), and until both are complete (``both``).
         """
-        exchange = Exchange(self._transport, size, self._transport.lanes)
+        exchange = Exchange(self._transport, size)
         alone = self._exchanged(exchange, calls)
         times = math.floor(_SHARE * min(alone) / min(self._timed(gemm, calls)))
         # The same number on all ranks.

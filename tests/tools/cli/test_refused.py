@@ -89,14 +89,8 @@ QUESTIONS = (
     ("bench --ratios nan", "--ratios: 'nan': ratios are numbers from 0 to 100"),
     ("bench --device npu --ratios 1", "--ratios: the links of NPUs keep their rate; leave it out"),
     ("measure --steps host --forms auto", "--forms: no effect without forms among --steps; add it"),
-    (
-        "measure --device cpu --folder bad.yaml",
-        "bad.yaml/measured.json: File exists; free some",
-    ),
-    (
-        "measure --device cpu --folder run",
-        "run/measured.json cannot be read: KeyError",
-    ),
+    ("measure --device cpu --folder bad.yaml", "--folder bad.yaml is a file; choose another"),
+    ("measure --device cpu --folder run", "run/measured.json cannot be read: it has no facts and"),
     ("measure --steps launch", "--steps launch needs a launch; give it by --launch"),
     ("measure --steps host --launch x.sh", "--launch: no effect without launch among --steps; add"),
     ("measure --ranks 1000000", "'1000000' is not a whole number from 2 to 1024"),

@@ -10,6 +10,7 @@ import signal
 import sys
 from pathlib import Path
 from typing import Any, ClassVar
+from unittest import mock
 
 import pytest
 
@@ -111,6 +112,28 @@ def test_forms_are_compared_by_the_short_command(measured: Path, capsys: Any) ->
     assert "| work | form | ratio 0 | ratio 1 | ratio 2 | bits |" in out
 
 
+@pytest.mark.parametrize(("device", "ratio"), [("cpu", 1.0), ("npu", None)])
+def test_forms_are_compared_once_for_as_many_rounds(
+    device: str, ratio: float | None, measured: Path, monkeypatch
+) -> None:
+    asked = []
+
+    def timed(_: object, **setting: Any) -> list[dict[str, Any]]:
+        asked.append((setting["work"], setting["ratio"], setting["rounds"]))
+        row = {"work": setting["work"], "ratio": setting["ratio"], "difference": 0.0}
+        row |= {"reached": None, "seconds": [1.0], "blocked": [0.0]}
+        return [{**row, "form": form} for form in ("compute", "p2p")]
+
+    monkeypatch.setattr(command, "time_forms", timed)
+    monkeypatch.setattr(command, "lacking_backend", lambda device: "")
+    words = ["--device", device, "--folder", str(measured), "--steps", "forms", "--forms"]
+    for more in (["auto,p2p"], ["p2p,auto"], ["p2p,auto", "--rounds", "5"]):
+        assert command.main([*words, *more]) == 0
+    assert asked == [(work, ratio, rounds) for rounds in (3, 5) for work in ("mlp", "layers")]
+    monkeypatch.setattr(command, "__version__", "another")
+    assert command.main(words[:-1]) == 2
+
+
 def test_ranks_are_ended_when_one_cannot_start() -> None:
     nowhere, before = "no_such_module:Worker", multiprocessing.active_children()
     with (
@@ -137,6 +160,12 @@ def test_ctrl_c_leaves_no_process_behind(measured: Path) -> None:
     finally:
         process.kill()
         process.wait()
+
+
+def test_ctrl_c_before_the_first_step_ends_silently(measured: Path, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(Scale, "of", mock.Mock(side_effect=KeyboardInterrupt))
+    assert cli.main(["measure", *SMALL, str(measured)]) == 130
+    assert capsys.readouterr() == ("", "")
 
 
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
@@ -191,8 +220,8 @@ class Answers:
 def answers(monkeypatch: pytest.MonkeyPatch) -> type[Answers]:
     monkeypatch.setattr(command, "Ranks", Answers)
     monkeypatch.setattr(command, "STEPS", {"host": Step("?"), "links": Step("?", seconds=9)})
-    ping = {"bytes": 8, "lanes": 1, "half a ping-pong": True, "seconds": [1e-6]}
-    links = [ping, {"bytes": 1 << 20, "lanes": 1, "seconds": [1.0]}]
+    ping = {"what": "half a ping-pong", "seconds": [1e-6]}
+    links = [ping, {"what": "messages", "bytes": 1 << 20, "peers": 1, "seconds": [1.0]}]
     monkeypatch.setattr(Answers, "answers", {"host": HOST, "links": links}, raising=False)
     monkeypatch.setattr(Answers, "limits", [], raising=False)
     return Answers

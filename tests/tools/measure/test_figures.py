@@ -12,7 +12,8 @@ import pytest
 from commfuse_npu.config_file import find_config
 from commfuse_npu.hardware.description import Hardware
 from commfuse_npu.hardware.machine import Machine
-from commfuse_npu.tools.measure.figures import Peaks, description, figures, quartiles
+from commfuse_npu.tools.measure.figures import Peaks, description, figures
+from commfuse_npu.tools.quartiles import quartiles
 
 NOISE = 1.0, 1.25, 1.5
 LAYERS = {"qkv": (4096, 768), "proj": (512, 4096), "fc1": (4096, 3584), "fc2": (1792, 4096)}
@@ -49,9 +50,8 @@ def test_gemms_give_efficiency_and_start_of_tiles_or_speed_and_half_rows() -> No
 
 def test_links() -> None:
     times = [
-        {"bytes": 8, "lanes": 1, "half a ping-pong": True, "seconds": [3e-6, 1e-6, 2e-6]},
-        {"bytes": 1 << 20, "lanes": 1, "seconds": [1e-9] * 3},
-        {"bytes": 1 << 20, "lanes": 7, "seconds": [(1 << 20) / 1.4e10] * 3},
+        {"what": "half a ping-pong", "seconds": [3e-6, 1e-6, 2e-6]},
+        {"what": "messages", "bytes": 1 << 20, "peers": 7, "seconds": [(1 << 20) / 1.4e10] * 3},
     ]
     npu = figures({"links": times}, Peaks(20, 3e14, 1e12, 2.8e10))
     assert npu["inside.latency"] == pytest.approx((1.5e-6, 2e-6, 2.5e-6))
@@ -69,14 +69,15 @@ def test_copies_are_what_lanes_take_besides_the_wire(copies: float) -> None:
     npu = replace(npu, hbm_bandwidth=8e11)
     size = 1 << 26
     wire = size / npu.inside.rate
-    message = {"bytes": size, "lanes": 7, "seconds": [wire + npu.buffered(size)] * 3}
-    ping = {"bytes": 8, "lanes": 1, "half a ping-pong": True, "seconds": [1e-6]}
+    seconds = [wire + npu.buffered(size)] * 3
+    messages = {"what": "messages", "bytes": size, "peers": 7, "seconds": seconds}
+    ping = {"what": "half a ping-pong", "seconds": [1e-6]}
     gather = {"what": "all-gather", "bytes": size, "seconds": [wire] * 3}
-    # Other collectives and smaller messages are slower and are ignored.
+    # Other collectives are slower and are ignored.
     other = {"what": "reduce-scatter", "bytes": size, "seconds": [1.0]}
     measured = {
-        "links": [ping, message],
-        "collectives": [gather, {**gather, "bytes": 8}, other],
+        "links": [ping, messages],
+        "collectives": [other, gather],
         "memory": [{"what": "copy", "numbers": 1000, "seconds": [4000 / 8e11]}],
     }
     peaks = Peaks(20, 3e14, 1.6e12, 2.8e10)
@@ -87,7 +88,7 @@ def test_copies_are_what_lanes_take_besides_the_wire(copies: float) -> None:
     del measured["collectives"]
     values = figures(measured, peaks)
     assert values["host.message_copies"] == (0.0,) * 3
-    assert values["inside.efficiency"][1] == pytest.approx(size / message["seconds"][0] / 2.8e10)
+    assert values["inside.efficiency"][1] == pytest.approx(size / seconds[0] / 2.8e10)
 
 
 def test_the_host_posts_a_step_or_its_two_operations() -> None:

@@ -37,13 +37,13 @@ def test_results_are_kept_and_added_to_under_the_same_conditions(tmp_path: Path)
 
 def test_what_cannot_be_written_or_read_is_named(tmp_path: Path, monkeypatch) -> None:
     folder = Folder(tmp_path, ABOUT)
-    for text in ("{", "[]", "{}"):
+    for text in ("{", "[]", "{}", '{"facts": null, "steps": {}}'):
         (tmp_path / "measured.json").write_text(text)
         with pytest.raises(FolderError, match=r"measured\.json cannot be read: .*; remove it"):
             Folder(tmp_path, ABOUT)
     full = mock.Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
     monkeypatch.setattr(module, "write_json", full)
-    with pytest.raises(FolderError, match=r"/measured\.json: No space left on device; free some"):
+    with pytest.raises(FolderError, match=r"/measured\.json cannot be written: No space left"):
         folder.store("links", {"times": []})
 
 

@@ -96,7 +96,8 @@ class Asked:
         if method in ("check", "tune"):
             name = args[0].name
             return [0.0, 0.0 if name == REFERENCE else 1e-6]
-        return {"pace": ["", self.problem], "lanes": [[0.04], [0.0625]]}.get(method, [None, None])
+        answers = {"pace": ["", self.problem], "messages": [[0.04], [0.0625]]}
+        return answers.get(method, [None, None])
 
     def of(self, *methods: str) -> list[tuple[str, Any]]:
         return [call for call in self.calls if call[0] in methods]
@@ -114,7 +115,7 @@ def test_forms_are_checked_links_set_forms_tuned_and_timed_in_shuffled_rounds(mo
     paced = [argument for _, argument in asked.of("pace")]
     assert paced == [pytest.approx(rate), None]
     order = [method for method, _ in asked.calls]
-    assert order[:6] == ["set_up", "check", "check", "round", "pace", "lanes"]
+    assert order[:6] == ["set_up", "check", "check", "round", "pace", "messages"]
     assert order[6:] == ["tune", *["round"] * 5, "pace"]
     drawn = asked.orders[1:]
     assert all(sorted(names_of) == sorted(names) for names_of in drawn)
@@ -133,11 +134,11 @@ def test_more_ranks_than_cores_sleep_and_devices_keep_their_links(monkeypatch) -
     rows = time_forms(asked, Scale.of(CONFIG, 2, "cpu"), "micro-batches", 0.0, ["fb-overlap"], 1)
     assert asked.calls[0] == ("set_up", 15.0)
     assert [row["form"] for row in rows] == ["compute", "p2p", "fb-overlap"]
-    assert not asked.of("pace", "lanes")
+    assert not asked.of("pace", "messages")
     asked = Asked()
     (row, *_) = time_forms(asked, Scale.of(CONFIG, 2, "npu"), "mlp", None, [], 1)
     assert asked.calls[0] == ("set_up", None)
-    assert not asked.of("pace", "lanes")
+    assert not asked.of("pace", "messages")
     assert (row["ratio"], row["rate"], row["reached"]) == (None, None, None)
 
 
@@ -152,7 +153,7 @@ def test_ended_ranks_are_asked_nothing_more() -> None:
 
     with pytest.raises(KeyboardInterrupt):
         time_forms(ask, Scale.of(CONFIG, 2, "cpu"), "mlp", 1.0, [], 5)
-    assert calls[-2:] == ["lanes", "round"]
+    assert calls[-2:] == ["messages", "round"]
 
 
 def test_links_that_get_no_rate_are_an_error_with_a_way_out() -> None:
