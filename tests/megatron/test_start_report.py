@@ -276,18 +276,22 @@ def test_buckets_of_experts_are_told_apart(rank: int) -> None:
 
 
 def test_layers_that_exchange_heads_are_told_apart() -> None:
-    def layer(core: torch.nn.Module, **config: Any) -> torch.nn.Module:
-        made: Any = torch.nn.Module()
-        made.core_attention, made.config = core, SimpleNamespace(**config)
-        made.attn_mask_type = SimpleNamespace(name="causal")
-        return made
+    from megatron.core.transformer.attention import SelfAttention
 
+    class Layer(SelfAttention):
+        def __init__(self, core: torch.nn.Module, **config: Any) -> None:
+            torch.nn.Module.__init__(self)
+            self.core_attention, self.config = core, SimpleNamespace(**config)
+            self.attn_mask_type = SimpleNamespace(name="causal")
+
+    # MindSpeed-LLM nests one core attention in another.
     exchange: Any = torch.nn.Module()
-    exchange.local_attn = None
+    exchange.local_attn = torch.nn.Module()
+    exchange.local_attn.core_attention = torch.nn.Identity()
     general = {"attention_mask_type": "general"}
     layers = (
-        *(layer(exchange), layer(exchange, **general)),
-        *(layer(exchange, **general, reset_attention_mask=True), layer(torch.nn.Identity())),
+        *(Layer(exchange), Layer(exchange, **general)),
+        *(Layer(exchange, **general, reset_attention_mask=True), Layer(torch.nn.Identity())),
     )
     report: Any = StartReport(SimpleNamespace(transport=None), ulysses=True)  # type: ignore[arg-type]
     reasons = ["", OF_DATA, "", "Identity exchanges no heads"]
