@@ -80,9 +80,9 @@ OPTIONS: dict[str, Declared] = {
     ),
     "commfuse_chunks": _option(
         None,
-        "sub-blocks per block, of any length; by default, in tensor-parallel layers, 2 where a "
-        "block is long enough for what a post costs the host (2048 rows of 4096 at 128 us), else "
-        "1, and on an NPU that is described shorter blocks stay Megatron's",
+        "sub-blocks per block, which fuses blocks of any length; by default, in tensor-parallel "
+        "layers, 2 if a block is long enough for what a post costs the host (2048 rows of 4096 at "
+        "128 us), else 1; on NPUs in configs/hardware shorter blocks keep Megatron's code",
         type=_whole(1),
     ),
     "commfuse_taper": _option(
