@@ -18,7 +18,7 @@ kind                 counted
 linear layers        every column- and row-parallel one, by its name in :mod:`.layer_names`, else
                      by its attribute; experts: the modules that contain them
 attention            self-attention layers, with ``--commfuse-attention``
-ulysses              layers whose core attention exchanges heads
+ulysses              attention layers, with ``--commfuse-ulysses``
 gradients,           buckets
 parameters
 ===================  ===========================================================================
