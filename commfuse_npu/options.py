@@ -1,6 +1,6 @@
 """The options of CommFuse, declared once for all parsers.  Imports no torch.
 
-MindSpeed's parsers, the CPU pretraining and the doctor read this table.
+MindSpeed's parsers, the CPU pretraining and ``commfuse-npu plan`` read this table.
 """
 
 from __future__ import annotations
