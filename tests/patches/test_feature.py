@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import sys
 import types
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -55,35 +54,22 @@ def test_what_needs_no_tensor_parallelism(option: str, others: dict[str, Any]) -
     CommFuseFeature().validate_args(real_arguments(option, **ALONE, **others))
 
 
-FB_OVERLAP = {"commfuse_fb_overlap": True, "commfuse_order_log": "a folder"}
-PIPELINE = FB_OVERLAP | {"pipeline_model_parallel_size": 4}
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        (FB_OVERLAP | {"use_nanopipe": True}, "--commfuse-fb-overlap and --use-nanopipe exclude"),
-        (PIPELINE, "up to 7 micro-batches on the first stage, instead of 4; add --commfuse-fb-ove"),
-        (FB_OVERLAP, None),
-        (PIPELINE | {"commfuse_fb_overlap_memory": True}, None),
-        (PIPELINE | {"virtual_pipeline_model_parallel_size": 2}, None),
-        (PIPELINE | {"use_nanopipe": True, "commfuse_fb_overlap": False}, None),
-    ],
-)
-def test_what_forward_backward_overlap_needs(given: dict[str, Any], message: str | None) -> None:
-    with pytest.raises(IncompatibleOptionsError, match=message) if message else nullcontext():
-        ForwardBackwardFeature().validate_args(argparse.Namespace(**given))
-
-
-def test_forward_backward_overlap_wraps_the_choice_of_a_schedule() -> None:
-    feature, manager = ForwardBackwardFeature(), PatchManager()
-    feature.register_patches(manager, argparse.Namespace(**FB_OVERLAP))
+def test_forward_backward_overlap_wraps_the_choice_of_a_schedule_unless_refused() -> None:
+    feature, manager, names = ForwardBackwardFeature(), PatchManager(), argparse.Namespace
+    pipeline = {"commfuse_fb_overlap": True, "pipeline_model_parallel_size": 4}
+    feature.register_patches(manager, names(commfuse_order_log="a folder", **pipeline))
     (path,) = manager._wrappers
     assert path.endswith(".get_forward_backward_func")
-    assert feature.overlapping is not None
-    assert feature.overlapping._order_log == "a folder"
-    with pytest.raises(IncompatibleOptionsError, match="--use-nanopipe"):
-        feature.register_patches(manager, argparse.Namespace(use_nanopipe=True))
+    assert getattr(feature.overlapping, "_order_log", None) == "a folder"
+    for more in ({"commfuse_fb_overlap_memory": 1}, {"virtual_pipeline_model_parallel_size": 2}):
+        feature.validate_args(names(**pipeline, **more))
+    with pytest.raises(IncompatibleOptionsError, match="instead of 4; add --commfuse-fb-overlap-m"):
+        feature.validate_args(names(**pipeline))
+    peer = names(**pipeline, use_nanopipe=True)
+    for refuse in (feature.validate_args, lambda args: feature.register_patches(manager, args)):
+        with pytest.raises(IncompatibleOptionsError, match="fb-overlap and --use-nanopipe exclude"):
+            refuse(peer)
+    feature.validate_args(names(use_nanopipe=True))
 
 
 SIZES = {"seq_length": 8192, "micro_batch_size": 1, "hidden_size": 4096, "bf16": True}
