@@ -1,6 +1,6 @@
 """The options of CommFuse, declared once for all parsers.  Imports no torch.
 
-MindSpeed's parsers, the CPU pretraining and the doctor read this table.
+MindSpeed's parsers, the CPU pretraining and ``commfuse-npu plan`` read this table.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ __all__ = [
     "schedule_for",
     "unknown_option",
     "value_of",
-    "whole",
 ]
 
 LAYERS = (
@@ -35,7 +34,7 @@ LAYERS = (
 """The names of linear layers that ``--commfuse-layers`` accepts."""
 
 
-def whole(minimum: int) -> Callable[[str], int]:
+def _whole(minimum: int) -> Callable[[str], int]:
     """A converter for argparse: a whole number of at least ``minimum``."""
 
     def convert(text: str) -> int:
@@ -77,14 +76,14 @@ OPTIONS: dict[str, Declared] = {
         None,
         "transfers in flight, a batch per peer; by default tensor-parallel groups of three or more "
         "inside a node send each chunk as one collective, others have a lane per peer, up to 7",
-        type=whole(1),
+        type=_whole(1),
     ),
     "commfuse_chunks": _option(
         None,
-        "sub-blocks per block, of any length; by default, in tensor-parallel layers, 2 where a "
-        "block is long enough for what a post costs the host (2048 rows of 4096 at 128 us), else "
-        "1, and on an NPU that is described shorter blocks stay Megatron's",
-        type=whole(1),
+        "sub-blocks per block, which fuses blocks of any length; by default, in tensor-parallel "
+        "layers, 2 if a block is long enough for what a post costs the host (2048 rows of 4096 at "
+        "128 us), else 1; on NPUs in configs/hardware shorter blocks keep Megatron's code",
+        type=_whole(1),
     ),
     "commfuse_taper": _option(
         1.0, "length of a sub-block over that of the next to arrive", type=float
@@ -193,11 +192,11 @@ def schedule_for(
 ) -> Schedule:
     """The schedule of the options, for a group of ``size`` ranks.
 
-    Its shape is ``two_level`` if the group spans several whole nodes and has several ranks in each;
-    with one rank per node all transfers are between nodes.  For linear layers of a group
-    inside a node it is :func:`~commfuse_npu.plan.default_shape`, unless ``--commfuse-lanes``,
-    tuning or the fused attention needs lanes.  Otherwise it is ``shifted``.  There are at most
-    ``size - 1`` lanes, as each costs buffers on every rank and no more transfers are in flight.
+    Its shape is ``two_level`` if the group has several ranks on each of several nodes.  For linear
+    layers of a group inside a node it is :func:`~commfuse_npu.plan.default_shape`, unless
+    ``--commfuse-lanes``, tuning or the fused attention needs lanes.  Otherwise it is ``shifted``.
+    There are at most ``size - 1`` lanes, as each costs buffers on every rank and no more transfers
+    are in flight.
 
     Args:
         processes: ranks per node.
@@ -222,7 +221,7 @@ def schedule_for(
         lanes=options.commfuse_lanes or lanes,
         chunks=options.commfuse_chunks or chunks,
         taper=options.commfuse_taper,
-        node_size=min(local, size) if shape == "two_level" else None,
+        node_size=local if shape == "two_level" else None,
     )
     return replace(schedule, lanes=min(schedule.lanes_for(size), max(1, size - 1)))
 

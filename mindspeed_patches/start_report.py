@@ -18,7 +18,7 @@ kind                 counted
 linear layers        every column- and row-parallel one, by its name in :mod:`.layer_names`, else
                      by its attribute; experts: the modules that contain them
 attention            self-attention layers, with ``--commfuse-attention``
-ulysses              layers whose core attention exchanges heads
+ulysses              attention layers, with ``--commfuse-ulysses``
 gradients,           buckets
 parameters
 ===================  ===========================================================================
@@ -110,7 +110,7 @@ class StartReport:
 
     def _count(self, chunk: Any) -> Iterator[tuple[str, str]]:
         """Pairs of a kind and the reason why it is not fused, one for each candidate."""
-        from megatron.core.transformer.attention import SelfAttention
+        from megatron.core.transformer.attention import Attention, SelfAttention
 
         experts: tuple[str, ...] = ()
         for path, module in chunk.named_modules():
@@ -125,11 +125,11 @@ class StartReport:
                     yield (attribute if name == "unnamed" else name), reason
             if self.attention and isinstance(module, SelfAttention):
                 yield "attention", self._attention_obstacle(module) or ""
-            core = getattr(module, "core_attention", None)
-            if self.ulysses and core is not None:
+            # A core attention may have a core_attention, too.
+            if self.ulysses and isinstance(module, Attention):
                 reason = _mask_obstacle(module) or ""
-                if not hasattr(core, "local_attn"):
-                    reason = f"{type(core).__name__} exchanges no heads"
+                if not hasattr(module.core_attention, "local_attn"):
+                    reason = f"{type(module.core_attention).__name__} exchanges no heads"
                 yield "ulysses", reason
         for group in (
             *getattr(chunk, "bucket_groups", ()),

@@ -60,7 +60,7 @@ __all__ = [
 
 _CHOSEN = (
     "CommFuse: a post takes the slowest host %.0f us (measured): blocks of %d rows or more are "
-    "fused, in %d chunks; with --commfuse-chunks all are, in so many"
+    "fused, in %d chunks; --commfuse-chunks N fuses all blocks, in N chunks"
 )
 
 EXPERTS = "expert layers are left to the token dispatcher"

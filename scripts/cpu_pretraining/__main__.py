@@ -1,10 +1,10 @@
 """`python -m scripts.cpu_pretraining OPTIONS`: check the options, start the ranks, report.
 
-Errors in the options are reported within a second, before any rank starts. Only two appear later:
-connections that cannot have the rate of `--link-rate`, and a training in which nothing is fused.
+Errors in the options are reported within a second, before any rank starts. Only one appears later:
+connections that cannot have the rate of `--link-rate`.
 
 Exit codes: 0 done, 1 failed or not identical (`--compare`), 2 invalid request, 130 stopped by
-Ctrl-C.
+Ctrl-C and 143 by SIGTERM.
 """
 
 from __future__ import annotations
@@ -115,4 +115,6 @@ def _compared(ranks: dict[str, list[Outcome]], folder: Path) -> int:
 
 
 if __name__ == "__main__":
+    # Raise SystemExit, so that the ranks are ended and their folder is removed.
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     sys.exit(main())

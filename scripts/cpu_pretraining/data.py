@@ -38,11 +38,11 @@ class Corpus:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Inputs and labels, ``[len(samples), seq_length]`` int64; labels are one token ahead.
 
-        Sample i is the same for every rank, layout and history: it depends only on (seed, i).
+        Sample i is the same for every rank and layout: it depends only on (seed, i).
         """
         rows = []
         for sample in samples:
-            draw = np.random.default_rng((seed, 0, sample))
+            draw = np.random.default_rng((seed, sample))
             start = int(draw.integers(0, len(self.tokens) - seq_length))
             rows.append(self.tokens[start : start + seq_length + 1])
         tokens = torch.from_numpy(np.stack(rows).astype(np.int64))

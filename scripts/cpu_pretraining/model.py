@@ -115,9 +115,6 @@ def build_trainee(
         end_wd=_WEIGHT_DECAY,
         wd_incr_steps=samples,
         wd_incr_style="constant",
-        # On resume the command line decides; the same command line gives the same rates.
-        use_checkpoint_opt_param_scheduler=False,
-        override_opt_param_scheduler=True,
     )
     # Attributes that Megatron's training loop sets on the config before the first iteration.
     config.finalize_model_grads_func = finalize_model_grads

@@ -16,7 +16,6 @@ from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
-from commfuse_npu.refusals import IncompatibleOptionsError
 from commfuse_npu.runtime.collective_transport import CollectiveTransport
 from commfuse_npu.runtime.order_log import shared_order_log
 from commfuse_npu.tools.measure.wire import pace
@@ -72,7 +71,7 @@ class Worker:
                 return outcome
         except TrainingDivergedError as error:
             return Outcome(error=str(error), code=1)
-        except (IncompatibleOptionsError, UsageError) as error:
+        except UsageError as error:
             return Outcome(error=str(error), code=2)
         finally:
             if args.link_rate is not None:
@@ -104,7 +103,7 @@ def _layers(
         args,
         ulysses_attention="scripts.cpu_pretraining.ulysses.UlyssesAttention",
     )
-    report.allow_nothing = True  # one process, in which nothing is fused
+    report.allow_nothing = True  # in one process nothing is fused
     title = f"tensor-parallel linear layers: {form}, plan: {linear_options(args).schedule}"
     with ExitStack() as undone:
         for user in users:

@@ -1,4 +1,4 @@
-"""Ctrl-C on the terminal of the command."""
+"""Ctrl-C on the terminal of the command, and SIGTERM."""
 
 from __future__ import annotations
 
@@ -19,13 +19,20 @@ ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.long
 
 
-@pytest.mark.parametrize("said", ["iteration        2/", "data: "], ids=["training", "starting"])
-def test_ctrl_c_on_a_terminal_is_quiet(tmp_path: Path, said: str) -> None:
+TRAINING = "iteration        2/"
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [(signal.SIGINT, "data: "), (signal.SIGINT, TRAINING), (signal.SIGTERM, TRAINING)],
+)
+def test_a_signal_ends_it_quietly_and_leaves_no_files(tmp_path: Path, how: int, said: str) -> None:
+    (folder := tmp_path / "temporary").mkdir()
     command = [sys.executable, "-m", "scripts.cpu_pretraining", *TINY.split()]
     with subprocess.Popen(
         [*command, "--output", str(tmp_path), "--train-iters", "100000"],
         cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(folder)},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -34,7 +41,9 @@ def test_ctrl_c_on_a_terminal_is_quiet(tmp_path: Path, said: str) -> None:
         assert process.stdout is not None
         while said not in (line := process.stdout.readline()):
             assert line, "it ended"
-        os.killpg(process.pid, signal.SIGINT)
+        # A terminal sends Ctrl-C to all processes.
+        (os.killpg if how == signal.SIGINT else os.kill)(process.pid, how)
         out, _ = process.communicate(timeout=LIMIT)
-    assert process.returncode == 130, out
+    assert process.returncode == 128 + how, out
     assert "Traceback" not in out
+    assert not list(folder.iterdir())

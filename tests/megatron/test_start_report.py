@@ -174,6 +174,10 @@ class Alien(torch.nn.Module):
 
 SIZES = {"seq_length": LENGTH, "micro_batch_size": BATCH}
 NO_TRANSFER = "without sequence parallelism the forward has no transfer"
+OF_DATA = (
+    "its mask is that of the data (--attention-mask-type general, or samples padded on the left); "
+    "only causal and full attention and packed documents are fused"
+)
 REASONS: list[tuple[str, dict[str, Any], list[str]]] = [
     # options, configuration, layers and why they are not fused, with a remedy the first time
     (
@@ -186,6 +190,11 @@ REASONS: list[tuple[str, dict[str, Any], list[str]]] = [
             f"output: {NO_TRANSFER}",
         ],
     ),
+    (
+        "--commfuse-layers qkv,fc1,fc2,output",
+        {},
+        ["proj: proj is not in the list of layers to fuse (add proj to --commfuse-layers)"],
+    ),
     ("", {"alien": True}, ["linear_fc1: Alien is not Megatron's linear layer"]),
     ("--commfuse-attention", {}, []),
     (
@@ -193,14 +202,7 @@ REASONS: list[tuple[str, dict[str, Any], list[str]]] = [
         {"recompute_granularity": "selective"},
         ["attention: selective recomputation runs core attention separately"],
     ),
-    (
-        "--commfuse-attention",
-        {"general": True},
-        [
-            "attention: its mask is that of the data (--attention-mask-type general, or samples "
-            "padded on the left); only causal and full attention and packed documents are fused"
-        ],
-    ),
+    ("--commfuse-attention", {"general": True}, [f"attention: {OF_DATA}"]),
 ]
 
 
@@ -271,6 +273,29 @@ def test_buckets_of_experts_are_told_apart(rank: int) -> None:
         for name in ("gradients", "parameters")
         if rank == 0
     ]
+
+
+def test_layers_that_exchange_heads_are_told_apart() -> None:
+    from megatron.core.transformer.attention import SelfAttention
+
+    class Layer(SelfAttention):
+        def __init__(self, core: torch.nn.Module, **config: Any) -> None:
+            torch.nn.Module.__init__(self)
+            self.core_attention, self.config = core, SimpleNamespace(**config)
+            self.attn_mask_type = SimpleNamespace(name="causal")
+
+    # MindSpeed-LLM nests one core attention in another.
+    exchange: Any = torch.nn.Module()
+    exchange.local_attn = torch.nn.Module()
+    exchange.local_attn.core_attention = torch.nn.Identity()
+    general = {"attention_mask_type": "general"}
+    layers = (
+        *(Layer(exchange), Layer(exchange, **general)),
+        *(Layer(exchange, **general, reset_attention_mask=True), Layer(torch.nn.Identity())),
+    )
+    report: Any = StartReport(SimpleNamespace(transport=None), ulysses=True)  # type: ignore[arg-type]
+    reasons = ["", OF_DATA, "", "Identity exchanges no heads"]
+    assert list(report._count(torch.nn.ModuleList(layers))) == [("ulysses", r) for r in reasons]
 
 
 def test_only_models_to_train_are_looked_at() -> None:

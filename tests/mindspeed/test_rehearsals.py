@@ -312,6 +312,8 @@ def test_attention_changes_no_loss_in_fp32(case: str, tmp_path: Path) -> None:
         fused += ["qkv", "proj"]
     for layer in fused:
         assert paths(commfuse, layer) == {"fused"}
+    log = (tmp_path / "commfuse" / "log.txt").read_text("utf-8")
+    assert re.search(rf"^CommFuse: {fused[0]}: (\d+) of \1 fused$", log, re.MULTILINE), log
 
 
 def test_a_launch_that_would_fuse_nothing_ends_on_all_ranks(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
 import types
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from commfuse_npu.refusals import IncompatibleOptionsError
+from mindspeed_patches.fb_overlap.feature import ForwardBackwardFeature
 from mindspeed_patches.feature import CommFuseFeature
 from mindspeed_patches.patching import PatchManager
 from tests.patches.launches import DATA_PARALLEL, ULYSSES, Registered, real_arguments
@@ -50,6 +52,24 @@ def test_what_a_launch_lacks(options: str, others: dict[str, Any], message: str)
 @pytest.mark.parametrize(("option", "others"), [(CP, ULYSSES), (DP, DATA_PARALLEL)])
 def test_what_needs_no_tensor_parallelism(option: str, others: dict[str, Any]) -> None:
     CommFuseFeature().validate_args(real_arguments(option, **ALONE, **others))
+
+
+def test_forward_backward_overlap_wraps_the_choice_of_a_schedule_unless_refused() -> None:
+    feature, manager, names = ForwardBackwardFeature(), PatchManager(), argparse.Namespace
+    pipeline = {"commfuse_fb_overlap": True, "pipeline_model_parallel_size": 4}
+    feature.register_patches(manager, names(commfuse_order_log="a folder", **pipeline))
+    (path,) = manager._wrappers
+    assert path.endswith(".get_forward_backward_func")
+    assert getattr(feature.overlapping, "_order_log", None) == "a folder"
+    for more in ({"commfuse_fb_overlap_memory": 1}, {"virtual_pipeline_model_parallel_size": 2}):
+        feature.validate_args(names(**pipeline, **more))
+    with pytest.raises(IncompatibleOptionsError, match="instead of 4; add --commfuse-fb-overlap-m"):
+        feature.validate_args(names(**pipeline))
+    peer = names(**pipeline, use_nanopipe=True)
+    for refuse in (feature.validate_args, lambda args: feature.register_patches(manager, args)):
+        with pytest.raises(IncompatibleOptionsError, match="fb-overlap and --use-nanopipe exclude"):
+            refuse(peer)
+    feature.validate_args(names(use_nanopipe=True))
 
 
 SIZES = {"seq_length": 8192, "micro_batch_size": 1, "hidden_size": 4096, "bf16": True}

@@ -5,8 +5,11 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -15,6 +18,7 @@ from commfuse_npu.tools.measure.steps import Scale, Times
 from commfuse_npu.tools.measure.worker import Exchange, Worker
 from commfuse_npu.tools.ranks import Ranks, RanksError
 from tests.limits import LIMIT, PATIENT
+from tests.processes import ended, wait_for
 
 SCALE = Scale.of(find_config("llama3_8b"), 3, "cpu")
 
@@ -92,6 +96,27 @@ def test_a_rank_that_is_killed_is_named() -> None:
         assert ranks.ask("machine")
         with pytest.raises(RanksError, match="rank 1 of 2 died in killed, by SIGKILL"):
             ranks.ask("killed", 1)
+
+
+ASKS = """
+from commfuse_npu.tools.ranks import Ranks
+
+with Ranks(1, device="cpu", timeout=60, worker="tests.tools.measure.test_worker:Asked") as ranks:
+    print(ranks._processes[0].pid, flush=True)
+    ranks.timeout = 600
+    ranks.ask("sleep", 600)
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the kernel of Linux ends them")
+def test_ranks_end_with_a_command_that_is_killed(tmp_path: Path) -> None:
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    command = [sys.executable, "-c", ASKS]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
+        assert process.stdout is not None
+        rank = int(process.stdout.readline())
+        process.kill()
+    wait_for(lambda: ended(rank))
 
 
 def test_a_question_that_hangs_is_given_up() -> None:
