@@ -106,7 +106,7 @@ def test_a_program_reads_as_text() -> None:
         "   5  wait until sent 0",
     ]
     spec = RankSpec(Schedule(chunks=2), 1, 4, True)
-    _, *code = str(rules.gather_gemm(spec, 8, 16, 16, False, None, 0)).splitlines()
+    _, *code = str(rules.gather_gemm(spec, 8, 16, 16, None, 0)).splitlines()
     posts = [line for line in code if " post step " in line]
     assert len(posts) == 2 * 3
     assert posts[0].endswith("lane 0: block 1 chunk 0 -> rank 2, block 0 chunk 0 <- rank 0")
