@@ -235,8 +235,8 @@ fastest, or within the spread, at every ratio of work to transfers."""
 def options_for_attention(
     options: LinearOptions, costs_rise: bool, *, scattered: bool = False
 ) -> LinearOptions:
-    """The options for an op with attention: no taper, no ``collective``, and the block order for a
-    causal mask if ``costs_rise``.
+    """The options for an op with attention: no taper, no ``collective``, and if ``costs_rise`` the
+    order of causal blocks; ``two_level`` keeps its own.
 
     Attention saves the softmax statistics of each run of queries for the backward, where tapered
     chunks would be different runs.
@@ -248,10 +248,12 @@ def options_for_attention(
     schedule = replace(options.schedule, taper=1.0)
     if schedule.shape == "collective":
         schedule = replace(schedule, shape="shifted")
+    if costs_rise and schedule.shape == "shifted":
+        schedule = replace(schedule, causal=True)
     if scattered and options.tuning is not None:
         schedule = replace(schedule, chunks=_TUNED_CHUNKS)
         options = replace(options, tuning=None)
-    return replace(options, schedule=schedule.for_causal_blocks() if costs_rise else schedule)
+    return replace(options, schedule=schedule)
 
 
 def checked_attention(
