@@ -79,7 +79,12 @@ def test_files_that_are_whole_and_those_that_are_not(tmp_path, judged) -> None:
     [
         ([], "does not begin with the line of an order log of version 4"),
         ([["log", 7, 0, 1]], "version 4 .log of version 7.; use the version of commfuse-npu that"),
+        ([["log", VERSION, 2, 2]], "version 4 .rank 2 of 2.; use the version"),
         ([HEADER, "9" * 5000], "line 2: ValueError: Exceeds the limit"),
+        ([HEADER, "[" * 100_000], "line 2: RecursionError: .*depth"),
+        ([HEADER, ["transport", 0, [0, 1], True]], "line 2: .*rank 0 of 1 has no such group"),
+        ([HEADER, TRANSPORT, BEGIN, BEGIN], "line 4: ValueError: slot 0 is in use"),
+        ([HEADER, TRANSPORT, ["issue", 0, 0, {"name": "all"}]], "line 3: KeyError: 'kind'"),
         ([HEADER, ["dance", 1]], "line 2: ValueError: dance is no event"),
         ([HEADER, BEGIN], "line 2: KeyError: 0"),
         ([HEADER, TRANSPORT, ["begin", 0, 0, {**PROGRAM, "schedule": {"lanes": 0}}]],
