@@ -23,7 +23,7 @@ import torch
 
 from commfuse_npu.kernels import Piece, kernels_for
 from commfuse_npu.kernels.cpu import check_attention
-from commfuse_npu.ops.call import check_sequence
+from commfuse_npu.ops.call import AnyTransport, check_sequence, check_transport
 from commfuse_npu.ops.options import LinearOptions
 
 __all__ = [
@@ -258,24 +258,25 @@ def options_for_attention(
 
 def checked_attention(
     name: str,
+    transport: AnyTransport,
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
     causal: bool,
     documents: Documents | None,
-    size: int,
     instead: str = "",
 ) -> Documents | None:
-    """Check ``q_SBAD``, ``k_SBGD``, ``v_SBGD`` and the documents for ``size`` ranks.
+    """Check ``q_SBAD``, ``k_SBGD``, ``v_SBGD`` and the documents for the ranks of a transport.
 
     Returns:
         The documents; ``None`` if each sample is a single one.
 
     Raises:
-        TypeError: the dtype is not floating-point.
+        TypeError: ``transport`` is no transport, or the dtype is not floating-point.
         ValueError: shapes, dtypes or documents do not fit each other, or the sequence is not
             divisible.
     """
+    check_transport(name, transport)
     check_attention(q, k, v)
     if not q.is_floating_point():
         raise TypeError(f"{name}: q is {q.dtype}; attention needs a floating-point dtype")
@@ -285,7 +286,7 @@ def checked_attention(
             f"{name}: {length} queries and {k.shape[0]} keys; self-attention has as many of one "
             "as of the other"
         )
-    check_sequence(name, length, size, instead)
+    check_sequence(name, length, transport.size, instead)
     if documents is None:
         return None
     if not causal:
