@@ -156,6 +156,10 @@ def test_threads_do_not_wait_for_each_other(tmp_path, judged, threads: bool) -> 
         in out
     )
     assert threads or "and so round to rank 0" in out
+    # A thread goes on behind a point where nothing is in flight.
+    before, back = [["thread", 1], *ONCE], [["thread", 0]] * threads
+    two_ranks(tmp_path, [*before, *a, *back, *b, *ends], [*before, *b, *back, *a, *ends])
+    judged(0 if threads else 1)
 
 
 def test_a_deadlock_is_one_though_the_files_just_end(tmp_path, judged) -> None:
