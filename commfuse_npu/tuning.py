@@ -209,7 +209,7 @@ def candidates(schedule: Schedule, size: int, block_rows: int) -> list[Schedule]
         for lanes in sorted({min(lanes, most) for lanes in (1, 2, most)}, reverse=True)
     ]
     shape = default_shape(size)
-    if schedule.shape == "shifted" and not schedule.causal and shape != schedule.shape:
+    if schedule.shape == "shifted" != shape:
         bases.append(Schedule(shape, lanes=1))
     schedules = []
     for base in bases:

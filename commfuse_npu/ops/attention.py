@@ -84,9 +84,8 @@ def attention_linear_reduce_scatter(
             multiple of the group size.
         MismatchError, TransportError: see :func:`~commfuse_npu.ops.linear.all_gather_linear`.
     """
-    name, size = "attention_linear_reduce_scatter", transport.size
-    instead = ", or use linear_all_reduce"
-    documents = checked_attention(name, q, k, v, causal, documents, size, instead)
+    name, instead = "attention_linear_reduce_scatter", ", or use linear_all_reduce"
+    documents = checked_attention(name, transport, q, k, v, causal, documents, instead)
     heads, weight, bias = check_and_cast(name, q.flatten(2), weight, bias, transport, options)
     q, k, v = heads.view(q.shape), k.to(heads.dtype), v.to(heads.dtype)
     costs_rise = causal and documents is None

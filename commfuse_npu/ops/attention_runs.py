@@ -23,7 +23,7 @@ import torch
 
 from commfuse_npu.kernels import Piece, kernels_for
 from commfuse_npu.kernels.cpu import check_attention
-from commfuse_npu.ops.call import check_sequence
+from commfuse_npu.ops.call import AnyTransport, check_sequence, check_transport
 from commfuse_npu.ops.options import LinearOptions
 
 __all__ = [
@@ -235,8 +235,8 @@ fastest, or within the spread, at every ratio of work to transfers."""
 def options_for_attention(
     options: LinearOptions, costs_rise: bool, *, scattered: bool = False
 ) -> LinearOptions:
-    """The options for an op with attention: no taper, no ``collective``, and the block order for a
-    causal mask if ``costs_rise``.
+    """The options for an op with attention: no taper, no ``collective``, and if ``costs_rise`` the
+    order of causal blocks; ``two_level`` keeps its own.
 
     Attention saves the softmax statistics of each run of queries for the backward, where tapered
     chunks would be different runs.
@@ -248,32 +248,35 @@ def options_for_attention(
     schedule = replace(options.schedule, taper=1.0)
     if schedule.shape == "collective":
         schedule = replace(schedule, shape="shifted")
+    if costs_rise and schedule.shape == "shifted":
+        schedule = replace(schedule, causal=True)
     if scattered and options.tuning is not None:
         schedule = replace(schedule, chunks=_TUNED_CHUNKS)
         options = replace(options, tuning=None)
-    return replace(options, schedule=schedule.for_causal_blocks() if costs_rise else schedule)
+    return replace(options, schedule=schedule)
 
 
 def checked_attention(
     name: str,
+    transport: AnyTransport,
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
     causal: bool,
     documents: Documents | None,
-    size: int,
     instead: str = "",
 ) -> Documents | None:
-    """Check ``q_SBAD``, ``k_SBGD``, ``v_SBGD`` and the documents for ``size`` ranks.
+    """Check ``q_SBAD``, ``k_SBGD``, ``v_SBGD`` and the documents for the ranks of a transport.
 
     Returns:
         The documents; ``None`` if each sample is a single one.
 
     Raises:
-        TypeError: the dtype is not floating-point.
+        TypeError: ``transport`` is no transport, or the dtype is not floating-point.
         ValueError: shapes, dtypes or documents do not fit each other, or the sequence is not
             divisible.
     """
+    check_transport(name, transport)
     check_attention(q, k, v)
     if not q.is_floating_point():
         raise TypeError(f"{name}: q is {q.dtype}; attention needs a floating-point dtype")
@@ -283,7 +286,7 @@ def checked_attention(
             f"{name}: {length} queries and {k.shape[0]} keys; self-attention has as many of one "
             "as of the other"
         )
-    check_sequence(name, length, size, instead)
+    check_sequence(name, length, transport.size, instead)
     if documents is None:
         return None
     if not causal:

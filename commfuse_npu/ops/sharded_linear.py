@@ -132,8 +132,13 @@ class _ShardedLinear(Call):
         x, shard = x.contiguous(), shard.detach().contiguous()
         y = x.new_empty((x.shape[0], shard.shape[0] * self.transport.size))
 
+        # BLAS writes a run of columns in the same time and with the same bits as a contiguous
+        # matrix (measured on CPU in fp32 and bf16; not tried on an NPU).  A separate result, or
+        # ``y^T``, would cost a copy of y.
         def use(block: torch.Tensor, run: slice) -> None:
-            _columns_into(y, x, block, bias, run)
+            gemm_into(y[:, run], x, block.t())
+            if bias is not None:
+                y[:, run].add_(bias[run])
 
         self.begin(sharded_forward, *shard.shape, like=shard).run({"use": use}, shard=shard)
         return y, (x if self.needs[1] else None,)
@@ -145,10 +150,12 @@ class _ShardedLinear(Call):
         # Summed over the blocks in fp32, rounded once.
         columns = shard.shape[1] if needs_x else 0
         total = grad.new_zeros((grad.shape[0], columns), dtype=torch.float32)
+        accumulate = kernels_for(grad.device).accumulate_weight_gradient
         works: dict[str, Work] = {
-            "make": lambda out, run: _wgrad_into(out, grad, x, run),
+            "make": lambda out, run: gemm_into(out, grad[:, run].t(), x),
             "finish": sum_ending(self.transport.size if self.options.average else 1),
-            "use": lambda block, run: _add_dgrad(total, grad, block, run),
+            # total += grad[:, run] @ block, with the kernel of the weight gradient.
+            "use": lambda block, run: accumulate(total, grad[:, run].t(), block),
         }
         if needs_x or needs_weight:
             arguments, sums = (*shard.shape, needs_x, needs_weight), self.options.reduce_dtype
@@ -158,30 +165,6 @@ class _ShardedLinear(Call):
             running.run(works, shard=shard, out=out)
         grad_x = total.to(grad.dtype) if needs_x else None
         return grad_x, out, grad.sum(dim=0) if needs_bias else None
-
-
-def _columns_into(
-    y: torch.Tensor, x: torch.Tensor, block: torch.Tensor, bias: torch.Tensor | None, run: slice
-) -> None:
-    """``y[:, run] = x @ block^T + bias[run]``.
-
-    BLAS writes a run of columns in the same time and with the same bits as a contiguous matrix
-    (measured on CPU in fp32 and bf16; not tried on an NPU).  A separate result, or ``y^T``, would
-    cost a copy of y.
-    """
-    gemm_into(y[:, run], x, block.t())
-    if bias is not None:
-        y[:, run].add_(bias[run])
-
-
-def _wgrad_into(out: torch.Tensor, grad: torch.Tensor, x: torch.Tensor, run: slice) -> None:
-    """``out = grad[:, run]^T @ x``."""
-    gemm_into(out, grad[:, run].t(), x)
-
-
-def _add_dgrad(total: torch.Tensor, grad: torch.Tensor, block: torch.Tensor, run: slice) -> None:
-    """``total += grad[:, run] @ block``, with the kernel of the weight gradient."""
-    kernels_for(grad.device).accumulate_weight_gradient(total, grad[:, run].t(), block)
 
 
 # --------------------------------------------------------------------- modules

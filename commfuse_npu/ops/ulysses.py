@@ -226,10 +226,11 @@ def attention_all_to_all(
         MismatchError: another rank calls another op, or with another shape.
         TransportError: a transfer failed.
     """
-    name, size, device = "attention_all_to_all", transport.size, transport.device_type
+    name = "attention_all_to_all"
     if weight is not None:
         name += " with a weight"  # another operation, on which the ranks agree
-    documents = checked_attention(name, q, k, v, causal, documents, size)
+    documents = checked_attention(name, transport, q, k, v, causal, documents)
+    size, device = transport.size, transport.device_type
     if weight is not None:
         heads, weight, bias = check_and_cast(
             name, q.flatten(2), weight, bias, transport, options, head_groups=size

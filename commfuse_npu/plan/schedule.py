@@ -17,7 +17,7 @@ transfer, or the last one, overlaps with work (CommFuse, arXiv 2604.24013)::
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from functools import cached_property, lru_cache
 from itertools import pairwise
 from typing import Any, Literal, NamedTuple, get_args
@@ -232,13 +232,6 @@ class Schedule:
         if own == "last" and self.taper != 1:
             bounds = tuple(length - bound for bound in reversed(bounds))
         return [slice(start, stop) for start, stop in pairwise(bounds)]
-
-    def for_causal_blocks(self) -> Schedule:
-        """The schedule for attention under a causal mask.
-
-        ``two_level`` keeps its own order; ``collective`` becomes ``shifted``.
-        """
-        return self if self.shape == "two_level" else replace(self, shape="shifted", causal=True)
 
 
 class Hop(NamedTuple):

@@ -26,6 +26,9 @@ __all__ = ["Begun", "Event", "LogError", "RankLog", "opened", "read_to_cuts"]
 _MOST_KNOWN = 100_000
 _MOST_SHOWN = 300
 
+_INVALID = (KeyError, TypeError, ValueError, IndexError, RecursionError)
+"""What an invalid line may raise."""
+
 _BEGUN_BY = {"at": "begin", "finish": "begin", "await": "issue"}
 """The verb that has to have taken the slot that a verb is about."""
 
@@ -99,7 +102,9 @@ class RankLog:
             verb, version, self.rank, self.size = json.loads(line or b"null")
             if (verb, version) != ("log", VERSION):
                 raise ValueError(f"{verb} of version {version}")
-        except (TypeError, ValueError) as error:
+            if self.rank not in range(self.size):
+                raise ValueError(f"rank {self.rank} of {self.size}")
+        except _INVALID as error:
             raise LogError(
                 f"{path} does not begin with the line of an order log of version {VERSION} "
                 f"({error}); use the version of commfuse-npu that wrote it"
@@ -128,7 +133,7 @@ class RankLog:
             try:
                 event = self.event(line)
                 self._take(event)
-            except (KeyError, TypeError, ValueError, IndexError) as error:
+            except _INVALID as error:
                 shown = line.decode("utf-8", "replace")[:_MOST_SHOWN].rstrip()
                 raise LogError(
                     f"{self.path}, line {self._number}: {type(error).__name__}: "
@@ -153,6 +158,8 @@ class RankLog:
         if self.ended:
             raise ValueError("a line after the end")
         if begun is not None:
+            if number in self.under_way:
+                raise ValueError(f"slot {number} is in use")
             self.under_way[number] = verb
             self.counts[begun.group, begun.kind] += 1
         elif verb in _BEGUN_BY:
@@ -177,6 +184,8 @@ class RankLog:
                 return Event(verb, slot, begun=self._begun(verb, transport, facts))
             case "transport":
                 number, ranks, self._batched[number] = values
+                if not {self.rank} <= {*ranks} <= {*range(self.size)}:
+                    raise ValueError(f"rank {self.rank} of {self.size} has no such group")
                 self.groups[number] = Group(number, tuple(ranks))
                 return Event(verb, number)
             case "meet" | "fail":
@@ -194,8 +203,9 @@ class RankLog:
 
     def _begun(self, verb: str, transport: int, facts: dict[str, Any]) -> Begun:
         group, batched = self.groups[transport], self._batched[transport]
+        facts = {**facts, "name": str(facts["name"])}
         if verb == "issue":
-            return Begun(group, facts)
+            return Begun(group, facts | {fact: str(facts[fact]) for fact in ("kind", "bytes")})
         schedule, rule = Schedule(**facts["schedule"]), RULES[facts["rule"]]
         spec = RankSpec(schedule, group.ranks.index(self.rank), len(group.ranks), batched)
         program, as_batched = (

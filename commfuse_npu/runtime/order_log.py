@@ -24,8 +24,7 @@ group; ``ranks`` are global ranks.  The log does not contain other communication
 collectives of other groups, nor the collectives of an op that runs without lanes.
 
 A post costs a line of about 12 bytes and some microseconds, the start of a program about 300 bytes.
-If a line cannot be written (a full
-disk), recording ends with a warning and the job continues.
+If a line cannot be written (a full disk), recording ends with a warning and the job continues.
 """
 
 from __future__ import annotations

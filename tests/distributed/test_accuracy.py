@@ -89,14 +89,18 @@ def test_heads_without_gradients(rank: int) -> None:
             assert ours is None or torch.equal(ours, plain), (op, wanted)
 
 
-SUMMED = {ULYSSES[0]: "micro-batch 0, layer 0 x.grad", ULYSSES[2]: "micro-batch 0, layer 0 y"}
-"""Results summed over ranks in fp32 whose inputs were not rounded before."""
+SUMMED = (
+    (ULYSSES[0], "micro-batch 0, layer 0 x.grad"),
+    (ULYSSES[0], "layer 0 bias.grad"),
+    (ULYSSES[2], "micro-batch 0, layer 0 y"),
+)
+"""Results summed over ranks or chunks in fp32 whose inputs were not rounded before."""
 
 
 @on_ranks(3)
 def test_sums_over_ranks_are_rounded_once(rank: int) -> None:
-    for op, name in SUMMED.items():
-        case = one_layer(op, 3, dtype=torch.bfloat16, bias="no")
+    for op, name in SUMMED:
+        case = one_layer(op, 3, dtype=torch.bfloat16)
         ours, exact = (run_case(case, form)[name] for form in ("fused", "exact"))
         half = torch.finfo(case.dtype).eps / 2 * exact.abs()
         assert ((ours - exact).abs() <= half + 1e-5 * exact.abs().max()).all(), case

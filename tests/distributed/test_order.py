@@ -7,7 +7,7 @@ have to agree, post by post and wait by wait.
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import chain
+from itertools import chain, product
 from typing import Any
 
 import pytest
@@ -17,9 +17,10 @@ import torch.distributed as dist
 from commfuse_npu import Schedule, Transport
 from commfuse_npu.ops import BucketOptions, Buckets, LinearOptions
 from commfuse_npu.plan.program import Program
-from tests.distributed.programs import watch_calls
+from tests.distributed.programs import transport, watch_calls
+from tests.distributed.ranks import on_ranks
 from tests.limits import PATIENT
-from tests.random_networks.case import OPS, one_layer
+from tests.random_networks.case import ATTENTION, OPS, WITH_PROJECTION, one_layer
 from tests.random_networks.network_run import Call, input_of
 
 Event = tuple[str, int, int, int]
@@ -104,3 +105,22 @@ def recorded(rank: int, op: str, chunks: int, wgrad: str) -> None:
 def test_the_program_is_what_is_posted(ranks, op: str, chunks: int) -> None:
     for wgrad in ("whole", "blocks"):
         ranks(3).run(recorded, op, chunks, wgrad)
+
+
+CAUSAL = {"causal": True, "one document": True, "documents": False, "full": False}
+"""By mask: whether later blocks of queries see more keys."""
+
+
+@on_ranks(2)
+def test_attention_takes_causal_blocks_in_their_order(rank: int) -> None:
+    """Unless the dgrad of the projection comes first, which costs the same for every block."""
+    begun: list[bool] = []
+    with pytest.MonkeyPatch.context() as patch:
+        note = lambda _, program, *__: begun.append(program.rule[1].causal)  # noqa: E731
+        watch_calls(patch, Transport, "begin", note)
+        for (mask, causal), op in product(CAUSAL.items(), ATTENTION):
+            begun.clear()
+            case = one_layer(op, 2, mask=mask)
+            y = Call(case, link=transport())(input_of(case, link=transport()))
+            y.backward(torch.ones_like(y))
+            assert begun == [causal, causal and op != WITH_PROJECTION], (op, mask)

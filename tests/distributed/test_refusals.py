@@ -91,6 +91,7 @@ def of_heads(made: Transport) -> list[tuple[str, Call]]:
         ("cast them to one dtype", lambda: attend(q.double(), k, v)),
         ("q is on meta, the group transfers", lambda: attend(*(t.to("meta") for t in (q, k, v)))),
         ("q is torch.int32; attention needs", lambda: attend(*(t.int() for t in (q, k, v)))),
+        ("transport is a ProcessGr.*; pass what", lambda: project(transport=made.group)),
         (r"has to be \[H, 64\]", lambda: project(proj[:, :32])),
         (r"bias of shape \(32,\) without a weight; pass", lambda: project(bias=proj[:, 0])),
         ("x has 32 features, the weight takes 64", lambda: scatter(q, k, v, proj)),

@@ -13,16 +13,15 @@ from commfuse_npu.plan.program import Program
 from commfuse_npu.proof import rendezvous as simulation
 
 
-def rendezvous(operations: Sequence[Sequence[Program]], *, cold: bool = False) -> str | None:
+def rendezvous(operations: Sequence[Sequence[Program]]) -> str | None:
     """Simulate programs; return ``None`` if they finish, else the cycle of ranks that wait.
 
-    Batched programs follow the rules of HCCL, others those of gloo, where each message has its own
-    lane (:mod:`commfuse_npu.proof.rendezvous`).
+    Batched programs follow the rules of HCCL, with links that open at their first use; others those
+    of gloo, where each message has its own lane (:mod:`commfuse_npu.proof.rendezvous`).
 
     Args:
         operations: sets of programs on the same lanes.  All run to their ``ahead_end``, one after
             the other, and then to their ends in the same order.
-        cold: start with no link open.  On gloo all links are open.
     """
     group = simulation.Group("programs", tuple(range(operations[0][0].size)))
     scripts = []
@@ -34,8 +33,8 @@ def rendezvous(operations: Sequence[Sequence[Program]], *, cold: bool = False) -
             act for number, program, part in parts for act in _actions(number, program, part, group)
         ]
         scripts.append(simulation.Script(rank, actions))
-    to_open = cold and all(program.batched for programs in operations for program in programs)
-    stuck = simulation.Rendezvous(scripts, opened=set() if to_open else None).simulate()
+    batched = operations[0][0].batched
+    stuck = simulation.Rendezvous(scripts, opened=set() if batched else None).simulate()
     return None if stuck is None else stuck.text
 
 

@@ -16,6 +16,7 @@ from commfuse_npu.plan.instructions import (
     Instruction,
     Post,
     Wait,
+    WaitEvent,
 )
 from commfuse_npu.plan.program import Program
 from commfuse_npu.proof.cases import Case
@@ -123,6 +124,21 @@ def awaits_before_it_sends(programs: Group) -> Group:
     return programs
 
 
+def added_too_late(programs: Group) -> Group:
+    """The first sum comes after the GEMM that uses the memory of its own block again."""
+    code, add = list(programs[0].code), at(programs[0], Add)
+    late = [step._replace(on_side_stream=False) for step in code[add - 1 : add + 1]]
+    gemm = at(programs[0], Compute, 2) + 1
+    return with_code(programs, 0, [*code[: add - 1], *code[add + 1 : gemm], *late, *code[gemm:]])
+
+
+def after_the_third_gemm(kind: type[Instruction], number: int) -> Callable[[Group], Group]:
+    """Move an instruction there: that GEMM uses the memory of the first one again."""
+    return lambda programs: move(
+        programs, 0, at(programs[0], kind, number), at(programs[0], Compute, 2)
+    )
+
+
 USED = ("gather_use", 2, 2, False)
 
 FAULTS: dict[str, tuple[Group, Callable[[Group], Group], str]] = {
@@ -152,6 +168,16 @@ FAULTS: dict[str, tuple[Group, Callable[[Group], Group], str]] = {
     "sums in a message": (
         group("bucket_scatter", 2, 1, 1), posts(send={"buffer": "total", "start": 0, "stop": 2}),
         "has the dtype of sums",
+    ),
+    "memory used again while it is sent": (
+        scatter(chunks=4), after_the_third_gemm(Wait, 1),
+        "writes product 2 where partial for 1 chunk 0 .* leaves, and has not waited for it",
+    ),
+    "memory used again while the other stream adds": (
+        scatter(chunks=4), after_the_third_gemm(WaitEvent, 0), "it races with rank 0, instruct",
+    ),
+    "memory used again before it is added": (
+        scatter(chunks=4), added_too_late, "it reads rows of product 0 that hold nothing",
     ),
     "an unknown buffer": (gather(), posts(send={"buffer": "y"}), "y is neither a buffer of"),
     "a sum over one of its parts": (

@@ -79,7 +79,12 @@ def test_files_that_are_whole_and_those_that_are_not(tmp_path, judged) -> None:
     [
         ([], "does not begin with the line of an order log of version 4"),
         ([["log", 7, 0, 1]], "version 4 .log of version 7.; use the version of commfuse-npu that"),
+        ([["log", VERSION, 2, 2]], "version 4 .rank 2 of 2.; use the version"),
         ([HEADER, "9" * 5000], "line 2: ValueError: Exceeds the limit"),
+        ([HEADER, "[" * 100_000], "line 2: RecursionError: .*depth"),
+        ([HEADER, ["transport", 0, [0, 1], True]], "line 2: .*rank 0 of 1 has no such group"),
+        ([HEADER, TRANSPORT, BEGIN, BEGIN], "line 4: ValueError: slot 0 is in use"),
+        ([HEADER, TRANSPORT, ["issue", 0, 0, {"name": "all"}]], "line 3: KeyError: 'kind'"),
         ([HEADER, ["dance", 1]], "line 2: ValueError: dance is no event"),
         ([HEADER, BEGIN], "line 2: KeyError: 0"),
         ([HEADER, TRANSPORT, ["begin", 0, 0, {**PROGRAM, "schedule": {"lanes": 0}}]],
@@ -151,6 +156,10 @@ def test_threads_do_not_wait_for_each_other(tmp_path, judged, threads: bool) -> 
         in out
     )
     assert threads or "and so round to rank 0" in out
+    # A thread goes on behind a point where nothing is in flight.
+    before, back = [["thread", 1], *ONCE], [["thread", 0]] * threads
+    two_ranks(tmp_path, [*before, *a, *back, *b, *ends], [*before, *b, *back, *a, *ends])
+    judged(0 if threads else 1)
 
 
 def test_a_deadlock_is_one_though_the_files_just_end(tmp_path, judged) -> None:

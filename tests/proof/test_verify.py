@@ -51,7 +51,7 @@ def test_every_rule_holds(size: int, chunks: Sequence[int]) -> None:
     for case in cases(size, chunks):
         programs = case.programs()
         assert counter_examples(programs) == [], str(case)
-        assert rendezvous([programs], cold=True) is None, str(case)
+        assert rendezvous([programs]) is None, str(case)
         RULES[case.rule].cache_clear()
 
 
@@ -65,13 +65,13 @@ def test_several_may_be_under_way_on_the_same_lanes(size: int) -> None:
         layers = [make("sharded_forward", 4, 2), make("sharded_backward", 4, 2, True, True)]
         linear = [make("gather_gemm", 4, 2, 3, None, 2), make("gemm_scatter", 4, 2, 4)]
         for operations in (buckets, layers, linear, [*layers, *buckets]):
-            assert rendezvous(operations, cold=True) is None
+            assert rendezvous(operations) is None
 
 
 def test_a_rank_that_begins_in_another_order_gets_other_data() -> None:
     gathers, scatters = group("bucket_gather", 4), group("bucket_scatter", 4, 1, 1)
     crossed = [[gathers[0], scatters[1], scatters[2]], [scatters[0], gathers[1], gathers[2]]]
-    words = "wrong data: rank 0 sends block 0 from rank 0 to rank 1 (step 0, lane 0)"
+    words = "wrong data: rank 2 sends partial for 0 from rank 2 to rank 0 (step 0, lane 0)"
     assert words in str(rendezvous(crossed))
 
 

@@ -29,14 +29,10 @@ collectives on whole matrices; by the formula in fp64."""
 FROM_SHARD = ("all_gather_linear", "linear_all_to_all", "linear_all_reduce", "sharded_linear")
 """Ops whose input on a rank is a shard of the sequence."""
 
-WITH_PROJECTION = "attention_all_to_all_linear"
-"""``attention_all_to_all`` with a weight."""
+WITH_PROJECTION = "attention_all_to_all with a weight"
+"""The name of ``attention_all_to_all`` with a projection, in errors too."""
 
-ATTENTION = (
-    "attention_linear_reduce_scatter",
-    "attention_all_to_all",
-    WITH_PROJECTION,
-)
+ATTENTION = ("attention_linear_reduce_scatter", "attention_all_to_all", WITH_PROJECTION)
 FROM_WHOLE = (
     "linear_reduce_scatter",
     "all_to_all_linear",

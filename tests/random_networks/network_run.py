@@ -52,7 +52,7 @@ class Call:
         self.by_formula = form == "exact" or (form == "plain" and whole)
         self.weight, self.bias = self._parameters()
         self.keywords = self._keywords()
-        op = self.layer.op if self.layer.op != WITH_PROJECTION else "attention_all_to_all"
+        op = self.layer.op.removesuffix(" with a weight")
         self.op: Callable[..., torch.Tensor] = getattr(formulas if self.by_formula else ops, op)
 
     def _parameters(self) -> tuple[torch.nn.Parameter | None, torch.nn.Parameter | None]:
