@@ -18,8 +18,8 @@ __all__ = ["AskedLaunch", "ask_about"]
 
 # The options of scripts/launch_pretraining.sh that matter here.
 _LAUNCHER_OPTIONS = ("--use-distributed-optimizer", "--no-gradient-accumulation-fusion")
-_ASSUMED_VOCABULARY = ("--vocab-size", "32000")
-"""Tokenizers are not read here, and no answer about a launch depends on the vocabulary."""
+_ASSUMED_VOCABULARY = 32000
+"""Tokenizers are not read here."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,10 @@ def ask_about(
         name, launch = config.stem, replace(launch, registers=True)
     else:
         # The last value counts, so given options come after assumed ones.
-        model = ModelConfig.from_options([*_ASSUMED_VOCABULARY, *words])
+        model = ModelConfig.from_options(["--vocab-size", str(_ASSUMED_VOCABULARY), *words])
+        if {"--vocab-size", "--padded-vocab-size"}.isdisjoint(launch.options.names):
+            note = f"no --vocab-size: simulated with {_ASSUMED_VOCABULARY} tokens"
+            launch = replace(launch, notes=[*launch.notes, note])
         name = f"a model of {model.num_layers} layers of {model.hidden_size}"
     return AskedLaunch(name, replace(launch, options=Options(words)), model, _fuse_options(words))
 

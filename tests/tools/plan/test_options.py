@@ -57,14 +57,6 @@ def test_layers_with_short_blocks_stay_megatrons(options: str, rows: int, least:
     assert not [note for note in of("--seq-length 64").notes if "blocks" in note], "not at TP 1"
 
 
-def test_layers_that_are_left_are_named() -> None:
-    (note,) = of(
-        f"{TP} --defer-embedding-wgrad-compute --attention-dropout 0.1 --commfuse-dp"
-    ).notes
-    assert note.startswith("output (defer_embedding_wgrad_compute keeps the gradients")
-    assert note.endswith(" stay Megatron's")
-
-
 # ------------------------------------------------------------------ what does not go together
 
 ALONE = f"{FUSED} --tensor-model-parallel-size 1 --attention-dropout 0.0"
