@@ -145,7 +145,7 @@ def test_what_would_be_fused_and_what_is_wrong_is_listed(plan: Plan, capsys) -> 
     rough = "--commfuse-attention: simulated without splitting attention by queries"
     assert rough in split["notes"]
     wrong = plan("--tensor-model-parallel-size 3 --sequence-parallel", code=1)
-    assert wrong["verdict"].startswith("As it is, the launch would fail at its start: common div")
+    assert wrong["verdict"].startswith("As it is, the launch would fail at its start: 16 attention")
     assert (wrong["layers"], wrong["schedule"]) == ([], "")
     assert f"\nerror: {wrong['problems'][0]}\n" in capsys.readouterr().out
 

@@ -209,5 +209,5 @@ def test_a_layout_is_described(options: str, layout: str) -> None:
 def test_a_layout_that_does_not_fit_is_a_problem() -> None:
     plan = plan_launch(asked(f"--nproc_per_node 2 {MODEL} {TP}"), SERVER)
     (problem,) = plan.problems
-    assert problem.startswith("NNODES times NPUS_PER_NODE 2 is not divisible by TP*PP*CP = 4*1*1")
+    assert problem.startswith("number of NPUs 2 is not divisible by TP*PP*CP = 4*1*1 = 4; choose")
     assert plan.verdict == f"As it is, the launch would fail at its start: {problem}"
