@@ -76,6 +76,11 @@ def test_what_does_not_fit_is_said(name: str, options: str, message: str) -> Non
 
 def test_arguments_appear_where_they_say_something() -> None:
     load("llama3_70b", "--pipeline-model-parallel-size 2 --num-layer-list=none").validate()
+    load(
+        "llama2_7b", f"{PP} 3 --nnodes 3 --global-batch-size 12 --num-layer-list 10,11,11"
+    ).validate()
+    # Only Ulysses splits the heads among context-parallel ranks.
+    load("llama3_8b", f"{CP} 8 --nnodes 8").validate()
     config = load("llama2_7b", "--pipeline-model-parallel-size 2 --nnodes 2 --num-layer-list 15,17")
     config.validate()
     words = config.arguments()

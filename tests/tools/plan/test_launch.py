@@ -100,10 +100,15 @@ def test_a_refused_form_is_not_recommended(plan: Plan) -> None:
 
 
 def test_a_form_that_may_need_more_memory_than_there_is_is_named(plan: Plan) -> None:
-    tight = plan(f"{TP} {MANY} --num-layers 48 --pipeline-model-parallel-size 2")
+    stages = f"{TP} {MANY} --pipeline-model-parallel-size 2"
+    tight = plan(f"{stages} --num-layers 48")
     assert tight["verdict"].endswith("MiB of an NPU are usable.")
     megatron, overlap = (form["mebibytes"] for form in tight["forms"][:2])
     assert megatron <= tight["usable"] < overlap
+    # Overlap in 1F1B that takes more memory is not for a virtual pipeline.
+    virtual = plan(f"{stages} --num-virtual-stages-per-pipeline-rank 2")
+    flags = [report["forms"][1]["flags"] for report in (tight, virtual)]
+    assert flags == ["--commfuse-fb-overlap --commfuse-fb-overlap-memory", "--commfuse-fb-overlap"]
 
 
 def test_scripts_start_from_mindspeed_llms_root(tmp_path: Path) -> None:
