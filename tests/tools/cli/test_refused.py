@@ -27,11 +27,7 @@ STAGES = f"{LAUNCH} --pipeline-model-parallel-size 2"
 # A script with a launch, the status of `plan SCRIPT`, and its message.
 LAUNCHES = (
     (f"{LAUNCH} --noop-layers 1,99", 2, "--noop-layers: '99' is no layer"),
-    (
-        f"{STAGES} --num-layer-list 9,9",
-        1,
-        "does not fit PP 2 and 4 layers; give a number for",
-    ),
+    (f"{STAGES} --num-layer-list 9,9", 1, "does not fit PP 2 and 4 layers; give a number for"),
     (f"{STAGES} --num-layers-per-virtual-pipeline-stage 0", 2, "is '0'; give a whole number from"),
     (f"{STAGES} --num-layers-per-virtual-pipeline-stage 3", 2, "4 layers are not divisible by it"),
     (
@@ -43,11 +39,7 @@ LAUNCHES = (
     (f"{LAUNCH} --use-commfuse --commfuse-taper nan", 2, "taper is nan; from 1/8 to 8"),
     (f"{LAUNCH} --num-experts 8 --moe-router-topk 99", 2, "is more than --num-experts 8"),
     (LAUNCH.replace("node 8", "node 0"), 2, "--nproc-per-node is '0'; give a whole number from 1"),
-    (
-        "echo no data >&2; exit 3",
-        2,
-        "nothing, and printed last: no data; set the variables that it asks",
-    ),
+    ("echo no data >&2; exit 3", 2, "printed last: no data; set the variables"),
     ("if then fi (", 2, "starts no pretraining: it ended with code 2, started nothing"),
     (f"{LAUNCH} --commfuse-chunk 2", 2, "is refused: unknown: --commfuse-chunk; did you mean"),
 )
@@ -93,14 +85,8 @@ QUESTIONS = (
     ("bench --ratios nan", "--ratios: 'nan': ratios are numbers from 0 to 100"),
     ("bench --device npu --ratios 1", "--ratios: the links of NPUs keep their rate; leave it out"),
     ("measure --steps host --forms auto", "--forms: no effect without forms among --steps; add it"),
-    (
-        "measure --device cpu --folder bad.yaml",
-        "bad.yaml/measured.json: File exists; free some",
-    ),
-    (
-        "measure --device cpu --folder run",
-        "run/measured.json cannot be read: KeyError",
-    ),
+    ("measure --device cpu --folder bad.yaml", "bad.yaml/measured.json: File exists; free some"),
+    ("measure --device cpu --folder run", "run/measured.json cannot be read: KeyError"),
     ("measure --steps launch", "--steps launch needs a launch; give it by --launch"),
     ("measure --steps host --launch x.sh", "--launch: no effect without launch among --steps; add"),
     ("measure --ranks 1000000", "'1000000' is not a whole number from 2 to 1024"),
