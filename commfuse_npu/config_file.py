@@ -55,24 +55,15 @@ def find_config(name: str, folder: str = "") -> Path:
     path = Path(name)
     if os.path.isfile(name):  # False, not an error, if the name is too long
         return path
-    directory = _shipped(folder)
+    directory = next((root for root in _FOLDERS if root.is_dir()), _FOLDERS[0]) / folder
     shipped = directory / f"{path.stem}.yaml"
     if path.parent == Path() and os.path.isfile(shipped):
         return shipped
-    names = _config_names(folder)
+    names = sorted(path.stem for path in directory.glob("*.yaml"))
     raise ConfigError(
         f"{name!r} is neither a file nor one of {', '.join(names) or 'no names'} in {directory}"
         f"{did_you_mean(path.stem, names)}"
     )
-
-
-def _config_names(folder: str = "") -> list[str]:
-    """The names of the files in ``configs/<folder>``."""
-    return sorted(path.stem for path in _shipped(folder).glob("*.yaml"))
-
-
-def _shipped(folder: str) -> Path:
-    return next((root for root in _FOLDERS if root.is_dir()), _FOLDERS[0]) / folder
 
 
 def read_config(path: Path) -> dict[Any, Any]:

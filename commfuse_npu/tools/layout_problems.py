@@ -45,14 +45,13 @@ def _divisions(config: ModelConfig) -> Iterator[tuple[str, int, str, int, str]]:
     if heads_fit:
         yield "feed-forward width", ffn, "TP", tp, "--ffn-hidden-size"
     else:
-        divided = f"{heads} attention heads, {groups} query groups, a feed-forward width of {ffn}"
-        yield f"common divisor of {divided}:", gcd(heads, groups, ffn), "TP", tp, "TP"
+        sizes = f"{heads} attention heads, {groups} query groups and feed-forward width {ffn}"
+        yield f"{sizes}: their common divisor", gcd(heads, groups, ffn), "TP", tp, "TP"
     if config.num_layer_list is None:
         layers = "without NUM_LAYER_LIST the number of layers"
         yield layers, config.num_layers, "PP", pp, "PP"
-    product, nodes = f"TP*PP*CP = {tp}*{pp}*{cp} =", "NNODES times NPUS_PER_NODE"
-    change = f"another layout, or {nodes}"
-    yield nodes, config.world_size, product, config.model_parallel_size, change
+    product, change = f"TP*PP*CP = {tp}*{pp}*{cp} =", "another layout, or NNODES * NPUS_PER_NODE"
+    yield "number of NPUs", config.world_size, product, config.model_parallel_size, change
     parts, by = cp, "CP"
     # If the heads do not fit TP, no sequence length would help.
     if config.uses_sequence_parallel and heads_fit:

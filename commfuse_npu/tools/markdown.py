@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-__all__ = ["percent", "table_head", "table_row"]
+__all__ = ["table_head", "table_row"]
 
 
 def table_row(cells: Iterable[str]) -> str:
@@ -15,8 +15,3 @@ def table_row(cells: Iterable[str]) -> str:
 def table_head(cells: Sequence[str], numbers: bool = True) -> str:
     """The header row and the rule; columns after the first are right-aligned if ``numbers``."""
     return f"{table_row(cells)}\n|---{('|---:' if numbers else '|---') * (len(cells) - 1)}|"
-
-
-def percent(share: float | None) -> str:
-    """``12.3 %``, or a dash for ``None``."""
-    return "-" if share is None else f"{100 * share:.1f} %"

@@ -48,7 +48,7 @@ ULYSSES = f"{CP} 2 --nnodes 2 --context-parallel-algo ulysses_cp_algo"
     ("name", "options", "message"),
     [
         ("llama2_7b", f"{PP} 3 --num-layers 33", "8 is not divisible by TP*PP*CP = 8*3*1 = 24; "),
-        ("llama2_13b", f"{TP} 16 --nnodes 2", "of 13824: 8 is not divisible by TP 16; choose TP 8"),
+        ("llama2_13b", f"{TP} 16 --nnodes 2", "8 is not divisible by TP 16; choose TP 8"),
         ("llama2_7b", f"--num-layers 33 {PP} 2", "33 is not divisible by PP 2; choose PP 1 or 3"),
         ("llama3_70b", f"{PP} 2", "does not fit PP 2 and 80 layers; give a number for each of 2 "),
         ("llama3_8b", "--num-layer-list 32", "NUM_LAYER_LIST 32 does not fit PP 1 and 32 layers; "),
@@ -63,9 +63,13 @@ ULYSSES = f"{CP} 2 --nnodes 2 --context-parallel-algo ulysses_cp_algo"
         (
             "llama3_8b",
             f"{TP} 3",
-            "common divisor of 32 attention heads, 8 query groups, a feed-",
+            "32 attention heads, 8 query groups and feed-forward width 14336: ",
         ),
-        ("llama3_8b", f"{TP} 3", "of 14336: 8 is not divisible by TP 3; choose TP 2 or 4"),
+        (
+            "llama3_8b",
+            f"{TP} 3",
+            "their common divisor 8 is not divisible by TP 3; choose TP 2 or ",
+        ),
         ("llama3_8b", f"{TP} {10**11}", "8 is not divisible by TP 100000000000; choose TP 8"),
     ],
 )
@@ -76,6 +80,11 @@ def test_what_does_not_fit_is_said(name: str, options: str, message: str) -> Non
 
 def test_arguments_appear_where_they_say_something() -> None:
     load("llama3_70b", "--pipeline-model-parallel-size 2 --num-layer-list=none").validate()
+    load(
+        "llama2_7b", f"{PP} 3 --nnodes 3 --global-batch-size 12 --num-layer-list 10,11,11"
+    ).validate()
+    # Only Ulysses splits the heads among context-parallel ranks.
+    load("llama3_8b", f"{CP} 8 --nnodes 8").validate()
     config = load("llama2_7b", "--pipeline-model-parallel-size 2 --nnodes 2 --num-layer-list 15,17")
     config.validate()
     words = config.arguments()

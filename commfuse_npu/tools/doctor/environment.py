@@ -88,6 +88,12 @@ _VARIABLES = (
         *("HIGH_AVAILABILITY", "unset", lambda value: not value, "warning"),
         "unset: it switches on --enable-high-availability, with which --use-commfuse is refused",
     ),
+    # The launch warns of it too (mindspeed_patches/feature.py).
+    _Variable(
+        *("ATB_HOME_PATH", "unset", bool, "note"),
+        "the folder of ATB: without it weight gradients are accumulated in plain torch, slower",
+        "install NNAL and source its atb/set_env.sh",
+    ),
     _Variable(
         *("HCCL_DETERMINISTIC", "unset", lambda v: v.lower() in ("true", "strict"), "note"),
         "true where runs are compared bit for bit: reductions on A2 differ from run to run",

@@ -108,8 +108,8 @@ def _marked(mark: str) -> Iterator[int]:
 _NOISE = re.compile(r"frame #|registered at |\[ERROR\] .* ERR\d+|[WEI]\d{4} .*elastic")
 
 
-def last_lines(log: Path, lines: int = 30) -> list[str]:
-    """The last lines of a log: the traceback of the first failed rank, if there is one."""
+def last_lines(log: Path) -> list[str]:
+    """The last 30 lines of a log: the traceback of the first failed rank, if there is one."""
     text = log.read_text("utf-8", errors="replace").splitlines()
     text = [line for line in text if line.strip() and not _NOISE.search(line)]
     starts = [i for i, line in enumerate(text) if "Traceback (most recent call last)" in line]
@@ -123,4 +123,4 @@ def last_lines(log: Path, lines: int = 30) -> list[str]:
     mark = re.match(r"\[rank\d+\]: ", text[0]) if text else None
     if mark is not None:
         text = [line.removeprefix(mark[0]) for line in text if line.startswith(mark[0])]
-    return text[-lines:]
+    return text[-30:]

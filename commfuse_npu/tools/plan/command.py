@@ -116,7 +116,10 @@ def _launch(arguments: argparse.Namespace, words: Sequence[str]) -> int:
         config = Path(path)
     elif path is not None and not Path(path).is_file():
         near = did_you_mean(path, sorted(map(str, Path(path).parent.glob("*.sh"))))
-        raise UsageError(f"{path!r} is no launch script and no folder of profiles{near}")
+        raise UsageError(
+            f"{path!r} is no file and no folder; give a launch script, a configuration's yaml "
+            f"file, a folder of profiles, or --model NAME{near}"
+        )
     elif path is not None:
         words = ["bash", path, *words]
     tell(f"reading what {path or 'the command'} starts")

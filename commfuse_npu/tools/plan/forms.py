@@ -13,9 +13,9 @@ from commfuse_npu.plan import PlanError
 from commfuse_npu.tools.linear_layers import Judged, size_of
 from commfuse_npu.tools.markdown import table_row
 from commfuse_npu.tools.plan.launch import AskedLaunch
-from commfuse_npu.tools.plan.obstacles import Obstacles, obstacles
-from commfuse_npu.tools.plan.training import NotSimulated, roughly, training_of
-from commfuse_npu.tools.simulate.footprint import footprint
+from commfuse_npu.tools.plan.obstacles import INSIDE_KERNELS, Obstacles, obstacles
+from commfuse_npu.tools.plan.training import NotSimulated, in_use, roughly, training_of
+from commfuse_npu.tools.simulate.footprint import footprint, limit
 from commfuse_npu.tools.simulate.launch_options import FORMS
 from commfuse_npu.tools.simulate.step import Step
 from commfuse_npu.tools.simulate.training import Training
@@ -27,8 +27,8 @@ __all__ = ["Form", "LaunchPlan", "plan_launch"]
 _FUSED = "fused layers"
 _LEGEND = (
     "Time and memory (of the fullest rank, with the buffers of transfers and communicators): "
-    "simulated at typical figures. Overlap: with the micro-batches that have no partner in "
-    "Megatron's order. Not checked: whether CoC and MC2 support this launch."
+    "simulated at typical figures. Forward-backward overlap includes the micro-batches without a "
+    "partner, which run in Megatron's order. Not checked: whether CoC and MC2 support this launch."
 )
 
 
@@ -40,6 +40,7 @@ class Form(NamedTuple):
         seconds: of a step; ``None`` if not simulated.
         mebibytes: of the fullest rank; ``None`` if not simulated.
         obstacle: why it cannot be launched, and a way out; empty if nothing known prevents it.
+        used: whether the launch has the flags already.
     """
 
     name: str
@@ -47,6 +48,7 @@ class Form(NamedTuple):
     seconds: float | None
     mebibytes: float | None
     obstacle: str = ""
+    used: bool = False
 
 
 class LaunchPlan(NamedTuple):
@@ -55,6 +57,7 @@ class LaunchPlan(NamedTuple):
     Attributes:
         not_simulated: why no form has a time; empty if they have.
         hardware: name of the described machine.
+        usable: MiB of an NPU that a training can use.
         problems: why the launch would fail at its start in any form.
         schedule, layers: what ``--use-commfuse`` would run; empty if the launch cannot start.
     """
@@ -64,6 +67,7 @@ class LaunchPlan(NamedTuple):
     forms: tuple[Form, ...]
     not_simulated: str
     hardware: str
+    usable: float
     notes: tuple[str, ...]
     problems: tuple[str, ...]
     schedule: str
@@ -71,34 +75,47 @@ class LaunchPlan(NamedTuple):
 
     @property
     def best(self) -> Form | None:
-        """The fastest form that can be launched; if none is simulated, CommFuse's first."""
+        """The fastest form that can be launched; if none is simulated, CommFuse's first.
+
+        Then fused layers count only if at least one layer is fused.
+        """
         possible = [form for form in self.forms if not form.obstacle]
         timed = [form for form in possible if form.seconds is not None]
         if timed:
             return min(timed, key=lambda form: form.seconds or 0.0)
-        return next((form for form in possible if form.flags.startswith("--")), None)
+        fuses = any(layer.state == "fused" for layer in self.layers)
+        ours = (form for form in possible if form.flags and (form.name != _FUSED or fuses))
+        return next(ours, None)
 
     @property
     def adds(self) -> bool:
         """Whether flags should be added."""
-        return self.best is not None and bool(self.best.flags)
+        return self.best is not None and bool(self.best.flags) and not self.best.used
 
     @property
     def verdict(self) -> str:
         if self.problems:
             return f"As it is, the launch would fail at its start: {self.problems[0]}"
         best = self.best
-        if best is None or not best.flags:
-            why = [f"no {form.name} ({form.obstacle})" for form in self.forms if form.obstacle]
+        if best is None or not self.adds:
+            why = [f"{form.name} is in use" for form in self.forms if form.used]
+            why += [f"no {form.name} ({form.obstacle})" for form in self.forms if form.obstacle]
             return f"Nothing to add: {', '.join(why) or 'this order is the fastest'}."
         if best.seconds is None:
             return f"Add {best.flags}: {best.name}. The gain is not known."
-        megatron = next(form.seconds for form in self.forms if not form.flags)
-        assert megatron is not None
-        return (
-            f"Add {best.flags}: with {best.name} a step takes {1 - best.seconds / megatron:.1%} "
-            f"less time than in Megatron's order (simulated, {self.hardware}, typical figures)."
+        megatron = next(form for form in self.forms if not form.flags)
+        assert megatron.seconds is not None
+        assert megatron.mebibytes is not None
+        assert best.mebibytes is not None
+        summary = (
+            f"Add {best.flags}: with {best.name} a step takes "
+            f"{1 - best.seconds / megatron.seconds:.1%} less time than in Megatron's order "
+            f"(simulated, {self.hardware}, typical figures)."
         )
+        if megatron.mebibytes <= self.usable < best.mebibytes:
+            needs = f"{best.mebibytes:,.0f} MiB, and {self.usable:,.0f} MiB of an NPU are usable"
+            summary += f" It may run out of memory: it needs {needs}."
+        return summary
 
     def __str__(self) -> str:
         lines = [f"{self.name}: {self.layout}"]
@@ -112,7 +129,8 @@ class LaunchPlan(NamedTuple):
             time = "-" if form.seconds is None else f"{1e3 * form.seconds:,.0f}"
             memory = "-" if form.mebibytes is None else f"{form.mebibytes:,.0f}"
             flags = f"`{form.flags}`" if form.flags else "-"
-            lines.append(table_row([form.name, time, memory, flags, form.obstacle or "-"]))
+            name = form.name + " (in use)" * form.used
+            lines.append(table_row([name, time, memory, flags, form.obstacle or "-"]))
         lines += ["", _LEGEND]
         refused = any(form.obstacle for form in self.forms if form.flags == "--use-commfuse")
         if self.layers and not refused:
@@ -170,7 +188,13 @@ def _forms(
 
     def form(title: str, flags: str, obstacle: str = "") -> Form:
         seconds, mebibytes = costs.get(title, (None, None))
-        return Form(title, flags, seconds, mebibytes, obstacle)
+        used = bool(flags) and in_use(launch.options, flags)
+        return Form(title, flags, seconds, mebibytes, obstacle, used)
+
+    def rival(title: str, flags: str) -> Form:
+        others = [name for name in INSIDE_KERNELS if name in launch.options and name not in flags]
+        together = "MindSpeed refuses CoC and MC2 together; leave it out"
+        return form(title, flags, "; ".join(f"{name}: {together}" for name in others))
 
     megatron, overlap = FORMS[MEGATRON], FORMS[FB_OVERLAP]
     rivals = (
@@ -180,7 +204,7 @@ def _forms(
         form(*megatron),
         form(overlap[0], overlap[1] + memory, against.overlap),
         form(_FUSED, "--use-commfuse", against.fused),
-        *(form(*pair) for pair in rivals),
+        *(rival(*pair) for pair in rivals),
     ]
 
 
@@ -228,14 +252,16 @@ def plan_launch(launch: AskedLaunch, hardware: Hardware) -> LaunchPlan:
             raise
         reason = str(error)
     notes = [*launch.command.notes, *rough, *against.notes]
-    if against.paired is not None:
-        notes.append(f"{against.paired:.0%} of a stage's forwards have a partner")
+    if against.paired is not None and not against.overlap:
+        beside = f"{against.paired:.0%} of a stage's forwards run beside a backward"
+        notes.append(f"with --commfuse-fb-overlap {beside}")
     return LaunchPlan(
         launch.name,
         _layout(launch),
         tuple(_forms(launch, costs, against)),
         reason,
         hardware.name,
+        limit(hardware) / 2**20,
         tuple(notes),
         tuple(problems),
         "" if problems else str(launch.schedule),

@@ -16,10 +16,8 @@ from commfuse_npu.tools.model_config import ModelConfig, OptionParser
 
 __all__ = ["AskedLaunch", "ask_about"]
 
-# The options of scripts/launch_pretraining.sh that matter here.
-_LAUNCHER_OPTIONS = ("--use-distributed-optimizer", "--no-gradient-accumulation-fusion")
-_ASSUMED_VOCABULARY = ("--vocab-size", "32000")
-"""Tokenizers are not read here, and no answer about a launch depends on the vocabulary."""
+_ASSUMED_VOCABULARY = 32000
+"""Tokenizers are not read here."""
 
 
 @dataclass(frozen=True)
@@ -46,14 +44,12 @@ class AskedLaunch:
         """The schedule of the tensor-parallel group.
 
         Raises:
-            PlanError: the options form no valid schedule, or one that does not fit the group.
+            PlanError: the options form no valid schedule.
         """
         config, size = self.config, self.config.tensor_model_parallel_size
         usual = default_chunks(size, config.block_rows, config.hidden_size)
         chunks = 1 if self.fuse.commfuse_tuning == "on" else usual
-        schedule = schedule_for(self.fuse, size, config.npus_per_node, chunks=chunks, linear=True)
-        schedule.hops(0, size, "first")  # raises if it does not fit
-        return schedule
+        return schedule_for(self.fuse, size, config.npus_per_node, chunks=chunks, linear=True)
 
 
 def ask_about(
@@ -79,11 +75,16 @@ def ask_about(
     words = [*torchrun, *launch.options.words]
     if config is not None:
         model = ModelConfig.load(config, words)
-        words = [*model.arguments(), *_LAUNCHER_OPTIONS, *model.commfuse_options, *words]
+        # Of the options that the launcher adds, this one matters here.
+        launchers = "--use-distributed-optimizer"
+        words = [*model.arguments(), launchers, *model.commfuse_options, *words]
         name, launch = config.stem, replace(launch, registers=True)
     else:
         # The last value counts, so given options come after assumed ones.
-        model = ModelConfig.from_options([*_ASSUMED_VOCABULARY, *words])
+        model = ModelConfig.from_options(["--vocab-size", str(_ASSUMED_VOCABULARY), *words])
+        if {"--vocab-size", "--padded-vocab-size"}.isdisjoint(launch.options.names):
+            note = f"no --vocab-size: simulated with {_ASSUMED_VOCABULARY} tokens"
+            launch = replace(launch, notes=[*launch.notes, note])
         name = f"a model of {model.num_layers} layers of {model.hidden_size}"
     return AskedLaunch(name, replace(launch, options=Options(words)), model, _fuse_options(words))
 

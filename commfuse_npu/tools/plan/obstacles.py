@@ -19,9 +19,9 @@ from commfuse_npu.tools.linear_layers import Judged, attention_obstacle, judge, 
 from commfuse_npu.tools.model_config import ModelConfig
 from commfuse_npu.tools.plan.launch import AskedLaunch
 
-__all__ = ["Obstacles", "model_chunks", "obstacles"]
+__all__ = ["INSIDE_KERNELS", "Obstacles", "model_chunks", "obstacles"]
 
-_INSIDE_KERNELS = {
+INSIDE_KERNELS = {
     "--use-ascend-coc": "its transfers are inside of CoC's operators",
     "--use-ascend-mc2": "its transfers are inside of MC2's kernels",
 }
@@ -78,12 +78,11 @@ def obstacles(launch: AskedLaunch) -> Obstacles:
         if idle:
             notes.append(f"{option} has no effect: {idle}")
     layers = judge(options, fuse.commfuse_layers, fuse.commfuse_attention)
-    left = [f"{layer.layer} ({layer.reason})" for layer in layers if layer.state == "left"]
     least = _min_rows(launch)
     if size > 1 and rows < least:
         notes.append(
             f"its blocks have {rows} rows, and with fewer than {least} Megatron's own order is "
-            "faster (simulated): on an NPU that is described its layers are left to it, unless "
+            "faster (simulated): on an NPU with a hardware description the layers keep it, unless "
             "--commfuse-chunks 1 is given"
         )
         short = f"a block has fewer than {least} rows"
@@ -101,7 +100,6 @@ def obstacles(launch: AskedLaunch) -> Obstacles:
     spec = options.text("--spec") or ""
     if spec and not spec.startswith("mindspeed_llm."):
         notes.append(f"--spec {spec} is not read: it is judged as Megatron's GPTModel")
-    notes += [f"{', '.join(left)} stay Megatron's" for _ in left[:1]]
     notes += [f"with --use-commfuse {', '.join(also)} can be given, too" for _ in also[:1]]
     overlap, paired = _overlap(launch, refused["--commfuse-fb-overlap"])
     return Obstacles(layers, "; ".join(problems), overlap, paired, least, notes)
@@ -152,7 +150,7 @@ def _overlap(launch: AskedLaunch, refused: Sequence[str]) -> tuple[str, float | 
         return "no tensor, expert or context parallelism, so nothing to hide", None
     paired, unpaired = _paired(options, config)
     inside = [
-        f"{name}: {why}; leave it out" for name, why in _INSIDE_KERNELS.items() if name in options
+        f"{name}: {why}; leave it out" for name, why in INSIDE_KERNELS.items() if name in options
     ]
     return "; ".join([*inside, *refused]) or unpaired, paired
 

@@ -13,7 +13,7 @@ from commfuse_npu.tools.simulate.launch_options import FORMS
 from commfuse_npu.tools.simulate.training import Kind, Training
 from commfuse_npu.tools.simulate.variants import Variant
 
-__all__ = ["NotSimulated", "form_of", "roughly", "training_of"]
+__all__ = ["NotSimulated", "form_of", "in_use", "roughly", "training_of"]
 
 _LEFT_OUT = {
     "--tp-2d": "linear layers cut in two dimensions",
@@ -108,13 +108,14 @@ def training_of(launch: AskedLaunch) -> Training:
 
 def form_of(options: Options) -> Variant:
     """The form in which a launch runs with its present options."""
+    return next(form for form, (_, flags) in reversed(FORMS.items()) if in_use(options, flags))
 
-    def in_use(flags: str) -> bool:
-        wanted = Options(flags.split())
-        values = all(options.text(name) == wanted.text(name) for name in wanted.names)
-        return values and set(wanted.names) <= set(options.names)
 
-    return next(form for form, (_, flags) in reversed(FORMS.items()) if in_use(flags))
+def in_use(options: Options, flags: str) -> bool:
+    """Whether a launch has all of these flags, with these values."""
+    wanted = Options(flags.split())
+    same = (options.text(name) == wanted.text(name) for name in wanted.names)
+    return all(same) and set(wanted.names) <= set(options.names)
 
 
 def _recomputed(options: Options, vpp: int) -> int | None:

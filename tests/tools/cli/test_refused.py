@@ -27,11 +27,7 @@ STAGES = f"{LAUNCH} --pipeline-model-parallel-size 2"
 # A script with a launch, the status of `plan SCRIPT`, and its message.
 LAUNCHES = (
     (f"{LAUNCH} --noop-layers 1,99", 2, "--noop-layers: '99' is no layer"),
-    (
-        f"{STAGES} --num-layer-list 9,9",
-        1,
-        "does not fit PP 2 and 4 layers; give a number for",
-    ),
+    (f"{STAGES} --num-layer-list 9,9", 1, "does not fit PP 2 and 4 layers; give a number for"),
     (f"{STAGES} --num-layers-per-virtual-pipeline-stage 0", 2, "is '0'; give a whole number from"),
     (f"{STAGES} --num-layers-per-virtual-pipeline-stage 3", 2, "4 layers are not divisible by it"),
     (
@@ -43,8 +39,8 @@ LAUNCHES = (
     (f"{LAUNCH} --use-commfuse --commfuse-taper nan", 2, "taper is nan; from 1/8 to 8"),
     (f"{LAUNCH} --num-experts 8 --moe-router-topk 99", 2, "is more than --num-experts 8"),
     (LAUNCH.replace("node 8", "node 0"), 2, "--nproc-per-node is '0'; give a whole number from 1"),
-    ("echo no data >&2; exit 3", 2, "code 3, started nothing, and printed last: no data"),
-    ("if then fi (", 2, "by their names; it ended with code 2"),
+    ("echo no data >&2; exit 3", 2, "printed last: no data; set the variables"),
+    ("if then fi (", 2, "starts no pretraining: it ended with code 2, started nothing"),
     (f"{LAUNCH} --commfuse-chunk 2", 2, "is refused: unknown: --commfuse-chunk; did you mean"),
 )
 MACHINE = (ROOT / "configs" / "hardware" / "ascend_910b_server.yaml").read_bytes()
@@ -72,18 +68,18 @@ QUESTIONS = (
     ("plan -- ls", "the launch 'ls' is none that can be read; give pretrain_gpt.py ARGS, torchr"),
     ("plan -- --bf16", "--num-layers, --hidden-size, --num-attention-heads, --seq-length"),
     ("plan", "give a launch script, a folder of profiles, or --model NAME"),
-    ("plan nowhere", "'nowhere' is no launch script and no folder of profiles"),
+    ("plan llama3_8b", "'llama3_8b' is no file and no folder; give a launch script, a"),
     ("plan empty.yaml", "empty.yaml holds nothing, not a mapping of name: value"),
     ("plan file --tp 2", "--tp: no effect on what a script starts; leave it out"),
     ("plan there", "'there' has no profile, *_ascend_pt, in it; record it with torch_npu.profiler"),
     ("plan there --hardware x", "--hardware: no effect on a profile; leave it out"),
     ("plan there --json no/such/x.json", "no/such, which is not there; make it, or choose"),
     ("plan there --jsn x.json", "unknown: --jsn x.json; did you mean --json?"),
-    ("plan goof.sh", "'goof.sh' is no launch script and no folder of profiles; did you mean good"),
+    ("plan goof.sh", "a folder of profiles, or --model NAME; did you mean good.sh?"),
     ("simulate --model machine.yaml", "machine.yaml describes a machine; give it as --hardware"),
     ("simulate --model quoted.yaml", "hidden_size: a number as text; leave the quotes out"),
     ("simulate --dp 2048", "16384 NPUs are more than the 8192 of 1024 nodes of 8; choose smaller"),
-    ("simulate --tp 3", "of 14336: 8 is not divisible by TP 3; choose TP 2 or 4"),
+    ("simulate --tp 3", "their common divisor 8 is not divisible by TP 3; choose TP 2 or 4"),
     ("bench --works mlp,mpl", "'mpl' is unknown; choose from mlp, layers, micro-batches; did you"),
     ("bench --forms our-c4", "'our-c4' is unknown; choose from p2p, slices-2, "),
     ("bench --ratios nan", "--ratios: 'nan': ratios are numbers from 0 to 100"),

@@ -23,7 +23,8 @@ def test_a_supported_set_on_npus_is_ready(tmp_path: Path) -> None:
     home.mkdir(parents=True)
     (home / "ascend_toolkit_install.info").write_text("package_name=a\nversion=8.3.RC1\n", "utf-8")
     variables = {"ASCEND_HOME_PATH": str(tmp_path / "cann"), "CUDA_DEVICE_MAX_CONNECTIONS": "1",
-                 "HCCL_CONNECT_TIMEOUT": "1200", "HCCL_DETERMINISTIC": "true"}  # fmt: skip
+                 "HCCL_CONNECT_TIMEOUT": "1200", "HCCL_DETERMINISTIC": "true",
+                 "ATB_HOME_PATH": "/atb"}  # fmt: skip
     info = CommandResult(0, INFO_A2.replace("Warning", "OK     "))
     report = diagnose(machine(variables, stack(tmp_path), {**NPU_ANSWERS, "npu-smi info": info}))
     assert {finding.level for finding in report.findings} == {"ok"}

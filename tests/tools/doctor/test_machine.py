@@ -27,6 +27,7 @@ from tests.tools.doctor.machines import INFO_A3, NPU_ANSWERS, machine, only, sum
         ("TASK_QUEUE_ENABLE", {"0": "warning", None: "ok"}),
         ("STREAMS_PER_DEVICE", {None: "ok", "32": "ok", "8": "warning", "16": "warning"}),
         ("HIGH_AVAILABILITY", {None: "ok", "recover": "warning"}),
+        ("ATB_HOME_PATH", {None: "note", "/usr/local/atb": "ok"}),
         ("HCCL_DETERMINISTIC", {None: "note", "false": "note", "TRUE": "ok"}),
     ],
 )  # fmt: skip

@@ -36,14 +36,14 @@ EXPERTS = "--num-experts 8 --moe-grouped-gemm --expert-model-parallel-size 4"
 ULYSSES = "--context-parallel-size 2 --context-parallel-algo ulysses_cp_algo"
 
 
-def script(options: str, processes: int = 8, program: str = "pretrain_gpt.py") -> str:
+def script(options: str) -> str:
     return f"""\
 #!/bin/bash
 export CUDA_DEVICE_MAX_CONNECTIONS=1
 NODES=1
 MASTER_ADDR="your master node IP"
 DISTRIBUTED_ARGS="
-    --nproc_per_node {processes} \\
+    --nproc_per_node 8 \\
     --nnodes $NODES \\
     --master_addr $MASTER_ADDR
 "
@@ -52,5 +52,5 @@ MODEL_ARGS="
     {options}
 "
 mkdir -p logs
-torchrun $DISTRIBUTED_ARGS {program} $MODEL_ARGS --data-path your data path | tee logs/train.log
+torchrun $DISTRIBUTED_ARGS pretrain_gpt.py $MODEL_ARGS --data-path your data path | tee logs/log
 """

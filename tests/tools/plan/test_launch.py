@@ -15,6 +15,7 @@ from tests.tools.plan.launches import CONFIG, EXPERTS, MODEL, TP, script
 
 Plan = Callable[..., dict[str, Any]]
 MANY = "--global-batch-size 64 --bf16"
+WIDE = "--global-batch-size 1 --nproc_per_node 16 --tensor-model-parallel-size 16"
 
 
 @pytest.fixture
@@ -43,6 +44,12 @@ def test_the_fastest_form_that_can_be_launched_is_named(plan: Plan, capsys) -> N
     assert min(times, key=times.__getitem__) == "--commfuse-fb-overlap"
     assert times["--use-commfuse"] < times[""]
     assert {"--use-ascend-coc", "--use-ascend-mc2"} < set(forms)
+    assert report["notes"][0] == "no --vocab-size: simulated with 32000 tokens"
+    beside = "with --commfuse-fb-overlap 97% of a stage's forwards run beside a backward"
+    assert report["notes"][-1] == beside
+    vocabulary = plan(f"{TP} {MANY} --padded-vocab-size 128256")
+    assert by_flags(vocabulary)[""]["seconds"] > times[""]
+    assert not [note for note in vocabulary["notes"] if "vocab" in note]
 
 
 @pytest.mark.parametrize(
@@ -58,6 +65,9 @@ def test_the_fastest_form_that_can_be_launched_is_named(plan: Plan, capsys) -> N
          "backward overlap (no tensor, expert or context parallelism, so nothing to hide), no "
          "fused layers (--tensor-model-parallel-size 1: a group of one transfers nothing; ", ""),
         ("--global-batch-size 2", "Add --use-ascend-mc2", ""),
+        # Short blocks: nothing would be fused.
+        (WIDE, "Nothing to add: no forward-backward overlap (one micro-batch", "a group of 16"),
+        (f"{WIDE} --commfuse-chunks 1", "Add --use-commfuse: fused layers. The gain is", "spans"),
     ],
 )  # fmt: skip
 def test_what_is_not_simulated_or_refused_is_said(
@@ -73,7 +83,10 @@ def test_a_refused_form_is_not_recommended(plan: Plan) -> None:
     forms = by_flags(report)
     assert "inside of MC2's kernels" in forms["--commfuse-fb-overlap"]["obstacle"]
     assert "--use-ascend-mc2" in forms["--use-commfuse"]["obstacle"]
-    assert "--commfuse" not in report["verdict"].partition(":")[0]
+    assert forms["--use-ascend-mc2"]["used"]
+    coc = forms["--use-ascend-coc"]["obstacle"]
+    assert coc == "--use-ascend-mc2: MindSpeed refuses CoC and MC2 together; leave it out"
+    assert report["verdict"].startswith("Nothing to add: MC2 is in use, no forward-backward")
     forms = by_flags(plan(f"{TP} {MANY} --use-commfuse --commfuse-ulysses"))
     reason = "--commfuse-ulysses needs --context-parallel-size of at least 2: "
     assert forms["--use-commfuse"]["obstacle"].startswith(reason)
@@ -84,6 +97,18 @@ def test_a_refused_form_is_not_recommended(plan: Plan) -> None:
     assert forms["--use-commfuse"]["seconds"] == forms[""]["seconds"]
     fused = by_flags(plan(f"{short} --commfuse-chunks 1"))
     assert fused["--use-commfuse"]["seconds"] > fused[""]["seconds"]
+
+
+def test_a_form_that_may_need_more_memory_than_there_is_is_named(plan: Plan) -> None:
+    stages = f"{TP} {MANY} --pipeline-model-parallel-size 2"
+    tight = plan(f"{stages} --num-layers 48")
+    assert tight["verdict"].endswith("MiB of an NPU are usable.")
+    megatron, overlap = (form["mebibytes"] for form in tight["forms"][:2])
+    assert megatron <= tight["usable"] < overlap
+    # Overlap in 1F1B that takes more memory is not for a virtual pipeline.
+    virtual = plan(f"{stages} --num-virtual-stages-per-pipeline-rank 2")
+    flags = [report["forms"][1]["flags"] for report in (tight, virtual)]
+    assert flags == ["--commfuse-fb-overlap --commfuse-fb-overlap-memory", "--commfuse-fb-overlap"]
 
 
 def test_scripts_start_from_mindspeed_llms_root(tmp_path: Path) -> None:
@@ -125,7 +150,7 @@ def test_what_would_be_fused_and_what_is_wrong_is_listed(plan: Plan, capsys) -> 
     rough = "--commfuse-attention: simulated without splitting attention by queries"
     assert rough in split["notes"]
     wrong = plan("--tensor-model-parallel-size 3 --sequence-parallel", code=1)
-    assert wrong["verdict"].startswith("As it is, the launch would fail at its start: common div")
+    assert wrong["verdict"].startswith("As it is, the launch would fail at its start: 16 attention")
     assert (wrong["layers"], wrong["schedule"]) == ([], "")
     assert f"\nerror: {wrong['problems'][0]}\n" in capsys.readouterr().out
 

@@ -57,14 +57,6 @@ def test_layers_with_short_blocks_stay_megatrons(options: str, rows: int, least:
     assert not [note for note in of("--seq-length 64").notes if "blocks" in note], "not at TP 1"
 
 
-def test_layers_that_are_left_are_named() -> None:
-    (note,) = of(
-        f"{TP} --defer-embedding-wgrad-compute --attention-dropout 0.1 --commfuse-dp"
-    ).notes
-    assert note.startswith("output (defer_embedding_wgrad_compute keeps the gradients")
-    assert note.endswith(" stay Megatron's")
-
-
 # ------------------------------------------------------------------ what does not go together
 
 ALONE = f"{FUSED} --tensor-model-parallel-size 1 --attention-dropout 0.0"
@@ -152,6 +144,7 @@ def test_what_starts_but_is_not_as_meant_is_noted(line: str, note: str) -> None:
         (f"{TP} --context-parallel-size 2", ["--commfuse-dp"]),
         (f"{TP} {ULYSSES}", ["--commfuse-ulysses", "--commfuse-dp"]),
         (f"{TP} --nproc_per_node 4", ["--commfuse-attention"]),
+        ("--config --nproc_per_node 16", ["--commfuse-attention", "--commfuse-dp"]),
         # At TP 1 nothing else is fused.
         ("", ["--commfuse-dp"]),
         ("--use-custom-fsdp", []),
@@ -159,11 +152,14 @@ def test_what_starts_but_is_not_as_meant_is_noted(line: str, note: str) -> None:
     ],
 )
 def test_our_other_options(options: str, also: list[str]) -> None:
-    notes = [note for note in of(options).notes if note.endswith(" can be given, too")]
+    against = obstacles(asked(options)) if "--config" in options else of(options)
+    notes = [note for note in against.notes if note.endswith(" can be given, too")]
     assert notes == [f"with --use-commfuse {', '.join(also)} can be given, too"] * bool(also)
 
 
-def test_an_invalid_schedule_is_refused() -> None:
+def test_a_schedule_is_that_of_the_launch() -> None:
+    assert asked("--config").schedule.chunks == 2
+    assert asked("--config --commfuse-tuning on").schedule.chunks == 1
     with pytest.raises(PlanError, match="taper is 9"):
         plan_launch(asked("--config --commfuse-taper 9"), SERVER)
 
@@ -214,8 +210,19 @@ def test_a_layout_is_described(options: str, layout: str) -> None:
     assert plan.layout == layout
 
 
+def test_deterministic_reductions_take_longer() -> None:
+    line = f"torchrun --nproc_per_node 8 pretrain_gpt.py {MODEL} {TP} --global-batch-size 8 --bf16"
+    plain, exact = (
+        plan_launch(asked(f"{variable} {line}"), SERVER).forms[0].seconds
+        for variable in ("A=b", "HCCL_DETERMINISTIC=true")
+    )
+    assert plain is not None
+    assert exact is not None
+    assert plain < exact
+
+
 def test_a_layout_that_does_not_fit_is_a_problem() -> None:
     plan = plan_launch(asked(f"--nproc_per_node 2 {MODEL} {TP}"), SERVER)
     (problem,) = plan.problems
-    assert problem.startswith("NNODES times NPUS_PER_NODE 2 is not divisible by TP*PP*CP = 4*1*1")
+    assert problem.startswith("number of NPUs 2 is not divisible by TP*PP*CP = 4*1*1 = 4; choose")
     assert plan.verdict == f"As it is, the launch would fail at its start: {problem}"

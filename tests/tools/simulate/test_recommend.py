@@ -116,7 +116,7 @@ def test_what_is_given_decides() -> None:
     [
         (LLAMA3_70B, SERVER, 1, {}, r"no layout of 1 NPUs fits 8192 tokens and .*memory"),
         (LLAMA3_8B, SERVER, 8200, {}, "choose from 1 to 8192"),
-        (LLAMA3_8B, SERVER, 6, {"tp": 6}, "1 x common divisor of 32 attention heads, 8 query"),
+        (LLAMA3_8B, SERVER, 6, {"tp": 6}, "1 x 32 attention heads, 8 query groups and feed-"),
         (LLAMA3_8B, SERVER, 20, {}, "--npus 20 is more than a host of 8 .* choose 16 or 24"),
         (LLAMA3_8B, SERVER, 8, {"tp": 2, "pp": 3}, "8 is not divisible by --tp 2 times --pp 3 = 6"),
     ],
