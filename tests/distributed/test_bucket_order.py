@@ -39,3 +39,16 @@ def test_a_start_needs_nobody_else(rank: int, batched: bool) -> None:
             assert tensor.view(3, 8)[:, 0].tolist() == [0, 1, 2]
         else:
             assert (shard(tensor, 3, rank) == 3).all()
+
+
+@on_ranks(2)
+def test_a_batch_is_posted_after_those_of_earlier_buckets(rank: int) -> None:
+    """The first bucket has memory for one of its three pieces."""
+    buckets = Buckets(transport(True), BucketOptions(Schedule(lanes=1, chunks=3)))
+    with mock.patch(SCRATCH, 0):
+        first, second = (buckets.reduce_scatter(torch.ones(12)) for _ in range(2))
+    assert not first.running.all_posted
+    assert second.running._at == 0
+    first.wait()
+    assert second.running._at > 0
+    second.wait()
