@@ -76,8 +76,8 @@ def recommend(
         fixed: sizes that the user has fixed.
 
     Returns:
-        The best form of each of the best layouts, and the best without CommFuse, shortest step
-        first; and how many layouts fit, and why others do not.
+        The best form of each of the best layouts, and the best with and without CommFuse, shortest
+        step first; and how many layouts fit, and why others do not.
 
     Raises:
         NoLayoutError: no layout fits.
@@ -126,9 +126,14 @@ def recommend(
         """The best form of every layout, shortest step first."""
         return sorted((min(c, key=seconds) for c in by_layout.values() if c), key=seconds)
 
-    # Forms of ours take long to simulate: only where they can be among the layouts that are shown.
+    def every(ours: bool) -> list[_Candidate]:
+        found = (c for candidates in by_layout.values() for c in candidates)
+        return sorted((c for c in found if c.form.ours == ours), key=seconds)
+
+    # Forms of ours take long to simulate: only where they can be among those that are shown.
     for bound, setup, form in sorted(bounds, key=seconds):
-        if bound >= ranked()[:_RANKED][-1].seconds:
+        shown = [*every(True)[:1], *ranked()[:_RANKED]]
+        if every(True) and bound >= max(map(seconds, shown)):
             break
         found = by_layout[setup.layout._replace(vpp=1)]
         found.append(_Candidate(Step(machine, setup).time(form).seconds, setup, form))
@@ -144,10 +149,10 @@ def recommend(
             f"{model.global_batch_size}: {'; '.join(counts)}; take another --npus, a shorter "
             "--sequence-length, another --micro-batch, or leave sizes open"
         )
-    others = [other for found in by_layout.values() for other in found if not other.form.ours]
-    shown = {id(row): row for row in (*best[:_RANKED], min(others, key=seconds))}
+    shown = [*best[:_RANKED], *every(True)[:1], *every(False)[:1]]
     fits = f"{len(best)} layouts fit {limit(hardware) / 2**30:.1f} GiB ({USABLE:.0%} of an NPU)"
-    rows = [timed(row.training, row.form, hardware) for row in sorted(shown.values(), key=seconds)]
+    unique = sorted({id(row): row for row in shown}.values(), key=seconds)
+    rows = [timed(row.training, row.form, hardware) for row in unique]
     return rows, "; not: ".join([fits, *(["; ".join(counts)] * bool(counts))])
 
 

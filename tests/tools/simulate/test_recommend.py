@@ -90,23 +90,30 @@ def test_pipelines_are_interleaved_where_that_is_faster() -> None:
     assert best(odd).training.layout == Layout(1, 1, 1, 2)
 
 
-def test_forms_of_ours_are_simulated_where_they_can_be_among_the_best(monkeypatch) -> None:
+@pytest.mark.parametrize(("overlap", "megatron"), [(0.25, 2.5), (3.0, 0.5)])
+def test_forms_of_ours_are_simulated_where_they_can_be_among_the_best(
+    overlap: float, megatron: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     simulated: dict[str, dict[tuple[int, ...], float]] = {}
 
     def time(step: Step, form: Variant, *, free: bool = False) -> StepTime:
         layout = step.training.layout
         bound = layout.pp + layout.cp / 10
-        seconds = bound + {"compute": 0, "fb_overlap": 0.25, "megatron": 2.5}[form.kind]
+        times = {"compute": 0, "fb_overlap": overlap, "megatron": megatron}
+        seconds = bound + times[form.kind]
         simulated.setdefault(form.kind, {})[layout[:4]] = seconds
         return StepTime(seconds, seconds, 0.0)
 
     monkeypatch.setattr(Step, "time", time)
     rows, _ = recommend(replace(SMALL, global_batch_size=32), SERVER, 16, fixed=Fixed(tp=1))
-    ours = [bound + 0.25 for bound in sorted(simulated["compute"].values())]
-    assert [row.typical for row in rows if row.form.ours] == ours[:5]
-    assert [row.typical for row in rows if not row.form.ours] == [ours[0] + 2.25]
-    assert set(simulated["fb_overlap"].values()) == {step for step in ours if step - 0.25 < ours[4]}
-    assert len(simulated["fb_overlap"]) < len(ours) == len(simulated["megatron"])
+    bounds = sorted(simulated["compute"].values())
+    ours, others = ([bound + more for bound in bounds] for more in (overlap, megatron))
+    best = set(sorted(map(min, zip(ours, others, strict=True)))[:5])
+    assert [row.typical for row in rows] == sorted({*best, ours[0], others[0]})
+    assert {row.typical for row in rows if row.form.ours} == {*best, ours[0]} & {*ours}
+    longest = max(*best, ours[0])
+    assert set(simulated["fb_overlap"].values()) == {b + overlap for b in bounds if b < longest}
+    assert len(simulated["fb_overlap"]) < len(bounds) == len(simulated["megatron"])
 
 
 @pytest.mark.parametrize(("gib", "chosen"), [(18.0, "none"), (14.0, "full")])
