@@ -153,7 +153,7 @@ def _main(arguments: argparse.Namespace) -> int:
         rows.append(timed(setup, form, hardware, 1 if arguments.typical else len(CORNERS)))
     first = best(rows)
     summary, *why = verdict(rows, hardware)
-    print_verdict(summary, True)
+    print_verdict(summary, first.fits)
     flags = " ".join(launching(first.form, setup)) or "none, it is Megatron's order"
     title = f"{model_path.stem}, {setup.model.seq_length} tokens, {layout.npus} NPUs"
     print(*why, "", f"Options of this form: {flags}.", sep="\n")

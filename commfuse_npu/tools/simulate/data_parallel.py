@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 
 from commfuse_npu.hardware.machine import ITEM_BYTES
 
-__all__ = ["GRADIENT_BYTES", "bucket_parameters", "buckets", "exposed", "exposed_end"]
+__all__ = ["GRADIENT_BYTES", "buckets", "exposed", "exposed_end"]
 
 GRADIENT_BYTES = 4
 """Gradients are summed in fp32."""
@@ -49,18 +49,13 @@ def exposed(
     return late, exposed_end(forward, order, back) if overlaps[1] else sum(back)
 
 
-def bucket_parameters(ranks: int) -> int:
-    """Number of parameters at which a bucket is closed by default in Megatron (core 0.12)."""
-    return max(40_000_000, 1_000_000 * ranks)
-
-
 def buckets(parameters: Sequence[float], ranks: int) -> list[list[int]]:
-    """Layers by bucket, in backward order; a bucket is closed when it is large enough.
+    """Layers by bucket, in backward order; Megatron's default size (core 0.12) closes one.
 
     Args:
         parameters: of each layer on one NPU, from first to last layer.
     """
-    limit = bucket_parameters(ranks)
+    limit = max(40_000_000, 1_000_000 * ranks)
     groups: list[list[int]] = [[]]
     held = 0.0
     for layer in reversed(range(len(parameters))):

@@ -122,9 +122,11 @@ class Group:
             if (time := seconds(other)) < best:
                 fastest, best = other, time
         built = self.build(fastest, build, 0)
+        # A single operation has been tried in every way but by collectives in Megatron's order.
+        ways = variant.tuned if len(built.ways) > 1 else ()
         for operation, usual in built.ways.items():
             fixed = fastest
-            for way in (*variant.tuned, *([None] if operation in built.either else [])):
+            for way in (*ways, *([None] if operation in built.either else [])):
                 tried = replace(fixed, chosen=(*fixed.chosen, (operation, way)))
                 if way != usual and (time := seconds(tried)) < best:
                     fastest, best = tried, time

@@ -25,7 +25,7 @@ _RANK = re.compile(r" (block|partial for) \d+")
 def layer_picture(step: Step, variants: Mapping[str, Variant]) -> Picture:
     """A Gantt chart of one layer in each of these variants."""
     rows = [lanes(name, step.parts(variant)) for name, variant in variants.items()]
-    title = "One layer of one micro-batch, forward then backward"
+    title = "One layer, forward and backward"
     return gantt(title, "ms, typical figures; lower is better", rows)
 
 

@@ -173,11 +173,6 @@ def _form(rank: Rank, inner: int, *, kernel: bool = True) -> Kind:
     return kind if kind == "plain" or (supported and rank.sequence_parallel) else "megatron"
 
 
-def _measured_kernel(rank: Rank, name: str, gemm: float, size: float) -> None:
-    """CoC's kernel, which others have measured; ``size`` is in bytes per block."""
-    rank.compute(name, rank.machine.coc_kernel(gemm, size, rank.size))
-
-
 class _Mc2:
     """MC2's kernel: the tiles that its host chooses, and a layout conversion of the weight."""
 
@@ -246,7 +241,7 @@ def _gather_gemm(rank: Rank, name: str, rows: int, inner: int, outer: int) -> tu
     machine, n, form = rank.machine, rank.size, _form(rank, inner)
     whole, block = machine.gemm(rows * n, inner, outer), rows * inner * ITEM_BYTES
     if form == "kernel":
-        _measured_kernel(rank, name, whole, block)
+        rank.compute(name, machine.coc_kernel(whole, block, n))
         return ()
     if form == "mc2":
         # The own block first, then tiles of the other ranks as they arrive; one launch for all.
@@ -290,7 +285,7 @@ def _gemm_scatter(
     whole, block = machine.gemm(rows * n, inner, outer), rows * outer * ITEM_BYTES
     waits: tuple[int, ...] = ()
     if form == "kernel":
-        _measured_kernel(rank, name, whole, block)
+        rank.compute(name, machine.coc_kernel(whole, block, n))
     elif form == "mc2":
         # One tile of all blocks at a time, each followed by its transfer.
         cut = _Mc2(rank, "scatter", rows, inner, outer)

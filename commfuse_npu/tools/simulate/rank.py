@@ -27,7 +27,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-from commfuse_npu.hardware.machine import ITEM_BYTES, SUM_BYTES, Machine
+from commfuse_npu.hardware.machine import ITEM_BYTES, Machine
 from commfuse_npu.plan.instructions import (
     Add,
     AheadEnd,
@@ -261,12 +261,7 @@ class Rank:
             works: seconds of compute instructions, by name.
         """
         key = self._key(operation)
-        widths = dict(columns)
-        items = dict.fromkeys(columns, ITEM_BYTES)
-        for scratch in program.scratch:
-            widths[scratch.name] = scratch.columns
-            wide = scratch.wide and self.variant.sums == "once"
-            items[scratch.name] = SUM_BYTES if wide else ITEM_BYTES
+        widths = {**columns, **{scratch.name: scratch.columns for scratch in program.scratch}}
 
         def width(span: Span) -> int:
             if span.columns is not None:
@@ -274,7 +269,7 @@ class Rank:
             return widths[span.buffer]
 
         def size(span: Span) -> float:
-            return span.rows * width(span) * items[span.buffer]
+            return float(span.rows * width(span) * ITEM_BYTES)
 
         def message(end: End) -> Message:
             step, _, source, target, _ = end.transfer

@@ -1,7 +1,8 @@
 """Finds the best layout and form for a model on a cluster.
 
-Every layout that fits the model, the NPUs and their memory is simulated in every form at typical
-figures, and the best of them then on all five machines of the hardware's ranges (see
+Every layout that fits the model, the NPUs and their memory is simulated at typical figures: in
+every form but ours, and in ours if a step without the transfers of its layers would be among the
+best.  The best are then simulated on all five machines of the hardware's ranges (see
 :mod:`.sweep`).  The number of machines on which the order is the same shows how reliable the
 recommendation is.
 """
@@ -19,10 +20,10 @@ from commfuse_npu.tools.model_config import ModelConfig
 from commfuse_npu.tools.simulate.footprint import USABLE, footprint, limit
 from commfuse_npu.tools.simulate.links import PlacementError
 from commfuse_npu.tools.simulate.pipeline import interleaves
-from commfuse_npu.tools.simulate.step import Layout, Recompute
+from commfuse_npu.tools.simulate.step import Layout, Recompute, Step, Training
 from commfuse_npu.tools.simulate.sweep import training
 from commfuse_npu.tools.simulate.timed import Timed, timed
-from commfuse_npu.tools.simulate.variants import forms
+from commfuse_npu.tools.simulate.variants import COMPUTE_ONLY, Variant, forms
 from commfuse_npu.tools.terminal import tell
 
 __all__ = ["Fixed", "NoLayoutError", "recommend"]
@@ -50,6 +51,14 @@ class Fixed(NamedTuple):
 _OPEN = Fixed()
 
 
+class _Candidate(NamedTuple):
+    """A training in a form, and the seconds of its step at typical figures."""
+
+    seconds: float
+    training: Training
+    form: Variant
+
+
 def recommend(
     model: ModelConfig,
     hardware: Hardware,
@@ -67,8 +76,8 @@ def recommend(
         fixed: sizes that the user has fixed.
 
     Returns:
-        The best form of each of the best layouts, and the best without CommFuse, shortest step
-        first; and how many layouts fit, and why others do not.
+        The best form of each of the best layouts, and the best with and without CommFuse, shortest
+        step first; and how many layouts fit, and why others do not.
 
     Raises:
         NoLayoutError: no layout fits.
@@ -78,8 +87,10 @@ def recommend(
     _check_npus(hardware, npus, fixed)
     sequence = sequence or model.seq_length
     batch = micro_batch or model.micro_batch_size
+    machine, seconds = hardware.machine(), attrgetter("seconds")
     refused: dict[str, list[str]] = {}
-    by_layout: dict[Layout, list[Timed]] = {}
+    by_layout: dict[Layout, list[_Candidate]] = {}
+    bounds: list[_Candidate] = []
     for layout in _layouts(model, hardware, npus, fixed, batch):
         tell(f"TP {layout.tp}, CP {layout.cp}, PP {layout.pp}, DP {layout.dp}, chunks {layout.vpp}")
         choices: tuple[Recompute, ...] = (fixed.recompute,) if fixed.recompute else ("none", "full")
@@ -89,17 +100,19 @@ def recommend(
         try:
             for choice in choices:
                 setup = training(model, layout, sequence, micro_batch=batch, recompute=choice)
+                step = Step(machine, setup)
                 exact = [
-                    form
-                    for form in forms(hardware.machine(), setup)
-                    if form.flags is not None and form.exact
+                    form for form in forms(machine, setup) if form.flags is not None and form.exact
                 ]
                 fitting = [
                     form
                     for form in exact
                     if footprint(setup, form, hardware).total <= limit(hardware)
                 ]
-                found += [timed(setup, form, hardware, corners=1) for form in fitting]
+                for form in fitting:
+                    time = step.time(COMPUTE_ONLY if form.ours else form)
+                    candidates = bounds if form.ours else found
+                    candidates.append(_Candidate(time.seconds, setup, form))
                 if fitting == exact:
                     break  # recomputation makes room; without that need it is never faster
         except (ConfigError, PlacementError) as error:
@@ -108,24 +121,39 @@ def recommend(
             # Reasons that differ only in their numbers count as one.
             kind = " ".join(word for word in reason.split() if not any(c.isdigit() for c in word))
             refused.setdefault(kind, []).append(reason)
+
+    def ranked() -> list[_Candidate]:
+        """The best form of every layout, shortest step first."""
+        return sorted((min(c, key=seconds) for c in by_layout.values() if c), key=seconds)
+
+    def every(ours: bool) -> list[_Candidate]:
+        found = (c for candidates in by_layout.values() for c in candidates)
+        return sorted((c for c in found if c.form.ours == ours), key=seconds)
+
+    # Forms of ours take long to simulate: only where they can be among those that are shown.
+    for bound, setup, form in sorted(bounds, key=seconds):
+        shown = [*every(True)[:1], *ranked()[:_RANKED]]
+        if every(True) and bound >= max(map(seconds, shown)):
+            break
+        found = by_layout[setup.layout._replace(vpp=1)]
+        found.append(_Candidate(Step(machine, setup).time(form).seconds, setup, form))
     counts = [
         f"{len(reasons)} x {reasons[0]}"
         + ", and the like" * (len(reasons) > 1 and reasons[0] != kind)
         for kind, reasons in sorted(refused.items(), key=lambda item: -len(item[1]))
     ]
-    seconds = attrgetter("typical")
-    ranked = sorted((min(found, key=seconds) for found in by_layout.values() if found), key=seconds)
-    if not ranked:
+    best = ranked()
+    if not best:
         raise NoLayoutError(
             f"no layout of {npus} NPUs fits {sequence} tokens and a global batch of "
             f"{model.global_batch_size}: {'; '.join(counts)}; take another --npus, a shorter "
             "--sequence-length, another --micro-batch, or leave sizes open"
         )
-    others = [row for found in by_layout.values() for row in found if not row.form.ours]
-    shown = {id(row): row for row in (*ranked[:_RANKED], min(others, key=seconds))}
-    fits = f"{len(ranked)} layouts fit {limit(hardware) / 2**30:.1f} GiB ({USABLE:.0%} of an NPU)"
-    rows = [timed(row.training, row.form, hardware) for row in shown.values()]
-    return sorted(rows, key=seconds), "; not: ".join([fits, *(["; ".join(counts)] * bool(counts))])
+    shown = [*best[:_RANKED], *every(True)[:1], *every(False)[:1]]
+    fits = f"{len(best)} layouts fit {limit(hardware) / 2**30:.1f} GiB ({USABLE:.0%} of an NPU)"
+    unique = sorted({id(row): row for row in shown}.values(), key=seconds)
+    rows = [timed(row.training, row.form, hardware) for row in unique]
+    return rows, "; not: ".join([fits, *(["; ".join(counts)] * bool(counts))])
 
 
 def _check_npus(hardware: Hardware, npus: int, fixed: Fixed) -> None:

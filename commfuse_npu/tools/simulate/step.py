@@ -26,7 +26,7 @@ from commfuse_npu.tools.simulate.links import PlacementError
 from commfuse_npu.tools.simulate.llama import LayerShape
 from commfuse_npu.tools.simulate.pipeline import one_forward_one_backward, side_by_side
 from commfuse_npu.tools.simulate.training import Kind, Layout, Recompute, Training
-from commfuse_npu.tools.simulate.variants import COMPUTE_ONLY, MEGATRON, Variant
+from commfuse_npu.tools.simulate.variants import MEGATRON, Variant
 
 __all__ = ["LayerTime", "Layout", "Recompute", "Step", "StepTime", "Training"]
 
@@ -258,7 +258,7 @@ class Step:
         """Seconds of the embedding, including the reduce-scatter of its rows (or a gather)."""
         shape = self.training.shape
         seconds = self.machine.memory(2.0 * shape.rows * shape.row_bytes)
-        if variant.kind == COMPUTE_ONLY.kind:
+        if variant.kind == "compute":
             return seconds
         group = Group(self.machine, shape.ranks)
         return seconds + collective_seconds(group, float(shape.block * shape.row_bytes))

@@ -9,7 +9,7 @@ from typing import Any
 
 from commfuse_npu.hardware.description import Hardware
 from commfuse_npu.tools.markdown import table_row
-from commfuse_npu.tools.simulate.footprint import Footprint, footprint
+from commfuse_npu.tools.simulate.footprint import USABLE, Footprint, footprint, limit
 from commfuse_npu.tools.simulate.launch_options import launching
 from commfuse_npu.tools.simulate.step import Step, Training
 from commfuse_npu.tools.simulate.sweep import CORNERS, Range
@@ -32,6 +32,7 @@ class Timed:
         seconds: of a step on each machine, the typical one first.
         exposed: seconds by which a step is longer than without the time of any transfer.
         memory: of the fullest NPU.
+        fits: whether an NPU has that memory.
     """
 
     training: Training
@@ -39,6 +40,7 @@ class Timed:
     seconds: tuple[float, ...]
     exposed: tuple[float, ...]
     memory: Footprint
+    fits: bool = True
 
     @property
     def typical(self) -> float:
@@ -69,7 +71,7 @@ class Timed:
             *(f"{mark}{self.form.name}{mark}", self.step),
             Range.of(self.exposed).text(_show),
             self.tokens.text("{:.0f}".format),
-            f"{self.memory.total / 2**30:.1f} GiB",
+            f"{self.memory.total / 2**30:.1f} GiB" + (not self.fits) * ", too much",
         )
 
     def as_json(self) -> dict[str, Any]:
@@ -84,6 +86,7 @@ class Timed:
             "exposed": Range.of(self.exposed)._asdict(),
             "tokens": self.tokens._asdict(),
             "memory_bytes": self.memory.total,
+            "fits": self.fits,
         }
 
     @property
@@ -103,13 +106,14 @@ def timed(training: Training, form: Variant, hardware: Hardware, corners: int = 
     seconds = tuple(step.time(form).seconds for step in steps)
     free = [step.time(COMPUTE_ONLY, free=True).seconds for step in steps]
     exposed = tuple(time - bound for time, bound in zip(seconds, free, strict=True))
-    return Timed(training, form, seconds, exposed, footprint(training, form, hardware))
+    memory = footprint(training, form, hardware)
+    return Timed(training, form, seconds, exposed, memory, memory.total <= limit(hardware))
 
 
 def best(rows: Sequence[Timed]) -> Timed:
-    """The shortest step that a launch can have, with Megatron's bits."""
+    """The shortest step that a launch can have, with Megatron's bits; first of what fits."""
     launched = (row for row in rows if row.form.flags is not None and row.form.exact)
-    return min(launched, key=attrgetter("typical"))
+    return min(launched, key=lambda row: (not row.fits, row.typical))
 
 
 def table(rows: Sequence[Timed]) -> str:
@@ -122,7 +126,15 @@ def table(rows: Sequence[Timed]) -> str:
 def verdict(rows: Sequence[Timed], hardware: Hardware) -> Iterator[str]:
     """The recommendation in one line, then how it compares, as a Markdown list."""
     first = best(rows)
-    yield f"Recommended: {first.name}, a step in {first.step}."
+    if first.fits:
+        rows = [row for row in rows if row.fits]
+        yield f"Recommended: {first.name}, a step in {first.step}."
+    else:
+        yield (
+            f"No form fits {limit(hardware) / 2**30:.1f} GiB ({USABLE:.0%} of an NPU): choose "
+            "larger sizes or full recomputation. "
+            f"The shortest: {first.name}, a step in {first.step}."
+        )
     yield ""
     named = {id(first)}
 

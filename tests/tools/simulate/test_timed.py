@@ -95,6 +95,20 @@ def test_the_verdict_compares_with_each_kind_once() -> None:
     assert "- Next: " not in "".join(why), "it has its line"
 
 
+def test_what_an_npu_has_no_memory_for_is_not_recommended() -> None:
+    found = [replace(row, fits=row.form.name != "commfuse-tuned") for row in rows(STEPS)]
+    assert best(found).form.name == "coc-4"
+    assert table(found).count("15.0 GiB, too much |") == 1
+    first, _, *why = verdict(found, SERVER)
+    assert first.startswith("Recommended: TP 8, CP 1, PP 1, DP 1, coc-4")
+    assert "commfuse-tuned" not in "".join(why)
+    first, *_ = verdict([replace(row, fits=False) for row in found], SERVER)
+    assert first.startswith("No form fits 57.6 GiB (90% of an NPU): choose larger sizes")
+    large = training(replace(MODEL, num_layers=320), SETUP.layout, 8192, micro_batches=1)
+    sizes = [timed(job, FORMS["megatron"], SERVER, corners=1).fits for job in (SETUP, large)]
+    assert sizes == [True, False]
+
+
 def test_a_row_is_what_is_simulated() -> None:
     typical = timed(SETUP, FORMS["mc2"], SERVER, corners=1)
     row = timed(SETUP, FORMS["mc2"], SERVER)
