@@ -59,12 +59,17 @@ case " ${GPT_ARGS[*]} $* " in
 esac
 case " $* " in
     *" --mock-data "* | *" --data-path"* | *" --train-data-path"*) ;;
-    *) DATA_ARGS+=(--data-path "${DATA_PATH:?set it to the prefix of the preprocessed data, or pass --mock-data}") ;;
+    *)
+        needed="set it to the prefix of the preprocessed data, or pass --mock-data"
+        DATA_ARGS+=(--data-path "${DATA_PATH:?$needed}") ;;
 esac
 
-CKPT_ARGS=(--ckpt-format torch ${CKPT_SAVE_DIR:+--save "$CKPT_SAVE_DIR"} ${CKPT_LOAD_DIR:+--load "$CKPT_LOAD_DIR"})
+CKPT_ARGS=(--ckpt-format torch ${CKPT_SAVE_DIR:+--save "$CKPT_SAVE_DIR"})
+CKPT_ARGS+=(${CKPT_LOAD_DIR:+--load "$CKPT_LOAD_DIR"})
 # Converted weights have no optimizer state.
-[ "${CKPT_LOAD_DIR:-}" = "${CKPT_SAVE_DIR:-}" ] || CKPT_ARGS+=(${CKPT_LOAD_DIR:+--no-load-optim --no-load-rng})
+if [ "${CKPT_LOAD_DIR:-}" != "${CKPT_SAVE_DIR:-}" ]; then
+    CKPT_ARGS+=(${CKPT_LOAD_DIR:+--no-load-optim --no-load-rng})
+fi
 OUTPUT_ARGS=(
     --log-interval 1 --log-throughput --save-interval 2000 --eval-interval 2000 --eval-iters 0
 )
