@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple, get_args
 
 from commfuse_npu.config_file import ConfigError, read_config
 from commfuse_npu.did_you_mean import did_you_mean
-from commfuse_npu.hardware.machine import FusedKernel, Level, LinkTopology, Machine
+from commfuse_npu.hardware.machine import Level, LinkTopology, Machine
 
 __all__ = ["Choice", "Figure", "Hardware", "described"]
 
@@ -211,11 +211,8 @@ class Hardware:
             for section, rules in _RULES.items()
             for name in rules.keys() & {entry.name for entry in fields(Machine)}
         }
-        values["coc_fused"] = FusedKernel(
-            value("rivals.coc_fused_hidden"),
-            value("rivals.coc_fused_hidden_gemm"),
-            value("inside.rate") * value("rivals.coc_fused_efficiency"),
-        )
+        # Of the rate of a link, as ``inside.efficiency`` is: the machine has the ratio.
+        values["coc_fused_efficiency"] /= value("inside.efficiency")
         values["cores"] = round(values["cores"])
         values["hbm_bandwidth"] *= value("npu.hbm_efficiency")
         values["ordered_sums"] *= self.deterministic

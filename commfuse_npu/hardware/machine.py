@@ -17,7 +17,6 @@ __all__ = [
     "ITEM_BYTES",
     "SUM_BYTES",
     "TILE",
-    "FusedKernel",
     "Level",
     "LinkTopology",
     "Machine",
@@ -58,29 +57,6 @@ class Level:
 
 
 @dataclass(frozen=True)
-class FusedKernel:
-    """A kernel that overlaps a GEMM and a transfer, with figures that others measured.
-
-    Attributes:
-        hidden: share of the transfer time that is hidden if the GEMM is longer.
-        hidden_gemm: share of the GEMM time that is hidden if the transfer is longer.
-        rate: bytes/s per link and direction that its transfer reaches.
-    """
-
-    hidden: float
-    hidden_gemm: float
-    rate: float
-
-    def seconds(self, gemm: float, transfer: float) -> float:
-        """Time of the kernel, from the times of the GEMM and of the transfer alone."""
-        share = self.hidden if gemm >= transfer else self.hidden_gemm
-        return gemm + transfer - share * min(gemm, transfer)
-
-
-NO_KERNEL = FusedKernel(0.0, 0.0, 1.0)
-
-
-@dataclass(frozen=True)
 class Machine:
     """One value per figure; ``configs/hardware/*.yaml`` explains the figures.
 
@@ -103,7 +79,9 @@ class Machine:
     between: Level | None
     batched: bool
     message_copies: float = 0.0
-    coc_fused: FusedKernel = NO_KERNEL
+    coc_fused_hidden: float = 0.0
+    coc_fused_hidden_gemm: float = 0.0
+    coc_fused_efficiency: float = 1.0
     mc2_grows: float = 0.0
     ordered_sums: float = 0.0
     expert_launches: float = 36.0
@@ -154,10 +132,14 @@ class Machine:
         return 1 + self.ordered_sums * ranks / 8
 
     def coc_kernel(self, gemm: float, size: float, ranks: int) -> float:
-        """Seconds of CoC's kernel with a GEMM and a collective over blocks of ``size`` bytes."""
-        latency, slower = self.inside.latency, self.inside.rate / self.coc_fused.rate
-        transfer = latency + slower * (self.collective(size, ranks) - latency)
-        return self.coc_fused.seconds(gemm, transfer)
+        """Seconds of CoC's kernel with a GEMM and a collective over blocks of ``size`` bytes.
+
+        It hides a share of the shorter of both.  Its efficiency is relative to ``inside.rate``.
+        """
+        latency = self.inside.latency
+        transfer = latency + (self.collective(size, ranks) - latency) / self.coc_fused_efficiency
+        hidden = self.coc_fused_hidden if gemm >= transfer else self.coc_fused_hidden_gemm
+        return gemm + transfer - hidden * min(gemm, transfer)
 
     def buffered(self, size: float) -> float:
         """Seconds of the copies of a ``size``-byte message through buffers at both of its ends.

@@ -97,3 +97,11 @@ def test_from_so_many_outputs_on_nothing_is_left_to_hide(topology: str, size: in
     assert waits(least // 2) > 0
     for without in 1, 2 * machine.npus_per_node:
         assert min_outputs_to_hide(machine, without) is None
+
+
+def test_cocs_kernel_hides_a_share_of_the_shorter_of_gemm_and_transfer() -> None:
+    shares = {"coc_fused_hidden": 0.9, "coc_fused_hidden_gemm": 0.8, "coc_fused_efficiency": 0.5}
+    machine = ideal("switched", latency=1.0, **shares)
+    transfer = 1 + 2 * (4 - 1) * 10
+    assert machine.coc_kernel(100.0, 10.0, 4) == pytest.approx(100 + transfer * 0.1)
+    assert machine.coc_kernel(50.0, 10.0, 4) == pytest.approx(50 * 0.2 + transfer)

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from commfuse_npu.tools.simulate.training import Training
 
 __all__ = ["COC", "COC_FUSED", "COMPUTE_ONLY", "FB_OVERLAP", "MC2", "MEGATRON", "REFERENCE", "Kind",
-           "Sums", "Variant", "Way", "Wgrad", "direct", "forms", "fused"]  # fmt: skip
+           "Variant", "Way", "direct", "forms", "fused"]  # fmt: skip
 
 Kind = Literal["compute", "plain", "megatron", "sliced", "kernel", "mc2", "fused", "fb_overlap"]
 
@@ -87,10 +87,6 @@ class Variant:
     tuned: tuple[Way, ...] = ()
     chosen: tuple[tuple[str, Way], ...] = ()
     flags: str | None = None
-
-    @property
-    def schedule(self) -> Schedule | None:
-        return self.way if isinstance(self.way, Schedule) else None
 
     @property
     def ours(self) -> bool:

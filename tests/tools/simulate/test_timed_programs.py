@@ -20,17 +20,13 @@ from commfuse_npu.plan.instructions import (
     WaitEvent,
 )
 from commfuse_npu.plan.program import Program
-from commfuse_npu.plan.rules import (
-    column_backward,
-    gather_gemm,
-    gemm_scatter,
-)
+from commfuse_npu.plan.rules import Wgrad, column_backward, gather_gemm, gemm_scatter
 from commfuse_npu.plan.schedule import RankSpec
 from commfuse_npu.tools.simulate import linear, llama
 from commfuse_npu.tools.simulate.launches import ASIDE, COMPUTE, Operation
 from commfuse_npu.tools.simulate.llama import LayerShape
 from commfuse_npu.tools.simulate.rank import Rank, rest
-from commfuse_npu.tools.simulate.variants import Variant, Wgrad
+from commfuse_npu.tools.simulate.variants import Variant
 from tests.tools.simulate.machines import ideal
 
 SIZE, ROWS, INPUTS, OUTPUTS = 6, 8, 48, 60
