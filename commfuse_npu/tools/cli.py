@@ -81,8 +81,8 @@ def _answer(words: list[str]) -> int:
     if words and words[0] in by_name:
         module, _ = by_name[words[0]]
         try:
-            words = [words[0], *_SHORT.get(words[0], ()), *words[1:]]
-            return int(import_module(f"commfuse_npu.tools.{module}").main(words[1:]))
+            asked = [*_SHORT.get(words[0], ()), *words[1:]]
+            return int(import_module(f"commfuse_npu.tools.{module}").main(asked))
         except ModuleNotFoundError as error:
             if error.name not in _PACKAGES:
                 raise
