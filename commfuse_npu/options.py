@@ -21,6 +21,7 @@ __all__ = [
     "OPTIONS",
     "add_arguments",
     "given_options",
+    "keeps_short_blocks",
     "option_name",
     "schedule_for",
     "unknown_option",
@@ -168,6 +169,11 @@ def given_options(args: argparse.Namespace) -> argparse.Namespace:
     return argparse.Namespace(
         **{name: DEFAULTS[name] if value is None else value for name, value in given.items()}
     )
+
+
+def keeps_short_blocks(options: argparse.Namespace) -> bool:
+    """Whether short blocks keep Megatron's order; given chunks, or tuning, fuse any length."""
+    return options.commfuse_chunks is None and options.commfuse_tuning != "on"
 
 
 def value_of(words: Sequence[str], option: str) -> str | None:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from commfuse_npu.ops import BucketOptions, LinearOptions
-from commfuse_npu.options import given_options
+from commfuse_npu.options import given_options, keeps_short_blocks
 from commfuse_npu.plan import DATA_PARALLEL_LANES, default_chunks
 from commfuse_npu.refusals import IncompatibleOptionsError, Needs, check_compatible, missing
 from commfuse_npu.tuning import Tuning, default_folder
@@ -144,8 +144,7 @@ def register_wrappers(
     wrappers = LinearWrappers(
         linear_options(args),
         options.commfuse_layers,
-        # An explicit number of chunks, or tuning, already determines how blocks are cut.
-        limited=options.commfuse_tuning != "on" and options.commfuse_chunks is None,
+        limited=keeps_short_blocks(options),
         rows=rows_of_blocks(args),
         hidden=hidden_size(args),
     )

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+from commfuse_npu.options import keeps_short_blocks
 from commfuse_npu.plan import min_rows_to_fuse
 from commfuse_npu.plan.slots import paired_microbatches, slots
 from commfuse_npu.refusals import REFUSALS_OF, Needs, missing
@@ -78,7 +79,8 @@ def obstacles(launch: AskedLaunch) -> Obstacles:
         if idle:
             notes.append(f"{option} has no effect: {idle}")
     layers = judge(options, fuse.commfuse_layers, fuse.commfuse_attention)
-    least = _min_rows(launch)
+    limited = keeps_short_blocks(fuse)
+    least = min_rows_to_fuse(size, config.hidden_size) if limited else 0
     if size > 1 and rows < least:
         notes.append(
             f"its blocks have {rows} rows, and with fewer than {least} Megatron's own order is "
@@ -133,14 +135,6 @@ def _own_options(launch: AskedLaunch) -> Iterator[tuple[str, str, str]]:
     yield ulysses, missing(ulysses, needs), ""
     alone = config.data_parallel_size == 1 == config.context_parallel_size
     yield dp, missing(dp, needs), "DP 1 transfers nothing" if alone else ""
-
-
-def _min_rows(launch: AskedLaunch) -> int:
-    fuse, config = launch.fuse, launch.config
-    # An explicit number of chunks, or tuning, means that blocks of any length are fused.
-    chosen = fuse.commfuse_chunks or fuse.commfuse_tuning == "on"
-    size, hidden = config.tensor_model_parallel_size, config.hidden_size
-    return 0 if chosen else min_rows_to_fuse(size, hidden)
 
 
 def _overlap(launch: AskedLaunch, refused: Sequence[str]) -> tuple[str, float | None]:
