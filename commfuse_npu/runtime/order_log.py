@@ -23,7 +23,7 @@ The reader compiles a program again from its rule and arguments, for this rank i
 group; ``ranks`` are global ranks.  The log does not contain other communication of the job, such as
 collectives of other groups, nor the collectives of an op that runs without lanes.
 
-A post costs a line of about 12 bytes and some microseconds, the start of a program about 300 bytes.
+A post costs a line of about 12 bytes and some microseconds, the start of a program about 450 bytes.
 If a line cannot be written (a full disk), recording ends with a warning and the job continues.
 """
 
