@@ -83,7 +83,8 @@ def test_everything_is_measured_described_and_shown(measured: Path, capsys: Any)
     assert all(figures[name] == base[name] for name in figures.keys() - ours)
     options = ["--hardware", str(described), "--model", "llama3_8b", "--tp", "2"]
     assert simulate([*options, "--sequence-length", "4096"]) == 0
-    assert "Megatron" in capsys.readouterr().out
+    # Bold if it is the fastest, which depends on this machine.
+    assert re.search(r"\| (\*\*)?megatron(\*\*)? \| \d", capsys.readouterr().out)
 
     page = (measured / "measured.md").read_text()
     assert ours == set(re.findall(r"^\| (\w+\.\w+) \|", page, re.MULTILINE))
