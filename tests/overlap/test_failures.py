@@ -123,6 +123,8 @@ def test_ctrl_c_at_any_instruction_ends_both_sides(rank: int) -> None:
 
     for at in itertools.count(1):
         left = at
+        # From Python 3.12 on settrace reports instructions only if a frame on the stack asks for it.
+        sys._getframe().f_trace_opcodes = True
         sys.settrace(trace)
         try:
             overlap.run(lambda: side(FORWARD, 2), lambda: side(BACKWARD, 3))
