@@ -6,9 +6,8 @@ operators' documentation and MindSpeed's calls, and were never compared with an 
 computed in fp32 and rounded once to the dtype of the input; an NPU kernel rounds elsewhere.
 Anything that is not emulated raises NotImplementedError; no call silently returns something else.
 
-Gradients: ``npu_rms_norm``, ``npu_swiglu`` and ``npu_rotary_mul`` through the torch operations they
-consist of; ``npu_fusion_attention`` by ``npu_fusion_attention_grad`` from the saved statistics, as
-on the device; the others have none.
+``npu_rms_norm``, ``npu_swiglu``, ``npu_rotary_mul`` and ``npu_fusion_attention`` have gradients,
+through the torch operations they consist of; the others have none.
 """
 
 from __future__ import annotations
