@@ -179,32 +179,22 @@ def _train_and_compare(options: Options, run: Run, folder: Path) -> int:
         for way, records in runs.items()
         for problem in degeneracies(records)
     ]
-    fused = runs["commfuse"]
+    reference, fused = runs["reference"], runs["commfuse"]
     if not any(r.fused for r in fused) and not all(r.pairs for r in fused):
         problems.append("commfuse run: nothing was fused")
     for problem in problems:
         print(f"inconclusive: {problem}")
-    return 0 if _equal(runs, _tolerance(options)) and not problems else 1
-
-
-def _tolerance(options: Options) -> float:
-    """Largest allowed relative difference of losses; 0 to require equal bits everywhere."""
-    if not any(name in options for name in _OTHER_ROUNDING):
-        return 0.0
-    return 2**-9 if "--bf16" in options or "--fp16" in options else 1e-6
-
-
-def _equal(runs: dict[str, list[Record]], tolerance: float) -> bool:
-    reference, commfuse = runs["reference"], runs["commfuse"]
-    lines = differences(reference, commfuse)
-    if tolerance:
-        largest = largest_loss_difference(reference, commfuse)
-        print(f"same bits everywhere: {not lines}")
+    lines = differences(reference, fused)
+    equal = not lines
+    if any(name in options for name in _OTHER_ROUNDING):
+        print(f"same bits everywhere: {equal}")
+        tolerance = 2**-9 if "--bf16" in options or "--fp16" in options else 1e-6
+        largest = largest_loss_difference(reference, fused)
         equal = largest <= tolerance
         print(f"losses equal within {tolerance:g} relative: {equal} ({largest:.3g})", flush=True)
-        return equal
-    print(*lines, f"identical: {not lines}", sep="\n", flush=True)
-    return not lines
+    else:
+        print(*lines, f"identical: {equal}", sep="\n", flush=True)
+    return 0 if equal and not problems else 1
 
 
 if __name__ == "__main__":

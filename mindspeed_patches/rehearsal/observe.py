@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from mindspeed_patches.patching import around
-from mindspeed_patches.rehearsal.records import Record
+from mindspeed_patches.rehearsal.records import NORM, Record
 from mindspeed_patches.state_hashes import optimizer_hash, weight_hashes
 
 __all__ = ["CollectiveCounter", "Observer"]
@@ -126,9 +126,11 @@ class Observer:
             result = train_step(*args, **kwargs)
         finally:
             self._collectives.active = False
-        losses, norm = result[0], result[5]
-        self.record.losses.append({name: _hex(value) for name, value in losses.items()})
-        self.record.grad_norms.append(None if norm is None else _hex(norm))
+        self.record.iterations += 1
+        for name, value in {**result[0], NORM: result[5]}.items():
+            if value is not None:  # a skipped iteration has no norm
+                key = f"iteration {self.record.iterations}, {name}"
+                self.record.numbers[key] = float(value).hex()
         return result
 
     def finish(self) -> None:
@@ -137,7 +139,7 @@ class Observer:
         Raises:
             RuntimeError: the script did not train.
         """
-        if self._optimizer is None or not self.record.grad_norms:
+        if self._optimizer is None or not self.record.iterations:
             raise RuntimeError(
                 f"the script never called {_TRAINING}.setup_model_and_optimizer and train_step, so "
                 "there is nothing to compare; is it a pretraining script of MindSpeed-LLM?"
@@ -153,7 +155,3 @@ class Observer:
             overlapping = getattr(feature, "overlapping", None)
             if overlapping is not None and overlapping.overlap is not None:
                 self.record.pairs = overlapping.overlap.pairs
-
-
-def _hex(value: Any) -> str:
-    return float(value).hex()

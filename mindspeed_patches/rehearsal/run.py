@@ -8,7 +8,7 @@ import shlex
 import sys
 import sysconfig
 from collections.abc import Mapping, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from commfuse_npu.tools.launch_script.bounded import last_lines, run_bounded
@@ -46,7 +46,7 @@ def worker_environment(stack: Stack, launch: Mapping[str, str], tools: Path) -> 
         (tools / name).write_text(f"#!/bin/sh\n{line}\n", "utf-8")
         (tools / name).chmod(0o755)
     for name, folders in (
-        ("PYTHONPATH", [*map(str, astuple(stack)), str(_PROJECT)]),
+        ("PYTHONPATH", [*map(str, stack), str(_PROJECT)]),
         ("PATH", [str(tools)]),
     ):
         environment[name] = os.pathsep.join(filter(None, [*folders, environment.get(name)]))
