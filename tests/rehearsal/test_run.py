@@ -11,12 +11,12 @@ import pytest
 from commfuse_npu.tools.launch_script import UsageError
 from mindspeed_patches.rehearsal import run as runs
 from mindspeed_patches.rehearsal.__main__ import main
-from mindspeed_patches.rehearsal.run import Run, RunFailedError, worker_environment
+from mindspeed_patches.rehearsal.run import RunFailedError, train, worker_environment
 from mindspeed_patches.rehearsal.stack import Stack, find_stack
 
 
-def with_torch_npu(folder: Path, code: str, timeout: float) -> Run:
-    """A run whose worker imports a torch_npu module with this code."""
+def failed_with_torch_npu(folder: Path, code: str, timeout: float) -> str:
+    """The error of a run whose worker imports a torch_npu module with this code."""
     package = folder / "path" / "torch_npu"
     package.mkdir(parents=True, exist_ok=True)
     (package / "__init__.py").write_text(code, "utf-8")
@@ -24,17 +24,21 @@ def with_torch_npu(folder: Path, code: str, timeout: float) -> Run:
     script.touch()
     stack = Stack(folder / "path", folder, folder)
     environment = worker_environment(stack, {"OF_THE_LAUNCH": "1"}, folder / "tools")
-    return Run(script, 1, folder, environment, timeout)
+    with pytest.raises(RunFailedError) as raised:
+        train(
+            *("reference", [], folder / f"records {timeout}"),
+            script=script, processes=1, folder=folder, environment=environment, timeout=timeout,
+        )  # fmt: skip
+    return str(raised.value)
 
 
 def test_a_failing_rank_is_quoted(tmp_path: Path) -> None:
-    run = with_torch_npu(tmp_path, "import os\nraise ImportError(os.environ['OF_THE_LAUNCH'])", 120)
-    with pytest.raises(RunFailedError, match="ImportError: 1") as raised:
-        run.start("reference", [], tmp_path / "records")
-    assert "0 of 1 ranks" in str(raised.value)
-    run = with_torch_npu(tmp_path, "import time\ntime.sleep(600)", 0.5)
-    with pytest.raises(RunFailedError, match=r"reference run did not end within 0 s \(--timeout"):
-        run.start("reference", [], tmp_path / "others")
+    code = "import os\nraise ImportError(os.environ['OF_THE_LAUNCH'])"
+    message = failed_with_torch_npu(tmp_path, code, 120)
+    assert "ImportError: 1" in message
+    assert "0 of 1 ranks" in message
+    message = failed_with_torch_npu(tmp_path, "import time\ntime.sleep(600)", 0.5)
+    assert "reference run did not end within 0 s (--timeout" in message
 
 
 def test_what_is_quoted_is_the_first_rank_that_failed(tmp_path: Path) -> None:
