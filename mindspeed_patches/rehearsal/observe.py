@@ -1,8 +1,7 @@
 """Records a training from inside: losses, gradient norms, collectives, weight hashes.
 
-MindSpeed's own patch manager wraps ``setup_model_and_optimizer`` and ``train_step`` after all
-features have registered their patches, so that the features' changes to these functions are kept.
-Collectives are wrapped before Megatron is imported.
+MindSpeed's own patch manager wraps ``setup_model_and_optimizer`` and ``train_step``; the collectives
+are wrapped before Megatron is imported.
 """
 
 from __future__ import annotations
@@ -17,12 +16,12 @@ import torch
 import torch.distributed as dist
 
 from mindspeed_patches.patching import around
+from mindspeed_patches.registration import wrap_training
 from mindspeed_patches.rehearsal.records import NORM, Record
 from mindspeed_patches.state_hashes import optimizer_hash, weight_hashes
 
 __all__ = ["CollectiveCounter", "Observer"]
 
-_TRAINING = "megatron.training.training"
 _COLLECTIVES = (
     *("all_reduce", "all_reduce_coalesced", "reduce", "broadcast"),
     *("all_gather", "all_gather_into_tensor", "_all_gather_base", "all_gather_coalesced"),
@@ -90,23 +89,8 @@ class Observer:
 
     def install(self) -> None:
         """Install before Megatron is imported, and before MindSpeed applies its features."""
-        from mindspeed.features_manager.features_manager import MindSpeedFeaturesManager
-
         self._collectives.install()
-        self._features = MindSpeedFeaturesManager
-        apply = self.apply_features_patches_wrapper(MindSpeedFeaturesManager.apply_features_patches)
-        MindSpeedFeaturesManager.apply_features_patches = staticmethod(apply)
-
-    @around
-    def apply_features_patches_wrapper(self, apply: Callable[..., None], args: Any) -> None:
-        """Register the wrappers behind those of all features."""
-        from mindspeed.patch_utils import MindSpeedPatchesManager
-
-        apply(args)
-        for wrapper in (self.setup_model_and_optimizer_wrapper, self.train_step_wrapper):
-            name = wrapper.__name__.removesuffix("_wrapper")
-            MindSpeedPatchesManager.register_patch(f"{_TRAINING}.{name}", wrapper)
-        MindSpeedPatchesManager.apply_patches()
+        wrap_training(self.setup_model_and_optimizer_wrapper, self.train_step_wrapper)
 
     @around
     def setup_model_and_optimizer_wrapper(
@@ -141,14 +125,16 @@ class Observer:
         """
         if self._optimizer is None or not self.record.iterations:
             raise RuntimeError(
-                f"the script never called {_TRAINING}.setup_model_and_optimizer and train_step, so "
-                "there is nothing to compare; is it a pretraining script of MindSpeed-LLM?"
+                "the script never called setup_model_and_optimizer and train_step, so there is "
+                "nothing to compare; is it a pretraining script of MindSpeed-LLM?"
             )
+        from mindspeed.features_manager.features_manager import MindSpeedFeaturesManager
+
         # Only now, because with --overlap-param-gather the last step's weights arrive late.
         self.record.weights_after = weight_hashes(self._model)
         self.record.optimizer_after = optimizer_hash(self._optimizer)
         self.record.collectives = dict(sorted(self._collectives.counts.items()))
-        for feature in self._features.FEATURES_LIST:
+        for feature in MindSpeedFeaturesManager.FEATURES_LIST:
             wrappers = getattr(feature, "wrappers", None)
             if feature.feature_name == "use_commfuse" and wrappers is not None:
                 self.record.calls = [(*key, count) for key, count in sorted(wrappers.calls.items())]
