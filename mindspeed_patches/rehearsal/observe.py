@@ -1,7 +1,7 @@
 """Records a training from inside: losses, gradient norms, collectives, weight hashes.
 
-MindSpeed's own patch manager wraps ``setup_model_and_optimizer`` and ``train_step``; the collectives
-are wrapped before Megatron is imported.
+MindSpeed's own patch manager wraps ``setup_model_and_optimizer`` and ``train_step``; the
+collectives are wrapped before Megatron is imported.
 """
 
 from __future__ import annotations
