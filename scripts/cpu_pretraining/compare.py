@@ -23,8 +23,9 @@ from itertools import pairwise
 from pathlib import Path
 
 from commfuse_npu.tools.report.charts import Bit, Picture, Row, gantt
+from commfuse_npu.tools.report.drawing import draw
 
-from .outcome import WARM_UP_ITERATIONS, Outcome, draw_picture
+from .outcome import WARM_UP_ITERATIONS, Outcome
 
 __all__ = ["draw_timelines", "forms", "identical", "report", "timelines"]
 
@@ -132,4 +133,8 @@ def draw_timelines(ranks: Mapping[str, Sequence[Outcome]], path: Path) -> str:
     """Draw :func:`timelines`; returns a line about the result."""
     if (picture := timelines(ranks)) is None:
         return f"{path} was not drawn: no iteration after the first {WARM_UP_ITERATIONS}"
-    return draw_picture(picture, "The same training without and with overlap", path)
+    try:
+        draw(picture, "The same training without and with overlap", path)
+    except (OSError, ValueError) as error:
+        return f"{path} was not drawn: {getattr(error, 'strerror', None) or error}"
+    return f"written: {path}"

@@ -1,32 +1,20 @@
-"""The results of a training: its losses and their picture, its times, and why it failed."""
+"""The results of a training: its losses, its times, and why it failed."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from commfuse_npu.tools.quartiles import Range, quartiles
-from commfuse_npu.tools.report.charts import Picture, lines
-from commfuse_npu.tools.report.drawing import draw
 
-__all__ = ["WARM_UP_ITERATIONS", "Outcome", "Wait", "draw_loss", "draw_picture"]
+__all__ = ["WARM_UP_ITERATIONS", "Outcome", "Wait"]
 
 WARM_UP_ITERATIONS = 3
 """Iterations that do not count: they create buffers and threads and prepare GEMM kernels."""
 
 Wait = tuple[float, float]
 """The start and the end of a rank's wait for a transfer, in seconds."""
-
-
-def draw_picture(picture: Picture, title: str, path: Path) -> str:
-    """Draw a picture; returns a line about the result."""
-    try:
-        draw(picture, title, path)
-    except (OSError, ValueError) as error:
-        return f"{path} was not drawn: {getattr(error, 'strerror', None) or error}"
-    return f"written: {path}"
 
 
 @dataclass
@@ -69,10 +57,3 @@ class Outcome:
     def seconds(self) -> Range:
         """Quartiles of those times."""
         return quartiles(self.counted)
-
-
-def draw_loss(outcome: Outcome, path: Path) -> str:
-    """Draw the loss over the iterations; returns a line about the result."""
-    curve = list(enumerate(outcome.losses, start=1))
-    picture = lines("lm loss, nats per byte, lower is better", "iteration", {"training": curve})
-    return draw_picture(picture, "Loss over the training", path)
