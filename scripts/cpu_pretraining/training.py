@@ -154,19 +154,14 @@ def _pace_on_all_ranks(rate: float) -> None:
             links that only seem to have a rate.
     """
     problem = pace(rate * 1e6)
-    if why := _first_reason(problem and f"rank {dist.get_rank()}: {problem}"):
+    problems = [""] * dist.get_world_size()
+    dist.all_gather_object(problems, problem and f"rank {dist.get_rank()}: {problem}")
+    if why := next(filter(None, problems), ""):
         raise UsageError(
             f"--link-rate {rate:g} cannot be set on {why}; leave --link-rate out for the loopback "
             "as it is, or run on Linux 4.20 or newer, outside of sandboxes that replace the "
             "kernel's sockets"
         )
-
-
-def _first_reason(reason: str) -> str:
-    """The reason of the first rank that has one, on all ranks; empty if none has. Collective."""
-    reasons = [reason] * dist.get_world_size()
-    dist.all_gather_object(reasons, reason)
-    return next(filter(None, reasons), "")
 
 
 class Training:
@@ -207,7 +202,9 @@ class Training:
             if args.link_rate is not None and self.iteration == 1:
                 # Some connections are only opened on the first use of their group.
                 _pace_on_all_ranks(args.link_rate)
-        self._finish_parameters()
+        if args.overlap_param_gather:  # complete it now instead of in the next forward
+            self.model.disable_forward_pre_hook(param_sync=True)
+            self.model.enable_forward_pre_hook()
         outcome.weights_sha256 = hash_over_ranks([self.model.module], self.optimizer)
         return outcome
 
@@ -297,9 +294,3 @@ class Training:
 
         inputs, labels = next(batches)
         return model(inputs, self.positions, self.mask, labels=labels), mean
-
-    def _finish_parameters(self) -> None:
-        """Complete an overlapped parameter gather now instead of in the next forward."""
-        if self.args.overlap_param_gather:
-            self.model.disable_forward_pre_hook(param_sync=True)
-            self.model.enable_forward_pre_hook()
