@@ -123,7 +123,8 @@ def refused(changes: dict[str, Any]) -> None:
     [
         ({"keep_prob": 0.9}, "keep_prob 0.9 is not emulated"),
         ({"padding_mask": X}, "padding_mask a tensor is not emulated on the CPU; leave it out"),
-        ({"sparse_mode": 3, "atten_mask": MASK[:4, :4]}, "sparse_mode 3 takes the compressed mask"),
+        *(({"sparse_mode": 3, "atten_mask": mask}, "sparse_mode 3 takes the compressed mask")
+          for mask in (MASK[:4, :4], ~MASK)),
         ({"head_num": 4}, r"Shape mismatch, 2 != 4"),
         ({"input_layout": "NSD"}, "input_layout 'NSD' is not"),
         (PACKED, r"end at \(0, 0\), .*; TND needs actual_seq_qlen"),

@@ -71,8 +71,10 @@ def test_what_differs_is_found_and_named() -> None:
     ]  # fmt: skip
     assert differences([other], []) == ["1 ranks against 0"]
     weights = {f"w{number}": "" for number in range(7)}
-    (more,) = differences([Record(0, weights_after=weights)], [Record(0)])
-    assert more.endswith("w0; w1; w2; w3; w4 and 2 more")
+    for runs in ([Record(0, weights_after=weights), Record(0)],
+                 [Record(0), Record(0, weights_after=weights)]):  # fmt: skip
+        (more,) = differences(runs[:1], runs[1:])
+        assert more.endswith("w0; w1; w2; w3; w4 and 2 more")
 
 
 def test_the_optimizers_moments_count() -> None:
