@@ -221,11 +221,13 @@ def fusion_attention_grad(
     )
     grad, out = (_spread(x, input_layout, n=head_num) for x in (dy, attention_in))
     with torch.enable_grad():
-        inputs = [x.detach().requires_grad_() for x in (query, key, value)]
-        scores, v = _scores_and_values(*inputs, head_num, input_layout, scale_value, **keywords)
+        q, k, v = (x.detach().requires_grad_() for x in (query, key, value))
+        scores, values = _scores_and_values(
+            q, k, v, head_num, input_layout, scale_value, **keywords
+        )
         weights = (scores - top).exp() / total
         # The softmax's backward subtracts the row sum of weight times gradient.
         common = (grad * out).sum(-1, keepdim=True)
         changes = grad, -common.expand_as(weights)
-        grads = torch.autograd.grad((weights @ v, weights), inputs, changes)
+        grads = torch.autograd.grad((weights @ values, weights), (q, k, v), changes)
     return *grads, query.new_empty(0), query.new_empty(0)

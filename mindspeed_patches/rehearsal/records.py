@@ -86,11 +86,11 @@ def differences(reference: Sequence[Record], commfuse: Sequence[Record]) -> list
         return [f"{len(reference)} ranks against {len(commfuse)}"]
     lines = []
     for a, b in zip(reference, commfuse, strict=True):
-        states = ({**r.weights_after, "optimizer state": r.optimizer_after} for r in (a, b))
+        after = [{**r.weights_after, "optimizer state": r.optimizer_after} for r in (a, b)]
         for when, left, right in (
             ("before the training", a.weights_before, b.weights_before),
             ("in the training", a.numbers, b.numbers),
-            ("after the training", *states),
+            ("after the training", after[0], after[1]),
         ):
             names = [name for name in left | right if left.get(name) != right.get(name)]
             more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
