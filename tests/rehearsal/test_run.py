@@ -83,27 +83,18 @@ def folders(tmp_path: Path) -> dict[str, str]:
     }
 
 
-def test_variables_name_the_checkouts(folders: dict[str, str]) -> None:
-    stack = find_stack(folders)
-    assert stack.mindspeed == Path(folders["MINDSPEED_HOME"])
-    assert stack.llm == Path(folders["MINDSPEED_LLM_HOME"])
-    assert stack.megatron == Path(folders["MEGATRON_HOME"])
-
-
-def test_folders_that_are_something_else_or_old_are_refused(folders, tmp_path: Path) -> None:
+def test_the_checkouts_are_found_by_variable_or_as_packages(folders, monkeypatch) -> None:
+    llm, mindspeed, megatron = (Path(folders[name]) for name in HOMES)
+    assert find_stack(folders) == (llm, mindspeed, megatron)
     with pytest.raises(UsageError, match=r"MEGATRON_HOME is .* no checkout of Megatron-LM"):
-        find_stack({**folders, "MEGATRON_HOME": str(tmp_path)})
-    Path(folders["MINDSPEED_LLM_HOME"], ADAPTOR).unlink()
+        find_stack({**folders, "MEGATRON_HOME": str(llm)})
+    # Users copy megatron into MindSpeed-LLM.
+    checkout(llm, "megatron/training/training.py")
+    monkeypatch.syspath_prepend(mindspeed)
+    assert find_stack({HOMES[0]: str(llm)}) == (llm, mindspeed, llm)
+    (llm / ADAPTOR).unlink()
     with pytest.raises(UsageError, match=r"2\.1\.0 or older"):
         find_stack(folders)
-
-
-def test_megatron_in_mindspeed_llm_and_packages_that_can_be_imported(folders, monkeypatch) -> None:
-    llm = checkout(Path(folders["MINDSPEED_LLM_HOME"]), "megatron/training/training.py")
-    del folders["MEGATRON_HOME"]
-    monkeypatch.syspath_prepend(folders.pop("MINDSPEED_HOME"))
-    stack = find_stack(folders)
-    assert (stack.megatron, stack.mindspeed.name) == (Path(llm), "ms")
 
 
 def test_what_the_command_refuses(folders, monkeypatch, capsys) -> None:
