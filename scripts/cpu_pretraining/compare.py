@@ -99,7 +99,9 @@ def _times(outcomes: Outcomes) -> Iterator[str]:
         )
 
 
-def draw_timelines(ranks: Mapping[str, Sequence[Outcome]], path: Path) -> str:
+def draw_timelines(
+    ranks: Mapping[str, Sequence[Outcome]], link_rate: float | None, path: Path
+) -> str:
     """Draw each form's fastest measured iteration: when a rank computed and waited.
 
     Args:
@@ -125,7 +127,7 @@ def draw_timelines(ranks: Mapping[str, Sequence[Outcome]], path: Path) -> str:
         waited = sum(bit.end - bit.start for bit in bits if bit.kind == "waiting") / len(lanes)
         text = f"{seconds:.3f} s, of which {waited / 1e3:.3f} s waiting for transfers"
         rows.append(Row(f"{form}, {_TITLES[form]}: {text}", lanes, tuple(bits)))
-    link = next(iter(ranks.values()))[0].link
+    link = f"links of {link_rate:g} MB/s" if link_rate is not None else "loopback"
     picture = gantt(f"The fastest iteration of each over {link}, measured", "milliseconds", rows)
     try:
         draw(picture, "The same training without and with overlap", path)

@@ -25,7 +25,6 @@ class Outcome:
         losses, times: of each iteration; seconds, a mean over the ranks.
         fastest, waits: seconds of the fastest iteration that counts, and this rank's waits for
             transfers in it.
-        link: description of the links between the ranks.
         weights_sha256: of all ranks' weights and optimizers.
         layers: lines about the layers and their calls.
         error, code: why the training failed, and the exit code for it.
@@ -35,7 +34,6 @@ class Outcome:
     times: list[float] = field(default_factory=list)
     fastest: float = math.inf
     waits: Sequence[Wait] = ()
-    link: str = "loopback"
     weights_sha256: str = ""
     layers: list[str] = field(default_factory=list)
     error: str = ""

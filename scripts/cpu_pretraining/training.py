@@ -195,7 +195,6 @@ class Training:
         args = self.args
         outcome = Outcome()
         if args.link_rate is not None:
-            outcome.link = f"links of {args.link_rate:g} MB/s"
             _pace_on_all_ranks(args.link_rate)
         while self.iteration < args.train_iters:
             outcome.add(*self._iteration())

@@ -108,4 +108,4 @@ def test_a_picture_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch) 
     monkeypatch.setattr("os.fsync", Mock(side_effect=OSError(errno.ENOSPC, "No space left")))
     path = tmp_path / "timelines.png"
     runs = {"megatron": [of_times(1, 1, 1, 2)]}
-    assert compare.draw_timelines(runs, path) == f"{path} was not drawn: No space left"
+    assert compare.draw_timelines(runs, 80.0, path) == f"{path} was not drawn: No space left"

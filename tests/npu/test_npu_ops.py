@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from einops import rearrange
 
 from mindspeed_patches.rehearsal.npu_ops import register_cpu_kernels
 
@@ -28,9 +29,8 @@ def test_without_torch_npu_it_says_what_is_missing() -> None:
 
 def _in(layout: str, x: torch.Tensor) -> torch.Tensor:
     """A tensor ``[B, A, S, D]`` in another layout."""
-    orders = {"SBH": (2, 0, 1, 3), "BSH": (0, 2, 1, 3), "BSND": (0, 2, 1, 3), "BNSD": (0, 1, 2, 3)}
-    x = x.permute(orders[layout])
-    return x.flatten(2) if layout in ("SBH", "BSH") else x
+    patterns = {"SBH": "s b (a d)", "BSH": "b s (a d)", "BSND": "b s a d", "BNSD": "b a s d"}
+    return rearrange(x, f"b a s d -> {patterns[layout]}")
 
 
 def _random(*shapes: tuple[int, ...]) -> list[torch.Tensor]:
