@@ -19,7 +19,6 @@ Rehearsed on CPU with MindSpeed-LLM and stand-ins, never run on an NPU.
 
 from __future__ import annotations
 
-import importlib
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -30,12 +29,11 @@ import torch.distributed as dist
 from commfuse_npu.runtime.child_process import die_with_parent
 from mindspeed_patches import launch
 from mindspeed_patches.patching import around
-from mindspeed_patches.registration import install
+from mindspeed_patches.registration import install, wrap_training
 from mindspeed_patches.state_hashes import hash_over_ranks
 
 __all__ = ["main"]
 
-_SETUP = "megatron.training.training.setup_model_and_optimizer"
 _POSTED = (
     *("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce"),
     *("_all_gather_base", "_reduce_scatter_base"),
@@ -73,21 +71,12 @@ class _Run:
             install()
         for name in _POSTED if self.blocking else ():
             setattr(dist, name, self.posted_wrapper(getattr(dist, name)))
-        manager = importlib.import_module("mindspeed.features_manager.features_manager")
-        features = manager.MindSpeedFeaturesManager
-        # Wrapped after all features, so that their changes to the set-up are included.
-        apply = self.apply_features_patches_wrapper(features.apply_features_patches)
-        features.apply_features_patches = staticmethod(apply)
+        wrap_training(self.setup_model_and_optimizer_wrapper)
 
     @around
-    def apply_features_patches_wrapper(self, apply: Callable[..., None], args: Any) -> None:
-        apply(args)
-        manager = importlib.import_module("mindspeed.patch_utils").MindSpeedPatchesManager
-        manager.register_patch(_SETUP, self.setup_wrapper)
-        manager.apply_patches()
-
-    @around
-    def setup_wrapper(self, setup: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def setup_model_and_optimizer_wrapper(
+        self, setup: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
         result = setup(*args, **kwargs)
         self._state = result[:2]
         return result
@@ -109,7 +98,8 @@ class _Run:
         """
         if self._state is None:
             raise RuntimeError(
-                f"the script never called {_SETUP}; is it a pretraining script of MindSpeed-LLM?"
+                "the script never called setup_model_and_optimizer; is it a pretraining script of "
+                "MindSpeed-LLM?"
             )
         free, total = torch.cuda.mem_get_info() if torch.cuda.is_available() else (0, 0)
         megabytes = (total - free) / 2**20  # the NPU's memory, under MindSpeed

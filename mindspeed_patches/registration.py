@@ -8,12 +8,13 @@ wraps the function that replaces the contents, before the import (run on CPU wit
 
 from __future__ import annotations
 
+import argparse
 import functools
 import importlib
 import importlib.util
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from commfuse_npu.packages import TOGETHER, WHY_WITHOUT, WITHOUT_MINDSPEED, find
 from mindspeed_patches.fb_overlap.feature import ForwardBackwardFeature
 from mindspeed_patches.feature import CommFuseFeature
 
-__all__ = ["install"]
+__all__ = ["install", "wrap_training"]
 
 _FEATURES = CommFuseFeature(), ForwardBackwardFeature()
 _APPLIES_PATCHES = ("mindspeed_llm.tasks.megatron_adaptor_v2", "mindspeed.megatron_adaptor")
@@ -54,6 +55,28 @@ def install() -> CommFuseFeature:
                 )
         _keep(_FEATURES, manager)
     return _FEATURES[0]
+
+
+def wrap_training(*wrappers: Callable[..., Any]) -> None:
+    """Wrap functions of ``megatron.training.training``, so that the features' changes are inside.
+
+    Call it before MindSpeed applies its patches.
+
+    Args:
+        wrappers: for the patch manager; ``train_step_wrapper`` is that of ``train_step``.
+    """
+    manager = _features_manager()
+    apply = manager.apply_features_patches
+
+    def apply_features_patches(args: argparse.Namespace) -> None:
+        apply(args)
+        patches = importlib.import_module("mindspeed.patch_utils").MindSpeedPatchesManager
+        for wrapper in wrappers:
+            name = wrapper.__name__.removesuffix("_wrapper")
+            patches.register_patch(f"megatron.training.training.{name}", wrapper)
+        patches.apply_patches()
+
+    manager.apply_features_patches = staticmethod(apply_features_patches)
 
 
 def _features_manager() -> Any:

@@ -59,10 +59,8 @@ def attention(
     shown: torch.Tensor,
     scale: float | None = None,
 ) -> torch.Tensor:
-    """``[S, B, A, D]``: softmax over the keys in ``shown``, zero for a query that sees none."""
+    """``[S, B, A, D]``: softmax over the keys in ``shown``."""
     heads = (x.repeat_interleave(q.shape[2] // x.shape[2], 2) for x in (q, k, v))
     q, k, v = (x.permute(1, 2, 0, 3) for x in heads)
     scores = q @ k.mT * (scale or q.shape[-1] ** -0.5)
-    # Not -inf: the softmax of a row of -inf is NaN, and so is its gradient.
-    weights = scores.masked_fill(~shown, -1e30).softmax(-1) * shown
-    return (weights @ v).permute(2, 0, 1, 3)
+    return (scores.masked_fill(~shown, -torch.inf).softmax(-1) @ v).permute(2, 0, 1, 3)

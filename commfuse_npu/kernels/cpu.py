@@ -112,7 +112,6 @@ def attention_forward(
     causal: bool,
     scale: float | None = None,
     pieces: Sequence[Piece] | None = None,
-    hidden: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
     """Attention of a chunk of queries over all keys that they may see.
 
@@ -121,9 +120,7 @@ def attention_forward(
         scores = q @ k^T * scale
         if causal:
             scores[i, j] = -inf where j > i + (Sk - Sq)
-        if hidden:
-            scores[i, j] = -inf where hidden[i, j]
-        out = softmax(scores) @ v                   # zero for a query that sees nothing
+        out = softmax(scores) @ v
 
     and with pieces, per piece::
 
@@ -137,11 +134,9 @@ def attention_forward(
         k, v: ``[Sk, B, G, D]``, the dtype of ``q``.
         causal: needs ``Sq <= Sk``.
         scale: of the scores; ``D ** -0.5`` by default.
-        pieces: of packed documents; needs ``causal``, excludes ``hidden``.  They cover all queries
-            of sample 0 in order, then those of the next sample, and the keys of each sample from
-            its first piece to its last without a gap.
-        hidden: bool, ``[B, 1, Sq, Sk]`` or ``[1, 1, Sq, Sk]``, True where a query does not see
-            a key.
+        pieces: of packed documents; needs ``causal``.  They cover all queries of sample 0 in order,
+            then those of the next sample, and the keys of each sample from its first piece to its
+            last without a gap.
 
     Returns:
         The output, of the shape and dtype of ``q``, and tensors with the statistics of the softmax
@@ -154,15 +149,11 @@ def attention_forward(
     lose digits.
     """
     groups = k.shape[2]
-    scores = _scores(q, k, causal, scale, pieces, hidden)
+    scores = _scores(q, k, causal, scale, pieces)
     # amax() of no keys raises, sum() does not.
     highest = scores.amax(-1, keepdim=True) if k.shape[0] else scores.sum(-1, keepdim=True)
-    if hidden is not None:
-        highest.clamp_(min=torch.finfo(highest.dtype).min)
     weights = scores.sub_(highest).exp_()
     total = weights.sum(-1, keepdim=True)
-    if hidden is not None:  # zeros for a query that sees no key
-        total.masked_fill_(total == 0, 1)
     out = weights.div_(total) @ _fold(v, groups)
     return _unfold(out, q), (highest, total)
 
@@ -180,7 +171,6 @@ def attention_backward(
     causal: bool,
     scale: float | None = None,
     pieces: Sequence[Piece] | None = None,
-    hidden: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The gradients of q, k and v for one call of :func:`attention_forward`.
 
@@ -197,7 +187,7 @@ def attention_backward(
     """
     groups = k.shape[2]
     highest, total = statistics
-    weights = _scores(q, k, causal, scale, pieces, hidden).sub_(highest).exp_().div_(total)
+    weights = _scores(q, k, causal, scale, pieces).sub_(highest).exp_().div_(total)
     grad_out = _fold(grad, groups)
     # The softmax's backward subtracts the row sum of weight times gradient.
     common = (grad_out * _fold(out, groups)).sum(-1, keepdim=True)
@@ -255,19 +245,16 @@ def _scores(
     causal: bool,
     scale: float | None,
     pieces: Sequence[Piece] | None,
-    hidden: torch.Tensor | None,
 ) -> torch.Tensor:
     """Scores ``[B, G, A/G * Sq, Sk]``, ``-inf`` where a query does not see a key."""
     groups, queries, keys = k.shape[2], q.shape[0], k.shape[0]
     scores = (_fold(q, groups) @ _fold(k, groups).mT).mul_(_scale(q, scale))
     per_head = scores.unflatten(2, (q.shape[2] // groups, queries))
     if pieces is not None:
-        hidden = _outside(pieces, q, keys)
+        per_head.masked_fill_(_outside(pieces, q, keys).unsqueeze(1), -torch.inf)
     elif causal:
         mask = torch.ones(queries, keys, dtype=torch.bool, device=q.device)
         per_head.masked_fill_(mask.triu_(keys - queries + 1), -torch.inf)
-    if hidden is not None:
-        per_head.masked_fill_(hidden.unsqueeze(1), -torch.inf)
     return scores
 
 

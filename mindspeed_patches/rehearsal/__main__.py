@@ -28,7 +28,8 @@ import importlib.util
 import signal
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 from commfuse_npu.tools.launch_script import UsageError
@@ -44,7 +45,7 @@ from mindspeed_patches.rehearsal.records import (
 )
 from mindspeed_patches.rehearsal.report import report_lines
 from mindspeed_patches.rehearsal.rewrite import commfuse_run, prepare, reference_run
-from mindspeed_patches.rehearsal.run import Run, RunFailedError, worker_environment
+from mindspeed_patches.rehearsal.run import RunFailedError, train, worker_environment
 from mindspeed_patches.rehearsal.scale import Layout, layout_of, scale_down
 from mindspeed_patches.rehearsal.stack import find_stack
 
@@ -122,14 +123,15 @@ def _rehearse(arguments: argparse.Namespace) -> int:
             settings = (f"{name}={value}" for name, value in sorted(launch.environment.items()))
             print("environment of the launch:", *settings)
         print("changes to the launch:", *launch.options.changes, sep="\n  ", flush=True)
-        run = Run(
+        records = temporary if arguments.output is None else _new_folder(arguments.output)
+        run = partial(
+            train,
             script=script,
             processes=layout.processes,
             folder=folder,
             environment=worker_environment(stack, launch.environment, temporary / "tools"),
             timeout=arguments.timeout,
         )
-        records = temporary if arguments.output is None else _new_folder(arguments.output)
         return _train_and_compare(launch.options, run, records)
 
 
@@ -168,43 +170,35 @@ def _new_folder(folder: Path) -> Path:
     return folder
 
 
-def _train_and_compare(options: Options, run: Run, folder: Path) -> int:
+def _train_and_compare(
+    options: Options, run: Callable[[str, Sequence[str], Path], list[Record]], folder: Path
+) -> int:
     runs: dict[str, list[Record]] = {}
     for way, words in WAYS.items():
-        print(f"--- the {way} run, {run.processes} processes", flush=True)
-        runs[way] = run.start(way, words(options), folder / way)
+        print(f"--- the {way} run", flush=True)
+        runs[way] = run(way, words(options), folder / way)
     print(*report_lines(runs), sep="\n")
     problems = [
         f"{way} run: {problem}"
         for way, records in runs.items()
         for problem in degeneracies(records)
     ]
-    fused = runs["commfuse"]
+    reference, fused = runs["reference"], runs["commfuse"]
     if not any(r.fused for r in fused) and not all(r.pairs for r in fused):
         problems.append("commfuse run: nothing was fused")
     for problem in problems:
         print(f"inconclusive: {problem}")
-    return 0 if _equal(runs, _tolerance(options)) and not problems else 1
-
-
-def _tolerance(options: Options) -> float:
-    """Largest allowed relative difference of losses; 0 to require equal bits everywhere."""
-    if not any(name in options for name in _OTHER_ROUNDING):
-        return 0.0
-    return 2**-9 if "--bf16" in options or "--fp16" in options else 1e-6
-
-
-def _equal(runs: dict[str, list[Record]], tolerance: float) -> bool:
-    reference, commfuse = runs["reference"], runs["commfuse"]
-    lines = differences(reference, commfuse)
-    if tolerance:
-        largest = largest_loss_difference(reference, commfuse)
-        print(f"same bits everywhere: {not lines}")
+    lines = differences(reference, fused)
+    equal = not lines
+    if any(name in options for name in _OTHER_ROUNDING):
+        print(f"same bits everywhere: {equal}")
+        tolerance = 2**-9 if "--bf16" in options or "--fp16" in options else 1e-6
+        largest = largest_loss_difference(reference, fused)
         equal = largest <= tolerance
         print(f"losses equal within {tolerance:g} relative: {equal} ({largest:.3g})", flush=True)
-        return equal
-    print(*lines, f"identical: {not lines}", sep="\n", flush=True)
-    return not lines
+    else:
+        print(*lines, f"identical: {equal}", sep="\n", flush=True)
+    return 0 if equal and not problems else 1
 
 
 if __name__ == "__main__":

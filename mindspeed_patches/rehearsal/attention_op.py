@@ -1,6 +1,6 @@
 """CPU kernels for torch_npu's attention, ``npu_fusion_attention``, and its gradient.
 
-The rules of :mod:`.npu_ops` apply here, too.
+Dense attention in plain torch; the rules of :mod:`.npu_ops` apply here, too.
 """
 
 from __future__ import annotations
@@ -11,14 +11,11 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from einops import EinopsError, rearrange
-from torch.nn.functional import pad
-
-from commfuse_npu.kernels import cpu
+from einops import rearrange, repeat
 
 __all__ = ["refuse", "register_attention"]
 
-
+_NAME = "npu_fusion_attention"
 _LAYOUTS = {
     "SBH": "s b (n d)",
     "BSH": "b s (n d)",
@@ -29,37 +26,30 @@ _LAYOUTS = {
 """``input_layout`` of attention; TND is treated as one batch of all tokens."""
 _COMPRESSED = 2048
 """Side of the triangular mask for the sparse modes 2, 3 and 4, whatever the lengths."""
-_STATISTICS = 8
-"""Number of copies of a row's maximum and sum in the operator's last dimension."""
 _FAR = 2147483647
 """The default of ``pre_tockens`` and ``next_tockens``: beyond any key."""
-_SHARED = (
-    *("query", "key", "value", "head_num", "input_layout", "atten_mask", "pre_tockens"),
-    *("next_tockens", "actual_seq_qlen", "actual_seq_kvlen", "sparse_mode"),
-)
-"""Arguments that forward and backward of attention share."""
 _NO_MATTER = {
     *("inner_precise", "gen_mask_parallel", "sync", "softmax_layout", "softmax_in"),
     *("seed", "offset", "numels"),
 }
 """Arguments that do not affect the result, or only dropout, which is refused separately."""
-_names: list[str] = []
-"""The arguments of attention, in the order of the wheel's schema."""
 
 
 def register_attention(library: torch.library.Library) -> None:
-    """Register the kernels of attention; its gradient calls the device's gradient operator."""
-    schema = torch.ops.npu.npu_fusion_attention.default._schema
-    _names[:] = [argument.name for argument in schema.arguments]
-    library.impl("npu_fusion_attention", _by_name, "CPU")
+    """Register the kernels of attention; autograd differentiates the forward's torch operations."""
+    names = [a.name for a in torch.ops.npu.npu_fusion_attention.default._schema.arguments]
     # That of 2.7.1 has no gradient of sink, and an additional result would end the process.
     grads = len(torch.ops.npu.npu_fusion_attention_grad.default._schema.returns)
-    library.impl(
-        "npu_fusion_attention_grad", lambda *a, **k: fusion_attention_grad(*a, **k)[:grads], "CPU"
-    )
-    torch.library.register_autograd(
-        "npu::npu_fusion_attention", _backward, setup_context=_keep, lib=library
-    )
+
+    def forward(*values: Any, **keywords: Any) -> tuple[Any, ...]:
+        """With positional arguments, which end with the last one that is given."""
+        return fusion_attention(**dict(zip(names, values, strict=False)), **keywords)
+
+    def backward(*values: Any, **keywords: Any) -> tuple[torch.Tensor, ...]:
+        return fusion_attention_grad(*values, **keywords)[:grads]
+
+    library.impl(_NAME, forward, "CompositeImplicitAutograd")
+    library.impl(f"{_NAME}_grad", backward, "CompositeImplicitAutograd")
 
 
 def refuse(operator: str, others: Mapping[str, object]) -> None:
@@ -111,49 +101,13 @@ def _hidden(
     return outside if mode == 4 else outside | mask.bool()
 
 
-def _check_modes(input_layout: str, sparse_mode: int, mask: torch.Tensor | None) -> None:
-    if sparse_mode not in range(5):
-        raise NotImplementedError(
-            f"npu_fusion_attention: sparse_mode {sparse_mode} is not emulated; 0 to 4 are"
-        )
-    if input_layout not in _LAYOUTS:
-        raise NotImplementedError(
-            f"npu_fusion_attention: input_layout {input_layout!r} is not emulated; use "
-            f"{', '.join(_LAYOUTS)}"
-        )
-    if mask is None or sparse_mode < 2:
-        return
-    triangle = _triangle()
-    if mask.shape[-2:] != triangle.shape or mask.numel() != triangle.numel():
-        raise ValueError(
-            f"npu_fusion_attention: sparse_mode {sparse_mode} takes the compressed mask, "
-            f"{tuple(triangle.shape)}, not {tuple(mask.shape)}; use sparse_mode 0 or 1 with it"
-        )
-    if not torch.equal(mask.view(triangle.shape).bool(), triangle):
-        raise ValueError(
-            f"npu_fusion_attention: sparse_mode {sparse_mode} takes a mask that is True above the "
-            "diagonal, where nothing may be seen; this one differs"
-        )
-
-
-def _spread(x: torch.Tensor, layout: str, **sizes: int) -> torch.Tensor:
-    """Rearrange to ``[S, B, A, D]``, the layout of :mod:`commfuse_npu.kernels.cpu`."""
-    batch = {"b": 1} if layout == "TND" else {}
-    return rearrange(x, f"{_LAYOUTS[layout]} -> s b n d", **sizes, **batch)
-
-
-def _gather(x: torch.Tensor, layout: str, size: int) -> torch.Tensor:
-    """The inverse of :func:`_spread`, with the first ``size`` features of each head."""
-    return rearrange(x[..., :size], f"s b n d -> {_LAYOUTS[layout]}").contiguous()
-
-
-def _attention(
-    operator: str,
+def _scores_and_values(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
     head_num: int,
     input_layout: str,
+    scale: float,
     *,
     atten_mask: torch.Tensor | None = None,
     keep_prob: float = 1.0,
@@ -163,50 +117,54 @@ def _attention(
     actual_seq_kvlen: Sequence[int] | None = None,
     sparse_mode: int = 0,
     **others: Any,
-) -> tuple[list[torch.Tensor], list[int], torch.Tensor | None]:
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Check the arguments that forward and backward share.
 
     Returns:
-        Query, key and value as ``[S, B, A, D]``, their head sizes, and the mask of hidden keys. The
-        values of latent attention have smaller heads; all are padded with zeros to the same D,
-        which does not change any other feature.
+        The scores ``[B, A, Sq, Sk]``, ``-inf`` where a query does not see a key, and the values
+        ``[B, A, Sk, D]``, both fp32.
     """
-    refuse(operator, {**others, "keep_prob": None if keep_prob == 1.0 else keep_prob})
-    _check_modes(input_layout, sparse_mode, atten_mask)
-    try:
-        q = _spread(query, input_layout, n=head_num)
-        k = _spread(key, input_layout, d=q.shape[-1])
-        v = _spread(value, input_layout, n=k.shape[2])
-        sizes = [x.shape[-1] for x in (q, k, v)]
-        q, k, v = (pad(x, (0, max(sizes) - x.shape[-1])) for x in (q, k, v))
-        cpu.check_attention(q, k, v)
-    except (EinopsError, ValueError) as error:
-        raise ValueError(
-            f"npu_fusion_attention: head_num {head_num}, query {tuple(query.shape)}, key "
-            f"{tuple(key.shape)} and value {tuple(value.shape)} in {input_layout} do not fit"
-        ) from error
-    rows = [len(q), len(k)]
-    window = atten_mask, sparse_mode, pre_tockens, next_tockens
-    if input_layout != "TND":
-        hidden = None if atten_mask is None else _hidden(*window, *rows).reshape(-1, 1, *rows)
-        return [q, k, v], sizes, hidden
-    if actual_seq_qlen is None or actual_seq_kvlen is None:
-        raise ValueError(
-            "npu_fusion_attention: TND needs actual_seq_qlen and actual_seq_kvlen, the ends of "
-            "the packed sequences"
+    refuse(_NAME, {**others, "keep_prob": None if keep_prob == 1.0 else keep_prob})
+    if sparse_mode not in range(5) or input_layout not in _LAYOUTS:
+        raise NotImplementedError(
+            f"{_NAME}: sparse_mode {sparse_mode} in input_layout {input_layout!r} is not emulated; "
+            f"use 0 to 4 in {', '.join(_LAYOUTS)}"
         )
-    ends = [[0, *actual_seq_qlen], [0, *actual_seq_kvlen]]
-    for bounds, count in zip(ends, rows, strict=True):
-        if bounds[-1] != count:
+    if atten_mask is not None and sparse_mode >= 2:
+        mask = atten_mask.view(atten_mask.shape[-2:]).bool()
+        if not torch.equal(mask, _triangle()):
             raise ValueError(
-                f"npu_fusion_attention: the packed sequences end at {bounds[-1:]}, the tensor has "
-                f"{count} rows; the rows behind would be uninitialized"
+                f"{_NAME}: sparse_mode {sparse_mode} takes the compressed mask, "
+                f"{tuple(_triangle().shape)} and True above the diagonal, where nothing may be "
+                f"seen; {tuple(mask.shape)} differs from it; use sparse_mode 0 or 1"
             )
-    hidden = torch.ones(1, 1, *rows, dtype=torch.bool)
-    for of_queries, of_keys in zip(*map(pairwise, ends), strict=True):
-        block = hidden[0, 0, slice(*of_queries), slice(*of_keys)]
-        block.copy_(_hidden(*window, *block.shape))
-    return [q, k, v], sizes, hidden
+    q = _spread(query, input_layout, n=head_num)
+    k = _spread(key, input_layout, d=q.shape[-1])
+    v = _spread(value, input_layout, n=k.shape[1])
+    k, v = (x.repeat_interleave(head_num // x.shape[1], 1) for x in (k, v))
+    rows = q.shape[2], k.shape[2]
+    window = atten_mask, sparse_mode, pre_tockens, next_tockens
+    if input_layout == "TND":
+        ends = [[0, *(given or ())] for given in (actual_seq_qlen, actual_seq_kvlen)]
+        last = ends[0][-1], ends[1][-1]
+        if last != rows:
+            raise ValueError(
+                f"{_NAME}: the packed sequences end at {last}, the tensors have {rows} rows; TND "
+                "needs actual_seq_qlen and actual_seq_kvlen, the ends of all sequences"
+            )
+        hidden = torch.ones(rows, dtype=torch.bool)
+        for of_queries, of_keys in zip(*map(pairwise, ends), strict=True):
+            block = hidden[slice(*of_queries), slice(*of_keys)]
+            block.copy_(_hidden(*window, *block.shape))
+    else:
+        hidden = _hidden(*window, *rows)
+    return (q @ k.mT * scale).masked_fill(hidden, -torch.inf), v
+
+
+def _spread(x: torch.Tensor, layout: str, **sizes: int) -> torch.Tensor:
+    """Rearrange to fp32 ``[B, A, S, D]``."""
+    batch = {"b": 1} if layout == "TND" else {}
+    return rearrange(x.float(), f"{_LAYOUTS[layout]} -> b n s d", **sizes, **batch)
 
 
 def fusion_attention(
@@ -218,23 +176,22 @@ def fusion_attention(
     *,
     scale: float = 1.0,
     **keywords: Any,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int, int, int]:
-    """Flash attention.
+) -> tuple[Any, ...]:
+    """Flash attention; zero for a query that sees no key.
 
     Returns:
         The output, like ``query``; maximum and sum of each row's softmax, fp32 ``[B, A, S, 8]``
         (``[T, A, 8]`` for TND); an empty tensor; and three numbers for dropout, zero.
     """
-    (q, k, v), sizes, hidden = _attention(
-        "npu_fusion_attention", query, key, value, head_num, input_layout, **keywords
-    )
-    x, rows = cpu.attention_forward(q, k, v, causal=False, scale=scale, hidden=hidden)
-    shape = q.shape[1], q.shape[2], len(q), 1
-    statistics = [row.view(shape).expand(-1, -1, -1, _STATISTICS) for row in rows]
-    if input_layout == "TND":
-        statistics = [row.squeeze(0).transpose(0, 1) for row in statistics]
-    top, total = (row.contiguous() for row in statistics)
-    return _gather(x, input_layout, sizes[2]), top, total, query.new_empty(0), 0, 0, 0
+    scores, v = _scores_and_values(query, key, value, head_num, input_layout, scale, **keywords)
+    top = scores.detach().amax(-1, keepdim=True).clamp(min=torch.finfo(scores.dtype).min)
+    weights = (scores - top).exp()
+    total = weights.sum(-1, keepdim=True)
+    total = total.masked_fill(total == 0, 1)
+    out = rearrange(weights / total @ v, f"b n s d -> {_LAYOUTS[input_layout]}")
+    copies = "1 n t 1 -> t n 8" if input_layout == "TND" else "b n s 1 -> b n s 8"
+    statistics = (repeat(row, copies).contiguous() for row in (top, total.detach()))
+    return out.to(query.dtype).contiguous(), *statistics, query.new_empty(0), 0, 0, 0
 
 
 def fusion_attention_grad(
@@ -245,68 +202,32 @@ def fusion_attention_grad(
     head_num: int,
     input_layout: str,
     *,
-    softmax_max: torch.Tensor | None = None,
-    softmax_sum: torch.Tensor | None = None,
-    attention_in: torch.Tensor | None = None,
+    softmax_max: torch.Tensor,
+    softmax_sum: torch.Tensor,
+    attention_in: torch.Tensor,
     scale_value: float = 1.0,
     **keywords: Any,
 ) -> tuple[torch.Tensor, ...]:
-    """The backward of :func:`fusion_attention`.
+    """The backward of :func:`fusion_attention`, from its output and statistics as given.
 
-    It uses the statistics as given: ring attention passes those of all blocks together.
+    Ring attention passes those of all blocks together, with the keys of one block.
 
     Returns:
         The gradients of query, key and value, and empty tensors for those of pse and sink.
     """
-    name = "npu_fusion_attention_grad"
-    if softmax_max is None or softmax_sum is None or attention_in is None:
-        raise ValueError(
-            f"{name}: softmax_max, softmax_sum and attention_in are results of the forward; pass "
-            "all three"
-        )
-    (q, k, v), sizes, hidden = _attention(
-        name, query, key, value, head_num, input_layout, **keywords
+    top, total = (
+        x[..., :1].transpose(0, 1) if input_layout == "TND" else x[..., :1]
+        for x in (softmax_max, softmax_sum)
     )
-    statistics = [softmax_max[..., :1], softmax_sum[..., :1]]
-    if input_layout == "TND":
-        statistics = [part.transpose(0, 1) for part in statistics]
-    statistics = [part.reshape(q.shape[1], k.shape[2], -1, 1) for part in statistics]
     grad, out = (_spread(x, input_layout, n=head_num) for x in (dy, attention_in))
-    grad, out = (pad(x, (0, q.shape[-1] - x.shape[-1])) for x in (grad, out))
-    made_k, made_v = (torch.zeros_like(x, dtype=torch.float32) for x in (k, v))
-    made_q = cpu.attention_backward(
-        grad, q, k, v, out, statistics, made_k, made_v,
-        causal=False, scale=scale_value, hidden=hidden,
-    )  # fmt: skip
-    gradients = [
-        _gather(gradient.to(query.dtype), input_layout, size)
-        for gradient, size in zip((made_q, made_k, made_v), sizes, strict=True)
-    ]
-    return *gradients, query.new_empty(0), query.new_empty(0)
-
-
-def _by_name(*values: Any, **keywords: Any) -> Any:
-    """Attention with positional arguments, which end with the last one that is given."""
-    return fusion_attention(**dict(zip(_names, values, strict=False)), **keywords)
-
-
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
-    query, key, value, *_ = inputs
-    ctx.save_for_backward(query, key, value, *output[:3])
-    ctx.mark_non_differentiable(*output[1:4])
-    ctx.inputs = inputs[3:]
-
-
-def _backward(ctx: Any, grad: torch.Tensor, *_: Any) -> tuple[torch.Tensor | None, ...]:
-    """The gradient, by the same operator as on a device."""
-    query, key, value, out, top, total = ctx.saved_tensors
-    keywords = dict(zip(_names, (query, key, value, *ctx.inputs), strict=False))
-    grads = torch.ops.npu.npu_fusion_attention_grad(
-        dy=grad,
-        softmax_max=top,
-        softmax_sum=total,
-        attention_in=out,
-        scale_value=keywords["scale"],
-        **{name: keywords[name] for name in _SHARED},
-    )
-    return *grads[:3], *[None] * len(ctx.inputs)
+    with torch.enable_grad():
+        q, k, v = (x.detach().requires_grad_() for x in (query, key, value))
+        scores, values = _scores_and_values(
+            q, k, v, head_num, input_layout, scale_value, **keywords
+        )
+        weights = (scores - top).exp() / total
+        # The softmax's backward subtracts the row sum of weight times gradient.
+        common = (grad * out).sum(-1, keepdim=True)
+        changes = grad, -common.expand_as(weights)
+        grads = torch.autograd.grad((weights @ values, weights), (q, k, v), changes)
+    return *grads, query.new_empty(0), query.new_empty(0)

@@ -9,7 +9,7 @@ torch_npu, to read its schemas and to run its meta kernels; **nothing that needs
     LD_LIBRARY_PATH=OUT_DIR TORCH_DEVICE_BACKEND_AUTOLOAD=0 python -c 'import torch, torch_npu'
 
 ``ldd -r`` lists missing libraries and symbols, so that other versions of torch_npu work too.  Needs
-a C compiler and nm.  Imports neither torch nor torch_npu, as `import torch` may fail for lack of
+cc and nm.  Imports neither torch nor torch_npu, as `import torch` may fail for lack of
 CANN.  ``scripts/environment.sh`` runs this file.
 """
 
@@ -34,15 +34,12 @@ class CannStubsError(RuntimeError):
     """The stand-ins cannot be created; the message says what is missing and where to get it."""
 
 
-def write_cann_stubs(out_dir: Path, npu: Path, torch: Path) -> list[Path]:
+def write_cann_stubs(out_dir: Path, npu: Path, torch: Path) -> None:
     """Write the stand-ins for libraries that torch_npu lacks into ``out_dir``.
 
     Args:
         out_dir: created if it does not exist.
         npu, torch: the folders of the packages torch_npu and torch.
-
-    Returns:
-        The libraries, one per missing name, sorted.
 
     Raises:
         CannStubsError: a tool is missing, or the compiler failed.
@@ -50,27 +47,25 @@ def write_cann_stubs(out_dir: Path, npu: Path, torch: Path) -> list[Path]:
     # ATB is a separate product, and its plugin is loaded only when an ATB op is used.
     files = (path for path in sorted(npu.rglob("*.so*")) if path.is_file())
     plugins = [path for path in files if "plugin_atb" not in path.name]
-    compiler, loader, nm = _tool("cc", "gcc", "clang"), _tool("ldd"), _tool("nm")
     folders = os.pathsep.join(map(str, (torch / "lib", npu / "lib")))
-    report = "".join(_run(loader, "-r", path, LD_LIBRARY_PATH=folders) for path in plugins)
-    libraries = sorted(out_dir / name for name in set(re.findall(r"(\S+) => not found", report)))
+    report = "".join(_run("ldd", "-r", path, LD_LIBRARY_PATH=folders) for path in plugins)
+    libraries = set(re.findall(r"(\S+) => not found", report))
     # The interpreter defines Python's symbols; torch_npu's libraries define each other's.
     undefined = set(re.findall(r"undefined symbol: (?!_?Py)(\w+)", report))
-    defined = re.findall(r"^\w+ \w (\w+)", _run(nm, "-D", "--defined-only", *plugins), re.M)
+    defined = re.findall(r"^\w+ \w (\w+)", _run("nm", "-D", "--defined-only", *plugins), re.M)
     symbols = sorted(undefined.difference(defined))
 
     out_dir.mkdir(parents=True, exist_ok=True)
     (out_dir / "stubs.c").write_text(_source(symbols))
     with tempfile.TemporaryDirectory(dir=out_dir) as scratch:
         library = Path(scratch, _LIBRARY)
-        _run(compiler, "-shared", "-fPIC", "-O1", out_dir / "stubs.c", "-o", library)
+        _run("cc", "-shared", "-fPIC", "-O1", out_dir / "stubs.c", "-o", library)
         # Atomically: a process that loads it must not see a partial library.
         library.replace(out_dir / _LIBRARY)
-        for path in libraries:
-            link = Path(scratch, path.name)
+        for name in libraries:
+            link = Path(scratch, name)
             link.symlink_to(_LIBRARY)
-            link.replace(path)
-    return libraries
+            link.replace(out_dir / name)
 
 
 def _package(name: str) -> Path:
@@ -82,17 +77,6 @@ def _package(name: str) -> Path:
             "beside torch==2.13.0)"
         )
     return Path(spec.origin).parent
-
-
-def _tool(*names: str) -> str:
-    path = next(filter(None, map(shutil.which, names)), None)
-    if path is None:
-        package = {"ldd": "libc-bin", "nm": "binutils"}.get(names[0], "gcc")
-        raise CannStubsError(
-            f"{' or '.join(names)} is not on the PATH, and making stand-ins for CANN needs it; "
-            f"install it, for instance with `apt-get install {package}`"
-        )
-    return path
 
 
 def _source(symbols: Iterable[str]) -> str:
@@ -108,19 +92,18 @@ def _source(symbols: Iterable[str]) -> str:
 
 
 def _run(*command: str | Path, **environment: str) -> str:
+    if shutil.which(command[0]) is None:
+        raise CannStubsError(
+            f"{command[0]} is not on the PATH, and making stand-ins for CANN needs it; install it: "
+            "cc is in the package gcc, nm in binutils, ldd in libc-bin"
+        )
     environment = {**os.environ, "LC_ALL": "C", **environment}
-    process = subprocess.run(
-        command,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=300,
-        env=environment,
-    )
-    if process.returncode != 0:
-        text = " ".join(map(str, command))
-        raise CannStubsError(f"`{text}` failed with {process.returncode}: {process.stdout.strip()}")
-    return process.stdout
+    try:
+        return subprocess.check_output(
+            command, stderr=subprocess.STDOUT, text=True, timeout=300, env=environment
+        )
+    except subprocess.CalledProcessError as error:
+        raise CannStubsError(f"{error}: {error.output.strip()}") from error
 
 
 def main() -> int:

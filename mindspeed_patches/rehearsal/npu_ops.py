@@ -6,9 +6,8 @@ operators' documentation and MindSpeed's calls, and were never compared with an 
 computed in fp32 and rounded once to the dtype of the input; an NPU kernel rounds elsewhere.
 Anything that is not emulated raises NotImplementedError; no call silently returns something else.
 
-Gradients: ``npu_rms_norm``, ``npu_swiglu`` and ``npu_rotary_mul`` through the torch operations they
-consist of; ``npu_fusion_attention`` by ``npu_fusion_attention_grad`` from the saved statistics, as
-on the device; the others have none.
+``npu_rms_norm``, ``npu_swiglu``, ``npu_rotary_mul`` and ``npu_fusion_attention`` have gradients,
+through the torch operations they consist of; the others have none.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from einops import rearrange
 from torch.nn.functional import silu
 
 from mindspeed_patches.rehearsal.attention_op import refuse, register_attention
@@ -80,15 +78,16 @@ def rotary_mul(
         rotary_mode: ``half`` pairs feature i with ``i + D/2``, ``interleave`` 2i with ``2i + 1``.
     """
     refuse("npu_rotary_mul", {"rotate": rotate})
-    pairs = {"half": "... (two d) -> ... two d", "interleave": "... (d two) -> ... two d"}
-    if rotary_mode not in pairs:
+    x = input.float()
+    if rotary_mode == "half":
+        first, second = x.chunk(2, -1)
+        turned = torch.cat((-second, first), -1)
+    elif rotary_mode == "interleave":
+        turned = torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2)
+    else:
         raise NotImplementedError(
             f"npu_rotary_mul: rotary_mode {rotary_mode!r} is not emulated; use half or interleave"
         )
-    x, pattern = input.float(), pairs[rotary_mode]
-    first, second = rearrange(x, pattern, two=2).unbind(-2)
-    back = " -> ".join(reversed(pattern.split(" -> ")))
-    turned = rearrange(torch.stack((-second, first), -2), back)
     return (x * r1.float() + turned * r2.float()).to(input.dtype)
 
 

@@ -60,30 +60,8 @@ class _Stream(Finished):
         return event or _Event()
 
 
-class _Generators:
-    """``default_generators``: the CPU's generator for any device."""
-
-    def __getitem__(self, device: int) -> torch.Generator:
-        return torch.default_generator
-
-    def __len__(self) -> int:
-        return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-
-
 def _always(value: Any) -> Callable[..., Any]:
     return lambda *_, **__: value
-
-
-def _manual_seed(seed: int) -> None:
-    torch.default_generator.manual_seed(int(seed))
-
-
-def _get_rng_state(*_: Any, **__: Any) -> torch.Tensor:
-    return torch.default_generator.get_state()
-
-
-def _set_rng_state(state: torch.Tensor, *_: Any, **__: Any) -> None:
-    torch.default_generator.set_state(state)
 
 
 _PROPERTIES = types.SimpleNamespace(
@@ -96,55 +74,49 @@ _PROPERTIES = types.SimpleNamespace(
     vector_core_num=48,
     L2_cache_size=192 << 20,
 )
-_ANSWERS: tuple[tuple[Any, tuple[str, ...]], ...] = (
-    (True, ("is_available", "is_initialized", "is_bf16_supported", "can_device_access_peer")),
-    (
-        None,
-        (
-            *("set_device", "synchronize", "init", "_lazy_init", "set_option", "set_compile_mode"),
-            *("set_stream", "seed", "seed_all", "empty_cache", "ipc_collect"),
-            *("reset_peak_memory_stats", "reset_max_memory_allocated", "reset_max_memory_cached"),
-            *("reset_accumulated_memory_stats", "set_per_process_memory_fraction"),
-        ),
-    ),
-    (
-        0,
-        (
-            *("memory_allocated", "memory_reserved", "max_memory_allocated"),
-            *("max_memory_reserved", "utilization"),
-        ),
-    ),
-    (_Stream(), ("current_stream", "default_stream")),
-    (_SOC_NAME, ("get_device_name",)),
-    (_SOC_VERSION, ("get_soc_version",)),
-    (_PROPERTIES, ("get_device_properties",)),
-    ((9, 0), ("get_device_capability",)),
-    ((_TOTAL_MEMORY, _TOTAL_MEMORY), ("mem_get_info",)),
-    ("", ("memory_summary",)),
-    ([], ("memory_snapshot",)),
+_GENERATOR = torch.default_generator
+_TRUE = ("is_available", "is_initialized", "is_bf16_supported", "can_device_access_peer")
+_NOTHING = (
+    *("set_device", "synchronize", "init", "_lazy_init", "set_option", "set_compile_mode"),
+    *("set_stream", "seed", "seed_all", "empty_cache", "ipc_collect"),
+    *("reset_peak_memory_stats", "reset_max_memory_allocated", "reset_max_memory_cached"),
+    *("reset_accumulated_memory_stats", "set_per_process_memory_fraction"),
 )
-"""Constant return values, for any arguments."""
+_NO_BYTES = (
+    *("memory_allocated", "memory_reserved", "max_memory_allocated", "max_memory_reserved"),
+    "utilization",
+)
 
 
 def _values() -> dict[str, Any]:
+    count = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     return {
-        **{name: _always(value) for value, names in _ANSWERS for name in names},
+        **dict.fromkeys(_TRUE, _always(True)),
+        **dict.fromkeys(_NOTHING, _always(None)),
+        **dict.fromkeys(_NO_BYTES, _always(0)),
+        **dict.fromkeys(("current_stream", "default_stream"), _always(_Stream())),
+        "get_device_name": _always(_SOC_NAME),
+        "get_soc_version": _always(_SOC_VERSION),
+        "get_device_properties": _always(_PROPERTIES),
+        "get_device_capability": _always((9, 0)),
+        "mem_get_info": _always((_TOTAL_MEMORY, _TOTAL_MEMORY)),
+        "memory_summary": _always(""),
+        "memory_snapshot": _always([]),
+        "memory_stats": lambda *_, **__: defaultdict(int),
         **{f"{kind}Tensor": getattr(torch, f"{kind}Tensor") for kind in _TENSORS},
         "Stream": _Stream,
         "Event": _Event,
         **dict.fromkeys(("stream", "StreamContext", "device", "device_of"), Finished),
-        "device_count": _always(int(os.environ.get("LOCAL_WORLD_SIZE", "1"))),
+        "device_count": _always(count),
         "current_device": _always(int(os.environ.get("LOCAL_RANK", "0"))),
         "_lazy_call": lambda function, **_: function(),
-        "memory_stats": lambda *_, **__: defaultdict(int),
-        "manual_seed": _manual_seed,
-        "manual_seed_all": _manual_seed,
+        **dict.fromkeys(("manual_seed", "manual_seed_all"), _GENERATOR.manual_seed),
         "initial_seed": torch.initial_seed,
-        "default_generators": _Generators(),
-        "get_rng_state": _get_rng_state,
-        "set_rng_state": _set_rng_state,
-        "get_rng_state_all": lambda: [_get_rng_state()],
-        "set_rng_state_all": lambda states: _set_rng_state(states[0]),
+        "default_generators": (_GENERATOR,) * count,
+        "get_rng_state": lambda *_, **__: _GENERATOR.get_state(),
+        "set_rng_state": lambda state, *_, **__: _GENERATOR.set_state(state),
+        "get_rng_state_all": lambda: [_GENERATOR.get_state()],
+        "set_rng_state_all": lambda states: _GENERATOR.set_state(states[0]),
     }
 
 
@@ -162,7 +134,7 @@ def install() -> None:
                 setattr(module, name, value)
     patched: Any = torch
     patched.cuda.default_generators = values["default_generators"]
-    patched._C._cuda_setRNGState = _set_rng_state
+    patched._C._cuda_setRNGState = values["set_rng_state"]
     # The driver knows which cores a thread may use; data loaders ask it for their workers.
     for name in ("_npu_set_thread_affinity", "_npu_reset_thread_affinity"):
         setattr(torch_npu._C, name, _always(None))

@@ -1,8 +1,7 @@
 """Records a training from inside: losses, gradient norms, collectives, weight hashes.
 
-MindSpeed's own patch manager wraps ``setup_model_and_optimizer`` and ``train_step`` after all
-features have registered their patches, so that the features' changes to these functions are kept.
-Collectives are wrapped before Megatron is imported.
+MindSpeed's own patch manager wraps ``setup_model_and_optimizer`` and ``train_step``; the
+collectives are wrapped before Megatron is imported.
 """
 
 from __future__ import annotations
@@ -17,12 +16,12 @@ import torch
 import torch.distributed as dist
 
 from mindspeed_patches.patching import around
-from mindspeed_patches.rehearsal.records import Record
+from mindspeed_patches.registration import wrap_training
+from mindspeed_patches.rehearsal.records import NORM, Record
 from mindspeed_patches.state_hashes import optimizer_hash, weight_hashes
 
 __all__ = ["CollectiveCounter", "Observer"]
 
-_TRAINING = "megatron.training.training"
 _COLLECTIVES = (
     *("all_reduce", "all_reduce_coalesced", "reduce", "broadcast"),
     *("all_gather", "all_gather_into_tensor", "_all_gather_base", "all_gather_coalesced"),
@@ -90,23 +89,8 @@ class Observer:
 
     def install(self) -> None:
         """Install before Megatron is imported, and before MindSpeed applies its features."""
-        from mindspeed.features_manager.features_manager import MindSpeedFeaturesManager
-
         self._collectives.install()
-        self._features = MindSpeedFeaturesManager
-        apply = self.apply_features_patches_wrapper(MindSpeedFeaturesManager.apply_features_patches)
-        MindSpeedFeaturesManager.apply_features_patches = staticmethod(apply)
-
-    @around
-    def apply_features_patches_wrapper(self, apply: Callable[..., None], args: Any) -> None:
-        """Register the wrappers behind those of all features."""
-        from mindspeed.patch_utils import MindSpeedPatchesManager
-
-        apply(args)
-        for wrapper in (self.setup_model_and_optimizer_wrapper, self.train_step_wrapper):
-            name = wrapper.__name__.removesuffix("_wrapper")
-            MindSpeedPatchesManager.register_patch(f"{_TRAINING}.{name}", wrapper)
-        MindSpeedPatchesManager.apply_patches()
+        wrap_training(self.setup_model_and_optimizer_wrapper, self.train_step_wrapper)
 
     @around
     def setup_model_and_optimizer_wrapper(
@@ -126,9 +110,11 @@ class Observer:
             result = train_step(*args, **kwargs)
         finally:
             self._collectives.active = False
-        losses, norm = result[0], result[5]
-        self.record.losses.append({name: _hex(value) for name, value in losses.items()})
-        self.record.grad_norms.append(None if norm is None else _hex(norm))
+        self.record.iterations += 1
+        for name, value in {**result[0], NORM: result[5]}.items():
+            if value is not None:  # a skipped iteration has no norm
+                key = f"iteration {self.record.iterations}, {name}"
+                self.record.numbers[key] = float(value).hex()
         return result
 
     def finish(self) -> None:
@@ -137,23 +123,21 @@ class Observer:
         Raises:
             RuntimeError: the script did not train.
         """
-        if self._optimizer is None or not self.record.grad_norms:
+        if self._optimizer is None or not self.record.iterations:
             raise RuntimeError(
-                f"the script never called {_TRAINING}.setup_model_and_optimizer and train_step, so "
-                "there is nothing to compare; is it a pretraining script of MindSpeed-LLM?"
+                "the script never called setup_model_and_optimizer and train_step, so there is "
+                "nothing to compare; is it a pretraining script of MindSpeed-LLM?"
             )
+        from mindspeed.features_manager.features_manager import MindSpeedFeaturesManager
+
         # Only now, because with --overlap-param-gather the last step's weights arrive late.
         self.record.weights_after = weight_hashes(self._model)
         self.record.optimizer_after = optimizer_hash(self._optimizer)
         self.record.collectives = dict(sorted(self._collectives.counts.items()))
-        for feature in self._features.FEATURES_LIST:
+        for feature in MindSpeedFeaturesManager.FEATURES_LIST:
             wrappers = getattr(feature, "wrappers", None)
             if feature.feature_name == "use_commfuse" and wrappers is not None:
                 self.record.calls = [(*key, count) for key, count in sorted(wrappers.calls.items())]
             overlapping = getattr(feature, "overlapping", None)
             if overlapping is not None and overlapping.overlap is not None:
                 self.record.pairs = overlapping.overlap.pairs
-
-
-def _hex(value: Any) -> str:
-    return float(value).hex()

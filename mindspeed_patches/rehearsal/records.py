@@ -8,11 +8,12 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 __all__ = [
+    "NORM",
     "Record",
     "degeneracies",
     "differences",
@@ -21,6 +22,8 @@ __all__ = [
     "weights_hash",
 ]
 
+NORM = "gradient norm"
+"""The name of a number that is not a loss."""
 _SHOWN = 5
 
 
@@ -30,8 +33,9 @@ class Record:
 
     Attributes:
         rank: global rank.
-        losses: per iteration, the losses by name; empty except on the last pipeline stage.
-        grad_norms: per iteration.
+        iterations: how many it trained.
+        numbers: losses and gradient norms by ``iteration 1, lm loss``; losses are on the last
+            pipeline stage only.
         weights_before, weights_after: a hash per parameter, before the first iteration and after
             the last.
         optimizer_after: a hash of the optimizer's state after the last iteration.
@@ -41,8 +45,8 @@ class Record:
     """
 
     rank: int
-    losses: list[dict[str, str]] = field(default_factory=list)
-    grad_norms: list[str | None] = field(default_factory=list)
+    iterations: int = 0
+    numbers: dict[str, str] = field(default_factory=dict)
     weights_before: dict[str, str] = field(default_factory=dict)
     weights_after: dict[str, str] = field(default_factory=dict)
     optimizer_after: str = ""
@@ -54,6 +58,11 @@ class Record:
     def fused(self) -> set[str]:
         """What was fused at least once: linear layers, attention and others."""
         return {name for name, path, count in self.calls if path == "fused" and count}
+
+    @property
+    def losses(self) -> dict[str, str]:
+        """The numbers without the gradient norms."""
+        return {name: value for name, value in self.numbers.items() if not name.endswith(NORM)}
 
     def write(self, folder: Path) -> None:
         (folder / f"rank_{self.rank}.json").write_text(json.dumps(asdict(self)), "utf-8")
@@ -75,69 +84,41 @@ def differences(reference: Sequence[Record], commfuse: Sequence[Record]) -> list
     """What differs between the two runs, bit for bit; empty if nothing does."""
     if len(reference) != len(commfuse):
         return [f"{len(reference)} ranks against {len(commfuse)}"]
-    pairs = zip(reference, commfuse, strict=True)
-    return [f"rank {a.rank}: {difference}" for a, b in pairs for difference in _of_rank(a, b)]
-
-
-def _of_rank(reference: Record, other: Record) -> Iterator[str]:
-    yield from _weights(reference.weights_before, other.weights_before, "before the training")
-    for name, left, right in (
-        ("losses", reference.losses, other.losses),
-        ("gradient norms", reference.grad_norms, other.grad_norms),
-    ):
-        if left != right:
-            rows = zip(left, right, strict=False)
-            first = next((i for i, (a, b) in enumerate(rows, 1) if a != b), None)
-            place = f"from iteration {first} on" if first else f"{len(left)} and {len(right)} of it"
-            yield f"{name} differ, {place}"
-    yield from _weights(reference.weights_after, other.weights_after, "after the training")
-    if reference.optimizer_after != other.optimizer_after:
-        yield "the optimizer's state (fp32 weights, moments) differs after the training"
-
-
-def _weights(reference: dict[str, str], other: dict[str, str], when: str) -> Iterator[str]:
-    names = [name for name in reference | other if reference.get(name) != other.get(name)]
-    if names:
-        more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-        yield f"weights differ {when}: {', '.join(names[:_SHOWN])}{more}"
+    lines = []
+    for a, b in zip(reference, commfuse, strict=True):
+        after = [{**r.weights_after, "optimizer state": r.optimizer_after} for r in (a, b)]
+        for when, left, right in (
+            ("before the training", a.weights_before, b.weights_before),
+            ("in the training", a.numbers, b.numbers),
+            ("after the training", after[0], after[1]),
+        ):
+            names = [name for name in left | right if left.get(name) != right.get(name)]
+            more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+            if names:
+                lines.append(f"rank {a.rank} differs {when}: {'; '.join(names[:_SHOWN])}{more}")
+    return lines
 
 
 def largest_loss_difference(reference: Sequence[Record], commfuse: Sequence[Record]) -> float:
-    """The largest relative difference over all iterations; infinite if there are no losses."""
-    deviations = [
-        _relative_difference([step.get(name) for step in a.losses], [s.get(name) for s in b.losses])
-        for a, b in zip(reference, commfuse, strict=True)
-        for name in dict.fromkeys(name for step in a.losses for name in step)
-    ]
-    return max(deviations, default=math.inf)
-
-
-def _relative_difference(reference: Sequence[str | None], other: Sequence[str | None]) -> float:
-    """The largest difference of two columns of numbers, relative to the first column."""
-    if len(reference) != len(other) or [a is None for a in reference] != [b is None for b in other]:
+    """The largest relative difference over all iterations; infinite if losses are missing."""
+    pairs = [(a.losses, b.losses) for a, b in zip(reference, commfuse, strict=True)]
+    if any(a.keys() != b.keys() for a, b in pairs):
         return math.inf
-    numbers = [
-        (float.fromhex(a), float.fromhex(b))
-        for a, b in zip(reference, other, strict=True)
-        if a and b
-    ]
+    numbers = [(float.fromhex(a[name]), float.fromhex(b[name])) for a, b in pairs for name in a]
     relative = [abs(a - b) / abs(a) if a else abs(b) for a, b in numbers]
-    return math.inf if any(map(math.isnan, relative)) else max(relative, default=0.0)
+    return math.inf if any(map(math.isnan, relative)) else max(relative, default=math.inf)
 
 
 def degeneracies(records: Sequence[Record]) -> list[str]:
     """Why a run would prove nothing even if another run were equal to it."""
     problems = []
-    losses = [float.fromhex(v) for r in records for step in r.losses for v in step.values()]
-    if not losses:
+    if not any(r.losses for r in records):
         problems.append("no loss was noted")
-    elif not all(map(math.isfinite, losses)):
-        problems.append("a loss is not finite")
-    norms = [float.fromhex(norm) for r in records for norm in r.grad_norms if norm is not None]
-    if norms and not any(norms):
+    if not all(math.isfinite(float.fromhex(v)) for r in records for v in r.numbers.values()):
+        problems.append("a loss or a gradient norm is not finite")
+    norms = [v for r in records for name, v in r.numbers.items() if name.endswith(NORM)]
+    if norms and not any(map(float.fromhex, norms)):
         problems.append("all gradient norms are 0")
-    elif not all(map(math.isfinite, norms)):
-        problems.append("a gradient norm is not finite")
     unchanged = [r.rank for r in records if r.weights_before == r.weights_after]
     if unchanged:
         problems.append(f"no weight changed on rank {', '.join(map(str, unchanged))}")

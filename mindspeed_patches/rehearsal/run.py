@@ -8,7 +8,6 @@ import shlex
 import sys
 import sysconfig
 from collections.abc import Mapping, Sequence
-from dataclasses import astuple, dataclass
 from pathlib import Path
 
 from commfuse_npu.tools.launch_script.bounded import last_lines, run_bounded
@@ -16,7 +15,7 @@ from mindspeed_patches.rehearsal.records import Record, read_records
 from mindspeed_patches.rehearsal.stack import Stack
 from mindspeed_patches.rehearsal.worker import RECORDS, WAY
 
-__all__ = ["Run", "RunFailedError", "worker_environment"]
+__all__ = ["RunFailedError", "train", "worker_environment"]
 
 _PROJECT = Path(__file__).resolve().parents[2]
 _MISSING_KERNEL = re.compile(r"Could not run '(npu::\w+)")
@@ -46,7 +45,7 @@ def worker_environment(stack: Stack, launch: Mapping[str, str], tools: Path) -> 
         (tools / name).write_text(f"#!/bin/sh\n{line}\n", "utf-8")
         (tools / name).chmod(0o755)
     for name, folders in (
-        ("PYTHONPATH", [*map(str, astuple(stack)), str(_PROJECT)]),
+        ("PYTHONPATH", [*map(str, stack), str(_PROJECT)]),
         ("PATH", [str(tools)]),
     ):
         environment[name] = os.pathsep.join(filter(None, [*folders, environment.get(name)]))
@@ -61,59 +60,54 @@ def worker_environment(stack: Stack, launch: Mapping[str, str], tools: Path) -> 
     return environment
 
 
-@dataclass(frozen=True)
-class Run:
-    """The settings that both runs share.
+def train(
+    way: str,
+    words: Sequence[str],
+    records: Path,
+    *,
+    script: Path,
+    processes: int,
+    folder: Path,
+    environment: Mapping[str, str],
+    timeout: float,
+) -> list[Record]:
+    """Run the pretraining script once and return the records of its ranks.
 
-    Attributes:
-        script: path of the pretraining script.
-        processes: number of ranks.
+    Args:
+        way: ``reference`` or ``commfuse``.
+        words: the script's arguments.
+        records: a new folder for the records and the log.
+        script, processes: its path, and the number of ranks.
         folder: the working directory.
         environment: of the ranks.
-        timeout: seconds for one run.
+        timeout: seconds.
+
+    Raises:
+        RunFailedError: a rank failed, or the time limit was exceeded.
     """
-
-    script: Path
-    processes: int
-    folder: Path
-    environment: Mapping[str, str]
-    timeout: float
-
-    def start(self, way: str, words: Sequence[str], records: Path) -> list[Record]:
-        """Run the script once and return the records of its ranks.
-
-        Args:
-            way: ``reference`` or ``commfuse``.
-            words: the script's arguments.
-            records: a new folder for the records and the log.
-
-        Raises:
-            RunFailedError: a rank failed, or the time limit was exceeded.
-        """
-        records.mkdir(parents=True)
-        log = records / "log.txt"
-        command = [
-            *(sys.executable, "-m", "torch.distributed.run"),
-            *("--nnodes", "1", "--nproc_per_node", str(self.processes)),
-            *("--rdzv_backend", "c10d", "--rdzv_endpoint", "127.0.0.1:0"),
-            *("--local_addr", "127.0.0.1"),
-            *("-m", "mindspeed_patches.rehearsal.worker", str(self.script), *words),
-        ]
-        environment = {**self.environment, RECORDS: str(records), WAY: way}
-        try:
-            code = run_bounded(
-                command, folder=self.folder, environment=environment, log=log, seconds=self.timeout
-            )
-        except TimeoutError as error:
-            raise RunFailedError(f"the {way} run {error} (--timeout):\n{_tail(log)}") from error
-        results = read_records(records)
-        if code or len(results) != self.processes:
-            raise RunFailedError(
-                f"the {way} run failed with exit code {code}, and {len(results)} of "
-                f"{self.processes} ranks reached its end (--output DIR keeps the whole log):\n"
-                f"{_tail(log)}"
-            )
-        return results
+    records.mkdir(parents=True)
+    log = records / "log.txt"
+    command = [
+        *(sys.executable, "-m", "torch.distributed.run"),
+        *("--nnodes", "1", "--nproc_per_node", str(processes)),
+        *("--rdzv_backend", "c10d", "--rdzv_endpoint", "127.0.0.1:0"),
+        *("--local_addr", "127.0.0.1"),
+        *("-m", "mindspeed_patches.rehearsal.worker", str(script), *words),
+    ]
+    environment = {**environment, RECORDS: str(records), WAY: way}
+    try:
+        code = run_bounded(
+            command, folder=folder, environment=environment, log=log, seconds=timeout
+        )
+    except TimeoutError as error:
+        raise RunFailedError(f"the {way} run {error} (--timeout):\n{_tail(log)}") from error
+    results = read_records(records)
+    if code or len(results) != processes:
+        raise RunFailedError(
+            f"the {way} run failed with exit code {code}, and {len(results)} of {processes} ranks "
+            f"reached its end (--output DIR keeps the whole log):\n{_tail(log)}"
+        )
+    return results
 
 
 def _tail(log: Path) -> str:

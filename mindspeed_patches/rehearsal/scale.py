@@ -24,6 +24,7 @@ _OPTIONS = {
 _HEAD = 16  # features per attention head
 _ROWS = 32  # of the sequence, per rank
 _EXPERTS = 4
+_WIDTHS = ("--ffn-hidden-size", "--moe-ffn-hidden-size", "--moe-shared-expert-intermediate-size")
 _MOST_DATA_PARALLEL = 2
 
 
@@ -69,8 +70,7 @@ def scale_down(options: Options, layout: Layout, limit: int) -> Layout:
     """Change ``options`` to a small model on at most ``limit`` processes; returns the layout."""
     small = _fewer_processes(layout, limit)
     for name, option in _OPTIONS.items():
-        if option in options:
-            options.set(option, getattr(small, name))
+        _replace(options, getattr(small, name), option)
     if small.context != layout.context and "--ulysses-degree-in-cp" in options:
         options.drop("--ulysses-degree-in-cp")
         options.set("--context-parallel-algo", "ulysses_cp_algo")
@@ -78,10 +78,8 @@ def scale_down(options: Options, layout: Layout, limit: int) -> Layout:
     _widths(options, small)
     # Ring attention with a causal mask gives each rank two pieces.
     length = _ROWS * small.tensor * small.context
-    length = min(length, options.number("--seq-length", length))
-    options.set("--seq-length", length)
-    positions = options.number("--max-position-embeddings", length)
-    options.set("--max-position-embeddings", min(positions, length))
+    options.set("--seq-length", min(length, options.number("--seq-length", length)))
+    _at_most(options, length, "--max-position-embeddings")
     _batches(options, layout, small)
     if options.text("--tokenizer-type") == "NullTokenizer":
         options.set("--make-vocab-size-divisible-by", 1)
@@ -103,10 +101,16 @@ def _fewer_processes(layout: Layout, limit: int) -> Layout:
     return replace(small, data=data, expert=math.gcd(layout.expert, small.context * data))
 
 
-def _at_most(options: Options, most: int, *names: str) -> None:
+def _replace(options: Options, value: object, *names: str) -> None:
+    """Give these options a value, if the launch has them."""
     for name in names:
         if name in options:
-            options.set(name, min(most, options.number(name, most)))
+            options.set(name, value)
+
+
+def _at_most(options: Options, most: int, *names: str) -> None:
+    for name in names:
+        _replace(options, min(most, options.number(name, most)), name)
 
 
 def _layers(options: Options, small: Layout) -> None:
@@ -116,12 +120,11 @@ def _layers(options: Options, small: Layout) -> None:
         why="it fits the old number of layers only",
     )
     per_stage = min(2, max(1, options.number("--num-layers", 2)))
-    if "--num-layers-per-virtual-pipeline-stage" in options:
-        if small.pipeline > 1:
-            options.set("--num-layers-per-virtual-pipeline-stage", 1)
-            per_stage = 2
-        else:
-            options.drop("--num-layers-per-virtual-pipeline-stage", why="there is one stage")
+    if small.pipeline == 1:
+        options.drop("--num-layers-per-virtual-pipeline-stage", why="there is one stage")
+    elif "--num-layers-per-virtual-pipeline-stage" in options:
+        options.set("--num-layers-per-virtual-pipeline-stage", 1)
+        per_stage = 2
     options.set("--num-layers", per_stage * small.pipeline)
     recomputed = ("--recompute-num-layers", "--recompute-activation-function-num-layers")
     _at_most(options, per_stage, *recomputed)
@@ -146,25 +149,19 @@ def _widths(options: Options, small: Layout) -> None:
     hidden = heads * _HEAD
     options.set("--num-attention-heads", heads)
     options.set("--hidden-size", hidden)
-    if "--kv-channels" in options:
-        options.set("--kv-channels", _HEAD)
+    _replace(options, _HEAD, "--kv-channels")
     for name in ("--long-factor", "--short-factor"):  # of each pair of a head's features
-        if name in options:
-            factors = str(options.text(name)).split(",")[: _HEAD // 2]
-            options.set(name, ",".join(factors))
-    widths = ["--ffn-hidden-size"]
-    if "--num-experts" in options:
-        # Several per rank: MindSpeed does not wait for the probabilities of a single one.
-        ranks = small.expert * (small.tensor if "--moe-tp-extend-ep" in options else 1)
-        _at_most(options, max(_EXPERTS, 2 * ranks), "--num-experts")
-        _at_most(options, 2, "--moe-router-topk")
-        _at_most(options, 1, "--moe-router-num-groups", "--moe-router-group-topk")
-        widths += ["--moe-ffn-hidden-size", "--moe-shared-expert-intermediate-size"]
+        factors = (options.text(name) or "").split(",")[: _HEAD // 2]
+        _replace(options, ",".join(factors), name)
+    # Several experts per rank: MindSpeed does not wait for the probabilities of a single one.
+    ranks = small.expert * (small.tensor if "--moe-tp-extend-ep" in options else 1)
+    _at_most(options, max(_EXPERTS, 2 * ranks), "--num-experts")
+    _at_most(options, 2, "--moe-router-topk")
+    _at_most(options, 1, "--moe-router-num-groups", "--moe-router-group-topk")
     multiple = 32 * small.tensor
-    for name in widths:
-        if name in options:
-            ratio_to_hidden = options.number(name, hidden_before) / (hidden_before or hidden)
-            options.set(name, max(1, round(ratio_to_hidden * hidden / multiple)) * multiple)
+    for name in _WIDTHS:
+        ratio_to_hidden = options.number(name, hidden_before) / (hidden_before or hidden)
+        _replace(options, max(1, round(ratio_to_hidden * hidden / multiple)) * multiple, name)
 
 
 def _batches(options: Options, layout: Layout, small: Layout) -> None:
@@ -175,5 +172,4 @@ def _batches(options: Options, layout: Layout, small: Layout) -> None:
     several = 4 * small.pipeline if "--commfuse-fb-overlap" in options else small.pipeline
     batches = max(1, min(batches, max(2, several)))
     options.set("--micro-batch-size", micro)
-    if "--global-batch-size" in options:
-        options.set("--global-batch-size", micro * small.data * batches)
+    _replace(options, micro * small.data * batches, "--global-batch-size")

@@ -21,7 +21,7 @@ from commfuse_npu.tools.ranks import Ranks, RanksError
 from . import compare
 from .arguments import UsageError, parse_arguments
 from .data import Corpus, load_corpus
-from .outcome import Outcome, draw_loss
+from .outcome import Outcome
 
 _DEMONSTRATION = (
     "--compare --no-use-commfuse --commfuse-fb-overlap --link-rate 80 --num-layers 2 "
@@ -96,20 +96,14 @@ def _train(args: argparse.Namespace, corpus: Corpus) -> int:
                 return _failed(failed.error, failed.code)
         if args.commfuse_order_log is not None:
             ranks.ask("close_order_log", args.commfuse_order_log)
-    if args.compare:
-        return _compared(outcomes, args.output)
-    outcome = outcomes[single][0]
-    print("\n".join(outcome.layers))
-    print(f"sha256 of all weights: {outcome.weights_sha256}")
-    print(draw_loss(outcome, args.output / "loss.png"), flush=True)
-    return 0
-
-
-def _compared(ranks: dict[str, list[Outcome]], folder: Path) -> int:
-    outcomes = {form: on_ranks[0] for form, on_ranks in ranks.items()}
-    print("\n".join(compare.report(outcomes)))
-    print(compare.draw_timelines(ranks, folder / "timelines.png"))
-    equal = compare.identical(outcomes)
+    first = {form: on_ranks[0] for form, on_ranks in outcomes.items()}
+    if not args.compare:
+        print("\n".join(first[single].layers))
+        print(f"sha256 of all weights: {first[single].weights_sha256}", flush=True)
+        return 0
+    print("\n".join(compare.report(first)))
+    print(compare.draw_timelines(outcomes, args.link_rate, args.output / "timelines.png"))
+    equal = compare.identical(first)
     print(f"identical: {equal}", flush=True)
     return 0 if equal else 1
 

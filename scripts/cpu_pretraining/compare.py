@@ -22,11 +22,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 
-from commfuse_npu.tools.report.charts import Bit, Picture, Row, gantt
+from commfuse_npu.tools.report.charts import Bit, Row, gantt
+from commfuse_npu.tools.report.drawing import draw
 
-from .outcome import WARM_UP_ITERATIONS, Outcome, draw_picture
+from .outcome import WARM_UP_ITERATIONS, Outcome
 
-__all__ = ["draw_timelines", "forms", "identical", "report", "timelines"]
+__all__ = ["draw_timelines", "forms", "identical", "report"]
 
 Outcomes = Mapping[str, Outcome]
 """Outcomes of rank 0, by form."""
@@ -98,20 +99,22 @@ def _times(outcomes: Outcomes) -> Iterator[str]:
         )
 
 
-def timelines(ranks: Mapping[str, Sequence[Outcome]]) -> Picture | None:
-    """A picture of each form's fastest measured iteration: when a rank computed and waited.
+def draw_timelines(
+    ranks: Mapping[str, Sequence[Outcome]], link_rate: float | None, path: Path
+) -> str:
+    """Draw each form's fastest measured iteration: when a rank computed and waited.
 
     Args:
         ranks: by form, the outcome of each rank.
 
     Returns:
-        ``None`` if no iteration came after the warm-up.
+        A line about the result.
     """
     rows = []
     for form, outcomes in ranks.items():
         seconds = outcomes[0].fastest
         if seconds == math.inf:
-            return None
+            return f"{path} was not drawn: no iteration after the first {WARM_UP_ITERATIONS}"
         bits, end = list[Bit](), 1e3 * seconds
         lanes = tuple(f"rank {rank}" for rank in range(len(outcomes)))
         for lane, outcome in zip(lanes, outcomes, strict=True):
@@ -124,12 +127,10 @@ def timelines(ranks: Mapping[str, Sequence[Outcome]]) -> Picture | None:
         waited = sum(bit.end - bit.start for bit in bits if bit.kind == "waiting") / len(lanes)
         text = f"{seconds:.3f} s, of which {waited / 1e3:.3f} s waiting for transfers"
         rows.append(Row(f"{form}, {_TITLES[form]}: {text}", lanes, tuple(bits)))
-    link = next(iter(ranks.values()))[0].link
-    return gantt(f"The fastest iteration of each over {link}, measured", "milliseconds", rows)
-
-
-def draw_timelines(ranks: Mapping[str, Sequence[Outcome]], path: Path) -> str:
-    """Draw :func:`timelines`; returns a line about the result."""
-    if (picture := timelines(ranks)) is None:
-        return f"{path} was not drawn: no iteration after the first {WARM_UP_ITERATIONS}"
-    return draw_picture(picture, "The same training without and with overlap", path)
+    link = f"links of {link_rate:g} MB/s" if link_rate is not None else "loopback"
+    picture = gantt(f"The fastest iteration of each over {link}, measured", "milliseconds", rows)
+    try:
+        draw(picture, "The same training without and with overlap", path)
+    except (OSError, ValueError) as error:
+        return f"{path} was not drawn: {getattr(error, 'strerror', None) or error}"
+    return f"written: {path}"

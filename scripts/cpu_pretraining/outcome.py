@@ -1,18 +1,14 @@
-"""The results of a training: its losses and their picture, its times, and why it failed."""
+"""The results of a training: its losses, its times, and why it failed."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
 
 from commfuse_npu.tools.quartiles import Range, quartiles
-from commfuse_npu.tools.report.charts import Picture, lines
-from commfuse_npu.tools.report.drawing import draw
 
-__all__ = ["WARM_UP_ITERATIONS", "Outcome", "Wait", "draw_loss", "draw_picture"]
+__all__ = ["WARM_UP_ITERATIONS", "Outcome", "Wait"]
 
 WARM_UP_ITERATIONS = 3
 """Iterations that do not count: they create buffers and threads and prepare GEMM kernels."""
@@ -21,66 +17,41 @@ Wait = tuple[float, float]
 """The start and the end of a rank's wait for a transfer, in seconds."""
 
 
-def draw_picture(picture: Picture, title: str, path: Path) -> str:
-    """Draw a picture; returns a line about the result."""
-    try:
-        draw(picture, title, path)
-    except (OSError, ValueError) as error:
-        return f"{path} was not drawn: {getattr(error, 'strerror', None) or error}"
-    return f"written: {path}"
-
-
 @dataclass
 class Outcome:
     """How a training ended, on one rank.
 
     Attributes:
-        entries: the metrics of each iteration.
+        losses, times: of each iteration; seconds, a mean over the ranks.
         fastest, waits: seconds of the fastest iteration that counts, and this rank's waits for
             transfers in it.
-        link: description of the links between the ranks.
         weights_sha256: of all ranks' weights and optimizers.
         layers: lines about the layers and their calls.
         error, code: why the training failed, and the exit code for it.
     """
 
-    entries: list[dict[str, Any]] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+    times: list[float] = field(default_factory=list)
     fastest: float = math.inf
     waits: Sequence[Wait] = ()
-    link: str = "loopback"
     weights_sha256: str = ""
     layers: list[str] = field(default_factory=list)
     error: str = ""
     code: int = 0
 
-    def add(self, entry: dict[str, Any], waits: Sequence[Wait]) -> None:
+    def add(self, loss: float, seconds: float, waits: Sequence[Wait]) -> None:
         """Add an iteration; its waits are in seconds since its start."""
-        self.entries.append(entry)
-        seconds = entry["elapsed_ms"] / 1e3
-        if len(self.entries) > WARM_UP_ITERATIONS and seconds < self.fastest:
+        self.losses.append(loss)
+        self.times.append(seconds)
+        if self.counted and seconds < self.fastest:
             self.fastest, self.waits = seconds, waits
 
     @property
-    def losses(self) -> list[float]:
-        """Losses by iteration."""
-        return [entry["lm_loss"] for entry in self.entries]
-
-    @property
     def counted(self) -> list[float]:
-        """Wall times of the iterations after the first :data:`WARM_UP_ITERATIONS`, in seconds.
-
-        They are means over the ranks.
-        """
-        return [entry["elapsed_ms"] / 1e3 for entry in self.entries[WARM_UP_ITERATIONS:]]
+        """The times after the first :data:`WARM_UP_ITERATIONS`."""
+        return self.times[WARM_UP_ITERATIONS:]
 
     @property
     def seconds(self) -> Range:
         """Quartiles of those times."""
         return quartiles(self.counted)
-
-
-def draw_loss(outcome: Outcome, path: Path) -> str:
-    """Draw the loss over the iterations; returns a line about the result."""
-    curve = [(entry["iteration"], entry["lm_loss"]) for entry in outcome.entries]
-    picture = lines("lm loss, nats per byte, lower is better", "iteration", {"training": curve})
-    return draw_picture(picture, "Loss over the training", path)

@@ -154,19 +154,14 @@ def _pace_on_all_ranks(rate: float) -> None:
             links that only seem to have a rate.
     """
     problem = pace(rate * 1e6)
-    if why := _first_reason(problem and f"rank {dist.get_rank()}: {problem}"):
+    problems = [""] * dist.get_world_size()
+    dist.all_gather_object(problems, problem and f"rank {dist.get_rank()}: {problem}")
+    if why := next(filter(None, problems), ""):
         raise UsageError(
             f"--link-rate {rate:g} cannot be set on {why}; leave --link-rate out for the loopback "
             "as it is, or run on Linux 4.20 or newer, outside of sandboxes that replace the "
             "kernel's sockets"
         )
-
-
-def _first_reason(reason: str) -> str:
-    """The reason of the first rank that has one, on all ranks; empty if none has. Collective."""
-    reasons = [reason] * dist.get_world_size()
-    dist.all_gather_object(reasons, reason)
-    return next(filter(None, reasons), "")
 
 
 class Training:
@@ -200,22 +195,23 @@ class Training:
         args = self.args
         outcome = Outcome()
         if args.link_rate is not None:
-            outcome.link = f"links of {args.link_rate:g} MB/s"
             _pace_on_all_ranks(args.link_rate)
         while self.iteration < args.train_iters:
-            entry, waits = self._iteration()
-            outcome.add(entry, waits)
-            if args.link_rate is not None and len(outcome.entries) == 1:
+            outcome.add(*self._iteration())
+            if args.link_rate is not None and self.iteration == 1:
                 # Some connections are only opened on the first use of their group.
                 _pace_on_all_ranks(args.link_rate)
-            if self.rank == 0:
-                print(_iteration_line(args.train_iters, entry), flush=True)
-        self._finish_parameters()
+        if args.overlap_param_gather:  # complete it now instead of in the next forward
+            self.model.disable_forward_pre_hook(param_sync=True)
+            self.model.enable_forward_pre_hook()
         outcome.weights_sha256 = hash_over_ranks([self.model.module], self.optimizer)
         return outcome
 
-    def _iteration(self) -> tuple[dict[str, Any], list[Wait]]:
-        """One optimizer step: its metrics, and this rank's waits."""
+    def _iteration(self) -> tuple[float, float, list[Wait]]:
+        """One optimizer step: its loss, its seconds as a mean over the ranks, this rank's waits.
+
+        Rank 0 prints a line with Megatron's names, which ``commfuse-npu measure`` parses.
+        """
         args = self.args
         self.waits.clear()
         start = time.perf_counter()
@@ -238,16 +234,17 @@ class Training:
         shared = torch.tensor([blocked, elapsed], dtype=torch.float64)  # means over the ranks
         dist.all_reduce(shared)
         blocked, elapsed = (shared / dist.get_world_size()).tolist()
-        entry = {
-            "iteration": self.iteration,
-            "lm_loss": loss,
-            "elapsed_ms": elapsed * 1e3,
-            "tokens_per_second": args.global_batch_size * args.seq_length / elapsed,
-            "exposed_ms": blocked * 1e3,
-            "grad_norm": float(grad_norm),
-            "lr": learning_rate,
-        }
-        return entry, waits
+        if self.rank == 0:
+            tokens = args.global_batch_size * args.seq_length
+            print(
+                f" iteration {self.iteration:8d}/{args.train_iters:8d} |"
+                f" elapsed time per iteration (ms): {elapsed * 1e3:.1f} |"
+                f" exposed communication (ms): {blocked * 1e3:.1f} |"
+                f" learning rate: {learning_rate:.2E} | lm loss: {loss:.6E} |"
+                f" grad norm: {grad_norm:.3f} | tokens/s: {tokens / elapsed:.0f} |",
+                flush=True,
+            )
+        return loss, elapsed, waits
 
     def _forward_backward(self) -> float:
         """Compute the gradients of a global batch; returns its mean loss over all replicas."""
@@ -296,20 +293,3 @@ class Training:
 
         inputs, labels = next(batches)
         return model(inputs, self.positions, self.mask, labels=labels), mean
-
-    def _finish_parameters(self) -> None:
-        """Complete an overlapped parameter gather now instead of in the next forward."""
-        if self.args.overlap_param_gather:
-            self.model.disable_forward_pre_hook(param_sync=True)
-            self.model.enable_forward_pre_hook()
-
-
-def _iteration_line(of: int, entry: dict[str, Any]) -> str:
-    """A log line with Megatron's names, which ``commfuse-npu measure`` parses."""
-    return (
-        f" iteration {entry['iteration']:8d}/{of:8d} |"
-        f" elapsed time per iteration (ms): {entry['elapsed_ms']:.1f} |"
-        f" exposed communication (ms): {entry['exposed_ms']:.1f} |"
-        f" learning rate: {entry['lr']:.2E} | lm loss: {entry['lm_loss']:.6E} |"
-        f" grad norm: {entry['grad_norm']:.3f} | tokens/s: {entry['tokens_per_second']:.0f} |"
-    )

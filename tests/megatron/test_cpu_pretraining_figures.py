@@ -17,7 +17,7 @@ pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
 from commfuse_npu.runtime.collectives import all_gather_rows, all_to_all_rows, reduce_scatter_rows
 from scripts.cpu_pretraining import compare
-from scripts.cpu_pretraining.outcome import Outcome, draw_loss
+from scripts.cpu_pretraining.outcome import Outcome
 from scripts.cpu_pretraining.training import timed_waits
 
 FIVE = (5.5, 2.5)
@@ -47,7 +47,7 @@ def outcome(losses: Sequence[float], weights: str = "a", times: Sequence[float] 
     """Iterations with these losses and times in ms, a quarter of which is spent in one wait."""
     result = Outcome(weights_sha256=weights)
     for loss, ms in zip(losses, times or (1.0,) * len(losses), strict=True):
-        result.add({"lm_loss": loss, "elapsed_ms": ms}, [(ms / 4e3, ms / 2e3)])
+        result.add(loss, ms / 1e3, [(ms / 4e3, ms / 2e3)])
     return result
 
 
@@ -106,6 +106,6 @@ def test_a_difference_of_times_has_a_range_and_ten_iterations_behind_it() -> Non
 
 def test_a_picture_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr("os.fsync", Mock(side_effect=OSError(errno.ENOSPC, "No space left")))
-    run = Outcome([{"iteration": 1, "lm_loss": 2.0}, {"iteration": 2, "lm_loss": 1.0}])
-    path = tmp_path / "loss.png"
-    assert draw_loss(run, path) == f"{path} was not drawn: No space left"
+    path = tmp_path / "timelines.png"
+    runs = {"megatron": [of_times(1, 1, 1, 2)]}
+    assert compare.draw_timelines(runs, 80.0, path) == f"{path} was not drawn: No space left"

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from einops import rearrange
 
 from mindspeed_patches.rehearsal.npu_ops import register_cpu_kernels
 
@@ -28,9 +29,8 @@ def test_without_torch_npu_it_says_what_is_missing() -> None:
 
 def _in(layout: str, x: torch.Tensor) -> torch.Tensor:
     """A tensor ``[B, A, S, D]`` in another layout."""
-    orders = {"SBH": (2, 0, 1, 3), "BSH": (0, 2, 1, 3), "BSND": (0, 2, 1, 3), "BNSD": (0, 1, 2, 3)}
-    x = x.permute(orders[layout])
-    return x.flatten(2) if layout in ("SBH", "BSH") else x
+    patterns = {"SBH": "s b (a d)", "BSH": "b s (a d)", "BSND": "b s a d", "BNSD": "b a s d"}
+    return rearrange(x, f"b a s d -> {patterns[layout]}")
 
 
 def _random(*shapes: tuple[int, ...]) -> list[torch.Tensor]:
@@ -71,6 +71,14 @@ def attention(layout: str, mode: int, masked: bool = True, size: int = 8) -> Non
     torch.testing.assert_close(out, _in(layout, reference), rtol=1e-5, atol=1e-5)
     actual = torch.autograd.grad(out, (q, k, v), _in(layout, grad))
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
+    # The operator of the gradient, which ring attention calls with the statistics of all blocks.
+    options["scale_value"] = options.pop("scale")
+    parts = torch_npu.npu_fusion_attention_grad(
+        *(_in(layout, x) for x in (q, k, v, grad)), 4, layout,
+        atten_mask=mask if masked else None, softmax_max=statistics[0], softmax_sum=statistics[1],
+        attention_in=out, **options,
+    )[:3]  # fmt: skip
+    torch.testing.assert_close(parts, tuple(_in(layout, x) for x in expected), rtol=1e-5, atol=1e-5)
     scores = (q @ k.repeat_interleave(2, 1).mT * 0.3).masked_fill(~allowed, -torch.inf)
     log_sum = statistics[0] + statistics[1].log()
     assert log_sum.shape == (2, 4, 6, 8)
@@ -115,16 +123,17 @@ def refused(changes: dict[str, Any]) -> None:
     [
         ({"keep_prob": 0.9}, "keep_prob 0.9 is not emulated"),
         ({"padding_mask": X}, "padding_mask a tensor is not emulated on the CPU; leave it out"),
-        ({"sparse_mode": 3, "atten_mask": MASK[:4, :4]}, "sparse_mode 3 takes the compressed mask"),
-        ({"head_num": 4}, r"head_num 4, query \(1, 2, 4, 8\)"),
+        *(({"sparse_mode": 3, "atten_mask": mask}, "sparse_mode 3 takes the compressed mask")
+          for mask in (MASK[:4, :4], ~MASK)),
+        ({"head_num": 4}, r"Shape mismatch, 2 != 4"),
         ({"input_layout": "NSD"}, "input_layout 'NSD' is not"),
-        (PACKED, "TND needs actual_seq_qlen"),
+        (PACKED, r"end at \(0, 0\), .*; TND needs actual_seq_qlen"),
         ({**PACKED, "actual_seq_qlen": [1], "actual_seq_kvlen": [2]},
-         r"the packed sequences end at \[1\], the tensor has 2 rows"),
+         r"the packed sequences end at \(1, 2\), the tensors have \(2, 2\) rows"),
     ],
 )  # fmt: skip
 def test_what_is_not_emulated_is_refused(npu, changes: dict[str, Any], message: str) -> None:
-    with pytest.raises((NotImplementedError, ValueError), match=message):
+    with pytest.raises((RuntimeError, ValueError), match=message):
         npu.run(refused, changes)
 
 

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock, call
 
 import pytest
 import torch
@@ -45,23 +46,33 @@ def test_commfuse_is_registered_for_each_of_its_forms(
     monkeypatch: pytest.MonkeyPatch, flags: str, registered: int
 ) -> None:
     installed: list[int] = []
-    features = SimpleNamespace(apply_features_patches=len)
-    manager = SimpleNamespace(MindSpeedFeaturesManager=features)
-    monkeypatch.setitem(sys.modules, "mindspeed.features_manager.features_manager", manager)
+    calls = Mock()
+    features = SimpleNamespace(apply_features_patches=calls.apply_features_patches)
+    for name, content in {
+        "features_manager.features_manager": {"MindSpeedFeaturesManager": features},
+        "patch_utils": {"MindSpeedPatchesManager": calls},
+    }.items():
+        monkeypatch.setitem(sys.modules, f"mindspeed.{name}", SimpleNamespace(**content))
     monkeypatch.setattr(measured, "install", lambda: installed.append(0))
     monkeypatch.setattr(measured, "die_with_parent", int)
     monkeypatch.setattr(measured.launch, "main", lambda words, prepare: prepare())
     with pytest.raises(RuntimeError, match="never called"):
         measured.main(["pretrain_gpt.py", *flags.split()])
     assert len(installed) == registered
+    # The wrapper comes after those of the features.
+    features.apply_features_patches("options")
+    features, wrapper, _ = calls.mock_calls
+    assert features == call.apply_features_patches("options")
+    assert wrapper.args[0] == "megatron.training.training.setup_model_and_optimizer"
+    assert [name for name, *_ in calls.mock_calls[1:]] == ["register_patch", "apply_patches"]
 
 
 def test_the_bits_are_those_of_the_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run, model = measured._Run(blocking=True), torch.nn.Linear(2, 2)
-    with pytest.raises(RuntimeError, match=r"never called .*\.setup_model_and_optimizer"):
+    with pytest.raises(RuntimeError, match="never called setup_model_and_optimizer"):
         run.tell()
     optimizer = SimpleNamespace(optimizer=torch.optim.SGD(model.parameters()))
-    run.setup_wrapper(lambda: ([model], optimizer, None))()
+    run.setup_model_and_optimizer_wrapper(lambda: ([model], optimizer, None))()
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
         for weight in (0.5, 0.5, 0.25):

@@ -57,18 +57,12 @@ def test_what_is_sent_may_be_freed(rank: int) -> None:
 
 @pytest.mark.parametrize("sizes", [[3, 1], [0, 2], [2, 2]])
 @on_ranks(2)
-def test_parts_may_be_uneven_and_gloo_averages(rank: int, sizes: list[int]) -> None:
-    """An uneven all-gather, a reduce-scatter of the same sizes, and an average."""
+def test_parts_of_an_all_gather_may_be_uneven(rank: int, sizes: list[int]) -> None:
     gather = gloo_for_hccl._gather_uneven(dist.all_gather)
     parts = [torch.full((size, 2), -1.0) for size in sizes]
     gather(parts, torch.full((sizes[rank], 2), rank + 1.0), async_op=True).wait()
-    total, mean = torch.empty(sizes[rank], 2), torch.full((2,), rank + 1.0)
-    dist.reduce_scatter(total, [10**rank * part for part in parts])
-    dist.all_reduce(mean, op=dist.ReduceOp.AVG)
     full = [torch.full((size, 2), number + 1.0) for number, size in enumerate(sizes)]
     assert all(map(torch.equal, parts, full))
-    assert torch.equal(total, 11 * full[rank])
-    assert mean.tolist() == [1.5, 1.5]
 
 
 def test_each_collective_is_counted_once_by_group_and_kind(monkeypatch) -> None:
@@ -88,7 +82,7 @@ def test_each_collective_is_counted_once_by_group_and_kind(monkeypatch) -> None:
             "default pg: all_gather_object": 1,
         }
         # A collective that fails does not stop the count.
-        with pytest.raises((RuntimeError, TypeError, ValueError)):
+        with pytest.raises(TypeError):
             dist.all_reduce("no tensor")
         dist.all_reduce(tensor)
         assert sum(counter.counts.values()) == 6

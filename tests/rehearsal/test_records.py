@@ -13,6 +13,7 @@ import torch
 from commfuse_npu.tools.launch_script.options import Options
 from mindspeed_patches.rehearsal import __main__ as rehearse
 from mindspeed_patches.rehearsal.records import (
+    NORM,
     Record,
     degeneracies,
     differences,
@@ -21,7 +22,6 @@ from mindspeed_patches.rehearsal.records import (
     weights_hash,
 )
 from mindspeed_patches.rehearsal.report import report_lines
-from mindspeed_patches.rehearsal.run import Run
 from mindspeed_patches.state_hashes import optimizer_hash, weight_hashes
 
 
@@ -30,14 +30,14 @@ def train(rank: int = 0, flip: bool = False) -> Record:
     torch.manual_seed(rank)
     model = torch.nn.Linear(4, 3).to(torch.bfloat16)
     inner = torch.optim.AdamW(model.parameters(), lr=0.1)
-    record = Record(rank, weights_before=weight_hashes([model]))
-    for _ in range(2):
+    record = Record(rank, iterations=2, weights_before=weight_hashes([model]))
+    for number in (1, 2):
         inner.zero_grad()
         loss = model(torch.ones(2, 4, dtype=torch.bfloat16)).float().square().mean()
         loss.backward()
         inner.step()
-        record.losses.append({"lm loss": loss.item().hex()})
-        record.grad_norms.append(float(model.weight.grad.float().norm()).hex())
+        record.numbers[f"iteration {number}, lm loss"] = loss.item().hex()
+        record.numbers[f"iteration {number}, {NORM}"] = float(model.weight.grad.norm()).hex()
     if flip:
         with torch.no_grad():
             model.weight.view(torch.int16)[1, 2] ^= 1
@@ -46,28 +46,35 @@ def train(rank: int = 0, flip: bool = False) -> Record:
     return record
 
 
-def scaled(number: str, by: float) -> str:
-    return (float.fromhex(number) * by).hex()
+def noted(off: float = 0.0, flip: bool = False, **changes: object) -> Record:
+    """Record of a second run: losses off by a relative ``off``, and attributes changed."""
+    record = train(flip=flip)
+    for name, value in record.losses.items():
+        record.numbers[name] = (float.fromhex(value) * (1 + off)).hex()
+    return replace(record, **{"calls": [("qkv", "fused", 4)], **changes})
 
 
 def test_what_differs_is_found_and_named() -> None:
     assert differences([train(0), train(1)], [train(0), train(1)]) == []
     assert degeneracies([train(0), train(1)]) == []
-    messages = differences([train(0), train(1)], [train(0), train(1, flip=True)])
     # The optimizer of this model holds the same tensor.
-    assert messages[0] == "rank 1: weights differ after the training: 0.weight"
-    assert len(messages) == 2
+    assert differences([train(0), train(1)], [train(0), train(1, flip=True)]) == [
+        "rank 1 differs after the training: 0.weight; optimizer state"
+    ]
     assert weights_hash([train(0), train(1)]) != weights_hash([train(0), train(1, flip=True)])
-    other = train()
-    other.losses[1]["lm loss"] = scaled(other.losses[1]["lm loss"], 1 + 2**-52)
-    assert differences([train()], [other]) == ["rank 0: losses differ, from iteration 2 on"]
-    other = train()
-    other.weights_before, other.optimizer_after = {}, "other"
-    assert len(differences([train()], [other])) == 2
+    assert differences([train()], [noted(2**-52)]) == [
+        "rank 0 differs in the training: iteration 1, lm loss; iteration 2, lm loss"
+    ]
+    other = noted(weights_before={}, optimizer_after="other")
+    assert [line.split(": ")[1] for line in differences([train()], [other])] == [
+        "0.weight; 0.bias", "optimizer state",
+    ]  # fmt: skip
     assert differences([other], []) == ["1 ranks against 0"]
     weights = {f"w{number}": "" for number in range(7)}
-    (more,) = differences([Record(0, weights_after=weights)], [Record(0)])
-    assert more.endswith("w0, w1, w2, w3, w4 and 2 more")
+    for runs in ([Record(0, weights_after=weights), Record(0)],
+                 [Record(0), Record(0, weights_after=weights)]):  # fmt: skip
+        (more,) = differences(runs[:1], runs[1:])
+        assert more.endswith("w0; w1; w2; w3; w4 and 2 more")
 
 
 def test_the_optimizers_moments_count() -> None:
@@ -84,20 +91,19 @@ def test_the_optimizers_moments_count() -> None:
 
 def test_runs_that_prove_nothing_and_what_cannot_be_compared() -> None:
     record = train()
-    zeros, nan, inf = [(0.0).hex()] * 2, [{"x": "nan"}, *record.losses], [*record.grad_norms, "inf"]
+    norms = {name: value for name, value in record.numbers.items() if name.endswith(NORM)}
     for changes, reason in (
         ({"weights_after": record.weights_before}, "no weight changed on rank 0"),
-        ({"grad_norms": zeros}, "all gradient norms are 0"),
-        ({"losses": nan}, "a loss is not finite"),
-        ({"grad_norms": inf}, "a gradient norm is not finite"),
-        ({"losses": [{}, {}]}, "no loss was noted"),
+        ({"numbers": record.losses | dict.fromkeys(norms, "0x0p0")}, "all gradient norms are 0"),
+        ({"numbers": {**record.numbers, "x": "nan"}}, "a loss or a gradient norm is not finite"),
+        ({"numbers": norms}, "no loss was noted"),
     ):
         assert degeneracies([replace(record, **changes)]) == [reason]
-    silent = replace(record, losses=[{}, {}])
-    for first in ([], [{}], [{"lm loss": "nan"}]):
-        other = replace(record, losses=[*first, record.losses[1]])
+    first, *_ = record.losses
+    for change in ({"another": "0x0p0"}, {first: "nan"}):
+        other = replace(record, numbers=record.numbers | change)
         assert largest_loss_difference([record], [other]) == math.inf
-    assert largest_loss_difference([silent], [silent]) == math.inf
+    assert largest_loss_difference([Record(0)], [Record(0)]) == math.inf
 
 
 def test_records_survive_their_file(tmp_path: Path) -> None:
@@ -112,8 +118,7 @@ def test_records_survive_their_file(tmp_path: Path) -> None:
 
 
 def test_the_report_has_counts_of_all_ranks_and_a_hash_per_run() -> None:
-    record, other = train(), train(flip=True)
-    other.collectives = {"tensor: all_reduce": 8}
+    record, other = train(), noted(flip=True, collectives={"tensor: all_reduce": 8})
     other.calls = [("qkv", "fused", 4), ("proj", "a reason", 4)]
     lines = list(report_lines({"reference": [record, record], "commfuse": [other, other]}))
     assert "  qkv             8  fused" in lines
@@ -121,16 +126,6 @@ def test_the_report_has_counts_of_all_ranks_and_a_hash_per_run() -> None:
     assert next(line for line in lines if "all_reduce" in line).split()[-2:] == ["0", "16"]
     hashes = [line.rpartition(" ")[2] for line in lines if line.startswith("sha256 of all weights")]
     assert hashes == [weights_hash([record, record]), weights_hash([other, other])]
-
-
-def noted(off: float = 0.0, flip: bool = False, **changes: object) -> Record:
-    """Record of a second run: losses off by a relative ``off``, and attributes changed."""
-    record = train(flip=flip)
-    for step in record.losses:
-        step["lm loss"] = scaled(step["lm loss"], 1 + off)
-    vars(record).update(changes)
-    record.calls = record.calls or [("qkv", "fused", 4)]
-    return record
 
 
 LEFT = [("qkv", "a reason", 4)]
@@ -153,15 +148,11 @@ STILL = noted(weights_after=train().weights_before)
         (STILL, "", 1, "inconclusive: commfuse run: no weight changed"),
     ],
 )
-def test_the_verdict(
-    monkeypatch, capsys, commfuse: Record, words: str, code: int, said: str
-) -> None:
+def test_the_verdict(capsys, commfuse: Record, words: str, code: int, said: str) -> None:
     reference = STILL if commfuse is STILL else train()
     runs = {"reference": [reference], "commfuse": [commfuse]}
-    monkeypatch.setattr(Run, "start", lambda self, way, *_: runs[way])
-    run = Run(Path("pretrain_gpt.py"), 1, Path(), {}, 1.0)
     options = Options(words.split())
-    assert rehearse._train_and_compare(options, run, Path()) == code
+    assert rehearse._train_and_compare(options, lambda way, *_: runs[way], Path()) == code
     out = capsys.readouterr().out
     assert said in out
     assert "identical" in out or "relative: " in out

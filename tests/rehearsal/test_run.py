@@ -11,12 +11,12 @@ import pytest
 from commfuse_npu.tools.launch_script import UsageError
 from mindspeed_patches.rehearsal import run as runs
 from mindspeed_patches.rehearsal.__main__ import main
-from mindspeed_patches.rehearsal.run import Run, RunFailedError, worker_environment
+from mindspeed_patches.rehearsal.run import RunFailedError, train, worker_environment
 from mindspeed_patches.rehearsal.stack import Stack, find_stack
 
 
-def with_torch_npu(folder: Path, code: str, timeout: float) -> Run:
-    """A run whose worker imports a torch_npu module with this code."""
+def failed_with_torch_npu(folder: Path, code: str, timeout: float) -> str:
+    """The error of a run whose worker imports a torch_npu module with this code."""
     package = folder / "path" / "torch_npu"
     package.mkdir(parents=True, exist_ok=True)
     (package / "__init__.py").write_text(code, "utf-8")
@@ -24,17 +24,21 @@ def with_torch_npu(folder: Path, code: str, timeout: float) -> Run:
     script.touch()
     stack = Stack(folder / "path", folder, folder)
     environment = worker_environment(stack, {"OF_THE_LAUNCH": "1"}, folder / "tools")
-    return Run(script, 1, folder, environment, timeout)
+    with pytest.raises(RunFailedError) as raised:
+        train(
+            *("reference", [], folder / f"records {timeout}"),
+            script=script, processes=1, folder=folder, environment=environment, timeout=timeout,
+        )  # fmt: skip
+    return str(raised.value)
 
 
 def test_a_failing_rank_is_quoted(tmp_path: Path) -> None:
-    run = with_torch_npu(tmp_path, "import os\nraise ImportError(os.environ['OF_THE_LAUNCH'])", 120)
-    with pytest.raises(RunFailedError, match="ImportError: 1") as raised:
-        run.start("reference", [], tmp_path / "records")
-    assert "0 of 1 ranks" in str(raised.value)
-    run = with_torch_npu(tmp_path, "import time\ntime.sleep(600)", 0.5)
-    with pytest.raises(RunFailedError, match=r"reference run did not end within 0 s \(--timeout"):
-        run.start("reference", [], tmp_path / "others")
+    code = "import os\nraise ImportError(os.environ['OF_THE_LAUNCH'])"
+    message = failed_with_torch_npu(tmp_path, code, 120)
+    assert "ImportError: 1" in message
+    assert "0 of 1 ranks" in message
+    message = failed_with_torch_npu(tmp_path, "import time\ntime.sleep(600)", 0.5)
+    assert "reference run did not end within 0 s (--timeout" in message
 
 
 def test_what_is_quoted_is_the_first_rank_that_failed(tmp_path: Path) -> None:
@@ -79,27 +83,18 @@ def folders(tmp_path: Path) -> dict[str, str]:
     }
 
 
-def test_variables_name_the_checkouts(folders: dict[str, str]) -> None:
-    stack = find_stack(folders)
-    assert stack.mindspeed == Path(folders["MINDSPEED_HOME"])
-    assert stack.llm == Path(folders["MINDSPEED_LLM_HOME"])
-    assert stack.megatron == Path(folders["MEGATRON_HOME"])
-
-
-def test_folders_that_are_something_else_or_old_are_refused(folders, tmp_path: Path) -> None:
+def test_the_checkouts_are_found_by_variable_or_as_packages(folders, monkeypatch) -> None:
+    llm, mindspeed, megatron = (Path(folders[name]) for name in HOMES)
+    assert find_stack(folders) == (llm, mindspeed, megatron)
     with pytest.raises(UsageError, match=r"MEGATRON_HOME is .* no checkout of Megatron-LM"):
-        find_stack({**folders, "MEGATRON_HOME": str(tmp_path)})
-    Path(folders["MINDSPEED_LLM_HOME"], ADAPTOR).unlink()
+        find_stack({**folders, "MEGATRON_HOME": str(llm)})
+    # Users copy megatron into MindSpeed-LLM.
+    checkout(llm, "megatron/training/training.py")
+    monkeypatch.syspath_prepend(mindspeed)
+    assert find_stack({HOMES[0]: str(llm)}) == (llm, mindspeed, llm)
+    (llm / ADAPTOR).unlink()
     with pytest.raises(UsageError, match=r"2\.1\.0 or older"):
         find_stack(folders)
-
-
-def test_megatron_in_mindspeed_llm_and_packages_that_can_be_imported(folders, monkeypatch) -> None:
-    llm = checkout(Path(folders["MINDSPEED_LLM_HOME"]), "megatron/training/training.py")
-    del folders["MEGATRON_HOME"]
-    monkeypatch.syspath_prepend(folders.pop("MINDSPEED_HOME"))
-    stack = find_stack(folders)
-    assert (stack.megatron, stack.mindspeed.name) == (Path(llm), "ms")
 
 
 def test_what_the_command_refuses(folders, monkeypatch, capsys) -> None:

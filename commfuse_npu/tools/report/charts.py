@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-__all__ = ["Bit", "Chart", "Picture", "Row", "gantt", "lines"]
+__all__ = ["Bit", "Chart", "Picture", "Row", "gantt"]
 
 Chart = dict[str, Any]
 """A Vega-Lite specification: one view, with a ``height``."""
@@ -37,39 +37,6 @@ class Row(NamedTuple):
     label: str
     lanes: tuple[str, ...]
     bits: tuple[Bit, ...]
-
-
-def lines(title: str, axis: str, curves: Mapping[str, Sequence[tuple[int, float]]]) -> Picture:
-    """A line per name, through points of (whole number, value).
-
-    Args:
-        title: including the name of the y axis.
-        axis: the name of the x axis.
-    """
-    steps = list(dict.fromkeys(at for points in curves.values() for at, _ in points))
-    ticks: Chart = {"grid": False, "tickMinStep": 1, "format": "d"}
-    if len(steps) <= 8:
-        ticks["values"] = steps
-    x = {"field": "at", "title": axis, "type": "quantitative", "axis": ticks,
-         "scale": {"zero": False, "nice": False}}  # fmt: skip
-    kind = {"field": "name", "type": "nominal", "scale": {"domain": list(curves)}}
-    chart: Chart = {
-        "height": 300,
-        "data": {"values": [
-            {"name": name, "at": at, "value": value}
-            for name, points in curves.items() for at, value in points]},
-        "encoding": {
-            "x": x,
-            "y": {"field": "value", "type": "quantitative", "title": None,
-                  "scale": {"zero": False}},
-            "color": kind},
-        "layer": [
-            {"mark": "line"},
-            # Many points would hide the line.
-            {"mark": {"type": "point", "filled": True, "size": 70,
-                      "opacity": 1 if len(steps) <= 40 else 0}}],
-    }  # fmt: skip
-    return Picture(title, chart)
 
 
 def gantt(title: str, axis: str, rows: Sequence[Row]) -> Picture:
