@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_map
 from commfuse_npu.ops import LinearOptions
 from commfuse_npu.ops.call import AnyTransport
 from mindspeed_patches.patching import around
-from mindspeed_patches.softmax_attention import RECOMPUTED, AttentionCall
+from mindspeed_patches.softmax_attention import RECOMPUTED, AttentionCall, heads_obstacle
 
 if TYPE_CHECKING:
     from mindspeed_patches.wrappers import LinearWrappers
@@ -158,17 +158,10 @@ class AttentionWrappers:
     ) -> torch.Tensor:
         attention = functools.partial(attend, query, key, value, *args, **kwargs)
         call = AttentionCall.of(layer, layer.training, args, kwargs)
-        reason = call.tensor_obstacle(query, key, value) or _cannot_wait(layer)
-        mask = reason or call.mask(*query.shape[:2])
+        mask = RECOMPUTED if layer.checkpoint_core_attention and layer.training else None
+        mask = mask or heads_obstacle(query, key, value) or call.mask(*query.shape[:2])
         if isinstance(mask, str):
             self._linears.fall_back("attention", mask)
             return attention()
         scale = getattr(layer.config, "softmax_scale", None)
         return DeferredAttention.of(query, key, value, mask=mask, scale=scale, attend=attention)
-
-
-def _cannot_wait(layer: Any) -> str | None:
-    """Why attention has to run before the projection, in plain form; ``None`` if it can wait."""
-    if getattr(layer.config, "context_parallel_size", 1) > 1:
-        return "context parallelism splits the sequence in its own way"
-    return RECOMPUTED if layer.checkpoint_core_attention and layer.training else None

@@ -21,7 +21,6 @@ from mindspeed_patches.softmax_attention import RECOMPUTED
 
 __all__ = [
     "WholePositions",
-    "forward_arguments",
     "layer_obstacle",
     "picked",
     "proj_obstacle",
@@ -30,25 +29,7 @@ __all__ = [
     "replaced",
 ]
 
-_AFTER_THE_ROWS = (
-    "attention_mask",
-    "key_value_states",
-    "inference_context",
-    "rotary_pos_emb",
-    "rotary_pos_cos",
-    "rotary_pos_sin",
-    "attention_bias",
-    "packed_seq_params",
-    "sequence_len_offset",
-)
-
 _OWN_FORWARD = "its forward was replaced by someone else"
-
-
-def forward_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of ``Attention.forward`` after the hidden states, by name."""
-    names = _AFTER_THE_ROWS[: len(args)]
-    return dict(zip(names, args, strict=True)) | kwargs
 
 
 @contextmanager
@@ -69,7 +50,7 @@ def layer_obstacle(layer: Any, arguments: dict[str, Any]) -> str | None:
     """Why neither projection of a layer can take part in the exchange, or ``None``.
 
     Args:
-        arguments: from :func:`forward_arguments`.
+        arguments: of the layer's ``forward``, after the mask.
     """
     config = layer.config
     if config.tensor_model_parallel_size > 1:
@@ -96,7 +77,7 @@ def qkv_obstacle(
     Args:
         rows: of the sequence on this rank.
         size: number of ranks that exchange heads.
-        arguments: from :func:`forward_arguments`.
+        arguments: as in :func:`layer_obstacle`.
         layers: names of the layers to fuse.
     """
     from megatron.core.transformer.attention import SelfAttention

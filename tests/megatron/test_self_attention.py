@@ -239,24 +239,6 @@ def test_reasons_of_a_layer(rank: int) -> None:
 
 
 @on_ranks(2)
-def test_attention_that_turns_out_to_be_more(rank: int) -> None:
-    """The heads are exchanged before the attention turns out not to be fusable."""
-    from megatron.core.transformer.enums import AttnMaskType
-
-    case = Case(fused=("qkv",), left={"ulysses": "its mask is padding; only causal and no_mask"})
-    with parallel(case):
-        with wrapped(case) as linears:
-            layer, (x, _, rows) = build(case, 2), inputs(case, 2)
-            layer.linear_qkv.register_forward_hook(
-                lambda *_: setattr(layer, "attn_mask_type", AttnMaskType.padding)
-            )
-            y = call(case, layer, x, rows)
-        # The rows are the same, since megatron-core applies the mask that it is given.
-        close(y, run(replace(case, eval=True), 1)["y"][rows], case, "y")
-        counted(linears.calls, case)
-
-
-@on_ranks(2)
 def test_hooks_run_and_nothing_stays_replaced(rank: int) -> None:
     case, called, names = Case(), [], ("linear_qkv", "core_attention", "linear_proj")
     with parallel(case), wrapped(case) as linears:
