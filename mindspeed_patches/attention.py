@@ -141,27 +141,18 @@ class AttentionWrappers:
         attend = layer.core_attention.forward
 
         @functools.wraps(attend)
-        def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
-            return self._wait(layer, attend, *args, **kwargs)
+        def forward(
+            query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any
+        ) -> torch.Tensor:
+            attention = functools.partial(attend, query, key, value, *args, **kwargs)
+            call = AttentionCall.of(layer, layer.training, args, kwargs)
+            recomputed = layer.checkpoint_core_attention and layer.training
+            reason = RECOMPUTED if recomputed else heads_obstacle(query, key, value)
+            mask = reason or call.mask(*query.shape[:2])
+            if isinstance(mask, str):
+                self._linears.fall_back("attention", mask)
+                return attention()
+            scale = getattr(layer.config, "softmax_scale", None)
+            return DeferredAttention.of(query, key, value, mask=mask, scale=scale, attend=attention)
 
         layer.core_attention.forward = forward
-
-    def _wait(
-        self,
-        layer: Any,
-        attend: Callable[..., torch.Tensor],
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        *args: Any,
-        **kwargs: Any,
-    ) -> torch.Tensor:
-        attention = functools.partial(attend, query, key, value, *args, **kwargs)
-        call = AttentionCall.of(layer, layer.training, args, kwargs)
-        mask = RECOMPUTED if layer.checkpoint_core_attention and layer.training else None
-        mask = mask or heads_obstacle(query, key, value) or call.mask(*query.shape[:2])
-        if isinstance(mask, str):
-            self._linears.fall_back("attention", mask)
-            return attention()
-        scale = getattr(layer.config, "softmax_scale", None)
-        return DeferredAttention.of(query, key, value, mask=mask, scale=scale, attend=attention)

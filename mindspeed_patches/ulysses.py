@@ -40,7 +40,7 @@ key heads of all ranks of the group together, ``D`` features of a head, ``H`` hi
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any, NamedTuple
 
@@ -153,9 +153,8 @@ class UlyssesWrappers(LaneUser):
             heads, mask = (query, key, value), joined.mask
         else:
             call = AttentionCall.of(core, attention.training, args, kwargs)
-            allowed = heads_obstacle(query, key, value) or self._mask(
-                attention, call, *query.shape[:3], key.shape[2]
-            )
+            allowed: dict[str, Any] | str | None = heads_obstacle(query, key, value)
+            allowed = allowed or self._mask(attention, call, query.shape, key.shape[2])
             if isinstance(allowed, str):
                 self._linears.fall_back("ulysses", allowed)
                 return forward(attention, query, key, value, *args, **kwargs)
@@ -186,8 +185,8 @@ class UlyssesWrappers(LaneUser):
             if getattr(local, "ulysses_comm_para", None) and hasattr(layer, "linear_qkv"):
                 call = AttentionCall.of(layer, core.training, (attention_mask,), arguments)
                 call = call._replace(config=innermost(local).config)
-                heads = (getattr(layer, name) for name in _HEADS)
-                mask = self._mask(core, call, *shape[:2], *heads)
+                heads, key_heads = (getattr(layer, name) for name in _HEADS)
+                mask = self._mask(core, call, (*shape[:2], heads), key_heads)
                 if not isinstance(mask, str):  # else the wrapper of the exchange logs the reason
                     arguments |= self._join(layer, shape[0], mask, arguments, stack)
             return forward(layer, hidden_states, attention_mask, **arguments)
@@ -214,7 +213,7 @@ class UlyssesWrappers(LaneUser):
         for name, reason in reasons.items():
             if reason is not None:
                 self._linears.fall_back(f"{name} of ulysses", reason)
-        joined = _Joined(*(reason is None for reason in reasons.values()), mask)
+        joined = _Joined(reasons["qkv"] is None, reasons["proj"] is None, mask)
         stack.enter_context(replaced(layer.core_attention, commfuse_joined=joined))
         if joined.proj:
             linear = layer.linear_proj
@@ -272,20 +271,15 @@ class UlyssesWrappers(LaneUser):
         return attention_all_to_all(*heads, transport=self.lanes(), **arguments)
 
     def _mask(
-        self,
-        attention: Any,
-        call: AttentionCall,
-        rows: int,
-        batch: int,
-        heads: int,
-        key_heads: int,
+        self, attention: Any, call: AttentionCall, shape: Sequence[int], key_heads: int
     ) -> dict[str, Any] | str:
         """:meth:`.AttentionCall.mask`, or why this exchange of heads keeps its own forward.
 
         Args:
-            rows: of the sequence on this rank.
-            heads: query heads of all ranks of the group together; ``key_heads`` likewise.
+            shape: begins with the rows of this rank, the batch, and the query heads of all ranks of
+                the group together; ``key_heads`` likewise.
         """
+        rows, batch, heads = shape[:3]
         exchange, lanes = attention.local_attn.ulysses_comm_para, self.lanes()
         calculator = exchange.get("gather_size_calculator")
         if active_turns() is not None:

@@ -217,17 +217,10 @@ class LinearWrappers(LaneUser):
         named_init_wrapper(init)(layer, *args, **kwargs)
         linear = layer._linear_forward_impl
 
-        def linear_forward(
-            *,
-            input: torch.Tensor,
-            weight: torch.Tensor,
-            bias: torch.Tensor | None,
-            **keywords: Any,
-        ) -> torch.Tensor:
-            output = self._column(layer, input, weight, bias, layer.gather_output)
-            if output is None:
-                return linear(input=input, weight=weight, bias=bias, **keywords)
-            return output
+        def linear_forward(**given: Any) -> torch.Tensor:
+            x, weight, bias = (given[name] for name in ("input", "weight", "bias"))
+            output = self._column(layer, x, weight, bias, layer.gather_output)
+            return linear(**given) if output is None else output
 
         layer._linear_forward_impl = linear_forward
         layer.commfuse_linear_forward = True
@@ -259,15 +252,12 @@ class LinearWrappers(LaneUser):
         gather: bool,
     ) -> torch.Tensor | None:
         """The product if the call is fused, or ``None`` after counting the reason."""
-        name, shape = layer_name(layer), (layer.output_size_per_partition, layer.input_size)
-        reason: str | None = None
-        if weight is None or tuple(weight.shape) != shape:
+        name, rows = layer_name(layer), input_.shape[:-1].numel()
+        reason: str | None = self._obstacle(layer, column=True, gather=gather, rows=rows)
+        if weight is None or weight.shape != (layer.output_size_per_partition, layer.input_size):
             reason = "the weight is missing or has another shape"  # Megatron's error says it best
-        else:
-            rows = input_.shape[:-1].numel()
-            reason = self._obstacle(layer, column=True, gather=gather, rows=rows)
         if weight is None or reason is not None:
-            self.fall_back(name, reason or "")
+            self.fall_back(name, str(reason))
             return None
         self.calls[name, "fused"] += 1
         options = self._options[layer.gradient_accumulation_fusion]

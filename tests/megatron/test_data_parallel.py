@@ -76,15 +76,15 @@ def wrapped(case: Case, *, fails: bool = False) -> Iterator[LinearWrappers]:
     group = parallel_state.get_data_parallel_group(
         with_context_parallel=True, partial_data_parallel=True
     )
-    directions, limit = (buckets.gradients, buckets.parameters), IMPATIENT if fails else PATIENT
-    for direction in directions:
-        direction.transport = Transport.create(group, lanes=case.schedule.lanes, timeout=limit)
+    limit = IMPATIENT if fails else PATIENT
+    for user in buckets.users.values():
+        user.transport = Transport.create(group, lanes=case.schedule.lanes, timeout=limit)
     try:
         with patched(buckets.register):
             yield linears
     finally:
-        for direction in () if fails else directions:
-            direction.lanes().close()
+        for user in () if fails else buckets.users.values():
+            user.lanes().close()
 
 
 class Training:

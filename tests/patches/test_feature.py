@@ -20,7 +20,6 @@ ALONE = {"tensor_model_parallel_size": 1}
 NO_CP = {"context_parallel_size": 1}
 TP = "--tensor-model-parallel-size"
 CP, DP = "--commfuse-ulysses", "--commfuse-dp"
-SHARDED = "--commfuse-dp with --use-distributed-optimizer for gradients and parameters, or leave"
 UNFUSED = ALONE | DATA_PARALLEL | {"attention_dropout": 0.0}
 UNUSED = {"use_commfuse": False, **ULYSSES, **DATA_PARALLEL}
 
@@ -28,11 +27,7 @@ UNUSED = {"use_commfuse": False, **ULYSSES, **DATA_PARALLEL}
 @pytest.mark.parametrize(
     ("options", "others", "message"),
     [
-        ("", ALONE, f"--use-commfuse needs {TP} of at least 2: .*; add {SHARDED}"),
-        ("", ALONE | DATA_PARALLEL, "add --commfuse-dp for gradients and parameters, or"),
-        ("", ALONE | ULYSSES, f"add --commfuse-ulysses for the exchange of heads, {SHARDED}"),
-        ("", ALONE | ULYSSES | NO_CP, f"; add {SHARDED}"),
-        ("", ALONE | ULYSSES | {"context_parallel_algo": "megatron_cp_algo"}, "; add --commfuse-d"),
+        ("", ALONE, f"--use-commfuse needs {TP} of at least 2: .*; choose that, add --commfuse-dp"),
         ("", {"optimization_level": 1}, "--use-commfuse and --optimization-level 1 exclude each"),
         (f"{DP} --commfuse-attention", UNFUSED, f"--commfuse-attention needs {TP} of at least 2"),
         (DP, {}, "--commfuse-dp needs --use-distributed-optimizer: .+; add it, or leave"),
@@ -42,6 +37,7 @@ UNUSED = {"use_commfuse": False, **ULYSSES, **DATA_PARALLEL}
         (CP, ULYSSES | {"seq_length": 66}, "divisible by --context-parallel-size 4; choose 68"),
         (CP, UNUSED, f"{CP} needs --use-commfuse, .+; add"),
         (DP, UNUSED, f"{DP} needs --use-commfuse, .+; add"),
+        ("--commfuse-attention", UNUSED, "--commfuse-attention needs --use-commfuse, .+; add"),
     ],
 )
 def test_what_a_launch_lacks(options: str, others: dict[str, Any], message: str) -> None:
