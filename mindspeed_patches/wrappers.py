@@ -177,19 +177,15 @@ class LinearWrappers(LaneUser):
             return
         hardware = Hardware.load(find_config(description, "hardware"))
         least = min_outputs_to_hide(hardware.machine(), lanes.size)
-        self._options = by_fusion(replace(self._options[False], collectives_from=least))
+        options = replace(self._options[False], collectives_from=least)
         if self._limited and isinstance(lanes, Transport) and lanes.size > 1:
-            self._choose_by(post_seconds(lanes))
-
-    def _choose_by(self, post: float) -> None:
-        """Set the least rows and the chunks for a host that needs ``post`` seconds per post."""
-        size, schedule = self.lanes().size, self._options[False].schedule
-        self.min_rows = min_rows_to_fuse(size, self._hidden, post)
-        chunks = default_chunks(size, self._rows or 0, self._hidden, post)
-        schedule = replace(schedule, chunks=chunks)
-        self._options = by_fusion(replace(self._options[False], schedule=schedule))
-        if dist.get_rank() == 0:
-            _logger.info(_CHOSEN, 1e6 * post, self.min_rows, chunks)
+            post = post_seconds(lanes)
+            self.min_rows = min_rows_to_fuse(lanes.size, self._hidden, post)
+            chunks = default_chunks(lanes.size, self._rows or 0, self._hidden, post)
+            options = replace(options, schedule=replace(options.schedule, chunks=chunks))
+            if dist.get_rank() == 0:
+                _logger.info(_CHOSEN, 1e6 * post, self.min_rows, chunks)
+        self._options = by_fusion(options)
 
     def register(self, manager: Any, *, transformer_engine: bool = False) -> None:
         """Register with MindSpeed's patch manager, or with our stand-in.

@@ -140,7 +140,6 @@ def settings(training: Training) -> Any:
         num_layers=4,
         hidden_size=16,
         num_attention_heads=2,
-        gradient_accumulation_fusion=False,
         pipeline_dtype=torch.float32,
         batch_p2p_comm=False,
         overlap_p2p_comm=training.chunks > 1,
