@@ -14,7 +14,7 @@ from commfuse_npu.refusals import IncompatibleOptionsError
 from mindspeed_patches.fb_overlap.feature import ForwardBackwardFeature
 from mindspeed_patches.feature import CommFuseFeature
 from mindspeed_patches.patching import PatchManager
-from tests.patches.launches import DATA_PARALLEL, ULYSSES, Registered, real_arguments
+from tests.patches.launches import DATA_PARALLEL, ULYSSES, real_arguments, registered
 
 ALONE = {"tensor_model_parallel_size": 1}
 NO_CP = {"context_parallel_size": 1}
@@ -87,9 +87,9 @@ def test_the_lanes_know_their_buffers_and_where_to_record() -> None:
 def test_what_is_wrapped_where_its_modules_are(monkeypatch, engine, there, wrapped) -> None:
     """The layer with norm is wrapped with its engine, get_model where Megatron's training is."""
     monkeypatch.setattr("mindspeed_patches.feature._has_module", lambda name: there)
-    registered = Registered(real_arguments(transformer_impl=engine))
-    assert sum("TELayerNormColumnParallel" in path for path in registered) == wrapped
-    assert registered.count("megatron.training.training.get_model") == there
+    wrappers = registered(real_arguments(transformer_impl=engine))
+    assert sum("TELayerNormColumnParallel" in path for path in wrappers) == wrapped
+    assert ("megatron.training.training.get_model" in wrappers) == there
 
 
 def test_mindspeeds_accumulation_is_handed_to_the_npu_kernels(
