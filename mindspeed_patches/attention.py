@@ -18,7 +18,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map_only
 
 from commfuse_npu.ops import LinearOptions
 from commfuse_npu.ops.call import AnyTransport
@@ -104,15 +104,8 @@ class DeferredAttention(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        args, kwargs = tree_map(_value, (args, kwargs or {}))
+        args, kwargs = tree_map_only(cls, cls.value, (args, kwargs or {}))
         return func(*args, **kwargs)
-
-    def __repr__(self) -> str:  # type: ignore[override]
-        return f"DeferredAttention(shape={tuple(self.shape)})"
-
-
-def _value(x: Any) -> Any:
-    return x.value() if isinstance(x, DeferredAttention) else x
 
 
 class AttentionWrappers:

@@ -98,9 +98,7 @@ class StartReport:
             return
         self.done = True
         here = Counter(layer for chunk in model for layer in self._count(chunk))
-        for name, reason in here:
-            if reason:
-                self.linears.was_logged(name, reason)
+        self.linears.reported.update(here)
         counts = _of_all_stages(here)
         if all(reason for _, reason in counts) and not self.allow_nothing:
             lines = list(_lines(counts)) or ["the model has no layer for it"]

@@ -134,6 +134,7 @@ class LinearWrappers(LaneUser):
         calls: number of calls by ``(layer, path)``; the path is ``fused``, or the reason why the
             call was not fused.
         layers: names of the layers to fuse.
+        reported: reasons that were logged, or printed at the start, by ``(layer, reason)``.
         min_rows: layers with fewer rows in a rank's block keep Megatron's forward: 0, or
             :func:`~commfuse_npu.plan.min_rows_to_fuse`.
 
@@ -161,7 +162,7 @@ class LinearWrappers(LaneUser):
         self.min_rows = 0
         self._limited, self._rows, self._hidden = limited, rows, hidden
         self._options = by_fusion(options)
-        self._logged: set[tuple[str, str]] = set()
+        self.reported: set[tuple[str, str]] = set()
 
     def opened(self) -> None:
         """Apply the hardware description of this NPU, and measure the cost of a post if needed.
@@ -356,13 +357,9 @@ class LinearWrappers(LaneUser):
     def fall_back(self, name: str, reason: str, count: int = 1) -> None:
         """Count calls that Megatron executes; log each reason once, except :data:`PARTNER`."""
         self.calls[name, reason] += count
-        if (name, reason) not in self._logged and reason != PARTNER:
-            self._logged.add((name, reason))
+        if (name, reason) not in self.reported and reason != PARTNER:
+            self.reported.add((name, reason))
             _logger.warning("CommFuse leaves %s to Megatron: %s", name, with_remedy(reason))
-
-    def was_logged(self, name: str, reason: str) -> None:
-        """Record a reason as reported, so that :meth:`fall_back` does not log it."""
-        self._logged.add((name, reason))
 
     def describe(self, fused: str = "fused") -> list[str]:
         """One line per layer and path, with the number of calls.
