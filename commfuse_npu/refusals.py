@@ -262,6 +262,11 @@ def missing(ours: str, needs: Needs) -> str:
             "--commfuse-dp needs --use-distributed-optimizer: without it gradients are all-reduced "
             "and parameters never gathered; add it, or leave --commfuse-dp out"
         )
+    if ours == "--commfuse-attention" and needs.tensor < 2:
+        return (
+            f"{ours} needs --tensor-model-parallel-size of at least 2: it is fused with a "
+            "projection that transfers nothing in a group of one; leave one of the two out"
+        )
     if ours != "--commfuse-ulysses":
         return ""
     size, tensor, heads, length = needs.context, needs.tensor, needs.heads, needs.length

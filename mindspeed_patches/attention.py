@@ -18,12 +18,12 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map_only
 
 from commfuse_npu.ops import LinearOptions
 from commfuse_npu.ops.call import AnyTransport
 from mindspeed_patches.patching import around
-from mindspeed_patches.softmax_attention import RECOMPUTED, AttentionCall
+from mindspeed_patches.softmax_attention import RECOMPUTED, AttentionCall, heads_obstacle
 
 if TYPE_CHECKING:
     from mindspeed_patches.wrappers import LinearWrappers
@@ -104,15 +104,8 @@ class DeferredAttention(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        args, kwargs = tree_map(_value, (args, kwargs or {}))
+        args, kwargs = tree_map_only(cls, cls.value, (args, kwargs or {}))
         return func(*args, **kwargs)
-
-    def __repr__(self) -> str:  # type: ignore[override]
-        return f"DeferredAttention(shape={tuple(self.shape)})"
-
-
-def _value(x: Any) -> Any:
-    return x.value() if isinstance(x, DeferredAttention) else x
 
 
 class AttentionWrappers:
@@ -141,34 +134,18 @@ class AttentionWrappers:
         attend = layer.core_attention.forward
 
         @functools.wraps(attend)
-        def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
-            return self._wait(layer, attend, *args, **kwargs)
+        def forward(
+            query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any
+        ) -> torch.Tensor:
+            attention = functools.partial(attend, query, key, value, *args, **kwargs)
+            call = AttentionCall.of(layer, layer.training, args, kwargs)
+            recomputed = layer.checkpoint_core_attention and layer.training
+            reason = RECOMPUTED if recomputed else heads_obstacle(query, key, value)
+            mask = reason or call.mask(*query.shape[:2])
+            if isinstance(mask, str):
+                self._linears.fall_back("attention", mask)
+                return attention()
+            scale = getattr(layer.config, "softmax_scale", None)
+            return DeferredAttention.of(query, key, value, mask=mask, scale=scale, attend=attention)
 
         layer.core_attention.forward = forward
-
-    def _wait(
-        self,
-        layer: Any,
-        attend: Callable[..., torch.Tensor],
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        *args: Any,
-        **kwargs: Any,
-    ) -> torch.Tensor:
-        attention = functools.partial(attend, query, key, value, *args, **kwargs)
-        call = AttentionCall.of(layer, layer.training, args, kwargs)
-        reason = call.tensor_obstacle(query, key, value) or _cannot_wait(layer)
-        mask = reason or call.mask(*query.shape[:2])
-        if isinstance(mask, str):
-            self._linears.fall_back("attention", mask)
-            return attention()
-        scale = getattr(layer.config, "softmax_scale", None)
-        return DeferredAttention.of(query, key, value, mask=mask, scale=scale, attend=attention)
-
-
-def _cannot_wait(layer: Any) -> str | None:
-    """Why attention has to run before the projection, in plain form; ``None`` if it can wait."""
-    if getattr(layer.config, "context_parallel_size", 1) > 1:
-        return "context parallelism splits the sequence in its own way"
-    return RECOMPUTED if layer.checkpoint_core_attention and layer.training else None

@@ -40,7 +40,7 @@ from mindspeed_patches.lanes import DATA_PARALLEL, LaneUser
 from mindspeed_patches.patching import around
 from mindspeed_patches.wrappers import LinearWrappers
 
-__all__ = ["BucketWrappers", "Direction"]
+__all__ = ["BucketWrappers"]
 
 _GROUPS = "megatron.core.distributed.param_and_grad_buffer._ParamAndGradBucketGroup"
 _MODEL = "megatron.core.distributed.distributed_data_parallel.DistributedDataParallel"
@@ -58,31 +58,6 @@ class _Handles(list[_Waitable]):
             handle.wait()
 
 
-class Direction(LaneUser):
-    """Exchanges the buckets of gradients or of parameters, over lanes of their own.
-
-    The lanes connect the group over which parameters are sharded.
-
-    Args:
-        name: ``gradients`` or ``parameters``, the name under which calls are counted.
-    """
-
-    def __init__(self, name: str, options: BucketOptions) -> None:
-        super().__init__(f"BucketWrappers.{name}", DATA_PARALLEL, options.schedule.lanes)
-        self.name = name
-        self._options = options
-        self._made: tuple[Transport, Buckets] | None = None
-
-    def lanes(self) -> Transport:
-        return cast(Transport, super().lanes())
-
-    def buckets(self) -> Buckets:
-        lanes = self.lanes()
-        if self._made is None or self._made[0] is not lanes:
-            self._made = lanes, Buckets(lanes, self._options)
-        return self._made[1]
-
-
 class BucketWrappers:
     """The wrappers of data parallelism.
 
@@ -92,14 +67,16 @@ class BucketWrappers:
         options: how buckets are exchanged.
 
     Attributes:
-        gradients, parameters: the two directions, each with a transport of its own.
+        users: the lanes of ``gradients`` and of ``parameters``, each with a transport of its own
+            over the group in which parameters are sharded.
     """
 
-    def __init__(self, linears: LinearWrappers, options: BucketOptions | None = None) -> None:
-        options = options or BucketOptions()
-        self.gradients = Direction("gradients", options)
-        self.parameters = Direction("parameters", options)
-        self._linears = linears
+    def __init__(self, linears: LinearWrappers, options: BucketOptions) -> None:
+        self.users = {
+            name: LaneUser(f"BucketWrappers.users[{name!r}]", DATA_PARALLEL, options.schedule.lanes)
+            for name in ("gradients", "parameters")
+        }
+        self._linears, self._options = linears, options
 
     def register(self, manager: Any) -> None:
         """Register with MindSpeed's patch manager, or with our stand-in."""
@@ -118,7 +95,7 @@ class BucketWrappers:
             grad_data *= gradient_scaling_factor
             reduce_scatter(shard of grad_data, grad_data)      # the sum, or the average
         """
-        if self._left(group, self.gradients):
+        if self._left(group, "gradients"):
             return start(group, *args, **kwargs)
         config = group.ddp_config
         if group.grad_reduce_handle is not None:
@@ -127,7 +104,7 @@ class BucketWrappers:
         check_large = getattr(config, "check_for_large_grads", False)
         if check_nan or check_large:
             group.check_grads(check_for_nan_or_inf=check_nan, check_for_large=check_large)
-        average, buckets = getattr(config, "average_in_collective", False), self.gradients.buckets()
+        average, buckets = getattr(config, "average_in_collective", False), self._of("gradients")
         exchanges = (
             buckets.reduce_scatter(
                 bucket.grad_data, average=average, scale=bucket.gradient_scaling_factor
@@ -135,7 +112,7 @@ class BucketWrappers:
             for bucket in group.buckets
         )
         overlap = config.overlap_grad_reduce
-        group.grad_reduce_handle = self._started(self.gradients, exchanges, overlap)
+        group.grad_reduce_handle = self._started("gradients", exchanges, overlap)
         return None
 
     @around
@@ -148,7 +125,7 @@ class BucketWrappers:
 
             all_gather(param_data, shard of param_data)
         """
-        if self._left(group, self.parameters):
+        if self._left(group, "parameters"):
             return start(group, force_sync=force_sync)
         if group.param_gather_handle is not None:
             if not force_sync:
@@ -156,10 +133,10 @@ class BucketWrappers:
             group.param_gather_handle.wait()
             group.param_gather_handle = None
             return None
-        buckets = self.parameters.buckets()
+        buckets = self._of("parameters")
         exchanges = (buckets.all_gather(bucket.param_data) for bucket in group.buckets)
         overlap = group.ddp_config.overlap_param_gather and not force_sync
-        group.param_gather_handle = self._started(self.parameters, exchanges, overlap)
+        group.param_gather_handle = self._started("parameters", exchanges, overlap)
         group.param_gather_dispatched = True
         return None
 
@@ -172,7 +149,7 @@ class BucketWrappers:
         if model.ddp_config.use_distributed_optimizer:
             self._meet()
 
-    def obstacle(self, group: Any, direction: Direction) -> str | None:
+    def obstacle(self, group: Any, name: str) -> str | None:
         """Why a bucket group keeps its own transfers, or ``None`` if it is fused.
 
         Buckets of experts are sharded over the ranks that expert parallelism leaves, often one.
@@ -184,23 +161,29 @@ class BucketWrappers:
             return "several instances of the distributed optimizer reduce over two groups"
         if group.intra_distributed_optimizer_instance_size == 1:
             return "a data-parallel group of one has nothing to transfer"
-        if group.intra_distributed_optimizer_instance_group is not direction.lanes().group:
+        if group.intra_distributed_optimizer_instance_group is not self._lanes(name).group:
             return "these parameters are sharded over another group than the dense ones"
         return None
 
-    def _left(self, group: Any, direction: Direction) -> bool:
+    def _left(self, group: Any, name: str) -> bool:
         """Count the buckets of a group that keeps its own transfers; whether it does."""
-        reason = self.obstacle(group, direction)
+        reason = self.obstacle(group, name)
         if reason is not None:
-            self._linears.fall_back(direction.name, reason, len(group.buckets))
+            self._linears.fall_back(name, reason, len(group.buckets))
         return reason is not None
 
+    def _lanes(self, name: str) -> Transport:
+        return cast(Transport, self.users[name].lanes())
+
+    def _of(self, name: str) -> Buckets:
+        return Buckets(self._lanes(name), self._options)
+
     def _started(
-        self, direction: Direction, exchanges: Iterable[_Waitable], asynchronous: bool
+        self, name: str, exchanges: Iterable[_Waitable], asynchronous: bool
     ) -> _Handles | None:
         """Start the exchanges; return their handles, or wait and return ``None``."""
         handles = _Handles(exchanges)
-        self._linears.calls[direction.name, "fused"] += len(handles)
+        self._linears.calls[name, "fused"] += len(handles)
         if asynchronous:
             return handles
         handles.wait()
@@ -214,7 +197,7 @@ class BucketWrappers:
         """
         from megatron.core import parallel_state
 
-        lanes = self.gradients.lanes()
+        lanes = self._lanes("gradients")
         if lanes.size == 1:
             return  # CommFuse has summed nothing.
         lanes.confirm("finish_grad_sync")

@@ -86,37 +86,16 @@ class CommFuseFeature(Feature):
                 f"{level} leaves features of level {self.optimization_level} out; leave one of the "
                 "two out"
             )
-        if parallel_size(args, "tensor_model") == 1:
-            _check_without_tensor_parallelism(args)
+        elsewhere = given_options(args).commfuse_ulysses or given_options(args).commfuse_dp
+        if parallel_size(args, "tensor_model") == 1 and not elsewhere:
+            raise IncompatibleOptionsError(
+                "--use-commfuse needs --tensor-model-parallel-size of at least 2: a group of one "
+                "transfers nothing; choose that, add --commfuse-dp with "
+                "--use-distributed-optimizer for gradients and parameters, or --commfuse-ulysses "
+                "with --context-parallel-algo ulysses_cp_algo, or leave --use-commfuse out"
+            )
         for user in self._users:
             user.buffer_megabytes = user.group.message_megabytes(args)
-
-
-def _check_without_tensor_parallelism(args: argparse.Namespace) -> None:
-    """Refuse options that have nothing to fuse when the tensor-parallel group has one rank.
-
-    Raises:
-        IncompatibleOptionsError: attention needs tensor parallelism, or nothing at all is fused.
-    """
-    options = given_options(args)
-    if options.commfuse_ulysses or options.commfuse_dp:
-        if options.commfuse_attention:
-            raise IncompatibleOptionsError(
-                "--commfuse-attention needs --tensor-model-parallel-size of at least 2: it is "
-                "fused with a projection that transfers nothing in a group of one; leave one of "
-                "the two out"
-            )
-        return
-    exchanges = getattr(args, "context_parallel_algo", None) == "ulysses_cp_algo"
-    ulysses = exchanges and parallel_size(args, "context") > 1
-    shards = getattr(args, "use_distributed_optimizer", None)
-    raise IncompatibleOptionsError(
-        "--use-commfuse needs --tensor-model-parallel-size of at least 2: a tensor-parallel group "
-        f"of one transfers nothing; add "
-        f"{'--commfuse-ulysses for the exchange of heads, ' if ulysses else ''}--commfuse-dp"
-        f"{'' if shards else ' with --use-distributed-optimizer'} for gradients and parameters, "
-        "or leave --use-commfuse out"
-    )
 
 
 def _has_module(name: str) -> bool:

@@ -32,6 +32,7 @@ from collections.abc import Callable
 from typing import Any
 
 from commfuse_npu.options import LAYERS
+from mindspeed_patches.patching import around
 
 __all__ = ["LAYERS", "layer_name", "named_init_wrapper", "register_names"]
 
@@ -87,18 +88,15 @@ def register_names(manager: Any) -> None:
     With MindSpeed's patch manager, or with our stand-in.
     """
     for module, names in _INSIDE.items():
-        manager.register_patch(f"{module}.__init__", _naming_wrapper(names))
+        manager.register_patch(f"{module}.__init__", _Named(names).naming_init_wrapper)
 
 
-def _naming_wrapper(names: dict[str, str]) -> Callable[[Init], Init]:
-    def naming_init_wrapper(init: Init) -> Init:
-        @functools.wraps(init)
-        def init_and_name(module: Any, *args: Any, **kwargs: Any) -> None:
-            init(module, *args, **kwargs)
-            for attribute, name in names.items():
-                if (layer := getattr(module, attribute, None)) is not None:
-                    layer.commfuse_layer = name
+class _Named(dict[str, str]):
+    """Names of the layers in a parent module, by attribute."""
 
-        return init_and_name
-
-    return naming_init_wrapper
+    @around
+    def naming_init_wrapper(self, init: Init, module: Any, *args: Any, **kwargs: Any) -> None:
+        init(module, *args, **kwargs)
+        for attribute, name in self.items():
+            if (layer := getattr(module, attribute, None)) is not None:
+                layer.commfuse_layer = name

@@ -136,17 +136,13 @@ class Feature:
     def register_args(self, parser: argparse.ArgumentParser) -> None:
         """Declare options; called on the early parser and on Megatron's."""
 
-    def pre_register_patches(self, patch_manager: Any, args: argparse.Namespace) -> None:
-        """Register patches that must apply before Megatron is imported."""
-
     def register_patches(self, patch_manager: Any, args: argparse.Namespace) -> None:
         """Register patches."""
 
-    def pre_validate_args(self, args: argparse.Namespace) -> None:
-        """Change arguments before Megatron's own checks."""
-
-    def post_validate_args(self, args: argparse.Namespace) -> None:
-        """Restore arguments after Megatron's own checks."""
-
     def validate_args(self, args: argparse.Namespace) -> None:
         """Check the final arguments; called after Megatron's own checks."""
+
+    def _do_nothing(self, *args: Any) -> None:
+        """Take the place of MindSpeed's other hooks."""
+
+    pre_register_patches = pre_validate_args = post_validate_args = _do_nothing

@@ -22,7 +22,7 @@ import torch
 
 from commfuse_npu.ops import Documents
 
-__all__ = ["RECOMPUTED", "AttentionCall", "masked_by_data"]
+__all__ = ["RECOMPUTED", "AttentionCall", "heads_obstacle", "masked_by_data"]
 
 RECOMPUTED = "selective recomputation runs core attention separately"
 """Why attention of such a layer cannot be deferred to its projection."""
@@ -84,12 +84,17 @@ class AttentionCall(NamedTuple):
         kind = arguments.get("attn_mask_type") or owner.attn_mask_type
         return cls(owner.config, training, str(getattr(kind, "name", kind)), arguments, of_data)
 
-    def obstacle(self) -> str | None:
-        """Why this attention is more than a softmax over scores, judged without the tensors."""
-        config, kind = self.config, self.kind
+    def mask(self, length: int, batch: int) -> dict[str, Any] | str:
+        """The ops' ``causal`` and ``documents``, or why this attention is more than a softmax.
+
+        Args:
+            length: of the full sequence, S.
+            batch: number of samples, B.
+        """
+        config, kind, packed = self.config, self.kind, self.arguments.get("packed_seq_params")
         if kind not in ("causal", "no_mask"):
             return f"its mask is {kind}; only causal and no_mask can be split by queries"
-        if self.arguments.get("packed_seq_params") is not None:
+        if packed is not None:
             if not getattr(config, "reset_attention_mask", False):
                 return "its packed sequences are not those of --reset-attention-mask"
             if kind != "causal":
@@ -102,35 +107,22 @@ class AttentionCall(NamedTuple):
             return f"attention dropout is {config.attention_dropout}"
         if getattr(config, "window_size", None) is not None:
             return "a sliding window limits the keys"
-        return None
-
-    def tensor_obstacle(self, query: Any, key: Any, value: Any) -> str | None:
-        """:meth:`obstacle`, and why these queries and keys cannot be fused."""
-        if reason := self.obstacle():
-            return reason
-        if not all(isinstance(tensor, torch.Tensor) for tensor in (query, key, value)):
-            return "queries or keys are not one tensor"
-        if query.dim() != 4 or query.shape[0] != key.shape[0] or key.shape != value.shape:
-            shapes = f"queries {tuple(query.shape)} and keys {tuple(key.shape)}"
-            return f"{shapes} are not of one sequence"
-        return None
-
-    def mask(self, length: int, batch: int) -> dict[str, Any] | str:
-        """The ops' ``causal`` and ``documents``, or why the documents do not fit.
-
-        Call :meth:`obstacle` first.
-
-        Args:
-            length: of the full sequence, S.
-            batch: number of samples, B.
-        """
-        packed = self.arguments.get("packed_seq_params")
         if packed is None:
-            return {"causal": self.kind == "causal"}
+            return {"causal": kind == "causal"}
         documents = _of_documents(packed, length, batch)
         if isinstance(documents, str):
             return documents
         return {"causal": True, "documents": documents}
+
+
+def heads_obstacle(query: Any, key: Any, value: Any) -> str | None:
+    """Why these queries and keys are not those of the fused ops, or ``None``."""
+    if not all(isinstance(tensor, torch.Tensor) for tensor in (query, key, value)):
+        return "queries or keys are not one tensor"
+    if query.dim() != 4 or query.shape[0] != key.shape[0] or key.shape != value.shape:
+        shapes = f"queries {tuple(query.shape)} and keys {tuple(key.shape)}"
+        return f"{shapes} are not of one sequence"
+    return None
 
 
 def _of_documents(packed: Any, length: int, batch: int) -> Documents | str:

@@ -98,12 +98,14 @@ class StartReport:
             return
         self.done = True
         here = Counter(layer for chunk in model for layer in self._count(chunk))
-        for name, reason in here:
-            if reason:
-                self.linears.was_logged(name, reason)
+        self.linears.reported.update(here)
         counts = _of_all_stages(here)
         if all(reason for _, reason in counts) and not self.allow_nothing:
-            raise IncompatibleOptionsError(_nothing(counts))
+            lines = list(_lines(counts)) or ["the model has no layer for it"]
+            raise IncompatibleOptionsError(
+                "\n  ".join(["--use-commfuse would fuse nothing:", *lines])
+                + "\nchange that, or leave --use-commfuse out"
+            )
         if dist.get_rank() == 0:
             for line in _lines(counts):
                 print(f"CommFuse: {line}", flush=True)
@@ -136,9 +138,9 @@ class StartReport:
             *getattr(chunk, "expert_parallel_bucket_groups", ()),
         ):
             if self.buckets is not None:
-                for direction in (self.buckets.gradients, self.buckets.parameters):
-                    reason = self.buckets.obstacle(group, direction) or ""
-                    yield from [(direction.name, reason)] * len(group.buckets)
+                for name in self.buckets.users:
+                    reason = self.buckets.obstacle(group, name) or ""
+                    yield from [(name, reason)] * len(group.buckets)
 
     def _attention_obstacle(self, layer: Any) -> str | None:
         """Why attention cannot be deferred to its projection, as far as the modules show."""
@@ -172,37 +174,17 @@ def _of_all_stages(here: Counts) -> Counts:
     return sum(everywhere, Counter())
 
 
-def _kinds(counts: Counts) -> dict[str, dict[str, int]]:
-    """The number of each kind by reason, kinds in the order of :data:`LAYERS`, others last."""
+def _lines(counts: Counts) -> Iterator[str]:
+    """One line per kind, in the order of :data:`LAYERS`, others last; a remedy only once."""
     kinds: dict[str, dict[str, int]] = {name: {} for name in LAYERS}
     for (name, reason), count in counts.items():
         kinds.setdefault(name, {})[reason] = count
-    return {kind: reasons for kind, reasons in kinds.items() if reasons}
-
-
-def _lines(counts: Counts) -> Iterator[str]:
-    """One line per kind; a remedy follows the first mention of its reason."""
     explained: set[str] = set()
-    for kind, reasons in _kinds(counts).items():
+    for kind, reasons in kinds.items():
         total, fused = sum(reasons.values()), reasons.pop("", 0)
         line = f"{kind}: {fused} of {total} fused"
         for reason, count in reasons.items():
             line += f"; {count} not: {str(reason) if reason in explained else with_remedy(reason)}"
             explained.add(reason)
-        yield line
-
-
-def _nothing(counts: Counts) -> str:
-    """The error message if nothing is fused: a line per reason."""
-    kinds_of: dict[str, list[str]] = {}
-    for kind, reasons in _kinds(counts).items():
-        for reason in reasons:
-            kinds_of.setdefault(reason, []).append(kind)
-    lines = [f"  {', '.join(kinds)}: {with_remedy(why)}" for why, kinds in kinds_of.items()]
-    return "\n".join(
-        (
-            "--use-commfuse would fuse nothing:",
-            *(lines or ["  the model has no layer for it"]),
-            "change that, or leave --use-commfuse out",
-        )
-    )
+        if total:
+            yield line

@@ -54,11 +54,10 @@ def check_options(args: argparse.Namespace, *, complete: bool = False) -> None:
     asked = [name for name in ("attention", "ulysses", "dp") if vars(options)[f"commfuse_{name}"]]
     if not options.use_commfuse:
         for name in asked:
-            if name != "attention":
-                raise IncompatibleOptionsError(
-                    f"--commfuse-{name} needs --use-commfuse, which switches CommFuse on; add "
-                    f"it, or leave --commfuse-{name} out"
-                )
+            raise IncompatibleOptionsError(
+                f"--commfuse-{name} needs --use-commfuse, which switches CommFuse on; add it, or "
+                f"leave --commfuse-{name} out"
+            )
         return
     check_compatible(args)
     if options.commfuse_attention and "proj" not in options.commfuse_layers:
@@ -163,7 +162,7 @@ def register_wrappers(
     if options.commfuse_dp:
         buckets = BucketWrappers(wrappers, bucket_options(args))
         buckets.register(manager)
-        users += [buckets.gradients, buckets.parameters]
+        users += buckets.users.values()
     for user in users:
         user.order_log = options.commfuse_order_log
     report = StartReport(

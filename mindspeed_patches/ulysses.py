@@ -40,27 +40,22 @@ key heads of all ranks of the group together, ``D`` features of a head, ``H`` hi
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from commfuse_npu.ops import (
-    LinearOptions,
-    attention_all_to_all,
-    linear_all_to_all,
-)
+from commfuse_npu.ops import LinearOptions, attention_all_to_all, linear_all_to_all
 from commfuse_npu.overlap.transfers import active_turns
 from commfuse_npu.runtime.collectives import all_to_all
 from mindspeed_patches.attention import DeferredAttention
 from mindspeed_patches.lanes import CONTEXT_PARALLEL, LaneUser
 from mindspeed_patches.patching import around
-from mindspeed_patches.softmax_attention import AttentionCall
+from mindspeed_patches.softmax_attention import AttentionCall, heads_obstacle
 from mindspeed_patches.ulysses_layer import (
     WholePositions,
-    forward_arguments,
     layer_obstacle,
     picked,
     proj_obstacle,
@@ -73,7 +68,6 @@ from mindspeed_patches.wrappers import PARTNER, LinearWrappers, Output, by_fusio
 __all__ = [
     "MINDSPEED_ULYSSES",
     "UlyssesWrappers",
-    "heads_to_rows",
     "innermost",
     "rows_to_heads",
     "scale_of",
@@ -92,17 +86,17 @@ _HEADS = ("num_attention_heads_per_partition", "num_query_groups_per_partition")
 
 
 class _Joined(NamedTuple):
-    """How one call of a layer takes part in the exchange of heads.
+    """How a call of a layer takes part in the exchange of heads; on its core attention meanwhile.
 
     Attributes:
-        packed: ``packed_seq_params`` of the layer.
         qkv: the projection has already exchanged q, k and v: all rows of this rank's heads.
         proj: attention is deferred to the output projection.
+        mask: the ops' arguments that say which keys a query sees.
     """
 
-    packed: Any
     qkv: bool
     proj: bool
+    mask: dict[str, Any]
 
 
 class UlyssesWrappers(LaneUser):
@@ -136,7 +130,14 @@ class UlyssesWrappers(LaneUser):
 
     @around
     def ulysses_forward_wrapper(
-        self, forward: Callable[..., Any], attention: Any, *args: Any, **kwargs: Any
+        self,
+        forward: Callable[..., torch.Tensor],
+        attention: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *args: Any,
+        **kwargs: Any,
     ) -> torch.Tensor:
         """``forward(query, key, value, mask, ...)``, from ``[s, B, A, D]`` to ``[s, B, A * D]``.
 
@@ -146,8 +147,23 @@ class UlyssesWrappers(LaneUser):
             o_SBAD = local_attn(q_SBAD, k_SBGD, v_SBGD)
             o_sBAD = all_to_all(o_SBAD)                                            # own rows
         """
-        plain = functools.partial(forward, attention)
-        return self._exchange(attention, plain, None, *args, **kwargs)
+        core, lanes = innermost(attention.local_attn), self.lanes()
+        joined: _Joined | None = getattr(attention, "commfuse_joined", None)
+        if joined is not None and joined.qkv:
+            heads, mask = (query, key, value), joined.mask
+        else:
+            call = AttentionCall.of(core, attention.training, args, kwargs)
+            allowed: dict[str, Any] | str | None = heads_obstacle(query, key, value)
+            allowed = allowed or self._mask(attention, call, query.shape, key.shape[2])
+            if isinstance(allowed, str):
+                self._linears.fall_back("ulysses", allowed)
+                return forward(attention, query, key, value, *args, **kwargs)
+            heads, mask = rows_to_heads(query, key, value, lanes.group), allowed
+        scale = scale_of(core)
+        attend = functools.partial(self._attend, heads, mask, scale)
+        if joined is None or not joined.proj:
+            return attend()
+        return DeferredAttention.of(*heads, mask=mask, scale=scale, attend=attend, ranks=lanes.size)
 
     @around
     def attention_forward_wrapper(
@@ -155,49 +171,41 @@ class UlyssesWrappers(LaneUser):
         forward: Callable[..., Output],
         layer: Any,
         hidden_states: torch.Tensor,
-        *args: Any,
-        **kwargs: Any,
+        attention_mask: torch.Tensor | None,
+        **arguments: Any,
     ) -> Output:
         """``forward(hidden_states, mask, ...)``, from ``[s, B, H]`` to ``[s, B, H]`` and a bias.
 
         During the call, projections that can take part in the exchange have another ``forward``,
         and the core attention leaves their part of the exchange to them.
         """
-        arguments = forward_arguments(args, kwargs)
-        local = getattr(layer.core_attention, "local_attn", None)
-        exchanges = getattr(local, "ulysses_comm_para", None) is not None
-        if not exchanges or not hasattr(layer, "linear_qkv"):
-            return forward(layer, hidden_states, *args, **kwargs)
-        call = AttentionCall.of(layer, layer.core_attention.training, (), arguments)
-        call = call._replace(config=innermost(local).config)
-        # Otherwise the wrapper of the exchange logs the reason.
-        if call.obstacle() or self._obstacle(
-            layer.core_attention,
-            hidden_states.shape[0],
-            layer.num_attention_heads_per_partition,
-            layer.num_query_groups_per_partition,
-            (call.of_data,),
-            {},
-        ):
-            return forward(layer, hidden_states, *args, **kwargs)
+        core, shape = layer.core_attention, hidden_states.shape
+        local = getattr(core, "local_attn", None)
         with ExitStack() as stack:
-            arguments = self._join(layer, hidden_states, call, stack)
-            return forward(layer, hidden_states, **arguments)
+            if getattr(local, "ulysses_comm_para", None) and hasattr(layer, "linear_qkv"):
+                call = AttentionCall.of(layer, core.training, (attention_mask,), arguments)
+                call = call._replace(config=innermost(local).config)
+                heads, key_heads = (getattr(layer, name) for name in _HEADS)
+                mask = self._mask(core, call, (*shape[:2], heads), key_heads)
+                if not isinstance(mask, str):  # else the wrapper of the exchange logs the reason
+                    arguments |= self._join(layer, shape[0], mask, arguments, stack)
+            return forward(layer, hidden_states, attention_mask, **arguments)
 
     def _join(
-        self, layer: Any, hidden: torch.Tensor, call: AttentionCall, stack: ExitStack
+        self,
+        layer: Any,
+        rows: int,
+        mask: dict[str, Any],
+        arguments: dict[str, Any],
+        stack: ExitStack,
     ) -> dict[str, Any]:
         """Let the layer's projections take part, by replaced methods, until ``stack`` closes.
 
         Returns:
-            The keyword arguments for the layer's ``forward``.
+            The keyword arguments of the layer's ``forward`` that change.
         """
-        lanes, layers, arguments = self.lanes(), self._linears.layers, call.arguments
-        packed, rows = arguments.get("packed_seq_params"), hidden.shape[0]
+        lanes, layers = self.lanes(), self._linears.layers
         obstacle = layer_obstacle(layer, arguments)
-        if obstacle is None:
-            mask = call.mask(rows * lanes.size, hidden.shape[1])
-            obstacle = mask if isinstance(mask, str) else None
         reasons = {
             "qkv": obstacle or qkv_obstacle(layer, rows, lanes.size, arguments, layers),
             "proj": obstacle or proj_obstacle(layer, layers),
@@ -205,106 +213,56 @@ class UlyssesWrappers(LaneUser):
         for name, reason in reasons.items():
             if reason is not None:
                 self._linears.fall_back(f"{name} of ulysses", reason)
-        joined = _Joined(packed, reasons["qkv"] is None, reasons["proj"] is None)
-        core = layer.core_attention
-        if joined.qkv or joined.proj:
-            exchange = functools.partial(self._exchange, core, core.forward, joined)
-            stack.enter_context(replaced(core, forward=exchange))
+        joined = _Joined(reasons["qkv"] is None, reasons["proj"] is None, mask)
+        stack.enter_context(replaced(layer.core_attention, commfuse_joined=joined))
         if joined.proj:
-            project = self._projection_of_heads(layer.linear_proj)
-            stack.enter_context(replaced(layer.linear_proj, forward=project))
+            linear = layer.linear_proj
+            project = functools.partial(self._project_heads, linear, linear.forward)
+            stack.enter_context(replaced(linear, forward=project))
         if not joined.qkv:
-            return arguments
-        method, product = self._projection_to_heads(layer.linear_qkv)
-        stack.enter_context(replaced(layer.linear_qkv, **{method: product}))
+            return {}
+        linear = layer.linear_qkv
+        product = functools.partial(self._project_to_heads, linear)
+        methods = {
+            "forward": lambda x, *_: (product(x, linear.weight, linear.bias), None),
+            "_linear_forward_impl": product,
+        }
+        name = str(qkv_method(linear))
+        stack.enter_context(replaced(linear, **{name: methods[name]}))
         fewer = {name: getattr(layer, name) // lanes.size for name in _HEADS}
         stack.enter_context(replaced(layer, **fewer))
-        positions = arguments.get("rotary_pos_emb")
+        positions, packed = arguments.get("rotary_pos_emb"), arguments.get("packed_seq_params")
         if packed is None:
-            return arguments | {"rotary_pos_emb": self._positions.of(positions, lanes.group)}
+            return {"rotary_pos_emb": self._positions.of(positions, lanes.group)}
         if getattr(layer.config, "reset_position_ids", False):
             positions = picked(positions, self._positions.of(packed.position_ids, lanes.group))
         # Without packed_seq_params Megatron uses the embeddings of all rows as they are.
-        return arguments | {"rotary_pos_emb": positions, "packed_seq_params": None}
+        return {"rotary_pos_emb": positions, "packed_seq_params": None}
 
-    def _projection_to_heads(self, linear: Any) -> tuple[str, Callable[..., Any]]:
-        """The method to replace, and its replacement: ``[S, B, q, k and v of own heads]``."""
-        options = self._options[linear.gradient_accumulation_fusion]
-
-        def product(
-            input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, **_: Any
-        ) -> torch.Tensor:
-            self._linears.calls["qkv", "fused"] += 1
-            bias = trained_bias(bias, weight)
-            # A query group is a range of weight rows, and so are the groups of a rank.
-            return linear_all_to_all(input, weight, bias, transport=self.lanes(), options=options)
-
-        def column_forward(input_: torch.Tensor, *_: Any) -> tuple[torch.Tensor, None]:
-            return product(input_, linear.weight, linear.bias), None
-
-        method = qkv_method(linear)
-        assert method is not None
-        return method, column_forward if method == "forward" else product
-
-    def _projection_of_heads(self, linear: Any) -> Callable[..., Output]:
-        """A forward that runs attention and the row-parallel layer: ``[s, B, H]`` and a bias."""
-        plain, options = linear.forward, self._options[linear.gradient_accumulation_fusion]
-
-        def forward(input_: torch.Tensor) -> Output:
-            if not isinstance(input_, DeferredAttention):
-                return plain(input_)
-            self._linears.calls.update({("ulysses", "fused"): 1, ("proj", "fused"): 1})
-            return input_.project(attention_all_to_all, linear, options, self.lanes())
-
-        return forward
-
-    def _exchange(
+    def _project_to_heads(
         self,
-        attention: Any,
-        own: Callable[..., torch.Tensor],
-        joined: _Joined | None,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        *args: Any,
-        **kwargs: Any,
+        linear: Any,
+        input: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        **_: Any,
     ) -> torch.Tensor:
-        """Core attention, from q, k, v of own rows to the output of own rows.
+        """The column-parallel layer's product: ``[S, B, q, k and v of own heads]``."""
+        self._linears.calls["qkv", "fused"] += 1
+        options = self._options[linear.gradient_accumulation_fusion]
+        bias = trained_bias(bias, weight)
+        # A query group is a range of weight rows, and so are the groups of a rank.
+        return linear_all_to_all(input, weight, bias, transport=self.lanes(), options=options)
 
-        Args:
-            own: the forward of the class.
-            joined: ``None`` if no projection takes part.
-            args, kwargs: of the call, starting with the mask.
-        """
-        if joined is not None and joined.packed is not None:
-            kwargs["packed_seq_params"] = joined.packed
-        exchanged = joined is not None and joined.qkv
-        core, lanes = innermost(attention.local_attn), self.lanes()
-        call = AttentionCall.of(core, attention.training, args, kwargs)
-        mask: dict[str, Any] | str | None = call.tensor_obstacle(query, key, value)
-        if not (mask or exchanged):
-            heads = query.shape[2], key.shape[2]
-            mask = self._obstacle(attention, query.shape[0], *heads, args, kwargs)
-        if mask is None:
-            length = query.shape[0] * (1 if exchanged else lanes.size)
-            mask = call.mask(length, query.shape[1])
-        if isinstance(mask, str):
-            if joined is None or exchanged:
-                self._linears.fall_back("ulysses", mask)
-            if not exchanged:
-                return own(query, key, value, *args, **kwargs)
-            attended = attention.local_attn(query, key, value, *args, **kwargs)
-            return heads_to_rows(attended, lanes.group)
-        q, k, v = query, key, value
-        if not exchanged:
-            q, k, v = rows_to_heads(query, key, value, lanes.group)
-        scale = scale_of(core)
-        attend = functools.partial(self._attend, (q, k, v), mask, scale)
-        if joined is None or not joined.proj:
-            return attend()
-        return DeferredAttention.of(
-            q, k, v, mask=mask, scale=scale, attend=attend, ranks=lanes.size
-        )
+    def _project_heads(
+        self, linear: Any, forward: Callable[..., Output], input_: torch.Tensor
+    ) -> Output:
+        """A row-parallel layer's forward that runs attention, too: ``[s, B, H]`` and a bias."""
+        if not isinstance(input_, DeferredAttention):
+            return forward(input_)
+        self._linears.calls.update({("ulysses", "fused"): 1, ("proj", "fused"): 1})
+        options = self._options[linear.gradient_accumulation_fusion]
+        return input_.project(attention_all_to_all, linear, options, self.lanes())
 
     def _attend(self, heads: Heads, mask: dict[str, Any], scale: float | None) -> torch.Tensor:
         """Attention on exchanged heads; returns ``[s, B, A * D]``."""
@@ -312,22 +270,16 @@ class UlyssesWrappers(LaneUser):
         arguments = {**mask, "scale": scale, "options": self._options[False]}
         return attention_all_to_all(*heads, transport=self.lanes(), **arguments)
 
-    def _obstacle(
-        self,
-        attention: Any,
-        rows: int,
-        heads: int,
-        key_heads: int,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> str | None:
-        """Why this exchange of heads keeps its own forward, or ``None`` if it is fused.
+    def _mask(
+        self, attention: Any, call: AttentionCall, shape: Sequence[int], key_heads: int
+    ) -> dict[str, Any] | str:
+        """:meth:`.AttentionCall.mask`, or why this exchange of heads keeps its own forward.
 
         Args:
-            rows: of the sequence on this rank.
-            heads: query heads of all ranks of the group together; ``key_heads`` likewise.
-            args, kwargs: of the exchange, starting with the mask.
+            shape: begins with the rows of this rank, the batch, and the query heads of all ranks of
+                the group together; ``key_heads`` likewise.
         """
+        rows, batch, heads = shape[:3]
         exchange, lanes = attention.local_attn.ulysses_comm_para, self.lanes()
         calculator = exchange.get("gather_size_calculator")
         if active_turns() is not None:
@@ -336,7 +288,7 @@ class UlyssesWrappers(LaneUser):
             return "it exchanges heads over another group than the context-parallel one"
         if (exchange["scatter_idx"], exchange["gather_idx"]) != (2, 0):
             return "it exchanges other dimensions than heads and sequence"
-        length = None if calculator is None else calculator.calculate(*args, **kwargs)
+        length = None if calculator is None else calculator.calculate(call.of_data)
         if length not in (None, rows * lanes.size):
             return f"a sequence of {length} is not {lanes.size} times {rows}"
         if heads % lanes.size or heads % key_heads:
@@ -344,7 +296,7 @@ class UlyssesWrappers(LaneUser):
                 f"{heads} query heads and {key_heads} key heads cannot be shared out "
                 f"evenly among {lanes.size} ranks"
             )
-        return None
+        return call.mask(rows * lanes.size, batch)
 
 
 def innermost(local: Any) -> Any:
@@ -384,8 +336,3 @@ def rows_to_heads(
     exchanged = all_to_all(torch.cat(by_rank, dim=3).flatten(0, 1), group)
     q, k, v = exchanged.split([x.shape[3] for x in by_rank], dim=2)
     return q, k, v
-
-
-def heads_to_rows(attended: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """From ``[S, B, F]`` of own heads to ``[s, B, N * F]``, the heads of rank 0 first."""
-    return torch.cat(all_to_all(attended, group).chunk(group.size()), dim=2)

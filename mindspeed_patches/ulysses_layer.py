@@ -21,7 +21,6 @@ from mindspeed_patches.softmax_attention import RECOMPUTED
 
 __all__ = [
     "WholePositions",
-    "forward_arguments",
     "layer_obstacle",
     "picked",
     "proj_obstacle",
@@ -30,25 +29,7 @@ __all__ = [
     "replaced",
 ]
 
-_AFTER_THE_ROWS = (
-    "attention_mask",
-    "key_value_states",
-    "inference_context",
-    "rotary_pos_emb",
-    "rotary_pos_cos",
-    "rotary_pos_sin",
-    "attention_bias",
-    "packed_seq_params",
-    "sequence_len_offset",
-)
-
 _OWN_FORWARD = "its forward was replaced by someone else"
-
-
-def forward_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of ``Attention.forward`` after the hidden states, by name."""
-    names = _AFTER_THE_ROWS[: len(args)]
-    return dict(zip(names, args, strict=True)) | kwargs
 
 
 @contextmanager
@@ -69,7 +50,7 @@ def layer_obstacle(layer: Any, arguments: dict[str, Any]) -> str | None:
     """Why neither projection of a layer can take part in the exchange, or ``None``.
 
     Args:
-        arguments: from :func:`forward_arguments`.
+        arguments: of the layer's ``forward``, after the mask.
     """
     config = layer.config
     if config.tensor_model_parallel_size > 1:
@@ -96,7 +77,7 @@ def qkv_obstacle(
     Args:
         rows: of the sequence on this rank.
         size: number of ranks that exchange heads.
-        arguments: from :func:`forward_arguments`.
+        arguments: as in :func:`layer_obstacle`.
         layers: names of the layers to fuse.
     """
     from megatron.core.transformer.attention import SelfAttention
@@ -119,25 +100,15 @@ def qkv_obstacle(
     features = (layer.num_attention_heads_per_partition + 2 * groups) * head
     if linear.weight is None or linear.weight.shape[0] != features:
         return f"its weight has not {features} rows for q, k and v"
-    if getattr(linear, "gather_output", False) or getattr(linear, "skip_bias_add", False):
-        return "gather_output or skip_bias_add is set"
     norms = (getattr(layer, name, None) for name in ("q_layernorm", "k_layernorm"))
     weights = [weight for norm in norms if norm is not None for weight in norm.parameters()]
     if any(weight.numel() != head for weight in weights):
         return "queries or keys are normalized over several heads"
-    packed = arguments.get("packed_seq_params")
-    if packed is None:
-        return _positions_obstacle(rows, arguments)
-    resets = getattr(layer.config, "reset_position_ids", False)
-    if resets and packed.position_ids.shape[0] != rows:
-        return f"its position ids are {tuple(packed.position_ids.shape)} for {rows} rows"
-    # Embeddings of all positions, from which the rows pick theirs.
-    return _positions_obstacle(rows * size, arguments)
-
-
-def _positions_obstacle(rows: int, arguments: dict[str, Any]) -> str | None:
-    if any(arguments.get(name) is not None for name in ("rotary_pos_cos", "rotary_pos_sin")):
-        return "cosine and sine of the positions are given apart"
+    if (packed := arguments.get("packed_seq_params")) is not None:
+        resets = getattr(layer.config, "reset_position_ids", False)
+        if resets and packed.position_ids.shape[0] != rows:
+            return f"its position ids are {tuple(packed.position_ids.shape)} for {rows} rows"
+        rows *= size  # embeddings of all positions, from which the rows pick theirs
     embedding = arguments.get("rotary_pos_emb")
     for part in embedding if isinstance(embedding, tuple) else (embedding,):
         if part is None:
@@ -170,11 +141,6 @@ def proj_obstacle(layer: Any, layers: Collection[str]) -> str | None:
         return _OWN_FORWARD
     if type(linear).forward is not RowParallelLinear.forward:
         return f"{type(linear).__name__} is not Megatron's row-parallel layer"
-    if not linear.input_is_parallel:
-        return "the input has to be scattered first"
-    features = layer.num_attention_heads_per_partition * layer.hidden_size_per_attention_head
-    if linear.weight.shape[1] != features:
-        return f"its weight has not {features} columns"
     return None
 
 

@@ -134,6 +134,7 @@ class LinearWrappers(LaneUser):
         calls: number of calls by ``(layer, path)``; the path is ``fused``, or the reason why the
             call was not fused.
         layers: names of the layers to fuse.
+        reported: reasons that were logged, or printed at the start, by ``(layer, reason)``.
         min_rows: layers with fewer rows in a rank's block keep Megatron's forward: 0, or
             :func:`~commfuse_npu.plan.min_rows_to_fuse`.
 
@@ -161,7 +162,7 @@ class LinearWrappers(LaneUser):
         self.min_rows = 0
         self._limited, self._rows, self._hidden = limited, rows, hidden
         self._options = by_fusion(options)
-        self._logged: set[tuple[str, str]] = set()
+        self.reported: set[tuple[str, str]] = set()
 
     def opened(self) -> None:
         """Apply the hardware description of this NPU, and measure the cost of a post if needed.
@@ -177,19 +178,15 @@ class LinearWrappers(LaneUser):
             return
         hardware = Hardware.load(find_config(description, "hardware"))
         least = min_outputs_to_hide(hardware.machine(), lanes.size)
-        self._options = by_fusion(replace(self._options[False], collectives_from=least))
+        options = replace(self._options[False], collectives_from=least)
         if self._limited and isinstance(lanes, Transport) and lanes.size > 1:
-            self._choose_by(post_seconds(lanes))
-
-    def _choose_by(self, post: float) -> None:
-        """Set the least rows and the chunks for a host that needs ``post`` seconds per post."""
-        size, schedule = self.lanes().size, self._options[False].schedule
-        self.min_rows = min_rows_to_fuse(size, self._hidden, post)
-        chunks = default_chunks(size, self._rows or 0, self._hidden, post)
-        schedule = replace(schedule, chunks=chunks)
-        self._options = by_fusion(replace(self._options[False], schedule=schedule))
-        if dist.get_rank() == 0:
-            _logger.info(_CHOSEN, 1e6 * post, self.min_rows, chunks)
+            post = post_seconds(lanes)
+            self.min_rows = min_rows_to_fuse(lanes.size, self._hidden, post)
+            chunks = default_chunks(lanes.size, self._rows or 0, self._hidden, post)
+            options = replace(options, schedule=replace(options.schedule, chunks=chunks))
+            if dist.get_rank() == 0:
+                _logger.info(_CHOSEN, 1e6 * post, self.min_rows, chunks)
+        self._options = by_fusion(options)
 
     def register(self, manager: Any, *, transformer_engine: bool = False) -> None:
         """Register with MindSpeed's patch manager, or with our stand-in.
@@ -217,17 +214,10 @@ class LinearWrappers(LaneUser):
         named_init_wrapper(init)(layer, *args, **kwargs)
         linear = layer._linear_forward_impl
 
-        def linear_forward(
-            *,
-            input: torch.Tensor,
-            weight: torch.Tensor,
-            bias: torch.Tensor | None,
-            **keywords: Any,
-        ) -> torch.Tensor:
-            output = self._column(layer, input, weight, bias, layer.gather_output)
-            if output is None:
-                return linear(input=input, weight=weight, bias=bias, **keywords)
-            return output
+        def linear_forward(**given: Any) -> torch.Tensor:
+            x, weight, bias = (given[name] for name in ("input", "weight", "bias"))
+            output = self._column(layer, x, weight, bias, layer.gather_output)
+            return linear(**given) if output is None else output
 
         layer._linear_forward_impl = linear_forward
         layer.commfuse_linear_forward = True
@@ -259,15 +249,12 @@ class LinearWrappers(LaneUser):
         gather: bool,
     ) -> torch.Tensor | None:
         """The product if the call is fused, or ``None`` after counting the reason."""
-        name, shape = layer_name(layer), (layer.output_size_per_partition, layer.input_size)
-        reason: str | None = None
-        if weight is None or tuple(weight.shape) != shape:
+        name, rows = layer_name(layer), input_.shape[:-1].numel()
+        reason: str | None = self._obstacle(layer, column=True, gather=gather, rows=rows)
+        if weight is None or weight.shape != (layer.output_size_per_partition, layer.input_size):
             reason = "the weight is missing or has another shape"  # Megatron's error says it best
-        else:
-            rows = input_.shape[:-1].numel()
-            reason = self._obstacle(layer, column=True, gather=gather, rows=rows)
         if weight is None or reason is not None:
-            self.fall_back(name, reason or "")
+            self.fall_back(name, str(reason))
             return None
         self.calls[name, "fused"] += 1
         options = self._options[layer.gradient_accumulation_fusion]
@@ -370,13 +357,9 @@ class LinearWrappers(LaneUser):
     def fall_back(self, name: str, reason: str, count: int = 1) -> None:
         """Count calls that Megatron executes; log each reason once, except :data:`PARTNER`."""
         self.calls[name, reason] += count
-        if (name, reason) not in self._logged and reason != PARTNER:
-            self._logged.add((name, reason))
+        if (name, reason) not in self.reported and reason != PARTNER:
+            self.reported.add((name, reason))
             _logger.warning("CommFuse leaves %s to Megatron: %s", name, with_remedy(reason))
-
-    def was_logged(self, name: str, reason: str) -> None:
-        """Record a reason as reported, so that :meth:`fall_back` does not log it."""
-        self._logged.add((name, reason))
 
     def describe(self, fused: str = "fused") -> list[str]:
         """One line per layer and path, with the number of calls.

@@ -28,7 +28,7 @@ from mindspeed_patches.fb_overlap.core_versions import Layout, obstacle
 from mindspeed_patches.fb_overlap.schedule import OverlappedSchedule
 from mindspeed_patches.fb_overlap.side_states import separate_scratch, side_states
 from mindspeed_patches.layout import parallel_size
-from mindspeed_patches.patching import Feature, PatchManager
+from mindspeed_patches.patching import Feature, PatchManager, around
 
 __all__ = ["ForwardBackwardFeature", "Overlapping"]
 
@@ -126,22 +126,13 @@ class Overlapping:
         path = f"{_SCHEDULES}.get_forward_backward_func"
         patch_manager.register_patch(path, self.get_forward_backward_func_wrapper)
 
+    @around
     def get_forward_backward_func_wrapper(
-        self, get_forward_backward_func: Callable[..., Any]
+        self, get: Callable[..., Callable[..., Any]], *args: Any, **kwargs: Any
     ) -> Callable[..., Any]:
-        """Wrap Megatron's choice of a schedule."""
-
-        @functools.wraps(get_forward_backward_func)
-        def get(*args: Any, **kwargs: Any) -> Callable[..., Any]:
-            plain = get_forward_backward_func(*args, **kwargs)
-
-            @functools.wraps(plain)
-            def forward_backward(**step: Any) -> Any:
-                return self._run(plain, step)
-
-            return forward_backward
-
-        return get
+        """Wrap the schedule that Megatron chooses."""
+        plain = get(*args, **kwargs)
+        return functools.wraps(plain)(lambda **step: self._run(plain, step))
 
     def _run(self, plain: Callable[..., Any], step: dict[str, Any]) -> Any:
         if step.get("forward_only"):
@@ -152,11 +143,17 @@ class Overlapping:
             return plain(**step)
         if not self._decided:
             return self._watched(plain, step)
-        if self.overlap is None:
+        overlap, clock = self.overlap, self.clock
+        if overlap is None:
             return plain(**step)
-        if self.clock is not None and len(self._tried) < 3:
-            return self._try(plain, step, self.overlap, self.clock)
-        return _overlapped(self.overlap, step)
+        if clock is None or len(self._tried) == 3:
+            return _overlapped(overlap, step)
+        start = clock()
+        losses = _overlapped(overlap, step) if self._tried else plain(**step)
+        self._tried.append(clock() - start)
+        if len(self._tried) == 3:
+            self._keep_the_faster(overlap)
+        return losses
 
     def _obstacle(self, plain: Callable[..., Any], step: dict[str, Any]) -> str | None:
         """Why this step cannot be overlapped; ``None`` if it can."""
@@ -188,28 +185,16 @@ class Overlapping:
             return str(error)
         return None
 
-    def _try(
-        self,
-        plain: Callable[..., Any],
-        step: dict[str, Any],
-        overlap: ForwardBackwardOverlap,
-        clock: Callable[[], float],
-    ) -> Any:
-        """Time one of three steps; after the third, keep the faster way on all ranks."""
-        start = clock()
-        losses = _overlapped(overlap, step) if self._tried else plain(**step)
-        self._tried.append(clock() - start)
-        if len(self._tried) == 3:
-            slowest = torch.tensor(self._tried, device=overlap.device)
-            dist.all_reduce(slowest, dist.ReduceOp.MAX)
-            in_order, _, overlapped = (1e3 * seconds for seconds in slowest.tolist())
-            compared = f"a step took {overlapped:.1f} ms, {in_order:.1f} ms in Megatron's order"
-            if overlapped >= in_order:
-                self.overlap = None
-                self._say(f"off: {compared}; the host, not the transfers, is probably the limit")
-            else:
-                self._say(compared)
-        return losses
+    def _keep_the_faster(self, overlap: ForwardBackwardOverlap) -> None:
+        """Decide on all ranks by the times of a step in Megatron's order and the second of two."""
+        slowest = torch.tensor(self._tried, device=overlap.device)
+        dist.all_reduce(slowest, dist.ReduceOp.MAX)
+        in_order, _, overlapped = (1e3 * seconds for seconds in slowest.tolist())
+        compared = f"a step took {overlapped:.1f} ms, {in_order:.1f} ms in Megatron's order"
+        if overlapped >= in_order:
+            self.overlap = None
+            compared = f"off: {compared}; the host, not the transfers, is probably the limit"
+        self._say(compared)
 
     def _watched(self, plain: Callable[..., Any], step: dict[str, Any]) -> Any:
         """Run the first step under the census, and decide whether later steps overlap."""

@@ -8,10 +8,9 @@ and passes the arguments that the installed version accepts (:mod:`.core_version
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
 from contextlib import ExitStack
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -21,24 +20,16 @@ from mindspeed_patches.fb_overlap.core_versions import Layout, exchange, support
 __all__ = ["OverlappedSchedule"]
 
 
-class Pairs(Protocol):
-    """Runs a forward and a backward: :class:`~commfuse_npu.overlap.ForwardBackwardOverlap`."""
-
-    def run(
-        self, forward: Callable[[], Any], backward: Callable[[], Any], kind: Hashable
-    ) -> tuple[Any, Any]:
-        """Run both and return both results; ``kind`` names the two model chunks that they run."""
-
-
 class OverlappedSchedule:
     """One training step with the interface of Megatron's ``forward_backward_func``.
 
     Args:
-        pairs: runs a forward and a backward together.
+        pairs: runs a forward and a backward together, by a method ``run`` as that of
+            :class:`~commfuse_npu.overlap.ForwardBackwardOverlap`.
         step: the keyword arguments of Megatron's function.
     """
 
-    def __init__(self, pairs: Pairs, **step: Any) -> None:
+    def __init__(self, pairs: Any, **step: Any) -> None:
         from megatron.core import parallel_state, utils
         from megatron.core.pipeline_parallel import schedules
 

@@ -31,11 +31,6 @@ WITHOUT_KERNELS = {
     "add_bias_linear": False,
     "hidden_dropout": 0.0,
     "attention_dropout": 0.0,
-    "masked_softmax_fusion": False,
-    "bias_activation_fusion": False,
-    "bias_dropout_fusion": False,
-    "apply_rope_fusion": False,
-    "persist_layer_norm": False,
 }
 """Options of a model configuration that runs on a CPU and is deterministic."""
 

@@ -20,7 +20,7 @@ from mindspeed_patches.attention import AttentionWrappers
 from mindspeed_patches.ulysses import UlyssesWrappers
 from tests.attention_masks import ends_of, seen
 from tests.limits import PATIENT
-from tests.megatron.in_ranks import NormColumn, megatron, patched
+from tests.megatron.in_ranks import WITHOUT_KERNELS, NormColumn, megatron, patched
 
 LENGTH, BATCH, DIMENSION, HIDDEN = 16, 2, 8, 24
 EXCHANGE = "scripts.cpu_pretraining.ulysses.UlyssesAttention"
@@ -119,15 +119,10 @@ def build(case: Case, size: int) -> Any:
         "context_parallel_size": 1 if case.tensor else size,
         "tensor_model_parallel_size": size if case.tensor else 1,
         "sequence_parallel": case.tensor,
-        "use_cpu_initialization": True,
         "params_dtype": case.dtype,
         "bf16": case.dtype == torch.bfloat16,
-        "attention_dropout": 0.0,
-        "add_bias_linear": False,
-        "attention_softmax_in_fp32": True,
-        "apply_query_key_layer_scaling": False,
-        "apply_rope_fusion": False,
         "init_method_std": 0.3,
+        **WITHOUT_KERNELS,
     }
     torch.manual_seed(3)
     norm = RMSNorm if case.norms else None

@@ -6,7 +6,7 @@ import itertools
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +27,7 @@ from tests.megatron.in_ranks import megatron, patched, replicas
 
 IMPATIENT = 6 * BRIEF
 """Timeout of transports in tests where a rank waits in vain."""
+ITERATIONS = 6
 
 
 @dataclass(frozen=True)
@@ -35,35 +36,28 @@ class Case:
 
     Attributes:
         distributed: with the distributed optimizer.
+        overlap: of gradients and parameters.
     """
 
     dtype: torch.dtype = torch.float32
     distributed: bool = True
     fp32_gradients: bool = True
-    overlap_gradients: bool = False
-    overlap_parameters: bool = False
-    bucket_size: int | None = 300
+    overlap: tuple[bool, bool] = (False, False)
     frozen: bool = False
     clip: float = 1.0
     microbatches: int = 1
-    schedule: Schedule = Schedule(lanes=1)
-    iterations: int = 6
+    chunks: int = 1
 
 
-class Net(torch.nn.Module):
+def net(dtype: torch.dtype) -> torch.nn.Sequential:
     """Layers of uneven sizes: 2,300 parameters, which no bucket size divides."""
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        super().__init__()
-        sizes = (12, 40, 24, 18, 7)
-        self.layers = torch.nn.ModuleList(
-            torch.nn.Linear(i, o, dtype=dtype) for i, o in itertools.pairwise(sizes)
+    sizes = itertools.pairwise((12, 40, 24, 18, 7))
+    return torch.nn.Sequential(
+        *(
+            torch.nn.Sequential(torch.nn.Linear(i, o, dtype=dtype), torch.nn.Tanh())
+            for i, o in sizes
         )
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = torch.tanh(layer(x))
-        return x
+    )
 
 
 @contextmanager
@@ -72,19 +66,19 @@ def wrapped(case: Case, *, fails: bool = False) -> Iterator[LinearWrappers]:
     from megatron.core import parallel_state
 
     linears = LinearWrappers()
-    buckets = BucketWrappers(linears, BucketOptions(case.schedule))
+    buckets = BucketWrappers(linears, BucketOptions(Schedule(lanes=1, chunks=case.chunks)))
     group = parallel_state.get_data_parallel_group(
         with_context_parallel=True, partial_data_parallel=True
     )
-    directions, limit = (buckets.gradients, buckets.parameters), IMPATIENT if fails else PATIENT
-    for direction in directions:
-        direction.transport = Transport.create(group, lanes=case.schedule.lanes, timeout=limit)
+    limit = IMPATIENT if fails else PATIENT
+    for user in buckets.users.values():
+        user.transport = Transport.create(group, lanes=1, timeout=limit)
     try:
         with patched(buckets.register):
             yield linears
     finally:
-        for direction in () if fails else directions:
-            direction.lanes().close()
+        for user in () if fails else buckets.users.values():
+            user.lanes().close()
 
 
 class Training:
@@ -95,48 +89,37 @@ class Training:
 
         self.case = case
         torch.manual_seed(3)
-        net = Net(case.dtype)
-        if case.frozen:
-            net.layers[1].requires_grad_(False)
+        layers = net(case.dtype)
+        layers[1].requires_grad_(not case.frozen)
         ddp = {
             "grad_reduce_in_fp32": case.fp32_gradients,
-            "overlap_grad_reduce": case.overlap_gradients,
-            "overlap_param_gather": case.overlap_parameters,
-            "bucket_size": case.bucket_size,
+            "overlap_grad_reduce": case.overlap[0],
+            "overlap_param_gather": case.overlap[1],
+            "bucket_size": 300,
             "check_for_nan_in_grad": False,
             "use_distributed_optimizer": case.distributed,
         }
         config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1)
         bf16 = case.dtype == torch.bfloat16
         (self.model,), self.optimizer = replicas(
-            config, [net], ddp, clip_grad=case.clip, bf16=bf16, params_dtype=case.dtype
+            config, [layers], ddp, clip_grad=case.clip, bf16=bf16, params_dtype=case.dtype
         )
         self.data = torch.Generator().manual_seed(100 + dist.get_rank())
         self.steps = 0
 
-    @property
-    def buckets(self) -> int:
-        return sum(len(group.buckets) for group in self.model.bucket_groups)
-
     def iterate(self) -> None:
         self.model.zero_grad_buffer()
         self.optimizer.zero_grad()
-        for micro in range(self.case.microbatches):
-            if micro < self.case.microbatches - 1:
-                with self.model.no_sync():
-                    self._backward()
-            else:
-                self._backward()
+        for last in (*[False] * (self.case.microbatches - 1), True):
+            with nullcontext() if last else self.model.no_sync():
+                x = torch.randn(5, 12, generator=self.data).to(self.case.dtype)
+                self.model(x).float().square().mean().backward()
         self.model.finish_grad_sync()
         self.optimizer.step()
         self.steps += 1
 
-    def _backward(self) -> None:
-        x = torch.randn(5, 12, generator=self.data).to(self.case.dtype)
-        self.model(x).float().square().mean().backward()
-
     def finish_parameters(self) -> None:
-        if self.case.overlap_parameters:
+        if self.case.overlap[1]:
             self.model.disable_forward_pre_hook(param_sync=True)
             self.model.enable_forward_pre_hook()
 
@@ -150,12 +133,11 @@ def train(case: Case) -> tuple[str, int]:
     """The bits at the end, and the number of buckets."""
     training = Training(case)
     start = training.sha256()
-    for _ in range(case.iterations):
+    for _ in range(ITERATIONS):
         training.iterate()
     training.finish_parameters()
-    end = training.sha256()
-    assert end != start
-    return end, training.buckets
+    assert training.sha256() != start
+    return training.sha256(), sum(len(group.buckets) for group in training.model.bucket_groups)
 
 
 # --------------------------------------------------------------------------- the same bits
@@ -171,16 +153,16 @@ def compared(rank: int, cases: list[Case]) -> list[int]:
             buckets = expected[1]
             # With overlap the gather of the last step comes at the end, and one more before the
             # first forward.
-            gathers = case.iterations + case.overlap_parameters
+            gathers = ITERATIONS + case.overlap[1]
             assert linears.calls == {
-                ("gradients", "fused"): buckets * case.iterations,
+                ("gradients", "fused"): buckets * ITERATIONS,
                 ("parameters", "fused"): buckets * gathers,
             }, case
             counts.append(buckets)
     return counts
 
 
-BOTH = {"overlap_gradients": True, "overlap_parameters": True}
+BOTH = {"overlap": (True, True)}
 BF16 = {"dtype": torch.bfloat16}
 
 
@@ -188,17 +170,17 @@ def test_two_replicas_end_with_megatrons_bits(ranks) -> None:
     cases = [
         Case(),
         Case(**BF16),
-        Case(overlap_gradients=True),
+        Case(overlap=(True, False)),
         Case(**BOTH),
         Case(**BOTH, **BF16),
         Case(**BF16, fp32_gradients=False),
         Case(**BOTH, **BF16, fp32_gradients=False, microbatches=2, clip=0.0),
         Case(**BOTH, frozen=True),
-        Case(**BOTH, schedule=Schedule(lanes=1, chunks=3)),
+        Case(**BOTH, chunks=3),
     ]
     for counts in ranks(2).run(compared, cases):
         # Only with overlapped gradients does Megatron make more than one bucket.
-        assert [count > 1 for count in counts] == [case.overlap_gradients for case in cases]
+        assert [count > 1 for count in counts] == [case.overlap[0] for case in cases]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])

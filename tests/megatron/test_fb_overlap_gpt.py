@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, nullcontext, redirect_stdout
+from contextlib import nullcontext, redirect_stdout
 from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
@@ -140,7 +140,6 @@ def settings(training: Training) -> Any:
         num_layers=4,
         hidden_size=16,
         num_attention_heads=2,
-        gradient_accumulation_fusion=False,
         pipeline_dtype=torch.float32,
         batch_p2p_comm=False,
         overlap_p2p_comm=training.chunks > 1,
@@ -271,23 +270,17 @@ def in_layout(training: Training, work: Callable[[], Any]) -> Any:
         "virtual_pipeline_model_parallel_size": training.chunks if training.chunks > 1 else None,
         "expert_model_parallel_size": training.experts,
     }
-    with ExitStack() as stack:
+    cuda = {"Event": Event, "Stream": Stream, "current_stream": Stream, "stream": nullcontext}
+    with (
         # Dispatchers of experts copy counts to the host on a stream of their own.
-        for name, stand_in in {
-            "Event": Event,
-            "Stream": Stream,
-            "current_stream": Stream,
-            "stream": lambda _: nullcontext(),
-        }.items():
-            stack.enter_context(mock.patch.object(torch.cuda, name, stand_in))
+        mock.patch.multiple(torch.cuda, **cuda),
         # They only copy tensors that are on a GPU.
-        stack.enter_context(
-            mock.patch.object(token_dispatcher, "maybe_move_tensor_to_cpu", to_host)
-        )
+        mock.patch.object(token_dispatcher, "maybe_move_tensor_to_cpu", to_host),
         # Core 0.16 reads it without having imported it, if there is no TransformerEngine.
-        stack.enter_context(mock.patch.object(moe_utils, "te_general_gemm", None, create=True))
-        stack.enter_context(megatron(training.tensor, **sizes))
-        stack.enter_context(cuda_means_cpu())
+        mock.patch.object(moe_utils, "te_general_gemm", None, create=True),
+        megatron(training.tensor, **sizes),
+        cuda_means_cpu(),
+    ):
         return work()
 
 

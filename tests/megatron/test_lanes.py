@@ -12,7 +12,7 @@ import torch.distributed as dist
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
 from commfuse_npu import Schedule, Transport
-from commfuse_npu.ops import LinearOptions, all_gather_linear
+from commfuse_npu.ops import BucketOptions, LinearOptions, all_gather_linear
 from commfuse_npu.runtime.order_log import shared_order_log
 from mindspeed_patches import LinearWrappers
 from mindspeed_patches.data_parallel import BucketWrappers
@@ -52,9 +52,8 @@ def test_each_group_has_lanes_of_its_own(rank: int) -> None:
 
     linears = LinearWrappers()
     ulysses = UlyssesWrappers(linears, LinearOptions(Schedule(lanes=2)))
-    buckets = BucketWrappers(linears)
-    directions = buckets.gradients, buckets.parameters
-    users = linears, ulysses, *directions
+    buckets = BucketWrappers(linears, BucketOptions())
+    users = linears, ulysses, *buckets.users.values()
     with patched(*(user.register_lanes for user in users)):
         parallel_state.initialize_model_parallel(2, context_parallel_size=2)
         transports: list[Any] = [user.lanes() for user in users]
@@ -64,14 +63,8 @@ def test_each_group_has_lanes_of_its_own(rank: int) -> None:
         )
         assert all(transport.group is group for transport in transports[2:])
         assert transports[2] is not transports[3]
-        # Exchanges use the transport that is open now.
-        before = [direction.buckets() for direction in directions]
-        assert before == [direction.buckets() for direction in directions]
         parallel_state.destroy_model_parallel()
         assert [user.transport for user in users] == [None] * 4
-        parallel_state.initialize_model_parallel(1)
-        assert all(direction.buckets() not in before for direction in directions)
-        parallel_state.destroy_model_parallel()
     actual = [(transport.ranks, transport.lanes) for transport in transports]
     tensor_parallel, shared = (rank // 2 * 2, rank // 2 * 2 + 1), (rank % 2, rank % 2 + 2)
     assert actual == [(tensor_parallel, 1), (shared, 2), (shared, 1), (shared, 1)]

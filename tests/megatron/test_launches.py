@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import contextlib
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,7 +14,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
-from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer import attention
 from megatron.core.transformer.mlp import MLP
@@ -24,6 +24,7 @@ from commfuse_npu.tools.simulate import llama
 from commfuse_npu.tools.simulate.llama import LayerShape
 from commfuse_npu.tools.simulate.rank import Rank
 from commfuse_npu.tools.simulate.variants import Variant
+from tests.megatron.in_ranks import WITHOUT_KERNELS, megatron
 from tests.tools.simulate.machines import ideal
 
 _NO_KERNEL = {
@@ -91,55 +92,45 @@ def _mlp(self: Any, hidden: torch.Tensor, *given: Any) -> Any:
     return self.linear_fc2(_Kernel.apply(gate_up.shape[-1] // 2, gate_up))
 
 
-@pytest.fixture
-def layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[torch.nn.Module]:
-    """One layer at TP 1, with gradients added to ``main_grad`` as Megatron's hooks do."""
-    monkeypatch.setattr(attention, "apply_rotary_pos_emb", _rotary)
-    monkeypatch.setattr(MLP, "forward", _mlp)
-    spec = get_gpt_layer_local_spec(normalization="RMSNorm")
-    spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = _Norm
-    spec.submodules.self_attention.submodules.core_attention = _FlashAttention
-    config = TransformerConfig(
-        num_layers=1,
-        hidden_size=64,
-        num_attention_heads=4,
-        num_query_groups=2,
-        ffn_hidden_size=128,
-        add_bias_linear=False,
-        gated_linear_unit=True,
-        normalization="RMSNorm",
-        hidden_dropout=0.0,
-        bias_dropout_fusion=False,
-        use_cpu_initialization=True,
-        params_dtype=torch.bfloat16,
-    )
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    parallel_state.initialize_model_parallel()
-    try:
-        built = build_module(spec, config=config, layer_number=1).to(torch.bfloat16)
-        for weight in built.parameters():
-            weight.main_grad = torch.zeros_like(weight, dtype=torch.float32)
-            weight.register_post_accumulate_grad_hook(_add_to_main_grad)
-        yield built
-    finally:
-        parallel_state.destroy_model_parallel()
-        dist.destroy_process_group()
-
-
 def _add_to_main_grad(weight: Any) -> None:
     weight.main_grad.add_(weight.grad)
     weight.grad = None
 
 
-def test_a_layers_launches(layer: torch.nn.Module) -> None:
+def test_a_layers_launches(tmp_path: Path) -> None:
+    """One layer at TP 1, with gradients added to ``main_grad`` as Megatron's hooks do."""
+    spec = get_gpt_layer_local_spec(normalization="RMSNorm")
+    spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = _Norm
+    spec.submodules.self_attention.submodules.core_attention = _FlashAttention
+    sizes = {"num_layers": 1, "hidden_size": 64, "num_attention_heads": 4, "num_query_groups": 2}
+    config = TransformerConfig(
+        ffn_hidden_size=128,
+        gated_linear_unit=True,
+        normalization="RMSNorm",
+        params_dtype=torch.bfloat16,
+        **sizes,
+        **WITHOUT_KERNELS,
+    )
     x = torch.randn(8, 1, 64, dtype=torch.bfloat16, requires_grad=True)
     frequencies = torch.randn(8, 1, 1, 16)
     # As in a middle layer: the input is no leaf, whose gradient would be accumulated.
     entered = _Kernel.apply(64, x)
-    with _Count() as forward:
-        y, _ = layer(entered, attention_mask=None, rotary_pos_emb=frequencies)
-    with _Count() as backward:
-        y.backward(torch.empty_like(y))
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    with (
+        contextlib.ExitStack() as afterwards,
+        megatron(),
+        mock.patch.object(attention, "apply_rotary_pos_emb", _rotary),
+        mock.patch.object(MLP, "forward", _mlp),
+    ):
+        afterwards.callback(dist.destroy_process_group)
+        layer = build_module(spec, config=config, layer_number=1).to(torch.bfloat16)
+        for weight in layer.parameters():
+            weight.main_grad = torch.zeros_like(weight, dtype=torch.float32)
+            weight.register_post_accumulate_grad_hook(_add_to_main_grad)
+        with _Count() as forward:
+            y, _ = layer(entered, attention_mask=None, rotary_pos_emb=frequencies)
+        with _Count() as backward:
+            y.backward(torch.empty_like(y))
     backward.launches.remove("zero_")  # zeroes the input's gradient
     shape = LayerShape(8, 8, 1, 64, 128, 128, 64, 1)
     for counted, build in ((forward, llama.forward), (backward, llama.backward)):

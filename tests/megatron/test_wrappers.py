@@ -17,7 +17,7 @@ pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
 from commfuse_npu import Schedule, Transport
 from commfuse_npu.ops import LinearOptions
-from mindspeed_patches import LAYERS, LinearWrappers
+from mindspeed_patches import LinearWrappers
 from tests.distributed.ranks import on_ranks
 from tests.docs.test_examples import blocks
 from tests.limits import PATIENT
@@ -34,73 +34,58 @@ class Knobs:
     name: str | None = "fc1"
     dtype: torch.dtype = torch.float32
     bias: bool = True
-    config: dict[str, Any] = field(default_factory=dict)
+    sequence_parallel: bool = True
     init: dict[str, Any] = field(default_factory=dict)
-    call: dict[str, Any] = field(default_factory=dict)
     external_weight: bool = False
     frozen: bool = False
     main_grad: torch.dtype | None = None
     flags: tuple[str, ...] = ()
     recompute: bool = False
     length: int = SIZES["length"]
-    options: LinearOptions = LinearOptions(Schedule(chunks=2))
-    layers: tuple[str, ...] = LAYERS
 
 
 def build(knobs: Knobs, column: type[torch.nn.Module] | None = None) -> Any:
     from megatron.core.tensor_parallel import layers
     from megatron.core.transformer import TransformerConfig
 
-    settings = {
-        "num_layers": 1,
-        "hidden_size": SIZES["hidden"],
-        "num_attention_heads": 4,
-        "tensor_model_parallel_size": dist.get_world_size(),
-        "sequence_parallel": True,
-        "use_cpu_initialization": True,
-        "params_dtype": knobs.dtype,
-        "gradient_accumulation_fusion": knobs.main_grad is not None,
-    }
-    config = TransformerConfig(**(settings | knobs.config))
-    common = {
-        "config": config,
-        "init_method": torch.nn.init.normal_,
-        "bias": knobs.bias,
-        "skip_bias_add": False,
-    }
+    config = TransformerConfig(
+        num_layers=1,
+        hidden_size=SIZES["hidden"],
+        num_attention_heads=4,
+        tensor_model_parallel_size=dist.get_world_size(),
+        sequence_parallel=knobs.sequence_parallel,
+        use_cpu_initialization=True,
+        params_dtype=knobs.dtype,
+        gradient_accumulation_fusion=knobs.main_grad is not None,
+    )
+    kind, sizes = column or layers.ColumnParallelLinear, (SIZES["hidden"], SIZES["ffn"])
+    options = {"skip_bias_add": False} | knobs.init
+    if knobs.kind == "row":
+        kind, sizes = layers.RowParallelLinear, sizes[::-1]
+        options["input_is_parallel"] = True
     if knobs.name is not None:
-        common["tp_comm_buffer_name"] = knobs.name
+        options["tp_comm_buffer_name"] = knobs.name
     torch.manual_seed(5)
-    if knobs.kind == "column":
-        common |= knobs.init
-        column_class = column or layers.ColumnParallelLinear
-        layer = column_class(SIZES["hidden"], SIZES["ffn"], **common)
-    else:
-        common |= {"input_is_parallel": True} | knobs.init
-        layer = layers.RowParallelLinear(SIZES["ffn"], SIZES["hidden"], **common)
-    with torch.no_grad():
-        if layer.bias is not None:
-            layer.bias.copy_(torch.randn_like(layer.bias))
-    if knobs.frozen:
-        layer.weight.requires_grad_(False)
-    return layer
+    normal = torch.nn.init.normal_
+    layer = kind(*sizes, config=config, init_method=normal, bias=knobs.bias, **options)
+    if layer.bias is not None:
+        normal(layer.bias)
+    return layer.requires_grad_(not knobs.frozen)
 
 
-def run(knobs: Knobs) -> tuple[dict[str, torch.Tensor], torch.nn.Module]:
-    """A forward and a backward: all results and gradients, and the layer."""
+def run(knobs: Knobs) -> dict[str, torch.Tensor]:
+    """All results and gradients of a forward and a backward."""
     from megatron.core.tensor_parallel import checkpoint
 
     layer = build(knobs)
     rank, size = dist.get_rank(), dist.get_world_size()
-    sharded = layer.config.sequence_parallel and knobs.kind == "column"
+    sharded = knobs.sequence_parallel and knobs.kind == "column"
     length = knobs.length // size if sharded else knobs.length
     features = SIZES["hidden"] if knobs.kind == "column" else SIZES["ffn"] // size
-    replicated = knobs.kind == "column" and not sharded
-    generator = torch.Generator().manual_seed(7 if replicated else 100 + rank)
+    generator = torch.Generator().manual_seed(100 + rank)
     x = torch.randn(length, SIZES["batch"], features, generator=generator).to(knobs.dtype)
     x.requires_grad_()
-    call = dict(knobs.call)
-    weight = layer.weight
+    weight, call = layer.weight, {}
     if knobs.external_weight:
         weight = call["weight"] = torch.nn.Parameter(torch.randn_like(layer.weight))
     if knobs.main_grad is not None:
@@ -117,14 +102,14 @@ def run(knobs: Knobs) -> tuple[dict[str, torch.Tensor], torch.nn.Module]:
     generator = torch.Generator().manual_seed(200 + (0 if y.shape[0] > length else rank))
     y.backward(torch.randn(y.shape, generator=generator).to(knobs.dtype))
     results = {"y": y.detach(), "x.grad": x.grad}
-    if weight.grad is not None and "grad_added_to_main_grad" not in knobs.flags:
+    if "grad_added_to_main_grad" not in knobs.flags:
         results["weight.grad"] = weight.grad
-    if layer.bias is not None and layer.bias.grad is not None:
+    if layer.bias is not None:
         results["bias.grad"] = layer.bias.grad
     if knobs.main_grad is not None:
         results["main_grad"] = weight.main_grad
         results["flag"] = torch.tensor(getattr(weight, "grad_added_to_main_grad", False))
-    return results, layer
+    return {name: value for name, value in results.items() if value is not None}
 
 
 @lru_cache
@@ -133,11 +118,11 @@ def lanes(group: dist.ProcessGroup) -> Transport:
 
 
 @contextlib.contextmanager
-def wrapped(knobs: Knobs) -> Iterator[LinearWrappers]:
+def wrapped() -> Iterator[LinearWrappers]:
     """Applies the wrappers, over lanes."""
     from megatron.core import parallel_state
 
-    wrappers = LinearWrappers(knobs.options, knobs.layers)
+    wrappers = LinearWrappers(LinearOptions(Schedule(chunks=2)))
     wrappers.transport = lanes(parallel_state.get_tensor_model_parallel_group())
     with patched(wrappers.register):
         yield wrappers
@@ -151,15 +136,15 @@ def compared(rank: int, cases: list[Knobs]) -> None:
     """Each case is fused without collectives, and gives the bits of Megatron's own layer."""
     with megatron(dist.get_world_size()):
         for knobs in cases:
-            reference, _ = run(knobs)
-            with wrapped(knobs) as wrappers, contextlib.ExitStack() as stack:
+            reference = run(knobs)
+            with wrapped() as wrappers, contextlib.ExitStack() as stack:
                 wrappers.transport.agree("before counting")
                 spies = [
                     stack.enter_context(mock.patch.object(dist, name, wraps=getattr(dist, name)))
                     for name in COLLECTIVES
                     if hasattr(dist, name)
                 ]
-                ours, _ = run(knobs)
+                ours = run(knobs)
             assert not any(spy.call_count for spy in spies), knobs
             name = knobs.name or "output"
             assert wrappers.calls == {(name, "fused"): 1 + knobs.recompute}, wrappers.calls
@@ -185,7 +170,6 @@ VARIANTS = [
         for more in ({}, {"flags": FLAG}, {"flags": (*FLAG, "zero_out_wgrad")}, {"recompute": True})
     ),
 ]
-WHOLE = {"sequence_parallel": False}
 OWN = {"name": None, "init": {"skip_weight_param_allocation": False}}
 FUSED = [
     *(
@@ -196,8 +180,8 @@ FUSED = [
     ),
     replace(COLUMN, external_weight=True),
     replace(COLUMN, external_weight=True, **OWN),
-    replace(ROW, config=WHOLE),
-    replace(ROW, config=WHOLE, init={"skip_bias_add": True}, length=30),
+    replace(ROW, sequence_parallel=False),
+    replace(ROW, sequence_parallel=False, init={"skip_bias_add": True}, length=30),
 ]
 
 
@@ -208,7 +192,7 @@ def test_fused_layers_equal_megatrons(ranks) -> None:
 
 @on_ranks(2)
 def test_what_keeps_a_layer_from_being_fused(rank: int) -> None:
-    with megatron(2), wrapped(COLUMN) as wrappers:
+    with megatron(2), wrapped() as wrappers:
         wrappers.min_rows = 33
         column, row = build(COLUMN), build(ROW)
 
@@ -255,7 +239,7 @@ def test_what_keeps_a_layer_from_being_fused(rank: int) -> None:
 def test_megatrons_own_errors_stay_and_lanes_have_to_exist(rank: int) -> None:
     x = torch.ones(4, 2, SIZES["hidden"])
     with megatron(2):
-        with wrapped(COLUMN), pytest.raises(RuntimeError, match="supplied weight"):
+        with wrapped(), pytest.raises(RuntimeError, match="supplied weight"):
             build(COLUMN)(x, weight=torch.ones(3, 3))
         no_lanes = pytest.raises(RuntimeError, match="after initialize_model_parallel and before")
         with patched(LinearWrappers().register), no_lanes:
@@ -270,7 +254,7 @@ def test_megatrons_own_errors_stay_and_lanes_have_to_exist(rank: int) -> None:
 )
 @on_ranks(2)
 def test_the_layer_with_norm(rank: int, sequence_parallel: bool, path: str) -> None:
-    knobs = replace(COLUMN, config={"sequence_parallel": sequence_parallel})
+    knobs = replace(COLUMN, sequence_parallel=sequence_parallel)
     with megatron(2):
         results, wrappers = [], LinearWrappers()
         wrappers.transport = lanes(dist.group.WORLD)
@@ -293,7 +277,7 @@ def test_aliases_and_subclasses_are_covered_and_checkpoints_unchanged(rank: int)
 
     with megatron(2):
         keys = build(COLUMN).sharded_state_dict().keys()
-        with wrapped(COLUMN) as wrappers:
+        with wrapped() as wrappers:
             layer = build(COLUMN)
             layer.__class__ = type("Subclass", (tensor_parallel.ColumnParallelLinear,), {})
             layer(torch.ones(4, 2, SIZES["hidden"]))

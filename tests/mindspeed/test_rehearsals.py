@@ -308,7 +308,8 @@ def test_a_launch_that_would_fuse_nothing_ends_on_all_ranks(tmp_path: Path) -> N
     assert code == 1, printed
     log = (tmp_path / "commfuse" / "log.txt").read_text("utf-8")
     assert log.count("IncompatibleOptionsError: --use-commfuse would fuse nothing:") == 2
-    assert "  qkv: qkv is not in the list of layers to fuse (add qkv to --commfuse-l" in log
+    reason = "qkv is not in the list of layers to fuse (add qkv to --commfuse-layers)"
+    assert f"  qkv: 0 of 2 fused; 2 not: {reason}" in log
     assert "iteration        1/" not in log
 
 

@@ -6,6 +6,7 @@ import argparse
 from typing import Any
 
 from mindspeed_patches.feature import CommFuseFeature
+from mindspeed_patches.patching import PatchManager
 
 ULYSSES = {
     "context_parallel_size": 4,
@@ -42,13 +43,8 @@ def early(*options: str, **others: Any) -> argparse.Namespace:
     return args
 
 
-class Registered(list[str]):
-    """The paths of the functions that a launch registers wrappers for."""
-
-    def __init__(self, args: argparse.Namespace) -> None:
-        super().__init__()
-        CommFuseFeature().register_patches(self, args)
-
-    def register_patch(self, path: str, wrapper: Any) -> None:
-        assert wrapper.__name__.endswith("_wrapper")  # else it would replace what it wraps
-        self.append(path)
+def registered(args: argparse.Namespace) -> dict[str, Any]:
+    """The wrappers that a launch registers, by the path of the function."""
+    manager = PatchManager()
+    CommFuseFeature().register_patches(manager, args)
+    return manager._wrappers

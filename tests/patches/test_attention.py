@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from mindspeed_patches.attention import DeferredAttention
-from mindspeed_patches.softmax_attention import AttentionCall
+from mindspeed_patches.softmax_attention import AttentionCall, heads_obstacle
 
 LENGTH, BATCH = 8, 2
 USES = [
@@ -94,7 +94,7 @@ def test_calls_that_the_fused_form_cannot_take(
     asked: AttentionCall, qkv: list[Any], reason: str
 ) -> None:
     for _ in range(2):
-        obstacle = asked.tensor_obstacle(*qkv) or asked.mask(LENGTH, BATCH)
+        obstacle = heads_obstacle(*qkv) or asked.mask(LENGTH, BATCH)
         assert isinstance(obstacle, str)
         assert reason in obstacle
 
@@ -111,16 +111,16 @@ def test_calls_that_the_fused_form_cannot_take(
     ],
 )
 def test_masks_that_their_kind_says(asked: AttentionCall, causal: bool) -> None:
-    assert asked.tensor_obstacle(*QKV) is None
+    assert heads_obstacle(*QKV) is None
     assert asked.mask(LENGTH, BATCH) == {"causal": causal}
 
 
 def test_documents_end_where_mindspeed_says() -> None:
     params = packed(3, 8, 16)
     case = call(packed_seq_params=params, config=GENERAL | RESET)
-    mask: Any = case.tensor_obstacle(*QKV) or case.mask(LENGTH, BATCH)
+    mask: Any = case.mask(LENGTH, BATCH)
     assert mask["causal"]
     assert mask["documents"].pieces(slice(4, 6))[0] == slice(0, 6)
     # All layers of a micro-batch, and their recomputation, have the same object.
-    again: Any = call(packed_seq_params=params).mask(LENGTH, BATCH)
+    again: Any = call(packed_seq_params=params, config=RESET).mask(LENGTH, BATCH)
     assert again["documents"] is mask["documents"]

@@ -9,6 +9,7 @@ from unittest import mock
 import pytest
 import torch
 
+from commfuse_npu.ops import BucketOptions
 from mindspeed_patches.data_parallel import BucketWrappers
 from mindspeed_patches.wrappers import LinearWrappers
 
@@ -38,10 +39,10 @@ def made() -> Any:
     """Wrappers, the object that counts their calls, mock exchanges and mock originals."""
     linears, exchanges, original = LinearWrappers(), mock.Mock(), mock.Mock()
     exchanges.reduce_scatter.return_value = exchanges.all_gather.return_value = exchanges
-    wrappers: Any = BucketWrappers(linears)
-    for direction in (wrappers.gradients, wrappers.parameters):
-        direction.transport = SimpleNamespace(size=2, group=GROUP)
-        direction.buckets = lambda: exchanges
+    wrappers: Any = BucketWrappers(linears, BucketOptions())
+    wrappers._of = lambda name: exchanges
+    for user in wrappers.users.values():
+        user.transport = SimpleNamespace(size=2, group=GROUP)
     original.grads.__name__, original.params.__name__ = "grads", "params"
     return SimpleNamespace(
         linears=linears,
@@ -120,7 +121,8 @@ def test_gradients_are_checked_before_they_leave(made, config, expected) -> None
 
 
 def test_without_the_distributed_optimizer_nobody_meets() -> None:
-    wrappers = BucketWrappers(LinearWrappers())  # without lanes for the exchange before a step
+    # Without lanes for the exchange before a step.
+    wrappers = BucketWrappers(LinearWrappers(), BucketOptions())
     finished: list[Any] = []
     model = SimpleNamespace(ddp_config=SimpleNamespace(use_distributed_optimizer=False))
     wrappers.finish_grad_sync_wrapper(finished.append)(model)

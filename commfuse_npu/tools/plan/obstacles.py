@@ -63,8 +63,7 @@ def obstacles(launch: AskedLaunch) -> Obstacles:
     problems, notes = list(refused["--use-commfuse"]), list[str]()
     accepted, also = not problems, list[str]()
     size, rows = config.tensor_model_parallel_size, config.block_rows
-    elsewhere = (fuse.commfuse_ulysses or fuse.commfuse_dp) and not fuse.commfuse_attention
-    if size == 1 and not elsewhere:
+    if size == 1 and not (fuse.commfuse_ulysses or fuse.commfuse_dp):
         problems.append(
             "--tensor-model-parallel-size 1: a group of one transfers nothing; choose at least 2, "
             "or add --commfuse-dp, which needs none"
@@ -130,8 +129,8 @@ def _own_options(launch: AskedLaunch) -> Iterator[tuple[str, str, str]]:
     )
     attention, ulysses, dp = "--commfuse-attention", "--commfuse-ulysses", "--commfuse-dp"
     no_proj = f"{attention}: proj is not among --commfuse-layers; add it, or leave {attention} out"
-    has_proj = "proj" in launch.fuse.commfuse_layers
-    yield attention, "" if has_proj else no_proj, attention_obstacle(options)
+    lacks = "" if "proj" in launch.fuse.commfuse_layers else no_proj
+    yield attention, lacks or missing(attention, needs), attention_obstacle(options)
     yield ulysses, missing(ulysses, needs), ""
     alone = config.data_parallel_size == 1 == config.context_parallel_size
     yield dp, missing(dp, needs), "DP 1 transfers nothing" if alone else ""

@@ -89,7 +89,8 @@ def test_what_starts_is_not_remarked(line: str) -> None:
     ("line", "obstacle"),
     [
         (ALONE, OF_ONE),
-        (f"{ALONE} {DP} 2 --commfuse-attention", OF_ONE),
+        (f"{ALONE} {DP} 2 --commfuse-attention",
+         "--commfuse-attention needs --tensor-model-parallel-size of at least 2: it is fused with"),
         (f"{SIZES} --use-ascend-mc2", "--use-ascend-mc2: it replaces Megatron's column- and row-"
          "parallel linear layers by its own; leave one of the two out"),
         (f"{FUSED} --output-layer-slice-num=2", "--output-layer-slice-num 2: it runs the output "),

@@ -1,8 +1,7 @@
 """Importing the package fills the list with MindSpeed's own features."""
 
-from __future__ import annotations
+from mindspeed_patches.patching import Feature
 
-from .feature import MindSpeedFeature
 from .features_manager import MindSpeedFeaturesManager
 
-MindSpeedFeaturesManager.set_features_list([MindSpeedFeature("own-of-mindspeed")])
+MindSpeedFeaturesManager.set_features_list([Feature("own-of-mindspeed")])

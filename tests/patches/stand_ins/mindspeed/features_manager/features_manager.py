@@ -10,6 +10,20 @@ from mindspeed.patch_utils import MindSpeedPatchesManager as Patches
 from mindspeed_patches.patching import Feature
 
 
+def early_arguments(features: Sequence[Feature]) -> argparse.Namespace:
+    """Undeclared options are strings or True."""
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    parser.add_argument("--optimization-level", type=int, default=2)
+    for feature in features:
+        feature.register_args(parser)
+    args, unknown = parser.parse_known_args()
+    for word, following in zip(unknown, [*unknown[1:], "--"], strict=True):
+        if word.startswith("--"):
+            value = following.startswith("--") or following
+            setattr(args, word[2:].replace("-", "_"), value)
+    return args
+
+
 class MindSpeedFeaturesManager:
     FEATURES_LIST: ClassVar[list[Feature]] = []
 
@@ -19,17 +33,11 @@ class MindSpeedFeaturesManager:
         cls.FEATURES_LIST[:] = features_list
 
     @classmethod
-    def register_features_args(cls, parser: argparse.ArgumentParser) -> None:
-        for feature in cls.FEATURES_LIST:
-            feature.register_args(parser)
-
-    @classmethod
-    def apply_features_patches(cls, args: argparse.Namespace) -> None:
+    def apply_features_patches(cls) -> None:
         """Apply patches needed before Megatron is imported, then the others."""
+        args = early_arguments(cls.FEATURES_LIST)
         needed = [feature for feature in cls.FEATURES_LIST if feature.is_need_apply(args)]
-        for feature in needed:
-            feature.pre_register_patches(Patches, args)
-        Patches.apply_patches()
-        for feature in needed:
-            feature.register_patches(Patches, args)
-        Patches.apply_patches()
+        for register in ("pre_register_patches", "register_patches"):
+            for feature in needed:
+                getattr(feature, register)(Patches, args)
+            Patches.apply_patches()
