@@ -308,18 +308,16 @@ class _Run:
             FolderError: a stored result is not one that a step stores.
         """
         device, facts = self._options.device, self._folder.load("machine")
-        parts = self._folder.steps
-        failed = {name: part["failed"] for name, part in parts.items() if "failed" in part}
-        times = {name: part["times"] for name, part in parts.items() if "times" in part}
+        steps = {k: v for k, v in self._folder.steps.items() if not k.startswith(f"{LAUNCH}_")}
+        failed = {name: part["failed"] for name, part in steps.items() if "failed" in part}
+        times = {name: part["times"] for name, part in steps.items() if "times" in part}
         measured = {name: rows for name, rows in times.items() if name in STEPS}
         timed = [row for name, rows in times.items() if name not in STEPS for row in rows]
         with self._folder.intact():
             trainings = [
-                Training(form, **saved.get("log", {}), failed=failed.pop(form.step, ""))
+                Training(form, **saved.get("log", {}), failed=saved.get("failed", ""))
                 for form, saved in self._trainings()
             ]
-            for form in LAUNCHED:  # of another launch
-                failed.pop(form.step, None)
             results = evaluate(timed)
             lines = [*verdict(trainings, device), *forms_verdict(results)]
             table, rows = forms_table(results), list[Row]()

@@ -169,18 +169,18 @@ def _cell(name: str, ratio: float | None, forms: Mapping[str, Result]) -> str:
 
 def compared(measured: Hardware, described: Hardware) -> list[Row]:
     """A row for each measured figure."""
-    rows = []
-    for name, figure in measured.figures.items():
-        other = described.figures[name]
-        if figure == other:
-            continue
-        place = "in the range"
-        if figure.typical < other.low:
-            place = "**below**"
-        elif figure.typical > other.high:
-            place = "**above**"
-        rows.append((name, _range(figure), _range(other), place))
-    return rows
+    pairs = ((name, figure, described.figures[name]) for name, figure in measured.figures.items())
+    return [
+        (name, _range(figure), _range(other), _place(figure.typical, other))
+        for name, figure, other in pairs
+        if figure != other
+    ]
+
+
+def _place(value: float, figure: Figure) -> str:
+    if figure.low <= value <= figure.high:
+        return "in the range"
+    return "**below**" if value < figure.low else "**above**"
 
 
 def as_markdown(
@@ -209,12 +209,8 @@ def as_markdown(
         lines += ["## Figures, in SI units", ""]
         head = "figure", "measured (quartiles)", "described", "lies"
         lines += [table_head(head, numbers=False), *map(table_row, figures), ""]
-    failures = [
-        (f"launch, {training.form.title}", training.failed)
-        for training in trainings
-        if training.failed
-    ]
-    for name, why in (*failed.items(), *failures):
+    launches = {f"launch, {each.form.title}": each.failed for each in trainings if each.failed}
+    for name, why in {**failed, **launches}.items():
         lines += [f"## {name}: failed", "", "```", why.strip(), "```", ""]
     lines += ["## Machine", "", *(f"- {k}: {v}" for k, v in facts.items() if v not in ([], None))]
     return "\n".join(lines) + "\n"
