@@ -33,7 +33,7 @@ def timed(ratio: float | None = 1.0, work: str = "mlp", **totals: list[float]) -
             "ratio": ratio,
             "form": name,
             "reached": reached,
-            "difference": 2.5e-6 if name == "auto" else 0.0,
+            "difference": 2.5e-6 if name == "auto" and ratio else 0.0,
             "seconds": seconds,
             "blocked": [total / 10 for total in seconds],
         }
