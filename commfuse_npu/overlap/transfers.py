@@ -32,7 +32,7 @@ from torch.utils._pytree import tree_leaves
 from commfuse_npu.overlap.turns import FORWARD, NAMES, Turns
 from commfuse_npu.runtime.order_log import Entry, OrderLog
 
-__all__ = ["active_turns", "take_turns_at_transfers"]
+__all__ = ["active_turns", "handing_over", "take_turns_at_transfers"]
 
 _WAIT_HANDS_OVER = {
     "all_gather": False,
@@ -107,7 +107,12 @@ class _Transfer:
         return getattr(self._work, name)
 
 
-def _collective(function: Callable[..., Any], wait_hands_over: bool) -> Callable[..., Any]:
+def handing_over(function: Callable[..., Any], wait_hands_over: bool) -> Callable[..., Any]:
+    """Wrap a collective, which has the parameters ``group`` and ``async_op``, in that order.
+
+    Args:
+        wait_hands_over: whether the ``wait()`` of an asynchronous one hands over in strict turns.
+    """
     names = list(inspect.signature(function).parameters)
     group_at, async_at = names.index("group"), names.index("async_op")
 
@@ -190,7 +195,7 @@ def _install() -> None:
     """Wrap the functions, once; outside a pair they do what they did."""
     for name, wait_hands_over in _WAIT_HANDS_OVER.items():
         if hasattr(c10d, name):
-            _wrap(c10d, name, _collective, wait_hands_over)
+            _wrap(c10d, name, handing_over, wait_hands_over)
     _wrap(functional, "wait_tensor", _host_wait)
     for name, wrapper in (("Event", _host_wait), ("Stream", _stream_synchronize)):
         # A set, because torch_npu may have replaced CUDA's class by its own.

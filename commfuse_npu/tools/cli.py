@@ -46,6 +46,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
     name = " ".join(["commfuse-npu", *words[:1]])
+    if arguments is None:
+        # As after Ctrl-C: processes are ended and temporary folders removed.
+        signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     if arguments is None and words[:1] and words[0] not in _COMMANDS["run"]:
         # As in other programs: `simulate | head` ends silently when the reader has gone.
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)

@@ -11,10 +11,10 @@ Modules, from the top down; those marked (t) import torch and run only in the ra
     folder        one file with the results, which the same command continues;  the deadline
     figures       from times to the simulator's figures, and their description in yaml
     rounds        controls the ranks that compare forms of layers: check, set the links, rounds
-    trainings     ten iterations of a launch in a form;  launches  their flags
+    launches      the forms of a launch: their flags, ten iterations, and what they print
     worker (t)    what a rank measures;  stopwatch  times by device events
     forms_worker (t), layers (t)    what a rank does to compare forms, and the workloads
-    forms (t)     creates a form by its name;  variants  the names
-    baselines (t), carriers (t), sleeping (t), wire
-    steps         the questions, most useful first;  the sizes of what is measured
+    forms (t)     creates a form by its name;  baselines (t)  those that are not this project's
+    sleeping (t), wire
+    steps         the questions, most useful first;  sizes, workloads and names of forms
 """

@@ -1,131 +1,254 @@
-"""Baselines for comparison: tensor-parallel linear layers, blocking or in slices.
+"""Baselines for comparison: the unfused layers of :mod:`commfuse_npu.ops`, in several orders.
 
-Legend: ``S`` sequence, ``s`` its shard (S/n), ``I`` input and ``O`` output features of this rank.
-All tensors here are two-dimensional, rows first.
+Legend: ``n`` ranks, ``s`` rows of a block, ``[n * s, F]`` the full tensor.
 
-Each form implements the four halves of a column-parallel and a row-parallel layer::
-
-    gather_gemm       y_SO = all_gather(x_sI) @ weight^T
-    gemm_scatter      y_sO = reduce_scatter(x_SI @ weight^T)
-    column_backward   dx_sI = reduce_scatter(dy_SO @ weight);  dw = dy_SO^T @ all_gather(x_sI)
-    row_backward      dx_SI = all_gather(dy_sO) @ weight;  dw = all_gather(dy_sO)^T @ x_SI
-
-and differentiable layers made of them, with the interface of :mod:`commfuse_npu.ops`.
+A layer on a :class:`Baseline` executes the lines of its rule, as on every
+:class:`~commfuse_npu.runtime.collective_transport.CollectiveTransport`.  A :class:`Carrier` has
+the transfers and buffers, a :class:`Blocking` says what is computed while they are under way.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import time
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
+import torch.distributed as dist
 
 from commfuse_npu.kernels import gemm_into
-from commfuse_npu.ops.attention_runs import AttentionRuns
+from commfuse_npu.overlap.transfers import handing_over
 from commfuse_npu.plan import split
-from commfuse_npu.tools.measure.carriers import Carrier, Pending
+from commfuse_npu.plan.rules import Piece, column_backward
+from commfuse_npu.runtime.collective_transport import CollectiveRun, CollectiveTransport, Lines
 
-__all__ = ["Blocking", "MegatronOrder", "Sliced", "in_order"]
+# The names of the collectives differ between versions of torch; that module knows them.
+from commfuse_npu.runtime.collectives import _all_gather, _reduce_scatter
+from commfuse_npu.runtime.executor import Work
 
-Grads = tuple[torch.Tensor, torch.Tensor]
-"""Gradients of the input and of the weight."""
+__all__ = [
+    "Baseline",
+    "Blocking",
+    "Carrier",
+    "Computation",
+    "DirectExchange",
+    "MegatronOrder",
+    "Sliced",
+]
 
-_RUNS = 8
-"""Ranges of queries in attention, one kernel each.  As in the fused form, masked parts are skipped;
-the number equals the blocks of eight ranks."""
-
-_Call = Callable[[], Any]
-
-
-def in_order(forward: _Call, backward: _Call) -> tuple[Any, Any]:
-    """Run the backward, then the forward; return (result of forward, result of backward)."""
-    result = backward()
-    return forward(), result
+# ------------------------------------------------------------------- transfers
 
 
-class Blocking:
+class Carrier:
+    """torch's own collectives, which the stream of a device runs in order.
+
+    Buffers are reused, as in the fused ops, so that no side of the comparison allocates memory that
+    the other does not.  On a device that is in the order of the stream that used them.
+
+    Attributes:
+        group: the process group for communication.
+        idle: unused buffers, by shape.
+        blocked_seconds: host time spent in waits so far; on a device the stream waits.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group, self.blocked_seconds = group, 0.0
+        self.idle: defaultdict[tuple[int, ...], list[torch.Tensor]] = defaultdict(list)
+
+    def take(self, like: torch.Tensor, *shape: int) -> torch.Tensor:
+        """A contiguous tensor with undefined contents, of the dtype and device of ``like``."""
+        idle = self.idle[shape]
+        return idle.pop() if idle else like.new_empty(shape)
+
+    def release(self, *buffers: torch.Tensor) -> None:
+        """Return the results of :meth:`take` for reuse."""
+        for buffer in buffers:
+            self.idle[tuple(buffer.shape)].append(buffer)
+
+    def all_gather(
+        self, out: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup, async_op: bool
+    ) -> Any:
+        """``[s, F]`` of every rank to ``[n * s, F]``, with the arguments of torch's."""
+        return _all_gather(out, shard, group=group, async_op=async_op)
+
+    def reduce_scatter(
+        self, out: torch.Tensor, full: torch.Tensor, group: dist.ProcessGroup, async_op: bool
+    ) -> Any:
+        """The sum of ``[n * s, F]`` over the ranks to this rank's ``[s, F]``, likewise."""
+        return _reduce_scatter(out, full, group=group, async_op=async_op)
+
+
+class DirectExchange(Carrier):
+    """Sends every block directly from its rank to the rank that needs it, all at once, over gloo.
+
+    gloo's own reduce-scatter sends the bytes of an all-reduce, and its threads run several
+    collectives at once.  For a group of all ranks.  The partials are added in the order r-1, ...,
+    r+1, the own one last: the same bits as the fused ops and gloo's reduce-scatter.  Between two
+    ranks the socket keeps the order.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        super().__init__(group)
+        self._rank, self._size, self._messages = group.rank(), group.size(), 0
+        self._targets = [(self._rank + k) % self._size for k in range(1, self._size)]
+        self._sources = [(self._rank - k) % self._size for k in range(1, self._size)]
+
+    # In forward-backward overlap, both sides take turns at them as at torch's own.
+    @partial(handing_over, wait_hands_over=False)
+    def all_gather(
+        self, out: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup, async_op: bool
+    ) -> Any:
+        blocks = out.chunk(self._size)
+        exchange = self._begun([shard] * len(self._sources), [blocks[r] for r in self._sources])
+        blocks[self._rank].copy_(shard)
+        return exchange if async_op else exchange.wait()
+
+    @partial(handing_over, wait_hands_over=True)
+    def reduce_scatter(
+        self, out: torch.Tensor, full: torch.Tensor, group: dist.ProcessGroup, async_op: bool
+    ) -> Any:
+        blocks = full.chunk(self._size)
+        # The first partial arrives directly in the sum.
+        partials = [self.take(out, *out.shape) for _ in range(self._size - 2)]
+
+        def add() -> None:
+            for other in (*partials, blocks[self._rank]):
+                out.add_(other)
+            self.release(*partials)
+
+        exchange = self._begun([blocks[r] for r in self._targets], [out, *partials], add)
+        return exchange if async_op else exchange.wait()
+
+    def _begun(
+        self,
+        sends: Sequence[torch.Tensor],
+        receives: Sequence[torch.Tensor],
+        finish: Callable[[], None] = lambda: None,
+    ) -> _Exchange:
+        """Start sending a tensor to each target and receiving one from each source."""
+        # gloo sends its notice that a receive is ready on the same socket as data: receives first.
+        tag = self._messages & 0x7FFFFFFF
+        self._messages += 1
+        pairs = zip(receives, self._sources, strict=True), zip(sends, self._targets, strict=True)
+        works = [dist.irecv(tensor, rank, self.group, tag) for tensor, rank in pairs[0]]
+        works += [dist.isend(tensor, rank, self.group, tag) for tensor, rank in pairs[1]]
+        return _Exchange(self, works, finish)
+
+
+class _Exchange:
+    """The ``Work`` of an exchange; what ``finish`` does after the transfers is not waiting."""
+
+    def __init__(self, carrier: Carrier, works: list[Any], finish: Callable[[], None]) -> None:
+        self._carrier, self._works, self._finish = carrier, works, finish
+
+    def wait(self) -> None:
+        if not self._works:  # waited for already, when the overlap recorded its time
+            return
+        start = time.perf_counter()
+        for work in self._works:
+            work.wait()
+        self._carrier.blocked_seconds += time.perf_counter() - start
+        self._works = []
+        self._finish()
+
+
+# ------------------------------------------------------------------- orders
+
+
+class Baseline(CollectiveTransport):
+    """Runs layers in the order of ``run``, with the transfers and buffers of a carrier."""
+
+    def __init__(self, carrier: Carrier, run: Callable[..., Blocking]) -> None:
+        super().__init__(carrier.group)
+        self.carrier, self._run = carrier, run
+
+    @property
+    def blocked_seconds(self) -> float:
+        """Host seconds spent waiting for transfers since the start."""
+        return self.carrier.blocked_seconds
+
+    def begin(
+        self,
+        program: Lines,
+        name: str,
+        like: torch.Tensor,
+        options: Hashable = (),
+        sum_dtype: torch.dtype | None = None,
+    ) -> CollectiveRun:
+        return self._run(self, program, name, like, sum_dtype)
+
+
+class Blocking(CollectiveRun):
     """Sequential: a collective, then the GEMM, or the GEMM, then the collective.
 
     ::
 
         compute  |        | GEMM |          compute  | GEMM |         |
         links    | gather |      |          links    |      | scatter |
+
+    Its buffers are kept for the next run, as those of the fused ops.
     """
 
-    def __init__(self, carrier: Carrier) -> None:
-        self.carrier = carrier
+    def __init__(self, transport: Baseline, *of: Any) -> None:
+        super().__init__(transport, *of)
+        self._carrier, self._taken = transport.carrier, list[torch.Tensor]()
 
-    def all_gather_linear(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """``[s, ..., I] -> [S, ..., O]``."""
-        return _layer(x, weight, self.gather_gemm, self.column_backward)
+    @property
+    def overlaps(self) -> bool:
+        """Whether the next line is executed while a transfer is under way."""
+        return False
 
-    def linear_reduce_scatter(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """``[S, ..., I] -> [s, ..., O]``."""
-        return _layer(x, weight, self.gemm_scatter, self.row_backward)
+    def run(
+        self,
+        works: Mapping[str, Work | None] | None = None,
+        *,
+        ahead: bool = False,
+        **tensors: torch.Tensor | None,
+    ) -> None:
+        super().run(works, ahead=ahead, **tensors)
+        self._carrier.release(*self._taken)
 
-    def attention_linear_reduce_scatter(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, weight: torch.Tensor
+    def all_gather(self, shard: torch.Tensor, *, out: str | None = None) -> torch.Tensor:
+        whole = self._take(self.spec.size * shard.shape[0], shard.shape[1])
+        return self._posted(self._carrier.all_gather, whole, shard)
+
+    def reduce_scatter(self, whole: torch.Tensor, *, out: str, finish: bool = False) -> None:
+        self._posted(self._carrier.reduce_scatter, self._tensors[out], whole)
+
+    def _posted(
+        self, collective: Callable[..., Any], out: torch.Tensor, source: torch.Tensor
     ) -> torch.Tensor:
-        """``q [S, B, A, D]``, k and v ``[S, B, G, D] -> [s, B, O]``, causal."""
-        rows = [slice(*run) for run in pairwise(split(q.shape[0], _RUNS))]
-        attended = _Attention.apply(q.contiguous(), k.contiguous(), v.contiguous(), rows)
-        return self.linear_reduce_scatter(attended.flatten(2), weight)
+        work = collective(out, source, group=self._group, async_op=self.overlaps)
+        return out if work is None else self._begun((out, work))
 
-    def blocked_seconds(self) -> float:
-        """Host seconds spent waiting for transfers since the start."""
-        return self.carrier.blocked_seconds
+    def _out(self, out: str | None, rows: int, columns: int) -> torch.Tensor:
+        return self._take(rows, columns) if out is None else self._tensors[out]
 
-    def pair(self, forward: _Call, backward: _Call) -> tuple[Any, Any]:
-        """Run the forward of one micro-batch and the backward of another."""
-        return in_order(forward, backward)
+    def _take(self, rows: int, columns: int) -> torch.Tensor:
+        """A buffer for the rest of the run."""
+        self._taken.append(self._carrier.take(self._like, rows, columns))
+        return self._taken[-1]
 
-    def gather_gemm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return self._gathered_product(x, weight.t(), keep=False)[0]
 
-    def gemm_scatter(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return self._scattered_product(x, weight.t())
+class Computation(Blocking):
+    """No transfers: only the computation of a workload remains.
 
-    def column_backward(self, grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> Grads:
-        grad_x = self._scattered_product(grad, weight)
-        whole = self.carrier.gather(x).result()
-        grad_weight = grad.t().matmul(whole)
-        self.carrier.release(whole)
-        return grad_x, grad_weight
+    Results are not meaningful.  Gathered tensors hold copies of a shard, so that a GEMM reads
+    real numbers from real memory.
+    """
 
-    def row_backward(self, grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> Grads:
-        grad_x, whole = self._gathered_product(grad, weight, keep=True)
-        grad_weight = whole.t().matmul(x)
-        self.carrier.release(whole)
-        return grad_x, grad_weight
+    def all_gather(self, shard: torch.Tensor, *, out: str | None = None) -> torch.Tensor:
+        known, key = self._transport.remembered, (__name__, shard.shape)
+        if key not in known:
+            known[key] = torch.cat([shard.detach()] * self.spec.size)
+        whole: torch.Tensor = known[key]
+        return whole
 
-    def _gathered_product(
-        self, shard: torch.Tensor, b: torch.Tensor, *, keep: bool
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """``all_gather(shard) @ b``, and with ``keep`` the gathered tensor, to be given back."""
-        whole = self.carrier.gather(shard).result()
-        y = self._like_all(shard, b)
-        gemm_into(y, whole, b)
-        if not keep:
-            self.carrier.release(whole)
-        return y, whole
-
-    def _scattered_product(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        full = self.carrier.take(a, a.shape[0], b.shape[1])
-        gemm_into(full, a, b)
-        result = self.carrier.scatter(full, self._like_own(a, b)).result()
-        self.carrier.release(full)
-        return result
-
-    def _like_all(self, shard: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        return shard.new_empty((self.carrier.size * shard.shape[0], b.shape[1]))
-
-    def _like_own(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        return a.new_empty((a.shape[0] // self.carrier.size, b.shape[1]))
-
-    def _blocks(self, whole: torch.Tensor) -> torch.Tensor:
-        return whole.unflatten(0, (self.carrier.size, -1))
+    def reduce_scatter(self, whole: torch.Tensor, *, out: str, finish: bool = False) -> None:
+        self._tensors[out].copy_(self.own_block(whole))
 
 
 class MegatronOrder(Blocking):
@@ -139,16 +262,9 @@ class MegatronOrder(Blocking):
     Forward, and the backward of the row-parallel layer, block.
     """
 
-    def column_backward(self, grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> Grads:
-        gather = self.carrier.gather(x).overlapping()
-        full = self.carrier.take(grad, grad.shape[0], weight.shape[1])
-        gemm_into(full, grad, weight)
-        whole = gather.result()
-        scatter = self.carrier.scatter(full, torch.empty_like(x)).overlapping()
-        grad_weight = grad.t().matmul(whole)
-        grad_x = scatter.result()
-        self.carrier.release(full, whole)
-        return grad_x, grad_weight
+    @property
+    def overlaps(self) -> bool:
+        return self.program.rule is column_backward
 
 
 class Sliced(Blocking):
@@ -164,109 +280,65 @@ class Sliced(Blocking):
     GEMM during the last scatter.  A rank's block must have at least as many rows as slices.
     """
 
-    def __init__(self, carrier: Carrier, slices: int) -> None:
-        super().__init__(carrier)
+    overlaps = True
+
+    def __init__(self, *of: Any, slices: int) -> None:
+        super().__init__(*of)
         self._slices = slices
+        # By id of the gathered tensor: rows of a shard, and these rows of all shards.
+        self._parts: dict[int, list[tuple[slice, torch.Tensor]]] = {}
+        self._factors: tuple[torch.Tensor, torch.Tensor]
 
-    def column_backward(self, grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> Grads:
-        gather = self.carrier.gather(x)
-        grad_x, pending = self._begin_scatters(grad, weight)
-        whole = gather.result()
-        grad_weight = grad.t().matmul(whole)
-        self.carrier.release(whole)
-        self._finish_scatters(pending)
-        return grad_x, grad_weight
+    def all_gather(self, shard: torch.Tensor, *, out: str | None = None) -> torch.Tensor:
+        if self.program.rule is column_backward:
+            return super().all_gather(shard)
+        whole = self._take(self.spec.size * shard.shape[0], shard.shape[1])
+        runs = self._runs(shard.shape[0])
+        self._parts[id(whole)] = [(run, super(Sliced, self).all_gather(shard[run])) for run in runs]
+        return whole
 
-    def _gathered_product(
-        self, shard: torch.Tensor, b: torch.Tensor, *, keep: bool
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        y, rows = self._like_all(shard, b), self.carrier.size * shard.shape[0]
-        whole = self.carrier.take(shard, rows, shard.shape[1]) if keep else shard
-        for run, part in self._gathered(shard):
-            product = self.carrier.take(y, part.shape[0], b.shape[1])
-            gemm_into(product, part, b)
-            self._blocks(y)[:, run].copy_(self._blocks(product))
-            if keep:
-                self._blocks(whole)[:, run].copy_(self._blocks(part))
-            self.carrier.release(product, part)
-        return y, whole
+    def _read(self, matrix: torch.Tensor) -> torch.Tensor:
+        for run, part in self._parts.pop(id(matrix), ()):
+            self._blocks(matrix)[:, run].copy_(self._blocks(super()._read(part)))
+        return super()._read(matrix)
 
-    def _scattered_product(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        y, pending = self._begin_scatters(a, b)
-        self._finish_scatters(pending)
-        return y
+    def gemm(
+        self,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        pieces: Sequence[Piece],
+        *,
+        out: str | None = None,
+        first: slice | None = None,
+        last: slice | None = None,
+    ) -> torch.Tensor:
+        if out is None:  # the product is computed slice by slice, as it is scattered
+            self._factors = a, b
+            return a
+        for run, part in self._parts[id(a)]:
+            with_product = self._product(super()._read(part), b)
+            self._blocks(self._tensors[out])[:, run].copy_(self._blocks(with_product))
+            self._carrier.release(with_product)
+        return self._tensors[out]
+
+    def reduce_scatter(self, whole: torch.Tensor, *, out: str, finish: bool = False) -> None:
+        (a, b), into = self._factors, self._tensors[out]
+        for run in self._runs(into.shape[0]):
+            part = self._blocks(a)[:, run]
+            rows = self._carrier.take(a, part.shape[0] * part.shape[1], a.shape[1])
+            self._blocks(rows).copy_(part)
+            product = self._product(rows, b)
+            self._carrier.release(rows)
+            self._taken.append(product)
+            self._posted(self._carrier.reduce_scatter, into[run], product)
+
+    def _product(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        product = self._carrier.take(a, a.shape[0], b.shape[1])
+        gemm_into(product, a, b)
+        return product
 
     def _runs(self, rows: int) -> list[slice]:
         return [slice(start, stop) for start, stop in pairwise(split(rows, self._slices))]
 
-    def _gathered(self, shard: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
-        """Yield ``(rows of a shard, these rows of all shards)``, slice by slice."""
-        runs = self._runs(shard.shape[0])
-        pending = [self.carrier.gather(shard[run]) for run in runs]
-        for run, gather in zip(runs, pending, strict=True):
-            yield run, gather.result()
-
-    def _begin_scatters(
-        self, a: torch.Tensor, b: torch.Tensor
-    ) -> tuple[torch.Tensor, list[tuple[Pending, torch.Tensor]]]:
-        y, take = self._like_own(a, b), self.carrier.take
-        pending: list[tuple[Pending, torch.Tensor]] = []
-        for run in self._runs(y.shape[0]):
-            rows = take(a, self.carrier.size * (run.stop - run.start), a.shape[1])
-            self._blocks(rows).copy_(self._blocks(a)[:, run])
-            full = take(a, rows.shape[0], b.shape[1])
-            gemm_into(full, rows, b)
-            self.carrier.release(rows)
-            pending.append((self.carrier.scatter(full, y[run]), full))
-        return y, pending
-
-    def _finish_scatters(self, under_way: list[tuple[Pending, torch.Tensor]]) -> None:
-        while under_way:
-            scatter, full = under_way.pop(0)
-            scatter.result()
-            self.carrier.release(full)
-
-
-def _layer(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    forward: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
-    backward: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Grads],
-) -> torch.Tensor:
-    rows = x.reshape(-1, x.shape[-1]).contiguous()
-    y: torch.Tensor = _Layer.apply(rows, weight, forward, backward)
-    return y.view(-1, *x.shape[1:-1], weight.shape[0])
-
-
-class _Layer(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, run: Any, back: Any) -> Any:
-        ctx.save_for_backward(x, weight)
-        ctx.back = back
-        return run(x, weight)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return *ctx.back(grad.contiguous(), *ctx.saved_tensors), None, None
-
-
-class _Attention(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: Any) -> Any:
-        runs = AttentionRuns(q, k, v, causal=True, keep=True)
-        for run in rows:
-            runs.forward(run)
-        tensors, ctx.state = runs.saved()
-        ctx.save_for_backward(*tensors)
-        ctx.rows = rows
-        return runs.attended
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        runs = AttentionRuns.again(ctx.saved_tensors, ctx.state)
-        grad = grad.contiguous()
-        for run in ctx.rows:
-            runs.backward(grad[run], run)
-        return *runs.gradients(), None
+    def _blocks(self, whole: torch.Tensor) -> torch.Tensor:
+        return whole.unflatten(0, (self.spec.size, -1))

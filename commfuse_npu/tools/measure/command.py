@@ -9,8 +9,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -28,7 +27,15 @@ from commfuse_npu.tools.launch_script import UsageError
 from commfuse_npu.tools.measure.figures import Measured, description
 from commfuse_npu.tools.measure.folder import Deadline, Folder, FolderError
 from commfuse_npu.tools.measure.launches import FORMS as LAUNCHED
-from commfuse_npu.tools.measure.launches import Form, Launches, launches
+from commfuse_npu.tools.measure.launches import (
+    Form,
+    Launches,
+    Training,
+    TrainingError,
+    launches,
+    limit_of,
+    train,
+)
 from commfuse_npu.tools.measure.report import (
     Row,
     as_markdown,
@@ -38,17 +45,20 @@ from commfuse_npu.tools.measure.report import (
     verdict,
 )
 from commfuse_npu.tools.measure.rounds import evaluate, time_forms
-from commfuse_npu.tools.measure.steps import FORMS, LAUNCH, STEPS, WORKS, Ask, Scale, Times, slowest
-from commfuse_npu.tools.measure.trainings import (
-    Training,
-    TrainingError,
-    TrainingLog,
-    limit_of,
-    train,
+from commfuse_npu.tools.measure.steps import (
+    CALL_SECONDS,
+    FORMS,
+    LAUNCH,
+    LAUNCH_SECONDS,
+    NAMES,
+    STEPS,
+    WORKS,
+    Ask,
+    Scale,
+    Times,
+    slowest,
 )
-from commfuse_npu.tools.measure.variants import NAMES
 from commfuse_npu.tools.option_types import Parser, positive, refuse, whole, words, words_from
-from commfuse_npu.tools.quartiles import quartiles
 from commfuse_npu.tools.ranks import Ranks, RanksError, lacking_backend
 from commfuse_npu.tools.terminal import print_verdict, tell
 
@@ -66,6 +76,9 @@ _STARTS = 2
 _SAME = "device name", "backend", "torch", "cores"
 """Facts about the machine that must be the same for all results of a folder."""
 
+_Result = tuple[dict[str, Any], str]
+"""What a part of a step stores, and a summary."""
+
 
 def main(words: Sequence[str]) -> int:
     """Measure; returns the exit code: 0 complete, 1 incomplete, 2 bad options, 130 Ctrl-C."""
@@ -78,9 +91,9 @@ def main(words: Sequence[str]) -> int:
             except KeyboardInterrupt:
                 print("interrupted; the same command continues with the next step", file=sys.stderr)
                 code = 130
+            run.write(["commfuse-npu", "measure", *words])
         except (ConfigError, FolderError, UsageError, OSError) as error:
             return refuse("measure", error)
-        run.write(["commfuse-npu", "measure", *words])
     return code
 
 
@@ -105,7 +118,7 @@ def _parser() -> argparse.ArgumentParser:
         "when it is over; measured.yaml is for simulate --hardware and plan --hardware. bench "
         "stands for measure --device cpu --steps forms --folder bench.",
         epilog="Steps: "
-        + "; ".join(f"{name}: {step.question}" for name, step in STEPS.items())
+        + "; ".join(f"{name}: {question}" for name, question in STEPS.items())
         + " The same command continues with what is missing. Exit codes: 0 all measured, 1 a step "
         "failed or was left out, 2 invalid options, 130 Ctrl-C (finished steps are kept).",
     )
@@ -169,7 +182,6 @@ class _Run:
         self._deadline = Deadline(options.minutes)
         self._ranks: Ranks | None = None
         self._failed_starts = 0
-        self._longest = 0.0
 
     def measure(self) -> bool:
         """Run all steps and store each when it ends; returns whether all are complete."""
@@ -179,71 +191,48 @@ class _Run:
         if not self._folder.load("machine"):
             self._folder.store("machine", machine_facts(self._options.device, Machine.this()))
         try:
-            # A list, so that a failed step does not stop the others.
-            done = [self._step(name) for name in self._steps]
-            return all(done)
+            failed = [part for part in self._parts() if not self._complete(*part)]
+            return not failed
         finally:
             self._end_ranks()
 
-    def _step(self, name: str) -> bool:
-        if name == LAUNCH:
-            return self._launch()
-        if name == FORMS:
-            return self._compare()
-        facts = {"question": STEPS[name].question}
+    def _parts(self) -> Iterator[tuple[str, str, dict[str, Any], Callable[[], _Result]]]:
+        """The parts of all steps: the name of the result, a title, facts, and the measurement.
 
-        def answer(ask: Ask) -> Times:
-            return slowest(ask(name, self._scale))
-
-        return self._complete(name, name, facts, partial(self._measured, name, answer))
-
-    def _compare(self) -> bool:
-        options, done = self._options, []
-        names, rounds = options.forms or NAMES, options.rounds or 3
-        # The links of a device keep their rate.
-        ratios = options.ratios or (1.0,) if options.device == "cpu" else (None,)
-        facts = {"question": STEPS[FORMS].question, "asked": [*sorted(names), rounds]}
-        for work, ratio in product(options.works or ("mlp", "layers"), ratios):
-            title = ", ".join([FORMS, work] + ([] if ratio is None else [f"ratio {ratio:g}"]))
-            setting = {"work": work, "ratio": ratio, "names": names, "rounds": rounds}
-            answer = partial(time_forms, scale=self._scale, **setting)
-            measure = partial(self._measured, FORMS, answer)
-            done.append(self._complete(title, title, facts, measure))
-        return all(done)
-
-    def _launch(self) -> bool:
-        launched, text = self._launched, self._options.launch
-        assert launched is not None
-        # Idle ranks would compete with the training.
-        self._end_ranks()
-        self._folder.store(LAUNCH, {"asked": text})
-        print(*(f"  {note}\n" for note in launched.notes), sep="", end="")
-        done = []
-        for form in launched.forms:
-            facts = {"asked": text, "command": shlex.join(launched.commands[form.name])}
-            train = partial(self._trained, form, launched)
-            done.append(self._complete(form.step, f"{LAUNCH}, {form.title}", facts, train))
-        return all(done)
+        A stored result is used only if the same was ``asked``.
+        """
+        options = self._options
+        for step in self._steps:
+            facts: dict[str, Any] = {"question": STEPS[step]}
+            if step == FORMS:
+                names, rounds = options.forms or NAMES, options.rounds or 3
+                facts["asked"] = [*sorted(names), rounds]
+                # The links of a device keep their rate.
+                ratios = options.ratios or (1.0,) if options.device == "cpu" else (None,)
+                for work, ratio in product(options.works or ("mlp", "layers"), ratios):
+                    title = f"{FORMS}, {work}" + ("" if ratio is None else f", ratio {ratio:g}")
+                    setting = {"work": work, "ratio": ratio, "names": names, "rounds": rounds}
+                    answer = partial(time_forms, scale=self._scale, **setting)
+                    yield title, title, facts, partial(self._measured, answer)
+            elif step == LAUNCH and self._launched is not None:
+                # Idle ranks would compete with the training.
+                self._end_ranks()
+                self._folder.store(LAUNCH, {"asked": options.launch})
+                print(*(f"  {note}\n" for note in self._launched.notes), sep="", end="")
+                for form, words in self._launched.commands.items():
+                    facts = {"asked": options.launch, "command": shlex.join(words)}
+                    train = partial(self._trained, form, self._launched)
+                    yield form.step, f"{LAUNCH}, {form.title}", facts, train
+            else:
+                yield step, step, facts, partial(self._measured, partial(self._slowest, step))
 
     def _complete(
-        self,
-        step: str,
-        title: str,
-        facts: dict[str, Any],
-        measure: Callable[[], tuple[dict[str, Any], str]],
+        self, name: str, title: str, facts: dict[str, Any], measure: Callable[[], _Result]
     ) -> bool:
-        """Measure and store a step, or a form of one, unless it is stored already.
-
-        A failure is stored, too, and does not stop other steps.
-
-        Args:
-            facts: stored, too; a stored result is used only if the same was ``asked``.
-            measure: returns the content to store, and a summary.
-        """
-        saved = self._folder.load(step)
+        """Measure and store a part, unless it is stored already; a failure is stored, too."""
+        saved = self._folder.load(name)
         if saved and saved.get("asked") == facts.get("asked") and "failed" not in saved:
             print(f"{title}: kept")
-            self._longest = max(self._longest, saved["took seconds"] if "log" in saved else 0.0)
             return True
         start, content = time.monotonic(), dict(facts)
         try:
@@ -265,16 +254,18 @@ class _Run:
         else:
             content |= {**result, "took seconds": round(time.monotonic() - start, 1)}
             print(f"{title}: {summary}, in {content['took seconds']:.0f} s", flush=True)
-        self._folder.store(step, content)
+        self._folder.store(name, content)
         return "failed" not in content
 
-    def _measured(self, name: str, answer: Callable[[Ask], Times]) -> tuple[dict[str, Any], str]:
+    def _slowest(self, step: str, ask: Ask) -> Times:
+        return slowest(ask(step, self._scale))
+
+    def _measured(self, answer: Callable[[Ask], Times]) -> _Result:
         if self._failed_starts == _STARTS:
             raise _LeftOutError(f"left out, ranks could not be started, {_STARTS} times")
-        step = STEPS[name]
+        limit = self._options.timeout or CALL_SECONDS
 
         def ask(method: str, *args: Any) -> list[Any]:
-            limit = self._options.timeout or step.seconds
             ranks = self._ranks or self._started(limit)
             ranks.timeout = self._deadline.limit(limit)
             return ranks.ask(method, *args)
@@ -298,42 +289,46 @@ class _Run:
             self._ranks.close()
         self._ranks = None
 
-    def _trained(self, form: Form, launched: Launches) -> tuple[dict[str, Any], str]:
-        limit = self._options.timeout or limit_of(self._longest, STEPS[LAUNCH].seconds)
-        start = time.monotonic()
+    def _trained(self, form: Form, launched: Launches) -> _Result:
+        before = [saved["took seconds"] for _, saved in self._trainings() if "log" in saved]
+        limit = self._options.timeout or limit_of(max(before, default=0), LAUNCH_SECONDS)
         log = train(form, launched, self._folder.path, self._deadline.limit(limit))
-        self._longest = max(self._longest, time.monotonic() - start)
-        return {"log": asdict(log)}, f"{quartiles(log.steady)[1]:.1f} ms"
+        return {"log": log}, f"{Training(form, **log).steady[1]:.1f} ms"
 
-    def _trainings(self) -> list[Training]:
+    def _trainings(self) -> list[tuple[Form, dict[str, Any]]]:
         """The stored trainings of the last launch, in the order of the forms."""
         last = self._folder.load(LAUNCH).get("asked")
-        return [
-            Training(form, TrainingLog(**saved.get("log", {})), saved.get("failed", ""))
-            for form in LAUNCHED
-            if (saved := self._folder.load(form.step)) and saved["asked"] == last
-        ]
+        stored = [(form, self._folder.load(form.step)) for form in LAUNCHED]
+        return [(form, saved) for form, saved in stored if saved and saved["asked"] == last]
 
     def write(self, command: Sequence[str]) -> None:
-        """Write the description and the page from the stored steps; print the verdict."""
-        stored = {name: self._folder.load(name) for name in STEPS}
-        settings = {k: v for k, v in self._folder.steps.items() if k.startswith(f"{FORMS}, ")}
-        measured = {name: step["times"] for name, step in stored.items() if "times" in step}
-        timed = [row for step in settings.values() for row in step.get("times", ())]
-        results = list(evaluate(timed))
-        failed = {k: v["failed"] for k, v in (stored | settings).items() if "failed" in v}
-        trainings = self._trainings()
-        facts = self._folder.load("machine")
-        if not (measured or timed or trainings or failed):
-            return
-        lines, rows = list(verdict(trainings, self._options.device)), list[Row]()
-        lines += forms_verdict(results)
+        """Write the description and the page from the stored steps; print the verdict.
+
+        Raises:
+            FolderError: a stored result is not one that a step stores.
+        """
+        device, facts = self._options.device, self._folder.load("machine")
+        steps = {k: v for k, v in self._folder.steps.items() if not k.startswith(f"{LAUNCH}_")}
+        failed = {name: part["failed"] for name, part in steps.items() if "failed" in part}
+        times = {name: part["times"] for name, part in steps.items() if "times" in part}
+        measured = {name: rows for name, rows in times.items() if name in STEPS}
+        timed = [row for name, rows in times.items() if name not in STEPS for row in rows]
+        with self._folder.intact():
+            trainings = [
+                Training(form, **saved.get("log", {}), failed=saved.get("failed", ""))
+                for form, saved in self._trainings()
+            ]
+            results = evaluate(timed)
+            lines = [*verdict(trainings, device), *forms_verdict(results)]
+            table, rows = forms_table(results), list[Row]()
         if measured:
             line, rows = self._described(measured, facts)
             lines.append(line)
         if failed:
             lines.append(f"**Not measured**: {', '.join(failed)}.")
-        page, table = self._folder.path / "measured.md", forms_table(results)
+        if not lines:
+            return
+        page = self._folder.path / "measured.md"
         with atomic_write(page) as part:
             facts = {"command": shlex.join(command), **facts}
             text = as_markdown(lines, trainings, table, rows, failed, facts)
@@ -352,8 +347,9 @@ class _Run:
             f"Measured by commfuse-npu measure: {name}, torch {facts.get('torch')}, "
             f"{facts.get('backend')}, shapes of {options.config}"
         )
-        with atomic_write(path) as part:
+        with self._folder.intact():
             text = description(base, f"{name}, measured", measured, facts, source)
+        with atomic_write(path) as part:
             part.write_text(text, "utf-8")
         rows = compared(Hardware.load(path), Hardware.load(find_config(base, "hardware")))
         outside = [f"`{row[0]}`" for row in rows if row[3] != "in the range"]

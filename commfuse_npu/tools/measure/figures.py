@@ -15,12 +15,11 @@ from typing import Any, NamedTuple
 
 from commfuse_npu.config_file import find_config, read_config
 from commfuse_npu.hardware.machine import TILE
+from commfuse_npu.tools.measure.steps import Times
 from commfuse_npu.tools.quartiles import Range, quartiles
 
 __all__ = ["Measured", "Peaks", "description", "figures"]
 
-Times = Sequence[Mapping[str, Any]]
-"""The measured times of a step."""
 Measured = Mapping[str, Times]
 """Measured times, by step."""
 Figures = Iterator[tuple[str, Range]]
@@ -80,7 +79,7 @@ def _links(times: Times, peaks: Peaks) -> Figures:
 
 
 def _row(times: Times, what: str) -> Mapping[str, Any]:
-    return next(row for row in times if row["what"] == what)
+    return {row["what"]: row for row in times}[what]
 
 
 def _rate(row: Mapping[str, Any], peers: int, peaks: Peaks) -> Figures:

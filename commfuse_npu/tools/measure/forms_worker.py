@@ -13,13 +13,12 @@ import torch
 import torch.distributed as dist
 
 from commfuse_npu.runtime.transport import Transport
-from commfuse_npu.tools.measure.carriers import Carrier, DirectExchange, TorchCollectives
+from commfuse_npu.tools.measure.baselines import Carrier, DirectExchange
 from commfuse_npu.tools.measure.forms import Form, form_of
 from commfuse_npu.tools.measure.layers import Work
 from commfuse_npu.tools.measure.rounds import Sample
 from commfuse_npu.tools.measure.sleeping import SleepingGemms
-from commfuse_npu.tools.measure.steps import Scale
-from commfuse_npu.tools.measure.variants import REFERENCE, Variant
+from commfuse_npu.tools.measure.steps import COMPUTE, NAMES, REFERENCE, Scale
 from commfuse_npu.tools.measure.wire import pace
 from commfuse_npu.tuning import decisions
 
@@ -38,31 +37,22 @@ class FormsWorker:
         self._device = torch.device(self._transport.device_type)
         on_cpu = self._device.type == "cpu"
         self._module: Any = None if on_cpu else torch.get_device_module(self._device)
-        self._forms: dict[Variant, Form] = {}
+        self._carrier = Carrier(self._transport.group)  # read, not run
+        if on_cpu:
+            # In a group of its own, as the lanes of the fused ops have sockets of their own.
+            group = dist.new_group(list(range(self.size)))
+            assert group is not None
+            self._carrier = DirectExchange(group)
+            for process_group in (self._transport.group, group):  # links connect at their first use
+                dist.all_reduce(torch.ones(1), group=process_group)
+        self._forms: dict[str, Form] = {}
         self._work: Work
         self._scale: Scale
         self._gflops: float | None = None
         self._reference: list[torch.Tensor] = []
-        self._carrier: Carrier | None = None
-
-    def _connected(self) -> Carrier:
-        """The transfers of the baselines, created on all ranks on first use.
-
-        On a CPU over a separate group: the fused ops have sockets of their own, too.
-        """
-        if self._carrier is None and self._module is not None:
-            self._carrier = TorchCollectives(self._transport.group)  # read, not run
-        elif self._carrier is None:
-            group = dist.new_group(list(range(self.size)))
-            assert group is not None
-            for process_group in (self._transport.group, group):  # links connect at their first use
-                dist.all_reduce(torch.ones(1), group=process_group)
-            self._carrier = DirectExchange(group)
-        return self._carrier
 
     def pace(self, bytes_per_second: float | None) -> str:
         """Limit the rate of the sockets of all groups, which are all sockets of this process."""
-        self._connected()
         return pace(bytes_per_second)
 
     def set_up(self, work: str, scale: Scale, gflops: float | None) -> None:
@@ -73,13 +63,14 @@ class FormsWorker:
         """
         self._work = Work(work, scale, rank=self.rank, device=self._device)
         self._scale, self._gflops, self._reference = scale, gflops, []
-        self._forms.clear()
         decisions(self._transport).clear()
         # Buffers that baselines and fused ops keep between calls have other shapes.
-        self._connected().idle.clear()
+        self._carrier.idle.clear()
         self._transport.scratch.clear()
+        names = COMPUTE, *NAMES
+        self._forms = {name: form_of(name, self._transport, self._carrier) for name in names}
 
-    def check(self, variant: Variant) -> float:
+    def check(self, name: str) -> float:
         """Run a form with real GEMMs, which also warms it up.
 
         Returns:
@@ -87,39 +78,34 @@ class FormsWorker:
             equal, infinite if one is not a number.
         """
         if not self._reference:
-            results = self._work.run(self._form(Variant(REFERENCE, "blocking")))
+            results = self._work.run(self._forms[REFERENCE])
             self._reference = [result.clone() for result in results]
-        results = self._work.run(self._form(variant))
+        results = self._work.run(self._forms[name])
         differences = [
             float((result.float() - other.float()).abs().max())
             for result, other in zip(results, self._reference, strict=True)
         ]
         return math.inf if any(map(math.isnan, differences)) else max(differences)
 
-    def tune(self, variant: Variant) -> float:
+    def tune(self, name: str) -> float:
         """Run a form so that it tunes itself, unless another one already did, then check it."""
         with self._gemms():
-            self._work.run(self._form(variant))
-        return self.check(variant)
+            self._work.run(self._forms[name])
+        return self.check(name)
 
-    def round(self, order: Sequence[Variant]) -> list[Sample]:
+    def round(self, order: Sequence[str]) -> list[Sample]:
         gc.collect()
         gc.disable()
         try:
-            with self._gemms() as sleeping:
-                samples = []
-                for variant in order:
-                    if sleeping is not None:
-                        sleeping.settle()
-                    samples.append(self._sample(self._form(variant)))
+            return [self._sample(self._forms[name]) for name in order]
         finally:
             gc.enable()
-        return samples
 
     def _sample(self, form: Form) -> Sample:
-        start, blocked = self._together(), form.blocked_seconds()
-        self._work.run(form)
-        return Sample(self._now() - start, form.blocked_seconds() - blocked)
+        with self._gemms():
+            start, blocked = self._together(), form.transport.blocked_seconds
+            self._work.run(form)
+            return Sample(self._now() - start, form.transport.blocked_seconds - blocked)
 
     def _together(self) -> float:
         """Start at the same time on all ranks; returns the start time."""
@@ -136,12 +122,7 @@ class FormsWorker:
         if self._module is not None:
             self._module.synchronize()  # read, not run
 
-    def _gemms(self) -> AbstractContextManager[SleepingGemms | None]:
+    def _gemms(self) -> AbstractContextManager[object]:
         if self._gflops is None:
             return nullcontext()
         return SleepingGemms(self._gflops, self._scale.shrink)
-
-    def _form(self, variant: Variant) -> Form:
-        if variant not in self._forms:
-            self._forms[variant] = form_of(variant, self._transport, self._connected())
-        return self._forms[variant]

@@ -1,4 +1,4 @@
-"""The forms in which a launch is measured, and their commands.
+"""The forms in which a launch is measured: their commands, and what their trainings print.
 
 For MindSpeed-LLM, options are read from what its script would start
 (:mod:`commfuse_npu.tools.launch_script`), so any launch script works, and each form is the same
@@ -8,14 +8,17 @@ command with its own flags.  The CPU pretraining script is started as it is, wit
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from commfuse_npu.tools.launch_script import UsageError
+from commfuse_npu.tools.launch_script.bounded import last_lines, run_bounded
 from commfuse_npu.tools.launch_script.launch import read_launch
 from commfuse_npu.tools.launch_script.options import Options
 from commfuse_npu.tools.launch_script.short_run import (
@@ -24,13 +27,28 @@ from commfuse_npu.tools.launch_script.short_run import (
     replace_missing_data,
     shorten,
 )
+from commfuse_npu.tools.quartiles import Range, quartiles
 from commfuse_npu.tools.simulate.launch_options import FORMS as LAUNCHED
 from commfuse_npu.tools.simulate.variants import COC, COC_FUSED, FB_OVERLAP, MC2, MEGATRON
 
-__all__ = ["FORMS", "ITERATIONS", "Form", "Launches", "launches"]
+__all__ = [
+    "FORMS",
+    "ITERATIONS",
+    "WARM_UP",
+    "Form",
+    "Launches",
+    "Training",
+    "TrainingError",
+    "launches",
+    "limit_of",
+    "read_log",
+    "train",
+]
 
 ITERATIONS = 10
 """Iterations of each form."""
+WARM_UP = 3
+"""Iterations that do not count: they create buffers and connections and compile kernels."""
 
 _PROJECT = Path(__file__).resolve().parents[3]
 
@@ -70,19 +88,15 @@ _ON_CPU = {
 
 
 class Launches(NamedTuple):
-    """Commands by form name, the folder in which they run, and their environment.
+    """Commands by form, the folder in which they run, and their environment.
 
     ``notes``: what was changed in the launch.
     """
 
-    commands: Mapping[str, Sequence[str]]
+    commands: Mapping[Form, Sequence[str]]
     folder: Path
     environment: Mapping[str, str]
     notes: Sequence[str] = ()
-
-    @property
-    def forms(self) -> list[Form]:
-        return [form for form in FORMS if form.name in self.commands]
 
 
 def launches(text: str, device: str, ranks: int, scratch: Path) -> Launches:
@@ -115,7 +129,8 @@ def _of_cpu_pretraining(words: Sequence[str], scratch: Path) -> Launches:
     elif not words or shutil.which(words[0]) is None:
         raise UsageError(f"--launch {' '.join(words)!r} starts no program; give a launch script")
     short = ["--train-iters", str(ITERATIONS), "--output", str(scratch)]
-    commands = {name: [*words, *short, *flags.split()] for name, flags in _ON_CPU.items()}
+    ways = {form: _ON_CPU[form.name].split() for form in FORMS if form.name in _ON_CPU}
+    commands = {form: [*words, *short, *flags] for form, flags in ways.items()}
     return Launches(commands, Path.cwd(), os.environ)
 
 
@@ -144,7 +159,7 @@ def _of_mindspeed_llm(words: Sequence[str], ranks: int) -> Launches:
     commands = {}
     for form in FORMS:
         blocking = ["--blocking"] if form.name == "plain" else []
-        commands[form.name] = [*started, *blocking, str(script), *_in_form(options, form)]
+        commands[form] = [*started, *blocking, str(script), *_in_form(options, form)]
     environment = {**os.environ, **launch.environment}
     paths = [str(_PROJECT), *filter(None, [environment.get("PYTHONPATH")])]
     environment["PYTHONPATH"] = os.pathsep.join(paths)
@@ -161,3 +176,94 @@ def _in_form(options: Options, form: Form) -> list[str]:
     for name in (flags := Options(form.flags.split())).names:
         result.set(name, *flags.values(name))
     return result.words
+
+
+# ------------------------------------------------------------------- trainings
+
+_ITERATION = re.compile(r"^(?:.*\])? *iteration +\d+/ *\d+ \|(.*)$", re.M)
+_FIELDS = {
+    "losses": re.compile(r"\| lm loss: ([^|]+)"),
+    "milliseconds": re.compile(r"elapsed time per iteration \(ms\): ([^|]+)"),
+}
+_PEAK = re.compile(r"^most memory taken of a device \(MB\): ([\d.]+)$", re.M)
+_WEIGHTS = re.compile(r"^sha256 of all weights: (\w{64})$", re.M)
+
+
+@dataclass
+class Training:
+    """A form of a launch, and what its output says, or why it failed.
+
+    Attributes:
+        losses: of each iteration, as printed.
+        milliseconds: wall time of each iteration.
+        peak: megabytes used on the fullest device at the end, including HCCL's buffers.
+        weights: SHA-256 of the weights of all ranks at the end.
+        failed: the reason, with the cause last.
+    """
+
+    form: Form
+    losses: list[float] = field(default_factory=list)
+    milliseconds: list[float] = field(default_factory=list)
+    peak: float | None = None
+    weights: str | None = None
+    failed: str = ""
+
+    @property
+    def steady(self) -> Range:
+        """Quartiles of the milliseconds of the iterations after :data:`WARM_UP`."""
+        return quartiles(self.milliseconds[WARM_UP:])
+
+
+def read_log(text: str) -> dict[str, Any]:
+    """The figures of a :class:`Training`, from the output of MindSpeed-LLM 26.1.0 or on a CPU."""
+    lines = _ITERATION.findall(text)
+    matches = {name: map(field.search, lines) for name, field in _FIELDS.items()}
+    log: dict[str, Any] = {n: [float(m[1]) for m in found if m] for n, found in matches.items()}
+    log["peak"] = next(map(float, reversed(_PEAK.findall(text))), None)
+    log["weights"] = next(reversed(_WEIGHTS.findall(text)), None)
+    return log
+
+
+class TrainingError(Exception):
+    """A form could not be trained; the message has the reason and its last output."""
+
+
+def limit_of(longest: float, first: float) -> float:
+    """Time limit of a form: ``first`` for the first one, later 3 x the longest + 3 minutes.
+
+    All forms do the same work, and none may use up the time of the others.
+    """
+    return min(first, 3 * longest + 180) if longest else first
+
+
+def train(form: Form, launches: Launches, folder: Path, limit: float) -> dict[str, Any]:
+    """Train a form; its output is written to ``launch_FORM.log`` in the folder.
+
+    Args:
+        limit: seconds.
+
+    Returns:
+        See :func:`read_log`.
+
+    Raises:
+        TrainingError: it failed, or exceeded the limit.
+    """
+    path = folder / f"{form.step}.log"
+    try:
+        code = run_bounded(
+            launches.commands[form],
+            folder=launches.folder,
+            environment=launches.environment,
+            log=path,
+            seconds=limit,
+        )
+        if code:
+            raise ChildProcessError(f"exit code {code}")
+        log = read_log(path.read_text("utf-8", errors="replace"))
+        if (count := min(len(log["milliseconds"]), len(log["losses"]))) < ITERATIONS:
+            raise ChildProcessError(f"{count} of {ITERATIONS} iterations with a loss")
+    except OSError as error:
+        why = f"{error}; give more with --timeout" if isinstance(error, TimeoutError) else error
+        printed = last_lines(path) if path.exists() else []
+        raise TrainingError("\n".join((f"{why} ({path})", *printed))) from error
+    return log

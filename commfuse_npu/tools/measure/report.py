@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import groupby
 from typing import Any
 
 from commfuse_npu.hardware.description import Figure, Hardware
 from commfuse_npu.tools.markdown import table_head, table_row
-from commfuse_npu.tools.measure.rounds import Result
-from commfuse_npu.tools.measure.steps import WORKS
-from commfuse_npu.tools.measure.trainings import WARM_UP, Training
-from commfuse_npu.tools.measure.variants import REFERENCE, is_ours
+from commfuse_npu.tools.measure.launches import WARM_UP, Training
+from commfuse_npu.tools.measure.rounds import Result, Results
+from commfuse_npu.tools.measure.steps import REFERENCE, WORKS, is_ours
 
 __all__ = [
     "Row",
@@ -86,12 +84,12 @@ def _fastest(sound: Sequence[Training], device: str) -> Iterator[str]:
 
 
 def _weights(ran: Sequence[Training], device: str) -> Iterator[str]:
-    for weights in dict.fromkeys(training.log.weights for training in ran):
-        same = [training for training in ran if training.log.weights == weights]
+    for weights in dict.fromkeys(training.weights for training in ran):
+        same = [training for training in ran if training.weights == weights]
         if weights is not None and len(same) > 1:
             yield f"**The same weights, bit for bit**: {_titles(same)}."
     same_sums = {
-        training.log.weights for training in ran if training.form.name in ("plain", "megatron")
+        training.weights for training in ran if training.form.name in ("plain", "megatron")
     }
     if device != "cpu" and len(same_sums - {None}) > 1:
         yield (
@@ -111,81 +109,78 @@ def launch_table(trainings: Sequence[Training]) -> Iterator[str]:
     head = ["form", "flags", "ms", "quartiles", f"against {today.form.title}", "losses off"]
     yield table_head([*head, "most memory", "weights"], numbers=False)
     for training in ran:
-        low, middle, high = training.milliseconds
+        low, middle, high = training.steady
         cells = [training.form.title, f"`{training.form.flags}`" if training.form.flags else ""]
         cells += [f"{middle:,.1f}", f"{low:,.1f} .. {high:,.1f}"]
         cells += [
             f"{100 * (middle / _median(today) - 1):+.1f} %",
             f"{_loss_off(today, training):.1e}",
         ]
-        cells += [f"{training.log.peak / 1024:.2f} GiB" if training.log.peak else ""]
-        cells += [f"`{training.log.weights[:8]}`" if training.log.weights else ""]
+        cells += [f"{training.peak / 1024:.2f} GiB" if training.peak else ""]
+        cells += [f"`{training.weights[:8]}`" if training.weights else ""]
         yield table_row(cells)
 
 
-def forms_verdict(results: Sequence[Result]) -> Iterator[str]:
+def forms_verdict(results: Results) -> Iterator[str]:
     """For each workload: how many times as fast as the reference the fastest forms are."""
-    by_setting = groupby(results, key=lambda result: (result.work, result.ratio))
-    for (work, ratio), group in by_setting:
+    for (work, ratio), forms in results.items():
         found = {True: "no form of ours was measured", False: "no other was measured"}
         # The fastest come last.
-        for row in sorted(group, key=lambda row: row.seconds[1], reverse=True):
-            if row.form != REFERENCE:
-                name = f"`{row.form}`" if is_ours(row.form) else f"the fastest other, `{row.form}`,"
-                found[is_ours(row.form)] = f"{name} {row.speedup:.2f}"
-        title = WORKS[work].title
+        for name, result in sorted(forms.items(), key=lambda form: -form[1].seconds[1]):
+            if name != REFERENCE:
+                title = f"`{name}`" if is_ours(name) else f"the fastest other, `{name}`,"
+                found[is_ours(name)] = f"{title} {result.speedup:.2f}"
         at = "" if ratio is None else f", ratio {ratio:g}"
-        yield f"**{title}**{at}: times as fast as `{REFERENCE}`: {'; '.join(found.values())}."
+        words = f"times as fast as `{REFERENCE}`: {'; '.join(found.values())}."
+        yield f"**{WORKS[work].title}**{at}: {words}"
 
 
-def forms_table(results: Sequence[Result]) -> list[str]:
+def forms_table(results: Results) -> list[str]:
     """A Markdown table with a row per workload and form, and a column per ratio."""
     if not results:
         return []
-    ratios = sorted({result.ratio for result in results}, key=lambda ratio: ratio or 0.0)
-    cells: dict[tuple[str, str], dict[float | None, str]] = {}
-    differences: dict[tuple[str, str], float] = {}
-    for (work, ratio), group in groupby(results, key=lambda result: (result.work, result.ratio)):
-        rows = list(group)
-        fastest = min(row.seconds[1] for row in rows)
-        for row in rows:
-            text = f"{row.speedup:.2f}x{_shares(row)}"
-            key = work, row.form
-            cells.setdefault(key, {})[ratio] = f"**{text}**" if row.seconds[1] == fastest else text
-            differences[key] = max(row.difference, differences.get(key, 0.0))
+    ratios = sorted({ratio for _, ratio in results}, key=lambda ratio: ratio or 0.0)
     head = ["work", "form", *("links" if r is None else f"ratio {r:g}" for r in ratios), "bits"]
     lines = ["", table_head(head)]
-    for key, by_ratio in cells.items():
-        bits = f"{differences[key]:.1e}" if differences[key] else "equal"
-        lines.append(table_row([*key, *(by_ratio.get(ratio, "-") for ratio in ratios), bits]))
+    for work, name in dict.fromkeys(
+        (work, name) for (work, _), of in results.items() for name in of
+    ):
+        settings = [(ratio, results.get((work, ratio), {})) for ratio in ratios]
+        off = max(forms[name].difference for _, forms in settings if name in forms)
+        cells = (_cell(name, ratio, forms) for ratio, forms in settings)
+        lines.append(table_row([work, name, *cells, f"{off:.1e}" if off else "equal"]))
     lines += ["", _FORMS_LEGEND]
-    if reached := [result.reached for result in results if result.reached is not None]:
+    if reached := [form.reached for of in results.values() for form in of.values() if form.reached]:
         share = f"{100 * min(reached):.0f} %"
         lines.append(f"A message alone reached at least {share} of the rate that links were given.")
     return [*lines, ""]
 
 
-def _shares(row: Result) -> str:
-    if row.form == REFERENCE or not row.ratio or row.wall_removed is None:
-        return ""
-    blocked = "" if row.blocked_removed is None else f" ({100 * row.blocked_removed:.0f} %)"
-    return f", {100 * row.wall_removed:.0f} %{blocked}"
+def _cell(name: str, ratio: float | None, forms: Mapping[str, Result]) -> str:
+    if name not in forms:
+        return "-"
+    seconds, speedup, wall, blocked, *_ = forms[name]
+    text = f"{speedup:.2f}x"
+    if name != REFERENCE and ratio and wall is not None:
+        text += f", {100 * wall:.0f} %" + ("" if blocked is None else f" ({100 * blocked:.0f} %)")
+    fastest = min(form.seconds[1] for form in forms.values())
+    return f"**{text}**" if seconds[1] == fastest else text
 
 
 def compared(measured: Hardware, described: Hardware) -> list[Row]:
     """A row for each measured figure."""
-    rows = []
-    for name, figure in measured.figures.items():
-        other = described.figures[name]
-        if figure == other:
-            continue
-        place = "in the range"
-        if figure.typical < other.low:
-            place = "**below**"
-        elif figure.typical > other.high:
-            place = "**above**"
-        rows.append((name, _range(figure), _range(other), place))
-    return rows
+    pairs = ((name, figure, described.figures[name]) for name, figure in measured.figures.items())
+    return [
+        (name, _range(figure), _range(other), _place(figure.typical, other))
+        for name, figure, other in pairs
+        if figure != other
+    ]
+
+
+def _place(value: float, figure: Figure) -> str:
+    if figure.low <= value <= figure.high:
+        return "in the range"
+    return "**below**" if value < figure.low else "**above**"
 
 
 def as_markdown(
@@ -214,12 +209,8 @@ def as_markdown(
         lines += ["## Figures, in SI units", ""]
         head = "figure", "measured (quartiles)", "described", "lies"
         lines += [table_head(head, numbers=False), *map(table_row, figures), ""]
-    failures = [
-        (f"launch, {training.form.title}", training.failed)
-        for training in trainings
-        if training.failed
-    ]
-    for name, why in (*failed.items(), *failures):
+    launches = {f"launch, {each.form.title}": each.failed for each in trainings if each.failed}
+    for name, why in {**failed, **launches}.items():
         lines += [f"## {name}: failed", "", "```", why.strip(), "```", ""]
     lines += ["## Machine", "", *(f"- {k}: {v}" for k, v in facts.items() if v not in ([], None))]
     return "\n".join(lines) + "\n"
@@ -238,11 +229,11 @@ def _titles(trainings: Sequence[Training]) -> str:
 
 
 def _median(training: Training) -> float:
-    return training.milliseconds[1]
+    return training.steady[1]
 
 
 def _apart(training: Training, other: Training) -> bool:
-    (low, _, high), (other_low, _, other_high) = training.milliseconds, other.milliseconds
+    (low, _, high), (other_low, _, other_high) = training.steady, other.steady
     return high < other_low or other_high < low
 
 
@@ -254,7 +245,7 @@ def _against(training: Training, other: Training) -> str:
 
 def _loss_off(training: Training, other: Training) -> float:
     """Largest relative difference of losses; infinite if one is not finite."""
-    pairs = list(zip(training.log.losses, other.log.losses, strict=False))
+    pairs = list(zip(training.losses, other.losses, strict=False))
     if not all(math.isfinite(loss) for pair in pairs for loss in pair):
         return math.inf
     return max(abs(a - b) / abs(a) if a else abs(b) for a, b in pairs)

@@ -17,25 +17,31 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from itertools import groupby
 from statistics import mean, median
 from typing import NamedTuple
 
-from commfuse_npu.tools.measure.steps import WORKS, Ask, Scale, Times
-from commfuse_npu.tools.measure.variants import COMPUTE, REFERENCE, Variant, variants
+from commfuse_npu.tools.measure.steps import (
+    COMPUTE,
+    NAMES,
+    REFERENCE,
+    TUNED,
+    WORKS,
+    Ask,
+    Scale,
+    Times,
+)
 from commfuse_npu.tools.quartiles import Range, quartiles
 from commfuse_npu.tools.ranks import RanksError
 from commfuse_npu.tools.terminal import tell
 
-__all__ = ["Result", "Sample", "evaluate", "time_forms"]
+__all__ = ["Result", "Results", "Sample", "evaluate", "time_forms"]
 
 _CALIBRATION_ROUNDS = 5
 _GFLOPS = 15.0
 """Modeled GFLOPS of a rank with sleeping GEMMs, a quarter of a core: the ranks share the cores,
 and at a higher rate their Python code and copies would be most of the time."""
-
-_COMPUTE = Variant(COMPUTE, "compute")
 
 
 class Sample(NamedTuple):
@@ -46,22 +52,23 @@ class Sample(NamedTuple):
 
 
 class Result(NamedTuple):
-    """The figures of a form; ``ratio`` is ``None`` for the links of a device.
+    """The figures of a form.
 
     ``seconds``: quartiles.  ``speedup``: relative to the reference.  ``difference``: the largest
     one of its outputs and gradients from the reference's, 0 if all are equal.  ``reached``: the
     share of the links' rate that a message alone reached, ``None`` without one.
     """
 
-    work: str
-    ratio: float | None
-    form: str
     seconds: Range
     speedup: float
     wall_removed: float | None
     blocked_removed: float | None
     difference: float
     reached: float | None
+
+
+Results = dict[tuple[str, float | None], dict[str, Result]]
+"""Results by workload and ratio, which is ``None`` for the links of a device, then by form."""
 
 
 def time_forms(
@@ -77,8 +84,7 @@ def time_forms(
 
     Returns:
         A row per form, and one of ``compute``: ``seconds`` and ``blocked`` of each round,
-        ``difference``, the ``rate`` of the links in bytes/s, and the share of it that a message
-        ``reached``.
+        ``difference``, and the share of the links' rate that a message ``reached``.
 
     Raises:
         RanksError: the links cannot be given a rate.
@@ -86,41 +92,39 @@ def time_forms(
     kind, label = WORKS[work], work if ratio is None else f"{work}, ratio {ratio:g}"
     forms = [
         form
-        for form in variants(scale.ranks)
-        if form.name in (REFERENCE, *names) and (form.kind != "turns" or kind.micro_batches > 1)
+        for form in NAMES
+        if form in (REFERENCE, *names) and (form != "fb-overlap" or kind.micro_batches > 1)
     ]
     tell(f"{label}: checking")
     sleeps = scale.device == "cpu" and scale.ranks > (os.cpu_count() or 1)
     ask("set_up", work, scale, _GFLOPS if sleeps else None)
-    differences = {form.name: max(ask("check", form)) for form in forms if not form.tuned}
-    rate = reached = None
+    differences = {form: max(ask("check", form)) for form in forms if form not in TUNED}
+    reached = None
     if ratio:
         # Only to set the links, not as a result: the rounds measure it again.
-        calibration = _round(ask, [_COMPUTE] * (_CALIBRATION_ROUNDS + 1))[1:]
+        calibration = _round(ask, [COMPUTE] * (_CALIBRATION_ROUNDS + 1))[1:]
         compute = median(sample.total for sample in calibration)
-        rate = kind.bytes_per_pair(scale) / (ratio * compute)
-        reached = _paced(ask, scale, rate)
+        reached = _paced(ask, kind.bytes_per_pair(scale) / (ratio * compute))
     for form in forms:
-        if form.tuned:
-            tell(f"{label}: tuning {form.name}")
-            differences[form.name] = max(ask("tune", form))
-    measured: dict[str, list[Sample]] = {form.name: [] for form in (_COMPUTE, *forms)}
-    order, shuffle = [_COMPUTE, *forms], random.Random(label)
+        if form in TUNED:
+            tell(f"{label}: tuning {form}")
+            differences[form] = max(ask("tune", form))
+    order, shuffle = [COMPUTE, *forms], random.Random(label)
+    measured: dict[str, list[Sample]] = {form: [] for form in order}
     for number in range(rounds):
         tell(f"{label}: round {number + 1} of {rounds}")
         # Interleaving spreads drift (clock rates, other load) evenly over all forms;
         # shuffling avoids that one always follows the same neighbor.
         shuffle.shuffle(order)
         for form, sample in zip(order, _round(ask, order), strict=True):
-            measured[form.name].append(sample)
-    if rate is not None:
+            measured[form].append(sample)
+    if ratio:
         ask("pace", None)
     return [
         {
             "work": work,
             "ratio": ratio,
             "form": name,
-            "rate": rate,
             "reached": reached,
             "difference": differences.get(name, 0.0),
             "seconds": [sample.total for sample in samples],
@@ -130,7 +134,7 @@ def time_forms(
     ]
 
 
-def _paced(ask: Ask, scale: Scale, rate: float) -> float:
+def _paced(ask: Ask, rate: float) -> float:
     """Limit the rate of the links; returns the share of it that a message to each peer reaches."""
     if problems := set(ask("pace", rate)) - {""}:
         raise RanksError(
@@ -142,7 +146,7 @@ def _paced(ask: Ask, scale: Scale, rate: float) -> float:
     return size / slowest / rate
 
 
-def _round(ask: Ask, order: Sequence[Variant]) -> list[Sample]:
+def _round(ask: Ask, order: Sequence[str]) -> list[Sample]:
     by_form = zip(*ask("round", list(order)), strict=True)
     return [
         Sample(max(sample.total for sample in ranks), mean(sample.blocked for sample in ranks))
@@ -150,22 +154,26 @@ def _round(ask: Ask, order: Sequence[Variant]) -> list[Sample]:
     ]
 
 
-def evaluate(times: Times) -> Iterator[Result]:
+def evaluate(times: Times) -> Results:
     """The figures of every form but ``compute``, in the order of the rows."""
-    for _, rows in groupby(times, key=lambda row: (row["work"], row["ratio"])):
-        by_form = {row["form"]: row for row in rows}
-        seconds = {name: quartiles(row["seconds"]) for name, row in by_form.items()}
-        blocked = {name: median(row["blocked"]) for name, row in by_form.items()}
-        compute, reference = seconds.pop(COMPUTE)[1], seconds[REFERENCE][1]
-        for name, quarters in seconds.items():
-            row = by_form[name]
-            yield Result(
-                *(row["work"], row["ratio"], name, quarters, reference / quarters[1]),
+    results: Results = {}
+    for setting, group in groupby(times, key=lambda row: (row["work"], row["ratio"])):
+        rows = {row["form"]: row for row in group}
+        seconds = {name: quartiles(row["seconds"]) for name, row in rows.items()}
+        blocked = {name: median(row["blocked"]) for name, row in rows.items()}
+        compute, (_, reference, _) = seconds.pop(COMPUTE)[1], seconds[REFERENCE]
+        results[setting] = {
+            name: Result(
+                quarters,
+                reference / quarters[1],
                 _share(reference - quarters[1], reference - compute),
                 _share(blocked[REFERENCE] - blocked[name], blocked[REFERENCE]),
-                row["difference"],
-                row["reached"],
+                rows[name]["difference"],
+                rows[name]["reached"],
             )
+            for name, quarters in seconds.items()
+        }
+    return results
 
 
 def _share(part: float, whole: float) -> float | None:

@@ -56,7 +56,8 @@ class SleepingGemms:
     """Context manager in which torch's matrix products on the CPU sleep, also in a backward.
 
     It replaces the kernels that this project's calls use in torch's dispatcher, for the whole
-    process; ``matmul`` and ``@`` are based on them.  Nothing else is slowed down.
+    process; ``matmul`` and ``@`` are based on them.  Nothing else is slowed down.  Use one for work
+    that belongs together: a sleep is shortened by the delay of the one before.
 
     Args:
         gflops, scale: see :func:`modelled_seconds`.
@@ -83,10 +84,6 @@ class SleepingGemms:
 
     def __exit__(self, *what: object) -> None:
         self._library._destroy()
-
-    def settle(self) -> None:
-        """Reset the delay of the last sleep before unrelated work starts."""
-        self._late = 0.0
 
     def _product(
         self, a: torch.Tensor, b: torch.Tensor, *, out: torch.Tensor | None = None

@@ -12,15 +12,21 @@ from typing import Any, NamedTuple
 from commfuse_npu.tools.model_config import ModelConfig
 
 __all__ = [
+    "CALL_SECONDS",
+    "COMPUTE",
     "FORMS",
     "LAUNCH",
+    "LAUNCH_SECONDS",
+    "NAMES",
+    "REFERENCE",
     "STEPS",
+    "TUNED",
     "WORKS",
     "Ask",
     "Scale",
-    "Step",
     "Times",
     "WorkKind",
+    "is_ours",
     "slowest",
 ]
 
@@ -134,54 +140,58 @@ class WorkKind(NamedTuple):
 
     Attributes:
         title: of the verdict.
-        collectives: number of collectives, each over blocks of ``[s, H]``.
+        pairs: number of column-parallel layers, each followed by a row-parallel one.
         layers: number of layers, each with its own weights.
         micro_batches: number of forwards and backwards per run.
     """
 
     title: str
-    collectives: int
+    pairs: int
     layers: int = 1
     micro_batches: int = 1
 
     def bytes_per_pair(self, scale: Scale) -> int:
-        """Bytes that one rank sends to another in one run: fp32 on a CPU, otherwise bf16."""
+        """Bytes that one rank sends to another in one run: fp32 on a CPU, otherwise bf16.
+
+        A pair of layers has five collectives over blocks of ``[s, H]``: the backward of the first
+        gathers its input again instead of keeping N times the memory (as Megatron does).
+        """
         block = scale.sequence // scale.ranks * scale.hidden * (4 if scale.device == "cpu" else 2)
-        return block * self.collectives
+        return block * 5 * self.pairs * self.micro_batches
 
-
-# A column- and a row-parallel layer, forward; their backwards.  That of the column-parallel one
-# gathers its input again instead of keeping N times the memory (as Megatron does).
-_BLOCK = 5
 
 WORKS: Mapping[str, WorkKind] = {
-    "mlp": WorkKind("An MLP", _BLOCK),
-    "layers": WorkKind("Two layers", 4 * _BLOCK, 2),
-    "micro-batches": WorkKind("Eight micro-batches of two layers", 8 * 4 * _BLOCK, 2, 8),
+    "mlp": WorkKind("An MLP", 1),
+    "layers": WorkKind("Two layers", 4, 2),
+    "micro-batches": WorkKind("Eight micro-batches of two layers", 4, 2, 8),
 }
 
-
-class Step(NamedTuple):
-    """A step of the measurement.
-
-    Attributes:
-        question: the question that it answers.
-        seconds: time limit of one call to the ranks, for a slow machine.
-    """
-
-    question: str
-    seconds: float = 600
+COMPUTE, REFERENCE = "compute", "p2p"
+TUNED = "auto", "auto-wgrad", "fb-overlap"
+NAMES = (
+    *(REFERENCE, "slices-2", "slices-4", "slices-8", "megatron", "ours-c1", "ours-c4", "ours-c8"),
+    *TUNED,
+)
+"""The forms that can be compared (:mod:`.forms`), the reference first."""
 
 
-STEPS: Mapping[str, Step] = {
-    "links": Step("how long does a message take, and one to each peer at once?"),
-    "collectives": Step("how long do the collectives take that CommFuse replaces?"),
-    "gemms": Step("how long do GEMMs of a layer take, by rows?"),
-    "host": Step("what does posting a step, or launching a GEMM, cost the host?"),
-    "beside": Step("do GEMMs and transfers slow each other down?"),
-    FORMS: Step("how long do layers take in each form?"),
-    "memory": Step("how fast is memory?"),
-    "attention": Step("how long does attention take, by queries?"),
-    LAUNCH: Step("how long do ten iterations of the launch take in each form?", seconds=900),
+def is_ours(name: str) -> bool:
+    """Whether a form of this name is this project's."""
+    return name.startswith(("ours", *TUNED))
+
+
+STEPS: Mapping[str, str] = {
+    "links": "how long does a message take, and one to each peer at once?",
+    "collectives": "how long do the collectives take that CommFuse replaces?",
+    "gemms": "how long do GEMMs of a layer take, by rows?",
+    "host": "what does posting a step, or launching a GEMM, cost the host?",
+    "beside": "do GEMMs and transfers slow each other down?",
+    FORMS: "how long do layers take in each form?",
+    "memory": "how fast is memory?",
+    "attention": "how long does attention take, by queries?",
+    LAUNCH: "how long do ten iterations of the launch take in each form?",
 }
-"""Steps by name, the most useful first."""
+"""The question of each step, the most useful first."""
+
+CALL_SECONDS, LAUNCH_SECONDS = 600.0, 900.0
+"""Time limits of a call to the ranks, on a slow machine, and of a form of a launch."""

@@ -46,10 +46,6 @@ class Stopwatch:
         self._ahead, self._meet, self._barrier = ahead, meet, barrier
         self._piece: float | None = None
 
-    def _synchronise(self) -> None:
-        if self._module is not None:
-            self._module.synchronize()
-
     def laps(self, call: Call, calls: int, *, together: bool = False) -> list[list[float]]:
         """Seconds of each lap, for each of ``calls`` calls.
 
@@ -59,14 +55,14 @@ class Stopwatch:
             together: all ranks start at the same time.
         """
         self._seconds(call)
-        if self._module is None:
-            return [self._on_host(call, together) for _ in range(calls)]
-        if self._piece is None:
-            self._seconds(lambda lap: self._ahead())
-            self._piece = self._seconds(lambda lap: [self._ahead() for _ in range(_PROBES)])
-            self._piece /= _PROBES
-        pieces = math.ceil(_LONGER * self._seconds(call) / self._piece)
-        return [self._on_device(call, together, pieces) for _ in range(calls)]
+        pieces = 0
+        if self._module is not None:
+            if self._piece is None:
+                self._seconds(lambda lap: self._ahead())
+                self._piece = self._seconds(lambda lap: [self._ahead() for _ in range(_PROBES)])
+                self._piece /= _PROBES
+            pieces = math.ceil(_LONGER * self._seconds(call) / self._piece)
+        return [self._laps(call, together, pieces) for _ in range(calls)]
 
     def _seconds(self, call: Call) -> float:
         """Host seconds until the device is done."""
@@ -76,26 +72,27 @@ class Stopwatch:
         self._synchronise()
         return time.perf_counter() - start
 
-    def _on_host(self, call: Call, together: bool) -> list[float]:
-        if together:
-            self._barrier()
-        marks = [time.perf_counter()]
-        call(lambda: marks.append(time.perf_counter()))
-        return [after - before for before, after in pairwise(marks)]
-
-    def _on_device(self, call: Call, together: bool, pieces: int) -> list[float]:
+    def _laps(self, call: Call, together: bool, pieces: int) -> list[float]:
         if together:
             self._barrier()
         for _ in range(pieces):
             self._ahead()
-        if together:
+        if together and pieces:
             self._meet()
         marks = [self._mark()]
         call(lambda: marks.append(self._mark()))
         self._synchronise()
+        if self._module is None:
+            return [after - before for before, after in pairwise(marks)]
         return [before.elapsed_time(after) / 1e3 for before, after in pairwise(marks)]
 
+    def _synchronise(self) -> None:
+        if self._module is not None:
+            self._module.synchronize()
+
     def _mark(self) -> Any:
+        if self._module is None:
+            return time.perf_counter()
         event = self._module.Event(enable_timing=True)
         event.record()
         return event

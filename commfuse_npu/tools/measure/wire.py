@@ -6,7 +6,7 @@ listed under ``/proc/self/fd``.  A rate on each of them makes a full mesh: one l
 ranks and direction, adjustable at run time.  A transfer then waits in the kernel's timers and costs
 hardly any CPU, like a link of an accelerator.
 
-Each process group has its own sockets, so two groups would be two links.  Variants that are
+Each process group has its own sockets, so two groups would be two links.  Forms that are
 compared must therefore send all bulk data between two ranks over one group, at least in one
 direction.
 
@@ -23,7 +23,9 @@ import sys
 
 __all__ = ["UNLIMITED", "connected_sockets", "pace"]
 
-_SO_MAX_PACING_RATE = 47  # asm-generic/socket.h; the socket module does not name it
+_SO_PROTOCOL, _SO_MAX_PACING_RATE = 38, 47
+"""From asm-generic/socket.h; the socket module does not name them on every system."""
+
 _SEND_BUFFER = 256 << 10
 """Send buffer in bytes.  The sending thread, which also computes, copies what fits into it: with
 the megabytes that Linux allows by default, the host would do the work of a network card.  gloo's
@@ -38,20 +40,17 @@ def connected_sockets() -> list[socket.socket]:
     sockets = []
     for name in os.listdir("/proc/self/fd"):
         try:
-            if not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
-                continue
-            duplicate = socket.socket(fileno=os.dup(int(name)))
+            connection = socket.fromfd(int(name), socket.AF_INET, socket.SOCK_STREAM)
         except OSError:
-            continue  # closed in the meantime, or the descriptor of this listing
+            continue  # closed in the meantime, as the descriptor of this listing
         try:
-            internet = duplicate.family in (socket.AF_INET, socket.AF_INET6)
-            if internet and duplicate.type == socket.SOCK_STREAM:
-                duplicate.getpeername()
-                sockets.append(duplicate)
+            connection.getpeername()
+            if connection.getsockopt(socket.SOL_SOCKET, _SO_PROTOCOL) == socket.IPPROTO_TCP:
+                sockets.append(connection)
                 continue
         except OSError:
-            pass  # a listening socket
-        duplicate.close()
+            pass  # no socket, or one that listens
+        connection.close()
     return sockets
 
 
@@ -64,12 +63,10 @@ def pace(bytes_per_second: float | None) -> str:
         Why no rate could be set, or an empty string.  It does not raise: the ranks have to agree
         first whether all of them have one.
     """
-    if not sys.platform.startswith("linux"):
-        return f"SO_MAX_PACING_RATE is Linux's; this is {sys.platform}"
     rate = UNLIMITED if bytes_per_second is None else max(1, int(bytes_per_second))
-    sockets = connected_sockets()
+    sockets = connected_sockets() if sys.platform.startswith("linux") else []
     if not sockets:
-        return "no connected TCP socket under /proc/self/fd; has the group connected?"
+        return f"{sys.platform} lists no connected TCP socket under /proc/self/fd"
     try:
         for connection in sockets:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"reno")

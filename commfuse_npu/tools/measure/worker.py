@@ -200,13 +200,12 @@ class Worker(FormsWorker):
             times = self._of_host(exchange.run, calls)
             return [seconds / len(exchange.swaps) for seconds in times]
 
-        rows = [{"what": "batch", "seconds": posting(True)}]
+        times = {"batch": posting(True)}
         if self._backend == "gloo":
-            return [*rows, {"what": "single", "seconds": posting(False)}]
-        return [
-            *rows,
-            {"what": "GEMM", "seconds": self._of_host(self._product(16, 16, 16), calls)},
-        ]
+            times["single"] = posting(False)
+        else:
+            times["GEMM"] = self._of_host(self._product(16, 16, 16), calls)
+        return [{"what": name, "seconds": seconds} for name, seconds in times.items()]
 
     def beside(self, scale: Scale) -> Times:
         """GEMMs and an exchange with all peers, alone and started together."""

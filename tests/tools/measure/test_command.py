@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import re
 import signal
@@ -19,8 +18,8 @@ from commfuse_npu.hardware.description import Hardware
 from commfuse_npu.tools import cli
 from commfuse_npu.tools.measure import command, folder
 from commfuse_npu.tools.measure.launches import Launches
-from commfuse_npu.tools.measure.steps import STEPS, Scale, Step
-from commfuse_npu.tools.ranks import Ranks, RanksError
+from commfuse_npu.tools.measure.steps import STEPS, Scale
+from commfuse_npu.tools.ranks import RanksError
 from commfuse_npu.tools.simulate.command import main as simulate
 from tests.limits import LIMIT
 from tests.processes import ended, interruptible, wait_for
@@ -135,64 +134,50 @@ def test_forms_are_compared_once_for_as_many_rounds(
     assert command.main(words[:-1]) == 2
 
 
-def test_ranks_are_ended_when_one_cannot_start() -> None:
-    nowhere, before = "no_such_module:Worker", multiprocessing.active_children()
-    with (
-        pytest.raises(RanksError, match=r"of 2 failed in starting:\n[\s\S]*no_such_module"),
-        Ranks(2, device="cpu", timeout=LIMIT, worker=nowhere),
-    ):
-        pass
-    assert multiprocessing.active_children() == before
-
-
-def test_ctrl_c_leaves_no_process_behind(measured: Path) -> None:
-    words = [sys.executable, "-m", "commfuse_npu", "bench", "--ranks", "2", "--rounds", "100000"]
-    process = interruptible([*words, "--folder", str(measured)], start_new_session=True)
-    listed = Path(f"/proc/{process.pid}/task/{process.pid}/children")
-    try:
-        # Two starting ranks and the resource tracker of multiprocessing.
-        wait_for(lambda: len(listed.read_text().split()) >= 3)
-        children = [int(pid) for pid in listed.read_text().split()]
-        # To the whole group, as a terminal does.
-        os.killpg(process.pid, signal.SIGINT)
-        process.communicate(timeout=LIMIT)
-        assert process.returncode == 130
-        wait_for(lambda: all(map(ended, children)))
-    finally:
-        process.kill()
-        process.wait()
-
-
 def test_ctrl_c_before_the_first_step_ends_silently(measured: Path, monkeypatch, capsys) -> None:
     monkeypatch.setattr(Scale, "of", mock.Mock(side_effect=KeyboardInterrupt))
     assert cli.main(["measure", *SMALL, str(measured)]) == 130
     assert capsys.readouterr() == ("", "")
 
 
-@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_what_is_finished_is_kept(measured: Path, how: signal.Signals, capsys: Any) -> None:
     words = [sys.executable, "-m", "commfuse_npu", "measure", *SMALL, str(measured)]
-    process = interruptible(words)
+    (scratch := measured.parent / "scratch").mkdir()
+    environment = {**os.environ, "TMPDIR": str(scratch)}
+    process = interruptible(words, env=environment, start_new_session=True)
+    listed = Path(f"/proc/{process.pid}/task/{process.pid}/children")
     try:
         stored = measured / "measured.json"
         wait_for(
             lambda: (stored.exists() and "links" in steps(measured)) or process.poll() is not None
         )
-        process.send_signal(how)
+        assert any(scratch.glob("commfuse-*"))
+        # Two ranks and the resource tracker of multiprocessing.
+        children = [int(pid) for pid in listed.read_text().split()]
+        assert len(children) >= 3
+        # A terminal sends Ctrl-C to the ranks, too.
+        (os.killpg if how == signal.SIGINT else os.kill)(process.pid, how)
         printed, err = process.communicate(timeout=LIMIT)
+        wait_for(lambda: all(map(ended, children)))
     finally:
         process.kill()
+        process.wait()
+    code = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGKILL: -signal.SIGKILL}
+    assert process.returncode == code[how]
+    if how != signal.SIGKILL:
+        assert not any(scratch.glob("commfuse-*"))
     if how == signal.SIGINT:
-        assert process.returncode == 130
         assert "interrupted; the same command continues" in err
         assert "figures were measured" in printed
         assert (measured / "measured.yaml").exists()
     links = times(measured, "links")
     assert "attention" not in steps(measured)
-    assert command.main([*SMALL, str(measured), "--steps", "links,host"]) == 0
-    assert "links: kept" in capsys.readouterr().out
-    assert times(measured, "links") == links
-    assert times(measured, "host")
+    if how == signal.SIGKILL:
+        assert command.main([*SMALL, str(measured), "--steps", "links,host"]) == 0
+        assert "links: kept" in capsys.readouterr().out
+        assert times(measured, "links") == links
+        assert times(measured, "host")
 
 
 class Answers:
@@ -220,7 +205,7 @@ class Answers:
 @pytest.fixture
 def answers(monkeypatch: pytest.MonkeyPatch) -> type[Answers]:
     monkeypatch.setattr(command, "Ranks", Answers)
-    monkeypatch.setattr(command, "STEPS", {"host": Step("?"), "links": Step("?", seconds=9)})
+    monkeypatch.setattr(command, "STEPS", {"host": "?", "links": "?"})
     ping = {"what": "half a ping-pong", "seconds": [1e-6]}
     links = [ping, {"what": "messages", "bytes": 1 << 20, "peers": 1, "seconds": [1.0]}]
     monkeypatch.setattr(Answers, "answers", {"host": HOST, "links": links}, raising=False)
@@ -228,12 +213,12 @@ def answers(monkeypatch: pytest.MonkeyPatch) -> type[Answers]:
     return Answers
 
 
-@pytest.mark.parametrize(("words", "seconds"), [([], [600, 9]), (["--timeout", "70"], [70, 70])])
-def test_the_limit_of_a_question_is_its_steps_or_the_options(
-    words: list[str], seconds: list[float], measured: Path, answers: type[Answers]
+@pytest.mark.parametrize(("words", "seconds"), [([], 600), (["--timeout", "70"], 70)])
+def test_the_limit_of_a_question_is_the_options(
+    words: list[str], seconds: float, measured: Path, answers: type[Answers]
 ) -> None:
     assert command.main([*SMALL, str(measured), *words]) == 0
-    assert answers.limits[1:] == seconds
+    assert answers.limits[1:] == [seconds] * 2
 
 
 @pytest.mark.parametrize(
@@ -244,7 +229,7 @@ def test_an_npu_says_which_description_holds_and_another_one_does_not_go_on(
     name: str, base: str, measured: Path, answers: type[Answers], monkeypatch, capsys
 ) -> None:
     monkeypatch.setattr(answers, "machine", {**answers.machine, "device name": name})
-    monkeypatch.setattr(command, "STEPS", {"host": Step("?")})
+    monkeypatch.setattr(command, "STEPS", {"host": "?"})
     monkeypatch.setattr(command, "lacking_backend", lambda device: "")
     assert command.main(["--folder", str(measured)]) == 0
     described = Hardware.load(measured / "measured.yaml")
@@ -265,7 +250,7 @@ def test_ranks_have_the_environment_of_the_launch(measured: Path, answers, monke
     monkeypatch.setattr(command, "launches", lambda *_: planned)
     host = lambda: HOST * int(os.environ["TASK_QUEUE_ENABLE"])  # noqa: E731
     monkeypatch.setitem(answers.answers, "host", host)
-    monkeypatch.setattr(command, "STEPS", {"host": Step("?"), "launch": STEPS["launch"]})
+    monkeypatch.setattr(command, "STEPS", {"host": "?", "launch": "?"})
     assert command.main([*SMALL, str(measured), "--launch", "launch.sh"]) == 0
     assert len(times(measured, "host")) == 2
 
@@ -277,7 +262,7 @@ def test_ranks_that_do_not_start_do_not_take_the_time_of_all(
         raise RanksError("no device")
 
     names = "links", "collectives", "host", "beside"
-    monkeypatch.setattr(command, "STEPS", {name: Step("?") for name in names})
+    monkeypatch.setattr(command, "STEPS", dict.fromkeys(names, "?"))
     monkeypatch.setattr(command, "Ranks", absent)
     assert command.main([*SMALL, str(measured)]) == 1
     out, err = capsys.readouterr()
@@ -300,6 +285,29 @@ def test_a_step_that_makes_no_sense_leaves_the_others_and_is_measured_again(
     assert command.main(words) == 0
     assert times(measured, "host") == HOST
     assert times(measured, "links") == links
+
+
+@pytest.mark.parametrize(
+    ("step", "change", "said"),
+    [
+        ("links", {"seconds": [0.0]}, "links has the seconds [0.0], not numbers above 0; remove"),
+        ("links", {"seconds": "1"}, "links has the seconds '1', not numbers above 0; remove"),
+        ("links", {"bytes": "one"}, "measured.json was changed after it was measured: TypeError"),
+        ("links", {"what": "?"}, "measured.json was changed after it was measured: KeyError"),
+        ("host", {"what": "?"}, "KeyError('batch'); undo that, remove the step from the file, or"),
+    ],
+)  # fmt: skip
+@pytest.mark.usefixtures("answers")
+def test_a_row_that_was_changed_is_named(
+    measured: Path, step: str, change: dict[str, Any], said: str, capsys
+) -> None:
+    words = [*SMALL, str(measured)]
+    assert command.main(words) == 0
+    content = json.loads((measured / "measured.json").read_text())
+    content["steps"][step]["times"][-1].update(change)
+    (measured / "measured.json").write_text(json.dumps(content))
+    assert command.main(words) == 2
+    assert said in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("answers")

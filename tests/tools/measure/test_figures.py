@@ -16,6 +16,7 @@ from commfuse_npu.tools.measure.figures import Peaks, description, figures
 from commfuse_npu.tools.quartiles import quartiles
 
 NOISE = 1.0, 1.25, 1.5
+NPU, CPU = Peaks(20, 3e14, 1.6e12, 2.8e10), Peaks(0, 0.0, 0.0, 0.0)
 LAYERS = {"qkv": (4096, 768), "proj": (512, 4096), "fc1": (4096, 3584), "fc2": (1792, 4096)}
 
 
@@ -42,7 +43,7 @@ def test_gemms_give_efficiency_and_start_of_tiles_or_speed_and_half_rows() -> No
     assert values["npu.gemm_start"] == pytest.approx((2e-5,) * 3, rel=1e-4)
     assert values["npu.cube_flops"] == (npu.cube_flops,) * 3
     cpu = machine("cpu_paced", cube_flops=5e10, half_rows=20.0)
-    values = figures({"gemms": gemms(cpu)}, Peaks(0, 0.0, 0.0, 0.0))
+    values = figures({"gemms": gemms(cpu)}, CPU)
     assert values["npu.cube_flops"] == pytest.approx((5e10,) * 3, rel=1e-6)
     assert values["npu.half_rows"] == pytest.approx((20.0,) * 3, rel=1e-4)
     assert values["npu.gemm_efficiency"] == (1.0, 1.0, 1.0)
@@ -53,13 +54,13 @@ def test_links() -> None:
         {"what": "half a ping-pong", "seconds": [3e-6, 1e-6, 2e-6]},
         {"what": "messages", "bytes": 1 << 20, "peers": 7, "seconds": [(1 << 20) / 1.4e10] * 3},
     ]
-    npu = figures({"links": times}, Peaks(20, 3e14, 1e12, 2.8e10))
+    npu = figures({"links": times}, NPU)
     assert npu["inside.latency"] == pytest.approx((1.5e-6, 2e-6, 2.5e-6))
     assert npu["inside.efficiency"] == pytest.approx((0.5,) * 3)
-    cpu = figures({"links": times}, Peaks(0, 0.0, 0.0, 0.0))
+    cpu = figures({"links": times}, CPU)
     assert cpu["inside.rate"] == pytest.approx((1.4e10,) * 3)
     # Through a switch all lanes share one link.
-    npu = figures({"links": times}, Peaks(20, 3e14, 1e12, 1.96e11, switched=True))
+    npu = figures({"links": times}, NPU._replace(link=1.96e11, switched=True))
     assert npu["inside.efficiency"] == pytest.approx((7 * 1.4e10 / 1.96e11,) * 3)
 
 
@@ -71,22 +72,19 @@ def test_copies_are_what_lanes_take_besides_the_wire(copies: float) -> None:
     wire = size / npu.inside.rate
     seconds = [wire + npu.buffered(size)] * 3
     messages = {"what": "messages", "bytes": size, "peers": 7, "seconds": seconds}
-    ping = {"what": "half a ping-pong", "seconds": [1e-6]}
     gather = {"what": "all-gather", "bytes": size, "seconds": [wire] * 3}
-    # Other collectives are slower and are ignored.
-    other = {"what": "reduce-scatter", "bytes": size, "seconds": [1.0]}
     measured = {
-        "links": [ping, messages],
-        "collectives": [other, gather],
+        "links": [{"what": "half a ping-pong", "seconds": [1e-6]}, messages],
+        # Other collectives are slower and are ignored.
+        "collectives": [{**gather, "what": "reduce-scatter", "seconds": [1.0]}, gather],
         "memory": [{"what": "copy", "numbers": 1000, "seconds": [4000 / 8e11]}],
     }
-    peaks = Peaks(20, 3e14, 1.6e12, 2.8e10)
-    values = figures(measured, peaks)
+    values = figures(measured, NPU)
     assert values["host.message_copies"] == pytest.approx((copies,) * 3, abs=1e-9)
     assert values["inside.efficiency"] == pytest.approx((npu.inside.rate / 2.8e10,) * 3)
     # Without the collectives the rate includes the copies.
     del measured["collectives"]
-    values = figures(measured, peaks)
+    values = figures(measured, NPU)
     assert values["host.message_copies"] == (0.0,) * 3
     assert values["inside.efficiency"][1] == pytest.approx(size / seconds[0] / 2.8e10)
 
@@ -98,7 +96,7 @@ def test_the_host_posts_a_step_or_its_two_operations() -> None:
         ({"batch": 8e-5, "GEMM": 1e-5}, 8e-5, 1e-5),
     ):
         rows = [{"what": kind, "seconds": [duration] * 3} for kind, duration in seconds.items()]
-        values = figures({"host": rows}, Peaks(0, 0.0, 0.0, 0.0))
+        values = figures({"host": rows}, CPU)
         assert values == {"host.post_overhead": (post,) * 3, "host.launch_overhead": (launch,) * 3}
 
 
@@ -107,17 +105,16 @@ def test_company() -> None:
         seconds = {"gemm": 1e-3, "exchange": 2e-3, "gemm beside": 1.25e-3, "both": both}
         return {"beside": [{"what": kind, "seconds": [time]} for kind, time in seconds.items()]}
 
-    peaks = Peaks(20, 3e14, 1.6e12, 2.8e10)
     # 1.25 ms beside work for the first 1 ms of the exchange, then the remaining 1 ms.
-    values = figures(beside(2.25e-3), peaks)
+    values = figures(beside(2.25e-3), NPU)
     assert values["npu.transfer_slowdown"] == pytest.approx((0.2,) * 3)
     assert values["inside.beside_work"] == pytest.approx((1.25,) * 3)
-    assert figures(beside(1.9e-3), peaks)["inside.beside_work"] == (1.0,) * 3
+    assert figures(beside(1.9e-3), NPU)["inside.beside_work"] == (1.0,) * 3
     # No part of the exchange runs beside work.
-    assert figures(beside(4e-3), peaks)["inside.beside_work"] == (10.0,) * 3
-    assert "inside.beside_work" not in figures(beside(2.25e-3), Peaks(0, 0.0, 0.0, 0.0))
+    assert figures(beside(4e-3), NPU)["inside.beside_work"] == (10.0,) * 3
+    assert "inside.beside_work" not in figures(beside(2.25e-3), CPU)
     # The time of the transfer is unknown if the GEMM outlasts it.
-    assert "inside.beside_work" not in figures(beside(1.26e-3), peaks)
+    assert "inside.beside_work" not in figures(beside(1.26e-3), NPU)
 
 
 def test_memory_and_attention() -> None:
@@ -130,7 +127,7 @@ def test_memory_and_attention() -> None:
     assert values["npu.hbm_efficiency"] == pytest.approx((0.5,) * 3)
     # 1 + 2 + 3 + 4 keys seen, a product before the softmax and one after it.
     assert values["npu.attention_efficiency"] == pytest.approx((4 * 2 * 8 * 10 / 1e3,) * 3)
-    without_gemms = figures({"attention": [attention]}, Peaks(0, 0.0, 0.0, 0.0))
+    without_gemms = figures({"attention": [attention]}, CPU)
     assert without_gemms == {}
 
 

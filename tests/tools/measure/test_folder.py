@@ -8,12 +8,11 @@ from unittest import mock
 
 import pytest
 
-from commfuse_npu.config_file import find_config
 from commfuse_npu.tools.doctor import Package
 from commfuse_npu.tools.measure import folder as module
 from commfuse_npu.tools.measure.command import machine_facts
 from commfuse_npu.tools.measure.folder import Deadline, Folder, FolderError
-from commfuse_npu.tools.measure.steps import Scale, slowest
+from commfuse_npu.tools.measure.steps import slowest
 from commfuse_npu.tools.ranks import lacking_backend
 from tests.tools.doctor.machines import NPU_ANSWERS, machine
 
@@ -25,9 +24,9 @@ def test_results_are_kept_and_added_to_under_the_same_conditions(tmp_path: Path)
     Folder(path, ABOUT).store("links", {"times": []})
     continued = Folder(path, ABOUT)
     continued.agree({"torch": "1"})
-    continued.store("host", {"times": [1]})
+    continued.store("host", {"asked": 1})
     again = Folder(path, ABOUT)
-    assert (again.load("links"), again.load("host")) == ({"times": []}, {"times": [1]})
+    assert (again.load("links"), again.load("host")) == ({"times": []}, {"asked": 1})
     assert again.load("memory") == {}
     with pytest.raises(FolderError, match="torch '1' there, '2' here; choose another folder with"):
         again.agree({"torch": "2"})
@@ -37,7 +36,8 @@ def test_results_are_kept_and_added_to_under_the_same_conditions(tmp_path: Path)
 
 def test_what_cannot_be_written_or_read_is_named(tmp_path: Path, monkeypatch) -> None:
     folder = Folder(tmp_path, ABOUT)
-    for text in ("{", "[]", "{}", '{"facts": null, "steps": {}}'):
+    facts = '{"facts": {}, "steps": {"host": '
+    for text in ("{", "[]", "{}", '{"facts": null, "steps": {}}', facts + "1}}"):
         (tmp_path / "measured.json").write_text(text)
         with pytest.raises(FolderError, match=r"measured\.json cannot be read: .*; remove it"):
             Folder(tmp_path, ABOUT)
@@ -79,13 +79,3 @@ def test_the_slowest_rank_counts() -> None:
     assert slowest([*ranks, [{"of": 1, "seconds": []}]]) == [{"of": 1, "seconds": [2.0, 4.0]}]
     with pytest.raises(ValueError, match="device events returned zero durations"):
         slowest([[{"seconds": [1.0, 0.0]}]])
-
-
-def test_sizes_of_a_model_on_a_cpu_and_on_npus() -> None:
-    cpu, npu = (Scale.of(find_config("llama3_8b"), 8, device) for device in ("cpu", "npu"))
-    sizes = {"qkv": (512, 384), "proj": (128, 512), "fc1": (512, 448), "fc2": (224, 512)}
-    assert cpu.layers() == sizes
-    sizes = {"qkv": (4096, 768), "proj": (512, 4096), "fc1": (4096, 3584), "fc2": (1792, 4096)}
-    assert npu.layers() == sizes
-    assert cpu.halves(4) == [512, 256, 128, 64]
-    assert cpu._replace(rows=40).halves(4) == [40, 20]

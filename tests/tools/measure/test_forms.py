@@ -1,4 +1,4 @@
-"""The results of the variants, and the order of their operations."""
+"""The results of the forms, and the order of their operations."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from commfuse_npu import tuning
 from commfuse_npu.config_file import find_config
-from commfuse_npu.tools.measure import baselines
-from commfuse_npu.tools.measure.baselines import Blocking, MegatronOrder, Sliced
-from commfuse_npu.tools.measure.carriers import NoTransfers, Pending, TorchCollectives
-from commfuse_npu.tools.measure.forms import TakingTurns
+from commfuse_npu.kernels import cpu
+from commfuse_npu.ops.weight import WeightGradient
+from commfuse_npu.tools.measure.baselines import Carrier
+from commfuse_npu.tools.measure.forms import TakingTurns, form_of
 from commfuse_npu.tools.measure.forms_worker import FormsWorker as Worker
 from commfuse_npu.tools.measure.sleeping import SleepingGemms, modelled_seconds
-from commfuse_npu.tools.measure.steps import Scale
-from commfuse_npu.tools.measure.variants import COMPUTE, Variant, variants
+from commfuse_npu.tools.measure.steps import NAMES, TUNED, Scale
 from commfuse_npu.tools.model_config import ModelConfig
 from tests.distributed.ranks import on_ranks
 from tests.limits import LIMIT
@@ -44,14 +44,12 @@ def test_every_form_computes_the_same(rank: int) -> None:
     worker = Worker()
     for work in ("mlp", "layers"):
         worker.set_up(work, _scale(worker.size), None)
-        for form in variants(worker.size):
-            # 8 pieces test nothing that 4 do not.
-            if form.tuned or "8" in form.name:
-                continue
+        # 8 pieces test nothing that 4 do not.
+        for form in (form for form in NAMES if form not in TUNED and "8" not in form):
             difference = worker.check(form)
-            assert difference <= 1e-4, (work, form.name)
+            assert difference <= 1e-4, (work, form)
             # Whole GEMMs, the same additions: the same bits.
-            assert not difference or form.name not in ("p2p", "megatron"), (work, form.name)
+            assert not difference or form not in ("p2p", "megatron"), (work, form)
     worker._transport.close()
 
 
@@ -59,29 +57,27 @@ def test_every_form_computes_the_same(rank: int) -> None:
 def test_collectives_of_torch_compute_the_same_and_what_is_no_number_differs(rank: int) -> None:
     worker = Worker()
     worker.set_up("mlp", _scale(2), None)
-    (sliced,) = (form for form in variants(2) if form.slices == 4)
-    assert worker.check(sliced) <= 1e-4
+    assert worker.check("slices-4") <= 1e-4
     # What a device uses.
-    carrier = TorchCollectives(worker._transport.group)
-    for form in (Blocking(carrier), MegatronOrder(carrier), Sliced(carrier, 4)):
-        results = worker._work.run(form)
+    carrier = Carrier(worker._transport.group)
+    for form in ("p2p", "megatron", "slices-4"):
+        results = worker._work.run(form_of(form, worker._transport, carrier))
         assert all(map(torch.allclose, results, worker._reference)), form
     worker._reference[1][0, 0, 0] = math.nan
-    assert worker.check(sliced) == math.inf
+    assert worker.check("slices-4") == math.inf
     worker._transport.close()
 
 
 def _turns(rank: int) -> Any:
     worker = Worker()
     worker.set_up("micro-batches", _scale(worker.size), None)
-    (turns,) = (form for form in variants(worker.size) if form.kind == "turns")
-    assert worker.tune(turns) == 0
-    form = worker._form(turns)
+    assert worker.tune("fb-overlap") == 0
+    form = worker._forms["fb-overlap"]
     assert isinstance(form, TakingTurns)
-    assert worker.round([turns])[0].total > 0
+    assert worker.round(["fb-overlap"])[0].total > 0
     overlap = form.overlap
     worker.set_up("micro-batches", _scale(worker.size), None)
-    assert worker._form(turns) is not form
+    assert worker._forms["fb-overlap"] is not form
     worker._transport.close()
     assert overlap.pairs == 2 * 7  # the first step of three is measured
     (order,) = overlap.orders.values()
@@ -99,19 +95,18 @@ def test_micro_batches_take_turns_with_megatrons_bits(ranks: Any) -> None:
 @on_ranks(2)
 def test_tuning_happens_when_it_is_asked_for_and_not_while_the_clock_runs(rank: int) -> None:
     worker, trials, timed = Worker(), [], tuning._timed
-    auto, other = (v for v in variants(worker.size) if v.tuned and v.kind != "turns")
     worker.set_up("mlp", _scale(worker.size), 1e6)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tuning, "_timed", lambda *args: (trials.append(1), timed(*args))[1])
-        worker.tune(auto)
+        worker.tune("auto")
         first = len(trials)
-        worker.tune(other)
+        worker.tune("auto-wgrad")
         # Blockwise weight gradients have a backward of their own.
         with_blocks = len(trials)
-        worker.round([auto, other])
+        worker.round(["auto", "auto-wgrad"])
         assert 0 < first < with_blocks == len(trials)
         worker.set_up("mlp", _scale(worker.size), 1e6)
-        worker.tune(auto)
+        worker.tune("auto")
         assert len(trials) > with_blocks, "forgotten, it is tried again"
     worker._transport.close()
 
@@ -120,7 +115,7 @@ def test_tuning_happens_when_it_is_asked_for_and_not_while_the_clock_runs(rank: 
 def test_a_round_with_sleeping_gemms_gives_a_sample_per_form(rank: int) -> None:
     worker = Worker()
     worker.set_up("mlp", _scale(2), 1e6)
-    computing, waiting = worker.round([Variant(COMPUTE, "compute"), Variant("p2p", "blocking")])
+    computing, waiting = worker.round(["compute", "p2p"])
     assert 0 == computing.blocked < computing.total
     assert 0 < waiting.blocked < waiting.total
     worker._transport.close()
@@ -129,51 +124,50 @@ def test_a_round_with_sleeping_gemms_gives_a_sample_per_form(rank: int) -> None:
 # ------------------------------------------------------------------- recorded order
 
 
-class _Recorded(NoTransfers):
-    """A carrier that logs its calls; a neighbor's block arrives when it is awaited."""
+class _Recorded(Carrier):
+    """A carrier of two ranks without transfers that logs its calls."""
 
-    blocked_seconds = 0.0
-
-    def __init__(self, log: list[str]) -> None:
-        self.rank, self.size, self.idle, self._wholes = 0, 2, {}, {}
+    def __init__(self, group: Any, log: list[str]) -> None:
+        super().__init__(group)
         self.log = log
 
-    def _noted(self, what: str, pending: Pending) -> Any:
-        self.log.append(what)
-
-        def result() -> torch.Tensor:
+    def _posted(self, what: str, async_op: bool) -> Any:
+        def wait() -> None:
             self.log.append(f"{what} is there")
-            return pending.result()
 
-        noted = SimpleNamespace(result=result, overlapping=lambda: noted)
-        return noted
+        self.log.append(what)
+        return SimpleNamespace(wait=wait) if async_op else wait()
 
-    def gather(self, shard: torch.Tensor) -> Any:
-        return self._noted("gather", super().gather(shard))
+    def all_gather(self, out: Any, shard: Any, group: Any, async_op: bool) -> Any:
+        return self._posted("gather", async_op)
 
-    def scatter(self, full: torch.Tensor, out: torch.Tensor) -> Any:
-        return self._noted("scatter", super().scatter(full, out))
+    def reduce_scatter(self, out: Any, full: Any, group: Any, async_op: bool) -> Any:
+        return self._posted("scatter", async_op)
 
 
 @pytest.mark.parametrize(
-    ("layers", "half", "expected"),
+    ("name", "layer", "expected"),
     [
-        (Blocking, "column_backward",
-         "gemm 8, scatter, scatter is there, gather, gather is there"),
-        # wgrad follows the scatter; it is not a gemm_into.
-        (MegatronOrder, "column_backward",
-         "gather, gemm 8, gather is there, scatter, scatter is there"),
-        (Sliced, "column_backward",
-         "gather, gemm 4, scatter, gemm 4, scatter, gather is there, scatter is there, "
+        ("p2p", "column",
+         "gather, gather is there, gemm 8; "
+         "gather, gather is there, gemm 8, scatter, scatter is there, wgrad"),
+        ("megatron", "column",
+         "gather, gather is there, gemm 8; "
+         "gather, gemm 8, scatter, gather is there, wgrad, scatter is there"),
+        ("megatron", "row",
+         "gemm 8, scatter, scatter is there; gather, gather is there, gemm 8, wgrad"),
+        ("slices-2", "column",
+         "gather, gather, gather is there, gemm 4, gather is there, gemm 4; "
+         "gather, gemm 4, scatter, gemm 4, scatter, gather is there, wgrad, scatter is there, "
          "scatter is there"),
-        (Sliced, "gather_gemm",
-         "gather, gather, gather is there, gemm 4, gather is there, gemm 4"),
-        (Sliced, "gemm_scatter",
-         "gemm 4, scatter, gemm 4, scatter, scatter is there, scatter is there"),
+        ("slices-2", "row",
+         "gemm 4, scatter, gemm 4, scatter, scatter is there, scatter is there; "
+         "gather, gather, gather is there, gemm 4, gather is there, gemm 4, wgrad"),
+        ("compute", "column", "gemm 8; gemm 8, wgrad"),
     ],
 )  # fmt: skip
 def test_what_is_under_way_while_what_is_computed(
-    layers: Any, half: str, expected: str, monkeypatch
+    name: str, layer: str, expected: str, monkeypatch
 ) -> None:
     log: list[str] = []
 
@@ -181,17 +175,22 @@ def test_what_is_under_way_while_what_is_computed(
         log.append(f"gemm {a.shape[0]}")
         torch.mm(a, b, out=out)
 
-    monkeypatch.setattr(baselines, "gemm_into", gemm)
-    carrier = _Recorded(log)
-    layer = layers(carrier, 2) if layers is Sliced else layers(carrier)
-    shard, whole, weight = torch.ones(4, 3), torch.ones(8, 6), torch.ones(6, 3)
-    operands = {
-        "gather_gemm": (shard, weight),
-        "gemm_scatter": (whole, weight.t().contiguous()),
-        "column_backward": (whole, shard, weight),
-    }
-    getattr(layer, half)(*operands[half])
-    assert ", ".join(log) == expected
+    def wgrad(self: WeightGradient, grad: torch.Tensor, x: torch.Tensor) -> None:
+        log.append("wgrad")
+
+    monkeypatch.setattr(cpu, "gemm_into", gemm)
+    monkeypatch.setattr(WeightGradient, "add", wgrad)
+    monkeypatch.setattr(dist, "get_backend", lambda group: "gloo")
+    group: Any = SimpleNamespace(rank=lambda: 0, size=lambda: 2)
+    carrier = _Recorded(group, log)
+    form = form_of(name, SimpleNamespace(), carrier)
+    layers = {"column": form.all_gather_linear, "row": form.linear_reduce_scatter}
+    x = torch.ones(4 if layer == "column" else 8, 6, requires_grad=True)
+    y = layers[layer](x, torch.ones(6, 6, requires_grad=True))
+    log.append(";")
+    y.sum().backward()
+    assert ", ".join(log).replace(", ;,", ";") == expected
+    assert any(carrier.idle.values()), "buffers are kept"
 
 
 # ------------------------------------------------------------------- sleeping GEMMs
@@ -246,11 +245,8 @@ def test_what_a_sleep_took_too_long_is_taken_off_the_next(monkeypatch) -> None:
     a, b = torch.ones(10, 20), torch.ones(20, 30)
     duration = modelled_seconds(10, 30, 20, 1.0)
     slept = _clock(monkeypatch, 1.5 * duration)
-    with SleepingGemms(1.0) as gemms:
+    with SleepingGemms(1.0):
         a @ b
         a @ b  # no time is left for this one, and half of the next is gone
         a @ b
-        assert slept == pytest.approx([duration, 0.5 * duration])
-        gemms.settle()
-        a @ b
-    assert slept == pytest.approx([duration, 0.5 * duration, duration])
+    assert slept == pytest.approx([duration, 0.5 * duration])

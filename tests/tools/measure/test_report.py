@@ -6,9 +6,8 @@ import math
 
 import pytest
 
-from commfuse_npu.tools.measure.launches import FORMS
+from commfuse_npu.tools.measure.launches import FORMS, WARM_UP, Training
 from commfuse_npu.tools.measure.report import launch_table, verdict
-from commfuse_npu.tools.measure.trainings import WARM_UP, Training, TrainingLog
 
 FORM = {form.name: form for form in FORMS}
 
@@ -18,18 +17,18 @@ def training(
 ) -> Training:
     """Ten iterations, the first ones slow; ``off`` is added to the losses."""
     steady = [ms * (1 + spread * (i % 3 - 1)) for i in range(10 - WARM_UP)]
-    log = TrainingLog(
+    return Training(
+        FORM[name],
         losses=[10 - 0.1 * i + off for i in range(10)],
         milliseconds=[50 * ms] * WARM_UP + steady,
         peak=51200.0,
         weights=None if weights is None else weights * 64,
     )
-    return Training(FORM[name], log)
 
 
 def failed(name: str) -> Training:
     why = "exit code 1 (x.log)\nTraceback\nOSError: no liblcal.so"
-    return Training(FORM[name], TrainingLog(), why)
+    return Training(FORM[name], failed=why)
 
 
 def said(*trainings: Training, device: str = "npu") -> str:

@@ -11,8 +11,7 @@ from commfuse_npu.config_file import find_config
 from commfuse_npu.tools.measure import rounds
 from commfuse_npu.tools.measure.report import forms_table, forms_verdict
 from commfuse_npu.tools.measure.rounds import Sample, evaluate, time_forms
-from commfuse_npu.tools.measure.steps import WORKS, Scale, Times
-from commfuse_npu.tools.measure.variants import NAMES, REFERENCE, variants
+from commfuse_npu.tools.measure.steps import REFERENCE, WORKS, Scale, Times
 from commfuse_npu.tools.ranks import RanksError
 
 CONFIG = find_config("llama3_8b")
@@ -27,15 +26,14 @@ TOTALS = {
 
 def timed(ratio: float | None = 1.0, work: str = "mlp", **totals: list[float]) -> Times:
     """Rows from seconds, which override or extend :data:`TOTALS`; a tenth is blocked."""
-    rate, reached = (1e6, 0.96) if ratio else (None, None)
+    reached = 0.96 if ratio else None
     return [
         {
             "work": work,
             "ratio": ratio,
             "form": name,
-            "rate": rate,
             "reached": reached,
-            "difference": 2.5e-6 if name == "auto" else 0.0,
+            "difference": 2.5e-6 if name == "auto" and ratio else 0.0,
             "seconds": seconds,
             "blocked": [total / 10 for total in seconds],
         }
@@ -52,9 +50,14 @@ def test_layers_of_a_scale_can_be_shared_by_the_ranks() -> None:
         widths = scale.sequence, scale.hidden, scale.ffn, scale.heads, scale.groups
         assert all(width > 0 and width % ranks == 0 for width in widths)
         assert (scale.heads % scale.groups, scale.head) == (0, 128)
-    two, npu = Scale.of(CONFIG, 2, "cpu"), Scale.of(CONFIG, 8, "npu")
-    sizes = [(s.sequence, s.hidden, s.ffn, s.heads, s.groups) for s in (two, npu)]
-    assert sizes == [(2048, 512, 1792, 4, 2), (8192, 4096, 14336, 32, 8)]
+    cpu, npu = (Scale.of(CONFIG, 8, device) for device in ("cpu", "npu"))
+    assert (cpu.sequence, npu.sequence) == (2048, 8192)
+    sizes = {"qkv": (512, 384), "proj": (128, 512), "fc1": (512, 448), "fc2": (224, 512)}
+    assert cpu.layers() == sizes
+    sizes = {"qkv": (4096, 768), "proj": (512, 4096), "fc1": (4096, 3584), "fc2": (1792, 4096)}
+    assert npu.layers() == sizes
+    assert cpu.halves(4) == [512, 256, 128, 64]
+    assert cpu._replace(rows=40).halves(4) == [40, 20]
 
 
 @pytest.mark.parametrize(
@@ -64,17 +67,6 @@ def test_layers_of_a_scale_can_be_shared_by_the_ranks() -> None:
 )  # fmt: skip
 def test_what_a_pair_exchanges(work: str, device: str, expected: int) -> None:
     assert WORKS[work].bytes_per_pair(Scale.of(CONFIG, 2, device)) == expected
-
-
-@pytest.mark.parametrize("size", [2, 3, 4])
-def test_forms_have_names_of_their_own_and_lanes_that_are_used(size: int) -> None:
-    forms = variants(size)
-    assert [form.name for form in forms] == list(dict.fromkeys(NAMES))
-    assert len(set(forms)) == len(forms)
-    for form in forms:
-        if form.schedule is not None:
-            lanes = {hop.lane for hop in form.schedule.hops(0, size, "first")}
-            assert len(lanes) == form.schedule.lanes == size - 1
 
 
 # ------------------------------------------------------------------- rounds
@@ -90,12 +82,11 @@ class Asked:
         self.calls.append((method, args[-1]))
         if method == "round":
             (order,) = args
-            self.orders.append([form.name for form in order])
-            totals = [TOTALS.get(form.name, [0.3])[0] for form in order]
+            self.orders.append(list(order))
+            totals = [TOTALS.get(form, [0.3])[0] for form in order]
             return [[Sample(t * k, t * k / 10) for t in totals] for k in (0.5, 1.0)]
         if method in ("check", "tune"):
-            name = args[0].name
-            return [0.0, 0.0 if name == REFERENCE else 1e-6]
+            return [0.0, 0.0 if args[0] == REFERENCE else 1e-6]
         answers = {"pace": ["", self.problem], "messages": [[0.04], [0.0625]]}
         return answers.get(method, [None, None])
 
@@ -121,7 +112,7 @@ def test_forms_are_checked_links_set_forms_tuned_and_timed_in_shuffled_rounds(mo
     assert all(sorted(names_of) == sorted(names) for names_of in drawn)
     assert len(set(map(tuple, drawn))) > 1
     ours = rows[2]
-    assert (ours["seconds"], ours["difference"], ours["rate"]) == ([0.12] * 5, 1e-6, rate)
+    assert (ours["seconds"], ours["difference"]) == ([0.12] * 5, 1e-6)
     # The mean of both ranks.
     assert ours["blocked"] == pytest.approx([0.009] * 5)
     # A message of a twentieth of a second took a sixteenth.
@@ -139,21 +130,7 @@ def test_more_ranks_than_cores_sleep_and_devices_keep_their_links(monkeypatch) -
     (row, *_) = time_forms(asked, Scale.of(CONFIG, 2, "npu"), "mlp", None, [], 1)
     assert asked.calls[0] == ("set_up", None)
     assert not asked.of("pace", "messages")
-    assert (row["ratio"], row["rate"], row["reached"]) == (None, None, None)
-
-
-def test_ended_ranks_are_asked_nothing_more() -> None:
-    asked, calls = Asked(), list[str]()
-
-    def ask(method: str, *args: Any) -> list[Any]:
-        calls.append(method)
-        if calls.count("round") == 2:
-            raise KeyboardInterrupt
-        return asked(method, *args)
-
-    with pytest.raises(KeyboardInterrupt):
-        time_forms(ask, Scale.of(CONFIG, 2, "cpu"), "mlp", 1.0, [], 5)
-    assert calls[-2:] == ["messages", "round"]
+    assert (row["ratio"], row["reached"]) == (None, None)
 
 
 def test_links_that_get_no_rate_are_an_error_with_a_way_out() -> None:
@@ -166,8 +143,9 @@ def test_links_that_get_no_rate_are_an_error_with_a_way_out() -> None:
 
 
 def test_figures_of_a_setting() -> None:
-    reference, sliced, ours, auto = evaluate(timed())
-    assert [row.form for row in (reference, sliced, ours, auto)] == list(TOTALS)[1:]
+    ((setting, forms),) = evaluate(timed()).items()
+    assert (setting, list(forms)) == (("mlp", 1.0), list(TOTALS)[1:])
+    reference, sliced, ours, auto = forms.values()
     assert (reference.wall_removed, reference.blocked_removed, reference.speedup) == (0, 0, 1)
     assert ours.seconds == pytest.approx((0.1175, 0.12, 0.1225))
     assert ours.speedup == pytest.approx(0.2 / 0.12)
@@ -175,13 +153,13 @@ def test_figures_of_a_setting() -> None:
     assert sliced.wall_removed == pytest.approx(-0.5)
     assert (auto.difference, auto.reached) == (2.5e-6, 0.96)
     # Nothing beyond the computation: nothing to remove.
-    _, _, ours, _ = evaluate(timed(p2p=[0.09] * 3))
-    assert ours.wall_removed is None
+    (forms,) = evaluate(timed(p2p=[0.09] * 3)).values()
+    assert forms["ours-c4"].wall_removed is None
 
 
 def test_the_table_has_a_row_per_form_and_a_column_per_ratio() -> None:
     rows = [*timed(1.0), *timed(0.0, megatron=[0.18] * 3), *timed(0.5, auto=[0.11] * 3)]
-    lines = "\n".join(forms_table(list(evaluate(rows)))).splitlines()
+    lines = "\n".join(forms_table(evaluate(rows))).splitlines()
     table = [line for line in lines if line.startswith("|")]
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in table]
     assert cells[0] == ["work", "form", "ratio 0", "ratio 0.5", "ratio 1", "bits"]
@@ -194,17 +172,17 @@ def test_the_table_has_a_row_per_form_and_a_column_per_ratio() -> None:
         ["mlp", "megatron", "1.11x", "-", "-", "equal"],
     ]
     assert "A message alone reached at least 96 % of the rate that links were given." in lines
-    assert forms_table([]) == []
+    assert forms_table({}) == []
 
 
 def test_the_verdict_names_the_fastest_of_ours_and_the_fastest_other() -> None:
     rows = [*timed(0.5), *timed(None, "layers", megatron=[0.1] * 3)]
-    assert list(forms_verdict(list(evaluate(rows)))) == [
+    assert list(forms_verdict(evaluate(rows))) == [
         "**An MLP**, ratio 0.5: times as fast as `p2p`: `ours-c4` 1.67; the fastest other, "
         "`slices-4`, 0.80.",
         "**Two layers**: times as fast as `p2p`: `ours-c4` 1.67; the fastest other, "
         "`megatron`, 2.00.",
     ]
     alone = [row for row in timed() if row["form"] in ("compute", "p2p")]
-    (line,) = forms_verdict(list(evaluate(alone)))
+    (line,) = forms_verdict(evaluate(alone))
     assert line.endswith(": no form of ours was measured; no other was measured.")

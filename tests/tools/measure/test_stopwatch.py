@@ -88,5 +88,6 @@ def test_work_is_launched_ahead_also_of_the_first_one(device: Device) -> None:
 
 
 def test_on_a_cpu_it_is_wall_time(device: Device) -> None:
-    laps = of(device, None).laps(work(device), 2)
+    laps = of(device, None).laps(work(device), 2, together=True)
     assert laps == [pytest.approx([7 * 5e-5, 1e-5])] * 2
+    assert device.met == 0

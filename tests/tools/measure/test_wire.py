@@ -52,8 +52,8 @@ def test_only_connected_sockets_are_found_and_stay_open(connection) -> None:
     [
         (socket, "TCP_CONGESTION", 9999, "the kernel refuses"),
         (wire, "_SO_MAX_PACING_RATE", socket.SO_RCVLOWAT, "the kernel took a pacing rate of"),
-        (sys, "platform", "darwin", "this is darwin"),
-        (wire, "connected_sockets", list, "has the group connected?"),
+        (sys, "platform", "darwin", "darwin lists no connected TCP socket"),
+        (wire, "connected_sockets", list, "linux lists no connected TCP socket"),
     ],
 )  # fmt: skip
 def test_why_there_is_no_pacing_is_told(connection, monkeypatch, owner, name, value, said) -> None:

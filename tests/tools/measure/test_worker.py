@@ -5,11 +5,8 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -18,7 +15,6 @@ from commfuse_npu.tools.measure.steps import Scale, Times
 from commfuse_npu.tools.measure.worker import Exchange, Worker
 from commfuse_npu.tools.ranks import Ranks, RanksError
 from tests.limits import LIMIT, PATIENT
-from tests.processes import ended, wait_for
 
 SCALE = Scale.of(find_config("llama3_8b"), 3, "cpu")
 
@@ -91,40 +87,25 @@ def test_messages_that_are_mixed_up_are_noticed(ranks: Ranks) -> None:
         ranks.ask("arrived", 1)
 
 
-def test_a_rank_that_is_killed_is_named() -> None:
-    with Ranks(2, device="cpu", timeout=LIMIT, worker=f"{__name__}:Asked") as ranks:
-        assert ranks.ask("machine")
-        with pytest.raises(RanksError, match="rank 1 of 2 died in killed, by SIGKILL"):
-            ranks.ask("killed", 1)
+@pytest.mark.parametrize(
+    ("worker", "method", "argument", "seconds", "said"),
+    [
+        ("no_such_module:Worker", "", 0, LIMIT, r"of 2 failed in starting:\n[\s\S]*no_such_module"),
+        (f"{__name__}:Asked", "killed", 1, LIMIT, "rank 1 of 2 died in killed, by SIGKILL"),
+        (f"{__name__}:Asked", "sleep", 10 * LIMIT, 1.0,
+         "no answer from rank 0, 1 of 2 to sleep within 1 s"),
+    ],
+)  # fmt: skip
+def test_a_rank_that_fails_is_named_and_all_are_ended(
+    worker: str, method: str, argument: float, seconds: float, said: str
+) -> None:
+    def ask() -> None:
+        with Ranks(2, device="cpu", timeout=LIMIT, worker=worker) as ranks:
+            assert len(multiprocessing.active_children()) == len(before) + 2
+            ranks.timeout = seconds
+            ranks.ask(method, argument)
 
-
-ASKS = """
-from commfuse_npu.tools.ranks import Ranks
-
-with Ranks(1, device="cpu", timeout=60, worker="tests.tools.measure.test_worker:Asked") as ranks:
-    print(ranks._processes[0].pid, flush=True)
-    ranks.timeout = 600
-    ranks.ask("sleep", 600)
-"""
-
-
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the kernel of Linux ends them")
-def test_ranks_end_with_a_command_that_is_killed(tmp_path: Path) -> None:
-    environment = {**os.environ, "TMPDIR": str(tmp_path)}
-    command = [sys.executable, "-c", ASKS]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
-        assert process.stdout is not None
-        rank = int(process.stdout.readline())
-        process.kill()
-    wait_for(lambda: ended(rank))
-
-
-def test_a_question_that_hangs_is_given_up() -> None:
     before = multiprocessing.active_children()
-    with Ranks(2, device="cpu", timeout=LIMIT, worker=f"{__name__}:Asked") as ranks:
-        assert ranks.ask("machine")
-        assert len(multiprocessing.active_children()) == len(before) + 2
-        ranks.timeout = 1.0
-        with pytest.raises(RanksError, match="no answer from rank 0, 1 of 2 to sleep within 1 s"):
-            ranks.ask("sleep", 10 * LIMIT)
-        assert multiprocessing.active_children() == before
+    with pytest.raises(RanksError, match=said):
+        ask()
+    assert multiprocessing.active_children() == before
