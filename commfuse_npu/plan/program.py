@@ -23,6 +23,7 @@ from commfuse_npu.plan.instructions import (
     Post,
     Span,
     Transfer,
+    Wait,
     accesses,
     line,
 )
@@ -123,6 +124,27 @@ class Program:
     def lanes(self) -> int:
         """Number of lanes that it uses."""
         return 1 + max((send.lane for send, _ in self.transfers.values()), default=-1)
+
+    @cached_property
+    def awaited(self) -> dict[int, dict[int, tuple[str, int]]]:
+        """By index of each :class:`Wait`: the posts that it waits for, with the end of each.
+
+        A stream waits for a post once, which completes both ends of a batch.
+        """
+        posted: dict[tuple[str, int], int] = {}
+        awaited: dict[int, dict[int, tuple[str, int]]] = {}
+        complete: set[tuple[int, bool]] = set()
+        for at, instruction in enumerate(self.code):
+            if isinstance(instruction, Post | Collective):
+                posted |= {(way, end.transfer.step): at for way, end in instruction.ends}
+            elif isinstance(instruction, Wait):
+                awaited[at] = {}
+                for end in instruction.ends:
+                    post = posted[end]
+                    if (post, instruction.on_side_stream) not in complete:
+                        complete.add((post, instruction.on_side_stream))
+                        awaited[at][post] = end
+        return awaited
 
     @cached_property
     def ahead_end(self) -> int:
