@@ -287,7 +287,7 @@ class Running:
 
     def _bind(self, tensors: Mapping[str, torch.Tensor | None]) -> None:
         """Check tensors of the operation and create the views of the program's spans."""
-        program = self.program
+        views, spans, messages = self._views, self.program.spans, self.program.messages
         for buffer, tensor in tensors.items():
             if tensor is None:
                 continue
@@ -295,7 +295,7 @@ class Running:
                 raise ValueError(
                     f"{self.name}: {buffer} has shape {tuple(tensor.shape)}; it has to be a matrix"
                 )
-            if buffer in program.messages:
+            if buffer in messages:
                 if tensor.dtype != self._dtype or tensor.device != self._device:
                     raise ValueError(
                         f"{self.name}: {buffer} is {tensor.dtype} on {tensor.device}; what is "
@@ -308,20 +308,18 @@ class Running:
                 if self._transport.lane_streams is not None:
                     self.transferred[tensor.untyped_storage().data_ptr()] = tensor
             whole = 0, tensor.shape[0], None, 1
-            for span in program.spans.get(buffer, ()):
-                self._views[span] = tensor if span[1:5] == whole else view_of(tensor, span)
+            for span in spans.get(buffer, ()):
+                views[span] = tensor if span[1:5] == whole else view_of(tensor, span)
 
     def _take_scratch(self, *, late: bool) -> None:
         """Take arenas from the pool for the scratch memory of the start, or of ``late`` parts."""
-        for region, elements in self.program.regions.items():
+        program, pool = self.program, self._transport.scratch
+        for region, elements in program.regions.items():
             if region.late == late:
-                dtype = (self._sum_dtype or self._dtype) if region.wide else self._dtype
-                arena = self._transport.scratch.take(elements, dtype, self._device)
+                dtype = self._sum_dtype if region.wide and self._sum_dtype else self._dtype
+                arena = pool.take(elements, dtype, self._device)
                 self._arenas.append(arena)
-                views = arena.known.get((self.program, region))
-                if views is None:
-                    views = arena.views(self.program, region)
-                self._views.update(views)
+                self._views |= arena.known.get((program, region)) or arena.views(program, region)
 
     def _finish(self) -> None:
         """Return the arenas and drop all tensors; every transfer has been waited for."""
