@@ -73,6 +73,9 @@ class Running:
             transport has to call ``erase_stream`` on them; else empty.
     """
 
+    done = False
+    before_last: Mapping[str, Callable[[], None]] = {}
+
     def __init__(
         self,
         transport: Transport,
@@ -84,21 +87,15 @@ class Running:
         log: Entry | None,
         sum_dtype: torch.dtype | None,
     ) -> None:
-        self.name = name
-        self.program = program
-        self.done = False
-        self.before_last: Mapping[str, Callable[[], None]] = {}
-        self._transport = transport
-        self._dtype = dtype
-        self._device = device
-        self._tag = tag
-        self._log = log
+        self.name, self.program = name, program
+        self._transport, self._tag, self._log = transport, tag, log
+        self._dtype, self._device = dtype, device
         self._sum_dtype = None if sum_dtype == dtype else sum_dtype
         self._at = 0
         self._views: dict[Span, torch.Tensor] = {}
         self._arenas: list[Arena] = []
         self.transferred: dict[int, torch.Tensor] = {}
-        self._second = side_stream(device)
+        self._second = side_stream(device) if program.batched else None
         self._events: dict[int, Any] = {}
         # The works of each post, by its index.
         self._posted: dict[int, Sequence[Any]] = {}
@@ -131,10 +128,11 @@ class Running:
             ValueError: a tensor has the wrong shape, dtype, device or strides.
             TransportError: a transfer failed, here or before; or another thread uses the transport.
         """
-        self._transport.resume(self)
-        works = {"gemm": self._transport.kernels.gemm_into, **(works or {})}
+        transport, program = self._transport, self.program
+        transport.resume(self)
+        works = {"gemm": transport.kernels.gemm_into, **(works or {})}
         try:
-            if self.program.late and not ahead:
+            if program.late and not ahead:
                 self._take_scratch(late=True)
             self._bind(tensors)
         except BaseException as error:
@@ -142,19 +140,19 @@ class Running:
             raise
         try:
             with _RecordFunctionFast(f"CommFuse: {self.name}"):
-                self._go_on(works, self.program.ahead_end if ahead else len(self.program.code))
+                self._go_on(works, program.ahead_end if ahead else len(program.code))
         except BaseException as error:
-            post = self.program.code[self._at] if self._at < len(self.program.code) else None
+            post = program.code[self._at] if self._at < len(program.code) else None
             if isinstance(post, Post | Collective) and isinstance(error, RuntimeError):
                 # A connection known to be closed fails when posting, not only in the wait.
-                self._transport.fail(f"{self._what(post.transfer.step)}: {error}", self)
-                raise self._transport.error() from error
+                transport.fail(f"{self._what(post.transfer.step)}: {error}", self)
+                raise transport.error() from error
             self._failed(error)
             raise
-        if self._at == len(self.program.code) and not self.done:
+        if self._at == len(program.code) and not self.done:
             self._finish()
         else:
-            self._transport.suspend(self)
+            transport.suspend(self)
 
     def drain(self, **tensors: torch.Tensor) -> None:
         """Complete the transfers of an abandoned operation and skip its work; called on all ranks.

@@ -205,13 +205,14 @@ class Transport(Agreement):
             raise self.error()
         if self._active:
             self.expect_one_thread(name)
-        if like.device.type != self.device_type:
+        dtype, device = like.dtype, like.device
+        if device.type != self.device_type:
             raise ValueError(
-                f"{name}: the tensor is on {like.device}, this group transfers "
+                f"{name}: the tensor is on {device}, this group transfers "
                 f"{self.device_type} tensors; move it there"
             )
         self.operations += 1
-        key = program, name, like.dtype, sum_dtype, options
+        key = program, name, dtype, sum_dtype, options
         agreed = self._begun.get(key) if self.check == "first" else None
         if agreed is None:
             self._fits(program, name)
@@ -219,7 +220,7 @@ class Transport(Agreement):
             facts = {
                 "path": program.rule[0],
                 "schedule": program.rule[1],
-                "dtype": like.dtype,
+                "dtype": dtype,
                 "sum_dtype": sum_dtype,
                 "options": options,
                 **program.arguments,
@@ -231,12 +232,12 @@ class Transport(Agreement):
             self._enter(identity, signature)
         log = None
         if self.order_log is not None:
-            details = name, like.dtype, sum_dtype, options
+            details = name, dtype, sum_dtype, options
             log = self.order_log.program(self.log_number, program, *details)
         # The tag depends on the operation and on its number: data of another shape, or left over
         # from a failure, matches no receive (gloo aborts on a receive that is too short).
         tag = identity ^ (self.operations * 0x9E3779B1)
-        running = Running(self, program, name, like.dtype, like.device, tag, log, sum_dtype)
+        running = Running(self, program, name, dtype, device, tag, log, sum_dtype)
         self._in_flight.add(running)
         return running
 
