@@ -172,12 +172,12 @@ class _AllGatherLinear(Call):
     def backward(self, grad: torch.Tensor) -> Tensors:
         shape = grad.shape[0] // self.transport.size, *grad.shape[1:-1], self.weight.shape[1]
         grad, early = grad.flatten(0, -2), self.take_early()
-        if early is not None:
-            x, running = early
-        else:
+        if early is None:
             (x,) = self.saved()
             x = None if x is None else x.flatten(0, -2)
             running = self._begin_backward(grad, grad.shape[0] // self.transport.size)
+        else:
+            x, running = early
         grad_x = grad.new_empty(shape) if self.needs[0] else None
         rows = None if grad_x is None else grad_x.flatten(0, -2)
         wgrad = self.weight_gradient()

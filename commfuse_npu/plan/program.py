@@ -116,6 +116,27 @@ class Program:
         return spans
 
     @cached_property
+    def partitions(self) -> dict[str, tuple[list[Span], list[int], list[Span]]]:
+        """By buffer: spans that cover it from row 0 on, the rows of each, and its other spans.
+
+        One call makes all views of the first ones.
+        """
+        partitions = {}
+        for buffer, spans in self.spans.items():
+            shortest: dict[int, Span] = {}
+            for span in spans:
+                if span.columns is None and span.times == 1 and span.rows:
+                    shortest[span.start] = min(span, shortest.get(span.start, span))
+            row, parts = 0, list[Span]()
+            while row in shortest:
+                parts.append(shortest[row])
+                row = parts[-1].stop
+            if len(parts) > 1:
+                others = set(spans) - set(parts)
+                partitions[buffer] = parts, [span.rows for span in parts], list(others)
+        return partitions
+
+    @cached_property
     def messages(self) -> frozenset[str]:
         """The buffers that transfers send from or receive into."""
         return frozenset(end.span.buffer for post in self.posts for _, end in post.ends)

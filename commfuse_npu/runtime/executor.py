@@ -285,7 +285,8 @@ class Running:
 
     def _bind(self, tensors: Mapping[str, torch.Tensor | None]) -> None:
         """Check tensors of the operation and create the views of the program's spans."""
-        views, spans, messages = self._views, self.program.spans, self.program.messages
+        program, views = self.program, self._views
+        messages, partitions = program.messages, program.partitions
         for buffer, tensor in tensors.items():
             if tensor is None:
                 continue
@@ -305,8 +306,15 @@ class Running:
                     )
                 if self._transport.lane_streams is not None:
                     self.transferred[tensor.untyped_storage().data_ptr()] = tensor
-            whole = 0, tensor.shape[0], None, 1
-            for span in spans.get(buffer, ()):
+            rows = tensor.shape[0]
+            spans = program.spans.get(buffer, ())
+            if buffer in partitions:
+                parts, sizes, others = partitions[buffer]
+                if parts[-1].stop == rows:
+                    views.update(zip(parts, tensor.split_with_sizes(sizes), strict=True))
+                    spans = others
+            whole = 0, rows, None, 1
+            for span in spans:
                 views[span] = tensor if span[1:5] == whole else view_of(tensor, span)
 
     def _take_scratch(self, *, late: bool) -> None:
