@@ -27,7 +27,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from functools import cache
 from itertools import count, zip_longest
-from typing import Any, Literal, get_args
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -36,9 +36,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from commfuse_npu.runtime.gather_objects import MissingRankError, Swap, gather_objects
 from commfuse_npu.runtime.order_log import OrderLog
 
-__all__ = ["Agreement", "Check", "MismatchError", "TransportError"]
-
-Check = Literal["first", "always"]
+__all__ = ["Agreement", "MismatchError", "TransportError"]
 
 Signature = tuple[tuple[str, Hashable], ...]
 """An operation: ``("operation", name)``, then ``(fact, value)`` pairs, equal on all ranks."""
@@ -77,12 +75,6 @@ def _check_before_steps() -> None:
     register_optimizer_step_pre_hook(check_all)
 
 
-def expect_check(check: str) -> None:
-    """Raise a ValueError unless ``check`` is one of :data:`Check`."""
-    if check not in get_args(Check):
-        raise ValueError(f"check {check!r} is unknown; choose {' or '.join(get_args(Check))}")
-
-
 class TransportError(RuntimeError):
     """A transfer failed or timed out.  The transport cannot be used any more."""
 
@@ -102,8 +94,6 @@ class Agreement:
         group: the process group of the ranks.
         control: a group of the same ranks for comparisons; a gloo group if there is one.
         timeout: for the answers of other ranks.
-        check: ``first`` compares a new operation at its first use, and the rest in
-            :meth:`check_digests`; ``always`` compares every operation before anything is sent.
 
     Attributes:
         ranks: global rank of each rank of the group.
@@ -115,13 +105,12 @@ class Agreement:
     """
 
     def __init__(
-        self, group: dist.ProcessGroup, control: dist.ProcessGroup, timeout: timedelta, check: Check
+        self, group: dist.ProcessGroup, control: dist.ProcessGroup, timeout: timedelta
     ) -> None:
         self.ranks: tuple[int, ...] = tuple(dist.get_process_group_ranks(group))
         self.rank = group.rank()
         self.size = group.size()
         self.timeout = timeout
-        self.check = check
         self.order_log: OrderLog | None = None
         self.log_number = 0
         self.before_comparing: Callable[[], None] = lambda: None
@@ -130,13 +119,12 @@ class Agreement:
         # Cache of Transport.begin: the number and the signature that were agreed on.
         self._begun: dict[Hashable, tuple[int, Signature]] = {}
         # Compared later: the number of operations begun, and their digest, below 2^63.
-        self._checks_later = self.size > 1 and check == "first"
         self._operation_count = self._digest = 0
         self._history: deque[Signature] = deque(maxlen=_HISTORY_LENGTH)
         # Only gloo: single messages on HCCL would open communicators in the middle of a forward.
         self._sends = dist.get_backend(control) == "gloo"
         self._sent: deque[Swap] = deque()
-        if self._checks_later:
+        if self.size > 1:
             _check_before_steps()
         self._number, self._world = next(_numbers), dist.group.WORLD
         self._broken: str | None = None
@@ -179,7 +167,7 @@ class Agreement:
         self.expect_unbroken()
         sizes = sizes or {}
         identity, signature = self._agreed_on(name, {**facts, **sizes}, sizes)
-        if self._checks_later:
+        if self.size > 1:
             self._enter(identity, signature)
         return identity
 
@@ -192,7 +180,7 @@ class Agreement:
             *signature[:1],
             *((fact, bool(value) if fact in sizes else value) for fact, value in facts.items()),
         )
-        if self.size > 1 and (kind not in self._agreed or self.check == "always"):
+        if self.size > 1 and kind not in self._agreed:
             self.before_comparing()
             self._compare(name, signature)
         if len(self._agreed) >= _MOST_AGREED and kind not in self._agreed:
@@ -275,7 +263,7 @@ class Agreement:
     def fail_wait(self, why: str, *left_over: object) -> TransportError:
         """After a failed wait: break the transport; the error names a difference between ranks."""
         difference = None
-        if self._checks_later and self._broken is None:
+        if self._broken is None:
             try:
                 difference = self._difference(_DIAGNOSIS_TIMEOUT, all_begun=False)
             except MissingRankError as error:

@@ -22,7 +22,7 @@ from commfuse_npu.kernels import kernels_for
 from commfuse_npu.plan import RankSpec, Schedule
 from commfuse_npu.plan.program import Program
 from commfuse_npu.plan.rules.rule import MOST_COMPILED, Rule
-from commfuse_npu.runtime.agreement import Agreement, Check, TransportError, expect_check
+from commfuse_npu.runtime.agreement import Agreement, TransportError
 from commfuse_npu.runtime.collective_transport import CollectiveTransport
 from commfuse_npu.runtime.collectives import device_backend
 from commfuse_npu.runtime.device_streams import LaneStreams
@@ -61,10 +61,9 @@ class Transport(Agreement):
         *,
         timeout: timedelta,
         batched: bool,
-        check: Check = "first",
     ) -> None:
         self.group = group
-        super().__init__(group, control, timeout, check)
+        super().__init__(group, control, timeout)
         self.batched = batched
         self.scratch = ScratchPool()
         self.blocked_seconds = 0.0
@@ -93,7 +92,6 @@ class Transport(Agreement):
         lanes: int | None = None,
         timeout: timedelta = timedelta(minutes=5),
         batched: bool | None = None,
-        check: Check = "first",
         lane_options: Any = None,
         order_log: OrderLog | None = None,
     ) -> Transport:
@@ -110,19 +108,16 @@ class Transport(Agreement):
             timeout: for waits (gloo) and for creating the lanes.
             batched: how to post; by default as the group's backend requires.  On HCCL it has to
                 be True; on gloo, True is for tests of the posts that HCCL gets.
-            check: when the ranks compare their operations, see :class:`.agreement.Agreement`.
             lane_options: ``pg_options`` of the lane groups, such as HCCL's buffer size.
             order_log: records the order of posts and waits; on all processes or on none.
 
         Raises:
             PlanError: lanes is not a positive whole number.
-            ValueError: unknown ``check``.
             MismatchError: the processes ask for different numbers of lanes.
             TransportError: a process failed to create a lane, or did not call this.  Raised on
                 every process, with the errors of all, after at most three times ``timeout``: one
                 for the lane, two for the processes that still wait in it.
         """
-        expect_check(check)
         if lanes is not None:
             Schedule(lanes=lanes)  # raises if it is not a valid number
         world = dist.group.WORLD
@@ -137,7 +132,7 @@ class Transport(Agreement):
         groups = agreed_groups(group, world, lanes, timeout)
         with all_or_none(world, timeout):
             channels, control = make_lanes(group, groups, lanes, timeout, lane_options)
-            transport = cls(group, channels, control, timeout=timeout, batched=batched, check=check)
+            transport = cls(group, channels, control, timeout=timeout, batched=batched)
             if order_log is not None:
                 transport.order_log = order_log
                 transport.log_number = order_log.transport(transport.ranks, batched)
@@ -213,7 +208,7 @@ class Transport(Agreement):
             )
         self.operations += 1
         key = program, name, dtype, sum_dtype, options
-        agreed = self._begun.get(key) if self.check == "first" else None
+        agreed = self._begun.get(key)
         if agreed is None:
             self._fits(program, name)
             sizes = {fact: value for fact, value in program.arguments.items() if type(value) is int}
@@ -228,7 +223,7 @@ class Transport(Agreement):
             agreed = self._agreed_on(name, facts, sizes)
             self._remember(key, agreed)
         identity, signature = agreed
-        if self._checks_later:
+        if self.size > 1:
             self._enter(identity, signature)
         log = None
         if self.order_log is not None:

@@ -150,14 +150,6 @@ def test_ranks_that_never_check_learn_it_two_intervals_later(ranks) -> None:
 
 
 @on_ranks(2)
-def test_always_compares_everything_before_it_is_sent(rank: int) -> None:
-    transport = link(check="always")
-    layer(transport, 4)
-    with pytest.raises(MismatchError, match=r"rows: . here, . there\. Nothing was sent"):
-        layer(transport, 4 + rank)
-
-
-@on_ranks(2)
 def test_a_size_of_zero_is_another_operation(rank: int) -> None:
     """A size of 0 skips part of the work, so the ranks compare it before anything is sent."""
     transport = link()
