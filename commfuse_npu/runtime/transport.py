@@ -236,11 +236,6 @@ class Transport(Agreement):
         self._in_flight.add(running)
         return running
 
-    @property
-    def under_way(self) -> bool:
-        """Whether a program has begun and not finished."""
-        return bool(self._in_flight)
-
     def expect_one_thread(self, name: str) -> None:
         """Raise a TransportError if another thread is executing a program.
 
