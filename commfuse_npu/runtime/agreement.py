@@ -128,7 +128,7 @@ class Agreement:
 
     def agree(
         self, name: str, sizes: Mapping[str, Hashable] | None = None, **facts: Hashable
-    ) -> int:
+    ) -> None:
         """Agree with the other ranks on an operation, before anything of it is posted.
 
         All ranks run the same operations in the same order, so a combination of facts is new on all
@@ -138,24 +138,23 @@ class Agreement:
         Args:
             sizes: lengths, which may differ between calls.  Whether a size is 0 counts as a fact.
 
-        Returns:
-            A number that identifies the operation with its facts and sizes, equal on every rank.
-
         Raises:
             MismatchError: another rank calls a different operation.
             TransportError: a rank did not answer in time, or the transport is broken.
         """
         self.expect_unbroken()
         sizes = sizes or {}
-        identity, signature = self._agreed_on(name, {**facts, **sizes}, sizes)
-        if self.size > 1:
-            self._enter(identity, signature)
-        return identity
+        self._enter(*self._agreed_on(name, {**facts, **sizes}, sizes))
 
     def _agreed_on(
         self, name: str, facts: Mapping[str, Hashable], sizes: Mapping[str, Hashable]
     ) -> tuple[int, Signature]:
-        """Compare facts, sizes included, with the other ranks if the combination is new."""
+        """Compare facts, sizes included, with the other ranks if the combination is new.
+
+        Returns:
+            A number that identifies the operation with its facts and sizes, equal on every rank;
+            and these facts.
+        """
         signature = (("operation", name), *facts.items())
         kind = (
             *signature[:1],
@@ -173,6 +172,8 @@ class Agreement:
 
     def _enter(self, identity: int, signature: Signature) -> None:
         """Add an operation to the digest."""
+        if self.size == 1:
+            return
         _unchecked.add(self)
         self._operation_count += 1
         self._digest = (self._digest * 6364136223846793005 + identity) & 0x7FFFFFFFFFFFFFFF

@@ -210,7 +210,11 @@ class Transport(Agreement):
         key = program, name, dtype, sum_dtype, options
         agreed = self._begun.get(key)
         if agreed is None:
-            self._fits(program, name)
+            if program.lanes > self.lanes:
+                raise ValueError(
+                    f"{name}: the program uses {program.lanes} lanes, the transport has "
+                    f"{self.lanes}; create it with lanes={program.lanes} or plan with fewer"
+                )
             sizes = {fact: value for fact, value in program.arguments.items() if type(value) is int}
             facts = {
                 "path": program.rule[0],
@@ -222,16 +226,14 @@ class Transport(Agreement):
             }
             agreed = self._agreed_on(name, facts, sizes)
             self._remember(key, agreed)
-        identity, signature = agreed
-        if self.size > 1:
-            self._enter(identity, signature)
+        self._enter(*agreed)
         log = None
         if self.order_log is not None:
             details = name, dtype, sum_dtype, options
             log = self.order_log.program(self.log_number, program, *details)
         # The tag depends on the operation and on its number: data of another shape, or left over
         # from a failure, matches no receive (gloo aborts on a receive that is too short).
-        tag = identity ^ (self.operations * 0x9E3779B1)
+        tag = agreed[0] ^ (self.operations * 0x9E3779B1)
         running = Running(self, program, name, dtype, device, tag, log, sum_dtype)
         self._in_flight.add(running)
         return running
@@ -268,13 +270,6 @@ class Transport(Agreement):
     def suspend(self, running: Running) -> None:
         """A program has reached its ``ahead_end``; any thread may continue it."""
         self._active.discard(running)
-
-    def _fits(self, program: Program, name: str) -> None:
-        if program.lanes > self.lanes:
-            raise ValueError(
-                f"{name}: the program uses {program.lanes} lanes, the transport has {self.lanes}; "
-                f"create it with lanes={program.lanes} or plan with fewer"
-            )
 
     def spec(self, schedule: Schedule) -> RankSpec:
         """What this rank's programs are compiled for; default lanes are limited to these lanes."""
