@@ -46,12 +46,15 @@ if TYPE_CHECKING:
     from commfuse_npu.runtime.order_log import Entry
     from commfuse_npu.runtime.transport import Transport
 
-__all__ = ["Running", "Work"]
+__all__ = ["Running", "Work", "post_receive", "post_send"]
 
 _LARGEST_TAG = 0x7FFFFFFF
 
-# What dist.isend and dist.irecv call; peers are ranks of the group.
-_send, _receive = dist.ProcessGroup.send, dist.ProcessGroup.recv
+post_send: Callable[..., Any] = dist.ProcessGroup.send
+"""What ``dist.isend`` calls, without its checks: ``(group, tensors, rank in the group, tag)``."""
+
+post_receive: Callable[..., Any] = dist.ProcessGroup.recv
+"""What ``dist.irecv`` calls; see :data:`post_send`."""
 
 Work = Callable[..., object]
 """The function that a :class:`~commfuse_npu.plan.instructions.Compute` instruction calls: with its
@@ -194,11 +197,11 @@ class Running:
                     if receive is None:
                         (step, lane, _, target, _), span = send
                         number = (tag + step) & _LARGEST_TAG
-                        posted[at] = [_send(lanes[lane], [views[span]], target, number)]
+                        posted[at] = [post_send(lanes[lane], [views[span]], target, number)]
                     elif send is None:
                         (step, lane, source, _, _), span = receive
                         number = (tag + step) & _LARGEST_TAG
-                        posted[at] = [_receive(lanes[lane], [views[span]], source, number)]
+                        posted[at] = [post_receive(lanes[lane], [views[span]], source, number)]
                     else:
                         posted[at] = self._batch(send, receive)
                 elif kind in _LIGHT:

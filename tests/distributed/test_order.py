@@ -87,8 +87,8 @@ def recorded(rank: int, op: str, chunks: int, wgrad: str) -> None:
         return noted
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(executor, "_send", noting("send", executor._send))
-        patch.setattr(executor, "_receive", noting("receive", executor._receive))
+        patch.setattr(executor, "post_send", noting("send", executor.post_send))
+        patch.setattr(executor, "post_receive", noting("receive", executor.post_receive))
         watch_calls(patch, Transport, "begin", lambda _, program, *__: programs.append(program))
         called(link, op, options)
     expected = [event for program in programs for event in planned(program)]

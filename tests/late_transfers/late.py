@@ -43,8 +43,8 @@ def install() -> None:
     Transport.create = classmethod(batched)  # type: ignore[assignment, method-assign]
     dist.batch_isend_irecv = _late_batch
     dist.isend, dist.irecv = partial(_late_single, True), partial(_late_single, False)
-    executor._send = partial(_late_post, True)  # type: ignore[assignment]
-    executor._receive = partial(_late_post, False)  # type: ignore[assignment]
+    executor.post_send = partial(_late_post, True)
+    executor.post_receive = partial(_late_post, False)
     originals = {dist.isend: _isend, dist.irecv: _irecv}
     dist.P2POp = lambda op, *args: _operation(originals.get(op, op), *args)  # type: ignore[assignment, misc]
     collectives._all_gather = _late_collective(collectives._all_gather)
