@@ -26,8 +26,7 @@ same order, so these numbers are equal on all ranks.  A rank waits for a transfe
 1. in a wait, which finishes the buckets in the order of starts and their steps in rising order.  If
    scratch memory is too small for a whole bucket, a step is posted after an earlier one is added;
 2. before the ranks compare options that are new: they first finish all buckets in flight, so no
-   rank waits in the comparison while others need its transfers.  For digests of operations
-   (:mod:`commfuse_npu.runtime.agreement`) a rank waits only with nothing in flight.
+   rank waits in the comparison while others need its transfers.
 
 Take the transfer with the lowest number that is not finished.  All lower ones are finished, so both
 of its ends are posted, or will be when their ranks get to a wait: no rank waits for a lower number,

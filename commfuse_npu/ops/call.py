@@ -65,8 +65,6 @@ class Call:
         needs: for each tensor argument, whether it needs a gradient.
         weight: the weight, if there is one.  It does not go through saved-tensor hooks (activation
             swapping), which return another tensor without Megatron's ``main_grad``.
-        saved: returns the tensors that the forward saved.  Call it once per backward: a second call
-            is an error with activation checkpointing.
     """
 
     weight_at: ClassVar[int] = 1
@@ -74,7 +72,8 @@ class Call:
 
     needs: Sequence[bool] = ()
     weight: Any
-    saved: Callable[[], Any]
+    context: Callable[[], Any]
+    """The autograd context; a weak reference, so that it is freed with the graph."""
 
     def __init__(
         self,
@@ -90,6 +89,13 @@ class Call:
             transport = _by_collectives(name, like, transport, rows)
         self.name, self.transport, self.options = name, transport, options
         self.schedule = self.backward_schedule = options.schedule
+
+    def saved(self) -> Any:
+        """The tensors that the forward saved.
+
+        Call it once per backward: a second call is an error with activation checkpointing.
+        """
+        return self.context().saved_tensors
 
     def forward(self, *tensors: Any) -> tuple[torch.Tensor, Tensors]:
         """Return the result, and the tensors to save for the backward."""
@@ -151,9 +157,7 @@ class _Differentiable(torch.autograd.Function):
         call.needs = call.needs or ctx.needs_input_grad[1:]
         y, saved = call.forward(*tensors)
         ctx.save_for_backward(*saved)
-        context: Any = weakref.ref(ctx)
-        ctx.call = call
-        call.saved = lambda: context().saved_tensors
+        ctx.call, call.context = call, weakref.ref(ctx)
         call.weight = tensors[call.weight_at]
         ctx.version = _version_of(call.weight)
         return y

@@ -45,6 +45,7 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import dataclass, field
+from math import prod
 
 import torch
 
@@ -114,14 +115,12 @@ def all_gather_linear(
     """
     name = "all_gather_linear"
     x, weight, bias = check_and_cast(name, x, weight, bias, transport, options)
-    flat = x.flatten(0, -2)
-    call = _AllGatherLinear(name, transport, options, x, rows=flat.shape[0])
+    call = _AllGatherLinear(name, transport, options, x, rows=prod(x.shape[:-1]))
     if options.tuning is not None and isinstance(call.transport, Transport):
-        choose_schedules(call, COLUMN, flat, weight, bias)
+        choose_schedules(call, COLUMN, x, weight, bias)
     elif options.collectives_from is not None and weight.shape[0] >= options.collectives_from:
         call.backward_schedule = None
-    y = call(flat, weight, bias)
-    return y.view(x.shape[0] * transport.size, *x.shape[1:-1], weight.shape[0])
+    return call(x, weight, bias)
 
 
 class _AllGatherLinear(Call):
@@ -134,11 +133,11 @@ class _AllGatherLinear(Call):
     def forward(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> tuple[torch.Tensor, Tensors]:
-        x, needs_weight = x.contiguous(), self.needs[1]
-        (rows, inputs), outputs = x.shape, weight.shape[0]
-        y = x.new_empty((rows * self.transport.size, outputs))
-        running = self.begin(gather_gemm, rows, inputs, outputs, None, 0, like=x)
-        running.run(shard=x, weight=weight.t(), out=y)
+        x, needs_weight, outputs = x.contiguous(), self.needs[1], weight.shape[0]
+        y = x.new_empty((x.shape[0] * self.transport.size, *x.shape[1:-1], outputs))
+        shard = x.flatten(0, -2)
+        running = self.begin(gather_gemm, *shard.shape, outputs, None, 0, like=x)
+        running.run(shard=shard, weight=weight.t(), out=y.flatten(0, -2))
         if bias is not None:
             y.add_(bias)
         if needs_weight and self.backward_schedule is not None:
@@ -155,7 +154,7 @@ class _AllGatherLinear(Call):
         """Begin the backward and post the gather of the input; nothing if that was done before."""
         if self.over or self.early is not None:
             return
-        (x,) = self.saved()
+        x = self.saved()[0].flatten(0, -2)
         running = self._begin_backward(x, x.shape[0])
         # With x, because saved() may be called only once.
         self.early = x, running
@@ -171,16 +170,18 @@ class _AllGatherLinear(Call):
         return early
 
     def backward(self, grad: torch.Tensor) -> Tensors:
-        rows, early = grad.shape[0] // self.transport.size, self.take_early()
-        if early is not None:
-            x, running = early
-        else:
+        shape = grad.shape[0] // self.transport.size, *grad.shape[1:-1], self.weight.shape[1]
+        grad, early = grad.flatten(0, -2), self.take_early()
+        if early is None:
             (x,) = self.saved()
-            running = self._begin_backward(grad, rows)
-        grad_x = grad.new_empty((rows, self.weight.shape[1])) if self.needs[0] else None
+            x = None if x is None else x.flatten(0, -2)
+            running = self._begin_backward(grad, grad.shape[0] // self.transport.size)
+        else:
+            x, running = early
+        grad_x = grad.new_empty(shape) if self.needs[0] else None
+        rows = None if grad_x is None else grad_x.flatten(0, -2)
         wgrad = self.weight_gradient()
-        works = {"wgrad": wgrad.add}
-        running.run(works, grad=grad, weight=self.weight, x=x, grad_x=grad_x)
+        running.run({"wgrad": wgrad.add}, grad=grad, weight=self.weight, x=x, grad_x=rows)
         grad_bias = grad.sum(dim=0) if self.needs[2] else None
         return grad_x, wgrad.result(), grad_bias
 
@@ -256,12 +257,10 @@ def linear_reduce_scatter(
     name = "linear_reduce_scatter"
     x, weight, bias = check_and_cast(name, x, weight, bias, transport, options)
     check_sequence(name, x.shape[0], transport.size, ", or use linear_all_reduce")
-    flat = x.flatten(0, -2)
-    call = _LinearReduceScatter(name, transport, options, x, rows=flat.shape[0])
+    call = _LinearReduceScatter(name, transport, options, x, rows=prod(x.shape[:-1]))
     if options.tuning is not None and isinstance(call.transport, Transport):
-        choose_schedules(call, ROW, flat, weight, bias)
-    y = call(flat, weight)
-    y = y.view(x.shape[0] // transport.size, *x.shape[1:-1], weight.shape[0])
+        choose_schedules(call, ROW, x, weight, bias)
+    y = call(x, weight)
     return y if bias is None else y + bias
 
 
@@ -271,32 +270,35 @@ class _LinearReduceScatter(Call):
     before the last GEMM of its weight gradient."""
 
     def forward(self, x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, Tensors]:
-        x = x.contiguous()
-        rows, (outputs, inputs) = x.shape[0] // self.transport.size, weight.shape
-        y, sums = x.new_empty((rows, outputs)), self.options.reduce_dtype
-        running = self.begin(gemm_scatter, rows, inputs, outputs, like=x, sum_dtype=sums)
-        running.run(a=x, weight=weight.t(), out=y)
+        x, (outputs, inputs), sums = x.contiguous(), weight.shape, self.options.reduce_dtype
+        y = x.new_empty((x.shape[0] // self.transport.size, *x.shape[1:-1], outputs))
+        out = y.flatten(0, -2)
+        running = self.begin(gemm_scatter, out.shape[0], inputs, outputs, like=x, sum_dtype=sums)
+        running.run(a=x.flatten(0, -2), weight=weight.t(), out=out)
         if any(self.needs):
             pairs = _Pairs.of(self.transport)
             self.column, pairs.last = pairs.last, None
         return y, (x if self.needs[1] else None,)
 
     def backward(self, grad: torch.Tensor) -> Tensors:
-        (x,), weight, out = self.saved(), self.weight, None
-        outputs, inputs = weight.shape
+        (x,), weight = self.saved(), self.weight
+        (outputs, inputs), shard = weight.shape, grad.flatten(0, -2)
+        grad_x = out = None
         if self.needs[0]:
-            out = grad.new_empty((grad.shape[0] * self.transport.size, inputs))
+            shape = grad.shape[0] * self.transport.size, *grad.shape[1:-1], inputs
+            grad_x = grad.new_empty(shape)
+            out = grad_x.flatten(0, -2)
         by_blocks = self.options.wgrad == "blocks" and self.backward_schedule is not None
         wgrad = self.weight_gradient(blocks=by_blocks)
         mode = ("blocks" if by_blocks else "whole") if wgrad.needed else None
-        arguments = grad.shape[0], outputs, inputs if self.needs[0] else 0, mode, inputs
+        arguments = shard.shape[0], outputs, inputs if self.needs[0] else 0, mode, inputs
         running = self.begin(gather_gemm, *arguments, like=grad, backward=True)
         column = None if self.column is None else self.column()
         if column is not None and isinstance(running, Running):
             running.before_last = {"wgrad": column.gather_early}
-        works = {"wgrad": wgrad.add}
-        running.run(works, shard=grad, weight=weight, out=out, other=x)
-        return out, wgrad.result()
+        other = None if x is None else x.flatten(0, -2)
+        running.run({"wgrad": wgrad.add}, shard=shard, weight=weight, out=out, other=other)
+        return grad_x, wgrad.result()
 
 
 # ------------------------------------------------------------------- all-reduce

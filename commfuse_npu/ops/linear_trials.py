@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
+from math import prod
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ def choose_schedules(
     options, transport, (outputs, inputs) = call.options, call.transport, weight.shape
     assert isinstance(transport, Transport)
     column = layer == COLUMN
-    rows = x.shape[0] if column else x.shape[0] // transport.size
+    rows = prod(x.shape[:-1]) // (1 if column else transport.size)
     needs_grad = torch.is_grad_enabled() and any(
         tensor is not None and tensor.requires_grad for tensor in (x, weight, bias)
     )

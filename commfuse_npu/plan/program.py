@@ -23,6 +23,7 @@ from commfuse_npu.plan.instructions import (
     Post,
     Span,
     Transfer,
+    Wait,
     accesses,
     line,
 )
@@ -115,6 +116,27 @@ class Program:
         return spans
 
     @cached_property
+    def partitions(self) -> dict[str, tuple[list[Span], list[int], list[Span]]]:
+        """By buffer: spans that cover it from row 0 on, the rows of each, and its other spans.
+
+        One call makes all views of the first ones.
+        """
+        partitions = {}
+        for buffer, spans in self.spans.items():
+            shortest: dict[int, Span] = {}
+            for span in spans:
+                if span.columns is None and span.times == 1 and span.rows:
+                    shortest[span.start] = min(span, shortest.get(span.start, span))
+            row, parts = 0, list[Span]()
+            while row in shortest:
+                parts.append(shortest[row])
+                row = parts[-1].stop
+            if len(parts) > 1:
+                others = set(spans) - set(parts)
+                partitions[buffer] = parts, [span.rows for span in parts], list(others)
+        return partitions
+
+    @cached_property
     def messages(self) -> frozenset[str]:
         """The buffers that transfers send from or receive into."""
         return frozenset(end.span.buffer for post in self.posts for _, end in post.ends)
@@ -123,6 +145,27 @@ class Program:
     def lanes(self) -> int:
         """Number of lanes that it uses."""
         return 1 + max((send.lane for send, _ in self.transfers.values()), default=-1)
+
+    @cached_property
+    def awaited(self) -> dict[int, dict[int, tuple[str, int]]]:
+        """By index of each :class:`Wait`: the posts that it waits for, with the end of each.
+
+        A stream waits for a post once, which completes both ends of a batch.
+        """
+        posted: dict[tuple[str, int], int] = {}
+        awaited: dict[int, dict[int, tuple[str, int]]] = {}
+        complete: set[tuple[int, bool]] = set()
+        for at, instruction in enumerate(self.code):
+            if isinstance(instruction, Post | Collective):
+                posted |= {(way, end.transfer.step): at for way, end in instruction.ends}
+            elif isinstance(instruction, Wait):
+                awaited[at] = {}
+                for end in instruction.ends:
+                    post = posted[end]
+                    if (post, instruction.on_side_stream) not in complete:
+                        complete.add((post, instruction.on_side_stream))
+                        awaited[at][post] = end
+        return awaited
 
     @cached_property
     def ahead_end(self) -> int:

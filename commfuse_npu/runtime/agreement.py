@@ -5,21 +5,12 @@ and options before they send anything of its first use.  Before an optimizer cha
 compare all operations begun, with their sizes.  An error names rank, peer, operation and step.  It
 is permanent, because the remaining transfers can no longer be matched.
 
-Each operation begun updates a digest.  On gloo, a rank sends the digest of every interval of
-operations to the other ranks, and compares theirs at the end of the next interval, when they have
-arrived.  With transfers in flight it does not compare, because another rank may need these
-transfers before it sends its digest::
-
-    begun    | interval 0     | interval 1     | interval 2     | step of the optimizer
-    sent     |                | 0              | 1              | 2, and the last operations
-    compared |                |                | 0              | 1, 2, and the last operations
-
-The last operations are kept in full, for error messages that show the difference.
+Each operation begun updates a digest, which the ranks compare before that step.  The last
+operations are kept in full, for error messages that show the difference.
 """
 
 from __future__ import annotations
 
-import time
 import zlib
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Mapping
@@ -27,18 +18,15 @@ from contextlib import contextmanager
 from datetime import timedelta
 from functools import cache
 from itertools import count, zip_longest
-from typing import Any, Literal, get_args
+from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from commfuse_npu.runtime.gather_objects import MissingRankError, Swap, gather_objects
+from commfuse_npu.runtime.gather_objects import MissingRankError, gather_objects
 from commfuse_npu.runtime.order_log import OrderLog
 
-__all__ = ["Agreement", "Check", "MismatchError", "TransportError"]
-
-Check = Literal["first", "always"]
+__all__ = ["Agreement", "MismatchError", "TransportError"]
 
 Signature = tuple[tuple[str, Hashable], ...]
 """An operation: ``("operation", name)``, then ``(fact, value)`` pairs, equal on all ranks."""
@@ -52,10 +40,9 @@ _MOST_BEGUN = 512
 _DIAGNOSIS_TIMEOUT = timedelta(seconds=2)
 """After a failed wait: timeout for the other ranks' operations, to report the first difference."""
 
-_DIGEST_INTERVAL = 256
-_HISTORY_LENGTH = 4 * _DIGEST_INTERVAL
-_DIGESTS, _HISTORIES = 1, 2
-"""Message tags of digests and of full lists of operations; other comparisons use tag 0."""
+_HISTORY_LENGTH = 1024
+_HISTORIES = 1
+"""Message tag of full lists of operations; other comparisons use tag 0."""
 
 _numbers = count()
 _unchecked: set[Agreement] = set()
@@ -77,12 +64,6 @@ def _check_before_steps() -> None:
     register_optimizer_step_pre_hook(check_all)
 
 
-def expect_check(check: str) -> None:
-    """Raise a ValueError unless ``check`` is one of :data:`Check`."""
-    if check not in get_args(Check):
-        raise ValueError(f"check {check!r} is unknown; choose {' or '.join(get_args(Check))}")
-
-
 class TransportError(RuntimeError):
     """A transfer failed or timed out.  The transport cannot be used any more."""
 
@@ -102,8 +83,6 @@ class Agreement:
         group: the process group of the ranks.
         control: a group of the same ranks for comparisons; a gloo group if there is one.
         timeout: for the answers of other ranks.
-        check: ``first`` compares a new operation at its first use, and the rest in
-            :meth:`check_digests`; ``always`` compares every operation before anything is sent.
 
     Attributes:
         ranks: global rank of each rank of the group.
@@ -115,13 +94,12 @@ class Agreement:
     """
 
     def __init__(
-        self, group: dist.ProcessGroup, control: dist.ProcessGroup, timeout: timedelta, check: Check
+        self, group: dist.ProcessGroup, control: dist.ProcessGroup, timeout: timedelta
     ) -> None:
         self.ranks: tuple[int, ...] = tuple(dist.get_process_group_ranks(group))
         self.rank = group.rank()
         self.size = group.size()
         self.timeout = timeout
-        self.check = check
         self.order_log: OrderLog | None = None
         self.log_number = 0
         self.before_comparing: Callable[[], None] = lambda: None
@@ -130,13 +108,9 @@ class Agreement:
         # Cache of Transport.begin: the number and the signature that were agreed on.
         self._begun: dict[Hashable, tuple[int, Signature]] = {}
         # Compared later: the number of operations begun, and their digest, below 2^63.
-        self._checks_later = self.size > 1 and check == "first"
         self._operation_count = self._digest = 0
         self._history: deque[Signature] = deque(maxlen=_HISTORY_LENGTH)
-        # Only gloo: single messages on HCCL would open communicators in the middle of a forward.
-        self._sends = dist.get_backend(control) == "gloo"
-        self._sent: deque[Swap] = deque()
-        if self._checks_later:
+        if self.size > 1:
             _check_before_steps()
         self._number, self._world = next(_numbers), dist.group.WORLD
         self._broken: str | None = None
@@ -152,14 +126,9 @@ class Agreement:
         if self._broken is not None:
             raise self.error()
 
-    @property
-    def under_way(self) -> bool:
-        """Whether transfers are in flight for which other ranks may wait."""
-        return False
-
     def agree(
         self, name: str, sizes: Mapping[str, Hashable] | None = None, **facts: Hashable
-    ) -> int:
+    ) -> None:
         """Agree with the other ranks on an operation, before anything of it is posted.
 
         All ranks run the same operations in the same order, so a combination of facts is new on all
@@ -169,30 +138,29 @@ class Agreement:
         Args:
             sizes: lengths, which may differ between calls.  Whether a size is 0 counts as a fact.
 
-        Returns:
-            A number that identifies the operation with its facts and sizes, equal on every rank.
-
         Raises:
             MismatchError: another rank calls a different operation.
             TransportError: a rank did not answer in time, or the transport is broken.
         """
         self.expect_unbroken()
         sizes = sizes or {}
-        identity, signature = self._agreed_on(name, {**facts, **sizes}, sizes)
-        if self._checks_later:
-            self._enter(identity, signature)
-        return identity
+        self._enter(*self._agreed_on(name, {**facts, **sizes}, sizes))
 
     def _agreed_on(
         self, name: str, facts: Mapping[str, Hashable], sizes: Mapping[str, Hashable]
     ) -> tuple[int, Signature]:
-        """Compare facts, sizes included, with the other ranks if the combination is new."""
+        """Compare facts, sizes included, with the other ranks if the combination is new.
+
+        Returns:
+            A number that identifies the operation with its facts and sizes, equal on every rank;
+            and these facts.
+        """
         signature = (("operation", name), *facts.items())
         kind = (
             *signature[:1],
             *((fact, bool(value) if fact in sizes else value) for fact, value in facts.items()),
         )
-        if self.size > 1 and (kind not in self._agreed or self.check == "always"):
+        if self.size > 1 and kind not in self._agreed:
             self.before_comparing()
             self._compare(name, signature)
         if len(self._agreed) >= _MOST_AGREED and kind not in self._agreed:
@@ -203,33 +171,13 @@ class Agreement:
         return zlib.crc32(repr(signature).encode()), signature
 
     def _enter(self, identity: int, signature: Signature) -> None:
-        """Add an operation to the digest; at the end of an interval, exchange digests (gloo)."""
+        """Add an operation to the digest."""
+        if self.size == 1:
+            return
         _unchecked.add(self)
         self._operation_count += 1
         self._digest = (self._digest * 6364136223846793005 + identity) & 0x7FFFFFFFFFFFFFFF
         self._history.append(signature)
-        is_over = not self._operation_count % _DIGEST_INTERVAL
-        if not self._sends or not (is_over or len(self._sent) > 1):
-            return
-        with self._with_others("what was begun"):
-            if is_over:
-                digest = torch.tensor([self._operation_count, self._digest])
-                peers = (peer for peer in range(self.size) if peer != self.rank)
-                digests = {peer: torch.empty_like(digest) for peer in peers}
-                self._sent.append(Swap(digest, digests, self._control, _DIGESTS))
-            # A rank that waits for a transfer in flight here may not have sent its digest yet.
-            same = self.under_way or self._same_digests(but=1)
-        if not same:
-            self._diverged()
-
-    def _same_digests(self, but: int = 0) -> bool:
-        """Wait for all digests except the last ``but`` sent; whether all ranks have the same."""
-        end = time.monotonic() + self.timeout.total_seconds()
-        while len(self._sent) > but:
-            sent = self._sent.popleft()
-            if any(not torch.equal(sent.tensor, other) for other in sent.wait(end).values()):
-                return False
-        return True
 
     def _remember(self, key: Hashable, agreed: tuple[int, Signature]) -> None:
         if len(self._begun) >= _MOST_BEGUN:
@@ -257,25 +205,19 @@ class Agreement:
             return
         state = self._operation_count, self._digest
         if any(other != state for other in self.share("what was begun", state)):
-            self._diverged()
-        with self._with_others("what was begun"):
-            self._same_digests()
+            with self._with_others("what was begun"):
+                difference = self._difference(self.timeout, all_begun=True)
+            self.fail(
+                difference or "the ranks diverged earlier than the operations that they still hold"
+            )
+            raise self.error(MismatchError)
         self._history.clear()
         _unchecked.discard(self)
-
-    def _diverged(self) -> None:
-        """Break the transport and raise, naming the first operation that differs between ranks."""
-        with self._with_others("what was begun"):
-            difference = self._difference(self.timeout, all_begun=True)
-        self.fail(
-            difference or "the ranks diverged earlier than the operations that they still hold"
-        )
-        raise self.error(MismatchError)
 
     def fail_wait(self, why: str, *left_over: object) -> TransportError:
         """After a failed wait: break the transport; the error names a difference between ranks."""
         difference = None
-        if self._checks_later and self._broken is None:
+        if self._broken is None:
             try:
                 difference = self._difference(_DIAGNOSIS_TIMEOUT, all_begun=False)
             except MissingRankError as error:

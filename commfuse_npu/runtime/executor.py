@@ -30,6 +30,7 @@ from commfuse_npu.plan.instructions import (
     Collective,
     Compute,
     Copy,
+    End,
     Post,
     RecordEvent,
     Span,
@@ -45,7 +46,15 @@ if TYPE_CHECKING:
     from commfuse_npu.runtime.order_log import Entry
     from commfuse_npu.runtime.transport import Transport
 
-__all__ = ["Running", "Work"]
+__all__ = ["Running", "Work", "post_receive", "post_send"]
+
+_LARGEST_TAG = 0x7FFFFFFF
+
+post_send: Callable[..., Any] = dist.ProcessGroup.send
+"""What ``dist.isend`` calls, without its checks: ``(group, tensors, rank in the group, tag)``."""
+
+post_receive: Callable[..., Any] = dist.ProcessGroup.recv
+"""What ``dist.irecv`` calls; see :data:`post_send`."""
 
 Work = Callable[..., object]
 """The function that a :class:`~commfuse_npu.plan.instructions.Compute` instruction calls: with its
@@ -67,6 +76,9 @@ class Running:
             transport has to call ``erase_stream`` on them; else empty.
     """
 
+    done = False
+    before_last: Mapping[str, Callable[[], None]] = {}
+
     def __init__(
         self,
         transport: Transport,
@@ -78,28 +90,18 @@ class Running:
         log: Entry | None,
         sum_dtype: torch.dtype | None,
     ) -> None:
-        self.name = name
-        self.program = program
-        self.done = False
-        self.before_last: Mapping[str, Callable[[], None]] = {}
-        self._transport = transport
-        self._dtype = dtype
-        self._device = device
-        self._tag = tag
-        self._log = log
+        self.name, self.program = name, program
+        self._transport, self._tag, self._log = transport, tag, log
+        self._dtype, self._device = dtype, device
         self._sum_dtype = None if sum_dtype == dtype else sum_dtype
-        self._kernels = transport.kernels
         self._at = 0
         self._views: dict[Span, torch.Tensor] = {}
         self._arenas: list[Arena] = []
         self.transferred: dict[int, torch.Tensor] = {}
-        self._second = side_stream(device)
+        self._second = side_stream(device) if program.batched else None
         self._events: dict[int, Any] = {}
-        # ``(id of the entry, side stream?)``; a batch is one entry in both dictionaries below.
-        self._waited: set[tuple[int, bool]] = set()
-        # By step: [works, tensors...] until waited for, then [()].
-        self._receives: dict[int, list[Any]] = {}
-        self._sends: dict[int, list[Any]] = {}
+        # The works of each post, by its index.
+        self._posted: dict[int, Sequence[Any]] = {}
         self._take_scratch(late=False)
 
     @property
@@ -129,10 +131,11 @@ class Running:
             ValueError: a tensor has the wrong shape, dtype, device or strides.
             TransportError: a transfer failed, here or before; or another thread uses the transport.
         """
-        self._transport.resume(self)
-        works = {"gemm": self._kernels.gemm_into, **(works or {})}
+        transport, program = self._transport, self.program
+        transport.resume(self)
+        works = {"gemm": transport.kernels.gemm_into, **(works or {})}
         try:
-            if self.program.late and not ahead:
+            if program.late and not ahead:
                 self._take_scratch(late=True)
             self._bind(tensors)
         except BaseException as error:
@@ -140,19 +143,19 @@ class Running:
             raise
         try:
             with _RecordFunctionFast(f"CommFuse: {self.name}"):
-                self._go_on(works, self.program.ahead_end if ahead else len(self.program.code))
+                self._go_on(works, program.ahead_end if ahead else len(program.code))
         except BaseException as error:
-            post = self.program.code[self._at] if self._at < len(self.program.code) else None
+            post = program.code[self._at] if self._at < len(program.code) else None
             if isinstance(post, Post | Collective) and isinstance(error, RuntimeError):
                 # A connection known to be closed fails when posting, not only in the wait.
-                self._transport.fail(f"{self._what(post.transfer.step)}: {error}", self)
-                raise self._transport.error() from error
+                transport.fail(f"{self._what(post.transfer.step)}: {error}", self)
+                raise transport.error() from error
             self._failed(error)
             raise
-        if self._at == len(self.program.code) and not self.done:
+        if self._at == len(program.code) and not self.done:
             self._finish()
         else:
-            self._transport.suspend(self)
+            transport.suspend(self)
 
     def drain(self, **tensors: torch.Tensor) -> None:
         """Complete the transfers of an abandoned operation and skip its work; called on all ranks.
@@ -167,132 +170,116 @@ class Running:
 
     def _go_on(self, works: Mapping[str, Work | None], end: int) -> None:
         """Execute the instructions up to the index ``end``."""
-        ranks, lanes = self._transport.ranks, self._transport.lane_groups
-        batch, operation, isend, irecv = dist.batch_isend_irecv, dist.P2POp, dist.isend, dist.irecv
-        views, sends, receives = self._views, self._sends, self._receives
-        view, second, log = views.__getitem__, self._second, self._log
-        # Instructions that may run on the side stream.
-        light: dict[type, Callable[..., None]] = {
-            Wait: self._wait,
-            Add: self._add,
-            Copy: self._copy,
-        }
-        code: Sequence[Any] = self.program.code
-        for at in range(self._at, end):
+        program, views, posted = self.program, self._views, self._posted
+        lanes, tag, view = self._transport.lane_groups, self._tag, views.__getitem__
+        log, second, before_last = self._log, self._second, self.before_last
+        code: Sequence[Any] = program.code
+        at = self._at
+        try:
+            for at in range(self._at, end):
+                instruction = code[at]
+                kind = type(instruction)
+                if log is not None and kind in (Post, Collective, Wait):
+                    log("at", at)
+                if kind is Compute:
+                    work, outs, ins, run = instruction
+                    if before_last and program.last_of[work] == at and work in before_last:
+                        before_last[work]()
+                    function = works[work]
+                    if function is None:  # in drain(), where some buffers are not bound
+                        continue
+                    if run is None:
+                        function(*map(view, outs + ins))
+                    else:
+                        function(*map(view, outs + ins), run)
+                elif kind is Post:
+                    send, receive = instruction
+                    if receive is None:
+                        (step, lane, _, target, _), span = send
+                        number = (tag + step) & _LARGEST_TAG
+                        posted[at] = [post_send(lanes[lane], [views[span]], target, number)]
+                    elif send is None:
+                        (step, lane, source, _, _), span = receive
+                        number = (tag + step) & _LARGEST_TAG
+                        posted[at] = [post_receive(lanes[lane], [views[span]], source, number)]
+                    else:
+                        posted[at] = self._batch(send, receive)
+                elif kind in _LIGHT:
+                    if second is not None and instruction.on_side_stream:
+                        second.do(_LIGHT[kind], self, at)
+                    else:
+                        _LIGHT[kind](self, at)
+                elif kind is Collective:
+                    posted[at] = self._collective(instruction)
+                elif second is not None and kind is RecordEvent:
+                    event, on_side = instruction
+                    self._events[event] = second.record(on_side_stream=on_side)
+                elif second is not None and kind is WaitEvent:
+                    event, on_side = instruction
+                    start = time.perf_counter()
+                    second.wait_event(self._events[event], on_side_stream=on_side)
+                    self._transport.blocked_seconds += time.perf_counter() - start
+            at = max(end, self._at)
+        finally:
             self._at = at
-            instruction = code[at]
-            kind = type(instruction)
-            if log is not None and kind in (Post, Collective, Wait):
-                log("at", at)
-            if kind is Post:
-                send, receive = instruction
-                (step, lane, *_), _ = send or receive
-                group, tag = lanes[lane], (self._tag + step) & 0x7FFFFFFF
-                if receive is None:
-                    out = views[send.span]
-                    sends[step] = [[isend(out, ranks[send.transfer.target], group, tag)], out]
-                elif send is None:
-                    into = views[receive.span]
-                    work = irecv(into, ranks[receive.transfer.source], group, tag)
-                    receives[step] = [[work], into]
-                else:
-                    out, into = views[send.span], views[receive.span]
-                    posted = batch(
-                        [
-                            operation(isend, out, ranks[send.transfer.target], group),
-                            operation(irecv, into, ranks[receive.transfer.source], group),
-                        ]
-                    )
-                    sends[step] = receives[step] = [posted, out, into]
-            elif kind is Collective:
-                self._begin_collective(instruction, lanes[instruction.sends[0].lane])
-            elif kind is Compute:
-                work, outs, ins, run = instruction
-                if work in self.before_last and self.program.last_of[work] == at:
-                    self.before_last[work]()
-                function = works[work]
-                if function is not None:  # None in drain(), where some buffers are not bound
-                    rows = () if run is None else (run,)
-                    function(*map(view, outs), *map(view, ins), *rows)
-            elif kind in light:
-                if instruction.on_side_stream and second is not None:
-                    second.do(light[kind], *instruction)
-                else:
-                    light[kind](*instruction[:2])
-            elif second is not None and kind is RecordEvent:
-                self._events[instruction.event] = second.record(
-                    on_side_stream=instruction.on_side_stream
-                )
-            elif second is not None and kind is WaitEvent:
-                start = time.perf_counter()
-                second.wait_event(
-                    self._events[instruction.event], on_side_stream=instruction.on_side_stream
-                )
-                self._transport.blocked_seconds += time.perf_counter() - start
-        self._at = max(self._at, end)
 
-    def _begin_collective(self, instruction: Collective, group: dist.ProcessGroup) -> None:
-        source, out = self._views[instruction.source], self._views[instruction.out]
-        if instruction.kind == "all_gather":
-            _, work = begin_all_gather(source, group, out)
-        else:
-            own = len(instruction.sends) == self.program.size
-            _, work = begin_all_to_all(source, group, out, own)
-        posted = [[work], source, out]
-        self._sends |= dict.fromkeys((sent.step for sent in instruction.sends), posted)
-        self._receives |= dict.fromkeys(
-            (received.step for received in instruction.receives), posted
+    def _batch(self, send: End, receive: End) -> Sequence[Any]:
+        ranks, group = self._transport.ranks, self._transport.lane_groups[send.transfer.lane]
+        out, into = self._views[send.span], self._views[receive.span]
+        return dist.batch_isend_irecv(
+            [
+                dist.P2POp(dist.isend, out, ranks[send.transfer.target], group),
+                dist.P2POp(dist.irecv, into, ranks[receive.transfer.source], group),
+            ]
         )
 
-    def _add(self, out: Span, terms: Sequence[tuple[Span, int]], on_side: bool = False) -> None:
-        parts = [(self._views[span], parts) for span, parts in terms]
-        self._kernels.sum_parts(self._views[out], parts, dtype=self._sum_dtype)
+    def _collective(self, instruction: Collective) -> Sequence[Any]:
+        group = self._transport.lane_groups[instruction.sends[0].lane]
+        source, out = self._views[instruction.source], self._views[instruction.out]
+        if instruction.kind == "all_gather":
+            return [begin_all_gather(source, group, out)[1]]
+        own = len(instruction.sends) == self.program.size
+        return [begin_all_to_all(source, group, out, own)[1]]
 
-    def _copy(self, out: Span, source: Span, on_side: bool = False) -> None:
+    def _add(self, at: int) -> None:
+        add: Any = self.program.code[at]
+        terms = [(self._views[span], parts) for span, parts in add.terms]
+        self._transport.kernels.sum_parts(self._views[add.out], terms, dtype=self._sum_dtype)
+
+    def _copy(self, at: int) -> None:
         """``out = source``, either of which may be several runs of rows (a 3-D view).
 
         Such a view is not contiguous, and MindSpeed's ``Tensor.view`` copies a tensor that is not
         (``ensure_contiguous_wrapper``).  So only the 2-D tensor is reshaped.
         """
-        into, data = self._views[out], self._views[source]
+        copy: Any = self.program.code[at]
+        into, data = self._views[copy.out], self._views[copy.source]
         if data.dim() < into.dim():
             data = data.view(into.shape)
         elif into.dim() < data.dim():
             into = into.view(data.shape)
         into.copy_(data)
 
-    def _wait(self, receives: Sequence[int], sends: Sequence[int], on_side: bool = False) -> None:
-        """Wait for each transfer once; waiting for one end of a batch completes both.
-
-        On a device with two streams, each stream waits by itself.
-        """
-        transport = self._transport
+    def _wait(self, at: int) -> None:
+        """Wait for posts; on a device with two streams, each stream waits by itself."""
+        transport, posted, ends = self._transport, self._posted, self.program.awaited[at]
         timeout = None if transport.batched else transport.timeout
         start = time.perf_counter()
         try:
-            for steps, posted in ((receives, self._receives), (sends, self._sends)):
-                for step in steps:
-                    entry = posted[step]
-                    if len(entry) == 1 or (self._waited and (id(entry), on_side) in self._waited):
-                        continue
-                    for work in entry[0]:
-                        work.wait() if timeout is None else work.wait(timeout)
-                    if self._second is not None:
-                        self._waited.add((id(entry), on_side))
-                    else:
-                        # Drop the tensors; in place, because a batch is in both dictionaries.
-                        entry[:] = [()]
+            for post in ends:
+                for work in posted[post]:
+                    work.wait() if timeout is None else work.wait(timeout)
+                if self._second is None:
+                    posted[post] = ()  # waiting for one end of a batch completes both
         except RuntimeError as error:
-            way = "receiving" if posted is self._receives else "sending"
+            way, step = ends[post]
             why = f"{self._what(step, way)}: {error}"
             if timeout is not None:
                 # May fail before the timeout: a peer that timed out first closes the connection.
                 raise transport.fail_wait(why, self) from error
             transport.fail(why, self)
             raise transport.error() from error
-        finally:
-            if not on_side:
-                transport.blocked_seconds += time.perf_counter() - start
+        transport.blocked_seconds += time.perf_counter() - start
 
     def _failed(self, error: BaseException) -> None:
         self._transport.fail(f"{self.name} was interrupted by {error!r}", self)
@@ -301,7 +288,8 @@ class Running:
 
     def _bind(self, tensors: Mapping[str, torch.Tensor | None]) -> None:
         """Check tensors of the operation and create the views of the program's spans."""
-        program = self.program
+        program, views = self.program, self._views
+        messages, partitions = program.messages, program.partitions
         for buffer, tensor in tensors.items():
             if tensor is None:
                 continue
@@ -309,7 +297,7 @@ class Running:
                 raise ValueError(
                     f"{self.name}: {buffer} has shape {tuple(tensor.shape)}; it has to be a matrix"
                 )
-            if buffer in program.messages:
+            if buffer in messages:
                 if tensor.dtype != self._dtype or tensor.device != self._device:
                     raise ValueError(
                         f"{self.name}: {buffer} is {tensor.dtype} on {tensor.device}; what is "
@@ -321,29 +309,33 @@ class Running:
                     )
                 if self._transport.lane_streams is not None:
                     self.transferred[tensor.untyped_storage().data_ptr()] = tensor
-            whole = 0, tensor.shape[0], None, 1
-            for span in program.spans.get(buffer, ()):
-                self._views[span] = tensor if span[1:5] == whole else view_of(tensor, span)
+            rows = tensor.shape[0]
+            spans = program.spans.get(buffer, ())
+            if buffer in partitions:
+                parts, sizes, others = partitions[buffer]
+                if parts[-1].stop == rows:
+                    views.update(zip(parts, tensor.split_with_sizes(sizes), strict=True))
+                    spans = others
+            whole = 0, rows, None, 1
+            for span in spans:
+                views[span] = tensor if span[1:5] == whole else view_of(tensor, span)
 
     def _take_scratch(self, *, late: bool) -> None:
         """Take arenas from the pool for the scratch memory of the start, or of ``late`` parts."""
-        for region, elements in self.program.regions.items():
+        program, pool = self.program, self._transport.scratch
+        for region, elements in program.regions.items():
             if region.late == late:
-                dtype = (self._sum_dtype or self._dtype) if region.wide else self._dtype
-                arena = self._transport.scratch.take(elements, dtype, self._device)
+                dtype = self._sum_dtype if region.wide and self._sum_dtype else self._dtype
+                arena = pool.take(elements, dtype, self._device)
                 self._arenas.append(arena)
-                views = arena.known.get((self.program, region))
-                if views is None:
-                    views = arena.views(self.program, region)
-                self._views.update(views)
+                self._views |= arena.known.get((program, region)) or arena.views(program, region)
 
     def _finish(self) -> None:
         """Return the arenas and drop all tensors; every transfer has been waited for."""
         self.done = True
         for arena in self._arenas:
             self._transport.scratch.give_back(arena)
-        self._arenas, self._views, self._events = [], {}, {}
-        self._receives, self._sends = {}, {}
+        self._arenas, self._views, self._events, self._posted = [], {}, {}, {}
         if self._log is not None:
             self._log("finish")
         self._transport.finished(self)
@@ -351,15 +343,15 @@ class Running:
 
     # ------------------------------------------------------------------ words
 
-    def _what(self, step: int, way: str | None = None) -> str:
-        """Describe a step for an error message."""
+    def _what(self, step: int, only: str | None = None) -> str:
+        """Describe a step, or only its ``send`` or ``receive``, for an error message."""
         parts = []
         for post in self.program.posts:
-            for kind, (transfer, span) in post.ends:
-                verb = {"send": "sending", "receive": "receiving"}[kind]
-                if transfer.step != step or way not in (None, verb):
+            for way, (transfer, span) in post.ends:
+                if transfer.step != step or only not in (None, way):
                     continue
-                peer = transfer.target if verb == "sending" else transfer.source
+                verb = {"send": "sending", "receive": "receiving"}[way]
+                peer = transfer.target if way == "send" else transfer.source
                 columns = next(
                     view.shape[-1] for key, view in self._views.items() if key.buffer == span.buffer
                 )
@@ -369,3 +361,7 @@ class Running:
                     f"lane {transfer.lane}"
                 )
         return f"{self.name}: {' and '.join(parts)}"
+
+
+_LIGHT = {Wait: Running._wait, Add: Running._add, Copy: Running._copy}
+"""Instructions that may run on the side stream; each function takes the index of its own."""

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-__all__ = ["MissingRankError", "Swap", "gather_objects"]
+__all__ = ["MissingRankError", "gather_objects"]
 
 
 class MissingRankError(RuntimeError):
@@ -34,54 +34,32 @@ class MissingRankError(RuntimeError):
         self.left_over = left_over
 
 
-class Swap:
-    """Sends a tensor to every other rank and receives one from each, asynchronously.
+def _swap(
+    tensor: torch.Tensor,
+    received: dict[int, torch.Tensor],
+    group: dist.ProcessGroup,
+    tag: int,
+    end: float,
+) -> None:
+    """Send a tensor to every other rank, and receive one from each.
 
     Args:
-        tensor: sent to every peer.
         received: receive buffers by peer, of the size that it sends; else gloo aborts the process.
-        group: a gloo group.
-
-    Raises:
-        MissingRankError: a connection is closed.
+        end: deadline, by :func:`time.monotonic`.
     """
-
-    def __init__(
-        self,
-        tensor: torch.Tensor,
-        received: dict[int, torch.Tensor],
-        group: dist.ProcessGroup,
-        tag: int,
-    ) -> None:
-        self.tensor = tensor
-        self._received = received
-        self._works: list[tuple[int, Any]] = []
-        ranks = dist.get_process_group_ranks(group)
-        peer = group.rank()
-        try:
-            for peer, buffer in received.items():
-                self._works.append((peer, dist.irecv(buffer, ranks[peer], group, tag)))
-            for peer in received:
-                self._works.append((peer, dist.isend(tensor, ranks[peer], group, tag)))
-        except RuntimeError as error:
-            raise MissingRankError(peer, error, self) from error
-
-    def wait(self, end: float) -> dict[int, torch.Tensor]:
-        """Wait, and return the received tensors by peer; call it once.
-
-        Args:
-            end: deadline, by :func:`time.monotonic`.
-
-        Raises:
-            MissingRankError: a rank did not send in time, or its connection is closed.
-        """
-        for peer, work in self._works:
-            try:
-                # Not 0, for which gloo uses its own timeout.
-                work.wait(timedelta(seconds=max(end - time.monotonic(), 0.001)))
-            except RuntimeError as error:
-                raise MissingRankError(peer, error, self) from error
-        return self._received
+    ranks = dist.get_process_group_ranks(group)
+    works: list[tuple[int, Any]] = []
+    peer = group.rank()
+    try:
+        for peer, buffer in received.items():
+            works.append((peer, dist.irecv(buffer, ranks[peer], group, tag)))
+        for peer in received:
+            works.append((peer, dist.isend(tensor, ranks[peer], group, tag)))
+        for peer, work in works:  # noqa: B007 (the error names it)
+            # Not 0, for which gloo uses its own timeout.
+            work.wait(timedelta(seconds=max(end - time.monotonic(), 0.001)))
+    except RuntimeError as error:
+        raise MissingRankError(peer, error, (tensor, received, works)) from error
 
 
 def gather_objects(
@@ -115,9 +93,9 @@ def gather_objects(
     peers = [(rank + distance) % size for distance in range(1, size)]
     message = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
     lengths = {peer: torch.zeros(1, dtype=torch.int64) for peer in peers}
-    Swap(torch.tensor([message.numel()]), lengths, group, tag).wait(end)
+    _swap(torch.tensor([message.numel()]), lengths, group, tag, end)
     messages = {p: torch.empty(int(length), dtype=torch.uint8) for p, length in lengths.items()}
-    Swap(message, messages, group, tag).wait(end)
+    _swap(message, messages, group, tag, end)
     messages[rank] = message
     # Not through numpy, which torch does not require.
     ordered = (messages[peer] for peer in range(size))

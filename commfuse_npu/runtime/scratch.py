@@ -98,11 +98,10 @@ class ScratchPool:
         self.lent += 1
         key = dtype, device, None if device.type == "cpu" else _stream(device)
         best: Arena | None = None
+        shortest = 2 * elements  # a longer arena is left for a larger request
         for arena in reversed(self._idle.values()):
-            # An arena more than twice as long is left for a larger request.
-            fits = elements <= arena.elements <= 2 * elements and arena.key == key
-            if fits and (best is None or arena.elements < best.elements):
-                best = arena
+            if elements <= arena.elements <= shortest and arena.key == key:
+                best, shortest = arena, arena.elements - 1
         if best is not None:
             del self._idle[id(best)]
             self.idle_bytes -= best.nbytes

@@ -22,7 +22,7 @@ from commfuse_npu.kernels import kernels_for
 from commfuse_npu.plan import RankSpec, Schedule
 from commfuse_npu.plan.program import Program
 from commfuse_npu.plan.rules.rule import MOST_COMPILED, Rule
-from commfuse_npu.runtime.agreement import Agreement, Check, TransportError, expect_check
+from commfuse_npu.runtime.agreement import Agreement, TransportError
 from commfuse_npu.runtime.collective_transport import CollectiveTransport
 from commfuse_npu.runtime.collectives import device_backend
 from commfuse_npu.runtime.device_streams import LaneStreams
@@ -61,10 +61,9 @@ class Transport(Agreement):
         *,
         timeout: timedelta,
         batched: bool,
-        check: Check = "first",
     ) -> None:
         self.group = group
-        super().__init__(group, control, timeout, check)
+        super().__init__(group, control, timeout)
         self.batched = batched
         self.scratch = ScratchPool()
         self.blocked_seconds = 0.0
@@ -93,7 +92,6 @@ class Transport(Agreement):
         lanes: int | None = None,
         timeout: timedelta = timedelta(minutes=5),
         batched: bool | None = None,
-        check: Check = "first",
         lane_options: Any = None,
         order_log: OrderLog | None = None,
     ) -> Transport:
@@ -110,19 +108,16 @@ class Transport(Agreement):
             timeout: for waits (gloo) and for creating the lanes.
             batched: how to post; by default as the group's backend requires.  On HCCL it has to
                 be True; on gloo, True is for tests of the posts that HCCL gets.
-            check: when the ranks compare their operations, see :class:`.agreement.Agreement`.
             lane_options: ``pg_options`` of the lane groups, such as HCCL's buffer size.
             order_log: records the order of posts and waits; on all processes or on none.
 
         Raises:
             PlanError: lanes is not a positive whole number.
-            ValueError: unknown ``check``.
             MismatchError: the processes ask for different numbers of lanes.
             TransportError: a process failed to create a lane, or did not call this.  Raised on
                 every process, with the errors of all, after at most three times ``timeout``: one
                 for the lane, two for the processes that still wait in it.
         """
-        expect_check(check)
         if lanes is not None:
             Schedule(lanes=lanes)  # raises if it is not a valid number
         world = dist.group.WORLD
@@ -137,7 +132,7 @@ class Transport(Agreement):
         groups = agreed_groups(group, world, lanes, timeout)
         with all_or_none(world, timeout):
             channels, control = make_lanes(group, groups, lanes, timeout, lane_options)
-            transport = cls(group, channels, control, timeout=timeout, batched=batched, check=check)
+            transport = cls(group, channels, control, timeout=timeout, batched=batched)
             if order_log is not None:
                 transport.order_log = order_log
                 transport.log_number = order_log.transport(transport.ranks, batched)
@@ -205,45 +200,43 @@ class Transport(Agreement):
             raise self.error()
         if self._active:
             self.expect_one_thread(name)
-        if like.device.type != self.device_type:
+        dtype, device = like.dtype, like.device
+        if device.type != self.device_type:
             raise ValueError(
-                f"{name}: the tensor is on {like.device}, this group transfers "
+                f"{name}: the tensor is on {device}, this group transfers "
                 f"{self.device_type} tensors; move it there"
             )
         self.operations += 1
-        key = program, name, like.dtype, sum_dtype, options
-        agreed = self._begun.get(key) if self.check == "first" else None
+        key = program, name, dtype, sum_dtype, options
+        agreed = self._begun.get(key)
         if agreed is None:
-            self._fits(program, name)
+            if program.lanes > self.lanes:
+                raise ValueError(
+                    f"{name}: the program uses {program.lanes} lanes, the transport has "
+                    f"{self.lanes}; create it with lanes={program.lanes} or plan with fewer"
+                )
             sizes = {fact: value for fact, value in program.arguments.items() if type(value) is int}
             facts = {
                 "path": program.rule[0],
                 "schedule": program.rule[1],
-                "dtype": like.dtype,
+                "dtype": dtype,
                 "sum_dtype": sum_dtype,
                 "options": options,
                 **program.arguments,
             }
             agreed = self._agreed_on(name, facts, sizes)
             self._remember(key, agreed)
-        identity, signature = agreed
-        if self._checks_later:
-            self._enter(identity, signature)
+        self._enter(*agreed)
         log = None
         if self.order_log is not None:
-            details = name, like.dtype, sum_dtype, options
+            details = name, dtype, sum_dtype, options
             log = self.order_log.program(self.log_number, program, *details)
         # The tag depends on the operation and on its number: data of another shape, or left over
         # from a failure, matches no receive (gloo aborts on a receive that is too short).
-        tag = identity ^ (self.operations * 0x9E3779B1)
-        running = Running(self, program, name, like.dtype, like.device, tag, log, sum_dtype)
+        tag = agreed[0] ^ (self.operations * 0x9E3779B1)
+        running = Running(self, program, name, dtype, device, tag, log, sum_dtype)
         self._in_flight.add(running)
         return running
-
-    @property
-    def under_way(self) -> bool:
-        """Whether a program has begun and not finished."""
-        return bool(self._in_flight)
 
     def expect_one_thread(self, name: str) -> None:
         """Raise a TransportError if another thread is executing a program.
@@ -277,13 +270,6 @@ class Transport(Agreement):
     def suspend(self, running: Running) -> None:
         """A program has reached its ``ahead_end``; any thread may continue it."""
         self._active.discard(running)
-
-    def _fits(self, program: Program, name: str) -> None:
-        if program.lanes > self.lanes:
-            raise ValueError(
-                f"{name}: the program uses {program.lanes} lanes, the transport has {self.lanes}; "
-                f"create it with lanes={program.lanes} or plan with fewer"
-            )
 
     def spec(self, schedule: Schedule) -> RankSpec:
         """What this rank's programs are compiled for; default lanes are limited to these lanes."""

@@ -52,6 +52,14 @@ class CollectiveCounter:
             counted = self._counted(name, getattr(dist, name))
             setattr(dist, name, counted)
             setattr(dist.distributed_c10d, name, counted)
+        from commfuse_npu.runtime import executor  # binds collectives: only now
+
+        post = executor.post_send
+
+        def isend(group: Any, tensors: list[torch.Tensor], peer: int, tag: int) -> Any:
+            return post(group, tensors, peer, tag)
+
+        executor.post_send = self._counted("isend", isend)
 
     def _counted(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         signature = inspect.signature(function)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -13,7 +12,6 @@ import torch.distributed as dist
 from commfuse_npu import MismatchError, Transport, TransportError
 from commfuse_npu.ops import all_gather_linear
 from commfuse_npu.runtime import agreement
-from commfuse_npu.runtime.gather_objects import Swap
 from tests.distributed.programs import watch_calls
 from tests.distributed.ranks import on_ranks
 from tests.limits import BRIEF, PATIENT
@@ -98,63 +96,21 @@ def test_a_rank_that_does_not_check_is_named(rank: int) -> None:
             transport.check_digests()
 
 
-def short_intervals() -> Any:
-    return mock.patch.object(agreement, "_DIGEST_INTERVAL", 64)
-
-
 @on_ranks(2)
 def test_a_new_length_waits_for_nobody(rank: int) -> None:
-    transport = link()
+    transport, compared = link(), list[object]()
     layer(transport, 1)
-    # How often ranks were compared, digests were sent, and digests were waited for.
-    counts = dict.fromkeys(("gather_objects", "Swap", "wait"), 0)
-    with short_intervals(), pytest.MonkeyPatch.context() as patch:
-        for owner, name in ((agreement, "gather_objects"), (agreement, "Swap"), (Swap, "wait")):
-            watch_calls(patch, owner, name, lambda *_, n=name: counts.update({n: counts[n] + 1}))
+    with pytest.MonkeyPatch.context() as patch:
+        watch_calls(patch, agreement, "gather_objects", lambda value, *_: compared.append(value))
         for rows in range(2, 32):
             layer(transport, rows)
-        assert list(counts.values()) == [0, 0, 0]
-        # Forward and backward: after 2 * 32 operations a digest is sent, but not awaited.
-        layer(transport, 32)
-        assert list(counts.values()) == [0, 1, 0]
-        for rows in range(33, 257):
-            layer(transport, rows)
-        # Each digest but the last was awaited one interval later.
-        assert list(counts.values()) == [0, 8, 7]
-        transport.check_digests()
-        # gather_objects does two swaps of its own.
-        assert list(counts.values()) == [1, 8, 7 + 1 + 2]
-        transport.check_digests()
-        assert list(counts.values()) == [1, 8, 10]
+        assert compared == []
+        for _ in range(2):
+            transport.check_digests()
+    # Once: nothing was begun between the two checks.
+    assert compared == [(transport._operation_count, transport._digest)]
     assert len(transport._agreed) == 2
-    assert (transport._operation_count, list(transport._history)) == (512, [])
-
-
-def in_a_loop_without_an_optimizer(rank: int) -> tuple[int, str]:
-    transport = link(batched=True)
-    layer(transport, 4)
-    with short_intervals():
-        for number in range(1000):
-            try:
-                transport.agree("decode", {"rows": 8 if number == 7 and rank == 1 else 4})
-            except MismatchError as error:
-                return number, str(error)
-    return -1, "never"
-
-
-def test_ranks_that_never_check_learn_it_two_intervals_later(ranks) -> None:
-    results = ranks(2).run(in_a_loop_without_an_optimizer)
-    assert [number for number, _ in results] == [125, 125]
-    assert "decode: rank 0 and peer 1 of the group" in results[0][1]
-    assert "rows: 4 here, 8 there. This was operation 9" in results[0][1]
-
-
-@on_ranks(2)
-def test_always_compares_everything_before_it_is_sent(rank: int) -> None:
-    transport = link(check="always")
-    layer(transport, 4)
-    with pytest.raises(MismatchError, match=r"rows: . here, . there\. Nothing was sent"):
-        layer(transport, 4 + rank)
+    assert (transport._operation_count, list(transport._history)) == (62, [])
 
 
 @on_ranks(2)

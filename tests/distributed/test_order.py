@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from commfuse_npu import Schedule, Transport
 from commfuse_npu.ops import BucketOptions, Buckets, LinearOptions
 from commfuse_npu.plan.program import Program
+from commfuse_npu.runtime import executor
 from tests.distributed.programs import transport, watch_calls
 from tests.distributed.ranks import on_ranks
 from tests.limits import PATIENT
@@ -80,18 +80,15 @@ def recorded(rank: int, op: str, chunks: int, wgrad: str) -> None:
     waits: list[object] = []
 
     def noting(verb: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        def noted(tensor: torch.Tensor, peer: int, group: Any = None, tag: int = 0) -> Any:
-            work = call(tensor, peer, group, tag)
-            if group not in link.lane_groups:
-                return work
-            events.append((verb, link.lane_groups.index(group), peer, tensor.nbytes))
-            return _Counted(work, waits)
+        def noted(group: Any, tensors: list[torch.Tensor], peer: int, tag: int) -> Any:
+            events.append((verb, link.lane_groups.index(group), peer, tensors[0].nbytes))
+            return _Counted(call(group, tensors, peer, tag), waits)
 
         return noted
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dist, "isend", noting("send", dist.isend))
-        patch.setattr(dist, "irecv", noting("receive", dist.irecv))
+        patch.setattr(executor, "post_send", noting("send", executor.post_send))
+        patch.setattr(executor, "post_receive", noting("receive", executor.post_receive))
         watch_calls(patch, Transport, "begin", lambda _, program, *__: programs.append(program))
         called(link, op, options)
     expected = [event for program in programs for event in planned(program)]

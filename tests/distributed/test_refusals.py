@@ -56,7 +56,6 @@ def of_linears(made: Transport) -> list[tuple[str, Call]]:
         ("'half' is unknown; choose whole or blocks", lambda: LinearOptions(wgrad="half")),
         ("torch.int32; partial sums need a floating", lambda: LinearOptions(reduce_dtype=INT)),
         ("sums need a floating", lambda: ShardedOptions(reduce_dtype=INT)),
-        ("check 'nver' is unknown; choose first or always", lambda: link(check="nver")),
         *(("it must be a whole number from 1", partial(link, lanes=n)) for n in (0, 1.5, True)),
         ("transport is a ProcessGr.*; pass what", lambda: fused(x, weight, transport=made.group)),
         (r"options is a dict; pass LinearOptions\(", lambda: fused(x, weight, options={})),

@@ -104,6 +104,11 @@ def test_it_is_sent_before_the_weight_gradient_of_the_layer_after(rank: int) -> 
         (USUAL, [f"begin {ROW}", f"begin {COLUMN}", f"ahead {COLUMN}", *wgrads]),
         # A column-parallel backward by collectives has nothing to send ahead.
         (replace(USUAL, collectives_from=64), [f"begin {ROW}", *wgrads]),
+        # With blocks: before the last of them.
+        (
+            replace(USUAL, wgrad="blocks"),
+            [f"begin {ROW}", *wgrads[:1] * 2, f"begin {COLUMN}", f"ahead {COLUMN}", *wgrads],
+        ),
     ):
         y = two_pairs(leaves(rank), *layers(transport(), options))
         with pytest.MonkeyPatch.context() as patch:

@@ -43,6 +43,8 @@ def install() -> None:
     Transport.create = classmethod(batched)  # type: ignore[assignment, method-assign]
     dist.batch_isend_irecv = _late_batch
     dist.isend, dist.irecv = partial(_late_single, True), partial(_late_single, False)
+    executor.post_send = partial(_late_post, True)
+    executor.post_receive = partial(_late_post, False)
     originals = {dist.isend: _isend, dist.irecv: _irecv}
     dist.P2POp = lambda op, *args: _operation(originals.get(op, op), *args)  # type: ignore[assignment, misc]
     collectives._all_gather = _late_collective(collectives._all_gather)
@@ -133,6 +135,13 @@ def _late_single(
 
     lane = group, sends, peer
     return _LateWork(post, [tensor] if sends else [], [] if sends else [tensor], lane)
+
+
+def _late_post(
+    sends: bool, group: Any, tensors: list[torch.Tensor], peer: int, tag: int
+) -> _LateWork:
+    """Replaces ``ProcessGroup.send`` and ``recv``; ``peer`` is a rank of the group."""
+    return _late_single(sends, tensors[0], dist.get_global_rank(group, peer), group, tag)
 
 
 def _late_batch(operations: list[dist.P2POp]) -> list[_LateWork]:

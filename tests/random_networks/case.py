@@ -15,7 +15,6 @@ import torch
 
 from commfuse_npu.plan import Schedule
 from commfuse_npu.plan.rules import Wgrad
-from commfuse_npu.runtime.agreement import Check
 
 Layout = Literal["plain", "transposed", "sliced", "offset", "expanded"]
 """Memory layout of a tensor.  ``expanded``: one row with stride 0, like the gradient of a sum."""
@@ -112,7 +111,6 @@ class Network:
     gradients: bool = True
     lanes: int = LANES
     batched: bool = False
-    check: Check = "first"
     rounded: bool = False
 
 
@@ -164,7 +162,6 @@ class BucketRun:
     scratch_bytes: int = 1 << 20
     lanes: int = LANES
     batched: bool = False
-    check: Check = "first"
     rounded: bool = False
 
 

@@ -163,7 +163,6 @@ def _networks(draw: st.DrawFn, size: int, first: str) -> Network:
         gradients=draw(st.sampled_from((*[True] * 9, False))),
         lanes=lanes,
         batched=draw(st.booleans()),
-        check=draw(st.sampled_from(("first", "first", "first", "always"))),
         rounded=rounded,
     )
 
@@ -192,5 +191,4 @@ def _bucket_runs(draw: st.DrawFn, size: int) -> BucketRun:
         scratch_bytes=draw(st.sampled_from((1 << 20, 0, 100))),
         lanes=lanes,
         batched=draw(st.booleans()),
-        check=draw(st.sampled_from(("first", "first", "first", "always"))),
     )

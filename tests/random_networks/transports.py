@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from commfuse_npu.runtime.agreement import Check
 from commfuse_npu.runtime.transport import Transport
 from tests.limits import PATIENT
 from tests.random_networks.case import LANES, Case
@@ -16,7 +15,7 @@ def _all_lanes() -> Transport:
 
 
 @lru_cache
-def _transport(lanes: int, batched: bool, check: Check) -> Transport:
+def _transport(lanes: int, batched: bool) -> Transport:
     # All transports share the lanes, because each process group has threads that poll.
     shared = _all_lanes()
     return Transport(
@@ -25,13 +24,12 @@ def _transport(lanes: int, batched: bool, check: Check) -> Transport:
         shared._control,
         timeout=PATIENT,
         batched=batched,
-        check=check,
     )
 
 
 def transport_of(case: Case) -> Transport:
     """The transport for a case; a collective call."""
-    return _transport(case.lanes, case.batched, case.check)
+    return _transport(case.lanes, case.batched)
 
 
 def at_rest(link: Transport) -> list[str]:
