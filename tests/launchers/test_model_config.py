@@ -105,10 +105,10 @@ def test_arguments_appear_where_they_say_something() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ("--tensor-model-parallel-size x", "TP (--tensor-model-parallel-size): 'x' is not a whole"),
-        ("--nproc_per_node 0", "NPUS_PER_NODE (--npus-per-node): '0' is not a whole number from 1"),
+        ("--tensor-model-parallel-size x", "--tensor-model-parallel-size: 'x' is not a whole"),
+        ("--nproc_per_node 0", "--npus-per-node: '0' is not a whole number from 1"),
         ("--lr fast", "--lr: 'fast' is not a finite number"),
-        ("--num-layer-list 4,,4", "NUM_LAYER_LIST (--num-layer-list): '' is not a whole number"),
+        ("--num-layer-list 4,,4", "--num-layer-list: '4,,4' is not whole numbers from 1, with"),
         ("--num-layers", "argument --num-layers: expected one argument"),
     ],
 )

@@ -118,7 +118,7 @@ def test_a_written_configuration_takes_the_place_of_the_models(tmp_path: Path) -
     ("variables", "message"),
     [
         ({"TP": "3"}, "llama3_8b: 32 attention heads, 8 query groups and feed-forward width 14"),
-        ({"TP": "two"}, "TP (--tensor-model-parallel-size): 'two' is "),
+        ({"TP": "two"}, "--tensor-model-parallel-size: 'two' is "),
         ({"USE_COMMFUSE": "yes"}, "USE_COMMFUSE is 'yes'; set it to 0 or 1"),
         ({"DATA_PATH": ""}, "DATA_PATH: set it to the prefix of the preprocessed data, or pass --"),
         ({"TOKENIZER_MODEL": ""}, "TOKENIZER_MODEL: set it to the folder of the tokenizer"),

@@ -12,7 +12,7 @@ from commfuse_npu.plan import Schedule, default_chunks
 from commfuse_npu.tools.launch_script import UsageError
 from commfuse_npu.tools.launch_script.launch import Launch, read_launch
 from commfuse_npu.tools.launch_script.options import Options
-from commfuse_npu.tools.model_config import ModelConfig, OptionParser
+from commfuse_npu.tools.model_config import ModelConfig, known_options
 
 __all__ = ["AskedLaunch", "ask_about"]
 
@@ -93,6 +93,4 @@ def _fuse_options(words: Sequence[str]) -> argparse.Namespace:
     """The CommFuse options of a command line; the launch refuses unknown ones, too."""
     if why := unknown_option(words):
         raise UsageError(f"the launch is refused: {why}")
-    parser = OptionParser()
-    add_arguments(parser)
-    return argparse.Namespace(**DEFAULTS | parser.given(words))
+    return argparse.Namespace(**DEFAULTS | known_options(words, add_arguments))
