@@ -23,40 +23,53 @@ LATENT = f"{SP} --multi-latent-attention --spec mindspeed_llm.tasks.models.spec.
 
 
 @pytest.mark.parametrize(
-    ("words", "fused", "left", "silent"),
+    ("words", "fused", "kept"),
     [
-        (SP, DENSE, "", ""),
-        (TP, "proj fc2", "", "qkv fc1 output"),
-        ("--sequence-parallel", "", "", DENSE),
+        (SP, DENSE, ""),
+        (TP, "proj fc2", "qkv fc1 output"),
+        ("--sequence-parallel", "", DENSE),
         # Experts in each layer, no dense one.
-        (EXPERTS, "qkv proj output", "", "experts"),
-        (f"{EXPERTS} --first-k-dense-replace 0", "qkv proj output", "", "experts"),
-        (f"{EXPERTS} --first-k-dense-replace 3", DENSE, "", "experts"),
-        # Without grouped GEMMs their linear layers reduce.
-        (f"{SP} --num-experts 8 --expert-tensor-parallel-size 1", "qkv proj output", "experts", ""),
-        (f"{SP} --num-experts 8", "qkv proj output", "", "experts"),
-        (f"{SP} --num-experts 8 --expert-tensor-parallel-size 1 --moe-tp-extend-ep",
-         "qkv proj output", "", "experts"),
+        (EXPERTS, "qkv proj output", "experts"),
+        (f"{EXPERTS} --first-k-dense-replace 0", "qkv proj output", "experts"),
+        (f"{EXPERTS} --first-k-dense-replace 3", DENSE, "experts"),
         (f"{EXPERTS} --moe-shared-expert-intermediate-size 64",
-         "qkv proj shared_fc1 shared_fc2 output", "", "experts"),
+         "qkv proj shared_fc1 shared_fc2 output", "experts"),
         (f"{EXPERTS} --n-shared-experts 1 --moe-alltoall-overlap-comm",
-         "qkv proj output", "shared_fc1 shared_fc2", "experts"),
-        (LATENT, "q_up kv_up proj fc1 fc2 output", "", ""),
-        (f"{LATENT} --mla-up-proj-tp-overlap", "proj fc1 fc2 output", "q_up kv_up", ""),
-        (f"{SP} --mtp-num-layers 1", f"{DENSE} eh_proj", "", ""),
-        (f"{SP} --cpu-offloading", "", DENSE, ""),
-        (f"{SP} --defer-embedding-wgrad-compute", "qkv proj fc1 fc2", "output", ""),
+         "qkv proj output", "shared_fc1 shared_fc2 experts"),
+        (LATENT, "q_up kv_up proj fc1 fc2 output", ""),
+        (f"{LATENT} --mla-up-proj-tp-overlap", "proj fc1 fc2 output", "q_up kv_up"),
+        (f"{SP} --mtp-num-layers 1", f"{DENSE} eh_proj", ""),
+        (f"{SP} --cpu-offloading", "", DENSE),
+        (f"{SP} --defer-embedding-wgrad-compute", "qkv proj fc1 fc2", "output"),
         (f"{SP} --full-attention-interval 4",
-         "delta-net_in delta-net_out q,_k,_v_apart proj fc1 fc2 output", "", ""),
+         "delta-net_in delta-net_out q,_k,_v_apart proj fc1 fc2 output", ""),
         (f"{SP} --spec x.mamba_spec s --hybrid-attention-ratio 0.1 --hybrid-mlp-ratio 0.5",
-         f"mamba_in mamba_out {DENSE}", "", ""),
+         f"mamba_in mamba_out {DENSE}", ""),
+        (f"{SP} --spec x.deepseek4_spec s", "fc1 fc2 output", "CSA's_q_up,_o_down CSA's_o_up"),
     ],
 )  # fmt: skip
-def test_layers_of_a_launch(words: str, fused: str, left: str, silent: str) -> None:
-    layers = judge(Options(words.split()), LAYERS)
-    for state, names in {"fused": fused, "left": left, "silent": silent}.items():
-        listed = {layer.layer.replace(" ", "_") for layer in layers if layer.state == state}
+def test_layers_of_a_launch(words: str, fused: str, kept: str) -> None:
+    layers = list(judge(Options(words.split())))
+    for operates, names in ((True, fused), (False, kept)):
+        listed = {
+            layer.layer.replace(" ", "_") for layer in layers if operates == bool(layer.operator)
+        }
         assert listed == set(names.split())
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        ("--expert-tensor-parallel-size 1", "expert layers are left to the token dispatcher"),
+        ("", "no collective of the tensor-parallel group; tokens"),
+        ("--expert-tensor-parallel-size 1 --moe-tp-extend-ep", "no collective of the tensor"),
+        ("--moe-grouped-gemm", "grouped GEMMs, no tensor-parallel linear layer"),
+    ],
+)
+def test_who_moves_the_tokens_of_experts(words: str, reason: str) -> None:
+    layers = judge(Options(f"{SP} --num-experts 8 {words}".split()))
+    (experts,) = (layer for layer in layers if layer.layer == "experts")
+    assert experts.reason.startswith(reason)
 
 
 # ------------------------------------------------------------------ the wrappers say the same

@@ -78,7 +78,7 @@ def obstacles(launch: AskedLaunch) -> Obstacles:
         problems += against
         if idle:
             notes.append(f"{option} has no effect: {idle}")
-    layers = judge(options, fuse.commfuse_layers, fuse.commfuse_attention)
+    layers = list(judge(options, fuse.commfuse_layers, fuse.commfuse_attention))
     limited = keeps_short_blocks(fuse)
     least = min_rows_to_fuse(size, config.hidden_size) if limited else 0
     if size > 1 and rows < least:
@@ -88,7 +88,7 @@ def obstacles(launch: AskedLaunch) -> Obstacles:
             "--commfuse-chunks 1 is given"
         )
         short = f"a block has fewer than {least} rows"
-        layers = [layer if layer.reason else layer.left(short) for layer in layers]
+        layers = [Judged(layer, reason or short, "") for layer, reason, _ in layers]
     if size > 1 and not config.uses_sequence_parallel:
         notes.append(
             "without --sequence-parallel column-parallel layers keep Megatron's forward; add it"
