@@ -59,7 +59,7 @@ OPTIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 def refused(ours: str) -> dict[str, Any]:
     """Each attribute that an option is refused with, and a refused value."""
-    names = [name for refusal in REFUSALS_OF[option_name(ours)] for name in refusal.names]
+    names = [refusal.attribute for refusal in REFUSALS_OF[option_name(ours)]]
     return {name: VALUES.get(name, True) for name in names}
 
 
@@ -72,7 +72,7 @@ def refused(ours: str) -> dict[str, Any]:
 )
 def test_refused_with_both_flags_and_a_way_out(ours: str, name: str, value: Any) -> None:
     _, needs = OPTIONS[ours]
-    refusal = next(r for r in REFUSALS_OF[option_name(ours)] if name in r.names)
+    refusal = next(r for r in REFUSALS_OF[option_name(ours)] if name == r.attribute)
     expected = f"^{option_name(ours)} and {refusal.option} exclude each other: .+; .+"
     feature = CommFuseFeature()
     with pytest.raises(IncompatibleOptionsError, match=expected) as caught:
@@ -118,7 +118,7 @@ def test_all_at_once() -> None:
 def test_what_the_pages_name_is_refused(page: str, heading: str) -> None:
     file = Path(__file__).parents[2] / "docs" / f"{page}.md"
     text = file.read_text("utf-8").partition(f"## {heading}\n")[2]
-    known = {option_name(name) for group in REFUSALS_OF.values() for r in group for name in r.names}
+    known = {option_name(r.attribute) for group in REFUSALS_OF.values() for r in group}
     named = set(re.findall(r"`(--[\w-]+)", text.partition("\n## ")[0]))
     assert len(named & known) >= 10
     # The feature itself checks the level.

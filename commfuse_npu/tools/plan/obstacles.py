@@ -7,13 +7,14 @@ At its start the launch decides again, from Megatron's arguments and modules
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from commfuse_npu.options import keeps_short_blocks
 from commfuse_npu.plan import min_rows_to_fuse
 from commfuse_npu.plan.slots import paired_microbatches, slots
-from commfuse_npu.refusals import REFUSALS_OF, Needs, missing
+from commfuse_npu.refusals import REFUSALS_OF, missing
 from commfuse_npu.tools.launch_script import UsageError
 from commfuse_npu.tools.launch_script.options import Options
 from commfuse_npu.tools.linear_layers import Judged, attention_obstacle, judge, size_of
@@ -120,21 +121,15 @@ def _refused(ours: str, options: Options) -> Iterator[str]:
 def _own_options(launch: AskedLaunch) -> Iterator[tuple[str, str, str]]:
     """Options that need ``--use-commfuse``: what the launch lacks, and why they do nothing."""
     options, config = launch.options, launch.config
-    needs = Needs(
-        config.tensor_model_parallel_size,
-        config.context_parallel_size,
-        "--use-distributed-optimizer" in options,
-        config.context_parallel_algo,
-        config.num_attention_heads,
-        config.seq_length,
-    )
+    sharded = "--use-distributed-optimizer" in options
+    args = argparse.Namespace(**vars(config), use_distributed_optimizer=sharded)
     attention, ulysses, dp = "--commfuse-attention", "--commfuse-ulysses", "--commfuse-dp"
     no_proj = f"{attention}: proj is not among --commfuse-layers; add it, or leave {attention} out"
     has_proj = "proj" in launch.fuse.commfuse_layers
     yield attention, "" if has_proj else no_proj, attention_obstacle(options)
-    yield ulysses, missing(ulysses, needs), ""
+    yield ulysses, missing(ulysses, args), ""
     alone = config.data_parallel_size == 1 == config.context_parallel_size
-    yield dp, missing(dp, needs), "DP 1 transfers nothing" if alone else ""
+    yield dp, missing(dp, args), "DP 1 transfers nothing" if alone else ""
 
 
 def _overlap(launch: AskedLaunch, refused: Sequence[str]) -> tuple[str, float | None]:
