@@ -41,15 +41,6 @@ class Parser(argparse.ArgumentParser):
             self.error(f"unknown: {' '.join(unknown)}{near}")
         return options
 
-    def _check_value(self, action: argparse.Action, value: Any) -> None:
-        if action.choices is not None and value not in action.choices:
-            choices = [str(choice) for choice in action.choices]
-            listed = ", ".join(map(repr, choices))
-            near = did_you_mean(str(value), choices)
-            raise argparse.ArgumentError(
-                action, f"invalid choice: {value!r} (choose from {listed}){near}"
-            )
-
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
 
