@@ -241,7 +241,8 @@ def plan_launch(launch: AskedLaunch, hardware: Hardware) -> LaunchPlan:
         PlanError: the options form no valid schedule.
     """
     against, problems = obstacles(launch), _problems(launch)
-    if launch.command.environment.get("HCCL_DETERMINISTIC", "").lower() == "true":
+    ordered = launch.command.environment.get("HCCL_DETERMINISTIC", "").lower()
+    if ordered in ("true", "strict") or "--npu-deterministic" in launch.options:
         hardware = replace(hardware, deterministic=True)
     reason, costs, rough = "", {}, list[str]()
     try:

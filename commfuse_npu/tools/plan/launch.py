@@ -26,7 +26,8 @@ class AskedLaunch:
 
     Attributes:
         name: of the configuration, or the size of the model.
-        command: with the options of torchrun and of a configuration among its own.
+        command: with the options of torchrun and of a configuration among its own, and the
+            variables of the shell that it is started in.
         config, fuse: the model configuration, and CommFuse's options.
     """
 
@@ -70,6 +71,7 @@ def ask_about(
         launch = read_launch(words, environ=variables)
     else:
         launch = Launch("", Options(words), None, None, Path(), registers=True)
+    launch = replace(launch, environment={**variables, **launch.environment})
     sizes = {"--nnodes": launch.nodes, "--nproc_per_node": launch.per_node}
     torchrun = [word for name, size in sizes.items() if size for word in (name, str(size))]
     words = [*torchrun, *launch.options.words]

@@ -6,6 +6,7 @@ import pytest
 
 from commfuse_npu.plan import PlanError
 from commfuse_npu.tools.plan.forms import plan_launch
+from commfuse_npu.tools.plan.launch import ask_about
 from commfuse_npu.tools.plan.obstacles import Obstacles, obstacles
 from tests.tools.plan.launches import EXPERTS, FUSED, MODEL, SERVER, SIZES, TP, ULYSSES, asked
 
@@ -212,13 +213,15 @@ def test_a_layout_is_described(options: str, layout: str) -> None:
 
 def test_deterministic_reductions_take_longer() -> None:
     line = f"torchrun --nproc_per_node 8 pretrain_gpt.py {MODEL} {TP} --global-batch-size 8 --bf16"
-    plain, exact = (
-        plan_launch(asked(f"{variable} {line}"), SERVER).forms[0].seconds
-        for variable in ("A=b", "HCCL_DETERMINISTIC=true")
-    )
-    assert plain is not None
-    assert exact is not None
-    assert plain < exact
+
+    def seconds(words: str, **variables: str) -> float:
+        launch = ask_about(None, words.split(), variables)
+        return plan_launch(launch, SERVER).forms[0].seconds or 0.0
+
+    exact = {seconds(line, HCCL_DETERMINISTIC="TRUE"), seconds(f"HCCL_DETERMINISTIC=strict {line}"),
+             seconds(f"{line} --npu-deterministic")}  # fmt: skip
+    (slower,) = exact
+    assert seconds(f"HCCL_DETERMINISTIC=false {line}", HCCL_DETERMINISTIC="true") < slower
 
 
 def test_a_layout_that_does_not_fit_is_a_problem() -> None:
