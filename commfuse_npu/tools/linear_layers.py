@@ -122,7 +122,7 @@ def judge(
             operator = "all_gather_linear"
         elif name == "proj" and with_attention:
             operator = "attention_linear_reduce_scatter"
-        reason = next(filter(None, reasons), "")
+        reason = str(next(filter(None, reasons), ""))
         yield Judged(name, reason, "" if reason else operator)
 
 

@@ -63,10 +63,7 @@ def check_torch_npu_loads(machine: Machine) -> Iterator[Finding]:
     automatic = "TORCH_DEVICE_BACKEND_AUTOLOAD"
     if machine.find("torch_npu") is None:
         return
-    command = [sys.executable, "-c", TRY_TORCH_NPU]
-    result = machine.run(command, {**machine.variables, automatic: "0"})
-    if result is None:
-        return
+    result = machine.run("env", f"{automatic}=0", sys.executable, "-c", TRY_TORCH_NPU)
     finding = partial(_make_finding, "import torch_npu")
     if result.exit_code == 0:
         yield finding("ok", result.last_line)

@@ -8,6 +8,7 @@ from commfuse_npu.tools.doctor import CommandResult, Package
 from commfuse_npu.tools.doctor.devices import check_devices, check_links
 from commfuse_npu.tools.doctor.environment import check_variables
 from commfuse_npu.tools.doctor.finding import Finding
+from commfuse_npu.tools.doctor.machine import ABSENT
 from tests.tools.doctor.machines import INFO_A3, NPU_ANSWERS, machine, only, summary, topology
 
 
@@ -56,7 +57,7 @@ def test_devices_and_their_health_are_listed() -> None:
     assert summary(only(findings, "NPUs")) == ("ok", "2 x Ascend910")
     assert summary(only(findings, "torch_npu")) == ("error", "not found")
     for answer, level, value in (
-        (None, "note", "no NPU found (there is no npu-smi)"),
+        (CommandResult(ABSENT, ""), "note", "no NPU found (there is no npu-smi)"),
         (CommandResult(255, "dcmi failed\n"), "error", "npu-smi info lists none: dcmi failed"),
         (CommandResult(0, "+--+\n"), "error", "npu-smi info lists none: +--+"),
     ):
