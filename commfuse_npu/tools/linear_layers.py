@@ -78,7 +78,7 @@ def _layers(options: Options) -> Iterator[_Layer]:
     dense = not mamba or _part(options, "--hybrid-mlp-ratio")
     if experts and not longcat:
         # With experts, only the first layers are dense (MindSpeed-LLM's transformer_block.py).
-        dense = options.number("--first-k-dense-replace", 0) > 0
+        dense = options.number("--first-k-dense-replace", -1) > 0
     if dense:
         yield _Layer("fc1", True, "fc1")
         yield _Layer("fc2", False, "fc2")

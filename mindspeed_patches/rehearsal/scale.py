@@ -106,7 +106,7 @@ def _fewer_processes(layout: Layout, limit: int) -> Layout:
 def _at_most(options: Options, most: int, *names: str) -> None:
     for name in names:
         if name in options:
-            options.set(name, min(most, options.number(name, most)))
+            options.set(name, min(most, options.number(name, -1)))
 
 
 def _layers(options: Options, small: Layout) -> None:
@@ -163,7 +163,7 @@ def _widths(options: Options, small: Layout) -> None:
     multiple = 32 * small.tensor
     for name in widths:
         if name in options:
-            ratio_to_hidden = options.number(name, hidden_before) / (hidden_before or hidden)
+            ratio_to_hidden = options.number(name, 0) / (hidden_before or hidden)
             options.set(name, max(1, round(ratio_to_hidden * hidden / multiple)) * multiple)
 
 

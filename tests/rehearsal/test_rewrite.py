@@ -156,5 +156,6 @@ def test_experts_and_context_parallelism() -> None:
     assert [number(options, name) for name in ("--num-experts", "--moe-router-topk")] == [4, 2]
     assert options.text("--context-parallel-algo") == "ulysses_cp_algo"
     assert number(options, "--seq-length") == 32 * 4
-    options, small = scaled(f"{text} --moe-tp-extend-ep", 16, 4)
+    options, small = scaled(f"{text} --moe-tp-extend-ep --first-k-dense-replace -1", 16, 4)
+    assert number(options, "--first-k-dense-replace") == -1, "none, in MindSpeed-LLM"
     assert number(options, "--num-experts") == 2 * small.tensor * small.expert
