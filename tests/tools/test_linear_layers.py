@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from commfuse_npu.options import LAYERS
 from commfuse_npu.tools.launch_script.options import Options
 from commfuse_npu.tools.linear_layers import judge
 from commfuse_npu.tools.plan.obstacles import obstacles
@@ -74,13 +73,7 @@ def test_who_moves_the_tokens_of_experts(words: str, reason: str) -> None:
 
 # ------------------------------------------------------------------ the wrappers say the same
 
-SHARED = " --num-experts 8 --moe-shared-expert-intermediate-size 64"
-HAS = {
-    **dict.fromkeys(("q_up", "kv_up"), " --multi-latent-attention"),
-    **dict.fromkeys(("shared_fc1", "shared_fc2"), SHARED),
-    "eh_proj": " --mtp-num-layers 1",
-}
-"""Options that give a launch a layer which others do not have."""
+COLUMNS = ("qkv", "q_up", "kv_up", "fc1", "shared_fc1", "eh_proj", "output")
 
 
 @pytest.fixture
@@ -103,8 +96,8 @@ def counted(
     size: int,
     parallel: bool,
     chosen: tuple[str, ...],
-    least: int = 0,
-    offloading: bool = False,
+    least: int,
+    offloading: bool,
 ) -> Any:
     """The calls that the wrappers count in a forward of a layer in a group of this size."""
     flags = (
@@ -124,29 +117,10 @@ def counted(
     linears = wrappers.LinearWrappers(layers=chosen)
     linears.min_rows = least
     linears.transport = SimpleNamespace(size=size)  # type: ignore[assignment]
-    column = known_as not in ("proj", "fc2", "shared_fc2")
+    column = known_as in COLUMNS
     wrap = linears.column_forward_wrapper if column else linears.row_forward_wrapper
     wrap(lambda layer, x, *_: (x, None))(layer, x)
     return list(linears.calls)
-
-
-@pytest.mark.parametrize("words", [SP, TP, f"{SP} --cpu-offloading", f"{EXPERTS} {TP}", "--bf16"])
-@pytest.mark.parametrize("known_as", [name for name in LAYERS if not name.endswith("_down")])
-def test_reasons_are_those_of_the_wrappers(called: list[str], words: str, known_as: str) -> None:
-    """The layers of Megatron's GPTModel; of latent attention only those that transfer."""
-    chosen = tuple(name for name in LAYERS if name != "fc1")
-    options = Options((words + HAS.get(known_as, "")).split())
-    judged = {layer.layer: layer for layer in judge(options, chosen)}
-    if known_as not in judged:
-        assert words.startswith(EXPERTS)
-        assert known_as in ("fc1", "fc2")
-        return
-    size = 4 if TP in words else 1
-    parallel = "--sequence-parallel" in words and size > 1
-    x = torch.empty(8, 1, 64, dtype=torch.bfloat16)
-    offloading = "--cpu-offloading" in words
-    calls = counted(known_as, x, size, parallel, chosen, offloading=offloading)
-    assert calls == [(known_as, judged[known_as].reason or "fused")]
 
 
 @pytest.mark.parametrize(
@@ -156,18 +130,32 @@ def test_reasons_are_those_of_the_wrappers(called: list[str], words: str, known_
         FUSED.replace("--sequence-parallel", ""),
         LIMITED,
         f"{FUSED} --tensor-model-parallel-size 1",
+        f"{FUSED} --cpu-offloading",
+        f"{FUSED} --commfuse-layers qkv,output",
+        f"{FUSED} --multi-latent-attention --mtp-num-layers 1",
+        f"{FUSED} --num-experts 8 --moe-shared-expert-intermediate-size 64",
     ],
 )
-def test_operators_are_those_of_the_wrappers(called: list[str], line: str) -> None:
+def test_reasons_and_operators_are_those_of_the_wrappers(called: list[str], line: str) -> None:
     """Blocks have 96 rows: a sequence of 64 in batches of 3 over two ranks."""
     launch = asked(line)
     size, stands = launch.config.tensor_model_parallel_size, obstacles(launch)
+    assert len(stands.layers) > 3
     for layer in stands.layers:
+        if layer.layer == "experts":  # no linear layer of the tensor-parallel group
+            continue
         called.clear()
         parallel = launch.config.uses_sequence_parallel
-        gathers = parallel and layer.layer in ("qkv", "fc1", "output")
+        gathers = parallel and layer.layer in COLUMNS
         x = torch.empty(64 // size if gathers else 64, 3, 64, dtype=torch.bfloat16)
-        chosen, min_rows = launch.fuse.commfuse_layers, stands.least
-        calls = counted(layer.layer, x, size, parallel, chosen, min_rows)
+        calls = counted(
+            layer.layer,
+            x,
+            size,
+            parallel,
+            launch.fuse.commfuse_layers,
+            stands.least,
+            "--cpu-offloading" in line,
+        )
         assert calls == [(layer.layer, layer.reason or "fused")]
         assert called == [layer.operator] * bool(layer.operator)
