@@ -25,7 +25,6 @@ __all__ = [
     "option_name",
     "schedule_for",
     "unknown_option",
-    "value_of",
     "whole",
     "words",
     "words_from",
@@ -190,17 +189,6 @@ def given_options(args: argparse.Namespace) -> argparse.Namespace:
 def keeps_short_blocks(options: argparse.Namespace) -> bool:
     """Whether short blocks keep Megatron's order; given chunks, or tuning, fuse any length."""
     return options.commfuse_chunks is None and options.commfuse_tuning != "on"
-
-
-def value_of(words: Sequence[str], option: str) -> str | None:
-    """The last value of an option in a command line; empty for a flag, ``None`` if not given."""
-    last = None
-    for i, word in enumerate(words):
-        name, equals, value = word.partition("=")
-        if name == option:
-            follows = words[i + 1] if i + 1 < len(words) else ""
-            last = value if equals else "" if follows.startswith("--") else follows
-    return last
 
 
 def schedule_for(

@@ -9,11 +9,9 @@ tools check the words of a command line, where Megatron's default applies to opt
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
-
-from commfuse_npu.options import value_of
 
 __all__ = [
     "REFUSALS_OF",
@@ -76,13 +74,6 @@ class Refusal:
     def given(self, args: argparse.Namespace) -> bool:
         """Whether a namespace has the option with a refused value."""
         return self.applies(getattr(args, self.attribute, None))
-
-    def value_in(self, options: Sequence[str]) -> str | None:
-        """The refused value in a command line; ``None`` if there is none."""
-        value = value_of(options, self.option.split()[0])
-        if value is None:
-            return None if self.default is None else f"{self.default}, Megatron's default"
-        return (value or "given") if self.applies(value or True) else None
 
     @property
     def way_out(self) -> str:

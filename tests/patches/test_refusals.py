@@ -85,14 +85,9 @@ def test_refused_with_both_flags_and_a_way_out(ours: str, name: str, value: Any)
         feature.validate_args(real_arguments(**(needs | {name: value})))
 
 
-def test_what_is_not_known_to_be_harmless() -> None:
-    """Megatron's default if the option is not given, and values that are not numbers."""
-    refusals = REFUSALS_OF["--commfuse-attention"]
-    values = [refusal.value_in([]) for refusal in refusals]
-    assert list(filter(None, values)) == ["0.1, Megatron's default"]
-    dropout = refusals[values.index("0.1, Megatron's default")]
-    assert dropout.value_in(["--attention-dropout", "${DROPOUT}"]) == "${DROPOUT}"
-    assert dropout.given(argparse.Namespace(attention_dropout="some"))
+def test_a_value_that_is_no_number_is_refused() -> None:
+    with pytest.raises(IncompatibleOptionsError, match="--attention-dropout exclude each other"):
+        check_compatible(argparse.Namespace(attention_dropout="some"), "--commfuse-attention")
 
 
 @pytest.mark.parametrize("ours", OPTIONS)

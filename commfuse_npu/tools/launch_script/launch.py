@@ -13,7 +13,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from commfuse_npu.options import value_of
 from commfuse_npu.tools.launch_script import UsageError
 from commfuse_npu.tools.launch_script.options import Options
 from commfuse_npu.tools.launch_script.shell import Command, capture_commands
@@ -92,11 +91,11 @@ def _launch_of(command: Command) -> Launch | None:
 def _torchrun(words: Sequence[str]) -> tuple[list[str], int | None, int | None]:
     """The words after torchrun's own options, the number of nodes and of processes on each."""
     place = next((i for i, w in enumerate(words) if w == "-m" or w.endswith(".py")), len(words))
-    options = [word.replace("_", "-") if word.startswith("--") else word for word in words[:place]]
+    options = Options(w.replace("_", "-") if w.startswith("--") else w for w in words[:place])
 
     def number(option: str) -> int | None:
         # A range of nodes, MIN:MAX, counts as its maximum.
-        text = (value_of(options, option) or "1").rpartition(":")[2]
+        text = (options.text(option) or "1").rpartition(":")[2]
         if text in _COUNTED_BY_TORCHRUN:
             return None
         if not text.isdecimal() or not 0 < int(text[:9]) <= _MOST_PROCESSES:

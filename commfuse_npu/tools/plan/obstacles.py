@@ -110,12 +110,14 @@ def obstacles(launch: AskedLaunch) -> Obstacles:
 
 def _refused(ours: str, options: Options) -> Iterator[str]:
     """The options that exclude one of CommFuse's."""
-    words = options.words
     for refusal in REFUSALS_OF[ours]:
-        if (value := refusal.value_in(words)) is not None:
-            option = refusal.option.split()[0]
-            given = option if value == "given" else f"{option} {value}"
-            yield f"{given}: {refusal.why}; {refusal.way_out}"
+        option = refusal.option.split()[0]
+        given = " ".join([option, *options.values(option)])
+        if option not in options and refusal.default is not None:
+            given = f"{option} {refusal.default}, Megatron's default"
+        elif option not in options or not refusal.applies(options.text(option) or True):
+            continue
+        yield f"{given}: {refusal.why}; {refusal.way_out}"
 
 
 def _own_options(launch: AskedLaunch) -> Iterator[tuple[str, str, str]]:
