@@ -177,12 +177,10 @@ def _from_shell(words: Sequence[str], checkout: Path | None, environ: Mapping[st
     if not launches:
         called = [" ".join(command.words[:4])[:80] for command in captured.commands]
         *_, last = captured.printed.strip().splitlines() or ["nothing"]
-        remedy = "give a script that starts torchrun or python by these names, or its command line"
-        if captured.code and not called:
-            remedy = "set the variables that it asks for; files that they name need not exist"
         raise UsageError(
             f"{script} starts no pretraining: it ended with code {captured.code}, started "
-            f"{', '.join(called) or 'nothing'}, and printed last: {last[:200]}; {remedy}"
+            f"{', '.join(called) or 'nothing'}, and printed last: {last[:200]}; set the "
+            "variables that it asks for, or give the command line of torchrun"
         )
     launch = launches[0]
     if len(launches) > 1:
