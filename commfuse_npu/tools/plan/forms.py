@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -181,31 +181,26 @@ def _costs(
 
 def _forms(
     launch: AskedLaunch, costs: Mapping[str, tuple[float, float]], against: Obstacles
-) -> list[Form]:
-    virtual = any(name.startswith("--num-") and "virtual" in name for name in launch.options.names)
+) -> Iterator[Form]:
+    options = launch.options
+    virtual = any(name.startswith("--num-") and "virtual" in name for name in options.names)
     stages = launch.config.pipeline_model_parallel_size
-    memory = " --commfuse-fb-overlap-memory" * (stages > 1 and not virtual)
-
-    def form(title: str, flags: str, obstacle: str = "") -> Form:
-        seconds, mebibytes = costs.get(title, (None, None))
-        used = bool(flags) and in_use(launch.options, flags)
-        return Form(title, flags, seconds, mebibytes, obstacle, used)
-
-    def rival(title: str, flags: str) -> Form:
-        others = [name for name in INSIDE_KERNELS if name in launch.options and name not in flags]
+    (megatron, _), (overlap, flags) = FORMS[MEGATRON], FORMS[FB_OVERLAP]
+    rows = {
+        megatron: ("", ""),
+        overlap: (flags + " --commfuse-fb-overlap-memory" * (stages > 1 and not virtual),
+                  against.overlap),
+        _FUSED: ("--use-commfuse", against.fused),
+    }  # fmt: skip
+    for title, flags in FORMS.values():
+        others = (name for name in INSIDE_KERNELS if name in options and name not in flags)
         together = "MindSpeed refuses CoC and MC2 together; leave it out"
-        return form(title, flags, "; ".join(f"{name}: {together}" for name in others))
-
-    megatron, overlap = FORMS[MEGATRON], FORMS[FB_OVERLAP]
-    rivals = (
-        pair for pair in FORMS.values() if pair[0] in costs and pair not in (megatron, overlap)
-    )
-    return [
-        form(*megatron),
-        form(overlap[0], overlap[1] + memory, against.overlap),
-        form(_FUSED, "--use-commfuse", against.fused),
-        *(rival(*pair) for pair in rivals),
-    ]
+        if title in costs:
+            rows.setdefault(title, (flags, "; ".join(f"{name}: {together}" for name in others)))
+    for title, (flags, obstacle) in rows.items():
+        seconds, mebibytes = costs.get(title, (None, None))
+        used = bool(flags) and in_use(options, flags)
+        yield Form(title, flags, seconds, mebibytes, obstacle, used)
 
 
 def _layout(launch: AskedLaunch) -> str:
