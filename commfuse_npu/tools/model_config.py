@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 from commfuse_npu.config_file import ConfigError, find_config, read_config
-from commfuse_npu.did_you_mean import did_you_mean
 from commfuse_npu.plan import block_rows
 from commfuse_npu.tools.layout_problems import problems
 
@@ -32,7 +31,7 @@ class ModelConfig:
     """A Llama (RMSNorm, SwiGLU, rotary embeddings, no biases), its training and its layout.
 
     Attributes are Megatron's options of the same name, with the same defaults; a file sets all of
-    them.  The exceptions:
+    them.  Its other keys are passed on as ``pretrain_options``.  The exceptions:
 
     Attributes:
         vocab_size: of the tokenizer, before padding.  Not passed on if the tokenizer defines it.
@@ -53,23 +52,11 @@ class ModelConfig:
     make_vocab_size_divisible_by: int = 128
     seq_length: int
     max_position_embeddings: int
-    rotary_base: int = 10000
-    norm_epsilon: float = 1e-05
     untie_embeddings_and_output_weights: bool = False
-    init_method_std: float = 0.02
     tokenizer_type: str = "NullTokenizer"
-    bf16: bool = False
     # Training
     micro_batch_size: int
     global_batch_size: int
-    train_iters: int = 1
-    lr: float = 0.0
-    min_lr: float = 0.0
-    lr_warmup_fraction: float = 0.0
-    weight_decay: float = 0.01
-    clip_grad: float = 1.0
-    adam_beta1: float = 0.9
-    adam_beta2: float = 0.999
     # Parallel layout
     tensor_model_parallel_size: int = 1
     pipeline_model_parallel_size: int = 1
@@ -88,7 +75,7 @@ class ModelConfig:
         """Read a file, with values replaced by the options of a command line.
 
         Raises:
-            ConfigError: the file cannot be read, is incomplete, or has an unknown option.
+            ConfigError: the file cannot be read, is incomplete, or has an invalid value.
         """
         return cls(**{**_from_yaml(path), **given_options(options)})
 
@@ -215,12 +202,10 @@ _ARGUMENTS = (
     *("context_parallel_size", "context_parallel_algo", "sequence_parallel"),
     *("num_layer_list", "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads"),
     *("--group-query-attention", "num_query_groups", "seq_length", "max_position_embeddings"),
-    *("--position-embedding-type rope", "rotary_base", "--normalization RMSNorm", "norm_epsilon"),
-    *("--swiglu", "--disable-bias-linear", "--attention-dropout 0.0", "--hidden-dropout 0.0"),
-    *("untie_embeddings_and_output_weights", "init_method_std", "make_vocab_size_divisible_by"),
-    *("tokenizer_type", "vocab_size", "micro_batch_size", "global_batch_size", "train_iters"),
-    *("lr", "min_lr", "--lr-decay-style cosine", "lr_warmup_fraction", "weight_decay"),
-    *("clip_grad", "adam_beta1", "adam_beta2", "bf16"),
+    *("--position-embedding-type rope", "--normalization RMSNorm", "--swiglu"),
+    *("--disable-bias-linear", "--attention-dropout 0.0", "--hidden-dropout 0.0"),
+    *("untie_embeddings_and_output_weights", "make_vocab_size_divisible_by", "tokenizer_type"),
+    *("vocab_size", "micro_batch_size", "global_batch_size", "--lr-decay-style cosine"),
 )
 """The options of a launch in order: fields, and words that are the same for every Llama."""
 _KINDS = {field.name: str(field.type) for field in fields(ModelConfig)}
@@ -285,14 +270,18 @@ def _from_yaml(path: Path) -> dict[str, Any]:
         raise ConfigError(
             f"{path} describes a machine; give it as --hardware, and a model's file here"
         )
-    for key in content:
-        if key not in _KINDS:
-            near = did_you_mean(str(key), _KINDS, 0.0)
-            raise ConfigError(f"{path}: unknown option {key!r}{near}")
     missing = [name for name, kind in _KINDS.items() if name not in content and kind != _WORDS]
     if missing:
         raise ConfigError(f"{path}: {', '.join(missing)} missing; every option has to be there")
-    return {name: _converted(name, value, f"{path}: {name}") for name, value in content.items()}
+    values: dict[str, Any] = {"pretrain_options": ()}
+    passed: list[str] = []
+    for name, value in content.items():
+        if name in _KINDS:
+            values[name] = _converted(name, value, f"{path}: {name}")
+        elif value is not False and value is not None:
+            passed += [_option(str(name)), *([] if value is True else [str(value)])]
+    values["pretrain_options"] = (*passed, *values["pretrain_options"])
+    return values
 
 
 def _converted(name: str, value: Any, where: str) -> Any:
@@ -308,13 +297,6 @@ def _converted(name: str, value: Any, where: str) -> Any:
 def _whole(text: str) -> int:
     number = int(text) if text.isdecimal() and len(text) <= 12 else 0
     if number == 0:
-        raise ValueError
-    return number
-
-
-def _finite(text: str) -> float:
-    number = float(text)
-    if not math.isfinite(number):
         raise ValueError
     return number
 
@@ -339,7 +321,6 @@ def _whole_numbers(text: str) -> tuple[int, ...] | None:
 _CONVERTERS: dict[str, tuple[Callable[[str], Any], str]] = {
     "bool": ({"True": True, "False": False}.__getitem__, "true or false"),
     "int": (_whole, "a whole number from 1 of at most 12 digits"),
-    "float": (_finite, "a finite number"),
     "str": (_name, "a name"),
     "tuple[int, ...] | None": (_whole_numbers, "whole numbers from 1, with commas, or none"),
     _WORDS: (_words, "a line of options, as --option value"),

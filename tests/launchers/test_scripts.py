@@ -101,7 +101,7 @@ def test_a_written_configuration_takes_the_place_of_the_models(tmp_path: Path) -
     words = dry_run("llama2_7b", "--commfuse-chunks", "2", CONFIG=file)
     assert value(words, "--tensor-model-parallel-size") == "4"
     assert value(words, "--nnodes") == "2"
-    assert value(words, "--rotary-base") == "500000"
+    assert value(words, "--seq-length") == "8192"
     assert value(words, "--recompute-granularity") == "full"
     at = words.index("--use-commfuse")
     assert words[at : at + 3] == [*options]
