@@ -68,7 +68,7 @@ QUESTIONS = (
     ("plan llama3_8b", "'llama3_8b' is no file and no folder; give a launch script, a"),
     ("plan empty.yaml", "empty.yaml holds nothing, not a mapping of name: value"),
     ("plan file --tp 2", "--tp: no effect on what a script starts; leave it out"),
-    ("plan there", "'there' has no profile, *_ascend_pt, in it; record it with torch_npu.profiler"),
+    ("plan there", "'there' has no *_ascend_pt with ASCEND_PROFILER_OUTPUT in it; record it with"),
     ("plan there --hardware x", "--hardware: no effect on a profile; leave it out"),
     ("plan there --json no/such/x.json", "no/such, which is not there; make it, or choose"),
     ("plan there --jsn x.json", "unknown: --jsn x.json; did you mean --json?"),
