@@ -40,21 +40,17 @@ def rendered(doing: str) -> Iterator[None]:
     global _progress
     with ExitStack() as ended:
         if find_spec("rich") is not None:
-            out, error = sys.stdout, sys.stderr
-            if error and error.isatty():
-                _progress = _spinner(error)
+            if sys.stderr and sys.stderr.isatty():
+                _progress = _spinner(sys.stderr)
                 ended.callback(_forget_progress)
-                ended.enter_context(redirect_stderr(_stream(error, ended)))
-            if out and out.isatty():
-                ended.enter_context(redirect_stdout(_stream(out, ended)))
+            redirects = (sys.stderr, redirect_stderr), (sys.stdout, redirect_stdout)
+            for terminal, redirect in redirects:
+                if terminal and terminal.isatty():
+                    stream = _Rendered(terminal)
+                    ended.callback(stream.end)
+                    ended.enter_context(redirect(cast(TextIO, stream)))
         tell(doing)
         yield
-
-
-def _stream(terminal: TextIO, ended: ExitStack) -> TextIO:
-    stream = _Rendered(terminal)
-    ended.callback(stream.end)
-    return cast(TextIO, stream)
 
 
 def _spinner(terminal: TextIO) -> Live:
