@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Iterator
 from functools import partial
 
-from commfuse_npu.packages import NPU_TORCH
 from commfuse_npu.tools.doctor.finding import Finding
 from commfuse_npu.tools.doctor.machine import ABSENT, Machine
 
@@ -56,10 +55,6 @@ def check_devices(machine: Machine) -> Iterator[Finding]:
     if ill := [f"{i} ({health})" for i, (_, health) in enumerate(devices) if health != "OK"]:
         advice = "see npu-smi info -t health"
         yield _finding("health", "warning", f"NPU {', '.join(ill)}", "OK", advice)
-    if machine.find("torch_npu") is None:
-        needed = f"torch_npu {NPU_TORCH} to use the NPUs"
-        action = f"install torch=={NPU_TORCH} and torch_npu=={NPU_TORCH}"
-        yield _finding("torch_npu", "error", "not found", needed, action)
     yield check_links(machine)
 
 

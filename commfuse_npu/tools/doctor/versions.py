@@ -19,7 +19,7 @@ from commfuse_npu.packages import (
     numbers,
 )
 from commfuse_npu.tools.doctor.devices import listed_npus
-from commfuse_npu.tools.doctor.finding import Finding
+from commfuse_npu.tools.doctor.finding import Finding, Level
 from commfuse_npu.tools.doctor.machine import Machine
 
 __all__ = ["TRY_TORCH_NPU", "check_cann", "check_stack", "check_torch", "check_torch_npu_loads"]
@@ -43,8 +43,10 @@ def check_torch(machine: Machine) -> Iterator[Finding]:
     else:
         yield _make_finding("torch", "ok", version)
     finding = partial(_make_finding, "torch_npu")
+    together = f"install torch=={NPU_TORCH} and torch_npu=={NPU_TORCH}"
     if npu is None:
-        yield finding("note", "not found", action="needed on NPUs")
+        level: Level = "error" if listed_npus(machine) else "note"
+        yield finding(level, "not found", "needed on NPUs", together)
         return
     bridge = npu.version or "unknown"
     if numbers(bridge)[:3] != numbers(version)[:3]:
@@ -52,8 +54,7 @@ def check_torch(machine: Machine) -> Iterator[Finding]:
         yield finding("error", f"{bridge} beside torch {version}", "the version of torch", action)
     elif machine.find("mindspeed_llm") is not None and numbers(version)[:3] != numbers(NPU_TORCH):
         expected = f"torch and torch_npu {NPU_TORCH}, which it is built for"
-        action = f"install torch=={NPU_TORCH} and torch_npu=={NPU_TORCH}"
-        yield finding("warning", f"{bridge} with MindSpeed-LLM", expected, action)
+        yield finding("warning", f"{bridge} with MindSpeed-LLM", expected, together)
     else:
         yield finding("ok", bridge)
 

@@ -39,6 +39,9 @@ AUTOMATIC = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 def test_torch_and_its_bridge(packages, what, level, value) -> None:
     installed = {name: Package(version) for name, version in packages.items()}
     assert summary(only(check_torch(machine(packages=installed)), what)) == (level, value)
+    if (what, value) == ("torch_npu", "not found"):
+        here = check_torch(machine(packages=installed, answers=NPU_ANSWERS))
+        assert only(here, what).level == "error"
 
 
 @pytest.mark.parametrize(
