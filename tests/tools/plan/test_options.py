@@ -11,7 +11,6 @@ from commfuse_npu.tools.plan.obstacles import Obstacles, obstacles
 from tests.tools.plan.launches import EXPERTS, FUSED, MODEL, SERVER, SIZES, TP, ULYSSES, asked
 
 ATTENTION = f"{FUSED} --commfuse-attention --attention-dropout 0.0"
-CONFIG = "--config --commfuse-chunks 2"
 
 
 def of(options: str, processes: int = 8) -> Obstacles:
@@ -22,19 +21,16 @@ def of(options: str, processes: int = 8) -> Obstacles:
 
 
 @pytest.mark.parametrize(
-    ("line", "layer", "operator"),
+    ("line", "operator"),
     [
-        (CONFIG, "fc1", "all_gather_linear"),
-        (CONFIG, "fc2", "linear_reduce_scatter"),
-        # Without sequence parallelism a result is summed, and then gathered.
-        (FUSED.replace("--sequence-parallel", ""), "fc2", "linear_all_reduce"),
-        (f"{CONFIG} --commfuse-attention", "proj", "attention_linear_reduce_scatter"),
-        (f"{ATTENTION} --recompute-granularity selective", "proj", "linear_reduce_scatter"),
+        ("--config --commfuse-chunks 2 --commfuse-attention", "attention_linear_reduce_scatter"),
+        (f"{ATTENTION} --recompute-granularity selective", "linear_reduce_scatter"),
     ],
 )
-def test_operators(line: str, layer: str, operator: str) -> None:
-    (fused,) = (entry for entry in obstacles(asked(line)).layers if entry.layer == layer)
-    assert str(fused) == f"{layer}: {operator}"
+def test_the_projection_of_attention(line: str, operator: str) -> None:
+    """The other operators are compared with the wrappers (``test_linear_layers.py``)."""
+    (fused,) = (entry for entry in obstacles(asked(line)).layers if entry.layer == "proj")
+    assert str(fused) == f"proj: {operator}"
 
 
 @pytest.mark.parametrize(
