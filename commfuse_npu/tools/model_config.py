@@ -288,7 +288,6 @@ def _converted(name: str, value: Any, where: str) -> Any:
     """Convert a value of a file or a command line to the type of a field."""
     convert, meaning = _CONVERTERS[_KINDS[name]]
     try:
-        # As text, also because yaml reads 1e-5 as text.
         return convert(str(value).strip())
     except (KeyError, ValueError):
         raise ConfigError(f"{where}: {value!r:.40} is not {meaning}") from None

@@ -129,6 +129,7 @@ def counted(
         FUSED,
         FUSED.replace("--sequence-parallel", ""),
         LIMITED,
+        f"{LIMITED} --commfuse-layers qkv,output",
         f"{FUSED} --tensor-model-parallel-size 1",
         f"{FUSED} --cpu-offloading",
         f"{FUSED} --commfuse-layers qkv,output",

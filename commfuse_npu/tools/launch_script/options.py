@@ -55,7 +55,7 @@ class Options:
         return " ".join(self.values(name)) or None
 
     def number(self, name: str, default: int) -> int:
-        """The value as a whole number from 1, or from a smaller default; it if absent.
+        """The value as a whole number, at least 1 or ``default``; ``default`` if absent.
 
         Raises:
             UsageError: it is not such a number.
