@@ -46,7 +46,7 @@ def check_torch(machine: Machine) -> Iterator[Finding]:
     together = f"install torch=={NPU_TORCH} and torch_npu=={NPU_TORCH}"
     if npu is None:
         level: Level = "error" if listed_npus(machine) else "note"
-        yield finding(level, "not found", "needed on NPUs", together)
+        yield finding(level, "not found", action=f"needed on NPUs: {together}")
         return
     bridge = npu.version or "unknown"
     if numbers(bridge)[:3] != numbers(version)[:3]:
