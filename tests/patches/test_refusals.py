@@ -85,9 +85,11 @@ def test_refused_with_both_flags_and_a_way_out(ours: str, name: str, value: Any)
         feature.validate_args(real_arguments(**(needs | {name: value})))
 
 
-def test_a_value_that_is_no_number_is_refused() -> None:
+def test_a_value_that_is_no_number_and_another_name_are_refused() -> None:
     with pytest.raises(IncompatibleOptionsError, match="--attention-dropout exclude each other"):
         check_compatible(argparse.Namespace(attention_dropout="some"), "--commfuse-attention")
+    with pytest.raises(IncompatibleOptionsError, match="--fp8 exclude each other"):
+        check_compatible(argparse.Namespace(fp8="hybrid"))
 
 
 @pytest.mark.parametrize("ours", OPTIONS)
