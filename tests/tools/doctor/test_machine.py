@@ -8,7 +8,7 @@ from commfuse_npu.tools.doctor import CommandResult
 from commfuse_npu.tools.doctor.devices import check_devices, check_links
 from commfuse_npu.tools.doctor.environment import check_variables
 from commfuse_npu.tools.doctor.finding import Finding
-from commfuse_npu.tools.doctor.machine import ABSENT
+from commfuse_npu.tools.doctor.machine import ABSENT, run_command
 from tests.tools.doctor.machines import INFO_A3, NPU_ANSWERS, machine, only, summary, topology
 
 
@@ -55,6 +55,7 @@ def test_devices_and_their_health_are_listed() -> None:
     assert summary(only(findings, "links")) == ("ok", "1 pairs HCCS")
     findings = list(check_devices(machine({}, {}, {"npu-smi info": CommandResult(0, INFO_A3)})))
     assert summary(only(findings, "NPUs")) == ("ok", "2 x Ascend910")
+    assert run_command("no-npu-smi") == CommandResult(ABSENT, "there is no no-npu-smi")
     for answer, level, value in (
         (CommandResult(ABSENT, ""), "note", "no NPU found (there is no npu-smi)"),
         (CommandResult(255, "dcmi failed\n"), "error", "npu-smi info lists none: dcmi failed"),
