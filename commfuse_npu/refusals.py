@@ -231,7 +231,7 @@ def missing(ours: str, args: argparse.Namespace) -> str:
     Args:
         args: all arguments of the launch, parsed.
     """
-    if ours == "--commfuse-dp" and not args.use_distributed_optimizer:
+    if ours == "--commfuse-dp" and not getattr(args, "use_distributed_optimizer", False):
         return (
             "--commfuse-dp needs --use-distributed-optimizer: without it gradients are all-reduced "
             "and parameters never gathered; add it, or leave --commfuse-dp out"
