@@ -31,7 +31,8 @@ SWAP = "--swap-attention --reuse-fp32-param"
     [
         # Megatron requires the warm-up to be shorter than the decay.
         (LONG, "--train-iters 4 --lr-warmup-iters 3 --eval-iters 0 --log-interval 1 --lr 1e-6",
-         "--train-samples --lr-decay-iters --load --save --profile", "--load a b -> (dropped)"),
+         "--train-samples --lr-decay-iters --load --save --profile --tensorboard-dir",
+         "--load a b -> (dropped)"),
         (ELSEWHERE, f"--mock-data --tokenizer-type NullTokenizer --vocab-size {MOCK_VOCABULARY}",
          "--data-path --padded-vocab-size", "not on this machine"),
         (HERE, HERE, "--mock-data", ""),
