@@ -6,7 +6,7 @@ MindSpeed's parsers, the CPU pretraining and ``commfuse-npu plan`` read this tab
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -25,7 +25,9 @@ __all__ = [
     "option_name",
     "schedule_for",
     "unknown_option",
-    "value_of",
+    "whole",
+    "words",
+    "words_from",
 ]
 
 LAYERS = (
@@ -35,29 +37,42 @@ LAYERS = (
 """The names of linear layers that ``--commfuse-layers`` accepts."""
 
 
-def _whole(minimum: int) -> Callable[[str], int]:
-    """A converter for argparse: a whole number of at least ``minimum``."""
+def whole(least: int = 1, most: int | None = None) -> Callable[[str], int]:
+    """A converter for a whole number from ``least`` to ``most``; unbounded by default."""
+    span = f"from {least}" + (f" to {most}" if most is not None else "")
 
     def convert(text: str) -> int:
-        value = int(text)
-        if value < minimum:
-            raise argparse.ArgumentTypeError(f"{value} is less than {minimum}")
-        return value
+        # No number of this project has more digits, and int() accepts at most 4,300.
+        digits = text.removeprefix("-")
+        number = int(text) if digits.isdecimal() and len(digits) <= 18 else None
+        if number is None or number < least or (most is not None and number > most):
+            raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a whole number {span}")
+        return number
 
-    convert.__name__ = f"whole number >= {minimum}"
     return convert
 
 
-def _layer_names(text: str) -> tuple[str, ...]:
-    names = tuple(name.strip() for name in text.split(",") if name.strip())
-    for name in names:
-        if name not in LAYERS:
-            raise argparse.ArgumentTypeError(
-                f"unknown layer {name!r}; choose from {','.join(LAYERS)}"
-            )
-    if not names:
-        raise argparse.ArgumentTypeError("no layer named; leave --use-commfuse out to fuse none")
-    return names
+def words(text: str) -> tuple[str, ...]:
+    """Convert a comma-separated list."""
+    parsed = tuple(word.strip() for word in text.split(",") if word.strip())
+    if not parsed:
+        raise argparse.ArgumentTypeError(f"{text!r} is an empty list; give one word at least")
+    return parsed
+
+
+def words_from(known: Collection[str]) -> Callable[[str], tuple[str, ...]]:
+    """A converter for a comma-separated list of these words."""
+
+    def convert(text: str) -> tuple[str, ...]:
+        for word in (parsed := words(text)):
+            if word not in known:
+                raise argparse.ArgumentTypeError(
+                    f"{word!r} is unknown; choose from {', '.join(known)}"
+                    f"{did_you_mean(word, known)}"
+                )
+        return parsed
+
+    return convert
 
 
 Declared = tuple[Any, dict[str, Any]]
@@ -72,19 +87,19 @@ def _option(default: Any, help: str, **keywords: Any) -> Declared:
 
 OPTIONS: dict[str, Declared] = {
     "use_commfuse": _option(False, "fuse the tensor-parallel linears"),
-    "commfuse_layers": _option(LAYERS, f"which, from {','.join(LAYERS)}", type=_layer_names),
+    "commfuse_layers": _option(LAYERS, f"which, from {','.join(LAYERS)}", type=words_from(LAYERS)),
     "commfuse_lanes": _option(
         None,
         "transfers in flight, a batch per peer; by default tensor-parallel groups of three or more "
         "inside a node send each chunk as one collective, others have a lane per peer, up to 7",
-        type=_whole(1),
+        type=whole(1),
     ),
     "commfuse_chunks": _option(
         None,
         "sub-blocks per block, which fuses blocks of any length; by default, in tensor-parallel "
         "layers, 2 if a block is long enough for what a post costs the host (2048 rows of 4096 at "
         "128 us), else 1; on NPUs in configs/hardware shorter blocks keep Megatron's code",
-        type=_whole(1),
+        type=whole(1),
     ),
     "commfuse_taper": _option(
         1.0, "length of a sub-block over that of the next to arrive", type=float
@@ -174,17 +189,6 @@ def given_options(args: argparse.Namespace) -> argparse.Namespace:
 def keeps_short_blocks(options: argparse.Namespace) -> bool:
     """Whether short blocks keep Megatron's order; given chunks, or tuning, fuse any length."""
     return options.commfuse_chunks is None and options.commfuse_tuning != "on"
-
-
-def value_of(words: Sequence[str], option: str) -> str | None:
-    """The last value of an option in a command line; empty for a flag, ``None`` if not given."""
-    last = None
-    for i, word in enumerate(words):
-        name, equals, value = word.partition("=")
-        if name == option:
-            follows = words[i + 1] if i + 1 < len(words) else ""
-            last = value if equals else "" if follows.startswith("--") else follows
-    return last
 
 
 def schedule_for(

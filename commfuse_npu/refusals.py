@@ -9,16 +9,13 @@ tools check the words of a command line, where Megatron's default applies to opt
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
-
-from commfuse_npu.options import value_of
+from typing import Any
 
 __all__ = [
     "REFUSALS_OF",
     "IncompatibleOptionsError",
-    "Needs",
     "Refusal",
     "check_compatible",
     "missing",
@@ -58,7 +55,6 @@ class Refusal:
         why: what it does that excludes CommFuse.
         instead: what to do instead.
         applies: whether a value of the option is refused.
-        also: other attributes in a namespace with the same meaning.
         ours: the option of CommFuse.
         default: Megatron's default, if that is refused, too.
     """
@@ -67,25 +63,17 @@ class Refusal:
     why: str
     instead: str
     applies: Callable[[Any], bool]
-    also: tuple[str, ...]
     ours: str
     default: str | None
 
     @property
-    def names(self) -> tuple[str, ...]:
-        """Its attributes in a namespace."""
-        return self.option.split()[0].removeprefix("--").replace("-", "_"), *self.also
+    def attribute(self) -> str:
+        """Its name in a namespace."""
+        return self.option.split()[0].removeprefix("--").replace("-", "_")
 
     def given(self, args: argparse.Namespace) -> bool:
         """Whether a namespace has the option with a refused value."""
-        return any(self.applies(getattr(args, name, None)) for name in self.names)
-
-    def value_in(self, options: Sequence[str]) -> str | None:
-        """The refused value in a command line; ``None`` if there is none."""
-        value = value_of(options, self.option.split()[0])
-        if value is None:
-            return None if self.default is None else f"{self.default}, Megatron's default"
-        return (value or "given") if self.applies(value or True) else None
+        return self.applies(getattr(args, self.attribute, None))
 
     @property
     def way_out(self) -> str:
@@ -107,6 +95,8 @@ _OWN_SCHEDULE = "it has a pipeline schedule of its own"
 _OTHER_SCHEDULE = "leave {ours} out or choose another pipeline schedule"
 _OWN_BUFFERS = "it shards parameters and gradients in buffers of its own"
 _FREES = "a backward frees parameters that the forward beside it uses"
+
+_FP8 = "the fused layers compute in fp32, bf16 and fp16 only", f"{_CHOOSE} and train in --bf16"
 
 _ATTENTION: dict[str, _Row] = {
     "--attention-dropout": (
@@ -141,10 +131,8 @@ _TABLE: dict[str, dict[str, _Row]] = {
         "--use-nanopipe": _NO_WGRAD,
         "--schedules-method dualpipev": (_NO_WGRAD, _OTHER_SCHEDULE),
         "--qat-scheme": "quantization-aware training quantizes inside the linear layers",
-        "--fp8-format": (
-            "the fused layers compute in fp32, bf16 and fp16 only",
-            f"{_CHOOSE} and train in --bf16",
-        ),
+        # Megatron's own --fp8-format is args.fp8.
+        **dict.fromkeys(("--fp8-format", "--fp8"), _FP8),
         "--lora-target-modules": "LoRA wraps the linear layers and trains adapters beside them",
         "--tp-comm-overlap": "it is Transformer Engine's own overlap of the same transfers",
         "--output-layer-slice-num": (
@@ -204,7 +192,6 @@ _TABLE: dict[str, dict[str, _Row]] = {
         "--enable-cuda-graph": "a graph cannot hold a forward and a backward at once",
     },
 }
-_ALSO = {"--fp8-format": ("fp8",)}
 _DEFAULTS = {"--attention-dropout": "0.1"}
 
 
@@ -212,7 +199,7 @@ def _refusal(ours: str, option: str, row: _Row) -> Refusal:
     why, instead, *applies = (row, _CHOOSE) if isinstance(row, str) else row
     name, *values = option.split()
     refused = applies[0] if applies else _one_of(*values) if values else _set
-    return Refusal(option, why, instead, refused, _ALSO.get(name, ()), ours, _DEFAULTS.get(name))
+    return Refusal(option, why, instead, refused, ours, _DEFAULTS.get(name))
 
 
 REFUSALS_OF = {
@@ -238,58 +225,46 @@ def check_compatible(args: argparse.Namespace, ours: str = "--use-commfuse") -> 
         raise IncompatibleOptionsError("\n".join(problems))
 
 
-class Needs(NamedTuple):
-    """The facts of a launch that options of CommFuse require; ``None``: unknown, not checked.
+def missing(ours: str, args: argparse.Namespace) -> str:
+    """A message about what a launch lacks for an option of CommFuse; empty if nothing.
 
-    Attributes:
-        tensor, context: sizes of the tensor- and context-parallel groups.
-        algorithm: ``--context-parallel-algo``.
-        heads, length: attention heads of the model, and sequence length.
+    Args:
+        args: all arguments of the launch, parsed.
     """
-
-    tensor: int
-    context: int
-    distributed_optimizer: bool
-    algorithm: str | None = None
-    heads: int | None = None
-    length: int | None = None
-
-
-def missing(ours: str, needs: Needs) -> str:
-    """A message about what a launch lacks for an option of CommFuse; empty if nothing."""
-    if ours == "--commfuse-dp" and not needs.distributed_optimizer:
+    if ours == "--commfuse-dp" and not getattr(args, "use_distributed_optimizer", False):
         return (
             "--commfuse-dp needs --use-distributed-optimizer: without it gradients are all-reduced "
             "and parameters never gathered; add it, or leave --commfuse-dp out"
         )
-    if ours == "--commfuse-attention" and needs.tensor < 2:
+    if ours == "--commfuse-attention" and args.tensor_model_parallel_size < 2:
         return (
             f"{ours} needs --tensor-model-parallel-size of at least 2: it is fused with a "
             "projection that transfers nothing in a group of one; leave one of the two out"
         )
     if ours != "--commfuse-ulysses":
         return ""
-    size, tensor, heads, length = needs.context, needs.tensor, needs.heads, needs.length
+    size, tensor = args.context_parallel_size, args.tensor_model_parallel_size
     if size < 2:
         return (
             f"{ours} needs --context-parallel-size of at least 2: a context-parallel "
             "group of one exchanges no heads; leave one of the two out"
         )
-    if needs.algorithm != "ulysses_cp_algo":
+    if args.context_parallel_algo != "ulysses_cp_algo":
         return (
             f"{ours} needs --context-parallel-algo ulysses_cp_algo, not "
-            f"{needs.algorithm}: others do not exchange heads, or do so over a part of the group; "
-            f"choose it, or leave {ours} out"
+            f"{args.context_parallel_algo}: others do not exchange heads, or do so over a part of "
+            f"the group; choose it, or leave {ours} out"
         )
-    if heads is not None and heads % (tensor * size):
+    heads = args.num_attention_heads
+    if heads % (tensor * size):
         return (
             f"{ours}: --num-attention-heads {heads} is not divisible by "
             f"--tensor-model-parallel-size {tensor} times --context-parallel-size {size}; "
             f"choose sizes whose product divides {heads}"
         )
-    if length is not None and length % size:
+    if more := args.seq_length % size:
         return (
-            f"{ours}: --seq-length {length} is not divisible by "
-            f"--context-parallel-size {size}; choose {-(-length // size) * size}"
+            f"{ours}: --seq-length {args.seq_length} is not divisible by "
+            f"--context-parallel-size {size}; choose {args.seq_length - more + size}"
         )
     return ""

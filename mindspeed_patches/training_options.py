@@ -15,7 +15,7 @@ import torch
 from commfuse_npu.ops import BucketOptions, LinearOptions
 from commfuse_npu.options import given_options, keeps_short_blocks
 from commfuse_npu.plan import DATA_PARALLEL_LANES, default_chunks
-from commfuse_npu.refusals import IncompatibleOptionsError, Needs, check_compatible, missing
+from commfuse_npu.refusals import IncompatibleOptionsError, check_compatible, missing
 from commfuse_npu.tuning import Tuning, default_folder
 from mindspeed_patches.attention import AttentionWrappers
 from mindspeed_patches.data_parallel import BucketWrappers
@@ -73,17 +73,9 @@ def check_options(args: argparse.Namespace, *, complete: bool = False) -> None:
             "leave one or the other out"
         )
     linear_options(args)  # checks the schedule
-    needs = Needs(
-        parallel_size(args, "tensor_model"),
-        parallel_size(args, "context"),
-        bool(getattr(args, "use_distributed_optimizer", None)),
-        getattr(args, "context_parallel_algo", None),
-        getattr(args, "num_attention_heads", None),
-        getattr(args, "seq_length", None),
-    )
     for name in asked:
         check_compatible(args, f"--commfuse-{name}")
-        if complete and (lacks := missing(f"--commfuse-{name}", needs)):
+        if complete and (lacks := missing(f"--commfuse-{name}", args)):
             raise IncompatibleOptionsError(lacks)
 
 

@@ -16,18 +16,14 @@ __all__ = ["main"]
 
 
 _COMMANDS = {
-    "prepare": {
-        "doctor": ("doctor.command", "is this machine ready?"),
-        "plan": ("plan.command", "would it help a launch or a model? which flags?"),
-        "simulate": ("simulate.command", "what would it bring on a described cluster?"),
-    },
-    "run": {
-        "bench": ("measure.command", "how much communication does each form hide here?"),
-        "measure": ("measure.command", "what the simulator assumes of a machine, measured on it"),
-    },
-    "explain": {"verify": ("verify_command", "prove all programs, or a recorded run (--log)")},
+    "doctor": ("doctor.command", "is this machine ready?"),
+    "plan": ("plan.command", "would it help a launch or a model? which flags?"),
+    "simulate": ("simulate.command", "what would it bring on a described cluster?"),
+    "bench": ("measure.command", "how much communication does each form hide here?"),
+    "measure": ("measure.command", "what the simulator assumes of a machine, measured on it"),
+    "verify": ("verify_command", "prove all programs, or a recorded run (--log)"),
 }
-"""Subcommands by purpose: module, and the question that it answers."""
+"""Subcommands: module, and the question that it answers."""
 
 _SHORT = {"bench": ("--device", "cpu", "--steps", "forms", "--folder", "bench")}
 """The first words of a subcommand that is a short form of another one."""
@@ -49,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if arguments is None:
         # As after Ctrl-C: processes are ended and temporary folders removed.
         signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
-    if arguments is None and words[:1] and words[0] not in _COMMANDS["run"]:
+    if arguments is None and words[:1] and words[0] not in ("bench", "measure"):
         # As in other programs: `simulate | head` ends silently when the reader has gone.
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     try:
@@ -80,9 +76,8 @@ def _answer(words: list[str]) -> int:
 
     The doctor checks whether torch works, so nothing may import torch before it.
     """
-    by_name = {name: command for group in _COMMANDS.values() for name, command in group.items()}
-    if words and words[0] in by_name:
-        module, _ = by_name[words[0]]
+    if words and words[0] in _COMMANDS:
+        module, _ = _COMMANDS[words[0]]
         try:
             asked = [*_SHORT.get(words[0], ()), *words[1:]]
             return int(import_module(f"commfuse_npu.tools.{module}").main(asked))
@@ -96,10 +91,7 @@ def _answer(words: list[str]) -> int:
             return 2
     from commfuse_npu.tools.option_types import Parser
 
-    lines = []
-    for group, commands in _COMMANDS.items():
-        lines.append(f"{group}:")
-        lines += [f"  {name:<10}{question}" for name, (_, question) in commands.items()]
+    lines = [f"  {name:<10}{question}" for name, (_, question) in _COMMANDS.items()]
     parser = Parser(
         prog="commfuse-npu",
         usage="commfuse-npu COMMAND [options]",
@@ -108,7 +100,7 @@ def _answer(words: list[str]) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"commfuse-npu {__version__}")
-    parser.add_argument("command", choices=by_name, metavar="COMMAND", help="one of those below")
+    parser.add_argument("command", choices=_COMMANDS, metavar="COMMAND", help="one of those below")
     parser.parse_args(words[:1] or ["--help"])
     raise AssertionError("no command, and the parser took it")
 

@@ -8,8 +8,8 @@ as Megatron's GPTModel.
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from typing import Literal, NamedTuple
+from collections.abc import Collection, Iterator
+from typing import NamedTuple
 
 from commfuse_npu.options import LAYERS
 from commfuse_npu.tools.launch_script.options import Options
@@ -18,23 +18,11 @@ __all__ = ["Judged", "attention_obstacle", "judge", "sequence_parallel", "size_o
 
 
 class Judged(NamedTuple):
-    """The verdict on the forward of a kind of linear layer.
-
-    Attributes:
-        layer: its name.
-        state: ``fused``; ``left`` to Megatron; or ``silent``: it has no transfer to hide.
-        reason: why it is not fused, or empty.
-        operator: the op that runs in its place; empty for Megatron's own forward.
-    """
+    """The forward of a kind of linear layer: the op that runs, or why it is Megatron's own."""
 
     layer: str
-    state: Literal["fused", "left", "silent"]
     reason: str
-    operator: str = ""
-
-    def left(self, reason: str) -> Judged:
-        """The same layer, left to Megatron."""
-        return Judged(self.layer, "left", reason)
+    operator: str
 
     def __str__(self) -> str:
         if not self.operator:
@@ -46,22 +34,18 @@ class _Layer(NamedTuple):
     """A kind of linear layer in a launch.
 
     Attributes:
-        present: whether the launch has it.
-        known_as: its name in ``--commfuse-layers``; ``None`` if it cannot be fused.
-        exclusion: why it keeps its own forward, or empty.
-        silent: why it has no transfer at all, or empty.
+        known_as: its name in ``--commfuse-layers``.
+        kept: why it keeps its own forward, or empty.
     """
 
     name: str
     column: bool
-    present: bool
-    known_as: str | None
-    exclusion: str = ""
-    silent: str = ""
+    known_as: str
+    kept: str = ""
 
 
-def _layers(options: Options) -> tuple[_Layer, ...]:
-    """All kinds of linear layers, whether or not the launch has them."""
+def _layers(options: Options) -> Iterator[_Layer]:
+    """The kinds of linear layers of a launch."""
     spec = options.text("--spec") or ""
     mamba, compressed, longcat = (
         name in spec for name in ("mamba_spec", "deepseek4_spec", "longcat_spec")
@@ -70,48 +54,50 @@ def _layers(options: Options) -> tuple[_Layer, ...]:
     # Qwen3-Next: every n-th layer has attention with separate q, k and v; others are linear.
     delta_net = "--full-attention-interval" in options
     attends = not mamba or _part(options, "--hybrid-attention-ratio")
-    usual = attends and not (latent or compressed or delta_net)
+    if attends and not (latent or compressed or delta_net):
+        yield _Layer("qkv", True, "qkv")
+    if latent:
+        overlap = "mla_up_proj_tp_overlap gathers its input before the call"
+        gathered = overlap * ("--mla-up-proj-tp-overlap" in options)
+        yield _Layer("q_up", True, "q_up", gathered)
+        yield _Layer("kv_up", True, "kv_up", gathered)
+    if delta_net:
+        yield _Layer("q, k, v apart", True, "qkv")
+        yield _Layer("delta-net in", True, "fc1")
+        yield _Layer("delta-net out", False, "fc2")
+    if compressed:
+        unknown = "it is not among the layers that can be fused"
+        yield _Layer("CSA's q_up, o_down", True, "", unknown)
+        yield _Layer("CSA's o_up", False, "", unknown)
+    if mamba:
+        yield _Layer("mamba in", True, "fc1")
+        yield _Layer("mamba out", False, "fc2")
+    if attends and not compressed:
+        yield _Layer("proj", False, "proj")
     experts = options.number("--num-experts", 0) > 0
     dense = not mamba or _part(options, "--hybrid-mlp-ratio")
     if experts and not longcat:
         # With experts, only the first layers are dense (MindSpeed-LLM's transformer_block.py).
-        dense = options.number("--first-k-dense-replace", 0) > 0
-    names = "--n-shared-experts", "--moe-shared-expert-intermediate-size"
-    shared = experts and any(options.number(name, 0) for name in names)
-    overlapped = _overlapped(options)
-    gathered, deferred = (
-        f"{option} {why}" if f"--{option.replace('_', '-')}" in options else ""
-        for option, why in (
-            ("mla_up_proj_tp_overlap", "gathers its input before the call"),
-            ("defer_embedding_wgrad_compute", "keeps the gradients for later"),
-        )
-    )
-    of_experts = "expert layers are left to the token dispatcher"
-    return (
-        _Layer("qkv", True, usual, "qkv"),
-        _Layer("q_up", True, latent, "q_up", gathered),
-        _Layer("kv_up", True, latent, "kv_up", gathered),
-        _Layer("q, k, v apart", True, delta_net, "qkv"),
-        _Layer("delta-net in", True, delta_net, "fc1"),
-        _Layer("delta-net out", False, delta_net, "fc2"),
-        _Layer("CSA's q_up, o_down", True, compressed, None),
-        _Layer("CSA's o_up", False, compressed, None),
-        _Layer("mamba in", True, mamba, "fc1"),
-        _Layer("mamba out", False, mamba, "fc2"),
-        _Layer("proj", False, attends and not compressed, "proj"),
-        _Layer("fc1", True, dense, "fc1"),
-        _Layer("fc2", False, dense, "fc2"),
-        _Layer("shared_fc1", True, shared, "shared_fc1", overlapped),
-        _Layer("shared_fc2", False, shared, "shared_fc2", overlapped),
-        _Layer("experts", False, experts, "fc2", of_experts, _dispatched(options)),
-        _Layer("eh_proj", True, "--mtp-num-layers" in options, "eh_proj"),
-        _Layer("output", True, True, "output", deferred),
-    )
+        dense = options.number("--first-k-dense-replace", -1) > 0
+    if dense:
+        yield _Layer("fc1", True, "fc1")
+        yield _Layer("fc2", False, "fc2")
+    shared = "--n-shared-experts", "--moe-shared-expert-intermediate-size"
+    if experts and any(options.number(name, 0) for name in shared):
+        yield _Layer("shared_fc1", True, "shared_fc1", _overlapped(options))
+        yield _Layer("shared_fc2", False, "shared_fc2", _overlapped(options))
+    if experts:
+        yield _Layer("experts", False, "fc2", _dispatched(options))
+    if "--mtp-num-layers" in options:
+        yield _Layer("eh_proj", True, "eh_proj")
+    later = "defer_embedding_wgrad_compute keeps the gradients for later"
+    deferred = later * ("--defer-embedding-wgrad-compute" in options)
+    yield _Layer("output", True, "output", deferred)
 
 
 def judge(
     options: Options, layers: Collection[str] = LAYERS, attention: bool = False
-) -> list[Judged]:
+) -> Iterator[Judged]:
     """The verdict on each linear layer of a launch, for any sequence length.
 
     Args:
@@ -119,33 +105,25 @@ def judge(
         layers: names of layers to fuse (``--commfuse-layers``).
         attention: whether attention is fused with its projection, unless something prevents it.
     """
-    attention = attention and not attention_obstacle(options)
-    present = (layer for layer in _layers(options) if layer.present)
-    return [_judged(layer, options, layers, attention) for layer in present]
-
-
-def _judged(layer: _Layer, options: Options, layers: Collection[str], attention: bool) -> Judged:
-    known_as, unsplit = layer.known_as, layer.column and not sequence_parallel(options)
-    alone = size_of(options, "tensor-model") == 1
+    split, alone = sequence_parallel(options), size_of(options, "tensor-model") == 1
     offloaded = "--cpu-offloading" in options
-    reasons: tuple[tuple[Literal["left", "silent"], str | bool], ...] = (
-        ("silent", layer.silent),
-        ("silent", unsplit and "without sequence parallelism the forward has no transfer"),
-        ("left", known_as is None and "it is not among the layers that can be fused"),
-        ("left", known_as not in layers and f"{known_as} is not in the list of layers to fuse"),
-        ("left", layer.exclusion),
-        ("silent", alone and "a tensor-parallel group of one has nothing to transfer"),
-        ("left", offloaded and "cpu_offloading needs Transformer Engine's layers"),
-    )
-    for state, reason in reasons:
-        if reason:
-            return Judged(layer.name, state, str(reason))
-    operator = "linear_reduce_scatter" if sequence_parallel(options) else "linear_all_reduce"
-    if layer.column:
-        operator = "all_gather_linear"
-    elif layer.name == "proj" and attention:
-        operator = "attention_linear_reduce_scatter"
-    return Judged(layer.name, "fused", "", operator)
+    with_attention = attention and not attention_obstacle(options)
+    for name, column, known_as, kept in _layers(options):
+        unsplit = column and not split
+        reasons = (
+            kept,
+            unsplit and "without sequence parallelism the forward has no transfer",
+            known_as not in layers and f"{known_as} is not in the list of layers to fuse",
+            alone and "a tensor-parallel group of one has nothing to transfer",
+            offloaded and "cpu_offloading needs Transformer Engine's layers",
+        )
+        operator = "linear_reduce_scatter" if split else "linear_all_reduce"
+        if column:
+            operator = "all_gather_linear"
+        elif name == "proj" and with_attention:
+            operator = "attention_linear_reduce_scatter"
+        reason = str(next(filter(None, reasons), ""))
+        yield Judged(name, reason, "" if reason else operator)
 
 
 def attention_obstacle(options: Options) -> str:
@@ -190,7 +168,7 @@ def _overlapped(options: Options) -> str:
 
 
 def _dispatched(options: Options) -> str:
-    """Why the experts' linear layers use no collective of the tensor-parallel group, or empty.
+    """Why the experts' linear layers keep their own forward.
 
     Grouped GEMMs have no linear layers.  Otherwise, if experts have tensor or expert parallelism
     above 1, Megatron leaves their transfers to the dispatcher (``explicit_expert_comm``).  If they
@@ -203,4 +181,4 @@ def _dispatched(options: Options) -> str:
     tensor = size_of(options, "expert-tensor" if separate else "tensor-model")
     if tensor > 1 or size_of(options, "expert-model") > 1 or "--moe-tp-extend-ep" in options:
         return "no collective of the tensor-parallel group; tokens are moved by the dispatcher"
-    return ""
+    return "expert layers are left to the token dispatcher"

@@ -12,17 +12,16 @@ import argparse
 import json
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from commfuse_npu.config_file import ConfigError, find_config, read_config
-from commfuse_npu.did_you_mean import did_you_mean
 from commfuse_npu.plan import block_rows
 from commfuse_npu.tools.layout_problems import problems
 
-__all__ = ["ModelConfig", "OptionParser", "given_options", "main"]
+__all__ = ["ModelConfig", "given_options", "known_options", "main"]
 
 _MODEL_PARALLEL = ("tensor_model", "pipeline_model", "context")
 
@@ -32,7 +31,7 @@ class ModelConfig:
     """A Llama (RMSNorm, SwiGLU, rotary embeddings, no biases), its training and its layout.
 
     Attributes are Megatron's options of the same name, with the same defaults; a file sets all of
-    them.  The exceptions:
+    them.  Its other keys are passed on as ``pretrain_options``.  The exceptions:
 
     Attributes:
         vocab_size: of the tokenizer, before padding.  Not passed on if the tokenizer defines it.
@@ -53,23 +52,11 @@ class ModelConfig:
     make_vocab_size_divisible_by: int = 128
     seq_length: int
     max_position_embeddings: int
-    rotary_base: int = 10000
-    norm_epsilon: float = 1e-05
     untie_embeddings_and_output_weights: bool = False
-    init_method_std: float = 0.02
     tokenizer_type: str = "NullTokenizer"
-    bf16: bool = False
     # Training
     micro_batch_size: int
     global_batch_size: int
-    train_iters: int = 1
-    lr: float = 0.0
-    min_lr: float = 0.0
-    lr_warmup_fraction: float = 0.0
-    weight_decay: float = 0.01
-    clip_grad: float = 1.0
-    adam_beta1: float = 0.9
-    adam_beta2: float = 0.999
     # Parallel layout
     tensor_model_parallel_size: int = 1
     pipeline_model_parallel_size: int = 1
@@ -88,7 +75,7 @@ class ModelConfig:
         """Read a file, with values replaced by the options of a command line.
 
         Raises:
-            ConfigError: the file cannot be read, is incomplete, or has an unknown option.
+            ConfigError: the file cannot be read, is incomplete, or has an invalid value.
         """
         return cls(**{**_from_yaml(path), **given_options(options)})
 
@@ -215,12 +202,10 @@ _ARGUMENTS = (
     *("context_parallel_size", "context_parallel_algo", "sequence_parallel"),
     *("num_layer_list", "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads"),
     *("--group-query-attention", "num_query_groups", "seq_length", "max_position_embeddings"),
-    *("--position-embedding-type rope", "rotary_base", "--normalization RMSNorm", "norm_epsilon"),
-    *("--swiglu", "--disable-bias-linear", "--attention-dropout 0.0", "--hidden-dropout 0.0"),
-    *("untie_embeddings_and_output_weights", "init_method_std", "make_vocab_size_divisible_by"),
-    *("tokenizer_type", "vocab_size", "micro_batch_size", "global_batch_size", "train_iters"),
-    *("lr", "min_lr", "--lr-decay-style cosine", "lr_warmup_fraction", "weight_decay"),
-    *("clip_grad", "adam_beta1", "adam_beta2", "bf16"),
+    *("--position-embedding-type rope", "--normalization RMSNorm", "--swiglu"),
+    *("--disable-bias-linear", "--attention-dropout 0.0", "--hidden-dropout 0.0"),
+    *("untie_embeddings_and_output_weights", "make_vocab_size_divisible_by", "tokenizer_type"),
+    *("vocab_size", "micro_batch_size", "global_batch_size", "--lr-decay-style cosine"),
 )
 """The options of a launch in order: fields, and words that are the same for every Llama."""
 _KINDS = {field.name: str(field.type) for field in fields(ModelConfig)}
@@ -230,15 +215,6 @@ _SPELLINGS = {
     "npus_per_node": ("--npus-per-node", "--nproc-per-node", "--nproc_per_node"),
     "vocab_size": ("--vocab-size", "--padded-vocab-size"),
 }
-_VARIABLES = {
-    "tensor_model_parallel_size": "TP",
-    "pipeline_model_parallel_size": "PP",
-    "context_parallel_size": "CP",
-    "num_layer_list": "NUM_LAYER_LIST",
-    "npus_per_node": "NPUS_PER_NODE",
-    "nnodes": "NNODES",
-}
-"""Environment variables of the launchers, which override the configuration."""
 _REQUIRED = (
     "num_layers",
     "hidden_size",
@@ -249,27 +225,33 @@ _REQUIRED = (
 )
 
 
-class OptionParser(argparse.ArgumentParser):
-    """Extracts the known options from a ``pretrain_gpt.py`` command line.
+def known_options(
+    options: Sequence[str], declare: Callable[[argparse.ArgumentParser], object]
+) -> dict[str, Any]:
+    """The options of a command line that ``declare`` adds to a parser; others are ignored.
 
-    Options that are not on the command line are not in the result.
+    Raises:
+        ConfigError: a value is missing or refused by its type.
     """
+    parser = argparse.ArgumentParser(
+        add_help=False,
+        allow_abbrev=False,
+        argument_default=argparse.SUPPRESS,
+        exit_on_error=False,
+    )
+    declare(parser)
+    try:
+        return vars(parser.parse_known_args(list(options))[0])
+    except argparse.ArgumentError as error:
+        raise ConfigError(str(error)) from error
 
-    def __init__(self) -> None:
-        super().__init__(
-            add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS, usage=""
-        )
 
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(message)
-
-    def given(self, options: Sequence[str]) -> dict[str, Any]:
-        """The values of the known options that are present.
-
-        Raises:
-            ConfigError: a value is missing or refused by its type.
-        """
-        return vars(self.parse_known_args(list(options))[0])
+def _declare(parser: argparse.ArgumentParser) -> None:
+    for name, kind in _KINDS.items():
+        if kind != _WORDS:
+            spellings = _SPELLINGS.get(name, (_option(name),))
+            action = "store_true" if kind == "bool" else "store"
+            parser.add_argument(*spellings, dest=name, action=action)
 
 
 def given_options(options: Sequence[str]) -> dict[str, Any]:
@@ -278,19 +260,8 @@ def given_options(options: Sequence[str]) -> dict[str, Any]:
     Raises:
         ConfigError: a value is missing or has the wrong type.
     """
-    parser = OptionParser()
-    for name, kind in _KINDS.items():
-        if kind == _WORDS:
-            continue
-        spellings = _SPELLINGS.get(name, (_option(name),))
-        action = "store_true" if kind == "bool" else "store"
-        parser.add_argument(*spellings, dest=name, action=action)
-    values = {}
-    for name, value in parser.given(options).items():
-        variable = _VARIABLES.get(name)
-        label = f"{variable} ({_option(name)})" if variable else _option(name)
-        values[name] = _converted(_KINDS[name], value, label)
-    return values
+    given = known_options(options, _declare)
+    return {name: _converted(name, value, _option(name)) for name, value in given.items()}
 
 
 def _from_yaml(path: Path) -> dict[str, Any]:
@@ -299,66 +270,61 @@ def _from_yaml(path: Path) -> dict[str, Any]:
         raise ConfigError(
             f"{path} describes a machine; give it as --hardware, and a model's file here"
         )
-    for key in content:
-        if key not in _KINDS:
-            near = did_you_mean(str(key), _KINDS, 0.0)
-            raise ConfigError(f"{path}: unknown option {key!r}{near}")
-    quoted = [k for k in content if _KINDS[k] in ("int", "float") and _is_number(content[k])]
-    if quoted:
-        raise ConfigError(f"{path}: {', '.join(quoted)}: a number as text; leave the quotes out")
     missing = [name for name, kind in _KINDS.items() if name not in content and kind != _WORDS]
     if missing:
         raise ConfigError(f"{path}: {', '.join(missing)} missing; every option has to be there")
-    return {
-        name: _converted(_KINDS[name], value, f"{path}: {name}") for name, value in content.items()
-    }
+    values: dict[str, Any] = {"pretrain_options": ()}
+    passed: list[str] = []
+    for name, value in content.items():
+        if name in _KINDS:
+            values[name] = _converted(name, value, f"{path}: {name}")
+        elif value is not False and value is not None:
+            passed += [_option(str(name)), *([] if value is True else [str(value)])]
+    values["pretrain_options"] = (*passed, *values["pretrain_options"])
+    return values
 
 
-def _is_number(value: Any) -> bool:
-    """Whether it is a quoted number; 1e-5, which yaml also reads as text, is accepted."""
-    return isinstance(value, str) and value.strip().replace(".", "", 1).isdecimal()
+def _converted(name: str, value: Any, where: str) -> Any:
+    """Convert a value of a file or a command line to the type of a field."""
+    convert, meaning = _CONVERTERS[_KINDS[name]]
+    try:
+        return convert(str(value).strip())
+    except (KeyError, ValueError):
+        raise ConfigError(f"{where}: {value!r:.40} is not {meaning}") from None
 
 
-def _converted(kind: str, value: Any, where: str) -> Any:
-    """Convert ``value`` to the type of a field, also from text, as yaml reads 1e-5."""
-    if kind == "bool":
-        if not isinstance(value, bool):
-            raise ConfigError(f"{where}: {value!r} is not true or false")
-        return value
-    if kind == "str":
-        if not isinstance(value, str) or not value:
-            raise ConfigError(f"{where}: {value!r} is not a name")
-        return value
-    if kind == _WORDS:
-        words = (
-            tuple(value.split()) if isinstance(value, str) else () if value is None else (value,)
-        )
-        if words and not str(words[0]).startswith("--"):
-            raise ConfigError(f"{where}: {value!r} is not a line of options, as --option value")
-        return words
-    if kind == "float":
-        try:
-            number = float("" if isinstance(value, bool) else value)
-        except (TypeError, ValueError, OverflowError):
-            number = math.nan
-        if not math.isfinite(number):
-            raise ConfigError(f"{where}: {value!r} is not a finite number")
-        return number
-    if kind == "int":
-        return _whole(value, where)
-    if value is None or value == "none":
-        return None
-    return tuple(_whole(part, where) for part in str(value).split(","))
+def _whole(text: str) -> int:
+    number = int(text) if text.isdecimal() and len(text) <= 12 else 0
+    if number == 0:
+        raise ValueError
+    return number
 
 
-def _whole(value: Any, where: str) -> int:
-    text = str(value).strip()
-    is_whole = text.isdecimal() and len(text) <= 12 and not isinstance(value, float)
-    if not is_whole or int(text) == 0:
-        raise ConfigError(
-            f"{where}: {value!r:.40} is not a whole number from 1 of at most 12 digits"
-        )
-    return int(text)
+def _name(text: str) -> str:
+    if text in ("", "None"):
+        raise ValueError
+    return text
+
+
+def _words(text: str) -> tuple[str, ...]:
+    words = () if text == "None" else tuple(text.split())
+    if words and not words[0].startswith("--"):
+        raise ValueError
+    return words
+
+
+def _whole_numbers(text: str) -> tuple[int, ...] | None:
+    return None if text in ("none", "None") else tuple(map(_whole, text.split(",")))
+
+
+_CONVERTERS: dict[str, tuple[Callable[[str], Any], str]] = {
+    "bool": ({"True": True, "False": False}.__getitem__, "true or false"),
+    "int": (_whole, "a whole number from 1 of at most 12 digits"),
+    "str": (_name, "a name"),
+    "tuple[int, ...] | None": (_whole_numbers, "whole numbers from 1, with commas, or none"),
+    _WORDS: (_words, "a line of options, as --option value"),
+}
+"""By type: the converter, and what a value has to be."""
 
 
 def main(words: Sequence[str]) -> int:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 from commfuse_npu.did_you_mean import did_you_mean
+from commfuse_npu.options import whole, words, words_from
 
 __all__ = [
     "Parser",
@@ -41,15 +42,6 @@ class Parser(argparse.ArgumentParser):
             self.error(f"unknown: {' '.join(unknown)}{near}")
         return options
 
-    def _check_value(self, action: argparse.Action, value: Any) -> None:
-        if action.choices is not None and value not in action.choices:
-            choices = [str(choice) for choice in action.choices]
-            listed = ", ".join(map(repr, choices))
-            near = did_you_mean(str(value), choices)
-            raise argparse.ArgumentError(
-                action, f"invalid choice: {value!r} (choose from {listed}){near}"
-            )
-
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
 
@@ -66,21 +58,6 @@ def refuse(command: str, error: Exception, code: int = 2) -> int:
     return code
 
 
-def whole(least: int = 1, most: int | None = None) -> Callable[[str], int]:
-    """A converter for a whole number from ``least`` to ``most``; unbounded by default."""
-    span = f"from {least}" + (f" to {most}" if most is not None else "")
-
-    def convert(text: str) -> int:
-        # No number of this project has more digits, and int() accepts at most 4,300.
-        digits = text.removeprefix("-")
-        number = int(text) if digits.isdecimal() and len(digits) <= 18 else None
-        if number is None or number < least or (most is not None and number > most):
-            raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a whole number {span}")
-        return number
-
-    return convert
-
-
 _MOST = 1e9
 """Larger times, rates and ratios make no sense, and system calls would not accept them."""
 
@@ -94,29 +71,6 @@ def positive(text: str) -> float:
     if not 0 < number <= _MOST:
         raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a number above 0, up to {_MOST:g}")
     return number
-
-
-def words(text: str) -> tuple[str, ...]:
-    """Convert a comma-separated list."""
-    parsed = tuple(word.strip() for word in text.split(",") if word.strip())
-    if not parsed:
-        raise argparse.ArgumentTypeError(f"{text!r} is an empty list; give one word at least")
-    return parsed
-
-
-def words_from(known: Collection[str]) -> Callable[[str], tuple[str, ...]]:
-    """A converter for a comma-separated list of these words."""
-
-    def convert(text: str) -> tuple[str, ...]:
-        for word in (parsed := words(text)):
-            if word not in known:
-                raise argparse.ArgumentTypeError(
-                    f"{word!r} is unknown; choose from {', '.join(known)}"
-                    f"{did_you_mean(word, known)}"
-                )
-        return parsed
-
-    return convert
 
 
 def new_file(text: str) -> Path:

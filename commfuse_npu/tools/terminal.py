@@ -15,6 +15,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, TextIO, cast
 
 if TYPE_CHECKING:
+    from rich.live import Live
     from rich.text import Text
 
 __all__ = ["print_verdict", "rendered", "tell"]
@@ -26,7 +27,7 @@ _LEVELS = {
     "yellow": re.compile(r"^ *warning\b|(?<=: )warning(?=: )"),
 }
 _VERDICTS = {True: "bold green", False: "bold red", None: "bold"}
-_progress: _Progress | None = None
+_progress: Live | None = None
 
 
 @contextmanager
@@ -39,34 +40,47 @@ def rendered(doing: str) -> Iterator[None]:
     global _progress
     with ExitStack() as ended:
         if find_spec("rich") is not None:
-            out, error = sys.stdout, sys.stderr
-            if error and error.isatty():
-                _progress = _Progress(error)
+            if sys.stderr and sys.stderr.isatty():
+                _progress = _spinner(sys.stderr)
                 ended.callback(_forget_progress)
-                ended.enter_context(redirect_stderr(_stream(error, ended)))
-            if out and out.isatty():
-                ended.enter_context(redirect_stdout(_stream(out, ended)))
+            redirects = (sys.stderr, redirect_stderr), (sys.stdout, redirect_stdout)
+            for terminal, redirect in redirects:
+                if terminal and terminal.isatty():
+                    stream = _Rendered(terminal)
+                    ended.callback(stream.end)
+                    ended.enter_context(redirect(cast(TextIO, stream)))
         tell(doing)
         yield
 
 
-def _stream(terminal: TextIO, ended: ExitStack) -> TextIO:
-    stream = _Rendered(terminal)
-    ended.callback(stream.end)
-    return cast(TextIO, stream)
+def _spinner(terminal: TextIO) -> Live:
+    from rich.console import Console
+    from rich.live import Live
+
+    kept = {"redirect_stdout": False, "redirect_stderr": False}
+    console = Console(file=terminal)
+    return Live(console=console, transient=True, refresh_per_second=5, **kept)
 
 
 def _forget_progress() -> None:
     global _progress
-    if _progress is not None:
-        _progress.hide()
+    _hide_progress()
     _progress = None
+
+
+def _hide_progress() -> None:
+    if _progress is not None:
+        _progress.stop()
 
 
 def tell(what: str) -> None:
     """Show a text in the last line of stderr until something is printed; only on a terminal."""
     if _progress is not None:
-        _progress.show(what)
+        from rich.spinner import Spinner
+        from rich.text import Text
+
+        _progress.update(Spinner("dots", Text(what, no_wrap=True, overflow="ellipsis")))
+        _progress.start()
 
 
 def print_verdict(text: str, good: bool | None = None) -> None:
@@ -75,34 +89,6 @@ def print_verdict(text: str, good: bool | None = None) -> None:
         sys.stdout.render(text, _VERDICTS[good])
     else:
         print(text)
-
-
-class _Progress:
-    """A spinner with a text."""
-
-    def __init__(self, terminal: TextIO) -> None:
-        from rich.console import Console
-        from rich.live import Live
-        from rich.spinner import Spinner
-
-        self._spinner = Spinner("dots")
-        self._live = Live(
-            self._spinner,
-            console=Console(file=terminal),
-            transient=True,
-            refresh_per_second=5,
-            redirect_stdout=False,
-            redirect_stderr=False,
-        )
-
-    def show(self, what: str) -> None:
-        from rich.text import Text
-
-        self._spinner.update(text=Text(what, no_wrap=True, overflow="ellipsis"))
-        self._live.start()
-
-    def hide(self) -> None:
-        self._live.stop()
 
 
 class _Rendered:
@@ -161,8 +147,7 @@ class _Rendered:
         self._write(Text("\n" + indent).join(lines), end)
 
     def _write(self, text: Any, end: str = "\n") -> None:
-        if _progress is not None:
-            _progress.hide()
+        _hide_progress()
         self._console.print(text, end=end, soft_wrap=True)
 
     def _end_table(self) -> None:
@@ -189,8 +174,7 @@ class _Rendered:
             table.add_column(name, justify=side, width=width, overflow="fold")
         for cells in zip(*columns, strict=True):
             table.add_row(*cells)
-        if _progress is not None:
-            _progress.hide()
+        _hide_progress()
         self._console.print(table)
 
 

@@ -110,7 +110,7 @@ def _replace(options: Options, value: object, *names: str) -> None:
 
 def _at_most(options: Options, most: int, *names: str) -> None:
     for name in names:
-        _replace(options, min(most, options.number(name, most)), name)
+        _replace(options, min(most, options.number(name, -1)), name)
 
 
 def _layers(options: Options, small: Layout) -> None:
@@ -160,7 +160,7 @@ def _widths(options: Options, small: Layout) -> None:
     _at_most(options, 1, "--moe-router-num-groups", "--moe-router-group-topk")
     multiple = 32 * small.tensor
     for name in _WIDTHS:
-        ratio_to_hidden = options.number(name, hidden_before) / (hidden_before or hidden)
+        ratio_to_hidden = options.number(name, 0) / (hidden_before or hidden)
         _replace(options, max(1, round(ratio_to_hidden * hidden / multiple)) * multiple, name)
 
 

@@ -99,7 +99,7 @@ def test_a_written_configuration_takes_the_place_of_the_models(tmp_path: Path) -
     words = dry_run("llama2_7b", "--commfuse-chunks", "2", CONFIG=file)
     assert value(words, "--tensor-model-parallel-size") == "4"
     assert value(words, "--nnodes") == "2"
-    assert value(words, "--rotary-base") == "500000"
+    assert value(words, "--seq-length") == "8192"
     assert value(words, "--recompute-granularity") == "full"
     at = words.index("--use-commfuse")
     assert words[at : at + 3] == [*options]
@@ -117,7 +117,7 @@ def test_a_written_configuration_takes_the_place_of_the_models(tmp_path: Path) -
     [
         ({"MODEL": "--lr"}, "CONFIG: set it to what commfuse-npu plan --write FILE has written"),
         ({"TP": "3"}, "llama3_8b: 32 attention heads, 8 query groups and feed-forward width 14"),
-        ({"TP": "two"}, "TP (--tensor-model-parallel-size): 'two' is "),
+        ({"TP": "two"}, "--tensor-model-parallel-size: 'two' is "),
         ({"USE_COMMFUSE": "yes"}, "USE_COMMFUSE is 'yes'; set it to 0 or 1"),
         ({"DATA_PATH": ""}, "DATA_PATH: set it to the prefix of the preprocessed data, or pass --"),
         ({"TOKENIZER_MODEL": ""}, "TOKENIZER_MODEL: set it to the folder of the tokenizer"),

@@ -131,9 +131,9 @@ def test_a_senseless_value_names_its_option(options: str, message: str) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ("--commfuse-lanes 0", "--commfuse-lanes: 0 is less than 1"),
-        ("--commfuse-layers qkv,fc3", "--commfuse-layers: unknown layer 'fc3'; choose from"),
-        ("--commfuse-layers ,", "--commfuse-layers: no layer named; leave --use-commfuse out"),
+        ("--commfuse-lanes 0", "--commfuse-lanes: '0' is not a whole number from 1"),
+        ("--commfuse-layers qkv,fc3", "--commfuse-layers: 'fc3' is unknown; choose from"),
+        ("--commfuse-layers ,", "--commfuse-layers: ',' is an empty list; give one word at least"),
     ],
 )
 def test_the_parser_refuses_a_value_by_its_option(options: str, message: str, capsys) -> None:

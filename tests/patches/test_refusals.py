@@ -59,7 +59,7 @@ OPTIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 def refused(ours: str) -> dict[str, Any]:
     """Each attribute that an option is refused with, and a refused value."""
-    names = [name for refusal in REFUSALS_OF[option_name(ours)] for name in refusal.names]
+    names = [refusal.attribute for refusal in REFUSALS_OF[option_name(ours)]]
     return {name: VALUES.get(name, True) for name in names}
 
 
@@ -72,7 +72,7 @@ def refused(ours: str) -> dict[str, Any]:
 )
 def test_refused_with_both_flags_and_a_way_out(ours: str, name: str, value: Any) -> None:
     _, needs = OPTIONS[ours]
-    refusal = next(r for r in REFUSALS_OF[option_name(ours)] if name in r.names)
+    refusal = next(r for r in REFUSALS_OF[option_name(ours)] if name == r.attribute)
     expected = f"^{option_name(ours)} and {refusal.option} exclude each other: .+; .+"
     feature = CommFuseFeature()
     with pytest.raises(IncompatibleOptionsError, match=expected) as caught:
@@ -85,14 +85,11 @@ def test_refused_with_both_flags_and_a_way_out(ours: str, name: str, value: Any)
         feature.validate_args(real_arguments(**(needs | {name: value})))
 
 
-def test_what_is_not_known_to_be_harmless() -> None:
-    """Megatron's default if the option is not given, and values that are not numbers."""
-    refusals = REFUSALS_OF["--commfuse-attention"]
-    values = [refusal.value_in([]) for refusal in refusals]
-    assert list(filter(None, values)) == ["0.1, Megatron's default"]
-    dropout = refusals[values.index("0.1, Megatron's default")]
-    assert dropout.value_in(["--attention-dropout", "${DROPOUT}"]) == "${DROPOUT}"
-    assert dropout.given(argparse.Namespace(attention_dropout="some"))
+def test_a_value_that_is_no_number_and_another_name_are_refused() -> None:
+    with pytest.raises(IncompatibleOptionsError, match="--attention-dropout exclude each other"):
+        check_compatible(argparse.Namespace(attention_dropout="some"), "--commfuse-attention")
+    with pytest.raises(IncompatibleOptionsError, match="--fp8 exclude each other"):
+        check_compatible(argparse.Namespace(fp8="hybrid"))
 
 
 @pytest.mark.parametrize("ours", OPTIONS)
@@ -118,7 +115,7 @@ def test_all_at_once() -> None:
 def test_what_the_pages_name_is_refused(page: str, heading: str) -> None:
     file = Path(__file__).parents[2] / "docs" / f"{page}.md"
     text = file.read_text("utf-8").partition(f"## {heading}\n")[2]
-    known = {option_name(name) for group in REFUSALS_OF.values() for r in group for name in r.names}
+    known = {option_name(r.attribute) for group in REFUSALS_OF.values() for r in group}
     named = set(re.findall(r"`(--[\w-]+)", text.partition("\n## ")[0]))
     assert len(named & known) >= 10
     # The feature itself checks the level.

@@ -31,7 +31,8 @@ SWAP = "--swap-attention --reuse-fp32-param"
     [
         # Megatron requires the warm-up to be shorter than the decay.
         (LONG, "--train-iters 4 --lr-warmup-iters 3 --eval-iters 0 --log-interval 1 --lr 1e-6",
-         "--train-samples --lr-decay-iters --load --save --profile", "--load a b -> (dropped)"),
+         "--train-samples --lr-decay-iters --load --save --profile --tensorboard-dir",
+         "--load a b -> (dropped)"),
         (ELSEWHERE, f"--mock-data --tokenizer-type NullTokenizer --vocab-size {MOCK_VOCABULARY}",
          "--data-path --padded-vocab-size", "not on this machine"),
         (HERE, HERE, "--mock-data", ""),
@@ -156,5 +157,6 @@ def test_experts_and_context_parallelism() -> None:
     assert [number(options, name) for name in ("--num-experts", "--moe-router-topk")] == [4, 2]
     assert options.text("--context-parallel-algo") == "ulysses_cp_algo"
     assert number(options, "--seq-length") == 32 * 4
-    options, small = scaled(f"{text} --moe-tp-extend-ep", 16, 4)
+    options, small = scaled(f"{text} --moe-tp-extend-ep --first-k-dense-replace -1", 16, 4)
+    assert number(options, "--first-k-dense-replace") == -1, "none, in MindSpeed-LLM"
     assert number(options, "--num-experts") == 2 * small.tensor * small.expert

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from commfuse_npu.options import LAYERS
 from commfuse_npu.tools.launch_script.options import Options
 from commfuse_npu.tools.linear_layers import judge
 from commfuse_npu.tools.plan.obstacles import obstacles
@@ -23,51 +22,58 @@ LATENT = f"{SP} --multi-latent-attention --spec mindspeed_llm.tasks.models.spec.
 
 
 @pytest.mark.parametrize(
-    ("words", "fused", "left", "silent"),
+    ("words", "fused", "kept"),
     [
-        (SP, DENSE, "", ""),
-        (TP, "proj fc2", "", "qkv fc1 output"),
-        ("--sequence-parallel", "", "", DENSE),
+        (SP, DENSE, ""),
+        (TP, "proj fc2", "qkv fc1 output"),
+        ("--sequence-parallel", "", DENSE),
         # Experts in each layer, no dense one.
-        (EXPERTS, "qkv proj output", "", "experts"),
-        (f"{EXPERTS} --first-k-dense-replace 0", "qkv proj output", "", "experts"),
-        (f"{EXPERTS} --first-k-dense-replace 3", DENSE, "", "experts"),
-        # Without grouped GEMMs their linear layers reduce.
-        (f"{SP} --num-experts 8 --expert-tensor-parallel-size 1", "qkv proj output", "experts", ""),
-        (f"{SP} --num-experts 8", "qkv proj output", "", "experts"),
-        (f"{SP} --num-experts 8 --expert-tensor-parallel-size 1 --moe-tp-extend-ep",
-         "qkv proj output", "", "experts"),
+        (EXPERTS, "qkv proj output", "experts"),
+        (f"{EXPERTS} --first-k-dense-replace 0", "qkv proj output", "experts"),
+        (f"{EXPERTS} --first-k-dense-replace 3", DENSE, "experts"),
         (f"{EXPERTS} --moe-shared-expert-intermediate-size 64",
-         "qkv proj shared_fc1 shared_fc2 output", "", "experts"),
+         "qkv proj shared_fc1 shared_fc2 output", "experts"),
         (f"{EXPERTS} --n-shared-experts 1 --moe-alltoall-overlap-comm",
-         "qkv proj output", "shared_fc1 shared_fc2", "experts"),
-        (LATENT, "q_up kv_up proj fc1 fc2 output", "", ""),
-        (f"{LATENT} --mla-up-proj-tp-overlap", "proj fc1 fc2 output", "q_up kv_up", ""),
-        (f"{SP} --mtp-num-layers 1", f"{DENSE} eh_proj", "", ""),
-        (f"{SP} --cpu-offloading", "", DENSE, ""),
-        (f"{SP} --defer-embedding-wgrad-compute", "qkv proj fc1 fc2", "output", ""),
+         "qkv proj output", "shared_fc1 shared_fc2 experts"),
+        (LATENT, "q_up kv_up proj fc1 fc2 output", ""),
+        (f"{LATENT} --mla-up-proj-tp-overlap", "proj fc1 fc2 output", "q_up kv_up"),
+        (f"{SP} --mtp-num-layers 1", f"{DENSE} eh_proj", ""),
+        (f"{SP} --cpu-offloading", "", DENSE),
+        (f"{SP} --defer-embedding-wgrad-compute", "qkv proj fc1 fc2", "output"),
         (f"{SP} --full-attention-interval 4",
-         "delta-net_in delta-net_out q,_k,_v_apart proj fc1 fc2 output", "", ""),
+         "delta-net_in delta-net_out q,_k,_v_apart proj fc1 fc2 output", ""),
         (f"{SP} --spec x.mamba_spec s --hybrid-attention-ratio 0.1 --hybrid-mlp-ratio 0.5",
-         f"mamba_in mamba_out {DENSE}", "", ""),
+         f"mamba_in mamba_out {DENSE}", ""),
+        (f"{SP} --spec x.deepseek4_spec s", "fc1 fc2 output", "CSA's_q_up,_o_down CSA's_o_up"),
     ],
 )  # fmt: skip
-def test_layers_of_a_launch(words: str, fused: str, left: str, silent: str) -> None:
-    layers = judge(Options(words.split()), LAYERS)
-    for state, names in {"fused": fused, "left": left, "silent": silent}.items():
-        listed = {layer.layer.replace(" ", "_") for layer in layers if layer.state == state}
+def test_layers_of_a_launch(words: str, fused: str, kept: str) -> None:
+    layers = list(judge(Options(words.split())))
+    for operates, names in ((True, fused), (False, kept)):
+        listed = {
+            layer.layer.replace(" ", "_") for layer in layers if operates == bool(layer.operator)
+        }
         assert listed == set(names.split())
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        ("--expert-tensor-parallel-size 1", "expert layers are left to the token dispatcher"),
+        ("", "no collective of the tensor-parallel group; tokens"),
+        ("--expert-tensor-parallel-size 1 --moe-tp-extend-ep", "no collective of the tensor"),
+        ("--moe-grouped-gemm", "grouped GEMMs, no tensor-parallel linear layer"),
+    ],
+)
+def test_who_moves_the_tokens_of_experts(words: str, reason: str) -> None:
+    layers = judge(Options(f"{SP} --num-experts 8 {words}".split()))
+    (experts,) = (layer for layer in layers if layer.layer == "experts")
+    assert experts.reason.startswith(reason)
 
 
 # ------------------------------------------------------------------ the wrappers say the same
 
-SHARED = " --num-experts 8 --moe-shared-expert-intermediate-size 64"
-HAS = {
-    **dict.fromkeys(("q_up", "kv_up"), " --multi-latent-attention"),
-    **dict.fromkeys(("shared_fc1", "shared_fc2"), SHARED),
-    "eh_proj": " --mtp-num-layers 1",
-}
-"""Options that give a launch a layer which others do not have."""
+COLUMNS = ("qkv", "q_up", "kv_up", "fc1", "shared_fc1", "eh_proj", "output")
 
 
 @pytest.fixture
@@ -90,8 +96,8 @@ def counted(
     size: int,
     parallel: bool,
     chosen: tuple[str, ...],
-    least: int = 0,
-    offloading: bool = False,
+    least: int,
+    offloading: bool,
 ) -> Any:
     """The calls that the wrappers count in a forward of a layer in a group of this size."""
     flags = (
@@ -111,29 +117,10 @@ def counted(
     linears = wrappers.LinearWrappers(layers=chosen)
     linears.min_rows = least
     linears.transport = SimpleNamespace(size=size)  # type: ignore[assignment]
-    column = known_as not in ("proj", "fc2", "shared_fc2")
+    column = known_as in COLUMNS
     wrap = linears.column_forward_wrapper if column else linears.row_forward_wrapper
     wrap(lambda layer, x, *_: (x, None))(layer, x)
     return list(linears.calls)
-
-
-@pytest.mark.parametrize("words", [SP, TP, f"{SP} --cpu-offloading", f"{EXPERTS} {TP}", "--bf16"])
-@pytest.mark.parametrize("known_as", [name for name in LAYERS if not name.endswith("_down")])
-def test_reasons_are_those_of_the_wrappers(called: list[str], words: str, known_as: str) -> None:
-    """The layers of Megatron's GPTModel; of latent attention only those that transfer."""
-    chosen = tuple(name for name in LAYERS if name != "fc1")
-    options = Options((words + HAS.get(known_as, "")).split())
-    judged = {layer.layer: layer for layer in judge(options, chosen)}
-    if known_as not in judged:
-        assert words.startswith(EXPERTS)
-        assert known_as in ("fc1", "fc2")
-        return
-    size = 4 if TP in words else 1
-    parallel = "--sequence-parallel" in words and size > 1
-    x = torch.empty(8, 1, 64, dtype=torch.bfloat16)
-    offloading = "--cpu-offloading" in words
-    calls = counted(known_as, x, size, parallel, chosen, offloading=offloading)
-    assert calls == [(known_as, judged[known_as].reason or "fused")]
 
 
 @pytest.mark.parametrize(
@@ -142,19 +129,34 @@ def test_reasons_are_those_of_the_wrappers(called: list[str], words: str, known_
         FUSED,
         FUSED.replace("--sequence-parallel", ""),
         LIMITED,
+        f"{LIMITED} --commfuse-layers qkv,output",
         f"{FUSED} --tensor-model-parallel-size 1",
+        f"{FUSED} --cpu-offloading",
+        f"{FUSED} --commfuse-layers qkv,output",
+        f"{FUSED} --multi-latent-attention --mtp-num-layers 1",
+        f"{FUSED} --num-experts 8 --moe-shared-expert-intermediate-size 64",
     ],
 )
-def test_operators_are_those_of_the_wrappers(called: list[str], line: str) -> None:
+def test_reasons_and_operators_are_those_of_the_wrappers(called: list[str], line: str) -> None:
     """Blocks have 96 rows: a sequence of 64 in batches of 3 over two ranks."""
     launch = asked(line)
     size, stands = launch.config.tensor_model_parallel_size, obstacles(launch)
+    assert len(stands.layers) > 3
     for layer in stands.layers:
+        if layer.layer == "experts":  # no linear layer of the tensor-parallel group
+            continue
         called.clear()
         parallel = launch.config.uses_sequence_parallel
-        gathers = parallel and layer.layer in ("qkv", "fc1", "output")
+        gathers = parallel and layer.layer in COLUMNS
         x = torch.empty(64 // size if gathers else 64, 3, 64, dtype=torch.bfloat16)
-        chosen, min_rows = launch.fuse.commfuse_layers, stands.least
-        calls = counted(layer.layer, x, size, parallel, chosen, min_rows)
+        calls = counted(
+            layer.layer,
+            x,
+            size,
+            parallel,
+            launch.fuse.commfuse_layers,
+            stands.least,
+            "--cpu-offloading" in line,
+        )
         assert calls == [(layer.layer, layer.reason or "fused")]
         assert called == [layer.operator] * bool(layer.operator)

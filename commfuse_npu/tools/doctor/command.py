@@ -42,10 +42,8 @@ class Report:
         counted = f"{count['error']} errors, {count['warning']} warnings"
         if self.ready:
             return f"ready: {self.ready_for} ({counted})"
-        errors = dict.fromkeys(
-            finding.subject for finding in self.findings if finding.level == "error"
-        )
-        return f"not ready: {', '.join(errors)} ({counted})"
+        wrong = dict.fromkeys(f.what for f in self.findings if f.level == "error")
+        return f"not ready: {', '.join(wrong)} ({counted})"
 
     def as_text(self) -> str:
         """The findings, in Markdown."""
@@ -56,7 +54,7 @@ class Report:
         return "\n".join(lines)
 
     def as_json(self) -> str:
-        findings = [finding.as_json() for finding in self.findings]
+        findings = [finding._asdict() for finding in self.findings]
         return json.dumps(
             {"ready": self.ready, "verdict": self.verdict, "findings": findings}, indent=2
         )

@@ -7,9 +7,8 @@ from collections import Counter
 from collections.abc import Iterator
 from functools import partial
 
-from commfuse_npu.packages import NPU_TORCH
 from commfuse_npu.tools.doctor.finding import Finding
-from commfuse_npu.tools.doctor.machine import Machine
+from commfuse_npu.tools.doctor.machine import ABSENT, Machine
 
 __all__ = ["check_devices", "check_links", "listed_npus", "topology"]
 
@@ -25,10 +24,10 @@ _FAST_LINKS = "HCCS", "HCCS_SW", "SIO"
 
 def listed_npus(machine: Machine) -> list[tuple[str, str]]:
     """(name, health) of every NPU that ``npu-smi info`` lists, one per chip."""
-    result = machine.run(_INFO, machine.variables)
+    result = machine.run(*_INFO)
     npus: list[tuple[str, str]] = []
     npu = ("unknown", "unknown")
-    for line in result.output.splitlines() if result and result.exit_code == 0 else ():
+    for line in result.output.splitlines() if result.exit_code == 0 else ():
         if name := _NAME_LINE.match(line):
             npu = (name[1], name[2])
         elif _BUS_LINE.match(line):
@@ -38,8 +37,8 @@ def listed_npus(machine: Machine) -> list[tuple[str, str]]:
 
 def check_devices(machine: Machine) -> Iterator[Finding]:
     """Check the NPUs, their health and their links."""
-    result = machine.run(_INFO, machine.variables)
-    if result is None:
+    result = machine.run(*_INFO)
+    if result.exit_code == ABSENT:
         none, action = "no NPU found (there is no npu-smi)", "bash scripts/pretrain_llama_cpu.sh"
         yield _finding("NPUs", "note", none, action=f"the CPU form over gloo works: {action}")
         return
@@ -56,18 +55,13 @@ def check_devices(machine: Machine) -> Iterator[Finding]:
     if ill := [f"{i} ({health})" for i, (_, health) in enumerate(devices) if health != "OK"]:
         advice = "see npu-smi info -t health"
         yield _finding("health", "warning", f"NPU {', '.join(ill)}", "OK", advice)
-    if machine.find("torch_npu") is None:
-        needed = f"torch_npu {NPU_TORCH} to use the NPUs"
-        action = f"install torch=={NPU_TORCH} and torch_npu=={NPU_TORCH}"
-        yield _finding("torch_npu", "error", "not found", needed, action)
     yield check_links(machine)
 
 
 def topology(machine: Machine) -> dict[str, list[str]]:
     """By NPU: its link to each NPU (``X`` to itself), from ``npu-smi info -t topo``."""
-    result = machine.run(_TOPOLOGY, machine.variables)
     links = {}
-    for line in result.output.splitlines() if result is not None else ():
+    for line in machine.run(*_TOPOLOGY).output.splitlines():
         words = line.split()
         # The heading starts with NPU0 too, but holds names instead of links.
         if "X" in words and re.fullmatch(r"NPU\d+", words[0]):
@@ -80,8 +74,7 @@ def check_links(machine: Machine) -> Finding:
     rows = topology(machine).values()
     links = Counter(kind for row in rows for kind in row if kind != "X")
     if not links:
-        result = machine.run(_TOPOLOGY, machine.variables)
-        answer = "no npu-smi" if result is None else result.last_line
+        answer = machine.run(*_TOPOLOGY).last_line
         return _finding("links", "note", f"unknown: npu-smi info -t topo said {answer}")
     pairs = ", ".join(f"{count // 2} pairs {kind}" for kind, count in links.most_common())
     if slow := ", ".join(kind for kind in links if kind not in _FAST_LINKS):

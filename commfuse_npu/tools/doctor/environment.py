@@ -38,6 +38,18 @@ def _other_than(harmful: str) -> Callable[[str], bool]:
 _MEGABYTES = "a whole number of MB"
 _VARIABLES = (
     _Variable(
+        *("HCCL_CONNECT_TIMEOUT", "unset (120 s)"),
+        *(lambda value: value.isdecimal() and int(value) >= 600, "warning"),
+        "at least 600 s: with lanes there are more communicators to connect",
+        "export {}=3600",
+    ),
+    _Variable(
+        *("HCCL_EXEC_TIMEOUT", "unset (1836 s)"),
+        *(lambda value: value == "0" or _number(600)(value), "warning"),
+        "0 (no limit) or at least 600 s: a first iteration that compiles operators takes long",
+        "export {}=3600",
+    ),
+    _Variable(
         *("CUDA_DEVICE_MAX_CONNECTIONS", "unset (needed with TP above 1)"),
         *(lambda value: value in ("", "1"), "error"),
         "1: Megatron refuses to start with TP above 1 otherwise",
@@ -104,32 +116,12 @@ _VARIABLES = (
 
 def check_variables(machine: Machine) -> Iterator[Finding]:
     """Check the variables with which a launch would start."""
-    value = machine.variables.get
-    # Without NPUs, an unset one is only a note.
     on_npu = bool(listed_npus(machine))
-    for name, default, why in (
-        ("HCCL_CONNECT_TIMEOUT", 120, "with lanes there are more communicators to connect"),
-        ("HCCL_EXEC_TIMEOUT", 1836, "a first iteration that compiles operators takes long"),
-    ):
-        yield _check_time(name, value(name), default, why, on_npu)
-    for variable in _VARIABLES:
-        setting = value(variable.name, "")
-        if variable.good(setting):
-            yield _make_finding(variable.name, "ok", setting or variable.unset)
+    for name, unset, good, level, expected, action in _VARIABLES:
+        setting = machine.variables.get(name, "")
+        if good(setting):
+            yield _make_finding(name, "ok", setting or unset)
         else:
-            action = variable.action.format(variable.name)
-            yield _make_finding(
-                variable.name, variable.level, setting or variable.unset, variable.expected, action
-            )
-
-
-def _check_time(name: str, value: str | None, default: int, why: str, on_npu: bool) -> Finding:
-    action = f"export {name}=3600"
-    if value is not None and not value.isdecimal():
-        return _make_finding(name, "error", value, "a whole number of seconds", action)
-    seconds, text = int(value or default), value or f"unset ({default} s)"
-    # Unlimited execution is fine, an unlimited connection is not.
-    if seconds >= 600 or (seconds == 0 and name == "HCCL_EXEC_TIMEOUT"):
-        return _make_finding(name, "ok", text)
-    level: Level = "warning" if on_npu or value is not None else "note"
-    return _make_finding(name, level, text, f"at least 600 s: {why}", action)
+            # Without NPUs, an unset one is only a note.
+            at = level if setting or on_npu else "note"
+            yield _make_finding(name, at, setting or unset, expected, action.format(name))

@@ -14,7 +14,7 @@ class Finding(NamedTuple):
 
     Attributes:
         section: versions, devices or environment.
-        subject: the name of what was checked.
+        what: the name of what was checked.
         level: ``error``: something will not work.  ``warning``: works, but not optimally.
             ``note``: worth knowing.  ``ok``: as it should be.
         value: what was found.
@@ -23,18 +23,13 @@ class Finding(NamedTuple):
     """
 
     section: str
-    subject: str
+    what: str
     level: Level
     value: str
     expected: str = ""
     action: str = ""
 
-    def as_json(self) -> dict[str, str]:
-        """All fields; in JSON the subject is called ``what``."""
-        fields = self._asdict()
-        return {"section": fields.pop("section"), "what": fields.pop("subject"), **fields}
-
     def __str__(self) -> str:
         expected = f"; expected {self.expected}" if self.expected else ""
         action = f" -> {self.action}" if self.action else ""
-        return f"{self.level:<7}  {self.subject}: {self.value}{expected}{action}"
+        return f"{self.level:<7}  {self.what}: {self.value}{expected}{action}"

@@ -5,15 +5,19 @@ Tests can define their own machine.
 
 from __future__ import annotations
 
+import functools
 import os
 import subprocess
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from commfuse_npu.packages import Package, find_package
 
-__all__ = ["CommandResult", "Machine", "run_command"]
+__all__ = ["ABSENT", "CommandResult", "Machine", "run_command"]
+
+ABSENT = 127
+"""The exit code if there is no such command, as in a shell."""
 
 
 @dataclass(frozen=True)
@@ -29,12 +33,13 @@ class CommandResult:
         return lines[-1] if lines else "no output"
 
 
-def run_command(command: Sequence[str], variables: Mapping[str, str]) -> CommandResult | None:
-    """Run a command, for at most 60 s; ``None`` if there is no command of that name."""
+# Several checks run the same command, and npu-smi is slow.
+@functools.cache
+def run_command(*command: str) -> CommandResult:
+    """Run a command, for at most 60 s."""
     try:
         process = subprocess.run(
             command,
-            env=dict(variables),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -43,7 +48,7 @@ def run_command(command: Sequence[str], variables: Mapping[str, str]) -> Command
             check=False,
         )
     except FileNotFoundError:
-        return None
+        return CommandResult(ABSENT, f"there is no {command[0]}")
     except OSError as error:
         return CommandResult(126, str(error))
     except subprocess.TimeoutExpired:
@@ -58,25 +63,16 @@ class Machine:
     Attributes:
         variables: of the environment.
         find: finds a package by its import name; returns ``None`` if there is none.
-        run: runs a command with these variables; returns ``None`` if there is no such command.
+        run: runs a command.
         cann: the folder of CANN unless a variable names another.
     """
 
     variables: Mapping[str, str]
     find: Callable[[str], Package | None]
-    run: Callable[[Sequence[str], Mapping[str, str]], CommandResult | None] = run_command
+    run: Callable[..., CommandResult] = run_command
     cann: Path = Path("/usr/local/Ascend/ascend-toolkit/latest")
 
     @classmethod
     def this(cls) -> Machine:
         variables = dict(os.environ)
-        answers: dict[tuple[str, ...], CommandResult | None] = {}
-
-        def run(command: Sequence[str], variables: Mapping[str, str]) -> CommandResult | None:
-            # Cached: several checks run the same command, and npu-smi is slow.
-            key = tuple(command)
-            if key not in answers:
-                answers[key] = run_command(command, variables)
-            return answers[key]
-
-        return cls(variables, lambda name: find_package(name, variables), run)
+        return cls(variables, lambda name: find_package(name, variables))

@@ -19,7 +19,7 @@ from commfuse_npu.packages import (
     numbers,
 )
 from commfuse_npu.tools.doctor.devices import listed_npus
-from commfuse_npu.tools.doctor.finding import Finding
+from commfuse_npu.tools.doctor.finding import Finding, Level
 from commfuse_npu.tools.doctor.machine import Machine
 
 __all__ = ["TRY_TORCH_NPU", "check_cann", "check_stack", "check_torch", "check_torch_npu_loads"]
@@ -43,8 +43,10 @@ def check_torch(machine: Machine) -> Iterator[Finding]:
     else:
         yield _make_finding("torch", "ok", version)
     finding = partial(_make_finding, "torch_npu")
+    together = f"install torch=={NPU_TORCH} and torch_npu=={NPU_TORCH}"
     if npu is None:
-        yield finding("note", "not found", action="needed on NPUs")
+        level: Level = "error" if listed_npus(machine) else "note"
+        yield finding(level, "not found", action=f"needed on NPUs: {together}")
         return
     bridge = npu.version or "unknown"
     if numbers(bridge)[:3] != numbers(version)[:3]:
@@ -52,8 +54,7 @@ def check_torch(machine: Machine) -> Iterator[Finding]:
         yield finding("error", f"{bridge} beside torch {version}", "the version of torch", action)
     elif machine.find("mindspeed_llm") is not None and numbers(version)[:3] != numbers(NPU_TORCH):
         expected = f"torch and torch_npu {NPU_TORCH}, which it is built for"
-        action = f"install torch=={NPU_TORCH} and torch_npu=={NPU_TORCH}"
-        yield finding("warning", f"{bridge} with MindSpeed-LLM", expected, action)
+        yield finding("warning", f"{bridge} with MindSpeed-LLM", expected, together)
     else:
         yield finding("ok", bridge)
 
@@ -63,10 +64,7 @@ def check_torch_npu_loads(machine: Machine) -> Iterator[Finding]:
     automatic = "TORCH_DEVICE_BACKEND_AUTOLOAD"
     if machine.find("torch_npu") is None:
         return
-    command = [sys.executable, "-c", TRY_TORCH_NPU]
-    result = machine.run(command, {**machine.variables, automatic: "0"})
-    if result is None:
-        return
+    result = machine.run("env", f"{automatic}=0", sys.executable, "-c", TRY_TORCH_NPU)
     finding = partial(_make_finding, "import torch_npu")
     if result.exit_code == 0:
         yield finding("ok", result.last_line)
@@ -142,10 +140,7 @@ def _check_llm(package: Package | None, mindspeed: Package | None) -> Finding:
         return finding("note" if mindspeed is None else "warning", "not found", action=action)
     version = package.version or "unknown"
     if package.folder_with("tasks/megatron_adaptor_v2.py") is None:
-        expected = (
-            "2.2.0 or newer: 2.1.0 and older pin Megatron core_r0.8.0 and have no feature "
-            "manager, so that no feature can be added"
-        )
+        expected = "2.2.0 or newer: older ones have no feature manager to add a feature to"
         return finding("error", version, expected, f"use {TOGETHER}")
     # 26.0.0, 26.1.0 and master all have the version 26.0.0dev0.
     if not any(numbers(version)[:2] == numbers(release)[:2] for release in SUPPORTED_LLM):
@@ -157,46 +152,37 @@ def _check_llm(package: Package | None, mindspeed: Package | None) -> Finding:
 
 def _check_mindspeed(package: Package | None, required: bool) -> Finding:
     finding = partial(_make_finding, "MindSpeed")
-    branch = "branch <version of MindSpeed-LLM>_core_r0.12.1, or master"
-    if package is None and required:
-        return finding("error", "not found", f"its {branch}", "install MindSpeed from source")
-    if package is None:
+    if package is None and not required:
         return finding("note", "not found", action="needed on NPUs")
-    version = package.version or "unknown"
-    has_features = package.folder_with("features_manager/features_manager.py") is not None
-    # Without a version number, its files decide.
-    if not has_features or (package.version and numbers(version)[:2] != (0, 12)):
-        text = version if has_features else f"{version}, without a feature manager"
-        return finding("error", text, f"0.12.1: {branch}", f"use {TOGETHER}")
-    return finding("ok", version)
+    text = "not found"
+    if package is not None:
+        text = package.version or "unknown"
+        # Without a version number, its files decide.
+        known = not package.version or numbers(text)[:2] == (0, 12)
+        has_features = package.folder_with("features_manager/features_manager.py") is not None
+        if known and has_features:
+            return finding("ok", text)
+        text += ", without a feature manager" * (not has_features)
+    branch = "0.12.1: branch <version of MindSpeed-LLM>_core_r0.12.1, or master"
+    return finding("error", text, branch, f"install it from source: {TOGETHER}")
 
 
 def _check_megatron(package: Package | None, required: bool) -> Finding:
     finding = partial(_make_finding, "Megatron-LM")
-    if package is None and required:
-        action = (
-            "put Megatron-LM core_v0.12.1 on PYTHONPATH, or its folder megatron into the root of "
-            "MindSpeed-LLM"
-        )
-        return finding("error", "not found", "core_v0.12.1", action)
-    if package is None:
-        advice = "pip install megatron-core==0.12.1 to train on CPU"
-        return finding("note", "not found", action=advice)
-    version = package.version or "unknown"
-    if numbers(version) != numbers(MEGATRON):
+    if package is None and not required:
+        return finding("note", "not found", action="pip install megatron-core==0.12.1 for the CPU")
+    checkout = "put a checkout of Megatron-LM core_v0.12.1 first on PYTHONPATH"
+    version = "not found" if package is None else package.version or "unknown"
+    if package is None or numbers(version) != numbers(MEGATRON):
         why = f": {WHY_WITHOUT}" if numbers(version) >= WITHOUT_MINDSPEED else ""
-        action = "check the tag core_v0.12.1 out, or pip install megatron-core==0.12.1 for the CPU"
+        action = f"{checkout}, or pip install megatron-core==0.12.1 for the CPU"
         return finding("error", version, f"{MEGATRON} (core_v0.12.1){why}", action)
     core, training = package.folder_with("core"), package.folder_with("training")
     text = version if training else f"{version}, megatron.core only"
     if training is None and required:
-        action = (
-            "put a checkout of Megatron-LM core_v0.12.1 on PYTHONPATH: the package on PyPI has no "
-            "megatron.training"
-        )
-        return finding("error", text, "megatron.training too", action)
+        expected = "megatron.training too, which megatron-core of PyPI has not"
+        return finding("error", text, expected, checkout)
     if training is not None and core != training:
         text = f"megatron.core in {core}, megatron.training in {training}"
-        action = "uninstall megatron-core, or put the checkout first on PYTHONPATH"
-        return finding("warning", text, "both from one checkout", action)
+        return finding("warning", text, "both from one checkout", checkout)
     return finding("ok", text)

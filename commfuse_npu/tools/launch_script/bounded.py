@@ -112,13 +112,11 @@ def last_lines(log: Path) -> list[str]:
     """The last 30 lines of a log: the traceback of the first failed rank, if there is one."""
     text = log.read_text("utf-8", errors="replace").splitlines()
     text = [line for line in text if line.strip() and not _NOISE.search(line)]
-    starts = [i for i, line in enumerate(text) if "Traceback (most recent call last)" in line]
-    # torchrun's own traceback at the end says nothing that the ranks did not.
     own = next((i for i, line in enumerate(text) if "torch/distributed/run.py" in line), len(text))
-    if own < len(text):
-        own = max((start for start in starts if start < own), default=own)
-    of_ranks = [start for start in starts if start < own]
-    text = text[of_ranks[0] if of_ranks else 0 : own]
+    starts = [i for i, line in enumerate(text[:own]) if "Traceback (most recent call last)" in line]
+    if own < len(text) and starts:
+        own = starts.pop()  # torchrun's own traceback says nothing that the ranks did not
+    text = text[starts[0] if starts else 0 : own]
     # torch prefixes the lines of a rank's traceback; those of several ranks are interleaved.
     mark = re.match(r"\[rank\d+\]: ", text[0]) if text else None
     if mark is not None:

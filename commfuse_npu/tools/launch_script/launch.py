@@ -13,7 +13,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from commfuse_npu.options import value_of
 from commfuse_npu.tools.launch_script import UsageError
 from commfuse_npu.tools.launch_script.options import Options
 from commfuse_npu.tools.launch_script.shell import Command, capture_commands
@@ -92,11 +91,11 @@ def _launch_of(command: Command) -> Launch | None:
 def _torchrun(words: Sequence[str]) -> tuple[list[str], int | None, int | None]:
     """The words after torchrun's own options, the number of nodes and of processes on each."""
     place = next((i for i, w in enumerate(words) if w == "-m" or w.endswith(".py")), len(words))
-    options = [word.replace("_", "-") if word.startswith("--") else word for word in words[:place]]
+    options = Options(w.replace("_", "-") if w.startswith("--") else w for w in words[:place])
 
     def number(option: str) -> int | None:
         # A range of nodes, MIN:MAX, counts as its maximum.
-        text = (value_of(options, option) or "1").rpartition(":")[2]
+        text = (options.text(option) or "1").rpartition(":")[2]
         if text in _COUNTED_BY_TORCHRUN:
             return None
         if not text.isdecimal() or not 0 < int(text[:9]) <= _MOST_PROCESSES:
@@ -178,12 +177,10 @@ def _from_shell(words: Sequence[str], checkout: Path | None, environ: Mapping[st
     if not launches:
         called = [" ".join(command.words[:4])[:80] for command in captured.commands]
         *_, last = captured.printed.strip().splitlines() or ["nothing"]
-        remedy = "give a script that starts torchrun or python by these names, or its command line"
-        if captured.code and not called:
-            remedy = "set the variables that it asks for; files that they name need not exist"
         raise UsageError(
             f"{script} starts no pretraining: it ended with code {captured.code}, started "
-            f"{', '.join(called) or 'nothing'}, and printed last: {last[:200]}; {remedy}"
+            f"{', '.join(called) or 'nothing'}, and printed last: {last[:200]}; set the "
+            "variables that it asks for, or give the command line of torchrun"
         )
     launch = launches[0]
     if len(launches) > 1:

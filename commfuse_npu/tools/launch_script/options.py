@@ -13,21 +13,6 @@ from commfuse_npu.tools.launch_script import UsageError
 
 __all__ = ["Options"]
 
-_LEAST = {
-    **dict.fromkeys(("--first-k-dense-replace", "--moe-layer-freq"), -1),  # for none
-    **dict.fromkeys(
-        (
-            *(f"--{kind}-parallel-size" for kind in ("tensor-model", "pipeline-model", "context")),
-            *("--expert-model-parallel-size", "--expert-tensor-parallel-size"),
-            *("--num-layers-per-virtual-pipeline-stage", "--num-virtual-stages-per-pipeline-rank"),
-            *("--moe-router-topk", "--recompute-num-layers", "--moe-ffn-hidden-size"),
-            *("--micro-batch-size", "--global-batch-size"),
-        ),
-        1,
-    ),
-}
-"""Smallest value of numeric options, if it is not 0."""
-
 
 class Options:
     """The options of a script in order, and a record of every change to them.
@@ -70,14 +55,14 @@ class Options:
         return " ".join(self.values(name)) or None
 
     def number(self, name: str, default: int) -> int:
-        """The value as a whole number, at least 0 or :data:`_LEAST`; ``default`` if absent.
+        """The value as a whole number, at least 1 or ``default``; ``default`` if absent.
 
         Raises:
             UsageError: it is not such a number.
         """
         if name not in self:
             return default
-        text, least = self.text(name) or "", _LEAST.get(name, 0)
+        text, least = self.text(name) or "", min(1, default)
         # No size has more digits.
         if not re.fullmatch(r"-?\d{1,12}", text, re.ASCII) or int(text) < least:
             raise UsageError(f"{name} is {text[:40]!r}; give a whole number from {least}")

@@ -39,7 +39,6 @@ _NOT_THE_LAUNCHS = {
 """Variables of the shell itself, of this capture, or specific to a single start."""
 _BACKGROUND_SECONDS = 2.0
 """Seconds for background processes of a script to be recorded."""
-_LONGEST_PRINTED = 1 << 20
 # Our own launch scripts run a Python program that reads the configuration: it is not replaced.
 _OWN_READER = "commfuse_npu.tools.model_config"
 _RECORDER = """\
@@ -64,7 +63,7 @@ class Command(NamedTuple):
 
 
 class Captured(NamedTuple):
-    """The commands of a script in order, the first MB of its output, and its exit code."""
+    """The commands of a script in order, its output, and its exit code."""
 
     commands: Sequence[Command]
     printed: str
@@ -114,10 +113,9 @@ def capture_commands(
                 f"{script[0]} did not end within {timeout:g} s although it starts nothing here; "
                 "give the command line that it runs"
             ) from error
-        with (scratch / "printed").open("rb") as printed:
-            text = printed.read(_LONGEST_PRINTED).decode("utf-8", "replace")
+        printed = (scratch / "printed").read_text("utf-8", "replace")
         commands = [_command(path, environment) for path in sorted(records.glob("*.json"))]
-        return Captured(commands, text, code)
+        return Captured(commands, printed, code)
 
 
 def _command(path: Path, before: Mapping[str, str]) -> Command:

@@ -36,17 +36,13 @@ _NEVER = 1_000_000
 """An interval longer than any short run."""
 _FILES = (
     *("--load", "--save", "--pretrained-checkpoint", "--exit-on-missing-checkpoint"),
-    *("--tensorboard-dir", "--wandb-project", "--wandb-exp-name", "--wandb-save-dir"),
     *("--enable-hf2mg-convert", "--enable-mg2hf-convert", "--hf-cfg-dir"),
 )
+_LOGS = "--tensorboard-", "--wandb-", "--profile"
+"""Prefixes of options."""
 _LENGTH = (
     *("--train-samples", "--rampup-batch-size", "--lr-decay-samples", "--lr-warmup-samples"),
     *("--exit-interval", "--exit-duration-in-mins"),
-)
-_PROFILER = (
-    *("--profile", "--profile-step-start", "--profile-step-end", "--profile-ranks"),
-    *("--profile-level", "--profile-with-cpu", "--profile-with-stack", "--profile-with-memory"),
-    *("--profile-record-shapes", "--profile-save-path"),
 )
 _DATA = ("--data-path", "--train-data-path", "--valid-data-path", "--test-data-path")
 _DATA_OPTIONS = (*_DATA, "--data-args-path", "--data-cache-path")
@@ -58,12 +54,7 @@ _TOKENIZER = (
 
 
 def shorten(options: Options, iterations: int) -> None:
-    """Train ``iterations`` iterations, each logged, without checkpoints and profiles.
-
-    Args:
-        options: changed in place.
-        iterations: number of iterations.
-    """
+    """Train ``iterations`` iterations, each logged, without checkpoints and profiles."""
     options.set("--train-iters", iterations)
     options.drop(*_LENGTH)
     if "--lr-warmup-iters" in options:
@@ -75,8 +66,8 @@ def shorten(options: Options, iterations: int) -> None:
     options.set("--save-interval", _NEVER)
     options.set("--eval-interval", _NEVER)
     options.set("--eval-iters", 0)
-    options.drop(*_FILES, why="no checkpoints are read or written, nor other logs")
-    options.drop(*_PROFILER, why="no profile is taken")
+    logs = (name for name in options.names if name.startswith(_LOGS))
+    options.drop(*_FILES, *logs, why="no checkpoints, logs or profiles")
 
 
 def replace_missing_data(options: Options, folder: Path) -> None:

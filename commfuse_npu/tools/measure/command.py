@@ -103,7 +103,7 @@ def machine_facts(device: str, machine: Machine) -> dict[str, str]:
     if device == "npu":
         findings = [*check_torch(machine), check_cann(machine)]
         findings += [*check_devices(machine), *check_variables(machine)]
-        facts = {finding.subject: finding.value for finding in findings}
+        facts = {finding.what: finding.value for finding in findings}
         facts |= {f"links of {npu}": " ".join(kinds) for npu, kinds in topology(machine).items()}
     prefixes = _READ_BY[device]
     return facts | {k: v for k, v in machine.variables.items() if k.startswith(prefixes)}

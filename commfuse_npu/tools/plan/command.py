@@ -18,7 +18,7 @@ from commfuse_npu.tools.doctor.machine import Machine
 from commfuse_npu.tools.launch_script import UsageError
 from commfuse_npu.tools.model_config import ModelConfig
 from commfuse_npu.tools.option_types import Parser, new_file, refuse, whole
-from commfuse_npu.tools.outputs import Output, write_outputs
+from commfuse_npu.tools.outputs import write_output
 from commfuse_npu.tools.plan.forms import plan_launch
 from commfuse_npu.tools.plan.launch import ask_about
 from commfuse_npu.tools.plan.npu_profile import find_profiles, plan_profile
@@ -132,8 +132,8 @@ def _launch(arguments: argparse.Namespace, words: Sequence[str]) -> int:
     print_verdict(plan.verdict, False if plan.problems else plan.adds or None)
     print("", plan, sep="\n")
     figures = partial(write_json, content=plan.as_json(), indent=1)
-    code = write_outputs("plan", [Output("--json", arguments.json, ": all figures", figures)])
-    return code or int(bool(plan.problems))
+    write_output(arguments.json, ": all figures", figures)
+    return int(bool(plan.problems))
 
 
 def _recommend(arguments: argparse.Namespace) -> int:
@@ -170,10 +170,6 @@ def _recommend(arguments: argparse.Namespace) -> int:
         write_json(path, as_json(rows, hardware, arguments.model), indent=1)
 
     # First the file that a launch needs.
-    return write_outputs(
-        "plan",
-        [
-            Output("--write", arguments.write, f". On every node:\n\n    {launcher}", written),
-            Output("--json", arguments.json, ": all figures", figures),
-        ],
-    )
+    write_output(arguments.write, f". On every node:\n\n    {launcher}", written)
+    write_output(arguments.json, ": all figures", figures)
+    return 0

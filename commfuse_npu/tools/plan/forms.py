@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -55,7 +55,6 @@ class LaunchPlan(NamedTuple):
     """The answer for one launch.
 
     Attributes:
-        not_simulated: why no form has a time; empty if they have.
         hardware: name of the described machine.
         usable: MiB of an NPU that a training can use.
         problems: why the launch would fail at its start in any form.
@@ -65,7 +64,6 @@ class LaunchPlan(NamedTuple):
     name: str
     layout: str
     forms: tuple[Form, ...]
-    not_simulated: str
     hardware: str
     usable: float
     notes: tuple[str, ...]
@@ -83,7 +81,7 @@ class LaunchPlan(NamedTuple):
         timed = [form for form in possible if form.seconds is not None]
         if timed:
             return min(timed, key=lambda form: form.seconds or 0.0)
-        fuses = any(layer.state == "fused" for layer in self.layers)
+        fuses = any(layer.operator for layer in self.layers)
         ours = (form for form in possible if form.flags and (form.name != _FUSED or fuses))
         return next(ours, None)
 
@@ -101,19 +99,16 @@ class LaunchPlan(NamedTuple):
             why = [f"{form.name} is in use" for form in self.forms if form.used]
             why += [f"no {form.name} ({form.obstacle})" for form in self.forms if form.obstacle]
             return f"Nothing to add: {', '.join(why) or 'this order is the fastest'}."
-        if best.seconds is None:
+        megatron = self.forms[0]
+        if best.seconds is None or megatron.seconds is None:
             return f"Add {best.flags}: {best.name}. The gain is not known."
-        megatron = next(form for form in self.forms if not form.flags)
-        assert megatron.seconds is not None
-        assert megatron.mebibytes is not None
-        assert best.mebibytes is not None
         summary = (
             f"Add {best.flags}: with {best.name} a step takes "
             f"{1 - best.seconds / megatron.seconds:.1%} less time than in Megatron's order "
             f"(simulated, {self.hardware}, typical figures)."
         )
-        if megatron.mebibytes <= self.usable < best.mebibytes:
-            needs = f"{best.mebibytes:,.0f} MiB, and {self.usable:,.0f} MiB of an NPU are usable"
+        if (megatron.mebibytes or 0.0) <= self.usable < (most := best.mebibytes or 0.0):
+            needs = f"{most:,.0f} MiB, and {self.usable:,.0f} MiB of an NPU are usable"
             summary += f" It may run out of memory: it needs {needs}."
         return summary
 
@@ -121,8 +116,6 @@ class LaunchPlan(NamedTuple):
         lines = [f"{self.name}: {self.layout}"]
         lines += [f"error: {problem}" for problem in self.problems]
         lines += [f"Note: {note}." for note in self.notes]
-        if self.not_simulated:
-            lines.append(f"Not simulated: {self.not_simulated}.")
         head = "form", "ms per step", "MiB", "flags", "why it cannot be launched"
         lines += ["", table_row(head), "|---|---:|---:|---|---|"]
         for form in self.forms:
@@ -181,31 +174,26 @@ def _costs(
 
 def _forms(
     launch: AskedLaunch, costs: Mapping[str, tuple[float, float]], against: Obstacles
-) -> list[Form]:
-    virtual = any(name.startswith("--num-") and "virtual" in name for name in launch.options.names)
+) -> Iterator[Form]:
+    options = launch.options
+    virtual = any(name.startswith("--num-") and "virtual" in name for name in options.names)
     stages = launch.config.pipeline_model_parallel_size
-    memory = " --commfuse-fb-overlap-memory" * (stages > 1 and not virtual)
-
-    def form(title: str, flags: str, obstacle: str = "") -> Form:
-        seconds, mebibytes = costs.get(title, (None, None))
-        used = bool(flags) and in_use(launch.options, flags)
-        return Form(title, flags, seconds, mebibytes, obstacle, used)
-
-    def rival(title: str, flags: str) -> Form:
-        others = [name for name in INSIDE_KERNELS if name in launch.options and name not in flags]
+    (megatron, _), (overlap, flags) = FORMS[MEGATRON], FORMS[FB_OVERLAP]
+    rows = {
+        megatron: ("", ""),
+        overlap: (flags + " --commfuse-fb-overlap-memory" * (stages > 1 and not virtual),
+                  against.overlap),
+        _FUSED: ("--use-commfuse", against.fused),
+    }  # fmt: skip
+    for title, flags in FORMS.values():
+        others = (name for name in INSIDE_KERNELS if name in options and name not in flags)
         together = "MindSpeed refuses CoC and MC2 together; leave it out"
-        return form(title, flags, "; ".join(f"{name}: {together}" for name in others))
-
-    megatron, overlap = FORMS[MEGATRON], FORMS[FB_OVERLAP]
-    rivals = (
-        pair for pair in FORMS.values() if pair[0] in costs and pair not in (megatron, overlap)
-    )
-    return [
-        form(*megatron),
-        form(overlap[0], overlap[1] + memory, against.overlap),
-        form(_FUSED, "--use-commfuse", against.fused),
-        *(rival(*pair) for pair in rivals),
-    ]
+        if title in costs:
+            rows.setdefault(title, (flags, "; ".join(f"{name}: {together}" for name in others)))
+    for title, (flags, obstacle) in rows.items():
+        seconds, mebibytes = costs.get(title, (None, None))
+        used = bool(flags) and in_use(options, flags)
+        yield Form(title, flags, seconds, mebibytes, obstacle, used)
 
 
 def _layout(launch: AskedLaunch) -> str:
@@ -241,17 +229,17 @@ def plan_launch(launch: AskedLaunch, hardware: Hardware) -> LaunchPlan:
         PlanError: the options form no valid schedule.
     """
     against, problems = obstacles(launch), _problems(launch)
-    if launch.command.environment.get("HCCL_DETERMINISTIC", "").lower() == "true":
+    ordered = launch.command.environment.get("HCCL_DETERMINISTIC", "").lower()
+    if ordered in ("true", "strict") or "--npu-deterministic" in launch.options:
         hardware = replace(hardware, deterministic=True)
-    reason, costs, rough = "", {}, list[str]()
+    costs, about = {}, roughly(launch.options)
     try:
         costs = _costs(launch, training_of(launch), hardware, against.least)
-        rough = roughly(launch.options)
+    except PlanError:
+        raise
     except ValueError as error:
-        if isinstance(error, PlanError):
-            raise
-        reason = str(error)
-    notes = [*launch.command.notes, *rough, *against.notes]
+        about = [f"no form is simulated: {error}"]
+    notes = [*launch.command.notes, *about, *against.notes]
     if against.paired is not None and not against.overlap:
         beside = f"{against.paired:.0%} of a stage's forwards run beside a backward"
         notes.append(f"with --commfuse-fb-overlap {beside}")
@@ -259,7 +247,6 @@ def plan_launch(launch: AskedLaunch, hardware: Hardware) -> LaunchPlan:
         launch.name,
         _layout(launch),
         tuple(_forms(launch, costs, against)),
-        reason,
         hardware.name,
         limit(hardware) / 2**20,
         tuple(notes),

@@ -12,7 +12,7 @@ from commfuse_npu.plan import Schedule, default_chunks
 from commfuse_npu.tools.launch_script import UsageError
 from commfuse_npu.tools.launch_script.launch import Launch, read_launch
 from commfuse_npu.tools.launch_script.options import Options
-from commfuse_npu.tools.model_config import ModelConfig, OptionParser
+from commfuse_npu.tools.model_config import ModelConfig, known_options
 
 __all__ = ["AskedLaunch", "ask_about"]
 
@@ -26,7 +26,8 @@ class AskedLaunch:
 
     Attributes:
         name: of the configuration, or the size of the model.
-        command: with the options of torchrun and of a configuration among its own.
+        command: with the options of torchrun and of a configuration among its own, and the
+            variables of the shell that it is started in.
         config, fuse: the model configuration, and CommFuse's options.
     """
 
@@ -70,6 +71,7 @@ def ask_about(
         launch = read_launch(words, environ=variables)
     else:
         launch = Launch("", Options(words), None, None, Path(), registers=True)
+    launch = replace(launch, environment={**variables, **launch.environment})
     sizes = {"--nnodes": launch.nodes, "--nproc_per_node": launch.per_node}
     torchrun = [word for name, size in sizes.items() if size for word in (name, str(size))]
     words = [*torchrun, *launch.options.words]
@@ -93,6 +95,4 @@ def _fuse_options(words: Sequence[str]) -> argparse.Namespace:
     """The CommFuse options of a command line; the launch refuses unknown ones, too."""
     if why := unknown_option(words):
         raise UsageError(f"the launch is refused: {why}")
-    parser = OptionParser()
-    add_arguments(parser)
-    return argparse.Namespace(**DEFAULTS | parser.given(words))
+    return argparse.Namespace(**DEFAULTS | known_options(words, add_arguments))

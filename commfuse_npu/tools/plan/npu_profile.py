@@ -61,20 +61,15 @@ def find_profiles(folder: Path) -> list[Path]:
     """The rank folders in a folder, or itself.
 
     Raises:
-        UsageError: there are none, or they were recorded, but not analyzed.
+        UsageError: there are none.
     """
     inside = [folder, *sorted(path for path in folder.iterdir() if path.is_dir())]
     profiles = [path for path in inside if (path / _OUTPUT).is_dir()]
-    raw = [path for path in inside if path.name.endswith("_ascend_pt")]
-    if raw and not profiles:
-        raise UsageError(
-            f"{raw[0]} has no {_OUTPUT}: it was recorded, but not analysed; python -c 'from "
-            f'torch_npu.profiler.profiler import analyse; analyse("{raw[0]}")\''
-        )
     if not profiles:
         raise UsageError(
-            f"{str(folder)!r} has no profile, *_ascend_pt, in it; {_RECORD}, or give a launch "
-            "script"
+            f"{str(folder)!r} has no *_ascend_pt with {_OUTPUT} in it; {_RECORD}; if one was "
+            "recorded, but not analysed: python -c 'from torch_npu.profiler.profiler import "
+            f'analyse; analyse("{folder}")\''
         )
     return profiles
 
@@ -197,8 +192,7 @@ def _json(path: Path) -> Any:
 
 def _rows(path: Path, *needed: str) -> Iterator[dict[str, str]]:
     if not path.is_file():
-        why = f"; {path.parent} holds a database" if any(path.parent.glob("*.db")) else ""
-        raise UsageError(f"{path} is missing{why}; {_RECORD}")
+        raise UsageError(f"{path} is missing; {_RECORD}")
     with path.open(encoding="utf-8", newline="") as file:
         rows = csv.DictReader(file)
         if lacking := sorted(set(needed) - set(rows.fieldnames or ())):

@@ -7,13 +7,14 @@ At its start the launch decides again, from Megatron's arguments and modules
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from commfuse_npu.options import keeps_short_blocks
 from commfuse_npu.plan import min_rows_to_fuse
 from commfuse_npu.plan.slots import paired_microbatches, slots
-from commfuse_npu.refusals import REFUSALS_OF, Needs, missing
+from commfuse_npu.refusals import REFUSALS_OF, missing
 from commfuse_npu.tools.launch_script import UsageError
 from commfuse_npu.tools.launch_script.options import Options
 from commfuse_npu.tools.linear_layers import Judged, attention_obstacle, judge, size_of
@@ -77,7 +78,7 @@ def obstacles(launch: AskedLaunch) -> Obstacles:
         problems += against
         if idle:
             notes.append(f"{option} has no effect: {idle}")
-    layers = judge(options, fuse.commfuse_layers, fuse.commfuse_attention)
+    layers = list(judge(options, fuse.commfuse_layers, fuse.commfuse_attention))
     limited = keeps_short_blocks(fuse)
     least = min_rows_to_fuse(size, config.hidden_size) if limited else 0
     if size > 1 and rows < least:
@@ -87,7 +88,7 @@ def obstacles(launch: AskedLaunch) -> Obstacles:
             "--commfuse-chunks 1 is given"
         )
         short = f"a block has fewer than {least} rows"
-        layers = [layer if layer.reason else layer.left(short) for layer in layers]
+        layers = [Judged(layer, reason or short, "") for layer, reason, _ in layers]
     if size > 1 and not config.uses_sequence_parallel:
         notes.append(
             "without --sequence-parallel column-parallel layers keep Megatron's forward; add it"
@@ -108,32 +109,28 @@ def obstacles(launch: AskedLaunch) -> Obstacles:
 
 def _refused(ours: str, options: Options) -> Iterator[str]:
     """The options that exclude one of CommFuse's."""
-    words = options.words
     for refusal in REFUSALS_OF[ours]:
-        if (value := refusal.value_in(words)) is not None:
-            option = refusal.option.split()[0]
-            given = option if value == "given" else f"{option} {value}"
-            yield f"{given}: {refusal.why}; {refusal.way_out}"
+        option = refusal.option.split()[0]
+        given = " ".join([option, *options.values(option)])
+        if option not in options and refusal.default is not None:
+            given = f"{option} {refusal.default}, Megatron's default"
+        elif option not in options or not refusal.applies(options.text(option) or True):
+            continue
+        yield f"{given}: {refusal.why}; {refusal.way_out}"
 
 
 def _own_options(launch: AskedLaunch) -> Iterator[tuple[str, str, str]]:
     """Options that need ``--use-commfuse``: what the launch lacks, and why they do nothing."""
     options, config = launch.options, launch.config
-    needs = Needs(
-        config.tensor_model_parallel_size,
-        config.context_parallel_size,
-        "--use-distributed-optimizer" in options,
-        config.context_parallel_algo,
-        config.num_attention_heads,
-        config.seq_length,
-    )
+    sharded = "--use-distributed-optimizer" in options
+    args = argparse.Namespace(**vars(config), use_distributed_optimizer=sharded)
     attention, ulysses, dp = "--commfuse-attention", "--commfuse-ulysses", "--commfuse-dp"
     no_proj = f"{attention}: proj is not among --commfuse-layers; add it, or leave {attention} out"
     lacks = "" if "proj" in launch.fuse.commfuse_layers else no_proj
-    yield attention, lacks or missing(attention, needs), attention_obstacle(options)
-    yield ulysses, missing(ulysses, needs), ""
+    yield attention, lacks or missing(attention, args), attention_obstacle(options)
+    yield ulysses, missing(ulysses, args), ""
     alone = config.data_parallel_size == 1 == config.context_parallel_size
-    yield dp, missing(dp, needs), "DP 1 transfers nothing" if alone else ""
+    yield dp, missing(dp, args), "DP 1 transfers nothing" if alone else ""
 
 
 def _overlap(launch: AskedLaunch, refused: Sequence[str]) -> tuple[str, float | None]:

@@ -130,8 +130,8 @@ def _kinds(options: Options, layers: int) -> tuple[Kind, ...]:
     """The kind of each layer (MindSpeed-LLM's ``moe_layer_freq``, ``first_k_dense_replace``)."""
     removed = _layers(options, "--noop-layers", layers)
     experts = options.number("--num-experts", 0) > 0
-    period = max(1, options.number("--moe-layer-freq", 1))
-    first = max(0, options.number("--first-k-dense-replace", 0))
+    period = max(1, options.number("--moe-layer-freq", -1))
+    first = max(0, options.number("--first-k-dense-replace", -1))
 
     def kind(layer: int) -> Kind:
         if layer in removed:

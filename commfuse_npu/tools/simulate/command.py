@@ -13,7 +13,7 @@ from commfuse_npu.hardware.description import Hardware
 from commfuse_npu.runtime.atomic_write import write_json
 from commfuse_npu.tools.model_config import ModelConfig
 from commfuse_npu.tools.option_types import Parser, new_file, positive, refuse, whole
-from commfuse_npu.tools.outputs import Output, write_outputs
+from commfuse_npu.tools.outputs import write_output
 from commfuse_npu.tools.report.drawing import draw, lacking
 from commfuse_npu.tools.simulate.lanes import layer_picture
 from commfuse_npu.tools.simulate.launch_options import launching
@@ -168,13 +168,9 @@ def _main(arguments: argparse.Namespace) -> int:
     def figures(path: Path) -> None:
         write_json(path, as_json(rows, hardware, arguments.model), indent=1)
 
-    return write_outputs(
-        "simulate",
-        [
-            Output("--json", arguments.json, ": all figures", figures),
-            Output("--svg", arguments.svg, ": a layer", picture),
-        ],
-    )
+    write_output(arguments.json, ": all figures", figures)
+    write_output(arguments.svg, ": a layer", picture)
+    return 0
 
 
 def _own_options(problem: str) -> str:

@@ -6,7 +6,6 @@ The tables have a row per kind of error, not per option that can have it.
 from __future__ import annotations
 
 import os
-import re
 import shlex
 import sys
 from pathlib import Path
@@ -28,7 +27,7 @@ STAGES = f"{LAUNCH} --pipeline-model-parallel-size 2"
 LAUNCHES = (
     (f"{LAUNCH} --noop-layers 1,99", 2, "--noop-layers: '99' is no layer"),
     (f"{STAGES} --num-layer-list 9,9", 1, "does not fit PP 2 and 4 layers; give a number for"),
-    (f"{STAGES} --num-layers-per-virtual-pipeline-stage 0", 2, "is '0'; give a whole number from"),
+    (f"{LAUNCH} --expert-model-parallel-size 0", 2, "is '0'; give a whole number from 1"),
     (f"{STAGES} --num-layers-per-virtual-pipeline-stage 3", 2, "4 layers are not divisible by it"),
     (
         f"{LAUNCH} --tensor-model-parallel-size {'9' * 23}",
@@ -44,26 +43,24 @@ LAUNCHES = (
     (f"{LAUNCH} --commfuse-chunk 2", 2, "is refused: unknown: --commfuse-chunk; did you mean"),
 )
 MACHINE = (ROOT / "configs" / "hardware" / "ascend_910b_server.yaml").read_bytes()
-MODEL = (ROOT / "configs" / "llama3_8b.yaml").read_bytes()
 FILES = {
     "file": b"x",
     "broken.yaml": b"a: [1, 2\nb: }",
     "empty.yaml": b"",
     "bad.yaml": b"a: 1",
     "machine.yaml": MACHINE,
-    "quoted.yaml": re.sub(rb"(?m)^(hidden_size: )(\d+)", rb'\1"\2"', MODEL),
     "log/rank_0.jsonl": b"\xff\xfe\n",
     "run/measured.json": b"{}",
     "good.sh": LAUNCH.encode(),
 }
 # The words of a command, and its last message.
 QUESTIONS = (
-    ("frobnicate", "invalid choice: 'frobnicate' (choose from 'doctor', 'plan', 'simulate'"),
+    ("frobnicate", "invalid choice: 'frobnicate' (choose from "),
     ("doctor surplus", "unknown: surplus (see commfuse-npu doctor --help)"),
     ("plan --model ''", "'' is neither a file nor one of llama2_13b, llama2_70b"),
     (f"plan --model {'a' * 300}", "aaa' is neither a file nor one of llama2_13b"),
     ("plan --model llama3_7b", "; did you mean llama3_70b?"),
-    ("plan --model bad.yaml", "bad.yaml: unknown option 'a'; did you mean"),
+    ("plan --model bad.yaml", "bad.yaml: num_layers, hidden_size, ffn_hidden_size, num_"),
     ("plan --model broken.yaml", "broken.yaml is not valid yaml: line 2: expected ',' or"),
     ("plan -- ls", "the launch 'ls' is none that can be read; give pretrain_gpt.py ARGS, torchr"),
     ("plan -- --bf16", "--num-layers, --hidden-size, --num-attention-heads, --seq-length"),
@@ -71,13 +68,12 @@ QUESTIONS = (
     ("plan llama3_8b", "'llama3_8b' is no file and no folder; give a launch script, a"),
     ("plan empty.yaml", "empty.yaml holds nothing, not a mapping of name: value"),
     ("plan file --tp 2", "--tp: no effect on what a script starts; leave it out"),
-    ("plan there", "'there' has no profile, *_ascend_pt, in it; record it with torch_npu.profiler"),
+    ("plan there", "'there' has no *_ascend_pt with ASCEND_PROFILER_OUTPUT in it; record it with"),
     ("plan there --hardware x", "--hardware: no effect on a profile; leave it out"),
     ("plan there --json no/such/x.json", "no/such, which is not there; make it, or choose"),
     ("plan there --jsn x.json", "unknown: --jsn x.json; did you mean --json?"),
     ("plan goof.sh", "a folder of profiles, or --model NAME; did you mean good.sh?"),
     ("simulate --model machine.yaml", "machine.yaml describes a machine; give it as --hardware"),
-    ("simulate --model quoted.yaml", "hidden_size: a number as text; leave the quotes out"),
     ("simulate --dp 2048", "16384 NPUs are more than the 8192 of 1024 nodes of 8; choose smaller"),
     ("simulate --tp 3", "their common divisor 8 is not divisible by TP 3; choose TP 2 or 4"),
     ("bench --works mlp,mpl", "'mpl' is unknown; choose from mlp, layers, micro-batches; did you"),
@@ -176,7 +172,7 @@ def test_it_is_refused_before_torch_or_a_drawing_is_imported(folder: Path) -> No
 # A command with redirections of a shell, its status, and its last line on stderr.
 IN_A_SHELL = (
     ("verify --max-ranks 2 >/dev/full", 2, "No space left on device"),
-    ("plan good.sh --json /dev/full", 2, "No space left on device; all other files were written"),
+    ("plan good.sh --json /dev/full", 2, "plan: error: /dev/full: No space left on device"),
     ("doctor >&-", 0, ""),
 )
 

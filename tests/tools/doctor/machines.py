@@ -9,6 +9,7 @@ from typing import Any
 
 from commfuse_npu.tools.doctor import CommandResult, Machine, Package
 from commfuse_npu.tools.doctor.finding import Finding
+from commfuse_npu.tools.doctor.machine import ABSENT
 from commfuse_npu.tools.doctor.versions import TRY_TORCH_NPU
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -41,7 +42,7 @@ def topology(links: Sequence[Sequence[str]]) -> str:
     return heading + "".join(rows) + "Legend:\n  X = Self\n  HCCS = a link\n  PHB = a bridge\n"
 
 
-Answers = Mapping[str, CommandResult | None]
+Answers = Mapping[str, CommandResult]
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
@@ -53,9 +54,10 @@ def machine(
 ) -> Machine:
     """A machine with these facts only; ``answers`` has results by the end of a command line."""
 
-    def run(command: Sequence[str], _: Mapping[str, str]) -> CommandResult | None:
+    def run(*command: str) -> CommandResult:
         line = " ".join(command)
-        return next((answers[end] for end in answers if line.endswith(end)), None)
+        absent = CommandResult(ABSENT, f"there is no {command[0]}")
+        return next((answers[end] for end in answers if line.endswith(end)), absent)
 
     others.setdefault("cann", Path("/nowhere"))
     return Machine(variables, packages.get, run, **others)
@@ -84,7 +86,7 @@ def stack(folder: Path) -> dict[str, Package]:
 
 
 def only(findings: Iterable[Finding], what: str) -> Finding:
-    (match,) = [finding for finding in findings if finding.subject == what]
+    (match,) = [finding for finding in findings if finding.what == what]
     return match
 
 

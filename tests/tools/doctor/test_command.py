@@ -36,10 +36,8 @@ def test_a_supported_set_on_npus_is_ready(tmp_path: Path) -> None:
 
 def test_the_first_line_says_for_what_it_is_ready_or_what_is_wrong() -> None:
     packages = dict.fromkeys(("torch", "torch_npu"), Package("2.13.0"))
-    assert (
-        "can run the CPU form, rehearsals and simulations"
-        in diagnose(machine(packages=packages)).verdict
-    )
+    verdict = diagnose(machine(packages={"torch": Package("2.13.0")})).verdict
+    assert "can run the CPU form, rehearsals and simulations" in verdict
     wrong = machine({"HCCL_BUFFSIZE": "64MB"}, packages, NPU_ANSWERS)
     assert diagnose(wrong).verdict.startswith("not ready: HCCL_BUFFSIZE (1 errors, ")
 

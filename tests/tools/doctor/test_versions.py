@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
 
 from commfuse_npu.packages import find_package
-from commfuse_npu.tools.doctor import CommandResult, Machine, Package
+from commfuse_npu.tools.doctor import CommandResult, Package
 from commfuse_npu.tools.doctor.versions import (
     TRY_TORCH_NPU,
     check_cann,
@@ -40,6 +39,9 @@ AUTOMATIC = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 def test_torch_and_its_bridge(packages, what, level, value) -> None:
     installed = {name: Package(version) for name, version in packages.items()}
     assert summary(only(check_torch(machine(packages=installed)), what)) == (level, value)
+    if (what, value) == ("torch_npu", "not found"):
+        here = check_torch(machine(packages=installed, answers=NPU_ANSWERS))
+        assert only(here, what).level == "error"
 
 
 @pytest.mark.parametrize(
@@ -53,16 +55,14 @@ def test_torch_and_its_bridge(packages, what, level, value) -> None:
 def test_a_torch_npu_that_does_not_load(variables, npus: bool, levels: dict[str, str]) -> None:
     """The check imports it with torch's automatic loading off, which would fail as well."""
 
-    def run(command: Sequence[str], given: Mapping[str, str]) -> CommandResult | None:
-        if command[0] == "npu-smi":
-            return NPU_ANSWERS["npu-smi info"] if npus else None
-        assert (*command, given[AUTOMATIC]) == (sys.executable, "-c", TRY_TORCH_NPU, "0")
-        return CommandResult(1, "Traceback\nImportError: libhccl.so: cannot\n")
-
-    host = Machine(variables, {"torch_npu": Package("2.7.1")}.get, run)
+    tried = f"env {AUTOMATIC}=0 {sys.executable} -c {TRY_TORCH_NPU}"
+    answers = {tried: CommandResult(1, "Traceback\nImportError: libhccl.so: cannot\n")}
+    if npus:
+        answers["npu-smi info"] = NPU_ANSWERS["npu-smi info"]
+    host = machine(variables, {"torch_npu": Package("2.7.1")}, answers)
     findings = list(check_torch_npu_loads(host))
     assert findings[0].value == "failed: ImportError: libhccl.so: cannot"
-    assert {finding.subject: finding.level for finding in findings} == levels
+    assert {finding.what: finding.level for finding in findings} == levels
 
 
 def test_cann(tmp_path: Path) -> None:
@@ -92,7 +92,7 @@ def test_the_stack(tmp_path: Path) -> None:
             for name, new in {**packages, **changed}.items()
             if new is not None
         }
-        return {row.subject: summary(row) for row in check_stack(machine(packages=installed))}
+        return {row.what: summary(row) for row in check_stack(machine(packages=installed))}
 
     assert [finding.level for finding in check_stack(machine())] == ["note"] * 3, "fine on a CPU"
     for version in ("2.2.0", "2.3.0", "26.0.0dev0", "26.0.0", "26.1.0"):
