@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import heapq
 from dataclasses import replace
-from typing import Any
 
 import pytest
 from hypothesis import example, given, settings
@@ -14,7 +12,7 @@ from commfuse_npu.hardware.machine import Level
 from commfuse_npu.plan import Schedule
 from commfuse_npu.tools.simulate import llama
 from commfuse_npu.tools.simulate.engine import simulate
-from commfuse_npu.tools.simulate.group import Group, Simulated, collective_seconds
+from commfuse_npu.tools.simulate.group import Group, Simulated
 from commfuse_npu.tools.simulate.linear import column
 from commfuse_npu.tools.simulate.links import Links
 from commfuse_npu.tools.simulate.llama import LayerShape
@@ -81,24 +79,6 @@ def test_variants_do_the_same_gemms_and_send_the_lower_bound(size: int) -> None:
                 assert sent(rank) == pytest.approx(collectives * (size - 1) * block), variant.name
             busy.add(work(simulated))
         assert max(busy) == pytest.approx(min(busy))
-
-
-def test_the_events_of_a_collective_grow_with_its_transfers(monkeypatch) -> None:
-    """Redistributing a link at each of n transfers would take n * n events."""
-    pushed: list[float] = []
-
-    def counted(events: list[Any], event: Any, push=heapq.heappush) -> None:
-        pushed.append(event[0])
-        push(events, event)
-
-    monkeypatch.setattr("heapq.heappush", counted)
-    machine = replace(ideal(), npus_per_node=513, inside=Level("switched", 1.0, 0.0))
-    ratios = []
-    for size in (65, 513):
-        pushed.clear()
-        assert collective_seconds(Group(machine, size), 1.0) == pytest.approx(size - 1)
-        ratios.append(len(pushed) / (size - 1))
-    assert ratios[1] <= ratios[0] <= 4
 
 
 def test_a_receive_that_nobody_sends_and_lanes_in_another_order_hang() -> None:
