@@ -106,7 +106,7 @@ def families(steps: Sequence[Measured]) -> tuple[set[str], set[str]]:
 
 def simulated(step: Measured, machine: Machine) -> float:
     """Milliseconds of a simulated step."""
-    return 1e3 * Step(machine, step.training).time(step.form).seconds
+    return 1e3 * Step(machine, step.training).time(step.form)
 
 
 def fit(steps: Sequence[Measured], machine: Machine) -> Machine:

@@ -36,8 +36,8 @@ def pair(rank: Rank, shape: LayerShape, layers: int, *, recomputes: bool = False
         recomputes: whether the backward first runs each layer's forward (full recomputation).
     """
     names = "forward of a pair: ", "backward of a pair: "
-    like = rank.machine, rank.rank, rank.size, rank.members_per_node, rank.variant
-    forward, backward = (Rank(*like, prefix=name) for name in names)
+    like = rank.links, rank.rank, rank.variant
+    forward, backward = (Rank(*like, name) for name in names)
     for _ in range(layers):
         llama.forward(forward, shape)
         if recomputes:

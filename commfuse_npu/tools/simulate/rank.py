@@ -27,7 +27,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-from commfuse_npu.hardware.machine import ITEM_BYTES, Machine
+from commfuse_npu.hardware.machine import ITEM_BYTES
 from commfuse_npu.plan.instructions import (
     Add,
     AheadEnd,
@@ -45,6 +45,7 @@ from commfuse_npu.plan.instructions import (
 from commfuse_npu.plan.program import Program
 from commfuse_npu.plan.schedule import RankSpec, Schedule
 from commfuse_npu.tools.simulate.launches import ASIDE, COMPUTE, Key, Message, Operation
+from commfuse_npu.tools.simulate.links import Links
 from commfuse_npu.tools.simulate.variants import Variant, Way, direct
 
 __all__ = ["EVENTS", "RING", "Rank", "Width", "Work", "rest"]
@@ -72,32 +73,20 @@ class Rank:
     """Builds the launches of one rank.
 
     Args:
-        members_per_node: ranks of the group in a node; ``size`` if the group fits one.
+        links: of the group.
         prefix: of message keys, to distinguish two of these whose launches are merged.
 
     Attributes:
         operations: the host's launches, in order.
-        programs: the programs, by operation.
         ways: how each operation was run, by name.
-        either: the operations that could also be run by collectives.
         sequence_parallel: whether the rank has only a block of the rows outside of linear layers.
     """
 
-    def __init__(
-        self,
-        machine: Machine,
-        rank: int,
-        size: int,
-        members_per_node: int,
-        variant: Variant,
-        prefix: str = "",
-    ) -> None:
-        self.machine, self.rank, self.size, self.variant = machine, rank, size, variant
-        self.members_per_node = members_per_node
+    def __init__(self, links: Links, rank: int, variant: Variant, prefix: str = "") -> None:
+        self.links, self.rank, self.variant = links, rank, variant
+        self.machine, self.size = links.machine, links.size
         self.operations: list[Operation] = []
-        self.programs: dict[str, Program] = {}
         self.ways: dict[str, Way] = {}
-        self.either: set[str] = set()
         self.sequence_parallel = True
         self._prefix, self._prefixes = prefix, 0
         self._last: dict[str, int] = {}
@@ -182,47 +171,48 @@ class Rank:
         The additions of a reduction (``sums``) are free, because HCCL adds while it copies, except
         for sums in a fixed order on a mesh.
         """
-        if self.size == 1 or self.variant.kind == "compute":
-            return ()
         if sums:
             size *= self.machine.summed(self.size)
-        key = self._key(name)
-        schedule = direct(self.size, self.members_per_node)
-        sends, receives = [], []
-        for step, hop in enumerate(schedule.hops(self.rank, self.size, "first")):
-            sends.append(Message((*key, step, self.rank), self.rank, hop.target, size))
-            receives.append(Message((*key, step, hop.source), hop.source, self.rank, size))
-        host = launches, 0, EVENTS * launches
-        return self._exchange(name, _COLLECTIVE, sends, receives, (), *host)[:1]
+        hops = direct(self.size, self.links.members_per_node).hops(self.rank, self.size, "first")
+        ends = [(hop.target, hop.source) for hop in hops]
+        return self._pass(name, _COLLECTIVE, size, ends, (), launches)
 
-    def pass_on(
-        self, name: str, size: float, *, after: Iterable[int] = (), launches: int = 1
+    def around(
+        self, name: str, size: float, after: Iterable[int], launches: int
     ) -> tuple[int, ...]:
         """One round of a ring: send ``size`` bytes to the next rank, receive from the previous."""
-        key = self._key(name)
-        up, down = (self.rank + 1) % self.size, (self.rank - 1) % self.size
-        send = Message((*key, self.rank), self.rank, up, size)
-        receive = Message((*key, down), down, self.rank, size)
-        host = launches, 0, EVENTS * launches
-        return self._exchange(name, _COLLECTIVE, [send], [receive], after, *host)[:1]
+        ends = (self.rank + 1) % self.size, (self.rank - 1) % self.size
+        return self._pass(name, _COLLECTIVE, size, [ends], after, launches)
 
     def elsewhere(self, name: str, seconds: float, launches: int = 1) -> tuple[int, ...]:
         """Collectives of another group that take ``seconds``; returns what to wait for."""
-        host = launches, 0, EVENTS * launches
-        return self._in_another_group(name, _COLLECTIVE, seconds, (), *host)
+        return self._pass(name, _COLLECTIVE, seconds, [(self.rank, self.rank)], (), launches)
 
-    def pass_beside(self, seconds: float, after: Iterable[int]) -> tuple[int, ...]:
+    def ring(self, seconds: float, after: Iterable[int]) -> tuple[int, ...]:
         """A pass of :data:`RING`, to a rank of another group; its host time is that of the work."""
-        return self._in_another_group(RING, RING, seconds, after)
+        return self._pass(RING, RING, seconds, [(self.rank, self.rank)], after, 0)
 
-    def _in_another_group(
-        self, name: str, lane: str, seconds: float, after: Iterable[int], *host: int
+    def _pass(
+        self,
+        name: str,
+        lane: str,
+        size: float,
+        ends: Sequence[tuple[int, int]],
+        after: Iterable[int],
+        launches: int,
     ) -> tuple[int, ...]:
-        if seconds <= 0 or self.variant.kind == "compute":
+        """Send ``size`` bytes to the first rank of each pair and receive them from the second.
+
+        To a rank itself: links carry a second of such a message in a second.
+        """
+        if not ends or size <= 0 or self.variant.kind == "compute":
             return ()
-        # Links carry a second of such a message in a second.
-        message = Message((*self._key(name), self.rank), self.rank, self.rank, seconds)
-        return self._exchange(name, lane, [message], [message], after, *host)[:1]
+        key, me, sends, receives = self._key(name), self.rank, [], []
+        for step, (target, source) in enumerate(ends):
+            sends.append(Message((*key, step, me), me, target, size))
+            receives.append(Message((*key, step, source), source, me, size))
+        host = launches, 0, EVENTS * launches
+        return self._exchange(name, lane, sends, receives, after, *host)[:1]
 
     # ------------------------------------------------------------- programs
 
@@ -238,16 +228,6 @@ class Rank:
         return RankSpec(schedule, self.rank, self.size, self.machine.batched)
 
     def run(
-        self,
-        operation: str,
-        program: Program,
-        columns: Mapping[str, int],
-        works: Mapping[str, Work],
-    ) -> None:
-        """Run a program from start to end; see :meth:`begin`."""
-        rest(self.begin(operation, program, columns, works))
-
-    def begin(
         self,
         operation: str,
         program: Program,
@@ -277,17 +257,14 @@ class Rank:
             delay = self.machine.buffered(sent)
             return Message((*key, step, source), source, target, sent, delay)
 
-        self.programs[operation] = program
         received: dict[int, int] = {}
         sent: dict[int, int] = {}
         events: dict[int, int | None] = {}
         for instruction in program.code:
             on_side = uses_side_stream(instruction)
             if isinstance(instruction, Post | Collective):
-                name, lane = (
-                    f"{operation} {instruction.transfer.piece}",
-                    f"lane {instruction.transfer.lane}",
-                )
+                transfer = instruction.transfer
+                name, lane = f"{operation} {transfer.piece}", f"lane {transfer.lane}"
                 away = [(way, end) for way, end in instruction.ends if not end.transfer.stays]
                 sends = [message(end) for way, end in away if way == "send"]
                 receives = [message(end) for way, end in away if way == "receive"]

@@ -112,7 +112,7 @@ def recommend(
                 for form in fitting:
                     time = step.time(COMPUTE_ONLY if form.ours else form)
                     candidates = bounds if form.ours else found
-                    candidates.append(_Candidate(time.seconds, setup, form))
+                    candidates.append(_Candidate(time, setup, form))
                 if fitting == exact:
                     break  # recomputation makes room; without that need it is never faster
         except (ConfigError, PlacementError) as error:
@@ -136,7 +136,7 @@ def recommend(
         if every(True) and bound >= max(map(seconds, shown)):
             break
         found = by_layout[setup.layout._replace(vpp=1)]
-        found.append(_Candidate(Step(machine, setup).time(form).seconds, setup, form))
+        found.append(_Candidate(Step(machine, setup).time(form), setup, form))
     counts = [
         f"{len(reasons)} x {reasons[0]}"
         + ", and the like" * (len(reasons) > 1 and reasons[0] != kind)

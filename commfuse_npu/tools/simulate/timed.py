@@ -103,8 +103,8 @@ def timed(training: Training, form: Variant, hardware: Hardware, corners: int = 
         PlacementError: a group does not fit the machine's nodes.
     """
     steps = [Step(hardware.machine(*corner), training) for corner in CORNERS[:corners]]
-    seconds = tuple(step.time(form).seconds for step in steps)
-    free = [step.time(COMPUTE_ONLY, free=True).seconds for step in steps]
+    seconds = tuple(step.time(form) for step in steps)
+    free = [step.time(COMPUTE_ONLY, free=True) for step in steps]
     exposed = tuple(time - bound for time, bound in zip(seconds, free, strict=True))
     memory = footprint(training, form, hardware)
     return Timed(training, form, seconds, exposed, memory, memory.total <= limit(hardware))
@@ -175,7 +175,8 @@ def verdict(rows: Sequence[Timed], hardware: Hardware) -> Iterator[str]:
 def ratio(training: Training, hardware: Hardware, corners: int = 5) -> Range:
     """Communication / computation of a layer, with plain collectives."""
     steps = [Step(hardware.machine(*corner), training) for corner in CORNERS[:corners]]
-    return Range.of([s.time(REFERENCE).layer / s.time(COMPUTE_ONLY).layer - 1 for s in steps])
+    layers = [[s.layer_time(form).seconds for form in (REFERENCE, COMPUTE_ONLY)] for s in steps]
+    return Range.of([plain / bound - 1 for plain, bound in layers])
 
 
 def as_json(rows: Sequence[Timed], hardware: Hardware, model: str) -> dict[str, Any]:

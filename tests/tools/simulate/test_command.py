@@ -130,8 +130,6 @@ def test_the_picture_says_what_is_simulated(tmp_path: Path) -> None:
         assert {bit.kind for bit in row.bits if bit.lane == "links"} == {"transfer"}
         # A single pair has no neighbors and takes a little longer.
         assert end == pytest.approx(1e3 * time.seconds, rel=0.01)
-        # This is one rank of eight; the time is their mean.
-        assert waited == pytest.approx(1e3 * time.waiting, abs=10 * time.seconds)
         assert all(f">{row.label}</text>" in picture for picture in (created, shipped))
 
 

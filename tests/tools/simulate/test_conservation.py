@@ -84,7 +84,7 @@ def test_variants_do_the_same_gemms_and_send_the_lower_bound(size: int) -> None:
 def test_a_receive_that_nobody_sends_and_lanes_in_another_order_hang() -> None:
     variant, launches = Variant("fused", "fused", Schedule(lanes=1, chunks=2)), []
     for number in range(2):
-        rank = Rank(MACHINE, number, 2, 2, variant)
+        rank = Rank(Links(MACHINE, 2), number, variant)
         column(rank, "x", 4, 5 * 10**8, 1)
         launches.append(rank.finish())
     (operations, other), links = launches, Links(MACHINE, 2)

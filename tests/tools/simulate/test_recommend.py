@@ -23,7 +23,7 @@ from commfuse_npu.tools.plan.obstacles import obstacles
 from commfuse_npu.tools.simulate.footprint import footprint, limit
 from commfuse_npu.tools.simulate.launch_options import options, planned, write_plan
 from commfuse_npu.tools.simulate.recommend import Fixed, NoLayoutError, recommend
-from commfuse_npu.tools.simulate.step import Layout, Step, StepTime
+from commfuse_npu.tools.simulate.step import Layout, Step
 from commfuse_npu.tools.simulate.sweep import training
 from commfuse_npu.tools.simulate.timed import best, table
 from commfuse_npu.tools.simulate.variants import MC2, Variant, forms, fused
@@ -50,14 +50,14 @@ def test_layouts_are_ranked_by_their_steps_and_the_launcher_takes_the_plan(tmp_p
         assert row.memory.total <= limit(SERVER)
         # The reported time is the simulated one, on every machine.
         step = Step(SERVER.machine(), row.training)
-        assert row.typical == step.time(row.form).seconds
+        assert row.typical == step.time(row.form)
         assert len(row.seconds) == 5
         assert row.form.exact
         assert row.form.flags is not None
         # No other form of this layout is shorter.
         if row is rows[0]:
             assert row.typical == min(
-                step.time(form).seconds
+                step.time(form)
                 for form in forms(SERVER.machine(), row.training)
                 if form.exact and form.flags is not None
             )
@@ -96,13 +96,13 @@ def test_forms_of_ours_are_simulated_where_they_can_be_among_the_best(
 ) -> None:
     simulated: dict[str, dict[tuple[int, ...], float]] = {}
 
-    def time(step: Step, form: Variant, *, free: bool = False) -> StepTime:
+    def time(step: Step, form: Variant, *, free: bool = False) -> float:
         layout = step.training.layout
         bound = layout.pp + layout.cp / 10
         times = {"compute": 0, "fb_overlap": overlap, "megatron": megatron}
         seconds = bound + times[form.kind]
         simulated.setdefault(form.kind, {})[layout[:4]] = seconds
-        return StepTime(seconds, seconds, 0.0)
+        return seconds
 
     monkeypatch.setattr(Step, "time", time)
     rows, _ = recommend(replace(SMALL, global_batch_size=32), SERVER, 16, fixed=Fixed(tp=1))
