@@ -26,7 +26,7 @@ from commfuse_npu.tools.simulate.recommend import Fixed, NoLayoutError, recommen
 from commfuse_npu.tools.simulate.step import Layout, Step
 from commfuse_npu.tools.simulate.sweep import training
 from commfuse_npu.tools.simulate.timed import best, table
-from commfuse_npu.tools.simulate.variants import MC2, Variant, forms, fused
+from commfuse_npu.tools.simulate.variants import MC2, forms, fused
 from mindspeed_patches.training_options import check_options, linear_options
 from tests.launchers.launching import dry_run
 
@@ -88,32 +88,6 @@ def test_pipelines_are_interleaved_where_that_is_faster() -> None:
     # Three micro-batches do not go through two stages two at a time.
     odd, _ = recommend(replace(model, global_batch_size=6), SERVER, 2, fixed=Fixed(1, 1, 2))
     assert best(odd).training.layout == Layout(1, 1, 1, 2)
-
-
-@pytest.mark.parametrize(("overlap", "megatron"), [(0.25, 2.5), (3.0, 0.5)])
-def test_forms_of_ours_are_simulated_where_they_can_be_among_the_best(
-    overlap: float, megatron: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    simulated: dict[str, dict[tuple[int, ...], float]] = {}
-
-    def time(step: Step, form: Variant, *, free: bool = False) -> float:
-        layout = step.training.layout
-        bound = layout.pp + layout.cp / 10
-        times = {"compute": 0, "fb_overlap": overlap, "megatron": megatron}
-        seconds = bound + times[form.kind]
-        simulated.setdefault(form.kind, {})[layout[:4]] = seconds
-        return seconds
-
-    monkeypatch.setattr(Step, "time", time)
-    rows, _ = recommend(replace(SMALL, global_batch_size=32), SERVER, 16, fixed=Fixed(tp=1))
-    bounds = sorted(simulated["compute"].values())
-    ours, others = ([bound + more for bound in bounds] for more in (overlap, megatron))
-    best = set(sorted(map(min, zip(ours, others, strict=True)))[:5])
-    assert [row.typical for row in rows] == sorted({*best, ours[0], others[0]})
-    assert {row.typical for row in rows if row.form.ours} == {*best, ours[0]} & {*ours}
-    longest = max(*best, ours[0])
-    assert set(simulated["fb_overlap"].values()) == {b + overlap for b in bounds if b < longest}
-    assert len(simulated["fb_overlap"]) < len(bounds) == len(simulated["megatron"])
 
 
 @pytest.mark.parametrize(("gib", "chosen"), [(18.0, "none"), (14.0, "full")])
