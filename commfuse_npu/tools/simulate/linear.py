@@ -17,7 +17,7 @@ from typing import Literal
 from commfuse_npu.hardware.machine import ITEM_BYTES, SUM_BYTES
 from commfuse_npu.plan import Schedule, split
 from commfuse_npu.plan.instructions import Compute
-from commfuse_npu.plan.rules import column_backward, gather_gemm, gemm_scatter
+from commfuse_npu.plan.rules import Wgrad, column_backward, gather_gemm, gemm_scatter
 from commfuse_npu.tools.simulate.mc2 import INNER, RANKS, tiling
 from commfuse_npu.tools.simulate.rank import Rank, Width, Work, rest
 from commfuse_npu.tools.simulate.variants import Kind
@@ -93,7 +93,8 @@ def row_gradients(
     """
     whole = rows * rank.size
     if _fused(rank, name):
-        program = gather_gemm(rank.spec(name), rows, outputs, inputs, rank.variant.wgrad, inputs)
+        wgrad_by: Wgrad = "blocks" if rank.variant.rounded else "whole"
+        program = gather_gemm(rank.spec(name), rows, outputs, inputs, wgrad_by, inputs)
         remaining = program.count(Compute, "wgrad")
         seconds = _wgrad(rank, whole)
 

@@ -10,8 +10,8 @@ The cost of its instructions:
 ``Wait``       nothing: its host time is part of the post; the work and the transfers that follow
                start when the transfers that it names are complete
 Compute        a launch, and the seconds that the operation gives for this work
-``Add``        memory traffic: ``ordered`` 3 blocks and a launch per addition, ``once`` one pass
-               over all parts and one launch
+``Add``        memory traffic: 3 blocks and a launch per addition, ``rounded`` one pass over all
+               parts and one launch
 ``Copy``       a launch, and 2 bytes of memory traffic per byte
 ``WaitEvent``  two events, including the ``RecordEvent`` that it waits for
 =============  =====================================================================================
@@ -301,7 +301,7 @@ class Rank:
         additions = sum(parts for _, parts in instruction.terms) - 1
         traffic = 3 * size(instruction.out)
         # Parts in one stack are added in one pass; those of a collective are no such stack.
-        if (self.variant.sums == "once" and len(instruction.terms) <= 2) or not additions:
+        if (self.variant.rounded and len(instruction.terms) <= 2) or not additions:
             traffic = size(instruction.out) + sum(size(span) for span, _ in instruction.terms)
             additions = 1
         for _ in range(additions):

@@ -56,14 +56,12 @@ def training(
     micro_batch: int | None = None,
     micro_batches: int | None = None,
     recompute: Recompute = "none",
-    ulysses: bool = False,
 ) -> Training:
     """The simulator's description of a training: a model in a layout.
 
     Args:
         sequence, micro_batch: tokens and sequences; the model's by default.
         micro_batches: per step and replica; by default what the model's global batch gives.
-        ulysses: use context parallelism with exchanged heads even if the model's file does not.
 
     Raises:
         ConfigError: they do not fit each other; one line per problem, with value and limit.
@@ -84,7 +82,6 @@ def training(
         context_parallel_size=layout.cp,
         pipeline_model_parallel_size=layout.pp,
         sequence_parallel=model.sequence_parallel or layout.tp > 1,
-        context_parallel_algo="ulysses_cp_algo" if ulysses else model.context_parallel_algo,
         num_layer_list=stages,
         npus_per_node=layout.npus,
         nnodes=1,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
@@ -14,8 +14,9 @@ from commfuse_npu.tools.simulate.launch_options import launching
 from commfuse_npu.tools.simulate.step import Step, Training
 from commfuse_npu.tools.simulate.sweep import CORNERS, Range
 from commfuse_npu.tools.simulate.variants import COMPUTE_ONLY, MEGATRON, REFERENCE, Variant
+from commfuse_npu.tools.terminal import print_verdict
 
-__all__ = ["Timed", "as_json", "best", "ratio", "sources", "table", "timed", "verdict"]
+__all__ = ["Timed", "as_json", "best", "ratio", "show", "table", "timed", "verdict"]
 
 _COLUMNS = (
     *("TP", "CP", "PP", "DP", "recompute", "form", "step", "exposed", "tokens/s/NPU"),
@@ -136,15 +137,21 @@ def verdict(rows: Sequence[Timed], hardware: Hardware) -> Iterator[str]:
             f"The shortest: {first.name}, a step in {first.step}."
         )
     yield ""
-    named = {id(first)}
-
-    def against(title: str, found: Iterable[Timed]) -> Iterator[str]:
-        """Compare the shortest of these, if another line has not."""
+    exact = [row for row in rows if row.form.exact]
+    without = f"{'Without' if first.form.ours else 'With'} CommFuse"
+    compared = {
+        without: [row for row in exact if row.form.ours != first.form.ours],
+        "Next": exact,
+        "Megatron's order": [row for row in exact if row.form == MEGATRON],
+        "Other rounding": [row for row in rows if not row.form.exact],
+    }
+    named = [first]
+    for title, found in compared.items():
         launched = (row for row in found if row.form.flags is not None and row is not first)
         other = min(launched, key=attrgetter("typical"), default=first)
-        if id(other) in named:
-            return
-        named.add(id(other))
+        if any(other is row for row in named):
+            continue
+        named.append(other)
         change = other.typical / first.typical - 1
         wins = sum(a < b for a, b in zip(first.seconds, other.seconds, strict=True))
         yield (
@@ -152,13 +159,6 @@ def verdict(rows: Sequence[Timed], hardware: Hardware) -> Iterator[str]:
             f"{'longer' if change >= 0 else 'shorter'} "
             f"({wins} of {len(first.seconds)} simulated machines say longer)."
         )
-
-    exact = [row for row in rows if row.form.exact]
-    other = "With" if not first.form.ours else "Without"
-    yield from against(f"{other} CommFuse", (r for r in exact if r.form.ours != first.form.ours))
-    yield from against("Next", exact)
-    yield from against("Megatron's order", (row for row in exact if row.form == MEGATRON))
-    yield from against("Other rounding", (row for row in rows if not row.form.exact))
     if first.training.layout.tp == 1:
         yield (
             "- TP 1 has no tensor-parallel transfers: there is nothing to fuse but context "
@@ -197,12 +197,24 @@ def as_json(rows: Sequence[Timed], hardware: Hardware, model: str) -> dict[str, 
     }
 
 
-def sources(hardware: Hardware) -> str:
-    """A statement of what the figures are based on."""
-    return (
+def show(rows: Sequence[Timed], hardware: Hardware, model: str, launch: str) -> str:
+    """Print the verdict, how to launch it, what it is based on, and the table.
+
+    Returns:
+        What was simulated: model, sequence length and number of NPUs.
+    """
+    first = best(rows)
+    summary, *why = verdict(rows, hardware)
+    print_verdict(summary, first.fits)
+    tokens, npus = first.training.model.seq_length, first.training.layout.npus
+    title = f"{model}, {tokens} tokens, {npus} NPUs"
+    based = (
         f"Simulated, not measured. {hardware.assumed} of {hardware.path.name} have no public "
         "source at all; ranges are over its uncertainty."
     )
+    print(*why, "", launch, "", f"{title} of {hardware.name}. {based}", sep="\n")
+    print("", table(rows), sep="\n")
+    return title
 
 
 def _show(value: float) -> str:

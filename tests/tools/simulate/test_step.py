@@ -192,8 +192,8 @@ def test_every_size_divides_what_it_should() -> None:
 
 
 def test_lanes_and_what_is_gathered_take_memory_for_communication() -> None:
-    def communication(schedule: Schedule, **how: str) -> float:
-        variant = fused(schedule, **how)  # type: ignore[arg-type]
+    def communication(schedule: Schedule, *, rounded: bool = False) -> float:
+        variant = fused(schedule, rounded=rounded)
         return memory(Layout(8, 1, 1, 1), variant).communication
 
     # A lane is a communicator of two buffers, of the size of its messages, 16 MB at least.
@@ -208,6 +208,6 @@ def test_lanes_and_what_is_gathered_take_memory_for_communication() -> None:
     more = memory(Layout(8, 1, 1, 1), fused(Schedule("collective", 1, 2)), model=wide)
     assert two == one
     assert more.communication - one == 4096 * 2 * VOCABULARY - 2 * rows
-    blocks = communication(Schedule(lanes=1), wgrad="blocks")
+    blocks = communication(Schedule(lanes=1), rounded=True)
     assert blocks - few == 4 * H * VOCABULARY / 8
     assert memory(Layout(8, 1, 1, 1)).communication == 2 * rows + communicator

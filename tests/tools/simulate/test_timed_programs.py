@@ -20,7 +20,7 @@ from commfuse_npu.plan.instructions import (
     WaitEvent,
 )
 from commfuse_npu.plan.program import Program
-from commfuse_npu.plan.rules import Wgrad, column_backward, gather_gemm, gemm_scatter
+from commfuse_npu.plan.rules import column_backward, gather_gemm, gemm_scatter
 from commfuse_npu.plan.schedule import RankSpec
 from commfuse_npu.tools.simulate import linear, llama
 from commfuse_npu.tools.simulate.launches import ASIDE, COMPUTE, Operation
@@ -129,10 +129,10 @@ def width(program: Program, span: Span) -> int:
     return scratch.get(span.buffer) or columns or arguments["columns"]
 
 
-@pytest.mark.parametrize("wgrad", ["whole", "blocks"])
-def test_a_layer_gathers_its_inputs_ahead(wgrad: Wgrad) -> None:
+@pytest.mark.parametrize("rounded", [False, True])
+def test_a_layer_gathers_its_inputs_ahead(rounded: bool) -> None:
     """Posted after all transfers of the row-parallel layer, before its last weight gradient."""
-    variant = Variant("x", "fused", Schedule(lanes=5, chunks=2), wgrad=wgrad)
+    variant = Variant("x", "fused", Schedule(lanes=5, chunks=2), rounded)
     rank = Rank(Links(ideal(), SIZE), 1, variant)
     llama.backward(rank, SHAPE)
     names = [operation.name for operation in rank.finish()]
