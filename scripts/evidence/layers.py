@@ -1,6 +1,6 @@
 """A Llama layer in every form, over machines, models, groups and lengths: who is ahead where?
 
-    python -m scripts.evidence layers [--models ...] [--sequence-lengths ...] [--markdown FILE]
+    python -m scripts.evidence.layers [--models ...] [--sequence-lengths ...] [--markdown FILE]
 
 The table of docs/simulate.md is one minus the shares of ``--models llama2_7b llama3_8b
 --sequence-lengths 8192``.
@@ -16,6 +16,7 @@ no partner, with hosts that take 15, 55 and 118 us for a launch.
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
@@ -29,7 +30,8 @@ from commfuse_npu.hardware.machine import Machine
 from commfuse_npu.tools.markdown import table_head, table_row
 from commfuse_npu.tools.model_config import ModelConfig
 from commfuse_npu.tools.simulate.step import LayerTime, Layout, Recompute, Step, Training
-from commfuse_npu.tools.simulate.sweep import CORNERS, training
+from commfuse_npu.tools.simulate.timed import CORNERS
+from commfuse_npu.tools.simulate.training import training
 from commfuse_npu.tools.simulate.variants import COC, REFERENCE, Variant
 from commfuse_npu.tools.simulate.variants import forms as simulated
 
@@ -265,3 +267,7 @@ def main(argv: Sequence[str]) -> int:
         text += "\n\n" + steps_report([future.result() for future in hosts])
     publish(text, "layers", options.markdown)
     return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

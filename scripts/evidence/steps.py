@@ -1,6 +1,6 @@
 """Steps that others measured on NPUs, beside the simulated ones.
 
-    python -m scripts.evidence steps CHECKOUT... [--fit] [--markdown FILE]
+    python -m scripts.evidence.steps CHECKOUT... [--fit] [--markdown FILE]
 
 MindSpeed-LLM keeps beside its system tests what its CI measured on real NPUs: milliseconds per
 step and memory per rank, in ``baseline*/NAME.json`` next to ``NAME.sh``, the launch.  Branches
@@ -17,6 +17,7 @@ import argparse
 import json
 import math
 import re
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
@@ -198,3 +199,7 @@ def main(argv: Sequence[str]) -> int:
         print(f"{1e6 * host.launch_overhead:.0f} us a launch, {host.expert_launches:.0f} launches")
     publish(report(steps, left_out, hardware), "steps", options.markdown)
     return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

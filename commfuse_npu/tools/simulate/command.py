@@ -18,8 +18,8 @@ from commfuse_npu.tools.report.drawing import draw, lacking
 from commfuse_npu.tools.simulate.lanes import layer_picture
 from commfuse_npu.tools.simulate.launch_options import launching
 from commfuse_npu.tools.simulate.step import Layout, Step
-from commfuse_npu.tools.simulate.sweep import CORNERS, training
-from commfuse_npu.tools.simulate.timed import as_json, best, show, timed
+from commfuse_npu.tools.simulate.timed import CORNERS, as_json, best, show, timed
+from commfuse_npu.tools.simulate.training import training
 from commfuse_npu.tools.simulate.variants import MEGATRON, REFERENCE, forms
 from commfuse_npu.tools.terminal import tell
 

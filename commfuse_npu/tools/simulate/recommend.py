@@ -2,7 +2,7 @@
 
 Every layout that fits the model, the NPUs and their memory is simulated in every form at typical
 figures.  The best are then simulated on all five machines of the hardware's ranges (see
-:mod:`.sweep`).  The number of machines on which the order is the same shows how reliable the
+:mod:`.timed`).  The number of machines on which the order is the same shows how reliable the
 recommendation is.
 """
 
@@ -20,8 +20,8 @@ from commfuse_npu.tools.simulate.footprint import USABLE, footprint, limit
 from commfuse_npu.tools.simulate.links import PlacementError
 from commfuse_npu.tools.simulate.pipeline import interleaves
 from commfuse_npu.tools.simulate.step import Layout, Recompute, Step, Training
-from commfuse_npu.tools.simulate.sweep import training
 from commfuse_npu.tools.simulate.timed import Timed, timed
+from commfuse_npu.tools.simulate.training import training
 from commfuse_npu.tools.simulate.variants import Variant, forms
 from commfuse_npu.tools.terminal import tell
 

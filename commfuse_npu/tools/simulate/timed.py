@@ -1,22 +1,66 @@
-"""A training in a form with its time and memory: its row, and what rows say together."""
+"""A training in a form with its time and memory: its row, and what rows say together.
+
+Five machines are simulated for a description: one with all typical figures, and the four
+combinations of favorable and unfavorable figures for computation and communication.  A range spans
+the results of these five; it is wide where the figures are uncertain.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
-from commfuse_npu.hardware.description import Hardware
+from commfuse_npu.hardware.description import Choice, Hardware
 from commfuse_npu.tools.markdown import table_row
 from commfuse_npu.tools.simulate.footprint import USABLE, Footprint, footprint, limit
 from commfuse_npu.tools.simulate.launch_options import launching
 from commfuse_npu.tools.simulate.step import Step, Training
-from commfuse_npu.tools.simulate.sweep import CORNERS, Range
 from commfuse_npu.tools.simulate.variants import COMPUTE_ONLY, MEGATRON, REFERENCE, Variant
 from commfuse_npu.tools.terminal import print_verdict
 
-__all__ = ["Timed", "as_json", "best", "ratio", "show", "table", "timed", "verdict"]
+__all__ = [
+    "CORNERS",
+    "Range",
+    "Timed",
+    "as_json",
+    "best",
+    "ratio",
+    "show",
+    "table",
+    "timed",
+    "verdict",
+]
+
+CORNERS: tuple[tuple[Choice, Choice], ...] = (
+    ("typical", "typical"),
+    ("favourable", "favourable"),
+    ("favourable", "unfavourable"),
+    ("unfavourable", "favourable"),
+    ("unfavourable", "unfavourable"),
+)
+"""The choice of figures of each machine: for computation, and for links."""
+
+
+class Range(NamedTuple):
+    """The result at typical figures, and the lowest and highest result of the five machines."""
+
+    low: float
+    typical: float
+    high: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Range:
+        """The range of one value per machine, the typical one first."""
+        return cls(min(values), values[0], max(values))
+
+    def text(self, show: Callable[[float], str]) -> str:
+        """``typical (low .. high)``."""
+        if self.low == self.high:
+            return show(self.typical)
+        return f"{show(self.typical)} ({show(self.low)} .. {show(self.high)})"
+
 
 _COLUMNS = (
     *("TP", "CP", "PP", "DP", "recompute", "form", "step", "exposed", "tokens/s/NPU"),

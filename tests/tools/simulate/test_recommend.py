@@ -24,8 +24,8 @@ from commfuse_npu.tools.simulate.footprint import footprint, limit
 from commfuse_npu.tools.simulate.launch_options import options, planned, write_plan
 from commfuse_npu.tools.simulate.recommend import Fixed, NoLayoutError, recommend
 from commfuse_npu.tools.simulate.step import Layout, Step
-from commfuse_npu.tools.simulate.sweep import training
 from commfuse_npu.tools.simulate.timed import best, table
+from commfuse_npu.tools.simulate.training import training
 from commfuse_npu.tools.simulate.variants import MC2, forms, fused
 from mindspeed_patches.training_options import check_options, linear_options
 from tests.launchers.launching import dry_run

@@ -19,7 +19,7 @@ from commfuse_npu.tools.simulate.data_parallel import Weights, buckets, exposed_
 from commfuse_npu.tools.simulate.footprint import Footprint, footprint
 from commfuse_npu.tools.simulate.pipeline import one_forward_one_backward
 from commfuse_npu.tools.simulate.step import Layout, Recompute, Step
-from commfuse_npu.tools.simulate.sweep import training
+from commfuse_npu.tools.simulate.training import training
 from commfuse_npu.tools.simulate.variants import (
     COMPUTE_ONLY,
     FB_OVERLAP,

@@ -11,8 +11,8 @@ from commfuse_npu.hardware.description import Hardware
 from commfuse_npu.tools.model_config import ModelConfig
 from commfuse_npu.tools.simulate.footprint import Footprint
 from commfuse_npu.tools.simulate.step import Layout
-from commfuse_npu.tools.simulate.sweep import training
 from commfuse_npu.tools.simulate.timed import Timed, best, ratio, table, timed, verdict
+from commfuse_npu.tools.simulate.training import training
 from commfuse_npu.tools.simulate.variants import forms
 
 SERVER = Hardware.load(find_config("ascend_910b_server", "hardware"))
