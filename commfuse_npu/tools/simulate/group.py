@@ -99,20 +99,15 @@ class Group:
             # One rank is enough for the choice.
             return self.simulate(variant, build, whole=False, steady=steady).seconds
 
-        plain, *alternatives = [replace(variant, way=way, tuned=()) for way in variant.tuned]
-        fastest, best = plain, seconds(plain)
-        for other in alternatives:
-            if (time := seconds(other)) < best:
-                fastest, best = other, time
-        built = self._build(fastest, build, 0)
+        choices = [replace(variant, way=way, tuned=()) for way in variant.tuned]
+        fastest = min(choices, key=seconds)
+        ways = self._build(fastest, build, 0).ways
         # A single operation has been tried in every way but by collectives in Megatron's order.
-        ways = variant.tuned if len(built.ways) > 1 else ()
-        for operation, usual in built.ways.items():
-            fixed = fastest
-            for way in (*ways, None):
-                tried = replace(fixed, chosen=(*fixed.chosen, (operation, way)))
-                if way != usual and (time := seconds(tried)) < best:
-                    fastest, best = tried, time
+        others = (*(variant.tuned if len(ways) > 1 else ()), None)
+        for operation, usual in ways.items():
+            tried = [(*fastest.chosen, (operation, way)) for way in others if way != usual]
+            choices = [fastest, *(replace(fastest, chosen=chosen) for chosen in tried)]
+            fastest = min(choices, key=seconds)
         return fastest
 
 

@@ -88,7 +88,6 @@ def _simulate(
     shape: LayerShape,
     variant: Variant,
     part: _Part | int,
-    *,
     recomputes: bool = False,
 ) -> Simulated:
     """Simulate a part of a layer, or ``part`` layers of a forward paired with a backward."""
@@ -116,7 +115,7 @@ def _cost(
     part: _Part | int,
     recomputes: bool,
 ) -> _Cost:
-    simulated = _simulate(machine, shape, variant, part, recomputes=recomputes)
+    simulated = _simulate(machine, shape, variant, part, recomputes)
     launched = (
         (sum(x.launches for x in rank), sum(x.posts for x in rank), sum(x.events for x in rank))
         for rank in simulated.launches
@@ -135,19 +134,13 @@ class Step:
     machine: Machine
     training: Training
 
-    def parts(self, variant: Variant) -> list[tuple[str, Simulated]]:
+    def parts(self, variant: Variant) -> list[Simulated]:
         """Simulate a layer's forward, then its backward; or one of each as a pair."""
-        parts: dict[str, _Part | int] = {"forward": "forward", "backward": "backward"}
+        parts: tuple[_Part | int, ...] = "forward", "backward"
         if variant.kind == "fb_overlap":
-            parts = {"pair": 1}
-        simulate = partial(
-            _simulate,
-            self.machine,
-            self.training.shape,
-            variant,
-            recomputes=self.training.recomputes,
-        )
-        return [(name, simulate(part=part)) for name, part in parts.items()]
+            parts = (1,)
+        shape, recomputes = self.training.shape, self.training.recomputes
+        return [_simulate(self.machine, shape, variant, part, recomputes) for part in parts]
 
     def time(self, variant: Variant, *, free: bool = False) -> float:
         """Seconds of a step.
