@@ -257,8 +257,7 @@ class Rank:
             delay = self.machine.buffered(sent)
             return Message((*key, step, source), source, target, sent, delay)
 
-        received: dict[int, int] = {}
-        sent: dict[int, int] = {}
+        exchanged: dict[tuple[str, int], int] = {}
         events: dict[int, int | None] = {}
         for instruction in program.code:
             on_side = uses_side_stream(instruction)
@@ -272,14 +271,12 @@ class Rank:
                     receive, send = self._exchange(name, lane, sends, receives, posts=1)
                 else:
                     receive, send = self._exchange(name, lane, sends, receives, (), 1, 0, EVENTS)
-                received |= {
-                    end.transfer.step: receive for way, end in instruction.ends if way == "receive"
-                }
-                sent |= {end.transfer.step: send for way, end in instruction.ends if way == "send"}
+                for way, end in instruction.ends:
+                    exchanged[way, end.transfer.step] = receive if way == "receive" else send
             elif isinstance(instruction, Wait):
-                waited = (received[step] for step in instruction.receives)
-                self.need(waited, on_side_stream=on_side)
-                self.need((sent[step] for step in instruction.sends), on_side_stream=on_side)
+                ends = [("receive", step) for step in instruction.receives]
+                ends += [("send", step) for step in instruction.sends]
+                self.need((exchanged[end] for end in ends), on_side_stream=on_side)
             elif isinstance(instruction, Compute):
                 seconds = works[instruction.work](instruction, width)
                 self.compute(f"{operation} {instruction.work}", seconds)

@@ -13,6 +13,7 @@ from commfuse_npu.plan import Schedule
 from commfuse_npu.tools.simulate import llama
 from commfuse_npu.tools.simulate.engine import simulate
 from commfuse_npu.tools.simulate.group import Group, Simulated
+from commfuse_npu.tools.simulate.launches import ASIDE, COMPUTE, Message, Operation
 from commfuse_npu.tools.simulate.linear import column
 from commfuse_npu.tools.simulate.links import Links
 from commfuse_npu.tools.simulate.llama import LayerShape
@@ -96,3 +97,19 @@ def test_a_receive_that_nobody_sends_and_lanes_in_another_order_hang() -> None:
     swapped[first], swapped[second] = operations[second], operations[first]
     with pytest.raises(AssertionError, match="operations wait"):
         simulate([swapped, other], links)
+
+
+def test_work_is_slowed_by_transfers_of_its_rank_and_by_the_other_stream() -> None:
+    message = Message(("x",), 0, 1, 2.0, delay=1.0)
+    work, aside = Operation("work", COMPUTE, 4.0), Operation("aside", ASIDE, 4.0)
+    ends = Operation("x", "lane", sends=(message,)), Operation("x", "lane", receives=(message,))
+    links = Links(ideal(transfer_slowdown=0.5), 4)
+    timeline = simulate([[work, ends[0]], [work, ends[1]], [work], [work, aside]], links)
+    assert [(moved.start, moved.end) for moved in timeline.moved] == [(1.0, 3.0)]
+    finished = {span.rank: span.end for span in timeline.spans if span.operation == work}
+    assert finished == {0: 5.0, 1: 5.0, 2: 4.0, 3: 8.0}
+
+
+def test_a_transfer_of_another_group_has_links_of_its_own() -> None:
+    links = Links(ideal("switched"), 2)
+    assert not {*links.path(0, 0)} & {*links.path(0, 1), *links.path(1, 0)}

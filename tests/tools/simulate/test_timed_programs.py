@@ -83,12 +83,9 @@ def compare(operations: Iterator[tuple[int, Operation]], program: Program) -> No
     last: dict[bool, int | None] = {False: None, True: None}
     for instruction in program.code:
         if isinstance(instruction, Wait):
-            needed[instruction.on_side_stream] |= {
-                posted["receive", step] for step in instruction.receives
-            }
-            needed[instruction.on_side_stream] |= {
-                posted["send", step] for step in instruction.sends
-            }
+            ends = [("receive", step) for step in instruction.receives]
+            ends += [("send", step) for step in instruction.sends]
+            needed[instruction.on_side_stream] |= {posted[end] for end in ends}
         elif isinstance(instruction, RecordEvent):
             events[instruction.event] = last[instruction.on_side_stream]
         elif isinstance(instruction, Post):
@@ -104,16 +101,13 @@ def compare(operations: Iterator[tuple[int, Operation]], program: Program) -> No
                     assert operation.engine == f"lane {transfer.lane}"
         elif isinstance(instruction, Compute | Copy | Add | WaitEvent):
             on_side = not isinstance(instruction, Compute) and instruction.on_side_stream
-            kind = (
-                instruction.work if isinstance(instruction, Compute) else WORKS[type(instruction)]
-            )
+            is_work = isinstance(instruction, Compute)
+            kind = instruction.work if is_work else WORKS[type(instruction)]
             if isinstance(instruction, WaitEvent):
                 needed[on_side].add(events[instruction.event])
             # Each addition takes a pass of its own.
-            parts = (
-                sum(parts for _, parts in instruction.terms) if isinstance(instruction, Add) else 0
-            )
-            for _ in range(max(1, parts - 1)):
+            terms = instruction.terms if isinstance(instruction, Add) else ()
+            for _ in range(max(1, sum(parts for _, parts in terms) - 1)):
                 last[on_side], operation = next(operations)
                 assert operation.name == f"x {kind}"
                 assert operation.engine == (ASIDE if on_side else COMPUTE)
