@@ -85,6 +85,10 @@ def test_a_virtual_pipeline_runs_each_chunk_of_each_micro_batch() -> None:
     in_turn = side_by_side(ones, ones, [2.0] * stages * chunks, micro_batches, 0.0, chunks)
     paired, _ = paired_microbatches(slots(stages, 0, chunks, micro_batches))
     assert max(in_turn) - max(overlapped) >= paired
+    # The first stage waits for a slow second one.
+    slow = [1.0, 3.0, 1.0, 1.0] * chunks
+    ends = side_by_side(slow, slow, [2 * time for time in slow], micro_batches, 0.0, chunks)
+    assert ends == sorted(ends, reverse=True)
     # Transfers between stages come after every slot.
     late = side_by_side(ones, ones, ones, micro_batches, 0.25, chunks)
     count = len(slots(stages, 0, chunks, micro_batches))
