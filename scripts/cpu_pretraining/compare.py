@@ -119,11 +119,9 @@ def draw_timelines(
         lanes = tuple(f"rank {rank}" for rank in range(len(outcomes)))
         for lane, outcome in zip(lanes, outcomes, strict=True):
             waits = [(1e3 * begin, 1e3 * until) for begin, until in outcome.waits]
-            bits += [Bit(lane, "waits", *wait, "waiting") for wait in waits]
+            bits += [Bit(lane, *wait, "waiting") for wait in waits]
             between = pairwise([(0.0, 0.0), *waits, (end, end)])
-            bits += [
-                Bit(lane, "computes", start, stop, "work") for (_, start), (stop, _) in between
-            ]
+            bits += [Bit(lane, start, stop, "work") for (_, start), (stop, _) in between]
         waited = sum(bit.end - bit.start for bit in bits if bit.kind == "waiting") / len(lanes)
         text = f"{seconds:.3f} s, of which {waited / 1e3:.3f} s waiting for transfers"
         rows.append(Row(f"{form}, {_TITLES[form]}: {text}", lanes, tuple(bits)))

@@ -1,1 +1,1 @@
-"""Generates the tables and pictures of the documentation: ``python -m scripts.evidence NAME``."""
+"""Generates the tables and pictures of the documentation: ``python -m scripts.evidence.NAME``."""

@@ -1,6 +1,6 @@
 """A Llama layer in every form, over machines, models, groups and lengths: who is ahead where?
 
-    python -m scripts.evidence layers [--models ...] [--sequence-lengths ...] [--markdown FILE]
+    python -m scripts.evidence.layers [--models ...] [--sequence-lengths ...] [--markdown FILE]
 
 The table of docs/simulate.md is one minus the shares of ``--models llama2_7b llama3_8b
 --sequence-lengths 8192``.
@@ -16,6 +16,7 @@ no partner, with hosts that take 15, 55 and 118 us for a launch.
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
@@ -29,12 +30,13 @@ from commfuse_npu.hardware.machine import Machine
 from commfuse_npu.tools.markdown import table_head, table_row
 from commfuse_npu.tools.model_config import ModelConfig
 from commfuse_npu.tools.simulate.step import LayerTime, Layout, Recompute, Step, Training
-from commfuse_npu.tools.simulate.sweep import CORNERS, training
+from commfuse_npu.tools.simulate.timed import CORNERS
+from commfuse_npu.tools.simulate.training import training
 from commfuse_npu.tools.simulate.variants import COC, REFERENCE, Variant
 from commfuse_npu.tools.simulate.variants import forms as simulated
 
-__all__ = ["BOUND", "OURS", "RIVALS", "Point", "forms", "layer", "main", "point", "report",
-           "section", "steps", "steps_report"]  # fmt: skip
+__all__ = ["BOUND", "OURS", "RIVALS", "Point", "forms", "layer", "main", "point", "publish",
+           "report", "steps", "steps_report"]  # fmt: skip
 
 _MACHINES = ("ascend_910b_server", "ascend_910c_supernode")
 _MODELS = ("llama2_7b", "llama3_8b", "llama3_70b")
@@ -226,21 +228,24 @@ def _verdicts(points: Sequence[Point]) -> Iterator[str]:
     yield "At typical figures; at every end of the ranges; with deterministic sums of HCCL."
 
 
-def section(page: str, name: str, text: str) -> str:
-    """The page with ``text`` between the comments of ``name``; the rest is unchanged.
+def publish(text: str, name: str, page: Path | None) -> None:
+    """Print a table, and put it into a page between the comments of its name.
 
     Raises:
         ValueError: the comments are not there, each once and in order.
     """
+    print(text)
+    if page is None:
+        return
     begin, end = f"<!-- begin: {name} -->", f"<!-- end: {name} -->"
-    before, _, tail = page.partition(begin)
-    _, closed, after = tail.partition(end)
-    if not closed or begin in tail or end in before + after:
+    before, *behind = page.read_text("utf-8").split(begin)
+    _, *after = "".join(behind).split(end)
+    if len(behind) != 1 or len(after) != 1:
         raise ValueError(
-            f"the page has to have {begin!r} and {end!r} once each, in this order; add them where "
+            f"{page} has to have {begin!r} and {end!r} once each, in this order; add them where "
             "the section belongs"
         )
-    return f"{before}{begin}\n\n{text.strip()}\n\n{end}{after}"
+    page.write_text(f"{before}{begin}\n\n{text.strip()}\n\n{end}{after[0]}", "utf-8")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -248,22 +253,21 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--machines", nargs="+", default=_MACHINES)
     parser.add_argument("--models", nargs="+", default=_MODELS)
-    parser.add_argument("--tp", nargs="+", type=int, default=_SIZES)
     parser.add_argument("--sequence-lengths", nargs="+", type=int, default=_SEQUENCES)
     parser.add_argument(
         "--markdown", type=Path, metavar="FILE", help="put the table into its section of FILE"
     )
     options = parser.parse_args(argv)
-    cases = [*product(options.machines, options.models, options.tp, options.sequence_lengths)]
+    cases = [*product(_MACHINES, options.models, _SIZES, options.sequence_lengths)]
     with ProcessPoolExecutor() as pool:
         hosts = [pool.submit(steps, *case) for case in cases]
         layers = [pool.submit(point, *case) for case in cases]
         text = report([future.result() for future in layers])
         text += "\n\n" + steps_report([future.result() for future in hosts])
-    print(text)
-    if options.markdown:
-        page = section(options.markdown.read_text("utf-8"), "layers", text)
-        options.markdown.write_text(page, "utf-8")
+    publish(text, "layers", options.markdown)
     return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

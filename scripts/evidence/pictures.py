@@ -10,6 +10,7 @@ machine's description.
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -110,3 +111,7 @@ def main(argv: Sequence[str]) -> int:
         picture = layer_picture(step(), forms()) if name == "forms" else _results()
         draw(picture, _TITLES[name], options.folder / f"{name}.svg")
     return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

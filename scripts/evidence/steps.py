@@ -1,6 +1,6 @@
 """Steps that others measured on NPUs, beside the simulated ones.
 
-    python -m scripts.evidence steps CHECKOUT... [--fit] [--markdown FILE]
+    python -m scripts.evidence.steps CHECKOUT... [--fit] [--markdown FILE]
 
 MindSpeed-LLM keeps beside its system tests what its CI measured on real NPUs: milliseconds per
 step and memory per rank, in ``baseline*/NAME.json`` next to ``NAME.sh``, the launch.  Branches
@@ -17,8 +17,10 @@ import argparse
 import json
 import math
 import re
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 from statistics import median
 
@@ -32,9 +34,9 @@ from commfuse_npu.tools.plan.training import NotSimulated, form_of, roughly, tra
 from commfuse_npu.tools.simulate.footprint import footprint
 from commfuse_npu.tools.simulate.step import Step, Training
 from commfuse_npu.tools.simulate.variants import Variant
-from scripts.evidence.layers import section
+from scripts.evidence.layers import publish
 
-__all__ = ["Measured", "families", "fit", "main", "measured", "report", "simulated"]
+__all__ = ["Measured", "fit", "fitted", "main", "measured", "report", "simulated"]
 
 _HARDWARE = "ascend_910b_server"
 _HOST_LIMIT = 0.9
@@ -98,15 +100,14 @@ def _measured(name: str, script: Path, times: Sequence[float], memory: object) -
     return Measured(name, family, training, form_of(launch.options), steady, most)
 
 
-def families(steps: Sequence[Measured]) -> tuple[set[str], set[str]]:
-    """The families that are fitted, and those that are predicted."""
-    names = sorted({step.family for step in steps})
-    return set(names[::2]), set(names[1::2])
+def fitted(steps: Sequence[Measured]) -> set[str]:
+    """The families that are fitted; the others are predicted."""
+    return set(sorted({step.family for step in steps})[::2])
 
 
 def simulated(step: Measured, machine: Machine) -> float:
     """Milliseconds of a simulated step."""
-    return 1e3 * Step(machine, step.training).time(step.form).seconds
+    return 1e3 * Step(machine, step.training).time(step.form)
 
 
 def fit(steps: Sequence[Measured], machine: Machine) -> Machine:
@@ -117,17 +118,12 @@ def fit(steps: Sequence[Measured], machine: Machine) -> Machine:
         return sum(abs(math.log(simulated(step, host) / step.milliseconds)) for step in steps)
 
     at, factor = (1e-4, 72.0), 1.5
-    best = off(*at)
     while factor > 1.01:
-        near = [
-            (at[0] * a, at[1] * b) for a in (1 / factor, 1, factor) for b in (1 / factor, 1, factor)
-        ]
-        errors = {pair: off(*pair) for pair in near}
-        least = min(errors, key=errors.__getitem__)
-        if errors[least] < best - 1e-6:
-            at, best = least, errors[least]
-        else:
+        factors = product((1, 1 / factor, factor), repeat=2)
+        nearest = min(((at[0] * a, at[1] * b) for a, b in factors), key=lambda near: off(*near))
+        if nearest == at:
             factor **= 0.5
+        at = nearest
     return _host(machine, *at)
 
 
@@ -141,7 +137,7 @@ def _host(machine: Machine, launch: float, experts: float) -> Machine:
 
 def report(steps: Sequence[Measured], left_out: Sequence[str], hardware: Hardware) -> str:
     """Tables of every launch and of the errors of each half, and what is not simulated."""
-    machine, (fitted, _) = hardware.machine(), families(steps)
+    machine, of_fit = hardware.machine(), fitted(steps)
     free = replace(machine, launch_overhead=0.0, post_overhead=0.0, event_overhead=0.0)
     head = ("launch", "TP PP CP EP", "form", "limit", "ms", "simulated", "off", "MiB",
             "simulated", "off", "half")  # fmt: skip
@@ -155,10 +151,10 @@ def report(steps: Sequence[Measured], left_out: Sequence[str], hardware: Hardwar
         errors.setdefault((half, kind), []).append(abs(off))
         return [f"{measurement:,.0f}", f"{simulation:,.0f}", f"{off:+.0%}"]
 
-    for step in sorted(steps, key=lambda step: (step.family not in fitted, step.name)):
+    for step in sorted(steps, key=lambda step: (step.family not in of_fit, step.name)):
         milliseconds = simulated(step, machine)
         limit = "host" if simulated(step, free) < _HOST_LIMIT * milliseconds else "device"
-        half = "fitted" if step.family in fitted else "predicted"
+        half = "fitted" if step.family in of_fit else "predicted"
         memory = footprint(step.training, step.form, hardware).first_step / 2**20
         layout, experts = step.training.layout, step.training.experts
         sizes = layout.tp, layout.pp, layout.cp, experts.parallel if experts else 1
@@ -198,12 +194,12 @@ def main(argv: Sequence[str]) -> int:
     if not steps:
         parser.error(f"no launch with figures in {', '.join(map(str, options.checkouts))}")
     if options.fit:
-        fitted, _ = families(steps)
-        host = fit([step for step in steps if step.family in fitted], hardware.machine())
+        families = fitted(steps)
+        host = fit([step for step in steps if step.family in families], hardware.machine())
         print(f"{1e6 * host.launch_overhead:.0f} us a launch, {host.expert_launches:.0f} launches")
-    text = report(steps, left_out, hardware)
-    print(text)
-    if options.markdown:
-        page = section(options.markdown.read_text("utf-8"), "steps", text)
-        options.markdown.write_text(page, "utf-8")
+    publish(report(steps, left_out, hardware), "steps", options.markdown)
     return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -17,7 +17,7 @@ from commfuse_npu.proof.cases import cases
 from commfuse_npu.tools.simulate import fb_overlap
 from commfuse_npu.tools.simulate.step import Step
 from commfuse_npu.tools.simulate.step import _cost as simulated_once
-from commfuse_npu.tools.simulate.sweep import CORNERS
+from commfuse_npu.tools.simulate.timed import CORNERS
 from commfuse_npu.tools.simulate.variants import REFERENCE as BLOCKING
 from scripts.evidence.layers import forms, layer
 

@@ -17,7 +17,7 @@ from commfuse_npu.refusals import REFUSALS_OF
 from commfuse_npu.tools import cli
 from commfuse_npu.tools.option_types import Parser
 from scripts.cpu_pretraining.__main__ import main as pretraining
-from scripts.evidence.__main__ import main as evidence
+from scripts.evidence import layers, pictures, steps
 
 ROOT = Path(__file__).resolve().parents[2]
 AT_THE_TOP = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")]
@@ -32,7 +32,7 @@ _PATH = re.compile(
 )
 _ASKED: dict[str, Callable[[list[str]], int]] = {
     "commfuse-npu ": cli.main,
-    "python -m scripts.evidence ": evidence,
+    **{f"python -m {tool.__name__} ": tool.main for tool in (layers, pictures, steps)},
     "bash scripts/pretrain_llama_cpu.sh": pretraining,
 }
 

@@ -21,6 +21,7 @@ from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from commfuse_npu.tools.simulate import llama
+from commfuse_npu.tools.simulate.links import Links
 from commfuse_npu.tools.simulate.llama import LayerShape
 from commfuse_npu.tools.simulate.rank import Rank
 from commfuse_npu.tools.simulate.variants import Variant
@@ -134,7 +135,7 @@ def test_a_layers_launches(tmp_path: Path) -> None:
     backward.launches.remove("zero_")  # zeroes the input's gradient
     shape = LayerShape(8, 8, 1, 64, 128, 128, 64, 1)
     for counted, build in ((forward, llama.forward), (backward, llama.backward)):
-        rank = Rank(ideal(), 0, 1, 1, Variant("megatron", "megatron"))
+        rank = Rank(Links(ideal(), 1), 0, Variant("megatron", "megatron"))
         build(rank, shape)
         charged = sum(operation.launches for operation in rank.finish())
         assert charged == len(counted.launches), counted.launches

@@ -123,7 +123,7 @@ def test_ctrl_c_at_any_instruction_ends_both_sides(rank: int) -> None:
 
     for at in itertools.count(1):
         left = at
-        # From Python 3.12 on settrace reports instructions only if a frame on the stack asks for it.
+        # From Python 3.12 on settrace reports instructions only if a frame on the stack asks.
         sys._getframe().f_trace_opcodes = True
         sys.settrace(trace)
         try:

@@ -24,7 +24,7 @@ from commfuse_npu.tools.plan.launch import ask_about
 from commfuse_npu.tools.plan.npu_profile import find_profiles, plan_profile
 from commfuse_npu.tools.simulate.launch_options import check_target, options, write_plan
 from commfuse_npu.tools.simulate.recommend import Fixed, NoLayoutError, recommend
-from commfuse_npu.tools.simulate.timed import as_json, best, sources, table, verdict
+from commfuse_npu.tools.simulate.timed import as_json, best, show
 from commfuse_npu.tools.terminal import print_verdict, tell
 
 __all__ = ["main"]
@@ -154,13 +154,9 @@ def _recommend(arguments: argparse.Namespace) -> int:
     except NoLayoutError as error:
         return refuse("plan", error, code=1)
     first = best(rows)
-    summary, *why = verdict(rows, hardware)
-    print_verdict(summary, True)
     launch = " ".join(options(model, first.training, first.form))
-    print(*why, "", "Options of pretrain_gpt.py:", "", f"    {launch}", sep="\n")
-    trained = f"{first.training.model.seq_length} tokens, {first.training.layout.npus} NPUs"
-    print("", f"{path.stem}, {trained} of {hardware.name}. {sources(hardware)}", sep="\n")
-    print("", table(rows), "", f"{fitting}.", sep="\n")
+    show(rows, hardware, path.stem, f"Options of pretrain_gpt.py:\n\n    {launch}")
+    print("", f"{fitting}.", sep="\n")
     launcher = f"CONFIG={arguments.write} bash scripts/launch_pretraining.sh"
 
     def written(path: Path) -> None:

@@ -164,7 +164,7 @@ def _costs(
                 collectives_from=min_outputs_to_hide(figures, tp),
             )
     step = Step(figures, training)
-    seconds = {title: step.time(form).seconds for title, form in forms.items()}
+    seconds = {title: step.time(form) for title, form in forms.items()}
     in_slices = (title for title, form in forms.items() if form in COC)
     for slower in sorted(in_slices, key=seconds.__getitem__)[1:]:
         del forms[slower]

@@ -25,7 +25,6 @@ class Bit(NamedTuple):
     """A bar on a lane of a Gantt chart, in ms; ``kind``: ``work``, ``transfer``, ``waiting``."""
 
     lane: str
-    name: str
     start: float
     end: float
     kind: str

@@ -5,11 +5,10 @@ imports torch.  Modules, from the top down::
 
     command               the subcommand ``simulate``
     recommend             the search of ``plan``
-    timed                 a training in a form: time, memory, table, verdict;  lanes  its picture
+    timed                 a training in a form: time, memory, ranges, verdict;  lanes  its picture
     launch_options        a form as launch flags and as a configuration
-    sweep                 trainings, and the machines of a description's ranges
     step                  a training step: stages, micro-batches, buckets, optimizer
-    pipeline, data_parallel, footprint
+    training              a model in its layout;  pipeline, data_parallel, footprint
     llama, context_parallel, fb_overlap   a layer, forward and backward, operation by operation;
                           experts, latent  replace parts of it
     linear, mc2           the tensor-parallel linear layers in every form;  variants  the forms

@@ -18,10 +18,10 @@ from commfuse_npu.tools.report.drawing import draw, lacking
 from commfuse_npu.tools.simulate.lanes import layer_picture
 from commfuse_npu.tools.simulate.launch_options import launching
 from commfuse_npu.tools.simulate.step import Layout, Step
-from commfuse_npu.tools.simulate.sweep import CORNERS, training
-from commfuse_npu.tools.simulate.timed import as_json, best, sources, table, timed, verdict
+from commfuse_npu.tools.simulate.timed import CORNERS, as_json, best, show, timed
+from commfuse_npu.tools.simulate.training import training
 from commfuse_npu.tools.simulate.variants import MEGATRON, REFERENCE, forms
-from commfuse_npu.tools.terminal import print_verdict, tell
+from commfuse_npu.tools.terminal import tell
 
 __all__ = ["main"]
 
@@ -126,6 +126,8 @@ def _main(arguments: argparse.Namespace) -> int:
         hardware = hardware.posting(arguments.post_us * 1e-6)
     model_path = find_config(arguments.model)
     model = ModelConfig.load(model_path)
+    if arguments.ulysses:
+        model = replace(model, context_parallel_algo="ulysses_cp_algo")
     layout = _layout(arguments, model)
     if layout.npus > hardware.npus:
         raise ValueError(
@@ -142,7 +144,6 @@ def _main(arguments: argparse.Namespace) -> int:
             micro_batch=arguments.micro_batch,
             micro_batches=arguments.micro_batches,
             recompute=arguments.recompute,
-            ulysses=arguments.ulysses,
         )
     except ConfigError as error:
         lines = [_own_options(line) for line in str(error).splitlines()]
@@ -152,13 +153,8 @@ def _main(arguments: argparse.Namespace) -> int:
         tell(f"{setup.model.seq_length} tokens, {layout.npus} NPUs: {form.name}")
         rows.append(timed(setup, form, hardware, 1 if arguments.typical else len(CORNERS)))
     first = best(rows)
-    summary, *why = verdict(rows, hardware)
-    print_verdict(summary, first.fits)
     flags = " ".join(launching(first.form, setup)) or "none, it is Megatron's order"
-    title = f"{model_path.stem}, {setup.model.seq_length} tokens, {layout.npus} NPUs"
-    print(*why, "", f"Options of this form: {flags}.", sep="\n")
-    print("", f"{title} of {hardware.name}. {sources(hardware)}", sep="\n")
-    print("", table(rows), sep="\n")
+    title = show(rows, hardware, model_path.stem, f"Options of this form: {flags}.")
 
     def picture(path: Path) -> None:
         shown = {form.name: form for form in (REFERENCE, MEGATRON, first.form)}

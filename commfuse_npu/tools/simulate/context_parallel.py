@@ -83,7 +83,7 @@ class ContextParallel:
         for remaining in reversed(range(self.size)):
             before = waits
             if remaining:
-                waits = rank.pass_beside(transfer, before)
+                waits = rank.ring(transfer, before)
             rank.compute(
                 name,
                 seconds / self.size,

@@ -17,11 +17,12 @@ from __future__ import annotations
 
 import heapq
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from commfuse_npu.tools.simulate.launches import ASIDE, COMPUTE, Message, Operation
+from commfuse_npu.tools.simulate.launches import ASIDE, COMPUTE, Key, Message, Operation
 from commfuse_npu.tools.simulate.links import LinkId, Links
 
 __all__ = ["Moved", "Span", "Timeline", "simulate"]
@@ -41,10 +42,9 @@ class Span:
 
 
 class Moved(NamedTuple):
-    """A simulated transfer.  ``ready``: both ends have started; ``start``: after the latency."""
+    """A simulated transfer; its latency is over at ``start``."""
 
     message: Message
-    ready: float
     start: float
     end: float
 
@@ -71,20 +71,18 @@ class _Task:
 
 
 class _Running:
-    """Work of a stream, or a transfer: the remaining amount, and its current rate."""
+    """Work of a stream, or a transfer: what remains of it ``since`` a time, rate, and end."""
 
-    __slots__ = ("rate", "remaining", "since", "turn")
+    __slots__ = ("end", "rate", "remaining", "since")
 
     def __init__(self, remaining: float, now: float) -> None:
-        self.remaining, self.rate, self.since, self.turn = remaining, 0.0, now, 0
+        self.remaining, self.rate, self.since, self.end = remaining, 0.0, now, math.inf
 
-    def change(self, rate: float, now: float) -> float:
-        """Continue at another rate; returns the new end time."""
-        if not math.isinf(self.rate):
+    def change(self, rate: float, now: float) -> None:
+        """Continue at this rate."""
+        if rate != self.rate:
             self.remaining = max(0.0, self.remaining - self.rate * (now - self.since))
-        self.rate, self.since = rate, now
-        self.turn += 1
-        return now + self.remaining / rate
+            self.rate, self.since, self.end = rate, now, now + self.remaining / rate
 
 
 class _Work(_Running):
@@ -96,12 +94,16 @@ class _Work(_Running):
 
 
 class _Flow(_Running):
-    __slots__ = ("links", "message", "ready", "start")
+    """A transfer over links; ``touched``: the ranks whose memory it reads or writes."""
 
-    def __init__(self, message: Message, links: tuple[LinkId, ...], now: float) -> None:
+    __slots__ = ("level", "message", "path", "start", "touched")
+
+    def __init__(self, message: Message, links: Links, now: float) -> None:
         super().__init__(message.size, now)
-        self.message, self.links = message, links
-        self.ready = self.start = now
+        self.message, self.start = message, now
+        ends = message.source, message.target
+        self.level, self.path = links.level(*ends), links.path(*ends)
+        self.touched = {0} if links.folded else set(ends)
 
 
 def simulate(
@@ -120,21 +122,19 @@ class _Simulation:
     def __init__(
         self, launches: Sequence[Sequence[Operation]], links: Links, launched: bool
     ) -> None:
-        self.links = links
-        self.now = 0.0
-        self._events: list[tuple[float, int, Callable[[Any], None], Any, int]] = []
-        self._sequence = 0
-        self._one_end: set[object] = set()
-        self._ends: dict[object, list[_Task]] = {}
-        self._on_link: dict[LinkId, dict[_Flow, None]] = {}
-        self._capacity: dict[LinkId, float] = {}
-        self._transfers: list[dict[_Flow, None]] = [{} for _ in launches]
-        self._busy = [False] * len(launches)
-        self._working: dict[tuple[int, str], _Work] = {}
+        self._links = links
+        self._now = 0.0
+        self._later: list[tuple[float, int, Callable[[Any], None], Any]] = []
+        """What happens at a known time, as a heap; the numbers keep the order of equal times."""
+        self._pushed = 0
+        self._ends: dict[Key, list[_Task]] = {}
+        """The started operations of which a message is part."""
+        self._work: dict[tuple[int, str], _Work] = {}
+        self._flows: dict[_Flow, None] = {}
+        self._on_link: Counter[LinkId] = Counter()
+        self._touching: Counter[int] = Counter()
         self._spans: list[Span] = []
         self._moved: list[Moved] = []
-        self._changed_links: dict[LinkId, None] = {}
-        self._busy_changed: dict[int, None] = {}
         self._tasks = [
             task
             for rank, operations in enumerate(launches)
@@ -155,36 +155,33 @@ class _Simulation:
             for need in needs:
                 tasks[need].followers.append(task)
             task.waits = len(needs)
-            at += 0.0 if launched else operation.host(self.links.machine)
+            at += 0.0 if launched else operation.host(self._links.machine)
             if at > 0:
                 task.waits += 1
-                self._push(at, self._count_down, task, 0)
-            for message in (*operation.sends, *operation.receives):
-                self._ends.setdefault(message.key, []).append(task)
+                self._push(at, self._count_down, task)
         return tasks
 
     def run(self) -> Timeline:
         for task in [task for task in self._tasks if not task.waits]:
             self._start(task)
-        while self._events or self._changed_links:
-            # Set rates once per instant: each rank of a large group has one transfer per peer, and
-            # recomputing the link shares for each of them would be slow.
-            if not self._events or self._events[0][0] > self.now:
-                self._set_rates()
-            if not self._events:
-                break
-            time, _, action, subject, turn = heapq.heappop(self._events)
-            if isinstance(subject, _Running) and subject.turn != turn:
-                continue  # superseded: the rate has changed since
-            self.now = time
-            action(subject)
+        while self._work or self._flows or self._later:
+            self._set_rates()
+            running = [*self._work.values(), *self._flows]
+            at_known_times = (time for time, *_ in self._later[:1])
+            self._now = min([*(activity.end for activity in running), *at_known_times])
+            for activity in running:
+                if activity.end <= self._now:
+                    self._finish(activity)
+            while self._later and self._later[0][0] <= self._now:
+                _, _, action, subject = heapq.heappop(self._later)
+                action(subject)
         left = len(self._tasks) - len(self._spans)
         assert not left, f"{left} operations wait for each other, or for an end that never starts"
-        return Timeline(self.now, tuple(self._spans), tuple(self._moved))
+        return Timeline(self._now, tuple(self._spans), tuple(self._moved))
 
-    def _push(self, time: float, action: Callable[[Any], None], subject: Any, turn: int) -> None:
-        self._sequence += 1
-        heapq.heappush(self._events, (time, self._sequence, action, subject, turn))
+    def _push(self, time: float, action: Callable[[Any], None], subject: Any) -> None:
+        self._pushed += 1
+        heapq.heappush(self._later, (time, self._pushed, action, subject))
 
     def _count_down(self, task: _Task) -> None:
         """Count down the dependencies of a task, and start it after the last one."""
@@ -194,102 +191,50 @@ class _Simulation:
 
     def _start(self, task: _Task) -> None:
         operation = task.operation
-        task.start = self.now
+        task.start = self._now
         if operation.engine in _STREAMS:
-            self._working[task.rank, operation.engine] = _Work(task, self.now)
-            self._change_speed(task.rank)
-            self._update_busy(task.rank)
-            return
-        if not task.open_transfers:
+            self._work[task.rank, operation.engine] = _Work(task, self._now)
+        elif not task.open_transfers:
             self._done(task)
-            return
         for message in (*operation.sends, *operation.receives):
-            if message.key not in self._one_end:
-                self._one_end.add(message.key)  # the transfer begins when the other end starts
-                continue
-            path = self.links.path(message.source, message.target)
-            latency = self.links.latency(message.source, message.target)
-            flow = _Flow(message, path, self.now)
-            self._push(self.now + latency + message.delay, self._begin, flow, 0)
+            ends = self._ends.setdefault(message.key, [])
+            ends.append(task)
+            if len(ends) == 2:
+                latency = self._links.level(message.source, message.target).latency
+                self._push(self._now + latency + message.delay, self._begin, message)
 
-    def _done(self, task: _Task) -> None:
-        self._spans.append(Span(task.rank, task.index, task.operation, task.start, self.now))
-        for follower in task.followers:
-            self._count_down(follower)
-
-    # ------------------------------------------------------------------- transfers
-
-    def _touched(self, message: Message) -> tuple[int, ...]:
-        """The ranks whose memory a transfer reads or writes."""
-        if self.links.folded:
-            return (0,)
-        ends = message.source, message.target
-        return ends if ends[0] != ends[1] else ends[:1]
-
-    def _begin(self, flow: _Flow) -> None:
-        flow.start = flow.since = self.now
-        for link in flow.links:
-            self._on_link.setdefault(link, {})[flow] = None
-            if link not in self._capacity:
-                self._capacity[link] = self.links.capacity(link)
-        for rank in self._touched(flow.message):
-            self._transfers[rank][flow] = None
-            if len(self._transfers[rank]) == 1:
-                self._change_speed(rank)
-        self._changed_links.update(dict.fromkeys(flow.links))
-
-    def _end(self, flow: _Flow) -> None:
-        for link in flow.links:
-            del self._on_link[link][flow]
-        for rank in self._touched(flow.message):
-            del self._transfers[rank][flow]
-            if not self._transfers[rank]:
-                self._change_speed(rank)
-        self._changed_links.update(dict.fromkeys(flow.links))
-        self._moved.append(Moved(flow.message, flow.ready, flow.start, self.now))
-        for task in self._ends[flow.message.key]:
-            task.open_transfers -= 1
-            if task.open_transfers == 0:
-                self._done(task)
+    def _begin(self, message: Message) -> None:
+        flow = _Flow(message, self._links, self._now)
+        self._flows[flow] = None
+        self._on_link.update(flow.path)
+        self._touching.update(flow.touched)
 
     def _set_rates(self) -> None:
-        """Update the rates of all transfers whose links or ends have changed."""
-        affected = {flow: None for link in self._changed_links for flow in self._on_link[link]}
-        for rank in self._busy_changed:
-            affected |= self._transfers[rank]
-        self._changed_links.clear()
-        self._busy_changed.clear()
-        for flow in affected:
-            rate = min(self._capacity[link] / len(self._on_link[link]) for link in flow.links)
-            if any(self._busy[rank] for rank in self._touched(flow.message)):
-                rate /= self.links.beside_work(flow.message.source, flow.message.target)
-            if rate != flow.rate:
-                end = flow.change(rate, self.now)
-                self._push(end, self._end, flow, flow.turn)
+        for (rank, _), work in self._work.items():
+            disturbed = self._touching[rank] or all((rank, e) in self._work for e in _STREAMS)
+            work.change(1.0 - self._links.machine.transfer_slowdown * bool(disturbed), self._now)
+        for flow in self._flows:
+            rate = flow.level.rate / max(self._on_link[link] for link in flow.path)
+            if any((rank, COMPUTE) in self._work for rank in flow.touched):
+                rate /= flow.level.beside_work
+            flow.change(rate, self._now)
 
-    # ------------------------------------------------------------------- work
+    def _finish(self, activity: _Running) -> None:
+        if isinstance(activity, _Work):
+            task = activity.task
+            del self._work[task.rank, task.operation.engine or ""]
+            self._done(task)
+        elif isinstance(activity, _Flow):
+            del self._flows[activity]
+            self._on_link.subtract(activity.path)
+            self._touching.subtract(activity.touched)
+            self._moved.append(Moved(activity.message, activity.start, self._now))
+            for task in self._ends[activity.message.key]:
+                task.open_transfers -= 1
+                if task.open_transfers == 0:
+                    self._done(task)
 
-    def _finish_work(self, work: _Work) -> None:
-        rank, engine = work.task.rank, work.task.operation.engine
-        assert engine is not None
-        del self._working[rank, engine]
-        self._change_speed(rank)
-        self._done(work.task)
-        self._update_busy(rank)
-
-    def _update_busy(self, rank: int) -> None:
-        """Mark a rank whose first stream became busy or idle: its transfers change their rate."""
-        busy = (rank, COMPUTE) in self._working
-        if busy != self._busy[rank]:
-            self._busy[rank] = busy
-            self._busy_changed[rank] = None
-
-    def _change_speed(self, rank: int) -> None:
-        of_rank = (self._working.get((rank, engine)) for engine in _STREAMS)
-        working = [work for work in of_rank if work is not None]
-        disturbed = bool(self._transfers[rank]) or len(working) > 1
-        rate = 1.0 - self.links.machine.transfer_slowdown if disturbed else 1.0
-        for work in working:
-            if work.rate != rate:
-                end = work.change(rate, self.now)
-                self._push(end, self._finish_work, work, work.turn)
+    def _done(self, task: _Task) -> None:
+        self._spans.append(Span(task.rank, task.index, task.operation, task.start, self._now))
+        for follower in task.followers:
+            self._count_down(follower)

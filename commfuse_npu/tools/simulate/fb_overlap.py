@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import groupby, islice
-from typing import NamedTuple
 
 from commfuse_npu.plan.turn_order import HandOverPoint, best_order
 from commfuse_npu.tools.simulate import llama
@@ -22,11 +21,8 @@ from commfuse_npu.tools.simulate.rank import RING, Rank
 __all__ = ["pair"]
 
 
-class _Piece(NamedTuple):
-    """Operations up to a possible hand-over, and that point."""
-
-    operations: range
-    point: HandOverPoint
+_Piece = tuple[range, HandOverPoint]
+"""Operations up to a possible hand-over, and that point."""
 
 
 def pair(rank: Rank, shape: LayerShape, layers: int, *, recomputes: bool = False) -> None:
@@ -36,8 +32,8 @@ def pair(rank: Rank, shape: LayerShape, layers: int, *, recomputes: bool = False
         recomputes: whether the backward first runs each layer's forward (full recomputation).
     """
     names = "forward of a pair: ", "backward of a pair: "
-    like = rank.machine, rank.rank, rank.size, rank.members_per_node, rank.variant
-    forward, backward = (Rank(*like, prefix=name) for name in names)
+    like = rank.links, rank.rank, rank.variant
+    forward, backward = (Rank(*like, name) for name in names)
     for _ in range(layers):
         llama.forward(forward, shape)
         if recomputes:
@@ -45,7 +41,8 @@ def pair(rank: Rank, shape: LayerShape, layers: int, *, recomputes: bool = False
         llama.backward(backward, shape)
     operations = forward.finish(), backward.finish()
     pieces = [_pieces(of_side, rank) for of_side in operations]
-    order = best_order(([piece.point for piece in pieces[0]], [piece.point for piece in pieces[1]]))
+    ahead, behind = ([point for _, point in of_side] for of_side in pieces)
+    order = best_order((ahead, behind))
     placed: tuple[dict[int, int], dict[int, int]] = {}, {}
     at, side = [0, 0], 0
     while at[0] < len(pieces[0]) or at[1] < len(pieces[1]):
@@ -53,7 +50,7 @@ def pair(rank: Rank, shape: LayerShape, layers: int, *, recomputes: bool = False
         if number == len(pieces[side]):
             side = 1 - side
             continue
-        for index in pieces[side][number].operations:
+        for index in pieces[side][number][0]:
             launch = operations[side][index]
             placed[side][index] = rank.add(launch, (placed[side][need] for need in launch.after))
         at[side] += 1
@@ -70,7 +67,7 @@ def _pieces(operations: Sequence[Operation], rank: Rank) -> list[_Piece]:
 
     def cut(stop: int, transfer: float, waits: int | None, by_default: bool) -> None:
         nonlocal start, work
-        pieces.append(_Piece(range(start, stop), HandOverPoint(work, transfer, waits, by_default)))
+        pieces.append((range(start, stop), HandOverPoint(work, transfer, waits, by_default)))
         start, work = stop, 0.0
 
     for transfer, run in groupby(enumerate(operations), _transfer):

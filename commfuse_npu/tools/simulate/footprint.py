@@ -150,7 +150,7 @@ def _buffers(variant: Variant, shape: LayerShape) -> float:
             # The rows of a chunk's product are copied to their places.
             size = max(size, gathered + ITEM_BYTES * shape.rows * widest)
         # By blocks, the largest weight gradient is accumulated in fp32.
-        return size + (variant.wgrad == "blocks") * SUM_BYTES * shape.hidden * widest
+        return size + variant.rounded * SUM_BYTES * shape.hidden * widest
     # Sliced variants need one more buffer, for the copy that restores the order of rows.
     return (3.0 if variant.kind == "sliced" else 2.0) * gathered
 

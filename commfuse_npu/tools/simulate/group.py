@@ -12,7 +12,7 @@ from functools import lru_cache
 
 from commfuse_npu.hardware.machine import Machine
 from commfuse_npu.tools.simulate.engine import Timeline, simulate
-from commfuse_npu.tools.simulate.launches import COMPUTE, Operation, fold
+from commfuse_npu.tools.simulate.launches import Operation, fold
 from commfuse_npu.tools.simulate.links import Links
 from commfuse_npu.tools.simulate.rank import Rank
 from commfuse_npu.tools.simulate.variants import REFERENCE, Variant
@@ -43,17 +43,6 @@ class Simulated:
         """The rank to show: the one in the middle, or the one that represents all."""
         return 0 if self.links.folded else len(self.launches) // 2
 
-    @property
-    def busy(self) -> float:
-        """Seconds that the compute engine worked, averaged over the ranks."""
-        spans = (span for span in self.timeline.spans if span.operation.engine == COMPUTE)
-        return sum(span.end - span.start for span in spans) / max(1, len(self.launches))
-
-    @property
-    def waiting(self) -> float:
-        """Seconds that the compute engine was idle, averaged over the ranks."""
-        return self.seconds - self.busy
-
 
 @dataclass(frozen=True)
 class Group:
@@ -62,11 +51,6 @@ class Group:
     machine: Machine
     size: int
     stride: int = 1
-
-    @property
-    def members_per_node(self) -> int:
-        """Ranks of this group in a node."""
-        return Links(self.machine, self.size, self.stride).members_per_node
 
     def simulate(
         self,
@@ -86,23 +70,22 @@ class Group:
         """
         if variant.tuned:
             variant = self._tuned(variant, build, steady)
-        links = Links(self.machine, self.size, self.stride, folded=True)
         if whole is None:
             # Ranks in the middle have blocks on both sides of their own.
             whole = variant.kind == "fused" and self.size > 2
-        if whole:
-            launches = [self.build(variant, build, rank).finish() for rank in range(self.size)]
-            links = Links(self.machine, self.size, self.stride)
-        else:
-            launches = [fold(self.build(variant, build, self.size // 2).finish())]
+        links = Links(self.machine, self.size, self.stride, folded=not whole)
+        ranks = range(self.size) if whole else [self.size // 2]
+        launches = [self._build(variant, build, rank).finish() for rank in ranks]
+        if not whole:
+            launches = [fold(launches[0])]
         timeline = simulate(launches, links, launched=steady)
         hosts = (sum(operation.host(self.machine) for operation in rank) for rank in launches)
         host = max(hosts) if steady else 0.0
         return Simulated(timeline, tuple(launches), links, host)
 
-    def build(self, variant: Variant, build: Callable[[Rank], None], rank: int) -> Rank:
+    def _build(self, variant: Variant, build: Callable[[Rank], None], rank: int) -> Rank:
         """The launches of one rank, as ``build`` adds them."""
-        built = Rank(self.machine, rank, self.size, self.members_per_node, variant)
+        built = Rank(Links(self.machine, self.size, self.stride), rank, variant)
         build(built)
         return built
 
@@ -116,20 +99,15 @@ class Group:
             # One rank is enough for the choice.
             return self.simulate(variant, build, whole=False, steady=steady).seconds
 
-        plain, *alternatives = [replace(variant, way=way, tuned=()) for way in variant.tuned]
-        fastest, best = plain, seconds(plain)
-        for other in alternatives:
-            if (time := seconds(other)) < best:
-                fastest, best = other, time
-        built = self.build(fastest, build, 0)
+        choices = [replace(variant, way=way, tuned=()) for way in variant.tuned]
+        fastest = min(choices, key=seconds)
+        ways = self._build(fastest, build, 0).ways
         # A single operation has been tried in every way but by collectives in Megatron's order.
-        ways = variant.tuned if len(built.ways) > 1 else ()
-        for operation, usual in built.ways.items():
-            fixed = fastest
-            for way in (*ways, *([None] if operation in built.either else [])):
-                tried = replace(fixed, chosen=(*fixed.chosen, (operation, way)))
-                if way != usual and (time := seconds(tried)) < best:
-                    fastest, best = tried, time
+        others = (*(variant.tuned if len(ways) > 1 else ()), None)
+        for operation, usual in ways.items():
+            tried = [(*fastest.chosen, (operation, way)) for way in others if way != usual]
+            choices = [fastest, *(replace(fastest, chosen=chosen) for chosen in tried)]
+            fastest = min(choices, key=seconds)
         return fastest
 
 

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
+from operator import attrgetter
 
 from commfuse_npu.tools.report.charts import Bit, Picture, Row, gantt
 from commfuse_npu.tools.simulate.group import Simulated
@@ -24,12 +26,11 @@ _RANK = re.compile(r" (block|partial for) \d+")
 
 def layer_picture(step: Step, variants: Mapping[str, Variant]) -> Picture:
     """A Gantt chart of one layer in each of these variants."""
-    rows = [lanes(name, step.parts(variant)) for name, variant in variants.items()]
-    title = "One layer, forward and backward"
-    return gantt(title, "ms, typical figures; lower is better", rows)
+    rows = [lanes(title, step.parts(variant)) for title, variant in variants.items()]
+    return gantt("One layer, forward and backward", "ms, typical figures; lower is better", rows)
 
 
-def lanes(title: str, parts: Sequence[tuple[str, Simulated]]) -> Row:
+def lanes(title: str, parts: Sequence[Simulated]) -> Row:
     """The parts in sequence, in ms.
 
     Overlapping transfers of an operation to several peers are drawn as one bar.  Waiting is time
@@ -38,48 +39,44 @@ def lanes(title: str, parts: Sequence[tuple[str, Simulated]]) -> Row:
     bits: list[Bit] = []
     begin = 0.0
 
-    def add(lane: str, label: str, start: float, end: float, kind: str) -> None:
-        bits.append(Bit(lane, label, 1e3 * (begin + start), 1e3 * (begin + end), kind))
+    def add(lane: str, start: float, end: float, kind: str) -> None:
+        if end - start > _INSTANT or kind != "waiting":
+            bits.append(Bit(lane, 1e3 * (begin + start), 1e3 * (begin + end), kind))
 
-    for part, simulated in parts:
+    for simulated in parts:
         at = 0.0
         for span in simulated.timeline.spans:
             lane = _LANES.get(span.operation.engine or "")
             if lane is None or span.rank != simulated.shown_rank or span.start == span.end:
                 continue
-            if lane == _LANES[COMPUTE]:
-                if span.start - at > _INSTANT:
-                    add(lane, f"{part}: waiting", at, span.start, "waiting")
+            if span.operation.engine == COMPUTE:
+                add(lane, at, span.start, "waiting")
                 at = span.end
-            add(lane, f"{part}: {span.operation.name}", span.start, span.end, "work")
-        if simulated.seconds - at > _INSTANT:
-            add(_LANES[COMPUTE], f"{part}: waiting", at, simulated.seconds, "waiting")
-        for name, start, end in _transfers(simulated):
-            add(_LINKS, f"{part}: {name}", start, end, "transfer")
+            add(lane, span.start, span.end, "work")
+        add(_LANES[COMPUTE], at, simulated.seconds, "waiting")
+        for start, end in _transfers(simulated):
+            add(_LINKS, start, end, "transfer")
         begin += simulated.seconds
     waited = sum(bit.end - bit.start for bit in bits if bit.kind == "waiting")
     used = {bit.lane for bit in bits}
-    name = f"{title}: {1e3 * begin:.1f} ms, waiting {waited:.1f} ms"
-    return Row(name, tuple(row for row in (*_LANES.values(), _LINKS) if row in used), tuple(bits))
+    label = f"{title}: {1e3 * begin:.1f} ms, waiting {waited:.1f} ms"
+    return Row(label, tuple(row for row in (*_LANES.values(), _LINKS) if row in used), tuple(bits))
 
 
-def _transfers(simulated: Simulated) -> Iterator[tuple[str, float, float]]:
-    """Name, start and end of transfers; overlapping ones of the same name are merged."""
+def _transfers(simulated: Simulated) -> Iterator[tuple[float, float]]:
+    """Start and end of transfers; overlapping ones of the same name are merged."""
     names = {
         message.key: _RANK.sub("", span.operation.name)  # to whom does not matter, the chunk does
         for span in simulated.timeline.spans
         for message in span.operation.sends
     }
     by_name: dict[str, list[tuple[float, float]]] = {}
-    for moved in simulated.timeline.moved:
+    for moved in sorted(simulated.timeline.moved, key=attrgetter("start", "end")):
         if simulated.links.folded or moved.message.source == simulated.shown_rank:
-            times = by_name.setdefault(names[moved.message.key], [])
-            times.append((moved.start, moved.end))
-    for name, times in by_name.items():
-        merged: list[list[float]] = []
-        for start, end in sorted(times):
+            merged = by_name.setdefault(names[moved.message.key], [])
+            start, end = moved.start, moved.end
             if merged and start <= merged[-1][1]:
-                merged[-1][1] = max(merged[-1][1], end)
-            else:
-                merged.append([start, end])
-        yield from ((name, start, end) for start, end in merged)
+                begun, until = merged.pop()
+                start, end = begun, max(until, end)
+            merged.append((start, end))
+    return chain.from_iterable(by_name.values())

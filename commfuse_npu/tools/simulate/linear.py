@@ -17,32 +17,32 @@ from typing import Literal
 from commfuse_npu.hardware.machine import ITEM_BYTES, SUM_BYTES
 from commfuse_npu.plan import Schedule, split
 from commfuse_npu.plan.instructions import Compute
-from commfuse_npu.plan.rules import column_backward, gather_gemm, gemm_scatter
+from commfuse_npu.plan.rules import Wgrad, column_backward, gather_gemm, gemm_scatter
 from commfuse_npu.tools.simulate.mc2 import INNER, RANKS, tiling
-from commfuse_npu.tools.simulate.rank import Rank, Width, Work
+from commfuse_npu.tools.simulate.rank import Rank, Width, Work, rest
 from commfuse_npu.tools.simulate.variants import Kind
 
-__all__ = ["column", "column_gradients", "gemm_work", "row", "row_gradients", "wgrad_seconds"]
+__all__ = ["column", "column_gradients", "row", "row_gradients"]
 
 
 def column(rank: Rank, name: str, rows: int, inputs: int, outputs: int) -> None:
     """Gather blocks -> GEMM."""
-    if _fused(rank, name):
-        program = gather_gemm(rank.spec(name), rows, inputs, outputs, None, 0)
-        columns = {"shard": inputs, "weight": outputs, "out": outputs}
-        rank.run(name, program, columns, {"gemm": gemm_work(rank)})
+    if not _fused(rank, name):
+        _gather_gemm(rank, name, rows, inputs, outputs)
         return
-    _gather_gemm(rank, name, rows, inputs, outputs)
+    program = gather_gemm(rank.spec(name), rows, inputs, outputs, None, 0)
+    columns = {"shard": inputs, "weight": outputs, "out": outputs}
+    rest(rank.run(name, program, columns, {"gemm": _gemm(rank)}))
 
 
 def row(rank: Rank, name: str, rows: int, inputs: int, outputs: int) -> None:
     """GEMM -> reduce-scatter of the product; later operations wait for the sums."""
-    if _fused(rank, name):
-        program = gemm_scatter(rank.spec(name), rows, inputs, outputs)
-        columns = {"a": inputs, "weight": outputs, "out": outputs}
-        rank.run(name, program, columns, {"gemm": gemm_work(rank)})
+    if not _fused(rank, name):
+        _gemm_scatter(rank, name, rows, inputs, outputs, kernel=True)
         return
-    _gemm_scatter(rank, name, rows, inputs, outputs, kernel=True)
+    program = gemm_scatter(rank.spec(name), rows, inputs, outputs)
+    columns = {"a": inputs, "weight": outputs, "out": outputs}
+    rest(rank.run(name, program, columns, {"gemm": _gemm(rank)}))
 
 
 def column_gradients(rank: Rank, name: str, rows: int, inputs: int, outputs: int) -> Iterator[None]:
@@ -59,10 +59,10 @@ def column_gradients(rank: Rank, name: str, rows: int, inputs: int, outputs: int
         # The columns of a weight are not contiguous in memory.
         strided = len(spec.schedule.runs(inputs, "last")) > 1
         works = {
-            "gemm": gemm_work(rank, ITEM_BYTES if strided else 0),
-            "wgrad": _wgrad_work(rank, rows * rank.size),
+            "gemm": _gemm(rank, ITEM_BYTES if strided else 0),
+            "wgrad": _wgrad(rank, rows * rank.size),
         }
-        yield from rank.begin(name, program, columns, works)
+        yield from rank.run(name, program, columns, works)
         return
     yield
     waits = _gathered(rank, f"{name} re-gather", rows * inputs)
@@ -70,7 +70,7 @@ def column_gradients(rank: Rank, name: str, rows: int, inputs: int, outputs: int
         rank.need(waits)
 
     def behind() -> None:
-        seconds = wgrad_seconds(rank, rows * rank.size, inputs, outputs)
+        seconds = rank.machine.gemm(outputs, rows * rank.size, inputs)
         rank.compute(f"{name} wgrad", seconds, waits)
 
     # A fused kernel has no form for this backward.
@@ -93,33 +93,33 @@ def row_gradients(
     """
     whole = rows * rank.size
     if _fused(rank, name):
-        program = gather_gemm(rank.spec(name), rows, outputs, inputs, rank.variant.wgrad, inputs)
+        wgrad_by: Wgrad = "blocks" if rank.variant.rounded else "whole"
+        program = gather_gemm(rank.spec(name), rows, outputs, inputs, wgrad_by, inputs)
         remaining = program.count(Compute, "wgrad")
-        last = _wgrad_work(rank, whole)
+        seconds = _wgrad(rank, whole)
 
         def wgrad(instruction: Compute, width: Width) -> float:
             nonlocal remaining
             remaining -= 1
             if before is not None and not remaining:
                 next(before, None)
-            return last(instruction, width)
+            return seconds(instruction, width)
 
         columns = {"shard": outputs, "weight": inputs, "out": inputs, "other": inputs}
-        rank.run(name, program, columns, {"gemm": gemm_work(rank), "wgrad": wgrad})
+        rest(rank.run(name, program, columns, {"gemm": _gemm(rank), "wgrad": wgrad}))
         return
     waits = _gather_gemm(rank, name, rows, outputs, inputs)
-    rank.compute(f"{name} wgrad", wgrad_seconds(rank, whole, inputs, outputs), waits)
+    rank.compute(f"{name} wgrad", rank.machine.gemm(outputs, whole, inputs), waits)
 
 
 def _fused(rank: Rank, name: str) -> bool:
-    rank.either.add(name)
     return rank.size > 1 and rank.sequence_parallel and isinstance(rank.way(name), Schedule)
 
 
 # ------------------------------------------------------------------------ work of programs
 
 
-def gemm_work(rank: Rank, copied: float = 0) -> Work:
+def _gemm(rank: Rank, copied: float = 0) -> Work:
     """Seconds of ``gemm(out, a, b)``.
 
     Args:
@@ -135,23 +135,15 @@ def gemm_work(rank: Rank, copied: float = 0) -> Work:
     return seconds
 
 
-def _wgrad_work(rank: Rank, whole: int) -> Work:
-    """Seconds of ``wgrad(grad, x)``: ``grad^T @ x``."""
+def _wgrad(rank: Rank, whole: int) -> Work:
+    """Seconds of ``wgrad(grad, x)``: ``grad^T @ x``, that of some of the rows added up in fp32."""
 
     def seconds(instruction: Compute, width: Width) -> float:
         grad, x = instruction.ins
-        return wgrad_seconds(rank, grad.rows, width(x), width(grad), whole)
+        result = ITEM_BYTES if grad.rows == whole else 2 * SUM_BYTES
+        return rank.machine.gemm(width(grad), grad.rows, width(x), result_bytes=result)
 
     return seconds
-
-
-def wgrad_seconds(
-    rank: Rank, rows: int, inputs: int, outputs: int, whole: int | None = None
-) -> float:
-    """Seconds for ``rows`` rows; if ``whole`` has more, the product is added to a sum in fp32."""
-    part = whole is not None and rows != whole
-    result = 2 * SUM_BYTES if part else ITEM_BYTES
-    return rank.machine.gemm(outputs, rows, inputs, result_bytes=result)
 
 
 # ------------------------------------------------------------------------ without programs
@@ -167,7 +159,7 @@ def _form(rank: Rank, inner: int, *, kernel: bool = True) -> Kind:
     Args:
         kernel: whether a fused kernel exists for the operation.
     """
-    kind, one_node = rank.variant.kind, rank.members_per_node == rank.size
+    kind, one_node = rank.variant.kind, rank.links.members_per_node == rank.size
     tiled = kernel and rank.size in RANKS and one_node and INNER[0] <= inner < INNER[1]
     supported = {"kernel": kernel, "mc2": tiled}.get(kind, True)
     return kind if kind == "plain" or (supported and rank.sequence_parallel) else "megatron"
@@ -201,7 +193,7 @@ class _Mc2:
         rounds, waits = min(rank.size - 1, _ROUNDS), tuple[int, ...]()
         for _ in range(rounds):
             part = size * (rank.size - 1) / rounds
-            waits = rank.pass_on(name, part, after=waits, launches=launches)
+            waits = rank.around(name, part, waits, launches)
             launches = 0
         return waits
 

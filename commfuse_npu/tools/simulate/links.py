@@ -12,11 +12,13 @@ this one does, so the traffic into this rank equals the traffic out of it.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from commfuse_npu.hardware.machine import Level, Machine
 
 __all__ = ["LinkId", "Links", "PlacementError"]
 
-LinkId = tuple[str, int, int]
+LinkId = tuple[str | int, ...]
 """Kind of link, and its one or two ends."""
 
 
@@ -57,42 +59,19 @@ class Links:
         self.members_per_node = max(1, node // stride) if self.spans_nodes else size
         """Ranks of the group in a node."""
 
-    def _node(self, rank: int) -> int:
-        return rank * self.stride // self.machine.npus_per_node
-
-    def _level(self, source: int, target: int) -> Level:
-        if self._node(source) == self._node(target):
-            return self.machine.inside
-        assert self.machine.between is not None
-        return self.machine.between
-
-    def latency(self, source: int, target: int) -> float:
-        """Latency of a transfer in seconds."""
+    def level(self, source: int, target: int) -> Level:
+        """The kind of links of a transfer."""
+        machine, node = self.machine, self.machine.npus_per_node
         if source == target:
-            return 0.0
-        return self._level(source, target).latency
-
-    def beside_work(self, source: int, target: int) -> float:
-        """Factor on the time of a transfer while one of its ends computes."""
-        return self._level(source, target).beside_work
+            return replace(machine.inside, rate=1.0, latency=0.0)
+        if source * self.stride // node == target * self.stride // node:
+            return machine.inside
+        assert machine.between is not None
+        return machine.between
 
     def path(self, source: int, target: int) -> tuple[LinkId, ...]:
         """The links that a transfer occupies, from the first to the last."""
-        topology = self._level(source, target).topology
-        into = source if self.folded else target
-        if source == target:
-            return (("other group", source, 0),)
-        if topology == "full_mesh":
+        topology = self.level(source, target).topology
+        if topology == "full_mesh" or source == target:
             return (("pair", source, target),)
-        if topology == "switched":
-            return (("out", source, 0), ("in", into, 0))
-        return (("nic-out", source, 0), ("nic-in", into, 0))
-
-    def capacity(self, link: LinkId) -> float:
-        """Bandwidth of a link in bytes/s that is available to the group."""
-        if link[0] == "other group":
-            return 1.0
-        if link[0] in ("pair", "out", "in"):
-            return self.machine.inside.rate
-        assert self.machine.between is not None
-        return self.machine.between.rate
+        return (f"{topology}, out", source), (f"{topology}, in", source if self.folded else target)

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Literal, NamedTuple
 
 from commfuse_npu.hardware.machine import ITEM_BYTES
@@ -44,7 +43,6 @@ class Tiling(NamedTuple):
     slowed: float
 
 
-@lru_cache(maxsize=4096)
 def tiling(
     kind: Literal["gather", "scatter"],
     rows: int,
@@ -64,7 +62,7 @@ def tiling(
         ordered: whether sums have a fixed order (``HCCL_DETERMINISTIC``, on a mesh).
     """
     problem = _Problem(kind, rows, inner, outer, ranks, cores, ring, ordered and not ring)
-    return problem.gather() if kind == "gather" else problem.scatter()
+    return Tiling(problem.tiles(), problem.slowed)
 
 
 @dataclass
@@ -108,33 +106,33 @@ class _Problem:
         self.gemm = self._gemm(self.rows * (self.blocks if whole else 1), self.ranks)
         self.wire = self._wire(self.rows * (self.ranks if whole else 1))
 
-    # ------------------------------------------------------------------- the two kernels
-
-    def gather(self) -> Tiling:
+    def tiles(self) -> tuple[int, ...]:
+        gather, behind = self.kind == "gather", self.gemm >= self.wire
         own, _ = self._efficiency(self.rows, 1)
         front = self._gemm(self.rows, 1) * self.efficiency / own
-        behind = self.gemm >= self.wire
-        bound = self.wire > 2 * self.gemm and self.inner >= 8192
-        few_rows = not behind and self.rows < 2 * self.least and self.blocks > 2
-        if few_rows or (bound and not self.ring):
-            if self.outer > 2048 and self.rows <= 512:
-                self.align //= 2
-            self.least = min(self.least, self.align)
-        uncut = self.wire < front and self.rows <= self.longest and self.inner <= 32768
-        if uncut or self.rows < 2 * self.least:
-            return Tiling((self.rows,), self.slowed)
-        if not behind:
-            long = self._rows_computed_in(self._wire(self.least))
-            long = min(long, self.least) if bound else long
-        elif self.ranks == 2:
-            long = self._rows_sent_in(self._gemm(self.least, self.blocks))
+        bound = gather and self.wire > 2 * self.gemm and self.inner >= 8192
+        uncut = gather and self.wire < front and self.rows <= self.longest and self.inner <= 32768
+        if gather:
+            few_rows = not behind and self.rows < 2 * self.least and self.blocks > 2
+            if few_rows or (bound and not self.ring):
+                if self.outer > 2048 and self.rows <= 512:
+                    self.align //= 2
+                self.least = min(self.least, self.align)
         else:
-            long = self._rows_sent_in(front)
+            self._shortest_of_scatter()
+        if uncut or self.rows < 2 * self.least:
+            return (self.rows,)
+        if behind:
+            hiding = front if gather and self.ranks > 2 else self._gemm(self.least, self.blocks)
+            long = self._rows_sent_in(hiding)
+        else:
+            long = int(self._wire(self.least) / (self.blocks * self.row_time))
+            long = min(max(_ALIGN, long), self.least if bound else self.rows)
         count, long, short = self._fit(long, behind)
-        return Tiling((*[long] * count, *([short] if short else [])), self.slowed)
+        tail = [short] if short else []
+        return tuple([*[long] * count, *tail] if gather or behind else [*tail, *[long] * count])
 
-    def scatter(self) -> Tiling:
-        behind = self.gemm >= self.wire
+    def _shortest_of_scatter(self) -> None:
         ratio = max(self.gemm, self.wire) / min(self.gemm, self.wire)
         if self.wire > 1.5 * self.gemm and self.outer >= 4096 and self.inner >= 1024:
             self.least = min(self.least, self.align)
@@ -143,16 +141,6 @@ class _Problem:
             self.least = max(self.least, 2 * self.align)
         if 2 * self.wire <= self.gemm < 3 * self.wire:
             self.least = max(self.least, 4 * _MIB // self.outer // self.blocks)
-        if self.rows < 2 * self.least:
-            return Tiling((self.rows,), self.slowed)
-        if behind:
-            long = self._rows_sent_in(self._gemm(self.least, self.blocks))
-        else:
-            long = self._rows_computed_in(self._wire(self.least))
-        count, long, short = self._fit(long, behind)
-        tail = [short] if short else []
-        tiles = [*[long] * count, *tail] if behind else [*tail, *[long] * count]
-        return Tiling(tuple(tiles), self.slowed)
 
     # ------------------------------------------------------------------- estimates
 
@@ -183,9 +171,6 @@ class _Problem:
 
     def _gemm(self, rows: int, blocks: int) -> float:
         return max(_ALIGN, rows) * blocks * self.row_time
-
-    def _rows_computed_in(self, microseconds: float) -> int:
-        return max(_ALIGN, int(microseconds / (self.blocks * self.row_time)))
 
     def _wire(self, rows: int) -> float:
         size = rows * self.width * self.ranks * ITEM_BYTES / _MIB

@@ -15,28 +15,14 @@ forwards that come first.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from functools import lru_cache
-from itertools import chain, islice
-from typing import NamedTuple
+from itertools import chain
 
 from commfuse_npu.plan.slots import Slot, in_flight_without, slots
 
 __all__ = ["interleaves", "one_forward_one_backward", "side_by_side"]
-
-
-class _Part(NamedTuple):
-    """A forward or a backward of one model chunk for one micro-batch.
-
-    Attributes:
-        work: the index of the chunk in the model; for a backward plus the number of chunks.
-        before: the ``work`` whose output is its input; ``None`` if it needs none.
-        number: the micro-batch.
-    """
-
-    work: int
-    before: int | None
-    number: int
 
 
 def interleaves(stages: int, chunks: int, micro_batches: int) -> bool:
@@ -64,45 +50,38 @@ def one_forward_one_backward(
         Seconds from the start to the end of each stage's last backward.
     """
     stages = len(forward) // chunks
-    orders = [_order(stages, chunks, stage, micro_batches) for stage in range(stages)]
-    seconds = (*forward, *backward)
-    done: list[list[float | None]] = [[None] * micro_batches for _ in seconds]
-    clock, position = [0.0] * stages, [0] * stages
-    remaining = sum(map(len, orders))
-    while remaining:
+    orders = [deque(_order(stages, chunks, stage, micro_batches)) for stage in range(stages)]
+    seconds = (*forward, *reversed(backward))
+    done: list[list[float]] = [[] for _ in seconds]
+    clock = [0.0] * stages
+    while any(orders):
         for stage, order in enumerate(orders):
-            start, now = position[stage], clock[stage]
-            at = start
-            for work, before, number in islice(order, start, None):
-                if before is not None:
-                    ready = done[before][number]
-                    if ready is None:
-                        break
-                    ready += transfer
-                    if ready > now:
-                        now = ready
-                now += seconds[work]
-                done[work][number] = now
-                at += 1
-            remaining -= at - start
-            position[stage], clock[stage] = at, now
+            while order:
+                part, number = order[0]
+                if part and len(done[part - 1]) <= number:
+                    break
+                # The last stage begins the backward with its own output.
+                received = part and part != len(forward)
+                ready = done[part - 1][number] + transfer if received else 0.0
+                clock[stage] = max(clock[stage], ready) + seconds[part]
+                done[part].append(clock[stage])
+                order.popleft()
     return clock
 
 
 @lru_cache(maxsize=256)
-def _order(stages: int, chunks: int, stage: int, micro_batches: int) -> tuple[_Part, ...]:
-    """The forwards and backwards of a stage, in order."""
-    places = stages * chunks
+def _order(stages: int, chunks: int, stage: int, micro_batches: int) -> tuple[tuple[int, int], ...]:
+    """The forwards and backwards of a stage: each one's part and micro-batch.
+
+    The parts of a micro-batch are the forwards of all chunks, then their backwards, in order.
+    """
     forwards, backwards = [], []
     for slot in slots(stages, stage, chunks, micro_batches):
         if slot.forward is not None:
-            place = slot.forward.chunk * stages + stage
-            before = place - 1 if place else None
-            forwards.append(_Part(place, before, slot.forward.microbatch))
+            forwards.append((slot.forward.chunk * stages + stage, slot.forward.microbatch))
         if slot.backward is not None:
             place = slot.backward.chunk * stages + stage
-            before = places + place + 1 if place < places - 1 else None
-            backwards.append(_Part(places + place, before, slot.backward.microbatch))
+            backwards.append((2 * stages * chunks - 1 - place, slot.backward.microbatch))
     ahead = in_flight_without(stages, stage, chunks, micro_batches) - 1
     turns = chain.from_iterable(zip(forwards[ahead:], backwards, strict=False))
     return (*forwards[:ahead], *turns, *backwards[len(forwards) - ahead :])
@@ -130,27 +109,21 @@ def side_by_side(
     plans = [slots(stages, stage, chunks, micro_batches) for stage in range(stages)]
 
     def seconds(stage: int, slot: Slot) -> float:
-        ahead, back = (
-            None if part is None else part.chunk * stages + stage
-            for part in (slot.forward, slot.backward)
-        )
-        if ahead is not None and back is not None:
-            return (pairs[ahead] + pairs[back]) / 2
-        return (0.0 if ahead is None else forward[ahead]) + (
-            0.0 if back is None else backward[back]
-        )
+        ahead, back = (None if part is None else part.chunk * stages + stage for part in slot)
+        if ahead is None:
+            return 0.0 if back is None else backward[back]
+        return forward[ahead] if back is None else (pairs[ahead] + pairs[back]) / 2
 
-    def neighbours(stage: int) -> set[int]:
-        near = stage - 1, stage, stage + 1
-        if chunks > 1:  # the last stage sends to the first one
-            return {neighbor % stages for neighbor in near}
-        return {neighbor for neighbor in near if 0 <= neighbor < stages}
+    def near(stage: int) -> list[float]:
+        """The clocks of a stage and its neighbors; of chunks the last sends to the first."""
+        if chunks > 1:
+            return [clock[other % stages] for other in (stage - 1, stage, stage + 1)]
+        return clock[max(0, stage - 1) : stage + 2]
 
     clock, ends = [0.0] * stages, [0.0] * stages
     for row in zip(*plans, strict=True):
-        ready = [max(clock[other] for other in neighbours(stage)) for stage in range(stages)]
         clock = [
-            ready[stage] + seconds(stage, slot) + (transfer if stages > 1 else 0.0)
+            max(near(stage)) + seconds(stage, slot) + transfer * (stages > 1)
             for stage, slot in enumerate(row)
         ]
         ends = [

@@ -10,8 +10,8 @@ The cost of its instructions:
 ``Wait``       nothing: its host time is part of the post; the work and the transfers that follow
                start when the transfers that it names are complete
 Compute        a launch, and the seconds that the operation gives for this work
-``Add``        memory traffic: ``ordered`` 3 blocks and a launch per addition, ``once`` one pass
-               over all parts and one launch
+``Add``        memory traffic: 3 blocks and a launch per addition, ``rounded`` one pass over all
+               parts and one launch
 ``Copy``       a launch, and 2 bytes of memory traffic per byte
 ``WaitEvent``  two events, including the ``RecordEvent`` that it waits for
 =============  =====================================================================================
@@ -27,7 +27,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-from commfuse_npu.hardware.machine import ITEM_BYTES, Machine
+from commfuse_npu.hardware.machine import ITEM_BYTES
 from commfuse_npu.plan.instructions import (
     Add,
     AheadEnd,
@@ -45,6 +45,7 @@ from commfuse_npu.plan.instructions import (
 from commfuse_npu.plan.program import Program
 from commfuse_npu.plan.schedule import RankSpec, Schedule
 from commfuse_npu.tools.simulate.launches import ASIDE, COMPUTE, Key, Message, Operation
+from commfuse_npu.tools.simulate.links import Links
 from commfuse_npu.tools.simulate.variants import Variant, Way, direct
 
 __all__ = ["EVENTS", "RING", "Rank", "Width", "Work", "rest"]
@@ -72,32 +73,20 @@ class Rank:
     """Builds the launches of one rank.
 
     Args:
-        members_per_node: ranks of the group in a node; ``size`` if the group fits one.
+        links: of the group.
         prefix: of message keys, to distinguish two of these whose launches are merged.
 
     Attributes:
         operations: the host's launches, in order.
-        programs: the programs, by operation.
         ways: how each operation was run, by name.
-        either: the operations that could also be run by collectives.
         sequence_parallel: whether the rank has only a block of the rows outside of linear layers.
     """
 
-    def __init__(
-        self,
-        machine: Machine,
-        rank: int,
-        size: int,
-        members_per_node: int,
-        variant: Variant,
-        prefix: str = "",
-    ) -> None:
-        self.machine, self.rank, self.size, self.variant = machine, rank, size, variant
-        self.members_per_node = members_per_node
+    def __init__(self, links: Links, rank: int, variant: Variant, prefix: str = "") -> None:
+        self.links, self.rank, self.variant = links, rank, variant
+        self.machine, self.size = links.machine, links.size
         self.operations: list[Operation] = []
-        self.programs: dict[str, Program] = {}
         self.ways: dict[str, Way] = {}
-        self.either: set[str] = set()
         self.sequence_parallel = True
         self._prefix, self._prefixes = prefix, 0
         self._last: dict[str, int] = {}
@@ -182,47 +171,48 @@ class Rank:
         The additions of a reduction (``sums``) are free, because HCCL adds while it copies, except
         for sums in a fixed order on a mesh.
         """
-        if self.size == 1 or self.variant.kind == "compute":
-            return ()
         if sums:
             size *= self.machine.summed(self.size)
-        key = self._key(name)
-        schedule = direct(self.size, self.members_per_node)
-        sends, receives = [], []
-        for step, hop in enumerate(schedule.hops(self.rank, self.size, "first")):
-            sends.append(Message((*key, step, self.rank), self.rank, hop.target, size))
-            receives.append(Message((*key, step, hop.source), hop.source, self.rank, size))
-        host = launches, 0, EVENTS * launches
-        return self._exchange(name, _COLLECTIVE, sends, receives, (), *host)[:1]
+        hops = direct(self.size, self.links.members_per_node).hops(self.rank, self.size, "first")
+        ends = [(hop.target, hop.source) for hop in hops]
+        return self._pass(name, _COLLECTIVE, size, ends, (), launches)
 
-    def pass_on(
-        self, name: str, size: float, *, after: Iterable[int] = (), launches: int = 1
+    def around(
+        self, name: str, size: float, after: Iterable[int], launches: int
     ) -> tuple[int, ...]:
         """One round of a ring: send ``size`` bytes to the next rank, receive from the previous."""
-        key = self._key(name)
-        up, down = (self.rank + 1) % self.size, (self.rank - 1) % self.size
-        send = Message((*key, self.rank), self.rank, up, size)
-        receive = Message((*key, down), down, self.rank, size)
-        host = launches, 0, EVENTS * launches
-        return self._exchange(name, _COLLECTIVE, [send], [receive], after, *host)[:1]
+        ends = (self.rank + 1) % self.size, (self.rank - 1) % self.size
+        return self._pass(name, _COLLECTIVE, size, [ends], after, launches)
 
     def elsewhere(self, name: str, seconds: float, launches: int = 1) -> tuple[int, ...]:
         """Collectives of another group that take ``seconds``; returns what to wait for."""
-        host = launches, 0, EVENTS * launches
-        return self._in_another_group(name, _COLLECTIVE, seconds, (), *host)
+        return self._pass(name, _COLLECTIVE, seconds, [(self.rank, self.rank)], (), launches)
 
-    def pass_beside(self, seconds: float, after: Iterable[int]) -> tuple[int, ...]:
+    def ring(self, seconds: float, after: Iterable[int]) -> tuple[int, ...]:
         """A pass of :data:`RING`, to a rank of another group; its host time is that of the work."""
-        return self._in_another_group(RING, RING, seconds, after)
+        return self._pass(RING, RING, seconds, [(self.rank, self.rank)], after, 0)
 
-    def _in_another_group(
-        self, name: str, lane: str, seconds: float, after: Iterable[int], *host: int
+    def _pass(
+        self,
+        name: str,
+        lane: str,
+        size: float,
+        ends: Sequence[tuple[int, int]],
+        after: Iterable[int],
+        launches: int,
     ) -> tuple[int, ...]:
-        if seconds <= 0 or self.variant.kind == "compute":
+        """Send ``size`` bytes to the first rank of each pair and receive them from the second.
+
+        To a rank itself: links carry a second of such a message in a second.
+        """
+        if not ends or size <= 0 or self.variant.kind == "compute":
             return ()
-        # Links carry a second of such a message in a second.
-        message = Message((*self._key(name), self.rank), self.rank, self.rank, seconds)
-        return self._exchange(name, lane, [message], [message], after, *host)[:1]
+        key, me, sends, receives = self._key(name), self.rank, [], []
+        for step, (target, source) in enumerate(ends):
+            sends.append(Message((*key, step, me), me, target, size))
+            receives.append(Message((*key, step, source), source, me, size))
+        host = launches, 0, EVENTS * launches
+        return self._exchange(name, lane, sends, receives, after, *host)[:1]
 
     # ------------------------------------------------------------- programs
 
@@ -238,16 +228,6 @@ class Rank:
         return RankSpec(schedule, self.rank, self.size, self.machine.batched)
 
     def run(
-        self,
-        operation: str,
-        program: Program,
-        columns: Mapping[str, int],
-        works: Mapping[str, Work],
-    ) -> None:
-        """Run a program from start to end; see :meth:`begin`."""
-        rest(self.begin(operation, program, columns, works))
-
-    def begin(
         self,
         operation: str,
         program: Program,
@@ -277,17 +257,13 @@ class Rank:
             delay = self.machine.buffered(sent)
             return Message((*key, step, source), source, target, sent, delay)
 
-        self.programs[operation] = program
-        received: dict[int, int] = {}
-        sent: dict[int, int] = {}
+        exchanged: dict[tuple[str, int], int] = {}
         events: dict[int, int | None] = {}
         for instruction in program.code:
             on_side = uses_side_stream(instruction)
             if isinstance(instruction, Post | Collective):
-                name, lane = (
-                    f"{operation} {instruction.transfer.piece}",
-                    f"lane {instruction.transfer.lane}",
-                )
+                transfer = instruction.transfer
+                name, lane = f"{operation} {transfer.piece}", f"lane {transfer.lane}"
                 away = [(way, end) for way, end in instruction.ends if not end.transfer.stays]
                 sends = [message(end) for way, end in away if way == "send"]
                 receives = [message(end) for way, end in away if way == "receive"]
@@ -295,14 +271,12 @@ class Rank:
                     receive, send = self._exchange(name, lane, sends, receives, posts=1)
                 else:
                     receive, send = self._exchange(name, lane, sends, receives, (), 1, 0, EVENTS)
-                received |= {
-                    end.transfer.step: receive for way, end in instruction.ends if way == "receive"
-                }
-                sent |= {end.transfer.step: send for way, end in instruction.ends if way == "send"}
+                for way, end in instruction.ends:
+                    exchanged[way, end.transfer.step] = receive if way == "receive" else send
             elif isinstance(instruction, Wait):
-                waited = (received[step] for step in instruction.receives)
-                self.need(waited, on_side_stream=on_side)
-                self.need((sent[step] for step in instruction.sends), on_side_stream=on_side)
+                ends = [("receive", step) for step in instruction.receives]
+                ends += [("send", step) for step in instruction.sends]
+                self.need((exchanged[end] for end in ends), on_side_stream=on_side)
             elif isinstance(instruction, Compute):
                 seconds = works[instruction.work](instruction, width)
                 self.compute(f"{operation} {instruction.work}", seconds)
@@ -324,7 +298,7 @@ class Rank:
         additions = sum(parts for _, parts in instruction.terms) - 1
         traffic = 3 * size(instruction.out)
         # Parts in one stack are added in one pass; those of a collective are no such stack.
-        if (self.variant.sums == "once" and len(instruction.terms) <= 2) or not additions:
+        if (self.variant.rounded and len(instruction.terms) <= 2) or not additions:
             traffic = size(instruction.out) + sum(size(span) for span, _ in instruction.terms)
             additions = 1
         for _ in range(additions):

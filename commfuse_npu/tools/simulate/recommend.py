@@ -1,9 +1,8 @@
 """Finds the best layout and form for a model on a cluster.
 
-Every layout that fits the model, the NPUs and their memory is simulated at typical figures: in
-every form but ours, and in ours if a step without the transfers of its layers would be among the
-best.  The best are then simulated on all five machines of the hardware's ranges (see
-:mod:`.sweep`).  The number of machines on which the order is the same shows how reliable the
+Every layout that fits the model, the NPUs and their memory is simulated in every form at typical
+figures.  The best are then simulated on all five machines of the hardware's ranges (see
+:mod:`.timed`).  The number of machines on which the order is the same shows how reliable the
 recommendation is.
 """
 
@@ -21,9 +20,9 @@ from commfuse_npu.tools.simulate.footprint import USABLE, footprint, limit
 from commfuse_npu.tools.simulate.links import PlacementError
 from commfuse_npu.tools.simulate.pipeline import interleaves
 from commfuse_npu.tools.simulate.step import Layout, Recompute, Step, Training
-from commfuse_npu.tools.simulate.sweep import training
 from commfuse_npu.tools.simulate.timed import Timed, timed
-from commfuse_npu.tools.simulate.variants import COMPUTE_ONLY, Variant, forms
+from commfuse_npu.tools.simulate.training import training
+from commfuse_npu.tools.simulate.variants import Variant, forms
 from commfuse_npu.tools.terminal import tell
 
 __all__ = ["Fixed", "NoLayoutError", "recommend"]
@@ -88,71 +87,54 @@ def recommend(
     sequence = sequence or model.seq_length
     batch = micro_batch or model.micro_batch_size
     machine, seconds = hardware.machine(), attrgetter("seconds")
+    choices: tuple[Recompute, ...] = (fixed.recompute,) if fixed.recompute else ("none", "full")
     refused: dict[str, list[str]] = {}
-    by_layout: dict[Layout, list[_Candidate]] = {}
-    bounds: list[_Candidate] = []
+    candidates: list[_Candidate] = []
     for layout in _layouts(model, hardware, npus, fixed, batch):
         tell(f"TP {layout.tp}, CP {layout.cp}, PP {layout.pp}, DP {layout.dp}, chunks {layout.vpp}")
-        choices: tuple[Recompute, ...] = (fixed.recompute,) if fixed.recompute else ("none", "full")
-        # Layouts that differ only in their chunks are one.
-        found = by_layout.setdefault(layout._replace(vpp=1), [])
+        found: list[_Candidate] = []
         reason = "more memory than an NPU has"
         try:
             for choice in choices:
                 setup = training(model, layout, sequence, micro_batch=batch, recompute=choice)
                 step = Step(machine, setup)
-                exact = [
-                    form for form in forms(machine, setup) if form.flags is not None and form.exact
-                ]
+                exact = [f for f in forms(machine, setup) if f.flags is not None and f.exact]
                 fitting = [
                     form
                     for form in exact
                     if footprint(setup, form, hardware).total <= limit(hardware)
                 ]
-                for form in fitting:
-                    time = step.time(COMPUTE_ONLY if form.ours else form)
-                    candidates = bounds if form.ours else found
-                    candidates.append(_Candidate(time.seconds, setup, form))
+                found += [_Candidate(step.time(form), setup, form) for form in fitting]
                 if fitting == exact:
                     break  # recomputation makes room; without that need it is never faster
         except (ConfigError, PlacementError) as error:
             reason = str(error).splitlines()[0].split(";")[0]
+        candidates += found
         if not found and layout.vpp == 1:
             # Reasons that differ only in their numbers count as one.
             kind = " ".join(word for word in reason.split() if not any(c.isdigit() for c in word))
             refused.setdefault(kind, []).append(reason)
-
-    def ranked() -> list[_Candidate]:
-        """The best form of every layout, shortest step first."""
-        return sorted((min(c, key=seconds) for c in by_layout.values() if c), key=seconds)
-
-    def every(ours: bool) -> list[_Candidate]:
-        found = (c for candidates in by_layout.values() for c in candidates)
-        return sorted((c for c in found if c.form.ours == ours), key=seconds)
-
-    # Forms of ours take long to simulate: only where they can be among those that are shown.
-    for bound, setup, form in sorted(bounds, key=seconds):
-        shown = [*every(True)[:1], *ranked()[:_RANKED]]
-        if every(True) and bound >= max(map(seconds, shown)):
-            break
-        found = by_layout[setup.layout._replace(vpp=1)]
-        found.append(_Candidate(Step(machine, setup).time(form).seconds, setup, form))
+    candidates.sort(key=seconds)
+    by_layout: dict[Layout, _Candidate] = {}
+    for candidate in candidates:
+        # Layouts that differ only in their chunks are one.
+        by_layout.setdefault(candidate.training.layout._replace(vpp=1), candidate)
+    best = list(by_layout.values())
     counts = [
         f"{len(reasons)} x {reasons[0]}"
         + ", and the like" * (len(reasons) > 1 and reasons[0] != kind)
         for kind, reasons in sorted(refused.items(), key=lambda item: -len(item[1]))
     ]
-    best = ranked()
     if not best:
         raise NoLayoutError(
             f"no layout of {npus} NPUs fits {sequence} tokens and a global batch of "
             f"{model.global_batch_size}: {'; '.join(counts)}; take another --npus, a shorter "
             "--sequence-length, another --micro-batch, or leave sizes open"
         )
-    shown = [*best[:_RANKED], *every(True)[:1], *every(False)[:1]]
+    with_and_without = {row.form.ours: row for row in reversed(candidates)}
+    shown = {id(row) for row in (*best[:_RANKED], *with_and_without.values())}
+    rows = [timed(row.training, row.form, hardware) for row in candidates if id(row) in shown]
     fits = f"{len(best)} layouts fit {limit(hardware) / 2**30:.1f} GiB ({USABLE:.0%} of an NPU)"
-    unique = sorted({id(row): row for row in shown}.values(), key=seconds)
-    rows = [timed(row.training, row.form, hardware) for row in unique]
     return rows, "; not: ".join([fits, *(["; ".join(counts)] * bool(counts))])
 
 

@@ -16,11 +16,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
+from operator import add
 from typing import Literal, NamedTuple
 
 from commfuse_npu.hardware.machine import ITEM_BYTES, Machine
 from commfuse_npu.tools.simulate import fb_overlap, llama
-from commfuse_npu.tools.simulate.data_parallel import GRADIENT_BYTES, exposed
+from commfuse_npu.tools.simulate.data_parallel import GRADIENT_BYTES, Weights, exposed
 from commfuse_npu.tools.simulate.group import Group, Simulated, collective_seconds
 from commfuse_npu.tools.simulate.links import PlacementError
 from commfuse_npu.tools.simulate.llama import LayerShape
@@ -28,7 +29,7 @@ from commfuse_npu.tools.simulate.pipeline import one_forward_one_backward, side_
 from commfuse_npu.tools.simulate.training import Kind, Layout, Recompute, Training
 from commfuse_npu.tools.simulate.variants import MEGATRON, Variant
 
-__all__ = ["LayerTime", "Layout", "Recompute", "Step", "StepTime", "Training"]
+__all__ = ["LayerTime", "Layout", "Recompute", "Step", "Training"]
 
 _Part = Literal["forward", "backward", "head_forward", "head_backward"]
 
@@ -36,16 +37,8 @@ _KEPT = 1 << 14
 """Size of each cache."""
 
 
-class StepTime(NamedTuple):
-    """Seconds of a step, of one layer of one micro-batch, and of exposed bucket transfers."""
-
-    seconds: float
-    layer: float
-    data_parallel: float
-
-
 class LayerTime(NamedTuple):
-    """Seconds of a layer, and of waiting in it.
+    """Seconds of a layer.
 
     ``pair``: for forward-backward overlap, seconds of a layer in both directions as a pair, and the
     seconds that a stage needs once besides its layers.
@@ -53,7 +46,6 @@ class LayerTime(NamedTuple):
 
     forward: float
     backward: float
-    waiting: float
     pair: tuple[float, float] | None = None
 
     @property
@@ -71,12 +63,11 @@ class _Cost(NamedTuple):
     """The cost of launched work if the host is ahead of the device.
 
     Attributes:
-        device, busy: seconds in total, and of the compute engine's work.
+        device: seconds in total.
         launched: number of launches, posts and events of every rank.
     """
 
     device: float
-    busy: float
     launched: tuple[tuple[int, int, int], ...]
 
     def host(self, machine: Machine) -> float:
@@ -89,7 +80,7 @@ class _Cost(NamedTuple):
             (a - x, b - y, c - z)
             for (a, b, c), (x, y, z) in zip(self.launched, less.launched, strict=True)
         )
-        return _Cost(self.device - less.device, self.busy - less.busy, tuple(launched))
+        return _Cost(self.device - less.device, tuple(launched))
 
 
 def _simulate(
@@ -97,7 +88,6 @@ def _simulate(
     shape: LayerShape,
     variant: Variant,
     part: _Part | int,
-    *,
     recomputes: bool = False,
 ) -> Simulated:
     """Simulate a part of a layer, or ``part`` layers of a forward paired with a backward."""
@@ -125,12 +115,12 @@ def _cost(
     part: _Part | int,
     recomputes: bool,
 ) -> _Cost:
-    simulated = _simulate(machine, shape, variant, part, recomputes=recomputes)
+    simulated = _simulate(machine, shape, variant, part, recomputes)
     launched = (
         (sum(x.launches for x in rank), sum(x.posts for x in rank), sum(x.events for x in rank))
         for rank in simulated.launches
     )
-    return _Cost(simulated.timeline.seconds, simulated.busy, tuple(launched))
+    return _Cost(simulated.timeline.seconds, tuple(launched))
 
 
 @dataclass(frozen=True)
@@ -144,28 +134,22 @@ class Step:
     machine: Machine
     training: Training
 
-    def parts(self, variant: Variant) -> list[tuple[str, Simulated]]:
+    def parts(self, variant: Variant) -> list[Simulated]:
         """Simulate a layer's forward, then its backward; or one of each as a pair."""
-        parts: dict[str, _Part | int] = {"forward": "forward", "backward": "backward"}
+        parts: tuple[_Part | int, ...] = "forward", "backward"
         if variant.kind == "fb_overlap":
-            parts = {"pair": 1}
-        simulate = partial(
-            _simulate,
-            self.machine,
-            self.training.shape,
-            variant,
-            recomputes=self.training.recomputes,
-        )
-        return [(name, simulate(part=part)) for name, part in parts.items()]
+            parts = (1,)
+        shape, recomputes = self.training.shape, self.training.recomputes
+        return [_simulate(self.machine, shape, variant, part, recomputes) for part in parts]
 
-    def time(self, variant: Variant, *, free: bool = False) -> StepTime:
+    def time(self, variant: Variant, *, free: bool = False) -> float:
         """Seconds of a step.
 
         Args:
             free: whether transfers between stages and of buckets take no time either.
         """
-        training, layout = self.training, self.training.layout
-        kinds = {kind for place in training.places for kind in place if kind != "none"}
+        training, stages = self.training, self.training.layout.pp
+        kinds = {kind for place in training.places for kind in place} - {"none"}
         layers = {kind: self.layer_time(variant, kind) for kind in sorted(kinds)}
         main = layers[max(kinds)]
 
@@ -175,18 +159,16 @@ class Step:
                 for place in training.places
             ]
 
-        forwards = chunks(lambda time: time.forward)
-        recomputed = [training.recomputed_share(place) * f for place, f in enumerate(forwards)]
-        backwards = chunks(lambda time: time.backward)
-        backwards = [b + again for b, again in zip(backwards, recomputed, strict=True)]
+        forwards, backwards = chunks(lambda time: time.forward), chunks(lambda time: time.backward)
+        for place, seconds in enumerate(forwards):
+            backwards[place] += training.recomputed_share(place) * seconds
         head = _head(self.machine, training.shape, variant)
-        forwards[-1] += head[0]
-        backwards[-1] += head[1]
         embedding = self._embedding(variant)
-        forwards[0] += embedding
-        backwards[0] += embedding
+        for passes, last in zip((forwards, backwards), head, strict=True):
+            passes[-1] += last
+            passes[0] += embedding
         between = 0.0 if free else self._between_stages
-        pipeline = training.micro_batches, between, layout.vpp
+        pipeline = training.micro_batches, between, training.layout.vpp
         f, b = main.forward, main.backward
         if main.pair is None:
             ends = one_forward_one_backward(forwards, backwards, *pipeline)
@@ -198,19 +180,17 @@ class Step:
             pairs[0] += 2 * embedding
             ends = side_by_side(forwards, backwards, pairs, *pipeline)
             f, b = (part * main.pair[0] / main.alone for part in (f, b))
-        end, late = max(ends), 0.0
+        end = max(ends)
         if not free:
-            tails = [
-                self._buckets(stage, f, b * (1 + training.recomputes)) for stage in range(layout.pp)
-            ]
-            late = max(e + tail for e, (tail, _) in zip(ends, tails, strict=True)) - end
-            late += tails[0][1]
-            end += late
-        total = StepTime(end + self._optimizer, f + b, late)
+            again = 1 + training.recomputes
+            tails, starts = zip(
+                *(self._buckets(stage, f, b * again) for stage in range(stages)), strict=True
+            )
+            end = max(map(add, ends, tails)) + starts[0]
         if main.pair is None:
-            return total
+            return end + self._optimizer
         # A launch times a step each way, and keeps the faster one.
-        return min(total, self.time(MEGATRON, free=free), key=lambda time: time.seconds)
+        return min(end + self._optimizer, self.time(MEGATRON, free=free))
 
     def layer_time(self, variant: Variant, kind: Kind = "dense") -> LayerTime:
         """A layer of one micro-batch, forward and backward, in the middle of a stage."""
@@ -223,8 +203,7 @@ class Step:
         seconds = [forward.device, backward.device]
         if runs * hosts[0] + hosts[1] > runs * seconds[0] + seconds[1]:
             seconds = hosts
-        waiting = sum(seconds) - forward.busy - backward.busy
-        return LayerTime(seconds[0], seconds[1], waiting)
+        return LayerTime(seconds[0], seconds[1])
 
     def _of_layer(
         self, variant: Variant, kind: Kind, part: _Part | int, recomputes: bool = False
@@ -238,19 +217,18 @@ class Step:
     def _paired(self, variant: Variant, kind: Kind) -> LayerTime:
         """Megatron's order for single layers; a pair from the difference of four and two layers."""
         alone, share = self.layer_time(MEGATRON, kind), self.training.recomputed_share(0)
-        layer = extra = busy = 0.0
+        layer = extra = 0.0
         for recomputes, part in ((False, 1 - share), (True, share)):
             if not part:
                 continue
             two, four = (self._of_layer(variant, kind, n, recomputes) for n in (2, 4))
             more = four.beyond(two)
             seconds = max(more.device, more.host(self.machine)) / 2
-            layer, busy = layer + part * seconds, busy + part * more.busy / 2
+            layer += part * seconds
             extra += part * max(0.0, two.device - 2 * seconds)
         whole = alone.alone + share * alone.forward
-        if layer >= whole:  # a launch would switch the overlap off
-            return alone._replace(pair=(whole, 0.0))
-        return LayerTime(alone.forward, alone.backward, layer - busy, pair=(layer, extra))
+        # A launch switches the overlap off if it is not faster.
+        return alone._replace(pair=min((layer, extra), (whole, 0.0)))
 
     # ------------------------------------------------------------------- parts
 
@@ -270,28 +248,25 @@ class Step:
         embedding gradients over the first and the last stage.
         """
         training, layout, model = self.training, self.training.layout, self.training.model
-        last, replicas = stage == layout.pp - 1, layout.dp * layout.cp
+        table = [Weights(model.padded_vocab_size * model.hidden_size / layout.tp)]
         tied = not model.untie_embeddings_and_output_weights
-        table = [(model.padded_vocab_size * model.hidden_size / layout.tp, 0.0, 0.0)]
-        above = table if stage == 0 else []
-        below = table if last and not (tied and stage == 0) else []
-        everyone: list[tuple[float, float, float]] = []
-        experts: list[tuple[float, float, float]] = []
+        everyone, experts = table * (stage == 0), list[Weights]()
         for kind, count in training.of_stage(stage).items():
             own, of_experts = training.parameters_of(kind)
-            everyone += [(own, forward, backward)] * round(count)
-            experts += [(of_experts, forward, backward)] * round(count) if of_experts else []
+            everyone += [Weights(own, forward, backward)] * round(count)
+            experts += [Weights(of_experts, forward, backward)] * round(count) * bool(of_experts)
+        everyone += table * (stage == layout.pp - 1 and not (tied and stage == 0))
         tail = start = 0.0
-        for rows, ranks, stride in (
-            ([*above, *everyone, *below], replicas, layout.tp),
+        for layers, ranks, stride in (
+            (everyone, layout.dp * layout.cp, layout.tp),
             (experts, training.expert_replicas, training.expert_stride),
         ):
-            if ranks == 1 or not rows:
+            if ranks == 1 or not layers:
                 continue
             collective = partial(collective_seconds, Group(self.machine, ranks, stride=stride))
             how = training.overlaps, training.distributed
-            out, back = exposed(ranks, rows, collective, *how)
-            tail, start = tail + out, start + back
+            late, early = exposed(layers, ranks, collective, *how)
+            tail, start = tail + late, start + early
         return tail, start
 
     @property

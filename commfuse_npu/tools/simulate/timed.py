@@ -1,21 +1,66 @@
-"""A training in a form with its time and memory: its row, and what rows say together."""
+"""A training in a form with its time and memory: its row, and what rows say together.
+
+Five machines are simulated for a description: one with all typical figures, and the four
+combinations of favorable and unfavorable figures for computation and communication.  A range spans
+the results of these five; it is wide where the figures are uncertain.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
-from commfuse_npu.hardware.description import Hardware
+from commfuse_npu.hardware.description import Choice, Hardware
 from commfuse_npu.tools.markdown import table_row
 from commfuse_npu.tools.simulate.footprint import USABLE, Footprint, footprint, limit
 from commfuse_npu.tools.simulate.launch_options import launching
 from commfuse_npu.tools.simulate.step import Step, Training
-from commfuse_npu.tools.simulate.sweep import CORNERS, Range
 from commfuse_npu.tools.simulate.variants import COMPUTE_ONLY, MEGATRON, REFERENCE, Variant
+from commfuse_npu.tools.terminal import print_verdict
 
-__all__ = ["Timed", "as_json", "best", "ratio", "sources", "table", "timed", "verdict"]
+__all__ = [
+    "CORNERS",
+    "Range",
+    "Timed",
+    "as_json",
+    "best",
+    "ratio",
+    "show",
+    "table",
+    "timed",
+    "verdict",
+]
+
+CORNERS: tuple[tuple[Choice, Choice], ...] = (
+    ("typical", "typical"),
+    ("favourable", "favourable"),
+    ("favourable", "unfavourable"),
+    ("unfavourable", "favourable"),
+    ("unfavourable", "unfavourable"),
+)
+"""The choice of figures of each machine: for computation, and for links."""
+
+
+class Range(NamedTuple):
+    """The result at typical figures, and the lowest and highest result of the five machines."""
+
+    low: float
+    typical: float
+    high: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Range:
+        """The range of one value per machine, the typical one first."""
+        return cls(min(values), values[0], max(values))
+
+    def text(self, show: Callable[[float], str]) -> str:
+        """``typical (low .. high)``."""
+        if self.low == self.high:
+            return show(self.typical)
+        return f"{show(self.typical)} ({show(self.low)} .. {show(self.high)})"
+
 
 _COLUMNS = (
     *("TP", "CP", "PP", "DP", "recompute", "form", "step", "exposed", "tokens/s/NPU"),
@@ -103,8 +148,8 @@ def timed(training: Training, form: Variant, hardware: Hardware, corners: int = 
         PlacementError: a group does not fit the machine's nodes.
     """
     steps = [Step(hardware.machine(*corner), training) for corner in CORNERS[:corners]]
-    seconds = tuple(step.time(form).seconds for step in steps)
-    free = [step.time(COMPUTE_ONLY, free=True).seconds for step in steps]
+    seconds = tuple(step.time(form) for step in steps)
+    free = [step.time(COMPUTE_ONLY, free=True) for step in steps]
     exposed = tuple(time - bound for time, bound in zip(seconds, free, strict=True))
     memory = footprint(training, form, hardware)
     return Timed(training, form, seconds, exposed, memory, memory.total <= limit(hardware))
@@ -136,15 +181,21 @@ def verdict(rows: Sequence[Timed], hardware: Hardware) -> Iterator[str]:
             f"The shortest: {first.name}, a step in {first.step}."
         )
     yield ""
-    named = {id(first)}
-
-    def against(title: str, found: Iterable[Timed]) -> Iterator[str]:
-        """Compare the shortest of these, if another line has not."""
+    exact = [row for row in rows if row.form.exact]
+    without = f"{'Without' if first.form.ours else 'With'} CommFuse"
+    compared = {
+        without: [row for row in exact if row.form.ours != first.form.ours],
+        "Next": exact,
+        "Megatron's order": [row for row in exact if row.form == MEGATRON],
+        "Other rounding": [row for row in rows if not row.form.exact],
+    }
+    named = [first]
+    for title, found in compared.items():
         launched = (row for row in found if row.form.flags is not None and row is not first)
         other = min(launched, key=attrgetter("typical"), default=first)
-        if id(other) in named:
-            return
-        named.add(id(other))
+        if any(other is row for row in named):
+            continue
+        named.append(other)
         change = other.typical / first.typical - 1
         wins = sum(a < b for a, b in zip(first.seconds, other.seconds, strict=True))
         yield (
@@ -152,13 +203,6 @@ def verdict(rows: Sequence[Timed], hardware: Hardware) -> Iterator[str]:
             f"{'longer' if change >= 0 else 'shorter'} "
             f"({wins} of {len(first.seconds)} simulated machines say longer)."
         )
-
-    exact = [row for row in rows if row.form.exact]
-    other = "With" if not first.form.ours else "Without"
-    yield from against(f"{other} CommFuse", (r for r in exact if r.form.ours != first.form.ours))
-    yield from against("Next", exact)
-    yield from against("Megatron's order", (row for row in exact if row.form == MEGATRON))
-    yield from against("Other rounding", (row for row in rows if not row.form.exact))
     if first.training.layout.tp == 1:
         yield (
             "- TP 1 has no tensor-parallel transfers: there is nothing to fuse but context "
@@ -175,7 +219,8 @@ def verdict(rows: Sequence[Timed], hardware: Hardware) -> Iterator[str]:
 def ratio(training: Training, hardware: Hardware, corners: int = 5) -> Range:
     """Communication / computation of a layer, with plain collectives."""
     steps = [Step(hardware.machine(*corner), training) for corner in CORNERS[:corners]]
-    return Range.of([s.time(REFERENCE).layer / s.time(COMPUTE_ONLY).layer - 1 for s in steps])
+    layers = [[s.layer_time(form).seconds for form in (REFERENCE, COMPUTE_ONLY)] for s in steps]
+    return Range.of([plain / bound - 1 for plain, bound in layers])
 
 
 def as_json(rows: Sequence[Timed], hardware: Hardware, model: str) -> dict[str, Any]:
@@ -196,12 +241,24 @@ def as_json(rows: Sequence[Timed], hardware: Hardware, model: str) -> dict[str, 
     }
 
 
-def sources(hardware: Hardware) -> str:
-    """A statement of what the figures are based on."""
-    return (
+def show(rows: Sequence[Timed], hardware: Hardware, model: str, launch: str) -> str:
+    """Print the verdict, how to launch it, what it is based on, and the table.
+
+    Returns:
+        What was simulated: model, sequence length and number of NPUs.
+    """
+    first = best(rows)
+    summary, *why = verdict(rows, hardware)
+    print_verdict(summary, first.fits)
+    tokens, npus = first.training.model.seq_length, first.training.layout.npus
+    title = f"{model}, {tokens} tokens, {npus} NPUs"
+    based = (
         f"Simulated, not measured. {hardware.assumed} of {hardware.path.name} have no public "
         "source at all; ranges are over its uncertainty."
     )
+    print(*why, "", launch, "", f"{title} of {hardware.name}. {based}", sep="\n")
+    print("", table(rows), sep="\n")
+    return title
 
 
 def _show(value: float) -> str:

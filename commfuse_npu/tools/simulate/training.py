@@ -1,4 +1,4 @@
-"""A model in its layout, and the layers of each pipeline stage."""
+"""A model in its layout: a training, and the layers of each pipeline stage."""
 
 from __future__ import annotations
 
@@ -8,13 +8,15 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal, NamedTuple
 
+from commfuse_npu.config_file import ConfigError
 from commfuse_npu.tools.model_config import ModelConfig
 from commfuse_npu.tools.simulate.context_parallel import ContextParallel
 from commfuse_npu.tools.simulate.experts import Experts
 from commfuse_npu.tools.simulate.latent import Latent
 from commfuse_npu.tools.simulate.llama import LayerShape
+from commfuse_npu.tools.simulate.pipeline import interleaves
 
-__all__ = ["Kind", "Layout", "Recompute", "Training"]
+__all__ = ["Kind", "Layout", "Recompute", "Training", "training"]
 
 Recompute = Literal["none", "full"]
 
@@ -227,3 +229,56 @@ class Training:
         if self.head:
             return self.head * (self.model.num_attention_heads + 2 * self.model.num_query_groups)
         return self.model.qkv_size
+
+
+def training(
+    model: ModelConfig,
+    layout: Layout,
+    sequence: int | None = None,
+    *,
+    micro_batch: int | None = None,
+    micro_batches: int | None = None,
+    recompute: Recompute = "none",
+) -> Training:
+    """The simulator's description of a training: a model in a layout.
+
+    Args:
+        sequence, micro_batch: tokens and sequences; the model's by default.
+        micro_batches: per step and replica; by default what the model's global batch gives.
+
+    Raises:
+        ConfigError: they do not fit each other; one line per problem, with value and limit.
+    """
+    sequence = sequence or model.seq_length
+    micro_batch = micro_batch or model.micro_batch_size
+    global_batch = model.global_batch_size
+    if micro_batches is not None:
+        global_batch = micro_batch * micro_batches * layout.dp
+    stages = model.num_layer_list if layout.pp == model.pipeline_model_parallel_size else None
+    fitted = replace(
+        model,
+        seq_length=sequence,
+        max_position_embeddings=max(sequence, model.max_position_embeddings),
+        micro_batch_size=micro_batch,
+        global_batch_size=global_batch,
+        tensor_model_parallel_size=layout.tp,
+        context_parallel_size=layout.cp,
+        pipeline_model_parallel_size=layout.pp,
+        sequence_parallel=model.sequence_parallel or layout.tp > 1,
+        num_layer_list=stages,
+        npus_per_node=layout.npus,
+        nnodes=1,
+    )
+    fitted.validate()
+    setup = Training(fitted, recompute, layout.vpp)
+    if layout.vpp > 1 and (layout.pp == 1 or any(count % layout.vpp for count in setup.layers)):
+        raise ConfigError(
+            f"{layout.vpp} chunks do not divide the layers of {layout.pp} pipeline stages, "
+            f"{', '.join(map(str, sorted(set(setup.layers))))}; choose another number of chunks"
+        )
+    if not interleaves(layout.pp, layout.vpp, setup.micro_batches):
+        raise ConfigError(
+            f"{setup.micro_batches} micro-batches are not divisible by {layout.pp} pipeline "
+            "stages, as the interleaved schedule wants; choose another global batch or 1 chunk"
+        )
+    return setup

@@ -40,7 +40,6 @@ from typing import TYPE_CHECKING, Literal
 
 from commfuse_npu.hardware.machine import Machine, min_outputs_to_hide
 from commfuse_npu.plan import Schedule, default_chunks, default_shape, min_rows_to_fuse
-from commfuse_npu.plan.rules import Wgrad
 from commfuse_npu.tools.simulate.links import Links
 from commfuse_npu.tools.simulate.mc2 import RANKS
 
@@ -51,9 +50,6 @@ __all__ = ["COC", "COC_FUSED", "COMPUTE_ONLY", "FB_OVERLAP", "MC2", "MEGATRON", 
            "Variant", "Way", "direct", "forms", "fused"]  # fmt: skip
 
 Kind = Literal["compute", "plain", "megatron", "sliced", "kernel", "mc2", "fused", "fb_overlap"]
-
-Sums = Literal["ordered", "once"]
-"""How partial sums are added: one after the other, or all in one pass."""
 
 Way = Schedule | int | None
 """How an operation is run: by a schedule, in a number of slices, or (``None``) by collectives in
@@ -69,8 +65,8 @@ class Variant:
 
     Attributes:
         way: for all operations that ``chosen`` does not name.
-        wgrad: for ``fused``, how weight gradients are computed.
-        sums: for ``fused``, how partial sums are added.
+        rounded: for ``fused``, whether weight gradients are computed per block and partial sums
+            added in one pass, which rounds differently.
         collectives_from: for ``fused``, number of outputs per rank from which the backward of
             column-parallel layers runs by collectives in Megatron's order.
         tuned: for ``fused``, the ways from which each operation takes its fastest.
@@ -81,8 +77,7 @@ class Variant:
     name: str
     kind: Kind
     way: Way = None
-    wgrad: Wgrad = "whole"
-    sums: Sums = "ordered"
+    rounded: bool = False
     collectives_from: int | None = None
     tuned: tuple[Way, ...] = ()
     chosen: tuple[tuple[str, Way], ...] = ()
@@ -95,7 +90,7 @@ class Variant:
     @property
     def exact(self) -> bool:
         """Whether the bits equal Megatron's."""
-        return self.wgrad == "whole" and self.sums == "ordered"
+        return not self.rounded
 
 
 COMPUTE_ONLY = Variant("compute", "compute")
@@ -121,8 +116,7 @@ def fused(
     schedule: Schedule,
     *,
     tuned: tuple[int, ...] = (),
-    wgrad: Wgrad = "whole",
-    sums: Sums = "ordered",
+    rounded: bool = False,
     collectives_from: int | None = None,
 ) -> Variant:
     """A variant of this project's ops.
@@ -138,11 +132,11 @@ def fused(
     name, flags = "commfuse", "--use-commfuse"
     if tuned:
         name, flags = "commfuse-tuned", f"{flags} --commfuse-tuning on"
-    if wgrad == "blocks" and sums == "once":
+    if rounded:
         name = "commfuse-rounded"
         flags += " --commfuse-wgrad blocks --commfuse-reduce-dtype float32"
     way = ways[0] if ways else schedule
-    return Variant(name, "fused", way, wgrad, sums, collectives_from, ways, flags=flags)
+    return Variant(name, "fused", way, rounded, collectives_from, ways, flags=flags)
 
 
 def forms(machine: Machine, training: Training) -> tuple[Variant, ...]:
@@ -173,6 +167,6 @@ def forms(machine: Machine, training: Training) -> tuple[Variant, ...]:
         ways += [
             launched,
             fused(base, tuned=_CHUNKS),
-            fused(base, tuned=_CHUNKS, wgrad="blocks", sums="once"),
+            fused(base, tuned=_CHUNKS, rounded=True),
         ]
     return (*ways, FB_OVERLAP, COMPUTE_ONLY)

@@ -11,9 +11,9 @@ from commfuse_npu.tools.report.charts import Bit, Row, gantt
 from commfuse_npu.tools.report.drawing import draw
 
 BITS = (
-    Bit("compute", "qkv GEMM", 1.0, 3.0, "work"),
-    Bit("compute", "waiting", 0.0, 1.0, "waiting"),
-    Bit("links", "qkv all-gather", 0.0, 1.0, "transfer"),
+    Bit("compute", 1.0, 3.0, "work"),
+    Bit("compute", 0.0, 1.0, "waiting"),
+    Bit("links", 0.0, 1.0, "transfer"),
 )
 LAYER = gantt("Layer", "ms", [Row("plain: 3 ms", ("compute", "links"), BITS)])
 

@@ -54,5 +54,5 @@ def variants(size: int, lanes: int, two_level: int | None = None) -> list[Varian
         *(fused(schedule) for schedule in schedules),
         fused(schedules[1], collectives_from=100),
         fused(base, tuned=(1, 2)),
-        fused(base, tuned=(1, 2), wgrad="blocks", sums="once"),
+        fused(base, tuned=(1, 2), rounded=True),
     ]

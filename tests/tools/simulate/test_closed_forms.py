@@ -30,8 +30,8 @@ times = st.floats(0.001, 1000.0)
 chunks_ = st.integers(1, 8)
 
 
-def fused(lanes: int, chunks: int = 1, **more: str) -> Variant:
-    return Variant("fused", "fused", Schedule("shifted", lanes, chunks), **more)
+def fused(lanes: int, chunks: int = 1, *, rounded: bool = False) -> Variant:
+    return Variant("fused", "fused", Schedule("shifted", lanes, chunks), rounded)
 
 
 def layer(
@@ -193,7 +193,7 @@ def test_sums_and_copies_take_memory_traffic() -> None:
     ordered = scatter(machine, 3, fused(2), work, block)
     assert ordered == pytest.approx(work + 2 * 3 * block / 3)
     # In one pass all are read, and the sum is written once.
-    single = scatter(machine, 3, fused(2, sums="once"), work, block)
+    single = scatter(machine, 3, fused(2, rounded=True), work, block)
     assert single == pytest.approx(work + 4 * block / 3)
     # The results of both peers are read and written, those of the last chunk with nothing beside;
     # blocks of one chunk arrive in place.
@@ -233,7 +233,7 @@ def test_a_column_backward_overlaps_as_its_variant_says(c: float, t: float, chun
     whole = column(ideal(), 2, fused(1, chunks), c, t)
     assert whole == pytest.approx(max(max(c, t) + c, link))
     # By blocks the half of wgrad that needs no transfer hides the gather, too.
-    blocks = column(ideal(), 2, fused(1, chunks, wgrad="blocks"), c, t)
+    blocks = column(ideal(), 2, fused(1, chunks, rounded=True), c, t)
     assert blocks == pytest.approx(max(max(1.5 * c, t) + c / 2, link))
 
 
@@ -242,7 +242,7 @@ def test_a_column_backward_overlaps_as_its_variant_says(c: float, t: float, chun
 def test_a_row_backward_hides_its_gather_behind_what_it_may_compute(c: float, t: float) -> None:
     assert row(ideal(), 2, REFERENCE, c, t) == pytest.approx(t + 2 * c)
     assert row(ideal(), 2, fused(1), c, t) == pytest.approx(max(c / 2, t) + c / 2 + c)
-    blocks = row(ideal(), 2, fused(1, wgrad="blocks"), c, t)
+    blocks = row(ideal(), 2, fused(1, rounded=True), c, t)
     assert blocks == pytest.approx(max(c, t) + c)
 
 

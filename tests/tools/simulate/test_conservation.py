@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import heapq
 from dataclasses import replace
-from typing import Any
 
 import pytest
 from hypothesis import example, given, settings
@@ -14,7 +12,8 @@ from commfuse_npu.hardware.machine import Level
 from commfuse_npu.plan import Schedule
 from commfuse_npu.tools.simulate import llama
 from commfuse_npu.tools.simulate.engine import simulate
-from commfuse_npu.tools.simulate.group import Group, Simulated, collective_seconds
+from commfuse_npu.tools.simulate.group import Group, Simulated
+from commfuse_npu.tools.simulate.launches import ASIDE, COMPUTE, Message, Operation
 from commfuse_npu.tools.simulate.linear import column
 from commfuse_npu.tools.simulate.links import Links
 from commfuse_npu.tools.simulate.llama import LayerShape
@@ -83,28 +82,10 @@ def test_variants_do_the_same_gemms_and_send_the_lower_bound(size: int) -> None:
         assert max(busy) == pytest.approx(min(busy))
 
 
-def test_the_events_of_a_collective_grow_with_its_transfers(monkeypatch) -> None:
-    """Redistributing a link at each of n transfers would take n * n events."""
-    pushed: list[float] = []
-
-    def counted(events: list[Any], event: Any, push=heapq.heappush) -> None:
-        pushed.append(event[0])
-        push(events, event)
-
-    monkeypatch.setattr("heapq.heappush", counted)
-    machine = replace(ideal(), npus_per_node=513, inside=Level("switched", 1.0, 0.0))
-    ratios = []
-    for size in (65, 513):
-        pushed.clear()
-        assert collective_seconds(Group(machine, size), 1.0) == pytest.approx(size - 1)
-        ratios.append(len(pushed) / (size - 1))
-    assert ratios[1] <= ratios[0] <= 4
-
-
 def test_a_receive_that_nobody_sends_and_lanes_in_another_order_hang() -> None:
     variant, launches = Variant("fused", "fused", Schedule(lanes=1, chunks=2)), []
     for number in range(2):
-        rank = Rank(MACHINE, number, 2, 2, variant)
+        rank = Rank(Links(MACHINE, 2), number, variant)
         column(rank, "x", 4, 5 * 10**8, 1)
         launches.append(rank.finish())
     (operations, other), links = launches, Links(MACHINE, 2)
@@ -116,3 +97,19 @@ def test_a_receive_that_nobody_sends_and_lanes_in_another_order_hang() -> None:
     swapped[first], swapped[second] = operations[second], operations[first]
     with pytest.raises(AssertionError, match="operations wait"):
         simulate([swapped, other], links)
+
+
+def test_work_is_slowed_by_transfers_of_its_rank_and_by_the_other_stream() -> None:
+    message = Message(("x",), 0, 1, 2.0, delay=1.0)
+    work, aside = Operation("work", COMPUTE, 4.0), Operation("aside", ASIDE, 4.0)
+    ends = Operation("x", "lane", sends=(message,)), Operation("x", "lane", receives=(message,))
+    links = Links(ideal(transfer_slowdown=0.5), 4)
+    timeline = simulate([[work, ends[0]], [work, ends[1]], [work], [work, aside]], links)
+    assert [(moved.start, moved.end) for moved in timeline.moved] == [(1.0, 3.0)]
+    finished = {span.rank: span.end for span in timeline.spans if span.operation == work}
+    assert finished == {0: 5.0, 1: 5.0, 2: 4.0, 3: 8.0}
+
+
+def test_a_transfer_of_another_group_has_links_of_its_own() -> None:
+    links = Links(ideal("switched"), 2)
+    assert not {*links.path(0, 0)} & {*links.path(0, 1), *links.path(1, 0)}

@@ -18,6 +18,7 @@ from commfuse_npu.tools.simulate.context_parallel import ContextParallel
 from commfuse_npu.tools.simulate.experts import Experts
 from commfuse_npu.tools.simulate.group import Group
 from commfuse_npu.tools.simulate.latent import Latent
+from commfuse_npu.tools.simulate.links import Links
 from commfuse_npu.tools.simulate.llama import LayerShape
 from commfuse_npu.tools.simulate.rank import Rank
 from commfuse_npu.tools.simulate.variants import (
@@ -91,7 +92,7 @@ def test_a_layer_of_experts() -> None:
     assert compute <= pair < plain
 
     def launches(experts: Experts) -> int:
-        rank = Rank(ideal(), 0, 1, 1, MEGATRON)
+        rank = Rank(Links(ideal(), 1), 0, MEGATRON)
         experts.forward(rank, TOKENS, HIDDEN)
         return sum(operation.launches for operation in rank.finish())
 

@@ -15,7 +15,7 @@ from commfuse_npu.plan import Schedule, default_chunks, default_shape, min_rows_
 from commfuse_npu.plan.defaults import POST_SECONDS
 from commfuse_npu.tools.model_config import ModelConfig
 from commfuse_npu.tools.simulate.step import Layout, Step
-from commfuse_npu.tools.simulate.sweep import training
+from commfuse_npu.tools.simulate.training import training
 from commfuse_npu.tools.simulate.variants import MEGATRON, fused
 
 MACHINES = ("ascend_910b_server", "ascend_910c_supernode")

@@ -15,11 +15,11 @@ from commfuse_npu.plan import Schedule
 from commfuse_npu.tools.model_config import ModelConfig
 from commfuse_npu.tools.simulate import group
 from commfuse_npu.tools.simulate import step as step_module
-from commfuse_npu.tools.simulate.data_parallel import buckets, exposed_end
+from commfuse_npu.tools.simulate.data_parallel import Weights, buckets, exposed_end
 from commfuse_npu.tools.simulate.footprint import Footprint, footprint
 from commfuse_npu.tools.simulate.pipeline import one_forward_one_backward
 from commfuse_npu.tools.simulate.step import Layout, Recompute, Step
-from commfuse_npu.tools.simulate.sweep import training
+from commfuse_npu.tools.simulate.training import training
 from commfuse_npu.tools.simulate.variants import (
     COMPUTE_ONLY,
     FB_OVERLAP,
@@ -82,25 +82,25 @@ def test_a_layout_that_does_not_fit_is_explained() -> None:
 
 
 def test_only_the_last_bucket_is_exposed_when_the_link_keeps_up() -> None:
-    assert buckets([30e6] * 5, ranks=4) == [[4, 3], [2, 1], [0]]
-    assert buckets([30e6] * 5, ranks=100) == [[4, 3, 2, 1], [0]]
-    order = [[2], [1], [0]]
-    assert exposed_end([5.0] * 3, order, [3.0] * 3) == 3.0
+    layers = [Weights(30e6, number) for number in range(5)]
+    for ranks, numbers in (4, [[4, 3], [2, 1], [0]]), (100, [[4, 3, 2, 1], [0]]):
+        assert [[layer.forward for layer in b] for b in buckets(layers, ranks)] == numbers
+    assert exposed_end([5.0] * 3, [3.0] * 3) == 3.0
     # A slow link: all transfers are exposed, less what the layers hide.
-    assert exposed_end([1.0] * 3, order, [3.0] * 3) == 1 + 9 - 3
+    assert exposed_end([1.0] * 3, [3.0] * 3) == 1 + 9 - 3
 
 
 def test_the_tables_of_the_vocabulary_are_exchanged_too() -> None:
-    job, small = (
-        training(model, Layout(8, 1, 2, 4), 8192, micro_batches=4)
-        for model in (LLAMA, replace(LLAMA, vocab_size=8))
+    tied = replace(LLAMA, untie_embeddings_and_output_weights=False)
+    jobs = (
+        training(model, Layout(8, 1, 2, 1), 8192, micro_batches=4)
+        for model in (LLAMA, tied, replace(LLAMA, vocab_size=8))
     )
     # The embedding's gradients come last and its parameters are needed first.
     machine = SERVER.machine()
-    more, less = (Step(machine, case).time(REFERENCE).data_parallel for case in (job, small))
-    assert more > 1.2 * less
-    assert Step(machine, job).time(COMPUTE_ONLY, free=True).data_parallel == 0
-    assert job.layout.npus == 64
+    steps = [Step(machine, replace(job, overlaps=(False, False))) for job in jobs]
+    two, one, none = (step.time(REFERENCE) - step.time(REFERENCE, free=True) for step in steps)
+    assert two > one > none
 
 
 def test_host_and_device_meet_after_a_forward_and_its_backward(monkeypatch) -> None:
@@ -116,7 +116,6 @@ def test_host_and_device_meet_after_a_forward_and_its_backward(monkeypatch) -> N
     slow = replace(fast, machine=SERVER.launching(1e-3).machine()).layer_time(MEGATRON)
     events = 4 * 10 * SERVER.typical("host.event_overhead")
     assert slow.seconds == pytest.approx(66e-3 + events)
-    assert slow.waiting > device.waiting
 
 
 @pytest.mark.parametrize("fb_overlap", [False, True])
@@ -132,17 +131,17 @@ def test_a_step_is_its_layers_its_embedding_its_head_and_its_optimizer(fb_overla
         assert of_layer.pair is not None
         micro_batches = alone + 3 * (LAYERS * of_layer.pair[0] + of_layer.pair[1] + ends)
     expected = pytest.approx(micro_batches + step._optimizer)
-    assert step.time(FB_OVERLAP if fb_overlap else MEGATRON).seconds == expected
+    assert step.time(FB_OVERLAP if fb_overlap else MEGATRON) == expected
 
 
 def test_transfers_between_stages_are_free_where_all_are_and_recomputation_adds_forwards() -> None:
     job = training(LLAMA2_7B, Layout(2, 1, 1, 4), 4096, micro_batch=1, micro_batches=4)
     step = Step(SERVER.machine(), job)
-    free, not_free = (step.time(MEGATRON, free=free).seconds for free in (True, False))
+    free, not_free = (step.time(MEGATRON, free=free) for free in (True, False))
     assert not_free - free == pytest.approx(2 * 3 * step._between_stages)
     full = replace(step, training=replace(job, recompute="full"))
     chain = (4 - 1 + 4) * LAYERS / 4  # the longest of stages and micro-batches
-    more = full.time(COMPUTE_ONLY, free=True).seconds - step.time(COMPUTE_ONLY, free=True).seconds
+    more = full.time(COMPUTE_ONLY, free=True) - step.time(COMPUTE_ONLY, free=True)
     assert more == pytest.approx(chain * step.layer_time(COMPUTE_ONLY).forward)
 
 
@@ -194,8 +193,8 @@ def test_every_size_divides_what_it_should() -> None:
 
 
 def test_lanes_and_what_is_gathered_take_memory_for_communication() -> None:
-    def communication(schedule: Schedule, **how: str) -> float:
-        variant = fused(schedule, **how)  # type: ignore[arg-type]
+    def communication(schedule: Schedule, *, rounded: bool = False) -> float:
+        variant = fused(schedule, rounded=rounded)
         return memory(Layout(8, 1, 1, 1), variant).communication
 
     # A lane is a communicator of two buffers, of the size of its messages, 16 MB at least.
@@ -210,6 +209,6 @@ def test_lanes_and_what_is_gathered_take_memory_for_communication() -> None:
     more = memory(Layout(8, 1, 1, 1), fused(Schedule("collective", 1, 2)), model=wide)
     assert two == one
     assert more.communication - one == 4096 * 2 * VOCABULARY - 2 * rows
-    blocks = communication(Schedule(lanes=1), wgrad="blocks")
+    blocks = communication(Schedule(lanes=1), rounded=True)
     assert blocks - few == 4 * H * VOCABULARY / 8
     assert memory(Layout(8, 1, 1, 1)).communication == 2 * rows + communicator

@@ -20,10 +20,11 @@ from commfuse_npu.plan.instructions import (
     WaitEvent,
 )
 from commfuse_npu.plan.program import Program
-from commfuse_npu.plan.rules import Wgrad, column_backward, gather_gemm, gemm_scatter
+from commfuse_npu.plan.rules import column_backward, gather_gemm, gemm_scatter
 from commfuse_npu.plan.schedule import RankSpec
 from commfuse_npu.tools.simulate import linear, llama
 from commfuse_npu.tools.simulate.launches import ASIDE, COMPUTE, Operation
+from commfuse_npu.tools.simulate.links import Links
 from commfuse_npu.tools.simulate.llama import LayerShape
 from commfuse_npu.tools.simulate.rank import Rank, rest
 from commfuse_npu.tools.simulate.variants import Variant
@@ -41,7 +42,7 @@ SCHEDULES = [
 
 WORKS = {Copy: "copy", Add: "sum", WaitEvent: "hold"}
 Build = Callable[[Rank], None]
-Made = Callable[[RankSpec], list[Program]]
+Made = Callable[[RankSpec], Program]
 
 
 def _linear(part: str) -> Build:
@@ -51,12 +52,12 @@ def _linear(part: str) -> Build:
 
 CASES: dict[str, tuple[Build, Made]] = {
     "column": (_linear("column"),
-               lambda at: [gather_gemm(at, ROWS, INPUTS, OUTPUTS, None, 0)]),
-    "row": (_linear("row"), lambda at: [gemm_scatter(at, ROWS, INPUTS, OUTPUTS)]),
+               lambda at: gather_gemm(at, ROWS, INPUTS, OUTPUTS, None, 0)),
+    "row": (_linear("row"), lambda at: gemm_scatter(at, ROWS, INPUTS, OUTPUTS)),
     "column gradients": (_linear("column_gradients"),
-                         lambda at: [column_backward(at, ROWS, INPUTS, OUTPUTS, True, True)]),
+                         lambda at: column_backward(at, ROWS, INPUTS, OUTPUTS, True, True)),
     "row gradients": (_linear("row_gradients"),
-                      lambda at: [gather_gemm(at, ROWS, OUTPUTS, INPUTS, "whole", INPUTS)]),
+                      lambda at: gather_gemm(at, ROWS, OUTPUTS, INPUTS, "whole", INPUTS)),
 }  # fmt: skip
 
 
@@ -64,21 +65,17 @@ CASES: dict[str, tuple[Build, Made]] = {
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
 @pytest.mark.parametrize("case", CASES)
 def test_what_is_timed_is_the_program(case: str, schedule: Schedule, batched: bool) -> None:
-    build, make_programs = CASES[case]
+    build, make_program = CASES[case]
     for number in range(SIZE):
         machine = replace(ideal(), batched=batched)
-        rank = Rank(machine, number, SIZE, SIZE, Variant("fused", "fused", schedule))
+        rank = Rank(Links(machine, SIZE), number, Variant("fused", "fused", schedule))
         build(rank)
-        programs = make_programs(RankSpec(schedule, number, SIZE, batched))
-        # Programs are cached by their arguments: these are the programs that run.
-        assert list(rank.programs.values()) == programs
         operations = iter(enumerate(rank.finish()))
-        for name, program in zip(rank.programs, programs, strict=True):
-            compare(operations, name, program)
+        compare(operations, make_program(RankSpec(schedule, number, SIZE, batched)))
         assert {operation.name for _, operation in operations} <= {"end"}
 
 
-def compare(operations: Iterator[tuple[int, Operation]], name: str, program: Program) -> None:
+def compare(operations: Iterator[tuple[int, Operation]], program: Program) -> None:
     """One operation per instruction; a transfer starts after the work that precedes it."""
     posted: dict[tuple[str, int], int] = {}
     events: dict[int, int | None] = {}
@@ -86,12 +83,9 @@ def compare(operations: Iterator[tuple[int, Operation]], name: str, program: Pro
     last: dict[bool, int | None] = {False: None, True: None}
     for instruction in program.code:
         if isinstance(instruction, Wait):
-            needed[instruction.on_side_stream] |= {
-                posted["receive", step] for step in instruction.receives
-            }
-            needed[instruction.on_side_stream] |= {
-                posted["send", step] for step in instruction.sends
-            }
+            ends = [("receive", step) for step in instruction.receives]
+            ends += [("send", step) for step in instruction.sends]
+            needed[instruction.on_side_stream] |= {posted[end] for end in ends}
         elif isinstance(instruction, RecordEvent):
             events[instruction.event] = last[instruction.on_side_stream]
         elif isinstance(instruction, Post):
@@ -107,18 +101,15 @@ def compare(operations: Iterator[tuple[int, Operation]], name: str, program: Pro
                     assert operation.engine == f"lane {transfer.lane}"
         elif isinstance(instruction, Compute | Copy | Add | WaitEvent):
             on_side = not isinstance(instruction, Compute) and instruction.on_side_stream
-            kind = (
-                instruction.work if isinstance(instruction, Compute) else WORKS[type(instruction)]
-            )
+            is_work = isinstance(instruction, Compute)
+            kind = instruction.work if is_work else WORKS[type(instruction)]
             if isinstance(instruction, WaitEvent):
                 needed[on_side].add(events[instruction.event])
             # Each addition takes a pass of its own.
-            parts = (
-                sum(parts for _, parts in instruction.terms) if isinstance(instruction, Add) else 0
-            )
-            for _ in range(max(1, parts - 1)):
+            terms = instruction.terms if isinstance(instruction, Add) else ()
+            for _ in range(max(1, sum(parts for _, parts in terms) - 1)):
                 last[on_side], operation = next(operations)
-                assert operation.name == f"{name} {kind}"
+                assert operation.name == f"x {kind}"
                 assert operation.engine == (ASIDE if on_side else COMPUTE)
                 assert needed[on_side] <= {None, *operation.after}
                 needed[on_side] = set()
@@ -132,11 +123,11 @@ def width(program: Program, span: Span) -> int:
     return scratch.get(span.buffer) or columns or arguments["columns"]
 
 
-@pytest.mark.parametrize("wgrad", ["whole", "blocks"])
-def test_a_layer_gathers_its_inputs_ahead(wgrad: Wgrad) -> None:
+@pytest.mark.parametrize("rounded", [False, True])
+def test_a_layer_gathers_its_inputs_ahead(rounded: bool) -> None:
     """Posted after all transfers of the row-parallel layer, before its last weight gradient."""
-    variant = Variant("x", "fused", Schedule(lanes=5, chunks=2), wgrad=wgrad)
-    rank = Rank(ideal(), 1, SIZE, SIZE, variant)
+    variant = Variant("x", "fused", Schedule(lanes=5, chunks=2), rounded)
+    rank = Rank(Links(ideal(), SIZE), 1, variant)
     llama.backward(rank, SHAPE)
     names = [operation.name for operation in rank.finish()]
     for row, column in (("fc2", "fc1"), ("proj", "qkv")):

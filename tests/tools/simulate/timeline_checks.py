@@ -47,16 +47,17 @@ def check_timeline(simulated: Simulated) -> None:
     assert abs(max(span.end for span in timeline.spans) - timeline.seconds) <= slack
     planned = {m.key for rank in simulated.launches for op in rank for m in op.sends}
     assert Counter(moved.message.key for moved in timeline.moved) == Counter(planned)
+    rates: dict[LinkId, float] = {}
     carried: dict[LinkId, list[Moved]] = defaultdict(list)
     for moved in timeline.moved:
         message = moved.message
-        ready = max(span.start for span in at_ends[message.key])
-        latency = links.latency(message.source, message.target) + message.delay
-        assert abs(moved.ready - ready) <= slack, f"{moved} is ready at another time than {ready}"
-        assert abs(moved.start - ready - latency) <= slack, f"{moved} has a latency of {latency}"
+        level = links.level(message.source, message.target)
+        begin = max(span.start for span in at_ends[message.key]) + level.latency + message.delay
+        assert abs(moved.start - begin) <= slack, f"{moved} starts at another time than {begin}"
+        alone = message.size / level.rate
+        assert moved.end - moved.start >= alone - slack, f"{moved} takes less than {alone}"
         for link in links.path(message.source, message.target):
-            alone = message.size / links.capacity(link)
-            assert moved.end - moved.start >= alone - slack, f"{moved} takes less than {alone}"
+            rates[link] = level.rate
             carried[link].append(moved)
     for link, flows in carried.items():
         # From the first start to the last end of flows that overlap in time.
@@ -66,7 +67,7 @@ def check_timeline(simulated: Simulated) -> None:
             if flow.start > end:
                 begin, load = flow.start, 0.0
             end, load = max(end, flow.end), load + flow.message.size
-            assert load <= links.capacity(link) * (end - begin + slack), f"{link} is too fast"
+            assert load <= rates[link] * (end - begin + slack), f"{link} is too fast"
 
 
 def sent(operations: Sequence[Operation]) -> float:
