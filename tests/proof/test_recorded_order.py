@@ -85,7 +85,7 @@ def test_files_that_are_whole_and_those_that_are_not(tmp_path, judged) -> None:
         ([HEADER, ["transport", 0, [0, 1], True]], "line 2: .*rank 0 of 1 has no such group"),
         ([HEADER, TRANSPORT, BEGIN, BEGIN], "line 4: ValueError: slot 0 is in use"),
         ([HEADER, TRANSPORT, ["issue", 0, 0, {"name": "all"}]], "line 3: KeyError: 'kind'"),
-        ([HEADER, ["dance", 1]], "line 2: ValueError: dance is no event"),
+        ([HEADER, ["dance", 1]], "line 2: ValueError: this is no event: .*dance"),
         ([HEADER, BEGIN], "line 2: KeyError: 0"),
         ([HEADER, TRANSPORT, ["begin", 0, 0, {**PROGRAM, "schedule": {"lanes": 0}}]],
          "line 3: PlanError: lanes is 0; it must be"),
@@ -173,11 +173,13 @@ def test_a_deadlock_is_one_though_the_files_just_end(tmp_path, judged) -> None:
 
 
 def test_what_repeats_itself_is_judged_once(tmp_path, monkeypatch, judged) -> None:
-    created, real = [], verify_log._Rank
-    monkeypatch.setattr(verify_log, "_Rank", lambda *args: created.append(1) or real(*args))
+    simulated, real = [], verify_log.Rendezvous
+    monkeypatch.setattr(
+        verify_log, "Rendezvous", lambda *args, **links: simulated.append(1) or real(*args, **links)
+    )
     two_ranks(tmp_path, ONCE * 500, ONCE * 500)
     assert "2 ranks, 1000 operations, 2000 posts" in judged(0)
-    assert len(created) == 2 * 3  # per rank: the first operation, the others, the end of the log
+    assert len(simulated) == 3  # the first operation, the others, the end of the log
     # A fault in one of the repetitions is found.
     two_ranks(tmp_path, ONCE * 500, [*ONCE * 300, *ONCE[:2], ONCE[3], *ONCE * 199])
     words = "rank 1, operation 300 (op) of the group of ranks 0, 1: it finishes without"
