@@ -205,7 +205,7 @@ FAULTS: dict[str, tuple[Group, Callable[[Group], Group], str]] = {
     ),
     "a run of other rows": (
         group(*USED), change(Compute, 1, run=lambda run: slice(2, 4)),
-        "call 1 of use is for rows 2:4, it has to be for 4:6",
+        r"call 1 of use is for rows 2:4 with shard\[0:2, .* has to be for rows 4:6 with shard",
     ),
     # Collectives.
     "a collective in another order": (
