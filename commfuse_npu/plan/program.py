@@ -22,7 +22,6 @@ from commfuse_npu.plan.instructions import (
     Instruction,
     Post,
     Span,
-    Transfer,
     accesses,
     line,
 )
@@ -91,12 +90,9 @@ class Program:
         return dict(zip(self.names, self.rule[2:], strict=True))
 
     @cached_property
-    def transfers(self) -> dict[int, tuple[Transfer, Transfer]]:
-        """The send and the receive of each step."""
-        ends = [(way, end.transfer) for post in self.posts for way, end in post.ends]
-        transfers = {(way, transfer.step): transfer for way, transfer in ends}
-        steps = sorted(step for way, step in transfers if way == "send")
-        return {step: (transfers["send", step], transfers["receive", step]) for step in steps}
+    def steps(self) -> int:
+        """Number of steps, each a send and a receive."""
+        return sum(way == "send" for post in self.posts for way, _ in post.ends)
 
     @property
     def posts(self) -> Iterator[Post | Collective]:
@@ -122,7 +118,7 @@ class Program:
     @cached_property
     def lanes(self) -> int:
         """Number of lanes that it uses."""
-        return 1 + max((send.lane for send, _ in self.transfers.values()), default=-1)
+        return 1 + max((post.transfer.lane for post in self.posts), default=-1)
 
     @cached_property
     def ahead_end(self) -> int:
@@ -175,22 +171,10 @@ class Program:
             ends[region] = max(ends[region], offset + aligned(rows * columns))
         return dict(ends)
 
-    @cached_property
-    def late(self) -> bool:
-        """Whether some scratch memory is taken at the :attr:`ahead_end`."""
-        return any(region.late for region in self.regions)
-
-    def scratch_elements(self, wide: bool = False) -> int:
-        """Total elements of scratch memory, in the dtype of sums if ``wide``, else of messages."""
-        return sum(n for region, n in self.regions.items() if region.wide == wide)
-
     def count(self, kind: type[Instruction], work: str | None = None) -> int:
         """Number of instructions of a kind; with ``work``, of the :class:`Compute` of that work."""
-        return sum(
-            isinstance(instruction, kind)
-            and (work is None or getattr(instruction, "work", None) == work)
-            for instruction in self.code
-        )
+        found = (step for step in self.code if isinstance(step, kind))
+        return sum(work in (None, getattr(step, "work", None)) for step in found)
 
     def __str__(self) -> str:
         """The program as text, one line per instruction."""

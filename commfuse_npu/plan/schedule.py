@@ -44,7 +44,7 @@ _MOST_LANES = 7
 
 
 class PlanError(ValueError):
-    """An invalid schedule, or programs that :mod:`~commfuse_npu.proof.verify` refutes."""
+    """An invalid schedule, or one that a rule does not accept."""
 
 
 @lru_cache(maxsize=1024)

@@ -337,7 +337,7 @@ class RankLog:
         return any(
             other.name.group == running.name.group
             and {other.program.rule[0], running.program.rule[0]} <= _IN_LINE
-            and other.posted < len(other.batched.transfers)
+            and other.posted < other.batched.steps
             for other in earlier
             if other.program and other.batched and running.program
         )

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from commfuse_npu.plan import PlanError, Schedule
+from commfuse_npu.plan import Schedule
 from commfuse_npu.plan.instructions import Collective, End, Post, Wait
 from commfuse_npu.plan.program import Program
 from commfuse_npu.proof.data_flow import Contents, execute
@@ -32,20 +32,9 @@ from commfuse_npu.proof.hazards import hazards
 from commfuse_npu.proof.memory import Memory, describe
 from commfuse_npu.proof.outcomes import outcome_faults, outcome_of
 
-__all__ = ["counter_examples", "verify"]
+__all__ = ["counter_examples"]
 
 _MOST_FAULTS = 8
-
-
-def verify(programs: Sequence[Program]) -> None:
-    """Prove the programs of all ranks of a group, given in rank order.
-
-    Raises:
-        PlanError: they are refuted; the message lists the counter-examples.
-    """
-    faults = counter_examples(programs)
-    if faults:
-        raise PlanError("the programs do not hold:\n" + "\n".join(f"- {line}" for line in faults))
 
 
 def counter_examples(programs: Sequence[Program]) -> list[str]:
@@ -156,26 +145,16 @@ def _pairing(programs: Sequence[Program], memories: Sequence[Memory]) -> Iterato
 
 def _order(program: Program) -> Iterator[str]:
     """Check that steps rise, and that a wait for a step follows the posts of all steps up to it."""
-    to_come: dict[str, list[int]] = {"send": [], "receive": []}
-    for post in reversed([*program.posts]):
-        for way, end in reversed(post.ends):
-            to_come[way].append(end.transfer.step)
-    last = {"send": -1, "receive": -1}
+    posted, awaited = {"send": -1, "receive": -1}, -1
     for at, instruction in enumerate(program.code):
-        if isinstance(instruction, Post | Collective):
-            for way, _ in instruction.ends:
-                step = to_come[way].pop()
-                if step <= last[way]:
-                    yield (
-                        f"{describe(program, at)}: it posts the {way} of step {step} after that "
-                        f"of step {last[way]}; there is no common order"
-                    )
-                last[way] = max(last[way], step)
-        elif isinstance(instruction, Wait):
-            most = max((step for _, step in instruction.ends), default=-1)
-            for way, steps in to_come.items():
-                if steps and steps[-1] <= most:
-                    yield (
-                        f"{describe(program, at)}: it waits for step {most} before it posts the "
-                        f"{way} of step {steps[-1]}"
-                    )
+        if isinstance(instruction, Wait):
+            awaited = max((awaited, *(step for _, step in instruction.ends)))
+        elif isinstance(instruction, Post | Collective):
+            for way, (transfer, _) in instruction.ends:
+                step, post = transfer.step, f"{describe(program, at)}: it posts the {way} of step"
+                if step <= posted[way]:
+                    last = posted[way]
+                    yield f"{post} {step} after that of step {last}; there is no common order"
+                elif step <= awaited:
+                    yield f"{post} {step} after it has waited for step {awaited}"
+                posted[way] = max(posted[way], step)

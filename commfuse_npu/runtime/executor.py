@@ -132,7 +132,7 @@ class Running:
         self._transport.resume(self)
         works = {"gemm": self._kernels.gemm_into, **(works or {})}
         try:
-            if self.program.late and not ahead:
+            if not ahead:
                 self._take_scratch(late=True)
             self._bind(tensors)
         except BaseException as error:
@@ -365,7 +365,7 @@ class Running:
                 )
                 parts.append(
                     f"{verb} {transfer.piece} ({span.rows * columns} x {self._dtype}), "
-                    f"peer {peer}, step {step} of {len(self.program.transfers) - 1}, "
+                    f"peer {peer}, step {step} of {self.program.steps - 1}, "
                     f"lane {transfer.lane}"
                 )
         return f"{self.name}: {' and '.join(parts)}"
