@@ -11,6 +11,7 @@ from tests.late_transfers import late
 from tests.late_transfers.race_detector import Module, RaceDetector
 from tests.random_networks import compare
 from tests.random_networks.case import Case
+from tests.random_networks.transports import at_rest, transport_of
 
 
 def in_batches(rank: int, case: Case) -> list[str]:
@@ -26,10 +27,10 @@ def races(rank: int, case: Case) -> list[str]:
     module, case = Module(), replace(case, batched=True)
     with compare.quiet():
         compare.run_case(case, "fused")
-        compare.at_rest_or_raise(case)
+        at_rest(transport_of(case))
         with late.streams_of(module), RaceDetector(module) as detector:
             compare.run_case(case, "fused")
-    compare.at_rest_or_raise(case)
+    at_rest(transport_of(case))
     return list(dict.fromkeys(detector.races))
 
 

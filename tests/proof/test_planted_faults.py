@@ -61,6 +61,14 @@ def put(programs: Group, rank: int, place: int, *instructions: Instruction) -> G
     return with_code(programs, rank, [*code[:place], *instructions, *code[place + 1 :]])
 
 
+def replaced(value: Any, part: tuple[Any, ...], new: tuple[Any, ...]) -> Any:
+    """``value`` with ``new`` wherever nested tuples have ``part``, by identity."""
+    if value is part or not isinstance(value, tuple):
+        return new if value is part else value
+    items = [replaced(item, part, new) for item in value]
+    return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
+
+
 def move(programs: Group, rank: int, place: int, to: int) -> Group:
     code = list(programs[rank].code)
     code.insert(to, code.pop(place))
