@@ -17,10 +17,10 @@ transfer, or the last one, overlaps with work (CommFuse, arXiv 2604.24013)::
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
-from functools import cached_property, lru_cache
+from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple, get_args
 
 from commfuse_npu.plan.block_order import Own, causal_costs, least_waiting
 
@@ -162,18 +162,6 @@ class Schedule:
         lanes = "a lane per peer" if self.lanes is None else f"{self.lanes} lanes"
         shape = self.shape if self.shape == "collective" else f"{self.shape}, {lanes}"
         return f"{shape}, {self.chunks} chunks{taper}{node}{causal}"
-
-    @cached_property
-    def _hash(self) -> int:
-        return hash(tuple(getattr(self, field.name) for field in fields(self)))
-
-    def __hash__(self) -> int:
-        # Cached: every call of an op hashes its schedule.
-        return self._hash
-
-    def __getstate__(self) -> dict[str, Any]:
-        # Without the hash: that of a string differs between processes.
-        return {name: value for name, value in self.__dict__.items() if name != "_hash"}
 
     def lanes_for(self, size: int) -> int:
         """Number of lanes: :attr:`lanes` if set, else the default for a group of ``size``.

@@ -20,7 +20,7 @@ from commfuse_npu.plan.rules.pieces import (
     sum_pieces,
 )
 from commfuse_npu.plan.rules.product import Product
-from commfuse_npu.plan.rules.rule import IN_FLIGHT, Carrier, rule
+from commfuse_npu.plan.rules.rule import IN_FLIGHT, Carrier, Rule
 from commfuse_npu.plan.schedule import RankSpec
 
 __all__ = ["Wgrad", "column_backward", "gather_gemm", "gemm_all_reduce", "gemm_scatter"]
@@ -37,7 +37,7 @@ _AHEAD = 8
 """Most transfers posted before the first work; a limit, because each post takes host time."""
 
 
-@rule
+@Rule
 def gather_gemm(
     spec: RankSpec,
     rows: int,
@@ -172,7 +172,7 @@ def _spread(
         b.copy(strip, part, on_side_stream=on_side_stream)
 
 
-@rule
+@Rule
 def gemm_scatter(spec: RankSpec, rows: int, inputs: int, outputs: int) -> Builder:
     """Multiply ``a`` by ``weight`` and reduce-scatter the product.
 
@@ -235,7 +235,7 @@ def _add_columns(
     products[j].add(Span(buffer, 0, rows, columns), on_side_stream=on_side_stream)
 
 
-@rule
+@Rule
 def column_backward(
     spec: RankSpec,
     rows: int,
@@ -308,7 +308,7 @@ def _(
         c.wgrad(grad, whole)
 
 
-@rule
+@Rule
 def gemm_all_reduce(spec: RankSpec, rows: int, inputs: int, outputs: int) -> Builder:
     """Multiply ``a`` by ``weight`` and sum the product over the ranks.
 
