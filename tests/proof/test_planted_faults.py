@@ -91,10 +91,9 @@ def posts(**ends: Any) -> Callable[[Group], Group]:
         place = at(programs[0], Post)
         post = programs[0].code[place]
         for way, changes in ends.items():
-            end = getattr(post, way)
-            part = "span" if changes.keys() <= set(end.span._fields) else "transfer"
-            end = end._replace(**{part: getattr(end, part)._replace(**changes)})
-            post = post._replace(**{way: end})
+            transfer, span = getattr(post, way)
+            part: Any = span if changes.keys() <= set(span._fields) else transfer
+            post = replaced(post, part, part._replace(**changes))
         return put(programs, 0, place, post)
 
     return changed

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -198,39 +198,29 @@ def test_no_more_than_a_few_faults_are_told(tmp_path) -> None:
 # ---------------------------------------------------------------------- several under way at once
 
 
-class Operation:
-    """A program of a rule, or a collective, that is recorded step by step in the log of a rank."""
-
-    def __init__(
-        self, log: OrderLog, spec: RankSpec, transport: Any, what: tuple[Any, ...]
-    ) -> None:
-        self._program, self._at = None, 0
-        if what[0] in RULES:
-            self._program = RULES[what[0]](spec, *what[1:])
-            self._log = log.program(transport, self._program, what[0], "torch.float32")
-        else:
-            self._log = log.collective(transport, *what, "torch.float32")
-
-    def begin(self) -> None: ...
-
-    def ahead(self) -> None:
-        self._go_on(self._program.ahead_end)
-
-    def _go_on(self, end: int) -> None:
-        for at in range(self._at, end):
-            if isinstance(self._program.code[at], Post | Wait):
-                self._log("at", at)
-        self._at = end
-
-    def finish(self) -> None:
-        if self._program is not None:
-            self._go_on(len(self._program.code))
-        self._log("finish" if self._program is not None else "await")
+def recorded(
+    log: OrderLog, spec: RankSpec, transport: int, kind: str, *given: Any
+) -> Iterator[None]:
+    """Record a program of a rule, or a collective; yields once begun, and at its ``AheadEnd``."""
+    if kind not in RULES:
+        entry = log.collective(transport, kind, *given, "torch.float32")
+        yield
+        entry("await")
+        return
+    program = RULES[kind](spec, *given)
+    entry = log.program(transport, program, kind, "torch.float32")
+    yield
+    for at, step in enumerate(program.code):
+        if at == program.ahead_end:
+            yield
+        if isinstance(step, Post | Wait):
+            entry("at", at)
+    entry("finish")
 
 
-def steps(*todo: tuple[Any, ...], turns: int = 1) -> list[tuple[Any, ...]]:
-    """Steps ``(operation, method, *arguments)`` of a rank; the first one begins the operation."""
-    return [((turn, name), *call) for turn in range(turns) for name, *call in todo]
+def steps(*todo: tuple[str, str], turns: int = 1) -> list[tuple[tuple[int, str], str]]:
+    """Steps ``(operation, how far)`` of a rank: ``begin``, ``ahead`` or ``finish``."""
+    return [((turn, name), upto) for turn in range(turns) for name, upto in todo]
 
 
 def run(folder: Path, batched: bool, *parts: list[tuple[Any, ...]]) -> verify_log.Verdict:
@@ -239,10 +229,14 @@ def run(folder: Path, batched: bool, *parts: list[tuple[Any, ...]]) -> verify_lo
     for rank, part in enumerate(parts):
         log, spec = OrderLog(folder, rank, size), RankSpec(Schedule(lanes=1), rank, size, batched)
         transport, begun = log.transport(range(size), batched), {}
-        for (turn, name), method, *arguments in part:
-            if (turn, name) not in begun:
-                begun[turn, name] = Operation(log, spec, transport, KINDS[name])
-            getattr(begun[turn, name], method)(*arguments)
+        for operation, upto in part:
+            if operation not in begun:
+                begun[operation] = recorded(log, spec, transport, *KINDS[operation[1]])
+                next(begun[operation])
+            if upto == "ahead":
+                next(begun[operation])
+            elif upto == "finish":
+                list(begun[operation])
         log.close()
     return verify_log.verify_logs([folder])
 
