@@ -10,7 +10,7 @@ a recorded run with them.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -62,6 +62,11 @@ def aligned(elements: int) -> int:
     return -(-elements // _ALIGNMENT) * _ALIGNMENT
 
 
+def _named(code: Sequence[Instruction]) -> Iterator[Span]:
+    """The spans that instructions read and write."""
+    return (span for step in code for spans in accesses(step) for span in spans)
+
+
 @dataclass(frozen=True, eq=False)
 class Program:
     """The instructions of one rank for an operation.
@@ -103,10 +108,7 @@ class Program:
     def spans(self) -> dict[str, list[Span]]:
         """Every span that an instruction names, once, by buffer."""
         spans: dict[str, list[Span]] = {}
-        named = (
-            span for instruction in self.code for group in accesses(instruction) for span in group
-        )
-        for span in dict.fromkeys(named):
+        for span in dict.fromkeys(_named(self.code)):
             spans.setdefault(span.buffer, []).append(span)
         return spans
 
@@ -140,12 +142,7 @@ class Program:
     @cached_property
     def layout(self) -> dict[str, tuple[Region, int, int, int]]:
         """``(region, offset in elements, rows, columns)`` of each scratch buffer."""
-        ahead = {
-            span.buffer
-            for instruction in self.code[: self.ahead_end]
-            for group in accesses(instruction)
-            for span in group
-        }
+        ahead = {span.buffer for span in _named(self.code[: self.ahead_end])}
         early = {buffer.slot for buffer in self.scratch if buffer.name in ahead}
         slots = {
             buffer: (Region(buffer.wide, buffer.slot not in early), buffer.slot)
