@@ -25,7 +25,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from commfuse_npu.plan import Schedule
-from commfuse_npu.plan.instructions import Collective, End, Post, Wait
+from commfuse_npu.plan.instructions import Collective, Post, Wait
 from commfuse_npu.plan.program import Program
 from commfuse_npu.proof.data_flow import Contents, execute
 from commfuse_npu.proof.hazards import hazards
@@ -76,22 +76,17 @@ def _ends(program: Program) -> Iterator[str]:
             own, peer = transfer.source, transfer.target
             if way == "receive":
                 own, peer = peer, own
-            if own != program.rank:
-                yield f"{describe(program, at)}: this rank has no part in {transfer}"
-            elif peer == program.rank and isinstance(post, Post):
-                yield f"{describe(program, at)}: {transfer} is to itself"
-            elif not 0 <= peer < program.size:
-                yield f"{describe(program, at)}: there is no rank {peer} of {program.size}"
+            alone = own == peer and isinstance(post, Post)
+            if own != program.rank or alone or not 0 <= peer < program.size:
+                others = f"another one of {program.size}"
+                yield f"{describe(program, at)}: {transfer} is not between this rank and {others}"
             elif not 0 <= transfer.lane < lanes:
                 yield f"{describe(program, at)}: there is no lane {transfer.lane} of {lanes}"
         if isinstance(post, Collective):
             yield from (f"{describe(program, at)}: {fault}" for fault in _unlike(program, post))
-        elif not program.batched:
-            if post.send is not None and post.receive is not None:
-                yield f"{describe(program, at)}: here sends and receives are posted one by one"
-        elif post.send is None or post.receive is None:
-            yield f"{describe(program, at)}: a batch is a send and a receive"
-        elif post.send.transfer[:2] != post.receive.transfer[:2]:
+        elif program.batched != (post.send is not None and post.receive is not None):
+            yield f"{describe(program, at)}: in batches a post is a send and a receive, else one"
+        elif len({end.transfer[:2] for _, end in post.ends}) > 1:
             yield f"{describe(program, at)}: the ends of a batch are of one step and lane"
 
 
@@ -114,33 +109,18 @@ def _unlike(program: Program, collective: Collective) -> Iterator[str]:
 
 def _pairing(programs: Sequence[Program], memories: Sequence[Memory]) -> Iterator[str]:
     """Check that each send has exactly one receive of the same rows, and the reverse."""
-    sent: dict[tuple[int, int, int], tuple[End, int]] = {}
-    received: dict[tuple[int, int, int], tuple[End, int]] = {}
+    ends: dict[str, dict[tuple[int, int, int], str]] = {"send": {}, "receive": {}}
     for program, memory in zip(programs, memories, strict=True):
         for post in program.posts:
-            for way, end in post.ends:
-                step, _, source, target, _ = end.transfer
-                key, ends = (step, source, target), sent if way == "send" else received
-                if key in ends:
-                    yield f"rank {program.rank} posts two ends of {end.transfer}"
-                ends[key] = end, memory.width(end.span)
-    for key in sorted(sent.keys() | received.keys()):
-        _, source, target = key
-        if key not in received:
-            transfer = sent[key][0].transfer
-            yield f"rank {source} sends {transfer}, which rank {target} does not receive"
-        elif key not in sent:
-            transfer = received[key][0].transfer
-            yield f"rank {target} expects {transfer}, which rank {source} does not send"
-        else:
-            (send, width), (other, other_width) = sent[key], received[key]
-            if send.transfer != other.transfer:
-                yield f"rank {source} sends {send.transfer}, rank {target} expects {other.transfer}"
-            elif (send.span.rows, width) != (other.span.rows, other_width):
-                yield (
-                    f"rank {source} sends {send.span.rows} x {width} of {send.transfer}, rank "
-                    f"{target} expects {other.span.rows} x {other_width}"
-                )
+            for way, (transfer, span) in post.ends:
+                key = transfer.step, transfer.source, transfer.target
+                if key in ends[way]:
+                    yield f"rank {program.rank} posts two ends of {transfer}"
+                ends[way][key] = f"{span.rows} x {memory.width(span)} of {transfer}"
+    for key in sorted(ends["send"].keys() | ends["receive"].keys()):
+        sent, expected = (ends[way].get(key, "nothing") for way in ("send", "receive"))
+        if sent != expected:
+            yield f"rank {key[1]} sends {sent}, rank {key[2]} expects {expected}"
 
 
 def _order(program: Program) -> Iterator[str]:

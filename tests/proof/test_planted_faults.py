@@ -158,15 +158,15 @@ FAULTS: dict[str, tuple[Group, Callable[[Group], Group], str]] = {
         gather(), swap_posts, "send of step 0 after that of step 1; there is no common",
     ),
     "a missing receive": (
-        gather(), change(Post, receive=lambda end: None), "a batch is a send and a receive",
+        gather(), change(Post, receive=lambda end: None), "in batches a post is a send and a rec",
     ),
     "a lane that does not exist": (
         gather(), posts(send={"lane": 2}, receive={"lane": 2}), "there is no lane 2 of 2",
     ),
     "two lanes in a batch": (gather(), posts(send={"lane": 1}), "a batch are of one step and lane"),
-    "to itself": (gather(), posts(send={"target": 0}), "block 0 from rank 0 to rank 0 .* itself"),
+    "to itself": (gather(), posts(send={"target": 0}), "rank 0 to rank 0 .* is not between th"),
     "a send in a receive's post": (
-        gather(batched=False), a_send_with_a_receive, "sends and receives are posted one by one",
+        gather(batched=False), a_send_with_a_receive, "a post is a send and a receive, else one",
     ),
     "a wait before the send, on gloo": (
         gather(batched=False), awaits_before_it_sends,
