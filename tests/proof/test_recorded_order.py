@@ -91,6 +91,7 @@ def test_files_that_are_whole_and_those_that_are_not(tmp_path, judged) -> None:
          "line 3: PlanError: lanes is 0; it must be"),
         ([HEADER, TRANSPORT, ["begin", 0, 0, {**PROGRAM, "arguments": [4, 1]}]], "TypeError: buck"),
         ([HEADER, TRANSPORT, ["at", 3, 0]], "line 3: .*nothing is under way in slot 3"),
+        ([HEADER, TRANSPORT, BEGIN, ["await", 0]], "line 4: .*under way in slot 0 that can await"),
         ([HEADER, ["end"], ["end"]], "line 3: .*a line after the end"),
     ],
 )  # fmt: skip
