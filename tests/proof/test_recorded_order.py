@@ -159,8 +159,12 @@ def test_threads_do_not_wait_for_each_other(tmp_path, judged, threads: bool) -> 
     assert threads or "and so round to rank 0" in out
     # A thread goes on behind a point where nothing is in flight.
     before, back = [["thread", 1], *ONCE], [["thread", 0]] * threads
-    two_ranks(tmp_path, [*before, *a, *back, *b, *ends], [*before, *b, *back, *a, *ends])
+    first, second = [*a, *back, *b, *ends], [*b, *back, *a, *ends]
+    two_ranks(tmp_path, [*before, *first], [*before, *second])
     judged(0 if threads else 1)
+    # The same lines again, but now all in thread 0.
+    two_ranks(tmp_path, [*before, *first * 2], [*before, *second * 2])
+    judged(1)
 
 
 def test_a_deadlock_is_one_though_the_files_just_end(tmp_path, judged) -> None:
