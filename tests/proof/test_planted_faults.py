@@ -228,6 +228,10 @@ FAULTS: dict[str, tuple[Group, Callable[[Group], Group], str]] = {
     ),
     # Position of the own block.
     "the own block not last": (scatter(chunks=2), own_block_first, "its last gemm is not that of"),
+    "a wait before the own block": (
+        gather(), lambda programs: move(programs, 0, at(programs[0], Wait), 2),
+        "it waits before the gemm of its own block",
+    ),
     "the own block not first": (
         gather(), lambda programs: move(programs, 0, at(programs[0], Compute), 4),
         "its first gemm is not that of its own block",
