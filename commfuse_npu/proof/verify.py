@@ -131,10 +131,11 @@ def _order(program: Program) -> Iterator[str]:
             awaited = max((awaited, *(step for _, step in instruction.ends)))
         elif isinstance(instruction, Post | Collective):
             for way, (transfer, _) in instruction.ends:
-                step, post = transfer.step, f"{describe(program, at)}: it posts the {way} of step"
-                if step <= posted[way]:
-                    last = posted[way]
-                    yield f"{post} {step} after that of step {last}; there is no common order"
-                elif step <= awaited:
-                    yield f"{post} {step} after it has waited for step {awaited}"
+                step = transfer.step
+                if step <= max(posted[way], awaited):
+                    last, before = posted[way], f"it has waited for step {awaited}"
+                    if step <= last:
+                        before = f"that of step {last}; there is no common order"
+                    what = f"the {way} of step {step}"
+                    yield f"{describe(program, at)}: it posts {what} after {before}"
                 posted[way] = max(posted[way], step)
