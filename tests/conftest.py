@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
 
@@ -26,7 +25,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--random-cases", type=int, metavar="N",
         help="compare N random cases per test of random cases, instead of its few",
     )  # fmt: skip
-    parser.addoption("--random-seed", type=int, metavar="N", help="draw other random cases")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -74,15 +72,15 @@ def ranks(kind_of_ranks: type[Ranks]) -> Iterator[Callable[[int], Ranks]]:
 def random_cases(
     ranks: Callable[[int], Ranks], request: pytest.FixtureRequest
 ) -> Callable[..., None]:
-    """``random_cases(size, cases, seed)`` asserts that all cases pass; ``compare=`` runs a case."""
+    """``random_cases(size, cases, compare)`` asserts that all cases pass on ``size`` ranks.
+
+    They are the same in every run; ``--hypothesis-seed`` draws others.
+    """
     from tests.random_networks.campaign import campaign
 
-    def compared(size: int, cases: int, seed: int, **options: Any) -> None:
-        cases = request.config.getoption("--random-cases") or cases
-        other = request.config.getoption("--random-seed")
-        chosen = seed if other is None else other
-        compared, failure = campaign(ranks(size), cases, chosen, **options)
-        assert not failure, failure
-        assert compared == cases
+    def compared(size: int, cases: int, compare: Callable[..., list[str]]) -> None:
+        option = request.config.getoption
+        seed = f"{option('--hypothesis-seed')} {request.node.nodeid}"
+        campaign(ranks(size), option("--random-cases") or cases, seed, compare)
 
     return compared

@@ -219,8 +219,7 @@ class Builder:
 
     def _in_order(self, code: Sequence[Instruction]) -> list[Instruction]:
         """Insert waits, and events between the two streams, where they are needed."""
-        arriving, leaving = _Touched(self._slot), _Touched(self._slot)
-        streams = {on_side: _Stream(self._slot, on_side) for on_side in (False, True)}
+        links, first, side = (_Pending(self._slot, known) for known in (0, 0, -1))
         two_streams = any(map(uses_side_stream, code))
         posted: dict[tuple[str, int], tuple[int, Span]] = {}
         ordered: list[Instruction] = []
@@ -228,30 +227,38 @@ class Builder:
         events: dict[int, int] = {}
         for instruction in (*code, _SETTLE):
             reads, writes = accesses(instruction)
-            on_side = uses_side_stream(instruction)
-            stream, other = streams[on_side], streams[not on_side]
-            at_end = instruction is _SETTLE
-            received = arriving.take((*reads, *writes), at_end)
-            sent = leaving.take(writes, at_end)
+            on_side, at_end = uses_side_stream(instruction), instruction is _SETTLE
+            stream, other = (side, first) if on_side else (first, side)
+            received, sent = links.conflicts(reads, writes, at_end)
             if received or sent:
                 if two_streams:
                     arrived = [posted["receive", step] for step in received]
-                    stream.waits(len(ordered), arrived, [posted["send", step] for step in sent])
+                    left = [posted["send", step] for step in sent]
+                    if on_side:
+                        stream.known = max(stream.known, *(at + 1 for at, _ in (*arrived, *left)))
+                    # Arriving rows count as written by the stream that waits for them.
+                    stream.add(len(ordered), (span for _, span in left), (r for _, r in arrived))
                 ordered.append(Wait(tuple(received), tuple(sent), on_side))
             if at_end:
                 continue
-            if two_streams and stream.needs(other, reads, writes):
-                event = events.setdefault(stream.known, len(events))
-                ordered.append(WaitEvent(event, on_side))
+            if two_streams:
+                latest = max((*chain(*other.conflicts(reads, writes)), other.ahead_end))
+                if latest >= stream.known or stream.known < 0:
+                    stream.known = latest + 1
+                    event = events.setdefault(stream.known, len(events))
+                    ordered.append(WaitEvent(event, on_side))
             if isinstance(instruction, Post | Collective):
-                for way, end in instruction.ends:
-                    posted[way, end.transfer.step] = len(ordered), end.span
-                    (leaving if way == "send" else arriving).add(end.transfer.step, end.span)
+                for way, (transfer, span) in instruction.ends:
+                    posted[way, transfer.step] = len(ordered), span
+                    ends = ([span], []) if way == "send" else ([], [span])
+                    links.add(transfer.step, *ends)
             elif two_streams:
-                stream.touches(len(ordered), reads, writes, isinstance(instruction, AheadEnd))
+                stream.add(len(ordered), reads, writes)
+                if isinstance(instruction, AheadEnd):
+                    stream.ahead_end = len(ordered)
             ordered.append(instruction)
-        if streams[True].last >= streams[False].known:
-            ordered.append(WaitEvent(events.setdefault(streams[True].last + 1, len(events))))
+        if side.last >= first.known:
+            ordered.append(WaitEvent(events.setdefault(side.last + 1, len(events))))
         result: list[Instruction] = []
         for at, instruction in enumerate(ordered):
             if at in events:
@@ -261,45 +268,30 @@ class Builder:
         return result
 
 
-class _Stream:
-    """One of the two streams: its accesses, and how far it is ordered after the other one.
+class _Pending:
+    """The rows that the links, or a stream, may still access.
 
     Attributes:
-        known: it is ordered after all instructions of the other stream before this index.
-        last: index of its last instruction.
+        known: a stream is ordered after all instructions of the other one before this index.
+        last, ahead_end: index of a stream's last instruction, and of its :class:`AheadEnd`.
     """
 
-    def __init__(self, slot: Callable[[str], str], on_side_stream: bool) -> None:
-        self.on_side_stream = on_side_stream
-        self.known, self.last = (-1, -1) if on_side_stream else (0, -1)
-        self._read, self._written, self._ahead_end = _Touched(slot), _Touched(slot), -1
+    def __init__(self, slot: Callable[[str], str], known: int) -> None:
+        self._read, self._written = _Touched(slot), _Touched(slot)
+        self.known, self.last, self.ahead_end = known, -1, -1
 
-    def touches(
-        self, at: int, reads: Iterable[Span], writes: Iterable[Span], ends_ahead: bool = False
-    ) -> None:
-        """Add the accesses of an instruction of this stream."""
-        self._read.add(at, *reads)
-        self._written.add(at, *writes)
-        self.last = at
-        if ends_ahead:
-            self._ahead_end = at
+    def add(self, number: int, reads: Iterable[Span], writes: Iterable[Span]) -> None:
+        """Add the accesses of an instruction, or of a transfer with this step."""
+        self._read.add(number, *reads)
+        self._written.add(number, *writes)
+        self.last = number
 
-    def waits(
-        self, at: int, received: list[tuple[int, Span]], sent: list[tuple[int, Span]]
-    ) -> None:
-        """Add a wait: arriving rows count as written by the stream that waits for them."""
-        if self.on_side_stream:
-            self.known = max(self.known, *(posted + 1 for posted, _ in (*received, *sent)))
-        self.touches(at, [span for _, span in sent], [span for _, span in received])
-
-    def needs(self, other: _Stream, reads: Sequence[Span], writes: Sequence[Span]) -> bool:
-        """Whether an access needs a :class:`WaitEvent` for the other one; updates :attr:`known`."""
-        touched = other._written.take((*reads, *writes)) + other._read.take(writes)
-        latest = max((*touched, other._ahead_end))
-        if latest < self.known and self.known >= 0:
-            return False
-        self.known = latest + 1
-        return True
+    def conflicts(
+        self, reads: Sequence[Span], writes: Sequence[Span], every: bool = False
+    ) -> tuple[list[int], list[int]]:
+        """Remove the writes and the reads that must come before; returns their sorted numbers."""
+        written = self._written.take((*reads, *writes), every)
+        return written, self._read.take(writes, every)
 
 
 class _Touched:

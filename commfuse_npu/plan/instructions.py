@@ -223,10 +223,7 @@ Instruction = Post | Collective | Wait | Compute | Add | Copy | RecordEvent | Wa
 
 def uses_side_stream(instruction: Instruction) -> bool:
     """Whether an instruction runs on the side stream."""
-    return (
-        isinstance(instruction, Wait | Add | Copy | RecordEvent | WaitEvent)
-        and instruction.on_side_stream
-    )
+    return bool(getattr(instruction, "on_side_stream", False))
 
 
 def line(instruction: Instruction) -> str:
@@ -268,17 +265,15 @@ def line(instruction: Instruction) -> str:
 
 def accesses(instruction: Instruction) -> tuple[Sequence[Span], Sequence[Span]]:
     """The spans that an instruction reads, and those that it writes."""
-    if isinstance(instruction, Post):
-        send, receive = instruction
-        return [send.span] if send else [], [receive.span] if receive else []
-    if isinstance(instruction, Collective):
-        return [instruction.source], [instruction.out]
-    if isinstance(instruction, Compute):
-        return instruction.ins, instruction.outs
-    if isinstance(instruction, Add):
-        return [span for span, _ in instruction.terms], [instruction.out, instruction.terms[0][0]]
-    if isinstance(instruction, Copy):
-        return [instruction.source], [instruction.out]
+    match instruction:
+        case Post(send, receive):
+            return [send.span] if send else [], [receive.span] if receive else []
+        case Compute():
+            return instruction.ins, instruction.outs
+        case Add(out, terms):
+            return [span for span, _ in terms], [out, terms[0][0]]
+        case Collective() | Copy():
+            return [instruction.source], [instruction.out]
     return [], []
 
 

@@ -10,7 +10,7 @@ a recorded run with them.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -22,7 +22,6 @@ from commfuse_npu.plan.instructions import (
     Instruction,
     Post,
     Span,
-    Transfer,
     Wait,
     accesses,
     line,
@@ -64,6 +63,11 @@ def aligned(elements: int) -> int:
     return -(-elements // _ALIGNMENT) * _ALIGNMENT
 
 
+def _named(code: Sequence[Instruction]) -> Iterator[Span]:
+    """The spans that instructions read and write."""
+    return (span for step in code for spans in accesses(step) for span in spans)
+
+
 @dataclass(frozen=True, eq=False)
 class Program:
     """The instructions of one rank for an operation.
@@ -92,12 +96,9 @@ class Program:
         return dict(zip(self.names, self.rule[2:], strict=True))
 
     @cached_property
-    def transfers(self) -> dict[int, tuple[Transfer, Transfer]]:
-        """The send and the receive of each step."""
-        ends = [(way, end.transfer) for post in self.posts for way, end in post.ends]
-        transfers = {(way, transfer.step): transfer for way, transfer in ends}
-        steps = sorted(step for way, step in transfers if way == "send")
-        return {step: (transfers["send", step], transfers["receive", step]) for step in steps}
+    def steps(self) -> int:
+        """Number of steps, each a send and a receive."""
+        return sum(way == "send" for post in self.posts for way, _ in post.ends)
 
     @property
     def posts(self) -> Iterator[Post | Collective]:
@@ -108,10 +109,7 @@ class Program:
     def spans(self) -> dict[str, list[Span]]:
         """Every span that an instruction names, once, by buffer."""
         spans: dict[str, list[Span]] = {}
-        named = (
-            span for instruction in self.code for group in accesses(instruction) for span in group
-        )
-        for span in dict.fromkeys(named):
+        for span in dict.fromkeys(_named(self.code)):
             spans.setdefault(span.buffer, []).append(span)
         return spans
 
@@ -144,7 +142,7 @@ class Program:
     @cached_property
     def lanes(self) -> int:
         """Number of lanes that it uses."""
-        return 1 + max((send.lane for send, _ in self.transfers.values()), default=-1)
+        return 1 + max((post.transfer.lane for post in self.posts), default=-1)
 
     @cached_property
     def awaited(self) -> dict[int, dict[int, tuple[str, int]]]:
@@ -187,12 +185,7 @@ class Program:
     @cached_property
     def layout(self) -> dict[str, tuple[Region, int, int, int]]:
         """``(region, offset in elements, rows, columns)`` of each scratch buffer."""
-        ahead = {
-            span.buffer
-            for instruction in self.code[: self.ahead_end]
-            for group in accesses(instruction)
-            for span in group
-        }
+        ahead = {span.buffer for span in _named(self.code[: self.ahead_end])}
         early = {buffer.slot for buffer in self.scratch if buffer.name in ahead}
         slots = {
             buffer: (Region(buffer.wide, buffer.slot not in early), buffer.slot)
@@ -218,22 +211,10 @@ class Program:
             ends[region] = max(ends[region], offset + aligned(rows * columns))
         return dict(ends)
 
-    @cached_property
-    def late(self) -> bool:
-        """Whether some scratch memory is taken at the :attr:`ahead_end`."""
-        return any(region.late for region in self.regions)
-
-    def scratch_elements(self, wide: bool = False) -> int:
-        """Total elements of scratch memory, in the dtype of sums if ``wide``, else of messages."""
-        return sum(n for region, n in self.regions.items() if region.wide == wide)
-
     def count(self, kind: type[Instruction], work: str | None = None) -> int:
         """Number of instructions of a kind; with ``work``, of the :class:`Compute` of that work."""
-        return sum(
-            isinstance(instruction, kind)
-            and (work is None or getattr(instruction, "work", None) == work)
-            for instruction in self.code
-        )
+        found = (step for step in self.code if isinstance(step, kind))
+        return sum(work in (None, getattr(step, "work", None)) for step in found)
 
     def __str__(self) -> str:
         """The program as text, one line per instruction."""

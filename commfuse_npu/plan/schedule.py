@@ -17,10 +17,10 @@ transfer, or the last one, overlaps with work (CommFuse, arXiv 2604.24013)::
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
-from functools import cached_property, lru_cache
+from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple, get_args
 
 from commfuse_npu.plan.block_order import Own, causal_costs, least_waiting
 
@@ -44,7 +44,7 @@ _MOST_LANES = 7
 
 
 class PlanError(ValueError):
-    """An invalid schedule, or programs that :mod:`~commfuse_npu.proof.verify` refutes."""
+    """An invalid schedule, or one that a rule does not accept."""
 
 
 @lru_cache(maxsize=1024)
@@ -100,8 +100,8 @@ class Schedule:
             transfer of a gather, and little is needed before the first of a scatter.  Below 1 suits
             many peers and fast links.  For linear layers only.
         causal: for ``shifted``, take the peers in the order of distances with the least waiting
-            for blocks that cost as much as attention under a causal mask, see :meth:`distances`.
-            Ops with attention set it.
+            for blocks that cost as much as attention under a causal mask
+            (:mod:`commfuse_npu.plan.block_order`).  Ops with attention set it.
 
     Raises:
         PlanError: for a value outside its range.
@@ -163,18 +163,6 @@ class Schedule:
         shape = self.shape if self.shape == "collective" else f"{self.shape}, {lanes}"
         return f"{shape}, {self.chunks} chunks{taper}{node}{causal}"
 
-    @cached_property
-    def _hash(self) -> int:
-        return hash(tuple(getattr(self, field.name) for field in fields(self)))
-
-    def __hash__(self) -> int:
-        # Cached: every call of an op hashes its schedule.
-        return self._hash
-
-    def __getstate__(self) -> dict[str, Any]:
-        # Without the hash: that of a string differs between processes.
-        return {name: value for name, value in self.__dict__.items() if name != "_hash"}
-
     def lanes_for(self, size: int) -> int:
         """Number of lanes: :attr:`lanes` if set, else the default for a group of ``size``.
 
@@ -191,16 +179,6 @@ class Schedule:
     def blocks_at_once(self, size: int) -> int:
         """Number of ranks whose blocks one post of a chunk carries: all for a collective."""
         return size if self.shape == "collective" else 1
-
-    def distances(self, size: int, own: Own) -> tuple[int, ...]:
-        """The order of the peers of ``shifted``, as distances between ranks: ``1, ..., n-1``.
-
-        For ``causal`` blocks it is the order that minimizes the longest wait of a rank, then the
-        sum of the waits of all ranks.
-        """
-        if not self.causal:
-            return tuple(range(1, size))
-        return least_waiting(causal_costs(size), own)
 
     def hops(self, rank: int, size: int, own: Own) -> tuple[Hop, ...]:
         """The peers of ``rank`` in order.
@@ -261,38 +239,24 @@ class RankSpec(NamedTuple):
 
 @lru_cache(maxsize=128)
 def _hops(schedule: Schedule, rank: int, size: int, own: Own) -> tuple[Hop, ...]:
-    return tuple(
-        Hop(
-            _shift(schedule, rank, size, nodes, places),
-            _shift(schedule, rank, size, -nodes, -places),
-            lane,
-        )
-        for nodes, places, lane in _distances(schedule, size, own)
-    )
+    node_size = schedule.node_size or size
+    nodes, (node, place) = size // node_size, divmod(rank, node_size)
 
+    def peer(m: int, k: int) -> int:
+        """The rank ``m`` nodes away, and ``k`` ranks inside the node."""
+        return (node + m) % nodes * node_size + (place + k) % node_size
 
-def _distances(schedule: Schedule, size: int, own: Own) -> list[tuple[int, int, int]]:
-    """``(nodes away, ranks away inside the node, lane)`` of the peers, in order.
-
-    The lane depends on the distance, not on the position in the order.  So a pair of ranks always
-    uses the same lane, and its chunks arrive one by one at full rate, not two at a time at half.
-    """
+    # The lane depends on the distance, not on the position in the order.  So a pair of ranks always
+    # uses the same lane, and its chunks arrive one by one at full rate, not two at a time at half.
     lanes = schedule.lanes_for(size)
-    if schedule.shape != "two_level":
-        return [(0, k, (k - 1) % lanes) for k in schedule.distances(size, own)]
-    node_size = schedule.node_size or size
-    near = [(0, k, 0) for k in range(1, min(node_size, size))]
-    # With two or more lanes, transfers between nodes do not share a lane with those inside.
-    far_lanes = max(1, lanes - 1)
-    first_far = lanes - far_lanes
-    distances = [(m, k) for m in range(1, size // node_size) for k in range(node_size)]
-    far = [(m, k, first_far + i % far_lanes) for i, (m, k) in enumerate(distances)]
-    return near + far if own == "first" else far + near
-
-
-def _shift(schedule: Schedule, rank: int, size: int, nodes: int, places: int) -> int:
-    if schedule.shape != "two_level":
-        return (rank + places) % size
-    node_size = schedule.node_size or size
-    node, place = divmod(rank, node_size)
-    return (node + nodes) % (size // node_size) * node_size + (place + places) % node_size
+    if schedule.shape == "two_level":
+        near = [(0, k, 0) for k in range(1, node_size)]
+        # With two or more lanes, transfers between nodes do not share a lane with those inside.
+        far_lanes = max(1, lanes - 1)
+        distances = [(m, k) for m in range(1, nodes) for k in range(node_size)]
+        far = [(m, k, lanes - far_lanes + i % far_lanes) for i, (m, k) in enumerate(distances)]
+        order = near + far if own == "first" else far + near
+    else:
+        shifts = least_waiting(causal_costs(size), own) if schedule.causal else range(1, size)
+        order = [(0, k, (k - 1) % lanes) for k in shifts]
+    return tuple(Hop(peer(m, k), peer(-m, -k), lane) for m, k, lane in order)

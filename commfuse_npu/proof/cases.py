@@ -59,18 +59,13 @@ def cases(size: int, chunks: Sequence[int] = CHUNKS) -> Iterator[Case]:
     its arguments; for up to 4 ranks with every number of chunks.  The other options alternate:
     taper, lanes, and numbers of rows that divide evenly, do not, or are below that of the chunks.
     """
-    # Per number of chunks: taper, lanes, rows.
     choices = [
-        [
-            (count, *choice)
-            for choice in product(
-                _TAPERS if count > 1 else (1.0,), LANES, sorted({1, count, 2 * count + 1})
-            )
-        ]
+        [*product([count], _TAPERS if count > 1 else (1.0,), LANES, _rows(count))]
         for count in chunks
     ]
-    combined = [choice for group in choices for choice in group]
-    rotations = [_turns(group) for group in (choices if size <= _ALL_CHUNKS_UP_TO else [combined])]
+    if size > _ALL_CHUNKS_UP_TO:
+        choices = [[choice for group in choices for choice in group]]
+    rotations = [_turns(group) for group in choices]
     for name in RULES:
         numbers = range(len(arguments(name, 1, size)))
         turns = _turns(numbers)
@@ -82,6 +77,10 @@ def cases(size: int, chunks: Sequence[int] = CHUNKS) -> Iterator[Case]:
                     schedule = replace(shape, lanes=lane, chunks=count, taper=taper)
                     values = arguments(name, rows, size)[number]
                     yield Case(name, values, schedule, size, batched)
+
+
+def _rows(chunks: int) -> list[int]:
+    return sorted({1, chunks, 2 * chunks + 1})
 
 
 def _turns(options: Sequence[_One]) -> Iterator[_One]:
@@ -102,36 +101,23 @@ def _shapes(size: int) -> list[Schedule]:
 
 def arguments(rule: str, rows: int, size: int) -> list[tuple[object, ...]]:
     """Every choice of a rule's arguments; ``rows`` is the length that the schedule cuts."""
-    flags = (False, True)
-    ways = (None, "whole", "blocks")
+    flags, ways = (False, True), (None, "whole", "blocks")
+    either = [pair for pair in product(flags, flags) if any(pair)]
     choices: dict[str, list[tuple[object, ...]]] = {
         "gather_gemm": [
-            (rows, 2, outputs, wgrad, 2)
-            for outputs, wgrad in product((3, 0), ways)
-            if outputs or wgrad
+            (rows, 2, outputs, way, 2) for outputs, way in product((3, 0), ways) if outputs or way
         ],
         "gemm_scatter": [(2, 3, rows)],
-        "column_backward": [
-            (2, rows, 3, scatters, wgrad)
-            for scatters, wgrad in product(flags, flags)
-            if scatters or wgrad
-        ],
+        "column_backward": [(2, rows, 3, *pair) for pair in either],
         "gemm_all_reduce": [(size * rows, 2, 3)],
         "produce_scatter": [(rows, 2)],
         "gather_use": [(rows, 2, keep) for keep in flags],
         "exchange": [
-            (rows, 2, blocks, uses, keep, wgrad)
-            for blocks, uses, keep, wgrad in product(
-                ("given", "made", "made and kept"), flags, flags, flags
-            )
-            if uses or keep
+            (rows, 2, blocks, *pair, wgrad)
+            for blocks, pair, wgrad in product(("given", "made", "made and kept"), either, flags)
         ],
         "sharded_forward": [(rows, 2)],
-        "sharded_backward": [
-            (rows, 2, gathers, scatters)
-            for gathers, scatters in product(flags, flags)
-            if gathers or scatters
-        ],
+        "sharded_backward": [(rows, 2, *pair) for pair in either],
         "bucket_scatter": [(rows, 1, 1), (rows, 2, 2), (rows, size, 3)],
         "bucket_gather": [(rows,)],
     }

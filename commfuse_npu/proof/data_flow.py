@@ -10,14 +10,13 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from commfuse_npu.plan.instructions import Add, Collective, Compute, Copy, Post, Span, Wait, common
 from commfuse_npu.plan.program import Program
 from commfuse_npu.proof.memory import Memory, describe
 
-__all__ = ["Call", "Contents", "FinalState", "execute"]
+__all__ = ["Call", "Contents", "Execution", "execute"]
 
 NOTHING = 0
 """The content of rows that were not written, or not since they became invalid."""
@@ -113,24 +112,9 @@ class Call(NamedTuple):
     makes: bool
 
 
-@dataclass
-class FinalState:
-    """The final state of a rank.
-
-    Attributes:
-        written: for each changed buffer of the operation, the content of each row, by columns.
-        calls: the calls of works, in order.
-        faults: why its program was not executed to its end.
-    """
-
-    written: dict[str, dict[Columns, list[int]]] = field(default_factory=dict)
-    calls: list[Call] = field(default_factory=list)
-    faults: list[str] = field(default_factory=list)
-
-
 def execute(
     programs: Sequence[Program], memories: Sequence[Memory], contents: Contents
-) -> list[FinalState]:
+) -> list[Execution]:
     """Execute the programs of all ranks.
 
     Args:
@@ -138,16 +122,21 @@ def execute(
     """
     mail: dict[tuple[int, int], list[int]] = {}
     ranks = [
-        _Rank(program, memory, contents, mail)
+        Execution(program, memory, contents, mail)
         for program, memory in zip(programs, memories, strict=True)
     ]
     while sum(rank.go_on() for rank in ranks):
         pass
-    return [rank.final_state() for rank in ranks]
+    return ranks
 
 
-class _Rank:
-    """The execution of one rank's program; ``mail`` has the sent rows by (step, source)."""
+class Execution:
+    """The execution of one rank's program; ``mail`` has the sent rows by (step, source).
+
+    Attributes:
+        calls: the calls of works, in order.
+        faults: why the program was not executed to its end.
+    """
 
     def __init__(
         self,
@@ -162,29 +151,25 @@ class _Rank:
         # Per buffer and columns, row by row.
         self._rows: defaultdict[str, dict[Columns, list[int]]] = defaultdict(dict)
         self._arriving: dict[int, tuple[int, Span]] = {}
-        self._written: set[str] = set()
-        self._state = FinalState()
+        self.calls: list[Call] = []
+        self.faults: list[str] = []
 
-    def final_state(self) -> FinalState:
-        if self._at < len(self._program.code) and not self._state.faults:
-            self._fault("it never gets past this")
-        self._state.written = {
-            buffer: {
-                columns: rows
-                for columns, rows in self._rows[buffer].items()
-                if rows != self._at_first(buffer, columns)
-            }
-            for buffer in sorted(self._written - self._scratch.keys())
+    def written(self) -> dict[str, dict[Columns, list[int]]]:
+        """For each changed buffer of the operation, the content of each row, by columns."""
+        changed = {
+            buffer: {at: rows for at, rows in planes.items() if rows != self._at_first(buffer, at)}
+            for buffer, planes in self._rows.items()
+            if buffer not in self._scratch
         }
-        return self._state
+        return {buffer: planes for buffer, planes in changed.items() if planes}
 
     def _fault(self, problem: str) -> None:
-        self._state.faults.append(f"{describe(self._program, self._at)}: {problem}")
+        self.faults.append(f"{describe(self._program, self._at)}: {problem}")
 
     def go_on(self) -> bool:
         """Execute until a wait blocks; whether any instruction was executed."""
         code, began = self._program.code, self._at
-        while self._at < len(code) and not self._state.faults:
+        while self._at < len(code) and not self.faults:
             instruction = code[self._at]
             if isinstance(instruction, Wait):
                 if not self._land(instruction):
@@ -242,7 +227,7 @@ class _Rank:
                 return
             results = [contents.made(work, rank, row, wholes, number) for row in rows]
             self._write(out, results)
-        self._state.calls.append(Call(self._at, work, run, inputs, bool(outs)))
+        self.calls.append(Call(self._at, work, run, inputs, bool(outs)))
 
     def _add(self, instruction: Add) -> None:
         out, terms, _ = instruction
@@ -291,7 +276,6 @@ class _Rank:
         """Set the contents of a span; invalidates rows of overlapping columns and scratch."""
         plane, at = self._plane(span), 0
         columns = self._memory.columns(span)
-        self._written.add(span.buffer)
         for start, stop in span.runs():
             plane[start:stop] = found[at : at + stop - start]
             at += stop - start

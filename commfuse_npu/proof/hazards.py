@@ -10,7 +10,7 @@ after work before the program or before its ``AheadEnd``, either.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import NamedTuple
@@ -39,23 +39,13 @@ class _At(NamedTuple):
     at: int
     on_side_stream: bool
 
+    def known(self, clock: _Clock) -> bool:
+        return self.at < clock[self.on_side_stream]
 
-class _Clock(NamedTuple):
-    """A stream is ordered after the instructions of the first and the side stream before these
-    indices in the code."""
 
-    first: int
-    side: int
-
-    def now(self, at: int, on_side_stream: bool) -> _Clock:
-        """The clock of a stream that has reached an index in the code."""
-        return _Clock(self.first, at) if on_side_stream else _Clock(at, self.side)
-
-    def after(self, other: _Clock) -> _Clock:
-        return _Clock(max(self.first, other.first), max(self.side, other.side))
-
-    def knows(self, point: _At) -> bool:
-        return point.at < (self.side if point.on_side_stream else self.first)
+_Clock = Sequence[int]
+"""A stream is ordered after the instructions of the first and the side stream before these two
+indices in the code."""
 
 
 @dataclass(eq=False, slots=True)
@@ -74,11 +64,8 @@ class _Touch:
 
     def clashes(self, earlier: _Touch, clock: _Clock, memory: Memory) -> bool:
         """Whether it conflicts with an earlier access that is not complete for its stream."""
-        if not (self.writes or earlier.writes):
+        if not (self.writes or earlier.writes) or any(at.known(clock) for at in earlier.done):
             return False
-        for at, on_side_stream in earlier.done:
-            if at < (clock.side if on_side_stream else clock.first):
-                return False
         return memory.meet(self.span, earlier.span)
 
 
@@ -91,7 +78,7 @@ def hazards(program: Program, memory: Memory) -> Iterator[str]:
     """
     yield from overlapping_slots(program)
     two_streams = any(map(uses_side_stream, program.code))
-    clocks = {False: _Clock(0, 0), True: _Clock(-1, 0)}
+    clocks: dict[bool, _Clock] = {False: (0, 0), True: (-1, 0)}
     events: dict[int, _Clock] = {}
     begun: dict[int, _Clock] = {}
     touches: defaultdict[str, list[_Touch]] = defaultdict(list)  # by slot
@@ -100,7 +87,8 @@ def hazards(program: Program, memory: Memory) -> Iterator[str]:
     ahead_end, last_on_side = 0, _At(-1, True)
     for at, instruction in enumerate(program.code):
         here = _At(at, uses_side_stream(instruction))
-        clock = clocks[here.on_side_stream].now(*here)
+        clock = [*clocks[here.on_side_stream]]
+        clock[here.on_side_stream] = at
         reads, writes = accesses(instruction)
         for span in (*reads, *writes):
             wrong = None if span in checked else memory.wrong(span)
@@ -116,20 +104,20 @@ def hazards(program: Program, memory: Memory) -> Iterator[str]:
             if instruction.event not in events:
                 yield f"{describe(program, at)}: this event was never recorded"
                 return
-            clocks[here.on_side_stream] = clock.after(events[instruction.event])
+            clocks[here.on_side_stream] = [*map(max, clock, events[instruction.event])]
         elif isinstance(instruction, Wait):
             for way, step in instruction.ends:
                 transfer = transfers.get((way, step))
                 if transfer is None:
                     yield f"{describe(program, at)}: it has posted no {way} of step {step}"
                     continue
-                clock = clock.after(begun[step])
+                clock = [*map(max, clock, begun[step])]
                 transfer.done.append(here)
                 slot = touches[memory.slots[transfer.span.buffer]]
                 if not two_streams and transfer in slot:
                     slot.remove(transfer)
             clocks[here.on_side_stream] = clock
-        elif (reads or writes) and clock.first < ahead_end:
+        elif (reads or writes) and clock[False] < ahead_end:
             yield f"{describe(program, at)}: the side stream does not wait for what came before"
             return
         ours = [
@@ -166,7 +154,7 @@ def hazards(program: Program, memory: Memory) -> Iterator[str]:
     for touch in sorted(transfers.values(), key=lambda touch: not touch.writes):
         if not touch.done and touch.end is not None:
             yield f"rank {program.rank} never waits for what {_ways(touch)}: {touch.end.transfer}"
-    if last_on_side.at >= 0 and not clocks[False].knows(last_on_side):
+    if last_on_side.at >= 0 and not last_on_side.known(clocks[False]):
         yield f"rank {program.rank} ends without waiting for the side stream"
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from itertools import pairwise
 
@@ -32,9 +31,6 @@ class Memory:
         self.wide = {buffer.name for buffer in program.scratch if buffer.wide}
         self.slots = {buffer: buffer for buffer in shapes}
         self.slots |= {buffer.name: buffer.slot for buffer in program.scratch}
-        self._buffers: defaultdict[str, list[str]] = defaultdict(list)
-        for buffer, slot in self.slots.items():
-            self._buffers[slot].append(buffer)
 
     def columns(self, span: Span) -> tuple[int, int]:
         return span.columns or (0, self.shapes[span.buffer][1])
@@ -60,8 +56,8 @@ class Memory:
 
     def beside(self, buffer: str) -> list[str]:
         """The other buffers of its slot."""
-        slot = self.slots[buffer]
-        return [other for other in self._buffers[slot] if other != buffer]
+        slots = self.slots.items()
+        return [other for other, slot in slots if slot == self.slots[buffer] and other != buffer]
 
     def meet(self, one: Span, other: Span) -> bool:
         """Whether two valid spans use the same memory; a slot has one buffer at a time."""

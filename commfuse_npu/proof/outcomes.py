@@ -5,15 +5,17 @@ A matrix is a function here: it maps a rank, a row and columns to the content of
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+from itertools import zip_longest
 from typing import NamedTuple
 
 from commfuse_npu.plan import RankSpec, Schedule
 from commfuse_npu.plan.instructions import Wait
 from commfuse_npu.plan.program import Program
 from commfuse_npu.plan.rules import RULES, Piece
-from commfuse_npu.proof.data_flow import Columns, Contents, FinalState
+from commfuse_npu.proof.data_flow import Call, Columns, Contents, Execution
 from commfuse_npu.proof.memory import Shape
 
 __all__ = ["Outcome", "outcome_faults", "outcome_of"]
@@ -45,7 +47,6 @@ class Outcome:
     def __init__(self, spec: RankSpec, contents: Contents) -> None:
         self.spec = spec
         self._contents = contents
-        self._weights: dict[tuple[int, _Matrix, Columns], int] = {}
         self.shapes: dict[str, Shape] = {}
         self.results: dict[str, Callable[[int, Columns], int]] = {}
         self.calls: dict[str, list[_Call]] = {}
@@ -86,46 +87,29 @@ class Outcome:
         return self._result(out, blocks._replace(at=at))
 
     def reduce_scatter(self, whole: _Matrix, *, out: str, finish: bool = False) -> None:
-        size, rows = self.spec.size, whole.rows // self.spec.size
-        contents = self._contents
+        size, rows, contents = self.spec.size, whole.rows // self.spec.size, self._contents
+        in_place = out in self.shapes
 
-        def sums(rank: int, i: int, columns: Columns) -> int:
-            row = rank * rows + i
-            return self._sum(rank, lambda q: whole.at(q, row, columns))
-
-        def finished(rank: int, i: int, columns: Columns) -> int:
-            if size == 1:
-                return whole.at(rank, i, columns)
+        def at(rank: int, i: int, columns: Columns) -> int:
             block = range(rank * rows, (rank + 1) * rows)
-            own = contents.whole([whole.at(rank, row, columns) for row in block])
-            row = rank * rows + i
+            row = i if in_place else block[i]
+            if row not in block:
+                return whole.at(rank, row, columns)
+            if not finish or size == 1:
+                return self._sum(rank, lambda q: whole.at(q, row, columns))
+            own = contents.whole([whole.at(rank, k, columns) for k in block])
             partials = [whole.at(q, row, columns) for q in self._sources(rank)]
             return contents.made("finish", rank, contents.sum(partials), [own])
 
-        shard = _Matrix(rows, whole.columns, finished if finish else sums)
-        before = self.shapes.get(out, (rows, whole.columns))
-        if before[0] == rows:
-            self._result(out, shard)
-            return
-
-        def in_place(rank: int, i: int, columns: Columns) -> int:
-            inside = i - rank * rows
-            return (
-                shard.at(rank, inside, columns)
-                if 0 <= inside < rows
-                else whole.at(rank, i, columns)
-            )
-
-        self._result(out, whole._replace(at=in_place))
+        self._result(out, _Matrix(whole.rows if in_place else rows, whole.columns, at))
 
     def all_reduce(self, whole: _Matrix, parts: Sequence[slice], *, out: str) -> None:
         size = self.spec.size
         # The rank that sums each row.
         owners = [
-            rank
+            k * size // (part.stop - part.start)
             for part in parts
-            for rank in range(size)
-            for _ in range((part.stop - part.start) // size)
+            for k in range(part.stop - part.start)
         ]
 
         def at(_: int, i: int, columns: Columns) -> int:
@@ -143,14 +127,15 @@ class Outcome:
         first: slice | None = None,
         last: slice | None = None,
     ) -> _Matrix:
-        contents, all_columns = self._contents, (0, a.columns)
+        contents = self._contents
+
+        @cache
+        def weight(rank: int, columns: Columns) -> int:
+            return contents.whole([b.at(rank, k, columns) for k in range(b.rows)])
 
         def at(rank: int, i: int, columns: Columns) -> int:
-            key = rank, b, columns
-            if key not in self._weights:
-                rows = [b.at(rank, k, columns) for k in range(b.rows)]
-                self._weights[key] = contents.whole(rows)
-            return contents.made("gemm", rank, a.at(rank, i, all_columns), [self._weights[key]])
+            row = a.at(rank, i, (0, a.columns))
+            return contents.made("gemm", rank, row, [weight(rank, columns)])
 
         if first is not None:
             self.first = "gemm", self._rows(a, first)
@@ -215,45 +200,59 @@ def outcome_of(program: Program, contents: Contents) -> Outcome:
 
 
 def outcome_faults(
-    program: Program, outcome: Outcome, state: FinalState, contents: Contents
+    program: Program, outcome: Outcome, actual: Execution, contents: Contents
 ) -> Iterator[str]:
     """The differences between the final contents and calls of a rank and the expected ones."""
-    where = f"rank {program.rank}"
-    for buffer in sorted(state.written.keys() | outcome.results.keys()):
+    where, written = f"rank {program.rank}", actual.written()
+    for buffer in sorted(written.keys() | outcome.results.keys()):
         rows, width = outcome.shapes[buffer]
         if not rows or not width:
             continue
-        initial = [contents.row(program.rank, buffer, row, (0, width)) for row in range(rows)]
-        planes = state.written.get(buffer) or {(0, width): initial}
         if buffer not in outcome.results:
             yield f"{where}: it changes {buffer}"
             continue
-        covered = sorted(planes)
+        initial = [contents.row(program.rank, buffer, row, (0, width)) for row in range(rows)]
+        planes = sorted(written.get(buffer, {(0, width): initial}).items())
+        covered = [columns for columns, _ in planes]
         if [a for a, _ in covered] + [width] != [0, *(b for _, b in covered)]:
             yield f"{where}: of {width} columns of {buffer} it writes {covered}"
             continue
-        for columns, plane in sorted(planes.items()):
+        for columns, plane in planes:
             for row, content in enumerate(plane):
                 expected = outcome.results[buffer](row, columns)
                 if content != expected:
                     cells = f"{buffer}[{row}, {columns[0]}:{columns[1]}]"
                     yield f"{where}: {cells} {_difference(content, expected, contents)}"
                     break
-    unmade = {call.work for call in state.calls if not call.makes}
+    calls: defaultdict[str, list[Call]] = defaultdict(list)
+    for call in actual.calls:
+        calls[call.work].append(call)
+    unmade = {call.work for call in actual.calls if not call.makes}
     for work in sorted(unmade | outcome.calls.keys()):
-        actual = [(call.run, call.inputs) for call in state.calls if call.work == work]
-        yield from _call_faults(where, work, actual, outcome.calls.get(work, []), contents)
+        pairs = zip_longest(calls[work], outcome.calls.get(work, []))
+        for at, (have, need) in enumerate(pairs):
+            if have is None or need is None or (have.run, have.inputs) != need:
+                took = "missing" if have is None else _call(have.run, have.inputs, contents)
+                needed = "missing" if need is None else _call(need[0], need[1], contents)
+                yield f"{where}: call {at} of {work} is {took}, it has to be {needed}"
+                break
     for which, at, own in (("first", 0, outcome.first), ("last", -1, outcome.last)):
-        calls = [call for call in state.calls if own is not None and call.work == own[0]]
-        if own is None or not calls:
+        if own is None or not calls[own[0]]:
             continue
-        if calls[at].inputs[0] != own[1]:
+        call = calls[own[0]][at]
+        if call.inputs[0] != own[1]:
             yield (
                 f"{where}: its {which} {own[0]} is not that of its own block: that transfer "
                 "overlaps with no work"
             )
-        elif which == "first" and any(isinstance(o, Wait) for o in program.code[: calls[0].at]):
+        elif which == "first" and any(isinstance(o, Wait) for o in program.code[: call.at]):
             yield f"{where}: it waits before the {own[0]} of its own block"
+
+
+def _call(run: slice | None, inputs: list[list[int]], contents: Contents) -> str:
+    rows = "" if run is None else f"for rows {run.start}:{run.stop}"
+    taken = " and ".join(contents.words(contents.whole(matrix)) for matrix in inputs)
+    return " with ".join(filter(None, (rows, taken))) or "without rows"
 
 
 def _difference(actual: int, expected: int, contents: Contents) -> str:
@@ -270,32 +269,3 @@ def _difference(actual: int, expected: int, contents: Contents) -> str:
         f"is a sum in another order: its part {at} is {contents.words(have[at])}, it has to be "
         f"{contents.words(need[at])}"
     )
-
-
-def _call_faults(
-    where: str, work: str, actual: list[_Call], expected: list[_Call], contents: Contents
-) -> Iterator[str]:
-    """The first call of a work that differs from the expected one, and a different number."""
-    if len(actual) != len(expected):
-        yield f"{where}: {work} is called {len(actual)} times, it has to be {len(expected)} times"
-    for at, ((run, inputs), (expected_run, needed)) in enumerate(
-        zip(actual, expected, strict=False)
-    ):
-        call = f"{where}: call {at} of {work}"
-        if run != expected_run:
-            yield f"{call} is for rows {_rows(run)}, it has to be for {_rows(expected_run)}"
-        elif [*map(len, inputs)] != [*map(len, needed)]:
-            counts = (" and ".join(str(len(rows)) for rows in side) for side in (inputs, needed))
-            yield "{} takes {} rows, it has to take {}".format(call, *counts)
-        elif inputs != needed:
-            pairs = zip(zip(*inputs, strict=True), zip(*needed, strict=True), strict=True)
-            pair = next(pair for pair in pairs if pair[0] != pair[1])
-            words = (" with ".join(map(contents.words, rows)) for rows in pair)
-            yield "{} takes {}, it has to take {}".format(call, *words)
-        else:
-            continue
-        return
-
-
-def _rows(run: slice | None) -> str:
-    return "none" if run is None else f"{run.start}:{run.stop}"

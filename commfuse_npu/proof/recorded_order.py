@@ -1,83 +1,108 @@
-"""Reads order logs (:mod:`commfuse_npu.runtime.order_log`).
+"""Reads order logs (:mod:`commfuse_npu.runtime.order_log`) and makes scripts to simulate of them.
 
-The files of all ranks are read side by side (:func:`read_to_cuts`).  Lines are kept as bytes, so
-that repeated parts are recognized and not parsed again.
+Each rank is compared with its programs line by line.  A run on gloo makes two scripts: by gloo's
+rules as recorded, and by HCCL's with the batched program of the same rule, each batch at the time
+of its send.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from collections import Counter, defaultdict
+from collections.abc import Hashable
 from functools import lru_cache
+from itertools import takewhile
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from commfuse_npu.plan import Schedule
+from commfuse_npu.plan.instructions import Collective, Instruction, Post, Transfer, Wait, line
 from commfuse_npu.plan.program import Program
 from commfuse_npu.plan.rules import RULES
 from commfuse_npu.plan.schedule import RankSpec
+from commfuse_npu.proof import rendezvous as simulation
 from commfuse_npu.proof.rendezvous import Group
 from commfuse_npu.runtime.order_log import VERSION
 
-__all__ = ["Begun", "Event", "LogError", "RankLog", "opened", "read_to_cuts"]
+__all__ = ["LogError", "Name", "RankLog", "Rules"]
 
 _MOST_KNOWN = 100_000
 _MOST_SHOWN = 300
+_ALL = 1 << 62
 
 _INVALID = (KeyError, TypeError, ValueError, IndexError, RecursionError)
 """What an invalid line may raise."""
 
-_BEGUN_BY = {"at": "begin", "finish": "begin", "await": "issue"}
-"""The verb that has to have taken the slot that a verb is about."""
+_IN_LINE = {"bucket_scatter", "bucket_gather"}
+"""Rules whose programs post batches in the order in which they began, each all of its own before
+the next; on gloo, without batches, posts may interleave (:mod:`commfuse_npu.ops.buckets`)."""
+
+Rules = Literal["recorded", "hccl"]
+"""``recorded``: those of the run's own backend."""
 
 
 class LogError(ValueError):
     """A file is not an order log, or the files do not belong together."""
 
 
-class Begun(NamedTuple):
-    """A program, or a collective of a group, that a rank began.
+class Name(NamedTuple):
+    """Identifies an operation, a collective or a meeting, equally on all its ranks."""
 
-    Attributes:
-        facts: what has to be equal on all ranks.
-        program, batched: the program, and the one that HCCL would run; ``None`` for a collective.
-    """
+    kind: str
+    group: Group
+    number: int
+    name: str
+
+    def __str__(self) -> str:
+        ranks = ", ".join(map(str, self.group.ranks))
+        return f"{self.kind} {self.number} ({self.name}) of the group of ranks {ranks}"
+
+
+class _Begun(NamedTuple):
+    """A program or a collective in a line: the facts that have to be equal on all ranks, and for a
+    program the recorded and the batched one."""
 
     group: Group
     facts: dict[str, Any]
-    program: Program | None = None
-    batched: Program | None = None
-
-    @property
-    def kind(self) -> str:
-        return "operation" if self.program else "collective"
+    programs: tuple[Program, ...] = ()
 
 
-class Event(NamedTuple):
-    """A line.  ``number`` is a slot, transport or thread; ``at`` is the index of an instruction."""
+class _Running:
+    """A program or a collective that a rank began and has not finished.
 
-    verb: str
-    number: int = 0
-    at: int = 0
-    text: str = ""
-    begun: Begun | None = None
+    Attributes:
+        program, batched: ``None`` for a collective.
+        left: the indices of the program's remaining posts and waits.
+        ends: the ends that were posted together with a step's send or receive.
+        at, posted, due: of the batched program: next index, posts so far, posts allowed so far.
+    """
+
+    def __init__(
+        self, name: Name, program: Program | None = None, batched: Program | None = None
+    ) -> None:
+        self.name, self.program, self.batched = name, program, batched
+        code = enumerate(program.code if program else ())
+        self.left = {at: step for at, step in code if isinstance(step, Post | Collective | Wait)}
+        self.ends: dict[tuple[Rules, str, int], tuple[simulation.End, ...]] = {}
+        self.at = self.posted = self.due = 0
 
 
 class RankLog:
-    """The file of one rank.
+    """The file of one rank, and what it did since the last :meth:`cut`.
 
     Attributes:
         rank, size: global rank of the process, and number of processes.
-        groups: of its transports, by their numbers.
-        lines: those read since the last :meth:`cut`; they start in thread 0.
-        counts, before: numbers of operations, collectives and meetings so far, and up to the cut.
-        under_way: the slots in use at the current line, with the verb that took them.
+        counts: numbers of operations, collectives and meetings so far.
+        slots: what is under way, by slot.
         over: whether the file was read to its end.
         ended: whether it has the line ``end``.
-        torn: whether its last line is incomplete.
         failures: the reasons why transports of the rank broke.
+        lines: a hash of the lines.
+        faults: where it did something else than its programs.
+        did: operations, collectives and meetings of a group, with the facts that have to be equal.
+        actions: by set of rules and thread.
+        operations, messages: their numbers.
 
     Raises:
         LogError, OSError: the file cannot be read.
@@ -85,16 +110,13 @@ class RankLog:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.groups: dict[int, Group] = {}
-        self.lines: list[bytes] = []
         self.counts: Counter[tuple[Group, str]] = Counter()
-        self.before = self.counts.copy()
-        self.under_way: dict[int, str] = {}
-        self.over = self.ended = self.torn = False
+        self.slots: dict[int, _Running] = {}
+        self.over = self.ended = False
         self.failures: list[str] = []
-        self._batched: dict[int, bool] = {}
+        self._transports: dict[int, tuple[Group, bool]] = {}
         # Cached, because most lines repeat.
-        self.event = lru_cache(_MOST_KNOWN)(self._event)
+        self._event = lru_cache(_MOST_KNOWN)(self._parsed)
         self._number = self._thread = 0
         self._file = path.open("rb")
         line = self._next()
@@ -109,18 +131,31 @@ class RankLog:
                 f"{path} does not begin with the line of an order log of version {VERSION} "
                 f"({error}); use the version of commfuse-npu that wrote it"
             ) from error
+        self.cut()
 
     def close(self) -> None:
         self._file.close()
 
     def cut(self) -> None:
-        """Drop the lines read so far; counts start from here."""
-        self.lines = [b'["thread",%d]\n' % self._thread] if self._thread else []
-        self.before = self.counts.copy()
+        """Forget what was read so far, except the counts."""
+        self.lines = hashlib.sha256(b"%d" % self._thread)
+        self.faults: list[str] = []
+        self.did: defaultdict[tuple[Group, str], list[tuple[Name, dict[str, Any]]]]
+        self.did = defaultdict(list)
+        self.actions: dict[Rules, defaultdict[int, list[simulation.Action]]]
+        self.actions = {"recorded": defaultdict(list), "hccl": defaultdict(list)}
+        self.operations = self.messages = 0
+        self._posted: Counter[tuple[Rules, Group]] = Counter()
+        self._faulty: set[Name] = set()
+
+    @property
+    def gloo(self) -> bool:
+        """Whether a transport posts one by one."""
+        return not all(batched for _, batched in self._transports.values())
 
     def behind(self, most: Counter[tuple[Group, str]]) -> bool:
         """Whether another rank of a group has more operations, collectives or meetings so far."""
-        groups = self.groups.values()
+        groups = {group for group, _ in self._transports.values()}
         return any(self.counts[key] < most[key] for key in most if key[0] in groups)
 
     def read(self) -> None:
@@ -131,16 +166,15 @@ class RankLog:
         """
         while (line := self._next()) is not None:
             try:
-                event = self.event(line)
-                self._take(event)
+                verb = self._take(*self._event(line))
             except _INVALID as error:
                 shown = line.decode("utf-8", "replace")[:_MOST_SHOWN].rstrip()
                 raise LogError(
                     f"{self.path}, line {self._number}: {type(error).__name__}: "
                     f"{str(error)[:_MOST_SHOWN]}: {shown}"
                 ) from error
-            self.lines.append(line)
-            if event.verb in ("finish", "await") and not self.under_way:
+            self.lines.update(line)
+            if verb in ("finish", "await") and not self.slots:
                 return
         self.over = True
 
@@ -148,122 +182,200 @@ class RankLog:
         """The next complete line; ``None`` at the end of the file."""
         line = self._file.readline()
         self._number += 1
-        if line.endswith(b"\n"):
-            return line
-        self.torn = bool(line)
-        return None
+        return line if line.endswith(b"\n") else None
 
-    def _take(self, event: Event) -> None:
-        verb, number, _, text, begun = event
+    def _parsed(self, line: bytes) -> tuple[str, int, Any]:
+        """The verb of a line, its slot, transport or thread, and what it says of it."""
+        match json.loads(line):
+            case [("begin" | "issue") as verb, slot, transport, facts]:
+                return verb, slot, self._begun(verb, transport, facts)
+            case ["transport" as verb, number, ranks, batched]:
+                if not {self.rank} <= {*ranks} <= {*range(self.size)}:
+                    raise ValueError(f"rank {self.rank} of {self.size} has no such group")
+                self._transports[number] = Group(number, tuple(ranks)), batched
+                return verb, number, None
+            case [("meet" | "fail" | "at") as verb, number, what]:
+                return verb, number, what
+            case [("finish" | "await" | "close" | "thread") as verb, number]:
+                return verb, number, None
+            case ["end" as verb]:
+                return verb, 0, None
+        raise ValueError("this is no event")
+
+    def _begun(self, verb: str, transport: int, facts: dict[str, Any]) -> _Begun:
+        group, batched = self._transports[transport]
+        facts = {**facts, "name": str(facts["name"])}
+        if verb == "issue":
+            return _Begun(group, facts | {fact: str(facts[fact]) for fact in ("kind", "bytes")})
+        schedule, rule = Schedule(**facts["schedule"]), RULES[facts["rule"]]
+        spec = RankSpec(schedule, group.ranks.index(self.rank), len(group.ranks), batched)
+        programs = (
+            rule(spec._replace(batched=way), *facts["arguments"]) for way in (batched, True)
+        )
+        return _Begun(group, {**facts, "batched": batched}, tuple(programs))
+
+    # ------------------------------------------------------------------ what it did
+
+    def _take(self, verb: str, number: int, what: Any) -> str:
+        """Compare a line with the programs, and append it to the scripts; returns its verb."""
         if self.ended:
             raise ValueError("a line after the end")
-        if begun is not None:
-            if number in self.under_way:
+        running = self.slots.get(number)
+        if verb in ("begin", "issue"):
+            if running is not None:
                 raise ValueError(f"slot {number} is in use")
-            self.under_way[number] = verb
-            self.counts[begun.group, begun.kind] += 1
-        elif verb in _BEGUN_BY:
-            if self.under_way.get(number) != _BEGUN_BY[verb]:
+            self._begin(number, what)
+        elif verb in ("at", "finish", "await"):
+            if running is None or (running.program is None) != (verb == "await"):
                 raise ValueError(f"nothing is under way in slot {number} that can {verb}")
-            if verb != "at":
-                del self.under_way[number]
+            if verb == "at":
+                self._at(running, what)
+            else:
+                self._finish(running)
+                del self.slots[number]
+                for other in self.slots.values():
+                    self._go_on(other)
         elif verb == "meet":
-            self.counts[self.groups[number], "meeting"] += 1
+            name = self._name("meeting", self._transports[number][0], what, {"place": what})
+            self._act(simulation.Meet(name.group, name.number, what))
         elif verb == "thread":
             self._thread = number
         elif verb == "fail":
-            self.failures.append(text)
+            self.failures.append(what)
         elif verb == "end":
             self.ended = True
+            for running in self.slots.values():
+                if running.program is None:
+                    self._fault(running, "began it and never waited for it")
+        return verb
 
-    def _event(self, line: bytes) -> Event:
-        verb, *values = json.loads(line)
-        match verb:
-            case "begin" | "issue":
-                slot, transport, facts = values
-                return Event(verb, slot, begun=self._begun(verb, transport, facts))
-            case "transport":
-                number, ranks, self._batched[number] = values
-                if not {self.rank} <= {*ranks} <= {*range(self.size)}:
-                    raise ValueError(f"rank {self.rank} of {self.size} has no such group")
-                self.groups[number] = Group(number, tuple(ranks))
-                return Event(verb, number)
-            case "meet" | "fail":
-                number, text = values
-                return Event(verb, number, text=text)
-            case "at":
-                slot, at = map(int, values)
-                return Event(verb, slot, at)
-            case "finish" | "await" | "close" | "thread":
-                (number,) = map(int, values)
-                return Event(verb, number)
-            case "end":
-                return Event(verb)
-        raise ValueError(f"{verb} is no event")
+    def _name(self, kind: str, group: Group, text: str, facts: dict[str, Any]) -> Name:
+        name = Name(kind, group, self.counts[group, kind], text)
+        self.counts[group, kind] += 1
+        self.did[group, kind].append((name, facts))
+        return name
 
-    def _begun(self, verb: str, transport: int, facts: dict[str, Any]) -> Begun:
-        group, batched = self.groups[transport], self._batched[transport]
-        facts = {**facts, "name": str(facts["name"])}
-        if verb == "issue":
-            return Begun(group, facts | {fact: str(facts[fact]) for fact in ("kind", "bytes")})
-        schedule, rule = Schedule(**facts["schedule"]), RULES[facts["rule"]]
-        spec = RankSpec(schedule, group.ranks.index(self.rank), len(group.ranks), batched)
-        program, as_batched = (
-            rule(spec._replace(batched=way), *facts["arguments"]) for way in (batched, True)
+    def _fault(self, running: _Running, problem: str) -> None:
+        # One fault per operation; further ones are consequences of it.
+        if running.name not in self._faulty:
+            self._faulty.add(running.name)
+            self.faults.append(f"rank {self.rank}, {running.name}: it {problem}")
+
+    def _begin(self, slot: int, begun: _Begun) -> None:
+        """Begin a program or a collective.
+
+        A collective is simulated as a message to and from every other rank, on a separate lane: its
+        collectives have to match in order and size.
+        """
+        group, facts, programs = begun
+        kind = "operation" if programs else "collective"
+        name = self._name(kind, group, facts["name"], facts)
+        running = self.slots[slot] = _Running(name, *programs)
+        self.operations += 1
+        if programs:
+            return
+        own, piece = group.ranks.index(self.rank), "{kind} ({bytes} bytes)".format(**facts)
+        peers = (peer for peer in range(len(group.ranks)) if peer != own)
+        pairs = [pair for peer in peers for pair in ((own, peer), (peer, own))]
+        ends = tuple(simulation.End(name, Transfer(0, 0, *pair, piece)) for pair in pairs)
+        for rules in self.actions:
+            running.ends[rules, "send", 0] = ends
+            self._post(rules, group, "of collectives", ends)
+
+    def _finish(self, running: _Running) -> None:
+        program = running.program
+        if program is None:
+            self._act(simulation.Wait(running.ends["recorded", "send", 0]))
+            return
+        for place in running.left:
+            self._fault(running, f"finishes without {_line(program, place)}")
+        if not program.batched:
+            self._go_on(running, _ALL, in_line=False)
+
+    def _at(self, running: _Running, place: int) -> None:
+        program = running.program
+        assert program is not None
+        expected = next(iter(running.left), len(program.code))
+        if place != expected:
+            actual, wanted = _line(program, place), _line(program, expected)
+            self._fault(running, f"is at {actual} where its program has {wanted}")
+        instruction = running.left.pop(place, None)
+        if instruction is None:
+            return
+        self._simulate("recorded", running, instruction)
+        if program.batched:
+            self._simulate("hccl", running, instruction)
+        elif not isinstance(instruction, Wait) and instruction.ends[0][0] == "send":
+            self._go_on(running, running.due + 1)
+
+    # ------------------------------------------------------------------ scripts
+
+    def _act(self, action: simulation.Action) -> None:
+        for threads in self.actions.values():
+            threads[self._thread].append(action)
+
+    def _post(
+        self, rules: Rules, group: Group, lane: Hashable, ends: tuple[simulation.End, ...]
+    ) -> None:
+        post = simulation.Post(group, lane, ends, before=self._posted[rules, group])
+        self.actions[rules][self._thread].append(post)
+        self._posted[rules, group] += 1
+
+    def _go_on(self, running: _Running, due: int = 0, *, in_line: bool = True) -> None:
+        """Simulate the batched program of a run on gloo, up to ``due`` posts."""
+        running.due = max(running.due, due)
+        code = running.batched.code if running.batched else ()
+        if in_line and self._held(running):
+            return
+        while running.at < len(code) and running.posted < running.due:
+            running.at += 1
+            self._simulate("hccl", running, code[running.at - 1])
+
+    def _held(self, running: _Running) -> bool:
+        """Whether an earlier bucket operation has posts left, which have to come first."""
+        earlier = takewhile(lambda other: other is not running, self.slots.values())
+        return any(
+            other.name.group == running.name.group
+            and {other.program.rule[0], running.program.rule[0]} <= _IN_LINE
+            and other.posted < other.batched.steps
+            for other in earlier
+            if other.program and other.batched and running.program
         )
-        return Begun(group, {**facts, "batched": batched}, program, as_batched)
 
-
-@contextmanager
-def opened(paths: Iterable[Path]) -> Iterator[list[RankLog]]:
-    """Open the files of all ranks of one run; yields them in rank order.
-
-    Args:
-        paths: files, or folders with ``rank_*.jsonl``.
-
-    Raises:
-        LogError: a file is not an order log, or files are missing or from different runs.
-        OSError: a file cannot be read.
-    """
-    with ExitStack() as files:
-        logs: list[RankLog] = []
-        for path in paths:
-            matches = sorted(path.glob("rank_*.jsonl")) if path.is_dir() else [path]
-            if not matches:
-                raise LogError(
-                    f"{path} holds no rank_*.jsonl; give the folder of --commfuse-order-log"
+    def _simulate(self, rules: Rules, running: _Running, instruction: Instruction) -> None:
+        name = running.name
+        if isinstance(instruction, Wait):
+            ends: list[simulation.End] = []
+            for way, step in instruction.ends:
+                if (rules, way, step) not in running.ends:
+                    self._fault(running, f"waits for what step {step} {way}s, which is not posted")
+                ends += running.ends.get((rules, way, step), ())
+            self.actions[rules][self._thread].append(simulation.Wait(tuple(ends)))
+        elif isinstance(instruction, Post | Collective):
+            posted = tuple(
+                # With the number of rows, which has to be the same at both ends.
+                simulation.End(
+                    name, transfer._replace(piece=f"{transfer.piece} ({span.rows} rows)")
                 )
-            logs += [files.enter_context(closing(RankLog(file))) for file in matches]
-        sizes = sorted({log.size for log in logs})
-        counts = Counter(log.rank for log in logs)
-        wrong = [f"{counts[r] or 'none'} of rank {r}" for r in range(sizes[-1]) if counts[r] != 1]
-        if sizes[1:] or wrong:
-            raise LogError(
-                f"these files are not of one run: jobs of {' and '.join(map(str, sizes))} ranks, "
-                f"with {', '.join(wrong[:8]) or 'one of each'}; give one of each rank of one run "
-                "(other machines have those of their ranks, an older run may have left some in "
-                "the folder)"
+                for _, (transfer, span) in instruction.ends
+                if not transfer.stays
             )
-        yield sorted(logs, key=lambda log: log.rank)
+            running.ends |= {
+                (rules, way, end.transfer.step): posted for way, end in instruction.ends
+            }
+            if rules == "recorded":
+                self.messages += len(posted)
+            else:
+                running.posted += 1
+                if self._held(running):
+                    self._fault(running, "posts before an earlier bucket has posted all of its own")
+            step, lane, source, *_ = posted[0].transfer
+            # On gloo messages match by tag, as if each had its own lane.
+            alone = rules == "recorded" and running.program and not running.program.batched
+            tagged = alone and isinstance(instruction, Post)
+            queue = f"{lane}, tag {name.number}.{step}.{source}," if tagged else lane
+            self._post(rules, name.group, queue, posted)
 
 
-def read_to_cuts(logs: Sequence[RankLog]) -> Iterator[None]:
-    """Read the files of all ranks side by side, and yield at each cut.
-
-    At a cut nothing is in flight, and all ranks of each group have the same numbers of operations,
-    collectives and meetings.  Once a file ends before such a point, the others are read to their
-    ends.
-    """
-    while behind := [log for log in logs if not log.over]:
-        while behind:
-            for log in behind:
-                log.read()
-            behind = [log for log in logs if not log.over]
-            if len(behind) == len(logs):
-                most: Counter[tuple[Group, str]] = Counter()
-                for log in logs:
-                    most |= log.counts
-                behind = [log for log in logs if log.behind(most)]
-        yield
-        for log in logs:
-            log.cut()
+def _line(program: Program, place: int) -> str:
+    return repr(line(program.code[place])) if place < len(program.code) else "its end"

@@ -15,7 +15,7 @@ outcome, and a rank that blocks with open links also blocks with closed ones.
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -104,6 +104,10 @@ _Place = tuple[int, _Lane | None]
 """A lane of a rank, or its host (``None``)."""
 
 
+class _WrongDataError(Exception):
+    """A message lands where its receiver expects another one."""
+
+
 class Rendezvous:
     """A simulation of scripts.
 
@@ -112,190 +116,159 @@ class Rendezvous:
     """
 
     def __init__(self, scripts: Sequence[Script], *, opened: set[_Link] | None = None) -> None:
-        self._scripts = scripts
-        self._cold = opened is not None
-        self._opened = opened if opened is not None else set()
-        self._came: dict[_Link, set[int]] = defaultdict(set)
-        self._queues: dict[_Queue, deque[list[End]]] = defaultdict(deque)
+        self._scripts, self._opened = scripts, opened
+        self._came: defaultdict[_Link, set[int]] = defaultdict(set)
+        self._queues: defaultdict[_Queue, deque[list[End]]] = defaultdict(deque)
+        # Where each rank posted an end, and the ends that are complete.
+        self._posted: dict[tuple[int, End], _Queue] = {}
         self._done: set[tuple[int, End]] = set()
-        self._where: dict[tuple[int, End], _Queue] = {}
-        self._posted: dict[tuple[int, Group], int] = defaultdict(int)
-        self._met: dict[tuple[Group, int], set[int]] = defaultdict(set)
-        self._held: dict[Hashable, list[int]] = defaultdict(list)
-        self._ready = deque(range(len(scripts)))
+        self._posts: Counter[tuple[int, Group]] = Counter()
+        self._met: defaultdict[tuple[Group, int], set[int]] = defaultdict(set)
 
     def simulate(self) -> Stuck | None:
         """Run; ``None`` if all scripts finish and no post is left in a queue."""
-        while self._ready:
-            number = self._ready.popleft()
-            script = self._scripts[number]
-            while script.at < len(script.actions):
-                action = script.actions[script.at]
-                obstacle = self._holds(script.rank, action)
-                if obstacle is not None:
-                    self._held[obstacle].append(number)
-                    break
-                script.at += 1
-                if isinstance(action, Post):
-                    stuck = self._post(script.rank, action)
-                    if stuck is not None:
-                        return stuck
-        return self._stuck()
+        try:
+            while sum(map(self._go_on, self._scripts)):
+                pass
+        except _WrongDataError as error:
+            return Stuck(str(error))
+        starts: list[_Place] = [(s.rank, None) for s in self._scripts if s.at < len(s.actions)]
+        starts += sorted((place for place, batches in self._queues.items() if batches), key=str)
+        chains = [self._chain(start) for start in starts]
+        return next((chain for chain in chains if chain.certain), chains[0] if chains else None)
 
-    def _free(self, what: Hashable) -> None:
-        self._ready.extend(self._held.pop(what, ()))
+    def _go_on(self, script: Script) -> bool:
+        """Act until the rank has to wait; whether it did anything."""
+        began = script.at
+        while script.at < len(script.actions) and self._may(script.rank, script.actions[script.at]):
+            action = script.actions[script.at]
+            script.at += 1
+            if isinstance(action, Post):
+                self._post(script.rank, action)
+        return script.at > began
 
-    def _holds(self, rank: int, action: Action) -> Hashable | None:
-        """What this rank has to wait for before the action; ``None`` if it may act."""
+    def _may(self, rank: int, action: Action) -> bool:
+        """Whether a rank need not wait before the action; it comes to a meeting, or to a link."""
         if isinstance(action, Wait):
-            open_ends = (end for end in action.ends if (rank, end) not in self._done)
-            return next(((rank, end) for end in open_ends), None)
+            return all((rank, end) in self._done for end in action.ends)
         if isinstance(action, Meet):
-            meeting = action.group, action.number
-            self._met[meeting].add(rank)
-            if len(self._met[meeting]) < len(action.group.ranks):
-                return meeting
-            self._free(meeting)
-            return None
-        if self._posted[rank, action.group] < action.before:
-            return "turn", rank, action.group
-        if not self._cold:
-            return None
+            met = self._met[action.group, action.number]
+            met.add(rank)
+            return len(met) == len(action.group.ranks)
+        if self._posts[rank, action.group] < action.before:
+            return False
         for link, pair, _ in self._closed(action):
             self._came[link].add(rank)
-            if self._came[link] == pair:
+            if self._came[link] == pair and self._opened is not None:
                 self._opened.add(link)
-                self._free(link)
-        return next((link for link, *_ in self._closed(action)), None)
+        return not any(self._closed(action))
 
     def _closed(self, action: Post) -> Iterator[tuple[_Link, set[int], End]]:
         """The closed links that a batch needs, each with its two ranks and the end to transfer."""
         ranks = action.group.ranks
+        if self._opened is None:
+            return
         for end in action.ends:
             low, high = sorted((ranks[end.transfer.source], ranks[end.transfer.target]))
             link = action.group, (action.lane, low, high)
             if link not in self._opened:
                 yield link, {low, high}, end
 
-    def _post(self, rank: int, action: Post) -> Stuck | None:
+    def _post(self, rank: int, action: Post) -> None:
         queue = rank, (action.group, action.lane)
+        self._posted |= {(rank, end): queue for end in action.ends}
+        self._posts[rank, action.group] += 1
         self._queues[queue].append(list(action.ends))
-        for end in action.ends:
-            self._where[rank, end] = queue
-        self._posted[rank, action.group] += 1
-        self._free(("turn", rank, action.group))
-        return self._settle(queue) if len(self._queues[queue]) == 1 else None
+        # Complete the transfers that match, starting from the new head of a lane.
+        heads = [queue] if len(self._queues[queue]) == 1 else []
+        while heads:
+            heads += self._settle(heads.pop())
 
-    def _settle(self, changed: _Queue) -> Stuck | None:
-        """Complete the transfers that match, starting from the new head of a queue."""
-        todo = [changed]
-        while todo:
-            rank, lane = queue = todo.pop()
-            entries = self._queues[queue]
-            if not entries:
+    def _settle(self, queue: _Queue) -> Iterator[_Queue]:
+        """Match the first batch of a lane with those of the peers; yields lanes with a new one."""
+        (rank, lane), batches = queue, self._queues[queue]
+        for end in [*batches[0]] if batches else ():
+            peer = _peer(rank, lane, end)
+            others = self._queues[peer]
+            match = next((e for e in others[0] if _same_way(e, end)), None) if others else None
+            if match is None:
                 continue
-            ranks = lane[0].ranks
-            for end in list(entries[0]):
-                source, target = ranks[end.transfer.source], ranks[end.transfer.target]
-                peer = (target if source == rank else source), lane
-                peer_entries = self._queues.get(peer)
-                if not peer_entries:
-                    continue
-                sends = source == rank
-                match = next((e for e in peer_entries[0] if _same_way(e, end)), None)
-                if match is None:
-                    continue
-                same = (match.operation, match.transfer.piece) == (
-                    end.operation,
-                    end.transfer.piece,
+            if (match.operation, match.transfer.piece) != (end.operation, end.transfer.piece):
+                ends = {rank: end, peer[0]: match}
+                source, target = (lane[0].ranks[at] for at in end.transfer[2:4])
+                raise _WrongDataError(
+                    f"wrong data: rank {source} sends {ends[source]}, and it lands where rank "
+                    f"{target} expects {ends[target]}"
                 )
-                if not same:
-                    sent, expected = (end, match) if sends else (match, end)
-                    return Stuck(
-                        f"wrong data: rank {source} sends {sent}, and it lands where rank "
-                        f"{target} expects {expected}"
-                    )
-                entries[0].remove(end)
-                peer_entries[0].remove(match)
-                for owner, posted in ((rank, end), (peer[0], match)):
-                    self._done.add((owner, posted))
-                    self._free((owner, posted))
-                if not peer_entries[0]:
-                    peer_entries.popleft()
-                    todo.append(peer)
-            if not entries[0]:
-                entries.popleft()
-                todo.append(queue)
-        return None
+            batches[0].remove(end)
+            others[0].remove(match)
+            self._done |= {(rank, end), (peer[0], match)}
+            if not others[0]:
+                others.popleft()
+                yield peer
+        if batches and not batches[0]:
+            batches.popleft()
+            yield queue
 
     # ------------------------------------------------------------------ deadlocks
 
-    def _stuck(self) -> Stuck | None:
-        """The chain of ranks that wait for each other; ``None`` if all have finished."""
-        starts: list[_Place] = [(p.rank, None) for p in self._scripts if p.at < len(p.actions)]
-        queues = ((rank, lane) for (rank, lane), entries in self._queues.items() if entries)
-        starts += sorted(queues, key=str)
-        if not starts:
-            return None
-        chains = [self._chain(start) for start in starts]
-        return next((chain for chain in chains if chain.certain), chains[0])
-
-    def _chain(self, start: _Place) -> Stuck:
+    def _chain(self, place: _Place) -> Stuck:
+        """Who waits for whom, from a place on, until a rank has finished or the chain is closed."""
         waits: dict[_Place, str] = {}
-        place, wait = start, self._wait_of(start)
-        while wait is not None and wait[0] not in waits:
-            waits[wait[0]], place = wait[1:]
-            wait = self._wait_of(place)
+        while place not in waits and (wait := self._wait_of(place)) is not None:
+            waits[place], place = wait
         texts, certain = list(waits.values()), True
-        if wait is not None:
-            texts = texts[list(waits).index(wait[0]) :]
-            end = f"and so round to rank {wait[0][0]}"
-        elif any(p.open_ended for p in self._scripts if p.rank == place[0]):
+        if place in waits:
+            texts = texts[list(waits).index(place) :]
+            end = f"and so round to rank {place[0]}"
+        elif any(script.open_ended for script in self._scripts if script.rank == place[0]):
             certain, end = False, f"and nothing more is known of rank {place[0]}"
         else:
             end = f"and rank {place[0]} has nothing more to do"
-        state = "cold" if self._cold else "warm"
+        state = "warm" if self._opened is None else "cold"
         return Stuck(f"deadlock ({state}): {'; '.join(texts)}; {end}", certain)
 
-    def _wait_of(self, place: _Place) -> tuple[_Place, str, _Place] | None:
-        """Who waits at a place (head of a lane, else the host), in words, and for which place."""
-        rank, lane = place
-        host, wanted = (rank, None), None
+    def _wait_of(self, place: _Place) -> tuple[str, _Place] | None:
+        """What the first batch of a lane, else the host, waits for, and at which place."""
+        (rank, lane), wanted = place, None
         if lane is None or not self._queues.get((rank, lane)):
-            scripts = (p for p in self._scripts if p.rank == rank and p.at < len(p.actions))
-            script = next(scripts, None)
+            blocked = (s for s in self._scripts if s.rank == rank and s.at < len(s.actions))
+            script = next(blocked, None)
             if script is None:
                 return None
             action = script.actions[script.at]
             if not isinstance(action, Wait):
                 absent, task = self._absent(rank, action)
-                return host, f"rank {rank} waits for rank {absent} to {task}", (absent, None)
+                return f"rank {rank} waits for rank {absent} to {task}", (absent, None)
             wanted = next(end for end in action.ends if (rank, end) not in self._done)
-            if (rank, wanted) not in self._where:
-                return host, f"rank {rank} waits for {wanted}, which it has not posted", host
-            _, lane = self._where[rank, wanted]
-        queue, (group, number) = (rank, lane), lane
-        head = self._queues[queue][0]
-        end = head[0] if wanted is None or wanted not in head else wanted
-        source, target = group.ranks[end.transfer.source], group.ranks[end.transfer.target]
-        verb, peer = ("send", target) if source == rank else ("receive", source)
-        words = f"rank {rank} waits on lane {number} to {verb} {end}"
-        if wanted is not None and wanted is not end:
-            words += f", before {wanted}"
-        return queue, words, (peer, lane)
+            if (rank, wanted) not in self._posted:
+                return f"rank {rank} waits for {wanted}, which it has not posted", (rank, None)
+            _, lane = self._posted[rank, wanted]
+        head = self._queues[rank, lane][0]
+        end = wanted if wanted in head else head[0]
+        verb = "send" if lane[0].ranks[end.transfer.source] == rank else "receive"
+        before = "" if wanted in (None, end) else f", before {wanted}"
+        return f"rank {rank} waits on lane {lane[1]} to {verb} {end}{before}", _peer(
+            rank, lane, end
+        )
 
     def _absent(self, rank: int, action: Post | Meet) -> tuple[int, str]:
         """The rank that an action waits for, and what it has to do."""
         if isinstance(action, Meet):
             met = self._met[action.group, action.number]
             return next(r for r in action.group.ranks if r not in met), f"come to {action.name}"
-        closed = ((pair - self._came[link], end) for link, pair, end in self._closed(action))
-        default = rank, action.ends[0]
-        absent, end = next(((r, end) for ranks, end in closed for r in ranks), default)
-        return absent, f"open lane {action.lane} between them for {end}"
+        for link, pair, end in self._closed(action):
+            for absent in pair - self._came[link]:
+                return absent, f"open lane {action.lane} between them for {end}"
+        return rank, f"post all that comes before {action.ends[0]}"
+
+
+def _peer(rank: int, lane: _Lane, end: End) -> tuple[int, _Lane]:
+    """The lane at the other end of a rank's transfer."""
+    source, target = (lane[0].ranks[at] for at in end.transfer[2:4])
+    return (target if source == rank else source), lane
 
 
 def _same_way(one: End, other: End) -> bool:
     """Whether two ends have the same source and target rank."""
-    first, second = one.transfer, other.transfer
-    return (first.source, first.target) == (second.source, second.target)
+    return one.transfer[2:4] == other.transfer[2:4]

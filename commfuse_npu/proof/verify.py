@@ -24,28 +24,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from commfuse_npu.plan import PlanError, Schedule
-from commfuse_npu.plan.instructions import Collective, End, Post, Wait
+from commfuse_npu.plan import Schedule
+from commfuse_npu.plan.instructions import Collective, Post, Wait
 from commfuse_npu.plan.program import Program
 from commfuse_npu.proof.data_flow import Contents, execute
 from commfuse_npu.proof.hazards import hazards
 from commfuse_npu.proof.memory import Memory, describe
 from commfuse_npu.proof.outcomes import outcome_faults, outcome_of
 
-__all__ = ["counter_examples", "verify"]
+__all__ = ["counter_examples"]
 
 _MOST_FAULTS = 8
-
-
-def verify(programs: Sequence[Program]) -> None:
-    """Prove the programs of all ranks of a group, given in rank order.
-
-    Raises:
-        PlanError: they are refuted; the message lists the counter-examples.
-    """
-    faults = counter_examples(programs)
-    if faults:
-        raise PlanError("the programs do not hold:\n" + "\n".join(f"- {line}" for line in faults))
 
 
 def counter_examples(programs: Sequence[Program]) -> list[str]:
@@ -87,22 +76,17 @@ def _ends(program: Program) -> Iterator[str]:
             own, peer = transfer.source, transfer.target
             if way == "receive":
                 own, peer = peer, own
-            if own != program.rank:
-                yield f"{describe(program, at)}: this rank has no part in {transfer}"
-            elif peer == program.rank and isinstance(post, Post):
-                yield f"{describe(program, at)}: {transfer} is to itself"
-            elif not 0 <= peer < program.size:
-                yield f"{describe(program, at)}: there is no rank {peer} of {program.size}"
+            alone = own == peer and isinstance(post, Post)
+            if own != program.rank or alone or not 0 <= peer < program.size:
+                others = f"another one of {program.size}"
+                yield f"{describe(program, at)}: {transfer} is not between this rank and {others}"
             elif not 0 <= transfer.lane < lanes:
                 yield f"{describe(program, at)}: there is no lane {transfer.lane} of {lanes}"
         if isinstance(post, Collective):
             yield from (f"{describe(program, at)}: {fault}" for fault in _unlike(program, post))
-        elif not program.batched:
-            if post.send is not None and post.receive is not None:
-                yield f"{describe(program, at)}: here sends and receives are posted one by one"
-        elif post.send is None or post.receive is None:
-            yield f"{describe(program, at)}: a batch is a send and a receive"
-        elif post.send.transfer[:2] != post.receive.transfer[:2]:
+        elif program.batched != (post.send is not None and post.receive is not None):
+            yield f"{describe(program, at)}: in batches a post is a send and a receive, else one"
+        elif len({end.transfer[:2] for _, end in post.ends}) > 1:
             yield f"{describe(program, at)}: the ends of a batch are of one step and lane"
 
 
@@ -125,57 +109,33 @@ def _unlike(program: Program, collective: Collective) -> Iterator[str]:
 
 def _pairing(programs: Sequence[Program], memories: Sequence[Memory]) -> Iterator[str]:
     """Check that each send has exactly one receive of the same rows, and the reverse."""
-    sent: dict[tuple[int, int, int], tuple[End, int]] = {}
-    received: dict[tuple[int, int, int], tuple[End, int]] = {}
+    ends: dict[str, dict[tuple[int, int, int], str]] = {"send": {}, "receive": {}}
     for program, memory in zip(programs, memories, strict=True):
         for post in program.posts:
-            for way, end in post.ends:
-                step, _, source, target, _ = end.transfer
-                key, ends = (step, source, target), sent if way == "send" else received
-                if key in ends:
-                    yield f"rank {program.rank} posts two ends of {end.transfer}"
-                ends[key] = end, memory.width(end.span)
-    for key in sorted(sent.keys() | received.keys()):
-        _, source, target = key
-        if key not in received:
-            transfer = sent[key][0].transfer
-            yield f"rank {source} sends {transfer}, which rank {target} does not receive"
-        elif key not in sent:
-            transfer = received[key][0].transfer
-            yield f"rank {target} expects {transfer}, which rank {source} does not send"
-        else:
-            (send, width), (other, other_width) = sent[key], received[key]
-            if send.transfer != other.transfer:
-                yield f"rank {source} sends {send.transfer}, rank {target} expects {other.transfer}"
-            elif (send.span.rows, width) != (other.span.rows, other_width):
-                yield (
-                    f"rank {source} sends {send.span.rows} x {width} of {send.transfer}, rank "
-                    f"{target} expects {other.span.rows} x {other_width}"
-                )
+            for way, (transfer, span) in post.ends:
+                key = transfer.step, transfer.source, transfer.target
+                if key in ends[way]:
+                    yield f"rank {program.rank} posts two ends of {transfer}"
+                ends[way][key] = f"{span.rows} x {memory.width(span)} of {transfer}"
+    for key in sorted(ends["send"].keys() | ends["receive"].keys()):
+        sent, expected = (ends[way].get(key, "nothing") for way in ("send", "receive"))
+        if sent != expected:
+            yield f"rank {key[1]} sends {sent}, rank {key[2]} expects {expected}"
 
 
 def _order(program: Program) -> Iterator[str]:
     """Check that steps rise, and that a wait for a step follows the posts of all steps up to it."""
-    to_come: dict[str, list[int]] = {"send": [], "receive": []}
-    for post in reversed([*program.posts]):
-        for way, end in reversed(post.ends):
-            to_come[way].append(end.transfer.step)
-    last = {"send": -1, "receive": -1}
+    posted, awaited = {"send": -1, "receive": -1}, -1
     for at, instruction in enumerate(program.code):
-        if isinstance(instruction, Post | Collective):
-            for way, _ in instruction.ends:
-                step = to_come[way].pop()
-                if step <= last[way]:
-                    yield (
-                        f"{describe(program, at)}: it posts the {way} of step {step} after that "
-                        f"of step {last[way]}; there is no common order"
-                    )
-                last[way] = max(last[way], step)
-        elif isinstance(instruction, Wait):
-            most = max((step for _, step in instruction.ends), default=-1)
-            for way, steps in to_come.items():
-                if steps and steps[-1] <= most:
-                    yield (
-                        f"{describe(program, at)}: it waits for step {most} before it posts the "
-                        f"{way} of step {steps[-1]}"
-                    )
+        if isinstance(instruction, Wait):
+            awaited = max((awaited, *(step for _, step in instruction.ends)))
+        elif isinstance(instruction, Post | Collective):
+            for way, (transfer, _) in instruction.ends:
+                step = transfer.step
+                if step <= max(posted[way], awaited):
+                    last, before = posted[way], f"it has waited for step {awaited}"
+                    if step <= last:
+                        before = f"that of step {last}; there is no common order"
+                    what = f"the {way} of step {step}"
+                    yield f"{describe(program, at)}: it posts {what} after {before}"
+                posted[way] = max(posted[way], step)

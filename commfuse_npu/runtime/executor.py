@@ -135,7 +135,7 @@ class Running:
         transport.resume(self)
         works = {"gemm": transport.kernels.gemm_into, **(works or {})}
         try:
-            if program.late and not ahead:
+            if not ahead:
                 self._take_scratch(late=True)
             self._bind(tensors)
         except BaseException as error:
@@ -357,7 +357,7 @@ class Running:
                 )
                 parts.append(
                     f"{verb} {transfer.piece} ({span.rows * columns} x {self._dtype}), "
-                    f"peer {peer}, step {step} of {len(self.program.transfers) - 1}, "
+                    f"peer {peer}, step {step} of {self.program.steps - 1}, "
                     f"lane {transfer.lane}"
                 )
         return f"{self.name}: {' and '.join(parts)}"

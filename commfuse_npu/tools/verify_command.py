@@ -6,7 +6,6 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from commfuse_npu.plan import PlanError
 from commfuse_npu.plan.rules import RULES
 from commfuse_npu.proof.cases import CHUNKS, LANES, cases
 from commfuse_npu.proof.recorded_order import LogError
@@ -35,7 +34,7 @@ def main(words: Sequence[str]) -> int:
         parser.error("--max-ranks: no effect on a recorded run; leave it out, or --log")
     try:
         return _verify(options.max_ranks or 16) if options.log is None else _verify_log(options.log)
-    except (PlanError, LogError) as error:
+    except LogError as error:
         return refuse("verify", error)
 
 

@@ -28,13 +28,15 @@ def test_the_sums_of_a_backward_come_behind_its_weight_gradient() -> None:
 
 def order_of(program: Program) -> list[str]:
     """Sends, waits for received pieces, and compute calls, in program order."""
+    ends = (end for post in program.posts for way, end in post.ends if way == "receive")
+    arriving = {end.transfer.step: end.transfer.piece.split()[0] for end in ends}
     steps = []
     for step in program.code:
         if isinstance(step, Post) and step.send is not None:
             steps.append(f"send {step.send.transfer.piece.split()[0]}")
         elif isinstance(step, Wait) and step.receives and not step.on_side_stream:
-            pieces = (program.transfers[number][1].piece.split()[0] for number in step.receives)
-            steps.append(f"wait {' and '.join(dict.fromkeys(pieces))}")
+            pieces = dict.fromkeys(arriving[number] for number in step.receives)
+            steps.append(f"wait {' and '.join(pieces)}")
         elif isinstance(step, Compute):
             steps.append(step.work)
     return steps
@@ -89,7 +91,7 @@ def test_receives_come_first_where_they_are_posted_by_themselves() -> None:
 
 def test_scratch_of_two_groups_is_used_again() -> None:
     two, four = (
-        rules.gemm_scatter(at(3, chunks), 64, 128, 4096).scratch_elements() for chunks in (2, 4)
+        sum(rules.gemm_scatter(at(3, chunks), 64, 128, 4096).regions.values()) for chunks in (2, 4)
     )
     assert four == two // 2
 

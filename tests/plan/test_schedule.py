@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 import subprocess
 import sys
 from itertools import pairwise
@@ -96,20 +95,14 @@ def test_bad_options_are_named(options: dict[str, object], words: str) -> None:
             Schedule().hops(rank, size, "first")
 
 
-def test_a_schedule_is_a_value_in_every_process() -> None:
-    copied = pickle.loads(pickle.dumps(Schedule(chunks=2)))
-    assert "_hash" not in copied.__dict__
-    assert copied == Schedule(chunks=2)
-    assert hash(copied) == hash(Schedule(chunks=2))
-
-
 def test_plan_and_proof_need_no_torch() -> None:
     code = (
         "import sys; sys.modules['torch'] = None\n"
         "from commfuse_npu.plan import RankSpec, Schedule, rules\n"
         "from commfuse_npu.proof import verify\n"
         "specs = [RankSpec(Schedule(), rank, 2, True) for rank in range(2)]\n"
-        "verify.verify([rules.gemm_scatter(spec, 4, 4, 4) for spec in specs])\n"
+        "programs = [rules.gemm_scatter(spec, 4, 4, 4) for spec in specs]\n"
+        "assert not verify.counter_examples(programs)\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
 

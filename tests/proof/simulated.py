@@ -6,9 +6,8 @@ Programs that pass the checks of pairing and order finish in this simulation, to
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
-from commfuse_npu.plan.instructions import Collective, Post, Transfer, Wait
+from commfuse_npu.plan.instructions import Collective, Post, Wait
 from commfuse_npu.plan.program import Program
 from commfuse_npu.proof import rendezvous as simulation
 
@@ -51,20 +50,11 @@ def _actions(
         if isinstance(instruction, Post | Collective):
             transfer = instruction.transfer
             tagged = isinstance(instruction, Post) and not program.batched
-            lane = _Message(number, transfer) if tagged else transfer.lane
+            # On gloo, where messages match by tag, each has its own lane.
+            lane = (number, transfer) if tagged else transfer.lane
             yield simulation.Post(group, lane, posted[instruction.ends[0][0], transfer.step])
         elif isinstance(instruction, Wait):
             # A wait for one end of a batch waits for both.
             yield simulation.Wait(
                 tuple(end for wait in instruction.ends for end in posted.get(wait, ()))
             )
-
-
-class _Message(NamedTuple):
-    """The lane of one message on gloo, where messages match by tag."""
-
-    operation: int
-    transfer: Transfer
-
-    def __str__(self) -> str:
-        return str(self.transfer.lane)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -85,12 +85,13 @@ def test_files_that_are_whole_and_those_that_are_not(tmp_path, judged) -> None:
         ([HEADER, ["transport", 0, [0, 1], True]], "line 2: .*rank 0 of 1 has no such group"),
         ([HEADER, TRANSPORT, BEGIN, BEGIN], "line 4: ValueError: slot 0 is in use"),
         ([HEADER, TRANSPORT, ["issue", 0, 0, {"name": "all"}]], "line 3: KeyError: 'kind'"),
-        ([HEADER, ["dance", 1]], "line 2: ValueError: dance is no event"),
+        ([HEADER, ["dance", 1]], "line 2: ValueError: this is no event: .*dance"),
         ([HEADER, BEGIN], "line 2: KeyError: 0"),
         ([HEADER, TRANSPORT, ["begin", 0, 0, {**PROGRAM, "schedule": {"lanes": 0}}]],
          "line 3: PlanError: lanes is 0; it must be"),
         ([HEADER, TRANSPORT, ["begin", 0, 0, {**PROGRAM, "arguments": [4, 1]}]], "TypeError: buck"),
         ([HEADER, TRANSPORT, ["at", 3, 0]], "line 3: .*nothing is under way in slot 3"),
+        ([HEADER, TRANSPORT, BEGIN, ["await", 0]], "line 4: .*under way in slot 0 that can await"),
         ([HEADER, ["end"], ["end"]], "line 3: .*a line after the end"),
     ],
 )  # fmt: skip
@@ -158,8 +159,12 @@ def test_threads_do_not_wait_for_each_other(tmp_path, judged, threads: bool) -> 
     assert threads or "and so round to rank 0" in out
     # A thread goes on behind a point where nothing is in flight.
     before, back = [["thread", 1], *ONCE], [["thread", 0]] * threads
-    two_ranks(tmp_path, [*before, *a, *back, *b, *ends], [*before, *b, *back, *a, *ends])
+    first, second = [*a, *back, *b, *ends], [*b, *back, *a, *ends]
+    two_ranks(tmp_path, [*before, *first], [*before, *second])
     judged(0 if threads else 1)
+    # The same lines again, but now all in thread 0.
+    two_ranks(tmp_path, [*before, *first * 2], [*before, *second * 2])
+    judged(1)
 
 
 def test_a_deadlock_is_one_though_the_files_just_end(tmp_path, judged) -> None:
@@ -173,11 +178,13 @@ def test_a_deadlock_is_one_though_the_files_just_end(tmp_path, judged) -> None:
 
 
 def test_what_repeats_itself_is_judged_once(tmp_path, monkeypatch, judged) -> None:
-    created, real = [], verify_log._Rank
-    monkeypatch.setattr(verify_log, "_Rank", lambda *args: created.append(1) or real(*args))
+    simulated, real = [], verify_log.Rendezvous
+    monkeypatch.setattr(
+        verify_log, "Rendezvous", lambda *args, **links: simulated.append(1) or real(*args, **links)
+    )
     two_ranks(tmp_path, ONCE * 500, ONCE * 500)
     assert "2 ranks, 1000 operations, 2000 posts" in judged(0)
-    assert len(created) == 2 * 3  # per rank: the first operation, the others, the end of the log
+    assert len(simulated) == 3  # the first operation, the others, the end of the log
     # A fault in one of the repetitions is found.
     two_ranks(tmp_path, ONCE * 500, [*ONCE * 300, *ONCE[:2], ONCE[3], *ONCE * 199])
     words = "rank 1, operation 300 (op) of the group of ranks 0, 1: it finishes without"
@@ -196,39 +203,29 @@ def test_no_more_than_a_few_faults_are_told(tmp_path) -> None:
 # ---------------------------------------------------------------------- several under way at once
 
 
-class Operation:
-    """A program of a rule, or a collective, that is recorded step by step in the log of a rank."""
-
-    def __init__(
-        self, log: OrderLog, spec: RankSpec, transport: Any, what: tuple[Any, ...]
-    ) -> None:
-        self._program, self._at = None, 0
-        if what[0] in RULES:
-            self._program = RULES[what[0]](spec, *what[1:])
-            self._log = log.program(transport, self._program, what[0], "torch.float32")
-        else:
-            self._log = log.collective(transport, *what, "torch.float32")
-
-    def begin(self) -> None: ...
-
-    def ahead(self) -> None:
-        self._go_on(self._program.ahead_end)
-
-    def _go_on(self, end: int) -> None:
-        for at in range(self._at, end):
-            if isinstance(self._program.code[at], Post | Wait):
-                self._log("at", at)
-        self._at = end
-
-    def finish(self) -> None:
-        if self._program is not None:
-            self._go_on(len(self._program.code))
-        self._log("finish" if self._program is not None else "await")
+def recorded(
+    log: OrderLog, spec: RankSpec, transport: int, kind: str, *given: Any
+) -> Iterator[None]:
+    """Record a program of a rule, or a collective; yields once begun, and at its ``AheadEnd``."""
+    if kind not in RULES:
+        entry = log.collective(transport, kind, *given, "torch.float32")
+        yield
+        entry("await")
+        return
+    program = RULES[kind](spec, *given)
+    entry = log.program(transport, program, kind, "torch.float32")
+    yield
+    for at, step in enumerate(program.code):
+        if at == program.ahead_end:
+            yield
+        if isinstance(step, Post | Wait):
+            entry("at", at)
+    entry("finish")
 
 
-def steps(*todo: tuple[Any, ...], turns: int = 1) -> list[tuple[Any, ...]]:
-    """Steps ``(operation, method, *arguments)`` of a rank; the first one begins the operation."""
-    return [((turn, name), *call) for turn in range(turns) for name, *call in todo]
+def steps(*todo: tuple[str, str], turns: int = 1) -> list[tuple[tuple[int, str], str]]:
+    """Steps ``(operation, how far)`` of a rank: ``begin``, ``ahead`` or ``finish``."""
+    return [((turn, name), upto) for turn in range(turns) for name, upto in todo]
 
 
 def run(folder: Path, batched: bool, *parts: list[tuple[Any, ...]]) -> verify_log.Verdict:
@@ -237,10 +234,14 @@ def run(folder: Path, batched: bool, *parts: list[tuple[Any, ...]]) -> verify_lo
     for rank, part in enumerate(parts):
         log, spec = OrderLog(folder, rank, size), RankSpec(Schedule(lanes=1), rank, size, batched)
         transport, begun = log.transport(range(size), batched), {}
-        for (turn, name), method, *arguments in part:
-            if (turn, name) not in begun:
-                begun[turn, name] = Operation(log, spec, transport, KINDS[name])
-            getattr(begun[turn, name], method)(*arguments)
+        for operation, upto in part:
+            if operation not in begun:
+                begun[operation] = recorded(log, spec, transport, *KINDS[operation[1]])
+                next(begun[operation])
+            if upto == "ahead":
+                next(begun[operation])
+            elif upto == "finish":
+                list(begun[operation])
         log.close()
     return verify_log.verify_logs([folder])
 

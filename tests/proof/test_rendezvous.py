@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from commfuse_npu.plan.instructions import Transfer
-from commfuse_npu.proof.rendezvous import End, Group, Post, Rendezvous, Script, Wait
+from commfuse_npu.proof.rendezvous import End, Group, Meet, Post, Rendezvous, Script, Wait
 
 GROUP = Group("three", (10, 11, 12))
 """Global ranks of the members."""
@@ -16,7 +16,7 @@ def swap(rank: int, peer: int, lane: int, step: int = 0) -> Post:
     return Post(GROUP, lane, tuple(ends))
 
 
-def simulate(*by_place: list[Post | Wait], opened: set | None = None) -> str | None:
+def simulate(*by_place: list[Post | Wait | Meet], opened: set | None = None) -> str | None:
     scripts = [Script(GROUP.ranks[k], actions) for k, actions in enumerate(by_place)]
     stuck = Rendezvous(scripts, opened=opened).simulate()
     return None if stuck is None else stuck.text
@@ -55,3 +55,22 @@ def test_a_batch_comes_to_all_its_links_at_once() -> None:
         for rank in range(3)
     ]  # fmt: skip
     assert simulate(*([post] for post in ring), opened=set()) is None
+
+
+def test_a_meeting_is_of_all_ranks() -> None:
+    meet = Meet(GROUP, 0, "the end")
+    assert simulate([meet], [meet], [meet]) is None
+    assert simulate([meet], [meet], []) == (
+        "deadlock (warm): rank 10 waits for rank 12 to come to the end; "
+        "and rank 12 has nothing more to do"
+    )
+
+
+def test_threads_of_a_rank_post_in_the_order_of_the_log() -> None:
+    def post(rank: int, peer: int, number: int) -> Post:
+        ends = tuple(end._replace(operation=number) for end in swap(rank, peer, 0).ends)
+        return Post(GROUP, 0, ends, before=number)
+
+    scripts = [Script(GROUP.ranks[0], [post(0, 1, number)]) for number in (1, 0)]
+    scripts.append(Script(GROUP.ranks[1], [post(1, 0, number) for number in (0, 1)]))
+    assert Rendezvous(scripts).simulate() is None

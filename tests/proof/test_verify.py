@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import product
+from itertools import chain, product
 from typing import Any
 
 import pytest
@@ -22,6 +22,7 @@ from commfuse_npu.plan.instructions import (
     Instruction,
     Post,
     RecordEvent,
+    Span,
     Wait,
     WaitEvent,
     accesses,
@@ -33,7 +34,7 @@ from commfuse_npu.plan.schedule import RankSpec
 from commfuse_npu.proof.cases import CHUNKS, Case, cases
 from commfuse_npu.proof.verify import counter_examples
 from tests.proof.simulated import rendezvous
-from tests.proof.test_planted_faults import group, put
+from tests.proof.test_planted_faults import group, put, replaced
 
 
 def long(*sizes: int) -> list[Any]:
@@ -125,45 +126,29 @@ def test_pieces_that_are_there_together_are_one_gemm(size: int, chunks: int) -> 
 _RANDOM = [case for size in (2, 3, 4) for case in random.Random(size).sample(list(cases(size)), 40)]
 
 
-def _touched(program: Program) -> list[tuple[int, int, int]]:
-    """All non-empty spans as (position of the instruction, whether written, number)."""
+def _spans(program: Program) -> list[tuple[int, Span]]:
+    """All non-empty spans, each with the position of its instruction."""
     return [
-        (place, written, number)
+        (place, span)
         for place, instruction in enumerate(program.code)
-        for written, spans in enumerate(accesses(instruction))
-        for number, span in enumerate(spans)
+        for span in chain(*accesses(instruction))
         if span.rows
     ]
 
 
 def left_out(data: st.DataObject, program: Program) -> tuple[int, list[Instruction]]:
     """Drop any instruction that accesses memory or orders others."""
-    needed = {place for place, _, _ in _touched(program)}
-    needed |= {
-        k for k, step in enumerate(program.code) if isinstance(step, Wait | RecordEvent | WaitEvent)
-    }
+    orders = Wait | RecordEvent | WaitEvent
+    needed = {place for place, _ in _spans(program)}
+    needed |= {place for place, step in enumerate(program.code) if isinstance(step, orders)}
     return data.draw(st.sampled_from(sorted(needed))), []
 
 
 def other_rows(data: st.DataObject, program: Program) -> tuple[int, list[Instruction]]:
     """Shift any span of any instruction by one row."""
-    place, written, number = data.draw(st.sampled_from(_touched(program)))
-    old = program.code[place]
-    span = accesses(old)[written][number]
+    place, span = data.draw(st.sampled_from(_spans(program)))
     moved = span._replace(start=span.start + 1, stop=span.stop + 1)
-    if isinstance(old, Post):
-        way = "receive" if written else "send"
-        return place, [old._replace(**{way: getattr(old, way)._replace(span=moved)})]
-    if isinstance(old, Compute):
-        spans = list(old.outs if written else old.ins)
-        spans[number] = moved
-        return place, [old._replace(**{"outs" if written else "ins": tuple(spans)})]
-    if isinstance(old, Add) and (number or not written):
-        number = 0 if written else number  # the first term is read and written
-        terms = list(old.terms)
-        terms[number] = (moved, terms[number][1])
-        return place, [old._replace(terms=tuple(terms))]
-    return place, [old._replace(**{"out" if written else "source": moved})]
+    return place, [replaced(program.code[place], span, moved)]
 
 
 def another_transfer(data: st.DataObject, program: Program) -> tuple[int, list[Instruction]]:
@@ -172,16 +157,11 @@ def another_transfer(data: st.DataObject, program: Program) -> tuple[int, list[I
     places = [k for k, transfer in enumerate(code) if isinstance(transfer, Post | Collective)]
     assume(places)
     place = data.draw(st.sampled_from(places))
-    way, end = data.draw(st.sampled_from(code[place].ends))
+    _, (transfer, _) = data.draw(st.sampled_from(code[place].ends))
     field = data.draw(st.sampled_from(["step", "lane", "source", "target", "piece"]))
-    value = getattr(end.transfer, field)
+    value = getattr(transfer, field)
     changed = f"{value}, perhaps" if field == "piece" else value + 1
-    other = end.transfer._replace(**{field: changed})
-    if isinstance(code[place], Post):
-        return place, [code[place]._replace(**{way: end._replace(transfer=other)})]
-    old = getattr(code[place], f"{way}s")
-    new = tuple(other if transfer == end.transfer else transfer for transfer in old)
-    return place, [code[place]._replace(**{f"{way}s": new})]
+    return place, [replaced(code[place], transfer, transfer._replace(**{field: changed}))]
 
 
 @pytest.mark.parametrize("fault", [left_out, other_rows, another_transfer])

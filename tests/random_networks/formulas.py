@@ -7,12 +7,11 @@ the reference for rounded results.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as collectives
 from torch.nn.functional import linear
 
 from commfuse_npu.ops import LinearOptions, ShardedOptions
@@ -21,48 +20,16 @@ from tests.attention_masks import attention
 Group = dist.ProcessGroup
 
 
-class _Collective(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, forth: Callable, back: Callable) -> torch.Tensor:
-        ctx.back = back
-        return forth(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return ctx.back(grad), None, None
-
-
 def _gather(x: torch.Tensor, group: Group) -> torch.Tensor:
-    x = x.contiguous()
-    parts = [torch.empty_like(x) for _ in range(group.size())]
-    dist.all_gather(parts, x, group)
-    return torch.cat(parts)
+    return collectives.all_gather_tensor_autograd(x.contiguous(), 0, group)
 
 
-def _blocks(x: torch.Tensor, group: Group) -> list[torch.Tensor]:
-    rows = x.shape[0] // group.size()
-    return [x[rank * rows : (rank + 1) * rows] for rank in range(group.size())]
-
-
-def _sum(x: torch.Tensor, group: Group) -> torch.Tensor:
-    total = x.double()
-    dist.all_reduce(total, group=group)
-    return total.to(x.dtype)
-
-
-def _scatter(x: torch.Tensor, group: Group, divisor: int = 1) -> torch.Tensor:
-    total = x.double()
-    dist.all_reduce(total, group=group)
-    return (_blocks(total, group)[group.rank()] / divisor).to(x.dtype)
+def _scatter(x: torch.Tensor, group: Group) -> torch.Tensor:
+    return collectives.reduce_scatter_tensor_autograd(x.contiguous(), "sum", 0, group)
 
 
 def _swap(x: torch.Tensor, group: Group) -> torch.Tensor:
-    inputs = _blocks(_gather(x, group), group)
-    return torch.cat([_blocks(tensor, group)[group.rank()] for tensor in inputs])
-
-
-def _by(group: Group, x: torch.Tensor, forth: Callable, back: Callable) -> torch.Tensor:
-    return _Collective.apply(x, partial(forth, group=group), partial(back, group=group))
+    return collectives.all_to_all_single_autograd(x.contiguous(), None, None, group)
 
 
 class _IntoMainGrad(torch.autograd.Function):
@@ -87,26 +54,29 @@ def _weight(weight: torch.Tensor, options: LinearOptions) -> torch.Tensor:
 
 
 def all_gather_linear(x, weight, bias=None, *, group: Group, options: LinearOptions):
-    return linear(_by(group, x, _gather, _scatter), _weight(weight, options), bias)
+    return linear(_gather(x, group), _weight(weight, options), bias)
 
 
 def linear_reduce_scatter(x, weight, bias=None, *, group: Group, options: LinearOptions):
-    y = _by(group, linear(x, _weight(weight, options)), _scatter, _gather)
+    y = _scatter(linear(x, _weight(weight, options)), group)
     return y if bias is None else y + bias
 
 
 def linear_all_reduce(x, weight, bias=None, *, group: Group, options: LinearOptions):
-    y = _by(group, linear(x, _weight(weight, options)), _sum, lambda grad, group: grad)
+    y = linear(x, _weight(weight, options))
+    total = y.detach().clone()
+    dist.all_reduce(total, group=group)
+    y = y + (total - y).detach()
     return y if bias is None else y + bias
 
 
 def linear_all_to_all(x, weight, bias=None, *, group: Group, options: LinearOptions):
     parts = linear(x, _weight(weight, options), bias).chunk(group.size(), -1)
-    return _by(group, torch.cat(parts), _swap, _swap)
+    return _swap(torch.cat(parts), group)
 
 
 def all_to_all_linear(x, weight, bias=None, *, group: Group, options: LinearOptions):
-    heads = torch.cat(_blocks(_by(group, x, _swap, _swap), group), -1)
+    heads = torch.cat(_swap(x, group).chunk(group.size()), -1)
     return linear(heads, _weight(weight, options), bias)
 
 
@@ -123,9 +93,11 @@ def attention_all_to_all(
     attended = attention(q, k, v, shown, scale).flatten(2)
     if weight is not None:
         return all_to_all_linear(attended, weight, bias, group=group, options=options)
-    return torch.cat(_blocks(_by(group, attended, _swap, _swap), group), -1)
+    return torch.cat(_swap(attended, group).chunk(group.size()), -1)
 
 
 def sharded_linear(x, weight_shard, bias=None, *, group: Group, options: ShardedOptions):
-    divisor = group.size() if options.average else 1
-    return linear(x, _by(group, weight_shard, _gather, partial(_scatter, divisor=divisor)), bias)
+    shard = weight_shard.view_as(weight_shard)
+    if shard.requires_grad and options.average:
+        shard.register_hook(lambda grad: grad / group.size())
+    return linear(x, _gather(shard, group), bias)

@@ -127,21 +127,20 @@ class Call:
 
     def gradients(self) -> Found:
         """Gradients and related attributes of the parameters after the backward."""
-        results: Found = {}
-        for name, parameter in (("weight", self.weight), ("bias", self.bias)):
-            if parameter is None:
-                continue
-            results[f"{self.name} {name}.grad"] = parameter.grad
-        if self.layer.main_grad is not None and self.weight is not None:
-            results[f"{self.name} main_grad"] = getattr(self.weight, "main_grad")  # noqa: B009
+        parameters = {"weight": self.weight, "bias": self.bias}
+        results: Found = {
+            f"{self.name} {name}.grad": parameter.grad
+            for name, parameter in parameters.items()
+            if parameter is not None
+        }
+        weight: Any = self.weight
+        if self.layer.main_grad is not None and weight is not None:
+            results[f"{self.name} main_grad"] = weight.main_grad
             if self.layer.flag:
+                results[f"{self.name} flag"] = torch.tensor(weight.grad_added_to_main_grad)
                 # Its contents are undefined; Megatron asks for the shape only.
-                grad = self.weight.grad
-                results[f"{self.name} weight.grad"] = (
-                    None if grad is None else grad.new_zeros(grad.shape)
-                )
-                added = getattr(self.weight, "grad_added_to_main_grad")  # noqa: B009
-                results[f"{self.name} flag"] = torch.tensor(added)
+                if weight.grad is not None:
+                    results[f"{self.name} weight.grad"] = torch.zeros_like(weight.grad)
         return results
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from commfuse_npu.plan import Schedule
-from tests.random_networks.campaign import failure_of
 from tests.random_networks.case import WITH_PROJECTION, Case, Layer, Network
+from tests.random_networks.compare import complaints
 
 MORE = ((1, 40), (2, 180), (3, 50), (4, 30))
 TAPERED, ONE_LANE = Schedule(lanes=1, chunks=3, taper=1.5), Schedule(lanes=1)
@@ -32,11 +32,10 @@ FOUND: dict[str, Case] = {
     [(2, 70), (3, 40), *(pytest.param(*sizes, marks=pytest.mark.long) for sizes in MORE)],
 )
 def test_fused_is_plain(random_cases, size: int, cases: int) -> None:
-    random_cases(size, cases, seed=2604 + cases)
+    random_cases(size, cases, complaints)
 
 
 @pytest.mark.parametrize("fault", FOUND)
 def test_it_does_not_fail_any_more(ranks, fault: str) -> None:
-    case = FOUND[fault]
-    failure = failure_of(ranks(case.size), case)
-    assert not failure, failure
+    differences = ranks(FOUND[fault].size).run(complaints, FOUND[fault])
+    assert not any(differences), differences

@@ -32,11 +32,14 @@ def transport_of(case: Case) -> Transport:
     return _transport(case.lanes, case.batched)
 
 
-def at_rest(link: Transport) -> list[str]:
-    """Messages about pending transfers, a broken transport or scratch that was not returned."""
-    messages = [f"{exchange.name} is still under way" for exchange in link._in_flight]
-    if link._broken is not None:
-        messages.append(f"the transport is broken: {link._broken}")
-    if link.scratch.lent:
-        messages.append(f"{link.scratch.lent} arenas of scratch were not given back")
-    return messages
+def at_rest(link: Transport) -> None:
+    """Raise if a transfer is pending: these processes cannot be used any more.
+
+    Raises:
+        RuntimeError: also for a broken transport, or scratch that was not returned.
+    """
+    pending = [f"{exchange.name} is still under way" for exchange in link._in_flight]
+    if pending or link._broken is not None or link.scratch.lent:
+        raise RuntimeError(
+            f"{pending}, {link.scratch.lent} arenas of scratch not given back, {link._broken}"
+        )

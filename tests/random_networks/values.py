@@ -52,57 +52,37 @@ def _small(x: torch.Tensor, rounded: bool) -> torch.Tensor:
     return x.clamp(-4, 4) if rounded else x.round().clamp(-1, 1)
 
 
-def _places(features: int, inputs: int) -> torch.Tensor:
-    return torch.arange(inputs) % max(1, features)
-
-
-class _Fit(torch.autograd.Function):
-    """Fits the input of a layer: clamped values, its number of features, its layout."""
+class _Small(torch.autograd.Function):
+    """Clamps values, and the gradient."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: torch.Tensor,
-        inputs: int,
-        layout: Layout,
-        rounded: bool,
-        found: Found,
-        name: str,
-    ) -> torch.Tensor:
-        ctx.features, ctx.rounded, ctx.found, ctx.name = x.shape[-1], rounded, found, name
-        return laid_out(_small(x, rounded)[..., _places(x.shape[-1], inputs)], layout)
+    def forward(ctx: Any, x: torch.Tensor, rounded: bool) -> torch.Tensor:
+        ctx.rounded = rounded
+        return _small(x, rounded)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        ctx.found[ctx.name] = grad.clone()
-        out = grad.new_zeros((*grad.shape[:-1], ctx.features))
-        places = _places(ctx.features, grad.shape[-1])
-        out.index_add_(-1, places, _small(grad, ctx.rounded))
-        return _small(out, ctx.rounded), None, None, None, None, None
-
-
-class _Arrive(torch.autograd.Function):
-    """Identity after a layer whose backward clamps the gradient and gives it a layout."""
-
-    @staticmethod
-    def forward(ctx: Any, y: torch.Tensor, layout: Layout, rounded: bool) -> torch.Tensor:
-        ctx.layout, ctx.rounded = layout, rounded
-        return y.view_as(y)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return laid_out(_small(grad, ctx.rounded), ctx.layout), None, None
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return _small(grad, ctx.rounded), None
 
 
 def fitting(
     x: torch.Tensor, inputs: int, layout: Layout, rounded: bool, found: Found, name: str
 ) -> torch.Tensor:
     """``x`` for a layer of ``inputs`` features; its gradient is stored as ``found[name]``."""
-    fitted: torch.Tensor = _Fit.apply(x, inputs, layout, rounded, found, name)
+
+    def store(grad: torch.Tensor) -> torch.Tensor:
+        found[name] = grad.clone()
+        return _small(grad, rounded)
+
+    features = torch.arange(inputs) % max(1, x.shape[-1])
+    fitted = laid_out(_Small.apply(x, rounded)[..., features], layout)
+    if fitted.requires_grad:
+        fitted.register_hook(store)
     return fitted
 
 
 def arriving(y: torch.Tensor, layout: Layout, rounded: bool) -> torch.Tensor:
-    """``y``, whose gradient will have the given layout."""
-    out: torch.Tensor = _Arrive.apply(y, layout, rounded)
-    return out
+    """``y``, whose gradient is clamped and will have the given layout."""
+    if y.requires_grad:
+        y.register_hook(lambda grad: laid_out(_small(grad, rounded), layout))
+    return y

@@ -49,7 +49,7 @@ def test_what_is_kept_is_limited() -> None:
 
 def test_views_are_made_once_per_program() -> None:
     program = rules.gemm_scatter(RankSpec(Schedule(), 1, 4, True), 8, 16, 16)
-    arena = ScratchPool().take(program.scratch_elements(), torch.float32, CPU)
+    arena = ScratchPool().take(sum(program.regions.values()), torch.float32, CPU)
     views = arena.views(program, Region(wide=False, late=False))
     assert arena.known[program, Region(wide=False, late=False)] is views
     assert arena.views(program, Region(wide=True, late=False)) == {}, "it has no wide scratch"

@@ -7,7 +7,7 @@ from typing import Literal
 from commfuse_npu.plan.builder import Builder
 from commfuse_npu.plan.instructions import Span
 from commfuse_npu.plan.rules.pieces import block_of, inside, made_pieces, rows_of, used_pieces
-from commfuse_npu.plan.rules.rule import IN_FLIGHT, Carrier, rule
+from commfuse_npu.plan.rules.rule import IN_FLIGHT, Carrier, Rule
 from commfuse_npu.plan.schedule import Own, RankSpec
 
 __all__ = [
@@ -170,7 +170,7 @@ class _Scatter:
 # ---------------------------------------------------------------------- attention, Ulysses
 
 
-@rule
+@Rule
 def produce_scatter(spec: RankSpec, rows: int, columns: int) -> Builder:
     """Compute a matrix piece by piece and reduce-scatter it.
 
@@ -189,7 +189,7 @@ def _(c: Carrier, rows: int, columns: int) -> None:
     c.reduce_scatter(whole, out="out")
 
 
-@rule
+@Rule
 def gather_use(spec: RankSpec, rows: int, columns: int, keep: bool) -> Builder:
     """Gather ``shard`` and use each piece as it arrives; with ``keep``, also the whole at the end.
 
@@ -213,7 +213,7 @@ def _(c: Carrier, rows: int, columns: int, keep: bool) -> None:
         c.wgrad(whole)
 
 
-@rule
+@Rule
 def exchange(
     spec: RankSpec, rows: int, columns: int, blocks: Blocks, uses: bool, keep: bool, wgrad: bool
 ) -> Builder:
@@ -287,7 +287,7 @@ def _under_way(b: Builder, rows: int, own: Own) -> int:
     return max(2 * rows // longest, b.spec.schedule.lanes_for(b.size) + 1)
 
 
-@rule
+@Rule
 def sharded_forward(spec: RankSpec, rows: int, columns: int) -> Builder:
     """Gather a weight from its ``shard`` and use it block by block, without memory for all of it.
 
@@ -305,7 +305,7 @@ def _(c: Carrier, rows: int, columns: int) -> None:
     gather_use.lines(c, rows, columns, False)
 
 
-@rule
+@Rule
 def sharded_backward(
     spec: RankSpec, rows: int, columns: int, gathers: bool, scatters: bool
 ) -> Builder:
@@ -343,7 +343,7 @@ def _(c: Carrier, rows: int, columns: int, gathers: bool, scatters: bool) -> Non
 # ---------------------------------------------------------------------- buckets
 
 
-@rule
+@Rule
 def bucket_scatter(spec: RankSpec, rows: int, stack: int, in_flight: int) -> Builder:
     """Reduce-scatter ``bucket``, gradients of several layers, in place.
 
@@ -367,7 +367,7 @@ def _(c: Carrier, rows: int, stack: int, in_flight: int) -> None:
     c.reduce_scatter(c.given("bucket", c.spec.size * rows, 1), out="bucket", finish=True)
 
 
-@rule
+@Rule
 def bucket_gather(spec: RankSpec, rows: int) -> Builder:
     """All-gather the shards of ``bucket``, parameters of several layers, in place.
 

@@ -20,7 +20,7 @@ from commfuse_npu.plan.rules.pieces import (
     sum_pieces,
 )
 from commfuse_npu.plan.rules.product import Product
-from commfuse_npu.plan.rules.rule import IN_FLIGHT, Carrier, rule
+from commfuse_npu.plan.rules.rule import IN_FLIGHT, Carrier, Rule
 from commfuse_npu.plan.schedule import RankSpec
 
 __all__ = ["Wgrad", "column_backward", "gather_gemm", "gemm_all_reduce", "gemm_scatter"]
@@ -37,7 +37,7 @@ _AHEAD = 8
 """Most transfers posted before the first work; a limit, because each post takes host time."""
 
 
-@rule
+@Rule
 def gather_gemm(
     spec: RankSpec,
     rows: int,
@@ -76,30 +76,29 @@ def gather_gemm(
     ahead = max(1, _AHEAD // transfers) if spec.batched else chunks
 
     def post(j: int) -> None:
-        if j < chunks and (b.as_collective or chunks == 1):
-            length = n * (runs[j].stop - runs[j].start)
-            span = Span("whole" if in_place else f"staged {j}", 0, length)
-            b.all_gather(rows_of("shard", runs[j]), span, "block {source}", j, chunks)
-        elif j < chunks:
-            for hop in b.hops("first"):
-                into = rows_of("whole", inside(hop.source, rows, runs[j]))
-                if not in_place:
-                    place_of = block_of(peers.index(hop.source), runs[j].stop - runs[j].start)
-                    into = rows_of(f"staged {j}", place_of)
-                b.post(hop, rows_of("shard", runs[j]), into, "block {source}", j, chunks)
+        if j >= chunks:
+            return
+        sent, length = rows_of("shard", runs[j]), runs[j].stop - runs[j].start
+        if b.as_collective:
+            out = Span("whole" if in_place else f"staged {j}", 0, n * length)
+            b.collective("all_gather", sent, out, "block {source}", j, chunks)
+            return
+        for hop in b.hops("first"):
+            into = rows_of("whole", inside(hop.source, rows, runs[j]))
+            if not in_place:
+                into = rows_of(f"staged {j}", block_of(peers.index(hop.source), length))
+            b.post(hop, sent, into, "block {source}", j, chunks)
 
     for j in range(ahead):
         post(j)
-    weight = Span("weight", 0, inputs)
 
-    def use(piece: Span, out: Span, factor: Span | None) -> None:
+    def use(piece: Span, out: str, factor: str, run: slice) -> None:
         if outputs:
-            b.compute("gemm", [out], [piece, weight])
-        if factor is not None:
-            b.compute("wgrad", [], [piece, factor])
+            b.compute("gemm", [rows_of(out, run)], [piece, Span("weight", 0, inputs)])
+        if wgrad == "blocks":
+            b.compute("wgrad", [], [piece, rows_of(factor, run)])
 
-    by_blocks = wgrad == "blocks"
-    use(Span("shard", 0, rows), rows_of("out", own), rows_of("other", own) if by_blocks else None)
+    use(Span("shard", 0, rows), "out", "other", own)
     if ahead < 2:
         post(1)
     if filled and not (b.as_collective and in_place):
@@ -111,15 +110,14 @@ def gather_gemm(
         if in_place:
             for side in sides_of(spec):
                 section = slice(side[0] * rows + run.start, side[-1] * rows + run.stop)
-                factor = rows_of("other", section) if by_blocks else None
-                use(rows_of("whole", section), rows_of("out", section), factor)
+                use(rows_of("whole", section), "out", "other", section)
             continue
-        staged, result = f"staged {j}", f"result {j}"
+        staged, result, factor = f"staged {j}", f"result {j}", f"factor {j}"
         if filled:
             _spread(b, "whole", staged, run, rows, on_side_stream=True)
-        if by_blocks:
-            b.scratch(f"factor {j}", stacked * length, other, slot="factor")
-            for strip, part in _strips(b, "other", f"factor {j}", run, rows):
+        if wgrad == "blocks":
+            b.scratch(factor, stacked * length, other, slot="factor")
+            for strip, part in _strips(b, "other", factor, run, rows):
                 b.copy(part, strip)
         if outputs:
             b.scratch(result, stacked * length, outputs, slot=f"result {j % 2}")
@@ -127,11 +125,7 @@ def gather_gemm(
         if b.as_collective:
             pieces = [slice(side[0] * length, (side[-1] + 1) * length) for side in sides_of(spec)]
         for piece in pieces:
-            use(
-                rows_of(staged, piece),
-                rows_of(result, piece),
-                rows_of(f"factor {j}", piece) if by_blocks else None,
-            )
+            use(rows_of(staged, piece), result, factor, piece)
         if outputs:
             _spread(b, "out", result, run, rows, on_side_stream=j < chunks - 1)
     if filled:
@@ -172,7 +166,7 @@ def _spread(
         b.copy(strip, part, on_side_stream=on_side_stream)
 
 
-@rule
+@Rule
 def gemm_scatter(spec: RankSpec, rows: int, inputs: int, outputs: int) -> Builder:
     """Multiply ``a`` by ``weight`` and reduce-scatter the product.
 
@@ -184,7 +178,8 @@ def gemm_scatter(spec: RankSpec, rows: int, inputs: int, outputs: int) -> Builde
     """
     b = Builder(spec)
     groups = b.runs(outputs, "last")
-    products, last = _by_columns(b, groups, rows, IN_FLIGHT, own_last=True), len(groups) - 1
+    outs, last = _columns_of("out", rows, groups), len(groups) - 1
+    products = _by_columns(b, groups, rows, IN_FLIGHT, own_last=True)
 
     def gemm(j: int, piece: slice) -> None:
         weight = Span("weight", 0, inputs, (groups[j].start, groups[j].stop))
@@ -192,14 +187,14 @@ def gemm_scatter(spec: RankSpec, rows: int, inputs: int, outputs: int) -> Builde
 
     for j, product in enumerate(products):
         if j >= IN_FLIGHT:
-            _add_columns(products, groups, j - IN_FLIGHT, "out", rows, on_side_stream=True)
+            products[j - IN_FLIGHT].add(outs[j - IN_FLIGHT], on_side_stream=True)
         if j < last:
             gemm(j, slice(0, spec.size * rows))
             product.send()
         else:
             product.send_as_made(partial(gemm, j))
     for j in range(max(0, len(groups) - IN_FLIGHT), len(groups)):
-        _add_columns(products, groups, j, "out", rows, on_side_stream=j < last)
+        products[j].add(outs[j], on_side_stream=j < last)
     return b
 
 
@@ -222,20 +217,14 @@ def _by_columns(
     ]
 
 
-def _add_columns(
-    products: Sequence[Product],
-    groups: Sequence[slice],
-    j: int,
-    buffer: str,
-    rows: int,
-    *,
-    on_side_stream: bool,
-) -> None:
-    columns = None if len(groups) == 1 else (groups[j].start, groups[j].stop)
-    products[j].add(Span(buffer, 0, rows, columns), on_side_stream=on_side_stream)
+def _columns_of(buffer: str, rows: int, groups: Sequence[slice]) -> list[Span]:
+    """The span of each group of columns."""
+    if len(groups) == 1:
+        return [Span(buffer, 0, rows)]
+    return [Span(buffer, 0, rows, (columns.start, columns.stop)) for columns in groups]
 
 
-@rule
+@Rule
 def column_backward(
     spec: RankSpec,
     rows: int,
@@ -278,10 +267,9 @@ def column_backward(
         if not b.as_collective:
             b.copy(rows_of("whole", block_of(r, rows)), Span("x", 0, rows), on_side_stream=True)
         b.compute("wgrad", [], [Span("grad", 0, n * rows), Span("whole", 0, n * rows)])
-    for j in range(len(groups)):
-        _add_columns(
-            products, groups, j, "grad_x", rows, on_side_stream=wgrad or j < len(groups) - 1
-        )
+    outs = _columns_of("grad_x", rows, groups)
+    for product, out in zip(products, outs, strict=True):
+        product.add(out, on_side_stream=wgrad or out is not outs[-1])
     return b
 
 
@@ -308,7 +296,7 @@ def _(
         c.wgrad(grad, whole)
 
 
-@rule
+@Rule
 def gemm_all_reduce(spec: RankSpec, rows: int, inputs: int, outputs: int) -> Builder:
     """Multiply ``a`` by ``weight`` and sum the product over the ranks.
 

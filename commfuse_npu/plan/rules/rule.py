@@ -17,7 +17,7 @@ from commfuse_npu.plan.program import Program
 from commfuse_npu.plan.rules.pieces import Piece
 from commfuse_npu.plan.schedule import RankSpec
 
-__all__ = ["IN_FLIGHT", "MOST_COMPILED", "RULES", "Carrier", "Rule", "rule"]
+__all__ = ["IN_FLIGHT", "MOST_COMPILED", "RULES", "Carrier", "Rule"]
 
 IN_FLIGHT = 2
 """Chunks, or stacks of pieces, that are sent at the same time, each with its own memory."""
@@ -87,8 +87,12 @@ class Carrier(Protocol):
         """Call the work ``wgrad(*factors)``: once, or for each of ``pieces`` with its rows."""
 
 
+RULES: dict[str, Rule] = {}
+"""All rules by name, to compile a program from the name and arguments in a recorded run."""
+
+
 class Rule:
-    """Compiles the program for a :class:`RankSpec` and arguments, and caches it.
+    """A decorator: compiles the program for a :class:`RankSpec` and arguments, and caches it.
 
     Attributes:
         lines: computes what the operation equals, from a :class:`Carrier` and the arguments.
@@ -99,6 +103,7 @@ class Rule:
     def __init__(self, make: Callable[..., Builder]) -> None:
         self.name, self.__doc__ = make.__name__, make.__doc__
         names = tuple(signature(make).parameters)[1:]
+        RULES[self.name] = self
 
         @lru_cache(maxsize=MOST_COMPILED)
         def compiled(spec: RankSpec, *arguments: Any) -> Program:
@@ -111,17 +116,6 @@ class Rule:
     def __call__(self, spec: RankSpec, *arguments: Any) -> Program:
         return self._compiled(spec, *arguments)
 
-    def equals(self, lines: Callable[..., None]) -> Callable[..., None]:
+    def equals(self, lines: Callable[..., None]) -> None:
         """Decorator that sets :attr:`lines`."""
         self.lines = lines
-        return lines
-
-
-RULES: dict[str, Rule] = {}
-"""All rules by name, to compile a program from the name and arguments in a recorded run."""
-
-
-def rule(make: Callable[..., Builder]) -> Rule:
-    """Decorator that makes a rule of a function and adds it to :data:`RULES`."""
-    new_rule = RULES[make.__name__] = Rule(make)
-    return new_rule
