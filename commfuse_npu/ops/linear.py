@@ -62,7 +62,6 @@ from commfuse_npu.ops.options import LinearOptions
 from commfuse_npu.plan.rules import column_backward, gather_gemm, gemm_all_reduce, gemm_scatter
 from commfuse_npu.runtime.executor import Running
 from commfuse_npu.runtime.transport import Transport
-from commfuse_npu.tuning import COLUMN, ROW
 
 __all__ = [
     "all_gather_linear",
@@ -117,7 +116,7 @@ def all_gather_linear(
     flat = x.flatten(0, -2)
     call = _AllGatherLinear(name, transport, options, x, rows=flat.shape[0])
     if options.tuning is not None and isinstance(call.transport, Transport):
-        choose_schedules(call, COLUMN, flat, weight, bias)
+        choose_schedules(call, flat, weight, bias, flat.shape[0] * transport.size)
     elif options.collectives_from is not None and weight.shape[0] >= options.collectives_from:
         call.backward_schedule = None
     y = call(flat, weight, bias)
@@ -132,7 +131,7 @@ class _AllGatherLinear(Call):
     """Whether the backward has started, or was drained because it never ran."""
 
     def forward(
-        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, Tensors]:
         x, needs_weight = x.contiguous(), self.needs[1]
         (rows, inputs), outputs = x.shape, weight.shape[0]
@@ -259,7 +258,7 @@ def linear_reduce_scatter(
     flat = x.flatten(0, -2)
     call = _LinearReduceScatter(name, transport, options, x, rows=flat.shape[0])
     if options.tuning is not None and isinstance(call.transport, Transport):
-        choose_schedules(call, ROW, flat, weight, bias)
+        choose_schedules(call, flat, weight, bias, flat.shape[0] // transport.size)
     y = call(flat, weight)
     y = y.view(x.shape[0] // transport.size, *x.shape[1:-1], weight.shape[0])
     return y if bias is None else y + bias
