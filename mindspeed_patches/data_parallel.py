@@ -34,7 +34,7 @@ from typing import Any, Protocol, cast
 import torch
 import torch.distributed as dist
 
-from commfuse_npu.ops.buckets import BucketOptions, Buckets
+from commfuse_npu.ops import Buckets, LinearOptions
 from commfuse_npu.runtime.transport import Transport
 from mindspeed_patches.lanes import DATA_PARALLEL, LaneUser
 from mindspeed_patches.patching import around
@@ -67,7 +67,7 @@ class Direction(LaneUser):
         name: ``gradients`` or ``parameters``, the name under which calls are counted.
     """
 
-    def __init__(self, name: str, options: BucketOptions) -> None:
+    def __init__(self, name: str, options: LinearOptions) -> None:
         super().__init__(f"BucketWrappers.{name}", DATA_PARALLEL, options.schedule.lanes)
         self.name = name
         self._options = options
@@ -95,8 +95,8 @@ class BucketWrappers:
         gradients, parameters: the two directions, each with a transport of its own.
     """
 
-    def __init__(self, linears: LinearWrappers, options: BucketOptions | None = None) -> None:
-        options = options or BucketOptions()
+    def __init__(self, linears: LinearWrappers, options: LinearOptions | None = None) -> None:
+        options = options or LinearOptions()
         self.gradients = Direction("gradients", options)
         self.parameters = Direction("parameters", options)
         self._linears = linears

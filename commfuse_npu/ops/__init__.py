@@ -7,14 +7,10 @@ from __future__ import annotations
 
 from commfuse_npu.ops.attention import attention_linear_reduce_scatter
 from commfuse_npu.ops.attention_runs import Documents
-from commfuse_npu.ops.buckets import BucketExchange, BucketOptions, Buckets
+from commfuse_npu.ops.buckets import BucketExchange, Buckets
 from commfuse_npu.ops.linear import all_gather_linear, linear_all_reduce, linear_reduce_scatter
-from commfuse_npu.ops.options import LinearOptions, ShardedOptions
-from commfuse_npu.ops.sharded_gradients import (
-    average_gradients,
-    clip_gradient_norm,
-    sum_gradients,
-)
+from commfuse_npu.ops.options import LinearOptions
+from commfuse_npu.ops.sharded_gradients import average_gradients, clip_gradient_norm
 from commfuse_npu.ops.sharded_linear import ShardedLinear, shard_linears, sharded_linear
 from commfuse_npu.ops.ulysses import (
     all_to_all_linear,
@@ -24,12 +20,10 @@ from commfuse_npu.ops.ulysses import (
 
 __all__ = [
     "BucketExchange",
-    "BucketOptions",
     "Buckets",
     "Documents",
     "LinearOptions",
     "ShardedLinear",
-    "ShardedOptions",
     "all_gather_linear",
     "all_to_all_linear",
     "attention_all_to_all",
@@ -41,5 +35,4 @@ __all__ = [
     "linear_reduce_scatter",
     "shard_linears",
     "sharded_linear",
-    "sum_gradients",
 ]

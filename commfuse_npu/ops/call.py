@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Sequence
-from functools import lru_cache
 from typing import Any, ClassVar
 
 import torch
@@ -194,8 +193,6 @@ def _by_collectives(
 
 # ------------------------------------------------------------------ arguments
 
-_Given = tuple[torch.Size, torch.dtype, torch.device]
-
 
 def check_and_cast(
     name: str,
@@ -233,79 +230,47 @@ def check_and_cast(
             f"{name}: options is a {type(options).__name__}; pass LinearOptions(...), as "
             "LinearOptions(Schedule(chunks=2))"
         )
-    device = transport.device_type
-    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-    _check(
-        name,
-        (x.shape, x.dtype, x.device),
-        (weight.shape, weight.dtype, weight.device),
-        None if bias is None else (bias.shape, bias.dtype, bias.device),
-        device,
-        dtype is not None,
-        options.main_grad,
-        shards,
-        head_groups,
-    )
-    if dtype is None:
-        return x, weight, bias
-    return x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
-
-
-@lru_cache(maxsize=4096)  # arguments that passed are not checked again
-def _check(
-    name: str,
-    x: _Given,
-    weight: _Given,
-    bias: _Given | None,
-    device_type: str,
-    autocast: bool,
-    main_grad: bool,
-    shards: int,
-    head_groups: int,
-) -> None:
-    shape, dtype, device = x
-    weight_shape = tuple(weight[0])
-    if len(weight_shape) != 2 or len(shape) < 2:
+    if weight.dim() != 2 or x.dim() < 2:
         raise ValueError(
-            f"{name}: x has shape {tuple(shape)} and weight {weight_shape}; they have to be "
-            "[S, ..., I] and [O, I]"
+            f"{name}: x has shape {tuple(x.shape)} and weight {tuple(weight.shape)}; they have to "
+            "be [S, ..., I] and [O, I]"
         )
-    rows, features = weight_shape[0], shape[-1]
-    if head_groups > 1 and weight_shape[1] != head_groups * features:
+    (outputs, inputs), features = weight.shape, x.shape[-1] * head_groups
+    if inputs != features:
+        ranks = f" on each of {head_groups} ranks" if head_groups > 1 else ""
         raise ValueError(
-            f"{name}: each of {head_groups} ranks has {features} features of its heads, the "
-            f"weight takes {weight_shape[1]} in all; its shape {weight_shape} has to be "
-            f"[H, {head_groups * features}]"
+            f"{name}: x has {x.shape[-1]} features{ranks}, the weight takes {inputs}; its shape "
+            f"{(outputs, inputs)} has to be [O, {features}]"
         )
-    if features != weight_shape[1] and head_groups == 1:
+    if bias is not None and bias.shape != (outputs * shards,):
         raise ValueError(
-            f"{name}: x has {features} features, the weight takes {weight_shape[1]}; its shape "
-            f"{weight_shape} is [O, I]"
+            f"{name}: the bias has shape {tuple(bias.shape)}; it has to be ({outputs * shards},), "
+            "the rows of the whole weight"
         )
-    if bias is not None and tuple(bias[0]) != (rows * shards,):
-        why = f", that of all {shards} shards of {rows} rows: every rank has it whole"
-        raise ValueError(
-            f"{name}: the bias has shape {tuple(bias[0])}; it has to be "
-            f"({rows * shards},){why if shards > 1 else ''}"
-        )
-    if dtype not in _DTYPES:
+    if x.dtype not in _DTYPES:
         names = ", ".join(str(dtype).removeprefix("torch.") for dtype in _DTYPES)
-        raise TypeError(f"{name}: x is {dtype}; choose one of {names}")
-    check_device(name, "x", device, device_type)
+        raise TypeError(f"{name}: x is {x.dtype}; choose one of {names}")
+    device = transport.device_type
+    if x.device.type != device:
+        check_device(name, "x", x.device, device)
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
     for other, role in ((weight, "weight"), (bias, "bias")):
         if other is None:
             continue
-        if other[2] != device:
+        if other.device != x.device:
             raise ValueError(
-                f"{name}: x is on {device}, the {role} on {other[2]}; move one of them"
+                f"{name}: x is on {x.device}, the {role} on {other.device}; move one of them"
             )
-        if other[1] != dtype and not autocast:
-            raise TypeError(f"{name}: x is {dtype}, the {role} {other[1]}; cast one of them")
-    if main_grad and autocast:
+        if other.dtype != x.dtype and dtype is None:
+            raise TypeError(f"{name}: x is {x.dtype}, the {role} {other.dtype}; cast one of them")
+    if dtype is None:
+        return x, weight, bias
+    if options.main_grad:
         raise ValueError(
             f"{name}: main_grad under autocast would accumulate for a copy of the weight; keep "
             "weights in the compute dtype, or turn one of the two off"
         )
+    return x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
 
 
 def check_transport(name: str, transport: object) -> None:

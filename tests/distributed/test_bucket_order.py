@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from commfuse_npu import Schedule
-from commfuse_npu.ops import BucketOptions, Buckets
+from commfuse_npu.ops import Buckets, LinearOptions
 from tests.distributed.programs import transport
 from tests.distributed.ranks import on_ranks
 from tests.distributed.test_buckets import SCRATCH, shard
@@ -19,7 +19,7 @@ from tests.distributed.test_buckets import SCRATCH, shard
 @on_ranks(3)
 def test_a_start_needs_nobody_else(rank: int, batched: bool) -> None:
     """More exchanges than a digest interval start before the other ranks begin any."""
-    buckets = Buckets(transport(batched), BucketOptions(Schedule(chunks=3)))
+    buckets = Buckets(transport(batched), LinearOptions(Schedule(chunks=3)))
     exchanges = buckets.reduce_scatter, buckets.all_gather
     with mock.patch(SCRATCH, 0):
         for exchange in exchanges:
@@ -44,7 +44,7 @@ def test_a_start_needs_nobody_else(rank: int, batched: bool) -> None:
 @on_ranks(2)
 def test_a_batch_is_posted_after_those_of_earlier_buckets(rank: int) -> None:
     """The first bucket has memory for one of its three pieces."""
-    buckets = Buckets(transport(True), BucketOptions(Schedule(lanes=1, chunks=3)))
+    buckets = Buckets(transport(True), LinearOptions(Schedule(lanes=1, chunks=3)))
     with mock.patch(SCRATCH, 0):
         first, second = (buckets.reduce_scatter(torch.ones(12)) for _ in range(2))
     assert not first.running.all_posted

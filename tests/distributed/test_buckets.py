@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from commfuse_npu import Schedule, TransportError
 from commfuse_npu.kernels import kernels_for
-from commfuse_npu.ops import BucketOptions, Buckets
+from commfuse_npu.ops import Buckets, LinearOptions
 from tests.distributed.programs import new_link, transport
 from tests.distributed.ranks import on_ranks
 from tests.random_networks.case import Bucket, BucketRun
@@ -101,7 +101,7 @@ def test_scratch_memory_stays_within_its_limit(rank: int, reduce_dtype: Any, bat
         (total + 3 * chunk_of_all + slot, 3 * chunk_of_all),
         (1 << 20, 4 * chunk_of_all),
     ):
-        buckets = Buckets(link, BucketOptions(Schedule(chunks=4), reduce_dtype))
+        buckets = Buckets(link, LinearOptions(Schedule(chunks=4), reduce_dtype))
         arenas.clear()
         link.scratch.clear()
         with pytest.MonkeyPatch.context() as patch:
@@ -119,7 +119,7 @@ def test_scratch_memory_stays_within_its_limit(rank: int, reduce_dtype: Any, bat
 def test_one_rank_or_no_element_transfers_nothing(rank: int) -> None:
     link = new_link()
     bucket = torch.ones(5 if link.size == 1 else 0, dtype=BF16)
-    buckets = Buckets(link, BucketOptions(reduce_dtype=FP32))
+    buckets = Buckets(link, LinearOptions(reduce_dtype=FP32))
     handle = buckets.reduce_scatter(bucket, average=True, scale=0.5)
     assert handle.running is None
     handle.wait()
@@ -133,7 +133,7 @@ def test_one_rank_or_no_element_transfers_nothing(rank: int) -> None:
 @on_ranks(2)
 def test_threads_take_turns_with_buckets_under_way(rank: int, batched: bool) -> None:
     """Buckets are started by hooks of the backward, which runs in its own thread on a device."""
-    options = BucketOptions(Schedule(lanes=1, chunks=2))
+    options = LinearOptions(Schedule(lanes=1, chunks=2))
     buckets, (first, second, third) = Buckets(new_link(batched), options), torch.ones(3, 16)
     with ThreadPoolExecutor(1) as hooks, mock.patch(SCRATCH, 0):
         hooks.submit(buckets.reduce_scatter, first).result()

@@ -17,8 +17,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from commfuse_npu import MismatchError, TransportError
-from commfuse_npu.ops import ShardedOptions
-from commfuse_npu.ops.sharded_gradients import average_gradients, clip_gradient_norm, sum_gradients
+from commfuse_npu.ops import LinearOptions
+from commfuse_npu.ops.sharded_gradients import average_gradients, clip_gradient_norm
 from commfuse_npu.ops.sharded_linear import ShardedLinear, shard_linears
 from commfuse_npu.plan import Schedule
 from commfuse_npu.runtime.transport import Transport
@@ -92,7 +92,7 @@ def train_sharded(
     rank: int, steps: int, *, batched: bool = False, recompute: str = ""
 ) -> tuple[nn.Module, list[float]]:
     link = transport(True) if batched else transport()
-    options = ShardedOptions(Schedule(chunks=2))
+    options = LinearOptions(Schedule(chunks=2))
     model = Model(recompute=recompute)
     shard_linears(model, transport=link, options=options)
     return model, train(model, rank, steps, link)
@@ -218,20 +218,14 @@ def test_replicated_gradients(rank: int) -> None:
     model = nn.ParameterList(torch.ones(n) for n in (3, 5, 2, 1))
     model[2].data = model[2].bfloat16()
     model[3].requires_grad_(False)
-    for reduce, divisor in ((average_gradients, link.size), (sum_gradients, 1)):
-        model[0].grad = torch.full((3,), float(rank))
-        model[1].grad = None
-        model[2].grad = torch.ones(2, dtype=torch.bfloat16) if rank == 0 else None
-        reduce(model, link)
-        total = link.size * (link.size - 1) / 2 / divisor
-        assert torch.equal(model[0].grad, torch.full((3,), total))
-        assert model[1].grad is None
-        assert torch.equal(model[2].grad, torch.ones(2).div(divisor).bfloat16())
-    sharded = chain(link)
-    with pytest.raises(ValueError, match=r"0 has average=True, .* use average_gradients"):
-        sum_gradients(sharded, link)
+    model[0].grad = torch.full((3,), float(rank))
+    model[2].grad = torch.ones(2, dtype=torch.bfloat16) if rank == 0 else None
+    average_gradients(model, link)
+    assert torch.equal(model[0].grad, torch.ones(3))
+    assert model[1].grad is model[3].grad is None
+    assert torch.equal(model[2].grad, torch.ones(2).div(3).bfloat16())
     with pytest.raises(ValueError, match="0 is sharded over another transport"):
-        average_gradients(sharded, transport(True))
+        average_gradients(chain(link), transport(True))
     embedding = nn.Embedding(4, 4, sparse=True)
     embedding(torch.tensor([1])).sum().backward()
     with pytest.raises(TypeError, match=r"the gradient of weight is torch.sparse_coo; make it"):
@@ -275,7 +269,7 @@ def test_conversion(rank: int) -> None:
     with pytest.raises(ValueError, match="skip names typo, which the module does not have"):
         shard_linears(Model(), transport=link, skip=["typo"])
     frozen = nn.Linear(4, 4).requires_grad_(False).eval()
-    converted = ShardedLinear.from_linear(frozen, transport=link)
+    converted = ShardedLinear(frozen, transport=link)
     assert not converted.weight.requires_grad
     assert not converted.training
     torch.manual_seed(rank)

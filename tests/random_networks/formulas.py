@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.functional import linear
 
-from commfuse_npu.ops import LinearOptions, ShardedOptions
+from commfuse_npu.ops import LinearOptions
 from tests.attention_masks import attention
 
 Group = dist.ProcessGroup
@@ -126,6 +126,6 @@ def attention_all_to_all(
     return torch.cat(_blocks(_by(group, attended, _swap, _swap), group), -1)
 
 
-def sharded_linear(x, weight_shard, bias=None, *, group: Group, options: ShardedOptions):
-    divisor = group.size() if options.average else 1
-    return linear(x, _by(group, weight_shard, _gather, partial(_scatter, divisor=divisor)), bias)
+def sharded_linear(x, weight_shard, bias=None, *, group: Group, options: LinearOptions):
+    average = partial(_scatter, divisor=group.size())
+    return linear(x, _by(group, weight_shard, _gather, average), bias)
