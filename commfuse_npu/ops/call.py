@@ -24,7 +24,6 @@ __all__ = [
     "Call",
     "Tensors",
     "check_and_cast",
-    "check_device",
     "check_sequence",
     "check_transport",
     "sum_ending",
@@ -247,29 +246,29 @@ def check_and_cast(
             f"{name}: the bias has shape {tuple(bias.shape)}; it has to be ({outputs * shards},), "
             "the rows of the whole weight"
         )
-    if x.dtype not in _DTYPES:
+    given, place = x.dtype, x.device
+    if given not in _DTYPES:
         names = ", ".join(str(dtype).removeprefix("torch.") for dtype in _DTYPES)
-        raise TypeError(f"{name}: x is {x.dtype}; choose one of {names}")
+        raise TypeError(f"{name}: x is {given}; choose one of {names}")
     device = transport.device_type
-    if x.device.type != device:
-        check_device(name, "x", x.device, device)
-    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+    autocast = torch.is_autocast_enabled(device)
     for other, role in ((weight, "weight"), (bias, "bias")):
         if other is None:
             continue
-        if other.device != x.device:
+        if other.device != place:
             raise ValueError(
-                f"{name}: x is on {x.device}, the {role} on {other.device}; move one of them"
+                f"{name}: x is on {place}, the {role} on {other.device}; move one of them"
             )
-        if other.dtype != x.dtype and dtype is None:
-            raise TypeError(f"{name}: x is {x.dtype}, the {role} {other.dtype}; cast one of them")
-    if dtype is None:
+        if other.dtype != given and not autocast:
+            raise TypeError(f"{name}: x is {given}, the {role} {other.dtype}; cast one of them")
+    if not autocast:
         return x, weight, bias
     if options.main_grad:
         raise ValueError(
             f"{name}: main_grad under autocast would accumulate for a copy of the weight; keep "
             "weights in the compute dtype, or turn one of the two off"
         )
+    dtype = torch.get_autocast_dtype(device)
     return x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
 
 
@@ -279,15 +278,6 @@ def check_transport(name: str, transport: object) -> None:
         raise TypeError(
             f"{name}: transport is a {type(transport).__name__}; pass what "
             "Transport.create(group) returned on every rank"
-        )
-
-
-def check_device(name: str, role: str, device: torch.device, device_type: str) -> None:
-    """Raise a ValueError if a tensor is not on the device type of the group."""
-    if device.type != device_type:
-        raise ValueError(
-            f"{name}: {role} is on {device}, the group transfers {device_type} tensors; move it "
-            "there"
         )
 
 

@@ -40,7 +40,7 @@ from __future__ import annotations
 import torch
 
 from commfuse_npu.ops.attention_runs import Documents, checked_attention, options_for_attention
-from commfuse_npu.ops.call import AnyTransport, check_and_cast, check_device, check_sequence
+from commfuse_npu.ops.call import AnyTransport, check_and_cast, check_sequence
 from commfuse_npu.ops.head_groups import HeadsToRows, RowsToHeads
 from commfuse_npu.ops.options import LinearOptions
 
@@ -241,10 +241,8 @@ def attention_all_to_all(
             f"{name}: a bias of shape {tuple(bias.shape)} without a weight; pass the weight of the "
             "projection, or no bias"
         )
-    else:
-        check_device(name, "q", q.device, device)
-        if torch.is_autocast_enabled(device):
-            q, k, v = (head.to(torch.get_autocast_dtype(device)) for head in (q, k, v))
+    elif torch.is_autocast_enabled(device):
+        q, k, v = (head.to(torch.get_autocast_dtype(device)) for head in (q, k, v))
     by_cost = options_for_attention(options, causal and documents is None)
     call = HeadsToRows(name, transport, by_cost, q, rows=q.shape[0] * q.shape[1])
     if weight is not None:
