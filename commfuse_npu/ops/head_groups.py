@@ -15,7 +15,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -155,26 +154,23 @@ class HeadsToRows(_Exchange):
     """
 
     weight_at = 0
-    attention: dict[str, Any] | None = None
-    """Arguments of :class:`AttentionRuns`."""
+    attention: AttentionRuns | None = None
     shape: torch.Size
     """Of ``x`` or q; an empty batch has rows too."""
-    state: tuple[Any, ...]
 
     def forward(
         self, weight: torch.Tensor | None, bias: torch.Tensor | None, *heads: torch.Tensor
     ) -> tuple[torch.Tensor, Tensors]:
         x, size, keep = heads[0], self.transport.size, any(self.needs[2:])
-        self.shape, attention, make = x.shape, None, None
+        self.shape, attention, make = x.shape, self.attention, None
         rows, batch, features = x.shape[0] // size, x.shape[1], math.prod(x.shape[2:])
         blocks: torch.Tensor | None = None
         received: torch.Tensor | None = None
         use: Work
-        if self.attention is None:
+        if attention is None:
             blocks = x.contiguous().flatten(1)
         else:
-            q, k, v = heads
-            attention = AttentionRuns(q, k, v, **self.attention, keep=keep)
+            attention.begin(heads[0], heads[1], heads[2], keep)
             blocks = None if attention.attended is None else _by_sequence(attention.attended)
             make = _maker(attention)
         if weight is None:
@@ -189,18 +185,16 @@ class HeadsToRows(_Exchange):
         self.swap(
             rows, batch * features, like=x, make=make, use=use, blocks=blocks, received=received
         )
-        saved: Tensors = ()
-        if attention is not None and keep:
-            saved, self.state = attention.saved()
+        saved = () if attention is None else attention.saved()
         y = y.flatten(2) if weight is None else y.to(x.dtype)
-        return y, (received, *saved)
+        return y, (received, *(saved if keep else ()))
 
     def backward(self, grad: torch.Tensor) -> Tensors:
         (received, *saved), size, weight = self.saved(), self.transport.size, self.weight
         _, needs_bias, *needs_heads = self.needs
         total_rows, batch, features = *self.shape[:2], math.prod(self.shape[2:])
         columns, wgrad = batch * features, self.weight_gradient()
-        attention, grad_x, make, blocks = None, None, None, None
+        attention, grad_x, make, blocks = self.attention if saved else None, None, None, None
         if weight is None:
             by_heads = grad.unflatten(2, (size, -1)).permute(2, 0, 1, 3)
             blocks = by_heads.flatten(2).flatten(0, 1).contiguous()
@@ -210,8 +204,8 @@ class HeadsToRows(_Exchange):
         def add_wgrad() -> None:
             wgrad.add(grad, _concatenated(received.view(size * len(grad), features), size))
 
-        if saved:
-            attention = AttentionRuns.again(saved, self.state)
+        if attention is not None:
+            attention.resume(saved)
         elif any(needs_heads):
             grad_x = grad.new_empty((total_rows, columns))
         if any(needs_heads):

@@ -39,7 +39,12 @@ from __future__ import annotations
 
 import torch
 
-from commfuse_npu.ops.attention_runs import Documents, checked_attention, options_for_attention
+from commfuse_npu.ops.attention_runs import (
+    AttentionRuns,
+    Documents,
+    checked_attention,
+    options_for_attention,
+)
 from commfuse_npu.ops.call import AnyTransport, check_and_cast, check_sequence
 from commfuse_npu.ops.head_groups import HeadsToRows, RowsToHeads
 from commfuse_npu.ops.options import LinearOptions
@@ -247,6 +252,6 @@ def attention_all_to_all(
     call = HeadsToRows(name, transport, by_cost, q, rows=q.shape[0] * q.shape[1])
     if weight is not None:
         call.backward_schedule = options_for_attention(options, False).schedule
-    call.attention = {"causal": causal, "documents": documents, "scale": scale}
+    call.attention = AttentionRuns(causal, documents, scale)
     y = call(weight, bias, q, k, v)
     return y if weight is None else y.view(q.shape[0] // size, q.shape[1], weight.shape[0])

@@ -254,19 +254,19 @@ class _Layer(torch.autograd.Function):
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: Any) -> Any:
-        runs = AttentionRuns(q, k, v, causal=True, keep=True)
+        ctx.runs, ctx.rows = AttentionRuns(causal=True), rows
+        ctx.runs.begin(q, k, v, keep=True)
         for run in rows:
-            runs.forward(run)
-        tensors, ctx.state = runs.saved()
-        ctx.save_for_backward(*tensors)
-        ctx.rows = rows
-        return runs.attended
+            ctx.runs.forward(run)
+        attended, *others = ctx.runs.saved()
+        ctx.save_for_backward(attended, *others)
+        return attended
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        runs = AttentionRuns.again(ctx.saved_tensors, ctx.state)
+        ctx.runs.resume(ctx.saved_tensors)
         grad = grad.contiguous()
         for run in ctx.rows:
-            runs.backward(grad[run], run)
-        return *runs.gradients(), None
+            ctx.runs.backward(grad[run], run)
+        return *ctx.runs.gradients(), None
