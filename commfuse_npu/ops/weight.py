@@ -21,8 +21,7 @@ class WeightGradient:
             gradient: zeros if ``zero_out_wgrad`` is set, else with undefined contents.
         main_grad: accumulate into ``weight.main_grad`` (Megatron's gradient_accumulation_fusion).
         blocks: whether :meth:`add` is called with blocks of rows instead of once with all.
-        needed: whether a gradient is needed; else :meth:`add` does nothing and :meth:`result`
-            returns ``None``.
+        needed: whether a gradient is needed; else :meth:`result` returns ``None``.
 
     Raises:
         RuntimeError: ``main_grad`` is missing or has another dtype.
@@ -35,15 +34,12 @@ class WeightGradient:
         self._main_grad: torch.Tensor | None = None
         if needed and main_grad:
             target = getattr(weight, "main_grad", None)
-            if target is None:
+            dtype = None if target is None else target.dtype
+            if dtype not in _MAIN_GRAD_DTYPES:
                 raise RuntimeError(
-                    "gradient accumulation fusion needs weight.main_grad, which Megatron's "
-                    "DistributedDataParallel sets; wrap the model or turn the fusion off"
-                )
-            if target.dtype not in _MAIN_GRAD_DTYPES:
-                raise RuntimeError(
-                    f"weight.main_grad is {target.dtype}; gradient accumulation fusion needs "
-                    "float32, float16 or bfloat16, turn it off otherwise"
+                    f"weight.main_grad is {dtype}; gradient accumulation fusion needs the float32, "
+                    "float16 or bfloat16 one that Megatron's DistributedDataParallel sets; wrap "
+                    "the model or turn the fusion off"
                 )
             self._main_grad = target
         # The accumulator.  Blocks are summed in fp32 and rounded once.
@@ -58,13 +54,8 @@ class WeightGradient:
         """Add the product for these rows: ``[rows, O]`` and ``[rows, I]``."""
         if self._total is not None:
             self._accumulate(self._total, grad_output, total_input)
-        elif self._grad is None:
-            self._grad = grad_output.t().matmul(total_input)
         else:
-            raise RuntimeError(
-                "a second product for a weight gradient that is made of one: with blocks=False "
-                "add() takes all rows at once; ask for blocks=True"
-            )
+            self._grad = grad_output.t().matmul(total_input)
 
     def result(self) -> torch.Tensor | None:
         """The tensor, or ``None``, that the backward returns for the weight."""

@@ -95,17 +95,14 @@ def test_both_sides_complete_for_every_list(counts: tuple[int, int]) -> None:
         turns, noted = Turns(order=order), []
 
         def side(me: int, turns: Turns = turns, noted: list[Any] = noted) -> None:
-            if me == BACKWARD:
-                turns.begin()
             for number in range(counts[me]):
                 noted.append((me, number))
                 turns.reach_point(True)
             noted.append((me, counts[me]))
-            turns.end(me)
 
-        second = threading.Thread(target=side, args=(BACKWARD,), daemon=True)
+        second = threading.Thread(target=turns.run, args=(BACKWARD, partial(side, BACKWARD)))
         second.start()
-        side(FORWARD)
+        turns.run(FORWARD, partial(side, FORWARD))
         second.join(60)
         assert noted == expected(order, counts)
 
