@@ -1,6 +1,10 @@
 """Differentiable operators that overlap their collectives with computation.
 
 On a :class:`~commfuse_npu.runtime.collective_transport.CollectiveTransport` each one is unfused.
+
+Before anything is sent, each raises a TypeError or ValueError if dtypes, devices or shapes do not
+fit each other or the group, and a MismatchError if another rank calls another op, or with another
+shape.  A TransportError says that a transfer failed.
 """
 
 from __future__ import annotations

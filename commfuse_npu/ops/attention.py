@@ -76,11 +76,6 @@ def attention_linear_reduce_scatter(
 
     Returns:
         ``[s, B, H]``.
-
-    Raises:
-        TypeError, ValueError: dtypes, devices or shapes do not fit each other, or S is not a
-            multiple of the group size.
-        MismatchError, TransportError: see :func:`~commfuse_npu.ops.linear.all_gather_linear`.
     """
     name, instead = "attention_linear_reduce_scatter", ", or use linear_all_reduce"
     documents = checked_attention(name, transport, q, k, v, causal, documents, instead)

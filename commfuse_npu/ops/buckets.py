@@ -20,23 +20,18 @@ Shards are sent directly from the bucket.  Partials arrive in scratch memory and
 order of the schedule (``r-1, ..., r+1`` unless it is ``two_level``), the own shard last.
 
 **No deadlock**, whenever and in whatever order the ranks wait.  Number the transfers by (position
-of the bucket in the order of starts, step of its program).  The ranks start the same buckets in the
-same order, so these numbers are equal on all ranks.  A rank waits for a transfer only
+of the bucket in the order of starts, step of its program); the ranks start the same buckets in the
+same order, so these numbers are equal on all ranks.  A rank waits for a transfer only in a wait,
+which finishes the buckets in the order of starts and their steps in rising order, and before the
+ranks compare options that are new, where it first finishes all buckets in flight.  (For digests of
+operations, :mod:`commfuse_npu.runtime.agreement`, it waits only with nothing in flight.)  Take the
+transfer with the lowest number that is not finished.  All lower ones are finished, so both of its
+ends are posted, or will be when their ranks get to a wait: none waits for a higher number before.
 
-1. in a wait, which finishes the buckets in the order of starts and their steps in rising order.  If
-   scratch memory is too small for a whole bucket, a step is posted after an earlier one is added;
-2. before the ranks compare options that are new: they first finish all buckets in flight, so no
-   rank waits in the comparison while others need its transfers.  For digests of operations
-   (:mod:`commfuse_npu.runtime.agreement`) a rank waits only with nothing in flight.
-
-Take the transfer with the lowest number that is not finished.  All lower ones are finished, so both
-of its ends are posted, or will be when their ranks get to a wait: no rank waits for a lower number,
-and none waits for a higher one before.
-
-HCCL needs more, because on a lane messages match by order, so buckets must be posted in order.  A
-bucket started while an earlier one still waits for scratch memory is posted after it, in a later
-wait.  Then every rank posts in rising order of the numbers, wherever its waits are.  Transfers
-``bucket.step`` with memory for one piece::
+On HCCL messages of a lane match by order, so buckets are posted in order: one that is started while
+an earlier one still waits for scratch memory is posted after it, in a later wait.  So every rank
+posts in rising order of the numbers, wherever its waits are.  Transfers ``bucket.step`` with memory
+for one piece::
 
     rank 0 calls  | start a | start b |         | wait b                        |
     rank 0 posts  | a.0     |         |         | a.1   a.2   b.0   b.1   b.2   |

@@ -105,11 +105,6 @@ def all_gather_linear(
 
     Returns:
         ``[S, B, O]`` or ``[S, O]``.
-
-    Raises:
-        TypeError, ValueError: dtypes, devices or shapes do not fit each other.
-        MismatchError: another rank calls another op, or with another shape.
-        TransportError: a transfer failed.
     """
     name = "all_gather_linear"
     x, weight, bias = check_and_cast(name, x, weight, bias, transport, options)
@@ -246,11 +241,6 @@ def linear_reduce_scatter(
 
     Returns:
         ``[s, B, O]`` or ``[s, O]``.
-
-    Raises:
-        TypeError, ValueError: dtypes, devices or shapes do not fit each other, or S is not a
-            multiple of the group size.
-        MismatchError, TransportError: see :func:`all_gather_linear`.
     """
     name = "linear_reduce_scatter"
     x, weight, bias = check_and_cast(name, x, weight, bias, transport, options)
@@ -335,9 +325,6 @@ def linear_all_reduce(
 
     Returns:
         ``[S, B, O]`` or ``[S, O]``, the same on every rank.
-
-    Raises:
-        TypeError, ValueError, MismatchError, TransportError: see :func:`all_gather_linear`.
     """
     name = "linear_all_reduce"
     x, weight, bias = check_and_cast(name, x, weight, bias, transport, options)

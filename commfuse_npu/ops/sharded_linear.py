@@ -37,6 +37,7 @@ The gradient of a shard is complete after the backward; the optimizer has the st
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Collection
 
 import torch
@@ -110,11 +111,6 @@ def sharded_linear(
 
     If the weight needs no gradient, none is computed or sent.  If ``x`` needs none, the backward
     does not gather the weight.  Both have to be the same on every rank.
-
-    Raises:
-        TypeError, ValueError: dtypes, devices or shapes do not fit each other.
-        MismatchError: another rank calls another op, or has a shard of another shape.
-        TransportError: a transfer failed.
     """
     name, size = "sharded_linear", transport.size
     x, shard, bias = check_and_cast(name, x, weight_shard, bias, transport, options, shards=size)
@@ -282,7 +278,10 @@ def shard_linears(
             "names of module.named_modules()"
         )
     linears = [part for part in names if isinstance(part, torch.nn.Linear)]
-    reasons = {m: _stays_whole(module, names[m], m, transport.size, skip) for m in linears}
+    uses = Counter(id(p) for part in names for p in part._parameters.values())
+    reasons = {
+        m: _stays_whole(m, names[m], uses[id(m.weight)] > 1, transport.size, skip) for m in linears
+    }
     transport.agree(
         "shard_linears",
         options=options,
@@ -323,19 +322,14 @@ def _not_divisible(linear: torch.nn.Linear, size: int) -> str | None:
 
 
 def _stays_whole(
-    module: torch.nn.Module,
-    names: list[str],
-    linear: torch.nn.Linear,
-    size: int,
-    skip: Collection[str],
+    linear: torch.nn.Linear, names: list[str], shared: bool, size: int, skip: Collection[str]
 ) -> str | None:
     """Why a layer is not sharded; ``None`` if it is."""
     if any(f"{name}.".startswith(f"{other}.") for name in names for other in skip):
         return "named in skip"
     if type(linear) is not torch.nn.Linear:
         return f"it is a {type(linear).__name__}"
-    users = [m for m in module.modules() if any(p is linear.weight for p in m._parameters.values())]
-    if len(users) > 1:
+    if shared:
         return "its weight is used by another module too"
     return _not_divisible(linear, size)
 

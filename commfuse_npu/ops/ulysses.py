@@ -95,12 +95,6 @@ def linear_all_to_all(
 
     Returns:
         ``[S, B, O]`` or ``[S, O]``.
-
-    Raises:
-        TypeError, ValueError: dtypes, devices or shapes do not fit each other, or the rows of the
-            weight are not a multiple of the group size.
-        MismatchError: another rank calls another op, or with another shape.
-        TransportError: a transfer failed.
     """
     name, size = "linear_all_to_all", transport.size
     x, weight, bias = check_and_cast(name, x, weight, bias, transport, options)
@@ -156,11 +150,6 @@ def all_to_all_linear(
 
     Returns:
         ``[s, B, H]`` or ``[s, H]``.
-
-    Raises:
-        TypeError, ValueError: dtypes, devices or shapes do not fit each other, or S is not a
-            multiple of the group size.
-        MismatchError, TransportError: see :func:`linear_all_to_all`.
     """
     name = "all_to_all_linear"
     size = transport.size
@@ -224,12 +213,6 @@ def attention_all_to_all(
     Returns:
         ``[s, B, H]``; without a weight ``[s, B, N * A * D]``: this rank's rows, the heads of rank 0
         first.
-
-    Raises:
-        TypeError, ValueError: dtypes, devices or shapes do not fit each other, or S is not a
-            multiple of the group size.
-        MismatchError: another rank calls another op, or with another shape.
-        TransportError: a transfer failed.
     """
     name = "attention_all_to_all"
     if weight is not None:
