@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from commfuse_npu.kernels import cpu, gemm_into, npu
-from tests.attention_masks import attention
+from tests.attention_masks import attention, seen
 from tests.kernels.attention_lines import CASES, MASKED, Case, assert_close, by_chunks, unfused
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -49,8 +49,7 @@ def test_attention_by_chunks_is_attention_over_the_whole_sequence(case: Case) ->
 
 
 def test_results_are_of_the_inputs_dtype_which_are_left_and_gradients_added() -> None:
-    case = Case((4, 2), (6,), dtype=torch.bfloat16)
-    inputs = case.inputs()
+    inputs = Case((4, 2), (6,), dtype=torch.bfloat16).inputs()
     before = [x.clone() for x in inputs]
     q, k, v, grad = inputs
     out, statistics = cpu.attention_forward(q, k, v, causal=True)
@@ -63,15 +62,15 @@ def test_results_are_of_the_inputs_dtype_which_are_left_and_gradients_added() ->
     assert all(map(torch.equal, inputs, before))
 
 
-@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("mask", ["full", "causal"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_mask_of_hidden_keys_and_a_query_that_sees_none(dtype: torch.dtype, causal: bool) -> None:
+def test_a_mask_of_hidden_keys_and_a_query_that_sees_none(dtype: torch.dtype, mask: str) -> None:
     """The emulation of the NPU's operator passes the operator's mask."""
-    case = Case((4, 2), (12,), causal=causal, dtype=dtype)
-    q, k, v, grad = case.inputs()
+    q, k, v, grad = Case((4, 2), (12,), mask, dtype).inputs()
+    causal = mask == "causal"
     hidden = torch.rand(2, 1, 12, 12, generator=torch.Generator().manual_seed(12)) < 0.4
     hidden[-1:, :, 6] = True
-    visible = ~hidden & torch.ones(12, 12, dtype=torch.bool).tril() if causal else ~hidden
+    visible = ~hidden & seen(mask, 12, 2)
     out, statistics = cpu.attention_forward(q, k, v, causal=causal, hidden=hidden)
     sums = torch.zeros(k.shape), torch.zeros(k.shape)
     grad_q = cpu.attention_backward(
