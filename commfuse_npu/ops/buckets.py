@@ -98,27 +98,13 @@ class Buckets:
 
     Raises:
         TypeError: ``transport`` is not a transport.
-        ValueError: the schedule does not fit the transport.
     """
 
-    def __init__(
-        self,
-        transport: Transport,
-        options: LinearOptions = LinearOptions(),
-    ) -> None:
+    def __init__(self, transport: Transport, options: LinearOptions = LinearOptions()) -> None:
         check_transport("Buckets", transport)
+        self._transport, self._reduce_dtype = transport, options.reduce_dtype
         # Buckets overlap with layers, not with work on their own chunks, so taper gains nothing.
-        self._spec = transport.spec(replace(options.schedule, taper=1.0))
-        # Raises if the nodes of the schedule do not fill the group.
-        options.schedule.hops(transport.rank, transport.size, "first")
-        lanes = self._spec.schedule.lanes or 1
-        if lanes > transport.lanes:
-            raise ValueError(
-                f"the schedule of buckets uses {lanes} lanes, the transport has "
-                f"{transport.lanes}; create it with lanes={lanes} or plan with fewer"
-            )
-        self._transport = transport
-        self._options = options
+        self._schedule = replace(options.schedule, taper=1.0)
         self._queue = _BucketQueue.of(transport)
 
     def reduce_scatter(
@@ -152,12 +138,13 @@ class Buckets:
 
         Raises:
             TypeError: an average, a scale or a ``reduce_dtype`` for a non-floating-point dtype.
-            ValueError: the shape or device does not fit, or the bucket is in flight already.
+            ValueError: the shape, the device or the schedule does not fit, or the bucket is in
+                flight already.
             MismatchError: another rank exchanges a different bucket.
             TransportError: a transfer failed.  Nothing was summed.
         """
         name, transport, running = "reduce_scatter_bucket", self._transport, None
-        reduce_dtype = self._options.reduce_dtype
+        reduce_dtype = self._reduce_dtype
         total = reduce_dtype or bucket.dtype
         fractional = {"an average": average, f"scale {scale}": scale != 1.0}
         fractional[f"reduce_dtype {reduce_dtype}"] = reduce_dtype is not None
@@ -170,7 +157,7 @@ class Buckets:
         with torch.no_grad():
             if elements := self._elements(name, bucket, average):
                 stacks = self._stacks(elements, bucket.dtype, total)
-                program = bucket_scatter(self._spec, elements, *stacks)
+                program = transport.program(bucket_scatter, self._schedule, elements, *stacks)
                 running = transport.begin(program, name, bucket, average, total)
             if scale != 1.0:
                 bucket.mul_(scale)
@@ -200,7 +187,7 @@ class Buckets:
         name, running = "all_gather_bucket", None
         with torch.no_grad():
             if elements := self._elements(name, bucket):
-                program = bucket_gather(self._spec, elements)
+                program = self._transport.program(bucket_gather, self._schedule, elements)
                 running = self._transport.begin(program, name, bucket)
             return BucketExchange(bucket, self._queue, running, {})
 
@@ -209,14 +196,13 @@ class Buckets:
 
         A stack has a chunk from every peer if that fits into the scratch memory, else one partial.
         """
-        chunks = self._spec.schedule.runs(elements, "last")
+        chunks, peers = self._schedule.runs(elements, "last"), self._transport.size - 1
         piece = max(chunk.stop - chunk.start for chunk in chunks)
         room = SCRATCH_BYTES - aligned(elements) * total.itemsize
 
         def fit(stack: int) -> int:
             return room // (aligned(stack * piece) * dtype.itemsize)
 
-        peers = self._spec.size - 1
         return (peers, min(len(chunks), fit(peers))) if fit(peers) > 0 else (1, max(1, fit(1)))
 
     def _elements(self, name: str, bucket: torch.Tensor, facts: Hashable = ()) -> int:

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from commfuse_npu.ops import LinearOptions, all_gather_linear, linear_reduce_scatter
-from commfuse_npu.ops.call import AnyTransport
-from commfuse_npu.ops.weight import WeightGradient
+from commfuse_npu.ops.call import AnyTransport, WeightGradient
 from commfuse_npu.plan import Schedule
 from commfuse_npu.runtime.collective_transport import CollectiveTransport
 from commfuse_npu.runtime.executor import Running

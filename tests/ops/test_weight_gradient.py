@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from commfuse_npu.kernels.cpu import accumulate_weight_gradient
-from commfuse_npu.ops.weight import WeightGradient
+from commfuse_npu.ops.call import WeightGradient
 
 
 def test_sixteen_bits_are_rounded_once() -> None:
