@@ -77,12 +77,11 @@ def attention_linear_reduce_scatter(
     Returns:
         ``[s, B, H]``.
     """
-    name, instead = "attention_linear_reduce_scatter", ", or use linear_all_reduce"
-    documents = checked_attention(name, transport, q, k, v, causal, documents, instead)
+    name = "attention_linear_reduce_scatter"
+    documents = checked_attention(name, transport, q, k, v, causal, documents)
     heads, weight, bias = check_and_cast(name, q.flatten(2), weight, bias, transport, options)
     q, k, v = heads.view(q.shape), k.to(heads.dtype), v.to(heads.dtype)
-    costs_rise = causal and documents is None
-    options = options_for_attention(options, costs_rise, scattered=True)
+    options = options_for_attention(options, causal and documents is None)
     call = _AttentionLinear(name, transport, options, q, rows=q.shape[0] * q.shape[1])
     call.attention = AttentionRuns(causal, documents, scale)
     y = call(q, k, v, weight)

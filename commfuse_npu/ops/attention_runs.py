@@ -217,28 +217,24 @@ fastest, or within the spread, at every ratio of work to transfers."""
 
 
 @lru_cache(maxsize=256)
-def options_for_attention(
-    options: LinearOptions, costs_rise: bool, *, scattered: bool = False
-) -> LinearOptions:
-    """The options for an op with attention: no taper, no ``collective``, and if ``costs_rise`` the
-    order of causal blocks; ``two_level`` keeps its own.
+def options_for_attention(options: LinearOptions, costs_rise: bool) -> LinearOptions:
+    """The options for an op with attention: no taper, no ``collective``, 4 chunks in place of
+    tuning, and if ``costs_rise`` the order of causal blocks; ``two_level`` keeps its own.
 
     Attention saves the softmax statistics of each run of queries for the backward, where tapered
     chunks would be different runs.
 
     Args:
         costs_rise: whether later queries see more keys.
-        scattered: whether the result is reduce-scattered; then 4 chunks replace tuning.
     """
     schedule = replace(options.schedule, taper=1.0)
     if schedule.shape == "collective":
         schedule = replace(schedule, shape="shifted")
     if costs_rise and schedule.shape == "shifted":
         schedule = replace(schedule, causal=True)
-    if scattered and options.tuning is not None:
+    if options.tuning is not None:
         schedule = replace(schedule, chunks=_TUNED_CHUNKS)
-        options = replace(options, tuning=None)
-    return replace(options, schedule=schedule)
+    return replace(options, schedule=schedule, tuning=None)
 
 
 def checked_attention(
@@ -249,7 +245,6 @@ def checked_attention(
     v: torch.Tensor,
     causal: bool,
     documents: Documents | None,
-    instead: str = "",
 ) -> Documents | None:
     """Check ``q_SBAD``, ``k_SBGD``, ``v_SBGD`` and the documents for the ranks of a transport.
 
@@ -272,7 +267,7 @@ def checked_attention(
             f"{name}: {length} queries and {k.shape[0]} keys; self-attention has as many of one "
             "as of the other"
         )
-    check_sequence(name, length, transport.size, instead)
+    check_sequence(name, length, transport.size)
     if documents is None:
         return None
     if not causal:

@@ -33,8 +33,8 @@ class LinearOptions:
             backward with torch's collectives in Megatron's order, because their GEMMs hide them.
         tuning: at the first call with a shape, find the fastest chunks and number of lanes, or that
             collectives are faster; see :mod:`commfuse_npu.tuning`.  Used by
-            :func:`all_gather_linear` and :func:`linear_reduce_scatter`.  With it
-            :func:`attention_linear_reduce_scatter` uses 4 chunks; the other ops ignore it.
+            :func:`all_gather_linear` and :func:`linear_reduce_scatter`.  With it attention is cut
+            into 4 chunks; the other ops ignore it.
     """
 
     schedule: Schedule = Schedule()
