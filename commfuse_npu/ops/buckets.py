@@ -146,13 +146,10 @@ class Buckets:
         name, transport, running = "reduce_scatter_bucket", self._transport, None
         reduce_dtype = self._reduce_dtype
         total = reduce_dtype or bucket.dtype
-        fractional = {"an average": average, f"scale {scale}": scale != 1.0}
-        fractional[f"reduce_dtype {reduce_dtype}"] = reduce_dtype is not None
-        if any(fractional.values()) and not bucket.dtype.is_floating_point:
+        if not bucket.dtype.is_floating_point and (average or scale != 1.0 or reduce_dtype):
             raise TypeError(
-                f"{name}: the bucket is {bucket.dtype}, which cannot hold the result of "
-                f"{' and '.join(what for what, given in fractional.items() if given)}; use a "
-                "floating-point dtype, or a sum only"
+                f"{name}: the bucket is {bucket.dtype}; an average, a scale and a reduce_dtype "
+                "need a floating-point dtype, a sum does not"
             )
         with torch.no_grad():
             if elements := self._elements(name, bucket, average):

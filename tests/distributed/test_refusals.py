@@ -107,10 +107,11 @@ def of_buckets(made: Transport) -> list[tuple[str, Call]]:
         (r"strides \(2,\)", lambda: buckets.reduce_scatter(torch.ones(8)[::2])),
         (pad, lambda: buckets.reduce_scatter(five)),
         ("is on meta, this group transfers cpu", lambda: buckets.all_gather(four.to("meta"))),
-        ("torch.int32, which cannot hold the result of an average; use a floating",
-         lambda: buckets.reduce_scatter(ints, average=True)),
-        ("the result of scale 0.5; use a", lambda: buckets.reduce_scatter(ints, scale=0.5)),
-        ("result of reduce_dtype torch.float32; use a", lambda: wide.reduce_scatter(ints)),
+        *(("the bucket is torch.int32; an average, a scale and a", call) for call in (
+            lambda: buckets.reduce_scatter(ints, average=True),
+            lambda: buckets.reduce_scatter(ints, scale=0.5),
+            lambda: wide.reduce_scatter(ints),
+        )),
         ("size 2 is not a multiple of node_size 3",
          lambda: Buckets(made, LinearOptions(nodes)).all_gather(four)),
     ]  # fmt: skip

@@ -44,6 +44,8 @@ def test_four_chunks_replace_tuning() -> None:
          [(0, 0, 2, 0, 5), (0, 2, 3, 5, 6), (0, 3, 6, 6, 9)]),
         # Inside one document: keys from its beginning to the last query.
         (Documents([5, 6, 12], 12), (8, 10), (6, 10), [(0, 0, 2, 0, 4)]),
+        # From the end of one document to the beginning of another.
+        (Documents([5, 6, 12], 12), (5, 6), (5, 6), [(0, 0, 1, 0, 1)]),
         # Two samples: the keys of both begin at the earlier start of the two documents.
         (Documents([2, 8, 11, 16], 8, 2), (4, 6), (2, 6), [(0, 0, 2, 0, 4), (1, 0, 2, 1, 4)]),
         # Rows after the last end form a document; a repeated end counts once.
