@@ -28,18 +28,16 @@ operations, :mod:`commfuse_npu.runtime.agreement`, it waits only with nothing in
 transfer with the lowest number that is not finished.  All lower ones are finished, so both of its
 ends are posted, or will be when their ranks get to a wait: none waits for a higher number before.
 
-On HCCL messages of a lane match by order, so buckets are posted in order: one that is started while
-an earlier one still waits for scratch memory is posted after it, in a later wait.  So every rank
-posts in rising order of the numbers, wherever its waits are.  Transfers ``bucket.step`` with memory
-for one piece::
+On HCCL messages of a lane match by order, so buckets are posted in order, everywhere: one that is
+started while an earlier one still waits for scratch memory is posted after it, in a later wait.  So
+every rank posts in rising order of the numbers, wherever its waits are.  Transfers ``bucket.step``
+with memory for one piece::
 
     rank 0 calls  | start a | start b |         | wait b                        |
     rank 0 posts  | a.0     |         |         | a.1   a.2   b.0   b.1   b.2   |
 
     rank 1 calls  | start a | wait a            | start b | wait b              |
     rank 1 posts  | a.0     | a.1   a.2         | b.0     | b.1   b.2           |
-
-On gloo messages match by tag, and every bucket is posted at its start.
 
 **Rules for callers.**  A wait may need the waits of other ranks, which post the remaining
 transfers.  So a barrier or another synchronization comes before the wait on all ranks, or after it
@@ -275,7 +273,6 @@ class _BucketQueue:
     def __init__(self, transport: Transport) -> None:
         # Else a rank in a wait could need transfers of a rank that waits in a comparison.
         transport.before_comparing = self.finish
-        self._batched = transport.batched
         self.under_way: deque[BucketExchange] = deque()
 
     @staticmethod
@@ -312,13 +309,12 @@ class _BucketQueue:
     def post(self) -> None:
         """Post the transfers that may be posted.
 
-        Batches match by order, so buckets are posted in order: the next one may start when the one
-        before has posted all its transfers.
+        The next bucket may start when the one before has posted all its transfers.
         """
         for exchange in self.under_way:
             assert exchange.running is not None
             if not exchange.started:
                 exchange.started = True
                 exchange.running.run(exchange.works, ahead=True, bucket=exchange.bucket.view(-1, 1))
-            if self._batched and not exchange.running.all_posted:
+            if not exchange.running.all_posted:
                 break
