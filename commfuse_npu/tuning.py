@@ -6,7 +6,7 @@ only cost.  So some schedules and torch's collectives (in Megatron's order, wher
 the real shape, interleaved, and the slower ones are eliminated (:func:`fastest`); rank 0 decides
 for all ranks.  A trial is the whole forward of a layer, or its whole backward.
 
-The answer holds for one machine and one set of versions (:func:`remembered`).  It decides into
+The answer holds for one machine and one set of versions (:func:`_question`).  It decides into
 which pieces GEMMs are cut, and some GEMM libraries round these differently.  If two runs have to
 give the same bits, leave tuning off and set the schedule.
 """
@@ -20,30 +20,22 @@ import os
 import platform
 import random
 import statistics
+import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
-from importlib import metadata
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
+from commfuse_npu import __version__
 from commfuse_npu.plan import Schedule, default_shape
 from commfuse_npu.runtime.atomic_write import write_json
 from commfuse_npu.runtime.transport import Transport
 
-__all__ = [
-    "COLUMN",
-    "ROW",
-    "Layer",
-    "Problem",
-    "Tuning",
-    "decisions",
-    "default_folder",
-    "tuned",
-]
+__all__ = ["Tuning", "decisions", "default_folder", "tuned"]
 
 _logger = logging.getLogger(__name__)
 
@@ -60,36 +52,10 @@ class Tuning:
     folder: str | None = field(default=None, compare=False, repr=False)
 
 
-Layer = Literal["column", "row"]
-COLUMN: Layer = "column"
-ROW: Layer = "row"
-"""Column-parallel: the input is gathered; row-parallel: the output is reduce-scattered."""
-
-
-@dataclass(frozen=True)
-class Problem:
-    """What is tuned: the forward or the backward of a layer, with GEMMs, transfers and sums.
-
-    Args:
-        half: ``forward``, or ``backward`` with the gradients of input and weight.
-        block_rows: rows of one rank's block.
-        inputs, outputs: features of this rank's weight.
-        dtype: of the GEMMs.
-        wgrad: ``whole`` or ``blocks``, see :data:`~commfuse_npu.plan.rules.linear.Wgrad`.
-    """
-
-    layer: Layer
-    half: str
-    block_rows: int
-    inputs: int
-    outputs: int
-    dtype: torch.dtype
-    wgrad: str
-
-
 def tuned(
     transport: Transport,
-    problem: Problem,
+    problem: str,
+    block_rows: int,
     schedule: Schedule,
     tuning: Tuning,
     run: Callable[[Schedule | None], object],
@@ -99,9 +65,10 @@ def tuned(
     The first call for a problem is a collective over the group; later calls return its answer.
 
     Args:
+        problem: the half of a layer that is tuned, its shape and its dtype.
+        block_rows: rows of one rank's block.
         schedule: its lanes are the most that may be used.
-        run: runs the problem once, with a schedule or with torch's collectives (``None``), on its
-            own random inputs.
+        run: runs the problem once, with a schedule or with torch's collectives (``None``).
 
     Raises:
         MismatchError, TransportError: see :meth:`Transport.begin`.
@@ -109,46 +76,37 @@ def tuned(
     answers = decisions(transport)
     if (problem, schedule) in answers:
         return answers[problem, schedule]
-    name = f"tuning the {problem.half} of a {problem.layer} layer, {problem.block_rows} rows"
-    transport.agree(name, path="tuning", problem=problem, schedule=schedule)
-    folder = None if tuning.folder is None else Path(tuning.folder)
+    name = f"tuning {problem}"
+    transport.agree(name, path="tuning", schedule=schedule)
+    tried = [None, *candidates(schedule, transport.size, block_rows)]
+    choices = {str(choice or "plain"): choice for choice in tried}
     question = _question(transport, problem, schedule)
-    choices: list[Schedule | None] = [
-        None,
-        *candidates(schedule, transport.size, problem.block_rows),
-    ]
-    answer = None
-    if transport.rank == 0 and folder is not None:
-        answer = remembered(folder, question, choices)
-    answer = transport.share(name, answer)[0]
+    file = None
+    if transport.rank == 0 and tuning.folder is not None:
+        file = _file(Path(tuning.folder), question)
+    answer = transport.share(name, file and remembered(file, question, choices))[0]
     if answer is None:
 
-        def run_round(order: Sequence[int]) -> list[float]:
+        def run_round(order: Sequence[str]) -> list[float]:
             measured = [_timed(transport, name, partial(run, choices[n])) for n in order]
             # The time of an alternative is that of the slowest rank.
             return [max(times) for times in zip(*transport.share(name, measured), strict=True)]
 
-        usual = choices.index(schedule) if schedule in choices else 1
-        chosen, medians = fastest(len(choices), run_round, usual=usual)
+        usual = str(schedule if str(schedule) in choices else tried[1])
+        chosen, medians = fastest(list(choices), run_round, usual)
         answer = transport.share(name, chosen)[0]
-        names = (str(choice or "plain") for choice in choices)
-        seconds = {
-            label: median
-            for label, median in zip(names, medians, strict=True)
-            if median is not None
-        }
         if transport.rank == 0:
-            listed = ", ".join(f"{name}: {1e3 * median:.2f} ms" for name, median in seconds.items())
-            _logger.info("%s: %s (%s)", problem, choices[answer] or "plain", listed)
-            if folder is not None:
-                remember(folder, question, choices[answer], seconds)
+            listed = ", ".join(f"{choice}: {1e3 * t:.2f} ms" for choice, t in medians.items())
+            _logger.info("%s: %s (%s)", problem, answer, listed)
+        if file is not None:
+            remember(file, {"question": question, "answer": answer, "seconds": medians})
     answers[problem, schedule] = choices[answer]
     return choices[answer]
 
 
-def decisions(transport: Transport) -> dict[tuple[Problem, Schedule], Schedule | None]:
+def decisions(transport: Transport) -> dict[tuple[str, Schedule], Schedule | None]:
     """The answers for a transport so far.  Clear it on all ranks alike to tune again."""
-    answers: dict[tuple[Problem, Schedule], Schedule | None]
+    answers: dict[tuple[str, Schedule], Schedule | None]
     answers = transport.remembered.setdefault(__name__, {})
     return answers
 
@@ -160,27 +118,6 @@ def _timed(transport: Transport, name: str, call: Callable[[], object]) -> float
     call()
     transport.synchronise()
     return time.perf_counter() - start
-
-
-def _question(transport: Transport, problem: Problem, schedule: Schedule) -> dict[str, Any]:
-    """Everything that the answer depends on, as JSON-compatible values."""
-    device = transport.device_type
-    processor = "cpu" if device == "cpu" else str(torch.get_device_module(device).get_device_name())
-    return {
-        "machine": [platform.node(), platform.machine(), processor],
-        "versions": {name: _version(name) for name in ("commfuse-npu", "torch", "torch-npu")},
-        "group": list(transport.ranks),
-        "threads": torch.get_num_threads(),
-        "problem": {**asdict(problem), "dtype": str(problem.dtype)},
-        "schedule": asdict(schedule),
-    }
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 # -------------------------------------------------------------- what is tried
@@ -224,7 +161,7 @@ def candidates(schedule: Schedule, size: int, block_rows: int) -> list[Schedule]
 # ----------------------------------------------------------- which is fastest
 
 _ROUNDS = (1, 1, 4)
-"""Rounds per stage; after each stage but the last, the slower half is eliminated."""
+"""Rounds per stage; after each stage the slower half is eliminated."""
 
 _FINALISTS = 3
 
@@ -233,12 +170,9 @@ _AS_FAST = 0.005
 
 
 def fastest(
-    count: int,
-    run: Callable[[Sequence[int]], Sequence[float]],
-    *,
-    usual: int = 0,
-) -> tuple[int, list[float | None]]:
-    """The fastest of the alternatives ``0 ... count - 1``.
+    alternatives: Sequence[str], run: Callable[[Sequence[str]], Sequence[float]], usual: str
+) -> tuple[str, dict[str, float]]:
+    """The fastest of the alternatives, of which the simplest is the first.
 
     Every round runs each remaining alternative once, in random order, so that changes in the speed
     of the machine affect all of them alike.
@@ -250,38 +184,32 @@ def fastest(
             (interquartile range) of both, because differences on a busy machine are noise.
 
     Returns:
-        The number of the first alternative within half a percent of the fastest; and the median of
-        each that reached the last stage, ``None`` for the others.
+        The first alternative within half a percent of the fastest; and the median of each that
+        reached the last stage.
     """
-    remaining = list(range(count))
-    order = random.Random(0)
-    times: list[list[float]] = [[] for _ in remaining]
+    order, remaining = random.Random(0), list(alternatives)
+    times: dict[str, list[float]] = {choice: [] for choice in alternatives}
     run(remaining)  # buffers are allocated, connections and caches warm
-    for number, rounds in enumerate(_ROUNDS):
+    for rounds in _ROUNDS:
         for _ in range(rounds):
             shuffled = order.sample(remaining, len(remaining))
-            for alternative, seconds in zip(shuffled, run(shuffled), strict=True):
-                times[alternative].append(seconds)
-        if number < len(_ROUNDS) - 1:
-            survivors = max(_FINALISTS, len(remaining) // 2)
-            ranked = sorted(
-                remaining, key=lambda option: (statistics.median(times[option]), option)
-            )
-            remaining = list(dict.fromkeys([*ranked[:survivors], usual]))
-    medians = {option: statistics.median(times[option]) for option in remaining}
+            for choice, seconds in zip(shuffled, run(shuffled), strict=True):
+                times[choice].append(seconds)
+        medians = {choice: statistics.median(times[choice]) for choice in remaining}
+        ranked = sorted(remaining, key=lambda choice: medians[choice])
+        survivors = {*ranked[: max(_FINALISTS, len(ranked) // 2)], usual}
+        remaining = [choice for choice in remaining if choice in survivors]
     limit = min(medians.values()) * (1 + _AS_FAST)
-    chosen = min(option for option, seconds in medians.items() if seconds <= limit)
+    chosen = next(choice for choice, seconds in medians.items() if seconds <= limit)
     quartiles = (
-        statistics.quantiles(times[option], n=4, method="inclusive") for option in (chosen, usual)
+        statistics.quantiles(times[choice], n=4, method="inclusive") for choice in (chosen, usual)
     )
     if medians[usual] - medians[chosen] <= max(high - low for low, _, high in quartiles):
         chosen = usual
-    return chosen, [medians.get(option) for option in range(count)]
+    return chosen, medians
 
 
 # ------------------------------------------------------------- cached on disk
-
-_FORMAT = 1
 
 
 def default_folder() -> Path:
@@ -290,61 +218,49 @@ def default_folder() -> Path:
     return Path(cache).expanduser() / "commfuse_npu"
 
 
-def remembered(
-    folder: Path, question: Mapping[str, Any], alternatives: Sequence[Schedule | None]
-) -> int | None:
-    """The index of the cached answer among ``alternatives``; ``None`` if there is none.
-
-    A file is used only if it contains this question (machine and versions included), and an answer
-    that is one of the alternatives.  Any other file is reported and ignored, and the next answer
-    overwrites it.
-    """
-    path = _path(folder, question)
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(content, dict) or content.get("format") != _FORMAT:
-            raise ValueError(f"it is not of format {_FORMAT}")
-        if content.get("question") != _as_json(question):
-            raise ValueError("it is about another machine, other versions or another shape")
-        answers = [_as_json(choice and asdict(choice)) for choice in alternatives]
-        if "answer" not in content or content["answer"] not in answers:
-            raise ValueError(
-                f"its answer {content.get('answer')} is none of the {len(answers)} choices"
-            )
-        return answers.index(content["answer"])
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError, RecursionError) as error:  # broken UTF-8 or JSON: ValueErrors
-        _logger.warning("%s is ignored: %s. It is tuned again", path, error)
-        return None
-
-
-def remember(
-    folder: Path, question: Mapping[str, Any], answer: Schedule | None, seconds: Mapping[str, float]
-) -> None:
-    """Cache an answer; if the folder cannot be written to, log a warning.
-
-    Args:
-        seconds: median times of the alternatives, for people who read the file.
-    """
-    path = _path(folder, question)
-    content = {
-        "format": _FORMAT,
-        "question": dict(question),
-        "answer": answer and asdict(answer),
-        "seconds": dict(seconds),
+def _question(transport: Transport, problem: str, schedule: Schedule) -> dict[str, Any]:
+    """Everything that the answer depends on, as JSON has it."""
+    device = transport.device_type
+    processor = "cpu" if device == "cpu" else str(torch.get_device_module(device).get_device_name())
+    torch_npu = getattr(sys.modules.get("torch_npu"), "__version__", None)
+    return {
+        "machine": [platform.node(), platform.machine(), processor],
+        "versions": {"commfuse": __version__, "torch": str(torch.__version__), "npu": torch_npu},
+        "group": list(transport.ranks),
+        "threads": torch.get_num_threads(),
+        "problem": problem,
+        "schedule": str(schedule),
     }
-    try:
-        write_json(path, content, indent=1)
-    except OSError as error:
-        _logger.warning("the chosen schedule is not remembered in %s: %s", path, error)
 
 
-def _path(folder: Path, question: Mapping[str, Any]) -> Path:
+def _file(folder: Path, question: dict[str, Any]) -> Path:
     name = hashlib.sha256(json.dumps(question, sort_keys=True).encode()).hexdigest()[:24]
     return folder / f"schedule-{name}.json"
 
 
-def _as_json(value: Any) -> Any:
-    """A value after a round trip through JSON."""
-    return json.loads(json.dumps(value))
+def remembered(file: Path, question: dict[str, Any], choices: Collection[str]) -> str | None:
+    """The cached answer; ``None`` if there is none.
+
+    A file that does not have this question, and one of the choices, is reported and ignored; the
+    next answer overwrites it.
+    """
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+        if content["question"] == question and content["answer"] in choices:
+            return str(content["answer"])
+        why = f"its question or its answer, {content['answer']!r}, is another"
+    except FileNotFoundError:
+        return None
+    # Broken UTF-8 or JSON are ValueErrors, the others come from JSON of another form.
+    except (OSError, ValueError, RecursionError, KeyError, TypeError) as error:
+        why = repr(error)
+    _logger.warning("%s is ignored: %s. It is tuned again", file, why)
+    return None
+
+
+def remember(file: Path, content: dict[str, Any]) -> None:
+    """Cache an answer; if the folder cannot be written to, log a warning."""
+    try:
+        write_json(file, content, indent=1)
+    except OSError as error:
+        _logger.warning("the chosen schedule is not remembered in %s: %s", file, error)

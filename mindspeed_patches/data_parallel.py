@@ -34,7 +34,7 @@ from typing import Any, Protocol, cast
 import torch
 import torch.distributed as dist
 
-from commfuse_npu.ops.buckets import BucketOptions, Buckets
+from commfuse_npu.ops import Buckets, LinearOptions
 from commfuse_npu.runtime.transport import Transport
 from mindspeed_patches.lanes import DATA_PARALLEL, LaneUser
 from mindspeed_patches.patching import around
@@ -71,12 +71,13 @@ class BucketWrappers:
             over the group in which parameters are sharded.
     """
 
-    def __init__(self, linears: LinearWrappers, options: BucketOptions) -> None:
+    def __init__(self, linears: LinearWrappers, options: LinearOptions | None = None) -> None:
+        self._linears, self._options = linears, options or LinearOptions()
+        lanes = self._options.schedule.lanes
         self.users = {
-            name: LaneUser(f"BucketWrappers.users[{name!r}]", DATA_PARALLEL, options.schedule.lanes)
+            name: LaneUser(f"BucketWrappers.users[{name!r}]", DATA_PARALLEL, lanes)
             for name in ("gradients", "parameters")
         }
-        self._linears, self._options = linears, options
 
     def register(self, manager: Any) -> None:
         """Register with MindSpeed's patch manager, or with our stand-in."""

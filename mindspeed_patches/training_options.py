@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from commfuse_npu.ops import BucketOptions, LinearOptions
+from commfuse_npu.ops import LinearOptions
 from commfuse_npu.options import given_options, keeps_short_blocks
 from commfuse_npu.plan import DATA_PARALLEL_LANES, default_chunks
 from commfuse_npu.refusals import IncompatibleOptionsError, check_compatible, missing
@@ -101,7 +101,7 @@ def ulysses_options(args: argparse.Namespace) -> LinearOptions:
     return LinearOptions(schedule)
 
 
-def bucket_options(args: argparse.Namespace) -> BucketOptions:
+def bucket_options(args: argparse.Namespace) -> LinearOptions:
     """The options of the distributed optimizer's buckets."""
     options = given_options(args)
     # Megatron orders ranks with pipeline stages last, or before data parallelism.
@@ -110,7 +110,7 @@ def bucket_options(args: argparse.Namespace) -> BucketOptions:
     stride *= parallel_size(args, "pipeline_model") if stages_first else 1
     ranks = data_parallel_size(args)
     schedule = schedule_here(options, ranks, stride, lanes=DATA_PARALLEL_LANES)
-    return BucketOptions(schedule, _dtype(options.commfuse_dp_reduce_dtype))
+    return LinearOptions(schedule, reduce_dtype=_dtype(options.commfuse_dp_reduce_dtype))
 
 
 def register_wrappers(

@@ -10,10 +10,10 @@ torch_npu is not imported here: an NPU tensor exists only after its import, whic
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -22,17 +22,21 @@ from commfuse_npu.kernels import cpu
 # The same on every device: torch.mm writes into its result, and each addition is one kernel.
 from commfuse_npu.kernels.cpu import Piece, gemm_into, sum_parts
 
-if TYPE_CHECKING:
-    from commfuse_npu.kernels import MatmulAdd
-
 __all__ = [
+    "MatmulAdd",
     "accumulate_weight_gradient",
     "attention_backward",
     "attention_forward",
     "gemm_into",
-    "set_matmul_add",
     "sum_parts",
+    "use_matmul_add",
 ]
+
+MatmulAdd = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
+"""``f(total_input, grad_output, main_grad)``: ``main_grad += grad_output^T @ total_input``.
+
+The argument order of Megatron's ``wgrad_gemm_accum_fp32`` and MindSpeed's ``npu_matmul_add_fp32``.
+"""
 
 _NO_MASK, _BOTTOM_RIGHT = 0, 3
 """Values of ``sparse_mode``: 0 without a mask hides nothing; 3 is causal, with the last query at
@@ -45,15 +49,25 @@ _ALL_BEFORE = 2**31 - 1
 _matmul_add: dict[str, MatmulAdd | None] = {"fp32": None, "sixteen_bits": None}
 
 
-def set_matmul_add(fp32: MatmulAdd | None, sixteen_bits: MatmulAdd | None) -> None:
-    """See :func:`commfuse_npu.kernels.use_matmul_add`."""
+def use_matmul_add(*, fp32: MatmulAdd | None = None, sixteen_bits: MatmulAdd | None = None) -> None:
+    """Set the functions that accumulate weight gradients; ``None`` resets to plain torch.
+
+    torch_npu has no GEMM that adds the product of 16-bit factors to an fp32 sum.  MindSpeed has one
+    (``npu_matmul_add_fp32``), but this package may not import MindSpeed, so a caller that may
+    passes it here.
+
+    Args:
+        fp32: for an fp32 sum of bf16 factors.
+        sixteen_bits: for a bf16 or fp16 sum.  MindSpeed's rounds the product before adding it;
+            plain torch rounds only the sum.
+    """
     _matmul_add.update(fp32=fp32, sixteen_bits=sixteen_bits)
 
 
 def accumulate_weight_gradient(
     total: torch.Tensor, grad_output: torch.Tensor, total_input: torch.Tensor
 ) -> None:
-    """``total += grad_output^T @ total_input``, with :func:`set_matmul_add`'s function if possible.
+    """``total += grad_output^T @ total_input``, with :func:`use_matmul_add`'s function if possible.
 
     For an fp32 sum MindSpeed's function takes only bf16 factors: the ATB operation that it calls
     takes no fp32 ones, and does not transpose fp16 ones [read in ATB's documentation, CANN 8.3].
@@ -83,77 +97,61 @@ def _causal_mask(device: torch.device) -> torch.Tensor:
     return torch.ones(2048, 2048, dtype=torch.bool, device=device).triu_(1)
 
 
-def _masking(device: torch.device, causal: bool) -> dict[str, Any]:
-    """The arguments of both operators that say which keys a query sees.
+class _Run:
+    """One call of the operators: its layout, and which keys a query sees.
 
-    ``next_tockens`` is how many keys after its own position a query sees, aligned at the ends.
-    """
-    return {
-        "atten_mask": _causal_mask(device) if causal else None,
-        "pre_tockens": _ALL_BEFORE,
-        "next_tockens": 0 if causal else _ALL_BEFORE,
-        "sparse_mode": _BOTTOM_RIGHT if causal else _NO_MASK,
-    }
-
-
-class WholeRun:
-    """The operators' layout ``SBH``: queries ``[Sq, B, A * D]`` and keys ``[Sk, B, G * D]``.
+    The layout is ``SBH``, queries ``[Sq, B, A * D]`` and keys ``[Sk, B, G * D]``.  For packed
+    documents it is ``TND``, ``[T, A, D]``, the rows of sample 0 first; tensors are copied only if
+    there are several samples.
 
     Attributes:
-        query_ends, key_ends: cumulative lengths, ``actual_seq_qlen`` and ``actual_seq_kvlen``.
+        settings: arguments of both operators.  ``next_tockens`` is how many keys after its own
+            position a query sees, aligned at the ends; the lengths are cumulative.
     """
 
-    layout = "SBH"
-    query_ends: list[int] | None = None
-    key_ends: list[int] | None = None
+    def __init__(self, q: torch.Tensor, causal: bool, pieces: Sequence[Piece] | None) -> None:
+        self.settings: dict[str, Any] = {
+            "head_num": q.shape[2],
+            "input_layout": "SBH" if pieces is None else "TND",
+            "keep_prob": 1.0,
+            "atten_mask": _causal_mask(q.device) if causal else None,
+            "pre_tockens": _ALL_BEFORE,
+            "next_tockens": 0 if causal else _ALL_BEFORE,
+            "sparse_mode": _BOTTOM_RIGHT if causal else _NO_MASK,
+        }
+        # For each sample of packed documents, the keys that any query sees.
+        self._seen: list[slice] | None = None
+        if pieces is not None:
+            for name, runs in (
+                ("actual_seq_qlen", [piece.queries for piece in pieces]),
+                ("actual_seq_kvlen", [piece.keys for piece in pieces]),
+            ):
+                self.settings[name] = list(accumulate(run.stop - run.start for run in runs))
+            first = {piece.sample: piece.keys.start for piece in reversed(pieces)}
+            self._seen = [slice(first[sample], None) for sample in range(q.shape[1])]
 
     def queries(self, x: torch.Tensor) -> torch.Tensor:
         """``[Sq, B, A, D]`` in the layout."""
-        return x.flatten(2)
+        return x.flatten(2) if self._seen is None else x.transpose(0, 1).flatten(0, 1)
 
     def like_queries(self, x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
         """The inverse of :meth:`queries`: the shape of ``like``."""
-        return x.view(like.shape)
-
-    def keys(self, x: torch.Tensor) -> torch.Tensor:
-        """``[Sk, B, G, D]`` in the layout."""
-        return x.flatten(2)
-
-    def add_to_keys(self, total: torch.Tensor, x: torch.Tensor) -> None:
-        """Add ``x``, in the layout of :meth:`keys`, to ``total`` ``[Sk, B, G, D]``."""
-        total.add_(x.view(total.shape))
-
-
-class PackedRun(WholeRun):
-    """The layout ``TND`` for packed documents: ``[T, A, D]``, the rows of sample 0 first.
-
-    Tensors are copied only if there are several samples.
-    """
-
-    layout = "TND"
-
-    def __init__(self, pieces: Sequence[Piece], batch: int) -> None:
-        self.query_ends = list(
-            accumulate(piece.queries.stop - piece.queries.start for piece in pieces)
-        )
-        self.key_ends = list(accumulate(piece.keys.stop - piece.keys.start for piece in pieces))
-        first: dict[int, int] = {}
-        for piece in pieces:
-            first.setdefault(piece.sample, piece.keys.start)
-        # For each sample, the keys that any query sees.
-        self._seen = [slice(first[sample], None) for sample in range(batch)]
-
-    def queries(self, x: torch.Tensor) -> torch.Tensor:
-        return x.transpose(0, 1).flatten(0, 1)
-
-    def like_queries(self, x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+        if self._seen is None:
+            return x.view(like.shape)
         return x.unflatten(0, (like.shape[1], -1)).transpose(0, 1).contiguous()
 
     def keys(self, x: torch.Tensor) -> torch.Tensor:
+        """``[Sk, B, G, D]`` in the layout."""
+        if self._seen is None:
+            return x.flatten(2)
         samples = [x[keys, sample] for sample, keys in enumerate(self._seen)]
         return samples[0] if len(samples) == 1 else torch.cat(samples)
 
     def add_to_keys(self, total: torch.Tensor, x: torch.Tensor) -> None:
+        """Add ``x``, in the layout of :meth:`keys`, to ``total`` ``[Sk, B, G, D]``."""
+        if self._seen is None:
+            total.add_(x.view(total.shape))
+            return
         samples = [total[keys, sample] for sample, keys in enumerate(self._seen)]
         for rows, part in zip(samples, x.split([len(rows) for rows in samples]), strict=True):
             rows.add_(part)
@@ -173,18 +171,13 @@ def attention_forward(
     The statistics are each row's maximum and sum of exponentials, fp32 ``[B, A, Sq, 8]`` (with
     pieces ``[B * Sq, A, 8]``), and a reserved output of the operator.
     """
-    run = WholeRun() if pieces is None else PackedRun(pieces, q.shape[1])
+    run = _Run(q, causal, pieces)
     out, maximum, total, reserved, *_ = torch.ops.npu.npu_fusion_attention(
         run.queries(q),
         run.keys(k),
         run.keys(v),
-        q.shape[2],
-        run.layout,
         scale=q.shape[-1] ** -0.5 if scale is None else scale,
-        keep_prob=1.0,
-        actual_seq_qlen=run.query_ends,
-        actual_seq_kvlen=run.key_ends,
-        **_masking(q.device, causal),
+        **run.settings,
     )
     return run.like_queries(out, q), (maximum, total, reserved)
 
@@ -209,23 +202,18 @@ def attention_backward(
     ``grad_k`` and ``grad_v`` are rounded to it before.
     """
     maximum, total, reserved = statistics
-    run = WholeRun() if pieces is None else PackedRun(pieces, q.shape[1])
+    run = _Run(q, causal, pieces)
     grad_q, new_k, new_v, *_ = torch.ops.npu.npu_fusion_attention_grad(
         run.queries(q),
         run.keys(k),
         run.keys(v),
         run.queries(grad),
-        q.shape[2],
-        run.layout,
         softmax_max=maximum,
         softmax_sum=total,
         softmax_in=reserved,
         attention_in=run.queries(out),
         scale_value=q.shape[-1] ** -0.5 if scale is None else scale,
-        keep_prob=1.0,
-        actual_seq_qlen=run.query_ends,
-        actual_seq_kvlen=run.key_ends,
-        **_masking(q.device, causal),
+        **run.settings,
     )
     run.add_to_keys(grad_k, new_k)
     run.add_to_keys(grad_v, new_v)

@@ -1,20 +1,20 @@
 """Differentiable operators that overlap their collectives with computation.
 
 On a :class:`~commfuse_npu.runtime.collective_transport.CollectiveTransport` each one is unfused.
+
+Before anything is sent, each raises a TypeError or ValueError if dtypes, devices or shapes do not
+fit each other or the group, and a MismatchError if another rank calls another op, or with another
+shape.  A TransportError says that a transfer failed.
 """
 
 from __future__ import annotations
 
 from commfuse_npu.ops.attention import attention_linear_reduce_scatter
 from commfuse_npu.ops.attention_runs import Documents
-from commfuse_npu.ops.buckets import BucketExchange, BucketOptions, Buckets
+from commfuse_npu.ops.buckets import BucketExchange, Buckets
 from commfuse_npu.ops.linear import all_gather_linear, linear_all_reduce, linear_reduce_scatter
-from commfuse_npu.ops.options import LinearOptions, ShardedOptions
-from commfuse_npu.ops.sharded_gradients import (
-    average_gradients,
-    clip_gradient_norm,
-    sum_gradients,
-)
+from commfuse_npu.ops.options import LinearOptions
+from commfuse_npu.ops.sharded_gradients import average_gradients, clip_gradient_norm
 from commfuse_npu.ops.sharded_linear import ShardedLinear, shard_linears, sharded_linear
 from commfuse_npu.ops.ulysses import (
     all_to_all_linear,
@@ -24,12 +24,10 @@ from commfuse_npu.ops.ulysses import (
 
 __all__ = [
     "BucketExchange",
-    "BucketOptions",
     "Buckets",
     "Documents",
     "LinearOptions",
     "ShardedLinear",
-    "ShardedOptions",
     "all_gather_linear",
     "all_to_all_linear",
     "attention_all_to_all",
@@ -41,5 +39,4 @@ __all__ = [
     "linear_reduce_scatter",
     "shard_linears",
     "sharded_linear",
-    "sum_gradients",
 ]

@@ -16,8 +16,6 @@ The projection to q, k and v before it is :func:`~commfuse_npu.ops.linear.all_ga
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from commfuse_npu.kernels import gemm_into
@@ -78,34 +76,27 @@ def attention_linear_reduce_scatter(
 
     Returns:
         ``[s, B, H]``.
-
-    Raises:
-        TypeError, ValueError: dtypes, devices or shapes do not fit each other, or S is not a
-            multiple of the group size.
-        MismatchError, TransportError: see :func:`~commfuse_npu.ops.linear.all_gather_linear`.
     """
-    name, instead = "attention_linear_reduce_scatter", ", or use linear_all_reduce"
-    documents = checked_attention(name, transport, q, k, v, causal, documents, instead)
+    name = "attention_linear_reduce_scatter"
+    documents = checked_attention(name, transport, q, k, v, causal, documents)
     heads, weight, bias = check_and_cast(name, q.flatten(2), weight, bias, transport, options)
     q, k, v = heads.view(q.shape), k.to(heads.dtype), v.to(heads.dtype)
-    costs_rise = causal and documents is None
-    options = options_for_attention(options, costs_rise, scattered=True)
+    options = options_for_attention(options, causal and documents is None)
     call = _AttentionLinear(name, transport, options, q, rows=q.shape[0] * q.shape[1])
-    call.attention = {"causal": causal, "documents": documents, "scale": scale}
+    call.attention = AttentionRuns(causal, documents, scale)
     y = call(q, k, v, weight)
     return y if bias is None else y + bias
 
 
 class _AttentionLinear(Call):
     weight_at = 3
-    attention: dict[str, Any]
-    """Arguments of :class:`AttentionRuns`."""
-    state: tuple[Any, ...]
+    attention: AttentionRuns
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, weight: torch.Tensor
     ) -> tuple[torch.Tensor, Tensors]:
-        attention = AttentionRuns(q, k, v, **self.attention, keep=any(self.needs))
+        attention = self.attention
+        attention.begin(q, k, v, keep=any(self.needs))
         rows, batch, hidden = q.shape[0] // self.transport.size, q.shape[1], weight.shape[0]
         y, transposed = weight.new_empty((rows, batch * hidden)), weight.t()
 
@@ -115,23 +106,24 @@ class _AttentionLinear(Call):
         sums = self.options.reduce_dtype
         running = self.begin(produce_scatter, rows, batch * hidden, like=y, sum_dtype=sums)
         running.run({"make": make}, out=y)
-        saved, self.state = attention.saved()
+        saved = attention.saved()
         # The weight's gradient alone needs only the output.
         return y.view(rows, batch, hidden), saved if any(self.needs[:3]) else saved[:1]
 
     def backward(self, grad: torch.Tensor) -> Tensors:
         attended, *inputs = saved = self.saved()
         rows, batch, hidden = grad.shape
-        attention = AttentionRuns.again(saved, self.state) if inputs else None
+        if inputs:
+            self.attention.resume(saved)
         by_blocks = self.options.wgrad == "blocks"
         wgrad = self.weight_gradient(blocks=by_blocks)
 
         def use(piece: torch.Tensor, run: slice) -> None:
             grad_y, out = piece.view(-1, hidden), attended[run]
-            if attention is not None:
+            if inputs:
                 grad_out = torch.empty_like(out)
                 gemm_into(_flat(grad_out), grad_y, self.weight)
-                attention.backward(grad_out, run)
+                self.attention.backward(grad_out, run)
             if wgrad.needed and by_blocks:
                 wgrad.add(grad_y, _flat(out))
 
@@ -141,7 +133,7 @@ class _AttentionLinear(Call):
         keep, grad = wgrad.needed and not by_blocks, grad.view(rows, batch * hidden)
         running = self.begin(gather_use, rows, batch * hidden, keep, like=grad, backward=True)
         running.run({"use": use, "wgrad": whole_wgrad}, shard=grad)
-        grads = (None, None, None) if attention is None else attention.gradients()
+        grads = self.attention.gradients() if inputs else (None, None, None)
         return *grads, wgrad.result()
 
 

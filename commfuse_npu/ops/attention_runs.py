@@ -13,10 +13,10 @@ head.
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -97,7 +97,8 @@ class Documents:
         documents = [
             (sample, begin, end)
             for sample, ends in enumerate(self._ends)
-            for begin, end in _within(ends, run)
+            for begin, end in pairwise([0, *ends])
+            if begin < run.stop and run.start < end
         ]
         first = min((begin for _, begin, _ in documents), default=run.start)
         pieces = []
@@ -106,18 +107,6 @@ class Documents:
             queries = slice(start - run.start, stop - run.start)
             pieces.append(Piece(sample, queries, slice(begin - first, stop - first)))
         return slice(first, run.stop), tuple(pieces)
-
-
-def _within(ends: list[int], run: slice) -> list[tuple[int, int]]:
-    """``(start, end)`` of each document with rows in a run."""
-    index = bisect_right(ends, run.start)
-    begin = ends[index - 1] if index else 0
-    documents = []
-    while begin < run.stop:
-        documents.append((begin, ends[index]))
-        begin = ends[index]
-        index += 1
-    return documents
 
 
 def keys_of(
@@ -133,47 +122,40 @@ class AttentionRuns:
     """Attention of one set of heads in runs of queries, forward and backward.
 
     Args:
-        q: ``[S, B, A, D]``.
-        k, v: ``[S, B, G, D]``.
         causal: whether a query sees only the keys up to its own position.
         documents: packed documents; a query sees only keys of its own.  Needs ``causal``.
         scale: of the scores; ``D ** -0.5`` by default.
-        keep: whether to keep what a backward needs.
 
     Attributes:
         attended: the whole output, ``[S, B, A, D]``, if it is kept; else ``None``.
     """
 
+    attended: torch.Tensor | None
+
     def __init__(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        *,
-        causal: bool,
-        documents: Documents | None = None,
-        scale: float | None = None,
-        keep: bool = False,
+        self, causal: bool, documents: Documents | None = None, scale: float | None = None
     ) -> None:
-        self._q, self._k, self._v = q.contiguous(), k.contiguous(), v.contiguous()
-        self._causal, self._documents, self._scale = causal, documents, scale
-        self._kernels = kernels_for(q.device)
-        self.attended = torch.empty_like(self._q) if keep else None
+        self._documents = documents
+        self._options: dict[str, Any] = {"causal": causal, "scale": scale}
         # Tensors of all runs in order, and the slice of them for each run, by its first row.
         self._statistics: list[torch.Tensor] = []
         self._where: dict[int, slice] = {}
-        self._grads: list[torch.Tensor] = []
+
+    def begin(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, keep: bool) -> None:
+        """Begin the forward for ``q`` ``[S, B, A, D]``, ``k`` and ``v`` ``[S, B, G, D]``.
+
+        Args:
+            keep: whether to keep what a backward needs.
+        """
+        self._q, self._k, self._v = q.contiguous(), k.contiguous(), v.contiguous()
+        self._kernels = kernels_for(q.device)
+        self.attended = torch.empty_like(self._q) if keep else None
 
     def forward(self, run: slice) -> torch.Tensor:
         """The output for these queries, ``[rows, B, A, D]``."""
-        keys, pieces = keys_of(run, self._causal, self._documents)
+        keys, pieces = keys_of(run, self._options["causal"], self._documents)
         attended, statistics = self._kernels.attention_forward(
-            self._q[run],
-            self._k[keys],
-            self._v[keys],
-            causal=self._causal,
-            scale=self._scale,
-            pieces=pieces,
+            self._q[run], self._k[keys], self._v[keys], **self._options, pieces=pieces
         )
         if self.attended is not None:
             self.attended[run] = attended
@@ -182,28 +164,27 @@ class AttentionRuns:
             self._statistics += statistics
         return attended
 
-    def saved(self) -> tuple[Sequence[torch.Tensor | None], tuple[Any, ...]]:
-        """The tensors for the backward, ``attended`` first, and its other state."""
-        tensors = self.attended, self._q, self._k, self._v, *self._statistics
-        return tensors, (self._causal, self._documents, self._scale, self._where)
+    def saved(self) -> tuple[torch.Tensor | None, ...]:
+        """End the forward; returns the tensors for the backward, ``attended`` first.
 
-    @classmethod
-    def again(cls, tensors: Sequence[torch.Tensor], state: tuple[Any, ...]) -> AttentionRuns:
-        """Create the object for the backward from what :meth:`saved` returned."""
-        attended, q, k, v, *statistics = tensors
-        causal, documents, scale, where = state
-        runs = cls(q, k, v, causal=causal, documents=documents, scale=scale)
-        runs.attended, runs._statistics, runs._where = attended, statistics, where
+        It keeps none of them, because saved-tensor hooks may move them elsewhere.
+        """
+        tensors = self.attended, self._q, self._k, self._v, *self._statistics
+        self._forget()
+        return tensors
+
+    def resume(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Begin the backward, with what :meth:`saved` returned."""
+        self.attended, self._q, self._k, self._v, *self._statistics = tensors
         # The gradients of keys and values are summed in fp32.
-        wide = torch.promote_types(k.dtype, torch.float32)
-        sums = torch.zeros_like(k, dtype=wide), torch.zeros_like(v, dtype=wide)
-        runs._grads = [torch.empty_like(q), *sums]
-        return runs
+        wide = torch.promote_types(self._k.dtype, torch.float32)
+        sums = (torch.zeros_like(x, dtype=wide) for x in (self._k, self._v))
+        self._grads = [torch.empty_like(self._q), *sums]
 
     def backward(self, grad: torch.Tensor, run: slice) -> None:
         """Run the backward for these queries; ``grad`` has the elements of their output."""
         assert self.attended is not None
-        keys, pieces = keys_of(run, self._causal, self._documents)
+        keys, pieces = keys_of(run, self._options["causal"], self._documents)
         out = self.attended[run]
         grad_q, grad_k, grad_v = self._grads
         grad_q[run] = self._kernels.attention_backward(
@@ -215,15 +196,19 @@ class AttentionRuns:
             self._statistics[self._where[run.start]],
             grad_k[keys],
             grad_v[keys],
-            causal=self._causal,
-            scale=self._scale,
+            **self._options,
             pieces=pieces,
         )
 
-    def gradients(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The gradients of q, k and v, after the backward of all runs."""
-        grad_q, grad_k, grad_v = self._grads
-        return grad_q, grad_k.to(self._k.dtype), grad_v.to(self._v.dtype)
+    def gradients(self) -> tuple[torch.Tensor, ...]:
+        """End the backward; returns the gradients of q, k and v."""
+        grads = tuple(grad.to(self._q.dtype) for grad in self._grads)
+        self._forget()
+        return grads
+
+    def _forget(self) -> None:
+        self.attended, self._statistics, self._grads = None, [], []
+        del self._q, self._k, self._v
 
 
 _TUNED_CHUNKS = 4
@@ -232,28 +217,24 @@ fastest, or within the spread, at every ratio of work to transfers."""
 
 
 @lru_cache(maxsize=256)
-def options_for_attention(
-    options: LinearOptions, costs_rise: bool, *, scattered: bool = False
-) -> LinearOptions:
-    """The options for an op with attention: no taper, no ``collective``, and if ``costs_rise`` the
-    order of causal blocks; ``two_level`` keeps its own.
+def options_for_attention(options: LinearOptions, costs_rise: bool) -> LinearOptions:
+    """The options for an op with attention: no taper, no ``collective``, 4 chunks in place of
+    tuning, and if ``costs_rise`` the order of causal blocks; ``two_level`` keeps its own.
 
     Attention saves the softmax statistics of each run of queries for the backward, where tapered
     chunks would be different runs.
 
     Args:
         costs_rise: whether later queries see more keys.
-        scattered: whether the result is reduce-scattered; then 4 chunks replace tuning.
     """
     schedule = replace(options.schedule, taper=1.0)
     if schedule.shape == "collective":
         schedule = replace(schedule, shape="shifted")
     if costs_rise and schedule.shape == "shifted":
         schedule = replace(schedule, causal=True)
-    if scattered and options.tuning is not None:
+    if options.tuning is not None:
         schedule = replace(schedule, chunks=_TUNED_CHUNKS)
-        options = replace(options, tuning=None)
-    return replace(options, schedule=schedule)
+    return replace(options, schedule=schedule, tuning=None)
 
 
 def checked_attention(
@@ -264,7 +245,6 @@ def checked_attention(
     v: torch.Tensor,
     causal: bool,
     documents: Documents | None,
-    instead: str = "",
 ) -> Documents | None:
     """Check ``q_SBAD``, ``k_SBGD``, ``v_SBGD`` and the documents for the ranks of a transport.
 
@@ -276,7 +256,8 @@ def checked_attention(
         ValueError: shapes, dtypes or documents do not fit each other, or the sequence is not
             divisible.
     """
-    check_transport(name, transport)
+    if not isinstance(transport, AnyTransport):
+        check_transport(name, transport)
     check_attention(q, k, v)
     if not q.is_floating_point():
         raise TypeError(f"{name}: q is {q.dtype}; attention needs a floating-point dtype")
@@ -286,7 +267,7 @@ def checked_attention(
             f"{name}: {length} queries and {k.shape[0]} keys; self-attention has as many of one "
             "as of the other"
         )
-    check_sequence(name, length, transport.size, instead)
+    check_sequence(name, length, transport.size)
     if documents is None:
         return None
     if not causal:

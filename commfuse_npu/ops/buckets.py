@@ -20,30 +20,23 @@ Shards are sent directly from the bucket.  Partials arrive in scratch memory and
 order of the schedule (``r-1, ..., r+1`` unless it is ``two_level``), the own shard last.
 
 **No deadlock**, whenever and in whatever order the ranks wait.  Number the transfers by (position
-of the bucket in the order of starts, step of its program).  The ranks start the same buckets in the
-same order, so these numbers are equal on all ranks.  A rank waits for a transfer only
+of the bucket in the order of starts, step of its program); the ranks start the same buckets in the
+same order, so these numbers are equal on all ranks.  A rank waits for a transfer only in a wait,
+which finishes the buckets in the order of starts and their steps in rising order, and before the
+ranks compare options that are new, where it first finishes all buckets in flight.  Take the
+transfer with the lowest number that is not finished.  All lower ones are finished, so both of its
+ends are posted, or will be when their ranks get to a wait: none waits for a higher number before.
 
-1. in a wait, which finishes the buckets in the order of starts and their steps in rising order.  If
-   scratch memory is too small for a whole bucket, a step is posted after an earlier one is added;
-2. before the ranks compare options that are new: they first finish all buckets in flight, so no
-   rank waits in the comparison while others need its transfers.
-
-Take the transfer with the lowest number that is not finished.  All lower ones are finished, so both
-of its ends are posted, or will be when their ranks get to a wait: no rank waits for a lower number,
-and none waits for a higher one before.
-
-HCCL needs more, because on a lane messages match by order, so buckets must be posted in order.  A
-bucket started while an earlier one still waits for scratch memory is posted after it, in a later
-wait.  Then every rank posts in rising order of the numbers, wherever its waits are.  Transfers
-``bucket.step`` with memory for one piece::
+On HCCL messages of a lane match by order, so buckets are posted in order, everywhere: one that is
+started while an earlier one still waits for scratch memory is posted after it, in a later wait.  So
+every rank posts in rising order of the numbers, wherever its waits are.  Transfers ``bucket.step``
+with memory for one piece::
 
     rank 0 calls  | start a | start b |         | wait b                        |
     rank 0 posts  | a.0     |         |         | a.1   a.2   b.0   b.1   b.2   |
 
     rank 1 calls  | start a | wait a            | start b | wait b              |
     rank 1 posts  | a.0     | a.1   a.2         | b.0     | b.1   b.2           |
-
-On gloo messages match by tag, and every bucket is posted at its start.
 
 **Rules for callers.**  A wait may need the waits of other ranks, which post the remaining
 transfers.  So a barrier or another synchronization comes before the wait on all ranks, or after it
@@ -60,13 +53,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Hashable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
 from commfuse_npu.ops.call import check_transport, sum_ending
 from commfuse_npu.ops.options import LinearOptions
-from commfuse_npu.plan import Schedule
 from commfuse_npu.plan.program import aligned
 from commfuse_npu.plan.rules import bucket_gather, bucket_scatter
 from commfuse_npu.runtime.executor import Running, Work
@@ -74,7 +66,6 @@ from commfuse_npu.runtime.transport import Transport
 
 __all__ = [
     "BucketExchange",
-    "BucketOptions",
     "Buckets",
 ]
 
@@ -88,28 +79,6 @@ by one.  A gather needs no scratch memory.
 """
 
 
-@dataclass(frozen=True)
-class BucketOptions:
-    """Options of the exchange of buckets; equal on every rank of the group.
-
-    Args:
-        schedule: order of the peers, lanes and chunks.  A shard has at most as many chunks as
-            elements, and ``taper`` is ignored.
-        reduce_dtype: add partials in this dtype, divide there, and round once.  By default in the
-            bucket's own, rounded at every addition: bitwise the collective's sum.  Partials are
-            sent in the bucket's dtype either way.
-
-    Raises:
-        ValueError: for a value outside its range.
-    """
-
-    schedule: Schedule = Schedule()
-    reduce_dtype: torch.dtype | None = None
-
-    def __post_init__(self) -> None:
-        LinearOptions(self.schedule, reduce_dtype=self.reduce_dtype)  # checks the values
-
-
 class Buckets:
     """Exchanges the buckets of one data-parallel group.
 
@@ -119,31 +88,21 @@ class Buckets:
     Args:
         transport: lanes of the data-parallel group, for buckets only.  Several ``Buckets`` may
             share a transport; the order of starts then includes the buckets of all of them.
+        options: ``schedule``, whose ``taper`` is ignored; a shard has at most as many chunks as
+            elements.  ``reduce_dtype``: add partials in this dtype, divide there, and round once.
+            By default in the bucket's own, rounded at every addition: bitwise the collective's sum.
+            Partials are sent in the bucket's dtype either way.  The others do not apply.
 
     Raises:
         TypeError: ``transport`` is not a transport.
-        ValueError: the schedule does not fit the transport.
     """
 
-    def __init__(
-        self,
-        transport: Transport,
-        options: BucketOptions = BucketOptions(),
-    ) -> None:
+    def __init__(self, transport: Transport, options: LinearOptions = LinearOptions()) -> None:
         check_transport("Buckets", transport)
+        self._transport, self._reduce_dtype = transport, options.reduce_dtype
         # Buckets overlap with layers, not with work on their own chunks, so taper gains nothing.
-        self._spec = transport.spec(replace(options.schedule, taper=1.0))
-        # Raises if the nodes of the schedule do not fill the group.
-        options.schedule.hops(transport.rank, transport.size, "first")
-        lanes = self._spec.schedule.lanes or 1
-        if lanes > transport.lanes:
-            raise ValueError(
-                f"the schedule of buckets uses {lanes} lanes, the transport has "
-                f"{transport.lanes}; create it with lanes={lanes} or plan with fewer"
-            )
-        self._transport = transport
-        self._options = options
-        self._queue = _queue_of(transport)
+        self._schedule = replace(options.schedule, taper=1.0)
+        self._queue = _BucketQueue.of(transport)
 
     def reduce_scatter(
         self, bucket: torch.Tensor, *, average: bool = False, scale: float = 1.0
@@ -176,22 +135,27 @@ class Buckets:
 
         Raises:
             TypeError: an average, a scale or a ``reduce_dtype`` for a non-floating-point dtype.
-            ValueError: the shape or device does not fit, or the bucket is in flight already.
+            ValueError: the shape, the device or the schedule does not fit, or the bucket is in
+                flight already.
             MismatchError: another rank exchanges a different bucket.
             TransportError: a transfer failed.  Nothing was summed.
         """
-        name, options, running = "reduce_scatter_bucket", self._options, None
-        _check_bucket(name, bucket, self._transport.size)
-        _check_fractions(name, bucket, average, scale, options.reduce_dtype)
-        total = options.reduce_dtype or bucket.dtype
+        name, transport, running = "reduce_scatter_bucket", self._transport, None
+        reduce_dtype = self._reduce_dtype
+        total = reduce_dtype or bucket.dtype
+        if not bucket.dtype.is_floating_point and (average or scale != 1.0 or reduce_dtype):
+            raise TypeError(
+                f"{name}: the bucket is {bucket.dtype}; an average, a scale and a reduce_dtype "
+                "need a floating-point dtype, a sum does not"
+            )
         with torch.no_grad():
-            if elements := self._to_transfer(name, bucket, average):
+            if elements := self._elements(name, bucket, average):
                 stacks = self._stacks(elements, bucket.dtype, total)
-                program = bucket_scatter(self._spec, elements, *stacks)
-                running = self._transport.begin(program, name, bucket, average, total)
+                program = transport.program(bucket_scatter, self._schedule, elements, *stacks)
+                running = transport.begin(program, name, bucket, average, total)
             if scale != 1.0:
                 bucket.mul_(scale)
-            works = {"finish": sum_ending(self._transport.size if average else 1)}
+            works = {"finish": sum_ending(transport.size if average else 1)}
             return BucketExchange(bucket, self._queue, running, works)
 
     def all_gather(self, bucket: torch.Tensor) -> BucketExchange:
@@ -215,10 +179,9 @@ class Buckets:
             ValueError, MismatchError, TransportError: as :meth:`reduce_scatter`.
         """
         name, running = "all_gather_bucket", None
-        _check_bucket(name, bucket, self._transport.size)
         with torch.no_grad():
-            if elements := self._to_transfer(name, bucket):
-                program = bucket_gather(self._spec, elements)
+            if elements := self._elements(name, bucket):
+                program = self._transport.program(bucket_gather, self._schedule, elements)
                 running = self._transport.begin(program, name, bucket)
             return BucketExchange(bucket, self._queue, running, {})
 
@@ -227,19 +190,30 @@ class Buckets:
 
         A stack has a chunk from every peer if that fits into the scratch memory, else one partial.
         """
-        chunks = self._spec.schedule.runs(elements, "last")
+        chunks, peers = self._schedule.runs(elements, "last"), self._transport.size - 1
         piece = max(chunk.stop - chunk.start for chunk in chunks)
         room = SCRATCH_BYTES - aligned(elements) * total.itemsize
 
         def fit(stack: int) -> int:
             return room // (aligned(stack * piece) * dtype.itemsize)
 
-        peers = self._spec.size - 1
         return (peers, min(len(chunks), fit(peers))) if fit(peers) > 0 else (1, max(1, fit(1)))
 
-    def _to_transfer(self, name: str, bucket: torch.Tensor, facts: Hashable = ()) -> int:
+    def _elements(self, name: str, bucket: torch.Tensor, facts: Hashable = ()) -> int:
         """Number of elements of a shard; 0 if there is nothing to transfer, on all ranks alike."""
         transport = self._transport
+        elements, rest = divmod(bucket.numel(), transport.size)
+        if bucket.dim() != 1 or not bucket.is_contiguous():
+            raise ValueError(
+                f"{name}: the bucket has shape {tuple(bucket.shape)} and strides "
+                f"{bucket.stride()}; it has to be one contiguous dimension; pass the flat buffer "
+                "or a run of it"
+            )
+        if rest:
+            raise ValueError(
+                f"{name}: {bucket.numel()} elements are not divisible by the group size "
+                f"{transport.size}; pad the bucket to {(elements + 1) * transport.size}"
+            )
         if transport.size == 1:
             return 0
         transport.expect_unbroken()
@@ -248,41 +222,9 @@ class Buckets:
                 f"{name}: elements of the bucket are on their way already; wait for that exchange "
                 "first"
             )
-        elements = bucket.numel() // transport.size
         if elements == 0:
             transport.agree(name, path="empty", dtype=bucket.dtype, options=facts)
         return elements
-
-
-def _check_bucket(name: str, bucket: torch.Tensor, size: int) -> None:
-    if bucket.dim() != 1 or not bucket.is_contiguous():
-        raise ValueError(
-            f"{name}: the bucket has shape {tuple(bucket.shape)} and strides {bucket.stride()}; it "
-            "has to be one contiguous dimension; pass the flat buffer or a run of it"
-        )
-    elements = bucket.numel()
-    if elements % size:
-        raise ValueError(
-            f"{name}: {elements} elements are not divisible by the group size {size}; pad the "
-            f"bucket to {elements + -elements % size}"
-        )
-
-
-def _check_fractions(
-    name: str,
-    bucket: torch.Tensor,
-    average: bool,
-    scale: float,
-    reduce_dtype: torch.dtype | None,
-) -> None:
-    fractions = ["an average"] if average else []
-    fractions += [f"scale {scale}"] if scale != 1.0 else []
-    fractions += [f"reduce_dtype {reduce_dtype}"] if reduce_dtype is not None else []
-    if fractions and not bucket.dtype.is_floating_point:
-        raise TypeError(
-            f"{name}: the bucket is {bucket.dtype}, which cannot hold the result of "
-            f"{' and '.join(fractions)}; use a floating-point dtype, or a sum only"
-        )
 
 
 # ---------------------------------------------------------- buckets in flight
@@ -303,13 +245,13 @@ class BucketExchange:
         running: Running | None,
         works: Mapping[str, Work],
     ) -> None:
-        self._queue = queue
-        self.works = works
+        self.bucket, self._queue, self.works = bucket, queue, works
         # None if finished, or if there was nothing to transfer: in a group of one, or empty.
         self.running = running
-        self.bucket = None if running is None else bucket
+        self.started = False
         if running is not None:
-            queue.add(self)
+            queue.under_way.append(self)
+            queue.post()
 
     def wait(self) -> None:
         """Finish all buckets started earlier on the transport, and then this one.
@@ -320,7 +262,8 @@ class BucketExchange:
             TransportError: a transfer failed, here or in an earlier wait.  A failed sum leaves
                 this rank's shard unchanged; a failed gather may have filled some other shards.
         """
-        self._queue.finish(self)
+        if self.running is not None:
+            self._queue.finish(self)
 
 
 class _BucketQueue:
@@ -329,57 +272,48 @@ class _BucketQueue:
     def __init__(self, transport: Transport) -> None:
         # Else a rank in a wait could need transfers of a rank that waits in a comparison.
         transport.before_comparing = self.finish
-        self._transport = transport
-        self._under_way: deque[BucketExchange] = deque()
-        self._not_posted: deque[BucketExchange] = deque()
-        self._last_posted: Running | None = None
+        self.under_way: deque[BucketExchange] = deque()
 
-    def add(self, exchange: BucketExchange) -> None:
-        """Append a bucket and post the transfers that may be posted."""
-        self._under_way.append(exchange)
-        self._not_posted.append(exchange)
-        self._post()
-
-    def finish(self, last: BucketExchange | None = None) -> None:
-        """Finish the buckets up to ``last``, by default all, the oldest first."""
-        while self._under_way and (last is None or last.running is not None):
-            self._finish_oldest()
+    @staticmethod
+    def of(transport: Transport) -> _BucketQueue:
+        """The queue of a transport; all users share one, because they share the lanes."""
+        queue: _BucketQueue | None = transport.remembered.get(__name__)
+        if queue is None:
+            queue = transport.remembered[__name__] = _BucketQueue(transport)
+        return queue
 
     def same_memory(self, bucket: torch.Tensor) -> bool:
         """Whether a bucket in flight overlaps with this one in memory."""
         return any(
             bucket.data_ptr() < other.data_ptr() + other.nbytes
             and other.data_ptr() < bucket.data_ptr() + bucket.nbytes
-            for other in (exchange.bucket for exchange in self._under_way)
-            if other is not None
+            for other in (exchange.bucket for exchange in self.under_way)
         )
 
-    def _finish_oldest(self) -> None:
-        oldest = self._under_way[0]
-        assert oldest.running is not None
-        with torch.no_grad():
-            # After an error it stays in the queue, so that every later wait raises, too.
-            oldest.running.run(oldest.works)
-            oldest.running = oldest.bucket = None
-            self._under_way.popleft()
-            self._post()
+    def finish(self, last: BucketExchange | None = None) -> None:
+        """Finish the buckets up to ``last``, by default all, the oldest first."""
+        while self.under_way:
+            oldest = self.under_way[0]
+            assert oldest.running is not None
+            with torch.no_grad():
+                # After an error it stays in the queue, so that every later wait raises, too.
+                oldest.running.run(oldest.works)
+                oldest.running = None
+                del oldest.bucket
+                self.under_way.popleft()
+                self.post()
+            if oldest is last:
+                break
 
-    def _post(self) -> None:
-        # Batches match by order, so buckets are posted in order: the next one may start when the
-        # last one has posted all its transfers.
-        while self._not_posted and (
-            not self._transport.batched or self._last_posted is None or self._last_posted.all_posted
-        ):
-            exchange = self._not_posted.popleft()
+    def post(self) -> None:
+        """Post the transfers that may be posted.
+
+        The next bucket may start when the one before has posted all its transfers.
+        """
+        for exchange in self.under_way:
             assert exchange.running is not None
-            assert exchange.bucket is not None
-            self._last_posted = exchange.running
-            exchange.running.run(exchange.works, ahead=True, bucket=exchange.bucket.view(-1, 1))
-
-
-def _queue_of(transport: Transport) -> _BucketQueue:
-    """The queue of a transport; all users share one, because they share the lanes."""
-    queue: _BucketQueue | None = transport.remembered.get(__name__)
-    if queue is None:
-        queue = transport.remembered[__name__] = _BucketQueue(transport)
-    return queue
+            if not exchange.started:
+                exchange.started = True
+                exchange.running.run(exchange.works, ahead=True, bucket=exchange.bucket.view(-1, 1))
+            if not exchange.running.all_posted:
+                break

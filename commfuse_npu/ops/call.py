@@ -1,11 +1,10 @@
-"""The base class of the ops: checks of arguments, autograd, and the choice of the transport."""
+"""The base class of the ops: checks, autograd, the choice of the transport, weight gradients."""
 
 from __future__ import annotations
 
 import logging
 import weakref
 from collections.abc import Callable, Sequence
-from functools import lru_cache
 from typing import Any, ClassVar
 
 import torch
@@ -13,7 +12,6 @@ from torch.autograd.function import once_differentiable
 
 from commfuse_npu.kernels import kernels_for
 from commfuse_npu.ops.options import LinearOptions
-from commfuse_npu.ops.weight import WeightGradient
 from commfuse_npu.plan.rules import Rule
 from commfuse_npu.runtime.collective_transport import CollectiveRun, CollectiveTransport
 from commfuse_npu.runtime.executor import Running, Work
@@ -24,8 +22,8 @@ __all__ = [
     "AnyTransport",
     "Call",
     "Tensors",
+    "WeightGradient",
     "check_and_cast",
-    "check_device",
     "check_sequence",
     "check_transport",
     "sum_ending",
@@ -198,8 +196,6 @@ def _by_collectives(
 
 # ------------------------------------------------------------------ arguments
 
-_Given = tuple[torch.Size, torch.dtype, torch.device]
-
 
 def check_and_cast(
     name: str,
@@ -237,79 +233,47 @@ def check_and_cast(
             f"{name}: options is a {type(options).__name__}; pass LinearOptions(...), as "
             "LinearOptions(Schedule(chunks=2))"
         )
-    device = transport.device_type
-    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-    _check(
-        name,
-        (x.shape, x.dtype, x.device),
-        (weight.shape, weight.dtype, weight.device),
-        None if bias is None else (bias.shape, bias.dtype, bias.device),
-        device,
-        dtype is not None,
-        options.main_grad,
-        shards,
-        head_groups,
-    )
-    if dtype is None:
-        return x, weight, bias
-    return x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
-
-
-@lru_cache(maxsize=4096)  # arguments that passed are not checked again
-def _check(
-    name: str,
-    x: _Given,
-    weight: _Given,
-    bias: _Given | None,
-    device_type: str,
-    autocast: bool,
-    main_grad: bool,
-    shards: int,
-    head_groups: int,
-) -> None:
-    shape, dtype, device = x
-    weight_shape = tuple(weight[0])
-    if len(weight_shape) != 2 or len(shape) < 2:
+    if weight.dim() != 2 or x.dim() < 2:
         raise ValueError(
-            f"{name}: x has shape {tuple(shape)} and weight {weight_shape}; they have to be "
-            "[S, ..., I] and [O, I]"
+            f"{name}: x has shape {tuple(x.shape)} and weight {tuple(weight.shape)}; they have to "
+            "be [S, ..., I] and [O, I]"
         )
-    rows, features = weight_shape[0], shape[-1]
-    if head_groups > 1 and weight_shape[1] != head_groups * features:
+    (outputs, inputs), features = weight.shape, x.shape[-1] * head_groups
+    if inputs != features:
+        ranks = f" on each of {head_groups} ranks" if head_groups > 1 else ""
         raise ValueError(
-            f"{name}: each of {head_groups} ranks has {features} features of its heads, the "
-            f"weight takes {weight_shape[1]} in all; its shape {weight_shape} has to be "
-            f"[H, {head_groups * features}]"
+            f"{name}: x has {x.shape[-1]} features{ranks}, the weight takes {inputs}; its shape "
+            f"{(outputs, inputs)} has to be [O, {features}]"
         )
-    if features != weight_shape[1] and head_groups == 1:
+    if bias is not None and bias.shape != (outputs * shards,):
         raise ValueError(
-            f"{name}: x has {features} features, the weight takes {weight_shape[1]}; its shape "
-            f"{weight_shape} is [O, I]"
+            f"{name}: the bias has shape {tuple(bias.shape)}; it has to be ({outputs * shards},), "
+            "the rows of the whole weight"
         )
-    if bias is not None and tuple(bias[0]) != (rows * shards,):
-        why = f", that of all {shards} shards of {rows} rows: every rank has it whole"
-        raise ValueError(
-            f"{name}: the bias has shape {tuple(bias[0])}; it has to be "
-            f"({rows * shards},){why if shards > 1 else ''}"
-        )
-    if dtype not in _DTYPES:
+    given, place = x.dtype, x.device
+    if given not in _DTYPES:
         names = ", ".join(str(dtype).removeprefix("torch.") for dtype in _DTYPES)
-        raise TypeError(f"{name}: x is {dtype}; choose one of {names}")
-    check_device(name, "x", device, device_type)
+        raise TypeError(f"{name}: x is {given}; choose one of {names}")
+    device = transport.device_type
+    autocast = torch.is_autocast_enabled(device)
     for other, role in ((weight, "weight"), (bias, "bias")):
         if other is None:
             continue
-        if other[2] != device:
+        if other.device != place:
             raise ValueError(
-                f"{name}: x is on {device}, the {role} on {other[2]}; move one of them"
+                f"{name}: x is on {place}, the {role} on {other.device}; move one of them"
             )
-        if other[1] != dtype and not autocast:
-            raise TypeError(f"{name}: x is {dtype}, the {role} {other[1]}; cast one of them")
-    if main_grad and autocast:
+        if other.dtype != given and not autocast:
+            raise TypeError(f"{name}: x is {given}, the {role} {other.dtype}; cast one of them")
+    if not autocast:
+        return x, weight, bias
+    if options.main_grad:
         raise ValueError(
             f"{name}: main_grad under autocast would accumulate for a copy of the weight; keep "
             "weights in the compute dtype, or turn one of the two off"
         )
+    dtype = torch.get_autocast_dtype(device)
+    return x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
 
 
 def check_transport(name: str, transport: object) -> None:
@@ -318,15 +282,6 @@ def check_transport(name: str, transport: object) -> None:
         raise TypeError(
             f"{name}: transport is a {type(transport).__name__}; pass what "
             "Transport.create(group) returned on every rank"
-        )
-
-
-def check_device(name: str, role: str, device: torch.device, device_type: str) -> None:
-    """Raise a ValueError if a tensor is not on the device type of the group."""
-    if device.type != device_type:
-        raise ValueError(
-            f"{name}: {role} is on {device}, the group transfers {device_type} tensors; move it "
-            "there"
         )
 
 
@@ -361,3 +316,68 @@ def sum_ending(divisor: int) -> Work:
             torch.div(total, divisor, out=out)
 
     return finish
+
+
+# ------------------------------------------------------------ weight gradients
+
+
+class WeightGradient:
+    """The gradient of one weight in one backward: ``sum of grad_output[b]^T @ input[b]``.
+
+    Args:
+        weight: ``[O, I]``.  With ``main_grad`` it uses the attributes of Megatron's weights:
+            ``main_grad`` (fp32, fp16 or bf16) receives the sum.  If ``grad_added_to_main_grad``
+            exists it is set, and :meth:`result` returns a tensor of the right shape instead of the
+            gradient: zeros if ``zero_out_wgrad`` is set, else with undefined contents.
+        main_grad: accumulate into ``weight.main_grad`` (Megatron's gradient_accumulation_fusion).
+        blocks: whether :meth:`add` is called with blocks of rows instead of once with all.
+        needed: whether a gradient is needed; else :meth:`result` returns ``None``.
+
+    Raises:
+        RuntimeError: ``main_grad`` is missing or has another dtype.
+    """
+
+    def __init__(
+        self, weight: torch.Tensor, *, main_grad: bool, blocks: bool, needed: bool = True
+    ) -> None:
+        self._weight, self.needed = weight, needed
+        self._main_grad: torch.Tensor | None = None
+        if needed and main_grad:
+            target = getattr(weight, "main_grad", None)
+            dtype = None if target is None else target.dtype
+            if dtype not in _DTYPES:
+                raise RuntimeError(
+                    f"weight.main_grad is {dtype}; gradient accumulation fusion needs the float32, "
+                    "float16 or bfloat16 one that Megatron's DistributedDataParallel sets; wrap "
+                    "the model or turn the fusion off"
+                )
+            self._main_grad = target
+        # The accumulator.  Blocks are summed in fp32 and rounded once.
+        self._total = self._main_grad
+        if needed and blocks and (self._total is None or self._total.dtype != torch.float32):
+            self._total = torch.zeros_like(weight, dtype=torch.float32)
+        self._grad: torch.Tensor | None = None
+        if self._total is not None:
+            self._accumulate = kernels_for(weight.device).accumulate_weight_gradient
+
+    def add(self, grad_output: torch.Tensor, total_input: torch.Tensor) -> None:
+        """Add the product for these rows: ``[rows, O]`` and ``[rows, I]``."""
+        if self._total is not None:
+            self._accumulate(self._total, grad_output, total_input)
+        else:
+            self._grad = grad_output.t().matmul(total_input)
+
+    def result(self) -> torch.Tensor | None:
+        """The tensor, or ``None``, that the backward returns for the weight."""
+        weight, target = self._weight, self._main_grad
+        if target is None:
+            return self._grad if self._total is None else self._total.to(weight.dtype)
+        if self._total is not None and self._total is not target:
+            target.add_(self._total)
+        if not hasattr(weight, "grad_added_to_main_grad"):
+            return None
+        # Megatron's hooks need a gradient of this shape, and its contents only if zero_out_wgrad
+        # asks for zeros.
+        weight.grad_added_to_main_grad = True
+        make = torch.zeros if getattr(weight, "zero_out_wgrad", False) else torch.empty
+        return make(target.shape, dtype=weight.dtype, device=weight.device)

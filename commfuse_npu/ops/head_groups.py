@@ -15,7 +15,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -28,34 +27,28 @@ from commfuse_npu.runtime.executor import Work
 __all__ = ["HeadsToRows", "RowsToHeads"]
 
 
-class _HeadGroups:
-    """Multiplies runs of rows with the part of a weight for their head group.
+Parts = Sequence[torch.Tensor]
+"""Of a weight, ``[F, H]`` for each head group."""
 
-    Args:
-        parts: of the weight, ``[F, H]`` for each head group.
-        block_rows: ``n``.
-    """
 
-    def __init__(self, parts: Sequence[torch.Tensor], block_rows: int) -> None:
-        self._parts, self._block_rows = parts, block_rows
-        self._kernels = kernels_for(parts[0].device)
+def _place(run: slice, block_rows: int) -> tuple[int, slice]:
+    """The head group of a run of rows, and the rows inside its block."""
+    group, start = divmod(run.start, block_rows)
+    return group, slice(start, start + run.stop - run.start)
 
-    def place(self, run: slice) -> tuple[int, slice]:
-        """The head group of a run of rows, and the rows inside its block."""
-        group, start = divmod(run.start, self._block_rows)
-        return group, slice(start, start + run.stop - run.start)
 
-    def split(self, x: torch.Tensor, out: torch.Tensor, run: slice) -> int:
-        """Multiply rows of ``x`` ``[n, H]`` into ``out`` ``[rows, F]``; return the group."""
-        group, inside = self.place(run)
-        gemm_into(out, x[inside], self._parts[group].t())
-        return group
+def _split(parts: Parts, x: torch.Tensor, out: torch.Tensor, run: slice) -> None:
+    """Multiply rows of ``x`` ``[n, H]`` with their group's part into ``out`` ``[rows, F]``."""
+    group, inside = _place(run, x.shape[0])
+    gemm_into(out, x[inside], parts[group].t())
 
-    def collect(self, total: torch.Tensor, piece: torch.Tensor, run: slice) -> None:
-        """Add the product of a group's features ``[rows, F]`` to rows of ``total`` ``[n, H]``."""
-        group, inside = self.place(run)
-        # total += a @ b, with the kernel of the weight gradient.
-        self._kernels.accumulate_weight_gradient(total[inside], piece.t(), self._parts[group])
+
+def _collect(parts: Parts, total: torch.Tensor, piece: torch.Tensor, run: slice) -> None:
+    """Add the product of a group's features ``[rows, F]`` to rows of ``total`` ``[n, H]``."""
+    group, inside = _place(run, total.shape[0])
+    # total += a @ b, with the kernel of the weight gradient.
+    accumulate = kernels_for(total.device).accumulate_weight_gradient
+    accumulate(total[inside], piece.t(), parts[group])
 
 
 def _concatenated(whole: torch.Tensor, size: int) -> torch.Tensor:
@@ -107,14 +100,13 @@ class RowsToHeads(_Exchange):
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> tuple[torch.Tensor, Tensors]:
         x, rows, size = x.contiguous(), x.shape[0], self.transport.size
-        groups = _HeadGroups(weight.chunk(size), rows)
-        features = weight.shape[0] // size
+        parts, features = weight.chunk(size), weight.shape[0] // size
         y = x.new_empty((rows * size, features))
 
         def make(out: torch.Tensor, run: slice) -> None:
-            group = groups.split(x, out, run)
+            _split(parts, x, out, run)
             if bias is not None:
-                out.add_(bias.view(size, features)[group])
+                out.add_(bias.view(size, features)[_place(run, rows)[0]])
 
         self.swap(rows, features, like=y, make=make, received=y)
         return y, (x if self.needs[1] else None,)
@@ -123,7 +115,7 @@ class RowsToHeads(_Exchange):
         (x,), weight, size = self.saved(), self.weight, self.transport.size
         (total_rows, features), (needs_x, _, needs_bias) = grad.shape, self.needs
         rows = total_rows // size
-        groups = _HeadGroups(weight.chunk(size), rows)
+        parts = weight.chunk(size)
         grad_x = _zeros(weight, rows, weight.shape[1]) if needs_x else None
         grad_bias = _zeros(weight, size, features) if needs_bias else None
         wgrad = self.weight_gradient()
@@ -131,10 +123,9 @@ class RowsToHeads(_Exchange):
 
         def use(piece: torch.Tensor, run: slice) -> None:
             if grad_x is not None:
-                groups.collect(grad_x, piece, run)
+                _collect(parts, grad_x, piece, run)
             if grad_bias is not None:
-                group, _ = groups.place(run)
-                grad_bias[group] += piece.sum(0, dtype=grad_bias.dtype)
+                grad_bias[_place(run, rows)[0]] += piece.sum(0, dtype=grad_bias.dtype)
 
         self.swap(rows, features, like=grad, use=use, blocks=grad, received=received, backward=True)
         if received is not None:
@@ -155,27 +146,24 @@ class HeadsToRows(_Exchange):
     """
 
     weight_at = 0
-    attention: dict[str, Any] | None = None
-    """Arguments of :class:`AttentionRuns`."""
+    attention: AttentionRuns | None = None
     shape: torch.Size
     """Of ``x`` or q; an empty batch has rows too."""
-    state: tuple[Any, ...]
 
     def forward(
         self, weight: torch.Tensor | None, bias: torch.Tensor | None, *heads: torch.Tensor
     ) -> tuple[torch.Tensor, Tensors]:
         x, size, keep = heads[0], self.transport.size, any(self.needs[2:])
-        self.shape, attention, make = x.shape, None, None
+        self.shape, attention, make = x.shape, self.attention, None
         rows, batch, features = x.shape[0] // size, x.shape[1], math.prod(x.shape[2:])
         blocks: torch.Tensor | None = None
         received: torch.Tensor | None = None
         use: Work
-        if self.attention is None:
+        if attention is None:
             blocks = x.contiguous().flatten(1)
         else:
-            q, k, v = heads
-            attention = AttentionRuns(q, k, v, **self.attention, keep=keep)
-            blocks = None if attention.attended is None else _by_sequence(attention.attended)
+            attention.begin(heads[0], heads[1], heads[2], keep)
+            blocks = None if attention.attended is None else attention.attended.flatten(1)
             make = _maker(attention)
         if weight is None:
             y = x.new_empty((rows, batch, size, features))
@@ -185,33 +173,31 @@ class HeadsToRows(_Exchange):
             y = _zeros(weight, rows * batch, weight.shape[0])
             if bias is not None:
                 y.add_(bias)
-            use = self._by_rows(_HeadGroups(weight.t().chunk(size), len(y)).collect, y)
+            use = self._by_rows(partial(_collect, weight.t().chunk(size), y))
         self.swap(
             rows, batch * features, like=x, make=make, use=use, blocks=blocks, received=received
         )
-        saved: Tensors = ()
-        if attention is not None and keep:
-            saved, self.state = attention.saved()
+        saved = () if attention is None else attention.saved()
         y = y.flatten(2) if weight is None else y.to(x.dtype)
-        return y, (received, *saved)
+        return y, (received, *(saved if keep else ()))
 
     def backward(self, grad: torch.Tensor) -> Tensors:
         (received, *saved), size, weight = self.saved(), self.transport.size, self.weight
         _, needs_bias, *needs_heads = self.needs
         total_rows, batch, features = *self.shape[:2], math.prod(self.shape[2:])
         columns, wgrad = batch * features, self.weight_gradient()
-        attention, grad_x, make, blocks = None, None, None, None
+        attention, grad_x, make, blocks = self.attention if saved else None, None, None, None
         if weight is None:
             by_heads = grad.unflatten(2, (size, -1)).permute(2, 0, 1, 3)
             blocks = by_heads.flatten(2).flatten(0, 1).contiguous()
         else:
-            make = self._by_rows(_HeadGroups(weight.t().chunk(size), len(grad)).split, grad)
+            make = self._by_rows(partial(_split, weight.t().chunk(size), grad))
 
         def add_wgrad() -> None:
             wgrad.add(grad, _concatenated(received.view(size * len(grad), features), size))
 
-        if saved:
-            attention = AttentionRuns.again(saved, self.state)
+        if attention is not None:
+            attention.resume(saved)
         elif any(needs_heads):
             grad_x = grad.new_empty((total_rows, columns))
         if any(needs_heads):
@@ -229,13 +215,13 @@ class HeadsToRows(_Exchange):
             grads = attention.gradients()
         return wgrad.result(), grad.sum(0) if needs_bias else None, *grads
 
-    def _by_rows(self, work: Work, rows: torch.Tensor) -> Work:
-        """A work for runs of the sequence, of ``work(rows, piece, run)`` for runs of rows."""
+    def _by_rows(self, work: Work) -> Work:
+        """A work for runs of the sequence, of a work for runs of rows."""
         batch = self.shape[1]
 
         def of_piece(piece: torch.Tensor, run: slice) -> None:
             flat = piece.view((run.stop - run.start) * batch, -1)
-            work(rows, flat, slice(run.start * batch, run.stop * batch))
+            work(flat, slice(run.start * batch, run.stop * batch))
 
         return of_piece
 
@@ -244,7 +230,7 @@ def _maker(attention: AttentionRuns) -> Work:
     def make(out: torch.Tensor, run: slice) -> None:
         attended = attention.forward(run)
         if attention.attended is None:  # else ``out`` is a view of it
-            out.copy_(_by_sequence(attended))
+            out.copy_(attended.flatten(1))
 
     return make
 
@@ -253,8 +239,3 @@ def _put_in_columns(y: torch.Tensor, piece: torch.Tensor, run: slice) -> None:
     """Copy a piece into ``y`` ``[s, B, N, F]``, while later blocks are in flight."""
     group, start = divmod(run.start, len(y))
     y[start : start + len(piece), :, group] = piece.view(-1, y.shape[1], y.shape[3])
-
-
-def _by_sequence(attended: torch.Tensor) -> torch.Tensor:
-    """A view of ``[S, B, A, D]`` as ``[S, B * A * D]``, never a copy; callers may write to it."""
-    return attended.flatten(1)

@@ -63,7 +63,6 @@ from commfuse_npu.ops.options import LinearOptions
 from commfuse_npu.plan.rules import column_backward, gather_gemm, gemm_all_reduce, gemm_scatter
 from commfuse_npu.runtime.executor import Running
 from commfuse_npu.runtime.transport import Transport
-from commfuse_npu.tuning import COLUMN, ROW
 
 __all__ = [
     "all_gather_linear",
@@ -107,17 +106,13 @@ def all_gather_linear(
 
     Returns:
         ``[S, B, O]`` or ``[S, O]``.
-
-    Raises:
-        TypeError, ValueError: dtypes, devices or shapes do not fit each other.
-        MismatchError: another rank calls another op, or with another shape.
-        TransportError: a transfer failed.
     """
     name = "all_gather_linear"
     x, weight, bias = check_and_cast(name, x, weight, bias, transport, options)
-    call = _AllGatherLinear(name, transport, options, x, rows=prod(x.shape[:-1]))
+    rows = prod(x.shape[:-1])
+    call = _AllGatherLinear(name, transport, options, x, rows=rows)
     if options.tuning is not None and isinstance(call.transport, Transport):
-        choose_schedules(call, COLUMN, x, weight, bias)
+        choose_schedules(call, x.flatten(0, -2), weight, bias, rows * transport.size)
     elif options.collectives_from is not None and weight.shape[0] >= options.collectives_from:
         call.backward_schedule = None
     return call(x, weight, bias)
@@ -131,7 +126,7 @@ class _AllGatherLinear(Call):
     """Whether the backward has started, or was drained because it never ran."""
 
     def forward(
-        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, Tensors]:
         x, needs_weight, outputs = x.contiguous(), self.needs[1], weight.shape[0]
         y = x.new_empty((x.shape[0] * self.transport.size, *x.shape[1:-1], outputs))
@@ -248,18 +243,14 @@ def linear_reduce_scatter(
 
     Returns:
         ``[s, B, O]`` or ``[s, O]``.
-
-    Raises:
-        TypeError, ValueError: dtypes, devices or shapes do not fit each other, or S is not a
-            multiple of the group size.
-        MismatchError, TransportError: see :func:`all_gather_linear`.
     """
     name = "linear_reduce_scatter"
     x, weight, bias = check_and_cast(name, x, weight, bias, transport, options)
     check_sequence(name, x.shape[0], transport.size, ", or use linear_all_reduce")
-    call = _LinearReduceScatter(name, transport, options, x, rows=prod(x.shape[:-1]))
+    rows = prod(x.shape[:-1])
+    call = _LinearReduceScatter(name, transport, options, x, rows=rows)
     if options.tuning is not None and isinstance(call.transport, Transport):
-        choose_schedules(call, ROW, x, weight, bias)
+        choose_schedules(call, x.flatten(0, -2), weight, bias, rows // transport.size)
     y = call(x, weight)
     return y if bias is None else y + bias
 
@@ -338,9 +329,6 @@ def linear_all_reduce(
 
     Returns:
         ``[S, B, O]`` or ``[S, O]``, the same on every rank.
-
-    Raises:
-        TypeError, ValueError, MismatchError, TransportError: see :func:`all_gather_linear`.
     """
     name = "linear_all_reduce"
     x, weight, bias = check_and_cast(name, x, weight, bias, transport, options)

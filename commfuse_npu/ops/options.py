@@ -1,4 +1,4 @@
-"""Options of the fused layers."""
+"""Options of the ops."""
 
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ from commfuse_npu.plan import Schedule
 from commfuse_npu.plan.rules import Wgrad
 from commfuse_npu.tuning import Tuning
 
-__all__ = ["LinearOptions", "ShardedOptions"]
+__all__ = ["LinearOptions"]
 
 
 @dataclass(frozen=True)
 class LinearOptions:
-    """Options of a fused linear layer; equal on every rank of the group.
+    """Options of an op; equal on every rank of the group.
+
+    Sharded layers and buckets use ``schedule`` and ``reduce_dtype`` alone.
 
     Args:
         schedule: order of the peers, lanes and chunks.
@@ -31,8 +33,8 @@ class LinearOptions:
             backward with torch's collectives in Megatron's order, because their GEMMs hide them.
         tuning: at the first call with a shape, find the fastest chunks and number of lanes, or that
             collectives are faster; see :mod:`commfuse_npu.tuning`.  Used by
-            :func:`all_gather_linear` and :func:`linear_reduce_scatter`.  With it
-            :func:`attention_linear_reduce_scatter` uses 4 chunks; the other ops ignore it.
+            :func:`all_gather_linear` and :func:`linear_reduce_scatter`.  With it attention is cut
+            into 4 chunks; the other ops ignore it.
     """
 
     schedule: Schedule = Schedule()
@@ -49,23 +51,3 @@ class LinearOptions:
             raise ValueError(
                 f"reduce_dtype is {self.reduce_dtype}; partial sums need a floating-point dtype"
             )
-
-
-@dataclass(frozen=True)
-class ShardedOptions:
-    """Options of a fully sharded layer; equal on every rank of the group.
-
-    Args:
-        schedule: order of the peers, lanes and chunks, for the weight and for its gradient.
-        reduce_dtype: add the ranks' weight gradients in this dtype and round once; by default in
-            their own, as the collective does.  They are sent in their own dtype.
-        average: divide the sum of the weight gradients by N before rounding, for a loss that is a
-            mean over the rank's own rows.  Else the gradient is the sum.
-    """
-
-    schedule: Schedule = Schedule()
-    reduce_dtype: torch.dtype | None = None
-    average: bool = True
-
-    def __post_init__(self) -> None:
-        LinearOptions(self.schedule, reduce_dtype=self.reduce_dtype)  # checks the values

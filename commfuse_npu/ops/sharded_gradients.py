@@ -14,7 +14,7 @@ import torch
 from commfuse_npu.ops.sharded_linear import ShardedLinear, shards_of
 from commfuse_npu.runtime.transport import Transport
 
-__all__ = ["average_gradients", "clip_gradient_norm", "sum_gradients"]
+__all__ = ["average_gradients", "clip_gradient_norm"]
 
 
 def average_gradients(module: torch.nn.Module, transport: Transport) -> None:
@@ -37,32 +37,16 @@ def average_gradients(module: torch.nn.Module, transport: Transport) -> None:
     within the transport's timeout, on HCCL within HCCL's own.
 
     Raises:
-        ValueError: a layer sums its gradients (``average=False``), or belongs to another transport.
+        ValueError: a layer belongs to another transport.
         TypeError: a gradient is sparse.
         MismatchError: the ranks have different parameters.
         TransportError: a rank did not call it in time, or the transport was broken before.
     """
-    _reduce("average_gradients", module, transport, average=True)
-
-
-def sum_gradients(module: torch.nn.Module, transport: Transport) -> None:
-    """:func:`average_gradients` without the division, for layers with ``average=False``."""
-    _reduce("sum_gradients", module, transport, average=False)
-
-
-def _reduce(name: str, module: torch.nn.Module, transport: Transport, *, average: bool) -> None:
+    name = "average_gradients"
     for path, layer in module.named_modules():
-        if not isinstance(layer, ShardedLinear):
-            continue
-        if layer.transport is not transport:
+        if isinstance(layer, ShardedLinear) and layer.transport is not transport:
             raise ValueError(
                 f"{name}: {path} is sharded over another transport; call it with that of the layers"
-            )
-        if layer.options.average is not average:
-            other = "sum_gradients" if average else "average_gradients"
-            raise ValueError(
-                f"{name}: {path} has average={layer.options.average}, and its gradient would not "
-                f"fit those of the replicated parameters; use {other}"
             )
     shards = shards_of(module)
     replicated = {
@@ -95,11 +79,9 @@ def _reduce(name: str, module: torch.nn.Module, transport: Transport, *, average
     for parameter, total, count in zip(parameters, sums, counts[1:].tolist(), strict=True):
         if not count:
             continue
-        if average:
-            total.div_(transport.size)
         if parameter.grad is None:
             parameter.grad = torch.empty_like(parameter)
-        parameter.grad.detach().copy_(total.view(parameter.shape))
+        parameter.grad.detach().copy_(total.div_(transport.size).view(parameter.shape))
 
 
 def _wide(parameters: Iterable[torch.nn.Parameter]) -> torch.dtype:

@@ -37,6 +37,7 @@ The gradient of a shard is complete after the backward; the optimizer has the st
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Collection
 
 import torch
@@ -50,7 +51,7 @@ from commfuse_npu.ops.call import (
     check_transport,
     sum_ending,
 )
-from commfuse_npu.ops.options import LinearOptions, ShardedOptions
+from commfuse_npu.ops.options import LinearOptions
 from commfuse_npu.plan.rules import sharded_backward, sharded_forward
 from commfuse_npu.runtime.collectives import all_gather_rows
 from commfuse_npu.runtime.executor import Work
@@ -70,7 +71,7 @@ def sharded_linear(
     bias: torch.Tensor | None = None,
     *,
     transport: AnyTransport,
-    options: ShardedOptions = ShardedOptions(),
+    options: LinearOptions = LinearOptions(),
 ) -> torch.Tensor:
     """``linear(x, all_gather(weight_shard), bias)``: the fully sharded layer.
 
@@ -80,7 +81,7 @@ def sharded_linear(
         y_MO = x_MI @ W_OI^T + bias
         # backward
         dx_MI = dy_MO @ W_OI
-        dW_oI = reduce_scatter(dy_MO^T @ x_MI) / N        # not divided if average is off
+        dW_oI = reduce_scatter(dy_MO^T @ x_MI) / N        # for a loss that is a mean over x_MI
 
     Timeline of the forward, rank r of 3; a column of it is a block of columns of ``y``::
 
@@ -102,23 +103,17 @@ def sharded_linear(
             average it with those of the other replicated parameters, see
             :func:`~commfuse_npu.ops.sharded_gradients.average_gradients`.
         transport: lanes of the data-parallel group.
+        options: ``schedule`` of the weight and of its gradient, and ``reduce_dtype`` of the sum of
+            the ranks' gradients, which are sent in their own dtype; the others do not apply.
 
     Returns:
         ``[..., O]``.
 
     If the weight needs no gradient, none is computed or sent.  If ``x`` needs none, the backward
     does not gather the weight.  Both have to be the same on every rank.
-
-    Raises:
-        TypeError, ValueError: dtypes, devices or shapes do not fit each other.
-        MismatchError: another rank calls another op, or has a shard of another shape.
-        TransportError: a transfer failed.
     """
-    name = "sharded_linear"
-    linear = LinearOptions(options.schedule, reduce_dtype=options.reduce_dtype)
-    x, shard, bias = check_and_cast(
-        name, x, weight_shard, bias, transport, linear, shards=transport.size
-    )
+    name, size = "sharded_linear", transport.size
+    x, shard, bias = check_and_cast(name, x, weight_shard, bias, transport, options, shards=size)
     flat = x.flatten(0, -2)
     call = _ShardedLinear(name, transport, options, shard, rows=shard.shape[0])
     y = call(flat, shard, bias)
@@ -153,7 +148,7 @@ class _ShardedLinear(Call):
         accumulate = kernels_for(grad.device).accumulate_weight_gradient
         works: dict[str, Work] = {
             "make": lambda out, run: gemm_into(out, grad[:, run].t(), x),
-            "finish": sum_ending(self.transport.size if self.options.average else 1),
+            "finish": sum_ending(self.transport.size),
             # total += grad[:, run] @ block, with the kernel of the weight gradient.
             "use": lambda block, run: accumulate(total, grad[:, run].t(), block),
         }
@@ -173,16 +168,21 @@ class _ShardedLinear(Call):
 class ShardedLinear(torch.nn.Module):
     """``torch.nn.Linear`` whose weight is sharded over a data-parallel group, by output features.
 
-    Made by :meth:`from_linear` or :func:`shard_linears`.
-
     The ``state_dict`` has the shard of this rank, ``weight`` ``[O/N, I]``, and the full ``bias``
     ``[O]``, so every rank has its own checkpoint, for the same N.  For a checkpoint for any N, save
     :meth:`full_weight` and load it with :meth:`load_full_weight`.
+
+    Args:
+        linear: equal on every rank; this rank's rows of its weight are copied, its bias is shared.
 
     Attributes:
         weight: ``[O/N, I]``, rows ``rank * O/N`` to ``(rank + 1) * O/N`` of the whole weight.
         bias: ``[O]`` or None; the same on every rank.
         in_features, out_features: I and O of the whole layer.
+
+    Raises:
+        TypeError: ``transport`` is not a transport.
+        ValueError: the output features are not divisible by the size of the group.
     """
 
     weight: torch.nn.Parameter
@@ -190,47 +190,22 @@ class ShardedLinear(torch.nn.Module):
 
     def __init__(
         self,
-        weight: torch.nn.Parameter,
-        bias: torch.nn.Parameter | None,
-        *,
-        transport: Transport,
-        options: ShardedOptions = ShardedOptions(),
-    ) -> None:
-        super().__init__()
-        self.weight = weight
-        self.register_parameter("bias", bias)
-        self.in_features = weight.shape[1]
-        self.out_features = weight.shape[0] * transport.size
-        self.transport = transport
-        self.options = options
-
-    @classmethod
-    def from_linear(
-        cls,
         linear: torch.nn.Linear,
         *,
         transport: Transport,
-        options: ShardedOptions = ShardedOptions(),
-    ) -> ShardedLinear:
-        """Create this rank's shard of a layer that is equal on every rank.
-
-        Args:
-            linear: this rank's rows of its weight are copied; its bias is shared.
-
-        Raises:
-            TypeError: ``transport`` is not a transport.
-            ValueError: its output features are not divisible by the size of the group.
-        """
+        options: LinearOptions = LinearOptions(),
+    ) -> None:
         check_transport("ShardedLinear", transport)
-        refusal = _not_divisible(linear, transport.size)
-        if refusal is not None:
+        if refusal := _not_divisible(linear, transport.size):
             raise ValueError(f"ShardedLinear: {refusal}")
-        rows = linear.out_features // transport.size
+        super().__init__()
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.transport, self.options = transport, options
         # A copy: a slice would keep the whole weight alive.
-        shard = linear.weight.detach()[transport.rank * rows :][:rows].clone()
-        weight = torch.nn.Parameter(shard, requires_grad=linear.weight.requires_grad)
-        layer = cls(weight, linear.bias, transport=transport, options=options)
-        return layer.train(linear.training)
+        shard = linear.weight.detach().chunk(transport.size)[transport.rank].clone()
+        self.weight = torch.nn.Parameter(shard, requires_grad=linear.weight.requires_grad)
+        self.register_parameter("bias", linear.bias)
+        self.train(linear.training)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """``[..., I] -> [..., O]``; see :func:`sharded_linear`."""
@@ -269,7 +244,7 @@ def shard_linears(
     module: torch.nn.Module,
     *,
     transport: Transport,
-    options: ShardedOptions = ShardedOptions(),
+    options: LinearOptions = LinearOptions(),
     skip: Collection[str] = (),
 ) -> torch.nn.Module:
     """Replace every ``torch.nn.Linear`` in ``module`` by a :class:`ShardedLinear`, in place.
@@ -303,7 +278,10 @@ def shard_linears(
             "names of module.named_modules()"
         )
     linears = [part for part in names if isinstance(part, torch.nn.Linear)]
-    reasons = {m: _stays_whole(module, names[m], m, transport.size, skip) for m in linears}
+    uses = Counter(id(p) for part in names for p in part._parameters.values())
+    reasons = {
+        m: _stays_whole(m, names[m], uses[id(m.weight)] > 1, transport.size, skip) for m in linears
+    }
     transport.agree(
         "shard_linears",
         options=options,
@@ -314,7 +292,7 @@ def shard_linears(
     if unsharded:
         _logger.warning("shard_linears keeps whole: %s", "; ".join(unsharded))
     replacements: dict[torch.nn.Module, torch.nn.Module] = {
-        linear: ShardedLinear.from_linear(linear, transport=transport, options=options)
+        linear: ShardedLinear(linear, transport=transport, options=options)
         for linear in linears
         if reasons[linear] is None
     }
@@ -344,19 +322,14 @@ def _not_divisible(linear: torch.nn.Linear, size: int) -> str | None:
 
 
 def _stays_whole(
-    module: torch.nn.Module,
-    names: list[str],
-    linear: torch.nn.Linear,
-    size: int,
-    skip: Collection[str],
+    linear: torch.nn.Linear, names: list[str], shared: bool, size: int, skip: Collection[str]
 ) -> str | None:
     """Why a layer is not sharded; ``None`` if it is."""
     if any(f"{name}.".startswith(f"{other}.") for name in names for other in skip):
         return "named in skip"
     if type(linear) is not torch.nn.Linear:
         return f"it is a {type(linear).__name__}"
-    users = [m for m in module.modules() if any(p is linear.weight for p in m._parameters.values())]
-    if len(users) > 1:
+    if shared:
         return "its weight is used by another module too"
     return _not_divisible(linear, size)
 

@@ -39,8 +39,13 @@ from __future__ import annotations
 
 import torch
 
-from commfuse_npu.ops.attention_runs import Documents, checked_attention, options_for_attention
-from commfuse_npu.ops.call import AnyTransport, check_and_cast, check_device, check_sequence
+from commfuse_npu.ops.attention_runs import (
+    AttentionRuns,
+    Documents,
+    checked_attention,
+    options_for_attention,
+)
+from commfuse_npu.ops.call import AnyTransport, check_and_cast, check_sequence
 from commfuse_npu.ops.head_groups import HeadsToRows, RowsToHeads
 from commfuse_npu.ops.options import LinearOptions
 
@@ -90,12 +95,6 @@ def linear_all_to_all(
 
     Returns:
         ``[S, B, O]`` or ``[S, O]``.
-
-    Raises:
-        TypeError, ValueError: dtypes, devices or shapes do not fit each other, or the rows of the
-            weight are not a multiple of the group size.
-        MismatchError: another rank calls another op, or with another shape.
-        TransportError: a transfer failed.
     """
     name, size = "linear_all_to_all", transport.size
     x, weight, bias = check_and_cast(name, x, weight, bias, transport, options)
@@ -151,11 +150,6 @@ def all_to_all_linear(
 
     Returns:
         ``[s, B, H]`` or ``[s, H]``.
-
-    Raises:
-        TypeError, ValueError: dtypes, devices or shapes do not fit each other, or S is not a
-            multiple of the group size.
-        MismatchError, TransportError: see :func:`linear_all_to_all`.
     """
     name = "all_to_all_linear"
     size = transport.size
@@ -219,12 +213,6 @@ def attention_all_to_all(
     Returns:
         ``[s, B, H]``; without a weight ``[s, B, N * A * D]``: this rank's rows, the heads of rank 0
         first.
-
-    Raises:
-        TypeError, ValueError: dtypes, devices or shapes do not fit each other, or S is not a
-            multiple of the group size.
-        MismatchError: another rank calls another op, or with another shape.
-        TransportError: a transfer failed.
     """
     name = "attention_all_to_all"
     if weight is not None:
@@ -241,14 +229,12 @@ def attention_all_to_all(
             f"{name}: a bias of shape {tuple(bias.shape)} without a weight; pass the weight of the "
             "projection, or no bias"
         )
-    else:
-        check_device(name, "q", q.device, device)
-        if torch.is_autocast_enabled(device):
-            q, k, v = (head.to(torch.get_autocast_dtype(device)) for head in (q, k, v))
+    elif torch.is_autocast_enabled(device):
+        q, k, v = (head.to(torch.get_autocast_dtype(device)) for head in (q, k, v))
     by_cost = options_for_attention(options, causal and documents is None)
     call = HeadsToRows(name, transport, by_cost, q, rows=q.shape[0] * q.shape[1])
     if weight is not None:
         call.backward_schedule = options_for_attention(options, False).schedule
-    call.attention = {"causal": causal, "documents": documents, "scale": scale}
+    call.attention = AttentionRuns(causal, documents, scale)
     y = call(weight, bias, q, k, v)
     return y if weight is None else y.view(q.shape[0] // size, q.shape[1], weight.shape[0])

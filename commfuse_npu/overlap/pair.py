@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import zlib
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from typing import Any, TypeVar
 
@@ -108,10 +108,17 @@ class ForwardBackwardOverlap:
             result = backward()
             return forward(), result
         turns = Turns(self.states, self.orders.get(kind, ((), ())))
+        context = _Context(self.device)
+
+        def behind() -> B:
+            with ExitStack() as stack:
+                context.enter(stack)
+                return turns.run(BACKWARD, backward)
+
         with take_turns_at_transfers(turns, self._groups, self._log):
             try:
-                future = self._begin_backward(turns, backward)
-                result_f = _run_side(turns, FORWARD, forward)
+                future = self._second_thread.submit(behind)
+                result_f = turns.run(FORWARD, forward)
                 result_b = future.result()
             except BaseException as error:  # Ctrl-C: the backward ends at its next transfer
                 turns.end(FORWARD, error)
@@ -147,17 +154,6 @@ class ForwardBackwardOverlap:
         self.recorded[kind] = points_f, points_b
         return result_f, result_b
 
-    def _begin_backward(self, turns: Turns, backward: Callable[[], Any]) -> Future[Any]:
-        """Start the backward in the second thread, in the caller's context."""
-        context = _Context(self.device)
-
-        def behind() -> Any:
-            with ExitStack() as stack:
-                context.enter(stack)
-                return _run_side(turns, BACKWARD, backward)
-
-        return self._second_thread.submit(behind)
-
     def choose_orders(self) -> None:
         """Choose an order for each recorded kind of pair; all ranks use that of the first rank.
 
@@ -191,20 +187,6 @@ class ForwardBackwardOverlap:
                     "pairs, other ranks of its group did not: their collectives were matched "
                     "wrongly; run the same pairs, with the same collectives, on all ranks"
                 )
-
-
-def _run_side(turns: Turns, side: int, function: Callable[[], Any]) -> Any:
-    """Run a side; an exception is kept in the turns."""
-    error: BaseException | None = None
-    result = None
-    try:
-        if side == BACKWARD:
-            turns.begin()
-        result = function()
-    except BaseException as failure:
-        error = failure
-    turns.end(side, error)
-    return result
 
 
 class _Context:

@@ -43,6 +43,7 @@ class Turns:
     Attributes:
         side: whose turn it is.
         hand_overs: how often each side handed over.
+        error: of the side that failed first.
     """
 
     def __init__(
@@ -59,13 +60,21 @@ class Turns:
         for gate in self._gates:
             gate.acquire()
 
-    def begin(self) -> None:
-        """Wait for the first turn of the backward side, in its thread.
+    def run(self, side: int, function: Callable[[], Any]) -> Any:
+        """Run a side in the thread that calls it, the backward from its first turn on.
 
-        Raises:
-            OtherSideError: the forward failed before it handed over.
+        An exception is kept in :attr:`error`.
         """
-        self._wait_for_turn(BACKWARD)
+        error: BaseException | None = None
+        result = None
+        try:
+            if side == BACKWARD:
+                self._wait_for_turn(BACKWARD)
+            result = function()
+        except BaseException as failure:
+            error = failure
+        self.end(side, error)
+        return result
 
     def reach_point(self, by_default: bool, began: Any = None, waits_for: Any = None) -> None:
         """A point to hand over: after a transfer started, or before the side waits for one.

@@ -1,8 +1,10 @@
-"""Buckets: rounded sums and memory; random tests compare sums of integers, which are exact."""
+"""Buckets: rounded sums, memory and the order of posts.
+
+Random tests compare sums of integers, which are exact.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 from typing import Any
@@ -14,7 +16,7 @@ import torch.distributed as dist
 
 from commfuse_npu import Schedule, TransportError
 from commfuse_npu.kernels import kernels_for
-from commfuse_npu.ops import BucketOptions, Buckets
+from commfuse_npu.ops import Buckets, LinearOptions
 from tests.distributed.programs import new_link, transport
 from tests.distributed.ranks import on_ranks
 from tests.random_networks.case import Bucket, BucketRun
@@ -63,25 +65,16 @@ def test_an_error_while_adding_leaves_the_shard_untouched(rank: int) -> None:
     """An error in an addition between transfers, or in the last one, breaks the transport."""
     kernels = kernels_for(torch.device("cpu"))
     for good in (0, 1):
-        link, calls = new_link(), iter([kernels.sum_parts] * good)
-        bucket = torch.arange(24.0)
+        link, bucket = new_link(), torch.arange(24.0)
         handle = Buckets(link).reduce_scatter(bucket, average=True)
-
-        def fail(*args: Any, calls: Iterator[Callable[..., None]] = calls, **named: Any) -> None:
-            call = next(calls, None)
-            if call is None:
-                raise MemoryError("while adding")
-            call(*args, **named)
-
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(kernels, "sum_parts", fail)
-            with pytest.raises(MemoryError):
-                handle.wait()
-        words = "reduce_scatter_bucket was interrupted by MemoryErr"
-        with pytest.raises(TransportError, match=words):
+        calls = [mock.DEFAULT] * good + [MemoryError("while adding")]
+        failing = mock.Mock(wraps=kernels.sum_parts, side_effect=calls)
+        with mock.patch.object(kernels, "sum_parts", failing), pytest.raises(MemoryError):
             handle.wait()
-        with pytest.raises(TransportError, match=words):
-            Buckets(link).reduce_scatter(bucket)
+        words = "reduce_scatter_bucket was interrupted by MemoryErr"
+        for call in (handle.wait, lambda: Buckets(link).reduce_scatter(bucket)):  # noqa: B023
+            with pytest.raises(TransportError, match=words):
+                call()
         assert torch.equal(bucket, torch.arange(24.0))
 
 
@@ -101,17 +94,18 @@ def test_scratch_memory_stays_within_its_limit(rank: int, reduce_dtype: Any, bat
         (total + 3 * chunk_of_all + slot, 3 * chunk_of_all),
         (1 << 20, 4 * chunk_of_all),
     ):
-        buckets = Buckets(link, BucketOptions(Schedule(chunks=4), reduce_dtype))
-        arenas.clear()
+        buckets = Buckets(link, LinearOptions(Schedule(chunks=4), reduce_dtype))
         link.scratch.clear()
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(link.scratch, "take", lambda *of: arenas.append(take(*of)) or arenas[-1])
-            patch.setattr(SCRATCH, limit)
-            buckets.reduce_scatter(bucket).wait()
-            assert sum(arena.nbytes for arena in arenas) == total + partials
-            arenas.clear()
-            buckets.all_gather(bucket).wait()
-            assert sum(arena.nbytes for arena in arenas) == link.scratch.lent == 0
+        taken = lambda *of: arenas.append(take(*of)) or arenas[-1]  # noqa: E731
+        with mock.patch.object(link.scratch, "take", taken), mock.patch(SCRATCH, limit):
+            for exchange, expected in (
+                (buckets.reduce_scatter, total + partials),
+                (buckets.all_gather, 0),
+            ):
+                arenas.clear()
+                exchange(bucket).wait()
+                assert sum(arena.nbytes for arena in arenas) == expected
+        assert not link.scratch.lent
 
 
 @pytest.mark.parametrize("size", [1, 2])
@@ -119,7 +113,7 @@ def test_scratch_memory_stays_within_its_limit(rank: int, reduce_dtype: Any, bat
 def test_one_rank_or_no_element_transfers_nothing(rank: int) -> None:
     link = new_link()
     bucket = torch.ones(5 if link.size == 1 else 0, dtype=BF16)
-    buckets = Buckets(link, BucketOptions(reduce_dtype=FP32))
+    buckets = Buckets(link, LinearOptions(reduce_dtype=FP32))
     handle = buckets.reduce_scatter(bucket, average=True, scale=0.5)
     assert handle.running is None
     handle.wait()
@@ -133,7 +127,7 @@ def test_one_rank_or_no_element_transfers_nothing(rank: int) -> None:
 @on_ranks(2)
 def test_threads_take_turns_with_buckets_under_way(rank: int, batched: bool) -> None:
     """Buckets are started by hooks of the backward, which runs in its own thread on a device."""
-    options = BucketOptions(Schedule(lanes=1, chunks=2))
+    options = LinearOptions(Schedule(lanes=1, chunks=2))
     buckets, (first, second, third) = Buckets(new_link(batched), options), torch.ones(3, 16)
     with ThreadPoolExecutor(1) as hooks, mock.patch(SCRATCH, 0):
         hooks.submit(buckets.reduce_scatter, first).result()
@@ -142,3 +136,42 @@ def test_threads_take_turns_with_buckets_under_way(rank: int, batched: bool) -> 
         assert last.running is None
         buckets.reduce_scatter(third).wait()
     assert all((shard(bucket, 2, rank) == 2).all() for bucket in (first, second, third))
+
+
+@pytest.mark.parametrize("batched", [False, True], ids=["eager", "batched"])
+@on_ranks(3)
+def test_a_start_needs_nobody_else(rank: int, batched: bool) -> None:
+    """More exchanges than a digest interval start before the other ranks begin any."""
+    buckets = Buckets(transport(batched), LinearOptions(Schedule(chunks=3)))
+    exchanges = buckets.reduce_scatter, buckets.all_gather
+    with mock.patch(SCRATCH, 0):
+        for exchange in exchanges:
+            exchange(torch.ones(24)).wait()
+    token = torch.zeros(1)
+    if rank:
+        # The other ranks start only after rank 0 has started everything.
+        dist.broadcast(token, 0)
+    tensors = [torch.full((24,), float(rank)) for _ in range(300)]
+    with mock.patch(SCRATCH, 0):
+        handles = [exchanges[number % 2](tensor) for number, tensor in enumerate(tensors)]
+    if rank == 0:
+        dist.broadcast(token, 0)
+    for number, (tensor, handle) in enumerate(zip(tensors, handles, strict=True)):
+        handle.wait()
+        if number % 2:
+            assert tensor.view(3, 8)[:, 0].tolist() == [0, 1, 2]
+        else:
+            assert (shard(tensor, 3, rank) == 3).all()
+
+
+@on_ranks(2)
+def test_a_batch_is_posted_after_those_of_earlier_buckets(rank: int) -> None:
+    """The first bucket has memory for one of its three pieces."""
+    buckets = Buckets(transport(True), LinearOptions(Schedule(lanes=1, chunks=3)))
+    with mock.patch(SCRATCH, 0):
+        first, second = (buckets.reduce_scatter(torch.ones(12)) for _ in range(2))
+    assert not first.running.all_posted
+    assert second.running._at == 0
+    first.wait()
+    assert second.running._at > 0
+    second.wait()

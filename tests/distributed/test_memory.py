@@ -6,9 +6,9 @@ attention is measured with kernels that allocate their results and compute nothi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from itertools import accumulate
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -23,33 +23,27 @@ from tests.distributed.ranks import on_ranks
 from tests.limits import PATIENT
 
 SEQUENCE, HIDDEN, HEADS = 512, 128, 4
+KERNELS = "commfuse_npu.ops.attention_runs.kernels_for"
 BLOCK = SEQUENCE // 2 * HIDDEN * 4
 """Bytes of a shard of the hidden states."""
 
 
-class WithoutScores:
-    """Attention kernels that only allocate the tensors that those of a device return."""
-
-    @staticmethod
-    def attention_forward(q: Any, k: Any, v: Any, **_: Any) -> tuple[torch.Tensor, Any]:
-        rows, batch, heads, _features = q.shape
-        return torch.zeros_like(q), (q.new_zeros((batch, heads, rows, 1), dtype=torch.float32),)
-
-    @staticmethod
-    def attention_backward(
-        grad: Any, q: Any, k: Any, v: Any, out: Any, statistics: Any, grad_k: Any, grad_v: Any,
-        **_: Any,
-    ) -> torch.Tensor:  # fmt: skip
-        grad_k.add_(torch.zeros_like(k))
-        grad_v.add_(torch.zeros_like(v))
-        return torch.zeros_like(q)
+def attention_forward(q: Any, k: Any, v: Any, **_: Any) -> tuple[torch.Tensor, Any]:
+    rows, batch, heads, _features = q.shape
+    return torch.zeros_like(q), (torch.zeros(batch, heads, rows, 1),)
 
 
-@contextmanager
-def without_scores() -> Iterator[None]:
-    name = "commfuse_npu.ops.attention_runs.kernels_for"
-    with mock.patch(name, return_value=WithoutScores):
-        yield
+def attention_backward(grad: Any, q: Any, *others: torch.Tensor, **_: Any) -> torch.Tensor:
+    k, v, *_saved, grad_k, grad_v = others
+    grad_k.add_(torch.zeros_like(k))
+    grad_v.add_(torch.zeros_like(v))
+    return torch.zeros_like(q)
+
+
+WITHOUT_SCORES = SimpleNamespace(
+    attention_forward=attention_forward, attention_backward=attention_backward
+)
+"""Attention kernels that only allocate the tensors that those of a device return."""
 
 
 def peak(op: Callable[..., torch.Tensor], tensors: list[torch.Tensor], **settings: Any) -> int:
@@ -77,7 +71,7 @@ def test_fused_attention_needs_no_more_than_two_blocks_above_the_plain_one(rank:
     weight = torch.randn(HIDDEN, HIDDEN // 2, requires_grad=True)
     plain = CollectiveTransport(transport.group)
     for name, more in (("attention_linear_reduce_scatter", [weight]), ("attention_all_to_all", [])):
-        with without_scores():
+        with mock.patch(KERNELS, return_value=WITHOUT_SCORES):
             call = getattr(ops, name), [*tensors, *more]
             extra = peak(*call, transport=transport) - peak(*call, transport=plain)
         # Blocks of [s, H] and [s, H / 2].

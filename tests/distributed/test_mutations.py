@@ -16,7 +16,7 @@ import torch
 
 from commfuse_npu.kernels import cpu
 from commfuse_npu.ops import attention_runs
-from commfuse_npu.ops.weight import WeightGradient
+from commfuse_npu.ops.call import WeightGradient
 from commfuse_npu.plan import Schedule
 from commfuse_npu.plan.instructions import Add
 from commfuse_npu.plan.program import Program

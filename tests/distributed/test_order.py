@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from commfuse_npu import Schedule, Transport
-from commfuse_npu.ops import BucketOptions, Buckets, LinearOptions
+from commfuse_npu.ops import Buckets, LinearOptions
 from commfuse_npu.plan.program import Program
 from commfuse_npu.runtime import executor
 from tests.distributed.programs import transport, watch_calls
@@ -33,7 +33,7 @@ FEATURES = 32
 def called(link: Transport, op: str, options: LinearOptions) -> None:
     """Run forward and backward of an op, or a reduce-scatter and an all-gather of a bucket."""
     if op == "buckets":
-        buckets = Buckets(link, BucketOptions(options.schedule))
+        buckets = Buckets(link, LinearOptions(options.schedule))
         bucket = torch.ones(8 * link.size)
         buckets.reduce_scatter(bucket).wait()
         buckets.all_gather(bucket).wait()

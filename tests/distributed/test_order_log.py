@@ -13,7 +13,7 @@ import torch.distributed as dist
 from hypothesis import HealthCheck, Phase, given, settings
 
 from commfuse_npu import Schedule, Transport, TransportError
-from commfuse_npu.ops import BucketOptions, Buckets, LinearOptions, all_gather_linear
+from commfuse_npu.ops import Buckets, LinearOptions, all_gather_linear
 from commfuse_npu.proof.verify_log import verify_logs
 from commfuse_npu.runtime.order_log import OrderLog
 from tests.limits import BRIEF, PATIENT
@@ -76,7 +76,7 @@ def several_groups(rank: int, log: OrderLog, batched: bool) -> list[Transport]:
     tensor, gradients, parameters = (
         link(log, batched, group) for group in (groups[0], groups[1], groups[1])
     )
-    options = BucketOptions(Schedule(lanes=1))
+    options = LinearOptions(Schedule(lanes=1))
     out, back = Buckets(gradients, options), Buckets(parameters, options)
     for _ in range(3):
         first = out.reduce_scatter(torch.ones(8))

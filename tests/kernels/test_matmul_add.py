@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -10,62 +12,46 @@ from commfuse_npu.kernels import cpu, npu, use_matmul_add
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 
 
-class Recorder:
-    """A stand-in with the argument order of MindSpeed's functions; counts its calls."""
-
-    calls = 0
-
-    def __call__(
-        self, total_input: torch.Tensor, grad_output: torch.Tensor, main_grad: torch.Tensor
-    ) -> None:
-        self.calls += 1
-        # MindSpeed copies a strided operand into memory that it has freed when the GEMM runs.
-        assert all(x.is_contiguous() for x in (total_input, grad_output, main_grad))
-        main_grad.add_(grad_output.t().float() @ total_input.float())
-
-
-def accumulate(factors: torch.dtype, total: torch.dtype, strided: str) -> None:
-    generator = torch.Generator().manual_seed(3)
-
-    def drawn(name: str, rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
-        values = torch.randint(-3, 4, (rows, columns), generator=generator).to(dtype)
-        return values.t().contiguous().t() if name == strided else values
-
-    grad_output = drawn("grad_output", 6, 2, factors)
-    total_input = drawn("total_input", 6, 5, factors)
-    actual = drawn("total", 2, 5, total)
-    expected = actual.clone()
-    npu.accumulate_weight_gradient(actual, grad_output, total_input)
-    cpu.accumulate_weight_gradient(expected, grad_output, total_input)
-    assert torch.equal(actual, expected)
-
-
 @pytest.mark.parametrize(
-    ("factors", "total", "strided", "fp32", "sixteen_bits"),
+    ("factors", "total", "strided", "used"),
     [
-        (BF16, FP32, "", 1, 0),
-        (FP16, FP32, "", 0, 0),
-        (BF16, BF16, "", 0, 1),
-        (FP16, FP16, "", 0, 1),
-        (FP32, FP32, "", 0, 0),
+        (BF16, FP32, None, "fp32"),
+        (FP16, FP32, None, None),
+        (BF16, BF16, None, "sixteen_bits"),
+        (FP16, FP16, None, "sixteen_bits"),
+        (FP32, FP32, None, None),
         # Strided factors are copied first; for a strided sum there is plain torch.
-        (BF16, FP32, "grad_output", 1, 0),
-        (BF16, BF16, "total_input", 0, 1),
-        (BF16, FP32, "total", 0, 0),
+        (BF16, FP32, 1, "fp32"),
+        (BF16, BF16, 2, "sixteen_bits"),
+        (BF16, FP32, 0, None),
     ],
 )
 def test_what_was_handed_in_is_used_where_it_fits_and_until_it_is_taken_back(
-    factors: torch.dtype, total: torch.dtype, strided: str, fp32: int, sixteen_bits: int
+    factors: torch.dtype, total: torch.dtype, strided: int | None, used: str | None
 ) -> None:
-    first, second = Recorder(), Recorder()
-    use_matmul_add(fp32=first, sixteen_bits=second)
-    try:
-        accumulate(factors, total, strided)
-        assert (first.calls, second.calls) == (fp32, sixteen_bits)
-        use_matmul_add(fp32=first)
-        accumulate(factors, total, strided)
-        assert (first.calls, second.calls) == (2 * fp32, sixteen_bits)
-    finally:
-        use_matmul_add()
-    accumulate(factors, total, strided)
-    assert (first.calls, second.calls) == (2 * fp32, sixteen_bits)
+    generator, calls = torch.Generator().manual_seed(3), list[str]()
+
+    def recorder(name: str) -> Any:
+        def added(x: torch.Tensor, grad_output: torch.Tensor, main_grad: torch.Tensor) -> None:
+            # MindSpeed copies a strided operand into memory that it has freed when the GEMM runs.
+            assert all(t.is_contiguous() for t in (x, grad_output, main_grad))
+            cpu.accumulate_weight_gradient(main_grad, grad_output, x)
+            calls.append(name)
+
+        return added
+
+    tensors = [
+        torch.randint(-3, 4, shape, generator=generator).to(dtype)
+        for shape, dtype in (((2, 5), total), ((6, 2), factors), ((6, 5), factors))
+    ]
+    if strided is not None:
+        tensors[strided] = tensors[strided].t().contiguous().t()
+    result, expected = tensors[0].clone(), tensors[0].clone()
+    given = {name: recorder(name) for name in ("fp32", "sixteen_bits")}
+    for functions in (given, {"fp32": given["fp32"]}, {}):
+        use_matmul_add(**functions)
+        calls.clear()
+        npu.accumulate_weight_gradient(result, *tensors[1:])
+        cpu.accumulate_weight_gradient(expected, *tensors[1:])
+        assert calls == ([used] if used in functions else [])
+        assert torch.equal(result, expected)

@@ -17,7 +17,7 @@ import torch.distributed as dist
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
 from commfuse_npu import MismatchError, Schedule, Transport, TransportError
-from commfuse_npu.ops import BucketOptions
+from commfuse_npu.ops import LinearOptions
 from mindspeed_patches import LinearWrappers
 from mindspeed_patches.data_parallel import BucketWrappers
 from mindspeed_patches.state_hashes import optimizer_hash, weight_hashes
@@ -66,7 +66,7 @@ def wrapped(case: Case, *, fails: bool = False) -> Iterator[LinearWrappers]:
     from megatron.core import parallel_state
 
     linears = LinearWrappers()
-    buckets = BucketWrappers(linears, BucketOptions(Schedule(lanes=1, chunks=case.chunks)))
+    buckets = BucketWrappers(linears, LinearOptions(Schedule(lanes=1, chunks=case.chunks)))
     group = parallel_state.get_data_parallel_group(
         with_context_parallel=True, partial_data_parallel=True
     )

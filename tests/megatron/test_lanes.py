@@ -12,7 +12,7 @@ import torch.distributed as dist
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
 from commfuse_npu import Schedule, Transport
-from commfuse_npu.ops import BucketOptions, LinearOptions, all_gather_linear
+from commfuse_npu.ops import LinearOptions, all_gather_linear
 from commfuse_npu.runtime.order_log import shared_order_log
 from mindspeed_patches import LinearWrappers
 from mindspeed_patches.data_parallel import BucketWrappers
@@ -52,7 +52,7 @@ def test_each_group_has_lanes_of_its_own(rank: int) -> None:
 
     linears = LinearWrappers()
     ulysses = UlyssesWrappers(linears, LinearOptions(Schedule(lanes=2)))
-    buckets = BucketWrappers(linears, BucketOptions())
+    buckets = BucketWrappers(linears, LinearOptions())
     users = linears, ulysses, *buckets.users.values()
     with patched(*(user.register_lanes for user in users)):
         parallel_state.initialize_model_parallel(2, context_parallel_size=2)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -95,17 +95,14 @@ def test_both_sides_complete_for_every_list(counts: tuple[int, int]) -> None:
         turns, noted = Turns(order=order), []
 
         def side(me: int, turns: Turns = turns, noted: list[Any] = noted) -> None:
-            if me == BACKWARD:
-                turns.begin()
             for number in range(counts[me]):
                 noted.append((me, number))
                 turns.reach_point(True)
             noted.append((me, counts[me]))
-            turns.end(me)
 
-        second = threading.Thread(target=side, args=(BACKWARD,), daemon=True)
+        second = threading.Thread(target=turns.run, args=(BACKWARD, partial(side, BACKWARD)))
         second.start()
-        side(FORWARD)
+        turns.run(FORWARD, partial(side, FORWARD))
         second.join(60)
         assert noted == expected(order, counts)
 
@@ -127,19 +124,17 @@ def expected(order: Any, counts: tuple[int, int]) -> list[tuple[int, int]]:
 def test_an_order_is_chosen_from_what_was_recorded(rank: int) -> None:
     overlap = ForwardBackwardOverlap([test_pair.world()])
 
-    def side(transfers: int) -> Callable[[], int]:
-        def run() -> int:
-            for _ in range(transfers):
-                dist.all_reduce(torch.ones(2))
-            work = dist.all_reduce(torch.ones(2), async_op=True)
-            full = torch.empty(dist.get_world_size())
-            dist.all_gather_into_tensor(full, torch.ones(1), async_op=True).wait()
-            work.wait()
-            return transfers
+    def side(transfers: int) -> int:
+        for _ in range(transfers):
+            dist.all_reduce(torch.ones(2))
+        work = dist.all_reduce(torch.ones(2), async_op=True)
+        full = torch.empty(dist.get_world_size())
+        dist.all_gather_into_tensor(full, torch.ones(1), async_op=True).wait()
+        work.wait()
+        return transfers
 
-        return run
-
-    assert overlap.record(side(1), side(2), "kind") == (1, 2)
+    sides = partial(side, 1), partial(side, 2)
+    assert overlap.record(*sides, "kind") == (1, 2)
     blocking, began, end = (True, 0, True), (True, None, False), (False, None, False)
     tail = [began, began, (False, 1, False), (False, 0, True), end]  # waits of gather and sum
     assert [
@@ -147,7 +142,7 @@ def test_an_order_is_chosen_from_what_was_recorded(rank: int) -> None:
         for side in overlap.recorded["kind"]
     ] == [[blocking, *tail], [blocking, blocking, *tail]]
     overlap.choose_orders()
-    assert overlap.run(side(1), side(2), "kind") == (1, 2)
+    assert overlap.run(*sides, "kind") == (1, 2)
     overlap.check()
     assert [len(part) for part in overlap.orders["kind"]] == [6, 7]
 
@@ -156,11 +151,9 @@ def test_an_order_is_chosen_from_what_was_recorded(rank: int) -> None:
 def test_ranks_share_the_order_that_was_found(rank: int) -> None:
     """The search returns another order on each rank; check() compares the one each rank uses."""
     overlap = ForwardBackwardOverlap([test_pair.world()])
-    search = lambda sides: tuple((rank == 0,) * len(side) for side in sides)  # noqa: E731
     transfer = partial(dist.all_reduce, torch.ones(1))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pair, "best_order", search)
-        overlap.record(transfer, transfer)
+    overlap.record(transfer, transfer)
+    with mock.patch.object(pair, "best_order", return_value=((rank == 0,),) * 2):
         overlap.choose_orders()
     overlap.check()
 

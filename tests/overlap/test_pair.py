@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -146,17 +145,14 @@ def test_sides_take_turns_at_blocking_transfers_of_named_groups(rank: int) -> No
     overlap = ForwardBackwardOverlap([world()])
     noted: list[str] = []
 
-    def side(name: str, transfers: int) -> Callable[[], str]:
-        def run() -> str:
-            for number in range(transfers):
-                noted.append(f"{name}{number}")
-                dist.all_reduce(torch.ones(2))
-            noted.append(f"{name} end")
-            return name
+    def side(name: str, transfers: int) -> str:
+        for number in range(transfers):
+            noted.append(f"{name}{number}")
+            dist.all_reduce(torch.ones(2))
+        noted.append(f"{name} end")
+        return name
 
-        return run
-
-    assert overlap.run(side("f", 2), side("b", 3)) == ("f", "b")
+    assert overlap.run(lambda: side("f", 2), lambda: side("b", 3)) == ("f", "b")
     assert overlap.hand_overs == [2, 2]
     assert noted == ["f0", "b0", "f1", "b1", "f end", "b2", "b end"]
     noted.clear()
@@ -170,47 +166,31 @@ def test_sides_take_turns_at_blocking_transfers_of_named_groups(rank: int) -> No
         dist.all_reduce(torch.ones(2), async_op=True).wait()
         noted.append("handed over")
 
-    overlap.run(elsewhere, side("b", 0))
+    overlap.run(elsewhere, lambda: side("b", 0))
     assert noted == ["not handed over", "b end", "handed over"]
-
-
-class Late:
-    """A handle of an all-reduce whose tensor reads as NaN until it is awaited."""
-
-    def __init__(self, function: Callable[..., Any], tensor: torch.Tensor) -> None:
-        self.tensor, self.hidden = tensor, tensor.clone()
-        self.work = function(self.hidden, async_op=True)
-        tensor.fill_(float("nan"))
-
-    def wait(self) -> None:
-        assert torch.isnan(self.tensor).all()
-        self.work.wait()
-        self.tensor.copy_(self.hidden)
 
 
 @on_ranks(2)
 def test_nobody_reads_what_is_under_way(rank: int) -> None:
-    """The hook of :mod:`commfuse_npu.overlap` wraps a function that was already replaced."""
-    original, begun = dist.all_reduce, []
+    """The hook of :mod:`commfuse_npu.overlap` wraps a collective whose result is NaN at first."""
 
-    def all_reduce(tensor: torch.Tensor, op: Any = None, group: Any = None, async_op: Any = False):
-        begun.append(async_op)
-        return Late(original, tensor) if async_op else original(tensor)
+    def all_reduce(tensor: torch.Tensor, group: Any = None, async_op: bool = False) -> Any:
+        assert async_op
+        arrived = tensor + 1
+        tensor.fill_(float("nan"))
+        return SimpleNamespace(wait=lambda: tensor.copy_(arrived))
 
     hooked = transfers._collective(all_reduce, True)
 
-    def side(value: float) -> Callable[[], float]:
-        def run() -> float:
-            total = torch.full((3,), value)
-            for _ in range(3):
-                hooked(total)
-                total = total / dist.get_world_size()
-            return float(total[0])
+    def side(value: float) -> float:
+        total = torch.tensor(value)
+        for _ in range(3):
+            hooked(total)
+        return total.item()
 
-        return run
-
-    assert ForwardBackwardOverlap([world()]).run(side(2.0), side(5.0)) == (2.0, 5.0)
-    assert begun == [True] * 6
+    overlap = ForwardBackwardOverlap([world()])
+    assert overlap.run(lambda: side(2.0), lambda: side(5.0)) == (5.0, 8.0)
+    assert overlap.hand_overs == [3, 3]
 
 
 @on_ranks(2)

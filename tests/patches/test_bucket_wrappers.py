@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 import torch
 
-from commfuse_npu.ops import BucketOptions
+from commfuse_npu.ops import LinearOptions
 from mindspeed_patches.data_parallel import BucketWrappers
 from mindspeed_patches.wrappers import LinearWrappers
 
@@ -39,7 +39,7 @@ def made() -> Any:
     """Wrappers, the object that counts their calls, mock exchanges and mock originals."""
     linears, exchanges, original = LinearWrappers(), mock.Mock(), mock.Mock()
     exchanges.reduce_scatter.return_value = exchanges.all_gather.return_value = exchanges
-    wrappers: Any = BucketWrappers(linears, BucketOptions())
+    wrappers: Any = BucketWrappers(linears, LinearOptions())
     wrappers._of = lambda name: exchanges
     for user in wrappers.users.values():
         user.transport = SimpleNamespace(size=2, group=GROUP)
@@ -122,7 +122,7 @@ def test_gradients_are_checked_before_they_leave(made, config, expected) -> None
 
 def test_without_the_distributed_optimizer_nobody_meets() -> None:
     # Without lanes for the exchange before a step.
-    wrappers = BucketWrappers(LinearWrappers(), BucketOptions())
+    wrappers = BucketWrappers(LinearWrappers(), LinearOptions())
     finished: list[Any] = []
     model = SimpleNamespace(ddp_config=SimpleNamespace(use_distributed_optimizer=False))
     wrappers.finish_grad_sync_wrapper(finished.append)(model)

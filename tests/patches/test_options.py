@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from commfuse_npu import Schedule
-from commfuse_npu.ops import BucketOptions
+from commfuse_npu.ops import LinearOptions
 from mindspeed_patches.feature import CommFuseFeature
 from mindspeed_patches.hccl_buffer import of_blocks, of_buckets, of_heads
 from mindspeed_patches.patching import PatchManager
@@ -36,8 +36,8 @@ SCHEDULE, OVER, FP32 = "linear.schedule", "data_parallel", torch.float32
 LIMITED = "wrappers._limited"
 
 
-def buckets(shape: Any, lanes: int, node_size: int | None = None) -> BucketOptions:
-    return BucketOptions(Schedule(shape, lanes=lanes, node_size=node_size))
+def buckets(shape: Any, lanes: int, node_size: int | None = None) -> LinearOptions:
+    return LinearOptions(Schedule(shape, lanes=lanes, node_size=node_size))
 
 
 CASES: list[tuple[str, dict[str, Any], int, dict[str, Any]]] = [

@@ -8,7 +8,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from commfuse_npu.ops import BucketOptions, Buckets
+from commfuse_npu.ops import Buckets, LinearOptions
 from commfuse_npu.runtime.collectives import all_gather_rows, reduce_scatter_rows
 from commfuse_npu.runtime.transport import Transport
 from tests.random_networks.case import Bucket, BucketRun, Form
@@ -54,7 +54,7 @@ def run_buckets(case: BucketRun, form: Form, link: Transport | None = None) -> F
                 raise AssertionError(f"bucket {place} is not completed after its wait")
 
         for place, (bucket, tensor) in enumerate(zip(case.buckets, tensors, strict=True)):
-            buckets = Buckets(link, BucketOptions(case.schedule, _wide(case, bucket)))
+            buckets = Buckets(link, LinearOptions(case.schedule, _wide(case, bucket)))
             if bucket.gather:
                 open_[place] = buckets.all_gather(tensor)
             else:

@@ -76,7 +76,6 @@ class Layer:
     main_grad: torch.dtype | None = None
     flag: bool = False
     recompute: Recompute = "no"
-    average: bool = True
     queries: int = 2
     keys: int = 2
     mask: str = "full"

@@ -14,7 +14,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as collectives
 from torch.nn.functional import linear
 
-from commfuse_npu.ops import LinearOptions, ShardedOptions
+from commfuse_npu.ops import LinearOptions
 from tests.attention_masks import attention
 
 Group = dist.ProcessGroup
@@ -96,8 +96,8 @@ def attention_all_to_all(
     return torch.cat(_swap(attended, group).chunk(group.size()), -1)
 
 
-def sharded_linear(x, weight_shard, bias=None, *, group: Group, options: ShardedOptions):
+def sharded_linear(x, weight_shard, bias=None, *, group: Group, options: LinearOptions):
     shard = weight_shard.view_as(weight_shard)
-    if shard.requires_grad and options.average:
+    if shard.requires_grad:
         shard.register_hook(lambda grad: grad / group.size())
     return linear(x, _gather(shard, group), bias)

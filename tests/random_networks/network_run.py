@@ -9,7 +9,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from commfuse_npu import ops
-from commfuse_npu.ops import LinearOptions, ShardedOptions
+from commfuse_npu.ops import LinearOptions
 from commfuse_npu.runtime.collective_transport import CollectiveTransport
 from commfuse_npu.runtime.transport import Transport
 from tests.attention_masks import mask_arguments, seen
@@ -90,11 +90,8 @@ class Call:
         layer = self.layer
         wide = torch.float32 if layer.wide else None
         keywords: dict[str, Any] = {}
-        if layer.op == "sharded_linear":
-            keywords["options"] = ShardedOptions(layer.schedule, wide, layer.average)
-        else:
-            main_grad = layer.main_grad is not None
-            keywords["options"] = LinearOptions(layer.schedule, wide, layer.wgrad, main_grad)
+        main_grad = layer.main_grad is not None
+        keywords["options"] = LinearOptions(layer.schedule, wide, layer.wgrad, main_grad)
         if layer.op in ATTENTION:
             keywords["scale"] = layer.scale
         if self.by_formula:

@@ -107,7 +107,7 @@ def _layers(
     if dtype != torch.float32:
         layer = replace(layer, wide=draw(st.booleans()))
     if op == "sharded_linear":
-        return replace(layer, average=draw(st.booleans()))
+        return layer
     if op in _TENSOR_PARALLEL:
         layer = replace(layer, wgrad=draw(st.sampled_from(("whole", "blocks"))))
     if layer.weight_grad and draw(_often()):

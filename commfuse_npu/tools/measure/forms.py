@@ -111,17 +111,19 @@ class TakingTurns(Form):
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
-        runs = AttentionRuns(q, k, v, causal=True, keep=True)
+        ctx.runs = AttentionRuns(causal=True)
+        ctx.runs.begin(q, k, v, keep=True)
         for run in _runs(q):
-            runs.forward(run)
-        tensors, ctx.state = runs.saved()
-        ctx.save_for_backward(*tensors)
-        return runs.attended
+            ctx.runs.forward(run)
+        attended, *others = ctx.runs.saved()
+        ctx.save_for_backward(attended, *others)
+        return attended
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        runs, grad = AttentionRuns.again(ctx.saved_tensors, ctx.state), grad.contiguous()
+        runs, grad = ctx.runs, grad.contiguous()
+        runs.resume(ctx.saved_tensors)
         for run in _runs(grad):
             runs.backward(grad[run], run)
         return runs.gradients()

@@ -1,11 +1,39 @@
-"""The pieces of packed documents that a run of queries attends to."""
+"""The schedules of the ops with attention, and the pieces of packed documents that a run sees."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 
 from commfuse_npu.kernels import Piece
-from commfuse_npu.ops import Documents
+from commfuse_npu.ops import Documents, LinearOptions
+from commfuse_npu.ops.attention_runs import options_for_attention
+from commfuse_npu.plan import Schedule
+from commfuse_npu.tuning import Tuning
+
+NODES = Schedule("two_level", node_size=2)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "costs_rise", "expected"),
+    [
+        (Schedule(chunks=2, taper=2.0), False, Schedule(chunks=2)),
+        (Schedule(chunks=2, taper=2.0), True, Schedule(chunks=2, causal=True)),
+        (Schedule("collective", chunks=3), True, Schedule(chunks=3, causal=True)),
+        (Schedule("collective"), False, Schedule()),
+        (NODES, True, NODES),
+    ],
+)
+def test_runs_of_queries_are_even_and_causal_blocks_in_their_order(
+    schedule: Schedule, costs_rise: bool, expected: Any
+) -> None:
+    assert options_for_attention(LinearOptions(schedule), costs_rise).schedule == expected
+
+
+def test_four_chunks_replace_tuning() -> None:
+    options = options_for_attention(LinearOptions(Schedule(chunks=2), tuning=Tuning()), False)
+    assert (options.schedule.chunks, options.tuning) == (4, None)
 
 
 @pytest.mark.parametrize(
@@ -16,6 +44,8 @@ from commfuse_npu.ops import Documents
          [(0, 0, 2, 0, 5), (0, 2, 3, 5, 6), (0, 3, 6, 6, 9)]),
         # Inside one document: keys from its beginning to the last query.
         (Documents([5, 6, 12], 12), (8, 10), (6, 10), [(0, 0, 2, 0, 4)]),
+        # From the end of one document to the beginning of another.
+        (Documents([5, 6, 12], 12), (5, 6), (5, 6), [(0, 0, 1, 0, 1)]),
         # Two samples: the keys of both begin at the earlier start of the two documents.
         (Documents([2, 8, 11, 16], 8, 2), (4, 6), (2, 6), [(0, 0, 2, 0, 4), (1, 0, 2, 1, 4)]),
         # Rows after the last end form a document; a repeated end counts once.
