@@ -180,7 +180,7 @@ def test_nobody_reads_what_is_under_way(rank: int) -> None:
         tensor.fill_(float("nan"))
         return SimpleNamespace(wait=lambda: tensor.copy_(arrived))
 
-    hooked = transfers._collective(all_reduce, True)
+    hooked = transfers.handing_over(all_reduce, True)
 
     def side(value: float) -> float:
         total = torch.tensor(value)

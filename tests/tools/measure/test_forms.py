@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from commfuse_npu.ops.weight import WeightGradient
 
 from commfuse_npu import tuning
 from commfuse_npu.config_file import find_config
 from commfuse_npu.kernels import cpu
+from commfuse_npu.ops.call import WeightGradient
 from commfuse_npu.tools.measure.baselines import Carrier
 from commfuse_npu.tools.measure.forms import TakingTurns, form_of
 from commfuse_npu.tools.measure.forms_worker import FormsWorker as Worker
