@@ -19,7 +19,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from commfuse_npu.kernels import gemm_into
 from commfuse_npu.overlap.transfers import handing_over
 from commfuse_npu.plan import split
 from commfuse_npu.plan.rules import Piece, column_backward
@@ -334,7 +333,7 @@ class Sliced(Blocking):
 
     def _product(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         product = self._carrier.take(a, a.shape[0], b.shape[1])
-        gemm_into(product, a, b)
+        self._kernels.gemm_into(product, a, b)
         return product
 
     def _runs(self, rows: int) -> list[slice]:
