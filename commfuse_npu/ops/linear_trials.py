@@ -36,7 +36,8 @@ def choose_schedules(
         trial: Any = kind(f"tuning {call.name}", transport, quiet, x, rows=x.shape[0])
         trial.schedule = trial.backward_schedule = schedule
         needed = half == "backward"
-        trial.needs, trial.weight, trial.saved = (needed, needed, False), weight, lambda: (x,)
+        trial.needs, trial.weight = (needed, needed, False), weight
+        trial.saved = lambda: (x.contiguous(),)  # as the forward saves it
         if half == "forward":
             return trial.forward(x, weight)
         return trial.backward(x.new_ones(rows, weight.shape[0]))

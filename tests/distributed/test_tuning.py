@@ -25,7 +25,8 @@ def _layer(
     """Output and gradients of a layer."""
     generator = torch.Generator().manual_seed(transport.rank)
     rows = ROWS if op is all_gather_linear else ROWS * transport.size
-    x = torch.randn(rows, INPUTS, generator=generator).requires_grad_()
+    # A part of the columns of a wider tensor: not contiguous.
+    x = torch.randn(rows, 2 * INPUTS, generator=generator)[:, :INPUTS].requires_grad_()
     weight = torch.randn(OUTPUTS, INPUTS, generator=generator).requires_grad_()
     y = op(x, weight, transport=transport, options=LinearOptions(schedule, tuning=tuning))
     return [y.detach(), *torch.autograd.grad(y, [x, weight], torch.ones_like(y))]
