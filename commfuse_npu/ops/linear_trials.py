@@ -23,8 +23,7 @@ def choose_schedules(
     A trial runs the whole half of the layer: the backward with the gradients of input and weight.
 
     Args:
-        x: the input, which is that of the trials, too.  They compute gradients from ones: drawing
-            numbers would change the random state of the training.
+        x: the input, also of the trials, in which the gradient of the output is all ones.
         rows: of the output.
     """
     transport: Any = call.transport
