@@ -73,6 +73,7 @@ def tuned(
     Raises:
         MismatchError, TransportError: see :meth:`Transport.begin`.
     """
+    schedule = transport.spec(schedule).schedule  # default lanes: at most those of the transport
     answers = decisions(transport)
     if (problem, schedule) in answers:
         return answers[problem, schedule]

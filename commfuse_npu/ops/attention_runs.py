@@ -256,8 +256,7 @@ def checked_attention(
         ValueError: shapes, dtypes or documents do not fit each other, or the sequence is not
             divisible.
     """
-    if not isinstance(transport, AnyTransport):
-        check_transport(name, transport)
+    check_transport(name, transport)
     check_attention(q, k, v)
     if not q.is_floating_point():
         raise TypeError(f"{name}: q is {q.dtype}; attention needs a floating-point dtype")

@@ -119,7 +119,7 @@ def all_gather_linear(
 
 
 class _AllGatherLinear(Call):
-    early: tuple[torch.Tensor, AnyRun] | None = None
+    early: tuple[torch.Tensor, Running] | None = None
     """The input and the running backward, if the row-parallel layer's backward began it."""
 
     over = False
@@ -151,12 +151,13 @@ class _AllGatherLinear(Call):
             return
         x = self.saved()[0].flatten(0, -2)
         running = self._begin_backward(x, x.shape[0])
+        assert isinstance(running, Running)  # as that of the row-parallel layer, its caller
         # With x, because saved() may be called only once.
         self.early = x, running
         _Pairs.of(self.transport).early.append(self)
         running.run(ahead=True, x=x)
 
-    def take_early(self) -> tuple[torch.Tensor, AnyRun] | None:
+    def take_early(self) -> tuple[torch.Tensor, Running] | None:
         """Return the early backward, if there is one, to the caller, who runs or drains it."""
         self.over = True
         early, self.early = self.early, None
@@ -170,7 +171,7 @@ class _AllGatherLinear(Call):
         if early is None:
             (x,) = self.saved()
             x = None if x is None else x.flatten(0, -2)
-            running = self._begin_backward(grad, grad.shape[0] // self.transport.size)
+            running: AnyRun = self._begin_backward(grad, grad.shape[0] // self.transport.size)
         else:
             x, running = early
         grad_x = grad.new_empty(shape) if self.needs[0] else None

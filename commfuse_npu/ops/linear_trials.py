@@ -23,8 +23,7 @@ def choose_schedules(
     A trial runs the whole half of the layer: the backward with the gradients of input and weight.
 
     Args:
-        x: the input, which is that of the trials, too.  They compute gradients from ones: drawing
-            numbers would change the random state of the training.
+        x: the input, also of the trials, in which the gradient of the output is all ones.
         rows: of the output.
     """
     transport: Any = call.transport
@@ -36,7 +35,8 @@ def choose_schedules(
         trial: Any = kind(f"tuning {call.name}", transport, quiet, x, rows=x.shape[0])
         trial.schedule = trial.backward_schedule = schedule
         needed = half == "backward"
-        trial.needs, trial.weight, trial.saved = (needed, needed, False), weight, lambda: (x,)
+        trial.needs, trial.weight = (needed, needed, False), weight
+        trial.saved = lambda: (x.contiguous(),)  # as the forward saves it
         if half == "forward":
             return trial.forward(x, weight)
         return trial.backward(x.new_ones(rows, weight.shape[0]))

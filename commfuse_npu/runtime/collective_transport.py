@@ -117,11 +117,10 @@ class CollectiveTransport:
 
 
 class CollectiveRun:
-    """An operation on collectives, with the interface of :class:`.executor.Running`.
+    """An operation on collectives; takes the place of a :class:`.executor.Running`.
 
-    ``run(ahead=True)`` keeps the tensors and starts nothing.  It executes the lines of its rule as
-    a :class:`~commfuse_npu.plan.rules.Carrier` of tensors.  It waits for an all-gather when its
-    result is read, and for a reduce-scatter at the end.
+    It executes the lines of its rule as a :class:`~commfuse_npu.plan.rules.Carrier` of tensors.  It
+    waits for an all-gather when its result is read, and for a reduce-scatter at the end.
     """
 
     def __init__(
@@ -148,14 +147,10 @@ class CollectiveRun:
     def run(
         self,
         works: Mapping[str, Work | None] | None = None,
-        *,
-        ahead: bool = False,
         **tensors: torch.Tensor | None,
     ) -> None:
-        """See :meth:`Running.run`."""
-        self._tensors |= {name: tensor for name, tensor in tensors.items() if tensor is not None}
-        if ahead:
-            return
+        """See :meth:`Running.run`; nothing runs ahead."""
+        self._tensors = {name: tensor for name, tensor in tensors.items() if tensor is not None}
         self._works = {name: work for name, work in (works or {}).items() if work is not None}
         with _RecordFunctionFast(f"CommFuse: {self.name}"):
             self.program.rule.lines(self, *self.program.arguments)
@@ -163,9 +158,6 @@ class CollectiveRun:
                 self._read(result)
             for into, total in self._sums:
                 into.copy_(total)
-
-    def drain(self, **tensors: torch.Tensor) -> None:
-        """Do nothing: nothing was started."""
 
     def _begun(self, begun: Begun) -> torch.Tensor:
         self._under_way[id(begun[0])] = begun

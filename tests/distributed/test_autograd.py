@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.weak import TensorWeakRef
 
 from commfuse_npu import ops
 from tests.distributed.ranks import on_ranks
@@ -53,6 +55,23 @@ def changed_weight(rank: int, op: str) -> None:
     assert not differences(run_case(case, "fused"), run_case(case, "plain"))
 
 
+def swapped(rank: int, op: str) -> None:
+    """What hooks move elsewhere, as activation swapping does, is kept nowhere else."""
+    case, saved = one_layer(op, 2), list[TensorWeakRef]()
+    call, x = Call(case), input_of(case)
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        saved.append(TensorWeakRef(tensor))
+        return tensor.clone()
+
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
+        y = call(x)
+    kept = [tensor for tensor in (ref() for ref in saved) if tensor is not None]
+    assert all(tensor.is_leaf and tensor.requires_grad for tensor in kept), op
+    (grad,), (expected,) = (torch.autograd.grad(z.sum(), x) for z in (y, call(x)))
+    assert torch.equal(grad, expected)
+
+
 def under_autocast(rank: int, op: str) -> None:
     """fp32 tensors are computed in bf16, as by torch; gradients have the dtype of their tensors."""
     case = one_layer(op, 2)
@@ -69,6 +88,7 @@ def under_autocast(rank: int, op: str) -> None:
 CHECKS: dict[Callable[[int, str], None], Any] = {
     twice: OPS,
     changed_weight: WEIGHTED,
+    swapped: OPS,
     under_autocast: OPS,
 }
 

@@ -141,7 +141,7 @@ def test_threads_take_turns_with_buckets_under_way(rank: int, batched: bool) -> 
 @pytest.mark.parametrize("batched", [False, True], ids=["eager", "batched"])
 @on_ranks(3)
 def test_a_start_needs_nobody_else(rank: int, batched: bool) -> None:
-    """More exchanges than a digest interval start before the other ranks begin any."""
+    """One rank starts many exchanges before the others begin any."""
     buckets = Buckets(transport(batched), LinearOptions(Schedule(chunks=3)))
     exchanges = buckets.reduce_scatter, buckets.all_gather
     with mock.patch(SCRATCH, 0):
@@ -164,10 +164,11 @@ def test_a_start_needs_nobody_else(rank: int, batched: bool) -> None:
             assert (shard(tensor, 3, rank) == 3).all()
 
 
+@pytest.mark.parametrize("batched", [False, True], ids=["eager", "batched"])
 @on_ranks(2)
-def test_a_batch_is_posted_after_those_of_earlier_buckets(rank: int) -> None:
+def test_a_bucket_is_posted_after_earlier_ones(rank: int, batched: bool) -> None:
     """The first bucket has memory for one of its three pieces."""
-    buckets = Buckets(transport(True), LinearOptions(Schedule(lanes=1, chunks=3)))
+    buckets = Buckets(transport(batched), LinearOptions(Schedule(lanes=1, chunks=3)))
     with mock.patch(SCRATCH, 0):
         first, second = (buckets.reduce_scatter(torch.ones(12)) for _ in range(2))
     assert not first.running.all_posted

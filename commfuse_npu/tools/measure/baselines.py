@@ -203,11 +203,9 @@ class Blocking(CollectiveRun):
     def run(
         self,
         works: Mapping[str, Work | None] | None = None,
-        *,
-        ahead: bool = False,
         **tensors: torch.Tensor | None,
     ) -> None:
-        super().run(works, ahead=ahead, **tensors)
+        super().run(works, **tensors)
         self._carrier.release(*self._taken)
 
     def all_gather(self, shard: torch.Tensor, *, out: str | None = None) -> torch.Tensor:
