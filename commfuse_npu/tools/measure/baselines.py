@@ -263,6 +263,12 @@ class MegatronOrder(Blocking):
     def overlaps(self) -> bool:
         return self.program.rule is column_backward
 
+    def reduce_scatter(self, whole: torch.Tensor, *, out: str, finish: bool = False) -> None:
+        # Megatron waits for its gather before it starts to scatter.
+        for gathered, _ in list(self._under_way.values()):
+            self._read(gathered)
+        super().reduce_scatter(whole, out=out, finish=finish)
+
 
 class Sliced(Blocking):
     """The rows in slices, with a smaller collective per slice, pipelined with the GEMMs.

@@ -172,7 +172,7 @@ class _Run:
         if options.launch is not None:
             self._launched = launches(options.launch, options.device, options.ranks, scratch)
         if options.base is not None:
-            find_config(options.base, "hardware")
+            Hardware.load(find_config(options.base, "hardware"))
         facts = {"version": __version__, "device": options.device, "ranks": options.ranks}
         facts |= {"config": options.config, "rows": self._scale.rows}
         facts |= {layer: list(shape) for layer, shape in self._scale.layers().items()}

@@ -122,10 +122,12 @@ class Folder:
 
 
 def _check(name: str, step: Any) -> None:
-    """Raise a ValueError if a result is not an object, or has times that are no times."""
+    """Raise a ValueError if a result is not an object, or has times that are not measured."""
     if not isinstance(step, dict):
         raise ValueError(f"{name} is {step!r}, not an object")
-    for row in step.get("times", ()):
+    if not isinstance(rows := step.get("times", []), list):
+        raise ValueError(f"{name} has the times {rows!r}, not a list")
+    for row in rows:
         seconds = row.get("seconds") if isinstance(row, dict) else None
         if not isinstance(seconds, list) or not seconds or not all(map(_is_time, seconds)):
             raise ValueError(f"a row of {name} has the seconds {seconds!r}, not numbers above 0")

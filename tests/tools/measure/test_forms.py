@@ -153,7 +153,7 @@ class _Recorded(Carrier):
          "gather, gather is there, gemm 8, scatter, scatter is there, wgrad"),
         ("megatron", "column",
          "gather, gather is there, gemm 8; "
-         "gather, gemm 8, scatter, gather is there, wgrad, scatter is there"),
+         "gather, gemm 8, gather is there, scatter, wgrad, scatter is there"),
         ("megatron", "row",
          "gemm 8, scatter, scatter is there; gather, gather is there, gemm 8, wgrad"),
         ("slices-2", "column",
