@@ -141,6 +141,9 @@ def test_what_a_command_line_leaves_out_is_what_megatron_takes() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
+        ({"num_layers": ..., "num_layer": 3}, "unknown option 'num_layer'; did you mean num_layer"),
+        ({"pretrain_option": "--bf16"}, "unknown option 'pretrain_option'; did you mean pretrain_"),
+        ({"commfuse_chunk": 2}, "unknown: --commfuse-chunk; did you mean --commfuse-chunks?"),
         ({"sequence_parallel": "yes"}, "sequence_parallel: 'yes' is not true or false"),
         ({"num_layers": 3.5}, "num_layers: 3.5 is not a whole number from 1"),
         ({"num_layers": True}, "num_layers: True is not a whole number from 1"),
