@@ -286,7 +286,8 @@ def _from_yaml(path: Path) -> dict[str, Any]:
         if name in _KINDS:
             values[name] = _converted(name, value, f"{path}: {name}")
         elif value is not False and value is not None:
-            passed += [_option(str(name)), *([] if value is True else [str(value)])]
+            parts = [] if value is True else value if isinstance(value, list) else [value]
+            passed += [_option(str(name)), *map(str, parts)]
     if why := unknown_option(passed):
         raise ConfigError(f"{path}: {why}")
     values["pretrain_options"] = (*passed, *values["pretrain_options"])

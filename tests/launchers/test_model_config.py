@@ -165,12 +165,13 @@ def test_a_bad_file_is_explained(tmp_path, change, message) -> None:
 def test_other_keys_of_a_file_are_passed_on(tmp_path: Path) -> None:
     text = (CONFIGS / "llama3_8b.yaml").read_text("utf-8")
     path = tmp_path / "more.yaml"
-    path.write_text(f"{text}\nseed: 0\nfp16: false\nsave: null\npretrain_options: --fp8 hybrid")
+    more = "seed: 0\ndata_path: [1, a]\nfp16: false\nsave: null\npretrain_options: --fp8 hybrid"
+    path.write_text(f"{text}\n{more}", "utf-8")
     words = " ".join(ModelConfig.load(path).pretrain_options)
     assert words.startswith(
         "--rotary-base 500000 --norm-epsilon 1e-05 --init-method-std 0.01 --bf16"
     )
-    assert words.endswith(" --adam-beta2 0.95 --seed 0 --fp8 hybrid")
+    assert words.endswith(" --adam-beta2 0.95 --seed 0 --data-path 1 a --fp8 hybrid")
 
 
 def test_a_launcher_needs_no_torch(tmp_path: Path) -> None:
