@@ -57,7 +57,7 @@ case " ${GPT_ARGS[*]} $* " in
         DATA_ARGS+=(--tokenizer-name-or-path "${TOKENIZER_MODEL:?set it to the folder of the tokenizer}") ;;
     *) DATA_ARGS+=(--tokenizer-model "${TOKENIZER_MODEL:?set it to the file of the tokenizer}") ;;
 esac
-case " $* " in
+case " ${GPT_ARGS[*]} $* " in
     *" --mock-data "* | *" --data-path"* | *" --train-data-path"*) ;;
     *)
         needed="set it to the prefix of the preprocessed data, or pass --mock-data"

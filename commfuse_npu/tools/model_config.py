@@ -18,6 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from commfuse_npu.config_file import ConfigError, find_config, read_config
+from commfuse_npu.did_you_mean import did_you_mean
+from commfuse_npu.options import unknown_option
 from commfuse_npu.plan import block_rows
 from commfuse_npu.tools.layout_problems import problems
 
@@ -270,7 +272,12 @@ def _from_yaml(path: Path) -> dict[str, Any]:
         raise ConfigError(
             f"{path} describes a machine; give it as --hardware, and a model's file here"
         )
-    missing = [name for name, kind in _KINDS.items() if name not in content and kind != _WORDS]
+    absent = [name for name in _KINDS if name not in content]
+    for key in content:
+        # Other options of pretrain_gpt.py, as moe_ffn_hidden_size, are less similar.
+        if key not in _KINDS and (near := did_you_mean(str(key), absent, 0.9)):
+            raise ConfigError(f"{path}: unknown option {key!r}{near}")
+    missing = [name for name in absent if _KINDS[name] != _WORDS]
     if missing:
         raise ConfigError(f"{path}: {', '.join(missing)} missing; every option has to be there")
     values: dict[str, Any] = {"pretrain_options": ()}
@@ -279,7 +286,10 @@ def _from_yaml(path: Path) -> dict[str, Any]:
         if name in _KINDS:
             values[name] = _converted(name, value, f"{path}: {name}")
         elif value is not False and value is not None:
-            passed += [_option(str(name)), *([] if value is True else [str(value)])]
+            parts = [] if value is True else value if isinstance(value, list) else [value]
+            passed += [_option(str(name)), *map(str, parts)]
+    if why := unknown_option(passed):
+        raise ConfigError(f"{path}: {why}")
     values["pretrain_options"] = (*passed, *values["pretrain_options"])
     return values
 

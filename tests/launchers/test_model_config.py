@@ -141,6 +141,9 @@ def test_what_a_command_line_leaves_out_is_what_megatron_takes() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
+        ({"num_layers": ..., "num_layer": 3}, "unknown option 'num_layer'; did you mean num_layer"),
+        ({"pretrain_option": "--bf16"}, "unknown option 'pretrain_option'; did you mean pretrain_"),
+        ({"commfuse_chunk": 2}, "unknown: --commfuse-chunk; did you mean --commfuse-chunks?"),
         ({"sequence_parallel": "yes"}, "sequence_parallel: 'yes' is not true or false"),
         ({"num_layers": 3.5}, "num_layers: 3.5 is not a whole number from 1"),
         ({"num_layers": True}, "num_layers: True is not a whole number from 1"),
@@ -162,12 +165,13 @@ def test_a_bad_file_is_explained(tmp_path, change, message) -> None:
 def test_other_keys_of_a_file_are_passed_on(tmp_path: Path) -> None:
     text = (CONFIGS / "llama3_8b.yaml").read_text("utf-8")
     path = tmp_path / "more.yaml"
-    path.write_text(f"{text}\nseed: 0\nfp16: false\nsave: null\npretrain_options: --fp8 hybrid")
+    more = "seed: 0\ndata_path: [1, a]\nfp16: false\nsave: null\npretrain_options: --fp8 hybrid"
+    path.write_text(f"{text}\n{more}", "utf-8")
     words = " ".join(ModelConfig.load(path).pretrain_options)
     assert words.startswith(
         "--rotary-base 500000 --norm-epsilon 1e-05 --init-method-std 0.01 --bf16"
     )
-    assert words.endswith(" --adam-beta2 0.95 --seed 0 --fp8 hybrid")
+    assert words.endswith(" --adam-beta2 0.95 --seed 0 --data-path 1 a --fp8 hybrid")
 
 
 def test_a_launcher_needs_no_torch(tmp_path: Path) -> None:

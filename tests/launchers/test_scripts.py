@@ -93,7 +93,7 @@ def written(folder: Path, **changes: object) -> str:
 
 def test_a_written_configuration_takes_the_place_of_the_models(tmp_path: Path) -> None:
     options = ("--use-commfuse", "--commfuse-lanes", "3")
-    more = ("--overlap-grad-reduce", "--recompute-granularity", "full")
+    more = ("--mock-data", "--overlap-grad-reduce", "--recompute-granularity", "full")
     layout = {"tensor_model_parallel_size": 4, "nnodes": 2}
     file = written(tmp_path, pretrain_options=more, commfuse_options=options, **layout)
     words = dry_run("llama2_7b", "--commfuse-chunks", "2", CONFIG=file)
@@ -101,6 +101,7 @@ def test_a_written_configuration_takes_the_place_of_the_models(tmp_path: Path) -
     assert value(words, "--nnodes") == "2"
     assert value(words, "--seq-length") == "8192"
     assert value(words, "--recompute-granularity") == "full"
+    assert "--data-path" not in words
     at = words.index("--use-commfuse")
     assert words[at : at + 3] == [*options]
     plain = dry_run("--lr=1e-5", CONFIG=file, USE_COMMFUSE="0")

@@ -91,11 +91,12 @@ def _launch_of(command: Command) -> Launch | None:
 def _torchrun(words: Sequence[str]) -> tuple[list[str], int | None, int | None]:
     """The words after torchrun's own options, the number of nodes and of processes on each."""
     place = next((i for i, w in enumerate(words) if w == "-m" or w.endswith(".py")), len(words))
-    options = Options(w.replace("_", "-") if w.startswith("--") else w for w in words[:place])
+    own = (w.replace("_", "-") if w.startswith("--") else w for w in words[:place])
+    options = Options(["--torchrun", *own])  # short options, as -t 3, may come first
 
     def number(option: str) -> int | None:
         # A range of nodes, MIN:MAX, counts as its maximum.
-        text = (options.text(option) or "1").rpartition(":")[2]
+        text = (options.values(option) or ["1"])[0].rpartition(":")[2]
         if text in _COUNTED_BY_TORCHRUN:
             return None
         if not text.isdecimal() or not 0 < int(text[:9]) <= _MOST_PROCESSES:
