@@ -57,10 +57,12 @@ def counter_examples(programs: Sequence[Program]) -> list[str]:
     faults += [fault for program in programs for fault in _order(program)]
     if faults:
         return faults[:_MOST_FAULTS]
-    for program, outcome, state in zip(
-        programs, outcomes, execute(programs, memories, contents), strict=True
-    ):
-        faults += state.faults or outcome_faults(program, outcome, state, contents)
+    executions = execute(programs, memories, contents)
+    faults = [fault for execution in executions for fault in execution.faults]
+    # Ranks that wait for data of a faulty one stop, too.
+    if not faults:
+        for of_rank in zip(programs, outcomes, executions, strict=True):
+            faults += outcome_faults(*of_rank, contents)
     return faults[:_MOST_FAULTS]
 
 

@@ -209,7 +209,7 @@ FAULTS: dict[str, tuple[Group, Callable[[Group], Group], str]] = {
     ),
     "columns that do not fit": (
         scatter(chunks=2), change(Compute, ins=lambda ins: (ins[0], ins[1]._replace(columns=None))),
-        "the columns of its matrices do not fit",
+        "the columns of its matrices do not fit$",  # and nothing about the ranks that wait for it
     ),
     "a run of other rows": (
         group(*USED), change(Compute, 1, run=lambda run: slice(2, 4)),
