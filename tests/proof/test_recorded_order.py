@@ -83,6 +83,8 @@ def test_files_that_are_whole_and_those_that_are_not(tmp_path, judged) -> None:
         ([HEADER, "9" * 5000], "line 2: ValueError: Exceeds the limit"),
         ([HEADER, "[" * 100_000], "line 2: RecursionError: .*depth"),
         ([HEADER, ["transport", 0, [0, 1], True]], "line 2: .*rank 0 of 1 has no such group"),
+        ([HEADER, ["transport", 0, [0, 0], True]], "line 2: .*rank 0 of 1 has no such group"),
+        ([HEADER, ["thread", "main"]], "line 2: ValueError: this is no event"),
         ([HEADER, TRANSPORT, BEGIN, BEGIN], "line 4: ValueError: slot 0 is in use"),
         ([HEADER, TRANSPORT, ["issue", 0, 0, {"name": "all"}]], "line 3: KeyError: 'kind'"),
         ([HEADER, ["dance", 1]], "line 2: ValueError: this is no event: .*dance"),
