@@ -64,6 +64,10 @@ def test_files_that_are_whole_and_those_that_are_not(tmp_path, judged) -> None:
     assert "proved: 1 ranks, 1 operations" in judged(0, folder)
     write(tmp_path, *lines[:-3])
     assert "the file of rank 0 ends before its process did" in judged(2)
+    write(tmp_path, HEADER, TRANSPORT, BEGIN, ["fail", 0, "rank 1 is gone"], ["end"])
+    out = judged(2)
+    assert "a transport of rank 0 broke: rank 1 is gone" in out
+    assert "rank 0 came to its end with 1 operations under way" in out
     write(tmp_path, HEADER, TRANSPORT, ["end"])
     assert "recorded no operation: there is nothing to prove" in judged(2)
     write(tmp_path, ["log", VERSION, 0, 3])
@@ -177,6 +181,11 @@ def test_a_deadlock_is_one_though_the_files_just_end(tmp_path, judged) -> None:
     # A rank that was in neither a wait nor a post may have continued.
     two_ranks(tmp_path, first, second[:-2], whole=False)
     assert "and nothing more is known of rank 1" in judged(2)
+    with (tmp_path / "rank_00001.jsonl").open("a") as file:
+        file.write('["end"]\n')
+    out = judged(1)
+    assert "and rank 1 has nothing more to do" in out
+    assert "rank 1 lacks operation 0 (op) of the group of ranks 0, 1, which rank 0 has" in out
 
 
 def test_what_repeats_itself_is_judged_once(tmp_path, monkeypatch, judged) -> None:
