@@ -173,6 +173,32 @@ def test_threads_do_not_wait_for_each_other(tmp_path, judged, threads: bool) -> 
     judged(1)
 
 
+def test_threads_post_in_the_order_of_the_log(tmp_path, judged) -> None:
+    first, second, third = ([["begin", n, 0, PROGRAM], ["at", n, 0]] for n in range(3))
+    ends = [event for n in range(3) for event in (["at", n, 2], ["finish", n])]
+    threads = [*first, ["thread", 1], *second, ["thread", 0], *third, *ends]
+    two_ranks(tmp_path, threads, [*first, *second, *third, *ends])
+    judged(0)
+
+
+def test_a_bucket_is_not_held_by_those_of_another_group(tmp_path, judged) -> None:
+    events = [["begin", slot, slot, PROGRAM] for slot in range(2)]
+    events += [[*event, at] for at in (0, 2) for event in (["at", 1], ["at", 0])]
+    events += [["finish", 1], ["finish", 0]]
+    two_ranks(tmp_path, events, events)
+    judged(0)
+
+
+def test_ranks_meet_at_the_same_places(tmp_path, judged) -> None:
+    here, there = ([*ONCE, ["meet", 0, place]] for place in ("here", "there"))
+    two_ranks(tmp_path, here, here)
+    judged(0)
+    two_ranks(tmp_path, here, there)
+    assert "place here on rank 0, there on rank 1" in judged(1)
+    two_ranks(tmp_path, here, ONCE)
+    assert "rank 0 waits for rank 1 to come to here" in judged(1)
+
+
 def test_a_deadlock_is_one_though_the_files_just_end(tmp_path, judged) -> None:
     """Both ranks were killed in their waits for each other."""
     first, second = ([["begin", 0, n, PROGRAM], ["at", 0, 0], ["at", 0, 2]] for n in range(2))
@@ -273,6 +299,7 @@ A_ENDS, B_ENDS = ("a", "finish"), ("b", "finish")
 LATE = steps(A_BEGUN, B_BEGUN, A_ENDS, B_ENDS)
 IN_LINE = steps(A_BEGUN, ("b", "begin"), A_ENDS, B_BEGUN, B_ENDS)
 EARLY = steps(A_BEGUN, A_ENDS, B_BEGUN, B_ENDS)
+LATE_USE, EARLY_USE = ([*part[:3], *steps(("use", "finish")), part[3]] for part in (LATE, EARLY))
 WRONG = steps(("a", "begin"), B_ENDS, A_ENDS)
 AWAITED = [
     steps(("gather", "begin"), ("second", "begin"), (first, "finish"), (last, "finish"))
@@ -305,6 +332,7 @@ BOTH = (False, True)
     [
         # On gloo buckets post immediately, on HCCL one after the other.
         (False, (LATE, EARLY, LATE), 6),
+        (False, (LATE_USE, EARLY_USE, LATE_USE), 9),
         (True, (IN_LINE, EARLY, IN_LINE), 6),
         (False, (AHEAD, AHEAD), 4),
         *((batched, (CHUNKS,) * 3, 18) for batched in BOTH),
