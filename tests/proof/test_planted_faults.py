@@ -184,6 +184,13 @@ FAULTS: dict[str, tuple[Group, Callable[[Group], Group], str]] = {
     "memory used again while the other stream adds": (
         scatter(chunks=4), after_the_third_gemm(WaitEvent, 0), "it races with rank 0, instruct",
     ),
+    "the side stream before the rest of the device": (
+        group("column_backward", 2, 2, 3, True, True), drop(WaitEvent),
+        "the side stream does not wait for what came before",
+    ),
+    "an end before the side stream's": (
+        scatter(chunks=4), drop(WaitEvent, -1), "rank 0 ends without waiting for the side stream",
+    ),
     "memory used again before it is added": (
         scatter(chunks=4), added_too_late, "it reads rows of product 0 that hold nothing",
     ),
