@@ -188,6 +188,10 @@ FAULTS: dict[str, tuple[Group, Callable[[Group], Group], str]] = {
         group("column_backward", 2, 2, 3, True, True), drop(WaitEvent),
         "the side stream does not wait for what came before",
     ),
+    "a read of what the other stream writes": (
+        group("gather_gemm", 4, 2, 3, "whole", 2, chunks=2), drop(WaitEvent, -1),
+        r"wgrad.* it races with rank 0, instruction 18 \(aside: whole",
+    ),
     "an end before the side stream's": (
         scatter(chunks=4), drop(WaitEvent, -1), "rank 0 ends without waiting for the side stream",
     ),
