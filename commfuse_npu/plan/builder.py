@@ -243,7 +243,7 @@ class Builder:
                 continue
             if two_streams:
                 latest = max((*chain(*other.conflicts(reads, writes)), other.ahead_end))
-                if latest >= stream.known or stream.known < 0:
+                if latest >= stream.known:
                     stream.known = latest + 1
                     event = events.setdefault(stream.known, len(events))
                     ordered.append(WaitEvent(event, on_side))

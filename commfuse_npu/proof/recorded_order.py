@@ -31,7 +31,7 @@ _MOST_KNOWN = 100_000
 _MOST_SHOWN = 300
 _ALL = 1 << 62
 
-_INVALID = (KeyError, TypeError, ValueError, IndexError, RecursionError)
+_INVALID = (LookupError, TypeError, ValueError, ArithmeticError, RecursionError)
 """What an invalid line may raise."""
 
 _IN_LINE = {"bucket_scatter", "bucket_gather"}
@@ -190,13 +190,14 @@ class RankLog:
             case [("begin" | "issue") as verb, slot, transport, facts]:
                 return verb, slot, self._begun(verb, transport, facts)
             case ["transport" as verb, number, ranks, batched]:
-                if not {self.rank} <= {*ranks} <= {*range(self.size)}:
+                members = {*ranks}
+                if len(members) < len(ranks) or not {self.rank} <= members <= {*range(self.size)}:
                     raise ValueError(f"rank {self.rank} of {self.size} has no such group")
                 self._transports[number] = Group(number, tuple(ranks)), batched
                 return verb, number, None
             case [("meet" | "fail" | "at") as verb, number, what]:
                 return verb, number, what
-            case [("finish" | "await" | "close" | "thread") as verb, number]:
+            case [("finish" | "await" | "close" | "thread") as verb, int(number)]:
                 return verb, number, None
             case ["end" as verb]:
                 return verb, 0, None

@@ -72,10 +72,9 @@ def verify_logs(paths: Iterable[Path]) -> Verdict:
     with _opened(paths) as logs:
         verdict, links, judged = Verdict(len(logs)), set[_Link](), set[tuple[bytes, ...]]()
         for _ in _read_to_cuts(logs):
-            ended = all(log.ended and not log.slots for log in logs)
-            whole = ended or not any(log.over for log in logs)
+            whole = all(log.ended for log in logs) or not any(log.over for log in logs)
             part = tuple(log.lines.digest() for log in logs)
-            if not whole or part not in judged:
+            if part not in judged:
                 _hold_together(logs, whole, links, verdict)
                 judged.add(part)
             verdict.operations += sum(log.operations for log in logs)
@@ -102,7 +101,7 @@ def _hold_together(
     # A rank that blocks with open links also blocks with closed ones.
     stuck.append(_stuck(ranks, "hccl", links, whole))
     ends = [end for end in stuck if end is not None]
-    certain = [end for end in ends if end.certain or whole]
+    certain = [end for end in ends if end.certain]
     if certain:
         faults.insert(0, certain[0].text)
     elif ends:

@@ -184,6 +184,17 @@ FAULTS: dict[str, tuple[Group, Callable[[Group], Group], str]] = {
     "memory used again while the other stream adds": (
         scatter(chunks=4), after_the_third_gemm(WaitEvent, 0), "it races with rank 0, instruct",
     ),
+    "the side stream before the rest of the device": (
+        group("column_backward", 2, 2, 3, True, True), drop(WaitEvent),
+        "the side stream does not wait for what came before",
+    ),
+    "a read of what the other stream writes": (
+        group("gather_gemm", 4, 2, 3, "whole", 2, chunks=2), drop(WaitEvent, -1),
+        r"wgrad.* it races with rank 0, instruction 18 \(aside: whole",
+    ),
+    "an end before the side stream's": (
+        scatter(chunks=4), drop(WaitEvent, -1), "rank 0 ends without waiting for the side stream",
+    ),
     "memory used again before it is added": (
         scatter(chunks=4), added_too_late, "it reads rows of product 0 that hold nothing",
     ),
@@ -209,7 +220,7 @@ FAULTS: dict[str, tuple[Group, Callable[[Group], Group], str]] = {
     ),
     "columns that do not fit": (
         scatter(chunks=2), change(Compute, ins=lambda ins: (ins[0], ins[1]._replace(columns=None))),
-        "the columns of its matrices do not fit",
+        "the columns of its matrices do not fit$",  # and nothing about the ranks that wait for it
     ),
     "a run of other rows": (
         group(*USED), change(Compute, 1, run=lambda run: slice(2, 4)),

@@ -64,6 +64,10 @@ def test_files_that_are_whole_and_those_that_are_not(tmp_path, judged) -> None:
     assert "proved: 1 ranks, 1 operations" in judged(0, folder)
     write(tmp_path, *lines[:-3])
     assert "the file of rank 0 ends before its process did" in judged(2)
+    write(tmp_path, HEADER, TRANSPORT, BEGIN, ["fail", 0, "rank 1 is gone"], ["end"])
+    out = judged(2)
+    assert "a transport of rank 0 broke: rank 1 is gone" in out
+    assert "rank 0 came to its end with 1 operations under way" in out
     write(tmp_path, HEADER, TRANSPORT, ["end"])
     assert "recorded no operation: there is nothing to prove" in judged(2)
     write(tmp_path, ["log", VERSION, 0, 3])
@@ -83,6 +87,8 @@ def test_files_that_are_whole_and_those_that_are_not(tmp_path, judged) -> None:
         ([HEADER, "9" * 5000], "line 2: ValueError: Exceeds the limit"),
         ([HEADER, "[" * 100_000], "line 2: RecursionError: .*depth"),
         ([HEADER, ["transport", 0, [0, 1], True]], "line 2: .*rank 0 of 1 has no such group"),
+        ([HEADER, ["transport", 0, [0, 0], True]], "line 2: .*rank 0 of 1 has no such group"),
+        ([HEADER, ["thread", "main"]], "line 2: ValueError: this is no event"),
         ([HEADER, TRANSPORT, BEGIN, BEGIN], "line 4: ValueError: slot 0 is in use"),
         ([HEADER, TRANSPORT, ["issue", 0, 0, {"name": "all"}]], "line 3: KeyError: 'kind'"),
         ([HEADER, ["dance", 1]], "line 2: ValueError: this is no event: .*dance"),
@@ -167,6 +173,32 @@ def test_threads_do_not_wait_for_each_other(tmp_path, judged, threads: bool) -> 
     judged(1)
 
 
+def test_threads_post_in_the_order_of_the_log(tmp_path, judged) -> None:
+    first, second, third = ([["begin", n, 0, PROGRAM], ["at", n, 0]] for n in range(3))
+    ends = [event for n in range(3) for event in (["at", n, 2], ["finish", n])]
+    threads = [*first, ["thread", 1], *second, ["thread", 0], *third, *ends]
+    two_ranks(tmp_path, threads, [*first, *second, *third, *ends])
+    judged(0)
+
+
+def test_a_bucket_is_not_held_by_those_of_another_group(tmp_path, judged) -> None:
+    events = [["begin", slot, slot, PROGRAM] for slot in range(2)]
+    events += [[*event, at] for at in (0, 2) for event in (["at", 1], ["at", 0])]
+    events += [["finish", 1], ["finish", 0]]
+    two_ranks(tmp_path, events, events)
+    judged(0)
+
+
+def test_ranks_meet_at_the_same_places(tmp_path, judged) -> None:
+    here, there = ([*ONCE, ["meet", 0, place]] for place in ("here", "there"))
+    two_ranks(tmp_path, here, here)
+    judged(0)
+    two_ranks(tmp_path, here, there)
+    assert "place here on rank 0, there on rank 1" in judged(1)
+    two_ranks(tmp_path, here, ONCE)
+    assert "rank 0 waits for rank 1 to come to here" in judged(1)
+
+
 def test_a_deadlock_is_one_though_the_files_just_end(tmp_path, judged) -> None:
     """Both ranks were killed in their waits for each other."""
     first, second = ([["begin", 0, n, PROGRAM], ["at", 0, 0], ["at", 0, 2]] for n in range(2))
@@ -175,6 +207,11 @@ def test_a_deadlock_is_one_though_the_files_just_end(tmp_path, judged) -> None:
     # A rank that was in neither a wait nor a post may have continued.
     two_ranks(tmp_path, first, second[:-2], whole=False)
     assert "and nothing more is known of rank 1" in judged(2)
+    with (tmp_path / "rank_00001.jsonl").open("a") as file:
+        file.write('["end"]\n')
+    out = judged(1)
+    assert "and rank 1 has nothing more to do" in out
+    assert "rank 1 lacks operation 0 (op) of the group of ranks 0, 1, which rank 0 has" in out
 
 
 def test_what_repeats_itself_is_judged_once(tmp_path, monkeypatch, judged) -> None:
@@ -262,6 +299,7 @@ A_ENDS, B_ENDS = ("a", "finish"), ("b", "finish")
 LATE = steps(A_BEGUN, B_BEGUN, A_ENDS, B_ENDS)
 IN_LINE = steps(A_BEGUN, ("b", "begin"), A_ENDS, B_BEGUN, B_ENDS)
 EARLY = steps(A_BEGUN, A_ENDS, B_BEGUN, B_ENDS)
+LATE_USE, EARLY_USE = ([*part[:3], *steps(("use", "finish")), part[3]] for part in (LATE, EARLY))
 WRONG = steps(("a", "begin"), B_ENDS, A_ENDS)
 AWAITED = [
     steps(("gather", "begin"), ("second", "begin"), (first, "finish"), (last, "finish"))
@@ -294,6 +332,7 @@ BOTH = (False, True)
     [
         # On gloo buckets post immediately, on HCCL one after the other.
         (False, (LATE, EARLY, LATE), 6),
+        (False, (LATE_USE, EARLY_USE, LATE_USE), 9),
         (True, (IN_LINE, EARLY, IN_LINE), 6),
         (False, (AHEAD, AHEAD), 4),
         *((batched, (CHUNKS,) * 3, 18) for batched in BOTH),

@@ -74,3 +74,32 @@ def test_threads_of_a_rank_post_in_the_order_of_the_log() -> None:
     scripts = [Script(GROUP.ranks[0], [post(0, 1, number)]) for number in (1, 0)]
     scripts.append(Script(GROUP.ranks[1], [post(1, 0, number) for number in (0, 1)]))
     assert Rendezvous(scripts).simulate() is None
+
+
+def test_a_lane_goes_on_to_a_batch_whose_peer_already_waits() -> None:
+    """Rank 0 completes three batches on a lane, one after the other, once rank 1 has posted."""
+    group = Group("four", (0, 1, 2, 3))
+    swaps = {2: [(2, 0)], 3: [(3, 0)], 0: [(0, 1), (0, 2), (0, 3)], 1: [(1, 0)]}
+    scripts = [
+        Script(rank, [swap(*pair, 0, max(pair))._replace(group=group) for pair in pairs])
+        for rank, pairs in swaps.items()
+    ]
+    assert Rendezvous(scripts).simulate() is None
+
+
+def test_a_post_that_nobody_waits_for_has_to_complete() -> None:
+    assert str(simulate([swap(0, 1, 0)], [], [])).startswith(
+        "deadlock (warm): rank 10 waits on lane 0 to send block 0"
+    )
+
+
+def test_a_certain_deadlock_comes_before_an_uncertain_one() -> None:
+    scripts = [
+        Script(10, [swap(0, 2, 0), Wait(swap(0, 2, 0).ends)]),
+        Script(11, [Wait(swap(1, 0, 0).ends)]),
+        Script(12, [], open_ended=True),
+    ]
+    stuck = Rendezvous(scripts).simulate()
+    assert stuck is not None
+    assert stuck.certain
+    assert "rank 11 waits for block 1" in stuck.text
