@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from tests.distributed.test_buckets import (  # noqa: F401
-    test_a_batch_is_posted_after_those_of_earlier_buckets,
+    test_a_bucket_is_posted_after_earlier_ones,
     test_a_start_needs_nobody_else,
 )
