@@ -106,8 +106,7 @@ def _rehearse(arguments: argparse.Namespace) -> int:
     for name in _SET_ANEW:
         launch.environment.pop(name, None)
     script = launch.script_path(stack.llm)
-    # A launch is started in MindSpeed-LLM's folder, the base of its relative paths.
-    folder = launch.folder if (launch.folder / launch.script).is_file() else stack.llm
+    folder = launch.start_folder(stack.llm)
     prepare(launch.options, arguments.iterations, folder)
     layout = _layout(launch, arguments)
     _check_environment()

@@ -52,14 +52,18 @@ class Launch:
         return self.nodes * self.per_node if self.nodes and self.per_node else None
 
     def script_path(self, checkout: Path) -> Path:
-        """Path of the script, in the launch's folder or in MindSpeed-LLM's.
+        """Path of the script, in the :meth:`start_folder`."""
+        return (self.start_folder(checkout) / self.script).resolve()
+
+    def start_folder(self, checkout: Path) -> Path:
+        """The folder with the script, the base of relative paths: the launch's or MindSpeed-LLM's.
 
         Raises:
-            UsageError: it is in neither.
+            UsageError: the script is in neither.
         """
         for folder in (self.folder, checkout):
             if (folder / self.script).is_file():
-                return (folder / self.script).resolve()
+                return folder
         raise UsageError(
             f"there is no {self.script} in {self.folder} or in {checkout}; give its path"
         )

@@ -145,7 +145,7 @@ def _of_mindspeed_llm(words: Sequence[str], ranks: int) -> Launches:
             "one server: change the launch or --ranks"
         )
     script = launch.script_path(checkout)
-    folder = launch.folder if (launch.folder / launch.script).is_file() else checkout
+    folder = launch.start_folder(checkout)
     options = launch.options
     shorten(options, ITERATIONS)
     options.set("--log-throughput")
