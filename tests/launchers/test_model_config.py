@@ -50,26 +50,14 @@ ULYSSES = f"{CP} 2 --nnodes 2 --context-parallel-algo ulysses_cp_algo"
         ("llama2_7b", f"{PP} 3 --num-layers 33", "8 is not divisible by TP*PP*CP = 8*3*1 = 24; "),
         ("llama2_13b", f"{TP} 16 --nnodes 2", "8 is not divisible by TP 16; choose TP 8"),
         ("llama2_7b", f"--num-layers 33 {PP} 2", "33 is not divisible by PP 2; choose PP 1 or 3"),
-        ("llama3_70b", f"{PP} 2", "does not fit PP 2 and 80 layers; give a number for each of 2 "),
         ("llama3_8b", "--num-layer-list 32", "NUM_LAYER_LIST 32 does not fit PP 1 and 32 layers; "),
         ("llama2_7b", f"--seq-length 4090 {TP} 2 {CP} 4", "choose --seq-length 4088 or 4096"),
         ("llama2_7b", f"--seq-length 4092 {TP} 1 {CP} 4", "not divisible by 2*CP = 2*4 = 8; cho"),
         ("llama2_13b", ULYSSES, "heads per TP rank 5 is not divisible by CP 2; choose CP 1 or 5"),
-        ("llama2_7b", "--global-batch-size 250", "4*1 = 4; choose --global-batch-size 248 or 252"),
         ("llama2_7b", "--max-position-embeddings 2048", "4096 exceeds --max-position-embeddings 2"),
         ("llama2_7b", "--hidden-size 4100", "choose --hidden-size 4096 or 4128"),
         ("llama2_7b", "--ffn-hidden-size 11009", "feed-forward width 11009 is not divisible by T"),
         ("llama3_8b", "--num-query-groups 24", "choose --num-attention-heads 24 or 48"),
-        (
-            "llama3_8b",
-            f"{TP} 3",
-            "32 attention heads, 8 query groups and feed-forward width 14336: ",
-        ),
-        (
-            "llama3_8b",
-            f"{TP} 3",
-            "their common divisor 8 is not divisible by TP 3; choose TP 2 or ",
-        ),
         ("llama3_8b", f"{TP} {10**11}", "8 is not divisible by TP 100000000000; choose TP 8"),
     ],
 )
@@ -102,18 +90,13 @@ def test_arguments_appear_where_they_say_something() -> None:
     assert words[words.index("--vocab-size") + 1] == "128255"
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ("--tensor-model-parallel-size x", "--tensor-model-parallel-size: 'x' is not a whole"),
-        ("--nproc_per_node 0", "--npus-per-node: '0' is not a whole number from 1"),
+def test_a_bad_value_is_named() -> None:
+    for options, message in (
         ("--num-layer-list 4,,4", "--num-layer-list: '4,,4' is not whole numbers from 1, with"),
         ("--num-layers", "argument --num-layers: expected one argument"),
-    ],
-)
-def test_a_bad_value_is_named(options: str, message: str) -> None:
-    with pytest.raises(ConfigError, match=f"^{re.escape(message)}"):
-        given_options(options.split())
+    ):
+        with pytest.raises(ConfigError, match=f"^{re.escape(message)}"):
+            given_options(options.split())
 
 
 SHORT = (

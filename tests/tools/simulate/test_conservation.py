@@ -20,7 +20,7 @@ from commfuse_npu.tools.simulate.llama import LayerShape
 from commfuse_npu.tools.simulate.rank import Rank
 from commfuse_npu.tools.simulate.variants import FB_OVERLAP, Variant
 from tests.tools.simulate.machines import ideal, variants
-from tests.tools.simulate.timeline_checks import check_timeline, sent, work
+from tests.tools.simulate.timeline_checks import check_timeline
 
 MACHINE = ideal(
     rate=2.0e10, latency=1.0e-5, cube_flops=3.0e14, half_rows=100.0, hbm_bandwidth=1.0e12,
@@ -62,24 +62,21 @@ def test_every_timeline_holds_and_one_rank_stands_for_all(
     check_timeline(everyone)
 
 
-@pytest.mark.parametrize("size", [2, 3, 4])
-def test_variants_do_the_same_gemms_and_send_the_lower_bound(size: int) -> None:
-    # Two gathers and two scatters forward; backward two gathers of gradients, two of inputs, and
-    # two scatters. A gather or scatter needs at least n-1 blocks in and out of a rank.
-    sizes = LayerShape(384, 384, 1, 240, 480, 360, 960, size)
-    block = sizes.block * sizes.row_bytes
-    # With GEMMs linear in their rows and free memory, splitting changes no work.
-    group = Group(replace(MACHINE, half_rows=0.0, hbm_bandwidth=1e30), size)
-    for build, collectives in ((llama.forward, 4), (llama.backward, 6)):
-        busy = set[float]()
-        for variant in variants(size, size - 1):
-            simulated = group.simulate(
-                variant, lambda rank, build=build: build(rank, sizes), whole=True
-            )
-            for rank in simulated.launches:
-                assert sent(rank) == pytest.approx(collectives * (size - 1) * block), variant.name
-            busy.add(work(simulated))
-        assert max(busy) == pytest.approx(min(busy))
+@pytest.mark.parametrize("rounded", [False, True])
+def test_a_layer_gathers_its_inputs_ahead(rounded: bool) -> None:
+    """Posted after all transfers of the row-parallel layer, before its last weight gradient."""
+    variant = Variant("x", "fused", Schedule(lanes=5, chunks=2), rounded)
+    rank = Rank(Links(MACHINE, 6), 1, variant)
+    llama.backward(rank, shape(6))
+    names = [operation.name for operation in rank.finish()]
+    for earlier, later in (("fc2", "fc1"), ("proj", "qkv")):
+        posts, ahead = (
+            [at for at, name in enumerate(names) if name.startswith(f"{layer} backward block")]
+            for layer in (earlier, later)
+        )
+        last = max(at for at, name in enumerate(names) if name == f"{earlier} backward wgrad")
+        assert len(ahead) == 5
+        assert max(posts) < min(ahead) <= max(ahead) < last
 
 
 def test_a_receive_that_nobody_sends_and_lanes_in_another_order_hang() -> None:

@@ -1,33 +1,28 @@
-"""Recommended layouts and forms, and their flags, which the doctor and the launch accept."""
+"""Rows of a table and what they say together; recommended layouts, and their flags."""
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
 from commfuse_npu.config_file import find_config
 from commfuse_npu.hardware.description import Figure, Hardware
-from commfuse_npu.options import DEFAULTS, add_arguments
 from commfuse_npu.plan import Schedule
-from commfuse_npu.refusals import check_compatible
 from commfuse_npu.tools import cli
 from commfuse_npu.tools.model_config import ModelConfig
 from commfuse_npu.tools.plan.launch import ask_about
 from commfuse_npu.tools.plan.obstacles import obstacles
-from commfuse_npu.tools.simulate.footprint import footprint, limit
+from commfuse_npu.tools.simulate.footprint import Footprint, footprint, limit
 from commfuse_npu.tools.simulate.launch_options import options, planned, write_plan
 from commfuse_npu.tools.simulate.recommend import Fixed, NoLayoutError, recommend
 from commfuse_npu.tools.simulate.step import Layout, Step
-from commfuse_npu.tools.simulate.timed import best, table
-from commfuse_npu.tools.simulate.training import training
-from commfuse_npu.tools.simulate.variants import MC2, forms, fused
-from mindspeed_patches.training_options import check_options, linear_options
+from commfuse_npu.tools.simulate.timed import Timed, best, ratio, table, timed, verdict
+from commfuse_npu.tools.simulate.training import Training, training
+from commfuse_npu.tools.simulate.variants import FB_OVERLAP, MC2, Variant, forms, fused
 from tests.launchers.launching import dry_run
 
 SERVER = Hardware.load(find_config("ascend_910b_server", "hardware"))
@@ -35,6 +30,117 @@ LLAMA3_8B = ModelConfig.load(find_config("llama3_8b"))
 LLAMA3_70B = ModelConfig.load(find_config("llama3_70b"))
 SMALL = replace(LLAMA3_8B, seq_length=2048, global_batch_size=8)
 """Short sequences and a small batch, which take less time to simulate."""
+SETUP = training(LLAMA3_8B, Layout(8, 1, 1, 1), 8192, micro_batch=1, micro_batches=2)
+SIMULATED = {form.name: form for form in forms(SERVER.machine(), SETUP)}
+GIB = 2.0**30
+STEPS = {
+    "plain-mesh": 20.0, "megatron": 18.0, "coc-4": 17.0, "commfuse-tuned": 16.2,
+    "commfuse-rounded": 14.4, "compute": 10.0,
+}  # fmt: skip
+
+
+def made_up(steps: dict[str, float]) -> list[Timed]:
+    """A row per form, on a typical machine and one that is twice as slow but for ``coc-4``."""
+    memory = Footprint(GIB, 2 * GIB, 3 * GIB, 4 * GIB, 5 * GIB)
+    return [
+        Timed(SETUP, SIMULATED[name], (s, s if name == "coc-4" else 2 * s), (s - 10, s), memory)
+        for name, s in steps.items()
+    ]
+
+
+def test_forms_are_those_of_a_launch() -> None:
+    """Plain collectives come first, the bound last; a group has those that support it."""
+    names = ["plain-mesh", "megatron", "coc-2", "coc-4", "coc-8", "coc-fused", "mc2", "commfuse",
+             "commfuse-tuned", "commfuse-rounded", "commfuse-fb", "compute"]  # fmt: skip
+    assert list(SIMULATED) == names
+    assert [name for name, form in SIMULATED.items() if form.flags is None] == [names[0], names[-1]]
+    assert [name for name, form in SIMULATED.items() if not form.exact] == ["commfuse-rounded"]
+    sizes = {1: {"coc-2", "coc-fused", "mc2", "commfuse"}, 4: {"coc-fused"}, 16: {"mc2"}}
+    wide = replace(LLAMA3_8B, num_query_groups=16)
+    for tp, missing in sizes.items():
+        job = training(wide, Layout(tp, 1, 1, 1), 8192)
+        found = {form.name for form in forms(SERVER.machine(), job)}
+        assert not found & missing
+        assert {"megatron", "commfuse-fb"} < found
+    # With few rows --use-commfuse keeps Megatron's order.
+    short = training(LLAMA3_8B, Layout(8, 1, 1, 1), 2048)
+    (launched,) = (f for f in forms(SERVER.machine(), short) if f.name == "commfuse")
+    assert (launched.kind, launched.flags) == ("megatron", "--use-commfuse")
+    many = training(LLAMA3_8B, Layout(8, 1, 1, 1), 32768)
+    assert [f.kind for f in forms(SERVER.machine(), many) if f.name == "commfuse"] == ["fused"]
+
+
+def test_the_shortest_that_keeps_the_bits_and_can_be_launched_is_bold() -> None:
+    found = made_up(STEPS)
+    assert best(found).form.name == "commfuse-tuned"
+    lines = table(found).splitlines()
+    assert [line for line in lines if "**" in line] == [
+        "| 8 | 1 | 1 | 1 | none | **commfuse-tuned** | 16.20 s (16.20 s .. 32.40 s) | "
+        f"6.20 s (6.20 s .. 16.20 s) | {8192 * 2 / 8 / 16.2:.0f} "
+        f"({8192 * 2 / 8 / 32.4:.0f} .. {8192 * 2 / 8 / 16.2:.0f}) | 15.0 GiB |"
+    ]
+    assert len(lines) == 2 + len(STEPS)
+
+
+def test_the_verdict_compares_with_each_kind_once() -> None:
+    def compared(lines: list[str]) -> list[tuple[str, ...]]:
+        pattern = r"- (.*): TP 8, CP 1, PP 1, DP 1, (.*), ([\d.]+%) (.*) \((\d) of 2 simulated .*"
+        return [match.groups() for line in lines if (match := re.fullmatch(pattern, line))]
+
+    at = "Recommended: TP 8, CP 1, PP 1, DP 1"
+    first, empty, *why = verdict(made_up(STEPS), SERVER)
+    assert first == f"{at}, commfuse-tuned, a step in 16.20 s (16.20 s .. 32.40 s)."
+    assert empty == ""
+    assert compared(why) == [
+        ("Without CommFuse", "coc-4", "4.9%", "longer", "1"),
+        ("Megatron's order", "megatron", "11.1%", "longer", "2"),
+        ("Other rounding", "commfuse-rounded", "11.1%", "shorter", "0"),
+    ]
+    low, typical, high = ratio(SETUP, SERVER)
+    assert 0 < low < typical < high
+    pair = ratio(SETUP, SERVER, 2).text("{:.2f}".format)
+    assert why[3] == f"- Communication / computation of a layer, plain: {pair}."
+    assert "GiB: weights 1.0, gradients 2.0, optimizer 3.0, activations 4.0, comm" in why[4]
+    first, _, *why = verdict(made_up({**STEPS, "megatron": 9.0}), SERVER)
+    assert first.startswith(f"{at}, megatron, a step in 9.00 s")
+    # What has a line is not named again as the next.
+    assert compared(why)[0] == ("With CommFuse", "commfuse-tuned", "80.0%", "longer", "2")
+    assert "Next" not in {title for title, *_ in compared(why)}
+
+
+def test_what_an_npu_has_no_memory_for_is_not_recommended() -> None:
+    found = [replace(row, fits=row.form.name != "commfuse-tuned") for row in made_up(STEPS)]
+    assert best(found).form.name == "coc-4"
+    assert table(found).count("15.0 GiB, too much |") == 1
+    first, _, *why = verdict(found, SERVER)
+    assert first.startswith("Recommended: TP 8, CP 1, PP 1, DP 1, coc-4")
+    assert "commfuse-tuned" not in "".join(why)
+    first, *_ = verdict([replace(row, fits=False) for row in found], SERVER)
+    assert first.startswith("No form fits 57.6 GiB (90% of an NPU): choose larger sizes")
+    large = training(replace(LLAMA3_8B, num_layers=320), SETUP.layout, 8192, micro_batches=1)
+    sizes = [timed(job, SIMULATED["megatron"], SERVER, corners=1).fits for job in (SETUP, large)]
+    assert sizes == [True, False]
+
+
+def test_a_row_is_what_is_simulated() -> None:
+    typical = timed(SETUP, SIMULATED["mc2"], SERVER, corners=1)
+    row = timed(SETUP, SIMULATED["mc2"], SERVER)
+    assert row.typical == typical.typical
+    assert len(row.seconds) == len(row.exposed) == 5
+    content = row.as_json()
+    assert content["step"] == {
+        "low": min(row.seconds), "typical": row.typical, "high": max(row.seconds)
+    }  # fmt: skip
+    assert content["tokens"]["typical"] == pytest.approx(8192 * 2 / 8 / row.typical)
+    assert content["flags"] == ["--use-ascend-mc2"]
+    bound = timed(SETUP, SIMULATED["compute"], SERVER)
+    for with_transfers, without, exposed in zip(
+        row.seconds, bound.seconds, row.exposed, strict=True
+    ):
+        assert exposed == pytest.approx(with_transfers - without)
+
+
+# ------------------------------------------------------------------- layouts
 
 
 def test_layouts_are_ranked_by_their_steps_and_the_launcher_takes_the_plan(tmp_path: Path) -> None:
@@ -174,49 +280,27 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 
 # ------------------------------------------------------------------- the flags that are printed
 
-ALONE = Layout(8, 1, 1, 1)
-FORMS = {
-    form.name: form
-    for form in forms(SERVER.machine(), training(LLAMA3_8B, ALONE))
-    if form.flags is not None
-}
+ALONE = training(LLAMA3_8B, Layout(8, 1, 1, 1))
+FORMS = [form for form in forms(SERVER.machine(), ALONE) if form.flags is not None]
 
 
-def check(words: list[str]) -> argparse.Namespace:
-    """Options of the model and ``words`` as parsed; plan and the launch accept them."""
-    line = [*LLAMA3_8B.arguments(), *words]
-    launch = ask_about(None, line, {})
+@pytest.mark.parametrize(
+    ("job", "form"),
+    [
+        *((ALONE, form) for form in FORMS),
+        *(
+            (training(LLAMA3_8B, layout, recompute="full"), FB_OVERLAP)
+            for layout in (Layout(4, 1, 1, 2), Layout(2, 1, 2, 2, vpp=2))
+        ),
+    ],
+    ids=lambda value: value.name if isinstance(value, Variant) else str(value.layout),
+)
+def test_what_is_printed_is_taken(job: Training, form: Variant) -> None:
+    launch = ask_about(None, [*LLAMA3_8B.arguments(), *options(LLAMA3_8B, job, form)], {})
     launch.config.validate()
+    assert launch.schedule.chunks > 0
+    assert launch.fuse.use_commfuse == (form.kind == "fused")
+    assert (launch.fuse.commfuse_wgrad == "blocks") == form.rounded
     against = obstacles(launch)
     assert not (against.fused if launch.fuse.use_commfuse else "")
-    assert not (against.overlap if "--commfuse-fb-overlap" in words else "")
-    # As Megatron's parser returns them, defaults included.
-    parser = argparse.ArgumentParser(allow_abbrev=False)
-    add_arguments(parser)
-    args, others = parser.parse_known_args(line)
-    values = DEFAULTS | {name: value for name, value in vars(args).items() if value is not None}
-    for word, value in pairwise([*others, "--"]):
-        if word.startswith("--"):
-            parsed = True if value.startswith("--") else value
-            values[word[2:].replace("-", "_")] = int(value) if value.isdecimal() else parsed
-    args = argparse.Namespace(**values)
-    if launch.fuse.use_commfuse:
-        check_options(args, complete=True)
-    else:
-        check_compatible(args, "--commfuse-fb-overlap")
-    return args
-
-
-@pytest.mark.parametrize("name", FORMS)
-def test_what_is_printed_is_taken(name: str) -> None:
-    form = FORMS[name]
-    args = check(options(LLAMA3_8B, training(LLAMA3_8B, ALONE), form))
-    assert args.use_commfuse == (form.kind == "fused")
-    if form.kind == "fused":
-        assert linear_options(args).wgrad == ("blocks" if form.rounded else "whole")
-
-
-def test_a_layout_and_recomputation_are_taken() -> None:
-    for layout in (Layout(4, 1, 1, 2), Layout(2, 1, 2, 2, vpp=2)):
-        job = training(LLAMA3_8B, layout, recompute="full")
-        check(options(LLAMA3_8B, job, FORMS["commfuse-fb"]))
+    assert not (against.overlap if form == FB_OVERLAP else "")
