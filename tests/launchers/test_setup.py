@@ -84,7 +84,7 @@ ALL = [FIRST, TORCH_FILE, *REST]
          [FIRST, TORCH_FILE], ALL),
         # A failed installation goes on where it stopped.
         ("-m venv", 1, "Error: no space", [], ALL),
-        ("cpu.txt", 1, "Error: no space", [FIRST, TORCH_FILE, REST[0]], REST),
+        ("requirements/cpu", 1, "Error: no space", [FIRST, TORCH_FILE, REST[0]], REST),
         ("--editable", 1, "Error: no space", ALL, REST[2:]),
     ],
 )  # fmt: skip
