@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +11,7 @@ import yaml
 
 from commfuse_npu.config_file import ConfigError
 from commfuse_npu.tools.model_config import ModelConfig, given_options
-from tests.launchers.launching import ROOT, started
+from tests.launchers.launching import ROOT
 
 CONFIGS = ROOT / "configs"
 PARAMETERS = {
@@ -155,18 +154,6 @@ def test_other_keys_of_a_file_are_passed_on(tmp_path: Path) -> None:
         "--rotary-base 500000 --norm-epsilon 1e-05 --init-method-std 0.01 --bf16"
     )
     assert words.endswith(" --adam-beta2 0.95 --seed 0 --data-path 1 a --fp8 hybrid")
-
-
-def test_a_launcher_needs_no_torch(tmp_path: Path) -> None:
-    (tmp_path / "torch.py").write_text("raise RuntimeError('torch was imported')", "utf-8")
-    done = started(
-        *(sys.executable, "-m", "commfuse_npu.tools.model_config", "llama3_8b"),
-        env={"PYTHONPATH": f"{tmp_path}:{ROOT}", "PATH": "/usr/bin:/bin"},
-    )
-    assert done.returncode == 0, done.stderr
-    model, fused, torchrun = done.stdout.splitlines()
-    assert model.split() == load("llama3_8b").arguments()
-    assert (fused, torchrun) == ("--use-commfuse", "--nproc_per_node 8 --nnodes 1")
 
 
 @pytest.mark.parametrize("name", PARAMETERS)

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from commfuse_npu.tools import cli
 from commfuse_npu.tools.model_config import ModelConfig
 from tests.launchers.launching import FILES, MODELS, NODE, ROOT, SCRIPTS, dry_run, launch, started
 
@@ -167,17 +166,6 @@ def test_every_kind_of_run_has_its_log(llm, tmp_path) -> None:
     names = {path.name for path in Path(llm["MINDSPEED_LLM_HOME"], "logs").iterdir()}
     kinds = "llama2_7b", "llama2_7b_commfuse_node1", "planned_commfuse"
     assert names == {f"train_{kind}.log" for kind in kinds}
-
-
-@pytest.mark.parametrize("model", ["llama2_7b", "llama3_70b"])
-def test_plan_reads_a_launcher(
-    model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for name, text in (FILES | NODE).items():
-        monkeypatch.setenv(name, text)
-    assert cli.main(["plan", str(SCRIPTS / f"pretrain_{model}_ptd.sh")]) == 0
-    config = ModelConfig.load(ROOT / "configs" / f"{model}.yaml")
-    assert f"{config.num_layers} layers" in capsys.readouterr().out
 
 
 @pytest.mark.skipif(shutil.which("shellcheck") is None, reason="shellcheck is not installed")

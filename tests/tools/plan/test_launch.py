@@ -65,10 +65,6 @@ def test_a_refused_form_is_not_recommended(plan: Plan) -> None:
     coc = forms["--use-ascend-coc"]["obstacle"]
     assert coc == "--use-ascend-mc2: MindSpeed refuses CoC and MC2 together; leave it out"
     assert report["verdict"].startswith("Nothing to add: MC2 is in use, no forward-backward")
-    forms = by_flags(plan(f"{TP} {MANY} --use-commfuse --commfuse-ulysses"))
-    reason = "--commfuse-ulysses needs --context-parallel-size of at least 2: "
-    assert forms["--use-commfuse"]["obstacle"].startswith(reason)
-    assert not forms["--commfuse-fb-overlap"]["obstacle"]
     # If blocks are too short, Megatron's order runs.
     short = f"{TP} {MANY} --seq-length 1024"
     forms = by_flags(plan(short))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import re
-from itertools import product
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -47,15 +46,8 @@ def test_a_table_and_json(capsys, tmp_path: Path) -> None:
     assert content["hardware"]["figures"]["inside.rate"]["source"]
     rows = {row["form"]: row for row in content["forms"]}
     assert text.count("\n| 2 | 1 | 1 | 1 | none |") == len(rows)
-    for row, name in product(rows.values(), ("step", "tokens", "exposed")):
-        figure = row[name]
-        assert figure["low"] <= figure["typical"] <= figure["high"]
-        assert name == "exposed" or figure["low"] > 0
     assert rows["compute"]["exposed"] == {"low": 0, "typical": 0, "high": 0}
-    assert rows["compute"]["flags"] is None
-    assert rows["megatron"]["flags"] == []
-    exposed = rows["mc2"]["step"]["typical"] - rows["compute"]["step"]["typical"]
-    assert rows["mc2"]["exposed"]["typical"] == pytest.approx(exposed)
+    assert (rows["compute"]["flags"], rows["megatron"]["flags"]) == (None, [])
     assert content["recommended"]["form"] in text.splitlines()[0]
     npus = answer(tmp_path, *f"simulate {QUICK} --dp 32".split())["recommended"]["layout"]
     assert npus["tp"] * npus["dp"] == 256

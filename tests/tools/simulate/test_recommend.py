@@ -211,12 +211,6 @@ def test_memory_decides_on_recomputation(gib: float, chosen: str) -> None:
             recommend(model, small, 4, fixed=fixed._replace(recompute="none"))
 
 
-def test_what_is_given_decides() -> None:
-    rows, _ = recommend(SMALL, SERVER, 8, fixed=Fixed(tp=2, cp=1, pp=1))
-    assert {row.training.layout for row in rows} == {Layout(2, 1, 4, 1)}
-    assert len(rows) == 2, "the best, and the best without CommFuse"
-
-
 @pytest.mark.parametrize(
     ("model", "hardware", "npus", "fixed", "said"),
     [
