@@ -19,8 +19,7 @@ from commfuse_npu.tools.simulate.group import Group, collective_seconds
 from commfuse_npu.tools.simulate.mc2 import RANKS, tiling
 from commfuse_npu.tools.simulate.rank import Rank, rest
 from commfuse_npu.tools.simulate.variants import MC2, MEGATRON, REFERENCE, Variant
-from tests.tools.simulate.machines import ideal
-from tests.tools.simulate.timeline_checks import work
+from tests.tools.simulate.machines import ideal, work
 
 ROWS = FEATURES = 840
 """Rows of a block, features of a layer's input and output; divisible by 1, 2, ..., 8."""

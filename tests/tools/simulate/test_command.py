@@ -12,6 +12,8 @@ import pytest
 
 from commfuse_npu.tools import cli
 from commfuse_npu.tools.report import drawing
+from commfuse_npu.tools.report.charts import Bit, Row, gantt
+from commfuse_npu.tools.report.drawing import draw
 from commfuse_npu.tools.simulate.lanes import lanes
 from scripts.evidence.layers import BOUND, OURS, RIVALS, point
 from scripts.evidence.pictures import forms, main, step
@@ -128,3 +130,33 @@ def test_a_point_of_the_table_of_layers_is_simulated() -> None:
     # Programs add in a fixed order anyway; plain collectives take longer to do so.
     assert result.ordered["ours"] < shares["ours"]
     assert shares["compute"] < shares["forward-backward"] < shares["MC2"]
+
+
+# ------------------------------------------------------------------- pictures as files
+
+BITS = (
+    Bit("compute", 1.0, 3.0, "work"),
+    Bit("compute", 0.0, 1.0, "waiting"),
+    Bit("links", 0.0, 1.0, "transfer"),
+)
+PICTURE = gantt("Layer", "ms", [Row("plain: 3 ms", ("compute", "links"), BITS)])
+
+
+def test_pictures_as_files(tmp_path: Path) -> None:
+    pytest.importorskip("vl_convert")
+    draw(PICTURE, "A <title>", tmp_path / "a.png")
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+    draw(PICTURE, "A <title>", tmp_path / "a.svg")
+    text = (tmp_path / "a.svg").read_text(encoding="utf-8")
+    labels = ("Layer", "plain: 3 ms", "compute", "links", "1.0", "transfer", "waiting")
+    for label in ("A &lt;title&gt;", *labels):
+        assert f">{label}</text>" in text, label
+
+
+def test_a_picture_without_the_package_is_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(drawing.util, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"a picture needs vl-convert-python; pip install"):
+        draw(PICTURE, "None of them", tmp_path / "a.png")
+    assert list(tmp_path.iterdir()) == []

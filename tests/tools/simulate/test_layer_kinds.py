@@ -28,8 +28,7 @@ from commfuse_npu.tools.simulate.variants import (
     REFERENCE,
     Variant,
 )
-from tests.tools.simulate.machines import ideal
-from tests.tools.simulate.timeline_checks import check_timeline
+from tests.tools.simulate.machines import check_timeline, ideal
 
 TOKENS, HIDDEN, TP = 64, 16, 4
 DENSE = LayerShape(TOKENS, TOKENS, 1, HIDDEN, 32, 48, 64, TP)
