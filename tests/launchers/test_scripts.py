@@ -86,15 +86,13 @@ def test_a_written_configuration_takes_the_place_of_the_models(tmp_path: Path) -
     layout = {"tensor_model_parallel_size": 4, "nnodes": 2}
     file = written(tmp_path, pretrain_options=more, commfuse_options=options, **layout)
     words = dry_run("llama2_7b", "--commfuse-chunks", "2", CONFIG=file)
-    assert value(words, "--tensor-model-parallel-size") == "4"
-    assert value(words, "--nnodes") == "2"
-    assert value(words, "--seq-length") == "8192"
-    assert value(words, "--recompute-granularity") == "full"
+    line = " ".join(words)
+    for given in ("tensor-model-parallel-size 4", "nnodes 2", "seq-length 8192", *[" ".join(more)]):
+        assert given in line
+    assert " ".join(options) in line
     assert "--data-path" not in words
-    at = words.index("--use-commfuse")
-    assert words[at : at + 3] == [*options]
     plain = dry_run("--lr=1e-5", CONFIG=file, USE_COMMFUSE="0")
-    assert not [word for word in plain if "commfuse" in word]
+    assert "commfuse" not in " ".join(plain)
     assert "--overlap-grad-reduce" in plain
     # The file also decides whether CommFuse is used.
     file = written(tmp_path, commfuse_options=())

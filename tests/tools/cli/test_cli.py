@@ -108,8 +108,6 @@ def test_the_wheel_plans_without_torch(tmp_path: Path) -> None:
 
 # ------------------------------------------------------------------- on a terminal and in a pipe
 
-pytest.importorskip("rich", reason="rich is not installed: the extra tools")
-
 ESCAPE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 FLAGS = "    --an-option 1 --another-option 2 --one-that-is-copied 3"
 SAID = (
@@ -138,6 +136,7 @@ class Terminal(io.StringIO):
 @pytest.fixture
 def shown(monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
     """A function that returns the output on a terminal of a given width."""
+    pytest.importorskip("rich", reason="rich is not installed: the extra tools")
     for name in ("NO_COLOR", "FORCE_COLOR"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("TERM", "xterm-256color")
@@ -193,6 +192,7 @@ def test_colours_say_what_is_good_and_can_be_refused(shown, monkeypatch) -> None
 
 def test_a_terminal_sees_what_is_computed_and_ctrl_c_ends_it_quietly(tmp_path: Path) -> None:
     """A script hangs, and the user presses Ctrl-C."""
+    pytest.importorskip("rich", reason="rich is not installed: the extra tools")
     script = tmp_path / "hangs.sh"
     script.write_text("while :; do :; done\n", "utf-8")
     reader, writer = pty.openpty()

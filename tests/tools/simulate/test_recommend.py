@@ -70,74 +70,61 @@ def test_forms_are_those_of_a_launch() -> None:
     assert [f.kind for f in forms(SERVER.machine(), many) if f.name == "commfuse"] == ["fused"]
 
 
-def test_the_shortest_that_keeps_the_bits_and_can_be_launched_is_bold() -> None:
-    found = made_up(STEPS)
-    assert best(found).form.name == "commfuse-tuned"
-    lines = table(found).splitlines()
-    assert [line for line in lines if "**" in line] == [
-        "| 8 | 1 | 1 | 1 | none | **commfuse-tuned** | 16.20 s (16.20 s .. 32.40 s) | "
-        f"6.20 s (6.20 s .. 16.20 s) | {8192 * 2 / 8 / 16.2:.0f} "
-        f"({8192 * 2 / 8 / 32.4:.0f} .. {8192 * 2 / 8 / 16.2:.0f}) | 15.0 GiB |"
-    ]
-    assert len(lines) == 2 + len(STEPS)
+TUNED = "commfuse-tuned, a step in 16.20 s (16.20 s .. 32.40 s)."
+COC = ("Without CommFuse", "coc-4", "4.9%", "longer", "1")
+ROUNDED = ("Other rounding", "commfuse-rounded", "11.1%", "shorter", "0")
 
 
-def test_the_verdict_compares_with_each_kind_once() -> None:
-    def compared(lines: list[str]) -> list[tuple[str, ...]]:
-        pattern = r"- (.*): TP 8, CP 1, PP 1, DP 1, (.*), ([\d.]+%) (.*) \((\d) of 2 simulated .*"
-        return [match.groups() for line in lines if (match := re.fullmatch(pattern, line))]
-
-    at = "Recommended: TP 8, CP 1, PP 1, DP 1"
-    first, empty, *why = verdict(made_up(STEPS), SERVER)
-    assert first == f"{at}, commfuse-tuned, a step in 16.20 s (16.20 s .. 32.40 s)."
+@pytest.mark.parametrize(
+    ("steps", "too_large", "first", "compared"),
+    [
+        (STEPS, [], TUNED,
+         [COC, ("Megatron's order", "megatron", "11.1%", "longer", "2"), ROUNDED]),
+        # What has a line is not named again as the next.
+        ({**STEPS, "megatron": 9.0}, [], "megatron, a step in 9.00 s",
+         [("With CommFuse", "commfuse-tuned", "80.0%", "longer", "2"),
+          ("Other rounding", "commfuse-rounded", "60.0%", "longer", "2")]),
+        # What an NPU has no memory for is not recommended.
+        (STEPS, ["commfuse-tuned"], "coc-4, a step in 17.00 s",
+         [("Next", "megatron", "5.9%", "longer", "2"),
+          ("Other rounding", "commfuse-rounded", "15.3%", "shorter", "1")]),
+    ],
+)  # fmt: skip
+def test_the_verdict_compares_with_each_kind_once(
+    steps: dict[str, float], too_large: list[str], first: str, compared: list[tuple[str, ...]]
+) -> None:
+    rows = [replace(row, fits=row.form.name not in too_large) for row in made_up(steps)]
+    said, empty, *why = verdict(rows, SERVER)
+    assert said.startswith(f"Recommended: TP 8, CP 1, PP 1, DP 1, {first}")
     assert empty == ""
-    assert compared(why) == [
-        ("Without CommFuse", "coc-4", "4.9%", "longer", "1"),
-        ("Megatron's order", "megatron", "11.1%", "longer", "2"),
-        ("Other rounding", "commfuse-rounded", "11.1%", "shorter", "0"),
-    ]
-    low, typical, high = ratio(SETUP, SERVER)
-    assert 0 < low < typical < high
-    pair = ratio(SETUP, SERVER, 2).text("{:.2f}".format)
-    assert why[3] == f"- Communication / computation of a layer, plain: {pair}."
-    assert "GiB: weights 1.0, gradients 2.0, optimizer 3.0, activations 4.0, comm" in why[4]
-    first, _, *why = verdict(made_up({**STEPS, "megatron": 9.0}), SERVER)
-    assert first.startswith(f"{at}, megatron, a step in 9.00 s")
-    # What has a line is not named again as the next.
-    assert compared(why)[0] == ("With CommFuse", "commfuse-tuned", "80.0%", "longer", "2")
-    assert "Next" not in {title for title, *_ in compared(why)}
-
-
-def test_what_an_npu_has_no_memory_for_is_not_recommended() -> None:
-    found = [replace(row, fits=row.form.name != "commfuse-tuned") for row in made_up(STEPS)]
-    assert best(found).form.name == "coc-4"
-    assert table(found).count("15.0 GiB, too much |") == 1
-    first, _, *why = verdict(found, SERVER)
-    assert first.startswith("Recommended: TP 8, CP 1, PP 1, DP 1, coc-4")
-    assert "commfuse-tuned" not in "".join(why)
-    first, *_ = verdict([replace(row, fits=False) for row in found], SERVER)
-    assert first.startswith("No form fits 57.6 GiB (90% of an NPU): choose larger sizes")
-    large = training(replace(LLAMA3_8B, num_layers=320), SETUP.layout, 8192, micro_batches=1)
-    sizes = [timed(job, SIMULATED["megatron"], SERVER, corners=1).fits for job in (SETUP, large)]
-    assert sizes == [True, False]
+    pattern = r"- (.*): TP 8, CP 1, PP 1, DP 1, (.*), ([\d.]+%) (.*) \((\d) of 2 simulated .*"
+    assert [re.fullmatch(pattern, line).groups() for line in why[:-2]] == compared
+    share = ratio(SETUP, SERVER, 2).text("{:.2f}".format)
+    assert why[-2] == f"- Communication / computation of a layer, plain: {share}."
+    assert "GiB: weights 1.0, gradients 2.0, optimizer 3.0, activations 4.0, comm" in why[-1]
+    # The first is bold.
+    (bold,) = [line for line in table(rows).splitlines() if "**" in line]
+    assert f"| **{best(rows).form.name}** |" in bold
+    assert best(rows).form.name == first.split(",")[0]
+    assert table(rows).count("15.0 GiB, too much |") == len(too_large)
+    said, *_ = verdict([replace(row, fits=False) for row in rows], SERVER)
+    assert said.startswith("No form fits 57.6 GiB (90% of an NPU): choose larger sizes")
 
 
 def test_a_row_is_what_is_simulated() -> None:
-    typical = timed(SETUP, SIMULATED["mc2"], SERVER, corners=1)
-    row = timed(SETUP, SIMULATED["mc2"], SERVER)
-    assert row.typical == typical.typical
+    row, bound = (timed(SETUP, SIMULATED[name], SERVER) for name in ("mc2", "compute"))
+    assert row.typical == timed(SETUP, SIMULATED["mc2"], SERVER, corners=1).typical
     assert len(row.seconds) == len(row.exposed) == 5
-    content = row.as_json()
-    assert content["step"] == {
-        "low": min(row.seconds), "typical": row.typical, "high": max(row.seconds)
-    }  # fmt: skip
-    assert content["tokens"]["typical"] == pytest.approx(8192 * 2 / 8 / row.typical)
-    assert content["flags"] == ["--use-ascend-mc2"]
-    bound = timed(SETUP, SIMULATED["compute"], SERVER)
-    for with_transfers, without, exposed in zip(
-        row.seconds, bound.seconds, row.exposed, strict=True
-    ):
-        assert exposed == pytest.approx(with_transfers - without)
+    low, tokens = min(row.seconds), 8192 * 2 / 8
+    step = {"low": low, "typical": row.typical, "high": max(row.seconds)}
+    assert (row.as_json()["step"], row.as_json()["flags"]) == (step, ["--use-ascend-mc2"])
+    assert row.as_json()["tokens"]["typical"] == pytest.approx(tokens / row.typical)
+    assert f"({tokens / max(row.seconds):.0f} .. {tokens / low:.0f})" in row.row()[8]
+    exposed = [time - free for time, free in zip(row.seconds, bound.seconds, strict=True)]
+    assert row.exposed == pytest.approx(exposed)
+    large = training(replace(LLAMA3_8B, num_layers=320), SETUP.layout, 8192, micro_batches=1)
+    assert (row.fits, timed(large, SIMULATED["megatron"], SERVER, 1).fits) == (True, False)
+    assert 0 < ratio(SETUP, SERVER).low < ratio(SETUP, SERVER).typical
 
 
 # ------------------------------------------------------------------- layouts
