@@ -222,7 +222,8 @@ def test_an_npu_says_which_description_holds_and_another_one_does_not_go_on(
     monkeypatch.setattr(answers, "machine", {**answers.machine, "device name": name})
     monkeypatch.setattr(command, "STEPS", {"host": "?"})
     monkeypatch.setattr(command, "lacking_backend", lambda device: "")
-    measure(device=())
+    assert f"of them outside the range that {base} assumes: `host." in measure(device=())
+    assert "| **below** |" in (measured / "measured.md").read_text()
     described = Hardware.load(measured / "measured.yaml")
     expected = Hardware.load(find_config(base, "hardware"))
     assert described.topologies == expected.topologies
