@@ -14,14 +14,9 @@ from tests.limits import LIMIT
 
 def interruptible(words: Sequence[str], **options: Any) -> subprocess.Popen[str]:
     """Start a command that Ctrl-C ends, even if the tests run in a job that ignores SIGINT."""
-    pipe = subprocess.PIPE
+    options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, **options}
     return subprocess.Popen(
-        words,
-        stdout=pipe,
-        stderr=pipe,
-        text=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-        **options,
+        words, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL), **options
     )
 
 

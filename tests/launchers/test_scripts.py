@@ -10,18 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from commfuse_npu.tools import cli
 from commfuse_npu.tools.model_config import ModelConfig
 from tests.launchers.launching import FILES, MODELS, NODE, ROOT, SCRIPTS, dry_run, launch, started
-
-FIXED = (
-    "--use-mcore-models --sequence-parallel --swiglu --disable-bias-linear --attention-dropout "
-    "--hidden-dropout --untie-embeddings-and-output-weights --bf16 --split --log-throughput "
-    "--transformer-impl --use-flash-attn --use-fused-rmsnorm --use-fused-swiglu "
-    "--use-fused-rotary-pos-emb --no-masked-softmax-fusion --attention-softmax-in-fp32 "
-    "--no-gradient-accumulation-fusion --use-distributed-optimizer --distributed-backend nccl"
-)
-"""Options that every model has."""
 
 
 def value(words: list[str], option: str) -> str:
@@ -44,7 +34,6 @@ def test_what_is_started_and_for_whom(model: str) -> None:
     torchrun = "--nproc_per_node --nnodes --node_rank --master_addr --master_port"
     assert plain[0] == "torchrun"
     assert plain[1 : plain.index("pretrain_gpt.py") : 2] == torchrun.split()
-    assert set(FIXED.split()) <= set(plain)
     script = SCRIPTS / f"pretrain_{model}_ptd.sh"
     done = started(str(script), env={**os.environ, **NODE, **FILES, "DRY_RUN": "1"})
     assert shlex.split(done.stdout) == fused
@@ -97,15 +86,13 @@ def test_a_written_configuration_takes_the_place_of_the_models(tmp_path: Path) -
     layout = {"tensor_model_parallel_size": 4, "nnodes": 2}
     file = written(tmp_path, pretrain_options=more, commfuse_options=options, **layout)
     words = dry_run("llama2_7b", "--commfuse-chunks", "2", CONFIG=file)
-    assert value(words, "--tensor-model-parallel-size") == "4"
-    assert value(words, "--nnodes") == "2"
-    assert value(words, "--seq-length") == "8192"
-    assert value(words, "--recompute-granularity") == "full"
+    line = " ".join(words)
+    for given in ("tensor-model-parallel-size 4", "nnodes 2", "seq-length 8192", *[" ".join(more)]):
+        assert given in line
+    assert " ".join(options) in line
     assert "--data-path" not in words
-    at = words.index("--use-commfuse")
-    assert words[at : at + 3] == [*options]
     plain = dry_run("--lr=1e-5", CONFIG=file, USE_COMMFUSE="0")
-    assert not [word for word in plain if "commfuse" in word]
+    assert "commfuse" not in " ".join(plain)
     assert "--overlap-grad-reduce" in plain
     # The file also decides whether CommFuse is used.
     file = written(tmp_path, commfuse_options=())
@@ -177,17 +164,6 @@ def test_every_kind_of_run_has_its_log(llm, tmp_path) -> None:
     names = {path.name for path in Path(llm["MINDSPEED_LLM_HOME"], "logs").iterdir()}
     kinds = "llama2_7b", "llama2_7b_commfuse_node1", "planned_commfuse"
     assert names == {f"train_{kind}.log" for kind in kinds}
-
-
-@pytest.mark.parametrize("model", ["llama2_7b", "llama3_70b"])
-def test_plan_reads_a_launcher(
-    model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for name, text in (FILES | NODE).items():
-        monkeypatch.setenv(name, text)
-    assert cli.main(["plan", str(SCRIPTS / f"pretrain_{model}_ptd.sh")]) == 0
-    config = ModelConfig.load(ROOT / "configs" / f"{model}.yaml")
-    assert f"{config.num_layers} layers" in capsys.readouterr().out
 
 
 @pytest.mark.skipif(shutil.which("shellcheck") is None, reason="shellcheck is not installed")

@@ -68,47 +68,39 @@ THIRD = "-m pip install --disable-pip-version-check --requirement scripts/requir
 TORCH_FILE = "--requirement scripts/requirements/torch.txt"
 
 
+ALL = [FIRST, TORCH_FILE, *REST]
+
+
 @pytest.mark.parametrize(
-    ("fail", "torch", "source"),
+    ("fail", "code", "said", "requests", "left"),
     [
-        ("", [FIRST], "the configured indexes"),
-        (CONFIGURED, [FIRST, SECOND], CPU_BUILDS),
-        (r"\+cpu", [FIRST, SECOND, THIRD], "the configured indexes, with its dependencies"),
+        # A CPU build comes before one with CUDA.
+        ("", 0, "is from the configured indexes.", ALL, []),
+        (CONFIGURED, 0, f"is from {CPU_BUILDS}.", [FIRST, SECOND, TORCH_FILE, *REST], []),
+        (r"\+cpu", 0, "is from the configured indexes, with its dependencies.",
+         [FIRST, SECOND, THIRD, TORCH_FILE, *REST], []),
+        # A torch that cannot be imported does not count as installed.
+        ("import torch", 1, "from the configured indexes, cannot be imported: Error: no space",
+         [FIRST, TORCH_FILE], ALL),
+        # A failed installation goes on where it stopped.
+        ("-m venv", 1, "Error: no space", [], ALL),
+        ("requirements/cpu", 1, "Error: no space", [FIRST, TORCH_FILE, REST[0]], REST),
+        ("--editable", 1, "Error: no space", ALL, REST[2:]),
     ],
-)
-def test_a_cpu_build_comes_before_one_with_cuda(
-    machine: Machine, fail: str, torch: list[str], source: str
+)  # fmt: skip
+def test_what_is_installed(
+    machine: Machine, fail: str, code: int, said: str, requests: list[str], left: list[str]
 ) -> None:
-    code, stderr, requests = machine.prepare(fail)
-    assert code == 0, stderr
-    assert requests == [*torch, TORCH_FILE, *REST]
-    assert f"torch {TORCH} is from {source}." in stderr
+    ended, stderr, asked = machine.prepare(fail)
+    assert (min(ended, 1), asked) == (code, requests), stderr
+    assert said in stderr
     assert ("GB to download" in stderr) == (THIRD in requests)
-    assert machine.prepare() == (0, "", [])
-
-
-def test_a_torch_that_cannot_be_imported_does_not_count_as_installed(machine: Machine) -> None:
-    for _ in range(2):
-        code, stderr, requests = machine.prepare("import torch")
-        assert code != 0
-        assert "from the configured indexes, cannot be imported: Error: no space" in stderr
-        assert stderr.endswith(f"Remove {machine.venv} and start again.\n")
-        assert requests == [FIRST, TORCH_FILE]
-    assert machine.prepare()[::2] == (0, [FIRST, TORCH_FILE, *REST])
-
-
-@pytest.mark.parametrize(
-    ("fail", "left"),
-    [("-m venv", [FIRST, TORCH_FILE, *REST]), ("cpu.txt", REST), ("--editable", REST[2:])],
-)
-def test_a_failed_installation_goes_on_where_it_stopped(machine, fail: str, left) -> None:
-    code, stderr, _ = machine.prepare(fail)
-    assert code != 0
-    assert "Error: no space" in stderr
+    assert (f"Remove {machine.venv} and start again.\n" in stderr) == (fail == "import torch")
     assert machine.prepare()[::2] == (0, left)
     # A changed requirements file is installed again.
     (machine.venv / ".installed-cpu").write_text("numpy==1.0\n", "utf-8")
     assert machine.prepare()[::2] == (0, REST[:1])
+    assert machine.prepare() == (0, "", [])
 
 
 def test_torch_npu_is_left_out_beside_a_torch_with_cuda(machine: Machine) -> None:

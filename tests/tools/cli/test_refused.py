@@ -71,6 +71,7 @@ QUESTIONS = (
     ("plan there", "'there' has no *_ascend_pt with ASCEND_PROFILER_OUTPUT in it; record it with"),
     ("plan there --hardware x", "--hardware: no effect on a profile; leave it out"),
     ("plan there --json no/such/x.json", "no/such, which is not there; make it, or choose"),
+    ("plan there -- --commfuse-chunks 4", "-- --commfuse-chunks: no effect on there"),
     ("plan there --jsn x.json", "unknown: --jsn x.json; did you mean --json?"),
     ("plan goof.sh", "a folder of profiles, or --model NAME; did you mean good.sh?"),
     ("simulate --model machine.yaml", "machine.yaml describes a machine; give it as --hardware"),
@@ -157,17 +158,24 @@ def test_it_is_answered_in_a_line(
         assert code == 1, "an invalid request is refused on stderr"
 
 
-def test_it_is_refused_before_torch_or_a_drawing_is_imported(folder: Path) -> None:
+def test_it_is_refused_or_planned_before_torch_or_a_drawing_is_imported(folder: Path) -> None:
     calls = [shlex.split(line) for line, _ in QUESTIONS if not line.startswith("pretrain")]
+    answered = [["doctor"], ["plan", str(ROOT / "configs" / "llama3_8b.yaml")]]
     code = (
         "import sys; from contextlib import suppress; from commfuse_npu.tools import cli\n"
         "for words in eval(sys.argv[1]):\n"
         "    with suppress(SystemExit):\n"
         "        assert cli.main(words) == 2, words\n"
-        "print({'torch', 'matplotlib', 'numpy', 'vl_convert'} & set(sys.modules))"
+        "print({'torch', 'matplotlib', 'numpy', 'vl_convert'} & set(sys.modules))\n"
+        "sys.modules['torch'] = None\n"
+        "codes = [cli.main(words) for words in eval(sys.argv[2])]\n"
+        "print({'mindspeed', 'mindspeed_llm', 'megatron.core', 'torch_npu', "
+        "'mindspeed_patches'} & set(sys.modules), codes[1])"
     )
-    done = started(sys.executable, "-c", code, repr(calls), env=ENVIRONMENT, folder=folder)
-    assert done.stdout == "set()\n", done.stderr
+    words = sys.executable, "-c", code, repr(calls), repr(answered)
+    done = started(*words, env=ENVIRONMENT, folder=folder)
+    first, *_, last = done.stdout.splitlines()
+    assert (first, last) == ("set()", "set() 0"), done.stderr
 
 
 # A command with redirections of a shell, its status, and its last line on stderr.

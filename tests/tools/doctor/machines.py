@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from commfuse_npu.tools.doctor import CommandResult, Machine, Package
-from commfuse_npu.tools.doctor.finding import Finding
+from commfuse_npu.tools.doctor.command import diagnose
 from commfuse_npu.tools.doctor.machine import ABSENT
 from commfuse_npu.tools.doctor.versions import TRY_TORCH_NPU
-
-ROOT = Path(__file__).resolve().parents[3]
 
 INFO_A2 = """\
 | npu-smi 25.2.0                   Version: 25.2.0                                               |
@@ -85,10 +83,9 @@ def stack(folder: Path) -> dict[str, Package]:
     return packages | dict.fromkeys(("torch", "torch_npu"), Package("2.7.1"))
 
 
-def only(findings: Iterable[Finding], what: str) -> Finding:
-    (match,) = [finding for finding in findings if finding.what == what]
-    return match
-
-
-def summary(finding: Finding) -> tuple[str, str]:
-    return finding.level, finding.value
+def found(host: Machine) -> dict[str, str]:
+    """The level and the value of every finding, by its subject."""
+    findings = diagnose(host).findings
+    by_subject = {finding.what: f"{finding.level} {finding.value}" for finding in findings}
+    assert len(by_subject) == len(findings)
+    return by_subject

@@ -83,19 +83,8 @@ def test_flags_of_a_launch_are_not_those_of_a_form(checkout: Path, tmp_path: Pat
     assert of(result, "commfuse").text("--transformer-impl") == "transformer_engine"
     assert result.environment["PYTHONPATH"].startswith(f"{ROOT}:/mine:")
     assert any(note.startswith("--save checkpoints -> (dropped)") for note in result.notes)
-
-
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("torchrun --nproc_per_node 16 pretrain_gpt.py --bf16", "asks for 16 processes, and here"),
-        ("sleep 5", "none that can be read"),
-        ("'my.sh", "No closing quotation; quote it as for a shell"),
-    ],
-)
-def test_what_is_no_launch_is_refused(checkout: Path, tmp_path: Path, text: str, said: str) -> None:
-    with pytest.raises(UsageError, match=said):
-        launches(text, "npu", 8, tmp_path)
+    with pytest.raises(UsageError, match="asks for 2 processes, and here"):
+        launches(f"{checkout / 'my.sh'}", "npu", 1, tmp_path)
 
 
 def test_forms_of_the_cpu_pretraining(tmp_path: Path) -> None:
@@ -115,18 +104,9 @@ def test_forms_of_the_cpu_pretraining(tmp_path: Path) -> None:
 # ------------------------------------------------------------------- trainings
 
 
-def test_a_form_leaves_its_files(tmp_path: Path, monkeypatch) -> None:
-    plan = launches(launch(tmp_path, monkeypatch), "cpu", 2, tmp_path / "scratch")
-    log = train(FORMS[0], plan, tmp_path, LIMIT)
-    assert log["milliseconds"] == [100.0 + i for i in range(1, 11)]
-    assert log["weights"] == "a" * 64
-    assert "iteration" in (tmp_path / "launch_megatron.log").read_text()
-
-
 @pytest.mark.parametrize(
     ("how", "limit", "first", "last"),
     [
-        ("fails", LIMIT, "exit code 1 (", "OSError: liblcal.so: no such file"),
         ("short", LIMIT, "4 of 10 iterations with a loss (", "sha256 of all weights: " + "a" * 64),
         ("hangs", 0.5, "did not end within 0 s; give more with --timeout (", ""),
     ],

@@ -41,14 +41,10 @@ class Asked(Worker):
         exchange.check()
         return [source for *_, source in exchange.swaps]
 
-    def slow_beside(self) -> dict[str, list[float]]:
-        """Times of an exchange that the GEMMs of rank 1 outlast."""
-        shape = (2048, 512, 512) if self.rank == 1 else (8, 8, 8)
-        return self.side_by_side(self._product(*shape), 64, 3)
-
-    def fast_beside(self) -> dict[str, list[float]]:
-        """Times of GEMMs that the exchange outlasts."""
-        return self.side_by_side(self._product(8, 8, 8), 1 << 20, 3)
+    def beside(self, rows: int, size: int) -> dict[str, list[float]]:
+        """Times of an exchange of ``size`` bytes beside GEMMs; rank 1 has ``rows`` rows."""
+        shape = (rows if self.rank == 1 else 8, 512, 512)
+        return self.side_by_side(self._product(*shape), size, 3)
 
     def on_hccl(self) -> Times:
         """The host's rows with HCCL."""
@@ -69,13 +65,15 @@ def test_messages_come_from_whom_they_should(ranks: Ranks) -> None:
     assert ranks.ask("arrived", None) == [[2, 1], [0, 2], [1, 0]]
 
 
-def test_as_many_gemms_as_all_ranks_can_hide_are_beside_an_exchange(ranks: Ranks) -> None:
-    answer = ranks.ask("fast_beside")[0]
+@pytest.mark.parametrize(
+    ("rows", "size"),
+    [(8, 1 << 20), (2048, 64)],  # on one rank the GEMM outlasts the exchange: all run one
+)
+def test_as_many_gemms_as_all_ranks_can_hide_are_beside_an_exchange(ranks, rows, size) -> None:
+    answer = ranks.ask("beside", rows, size)[0]
     assert {kind: len(times) for kind, times in answer.items()} == dict.fromkeys(
         ("gemm", "exchange", "gemm beside", "both"), 3
     )
-    # On one rank a GEMM outlasts the exchange: all ranks run one GEMM.
-    assert len(ranks.ask("slow_beside")[0]["both"]) == 3
 
 
 def test_hccl_is_never_asked_for_single_operations(ranks: Ranks) -> None:

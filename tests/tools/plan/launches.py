@@ -1,4 +1,4 @@
-"""Launches to plan: command lines, and scripts as users write them."""
+"""Launches to plan."""
 
 from __future__ import annotations
 
@@ -34,23 +34,3 @@ MODEL = (
 TP = "--tensor-model-parallel-size 4 --sequence-parallel --seq-length 16384"
 EXPERTS = "--num-experts 8 --moe-grouped-gemm --expert-model-parallel-size 4"
 ULYSSES = "--context-parallel-size 2 --context-parallel-algo ulysses_cp_algo"
-
-
-def script(options: str) -> str:
-    return f"""\
-#!/bin/bash
-export CUDA_DEVICE_MAX_CONNECTIONS=1
-NODES=1
-MASTER_ADDR="your master node IP"
-DISTRIBUTED_ARGS="
-    --nproc_per_node 8 \\
-    --nnodes $NODES \\
-    --master_addr $MASTER_ADDR
-"
-MODEL_ARGS="
-    {MODEL} \\
-    {options}
-"
-mkdir -p logs
-torchrun $DISTRIBUTED_ARGS pretrain_gpt.py $MODEL_ARGS --data-path your data path | tee logs/log
-"""

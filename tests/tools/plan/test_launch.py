@@ -1,21 +1,26 @@
-"""``commfuse-npu plan LAUNCH.sh``: the fastest form of a launch, and the obstacles of others."""
+"""``commfuse-npu plan`` of a launch: its fastest form, what stands against others, its training."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from commfuse_npu.tools import cli
+from commfuse_npu.tools.plan.launch import ask_about
+from commfuse_npu.tools.plan.training import training_of
+from commfuse_npu.tools.simulate.experts import Experts
+from commfuse_npu.tools.simulate.footprint import footprint
+from commfuse_npu.tools.simulate.step import Step
+from commfuse_npu.tools.simulate.training import Training
+from commfuse_npu.tools.simulate.variants import MEGATRON, REFERENCE
 from tests.tools.answers import answer
-from tests.tools.plan.launches import CONFIG, EXPERTS, MODEL, TP, script
+from tests.tools.plan.launches import CONFIG, MODEL, SERVER, TP, asked
 
 Plan = Callable[..., dict[str, Any]]
 MANY = "--global-batch-size 64 --bf16"
-WIDE = "--global-batch-size 1 --nproc_per_node 16 --tensor-model-parallel-size 16"
 
 
 @pytest.fixture
@@ -23,9 +28,8 @@ def plan(tmp_path: Path) -> Plan:
     """A function that runs ``plan`` on a launch with given options and returns its JSON."""
 
     def ask(options: str, *words: str, code: int = 0) -> dict[str, Any]:
-        path = tmp_path / "launch.sh"
-        path.write_text(script(options), "utf-8")
-        return answer(tmp_path, "plan", str(path), *words, code=code)
+        launch = f"torchrun --nproc_per_node 8 pretrain_gpt.py {MODEL} {options}".split()
+        return answer(tmp_path, "plan", *words, "--", *launch, code=code)
 
     return ask
 
@@ -52,33 +56,6 @@ def test_the_fastest_form_that_can_be_launched_is_named(plan: Plan, capsys) -> N
     assert not [note for note in vocabulary["notes"] if "vocab" in note]
 
 
-@pytest.mark.parametrize(
-    ("options", "verdict", "reason"),
-    [
-        (f"{MANY} --pipeline-model-parallel-size 2 --seq-length 8192",
-         "Add --commfuse-fb-overlap --commfuse-fb-overlap-memory", ""),
-        (f"{MANY} {EXPERTS}", "Add --commfuse-fb-overlap", "16 ranks of experts"),
-        (f"{MANY} --tp-2d", "Add ", "--tp-2d: linear layers cut in two dimensions"),
-        (f"{MANY} --nproc_per_node 16 --tensor-model-parallel-size 16", "Add ",
-         "a group of 16 spans nodes of 8 NPUs"),
-        ("--tensor-model-parallel-size 1 --no-sequence-parallel", "Nothing to add: no forward-"
-         "backward overlap (no tensor, expert or context parallelism, so nothing to hide), no "
-         "fused layers (--tensor-model-parallel-size 1: a group of one transfers nothing; ", ""),
-        ("--global-batch-size 2", "Add --use-ascend-mc2", ""),
-        # Short blocks: nothing would be fused.
-        (WIDE, "Nothing to add: no forward-backward overlap (one micro-batch", "a group of 16"),
-        (f"{WIDE} --commfuse-chunks 1", "Add --use-commfuse: fused layers. The gain is", "spans"),
-    ],
-)  # fmt: skip
-def test_what_is_not_simulated_or_refused_is_said(
-    plan: Plan, options: str, verdict: str, reason: str
-) -> None:
-    report = plan(f"{TP} {options}")
-    assert report["verdict"].startswith(verdict)
-    (said,) = [note for note in report["notes"] if "simulated: " in note] or [""]
-    assert reason in said
-
-
 def test_a_refused_form_is_not_recommended(plan: Plan) -> None:
     report = plan(f"{TP} {MANY} --use-ascend-mc2")
     forms = by_flags(report)
@@ -88,10 +65,6 @@ def test_a_refused_form_is_not_recommended(plan: Plan) -> None:
     coc = forms["--use-ascend-coc"]["obstacle"]
     assert coc == "--use-ascend-mc2: MindSpeed refuses CoC and MC2 together; leave it out"
     assert report["verdict"].startswith("Nothing to add: MC2 is in use, no forward-backward")
-    forms = by_flags(plan(f"{TP} {MANY} --use-commfuse --commfuse-ulysses"))
-    reason = "--commfuse-ulysses needs --context-parallel-size of at least 2: "
-    assert forms["--use-commfuse"]["obstacle"].startswith(reason)
-    assert not forms["--commfuse-fb-overlap"]["obstacle"]
     # If blocks are too short, Megatron's order runs.
     short = f"{TP} {MANY} --seq-length 1024"
     forms = by_flags(plan(short))
@@ -156,14 +129,91 @@ def test_what_would_be_fused_and_what_is_wrong_is_listed(plan: Plan, capsys) -> 
     assert f"\nerror: {wrong['problems'][0]}\n" in capsys.readouterr().out
 
 
-def test_a_configuration_is_the_launch_of_its_launcher(tmp_path: Path, capsys) -> None:
-    page = tmp_path / "found.json"
-    words = ["plan", str(CONFIG), "--json", str(page), "--", "--commfuse-chunks", "4"]
-    assert cli.main(words) == 0
-    report = json.loads(page.read_text("utf-8"))
+def test_a_configuration_is_the_launch_of_its_launcher(tmp_path: Path) -> None:
+    report = answer(tmp_path, "plan", str(CONFIG), "--", "--commfuse-chunks", "4")
     assert report["name"] == "llama3_8b"
     assert report["layout"].startswith("TP 8, PP 1, CP 1, DP 1, sequence parallel")
     assert "4 chunks" in report["schedule"]
-    with pytest.raises(SystemExit):
-        cli.main(["plan", str(tmp_path), "--", "--commfuse-chunks", "4"])
-    assert "-- --commfuse-chunks: no effect on" in capsys.readouterr().err
+
+
+# ------------------------------------------------------------------- its training
+
+SIZES = f"--nproc_per_node 8 {MODEL} {TP} --swiglu --bf16 --global-batch-size 16"
+FULL = "--recompute-granularity full --recompute-method"
+
+
+def training(options: str = "") -> Training:
+    return training_of(asked(f"{SIZES} {options}"))
+
+
+def milliseconds(of: Training) -> float:
+    return 1e3 * Step(SERVER.machine(), of).time(MEGATRON)
+
+
+def test_experts_take_the_options_of_megatron() -> None:
+    line = (
+        "--num-experts 8 --moe-router-topk 3 --moe-ffn-hidden-size 96 --n-shared-experts 2 "
+        "--expert-model-parallel-size 2 --moe-grouped-gemm --moe-token-dispatcher-type alltoall"
+    )
+    own = training(f"{line} --expert-tensor-parallel-size 1")
+    for tensor, job in ((4, training(line)), (1, own)):
+        expected = Experts(8, 3, 96, 192, 2, tensor, grouped=True, gathers=False, halves=2)
+        assert job.experts == expected
+    assert (own.expert_replicas, own.expert_stride) == (4, 2)
+    assert training("--num-experts 8").experts.gathers  # type: ignore[union-attr]
+
+
+def test_time_and_memory_follow_the_options() -> None:
+    plain, noop, full = (
+        training(options) for options in ("", "--noop-layers 3", f"{FULL} uniform")
+    )
+    assert milliseconds(noop) < milliseconds(plain) < milliseconds(full)
+    each = training("--no-sequence-parallel").parameters_of("dense")[0]
+
+    def bytes_of(of: Training) -> tuple[float, ...]:
+        return tuple(footprint(of, MEGATRON, SERVER))[:4]
+
+    weights, gradients, adam, activations = bytes_of(plain)
+    assert weights - bytes_of(noop)[0] == 2 * each
+    assert gradients == 2 * weights
+    assert bytes_of(full)[3] < activations
+    assert bytes_of(replace(plain, distributed=False))[2] == adam * plain.layout.dp
+    assert bytes_of(replace(plain, reuses=True))[2] == adam * 10 / 12
+    assert bytes_of(training("--fp16"))[:2] == (weights, weights)
+    needs = footprint(plain, MEGATRON, SERVER)
+    state = needs.weights + needs.gradients
+    assert needs.first_step == state + max(needs.optimizer / 3 + needs.activations, needs.optimizer)
+
+
+def test_gradients_that_do_not_overlap_are_exposed() -> None:
+    both = training("--overlap-grad-reduce --overlap-param-gather")
+    none = replace(both, overlaps=(False, False))
+    forms = both, replace(both, overlaps=(False, True)), none, replace(none, distributed=False)
+    steps = [Step(SERVER.machine(), form) for form in forms]
+    times = [step.time(REFERENCE) - step._optimizer for step in steps]
+    assert times == sorted(set(times)), "longer each time"
+
+
+def test_variables_of_the_shell_reach_the_script(tmp_path: Path) -> None:
+    path = tmp_path / "launch.sh"
+    path.write_text(f"torchrun pretrain_gpt.py {MODEL} {TP} --num-layers ${{DEPTH:-4}}", "utf-8")
+    launches = [ask_about(None, [str(path)], variables) for variables in ({}, {"DEPTH": "6"})]
+    assert [launch.config.num_layers for launch in launches] == [4, 6]
+
+
+DEEPSEEK_V3 = (
+    "--nproc_per_node 1 --num-layers 61 --hidden-size 7168 --ffn-hidden-size 18432 "
+    "--num-attention-heads 128 --vocab-size 129280 --seq-length 4096 --swiglu --bf16 "
+    "--micro-batch-size 1 --global-batch-size 1 --max-position-embeddings 4096 "
+    "--multi-latent-attention --q-lora-rank 1536 --kv-lora-rank 512 --qk-head-dim 128 "
+    "--qk-pos-emb-head-dim 64 --v-head-dim 128 --num-experts 256 --moe-router-topk 8 "
+    "--moe-ffn-hidden-size 2048 --n-shared-experts 1 --first-k-dense-replace 3 --moe-layer-freq 1 "
+    "--moe-grouped-gemm --moe-token-dispatcher-type alltoall"
+)
+
+
+def test_deepseek_v3_has_671_billion() -> None:
+    """Latent attention, experts and shared experts; 671 B in arXiv 2412.19437, with embeddings."""
+    job = training_of(asked(DEEPSEEK_V3))
+    embeddings = 2 * job.model.padded_vocab_size * job.model.hidden_size
+    assert sum(job.of_layers(0)) + embeddings == pytest.approx(671e9, rel=1e-3)

@@ -1,211 +1,330 @@
-"""What stands against CommFuse in a launch, and what would be fused, from its options."""
+"""What the options of a launch mean: the training, its form, what stands against CommFuse."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
+import torch
 
-from commfuse_npu.plan import PlanError
 from commfuse_npu.tools.plan.forms import plan_launch
-from commfuse_npu.tools.plan.launch import ask_about
-from commfuse_npu.tools.plan.obstacles import Obstacles, obstacles
-from tests.tools.plan.launches import EXPERTS, FUSED, MODEL, SERVER, SIZES, TP, ULYSSES, asked
-
-ATTENTION = f"{FUSED} --commfuse-attention --attention-dropout 0.0"
-
-
-def of(options: str, processes: int = 8) -> Obstacles:
-    return obstacles(asked(f"--nproc_per_node {processes} {MODEL} {options}"))
-
-
-# ------------------------------------------------------------------ layers and their operators
-
-
-@pytest.mark.parametrize(
-    ("line", "operator"),
-    [
-        ("--config --commfuse-chunks 2 --commfuse-attention", "attention_linear_reduce_scatter"),
-        (f"{ATTENTION} --recompute-granularity selective", "linear_reduce_scatter"),
-    ],
+from commfuse_npu.tools.plan.launch import AskedLaunch, ask_about
+from commfuse_npu.tools.plan.obstacles import obstacles
+from commfuse_npu.tools.plan.training import NotSimulated, form_of, training_of
+from mindspeed_patches import wrappers
+from tests.tools.plan.launches import (
+    EXPERTS,
+    FUSED,
+    LIMITED,
+    MODEL,
+    SERVER,
+    SIZES,
+    TP,
+    ULYSSES,
+    asked,
 )
-def test_the_projection_of_attention(line: str, operator: str) -> None:
-    """The other operators are compared with the wrappers (``test_linear_layers.py``)."""
-    (fused,) = (entry for entry in obstacles(asked(line)).layers if entry.layer == "proj")
-    assert str(fused) == f"proj: {operator}"
 
-
-@pytest.mark.parametrize(
-    ("options", "rows", "least"),
-    [
-        ("", 256, 2500),
-        ("--seq-length 2048 --hidden-size 32768", 512, 512),
-        ("--commfuse-chunks 1", 256, 0),
-        ("--commfuse-tuning on", 256, 0),
-    ],
-)
-def test_layers_with_short_blocks_stay_megatrons(options: str, rows: int, least: int) -> None:
-    against = of(f"{TP} --seq-length 1024 {options}")
-    short = rows < least
-    assert (against.fused, against.least) == ("", least)
-    message = f"its blocks have 256 rows, and with fewer than {least} Megatron's"
-    assert [note.startswith(message) for note in against.notes] == [True] * short + [False]
-    reason = f"Megatron's own forward, because a block has fewer than {least} rows"
-    assert {reason in str(layer) for layer in against.layers} == {short}
-    assert {bool(layer.operator) for layer in against.layers} == {not short}
-    assert not [note for note in of("--seq-length 64").notes if "blocks" in note], "not at TP 1"
-
-
-# ------------------------------------------------------------------ what does not go together
-
+ONE = f"--nproc_per_node 8 {MODEL}"
+FOUR = f"{ONE} {TP}"
+FOUR_16 = f"{FOUR} --swiglu --bf16 --global-batch-size 16"
 ALONE = f"{FUSED} --tensor-model-parallel-size 1 --attention-dropout 0.0"
+ATTENTION = f"{FUSED} --commfuse-attention --attention-dropout 0.0"
 DP = "--commfuse-dp --use-distributed-optimizer --nproc_per_node"
-OF_ONE = "--tensor-model-parallel-size 1: a group of one transfers nothing; choose at least 2, or"
+PP = "--pipeline-model-parallel-size 2"
+EACH = "--num-layers-per-virtual-pipeline-stage 1"
+FULL = f"{FOUR_16} {PP} --recompute-granularity full --recompute-method"
+LATENT = "--multi-latent-attention --kv-lora-rank 8 --qk-head-dim 8 --qk-pos-emb-head-dim 8"
+MOE = f"{FOUR_16} --num-experts 4"
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        f"A=b torchrun --nproc_per_node 2 -m mindspeed_patches.launch /llm/pretrain_gpt.py {FUSED}",
-        f"{ATTENTION} --recompute-granularity full",
-        f"{FUSED} --schedules-method other --output-layer-slice-num 1 --pre-tockens 4096",
-        f"{ALONE} {DP} 2",
-        f"{ALONE} {ULYSSES} --commfuse-ulysses",
-        f"{FUSED} --num-attention-heads 6 --kv-channels 16",
-        # The launchers switch dropout off.
-        "--config --commfuse-attention",
-    ],
-)
-def test_what_starts_is_not_remarked(line: str) -> None:
-    launch = asked(line)
-    assert obstacles(launch).fused == ""
-    assert plan_launch(launch, SERVER).problems == ()
-    remarks = "has no effect", "given to the script itself", "without --sequence-parallel"
-    assert not [note for note in obstacles(launch).notes for text in remarks if text in note]
+def layers(launch: AskedLaunch) -> str:
+    """The layers that are fused | that are not."""
+    found = obstacles(launch).layers
+    sides = ([x.layer for x in found if bool(x.operator) == fused] for fused in (True, False))
+    return " | ".join(" ".join(name.replace(" ", "_") for name in side) for side in sides)
 
 
-@pytest.mark.parametrize(
-    ("line", "obstacle"),
-    [
-        (ALONE, OF_ONE),
-        (f"{ALONE} {DP} 2 --commfuse-attention",
-         "--commfuse-attention needs --tensor-model-parallel-size of at least 2: it is fused with"),
-        (f"{SIZES} --use-ascend-mc2", "--use-ascend-mc2: it replaces Megatron's column- and row-"
-         "parallel linear layers by its own; leave one of the two out"),
-        (f"{FUSED} --output-layer-slice-num=2", "--output-layer-slice-num 2: it runs the output "),
-        (f"{ATTENTION} --pre-tockens 4096",
-         "--commfuse-attention with --pre-tockens 4096: a query sees a window of the keys only; "
-         "leave one of the two out, or pass the default"),
-        (f"{FUSED} --commfuse-attention",
-         "--commfuse-attention with --attention-dropout 0.1, Megatron's default: the fused "
-         "attention has no dropout; pass --attention-dropout 0.0 or leave --commfuse-attention "),
-        (f"{ATTENTION} --commfuse-layers qkv,fc1",
-         "--commfuse-attention: proj is not among --commfuse-layers; add it, or leave "),
-        (f"{ALONE} --commfuse-dp --nproc_per_node 2",
-         "--commfuse-dp needs --use-distributed-optimizer: without it gradients are all-reduced"),
-        (f"{ALONE} --commfuse-ulysses --context-parallel-size 2",
-         "--commfuse-ulysses needs --context-parallel-algo ulysses_cp_algo, not megatron_cp_algo"),
-        (f"{FUSED} --qat-scheme w4 --lora-target-modules linear_qkv",
-         "--qat-scheme w4: quantization-aware training quantizes inside the linear layers; leave "
-         "one of the two out; --lora-target-modules linear_qkv: LoRA wraps the linear layers "),
-    ],
-)  # fmt: skip
-def test_what_refuses_the_flag_is_named_with_a_way_out(line: str, obstacle: str) -> None:
-    assert obstacles(asked(line)).fused.startswith(obstacle)
+def remarks(launch: AskedLaunch) -> list[str]:
+    """What stands against a launch, and what in it is not as meant."""
+    texts = "has no effect", "given to the script itself", "without --sequence-parallel"
+    notes = [note for note in obstacles(launch).notes for text in texts if text in note]
+    return [*filter(None, [obstacles(launch).fused]), *plan_launch(launch, SERVER).problems, *notes]
 
 
-@pytest.mark.parametrize(
-    ("line", "note"),
-    [
-        (f"{SIZES} --use-commfuse", "without --sequence-parallel column-parallel layers keep"),
-        (SIZES, "without --sequence-parallel column-parallel layers keep Megatron's forward; add"),
-        (f"pretrain_gpt.py {FUSED}", "--use-commfuse is given to the script itself, which does "
-         "not know it; start -m mindspeed_patches.launch SCRIPT"),
-        (f"{ATTENTION} --recompute-activations", "--commfuse-attention has no effect: selective "
-         "recomputation runs core attention separately"),
-        (f"{ALONE} {DP} 1", "--commfuse-dp has no effect: DP 1 transfers nothing"),
-        (f"{FUSED} --spec mine.spec layer_spec",
-         "--spec mine.spec layer_spec is not read: it is judged as Megatron's GPTModel"),
-    ],
-)  # fmt: skip
-def test_what_starts_but_is_not_as_meant_is_noted(line: str, note: str) -> None:
-    against = obstacles(asked(line))
+def shares(launch: AskedLaunch) -> set[float]:
+    """How much of the forwards is run again, of every stage."""
+    job = training_of(launch)
+    return {job.recomputed_share(place) for place in range(len(job.places))}
+
+
+def too(launch: AskedLaunch) -> list[str]:
+    """Our other options that can be given."""
+    start, end = "with --use-commfuse ", " can be given, too"
+    notes = obstacles(launch).notes
+    return [note[len(start) : -len(end)] for note in notes if note.endswith(end)]
+
+
+def paired(launch: AskedLaunch) -> tuple[str, float | None]:
+    """What stands against forward-backward overlap, and how much has a partner."""
+    return obstacles(launch).overlap, obstacles(launch).paired
+
+
+def places(launch: AskedLaunch) -> list[dict[str, float]]:
+    """The layers of every chunk."""
+    return list(training_of(launch).places)
+
+
+def form(launch: AskedLaunch) -> str:
+    return form_of(launch.options).name
+
+
+def layout(launch: AskedLaunch) -> str:
+    return plan_launch(launch, SERVER).layout
+
+
+def chunks(launch: AskedLaunch) -> int:
+    return launch.schedule.chunks
+
+
+DENSE = "qkv proj fc1 fc2 output"
+SP = f"{FOUR} --commfuse-chunks 1"
+MOES = f"{SP} {EXPERTS}"
+MLA = f"{SP} {LATENT} --v-head-dim 8"
+# A question, and its answer for launches.
+VALUES: list[tuple[Callable[[AskedLaunch], Any], dict[str, Any]]] = [
+    (layers, {
+        SP: f"{DENSE} | ",
+        f"{ONE} --tensor-model-parallel-size 4 --commfuse-chunks 1": "proj fc2 | qkv fc1 output",
+        f"{ONE} --sequence-parallel": f" | {DENSE}",
+        # Experts in each layer, no dense one.
+        MOES: "qkv proj output | experts",
+        f"{MOES} --first-k-dense-replace 0": "qkv proj output | experts",
+        f"{MOES} --first-k-dense-replace 3": f"{DENSE} | experts",
+        f"{MOES} --moe-shared-expert-intermediate-size 64":
+            "qkv proj shared_fc1 shared_fc2 output | experts",
+        f"{MOES} --n-shared-experts 1 --moe-alltoall-overlap-comm":
+            "qkv proj output | shared_fc1 shared_fc2 experts",
+        MLA: "q_up kv_up proj fc1 fc2 output | ",
+        f"{MLA} --mla-up-proj-tp-overlap": "proj fc1 fc2 output | q_up kv_up",
+        f"{SP} --mtp-num-layers 1": "qkv proj fc1 fc2 eh_proj output | ",
+        f"{SP} --cpu-offloading": f" | {DENSE}",
+        f"{SP} --defer-embedding-wgrad-compute": "qkv proj fc1 fc2 | output",
+        f"{SP} --full-attention-interval 4":
+            "q,_k,_v_apart delta-net_in delta-net_out proj fc1 fc2 output | ",
+        f"{SP} --spec x.mamba_spec s --hybrid-attention-ratio 0.1 --hybrid-mlp-ratio 0.5":
+            "qkv mamba_in mamba_out proj fc1 fc2 output | ",
+        f"{SP} --spec x.deepseek4_spec s": "fc1 fc2 output | CSA's_q_up,_o_down CSA's_o_up",
+        # Short blocks stay Megatron's, if their limit is not lifted.
+        f"{FOUR} --seq-length 1024": f" | {DENSE}",
+        f"{FOUR} --seq-length 2048 --hidden-size 32768": f"{DENSE} | ",
+        f"{FOUR} --seq-length 1024 --commfuse-tuning on": f"{DENSE} | ",
+    }),
+    (remarks, {
+        f"A=b torchrun --nproc_per_node 2 -m mindspeed_patches.launch x/pretrain_gpt.py "
+        f"{FUSED}": [],
+        f"{ATTENTION} --recompute-granularity full": [],
+        f"{FUSED} --schedules-method other --output-layer-slice-num 1 --pre-tockens 4096": [],
+        f"{ALONE} {DP} 2": [],
+        f"{ALONE} {ULYSSES} --commfuse-ulysses": [],
+        f"{FUSED} --num-attention-heads 6 --kv-channels 16": [],
+        "--config --commfuse-attention": [],  # the launchers switch dropout off
+    }),
+    (too, {
+        FOUR: ["--commfuse-attention, --commfuse-dp"],
+        f"{FOUR} --commfuse-attention": ["--commfuse-dp"],
+        f"{FOUR} --attention-dropout 0.1": ["--commfuse-dp"],
+        f"{FOUR} --context-parallel-size 2": ["--commfuse-dp"],
+        f"{FOUR} {ULYSSES}": ["--commfuse-ulysses, --commfuse-dp"],
+        f"{FOUR} --nproc_per_node 4": ["--commfuse-attention"],
+        "--config --nproc_per_node 16": ["--commfuse-attention, --commfuse-dp"],
+        ONE: ["--commfuse-dp"],  # at TP 1 nothing else is fused
+        f"{ONE} --use-custom-fsdp": [],
+        f"{FOUR} --use-ascend-coc": [],
+    }),
+    (paired, {
+        f"{FOUR} --global-batch-size 16": ("", 7 / 8),
+        f"{FOUR} --global-batch-size 2": ("one micro-batch has no partner", 0.0),
+        f"{FOUR_16} --use-ascend-coc":
+            ("--use-ascend-coc: its transfers are inside of CoC's operators; leave it out", 7 / 8),
+        f"{FOUR_16} --stage dpo": ("--stage dpo: it has a pipeline schedule of its own; leave "
+                                   "--commfuse-fb-overlap out", 7 / 8),
+        f"{FOUR} {PP} --global-batch-size 8": ("", 5 / 8),
+        f"{FOUR} {PP} --global-batch-size 4":
+            ("4 micro-batches: 25% of a stage's have a partner", 1 / 4),
+        f"{FOUR} {PP} {EACH} --global-batch-size 8": ("", 11 / 16),
+        f"{FOUR} {PP} --num-virtual-stages-per-pipeline-rank 2 --global-batch-size 7":
+            ("7 micro-batches are no multiple of 2 stages", None),
+        f"{ONE} --global-batch-size 64":
+            ("no tensor, expert or context parallelism, so nothing to hide", None),
+        f"{ONE} --num-experts 8 --expert-model-parallel-size 4 --global-batch-size 64":
+            ("", 7 / 8),
+    }),
+    (places, {
+        FOUR_16: [{"dense": 4}],
+        f"{FOUR_16} {PP}": [{"dense": 2}] * 2,
+        f"{FOUR_16} {PP} {EACH}": [{"dense": 1}] * 4,
+        f"{FOUR_16} --noop-layers 0,3 {PP}": [{"none": 1, "dense": 1}] * 2,
+        MOE: [{"experts": 4}],
+        f"{MOE} --first-k-dense-replace 1 --moe-layer-freq 1": [{"dense": 1, "experts": 3}],
+        f"{MOE} --moe-layer-freq 2": [{"experts": 2, "dense": 2}],
+        f"{MOE} --moe-layer-freq -1 --first-k-dense-replace -1": [{"experts": 4}],
+    }),
+    (shares, {
+        f"{FOUR_16} {PP}": {0},
+        f"{FULL} uniform --recompute-num-layers 1": {1},
+        f"{FULL} block --recompute-num-layers 1": {1 / 2},
+        f"{FULL} block --recompute-num-layers 1 {EACH}": {1},
+        f"{FULL} block --recompute-num-layers 1 {EACH} --enable-recompute-layers-per-pp-rank":
+            {1 / 2},
+        f"{FOUR_16} {PP} --recompute-granularity selective": {0},
+    }),
+    (form, {
+        FOUR: "megatron",
+        f"{FOUR} --use-ascend-mc2": "mc2",
+        f"{FOUR} --use-ascend-coc": "megatron",  # one slice, MindSpeed's default
+        f"{FOUR} --use-ascend-coc --coc-parallel-num 4": "coc-4",
+        f"{FOUR} --use-ascend-coc --coc-fused-kernel": "coc-fused",
+        f"{FOUR} --commfuse-fb-overlap": "commfuse-fb",
+    }),
+    (layout, {
+        f"{FOUR} {EXPERTS} --first-k-dense-replace 1 --multi-latent-attention":
+            "TP 4, PP 1, CP 1, EP 4, DP 2, sequence parallel, experts, MLA",
+        f"{FOUR} {ULYSSES} --lora-target-modules linear_qkv":
+            "TP 4, PP 1, CP 2 (ulysses_cp_algo), DP 1, sequence parallel, LoRA",
+    }),
+    (chunks, {"--config": 2, "--config --commfuse-tuning on": 1}),
+]  # fmt: skip
+
+
+def rows(table: Iterable[tuple[Callable[..., Any], dict[str, Any]]]) -> list[Any]:
+    return [
+        pytest.param(question, line, answer, id=f"{question.__name__}: {line[-60:]}")
+        for question, answers in table
+        for line, answer in answers.items()
+    ]
+
+
+@pytest.mark.parametrize(("question", "line", "expected"), rows(VALUES))
+def test_an_answer(question: Callable[[AskedLaunch], Any], line: str, expected: Any) -> None:
+    assert question(asked(line)) == expected
+
+
+def refused(launch: AskedLaunch) -> str:
+    """What refuses ``--use-commfuse``, with a way out."""
+    return obstacles(launch).fused
+
+
+def noted(launch: AskedLaunch) -> str:
+    """What is not as meant in a launch that starts."""
+    against = obstacles(launch)
     assert against.fused == ""
-    assert [text.startswith(note) for text in against.notes].count(True) == 1
-    assert not [text for text in of(f"{TP} --spec mindspeed_llm.x y").notes if "--spec" in text]
+    return "\n".join(against.notes)
 
 
-@pytest.mark.parametrize(
-    ("options", "also"),
-    [
-        (TP, ["--commfuse-attention", "--commfuse-dp"]),
-        (f"{TP} --commfuse-attention", ["--commfuse-dp"]),
-        (f"{TP} --attention-dropout 0.1", ["--commfuse-dp"]),
-        (f"{TP} --context-parallel-size 2", ["--commfuse-dp"]),
-        (f"{TP} {ULYSSES}", ["--commfuse-ulysses", "--commfuse-dp"]),
-        (f"{TP} --nproc_per_node 4", ["--commfuse-attention"]),
-        ("--config --nproc_per_node 16", ["--commfuse-attention", "--commfuse-dp"]),
-        # At TP 1 nothing else is fused.
-        ("", ["--commfuse-dp"]),
-        ("--use-custom-fsdp", []),
-        (f"{TP} --use-ascend-coc", []),
-    ],
-)
-def test_our_other_options(options: str, also: list[str]) -> None:
-    against = obstacles(asked(options)) if "--config" in options else of(options)
-    notes = [note for note in against.notes if note.endswith(" can be given, too")]
-    assert notes == [f"with --use-commfuse {', '.join(also)} can be given, too"] * bool(also)
+def unsimulated(launch: AskedLaunch) -> str:
+    with pytest.raises(NotSimulated) as caught:
+        training_of(launch)
+    return str(caught.value)
 
 
-def test_a_schedule_is_that_of_the_launch() -> None:
-    assert asked("--config").schedule.chunks == 2
-    assert asked("--config --commfuse-tuning on").schedule.chunks == 1
-    with pytest.raises(PlanError, match="taper is 9"):
-        plan_launch(asked("--config --commfuse-taper 9"), SERVER)
+def layer(launch: AskedLaunch) -> str:
+    return "\n".join(map(str, obstacles(launch).layers))
 
 
-# ------------------------------------------------------------------ forward-backward overlap
+def verdict(launch: AskedLaunch) -> str:
+    plan = plan_launch(launch, SERVER)
+    notes = [note for note in plan.notes if "simulated: " in note]
+    return "\n".join([plan.verdict, *notes])
 
-PP = f"{TP} --pipeline-model-parallel-size 2"
+
+MANY = f"{FOUR} --global-batch-size 64 --bf16"
+WIDE = f"{MODEL} {TP} --tensor-model-parallel-size 16 --nproc_per_node 16"
+# A question, and the words of its answers, in their order.
+WORDS: list[tuple[Callable[[AskedLaunch], str], dict[str, tuple[str, ...]]]] = [
+    (refused, {
+        ALONE: ("--tensor-model-parallel-size 1: a group of one transfers nothing; choose at "
+                "least 2, or",),
+        f"{ALONE} {DP} 2 --commfuse-attention":
+            ("--commfuse-attention needs --tensor-model-parallel-size of at least 2: it is fused",),
+        f"{FUSED} --output-layer-slice-num=2": ("--output-layer-slice-num 2: it runs the output",),
+        f"{FUSED} --commfuse-attention":
+            ("--commfuse-attention with --attention-dropout 0.1, Megatron's default: the fused "
+             "attention has no dropout; pass --attention-dropout 0.0 or leave --commfuse-atten",),
+        f"{ATTENTION} --commfuse-layers qkv,fc1":
+            ("--commfuse-attention: proj is not among --commfuse-layers; add it, or leave ",),
+        f"{ALONE} --commfuse-dp --nproc_per_node 2":
+            ("--commfuse-dp needs --use-distributed-optimizer: without it gradients are all-red",),
+        f"{ALONE} --commfuse-ulysses --context-parallel-size 2":
+            ("--commfuse-ulysses needs --context-parallel-algo ulysses_cp_algo, not megatron_cp",),
+        f"{FUSED} --qat-scheme w4 --lora-target-modules linear_qkv":
+            ("--qat-scheme w4: quantization-aware training quantizes inside the linear layers; ",
+             "leave one of the two out; --lora-target-modules linear_qkv: LoRA wraps the linear"),
+    }),
+    (noted, {
+        f"{SIZES} --use-commfuse": ("without --sequence-parallel column-parallel layers keep",),
+        SIZES: ("without --sequence-parallel column-parallel layers keep Megatron's forward; add",),
+        f"pretrain_gpt.py {FUSED}": ("--use-commfuse is given to the script itself, which does not "
+                                     "know it; start -m mindspeed_patches.launch SCRIPT",),
+        f"{ATTENTION} --recompute-activations": ("--commfuse-attention has no effect: selective "
+                                                 "recomputation runs core attention separately",),
+        f"{ALONE} {DP} 1": ("--commfuse-dp has no effect: DP 1 transfers nothing",),
+        f"{FUSED} --spec mine.spec layer_spec":
+            ("--spec mine.spec layer_spec is not read: it is judged as Megatron's GPTModel",),
+        f"{FOUR} --seq-length 1024":
+            ("its blocks have 256 rows, and with fewer than 2500 Megatron's",),
+    }),
+    (layer, {
+        "--config --commfuse-chunks 2 --commfuse-attention":
+            ("proj: attention_linear_reduce_scatter",),
+        f"{ATTENTION} --recompute-granularity selective": ("proj: linear_reduce_scatter",),
+        f"{FOUR} --seq-length 1024":
+            ("qkv: Megatron's own forward, because a block has fewer than 2500 rows",),
+        # Who moves the tokens of experts.
+        f"{MOE} --expert-tensor-parallel-size 1": ("experts: ", "left to the token dispatcher"),
+        MOE: ("experts: ", "no collective of the tensor-parallel group; tokens"),
+        f"{MOE} --expert-tensor-parallel-size 1 --moe-tp-extend-ep":
+            ("experts: ", "no collective of the tensor"),
+        f"{MOE} --moe-grouped-gemm": ("experts: ", "grouped GEMMs, no tensor-parallel linear",),
+    }),
+    (unsimulated, {
+        f"{FOUR} --stage dpo": ("--stage dpo: ",),
+        f"{FOUR} --spec mindspeed_llm.tasks.models.spec.mamba_spec layer_spec": ("state-space",),
+        f"{FOUR} --context-parallel-size 2 --context-parallel-algo hybrid_cp_algo": ("hybrid_cp",),
+        f"{FOUR} --context-parallel-size 2 {LATENT} --v-head-dim 8":
+            ("latent attention with context",),
+    }),
+    (verdict, {
+        f"{MANY} {PP} --seq-length 8192":
+            ("Add --commfuse-fb-overlap --commfuse-fb-overlap-memory",),
+        f"{MANY} {EXPERTS}": ("Add --commfuse-fb-overlap", "16 ranks of experts"),
+        f"{MANY} --tp-2d": ("Add ", "--tp-2d: linear layers cut in two dimensions"),
+        f"{MANY} --nproc_per_node 16 --tensor-model-parallel-size 16":
+            ("Add ", "a group of 16 spans nodes of 8 NPUs"),
+        f"{FOUR} --tensor-model-parallel-size 1":
+            ("Nothing to add: no forward-backward overlap (no tensor, expert or context "
+             "parallelism, so nothing to hide), no fused layers (--tensor-model-parallel-size 1: ",
+             "a group of one transfers nothing; "),
+        f"{FOUR} --global-batch-size 2": ("Add --use-ascend-mc2",),
+        # Short blocks: nothing would be fused.
+        f"{WIDE} --global-batch-size 1": ("Nothing to add: no forward-backward overlap (one micro-",
+                                          "a group of 16"),
+        f"{WIDE} --global-batch-size 1 --commfuse-chunks 1":
+            ("Add --use-commfuse: fused layers. The gain is", "spans"),
+    }),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("options", "batches", "obstacle", "paired"),
-    [
-        (TP, 8, "", 7 / 8),
-        (TP, 1, "one micro-batch has no partner", 0.0),
-        (f"{TP} --use-ascend-coc", 8, "--use-ascend-coc: its transfers are inside of CoC's "
-         "operators; leave it out", 7 / 8),
-        (f"{TP} --stage dpo", 8, "--stage dpo: it has a pipeline schedule of its own; leave "
-         "--commfuse-fb-overlap out", 7 / 8),
-        (PP, 8, "", 5 / 8),
-        (PP, 4, "4 micro-batches: 25% of a stage's have a partner", 1 / 4),
-        (f"{PP} --num-layers-per-virtual-pipeline-stage 1", 8, "", 11 / 16),
-        (f"{PP} --num-virtual-stages-per-pipeline-rank 2", 7,
-         "7 micro-batches are no multiple of 2 stages", None),
-        ("", 8, "no tensor, expert or context parallelism, so nothing to hide", None),
-        ("--num-experts 8 --expert-model-parallel-size 4", 8, "", 7 / 8),
-    ],
-)  # fmt: skip
-def test_forward_backward_overlap(
-    options: str, batches: int, obstacle: str, paired: float | None
+@pytest.mark.parametrize(("question", "line", "words"), rows(WORDS))
+def test_an_answer_in_words(
+    question: Callable[[AskedLaunch], str], line: str, words: tuple[str, ...]
 ) -> None:
-    replicas = 8 // ((2 if "pipeline" in options else 1) * (4 if TP in options else 1))
-    against = of(f"{options} --global-batch-size {batches * replicas}")
-    assert against.overlap == obstacle
-    assert against.paired == (None if paired is None else pytest.approx(paired))
-
-
-@pytest.mark.parametrize(
-    ("options", "layout"),
-    [
-        (f"{TP} {EXPERTS} --first-k-dense-replace 1 --multi-latent-attention",
-         "TP 4, PP 1, CP 1, EP 4, DP 2, sequence parallel, experts, MLA"),
-        (f"{TP} {ULYSSES} --lora-target-modules linear_qkv",
-         "TP 4, PP 1, CP 2 (ulysses_cp_algo), DP 1, sequence parallel, LoRA"),
-    ],
-)  # fmt: skip
-def test_a_layout_is_described(options: str, layout: str) -> None:
-    plan = plan_launch(asked(f"--nproc_per_node 8 {MODEL} {options}"), SERVER)
-    assert plan.layout == layout
+    text, *rest = question(asked(line)).partition(words[0])[1:]
+    assert text, "the first words"
+    remaining = "".join(rest)
+    assert words[0] not in remaining, "once"
+    assert all(word in remaining for word in words[1:])
 
 
 def test_deterministic_reductions_take_longer() -> None:
@@ -221,8 +340,61 @@ def test_deterministic_reductions_take_longer() -> None:
     assert seconds(f"HCCL_DETERMINISTIC=false {line}", HCCL_DETERMINISTIC="true") < slower
 
 
-def test_a_layout_that_does_not_fit_is_a_problem() -> None:
-    plan = plan_launch(asked(f"--nproc_per_node 2 {MODEL} {TP}"), SERVER)
-    (problem,) = plan.problems
-    assert problem.startswith("number of NPUs 2 is not divisible by TP*PP*CP = 4*1*1 = 4; choose")
-    assert plan.verdict == f"As it is, the launch would fail at its start: {problem}"
+# ------------------------------------------------------------------- as the wrappers judge
+
+COLUMNS = ("qkv", "q_up", "kv_up", "fc1", "shared_fc1", "eh_proj", "output")
+FLAGS = (
+    *("skip_bias_add", "gather_output", "is_expert", "gradient_accumulation_fusion"),
+    *("explicit_expert_comm", "disable_grad_reduce"),
+)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        FUSED,
+        FUSED.replace("--sequence-parallel", ""),
+        LIMITED,
+        f"{LIMITED} --commfuse-layers qkv,output",
+        f"{FUSED} --tensor-model-parallel-size 1",
+        f"{FUSED} --cpu-offloading",
+        f"{FUSED} --commfuse-layers qkv,output",
+        f"{FUSED} --multi-latent-attention --mtp-num-layers 1",
+        f"{FUSED} --num-experts 8 --moe-shared-expert-intermediate-size 64",
+    ],
+)
+def test_they_are_those_of_the_wrappers(monkeypatch: pytest.MonkeyPatch, line: str) -> None:
+    """Blocks have 96 rows: a sequence of 64 in batches of 3 over two ranks."""
+    called: list[str] = []
+    for name in ("all_gather_linear", "linear_reduce_scatter", "linear_all_reduce"):
+        # In the place of an operator, one that only appends its name.
+        monkeypatch.setattr(wrappers, name, lambda x, *_, op=name, **__: called.append(op) or x)
+    launch = asked(line)
+    size, stands = launch.config.tensor_model_parallel_size, obstacles(launch)
+    parallel = launch.config.uses_sequence_parallel
+    layers = [layer for layer in stands.layers if layer.layer != "experts"]  # no linear layer
+    assert len(layers) > 3
+    for name, reason, operator in layers:
+        layer = SimpleNamespace(
+            **dict.fromkeys(FLAGS, False),
+            commfuse_layer=name,
+            sequence_parallel=parallel,
+            input_is_parallel=True,
+            output_size_per_partition=64,
+            input_size=64,
+            bias=None,
+            weight=torch.empty(64, 64, dtype=torch.bfloat16),
+            config=SimpleNamespace(
+                cpu_offloading="--cpu-offloading" in line, defer_embedding_wgrad_compute=False
+            ),
+        )
+        linears = wrappers.LinearWrappers(layers=launch.fuse.commfuse_layers)
+        linears.min_rows = stands.least
+        linears.transport = SimpleNamespace(size=size)  # type: ignore[assignment]
+        column = name in COLUMNS
+        wrap = linears.column_forward_wrapper if column else linears.row_forward_wrapper
+        rows = 64 // size if parallel and column else 64
+        called.clear()
+        wrap(lambda layer, x, *_: (x, None))(layer, torch.empty(rows, 3, 64, dtype=torch.bfloat16))
+        assert list(linears.calls) == [(name, reason or "fused")]
+        assert called == [operator] * bool(operator)

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections import Counter, defaultdict
+from collections.abc import Sequence
 from dataclasses import replace
 
 from commfuse_npu.hardware.machine import Level, LinkTopology, Machine
 from commfuse_npu.plan import Schedule
+from commfuse_npu.tools.simulate.engine import Moved, Span
+from commfuse_npu.tools.simulate.group import Simulated
+from commfuse_npu.tools.simulate.launches import Operation
+from commfuse_npu.tools.simulate.links import LinkId
 from commfuse_npu.tools.simulate.variants import COC, MC2, MEGATRON, REFERENCE, Variant, fused
 
 IDEAL = Machine(
@@ -56,3 +62,76 @@ def variants(size: int, lanes: int, two_level: int | None = None) -> list[Varian
         fused(base, tuned=(1, 2)),
         fused(base, tuned=(1, 2), rounded=True),
     ]
+
+
+# ------------------------------------------------------------------- properties of every timeline
+
+_SLACK = 1e-9
+"""Relative to the time of the step; events are added up in floating point."""
+
+
+def check_timeline(simulated: Simulated) -> None:
+    """Properties that have to hold for every simulated timeline.
+
+    1. Everything starts as soon as its last dependency is done, and not before: work and exchanges
+       after their launch, the operations they depend on and earlier work of their engine; a
+       transfer after both of its ends.
+    2. A transfer takes at least its latency and the time that its bytes need on its links alone,
+       and a link never carries more than its capacity over any interval between transfers.
+    3. Every planned byte is moved, once.
+    """
+    timeline, links = simulated.timeline, simulated.links
+    slack = _SLACK * max(timeline.seconds, 1e-12)
+    done = {moved.message.key: moved.end for moved in timeline.moved}
+    spans = {(span.rank, span.index): span for span in timeline.spans}
+    at_ends: dict[object, list[Span]] = defaultdict(list)
+    for rank, operations in enumerate(simulated.launches):
+        launched, last = 0.0, dict[str, int]()
+        for index, op in enumerate(operations):
+            launched += op.host(links.machine)
+            needs = {*op.after, *([last[op.engine]] if op.engine in last else [])}
+            if op.engine is not None:
+                last[op.engine] = index
+            here = spans[rank, index]
+            due = max([launched, *(spans[rank, need].end for need in needs)])
+            assert abs(here.start - due) <= slack, f"{here} starts at another time than {due}"
+            parts = [done.get(m.key, here.end) for m in (*op.sends, *op.receives)]
+            earliest = max(parts, default=here.start + op.seconds)
+            assert here.end >= earliest - slack, f"{here} ends before {earliest}"
+            assert not parts or here.end <= earliest + slack, f"{here} ends after {earliest}"
+            for message in (*op.sends, *op.receives):
+                at_ends[message.key].append(here)
+    assert abs(max(span.end for span in timeline.spans) - timeline.seconds) <= slack
+    planned = {m.key for rank in simulated.launches for op in rank for m in op.sends}
+    assert Counter(moved.message.key for moved in timeline.moved) == Counter(planned)
+    rates: dict[LinkId, float] = {}
+    carried: dict[LinkId, list[Moved]] = defaultdict(list)
+    for moved in timeline.moved:
+        message = moved.message
+        level = links.level(message.source, message.target)
+        begin = max(span.start for span in at_ends[message.key]) + level.latency + message.delay
+        assert abs(moved.start - begin) <= slack, f"{moved} starts at another time than {begin}"
+        alone = message.size / level.rate
+        assert moved.end - moved.start >= alone - slack, f"{moved} takes less than {alone}"
+        for link in links.path(message.source, message.target):
+            rates[link] = level.rate
+            carried[link].append(moved)
+    for link, flows in carried.items():
+        # From the first start to the last end of flows that overlap in time.
+        flows.sort(key=lambda moved: moved.start)
+        begin, end, load = flows[0].start, flows[0].end, 0.0
+        for flow in flows:
+            if flow.start > end:
+                begin, load = flow.start, 0.0
+            end, load = max(end, flow.end), load + flow.message.size
+            assert load <= rates[link] * (end - begin + slack), f"{link} is too fast"
+
+
+def sent(operations: Sequence[Operation]) -> float:
+    """Bytes that a rank sends."""
+    return sum(message.size for operation in operations for message in operation.sends)
+
+
+def work(simulated: Simulated) -> float:
+    """Seconds that the busiest compute engine has work, at full speed."""
+    return max(sum(operation.seconds for operation in rank) for rank in simulated.launches)

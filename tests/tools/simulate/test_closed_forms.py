@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -11,23 +12,22 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from commfuse_npu.hardware.machine import ITEM_BYTES, Level, Machine
+from commfuse_npu.hardware.machine import ITEM_BYTES, Level, Machine, min_outputs_to_hide
 from commfuse_npu.plan import Schedule
 from commfuse_npu.tools.simulate import linear
 from commfuse_npu.tools.simulate.group import Group, collective_seconds
 from commfuse_npu.tools.simulate.mc2 import RANKS, tiling
 from commfuse_npu.tools.simulate.rank import Rank, rest
-from commfuse_npu.tools.simulate.variants import MC2, REFERENCE, Variant
-from tests.tools.simulate.machines import ideal, variants
+from commfuse_npu.tools.simulate.variants import MC2, MEGATRON, REFERENCE, Variant
+from tests.tools.simulate.machines import ideal, work
 
 ROWS = FEATURES = 840
 """Rows of a block, features of a layer's input and output; divisible by 1, 2, ..., 8."""
 BLOCK = ROWS * FEATURES * ITEM_BYTES
 
-few = settings(max_examples=20, deadline=None)
-very_few = settings(max_examples=3, deadline=None)
 times = st.floats(0.001, 1000.0)
-chunks_ = st.integers(1, 8)
+Part = Callable[[Machine, int, Variant, float, float], float]
+Expected = Callable[[float, float, int, int], float]
 
 
 def fused(lanes: int, chunks: int = 1, *, rounded: bool = False) -> Variant:
@@ -55,11 +55,8 @@ gather, scatter = partial(layer, "column"), partial(layer, "row")
 column, row = partial(layer, "column_gradients"), partial(layer, "row_gradients")
 
 
-both = pytest.mark.parametrize("operation", [gather, scatter], ids=["gather", "scatter"])
-
-
 def gathered(c: float, t: float, size: int, chunks: int) -> float:
-    """Expected time: the own block, then a GEMM per chunk of all peers; a lane for each peer."""
+    """The own block, then a GEMM per chunk of all peers; a lane for each peer."""
     part, ahead = c * (size - 1) / (size * chunks), max(1, 8 // (size - 1))
     ends, arrived = [c / size], 0.0
     for chunk in range(chunks):
@@ -71,120 +68,107 @@ def gathered(c: float, t: float, size: int, chunks: int) -> float:
 
 
 def scattered(c: float, t: float, size: int, chunks: int) -> float:
-    """Expected time: groups of columns, two in flight; own rows of the last group come last."""
+    """Groups of columns, two in flight; own rows of the last group come last."""
     time, arrivals = 0.0, [0.0]
     for group in range(chunks):
         if group >= 2:
             time = max(time, arrivals[group - 1])  # the group two before has to be summed first
-        whole = time + c / chunks
+        time += c / chunks
         own = c / (size * chunks) if group == chunks - 1 else 0.0
-        time = whole
-        arrivals.append(max(arrivals[-1], whole - own) + t / chunks)
+        arrivals.append(max(arrivals[-1], time - own) + t / chunks)
     return max(time, arrivals[-1])
 
 
-@both
-@few
-@given(c=times, t=times, size=st.integers(2, 6), chunks=chunks_)
-def test_chunks_of_all_peers_go_together(operation, c, t, size: int, chunks: int) -> None:
-    expected = (gathered if operation is gather else scattered)(c, t, size, chunks)
-    assert operation(ideal(), size, fused(size - 1, chunks), c, t) == pytest.approx(expected)
+def beside(c: float, own: float, size: int) -> float:
+    """The own block beside a transfer, both ended after ``own`` seconds, then all others."""
+    return own + c * (size - 1) / size
 
 
-@pytest.mark.parametrize("topology", ["full_mesh", "switched"])
-@few
-@given(c=times, t=times, size=st.integers(2, 6), latency=st.floats(0, 10))
-def test_one_lane_is_one_transfer_after_the_other(topology, c, t, size: int, latency) -> None:
+def tiled(c: float, t: float, size: int, kind: str, rounds: float = 0.0) -> float:
+    """MC2, tile by tile; a tile takes ``rounds`` seconds besides its bytes."""
+    if size not in RANKS:  # for which it has no form
+        return c + t
+    time, arrived = c / size if kind == "gather" else 0.0, 0.0
+    ring = rounds > 0
+    for tile in tiling(kind, ROWS, FEATURES, FEATURES, size, 20, ring=ring).rows:
+        if kind == "gather":
+            arrived += t * tile / ROWS + rounds
+            time = max(time, arrived) + c * (size - 1) / size * tile / ROWS
+        else:
+            time += c * tile / ROWS
+            arrived = max(arrived, time) + t * tile / ROWS
+    return max(time, arrived)
+
+
+def column_of_two(c: float, t: float, chunks: int, gather: float) -> float:
+    """The gather, hidden by ``gather`` seconds; then groups of columns of dgrad, hidden by wgrad"""
+    link = t
+    for group in range(1, chunks + 1):
+        link = max(link, group * c / chunks) + t / chunks
+    return max(max(gather, t) + 2 * c - gather, link)
+
+
+VARIANTS: dict[str, Callable[[int, int], Variant]] = {
+    "plain": lambda n, k: REFERENCE,
+    "megatron": lambda n, k: MEGATRON,
+    "mc2": lambda n, k: MC2,
+    "slices": lambda n, k: Variant("coc", "sliced", k),
+    "mesh": lambda n, k: fused(n - 1, k),
+    "mesh, whole": lambda n, k: fused(n - 1),
+    "lane": lambda n, k: fused(1, k),
+    "lane, whole": lambda n, k: fused(1),
+    "lane, blocks": lambda n, k: fused(1, k, rounded=True),
+    "lane, whole blocks": lambda n, k: fused(1, rounded=True),
+}
+"""By name, for ``n`` ranks and ``k`` chunks."""
+SWITCHED, LATE = ideal("switched"), ideal("switched", latency=1.0)
+ORDERED = ideal(ordered_sums=0.4)
+BESIDE = replace(ideal(), inside=Level("full_mesh", 1.0, 0.0, beside_work=2.0))
+CLOSED: list[tuple[Part, Machine, str, Expected]] = [
+    (gather, ideal(), "mesh", gathered),
+    (scatter, ideal(), "mesh", scattered),
     # The first rank has all other blocks on one side, and multiplies them together.
-    expected = max(c / size, (size - 1) * (t + latency)) + c * (size - 1) / size
-    time = gather(ideal(topology, latency=latency), size, fused(1), c, t)
-    assert time == pytest.approx(expected)
+    (gather, ideal(latency=3.0), "lane, whole",
+     lambda c, t, n, k: beside(c, max(c / n, (n - 1) * (t + 3)), n)),
+    (gather, LATE, "lane, whole", lambda c, t, n, k: beside(c, max(c / n, (n - 1) * (t + 1)), n)),
+    (gather, ORDERED, "plain", lambda c, t, n, k: c + t),
+    (gather, SWITCHED, "plain", lambda c, t, n, k: c + (n - 1) * t),
+    (scatter, ideal(), "plain", lambda c, t, n, k: c + t),
+    (scatter, SWITCHED, "plain", lambda c, t, n, k: c + (n - 1) * t),
+    # Sums in a fixed order take longer; those of our programs have one anyway.
+    (scatter, ORDERED, "plain", lambda c, t, n, k: c + (1 + 0.4 * n / 8) * t),
+    (scatter, ORDERED, "mesh", scattered),
+    # Slices leave a tail.
+    (gather, ideal(), "slices", lambda c, t, n, k: max(c, t) + min(c, t) / k),
+    (scatter, ideal(), "slices", lambda c, t, n, k: max(c, t) + min(c, t) / k),
+    (gather, ideal(), "mc2", lambda c, t, n, k: tiled(c, t, n, "gather")),
+    (scatter, ideal(), "mc2", lambda c, t, n, k: tiled(c, t, n, "scatter")),
+    # Around a ring every tile takes a few rounds.
+    (gather, LATE, "mc2",
+     lambda c, t, n, k: tiled(c, (n - 1) * t, n, "gather", min(4, n - 1)) + (n not in RANKS)),
+    # A transfer slows work, and work a transfer.
+    (gather, ideal(transfer_slowdown=0.2), "mesh, whole",
+     lambda c, t, n, k: beside(c, max(c / n + 0.2 * t, t), n)),
+    (gather, BESIDE, "mesh, whole", lambda c, t, n, k: beside(c, max(c / n, t + c / n / 2), n)),
+    # dgrad and wgrad take c each; Megatron gathers during dgrad and scatters during wgrad.
+    (column, ideal(), "plain", lambda c, t, n, k: 2 * (c + t)),
+    (column, ideal(), "megatron", lambda c, t, n, k: 2 * max(c, t)),
+    (column, ideal(), "lane", lambda c, t, n, k: column_of_two(c, t, k, c)),
+    # By blocks, the half of wgrad that needs no transfer hides the gather, too.
+    (column, ideal(), "lane, blocks", lambda c, t, n, k: column_of_two(c, t, k, 1.5 * c)),
+    (row, ideal(), "plain", lambda c, t, n, k: t + 2 * c),
+    (row, ideal(), "lane, whole", lambda c, t, n, k: max(c / 2, t) + c / 2 + c),
+    (row, ideal(), "lane, whole blocks", lambda c, t, n, k: max(c, t) + c),
+]  # fmt: skip
 
 
-@both
-@few
-@given(c=times, t=times, size=st.integers(2, 6))
-def test_plain_is_the_sum(operation, c: float, t: float, size: int) -> None:
-    assert operation(ideal(), size, REFERENCE, c, t) == pytest.approx(c + t)
-    late = operation(ideal("switched"), size, REFERENCE, c, t)
-    assert late == pytest.approx(c + (size - 1) * t)
-
-
-@both
-@few
-@given(c=times, t=times, slices=st.sampled_from([1, 2, 4, 8]))
-def test_slices_leave_a_tail(operation, c: float, t: float, slices: int) -> None:
-    variant = Variant("coc", "sliced", slices)
-    expected = max(c, t) + min(c, t) / slices
-    assert operation(ideal(), 4, variant, c, t) == pytest.approx(expected)
-
-
-@few
-@given(c=times, t=times, size=st.sampled_from([2, 4, 8]))
-def test_mc2_goes_tile_by_tile(c: float, t: float, size: int) -> None:
-    time, arrived = c / size, 0.0  # of the gather, the own block first
-    for tile in tiling("gather", ROWS, FEATURES, FEATURES, size, 20).rows:
-        arrived += t * tile / ROWS
-        time = max(time, arrived) + c * (size - 1) / size * tile / ROWS
-    assert gather(ideal(), size, MC2, c, t) == pytest.approx(time)
-    assert gather(ideal(), 3, MC2, c, t) == pytest.approx(c + t), "which it has no form for"
-    time = arrived = 0.0
-    for tile in tiling("scatter", ROWS, FEATURES, FEATURES, size, 20).rows:
-        time += c * tile / ROWS
-        arrived = max(arrived, time) + t * tile / ROWS
-    assert scatter(ideal(), size, MC2, c, t) == pytest.approx(arrived)
-
-
-@few
-@given(t=times, size=st.sampled_from([2, 4, 8, 16]))
-def test_mc2_goes_around_a_ring_in_few_rounds(t: float, size: int) -> None:
-    machine = ideal("switched", latency=1.0)
-    tiles = tiling("gather", ROWS, FEATURES, FEATURES, size, 20, ring=True).rows
-    expected = len(tiles) * min(4, size - 1) + (size - 1) * t
-    assert gather(machine, size, MC2, 0.0, t) == pytest.approx(expected)
-
-
-@few
-@given(c=times, t=times)
-def test_sums_in_an_order_make_a_mesh_scatter_longer(c: float, t: float) -> None:
-    machine = ideal(ordered_sums=0.4)
-    for size, longer in ((8, 1.4), (4, 1.2), (2, 1.1)):
-        assert scatter(machine, size, REFERENCE, c, t) == pytest.approx(c + longer * t)
-        assert gather(machine, size, REFERENCE, c, t) == pytest.approx(c + t)
-        # CommFuse's sums have a fixed order anyway.
-        ours = fused(size - 1, 4)
-        assert scatter(machine, size, ours, c, t) == scatter(ideal(), size, ours, c, t)
-
-
-@both
-@very_few
-@given(c=times, t=times, more=st.floats(1.0, 3.0), size=st.sampled_from([2, 4]))
-def test_more_of_anything_never_takes_less_and_the_work_at_least(
-    operation, c: float, t: float, more: float, size: int
-) -> None:
-    for variant in variants(size, max(1, size - 1)):
-        time = operation(ideal(latency=0.1), size, variant, c, t) * (1 - 1e-9)
-        assert operation(ideal(latency=0.1), size, variant, c * more, t) >= time, variant.name
-        assert operation(ideal(rate=1 / more, latency=0.1), size, variant, c, t) >= time
-        assert operation(ideal(latency=0.1 * more), size, variant, c, t) >= time, variant.name
-        free = operation(ideal("switched", rate=math.inf), size, variant, c, t)
-        assert free == pytest.approx(c), variant.name
-
-
-@few
-@given(c=times, t=st.floats(0.001, 0.4), slowdown=st.floats(0, 0.2))
-def test_transfers_slow_the_work_that_hides_them(c: float, t: float, slowdown: float) -> None:
-    machine = ideal(transfer_slowdown=slowdown)
-    # While the transfer runs, for t * c seconds, this share of the speed is lost.
-    assert gather(machine, 2, fused(1), c, t * c) == pytest.approx(c + slowdown * t * c)
-
-
-def test_a_host_that_launches_slowly_is_what_is_waited_for() -> None:
-    machine = ideal(rate=math.inf, launch_overhead=2.0, post_overhead=5.0)
-    # Own block, other block: two launches, and a post.
-    assert gather(machine, 2, fused(1), 0.0, 1.0) == pytest.approx(9.0)
-    # A collective is a launch like any other.
-    assert gather(machine, 2, REFERENCE, 0.0, 1.0) == pytest.approx(4.0)
+@pytest.mark.parametrize(("part", "machine", "variant", "expected"), CLOSED)
+@settings(max_examples=20, deadline=None)
+@given(c=times, t=times, n=st.integers(2, 8), k=st.integers(1, 8))
+def test_a_closed_form(part, machine, variant, expected, c, t, n: int, k: int) -> None:
+    n = 2 if part in (column, row) else n
+    time = part(machine, n, VARIANTS[variant](n, k), c, t)
+    assert time == pytest.approx(expected(c, t, n, k))
 
 
 def test_sums_and_copies_take_memory_traffic() -> None:
@@ -215,35 +199,75 @@ def test_an_npu_has_a_nic_of_its_own() -> None:
     assert collective_seconds(Group(machine, 4), 2.0) == pytest.approx(4.0)
 
 
-# ------------------------------------------------------------------- a column's backward
+# ------------------------------------------------------------------- the host and the machine
 
 
-@few
-@given(c=times, t=times, chunks=chunks_)
-def test_a_column_backward_overlaps_as_its_variant_says(c: float, t: float, chunks: int) -> None:
-    # dgrad and wgrad take c each.
-    assert column(ideal(), 4, REFERENCE, c, t) == pytest.approx(2 * (c + t))
-    # Gathered during dgrad, scattered during wgrad.
-    megatron = column(ideal(), 4, Variant("megatron", "megatron"), c, t)
-    assert megatron == pytest.approx(2 * max(c, t))
-    # One lane: the gather, then groups of columns of the whole dgrad, which wgrad hides.
-    link = t
-    for group in range(1, chunks + 1):
-        link = max(link, group * c / chunks) + t / chunks
-    whole = column(ideal(), 2, fused(1, chunks), c, t)
-    assert whole == pytest.approx(max(max(c, t) + c, link))
-    # By blocks the half of wgrad that needs no transfer hides the gather, too.
-    blocks = column(ideal(), 2, fused(1, chunks, rounded=True), c, t)
-    assert blocks == pytest.approx(max(max(1.5 * c, t) + c / 2, link))
+@pytest.mark.parametrize(
+    ("variant", "host"),
+    [
+        # A collective is a launch and four events; a batch is one post.
+        (REFERENCE, 1 + 400 + 1),
+        (fused(1), 10 + 2 * 1),
+    ],
+)
+def test_a_host_that_launches_slowly_is_what_is_waited_for(variant: Variant, host: float) -> None:
+    free = ideal(rate=1e30, cube_flops=1e30)
+    slow = replace(free, launch_overhead=1.0, post_overhead=10.0, event_overhead=100.0)
+    assert gather(slow, 2, variant, 0.0, 1.0) == pytest.approx(host)
+    steady = partial(linear.column, name="x", rows=8, inputs=8, outputs=8)
+    simulated = Group(slow, 2).simulate(variant, steady, steady=True)
+    assert simulated.host == simulated.seconds == host
+    # One that runs on is ahead of a slow device.
+    machines = (replace(m, inside=Level("full_mesh", 1e-3, 0.0)) for m in (slow, free))
+    times = [Group(m, 2).simulate(variant, steady, steady=True).seconds for m in machines]
+    assert times[0] == times[1]
 
 
-@few
-@given(c=times, t=times)
-def test_a_row_backward_hides_its_gather_behind_what_it_may_compute(c: float, t: float) -> None:
-    assert row(ideal(), 2, REFERENCE, c, t) == pytest.approx(t + 2 * c)
-    assert row(ideal(), 2, fused(1), c, t) == pytest.approx(max(c / 2, t) + c / 2 + c)
-    blocks = row(ideal(), 2, fused(1, rounded=True), c, t)
-    assert blocks == pytest.approx(max(c, t) + c)
+def test_buffers_at_both_ends_of_a_batch_and_none_of_a_collective() -> None:
+    """A copy reads and writes: 4 bytes of traffic per byte of a message, over both ends."""
+    machine = ideal(hbm_bandwidth=4e9)
+    copied = replace(machine, message_copies=1.0)
+    for variant, longer in ((fused(1), 4 * BLOCK / 4e9), (REFERENCE, 0.0)):
+        times = [gather(m, 2, variant, 0.0, 1.0) for m in (machine, copied)]
+        assert times[1] - times[0] == pytest.approx(longer)
+
+
+@pytest.mark.parametrize(
+    ("rows", "outer", "rounds"),
+    [(128, 256, 1), (1, 1, 1), (512, 256, 1), (513, 256, 2), (256, 512, 1), (256, 513, 2)],
+)
+def test_gemms_are_whole_rounds_of_tiles(rows: int, outer: int, rounds: int) -> None:
+    machine = ideal(cores=4, gemm_start=3.0)
+    assert machine.gemm(rows, 64, outer) == 3 + rounds * 2.0 * 4 * 128 * 256 * 64
+    assert machine.gemm(0, 64, outer) == 0
+
+
+@pytest.mark.parametrize("size", [2, 4, 8])
+@pytest.mark.parametrize("topology", ["full_mesh", "switched"])
+def test_from_so_many_outputs_on_nothing_is_left_to_hide(topology: str, size: int) -> None:
+    machine = ideal(topology, rate=10.0, cube_flops=1e6)  # type: ignore[arg-type]
+    least = min_outputs_to_hide(machine, size)
+    assert least is not None
+
+    def waits(outputs: int) -> float:
+        def build(rank: Rank) -> None:
+            rest(linear.column_gradients(rank, "x", 8, 16, outputs))
+
+        simulated = Group(machine, size).simulate(MEGATRON, build)
+        return simulated.seconds - work(simulated)
+
+    assert waits(least) == pytest.approx(0.0, abs=1e-9)
+    assert waits(least // 2) > 0
+    for without in 1, 2 * machine.npus_per_node:
+        assert min_outputs_to_hide(machine, without) is None
+
+
+def test_cocs_kernel_hides_a_share_of_the_shorter_of_gemm_and_transfer() -> None:
+    shares = {"coc_fused_hidden": 0.9, "coc_fused_hidden_gemm": 0.8, "coc_fused_efficiency": 0.5}
+    machine = ideal("switched", latency=1.0, **shares)
+    transfer = 1 + 2 * (4 - 1) * 10
+    assert machine.coc_kernel(100.0, 10.0, 4) == pytest.approx(100 + transfer * 0.1)
+    assert machine.coc_kernel(50.0, 10.0, 4) == pytest.approx(50 * 0.2 + transfer)
 
 
 # ------------------------------------------------------------------- MC2's tiling

@@ -28,8 +28,7 @@ from commfuse_npu.tools.simulate.variants import (
     REFERENCE,
     Variant,
 )
-from tests.tools.simulate.machines import ideal
-from tests.tools.simulate.timeline_checks import check_timeline
+from tests.tools.simulate.machines import check_timeline, ideal
 
 TOKENS, HIDDEN, TP = 64, 16, 4
 DENSE = LayerShape(TOKENS, TOKENS, 1, HIDDEN, 32, 48, 64, TP)
@@ -41,21 +40,17 @@ def seconds(variant: Variant, build: Callable[[Rank], None], ranks: int = TP) ->
     return Group(ideal(), ranks).simulate(variant, build, steady=True).seconds
 
 
+def timed(
+    machine: Machine, shape: LayerShape, variant: Variant, part: Callable[..., None]
+) -> float:
+    """Seconds of a part of a layer, as one rank of another group has it."""
+    return Group(machine, 1).simulate(variant, partial(part, shape=shape)).seconds
+
+
 def ways(shape: LayerShape, variant: Variant, ranks: int = TP) -> list[float]:
     """Seconds of a layer, forward and backward."""
     passes = llama.forward, llama.backward
     return [seconds(variant, lambda rank, part=part: part(rank, shape), ranks) for part in passes]
-
-
-@pytest.mark.parametrize(("tensor", "halves"), [(1, 1), (2, 2), (4, 2)])
-def test_products_of_experts_are_those_of_the_tokens_that_arrive(tensor: int, halves: int) -> None:
-    """However experts are cut, a rank computes its share of all products."""
-    experts = replace(EXPERTS, tensor=tensor, halves=halves)
-    router = 2 * TOKENS * HIDDEN * 8
-    products = 2 * TOKENS * 2 * (halves + 1) * HIDDEN * 24
-    for part, times in (experts.forward, 1), (experts.backward, 2):
-        total = seconds(COMPUTE_ONLY, lambda rank, part=part: part(rank, TOKENS, HIDDEN))
-        assert total == times * (router + products)
 
 
 @pytest.mark.parametrize(
@@ -64,41 +59,39 @@ def test_products_of_experts_are_those_of_the_tokens_that_arrive(tensor: int, ha
         # To each of 4 ranks a quarter of 2 rows per token.
         ({}, TOKENS * 2 / 4 * ROW),
         # In addition, both ranks of a pair gather all rows that arrived.
-        ({"tensor": 2}, TOKENS * 2 / 4 * ROW + TOKENS * 2 * ROW),
+        ({"tensor": 2, "halves": 2}, TOKENS * 2 / 4 * ROW + TOKENS * 2 * ROW),
         ({"gathers": True, "tensor": 2}, TOKENS * ROW),
         ({"parallel": 1}, 0),
     ],
 )
-def test_rows_to_experts_go_over_their_own_links(changes, bytes_per_link: float) -> None:
+def test_experts_compute_the_tokens_that_arrive_over_their_own_links(
+    changes: dict[str, int], bytes_per_link: float
+) -> None:
+    """However experts are cut, a rank computes its share of all products."""
     experts = replace(EXPERTS, **changes)
     assert experts.transfers(ideal(), TOKENS, HIDDEN) == bytes_per_link
-    for part in (experts.forward, experts.backward):
+    work = 2 * TOKENS * HIDDEN * (8 + 2 * (experts.halves + 1) * 24)  # the router and the products
+    for part, times in (experts.forward, 1), (experts.backward, 2):
         compute, total = (
             seconds(variant, lambda rank, part=part: part(rank, TOKENS, HIDDEN), ranks=1)
             for variant in (COMPUTE_ONLY, REFERENCE)
         )
+        assert compute == times * work
         assert total == pytest.approx(compute + 2 * bytes_per_link)  # there and back
 
 
 def test_a_layer_of_experts() -> None:
-    """Also with shared experts; pairing micro-batches hides its transfers."""
-    without, shared = (replace(DENSE, experts=replace(EXPERTS, shared=n)) for n in (0, 32))
-    forms = [ways(shape, REFERENCE) for shape in (DENSE, without, shared)]
+    shapes = (replace(DENSE, experts=replace(EXPERTS, shared=n)) for n in (0, 32))
+    forms = [ways(shape, REFERENCE) for shape in (DENSE, *shapes)]
     for dense, experts, combined in zip(*forms, strict=True):
         assert max(dense, experts) < combined < dense + experts
-    shape = replace(without, ranks=1)
-    pair = seconds(FB_OVERLAP, lambda rank: fb_overlap.pair(rank, shape, 1), ranks=1)
-    compute, plain = (sum(ways(shape, variant, ranks=1)) for variant in (COMPUTE_ONLY, MEGATRON))
-    assert compute <= pair < plain
-
-    def launches(experts: Experts) -> int:
-        rank = Rank(Links(ideal(), 1), 0, MEGATRON)
-        experts.forward(rank, TOKENS, HIDDEN)
-        return sum(operation.launches for operation in rank.finish())
-
     # Without grouped GEMMs the experts are launched one by one.
-    one_by_one = replace(EXPERTS, grouped=False)
-    assert launches(one_by_one) - launches(EXPERTS) == 3 * (EXPERTS.local - 1)
+    counts = []
+    for grouped in (False, True):
+        rank = Rank(Links(ideal(), 1), 0, MEGATRON)
+        replace(EXPERTS, grouped=grouped).forward(rank, TOKENS, HIDDEN)
+        counts.append(sum(operation.launches for operation in rank.finish()))
+    assert counts[0] - counts[1] == 3 * (EXPERTS.local - 1)
 
 
 def test_attention_is_two_products_over_half_of_the_scores() -> None:
@@ -209,21 +202,25 @@ def test_ulysses_deals_out_heads_before_attention_and_rows_after_it(
     assert more - less == pytest.approx(BLOCK * 2 * KEY_VALUE / tp / size * ITEM_BYTES)
 
 
-def test_a_pair_hides_exchanges_of_heads_but_not_a_ring() -> None:
+@pytest.mark.parametrize(
+    ("shape", "hides"),
+    [
+        (replace(DENSE, experts=EXPERTS, ranks=1), True),
+        (context_parallel(4), True),
+        (context_parallel(4, ring=True), False),
+    ],
+)
+def test_a_pair_hides_exchanges_of_tokens_and_heads_but_not_a_ring(
+    shape: LayerShape, hides: bool
+) -> None:
     machine = ideal(cube_flops=2e3)
-    for ring in (False, True):
-        shape = context_parallel(4, ring=ring)
-        build = partial(fb_overlap.pair, shape=shape, layers=1)
-        pair = Group(machine, 1).simulate(FB_OVERLAP, build).seconds
-        free, plain = (
-            sum(
-                Group(machine, 1).simulate(variant, partial(part, shape=shape)).seconds
-                for part in (llama.forward, llama.backward)
-            )
-            for variant in (COMPUTE_ONLY, MEGATRON)
-        )
-        assert free <= pair
-        assert pair == pytest.approx(plain) if ring else pair < plain
+    pair = timed(machine, shape, FB_OVERLAP, partial(fb_overlap.pair, layers=1))
+    free, plain = (
+        sum(timed(machine, shape, variant, part) for part in (llama.forward, llama.backward))
+        for variant in (COMPUTE_ONLY, MEGATRON)
+    )
+    assert free <= pair
+    assert pair < plain if hides else pair == pytest.approx(plain)
 
 
 def test_transfers_of_other_groups_go_beside_fused_layers() -> None:

@@ -1,33 +1,28 @@
-"""Recommended layouts and forms, and their flags, which the doctor and the launch accept."""
+"""Rows of a table and what they say together; recommended layouts, and their flags."""
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
 from commfuse_npu.config_file import find_config
 from commfuse_npu.hardware.description import Figure, Hardware
-from commfuse_npu.options import DEFAULTS, add_arguments
 from commfuse_npu.plan import Schedule
-from commfuse_npu.refusals import check_compatible
 from commfuse_npu.tools import cli
 from commfuse_npu.tools.model_config import ModelConfig
 from commfuse_npu.tools.plan.launch import ask_about
 from commfuse_npu.tools.plan.obstacles import obstacles
-from commfuse_npu.tools.simulate.footprint import footprint, limit
+from commfuse_npu.tools.simulate.footprint import Footprint, footprint, limit
 from commfuse_npu.tools.simulate.launch_options import options, planned, write_plan
 from commfuse_npu.tools.simulate.recommend import Fixed, NoLayoutError, recommend
 from commfuse_npu.tools.simulate.step import Layout, Step
-from commfuse_npu.tools.simulate.timed import best, table
-from commfuse_npu.tools.simulate.training import training
-from commfuse_npu.tools.simulate.variants import MC2, forms, fused
-from mindspeed_patches.training_options import check_options, linear_options
+from commfuse_npu.tools.simulate.timed import Timed, best, ratio, table, timed, verdict
+from commfuse_npu.tools.simulate.training import Training, training
+from commfuse_npu.tools.simulate.variants import FB_OVERLAP, MC2, Variant, forms, fused
 from tests.launchers.launching import dry_run
 
 SERVER = Hardware.load(find_config("ascend_910b_server", "hardware"))
@@ -35,6 +30,104 @@ LLAMA3_8B = ModelConfig.load(find_config("llama3_8b"))
 LLAMA3_70B = ModelConfig.load(find_config("llama3_70b"))
 SMALL = replace(LLAMA3_8B, seq_length=2048, global_batch_size=8)
 """Short sequences and a small batch, which take less time to simulate."""
+SETUP = training(LLAMA3_8B, Layout(8, 1, 1, 1), 8192, micro_batch=1, micro_batches=2)
+SIMULATED = {form.name: form for form in forms(SERVER.machine(), SETUP)}
+GIB = 2.0**30
+STEPS = {
+    "plain-mesh": 20.0, "megatron": 18.0, "coc-4": 17.0, "commfuse-tuned": 16.2,
+    "commfuse-rounded": 14.4, "compute": 10.0,
+}  # fmt: skip
+
+
+def made_up(steps: dict[str, float]) -> list[Timed]:
+    """A row per form, on a typical machine and one that is twice as slow but for ``coc-4``."""
+    memory = Footprint(GIB, 2 * GIB, 3 * GIB, 4 * GIB, 5 * GIB)
+    return [
+        Timed(SETUP, SIMULATED[name], (s, s if name == "coc-4" else 2 * s), (s - 10, s), memory)
+        for name, s in steps.items()
+    ]
+
+
+def test_forms_are_those_of_a_launch() -> None:
+    """Plain collectives come first, the bound last; a group has those that support it."""
+    names = ["plain-mesh", "megatron", "coc-2", "coc-4", "coc-8", "coc-fused", "mc2", "commfuse",
+             "commfuse-tuned", "commfuse-rounded", "commfuse-fb", "compute"]  # fmt: skip
+    assert list(SIMULATED) == names
+    assert [name for name, form in SIMULATED.items() if form.flags is None] == [names[0], names[-1]]
+    assert [name for name, form in SIMULATED.items() if not form.exact] == ["commfuse-rounded"]
+    sizes = {1: {"coc-2", "coc-fused", "mc2", "commfuse"}, 4: {"coc-fused"}, 16: {"mc2"}}
+    wide = replace(LLAMA3_8B, num_query_groups=16)
+    for tp, missing in sizes.items():
+        job = training(wide, Layout(tp, 1, 1, 1), 8192)
+        found = {form.name for form in forms(SERVER.machine(), job)}
+        assert not found & missing
+        assert {"megatron", "commfuse-fb"} < found
+    # With few rows --use-commfuse keeps Megatron's order.
+    short = training(LLAMA3_8B, Layout(8, 1, 1, 1), 2048)
+    (launched,) = (f for f in forms(SERVER.machine(), short) if f.name == "commfuse")
+    assert (launched.kind, launched.flags) == ("megatron", "--use-commfuse")
+    many = training(LLAMA3_8B, Layout(8, 1, 1, 1), 32768)
+    assert [f.kind for f in forms(SERVER.machine(), many) if f.name == "commfuse"] == ["fused"]
+
+
+TUNED = "commfuse-tuned, a step in 16.20 s (16.20 s .. 32.40 s)."
+COC = ("Without CommFuse", "coc-4", "4.9%", "longer", "1")
+ROUNDED = ("Other rounding", "commfuse-rounded", "11.1%", "shorter", "0")
+
+
+@pytest.mark.parametrize(
+    ("steps", "too_large", "first", "compared"),
+    [
+        (STEPS, [], TUNED,
+         [COC, ("Megatron's order", "megatron", "11.1%", "longer", "2"), ROUNDED]),
+        # What has a line is not named again as the next.
+        ({**STEPS, "megatron": 9.0}, [], "megatron, a step in 9.00 s",
+         [("With CommFuse", "commfuse-tuned", "80.0%", "longer", "2"),
+          ("Other rounding", "commfuse-rounded", "60.0%", "longer", "2")]),
+        # What an NPU has no memory for is not recommended.
+        (STEPS, ["commfuse-tuned"], "coc-4, a step in 17.00 s",
+         [("Next", "megatron", "5.9%", "longer", "2"),
+          ("Other rounding", "commfuse-rounded", "15.3%", "shorter", "1")]),
+    ],
+)  # fmt: skip
+def test_the_verdict_compares_with_each_kind_once(
+    steps: dict[str, float], too_large: list[str], first: str, compared: list[tuple[str, ...]]
+) -> None:
+    rows = [replace(row, fits=row.form.name not in too_large) for row in made_up(steps)]
+    said, empty, *why = verdict(rows, SERVER)
+    assert said.startswith(f"Recommended: TP 8, CP 1, PP 1, DP 1, {first}")
+    assert empty == ""
+    pattern = r"- (.*): TP 8, CP 1, PP 1, DP 1, (.*), ([\d.]+%) (.*) \((\d) of 2 simulated .*"
+    assert [re.fullmatch(pattern, line).groups() for line in why[:-2]] == compared
+    share = ratio(SETUP, SERVER, 2).text("{:.2f}".format)
+    assert why[-2] == f"- Communication / computation of a layer, plain: {share}."
+    assert "GiB: weights 1.0, gradients 2.0, optimizer 3.0, activations 4.0, comm" in why[-1]
+    # The first is bold.
+    (bold,) = [line for line in table(rows).splitlines() if "**" in line]
+    assert f"| **{best(rows).form.name}** |" in bold
+    assert best(rows).form.name == first.split(",")[0]
+    assert table(rows).count("15.0 GiB, too much |") == len(too_large)
+    said, *_ = verdict([replace(row, fits=False) for row in rows], SERVER)
+    assert said.startswith("No form fits 57.6 GiB (90% of an NPU): choose larger sizes")
+
+
+def test_a_row_is_what_is_simulated() -> None:
+    row, bound = (timed(SETUP, SIMULATED[name], SERVER) for name in ("mc2", "compute"))
+    assert row.typical == timed(SETUP, SIMULATED["mc2"], SERVER, corners=1).typical
+    assert len(row.seconds) == len(row.exposed) == 5
+    low, tokens = min(row.seconds), 8192 * 2 / 8
+    step = {"low": low, "typical": row.typical, "high": max(row.seconds)}
+    assert (row.as_json()["step"], row.as_json()["flags"]) == (step, ["--use-ascend-mc2"])
+    assert row.as_json()["tokens"]["typical"] == pytest.approx(tokens / row.typical)
+    assert f"({tokens / max(row.seconds):.0f} .. {tokens / low:.0f})" in row.row()[8]
+    exposed = [time - free for time, free in zip(row.seconds, bound.seconds, strict=True)]
+    assert row.exposed == pytest.approx(exposed)
+    large = training(replace(LLAMA3_8B, num_layers=320), SETUP.layout, 8192, micro_batches=1)
+    assert (row.fits, timed(large, SIMULATED["megatron"], SERVER, 1).fits) == (True, False)
+    assert 0 < ratio(SETUP, SERVER).low < ratio(SETUP, SERVER).typical
+
+
+# ------------------------------------------------------------------- layouts
 
 
 def test_layouts_are_ranked_by_their_steps_and_the_launcher_takes_the_plan(tmp_path: Path) -> None:
@@ -105,12 +198,6 @@ def test_memory_decides_on_recomputation(gib: float, chosen: str) -> None:
             recommend(model, small, 4, fixed=fixed._replace(recompute="none"))
 
 
-def test_what_is_given_decides() -> None:
-    rows, _ = recommend(SMALL, SERVER, 8, fixed=Fixed(tp=2, cp=1, pp=1))
-    assert {row.training.layout for row in rows} == {Layout(2, 1, 4, 1)}
-    assert len(rows) == 2, "the best, and the best without CommFuse"
-
-
 @pytest.mark.parametrize(
     ("model", "hardware", "npus", "fixed", "said"),
     [
@@ -174,49 +261,27 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 
 # ------------------------------------------------------------------- the flags that are printed
 
-ALONE = Layout(8, 1, 1, 1)
-FORMS = {
-    form.name: form
-    for form in forms(SERVER.machine(), training(LLAMA3_8B, ALONE))
-    if form.flags is not None
-}
+ALONE = training(LLAMA3_8B, Layout(8, 1, 1, 1))
+FORMS = [form for form in forms(SERVER.machine(), ALONE) if form.flags is not None]
 
 
-def check(words: list[str]) -> argparse.Namespace:
-    """Options of the model and ``words`` as parsed; plan and the launch accept them."""
-    line = [*LLAMA3_8B.arguments(), *words]
-    launch = ask_about(None, line, {})
+@pytest.mark.parametrize(
+    ("job", "form"),
+    [
+        *((ALONE, form) for form in FORMS),
+        *(
+            (training(LLAMA3_8B, layout, recompute="full"), FB_OVERLAP)
+            for layout in (Layout(4, 1, 1, 2), Layout(2, 1, 2, 2, vpp=2))
+        ),
+    ],
+    ids=lambda value: value.name if isinstance(value, Variant) else str(value.layout),
+)
+def test_what_is_printed_is_taken(job: Training, form: Variant) -> None:
+    launch = ask_about(None, [*LLAMA3_8B.arguments(), *options(LLAMA3_8B, job, form)], {})
     launch.config.validate()
+    assert launch.schedule.chunks > 0
+    assert launch.fuse.use_commfuse == (form.kind == "fused")
+    assert (launch.fuse.commfuse_wgrad == "blocks") == form.rounded
     against = obstacles(launch)
     assert not (against.fused if launch.fuse.use_commfuse else "")
-    assert not (against.overlap if "--commfuse-fb-overlap" in words else "")
-    # As Megatron's parser returns them, defaults included.
-    parser = argparse.ArgumentParser(allow_abbrev=False)
-    add_arguments(parser)
-    args, others = parser.parse_known_args(line)
-    values = DEFAULTS | {name: value for name, value in vars(args).items() if value is not None}
-    for word, value in pairwise([*others, "--"]):
-        if word.startswith("--"):
-            parsed = True if value.startswith("--") else value
-            values[word[2:].replace("-", "_")] = int(value) if value.isdecimal() else parsed
-    args = argparse.Namespace(**values)
-    if launch.fuse.use_commfuse:
-        check_options(args, complete=True)
-    else:
-        check_compatible(args, "--commfuse-fb-overlap")
-    return args
-
-
-@pytest.mark.parametrize("name", FORMS)
-def test_what_is_printed_is_taken(name: str) -> None:
-    form = FORMS[name]
-    args = check(options(LLAMA3_8B, training(LLAMA3_8B, ALONE), form))
-    assert args.use_commfuse == (form.kind == "fused")
-    if form.kind == "fused":
-        assert linear_options(args).wgrad == ("blocks" if form.rounded else "whole")
-
-
-def test_a_layout_and_recomputation_are_taken() -> None:
-    for layout in (Layout(4, 1, 1, 2), Layout(2, 1, 2, 2, vpp=2)):
-        job = training(LLAMA3_8B, layout, recompute="full")
-        check(options(LLAMA3_8B, job, FORMS["commfuse-fb"]))
+    assert not (against.overlap if form == FB_OVERLAP else "")

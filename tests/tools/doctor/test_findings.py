@@ -1,0 +1,230 @@
+"""What is found on made-up machines: versions, NPUs and their links, environment variables."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from commfuse_npu.packages import find_package
+from commfuse_npu.tools import cli
+from commfuse_npu.tools.doctor import CommandResult, Machine, Package
+from commfuse_npu.tools.doctor.command import diagnose
+from commfuse_npu.tools.doctor.machine import ABSENT, run_command
+from commfuse_npu.tools.doctor.versions import TRY_TORCH_NPU
+from tests.tools.doctor.machines import (
+    INFO_A2,
+    INFO_A3,
+    NPU_ANSWERS,
+    found,
+    machine,
+    stack,
+    topology,
+)
+
+AUTOMATIC = "TORCH_DEVICE_BACKEND_AUTOLOAD"
+BROKEN = CommandResult(1, "Traceback\nImportError: libhccl.so: cannot\n")
+# The check imports it with torch's automatic loading off, which would fail as well.
+TRIED = {f"env {AUTOMATIC}=0 {sys.executable} -c {TRY_TORCH_NPU}": BROKEN}
+INFO = "npu-smi info"
+
+
+def with_packages(words: str, **variables: str) -> Machine:
+    """A machine with packages of these versions: ``torch 2.7.1 torch_npu 2.7.1``."""
+    versions = words.split()
+    packages = dict(zip(versions[::2], map(Package, versions[1::2]), strict=True))
+    return machine(variables, packages, TRIED)
+
+
+def with_npus(
+    info: CommandResult = NPU_ANSWERS[INFO], links: CommandResult | str = "X HCCS, HCCS X"
+) -> Machine:
+    if isinstance(links, str):
+        links = CommandResult(0, topology([row.split() for row in links.split(",")]))
+    packages = {"torch": Package("2.7.1"), "torch_npu": Package("2.7.1")}
+    return machine({}, packages, {INFO: info, f"{INFO} -t topo": links, **TRIED})
+
+
+@pytest.mark.parametrize(
+    ("host", "expected"),
+    [
+        (machine(), {
+            "torch": "error not found", "CANN": "note not found", "MindSpeed": "note not found",
+            "MindSpeed-LLM": "note not found", "Megatron-LM": "note not found",  # fine on a CPU
+            "NPUs": "note no NPU found (there is no npu-smi)",
+        }),
+        (with_packages("torch 2.0.1"), {"torch": "error 2.0.1"}),
+        (with_packages("torch 2.7.1"), {"torch": "ok 2.7.1", "torch_npu": "note not found"}),
+        (machine({}, {"torch": Package("2.7.1")}, NPU_ANSWERS), {"torch_npu": "error not found"}),
+        (with_packages("torch 2.7.1+cpu torch_npu 2.7.1.post2"), {
+            "torch_npu": "ok 2.7.1.post2", AUTOMATIC: "error unset",
+            "import torch_npu": "warning failed: ImportError: libhccl.so: cannot",
+        }),
+        (with_packages("torch 2.7.1 torch_npu 2.6.0", **{AUTOMATIC: "0"}),
+         {"torch_npu": "error 2.6.0 beside torch 2.7.1", AUTOMATIC: ""}),
+        (with_packages("torch 2.9.0 torch_npu 2.9.0"), {"torch_npu": "ok 2.9.0"}),
+        (with_packages("torch 2.9.0 torch_npu 2.9.0 mindspeed_llm 2.3.0"),
+         {"torch_npu": "warning 2.9.0 with MindSpeed-LLM"}),
+        (with_npus(), {
+            "NPUs": "ok 2 x 910B3", "driver": "ok 25.2.0", "health": "warning NPU 1 (Warning)",
+            "links": "ok 1 pairs HCCS", "HCCL_CONNECT_TIMEOUT": "warning unset (120 s)",
+            "import torch_npu": "error failed: ImportError: libhccl.so: cannot",
+        }),
+        (with_npus(CommandResult(0, INFO_A3)), {"NPUs": "ok 2 x Ascend910", "health": ""}),
+        (with_npus(CommandResult(255, "dcmi failed\n")),
+         {"NPUs": "error npu-smi info lists none: dcmi failed", "links": ""}),
+        (with_npus(CommandResult(0, "+--+\n")),
+         {"NPUs": "error npu-smi info lists none: +--+"}),
+        (with_npus(links="X SIO HCCS_SW, SIO X HCCS_SW, HCCS_SW HCCS_SW X"),
+         {"links": "ok 2 pairs HCCS_SW, 1 pairs SIO"}),
+        (with_npus(links="X PHB HCCS, PHB X HCCS, HCCS HCCS X"),
+         {"links": "warning 2 pairs HCCS, 1 pairs PHB"}),
+        (with_npus(links=CommandResult(1, "not supported\n")),
+         {"links": "note unknown: npu-smi info -t topo said not supported"}),
+    ],
+)  # fmt: skip
+def test_findings(host: Machine, expected: dict[str, str]) -> None:
+    findings = {**dict.fromkeys(expected, ""), **found(host)}
+    assert {what: findings[what] for what in expected} == expected
+    for finding in diagnose(host).findings:
+        bad, absent = finding.level not in ("ok", "note"), finding.value == "not found"
+        assert not bad or (finding.action and (finding.expected or absent)), finding
+
+
+@pytest.mark.parametrize(
+    ("name", "levels"),
+    [
+        ("CUDA_DEVICE_MAX_CONNECTIONS", {None: "ok", "1": "ok", "8": "error"}),
+        ("HCCL_CONNECT_TIMEOUT",
+         {None: "note", "600": "ok", "120": "warning", "0": "warning", "10m": "warning"}),
+        ("HCCL_EXEC_TIMEOUT", {None: "ok", "0": "ok", "600": "ok", "60": "warning"}),
+        ("HCCL_BUFFSIZE", {None: "ok", "64": "ok", "0": "error", "64MB": "error"}),
+        ("P2P_HCCL_BUFFSIZE", {"0": "ok", "-1": "error"}),
+        ("HCCL_OP_RETRY_ENABLE", {None: "ok", "L0:0, L1:0": "ok", "L0:0, L1:1": "warning"}),
+        ("HCCL_OP_EXPANSION_MODE", {None: "ok", "AI_CPU": "ok", "AIV": "warning"}),
+        ("TORCH_HCCL_BLOCKING_WAIT", {"1": "warning", "0": "ok"}),
+        ("ASCEND_LAUNCH_BLOCKING", {"1": "warning"}),
+        ("TASK_QUEUE_ENABLE", {"0": "warning", None: "ok"}),
+        ("STREAMS_PER_DEVICE", {None: "ok", "32": "ok", "8": "warning", "16": "warning"}),
+        ("HIGH_AVAILABILITY", {None: "ok", "recover": "warning"}),
+        ("ATB_HOME_PATH", {None: "note", "/usr/local/atb": "ok"}),
+        ("HCCL_DETERMINISTIC", {None: "note", "false": "note", "TRUE": "ok"}),
+    ],
+)  # fmt: skip
+def test_a_variable(name: str, levels: dict[str | None, str]) -> None:
+    for value, level in levels.items():
+        host = machine({} if value is None else {name: value})
+        assert found(host)[name].startswith(f"{level} {value or 'unset'}")
+
+
+def test_cann(tmp_path: Path) -> None:
+    assert found(machine(cann=tmp_path))["CANN"].startswith("error in ")
+    home = machine({"ASCEND_TOOLKIT_HOME": str(tmp_path)})
+    assert found(home)["CANN"] == f"warning no version in {tmp_path}"
+    for version, level in (("8.1.RC1", "warning"), ("9.0.0", "warning"), ("9.1.0", "ok")):
+        (tmp_path / "version.info").write_text(f"Version={version}\n", "utf-8")
+        assert found(home)["CANN"] == f"{level} {version}"
+
+
+# ------------------------------------------------------------------ MindSpeed's stack
+
+
+def test_the_stack(tmp_path: Path) -> None:
+    packages = stack(tmp_path)
+    wheel, checkout = tmp_path / "wheel", tmp_path / "megatron"
+    (wheel / "core").mkdir(parents=True)
+
+    def changed(**changes: Package | str | None) -> dict[str, str]:
+        """Findings with packages of other versions, replaced or missing."""
+        installed = {
+            name: dataclasses.replace(packages[name], version=new) if isinstance(new, str) else new
+            for name, new in {**packages, **changes}.items()
+            if new is not None
+        }
+        return found(machine({}, installed))
+
+    for version in ("2.2.0", "2.3.0", "26.0.0dev0", "26.0.0", "26.1.0"):
+        assert changed(mindspeed_llm=version)["together"].startswith("ok supported: MindSpeed-LLM")
+    absent = {"mindspeed_llm": None, "mindspeed": None}
+    of_pypi = Package("0.12.1", (wheel,))
+    for changes, subject, expected in (
+        ({"mindspeed": None}, "MindSpeed", "error not found"),
+        ({"megatron": None}, "Megatron-LM", "error not found"),
+        ({"mindspeed_llm": None}, "MindSpeed-LLM", "warning not found"),
+        ({"mindspeed_llm": "27.0.0"}, "MindSpeed-LLM", "warning 27.0.0"),
+        ({"mindspeed": "0.8.0"}, "MindSpeed", "error 0.8.0"),
+        ({"megatron": "0.8.0"}, "Megatron-LM", "error 0.8.0"),
+        ({"megatron": "0.17.0"}, "Megatron-LM", "error 0.17.0"),
+        ({"megatron": of_pypi}, "Megatron-LM", "error 0.12.1, megatron.core only"),
+        ({"megatron": of_pypi, **absent}, "Megatron-LM", "ok 0.12.1, megatron.core only"),
+        ({"megatron": Package("0.12.1", (wheel, checkout))}, "Megatron-LM",
+         f"warning megatron.core in {wheel}, megatron.training in {checkout}"),
+    ):  # fmt: skip
+        findings = changed(**changes)
+        assert findings[subject] == expected
+        assert "together" not in findings
+    (tmp_path / "mindspeed_llm/tasks/megatron_adaptor_v2.py").unlink()
+    (tmp_path / "mindspeed/features_manager/features_manager.py").unlink()
+    findings = changed()
+    assert findings["MindSpeed"] == "error 0.12.1, without a feature manager"
+    assert findings["MindSpeed-LLM"].startswith("error")
+
+
+def test_versions_are_read_from_files_without_importing(tmp_path, monkeypatch) -> None:
+    """Packages whose import would fail are found and their files are read."""
+    trap = "raise RuntimeError('imported')\n"
+    home, core = tmp_path / "home", tmp_path / "megatron_home" / "megatron" / "core"
+    (home / "mindspeed").mkdir(parents=True)
+    (home / "mindspeed" / "__init__.py").write_text(trap, "utf-8")
+    (home / "setup.py").write_text(f"{trap}__version__ = '0.12.1'\n", "utf-8")
+    package = find_package("mindspeed", {"MINDSPEED_HOME": str(home)})
+    assert package == Package("0.12.1", (home / "mindspeed",))
+    core.mkdir(parents=True)
+    (core / "package_info.py").write_text(f"{trap}MAJOR = 0\nMINOR = 12\nPATCH = 1\n", "utf-8")
+    monkeypatch.syspath_prepend(str(tmp_path / "megatron_home"))
+    monkeypatch.delitem(sys.modules, "megatron", raising=False)
+    megatron = find_package("megatron", {})
+    assert megatron is not None
+    assert (megatron.version, megatron.folders[0]) == ("0.12.1", core.parent)
+    assert find_package("no_such_package", {}) is None
+
+
+# ------------------------------------------------------------------ together
+
+
+def test_a_supported_set_on_npus_is_ready(tmp_path: Path) -> None:
+    home = tmp_path / "cann" / "aarch64-linux"
+    home.mkdir(parents=True)
+    (home / "ascend_toolkit_install.info").write_text("package_name=a\nversion=8.3.RC1\n", "utf-8")
+    variables = {"ASCEND_HOME_PATH": str(tmp_path / "cann"), "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+                 "HCCL_CONNECT_TIMEOUT": "1200", "HCCL_DETERMINISTIC": "true",
+                 "ATB_HOME_PATH": "/atb"}  # fmt: skip
+    info = CommandResult(0, INFO_A2.replace("Warning", "OK     "))
+    host = machine(variables, stack(tmp_path), {**NPU_ANSWERS, INFO: info})
+    assert {finding.level for finding in diagnose(host).findings} == {"ok"}
+    assert found(host)["CANN"] == "ok 8.3.RC1"
+    assert found(host)["import torch_npu"] == "ok NPUs: 2"
+    verdict = diagnose(host).verdict
+    assert verdict.startswith("ready: this machine can run CommFuse on 2 NPUs (0 errors, 0")
+    cpu = diagnose(machine({}, {"torch": Package("2.13.0")})).verdict
+    assert cpu.startswith("ready: this machine has no NPU and can run the CPU form, rehearsals")
+    wrong = machine({"HCCL_BUFFSIZE": "64MB"}, stack(tmp_path / "other"), NPU_ANSWERS)
+    assert diagnose(wrong).verdict.startswith("not ready: HCCL_BUFFSIZE (1 errors, ")
+
+
+def test_this_machine_as_text_and_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command("no-npu-smi") == CommandResult(ABSENT, "there is no no-npu-smi")
+    code = cli.main(["doctor"])
+    first, *lines = capsys.readouterr().out.splitlines()
+    assert first.startswith("not ready: " if code else "ready: this machine ")
+    assert lines[:3] == ["", "## versions", ""]
+    assert lines[3].startswith("  ok       Python: 3.")
+    assert cli.main(["doctor", "--json"]) == code
+    data = json.loads(capsys.readouterr().out)
+    assert (data["ready"], data["verdict"]) == (code == 0, first)
+    (version,) = [row["value"] for row in data["findings"] if row["what"] == "torch"]
+    assert version.split("+")[0] == torch.__version__.split("+")[0]
