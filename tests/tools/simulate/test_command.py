@@ -11,8 +11,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from commfuse_npu.tools import cli
-from commfuse_npu.tools.report import drawing
+from commfuse_npu.tools import cli, drawing
 from commfuse_npu.tools.simulate.lanes import lanes
 from scripts.evidence.layers import BOUND, OURS, RIVALS, point
 from scripts.evidence.pictures import forms, main, step

@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from commfuse_npu.tools.report import drawing
-from commfuse_npu.tools.report.charts import Bit, Row, gantt
-from commfuse_npu.tools.report.drawing import draw
+from commfuse_npu.tools import drawing
+from commfuse_npu.tools.drawing import Bit, Row, draw, gantt
 
 BITS = (
     Bit("compute", 1.0, 3.0, "work"),
