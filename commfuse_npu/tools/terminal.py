@@ -9,16 +9,17 @@ from __future__ import annotations
 import re
 import shutil
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, TextIO, cast
 
 if TYPE_CHECKING:
     from rich.live import Live
+    from rich.table import Table
     from rich.text import Text
 
-__all__ = ["print_verdict", "rendered", "tell"]
+__all__ = ["print_verdict", "rendered", "table_head", "table_row", "tell"]
 
 _RULE = re.compile(r"\|[-:| ]+\|")
 _INLINE = re.compile(r"\*\*(?P<bold>.+?)\*\*|`(?P<cyan>[^`]+)`")
@@ -28,6 +29,16 @@ _LEVELS = {
 }
 _VERDICTS = {True: "bold green", False: "bold red", None: "bold"}
 _progress: Live | None = None
+
+
+def table_row(cells: Iterable[str]) -> str:
+    """A row of a Markdown table."""
+    return f"| {' | '.join(cells)} |"
+
+
+def table_head(cells: Sequence[str], numbers: bool = True) -> str:
+    """The header row and the rule; columns after the first are right-aligned if ``numbers``."""
+    return f"{table_row(cells)}\n|---{('|---:' if numbers else '|---') * (len(cells) - 1)}|"
 
 
 @contextmanager
@@ -116,25 +127,24 @@ class _Rendered:
 
     def end(self) -> None:
         """Flush an incomplete line or table."""
-        self._end_table()
         if self._line:
-            self.render(self._line, end="")
-        self._line = ""
+            self.write("\n")
+        self._end_table()
 
-    def render(self, line: str, style: str = "", end: str = "\n") -> None:
+    def render(self, line: str, style: str = "") -> None:
         """Print a line outside of tables, wrapped between words with a hanging indent."""
         from rich.text import Text
 
         self._end_table()
         if line.startswith("    "):  # code, to be copied
-            self._write(Text(line), end)
+            self._print(Text(line))
             return
         if heading := re.match("#+ ", line):
             line, style = line[heading.end() :], style or "bold"
-        begin = line[: len(line) - len(line.lstrip(" -"))]
         text = _inline(line, style)
         for level, pattern in _LEVELS.items():
             text.highlight_regex(pattern, level)
+        begin = line[: len(line) - len(line.lstrip(" -"))]
         indent = " " * (len(begin) if "-" in begin else len(begin) + 2)
         breaks, width = [0], self._console.width
         for word in re.finditer(r"\S+", text.plain):
@@ -144,59 +154,48 @@ class _Rendered:
         lines = text.divide(breaks[1:])
         for part in lines:
             part.rstrip()
-        self._write(Text("\n" + indent).join(lines), end)
+        self._print(Text("\n" + indent).join(lines))
 
-    def _write(self, text: Any, end: str = "\n") -> None:
+    def _print(self, text: Any) -> None:
         _hide_progress()
-        self._console.print(text, end=end, soft_wrap=True)
+        self._console.print(text, soft_wrap=True)
 
     def _end_table(self) -> None:
+        lines, self._table = self._table, []
+        if len(lines) > 1 and _RULE.fullmatch(lines[1]) and (table := self._fitting(lines)):
+            _hide_progress()
+            self._console.print(table)
+            return
+        for line in lines:
+            self._print(_inline(line))
+
+    def _fitting(self, lines: Sequence[str]) -> Table | None:
+        """A table in which no word is broken, nor a number from its unit, if there is room.
+
+        The remaining width goes to the columns with the most text.
+        """
         from rich import box
         from rich.table import Table
 
-        lines, self._table = self._table, []
-        if not (len(lines) > 1 and _RULE.fullmatch(lines[1])):
-            for line in lines:
-                self._write(_inline(line))
-            return
         head, rules, *rows = ([cell.strip() for cell in line.split("|")[1:-1]] for line in lines)
-        sides = ["right" if rule.endswith(":") else "left" for rule in rules]
-        rows = [[*row, *("" for _ in head)][: len(head)] for row in rows]
-        columns = [[_inline(row[index]) for row in rows] for index in range(len(head))]
-        widths = _widths(head, columns, sides, self._console.width)
-        if not widths:
-            for row in rows:
-                pairs = (f"{name}: {cell}" for name, cell in zip(head[1:], row[1:], strict=True))
-                self.render(f"- {head[0]} {row[0]}: {', '.join(pairs)}")
-            return
+        texts = [list(map(_inline, row)) for row in rows]
+        least, whole = [], []
+        for name, rule, column in zip(head, rules, zip(*texts, strict=True), strict=True):
+            cells = [cell.plain for cell in column]
+            words = [*name.split(), *(cells if rule.endswith(":") else " ".join(cells).split())]
+            least.append(max(map(len, words), default=1))
+            whole.append(max(map(len, (name, *cells))))
+        room = self._console.width - 2 * (len(head) - 1) - sum(least)
+        if room < 0:
+            return None
+        share = min(1.0, room / max(1, sum(whole) - sum(least)))
         table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, collapse_padding=True)
-        for name, side, width in zip(head, sides, widths, strict=True):
-            table.add_column(name, justify=side, width=width, overflow="fold")
-        for cells in zip(*columns, strict=True):
-            table.add_row(*cells)
-        _hide_progress()
-        self._console.print(table)
-
-
-def _widths(
-    head: Sequence[str], columns: Sequence[Sequence[Text]], sides: Sequence[str], most: int
-) -> list[int]:
-    """Column widths that break no word, nor a number from its unit; empty if there is no room.
-
-    The remaining width goes to the columns with the most text.
-    """
-    least, whole = [], []
-    for name, column, side in zip(head, columns, sides, strict=True):
-        cells = [cell.plain for cell in column]
-        words = [*name.split(), *(cells if side == "right" else " ".join(cells).split())]
-        least.append(max(map(len, words), default=1))
-        whole.append(max(map(len, (name, *cells))))
-    room = most - 2 * (len(head) - 1) - sum(least)
-    wanted = sum(whole) - sum(least)
-    if room < 0:
-        return []
-    share = min(1.0, room / wanted) if wanted else 0.0
-    return [low + int(share * (high - low)) for low, high in zip(least, whole, strict=True)]
+        for name, rule, low, high in zip(head, rules, least, whole, strict=True):
+            justify: Any = "right" if rule.endswith(":") else "left"
+            table.add_column(name, justify=justify, width=low + int(share * (high - low)))
+        for row in texts:
+            table.add_row(*row)
+        return table
 
 
 def _inline(line: str, style: str = "") -> Text:

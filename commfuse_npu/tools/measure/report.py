@@ -11,10 +11,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from commfuse_npu.hardware.description import Figure, Hardware
-from commfuse_npu.tools.markdown import table_head, table_row
 from commfuse_npu.tools.measure.launches import WARM_UP, Training
 from commfuse_npu.tools.measure.rounds import Result, Results
 from commfuse_npu.tools.measure.steps import REFERENCE, WORKS, is_ours
+from commfuse_npu.tools.terminal import table_head, table_row
 
 __all__ = [
     "Row",

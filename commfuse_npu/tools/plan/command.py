@@ -17,8 +17,7 @@ from commfuse_npu.tools.doctor.devices import listed_npus
 from commfuse_npu.tools.doctor.machine import Machine
 from commfuse_npu.tools.launch_script import UsageError
 from commfuse_npu.tools.model_config import ModelConfig
-from commfuse_npu.tools.option_types import Parser, new_file, refuse, whole
-from commfuse_npu.tools.outputs import write_output
+from commfuse_npu.tools.option_types import Parser, new_file, refuse, whole, write_output
 from commfuse_npu.tools.plan.forms import plan_launch
 from commfuse_npu.tools.plan.launch import ask_about
 from commfuse_npu.tools.plan.npu_profile import find_profiles, plan_profile

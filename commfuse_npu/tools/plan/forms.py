@@ -11,7 +11,6 @@ from commfuse_npu.hardware.description import Hardware
 from commfuse_npu.hardware.machine import min_outputs_to_hide
 from commfuse_npu.plan import PlanError
 from commfuse_npu.tools.linear_layers import Judged, size_of
-from commfuse_npu.tools.markdown import table_row
 from commfuse_npu.tools.plan.launch import AskedLaunch
 from commfuse_npu.tools.plan.obstacles import INSIDE_KERNELS, Obstacles, obstacles
 from commfuse_npu.tools.plan.training import NotSimulated, in_use, roughly, training_of
@@ -21,6 +20,7 @@ from commfuse_npu.tools.simulate.step import Step
 from commfuse_npu.tools.simulate.training import Training
 from commfuse_npu.tools.simulate.variants import COC, FB_OVERLAP, MEGATRON, fused
 from commfuse_npu.tools.simulate.variants import forms as simulated_forms
+from commfuse_npu.tools.terminal import table_row
 
 __all__ = ["Form", "LaunchPlan", "plan_launch"]
 

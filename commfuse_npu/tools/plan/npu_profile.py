@@ -19,7 +19,7 @@ from typing import Any
 
 from commfuse_npu.runtime.atomic_write import write_json
 from commfuse_npu.tools.launch_script import UsageError
-from commfuse_npu.tools.markdown import table_head, table_row
+from commfuse_npu.tools.terminal import table_head, table_row
 
 __all__ = ["find_profiles", "plan_profile"]
 

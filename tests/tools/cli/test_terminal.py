@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 
 from commfuse_npu.tools import terminal
-from commfuse_npu.tools.markdown import table_row
+from commfuse_npu.tools.terminal import table_row
 from tests.limits import LIMIT
 
 pytest.importorskip("rich", reason="rich is not installed: the extra tools")
@@ -91,9 +91,9 @@ def test_lines_and_tables_fit(shown) -> None:
     assert any(re.match(r"fused +1,234.5 ms ", line) for line in table), "a number is not broken"
     assert "plain" in table[-1], "without its stars"
     assert {"--an-option", "says,", "many", "that", "cannot"} <= {*" ".join(table).split()}
-    # If a table does not fit, each row becomes a list item.
+    # A table that does not fit stays Markdown.
     narrow = ESCAPE.sub("", shown(width=20))
-    assert "- form fused: ms per\n  step: 1,234.5 ms,\n  why it cannot be\n" in narrow
+    assert "\n| plain | 99.5 ms | - |\n" in narrow
 
 
 def test_colours_say_what_is_good_and_can_be_refused(shown, monkeypatch) -> None:
