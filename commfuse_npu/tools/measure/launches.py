@@ -11,21 +11,22 @@ import os
 import re
 import shlex
 import shutil
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from commfuse_npu.tools.launch_script import UsageError
-from commfuse_npu.tools.launch_script.bounded import last_lines, run_bounded
 from commfuse_npu.tools.launch_script.launch import read_launch
 from commfuse_npu.tools.launch_script.options import Options
 from commfuse_npu.tools.launch_script.short_run import (
     PEERS,
     commfuse_names,
+    last_lines,
     replace_missing_data,
+    run_bounded,
     shorten,
+    torchrun_here,
 )
 from commfuse_npu.tools.quartiles import Range, quartiles
 from commfuse_npu.tools.simulate.launch_options import FORMS as LAUNCHED
@@ -150,12 +151,7 @@ def _of_mindspeed_llm(words: Sequence[str], ranks: int) -> Launches:
     shorten(options, ITERATIONS)
     options.set("--log-throughput")
     replace_missing_data(options, folder)
-    started = [
-        *(sys.executable, "-m", "torch.distributed.run"),
-        *("--nnodes", "1", "--nproc_per_node", str(ranks)),
-        *("--rdzv_backend", "c10d", "--rdzv_endpoint", "127.0.0.1:0"),
-        *("--local_addr", "127.0.0.1", "-m", "mindspeed_patches.measured"),
-    ]
+    started = [*torchrun_here(ranks), "-m", "mindspeed_patches.measured"]
     commands = {}
     for form in FORMS:
         blocking = ["--blocking"] if form.name == "plain" else []
