@@ -95,4 +95,4 @@ def _fuse_options(words: Sequence[str]) -> argparse.Namespace:
     """The CommFuse options of a command line; the launch refuses unknown ones, too."""
     if why := unknown_option(words):
         raise UsageError(f"the launch is refused: {why}")
-    return argparse.Namespace(**DEFAULTS | known_options(words, add_arguments))
+    return argparse.Namespace(**DEFAULTS | known_options(words, add_arguments)[0])
