@@ -18,9 +18,7 @@ from commfuse_npu.packages import (
     Package,
     numbers,
 )
-from commfuse_npu.tools.doctor.devices import listed_npus
-from commfuse_npu.tools.doctor.finding import Finding, Level
-from commfuse_npu.tools.doctor.machine import Machine
+from commfuse_npu.tools.doctor.machine import Finding, Level, Machine, listed_npus
 
 __all__ = ["TRY_TORCH_NPU", "check_cann", "check_stack", "check_torch", "check_torch_npu_loads"]
 

@@ -19,9 +19,8 @@ from commfuse_npu import __version__
 from commfuse_npu.config_file import ConfigError, find_config
 from commfuse_npu.hardware.description import Hardware, described
 from commfuse_npu.runtime.atomic_write import atomic_write
-from commfuse_npu.tools.doctor import Machine
-from commfuse_npu.tools.doctor.devices import check_devices, topology
 from commfuse_npu.tools.doctor.environment import check_variables
+from commfuse_npu.tools.doctor.machine import Machine, check_devices, topology
 from commfuse_npu.tools.doctor.versions import check_cann, check_torch
 from commfuse_npu.tools.launch_script import UsageError
 from commfuse_npu.tools.measure.figures import Measured, description

@@ -13,8 +13,7 @@ from commfuse_npu.did_you_mean import did_you_mean
 from commfuse_npu.hardware.description import Hardware, described
 from commfuse_npu.plan import PlanError
 from commfuse_npu.runtime.atomic_write import write_json
-from commfuse_npu.tools.doctor.devices import listed_npus
-from commfuse_npu.tools.doctor.machine import Machine
+from commfuse_npu.tools.doctor.machine import Machine, listed_npus
 from commfuse_npu.tools.launch_script import UsageError
 from commfuse_npu.tools.model_config import ModelConfig
 from commfuse_npu.tools.option_types import Parser, new_file, refuse, whole, write_output

@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from commfuse_npu.packages import Package
 from commfuse_npu.tools import cli
-from commfuse_npu.tools.doctor import CommandResult, Package
 from commfuse_npu.tools.doctor.command import diagnose
+from commfuse_npu.tools.doctor.machine import CommandResult
 from tests.launchers.launching import started
 from tests.tools.doctor.machines import INFO_A2, NPU_ANSWERS, ROOT, machine, only, stack, summary
 from tests.tools.plan.launches import CONFIG

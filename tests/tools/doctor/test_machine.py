@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from commfuse_npu.tools.doctor import CommandResult
-from commfuse_npu.tools.doctor.devices import check_devices, check_links
 from commfuse_npu.tools.doctor.environment import check_variables
-from commfuse_npu.tools.doctor.finding import Finding
-from commfuse_npu.tools.doctor.machine import ABSENT, run_command
+from commfuse_npu.tools.doctor.machine import (
+    ABSENT,
+    CommandResult,
+    Finding,
+    check_devices,
+    check_links,
+    run_command,
+)
 from tests.tools.doctor.machines import INFO_A3, NPU_ANSWERS, machine, only, summary, topology
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from commfuse_npu.packages import find_package
-from commfuse_npu.tools.doctor import CommandResult, Package
+from commfuse_npu.packages import Package, find_package
+from commfuse_npu.tools.doctor.machine import CommandResult
 from commfuse_npu.tools.doctor.versions import (
     TRY_TORCH_NPU,
     check_cann,

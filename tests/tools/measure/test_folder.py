@@ -8,7 +8,7 @@ from unittest import mock
 
 import pytest
 
-from commfuse_npu.tools.doctor import Package
+from commfuse_npu.packages import Package
 from commfuse_npu.tools.measure import folder as module
 from commfuse_npu.tools.measure.command import machine_facts
 from commfuse_npu.tools.measure.folder import Deadline, Folder, FolderError
