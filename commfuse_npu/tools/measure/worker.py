@@ -23,7 +23,7 @@ from commfuse_npu.kernels import kernels_for
 from commfuse_npu.runtime.collectives import all_gather_rows, all_to_all_rows, reduce_scatter_rows
 from commfuse_npu.runtime.lanes import post_swap
 from commfuse_npu.runtime.transport import Transport
-from commfuse_npu.tools.measure.forms_worker import FormsWorker
+from commfuse_npu.tools.measure.forms import FormsWorker
 from commfuse_npu.tools.measure.steps import Scale, Times
 from commfuse_npu.tools.measure.stopwatch import Stopwatch
 

@@ -14,10 +14,11 @@ import torch.distributed as dist
 from commfuse_npu import tuning
 from commfuse_npu.config_file import find_config
 from commfuse_npu.kernels import cpu
+from commfuse_npu.ops import all_gather_linear, linear_reduce_scatter
 from commfuse_npu.ops.call import WeightGradient
 from commfuse_npu.tools.measure.baselines import Carrier
+from commfuse_npu.tools.measure.forms import FormsWorker as Worker
 from commfuse_npu.tools.measure.forms import TakingTurns, form_of
-from commfuse_npu.tools.measure.forms_worker import FormsWorker as Worker
 from commfuse_npu.tools.measure.sleeping import SleepingGemms, modelled_seconds
 from commfuse_npu.tools.measure.steps import NAMES, TUNED, Scale
 from commfuse_npu.tools.model_config import ModelConfig
@@ -184,9 +185,9 @@ def test_what_is_under_way_while_what_is_computed(
     group: Any = SimpleNamespace(rank=lambda: 0, size=lambda: 2)
     carrier = _Recorded(group, log)
     form = form_of(name, SimpleNamespace(), carrier)
-    layers = {"column": form.all_gather_linear, "row": form.linear_reduce_scatter}
+    layers = {"column": all_gather_linear, "row": linear_reduce_scatter}
     x = torch.ones(4 if layer == "column" else 8, 6, requires_grad=True)
-    y = layers[layer](x, torch.ones(6, 6, requires_grad=True))
+    y = layers[layer](x, torch.ones(6, 6, requires_grad=True), **form.of)
     log.append(";")
     y.sum().backward()
     assert ", ".join(log).replace(", ;,", ";") == expected
