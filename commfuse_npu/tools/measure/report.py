@@ -50,7 +50,17 @@ def verdict(trainings: Sequence[Training], device: str) -> Iterator[str]:
         if bad := [training for training in ran if training not in sound]:
             title = today.form.title
             yield f"**Do not use**: {_titles(bad)}: losses are not those of {title}, or not finite."
-        yield from _weights(ran, device)
+    for weights in dict.fromkeys(training.weights for training in ran if training.weights):
+        same = [training for training in ran if training.weights == weights]
+        if len(same) > 1:
+            yield f"**The same weights, bit for bit**: {_titles(same)}."
+    alike = {training.weights for training in ran if training.form.name in ("plain", "megatron")}
+    if device != "cpu" and len(alike - {None}) > 1:
+        yield (
+            "Plain collectives and Megatron's order are the same arithmetic, and their bits "
+            "differ: sums of this launch change from run to run. With HCCL_DETERMINISTIC=true "
+            "(MindSpeed's `--npu-deterministic`) bits can be compared."
+        )
     for training in trainings:
         if training.failed:
             why, *lines = training.failed.splitlines()
@@ -65,38 +75,21 @@ def _fastest(sound: Sequence[Training], device: str) -> Iterator[str]:
         return
     best, *others = sorted(candidates, key=_median)
     rival = next((training for training in others if training.form.ours != best.form.ours), None)
-    close = [training for training in others if not _apart(best, training)]
+    close = [training for training in others if training.steady[0] <= best.steady[2]]
     flags = f"`{best.form.flags}`" if best.form.flags else "none of these flags"
     lead = f"**Use {flags}**" if others and not close else f"**Not decided**; fastest is {flags}"
     if device == "cpu":
         lead = f"Fastest on this CPU, which says nothing about NPUs: **{best.form.title}**"
-    baselines = [
-        training
-        for training in sound
-        if training.form.name in ("plain", "megatron") or training is rival
-    ]
-    against = [_against(best, training) for training in baselines if training is not best]
-    yield f"{lead}: {', '.join([f'{_median(best):,.0f} ms per iteration', *against])}."
-    if rival is not None and rival.form.ours:
-        yield f"Best of CommFuse: {rival.form.title}: {_against(rival, best)}."
+    against = [f"{_median(best):,.0f} ms per iteration"]
+    for training in sound:
+        usual = training.form.name in ("plain", "megatron")
+        if training is not best and (usual or training is rival):
+            share = _median(best) / _median(training) - 1
+            word = "shorter" if share < 0 else "longer"
+            against.append(f"{100 * abs(share):.1f} % {word} than {training.form.title}")
+    yield f"{lead}: {', '.join(against)}."
     if close:
         yield f"Quartiles overlap with those of: {_titles(close)}."
-
-
-def _weights(ran: Sequence[Training], device: str) -> Iterator[str]:
-    for weights in dict.fromkeys(training.weights for training in ran):
-        same = [training for training in ran if training.weights == weights]
-        if weights is not None and len(same) > 1:
-            yield f"**The same weights, bit for bit**: {_titles(same)}."
-    same_sums = {
-        training.weights for training in ran if training.form.name in ("plain", "megatron")
-    }
-    if device != "cpu" and len(same_sums - {None}) > 1:
-        yield (
-            "Plain collectives and Megatron's order are the same arithmetic, and their bits "
-            "differ: sums of this launch change from run to run. With HCCL_DETERMINISTIC=true "
-            "(MindSpeed's `--npu-deterministic`) bits can be compared."
-        )
 
 
 def launch_table(trainings: Sequence[Training]) -> Iterator[str]:
@@ -109,16 +102,17 @@ def launch_table(trainings: Sequence[Training]) -> Iterator[str]:
     head = ["form", "flags", "ms", "quartiles", f"against {today.form.title}", "losses off"]
     yield table_head([*head, "most memory", "weights"], numbers=False)
     for training in ran:
-        low, middle, high = training.steady
-        cells = [training.form.title, f"`{training.form.flags}`" if training.form.flags else ""]
-        cells += [f"{middle:,.1f}", f"{low:,.1f} .. {high:,.1f}"]
-        cells += [
+        (low, middle, high), flags = training.steady, training.form.flags
+        yield table_row([
+            training.form.title,
+            f"`{flags}`" if flags else "",
+            f"{middle:,.1f}",
+            f"{low:,.1f} .. {high:,.1f}",
             f"{100 * (middle / _median(today) - 1):+.1f} %",
             f"{_loss_off(today, training):.1e}",
-        ]
-        cells += [f"{training.peak / 1024:.2f} GiB" if training.peak else ""]
-        cells += [f"`{training.weights[:8]}`" if training.weights else ""]
-        yield table_row(cells)
+            f"{training.peak / 1024:.2f} GiB" if training.peak else "",
+            f"`{training.weights[:8]}`" if training.weights else "",
+        ])  # fmt: skip
 
 
 def forms_verdict(results: Results) -> Iterator[str]:
@@ -169,18 +163,18 @@ def _cell(name: str, ratio: float | None, forms: Mapping[str, Result]) -> str:
 
 def compared(measured: Hardware, described: Hardware) -> list[Row]:
     """A row for each measured figure."""
+
+    def place(value: float, figure: Figure) -> str:
+        if figure.low <= value <= figure.high:
+            return "in the range"
+        return "**below**" if value < figure.low else "**above**"
+
     pairs = ((name, figure, described.figures[name]) for name, figure in measured.figures.items())
     return [
-        (name, _range(figure), _range(other), _place(figure.typical, other))
+        (name, _range(figure), _range(other), place(figure.typical, other))
         for name, figure, other in pairs
         if figure != other
     ]
-
-
-def _place(value: float, figure: Figure) -> str:
-    if figure.low <= value <= figure.high:
-        return "in the range"
-    return "**below**" if value < figure.low else "**above**"
 
 
 def as_markdown(
@@ -230,17 +224,6 @@ def _titles(trainings: Sequence[Training]) -> str:
 
 def _median(training: Training) -> float:
     return training.steady[1]
-
-
-def _apart(training: Training, other: Training) -> bool:
-    (low, _, high), (other_low, _, other_high) = training.steady, other.steady
-    return high < other_low or other_high < low
-
-
-def _against(training: Training, other: Training) -> str:
-    share = _median(training) / _median(other) - 1
-    word = "shorter" if share < 0 else "longer"
-    return f"{100 * abs(share):.1f} % {word} than {other.form.title}"
 
 
 def _loss_off(training: Training, other: Training) -> float:
