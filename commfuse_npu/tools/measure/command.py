@@ -301,25 +301,20 @@ class _Run:
         return [(form, saved) for form, saved in stored if saved and saved["asked"] == last]
 
     def write(self, command: Sequence[str]) -> None:
-        """Write the description and the page from the stored steps; print the verdict.
-
-        Raises:
-            FolderError: a stored result is not one that a step stores.
-        """
+        """Write the description and the page from the stored steps; print the verdict."""
         device, facts = self._options.device, self._folder.load("machine")
         steps = {k: v for k, v in self._folder.steps.items() if not k.startswith(f"{LAUNCH}_")}
         failed = {name: part["failed"] for name, part in steps.items() if "failed" in part}
         times = {name: part["times"] for name, part in steps.items() if "times" in part}
         measured = {name: rows for name, rows in times.items() if name in STEPS}
         timed = [row for name, rows in times.items() if name not in STEPS for row in rows]
-        with self._folder.intact():
-            trainings = [
-                Training(form, **saved.get("log", {}), failed=saved.get("failed", ""))
-                for form, saved in self._trainings()
-            ]
-            results = evaluate(timed)
-            lines = [*verdict(trainings, device), *forms_verdict(results)]
-            table, rows = forms_table(results), list[Row]()
+        trainings = [
+            Training(form, **saved.get("log", {}), failed=saved.get("failed", ""))
+            for form, saved in self._trainings()
+        ]
+        results = evaluate(timed)
+        lines = [*verdict(trainings, device), *forms_verdict(results)]
+        table, rows = forms_table(results), list[Row]()
         if measured:
             line, rows = self._described(measured, facts)
             lines.append(line)
@@ -346,8 +341,7 @@ class _Run:
             f"Measured by commfuse-npu measure: {name}, torch {facts.get('torch')}, "
             f"{facts.get('backend')}, shapes of {options.config}"
         )
-        with self._folder.intact():
-            text = description(base, f"{name}, measured", measured, facts, source)
+        text = description(base, f"{name}, measured", measured, facts, source)
         with atomic_write(path) as part:
             part.write_text(text, "utf-8")
         rows = compared(Hardware.load(path), Hardware.load(find_config(base, "hardware")))

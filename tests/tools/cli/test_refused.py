@@ -79,7 +79,10 @@ QUESTIONS = (
     ("measure --steps host --forms auto", "--forms: no effect without forms among --steps; add it"),
     ("measure --device cpu --base bad.yaml", "bad.yaml: between: missing; None nodes need links"),
     ("measure --device cpu --folder bad.yaml", "--folder bad.yaml is a file; choose another"),
-    ("measure --device cpu --folder run", "run/measured.json cannot be read: it has no facts and"),
+    (
+        "measure --device cpu --folder run",
+        "run/measured.json cannot be read: KeyError('facts'); ",
+    ),
     ("measure --steps launch", "--steps launch needs a launch; give it by --launch"),
     ("measure --steps host --launch x.sh", "--launch: no effect without launch among --steps; add"),
     ("measure --ranks 1000000", "'1000000' is not a whole number from 2 to 1024"),

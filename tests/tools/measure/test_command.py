@@ -287,29 +287,6 @@ def test_a_step_that_makes_no_sense_leaves_the_others_and_is_measured_again(
     assert times(measured, "links") == links
 
 
-@pytest.mark.parametrize(
-    ("step", "change", "said"),
-    [
-        ("links", {"seconds": [0.0]}, "links has the seconds [0.0], not numbers above 0; remove"),
-        ("links", {"seconds": "1"}, "links has the seconds '1', not numbers above 0; remove"),
-        ("links", {"bytes": "one"}, "measured.json was changed after it was measured: TypeError"),
-        ("links", {"what": "?"}, "measured.json was changed after it was measured: KeyError"),
-        ("host", {"what": "?"}, "KeyError('batch'); undo that, remove the step from the file, or"),
-    ],
-)  # fmt: skip
-@pytest.mark.usefixtures("answers")
-def test_a_row_that_was_changed_is_named(
-    measured: Path, step: str, change: dict[str, Any], said: str, capsys
-) -> None:
-    words = [*SMALL, str(measured)]
-    assert command.main(words) == 0
-    content = json.loads((measured / "measured.json").read_text())
-    content["steps"][step]["times"][-1].update(change)
-    (measured / "measured.json").write_text(json.dumps(content))
-    assert command.main(words) == 2
-    assert said in capsys.readouterr().err
-
-
 @pytest.mark.usefixtures("answers")
 def test_no_step_begins_when_the_time_is_over(measured: Path, monkeypatch, capsys) -> None:
     monkeypatch.setattr(folder.time, "monotonic", iter([0.0, *[61.0] * 99]).__next__)
