@@ -249,36 +249,30 @@ def _problems(content: Mapping[str, Any]) -> Iterator[str]:
     yield from _unknown(content, names, "")
     if not isinstance(content.get("name"), str) or not content["name"]:
         yield f"name: {content.get('name')!r} is not a name"
-    whole = True
-    for name in _WHOLE:
-        value = content.get(name)
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            whole = False
-            yield f"{name}: {value!r} is not a whole number from 1"
-    if whole and content["npus_per_node"] % content["npus_per_host"]:
+    wrong = [n for n in _WHOLE if type(content.get(n)) is not int or content[n] < 1]
+    for name in wrong:
+        yield f"{name}: {content.get(name)!r} is not a whole number from 1"
+    if not wrong and content["npus_per_node"] % content["npus_per_host"]:
         yield (
             f"npus_per_host: {content['npus_per_host']} does not divide npus_per_node "
             f"{content['npus_per_node']}"
         )
     if not isinstance(content.get("batched_transfers"), bool):
         yield f"batched_transfers: {content.get('batched_transfers')!r} is not true or false"
-    several = content.get("nodes") != 1
     for section in (*_RULES, *_TOPOLOGIES):
-        if section not in content:
-            if section != "between":
-                yield f"{section}: missing"
-            elif several:
-                yield f"between: missing; {content.get('nodes')!r} nodes need links between them"
-            continue
-        yield from _section_problems(section, content[section])
+        if section in content:
+            yield from _section_problems(section, content[section])
+        elif section != "between":
+            yield f"{section}: missing"
+        elif content.get("nodes") != 1:
+            yield f"between: missing; {content.get('nodes')!r} nodes need links between them"
 
 
 def _section_problems(section: str, content: Any) -> Iterator[str]:
     if not isinstance(content, dict):
         yield f"{section}: {content!r} is not a mapping"
         return
-    rules = _rules_of(section)
-    topologies = _TOPOLOGIES.get(section)
+    rules, topologies = _rules_of(section), _TOPOLOGIES.get(section)
     yield from _unknown(content, (*rules, *(("topology",) if topologies else ())), section)
     if topologies and content.get("topology") not in topologies:
         yield (
@@ -286,10 +280,7 @@ def _section_problems(section: str, content: Any) -> Iterator[str]:
             f"{', '.join(topologies)}"
         )
     for name, rule in rules.items():
-        if name not in content:
-            yield f"{section}.{name}: missing"
-        else:
-            yield from _figure_problems(f"{section}.{name}", content[name], rule)
+        yield from _figure_problems(f"{section}.{name}", content.get(name), rule)
 
 
 def _figure_problems(name: str, content: Any, rule: _Rule) -> Iterator[str]:
@@ -300,9 +291,9 @@ def _figure_problems(name: str, content: Any, rule: _Rule) -> Iterator[str]:
     source = content.get("source")
     if not isinstance(source, str) or not source.strip():
         yield f"{name}.source: {source!r} names no source; say where it is from, or: assumed"
-    values: list[float] = []
-    for part in _PARTS:
-        value = content.get(part)
+    values: list[Any] = [content.get(part) for part in _PARTS]
+    allowed = True
+    for part, value in zip(_PARTS, values, strict=True):
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             # YAML reads 1e9 as a string and 1.0e+9 as a number.
             hint = "; write 1.0e+9, not 1e9" if isinstance(value, str) else ""
@@ -310,8 +301,9 @@ def _figure_problems(name: str, content: Any, rule: _Rule) -> Iterator[str]:
         elif not rule.allows(value):
             yield f"{name}.{part}: {value!r} {rule.unit} is not {rule}"
         else:
-            values.append(value)
-    if len(values) == len(_PARTS) and values != sorted(values):
+            continue
+        allowed = False
+    if allowed and values != sorted(values):
         low, typical, high = values
         yield f"{name}: low {low:g}, typical {typical:g}, high {high:g} are not in rising order"
 
