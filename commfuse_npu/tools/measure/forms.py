@@ -50,7 +50,6 @@ from commfuse_npu.runtime.transport import Transport
 from commfuse_npu.tools.measure.baselines import (
     Baseline,
     Blocking,
-    Carrier,
     Computation,
     DirectExchange,
     MegatronOrder,
@@ -70,6 +69,7 @@ are skipped; the number equals the blocks of eight ranks."""
 
 _Call = Callable[[], Any]
 _Weights = dict[str, torch.Tensor]
+_Baselines = Callable[[Callable[..., Blocking]], Baseline]
 
 
 class Form:
@@ -129,12 +129,12 @@ def _runs(queries: torch.Tensor) -> list[slice]:
     return [slice(*run) for run in pairwise(split(queries.shape[0], _RUNS))]
 
 
-def form_of(name: str, transport: Transport, carrier: Carrier) -> Form:
+def form_of(name: str, transport: Transport, baseline: _Baselines) -> Form:
     """The layers of the form of this name.
 
     Args:
         transport: of the fused ops, with a lane per peer.  Their tuning is not kept between runs.
-        carrier: of the baselines.
+        baseline: makes one that runs layers in an order.
     """
     match name.split("-"):
         case ["ours", chunks]:
@@ -145,11 +145,11 @@ def form_of(name: str, transport: Transport, carrier: Carrier) -> Form:
             wgrad: Wgrad = "blocks" if by_blocks else "whole"
             return Form(transport, LinearOptions(schedule, wgrad=wgrad, tuning=Tuning()))
         case ["slices", slices]:
-            return Form(Baseline(carrier, partial(Sliced, slices=int(slices))))
+            return Form(baseline(partial(Sliced, slices=int(slices))))
         case ["fb", "overlap"]:
-            return TakingTurns(Baseline(carrier, MegatronOrder))
+            return TakingTurns(baseline(MegatronOrder))
     runs = {COMPUTE: Computation, REFERENCE: Blocking, "megatron": MegatronOrder}
-    return Form(Baseline(carrier, runs[name]))
+    return Form(baseline(runs[name]))
 
 
 # ------------------------------------------------------------------- workloads
@@ -259,12 +259,12 @@ class FormsWorker:
         self._device = torch.device(self._transport.device_type)
         on_cpu = self._device.type == "cpu"
         self._module: Any = None if on_cpu else torch.get_device_module(self._device)
-        self._carrier = Carrier(self._transport.group)  # read, not run
+        self._baseline: _Baselines = partial(Baseline, self._transport.group)  # read, not run
         if on_cpu:
             # In a group of its own, as the lanes of the fused ops have sockets of their own.
             group = dist.new_group(list(range(self.size)))
             assert group is not None
-            self._carrier = DirectExchange(group)
+            self._baseline = partial(DirectExchange, group)
             for process_group in (self._transport.group, group):  # links connect at their first use
                 dist.all_reduce(torch.ones(1), group=process_group)
         self._forms: dict[str, Form] = {}
@@ -285,11 +285,9 @@ class FormsWorker:
         self._work = Work(work, scale, rank=self.rank, device=self._device)
         self._scale, self._gflops, self._reference = scale, gflops, []
         decisions(self._transport).clear()
-        # Buffers that baselines and fused ops keep between calls have other shapes.
-        self._carrier.idle.clear()
-        self._transport.scratch.clear()
+        self._transport.scratch.clear()  # its buffers have other shapes
         names = COMPUTE, *NAMES
-        self._forms = {name: form_of(name, self._transport, self._carrier) for name in names}
+        self._forms = {name: form_of(name, self._transport, self._baseline) for name in names}
 
     def check(self, name: str) -> float:
         """Run a form with real GEMMs, which also warms it up.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +17,7 @@ from commfuse_npu.config_file import find_config
 from commfuse_npu.kernels import cpu
 from commfuse_npu.ops import all_gather_linear, linear_reduce_scatter
 from commfuse_npu.ops.call import WeightGradient
-from commfuse_npu.tools.measure.baselines import Carrier
+from commfuse_npu.tools.measure.baselines import Baseline
 from commfuse_npu.tools.measure.forms import FormsWorker as Worker
 from commfuse_npu.tools.measure.forms import TakingTurns, form_of
 from commfuse_npu.tools.measure.sleeping import SleepingGemms, modelled_seconds
@@ -60,9 +61,9 @@ def test_collectives_of_torch_compute_the_same_and_what_is_no_number_differs(ran
     worker.set_up("mlp", _scale(2), None)
     assert worker.check("slices-4") <= 1e-4
     # What a device uses.
-    carrier = Carrier(worker._transport.group)
+    baseline = partial(Baseline, worker._transport.group)
     for form in ("p2p", "megatron", "slices-4"):
-        results = worker._work.run(form_of(form, worker._transport, carrier))
+        results = worker._work.run(form_of(form, worker._transport, baseline))
         assert all(map(torch.allclose, results, worker._reference)), form
     worker._reference[1][0, 0, 0] = math.nan
     assert worker.check("slices-4") == math.inf
@@ -125,11 +126,11 @@ def test_a_round_with_sleeping_gemms_gives_a_sample_per_form(rank: int) -> None:
 # ------------------------------------------------------------------- recorded order
 
 
-class _Recorded(Carrier):
-    """A carrier of two ranks without transfers that logs its calls."""
+class _Recorded(Baseline):
+    """A baseline of two ranks without transfers that logs its calls."""
 
-    def __init__(self, group: Any, log: list[str]) -> None:
-        super().__init__(group)
+    def __init__(self, group: Any, log: list[str], order: Any) -> None:
+        super().__init__(group, order)
         self.log = log
 
     def _posted(self, what: str, async_op: bool) -> Any:
@@ -183,15 +184,13 @@ def test_what_is_under_way_while_what_is_computed(
     monkeypatch.setattr(WeightGradient, "add", wgrad)
     monkeypatch.setattr(dist, "get_backend", lambda group: "gloo")
     group: Any = SimpleNamespace(rank=lambda: 0, size=lambda: 2)
-    carrier = _Recorded(group, log)
-    form = form_of(name, SimpleNamespace(), carrier)
+    form = form_of(name, SimpleNamespace(), partial(_Recorded, group, log))
     layers = {"column": all_gather_linear, "row": linear_reduce_scatter}
     x = torch.ones(4 if layer == "column" else 8, 6, requires_grad=True)
     y = layers[layer](x, torch.ones(6, 6, requires_grad=True), **form.of)
     log.append(";")
     y.sum().backward()
     assert ", ".join(log).replace(", ;,", ";") == expected
-    assert any(carrier.idle.values()), "buffers are kept"
 
 
 # ------------------------------------------------------------------- sleeping GEMMs
