@@ -82,7 +82,6 @@ def plan_profile(folders: Sequence[Path], page: Path | None) -> int:
 
     Raises:
         UsageError: a required file is missing, or has unexpected content.
-        OSError: the JSON cannot be written.
     """
     ranks = [(_name(folder), _spans(folder)) for folder in folders]
     steps = [
@@ -106,18 +105,25 @@ def _name(folder: Path) -> str:
 
 def _spans(folder: Path) -> dict[str, dict[str, list[Span]]]:
     """The spans of a rank, by step and kind: ``cube``, ``vector``, or a transfer's parallelism."""
-    groups = _json(folder / "profiler_metadata.json").get("parallel_group_info", {})
-    numbers = {_number(key): _parallelism(entry["group_name"]) for key, entry in groups.items()}
     steps: dict[str, dict[str, list[Span]]] = {}
-    columns = "Name", "Accelerator Core", "Start Time(us)", "Duration(us)"
-    for row in _rows(folder / _OUTPUT / _KERNELS, *columns):
-        name, core, start, lasts = (row[column] for column in columns)
-        kind = "cube" if core in _CUBE else "vector"
-        if core in _TRANSFERS:
-            kind = _of_suffix(name, numbers)
-        at = round(Decimal(start.strip()) * 1000)
-        spans = steps.setdefault(row.get("Step Id", ""), defaultdict(list))
-        spans[kind].append((at, at + round(Decimal(lasts.strip()) * 1000)))
+    metadata, kernels = folder / "profiler_metadata.json", folder / _OUTPUT / _KERNELS
+    try:
+        content = json.loads(metadata.read_text("utf-8")) if metadata.exists() else {}
+        groups = content.get("parallel_group_info", {})
+        numbers = {_number(key): _parallelism(of["group_name"]) for key, of in groups.items()}
+        with kernels.open(encoding="utf-8", newline="") as file:
+            for row in csv.DictReader(file):
+                core = row["Accelerator Core"]
+                kind = "cube" if core in _CUBE else "vector"
+                if core in _TRANSFERS:
+                    kind = _of_suffix(row["Name"], numbers)
+                at = round(Decimal(row["Start Time(us)"].strip()) * 1000)
+                until = at + round(Decimal(row["Duration(us)"].strip()) * 1000)
+                spans = steps.setdefault(row.get("Step Id", ""), defaultdict(list))
+                spans[kind].append((at, until))
+    except (OSError, LookupError, ValueError, ArithmeticError) as error:
+        why = f"{type(error).__name__}: {error}"
+        raise UsageError(f"{folder} cannot be evaluated: {why}; {_RECORD}") from error
     return steps
 
 
@@ -178,26 +184,6 @@ def _of_suffix(name: str, numbers: dict[int, str]) -> str:
     suffix = int(match[1]) if match else -1
     fitting = {kind for number, kind in numbers.items() if number % 1000 == suffix}
     return fitting.pop() if len(fitting) == 1 else _UNNAMED
-
-
-def _json(path: Path) -> Any:
-    """The content of a file; empty if it is missing."""
-    try:
-        return json.loads(path.read_text("utf-8"))
-    except FileNotFoundError:
-        return {}
-    except ValueError as error:
-        raise UsageError(f"{path} is no JSON: {error}; {_RECORD}") from error
-
-
-def _rows(path: Path, *needed: str) -> Iterator[dict[str, str]]:
-    if not path.is_file():
-        raise UsageError(f"{path} is missing; {_RECORD}")
-    with path.open(encoding="utf-8", newline="") as file:
-        rows = csv.DictReader(file)
-        if lacking := sorted(set(needed) - set(rows.fieldnames or ())):
-            raise UsageError(f"{path} has no column {', '.join(lacking)}; {_RECORD}")
-        yield from rows
 
 
 def _report(steps: Sequence[Step]) -> Iterator[str]:
