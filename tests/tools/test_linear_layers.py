@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from commfuse_npu.tools.launch_script.options import Options
-from commfuse_npu.tools.linear_layers import judge
-from commfuse_npu.tools.plan.obstacles import obstacles
+from commfuse_npu.tools.plan.obstacles import judge, obstacles
 from mindspeed_patches import wrappers
 from tests.tools.plan.launches import FUSED, LIMITED, asked
 

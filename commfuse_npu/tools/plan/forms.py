@@ -10,10 +10,15 @@ from commfuse_npu.config_file import ConfigError
 from commfuse_npu.hardware.description import Hardware
 from commfuse_npu.hardware.machine import min_outputs_to_hide
 from commfuse_npu.plan import PlanError
-from commfuse_npu.tools.linear_layers import Judged, size_of
-from commfuse_npu.tools.plan.launch import AskedLaunch
-from commfuse_npu.tools.plan.obstacles import INSIDE_KERNELS, Obstacles, obstacles
-from commfuse_npu.tools.plan.training import NotSimulated, in_use, roughly, training_of
+from commfuse_npu.tools.plan.launch import (
+    AskedLaunch,
+    NotSimulated,
+    in_use,
+    roughly,
+    size_of,
+    training_of,
+)
+from commfuse_npu.tools.plan.obstacles import INSIDE_KERNELS, Judged, Obstacles, obstacles
 from commfuse_npu.tools.simulate.footprint import footprint, limit
 from commfuse_npu.tools.simulate.launch_options import FORMS
 from commfuse_npu.tools.simulate.step import Step

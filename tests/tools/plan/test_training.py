@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from commfuse_npu.tools.plan.launch import ask_about
-from commfuse_npu.tools.plan.training import NotSimulated, form_of, training_of
+from commfuse_npu.tools.plan.launch import NotSimulated, ask_about, form_of, training_of
 from commfuse_npu.tools.simulate.experts import Experts
 from commfuse_npu.tools.simulate.footprint import footprint
 from commfuse_npu.tools.simulate.step import Step
