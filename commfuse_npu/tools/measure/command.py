@@ -276,7 +276,6 @@ class _Run:
         self._failed_starts += 1
         options = self._options
         self._ranks = ranks = Ranks(options.ranks, device=options.device, timeout=limit)
-        ranks.__enter__()
         here = ranks.ask("machine")[0]
         self._folder.agree({name: here.get(name) for name in _SAME})
         self._folder.store("machine", {**self._folder.load("machine"), **here})

@@ -190,9 +190,6 @@ class Answers:
     def __init__(self, size: int, *, device: str, timeout: float) -> None:
         self.timeout = timeout
 
-    def __enter__(self) -> Answers:
-        return self
-
     def close(self) -> None:
         """There is no process to end."""
 
