@@ -70,8 +70,6 @@ _READ_BY = {
     "cpu": ("GLOO_",),
 }
 """Prefixes of the variables that a device's backend reads."""
-_STARTS = 2
-"""Number of failed starts of the ranks after which no step tries again."""
 _SAME = "device name", "backend", "torch", "cores"
 """Facts about the machine that must be the same for all results of a folder."""
 
@@ -180,7 +178,6 @@ class _Run:
         self._folder = Folder(options.folder, facts)
         self._deadline = Deadline(options.minutes)
         self._ranks: Ranks | None = None
-        self._failed_starts = 0
 
     def measure(self) -> bool:
         """Run all steps and store each when it ends; returns whether all are complete."""
@@ -260,8 +257,6 @@ class _Run:
         return slowest(ask(step, self._scale))
 
     def _measured(self, answer: Callable[[Ask], Times]) -> _Result:
-        if self._failed_starts == _STARTS:
-            raise _LeftOutError(f"left out, ranks could not be started, {_STARTS} times")
         limit = self._options.timeout or CALL_SECONDS
 
         def ask(method: str, *args: Any) -> list[Any]:
@@ -273,13 +268,11 @@ class _Run:
         return {"times": times}, f"{sum(len(row['seconds']) for row in times)} times"
 
     def _started(self, limit: float) -> Ranks:
-        self._failed_starts += 1
         options = self._options
         self._ranks = ranks = Ranks(options.ranks, device=options.device, timeout=limit)
         here = ranks.ask("machine")[0]
         self._folder.agree({name: here.get(name) for name in _SAME})
         self._folder.store("machine", {**self._folder.load("machine"), **here})
-        self._failed_starts = 0
         return ranks
 
     def _end_ranks(self) -> None:
@@ -353,7 +346,7 @@ class _Run:
 
 
 class _LeftOutError(Exception):
-    """A step is skipped because time or ranks are lacking."""
+    """A step is skipped because no time is left."""
 
 
 def _chosen(options: argparse.Namespace) -> list[str]:
