@@ -77,7 +77,7 @@ QUESTIONS = (
     ("bench --ratios nan", "--ratios: 'nan': ratios are numbers from 0 to 100"),
     ("bench --device npu --ratios 1", "--ratios: the links of NPUs keep their rate; leave it out"),
     ("measure --steps host --forms auto", "--forms: no effect without forms among --steps; add it"),
-    ("measure --device cpu --base bad.yaml", "bad.yaml: between: missing; None nodes need links"),
+    ("measure --device cpu --base bad.yaml", "bad.yaml: between: None is not a mapping of figur"),
     ("measure --device cpu --folder bad.yaml", "--folder bad.yaml is a file; choose another"),
     (
         "measure --device cpu --folder run",
