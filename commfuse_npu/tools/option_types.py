@@ -78,15 +78,11 @@ def positive(text: str) -> float:
 def new_file(text: str) -> Path:
     """A file that can be written; checked before a long computation starts."""
     path = Path(text)
-    folder = path.resolve().parent
-    if not text or path.is_dir():
-        raise argparse.ArgumentTypeError(f"{text!r} is not a file name; give one")
-    if not folder.is_dir():
+    target = path if path.exists() else path.resolve().parent
+    if not text or path.is_dir() or not os.access(target, os.W_OK):
         raise argparse.ArgumentTypeError(
-            f"{text!r} needs the folder {folder}, which is not there; make it, or choose another"
+            f"{text!r} cannot be written; give a file in a folder that is there and yours"
         )
-    if not os.access(path if path.exists() else folder, os.W_OK):
-        raise argparse.ArgumentTypeError(f"no permission to write {text!r}; choose another file")
     return path
 
 

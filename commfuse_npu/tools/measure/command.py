@@ -210,7 +210,7 @@ class _Run:
                     setting = {"work": work, "ratio": ratio, "names": names, "rounds": rounds}
                     answer = partial(time_forms, scale=self._scale, **setting)
                     yield title, title, facts, partial(self._measured, answer)
-            elif step == LAUNCH and self._launched is not None:
+            elif self._launched is not None and step == LAUNCH:
                 # Idle ranks would compete with the training.
                 self._end_ranks()
                 self._folder.store(LAUNCH, {"asked": options.launch})
@@ -351,15 +351,12 @@ class _LeftOutError(Exception):
 
 def _chosen(options: argparse.Namespace) -> list[str]:
     chosen = [name for name in STEPS if not options.steps or name in options.steps]
-    if options.launch is None:
-        if options.steps and LAUNCH in chosen:
-            raise FolderError(f"--steps {LAUNCH} needs a launch; give it by --launch")
-        chosen = [name for name in chosen if name != LAUNCH]
-    elif LAUNCH not in chosen:
-        raise FolderError(f"--launch: no effect without {LAUNCH} among --steps; add it")
-    given = [name for name in ("works", "forms", "ratios", "rounds") if getattr(options, name)]
-    if given and FORMS not in chosen:
-        raise FolderError(f"--{given[0]}: no effect without {FORMS} among --steps; add it")
+    needs = {"launch": LAUNCH, **dict.fromkeys(("works", "forms", "ratios", "rounds"), FORMS)}
+    for name, step in needs.items():
+        if getattr(options, name) and step not in chosen:
+            raise FolderError(f"--{name}: no effect without {step} among --steps; add it")
     if options.ratios and options.device != "cpu":
         raise FolderError("--ratios: the links of NPUs keep their rate; leave it out")
-    return chosen
+    if options.launch is None and options.steps and LAUNCH in chosen:
+        raise FolderError(f"--steps {LAUNCH} needs a launch; give it by --launch")
+    return [name for name in chosen if name != LAUNCH or options.launch is not None]

@@ -123,9 +123,7 @@ def launches(text: str, device: str, ranks: int, scratch: Path) -> Launches:
 
 def _of_cpu_pretraining(words: Sequence[str], scratch: Path) -> Launches:
     script = Path(words[0]) if words else Path()
-    if script.suffix == ".sh":
-        if not script.is_file():
-            raise UsageError(f"there is no launch script {script}; give its path")
+    if script.suffix == ".sh" and script.is_file():
         words = ["bash", str(script.resolve()), *words[1:]]
     elif not words or shutil.which(words[0]) is None:
         raise UsageError(f"--launch {' '.join(words)!r} starts no program; give a launch script")
@@ -169,9 +167,7 @@ def _in_form(options: Options, form: Form) -> list[str]:
         result.drop(*commfuse_names(result))
     if form.name == "fb_overlap":
         result.set("--commfuse-fb-overlap-memory")  # required in a plain pipeline
-    for name in (flags := Options(form.flags.split())).names:
-        result.set(name, *flags.values(name))
-    return result.words
+    return [*result.words, *form.flags.split()]
 
 
 # ------------------------------------------------------------------- trainings

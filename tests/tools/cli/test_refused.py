@@ -66,7 +66,7 @@ QUESTIONS = (
     ("plan file --tp 2", "--tp: no effect on what a script starts; leave it out"),
     ("plan there", "'there' has no *_ascend_pt with ASCEND_PROFILER_OUTPUT in it; record it with"),
     ("plan there --hardware x", "--hardware: no effect on a profile; leave it out"),
-    ("plan there --json no/such/x.json", "no/such, which is not there; make it, or choose"),
+    ("plan there --json no/such/x.json", "'no/such/x.json' cannot be written; give a file in"),
     ("plan there --jsn x.json", "unknown: --jsn x.json; did you mean --json?"),
     ("plan goof.sh", "a folder of profiles, or --model NAME; did you mean good.sh?"),
     ("simulate --model machine.yaml", "machine.yaml describes a machine; give it as --hardware"),
