@@ -372,14 +372,9 @@ def indivisible(what: str, value: int, by: str, divisor: int, option: str = "") 
 
 
 def main(words: Sequence[str]) -> int:
-    """Check a configuration with the options of a launch, and print the words of the launch.
+    """Check a file, or its name in ``configs/``, with options that override it; print its words.
 
-    Args:
-        words: a file, or its name in ``configs/``, and options that override it.
-
-    Returns:
-        0, after a line each of options for ``pretrain_gpt.py``, CommFuse and torchrun; or 2, after
-        a line on stderr per problem.
+    A line each for ``pretrain_gpt.py``, CommFuse and torchrun, or a line on stderr per problem.
     """
     try:
         config = ModelConfig.load(find_config(words[0]), words[1:])

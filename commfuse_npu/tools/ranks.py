@@ -86,10 +86,7 @@ class Ranks:
         self.close()
 
     def ask(self, method: str, *args: Any) -> list[Any]:
-        """Call a method on every rank.
-
-        Returns:
-            The return values, by rank.
+        """Call a method on every rank; returns the answers by rank.
 
         Raises:
             RanksError: a rank raised, died, or exceeded the time limit.

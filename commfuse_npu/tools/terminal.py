@@ -40,11 +40,7 @@ def table_head(cells: Sequence[str], numbers: bool = True) -> str:
 
 @contextmanager
 def rendered(doing: str) -> Iterator[None]:
-    """Context manager that renders output to a terminal and shows the current activity.
-
-    Args:
-        doing: shown until :func:`tell` replaces it, or something is printed.
-    """
+    """Context manager that renders output to a terminal, and first tells what is done."""
     with ExitStack() as ended:
         redirects = (sys.stderr, redirect_stderr), (sys.stdout, redirect_stdout)
         for terminal, redirect in redirects:

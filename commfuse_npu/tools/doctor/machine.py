@@ -38,14 +38,8 @@ Level = Literal["ok", "note", "warning", "error"]
 class Finding(NamedTuple):
     """One result of a check.
 
-    Attributes:
-        section: versions, devices or environment.
-        what: the name of what was checked.
-        level: ``error``: something will not work.  ``warning``: works, but not optimally.
-            ``note``: worth knowing.  ``ok``: as it should be.
-        value: what was found.
-        expected: what it should be; empty if nothing is expected.
-        action: what to do; empty if nothing is needed.
+    ``error``: something will not work.  ``warning``: works, but not optimally.  ``note``: worth
+    knowing.  ``ok``: as it should be, with neither ``expected`` nor ``action``.
     """
 
     section: str
@@ -103,13 +97,9 @@ def run_command(*command: str) -> CommandResult:
 
 @dataclass(frozen=True)
 class Machine:
-    """What the checks need to know about a machine.
+    """What the checks need to know about a machine; ``find`` takes an import name.
 
-    Attributes:
-        variables: of the environment.
-        find: finds a package by its import name; returns ``None`` if there is none.
-        run: runs a command.
-        cann: the folder of CANN unless a variable names another.
+    ``cann``: the folder of CANN unless a variable names another.
     """
 
     variables: Mapping[str, str]

@@ -87,12 +87,7 @@ def shorten(options: Options, iterations: int) -> None:
 
 
 def replace_missing_data(options: Options, folder: Path) -> None:
-    """Use mock data if a file of the data or of the tokenizer is missing on this machine.
-
-    Args:
-        options: changed in place.
-        folder: base of the launch's relative paths.
-    """
+    """Use mock data if a file of the data or of the tokenizer is missing in the launch's folder."""
     no_tokenizer = missing_tokenizer(options, folder)
     if no_tokenizer or not _has_data(options, folder):
         why = "" if "--mock-data" in options else "the data is not on this machine"

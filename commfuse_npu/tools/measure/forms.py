@@ -130,12 +130,7 @@ def _runs(queries: torch.Tensor) -> list[slice]:
 
 
 def form_of(name: str, transport: Transport, baseline: _Baselines) -> Form:
-    """The layers of the form of this name.
-
-    Args:
-        transport: of the fused ops, with a lane per peer.  Their tuning is not kept between runs.
-        baseline: makes one that runs layers in an order.
-    """
+    """The form of this name; the tuning of fused ops is not kept between runs."""
     match name.split("-"):
         case ["ours", chunks]:
             schedule = Schedule("shifted", transport.lanes, int(chunks.removeprefix("c")))
@@ -159,9 +154,6 @@ class Work:
     """One workload on one rank: its weights, its input and its computation.
 
     It excludes rotary embeddings, the optimizer and the gradients of the norms' weights.
-
-    Args:
-        name: a key of :data:`~commfuse_npu.tools.measure.steps.WORKS`.
     """
 
     def __init__(self, name: str, scale: Scale, *, rank: int, device: torch.device) -> None:
@@ -290,11 +282,9 @@ class FormsWorker:
         self._forms = {name: form_of(name, self._transport, self._baseline) for name in names}
 
     def check(self, name: str) -> float:
-        """Run a form with real GEMMs, which also warms it up.
+        """The largest difference of a form's outputs and gradients from the reference's.
 
-        Returns:
-            The largest difference of its outputs and gradients from the reference's: 0 if all are
-            equal, infinite if one is not a number.
+        0 if all are equal, infinite if one is not a number.  GEMMs are real.  It also warms up.
         """
         if not self._reference:
             results = self._work.run(self._forms[REFERENCE])

@@ -101,12 +101,9 @@ class Launches(NamedTuple):
 
 
 def launches(text: str, device: str, ranks: int, scratch: Path) -> Launches:
-    """Parse the value of ``--launch``.
+    """Parse the value of ``--launch``: of MindSpeed-LLM, or of the CPU pretraining.
 
     Args:
-        text: a launch script with its arguments, or a torchrun command line.
-        device: ``cpu`` for the CPU pretraining.
-        ranks: number of ranks.
         scratch: folder for files of the trainings that are not kept.
 
     Raises:
@@ -229,16 +226,10 @@ def limit_of(longest: float, first: float) -> float:
 
 
 def train(form: Form, launches: Launches, folder: Path, limit: float) -> dict[str, Any]:
-    """Train a form; its output is written to ``launch_FORM.log`` in the folder.
-
-    Args:
-        limit: seconds.
-
-    Returns:
-        See :func:`read_log`.
+    """Train a form, with its output in ``launch_FORM.log``; returns its :func:`read_log`.
 
     Raises:
-        TrainingError: it failed, or exceeded the limit.
+        TrainingError: it failed, or exceeded the limit of seconds.
     """
     path = folder / f"{form.step}.log"
     try:

@@ -185,15 +185,7 @@ def as_markdown(
     failed: Mapping[str, str],
     facts: Mapping[str, Any],
 ) -> str:
-    """The text of ``measured.md``.
-
-    Args:
-        verdict: from :func:`verdict` and :func:`forms_verdict`.
-        forms: from :func:`forms_table`.
-        figures: from :func:`compared`.
-        failed: reasons, by step.
-        facts: about the machine, and the command.
-    """
+    """The text of ``measured.md``; ``failed``: reasons, by step."""
     lines = ["# Measured", "", *(f"{line}\n" for line in verdict)]
     if trainings:
         lines += ["## The launch", "", *launch_table(trainings), ""]

@@ -77,11 +77,7 @@ class Exchange:
         self._works = []
 
     def check(self) -> None:
-        """Check the content of the received messages.
-
-        Raises:
-            RuntimeError: it is not what was sent.
-        """
+        """Raise a RuntimeError if the content of a received message is not what was sent."""
         for _, buffer, _, source in self.swaps:
             if not bool((buffer == _mark(source)).all()):
                 raise RuntimeError(

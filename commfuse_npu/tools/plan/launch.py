@@ -57,11 +57,7 @@ class AskedLaunch:
 
     @property
     def schedule(self) -> Schedule:
-        """The schedule of the tensor-parallel group.
-
-        Raises:
-            PlanError: the options form no valid schedule.
-        """
+        """The schedule of the tensor-parallel group; a PlanError if the options form none."""
         config, size = self.config, self.config.tensor_model_parallel_size
         usual = default_chunks(size, config.block_rows, config.hidden_size)
         chunks = 1 if self.fuse.commfuse_tuning == "on" else usual
@@ -114,11 +110,7 @@ def _fuse_options(words: Sequence[str]) -> argparse.Namespace:
 
 
 def size_of(options: Options, kind: str) -> int:
-    """The size of a parallel dimension: ``tensor-model``, ``expert-model`` ...; 1 if not given.
-
-    Raises:
-        UsageError: it is not a number.
-    """
+    """The size of a parallel dimension: ``tensor-model``, ``expert-model`` ...; 1 if not given."""
     return options.number(f"--{kind}-parallel-size", 1)
 
 

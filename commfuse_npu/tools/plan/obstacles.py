@@ -239,10 +239,7 @@ def judge(
 ) -> Iterator[Judged]:
     """The verdict on each linear layer of a launch, for any sequence length.
 
-    Args:
-        options: of its command line.
-        layers: names of layers to fuse (``--commfuse-layers``).
-        attention: whether attention is fused with its projection, unless something prevents it.
+    ``layers`` and ``attention`` are those of ``--commfuse-layers`` and ``--commfuse-attention``.
     """
     split, alone = _sequence_parallel(options), size_of(options, "tensor-model") == 1
     offloaded = "--cpu-offloading" in options
