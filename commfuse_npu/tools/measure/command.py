@@ -192,49 +192,44 @@ class _Run:
         finally:
             self._end_ranks()
 
-    def _parts(self) -> Iterator[tuple[str, str, dict[str, Any], Callable[[], _Result]]]:
-        """The parts of all steps: the name of the result, a title, facts, and the measurement.
+    def _parts(self) -> Iterator[tuple[str, str, Any, Callable[[], _Result]]]:
+        """The parts of all steps: the name of the result, a title, what is asked, the measurement.
 
-        A stored result is used only if the same was ``asked``.
+        A stored result is used only if the same was asked.
         """
         options = self._options
         for step in self._steps:
-            facts: dict[str, Any] = {"question": STEPS[step]}
             if step == FORMS:
                 names, rounds = options.forms or NAMES, options.rounds or 3
-                facts["asked"] = [*sorted(names), rounds]
                 # The links of a device keep their rate.
                 ratios = options.ratios or (1.0,) if options.device == "cpu" else (None,)
                 for work, ratio in product(options.works or ("mlp", "layers"), ratios):
                     title = f"{FORMS}, {work}" + ("" if ratio is None else f", ratio {ratio:g}")
                     setting = {"work": work, "ratio": ratio, "names": names, "rounds": rounds}
                     answer = partial(time_forms, scale=self._scale, **setting)
-                    yield title, title, facts, partial(self._measured, answer)
+                    yield title, title, [*sorted(names), rounds], partial(self._measured, answer)
             elif self._launched is not None and step == LAUNCH:
                 # Idle ranks would compete with the training.
                 self._end_ranks()
                 self._folder.store(LAUNCH, {"asked": options.launch})
                 print(*(f"  {note}\n" for note in self._launched.notes), sep="", end="")
-                for form, words in self._launched.commands.items():
-                    facts = {"asked": options.launch, "command": shlex.join(words)}
+                for form in self._launched.commands:
                     train = partial(self._trained, form, self._launched)
-                    yield form.step, f"{LAUNCH}, {form.title}", facts, train
+                    yield form.step, f"{LAUNCH}, {form.title}", options.launch, train
             else:
-                yield step, step, facts, partial(self._measured, partial(self._slowest, step))
+                yield step, step, None, partial(self._measured, partial(self._slowest, step))
 
-    def _complete(
-        self, name: str, title: str, facts: dict[str, Any], measure: Callable[[], _Result]
-    ) -> bool:
+    def _complete(self, name: str, title: str, asked: Any, measure: Callable[[], _Result]) -> bool:
         """Measure and store a part, unless it is stored already; a failure is stored, too."""
         saved = self._folder.load(name)
-        if saved and saved.get("asked") == facts.get("asked") and "failed" not in saved:
+        if saved and saved["asked"] == asked and "failed" not in saved:
             print(f"{title}: kept")
             return True
-        start, content = time.monotonic(), dict(facts)
+        start, content = time.monotonic(), {"asked": asked}
         try:
             if self._deadline.over:
                 raise _LeftOutError(f"left out, {self._deadline.minutes:g} minutes are over")
-            print(": ".join([title, *filter(None, [facts.get("question")])]), flush=True)
+            print(f"{title}: {STEPS[name]}" if name in STEPS else title, flush=True)
             tell(title)
             result, summary = measure()
         except FolderError:
