@@ -24,7 +24,7 @@ from typing import Any
 
 from commfuse_npu.runtime.child_process import die_with_parent
 
-__all__ = ["Ranks", "RanksError", "lacking_backend"]
+__all__ = ["Ranks", "RanksError", "check_backend"]
 
 _START_SECONDS = 180.0
 _END_SECONDS = 5.0
@@ -140,20 +140,11 @@ class Ranks:
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
-def lacking_backend(device: str) -> str:
-    """Why ranks cannot run on a device; empty if nothing is missing.
-
-    Raises:
-        ModuleNotFoundError: torch is not installed.
-    """
-    if find_spec("torch") is None:
-        raise ModuleNotFoundError("No module named 'torch'", name="torch")
-    if device == "npu" and find_spec("torch_npu") is None:
-        return (
-            "--device npu: torch_npu is not installed; install it (commfuse-npu doctor says which "
-            "one), or measure another machine: --device cpu"
-        )
-    return ""
+def check_backend(device: str) -> None:
+    """Raise a ModuleNotFoundError if ranks cannot run on a device."""
+    for name in ("torch", *["torch_npu"] * (device == "npu")):
+        if find_spec(name) is None:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
 
 def _serve(pipe: Connection, *where: Any) -> None:

@@ -35,7 +35,6 @@ __all__ = ["Launch", "capture_commands", "read_launch"]
 _LAUNCH_MODULE = "mindspeed_patches.launch"
 _TORCHRUN_MODULES = ("torch.distributed.run", "torch.distributed.launch")
 _COUNTED_BY_TORCHRUN = ("auto", "cpu", "gpu", "npu", "xpu")
-_MOST_PROCESSES = 1 << 20
 _ASSIGNMENT = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)=(.*)", re.S)
 
 
@@ -113,14 +112,7 @@ def _torchrun(words: Sequence[str]) -> tuple[list[str], int | None, int | None]:
     def number(option: str) -> int | None:
         # A range of nodes, MIN:MAX, counts as its maximum.
         text = (options.values(option) or ["1"])[0].rpartition(":")[2]
-        if text in _COUNTED_BY_TORCHRUN:
-            return None
-        if not text.isdecimal() or not 0 < int(text[:9]) <= _MOST_PROCESSES:
-            raise UsageError(
-                f"torchrun's {option} is {text[:40]!r}; give a whole number from 1 to "
-                f"{_MOST_PROCESSES}"
-            )
-        return int(text)
+        return None if text in _COUNTED_BY_TORCHRUN else Options([option, text]).number(option, 1)
 
     return list(words[place:]), number("--nnodes"), number("--nproc-per-node")
 

@@ -58,7 +58,7 @@ from commfuse_npu.tools.measure.steps import (
     slowest,
 )
 from commfuse_npu.tools.option_types import Parser, positive, refuse, whole, words, words_from
-from commfuse_npu.tools.ranks import Ranks, RanksError, lacking_backend
+from commfuse_npu.tools.ranks import Ranks, RanksError, check_backend
 from commfuse_npu.tools.terminal import print_verdict, tell
 
 __all__ = ["machine_facts", "main"]
@@ -173,8 +173,7 @@ class _Run:
         facts = {"version": __version__, "device": options.device, "ranks": options.ranks}
         facts |= {"config": options.config, "rows": self._scale.rows}
         facts |= {layer: list(shape) for layer, shape in self._scale.layers().items()}
-        if why := lacking_backend(options.device):
-            raise FolderError(why)
+        check_backend(options.device)
         self._folder = Folder(options.folder, facts)
         self._deadline = Deadline(options.minutes)
         self._ranks: Ranks | None = None

@@ -92,12 +92,10 @@ def main(words: Sequence[str]) -> int:
     if a_profile and launch:
         parser.error(f"-- {launch[0]}: no effect on {options.what}; leave it out")
     chosen = {name for name, value in vars(options).items() if value not in (None, False)}
-    kind, takes = "what a script starts", {"what", "json", "hardware"}
-    if a_profile:
-        kind, takes = "a profile", {"what", "json"}
+    takes = {"what", "json"} if a_profile else {"what", "json", "hardware"}
     if options.model is None and (idle := sorted(chosen - takes)):
         names = ", ".join(f"--{name.replace('_', '-')}" for name in idle)
-        parser.error(f"{names}: no effect on {kind}; leave it out")
+        parser.error(f"{names}: no effect without --model; leave it out")
     try:
         if options.model is not None:
             return _recommend(options)

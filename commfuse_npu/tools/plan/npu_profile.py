@@ -37,13 +37,10 @@ _FORMS = {
 }
 """The parallelism that each option can hide. An unnamed group may be any of them: upper bounds."""
 _BOUNDS = """
-The last two columns are upper bounds, not predictions: min(E, C - O).
-- E: exposed communication that the option can hide. With m micro-batches per step \
---commfuse-fb-overlap can hide E (m - 1) / m: the first forward and the last backward are alone.
-- C: computing time; for --use-commfuse, of GEMMs and attention. O: the part of C that already \
-runs beside this communication.
-- No more can be hidden than is computed meanwhile; both are assumed to be as fast together as \
-alone. For a prediction: commfuse-npu plan SCRIPT."""
+The last two columns are upper bounds, not predictions: the exposed communication that an option can
+hide, and at most what is computed outside of it (for --use-commfuse, GEMMs and attention only).
+With m micro-batches per step --commfuse-fb-overlap hides at most (m - 1) / m of it: the first
+forward and the last backward are alone. For a prediction: commfuse-npu plan SCRIPT."""
 
 Span = tuple[int, int]
 """Start and end in ns."""
@@ -205,4 +202,4 @@ def _report(steps: Sequence[Step]) -> Iterator[str]:
         yield table_row([f"{step['rank']}, {step['step']}", *row])
     yield _BOUNDS
     if _UNNAMED in names:
-        yield "- profiler_metadata.json does not name all groups; the others count as E."
+        yield "- profiler_metadata.json does not name all groups; the others count as exposed."

@@ -125,7 +125,7 @@ def test_forms_are_compared_once_for_as_many_rounds(
         return [{**row, "form": form} for form in ("compute", "p2p")]
 
     monkeypatch.setattr(command, "time_forms", timed)
-    monkeypatch.setattr(command, "lacking_backend", lambda device: "")
+    monkeypatch.setattr(command, "check_backend", lambda device: None)
     words = ["--device", device, "--folder", str(measured), "--steps", "forms", "--forms"]
     for more in (["auto,p2p"], ["p2p,auto"], ["p2p,auto", "--rounds", "5"]):
         assert command.main([*words, *more]) == 0
@@ -227,7 +227,7 @@ def test_an_npu_says_which_description_holds_and_another_one_does_not_go_on(
 ) -> None:
     monkeypatch.setattr(answers, "machine", {**answers.machine, "device name": name})
     monkeypatch.setattr(command, "STEPS", {"host": "?"})
-    monkeypatch.setattr(command, "lacking_backend", lambda device: "")
+    monkeypatch.setattr(command, "check_backend", lambda device: None)
     assert command.main(["--folder", str(measured)]) == 0
     described = Hardware.load(measured / "measured.yaml")
     expected = Hardware.load(find_config(base, "hardware"))
