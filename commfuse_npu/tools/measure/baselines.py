@@ -10,7 +10,7 @@ what is computed while they are under way.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -21,7 +21,7 @@ import torch.distributed as dist
 from commfuse_npu.overlap.transfers import handing_over
 from commfuse_npu.plan import split
 from commfuse_npu.plan.rules import Piece, column_backward
-from commfuse_npu.runtime.collective_transport import CollectiveRun, CollectiveTransport, Lines
+from commfuse_npu.runtime.collective_transport import CollectiveRun, CollectiveTransport
 
 # The names of the collectives differ between versions of torch; that module knows them.
 from commfuse_npu.runtime.collectives import _all_gather, _reduce_scatter
@@ -47,29 +47,11 @@ class Baseline(CollectiveTransport):
 
     def __init__(self, group: dist.ProcessGroup, order: Callable[..., Blocking]) -> None:
         super().__init__(group)
-        self._order, self.blocked_seconds = order, 0.0
+        self._run, self.blocked_seconds = order, 0.0
 
-    def begin(
-        self,
-        program: Lines,
-        name: str,
-        like: torch.Tensor,
-        options: Hashable = (),
-        sum_dtype: torch.dtype | None = None,
-    ) -> CollectiveRun:
-        return self._order(self, program, name, like, sum_dtype)
-
-    def all_gather(
-        self, out: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup, async_op: bool
-    ) -> Any:
-        """``[s, F]`` of every rank to ``[n * s, F]``, with the arguments of torch's."""
-        return _all_gather(out, shard, group=group, async_op=async_op)
-
-    def reduce_scatter(
-        self, out: torch.Tensor, full: torch.Tensor, group: dist.ProcessGroup, async_op: bool
-    ) -> Any:
-        """The sum of ``[n * s, F]`` over the ranks to this rank's ``[s, F]``, likewise."""
-        return _reduce_scatter(out, full, group=group, async_op=async_op)
+    # [s, F] of every rank to [n * s, F]; the sum of [n * s, F] over the ranks to [s, F].
+    all_gather: Callable[..., Any] = staticmethod(_all_gather)
+    reduce_scatter: Callable[..., Any] = staticmethod(_reduce_scatter)
 
 
 class DirectExchange(Baseline):
