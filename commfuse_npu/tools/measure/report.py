@@ -12,7 +12,7 @@ from typing import Any
 
 from commfuse_npu.hardware.description import Figure, Hardware
 from commfuse_npu.tools.measure.launches import WARM_UP, Training
-from commfuse_npu.tools.measure.rounds import Result, Results
+from commfuse_npu.tools.measure.rounds import Results
 from commfuse_npu.tools.measure.steps import REFERENCE, WORKS, is_ours
 from commfuse_npu.tools.terminal import table_head, table_row
 
@@ -34,10 +34,10 @@ _ALIKE = 0.01
 
 
 _FORMS_LEGEND = f"""\
-Each cell: speed relative to `{REFERENCE}`, which waits for each collective; the share of its time
-beyond computation that is gone; in brackets the share of the host's waiting time that is gone.
-Bold: the fastest. Ratio: time on the links / time of the computation. Bits: whether results equal
-those of `{REFERENCE}` bit for bit, else the largest difference."""
+Ratio: time on the links / time of the computation. Speed: relative to `{REFERENCE}`, which waits
+for each collective. Removed: the share that is gone of its time beyond computation (wall), and of
+the host's waiting time (blocked). Bold: the fastest. Bits: whether results equal those of
+`{REFERENCE}` bit for bit, else the largest difference."""
 
 
 def verdict(trainings: Sequence[Training], device: str) -> Iterator[str]:
@@ -130,35 +130,25 @@ def forms_verdict(results: Results) -> Iterator[str]:
 
 
 def forms_table(results: Results) -> list[str]:
-    """A Markdown table with a row per workload and form, and a column per ratio."""
+    """A Markdown table with a row per workload, ratio and form."""
     if not results:
         return []
-    ratios = sorted({ratio for _, ratio in results}, key=lambda ratio: ratio or 0.0)
-    head = ["work", "form", *("links" if r is None else f"ratio {r:g}" for r in ratios), "bits"]
+    head = "work", "ratio", "form", "speed", "wall removed", "blocked removed", "bits"
     lines = ["", table_head(head)]
-    for work, name in dict.fromkeys(
-        (work, name) for (work, _), of in results.items() for name in of
-    ):
-        settings = [(ratio, results.get((work, ratio), {})) for ratio in ratios]
-        off = max(forms[name].difference for _, forms in settings if name in forms)
-        cells = (_cell(name, ratio, forms) for ratio, forms in settings)
-        lines.append(table_row([work, name, *cells, f"{off:.1e}" if off else "equal"]))
+    for (work, ratio), forms in results.items():
+        fastest = min(form.seconds[1] for form in forms.values())
+        for name, (seconds, speedup, *removed, off, _) in forms.items():
+            shown = ratio and name != REFERENCE
+            shares = ("-" if share is None else f"{100 * share:.0f} %" for share in removed)
+            cells = [f"{speedup:.2f}x", *(shares if shown else "--")]
+            cells += [f"{off:.1e}" if off else "equal"]
+            form = f"**{name}**" if seconds[1] == fastest else name
+            lines.append(table_row([work, "-" if ratio is None else f"{ratio:g}", form, *cells]))
     lines += ["", _FORMS_LEGEND]
     if reached := [form.reached for of in results.values() for form in of.values() if form.reached]:
         share = f"{100 * min(reached):.0f} %"
         lines.append(f"A message alone reached at least {share} of the rate that links were given.")
     return [*lines, ""]
-
-
-def _cell(name: str, ratio: float | None, forms: Mapping[str, Result]) -> str:
-    if name not in forms:
-        return "-"
-    seconds, speedup, wall, blocked, *_ = forms[name]
-    text = f"{speedup:.2f}x"
-    if name != REFERENCE and ratio and wall is not None:
-        text += f", {100 * wall:.0f} %" + ("" if blocked is None else f" ({100 * blocked:.0f} %)")
-    fastest = min(form.seconds[1] for form in forms.values())
-    return f"**{text}**" if seconds[1] == fastest else text
 
 
 def compared(measured: Hardware, described: Hardware) -> list[Row]:

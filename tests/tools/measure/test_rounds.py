@@ -157,19 +157,20 @@ def test_figures_of_a_setting() -> None:
     assert forms["ours-c4"].wall_removed is None
 
 
-def test_the_table_has_a_row_per_form_and_a_column_per_ratio() -> None:
-    rows = [*timed(1.0), *timed(0.0, megatron=[0.18] * 3), *timed(0.5, auto=[0.11] * 3)]
+def test_the_table_has_a_row_per_ratio_and_form() -> None:
+    rows = [*timed(0.0, megatron=[0.18] * 3), *timed(0.5, auto=[0.11] * 3)]
     lines = "\n".join(forms_table(evaluate(rows))).splitlines()
-    table = [line for line in lines if line.startswith("|")]
-    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in table]
-    assert cells[0] == ["work", "form", "ratio 0", "ratio 0.5", "ratio 1", "bits"]
-    assert cells[2:] == [
-        ["mlp", "p2p", "1.00x", "1.00x", "1.00x", "equal"],
+    assert [line for line in lines if line.startswith("| mlp")] == [
+        "| mlp | 0 | p2p | 1.00x | - | - | equal |",
         # Without a wire there is no share of the wire.
-        ["mlp", "slices-4", "0.80x", "0.80x, -50 % (-25 %)", "0.80x, -50 % (-25 %)", "equal"],
-        ["mlp", "ours-c4", "**1.67x**", "1.67x, 80 % (40 %)", "**1.67x, 80 % (40 %)**", "equal"],
-        ["mlp", "auto", "1.33x", "**1.82x, 90 % (45 %)**", "1.33x, 50 % (25 %)", "2.5e-06"],
-        ["mlp", "megatron", "1.11x", "-", "-", "equal"],
+        "| mlp | 0 | slices-4 | 0.80x | - | - | equal |",
+        "| mlp | 0 | **ours-c4** | 1.67x | - | - | equal |",
+        "| mlp | 0 | auto | 1.33x | - | - | equal |",
+        "| mlp | 0 | megatron | 1.11x | - | - | equal |",
+        "| mlp | 0.5 | p2p | 1.00x | - | - | equal |",
+        "| mlp | 0.5 | slices-4 | 0.80x | -50 % | -25 % | equal |",
+        "| mlp | 0.5 | ours-c4 | 1.67x | 80 % | 40 % | equal |",
+        "| mlp | 0.5 | **auto** | 1.82x | 90 % | 45 % | 2.5e-06 |",
     ]
     assert "A message alone reached at least 96 % of the rate that links were given." in lines
     assert forms_table({}) == []
