@@ -161,26 +161,22 @@ class ModelConfig:
 
         The launcher adds data, output and the choice of kernels.
         """
+        values = {name: value for name, value in vars(self).items() if name not in _NOT_ARGUMENTS}
         # NullTokenizer does not define the vocabulary, and adds an end token.
-        values = {**vars(self), "vocab_size": self.vocab_size - 1}
-        left_out = set[str]()
+        null = self.tokenizer_type == "NullTokenizer"
+        values["vocab_size"] = self.vocab_size - 1 if null else None
+        values["sequence_parallel"] = self.uses_sequence_parallel
         if self.context_parallel_size == 1:
-            left_out |= {"context_parallel_size", "context_parallel_algo"}
-        if not self.uses_sequence_parallel:
-            left_out.add("sequence_parallel")
+            values |= dict.fromkeys(("context_parallel_size", "context_parallel_algo"))
+        words = list(_OF_EVERY_LLAMA)
         if self.num_query_groups == self.num_attention_heads:
-            left_out |= {"--group-query-attention", "num_query_groups"}
-        if self.tokenizer_type != "NullTokenizer":
-            left_out.add("vocab_size")
-        words: list[str] = []
-        for name in _ARGUMENTS:
-            value = True if name.startswith("--") else values[name]
-            if name in left_out or value is False or value is None:
-                continue
-            words += name.split() if name.startswith("--") else [_option(name)]
-            if value is not True:
+            values["num_query_groups"] = None
+        else:
+            words.append("--group-query-attention")
+        for name, value in values.items():
+            if value is not False and value is not None:
                 text = ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
-                words.append(text)
+                words += [_option(name), *[text] * (value is not True)]
         return [*words, *self.pretrain_options]
 
     def as_yaml(self) -> str:
@@ -197,17 +193,12 @@ def _option(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-_ARGUMENTS = (
-    *("--use-mcore-models", "tensor_model_parallel_size", "pipeline_model_parallel_size"),
-    *("context_parallel_size", "context_parallel_algo", "sequence_parallel"),
-    *("num_layer_list", "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads"),
-    *("--group-query-attention", "num_query_groups", "seq_length", "max_position_embeddings"),
-    *("--position-embedding-type rope", "--normalization RMSNorm", "--swiglu"),
-    *("--disable-bias-linear", "--attention-dropout 0.0", "--hidden-dropout 0.0"),
-    *("untie_embeddings_and_output_weights", "make_vocab_size_divisible_by", "tokenizer_type"),
-    *("vocab_size", "micro_batch_size", "global_batch_size", "--lr-decay-style cosine"),
+_NOT_ARGUMENTS = "npus_per_node", "nnodes", "pretrain_options", "commfuse_options"
+_OF_EVERY_LLAMA = (
+    *("--use-mcore-models", "--position-embedding-type", "rope", "--normalization", "RMSNorm"),
+    *("--swiglu", "--disable-bias-linear", "--attention-dropout", "0.0", "--hidden-dropout", "0.0"),
+    *("--lr-decay-style", "cosine"),
 )
-"""The options of a launch in order: fields, and words that are the same for every Llama."""
 _KINDS = {field.name: str(field.type) for field in fields(ModelConfig)}
 _WORDS = "tuple[str, ...]"
 _NUMBERS = "tuple[int, ...] | None"
