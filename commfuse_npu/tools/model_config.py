@@ -22,7 +22,7 @@ from commfuse_npu.did_you_mean import did_you_mean
 from commfuse_npu.options import unknown_option, whole
 from commfuse_npu.plan import block_rows
 
-__all__ = ["ModelConfig", "indivisible", "known_options", "main"]
+__all__ = ["ModelConfig", "indivisible", "known_options", "main", "problems"]
 
 _MODEL_PARALLEL = ("tensor_model", "pipeline_model", "context")
 
@@ -153,7 +153,7 @@ class ModelConfig:
         Raises:
             ConfigError: one line per mismatch: value, limit and remedy.
         """
-        if lines := list(_problems(self)):
+        if lines := list(problems(self)):
             raise ConfigError("\n".join(lines))
 
     def arguments(self) -> list[str]:
@@ -287,7 +287,7 @@ _MOST_RANKS = 4096
 """Largest size of a group that is suggested."""
 
 
-def _problems(config: ModelConfig) -> Iterator[str]:
+def problems(config: ModelConfig) -> Iterator[str]:
     """All mismatches, each with the value, the limit and the remedy."""
     for row in _divisions(config):
         yield from indivisible(*row)

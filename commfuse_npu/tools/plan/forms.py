@@ -6,10 +6,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from commfuse_npu.config_file import ConfigError
 from commfuse_npu.hardware.description import Hardware
 from commfuse_npu.hardware.machine import min_outputs_to_hide
 from commfuse_npu.plan import PlanError
+from commfuse_npu.tools.model_config import problems
 from commfuse_npu.tools.plan.launch import (
     AskedLaunch,
     NotSimulated,
@@ -217,14 +217,9 @@ def _layout(launch: AskedLaunch) -> str:
 
 def _problems(launch: AskedLaunch) -> list[str]:
     """Why the launch would fail at its start: mismatches of model, layout and batch."""
-    try:
-        launch.config.validate()
-    except ConfigError as error:
-        # With --kv-channels the hidden size need not be divisible by the heads.
-        kv_channels = "--kv-channels" in launch.options
-        lines = str(error).splitlines()
-        return [line for line in lines if not (kv_channels and line.startswith("hidden size"))]
-    return []
+    # With --kv-channels the hidden size need not be divisible by the heads.
+    may = "hidden size" if "--kv-channels" in launch.options else "nothing"
+    return [line for line in problems(launch.config) if not line.startswith(may)]
 
 
 def plan_launch(launch: AskedLaunch, hardware: Hardware) -> LaunchPlan:
@@ -233,7 +228,7 @@ def plan_launch(launch: AskedLaunch, hardware: Hardware) -> LaunchPlan:
     Raises:
         PlanError: the options form no valid schedule.
     """
-    against, problems = obstacles(launch), _problems(launch)
+    against, wrong = obstacles(launch), _problems(launch)
     ordered = launch.command.environment.get("HCCL_DETERMINISTIC", "").lower()
     if ordered in ("true", "strict") or "--npu-deterministic" in launch.options:
         hardware = replace(hardware, deterministic=True)
@@ -255,7 +250,7 @@ def plan_launch(launch: AskedLaunch, hardware: Hardware) -> LaunchPlan:
         hardware.name,
         limit(hardware) / 2**20,
         tuple(notes),
-        tuple(problems),
-        "" if problems else str(launch.schedule),
-        () if problems else tuple(against.layers),
+        tuple(wrong),
+        "" if wrong else str(launch.schedule),
+        () if wrong else tuple(against.layers),
     )
