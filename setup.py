@@ -41,7 +41,7 @@ setup(
         # megatron-core needs numpy, and does not name it.
         "cpu": ["torch==2.13.0", "megatron-core==0.12.1", "einops", "numpy", "packaging"],
         "npu": ["torch==2.7.1", "torch-npu==2.7.1"],
-        # What draws: tables and progress on a terminal, pictures.
-        "tools": ["rich>=13", "vl-convert-python>=1.9"],
+        # What draws pictures.
+        "tools": ["vl-convert-python>=1.9"],
     },
 )

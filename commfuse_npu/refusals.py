@@ -92,6 +92,11 @@ _REPAIRED = "after a fault it recreates the process groups, but not the lanes"
 _NO_WGRAD = "it takes the weight gradients out of the backward of the linear layers"
 _WINDOW = "a query sees a window of the keys only"
 _OWN_SCHEDULE = "it has a pipeline schedule of its own"
+_SCHEDULES = (
+    *("--recompute-in-bubble", "--recompute-in-advance", "--use-nanopipe"),
+    *("--optimize-send-recv-comm", "--automated-pipeline-perf"),
+    *("--use-multiparameter-pipeline-model-parallel", "--layerwise-disaggregated-training"),
+)
 _OTHER_SCHEDULE = "leave {ours} out or choose another pipeline schedule"
 _OWN_BUFFERS = "it shards parameters and gradients in buffers of its own"
 _FREES = "a backward frees parameters that the forward beside it uses"
@@ -107,8 +112,7 @@ _ATTENTION: dict[str, _Row] = {
     "--multi-latent-attention": "its queries and keys are not those of Megatron's SelfAttention",
     "--context-parallel-size": ("a rank has a part of the sequence only", _CHOOSE, _above(1)),
     "--position-embedding-type alibi": ("alibi adds a bias to the scores", _CHOOSE),
-    "--sliding-window": _WINDOW,
-    "--interleave-sliding-window": _WINDOW,
+    **dict.fromkeys(("--sliding-window", "--interleave-sliding-window"), _WINDOW),
     # The defaults of MindSpeed and MindSpeed-LLM, longer than any sequence they expect.
     "--pre-tockens": (_WINDOW, f"{_CHOOSE}, or pass the default", _other_than(65536, 1048576)),
     "--next-tockens": ("queries see later keys, too", f"{_CHOOSE}, or pass 0", _other_than(0)),
@@ -122,9 +126,7 @@ _ATTENTION: dict[str, _Row] = {
 }
 _TABLE: dict[str, dict[str, _Row]] = {
     "--use-commfuse": {
-        "--use-ascend-mc2": _REPLACES,
-        "--use-ascend-coc": _REPLACES,
-        "--unaligned-linear": _REPLACES,
+        **dict.fromkeys(("--use-ascend-mc2", "--use-ascend-coc", "--unaligned-linear"), _REPLACES),
         "--tp-2d": "it splits each linear layer over two dimensions with collectives of its own",
         "--moe-fb-overlap": "it takes the backward of the linear layers apart to overlap it with "
         "expert transfers",
@@ -164,9 +166,7 @@ _TABLE: dict[str, dict[str, _Row]] = {
             _CHOOSE,
             _above(1),
         ),
-        "--use-custom-fsdp": _OWN_BUFFERS,
-        "--use-torch-fsdp2": _OWN_BUFFERS,
-        "--layerzero": _OWN_BUFFERS,
+        **dict.fromkeys(("--use-custom-fsdp", "--use-torch-fsdp2", "--layerzero"), _OWN_BUFFERS),
         "--quant-grads": "the ranks agree on scales of the quantized gradients before they sum "
         "them",
         "--optimizer muon": (
@@ -179,16 +179,9 @@ _TABLE: dict[str, dict[str, _Row]] = {
     "--commfuse-fb-overlap": {
         "--moe-fb-overlap": "it overlaps the same forwards and backwards",
         "--schedules-method dualpipev": (_OWN_SCHEDULE, _OTHER_SCHEDULE),
-        "--recompute-in-bubble": _OWN_SCHEDULE,
-        "--recompute-in-advance": _OWN_SCHEDULE,
-        "--use-nanopipe": _OWN_SCHEDULE,
-        "--optimize-send-recv-comm": _OWN_SCHEDULE,
-        "--automated-pipeline-perf": _OWN_SCHEDULE,
-        "--use-multiparameter-pipeline-model-parallel": _OWN_SCHEDULE,
-        "--layerwise-disaggregated-training": _OWN_SCHEDULE,
+        **dict.fromkeys(_SCHEDULES, _OWN_SCHEDULE),
         "--stage dpo": (_OWN_SCHEDULE, "leave {ours} out"),
-        "--use-torch-fsdp2": _FREES,
-        "--use-custom-fsdp": _FREES,
+        **dict.fromkeys(("--use-torch-fsdp2", "--use-custom-fsdp"), _FREES),
         "--enable-cuda-graph": "a graph cannot hold a forward and a backward at once",
     },
 }

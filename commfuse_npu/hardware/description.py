@@ -249,78 +249,50 @@ def _problems(content: Mapping[str, Any]) -> Iterator[str]:
     yield from _unknown(content, names, "")
     if not isinstance(content.get("name"), str) or not content["name"]:
         yield f"name: {content.get('name')!r} is not a name"
-    whole = True
-    for name in _WHOLE:
-        value = content.get(name)
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            whole = False
-            yield f"{name}: {value!r} is not a whole number from 1"
-    if whole and content["npus_per_node"] % content["npus_per_host"]:
+    wrong = [n for n in _WHOLE if type(content.get(n)) is not int or content[n] < 1]
+    for name in wrong:
+        yield f"{name}: {content.get(name)!r} is not a whole number from 1"
+    if not wrong and content["npus_per_node"] % content["npus_per_host"]:
         yield (
             f"npus_per_host: {content['npus_per_host']} does not divide npus_per_node "
             f"{content['npus_per_node']}"
         )
     if not isinstance(content.get("batched_transfers"), bool):
         yield f"batched_transfers: {content.get('batched_transfers')!r} is not true or false"
-    several = content.get("nodes") != 1
     for section in (*_RULES, *_TOPOLOGIES):
-        if section not in content:
-            if section != "between":
-                yield f"{section}: missing"
-            elif several:
-                yield f"between: missing; {content.get('nodes')!r} nodes need links between them"
+        if section == "between" not in content and content.get("nodes") == 1:
             continue
-        yield from _section_problems(section, content[section])
+        part, rules = content.get(section), _rules_of(section)
+        if not isinstance(part, dict):
+            yield f"{section}: {part!r} is not a mapping of figures"
+            continue
+        topologies = _TOPOLOGIES.get(section, ())
+        yield from _unknown(part, (*rules, *["topology"] * bool(topologies)), f"{section}.")
+        if topologies and part.get("topology") not in topologies:
+            known = ", ".join(topologies)
+            yield f"{section}.topology: {part.get('topology')!r} is unknown; choose one of {known}"
+        for name, rule in rules.items():
+            if not _is_figure(part.get(name), rule):
+                yield (
+                    f"{section}.{name}: {part.get(name)!r} is not a mapping of low, typical and "
+                    f"high, rising numbers in {rule.unit} {rule}, and their source, or: assumed "
+                    "(yaml reads 1e9 as text; write 1.0e+9)"
+                )
 
 
-def _section_problems(section: str, content: Any) -> Iterator[str]:
-    if not isinstance(content, dict):
-        yield f"{section}: {content!r} is not a mapping"
-        return
-    rules = _rules_of(section)
-    topologies = _TOPOLOGIES.get(section)
-    yield from _unknown(content, (*rules, *(("topology",) if topologies else ())), section)
-    if topologies and content.get("topology") not in topologies:
-        yield (
-            f"{section}.topology: {content.get('topology')!r} is unknown; choose one of "
-            f"{', '.join(topologies)}"
-        )
-    for name, rule in rules.items():
-        if name not in content:
-            yield f"{section}.{name}: missing"
-        else:
-            yield from _figure_problems(f"{section}.{name}", content[name], rule)
-
-
-def _figure_problems(name: str, content: Any, rule: _Rule) -> Iterator[str]:
-    if not isinstance(content, dict):
-        yield f"{name}: {content!r} is not a mapping of low, typical, high and source"
-        return
-    yield from _unknown(content, (*_PARTS, "source"), name)
-    source = content.get("source")
-    if not isinstance(source, str) or not source.strip():
-        yield f"{name}.source: {source!r} names no source; say where it is from, or: assumed"
-    values: list[float] = []
-    for part in _PARTS:
-        value = content.get(part)
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
-            # YAML reads 1e9 as a string and 1.0e+9 as a number.
-            hint = "; write 1.0e+9, not 1e9" if isinstance(value, str) else ""
-            yield f"{name}.{part}: {value!r} is not a number in {rule.unit}{hint}"
-        elif not rule.allows(value):
-            yield f"{name}.{part}: {value!r} {rule.unit} is not {rule}"
-        else:
-            values.append(value)
-    if len(values) == len(_PARTS) and values != sorted(values):
-        low, typical, high = values
-        yield f"{name}: low {low:g}, typical {typical:g}, high {high:g} are not in rising order"
+def _is_figure(content: Any, rule: _Rule) -> bool:
+    if not isinstance(content, dict) or content.keys() != {*_PARTS, "source"}:
+        return False
+    values = [content[part] for part in _PARTS]
+    numbers = all(type(value) in (int, float) and rule.allows(value) for value in values)
+    source = content["source"]
+    return numbers and values == sorted(values) and isinstance(source, str) and bool(source.strip())
 
 
 def _unknown(content: Mapping[str, Any], known: tuple[str, ...], where: str) -> Iterator[str]:
     for key in content:
         if key not in known:
-            near = did_you_mean(str(key), known, 0.0)
-            yield f"{where + '.' if where else ''}{key}: unknown field{near}"
+            yield f"{where}{key}: unknown field{did_you_mean(str(key), known, 0.0)}"
 
 
 assert set(get_args(LinkTopology)) == {name for names in _TOPOLOGIES.values() for name in names}

@@ -6,7 +6,7 @@ reference of the fused one, and its fallback for a group of one, an empty input 
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -70,6 +70,7 @@ class CollectiveTransport:
         self.same_pieces = same_pieces
         self.remembered: dict[Hashable, Any] = {}
         self._lanes = lanes
+        self._run: Callable[..., CollectiveRun] = CollectiveRun
 
     @property
     def by_collectives(self) -> CollectiveTransport:
@@ -95,7 +96,7 @@ class CollectiveTransport:
         sum_dtype: torch.dtype | None = None,
     ) -> CollectiveRun:
         """See :meth:`Transport.begin`."""
-        return CollectiveRun(self, program, name, like, sum_dtype)
+        return self._run(self, program, name, like, sum_dtype)
 
     def agree(self, name: str, *facts: object, **more: object) -> None:
         """Do nothing: ranks are not compared."""

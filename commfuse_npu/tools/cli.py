@@ -30,6 +30,7 @@ _SHORT = {"bench": ("--device", "cpu", "--steps", "forms", "--folder", "bench")}
 
 _PACKAGES = {
     "torch": "install the torch of your torch_npu, or pip install 'commfuse-npu[cpu]'",
+    "torch_npu": "commfuse-npu doctor says which one; or measure another machine: --device cpu",
     "yaml": "pip install pyyaml",
 }
 """Packages that a command may need, and how to install them."""

@@ -12,18 +12,17 @@ import argparse
 import json
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from commfuse_npu.config_file import ConfigError, find_config, read_config
 from commfuse_npu.did_you_mean import did_you_mean
-from commfuse_npu.options import unknown_option
+from commfuse_npu.options import unknown_option, whole
 from commfuse_npu.plan import block_rows
-from commfuse_npu.tools.layout_problems import problems
 
-__all__ = ["ModelConfig", "given_options", "known_options", "main"]
+__all__ = ["ModelConfig", "indivisible", "known_options", "main", "problems"]
 
 _MODEL_PARALLEL = ("tensor_model", "pipeline_model", "context")
 
@@ -79,7 +78,7 @@ class ModelConfig:
         Raises:
             ConfigError: the file cannot be read, is incomplete, or has an invalid value.
         """
-        return cls(**{**_from_yaml(path), **given_options(options)})
+        return cls(**{**_from_yaml(path), **known_options(options, _declare)[0]})
 
     @classmethod
     def from_options(cls, options: Sequence[str]) -> ModelConfig:
@@ -90,9 +89,8 @@ class ModelConfig:
         Raises:
             ConfigError: an option without a default is missing.
         """
-        settings = given_options(options)
-        missing = [_option(name) for name in _REQUIRED if name not in settings]
-        if missing:
+        settings, _ = known_options(options, _declare)
+        if missing := [_option(name) for name in _REQUIRED if name not in settings]:
             raise ConfigError(
                 f"{', '.join(missing)} not given: without, the layers have no size; add to the "
                 "options, or name a configuration"
@@ -163,26 +161,22 @@ class ModelConfig:
 
         The launcher adds data, output and the choice of kernels.
         """
+        values = {name: value for name, value in vars(self).items() if name not in _NOT_ARGUMENTS}
         # NullTokenizer does not define the vocabulary, and adds an end token.
-        values = {**vars(self), "vocab_size": self.vocab_size - 1}
-        left_out = set[str]()
+        null = self.tokenizer_type == "NullTokenizer"
+        values["vocab_size"] = self.vocab_size - 1 if null else None
+        values["sequence_parallel"] = self.uses_sequence_parallel
         if self.context_parallel_size == 1:
-            left_out |= {"context_parallel_size", "context_parallel_algo"}
-        if not self.uses_sequence_parallel:
-            left_out.add("sequence_parallel")
+            values |= dict.fromkeys(("context_parallel_size", "context_parallel_algo"))
+        words = list(_OF_EVERY_LLAMA)
         if self.num_query_groups == self.num_attention_heads:
-            left_out |= {"--group-query-attention", "num_query_groups"}
-        if self.tokenizer_type != "NullTokenizer":
-            left_out.add("vocab_size")
-        words: list[str] = []
-        for name in _ARGUMENTS:
-            value = True if name.startswith("--") else values[name]
-            if name in left_out or value is False or value is None:
-                continue
-            words += name.split() if name.startswith("--") else [_option(name)]
-            if value is not True:
+            values["num_query_groups"] = None
+        else:
+            words.append("--group-query-attention")
+        for name, value in values.items():
+            if value is not False and value is not None:
                 text = ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
-                words.append(text)
+                words += [_option(name), *[text] * (value is not True)]
         return [*words, *self.pretrain_options]
 
     def as_yaml(self) -> str:
@@ -199,153 +193,179 @@ def _option(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-_ARGUMENTS = (
-    *("--use-mcore-models", "tensor_model_parallel_size", "pipeline_model_parallel_size"),
-    *("context_parallel_size", "context_parallel_algo", "sequence_parallel"),
-    *("num_layer_list", "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads"),
-    *("--group-query-attention", "num_query_groups", "seq_length", "max_position_embeddings"),
-    *("--position-embedding-type rope", "--normalization RMSNorm", "--swiglu"),
-    *("--disable-bias-linear", "--attention-dropout 0.0", "--hidden-dropout 0.0"),
-    *("untie_embeddings_and_output_weights", "make_vocab_size_divisible_by", "tokenizer_type"),
-    *("vocab_size", "micro_batch_size", "global_batch_size", "--lr-decay-style cosine"),
+_NOT_ARGUMENTS = "npus_per_node", "nnodes", "pretrain_options", "commfuse_options"
+_OF_EVERY_LLAMA = (
+    *("--use-mcore-models", "--position-embedding-type", "rope", "--normalization", "RMSNorm"),
+    *("--swiglu", "--disable-bias-linear", "--attention-dropout", "0.0", "--hidden-dropout", "0.0"),
+    *("--lr-decay-style", "cosine"),
 )
-"""The options of a launch in order: fields, and words that are the same for every Llama."""
 _KINDS = {field.name: str(field.type) for field in fields(ModelConfig)}
 _WORDS = "tuple[str, ...]"
+_NUMBERS = "tuple[int, ...] | None"
 _SPELLINGS = {
     # torchrun accepts both of the last two.
     "npus_per_node": ("--npus-per-node", "--nproc-per-node", "--nproc_per_node"),
     "vocab_size": ("--vocab-size", "--padded-vocab-size"),
 }
-_REQUIRED = (
-    "num_layers",
-    "hidden_size",
-    "num_attention_heads",
-    "vocab_size",
-    "seq_length",
-    "micro_batch_size",
-)
+_REQUIRED = ("num_layers", "hidden_size", "num_attention_heads", "vocab_size", "seq_length",
+             "micro_batch_size")  # fmt: skip
 
 
 def known_options(
     options: Sequence[str], declare: Callable[[argparse.ArgumentParser], object]
-) -> dict[str, Any]:
-    """The options of a command line that ``declare`` adds to a parser; others are ignored.
+) -> tuple[dict[str, Any], list[str]]:
+    """The options of a command line that ``declare`` adds to a parser, and the other words.
 
     Raises:
         ConfigError: a value is missing or refused by its type.
     """
-    parser = argparse.ArgumentParser(
-        add_help=False,
-        allow_abbrev=False,
-        argument_default=argparse.SUPPRESS,
-        exit_on_error=False,
-    )
+    kept: Any = {"argument_default": argparse.SUPPRESS, "exit_on_error": False}
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, **kept)
     declare(parser)
     try:
-        return vars(parser.parse_known_args(list(options))[0])
+        known, others = parser.parse_known_args(list(options))
     except argparse.ArgumentError as error:
-        raise ConfigError(str(error)) from error
+        raise ConfigError(str(error).removeprefix("argument ")) from error
+    return vars(known), others
 
 
 def _declare(parser: argparse.ArgumentParser) -> None:
+    number = whole(1, 10**12)
+
+    def numbers(text: str) -> tuple[int, ...] | None:
+        return None if text == "none" else tuple(map(number, text.split(",")))
+
+    types: dict[str, Callable[[str], Any]] = {"int": number, "str": str, _NUMBERS: numbers}
     for name, kind in _KINDS.items():
-        if kind != _WORDS:
-            spellings = _SPELLINGS.get(name, (_option(name),))
-            action = "store_true" if kind == "bool" else "store"
-            parser.add_argument(*spellings, dest=name, action=action)
-
-
-def given_options(options: Sequence[str]) -> dict[str, Any]:
-    """The configuration values that a command line gives; other options are ignored.
-
-    Raises:
-        ConfigError: a value is missing or has the wrong type.
-    """
-    given = known_options(options, _declare)
-    return {name: _converted(name, value, _option(name)) for name, value in given.items()}
+        spellings = _SPELLINGS.get(name, (_option(name),))
+        if kind == "bool":
+            parser.add_argument(*spellings, dest=name, action="store_true")
+        elif kind != _WORDS:
+            parser.add_argument(*spellings, dest=name, type=types[kind])
 
 
 def _from_yaml(path: Path) -> dict[str, Any]:
+    """The values of a file, whose keys are read as the options of a command line."""
     content = read_config(path)
     if {"npu", "host", "inside"} <= content.keys():
         raise ConfigError(
             f"{path} describes a machine; give it as --hardware, and a model's file here"
         )
-    absent = [name for name in _KINDS if name not in content]
+    empty = [name for name, value in content.items() if value is None and name != "num_layer_list"]
+    absent = [name for name in _KINDS if name not in content or name in empty]
     for key in content:
         # Other options of pretrain_gpt.py, as moe_ffn_hidden_size, are less similar.
         if key not in _KINDS and (near := did_you_mean(str(key), absent, 0.9)):
             raise ConfigError(f"{path}: unknown option {key!r}{near}")
-    missing = [name for name in absent if _KINDS[name] != _WORDS]
-    if missing:
+    if missing := [name for name in absent if _KINDS[name] != _WORDS]:
         raise ConfigError(f"{path}: {', '.join(missing)} missing; every option has to be there")
-    values: dict[str, Any] = {"pretrain_options": ()}
-    passed: list[str] = []
+    words: list[str] = []
+    lines: dict[str, tuple[str, ...]] = {"pretrain_options": ()}
     for name, value in content.items():
-        if name in _KINDS:
-            values[name] = _converted(name, value, f"{path}: {name}")
+        kind, where = _KINDS.get(name), f"{path}: {name}: {value!r:.40} is not"
+        if kind == _WORDS:
+            lines[name] = tuple(str(value or "").split())
+            if lines[name] and not lines[name][0].startswith("--"):
+                raise ConfigError(f"{where} a line of options, as --option value")
+        elif kind and (isinstance(value, list) or isinstance(value, bool) != (kind == "bool")):
+            raise ConfigError(f"{where} {'true or false' if kind == 'bool' else 'a value'}")
         elif value is not False and value is not None:
             parts = [] if value is True else value if isinstance(value, list) else [value]
-            passed += [_option(str(name)), *map(str, parts)]
-    if why := unknown_option(passed):
-        raise ConfigError(f"{path}: {why}")
-    values["pretrain_options"] = (*passed, *values["pretrain_options"])
-    return values
-
-
-def _converted(name: str, value: Any, where: str) -> Any:
-    """Convert a value of a file or a command line to the type of a field."""
-    convert, meaning = _CONVERTERS[_KINDS[name]]
+            words += [_option(str(name)), *map(str, parts)]
     try:
-        return convert(str(value).strip())
-    except (KeyError, ValueError):
-        raise ConfigError(f"{where}: {value!r:.40} is not {meaning}") from None
+        known, others = known_options(words, _declare)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from error
+    if why := unknown_option(others):
+        raise ConfigError(f"{path}: {why}")
+    return {**known, **lines, "pretrain_options": (*others, *lines["pretrain_options"])}
 
 
-def _whole(text: str) -> int:
-    number = int(text) if text.isdecimal() and len(text) <= 12 else 0
-    if number == 0:
-        raise ValueError
-    return number
+# ------------------------------------------------------------------ what does not fit together
+
+_MOST_RANKS = 4096
+"""Largest size of a group that is suggested."""
 
 
-def _name(text: str) -> str:
-    if text in ("", "None"):
-        raise ValueError
-    return text
+def problems(config: ModelConfig) -> Iterator[str]:
+    """All mismatches, each with the value, the limit and the remedy."""
+    for row in _divisions(config):
+        yield from indivisible(*row)
+    if config.max_position_embeddings < config.seq_length:
+        yield (
+            f"sequence length {config.seq_length} exceeds --max-position-embeddings "
+            f"{config.max_position_embeddings}; raise the latter to {config.seq_length}"
+        )
+    layers, pp = config.num_layer_list, config.pipeline_model_parallel_size
+    if layers and (pp == 1 or len(layers) != pp or sum(layers) != config.num_layers):
+        yield (
+            f"NUM_LAYER_LIST {','.join(map(str, layers))} does not fit PP {pp} and "
+            f"{config.num_layers} layers; give a number for each of 2 or more stages, of sum "
+            f"{config.num_layers}, or NUM_LAYER_LIST=none for the same number in each"
+        )
 
 
-def _words(text: str) -> tuple[str, ...]:
-    words = () if text == "None" else tuple(text.split())
-    if words and not words[0].startswith("--"):
-        raise ValueError
-    return words
+def _divisions(config: ModelConfig) -> Iterator[tuple[str, int, str, int, str]]:
+    """Arguments of :func:`indivisible`."""
+    tp, cp = config.tensor_model_parallel_size, config.context_parallel_size
+    pp, algorithm = config.pipeline_model_parallel_size, config.context_parallel_algo
+    heads, groups = config.num_attention_heads, config.num_query_groups
+    ffn = config.ffn_hidden_size
+    yield "hidden size", config.hidden_size, "heads", heads, "--hidden-size"
+    yield "number of heads", heads, "query groups", groups, "--num-attention-heads"
+    heads_fit = not (heads % tp or groups % tp)
+    if heads_fit:
+        yield "feed-forward width", ffn, "TP", tp, "--ffn-hidden-size"
+    else:
+        sizes = f"{heads} attention heads, {groups} query groups and feed-forward width {ffn}"
+        yield f"{sizes}: their common divisor", math.gcd(heads, groups, ffn), "TP", tp, "TP"
+    if config.num_layer_list is None:
+        layers = "without NUM_LAYER_LIST the number of layers"
+        yield layers, config.num_layers, "PP", pp, "PP"
+    product, change = f"TP*PP*CP = {tp}*{pp}*{cp} =", "another layout, or NNODES * NPUS_PER_NODE"
+    yield "number of NPUs", config.world_size, product, config.model_parallel_size, change
+    parts, by = cp, "CP"
+    # If the heads do not fit TP, no sequence length would help.
+    if config.uses_sequence_parallel and heads_fit:
+        parts, by = tp * cp, f"TP*CP = {tp}*{cp} ="
+    if cp > 1 and algorithm == "megatron_cp_algo" and config.seq_length % parts == 0:
+        # Each rank gets a part from both ends of the causal triangle.
+        parts, by = 2 * cp, f"2*CP = 2*{cp} ="
+    yield "sequence length", config.seq_length, by, parts, "--seq-length"
+    if cp > 1 and algorithm == "ulysses_cp_algo" and heads_fit:
+        yield "for Ulysses the number of attention heads per TP rank", heads // tp, "CP", cp, "CP"
+    if config.world_size % config.model_parallel_size == 0:
+        micro, replicas = config.micro_batch_size, config.data_parallel_size
+        by = f"micro-batch size times data-parallel size = {micro}*{replicas} ="
+        batch = config.global_batch_size
+        yield "global batch size", batch, by, micro * replicas, "--global-batch-size"
 
 
-def _whole_numbers(text: str) -> tuple[int, ...] | None:
-    return None if text in ("none", "None") else tuple(map(_whole, text.split(",")))
+def indivisible(what: str, value: int, by: str, divisor: int, option: str = "") -> Iterator[str]:
+    """The problem unless ``divisor`` divides ``value``, with the nearest values that fit.
+
+    Args:
+        option: what to change: an option that sets the value, or ``by``, to change the divisor.
+    """
+    if value % divisor == 0:
+        return
+    below = value // divisor * divisor
+    fitting = [below, below + divisor] if below else [divisor]
+    if option == by:
+        sizes = [n for n in range(1, min(value, _MOST_RANKS) + 1) if value % n == 0]
+        smaller = [n for n in sizes if n < divisor]
+        fitting = [*smaller[-1:], *sizes[len(smaller) :][:1]]
+    choose = " ".join(filter(None, ("choose", option, " or ".join(map(str, fitting)))))
+    yield f"{what} {value} is not divisible by {by} {divisor}; {choose}"
 
 
-_CONVERTERS: dict[str, tuple[Callable[[str], Any], str]] = {
-    "bool": ({"True": True, "False": False}.__getitem__, "true or false"),
-    "int": (_whole, "a whole number from 1 of at most 12 digits"),
-    "str": (_name, "a name"),
-    "tuple[int, ...] | None": (_whole_numbers, "whole numbers from 1, with commas, or none"),
-    _WORDS: (_words, "a line of options, as --option value"),
-}
-"""By type: the converter, and what a value has to be."""
+# ------------------------------------------------------------------ for the launchers
 
 
 def main(words: Sequence[str]) -> int:
-    """Check a configuration with the options of a launch, and print the words of the launch.
+    """Check a file, or its name in ``configs/``, with options that override it; print its words.
 
-    Args:
-        words: a file, or its name in ``configs/``, and options that override it.
-
-    Returns:
-        0, after a line each of options for ``pretrain_gpt.py``, CommFuse and torchrun; or 2, after
-        a line on stderr per problem.
+    A line each for ``pretrain_gpt.py``, CommFuse and torchrun, or a line on stderr per problem.
     """
     try:
         config = ModelConfig.load(find_config(words[0]), words[1:])

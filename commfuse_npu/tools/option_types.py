@@ -1,16 +1,17 @@
-"""A command-line parser with one-line errors, and converters for its options."""
+"""A command-line parser with one-line errors, converters for its options, and output files."""
 
 from __future__ import annotations
 
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 from commfuse_npu.did_you_mean import did_you_mean
 from commfuse_npu.options import whole, words, words_from
+from commfuse_npu.tools.terminal import tell
 
 __all__ = [
     "Parser",
@@ -20,6 +21,7 @@ __all__ = [
     "whole",
     "words",
     "words_from",
+    "write_output",
 ]
 
 
@@ -76,13 +78,25 @@ def positive(text: str) -> float:
 def new_file(text: str) -> Path:
     """A file that can be written; checked before a long computation starts."""
     path = Path(text)
-    folder = path.resolve().parent
-    if not text or path.is_dir():
-        raise argparse.ArgumentTypeError(f"{text!r} is not a file name; give one")
-    if not folder.is_dir():
+    target = path if path.exists() else path.resolve().parent
+    if not text or path.is_dir() or not os.access(target, os.W_OK):
         raise argparse.ArgumentTypeError(
-            f"{text!r} needs the folder {folder}, which is not there; make it, or choose another"
+            f"{text!r} cannot be written; give a file in a folder that is there and yours"
         )
-    if not os.access(path if path.exists() else folder, os.W_OK):
-        raise argparse.ArgumentTypeError(f"no permission to write {text!r}; choose another file")
     return path
+
+
+def write_output(path: Path | None, description: str, write: Callable[[Path], None]) -> None:
+    """Write a file, if it is requested, and name it on stdout.
+
+    Raises:
+        OSError: it cannot be written; names the file.
+    """
+    if path is None:
+        return
+    tell(f"writing {path}")
+    try:
+        write(path)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror or str(error), str(path)) from error
+    print(f"\nWritten: {path}{description}")

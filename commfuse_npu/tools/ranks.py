@@ -24,7 +24,7 @@ from typing import Any
 
 from commfuse_npu.runtime.child_process import die_with_parent
 
-__all__ = ["Ranks", "RanksError", "lacking_backend"]
+__all__ = ["Ranks", "RanksError", "check_backend"]
 
 _START_SECONDS = 180.0
 _END_SECONDS = 5.0
@@ -37,7 +37,7 @@ class RanksError(RuntimeError):
 
 
 class Ranks:
-    """Processes of ranks 0..size-1, one thread each; a context manager.
+    """Processes of ranks 0..size-1, one thread each; a context manager that ends them.
 
     If there are at least as many cores as ranks, each rank is pinned to a core: gloo's threads then
     share the core of their own rank, not of a neighbor.
@@ -61,19 +61,15 @@ class Ranks:
         worker: str = "commfuse_npu.tools.measure.worker:Worker",
     ) -> None:
         self.size, self.timeout = size, timeout
-        self._device, self._worker = device, worker
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
-        self._folder = ""
-
-    def __enter__(self) -> Ranks:
         self._folder = tempfile.mkdtemp(prefix="commfuse-ranks-")
         store = str(Path(self._folder) / "store")
         try:
-            for rank in range(self.size):
+            for rank in range(size):
                 ours, remote = _context.Pipe()
-                arguments = rank, self.size, store, self._device, self.timeout, self._worker
-                process = _context.Process(target=_serve, args=(remote, *arguments), daemon=True)
+                arguments = remote, rank, size, store, device, timeout, worker
+                process = _context.Process(target=_serve, args=arguments, daemon=True)
                 process.start()
                 self._processes.append(process)
                 self._pipes.append(ours)
@@ -82,16 +78,15 @@ class Ranks:
         except BaseException:
             self.close()
             raise
+
+    def __enter__(self) -> Ranks:
         return self
 
     def __exit__(self, *what: object) -> None:
         self.close()
 
     def ask(self, method: str, *args: Any) -> list[Any]:
-        """Call a method on every rank.
-
-        Returns:
-            The return values, by rank.
+        """Call a method on every rank; returns the answers by rank.
 
         Raises:
             RanksError: a rank raised, died, or exceeded the time limit.
@@ -125,18 +120,13 @@ class Ranks:
                 try:
                     worked, answers[rank] = pipe.recv()
                 except (EOFError, ConnectionResetError) as error:
-                    raise RanksError(f"{name} died in {method}, {self._how(rank)}") from error
+                    self._processes[rank].join(_END_SECONDS)
+                    code = self._processes[rank].exitcode or 0
+                    how = f"exit code {code}" if code >= 0 else f"by {signal.Signals(-code).name}"
+                    raise RanksError(f"{name} died in {method}, {how}") from error
                 if not worked:
                     raise RanksError(f"{name} failed in {method}:\n{answers[rank]}")
         return [answers[rank] for rank in range(self.size)]
-
-    def _how(self, rank: int) -> str:
-        process = self._processes[rank]
-        process.join(_END_SECONDS)
-        code = process.exitcode
-        if code is None:
-            return "still ending"
-        return f"exit code {code}" if code >= 0 else f"by {signal.Signals(-code).name}"
 
     def close(self) -> None:
         """End these processes, and only these."""
@@ -150,20 +140,11 @@ class Ranks:
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
-def lacking_backend(device: str) -> str:
-    """Why ranks cannot run on a device; empty if nothing is missing.
-
-    Raises:
-        ModuleNotFoundError: torch is not installed.
-    """
-    if find_spec("torch") is None:
-        raise ModuleNotFoundError("No module named 'torch'", name="torch")
-    if device == "npu" and find_spec("torch_npu") is None:
-        return (
-            "--device npu: torch_npu is not installed; install it (commfuse-npu doctor says which "
-            "one), or measure another machine: --device cpu"
-        )
-    return ""
+def check_backend(device: str) -> None:
+    """Raise a ModuleNotFoundError if ranks cannot run on a device."""
+    for name in ("torch", *["torch_npu"] * (device == "npu")):
+        if find_spec(name) is None:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
 
 def _serve(pipe: Connection, *where: Any) -> None:
@@ -187,13 +168,8 @@ def _join(rank: int, size: int, store: str, device: str, timeout: float, worker:
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
     if len(cores) >= size:
         os.sched_setaffinity(0, {cores[rank]})
-    os.environ.update(
-        OMP_NUM_THREADS="1",
-        GLOO_SOCKET_IFNAME=card,
-        RANK=str(rank),
-        LOCAL_RANK=str(rank),
-        WORLD_SIZE=str(size),
-    )
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size))
+    os.environ.update(OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME=card)
     if device == "cpu":
         os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
     import torch

@@ -10,7 +10,7 @@ import sysconfig
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from commfuse_npu.tools.launch_script.bounded import last_lines, run_bounded
+from commfuse_npu.tools.launch_script.short_run import last_lines, run_bounded, torchrun_here
 from mindspeed_patches.rehearsal.records import Record, read_records
 from mindspeed_patches.rehearsal.stack import Stack
 from mindspeed_patches.rehearsal.worker import RECORDS, WAY
@@ -87,13 +87,8 @@ def train(
     """
     records.mkdir(parents=True)
     log = records / "log.txt"
-    command = [
-        *(sys.executable, "-m", "torch.distributed.run"),
-        *("--nnodes", "1", "--nproc_per_node", str(processes)),
-        *("--rdzv_backend", "c10d", "--rdzv_endpoint", "127.0.0.1:0"),
-        *("--local_addr", "127.0.0.1"),
-        *("-m", "mindspeed_patches.rehearsal.worker", str(script), *words),
-    ]
+    worker = "-m", "mindspeed_patches.rehearsal.worker"
+    command = [*torchrun_here(processes), *worker, str(script), *words]
     environment = {**environment, RECORDS: str(records), WAY: way}
     try:
         code = run_bounded(

@@ -13,7 +13,7 @@ from typing import Any
 
 from commfuse_npu.options import DEFAULTS, FB_OVERLAP_OPTIONS, OPTIONS, add_arguments
 from commfuse_npu.refusals import IncompatibleOptionsError
-from commfuse_npu.tools.layout_problems import indivisible
+from commfuse_npu.tools.model_config import indivisible
 from commfuse_npu.tools.option_types import Parser, positive, whole
 from mindspeed_patches.training_options import check_options
 

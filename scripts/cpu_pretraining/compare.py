@@ -22,8 +22,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 
-from commfuse_npu.tools.report.charts import Bit, Row, gantt
-from commfuse_npu.tools.report.drawing import draw
+from commfuse_npu.tools.drawing import Bit, Row, draw, gantt
 
 from .outcome import WARM_UP_ITERATIONS, Outcome
 

@@ -27,13 +27,13 @@ from typing import NamedTuple, get_args
 from commfuse_npu.config_file import find_config
 from commfuse_npu.hardware.description import Hardware
 from commfuse_npu.hardware.machine import Machine
-from commfuse_npu.tools.markdown import table_head, table_row
 from commfuse_npu.tools.model_config import ModelConfig
 from commfuse_npu.tools.simulate.step import LayerTime, Layout, Recompute, Step, Training
 from commfuse_npu.tools.simulate.timed import CORNERS
 from commfuse_npu.tools.simulate.training import training
 from commfuse_npu.tools.simulate.variants import COC, REFERENCE, Variant
 from commfuse_npu.tools.simulate.variants import forms as simulated
+from commfuse_npu.tools.terminal import table_head, table_row
 
 __all__ = ["BOUND", "OURS", "RIVALS", "Point", "forms", "layer", "main", "point", "publish",
            "report", "steps", "steps_report"]  # fmt: skip

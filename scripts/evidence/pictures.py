@@ -16,8 +16,7 @@ from pathlib import Path
 
 from commfuse_npu.config_file import find_config
 from commfuse_npu.hardware.description import Hardware
-from commfuse_npu.tools.report.charts import Picture
-from commfuse_npu.tools.report.drawing import draw
+from commfuse_npu.tools.drawing import Chart, draw
 from commfuse_npu.tools.simulate.lanes import layer_picture
 from commfuse_npu.tools.simulate.step import Step
 from commfuse_npu.tools.simulate.variants import REFERENCE, Variant
@@ -61,7 +60,7 @@ def forms() -> dict[str, Variant]:
     }
 
 
-def _results() -> Picture:
+def _results() -> Chart:
     rows = []
     for machine, model, tp in _LAYOUTS:
         layout = f"{_MODELS[model]}, TP {tp}, {_MACHINES[machine]}"
@@ -74,7 +73,8 @@ def _results() -> Picture:
                 rows.append(row)
     forms, across = list(_FORMS.values()), {"type": "quantitative", "title": "%"}
     colour = {"field": "form", "sort": forms, "scale": {"domain": forms, "range": _COLOURS}}
-    chart = {
+    return {
+        "title": "% less time per layer than with blocking collectives",
         "data": {"values": rows},
         "height": {"step": 12},
         "encoding": {
@@ -89,7 +89,6 @@ def _results() -> Picture:
             },
         ],
     }
-    return Picture("% less time per layer than with blocking collectives", chart)
 
 
 _TITLES = {

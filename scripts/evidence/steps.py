@@ -28,12 +28,17 @@ from commfuse_npu.config_file import find_config
 from commfuse_npu.hardware.description import Hardware
 from commfuse_npu.hardware.machine import Machine
 from commfuse_npu.tools.launch_script import UsageError
-from commfuse_npu.tools.markdown import table_head, table_row
-from commfuse_npu.tools.plan.launch import ask_about
-from commfuse_npu.tools.plan.training import NotSimulated, form_of, roughly, training_of
+from commfuse_npu.tools.plan.launch import (
+    NotSimulated,
+    ask_about,
+    form_of,
+    roughly,
+    training_of,
+)
 from commfuse_npu.tools.simulate.footprint import footprint
 from commfuse_npu.tools.simulate.step import Step, Training
 from commfuse_npu.tools.simulate.variants import Variant
+from commfuse_npu.tools.terminal import table_head, table_row
 from scripts.evidence.layers import publish
 
 __all__ = ["Measured", "fit", "fitted", "main", "measured", "report", "simulated"]

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from commfuse_npu.config_file import ConfigError
-from commfuse_npu.tools.model_config import ModelConfig, given_options
+from commfuse_npu.tools.model_config import ModelConfig
 from tests.launchers.launching import ROOT
 
 CONFIGS = ROOT / "configs"
@@ -87,13 +87,18 @@ def test_arguments_appear_where_they_say_something(name, options, given, absent)
     assert set(absent.split()).isdisjoint(config.arguments())
 
 
-def test_a_bad_value_is_named() -> None:
-    for options, message in (
-        ("--num-layer-list 4,,4", "--num-layer-list: '4,,4' is not whole numbers from 1, with"),
-        ("--num-layers", "argument --num-layers: expected one argument"),
-    ):
-        with pytest.raises(ConfigError, match=f"^{re.escape(message)}"):
-            given_options(options.split())
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--tensor-model-parallel-size x", "--tensor-model-parallel-size: 'x' is not a whole"),
+        ("--nproc_per_node 0", "--npus-per-node/--nproc-per-node/--nproc_per_node: '0' is not a"),
+        ("--num-layer-list 4,,4", "--num-layer-list: '' is not a whole number from 1 to 1"),
+        ("--num-layers", "--num-layers: expected one argument"),
+    ],
+)
+def test_a_bad_value_is_named(options: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{re.escape(message)}"):
+        load("llama3_8b", options)
 
 
 SHORT = (
@@ -125,11 +130,11 @@ def test_what_a_command_line_leaves_out_is_what_megatron_takes() -> None:
         ({"pretrain_option": "--bf16"}, "unknown option 'pretrain_option'; did you mean pretrain_"),
         ({"commfuse_chunk": 2}, "unknown: --commfuse-chunk; did you mean --commfuse-chunks?"),
         ({"sequence_parallel": "yes"}, "sequence_parallel: 'yes' is not true or false"),
-        ({"num_layers": 3.5}, "num_layers: 3.5 is not a whole number from 1"),
-        ({"num_layers": True}, "num_layers: True is not a whole number from 1"),
-        ({"hidden_size": 10**12}, "is not a whole number from 1 of at most 12 digits"),
-        ({"hidden_size": [[1]]}, "hidden_size: [[1]] is not a whole number"),
-        ({"tokenizer_type": None}, "tokenizer_type: None is not a name"),
+        ({"num_layers": 3.5}, "--num-layers: '3.5' is not a whole number from 1"),
+        ({"num_layers": True}, "num_layers: True is not a value"),
+        ({"hidden_size": 10**12 + 1}, "is not a whole number from 1 to 1000000000000"),
+        ({"hidden_size": [1, 2]}, "hidden_size: [1, 2] is not a value"),
+        ({"tokenizer_type": None}, "tokenizer_type missing; every option has to be there"),
         ({"nnodes": ...}, "nnodes missing; every option has to be there"),
         *(({"pretrain_options": one}, f"{one!r} is not a line of opt") for one in (3, "overlap")),
     ],

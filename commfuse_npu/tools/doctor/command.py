@@ -8,10 +8,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from commfuse_npu.tools.doctor.devices import check_devices, listed_npus
 from commfuse_npu.tools.doctor.environment import check_variables
-from commfuse_npu.tools.doctor.finding import Finding
-from commfuse_npu.tools.doctor.machine import Machine
+from commfuse_npu.tools.doctor.machine import Finding, Machine, check_devices, listed_npus
 from commfuse_npu.tools.doctor.versions import (
     check_cann,
     check_stack,

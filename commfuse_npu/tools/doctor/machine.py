@@ -1,20 +1,59 @@
-"""The machine as the checks see it: its variables, its packages, its commands.
+"""The machine as the checks see it, and its NPUs and their links, as npu-smi reports them.
 
-Tests can define their own machine.
+A machine is environment variables, a function that finds packages and one that runs commands:
+tests define their own.
 """
 
 from __future__ import annotations
 
 import functools
 import os
+import re
 import subprocess
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Literal, NamedTuple
 
 from commfuse_npu.packages import Package, find_package
 
-__all__ = ["ABSENT", "CommandResult", "Machine", "run_command"]
+__all__ = [
+    "ABSENT",
+    "CommandResult",
+    "Finding",
+    "Level",
+    "Machine",
+    "check_devices",
+    "check_links",
+    "listed_npus",
+    "run_command",
+    "topology",
+]
+
+Level = Literal["ok", "note", "warning", "error"]
+
+
+class Finding(NamedTuple):
+    """One result of a check.
+
+    ``error``: something will not work.  ``warning``: works, but not optimally.  ``note``: worth
+    knowing.  ``ok``: as it should be, with neither ``expected`` nor ``action``.
+    """
+
+    section: str
+    what: str
+    level: Level
+    value: str
+    expected: str = ""
+    action: str = ""
+
+    def __str__(self) -> str:
+        expected = f"; expected {self.expected}" if self.expected else ""
+        action = f" -> {self.action}" if self.action else ""
+        return f"{self.level:<7}  {self.what}: {self.value}{expected}{action}"
+
 
 ABSENT = 127
 """The exit code if there is no such command, as in a shell."""
@@ -58,13 +97,9 @@ def run_command(*command: str) -> CommandResult:
 
 @dataclass(frozen=True)
 class Machine:
-    """What the checks need to know about a machine.
+    """What the checks need to know about a machine; ``find`` takes an import name.
 
-    Attributes:
-        variables: of the environment.
-        find: finds a package by its import name; returns ``None`` if there is none.
-        run: runs a command.
-        cann: the folder of CANN unless a variable names another.
+    ``cann``: the folder of CANN unless a variable names another.
     """
 
     variables: Mapping[str, str]
@@ -76,3 +111,77 @@ class Machine:
     def this(cls) -> Machine:
         variables = dict(os.environ)
         return cls(variables, lambda name: find_package(name, variables))
+
+
+# ------------------------------------------------------------------ NPUs and links
+
+_finding = partial(Finding, "devices")
+_INFO, _TOPOLOGY = ["npu-smi", "info"], ["npu-smi", "info", "-t", "topo"]
+_DRIVER = re.compile(r"^\|\s+npu-smi\s+\S+\s+Version:\s+(\S+)", re.MULTILINE)
+# A device has two lines; the second has its bus address.
+_NAME_LINE = re.compile(r"^\|\s+\d+\s+(\S+)\s+\|\s+([A-Za-z]+)\s+\|")
+_BUS_LINE = re.compile(r"^\|\s+\d+(?:\s+\d+)?\s+\|\s+[0-9A-Fa-f]{4}:")
+_FAST_LINKS = "HCCS", "HCCS_SW", "SIO"
+"""A full mesh, a switch, and the two dies of a package."""
+
+
+def listed_npus(machine: Machine) -> list[tuple[str, str]]:
+    """(name, health) of every NPU that ``npu-smi info`` lists, one per chip."""
+    result = machine.run(*_INFO)
+    npus: list[tuple[str, str]] = []
+    npu = ("unknown", "unknown")
+    for line in result.output.splitlines() if result.exit_code == 0 else ():
+        if name := _NAME_LINE.match(line):
+            npu = (name[1], name[2])
+        elif _BUS_LINE.match(line):
+            npus.append(npu)
+    return npus
+
+
+def check_devices(machine: Machine) -> Iterator[Finding]:
+    """Check the NPUs, their health and their links."""
+    result = machine.run(*_INFO)
+    if result.exit_code == ABSENT:
+        none, action = "no NPU found (there is no npu-smi)", "bash scripts/pretrain_llama_cpu.sh"
+        yield _finding("NPUs", "note", none, action=f"the CPU form over gloo works: {action}")
+        return
+    if driver := _DRIVER.search(result.output):
+        yield _finding("driver", "ok", driver[1])
+    devices = listed_npus(machine)
+    if not devices:
+        problem = f"npu-smi info lists none: {result.last_line}"
+        action = "check driver and firmware, and that the container was given devices"
+        yield _finding("NPUs", "error", problem, "a device", action)
+        return
+    kinds = Counter(name for name, _ in devices)
+    yield _finding("NPUs", "ok", ", ".join(f"{count} x {name}" for name, count in kinds.items()))
+    if ill := [f"{i} ({health})" for i, (_, health) in enumerate(devices) if health != "OK"]:
+        advice = "see npu-smi info -t health"
+        yield _finding("health", "warning", f"NPU {', '.join(ill)}", "OK", advice)
+    yield check_links(machine)
+
+
+def topology(machine: Machine) -> dict[str, list[str]]:
+    """By NPU: its link to each NPU (``X`` to itself), from ``npu-smi info -t topo``."""
+    links = {}
+    for line in machine.run(*_TOPOLOGY).output.splitlines():
+        words = line.split()
+        # The heading starts with NPU0 too, but holds names instead of links.
+        if "X" in words and re.fullmatch(r"NPU\d+", words[0]):
+            links[words[0]] = [word for word in words if re.fullmatch(r"X|[A-Z]{3}[A-Z_]*", word)]
+    return links
+
+
+def check_links(machine: Machine) -> Finding:
+    """Check the links between the NPUs."""
+    rows = topology(machine).values()
+    links = Counter(kind for row in rows for kind in row if kind != "X")
+    if not links:
+        answer = machine.run(*_TOPOLOGY).last_line
+        return _finding("links", "note", f"unknown: npu-smi info -t topo said {answer}")
+    pairs = ", ".join(f"{count // 2} pairs {kind}" for kind, count in links.most_common())
+    if slow := ", ".join(kind for kind in links if kind not in _FAST_LINKS):
+        expected = "HCCS, HCCS_SW or SIO within a tensor-parallel group"
+        action = f"{slow} goes over PCIe or the host: keep TP within the NPUs that HCCS connects"
+        return _finding("links", "warning", pairs, expected, action)
+    return _finding("links", "ok", pairs)

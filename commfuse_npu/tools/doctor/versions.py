@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 
 from commfuse_npu.packages import (
@@ -18,16 +17,22 @@ from commfuse_npu.packages import (
     Package,
     numbers,
 )
-from commfuse_npu.tools.doctor.devices import listed_npus
-from commfuse_npu.tools.doctor.finding import Finding, Level
-from commfuse_npu.tools.doctor.machine import Machine
+from commfuse_npu.tools.doctor.machine import Finding, Level, Machine, listed_npus
 
 __all__ = ["TRY_TORCH_NPU", "check_cann", "check_stack", "check_torch", "check_torch_npu_loads"]
 
-_make_finding = partial(Finding, "versions")
-
 TRY_TORCH_NPU = "import torch, torch_npu; print(); print('NPUs:', torch.npu.device_count())"
 """The program that a separate Python runs."""
+_AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
+
+
+def _judged(
+    what: str, value: str, good: bool, expected: str = "", action: str = "", bad: Level = "error"
+) -> Finding:
+    """What was found of a package: ``ok``, or ``bad`` with advice."""
+    if good:
+        return Finding("versions", what, "ok", value)
+    return Finding("versions", what, bad, value, expected, action)
 
 
 def check_torch(machine: Machine) -> Iterator[Finding]:
@@ -35,79 +40,73 @@ def check_torch(machine: Machine) -> Iterator[Finding]:
     torch, npu = machine.find("torch"), machine.find("torch_npu")
     if torch is None:
         action = "install torch, with a torch_npu of the same version for NPUs"
-        yield _make_finding("torch", "error", "not found", "2.1 or newer", action)
+        yield _judged("torch", "not found", False, "2.1 or newer", action)
         return
     version = torch.version or "unknown"
-    if (0,) < numbers(version) < (2, 1):
-        yield _make_finding("torch", "error", version, "2.1 or newer", "install a newer one")
-    else:
-        yield _make_finding("torch", "ok", version)
-    finding = partial(_make_finding, "torch_npu")
+    new = not (0,) < numbers(version) < (2, 1)
+    yield _judged("torch", version, new, "2.1 or newer", "install a newer one")
     together = f"install torch=={NPU_TORCH} and torch_npu=={NPU_TORCH}"
     if npu is None:
         level: Level = "error" if listed_npus(machine) else "note"
-        yield finding(level, "not found", action=f"needed on NPUs: {together}")
+        yield _judged("torch_npu", "not found", False, "", f"needed on NPUs: {together}", level)
         return
     bridge = npu.version or "unknown"
     if numbers(bridge)[:3] != numbers(version)[:3]:
         action = f"install torch {bridge} or torch_npu {version}"
-        yield finding("error", f"{bridge} beside torch {version}", "the version of torch", action)
+        beside = f"{bridge} beside torch {version}"
+        yield _judged("torch_npu", beside, False, "the version of torch", action)
     elif machine.find("mindspeed_llm") is not None and numbers(version)[:3] != numbers(NPU_TORCH):
         expected = f"torch and torch_npu {NPU_TORCH}, which it is built for"
-        yield finding("warning", f"{bridge} with MindSpeed-LLM", expected, together)
+        beside = f"{bridge} with MindSpeed-LLM"
+        yield _judged("torch_npu", beside, False, expected, together, "warning")
     else:
-        yield finding("ok", bridge)
+        yield _judged("torch_npu", bridge, True)
 
 
 def check_torch_npu_loads(machine: Machine) -> Iterator[Finding]:
     """Check if torch_npu can be imported, and if not, whether it breaks ``import torch``."""
-    automatic = "TORCH_DEVICE_BACKEND_AUTOLOAD"
     if machine.find("torch_npu") is None:
         return
-    result = machine.run("env", f"{automatic}=0", sys.executable, "-c", TRY_TORCH_NPU)
-    finding = partial(_make_finding, "import torch_npu")
+    result = machine.run("env", f"{_AUTOLOAD}=0", sys.executable, "-c", TRY_TORCH_NPU)
     if result.exit_code == 0:
-        yield finding("ok", result.last_line)
+        yield _judged("import torch_npu", result.last_line, True)
         return
-    failed = f"failed: {result.last_line}"
+    level: Level = "warning"
+    action = "without NPUs use an environment that torch_npu is not in"
     if listed_npus(machine):
-        yield finding("error", failed, "to work", "install CANN, and source its set_env.sh here")
-    else:
-        action = "without NPUs use an environment that torch_npu is not in"
-        yield finding("warning", failed, "to work", action)
-    setting = machine.variables.get(automatic, "unset")
+        level, action = "error", "install CANN, and source its set_env.sh here"
+    failed = f"failed: {result.last_line}"
+    yield _judged("import torch_npu", failed, False, "to work", action, level)
+    setting = machine.variables.get(_AUTOLOAD, "unset")
     if setting != "0":
         expected = "0 while torch_npu cannot be imported: torch imports it by itself and fails"
-        action = f"export {automatic}=0, or repair torch_npu"
-        yield _make_finding(automatic, "error", setting, expected, action)
+        action = f"export {_AUTOLOAD}=0, or repair torch_npu"
+        yield _judged(_AUTOLOAD, setting, False, expected, action)
 
 
 def check_cann(machine: Machine) -> Finding:
     """Check that CANN is installed, its environment is set, and it is new enough."""
-    finding = partial(_make_finding, "CANN")
     home = machine.variables.get("ASCEND_HOME_PATH") or machine.variables.get("ASCEND_TOOLKIT_HOME")
     if not home and not machine.cann.exists():
-        return finding("note", "not found", action="needed on NPUs")
+        return _judged("CANN", "not found", False, "", "needed on NPUs", "note")
     if not home:
         text = f"in {machine.cann}, but ASCEND_HOME_PATH is unset"
         action = f"source {machine.cann.parent / 'set_env.sh'}"
-        return finding("error", text, "its environment", action)
+        return _judged("CANN", text, False, "its environment", action)
     version = _cann_version(Path(home))
+    known, action = version or f"no version in {home}", "update it"
+    expected = f"8.3 or newer, for torch_npu {NPU_TORCH}"
     if version is None:
+        expected = "ascend_*install.info below it"
         action = "check that ASCEND_HOME_PATH is the folder of the toolkit"
-        text = f"no version in {home}"
-        return finding("warning", text, "ascend_*install.info below it", action)
-    if numbers(version)[:2] < (8, 3):
-        return finding("warning", version, f"8.3 or newer, for torch_npu {NPU_TORCH}", "update it")
-    if numbers(version)[:2] == (9, 0):
-        return finding(
-            "warning",
-            version,
+    elif numbers(version)[:2] == (9, 0):
+        expected = (
             "8.5, or 9.1 and newer: hcomm 9.0 drops return codes of grouped transfers (read in "
-            "hccl_group.cc:234, 274), so that a transfer that failed is reported as done",
-            "update it, or leave --use-commfuse out; --commfuse-fb-overlap needs no such transfer",
+            "hccl_group.cc:234, 274), so that a transfer that failed is reported as done"
         )
-    return finding("ok", version)
+        action += ", or leave --use-commfuse out; --commfuse-fb-overlap needs no such transfer"
+    good = version is not None and (9, 0) != numbers(version)[:2] >= (8, 3)
+    return _judged("CANN", known, good, expected, action, "warning")
 
 
 def _cann_version(home: Path) -> str | None:
@@ -130,59 +129,54 @@ def check_stack(machine: Machine) -> Iterator[Finding]:
     )
     yield from findings
     if all(finding.level == "ok" for finding in findings):
-        yield _make_finding("together", "ok", f"supported: {TOGETHER}")
+        yield _judged("together", f"supported: {TOGETHER}", True)
 
 
 def _check_llm(package: Package | None, mindspeed: Package | None) -> Finding:
-    finding = partial(_make_finding, "MindSpeed-LLM")
     if package is None:
         action = "to train with its own pretrain_gpt.py start in its root, or put it on the path"
-        return finding("note" if mindspeed is None else "warning", "not found", action=action)
+        level: Level = "note" if mindspeed is None else "warning"
+        return _judged("MindSpeed-LLM", "not found", False, "", action, level)
     version = package.version or "unknown"
     if package.folder_with("tasks/megatron_adaptor_v2.py") is None:
         expected = "2.2.0 or newer: older ones have no feature manager to add a feature to"
-        return finding("error", version, expected, f"use {TOGETHER}")
+        return _judged("MindSpeed-LLM", version, False, expected, f"use {TOGETHER}")
     # 26.0.0, 26.1.0 and master all have the version 26.0.0dev0.
-    if not any(numbers(version)[:2] == numbers(release)[:2] for release in SUPPORTED_LLM):
-        expected = f"one that was tried: {', '.join(SUPPORTED_LLM)} or master"
-        action = "compare a few iterations with and without --use-commfuse"
-        return finding("warning", version, expected, action)
-    return finding("ok", version)
+    tried = any(numbers(version)[:2] == numbers(release)[:2] for release in SUPPORTED_LLM)
+    expected = f"one that was tried: {', '.join(SUPPORTED_LLM)} or master"
+    action = "compare a few iterations with and without --use-commfuse"
+    return _judged("MindSpeed-LLM", version, tried, expected, action, "warning")
 
 
 def _check_mindspeed(package: Package | None, required: bool) -> Finding:
-    finding = partial(_make_finding, "MindSpeed")
+    text, good = "not found", False
     if package is None and not required:
-        return finding("note", "not found", action="needed on NPUs")
-    text = "not found"
+        return _judged("MindSpeed", text, False, "", "needed on NPUs", "note")
     if package is not None:
         text = package.version or "unknown"
-        # Without a version number, its files decide.
-        known = not package.version or numbers(text)[:2] == (0, 12)
         has_features = package.folder_with("features_manager/features_manager.py") is not None
-        if known and has_features:
-            return finding("ok", text)
+        # Without a version number, its files decide.
+        good = has_features and (not package.version or numbers(text)[:2] == (0, 12))
         text += ", without a feature manager" * (not has_features)
     branch = "0.12.1: branch <version of MindSpeed-LLM>_core_r0.12.1, or master"
-    return finding("error", text, branch, f"install it from source: {TOGETHER}")
+    return _judged("MindSpeed", text, good, branch, f"install it from source: {TOGETHER}")
 
 
 def _check_megatron(package: Package | None, required: bool) -> Finding:
-    finding = partial(_make_finding, "Megatron-LM")
+    of_pypi = "pip install megatron-core==0.12.1 for the CPU"
     if package is None and not required:
-        return finding("note", "not found", action="pip install megatron-core==0.12.1 for the CPU")
+        return _judged("Megatron-LM", "not found", False, "", of_pypi, "note")
     checkout = "put a checkout of Megatron-LM core_v0.12.1 first on PYTHONPATH"
     version = "not found" if package is None else package.version or "unknown"
     if package is None or numbers(version) != numbers(MEGATRON):
         why = f": {WHY_WITHOUT}" if numbers(version) >= WITHOUT_MINDSPEED else ""
-        action = f"{checkout}, or pip install megatron-core==0.12.1 for the CPU"
-        return finding("error", version, f"{MEGATRON} (core_v0.12.1){why}", action)
+        expected = f"{MEGATRON} (core_v0.12.1){why}"
+        return _judged("Megatron-LM", version, False, expected, f"{checkout}, or {of_pypi}")
     core, training = package.folder_with("core"), package.folder_with("training")
-    text = version if training else f"{version}, megatron.core only"
-    if training is None and required:
+    if training is None:
         expected = "megatron.training too, which megatron-core of PyPI has not"
-        return finding("error", text, expected, checkout)
-    if training is not None and core != training:
-        text = f"megatron.core in {core}, megatron.training in {training}"
-        return finding("warning", text, "both from one checkout", checkout)
-    return finding("ok", text)
+        text = f"{version}, megatron.core only"
+        return _judged("Megatron-LM", text, not required, expected, checkout)
+    same = core == training
+    text = version if same else f"megatron.core in {core}, megatron.training in {training}"
+    return _judged("Megatron-LM", text, same, "both from one checkout", checkout, "warning")

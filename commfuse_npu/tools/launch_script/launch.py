@@ -3,26 +3,38 @@
 Supported are ``pretrain_gpt.py ARGS`` and ``torchrun ... pretrain_gpt.py ARGS`` (also as
 ``python -m torch.distributed.run`` or ``.launch``).  Each may have ``-m mindspeed_patches.launch``
 before the script, and ``cd FOLDER &&`` and assignments before it.
+
+A launch script runs in bash with its own search path.  ``torchrun`` and ``python`` are recorders
+that store their arguments and exit.  A few programs that only read are the real ones, a few that
+change files are silent no-ops, and every other one is a no-op that is noted in the output.  A
+Python called by its path finds an invalid ``PYTHONHOME`` and exits at once.  What does run are
+shell built-ins (assignments, ``source``, ``cd``, redirections) and programs that are called by
+their paths.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import shlex
+import shutil
+import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 from commfuse_npu.tools.launch_script import UsageError
 from commfuse_npu.tools.launch_script.options import Options
-from commfuse_npu.tools.launch_script.shell import Command, capture_commands
+from commfuse_npu.tools.launch_script.short_run import MARK, run_bounded
 
-__all__ = ["Launch", "read_launch"]
+__all__ = ["Launch", "capture_commands", "read_launch"]
 
 _LAUNCH_MODULE = "mindspeed_patches.launch"
 _TORCHRUN_MODULES = ("torch.distributed.run", "torch.distributed.launch")
 _COUNTED_BY_TORCHRUN = ("auto", "cpu", "gpu", "npu", "xpu")
-_MOST_PROCESSES = 1 << 20
 _ASSIGNMENT = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)=(.*)", re.S)
 
 
@@ -69,9 +81,9 @@ class Launch:
         )
 
 
-def _launch_of(command: Command) -> Launch | None:
-    """Parse a command; ``None`` if it is not a launch."""
-    words = list(command.words)
+def _launch_of(words: Sequence[str], folder: str, environment: Mapping[str, str]) -> Launch | None:
+    """Parse a command that is started in a folder; ``None`` if it is not a launch."""
+    words = list(words)
     nodes = per_node = None
     program = Path(words[0]).name if words else ""
     by_torchrun = program == "torchrun"
@@ -87,9 +99,8 @@ def _launch_of(command: Command) -> Launch | None:
     script, *arguments = words[2 * registers :] or [""]
     if not script.endswith(".py"):
         return None
-    folder, environment = Path(command.folder), dict(command.environment)
-    options = Options(arguments)
-    return Launch(script, options, nodes, per_node, folder, environment, registers=registers)
+    options, variables = Options(arguments), dict(environment)
+    return Launch(script, options, nodes, per_node, Path(folder), variables, registers=registers)
 
 
 def _torchrun(words: Sequence[str]) -> tuple[list[str], int | None, int | None]:
@@ -101,32 +112,9 @@ def _torchrun(words: Sequence[str]) -> tuple[list[str], int | None, int | None]:
     def number(option: str) -> int | None:
         # A range of nodes, MIN:MAX, counts as its maximum.
         text = (options.values(option) or ["1"])[0].rpartition(":")[2]
-        if text in _COUNTED_BY_TORCHRUN:
-            return None
-        if not text.isdecimal() or not 0 < int(text[:9]) <= _MOST_PROCESSES:
-            raise UsageError(
-                f"torchrun's {option} is {text[:40]!r}; give a whole number from 1 to "
-                f"{_MOST_PROCESSES}"
-            )
-        return int(text)
+        return None if text in _COUNTED_BY_TORCHRUN else Options([option, text]).number(option, 1)
 
     return list(words[place:]), number("--nnodes"), number("--nproc-per-node")
-
-
-def _typed_command(words: Sequence[str]) -> Command:
-    """A command line as typed, with ``cd`` and assignments."""
-    words = list(words[words.index("&&") + 1 :] if "&&" in words else words)
-    assigned = {}
-    while words and (match := _ASSIGNMENT.fullmatch(words[0])):
-        assigned[match[1]] = match[2]
-        del words[0]
-    return Command(words, str(Path.cwd()), assigned)
-
-
-def _shell_script(words: Sequence[str]) -> list[str]:
-    """A launch script and its arguments, without a leading shell; empty if there is none."""
-    words = list(words[1:] if words and Path(words[0]).name in ("bash", "sh") else words)
-    return words if words and words[0].endswith(".sh") else []
 
 
 def _checkout_of(folder: Path) -> Path:
@@ -151,18 +139,23 @@ def read_launch(
     Raises:
         UsageError: it is not a launch, or the script starts none.
     """
-    command = _typed_command(words)
-    if script := _shell_script(command.words):
-        launch = _from_shell(script, checkout, {**environ, **command.environment})
-        launch.environment = {**command.environment, **launch.environment}
+    typed = list(words[words.index("&&") + 1 :] if "&&" in words else words)
+    assigned = {}
+    while typed and (match := _ASSIGNMENT.fullmatch(typed[0])):
+        assigned[match[1]] = match[2]
+        del typed[0]
+    script = typed[1:] if typed and Path(typed[0]).name in ("bash", "sh") else typed
+    if script and script[0].endswith(".sh"):
+        launch = _from_shell(script, checkout, {**environ, **assigned})
+        launch.environment = {**assigned, **launch.environment}
         return launch
-    launch_read = _launch_of(command)
-    if launch_read is None:
+    read = _launch_of(typed, str(Path.cwd()), assigned)
+    if read is None:
         raise UsageError(
             f"the launch {' '.join(words[:6])!r} is none that can be read; give "
             "pretrain_gpt.py ARGS, torchrun ... pretrain_gpt.py ARGS, or a launch script"
         )
-    return launch_read
+    return read
 
 
 def _from_shell(words: Sequence[str], checkout: Path | None, environ: Mapping[str, str]) -> Launch:
@@ -176,11 +169,11 @@ def _from_shell(words: Sequence[str], checkout: Path | None, environ: Mapping[st
     launches = [
         launch
         for command in captured.commands
-        if (launch := _launch_of(command)) is not None
+        if (launch := _launch_of(*command)) is not None
         and (launch.processes is not None or Path(launch.script).name.startswith("pretrain"))
     ]
     if not launches:
-        called = [" ".join(command.words[:4])[:80] for command in captured.commands]
+        called = [" ".join(words[:4])[:80] for words, *_ in captured.commands]
         *_, last = captured.printed.strip().splitlines() or ["nothing"]
         raise UsageError(
             f"{script} starts no pretraining: it ended with code {captured.code}, started "
@@ -193,3 +186,129 @@ def _from_shell(words: Sequence[str], checkout: Path | None, environ: Mapping[st
             f"{script.name} starts {len(launches)} trainings; this is about the first"
         )
     return launch
+
+
+# ------------------------------------------------------------------ what a script would start
+
+_RECORDED = ("torchrun", "python", "python3", f"python3.{sys.version_info.minor}")
+_READING = (
+    *("bash", "sh", "env", "cat", "date", "dirname", "basename", "readlink", "realpath"),
+    *("hostname", "nproc", "wc", "sed", "awk", "grep", "cut", "tr", "head", "tail", "seq"),
+    *("sort", "uniq", "expr", "uname", "id", "ls"),
+)
+_SKIPPED = ("mkdir", "rm", "cp", "mv", "ln", "touch", "chmod", "sleep")
+_NOT_THE_LAUNCHS = {
+    *("BASH_ENV", "PWD", "OLDPWD", "SHLVL", "_", "PATH", "PYTHONHOME", MARK),
+    *("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK", "LOCAL_RANK"),
+}
+"""Variables of the shell itself, of this capture, or specific to a single start."""
+_BACKGROUND_SECONDS = 2.0
+"""Seconds for background processes of a script to be recorded."""
+# Our own launch scripts run a Python program that reads the configuration: it is not replaced.
+_OWN_READER = "commfuse_npu.tools.model_config"
+_RECORDER = """\
+import json, os, sys, time
+reader, folder, *words = sys.argv[1:]
+if words[1:3] == ["-m", reader]:
+    os.environ.pop("PYTHONHOME")
+    os.execv(sys.executable, [sys.executable, *words[1:]])
+name = os.path.join(folder, f"{time.time_ns():020d}.json")
+with open(name + ".part", "w", encoding="utf-8") as file:
+    json.dump([words, os.getcwd(), dict(os.environ)], file)
+os.replace(name + ".part", name)
+"""
+
+
+class _Captured(NamedTuple):
+    """What a script started and printed, and its exit code.
+
+    ``commands``: in order; the words, the folder, and the variables that the script had changed.
+    """
+
+    commands: Sequence[tuple[list[str], str, dict[str, str]]]
+    printed: str
+    code: int
+
+
+def capture_commands(
+    script: Sequence[str],
+    folder: Path,
+    environ: Mapping[str, str],
+    timeout: float = 60.0,
+) -> _Captured:
+    """Run a shell script with recorders in place of programs.
+
+    Args:
+        script: its path and its arguments; it is started in ``folder``.
+        environ: its environment, except for the search path.
+        timeout: in seconds; after it the script is killed with all that it started.
+
+    Raises:
+        UsageError: there is no bash, or the script does not end in time.
+    """
+    bash = shutil.which("bash")
+    if bash is None:
+        raise UsageError("a launch script needs bash, which is not on PATH; give its command line")
+    with tempfile.TemporaryDirectory(prefix="commfuse_capture_") as temporary:
+        scratch = Path(temporary)
+        records = scratch / "records"
+        records.mkdir()
+        environment = {
+            **{name: value for name, value in environ.items() if name != "PYTHON"},
+            "PATH": str(scratch / "bin"),
+            "BASH_ENV": str(_write_programs(scratch, records)),
+            "PYTHONHOME": str(scratch / "no-python-is-started"),
+        }
+        try:
+            code = run_bounded(
+                [bash, *script],
+                folder=folder,
+                environment=environment,
+                log=scratch / "printed",
+                seconds=timeout,
+                linger=_BACKGROUND_SECONDS,
+            )
+        except TimeoutError as error:
+            raise UsageError(
+                f"{script[0]} did not end within {timeout:g} s although it starts nothing here; "
+                "give the command line that it runs"
+            ) from error
+        printed = (scratch / "printed").read_text("utf-8", "replace")
+        commands = [_recorded(path, environment) for path in sorted(records.glob("*.json"))]
+        return _Captured(commands, printed, code)
+
+
+def _recorded(path: Path, before: Mapping[str, str]) -> tuple[list[str], str, dict[str, str]]:
+    words, folder, environment = json.loads(path.read_text("utf-8"))
+    changed = {
+        name: value
+        for name, value in environment.items()
+        if before.get(name) != value and name not in _NOT_THE_LAUNCHS
+    }
+    return words, folder, changed
+
+
+def _write_programs(folder: Path, records: Path) -> Path:
+    """Write the programs into ``bin``, and the shell functions that bash reads first.
+
+    Functions take precedence over any search path, including one that a sourced file extends.
+    """
+    programs, recorder = folder / "bin", folder / "recorder.py"
+    programs.mkdir()
+    recorder.write_text(_RECORDER, "utf-8")
+    # -I ignores PYTHONHOME, which is invalid on purpose.
+    record = shlex.join([sys.executable, "-I", "-S", str(recorder), _OWN_READER, str(records)])
+    written = {name: f'exec {record} {name} "$@"' for name in _RECORDED}
+    written |= {**dict.fromkeys(_SKIPPED, ":"), "tee": "exec cat"}
+    functions = ['command_not_found_handle() { echo "not run: $*" >&2; }']
+    for name, line in written.items():
+        path = programs / name
+        path.write_text(f"#!/bin/sh\n{line}\n", "utf-8")
+        path.chmod(0o755)
+        functions.append(f'{name}() {{ {shlex.quote(str(path))} "$@"; }}')
+    for name in _READING:
+        if (real := shutil.which(name)) is not None:
+            os.symlink(os.path.abspath(real), programs / name)
+    read_first = folder / "functions.sh"
+    read_first.write_text("\n".join(functions) + "\n", "utf-8")
+    return read_first

@@ -23,32 +23,33 @@ class Options:
 
     def __init__(self, words: Iterable[str] = ()) -> None:
         self.changes: list[str] = []
-        self._items: list[tuple[str, list[str]]] = []
+        self._values: dict[str, list[str]] = {}
+        name = ""
         for word in words:
             if word.startswith("--"):
                 name, has_value, value = word.partition("=")
-                self._items.append((name, [value] if has_value else []))
-            elif self._items:
-                self._items[-1][1].append(word)
+                self._values[name] = [value] if has_value else []
+            elif name:
+                self._values[name].append(word)
             else:
                 raise UsageError(
                     f"the script's arguments begin with {word!r} where an option is expected"
                 )
 
     def __contains__(self, name: str) -> bool:
-        return name in self.names
+        return name in self._values
 
     @property
     def names(self) -> list[str]:
-        return [name for name, _ in self._items]
+        return list(self._values)
 
     @property
     def words(self) -> list[str]:
-        return [word for name, values in self._items for word in (name, *values)]
+        return [word for name, values in self._values.items() for word in (name, *values)]
 
     def values(self, name: str) -> list[str]:
         """The values of an option; of its last occurrence, as in argparse."""
-        return list(dict(self._items).get(name, ()))
+        return list(self._values.get(name, ()))
 
     def text(self, name: str) -> str | None:
         """The values joined by spaces; ``None`` if the option is absent or has no values."""
@@ -71,21 +72,16 @@ class Options:
     def set(self, name: str, *values: object, why: str = "") -> None:
         """Set the values of an option, in place or at the end, and record the change."""
         new = [str(value) for value in values]
-        present = name in self
-        if present and self.values(name) == new:
-            return
-        old = " ".join(self.values(name)) if present else "(not given)"
-        self._note(name, old, " ".join(new) or "given", why)
-        place = self.names.index(name) if present else len(self._items)
-        self._remove(name)
-        self._items.insert(place, (name, new))
+        if self._values.get(name) != new:
+            old = " ".join(self._values[name]) if name in self else "(not given)"
+            self._note(name, old, " ".join(new) or "given", why)
+            self._values[name] = new
 
     def drop(self, *names: str, why: str = "") -> None:
         """Remove options, and record those that were there."""
         for name in names:
             if name in self:
-                self._note(name, " ".join(self.values(name)), "(dropped)", why)
-                self._remove(name)
+                self._note(name, " ".join(self._values.pop(name)), "(dropped)", why)
 
     def copy(self) -> Options:
         """The same options, without recorded changes."""
@@ -94,6 +90,3 @@ class Options:
     def _note(self, name: str, old: str, new: str, why: str) -> None:
         change = " ".join(filter(None, (name, old, "->", new)))
         self.changes.append(f"{change}   ({why})" if why else change)
-
-    def _remove(self, name: str) -> None:
-        self._items = [item for item in self._items if item[0] != name]

@@ -2,16 +2,15 @@
 
 Legend: ``n`` ranks, ``s`` rows of a block, ``[n * s, F]`` the full tensor.
 
-A layer on a :class:`Baseline` executes the lines of its rule, as on every
-:class:`~commfuse_npu.runtime.collective_transport.CollectiveTransport`.  A :class:`Carrier` has
-the transfers and buffers, a :class:`Blocking` says what is computed while they are under way.
+A layer on a :class:`Baseline`, which has the transfers, executes the lines of its rule, as on every
+:class:`~commfuse_npu.runtime.collective_transport.CollectiveTransport`.  A :class:`Blocking` says
+what is computed while they are under way.
 """
 
 from __future__ import annotations
 
 import time
-from collections import defaultdict
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -22,65 +21,33 @@ import torch.distributed as dist
 from commfuse_npu.overlap.transfers import handing_over
 from commfuse_npu.plan import split
 from commfuse_npu.plan.rules import Piece, column_backward
-from commfuse_npu.runtime.collective_transport import CollectiveRun, CollectiveTransport, Lines
+from commfuse_npu.runtime.collective_transport import CollectiveRun, CollectiveTransport
 
 # The names of the collectives differ between versions of torch; that module knows them.
 from commfuse_npu.runtime.collectives import _all_gather, _reduce_scatter
-from commfuse_npu.runtime.executor import Work
 
-__all__ = [
-    "Baseline",
-    "Blocking",
-    "Carrier",
-    "Computation",
-    "DirectExchange",
-    "MegatronOrder",
-    "Sliced",
-]
+__all__ = ["Baseline", "Blocking", "Computation", "DirectExchange", "MegatronOrder", "Sliced"]
 
 # ------------------------------------------------------------------- transfers
 
 
-class Carrier:
-    """torch's own collectives, which the stream of a device runs in order.
-
-    Buffers are reused, as in the fused ops, so that no side of the comparison allocates memory that
-    the other does not.  On a device that is in the order of the stream that used them.
+class Baseline(CollectiveTransport):
+    """Layers in an order, with torch's own collectives, which the stream of a device runs in order.
 
     Attributes:
-        group: the process group for communication.
-        idle: unused buffers, by shape.
         blocked_seconds: host time spent in waits so far; on a device the stream waits.
     """
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self.group, self.blocked_seconds = group, 0.0
-        self.idle: defaultdict[tuple[int, ...], list[torch.Tensor]] = defaultdict(list)
+    def __init__(self, group: dist.ProcessGroup, order: Callable[..., Blocking]) -> None:
+        super().__init__(group)
+        self._run, self.blocked_seconds = order, 0.0
 
-    def take(self, like: torch.Tensor, *shape: int) -> torch.Tensor:
-        """A contiguous tensor with undefined contents, of the dtype and device of ``like``."""
-        idle = self.idle[shape]
-        return idle.pop() if idle else like.new_empty(shape)
-
-    def release(self, *buffers: torch.Tensor) -> None:
-        """Return the results of :meth:`take` for reuse."""
-        for buffer in buffers:
-            self.idle[tuple(buffer.shape)].append(buffer)
-
-    def all_gather(
-        self, out: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup, async_op: bool
-    ) -> Any:
-        """``[s, F]`` of every rank to ``[n * s, F]``, with the arguments of torch's."""
-        return _all_gather(out, shard, group=group, async_op=async_op)
-
-    def reduce_scatter(
-        self, out: torch.Tensor, full: torch.Tensor, group: dist.ProcessGroup, async_op: bool
-    ) -> Any:
-        """The sum of ``[n * s, F]`` over the ranks to this rank's ``[s, F]``, likewise."""
-        return _reduce_scatter(out, full, group=group, async_op=async_op)
+    # [s, F] of every rank to [n * s, F]; the sum of [n * s, F] over the ranks to [s, F].
+    all_gather: Callable[..., Any] = staticmethod(_all_gather)
+    reduce_scatter: Callable[..., Any] = staticmethod(_reduce_scatter)
 
 
-class DirectExchange(Carrier):
+class DirectExchange(Baseline):
     """Sends every block directly from its rank to the rank that needs it, all at once, over gloo.
 
     gloo's own reduce-scatter sends the bytes of an all-reduce, and its threads run several
@@ -89,34 +56,33 @@ class DirectExchange(Carrier):
     ranks the socket keeps the order.
     """
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        super().__init__(group)
-        self._rank, self._size, self._messages = group.rank(), group.size(), 0
-        self._targets = [(self._rank + k) % self._size for k in range(1, self._size)]
-        self._sources = [(self._rank - k) % self._size for k in range(1, self._size)]
+    def __init__(self, group: dist.ProcessGroup, order: Callable[..., Blocking]) -> None:
+        super().__init__(group, order)
+        self._messages = 0
+        self._targets = [(self.rank + k) % self.size for k in range(1, self.size)]
+        self._sources = [(self.rank - k) % self.size for k in range(1, self.size)]
 
     # In forward-backward overlap, both sides take turns at them as at torch's own.
     @partial(handing_over, wait_hands_over=False)
     def all_gather(
         self, out: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup, async_op: bool
     ) -> Any:
-        blocks = out.chunk(self._size)
+        blocks = out.chunk(self.size)
         exchange = self._begun([shard] * len(self._sources), [blocks[r] for r in self._sources])
-        blocks[self._rank].copy_(shard)
+        blocks[self.rank].copy_(shard)
         return exchange if async_op else exchange.wait()
 
     @partial(handing_over, wait_hands_over=True)
     def reduce_scatter(
         self, out: torch.Tensor, full: torch.Tensor, group: dist.ProcessGroup, async_op: bool
     ) -> Any:
-        blocks = full.chunk(self._size)
+        blocks = full.chunk(self.size)
         # The first partial arrives directly in the sum.
-        partials = [self.take(out, *out.shape) for _ in range(self._size - 2)]
+        partials = [torch.empty_like(out) for _ in range(self.size - 2)]
 
         def add() -> None:
-            for other in (*partials, blocks[self._rank]):
+            for other in (*partials, blocks[self.rank]):
                 out.add_(other)
-            self.release(*partials)
 
         exchange = self._begun([blocks[r] for r in self._targets], [out, *partials], add)
         return exchange if async_op else exchange.wait()
@@ -140,8 +106,8 @@ class DirectExchange(Carrier):
 class _Exchange:
     """The ``Work`` of an exchange; what ``finish`` does after the transfers is not waiting."""
 
-    def __init__(self, carrier: Carrier, works: list[Any], finish: Callable[[], None]) -> None:
-        self._carrier, self._works, self._finish = carrier, works, finish
+    def __init__(self, of: Baseline, works: list[Any], finish: Callable[[], None]) -> None:
+        self._of, self._works, self._finish = of, works, finish
 
     def wait(self) -> None:
         if not self._works:  # waited for already, when the overlap recorded its time
@@ -149,35 +115,12 @@ class _Exchange:
         start = time.perf_counter()
         for work in self._works:
             work.wait()
-        self._carrier.blocked_seconds += time.perf_counter() - start
+        self._of.blocked_seconds += time.perf_counter() - start
         self._works = []
         self._finish()
 
 
 # ------------------------------------------------------------------- orders
-
-
-class Baseline(CollectiveTransport):
-    """Runs layers in the order of ``run``, with the transfers and buffers of a carrier."""
-
-    def __init__(self, carrier: Carrier, run: Callable[..., Blocking]) -> None:
-        super().__init__(carrier.group)
-        self.carrier, self._run = carrier, run
-
-    @property
-    def blocked_seconds(self) -> float:
-        """Host seconds spent waiting for transfers since the start."""
-        return self.carrier.blocked_seconds
-
-    def begin(
-        self,
-        program: Lines,
-        name: str,
-        like: torch.Tensor,
-        options: Hashable = (),
-        sum_dtype: torch.dtype | None = None,
-    ) -> CollectiveRun:
-        return self._run(self, program, name, like, sum_dtype)
 
 
 class Blocking(CollectiveRun):
@@ -187,47 +130,27 @@ class Blocking(CollectiveRun):
 
         compute  |        | GEMM |          compute  | GEMM |         |
         links    | gather |      |          links    |      | scatter |
-
-    Its buffers are kept for the next run, as those of the fused ops.
     """
 
-    def __init__(self, transport: Baseline, *of: Any) -> None:
-        super().__init__(transport, *of)
-        self._carrier, self._taken = transport.carrier, list[torch.Tensor]()
+    _transport: Baseline
 
     @property
     def overlaps(self) -> bool:
         """Whether the next line is executed while a transfer is under way."""
         return False
 
-    def run(
-        self,
-        works: Mapping[str, Work | None] | None = None,
-        **tensors: torch.Tensor | None,
-    ) -> None:
-        super().run(works, **tensors)
-        self._carrier.release(*self._taken)
-
     def all_gather(self, shard: torch.Tensor, *, out: str | None = None) -> torch.Tensor:
-        whole = self._take(self.spec.size * shard.shape[0], shard.shape[1])
-        return self._posted(self._carrier.all_gather, whole, shard)
+        whole = shard.new_empty(self.spec.size * shard.shape[0], shard.shape[1])
+        return self._posted(self._transport.all_gather, whole, shard)
 
     def reduce_scatter(self, whole: torch.Tensor, *, out: str, finish: bool = False) -> None:
-        self._posted(self._carrier.reduce_scatter, self._tensors[out], whole)
+        self._posted(self._transport.reduce_scatter, self._tensors[out], whole)
 
     def _posted(
         self, collective: Callable[..., Any], out: torch.Tensor, source: torch.Tensor
     ) -> torch.Tensor:
         work = collective(out, source, group=self._group, async_op=self.overlaps)
         return out if work is None else self._begun((out, work))
-
-    def _out(self, out: str | None, rows: int, columns: int) -> torch.Tensor:
-        return self._take(rows, columns) if out is None else self._tensors[out]
-
-    def _take(self, rows: int, columns: int) -> torch.Tensor:
-        """A buffer for the rest of the run."""
-        self._taken.append(self._carrier.take(self._like, rows, columns))
-        return self._taken[-1]
 
 
 class Computation(Blocking):
@@ -295,7 +218,7 @@ class Sliced(Blocking):
     def all_gather(self, shard: torch.Tensor, *, out: str | None = None) -> torch.Tensor:
         if self.program.rule is column_backward:
             return super().all_gather(shard)
-        whole = self._take(self.spec.size * shard.shape[0], shard.shape[1])
+        whole = shard.new_empty(self.spec.size * shard.shape[0], shard.shape[1])
         runs = self._runs(shard.shape[0])
         self._parts[id(whole)] = [(run, super(Sliced, self).all_gather(shard[run])) for run in runs]
         return whole
@@ -319,24 +242,18 @@ class Sliced(Blocking):
             self._factors = a, b
             return a
         for run, part in self._parts[id(a)]:
-            with_product = self._product(super()._read(part), b)
-            self._blocks(self._tensors[out])[:, run].copy_(self._blocks(with_product))
-            self._carrier.release(with_product)
+            product = self._product(super()._read(part), b)
+            self._blocks(self._tensors[out])[:, run].copy_(self._blocks(product))
         return self._tensors[out]
 
     def reduce_scatter(self, whole: torch.Tensor, *, out: str, finish: bool = False) -> None:
         (a, b), into = self._factors, self._tensors[out]
         for run in self._runs(into.shape[0]):
-            part = self._blocks(a)[:, run]
-            rows = self._carrier.take(a, part.shape[0] * part.shape[1], a.shape[1])
-            self._blocks(rows).copy_(part)
-            product = self._product(rows, b)
-            self._carrier.release(rows)
-            self._taken.append(product)
-            self._posted(self._carrier.reduce_scatter, into[run], product)
+            rows = self._blocks(a)[:, run].flatten(0, 1)
+            self._posted(self._transport.reduce_scatter, into[run], self._product(rows, b))
 
     def _product(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        product = self._carrier.take(a, a.shape[0], b.shape[1])
+        product = a.new_empty(a.shape[0], b.shape[1])
         self._kernels.gemm_into(product, a, b)
         return product
 

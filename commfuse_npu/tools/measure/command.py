@@ -19,9 +19,8 @@ from commfuse_npu import __version__
 from commfuse_npu.config_file import ConfigError, find_config
 from commfuse_npu.hardware.description import Hardware, described
 from commfuse_npu.runtime.atomic_write import atomic_write
-from commfuse_npu.tools.doctor import Machine
-from commfuse_npu.tools.doctor.devices import check_devices, topology
 from commfuse_npu.tools.doctor.environment import check_variables
+from commfuse_npu.tools.doctor.machine import Machine, check_devices, topology
 from commfuse_npu.tools.doctor.versions import check_cann, check_torch
 from commfuse_npu.tools.launch_script import UsageError
 from commfuse_npu.tools.measure.figures import Measured, description
@@ -59,7 +58,7 @@ from commfuse_npu.tools.measure.steps import (
     slowest,
 )
 from commfuse_npu.tools.option_types import Parser, positive, refuse, whole, words, words_from
-from commfuse_npu.tools.ranks import Ranks, RanksError, lacking_backend
+from commfuse_npu.tools.ranks import Ranks, RanksError, check_backend
 from commfuse_npu.tools.terminal import print_verdict, tell
 
 __all__ = ["machine_facts", "main"]
@@ -71,8 +70,6 @@ _READ_BY = {
     "cpu": ("GLOO_",),
 }
 """Prefixes of the variables that a device's backend reads."""
-_STARTS = 2
-"""Number of failed starts of the ranks after which no step tries again."""
 _SAME = "device name", "backend", "torch", "cores"
 """Facts about the machine that must be the same for all results of a folder."""
 
@@ -176,12 +173,10 @@ class _Run:
         facts = {"version": __version__, "device": options.device, "ranks": options.ranks}
         facts |= {"config": options.config, "rows": self._scale.rows}
         facts |= {layer: list(shape) for layer, shape in self._scale.layers().items()}
-        if why := lacking_backend(options.device):
-            raise FolderError(why)
+        check_backend(options.device)
         self._folder = Folder(options.folder, facts)
         self._deadline = Deadline(options.minutes)
         self._ranks: Ranks | None = None
-        self._failed_starts = 0
 
     def measure(self) -> bool:
         """Run all steps and store each when it ends; returns whether all are complete."""
@@ -196,49 +191,44 @@ class _Run:
         finally:
             self._end_ranks()
 
-    def _parts(self) -> Iterator[tuple[str, str, dict[str, Any], Callable[[], _Result]]]:
-        """The parts of all steps: the name of the result, a title, facts, and the measurement.
+    def _parts(self) -> Iterator[tuple[str, str, Any, Callable[[], _Result]]]:
+        """The parts of all steps: the name of the result, a title, what is asked, the measurement.
 
-        A stored result is used only if the same was ``asked``.
+        A stored result is used only if the same was asked.
         """
         options = self._options
         for step in self._steps:
-            facts: dict[str, Any] = {"question": STEPS[step]}
             if step == FORMS:
                 names, rounds = options.forms or NAMES, options.rounds or 3
-                facts["asked"] = [*sorted(names), rounds]
                 # The links of a device keep their rate.
                 ratios = options.ratios or (1.0,) if options.device == "cpu" else (None,)
                 for work, ratio in product(options.works or ("mlp", "layers"), ratios):
                     title = f"{FORMS}, {work}" + ("" if ratio is None else f", ratio {ratio:g}")
                     setting = {"work": work, "ratio": ratio, "names": names, "rounds": rounds}
                     answer = partial(time_forms, scale=self._scale, **setting)
-                    yield title, title, facts, partial(self._measured, answer)
-            elif step == LAUNCH and self._launched is not None:
+                    yield title, title, [*sorted(names), rounds], partial(self._measured, answer)
+            elif self._launched is not None and step == LAUNCH:
                 # Idle ranks would compete with the training.
                 self._end_ranks()
                 self._folder.store(LAUNCH, {"asked": options.launch})
                 print(*(f"  {note}\n" for note in self._launched.notes), sep="", end="")
-                for form, words in self._launched.commands.items():
-                    facts = {"asked": options.launch, "command": shlex.join(words)}
+                for form in self._launched.commands:
                     train = partial(self._trained, form, self._launched)
-                    yield form.step, f"{LAUNCH}, {form.title}", facts, train
+                    yield form.step, f"{LAUNCH}, {form.title}", options.launch, train
             else:
-                yield step, step, facts, partial(self._measured, partial(self._slowest, step))
+                yield step, step, None, partial(self._measured, partial(self._slowest, step))
 
-    def _complete(
-        self, name: str, title: str, facts: dict[str, Any], measure: Callable[[], _Result]
-    ) -> bool:
+    def _complete(self, name: str, title: str, asked: Any, measure: Callable[[], _Result]) -> bool:
         """Measure and store a part, unless it is stored already; a failure is stored, too."""
         saved = self._folder.load(name)
-        if saved and saved.get("asked") == facts.get("asked") and "failed" not in saved:
+        if saved and saved["asked"] == asked and "failed" not in saved:
             print(f"{title}: kept")
             return True
-        start, content = time.monotonic(), dict(facts)
+        start, content = time.monotonic(), {"asked": asked}
         try:
             if self._deadline.over:
                 raise _LeftOutError(f"left out, {self._deadline.minutes:g} minutes are over")
-            print(": ".join([title, *filter(None, [facts.get("question")])]), flush=True)
+            print(f"{title}: {STEPS[name]}" if name in STEPS else title, flush=True)
             tell(title)
             result, summary = measure()
         except FolderError:
@@ -261,8 +251,6 @@ class _Run:
         return slowest(ask(step, self._scale))
 
     def _measured(self, answer: Callable[[Ask], Times]) -> _Result:
-        if self._failed_starts == _STARTS:
-            raise _LeftOutError(f"left out, ranks could not be started, {_STARTS} times")
         limit = self._options.timeout or CALL_SECONDS
 
         def ask(method: str, *args: Any) -> list[Any]:
@@ -274,14 +262,11 @@ class _Run:
         return {"times": times}, f"{sum(len(row['seconds']) for row in times)} times"
 
     def _started(self, limit: float) -> Ranks:
-        self._failed_starts += 1
         options = self._options
         self._ranks = ranks = Ranks(options.ranks, device=options.device, timeout=limit)
-        ranks.__enter__()
         here = ranks.ask("machine")[0]
         self._folder.agree({name: here.get(name) for name in _SAME})
         self._folder.store("machine", {**self._folder.load("machine"), **here})
-        self._failed_starts = 0
         return ranks
 
     def _end_ranks(self) -> None:
@@ -302,25 +287,20 @@ class _Run:
         return [(form, saved) for form, saved in stored if saved and saved["asked"] == last]
 
     def write(self, command: Sequence[str]) -> None:
-        """Write the description and the page from the stored steps; print the verdict.
-
-        Raises:
-            FolderError: a stored result is not one that a step stores.
-        """
+        """Write the description and the page from the stored steps; print the verdict."""
         device, facts = self._options.device, self._folder.load("machine")
         steps = {k: v for k, v in self._folder.steps.items() if not k.startswith(f"{LAUNCH}_")}
         failed = {name: part["failed"] for name, part in steps.items() if "failed" in part}
         times = {name: part["times"] for name, part in steps.items() if "times" in part}
         measured = {name: rows for name, rows in times.items() if name in STEPS}
         timed = [row for name, rows in times.items() if name not in STEPS for row in rows]
-        with self._folder.intact():
-            trainings = [
-                Training(form, **saved.get("log", {}), failed=saved.get("failed", ""))
-                for form, saved in self._trainings()
-            ]
-            results = evaluate(timed)
-            lines = [*verdict(trainings, device), *forms_verdict(results)]
-            table, rows = forms_table(results), list[Row]()
+        trainings = [
+            Training(form, **saved.get("log", {}), failed=saved.get("failed", ""))
+            for form, saved in self._trainings()
+        ]
+        results = evaluate(timed)
+        lines = [*verdict(trainings, device), *forms_verdict(results)]
+        table, rows = forms_table(results), list[Row]()
         if measured:
             line, rows = self._described(measured, facts)
             lines.append(line)
@@ -347,8 +327,7 @@ class _Run:
             f"Measured by commfuse-npu measure: {name}, torch {facts.get('torch')}, "
             f"{facts.get('backend')}, shapes of {options.config}"
         )
-        with self._folder.intact():
-            text = description(base, f"{name}, measured", measured, facts, source)
+        text = description(base, f"{name}, measured", measured, facts, source)
         with atomic_write(path) as part:
             part.write_text(text, "utf-8")
         rows = compared(Hardware.load(path), Hardware.load(find_config(base, "hardware")))
@@ -361,20 +340,17 @@ class _Run:
 
 
 class _LeftOutError(Exception):
-    """A step is skipped because time or ranks are lacking."""
+    """A step is skipped because no time is left."""
 
 
 def _chosen(options: argparse.Namespace) -> list[str]:
     chosen = [name for name in STEPS if not options.steps or name in options.steps]
-    if options.launch is None:
-        if options.steps and LAUNCH in chosen:
-            raise FolderError(f"--steps {LAUNCH} needs a launch; give it by --launch")
-        chosen = [name for name in chosen if name != LAUNCH]
-    elif LAUNCH not in chosen:
-        raise FolderError(f"--launch: no effect without {LAUNCH} among --steps; add it")
-    given = [name for name in ("works", "forms", "ratios", "rounds") if getattr(options, name)]
-    if given and FORMS not in chosen:
-        raise FolderError(f"--{given[0]}: no effect without {FORMS} among --steps; add it")
+    needs = {"launch": LAUNCH, **dict.fromkeys(("works", "forms", "ratios", "rounds"), FORMS)}
+    for name, step in needs.items():
+        if getattr(options, name) and step not in chosen:
+            raise FolderError(f"--{name}: no effect without {step} among --steps; add it")
     if options.ratios and options.device != "cpu":
         raise FolderError("--ratios: the links of NPUs keep their rate; leave it out")
-    return chosen
+    if options.launch is None and options.steps and LAUNCH in chosen:
+        raise FolderError(f"--steps {LAUNCH} needs a launch; give it by --launch")
+    return [name for name in chosen if name != LAUNCH or options.launch is not None]

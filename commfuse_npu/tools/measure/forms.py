@@ -1,4 +1,4 @@
-"""The forms in which the same layers run, by name.
+"""What a rank does to compare forms of a layer: the forms by name, the workloads, the rounds.
 
 ================  ================================================================================
 ``p2p``           blocking: a collective, then the GEMM, or the other way round.  **The reference**:
@@ -16,16 +16,24 @@
                   (:mod:`commfuse_npu.overlap`), with the transfers of ``megatron``.
 ``compute``       the computation without any communication, measured in every round.
 ================  ================================================================================
+
+Legend: ``S`` sequence, ``s`` its shard (S/n), ``H`` hidden, ``F`` this rank's part of the MLP's
+width, ``A`` and ``G`` its query and key heads, ``D`` features of a head.  Micro-batch 1.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import gc
+import math
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import pairwise
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
 from commfuse_npu.ops import (
@@ -42,48 +50,36 @@ from commfuse_npu.runtime.transport import Transport
 from commfuse_npu.tools.measure.baselines import (
     Baseline,
     Blocking,
-    Carrier,
     Computation,
+    DirectExchange,
     MegatronOrder,
     Sliced,
 )
-from commfuse_npu.tools.measure.steps import COMPUTE, REFERENCE, WORKS
-from commfuse_npu.tuning import Tuning
+from commfuse_npu.tools.measure.rounds import Sample
+from commfuse_npu.tools.measure.sleeping import SleepingGemms
+from commfuse_npu.tools.measure.steps import COMPUTE, NAMES, REFERENCE, WORKS, Scale
+from commfuse_npu.tools.measure.wire import pace
+from commfuse_npu.tuning import Tuning, decisions
 
-__all__ = ["Form", "TakingTurns", "form_of"]
+__all__ = ["Form", "FormsWorker", "TakingTurns", "Work", "form_of"]
 
 _RUNS = 8
 """Runs of queries in the attention of baselines, a kernel each.  As in the fused form, masked parts
 are skipped; the number equals the blocks of eight ranks."""
 
 _Call = Callable[[], Any]
+_Weights = dict[str, torch.Tensor]
+_Baselines = Callable[[Callable[..., Blocking]], Baseline]
 
 
 class Form:
-    """The differentiable layers of which workloads are made, on lanes or as a baseline."""
+    """How ops run, on lanes or as a baseline: ``of`` are the keywords of every op."""
 
     def __init__(
         self, transport: Transport | Baseline, options: LinearOptions = LinearOptions()
     ) -> None:
         self.transport = transport
-        self._of: dict[str, Any] = {"transport": transport, "options": options}
-
-    def all_gather_linear(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """``[s, ..., I] -> [S, ..., O]``."""
-        return all_gather_linear(x, weight, **self._of)
-
-    def linear_reduce_scatter(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """``[S, ..., I] -> [s, ..., O]``."""
-        return linear_reduce_scatter(x, weight, **self._of)
-
-    def attention_linear_reduce_scatter(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, weight: torch.Tensor
-    ) -> torch.Tensor:
-        """``q [S, B, A, D]``, k and v ``[S, B, G, D] -> [s, B, O]``, causal."""
-        if isinstance(self.transport, Transport):
-            return attention_linear_reduce_scatter(q, k, v, weight, causal=True, **self._of)
-        attended: torch.Tensor = _Attention.apply(q, k, v)
-        return self.linear_reduce_scatter(attended.flatten(2), weight)
+        self.of: dict[str, Any] = {"transport": transport, "options": options}
 
     def pair(self, forward: _Call, backward: _Call) -> tuple[Any, Any]:
         """Run the forward of one micro-batch and the backward of another; return both results."""
@@ -133,13 +129,8 @@ def _runs(queries: torch.Tensor) -> list[slice]:
     return [slice(*run) for run in pairwise(split(queries.shape[0], _RUNS))]
 
 
-def form_of(name: str, transport: Transport, carrier: Carrier) -> Form:
-    """The layers of the form of this name.
-
-    Args:
-        transport: of the fused ops, with a lane per peer.  Their tuning is not kept between runs.
-        carrier: of the baselines.
-    """
+def form_of(name: str, transport: Transport, baseline: _Baselines) -> Form:
+    """The form of this name; the tuning of fused ops is not kept between runs."""
     match name.split("-"):
         case ["ours", chunks]:
             schedule = Schedule("shifted", transport.lanes, int(chunks.removeprefix("c")))
@@ -149,8 +140,198 @@ def form_of(name: str, transport: Transport, carrier: Carrier) -> Form:
             wgrad: Wgrad = "blocks" if by_blocks else "whole"
             return Form(transport, LinearOptions(schedule, wgrad=wgrad, tuning=Tuning()))
         case ["slices", slices]:
-            return Form(Baseline(carrier, partial(Sliced, slices=int(slices))))
+            return Form(baseline(partial(Sliced, slices=int(slices))))
         case ["fb", "overlap"]:
-            return TakingTurns(Baseline(carrier, MegatronOrder))
+            return TakingTurns(baseline(MegatronOrder))
     runs = {COMPUTE: Computation, REFERENCE: Blocking, "megatron": MegatronOrder}
-    return Form(Baseline(carrier, runs[name]))
+    return Form(baseline(runs[name]))
+
+
+# ------------------------------------------------------------------- workloads
+
+
+class Work:
+    """One workload on one rank: its weights, its input and its computation.
+
+    It excludes rotary embeddings, the optimizer and the gradients of the norms' weights.
+    """
+
+    def __init__(self, name: str, scale: Scale, *, rank: int, device: torch.device) -> None:
+        self._kind, self._generator = WORKS[name], torch.Generator().manual_seed(rank)
+        self._device = device
+        self._dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+        size, hidden, self._head = scale.ranks, scale.hidden, scale.head
+        self._heads, self._groups = scale.heads // size, scale.groups // size
+        shard, ffn, inner = scale.sequence // size, scale.ffn // size, self._heads * scale.head
+        self._layers: list[_Weights] = []
+        for _ in range(self._kind.layers):
+            weights = {
+                "gate_up": self._draw(2 * ffn, hidden, scale=hidden**-0.5),
+                "down": self._draw(hidden, ffn, scale=scale.ffn**-0.5),
+            }
+            if name != "mlp":
+                wide = (self._heads + 2 * self._groups) * scale.head
+                weights["qkv"] = self._draw(wide, hidden, scale=hidden**-0.5)
+                weights["out"] = self._draw(hidden, inner, scale=(inner * size) ** -0.5)
+            self._layers.append(weights)
+        self._layer = self._mlp if name == "mlp" else self._whole_layer
+        self._x = self._draw(shard, 1, hidden)
+        self._grad = self._draw(shard, 1, hidden)
+
+    def run(self, form: Form) -> list[torch.Tensor]:
+        """Run it once; returns the output, then the gradients of the input and the weights."""
+        forward, total = self._forward(form), None
+        for _ in range(self._kind.micro_batches - 1):
+            forward, total = form.pair(
+                partial(self._forward, form), partial(_backward, *forward, total)
+            )
+        return [forward[0].detach(), *_backward(*forward, total)]
+
+    def _forward(self, form: Form) -> tuple[torch.Tensor, list[torch.Tensor], torch.Tensor]:
+        """Output, (input and weights), gradient of the output."""
+        y = x = self._x.detach().requires_grad_()
+        layers = [
+            {k: w.detach().requires_grad_() for k, w in layer.items()} for layer in self._layers
+        ]
+        for weights in layers:
+            y = self._layer(form, y, weights)
+        return y, [x, *(weight for layer in layers for weight in layer.values())], self._grad
+
+    def _draw(self, *shape: int, scale: float = 1.0) -> torch.Tensor:
+        numbers = torch.randn(*shape, generator=self._generator) * scale
+        return numbers.to(self._device, self._dtype)
+
+    def _mlp(self, form: Form, x: torch.Tensor, weights: _Weights) -> torch.Tensor:
+        gate, up = all_gather_linear(x, weights["gate_up"], **form.of).chunk(2, dim=-1)
+        hidden = torch.nn.functional.silu(gate) * up
+        return linear_reduce_scatter(hidden, weights["down"], **form.of)
+
+    def _attention(self, form: Form, x: torch.Tensor, weights: _Weights) -> torch.Tensor:
+        heads = all_gather_linear(x, weights["qkv"], **form.of).unflatten(-1, (-1, self._head))
+        parts = heads.split([self._heads, self._groups, self._groups], dim=2)
+        q, k, v = (part.contiguous() for part in parts)
+        if isinstance(form.transport, Transport):
+            return attention_linear_reduce_scatter(q, k, v, weights["out"], causal=True, **form.of)
+        attended: torch.Tensor = _Attention.apply(q, k, v)
+        return linear_reduce_scatter(attended.flatten(2), weights["out"], **form.of)
+
+    def _whole_layer(self, form: Form, x: torch.Tensor, weights: _Weights) -> torch.Tensor:
+        x = x + self._attention(form, _norm(x), weights)
+        return x + self._mlp(form, _norm(x), weights)
+
+
+def _norm(rows: torch.Tensor) -> torch.Tensor:
+    """RMS norm without a weight."""
+    return torch.nn.functional.rms_norm(rows, rows.shape[-1:])
+
+
+def _backward(
+    y: torch.Tensor,
+    leaves: list[torch.Tensor],
+    grad: torch.Tensor,
+    total: Sequence[torch.Tensor] | None,
+) -> Sequence[torch.Tensor]:
+    """Gradients of the leaves, added to those of earlier micro-batches."""
+    grads = torch.autograd.grad(y, leaves, grad)
+    return grads if total is None else [a.add_(b) for a, b in zip(total, grads, strict=True)]
+
+
+# ------------------------------------------------------------------- ranks
+
+
+class FormsWorker:
+    """One rank of the initialized default process group; all ranks get the same calls.
+
+    Its transport has one lane per peer.
+    """
+
+    def __init__(self) -> None:
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self._transport = Transport.create(lanes=max(1, self.size - 1))
+        self._device = torch.device(self._transport.device_type)
+        on_cpu = self._device.type == "cpu"
+        self._module: Any = None if on_cpu else torch.get_device_module(self._device)
+        self._baseline: _Baselines = partial(Baseline, self._transport.group)  # read, not run
+        if on_cpu:
+            # In a group of its own, as the lanes of the fused ops have sockets of their own.
+            group = dist.new_group(list(range(self.size)))
+            assert group is not None
+            self._baseline = partial(DirectExchange, group)
+            for process_group in (self._transport.group, group):  # links connect at their first use
+                dist.all_reduce(torch.ones(1), group=process_group)
+        self._forms: dict[str, Form] = {}
+        self._work: Work
+        self._scale: Scale
+        self._gflops: float | None = None
+        self._reference: list[torch.Tensor] = []
+
+    # Of the sockets of all groups, which are all sockets of this process.
+    pace = staticmethod(pace)
+
+    def set_up(self, work: str, scale: Scale, gflops: float | None) -> None:
+        """Create the weights and inputs of a workload, and forget what was tuned for others.
+
+        Args:
+            gflops: let GEMMs sleep, modeled at this speed; ``None`` for real ones.
+        """
+        self._work = Work(work, scale, rank=self.rank, device=self._device)
+        self._scale, self._gflops, self._reference = scale, gflops, []
+        decisions(self._transport).clear()
+        self._transport.scratch.clear()  # its buffers have other shapes
+        names = COMPUTE, *NAMES
+        self._forms = {name: form_of(name, self._transport, self._baseline) for name in names}
+
+    def check(self, name: str) -> float:
+        """The largest difference of a form's outputs and gradients from the reference's.
+
+        0 if all are equal, infinite if one is not a number.  GEMMs are real.  It also warms up.
+        """
+        if not self._reference:
+            results = self._work.run(self._forms[REFERENCE])
+            self._reference = [result.clone() for result in results]
+        results = self._work.run(self._forms[name])
+        differences = [
+            float((result.float() - other.float()).abs().max())
+            for result, other in zip(results, self._reference, strict=True)
+        ]
+        return math.inf if any(map(math.isnan, differences)) else max(differences)
+
+    def tune(self, name: str) -> float:
+        """Run a form so that it tunes itself, unless another one already did, then check it."""
+        with self._gemms():
+            self._work.run(self._forms[name])
+        return self.check(name)
+
+    def round(self, order: Sequence[str]) -> list[Sample]:
+        gc.collect()
+        gc.disable()
+        try:
+            return [self._sample(self._forms[name]) for name in order]
+        finally:
+            gc.enable()
+
+    def _sample(self, form: Form) -> Sample:
+        with self._gemms():
+            start, blocked = self._together(), form.transport.blocked_seconds
+            self._work.run(form)
+            return Sample(self._now() - start, form.transport.blocked_seconds - blocked)
+
+    def _together(self) -> float:
+        """Start at the same time on all ranks; returns the start time."""
+        self._synchronise()
+        dist.barrier(self._transport.group)
+        return self._now()
+
+    def _now(self) -> float:
+        """Seconds of a steady clock, once the device is idle."""
+        self._synchronise()
+        return time.perf_counter()
+
+    def _synchronise(self) -> None:
+        if self._module is not None:
+            self._module.synchronize()  # read, not run
+
+    def _gemms(self) -> AbstractContextManager[object]:
+        if self._gflops is None:
+            return nullcontext()
+        return SleepingGemms(self._gflops, self._scale.shrink)

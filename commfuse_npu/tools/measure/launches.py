@@ -11,21 +11,22 @@ import os
 import re
 import shlex
 import shutil
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from commfuse_npu.tools.launch_script import UsageError
-from commfuse_npu.tools.launch_script.bounded import last_lines, run_bounded
 from commfuse_npu.tools.launch_script.launch import read_launch
 from commfuse_npu.tools.launch_script.options import Options
 from commfuse_npu.tools.launch_script.short_run import (
     PEERS,
     commfuse_names,
+    last_lines,
     replace_missing_data,
+    run_bounded,
     shorten,
+    torchrun_here,
 )
 from commfuse_npu.tools.quartiles import Range, quartiles
 from commfuse_npu.tools.simulate.launch_options import FORMS as LAUNCHED
@@ -100,12 +101,9 @@ class Launches(NamedTuple):
 
 
 def launches(text: str, device: str, ranks: int, scratch: Path) -> Launches:
-    """Parse the value of ``--launch``.
+    """Parse the value of ``--launch``: of MindSpeed-LLM, or of the CPU pretraining.
 
     Args:
-        text: a launch script with its arguments, or a torchrun command line.
-        device: ``cpu`` for the CPU pretraining.
-        ranks: number of ranks.
         scratch: folder for files of the trainings that are not kept.
 
     Raises:
@@ -122,9 +120,7 @@ def launches(text: str, device: str, ranks: int, scratch: Path) -> Launches:
 
 def _of_cpu_pretraining(words: Sequence[str], scratch: Path) -> Launches:
     script = Path(words[0]) if words else Path()
-    if script.suffix == ".sh":
-        if not script.is_file():
-            raise UsageError(f"there is no launch script {script}; give its path")
+    if script.suffix == ".sh" and script.is_file():
         words = ["bash", str(script.resolve()), *words[1:]]
     elif not words or shutil.which(words[0]) is None:
         raise UsageError(f"--launch {' '.join(words)!r} starts no program; give a launch script")
@@ -150,12 +146,7 @@ def _of_mindspeed_llm(words: Sequence[str], ranks: int) -> Launches:
     shorten(options, ITERATIONS)
     options.set("--log-throughput")
     replace_missing_data(options, folder)
-    started = [
-        *(sys.executable, "-m", "torch.distributed.run"),
-        *("--nnodes", "1", "--nproc_per_node", str(ranks)),
-        *("--rdzv_backend", "c10d", "--rdzv_endpoint", "127.0.0.1:0"),
-        *("--local_addr", "127.0.0.1", "-m", "mindspeed_patches.measured"),
-    ]
+    started = [*torchrun_here(ranks), "-m", "mindspeed_patches.measured"]
     commands = {}
     for form in FORMS:
         blocking = ["--blocking"] if form.name == "plain" else []
@@ -173,9 +164,7 @@ def _in_form(options: Options, form: Form) -> list[str]:
         result.drop(*commfuse_names(result))
     if form.name == "fb_overlap":
         result.set("--commfuse-fb-overlap-memory")  # required in a plain pipeline
-    for name in (flags := Options(form.flags.split())).names:
-        result.set(name, *flags.values(name))
-    return result.words
+    return [*result.words, *form.flags.split()]
 
 
 # ------------------------------------------------------------------- trainings
@@ -237,16 +226,10 @@ def limit_of(longest: float, first: float) -> float:
 
 
 def train(form: Form, launches: Launches, folder: Path, limit: float) -> dict[str, Any]:
-    """Train a form; its output is written to ``launch_FORM.log`` in the folder.
-
-    Args:
-        limit: seconds.
-
-    Returns:
-        See :func:`read_log`.
+    """Train a form, with its output in ``launch_FORM.log``; returns its :func:`read_log`.
 
     Raises:
-        TrainingError: it failed, or exceeded the limit.
+        TrainingError: it failed, or exceeded the limit of seconds.
     """
     path = folder / f"{form.step}.log"
     try:

@@ -11,10 +11,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from commfuse_npu.hardware.description import Figure, Hardware
-from commfuse_npu.tools.markdown import table_head, table_row
 from commfuse_npu.tools.measure.launches import WARM_UP, Training
-from commfuse_npu.tools.measure.rounds import Result, Results
+from commfuse_npu.tools.measure.rounds import Results
 from commfuse_npu.tools.measure.steps import REFERENCE, WORKS, is_ours
+from commfuse_npu.tools.terminal import table_head, table_row
 
 __all__ = [
     "Row",
@@ -34,10 +34,10 @@ _ALIKE = 0.01
 
 
 _FORMS_LEGEND = f"""\
-Each cell: speed relative to `{REFERENCE}`, which waits for each collective; the share of its time
-beyond computation that is gone; in brackets the share of the host's waiting time that is gone.
-Bold: the fastest. Ratio: time on the links / time of the computation. Bits: whether results equal
-those of `{REFERENCE}` bit for bit, else the largest difference."""
+Ratio: time on the links / time of the computation. Speed: relative to `{REFERENCE}`, which waits
+for each collective. Removed: the share that is gone of its time beyond computation (wall), and of
+the host's waiting time (blocked). Bold: the fastest. Bits: whether results equal those of
+`{REFERENCE}` bit for bit, else the largest difference."""
 
 
 def verdict(trainings: Sequence[Training], device: str) -> Iterator[str]:
@@ -50,7 +50,17 @@ def verdict(trainings: Sequence[Training], device: str) -> Iterator[str]:
         if bad := [training for training in ran if training not in sound]:
             title = today.form.title
             yield f"**Do not use**: {_titles(bad)}: losses are not those of {title}, or not finite."
-        yield from _weights(ran, device)
+    for weights in dict.fromkeys(training.weights for training in ran if training.weights):
+        same = [training for training in ran if training.weights == weights]
+        if len(same) > 1:
+            yield f"**The same weights, bit for bit**: {_titles(same)}."
+    alike = {training.weights for training in ran if training.form.name in ("plain", "megatron")}
+    if device != "cpu" and len(alike - {None}) > 1:
+        yield (
+            "Plain collectives and Megatron's order are the same arithmetic, and their bits "
+            "differ: sums of this launch change from run to run. With HCCL_DETERMINISTIC=true "
+            "(MindSpeed's `--npu-deterministic`) bits can be compared."
+        )
     for training in trainings:
         if training.failed:
             why, *lines = training.failed.splitlines()
@@ -65,38 +75,21 @@ def _fastest(sound: Sequence[Training], device: str) -> Iterator[str]:
         return
     best, *others = sorted(candidates, key=_median)
     rival = next((training for training in others if training.form.ours != best.form.ours), None)
-    close = [training for training in others if not _apart(best, training)]
+    close = [training for training in others if training.steady[0] <= best.steady[2]]
     flags = f"`{best.form.flags}`" if best.form.flags else "none of these flags"
     lead = f"**Use {flags}**" if others and not close else f"**Not decided**; fastest is {flags}"
     if device == "cpu":
         lead = f"Fastest on this CPU, which says nothing about NPUs: **{best.form.title}**"
-    baselines = [
-        training
-        for training in sound
-        if training.form.name in ("plain", "megatron") or training is rival
-    ]
-    against = [_against(best, training) for training in baselines if training is not best]
-    yield f"{lead}: {', '.join([f'{_median(best):,.0f} ms per iteration', *against])}."
-    if rival is not None and rival.form.ours:
-        yield f"Best of CommFuse: {rival.form.title}: {_against(rival, best)}."
+    against = [f"{_median(best):,.0f} ms per iteration"]
+    for training in sound:
+        usual = training.form.name in ("plain", "megatron")
+        if training is not best and (usual or training is rival):
+            share = _median(best) / _median(training) - 1
+            word = "shorter" if share < 0 else "longer"
+            against.append(f"{100 * abs(share):.1f} % {word} than {training.form.title}")
+    yield f"{lead}: {', '.join(against)}."
     if close:
         yield f"Quartiles overlap with those of: {_titles(close)}."
-
-
-def _weights(ran: Sequence[Training], device: str) -> Iterator[str]:
-    for weights in dict.fromkeys(training.weights for training in ran):
-        same = [training for training in ran if training.weights == weights]
-        if weights is not None and len(same) > 1:
-            yield f"**The same weights, bit for bit**: {_titles(same)}."
-    same_sums = {
-        training.weights for training in ran if training.form.name in ("plain", "megatron")
-    }
-    if device != "cpu" and len(same_sums - {None}) > 1:
-        yield (
-            "Plain collectives and Megatron's order are the same arithmetic, and their bits "
-            "differ: sums of this launch change from run to run. With HCCL_DETERMINISTIC=true "
-            "(MindSpeed's `--npu-deterministic`) bits can be compared."
-        )
 
 
 def launch_table(trainings: Sequence[Training]) -> Iterator[str]:
@@ -109,16 +102,17 @@ def launch_table(trainings: Sequence[Training]) -> Iterator[str]:
     head = ["form", "flags", "ms", "quartiles", f"against {today.form.title}", "losses off"]
     yield table_head([*head, "most memory", "weights"], numbers=False)
     for training in ran:
-        low, middle, high = training.steady
-        cells = [training.form.title, f"`{training.form.flags}`" if training.form.flags else ""]
-        cells += [f"{middle:,.1f}", f"{low:,.1f} .. {high:,.1f}"]
-        cells += [
+        (low, middle, high), flags = training.steady, training.form.flags
+        yield table_row([
+            training.form.title,
+            f"`{flags}`" if flags else "",
+            f"{middle:,.1f}",
+            f"{low:,.1f} .. {high:,.1f}",
             f"{100 * (middle / _median(today) - 1):+.1f} %",
             f"{_loss_off(today, training):.1e}",
-        ]
-        cells += [f"{training.peak / 1024:.2f} GiB" if training.peak else ""]
-        cells += [f"`{training.weights[:8]}`" if training.weights else ""]
-        yield table_row(cells)
+            f"{training.peak / 1024:.2f} GiB" if training.peak else "",
+            f"`{training.weights[:8]}`" if training.weights else "",
+        ])  # fmt: skip
 
 
 def forms_verdict(results: Results) -> Iterator[str]:
@@ -136,19 +130,20 @@ def forms_verdict(results: Results) -> Iterator[str]:
 
 
 def forms_table(results: Results) -> list[str]:
-    """A Markdown table with a row per workload and form, and a column per ratio."""
+    """A Markdown table with a row per workload, ratio and form."""
     if not results:
         return []
-    ratios = sorted({ratio for _, ratio in results}, key=lambda ratio: ratio or 0.0)
-    head = ["work", "form", *("links" if r is None else f"ratio {r:g}" for r in ratios), "bits"]
+    head = "work", "ratio", "form", "speed", "wall removed", "blocked removed", "bits"
     lines = ["", table_head(head)]
-    for work, name in dict.fromkeys(
-        (work, name) for (work, _), of in results.items() for name in of
-    ):
-        settings = [(ratio, results.get((work, ratio), {})) for ratio in ratios]
-        off = max(forms[name].difference for _, forms in settings if name in forms)
-        cells = (_cell(name, ratio, forms) for ratio, forms in settings)
-        lines.append(table_row([work, name, *cells, f"{off:.1e}" if off else "equal"]))
+    for (work, ratio), forms in results.items():
+        fastest = min(form.seconds[1] for form in forms.values())
+        for name, (seconds, speedup, *removed, off, _) in forms.items():
+            shown = ratio and name != REFERENCE
+            shares = ("-" if share is None else f"{100 * share:.0f} %" for share in removed)
+            cells = [f"{speedup:.2f}x", *(shares if shown else "--")]
+            cells += [f"{off:.1e}" if off else "equal"]
+            form = f"**{name}**" if seconds[1] == fastest else name
+            lines.append(table_row([work, "-" if ratio is None else f"{ratio:g}", form, *cells]))
     lines += ["", _FORMS_LEGEND]
     if reached := [form.reached for of in results.values() for form in of.values() if form.reached]:
         share = f"{100 * min(reached):.0f} %"
@@ -156,31 +151,20 @@ def forms_table(results: Results) -> list[str]:
     return [*lines, ""]
 
 
-def _cell(name: str, ratio: float | None, forms: Mapping[str, Result]) -> str:
-    if name not in forms:
-        return "-"
-    seconds, speedup, wall, blocked, *_ = forms[name]
-    text = f"{speedup:.2f}x"
-    if name != REFERENCE and ratio and wall is not None:
-        text += f", {100 * wall:.0f} %" + ("" if blocked is None else f" ({100 * blocked:.0f} %)")
-    fastest = min(form.seconds[1] for form in forms.values())
-    return f"**{text}**" if seconds[1] == fastest else text
-
-
 def compared(measured: Hardware, described: Hardware) -> list[Row]:
     """A row for each measured figure."""
+
+    def place(value: float, figure: Figure) -> str:
+        if figure.low <= value <= figure.high:
+            return "in the range"
+        return "**below**" if value < figure.low else "**above**"
+
     pairs = ((name, figure, described.figures[name]) for name, figure in measured.figures.items())
     return [
-        (name, _range(figure), _range(other), _place(figure.typical, other))
+        (name, _range(figure), _range(other), place(figure.typical, other))
         for name, figure, other in pairs
         if figure != other
     ]
-
-
-def _place(value: float, figure: Figure) -> str:
-    if figure.low <= value <= figure.high:
-        return "in the range"
-    return "**below**" if value < figure.low else "**above**"
 
 
 def as_markdown(
@@ -191,15 +175,7 @@ def as_markdown(
     failed: Mapping[str, str],
     facts: Mapping[str, Any],
 ) -> str:
-    """The text of ``measured.md``.
-
-    Args:
-        verdict: from :func:`verdict` and :func:`forms_verdict`.
-        forms: from :func:`forms_table`.
-        figures: from :func:`compared`.
-        failed: reasons, by step.
-        facts: about the machine, and the command.
-    """
+    """The text of ``measured.md``; ``failed``: reasons, by step."""
     lines = ["# Measured", "", *(f"{line}\n" for line in verdict)]
     if trainings:
         lines += ["## The launch", "", *launch_table(trainings), ""]
@@ -230,17 +206,6 @@ def _titles(trainings: Sequence[Training]) -> str:
 
 def _median(training: Training) -> float:
     return training.steady[1]
-
-
-def _apart(training: Training, other: Training) -> bool:
-    (low, _, high), (other_low, _, other_high) = training.steady, other.steady
-    return high < other_low or other_high < low
-
-
-def _against(training: Training, other: Training) -> str:
-    share = _median(training) / _median(other) - 1
-    word = "shorter" if share < 0 else "longer"
-    return f"{100 * abs(share):.1f} % {word} than {other.form.title}"
 
 
 def _loss_off(training: Training, other: Training) -> float:

@@ -23,7 +23,7 @@ from commfuse_npu.kernels import kernels_for
 from commfuse_npu.runtime.collectives import all_gather_rows, all_to_all_rows, reduce_scatter_rows
 from commfuse_npu.runtime.lanes import post_swap
 from commfuse_npu.runtime.transport import Transport
-from commfuse_npu.tools.measure.forms_worker import FormsWorker
+from commfuse_npu.tools.measure.forms import FormsWorker
 from commfuse_npu.tools.measure.steps import Scale, Times
 from commfuse_npu.tools.measure.stopwatch import Stopwatch
 
@@ -77,11 +77,7 @@ class Exchange:
         self._works = []
 
     def check(self) -> None:
-        """Check the content of the received messages.
-
-        Raises:
-            RuntimeError: it is not what was sent.
-        """
+        """Raise a RuntimeError if the content of a received message is not what was sent."""
         for _, buffer, _, source in self.swaps:
             if not bool((buffer == _mark(source)).all()):
                 raise RuntimeError(

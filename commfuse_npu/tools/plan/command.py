@@ -13,12 +13,10 @@ from commfuse_npu.did_you_mean import did_you_mean
 from commfuse_npu.hardware.description import Hardware, described
 from commfuse_npu.plan import PlanError
 from commfuse_npu.runtime.atomic_write import write_json
-from commfuse_npu.tools.doctor.devices import listed_npus
-from commfuse_npu.tools.doctor.machine import Machine
+from commfuse_npu.tools.doctor.machine import Machine, listed_npus
 from commfuse_npu.tools.launch_script import UsageError
 from commfuse_npu.tools.model_config import ModelConfig
-from commfuse_npu.tools.option_types import Parser, new_file, refuse, whole
-from commfuse_npu.tools.outputs import write_output
+from commfuse_npu.tools.option_types import Parser, new_file, refuse, whole, write_output
 from commfuse_npu.tools.plan.forms import plan_launch
 from commfuse_npu.tools.plan.launch import ask_about
 from commfuse_npu.tools.plan.npu_profile import find_profiles, plan_profile
@@ -94,12 +92,10 @@ def main(words: Sequence[str]) -> int:
     if a_profile and launch:
         parser.error(f"-- {launch[0]}: no effect on {options.what}; leave it out")
     chosen = {name for name, value in vars(options).items() if value not in (None, False)}
-    kind, takes = "what a script starts", {"what", "json", "hardware"}
-    if a_profile:
-        kind, takes = "a profile", {"what", "json"}
+    takes = {"what", "json"} if a_profile else {"what", "json", "hardware"}
     if options.model is None and (idle := sorted(chosen - takes)):
         names = ", ".join(f"--{name.replace('_', '-')}" for name in idle)
-        parser.error(f"{names}: no effect on {kind}; leave it out")
+        parser.error(f"{names}: no effect without --model; leave it out")
     try:
         if options.model is not None:
             return _recommend(options)

@@ -6,21 +6,26 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from commfuse_npu.config_file import ConfigError
 from commfuse_npu.hardware.description import Hardware
 from commfuse_npu.hardware.machine import min_outputs_to_hide
 from commfuse_npu.plan import PlanError
-from commfuse_npu.tools.linear_layers import Judged, size_of
-from commfuse_npu.tools.markdown import table_row
-from commfuse_npu.tools.plan.launch import AskedLaunch
-from commfuse_npu.tools.plan.obstacles import INSIDE_KERNELS, Obstacles, obstacles
-from commfuse_npu.tools.plan.training import NotSimulated, in_use, roughly, training_of
+from commfuse_npu.tools.model_config import problems
+from commfuse_npu.tools.plan.launch import (
+    AskedLaunch,
+    NotSimulated,
+    in_use,
+    roughly,
+    size_of,
+    training_of,
+)
+from commfuse_npu.tools.plan.obstacles import INSIDE_KERNELS, Judged, Obstacles, obstacles
 from commfuse_npu.tools.simulate.footprint import footprint, limit
 from commfuse_npu.tools.simulate.launch_options import FORMS
 from commfuse_npu.tools.simulate.step import Step
 from commfuse_npu.tools.simulate.training import Training
 from commfuse_npu.tools.simulate.variants import COC, FB_OVERLAP, MEGATRON, fused
 from commfuse_npu.tools.simulate.variants import forms as simulated_forms
+from commfuse_npu.tools.terminal import table_row
 
 __all__ = ["Form", "LaunchPlan", "plan_launch"]
 
@@ -212,14 +217,9 @@ def _layout(launch: AskedLaunch) -> str:
 
 def _problems(launch: AskedLaunch) -> list[str]:
     """Why the launch would fail at its start: mismatches of model, layout and batch."""
-    try:
-        launch.config.validate()
-    except ConfigError as error:
-        # With --kv-channels the hidden size need not be divisible by the heads.
-        kv_channels = "--kv-channels" in launch.options
-        lines = str(error).splitlines()
-        return [line for line in lines if not (kv_channels and line.startswith("hidden size"))]
-    return []
+    # With --kv-channels the hidden size need not be divisible by the heads.
+    may = "hidden size" if "--kv-channels" in launch.options else "nothing"
+    return [line for line in problems(launch.config) if not line.startswith(may)]
 
 
 def plan_launch(launch: AskedLaunch, hardware: Hardware) -> LaunchPlan:
@@ -228,7 +228,7 @@ def plan_launch(launch: AskedLaunch, hardware: Hardware) -> LaunchPlan:
     Raises:
         PlanError: the options form no valid schedule.
     """
-    against, problems = obstacles(launch), _problems(launch)
+    against, wrong = obstacles(launch), _problems(launch)
     ordered = launch.command.environment.get("HCCL_DETERMINISTIC", "").lower()
     if ordered in ("true", "strict") or "--npu-deterministic" in launch.options:
         hardware = replace(hardware, deterministic=True)
@@ -250,7 +250,7 @@ def plan_launch(launch: AskedLaunch, hardware: Hardware) -> LaunchPlan:
         hardware.name,
         limit(hardware) / 2**20,
         tuple(notes),
-        tuple(problems),
-        "" if problems else str(launch.schedule),
-        () if problems else tuple(against.layers),
+        tuple(wrong),
+        "" if wrong else str(launch.schedule),
+        () if wrong else tuple(against.layers),
     )

@@ -1,4 +1,4 @@
-"""The launch in question, given as a configuration, a command line or a launch script."""
+"""The launch in question, from a configuration, a command line or a script; its training."""
 
 from __future__ import annotations
 
@@ -13,8 +13,23 @@ from commfuse_npu.tools.launch_script import UsageError
 from commfuse_npu.tools.launch_script.launch import Launch, read_launch
 from commfuse_npu.tools.launch_script.options import Options
 from commfuse_npu.tools.model_config import ModelConfig, known_options
+from commfuse_npu.tools.simulate.experts import Experts
+from commfuse_npu.tools.simulate.latent import Latent
+from commfuse_npu.tools.simulate.launch_options import FORMS
+from commfuse_npu.tools.simulate.training import Kind, Training
+from commfuse_npu.tools.simulate.variants import Variant
 
-__all__ = ["AskedLaunch", "ask_about"]
+__all__ = [
+    "AskedLaunch",
+    "NotSimulated",
+    "ask_about",
+    "form_of",
+    "in_use",
+    "model_chunks",
+    "roughly",
+    "size_of",
+    "training_of",
+]
 
 _ASSUMED_VOCABULARY = 32000
 """Tokenizers are not read here."""
@@ -42,11 +57,7 @@ class AskedLaunch:
 
     @property
     def schedule(self) -> Schedule:
-        """The schedule of the tensor-parallel group.
-
-        Raises:
-            PlanError: the options form no valid schedule.
-        """
+        """The schedule of the tensor-parallel group; a PlanError if the options form none."""
         config, size = self.config, self.config.tensor_model_parallel_size
         usual = default_chunks(size, config.block_rows, config.hidden_size)
         chunks = 1 if self.fuse.commfuse_tuning == "on" else usual
@@ -95,4 +106,194 @@ def _fuse_options(words: Sequence[str]) -> argparse.Namespace:
     """The CommFuse options of a command line; the launch refuses unknown ones, too."""
     if why := unknown_option(words):
         raise UsageError(f"the launch is refused: {why}")
-    return argparse.Namespace(**DEFAULTS | known_options(words, add_arguments))
+    return argparse.Namespace(**DEFAULTS | known_options(words, add_arguments)[0])
+
+
+def size_of(options: Options, kind: str) -> int:
+    """The size of a parallel dimension: ``tensor-model``, ``expert-model`` ...; 1 if not given."""
+    return options.number(f"--{kind}-parallel-size", 1)
+
+
+def model_chunks(options: Options, stages: int) -> int:
+    """Model chunks per pipeline stage; 1 without a virtual pipeline."""
+    chunks = options.number("--num-virtual-stages-per-pipeline-rank", 0)
+    each = options.number("--num-layers-per-virtual-pipeline-stage", 0)
+    if each and not chunks:
+        layers = options.number("--num-layers", 0)
+        chunks, remainder = divmod(layers, stages * each)
+        if remainder:
+            raise UsageError(
+                f"--num-layers-per-virtual-pipeline-stage {each}: {layers} layers are not "
+                f"divisible by it times {stages} stages; choose another"
+            )
+    return max(1, chunks)
+
+
+# ------------------------------------------------------------------ what the simulator gets
+
+_LEFT_OUT = {
+    "--tp-2d": "linear layers cut in two dimensions",
+    "--moe-fb-overlap": "that overlap",
+    "--use-nanopipe": "that schedule",
+    "--schedules-method": "that schedule",
+    "--enable-dsa-indexer": "sparse attention",
+    "--layerwise-disaggregated-training": "that layout",
+}
+_ROUGH = {
+    "--lora-target-modules": "as if all weights were trained",
+    "--no-pad-to-seq-lengths": "as if all samples had the full length",
+    "--mtp-num-layers": "without layers of multi-token prediction",
+    "--swap-attention": "as if no activation was swapped to the host",
+    "--swap-optimizer": "as if no optimizer state was swapped to the host",
+    "--moe-zero-memory": "as if no activation of experts was dropped",
+    "--moe-expert-capacity-factor": "as if no token was dropped",
+    "--qat-scheme": "without quantization",
+    "--output-logit-softcapping": "without capping of logits",
+    "--attn-logit-softcapping": "without capping of logits",
+    "--commfuse-attention": "without splitting attention by queries",
+    "--commfuse-ulysses": "with blocking exchanges of heads",
+}
+"""Options that the simulator does not support, and how a step is simulated instead."""
+_STAGES = ("dpo", "rm", "ppo", "simpo", "orm", "prm", "grpo")
+_CONTEXT = ("megatron_cp_algo", "ulysses_cp_algo")
+
+
+def roughly(options: Options) -> list[str]:
+    """Approximations in the simulation of a launch; empty if it covers all of its options."""
+    return [f"{name}: simulated {how}" for name, how in _ROUGH.items() if name in options]
+
+
+class NotSimulated(ValueError):
+    """The simulator does not support such a launch; the message says why."""
+
+
+def training_of(launch: AskedLaunch) -> Training:
+    """The training of a launch, with every option that affects the step's time or memory.
+
+    :func:`roughly` lists the options that are approximated.
+
+    Raises:
+        UsageError: an option has an invalid value.
+        NotSimulated: names an option that is not supported.
+    """
+    options, model = launch.options, launch.config
+    for name, subject in _LEFT_OUT.items():
+        if name in options:
+            raise NotSimulated(f"{name}: {subject} is not simulated")
+    if options.text("--stage") in _STAGES:
+        raise NotSimulated(f"--stage {options.text('--stage')}: only pretraining and SFT are")
+    if "mamba" in (options.text("--spec") or ""):
+        raise NotSimulated("--spec: state-space layers are not simulated")
+    if model.context_parallel_size > 1 and model.context_parallel_algo not in _CONTEXT:
+        raise NotSimulated(
+            f"--context-parallel-algo {model.context_parallel_algo} is not simulated"
+        )
+    latent = _latent(options, model.tensor_model_parallel_size, model.num_attention_heads)
+    if latent is not None and model.context_parallel_size > 1:
+        raise NotSimulated("latent attention with context parallelism is not simulated")
+    experts = _experts(launch)
+    ranks = model.world_size // model.pipeline_model_parallel_size
+    if experts is not None and ranks % (experts.parallel * experts.tensor):
+        raise NotSimulated(
+            f"EP x expert TP are {experts.parallel * experts.tensor} ranks of experts, which do "
+            f"not divide the {ranks} of a pipeline stage"
+        )
+    granularity = options.text("--recompute-granularity")
+    if granularity not in (None, "full", "selective"):
+        raise UsageError(f"--recompute-granularity is {granularity!r}; give full or selective")
+    recompute = granularity == "full"
+    vpp = model_chunks(options, model.pipeline_model_parallel_size)
+    return Training(
+        model,
+        "full" if recompute else "none",
+        vpp=vpp,
+        recomputed=_recomputed(options, vpp) if recompute else None,
+        kinds=_kinds(options, model.num_layers),
+        experts=experts,
+        latent=latent,
+        head=0 if latent else options.number("--kv-channels", 0),
+        gated="--swiglu" in options,
+        causal=options.text("--attention-mask-type") != "general",
+        sequence_parallel=model.uses_sequence_parallel,
+        distributed="--use-distributed-optimizer" in options,
+        overlaps=("--overlap-grad-reduce" in options, "--overlap-param-gather" in options),
+        reuses="--reuse-fp32-param" in options,
+        gradient_bytes=2 if "--fp16" in options else 4,
+    )
+
+
+def form_of(options: Options) -> Variant:
+    """The form in which a launch runs with its present options."""
+    return next(form for form, (_, flags) in reversed(FORMS.items()) if in_use(options, flags))
+
+
+def in_use(options: Options, flags: str) -> bool:
+    """Whether a launch has all of these flags, with these values."""
+    wanted = Options(flags.split())
+    same = (options.text(name) == wanted.text(name) for name in wanted.names)
+    return all(same) and set(wanted.names) <= set(options.names)
+
+
+def _recomputed(options: Options, vpp: int) -> int | None:
+    """Number of layers per stage whose forward is run again; ``None``: all."""
+    layers = options.number("--recompute-num-layers", 1)
+    if options.text("--recompute-method") != "block":
+        return None
+    return layers if "--enable-recompute-layers-per-pp-rank" in options else layers * vpp
+
+
+def _kinds(options: Options, layers: int) -> tuple[Kind, ...]:
+    """The kind of each layer (MindSpeed-LLM's ``moe_layer_freq``, ``first_k_dense_replace``)."""
+    removed = _layers(options, "--noop-layers", layers)
+    experts = options.number("--num-experts", 0) > 0
+    period = max(1, options.number("--moe-layer-freq", -1))
+    first = max(0, options.number("--first-k-dense-replace", -1))
+
+    def kind(layer: int) -> Kind:
+        if layer in removed:
+            return "none"
+        return "experts" if experts and layer >= first and layer % period == 0 else "dense"
+
+    return tuple(map(kind, range(layers)))
+
+
+def _layers(options: Options, name: str, layers: int) -> set[int]:
+    """Layer numbers of a comma-separated option, from 0."""
+    words = (options.text(name) or "").split(",") if name in options else []
+    for word in words:
+        if not word.strip().isdecimal() or int(word[:9]) >= layers:
+            raise UsageError(
+                f"{name}: {word[:40]!r} is no layer; give numbers from 0 to {layers - 1}"
+            )
+    return {int(word) for word in words}
+
+
+def _experts(launch: AskedLaunch) -> Experts | None:
+    options, model = launch.options, launch.config
+    number = options.number("--num-experts", 0)
+    if not number:
+        return None
+    each = options.number("--moe-router-topk", 2)
+    if each > number:
+        raise UsageError(f"--moe-router-topk {each} is more than --num-experts {number}")
+    width = options.number("--moe-ffn-hidden-size", model.ffn_hidden_size)
+    shared = options.number("--n-shared-experts", 0) * width
+    return Experts(
+        number,
+        each=each,
+        width=width,
+        shared=options.number("--moe-shared-expert-intermediate-size", shared),
+        parallel=size_of(options, "expert-model"),
+        tensor=options.number("--expert-tensor-parallel-size", model.tensor_model_parallel_size),
+        gathers=options.text("--moe-token-dispatcher-type") in (None, "allgather"),
+        grouped="--moe-grouped-gemm" in options,
+        halves=2 if "--swiglu" in options else 1,
+    )
+
+
+def _latent(options: Options, tensor: int, heads: int) -> Latent | None:
+    if "--multi-latent-attention" not in options:
+        return None
+    widths = ("q-lora-rank", "kv-lora-rank", "qk-head-dim", "qk-pos-emb-head-dim", "v-head-dim")
+    queries, keys, own, rotary, value = (options.number(f"--{name}", 0) for name in widths)
+    return Latent(heads, queries, keys, own, rotary, value, tensor)

@@ -19,7 +19,7 @@ from typing import Any
 
 from commfuse_npu.runtime.atomic_write import write_json
 from commfuse_npu.tools.launch_script import UsageError
-from commfuse_npu.tools.markdown import table_head, table_row
+from commfuse_npu.tools.terminal import table_head, table_row
 
 __all__ = ["find_profiles", "plan_profile"]
 
@@ -37,13 +37,10 @@ _FORMS = {
 }
 """The parallelism that each option can hide. An unnamed group may be any of them: upper bounds."""
 _BOUNDS = """
-The last two columns are upper bounds, not predictions: min(E, C - O).
-- E: exposed communication that the option can hide. With m micro-batches per step \
---commfuse-fb-overlap can hide E (m - 1) / m: the first forward and the last backward are alone.
-- C: computing time; for --use-commfuse, of GEMMs and attention. O: the part of C that already \
-runs beside this communication.
-- No more can be hidden than is computed meanwhile; both are assumed to be as fast together as \
-alone. For a prediction: commfuse-npu plan SCRIPT."""
+The last two columns are upper bounds, not predictions: the exposed communication that an option can
+hide, and at most what is computed outside of it (for --use-commfuse, GEMMs and attention only).
+With m micro-batches per step --commfuse-fb-overlap hides at most (m - 1) / m of it: the first
+forward and the last backward are alone. For a prediction: commfuse-npu plan SCRIPT."""
 
 Span = tuple[int, int]
 """Start and end in ns."""
@@ -82,7 +79,6 @@ def plan_profile(folders: Sequence[Path], page: Path | None) -> int:
 
     Raises:
         UsageError: a required file is missing, or has unexpected content.
-        OSError: the JSON cannot be written.
     """
     ranks = [(_name(folder), _spans(folder)) for folder in folders]
     steps = [
@@ -106,18 +102,25 @@ def _name(folder: Path) -> str:
 
 def _spans(folder: Path) -> dict[str, dict[str, list[Span]]]:
     """The spans of a rank, by step and kind: ``cube``, ``vector``, or a transfer's parallelism."""
-    groups = _json(folder / "profiler_metadata.json").get("parallel_group_info", {})
-    numbers = {_number(key): _parallelism(entry["group_name"]) for key, entry in groups.items()}
     steps: dict[str, dict[str, list[Span]]] = {}
-    columns = "Name", "Accelerator Core", "Start Time(us)", "Duration(us)"
-    for row in _rows(folder / _OUTPUT / _KERNELS, *columns):
-        name, core, start, lasts = (row[column] for column in columns)
-        kind = "cube" if core in _CUBE else "vector"
-        if core in _TRANSFERS:
-            kind = _of_suffix(name, numbers)
-        at = round(Decimal(start.strip()) * 1000)
-        spans = steps.setdefault(row.get("Step Id", ""), defaultdict(list))
-        spans[kind].append((at, at + round(Decimal(lasts.strip()) * 1000)))
+    metadata, kernels = folder / "profiler_metadata.json", folder / _OUTPUT / _KERNELS
+    try:
+        content = json.loads(metadata.read_text("utf-8")) if metadata.exists() else {}
+        groups = content.get("parallel_group_info", {})
+        numbers = {_number(key): _parallelism(of["group_name"]) for key, of in groups.items()}
+        with kernels.open(encoding="utf-8", newline="") as file:
+            for row in csv.DictReader(file):
+                core = row["Accelerator Core"]
+                kind = "cube" if core in _CUBE else "vector"
+                if core in _TRANSFERS:
+                    kind = _of_suffix(row["Name"], numbers)
+                at = round(Decimal(row["Start Time(us)"].strip()) * 1000)
+                until = at + round(Decimal(row["Duration(us)"].strip()) * 1000)
+                spans = steps.setdefault(row.get("Step Id", ""), defaultdict(list))
+                spans[kind].append((at, until))
+    except (OSError, LookupError, ValueError, ArithmeticError) as error:
+        why = f"{type(error).__name__}: {error}"
+        raise UsageError(f"{folder} cannot be evaluated: {why}; {_RECORD}") from error
     return steps
 
 
@@ -180,26 +183,6 @@ def _of_suffix(name: str, numbers: dict[int, str]) -> str:
     return fitting.pop() if len(fitting) == 1 else _UNNAMED
 
 
-def _json(path: Path) -> Any:
-    """The content of a file; empty if it is missing."""
-    try:
-        return json.loads(path.read_text("utf-8"))
-    except FileNotFoundError:
-        return {}
-    except ValueError as error:
-        raise UsageError(f"{path} is no JSON: {error}; {_RECORD}") from error
-
-
-def _rows(path: Path, *needed: str) -> Iterator[dict[str, str]]:
-    if not path.is_file():
-        raise UsageError(f"{path} is missing; {_RECORD}")
-    with path.open(encoding="utf-8", newline="") as file:
-        rows = csv.DictReader(file)
-        if lacking := sorted(set(needed) - set(rows.fieldnames or ())):
-            raise UsageError(f"{path} has no column {', '.join(lacking)}; {_RECORD}")
-        yield from rows
-
-
 def _report(steps: Sequence[Step]) -> Iterator[str]:
     best = max(steps, key=lambda step: max(step["bounds"].values()))
     form, most = max(best["bounds"].items(), key=lambda bound: bound[1])
@@ -219,4 +202,4 @@ def _report(steps: Sequence[Step]) -> Iterator[str]:
         yield table_row([f"{step['rank']}, {step['step']}", *row])
     yield _BOUNDS
     if _UNNAMED in names:
-        yield "- profiler_metadata.json does not name all groups; the others count as E."
+        yield "- profiler_metadata.json does not name all groups; the others count as exposed."

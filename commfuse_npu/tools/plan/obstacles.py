@@ -1,27 +1,27 @@
-"""Why CommFuse cannot run in a launch, decided from its options alone; no other tool does this.
+"""Why CommFuse cannot run in a launch, or in a layer of it, from the launch's options alone.
 
 At its start the launch decides again, from Megatron's arguments and modules
 (``mindspeed_patches``), with the same tables: :mod:`commfuse_npu.refusals` and
-:mod:`commfuse_npu.options`.
+:mod:`commfuse_npu.options`.  At run time the wrappers of Megatron's layers decide; a test compares
+the reasons.  The layers of a launch were read in Megatron-LM core_v0.12.1, MindSpeed 26.1.0 and
+MindSpeed-LLM 26.1.0; any other ``--spec`` is treated as Megatron's GPTModel.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import NamedTuple
 
-from commfuse_npu.options import keeps_short_blocks
+from commfuse_npu.options import LAYERS, keeps_short_blocks
 from commfuse_npu.plan import min_rows_to_fuse
 from commfuse_npu.plan.slots import paired_microbatches, slots
 from commfuse_npu.refusals import REFUSALS_OF, missing
-from commfuse_npu.tools.launch_script import UsageError
 from commfuse_npu.tools.launch_script.options import Options
-from commfuse_npu.tools.linear_layers import Judged, attention_obstacle, judge, size_of
 from commfuse_npu.tools.model_config import ModelConfig
-from commfuse_npu.tools.plan.launch import AskedLaunch
+from commfuse_npu.tools.plan.launch import AskedLaunch, model_chunks, size_of
 
-__all__ = ["INSIDE_KERNELS", "Obstacles", "model_chunks", "obstacles"]
+__all__ = ["INSIDE_KERNELS", "Judged", "Obstacles", "judge", "obstacles"]
 
 INSIDE_KERNELS = {
     "--use-ascend-coc": "its transfers are inside of CoC's operators",
@@ -127,7 +127,7 @@ def _own_options(launch: AskedLaunch) -> Iterator[tuple[str, str, str]]:
     attention, ulysses, dp = "--commfuse-attention", "--commfuse-ulysses", "--commfuse-dp"
     no_proj = f"{attention}: proj is not among --commfuse-layers; add it, or leave {attention} out"
     lacks = "" if "proj" in launch.fuse.commfuse_layers else no_proj
-    yield attention, lacks or missing(attention, args), attention_obstacle(options)
+    yield attention, lacks or missing(attention, args), _attention_obstacle(options)
     yield ulysses, missing(ulysses, args), ""
     alone = config.data_parallel_size == 1 == config.context_parallel_size
     yield dp, missing(dp, args), "DP 1 transfers nothing" if alone else ""
@@ -145,21 +145,6 @@ def _overlap(launch: AskedLaunch, refused: Sequence[str]) -> tuple[str, float | 
     return "; ".join([*inside, *refused]) or unpaired, paired
 
 
-def model_chunks(options: Options, stages: int) -> int:
-    """Model chunks per pipeline stage; 1 without a virtual pipeline."""
-    chunks = options.number("--num-virtual-stages-per-pipeline-rank", 0)
-    each = options.number("--num-layers-per-virtual-pipeline-stage", 0)
-    if each and not chunks:
-        layers = options.number("--num-layers", 0)
-        chunks, remainder = divmod(layers, stages * each)
-        if remainder:
-            raise UsageError(
-                f"--num-layers-per-virtual-pipeline-stage {each}: {layers} layers are not "
-                f"divisible by it times {stages} stages; choose another"
-            )
-    return max(1, chunks)
-
-
 def _paired(options: Options, config: ModelConfig) -> tuple[float | None, str]:
     """The smallest share of forwards that have a partner, and why it is too small, or empty."""
     stages = config.pipeline_model_parallel_size
@@ -175,3 +160,152 @@ def _paired(options: Options, config: ModelConfig) -> tuple[float | None, str]:
     least = min(paired / total for paired, total in pairs)
     reason = f"{batches} micro-batches: {least:.0%} of a stage's have a partner"
     return least, reason if least < 0.5 else ""
+
+
+# ------------------------------------------------------------------ linear layers
+
+
+class Judged(NamedTuple):
+    """The forward of a kind of linear layer: the op that runs, or why it is Megatron's own."""
+
+    layer: str
+    reason: str
+    operator: str
+
+    def __str__(self) -> str:
+        if not self.operator:
+            return f"{self.layer}: Megatron's own forward, because {self.reason}"
+        return f"{self.layer}: {self.operator}"
+
+
+_Layer = tuple[str, bool, str, str]
+"""A kind of layer: its name, whether it is column-parallel, its name in ``--commfuse-layers``, and
+why it keeps its own forward, or empty."""
+
+
+def _layers(options: Options) -> Iterator[_Layer]:
+    """The kinds of linear layers of a launch."""
+    spec = options.text("--spec") or ""
+    mamba, compressed, longcat = (
+        name in spec for name in ("mamba_spec", "deepseek4_spec", "longcat_spec")
+    )
+    latent = "--multi-latent-attention" in options and not compressed
+    # Qwen3-Next: every n-th layer has attention with separate q, k and v; others are linear.
+    delta_net = "--full-attention-interval" in options
+    attends = not mamba or _part(options, "--hybrid-attention-ratio")
+    if attends and not (latent or compressed or delta_net):
+        yield "qkv", True, "qkv", ""
+    if latent:
+        overlap = "mla_up_proj_tp_overlap gathers its input before the call"
+        gathered = overlap * ("--mla-up-proj-tp-overlap" in options)
+        yield "q_up", True, "q_up", gathered
+        yield "kv_up", True, "kv_up", gathered
+    if delta_net:
+        yield "q, k, v apart", True, "qkv", ""
+        yield "delta-net in", True, "fc1", ""
+        yield "delta-net out", False, "fc2", ""
+    if compressed:
+        unknown = "it is not among the layers that can be fused"
+        yield "CSA's q_up, o_down", True, "", unknown
+        yield "CSA's o_up", False, "", unknown
+    if mamba:
+        yield "mamba in", True, "fc1", ""
+        yield "mamba out", False, "fc2", ""
+    if attends and not compressed:
+        yield "proj", False, "proj", ""
+    experts = options.number("--num-experts", 0) > 0
+    dense = not mamba or _part(options, "--hybrid-mlp-ratio")
+    if experts and not longcat:
+        # With experts, only the first layers are dense (MindSpeed-LLM's transformer_block.py).
+        dense = options.number("--first-k-dense-replace", -1) > 0
+    if dense:
+        yield "fc1", True, "fc1", ""
+        yield "fc2", False, "fc2", ""
+    shared = "--n-shared-experts", "--moe-shared-expert-intermediate-size"
+    if experts and any(options.number(name, 0) for name in shared):
+        yield "shared_fc1", True, "shared_fc1", _overlapped(options)
+        yield "shared_fc2", False, "shared_fc2", _overlapped(options)
+    if experts:
+        yield "experts", False, "fc2", _dispatched(options)
+    if "--mtp-num-layers" in options:
+        yield "eh_proj", True, "eh_proj", ""
+    later = "defer_embedding_wgrad_compute keeps the gradients for later"
+    deferred = later * ("--defer-embedding-wgrad-compute" in options)
+    yield "output", True, "output", deferred
+
+
+def judge(
+    options: Options, layers: Collection[str] = LAYERS, attention: bool = False
+) -> Iterator[Judged]:
+    """The verdict on each linear layer of a launch, for any sequence length.
+
+    ``layers`` and ``attention`` are those of ``--commfuse-layers`` and ``--commfuse-attention``.
+    """
+    split, alone = _sequence_parallel(options), size_of(options, "tensor-model") == 1
+    offloaded = "--cpu-offloading" in options
+    with_attention = attention and not _attention_obstacle(options)
+    for name, column, known_as, kept in _layers(options):
+        unsplit = column and not split
+        reasons = (
+            kept,
+            unsplit and "without sequence parallelism the forward has no transfer",
+            known_as not in layers and f"{known_as} is not in the list of layers to fuse",
+            alone and "a tensor-parallel group of one has nothing to transfer",
+            offloaded and "cpu_offloading needs Transformer Engine's layers",
+        )
+        operator = "linear_reduce_scatter" if split else "linear_all_reduce"
+        if column:
+            operator = "all_gather_linear"
+        elif name == "proj" and with_attention:
+            operator = "attention_linear_reduce_scatter"
+        reason = str(next(filter(None, reasons), ""))
+        yield Judged(name, reason, "" if reason else operator)
+
+
+def _attention_obstacle(options: Options) -> str:
+    """Why attention is not fused with its projection (``--commfuse-attention``); else empty.
+
+    With granularity ``selective`` MindSpeed recomputes attention separately, whatever
+    ``--recompute-modules`` lists.
+    """
+    selective = options.text("--recompute-granularity") == "selective"
+    if selective or "--recompute-activations" in options:
+        return "selective recomputation runs core attention separately"
+    return "" if _sequence_parallel(options) else "without sequence parallelism nothing is split"
+
+
+def _sequence_parallel(options: Options) -> bool:
+    """Whether activations are split along the sequence; never in a group of one rank."""
+    return "--sequence-parallel" in options and size_of(options, "tensor-model") > 1
+
+
+def _part(options: Options, option: str) -> bool:
+    """Whether a ratio of layers other than 0 is given."""
+    return (options.text(option) or "").strip("0.") != ""
+
+
+def _overlapped(options: Options) -> str:
+    """Why shared experts use MindSpeed's linear layers, or ones without transfers; else empty."""
+    overlaps = (
+        *("--moe-alltoall-overlap-comm", "--moe-allgather-overlap-comm"),
+        "--moe-shared-expert-overlap",
+    )
+    overlap = next((option for option in overlaps if option in options), "")
+    return overlap and f"{overlap} runs them beside the experts' transfers"
+
+
+def _dispatched(options: Options) -> str:
+    """Why the experts' linear layers keep their own forward.
+
+    Grouped GEMMs have no linear layers.  Otherwise, if experts have tensor or expert parallelism
+    above 1, Megatron leaves their transfers to the dispatcher (``explicit_expert_comm``).  If they
+    have neither, their row-parallel layers reduce over the tensor-parallel group as others do
+    (megatron/core/tensor_parallel/layers.py of core_v0.12.1).
+    """
+    if "--moe-grouped-gemm" in options:
+        return "grouped GEMMs, no tensor-parallel linear layer; tokens are moved by the dispatcher"
+    separate = "--expert-tensor-parallel-size" in options
+    tensor = size_of(options, "expert-tensor" if separate else "tensor-model")
+    if tensor > 1 or size_of(options, "expert-model") > 1 or "--moe-tp-extend-ep" in options:
+        return "no collective of the tensor-parallel group; tokens are moved by the dispatcher"
+    return "expert layers are left to the token dispatcher"

@@ -11,10 +11,9 @@ from pathlib import Path
 from commfuse_npu.config_file import ConfigError, find_config
 from commfuse_npu.hardware.description import Hardware
 from commfuse_npu.runtime.atomic_write import write_json
+from commfuse_npu.tools.drawing import draw, lacking
 from commfuse_npu.tools.model_config import ModelConfig
-from commfuse_npu.tools.option_types import Parser, new_file, positive, refuse, whole
-from commfuse_npu.tools.outputs import write_output
-from commfuse_npu.tools.report.drawing import draw, lacking
+from commfuse_npu.tools.option_types import Parser, new_file, positive, refuse, whole, write_output
 from commfuse_npu.tools.simulate.lanes import layer_picture
 from commfuse_npu.tools.simulate.launch_options import launching
 from commfuse_npu.tools.simulate.step import Layout, Step

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from operator import attrgetter
 
-from commfuse_npu.tools.report.charts import Bit, Picture, Row, gantt
+from commfuse_npu.tools.drawing import Bit, Chart, Row, gantt
 from commfuse_npu.tools.simulate.group import Simulated
 from commfuse_npu.tools.simulate.launches import ASIDE, COMPUTE
 from commfuse_npu.tools.simulate.step import Step
@@ -24,7 +24,7 @@ _INSTANT = 1e-9
 _RANK = re.compile(r" (block|partial for) \d+")
 
 
-def layer_picture(step: Step, variants: Mapping[str, Variant]) -> Picture:
+def layer_picture(step: Step, variants: Mapping[str, Variant]) -> Chart:
     """A Gantt chart of one layer in each of these variants."""
     rows = [lanes(title, step.parts(variant)) for title, variant in variants.items()]
     return gantt("One layer, forward and backward", "ms, typical figures; lower is better", rows)

@@ -13,12 +13,11 @@ from operator import attrgetter
 from typing import Any, NamedTuple
 
 from commfuse_npu.hardware.description import Choice, Hardware
-from commfuse_npu.tools.markdown import table_row
 from commfuse_npu.tools.simulate.footprint import USABLE, Footprint, footprint, limit
 from commfuse_npu.tools.simulate.launch_options import launching
 from commfuse_npu.tools.simulate.step import Step, Training
 from commfuse_npu.tools.simulate.variants import COMPUTE_ONLY, MEGATRON, REFERENCE, Variant
-from commfuse_npu.tools.terminal import print_verdict
+from commfuse_npu.tools.terminal import print_verdict, table_row
 
 __all__ = [
     "CORNERS",

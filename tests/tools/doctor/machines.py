@@ -7,9 +7,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from commfuse_npu.tools.doctor import CommandResult, Machine, Package
+from commfuse_npu.packages import Package
 from commfuse_npu.tools.doctor.command import diagnose
-from commfuse_npu.tools.doctor.machine import ABSENT
+from commfuse_npu.tools.doctor.machine import ABSENT, CommandResult, Machine
 from commfuse_npu.tools.doctor.versions import TRY_TORCH_NPU
 
 INFO_A2 = """\

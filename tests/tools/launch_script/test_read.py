@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 
 from commfuse_npu.tools.launch_script import UsageError
-from commfuse_npu.tools.launch_script.launch import read_launch
+from commfuse_npu.tools.launch_script.launch import capture_commands, read_launch
 from commfuse_npu.tools.launch_script.options import Options
-from commfuse_npu.tools.launch_script.shell import capture_commands
 from tests.processes import ended, wait_for
 
 ARGS = ["--num-layers", "2", "--bf16"]
@@ -151,7 +150,7 @@ def test_what_is_started_is_written_down_and_not_run(script: Path, tmp_path: Pat
         "utf-8",
     )
     captured = capture_commands([str(script)], tmp_path, dict(os.environ))
-    words = sorted(" ".join(command.words) for command in captured.commands)
+    words = sorted(" ".join(words) for words, *_ in captured.commands)
     assert words == ["python3 -m json.tool --no", "torchrun pretrain_gpt.py --bf16"]
     assert (captured.printed, captured.code) == ("", 3)
     assert (tmp_path / "precious").exists()

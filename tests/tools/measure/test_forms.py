@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,10 +15,11 @@ import torch.distributed as dist
 from commfuse_npu import tuning
 from commfuse_npu.config_file import find_config
 from commfuse_npu.kernels import cpu
+from commfuse_npu.ops import all_gather_linear, linear_reduce_scatter
 from commfuse_npu.ops.call import WeightGradient
-from commfuse_npu.tools.measure.baselines import Carrier
+from commfuse_npu.tools.measure.baselines import Baseline
+from commfuse_npu.tools.measure.forms import FormsWorker as Worker
 from commfuse_npu.tools.measure.forms import form_of
-from commfuse_npu.tools.measure.forms_worker import FormsWorker as Worker
 from commfuse_npu.tools.measure.sleeping import SleepingGemms, modelled_seconds
 from commfuse_npu.tools.measure.steps import NAMES, TUNED, Scale
 from commfuse_npu.tools.model_config import ModelConfig
@@ -67,9 +69,9 @@ def test_collectives_of_torch_compute_the_same_and_what_is_no_number_differs(ran
     worker.set_up("mlp", _scale(2), None)
     assert worker.check("slices-4") <= 1e-4
     # What a device uses.
-    carrier = Carrier(worker._transport.group)
+    baseline = partial(Baseline, worker._transport.group)
     for form in ("p2p", "megatron", "slices-4"):
-        results = worker._work.run(form_of(form, worker._transport, carrier))
+        results = worker._work.run(form_of(form, worker._transport, baseline))
         assert all(map(torch.allclose, results, worker._reference)), form
     worker._reference[1][0, 0, 0] = math.nan
     assert worker.check("slices-4") == math.inf
@@ -99,11 +101,11 @@ def test_tuning_happens_when_it_is_asked_for_and_not_while_the_clock_runs(rank: 
 # ------------------------------------------------------------------- recorded order
 
 
-class _Recorded(Carrier):
-    """A carrier of two ranks without transfers that logs its calls."""
+class _Recorded(Baseline):
+    """A baseline of two ranks without transfers that logs its calls."""
 
-    def __init__(self, group: Any, log: list[str]) -> None:
-        super().__init__(group)
+    def __init__(self, group: Any, log: list[str], order: Any) -> None:
+        super().__init__(group, order)
         self.log = log
 
     def _posted(self, what: str, async_op: bool) -> Any:
@@ -157,15 +159,13 @@ def test_what_is_under_way_while_what_is_computed(
     monkeypatch.setattr(WeightGradient, "add", wgrad)
     monkeypatch.setattr(dist, "get_backend", lambda group: "gloo")
     group: Any = SimpleNamespace(rank=lambda: 0, size=lambda: 2)
-    carrier = _Recorded(group, log)
-    form = form_of(name, SimpleNamespace(), carrier)
-    layers = {"column": form.all_gather_linear, "row": form.linear_reduce_scatter}
+    form = form_of(name, SimpleNamespace(), partial(_Recorded, group, log))
+    layers = {"column": all_gather_linear, "row": linear_reduce_scatter}
     x = torch.ones(4 if layer == "column" else 8, 6, requires_grad=True)
-    y = layers[layer](x, torch.ones(6, 6, requires_grad=True))
+    y = layers[layer](x, torch.ones(6, 6, requires_grad=True), **form.of)
     log.append(";")
     y.sum().backward()
     assert ", ".join(log).replace(", ;,", ";") == expected
-    assert any(carrier.idle.values()), "buffers are kept"
 
 
 # ------------------------------------------------------------------- sleeping GEMMs

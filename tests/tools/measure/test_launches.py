@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from commfuse_npu.tools.launch_script import UsageError, bounded
+from commfuse_npu.tools.launch_script import UsageError, short_run
 from commfuse_npu.tools.launch_script.options import Options
 from commfuse_npu.tools.measure.launches import (
     FORMS,
@@ -137,7 +137,7 @@ def test_what_a_launch_leaves_behind_is_ended(tmp_path: Path) -> None:
     )
     words, log = [sys.executable, "-c", launcher], tmp_path / "log"
     options = {"folder": tmp_path, "environment": os.environ, "log": log, "seconds": LIMIT}
-    assert bounded.run_bounded(words, **options) == 3
+    assert short_run.run_bounded(words, **options) == 3
     wait_for(lambda: ended(int((tmp_path / "pid").read_text())))
 
 

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from commfuse_npu.tools.plan.launch import ask_about
-from commfuse_npu.tools.plan.training import training_of
+from commfuse_npu.tools.plan.launch import ask_about, training_of
 from commfuse_npu.tools.simulate.experts import Experts
 from commfuse_npu.tools.simulate.footprint import footprint
 from commfuse_npu.tools.simulate.step import Step

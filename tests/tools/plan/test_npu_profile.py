@@ -104,11 +104,12 @@ def test_several_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
 @pytest.mark.parametrize(
     ("file", "content", "said"),
     [
-        ("../profiler_metadata.json", "{", "profiler_metadata.json is no JSON"),
+        ("../profiler_metadata.json", "{", "_ascend_pt cannot be evaluated: JSONDecodeError: "),
         ("kernel_details.csv", HEAD, "kernel_details.csv holds no kernel"),
-        ("kernel_details.csv", "Step Id,Name\n",
-         "kernel_details.csv has no column Accelerator Core, Duration(us), Start Time(us)"),
-        ("kernel_details.csv", None, "kernel_details.csv is missing; record it with"),
+        ("kernel_details.csv", "Step Id,Name\n", "kernel_details.csv holds no kernel"),
+        ("kernel_details.csv", "Step Id,Name\n13,a\n",
+         "_ascend_pt cannot be evaluated: KeyError: 'Accelerator Core'; record it with"),
+        ("kernel_details.csv", None, "kernel_details.csv'; record it with"),
         (".", None, "if one was recorded, but not analysed: python -c 'from torch_npu.profiler"),
     ],
 )  # fmt: skip

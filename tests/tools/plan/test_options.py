@@ -10,9 +10,14 @@ import pytest
 import torch
 
 from commfuse_npu.tools.plan.forms import plan_launch
-from commfuse_npu.tools.plan.launch import AskedLaunch, ask_about
+from commfuse_npu.tools.plan.launch import (
+    AskedLaunch,
+    NotSimulated,
+    ask_about,
+    form_of,
+    training_of,
+)
 from commfuse_npu.tools.plan.obstacles import obstacles
-from commfuse_npu.tools.plan.training import NotSimulated, form_of, training_of
 from mindspeed_patches import wrappers
 from tests.tools.plan.launches import (
     EXPERTS,

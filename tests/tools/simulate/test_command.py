@@ -10,10 +10,8 @@ from unittest.mock import Mock
 
 import pytest
 
-from commfuse_npu.tools import cli
-from commfuse_npu.tools.report import drawing
-from commfuse_npu.tools.report.charts import Bit, Row, gantt
-from commfuse_npu.tools.report.drawing import draw
+from commfuse_npu.tools import cli, drawing
+from commfuse_npu.tools.drawing import Bit, Row, draw, gantt
 from commfuse_npu.tools.simulate.lanes import lanes
 from scripts.evidence.layers import BOUND, OURS, RIVALS, point
 from scripts.evidence.pictures import forms, main, step

@@ -1,24 +1,33 @@
-"""The charts, as Vega-Lite specifications: one view each."""
+"""Pictures in Vega-Lite, as files: vl-convert-python draws them, without a browser or a network.
+
+The package is optional, and imported only for drawing.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from importlib import import_module, util
+from pathlib import Path
 from typing import Any, NamedTuple
 
-__all__ = ["Bit", "Chart", "Picture", "Row", "gantt"]
+from commfuse_npu.runtime.atomic_write import atomic_write
 
-Chart = dict[str, Any]
-"""A Vega-Lite specification: one view, with a ``height``."""
+__all__ = ["Bit", "Chart", "Row", "draw", "gantt", "lacking"]
 
+_VERSION = "6.1"
+"""Version of Vega-Lite."""
+_CONFIG = {
+    "aria": False,  # longer files; the pages that include them describe them
+    "view": {"stroke": None},
+    "title": {"anchor": "start", "frame": "bounds"},
+    "legend": {"orient": "bottom", "title": None, "labelLimit": 0, "symbolOpacity": 1,
+               "columns": 4},
+}  # fmt: skip
 _COLORS = {"work": "#0b62c4", "transfer": "#0a7a83", "waiting": "#cf222e"}
 """Colors of bits by their kind."""
 
-
-class Picture(NamedTuple):
-    """A chart and its title."""
-
-    title: str
-    chart: Chart
+Chart = dict[str, Any]
+"""A Vega-Lite specification: one view, with a ``title`` and a ``height``."""
 
 
 class Bit(NamedTuple):
@@ -38,7 +47,7 @@ class Row(NamedTuple):
     bits: tuple[Bit, ...]
 
 
-def gantt(title: str, axis: str, rows: Sequence[Row]) -> Picture:
+def gantt(title: str, axis: str, rows: Sequence[Row]) -> Chart:
     """A Gantt chart: the lanes of all rows on one time axis; waiting is labeled with its ms."""
     # Several rows have lanes of the same name: a number makes them distinct.
     order = [f"{n} {lane}" for n, row in enumerate(rows) for lane in ("", *row.lanes)]
@@ -48,7 +57,7 @@ def gantt(title: str, axis: str, rows: Sequence[Row]) -> Picture:
         for bit in row.bits
     ]
     end = max((bit.end for row in rows for bit in row.bits), default=1.0)
-    kinds = [kind for kind in _COLORS if any(bit.kind == kind for r in rows for bit in r.bits)]
+    kinds = [kind for kind in _COLORS if any(value["kind"] == kind for value in values)]
     colors = {"domain": kinds, "range": [_COLORS[kind] for kind in kinds]}
     names = {"labelExpr": "slice(datum.value, indexof(datum.value, ' ') + 1)", "labelLimit": 0,
              "ticks": False, "domain": False, "minExtent": 66, "maxExtent": 66}  # fmt: skip
@@ -57,7 +66,8 @@ def gantt(title: str, axis: str, rows: Sequence[Row]) -> Picture:
     x = {"type": "quantitative", "title": axis, "axis": {"grid": False}}
     domain = {"domain": [0, end], "nice": False}
     wide = f"datum.kind == 'waiting' && datum.ms * width > {24 * end}"
-    chart: Chart = {
+    return {
+        "title": title,
         "description": f"Lanes over time. {axis}. " + "; ".join(row.label for row in rows),
         "height": 24 * len(order),
         "data": {"values": values},
@@ -75,4 +85,31 @@ def gantt(title: str, axis: str, rows: Sequence[Row]) -> Picture:
              "encoding": {"x": {"value": -66}, "text": {"field": "said"}}},
         ],
     }  # fmt: skip
-    return Picture(title, chart)
+
+
+def lacking() -> str | None:
+    """What must be installed before drawing, or ``None``; does not import the package."""
+    if util.find_spec("vl_convert"):
+        return None
+    return "needs vl-convert-python; pip install 'vl-convert-python>=1.9'"
+
+
+def draw(chart: Chart, title: str, path: Path) -> None:
+    """Write a chart under another title as PNG or SVG, by the file's suffix.
+
+    Raises:
+        OSError: the file cannot be written.
+        ValueError: vl-convert-python is not installed.
+    """
+    if why := lacking():
+        raise ValueError(f"a picture {why}")
+    library = import_module("vl_convert")
+    # The empty subtitle keeps the chart's own title off its axes.
+    view = chart | {"title": {"text": chart["title"], "subtitle": []}, "width": 760}
+    whole = {"title": {"text": title, "fontSize": 16, "offset": 14}, "config": _CONFIG,
+             "vconcat": [view], "resolve": {"scale": {"color": "independent"}}}  # fmt: skip
+    with atomic_write(path) as part:
+        if path.suffix.lower() == ".svg":
+            part.write_text(library.vegalite_to_svg(whole, vl_version=_VERSION), encoding="utf-8")
+        else:
+            part.write_bytes(library.vegalite_to_png(whole, vl_version=_VERSION, scale=1.5))
