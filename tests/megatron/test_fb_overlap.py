@@ -12,7 +12,7 @@ pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
 from mindspeed_patches.fb_overlap import Overlapping
 from mindspeed_patches.fb_overlap.core_versions import obstacle
-from tests.megatron.in_ranks import megatron
+from tests.megatron.training import Case, Trainer, layout
 
 NAMED = {
     "overlap_moe_expert_parallel_comm": True,
@@ -43,19 +43,11 @@ def test_settings_that_exclude_it_are_named() -> None:
 
 def of_pipelines(rank: int, chunks: int, microbatches: int) -> str | None:
     """The obstacle of a pipeline of two stages, if any."""
-    from megatron.core.enums import ModelType
     from megatron.core.pipeline_parallel import schedules
-    from megatron.core.transformer import TransformerConfig
 
-    layout = {"pipeline_model_parallel_size": 2}
-    layout |= {"virtual_pipeline_model_parallel_size": chunks} if chunks > 1 else {}
-    with megatron(1, **layout):
-        config = TransformerConfig(num_layers=4, hidden_size=8, num_attention_heads=2)
-        config.microbatch_group_size_per_vp_stage = 2
-        models = [torch.nn.Linear(1, 1) for _ in range(chunks)]
-        for model in models:
-            model.config, model.model_type = config, ModelType.encoder_or_decoder
-        step = {"model": models, "num_microbatches": microbatches}
+    case = Case(stages=2, chunks=chunks)
+    with layout(case):
+        step = {"model": Trainer(case).models, "num_microbatches": microbatches}
         return Overlapping()._obstacle(schedules.get_forward_backward_func(), step)
 
 
