@@ -12,7 +12,6 @@ import torch
 
 from commfuse_npu import Schedule
 from commfuse_npu.ops import LinearOptions
-from mindspeed_patches.feature import CommFuseFeature
 from mindspeed_patches.hccl_buffer import of_blocks, of_buckets, of_heads
 from mindspeed_patches.patching import PatchManager
 from mindspeed_patches.training_options import (
@@ -110,36 +109,6 @@ def test_what_the_environment_says(monkeypatch) -> None:
     tuning = linear_options(args).tuning
     assert tuning is not None
     assert tuning.folder == "/somewhere/commfuse_npu"
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ("--commfuse-taper 0.1", r"taper is 0\.1; from 1/8 to 8"),
-        ("--commfuse-tuning on --commfuse-chunks 4", "--commfuse-chunks 4 .* leave one or the oth"),
-        (
-            "--commfuse-attention --commfuse-layers qkv,fc1",
-            "--commfuse-attention needs proj among --commfuse-layers qkv,fc1: .*; add it",
-        ),
-    ],
-)
-def test_a_senseless_value_names_its_option(options: str, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        CommFuseFeature().register_patches(PatchManager(), early(*options.split()))
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ("--commfuse-lanes 0", "--commfuse-lanes: '0' is not a whole number from 1"),
-        ("--commfuse-layers qkv,fc3", "--commfuse-layers: 'fc3' is unknown; choose from"),
-        ("--commfuse-layers ,", "--commfuse-layers: ',' is an empty list; give one word at least"),
-    ],
-)
-def test_the_parser_refuses_a_value_by_its_option(options: str, message: str, capsys) -> None:
-    with pytest.raises(SystemExit):
-        early(*options.split())
-    assert f"argument {message}" in capsys.readouterr().err
 
 
 INITIALIZE = "megatron.core.parallel_state.initialize_model_parallel"
