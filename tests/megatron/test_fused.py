@@ -230,6 +230,12 @@ FOUR = [
     replace(JOINED, context=4, launch=THREE_LANES, config=heads(8, 4)),
     replace(PACKED, context=4, config=PACKED.config | heads(4, 4)),
     replace(CORE, context=4, launch=f"{THREE_LANES} --commfuse-layers fc1", config=heads(8, 2)),
+    replace(
+        JOINED,
+        tensor=2,
+        fused=(*FUSED, "ulysses"),
+        left=dict.fromkeys(CORE.left, "a tensor-parallel group of 2 shares the weights"),
+    ),
 ]
 
 

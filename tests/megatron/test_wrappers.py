@@ -18,7 +18,7 @@ from tests.docs.test_examples import blocks
 from tests.megatron.in_ranks import megatron, patched
 from tests.megatron.training import Case, gpt, launched, layout, settings
 
-CASE = Case(tensor=2)
+CASE = Case(tensor=2, config={"add_bias_linear": True})
 HIDDEN = 32
 COLLECTIVES = ("all_gather_into_tensor", "all_gather_single", "reduce_scatter_tensor",
                "reduce_scatter_single", "all_reduce")  # fmt: skip
@@ -42,9 +42,10 @@ def test_what_keeps_a_layer_from_being_fused(rank: int) -> None:
             features = HIDDEN if layer is column else row.input_size_per_partition
             wrap = "column_forward_wrapper" if layer is column else "row_forward_wrapper"
             forward = getattr(wrappers, wrap)(lambda layer, x, *_: (x, None))
-            forward(layer, torch.ones(length, 2, features), **call)
+            _, bias = forward(layer, torch.ones(length, 2, features), **call)
             ((_, path),) = wrappers.calls
             assert expected in path, path
+            assert bias is (layer.bias if path == "fused" else None), "the caller adds it"
 
         with contextlib.ExitStack() as stack:
             spies = [
