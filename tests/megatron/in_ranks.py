@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import io
 import os
-import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -148,27 +147,6 @@ class NormColumn(torch.nn.Module):
         return y, None
 
 
-@dataclass(frozen=True)
-class Finished:
-    """Exit code and output of the command line of the CPU pretraining."""
-
-    code: int
-    out: str
-    err: str
-
-    @property
-    def weights(self) -> str:
-        """SHA-256 of all weights."""
-        match = re.search(r"^sha256 of all weights: (\w{64})$", self.out, re.MULTILINE)
-        assert match, self.out + self.err
-        return match[1]
-
-    @property
-    def losses(self) -> list[float]:
-        """The loss of each iteration."""
-        return [float(loss) for loss in re.findall(r"\| lm loss: (\S+) \|", self.out)]
-
-
 def asked(rank: int, method: str, args: Sequence[Any]) -> tuple[Any, str]:
     """Calls a method of the worker on one rank; returns its result and its output."""
     from scripts.cpu_pretraining.training import Worker
@@ -194,18 +172,17 @@ class _Asked:
         return [value for value, _ in results]
 
 
-def pretrained(group: Ranks, output: Path, *options: str, code: int = 0) -> Finished:
-    """Runs the command line with :data:`TINY` and more options on the ranks of a group."""
+def pretrained(group: Ranks, output: Path, *options: str, code: int = 0) -> str:
+    """What the command line prints with :data:`TINY` and more options, on the ranks of a group."""
     from scripts.cpu_pretraining import __main__ as command
 
-    argv = [*TINY.split(), *options, "--output", str(output)]
-    out, err = io.StringIO(), io.StringIO()
+    printed = io.StringIO()
     with (
         mock.patch.object(command, "Ranks", _Asked(group)),
         mock.patch.dict(os.environ),
-        contextlib.redirect_stdout(out),
-        contextlib.redirect_stderr(err),
+        contextlib.redirect_stdout(printed),
+        contextlib.redirect_stderr(printed),
     ):
-        done = Finished(command.main(argv), out.getvalue(), err.getvalue())
-    assert done.code == code, done
-    return done
+        done = command.main([*TINY.split(), *options, "--output", str(output)])
+    assert done == code, printed.getvalue()
+    return printed.getvalue()

@@ -42,6 +42,10 @@ def gradients(case: Fused, report: StartReport | None = None) -> dict[str, torch
             whole = f"0 of 1 fused; 1 not: {case.left[name]}"
         assert line.startswith(f"CommFuse: {name}: {whole}"), (line, case)
     trainer.accumulate(forward_only=case.eval)
+    if trainer.config.gradient_accumulation_fusion:
+        # Without it a weight has a rounded gradient of its own first.
+        linears = [weight for name, weight in trainer.weights().items() if ".linear_" in name]
+        assert all(weight.grad_added_to_main_grad for weight in linears if weight.dim() == 2)
     return trainer.gradients()
 
 
