@@ -18,14 +18,14 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer import attention
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.spec_utils import build_module
-from megatron.core.transformer.transformer_config import TransformerConfig
 
 from commfuse_npu.tools.simulate import llama
 from commfuse_npu.tools.simulate.links import Links
 from commfuse_npu.tools.simulate.llama import LayerShape
 from commfuse_npu.tools.simulate.rank import Rank
 from commfuse_npu.tools.simulate.variants import Variant
-from tests.megatron.in_ranks import WITHOUT_KERNELS, megatron
+from tests.megatron.in_ranks import megatron
+from tests.megatron.training import Case, settings
 from tests.tools.simulate.machines import ideal
 
 _NO_KERNEL = {
@@ -103,15 +103,8 @@ def test_a_layers_launches(tmp_path: Path) -> None:
     spec = get_gpt_layer_local_spec(normalization="RMSNorm")
     spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = _Norm
     spec.submodules.self_attention.submodules.core_attention = _FlashAttention
-    sizes = {"num_layers": 1, "hidden_size": 64, "num_attention_heads": 4, "num_query_groups": 2}
-    config = TransformerConfig(
-        ffn_hidden_size=128,
-        gated_linear_unit=True,
-        normalization="RMSNorm",
-        params_dtype=torch.bfloat16,
-        **sizes,
-        **WITHOUT_KERNELS,
-    )
+    sizes = {"hidden_size": 64, "ffn_hidden_size": 128, "num_query_groups": 2}
+    config = settings(Case(dtype=torch.bfloat16, config=sizes))
     x = torch.randn(8, 1, 64, dtype=torch.bfloat16, requires_grad=True)
     frequencies = torch.randn(8, 1, 1, 16)
     # As in a middle layer: the input is no leaf, whose gradient would be accumulated.
