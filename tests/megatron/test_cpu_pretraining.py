@@ -26,23 +26,19 @@ from scripts.cpu_pretraining.training import timed_waits
 FIVE = (5.5, 2.5)
 
 
-def test_every_wait_for_a_transfer_is_timed(tmp_path: Path) -> None:
+def test_every_wait_for_a_transfer_is_timed(one_rank: None) -> None:
     untimed = dist.Work.wait
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    try:
-        with timed_waits() as waits:
-            for count, collective in enumerate(
-                (all_gather_rows, reduce_scatter_rows, all_to_all_rows), start=1
-            ):
-                collective(torch.ones(4, 2), dist.group.WORLD)
-                assert len(waits) == count
-            work = dist.all_reduce(torch.ones(2), async_op=True)
-            assert len(waits) == 3
-            work.wait()
-        assert len(waits) == 4
-        assert all(begin < end for begin, end in waits)
-    finally:
-        dist.destroy_process_group()
+    with timed_waits() as waits:
+        for count, collective in enumerate(
+            (all_gather_rows, reduce_scatter_rows, all_to_all_rows), start=1
+        ):
+            collective(torch.ones(4, 2), dist.group.WORLD)
+            assert len(waits) == count
+        work = dist.all_reduce(torch.ones(2), async_op=True)
+        assert len(waits) == 3
+        work.wait()
+    assert len(waits) == 4
+    assert all(begin < end for begin, end in waits)
     assert dist.Work.wait is untimed
 
 

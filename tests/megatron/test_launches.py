@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
@@ -98,7 +95,7 @@ def _add_to_main_grad(weight: Any) -> None:
     weight.grad = None
 
 
-def test_a_layers_launches(tmp_path: Path) -> None:
+def test_a_layers_launches(one_rank: None) -> None:
     """One layer at TP 1, with gradients added to ``main_grad`` as Megatron's hooks do."""
     spec = get_gpt_layer_local_spec(normalization="RMSNorm")
     spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = _Norm
@@ -109,14 +106,11 @@ def test_a_layers_launches(tmp_path: Path) -> None:
     frequencies = torch.randn(8, 1, 1, 16)
     # As in a middle layer: the input is no leaf, whose gradient would be accumulated.
     entered = _Kernel.apply(64, x)
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     with (
-        contextlib.ExitStack() as afterwards,
         megatron(),
         mock.patch.object(attention, "apply_rotary_pos_emb", _rotary),
         mock.patch.object(MLP, "forward", _mlp),
     ):
-        afterwards.callback(dist.destroy_process_group)
         layer = build_module(spec, config=config, layer_number=1).to(torch.bfloat16)
         for weight in layer.parameters():
             weight.main_grad = torch.zeros_like(weight, dtype=torch.float32)
