@@ -104,6 +104,7 @@ ATTENTION, ULYSSES = "--commfuse-attention", "--commfuse-ulysses"
             1,
             "inconclusive: commfuse run: all gradient norms are 0\n",
         ),
+        (noted(numbers=NUMBERS | {next(iter(NORMS)): "0x0p0"}), ULYSSES, 0, "relative: True"),
         (
             noted(weights_after=noted().weights_before),
             ULYSSES,
