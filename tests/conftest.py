@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 
 import pytest
+import torch.distributed as dist
 
 from tests.distributed.ranks import Ranks
 
@@ -66,6 +67,14 @@ def ranks(kind_of_ranks: type[Ranks]) -> Iterator[Callable[[int], Ranks]]:
     yield of_size
     for group in groups.values():
         group.kill()
+
+
+@pytest.fixture
+def one_rank() -> Iterator[None]:
+    """A process group of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
 
 
 @pytest.fixture

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import io
 import os
-import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -35,6 +34,23 @@ WITHOUT_KERNELS = {
 """Options of a model configuration that runs on a CPU and is deterministic."""
 
 
+class Event:
+    """An event of the CPU, on which all work is complete when it returns."""
+
+    def synchronize(self) -> None: ...
+
+
+class Stream(Event):
+    def record_event(self) -> Event:
+        return Event()
+
+    def wait_stream(self, other: Stream) -> None: ...
+
+
+def to_host(counts: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    return counts.numpy() if as_numpy and isinstance(counts, torch.Tensor) else counts
+
+
 @contextlib.contextmanager
 def megatron(
     tensor_parallel: int = 1, context_parallel: int = 1, minutes: float = 3, **layout: int | None
@@ -46,6 +62,7 @@ def megatron(
     """
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+    from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
     from scripts.cpu_pretraining.megatron_on_cpu import cuda_means_cpu, megatron_on_cpu
 
@@ -57,7 +74,17 @@ def megatron(
             distributed_timeout_minutes=minutes,
             **layout,
         )
-        with megatron_on_cpu(), cuda_means_cpu():
+        streams = {"Event": Event, "Stream": Stream, "current_stream": Stream}
+        with (
+            # Dispatchers of experts copy counts to the host on a stream of their own.
+            mock.patch.multiple(torch.cuda, stream=contextlib.nullcontext, **streams),
+            # They only copy tensors that are on a GPU.
+            mock.patch.object(token_dispatcher, "maybe_move_tensor_to_cpu", to_host),
+            # Core 0.16 reads it without having imported it, if there is no TransformerEngine.
+            mock.patch.object(moe_utils, "te_general_gemm", None, create=True),
+            megatron_on_cpu(),
+            cuda_means_cpu(),
+        ):
             model_parallel_cuda_manual_seed(1)
             yield
 
@@ -78,52 +105,6 @@ def _left_afterwards() -> Iterator[None]:
         parallel_state._POSITION_EMBEDDING_GLOBAL_RANKS = None
         for group in set(distributed_c10d._world.pg_map) - before:
             destroy_process_group(group)
-
-
-def gpt(config: Any, layers: int = 0, core: type | None = None, **given: Any) -> torch.nn.Module:
-    """A model with ``layers`` layers, by default as many as in the config, and this core."""
-    from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
-
-    from scripts.cpu_pretraining.model import RMSNorm
-
-    latent = {"qk_layernorm": True, "multi_latent_attention": True} if core is not None else {}
-    layer = get_gpt_layer_local_spec(config.num_moe_experts, **latent)
-    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
-    attention = layer.submodules.self_attention.submodules
-    if core is not None:
-        attention.core_attention = core
-        attention.q_layernorm = attention.kv_layernorm = RMSNorm
-    block = TransformerBlockSubmodules([layer] * (layers or config.num_layers), RMSNorm)
-    options = {"position_embedding_type": "rope", "share_embeddings_and_output_weights": False}
-    return GPTModel(config, block, **(options | given))
-
-
-def replicas(
-    config: Any, nets: Sequence[torch.nn.Module], ddp: dict[str, Any], **optimizer: Any
-) -> tuple[list[Any], Any]:
-    """Model chunks whose gradients are summed over the replicas, and Adam for them."""
-    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-
-    models = [
-        DistributedDataParallel(
-            config, DistributedDataParallelConfig(**ddp), net, disable_bucketing=chunk > 0
-        )
-        for chunk, net in enumerate(nets)
-    ]
-    split = {"use_distributed_optimizer": ddp["use_distributed_optimizer"]}
-    settings = OptimizerConfig(optimizer="adam", lr=0.01, **split, **optimizer)
-    return models, get_megatron_optimizer(settings, models)
-
-
-def language_loss(model: torch.nn.Module, tokens: torch.Tensor, labels: torch.Tensor) -> Any:
-    """The loss of each token, ``[B, S]``."""
-    batch, length = tokens.shape
-    mask = torch.ones(length, length, dtype=torch.bool).triu(1)[None, None]
-    positions = torch.arange(length).expand(batch, -1)
-    return model(tokens.contiguous(), positions, mask, labels=labels.contiguous())
 
 
 @contextlib.contextmanager
@@ -166,27 +147,6 @@ class NormColumn(torch.nn.Module):
         return y, None
 
 
-@dataclass(frozen=True)
-class Finished:
-    """Exit code and output of the command line of the CPU pretraining."""
-
-    code: int
-    out: str
-    err: str
-
-    @property
-    def weights(self) -> str:
-        """SHA-256 of all weights."""
-        match = re.search(r"^sha256 of all weights: (\w{64})$", self.out, re.MULTILINE)
-        assert match, self.out + self.err
-        return match[1]
-
-    @property
-    def losses(self) -> list[float]:
-        """The loss of each iteration."""
-        return [float(loss) for loss in re.findall(r"\| lm loss: (\S+) \|", self.out)]
-
-
 def asked(rank: int, method: str, args: Sequence[Any]) -> tuple[Any, str]:
     """Calls a method of the worker on one rank; returns its result and its output."""
     from scripts.cpu_pretraining.training import Worker
@@ -212,18 +172,17 @@ class _Asked:
         return [value for value, _ in results]
 
 
-def pretrained(group: Ranks, output: Path, *options: str, code: int = 0) -> Finished:
-    """Runs the command line with :data:`TINY` and more options on the ranks of a group."""
+def pretrained(group: Ranks, output: Path, *options: str, code: int = 0) -> str:
+    """What the command line prints with :data:`TINY` and more options, on the ranks of a group."""
     from scripts.cpu_pretraining import __main__ as command
 
-    argv = [*TINY.split(), *options, "--output", str(output)]
-    out, err = io.StringIO(), io.StringIO()
+    printed = io.StringIO()
     with (
         mock.patch.object(command, "Ranks", _Asked(group)),
         mock.patch.dict(os.environ),
-        contextlib.redirect_stdout(out),
-        contextlib.redirect_stderr(err),
+        contextlib.redirect_stdout(printed),
+        contextlib.redirect_stderr(printed),
     ):
-        done = Finished(command.main(argv), out.getvalue(), err.getvalue())
-    assert done.code == code, done
-    return done
+        done = command.main([*TINY.split(), *options, "--output", str(output)])
+    assert done == code, printed.getvalue()
+    return printed.getvalue()

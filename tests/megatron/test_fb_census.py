@@ -6,6 +6,7 @@ import sys
 from functools import partial
 from types import ModuleType
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -22,47 +23,8 @@ from tests.overlap.test_pair import world
 LENGTHS = "mindspeed_llm.lengths_of_a_test"
 
 
-class Layer(torch.nn.Module):
-    """Keeps state of a micro-batch, as a dispatcher of experts does."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.kept: Any = None
-        self.calls = 0
-
-
-@on_ranks(2)
-def test_what_both_sides_write_is_found(rank: int) -> None:
-    module: Any = ModuleType(LENGTHS)
-    module.lengths, module.of_forwards, module.table = None, None, [0]
-    sys.modules[LENGTHS] = module
-    layer = Layer()
-
-    def forward() -> None:
-        module.lengths, module.of_forwards = [1, 2], "forward"
-        dist.all_reduce(torch.ones(1))
-        layer.kept = torch.ones(1)
-        module.table.append(1)
-
-    def backward() -> None:
-        module.lengths = [3, 4]
-        layer.kept = torch.zeros(1)
-        dist.all_reduce(torch.ones(1))
-        module.table.append(2)
-
-    try:
-        # Both chunks of a virtual pipeline have a layer of this name.
-        models = [torch.nn.Sequential(layer), torch.nn.Sequential(Layer())]
-        census = Census(ForwardBackwardOverlap([world()]), models)
-        census.run(forward, backward, None)
-    finally:
-        del sys.modules[LENGTHS]
-    expected = ["chunk 0, 0: Layer.kept", f"{LENGTHS}.lengths", f"{LENGTHS}.table"]
-    assert census.unknown == expected
-
-
 class Held:
-    """State of a micro-batch that a dispatcher of experts keeps."""
+    """State of a micro-batch that a part of a layer keeps."""
 
     def __init__(self, **parts: Held) -> None:
         self.counts: Any = None
@@ -73,32 +35,44 @@ Held.__module__ = LENGTHS
 
 
 @on_ranks(2)
-def test_what_experts_and_attention_keep_is_of_one_side(rank: int) -> None:
+def test_what_both_sides_write_is_found_unless_each_side_has_its_own(rank: int) -> None:
     """Dispatcher, its ``disaptor``, mask and checkpoint are kept per side, other parts are not."""
-    checkpoint = type("CheckpointWithoutOutput", (), {})
-    layer = Layer()
+    module: Any = ModuleType(LENGTHS)
+    module.lengths, module.of_forwards, module.table = None, None, [0]
+    layer: Any = torch.nn.Identity()
     held: Any = Held(disaptor=Held(), part=Held())
     layer.token_dispatcher, layer.router, layer.attention_mask = held, Held(), None
-    model = torch.nn.Sequential(layer)
+    layer.kept, layer.recomputed, layer.calls = None, None, 0
 
-    def side() -> None:
+    def side(forward: bool) -> None:
+        module.lengths = [1, 2] if forward else [3, 4]
+        if forward:
+            module.of_forwards = "forward"
         for owner in (held, held.disaptor, held.part, layer.router):
             owner.counts = torch.ones(1)
-        layer.attention_mask, layer.kept = torch.ones(1), checkpoint()
+        layer.attention_mask, layer.kept = torch.ones(1), torch.ones(1)
+        layer.recomputed = type("CheckpointWithoutOutput", (), {})()
         dist.all_reduce(torch.ones(1))
+        module.table.append(1)
 
+    # Both chunks of a virtual pipeline have a layer of this name.
+    models = [torch.nn.Sequential(layer), torch.nn.Sequential(torch.nn.Identity())]
     overlap = ForwardBackwardOverlap([world()])
-    census = Census(overlap, [model])
-    census.run(side, side, None)
-    owner, seen = "chunk 0, 0: Layer", []
-    expected = [f"{owner}.router.counts", f"{owner}.token_dispatcher.part.counts"]
+    with mock.patch.dict(sys.modules, {LENGTHS: module}):
+        census = Census(overlap, models)
+        census.run(partial(side, True), partial(side, False), None)
+    owner = "chunk 0, 0: Identity"
+    parts = ("kept", "router.counts", "token_dispatcher.part.counts")
+    expected = [f"{owner}.{part}" for part in parts] + [f"{LENGTHS}.lengths", f"{LENGTHS}.table"]
     assert census.unknown == expected
-    overlap.states = side_states([model], "cpu")
+
+    seen = []
+    overlap.states = side_states(models, "cpu")
 
     def alone(value: int) -> None:
-        held.counts = held.disaptor.counts = layer.attention_mask = layer.kept = value
+        held.counts = held.disaptor.counts = layer.attention_mask = layer.recomputed = value
         dist.all_reduce(torch.ones(1))
-        seen.append((held.counts, held.disaptor.counts, layer.attention_mask, layer.kept))
+        seen.append((held.counts, held.disaptor.counts, layer.attention_mask, layer.recomputed))
 
     overlap.run(partial(alone, 1), partial(alone, 2))
     assert sorted(seen) == [(1,) * 4, (2,) * 4]

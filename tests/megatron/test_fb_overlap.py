@@ -1,9 +1,19 @@
-"""Settings and pipelines that an overlapped schedule does not support are named."""
+"""Trainings of Megatron's GPT on core 0.12 to 0.16 end with the weights of its own order.
+
+To check a version: ``pip install --no-deps megatron-core==0.16.1``, and this file::
+
+    pytest tests/megatron/test_fb_overlap.py
+"""
 
 from __future__ import annotations
 
+import io
+from collections.abc import Sequence
+from contextlib import redirect_stdout
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,7 +22,121 @@ pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
 from mindspeed_patches.fb_overlap import Overlapping
 from mindspeed_patches.fb_overlap.core_versions import obstacle
-from tests.megatron.in_ranks import megatron
+from mindspeed_patches.fb_overlap.schedule import OverlappedSchedule
+from tests.megatron.training import EXPERTS, RECOMPUTED, Case, Trainer, layout
+
+LAYERS = {"num_layers": 4}
+DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
+FREED = {"deallocate_pipeline_outputs": True}
+PARTLY = {"num_microbatches_with_partial_activation_checkpoints": 1}
+DISPATCHED = EXPERTS | {
+    "num_layers": 4,
+    "moe_token_dispatcher_type": "alltoall",
+    "moe_router_load_balancing_type": "aux_loss",
+    "moe_aux_loss_coeff": 0.01,
+}
+TP = Case(tensor=2, microbatches=4, config=LAYERS)
+PP = Case(stages=2, microbatches=8, config=LAYERS | PARTLY)
+EP = Case(experts=2, replicas=2, microbatches=4, config=DISPATCHED, distributed=True)
+VPP = Case(stages=2, chunks=2, microbatches=4)
+TRAININGS = {
+    "TP 2, no type": replace(TP, config=LAYERS | {"sequence_parallel": False}, typed=False),
+    "TP 2, SP, recomputed dropout": replace(TP, config=LAYERS | RECOMPUTED | DROPOUT),
+    "EP 2, recomputed, distributed optimizer": replace(EP, config=DISPATCHED | RECOMPUTED),
+    "PP 2, partly checkpointed": PP,
+    "PP 2, distributed optimizer": replace(PP, microbatches=2, config=LAYERS, distributed=True),
+    "PP 2 x VPP 2, outputs freed": replace(VPP, config=FREED),
+    "PP 2 x VPP 2, distributed optimizer": replace(VPP, distributed=True),
+}
+LONG = {
+    "PP 2 x TP 2, SP, groups passed": replace(TP, stages=2, microbatches=6, groups=True),
+    "PP 2 x VPP 2 x TP 2, SP": replace(VPP, tensor=2),
+    "PP 2 x VPP 2, EP 2, distributed optimizer": replace(EP, stages=2, chunks=2),
+}
+
+
+class InOrder:
+    """Runs the two sides of a pair one after the other."""
+
+    def run(self, forward: Any, backward: Any, kind: Any) -> tuple[Any, Any]:
+        result = backward()
+        return forward(), result
+
+
+def hides(case: Case) -> bool:
+    """Whether a pair has something to hide."""
+    return case.tensor > 1 or case.experts > 1
+
+
+def trained(case: Case, steps: int) -> tuple[list[torch.Tensor], list[int]]:
+    """Losses, weights and random state after steps of the schedule that Megatron chooses, and how
+    often it called the functions for gradients."""
+    trainer = Trainer(case)
+    for _ in range(steps):
+        trainer.step()
+    trainer.finish_parameters()
+    numbers = [*trainer.losses, *(weight.detach() for weight in trainer.weights().values())]
+    assert all(torch.isfinite(tensor).all() for tensor in numbers)
+    return [*numbers, torch.get_rng_state()], [noted.call_count for noted in trainer.noted]
+
+
+def compare(rank: int, case: Case, steps: int = 3, clock: Sequence[float] = ()) -> tuple[int, str]:
+    """How many pairs ran, and the output; ``clock`` gives the times that the clock returns."""
+    # Megatron's interleaved schedule frees outputs while gloo still sends them.
+    kept = {name: value for name, value in case.config.items() if name not in FREED}
+    printed, overlapping = io.StringIO(), Overlapping(plain_pipelines=True)
+    overlapping.clock = iter(clock).__next__ if clock else None
+    with layout(case):
+        own = trained(replace(case, config=kept), steps)
+        if hides(case):
+            overlapping.start()
+        else:  # only the schedule: the sides of a pair run in order
+            mock.patch(
+                "megatron.core.pipeline_parallel.get_forward_backward_func",
+                return_value=lambda **step: OverlappedSchedule(InOrder(), **step).run(),
+            ).start()
+        try:
+            with redirect_stdout(printed):
+                ours = trained(case, steps)
+        finally:
+            overlapping.stop()
+            mock.patch.stopall()
+    assert all(map(torch.equal, ours[0], own[0]))
+    assert ours[1] == own[1]
+    overlap = overlapping.overlap
+    return (0 if overlap is None else overlap.pairs), printed.getvalue()
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        *(pytest.param(case, id=name) for name, case in TRAININGS.items()),
+        *(pytest.param(case, id=name, marks=pytest.mark.long) for name, case in LONG.items()),
+    ],
+)
+def test_weights_of_megatrons_own_order(ranks: Any, case: Case) -> None:
+    for pairs, printed in ranks(case.size).run(compare, case):
+        assert (pairs > 0) is hides(case), printed
+
+
+@pytest.mark.parametrize(("overlapped", "pairs"), [(1.5, 3 * 3), (2.5, 0)])
+def test_it_says_what_it_does_and_is_off_on_all_ranks_where_it_is_slower(
+    ranks: Any, overlapped: float, pairs: int
+) -> None:
+    """Of five steps the 2nd takes 2 s in Megatron's order, the 4th ``overlapped`` s on rank 1."""
+    first, second = ranks(2).run(timed, overlapped)
+    assert first[0] == second[0] == pairs
+    assert "3 of 4 forwards of stage 0 run beside a backward" in first[1]
+    assert "the activations of at most 2 forwards, instead of 1\n" in first[1]
+    figures = f"a step took {1000 * overlapped:.1f} ms, 2000.0 ms in Megatron's order"
+    assert (f"off: {figures}" in first[1]) is (pairs == 0)
+    assert figures in first[1]
+
+
+def timed(rank: int, overlapped: float) -> tuple[int, str]:
+    clock = [0.0, 2.0, 2.0, 9.0, 9.0, 9.0 + (overlapped if rank else 0.5)]
+    return compare(rank, TP, 5, clock)
+
 
 NAMED = {
     "overlap_moe_expert_parallel_comm": True,
@@ -43,19 +167,11 @@ def test_settings_that_exclude_it_are_named() -> None:
 
 def of_pipelines(rank: int, chunks: int, microbatches: int) -> str | None:
     """The obstacle of a pipeline of two stages, if any."""
-    from megatron.core.enums import ModelType
     from megatron.core.pipeline_parallel import schedules
-    from megatron.core.transformer import TransformerConfig
 
-    layout = {"pipeline_model_parallel_size": 2}
-    layout |= {"virtual_pipeline_model_parallel_size": chunks} if chunks > 1 else {}
-    with megatron(1, **layout):
-        config = TransformerConfig(num_layers=4, hidden_size=8, num_attention_heads=2)
-        config.microbatch_group_size_per_vp_stage = 2
-        models = [torch.nn.Linear(1, 1) for _ in range(chunks)]
-        for model in models:
-            model.config, model.model_type = config, ModelType.encoder_or_decoder
-        step = {"model": models, "num_microbatches": microbatches}
+    case = Case(stages=2, chunks=chunks)
+    with layout(case):
+        step = {"model": Trainer(case).models, "num_microbatches": microbatches}
         return Overlapping()._obstacle(schedules.get_forward_backward_func(), step)
 
 

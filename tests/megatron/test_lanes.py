@@ -22,52 +22,41 @@ from tests.megatron.in_ranks import patched
 
 
 def life_of_the_lanes(rank: int, folder: str) -> None:
-    from megatron.core import parallel_state
+    from megatron.core import parallel_state as state
 
-    user = LinearWrappers(LinearOptions(Schedule(lanes=2)))
-    user.order_log = folder
-    states: list[Any] = [user.transport]
-    with patched(user.register_lanes):
-        for size in (2, 4):
-            parallel_state.initialize_model_parallel(size, distributed_timeout_minutes=3)
-            transport: Any = user.lanes()
-            states.append((transport.size, transport.lanes, transport.timeout.total_seconds()))
-            assert transport.order_log is not None
-            parallel_state.destroy_model_parallel()
-            states.append(user.transport)
+    linears = LinearWrappers(LinearOptions(Schedule(lanes=2)))
+    buckets = BucketWrappers(linears, LinearOptions())
+    users = linears, UlyssesWrappers(linears), *buckets.users.values()
+    linears.order_log = folder
+    expected = {
+        (2, 2): ((rank // 2 * 2, rank // 2 * 2 + 1), (rank % 2, rank % 2 + 2)),
+        (4, 1): ((0, 1, 2, 3), (rank,)),
+    }
+    with patched(*(user.register_lanes for user in users)):
+        for (tensor, context), (layers, shared) in expected.items():
+            assert [user.transport for user in users] == [None] * 4
+            state.initialize_model_parallel(
+                tensor, context_parallel_size=context, distributed_timeout_minutes=3
+            )
+            own: list[Any] = [user.lanes() for user in users]
+            assert [lanes.ranks for lanes in own] == [layers, shared, shared, shared]
+            assert (own[0].lanes, own[0].timeout.total_seconds()) == (2, 180.0)
+            assert own[1].group is state.get_context_parallel_group()
+            replicas = {"with_context_parallel": True, "partial_data_parallel": True}
+            group = state.get_data_parallel_group(**replicas)
+            assert own[2].group is own[3].group is group
+            assert own[2] is not own[3]
+            assert [lanes.order_log is not None for lanes in own] == [True, False, False, False]
+            state.destroy_model_parallel()
+        assert [user.transport for user in users] == [None] * 4
     log = shared_order_log(folder, rank, dist.get_world_size())
     log.close()
-    assert states == [None, (2, 2, 180.0), None, (4, 2, 180.0), None]
     # The first line, two transports opened and closed, and the end.
     assert len(log.path.read_text().splitlines()) == 6
 
 
 def test_made_with_the_groups_given_up_with_them_and_recorded(ranks, tmp_path) -> None:
     ranks(4).run(life_of_the_lanes, str(tmp_path / "log"))
-
-
-@on_ranks(4)
-def test_each_group_has_lanes_of_its_own(rank: int) -> None:
-    from megatron.core import parallel_state
-
-    linears = LinearWrappers()
-    ulysses = UlyssesWrappers(linears, LinearOptions(Schedule(lanes=2)))
-    buckets = BucketWrappers(linears, LinearOptions())
-    users = linears, ulysses, *buckets.users.values()
-    with patched(*(user.register_lanes for user in users)):
-        parallel_state.initialize_model_parallel(2, context_parallel_size=2)
-        transports: list[Any] = [user.lanes() for user in users]
-        assert transports[1].group is parallel_state.get_context_parallel_group()
-        group = parallel_state.get_data_parallel_group(
-            with_context_parallel=True, partial_data_parallel=True
-        )
-        assert all(transport.group is group for transport in transports[2:])
-        assert transports[2] is not transports[3]
-        parallel_state.destroy_model_parallel()
-        assert [user.transport for user in users] == [None] * 4
-    actual = [(transport.ranks, transport.lanes) for transport in transports]
-    tensor_parallel, shared = (rank // 2 * 2, rank // 2 * 2 + 1), (rank % 2, rank % 2 + 2)
-    assert actual == [(tensor_parallel, 1), (shared, 2), (shared, 1), (shared, 1)]
 
 
 @on_ranks(2)

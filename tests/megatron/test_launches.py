@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
@@ -18,14 +15,14 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer import attention
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.spec_utils import build_module
-from megatron.core.transformer.transformer_config import TransformerConfig
 
 from commfuse_npu.tools.simulate import llama
 from commfuse_npu.tools.simulate.links import Links
 from commfuse_npu.tools.simulate.llama import LayerShape
 from commfuse_npu.tools.simulate.rank import Rank
 from commfuse_npu.tools.simulate.variants import Variant
-from tests.megatron.in_ranks import WITHOUT_KERNELS, megatron
+from tests.megatron.in_ranks import megatron
+from tests.megatron.training import Case, settings
 from tests.tools.simulate.machines import ideal
 
 _NO_KERNEL = {
@@ -98,32 +95,22 @@ def _add_to_main_grad(weight: Any) -> None:
     weight.grad = None
 
 
-def test_a_layers_launches(tmp_path: Path) -> None:
+def test_a_layers_launches(one_rank: None) -> None:
     """One layer at TP 1, with gradients added to ``main_grad`` as Megatron's hooks do."""
     spec = get_gpt_layer_local_spec(normalization="RMSNorm")
     spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = _Norm
     spec.submodules.self_attention.submodules.core_attention = _FlashAttention
-    sizes = {"num_layers": 1, "hidden_size": 64, "num_attention_heads": 4, "num_query_groups": 2}
-    config = TransformerConfig(
-        ffn_hidden_size=128,
-        gated_linear_unit=True,
-        normalization="RMSNorm",
-        params_dtype=torch.bfloat16,
-        **sizes,
-        **WITHOUT_KERNELS,
-    )
+    sizes = {"hidden_size": 64, "ffn_hidden_size": 128, "num_query_groups": 2}
+    config = settings(Case(dtype=torch.bfloat16, config=sizes))
     x = torch.randn(8, 1, 64, dtype=torch.bfloat16, requires_grad=True)
     frequencies = torch.randn(8, 1, 1, 16)
     # As in a middle layer: the input is no leaf, whose gradient would be accumulated.
     entered = _Kernel.apply(64, x)
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     with (
-        contextlib.ExitStack() as afterwards,
         megatron(),
         mock.patch.object(attention, "apply_rotary_pos_emb", _rotary),
         mock.patch.object(MLP, "forward", _mlp),
     ):
-        afterwards.callback(dist.destroy_process_group)
         layer = build_module(spec, config=config, layer_number=1).to(torch.bfloat16)
         for weight in layer.parameters():
             weight.main_grad = torch.zeros_like(weight, dtype=torch.float32)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 import types
 from typing import Any
@@ -38,11 +39,18 @@ UNUSED = {"use_commfuse": False, **ULYSSES, **DATA_PARALLEL}
         (CP, UNUSED, f"{CP} needs --use-commfuse, .+; add"),
         (DP, UNUSED, f"{DP} needs --use-commfuse, .+; add"),
         ("--commfuse-attention", UNUSED, "--commfuse-attention needs --use-commfuse, .+; add"),
+        ("--commfuse-taper 0.1", {}, r"taper is 0\.1; from 1/8 to 8"),
+        ("--commfuse-tuning on --commfuse-chunks 4", {}, "-chunks 4 .* leave one or the other out"),
+        ("--commfuse-attention --commfuse-layers qkv,fc1", {}, "needs proj .* qkv,fc1: .*; add it"),
+        ("--commfuse-lanes 0", {}, "argument --commfuse-lanes: '0' is not a whole number from 1"),
+        ("--commfuse-layers qkv,fc3", {}, "-layers: 'fc3' is unknown; choose from"),
+        ("--commfuse-layers ,", {}, "-layers: ',' is an empty list; give one word at least"),
     ],
 )
-def test_what_a_launch_lacks(options: str, others: dict[str, Any], message: str) -> None:
-    with pytest.raises(IncompatibleOptionsError, match=message):
+def test_what_is_refused(options: str, others: dict[str, Any], message: str, capsys) -> None:
+    with pytest.raises((IncompatibleOptionsError, ValueError, SystemExit)) as caught:
         CommFuseFeature().validate_args(real_arguments(*options.split(), **others))
+    assert re.search(message, f"{caught.value}{capsys.readouterr().err}")
 
 
 @pytest.mark.parametrize(("option", "others"), [(CP, ULYSSES), (DP, DATA_PARALLEL)])

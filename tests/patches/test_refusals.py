@@ -85,11 +85,17 @@ def test_refused_with_both_flags_and_a_way_out(ours: str, name: str, value: Any)
         feature.validate_args(real_arguments(**(needs | {name: value})))
 
 
-def test_a_value_that_is_no_number_and_another_name_are_refused() -> None:
-    with pytest.raises(IncompatibleOptionsError, match="--attention-dropout exclude each other"):
-        check_compatible(argparse.Namespace(attention_dropout="some"), "--commfuse-attention")
-    with pytest.raises(IncompatibleOptionsError, match="--fp8 exclude each other"):
-        check_compatible(argparse.Namespace(fp8="hybrid"))
+@pytest.mark.parametrize(
+    ("given", "ours", "message"),
+    [
+        ({"attention_dropout": "some"}, "--commfuse-attention", "--attention-dropout exclude each"),
+        ({"fp8": "hybrid"}, "--use-commfuse", "--fp8 exclude each other"),
+        ({"tp_2d": True, "use_nanopipe": True}, "--use-commfuse", r"--tp-2d(.|\n)*--use-nanopipe"),
+    ],
+)
+def test_no_number_another_name_and_two_at_once(given, ours: str, message: str) -> None:
+    with pytest.raises(IncompatibleOptionsError, match=message):
+        check_compatible(argparse.Namespace(**given), ours)
 
 
 @pytest.mark.parametrize("ours", OPTIONS)
@@ -102,11 +108,6 @@ def test_the_same_options_switched_off_are_not_refused(ours: str) -> None:
     without = {"use_commfuse": False} | dict.fromkeys(OPTIONS, False)
     for args in (real_arguments(**refused(ours) | without), argparse.Namespace()):
         CommFuseFeature().validate_args(args)
-
-
-def test_all_at_once() -> None:
-    with pytest.raises(IncompatibleOptionsError, match=r"--tp-2d(.|\n)*--use-nanopipe"):
-        check_compatible(argparse.Namespace(tp_2d=True, use_nanopipe=True))
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The report on a training: waits, times, a verdict that can be False."""
+"""Without processes: the demonstration, the data by index, the report on a training."""
 
 from __future__ import annotations
 
@@ -16,30 +16,29 @@ import torch.distributed as dist
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
 from commfuse_npu.runtime.collectives import all_gather_rows, all_to_all_rows, reduce_scatter_rows
-from scripts.cpu_pretraining import compare
+from scripts.cpu_pretraining import __main__ as command
+from scripts.cpu_pretraining import compare, data
+from scripts.cpu_pretraining.arguments import UsageError, parse_arguments
+from scripts.cpu_pretraining.data import load_corpus
 from scripts.cpu_pretraining.outcome import Outcome
 from scripts.cpu_pretraining.training import timed_waits
 
 FIVE = (5.5, 2.5)
 
 
-def test_every_wait_for_a_transfer_is_timed(tmp_path: Path) -> None:
+def test_every_wait_for_a_transfer_is_timed(one_rank: None) -> None:
     untimed = dist.Work.wait
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    try:
-        with timed_waits() as waits:
-            for count, collective in enumerate(
-                (all_gather_rows, reduce_scatter_rows, all_to_all_rows), start=1
-            ):
-                collective(torch.ones(4, 2), dist.group.WORLD)
-                assert len(waits) == count
-            work = dist.all_reduce(torch.ones(2), async_op=True)
-            assert len(waits) == 3
-            work.wait()
-        assert len(waits) == 4
-        assert all(begin < end for begin, end in waits)
-    finally:
-        dist.destroy_process_group()
+    with timed_waits() as waits:
+        for count, collective in enumerate(
+            (all_gather_rows, reduce_scatter_rows, all_to_all_rows), start=1
+        ):
+            collective(torch.ones(4, 2), dist.group.WORLD)
+            assert len(waits) == count
+        work = dist.all_reduce(torch.ones(2), async_op=True)
+        assert len(waits) == 3
+        work.wait()
+    assert len(waits) == 4
+    assert all(begin < end for begin, end in waits)
     assert dist.Work.wait is untimed
 
 
@@ -109,3 +108,43 @@ def test_a_picture_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch) 
     path = tmp_path / "timelines.png"
     runs = {"megatron": [of_times(1, 1, 1, 2)]}
     assert compare.draw_timelines(runs, 80.0, path) == f"{path} was not drawn: No space left"
+
+
+@pytest.mark.parametrize(("codes", "end"), [([0, 0], 0), ([0, 1], 1), ([0, 2], 0), ([1], 1)])
+def test_without_options_the_command_ends_with_a_demonstration(monkeypatch, codes, end) -> None:
+    runs: list[Any] = []
+
+    def run(argv: Sequence[str]) -> int:
+        runs.append(parse_arguments(argv))
+        return codes[len(runs) - 1]
+
+    monkeypatch.setattr(command, "_run", run)
+    assert command.main([]) == end
+    assert len(runs) == len(codes)
+    for demonstration in runs[1:]:
+        assert demonstration.link_rate is not None
+        assert compare.forms(demonstration) == ["megatron", "overlap"]
+
+
+def test_a_sample_depends_on_seed_and_index_only() -> None:
+    corpus, indices = load_corpus(16), range(64)
+    assert len(corpus.tokens) - (8 << 20) in range(1 << 20)
+    inputs, labels = corpus.batch([5, 6], 16, seed=1)
+    assert torch.equal(inputs[:, 1:], labels[:, :-1])
+    assert torch.equal(inputs[1], corpus.batch([6], 16, seed=1)[0][0])
+    first, second = (corpus.batch(indices, 16, seed)[0] for seed in (1, 2))
+    assert not torch.equal(first, second)
+
+
+def test_sources_are_read_as_bytes_in_the_order_of_their_paths(tmp_path, monkeypatch) -> None:
+    (tmp_path / "b.py").write_bytes(b"\0\xff" * 500)
+    (tmp_path / "a.py").write_bytes(bytes(range(256)))
+    for other in ("site-packages/c.py", "d.txt"):
+        (tmp_path / other).parent.mkdir(exist_ok=True)
+        (tmp_path / other).write_bytes(b"no")
+    monkeypatch.setattr(data.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
+    corpus = load_corpus(16)
+    assert (corpus.documents, len(corpus.tokens)) == (2, 257 + 1001)
+    assert corpus.tokens[:260].tolist() == [*range(256), 256, 0, 255, 0]
+    with pytest.raises(UsageError, match="has 1258 tokens, but one sample needs 1259; choose a sh"):
+        load_corpus(1258)

@@ -1,0 +1,252 @@
+"""Which layers of a Megatron model are fused, and that it computes what it does without."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+pytest.importorskip("megatron.core", reason="megatron-core is not installed")
+
+from mindspeed_patches.start_report import StartReport
+from tests.megatron.training import EXPERTS, RECOMPUTED, Case, Trainer, launched, layout, told
+
+
+@dataclass(frozen=True)
+class Fused(Case):
+    """A case, which of its layers are fused, and the beginning of the reason for all others."""
+
+    eval: bool = False
+    fused: tuple[str, ...] = ("qkv", "proj", "fc1", "fc2", "output")
+    left: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def rounds(self) -> bool:
+        """Attention in blocks is rounded otherwise than Megatron's."""
+        return "attention" in self.launch or "ulysses" in self.launch
+
+
+def gradients(case: Fused, report: StartReport | None = None) -> dict[str, torch.Tensor]:
+    """Loss and gradients of one step; the report, if any, says what was fused in it."""
+    trainer, lines = Trainer(case, packed=case.documents and report is not None), []
+    if report is not None:
+        report.allow_nothing = not case.fused
+        lines = told(report, trainer.models)
+    for line in lines:
+        name, whole = line.split(": ")[1], "1 of 1 fused"
+        # The mask is an argument of each call, which the modules do not show.
+        if name not in case.fused and case.mask != "padding":
+            whole = f"0 of 1 fused; 1 not: {case.left[name]}"
+        assert line.startswith(f"CommFuse: {name}: {whole}"), (line, case)
+    trainer.accumulate(forward_only=case.eval)
+    if trainer.config.gradient_accumulation_fusion:
+        # Without it a weight has a rounded gradient of its own first.
+        linears = [weight for name, weight in trainer.weights().items() if ".linear_" in name]
+        assert all(weight.grad_added_to_main_grad for weight in linears if weight.dim() == 2)
+    return trainer.gradients()
+
+
+def counted(case: Fused, calls: Any) -> None:
+    """Each layer was called once, and once more to recompute it."""
+    assert {name for name, path in calls if path == "fused"} == set(case.fused), (calls, case)
+    reasons = {name: path for name, path in calls if path != "fused"}
+    assert reasons.keys() == case.left.keys(), (calls, case)
+    assert all(reasons[name].startswith(text) for name, text in case.left.items()), (reasons, case)
+    granularity = case.config.get("recompute_granularity")
+    if granularity != "selective" and "experts" not in reasons:
+        times = 1 + (granularity == "full")
+        own = {name: 1 if name == "output" else times for name, _ in calls}
+        assert {name: count for (name, _), count in calls.items()} == own, (calls, case)
+
+
+def compared(rank: int, cases: list[Fused]) -> None:
+    """Megatron's bits; with attention those of collectives, and Megatron's up to rounding."""
+    for case in cases:
+        with layout(case), mock.patch("mindspeed_patches.wrappers._logger") as logger:
+            own, forms = gradients(case), []
+            for collectives in (False, True)[: 1 + case.rounds]:
+                with launched(case, collectives) as (linears, report):
+                    forms.append(gradients(case, report))
+                counted(case, linears.calls)
+        # What the report says is not logged again; only it does not look into Ulysses.
+        assert case.rounds or not logger.warning.called, case
+        for name, value in forms[0].items():
+            expected = own[name]
+            assert torch.equal(value, (forms[1] if case.rounds else own)[name]), (name, case)
+            largest = float(expected.abs().max())
+            assert largest > 0 or case.frozen or case.eval, (name, case)
+            tolerance = 4e-2 if case.dtype == torch.bfloat16 else 1e-5
+            difference = float((value.float() - expected.float()).abs().max())
+            assert difference <= tolerance * largest, (name, difference, largest, case)
+
+
+BF16 = {"dtype": torch.bfloat16}
+HALF_SUMS = {"ddp": {"grad_reduce_in_fp32": False}}
+BIASES = {"add_bias_linear": True, "add_qkv_bias": True}
+SELECTIVE = {"recompute_granularity": "selective"}
+ACCUMULATED = {"gradient_accumulation_fusion": True}
+GENERAL = {"attention_mask_type": "general"}
+WHOLE = {"sequence_parallel": False}
+LATENT = {
+    "multi_latent_attention": True,
+    "q_lora_rank": 32,
+    "kv_lora_rank": 32,
+    "qk_head_dim": 16,
+    "qk_pos_emb_head_dim": 32,
+    "v_head_dim": 16,
+    "rope_type": "rope",
+}
+NO_TRANSFER = "without sequence parallelism the forward has no transfer"
+NOT_LISTED = "is not in the list of layers to fuse"
+OF_DATA = "its mask is that of the data (--attention-mask-type general"
+AGAIN = "selective recomputation runs core attention separately"
+
+
+def heads(queries: int, groups: int) -> dict[str, int]:
+    return {"num_attention_heads": queries, "num_query_groups": groups, "kv_channels": 8}
+
+
+LINEAR = Fused(tensor=2, launch="--commfuse-chunks 2")
+LINEARS = [
+    LINEAR,
+    replace(LINEAR, **BF16, config=BIASES),
+    replace(LINEAR, config=BIASES, frozen="weight"),
+    replace(LINEAR, config=BIASES | RECOMPUTED),
+    replace(LINEAR, config=ACCUMULATED),
+    replace(LINEAR, config=ACCUMULATED | RECOMPUTED | BIASES, **BF16),
+    replace(LINEAR, config=ACCUMULATED, **BF16, **HALF_SUMS),
+    replace(LINEAR, tied=True, config=ACCUMULATED),
+    replace(LINEAR, norm_column=True, config=BIASES),
+    replace(
+        LINEAR,
+        config=WHOLE | BIASES,
+        fused=("proj", "fc2"),
+        left=dict.fromkeys(("qkv", "fc1", "output"), NO_TRANSFER),
+    ),
+    replace(
+        LINEAR,
+        config=LATENT,
+        fused=("q_down", "q_up", "kv_down", "kv_up", "proj", "fc1", "fc2", "output"),
+    ),
+    replace(
+        LINEAR,
+        config=EXPERTS,
+        fused=("qkv", "proj", "shared_fc1", "shared_fc2", "output"),
+        left={"experts": "expert layers are left to the token dispatcher"},
+    ),
+]
+
+FUSED = LINEAR.fused
+TENSOR = replace(
+    LINEAR, launch=f"{LINEAR.launch} --commfuse-attention", fused=(*FUSED, "attention")
+)
+ATTENTION = [
+    replace(TENSOR, mask="no_mask", config=BIASES),
+    replace(TENSOR, **BF16, rotary="two"),
+    replace(TENSOR, config=RECOMPUTED | {"softmax_scale": 0.2} | heads(4, 2)),
+    replace(TENSOR, config={"attention_dropout": 0.1}, eval=True),
+    replace(TENSOR, config=GENERAL | RECOMPUTED, fused=FUSED, left={"attention": OF_DATA}),
+    replace(TENSOR, config=SELECTIVE, fused=FUSED, left={"attention": AGAIN}),
+    replace(TENSOR, mask="padding", fused=FUSED, left={"attention": "its mask is padding; only"}),
+    replace(
+        TENSOR,
+        config=WHOLE,
+        fused=("proj", "fc2"),
+        left={"attention": "without sequence parallelism nothing is split"}
+        | dict.fromkeys(("qkv", "fc1", "output"), NO_TRANSFER),
+    ),
+    replace(
+        TENSOR,
+        launch=f"{TENSOR.launch} --commfuse-layers qkv",
+        fused=("qkv",),
+        left={"attention": f"proj {NOT_LISTED}"}
+        | {name: f"{name} {NOT_LISTED}" for name in ("proj", "fc1", "fc2", "output")},
+    ),
+]
+
+ULYSSES = "--commfuse-ulysses --commfuse-lanes 1"
+JOINED = Fused(
+    context=2,
+    launch=f"{ULYSSES} --commfuse-chunks 2",
+    config=heads(4, 2),
+    norms=True,
+    fused=("qkv", "ulysses", "proj"),
+)
+PACKED = replace(
+    JOINED,
+    config=JOINED.config | {"reset_attention_mask": True, "reset_position_ids": True},
+)
+CORE = replace(
+    JOINED,
+    launch=f"{JOINED.launch} --commfuse-layers fc1",
+    fused=("ulysses",),
+    left={f"{name} of ulysses": f"{name} {NOT_LISTED}" for name in ("qkv", "proj")},
+)
+
+
+def shared(queries: int, groups: int, **more: Any) -> Fused:
+    reason = f"{groups} query groups are not divisible by 2 ranks: key heads are repeated before"
+    left, config = {"qkv of ulysses": reason}, heads(queries, groups) | more
+    return replace(JOINED, config=config, fused=("ulysses", "proj"), left=left)
+
+
+EXCHANGED = [
+    JOINED,
+    replace(JOINED, launch=ULYSSES, rotary="none", norms=False, mask="no_mask"),
+    replace(JOINED, rotary="two", config=heads(4, 4) | BIASES),
+    replace(JOINED, config=heads(4, 2) | RECOMPUTED | {"add_qkv_bias": True}),
+    replace(JOINED, **BF16),
+    replace(JOINED, launch=ULYSSES, config=heads(6, 2)),
+    replace(JOINED, config=heads(4, 2) | ACCUMULATED | RECOMPUTED),
+    replace(JOINED, frozen="linear_qkv.weight", config=heads(4, 2) | BIASES),
+    replace(JOINED, frozen="linear_proj.weight", eval=True),
+    replace(JOINED, config=heads(4, 2) | {"softmax_scale": 0.2, "rotary_interleaved": True}),
+    PACKED,
+    replace(PACKED, config=PACKED.config | GENERAL | {"reset_position_ids": False}),
+    replace(PACKED, rotary="two", norm_column=True, config=PACKED.config | BIASES),
+    replace(PACKED, norm_column=True, config=PACKED.config | RECOMPUTED),
+    shared(4, 1),
+    shared(6, 3, **RECOMPUTED),
+    replace(
+        CORE,
+        launch=f"{ULYSSES} --commfuse-layers qkv,fc1",
+        fused=("qkv", "ulysses"),
+        left={"proj of ulysses": f"proj {NOT_LISTED}"},
+    ),
+    CORE,
+    replace(CORE, config=heads(4, 1)),  # repeated: one group for each of two ranks
+    replace(CORE, config=heads(6, 3)),  # repeated although there are more than ranks
+    replace(CORE, rotary="none", config=PACKED.config | heads(4, 1) | RECOMPUTED),
+    replace(
+        JOINED,
+        config=heads(4, 2) | SELECTIVE,
+        fused=("ulysses",),
+        left=dict.fromkeys(CORE.left, AGAIN),
+    ),
+    replace(JOINED, config=heads(4, 2) | GENERAL, fused=(), left={"ulysses": OF_DATA}),
+]
+
+THREE_LANES = "--commfuse-ulysses --commfuse-lanes 3"
+FOUR = [
+    replace(JOINED, context=4, launch=THREE_LANES, config=heads(8, 4)),
+    replace(PACKED, context=4, config=PACKED.config | heads(4, 4)),
+    replace(CORE, context=4, launch=f"{THREE_LANES} --commfuse-layers fc1", config=heads(8, 2)),
+    replace(
+        JOINED,
+        tensor=2,
+        fused=(*FUSED, "ulysses"),
+        left=dict.fromkeys(CORE.left, "a tensor-parallel group of 2 shares the weights"),
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    "cases",
+    [LINEARS, ATTENTION, EXCHANGED, FOUR],
+    ids=["linear layers", "attention", "exchange of heads", "among four ranks"],
+)
+def test_a_fused_model_computes_what_megatrons_does(ranks, cases: list[Fused]) -> None:
+    ranks(cases[0].size).run(compared, cases)
