@@ -1,4 +1,4 @@
-"""One run of a rehearsal under torchrun, and the records of its ranks."""
+"""One run of a rehearsal under torchrun on the checkouts, and the records of its ranks."""
 
 from __future__ import annotations
 
@@ -9,13 +9,15 @@ import sys
 import sysconfig
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
+from commfuse_npu.packages import TOGETHER
+from commfuse_npu.tools.launch_script import UsageError
 from commfuse_npu.tools.launch_script.bounded import last_lines, run_bounded
 from mindspeed_patches.rehearsal.records import Record, read_records
-from mindspeed_patches.rehearsal.stack import Stack
 from mindspeed_patches.rehearsal.worker import RECORDS, WAY
 
-__all__ = ["RunFailedError", "train", "worker_environment"]
+__all__ = ["RunFailedError", "Stack", "find_stack", "train", "worker_environment"]
 
 _PROJECT = Path(__file__).resolve().parents[2]
 _MISSING_KERNEL = re.compile(r"Could not run '(npu::\w+)")
@@ -23,6 +25,39 @@ _MISSING_KERNEL = re.compile(r"Could not run '(npu::\w+)")
 
 class RunFailedError(RuntimeError):
     """A run did not complete; the message has its last output."""
+
+
+class Stack(NamedTuple):
+    """The three checkouts: folders that are put on ``PYTHONPATH`` in this order."""
+
+    llm: Path
+    mindspeed: Path
+    megatron: Path
+
+
+_CHECKOUTS = {
+    "MINDSPEED_LLM_HOME": "mindspeed_llm/tasks/megatron_adaptor_v2.py",
+    "MINDSPEED_HOME": "mindspeed/patch_utils.py",
+    "MEGATRON_HOME": "megatron/training/training.py",
+}
+"""Variables, and a file by which a checkout is recognized; MindSpeed-LLM 2.1.0 lacks its."""
+
+
+def find_stack(environ: Mapping[str, str] = os.environ) -> Stack:
+    """The checkouts of MindSpeed-LLM, MindSpeed and Megatron-LM that the environment names.
+
+    Raises:
+        UsageError: one is missing, is something else, or is too old.
+    """
+    roots = {name: Path(environ.get(name) or os.devnull).expanduser() for name in _CHECKOUTS}
+    problems = [
+        f"{name} is {environ.get(name)!r}, which has no {file}; give a checkout: {name}=DIR"
+        for name, file in _CHECKOUTS.items()
+        if not (roots[name] / file).is_file()
+    ]
+    if problems:
+        raise UsageError("\n".join([*problems, f"These belong together: {TOGETHER}"]))
+    return Stack(*(root.resolve() for root in roots.values()))
 
 
 def worker_environment(stack: Stack, launch: Mapping[str, str], tools: Path) -> dict[str, str]:

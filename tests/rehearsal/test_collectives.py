@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from commfuse_npu.runtime import executor
 from mindspeed_patches.rehearsal import gloo_for_hccl
-from mindspeed_patches.rehearsal.observe import CollectiveCounter
+from mindspeed_patches.rehearsal.worker import CollectiveCounter
 from tests.distributed.ranks import on_ranks
 
 

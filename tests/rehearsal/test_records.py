@@ -19,9 +19,9 @@ from mindspeed_patches.rehearsal.records import (
     differences,
     largest_loss_difference,
     read_records,
+    report_lines,
     weights_hash,
 )
-from mindspeed_patches.rehearsal.report import report_lines
 from mindspeed_patches.state_hashes import optimizer_hash, weight_hashes
 
 
