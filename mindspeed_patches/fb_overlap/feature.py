@@ -23,11 +23,9 @@ from commfuse_npu.plan.slots import (
 )
 from commfuse_npu.refusals import IncompatibleOptionsError, check_compatible
 from commfuse_npu.runtime.order_log import shared_order_log
-from mindspeed_patches.fb_overlap.census import Census
 from mindspeed_patches.fb_overlap.core_versions import Layout, obstacle
 from mindspeed_patches.fb_overlap.schedule import OverlappedSchedule
-from mindspeed_patches.fb_overlap.side_states import separate_scratch, side_states
-from mindspeed_patches.layout import parallel_size
+from mindspeed_patches.fb_overlap.side_states import Census, separate_scratch, side_states
 from mindspeed_patches.patching import Feature, PatchManager, around
 
 __all__ = ["ForwardBackwardFeature", "Overlapping"]
@@ -44,7 +42,7 @@ class ForwardBackwardFeature(Feature):
     """
 
     def __init__(self) -> None:
-        super().__init__("commfuse-fb-overlap", optimization_level=2)
+        super().__init__("commfuse-fb-overlap")
         self.overlapping: Overlapping | None = None
 
     def register_args(self, parser: argparse.ArgumentParser) -> None:
@@ -73,7 +71,7 @@ class ForwardBackwardFeature(Feature):
         if not getattr(args, self.feature_name, None):
             return
         check_compatible(args, "--commfuse-fb-overlap")
-        stages = parallel_size(args, "pipeline_model")
+        stages = getattr(args, "pipeline_model_parallel_size", 1)
         plain = getattr(args, "virtual_pipeline_model_parallel_size", None) is None
         if stages > 1 and plain and not getattr(args, "commfuse_fb_overlap_memory", None):
             raise IncompatibleOptionsError(
