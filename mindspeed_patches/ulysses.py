@@ -50,10 +50,9 @@ import torch.distributed as dist
 from commfuse_npu.ops import LinearOptions, attention_all_to_all, linear_all_to_all
 from commfuse_npu.overlap.transfers import active_turns
 from commfuse_npu.runtime.collectives import all_to_all
-from mindspeed_patches.attention import DeferredAttention
+from mindspeed_patches.attention import AttentionCall, DeferredAttention, heads_obstacle
 from mindspeed_patches.lanes import CONTEXT_PARALLEL, LaneUser
 from mindspeed_patches.patching import around
-from mindspeed_patches.softmax_attention import AttentionCall, heads_obstacle
 from mindspeed_patches.ulysses_layer import (
     WholePositions,
     layer_obstacle,
@@ -152,7 +151,7 @@ class UlyssesWrappers(LaneUser):
         if joined is not None and joined.qkv:
             heads, mask = (query, key, value), joined.mask
         else:
-            call = AttentionCall.of(core, attention.training, args, kwargs)
+            call = AttentionCall(core, core.config, attention.training, args, kwargs)
             allowed: dict[str, Any] | str | None = heads_obstacle(query, key, value)
             allowed = allowed or self._mask(attention, call, query.shape, key.shape[2])
             if isinstance(allowed, str):
@@ -183,8 +182,8 @@ class UlyssesWrappers(LaneUser):
         local = getattr(core, "local_attn", None)
         with ExitStack() as stack:
             if getattr(local, "ulysses_comm_para", None) and hasattr(layer, "linear_qkv"):
-                call = AttentionCall.of(layer, core.training, (attention_mask,), arguments)
-                call = call._replace(config=innermost(local).config)
+                config = innermost(local).config
+                call = AttentionCall(layer, config, core.training, (attention_mask,), arguments)
                 heads, key_heads = (getattr(layer, name) for name in _HEADS)
                 mask = self._mask(core, call, (*shape[:2], heads), key_heads)
                 if not isinstance(mask, str):  # else the wrapper of the exchange logs the reason

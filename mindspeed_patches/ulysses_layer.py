@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from commfuse_npu.runtime.collectives import all_gather_rows
-from mindspeed_patches.softmax_attention import RECOMPUTED
+from mindspeed_patches.attention import RECOMPUTED
 
 __all__ = [
     "WholePositions",

@@ -17,8 +17,7 @@ from commfuse_npu.tools.layout_problems import indivisible
 from commfuse_npu.tools.option_types import Parser, positive, whole
 from mindspeed_patches.training_options import check_options
 
-from .compare import forms
-from .outcome import WARM_UP_ITERATIONS
+from .compare import WARM_UP_ITERATIONS, forms
 
 __all__ = ["UsageError", "parse_arguments"]
 

@@ -6,7 +6,7 @@ import argparse
 import math
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 from unittest import mock
 
@@ -16,6 +16,7 @@ from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
+from commfuse_npu.refusals import IncompatibleOptionsError
 from commfuse_npu.runtime.collective_transport import CollectiveTransport
 from commfuse_npu.runtime.order_log import shared_order_log
 from commfuse_npu.tools.measure.wire import pace
@@ -25,11 +26,10 @@ from mindspeed_patches.start_report import StartReport
 from mindspeed_patches.state_hashes import hash_over_ranks
 from mindspeed_patches.training_options import linear_options, register_wrappers
 
-from .arguments import UsageError
+from .compare import Outcome
 from .data import Corpus
 from .megatron_on_cpu import cuda_means_cpu, megatron_on_cpu
 from .model import build_trainee
-from .outcome import Outcome, Wait
 
 __all__ = ["Training", "TrainingDivergedError", "Worker", "timed_waits"]
 
@@ -61,7 +61,8 @@ class Worker:
                 model_parallel_cuda_manual_seed(args.seed)
                 training = Training(args, corpus, log)
                 if report is not None:
-                    report.tell([training.model])
+                    with suppress(IncompatibleOptionsError):  # without transfers nothing is fused
+                        report.tell([training.model])
                 if form == "overlap" or (args.commfuse_fb_overlap and not args.compare):
                     overlapping = Overlapping(order_log=args.commfuse_order_log)
                     wrap = overlapping.get_forward_backward_func_wrapper
@@ -70,12 +71,19 @@ class Worker:
                 outcome.layers = describe()
                 return outcome
         except TrainingDivergedError as error:
-            return Outcome(error=str(error), code=1)
-        except UsageError as error:
-            return Outcome(error=str(error), code=2)
+            return Outcome(error=str(error))
         finally:
             if args.link_rate is not None:
                 pace(None)
+
+    def pace(self, rate: float) -> str:
+        """Limit this process's connections to ``rate`` MB/s each; returns why it cannot be done.
+
+        On loopback a transfer is a copy by the CPU that should compute meanwhile, so nothing can be
+        hidden. A paced socket waits in the kernel's timers instead. A link is a pair of ranks, one
+        direction and one process group; each form sends its bulk data over one of these.
+        """
+        return pace(rate * 1e6)
 
     def close_order_log(self, folder: str) -> None:
         """Write the last line of the log: a rank that is ended gets no other call."""
@@ -98,12 +106,8 @@ def _layers(
     if not fused:
         without = {"commfuse_dp": False, "commfuse_order_log": None}
         args = argparse.Namespace(**vars(args) | without)
-    wrappers, users, report = register_wrappers(
-        manager,
-        args,
-        ulysses_attention="scripts.cpu_pretraining.ulysses.UlyssesAttention",
-    )
-    report.allow_nothing = True  # in one process nothing is fused
+    exchange = "scripts.cpu_pretraining.ulysses.UlyssesAttention"
+    wrappers, users, report = register_wrappers(manager, args, ulysses_attention=exchange)
     title = f"tensor-parallel linear layers: {form}, plan: {linear_options(args).schedule}"
     with ExitStack() as undone:
         for user in users:
@@ -122,13 +126,13 @@ def _layers(
 
 
 @contextmanager
-def timed_waits() -> Iterator[list[Wait]]:
+def timed_waits() -> Iterator[list[tuple[float, float]]]:
     """Record when this rank started and ended waiting for transfers, in any layer or form.
 
     All collectives and point-to-point transfers of torch end in ``Work.wait()``, and gloo's own
     threads carry them out. Waiting for a slower rank is included.
     """
-    waits: list[Wait] = []
+    waits: list[tuple[float, float]] = []
     wait = dist.Work.wait
 
     def timed(work: dist.Work, *args: Any) -> Any:
@@ -142,35 +146,15 @@ def timed_waits() -> Iterator[list[Wait]]:
         yield waits
 
 
-def _pace_on_all_ranks(rate: float) -> None:
-    """Limit this process's connections to ``rate`` MB/s each. Collective.
-
-    On loopback a transfer is a copy by the CPU that should compute meanwhile, so nothing can be
-    hidden. A paced socket waits in the kernel's timers instead. A link is a pair of ranks, one
-    direction and one process group; each form sends its bulk data over one of these.
-
-    Raises:
-        UsageError: the kernel of a rank refuses; raised on every rank, so that nothing trains over
-            links that only seem to have a rate.
-    """
-    problem = pace(rate * 1e6)
-    problems = [""] * dist.get_world_size()
-    dist.all_gather_object(problems, problem and f"rank {dist.get_rank()}: {problem}")
-    if why := next(filter(None, problems), ""):
-        raise UsageError(
-            f"--link-rate {rate:g} cannot be set on {why}; leave --link-rate out for the loopback "
-            "as it is, or run on Linux 4.20 or newer, outside of sandboxes that replace the "
-            "kernel's sockets"
-        )
-
-
 class Training:
     """Forward, backward, step, one line per iteration.
 
     Needs Megatron's process groups, `megatron_on_cpu()` and `timed_waits()`.
     """
 
-    def __init__(self, args: argparse.Namespace, corpus: Corpus, waits: list[Wait]) -> None:
+    def __init__(
+        self, args: argparse.Namespace, corpus: Corpus, waits: list[tuple[float, float]]
+    ) -> None:
         self.args, self.corpus, self.waits = args, corpus, waits
         self.iteration, self.rank = 0, dist.get_rank()
         self.model, self.optimizer, self.scheduler = build_trainee(args)
@@ -190,24 +174,23 @@ class Training:
 
         Raises:
             TrainingDivergedError: the loss became infinite or not a number.
-            UsageError: the connections cannot have the ``--link-rate``.
         """
-        args = self.args
-        outcome = Outcome()
-        if args.link_rate is not None:
-            _pace_on_all_ranks(args.link_rate)
+        args, outcome = self.args, Outcome()
         while self.iteration < args.train_iters:
-            outcome.add(*self._iteration())
-            if args.link_rate is not None and self.iteration == 1:
+            if args.link_rate is not None and self.iteration < 2:
                 # Some connections are only opened on the first use of their group.
-                _pace_on_all_ranks(args.link_rate)
+                pace(args.link_rate * 1e6)
+            loss, seconds, waits = self._iteration()
+            outcome.losses.append(loss)
+            outcome.times.append(seconds)
+            outcome.waits.append(waits)
         if args.overlap_param_gather:  # complete it now instead of in the next forward
             self.model.disable_forward_pre_hook(param_sync=True)
             self.model.enable_forward_pre_hook()
         outcome.weights_sha256 = hash_over_ranks([self.model.module], self.optimizer)
         return outcome
 
-    def _iteration(self) -> tuple[float, float, list[Wait]]:
+    def _iteration(self) -> tuple[float, float, list[tuple[float, float]]]:
         """One optimizer step: its loss, its seconds as a mean over the ranks, this rank's waits.
 
         Rank 0 prints a line with Megatron's names, which ``commfuse-npu measure`` parses.

@@ -17,7 +17,7 @@ pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
 from commfuse_npu.runtime.collectives import all_gather_rows, all_to_all_rows, reduce_scatter_rows
 from scripts.cpu_pretraining import compare
-from scripts.cpu_pretraining.outcome import Outcome
+from scripts.cpu_pretraining.compare import Outcome
 from scripts.cpu_pretraining.training import timed_waits
 
 FIVE = (5.5, 2.5)
@@ -45,10 +45,9 @@ def test_every_wait_for_a_transfer_is_timed(tmp_path: Path) -> None:
 
 def outcome(losses: Sequence[float], weights: str = "a", times: Sequence[float] = ()) -> Outcome:
     """Iterations with these losses and times in ms, a quarter of which is spent in one wait."""
-    result = Outcome(weights_sha256=weights)
-    for loss, ms in zip(losses, times or (1.0,) * len(losses), strict=True):
-        result.add(loss, ms / 1e3, [(ms / 4e3, ms / 2e3)])
-    return result
+    seconds = [ms / 1e3 for ms in times or (1.0,) * len(losses)]
+    waits = [[(time / 4, time / 2)] for time in seconds]
+    return Outcome(list(losses), seconds, waits, weights_sha256=weights)
 
 
 def of_times(*times: float) -> Outcome:
@@ -56,10 +55,7 @@ def of_times(*times: float) -> Outcome:
 
 
 def test_times_leave_the_first_iterations_out() -> None:
-    late = of_times(9000, 8000, 7000, 500, 100, 200)
-    assert late.seconds == pytest.approx((0.15, 0.2, 0.35))
-    assert (late.fastest, late.waits) == (0.1, [(0.025, 0.05)])
-    assert of_times(10, 10, 10).waits == ()
+    assert of_times(9, 8000, 7000, 500, 100, 200).counted == [0.5, 0.1, 0.2]
 
 
 @pytest.mark.parametrize(
@@ -102,6 +98,18 @@ def test_a_difference_of_times_has_a_range_and_ten_iterations_behind_it() -> Non
     ]
     assert [shorter in line for line in times] == [True, True, False]
     assert "40.8 % longer" in "".join(said(30, 10))
+
+
+def test_the_fastest_iteration_after_the_first_ones_is_drawn(monkeypatch, tmp_path) -> None:
+    times, drawn = [9.0, 0.1, 7.0, 0.5, 0.1, 0.2], Mock()
+    waits = [[(0.01 * place, 0.05)] for place in range(6)]
+    monkeypatch.setattr(compare, "gantt", drawn)
+    monkeypatch.setattr(compare, "draw", Mock())
+    compare.draw_timelines({"overlap": [Outcome([], times, waits)] * 2}, None, tmp_path / "x.png")
+    (row,) = drawn.call_args.args[2]
+    assert row.label.endswith("0.100 s, of which 0.010 s waiting for transfers")
+    bars = [(bit.start, bit.end, bit.kind) for bit in row.bits if bit.lane == "rank 1"]
+    assert sorted(bars) == [(0, 40, "work"), (40, 50, "waiting"), (50, 100, "work")]
 
 
 def test_a_picture_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch) -> None:
