@@ -201,11 +201,7 @@ class DeferredAttention(torch.Tensor):
     def project(
         self, op: Callable[..., Any], linear: Any, options: LinearOptions, transport: AnyTransport
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Run attention and the row-parallel layer after it in one op.
-
-        Returns:
-            The output of the layer: the product, and the bias if the caller adds it.
-        """
+        """The output of the row-parallel layer after it: attention and layer in one op."""
         added, apart = (None, linear.bias) if linear.skip_bias_add else (linear.bias, None)
         arguments = self._given | {"bias": added, "options": options, "transport": transport}
         return op(*self._heads, linear.weight, **arguments), apart
@@ -226,11 +222,7 @@ class DeferredAttention(torch.Tensor):
 
 
 class AttentionWrappers:
-    """Wraps the constructor of self-attention layers, so that attention can be deferred.
-
-    Args:
-        linears: the wrapped linear layers, which must include ``proj``.
-    """
+    """Wraps the constructor of self-attention layers, so that ``proj`` can run attention, too."""
 
     def __init__(self, linears: LinearWrappers) -> None:
         self._linears = linears

@@ -62,8 +62,7 @@ class BucketWrappers:
     """The wrappers of data parallelism.
 
     Args:
-        linears: counts calls and logs reasons under the names ``gradients`` and ``parameters``; one
-            call per bucket.
+        linears: counts buckets and logs reasons under the names ``gradients`` and ``parameters``.
         options: how buckets are exchanged.
 
     Attributes:
@@ -120,12 +119,7 @@ class BucketWrappers:
     def start_param_sync_wrapper(
         self, start: Callable[..., None], group: Any, force_sync: bool = False
     ) -> None:
-        """``start_param_sync(force_sync=False)`` of a bucket group.
-
-        Equals, for each bucket::
-
-            all_gather(param_data, shard of param_data)
-        """
+        """``start_param_sync(force_sync=False)``: an ``all_gather`` of each ``param_data``."""
         if self._left(group, "parameters"):
             return start(group, force_sync=force_sync)
         if group.param_gather_handle is not None:

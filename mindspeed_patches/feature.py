@@ -46,9 +46,7 @@ class CommFuseFeature(Feature):
     def register_patches(self, patch_manager: Any, args: argparse.Namespace) -> None:
         """Wrap the selected layers, the set-up of process groups, and the creation of the model.
 
-        Raises:
-            IncompatibleOptionsError: an option excludes CommFuse.
-            ValueError: an option's value is invalid.
+        Raises what :func:`~.training_options.check_options` raises.
         """
         check_options(args)
         engine = getattr(args, "transformer_impl", "transformer_engine") == "transformer_engine"
@@ -66,12 +64,7 @@ class CommFuseFeature(Feature):
         _use_mindspeeds_matmul_add()
 
     def validate_args(self, args: argparse.Namespace) -> None:
-        """Check the final arguments; MindSpeed calls this for every feature, enabled or not.
-
-        Raises:
-            IncompatibleOptionsError: an option excludes CommFuse, or a required one is missing.
-            ValueError: an option's value is invalid.
-        """
+        """Check the final arguments; MindSpeed calls this for every feature, enabled or not."""
         check_options(args, complete=True)
         if not getattr(args, self.feature_name, None):
             return

@@ -37,13 +37,7 @@ _MODULE = "megatron.core.parallel_state"
 
 
 class LaneGroup(NamedTuple):
-    """One kind of Megatron's process groups.
-
-    Attributes:
-        description: its name in messages.
-        name: its name in Megatron's ``get_nccl_options``.
-        owner: gets the group of this rank from ``parallel_state``.
-    """
+    """One kind of Megatron's process groups; ``name`` is that of ``get_nccl_options``."""
 
     description: str
     name: str
@@ -90,7 +84,6 @@ class LaneUser:
     Attributes:
         transport: the lanes, or the collectives of their group.  Set it when Megatron's groups
             exist and before the first step, unless the lanes are registered or opened.
-        group: as passed.
         buffer_megabytes: HCCL buffer size per lane; ``None`` for that of the group.
         order_log: the folder in which the order of transfers is recorded; ``None`` for no record.
     """

@@ -53,12 +53,7 @@ def main(command: Sequence[str] | None = None) -> None:
 
 
 class _Run:
-    """A training run that is measured.
-
-    Args:
-        blocking: wait for each asynchronous collective at once.
-        ours: register CommFuse.
-    """
+    """A training run that is measured; ``ours`` registers CommFuse."""
 
     def __init__(self, *, blocking: bool = False, ours: bool = False) -> None:
         self.blocking, self._ours = blocking, ours

@@ -60,11 +60,7 @@ class PatchManager:
         self._applied: list[tuple[Any, str, Function, Function]] = []
 
     def register_patch(self, orig_func_name: str, new_func: Function) -> None:
-        """Store a wrapper for the function at a dotted path.
-
-        Args:
-            orig_func_name: ``package.module.function`` or ``package.module.Class.method``.
-            new_func: see the module's docstring.
+        """Store a wrapper for ``package.module.function`` or ``package.module.Class.method``.
 
         Raises:
             ValueError: MindSpeed would not take the function for a wrapper.

@@ -55,9 +55,7 @@ class StartReport:
 
     Attributes:
         linears: the linear wrappers, which also keep the reasons that have been logged.
-        attention, ulysses: whether these are to be fused.
-        buckets: the wrappers of data parallelism, if buckets are to be fused.
-        done: whether the report has been printed.
+        attention, ulysses, buckets: what else is to be fused.
     """
 
     linears: LinearWrappers
@@ -82,9 +80,7 @@ class StartReport:
         return model
 
     def tell(self, model: Sequence[torch.nn.Module]) -> None:
-        """Print what is fused, for the first model only.
-
-        Collective over the pipeline stages.
+        """Print what is fused, for the first model only; collective over the pipeline stages.
 
         Args:
             model: the chunks of this rank, with their buckets if they have any.

@@ -194,7 +194,6 @@ def register_wrappers(
 
     Args:
         args: with options that :func:`check_options` accepts.
-        transformer_engine: see :meth:`LinearWrappers.register`.
         ulysses_attention: dotted path of the class whose forward exchanges heads.
 
     Returns:

@@ -99,16 +99,13 @@ class _Joined(NamedTuple):
 
 
 class UlyssesWrappers(LaneUser):
-    """The wrappers of attention under Ulysses and of the layer around it, and their transport.
+    """The wrappers of attention under Ulysses and of the layer around it.
 
     Args:
         linears: counts calls and logs reasons under the names ``ulysses``, ``qkv`` and ``proj``;
             only projections among its layers take part in the exchange.
         options: of the fused ops; ``main_grad`` follows each layer's
             ``gradient_accumulation_fusion``.
-
-    Attributes:
-        transport: lanes of the context-parallel group.
     """
 
     def __init__(self, linears: LinearWrappers, options: LinearOptions = LinearOptions()) -> None:
@@ -118,11 +115,7 @@ class UlyssesWrappers(LaneUser):
         self._positions = WholePositions()
 
     def register(self, manager: Any, attention: str = MINDSPEED_ULYSSES) -> None:
-        """Register with MindSpeed's patch manager, or with our stand-in.
-
-        Args:
-            attention: dotted path of the class that exchanges heads around ``local_attn``.
-        """
+        """Register wrappers; ``attention`` is the class that exchanges heads."""
         manager.register_patch(f"{attention}.forward", self.ulysses_forward_wrapper)
         # The forward of the base class, because other MindSpeed features wrap that one.
         manager.register_patch(_ATTENTION, self.attention_forward_wrapper)
@@ -198,11 +191,7 @@ class UlyssesWrappers(LaneUser):
         arguments: dict[str, Any],
         stack: ExitStack,
     ) -> dict[str, Any]:
-        """Let the layer's projections take part, by replaced methods, until ``stack`` closes.
-
-        Returns:
-            The keyword arguments of the layer's ``forward`` that change.
-        """
+        """Let the projections take part until ``stack`` closes; returns arguments that change."""
         lanes, layers = self.lanes(), self._linears.layers
         obstacle = layer_obstacle(layer, arguments)
         reasons = {

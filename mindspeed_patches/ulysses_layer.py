@@ -47,11 +47,7 @@ def replaced(owner: Any, **attributes: Any) -> Iterator[None]:
 
 
 def layer_obstacle(layer: Any, arguments: dict[str, Any]) -> str | None:
-    """Why neither projection of a layer can take part in the exchange, or ``None``.
-
-    Args:
-        arguments: of the layer's ``forward``, after the mask.
-    """
+    """Why neither projection of a layer can take part; ``arguments`` follow the mask."""
     config = layer.config
     if config.tensor_model_parallel_size > 1:
         return (
@@ -77,7 +73,6 @@ def qkv_obstacle(
     Args:
         rows: of the sequence on this rank.
         size: number of ranks that exchange heads.
-        arguments: as in :func:`layer_obstacle`.
         layers: names of the layers to fuse.
     """
     from megatron.core.transformer.attention import SelfAttention
@@ -162,11 +157,7 @@ class WholePositions:
         self._known: dict[Hashable, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def of(self, part: Any, group: dist.ProcessGroup) -> Any:
-        """Gather ``[s, ...]`` of each rank to ``[N * s, ...]``.
-
-        Args:
-            part: a tensor without gradient, a tuple of such tensors, or ``None``.
-        """
+        """Gather ``[s, ...]`` of each rank, also of a tuple, to ``[N * s, ...]``."""
         if isinstance(part, tuple):
             return tuple(self.of(item, group) for item in part)
         if part is None:
@@ -184,11 +175,7 @@ class WholePositions:
 
 
 def picked(embeddings: Any, positions: torch.Tensor) -> Any:
-    """Select ``[S, 1, 1, D]`` embeddings (also a tuple, or ``None``) by ``[S, B]`` positions.
-
-    Returns:
-        ``[S, B, 1, D]`` for each.
-    """
+    """``[S, B, 1, D]`` of the ``[S, 1, 1, D]`` embeddings (or a tuple) at ``[S, B]`` positions."""
     if isinstance(embeddings, tuple):
         return tuple(picked(part, positions) for part in embeddings)
     if embeddings is None:

@@ -106,10 +106,8 @@ class LinearWrappers(LaneUser):
         rows, hidden: shape of a block in this launch, if known.
 
     Attributes:
-        transport: lanes of the tensor-parallel group.
         calls: number of calls by ``(layer, path)``; the path is ``fused``, or the reason why the
             call was not fused.
-        layers: names of the layers to fuse.
         reported: reasons that were logged, or printed at the start, by ``(layer, reason)``.
         min_rows: layers with fewer rows in a rank's block keep Megatron's forward: 0, or
             :func:`~commfuse_npu.plan.min_rows_to_fuse`.
@@ -263,11 +261,7 @@ class LinearWrappers(LaneUser):
         return fused(input_, layer.weight, added, transport=lanes, options=options), apart
 
     def static_obstacle(self, layer: Any) -> str | None:
-        """Why no call of a tensor-parallel layer is fused in this launch, or ``None``.
-
-        Args:
-            layer: a column- or row-parallel layer of any class.
-        """
+        """Why no call of a tensor-parallel layer, of any class, is fused in this launch."""
         from megatron.core.tensor_parallel import layers
 
         known = layers.RowParallelLinear.forward, layers.ColumnParallelLinear.forward
@@ -276,9 +270,7 @@ class LinearWrappers(LaneUser):
         return f"{type(layer).__name__} is not Megatron's linear layer"
 
     def _obstacle(self, layer: Any, rows: int | None, gather: bool = False) -> str | None:
-        """Why a layer keeps Megatron's forward, and a way out; ``None`` if it is fused.
-
-        The answer is the same on all ranks.
+        """Why a layer keeps Megatron's forward, and a way out; the same on all ranks.
 
         Args:
             rows: of a rank's block, if known.
@@ -331,18 +323,12 @@ class LinearWrappers(LaneUser):
             _logger.warning("CommFuse leaves %s to Megatron: %s", name, reason)
 
     def describe(self, fused: str = "fused") -> list[str]:
-        """One line per layer and path, with the number of calls.
-
-        Args:
-            fused: the word for the path of the ops, which may run on collectives.
-        """
+        """One line per layer and path; ``fused`` names the path of the ops."""
         counted = dict.fromkeys(("gradients", "parameters"), "buckets")
         # The fused calls of a layer first.
-        paths = sorted(
-            self.calls.items(), key=lambda call: (call[0][0], call[0][1] != "fused", call)
-        )
+        paths = sorted((name, path != "fused", path) for name, path in self.calls)
         return [
-            f"{name}: {count} {counted.get(name, 'forward calls')} "
-            f"{fused if path == 'fused' else f'by Megatron, because {path}'}"
-            for (name, path), count in paths
+            f"{name}: {self.calls[name, path]} {counted.get(name, 'forward calls')} "
+            f"{f'by Megatron, because {path}' if left else fused}"
+            for name, left, path in paths
         ]

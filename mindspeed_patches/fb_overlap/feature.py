@@ -50,11 +50,7 @@ class ForwardBackwardFeature(Feature):
         add_arguments(group, FB_OVERLAP_OPTIONS)
 
     def register_patches(self, patch_manager: Any, args: argparse.Namespace) -> None:
-        """Wrap Megatron's choice of a schedule.
-
-        Raises:
-            IncompatibleOptionsError: another option excludes the overlap.
-        """
+        """Wrap Megatron's choice of a schedule."""
         check_compatible(args, "--commfuse-fb-overlap")
         # Overlap in a plain pipeline needs its own option, which validate_args checks.
         order_log = getattr(args, "commfuse_order_log", None)
@@ -62,12 +58,7 @@ class ForwardBackwardFeature(Feature):
         self.overlapping.register(patch_manager)
 
     def validate_args(self, args: argparse.Namespace) -> None:
-        """Check the final arguments.
-
-        Raises:
-            IncompatibleOptionsError: another option excludes the overlap, or the pipeline needs
-                memory that ``--commfuse-fb-overlap-memory`` does not allow.
-        """
+        """Check the final arguments, and that the memory of a plain pipeline is allowed."""
         if not getattr(args, self.feature_name, None):
             return
         check_compatible(args, "--commfuse-fb-overlap")

@@ -66,8 +66,8 @@ __all__ = ["commfuse_run", "main", "prepare", "reference_run"]
 FB_OVERLAP = "--commfuse-fb-overlap"
 """It does not require ``--use-commfuse``, and works with options that exclude that."""
 _SWAP = ("--swap-attention", "--swap-modules")
-_PERMUTE = ("--moe-permute-fusion", "--use-fused-moe-token-permute-and-unpermute")
 _MEMORY = ("--swap-optimizer", "--swap-optimizer-times", "--reuse-fp32-param")
+_PERMUTE = ("--moe-permute-fusion", "--use-fused-moe-token-permute-and-unpermute")
 _SET_ANEW = (
     *("PYTHONPATH", "LD_LIBRARY_PATH", "OMP_NUM_THREADS"),
     *("GLOO_SOCKET_IFNAME", "HCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME"),
@@ -77,13 +77,7 @@ _OTHER_ROUNDING = ("--commfuse-attention", "--commfuse-ulysses")
 
 
 def prepare(options: Options, iterations: int, folder: Path) -> None:
-    """Change ``options`` for a rehearsal of ``iterations`` iterations.
-
-    Args:
-        options: changed in place.
-        iterations: number of iterations.
-        folder: base of the launch's relative paths.
-    """
+    """Change ``options`` for a rehearsal; ``folder`` is the base of the launch's paths."""
     shorten(options, iterations)
     # In forward-backward overlap, keep options that change what a forward saves for its backward.
     memory = _MEMORY if FB_OVERLAP in options else (*_MEMORY, *_SWAP)
@@ -181,7 +175,9 @@ def _rehearse(arguments: argparse.Namespace) -> int:
             settings = (f"{name}={value}" for name, value in sorted(launch.environment.items()))
             print("environment of the launch:", *settings)
         print("changes to the launch:", *launch.options.changes, sep="\n  ", flush=True)
-        records = temporary if arguments.output is None else _new_folder(arguments.output)
+        records = (arguments.output or temporary).resolve()
+        if any((records / way).exists() for way in WAYS):
+            raise UsageError(f"--output {records} holds an earlier rehearsal; name a new folder")
         run = partial(
             train,
             script=script,
@@ -197,8 +193,7 @@ def _layout(launch: Launch, arguments: argparse.Namespace) -> Layout:
     layout = layout_of(launch.options, launch.processes)
     if arguments.rehearse_scale:
         small = scale_down(launch.options, layout, arguments.processes)
-        if small != layout:
-            launch.notes.append(f"layout: {layout} -> {small}")
+        launch.notes += [f"layout: {layout} -> {small}"] if small != layout else []
         return small
     if layout.processes > arguments.processes:
         raise UsageError(
@@ -219,13 +214,6 @@ def _check_environment() -> None:
             f"{sys.executable} has {why}; start with bash scripts/rehearse_on_cpu.sh, which "
             "prepares an environment"
         )
-
-
-def _new_folder(folder: Path) -> Path:
-    folder = folder.resolve()
-    if any((folder / way).exists() for way in WAYS):
-        raise UsageError(f"--output {folder} holds an earlier rehearsal; name a new folder")
-    return folder
 
 
 def _train_and_compare(

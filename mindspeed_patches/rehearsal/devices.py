@@ -58,9 +58,6 @@ def _translated(
 class DevicesAreTheCpu(TorchFunctionMode):
     """A context in which torch treats the devices ``npu`` and ``cuda`` as ``cpu``.
 
-    Inside, ``torch.zeros(1, device="cuda")`` allocates on the CPU, ``tensor.cuda()`` returns the
-    tensor itself, and ``tensor.type()`` returns a device type.
-
     Args:
         device: the device in the names of types: Megatron's optimizers accept
             ``torch.cuda.FloatTensor``, MindSpeed's only ``torch.npu.FloatTensor``.

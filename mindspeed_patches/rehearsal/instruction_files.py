@@ -30,12 +30,9 @@ _IGNORED = -100
 
 
 def replace_missing_instructions(options: Options, folder: Path, target: Path) -> None:
-    """Write stand-ins and set their options, if the files of a fine-tuning launch are missing.
+    """Write stand-ins into ``target`` and set their options, if files of fine-tuning are missing.
 
-    Args:
-        options: changed in place; the rows have its sequence length.
-        folder: base of the launch's relative paths.
-        target: an existing folder for the files.
+    ``folder`` is the base of the launch's relative paths.
     """
     prefix = folder / (options.text("--data-path") or "")
     has_data = any(prefix.parent.glob(f"{prefix.name}_packed_*_document.idx"))

@@ -34,8 +34,6 @@ class Record:
     """The record of one rank in one run.
 
     Attributes:
-        rank: global rank.
-        iterations: how many it trained.
         numbers: losses and gradient norms by ``iteration 1, lm loss``; losses are on the last
             pipeline stage only.
         weights_before, weights_after: a hash per parameter, before the first iteration and after

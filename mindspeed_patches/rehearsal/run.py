@@ -64,7 +64,6 @@ def worker_environment(stack: Stack, launch: Mapping[str, str], tools: Path) -> 
     """The environment of the ranks: that of the launch, adapted to a CPU.
 
     Args:
-        stack: the checkouts, which come first on the Python path.
         launch: variables that a launch script sets.
         tools: a folder for programs that the ranks need.
     """
@@ -112,10 +111,6 @@ def train(
         way: ``reference`` or ``commfuse``.
         words: the script's arguments.
         records: a new folder for the records and the log.
-        script, processes: its path, and the number of ranks.
-        folder: the working directory.
-        environment: of the ranks.
-        timeout: seconds.
 
     Raises:
         RunFailedError: a rank failed, or the time limit was exceeded.

@@ -61,13 +61,7 @@ def install_stand_ins() -> None:
 
 
 class CollectiveCounter:
-    """Counts collectives and messages while :attr:`active` is set.
-
-    Attributes:
-        active: whether calls are counted at present.
-        counts: number of calls, by the description of the group and the function,
-            ``group: function``.
-    """
+    """Counts collectives and messages while ``active``, by ``group: function``."""
 
     def __init__(self) -> None:
         self.active = False
@@ -102,11 +96,7 @@ class CollectiveCounter:
 
 
 class Observer:
-    """Fills a record while the script runs.
-
-    Args:
-        record: the record of this rank.
-    """
+    """Fills the record of this rank while the script runs."""
 
     def __init__(self, record: Record) -> None:
         self.record = record

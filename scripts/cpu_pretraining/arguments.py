@@ -95,10 +95,7 @@ def _parser() -> Parser:
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """The options of this run, complete and consistent.
-
-    The namespace also has ``world_size``, ``num_microbatches`` (per data-parallel rank and
-    iteration), ``min_lr``, ``sequence_parallel`` and ``context_parallel_algo``.
+    """The options of this run, complete and consistent; more sizes follow from them.
 
     Raises:
         UsageError: the options do not fit each other.

@@ -132,11 +132,7 @@ def draw_timelines(
 ) -> str:
     """Draw each form's fastest measured iteration: when a rank computed and waited.
 
-    Args:
-        ranks: by form, the outcome of each rank.
-
-    Returns:
-        A line about the result.
+    ``ranks`` are the outcomes of all ranks by form.  Returns a line about the result.
     """
     rows = []
     for form, outcomes in ranks.items():
