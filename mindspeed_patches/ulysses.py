@@ -57,7 +57,6 @@ from mindspeed_patches.ulysses_layer import (
     WholePositions,
     layer_obstacle,
     picked,
-    proj_obstacle,
     qkv_method,
     qkv_obstacle,
     replaced,
@@ -81,6 +80,7 @@ Heads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """q, k and v: ``[S, B, heads of this rank, D]``."""
 
 _ATTENTION = "megatron.core.transformer.attention.Attention.forward"
+_ROW = "megatron.core.tensor_parallel.layers.RowParallelLinear.forward"
 _HEADS = ("num_attention_heads_per_partition", "num_query_groups_per_partition")
 
 
@@ -119,6 +119,7 @@ class UlyssesWrappers(LaneUser):
         manager.register_patch(f"{attention}.forward", self.ulysses_forward_wrapper)
         # The forward of the base class, because other MindSpeed features wrap that one.
         manager.register_patch(_ATTENTION, self.attention_forward_wrapper)
+        manager.register_patch(_ROW, self.row_forward_wrapper)
 
     @around
     def ulysses_forward_wrapper(
@@ -168,8 +169,8 @@ class UlyssesWrappers(LaneUser):
     ) -> Output:
         """``forward(hidden_states, mask, ...)``, from ``[s, B, H]`` to ``[s, B, H]`` and a bias.
 
-        During the call, projections that can take part in the exchange have another ``forward``,
-        and the core attention leaves their part of the exchange to them.
+        Projections that can take part in the exchange do so, and the core attention leaves their
+        part of it to them.
         """
         core, shape = layer.core_attention, hidden_states.shape
         local = getattr(core, "local_attn", None)
@@ -195,18 +196,16 @@ class UlyssesWrappers(LaneUser):
         lanes, layers = self.lanes(), self._linears.layers
         obstacle = layer_obstacle(layer, arguments)
         reasons = {
-            "qkv": obstacle or qkv_obstacle(layer, rows, lanes.size, arguments, layers),
-            "proj": obstacle or proj_obstacle(layer, layers),
+            "qkv": obstacle or qkv_obstacle(layer, rows, lanes.size, arguments),
+            "proj": obstacle,
         }
         for name, reason in reasons.items():
+            if name not in layers:
+                reasons[name] = reason = f"{name} is not in the list of layers to fuse"
             if reason is not None:
                 self._linears.fall_back(f"{name} of ulysses", reason)
         joined = _Joined(reasons["qkv"] is None, reasons["proj"] is None, mask)
         stack.enter_context(replaced(layer.core_attention, commfuse_joined=joined))
-        if joined.proj:
-            linear = layer.linear_proj
-            project = functools.partial(self._project_heads, linear, linear.forward)
-            stack.enter_context(replaced(linear, forward=project))
         if not joined.qkv:
             return {}
         linear = layer.linear_qkv
@@ -242,15 +241,16 @@ class UlyssesWrappers(LaneUser):
         # A query group is a range of weight rows, and so are the groups of a rank.
         return linear_all_to_all(input, weight, bias, transport=self.lanes(), options=options)
 
-    def _project_heads(
-        self, linear: Any, forward: Callable[..., Output], input_: torch.Tensor
+    @around
+    def row_forward_wrapper(
+        self, forward: Callable[..., Output], layer: Any, input_: torch.Tensor
     ) -> Output:
-        """A row-parallel layer's forward that runs attention, too: ``[s, B, H]`` and a bias."""
+        """A row-parallel layer's forward, which runs deferred attention, too."""
         if not isinstance(input_, DeferredAttention):
-            return forward(input_)
+            return forward(layer, input_)
         self._linears.calls.update({("ulysses", "fused"): 1, ("proj", "fused"): 1})
-        options = self._options[linear.gradient_accumulation_fusion]
-        return input_.project(attention_all_to_all, linear, options, self.lanes())
+        options = self._options[layer.gradient_accumulation_fusion]
+        return input_.project(attention_all_to_all, layer, options, self.lanes())
 
     def _attend(self, heads: Heads, mask: dict[str, Any], scale: float | None) -> torch.Tensor:
         """Attention on exchanged heads; returns ``[s, B, A * D]``."""

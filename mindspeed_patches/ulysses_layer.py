@@ -1,15 +1,16 @@
 """Whether the projections of a self-attention layer can take part in the exchange of heads.
 
 Megatron's ``SelfAttention`` computes q, k and v of its rows, embeds positions, attends and
-projects.  During one call, its projections and its core attention get other ``forward`` methods
-(:func:`replaced`), and its head counts are those of this rank only.  Module hooks therefore run as
-usual (those of the distributed optimizer wait for weights), and so does Megatron's code between the
-projections, on the full sequence instead of the rows of a rank.
+projects.  During one call, the first projection gets another ``forward`` (:func:`replaced`), and
+the layer's head counts are those of this rank only.  Module hooks therefore run as usual (those of
+the distributed optimizer wait for weights), and so does Megatron's code between the projections, on
+the full sequence instead of the rows of a rank.  The core attention returns a
+:class:`.DeferredAttention`, which the output projection runs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Iterator
+from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,7 +24,6 @@ __all__ = [
     "WholePositions",
     "layer_obstacle",
     "picked",
-    "proj_obstacle",
     "qkv_method",
     "qkv_obstacle",
     "replaced",
@@ -65,21 +65,16 @@ def layer_obstacle(layer: Any, arguments: dict[str, Any]) -> str | None:
     return None
 
 
-def qkv_obstacle(
-    layer: Any, rows: int, size: int, arguments: dict[str, Any], layers: Collection[str]
-) -> str | None:
+def qkv_obstacle(layer: Any, rows: int, size: int, arguments: dict[str, Any]) -> str | None:
     """Why the projection to q, k and v cannot take part in the exchange, or ``None``.
 
     Args:
         rows: of the sequence on this rank.
         size: number of ranks that exchange heads.
-        layers: names of the layers to fuse.
     """
     from megatron.core.transformer.attention import SelfAttention
 
     groups, head = layer.num_query_groups_per_partition, layer.hidden_size_per_attention_head
-    if "qkv" not in layers:
-        return "qkv is not in the list of layers to fuse"
     if type(layer).get_query_key_value_tensors is not SelfAttention.get_query_key_value_tensors:
         return f"{type(layer).__name__} makes q, k and v in its own way"
     if groups % size:
@@ -123,20 +118,6 @@ def qkv_method(linear: Any) -> str | None:
         return "forward"
     # MindSpeed's layer with norm calls this attribute for the product.
     return "_linear_forward_impl" if "_linear_forward_impl" in vars(linear) else None
-
-
-def proj_obstacle(layer: Any, layers: Collection[str]) -> str | None:
-    """Why the output projection cannot take part in the exchange, or ``None``."""
-    from megatron.core.tensor_parallel.layers import RowParallelLinear
-
-    linear = layer.linear_proj
-    if "proj" not in layers:
-        return "proj is not in the list of layers to fuse"
-    if "forward" in vars(linear):
-        return _OWN_FORWARD
-    if type(linear).forward is not RowParallelLinear.forward:
-        return f"{type(linear).__name__} is not Megatron's row-parallel layer"
-    return None
 
 
 class WholePositions:

@@ -160,7 +160,7 @@ BUCKETS = [
         ("", None, [ROW], 1),
         ("--commfuse-attention", 2, [ROW, SELF_ATTENTION], 1),
         ("--commfuse-ulysses", 2, [ROW, EXCHANGE, LAYER], 2),
-        ("--commfuse-ulysses", None, [EXCHANGE, LAYER], 1),
+        ("--commfuse-ulysses", None, [ROW, EXCHANGE, LAYER], 1),
         # Lanes of layers, of gradients and of parameters.
         ("--commfuse-dp", 2, [ROW, *BUCKETS], 3),
         ("--commfuse-dp", 1, BUCKETS, 2),
