@@ -17,14 +17,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from mindspeed_patches import install, launch
 from mindspeed_patches.patching import around
 from mindspeed_patches.registration import wrap_training
 from mindspeed_patches.rehearsal.records import NORM, Record
-from mindspeed_patches.state_hashes import optimizer_hash, weight_hashes
+from mindspeed_patches.state_hashes import TrainedState, optimizer_hash, weight_hashes
 
 __all__ = ["RECORDS", "WAY", "CollectiveCounter", "Observer", "install_stand_ins", "main"]
 
@@ -95,14 +94,13 @@ class CollectiveCounter:
         return call
 
 
-class Observer:
+class Observer(TrainedState):
     """Fills the record of this rank while the script runs."""
 
     def __init__(self, record: Record) -> None:
+        super().__init__()
         self.record = record
         self._collectives = CollectiveCounter()
-        self._model: Sequence[torch.nn.Module] = ()
-        self._optimizer: Any = None
 
     def install(self) -> None:
         """Install before Megatron is imported, and before MindSpeed applies its features."""
@@ -110,18 +108,10 @@ class Observer:
         wrap_training(self.setup_model_and_optimizer_wrapper, self.train_step_wrapper)
 
     @around
-    def setup_model_and_optimizer_wrapper(
-        self, setup: Callable[..., Any], *args: Any, **kwargs: Any
-    ) -> Any:
-        """Store the model, the optimizer, and the weights before the first iteration."""
-        result = setup(*args, **kwargs)
-        self._model, self._optimizer = result[:2]
-        self.record.weights_before = weight_hashes(self._model)
-        return result
-
-    @around
     def train_step_wrapper(self, train_step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Record the losses and the gradient norm, the first and the sixth value returned."""
+        if not self.record.iterations:
+            self.record.weights_before = weight_hashes(self.chunks)
         self._collectives.active = True
         try:
             result = train_step(*args, **kwargs)
@@ -135,21 +125,13 @@ class Observer:
         return result
 
     def finish(self) -> None:
-        """Complete the record; call it after the script has returned.
-
-        Raises:
-            RuntimeError: the script did not train.
-        """
-        if self._optimizer is None or not self.record.iterations:
-            raise RuntimeError(
-                "the script never called setup_model_and_optimizer and train_step, so there is "
-                "nothing to compare; is it a pretraining script of MindSpeed-LLM?"
-            )
+        """Complete the record; call it after the script has returned."""
+        self.check_trained()
         from mindspeed.features_manager.features_manager import MindSpeedFeaturesManager
 
         # Only now, because with --overlap-param-gather the last step's weights arrive late.
-        self.record.weights_after = weight_hashes(self._model)
-        self.record.optimizer_after = optimizer_hash(self._optimizer)
+        self.record.weights_after = weight_hashes(self.chunks)
+        self.record.optimizer_after = optimizer_hash(self.optimizer)
         self.record.collectives = dict(sorted(self._collectives.counts.items()))
         for feature in MindSpeedFeaturesManager.FEATURES_LIST:
             wrappers = getattr(feature, "wrappers", None)
