@@ -42,28 +42,10 @@ __all__ = [
     "AttentionWrappers",
     "DeferredAttention",
     "heads_obstacle",
-    "masked_by_data",
 ]
 
 RECOMPUTED = "selective recomputation runs core attention separately"
 """Why attention of such a layer cannot be deferred to its projection."""
-
-
-def masked_by_data(config: Any) -> str | None:
-    """Why attention is not fused if a mask from the data hides keys of causal attention.
-
-    Args:
-        config: Megatron's configuration of a layer without packed documents.
-    """
-    if (
-        getattr(config, "attention_mask_type", "causal") != "general"
-        and getattr(config, "tokenizer_padding_side", "right") != "left"
-    ):
-        return None
-    return (
-        "its mask is that of the data (--attention-mask-type general, or samples padded on the "
-        "left); only causal and full attention and packed documents are fused"
-    )
 
 
 _AFTER_THE_MASK = ("attn_mask_type", "attention_bias", "packed_seq_params")
@@ -106,8 +88,14 @@ class AttentionCall:
                 return "its packed sequences are not those of --reset-attention-mask"
             if kind != "causal":
                 return f"its mask is {kind}; documents are packed for causal attention"
-        elif kind == "causal" and (reason := masked_by_data(config)):
-            return reason
+        elif kind == "causal" and (
+            getattr(config, "attention_mask_type", "causal") == "general"
+            or getattr(config, "tokenizer_padding_side", "right") == "left"
+        ):
+            return (
+                "its mask is that of the data (--attention-mask-type general, or samples padded "
+                "on the left); only causal and full attention and packed documents are fused"
+            )
         if self._arguments.get("attention_bias") is not None:
             return "an attention bias is added to the scores"
         if config.attention_dropout and self._training:

@@ -35,7 +35,7 @@ import torch
 import torch.distributed as dist
 
 from commfuse_npu.refusals import IncompatibleOptionsError
-from mindspeed_patches.attention import RECOMPUTED, masked_by_data
+from mindspeed_patches.attention import RECOMPUTED, AttentionCall
 from mindspeed_patches.data_parallel import BucketWrappers
 from mindspeed_patches.layer_names import LAYERS, layer_name
 from mindspeed_patches.patching import around
@@ -146,10 +146,10 @@ class StartReport:
 
 
 def _mask_obstacle(layer: Any) -> str | None:
-    config, kind = layer.config, layer.attn_mask_type.name
-    # With packed documents no mask of the data is used.
-    unused = kind != "causal" or getattr(config, "reset_attention_mask", False)
-    return None if unused else masked_by_data(config)
+    if getattr(layer.config, "reset_attention_mask", False):
+        return None  # packed documents, whose ends only a call has
+    mask = AttentionCall(layer, layer.config, layer.training, (), {}).mask(1, 1)
+    return mask if isinstance(mask, str) else None
 
 
 def _is_tensor_parallel(module: torch.nn.Module) -> bool:

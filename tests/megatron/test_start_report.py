@@ -280,7 +280,8 @@ def test_layers_that_exchange_heads_are_told_apart() -> None:
     class Layer(SelfAttention):
         def __init__(self, core: torch.nn.Module, **config: Any) -> None:
             torch.nn.Module.__init__(self)
-            self.core_attention, self.config = core, SimpleNamespace(**config)
+            self.core_attention = core
+            self.config = SimpleNamespace(attention_dropout=0.0, **config)
             self.attn_mask_type = SimpleNamespace(name="causal")
 
     # MindSpeed-LLM nests one core attention in another.
