@@ -76,9 +76,7 @@ class AttentionCall:
     def mask(self, length: int, batch: int) -> dict[str, Any] | str:
         """The ops' ``causal`` and ``documents``, or why this attention is more than a softmax.
 
-        Args:
-            length: of the full sequence, S.
-            batch: number of samples, B.
+        ``length`` is that of the full sequence.
         """
         config, kind, packed = self._config, self._kind, self._arguments.get("packed_seq_params")
         if kind not in ("causal", "no_mask"):
@@ -167,8 +165,7 @@ class DeferredAttention(torch.Tensor):
 
         Args:
             q, k, v: ``[S, B, A, D]`` and ``[S, B, G, D]``.
-            mask: the op's arguments that say which keys a query sees.
-            scale: factor of the scores; ``None`` for ``D ** -0.5``.
+            mask, scale: arguments of the op that runs attention and projection.
         """
         deferred: DeferredAttention = torch.Tensor._make_wrapper_subclass(
             DeferredAttention,

@@ -75,10 +75,11 @@ class LaunchSizes:
         return schedule_for(given_options(self._args), size, processes, stride, **usual)
 
     def buffer_megabytes(self, group: str) -> int | None:
-        """The HCCL buffer with which a lane carries its longest message at once.
+        """Megabytes of the HCCL buffer with which a lane carries its longest message at once.
 
         HCCL allocates twice its buffer size (200 MB by default) per communicator, so lanes are
-        sized to their messages, which saves memory.
+        sized to their messages.  ``None`` if the arguments do not determine them, as for buckets
+        without ``--overlap-grad-reduce``, where one bucket has all parameters.
 
         ======== ==================================================================================
         group    longest message
@@ -90,13 +91,6 @@ class LaunchSizes:
                  parameters, by default the larger of 40 million and one million per rank
                  (``DistributedDataParallelConfig`` of core 0.12)
         ======== ==================================================================================
-
-        Args:
-            group: Megatron's name of the kind of group.
-
-        Returns:
-            Megabytes; ``None`` if the arguments do not determine them, as for buckets without
-            ``--overlap-grad-reduce``, where one bucket has all parameters.
         """
         args = self._args
         if group == "dp_cp":

@@ -90,7 +90,6 @@ class _Joined(NamedTuple):
     Attributes:
         qkv: the projection has already exchanged q, k and v: all rows of this rank's heads.
         proj: attention is deferred to the output projection.
-        mask: the ops' arguments that say which keys a query sees.
     """
 
     qkv: bool
@@ -264,8 +263,7 @@ class UlyssesWrappers(LaneUser):
         """:meth:`.AttentionCall.mask`, or why this exchange of heads keeps its own forward.
 
         Args:
-            shape: begins with the rows of this rank, the batch, and the query heads of all ranks of
-                the group together; ``key_heads`` likewise.
+            shape: begins with the rows of this rank, the batch, and all ranks' query heads.
         """
         rows, batch, heads = shape[:3]
         exchange, lanes = attention.local_attn.ulysses_comm_para, self.lanes()

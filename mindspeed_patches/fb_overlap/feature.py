@@ -37,8 +37,7 @@ _logger = logging.getLogger(__name__)
 class ForwardBackwardFeature(Feature):
     """Runs the forward of one micro-batch beside the backward of another, alternating at transfers.
 
-    Attributes:
-        overlapping: the schedule wrapper of this training; ``None`` until patches are registered.
+    ``overlapping`` is ``None`` until patches are registered.
     """
 
     def __init__(self) -> None:

@@ -35,8 +35,7 @@ def npu_matmul_add_fp32(
 ) -> None:
     """Our weight-gradient kernel, which the fused layers use too, with the extension's arguments.
 
-    Raises:
-        RuntimeError: a tensor is strided, for which the extension would read freed memory.
+    It refuses strided tensors, for which the extension would read freed memory.
     """
     for tensor in (grad_output, total_input, main_grad):
         if not tensor.is_contiguous():

@@ -25,11 +25,7 @@ _library: list[torch.library.Library] = []
 
 
 def register_cpu_kernels() -> None:
-    """Give the ``npu::`` operators of this module CPU kernels; later calls do nothing.
-
-    Raises:
-        RuntimeError: torch_npu, which defines the operators, has not been imported.
-    """
+    """Give the ``npu::`` operators of this module CPU kernels; later calls do nothing."""
     if _library:
         return
     if not hasattr(torch.ops.npu, "npu_fusion_attention"):

@@ -48,11 +48,7 @@ class Layout:
 
 
 def layout_of(options: Options, processes: int | None) -> Layout:
-    """The layout of a launch; the smallest one if the number of processes is not given.
-
-    Raises:
-        UsageError: the number is not a multiple of TP * PP * CP.
-    """
+    """The layout of a launch; the smallest one if the number of processes is not given."""
     base = Layout(data=1, **{name: options.number(option, 1) for name, option in _OPTIONS.items()})
     if processes is None:
         return replace(base, data=base.expert // math.gcd(base.expert, base.context))

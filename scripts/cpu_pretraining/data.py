@@ -35,10 +35,7 @@ class Corpus(NamedTuple):
     def batch(
         self, samples: Sequence[int], seq_length: int, seed: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Inputs and labels, ``[len(samples), seq_length]`` int64; labels are one token ahead.
-
-        Sample i is the same for every rank and layout: it depends only on (seed, i).
-        """
+        """Inputs and labels, ``[len(samples), seq_length]`` int64; labels are one token ahead."""
         last = len(self.tokens) - seq_length
         starts = [np.random.default_rng((seed, sample)).integers(last) for sample in samples]
         rows = np.stack([self.tokens[start : start + seq_length + 1] for start in starts])
@@ -47,11 +44,7 @@ class Corpus(NamedTuple):
 
 
 def load_corpus(seq_length: int) -> Corpus:
-    """Read the first 8 MiB of the standard library's sources, in the order of their paths.
-
-    Raises:
-        UsageError: they are too short for one sample.
-    """
+    """Read the first 8 MiB of the standard library's sources, in the order of their paths."""
     root = Path(sysconfig.get_paths()["stdlib"])
     documents: list[npt.NDArray[np.uint16]] = []
     tokens = 0

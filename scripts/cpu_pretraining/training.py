@@ -170,11 +170,7 @@ class Training:
         self.positions = torch.arange(length).expand(args.micro_batch_size, -1)[:, self.own_rows]
 
     def run(self) -> Outcome:
-        """Run all iterations.
-
-        Raises:
-            TrainingDivergedError: the loss became infinite or not a number.
-        """
+        """Run all iterations."""
         args, outcome = self.args, Outcome()
         while self.iteration < args.train_iters:
             if args.link_rate is not None and self.iteration < 2:
@@ -253,10 +249,7 @@ class Training:
         return float(mean)
 
     def _microbatches(self) -> Iterator[list[torch.Tensor]]:
-        """Inputs and labels, ``[B, s]`` each: this rank's rows of this replica's samples.
-
-        The samples of an iteration are the same in every layout.
-        """
+        """This rank's rows of this replica's samples, which are the same in every layout."""
         args, replica = self.args, parallel_state.get_data_parallel_rank()
         first = self.iteration * args.global_batch_size
         for microbatch in range(args.num_microbatches):

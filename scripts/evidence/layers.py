@@ -114,11 +114,7 @@ def layer(model: str, tp: int, sequence: int, recompute: Recompute = "none") -> 
 
 
 def point(machine: str, model: str, tp: int, sequence: int, corners: int = len(CORNERS)) -> Point:
-    """Simulate a layer with one sequence.
-
-    Args:
-        corners: number of corners of the machine's description to simulate.
-    """
+    """Simulate a layer with one sequence, at so many corners of the machine's description."""
     hardware = Hardware.load(find_config(machine, "hardware"))
     setup = layer(model, tp, sequence)
     times = [_times(hardware, corner, setup) for corner in range(corners)]
@@ -160,10 +156,7 @@ def _length(time: LayerTime, micro_batches: int, recomputes: bool) -> float:
 
 
 def _wins(points: Sequence[Sequence[Shares]], form: str, *rivals: str) -> tuple[int, int]:
-    """At how many points a form is faster than all of these rivals, typically and at every corner.
-
-    A rival that does not exist at a point is not counted there.
-    """
+    """How often a form is faster than all rivals that exist: typically, and at every corner."""
     there = [corners for corners in points if len(rivals) > 1 or rivals[0] in corners[0]]
     ahead = [
         [all(times[form] < times.get(rival, math.inf) for rival in rivals) for times in corners]
@@ -224,11 +217,7 @@ def _cell(point: Point, name: str, fastest: float) -> str:
 
 
 def publish(text: str, name: str, page: Path | None) -> None:
-    """Print a table, and put it into a page between the comments of its name.
-
-    Raises:
-        ValueError: the comments are not there, each once and in order.
-    """
+    """Print a table, and put it into a page between the comments of its name."""
     print(text)
     if page is None:
         return
