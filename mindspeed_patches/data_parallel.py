@@ -29,7 +29,7 @@ refuses all later work; the optimizer state is complete on every rank by then.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -46,11 +46,7 @@ _GROUPS = "megatron.core.distributed.param_and_grad_buffer._ParamAndGradBucketGr
 _MODEL = "megatron.core.distributed.distributed_data_parallel.DistributedDataParallel"
 
 
-class _Waitable(Protocol):
-    def wait(self) -> Any: ...
-
-
-class _Handles(list[_Waitable]):
+class _Handles(list[Any]):
     """Handles of running exchanges: Megatron waits on the list, MindSpeed on each element."""
 
     def wait(self) -> None:
@@ -173,9 +169,7 @@ class BucketWrappers:
     def _of(self, name: str) -> Buckets:
         return Buckets(self._lanes(name), self._options)
 
-    def _started(
-        self, name: str, exchanges: Iterable[_Waitable], asynchronous: bool
-    ) -> _Handles | None:
+    def _started(self, name: str, exchanges: Iterable[Any], asynchronous: bool) -> _Handles | None:
         """Start the exchanges; return their handles, or wait and return ``None``."""
         handles = _Handles(exchanges)
         self._linears.calls[name, "fused"] += len(handles)

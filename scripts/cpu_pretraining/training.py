@@ -180,9 +180,6 @@ class Training:
             outcome.losses.append(loss)
             outcome.times.append(seconds)
             outcome.waits.append(waits)
-        if args.overlap_param_gather:  # complete it now instead of in the next forward
-            self.model.disable_forward_pre_hook(param_sync=True)
-            self.model.enable_forward_pre_hook()
         outcome.weights_sha256 = hash_over_ranks([self.model.module], self.optimizer)
         return outcome
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -29,6 +32,16 @@ def test_without_options_the_command_ends_with_a_demonstration(monkeypatch, code
     for demonstration in runs[1:]:
         assert demonstration.link_rate is not None
         assert forms(demonstration) == ["megatron", "overlap"]
+
+
+def test_links_that_cannot_have_the_rate_are_refused(monkeypatch, tmp_path, capsys) -> None:
+    asked = Mock(side_effect=[["", "no socket"]])
+    ranks = nullcontext(SimpleNamespace(ask=asked))
+    monkeypatch.setattr(command, "Ranks", lambda *_, **__: ranks)
+    assert command.main(["--link-rate", "9", "--output", str(tmp_path)]) == 2
+    asked.assert_called_once_with("pace", 9.0)  # nothing trains
+    message = "error: --link-rate 9 cannot be set: no socket; leave --link-rate out"
+    assert message in capsys.readouterr().err
 
 
 def test_a_sample_depends_on_seed_and_index_only() -> None:
