@@ -47,8 +47,8 @@ def install_stand_ins() -> None:
     """
     import torch_npu
 
-    from mindspeed_patches.rehearsal import devices, gloo_for_hccl, mindspeed_ops
-    from mindspeed_patches.rehearsal.npu_ops import register_cpu_kernels
+    from mindspeed_patches.rehearsal import devices, gloo_for_hccl
+    from mindspeed_patches.rehearsal.npu_ops import install_mindspeed_ops, register_cpu_kernels
 
     devices.install()
     gloo_for_hccl.install()
@@ -56,7 +56,7 @@ def install_stand_ins() -> None:
     # In the order of a launch on an NPU: this module must see the final torch.npu.
     import torch_npu.contrib.transfer_to_npu  # noqa: F401
 
-    mindspeed_ops.install()
+    install_mindspeed_ops()
 
 
 class CollectiveCounter:

@@ -196,20 +196,20 @@ class Training:
         loss = self._forward_backward()
         with cuda_means_cpu():
             _, grad_norm, _ = self.optimizer.step()
-        for name, value in (("lm loss", loss), ("grad norm", float(grad_norm))):
-            if not math.isfinite(value):
-                raise TrainingDivergedError(
-                    f"iteration {self.iteration + 1}: {name} is {value}; lower --lr (now {args.lr})"
-                )
         learning_rate = self.optimizer.param_groups[0]["lr"]
         self.scheduler.step(args.global_batch_size)
         self.iteration += 1
         elapsed = time.perf_counter() - start
         waits = [(begin - start, end - start) for begin, end in self.waits]
         blocked = sum(end - begin for begin, end in waits)
-        shared = torch.tensor([blocked, elapsed], dtype=torch.float64)  # means over the ranks
-        dist.all_reduce(shared)
-        blocked, elapsed = (shared / dist.get_world_size()).tolist()
+        means = torch.tensor([loss, blocked, elapsed], dtype=torch.float64)  # over the ranks
+        dist.all_reduce(means)
+        loss, blocked, elapsed = (means / dist.get_world_size()).tolist()
+        for name, value in (("lm loss", loss), ("grad norm", float(grad_norm))):
+            if not math.isfinite(value):
+                raise TrainingDivergedError(
+                    f"iteration {self.iteration}: {name} is {value}; lower --lr (now {args.lr})"
+                )
         if self.rank == 0:
             tokens = args.global_batch_size * args.seq_length
             print(
@@ -223,7 +223,7 @@ class Training:
         return loss, elapsed, waits
 
     def _forward_backward(self) -> float:
-        """Compute the gradients of a global batch; returns its mean loss over all replicas."""
+        """Compute the gradients of a global batch; returns the mean loss of this rank's tokens."""
         args = self.args
         # The schedule allocates its token counter on "cuda", and the mode cannot be left inside it;
         # the mode costs about a microsecond per torch call.
@@ -237,13 +237,7 @@ class Training:
                 micro_batch_size=args.micro_batch_size,
                 forward_only=False,
             )
-        mean = torch.stack([entry["lm loss"] for entry in losses]).mean()
-        replicas = args.context_parallel_size * args.data_parallel_size
-        if replicas > 1:
-            group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-            dist.all_reduce(mean, group=group)
-            mean /= replicas
-        return float(mean)
+        return float(torch.stack([entry["lm loss"] for entry in losses]).mean())
 
     def _microbatches(self) -> Iterator[list[torch.Tensor]]:
         """This rank's rows of this replica's samples, which are the same in every layout."""

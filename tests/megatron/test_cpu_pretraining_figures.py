@@ -54,10 +54,6 @@ def of_times(*times: float) -> Outcome:
     return outcome([1.0] * len(times), times=times)
 
 
-def test_times_leave_the_first_iterations_out() -> None:
-    assert of_times(9, 8000, 7000, 500, 100, 200).counted == [0.5, 0.1, 0.2]
-
-
 @pytest.mark.parametrize(
     ("form", "changed"),
     [
