@@ -61,7 +61,7 @@ class ForwardBackwardFeature(Feature):
         if not getattr(args, self.feature_name, None):
             return
         check_compatible(args, "--commfuse-fb-overlap")
-        stages = getattr(args, "pipeline_model_parallel_size", 1)
+        stages = getattr(args, "pipeline_model_parallel_size", None) or 1
         plain = getattr(args, "virtual_pipeline_model_parallel_size", None) is None
         if stages > 1 and plain and not getattr(args, "commfuse_fb_overlap_memory", None):
             raise IncompatibleOptionsError(

@@ -51,7 +51,7 @@ def find_stack(environ: Mapping[str, str] = os.environ) -> Stack:
     """
     roots = {name: Path(environ.get(name) or os.devnull).expanduser() for name in _CHECKOUTS}
     problems = [
-        f"{name} is {environ.get(name)!r}, which has no {file}; give a checkout: {name}=DIR"
+        f"{name} is {environ.get(name) or 'not set'}; give a checkout with {file}: {name}=DIR"
         for name, file in _CHECKOUTS.items()
         if not (roots[name] / file).is_file()
     ]

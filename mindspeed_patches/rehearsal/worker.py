@@ -84,7 +84,7 @@ class CollectiveCounter:
             group: Any = next(groups, dist.group.WORLD)
             words = group.group_desc.lower().replace("_group", "").replace("_", " ")
             self.counts[f"{words}: {name}"] += 1
-            # Collectives of objects call collectives of tensors: only the outer one counts.
+            # An emulated collective calls another one: only the outer one counts.
             self.active = False
             try:
                 return function(*args, **kwargs)
