@@ -15,7 +15,6 @@ from commfuse_npu.packages import TOGETHER
 from commfuse_npu.tools.launch_script import UsageError
 from commfuse_npu.tools.launch_script.bounded import last_lines, run_bounded
 from mindspeed_patches.rehearsal.records import Record, read_records
-from mindspeed_patches.rehearsal.worker import RECORDS, WAY
 
 __all__ = ["RunFailedError", "Stack", "find_stack", "train", "worker_environment"]
 
@@ -122,9 +121,8 @@ def train(
         *("--nnodes", "1", "--nproc_per_node", str(processes)),
         *("--rdzv_backend", "c10d", "--rdzv_endpoint", "127.0.0.1:0"),
         *("--local_addr", "127.0.0.1"),
-        *("-m", "mindspeed_patches.rehearsal.worker", str(script), *words),
+        *("-m", "mindspeed_patches.rehearsal.worker", str(records), way, str(script), *words),
     ]
-    environment = {**environment, RECORDS: str(records), WAY: way}
     try:
         code = run_bounded(
             command, folder=folder, environment=environment, log=log, seconds=timeout

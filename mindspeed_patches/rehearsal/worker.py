@@ -1,10 +1,9 @@
-"""One rank of a rehearsal, under torchrun: ``worker.py SCRIPT ARGS``.
+"""One rank of a rehearsal, under torchrun: ``worker.py FOLDER WAY SCRIPT ARGS``.
 
 Installs the stand-ins, and CommFuse if requested, runs the script as if it had been started
-directly, and writes a record: losses, gradient norms, collectives, hashes of weights.  MindSpeed's
-own patch manager wraps the functions that know these.  :mod:`.run` sets the environment variables
-``COMMFUSE_REHEARSAL_RECORDS`` (a folder) and ``COMMFUSE_REHEARSAL_WAY`` (``reference`` or
-``commfuse``).
+directly, and writes a record into the folder: losses, gradient norms, collectives, hashes of
+weights.  MindSpeed's own patch manager wraps the functions that know these.  The way is
+``reference`` or ``commfuse``.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import functools
 import os
 import sys
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +24,8 @@ from mindspeed_patches.registration import wrap_training
 from mindspeed_patches.rehearsal.records import NORM, Record
 from mindspeed_patches.state_hashes import TrainedState, optimizer_hash, weight_hashes
 
-__all__ = ["RECORDS", "WAY", "CollectiveCounter", "Observer", "install_stand_ins", "main"]
+__all__ = ["CollectiveCounter", "Observer", "install_stand_ins", "main"]
 
-RECORDS = "COMMFUSE_REHEARSAL_RECORDS"
-WAY = "COMMFUSE_REHEARSAL_WAY"
 _COLLECTIVES = (
     *("all_reduce", "all_reduce_coalesced", "reduce", "broadcast"),
     *("all_gather", "all_gather_into_tensor", "_all_gather_base", "all_gather_coalesced"),
@@ -142,14 +139,14 @@ class Observer(TrainedState):
                 self.record.pairs = overlapping.overlap.pairs
 
 
-def main(command: Sequence[str]) -> None:
+def main(folder: str, way: str, *command: str) -> None:
     """Run a script with stand-ins and write the record of this rank."""
     observer = Observer(Record(rank=int(os.environ["RANK"])))
 
     def prepare() -> None:
         install_stand_ins()
         observer.install()
-        if os.environ[WAY] == "commfuse":
+        if way == "commfuse":
             install()
 
     try:
@@ -158,8 +155,8 @@ def main(command: Sequence[str]) -> None:
         if stopped.code not in (None, 0):
             raise
     observer.finish()
-    observer.record.write(Path(os.environ[RECORDS]))
+    observer.record.write(Path(folder))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main(*sys.argv[1:])

@@ -6,7 +6,7 @@ import argparse
 import math
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
@@ -16,13 +16,11 @@ from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
-from commfuse_npu.refusals import IncompatibleOptionsError
 from commfuse_npu.runtime.collective_transport import CollectiveTransport
 from commfuse_npu.runtime.order_log import shared_order_log
 from commfuse_npu.tools.measure.wire import pace
 from mindspeed_patches import PatchManager
 from mindspeed_patches.fb_overlap.feature import Overlapping
-from mindspeed_patches.start_report import StartReport
 from mindspeed_patches.state_hashes import hash_over_ranks
 from mindspeed_patches.training_options import linear_options, register_wrappers
 
@@ -57,12 +55,9 @@ class Worker:
                 distributed_timeout_minutes=args.distributed_timeout_minutes,
             )
         try:
-            with megatron_on_cpu(), _layers(form, args) as (report, describe), timed_waits() as log:
+            with megatron_on_cpu(), _layers(form, args) as describe, timed_waits() as log:
                 model_parallel_cuda_manual_seed(args.seed)
                 training = Training(args, corpus, log)
-                if report is not None:
-                    with suppress(IncompatibleOptionsError):  # without transfers nothing is fused
-                        report.tell([training.model])
                 if form == "overlap" or (args.commfuse_fb_overlap and not args.compare):
                     overlapping = Overlapping(order_log=args.commfuse_order_log)
                     wrap = overlapping.get_forward_backward_func_wrapper
@@ -91,23 +86,21 @@ class Worker:
 
 
 @contextmanager
-def _layers(
-    form: str, args: argparse.Namespace
-) -> Iterator[tuple[StartReport | None, Callable[[], list[str]]]]:
+def _layers(form: str, args: argparse.Namespace) -> Iterator[Callable[[], list[str]]]:
     """Patch Megatron's layers for a form, and undo it at the end; a collective.
 
-    The plain form runs the fused ops on collectives, and leaves buckets to Megatron.  Yields the
-    report for the built model, or ``None``, and a function that describes the calls.
+    The plain form runs the fused ops on collectives, and leaves buckets to Megatron.  Yields a
+    function that describes the calls.
     """
     if form in ("megatron", "overlap"):
-        yield None, lambda: ["tensor-parallel linear layers: Megatron's own"]
+        yield lambda: ["tensor-parallel linear layers: Megatron's own"]
         return
     manager, fused = PatchManager(), form == "commfuse"
     if not fused:
         without = {"commfuse_dp": False, "commfuse_order_log": None}
         args = argparse.Namespace(**vars(args) | without)
     exchange = "scripts.cpu_pretraining.ulysses.UlyssesAttention"
-    wrappers, users, report = register_wrappers(manager, args, ulysses_attention=exchange)
+    wrappers, users, _ = register_wrappers(manager, args, ulysses_attention=exchange)
     title = f"tensor-parallel linear layers: {form}, plan: {linear_options(args).schedule}"
     with ExitStack() as undone:
         for user in users:
@@ -119,10 +112,7 @@ def _layers(
         manager.apply_patches()
         undone.callback(manager.remove_patches)
         path = "fused" if fused else "by collectives"
-        yield (
-            report if fused else None,
-            lambda: [title, *(f"  {line}" for line in wrappers.describe(path))],
-        )
+        yield lambda: [title, *(f"  {line}" for line in wrappers.describe(path))]
 
 
 @contextmanager
