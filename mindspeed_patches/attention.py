@@ -6,29 +6,132 @@ for attention which has not run yet.  The row-parallel projection, whose ``forwa
 :class:`LinearWrappers` wraps, recognizes it and runs both in one op.  Any other torch function or
 operator that receives the tensor first runs attention and then uses its output.
 
-The class of the core attention does not matter, as long as it computes ``softmax(q k^T) v`` over
-keys that :mod:`.softmax_attention` can determine.  Attention that computes more than that keeps its
-own forward.
+The class of the core attention does not matter: Megatron passes the same arguments to each.  A
+call is fused if it is plain ``softmax(q k^T) v`` over keys that are given in one of two ways:
+
+- by the mask type alone, causal or full;
+- under ``--reset-attention-mask``, by the ends of packed documents, which MindSpeed passes as
+  ``packed_seq_params.cu_seqlens_q`` (and to its operator as ``actual_seq_qlen``), whatever
+  ``--attention-mask-type`` is.
+
+Otherwise, under ``--attention-mask-type general`` or with samples padded on the left, a mask from
+the data is used in addition to the causal one; such attention keeps its own forward.  A data mask
+under ``--attention-mask-type causal`` hides only the padding after a sample, which no token of the
+sample sees anyway.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils._pytree import tree_map_only
 
-from commfuse_npu.ops import LinearOptions
+from commfuse_npu.ops import Documents, LinearOptions
 from commfuse_npu.ops.call import AnyTransport
 from mindspeed_patches.patching import around
-from mindspeed_patches.softmax_attention import RECOMPUTED, AttentionCall, heads_obstacle
 
 if TYPE_CHECKING:
     from mindspeed_patches.wrappers import LinearWrappers
 
-__all__ = ["AttentionWrappers", "DeferredAttention"]
+__all__ = [
+    "RECOMPUTED",
+    "AttentionCall",
+    "AttentionWrappers",
+    "DeferredAttention",
+    "heads_obstacle",
+]
+
+RECOMPUTED = "selective recomputation runs core attention separately"
+"""Why attention of such a layer cannot be deferred to its projection."""
+
+
+_AFTER_THE_MASK = ("attn_mask_type", "attention_bias", "packed_seq_params")
+
+
+class AttentionCall:
+    """The arguments of one call of core attention, or of the layer around it, that decide.
+
+    Args:
+        owner: has the mask type if the call does not pass one.
+        config: Megatron's configuration of the layer.
+        training: whether dropout is active.
+        args, kwargs: of the call, starting with the mask.
+
+    Attributes:
+        of_data: the attention mask that Megatron passes, or ``None``.
+    """
+
+    def __init__(
+        self, owner: Any, config: Any, training: bool, args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> None:
+        self._config, self._training = config, training
+        self._arguments = dict(zip(_AFTER_THE_MASK, args[1:], strict=False)) | kwargs
+        self.of_data = args[0] if args else self._arguments.get("attention_mask")
+        kind = self._arguments.get("attn_mask_type") or owner.attn_mask_type
+        self._kind = str(getattr(kind, "name", kind))
+
+    def mask(self, length: int, batch: int) -> dict[str, Any] | str:
+        """The ops' ``causal`` and ``documents``, or why this attention is more than a softmax.
+
+        ``length`` is that of the full sequence.
+        """
+        config, kind, packed = self._config, self._kind, self._arguments.get("packed_seq_params")
+        if kind not in ("causal", "no_mask"):
+            return f"its mask is {kind}; only causal and no_mask can be split by queries"
+        if packed is not None:
+            if not getattr(config, "reset_attention_mask", False):
+                return "its packed sequences are not those of --reset-attention-mask"
+            if kind != "causal":
+                return f"its mask is {kind}; documents are packed for causal attention"
+        elif kind == "causal" and (
+            getattr(config, "attention_mask_type", "causal") == "general"
+            or getattr(config, "tokenizer_padding_side", "right") == "left"
+        ):
+            return (
+                "its mask is that of the data (--attention-mask-type general, or samples padded "
+                "on the left); only causal and full attention and packed documents are fused"
+            )
+        if self._arguments.get("attention_bias") is not None:
+            return "an attention bias is added to the scores"
+        if config.attention_dropout and self._training:
+            return f"attention dropout is {config.attention_dropout}"
+        if getattr(config, "window_size", None) is not None:
+            return "a sliding window limits the keys"
+        if packed is None:
+            return {"causal": kind == "causal"}
+        documents = _of_documents(packed, length, batch)
+        if isinstance(documents, str):
+            return documents
+        return {"causal": True, "documents": documents}
+
+
+def heads_obstacle(query: Any, key: Any, value: Any) -> str | None:
+    """Why these queries and keys are not those of the fused ops, or ``None``."""
+    if not all(isinstance(tensor, torch.Tensor) for tensor in (query, key, value)):
+        return "queries or keys are not one tensor"
+    if query.dim() != 4 or query.shape[0] != key.shape[0] or key.shape != value.shape:
+        shapes = f"queries {tuple(query.shape)} and keys {tuple(key.shape)}"
+        return f"{shapes} are not of one sequence"
+    return None
+
+
+def _of_documents(packed: Any, length: int, batch: int) -> Documents | str:
+    """The packed documents, cached on ``packed``, which a micro-batch's layers share."""
+    documents: Documents | str | None = getattr(packed, "commfuse_documents", None)
+    if documents is None:
+        ends = packed.cu_seqlens_q
+        if ends.dim() != 1:
+            return "multi-token prediction has ends of documents for each depth"
+        try:
+            documents = Documents(ends.tolist(), length, batch)
+        except ValueError as error:
+            documents = str(error)
+        packed.commfuse_documents = documents
+    return documents
+
 
 _NEEDS_NO_VALUE = {
     *(getattr(torch.Tensor, name).__get__ for name in ("shape", "dtype", "device", "ndim")),
@@ -62,8 +165,7 @@ class DeferredAttention(torch.Tensor):
 
         Args:
             q, k, v: ``[S, B, A, D]`` and ``[S, B, G, D]``.
-            mask: the op's arguments that say which keys a query sees.
-            scale: factor of the scores; ``None`` for ``D ** -0.5``.
+            mask, scale: arguments of the op that runs attention and projection.
         """
         deferred: DeferredAttention = torch.Tensor._make_wrapper_subclass(
             DeferredAttention,
@@ -84,11 +186,7 @@ class DeferredAttention(torch.Tensor):
     def project(
         self, op: Callable[..., Any], linear: Any, options: LinearOptions, transport: AnyTransport
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Run attention and the row-parallel layer after it in one op.
-
-        Returns:
-            The output of the layer: the product, and the bias if the caller adds it.
-        """
+        """The output of the row-parallel layer after it: attention and layer in one op."""
         added, apart = (None, linear.bias) if linear.skip_bias_add else (linear.bias, None)
         arguments = self._given | {"bias": added, "options": options, "transport": transport}
         return op(*self._heads, linear.weight, **arguments), apart
@@ -109,11 +207,7 @@ class DeferredAttention(torch.Tensor):
 
 
 class AttentionWrappers:
-    """Wraps the constructor of self-attention layers, so that attention can be deferred.
-
-    Args:
-        linears: the wrapped linear layers, which must include ``proj``.
-    """
+    """Wraps the constructor of self-attention layers, so that ``proj`` can run attention, too."""
 
     def __init__(self, linears: LinearWrappers) -> None:
         self._linears = linears
@@ -138,7 +232,7 @@ class AttentionWrappers:
             query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any
         ) -> torch.Tensor:
             attention = functools.partial(attend, query, key, value, *args, **kwargs)
-            call = AttentionCall.of(layer, layer.training, args, kwargs)
+            call = AttentionCall(layer, layer.config, layer.training, args, kwargs)
             recomputed = layer.checkpoint_core_attention and layer.training
             reason = RECOMPUTED if recomputed else heads_obstacle(query, key, value)
             mask = reason or call.mask(*query.shape[:2])

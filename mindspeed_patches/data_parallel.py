@@ -29,7 +29,7 @@ refuses all later work; the optimizer state is complete on every rank by then.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -46,11 +46,7 @@ _GROUPS = "megatron.core.distributed.param_and_grad_buffer._ParamAndGradBucketGr
 _MODEL = "megatron.core.distributed.distributed_data_parallel.DistributedDataParallel"
 
 
-class _Waitable(Protocol):
-    def wait(self) -> Any: ...
-
-
-class _Handles(list[_Waitable]):
+class _Handles(list[Any]):
     """Handles of running exchanges: Megatron waits on the list, MindSpeed on each element."""
 
     def wait(self) -> None:
@@ -62,8 +58,7 @@ class BucketWrappers:
     """The wrappers of data parallelism.
 
     Args:
-        linears: counts calls and logs reasons under the names ``gradients`` and ``parameters``; one
-            call per bucket.
+        linears: counts buckets and logs reasons under the names ``gradients`` and ``parameters``.
         options: how buckets are exchanged.
 
     Attributes:
@@ -120,12 +115,7 @@ class BucketWrappers:
     def start_param_sync_wrapper(
         self, start: Callable[..., None], group: Any, force_sync: bool = False
     ) -> None:
-        """``start_param_sync(force_sync=False)`` of a bucket group.
-
-        Equals, for each bucket::
-
-            all_gather(param_data, shard of param_data)
-        """
+        """``start_param_sync(force_sync=False)``: an ``all_gather`` of each ``param_data``."""
         if self._left(group, "parameters"):
             return start(group, force_sync=force_sync)
         if group.param_gather_handle is not None:
@@ -179,9 +169,7 @@ class BucketWrappers:
     def _of(self, name: str) -> Buckets:
         return Buckets(self._lanes(name), self._options)
 
-    def _started(
-        self, name: str, exchanges: Iterable[_Waitable], asynchronous: bool
-    ) -> _Handles | None:
+    def _started(self, name: str, exchanges: Iterable[Any], asynchronous: bool) -> _Handles | None:
         """Start the exchanges; return their handles, or wait and return ``None``."""
         handles = _Handles(exchanges)
         self._linears.calls[name, "fused"] += len(handles)

@@ -13,16 +13,13 @@ import importlib
 import importlib.util
 import logging
 import os
-from collections.abc import Sequence
 from typing import Any
 
 from commfuse_npu.kernels import use_matmul_add
 from commfuse_npu.options import DEFAULTS, add_arguments, given_options
 from commfuse_npu.refusals import IncompatibleOptionsError
-from mindspeed_patches.lanes import LaneUser
-from mindspeed_patches.layout import parallel_size
 from mindspeed_patches.patching import Feature
-from mindspeed_patches.training_options import check_options, register_wrappers
+from mindspeed_patches.training_options import LaunchSizes, check_options, register_wrappers
 from mindspeed_patches.wrappers import LinearWrappers
 
 __all__ = ["CommFuseFeature"]
@@ -38,9 +35,8 @@ class CommFuseFeature(Feature):
     """
 
     def __init__(self) -> None:
-        super().__init__("use-commfuse", optimization_level=2)
+        super().__init__("use-commfuse")
         self.wrappers: LinearWrappers | None = None
-        self._users: Sequence[LaneUser] = []
 
     def register_args(self, parser: argparse.ArgumentParser) -> None:
         group = parser.add_argument_group(title="commfuse")
@@ -50,32 +46,25 @@ class CommFuseFeature(Feature):
     def register_patches(self, patch_manager: Any, args: argparse.Namespace) -> None:
         """Wrap the selected layers, the set-up of process groups, and the creation of the model.
 
-        Raises:
-            IncompatibleOptionsError: an option excludes CommFuse.
-            ValueError: an option's value is invalid.
+        Raises what :func:`~.training_options.check_options` raises.
         """
         check_options(args)
         engine = getattr(args, "transformer_impl", "transformer_engine") == "transformer_engine"
-        self.wrappers, self._users, report = register_wrappers(
+        self.wrappers, users, report = register_wrappers(
             patch_manager,
             args,
             # Its own column-parallel layer with norm may then replace Megatron's layer.
             transformer_engine=engine
             and _has_module("mindspeed.te.pytorch.module.layernorm_column_parallel_linear"),
         )
-        for user in self._users:
+        for user in users:
             user.register_lanes(patch_manager)
         if _has_module("megatron.training"):  # Megatron core alone builds no model
             report.register(patch_manager)
         _use_mindspeeds_matmul_add()
 
     def validate_args(self, args: argparse.Namespace) -> None:
-        """Check the final arguments; MindSpeed calls this for every feature, enabled or not.
-
-        Raises:
-            IncompatibleOptionsError: an option excludes CommFuse, or a required one is missing.
-            ValueError: an option's value is invalid.
-        """
+        """Check the final arguments; MindSpeed calls this for every feature, enabled or not."""
         check_options(args, complete=True)
         if not getattr(args, self.feature_name, None):
             return
@@ -87,15 +76,13 @@ class CommFuseFeature(Feature):
                 "two out"
             )
         elsewhere = given_options(args).commfuse_ulysses or given_options(args).commfuse_dp
-        if parallel_size(args, "tensor_model") == 1 and not elsewhere:
+        if LaunchSizes(args).tensor == 1 and not elsewhere:
             raise IncompatibleOptionsError(
                 "--use-commfuse needs --tensor-model-parallel-size of at least 2: a group of one "
                 "transfers nothing; choose that, add --commfuse-dp with "
                 "--use-distributed-optimizer for gradients and parameters, or --commfuse-ulysses "
                 "with --context-parallel-algo ulysses_cp_algo, or leave --use-commfuse out"
             )
-        for user in self._users:
-            user.buffer_megabytes = user.group.message_megabytes(args)
 
 
 def _has_module(name: str) -> bool:

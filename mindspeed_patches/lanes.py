@@ -8,12 +8,10 @@ therefore created right after ``initialize_model_parallel`` and closed before
 
 from __future__ import annotations
 
-import argparse
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -21,9 +19,9 @@ import torch.distributed as dist
 from commfuse_npu.ops.call import AnyTransport
 from commfuse_npu.runtime.collectives import device_backend
 from commfuse_npu.runtime.device_streams import side_stream
+from commfuse_npu.runtime.hccl_options import buffers_of
 from commfuse_npu.runtime.order_log import shared_order_log
 from commfuse_npu.runtime.transport import Transport
-from mindspeed_patches.hccl_buffer import lane_options, of_blocks, of_buckets, of_heads
 from mindspeed_patches.patching import around
 
 __all__ = [
@@ -38,31 +36,21 @@ _logger = logging.getLogger(__name__)
 _MODULE = "megatron.core.parallel_state"
 
 
-@dataclass(frozen=True)
-class LaneGroup:
-    """One kind of Megatron's process groups.
-
-    Attributes:
-        description: its name in messages.
-        name: its name in Megatron's ``get_nccl_options``.
-        owner: gets the group of this rank from ``parallel_state``.
-        message_megabytes: size of the HCCL buffer that carries the longest message at once;
-            ``None`` if the arguments do not determine it.
-    """
+class LaneGroup(NamedTuple):
+    """One kind of Megatron's process groups; ``name`` is that of ``get_nccl_options``."""
 
     description: str
     name: str
     owner: Callable[[Any], dist.ProcessGroup]
-    message_megabytes: Callable[[argparse.Namespace], int | None]
 
 
 TENSOR_PARALLEL = LaneGroup(
-    "tensor-parallel", "tp", lambda state: state.get_tensor_model_parallel_group(), of_blocks
+    "tensor-parallel", "tp", lambda state: state.get_tensor_model_parallel_group()
 )
 """The groups of the linear layers."""
 
 CONTEXT_PARALLEL = LaneGroup(
-    "context-parallel", "cp", lambda state: state.get_context_parallel_group(), of_heads
+    "context-parallel", "cp", lambda state: state.get_context_parallel_group()
 )
 """The groups in which MindSpeed's Ulysses exchanges heads with ``ulysses_cp_algo``; its hybrid
 algorithms exchange heads within a part of the group."""
@@ -72,7 +60,6 @@ DATA_PARALLEL = LaneGroup(
     lambda state: state.get_data_parallel_group(
         with_context_parallel=True, partial_data_parallel=True
     ),
-    of_buckets,
 )
 """The groups over which the distributed optimizer shards dense parameters, context-parallel ranks
 included.
@@ -97,7 +84,6 @@ class LaneUser:
     Attributes:
         transport: the lanes, or the collectives of their group.  Set it when Megatron's groups
             exist and before the first step, unless the lanes are registered or opened.
-        group: as passed.
         buffer_megabytes: HCCL buffer size per lane; ``None`` for that of the group.
         order_log: the folder in which the order of transfers is recorded; ``None`` for no record.
     """
@@ -157,7 +143,7 @@ class LaneUser:
             group,
             lanes=self._number,
             timeout=timedelta(minutes=timeout_minutes),
-            lane_options=lane_options(group, self.buffer_megabytes, self.group.name),
+            lane_options=self._lane_options(group),
             order_log=log,
         )
         _logger.info(
@@ -167,6 +153,17 @@ class LaneUser:
             group.size(),
         )
         self.opened()
+
+    def _lane_options(self, group: dist.ProcessGroup) -> Any:
+        """``pg_options`` of lanes over ``group``; ``None`` without HCCL."""
+        if "hccl" not in dist.get_backend(group):
+            return None
+        if self.buffer_megabytes is not None:
+            return buffers_of(self.buffer_megabytes)
+        from megatron.core import parallel_state
+
+        # The size that --hccl-group-buffer sets.
+        return parallel_state.get_nccl_options(self.group.name, {})
 
     def close(self) -> None:
         """Close the lanes if they exist."""

@@ -30,7 +30,7 @@ from commfuse_npu.runtime.child_process import die_with_parent
 from mindspeed_patches import launch
 from mindspeed_patches.patching import around
 from mindspeed_patches.registration import install, wrap_training
-from mindspeed_patches.state_hashes import hash_over_ranks
+from mindspeed_patches.state_hashes import TrainedState, hash_over_ranks
 
 __all__ = ["main"]
 
@@ -52,18 +52,13 @@ def main(command: Sequence[str] | None = None) -> None:
     run.tell()
 
 
-class _Run:
-    """A training run that is measured.
-
-    Args:
-        blocking: wait for each asynchronous collective at once.
-        ours: register CommFuse.
-    """
+class _Run(TrainedState):
+    """A training run that is measured; ``ours`` registers CommFuse."""
 
     def __init__(self, *, blocking: bool = False, ours: bool = False) -> None:
+        super().__init__()
         self.blocking, self._ours = blocking, ours
         self.waited: list[str] = []
-        self._state: tuple[Any, Any] | None = None
 
     def prepare(self) -> None:
         """Apply the patches; call it before Megatron is imported, which copies the functions."""
@@ -72,14 +67,6 @@ class _Run:
         for name in _POSTED if self.blocking else ():
             setattr(dist, name, self.posted_wrapper(getattr(dist, name)))
         wrap_training(self.setup_model_and_optimizer_wrapper)
-
-    @around
-    def setup_model_and_optimizer_wrapper(
-        self, setup: Callable[..., Any], *args: Any, **kwargs: Any
-    ) -> Any:
-        result = setup(*args, **kwargs)
-        self._state = result[:2]
-        return result
 
     @around
     def posted_wrapper(self, collective: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -91,19 +78,11 @@ class _Run:
         return work
 
     def tell(self) -> None:
-        """Print the fullest device's memory and the hash of the final state; collective.
-
-        Raises:
-            RuntimeError: the script did not train.
-        """
-        if self._state is None:
-            raise RuntimeError(
-                "the script never called setup_model_and_optimizer; is it a pretraining script of "
-                "MindSpeed-LLM?"
-            )
+        """Print the fullest device's memory and the hash of the final state; collective."""
+        self.check_trained()
         free, total = torch.cuda.mem_get_info() if torch.cuda.is_available() else (0, 0)
         megabytes = (total - free) / 2**20  # the NPU's memory, under MindSpeed
-        bits = hash_over_ranks(*self._state)
+        bits = hash_over_ranks(self.chunks, self.optimizer)
         by_rank: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(by_rank, megabytes)
         if dist.get_rank() == 0:

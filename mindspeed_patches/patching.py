@@ -27,8 +27,6 @@ __all__ = ["Feature", "PatchManager", "around"]
 
 Function = Callable[..., Any]
 
-_INHERITED = object()
-
 
 def around(method: Function) -> Function:
     """Make a patch-manager wrapper of ``name_wrapper(self, original, *args, **kwargs)``.
@@ -47,10 +45,11 @@ def around(method: Function) -> Function:
     return wrapper
 
 
-def _holders(name: str, value: Any) -> list[Any]:
-    """Modules in which the attribute ``name`` is ``value`` itself."""
-    modules = list(sys.modules.values())
-    return [module for module in modules if getattr(module, "__dict__", {}).get(name) is value]
+def _replace(owner: Any, name: str, before: Function, after: Function) -> None:
+    """Replace a function in a module or class, and in all modules that imported it."""
+    modules = [module for module in list(sys.modules.values()) if hasattr(module, "__dict__")]
+    for holder in (owner, *(module for module in modules if vars(module).get(name) is before)):
+        setattr(holder, name, after)
 
 
 class PatchManager:
@@ -58,14 +57,10 @@ class PatchManager:
 
     def __init__(self) -> None:
         self._wrappers: dict[str, list[Function]] = {}
-        self._changed: list[tuple[Any, str, Any, Function]] = []
+        self._applied: list[tuple[Any, str, Function, Function]] = []
 
     def register_patch(self, orig_func_name: str, new_func: Function) -> None:
-        """Store a wrapper for the function at a dotted path.
-
-        Args:
-            orig_func_name: ``package.module.function`` or ``package.module.Class.method``.
-            new_func: see the module's docstring.
+        """Store a wrapper for ``package.module.function`` or ``package.module.Class.method``.
 
         Raises:
             ValueError: MindSpeed would not take the function for a wrapper.
@@ -90,13 +85,11 @@ class PatchManager:
         for path, wrappers in self._wrappers.items():
             owner_path, _, name = path.rpartition(".")
             owner = pkgutil.resolve_name(owner_path)
-            original = getattr(owner, name)
-            new = original
+            original = new = getattr(owner, name)
             for wrapper in wrappers:
                 new = wrapper(new)
-            for holder in (owner, *_holders(name, original)):
-                self._changed.append((holder, name, vars(holder).get(name, _INHERITED), new))
-                setattr(holder, name, new)
+            _replace(owner, name, original, new)
+            self._applied.append((owner, name, new, original))
 
     def remove_patches(self) -> None:
         """Restore the original functions, and forget all patches."""
@@ -105,13 +98,8 @@ class PatchManager:
 
     def _undo(self) -> None:
         """Restore the originals, also in modules that imported a patched function later."""
-        while self._changed:
-            owner, name, before, new = self._changed.pop()
-            if before is _INHERITED:
-                delattr(owner, name)
-                continue
-            for holder in (owner, *_holders(name, new)):
-                setattr(holder, name, before)
+        while self._applied:
+            _replace(*self._applied.pop())
 
 
 class Feature:
@@ -119,14 +107,15 @@ class Feature:
 
     MindSpeed's manager calls these hooks of every feature in its list, whatever its class (read).
 
-    Args:
-        feature_name: the name of that option, ``use-commfuse`` or ``use_commfuse``.
+    Attributes:
+        feature_name: the attribute of that option, as ``use_commfuse``.
         optimization_level: the smallest ``--optimization-level`` that includes the feature.
     """
 
-    def __init__(self, feature_name: str, optimization_level: int = 2) -> None:
-        self.feature_name = feature_name.lower().strip().replace("-", "_")
-        self.optimization_level = optimization_level
+    optimization_level = 2
+
+    def __init__(self, feature_name: str) -> None:
+        self.feature_name = feature_name.replace("-", "_")
 
     def is_need_apply(self, args: argparse.Namespace) -> bool:
         """Whether the hooks that register patches are called for these arguments."""

@@ -96,9 +96,6 @@ def _check_versions() -> None:
     """Refuse a MindSpeed-LLM without a feature manager, and a Megatron core that is too new for it.
 
     Both packages are located without importing them.
-
-    Raises:
-        RuntimeError: names the version found and the versions that work together.
     """
     llm = importlib.util.find_spec("mindspeed_llm")
     folders = list(llm.submodule_search_locations or ()) if llm is not None else []

@@ -35,11 +35,11 @@ import torch
 import torch.distributed as dist
 
 from commfuse_npu.refusals import IncompatibleOptionsError
+from mindspeed_patches.attention import RECOMPUTED, AttentionCall
 from mindspeed_patches.data_parallel import BucketWrappers
 from mindspeed_patches.layer_names import LAYERS, layer_name
 from mindspeed_patches.patching import around
-from mindspeed_patches.softmax_attention import RECOMPUTED, masked_by_data
-from mindspeed_patches.wrappers import EXPERTS, LinearWrappers, with_remedy
+from mindspeed_patches.wrappers import EXPERTS, LinearWrappers
 
 __all__ = ["StartReport"]
 
@@ -55,17 +55,13 @@ class StartReport:
 
     Attributes:
         linears: the linear wrappers, which also keep the reasons that have been logged.
-        attention, ulysses: whether these are to be fused.
-        buckets: the wrappers of data parallelism, if buckets are to be fused.
-        allow_nothing: continue if nothing is fused, as the CPU pretraining does.
-        done: whether the report has been printed.
+        attention, ulysses, buckets: what else is to be fused.
     """
 
     linears: LinearWrappers
     attention: bool = False
     ulysses: bool = False
     buckets: BucketWrappers | None = None
-    allow_nothing: bool = False
     done: bool = False
 
     def register(self, manager: Any) -> None:
@@ -84,9 +80,7 @@ class StartReport:
         return model
 
     def tell(self, model: Sequence[torch.nn.Module]) -> None:
-        """Print what is fused, for the first model only.
-
-        Collective over the pipeline stages.
+        """Print what is fused, for the first model only; collective over the pipeline stages.
 
         Args:
             model: the chunks of this rank, with their buckets if they have any.
@@ -100,7 +94,7 @@ class StartReport:
         here = Counter(layer for chunk in model for layer in self._count(chunk))
         self.linears.reported.update(here)
         counts = _of_all_stages(here)
-        if all(reason for _, reason in counts) and not self.allow_nothing:
+        if all(reason for _, reason in counts):
             lines = list(_lines(counts)) or ["the model has no layer for it"]
             raise IncompatibleOptionsError(
                 "\n  ".join(["--use-commfuse would fuse nothing:", *lines])
@@ -152,10 +146,10 @@ class StartReport:
 
 
 def _mask_obstacle(layer: Any) -> str | None:
-    config, kind = layer.config, layer.attn_mask_type.name
-    # With packed documents no mask of the data is used.
-    unused = kind != "causal" or getattr(config, "reset_attention_mask", False)
-    return None if unused else masked_by_data(config)
+    if getattr(layer.config, "reset_attention_mask", False):
+        return None  # packed documents, whose ends only a call has
+    mask = AttentionCall(layer, layer.config, layer.training, (), {}).mask(1, 1)
+    return mask if isinstance(mask, str) else None
 
 
 def _is_tensor_parallel(module: torch.nn.Module) -> bool:
@@ -175,16 +169,12 @@ def _of_all_stages(here: Counts) -> Counts:
 
 
 def _lines(counts: Counts) -> Iterator[str]:
-    """One line per kind, in the order of :data:`LAYERS`, others last; a remedy only once."""
+    """One line per kind, in the order of :data:`LAYERS`, others last."""
     kinds: dict[str, dict[str, int]] = {name: {} for name in LAYERS}
     for (name, reason), count in counts.items():
         kinds.setdefault(name, {})[reason] = count
-    explained: set[str] = set()
     for kind, reasons in kinds.items():
         total, fused = sum(reasons.values()), reasons.pop("", 0)
-        line = f"{kind}: {fused} of {total} fused"
-        for reason, count in reasons.items():
-            line += f"; {count} not: {str(reason) if reason in explained else with_remedy(reason)}"
-            explained.add(reason)
         if total:
-            yield line
+            others = (f"; {count} not: {reason}" for reason, count in reasons.items())
+            yield f"{kind}: {fused} of {total} fused{''.join(others)}"

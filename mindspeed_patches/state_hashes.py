@@ -1,15 +1,41 @@
-"""SHA-256 over every bit of a model and its optimizer, of one rank or of all."""
+"""The model and the optimizer of a training, and SHA-256 over their bits, of one rank or of all."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-__all__ = ["hash_over_ranks", "optimizer_hash", "weight_hashes"]
+from mindspeed_patches.patching import around
+
+__all__ = ["TrainedState", "hash_over_ranks", "optimizer_hash", "weight_hashes"]
+
+
+class TrainedState:
+    """The model chunks and the optimizer of a training, taken from Megatron's set-up of both."""
+
+    def __init__(self) -> None:
+        self.chunks: Sequence[torch.nn.Module] = ()
+        self.optimizer: Any = None
+
+    @around
+    def setup_model_and_optimizer_wrapper(
+        self, setup: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        result = setup(*args, **kwargs)
+        self.chunks, self.optimizer = result[:2]
+        return result
+
+    def check_trained(self) -> None:
+        """Raise unless the script has trained a model."""
+        if self.optimizer is None:
+            raise RuntimeError(
+                "the script never called setup_model_and_optimizer; is it a pretraining script of "
+                "MindSpeed-LLM?"
+            )
 
 
 def weight_hashes(chunks: Iterable[torch.nn.Module]) -> dict[str, str]:

@@ -7,37 +7,104 @@ only if given, as strings; at validation all arguments are final.
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from commfuse_npu.ops import LinearOptions
-from commfuse_npu.options import given_options, keeps_short_blocks
-from commfuse_npu.plan import DATA_PARALLEL_LANES, default_chunks
+from commfuse_npu.options import given_options, keeps_short_blocks, schedule_for
+from commfuse_npu.plan import DATA_PARALLEL_LANES, Schedule, block_rows, default_chunks
 from commfuse_npu.refusals import IncompatibleOptionsError, check_compatible, missing
+from commfuse_npu.runtime.hccl_options import lane_megabytes
 from commfuse_npu.tuning import Tuning, default_folder
 from mindspeed_patches.attention import AttentionWrappers
 from mindspeed_patches.data_parallel import BucketWrappers
 from mindspeed_patches.lanes import LaneUser
-from mindspeed_patches.layout import (
-    data_parallel_size,
-    hidden_size,
-    parallel_size,
-    rows_of_blocks,
-    schedule_here,
-)
 from mindspeed_patches.start_report import StartReport
 from mindspeed_patches.ulysses import MINDSPEED_ULYSSES, UlyssesWrappers
 from mindspeed_patches.wrappers import LinearWrappers
 
 __all__ = [
+    "LaunchSizes",
     "bucket_options",
     "check_options",
     "linear_options",
     "register_wrappers",
     "ulysses_options",
 ]
+
+
+class LaunchSizes:
+    """Sizes of a launch.
+
+    Attributes:
+        tensor, context, pipeline: of the parallel dimensions.
+        data: number of ranks that share parameters, context-parallel ranks included.
+        rows: of a block in tensor-parallel layers (:func:`~commfuse_npu.plan.block_rows`);
+            ``None`` if the arguments do not determine them.
+        hidden: features of a row; ``None`` if not given.
+    """
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self._args = args
+        self.tensor = self._number("tensor_model_parallel_size") or 1
+        self.context = self._number("context_parallel_size") or 1
+        self.pipeline = self._number("pipeline_model_parallel_size") or 1
+        # Before validation only the launcher's environment has the size of the job.
+        world = self._number("world_size") or int(os.environ.get("WORLD_SIZE") or 1)
+        self.data = max(1, world // (self.tensor * self.pipeline))
+        self.hidden = self._number("hidden_size")
+        length, batch = self._number("seq_length"), self._number("micro_batch_size")
+        self.rows = (
+            block_rows(length, batch, self.tensor, self.context) if length and batch else None
+        )
+
+    def _number(self, name: str) -> int | None:
+        value = getattr(self._args, name, None)
+        return None if value is None else int(value)
+
+    def schedule(self, size: int, stride: int = 1, **usual: Any) -> Schedule:
+        """:func:`~commfuse_npu.options.schedule_for` with the processes per node of this job.
+
+        Args:
+            size, stride: ranks of the group, and the distance between their global ranks.
+        """
+        processes = int(os.environ.get("LOCAL_WORLD_SIZE", size * stride))
+        return schedule_for(given_options(self._args), size, processes, stride, **usual)
+
+    def buffer_megabytes(self, group: str) -> int | None:
+        """Megabytes of the HCCL buffer with which a lane carries its longest message at once.
+
+        HCCL allocates twice its buffer size (200 MB by default) per communicator, so lanes are
+        sized to their messages.  ``None`` if the arguments do not determine them, as for buckets
+        without ``--overlap-grad-reduce``, where one bucket has all parameters.
+
+        ======== ==================================================================================
+        group    longest message
+        ======== ==================================================================================
+        tp       a block, ``[seq_length / (TP * CP), micro_batch_size, hidden_size]``, which the
+                 backward of a column-parallel layer gathers; for a collective, those of all ranks
+        cp       what each peer gets of the heads: 1/CP of as many numbers
+        dp_cp    a rank's shard of a gradient bucket in fp32.  A bucket has ``--ddp-bucket-size``
+                 parameters, by default the larger of 40 million and one million per rank
+                 (``DistributedDataParallelConfig`` of core 0.12)
+        ======== ==================================================================================
+        """
+        args = self._args
+        if group == "dp_cp":
+            if self.data == 1 or not getattr(args, "overlap_grad_reduce", None):
+                return None
+            usual = max(40_000_000, 1_000_000 * self.data)
+            return lane_megabytes(4 * (self._number("ddp_bucket_size") or usual) / self.data)
+        if self.rows is None or self.hidden is None:
+            return None
+        item = 2 if getattr(args, "bf16", False) or getattr(args, "fp16", False) else 4
+        if group == "cp":
+            return lane_megabytes(self.rows * -(-self.hidden // self.context) * item)
+        blocks = self.schedule(self.tensor, linear=True).blocks_at_once(self.tensor)
+        return lane_megabytes(blocks * self.rows * self.hidden * item)
 
 
 def check_options(args: argparse.Namespace, *, complete: bool = False) -> None:
@@ -81,12 +148,12 @@ def check_options(args: argparse.Namespace, *, complete: bool = False) -> None:
 
 def linear_options(args: argparse.Namespace) -> LinearOptions:
     """The options of the tensor-parallel linear layers."""
-    options = given_options(args)
-    size, rows = parallel_size(args, "tensor_model"), rows_of_blocks(args)
-    tuned = options.commfuse_tuning == "on"
-    chunks = 1 if tuned or rows is None else default_chunks(size, rows, hidden_size(args))
+    options, sizes = given_options(args), LaunchSizes(args)
+    tuned, chunks = options.commfuse_tuning == "on", 1
+    if sizes.rows is not None and not tuned:
+        chunks = default_chunks(sizes.tensor, sizes.rows, sizes.hidden)
     return LinearOptions(
-        schedule=schedule_here(options, size, chunks=chunks, linear=True),
+        schedule=sizes.schedule(sizes.tensor, chunks=chunks, linear=True),
         reduce_dtype=_dtype(options.commfuse_reduce_dtype),
         wgrad=options.commfuse_wgrad,
         tuning=Tuning(str(default_folder())) if tuned else None,
@@ -95,22 +162,19 @@ def linear_options(args: argparse.Namespace) -> LinearOptions:
 
 def ulysses_options(args: argparse.Namespace) -> LinearOptions:
     """The options of attention under Ulysses context parallelism and of its projections."""
-    options = given_options(args)
-    stride = parallel_size(args, "tensor_model")
-    schedule = schedule_here(options, parallel_size(args, "context"), stride)
-    return LinearOptions(schedule)
+    sizes = LaunchSizes(args)
+    return LinearOptions(sizes.schedule(sizes.context, sizes.tensor))
 
 
 def bucket_options(args: argparse.Namespace) -> LinearOptions:
     """The options of the distributed optimizer's buckets."""
-    options = given_options(args)
+    sizes = LaunchSizes(args)
     # Megatron orders ranks with pipeline stages last, or before data parallelism.
     stages_first = getattr(args, "use_tp_pp_dp_mapping", None)
-    stride = parallel_size(args, "tensor_model")
-    stride *= parallel_size(args, "pipeline_model") if stages_first else 1
-    ranks = data_parallel_size(args)
-    schedule = schedule_here(options, ranks, stride, lanes=DATA_PARALLEL_LANES)
-    return LinearOptions(schedule, reduce_dtype=_dtype(options.commfuse_dp_reduce_dtype))
+    stride = sizes.tensor * (sizes.pipeline if stages_first else 1)
+    schedule = sizes.schedule(sizes.data, stride, lanes=DATA_PARALLEL_LANES)
+    reduce_dtype = _dtype(given_options(args).commfuse_dp_reduce_dtype)
+    return LinearOptions(schedule, reduce_dtype=reduce_dtype)
 
 
 def register_wrappers(
@@ -124,24 +188,23 @@ def register_wrappers(
 
     Args:
         args: with options that :func:`check_options` accepts.
-        transformer_engine: see :meth:`LinearWrappers.register`.
         ulysses_attention: dotted path of the class whose forward exchanges heads.
 
     Returns:
         The linear wrappers, which count all calls; the wrappers whose lanes are to be created once
         Megatron's groups exist; the report to print when the model is built.
     """
-    options = given_options(args)
+    options, sizes = given_options(args), LaunchSizes(args)
     wrappers = LinearWrappers(
         linear_options(args),
         options.commfuse_layers,
         limited=keeps_short_blocks(options),
-        rows=rows_of_blocks(args),
-        hidden=hidden_size(args),
+        rows=sizes.rows,
+        hidden=sizes.hidden,
     )
     users: list[LaneUser] = []
     elsewhere = options.commfuse_ulysses or options.commfuse_dp
-    if parallel_size(args, "tensor_model") > 1 or not elsewhere:
+    if sizes.tensor > 1 or not elsewhere:
         wrappers.register(manager, transformer_engine=transformer_engine)
         if options.commfuse_attention:
             AttentionWrappers(wrappers).register(manager)
@@ -157,6 +220,7 @@ def register_wrappers(
         users += buckets.users.values()
     for user in users:
         user.order_log = options.commfuse_order_log
+        user.buffer_megabytes = sizes.buffer_megabytes(user.group.name)
     report = StartReport(
         wrappers,
         attention=options.commfuse_attention,

@@ -50,15 +50,13 @@ import torch.distributed as dist
 from commfuse_npu.ops import LinearOptions, attention_all_to_all, linear_all_to_all
 from commfuse_npu.overlap.transfers import active_turns
 from commfuse_npu.runtime.collectives import all_to_all
-from mindspeed_patches.attention import DeferredAttention
+from mindspeed_patches.attention import AttentionCall, DeferredAttention, heads_obstacle
 from mindspeed_patches.lanes import CONTEXT_PARALLEL, LaneUser
 from mindspeed_patches.patching import around
-from mindspeed_patches.softmax_attention import AttentionCall, heads_obstacle
 from mindspeed_patches.ulysses_layer import (
     WholePositions,
     layer_obstacle,
     picked,
-    proj_obstacle,
     qkv_method,
     qkv_obstacle,
     replaced,
@@ -82,6 +80,7 @@ Heads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """q, k and v: ``[S, B, heads of this rank, D]``."""
 
 _ATTENTION = "megatron.core.transformer.attention.Attention.forward"
+_ROW = "megatron.core.tensor_parallel.layers.RowParallelLinear.forward"
 _HEADS = ("num_attention_heads_per_partition", "num_query_groups_per_partition")
 
 
@@ -91,7 +90,6 @@ class _Joined(NamedTuple):
     Attributes:
         qkv: the projection has already exchanged q, k and v: all rows of this rank's heads.
         proj: attention is deferred to the output projection.
-        mask: the ops' arguments that say which keys a query sees.
     """
 
     qkv: bool
@@ -100,16 +98,13 @@ class _Joined(NamedTuple):
 
 
 class UlyssesWrappers(LaneUser):
-    """The wrappers of attention under Ulysses and of the layer around it, and their transport.
+    """The wrappers of attention under Ulysses and of the layer around it.
 
     Args:
         linears: counts calls and logs reasons under the names ``ulysses``, ``qkv`` and ``proj``;
             only projections among its layers take part in the exchange.
         options: of the fused ops; ``main_grad`` follows each layer's
             ``gradient_accumulation_fusion``.
-
-    Attributes:
-        transport: lanes of the context-parallel group.
     """
 
     def __init__(self, linears: LinearWrappers, options: LinearOptions = LinearOptions()) -> None:
@@ -119,14 +114,11 @@ class UlyssesWrappers(LaneUser):
         self._positions = WholePositions()
 
     def register(self, manager: Any, attention: str = MINDSPEED_ULYSSES) -> None:
-        """Register with MindSpeed's patch manager, or with our stand-in.
-
-        Args:
-            attention: dotted path of the class that exchanges heads around ``local_attn``.
-        """
+        """Register wrappers; ``attention`` is the class that exchanges heads."""
         manager.register_patch(f"{attention}.forward", self.ulysses_forward_wrapper)
         # The forward of the base class, because other MindSpeed features wrap that one.
         manager.register_patch(_ATTENTION, self.attention_forward_wrapper)
+        manager.register_patch(_ROW, self.row_forward_wrapper)
 
     @around
     def ulysses_forward_wrapper(
@@ -152,7 +144,7 @@ class UlyssesWrappers(LaneUser):
         if joined is not None and joined.qkv:
             heads, mask = (query, key, value), joined.mask
         else:
-            call = AttentionCall.of(core, attention.training, args, kwargs)
+            call = AttentionCall(core, core.config, attention.training, args, kwargs)
             allowed: dict[str, Any] | str | None = heads_obstacle(query, key, value)
             allowed = allowed or self._mask(attention, call, query.shape, key.shape[2])
             if isinstance(allowed, str):
@@ -176,15 +168,15 @@ class UlyssesWrappers(LaneUser):
     ) -> Output:
         """``forward(hidden_states, mask, ...)``, from ``[s, B, H]`` to ``[s, B, H]`` and a bias.
 
-        During the call, projections that can take part in the exchange have another ``forward``,
-        and the core attention leaves their part of the exchange to them.
+        Projections that can take part in the exchange do so, and the core attention leaves their
+        part of it to them.
         """
         core, shape = layer.core_attention, hidden_states.shape
         local = getattr(core, "local_attn", None)
         with ExitStack() as stack:
             if getattr(local, "ulysses_comm_para", None) and hasattr(layer, "linear_qkv"):
-                call = AttentionCall.of(layer, core.training, (attention_mask,), arguments)
-                call = call._replace(config=innermost(local).config)
+                config = innermost(local).config
+                call = AttentionCall(layer, config, core.training, (attention_mask,), arguments)
                 heads, key_heads = (getattr(layer, name) for name in _HEADS)
                 mask = self._mask(core, call, (*shape[:2], heads), key_heads)
                 if not isinstance(mask, str):  # else the wrapper of the exchange logs the reason
@@ -199,26 +191,20 @@ class UlyssesWrappers(LaneUser):
         arguments: dict[str, Any],
         stack: ExitStack,
     ) -> dict[str, Any]:
-        """Let the layer's projections take part, by replaced methods, until ``stack`` closes.
-
-        Returns:
-            The keyword arguments of the layer's ``forward`` that change.
-        """
+        """Let the projections take part until ``stack`` closes; returns arguments that change."""
         lanes, layers = self.lanes(), self._linears.layers
         obstacle = layer_obstacle(layer, arguments)
         reasons = {
-            "qkv": obstacle or qkv_obstacle(layer, rows, lanes.size, arguments, layers),
-            "proj": obstacle or proj_obstacle(layer, layers),
+            "qkv": obstacle or qkv_obstacle(layer, rows, lanes.size, arguments),
+            "proj": obstacle,
         }
         for name, reason in reasons.items():
+            if name not in layers:
+                reasons[name] = reason = f"{name} is not in the list of layers to fuse"
             if reason is not None:
                 self._linears.fall_back(f"{name} of ulysses", reason)
         joined = _Joined(reasons["qkv"] is None, reasons["proj"] is None, mask)
         stack.enter_context(replaced(layer.core_attention, commfuse_joined=joined))
-        if joined.proj:
-            linear = layer.linear_proj
-            project = functools.partial(self._project_heads, linear, linear.forward)
-            stack.enter_context(replaced(linear, forward=project))
         if not joined.qkv:
             return {}
         linear = layer.linear_qkv
@@ -254,15 +240,16 @@ class UlyssesWrappers(LaneUser):
         # A query group is a range of weight rows, and so are the groups of a rank.
         return linear_all_to_all(input, weight, bias, transport=self.lanes(), options=options)
 
-    def _project_heads(
-        self, linear: Any, forward: Callable[..., Output], input_: torch.Tensor
+    @around
+    def row_forward_wrapper(
+        self, forward: Callable[..., Output], layer: Any, input_: torch.Tensor
     ) -> Output:
-        """A row-parallel layer's forward that runs attention, too: ``[s, B, H]`` and a bias."""
+        """A row-parallel layer's forward, which runs deferred attention, too."""
         if not isinstance(input_, DeferredAttention):
-            return forward(input_)
+            return forward(layer, input_)
         self._linears.calls.update({("ulysses", "fused"): 1, ("proj", "fused"): 1})
-        options = self._options[linear.gradient_accumulation_fusion]
-        return input_.project(attention_all_to_all, linear, options, self.lanes())
+        options = self._options[layer.gradient_accumulation_fusion]
+        return input_.project(attention_all_to_all, layer, options, self.lanes())
 
     def _attend(self, heads: Heads, mask: dict[str, Any], scale: float | None) -> torch.Tensor:
         """Attention on exchanged heads; returns ``[s, B, A * D]``."""
@@ -276,8 +263,7 @@ class UlyssesWrappers(LaneUser):
         """:meth:`.AttentionCall.mask`, or why this exchange of heads keeps its own forward.
 
         Args:
-            shape: begins with the rows of this rank, the batch, and the query heads of all ranks of
-                the group together; ``key_heads`` likewise.
+            shape: begins with the rows of this rank, the batch, and all ranks' query heads.
         """
         rows, batch, heads = shape[:3]
         exchange, lanes = attention.local_attn.ulysses_comm_para, self.lanes()

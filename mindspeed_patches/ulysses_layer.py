@@ -1,15 +1,16 @@
 """Whether the projections of a self-attention layer can take part in the exchange of heads.
 
 Megatron's ``SelfAttention`` computes q, k and v of its rows, embeds positions, attends and
-projects.  During one call, its projections and its core attention get other ``forward`` methods
-(:func:`replaced`), and its head counts are those of this rank only.  Module hooks therefore run as
-usual (those of the distributed optimizer wait for weights), and so does Megatron's code between the
-projections, on the full sequence instead of the rows of a rank.
+projects.  During one call, the first projection gets another ``forward`` (:func:`replaced`), and
+the layer's head counts are those of this rank only.  Module hooks therefore run as usual (those of
+the distributed optimizer wait for weights), and so does Megatron's code between the projections, on
+the full sequence instead of the rows of a rank.  The core attention returns a
+:class:`.DeferredAttention`, which the output projection runs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Iterator
+from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,13 +18,12 @@ import torch
 import torch.distributed as dist
 
 from commfuse_npu.runtime.collectives import all_gather_rows
-from mindspeed_patches.softmax_attention import RECOMPUTED
+from mindspeed_patches.attention import RECOMPUTED
 
 __all__ = [
     "WholePositions",
     "layer_obstacle",
     "picked",
-    "proj_obstacle",
     "qkv_method",
     "qkv_obstacle",
     "replaced",
@@ -47,11 +47,7 @@ def replaced(owner: Any, **attributes: Any) -> Iterator[None]:
 
 
 def layer_obstacle(layer: Any, arguments: dict[str, Any]) -> str | None:
-    """Why neither projection of a layer can take part in the exchange, or ``None``.
-
-    Args:
-        arguments: of the layer's ``forward``, after the mask.
-    """
+    """Why neither projection of a layer can take part; ``arguments`` follow the mask."""
     config = layer.config
     if config.tensor_model_parallel_size > 1:
         return (
@@ -69,22 +65,16 @@ def layer_obstacle(layer: Any, arguments: dict[str, Any]) -> str | None:
     return None
 
 
-def qkv_obstacle(
-    layer: Any, rows: int, size: int, arguments: dict[str, Any], layers: Collection[str]
-) -> str | None:
+def qkv_obstacle(layer: Any, rows: int, size: int, arguments: dict[str, Any]) -> str | None:
     """Why the projection to q, k and v cannot take part in the exchange, or ``None``.
 
     Args:
         rows: of the sequence on this rank.
         size: number of ranks that exchange heads.
-        arguments: as in :func:`layer_obstacle`.
-        layers: names of the layers to fuse.
     """
     from megatron.core.transformer.attention import SelfAttention
 
     groups, head = layer.num_query_groups_per_partition, layer.hidden_size_per_attention_head
-    if "qkv" not in layers:
-        return "qkv is not in the list of layers to fuse"
     if type(layer).get_query_key_value_tensors is not SelfAttention.get_query_key_value_tensors:
         return f"{type(layer).__name__} makes q, k and v in its own way"
     if groups % size:
@@ -130,20 +120,6 @@ def qkv_method(linear: Any) -> str | None:
     return "_linear_forward_impl" if "_linear_forward_impl" in vars(linear) else None
 
 
-def proj_obstacle(layer: Any, layers: Collection[str]) -> str | None:
-    """Why the output projection cannot take part in the exchange, or ``None``."""
-    from megatron.core.tensor_parallel.layers import RowParallelLinear
-
-    linear = layer.linear_proj
-    if "proj" not in layers:
-        return "proj is not in the list of layers to fuse"
-    if "forward" in vars(linear):
-        return _OWN_FORWARD
-    if type(linear).forward is not RowParallelLinear.forward:
-        return f"{type(linear).__name__} is not Megatron's row-parallel layer"
-    return None
-
-
 class WholePositions:
     """Gathers positions or their embeddings, and caches the last four results.
 
@@ -162,11 +138,7 @@ class WholePositions:
         self._known: dict[Hashable, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def of(self, part: Any, group: dist.ProcessGroup) -> Any:
-        """Gather ``[s, ...]`` of each rank to ``[N * s, ...]``.
-
-        Args:
-            part: a tensor without gradient, a tuple of such tensors, or ``None``.
-        """
+        """Gather ``[s, ...]`` of each rank, also of a tuple, to ``[N * s, ...]``."""
         if isinstance(part, tuple):
             return tuple(self.of(item, group) for item in part)
         if part is None:
@@ -184,11 +156,7 @@ class WholePositions:
 
 
 def picked(embeddings: Any, positions: torch.Tensor) -> Any:
-    """Select ``[S, 1, 1, D]`` embeddings (also a tuple, or ``None``) by ``[S, B]`` positions.
-
-    Returns:
-        ``[S, B, 1, D]`` for each.
-    """
+    """``[S, B, 1, D]`` of the ``[S, 1, 1, D]`` embeddings (or a tuple) at ``[S, B]`` positions."""
     if isinstance(embeddings, tuple):
         return tuple(picked(part, positions) for part in embeddings)
     if embeddings is None:

@@ -52,10 +52,8 @@ __all__ = [
     "LAYERS",
     "PARTNER",
     "LinearWrappers",
-    "Obstacle",
     "by_fusion",
     "trained_bias",
-    "with_remedy",
 ]
 
 _CHOSEN = (
@@ -86,28 +84,6 @@ _NORM_COLUMN = (
 )
 
 
-class Obstacle(str):
-    """Why something is not fused: a string, compared, hashed and counted by its text.
-
-    Args:
-        reason: the text.
-        remedy: what the user can do about it; empty if nothing.
-    """
-
-    remedy: str
-
-    def __new__(cls, reason: str, remedy: str = "") -> Obstacle:
-        self = super().__new__(cls, reason)
-        self.remedy = remedy  # pickling keeps it, so other ranks get it too
-        return self
-
-
-def with_remedy(reason: str) -> str:
-    """The reason, followed by the remedy in parentheses if it has one."""
-    remedy = getattr(reason, "remedy", "")
-    return f"{reason} ({remedy})" if remedy else reason
-
-
 def by_fusion(options: LinearOptions) -> dict[bool, LinearOptions]:
     """The options of a layer, by its ``gradient_accumulation_fusion``."""
     return {fusion: replace(options, main_grad=fusion) for fusion in (False, True)}
@@ -130,10 +106,8 @@ class LinearWrappers(LaneUser):
         rows, hidden: shape of a block in this launch, if known.
 
     Attributes:
-        transport: lanes of the tensor-parallel group.
         calls: number of calls by ``(layer, path)``; the path is ``fused``, or the reason why the
             call was not fused.
-        layers: names of the layers to fuse.
         reported: reasons that were logged, or printed at the start, by ``(layer, reason)``.
         min_rows: layers with fewer rows in a rank's block keep Megatron's forward: 0, or
             :func:`~commfuse_npu.plan.min_rows_to_fuse`.
@@ -250,7 +224,7 @@ class LinearWrappers(LaneUser):
     ) -> torch.Tensor | None:
         """The product if the call is fused, or ``None`` after counting the reason."""
         name, rows = layer_name(layer), input_.shape[:-1].numel()
-        reason: str | None = self._obstacle(layer, column=True, gather=gather, rows=rows)
+        reason = self._obstacle(layer, rows, gather)
         if weight is None or weight.shape != (layer.output_size_per_partition, layer.input_size):
             reason = "the weight is missing or has another shape"  # Megatron's error says it best
         if weight is None or reason is not None:
@@ -268,7 +242,7 @@ class LinearWrappers(LaneUser):
         """``forward(input_) -> (output, bias)``."""
         name, lanes = layer_name(layer), self.lanes()
         length, rows = input_.shape[0], input_.shape[:-1].numel()
-        reason: str | None = self._obstacle(layer, column=False, rows=rows // lanes.size)
+        reason = self._obstacle(layer, rows // lanes.size)
         if reason is None and layer.sequence_parallel and length % lanes.size:
             reason = f"sequence length {length} is not divisible by {lanes.size}"
         options = self._options[layer.gradient_accumulation_fusion]
@@ -287,70 +261,57 @@ class LinearWrappers(LaneUser):
         return fused(input_, layer.weight, added, transport=lanes, options=options), apart
 
     def static_obstacle(self, layer: Any) -> str | None:
-        """Why no call of a tensor-parallel layer is fused in this launch, or ``None``.
-
-        Args:
-            layer: a column- or row-parallel layer of any class.
-        """
+        """Why no call of a tensor-parallel layer, of any class, is fused in this launch."""
         from megatron.core.tensor_parallel import layers
 
-        forward = type(layer).forward
-        if forward is layers.RowParallelLinear.forward:
-            return self._obstacle(layer, column=False, rows=self._rows)
-        if forward is layers.ColumnParallelLinear.forward or hasattr(
-            layer, "commfuse_linear_forward"
-        ):
-            return self._obstacle(layer, column=True, gather=layer.gather_output, rows=self._rows)
+        known = layers.RowParallelLinear.forward, layers.ColumnParallelLinear.forward
+        if type(layer).forward in known or hasattr(layer, "commfuse_linear_forward"):
+            return self._obstacle(layer, self._rows, getattr(layer, "gather_output", False))
         return f"{type(layer).__name__} is not Megatron's linear layer"
 
-    def _obstacle(
-        self, layer: Any, *, column: bool, gather: bool = False, rows: int | None = None
-    ) -> Obstacle | None:
-        """Why a layer keeps Megatron's forward; ``None`` if it is fused.
-
-        The answer is the same on all ranks.
+    def _obstacle(self, layer: Any, rows: int | None, gather: bool = False) -> str | None:
+        """Why a layer keeps Megatron's forward, and a way out; the same on all ranks.
 
         Args:
-            column: whether it is column-parallel; otherwise row-parallel.
-            gather: whether its output is gathered.
             rows: of a rank's block, if known.
+            gather: whether its output is gathered.
         """
-        name, config = layer_name(layer), layer.config
-        if column and not layer.sequence_parallel:
-            return Obstacle(
-                "without sequence parallelism the forward has no transfer",
-                "Megatron hides that of the backward behind wgrad; --sequence-parallel has both",
+        name, config, row = layer_name(layer), layer.config, hasattr(layer, "input_is_parallel")
+        if not row and not layer.sequence_parallel:
+            return (
+                "without sequence parallelism the forward has no transfer (Megatron hides that of "
+                "the backward behind wgrad; --sequence-parallel has both)"
             )
         if gather:
-            return Obstacle("gather_output needs the whole output")
-        if column and getattr(layer, "disable_grad_reduce", False):
-            return Obstacle("with disable_grad_reduce the layer does not reduce its gradient")
-        if not column and not layer.input_is_parallel:
-            return Obstacle("the input has to be scattered first")
+            return "gather_output needs the whole output"
+        if not row and getattr(layer, "disable_grad_reduce", False):
+            return "with disable_grad_reduce the layer does not reduce its gradient"
+        if row and not layer.input_is_parallel:
+            return "the input has to be scattered first"
         for option, layers, does in _OPTIONS:
             if name in layers and getattr(config, option, False):
-                return Obstacle(f"{option} {does}", f"leave {option_name(option)} out")
+                return f"{option} {does} (leave {option_name(option)} out)"
         if name == "experts":
-            return Obstacle(EXPERTS)
+            return EXPERTS
         if active_turns() is not None:
-            return Obstacle(PARTNER)
+            return PARTNER
         if name not in self.layers:
-            remedy = f"add {name} to --commfuse-layers" if name in LAYERS else ""
-            return Obstacle(f"{name} is not in the list of layers to fuse", remedy)
+            remedy = f" (add {name} to --commfuse-layers)" if name in LAYERS else ""
+            return f"{name} is not in the list of layers to fuse{remedy}"
         if getattr(layer, "explicit_expert_comm", False):
-            return Obstacle(
-                "moe_shared_expert_overlap gathers and scatters outside of the layer",
-                "leave --moe-shared-expert-overlap out",
+            return (
+                "moe_shared_expert_overlap gathers and scatters outside of the layer (leave "
+                "--moe-shared-expert-overlap out)"
             )
         if self.lanes().size == 1:
-            return Obstacle("a tensor-parallel group of one has nothing to transfer")
+            return "a tensor-parallel group of one has nothing to transfer"
         if getattr(config, "cpu_offloading", False):
-            return Obstacle("cpu_offloading needs Transformer Engine's layers")
+            return "cpu_offloading needs Transformer Engine's layers"
         if rows is not None and rows < self.min_rows:
-            return Obstacle(
-                f"a block has fewer than {self.min_rows} rows",
-                "Megatron's own order is faster then (simulated); --commfuse-chunks 1 fuses it, a "
-                "smaller TP or longer sequences lengthen it",
+            return (
+                f"a block has fewer than {self.min_rows} rows, for which Megatron's own order is "
+                "faster (simulated; --commfuse-chunks 1 fuses it, a smaller TP or longer sequences "
+                "lengthen it)"
             )
         return None
 
@@ -359,21 +320,15 @@ class LinearWrappers(LaneUser):
         self.calls[name, reason] += count
         if (name, reason) not in self.reported and reason != PARTNER:
             self.reported.add((name, reason))
-            _logger.warning("CommFuse leaves %s to Megatron: %s", name, with_remedy(reason))
+            _logger.warning("CommFuse leaves %s to Megatron: %s", name, reason)
 
     def describe(self, fused: str = "fused") -> list[str]:
-        """One line per layer and path, with the number of calls.
-
-        Args:
-            fused: the word for the path of the ops, which may run on collectives.
-        """
+        """One line per layer and path; ``fused`` names the path of the ops."""
         counted = dict.fromkeys(("gradients", "parameters"), "buckets")
         # The fused calls of a layer first.
-        paths = sorted(
-            self.calls.items(), key=lambda call: (call[0][0], call[0][1] != "fused", call)
-        )
+        paths = sorted((name, path != "fused", path) for name, path in self.calls)
         return [
-            f"{name}: {count} {counted.get(name, 'forward calls')} "
-            f"{fused if path == 'fused' else f'by Megatron, because {path}'}"
-            for (name, path), count in paths
+            f"{name}: {self.calls[name, path]} {counted.get(name, 'forward calls')} "
+            f"{f'by Megatron, because {path}' if left else fused}"
+            for name, left, path in paths
         ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -52,13 +52,7 @@ def supported_keywords(function: Callable[..., Any], **offered: Any) -> dict[str
 
 
 class Layout:
-    """Model chunks and groups of a step, from its ``pg_collection`` or else the parallel state.
-
-    Attributes:
-        models: the chunks of this rank.
-        tensor, context, pipeline: the process groups of the three kinds of parallelism.
-        stages, stage: the number of pipeline stages, and the index of this rank's stage.
-    """
+    """Model chunks and groups of a step, from its ``pg_collection`` or else the parallel state."""
 
     def __init__(self, step: dict[str, Any]) -> None:
         from megatron.core import parallel_state
@@ -121,8 +115,9 @@ def obstacle(step: dict[str, Any], models: Sequence[torch.nn.Module], config: An
     for name, why in _EXCLUDED.items():
         if getattr(config, name, None) not in (None, False, "none"):
             return f"{name}: {why}"
+    kinds = {type(module) for model in models for module in model.modules()}
     for name in ("fp8", "fp4"):
-        if getattr(config, name, None) and any(map(_of_transformer_engine, _kinds(models))):
+        if getattr(config, name, None) and any(map(_of_transformer_engine, kinds)):
             return f"{name}: TransformerEngine keeps its scales for the whole job"
     tracker: Any = get_cuda_rng_tracker()
     if _of_transformer_engine(type(tracker)) or getattr(tracker, "use_cudagraphable_rng", False):
@@ -138,11 +133,6 @@ def obstacle(step: dict[str, Any], models: Sequence[torch.nn.Module], config: An
     if communicator is not None and type(communicator) is not p2p_communication.P2PCommunicator:
         return f"{type(communicator).__name__}: stages do not exchange one tensor"
     return None
-
-
-def _kinds(models: Sequence[torch.nn.Module]) -> Iterator[type]:
-    for model in models:
-        yield from map(type, model.modules())
 
 
 def _of_transformer_engine(kind: type) -> bool:

@@ -23,11 +23,9 @@ from commfuse_npu.plan.slots import (
 )
 from commfuse_npu.refusals import IncompatibleOptionsError, check_compatible
 from commfuse_npu.runtime.order_log import shared_order_log
-from mindspeed_patches.fb_overlap.census import Census
 from mindspeed_patches.fb_overlap.core_versions import Layout, obstacle
 from mindspeed_patches.fb_overlap.schedule import OverlappedSchedule
-from mindspeed_patches.fb_overlap.side_states import separate_scratch, side_states
-from mindspeed_patches.layout import parallel_size
+from mindspeed_patches.fb_overlap.side_states import Census, separate_scratch, side_states
 from mindspeed_patches.patching import Feature, PatchManager, around
 
 __all__ = ["ForwardBackwardFeature", "Overlapping"]
@@ -39,12 +37,11 @@ _logger = logging.getLogger(__name__)
 class ForwardBackwardFeature(Feature):
     """Runs the forward of one micro-batch beside the backward of another, alternating at transfers.
 
-    Attributes:
-        overlapping: the schedule wrapper of this training; ``None`` until patches are registered.
+    ``overlapping`` is ``None`` until patches are registered.
     """
 
     def __init__(self) -> None:
-        super().__init__("commfuse-fb-overlap", optimization_level=2)
+        super().__init__("commfuse-fb-overlap")
         self.overlapping: Overlapping | None = None
 
     def register_args(self, parser: argparse.ArgumentParser) -> None:
@@ -52,11 +49,7 @@ class ForwardBackwardFeature(Feature):
         add_arguments(group, FB_OVERLAP_OPTIONS)
 
     def register_patches(self, patch_manager: Any, args: argparse.Namespace) -> None:
-        """Wrap Megatron's choice of a schedule.
-
-        Raises:
-            IncompatibleOptionsError: another option excludes the overlap.
-        """
+        """Wrap Megatron's choice of a schedule."""
         check_compatible(args, "--commfuse-fb-overlap")
         # Overlap in a plain pipeline needs its own option, which validate_args checks.
         order_log = getattr(args, "commfuse_order_log", None)
@@ -64,16 +57,11 @@ class ForwardBackwardFeature(Feature):
         self.overlapping.register(patch_manager)
 
     def validate_args(self, args: argparse.Namespace) -> None:
-        """Check the final arguments.
-
-        Raises:
-            IncompatibleOptionsError: another option excludes the overlap, or the pipeline needs
-                memory that ``--commfuse-fb-overlap-memory`` does not allow.
-        """
+        """Check the final arguments, and that the memory of a plain pipeline is allowed."""
         if not getattr(args, self.feature_name, None):
             return
         check_compatible(args, "--commfuse-fb-overlap")
-        stages = parallel_size(args, "pipeline_model")
+        stages = getattr(args, "pipeline_model_parallel_size", None) or 1
         plain = getattr(args, "virtual_pipeline_model_parallel_size", None) is None
         if stages > 1 and plain and not getattr(args, "commfuse_fb_overlap_memory", None):
             raise IncompatibleOptionsError(

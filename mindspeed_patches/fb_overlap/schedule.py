@@ -26,7 +26,6 @@ class OverlappedSchedule:
     Args:
         pairs: runs a forward and a backward together, by a method ``run`` as that of
             :class:`~commfuse_npu.overlap.ForwardBackwardOverlap`.
-        step: the keyword arguments of Megatron's function.
     """
 
     def __init__(self, pairs: Any, **step: Any) -> None:
@@ -174,7 +173,7 @@ class OverlappedSchedule:
         send_previous = slot.backward is not None and not self._is_first(slot.backward)
         from_previous = following.forward is not None and not self._is_first(following.forward)
         from_next = following.backward is not None and not self._is_last(following.backward)
-        arrived: tuple[Any, Any] = None, None
+        arrived = None, None
         if send_next or send_previous or from_previous or from_next:
             arrived = self._communicate(
                 output if send_next else None,

@@ -1,7 +1,12 @@
 """State of Megatron, MindSpeed and MindSpeed-LLM outside the autograd graph, swapped per side.
 
 A forward sets this state for its micro-batch, and a backward with recomputation sets it for
-another.  The census (:mod:`.census`) found the names in rehearsed launches.
+another.  The names were found in rehearsed launches, by the census.
+
+**The census** runs the first step in Megatron's order.  At each transfer at which a pair could hand
+over, module globals and attributes are compared with their previous values.  If a forward and a
+backward both wrote a name that is neither swapped nor harmless, the overlap is refused: one side
+would read what the other one wrote.
 """
 
 from __future__ import annotations
@@ -9,16 +14,17 @@ from __future__ import annotations
 import functools
 import importlib
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
-from commfuse_npu.overlap import Attributes, RandomState, SideState
+from commfuse_npu.overlap import Attributes, ForwardBackwardOverlap, RandomState, SideState
 from commfuse_npu.overlap.transfers import active_turns
 from commfuse_npu.overlap.turns import BACKWARD
 
-__all__ = ["named_modules", "separate_scratch", "side_states", "swapped"]
+__all__ = ["Census", "separate_scratch", "side_states"]
 
 _EXPERTS = "mindspeed.core.transformer.moe"
 _OVERLAPPED = f"{_EXPERTS}.moe_feature.overlap"
@@ -44,6 +50,16 @@ GLOBALS = {
 """Module globals to swap, where a version has them: the virtual stage, the flag of a running
 checkpoint, lengths and positions of packed documents, and the gathers of shared experts."""
 
+_PACKAGES = ("megatron.", "mindspeed.", "mindspeed_llm.", "transformer_engine.")
+_HARMLESS = (
+    "mindspeed_llm.training.utils._ACTUAL_ATTN_RATIO_LIST",
+    "mindspeed_llm.training.utils._ACTUAL_COUNT",
+)
+"""Names that both sides write but that do not affect results: statistics of ``--log-throughput``
+about the lengths of packed documents."""
+_SNAPSHOTS = 100
+"""The most comparisons per side of a micro-batch; the layers after them repeat the same code."""
+
 _TRACKED = "states_", "_current_state_name"
 """Attributes of Megatron's random-state tracker: the states by name, which ``fork()`` swaps with
 the device's, and since core 0.16 the name of the current one."""
@@ -56,10 +72,10 @@ def side_states(models: Sequence[torch.nn.Module], device: str) -> list[SideStat
     tracker = get_cuda_rng_tracker()
     tracked = [name for name in _TRACKED if hasattr(tracker, name)]
     states: list[SideState] = [RandomState(device), Attributes(tracker, *tracked)]
-    return [*states, *(Attributes(owner, *names) for owner, names in swapped(models))]
+    return [*states, *(Attributes(owner, *names) for owner, names in _swapped(models))]
 
 
-def swapped(models: Sequence[torch.nn.Module]) -> Iterator[tuple[Any, list[str]]]:
+def _swapped(models: Sequence[torch.nn.Module]) -> Iterator[tuple[Any, list[str]]]:
     """Objects and the names of their swapped attributes; an empty list stands for all attributes.
 
     Some modules keep state of their last call: attention of MindSpeed-LLM keeps its mask, and a
@@ -71,7 +87,7 @@ def swapped(models: Sequence[torch.nn.Module]) -> Iterator[tuple[Any, list[str]]
         present = [name for name in names if hasattr(owner, name)]
         if present:
             yield owner, present
-    for _, module in named_modules(models):
+    for _, module in _named_modules(models):
         for name, value in vars(module).items():
             if name == "attention_mask" or type(value).__name__ == "CheckpointWithoutOutput":
                 yield module, [name]
@@ -82,7 +98,7 @@ def swapped(models: Sequence[torch.nn.Module]) -> Iterator[tuple[Any, list[str]]
             yield from ((part, []) for part in (dispatcher, *parts) if part is not None)
 
 
-def named_modules(models: Sequence[torch.nn.Module]) -> Iterator[tuple[str, torch.nn.Module]]:
+def _named_modules(models: Sequence[torch.nn.Module]) -> Iterator[tuple[str, torch.nn.Module]]:
     """All modules, with paths that are unique across model chunks."""
     for chunk, model in enumerate(models):
         for path, module in model.named_modules():
@@ -103,3 +119,101 @@ def separate_scratch() -> None:
         return get(self, shape, dtype, name, *args, **kwargs)
 
     buffer.get_tensor = get_tensor
+
+
+class Census:
+    """Replaces :class:`~commfuse_npu.overlap.ForwardBackwardOverlap` in the first step.
+
+    Attributes:
+        kept: device memory in bytes that the forward of a model chunk leaves allocated for its
+            backward: the largest value observed; 0 on a CPU.
+    """
+
+    def __init__(self, overlap: ForwardBackwardOverlap, models: Sequence[torch.nn.Module]) -> None:
+        self.kept = 0
+        self._overlap, self._models = overlap, models
+        self._owners = dict(_owners(models))
+        self._wrote: tuple[set[tuple[str, str]], set[tuple[str, str]]] = set(), set()
+        self._before: dict[tuple[str, str], Any] = {}
+        self._allocated: Callable[[], int] = int  # returns 0: torch counts no bytes on a CPU
+        if overlap.device != "cpu":
+            self._allocated = torch.get_device_module(overlap.device).memory_allocated
+
+    def run(
+        self, forward: Callable[[], Any], backward: Callable[[], Any], kind: Hashable
+    ) -> tuple[Any, Any]:
+        """Run forward, then backward, as Megatron does; record the times that choose the order."""
+        return self._overlap.record(partial(self._weighed, forward), backward, kind, self._look)
+
+    def _weighed(self, forward: Callable[[], Any]) -> Any:
+        before = self._allocated()
+        result = forward()
+        self.kept = max(self.kept, self._allocated() - before)
+        return result
+
+    def _look(self, side: int, passed: int | None) -> None:
+        """Record the names that a side (0 or 1) has written since the last call."""
+        if passed is not None and passed > _SNAPSHOTS:
+            return
+        before, self._before = (
+            self._before,
+            {
+                (owner, name): tuple(value) if isinstance(value, list) else value
+                for owner, attributes in self._owners.items()
+                for name, value in list(attributes.items())
+            },
+        )
+        if passed != 0:
+            self._wrote[side].update(
+                name for name, value in self._before.items() if not _same(before.get(name), value)
+            )
+
+    @property
+    def unknown(self) -> list[str]:
+        """Names that both sides wrote and that are not swapped."""
+        swaps = {
+            (id(vars(owner)), name)
+            for owner, names in _swapped(self._models)
+            for name in names or vars(owner)
+        }
+        written = {
+            f"{owner}.{name}"
+            for owner, name in self._wrote[0] & self._wrote[1]
+            if (id(self._owners[owner]), name) not in swaps
+        }
+        return sorted(written - set(_HARMLESS))
+
+
+def _same(before: Any, value: Any) -> bool:
+    if before is value:
+        return True
+    if isinstance(value, tuple) and isinstance(before, tuple):
+        return len(before) == len(value) and all(map(_same, before, value))
+    return isinstance(value, (int, float, str)) and bool(before == value)
+
+
+def _owners(models: Sequence[torch.nn.Module]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Names of objects that hold state, and their attributes.
+
+    These are the Python modules of the packages, the modules of the models, the objects that these
+    hold, and the objects inside those that are swapped completely, such as expert dispatchers.
+    """
+    for name, module in list(sys.modules.items()):
+        if f"{name}.".startswith(_PACKAGES) and module is not None:
+            yield name, vars(module)
+    whole = {id(owner) for owner, names in _swapped(models) if not names}
+    visited: set[int] = set()
+
+    def held_by(owner: str, attributes: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+        yield owner, attributes
+        for name, value in list(attributes.items()):
+            ours = type(value).__module__.startswith(_PACKAGES) and hasattr(value, "__dict__")
+            if ours and not isinstance(value, torch.nn.Module) and id(value) not in visited:
+                visited.add(id(value))
+                if id(value) in whole:
+                    yield from held_by(f"{owner}.{name}", vars(value))
+                else:
+                    yield f"{owner}.{name}", vars(value)
+
+    for path, layer in _named_modules(models):
+        yield from held_by(path, vars(layer))

@@ -35,29 +35,82 @@ from pathlib import Path
 from commfuse_npu.tools.launch_script import UsageError
 from commfuse_npu.tools.launch_script.launch import Launch, read_launch
 from commfuse_npu.tools.launch_script.options import Options
+from commfuse_npu.tools.launch_script.short_run import (
+    PEERS,
+    commfuse_names,
+    replace_missing_data,
+    shorten,
+)
 from commfuse_npu.tools.option_types import Parser, whole
-from mindspeed_patches.rehearsal.instruction_files import replace_missing_instructions
+from mindspeed_patches.rehearsal.instruction_files import (
+    INSTRUCTIONS,
+    replace_missing_instructions,
+)
 from mindspeed_patches.rehearsal.records import (
     Record,
     degeneracies,
     differences,
     largest_loss_difference,
+    report_lines,
 )
-from mindspeed_patches.rehearsal.report import report_lines
-from mindspeed_patches.rehearsal.rewrite import commfuse_run, prepare, reference_run
-from mindspeed_patches.rehearsal.run import RunFailedError, train, worker_environment
+from mindspeed_patches.rehearsal.run import (
+    RunFailedError,
+    find_stack,
+    train,
+    worker_environment,
+)
 from mindspeed_patches.rehearsal.scale import Layout, layout_of, scale_down
-from mindspeed_patches.rehearsal.stack import find_stack
 
-__all__ = ["main"]
+__all__ = ["commfuse_run", "main", "prepare", "reference_run"]
 
-WAYS = {"reference": reference_run, "commfuse": commfuse_run}
+FB_OVERLAP = "--commfuse-fb-overlap"
+"""It does not require ``--use-commfuse``, and works with options that exclude that."""
+_SWAP = ("--swap-attention", "--swap-modules")
+_MEMORY = ("--swap-optimizer", "--swap-optimizer-times", "--reuse-fp32-param")
+_PERMUTE = ("--moe-permute-fusion", "--use-fused-moe-token-permute-and-unpermute")
 _SET_ANEW = (
     *("PYTHONPATH", "LD_LIBRARY_PATH", "OMP_NUM_THREADS"),
     *("GLOO_SOCKET_IFNAME", "HCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME"),
 )
 """Variables that a launch sets for its machine, and that a rehearsal sets for this one."""
 _OTHER_ROUNDING = ("--commfuse-attention", "--commfuse-ulysses")
+
+
+def prepare(options: Options, iterations: int, folder: Path) -> None:
+    """Change ``options`` for a rehearsal; ``folder`` is the base of the launch's paths."""
+    shorten(options, iterations)
+    # In forward-backward overlap, keep options that change what a forward saves for its backward.
+    memory = _MEMORY if FB_OVERLAP in options else (*_MEMORY, *_SWAP)
+    options.drop(*memory, why="there is no device memory to save")
+    options.drop(*_PERMUTE, why="its kernels are not emulated; Megatron's own code takes its place")
+    if "--use-commfuse" not in options and FB_OVERLAP not in options:
+        # If a launch asks for both, the rehearsal shows how CommFuse refuses them.
+        options.drop(*PEERS, why="CommFuse takes its place")
+    # Megatron's own default is 0.1.
+    if options.text("--attention-dropout") not in ("0", "0.0"):
+        options.set("--attention-dropout", "0.0", why="attention on CPU has no dropout")
+    if INSTRUCTIONS not in options:
+        replace_missing_data(options, folder)
+
+
+def reference_run(options: Options) -> list[str]:
+    """The script's arguments for the run without CommFuse."""
+    result = options.copy()
+    result.drop("--use-commfuse", "--no-use-commfuse", *commfuse_names(options))
+    return result.words
+
+
+def commfuse_run(options: Options) -> list[str]:
+    """The script's arguments for the run with CommFuse, including the launch's options for it."""
+    result = options.copy()
+    result.drop("--no-use-commfuse")
+    if FB_OVERLAP not in result:
+        result.set("--use-commfuse")
+    return result.words
+
+
+WAYS = {"reference": reference_run, "commfuse": commfuse_run}
+"""The script's arguments in each run."""
 
 
 def _parser() -> Parser:
@@ -122,7 +175,9 @@ def _rehearse(arguments: argparse.Namespace) -> int:
             settings = (f"{name}={value}" for name, value in sorted(launch.environment.items()))
             print("environment of the launch:", *settings)
         print("changes to the launch:", *launch.options.changes, sep="\n  ", flush=True)
-        records = temporary if arguments.output is None else _new_folder(arguments.output)
+        records = (arguments.output or temporary).resolve()
+        if any((records / way).exists() for way in WAYS):
+            raise UsageError(f"--output {records} holds an earlier rehearsal; name a new folder")
         run = partial(
             train,
             script=script,
@@ -138,8 +193,7 @@ def _layout(launch: Launch, arguments: argparse.Namespace) -> Layout:
     layout = layout_of(launch.options, launch.processes)
     if arguments.rehearse_scale:
         small = scale_down(launch.options, layout, arguments.processes)
-        if small != layout:
-            launch.notes.append(f"layout: {layout} -> {small}")
+        launch.notes += [f"layout: {layout} -> {small}"] if small != layout else []
         return small
     if layout.processes > arguments.processes:
         raise UsageError(
@@ -160,13 +214,6 @@ def _check_environment() -> None:
             f"{sys.executable} has {why}; start with bash scripts/rehearse_on_cpu.sh, which "
             "prepares an environment"
         )
-
-
-def _new_folder(folder: Path) -> Path:
-    folder = folder.resolve()
-    if any((folder / way).exists() for way in WAYS):
-        raise UsageError(f"--output {folder} holds an earlier rehearsal; name a new folder")
-    return folder
 
 
 def _train_and_compare(

@@ -118,12 +118,7 @@ def _scores_and_values(
     sparse_mode: int = 0,
     **others: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Check the arguments that forward and backward share.
-
-    Returns:
-        The scores ``[B, A, Sq, Sk]``, ``-inf`` where a query does not see a key, and the values
-        ``[B, A, Sk, D]``, both fp32.
-    """
+    """The scores ``[B, A, Sq, Sk]``, ``-inf`` where a key is hidden, and the values, both fp32."""
     refuse(_NAME, {**others, "keep_prob": None if keep_prob == 1.0 else keep_prob})
     if sparse_mode not in range(5) or input_layout not in _LAYOUTS:
         raise NotImplementedError(

@@ -38,7 +38,6 @@ def write_cann_stubs(out_dir: Path, npu: Path, torch: Path) -> None:
     """Write the stand-ins for libraries that torch_npu lacks into ``out_dir``.
 
     Args:
-        out_dir: created if it does not exist.
         npu, torch: the folders of the packages torch_npu and torch.
 
     Raises:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mindspeed_patches.rehearsal.npu_runtime import Finished
+from mindspeed_patches.rehearsal.devices import Finished
 
 __all__ = ["install"]
 

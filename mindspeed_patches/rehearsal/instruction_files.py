@@ -8,7 +8,6 @@ MindSpeed-LLM's preprocessing and Hugging Face's tokenizers.
 from __future__ import annotations
 
 import json
-import struct
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,9 +15,11 @@ import numpy as np
 
 from commfuse_npu.tools.launch_script.options import Options
 from commfuse_npu.tools.launch_script.short_run import drop_data_and_tokenizer, missing_tokenizer
-from mindspeed_patches.rehearsal.rewrite import INSTRUCTIONS
 
-__all__ = ["replace_missing_instructions"]
+__all__ = ["INSTRUCTIONS", "replace_missing_instructions"]
+
+INSTRUCTIONS = "--is-instruction-dataset"
+"""The option of fine-tuning, which mock data cannot replace."""
 
 _ROWS = 64
 _WORDS = 1000
@@ -29,12 +30,9 @@ _IGNORED = -100
 
 
 def replace_missing_instructions(options: Options, folder: Path, target: Path) -> None:
-    """Write stand-ins and set their options, if the files of a fine-tuning launch are missing.
+    """Write stand-ins into ``target`` and set their options, if files of fine-tuning are missing.
 
-    Args:
-        options: changed in place; the rows have its sequence length.
-        folder: base of the launch's relative paths.
-        target: an existing folder for the files.
+    ``folder`` is the base of the launch's relative paths.
     """
     prefix = folder / (options.text("--data-path") or "")
     has_data = any(prefix.parent.glob(f"{prefix.name}_packed_*_document.idx"))
@@ -94,14 +92,10 @@ def _rows(length: int, packed: bool) -> Iterator[tuple[np.ndarray, np.ndarray, n
 
 
 def _write_indexed(prefix: Path, rows: list[np.ndarray]) -> None:
-    """Megatron's indexed data set, one document per row (``megatron.core.datasets``)."""
-    sizes = np.array([row.size for row in rows], np.int32)
-    int64, version = 5, 1
-    Path(f"{prefix}.bin").write_bytes(np.concatenate(rows).astype(np.int64).tobytes())
-    Path(f"{prefix}.idx").write_bytes(
-        b"MMIDIDX\x00\x00"
-        + struct.pack("<QBQQ", version, int64, len(rows), len(rows) + 1)
-        + sizes.tobytes()
-        + (8 * (np.cumsum(sizes, dtype=np.int64) - sizes)).tobytes()
-        + np.arange(len(rows) + 1, dtype=np.int64).tobytes()
-    )
+    """Megatron's indexed data set, one document per row."""
+    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+
+    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.int64)
+    for row in rows:
+        builder.add_document(row, [row.size])
+    builder.finalize(f"{prefix}.idx")

@@ -8,7 +8,8 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -19,6 +20,7 @@ __all__ = [
     "differences",
     "largest_loss_difference",
     "read_records",
+    "report_lines",
     "weights_hash",
 ]
 
@@ -32,8 +34,6 @@ class Record:
     """The record of one rank in one run.
 
     Attributes:
-        rank: global rank.
-        iterations: how many it trained.
         numbers: losses and gradient norms by ``iteration 1, lm loss``; losses are on the last
             pipeline stage only.
         weights_before, weights_after: a hash per parameter, before the first iteration and after
@@ -123,3 +123,36 @@ def degeneracies(records: Sequence[Record]) -> list[str]:
     if unchanged:
         problems.append(f"no weight changed on rank {', '.join(map(str, unchanged))}")
     return problems
+
+
+def report_lines(runs: Mapping[str, Sequence[Record]]) -> Iterator[str]:
+    """Layers, collectives and hashes of the runs, by their names; over all ranks."""
+    calls: Counter[tuple[str, str]] = Counter()
+    for record in runs["commfuse"]:
+        for layer, path, count in record.calls:
+            calls[layer, path] += count
+    ranks = f"{len(runs['commfuse'])} ranks together"
+    yield f"\nCommFuse's calls in its run, forward, {ranks}:"
+    for (layer, path), count in sorted(calls.items()):
+        text = "fused" if path == "fused" else f"by Megatron, because {path}"
+        yield f"  {layer:<10} {count:>6}  {text}"
+    if not calls:
+        yield "  none went through CommFuse's wrappers"
+
+    counts = [
+        sum((Counter(r.collectives) for r in records), Counter()) for records in runs.values()
+    ]
+    iterations = runs["reference"][0].iterations
+    head = f"collectives and messages during {iterations} iterations, {ranks}"
+    yield f"\n{_row(head, list(runs))}"
+    for kind in sorted(set().union(*counts)):
+        yield _row(f"  {kind}", [count[kind] for count in counts])
+
+    yield ""
+    for way, records in runs.items():
+        yield f"sha256 of all weights and optimizers, {way}: {weights_hash(records)}"
+    yield ""
+
+
+def _row(label: str, values: Sequence[object]) -> str:
+    return f"{label:<76} " + " ".join(f"{value!s:>10}" for value in values)

@@ -1,4 +1,4 @@
-"""One run of a rehearsal under torchrun, and the records of its ranks."""
+"""One run of a rehearsal under torchrun on the checkouts, and the records of its ranks."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ import sys
 import sysconfig
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
+from commfuse_npu.packages import TOGETHER
+from commfuse_npu.tools.launch_script import UsageError
 from commfuse_npu.tools.launch_script.short_run import last_lines, run_bounded, torchrun_here
 from mindspeed_patches.rehearsal.records import Record, read_records
-from mindspeed_patches.rehearsal.stack import Stack
-from mindspeed_patches.rehearsal.worker import RECORDS, WAY
 
-__all__ = ["RunFailedError", "train", "worker_environment"]
+__all__ = ["RunFailedError", "Stack", "find_stack", "train", "worker_environment"]
 
 _PROJECT = Path(__file__).resolve().parents[2]
 _MISSING_KERNEL = re.compile(r"Could not run '(npu::\w+)")
@@ -25,11 +26,43 @@ class RunFailedError(RuntimeError):
     """A run did not complete; the message has its last output."""
 
 
+class Stack(NamedTuple):
+    """The three checkouts: folders that are put on ``PYTHONPATH`` in this order."""
+
+    llm: Path
+    mindspeed: Path
+    megatron: Path
+
+
+_CHECKOUTS = {
+    "MINDSPEED_LLM_HOME": "mindspeed_llm/tasks/megatron_adaptor_v2.py",
+    "MINDSPEED_HOME": "mindspeed/patch_utils.py",
+    "MEGATRON_HOME": "megatron/training/training.py",
+}
+"""Variables, and a file by which a checkout is recognized; MindSpeed-LLM 2.1.0 lacks its."""
+
+
+def find_stack(environ: Mapping[str, str] = os.environ) -> Stack:
+    """The checkouts of MindSpeed-LLM, MindSpeed and Megatron-LM that the environment names.
+
+    Raises:
+        UsageError: one is missing, is something else, or is too old.
+    """
+    roots = {name: Path(environ.get(name) or os.devnull).expanduser() for name in _CHECKOUTS}
+    problems = [
+        f"{name} is {environ.get(name) or 'not set'}; give a checkout with {file}: {name}=DIR"
+        for name, file in _CHECKOUTS.items()
+        if not (roots[name] / file).is_file()
+    ]
+    if problems:
+        raise UsageError("\n".join([*problems, f"These belong together: {TOGETHER}"]))
+    return Stack(*(root.resolve() for root in roots.values()))
+
+
 def worker_environment(stack: Stack, launch: Mapping[str, str], tools: Path) -> dict[str, str]:
     """The environment of the ranks: that of the launch, adapted to a CPU.
 
     Args:
-        stack: the checkouts, which come first on the Python path.
         launch: variables that a launch script sets.
         tools: a folder for programs that the ranks need.
     """
@@ -77,19 +110,14 @@ def train(
         way: ``reference`` or ``commfuse``.
         words: the script's arguments.
         records: a new folder for the records and the log.
-        script, processes: its path, and the number of ranks.
-        folder: the working directory.
-        environment: of the ranks.
-        timeout: seconds.
 
     Raises:
         RunFailedError: a rank failed, or the time limit was exceeded.
     """
     records.mkdir(parents=True)
     log = records / "log.txt"
-    worker = "-m", "mindspeed_patches.rehearsal.worker"
+    worker = "-m", "mindspeed_patches.rehearsal.worker", str(records), way
     command = [*torchrun_here(processes), *worker, str(script), *words]
-    environment = {**environment, RECORDS: str(records), WAY: way}
     try:
         code = run_bounded(
             command, folder=folder, environment=environment, log=log, seconds=timeout

@@ -16,10 +16,8 @@ from commfuse_npu.tools.launch_script.options import Options
 __all__ = ["Layout", "layout_of", "scale_down"]
 
 _OPTIONS = {
-    "tensor": "--tensor-model-parallel-size",
-    "pipeline": "--pipeline-model-parallel-size",
+    **{kind: f"--{kind}-model-parallel-size" for kind in ("tensor", "pipeline", "expert")},
     "context": "--context-parallel-size",
-    "expert": "--expert-model-parallel-size",
 }
 _HEAD = 16  # features per attention head
 _ROWS = 32  # of the sequence, per rank
@@ -50,11 +48,7 @@ class Layout:
 
 
 def layout_of(options: Options, processes: int | None) -> Layout:
-    """The layout of a launch; the smallest one if the number of processes is not given.
-
-    Raises:
-        UsageError: the number is not a multiple of TP * PP * CP.
-    """
+    """The layout of a launch; the smallest one if the number of processes is not given."""
     base = Layout(data=1, **{name: options.number(option, 1) for name, option in _OPTIONS.items()})
     if processes is None:
         return replace(base, data=base.expert // math.gcd(base.expert, base.context))
@@ -70,7 +64,7 @@ def scale_down(options: Options, layout: Layout, limit: int) -> Layout:
     """Change ``options`` to a small model on at most ``limit`` processes; returns the layout."""
     small = _fewer_processes(layout, limit)
     for name, option in _OPTIONS.items():
-        _replace(options, getattr(small, name), option)
+        _at_most(options, getattr(small, name), option)
     if small.context != layout.context and "--ulysses-degree-in-cp" in options:
         options.drop("--ulysses-degree-in-cp")
         options.set("--context-parallel-algo", "ulysses_cp_algo")
@@ -101,11 +95,9 @@ def _fewer_processes(layout: Layout, limit: int) -> Layout:
     return replace(small, data=data, expert=math.gcd(layout.expert, small.context * data))
 
 
-def _replace(options: Options, value: object, *names: str) -> None:
-    """Give these options a value, if the launch has them."""
-    for name in names:
-        if name in options:
-            options.set(name, value)
+def _replace(options: Options, value: object, name: str) -> None:
+    if name in options:
+        options.set(name, value)
 
 
 def _at_most(options: Options, most: int, *names: str) -> None:
@@ -120,10 +112,11 @@ def _layers(options: Options, small: Layout) -> None:
         why="it fits the old number of layers only",
     )
     per_stage = min(2, max(1, options.number("--num-layers", 2)))
+    virtual = "--num-layers-per-virtual-pipeline-stage"
     if small.pipeline == 1:
-        options.drop("--num-layers-per-virtual-pipeline-stage", why="there is one stage")
-    elif "--num-layers-per-virtual-pipeline-stage" in options:
-        options.set("--num-layers-per-virtual-pipeline-stage", 1)
+        options.drop(virtual, why="there is one stage")
+    elif virtual in options:
+        options.set(virtual, 1)
         per_stage = 2
     options.set("--num-layers", per_stage * small.pipeline)
     recomputed = ("--recompute-num-layers", "--recompute-activation-function-num-layers")
@@ -134,8 +127,7 @@ def _layers(options: Options, small: Layout) -> None:
 def _widths(options: Options, small: Layout) -> None:
     """Scale heads, the hidden size, and sizes with a ratio to it."""
     hidden_before = options.number("--hidden-size", 0)
-    heads = options.number("--num-attention-heads", 1)
-    groups = heads
+    heads = groups = options.number("--num-attention-heads", 1)
     if "--group-query-attention" in options:
         groups = options.number("--num-query-groups", heads)
     # Ulysses distributes heads over TP * CP ranks.

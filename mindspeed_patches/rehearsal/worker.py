@@ -1,24 +1,40 @@
-"""One rank of a rehearsal, under torchrun: ``worker.py SCRIPT ARGS``.
+"""One rank of a rehearsal, under torchrun: ``worker.py FOLDER WAY SCRIPT ARGS``.
 
-Installs the stand-ins, and CommFuse if requested, then runs the script as if it had been started
-directly, and writes a record.  :mod:`mindspeed_patches.rehearsal` sets the environment variables
-``COMMFUSE_REHEARSAL_RECORDS`` (a folder) and ``COMMFUSE_REHEARSAL_WAY`` (``reference`` or
-``commfuse``).
+Installs the stand-ins, and CommFuse if requested, runs the script as if it had been started
+directly, and writes a record into the folder: losses, gradient norms, collectives, hashes of
+weights.  MindSpeed's own patch manager wraps the functions that know these.  The way is
+``reference`` or ``commfuse``.
 """
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
 
 from mindspeed_patches import install, launch
+from mindspeed_patches.patching import around
+from mindspeed_patches.registration import wrap_training
+from mindspeed_patches.rehearsal.records import NORM, Record
+from mindspeed_patches.state_hashes import TrainedState, optimizer_hash, weight_hashes
 
-__all__ = ["RECORDS", "WAY", "install_stand_ins", "main"]
+__all__ = ["CollectiveCounter", "Observer", "install_stand_ins", "main"]
 
-RECORDS = "COMMFUSE_REHEARSAL_RECORDS"
-WAY = "COMMFUSE_REHEARSAL_WAY"
+_COLLECTIVES = (
+    *("all_reduce", "all_reduce_coalesced", "reduce", "broadcast"),
+    *("all_gather", "all_gather_into_tensor", "_all_gather_base", "all_gather_coalesced"),
+    *("reduce_scatter", "reduce_scatter_tensor", "_reduce_scatter_base"),
+    *("all_gather_single", "reduce_scatter_single"),
+    *("all_to_all", "all_to_all_single", "gather", "scatter", "barrier", "send", "isend"),
+    *("all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list"),
+)
+"""Functions of ``torch.distributed``; those that the installed version lacks are skipped."""
 
 
 def install_stand_ins() -> None:
@@ -28,30 +44,109 @@ def install_stand_ins() -> None:
     """
     import torch_npu
 
-    from mindspeed_patches.rehearsal import devices, gloo_for_hccl, mindspeed_ops, npu_runtime
-    from mindspeed_patches.rehearsal.npu_ops import register_cpu_kernels
+    from mindspeed_patches.rehearsal import devices, gloo_for_hccl
+    from mindspeed_patches.rehearsal.npu_ops import install_mindspeed_ops, register_cpu_kernels
 
     devices.install()
-    npu_runtime.install()
     gloo_for_hccl.install()
     register_cpu_kernels()
     # In the order of a launch on an NPU: this module must see the final torch.npu.
     import torch_npu.contrib.transfer_to_npu  # noqa: F401
 
-    mindspeed_ops.install()
+    install_mindspeed_ops()
 
 
-def main(command: Sequence[str]) -> None:
+class CollectiveCounter:
+    """Counts collectives and messages while ``active``, by ``group: function``."""
+
+    def __init__(self) -> None:
+        self.active = False
+        self.counts: Counter[str] = Counter()
+
+    def install(self) -> None:
+        """Wrap the functions; modules that imported them earlier keep the originals."""
+        for name in filter(functools.partial(hasattr, dist), _COLLECTIVES):
+            setattr(dist, name, self._counted(name, getattr(dist, name)))
+        from commfuse_npu.runtime import executor  # binds collectives: only now
+
+        executor.post_send = self._counted("isend", executor.post_send)
+
+    def _counted(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if not self.active:
+                return function(*args, **kwargs)
+            values = (*args, *kwargs.values())
+            groups = (value for value in values if isinstance(value, dist.ProcessGroup))
+            group: Any = next(groups, dist.group.WORLD)
+            words = group.group_desc.lower().replace("_group", "").replace("_", " ")
+            self.counts[f"{words}: {name}"] += 1
+            # An emulated collective calls another one: only the outer one counts.
+            self.active = False
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self.active = True
+
+        return call
+
+
+class Observer(TrainedState):
+    """Fills the record of this rank while the script runs."""
+
+    def __init__(self, record: Record) -> None:
+        super().__init__()
+        self.record = record
+        self._collectives = CollectiveCounter()
+
+    def install(self) -> None:
+        """Install before Megatron is imported, and before MindSpeed applies its features."""
+        self._collectives.install()
+        wrap_training(self.setup_model_and_optimizer_wrapper, self.train_step_wrapper)
+
+    @around
+    def train_step_wrapper(self, train_step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Record the losses and the gradient norm, the first and the sixth value returned."""
+        if not self.record.iterations:
+            self.record.weights_before = weight_hashes(self.chunks)
+        self._collectives.active = True
+        try:
+            result = train_step(*args, **kwargs)
+        finally:
+            self._collectives.active = False
+        self.record.iterations += 1
+        for name, value in {**result[0], NORM: result[5]}.items():
+            if value is not None:  # a skipped iteration has no norm
+                key = f"iteration {self.record.iterations}, {name}"
+                self.record.numbers[key] = float(value).hex()
+        return result
+
+    def finish(self) -> None:
+        """Complete the record; call it after the script has returned."""
+        self.check_trained()
+        from mindspeed.features_manager.features_manager import MindSpeedFeaturesManager
+
+        # Only now, because with --overlap-param-gather the last step's weights arrive late.
+        self.record.weights_after = weight_hashes(self.chunks)
+        self.record.optimizer_after = optimizer_hash(self.optimizer)
+        self.record.collectives = dict(sorted(self._collectives.counts.items()))
+        for feature in MindSpeedFeaturesManager.FEATURES_LIST:
+            wrappers = getattr(feature, "wrappers", None)
+            if feature.feature_name == "use_commfuse" and wrappers is not None:
+                self.record.calls = [(*key, count) for key, count in sorted(wrappers.calls.items())]
+            overlapping = getattr(feature, "overlapping", None)
+            if overlapping is not None and overlapping.overlap is not None:
+                self.record.pairs = overlapping.overlap.pairs
+
+
+def main(folder: str, way: str, *command: str) -> None:
     """Run a script with stand-ins and write the record of this rank."""
-    from mindspeed_patches.rehearsal.observe import Observer
-    from mindspeed_patches.rehearsal.records import Record
-
     observer = Observer(Record(rank=int(os.environ["RANK"])))
 
     def prepare() -> None:
         install_stand_ins()
         observer.install()
-        if os.environ[WAY] == "commfuse":
+        if way == "commfuse":
             install()
 
     try:
@@ -60,8 +155,8 @@ def main(command: Sequence[str]) -> None:
         if stopped.code not in (None, 0):
             raise
     observer.finish()
-    observer.record.write(Path(os.environ[RECORDS]))
+    observer.record.write(Path(folder))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main(*sys.argv[1:])

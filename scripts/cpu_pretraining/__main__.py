@@ -21,7 +21,6 @@ from commfuse_npu.tools.ranks import Ranks, RanksError
 from . import compare
 from .arguments import UsageError, parse_arguments
 from .data import Corpus, load_corpus
-from .outcome import Outcome
 
 _DEMONSTRATION = (
     "--compare --no-use-commfuse --commfuse-fb-overlap --link-rate 80 --num-layers 2 "
@@ -82,18 +81,25 @@ def _failed(error: object, code: int) -> int:
 
 def _train(args: argparse.Namespace, corpus: Corpus) -> int:
     single = "plain" if args.plain else "commfuse" if args.use_commfuse else "megatron"
-    outcomes: dict[str, list[Outcome]] = {}
+    outcomes: dict[str, list[compare.Outcome]] = {}
     # Megatron's advice for GPUs, and its use of names that newer versions of torch rename.
     os.environ.setdefault("PYTHONWARNINGS", "ignore::UserWarning,ignore::FutureWarning")
     minutes, worker = args.distributed_timeout_minutes, f"{compare.__package__}.training:Worker"
     with Ranks(args.world_size, device="cpu", timeout=60 * minutes, worker=worker) as ranks:
+        paced = [] if args.link_rate is None else ranks.ask("pace", args.link_rate)
+        if why := next(filter(None, paced), ""):
+            raise UsageError(
+                f"--link-rate {args.link_rate:g} cannot be set: {why}; leave --link-rate out for "
+                "the loopback as it is, or run on Linux 4.20 or newer, outside of sandboxes that "
+                "replace the kernel's sockets"
+            )
         ranks.timeout = _FOREVER
         for form in compare.forms(args) if args.compare else [single]:
             if args.compare:
                 print(f"--- training: {form}", flush=True)
             outcomes[form] = ranks.ask("train", args, corpus, form)
             if failed := next((result for result in outcomes[form] if result.error), None):
-                return _failed(failed.error, failed.code)
+                return _failed(failed.error, 1)
         if args.commfuse_order_log is not None:
             ranks.ask("close_order_log", args.commfuse_order_log)
     first = {form: on_ranks[0] for form, on_ranks in outcomes.items()}

@@ -17,8 +17,7 @@ from commfuse_npu.tools.model_config import indivisible
 from commfuse_npu.tools.option_types import Parser, positive, whole
 from mindspeed_patches.training_options import check_options
 
-from .compare import forms
-from .outcome import WARM_UP_ITERATIONS
+from .compare import WARM_UP_ITERATIONS, forms
 
 __all__ = ["UsageError", "parse_arguments"]
 
@@ -54,10 +53,6 @@ _TABLE: dict[str, tuple[tuple[str, Any, Any, str], ...]] = {
         ("train-iters", 160, whole(1), "iterations"),
         ("lr", 0.002, positive, "after the warm-up, a 25th of the run; falls to a tenth"),
         ("use-distributed-optimizer", False, bool, "its state sharded over the replicas"),
-        ("overlap-grad-reduce", False, bool, "behind the backward"),
-        ("overlap-param-gather", False, bool, "behind the next forward"),
-        ("ddp-bucket-size", None, whole(1),
-         "parameters per bucket, with --overlap-grad-reduce (Megatron's 40 million)"),
         ("seed", 1234, whole(0), "of weights and samples"),
     ),
     "output": (
@@ -96,10 +91,7 @@ def _parser() -> Parser:
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """The options of this run, complete and consistent.
-
-    The namespace also has ``world_size``, ``num_microbatches`` (per data-parallel rank and
-    iteration), ``min_lr``, ``sequence_parallel`` and ``context_parallel_algo``.
+    """The options of this run, complete and consistent; more sizes follow from them.
 
     Raises:
         UsageError: the options do not fit each other.
@@ -141,11 +133,6 @@ def _not_divisible(args: argparse.Namespace) -> Iterator[str]:
 def _contradictions(args: argparse.Namespace) -> Iterator[str]:
     rate, compared = args.link_rate, forms(args) if args.compare else []
     elsewhere = args.commfuse_ulysses or (args.commfuse_dp and args.data_parallel_size > 1)
-    if args.overlap_param_gather and not (
-        args.use_distributed_optimizer and args.overlap_grad_reduce
-    ):
-        yield ("--overlap-param-gather needs --use-distributed-optimizer and "
-               "--overlap-grad-reduce; give all three, or leave it out")  # fmt: skip
     if args.plain and (args.compare or not args.use_commfuse):
         yield ("--plain is the plain form of what would be fused, which --compare trains by "
                "itself; choose --use-commfuse, and leave --compare out")  # fmt: skip

@@ -17,16 +17,44 @@ enough iterations.
 from __future__ import annotations
 
 import argparse
-import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 
 from commfuse_npu.tools.drawing import Bit, Row, draw, gantt
+from commfuse_npu.tools.quartiles import quartiles
 
-from .outcome import WARM_UP_ITERATIONS, Outcome
+__all__ = ["WARM_UP_ITERATIONS", "Outcome", "draw_timelines", "forms", "identical", "report"]
 
-__all__ = ["draw_timelines", "forms", "identical", "report"]
+WARM_UP_ITERATIONS = 3
+"""Iterations that do not count: they create buffers and threads and prepare GEMM kernels."""
+
+
+@dataclass
+class Outcome:
+    """How a training ended, on one rank.
+
+    Attributes:
+        losses, times, waits: of each iteration: its loss, its seconds as a mean over the ranks, and
+            this rank's waits for transfers, as (start, end) in seconds since its start.
+        weights_sha256: of all ranks' weights and optimizers.
+        layers: lines about the layers and their calls.
+        error: why the training failed.
+    """
+
+    losses: list[float] = field(default_factory=list)
+    times: list[float] = field(default_factory=list)
+    waits: list[list[tuple[float, float]]] = field(default_factory=list)
+    weights_sha256: str = ""
+    layers: list[str] = field(default_factory=list)
+    error: str = ""
+
+    @property
+    def counted(self) -> list[float]:
+        """The times after the first :data:`WARM_UP_ITERATIONS`."""
+        return self.times[WARM_UP_ITERATIONS:]
+
 
 Outcomes = Mapping[str, Outcome]
 """Outcomes of rank 0, by form."""
@@ -86,7 +114,7 @@ def _times(outcomes: Outcomes) -> Iterator[str]:
         pairs.insert(1, ("megatron", "commfuse"))
     for form, other in pairs:
         (fast, without, slow), (faster, middle, slower) = (
-            outcomes[name].seconds for name in (form, other)
+            quartiles(outcomes[name].counted) for name in (form, other)
         )
         less, low, high = (
             100 * (1 - part) for part in (middle / without, slower / fast, faster / slow)
@@ -103,21 +131,18 @@ def draw_timelines(
 ) -> str:
     """Draw each form's fastest measured iteration: when a rank computed and waited.
 
-    Args:
-        ranks: by form, the outcome of each rank.
-
-    Returns:
-        A line about the result.
+    ``ranks`` are the outcomes of all ranks by form.  Returns a line about the result.
     """
     rows = []
     for form, outcomes in ranks.items():
-        seconds = outcomes[0].fastest
-        if seconds == math.inf:
+        if not outcomes[0].counted:
             return f"{path} was not drawn: no iteration after the first {WARM_UP_ITERATIONS}"
+        seconds = min(outcomes[0].counted)
+        fastest = outcomes[0].times.index(seconds, WARM_UP_ITERATIONS)
         bits, end = list[Bit](), 1e3 * seconds
         lanes = tuple(f"rank {rank}" for rank in range(len(outcomes)))
         for lane, outcome in zip(lanes, outcomes, strict=True):
-            waits = [(1e3 * begin, 1e3 * until) for begin, until in outcome.waits]
+            waits = [(1e3 * begin, 1e3 * until) for begin, until in outcome.waits[fastest]]
             bits += [Bit(lane, *wait, "waiting") for wait in waits]
             between = pairwise([(0.0, 0.0), *waits, (end, end)])
             bits += [Bit(lane, start, stop, "work") for (_, start), (stop, _) in between]

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import sysconfig
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -26,8 +26,7 @@ _BYTES = 8 << 20
 _SKIPPED = frozenset({"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3"})
 
 
-@dataclass(frozen=True)
-class Corpus:
+class Corpus(NamedTuple):
     """A stream of tokens, ``[T]`` uint16."""
 
     tokens: npt.NDArray[np.uint16]
@@ -36,32 +35,22 @@ class Corpus:
     def batch(
         self, samples: Sequence[int], seq_length: int, seed: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Inputs and labels, ``[len(samples), seq_length]`` int64; labels are one token ahead.
-
-        Sample i is the same for every rank and layout: it depends only on (seed, i).
-        """
-        rows = []
-        for sample in samples:
-            draw = np.random.default_rng((seed, sample))
-            start = int(draw.integers(0, len(self.tokens) - seq_length))
-            rows.append(self.tokens[start : start + seq_length + 1])
-        tokens = torch.from_numpy(np.stack(rows).astype(np.int64))
+        """Inputs and labels, ``[len(samples), seq_length]`` int64; labels are one token ahead."""
+        last = len(self.tokens) - seq_length
+        starts = [np.random.default_rng((seed, sample)).integers(last) for sample in samples]
+        rows = np.stack([self.tokens[start : start + seq_length + 1] for start in starts])
+        tokens = torch.from_numpy(rows.astype(np.int64))
         return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 
 def load_corpus(seq_length: int) -> Corpus:
-    """Read the first 8 MiB of the standard library's sources, in the order of their paths.
-
-    Raises:
-        UsageError: they are too short for one sample.
-    """
+    """Read the first 8 MiB of the standard library's sources, in the order of their paths."""
     root = Path(sysconfig.get_paths()["stdlib"])
     documents: list[npt.NDArray[np.uint16]] = []
     tokens = 0
     for path in sorted(root.rglob("*.py")):
         if _SKIPPED.isdisjoint(path.relative_to(root).parts) and (document := path.read_bytes()):
-            characters = np.frombuffer(document, np.uint8).astype(np.uint16)
-            documents.append(np.append(characters, np.uint16(VOCABULARY - 1)))
+            documents.append(np.array([*document, VOCABULARY - 1], np.uint16))
             tokens += len(documents[-1])
         if tokens >= _BYTES:
             break

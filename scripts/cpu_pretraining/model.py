@@ -91,7 +91,6 @@ def build_trainee(
         buckets = DistributedDataParallelConfig(
             # Megatron's own setting for bf16: accumulate and reduce gradients in fp32.
             grad_reduce_in_fp32=True,
-            bucket_size=args.ddp_bucket_size,
             **_given(DistributedDataParallelConfig, args),
         )
         model = DistributedDataParallel(config, buckets, module)

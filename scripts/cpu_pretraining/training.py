@@ -21,15 +21,13 @@ from commfuse_npu.runtime.order_log import shared_order_log
 from commfuse_npu.tools.measure.wire import pace
 from mindspeed_patches import PatchManager
 from mindspeed_patches.fb_overlap.feature import Overlapping
-from mindspeed_patches.start_report import StartReport
 from mindspeed_patches.state_hashes import hash_over_ranks
 from mindspeed_patches.training_options import linear_options, register_wrappers
 
-from .arguments import UsageError
+from .compare import Outcome
 from .data import Corpus
 from .megatron_on_cpu import cuda_means_cpu, megatron_on_cpu
 from .model import build_trainee
-from .outcome import Outcome, Wait
 
 __all__ = ["Training", "TrainingDivergedError", "Worker", "timed_waits"]
 
@@ -57,11 +55,9 @@ class Worker:
                 distributed_timeout_minutes=args.distributed_timeout_minutes,
             )
         try:
-            with megatron_on_cpu(), _layers(form, args) as (report, describe), timed_waits() as log:
+            with megatron_on_cpu(), _layers(form, args) as describe, timed_waits() as log:
                 model_parallel_cuda_manual_seed(args.seed)
                 training = Training(args, corpus, log)
-                if report is not None:
-                    report.tell([training.model])
                 if form == "overlap" or (args.commfuse_fb_overlap and not args.compare):
                     overlapping = Overlapping(order_log=args.commfuse_order_log)
                     wrap = overlapping.get_forward_backward_func_wrapper
@@ -70,12 +66,19 @@ class Worker:
                 outcome.layers = describe()
                 return outcome
         except TrainingDivergedError as error:
-            return Outcome(error=str(error), code=1)
-        except UsageError as error:
-            return Outcome(error=str(error), code=2)
+            return Outcome(error=str(error))
         finally:
             if args.link_rate is not None:
                 pace(None)
+
+    def pace(self, rate: float) -> str:
+        """Limit this process's connections to ``rate`` MB/s each; returns why it cannot be done.
+
+        On loopback a transfer is a copy by the CPU that should compute meanwhile, so nothing can be
+        hidden. A paced socket waits in the kernel's timers instead. A link is a pair of ranks, one
+        direction and one process group; each form sends its bulk data over one of these.
+        """
+        return pace(rate * 1e6)
 
     def close_order_log(self, folder: str) -> None:
         """Write the last line of the log: a rank that is ended gets no other call."""
@@ -83,27 +86,21 @@ class Worker:
 
 
 @contextmanager
-def _layers(
-    form: str, args: argparse.Namespace
-) -> Iterator[tuple[StartReport | None, Callable[[], list[str]]]]:
+def _layers(form: str, args: argparse.Namespace) -> Iterator[Callable[[], list[str]]]:
     """Patch Megatron's layers for a form, and undo it at the end; a collective.
 
-    The plain form runs the fused ops on collectives, and leaves buckets to Megatron.  Yields the
-    report for the built model, or ``None``, and a function that describes the calls.
+    The plain form runs the fused ops on collectives, and leaves buckets to Megatron.  Yields a
+    function that describes the calls.
     """
     if form in ("megatron", "overlap"):
-        yield None, lambda: ["tensor-parallel linear layers: Megatron's own"]
+        yield lambda: ["tensor-parallel linear layers: Megatron's own"]
         return
     manager, fused = PatchManager(), form == "commfuse"
     if not fused:
         without = {"commfuse_dp": False, "commfuse_order_log": None}
         args = argparse.Namespace(**vars(args) | without)
-    wrappers, users, report = register_wrappers(
-        manager,
-        args,
-        ulysses_attention="scripts.cpu_pretraining.ulysses.UlyssesAttention",
-    )
-    report.allow_nothing = True  # in one process nothing is fused
+    exchange = "scripts.cpu_pretraining.ulysses.UlyssesAttention"
+    wrappers, users, _ = register_wrappers(manager, args, ulysses_attention=exchange)
     title = f"tensor-parallel linear layers: {form}, plan: {linear_options(args).schedule}"
     with ExitStack() as undone:
         for user in users:
@@ -115,20 +112,17 @@ def _layers(
         manager.apply_patches()
         undone.callback(manager.remove_patches)
         path = "fused" if fused else "by collectives"
-        yield (
-            report if fused else None,
-            lambda: [title, *(f"  {line}" for line in wrappers.describe(path))],
-        )
+        yield lambda: [title, *(f"  {line}" for line in wrappers.describe(path))]
 
 
 @contextmanager
-def timed_waits() -> Iterator[list[Wait]]:
+def timed_waits() -> Iterator[list[tuple[float, float]]]:
     """Record when this rank started and ended waiting for transfers, in any layer or form.
 
     All collectives and point-to-point transfers of torch end in ``Work.wait()``, and gloo's own
     threads carry them out. Waiting for a slower rank is included.
     """
-    waits: list[Wait] = []
+    waits: list[tuple[float, float]] = []
     wait = dist.Work.wait
 
     def timed(work: dist.Work, *args: Any) -> Any:
@@ -142,35 +136,15 @@ def timed_waits() -> Iterator[list[Wait]]:
         yield waits
 
 
-def _pace_on_all_ranks(rate: float) -> None:
-    """Limit this process's connections to ``rate`` MB/s each. Collective.
-
-    On loopback a transfer is a copy by the CPU that should compute meanwhile, so nothing can be
-    hidden. A paced socket waits in the kernel's timers instead. A link is a pair of ranks, one
-    direction and one process group; each form sends its bulk data over one of these.
-
-    Raises:
-        UsageError: the kernel of a rank refuses; raised on every rank, so that nothing trains over
-            links that only seem to have a rate.
-    """
-    problem = pace(rate * 1e6)
-    problems = [""] * dist.get_world_size()
-    dist.all_gather_object(problems, problem and f"rank {dist.get_rank()}: {problem}")
-    if why := next(filter(None, problems), ""):
-        raise UsageError(
-            f"--link-rate {rate:g} cannot be set on {why}; leave --link-rate out for the loopback "
-            "as it is, or run on Linux 4.20 or newer, outside of sandboxes that replace the "
-            "kernel's sockets"
-        )
-
-
 class Training:
     """Forward, backward, step, one line per iteration.
 
     Needs Megatron's process groups, `megatron_on_cpu()` and `timed_waits()`.
     """
 
-    def __init__(self, args: argparse.Namespace, corpus: Corpus, waits: list[Wait]) -> None:
+    def __init__(
+        self, args: argparse.Namespace, corpus: Corpus, waits: list[tuple[float, float]]
+    ) -> None:
         self.args, self.corpus, self.waits = args, corpus, waits
         self.iteration, self.rank = 0, dist.get_rank()
         self.model, self.optimizer, self.scheduler = build_trainee(args)
@@ -186,28 +160,20 @@ class Training:
         self.positions = torch.arange(length).expand(args.micro_batch_size, -1)[:, self.own_rows]
 
     def run(self) -> Outcome:
-        """Run all iterations.
-
-        Raises:
-            TrainingDivergedError: the loss became infinite or not a number.
-            UsageError: the connections cannot have the ``--link-rate``.
-        """
-        args = self.args
-        outcome = Outcome()
-        if args.link_rate is not None:
-            _pace_on_all_ranks(args.link_rate)
+        """Run all iterations."""
+        args, outcome = self.args, Outcome()
         while self.iteration < args.train_iters:
-            outcome.add(*self._iteration())
-            if args.link_rate is not None and self.iteration == 1:
+            if args.link_rate is not None and self.iteration < 2:
                 # Some connections are only opened on the first use of their group.
-                _pace_on_all_ranks(args.link_rate)
-        if args.overlap_param_gather:  # complete it now instead of in the next forward
-            self.model.disable_forward_pre_hook(param_sync=True)
-            self.model.enable_forward_pre_hook()
+                pace(args.link_rate * 1e6)
+            loss, seconds, waits = self._iteration()
+            outcome.losses.append(loss)
+            outcome.times.append(seconds)
+            outcome.waits.append(waits)
         outcome.weights_sha256 = hash_over_ranks([self.model.module], self.optimizer)
         return outcome
 
-    def _iteration(self) -> tuple[float, float, list[Wait]]:
+    def _iteration(self) -> tuple[float, float, list[tuple[float, float]]]:
         """One optimizer step: its loss, its seconds as a mean over the ranks, this rank's waits.
 
         Rank 0 prints a line with Megatron's names, which ``commfuse-npu measure`` parses.
@@ -220,20 +186,20 @@ class Training:
         loss = self._forward_backward()
         with cuda_means_cpu():
             _, grad_norm, _ = self.optimizer.step()
-        for name, value in (("lm loss", loss), ("grad norm", float(grad_norm))):
-            if not math.isfinite(value):
-                raise TrainingDivergedError(
-                    f"iteration {self.iteration + 1}: {name} is {value}; lower --lr (now {args.lr})"
-                )
         learning_rate = self.optimizer.param_groups[0]["lr"]
         self.scheduler.step(args.global_batch_size)
         self.iteration += 1
         elapsed = time.perf_counter() - start
         waits = [(begin - start, end - start) for begin, end in self.waits]
         blocked = sum(end - begin for begin, end in waits)
-        shared = torch.tensor([blocked, elapsed], dtype=torch.float64)  # means over the ranks
-        dist.all_reduce(shared)
-        blocked, elapsed = (shared / dist.get_world_size()).tolist()
+        means = torch.tensor([loss, blocked, elapsed], dtype=torch.float64)  # over the ranks
+        dist.all_reduce(means)
+        loss, blocked, elapsed = (means / dist.get_world_size()).tolist()
+        for name, value in (("lm loss", loss), ("grad norm", float(grad_norm))):
+            if not math.isfinite(value):
+                raise TrainingDivergedError(
+                    f"iteration {self.iteration}: {name} is {value}; lower --lr (now {args.lr})"
+                )
         if self.rank == 0:
             tokens = args.global_batch_size * args.seq_length
             print(
@@ -247,7 +213,7 @@ class Training:
         return loss, elapsed, waits
 
     def _forward_backward(self) -> float:
-        """Compute the gradients of a global batch; returns its mean loss over all replicas."""
+        """Compute the gradients of a global batch; returns the mean loss of this rank's tokens."""
         args = self.args
         # The schedule allocates its token counter on "cuda", and the mode cannot be left inside it;
         # the mode costs about a microsecond per torch call.
@@ -261,19 +227,10 @@ class Training:
                 micro_batch_size=args.micro_batch_size,
                 forward_only=False,
             )
-        mean = torch.stack([entry["lm loss"] for entry in losses]).mean()
-        replicas = args.context_parallel_size * args.data_parallel_size
-        if replicas > 1:
-            group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-            dist.all_reduce(mean, group=group)
-            mean /= replicas
-        return float(mean)
+        return float(torch.stack([entry["lm loss"] for entry in losses]).mean())
 
     def _microbatches(self) -> Iterator[list[torch.Tensor]]:
-        """Inputs and labels, ``[B, s]`` each: this rank's rows of this replica's samples.
-
-        The samples of an iteration are the same in every layout.
-        """
+        """This rank's rows of this replica's samples, which are the same in every layout."""
         args, replica = self.args, parallel_state.get_data_parallel_rank()
         first = self.iteration * args.global_batch_size
         for microbatch in range(args.num_microbatches):

@@ -25,9 +25,6 @@ class UlyssesAttention(torch.nn.Module):
     """``[s, B, A, D]`` in, ``[s, B, A * D]`` out: A heads, s rows of the sequence per rank.
 
     Replaces ``DotProductAttention`` in a layer's specification, with the same arguments.
-
-    Attributes:
-        local_attn: attention with the heads of this rank over the full sequence.
     """
 
     def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:

@@ -16,8 +16,9 @@ no partner, with hosts that take 15, 55 and 118 us for a launch.
 from __future__ import annotations
 
 import argparse
+import math
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from itertools import product
@@ -82,11 +83,6 @@ class Point(NamedTuple):
     ordered: Shares
 
 
-def _ahead(shares: Shares, form: str, rivals: Sequence[str]) -> bool:
-    """Whether a form is faster than all of these rivals that exist at this point."""
-    return all(shares[form] < shares[rival] for rival in rivals if rival in shares)
-
-
 def forms(machine: Machine, setup: Training) -> dict[str, Variant]:
     """The compared forms, by column; blocking collectives are none."""
     return {
@@ -118,11 +114,7 @@ def layer(model: str, tp: int, sequence: int, recompute: Recompute = "none") -> 
 
 
 def point(machine: str, model: str, tp: int, sequence: int, corners: int = len(CORNERS)) -> Point:
-    """Simulate a layer with one sequence.
-
-    Args:
-        corners: number of corners of the machine's description to simulate.
-    """
+    """Simulate a layer with one sequence, at so many corners of the machine's description."""
     hardware = Hardware.load(find_config(machine, "hardware"))
     setup = layer(model, tp, sequence)
     times = [_times(hardware, corner, setup) for corner in range(corners)]
@@ -145,9 +137,8 @@ def steps(machine: str, model: str, tp: int, sequence: int) -> _Steps:
     described = Hardware.load(find_config(machine, "hardware"))
     seconds: _Steps = {}
     for corner, host, recompute in product(range(len(CORNERS)), _HOSTS, get_args(Recompute)):
-        hardware = described.launching(host * 1e-6)
         setup = layer(model, tp, sequence, recompute)
-        times = _times(hardware, corner, setup, (BOUND, *OURS[:2]))
+        times = _times(described.launching(host * 1e-6), corner, setup, (BOUND, *OURS[:2]))
         del times[""]
         for count in _MICRO_BATCHES:
             lengths = {name: _length(time, count, setup.recomputes) for name, time in times.items()}
@@ -164,39 +155,55 @@ def _length(time: LayerTime, micro_batches: int, recomputes: bool) -> float:
 # ------------------------------------------------------------------------ Markdown
 
 
-def _titles(names: Sequence[str], kernels: int) -> list[str]:
-    return [f"{name} (of {kernels})" if name == _KERNEL else name for name in names]
+def _wins(points: Sequence[Sequence[Shares]], form: str, *rivals: str) -> tuple[int, int]:
+    """How often a form is faster than all rivals that exist: typically, and at every corner."""
+    there = [corners for corners in points if len(rivals) > 1 or rivals[0] in corners[0]]
+    ahead = [
+        [all(times[form] < times.get(rival, math.inf) for rival in rivals) for times in corners]
+        for corners in there
+    ]
+    return sum(row[0] for row in ahead), sum(map(all, ahead))
+
+
+def _head(first: str, names: Sequence[str], points: Sequence[Sequence[Shares]]) -> str:
+    kernels = sum(_KERNEL in corners[0] for corners in points)
+    titles = (f"{name} (of {kernels})" if name == _KERNEL else name for name in names)
+    return table_head([f"{first}, of {len(points)} points", *titles], False)
 
 
 def steps_report(points: Sequence[_Steps]) -> str:
     """The number of points at which steps of forward-backward are shorter."""
-    kernels = sum(_KERNEL in next(iter(point.values()))[0] for point in points)
-
-    def counts(key: tuple[int, Recompute, int]) -> Iterator[str]:
-        host, recompute, count = key
-        yield f"{host} us, {count} micro-batches{', recomputed' * (recompute == 'full')}"
-        for form in _STEP_FORMS:
-            rows = [point[key] for point in points if form in point[key][0]]
-            ahead = [[_ahead(times, "forward-backward", (form,)) for times in row] for row in rows]
-            yield f"{sum(wins[0] for wins in ahead)}; {sum(map(all, ahead))}"
-
-    head = f"*forward-backward* ahead, of {len(points)} points", *_titles(_STEP_FORMS, kernels)
-    return "\n".join([table_head(head, False), *(table_row(counts(key)) for key in points[0])])
+    keys = list(points[0])
+    lines = [_head("*forward-backward* ahead", _STEP_FORMS, [point[keys[0]] for point in points])]
+    for host, recompute, count in keys:
+        times = [point[host, recompute, count] for point in points]
+        wins = (_wins(times, "forward-backward", form) for form in _STEP_FORMS)
+        title = f"{host} us, {count} micro-batches{', recomputed' * (recompute == 'full')}"
+        lines.append(table_row([title, *(f"{usual}; {always}" for usual, always in wins)]))
+    return "\n".join(lines)
 
 
 def report(points: Sequence[Point]) -> str:
     """The points at which CommFuse is ahead, and a row per point."""
-    names = [*OURS, *RIVALS, BOUND]
-
-    def row(point: Point) -> list[str]:
+    times, ordered = [point.shares for point in points], [[point.ordered] for point in points]
+    groups, names = [*((rival,) for rival in RIVALS), RIVALS], [*OURS, *RIVALS, BOUND]
+    lines = [_head("ahead", [*RIVALS, "all of them"], times)]
+    for form in OURS:
+        counts = (
+            (*_wins(times, form, *group), _wins(ordered, form, *group)[0]) for group in groups
+        )
+        lines.append(table_row([f"*{form}*", *("; ".join(map(str, count)) for count in counts)]))
+    lines += [
+        "",
+        "At typical figures; at every end of the ranges; with deterministic sums of HCCL.",
+    ]
+    lines += ["", table_head(("machine", "model", "TP", "tokens", *names))]
+    for point in points:
         fastest = min(point.shares[0].get(name, 1.0) for name in (*OURS, *RIVALS))
         cells = (_cell(point, name, fastest) for name in names)
-        return [point.machine, point.model, str(point.tp), str(point.sequence), *cells]
-
-    head = "machine", "model", "TP", "tokens", *names
-    align = "---|---|---:|---:|" + "|".join(["---:"] * len(names))
-    rows = [table_row(head), f"|{align}|", *(table_row(row(point)) for point in points)]
-    return "\n".join([*_verdicts(points), "", *rows])
+        place = point.machine, point.model, str(point.tp), str(point.sequence)
+        lines.append(table_row([*place, *cells]))
+    return "\n".join(lines)
 
 
 def _cell(point: Point, name: str, fastest: float) -> str:
@@ -209,31 +216,8 @@ def _cell(point: Point, name: str, fastest: float) -> str:
     return f"{text} ({min(shares):.2f} .. {max(shares):.2f})" if len(shares) > 1 else text
 
 
-def _verdicts(points: Sequence[Point]) -> Iterator[str]:
-    """How often each CommFuse form is ahead: typically, at every corner, with ordered sums."""
-    kernels = sum(_KERNEL in point.shares[0] for point in points)
-
-    def count(form: str, rivals: Sequence[str]) -> str:
-        cases = [point for point in points if len(rivals) > 1 or rivals[0] in point.shares[0]]
-        typical = sum(_ahead(case.shares[0], form, rivals) for case in cases)
-        always = sum(all(_ahead(corner, form, rivals) for corner in case.shares) for case in cases)
-        return f"{typical}; {always}; {sum(_ahead(case.ordered, form, rivals) for case in cases)}"
-
-    head = f"ahead, of {len(points)} points", *_titles(RIVALS, kernels), "all of them"
-    groups = [*((rival,) for rival in RIVALS), RIVALS]
-    yield table_head(head, False)
-    for form in OURS:
-        yield table_row([f"*{form}*", *(count(form, group) for group in groups)])
-    yield ""
-    yield "At typical figures; at every end of the ranges; with deterministic sums of HCCL."
-
-
 def publish(text: str, name: str, page: Path | None) -> None:
-    """Print a table, and put it into a page between the comments of its name.
-
-    Raises:
-        ValueError: the comments are not there, each once and in order.
-    """
+    """Print a table, and put it into a page between the comments of its name."""
     print(text)
     if page is None:
         return

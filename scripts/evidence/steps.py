@@ -52,13 +52,7 @@ _VOCABULARIES = {"baichuan2": 125696, "llama3": 128256}
 
 @dataclass(frozen=True)
 class Measured:
-    """A launch with its measured figures.
-
-    Attributes:
-        family: the family of models, from the start of the name.
-        milliseconds: per step, the median without the first third.
-        mebibytes: peak allocation of tensors on the fullest rank; 0 if not recorded.
-    """
+    """A launch with its figures: the median step, and the fullest rank's peak, 0 if unknown."""
 
     name: str
     family: str

@@ -5,7 +5,9 @@ from __future__ import annotations
 import errno
 import math
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -19,8 +21,8 @@ from commfuse_npu.runtime.collectives import all_gather_rows, all_to_all_rows, r
 from scripts.cpu_pretraining import __main__ as command
 from scripts.cpu_pretraining import compare, data
 from scripts.cpu_pretraining.arguments import UsageError, parse_arguments
+from scripts.cpu_pretraining.compare import Outcome
 from scripts.cpu_pretraining.data import load_corpus
-from scripts.cpu_pretraining.outcome import Outcome
 from scripts.cpu_pretraining.training import timed_waits
 
 FIVE = (5.5, 2.5)
@@ -44,21 +46,13 @@ def test_every_wait_for_a_transfer_is_timed(one_rank: None) -> None:
 
 def outcome(losses: Sequence[float], weights: str = "a", times: Sequence[float] = ()) -> Outcome:
     """Iterations with these losses and times in ms, a quarter of which is spent in one wait."""
-    result = Outcome(weights_sha256=weights)
-    for loss, ms in zip(losses, times or (1.0,) * len(losses), strict=True):
-        result.add(loss, ms / 1e3, [(ms / 4e3, ms / 2e3)])
-    return result
+    seconds = [ms / 1e3 for ms in times or (1.0,) * len(losses)]
+    waits = [[(time / 4, time / 2)] for time in seconds]
+    return Outcome(list(losses), seconds, waits, weights_sha256=weights)
 
 
 def of_times(*times: float) -> Outcome:
     return outcome([1.0] * len(times), times=times)
-
-
-def test_times_leave_the_first_iterations_out() -> None:
-    late = of_times(9000, 8000, 7000, 500, 100, 200)
-    assert late.seconds == pytest.approx((0.15, 0.2, 0.35))
-    assert (late.fastest, late.waits) == (0.1, [(0.025, 0.05)])
-    assert of_times(10, 10, 10).waits == ()
 
 
 @pytest.mark.parametrize(
@@ -103,6 +97,18 @@ def test_a_difference_of_times_has_a_range_and_ten_iterations_behind_it() -> Non
     assert "40.8 % longer" in "".join(said(30, 10))
 
 
+def test_the_fastest_iteration_after_the_first_ones_is_drawn(monkeypatch, tmp_path) -> None:
+    times, drawn = [9.0, 0.1, 7.0, 0.5, 0.1, 0.2], Mock()
+    waits = [[(0.01 * place, 0.05)] for place in range(6)]
+    monkeypatch.setattr(compare, "gantt", drawn)
+    monkeypatch.setattr(compare, "draw", Mock())
+    compare.draw_timelines({"overlap": [Outcome([], times, waits)] * 2}, None, tmp_path / "x.png")
+    (row,) = drawn.call_args.args[2]
+    assert row.label.endswith("0.100 s, of which 0.010 s waiting for transfers")
+    bars = [(bit.start, bit.end, bit.kind) for bit in row.bits if bit.lane == "rank 1"]
+    assert sorted(bars) == [(0, 40, "work"), (40, 50, "waiting"), (50, 100, "work")]
+
+
 def test_a_picture_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr("os.fsync", Mock(side_effect=OSError(errno.ENOSPC, "No space left")))
     path = tmp_path / "timelines.png"
@@ -126,6 +132,16 @@ def test_without_options_the_command_ends_with_a_demonstration(monkeypatch, code
         assert compare.forms(demonstration) == ["megatron", "overlap"]
 
 
+def test_links_that_cannot_have_the_rate_are_refused(monkeypatch, tmp_path, capsys) -> None:
+    asked = Mock(side_effect=[["", "no socket"]])
+    ranks = nullcontext(SimpleNamespace(ask=asked))
+    monkeypatch.setattr(command, "Ranks", lambda *_, **__: ranks)
+    assert command.main(["--link-rate", "9", "--output", str(tmp_path)]) == 2
+    asked.assert_called_once_with("pace", 9.0)  # nothing trains
+    message = "error: --link-rate 9 cannot be set: no socket; leave --link-rate out"
+    assert message in capsys.readouterr().err
+
+
 def test_a_sample_depends_on_seed_and_index_only() -> None:
     corpus, indices = load_corpus(16), range(64)
     assert len(corpus.tokens) - (8 << 20) in range(1 << 20)
@@ -134,6 +150,7 @@ def test_a_sample_depends_on_seed_and_index_only() -> None:
     assert torch.equal(inputs[1], corpus.batch([6], 16, seed=1)[0][0])
     first, second = (corpus.batch(indices, 16, seed)[0] for seed in (1, 2))
     assert not torch.equal(first, second)
+    assert len(first.unique(dim=0)) == 64, "from all of the text"
 
 
 def test_sources_are_read_as_bytes_in_the_order_of_their_paths(tmp_path, monkeypatch) -> None:

@@ -16,7 +16,6 @@ from tests.megatron.in_ranks import pretrained
 LINE = re.compile(r" iteration +(\d+)/ +6 .* lm loss: \S+ . grad norm: [\d.]+ . tokens/s: \d+ ")
 long = pytest.mark.long
 REPLICAS = "--tensor-model-parallel-size 1 --data-parallel-size 2 --use-distributed-optimizer"
-BUCKETS = f"{REPLICAS} --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 3000"
 ULYSSES = "--tensor-model-parallel-size 1 --context-parallel-size 2 --commfuse-ulysses"
 OVERLAP = "--train-iters 4 --commfuse-fb-overlap"
 
@@ -68,7 +67,7 @@ def test_layouts_agree(ranks, tensor_parallel: str, tmp_path: Path, layout: str)
         ("", ["qkv", "proj", "fc1", "fc2", "output"]),
         pytest.param("--bf16", ["qkv", "proj", "fc1", "fc2", "output"], marks=long),
         (ULYSSES, ["ulysses", "qkv", "proj"]),
-        pytest.param(f"{BUCKETS} --bf16 --commfuse-dp", ["gradients", "parameters"], marks=long),
+        pytest.param(f"{REPLICAS} --bf16 --commfuse-dp", ["gradients", "parameters"], marks=long),
         ("--commfuse-fb-overlap --no-use-commfuse", []),
         ("--commfuse-fb-overlap --recompute --no-gradient-accumulation-fusion", ["qkv"]),
     ],

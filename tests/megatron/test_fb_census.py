@@ -15,8 +15,7 @@ import torch.distributed as dist
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
 from commfuse_npu.overlap import ForwardBackwardOverlap
-from mindspeed_patches.fb_overlap.census import Census
-from mindspeed_patches.fb_overlap.side_states import side_states
+from mindspeed_patches.fb_overlap.side_states import Census, side_states
 from tests.distributed.ranks import on_ranks
 from tests.overlap.test_pair import world
 

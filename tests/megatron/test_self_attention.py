@@ -13,11 +13,10 @@ import torch.distributed as dist
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
 from commfuse_npu.runtime.collectives import all_gather_rows
-from mindspeed_patches import LAYERS, ulysses_layer
+from mindspeed_patches import ulysses_layer
 from mindspeed_patches.ulysses_layer import (
     WholePositions,
     layer_obstacle,
-    proj_obstacle,
     qkv_obstacle,
     replaced,
 )
@@ -30,7 +29,7 @@ CASE = Case(context=2, launch="--commfuse-ulysses", norms=True, config={"num_que
 @on_ranks(2)
 def test_reasons_of_a_layer(rank: int) -> None:
     """Each reason not to fuse a layer, on a real layer."""
-    from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear
     from megatron.core.transformer.attention import SelfAttention
 
     class OwnQkv(SelfAttention):
@@ -43,8 +42,7 @@ def test_reasons_of_a_layer(rank: int) -> None:
     def said(given: dict[str, Any], **expected: str) -> None:
         found = {
             "layer": layer_obstacle(layer, given),
-            "qkv": qkv_obstacle(layer, 8, 2, given, LAYERS),
-            "proj": proj_obstacle(layer, LAYERS),
+            "qkv": qkv_obstacle(layer, 8, 2, given),
         }
         assert {name for name, reason in found.items() if reason} == set(expected), found
         assert all(re.search(words, str(found[name])) for name, words in expected.items()), found
@@ -53,7 +51,7 @@ def test_reasons_of_a_layer(rank: int) -> None:
     learned = rotary.clone().requires_grad_()
     with layout(CASE):
         layer = gpt(CASE, settings(CASE)).decoder.layers[0].self_attention
-        linear, proj = layer.linear_qkv, layer.linear_proj
+        linear = layer.linear_qkv
         good = {"attention_mask": None, "rotary_pos_emb": (rotary, None)}
         said(good)
         said({"inference_context": object()}, layer="inference keeps keys of other calls")
@@ -67,17 +65,13 @@ def test_reasons_of_a_layer(rank: int) -> None:
         someone = "its forward was replaced by someone else"
         with replaced(layer.core_attention, forward=print):
             said(good, layer=someone)
-        with replaced(linear, forward=print), replaced(proj, forward=print):
-            said(good, qkv=someone, proj=someone)
+        with replaced(linear, forward=print):
+            said(good, qkv=someone)
         with mock.patch.object(linear, "weight", torch.nn.Parameter(linear.weight[1:])):
             said(good, qkv="its weight has not 64 rows for q, k and v")
-        linear.__class__ = proj.__class__ = Adapted
-        said(
-            good,
-            qkv="Adapted is not a column-parallel layer that is known",
-            proj="Adapted is not Megatron's row-parallel layer",
-        )
-        linear.__class__, proj.__class__ = ColumnParallelLinear, RowParallelLinear
+        linear.__class__ = Adapted
+        said(good, qkv="Adapted is not a column-parallel layer that is known")
+        linear.__class__ = ColumnParallelLinear
         layer.k_layernorm.weight = torch.nn.Parameter(torch.ones(16))
         said(good, qkv="queries or keys are normalized over several heads")
         layer.__class__ = OwnQkv

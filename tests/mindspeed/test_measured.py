@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from mindspeed_patches.rehearsal.run import worker_environment
-from mindspeed_patches.rehearsal.stack import find_stack
+from mindspeed_patches.rehearsal.run import find_stack, worker_environment
 from tests.mindspeed.test_rehearsals import (
     ENVIRONMENT,
     LOCAL,

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from mindspeed_patches.attention import DeferredAttention
-from mindspeed_patches.softmax_attention import AttentionCall, heads_obstacle
+from mindspeed_patches.attention import AttentionCall, DeferredAttention, heads_obstacle
 
 LENGTH, BATCH = 8, 2
 USES = [
@@ -48,7 +47,7 @@ def test_who_uses_it_gets_what_attention_returns(use: Any) -> None:
 def call(of_data: Any = None, kind: str = "causal", **given: Any) -> AttentionCall:
     config = SimpleNamespace(**{"attention_dropout": 0.0} | given.pop("config", {}))
     owner = SimpleNamespace(config=config, attn_mask_type=kind)
-    return AttentionCall.of(owner, given.pop("training", True), (of_data,), given)
+    return AttentionCall(owner, config, given.pop("training", True), (of_data,), given)
 
 
 def packed(*ends: int) -> SimpleNamespace:

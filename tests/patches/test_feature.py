@@ -15,7 +15,8 @@ from commfuse_npu.refusals import IncompatibleOptionsError
 from mindspeed_patches.fb_overlap.feature import ForwardBackwardFeature
 from mindspeed_patches.feature import CommFuseFeature
 from mindspeed_patches.patching import PatchManager
-from tests.patches.launches import DATA_PARALLEL, ULYSSES, real_arguments, registered
+from mindspeed_patches.training_options import register_wrappers
+from tests.patches.launches import DATA_PARALLEL, ULYSSES, early, real_arguments, registered
 
 ALONE = {"tensor_model_parallel_size": 1}
 NO_CP = {"context_parallel_size": 1}
@@ -80,11 +81,8 @@ SIZES = {"seq_length": 8192, "micro_batch_size": 1, "hidden_size": 4096, "bf16":
 
 
 def test_the_lanes_know_their_buffers_and_where_to_record() -> None:
-    feature = CommFuseFeature()
-    args = real_arguments("--commfuse-order-log", "a folder", **SIZES)
-    feature.register_patches(PatchManager(), args)
-    feature.validate_args(args)
-    (lanes,) = feature._users
+    args = early("--commfuse-order-log", "a folder", **SIZES)
+    _, (lanes,), _ = register_wrappers(PatchManager(), args)
     assert (lanes.buffer_megabytes, lanes.order_log) == (32, "a folder")
 
 

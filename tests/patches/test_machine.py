@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import pickle
 from types import SimpleNamespace
 from unittest.mock import MagicMock
 
@@ -13,7 +12,7 @@ import torch
 from commfuse_npu.runtime.transport import Transport
 from mindspeed_patches.patching import PatchManager
 from mindspeed_patches.training_options import register_wrappers
-from mindspeed_patches.wrappers import LinearWrappers, Obstacle, with_remedy
+from mindspeed_patches.wrappers import LinearWrappers
 from tests.patches.launches import real_arguments
 
 A2, A3, OTHER = "Ascend910B1", "Ascend910_9391", "Ascend310P3"
@@ -45,7 +44,7 @@ def opened(monkeypatch: pytest.MonkeyPatch):
 def obstacle(wrappers: LinearWrappers, rows: int) -> str | None:
     """The obstacle of a row-parallel layer with blocks of ``rows`` rows."""
     layer = SimpleNamespace(commfuse_layer="fc2", input_is_parallel=True, config=None)
-    return wrappers._obstacle(layer, column=False, rows=rows)
+    return wrappers._obstacle(layer, rows)
 
 
 @pytest.mark.parametrize(
@@ -65,8 +64,9 @@ def test_few_rows_and_many_outputs_stay_megatrons_on_a_described_npu(
     wrappers = opened(name, tp, options, hidden_size=hidden)
     assert obstacle(wrappers, max(1, least)) is None
     if least:
-        reason = f"a block has fewer than {least} rows"
-        assert obstacle(wrappers, least - 1) == reason
+        reason = obstacle(wrappers, least - 1)
+        assert reason is not None
+        assert reason.startswith(f"a block has fewer than {least} rows")
     assert [chosen.collectives_from for chosen in wrappers._options.values()] == [collectives] * 2
 
 
@@ -87,19 +87,17 @@ def test_what_a_post_costs_decides_on_rows_and_chunks(opened, caplog, post, rows
     assert chosen._options[True].schedule.chunks == 4
 
 
-def test_a_reason_is_said_once_with_its_way_out_and_counted_as_its_text(opened, caplog) -> None:
+def test_a_reason_is_said_once_with_its_way_out_and_counted(opened, caplog) -> None:
     wrappers = opened(A2, 8)
     reason = obstacle(wrappers, 64) or ""
-    text = (
-        "a block has fewer than 640 rows (Megatron's own order is faster then (simulated); "
+    assert reason == (
+        "a block has fewer than 640 rows, for which Megatron's own order is faster (simulated; "
         "--commfuse-chunks 1 fuses it, a smaller TP or longer sequences lengthen it)"
     )
-    assert with_remedy(pickle.loads(pickle.dumps(reason))) == text  # for other ranks
     with caplog.at_level(logging.INFO, LOGGER):
-        for variant in (reason, Obstacle(reason), str(reason)):
-            wrappers.fall_back("qkv", variant)
+        for _ in range(3):
+            wrappers.fall_back("qkv", reason)
     assert [record.getMessage() for record in caplog.records] == [
-        f"CommFuse leaves qkv to Megatron: {text}"
+        f"CommFuse leaves qkv to Megatron: {reason}"
     ]
-    assert wrappers.calls == {("qkv", str(reason)): 3}
-    assert with_remedy(Obstacle(reason)) == with_remedy(str(reason)) == reason
+    assert wrappers.calls == {("qkv", reason): 3}

@@ -12,9 +12,9 @@ import torch
 
 from commfuse_npu import Schedule
 from commfuse_npu.ops import LinearOptions
-from mindspeed_patches.hccl_buffer import of_blocks, of_buckets, of_heads
 from mindspeed_patches.patching import PatchManager
 from mindspeed_patches.training_options import (
+    LaunchSizes,
     bucket_options,
     check_options,
     linear_options,
@@ -136,23 +136,24 @@ OVERLAPPED = {"overlap_grad_reduce": True}
 
 
 @pytest.mark.parametrize(
-    ("message", "change", "megabytes"),
+    ("group", "change", "megabytes"),
     [
-        (of_blocks, {}, 64),  # 8 blocks of 8 MB
-        (of_blocks, {"commfuse_lanes": 7, "micro_batch_size": 5}, 64),  # 40 MB
-        (of_blocks, TP2, 64),
-        (of_blocks, {**TP2, "fp16": True}, 32),
-        (of_blocks, {"micro_batch_size": 100}, 200),
-        (of_blocks, {"hidden_size": None}, None),
-        (of_blocks, {"seq_length": None}, None),
-        (of_heads, CONTEXT, 32),
-        (of_buckets, OVERLAPPED, 32),  # 40 million fp32 gradients over 8 ranks are 19 MiB
-        (of_buckets, {**OVERLAPPED, "ddp_bucket_size": 400_000_000}, 200),
-        (of_buckets, {**OVERLAPPED, "pipeline_model_parallel_size": 2}, 64),
-        (of_buckets, {**OVERLAPPED, "tensor_model_parallel_size": 64}, None),
-        (of_buckets, {}, None),  # all gradients are one bucket
+        ("tp", {}, 64),  # 8 blocks of 8 MB
+        ("tp", {"commfuse_lanes": 7, "micro_batch_size": 5}, 64),  # 40 MB
+        ("tp", TP2, 64),
+        ("tp", {**TP2, "fp16": True}, 32),
+        ("tp", {"micro_batch_size": 100}, 200),
+        ("tp", {"hidden_size": None}, None),
+        ("tp", {"seq_length": None}, None),
+        ("cp", CONTEXT, 32),
+        ("dp_cp", OVERLAPPED, 32),  # 40 million fp32 gradients over 8 ranks are 19 MiB
+        ("dp_cp", {**OVERLAPPED, "ddp_bucket_size": 400_000_000}, 200),
+        ("dp_cp", {**OVERLAPPED, "pipeline_model_parallel_size": 2}, 64),
+        ("dp_cp", {**OVERLAPPED, "tensor_model_parallel_size": 64}, None),
+        ("dp_cp", {}, None),  # all gradients are one bucket
     ],
 )
-def test_lanes_are_sized_to_their_messages(monkeypatch, message, change, megabytes) -> None:
+def test_lanes_are_sized_to_their_messages(monkeypatch, group, change, megabytes) -> None:
     monkeypatch.setenv("WORLD_SIZE", "64")
-    assert message(argparse.Namespace(**{**LLAMA3_8B, **change})) == megabytes
+    sizes = LaunchSizes(argparse.Namespace(**{**LLAMA3_8B, **change}))
+    assert sizes.buffer_megabytes(group) == megabytes

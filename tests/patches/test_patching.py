@@ -18,7 +18,6 @@ def modules(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """``patched_module`` and two modules that import its function, now or later."""
     created: list[Any] = [ModuleType(name) for name in ("patched_module", "importing", "later")]
     created[0].add = created[1].add = lambda a, b: a + b
-    created[0].Layer = type("Layer", (), {"forward": lambda _, x: x})
     for module in created:
         monkeypatch.setitem(sys.modules, module.__name__, module)
     return created
@@ -47,16 +46,6 @@ def test_what_is_registered_is_in_force_after_apply(modules) -> None:
         later.add = module.add  # imported while it is patched
     manager.remove_patches()
     assert module.add is other.add is later.add is before
-
-
-def test_an_inherited_method_is_inherited_again(modules) -> None:
-    module, manager = modules[0], PatchManager()
-    module.Subclass = type("Subclass", (module.Layer,), {})
-    manager.register_patch("patched_module.Subclass.forward", times_ten_wrapper)
-    manager.apply_patches()
-    assert (module.Subclass().forward(1), module.Layer().forward(1)) == (10, 1)
-    manager.remove_patches()
-    assert "forward" not in vars(module.Subclass)
 
 
 def test_what_cannot_be_patched_is_named(modules) -> None:

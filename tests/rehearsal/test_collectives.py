@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from commfuse_npu.runtime import executor
 from mindspeed_patches.rehearsal import gloo_for_hccl
-from mindspeed_patches.rehearsal.observe import CollectiveCounter
+from mindspeed_patches.rehearsal.worker import CollectiveCounter
 from tests.distributed.ranks import on_ranks
 
 
@@ -85,8 +85,10 @@ def test_each_collective_is_counted_once_by_group_and_kind(monkeypatch) -> None:
         }
         assert executor.post_send(group, [tensor], 0, 1) == ([tensor], 0, 1)
         assert counter.counts["tensor model parallel: isend"] == 1
+        counter._counted("emulated", lambda: dist.all_reduce(tensor))()
+        assert (counter.counts["default pg: emulated"], counter.counts.total()) == (1, 6)
         # A collective that fails does not stop the count.
         with pytest.raises(TypeError):
             dist.all_reduce("no tensor")
         dist.all_reduce(tensor)
-        assert sum(counter.counts.values()) == 7
+        assert counter.counts.total() == 8

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mindspeed_patches.rehearsal import expert_ops as ops
+from mindspeed_patches.rehearsal import npu_ops as ops
 
 
 def _random(*shapes: tuple[int, ...]) -> list[torch.Tensor]:

@@ -12,8 +12,13 @@ import torch
 
 from commfuse_npu.tools.launch_script.options import Options
 from mindspeed_patches.rehearsal import __main__ as rehearse
-from mindspeed_patches.rehearsal.records import NORM, Record, read_records, weights_hash
-from mindspeed_patches.rehearsal.report import report_lines
+from mindspeed_patches.rehearsal.records import (
+    NORM,
+    Record,
+    read_records,
+    report_lines,
+    weights_hash,
+)
 from mindspeed_patches.state_hashes import optimizer_hash, weight_hashes
 
 LOSSES = [f"iteration {number}, lm loss" for number in (1, 2)]

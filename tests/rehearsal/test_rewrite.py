@@ -9,7 +9,7 @@ import pytest
 from commfuse_npu.tools.launch_script import UsageError
 from commfuse_npu.tools.launch_script.options import Options
 from commfuse_npu.tools.launch_script.short_run import MOCK_VOCABULARY
-from mindspeed_patches.rehearsal.rewrite import commfuse_run, prepare, reference_run
+from mindspeed_patches.rehearsal.__main__ import commfuse_run, prepare, reference_run
 from mindspeed_patches.rehearsal.scale import Layout, layout_of, scale_down
 
 HERE = "--data-path 0.5 text --tokenizer-type Llama2Tokenizer --tokenizer-model tokenizer.model"

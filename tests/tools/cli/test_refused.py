@@ -101,7 +101,6 @@ QUESTIONS = (
     ("pretrain --context-parallel-size 2 --seq-length 34", "parallel size 4; choose 32 or 36"),
     ("pretrain --commfuse-dp --no-use-commfuse", "--commfuse-dp needs --use-commfuse, "),
     ("pretrain --commfuse-taper 0.1", "taper is 0.1; from 1/8 to 8"),
-    ("pretrain --overlap-param-gather", "give all three, or leave it out"),
     ("pretrain --global-batch-size 7", "by micro-batch size times data-parallel size 4; choose 4"),
     ("pretrain --lr nan", "--lr: 'nan' is not a number above 0"),
     ("pretrain --link-rate 9 --tensor-model-parallel-size 1", "needs links, but"),

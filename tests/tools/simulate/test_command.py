@@ -13,7 +13,7 @@ import pytest
 from commfuse_npu.tools import cli, drawing
 from commfuse_npu.tools.drawing import Bit, Row, draw, gantt
 from commfuse_npu.tools.simulate.lanes import lanes
-from scripts.evidence.layers import BOUND, OURS, RIVALS, point
+from scripts.evidence.layers import BOUND, OURS, RIVALS, _wins, point
 from scripts.evidence.pictures import forms, main, step
 from tests.tools.answers import answer
 
@@ -117,6 +117,17 @@ def test_the_picture_says_what_is_simulated(tmp_path: Path) -> None:
         # A single pair has no neighbors and takes a little longer.
         assert end == pytest.approx(1e3 * time.seconds, rel=0.01)
         assert all(f">{row.label}</text>" in picture for picture in (created, shipped))
+
+
+def test_wins_are_counted_typically_and_at_every_corner() -> None:
+    points = [
+        [{"a": 1.0, "b": 2.0}, {"a": 3.0, "b": 2.0}],
+        [{"a": 1.0, "b": 2.0, "c": 3.0}] * 2,
+        [{"a": 2.0, "c": 1.0}] * 2,
+    ]
+    assert _wins(points, "a", "b") == (2, 1)  # of the two points that have it
+    assert _wins(points, "a", "c") == (1, 1)
+    assert _wins(points, "a", "b", "c") == (2, 1)
 
 
 def test_a_point_of_the_table_of_layers_is_simulated() -> None:
