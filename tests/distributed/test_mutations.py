@@ -24,7 +24,7 @@ from commfuse_npu.runtime import transport
 from tests.distributed.programs import change_programs
 from tests.limits import BRIEF, PATIENT
 from tests.random_networks.case import one_layer
-from tests.random_networks.compare import complaints, in_full
+from tests.random_networks.compare import complaints
 
 Fault = Callable[[pytest.MonkeyPatch], None]
 Check = Callable[[int, transport.Transport], list[str]]
@@ -73,7 +73,7 @@ def sharded(rank: int, link: transport.Transport) -> list[str]:
 
 
 def attention(rank: int, link: transport.Transport) -> list[str]:
-    return in_full(rank, [one_layer("attention_linear_reduce_scatter", 3)])
+    return complaints(rank, one_layer("attention_linear_reduce_scatter", 3), link)
 
 
 WEIGHT_GRADIENT = in_place_of(
