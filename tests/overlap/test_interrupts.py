@@ -1,0 +1,88 @@
+"""Ctrl-C while a forward and a backward take turns ends both."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from commfuse_npu.overlap import ForwardBackwardOverlap, transfers, turns
+from commfuse_npu.overlap.transfers import active_turns
+from commfuse_npu.overlap.turns import BACKWARD, FORWARD
+from tests.distributed.ranks import on_ranks
+from tests.overlap.test_pair import world
+
+
+@on_ranks(2)
+def test_ctrl_c_in_a_wait_for_the_turn_ends_both_sides(rank: int) -> None:
+    # Background jobs of a shell ignore SIGINT.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    overlap, reached = ForwardBackwardOverlap([world()]), []
+
+    def forward() -> None:
+        dist.all_reduce(torch.ones(2))
+        reached.append("forward went on")
+
+    def backward() -> None:
+        # A signal right before the main thread waits for a lock is handled once it has the lock.
+        while Path(f"/proc/self/task/{os.getpid()}/stat").read_text().split()[2] != "S":
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGINT)
+        while active_turns().error is None:
+            time.sleep(0.01)
+        dist.all_reduce(torch.ones(2))
+        reached.append("backward went on")
+
+    with pytest.raises(KeyboardInterrupt):
+        overlap.run(forward, backward)
+    assert reached == []
+
+
+@on_ranks(2)
+def test_ctrl_c_at_any_instruction_ends_both_sides(rank: int) -> None:
+    """KeyboardInterrupt in the main thread before any bytecode instruction of run() or turns."""
+    overlap, left, running = ForwardBackwardOverlap([world()]), 0, list[int]()
+
+    def trace(frame: Any, event: str, _: Any) -> Any:
+        nonlocal left
+        code = frame.f_code
+        if code.co_filename != turns.__file__ and code.co_name != "run":
+            return None
+        frame.f_trace_opcodes = True
+        left -= event == "opcode"
+        if event == "opcode" and left == 0:
+            raise KeyboardInterrupt
+        return trace
+
+    def side(me: int, count: int) -> None:
+        for _ in range(count):
+            running.append(me)
+            assert running == [me], "both sides run"
+            running.remove(me)
+            active_turns().hand_over()
+
+    for at in itertools.count(1):
+        left = at
+        # From Python 3.12 on settrace reports instructions only if a frame on the stack asks.
+        sys._getframe().f_trace_opcodes = True
+        sys.settrace(trace)
+        try:
+            overlap.run(lambda: side(FORWARD, 2), lambda: side(BACKWARD, 3))
+        except KeyboardInterrupt:
+            assert left == 0
+        finally:
+            sys.settrace(None)
+        transfers._turns = None  # still set if interrupted after both sides have ended
+        assert overlap.run(lambda: 1, lambda: 2) == (1, 2)
+        running.clear()
+        if left > 0:
+            break
+    assert at > 200
