@@ -231,9 +231,9 @@ def test_programs_under_way_at_once(folder: Path, judged: Any, batched: bool) ->
     (a, a_ahead, a_rest), (b, b_ahead, b_rest) = programs("bucket_scatter", 6, 1, 1)
     (g, *gathered), (h, *other) = programs("bucket_gather", 6)
     (column, ahead, behind), _ = programs("column_backward", 8, 4, 4, True, True)
-    use = [event for part in programs("gather_use", 8, 4, False)[1] for event in part]
-    late = [*a, *a_ahead, *b, *b_ahead, *a_rest, *b_rest]
-    early = [*a, *a_ahead, *a_rest, *b, *b_ahead, *b_rest]
+    use = [event for part in steps(2, "gather_use", 8, 4, False, batched=batched) for event in part]
+    late = [*a, *a_ahead, *b, *b_ahead, *a_rest, *use, *b_rest]
+    early = [*a, *a_ahead, *a_rest, *b, *b_ahead, *use, *b_rest]
     reversed_ = [*a, *b, *b_ahead, *b_rest, *a_ahead, *a_rest]
     posts_early = "operation 1 .*: it posts before an earlier bucket has"
     crossed = [
