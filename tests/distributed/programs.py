@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import Any
 
@@ -10,35 +10,23 @@ import pytest
 import torch
 
 from commfuse_npu.plan import Schedule
-from commfuse_npu.plan.instructions import Post, Span
+from commfuse_npu.plan.instructions import Post
 from commfuse_npu.plan.program import Program
 from commfuse_npu.plan.rules import gather_use
 from commfuse_npu.runtime.executor import Running, Work
 from commfuse_npu.runtime.transport import Transport
 from tests.limits import PATIENT
-from tests.random_networks.case import Network
-from tests.random_networks.compare import in_full
-
-PLAIN = Schedule()
 
 
-def new_link(batched: bool | None = None, **options: Any) -> Transport:
-    """Create a transport, on all ranks; ``batched=None`` takes the default of the test folder."""
-    if batched is not None:
-        options["batched"] = batched
-    return Transport.create(lanes=3, timeout=PATIENT, **options)
+def new_link(batched: bool = False) -> Transport:
+    """Create a transport, on all ranks."""
+    return Transport.create(lanes=3, timeout=PATIENT, batched=batched)
 
 
 @lru_cache
-def transport(batched: bool | None = None) -> Transport:
+def transport(batched: bool = False) -> Transport:
     """The transport of this process, cached per ``batched``."""
     return new_link(batched)
-
-
-def correct(rank: int, cases: Sequence[Network]) -> None:
-    """Assert that the networks match the plain form bit for bit and fp64 within tolerance."""
-    messages = in_full(rank, cases)
-    assert not messages, "\n".join(messages)
 
 
 def watch_posts(patch: pytest.MonkeyPatch, note: Callable[[Running, Post], object]) -> None:
@@ -80,19 +68,14 @@ def change_programs(patch: pytest.MonkeyPatch, change: Callable[[Program], Progr
     patch.setattr(Transport, "begin", planted)
 
 
-def view(running: Running, span: Span) -> torch.Tensor:
-    """The rows of a buffer that ``span`` names in a running program."""
-    return running._views[span]
-
-
 def gather_and_use(
     transport: Transport,
     shard: torch.Tensor,
     use: Callable[[torch.Tensor, slice], object],
-    schedule: Schedule = PLAIN,
+    lanes: int | None = None,
     shape: tuple[int, int] | None = None,
 ) -> None:
     """Call ``use(piece, rows)`` for every piece of the gathered ``[n * s, columns]``."""
     rows, columns = shape or shard.shape
-    program = gather_use(transport.spec(schedule), rows, columns, False)
+    program = gather_use(transport.spec(Schedule(lanes=lanes)), rows, columns, False)
     transport.begin(program, "gather_and_use", shard).run({"use": use}, shard=shard)

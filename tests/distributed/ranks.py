@@ -69,25 +69,14 @@ def set_up_process(rank: int, size: int, port: int) -> None:
     torch.set_num_threads(1)
 
 
-class Gloo:
-    """The communication backend of a rank; created by the parent, used in the rank's process."""
-
-    backward_apart = True
-    """Whether every backward runs in a second thread, as on a device."""
-
-    def join(self) -> None:
-        """Initialize the process group."""
-        dist.init_process_group("gloo", timeout=PATIENT)
-
-
-def _join(rank: int, size: int, port: int, backend: Gloo) -> None:
+def _join(rank: int, size: int, port: int) -> None:
+    """Initialize the process group; every backward runs in a second thread, as on a device."""
     from tests.distributed import backward_thread
 
     die_with_parent()
     set_up_process(rank, size, port)
-    if backend.backward_apart:
-        backward_thread.install()
-    backend.join()
+    backward_thread.install()
+    dist.init_process_group("gloo", timeout=PATIENT)
 
 
 def _work(function: Callable[..., Any], rank: int, *args: Any) -> Any:
@@ -100,8 +89,6 @@ def _work(function: Callable[..., Any], rank: int, *args: Any) -> Any:
 
 class Ranks:
     """A group of worker processes, ranks 0..size-1."""
-
-    backend = Gloo()
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -125,7 +112,7 @@ class Ranks:
         """
         if not self._workers:
             self._store = open_store()
-            given = self.size, self._store.port, self.backend
+            given = self.size, self._store.port
             self._workers = [Worker(_context, _join, rank, *given) for rank in range(self.size)]
         futures = [w.submit(_work, function, rank, *args) for rank, w in enumerate(self._workers)]
         if pending := wait_for(futures, timeout, FIRST_EXCEPTION).not_done:

@@ -1,12 +1,11 @@
 """Buckets: rounded sums, memory and the order of posts.
 
-Random tests compare sums of integers, which are exact.
+Their results are compared in :mod:`tests.random_networks`.
 """
 
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
-from itertools import product
 from typing import Any
 from unittest import mock
 
@@ -19,8 +18,6 @@ from commfuse_npu.kernels import kernels_for
 from commfuse_npu.ops import Buckets, LinearOptions
 from tests.distributed.programs import new_link, transport
 from tests.distributed.ranks import on_ranks
-from tests.random_networks.case import Bucket, BucketRun
-from tests.random_networks.compare import complaints
 
 FP32, BF16 = torch.float32, torch.bfloat16
 SCRATCH = "commfuse_npu.ops.buckets.SCRATCH_BYTES"
@@ -28,24 +25,6 @@ SCRATCH = "commfuse_npu.ops.buckets.SCRATCH_BYTES"
 
 def shard(bucket: torch.Tensor, size: int, rank: int) -> torch.Tensor:
     return bucket.view(size, -1)[rank]
-
-
-@pytest.mark.parametrize("batched", [False, True], ids=["eager", "batched"])
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
-@on_ranks()
-def test_sums_are_rounded_in_the_order_of_the_collective(rank: int, batched: bool) -> None:
-    """A shard of 14 elements does not divide into 3 chunks, one of 2 has fewer than 9 elements."""
-    schedules = Schedule(), Schedule(lanes=1, chunks=3), Schedule(lanes=3, chunks=9)
-    for schedule, wide, scratch in product(schedules, (False, True), (0, 300, 1 << 20)):
-        buckets = [
-            Bucket(elements, dtype=dtype, average=average, scale=0.3 if average else 1.0)
-            for elements, dtype, average in product((2, 14, 64), (FP32, BF16), (False, True))
-        ]
-        case = BucketRun(
-            dist.get_world_size(), tuple(buckets), schedule=schedule, wide=wide,
-            scratch_bytes=scratch, batched=batched, rounded=True,
-        )  # fmt: skip
-        assert complaints(rank, case) == [], case
 
 
 @on_ranks(3)

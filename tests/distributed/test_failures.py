@@ -1,4 +1,5 @@
-"""Failures are reported within the time limit: no hang, no process abort, no wrong result."""
+"""Ranks that fail or call different operations get an error within the time limit: no hang, no
+process abort, no wrong result."""
 
 from __future__ import annotations
 
@@ -10,33 +11,37 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from commfuse_npu import MismatchError, Transport, TransportError
 from commfuse_npu.ops import LinearOptions, all_gather_linear
 from commfuse_npu.ops.linear import linear_all_reduce
 from commfuse_npu.runtime import agreement
-from tests.distributed.programs import gather_and_use
+from tests.distributed.programs import gather_and_use, watch_calls
 from tests.distributed.ranks import on_ranks
 from tests.limits import BRIEF, PATIENT
 
 
-def link() -> Transport:
-    return Transport.create(lanes=2, timeout=PATIENT)
+def link(group: Any = None, **options: Any) -> Transport:
+    return Transport.create(group, lanes=2, timeout=PATIENT, **options)
 
 
-def layer(rows: int, made: Transport, options: LinearOptions | None = None) -> torch.Tensor:
-    x, weight = torch.ones(rows, 4), torch.ones(3, 4, requires_grad=True)
+def layer(
+    made: Transport, rows: int, inputs: int = 4, options: LinearOptions | None = None
+) -> torch.Tensor:
+    x = torch.ones(rows, inputs, requires_grad=True)
+    weight = torch.ones(3, inputs, requires_grad=True)
     return all_gather_linear(x, weight, transport=made, options=options or LinearOptions())
 
 
 def shapes_known_to_both_but_mixed_up(rank: int) -> None:
     transport = link()
     for rows in (4, 8):
-        layer(rows, transport)
+        layer(transport, rows)
     transport.timeout = BRIEF
     # The ranks meet for the diagnosis however much later the other one gives up.
     with mock.patch.object(agreement, "_DIAGNOSIS_TIMEOUT", PATIENT):
-        layer(8 if rank else 4, transport)
+        layer(transport, 8 if rank else 4)
 
 
 def test_mixed_up_shapes_time_out_instead_of_aborting(ranks) -> None:
@@ -48,23 +53,25 @@ def test_mixed_up_shapes_time_out_instead_of_aborting(ranks) -> None:
         assert re.search(r"rank (.) and peer (?!\1). of the group call .* rows: . here", message)
 
 
-def dies_before_a_backward_by_collectives(rank: int) -> str:
+def misses_a_collective(rank: int, op: str) -> None:
+    """Rank 1 dies before a backward by collectives, or skips that of a fifth row for two ranks."""
     transport = link()
-    y = layer(4, transport, LinearOptions(collectives_from=1))
+    y = layer(transport, 4, options=LinearOptions(collectives_from=1))
+    if op == "all_gather_linear backward":
+        os._exit(0) if rank == 1 else y.sum().backward()
     if rank == 1:
-        os._exit(0)
-    with pytest.raises(TransportError) as caught:
-        y.sum().backward()
-    assert transport.broken
-    return str(caught.value)
+        transport.all_reduce = lambda name, tensor: None
+    else:
+        transport.timeout = BRIEF
+    linear_all_reduce(torch.ones(5, 4), torch.ones(3, 4), transport=transport)
 
 
-def test_a_rank_that_dies_before_a_backward_by_collectives_becomes_an_error(ranks) -> None:
-    group = ranks(2)
-    alive, _ = group.outcomes(dies_before_a_backward_by_collectives, may_die=True)
-    group.kill()
-    assert alive.error is None, alive.trace
-    assert "all_gather_linear backward: not every rank called it" in alive.value
+@pytest.mark.parametrize("op", ["all_gather_linear backward", "linear_all_reduce rest"])
+def test_the_groups_own_collectives_have_the_transports_limit(ranks, op: str) -> None:
+    """The group's own timeout is longer than the limit of the test."""
+    waiting, _ = ranks(2).outcomes(misses_a_collective, op, may_die=True)
+    assert isinstance(waiting.error, TransportError), waiting
+    assert f"{op}: not every rank called it: " in str(waiting.error)
 
 
 @on_ranks(2)
@@ -74,7 +81,7 @@ def test_a_second_thread_is_refused(rank: int) -> None:
 
     def elsewhere() -> None:
         try:
-            layer(4, transport)
+            layer(transport, 4)
         except TransportError as error:
             errors.append(error)
 
@@ -88,28 +95,10 @@ def test_a_second_thread_is_refused(rank: int) -> None:
     assert "called from a second thread while gather_and_use is under way" in str(errors[0])
 
 
-def absent_from_the_rest(rank: int) -> None:
-    """Five rows for two ranks: the fifth row is summed by the collective, which rank 1 skips."""
-    transport = link()
-    if rank == 1:
-        transport.all_reduce = lambda name, tensor: None
-    else:
-        transport.timeout = BRIEF
-    linear_all_reduce(torch.ones(5, 4), torch.ones(3, 4), transport=transport)
-
-
-def test_the_groups_own_collectives_have_the_transports_limit(ranks) -> None:
-    """The group's own timeout is longer than the limit of the test."""
-    waiting, absent = ranks(2).outcomes(absent_from_the_rest)
-    assert absent.error is None, absent.trace
-    assert isinstance(waiting.error, TransportError), waiting
-    assert "linear_all_reduce rest: not every rank called it: " in str(waiting.error)
-
-
 def confirms(rank: int, case: str) -> Any:
     transport = link()
     if case == "somewhere else" and rank == 1:
-        layer(4, transport)
+        layer(transport, 4)
     if case == "broken":
         transport.fail("planted")
     transport.confirm("the end")
@@ -118,7 +107,7 @@ def confirms(rank: int, case: str) -> Any:
             return "not there"
         transport.timeout = BRIEF
     transport.confirm("the end")
-    layer(4, transport)
+    layer(transport, 4)
     transport.confirm("the end")
     return transport.operations
 
@@ -138,3 +127,135 @@ def test_a_rank_that_does_not_meet_the_others_is_named(ranks, case: str, kind, w
         if outcome.value != "not there":
             assert kind is None or isinstance(outcome.error, kind), outcome
             assert words in str(outcome.error or outcome.value)
+
+
+# ------------------------------------------------------------------ before an optimizer's step
+
+
+class OwnStep(torch.optim.SGD):
+    """A subclass that overrides ``step``, like the optimizers of Megatron and MindSpeed."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            parameter.sub_(parameter.grad)
+
+
+def other_length(made: Transport, rank: int) -> None:
+    """Another shape with as many elements, which batches deliver because they have no tags."""
+    layer(made, *((4, 4), (8, 2))[rank % 2]).sum().backward()
+
+
+def other_order(made: Transport, rank: int) -> None:
+    for shape in ((8, 2), (4, 4))[:: (1, -1)[rank % 2]]:
+        layer(made, *shape).sum().backward()
+
+
+def one_more(made: Transport, rank: int) -> None:
+    if rank == 0:
+        made.agree("clip", {"rows": 3})
+
+
+ROWS = r"all_gather_linear: .* rows: . here, . there; inputs: . here, . there"
+NOTHING = r"clip: .* operation: (clip|None) here, (clip|None) there"
+
+
+def stepped(rank: int, differs: Any) -> str:
+    transport = link(batched=True)
+    weight = torch.nn.Parameter(torch.zeros(3))
+    steps = OwnStep([weight], lr=1.0)
+    weight.grad = torch.ones(3)
+    for shape in ((4, 4), (2, 8), (4, 4)):
+        layer(transport, *shape).sum().backward()
+    transport.agree("clip", {"rows": 2})
+    steps.step()
+    assert torch.equal(weight, -torch.ones(3))
+    layer(transport, 4).sum().backward()
+    differs(transport, rank)
+    with pytest.raises(MismatchError) as caught:
+        steps.step()
+    assert torch.equal(weight, -torch.ones(3)), "weights were changed"
+    assert transport.broken
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("differs", "words"), [(other_length, ROWS), (other_order, ROWS), (one_more, NOTHING)]
+)
+def test_what_differs_is_found_before_weights_change(ranks, differs, words) -> None:
+    for rank, message in enumerate(ranks(2).run(stepped, differs)):
+        assert re.search(words, message)
+        assert f"rank {rank} and peer {1 - rank} of the group call different operations" in message
+        # Four layers of two operations each, and one clip come before it; counted from 0.
+        assert "This was operation 9 of the transport" in message
+
+
+@on_ranks(2)
+def test_a_rank_that_does_not_check_is_named(rank: int) -> None:
+    transport = link(dist.new_group())
+    layer(transport, 4)
+    if rank == 0:
+        transport.timeout = BRIEF
+        words = "comparing what was begun.*no answer from peer 1"
+        with pytest.raises(TransportError, match=words):
+            transport.check_digests()
+
+
+@on_ranks(2)
+def test_a_new_length_waits_for_nobody(rank: int) -> None:
+    transport, compared = link(), list[object]()
+    layer(transport, 1).sum().backward()
+    with pytest.MonkeyPatch.context() as patch:
+        watch_calls(patch, agreement, "gather_objects", lambda value, *_: compared.append(value))
+        for rows in range(2, 32):
+            layer(transport, rows).sum().backward()
+        assert compared == []
+        for _ in range(2):
+            transport.check_digests()
+    # Once: nothing was begun between the two checks.
+    assert compared == [(transport._operation_count, transport._digest)]
+    assert len(transport._agreed) == 2
+    assert (transport._operation_count, list(transport._history)) == (62, [])
+
+
+@on_ranks(2)
+def test_a_size_of_zero_is_another_operation(rank: int) -> None:
+    """A size of 0 skips part of the work, so the ranks compare it before anything is sent."""
+    transport = link()
+    for sizes in ((4, 4), (5, 3)):
+        transport.agree("op", dict(zip(("rows", "outputs"), sizes, strict=True)))
+    with pytest.raises(
+        MismatchError, match="Nothing was sent; call the same operation on all ranks"
+    ):
+        transport.agree("op" if rank else "another", {"rows": 5, "outputs": 0})
+
+
+@on_ranks(4)
+def test_several_transports_are_checked_together(rank: int) -> None:
+    """Two kinds of pairs; the ranks disagree in one transport of the second kind."""
+    pairs = {tuple(ranks): dist.new_group(ranks) for ranks in ([0, 1], [2, 3], [0, 2], [1, 3])}
+    groups = [group for ranks, group in pairs.items() if rank in ranks]
+    tensor, replicas, closed = (link(group) for group in (groups[0], groups[1], groups[1]))
+    weight = torch.nn.Parameter(torch.zeros(1))
+    weight.grad = torch.ones(1)
+    steps = torch.optim.SGD([weight], lr=1.0)
+    for _ in range(2):
+        # Independent groups, used in the opposite order on half of the ranks.
+        for transport in (tensor, replicas)[:: 1 if rank < 2 else -1]:
+            transport.agree("op", {"rows": rank % 2 if transport is replicas else 1})
+        closed.agree("op", {"rows": 4})
+        steps.step()
+    closed.agree("op", {"rows": 4 + rank})
+    closed.close()
+    steps.step()
+    tensor.agree("op", {"rows": 3})
+    replicas.agree("op", {"rows": 5 + (rank == 3)})
+    if rank % 2 == 0:
+        steps.step()
+        assert weight == -4
+    else:
+        with pytest.raises(MismatchError, match=r"op: rank . and peer . of the group"):
+            steps.step()
+        assert weight == -3
+        assert replicas.broken
+    assert not tensor.broken

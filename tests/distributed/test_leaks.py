@@ -25,8 +25,6 @@ if not sys.platform.startswith("linux"):
     pytest.skip("what a process holds is read from /proc", allow_module_level=True)
 
 HIDDEN = 32, 64, 96, 128
-WARM_UP = 0.3
-"""Share of the samples that is ignored: buffers are allocated and libraries load lazily."""
 AGREED_KIB, LIMIT_KIB, NOISE_KIB = 1, 16, 4096
 """Memory that a transport keeps per combination of operation and options; allowed growth of the
 resident memory per iteration (a layer's input takes 20 KiB on average); allowed noise in total."""
@@ -76,18 +74,16 @@ def held() -> dict[str, int]:
 
 
 def trained(rank: int, iterations: int, every: int) -> list[str]:
-    """Train, take a sample every ``every`` iterations, and return what grew after the warm-up."""
+    """Train, take a sample every ``every`` iterations, and return what grew by more than allowed.
+
+    The first third is ignored: buffers are allocated and libraries load lazily.
+    """
     dice, samples = random.Random(1), []
     for iteration in range(1, iterations + 1):
         run_network(drawn(dice), "fused", transport())
         if iteration % every == 0:
             samples.append(held())
-    return grown(samples, every)
-
-
-def grown(samples: list[dict[str, int]], every: int) -> list[str]:
-    """The names of the counts that grew by more than is allowed."""
-    later = samples[min(int(len(samples) * WARM_UP), len(samples) - 3) :]
+    later = samples[len(samples) // 3 :]
     allowed = {"memory": LIMIT_KIB * every * (len(later) - 1) + NOISE_KIB}
     return [
         name for name, first in later[0].items() if later[-1][name] > first + allowed.get(name, 0)

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from importlib import import_module
-from itertools import product
 from typing import Any
 
 import pytest
@@ -23,11 +22,10 @@ from commfuse_npu.plan.program import Program
 from commfuse_npu.runtime import transport
 from tests.distributed.programs import change_programs
 from tests.limits import BRIEF, PATIENT
-from tests.random_networks.case import one_layer
-from tests.random_networks.compare import complaints, in_full
+from tests.random_networks.case import Network, one_layer
+from tests.random_networks.compare import complaints
 
 Fault = Callable[[pytest.MonkeyPatch], None]
-Check = Callable[[int, transport.Transport], list[str]]
 
 # The package exports the function of this name.
 sharded_linear: Any = import_module("commfuse_npu.ops.sharded_linear")
@@ -56,25 +54,14 @@ def scaled_a_little(gemm: Any) -> Any:
     return lambda out, a, b: (gemm(out, a, b), out.mul_(1.001))
 
 
-SCHEDULE = Schedule(lanes=2, chunks=3)
-
-
-def linears(rank: int, link: transport.Transport) -> list[str]:
-    found = []
-    ops = "all_gather_linear", "linear_reduce_scatter"
-    for op, dtype, rounded in product(ops, (torch.float32, torch.bfloat16), (True, False)):
-        case = one_layer(op, 3, dtype=dtype, schedule=SCHEDULE, rounded=rounded)
-        found += complaints(rank, case, link)
-    return found
-
-
-def sharded(rank: int, link: transport.Transport) -> list[str]:
-    return complaints(rank, one_layer("sharded_linear", 3, rounded=False), link)
-
-
-def attention(rank: int, link: transport.Transport) -> list[str]:
-    return in_full(rank, [one_layer("attention_linear_reduce_scatter", 3)])
-
+LINEARS = [
+    one_layer(op, 3, dtype=dtype, schedule=Schedule(lanes=2, chunks=3), rounded=rounded)
+    for op in ("all_gather_linear", "linear_reduce_scatter")
+    for dtype in (torch.float32, torch.bfloat16)
+    for rounded in (True, False)
+]
+SHARDED = [one_layer("sharded_linear", 3, rounded=False)]
+ATTENTION = [one_layer("attention_linear_reduce_scatter", 3)]
 
 WEIGHT_GRADIENT = in_place_of(
     WeightGradient, "add", lambda add: lambda self, grad, x: add(self, grad[:-1], x[:-1])
@@ -86,38 +73,32 @@ A_KEY_TOO_FEW = in_place_of(
     lambda right: lambda run, *mask: (slice(0, run.stop - bool(run.start)), right(run, *mask)[1]),
 )
 
-MUTANTS: dict[str, tuple[Check, Fault]] = {
-    "another order of additions": (linears, own_partial_first),
-    "weight gradient of fewer rows": (linears, WEIGHT_GRADIENT),
-    "everything times 1.001": (linears, in_place_of(cpu, "gemm_into", scaled_a_little)),
-    "a key too few": (attention, A_KEY_TOO_FEW),
-    "not divided": (sharded, NOT_DIVIDED),
+MUTANTS: dict[str, tuple[list[Network], Fault]] = {
+    "another order of additions": (LINEARS, own_partial_first),
+    "weight gradient of fewer rows": (LINEARS, WEIGHT_GRADIENT),
+    "everything times 1.001": (LINEARS, in_place_of(cpu, "gemm_into", scaled_a_little)),
+    "a key too few": (ATTENTION, A_KEY_TOO_FEW),
+    "not divided": (SHARDED, NOT_DIVIDED),
+    "nothing": ([*LINEARS, *ATTENTION, *SHARDED], lambda patch: None),
 }
 
 
-def under_test(rank: int, name: str | None = None) -> list[str]:
-    """Short versions of the comparisons of the other test files, with the fault ``name``."""
+def under_test(rank: int, name: str) -> list[str]:
+    """Compare the cases of a fault, as random cases are compared."""
     link = transport.Transport.create(lanes=2, timeout=PATIENT)
-    checks = {check for check, _ in MUTANTS.values()} if name is None else {MUTANTS[name][0]}
+    if name != "nothing":
+        link.timeout = BRIEF  # a fault may be that a transfer never comes
+    cases, plant = MUTANTS[name]
     with pytest.MonkeyPatch.context() as patch:
-        if name is not None:
-            link.timeout = BRIEF  # a fault may be that a transfer never comes
-            MUTANTS[name][1](patch)
-        return [
-            line
-            for check in sorted(checks, key=lambda check: check.__name__)
-            for line in check(rank, link)
-        ]
-
-
-def test_without_a_fault_it_passes(ranks) -> None:
-    assert ranks(3).run(under_test) == [[]] * 3
+        plant(patch)
+        return [line for case in cases for line in complaints(rank, case, link)]
 
 
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_planted_fault_is_noticed(ranks, name: str) -> None:
     outcomes = ranks(3).outcomes(under_test, name, grace=3)
-    assert any(outcome.error or outcome.value for outcome in outcomes), f"nothing noticed: {name}"
+    noticed = any(outcome.error or outcome.value for outcome in outcomes)
+    assert noticed == (name != "nothing"), outcomes
     # An assertion about numbers, or the transport's own error; not a crash of the mutant itself.
     kinds = (AssertionError, transport.TransportError, ValueError, RuntimeError, TimeoutError)
     assert all(isinstance(outcome.error, kinds) for outcome in outcomes if outcome.error), outcomes

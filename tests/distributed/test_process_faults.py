@@ -30,15 +30,7 @@ from commfuse_npu.tools.measure.wire import connected_sockets
 from tests.distributed.programs import watch_calls, watch_posts
 from tests.distributed.ranks import open_store, set_up_process
 from tests.limits import BRIEF, LIMIT, PATIENT
-from tests.random_networks.case import (
-    HEAD_FEATURES,
-    WITH_PROJECTION,
-    Bucket,
-    BucketRun,
-    Case,
-    Layer,
-    Network,
-)
+from tests.random_networks.case import WITH_PROJECTION, Bucket, BucketRun, Case, one_layer
 from tests.random_networks.compare import differences, run_case
 from tests.random_networks.transports import transport_of
 
@@ -46,21 +38,18 @@ FAULTY = 1
 AGAIN = 3
 """Runs with the fault: a rank that already has all its data notices it in the next run."""
 
-LINEARS = ("all_gather_linear", "linear_reduce_scatter", "linear_all_to_all")
-ATTENTION = ("attention_linear_reduce_scatter", WITH_PROJECTION)
-OPS = (*LINEARS, *ATTENTION, "bucket")
+OPS = (
+    *("all_gather_linear", "linear_reduce_scatter", "linear_all_to_all"),
+    *("attention_linear_reduce_scatter", WITH_PROJECTION, "bucket"),
+)
 
 
 def case_of(op: str, size: int) -> Case:
     """Forward and backward of one op on two lanes, or two concurrent buckets."""
-    cut = Schedule(lanes=2, chunks=2)
-    if op == "bucket":
-        return BucketRun(size, (Bucket(48), Bucket(48, gather=True)), schedule=cut, lanes=2)
-    if op in LINEARS:
-        layer = Layer(op, inputs=12, outputs=12, schedule=cut)
-    else:
-        layer = Layer(op, inputs=6 * HEAD_FEATURES, outputs=32, schedule=cut, mask="causal")
-    return Network(size, (layer,), rows=8, batch=2, lanes=2)
+    if op != "bucket":
+        return one_layer(op, size)
+    schedule = Schedule(lanes=2, chunks=2)
+    return BucketRun(size, (Bucket(48), Bucket(48, gather=True)), schedule=schedule)
 
 
 class UserError(Exception):
@@ -76,54 +65,46 @@ def cut_connections() -> None:
                 sock.shutdown(socket.SHUT_RDWR)
 
 
-def strike(kind: str) -> None:
-    if kind == "killed":
-        os.kill(os.getpid(), signal.SIGKILL)
-    elif kind == "slow":
-        time.sleep(BRIEF.total_seconds())
-    elif kind == "too slow":
-        time.sleep(4 * BRIEF.total_seconds())
-    elif kind == "raises":
-        raise UserError("a mistake in the program")
-    elif kind == "out of memory":
-        torch.empty(1 << 60, dtype=torch.uint8)  # the allocator's own error
-    elif kind == "cut off":
-        cut_connections()
+def mistake() -> None:
+    raise UserError("a mistake in the program")
 
 
-class Plant:
-    """Counts posts, or allocations of scratch arenas, and calls ``act`` before one of them.
+OWN = {"killed": BrokenProcessPool, "raises": UserError, "out of memory": RuntimeError}
+"""The exception of the faulty rank itself."""
 
-    Attributes:
-        at: the number of that post or allocation; reset to -1 once ``act`` was called.
-    """
-
-    def __init__(self, patch: pytest.MonkeyPatch, act: Callable[[], None], memory: bool) -> None:
-        self.counted, self.at, self._act = 0, -1, act
-        if memory:
-            watch_calls(patch, ScratchPool, "take", lambda *_: self.count())
-        else:
-            watch_posts(patch, lambda *_: self.count())
-
-    def count(self) -> None:
-        now, self.counted = self.counted, self.counted + 1
-        if now == self.at:
-            self.at = -1
-            self._act()
+KINDS: dict[str, Callable[[], object]] = {
+    "killed": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "slow": lambda: time.sleep(BRIEF.total_seconds()),
+    "too slow": lambda: time.sleep(4 * BRIEF.total_seconds()),
+    "raises": mistake,
+    "cut off": cut_connections,
+    # The allocator's own error.
+    "out of memory": lambda: torch.empty(1 << 60, dtype=torch.uint8),
+}
 
 
 def meets(rank: int, kind: str, case: Case, place: float | None) -> list[str]:
     """Run the case with the fault in one run; returns the differences from the plain form.
 
     Args:
-        place: position of the fault among the posts (or arenas) of forward and backward, from 0 to
-            1; ``None``: before the ranks have compared the operation.
+        place: position of the fault among the posts (or, out of memory, the scratch arenas) of
+            forward and backward, from 0 to 1; ``None``: before the ranks have compared the
+            operation.
     """
-    transport = transport_of(case)
+    transport, counted, at = transport_of(case), 0, -1
+
+    def count(*_: object) -> None:
+        nonlocal counted, at
+        counted += 1
+        if counted == at:
+            at = -1
+            KINDS[kind]()
+
     with pytest.MonkeyPatch.context() as patch:
-        if rank == FAULTY:
-            memory = kind == "out of memory"
-            plant = Plant(patch, lambda: strike(kind), memory)
+        if rank == FAULTY and kind == "out of memory":
+            watch_calls(patch, ScratchPool, "take", count)
+        elif rank == FAULTY:
+            watch_posts(patch, count)
         if place is not None:
             plain = run_case(case, "plain")
             run_case(case, "fused")
@@ -132,14 +113,12 @@ def meets(rank: int, kind: str, case: Case, place: float | None) -> list[str]:
             transport.timeout = 2 * BRIEF
         if rank == FAULTY:
             if place is None:
-                strike(kind)
-            assert plant.counted > 0
-            plant.at = plant.counted + round((place or 0.0) * (plant.counted - 1))
+                KINDS[kind]()
+            assert counted > 0
+            at = counted + 1 + round((place or 0.0) * (counted - 1))
             transport.scratch.clear()
-        wrong = []
-        for _ in range(AGAIN):
-            wrong += differences(run_case(case, "fused"), plain)
-        assert rank != FAULTY or plant.at == -1, "the fault did not happen"
+        wrong = [line for _ in range(AGAIN) for line in differences(run_case(case, "fused"), plain)]
+        assert at == -1, "the fault did not happen"
         return wrong
 
 
@@ -159,7 +138,6 @@ SHORT = [
 ]
 """One case of each kind of fault, with different ops and places."""
 
-KINDS = ("killed", "slow", "too slow", "raises", "cut off", "out of memory")
 LONG = [
     *((kind, op, (FORWARD, BACKWARD)[at % 2], 3) for kind in KINDS for at, op in enumerate(OPS)),
     ("killed", "attention_linear_reduce_scatter", FIRST, 4),
@@ -184,13 +162,8 @@ def test_the_others_say_what_they_waited_for(
     for rank, outcome in enumerate(outcomes):
         if kind == "slow":
             assert outcome.value == [], outcome
-        elif rank == FAULTY and kind == "killed":
-            assert isinstance(outcome.error, BrokenProcessPool), outcome
-        elif rank == FAULTY and kind == "raises":
-            assert isinstance(outcome.error, UserError), outcome
-        elif rank == FAULTY and kind == "out of memory":
-            assert type(outcome.error) is RuntimeError, outcome
-            assert "can't allocate memory" in str(outcome.error)
+        elif rank == FAULTY and kind in OWN:
+            assert type(outcome.error) is OWN[kind], outcome
         else:
             assert isinstance(outcome.error, TransportError), outcome
             step = r"step \d+ of \d+, lane \d+|before step 0"
@@ -202,28 +175,25 @@ def ends_by_itself(rank: int, port: int) -> None:
     set_up_process(rank, 2, port)
     dist.init_process_group("gloo", timeout=PATIENT)
     transport = Transport.create(timeout=timedelta(seconds=20))
-    x, weight = torch.ones(4, 4), torch.ones(3, 4)
-    all_gather_linear(x, weight, transport=transport)
-    if rank == FAULTY:
-        raise UserError("a mistake in the program")
-    all_gather_linear(x, weight, transport=transport)
+    for _ in range(2):
+        all_gather_linear(torch.ones(4, 4), torch.ones(3, 4), transport=transport)
+        if rank == FAULTY:
+            mistake()
 
 
 @pytest.mark.long
 def test_processes_end_by_themselves(capfd: Any) -> None:
     """Spawned interpreters exit as usual, with the cleanup of torch."""
     context, store = multiprocessing.get_context("spawn"), open_store()
-    given = [(rank, store.port) for rank in range(2)]
-    processes = [context.Process(target=ends_by_itself, args=words) for words in given]
+    processes = [
+        context.Process(target=ends_by_itself, args=(rank, store.port), daemon=True)
+        for rank in range(2)
+    ]
     for process in processes:
         process.start()
-    try:
-        for process in processes:
-            process.join(LIMIT)
-        assert [process.exitcode for process in processes] == [1, 1]
-    finally:
-        for process in processes:
-            process.kill()
+    for process in processes:
+        process.join(LIMIT)
+    assert [process.exitcode for process in processes] == [1, 1]
     stderr = capfd.readouterr().err
     assert "UserError: a mistake in the program" in stderr
     assert re.search(r"TransportError: rank 0 of 2 .*all_gather_linear.*peer 1", stderr)

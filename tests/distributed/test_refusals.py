@@ -21,6 +21,8 @@ from commfuse_npu.ops import (
 from tests.distributed.programs import gather_and_use
 from tests.distributed.ranks import on_ranks
 from tests.limits import PATIENT
+from tests.random_networks.case import ATTENTION, Bucket, BucketRun, Case, one_layer
+from tests.random_networks.compare import quiet, run_case
 
 Call = Callable[[], object]
 INT, LOW, FP32 = torch.int32, torch.bfloat16, torch.float32
@@ -132,77 +134,57 @@ def test_inputs_that_cannot_work_are_refused(rank: int, of: Any) -> None:
 # -------------------------------------------------------------------- ranks that disagree
 
 
-def linear(
-    *, rows: int = 4, dtype: torch.dtype = FP32, scatter: bool = False, trained: bool = True,
-    **options: Any,
-) -> None:  # fmt: skip
-    x = torch.ones(rows, 4, dtype=dtype, requires_grad=True)
-    weight = torch.ones(3, 4, dtype=dtype, requires_grad=trained)
-    op, settings = linear_reduce_scatter if scatter else all_gather_linear, LinearOptions(**options)
-    op(x, weight, transport=link(), options=settings).sum().backward()
+LINEAR, SHARDED = (partial(one_layer, op, 2) for op in ("all_gather_linear", "sharded_linear"))
+SCATTER = partial(one_layer, "linear_reduce_scatter", 2)
 
 
-scattered = partial(linear, scatter=True)
+def bucket(elements: int = 2, wide: bool = False, **options: Any) -> BucketRun:
+    return BucketRun(2, (Bucket(elements, **options),), wide=wide)
 
 
-def sharded(*, rows: int = 2, wgrad: bool = True, **options: Any) -> None:
-    x, shard = torch.ones(3, 4, requires_grad=True), torch.ones(rows, 4, requires_grad=wgrad)
-    settings = LinearOptions(**options)
-    ops.sharded_linear(x, shard, transport=link(), options=settings).sum().backward()
-
-
-def heads(*, projected: bool = False) -> None:
-    q, weight = torch.zeros(4, 1, 1, 16), torch.zeros(8, 32) if projected else None
-    ops.attention_all_to_all(q, q, q, weight, transport=link(), causal=True)
-
-
-def bucket(
-    *, elements: int = 4, dtype: torch.dtype = LOW, gather: bool = False, average: bool = False,
-    **options: Any,
-) -> None:  # fmt: skip
-    buckets, flat = Buckets(link(), LinearOptions(**options)), torch.ones(elements, dtype=dtype)
-    buckets.all_gather(flat) if gather else buckets.reduce_scatter(flat, average=average)
-
-
-def replicated(*, outputs: int = 2, limit: float = 0.0) -> None:
-    model, made = torch.nn.Linear(2, outputs), link()
-    model(torch.ones(1, 2)).sum().backward()
-    ops.clip_gradient_norm(model, limit, made) if limit else ops.average_gradients(model, made)
-
-
-DIFFER: list[tuple[Callable[..., None], dict[str, Any], dict[str, Any], str]] = [
-    (linear, {}, {"rows": 5}, "rows: . here, . there"),
-    (linear, {}, {"dtype": LOW}, "dtype: torch.[a-z0-9]+ here, torch.[a-z0-9]+ there"),
-    (linear, {}, {"scatter": True}, "operation: .*linear.* here, .*linear.* there"),
-    (linear, {}, {"schedule": Schedule(chunks=2)}, "schedule: .* chunks here, .* chunks there"),
+DIFFER: list[tuple[Case, Case, str]] = [
+    (LINEAR(), LINEAR(rows=7), "rows: .. here, .. there"),
+    (LINEAR(), LINEAR(dtype=LOW), "dtype: torch.[a-z0-9]+ here, torch.[a-z0-9]+ there"),
+    (LINEAR(), SCATTER(), "operation: .*linear.* here, .*linear.* there"),
+    (LINEAR(), LINEAR(schedule=Schedule()), "schedule: .* chunks here, .* chunks there"),
     # wgrad changes when transfers are posted, and HCCL matches messages by order.
-    (scattered, {"wgrad": "whole"}, {"wgrad": "blocks"}, "options: .*(whole|blocks).* here"),
-    (linear, {}, {"trained": False}, "wgrad: .* here, .* there"),
-    (linear, {}, {"rows": 0}, "path: .* here, .* there"),
-    (sharded, {}, {"rows": 3}, r"rows: .* here, .* there"),
-    (sharded, {}, {"wgrad": False}, "here, .* there"),
-    (replicated, {}, {"outputs": 3}, "parameters: .* here, .* there"),
-    (replicated, {"limit": 1.0}, {"limit": 2.0}, "max_norm: .* here, .* there"),
-    (heads, {}, {"projected": True}, "operation: attention_all_to_all.* here, attention"),
-    (bucket, {}, {"elements": 6}, "rows: . here, . there"),
-    (bucket, {}, {"elements": 0}, "path: [a-z_]+ here, [a-z_]+ there"),
-    (bucket, {}, {"gather": True}, "operation: [a-z_]+_bucket here, [a-z_]+_bucket"),
-    (bucket, {"gather": True}, {"gather": True, "dtype": FP32}, "dtype: torch.[a-z0-9]+ here"),
-    (bucket, {}, {"reduce_dtype": FP32}, "sum_dtype: torch.[a-z0-9]+ here, torch"),
-    (bucket, {}, {"average": True}, "options: .*(True|False).* here, .*(True|False).* there"),
-]
-"""A function, its arguments on ranks 0 and 1, and the expected message."""
+    (SCATTER(), SCATTER(wgrad="blocks"), "options: .*(whole|blocks).* here"),
+    (LINEAR(), LINEAR(weight_grad=False), "wgrad: .* here, .* there"),
+    (LINEAR(), LINEAR(rows=0), "path: .* here, .* there"),
+    (SHARDED(), SHARDED(outputs=33), r"rows: .* here, .* there"),
+    (SHARDED(), SHARDED(weight_grad=False), "here, .* there"),
+    (*(one_layer(op, 2) for op in ATTENTION[1:]), "operation: attention_all_to_all.* here, att"),
+    (bucket(), bucket(3), "rows: . here, . there"),
+    (bucket(), bucket(0), "path: [a-z_]+ here, [a-z_]+ there"),
+    (bucket(), bucket(gather=True), "operation: [a-z_]+_bucket here, [a-z_]+_bucket"),
+    (bucket(gather=True), bucket(gather=True, dtype=LOW), "dtype: torch.[a-z0-9]+ here"),
+    (bucket(dtype=LOW), bucket(wide=True, dtype=LOW), "sum_dtype: torch.[a-z0-9]+ here, torch"),
+    (bucket(), bucket(average=True), "options: .*(True|False).* here, .*(True|False).* there"),
+]  # fmt: skip
+"""What ranks 0 and 1 call, and the expected message."""
 
 
 @pytest.mark.parametrize("number", range(len(DIFFER)))
 @on_ranks(2)
 def test_ranks_that_disagree_are_told_what_about(rank: int, number: int) -> None:
-    call, first, second, words = DIFFER[number]
-    with pytest.raises(MismatchError, match=words) as caught:
-        call(**(second if rank else first))
+    *of_ranks, words = DIFFER[number]
+    with quiet(), pytest.raises(MismatchError, match=words) as caught:
+        run_case(of_ranks[rank], "fused", link())
     named = r"rank (.) and peer (?!\1). of the group call different operations"
     assert re.search(named, str(caught.value))
     assert "Nothing was sent; call the same operation on all ranks" in str(caught.value)
+
+
+@on_ranks(2)
+def test_replicated_gradients_are_of_the_same_parameters(rank: int) -> None:
+    for call, outputs, more, fact in (
+        (ops.average_gradients, 2 + rank, (), "parameters"),
+        (ops.clip_gradient_norm, 2, (1.0 + rank,), "max_norm"),
+    ):
+        model = torch.nn.Linear(2, outputs)
+        model(torch.ones(1, 2)).sum().backward()
+        with pytest.raises(MismatchError, match=f"{fact}: .* here, .* there"):
+            call(model, *more, link())
 
 
 @on_ranks(3)

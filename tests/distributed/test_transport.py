@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from types import SimpleNamespace
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -13,7 +14,7 @@ from commfuse_npu import Transport
 from commfuse_npu.ops import Buckets, all_gather_linear
 from commfuse_npu.runtime import agreement, post_time
 from commfuse_npu.runtime.gather_objects import gather_objects
-from tests.distributed.programs import gather_and_use, transport
+from tests.distributed.programs import gather_and_use, transport, watch_calls
 from tests.distributed.ranks import on_ranks
 from tests.limits import PATIENT
 
@@ -50,6 +51,23 @@ def test_what_was_transferred_is_erased_from_the_lanes_once_it_is_waited_for(ran
     assert erased == []
     handles[1].wait()
     assert erased == [(buffer.untyped_storage().data_ptr(), 2)]
+
+
+@on_ranks(3)
+def test_a_new_transport_has_all_its_links_open(rank: int) -> None:
+    """HCCL opens a link (lane, peer) at its first batch and blocks both hosts, so not within a
+    program; a collective would not open the links of batches."""
+    opened: set[tuple[int, int]] = set()
+
+    def noted(operations: list[dist.P2POp]) -> None:
+        opened.update((id(p2p.group), p2p.peer) for p2p in operations)
+
+    with pytest.MonkeyPatch.context() as patch:
+        watch_calls(patch, dist, "batch_isend_irecv", noted)
+        link = Transport.create(lanes=2, timeout=PATIENT, batched=True)
+        before = len(opened)
+        gather_and_use(link, torch.zeros(2, 1), lambda piece, rows: None, lanes=2)
+    assert len(opened) == before == 2 * 2
 
 
 # ------------------------------------------------------------------- what ranks compare with

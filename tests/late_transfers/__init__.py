@@ -1,9 +1,8 @@
-"""The ops over gloo, with every transfer completing as late as a device allows.
+"""The ops over gloo with the streams of a device, and transfers as late as HCCL may complete them.
 
-A receive buffer holds NaN until its ``wait()``.  A send buffer that changes before its ``wait()``
-is an error, because a device may read it that late.  Transfers are posted in batches, as HCCL needs
-them, unless a test asks for single posts; awaited collectives are late, too.  Kernels of the side
-stream and of transfers are checked for races (:mod:`.race_detector`), so that a missing event is
+What a device would run on several streams runs here in the order of the host, and
+:mod:`.device` reports what no event orders: a read of data that has not arrived, a write to what is
+still being sent, a sum of the side stream that nobody waits for.  So a missing wait or event is
 found in every run.
 
 The order in which HCCL matches transfers, and the absence of deadlocks, are proved

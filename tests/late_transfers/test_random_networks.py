@@ -1,39 +1,73 @@
-"""Random cases with late transfers posted in batches; more with ``--random-cases``."""
+"""Random cases on a mock device, and faults that it has to notice; more with ``--random-cases``."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from tests.late_transfers import late
-from tests.late_transfers.race_detector import Module, RaceDetector
-from tests.random_networks import compare
-from tests.random_networks.case import Case
+from commfuse_npu.plan import Schedule
+from commfuse_npu.plan.instructions import Instruction, RecordEvent, Wait, WaitEvent
+from commfuse_npu.plan.program import Program
+from tests.distributed.programs import change_programs
+from tests.late_transfers.device import device
+from tests.random_networks.case import Case, Layer, Network
+from tests.random_networks.compare import differences, quiet, run_case
 from tests.random_networks.transports import at_rest, transport_of
 
 
-def in_batches(rank: int, case: Case) -> list[str]:
-    return compare.complaints(rank, replace(case, batched=True))
-
-
-@pytest.mark.parametrize(("size", "cases"), [(2, 20), (3, 10)])
-def test_fused_is_plain(random_cases: Any, size: int, cases: int) -> None:
-    random_cases(size, cases, in_batches)
-
-
-def races(rank: int, case: Case) -> list[str]:
-    module, case = Module(), replace(case, batched=True)
-    with compare.quiet():
-        compare.run_case(case, "fused")
+def complaints(rank: int, case: Case) -> list[str]:
+    """Differences from the plain form in a bit, and races."""
+    case = replace(case, batched=True)
+    transport_of(case)
+    with quiet():
+        with device() as mock:
+            ours = run_case(case, "fused")
         at_rest(transport_of(case))
-        with late.streams_of(module), RaceDetector(module) as detector:
-            compare.run_case(case, "fused")
-    at_rest(transport_of(case))
-    return list(dict.fromkeys(detector.races))
+        plain = run_case(case, "plain")
+    return [*differences(ours, plain), *dict.fromkeys(mock.races)]
 
 
-@pytest.mark.parametrize(("size", "cases"), [(2, 10), (3, 5)])
-def test_events_order_what_streams_of_a_device_do(random_cases: Any, size: int, cases: int) -> None:
-    random_cases(size, cases, races)
+@pytest.mark.parametrize(("size", "cases"), [(2, 25), pytest.param(3, 15, marks=pytest.mark.long)])
+def test_fused_is_plain_and_events_order_all(random_cases: Any, size: int, cases: int) -> None:
+    random_cases(size, cases, complaints)
+
+
+FAULTS: dict[str, Callable[[Instruction], bool]] = {
+    "no waits": lambda step: isinstance(step, Wait),
+    "no events for the main stream": lambda step: (
+        isinstance(step, WaitEvent) and not step.on_side_stream
+    ),
+    "events of the wrong stream": lambda step: (
+        isinstance(step, RecordEvent) and step.on_side_stream
+    ),
+}
+"""The instructions that are lacking; an event is recorded on the stream that waits for it."""
+
+
+def noticed(rank: int, fault: str) -> list[str]:
+    """Complaints about two micro-batches of three layers."""
+
+    def changed(program: Program) -> Program:
+        code = []
+        for step in program.code:
+            if not FAULTS[fault](step):
+                code.append(step)
+            elif isinstance(step, RecordEvent):
+                code.append(step._replace(on_side_stream=False))
+        return replace(program, code=tuple(code))
+
+    ops = "all_gather_linear", "linear_reduce_scatter", "sharded_linear"
+    layers = tuple(Layer(op, 32, 32, schedule=Schedule(chunks=3)) for op in ops)
+    case = Network(3, layers, rows=8, micro_batches=2, rounded=True)
+    with pytest.MonkeyPatch.context() as patch:
+        change_programs(patch, changed)
+        return complaints(rank, case)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_missing_wait_or_event_is_noticed(ranks: Any, fault: str) -> None:
+    outcomes = ranks(3).outcomes(noticed, fault)
+    assert all(result.error or result.value for result in outcomes), outcomes

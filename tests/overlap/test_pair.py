@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -70,6 +71,9 @@ def moved(kind: str, x: torch.Tensor) -> torch.Tensor:
 KINDS = ("all_reduce", "gather and scatter", "all_to_all", "list", "nothing")
 
 
+checkpoint = partial(torch.utils.checkpoint.checkpoint, use_reentrant=False)
+
+
 class Model(torch.nn.Module):
     """Random layers with collectives, dropout and recomputation."""
 
@@ -85,12 +89,7 @@ class Model(torch.nn.Module):
     def forward(self, x: torch.Tensor, number: int) -> torch.Tensor:
         self.seen = number  # state of a micro-batch; a recomputation sets it again
         for at, recompute in enumerate(self.recompute):
-            if recompute:
-                x = torch.utils.checkpoint.checkpoint(
-                    self._layer, at, x, number, use_reentrant=False
-                )
-            else:
-                x = self._layer(at, x, number)
+            x = checkpoint(self._layer, at, x, number) if recompute else self._layer(at, x, number)
         return x.pow(2).mean()
 
     def _layer(self, at: int, x: torch.Tensor, number: int) -> torch.Tensor:
@@ -213,30 +212,40 @@ def test_host_waits_are_places_to_hand_over(rank: int) -> None:
     assert order == ["backward", *["the host has waited"] * 3]
 
 
+def fail() -> None:
+    raise KeyError("the transfer")
+
+
+@pytest.mark.parametrize("in_wait", [False, True])
 @pytest.mark.parametrize("at", [0, 1, 3])
 @pytest.mark.parametrize("side", [FORWARD, BACKWARD])
 @on_ranks(2)
-def test_an_error_ends_both_sides_with_its_own_name(rank: int, side: int, at: int) -> None:
-    """The named side raises at its piece ``at``."""
-    overlap = ForwardBackwardOverlap([world()])
-    ended: list[int] = []
+def test_an_error_ends_both_sides_with_its_own_name(
+    rank: int, side: int, at: int, in_wait: bool
+) -> None:
+    """The named side raises at its piece ``at``, or in the transfer after it."""
+    overlap, ended = ForwardBackwardOverlap([world()]), list[int]()
+    # Its wait fails, as if another rank had died.
+    work = SimpleNamespace(wait=fail)
+    all_reduce = transfers.handing_over(lambda x, group=None, async_op=False: work, True)
 
-    def work(me: int) -> None:
+    def run(me: int) -> None:
         try:
             for piece in range(4):
                 if (me, piece) == (side, at):
-                    raise KeyError(f"piece {piece}")
+                    all_reduce(torch.ones(2)) if in_wait else fail()
                 dist.all_reduce(torch.ones(2))
         except OtherSideError:
             ended.append(me)
             raise
 
-    with pytest.raises(KeyError, match=f"piece {at}"):
-        overlap.run(lambda: work(FORWARD), lambda: work(BACKWARD))
+    with pytest.raises(KeyError, match="the transfer"):
+        overlap.run(lambda: run(FORWARD), lambda: run(BACKWARD))
     assert active_turns() is None
     assert overlap.run(lambda: 1, lambda: 2) == (1, 2)
-    # A backward that had not begun when the forward failed does not see the error.
-    assert ended == ([] if (side, at) == (FORWARD, 0) else [1 - side])
+    # Not seen by a backward that had not begun, or by a forward that had ended.
+    unseen = (FORWARD, 0, False), (BACKWARD, 3, True)
+    assert ended == ([] if (side, at, in_wait) in unseen else [1 - side])
 
 
 @on_ranks(2)

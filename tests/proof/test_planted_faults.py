@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -24,6 +24,9 @@ from commfuse_npu.proof.cases import Case
 from commfuse_npu.proof.verify import counter_examples
 
 Group = list[Program]
+Code = list[Any]
+Fault = Callable[[Code], object]
+"""Changes the code of a rank in place."""
 
 
 def group(
@@ -36,29 +39,19 @@ def gather(**options: Any) -> Group:
     return group("gather_gemm", 2, 2, 3, None, 2, **options)
 
 
-def together(rule: str, *given: object, size: int = 3) -> Group:
-    return Case(rule, given, Schedule("collective", chunks=2), size, True).programs()
+def together(rule: str, *given: object) -> Group:
+    return Case(rule, given, Schedule("collective", chunks=2), 3, True).programs()
 
 
 def scatter(**options: Any) -> Group:
     return group("gemm_scatter", 2, 2, 4, **options)
 
 
-def at(program: Program, kind: type[Instruction], number: int = 0) -> int:
-    """The position of the instruction of this number among those of its kind."""
-    places = [k for k, instruction in enumerate(program.code) if isinstance(instruction, kind)]
-    return places[number]
-
-
-def with_code(programs: Group, rank: int, code: Sequence[Instruction]) -> Group:
-    changed = replace(programs[rank], code=tuple(code))
-    return [*programs[:rank], changed, *programs[rank + 1 :]]
-
-
-def put(programs: Group, rank: int, place: int, *instructions: Instruction) -> Group:
-    """Replace the instruction at ``place`` of a rank by ``instructions``."""
-    code = programs[rank].code
-    return with_code(programs, rank, [*code[:place], *instructions, *code[place + 1 :]])
+def changed(programs: Group, rank: int, fault: Fault) -> Group:
+    """The programs with a fault in the code of one rank."""
+    code = [*programs[rank].code]
+    fault(code)
+    return [*programs[:rank], replace(programs[rank], code=tuple(code)), *programs[rank + 1 :]]
 
 
 def replaced(value: Any, part: tuple[Any, ...], new: tuple[Any, ...]) -> Any:
@@ -69,93 +62,70 @@ def replaced(value: Any, part: tuple[Any, ...], new: tuple[Any, ...]) -> Any:
     return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
 
 
-def move(programs: Group, rank: int, place: int, to: int) -> Group:
-    code = list(programs[rank].code)
-    code.insert(to, code.pop(place))
-    return with_code(programs, rank, code)
+def at(code: Code, kind: type[Instruction], number: int = 0) -> int:
+    """The position of the instruction of this number among those of its kind."""
+    return [k for k, instruction in enumerate(code) if isinstance(instruction, kind)][number]
 
 
-def drop(kind: type[Instruction], number: int = 0) -> Callable[[Group], Group]:
-    return lambda programs: put(programs, 0, at(programs[0], kind, number))
+def move(kind: type[Instruction], number: int, to: type[Instruction], to_number: int) -> Fault:
+    """Move an instruction to the place of another one."""
+
+    def moved(code: Code) -> None:
+        place = at(code, to, to_number)
+        code.insert(place, code.pop(at(code, kind, number)))
+
+    return moved
 
 
-def swap_posts(programs: Group) -> Group:
-    first, second = at(programs[0], Post, 0), at(programs[0], Post, 1)
-    return move(programs, 0, second, first)
+def drop(kind: type[Instruction], number: int = 0) -> Fault:
+    return lambda code: code.pop(at(code, kind, number))
 
 
-def posts(**ends: Any) -> Callable[[Group], Group]:
+def change(kind: type[Instruction], number: int = 0, **fields: Any) -> Fault:
+    def to_other_values(code: Code) -> None:
+        place = at(code, kind, number)
+        values = {name: new(getattr(code[place], name)) for name, new in fields.items()}
+        code[place] = code[place]._replace(**values)
+
+    return to_other_values
+
+
+def posts(**ends: Any) -> Fault:
     """Change fields of the transfer or of the span in the ends of the first post."""
 
-    def changed(programs: Group) -> Group:
-        place = at(programs[0], Post)
-        post = programs[0].code[place]
+    def to_other_ends(code: Code) -> None:
+        place = at(code, Post)
         for way, changes in ends.items():
-            transfer, span = getattr(post, way)
-            part: Any = span if changes.keys() <= set(span._fields) else transfer
-            post = replaced(post, part, part._replace(**changes))
-        return put(programs, 0, place, post)
+            transfer, span = getattr(code[place], way)
+            part = span if changes.keys() <= set(span._fields) else transfer
+            code[place] = replaced(code[place], part, part._replace(**changes))
 
-    return changed
-
-
-def change(kind: type[Instruction], number: int = 0, **fields: Any) -> Callable[[Group], Group]:
-    def changed(programs: Group) -> Group:
-        place = at(programs[0], kind, number)
-        instruction = programs[0].code[place]
-        values = {name: new(getattr(instruction, name)) for name, new in fields.items()}
-        return put(programs, 0, place, instruction._replace(**values))
-
-    return changed
+    return to_other_ends
 
 
-def own_block_first(programs: Group) -> Group:
-    """Swap the GEMM of the own block with the other GEMM of the last columns."""
-    last, other = at(programs[0], Compute, -1), at(programs[0], Compute, -2)
-    return move(programs, 0, last, other)
-
-
-def a_send_with_a_receive(programs: Group) -> Group:
+def a_send_with_a_receive(code: Code) -> None:
     """A send and a receive in one post, though the transport posts them one by one."""
-    receive, send = (programs[0].code[at(programs[0], Post, k)] for k in (0, 2))
-    return put(programs, 0, at(programs[0], Post, 2), Post(send.send, receive.receive))
+    receive, place = code[at(code, Post)], at(code, Post, 2)
+    code[place] = Post(code[place].send, receive.receive)
 
 
-def awaits_before_it_sends(programs: Group) -> Group:
-    """Every rank waits for data that the others send only after their own wait."""
-    for rank, program in enumerate(programs):
-        wait = program.code[at(program, Wait)]
-        programs = put(programs, rank, at(program, Wait))
-        code = programs[rank].code
-        place = at(programs[rank], Post, 2)
-        programs = with_code(programs, rank, [*code[:place], wait, *code[place:]])
-    return programs
-
-
-def added_too_late(programs: Group) -> Group:
+def added_too_late(code: Code) -> None:
     """The first sum comes after the GEMM that uses the memory of its own block again."""
-    code, add = list(programs[0].code), at(programs[0], Add)
-    late = [step._replace(on_side_stream=False) for step in code[add - 1 : add + 1]]
-    gemm = at(programs[0], Compute, 2) + 1
-    return with_code(programs, 0, [*code[: add - 1], *code[add + 1 : gemm], *late, *code[gemm:]])
-
-
-def after_the_third_gemm(kind: type[Instruction], number: int) -> Callable[[Group], Group]:
-    """Move an instruction there: that GEMM uses the memory of the first one again."""
-    return lambda programs: move(
-        programs, 0, at(programs[0], kind, number), at(programs[0], Compute, 2)
-    )
+    gemm, add = at(code, Compute, 2) + 1, at(code, Add)
+    code[gemm:gemm] = [step._replace(on_side_stream=False) for step in code[add - 1 : add + 1]]
+    del code[add - 1 : add + 1]
 
 
 USED = ("gather_use", 2, 2, False)
 
-FAULTS: dict[str, tuple[Group, Callable[[Group], Group], str]] = {
+FAULTS: dict[str, tuple[Group, Fault, str]] = {
     # Pairing and order.
     "swapped posts": (
-        gather(lanes=1), swap_posts, "send of step 0 after that of step 1; there is no common",
+        gather(lanes=1), move(Post, 1, Post, 0),
+        "send of step 0 after that of step 1; there is no common",
     ),
     "swapped posts of two lanes, which only hangs while links are closed": (
-        gather(), swap_posts, "send of step 0 after that of step 1; there is no common",
+        gather(), move(Post, 1, Post, 0), "send of step 0 after that of step 1; there is no common",
     ),
     "a missing receive": (
         gather(), change(Post, receive=lambda end: None), "in batches a post is a send and a rec",
@@ -169,7 +139,7 @@ FAULTS: dict[str, tuple[Group, Callable[[Group], Group], str]] = {
         gather(batched=False), a_send_with_a_receive, "a post is a send and a receive, else one",
     ),
     "a wait before the send, on gloo": (
-        gather(batched=False), awaits_before_it_sends,
+        gather(batched=False), move(Wait, 0, Post, 2),
         "it posts the send of step 0 after it has waited for step 1",
     ),
     # Memory.
@@ -178,11 +148,11 @@ FAULTS: dict[str, tuple[Group, Callable[[Group], Group], str]] = {
         "has the dtype of sums",
     ),
     "memory used again while it is sent": (
-        scatter(chunks=4), after_the_third_gemm(Wait, 1),
+        scatter(chunks=4), move(Wait, 1, Compute, 2),
         "writes product 2 where partial for 1 chunk 0 .* leaves, and has not waited for it",
     ),
     "memory used again while the other stream adds": (
-        scatter(chunks=4), after_the_third_gemm(WaitEvent, 0), "it races with rank 0, instruct",
+        scatter(chunks=4), move(WaitEvent, 0, Compute, 2), "it races with rank 0, instruct",
     ),
     "the side stream before the rest of the device": (
         group("column_backward", 2, 2, 3, True, True), drop(WaitEvent),
@@ -238,13 +208,15 @@ FAULTS: dict[str, tuple[Group, Callable[[Group], Group], str]] = {
         "its rows are not 3 equal blocks",
     ),
     # Position of the own block.
-    "the own block not last": (scatter(chunks=2), own_block_first, "its last gemm is not that of"),
+    "the own block not last": (
+        scatter(chunks=2), move(Compute, -1, Compute, -2), "its last gemm is not that of",
+    ),
     "a wait before the own block": (
-        gather(), lambda programs: move(programs, 0, at(programs[0], Wait), 2),
+        gather(), move(Wait, 0, Compute, 0),
         "it waits before the gemm of its own block",
     ),
     "the own block not first": (
-        gather(), lambda programs: move(programs, 0, at(programs[0], Compute), 4),
+        gather(), move(Compute, 0, Compute, 1),
         "its first gemm is not that of its own block",
     ),
 }  # fmt: skip
@@ -254,5 +226,5 @@ FAULTS: dict[str, tuple[Group, Callable[[Group], Group], str]] = {
 def test_planted_faults_are_found(name: str) -> None:
     programs, fault, words = FAULTS[name]
     assert not counter_examples(programs)
-    found = counter_examples(fault(programs))
+    found = counter_examples(changed(programs, 0, fault))
     assert re.search(words, "\n".join(found), re.DOTALL), found

@@ -5,7 +5,8 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import chain, product
+from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +20,6 @@ from commfuse_npu.plan.instructions import (
     Collective,
     Compute,
     Copy,
-    Instruction,
     Post,
     RecordEvent,
     Span,
@@ -33,8 +33,9 @@ from commfuse_npu.plan.rules.pieces import gather_pieces, parts_of, scatter_piec
 from commfuse_npu.plan.schedule import RankSpec
 from commfuse_npu.proof.cases import CHUNKS, Case, cases
 from commfuse_npu.proof.verify import counter_examples
-from tests.proof.simulated import rendezvous
-from tests.proof.test_planted_faults import group, put, replaced
+from commfuse_npu.proof.verify_log import verify_logs
+from commfuse_npu.runtime.order_log import OrderLog
+from tests.proof.test_planted_faults import Code, changed, group, replaced
 
 
 def long(*sizes: int) -> list[Any]:
@@ -48,32 +49,24 @@ def long(*sizes: int) -> list[Any]:
         *long(3, 4, *range(6, 17)),
     ],
 )
-def test_every_rule_holds(size: int, chunks: Sequence[int]) -> None:
+def test_every_rule_holds(tmp_path: Path, size: int, chunks: Sequence[int]) -> None:
+    """Each set of programs is proved; one run of all is simulated by the rules of HCCL and gloo."""
+    logs = [OrderLog(tmp_path, rank, size) for rank in range(size)]
     for case in cases(size, chunks):
         programs = case.programs()
         assert counter_examples(programs) == [], str(case)
-        assert rendezvous([programs]) is None, str(case)
+        for log, program in zip(logs, programs, strict=True):
+            transport = log.transport(range(size), case.batched)  # its links are not open yet
+            entry = log.program(transport, program, str(case), "torch.float32")
+            for at, step in enumerate(program.code):
+                if isinstance(step, Post | Collective | Wait):
+                    entry("at", at)
+            entry("finish")
         RULES[case.rule].cache_clear()
-
-
-@pytest.mark.parametrize("size", [2, 3, 4])
-def test_several_may_be_under_way_on_the_same_lanes(size: int) -> None:
-    """Operations that are in flight together, like buckets, or in turn."""
-    for lanes, chunks, batched in product((1, 2, 3), (1, 2), (False, True)):
-        make = partial(group, size=size, lanes=lanes, chunks=chunks, batched=batched)
-        buckets = [make("bucket_scatter", 4, 1, 1), make("bucket_scatter", 6, 2, 2)]
-        buckets += [make("bucket_gather", 4), make("bucket_gather", 6)]
-        layers = [make("sharded_forward", 4, 2), make("sharded_backward", 4, 2, True, True)]
-        linear = [make("gather_gemm", 4, 2, 3, None, 2), make("gemm_scatter", 4, 2, 4)]
-        for operations in (buckets, layers, linear, [*layers, *buckets]):
-            assert rendezvous(operations) is None
-
-
-def test_a_rank_that_begins_in_another_order_gets_other_data() -> None:
-    gathers, scatters = group("bucket_gather", 4), group("bucket_scatter", 4, 1, 1)
-    crossed = [[gathers[0], scatters[1], scatters[2]], [scatters[0], gathers[1], gathers[2]]]
-    words = "wrong data: rank 2 sends partial for 0 from rank 2 to rank 0 (step 0, lane 0)"
-    assert words in str(rendezvous(crossed))
+    for log in logs:
+        log.close()
+    verdict = verify_logs([tmp_path])
+    assert (verdict.faults, verdict.notes) == ([], [])
 
 
 def test_slots_that_share_elements_are_refuted(monkeypatch) -> None:
@@ -136,43 +129,41 @@ def _spans(program: Program) -> list[tuple[int, Span]]:
     ]
 
 
-def left_out(data: st.DataObject, program: Program) -> tuple[int, list[Instruction]]:
+def left_out(data: st.DataObject, program: Program, code: Code) -> None:
     """Drop any instruction that accesses memory or orders others."""
     orders = Wait | RecordEvent | WaitEvent
     needed = {place for place, _ in _spans(program)}
-    needed |= {place for place, step in enumerate(program.code) if isinstance(step, orders)}
-    return data.draw(st.sampled_from(sorted(needed))), []
+    needed |= {place for place, step in enumerate(code) if isinstance(step, orders)}
+    del code[data.draw(st.sampled_from(sorted(needed)))]
 
 
-def other_rows(data: st.DataObject, program: Program) -> tuple[int, list[Instruction]]:
+def other_rows(data: st.DataObject, program: Program, code: Code) -> None:
     """Shift any span of any instruction by one row."""
     place, span = data.draw(st.sampled_from(_spans(program)))
     moved = span._replace(start=span.start + 1, stop=span.stop + 1)
-    return place, [replaced(program.code[place], span, moved)]
+    code[place] = replaced(code[place], span, moved)
 
 
-def another_transfer(data: st.DataObject, program: Program) -> tuple[int, list[Instruction]]:
+def another_transfer(data: st.DataObject, program: Program, code: Code) -> None:
     """Change any field of a transfer in any post or collective."""
-    code = program.code
     places = [k for k, transfer in enumerate(code) if isinstance(transfer, Post | Collective)]
     assume(places)
     place = data.draw(st.sampled_from(places))
     _, (transfer, _) = data.draw(st.sampled_from(code[place].ends))
     field = data.draw(st.sampled_from(["step", "lane", "source", "target", "piece"]))
     value = getattr(transfer, field)
-    changed = f"{value}, perhaps" if field == "piece" else value + 1
-    return place, [replaced(code[place], transfer, transfer._replace(**{field: changed}))]
+    other = f"{value}, perhaps" if field == "piece" else value + 1
+    code[place] = replaced(code[place], transfer, transfer._replace(**{field: other}))
 
 
 @pytest.mark.parametrize("fault", [left_out, other_rows, another_transfer])
-def test_any_fault_is_noticed(fault: Callable[..., tuple[int, list[Instruction]]]) -> None:
+def test_any_fault_is_noticed(fault: Callable[[st.DataObject, Program, Code], None]) -> None:
     @settings(max_examples=150, deadline=None, derandomize=True)
     @given(case=st.sampled_from(_RANDOM), data=st.data())
     def noticed(case: Case, data: st.DataObject) -> None:
         programs = case.programs()
         rank = data.draw(st.integers(0, case.size - 1))
-        place, instead = fault(data, programs[rank])
-        details = str(case), str(programs[rank]), place
-        assert counter_examples(put(programs, rank, place, *instead)), details
+        faulty = changed(programs, rank, partial(fault, data, programs[rank]))
+        assert counter_examples(faulty), (str(case), str(programs[rank]), str(faulty[rank]))
 
     noticed()

@@ -21,9 +21,9 @@ Layout = Literal["plain", "transposed", "sliced", "offset", "expanded"]
 
 Recompute = Literal["no", "reentrant", "non_reentrant"]
 
-Form = Literal["fused", "plain", "unsplit", "exact"]
+Form = Literal["fused", "plain", "exact"]
 """How a case is computed: by the fused op; by its formula, or by collectives in the same pieces; by
-collectives on whole matrices; by the formula in fp64."""
+the formula in fp64."""
 
 FROM_SHARD = ("all_gather_linear", "linear_all_to_all", "linear_all_reduce", "sharded_linear")
 """Ops whose input on a rank is a shard of the sequence."""
@@ -60,6 +60,7 @@ class Layer:
         wide: ``reduce_dtype`` is fp32.
         flag: Megatron's ``grad_added_to_main_grad``.
         mask: kind of attention mask, see :mod:`tests.attention_masks`.
+        trained: which of the heads ``q``, ``k`` and ``v`` get a gradient.
     """
 
     op: str
@@ -73,6 +74,7 @@ class Layer:
     schedule: Schedule = Schedule()
     wgrad: Wgrad = "whole"
     wide: bool = False
+    collectives_from: int | None = None
     main_grad: torch.dtype | None = None
     flag: bool = False
     recompute: Recompute = "no"
@@ -80,6 +82,7 @@ class Layer:
     keys: int = 2
     mask: str = "full"
     scale: float | None = None
+    trained: str = "qkv"
 
 
 @dataclass(frozen=True)

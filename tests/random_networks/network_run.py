@@ -91,17 +91,16 @@ class Call:
         wide = torch.float32 if layer.wide else None
         keywords: dict[str, Any] = {}
         main_grad = layer.main_grad is not None
-        keywords["options"] = LinearOptions(layer.schedule, wide, layer.wgrad, main_grad)
+        keywords["options"] = LinearOptions(
+            layer.schedule, wide, layer.wgrad, main_grad, collectives_from=layer.collectives_from
+        )
         if layer.op in ATTENTION:
             keywords["scale"] = layer.scale
         if self.by_formula:
             return keywords | {"group": self.link.group}
         if self.form == "fused":
             return keywords | {"transport": self.link}
-        same_pieces = self.form == "plain"
-        return keywords | {
-            "transport": CollectiveTransport(self.link.group, same_pieces=same_pieces)
-        }
+        return keywords | {"transport": CollectiveTransport(self.link.group, same_pieces=True)}
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         layer = self.layer
@@ -110,7 +109,12 @@ class Call:
         sizes = layer.mask, x.shape[0], x.shape[1]
         mask = {"shown": seen(*sizes)} if self.by_formula else mask_arguments(*sizes)
         heads = x.unflatten(-1, (-1, HEAD_FEATURES))
-        parts = heads.split([layer.queries, layer.keys, layer.keys], 2)
+        parts = [
+            part if name in layer.trained else part.detach()
+            for name, part in zip(
+                "qkv", heads.split([layer.queries, layer.keys, layer.keys], 2), strict=True
+            )
+        ]
         if self.weight is None:
             return self.op(*parts, **self.keywords, **mask)
         return self.op(*parts, self.weight, self.bias, **self.keywords, **mask)

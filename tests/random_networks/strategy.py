@@ -84,6 +84,9 @@ def _layers(
     )
     if op in ATTENTION:
         keys = draw(st.sampled_from((1, 2)))
+        # A reentrant checkpoint refuses outputs without gradients.
+        some = [] if layer.recompute == "reentrant" else ["", "q", "k", "qv", "kv"]
+        heads = st.sampled_from(["qkv"] * 6 + some)
         layer = replace(
             layer,
             inputs=(2 + 2 * keys) * HEAD_FEATURES,
@@ -91,6 +94,7 @@ def _layers(
             keys=keys,
             mask=draw(st.sampled_from(("full", "causal", *MASKS))),
             scale=draw(st.sampled_from((None, None, 0.3))),
+            trained=draw(heads),
         )
     rounds = rounded or op == "attention_linear_reduce_scatter"
     if rounds and layer.schedule.shape == "two_level":
@@ -109,7 +113,10 @@ def _layers(
     if op == "sharded_linear":
         return layer
     if op in _TENSOR_PARALLEL:
-        layer = replace(layer, wgrad=draw(st.sampled_from(("whole", "blocks"))))
+        # With rounding Megatron's order gives the bits of whole GEMMs, not of the same pieces.
+        least = None if rounded else draw(st.sampled_from((None, None, 1)))
+        wgrad = draw(st.sampled_from(("whole", "blocks")))
+        layer = replace(layer, wgrad=wgrad, collectives_from=least)
     if layer.weight_grad and draw(_often()):
         main_grad = draw(st.sampled_from(_DTYPES))
         layer = replace(layer, main_grad=main_grad, flag=draw(st.booleans()))
@@ -134,7 +141,9 @@ def _networks(draw: st.DrawFn, size: int, first: str) -> Network:
     for _ in range(draw(st.sampled_from((0, 0, 0, 1, 2)))):
         if not branches:
             whole = _is_whole(whole, layers[-1])
-        op = draw(st.sampled_from(FROM_WHOLE if whole else FROM_SHARD))
+        # Megatron's pair: the input of the first is gathered again in the backward of the second.
+        pair = ["linear_reduce_scatter"] * 6 * (layers[-1].op == "all_gather_linear" and whole)
+        op = draw(st.sampled_from((*FROM_WHOLE, *pair) if whole else FROM_SHARD))
         layers.append(draw(_layers(op, size, lanes, dtype, rounded)))
     small = st.sampled_from((4, 6)) if rounded else st.integers(1, 6)
     rows = draw(st.one_of(small, st.integers(4 if rounded else 1, 40), st.sampled_from((48, 64))))
@@ -170,25 +179,31 @@ def _networks(draw: st.DrawFn, size: int, first: str) -> Network:
 @st.composite
 def _bucket_runs(draw: st.DrawFn, size: int) -> BucketRun:
     lanes = draw(st.integers(1, LANES))
-    wide = draw(_often())
+    wide, rounded = draw(_often()), draw(st.booleans())
+    schedule = draw(_schedules(size, lanes))
+    if rounded and schedule.shape == "two_level":
+        schedule = replace(schedule, node_size=size)
     dtypes = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
     buckets = []
     for _ in range(draw(st.integers(1, 5))):
         elements = draw(st.one_of(st.integers(0, 9), st.integers(0, 200)))
+        elements += rounded and elements % 2  # else gloo adds some in the order of another block
         gather = draw(st.booleans())
         if gather:
             dtype = draw(st.sampled_from((*dtypes, torch.int64)))
             buckets.append(Bucket(elements, gather, dtype))
         else:
-            average, scale = draw(st.booleans()), draw(st.sampled_from((1.0, 0.5, 2.0)))
+            average, scale = draw(st.booleans()), draw(st.sampled_from((1.0, 0.5, 2.0, 0.3)))
+            scale = scale if rounded else max(0.5, scale)
             buckets.append(Bucket(elements, gather, draw(st.sampled_from(dtypes)), average, scale))
     return BucketRun(
         size,
         tuple(buckets),
         seed=draw(st.integers(0, 1 << 16)),
-        schedule=draw(_schedules(size, lanes)),
+        schedule=schedule,
         wide=wide,
         scratch_bytes=draw(st.sampled_from((1 << 20, 0, 100))),
         lanes=lanes,
         batched=draw(st.booleans()),
+        rounded=rounded,
     )

@@ -1,4 +1,4 @@
-"""The streams from which tensors are erased, with a mock of torch_npu."""
+"""The device and backend of a group, and the streams from which tensors are erased."""
 
 from __future__ import annotations
 
@@ -8,9 +8,36 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
+from commfuse_npu.runtime.collectives import device_backend
 from commfuse_npu.runtime.device_streams import LaneStreams
 
+
+@pytest.mark.parametrize(
+    ("backend", "expected"),
+    [
+        ("gloo", ("cpu", "gloo")),
+        ("nccl", ("cuda", "nccl")),
+        ("hccl", ("npu", "hccl")),
+        ("cpu:gloo,npu:hccl", ("npu", "hccl")),
+        ("npu:hccl,cpu:gloo", ("npu", "hccl")),
+        ("own_backend", ("cpu", "own_backend")),
+    ],
+)
+def test_the_device_and_its_backend(monkeypatch, backend: str, expected: object) -> None:
+    """Backends as torch_npu registers HCCL, and as a CPU backend registers itself."""
+    devices = {**dist.Backend.backend_capability, "hccl": ["npu"], "own_backend": ["cpu"]}
+    monkeypatch.setattr(dist.Backend, "backend_capability", devices)
+    assert device_backend(backend) == expected
+
+
+def test_a_backend_that_nobody_registered() -> None:
+    with pytest.raises(ValueError, match=r"'hccl' is unknown to torch.distributed, .*gloo"):
+        device_backend("hccl")
+
+
+# With a mock of torch_npu.
 NPU: Any = SimpleNamespace(type="npu", index=3)
 
 
