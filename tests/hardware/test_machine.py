@@ -68,7 +68,7 @@ def test_a_collective_is_a_launch_and_four_events_and_a_batch_a_post() -> None:
         simulated = Group(machine, 2).simulate(
             variant, lambda rank: column(rank, "x", 8, 8, 8), steady=True
         )
-        return simulated.host
+        return simulated.host(machine)
 
     assert host(REFERENCE) == 1 + 400 + 1
     assert host(fused(1)) == 10 + 2 * 1

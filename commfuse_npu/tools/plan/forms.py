@@ -156,7 +156,7 @@ def _costs(
     if min(hardware.npus_per_node, launch.config.npus_per_node) < tp:
         raise NotSimulated(f"a group of {tp} spans nodes of {hardware.npus_per_node} NPUs")
     forms = {FORMS[form][0]: form for form in simulated_forms(figures, training) if form in FORMS}
-    if tp > 1 and training.sequence_parallel:
+    if tp > 1 and training.shape.sequence_parallel:
         forms[_FUSED] = MEGATRON
         if launch.config.block_rows >= least:
             forms[_FUSED] = fused(

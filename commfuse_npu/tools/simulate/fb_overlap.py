@@ -25,7 +25,7 @@ _Piece = tuple[range, HandOverPoint]
 """Operations up to a possible hand-over, and that point."""
 
 
-def pair(rank: Rank, shape: LayerShape, layers: int, *, recomputes: bool = False) -> None:
+def pair(rank: Rank, shape: LayerShape, layers: int, recomputes: bool = False) -> None:
     """Add the forward of ``layers`` layers, and the backward of as many of another micro-batch.
 
     Args:

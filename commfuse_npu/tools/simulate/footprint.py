@@ -130,7 +130,7 @@ def _kept(training: Training, kind: Kind) -> float:
     rows = shape.rows / shape.ranks
     split = shape.inner * shape.ranks + shape.qkv + (shape.halves + 1) * shape.dense * shape.ranks
     if shape.latent is not None:
-        split += shape.latent.kept
+        split += shape.latent.kept(shape.ranks)
     size = shape.held * 4 * shape.hidden + rows * split
     if experts := shape.experts:
         sent = shape.held * experts.each

@@ -106,7 +106,9 @@ class Timed:
     @property
     def tokens(self) -> Range:
         """Tokens per second and NPU."""
-        return Range.of([self.training.tokens_per_second(seconds) for seconds in self.seconds])
+        model, npus = self.training.model, self.training.layout.npus
+        tokens = model.seq_length * model.global_batch_size
+        return Range.of([tokens / (seconds * npus) for seconds in self.seconds])
 
     def row(self, mark: str = "") -> tuple[str, ...]:
         """The cells of a table; ``mark`` goes around the form."""

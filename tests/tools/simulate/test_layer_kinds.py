@@ -14,10 +14,9 @@ import pytest
 from commfuse_npu.hardware.machine import ITEM_BYTES, Level, Machine
 from commfuse_npu.plan import Schedule
 from commfuse_npu.tools.simulate import fb_overlap, llama
-from commfuse_npu.tools.simulate.context_parallel import ContextParallel
+from commfuse_npu.tools.simulate.attention import Latent, attend
 from commfuse_npu.tools.simulate.experts import Experts
 from commfuse_npu.tools.simulate.group import Group
-from commfuse_npu.tools.simulate.latent import Latent
 from commfuse_npu.tools.simulate.links import Links
 from commfuse_npu.tools.simulate.llama import LayerShape
 from commfuse_npu.tools.simulate.rank import Rank
@@ -116,7 +115,7 @@ def test_attention_is_two_products_over_half_of_the_scores() -> None:
 
 @pytest.mark.parametrize("queries", [0, 12])
 def test_latent_attention_makes_narrow_rows_once_and_wide_ones_by_heads(queries: int) -> None:
-    latent = Latent(heads=8, queries=queries, keys=10, own=4, rotary=2, value=6, ranks=TP)
+    latent = Latent(heads=8, queries=queries, keys=10, own=4, rotary=2, value=6)
     held, wide = TOKENS // TP, 8 * 6 // TP
     flops = held * HIDDEN * (10 + 2) + TOKENS * 10 * 8 * (4 + 6) // TP
     if queries:
@@ -157,17 +156,13 @@ H, QKV, KEY_VALUE, BLOCK = 64, 96, 16, 120
 
 
 def context_parallel(size: int, tp: int = 1, groups: int = 64, ring: bool = False) -> LayerShape:
-    context = ContextParallel(size, tp, KEY_VALUE, groups, ulysses=not ring)
-    return LayerShape(BLOCK, size * BLOCK, 1, H, 128, QKV, 100, tp, context=context)
+    more = {"groups": groups, "ulysses": not ring}
+    return LayerShape(BLOCK, size * BLOCK, 1, H, 128, QKV, 100, tp, **more)
 
 
 def attended(machine: Machine, shape: LayerShape, way: int, variant: Variant = MEGATRON) -> float:
     def build(rank: Rank) -> None:
-        assert shape.context is not None
-        sizes = shape.rows, shape.qkv // shape.ranks, shape.inner
-        factor = llama.BACKWARD_ATTENTION if way else 1.0
-        alone = shape.attention(machine, factor)
-        shape.context.attend(rank, way, alone, *sizes)
+        attend(rank, shape, way)
 
     return Group(machine, shape.ranks).simulate(variant, build).seconds
 
