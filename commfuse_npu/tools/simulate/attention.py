@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING
 
 from commfuse_npu.hardware.machine import ITEM_BYTES, Machine
 from commfuse_npu.tools.simulate.group import Group, collective_seconds
-from commfuse_npu.tools.simulate.links import Links
-from commfuse_npu.tools.simulate.rank import EVENTS, Rank
+from commfuse_npu.tools.simulate.launches import Links
+from commfuse_npu.tools.simulate.rank import EVENTS, RING, Rank
 
 if TYPE_CHECKING:
     from commfuse_npu.tools.simulate.llama import LayerShape
@@ -136,7 +136,7 @@ def attend(rank: Rank, shape: LayerShape, way: int) -> None:
         for remaining in reversed(range(shape.contexts)):
             before = waits
             if remaining:
-                waits = rank.ring(transfer, before)
+                waits = rank.send(RING, transfer, [(rank.rank, rank.rank)], before, 0)
             each, events = seconds / shape.contexts, EVENTS * passed
             rank.compute(name, each, before, _ROUND[way], posts=passed, events=events)
 

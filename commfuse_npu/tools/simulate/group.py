@@ -12,8 +12,7 @@ from functools import lru_cache
 
 from commfuse_npu.hardware.machine import Machine
 from commfuse_npu.tools.simulate.engine import Timeline, simulate
-from commfuse_npu.tools.simulate.launches import Operation, fold
-from commfuse_npu.tools.simulate.links import Links
+from commfuse_npu.tools.simulate.launches import Links, Operation, fold
 from commfuse_npu.tools.simulate.rank import Rank
 from commfuse_npu.tools.simulate.variants import REFERENCE, Variant
 

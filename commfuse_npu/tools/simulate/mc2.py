@@ -68,10 +68,12 @@ class _Kernel:
         rank, size = self.rank, numbers * ITEM_BYTES * self.slowed
         if not self.ring or rank.size == 2:
             return rank.collective(name, size, launches=launches, sums=sums)
-        rounds, waits = min(rank.size - 1, _ROUNDS), tuple[int, ...]()
+        n, waits = rank.size, tuple[int, ...]()
+        rounds = min(n - 1, _ROUNDS)
+        neighbors = [((rank.rank + 1) % n, (rank.rank - 1) % n)]
         for number in range(rounds):
-            part = size * (rank.size - 1) / rounds
-            waits = rank.around(name, part, waits, 0 if number else launches)
+            part, posts = size * (n - 1) / rounds, launches * (not number)
+            waits = rank.send(name, part, neighbors, waits, posts)
         return waits
 
 

@@ -44,8 +44,7 @@ from commfuse_npu.plan.instructions import (
 )
 from commfuse_npu.plan.program import Program
 from commfuse_npu.plan.schedule import RankSpec, Schedule
-from commfuse_npu.tools.simulate.launches import ASIDE, COMPUTE, Key, Message, Operation
-from commfuse_npu.tools.simulate.links import Links
+from commfuse_npu.tools.simulate.launches import ASIDE, COMPUTE, Key, Links, Message, Operation
 from commfuse_npu.tools.simulate.variants import Variant, Way, direct
 
 __all__ = ["EVENTS", "RING", "Rank", "rest"]
@@ -171,31 +170,19 @@ class Rank:
         if sums:
             size *= self.machine.summed(self.size)
         hops = direct(self.size, self.links.members_per_node).hops(self.rank, self.size, "first")
-        return self._pass(name, size, [(hop.target, hop.source) for hop in hops], (), launches)
-
-    def around(
-        self, name: str, size: float, after: Iterable[int], launches: int
-    ) -> tuple[int, ...]:
-        """One round of a ring: send ``size`` bytes to the next rank, receive from the previous."""
-        ends = (self.rank + 1) % self.size, (self.rank - 1) % self.size
-        return self._pass(name, size, [ends], after, launches)
+        return self.send(name, size, [(hop.target, hop.source) for hop in hops], (), launches)
 
     def elsewhere(self, name: str, seconds: float, launches: int = 1) -> tuple[int, ...]:
         """Collectives of another group that take ``seconds``; returns what to wait for."""
-        return self._pass(name, seconds, [(self.rank, self.rank)], (), launches)
+        return self.send(name, seconds, [(self.rank, self.rank)], (), launches)
 
-    def ring(self, seconds: float, after: Iterable[int]) -> tuple[int, ...]:
-        """A pass of :data:`RING`, to a rank of another group; its host time is that of the work."""
-        return self._pass(RING, seconds, [(self.rank, self.rank)], after, 0, RING)
-
-    def _pass(
+    def send(
         self,
         name: str,
         size: float,
         ends: Sequence[tuple[int, int]],
         after: Iterable[int],
         launches: int,
-        lane: str = _COLLECTIVE,
     ) -> tuple[int, ...]:
         """Send ``size`` bytes to the first rank of each pair and receive them from the second.
 
@@ -207,7 +194,7 @@ class Rank:
         for step, (target, source) in enumerate(ends):
             sends.append(Message((*key, step, me), me, target, size))
             receives.append(Message((*key, step, source), source, me, size))
-        host = launches, 0, EVENTS * launches
+        lane, host = RING if name == RING else _COLLECTIVE, (launches, 0, EVENTS * launches)
         exchange = Operation(name, lane, 0.0, tuple(sends), tuple(receives), (), *host)
         return self._exchange(exchange, after)[:1]
 

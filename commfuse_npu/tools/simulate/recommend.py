@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from operator import attrgetter
+from itertools import product
 from typing import NamedTuple
 
 from commfuse_npu.config_file import ConfigError
 from commfuse_npu.hardware.description import Hardware
 from commfuse_npu.tools.model_config import ModelConfig
 from commfuse_npu.tools.simulate.footprint import USABLE, footprint, limit
-from commfuse_npu.tools.simulate.links import PlacementError
+from commfuse_npu.tools.simulate.launches import PlacementError
 from commfuse_npu.tools.simulate.pipeline import interleaves
 from commfuse_npu.tools.simulate.step import Layout, Recompute, Step, Training
 from commfuse_npu.tools.simulate.timed import Timed, timed
@@ -86,7 +86,7 @@ def recommend(
     _check_npus(hardware, npus, fixed)
     sequence = sequence or model.seq_length
     batch = micro_batch or model.micro_batch_size
-    machine, seconds = hardware.machine(), attrgetter("seconds")
+    machine, most = hardware.machine(), limit(hardware)
     choices: tuple[Recompute, ...] = (fixed.recompute,) if fixed.recompute else ("none", "full")
     refused: dict[str, list[str]] = {}
     candidates: list[_Candidate] = []
@@ -99,11 +99,7 @@ def recommend(
                 setup = training(model, layout, sequence, micro_batch=batch, recompute=choice)
                 step = Step(machine, setup)
                 exact = [f for f in forms(machine, setup) if f.flags is not None and f.exact]
-                fitting = [
-                    form
-                    for form in exact
-                    if footprint(setup, form, hardware).total <= limit(hardware)
-                ]
+                fitting = [form for form in exact if footprint(setup, form, hardware).total <= most]
                 found += [_Candidate(step.time(form), setup, form) for form in fitting]
                 if fitting == exact:
                     break  # recomputation makes room; without that need it is never faster
@@ -114,28 +110,28 @@ def recommend(
             # Reasons that differ only in their numbers count as one.
             kind = " ".join(word for word in reason.split() if not any(c.isdigit() for c in word))
             refused.setdefault(kind, []).append(reason)
-    candidates.sort(key=seconds)
+    candidates.sort(key=lambda candidate: candidate.seconds)
     by_layout: dict[Layout, _Candidate] = {}
     for candidate in candidates:
         # Layouts that differ only in their chunks are one.
         by_layout.setdefault(candidate.training.layout._replace(vpp=1), candidate)
     best = list(by_layout.values())
-    counts = [
+    counts = "; ".join(
         f"{len(reasons)} x {reasons[0]}"
         + ", and the like" * (len(reasons) > 1 and reasons[0] != kind)
         for kind, reasons in sorted(refused.items(), key=lambda item: -len(item[1]))
-    ]
+    )
     if not best:
         raise NoLayoutError(
             f"no layout of {npus} NPUs fits {sequence} tokens and a global batch of "
-            f"{model.global_batch_size}: {'; '.join(counts)}; take another --npus, a shorter "
+            f"{model.global_batch_size}: {counts}; take another --npus, a shorter "
             "--sequence-length, another --micro-batch, or leave sizes open"
         )
     with_and_without = {row.form.ours: row for row in reversed(candidates)}
     shown = {id(row) for row in (*best[:_RANKED], *with_and_without.values())}
     rows = [timed(row.training, row.form, hardware) for row in candidates if id(row) in shown]
-    fits = f"{len(best)} layouts fit {limit(hardware) / 2**30:.1f} GiB ({USABLE:.0%} of an NPU)"
-    return rows, "; not: ".join([fits, *(["; ".join(counts)] * bool(counts))])
+    fits = f"{len(best)} layouts fit {most / 2**30:.1f} GiB ({USABLE:.0%} of an NPU)"
+    return rows, f"{fits}; not: {counts}" if counts else fits
 
 
 def _check_npus(hardware: Hardware, npus: int, fixed: Fixed) -> None:
@@ -151,13 +147,12 @@ def _check_npus(hardware: Hardware, npus: int, fixed: Fixed) -> None:
             f"--npus {npus} is more than a host of {host} and not whole hosts; choose {below} or "
             f"{below + host}"
         )
-    sizes = ("tp", "cp", "pp")
-    sizes_given = {f"--{name}": size for name in sizes if (size := getattr(fixed, name))}
-    product = math.prod(sizes_given.values())
-    if npus % product:
-        factors = " times ".join(f"{option} {size}" for option, size in sizes_given.items())
+    sizes = {f"--{name}": size for name, size in fixed._asdict().items() if isinstance(size, int)}
+    given = math.prod(sizes.values())
+    if npus % given:
+        factors = " times ".join(f"{option} {size}" for option, size in sizes.items())
         raise ValueError(
-            f"--npus {npus} is not divisible by {factors} = {product}; choose others, or leave "
+            f"--npus {npus} is not divisible by {factors} = {given}; choose others, or leave "
             "them open"
         )
 
@@ -176,18 +171,16 @@ def _layouts(
     stages = model.pipeline_model_parallel_size
     if stages not in pps and not fixed.pp:
         pps.append(stages)
-    for tp in tps:
-        for cp in cps:
-            for pp in pps:
-                dp, remainder = divmod(npus, tp * cp * pp)
-                if remainder:
-                    continue
-                yield Layout(tp, cp, dp, pp)
-                batches = model.global_batch_size // (micro_batch * dp)
-                even = pp != stages or model.num_layer_list is None
-                for vpp in _INTERLEAVED if even and pp > 1 else ():
-                    if model.num_layers % (pp * vpp) == 0 and interleaves(pp, vpp, batches):
-                        yield Layout(tp, cp, dp, pp, vpp)
+    for tp, cp, pp in product(tps, cps, pps):
+        dp, remainder = divmod(npus, tp * cp * pp)
+        if remainder:
+            continue
+        yield Layout(tp, cp, dp, pp)
+        batches = model.global_batch_size // (micro_batch * dp)
+        even = pp != stages or model.num_layer_list is None
+        for vpp in _INTERLEAVED if even and pp > 1 else ():
+            if model.num_layers % (pp * vpp) == 0 and interleaves(pp, vpp, batches):
+                yield Layout(tp, cp, dp, pp, vpp)
 
 
 def _divisors(number: int) -> list[int]:

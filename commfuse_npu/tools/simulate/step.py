@@ -5,6 +5,12 @@ represents all of them.  A stage is the sum of its layers, the pipeline follows 
 dependencies, and data-parallel buckets overlap with the layers.  A step of 4,096 NPUs therefore
 costs hardly more to simulate than one of 8.
 
+With ``--overlap-grad-reduce`` and ``--overlap-param-gather`` the gradients of a bucket (fp32) are
+reduce-scattered during the backward of earlier layers, and its parameters (bf16) all-gathered
+during the forward of earlier layers.  Buckets are transferred one at a time; the end of the
+gradients and the start of the parameters remain exposed.  Reductions are free here: a collective
+adds while it copies.
+
 Not modeled, for lack of figures: transfers of different groups do not slow each other down where
 they share links (between nodes they mostly do not), and switches do not block.
 
@@ -13,22 +19,27 @@ Results are cached by all their inputs, so that layouts, stages and variants sha
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 from commfuse_npu.hardware.machine import ITEM_BYTES, Machine
 from commfuse_npu.tools.simulate import fb_overlap, llama
-from commfuse_npu.tools.simulate.data_parallel import GRADIENT_BYTES, Weights, exposed
 from commfuse_npu.tools.simulate.group import Group, Simulated, collective_seconds
-from commfuse_npu.tools.simulate.links import PlacementError
+from commfuse_npu.tools.simulate.launches import PlacementError
 from commfuse_npu.tools.simulate.llama import LayerShape
 from commfuse_npu.tools.simulate.pipeline import one_forward_one_backward, side_by_side
 from commfuse_npu.tools.simulate.training import Kind, Layout, Recompute, Training
 from commfuse_npu.tools.simulate.variants import MEGATRON, Variant
 
-__all__ = ["LayerTime", "Layout", "Recompute", "Step", "Training"]
+__all__ = ["LayerTime", "Layout", "Recompute", "Step", "Training", "Weights", "buckets",
+           "exposed_end"]  # fmt: skip
+
+
+_GRADIENT_BYTES = 4
+"""Gradients are summed in fp32."""
 
 
 class LayerTime(NamedTuple):
@@ -205,7 +216,7 @@ class Step:
                 continue
             collective = partial(collective_seconds, Group(self.machine, ranks, stride=stride))
             how = training.overlaps, training.distributed
-            late, early = exposed(layers, ranks, collective, *how)
+            late, early = _exposed(layers, ranks, collective, *how)
             tail, start = tail + late, start + early
         return tail, start
 
@@ -236,4 +247,73 @@ class Step:
             everyone, experts = training.of_layers(stage)
             everyone += training.table if stage in (0, last) else 0.0
             parameters = max(parameters, training.with_states(everyone, experts))
-        return self.machine.memory(parameters * (2 * 12 + GRADIENT_BYTES + ITEM_BYTES))
+        return self.machine.memory(parameters * (2 * 12 + _GRADIENT_BYTES + ITEM_BYTES))
+
+
+# ------------------------------------------------------------------------ buckets
+
+
+class Weights(NamedTuple):
+    """Weights of a layer: parameters on one NPU, and the layer's seconds forward and backward."""
+
+    parameters: float
+    forward: float = 0.0
+    backward: float = 0.0
+
+
+def _exposed(
+    layers: Sequence[Weights],
+    ranks: int,
+    collective: Callable[[float], float],
+    overlaps: tuple[bool, bool],
+    distributed: bool,
+) -> tuple[float, float]:
+    """Exposed seconds of the transfers of gradients and of parameters.
+
+    Args:
+        layers: from first to last.
+        ranks: of the data-parallel group.
+        collective: seconds of a collective, by bytes per block.
+        overlaps: whether gradients are reduced during the backward, and parameters gathered during
+            the forward; otherwise those transfers are fully exposed.
+        distributed: whether a rank keeps only the sums of its shard and gathers parameters;
+            otherwise the sums are gathered after the backward.
+    """
+    order = buckets(layers, ranks)
+    parameters, forward, backward = (
+        [sum(layer[at] for layer in bucket) for bucket in order] for at in range(3)
+    )
+    shards = [math.ceil(numbers / ranks) for numbers in parameters]
+    out = [collective(shard * _GRADIENT_BYTES) for shard in shards]
+    back = [collective(shard * ITEM_BYTES) for shard in shards]
+    late = exposed_end(backward, out) if overlaps[0] else sum(out)
+    if not distributed:
+        return late + sum(out), 0.0
+    return late, exposed_end(forward, back) if overlaps[1] else sum(back)
+
+
+def buckets(layers: Sequence[Weights], ranks: int) -> list[list[Weights]]:
+    """Layers by bucket, in backward order; Megatron's default size (core 0.12) closes one."""
+    limit = max(40_000_000, 1_000_000 * ranks)
+    groups: list[list[Weights]] = [[]]
+    for layer in reversed(layers):
+        groups[-1].append(layer)
+        if sum(layer.parameters for layer in groups[-1]) >= limit:
+            groups.append([])
+    return [bucket for bucket in groups if bucket]
+
+
+def exposed_end(work: Sequence[float], transfers: Sequence[float]) -> float:
+    """Seconds from the end of the backward to the end of the last reduce-scatter.
+
+    With time reversed, the same are the seconds that the first forward waits for parameters.
+
+    Args:
+        work, transfers: seconds of each bucket's layers in that direction, and of its transfer, in
+            the order in which the buckets become ready.
+    """
+    time = link = 0.0
+    for seconds, transfer in zip(work, transfers, strict=True):
+        time += seconds
+        link = max(link, time) + transfer
+    return link - time

@@ -40,7 +40,7 @@ from typing import TYPE_CHECKING, Literal
 
 from commfuse_npu.hardware.machine import Machine, min_outputs_to_hide
 from commfuse_npu.plan import Schedule, default_chunks, default_shape, min_rows_to_fuse
-from commfuse_npu.tools.simulate.links import Links
+from commfuse_npu.tools.simulate.launches import Links
 from commfuse_npu.tools.simulate.mc2 import RANKS
 
 if TYPE_CHECKING:
@@ -129,12 +129,9 @@ def fused(
     ways = tuple(replace(schedule, chunks=count) for count in tuned)
     if (schedule.lanes or 1) > 1 and schedule.shape == "shifted":
         ways += tuple(replace(way, shape="collective", lanes=1) for way in ways)
-    name, flags = "commfuse", "--use-commfuse"
-    if tuned:
-        name, flags = "commfuse-tuned", f"{flags} --commfuse-tuning on"
-    if rounded:
-        name = "commfuse-rounded"
-        flags += " --commfuse-wgrad blocks --commfuse-reduce-dtype float32"
+    name = "commfuse-rounded" if rounded else "commfuse-tuned" if tuned else "commfuse"
+    flags = "--use-commfuse" + " --commfuse-tuning on" * bool(tuned)
+    flags += " --commfuse-wgrad blocks --commfuse-reduce-dtype float32" * rounded
     way = ways[0] if ways else schedule
     return Variant(name, "fused", way, rounded, collectives_from, ways, flags=flags)
 
@@ -161,12 +158,8 @@ def forms(machine: Machine, training: Training) -> tuple[Variant, ...]:
         launched = fused(usual, collectives_from=min_outputs_to_hide(machine, tp))
         if rows < min_rows_to_fuse(tp, shape.hidden):
             launched = replace(MEGATRON, name=launched.name, flags=launched.flags)
-        ways += COC
-        ways += [COC_FUSED] if tp == members == 8 else []
-        ways += [MC2] if tp == members and tp in RANKS else []
-        ways += [
-            launched,
-            fused(base, tuned=_CHUNKS),
-            fused(base, tuned=_CHUNKS, rounded=True),
-        ]
+        ways += [*COC, *[COC_FUSED] * (tp == members == 8)]
+        ways += [MC2] * (tp == members and tp in RANKS)
+        tuned = [fused(base, tuned=_CHUNKS, rounded=rounded) for rounded in (False, True)]
+        ways += [launched, *tuned]
     return (*ways, FB_OVERLAP, COMPUTE_ONLY)

@@ -13,9 +13,8 @@ from commfuse_npu.plan import Schedule
 from commfuse_npu.tools.simulate import llama
 from commfuse_npu.tools.simulate.engine import simulate
 from commfuse_npu.tools.simulate.group import Group, Simulated
-from commfuse_npu.tools.simulate.launches import ASIDE, COMPUTE, Message, Operation
+from commfuse_npu.tools.simulate.launches import ASIDE, COMPUTE, Links, Message, Operation
 from commfuse_npu.tools.simulate.linear import column
-from commfuse_npu.tools.simulate.links import Links
 from commfuse_npu.tools.simulate.llama import LayerShape
 from commfuse_npu.tools.simulate.rank import Rank
 from commfuse_npu.tools.simulate.variants import FB_OVERLAP, Variant

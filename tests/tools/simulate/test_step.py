@@ -14,10 +14,9 @@ from commfuse_npu.hardware.description import Hardware
 from commfuse_npu.plan import Schedule
 from commfuse_npu.tools.model_config import ModelConfig
 from commfuse_npu.tools.simulate import step as step_module
-from commfuse_npu.tools.simulate.data_parallel import Weights, buckets, exposed_end
 from commfuse_npu.tools.simulate.footprint import Footprint, footprint
 from commfuse_npu.tools.simulate.pipeline import one_forward_one_backward
-from commfuse_npu.tools.simulate.step import Layout, Recompute, Step
+from commfuse_npu.tools.simulate.step import Layout, Recompute, Step, Weights, buckets, exposed_end
 from commfuse_npu.tools.simulate.training import training
 from commfuse_npu.tools.simulate.variants import (
     COMPUTE_ONLY,

@@ -23,8 +23,7 @@ from commfuse_npu.plan.program import Program
 from commfuse_npu.plan.rules import column_backward, gather_gemm, gemm_scatter
 from commfuse_npu.plan.schedule import RankSpec
 from commfuse_npu.tools.simulate import linear, llama
-from commfuse_npu.tools.simulate.launches import ASIDE, COMPUTE, Operation
-from commfuse_npu.tools.simulate.links import Links
+from commfuse_npu.tools.simulate.launches import ASIDE, COMPUTE, Links, Operation
 from commfuse_npu.tools.simulate.llama import LayerShape
 from commfuse_npu.tools.simulate.rank import Rank, rest
 from commfuse_npu.tools.simulate.variants import Variant

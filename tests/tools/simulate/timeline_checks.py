@@ -15,8 +15,7 @@ from collections.abc import Sequence
 
 from commfuse_npu.tools.simulate.engine import Moved, Span
 from commfuse_npu.tools.simulate.group import Simulated
-from commfuse_npu.tools.simulate.launches import Operation
-from commfuse_npu.tools.simulate.links import LinkId
+from commfuse_npu.tools.simulate.launches import LinkId, Operation
 
 _SLACK = 1e-9
 """Relative to the time of the step; events are added up in floating point."""
