@@ -16,10 +16,9 @@ from commfuse_npu.tools.plan.launch import AskedLaunch
 from commfuse_npu.tools.plan.obstacles import INSIDE_KERNELS, Obstacles, obstacles
 from commfuse_npu.tools.plan.training import NotSimulated, in_use, roughly, training_of
 from commfuse_npu.tools.simulate.footprint import footprint, limit
-from commfuse_npu.tools.simulate.launch_options import FORMS
 from commfuse_npu.tools.simulate.step import Step
 from commfuse_npu.tools.simulate.training import Training
-from commfuse_npu.tools.simulate.variants import COC, FB_OVERLAP, MEGATRON, fused
+from commfuse_npu.tools.simulate.variants import COC, FB_OVERLAP, FORMS, MEGATRON, fused
 from commfuse_npu.tools.simulate.variants import forms as simulated_forms
 
 __all__ = ["Form", "LaunchPlan", "plan_launch"]

@@ -9,9 +9,8 @@ from commfuse_npu.tools.plan.launch import AskedLaunch
 from commfuse_npu.tools.plan.obstacles import model_chunks
 from commfuse_npu.tools.simulate.attention import Latent
 from commfuse_npu.tools.simulate.experts import Experts
-from commfuse_npu.tools.simulate.launch_options import FORMS
 from commfuse_npu.tools.simulate.training import Kind, Training, layer_shape
-from commfuse_npu.tools.simulate.variants import Variant
+from commfuse_npu.tools.simulate.variants import FORMS, Variant
 
 __all__ = ["NotSimulated", "form_of", "in_use", "roughly", "training_of"]
 

@@ -4,9 +4,8 @@ The simulated programs are those that the transport executes.  Nothing here is m
 imports torch.  Modules, from the top down::
 
     command               the subcommand ``simulate``
-    recommend             the search of ``plan``
+    recommend             the search of ``plan``, and its result as flags and as a configuration
     timed                 a training in a form: time, memory, ranges, verdict;  lanes  its picture
-    launch_options        a form as launch flags and as a configuration
     step                  a training step: stages, micro-batches, buckets, optimizer
     training              a model in its layout;  pipeline, footprint
     llama, fb_overlap     a layer, forward and backward, operation by operation;  attention, experts

@@ -16,11 +16,10 @@ from commfuse_npu.tools.option_types import Parser, new_file, positive, refuse, 
 from commfuse_npu.tools.outputs import write_output
 from commfuse_npu.tools.report.drawing import draw, lacking
 from commfuse_npu.tools.simulate.lanes import layer_picture
-from commfuse_npu.tools.simulate.launch_options import launching
 from commfuse_npu.tools.simulate.step import Layout, Step
 from commfuse_npu.tools.simulate.timed import CORNERS, as_json, best, show, timed
 from commfuse_npu.tools.simulate.training import training
-from commfuse_npu.tools.simulate.variants import MEGATRON, REFERENCE, forms
+from commfuse_npu.tools.simulate.variants import MEGATRON, REFERENCE, forms, launching
 from commfuse_npu.tools.terminal import tell
 
 __all__ = ["main"]

@@ -14,9 +14,8 @@ from typing import Any, NamedTuple
 from commfuse_npu.hardware.description import Choice, Hardware
 from commfuse_npu.tools.markdown import table_row
 from commfuse_npu.tools.simulate.footprint import USABLE, Footprint, footprint, limit
-from commfuse_npu.tools.simulate.launch_options import launching
 from commfuse_npu.tools.simulate.step import Step, Training
-from commfuse_npu.tools.simulate.variants import COMPUTE_ONLY, REFERENCE, Variant
+from commfuse_npu.tools.simulate.variants import COMPUTE_ONLY, REFERENCE, Variant, launching
 from commfuse_npu.tools.terminal import print_verdict
 
 __all__ = ["CORNERS", "Range", "Timed", "as_json", "best", "ratio", "show", "table", "timed",

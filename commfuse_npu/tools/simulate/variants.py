@@ -46,8 +46,9 @@ from commfuse_npu.tools.simulate.mc2 import RANKS
 if TYPE_CHECKING:
     from commfuse_npu.tools.simulate.training import Training
 
-__all__ = ["COC", "COC_FUSED", "COMPUTE_ONLY", "FB_OVERLAP", "MC2", "MEGATRON", "REFERENCE", "Kind",
-           "Variant", "Way", "direct", "forms", "fused"]  # fmt: skip
+__all__ = ["COC", "COC_FUSED", "COMPUTE_ONLY", "FB_OVERLAP", "FORMS", "MC2", "MEGATRON",
+           "REFERENCE", "Kind", "Variant", "Way", "direct", "forms", "fused",
+           "launching"]  # fmt: skip
 
 Kind = Literal["compute", "plain", "megatron", "sliced", "kernel", "mc2", "fused", "fb_overlap"]
 
@@ -103,6 +104,17 @@ COC = tuple(
 COC_FUSED = Variant("coc-fused", "kernel", flags="--use-ascend-coc --coc-fused-kernel")
 MC2 = Variant("mc2", "mc2", flags="--use-ascend-mc2")
 FB_OVERLAP = Variant("commfuse-fb", "fb_overlap", flags="--commfuse-fb-overlap")
+FORMS = {
+    form: (title, form.flags or "")
+    for form, title in (
+        (MEGATRON, "Megatron's order"),
+        *((form, f"CoC in {form.way} slices") for form in COC),
+        (COC_FUSED, "CoC's kernel"),
+        (MC2, "MC2"),
+        (FB_OVERLAP, "forward-backward overlap"),
+    )
+}
+"""The forms besides fused layers that can be launched: description and flags."""
 
 
 def direct(size: int, members_per_node: int) -> Schedule:
@@ -134,6 +146,14 @@ def fused(
     flags += " --commfuse-wgrad blocks --commfuse-reduce-dtype float32" * rounded
     way = ways[0] if ways else schedule
     return Variant(name, "fused", way, rounded, collectives_from, ways, flags=flags)
+
+
+def launching(form: Variant, training: Training) -> list[str]:
+    """The ``pretrain_gpt.py`` options of a form; none for Megatron's own order."""
+    words, layout = (form.flags or "").split(), training.layout
+    if form == FB_OVERLAP and layout.pp > 1 and layout.vpp == 1:
+        words.append("--commfuse-fb-overlap-memory")
+    return words
 
 
 def forms(machine: Machine, training: Training) -> tuple[Variant, ...]:

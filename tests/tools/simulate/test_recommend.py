@@ -21,8 +21,14 @@ from commfuse_npu.tools.model_config import ModelConfig
 from commfuse_npu.tools.plan.launch import ask_about
 from commfuse_npu.tools.plan.obstacles import obstacles
 from commfuse_npu.tools.simulate.footprint import footprint, limit
-from commfuse_npu.tools.simulate.launch_options import options, planned, write_plan
-from commfuse_npu.tools.simulate.recommend import Fixed, NoLayoutError, recommend
+from commfuse_npu.tools.simulate.recommend import (
+    Fixed,
+    NoLayoutError,
+    options,
+    planned,
+    recommend,
+    write_plan,
+)
 from commfuse_npu.tools.simulate.step import Layout, Step
 from commfuse_npu.tools.simulate.timed import best, table
 from commfuse_npu.tools.simulate.training import training
