@@ -15,7 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from commfuse_npu.hardware.machine import ITEM_BYTES, Machine
+from commfuse_npu.hardware.machine import ITEM_BYTES
 from commfuse_npu.tools.simulate.group import Group, collective_seconds
 from commfuse_npu.tools.simulate.launches import Links
 from commfuse_npu.tools.simulate.rank import EVENTS, RING, Rank
@@ -132,7 +132,10 @@ def attend(rank: Rank, shape: LayerShape, way: int) -> None:
         # Backward, gradients of keys and values go around, too.
         passed, waits = 1 + way, tuple[int, ...]()
         numbers = passed * shape.rows * 2 * shape.key_value / shape.ranks
-        transfer = _pass(rank.machine, shape, float(numbers * ITEM_BYTES))
+        # On the slowest links of the ring.
+        links, size = Links(rank.machine, shape.contexts, shape.ranks), numbers * ITEM_BYTES
+        levels = [links.level(at, (at + 1) % shape.contexts) for at in range(shape.contexts)]
+        transfer = max(level.latency + size / level.rate for level in levels)
         for remaining in reversed(range(shape.contexts)):
             before = waits
             if remaining:
@@ -152,12 +155,3 @@ def _exchange(rank: Rank, shape: LayerShape, name: str, numbers: float, collecti
     group = Group(rank.machine, shape.contexts, shape.ranks)
     seconds = collective_seconds(group, numbers / shape.contexts * ITEM_BYTES)
     rank.need(rank.elsewhere(f"exchange of {name}", seconds, collectives))
-
-
-def _pass(machine: Machine, shape: LayerShape, size: float) -> float:
-    """Seconds to send ``size`` bytes to the next rank, on the slowest links of the ring."""
-    links = Links(machine, shape.contexts, shape.ranks)
-    levels = [machine.inside] if links.members_per_node > 1 else []
-    if links.spans_nodes and machine.between is not None:
-        levels.append(machine.between)
-    return max(level.latency + size / level.rate for level in levels)

@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 from commfuse_npu.hardware.machine import ITEM_BYTES, Machine
 from commfuse_npu.tools.simulate import fb_overlap, llama
 from commfuse_npu.tools.simulate.group import Group, Simulated, collective_seconds
-from commfuse_npu.tools.simulate.launches import PlacementError
+from commfuse_npu.tools.simulate.launches import Links
 from commfuse_npu.tools.simulate.llama import LayerShape
 from commfuse_npu.tools.simulate.pipeline import one_forward_one_backward, side_by_side
 from commfuse_npu.tools.simulate.training import Kind, Layout, Recompute, Training
@@ -223,18 +223,10 @@ class Step:
     @property
     def _between_stages(self) -> float:
         """Seconds to send a block of activations to the next stage."""
-        machine, layout, shape = self.machine, self.training.layout, self.training.shape
+        layout, shape = self.training.layout, self.training.shape
         if layout.pp == 1:
             return 0.0
-        level, npus = machine.inside, layout.npus // layout.pp
-        if npus >= machine.npus_per_node:
-            if machine.between is None:
-                raise PlacementError(
-                    f"{layout.pp} pipeline stages of {npus} NPUs span nodes of "
-                    f"{machine.npus_per_node}, and this machine has no links between nodes; choose "
-                    "another --hardware"
-                )
-            level = machine.between
+        level = Links(self.machine, 2, layout.npus // layout.pp).level(0, 1)
         return level.latency + shape.block * shape.row_bytes / level.rate
 
     @property

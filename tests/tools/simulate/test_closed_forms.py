@@ -246,6 +246,13 @@ def test_a_row_backward_hides_its_gather_behind_what_it_may_compute(c: float, t:
     assert blocks == pytest.approx(max(c, t) + c)
 
 
+def test_a_weight_gradient_by_blocks_is_added_up_in_fp32() -> None:
+    machine = ideal(rate=math.inf, hbm_bandwidth=1.0)
+    whole, blocks = (row(machine, 2, fused(1, rounded=by), 0.0, BLOCK) for by in (False, True))
+    # Both blocks read and write a sum of 4 bytes, one product of all rows writes 2.
+    assert blocks - whole == pytest.approx((2 * 2 * 4 - 2) * FEATURES**2)
+
+
 # ------------------------------------------------------------------- MC2's tiling
 
 
