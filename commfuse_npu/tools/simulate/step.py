@@ -212,12 +212,9 @@ class Step:
             (everyone, layout.dp * layout.cp, layout.tp),
             (experts, training.expert_replicas, training.expert_stride),
         ):
-            if ranks == 1 or not layers:
-                continue
-            collective = partial(collective_seconds, Group(self.machine, ranks, stride=stride))
-            how = training.overlaps, training.distributed
-            late, early = _exposed(layers, ranks, collective, *how)
-            tail, start = tail + late, start + early
+            if ranks > 1 and layers:
+                late, early = _exposed(training, layers, Group(self.machine, ranks, stride))
+                tail, start = tail + late, start + early
         return tail, start
 
     @property
@@ -253,35 +250,23 @@ class Weights(NamedTuple):
     backward: float = 0.0
 
 
-def _exposed(
-    layers: Sequence[Weights],
-    ranks: int,
-    collective: Callable[[float], float],
-    overlaps: tuple[bool, bool],
-    distributed: bool,
-) -> tuple[float, float]:
-    """Exposed seconds of the transfers of gradients and of parameters.
+def _exposed(training: Training, layers: Sequence[Weights], group: Group) -> tuple[float, float]:
+    """Exposed seconds of the transfers of gradients and of parameters; layers from first to last.
 
-    Args:
-        layers: from first to last.
-        ranks: of the data-parallel group.
-        collective: seconds of a collective, by bytes per block.
-        overlaps: whether gradients are reduced during the backward, and parameters gathered during
-            the forward; otherwise those transfers are fully exposed.
-        distributed: whether a rank keeps only the sums of its shard and gathers parameters;
-            otherwise the sums are gathered after the backward.
+    Transfers that do not overlap are fully exposed.  Without a distributed optimizer a rank keeps
+    all sums instead of those of its shard: they are gathered after the backward.
     """
-    order = buckets(layers, ranks)
+    order = buckets(layers, group.size)
     parameters, forward, backward = (
         [sum(layer[at] for layer in bucket) for bucket in order] for at in range(3)
     )
-    shards = [math.ceil(numbers / ranks) for numbers in parameters]
-    out = [collective(shard * _GRADIENT_BYTES) for shard in shards]
-    back = [collective(shard * ITEM_BYTES) for shard in shards]
-    late = exposed_end(backward, out) if overlaps[0] else sum(out)
-    if not distributed:
+    shards = [math.ceil(numbers / group.size) for numbers in parameters]
+    out = [collective_seconds(group, shard * _GRADIENT_BYTES) for shard in shards]
+    back = [collective_seconds(group, shard * ITEM_BYTES) for shard in shards]
+    late = exposed_end(backward, out) if training.overlaps[0] else sum(out)
+    if not training.distributed:
         return late + sum(out), 0.0
-    return late, exposed_end(forward, back) if overlaps[1] else sum(back)
+    return late, exposed_end(forward, back) if training.overlaps[1] else sum(back)
 
 
 def buckets(layers: Sequence[Weights], ranks: int) -> list[list[Weights]]:
