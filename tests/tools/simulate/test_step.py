@@ -19,6 +19,7 @@ from commfuse_npu.tools.simulate.pipeline import one_forward_one_backward
 from commfuse_npu.tools.simulate.step import Layout, Recompute, Step, Weights, buckets, exposed_end
 from commfuse_npu.tools.simulate.training import training
 from commfuse_npu.tools.simulate.variants import (
+    COC,
     COMPUTE_ONLY,
     FB_OVERLAP,
     MEGATRON,
@@ -216,3 +217,5 @@ def test_lanes_and_what_is_gathered_take_memory_for_communication() -> None:
     blocks = communication(Schedule(lanes=1), rounded=True)
     assert blocks - few == 4 * H * VOCABULARY / 8
     assert memory(Layout(8, 1, 1, 1)).communication == 2 * rows + communicator
+    # Slices have a copy that restores the order of rows.
+    assert memory(Layout(8, 1, 1, 1), COC[0]).communication == 3 * rows + communicator
