@@ -90,14 +90,15 @@ def test_a_layer_of_experts() -> None:
     compute, plain = (sum(ways(shape, variant, ranks=1)) for variant in (COMPUTE_ONLY, MEGATRON))
     assert compute <= pair < plain
 
-    def launches(experts: Experts) -> int:
+    def launches(part: Callable[[Rank, int, int], None]) -> int:
         rank = Rank(Links(ideal(), 1), 0, MEGATRON)
-        experts.forward(rank, TOKENS, HIDDEN)
+        part(rank, TOKENS, HIDDEN)
         return sum(operation.launches for operation in rank.finish())
 
-    # Without grouped GEMMs the experts are launched one by one.
-    one_by_one = replace(EXPERTS, grouped=False)
-    assert launches(one_by_one) - launches(EXPERTS) == 3 * (EXPERTS.local - 1)
+    # Without grouped GEMMs the experts are launched one by one, and their gradients added up.
+    one_by_one, local = replace(EXPERTS, grouped=False), EXPERTS.local
+    assert launches(one_by_one.forward) - launches(EXPERTS.forward) == 3 * (local - 1)
+    assert launches(one_by_one.backward) - launches(EXPERTS.backward) == 7 * local - 5
 
 
 def test_attention_is_two_products_over_half_of_the_scores() -> None:
