@@ -9,7 +9,7 @@ ended, the other runs to its end.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from operator import le
 from typing import NamedTuple
@@ -22,6 +22,7 @@ __all__ = [
     "best_order",
     "duration",
     "strict_turns",
+    "turns",
 ]
 
 FORWARD, BACKWARD = 0, 1
@@ -92,20 +93,25 @@ def strict_turns(sides: Sides) -> Order:
     return forward, backward
 
 
+def turns(order: Order) -> Iterator[tuple[int, int]]:
+    """The side and the number of each piece of work, which ends at the point with this number."""
+    side, at = FORWARD, [0, 0]
+    while at != [len(points) for points in order]:
+        number = at[side]
+        if number < len(order[side]):
+            yield side, number
+            at[side] += 1
+            if not order[side][number]:
+                continue
+        side = 1 - side
+
+
 def duration(sides: Sides, order: Order) -> float:
     """Seconds until both sides have ended; the forward runs first."""
-    state, side, at = _State(), FORWARD, [0, 0]
-    while True:
-        if at[side] == len(sides[side]):
-            if at[1 - side] == len(sides[1 - side]):
-                return max(state.now, *state.due)
-            side = 1 - side
-            continue
-        number = at[side]
+    state = _State()
+    for side, number in turns(order):
         state = state.after(side, sides[side][number])
-        at[side] += 1
-        if order[side][number]:
-            side = 1 - side
+    return max(state.now, *state.due)
 
 
 class _Way(NamedTuple):

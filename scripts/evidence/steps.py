@@ -155,7 +155,7 @@ def report(steps: Sequence[Measured], left_out: Sequence[str], hardware: Hardwar
         limit = "host" if simulated(step, free) < _HOST_LIMIT * milliseconds else "device"
         half = "fitted" if step.family in of_fit else "predicted"
         memory = footprint(step.training, step.form, hardware).first_step / 2**20
-        layout, experts = step.training.layout, step.training.experts
+        layout, experts = step.training.layout, step.training.shape.experts
         sizes = layout.tp, layout.pp, layout.cp, experts.parallel if experts else 1
         cells = [
             *(step.name, " ".join(map(str, sizes)), step.form.name, limit),

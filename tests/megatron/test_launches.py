@@ -17,7 +17,7 @@ from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.spec_utils import build_module
 
 from commfuse_npu.tools.simulate import llama
-from commfuse_npu.tools.simulate.links import Links
+from commfuse_npu.tools.simulate.launches import Links
 from commfuse_npu.tools.simulate.llama import LayerShape
 from commfuse_npu.tools.simulate.rank import Rank
 from commfuse_npu.tools.simulate.variants import Variant

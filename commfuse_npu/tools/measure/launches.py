@@ -29,8 +29,8 @@ from commfuse_npu.tools.launch_script.short_run import (
     torchrun_here,
 )
 from commfuse_npu.tools.quartiles import Range, quartiles
-from commfuse_npu.tools.simulate.launch_options import FORMS as LAUNCHED
 from commfuse_npu.tools.simulate.variants import COC, COC_FUSED, FB_OVERLAP, MC2, MEGATRON
+from commfuse_npu.tools.simulate.variants import FORMS as LAUNCHED
 
 __all__ = [
     "FORMS",

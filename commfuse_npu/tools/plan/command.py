@@ -20,8 +20,14 @@ from commfuse_npu.tools.option_types import Parser, new_file, refuse, whole, wri
 from commfuse_npu.tools.plan.forms import plan_launch
 from commfuse_npu.tools.plan.launch import ask_about
 from commfuse_npu.tools.plan.npu_profile import find_profiles, plan_profile
-from commfuse_npu.tools.simulate.launch_options import check_target, options, write_plan
-from commfuse_npu.tools.simulate.recommend import Fixed, NoLayoutError, recommend
+from commfuse_npu.tools.simulate.recommend import (
+    Fixed,
+    NoLayoutError,
+    check_target,
+    options,
+    recommend,
+    write_plan,
+)
 from commfuse_npu.tools.simulate.timed import as_json, best, show
 from commfuse_npu.tools.terminal import print_verdict, tell
 

@@ -20,10 +20,9 @@ from commfuse_npu.tools.plan.launch import (
 )
 from commfuse_npu.tools.plan.obstacles import INSIDE_KERNELS, Judged, Obstacles, obstacles
 from commfuse_npu.tools.simulate.footprint import footprint, limit
-from commfuse_npu.tools.simulate.launch_options import FORMS
 from commfuse_npu.tools.simulate.step import Step
 from commfuse_npu.tools.simulate.training import Training
-from commfuse_npu.tools.simulate.variants import COC, FB_OVERLAP, MEGATRON, fused
+from commfuse_npu.tools.simulate.variants import COC, FB_OVERLAP, FORMS, MEGATRON, fused
 from commfuse_npu.tools.simulate.variants import forms as simulated_forms
 from commfuse_npu.tools.terminal import table_row
 
@@ -161,7 +160,7 @@ def _costs(
     if min(hardware.npus_per_node, launch.config.npus_per_node) < tp:
         raise NotSimulated(f"a group of {tp} spans nodes of {hardware.npus_per_node} NPUs")
     forms = {FORMS[form][0]: form for form in simulated_forms(figures, training) if form in FORMS}
-    if tp > 1 and training.sequence_parallel:
+    if tp > 1 and training.shape.sequence_parallel:
         forms[_FUSED] = MEGATRON
         if launch.config.block_rows >= least:
             forms[_FUSED] = fused(

@@ -13,11 +13,10 @@ from commfuse_npu.tools.launch_script import UsageError
 from commfuse_npu.tools.launch_script.launch import Launch, read_launch
 from commfuse_npu.tools.launch_script.options import Options
 from commfuse_npu.tools.model_config import ModelConfig, known_options
+from commfuse_npu.tools.simulate.attention import Latent
 from commfuse_npu.tools.simulate.experts import Experts
-from commfuse_npu.tools.simulate.latent import Latent
-from commfuse_npu.tools.simulate.launch_options import FORMS
-from commfuse_npu.tools.simulate.training import Kind, Training
-from commfuse_npu.tools.simulate.variants import Variant
+from commfuse_npu.tools.simulate.training import Kind, Training, layer_shape
+from commfuse_npu.tools.simulate.variants import FORMS, Variant
 
 __all__ = [
     "AskedLaunch",
@@ -188,7 +187,7 @@ def training_of(launch: AskedLaunch) -> Training:
         raise NotSimulated(
             f"--context-parallel-algo {model.context_parallel_algo} is not simulated"
         )
-    latent = _latent(options, model.tensor_model_parallel_size, model.num_attention_heads)
+    latent = _latent(options, model.num_attention_heads)
     if latent is not None and model.context_parallel_size > 1:
         raise NotSimulated("latent attention with context parallelism is not simulated")
     experts = _experts(launch)
@@ -203,18 +202,22 @@ def training_of(launch: AskedLaunch) -> Training:
         raise UsageError(f"--recompute-granularity is {granularity!r}; give full or selective")
     recompute = granularity == "full"
     vpp = model_chunks(options, model.pipeline_model_parallel_size)
-    return Training(
+    shape = layer_shape(
         model,
-        "full" if recompute else "none",
-        vpp=vpp,
-        recomputed=_recomputed(options, vpp) if recompute else None,
-        kinds=_kinds(options, model.num_layers),
-        experts=experts,
-        latent=latent,
         head=0 if latent else options.number("--kv-channels", 0),
+        latent=latent,
+        experts=experts,
         gated="--swiglu" in options,
         causal=options.text("--attention-mask-type") != "general",
         sequence_parallel=model.uses_sequence_parallel,
+    )
+    return Training(
+        model,
+        shape,
+        _kinds(options, model.num_layers),
+        "full" if recompute else "none",
+        vpp=vpp,
+        recomputed=_recomputed(options, vpp) if recompute else None,
         distributed="--use-distributed-optimizer" in options,
         overlaps=("--overlap-grad-reduce" in options, "--overlap-param-gather" in options),
         reuses="--reuse-fp32-param" in options,
@@ -291,9 +294,9 @@ def _experts(launch: AskedLaunch) -> Experts | None:
     )
 
 
-def _latent(options: Options, tensor: int, heads: int) -> Latent | None:
+def _latent(options: Options, heads: int) -> Latent | None:
     if "--multi-latent-attention" not in options:
         return None
     widths = ("q-lora-rank", "kv-lora-rank", "qk-head-dim", "qk-pos-emb-head-dim", "v-head-dim")
     queries, keys, own, rotary, value = (options.number(f"--{name}", 0) for name in widths)
-    return Latent(heads, queries, keys, own, rotary, value, tensor)
+    return Latent(heads, queries, keys, own, rotary, value)

@@ -4,16 +4,14 @@ The simulated programs are those that the transport executes.  Nothing here is m
 imports torch.  Modules, from the top down::
 
     command               the subcommand ``simulate``
-    recommend             the search of ``plan``
+    recommend             the search of ``plan``, and its result as flags and as a configuration
     timed                 a training in a form: time, memory, ranges, verdict;  lanes  its picture
-    launch_options        a form as launch flags and as a configuration
     step                  a training step: stages, micro-batches, buckets, optimizer
-    training              a model in its layout;  pipeline, data_parallel, footprint
-    llama, context_parallel, fb_overlap   a layer, forward and backward, operation by operation;
-                          experts, latent  replace parts of it
+    training              a model in its layout;  pipeline, footprint
+    llama, fb_overlap     a layer, forward and backward, operation by operation;  attention, experts
     linear, mc2           the tensor-parallel linear layers in every form;  variants  the forms
     group                 the ranks of a group, or one rank if all do the same
     rank                  plain collectives and compiled programs as launches
     engine                discrete-event simulation
-    launches, links       operations and messages; which transfers share a link
+    launches              operations and messages; which transfers share a link
 """

@@ -6,6 +6,7 @@ import argparse
 import re
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from commfuse_npu.config_file import ConfigError, find_config
@@ -15,11 +16,10 @@ from commfuse_npu.tools.drawing import draw, lacking
 from commfuse_npu.tools.model_config import ModelConfig
 from commfuse_npu.tools.option_types import Parser, new_file, positive, refuse, whole, write_output
 from commfuse_npu.tools.simulate.lanes import layer_picture
-from commfuse_npu.tools.simulate.launch_options import launching
 from commfuse_npu.tools.simulate.step import Layout, Step
 from commfuse_npu.tools.simulate.timed import CORNERS, as_json, best, show, timed
 from commfuse_npu.tools.simulate.training import training
-from commfuse_npu.tools.simulate.variants import MEGATRON, REFERENCE, forms
+from commfuse_npu.tools.simulate.variants import MEGATRON, REFERENCE, forms, launching
 from commfuse_npu.tools.terminal import tell
 
 __all__ = ["main"]
@@ -49,18 +49,13 @@ def _parser() -> argparse.ArgumentParser:
         subject.add_argument(
             f"--{name}", type=whole(), help=f"{meaning}-parallel size; the model's by default"
         )
-    subject.add_argument(
-        "--sequence-length",
-        type=whole(1, _MOST_TOKENS),
-        help="the model's by default",
-        metavar="S",
-    )
-    subject.add_argument("--micro-batch", type=whole(), help="sequences; the model's by default")
-    subject.add_argument(
-        "--micro-batches",
-        type=whole(1, _MOST_MICRO_BATCHES),
-        help="per step and replica; by default what the model's global batch gives",
-    )
+    for name, most, meaning in (
+        ("sequence-length", _MOST_TOKENS, "tokens; the model's by default"),
+        ("micro-batch", _MOST_TOKENS, "sequences; the model's by default"),
+        ("micro-batches", _MOST_MICRO_BATCHES, "per step and replica; by default what the model's "
+         "global batch gives"),
+    ):  # fmt: skip
+        subject.add_argument(f"--{name}", type=whole(1, most), metavar="N", help=meaning)
     subject.add_argument("--recompute", choices=("none", "full"), default="none")
     subject.add_argument(
         "--ulysses",
@@ -74,20 +69,16 @@ def _parser() -> argparse.ArgumentParser:
         "tensor-parallel reduce-scatters; CommFuse always does",
     )
     how = parser.add_argument_group("how")
-    how.add_argument(
-        "--launch-us",
-        type=positive,
-        metavar="US",
-        help="microseconds for which a launch keeps the host, and a batch as many more, instead of "
-        "the description's",
-    )
-    how.add_argument(
-        "--post-us",
-        type=positive,
-        metavar="US",
-        help="microseconds for which a point-to-point batch keeps the host, posted and waited for, "
-        "instead of the description's",
-    )
+    for name, meaning in (
+        ("launch", "a launch keeps the host, and a batch as many more,"),
+        ("post", "a point-to-point batch keeps the host, posted and waited for,"),
+    ):
+        how.add_argument(
+            f"--{name}-us",
+            type=positive,
+            metavar="US",
+            help=f"microseconds for which {meaning} instead of the description's",
+        )
     how.add_argument(
         "--typical", action="store_true", help="typical figures only, no ranges; 5 times as fast"
     )
@@ -160,9 +151,7 @@ def _main(arguments: argparse.Namespace) -> int:
         layer = layer_picture(Step(hardware.machine(), setup), shown)
         draw(layer, f"{title}, {hardware.name}, simulated", path)
 
-    def figures(path: Path) -> None:
-        write_json(path, as_json(rows, hardware, arguments.model), indent=1)
-
+    figures = partial(write_json, content=as_json(rows, hardware, arguments.model), indent=1)
     write_output(arguments.json, ": all figures", figures)
     write_output(arguments.svg, ": a layer", picture)
     return 0

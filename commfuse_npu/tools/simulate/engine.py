@@ -20,63 +20,33 @@ import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
-from commfuse_npu.tools.simulate.launches import ASIDE, COMPUTE, Key, Message, Operation
-from commfuse_npu.tools.simulate.links import LinkId, Links
+from commfuse_npu.tools.simulate.launches import (
+    ASIDE,
+    COMPUTE,
+    Key,
+    LinkId,
+    Links,
+    Message,
+    Operation,
+)
 
 __all__ = ["Moved", "Span", "Timeline", "simulate"]
 
 _STREAMS = COMPUTE, ASIDE
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
-    """A simulated operation; times in seconds from the start."""
+class _Activity:
+    """What takes time: how much of it remains ``since`` a time, its rate, and its end."""
 
-    rank: int
-    index: int
-    operation: Operation
-    start: float
-    end: float
+    __slots__ = ("end", "rate", "remaining", "since", "start")
 
+    def __init__(self, amount: float) -> None:
+        self.remaining, self.rate, self.since, self.start, self.end = amount, 0.0, 0.0, 0.0, 0.0
 
-class Moved(NamedTuple):
-    """A simulated transfer; its latency is over at ``start``."""
-
-    message: Message
-    start: float
-    end: float
-
-
-@dataclass(frozen=True)
-class Timeline:
-    """Result of a simulation.  ``seconds``: the time at which everything is complete."""
-
-    seconds: float
-    spans: tuple[Span, ...]
-    moved: tuple[Moved, ...]
-
-
-class _Task:
-    """An operation, the number of its open dependencies, and of its unfinished transfers."""
-
-    __slots__ = ("followers", "index", "open_transfers", "operation", "rank", "start", "waits")
-
-    def __init__(self, rank: int, index: int, operation: Operation) -> None:
-        self.rank, self.index, self.operation = rank, index, operation
-        self.open_transfers = len(operation.sends) + len(operation.receives)
-        self.followers: list[_Task] = []
-        self.waits, self.start = 0, math.nan
-
-
-class _Running:
-    """Work of a stream, or a transfer: what remains of it ``since`` a time, rate, and end."""
-
-    __slots__ = ("end", "rate", "remaining", "since")
-
-    def __init__(self, remaining: float, now: float) -> None:
-        self.remaining, self.rate, self.since, self.end = remaining, 0.0, now, math.inf
+    def begin(self, now: float) -> None:
+        self.start, self.since, self.end = now, now, math.inf
 
     def change(self, rate: float, now: float) -> None:
         """Continue at this rate."""
@@ -85,25 +55,44 @@ class _Running:
             self.rate, self.since, self.end = rate, now, now + self.remaining / rate
 
 
-class _Work(_Running):
-    __slots__ = ("task",)
+class Span(_Activity):
+    """A simulated operation; times in seconds from the start.
 
-    def __init__(self, task: _Task, now: float) -> None:
-        super().__init__(task.operation.seconds, now)
-        self.task = task
+    Besides, the number of its open dependencies, and of its unfinished transfers.
+    """
+
+    __slots__ = ("followers", "index", "open_transfers", "operation", "rank", "waits")
+
+    def __init__(self, rank: int, index: int, operation: Operation) -> None:
+        super().__init__(operation.seconds)
+        self.rank, self.index, self.operation = rank, index, operation
+        self.open_transfers = len(operation.sends) + len(operation.receives)
+        self.followers: list[Span] = []
+        self.waits = 0
 
 
-class _Flow(_Running):
-    """A transfer over links; ``touched``: the ranks whose memory it reads or writes."""
+class Moved(_Activity):
+    """A simulated transfer; its latency is over at ``start``.
 
-    __slots__ = ("level", "message", "path", "start", "touched")
+    ``touched``: the ranks whose memory it reads or writes.
+    """
 
-    def __init__(self, message: Message, links: Links, now: float) -> None:
-        super().__init__(message.size, now)
-        self.message, self.start = message, now
-        ends = message.source, message.target
+    __slots__ = ("level", "message", "path", "touched")
+
+    def __init__(self, message: Message, links: Links) -> None:
+        super().__init__(message.size)
+        self.message, ends = message, (message.source, message.target)
         self.level, self.path = links.level(*ends), links.path(*ends)
         self.touched = {0} if links.folded else set(ends)
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """Result of a simulation.  ``seconds``: the time at which everything is complete."""
+
+    seconds: float
+    spans: list[Span]
+    moved: list[Moved]
 
 
 def simulate(
@@ -127,10 +116,10 @@ class _Simulation:
         self._later: list[tuple[float, int, Callable[[Any], None], Any]] = []
         """What happens at a known time, as a heap; the numbers keep the order of equal times."""
         self._pushed = 0
-        self._ends: dict[Key, list[_Task]] = {}
+        self._ends: dict[Key, list[Span]] = {}
         """The started operations of which a message is part."""
-        self._work: dict[tuple[int, str], _Work] = {}
-        self._flows: dict[_Flow, None] = {}
+        self._work: dict[tuple[int, str | None], Span] = {}
+        self._flows: dict[Moved, None] = {}
         self._on_link: Counter[LinkId] = Counter()
         self._touching: Counter[int] = Counter()
         self._spans: list[Span] = []
@@ -141,8 +130,8 @@ class _Simulation:
             for task in self._tasks_of(rank, operations, launched)
         ]
 
-    def _tasks_of(self, rank: int, operations: Sequence[Operation], launched: bool) -> list[_Task]:
-        tasks = [_Task(rank, *numbered) for numbered in enumerate(operations)]
+    def _tasks_of(self, rank: int, operations: Sequence[Operation], launched: bool) -> list[Span]:
+        tasks = [Span(rank, *numbered) for numbered in enumerate(operations)]
         last: dict[str, int] = {}
         at = 0.0
         for task in tasks:
@@ -166,34 +155,38 @@ class _Simulation:
             self._start(task)
         while self._work or self._flows or self._later:
             self._set_rates()
-            running = [*self._work.values(), *self._flows]
+            work, flows = list(self._work.values()), list(self._flows)
             at_known_times = (time for time, *_ in self._later[:1])
-            self._now = min([*(activity.end for activity in running), *at_known_times])
-            for activity in running:
-                if activity.end <= self._now:
-                    self._finish(activity)
+            self._now = min([*(running.end for running in (*work, *flows)), *at_known_times])
+            for task in work:
+                if task.end <= self._now:
+                    del self._work[task.rank, task.operation.engine]
+                    self._done(task)
+            for flow in flows:
+                if flow.end <= self._now:
+                    self._arrived(flow)
             while self._later and self._later[0][0] <= self._now:
                 _, _, action, subject = heapq.heappop(self._later)
                 action(subject)
         left = len(self._tasks) - len(self._spans)
         assert not left, f"{left} operations wait for each other, or for an end that never starts"
-        return Timeline(self._now, tuple(self._spans), tuple(self._moved))
+        return Timeline(self._now, self._spans, self._moved)
 
     def _push(self, time: float, action: Callable[[Any], None], subject: Any) -> None:
         self._pushed += 1
         heapq.heappush(self._later, (time, self._pushed, action, subject))
 
-    def _count_down(self, task: _Task) -> None:
+    def _count_down(self, task: Span) -> None:
         """Count down the dependencies of a task, and start it after the last one."""
         task.waits -= 1
         if task.waits == 0:
             self._start(task)
 
-    def _start(self, task: _Task) -> None:
+    def _start(self, task: Span) -> None:
         operation = task.operation
-        task.start = self._now
+        task.begin(self._now)
         if operation.engine in _STREAMS:
-            self._work[task.rank, operation.engine] = _Work(task, self._now)
+            self._work[task.rank, operation.engine] = task
         elif not task.open_transfers:
             self._done(task)
         for message in (*operation.sends, *operation.receives):
@@ -204,7 +197,8 @@ class _Simulation:
                 self._push(self._now + latency + message.delay, self._begin, message)
 
     def _begin(self, message: Message) -> None:
-        flow = _Flow(message, self._links, self._now)
+        flow = Moved(message, self._links)
+        flow.begin(self._now)
         self._flows[flow] = None
         self._on_link.update(flow.path)
         self._touching.update(flow.touched)
@@ -219,22 +213,18 @@ class _Simulation:
                 rate /= flow.level.beside_work
             flow.change(rate, self._now)
 
-    def _finish(self, activity: _Running) -> None:
-        if isinstance(activity, _Work):
-            task = activity.task
-            del self._work[task.rank, task.operation.engine or ""]
-            self._done(task)
-        elif isinstance(activity, _Flow):
-            del self._flows[activity]
-            self._on_link.subtract(activity.path)
-            self._touching.subtract(activity.touched)
-            self._moved.append(Moved(activity.message, activity.start, self._now))
-            for task in self._ends[activity.message.key]:
-                task.open_transfers -= 1
-                if task.open_transfers == 0:
-                    self._done(task)
+    def _arrived(self, flow: Moved) -> None:
+        del self._flows[flow]
+        self._on_link.subtract(flow.path)
+        self._touching.subtract(flow.touched)
+        self._moved.append(flow)
+        for task in self._ends[flow.message.key]:
+            task.open_transfers -= 1
+            if task.open_transfers == 0:
+                self._done(task)
 
-    def _done(self, task: _Task) -> None:
-        self._spans.append(Span(task.rank, task.index, task.operation, task.start, self._now))
+    def _done(self, task: Span) -> None:
+        task.end = self._now
+        self._spans.append(task)
         for follower in task.followers:
             self._count_down(follower)

@@ -74,29 +74,24 @@ class Experts:
 
     def forward(self, rank: Rank, tokens: int, hidden: int) -> None:
         """Add the forward for ``tokens`` tokens of this rank."""
-        machine, rows = rank.machine, tokens * self.each * self.tensor
-        rank.compute(
-            "router",
-            machine.gemm(tokens, hidden, self.number),
-            launches=round(machine.expert_launches),
-        )
+        launches = round(rank.machine.expert_launches)
+        rank.gemm("router", tokens, hidden, self.number, launches=launches)
         self._exchange(rank, "dispatch", tokens, hidden)
         for name, inputs, outputs in self._layers(hidden):
-            self._products(rank, name, rows, inputs, outputs)
-        self._activation(rank, rows, self.halves + 1)
+            self._products(rank, name, tokens, inputs, outputs)
+        self._activation(rank, tokens, self.halves + 1)
         self._exchange(rank, "combine", tokens, hidden)
 
     def backward(self, rank: Rank, tokens: int, hidden: int) -> None:
         """Add the backward for ``tokens`` tokens of this rank."""
-        machine, rows = rank.machine, tokens * self.each * self.tensor
         self._exchange(rank, "combine backward", tokens, hidden)
         for name, inputs, outputs in reversed(self._layers(hidden)):
-            self._products(rank, f"{name} backward", rows, outputs, inputs)
-            self._products(rank, f"{name} wgrad", rows, inputs, outputs, wgrad=True)
-        self._activation(rank, rows, 2 * self.halves + 1)
+            self._products(rank, f"{name} backward", tokens, outputs, inputs)
+            self._products(rank, f"{name} wgrad", tokens, inputs, outputs, wgrad=True)
+        self._activation(rank, tokens, 2 * self.halves + 1)
         self._exchange(rank, "dispatch backward", tokens, hidden)
-        seconds = 2 * machine.gemm(tokens, hidden, self.number)
-        launches = round(_BACKWARD * machine.expert_launches)
+        seconds = 2 * rank.machine.gemm(tokens, hidden, self.number)
+        launches = round(_BACKWARD * rank.machine.expert_launches)
         rank.compute("router backward", seconds, launches=launches)
 
     def _layers(self, hidden: int) -> tuple[tuple[str, int, int], ...]:
@@ -104,27 +99,24 @@ class Experts:
         width = self.width // self.tensor
         return ("experts 1", hidden, self.halves * width), ("experts 2", width, hidden)
 
-    def _activation(self, rank: Rank, rows: int, widths: int) -> None:
-        traffic = widths * rows * (self.width // self.tensor) * ITEM_BYTES
-        rank.compute("experts activation", rank.machine.memory(traffic), launches=self._kernels)
-
-    @property
-    def _kernels(self) -> int:
-        return 1 if self.grouped else self.local
+    def _activation(self, rank: Rank, tokens: int, widths: int) -> None:
+        elements = widths * tokens * self.each * self.tensor * (self.width // self.tensor)
+        rank.elementwise("experts activation", elements, 1 if self.grouped else self.local)
 
     def _exchange(self, rank: Rank, name: str, tokens: int, hidden: int) -> None:
         """Sort and send tokens; the receiver sorts them by expert."""
         moved = tokens * self.each * (1 + self.tensor * (self.local > 1))
-        rank.compute(f"{name}: sort", rank.machine.memory(2.0 * moved * hidden * ITEM_BYTES))
+        rank.elementwise(f"{name}: sort", 2 * moved * hidden)
         rank.need(rank.elsewhere(name, self.transfers(rank.machine, tokens, hidden)))
 
     def _products(
-        self, rank: Rank, name: str, rows: int, inputs: int, outputs: int, *, wgrad: bool = False
+        self, rank: Rank, name: str, tokens: int, inputs: int, outputs: int, *, wgrad: bool = False
     ) -> None:
         """Add the products of every expert of this rank, each with its share of the rows."""
-        each, machine = rows / self.local, rank.machine
+        each, machine = tokens * self.each * self.tensor / self.local, rank.machine
         sizes = (inputs, each, outputs) if wgrad else (each, inputs, outputs)
-        seconds = machine.gemm(*sizes, start=not self.grouped)
-        start = machine.gemm_start if self.grouped else 0.0
-        launches = self._kernels * (2 if wgrad and not self.grouped else 1)
-        rank.compute(name, start + self.local * seconds, launches=launches)
+        seconds = self.local * machine.gemm(*sizes, start=not self.grouped)
+        if self.grouped:
+            rank.compute(name, machine.gemm_start + seconds)
+        else:
+            rank.compute(name, seconds, launches=self.local * (1 + wgrad))

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import groupby, islice
 
-from commfuse_npu.plan.turn_order import HandOverPoint, best_order
+from commfuse_npu.plan.turn_order import HandOverPoint, best_order, turns
 from commfuse_npu.tools.simulate import llama
 from commfuse_npu.tools.simulate.launches import COMPUTE, Operation
 from commfuse_npu.tools.simulate.llama import LayerShape
@@ -25,7 +25,7 @@ _Piece = tuple[range, HandOverPoint]
 """Operations up to a possible hand-over, and that point."""
 
 
-def pair(rank: Rank, shape: LayerShape, layers: int, *, recomputes: bool = False) -> None:
+def pair(rank: Rank, shape: LayerShape, layers: int, recomputes: bool = False) -> None:
     """Add the forward of ``layers`` layers, and the backward of as many of another micro-batch.
 
     Args:
@@ -40,22 +40,14 @@ def pair(rank: Rank, shape: LayerShape, layers: int, *, recomputes: bool = False
             llama.forward(backward, shape)
         llama.backward(backward, shape)
     operations = forward.finish(), backward.finish()
-    pieces = [_pieces(of_side, rank) for of_side in operations]
-    ahead, behind = ([point for _, point in of_side] for of_side in pieces)
-    order = best_order((ahead, behind))
+    ahead, behind = pieces = [_pieces(of_side, rank) for of_side in operations]
+    order = best_order(([point for _, point in ahead], [point for _, point in behind]))
     placed: tuple[dict[int, int], dict[int, int]] = {}, {}
-    at, side = [0, 0], 0
-    while at[0] < len(pieces[0]) or at[1] < len(pieces[1]):
-        number = at[side]
-        if number == len(pieces[side]):
-            side = 1 - side
-            continue
+    for side, number in turns(order):
         for index in pieces[side][number][0]:
             launch = operations[side][index]
             placed[side][index] = rank.add(launch, (placed[side][need] for need in launch.after))
-        at[side] += 1
         if order[side][number]:
-            side = 1 - side
             rank.compute("hand over", 0.0)
 
 

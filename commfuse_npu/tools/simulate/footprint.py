@@ -84,12 +84,12 @@ def limit(hardware: Hardware) -> float:
 
 def footprint(training: Training, variant: Variant, hardware: Hardware) -> Footprint:
     """The memory of the pipeline stage that needs the most."""
-    layout, shape = training.layout, training.shape
-    stages = (_stage(training, stage, variant) for stage in range(layout.pp))
-    # One communicator per kind of group, and the lanes of the variant.
+    stages = (_stage(training, stage, variant) for stage in range(training.layout.pp))
+    # One communicator per kind of group, and what the variant needs.
     most = hardware.typical("host.communicator_bytes")
-    groups = sum(size > 1 for size in layout[:4]) * most
-    communication = _buffers(variant, shape) + groups + _lanes(variant, shape, most)
+    communication = sum(size > 1 for size in training.layout[:4]) * most
+    if variant.kind != "compute" and training.shape.ranks > 1:
+        communication += _transfers(variant, training.shape, most)
     return Footprint(*max(stages, key=sum), communication)
 
 
@@ -97,17 +97,16 @@ def _stage(training: Training, stage: int, variant: Variant) -> tuple[float, flo
     shape, layout, model = training.shape, training.layout, training.model
     last = stage == layout.pp - 1
     tables = (stage == 0) + (last and (model.untie_embeddings_and_output_weights or layout.pp > 1))
-    layers, (everyone, experts) = training.of_stage(stage), training.of_layers(stage)
-    everyone += tables * shape.vocabulary * shape.hidden / layout.tp
+    everyone, experts = training.of_layers(stage)
+    everyone += tables * training.table
     order = layout.pp, stage, layout.vpp, training.micro_batches
-    if variant.kind == "fb_overlap":
-        held = most_in_flight(slots(*order)) / layout.vpp
-    else:
-        held = in_flight_without(*order) / layout.vpp
+    paired = variant.kind == "fb_overlap"
+    held = most_in_flight(slots(*order)) if paired else in_flight_without(*order)
+    layers = training.of_stage(stage)
     whole = {kind: _kept(training, kind) for kind in layers}
     recomputed = training.recomputed_share(stage)
     inputs = recomputed * ITEM_BYTES * shape.held * shape.hidden
-    activations = held * sum(
+    activations = (held / layout.vpp) * sum(
         count * (inputs + (1 - recomputed) * whole[kind])
         for kind, count in layers.items()
         if whole[kind]
@@ -127,10 +126,10 @@ def _kept(training: Training, kind: Kind) -> float:
     if kind == "none":
         return 0.0
     shape, heads = training.shape_of(kind), training.model.num_attention_heads
-    rows = shape.rows / shape.ranks
-    split = shape.inner * shape.ranks + shape.qkv + (shape.halves + 1) * shape.dense * shape.ranks
+    rows, tp = shape.rows / shape.ranks, shape.ranks
+    split = shape.inner * tp + shape.qkv + (shape.halves + 1) * shape.dense * tp
     if shape.latent is not None:
-        split += shape.latent.kept
+        split += shape.latent.kept(tp)
     size = shape.held * 4 * shape.hidden + rows * split
     if experts := shape.experts:
         sent = shape.held * experts.each
@@ -138,34 +137,22 @@ def _kept(training: Training, kind: Kind) -> float:
     return ITEM_BYTES * size + rows * _STATISTICS * heads
 
 
-def _buffers(variant: Variant, shape: LayerShape) -> float:
-    """Bytes of gathered tensors, partial sums and scratch for the transfers of a layer."""
-    if variant.kind == "compute" or shape.ranks == 1:
-        return 0.0
-    gathered = float(shape.rows * shape.row_bytes)
-    widest = max(2 * shape.feed_forward, shape.qkv, shape.vocabulary) // shape.ranks
-    if variant.kind == "fused":
-        size = 3 * gathered
-        if any(way.shape == "collective" and way.chunks > 1 for way in _schedules(variant)):
-            # The rows of a chunk's product are copied to their places.
-            size = max(size, gathered + ITEM_BYTES * shape.rows * widest)
-        # By blocks, the largest weight gradient is accumulated in fp32.
-        return size + variant.rounded * SUM_BYTES * shape.hidden * widest
-    # Sliced variants need one more buffer, for the copy that restores the order of rows.
-    return (3.0 if variant.kind == "sliced" else 2.0) * gathered
+def _transfers(variant: Variant, shape: LayerShape, most: float) -> float:
+    """Bytes of gathered tensors, partial sums, scratch and lanes for the transfers of a layer.
 
-
-def _lanes(variant: Variant, shape: LayerShape, most: float) -> float:
-    """Bytes of the lanes' communicators: two buffers each, from 16 MB to HCCL's own size."""
-    if variant.kind != "fused" or shape.ranks == 1:
-        return 0.0
-    block = shape.block * shape.row_bytes
-    return max(
-        way.lanes_for(shape.ranks)
-        * min(most, 2 * 2.0**20 * lane_megabytes(block * way.blocks_at_once(shape.ranks)))
-        for way in _schedules(variant)
-    )
-
-
-def _schedules(variant: Variant) -> list[Schedule]:
-    return [way for way in variant.tuned or (variant.way,) if isinstance(way, Schedule)]
+    A lane is a communicator with two buffers, each from 16 MB to ``most``, HCCL's own size.
+    """
+    gathered, tp = float(shape.rows * shape.row_bytes), shape.ranks
+    if variant.kind != "fused":
+        # Sliced variants need one more buffer, for the copy that restores the order of rows.
+        return (3.0 if variant.kind == "sliced" else 2.0) * gathered
+    widest = max(2 * shape.feed_forward, shape.qkv, shape.vocabulary) // tp
+    ways = [way for way in variant.tuned or (variant.way,) if isinstance(way, Schedule)]
+    size, block = 3 * gathered, shape.block * shape.row_bytes
+    if any(way.shape == "collective" and way.chunks > 1 for way in ways):
+        # The rows of a chunk's product are copied to their places.
+        size = max(size, gathered + ITEM_BYTES * shape.rows * widest)
+    # By blocks, the largest weight gradient is accumulated in fp32.
+    size += variant.rounded * SUM_BYTES * shape.hidden * widest
+    messages = ((way, lane_megabytes(block * way.blocks_at_once(tp))) for way in ways)
+    return size + max(way.lanes_for(tp) * min(most, 2 * 2.0**20 * mb) for way, mb in messages)

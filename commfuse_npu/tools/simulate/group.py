@@ -6,14 +6,13 @@ fused programs is simulated rank by rank.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from commfuse_npu.hardware.machine import Machine
 from commfuse_npu.tools.simulate.engine import Timeline, simulate
-from commfuse_npu.tools.simulate.launches import Operation, fold
-from commfuse_npu.tools.simulate.links import Links
+from commfuse_npu.tools.simulate.launches import Links, Operation, fold
 from commfuse_npu.tools.simulate.rank import Rank
 from commfuse_npu.tools.simulate.variants import REFERENCE, Variant
 
@@ -22,21 +21,22 @@ __all__ = ["Group", "Simulated", "collective_seconds"]
 
 @dataclass(frozen=True)
 class Simulated:
-    """A timeline and its inputs.
-
-    Attributes:
-        host: seconds of host time per repetition if it is one of many in a row, else 0.
-    """
+    """A timeline and its inputs; ``steady``: of one of many repetitions in a row."""
 
     timeline: Timeline
-    launches: tuple[Sequence[Operation], ...]
+    launches: list[list[Operation]]
     links: Links
-    host: float = 0.0
+    steady: bool
+
+    def host(self, machine: Machine) -> float:
+        """Seconds of the busiest rank's host."""
+        return max(sum(operation.host(machine) for operation in rank) for rank in self.launches)
 
     @property
     def seconds(self) -> float:
-        """Time of one of many repetitions: that of the device or the host, whichever is longer."""
-        return max(self.timeline.seconds, self.host)
+        """Of one of many repetitions that of the device or the host, whichever is longer."""
+        device = self.timeline.seconds
+        return max(device, self.host(self.links.machine)) if self.steady else device
 
     @property
     def shown_rank(self) -> int:
@@ -78,10 +78,7 @@ class Group:
         launches = [self._build(variant, build, rank).finish() for rank in ranks]
         if not whole:
             launches = [fold(launches[0])]
-        timeline = simulate(launches, links, launched=steady)
-        hosts = (sum(operation.host(self.machine) for operation in rank) for rank in launches)
-        host = max(hosts) if steady else 0.0
-        return Simulated(timeline, tuple(launches), links, host)
+        return Simulated(simulate(launches, links, launched=steady), launches, links, steady)
 
     def _build(self, variant: Variant, build: Callable[[Rank], None], rank: int) -> Rank:
         """The launches of one rank, as ``build`` adds them."""

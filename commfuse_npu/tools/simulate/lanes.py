@@ -70,13 +70,13 @@ def _transfers(simulated: Simulated) -> Iterator[tuple[float, float]]:
         for span in simulated.timeline.spans
         for message in span.operation.sends
     }
-    by_name: dict[str, list[tuple[float, float]]] = {}
+    merged: dict[str, list[tuple[float, float]]] = {}
     for moved in sorted(simulated.timeline.moved, key=attrgetter("start", "end")):
         if simulated.links.folded or moved.message.source == simulated.shown_rank:
-            merged = by_name.setdefault(names[moved.message.key], [])
+            bars = merged.setdefault(names[moved.message.key], [])
             start, end = moved.start, moved.end
-            if merged and start <= merged[-1][1]:
-                begun, until = merged.pop()
-                start, end = begun, max(until, end)
-            merged.append((start, end))
-    return chain.from_iterable(by_name.values())
+            if bars and start <= bars[-1][1]:
+                start, until = bars.pop()
+                end = max(until, end)
+            bars.append((start, end))
+    return chain.from_iterable(merged.values())

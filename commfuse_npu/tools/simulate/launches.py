@@ -1,19 +1,30 @@
-"""The operations that the host of one rank launches, in order.
+"""The operations that the host of one rank launches, in order, and the links of its group.
 
-There are two kinds: work on a compute engine, and exchanges on a lane.  Operations on an engine or
-a lane run in the order of the list, as on a stream.  As with torch's process groups, an exchange
-starts after the work that was launched before it, and work starts after the exchanges that it waits
-for.
+There are two kinds of operations: work on a compute engine, and exchanges on a lane.  Those on an
+engine or a lane run in the order of the list, as on a stream.  As with torch's process groups, an
+exchange starts after the work that was launched before it, and work starts after the exchanges that
+it waits for.
+
+The ranks of a group are on the NPUs ``0, stride, 2 * stride, ...``; in Megatron's rank order
+tensor-parallel neighbors are adjacent and data-parallel neighbors ``tp * cp`` apart.
+
+A message of a rank to itself stands for a transfer in another group, on links that nothing else
+uses: its size is in seconds.
+
+With ``folded`` one rank represents all: in a symmetric group every rank sends at distance k when
+this one does, so the traffic into this rank equals the traffic out of it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
-from commfuse_npu.hardware.machine import Machine
+from commfuse_npu.hardware.machine import Level, Machine
 
-__all__ = ["ASIDE", "COMPUTE", "Key", "Message", "Operation", "fold"]
+__all__ = ["ASIDE", "COMPUTE", "Key", "LinkId", "Links", "Message", "Operation", "PlacementError",
+           "fold"]  # fmt: skip
 
 COMPUTE, ASIDE = "compute", "aside"
 """The engines: the first stream of a device, and the side stream."""
@@ -73,3 +84,64 @@ def fold(operations: Sequence[Operation]) -> list[Operation]:
         operation._replace(receives=tuple(sent[way.key[:-1]] for way in operation.receives))
         for operation in operations
     ]
+
+
+# ------------------------------------------------------------------------ links
+
+LinkId = tuple[str | int, ...]
+"""Kind of link, and its one or two ends."""
+
+
+class PlacementError(ValueError):
+    """A group is not spread evenly over nodes, or spans nodes without links between them."""
+
+
+class Links:
+    """The links of one group.
+
+    Args:
+        size, stride: number of ranks, and distance in NPUs from one rank to the next.
+        folded: whether rank 0 represents all.
+
+    Raises:
+        PlacementError: the group spans nodes, and the machine has no links between nodes, or the
+            nodes hold different numbers of its ranks.
+    """
+
+    def __init__(
+        self, machine: Machine, size: int, stride: int = 1, *, folded: bool = False
+    ) -> None:
+        self.machine, self.size, self.stride, self.folded = machine, size, stride, folded
+        node = machine.npus_per_node
+        self.spans_nodes = (size - 1) * stride >= node
+        if self.spans_nodes:
+            if machine.between is None:
+                raise PlacementError(
+                    f"a group of {size} ranks, {stride} NPUs apart, does not fit a node of {node} "
+                    f"NPUs, and this machine has no links between nodes; choose sizes whose "
+                    f"product is at most {node}"
+                )
+            if stride < node and (node % stride or size % (node // stride)):
+                raise PlacementError(
+                    f"a group of {size} ranks, {stride} NPUs apart, does not fill whole nodes of "
+                    f"{node} NPUs; choose sizes whose product {node} divides, or that divides it"
+                )
+        self.members_per_node = max(1, node // stride) if self.spans_nodes else size
+        """Ranks of the group in a node."""
+
+    def level(self, source: int, target: int) -> Level:
+        """The kind of links of a transfer."""
+        machine, node = self.machine, self.machine.npus_per_node
+        if source == target:
+            return replace(machine.inside, rate=1.0, latency=0.0)
+        if source * self.stride // node == target * self.stride // node:
+            return machine.inside
+        assert machine.between is not None
+        return machine.between
+
+    def path(self, source: int, target: int) -> tuple[LinkId, ...]:
+        """The links that a transfer occupies, from the first to the last."""
+        topology = self.level(source, target).topology
+        if topology == "full_mesh" or source == target:
+            return (("pair", source, target),)
+        return (f"{topology}, out", source), (f"{topology}, in", source if self.folded else target)

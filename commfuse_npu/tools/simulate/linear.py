@@ -12,15 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from itertools import pairwise
-from typing import Literal
 
-from commfuse_npu.hardware.machine import ITEM_BYTES, SUM_BYTES
+from commfuse_npu.hardware.machine import ITEM_BYTES
 from commfuse_npu.plan import Schedule, split
-from commfuse_npu.plan.instructions import Compute
-from commfuse_npu.plan.rules import Wgrad, column_backward, gather_gemm, gemm_scatter
-from commfuse_npu.tools.simulate.mc2 import INNER, RANKS, tiling
-from commfuse_npu.tools.simulate.rank import Rank, Width, Work, rest
-from commfuse_npu.tools.simulate.variants import Kind
+from commfuse_npu.plan.instructions import AheadEnd, Compute
+from commfuse_npu.plan.rules import column_backward, gather_gemm, gemm_scatter
+from commfuse_npu.tools.simulate import mc2
+from commfuse_npu.tools.simulate.rank import Rank, rest
 
 __all__ = ["column", "column_gradients", "row", "row_gradients"]
 
@@ -31,18 +29,16 @@ def column(rank: Rank, name: str, rows: int, inputs: int, outputs: int) -> None:
         _gather_gemm(rank, name, rows, inputs, outputs)
         return
     program = gather_gemm(rank.spec(name), rows, inputs, outputs, None, 0)
-    columns = {"shard": inputs, "weight": outputs, "out": outputs}
-    rest(rank.run(name, program, columns, {"gemm": _gemm(rank)}))
+    rest(rank.run(name, program, {"shard": inputs, "weight": outputs, "out": outputs}))
 
 
 def row(rank: Rank, name: str, rows: int, inputs: int, outputs: int) -> None:
     """GEMM -> reduce-scatter of the product; later operations wait for the sums."""
     if not _fused(rank, name):
-        _gemm_scatter(rank, name, rows, inputs, outputs, kernel=True)
+        _gemm_scatter(rank, name, rows, inputs, outputs)
         return
     program = gemm_scatter(rank.spec(name), rows, inputs, outputs)
-    columns = {"a": inputs, "weight": outputs, "out": outputs}
-    rest(rank.run(name, program, columns, {"gemm": _gemm(rank)}))
+    rest(rank.run(name, program, {"a": inputs, "weight": outputs, "out": outputs}))
 
 
 def column_gradients(rank: Rank, name: str, rows: int, inputs: int, outputs: int) -> Iterator[None]:
@@ -58,23 +54,18 @@ def column_gradients(rank: Rank, name: str, rows: int, inputs: int, outputs: int
         columns = {"x": inputs, "grad": outputs, "weight": inputs, "grad_x": inputs}
         # The columns of a weight are not contiguous in memory.
         strided = len(spec.schedule.runs(inputs, "last")) > 1
-        works = {
-            "gemm": _gemm(rank, ITEM_BYTES if strided else 0),
-            "wgrad": _wgrad(rank, rows * rank.size),
-        }
-        yield from rank.run(name, program, columns, works)
+        for reached in rank.run(name, program, columns, strided=strided):
+            if isinstance(reached, AheadEnd):
+                yield
         return
     yield
     waits = _gathered(rank, f"{name} re-gather", rows * inputs)
     if rank.variant.kind == "plain":
         rank.need(waits)
-
-    def behind() -> None:
-        seconds = rank.machine.gemm(outputs, rows * rank.size, inputs)
-        rank.compute(f"{name} wgrad", seconds, waits)
-
-    # A fused kernel has no form for this backward.
-    _gemm_scatter(rank, name, rows, outputs, inputs, kernel=False, behind=behind)
+    _gemm_scatter(
+        rank, name, rows, outputs, inputs,
+        lambda: rank.gemm(f"{name} wgrad", outputs, rows * rank.size, inputs, waits),
+    )  # fmt: skip
 
 
 def row_gradients(
@@ -83,7 +74,6 @@ def row_gradients(
     rows: int,
     inputs: int,
     outputs: int,
-    *,
     before: Iterator[None] | None = None,
 ) -> None:
     """Gradients arrive -> dgrad, then wgrad: one for all rows, or one per block.
@@ -91,111 +81,23 @@ def row_gradients(
     Args:
         before: the backward of the preceding column-parallel layer, started before the last wgrad.
     """
-    whole = rows * rank.size
-    if _fused(rank, name):
-        wgrad_by: Wgrad = "blocks" if rank.variant.rounded else "whole"
-        program = gather_gemm(rank.spec(name), rows, outputs, inputs, wgrad_by, inputs)
-        remaining = program.count(Compute, "wgrad")
-        seconds = _wgrad(rank, whole)
-
-        def wgrad(instruction: Compute, width: Width) -> float:
-            nonlocal remaining
-            remaining -= 1
-            if before is not None and not remaining:
-                next(before, None)
-            return seconds(instruction, width)
-
-        columns = {"shard": outputs, "weight": inputs, "out": inputs, "other": inputs}
-        rest(rank.run(name, program, columns, {"gemm": _gemm(rank), "wgrad": wgrad}))
+    if not _fused(rank, name):
+        waits = _gather_gemm(rank, name, rows, outputs, inputs)
+        rank.gemm(f"{name} wgrad", outputs, rows * rank.size, inputs, waits)
         return
-    waits = _gather_gemm(rank, name, rows, outputs, inputs)
-    rank.compute(f"{name} wgrad", rank.machine.gemm(outputs, whole, inputs), waits)
+    wgrad_by = "blocks" if rank.variant.rounded else "whole"
+    program = gather_gemm(rank.spec(name), rows, outputs, inputs, wgrad_by, inputs)
+    columns = {"shard": outputs, "weight": inputs, "out": inputs, "other": inputs}
+    for number, _ in enumerate(rank.run(name, program, columns), 1):
+        if before is not None and number == program.count(Compute, "wgrad"):
+            next(before, None)
 
 
 def _fused(rank: Rank, name: str) -> bool:
     return rank.size > 1 and rank.sequence_parallel and isinstance(rank.way(name), Schedule)
 
 
-# ------------------------------------------------------------------------ work of programs
-
-
-def _gemm(rank: Rank, copied: float = 0) -> Work:
-    """Seconds of ``gemm(out, a, b)``.
-
-    Args:
-        copied: bytes per element of ``b`` that must be copied first.
-    """
-
-    def seconds(instruction: Compute, width: Width) -> float:
-        (out,), (a, b) = instruction.outs, instruction.ins
-        inner, outer = width(a), width(b)
-        copy = rank.machine.memory(2 * copied * inner * outer)
-        return copy + rank.machine.gemm(out.rows, inner, outer)
-
-    return seconds
-
-
-def _wgrad(rank: Rank, whole: int) -> Work:
-    """Seconds of ``wgrad(grad, x)``: ``grad^T @ x``, that of some of the rows added up in fp32."""
-
-    def seconds(instruction: Compute, width: Width) -> float:
-        grad, x = instruction.ins
-        result = ITEM_BYTES if grad.rows == whole else 2 * SUM_BYTES
-        return rank.machine.gemm(width(grad), grad.rows, width(x), result_bytes=result)
-
-    return seconds
-
-
 # ------------------------------------------------------------------------ without programs
-
-_CORES = 20
-"""Cube cores for MC2's tiling if the description does not give them."""
-_ROUNDS = 4
-
-
-def _form(rank: Rank, inner: int, *, kernel: bool = True) -> Kind:
-    """The variant's kind, or ``megatron`` if the variant does not cover such a layer.
-
-    Args:
-        kernel: whether a fused kernel exists for the operation.
-    """
-    kind, one_node = rank.variant.kind, rank.links.members_per_node == rank.size
-    tiled = kernel and rank.size in RANKS and one_node and INNER[0] <= inner < INNER[1]
-    supported = {"kernel": kernel, "mc2": tiled}.get(kind, True)
-    return kind if kind == "plain" or (supported and rank.sequence_parallel) else "megatron"
-
-
-class _Mc2:
-    """MC2's kernel: the tiles that its host chooses, and a layout conversion of the weight."""
-
-    def __init__(
-        self, rank: Rank, kind: Literal["gather", "scatter"], rows: int, inner: int, outer: int
-    ) -> None:
-        machine = rank.machine
-        self.rank = rank
-        self.ring = machine.inside.topology != "full_mesh"
-        cut = tiling(kind, rows, inner, outer, rank.size, machine.cores or _CORES, ring=self.ring,
-                     ordered=machine.ordered_sums > 0)  # fmt: skip
-        self.rows = cut.rows
-        # Factor on transfers, besides that of other work: MC2's own tiling formula's, or less.
-        self.slowed = 1 + machine.mc2_grows * (cut.slowed - 1)
-        self.layout = machine.memory(2 * ITEM_BYTES * inner * outer)
-
-    def transfer(self, name: str, size: float, launches: int, *, sums: bool) -> tuple[int, ...]:
-        """Transfer over a full mesh, or around a double ring.
-
-        For a ring, the host's formula gives 74 to 95 us for any small transfer of 4 to 32 ranks,
-        which fits a constant number of rounds.
-        """
-        rank, size = self.rank, size * self.slowed
-        if not self.ring or rank.size == 2:
-            return rank.collective(name, size, launches=launches, sums=sums)
-        rounds, waits = min(rank.size - 1, _ROUNDS), tuple[int, ...]()
-        for _ in range(rounds):
-            part = size * (rank.size - 1) / rounds
-            waits = rank.around(name, part, waits, launches)
-            launches = 0
-        return waits
 
 
 def _slices(rank: Rank, operation: str, rows: int) -> list[int]:
@@ -208,49 +110,27 @@ def _slices(rank: Rank, operation: str, rows: int) -> list[int]:
 
 def _reorder(rank: Rank, name: str, rows: int, columns: int) -> None:
     """Add the copy that restores the order of rows: a slice holds rows of every block."""
-    rank.compute(
-        f"{name} reorder", rank.machine.memory(2 * rows * rank.size * columns * ITEM_BYTES)
-    )
+    rank.elementwise(f"{name} reorder", 2 * rows * rank.size * columns)
 
 
 def _gathered(rank: Rank, name: str, numbers: int) -> tuple[int, ...]:
     """Gather ``numbers`` elements of every rank; returns the operations to wait for."""
-    if not rank.sequence_parallel:
-        return ()
-    return rank.collective(name, numbers * ITEM_BYTES)
-
-
-def _summed(rank: Rank, name: str, numbers: int) -> tuple[int, ...]:
-    """Reduce-scatter ``numbers`` elements per rank, or all-reduce; returns what to wait for."""
-    waits = rank.collective(f"{name} scatter", numbers * ITEM_BYTES, sums=True)
-    if rank.sequence_parallel:
-        return waits
-    return rank.collective(f"{name} gather", numbers * ITEM_BYTES, launches=0)
+    return rank.collective(name, numbers * ITEM_BYTES) if rank.sequence_parallel else ()
 
 
 def _gather_gemm(rank: Rank, name: str, rows: int, inner: int, outer: int) -> tuple[int, ...]:
     """Add the gather and the GEMM; returns what to wait for until all rows have arrived."""
-    machine, n, form = rank.machine, rank.size, _form(rank, inner)
-    whole, block = machine.gemm(rows * n, inner, outer), rows * inner * ITEM_BYTES
-    if form == "kernel":
-        rank.compute(name, machine.coc_kernel(whole, block, n))
+    kind, n = rank.variant.kind, rank.size
+    if kind == "kernel" and rank.sequence_parallel:
+        whole = rank.machine.gemm(rows * n, inner, outer)
+        rank.compute(name, rank.machine.coc_kernel(whole, rows * inner * ITEM_BYTES, n))
         return ()
-    if form == "mc2":
-        # The own block first, then tiles of the other ranks as they arrive; one launch for all.
-        kernel, arrivals = _Mc2(rank, "gather", rows, inner, outer), []
-        for number, tile in enumerate(kernel.rows):
-            size, first = tile * inner * ITEM_BYTES, not number
-            arrivals.append(kernel.transfer(f"{name} gather", size, int(first), sums=False))
-        rank.compute(f"{name} layout of the weight", kernel.layout, launches=0)
-        rank.compute(f"{name} own", machine.gemm(rows, inner, outer), launches=0)
-        for tile, waits in zip(kernel.rows, arrivals, strict=True):
-            seconds = machine.gemm((n - 1) * tile, inner, outer, start=False)
-            rank.compute(name, seconds, waits, launches=0)
-        return arrivals[-1]
+    if kind == "mc2" and mc2.supports(rank, inner):
+        return mc2.gather_gemm(rank, name, rows, inner, outer)
     slices = _slices(rank, name, rows)
     arrivals = [_gathered(rank, f"{name} gather", part * inner) for part in slices]
     for part, waits in zip(slices, arrivals, strict=True):
-        rank.compute(name, machine.gemm(part * n, inner, outer), waits)
+        rank.gemm(name, part * n, inner, outer, waits)
     if len(slices) > 1:
         _reorder(rank, name, rows, outer)
     return arrivals[-1]
@@ -262,40 +142,34 @@ def _gemm_scatter(
     rows: int,
     inner: int,
     outer: int,
-    *,
-    kernel: bool,
     behind: Callable[[], None] | None = None,
 ) -> None:
     """Add the GEMM and the reduce-scatter; later operations wait for the sums.
 
     Args:
-        kernel: whether a fused kernel exists for it.
         behind: work that does not need the sums.  It hides the end of the transfers, except in the
-            ``plain`` variants, which wait first.
+            ``plain`` variants, which wait first.  With it there is no fused kernel.
     """
-    machine, n, form = rank.machine, rank.size, _form(rank, inner, kernel=kernel)
-    whole, block = machine.gemm(rows * n, inner, outer), rows * outer * ITEM_BYTES
-    waits: tuple[int, ...] = ()
-    if form == "kernel":
-        rank.compute(name, machine.coc_kernel(whole, block, n))
-    elif form == "mc2":
-        # One tile of all blocks at a time, each followed by its transfer.
-        cut = _Mc2(rank, "scatter", rows, inner, outer)
-        rank.compute(f"{name} layout of the weight", cut.layout)
-        for number, tile in enumerate(cut.rows):
-            seconds = machine.gemm(n * tile, inner, outer, start=not number)
-            rank.compute(name, seconds, launches=0)
-            waits = cut.transfer(f"{name} scatter", tile * outer * ITEM_BYTES, 0, sums=True)
-    else:
-        slices = _slices(rank, name, rows)
-        if len(slices) > 1:
-            _reorder(rank, name, rows, inner)
-        for part in slices:
-            rank.compute(name, machine.gemm(part * n, inner, outer))
-            waits = _summed(rank, name, part * outer)
-        if form == "plain":
-            rank.need(waits)
-            waits = ()
+    kind, n = rank.variant.kind, rank.size
+    if kind == "kernel" and rank.sequence_parallel and behind is None:
+        whole = rank.machine.gemm(rows * n, inner, outer)
+        rank.compute(name, rank.machine.coc_kernel(whole, rows * outer * ITEM_BYTES, n))
+        return
+    if kind == "mc2" and behind is None and mc2.supports(rank, inner):
+        mc2.gemm_scatter(rank, name, rows, inner, outer)
+        return
+    slices, waits = _slices(rank, name, rows), tuple[int, ...]()
+    if len(slices) > 1:
+        _reorder(rank, name, rows, inner)
+    for part in slices:
+        rank.gemm(name, part * n, inner, outer)
+        size = part * outer * ITEM_BYTES
+        waits = rank.collective(f"{name} scatter", size, sums=True)
+        if not rank.sequence_parallel:
+            waits = rank.collective(f"{name} gather", size, launches=0)
+    if kind == "plain":
+        rank.need(waits)
+        waits = ()
     if behind is not None:
         behind()
     rank.need(waits)

@@ -11,9 +11,9 @@ feed-forward, ``n`` tensor-parallel ranks.  All widths below are those of one ra
 Attention (causal, forward) takes ``2 * B * S^2 * H`` FLOP over all ranks: two products over half of
 the scores.  Its backward takes 2.5 times as many: five products instead of two, because flash
 attention recomputes the scores.  Element-wise work costs its memory traffic.  Latent attention
-(:mod:`.latent`) replaces qkv, experts (:mod:`.experts`) replace the feed-forward part, and context
-parallelism (:mod:`.context_parallel`) adds transfers to attention.  Without sequence parallelism
-every rank has all rows.
+replaces qkv and context parallelism adds transfers to attention (:mod:`.attention`), experts
+(:mod:`.experts`) replace the feed-forward part.  Without sequence parallelism every rank has all
+rows.
 
 Launches are those of Megatron core 0.12.1 with the kernels that MindSpeed-LLM's launches select
 (one each for RMS norm, rotary embedding, SwiGLU and attention in each direction, and a separate
@@ -27,16 +27,11 @@ from dataclasses import dataclass
 
 from commfuse_npu.hardware.machine import ITEM_BYTES, Machine
 from commfuse_npu.tools.simulate import linear
-from commfuse_npu.tools.simulate.context_parallel import ContextParallel
+from commfuse_npu.tools.simulate.attention import Latent, attend
 from commfuse_npu.tools.simulate.experts import Experts
-from commfuse_npu.tools.simulate.latent import Latent
 from commfuse_npu.tools.simulate.rank import Rank, rest
 
-__all__ = ["BACKWARD_ATTENTION", "LayerShape", "backward", "forward", "head_backward",
-           "head_forward"]  # fmt: skip
-
-BACKWARD_ATTENTION = 2.5
-"""FLOP of attention's backward per FLOP of its forward."""
+__all__ = ["LayerShape", "backward", "forward", "head_backward", "head_forward"]
 
 _ROTARY = 19, 7
 """Launches that split queries, keys and values and apply the rotary embedding, forward and
@@ -60,11 +55,12 @@ class LayerShape:
         hidden, feed_forward, qkv, vocabulary: full widths, over all tensor-parallel ranks.
         ranks: of the tensor-parallel group; it divides all of these widths.
         heads: width of all query heads; 0 if it equals that of the hidden states.
+        groups: query groups of the model.
         sequence_parallel: whether a rank has only a block of the rows outside of linear layers.
         gated: whether the feed-forward part is gated (SwiGLU).
         causal: whether a query sees only the keys up to its own position.
+        ulysses: whether context parallelism exchanges heads instead of circulating keys.
         latent, experts: replace queries, keys and values, and the feed-forward part.
-        context: the context-parallel group, if there is one.
     """
 
     sequence: int
@@ -76,17 +72,28 @@ class LayerShape:
     vocabulary: int
     ranks: int
     heads: int = 0
+    groups: int = 1
     sequence_parallel: bool = True
     gated: bool = True
     causal: bool = True
+    ulysses: bool = False
     latent: Latent | None = None
     experts: Experts | None = None
-    context: ContextParallel | None = None
+
+    @property
+    def contexts(self) -> int:
+        """Number of context-parallel ranks."""
+        return self.attended // self.sequence
 
     @property
     def inner(self) -> int:
         """Width of one rank's query heads, the input of the output projection."""
         return (self.heads or self.hidden) // self.ranks
+
+    @property
+    def key_value(self) -> int:
+        """Full width of the keys, or of the values."""
+        return (self.qkv - (self.heads or self.hidden)) // 2
 
     @property
     def dense(self) -> int:
@@ -125,75 +132,59 @@ class LayerShape:
         Under context parallelism a rank has the queries of a part of the sequence, or with Ulysses
         those of the full sequence for some heads.
         """
-        parts = self.ranks * (self.attended // self.sequence)
         widths = self.latent.attended if self.latent else 2.0 * (self.heads or self.hidden)
+        parts = self.ranks * self.contexts
         flops = self.batch * self.attended**2 * widths / parts * (1 if self.causal else 2)
-        ulysses = self.context is not None and self.context.ulysses
-        queries = self.attended if ulysses else self.sequence
+        queries = self.attended if self.ulysses else self.sequence
         return machine.attention(flops * factor) * (1 + machine.half_rows / queries)
-
-
-def _elementwise(rank: Rank, name: str, rows: float, *widths: float, launches: int = 1) -> None:
-    """Add work that reads and writes ``widths`` elements per row."""
-    seconds = rank.machine.memory(rows * sum(widths) * ITEM_BYTES)
-    rank.compute(name, seconds, launches=launches)
 
 
 def forward(rank: Rank, shape: LayerShape) -> None:
     """Add a layer's forward."""
-    n, block, held = shape.ranks, shape.block, shape.held
-    h, qkv = shape.hidden, shape.qkv // n
+    rows, block, held, h = shape.rows, shape.block, shape.held, shape.hidden
+    qkv, width = shape.qkv // shape.ranks, shape.dense
     rank.sequence_parallel = shape.sequence_parallel
-    _elementwise(rank, "norm", held, h, h)
+    rank.elementwise("norm", 2 * held * h)
     if shape.latent is not None:
-        shape.latent.forward(rank, shape.rows, held, h)
+        shape.latent.forward(rank, rows, held, h)
     else:
         linear.column(rank, "qkv", block, h, qkv)
-    _elementwise(rank, "rotary", shape.rows, qkv, qkv, launches=_ROTARY[0])
-    seconds = shape.attention(rank.machine)
-    if shape.context is None:
-        rank.compute("attention", seconds)
-    else:
-        shape.context.attend(rank, 0, seconds, shape.rows, qkv, shape.inner)
+    rank.elementwise("rotary", 2 * rows * qkv, _ROTARY[0])
+    attend(rank, shape, 0)
     linear.row(rank, "proj", block, shape.inner, h)
-    _elementwise(rank, "residual, norm", held, h, h, h, h, launches=2)
+    rank.elementwise("residual, norm", 4 * held * h, 2)
     if shape.experts is not None:
         shape.experts.forward(rank, held, h)
-    if width := shape.dense:
+    if width:
         linear.column(rank, "fc1", block, h, shape.halves * width)
-        _elementwise(rank, "activation", shape.rows, shape.halves * width, width)
+        rank.elementwise("activation", rows * (shape.halves + 1) * width)
         linear.row(rank, "fc2", block, width, h)
-    _elementwise(rank, "residual", held, h, h, h)
+    rank.elementwise("residual", 3 * held * h)
 
 
 def backward(rank: Rank, shape: LayerShape) -> None:
     """Add a layer's backward."""
-    n, block, held = shape.ranks, shape.block, shape.held
-    h, qkv = shape.hidden, shape.qkv // n
+    rows, block, held, h = shape.rows, shape.block, shape.held, shape.hidden
+    qkv, width = shape.qkv // shape.ranks, shape.dense
     rank.sequence_parallel = shape.sequence_parallel
     if shape.experts is not None:
         shape.experts.backward(rank, held, h)
-    if width := shape.dense:
-        outputs = shape.halves * width
-        fc1 = linear.column_gradients(rank, "fc1 backward", block, h, outputs)
-        linear.row_gradients(rank, "fc2 backward", block, width, h, before=fc1)
-        _elementwise(rank, "activation backward", shape.rows, width, outputs, outputs)
+    if width:
+        fc1 = linear.column_gradients(rank, "fc1 backward", block, h, shape.halves * width)
+        linear.row_gradients(rank, "fc2 backward", block, width, h, fc1)
+        rank.elementwise("activation backward", rows * (2 * shape.halves + 1) * width)
         rest(fc1)
-    _elementwise(rank, "norm backward", held, h, h, h, h, launches=_NORM + _ADDED)
+    rank.elementwise("norm backward", 4 * held * h, _NORM + _ADDED)
     qkv_gradients = linear.column_gradients(rank, "qkv backward", block, h, qkv)
     before = qkv_gradients if shape.latent is None else None
-    linear.row_gradients(rank, "proj backward", block, shape.inner, h, before=before)
-    seconds = shape.attention(rank.machine, BACKWARD_ATTENTION)
-    if shape.context is None:
-        rank.compute("attention backward", seconds)
-    else:
-        shape.context.attend(rank, 1, seconds, shape.rows, qkv, shape.inner)
-    _elementwise(rank, "rotary backward", shape.rows, qkv, qkv, launches=_ROTARY[1])
+    linear.row_gradients(rank, "proj backward", block, shape.inner, h, before)
+    attend(rank, shape, 1)
+    rank.elementwise("rotary backward", 2 * rows * qkv, _ROTARY[1])
     if shape.latent is not None:
-        shape.latent.backward(rank, shape.rows, held, h)
+        shape.latent.backward(rank, rows, held, h)
     else:
         rest(qkv_gradients)
-    _elementwise(rank, "norm backward", held, h, h, h, h, launches=_NORM + _ADDED)
+    rank.elementwise("norm backward", 4 * held * h, _NORM + _ADDED)
 
 
 def head_forward(rank: Rank, shape: LayerShape) -> None:
@@ -204,15 +195,15 @@ def head_forward(rank: Rank, shape: LayerShape) -> None:
     """
     v = shape.vocabulary // shape.ranks
     rank.sequence_parallel = shape.sequence_parallel
-    _elementwise(rank, "norm", shape.held, shape.hidden, shape.hidden)
+    rank.elementwise("norm", 2 * shape.held * shape.hidden)
     linear.column(rank, "output", shape.block, shape.hidden, v)
-    _elementwise(rank, "loss", shape.rows, 19 * v, launches=_LOSS[0])
+    rank.elementwise("loss", 19 * shape.rows * v, _LOSS[0])
 
 
 def head_backward(rank: Rank, shape: LayerShape) -> None:
     """Add the backward of :func:`head_forward`."""
     v = shape.vocabulary // shape.ranks
     rank.sequence_parallel = shape.sequence_parallel
-    _elementwise(rank, "loss backward", shape.rows, 7 * v, launches=_LOSS[1])
+    rank.elementwise("loss backward", 7 * shape.rows * v, _LOSS[1])
     rest(linear.column_gradients(rank, "output backward", shape.block, shape.hidden, v))
-    _elementwise(rank, "norm backward", shape.held, *[shape.hidden] * 4)
+    rank.elementwise("norm backward", 4 * shape.held * shape.hidden)

@@ -114,16 +114,12 @@ def side_by_side(
             return 0.0 if back is None else backward[back]
         return forward[ahead] if back is None else (pairs[ahead] + pairs[back]) / 2
 
-    def near(stage: int) -> list[float]:
-        """The clocks of a stage and its neighbors; of chunks the last sends to the first."""
-        if chunks > 1:
-            return [clock[other % stages] for other in (stage - 1, stage, stage + 1)]
-        return clock[max(0, stage - 1) : stage + 2]
-
     clock, ends = [0.0] * stages, [0.0] * stages
     for row in zip(*plans, strict=True):
+        # A stage exchanges with its neighbors; of chunks the last stage sends to the first.
+        around = [clock[-1], *clock, clock[0]] if chunks > 1 else [0.0, *clock, 0.0]
         clock = [
-            max(near(stage)) + seconds(stage, slot) + transfer * (stages > 1)
+            max(around[stage : stage + 3]) + seconds(stage, slot) + transfer * (stages > 1)
             for stage, slot in enumerate(row)
         ]
         ends = [

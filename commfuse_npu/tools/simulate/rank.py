@@ -9,7 +9,7 @@ The cost of its instructions:
                receive and each send
 ``Wait``       nothing: its host time is part of the post; the work and the transfers that follow
                start when the transfers that it names are complete
-Compute        a launch, and the seconds that the operation gives for this work
+Compute        a launch, and the seconds of its GEMM
 ``Add``        memory traffic: 3 blocks and a launch per addition, ``rounded`` one pass over all
                parts and one launch
 ``Copy``       a launch, and 2 bytes of memory traffic per byte
@@ -25,9 +25,9 @@ result, so no step pays for it; a batch is expanded each time, which is included
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from commfuse_npu.hardware.machine import ITEM_BYTES
+from commfuse_npu.hardware.machine import ITEM_BYTES, SUM_BYTES
 from commfuse_npu.plan.instructions import (
     Add,
     AheadEnd,
@@ -44,17 +44,10 @@ from commfuse_npu.plan.instructions import (
 )
 from commfuse_npu.plan.program import Program
 from commfuse_npu.plan.schedule import RankSpec, Schedule
-from commfuse_npu.tools.simulate.launches import ASIDE, COMPUTE, Key, Message, Operation
-from commfuse_npu.tools.simulate.links import Links
+from commfuse_npu.tools.simulate.launches import ASIDE, COMPUTE, Key, Links, Message, Operation
 from commfuse_npu.tools.simulate.variants import Variant, Way, direct
 
-__all__ = ["EVENTS", "RING", "Rank", "Width", "Work", "rest"]
-
-Width = Callable[[Span], int]
-"""Number of columns of a span."""
-
-Work = Callable[[Compute, Width], float]
-"""Seconds of a compute instruction."""
+__all__ = ["EVENTS", "RING", "Rank", "rest"]
 
 _COLLECTIVE = "collective"
 EVENTS = 4
@@ -63,7 +56,7 @@ RING = "keys and values"
 """Name and lane of the passes of ring attention, which are no collectives."""
 
 
-def rest(steps: Iterator[None]) -> None:
+def rest(steps: Iterator[object]) -> None:
     """Run an iterator to its end."""
     for _ in steps:
         pass
@@ -90,7 +83,7 @@ class Rank:
         self.sequence_parallel = True
         self._prefix, self._prefixes = prefix, 0
         self._last: dict[str, int] = {}
-        self._pending: dict[bool, set[int]] = {False: set(), True: set()}
+        self._pending: dict[str, set[int]] = {COMPUTE: set(), ASIDE: set()}
 
     def add(self, operation: Operation, after: Iterable[int]) -> int:
         """Append an operation that waits for those in ``after``; returns its index."""
@@ -104,55 +97,58 @@ class Rank:
         after: Iterable[int] = (),
         launches: int = 1,
         *,
-        on_side_stream: bool = False,
+        engine: str = COMPUTE,
         events: int = 0,
         posts: int = 0,
     ) -> None:
         """Add work that waits for ``after`` and for the operations passed to :meth:`need`."""
-        waits, self._pending[on_side_stream] = self._pending[on_side_stream].union(after), set()
-        engine = ASIDE if on_side_stream else COMPUTE
+        waits, self._pending[engine] = self._pending[engine].union(after), set()
         work = Operation(name, engine, seconds, launches=launches, posts=posts, events=events)
         self._last[engine] = self.add(work, waits)
 
-    def need(self, operations: Iterable[int], *, on_side_stream: bool = False) -> None:
+    def gemm(
+        self,
+        name: str,
+        rows: float,
+        inner: float,
+        outer: float,
+        after: Iterable[int] = (),
+        launches: int = 1,
+    ) -> None:
+        """Add ``[rows, inner] @ [inner, outer]``."""
+        self.compute(name, self.machine.gemm(rows, inner, outer), after, launches)
+
+    def elementwise(self, name: str, elements: float, launches: int = 1) -> None:
+        """Add work that reads and writes so many elements in all."""
+        self.compute(name, self.machine.memory(elements * ITEM_BYTES), launches=launches)
+
+    def need(self, operations: Iterable[int], engine: str = COMPUTE) -> None:
         """Make the next work on a stream wait for these operations."""
-        self._pending[on_side_stream].update(operations)
+        self._pending[engine].update(operations)
 
     def finish(self) -> list[Operation]:
         """Add a final wait for pending operations, and return all operations."""
-        if self._pending[False]:
+        if self._pending[COMPUTE]:
             self.compute("end", 0.0, launches=0)
         return self.operations
 
-    def _exchange(
-        self,
-        name: str,
-        lane: str,
-        sends: Sequence[Message],
-        receives: Sequence[Message],
-        after: Iterable[int] = (),
-        launches: int = 0,
-        posts: int = 0,
-        events: int = 0,
-    ) -> tuple[int, int]:
+    def _exchange(self, exchange: Operation, after: Iterable[int] = ()) -> tuple[int, int]:
         """Add transfers on a lane; returns the operations that complete receives and sends.
 
         As with torch's process groups, they start after all work that was launched before them.
         With HCCL the send and the receive of a step complete together.  With gloo a receive does
         not occupy a lane, and a send occupies its lane until it completes.
         """
-        needs = self._pending[False].union(after)
+        needs = self._pending[COMPUTE].union(after)
         if COMPUTE in self._last:
             needs.add(self._last[COMPUTE])
-        host = launches, posts, events
-        exchange = Operation(name, lane, 0.0, tuple(sends), tuple(receives), (), *host)
         if self.machine.batched:
             index = self.add(exchange, needs)
             return index, index
         received = sent = -1
-        if receives:
+        if exchange.receives:
             received = self.add(exchange._replace(engine=None, sends=()), needs)
-        if sends:
+        if exchange.sends:
             sent = self.add(exchange._replace(receives=()), needs)
         return received, sent
 
@@ -174,28 +170,15 @@ class Rank:
         if sums:
             size *= self.machine.summed(self.size)
         hops = direct(self.size, self.links.members_per_node).hops(self.rank, self.size, "first")
-        ends = [(hop.target, hop.source) for hop in hops]
-        return self._pass(name, _COLLECTIVE, size, ends, (), launches)
-
-    def around(
-        self, name: str, size: float, after: Iterable[int], launches: int
-    ) -> tuple[int, ...]:
-        """One round of a ring: send ``size`` bytes to the next rank, receive from the previous."""
-        ends = (self.rank + 1) % self.size, (self.rank - 1) % self.size
-        return self._pass(name, _COLLECTIVE, size, [ends], after, launches)
+        return self.send(name, size, [(hop.target, hop.source) for hop in hops], (), launches)
 
     def elsewhere(self, name: str, seconds: float, launches: int = 1) -> tuple[int, ...]:
         """Collectives of another group that take ``seconds``; returns what to wait for."""
-        return self._pass(name, _COLLECTIVE, seconds, [(self.rank, self.rank)], (), launches)
+        return self.send(name, seconds, [(self.rank, self.rank)], (), launches)
 
-    def ring(self, seconds: float, after: Iterable[int]) -> tuple[int, ...]:
-        """A pass of :data:`RING`, to a rank of another group; its host time is that of the work."""
-        return self._pass(RING, RING, seconds, [(self.rank, self.rank)], after, 0)
-
-    def _pass(
+    def send(
         self,
         name: str,
-        lane: str,
         size: float,
         ends: Sequence[tuple[int, int]],
         after: Iterable[int],
@@ -211,8 +194,9 @@ class Rank:
         for step, (target, source) in enumerate(ends):
             sends.append(Message((*key, step, me), me, target, size))
             receives.append(Message((*key, step, source), source, me, size))
-        host = launches, 0, EVENTS * launches
-        return self._exchange(name, lane, sends, receives, after, *host)[:1]
+        lane, host = RING if name == RING else _COLLECTIVE, (launches, 0, EVENTS * launches)
+        exchange = Operation(name, lane, 0.0, tuple(sends), tuple(receives), (), *host)
+        return self._exchange(exchange, after)[:1]
 
     # ------------------------------------------------------------- programs
 
@@ -232,13 +216,14 @@ class Rank:
         operation: str,
         program: Program,
         columns: Mapping[str, int],
-        works: Mapping[str, Work],
-    ) -> Iterator[None]:
-        """Run a program; yields at its ``AheadEnd`` if it has one.
+        *,
+        strided: bool = False,
+    ) -> Iterator[AheadEnd | Compute]:
+        """Run a program; yields its ``AheadEnd``, and before each weight gradient this one.
 
         Args:
             columns: of the buffers that the operation provides, by name.
-            works: seconds of compute instructions, by name.
+            strided: whether the second operand of ``gemm`` must be copied first.
         """
         key = self._key(operation)
         widths = {**columns, **{scratch.name: scratch.columns for scratch in program.scratch}}
@@ -257,50 +242,53 @@ class Rank:
             delay = self.machine.buffered(sent)
             return Message((*key, step, source), source, target, sent, delay)
 
+        def seconds(instruction: Compute) -> float:
+            a, b = instruction.ins
+            if instruction.work == "wgrad":
+                # grad^T @ x; that of some of the rows is added up in fp32.
+                some = program.count(Compute, "wgrad") > 1
+                result = 2 * SUM_BYTES if some else ITEM_BYTES
+                return self.machine.gemm(width(a), a.rows, width(b), result_bytes=result)
+            copied = 2 * ITEM_BYTES * width(a) * width(b) * strided
+            rows = instruction.outs[0].rows
+            return self.machine.memory(copied) + self.machine.gemm(rows, width(a), width(b))
+
         exchanged: dict[tuple[str, int], int] = {}
-        events: dict[int, int | None] = {}
+        events: dict[int, set[int]] = {}
         for instruction in program.code:
-            on_side = uses_side_stream(instruction)
+            engine = ASIDE if uses_side_stream(instruction) else COMPUTE
             if isinstance(instruction, Post | Collective):
                 transfer = instruction.transfer
                 name, lane = f"{operation} {transfer.piece}", f"lane {transfer.lane}"
                 away = [(way, end) for way, end in instruction.ends if not end.transfer.stays]
-                sends = [message(end) for way, end in away if way == "send"]
-                receives = [message(end) for way, end in away if way == "receive"]
-                if isinstance(instruction, Post):
-                    receive, send = self._exchange(name, lane, sends, receives, posts=1)
-                else:
-                    receive, send = self._exchange(name, lane, sends, receives, (), 1, 0, EVENTS)
+                sends = tuple(message(end) for way, end in away if way == "send")
+                receives = tuple(message(end) for way, end in away if way == "receive")
+                host = (0, 1, 0) if isinstance(instruction, Post) else (1, 0, EVENTS)
+                exchange = Operation(name, lane, 0.0, sends, receives, (), *host)
+                posted = self._exchange(exchange)
                 for way, end in instruction.ends:
-                    exchanged[way, end.transfer.step] = receive if way == "receive" else send
+                    exchanged[way, end.transfer.step] = posted[way == "send"]
             elif isinstance(instruction, Wait):
-                ends = [("receive", step) for step in instruction.receives]
-                ends += [("send", step) for step in instruction.sends]
-                self.need((exchanged[end] for end in ends), on_side_stream=on_side)
+                self.need((exchanged[end] for end in instruction.ends), engine)
             elif isinstance(instruction, Compute):
-                seconds = works[instruction.work](instruction, width)
-                self.compute(f"{operation} {instruction.work}", seconds)
+                if instruction.work == "wgrad":
+                    yield instruction
+                self.compute(f"{operation} {instruction.work}", seconds(instruction))
             elif isinstance(instruction, AheadEnd):
-                yield
+                yield instruction
             elif isinstance(instruction, Copy):
-                seconds = self.machine.memory(2 * size(instruction.out))
-                self.compute(f"{operation} copy", seconds, on_side_stream=on_side)
+                copied = self.machine.memory(2 * size(instruction.out))
+                self.compute(f"{operation} copy", copied, engine=engine)
             elif isinstance(instruction, Add):
-                self._add(operation, instruction, size)
+                terms, written = instruction.terms, size(instruction.out)
+                additions, traffic = sum(parts for _, parts in terms) - 1, 3 * written
+                # Parts in one stack are added in one pass; those of a collective are no such stack.
+                if (self.variant.rounded and len(terms) <= 2) or not additions:
+                    additions, traffic = 1, written + sum(size(span) for span, _ in terms)
+                for _ in range(additions):
+                    self.compute(f"{operation} sum", self.machine.memory(traffic), engine=engine)
             elif isinstance(instruction, RecordEvent):
-                events[instruction.event] = self._last.get(ASIDE if on_side else COMPUTE)
+                events[instruction.event] = {self._last[engine]} if engine in self._last else set()
             elif isinstance(instruction, WaitEvent):
-                event = events[instruction.event]
-                self.need([] if event is None else [event], on_side_stream=on_side)
-                self.compute(f"{operation} hold", 0.0, launches=0, on_side_stream=on_side, events=2)
-
-    def _add(self, operation: str, instruction: Add, size: Callable[[Span], float]) -> None:
-        additions = sum(parts for _, parts in instruction.terms) - 1
-        traffic = 3 * size(instruction.out)
-        # Parts in one stack are added in one pass; those of a collective are no such stack.
-        if (self.variant.rounded and len(instruction.terms) <= 2) or not additions:
-            traffic = size(instruction.out) + sum(size(span) for span, _ in instruction.terms)
-            additions = 1
-        for _ in range(additions):
-            seconds = self.machine.memory(traffic)
-            self.compute(f"{operation} sum", seconds, on_side_stream=instruction.on_side_stream)
+                self.need(events[instruction.event], engine)
+                self.compute(f"{operation} hold", 0.0, launches=0, engine=engine, events=2)

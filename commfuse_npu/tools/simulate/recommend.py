@@ -4,28 +4,35 @@ Every layout that fits the model, the NPUs and their memory is simulated in ever
 figures.  The best are then simulated on all five machines of the hardware's ranges (see
 :mod:`.timed`).  The number of machines on which the order is the same shows how reliable the
 recommendation is.
+
+A recommendation is printed as options of ``pretrain_gpt.py``, and written as a configuration that
+the launch scripts read through ``CONFIG=FILE``.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from operator import attrgetter
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
 from typing import NamedTuple
 
 from commfuse_npu.config_file import ConfigError
 from commfuse_npu.hardware.description import Hardware
+from commfuse_npu.runtime.atomic_write import atomic_write
 from commfuse_npu.tools.model_config import ModelConfig
 from commfuse_npu.tools.simulate.footprint import USABLE, footprint, limit
-from commfuse_npu.tools.simulate.links import PlacementError
+from commfuse_npu.tools.simulate.launches import PlacementError
 from commfuse_npu.tools.simulate.pipeline import interleaves
 from commfuse_npu.tools.simulate.step import Layout, Recompute, Step, Training
 from commfuse_npu.tools.simulate.timed import Timed, timed
 from commfuse_npu.tools.simulate.training import training
-from commfuse_npu.tools.simulate.variants import Variant, forms
+from commfuse_npu.tools.simulate.variants import Variant, forms, launching
 from commfuse_npu.tools.terminal import tell
 
-__all__ = ["Fixed", "NoLayoutError", "recommend"]
+__all__ = ["Fixed", "NoLayoutError", "check_target", "options", "planned", "recommend",
+           "write_plan"]  # fmt: skip
 
 _CONTEXTS = (1, 2, 4, 8, 16)
 _INTERLEAVED = (2, 4)
@@ -86,7 +93,7 @@ def recommend(
     _check_npus(hardware, npus, fixed)
     sequence = sequence or model.seq_length
     batch = micro_batch or model.micro_batch_size
-    machine, seconds = hardware.machine(), attrgetter("seconds")
+    machine, most = hardware.machine(), limit(hardware)
     choices: tuple[Recompute, ...] = (fixed.recompute,) if fixed.recompute else ("none", "full")
     refused: dict[str, list[str]] = {}
     candidates: list[_Candidate] = []
@@ -99,11 +106,7 @@ def recommend(
                 setup = training(model, layout, sequence, micro_batch=batch, recompute=choice)
                 step = Step(machine, setup)
                 exact = [f for f in forms(machine, setup) if f.flags is not None and f.exact]
-                fitting = [
-                    form
-                    for form in exact
-                    if footprint(setup, form, hardware).total <= limit(hardware)
-                ]
+                fitting = [form for form in exact if footprint(setup, form, hardware).total <= most]
                 found += [_Candidate(step.time(form), setup, form) for form in fitting]
                 if fitting == exact:
                     break  # recomputation makes room; without that need it is never faster
@@ -114,28 +117,28 @@ def recommend(
             # Reasons that differ only in their numbers count as one.
             kind = " ".join(word for word in reason.split() if not any(c.isdigit() for c in word))
             refused.setdefault(kind, []).append(reason)
-    candidates.sort(key=seconds)
+    candidates.sort(key=lambda candidate: candidate.seconds)
     by_layout: dict[Layout, _Candidate] = {}
     for candidate in candidates:
         # Layouts that differ only in their chunks are one.
         by_layout.setdefault(candidate.training.layout._replace(vpp=1), candidate)
     best = list(by_layout.values())
-    counts = [
+    counts = "; ".join(
         f"{len(reasons)} x {reasons[0]}"
         + ", and the like" * (len(reasons) > 1 and reasons[0] != kind)
         for kind, reasons in sorted(refused.items(), key=lambda item: -len(item[1]))
-    ]
+    )
     if not best:
         raise NoLayoutError(
             f"no layout of {npus} NPUs fits {sequence} tokens and a global batch of "
-            f"{model.global_batch_size}: {'; '.join(counts)}; take another --npus, a shorter "
+            f"{model.global_batch_size}: {counts}; take another --npus, a shorter "
             "--sequence-length, another --micro-batch, or leave sizes open"
         )
     with_and_without = {row.form.ours: row for row in reversed(candidates)}
     shown = {id(row) for row in (*best[:_RANKED], *with_and_without.values())}
     rows = [timed(row.training, row.form, hardware) for row in candidates if id(row) in shown]
-    fits = f"{len(best)} layouts fit {limit(hardware) / 2**30:.1f} GiB ({USABLE:.0%} of an NPU)"
-    return rows, "; not: ".join([fits, *(["; ".join(counts)] * bool(counts))])
+    fits = f"{len(best)} layouts fit {most / 2**30:.1f} GiB ({USABLE:.0%} of an NPU)"
+    return rows, f"{fits}; not: {counts}" if counts else fits
 
 
 def _check_npus(hardware: Hardware, npus: int, fixed: Fixed) -> None:
@@ -151,13 +154,12 @@ def _check_npus(hardware: Hardware, npus: int, fixed: Fixed) -> None:
             f"--npus {npus} is more than a host of {host} and not whole hosts; choose {below} or "
             f"{below + host}"
         )
-    sizes = ("tp", "cp", "pp")
-    sizes_given = {f"--{name}": size for name in sizes if (size := getattr(fixed, name))}
-    product = math.prod(sizes_given.values())
-    if npus % product:
-        factors = " times ".join(f"{option} {size}" for option, size in sizes_given.items())
+    sizes = {f"--{name}": size for name, size in fixed._asdict().items() if isinstance(size, int)}
+    given = math.prod(sizes.values())
+    if npus % given:
+        factors = " times ".join(f"{option} {size}" for option, size in sizes.items())
         raise ValueError(
-            f"--npus {npus} is not divisible by {factors} = {product}; choose others, or leave "
+            f"--npus {npus} is not divisible by {factors} = {given}; choose others, or leave "
             "them open"
         )
 
@@ -176,19 +178,117 @@ def _layouts(
     stages = model.pipeline_model_parallel_size
     if stages not in pps and not fixed.pp:
         pps.append(stages)
-    for tp in tps:
-        for cp in cps:
-            for pp in pps:
-                dp, remainder = divmod(npus, tp * cp * pp)
-                if remainder:
-                    continue
-                yield Layout(tp, cp, dp, pp)
-                batches = model.global_batch_size // (micro_batch * dp)
-                even = pp != stages or model.num_layer_list is None
-                for vpp in _INTERLEAVED if even and pp > 1 else ():
-                    if model.num_layers % (pp * vpp) == 0 and interleaves(pp, vpp, batches):
-                        yield Layout(tp, cp, dp, pp, vpp)
+    for tp, cp, pp in product(tps, cps, pps):
+        dp, remainder = divmod(npus, tp * cp * pp)
+        if remainder:
+            continue
+        yield Layout(tp, cp, dp, pp)
+        batches = model.global_batch_size // (micro_batch * dp)
+        even = pp != stages or model.num_layer_list is None
+        for vpp in _INTERLEAVED if even and pp > 1 else ():
+            if model.num_layers % (pp * vpp) == 0 and interleaves(pp, vpp, batches):
+                yield Layout(tp, cp, dp, pp, vpp)
 
 
 def _divisors(number: int) -> list[int]:
     return [size for size in range(1, number + 1) if number % size == 0]
+
+
+# ------------------------------------------------------------------------ as options, as a file
+
+_FIRST_LINE = "# Written by commfuse-npu plan"
+_DECIDED = ("--num-layers-per-virtual-pipeline-stage", "--recompute-", "--overlap-")
+"""Prefixes of options that a plan sets itself and therefore removes from the model's."""
+
+
+def options(model: ModelConfig, training: Training, form: Variant) -> list[str]:
+    """Layout, recomputation and form, as options of ``pretrain_gpt.py``."""
+    layout = training.layout
+    words = [
+        *("--tensor-model-parallel-size", str(layout.tp)),
+        *("--pipeline-model-parallel-size", str(layout.pp)),
+        *("--context-parallel-size", str(layout.cp)),
+        *(("--context-parallel-algo", model.context_parallel_algo) if layout.cp > 1 else ()),
+        *(("--sequence-parallel",) if layout.tp > 1 else ()),
+        "--use-distributed-optimizer",
+    ]
+    # Values other than the layout that differ from the model's description.
+    for name in ("seq_length", "max_position_embeddings", "micro_batch_size", "global_batch_size"):
+        if (value := getattr(training.model, name)) != getattr(model, name):
+            words += [f"--{name.replace('_', '-')}", str(value)]
+    words += _without_key(training)
+    if len(set(training.layers)) > 1:
+        words += ["--num-layer-list", ",".join(map(str, training.layers))]
+    return [*words, *launching(form, training)]
+
+
+def _without_key(training: Training) -> Iterator[str]:
+    """Options for settings that :class:`ModelConfig` has no key for."""
+    layout = training.layout
+    if layout.dp * layout.cp > 1:
+        # The simulation assumes these overlaps.
+        yield from ("--overlap-grad-reduce", "--overlap-param-gather")
+    if layout.vpp > 1:
+        each = training.layers[0] // layout.vpp
+        yield from ("--num-layers-per-virtual-pipeline-stage", str(each))
+    if training.recomputes:
+        yield from ("--recompute-granularity", "full", "--recompute-method", "uniform")
+        yield from ("--recompute-num-layers", "1")
+
+
+def planned(
+    model: ModelConfig, hardware: Hardware, training: Training, form: Variant
+) -> ModelConfig:
+    """The model in the simulated layout, with options for settings that have no key."""
+    npus = training.layout.npus
+    words: list[str] = []
+    decided = False
+    for word in model.pretrain_options:
+        decided = word.startswith(_DECIDED) if word.startswith("--") else decided
+        words += [] if decided else [word]
+    per_node = min(npus, hardware.npus_per_host)
+    flags = launching(form, training)
+    plan = replace(
+        training.model,
+        npus_per_node=per_node,
+        nnodes=npus // per_node,
+        pretrain_options=(*words, *_without_key(training), *([] if form.ours else flags)),
+        commfuse_options=tuple(flags if form.ours else ()),
+    )
+    plan.validate()
+    return plan
+
+
+def check_target(path: Path) -> None:
+    """Refuse to overwrite any file except an earlier plan.
+
+    Raises:
+        ValueError: the file exists and is not a plan.
+        OSError: it cannot be read.
+    """
+    if path.exists() and not path.read_text("utf-8", "replace").startswith(_FIRST_LINE):
+        raise ValueError(f"--write {path}: there is such a file, and not of a plan; name another")
+
+
+def write_plan(
+    path: Path,
+    model: ModelConfig,
+    hardware: Hardware,
+    training: Training,
+    form: Variant,
+    seconds: float,
+) -> None:
+    """Write a training in a form as a model configuration; an earlier plan is replaced.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    tp, cp, dp, pp, _ = layout = training.layout
+    lines = [
+        f"{_FIRST_LINE} for {layout.npus} NPUs of {hardware.name}:",
+        f"# TP {tp} x PP {pp} x CP {cp} x DP {dp}, {form.name}, "
+        f"{seconds:.3g} s a step. Simulated, not measured.",
+        planned(model, hardware, training, form).as_yaml(),
+    ]
+    with atomic_write(path) as part:
+        part.write_text("\n".join(lines), "utf-8")

@@ -5,6 +5,12 @@ represents all of them.  A stage is the sum of its layers, the pipeline follows 
 dependencies, and data-parallel buckets overlap with the layers.  A step of 4,096 NPUs therefore
 costs hardly more to simulate than one of 8.
 
+With ``--overlap-grad-reduce`` and ``--overlap-param-gather`` the gradients of a bucket (fp32) are
+reduce-scattered during the backward of earlier layers, and its parameters (bf16) all-gathered
+during the forward of earlier layers.  Buckets are transferred one at a time; the end of the
+gradients and the start of the parameters remain exposed.  Reductions are free here: a collective
+adds while it copies.
+
 Not modeled, for lack of figures: transfers of different groups do not slow each other down where
 they share links (between nodes they mostly do not), and switches do not block.
 
@@ -13,28 +19,27 @@ Results are cached by all their inputs, so that layouts, stages and variants sha
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
-from operator import add
-from typing import Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from commfuse_npu.hardware.machine import ITEM_BYTES, Machine
 from commfuse_npu.tools.simulate import fb_overlap, llama
-from commfuse_npu.tools.simulate.data_parallel import GRADIENT_BYTES, Weights, exposed
 from commfuse_npu.tools.simulate.group import Group, Simulated, collective_seconds
-from commfuse_npu.tools.simulate.links import PlacementError
+from commfuse_npu.tools.simulate.launches import Links
 from commfuse_npu.tools.simulate.llama import LayerShape
 from commfuse_npu.tools.simulate.pipeline import one_forward_one_backward, side_by_side
 from commfuse_npu.tools.simulate.training import Kind, Layout, Recompute, Training
 from commfuse_npu.tools.simulate.variants import MEGATRON, Variant
 
-__all__ = ["LayerTime", "Layout", "Recompute", "Step", "Training"]
+__all__ = ["LayerTime", "Layout", "Recompute", "Step", "Training", "Weights", "buckets",
+           "exposed_end"]  # fmt: skip
 
-_Part = Literal["forward", "backward", "head_forward", "head_backward"]
 
-_KEPT = 1 << 14
-"""Size of each cache."""
+_GRADIENT_BYTES = 4
+"""Gradients are summed in fp32."""
 
 
 class LayerTime(NamedTuple):
@@ -59,68 +64,31 @@ class LayerTime(NamedTuple):
         return self.alone if self.pair is None else self.pair[0]
 
 
-class _Cost(NamedTuple):
-    """The cost of launched work if the host is ahead of the device.
-
-    Attributes:
-        device: seconds in total.
-        launched: number of launches, posts and events of every rank.
-    """
-
-    device: float
-    launched: tuple[tuple[int, int, int], ...]
-
-    def host(self, machine: Machine) -> float:
-        """Host seconds of the busiest rank."""
-        return max(machine.host(*counts) for counts in self.launched)
-
-    def beyond(self, less: _Cost) -> _Cost:
-        """The difference to a smaller cost."""
-        launched = (
-            (a - x, b - y, c - z)
-            for (a, b, c), (x, y, z) in zip(self.launched, less.launched, strict=True)
-        )
-        return _Cost(self.device - less.device, tuple(launched))
-
-
 def _simulate(
-    machine: Machine,
-    shape: LayerShape,
-    variant: Variant,
-    part: _Part | int,
-    recomputes: bool = False,
+    machine: Machine, shape: LayerShape, variant: Variant, build: Callable[..., None], *more: Any
 ) -> Simulated:
-    """Simulate a part of a layer, or ``part`` layers of a forward paired with a backward."""
-    if isinstance(part, int):
-        build = partial(fb_overlap.pair, shape=shape, layers=part, recomputes=recomputes)
-    else:
-        build = partial(getattr(llama, part), shape=shape)
-    steady = part not in ("head_forward", "head_backward")
+    """Simulate what ``build(rank, shape, *more)`` adds, as one of many in a row."""
     group = Group(machine, shape.ranks)
-    return group.simulate(variant, build, steady=steady)
+    return group.simulate(variant, lambda rank: build(rank, shape, *more), steady=True)
 
 
-@lru_cache(_KEPT)
+@lru_cache(1 << 14)
+def _cost(machine: Machine, shape: LayerShape, variant: Variant, *build: Any) -> tuple[float, ...]:
+    """Seconds of the device and of the host, of :func:`_simulate`."""
+    figures = machine
+    if not variant.tuned:
+        # Launches are free, also of the transfers of other groups: the host's time is counted
+        # separately.
+        figures = replace(machine, launch_overhead=0.0, post_overhead=0.0, event_overhead=0.0)
+    simulated = _simulate(figures, shape, variant, *build)
+    return simulated.timeline.seconds, simulated.host(machine)
+
+
+@lru_cache(1 << 14)
 def _head(machine: Machine, shape: LayerShape, variant: Variant) -> list[float]:
     """Seconds of the output layer and the loss, forward and backward."""
-    parts: tuple[_Part, ...] = "head_forward", "head_backward"
-    return [_simulate(machine, shape, variant, part).seconds for part in parts]
-
-
-@lru_cache(_KEPT)
-def _cost(
-    machine: Machine,
-    shape: LayerShape,
-    variant: Variant,
-    part: _Part | int,
-    recomputes: bool,
-) -> _Cost:
-    simulated = _simulate(machine, shape, variant, part, recomputes)
-    launched = (
-        (sum(x.launches for x in rank), sum(x.posts for x in rank), sum(x.events for x in rank))
-        for rank in simulated.launches
-    )
-    return _Cost(simulated.timeline.seconds, tuple(launched))
+    group, parts = Group(machine, shape.ranks), (llama.head_forward, llama.head_backward)
+    return [group.simulate(variant, partial(part, shape=shape)).seconds for part in parts]
 
 
 @dataclass(frozen=True)
@@ -136,11 +104,10 @@ class Step:
 
     def parts(self, variant: Variant) -> list[Simulated]:
         """Simulate a layer's forward, then its backward; or one of each as a pair."""
-        parts: tuple[_Part | int, ...] = "forward", "backward"
+        inputs = self.machine, self.training.shape, variant
         if variant.kind == "fb_overlap":
-            parts = (1,)
-        shape, recomputes = self.training.shape, self.training.recomputes
-        return [_simulate(self.machine, shape, variant, part, recomputes) for part in parts]
+            return [_simulate(*inputs, fb_overlap.pair, 1, self.training.recomputes)]
+        return [_simulate(*inputs, part) for part in (llama.forward, llama.backward)]
 
     def time(self, variant: Variant, *, free: bool = False) -> float:
         """Seconds of a step.
@@ -148,27 +115,26 @@ class Step:
         Args:
             free: whether transfers between stages and of buckets take no time either.
         """
-        training, stages = self.training, self.training.layout.pp
-        kinds = {kind for place in training.places for kind in place} - {"none"}
-        layers = {kind: self.layer_time(variant, kind) for kind in sorted(kinds)}
-        main = layers[max(kinds)]
+        training = self.training
+        kinds = sorted({kind for place in training.places for kind in place} - {"none"})
+        layers = {kind: self.layer_time(variant, kind) for kind in kinds}
+        main = layers[kinds[-1]]
 
         def chunks(seconds: Callable[[LayerTime], float]) -> list[float]:
             return [
-                sum(count * seconds(layers[kind]) for kind, count in place.items() if kind in kinds)
+                sum(place[kind] * seconds(time) for kind, time in layers.items())
                 for place in training.places
             ]
 
         forwards, backwards = chunks(lambda time: time.forward), chunks(lambda time: time.backward)
         for place, seconds in enumerate(forwards):
             backwards[place] += training.recomputed_share(place) * seconds
-        head = _head(self.machine, training.shape, variant)
-        embedding = self._embedding(variant)
+        head, embedding = _head(self.machine, training.shape, variant), self._embedding(variant)
         for passes, last in zip((forwards, backwards), head, strict=True):
             passes[-1] += last
             passes[0] += embedding
         between = 0.0 if free else self._between_stages
-        pipeline = training.micro_batches, between, training.layout.vpp
+        pipeline = training.micro_batches, between, training.vpp
         f, b = main.forward, main.backward
         if main.pair is None:
             ends = one_forward_one_backward(forwards, backwards, *pipeline)
@@ -182,50 +148,35 @@ class Step:
             f, b = (part * main.pair[0] / main.alone for part in (f, b))
         end = max(ends)
         if not free:
-            again = 1 + training.recomputes
-            tails, starts = zip(
-                *(self._buckets(stage, f, b * again) for stage in range(stages)), strict=True
-            )
-            end = max(map(add, ends, tails)) + starts[0]
-        if main.pair is None:
-            return end + self._optimizer
+            b *= 1 + training.recomputes
+            buckets = [self._buckets(stage, f, b) for stage in range(training.layout.pp)]
+            late = (time + tail for time, (tail, _) in zip(ends, buckets, strict=True))
+            end = max(late) + buckets[0][1]
+        end += self._optimizer
         # A launch times a step each way, and keeps the faster one.
-        return min(end + self._optimizer, self.time(MEGATRON, free=free))
+        return end if main.pair is None else min(end, self.time(MEGATRON, free=free))
 
     def layer_time(self, variant: Variant, kind: Kind = "dense") -> LayerTime:
         """A layer of one micro-batch, forward and backward, in the middle of a stage."""
+        inputs = self.machine, self.training.shape_of(kind), variant
         if variant.kind == "fb_overlap":
-            return self._paired(variant, kind)
-        forward, backward = (self._of_layer(variant, kind, p) for p in ("forward", "backward"))
+            return self._paired(kind, *inputs)
+        costs = [_cost(*inputs, part) for part in (llama.forward, llama.backward)]
         # The host does not wait between forward and backward, so their totals are compared.
         runs = 2 if self.training.recomputes else 1
-        hosts = [cost.host(self.machine) for cost in (forward, backward)]
-        seconds = [forward.device, backward.device]
-        if runs * hosts[0] + hosts[1] > runs * seconds[0] + seconds[1]:
-            seconds = hosts
-        return LayerTime(seconds[0], seconds[1])
+        return LayerTime(*max(zip(*costs, strict=True), key=lambda of: runs * of[0] + of[1]))
 
-    def _of_layer(
-        self, variant: Variant, kind: Kind, part: _Part | int, recomputes: bool = False
-    ) -> _Cost:
-        machine, shape = self.machine, self.training.shape_of(kind)
-        if not variant.tuned:
-            # Simulate with free launches: the host time is counted separately, from their numbers.
-            machine = replace(machine, launch_overhead=0.0, post_overhead=0.0, event_overhead=0.0)
-        return _cost(machine, shape, variant, part, recomputes)
-
-    def _paired(self, variant: Variant, kind: Kind) -> LayerTime:
+    def _paired(self, kind: Kind, *inputs: Any) -> LayerTime:
         """Megatron's order for single layers; a pair from the difference of four and two layers."""
         alone, share = self.layer_time(MEGATRON, kind), self.training.recomputed_share(0)
         layer = extra = 0.0
         for recomputes, part in ((False, 1 - share), (True, share)):
             if not part:
                 continue
-            two, four = (self._of_layer(variant, kind, n, recomputes) for n in (2, 4))
-            more = four.beyond(two)
-            seconds = max(more.device, more.host(self.machine)) / 2
+            two, four = (_cost(*inputs, fb_overlap.pair, n, recomputes) for n in (2, 4))
+            seconds = max(more - less for more, less in zip(four, two, strict=True)) / 2
             layer += part * seconds
-            extra += part * max(0.0, two.device - 2 * seconds)
+            extra += part * max(0.0, two[0] - 2 * seconds)
         whole = alone.alone + share * alone.forward
         # A launch switches the overlap off if it is not faster.
         return alone._replace(pair=min((layer, extra), (whole, 0.0)))
@@ -247,55 +198,99 @@ class Step:
         The embedding gets its gradients last and is needed first.  Not modeled: the sum of tied
         embedding gradients over the first and the last stage.
         """
-        training, layout, model = self.training, self.training.layout, self.training.model
-        table = [Weights(model.padded_vocab_size * model.hidden_size / layout.tp)]
-        tied = not model.untie_embeddings_and_output_weights
+        training, layout = self.training, self.training.layout
+        table = [Weights(training.table)]
+        tied = not training.model.untie_embeddings_and_output_weights
         everyone, experts = table * (stage == 0), list[Weights]()
         for kind, count in training.of_stage(stage).items():
             own, of_experts = training.parameters_of(kind)
-            everyone += [Weights(own, forward, backward)] * round(count)
-            experts += [Weights(of_experts, forward, backward)] * round(count) * bool(of_experts)
+            everyone += [Weights(own, forward, backward)] * count
+            experts += [Weights(of_experts, forward, backward)] * count * bool(of_experts)
         everyone += table * (stage == layout.pp - 1 and not (tied and stage == 0))
         tail = start = 0.0
         for layers, ranks, stride in (
             (everyone, layout.dp * layout.cp, layout.tp),
             (experts, training.expert_replicas, training.expert_stride),
         ):
-            if ranks == 1 or not layers:
-                continue
-            collective = partial(collective_seconds, Group(self.machine, ranks, stride=stride))
-            how = training.overlaps, training.distributed
-            late, early = exposed(layers, ranks, collective, *how)
-            tail, start = tail + late, start + early
+            if ranks > 1 and layers:
+                late, early = _exposed(training, layers, Group(self.machine, ranks, stride))
+                tail, start = tail + late, start + early
         return tail, start
 
     @property
     def _between_stages(self) -> float:
         """Seconds to send a block of activations to the next stage."""
-        training, machine = self.training, self.machine
-        layout = training.layout
+        layout, shape = self.training.layout, self.training.shape
         if layout.pp == 1:
             return 0.0
-        level = machine.inside
-        if layout.npus // layout.pp >= machine.npus_per_node:
-            if machine.between is None:
-                raise PlacementError(
-                    f"{layout.pp} pipeline stages of {layout.npus // layout.pp} NPUs span nodes of "
-                    f"{machine.npus_per_node}, and this machine has no links between nodes; choose "
-                    "another --hardware"
-                )
-            level = machine.between
-        return level.latency + training.shape.block * training.shape.row_bytes / level.rate
+        level = Links(self.machine, 2, layout.npus // layout.pp).level(0, 1)
+        return level.latency + shape.block * shape.row_bytes / level.rate
 
     @property
     def _optimizer(self) -> float:
         """Seconds of Adam.  Per parameter of this NPU's share it reads and writes 12 bytes of state
         (weight and two moments in fp32), reads the gradient and writes the bf16 weight."""
-        training, layout = self.training, self.training.layout
-        table = training.model.padded_vocab_size * training.model.hidden_size / layout.tp
+        training, last = self.training, self.training.layout.pp - 1
         parameters = 0.0
-        for stage in range(layout.pp):
+        for stage in range(last + 1):
             everyone, experts = training.of_layers(stage)
-            everyone += table if stage in (0, layout.pp - 1) else 0.0
+            everyone += training.table if stage in (0, last) else 0.0
             parameters = max(parameters, training.with_states(everyone, experts))
-        return self.machine.memory(parameters * (2 * 12 + GRADIENT_BYTES + ITEM_BYTES))
+        return self.machine.memory(parameters * (2 * 12 + _GRADIENT_BYTES + ITEM_BYTES))
+
+
+# ------------------------------------------------------------------------ buckets
+
+
+class Weights(NamedTuple):
+    """Weights of a layer: parameters on one NPU, and the layer's seconds forward and backward."""
+
+    parameters: float
+    forward: float = 0.0
+    backward: float = 0.0
+
+
+def _exposed(training: Training, layers: Sequence[Weights], group: Group) -> tuple[float, float]:
+    """Exposed seconds of the transfers of gradients and of parameters; layers from first to last.
+
+    Transfers that do not overlap are fully exposed.  Without a distributed optimizer a rank keeps
+    all sums instead of those of its shard: they are gathered after the backward.
+    """
+    order = buckets(layers, group.size)
+    parameters, forward, backward = (
+        [sum(layer[at] for layer in bucket) for bucket in order] for at in range(3)
+    )
+    shards = [math.ceil(numbers / group.size) for numbers in parameters]
+    out = [collective_seconds(group, shard * _GRADIENT_BYTES) for shard in shards]
+    back = [collective_seconds(group, shard * ITEM_BYTES) for shard in shards]
+    late = exposed_end(backward, out) if training.overlaps[0] else sum(out)
+    if not training.distributed:
+        return late + sum(out), 0.0
+    return late, exposed_end(forward, back) if training.overlaps[1] else sum(back)
+
+
+def buckets(layers: Sequence[Weights], ranks: int) -> list[list[Weights]]:
+    """Layers by bucket, in backward order; Megatron's default size (core 0.12) closes one."""
+    limit = max(40_000_000, 1_000_000 * ranks)
+    groups: list[list[Weights]] = [[]]
+    for layer in reversed(layers):
+        groups[-1].append(layer)
+        if sum(layer.parameters for layer in groups[-1]) >= limit:
+            groups.append([])
+    return [bucket for bucket in groups if bucket]
+
+
+def exposed_end(work: Sequence[float], transfers: Sequence[float]) -> float:
+    """Seconds from the end of the backward to the end of the last reduce-scatter.
+
+    With time reversed, the same are the seconds that the first forward waits for parameters.
+
+    Args:
+        work, transfers: seconds of each bucket's layers in that direction, and of its transfer, in
+            the order in which the buckets become ready.
+    """
+    time = link = 0.0
+    for seconds, transfer in zip(work, transfers, strict=True):
+        time += seconds
+        link = max(link, time) + transfer
+    return link - time

@@ -9,28 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from operator import attrgetter
 from typing import Any, NamedTuple
 
 from commfuse_npu.hardware.description import Choice, Hardware
 from commfuse_npu.tools.simulate.footprint import USABLE, Footprint, footprint, limit
-from commfuse_npu.tools.simulate.launch_options import launching
 from commfuse_npu.tools.simulate.step import Step, Training
-from commfuse_npu.tools.simulate.variants import COMPUTE_ONLY, MEGATRON, REFERENCE, Variant
+from commfuse_npu.tools.simulate.variants import COMPUTE_ONLY, REFERENCE, Variant, launching
 from commfuse_npu.tools.terminal import print_verdict, table_row
 
-__all__ = [
-    "CORNERS",
-    "Range",
-    "Timed",
-    "as_json",
-    "best",
-    "ratio",
-    "show",
-    "table",
-    "timed",
-    "verdict",
-]
+__all__ = ["CORNERS", "Range", "Timed", "as_json", "best", "ratio", "show", "table", "timed",
+           "verdict"]  # fmt: skip
 
 CORNERS: tuple[tuple[Choice, Choice], ...] = (
     ("typical", "typical"),
@@ -61,13 +49,6 @@ class Range(NamedTuple):
         return f"{show(self.typical)} ({show(self.low)} .. {show(self.high)})"
 
 
-_COLUMNS = (
-    *("TP", "CP", "PP", "DP", "recompute", "form", "step", "exposed", "tokens/s/NPU"),
-    "memory of an NPU",
-)
-_ALIGNED = "|---:|---:|---:|---:|---|---|---:|---:|---:|---:|"
-
-
 @dataclass(frozen=True)
 class Timed:
     """A training in a form, simulated.
@@ -96,27 +77,46 @@ class Timed:
         return Range.of(self.seconds).text(_show)
 
     @property
+    def _sizes(self) -> dict[str, str]:
+        """Parallel sizes; of stages also the chunks of each if they are interleaved."""
+        tp, cp, dp, pp, vpp = self.training.layout
+        return {"TP": f"{tp}", "CP": f"{cp}", "PP": f"{pp} x {vpp}" if vpp > 1 else f"{pp}",
+                "DP": f"{dp}"}  # fmt: skip
+
+    @property
     def name(self) -> str:
         """Layout and form."""
-        tp, cp, dp, _, _ = self.training.layout
-        recomputed = ", full recomputation" if self.training.recomputes else ""
-        return f"TP {tp}, CP {cp}, PP {self._stages}, DP {dp}{recomputed}, {self.form.name}"
+        layout = [f"{name} {size}" for name, size in self._sizes.items()]
+        recomputed = ["full recomputation"] * self.training.recomputes
+        return ", ".join([*layout, *recomputed, self.form.name])
 
     @property
     def tokens(self) -> Range:
         """Tokens per second and NPU."""
-        return Range.of([self.training.tokens_per_second(seconds) for seconds in self.seconds])
+        model, npus = self.training.model, self.training.layout.npus
+        tokens = model.seq_length * model.global_batch_size
+        return Range.of([tokens / (seconds * npus) for seconds in self.seconds])
 
-    def row(self, mark: str = "") -> tuple[str, ...]:
-        """The cells of a table; ``mark`` goes around the form."""
-        tp, cp, dp, _, _ = self.training.layout
-        return (
-            *(str(tp), str(cp), self._stages, str(dp), self.training.recompute),
-            *(f"{mark}{self.form.name}{mark}", self.step),
-            Range.of(self.exposed).text(_show),
-            self.tokens.text("{:.0f}".format),
-            f"{self.memory.total / 2**30:.1f} GiB" + (not self.fits) * ", too much",
-        )
+    def row(self, first: Timed) -> dict[str, str]:
+        """The cells of a table by column, beside those of the ``first``, which is bold."""
+        mark, longer = ("**", "-") if self is first else ("", self._longer_than(first))
+        return {
+            **self._sizes,
+            "recompute": self.training.recompute,
+            "form": f"{mark}{self.form.name}{mark}",
+            "step": self.step,
+            "longer (machines)": longer,
+            "exposed": Range.of(self.exposed).text(_show),
+            "tokens/s/NPU": self.tokens.text("{:.0f}".format),
+            "memory of an NPU": f"{self.memory.total / 2**30:.1f} GiB"
+            + (not self.fits) * ", too much",
+        }
+
+    def _longer_than(self, other: Timed) -> str:
+        """By how much a step is, at typical figures; and on how many of the simulated machines."""
+        pairs = list(zip(self.seconds, other.seconds, strict=True))
+        machines = f"{sum(ours > theirs for ours, theirs in pairs)} of {len(pairs)}"
+        return f"{self.typical / other.typical - 1:+.1%} ({machines})"
 
     def as_json(self) -> dict[str, Any]:
         return {
@@ -132,12 +132,6 @@ class Timed:
             "memory_bytes": self.memory.total,
             "fits": self.fits,
         }
-
-    @property
-    def _stages(self) -> str:
-        """Number of stages, and of chunks per stage if they are interleaved."""
-        _, _, _, pp, vpp = self.training.layout
-        return f"{pp} x {vpp}" if vpp > 1 else str(pp)
 
 
 def timed(training: Training, form: Variant, hardware: Hardware, corners: int = 5) -> Timed:
@@ -162,16 +156,15 @@ def best(rows: Sequence[Timed]) -> Timed:
 
 def table(rows: Sequence[Timed]) -> str:
     """A Markdown table; :func:`best` is bold."""
-    bold = best(rows)
-    cells = (row.row("**" if row is bold else "") for row in rows)
-    return "\n".join([table_row(_COLUMNS), _ALIGNED, *map(table_row, cells)])
+    cells = [row.row(best(rows)) for row in rows]
+    lines = [table_row(cells[0]), "|---:|---:|---:|---:|---|---|---:|---:|---:|---:|---:|"]
+    return "\n".join([*lines, *(table_row(row.values()) for row in cells)])
 
 
 def verdict(rows: Sequence[Timed], hardware: Hardware) -> Iterator[str]:
-    """The recommendation in one line, then how it compares, as a Markdown list."""
+    """The recommendation in one line, then what it is based on, as a Markdown list."""
     first = best(rows)
     if first.fits:
-        rows = [row for row in rows if row.fits]
         yield f"Recommended: {first.name}, a step in {first.step}."
     else:
         yield (
@@ -180,28 +173,6 @@ def verdict(rows: Sequence[Timed], hardware: Hardware) -> Iterator[str]:
             f"The shortest: {first.name}, a step in {first.step}."
         )
     yield ""
-    exact = [row for row in rows if row.form.exact]
-    without = f"{'Without' if first.form.ours else 'With'} CommFuse"
-    compared = {
-        without: [row for row in exact if row.form.ours != first.form.ours],
-        "Next": exact,
-        "Megatron's order": [row for row in exact if row.form == MEGATRON],
-        "Other rounding": [row for row in rows if not row.form.exact],
-    }
-    named = [first]
-    for title, found in compared.items():
-        launched = (row for row in found if row.form.flags is not None and row is not first)
-        other = min(launched, key=attrgetter("typical"), default=first)
-        if any(other is row for row in named):
-            continue
-        named.append(other)
-        change = other.typical / first.typical - 1
-        wins = sum(a < b for a, b in zip(first.seconds, other.seconds, strict=True))
-        yield (
-            f"- {title}: {other.name}, {abs(change):.1%} "
-            f"{'longer' if change >= 0 else 'shorter'} "
-            f"({wins} of {len(first.seconds)} simulated machines say longer)."
-        )
     if first.training.layout.tp == 1:
         yield (
             "- TP 1 has no tensor-parallel transfers: there is nothing to fuse but context "

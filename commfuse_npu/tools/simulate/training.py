@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Literal, NamedTuple
+from itertools import accumulate
+from typing import Any, Literal, NamedTuple
 
 from commfuse_npu.config_file import ConfigError
 from commfuse_npu.tools.model_config import ModelConfig
-from commfuse_npu.tools.simulate.context_parallel import ContextParallel
-from commfuse_npu.tools.simulate.experts import Experts
-from commfuse_npu.tools.simulate.latent import Latent
+from commfuse_npu.tools.simulate.attention import Latent
 from commfuse_npu.tools.simulate.llama import LayerShape
 from commfuse_npu.tools.simulate.pipeline import interleaves
 
-__all__ = ["Kind", "Layout", "Recompute", "Training", "training"]
+__all__ = ["Kind", "Layout", "Recompute", "Training", "layer_shape", "training"]
 
 Recompute = Literal["none", "full"]
 
@@ -44,12 +42,11 @@ class Training:
 
     Attributes:
         model: with the layout, the sequence length and the batch of this training.
+        shape: of a layer; its experts only in layers of this kind.
+        kinds: of each layer of the model.
         vpp: chunks of layers per pipeline stage; they divide the layers of every stage.
         recomputed: with full recomputation, number of layers per stage whose forward is run again;
             ``None``: all.
-        kinds: of each layer of the model; empty: all are dense.
-        experts, latent, head, gated, causal, sequence_parallel: as in
-            :class:`~.llama.LayerShape`; ``head`` is the width of one, 0: hidden size / heads.
         distributed: whether optimizer states are divided over the data-parallel ranks.
         overlaps: whether gradients are reduced during the backward, and parameters gathered during
             the forward.
@@ -58,16 +55,11 @@ class Training:
     """
 
     model: ModelConfig
+    shape: LayerShape
+    kinds: tuple[Kind, ...]
     recompute: Recompute = "none"
     vpp: int = 1
     recomputed: int | None = None
-    kinds: tuple[Kind, ...] = ()
-    experts: Experts | None = None
-    latent: Latent | None = None
-    head: int = 0
-    gated: bool = True
-    causal: bool = True
-    sequence_parallel: bool = True
     distributed: bool = True
     overlaps: tuple[bool, bool] = (True, True)
     reuses: bool = False
@@ -91,33 +83,23 @@ class Training:
         return self.model.num_layer_list or (self.model.num_layers // stages,) * stages
 
     @cached_property
-    def places(self) -> tuple[Mapping[Kind, float], ...]:
+    def places(self) -> tuple[Counter[Kind], ...]:
         """Number of layers of each kind in every chunk, in model order."""
-        if not self.kinds:
-            stages: list[Mapping[Kind, float]]
-            stages = [{"dense": count / self.layout.vpp} for count in self.layers]
-            return (*stages,) * self.layout.vpp
-        places: list[Mapping[Kind, float]] = []
-        start = 0
-        for count in [count // self.layout.vpp for count in self.layers] * self.layout.vpp:
-            places.append(dict(Counter(self.kinds[start : start + count])))
-            start += count
-        return tuple(places)
+        counts = [count // self.vpp for count in self.layers] * self.vpp
+        ends = accumulate(counts)
+        return tuple(
+            Counter(self.kinds[end - count : end]) for count, end in zip(counts, ends, strict=True)
+        )
 
-    def of_stage(self, stage: int) -> Mapping[Kind, float]:
+    def of_stage(self, stage: int) -> Counter[Kind]:
         """Number of layers of each kind in a pipeline stage."""
-        counts: dict[Kind, float] = {}
-        for place in self.places[stage :: self.layout.pp]:
-            for kind, count in place.items():
-                counts[kind] = counts.get(kind, 0) + count
-        return counts
+        return sum(self.places[stage :: self.layout.pp], Counter[Kind]())
 
     def recomputed_share(self, place: int) -> float:
         """Share of a chunk's layers whose forward is run again in the backward."""
         if not self.recomputes or self.recomputed is None:
             return float(self.recomputes)
-        layers = sum(self.places[place].values())
-        return min(1.0, self.recomputed / self.layout.vpp / max(1.0, layers))
+        return min(1.0, self.recomputed / self.vpp / max(1, self.places[place].total()))
 
     @property
     def micro_batches(self) -> int:
@@ -129,25 +111,28 @@ class Training:
         """Whether full recomputation runs each layer's forward again before its backward."""
         return self.recompute == "full"
 
-    def tokens_per_second(self, seconds: float) -> float:
-        """Tokens per second and NPU, if a step takes ``seconds``."""
-        tokens = self.model.seq_length * self.model.global_batch_size
-        return tokens / (seconds * self.layout.npus)
+    def shape_of(self, kind: Kind) -> LayerShape:
+        return self.shape if kind == "experts" else replace(self.shape, experts=None)
+
+    # ------------------------------------------------------------------- parameters
+
+    @property
+    def table(self) -> float:
+        """Parameters per NPU of the embedding, or of the output layer."""
+        return self.shape.vocabulary * self.shape.hidden / self.shape.ranks
 
     def parameters_of(self, kind: Kind) -> tuple[float, float]:
         """Parameters per NPU in a layer: those used by all tokens, and those of its experts."""
-        model, shape = self.model, self.shape_of(kind)
+        shape = self.shape_of(kind)
         if kind == "none":
             return 0.0, 0.0
-        h, tp = model.hidden_size, self.layout.tp
-        if self.latent:
-            per_feature, besides = self.latent.parameters
+        h, tp, experts = shape.hidden, shape.ranks, shape.experts
+        attention = h * (shape.qkv + shape.inner * tp)
+        if shape.latent is not None:
+            per_feature, besides = shape.latent.parameters
             attention = h * per_feature + besides
-        else:
-            attention = h * (shape.qkv + shape.inner * tp)
+        own, router = (experts.parameters(h), h * experts.number) if experts else (0.0, 0)
         dense = h * (shape.halves + 1) * shape.dense * tp + attention
-        own = self.experts.parameters(h) if kind == "experts" and self.experts else 0.0
-        router = h * self.experts.number if own and self.experts else 0.0
         return dense / tp + router + 2 * h, own
 
     def of_layers(self, stage: int) -> tuple[float, float]:
@@ -167,68 +152,46 @@ class Training:
     @property
     def expert_replicas(self) -> int:
         """Number of ranks that have the same experts."""
-        if self.experts is None:
-            return 1
-        layout, experts = self.layout, self.experts
-        return layout.tp * layout.cp * layout.dp // (experts.parallel * experts.tensor)
+        layout = self.layout
+        return layout.tp * layout.cp * layout.dp // self.expert_stride if self.shape.experts else 1
 
     @property
     def expert_stride(self) -> int:
         """Distance in NPUs between ranks that have the same experts."""
-        return self.experts.parallel * self.experts.tensor if self.experts else 1
+        experts = self.shape.experts
+        return experts.parallel * experts.tensor if experts else 1
 
-    def shape_of(self, kind: Kind) -> LayerShape:
-        return replace(self.shape, experts=self.experts) if kind == "experts" else self.shape
 
-    @property
-    def shape(self) -> LayerShape:
-        """The shape of a layer without experts."""
-        model = self.model
-        return LayerShape(
-            sequence=model.seq_length // model.context_parallel_size,
-            attended=model.seq_length,
-            batch=model.micro_batch_size,
-            hidden=model.hidden_size,
-            feed_forward=model.ffn_hidden_size,
-            qkv=self._qkv,
-            vocabulary=model.padded_vocab_size,
-            ranks=model.tensor_model_parallel_size,
-            heads=self._heads,
-            sequence_parallel=self.sequence_parallel,
-            gated=self.gated,
-            causal=self.causal,
-            latent=self.latent,
-            context=self._context,
-        )
+def layer_shape(
+    model: ModelConfig, *, head: int = 0, latent: Latent | None = None, **more: Any
+) -> LayerShape:
+    """The shape of a model's layers in its layout.
 
-    @property
-    def _context(self) -> ContextParallel | None:
-        model = self.model
-        if model.context_parallel_size == 1:
-            return None
-        head = self.head or model.hidden_size // model.num_attention_heads
-        return ContextParallel(
-            size=model.context_parallel_size,
-            ranks=model.tensor_model_parallel_size,
-            key_value=head * model.num_query_groups,
-            groups=model.num_query_groups,
-            ulysses=model.context_parallel_algo == "ulysses_cp_algo",
-        )
-
-    @property
-    def _heads(self) -> int:
-        if self.latent is not None:
-            return self.latent.heads * self.latent.value
-        return self.head * self.model.num_attention_heads
-
-    @property
-    def _qkv(self) -> int:
-        """Width of queries, keys and values; with latent attention, of the rotary parts."""
-        if self.latent is not None:
-            return 2 * self.latent.heads * self.latent.rotary
-        if self.head:
-            return self.head * (self.model.num_attention_heads + 2 * self.model.num_query_groups)
-        return self.model.qkv_size
+    Args:
+        head: width of one; 0: hidden size / heads.
+        more: further attributes of the shape.
+    """
+    heads, groups = model.num_attention_heads, model.num_query_groups
+    head = head or model.hidden_size // heads
+    inner, qkv = head * heads, head * (heads + 2 * groups)
+    if latent is not None:
+        # Of queries, keys and values only the rotary parts.
+        inner, qkv = latent.heads * latent.value, 2 * latent.heads * latent.rotary
+    return LayerShape(
+        sequence=model.seq_length // model.context_parallel_size,
+        attended=model.seq_length,
+        batch=model.micro_batch_size,
+        hidden=model.hidden_size,
+        feed_forward=model.ffn_hidden_size,
+        qkv=qkv,
+        vocabulary=model.padded_vocab_size,
+        ranks=model.tensor_model_parallel_size,
+        heads=inner,
+        groups=groups,
+        ulysses=model.context_parallel_algo == "ulysses_cp_algo",
+        latent=latent,
+        **more,
+    )
 
 
 def training(
@@ -270,7 +233,8 @@ def training(
         nnodes=1,
     )
     fitted.validate()
-    setup = Training(fitted, recompute, layout.vpp)
+    kinds: list[Kind] = ["dense"] * fitted.num_layers
+    setup = Training(fitted, layer_shape(fitted), tuple(kinds), recompute, layout.vpp)
     if layout.vpp > 1 and (layout.pp == 1 or any(count % layout.vpp for count in setup.layers)):
         raise ConfigError(
             f"{layout.vpp} chunks do not divide the layers of {layout.pp} pipeline stages, "

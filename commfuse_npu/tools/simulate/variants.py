@@ -40,14 +40,15 @@ from typing import TYPE_CHECKING, Literal
 
 from commfuse_npu.hardware.machine import Machine, min_outputs_to_hide
 from commfuse_npu.plan import Schedule, default_chunks, default_shape, min_rows_to_fuse
-from commfuse_npu.tools.simulate.links import Links
+from commfuse_npu.tools.simulate.launches import Links
 from commfuse_npu.tools.simulate.mc2 import RANKS
 
 if TYPE_CHECKING:
     from commfuse_npu.tools.simulate.training import Training
 
-__all__ = ["COC", "COC_FUSED", "COMPUTE_ONLY", "FB_OVERLAP", "MC2", "MEGATRON", "REFERENCE", "Kind",
-           "Variant", "Way", "direct", "forms", "fused"]  # fmt: skip
+__all__ = ["COC", "COC_FUSED", "COMPUTE_ONLY", "FB_OVERLAP", "FORMS", "MC2", "MEGATRON",
+           "REFERENCE", "Kind", "Variant", "Way", "direct", "forms", "fused",
+           "launching"]  # fmt: skip
 
 Kind = Literal["compute", "plain", "megatron", "sliced", "kernel", "mc2", "fused", "fb_overlap"]
 
@@ -103,6 +104,17 @@ COC = tuple(
 COC_FUSED = Variant("coc-fused", "kernel", flags="--use-ascend-coc --coc-fused-kernel")
 MC2 = Variant("mc2", "mc2", flags="--use-ascend-mc2")
 FB_OVERLAP = Variant("commfuse-fb", "fb_overlap", flags="--commfuse-fb-overlap")
+FORMS = {
+    form: (title, form.flags or "")
+    for form, title in (
+        (MEGATRON, "Megatron's order"),
+        *((form, f"CoC in {form.way} slices") for form in COC),
+        (COC_FUSED, "CoC's kernel"),
+        (MC2, "MC2"),
+        (FB_OVERLAP, "forward-backward overlap"),
+    )
+}
+"""The forms besides fused layers that can be launched: description and flags."""
 
 
 def direct(size: int, members_per_node: int) -> Schedule:
@@ -129,14 +141,19 @@ def fused(
     ways = tuple(replace(schedule, chunks=count) for count in tuned)
     if (schedule.lanes or 1) > 1 and schedule.shape == "shifted":
         ways += tuple(replace(way, shape="collective", lanes=1) for way in ways)
-    name, flags = "commfuse", "--use-commfuse"
-    if tuned:
-        name, flags = "commfuse-tuned", f"{flags} --commfuse-tuning on"
-    if rounded:
-        name = "commfuse-rounded"
-        flags += " --commfuse-wgrad blocks --commfuse-reduce-dtype float32"
+    name = "commfuse-rounded" if rounded else "commfuse-tuned" if tuned else "commfuse"
+    flags = "--use-commfuse" + " --commfuse-tuning on" * bool(tuned)
+    flags += " --commfuse-wgrad blocks --commfuse-reduce-dtype float32" * rounded
     way = ways[0] if ways else schedule
     return Variant(name, "fused", way, rounded, collectives_from, ways, flags=flags)
+
+
+def launching(form: Variant, training: Training) -> list[str]:
+    """The ``pretrain_gpt.py`` options of a form; none for Megatron's own order."""
+    words, layout = (form.flags or "").split(), training.layout
+    if form == FB_OVERLAP and layout.pp > 1 and layout.vpp == 1:
+        words.append("--commfuse-fb-overlap-memory")
+    return words
 
 
 def forms(machine: Machine, training: Training) -> tuple[Variant, ...]:
@@ -161,12 +178,8 @@ def forms(machine: Machine, training: Training) -> tuple[Variant, ...]:
         launched = fused(usual, collectives_from=min_outputs_to_hide(machine, tp))
         if rows < min_rows_to_fuse(tp, shape.hidden):
             launched = replace(MEGATRON, name=launched.name, flags=launched.flags)
-        ways += COC
-        ways += [COC_FUSED] if tp == members == 8 else []
-        ways += [MC2] if tp == members and tp in RANKS else []
-        ways += [
-            launched,
-            fused(base, tuned=_CHUNKS),
-            fused(base, tuned=_CHUNKS, rounded=True),
-        ]
+        ways += [*COC, *[COC_FUSED] * (tp == members == 8)]
+        ways += [MC2] * (tp == members and tp in RANKS)
+        tuned = [fused(base, tuned=_CHUNKS, rounded=rounded) for rounded in (False, True)]
+        ways += [launched, *tuned]
     return (*ways, FB_OVERLAP, COMPUTE_ONLY)

@@ -157,9 +157,9 @@ def test_experts_take_the_options_of_megatron() -> None:
     own = training(f"{line} --expert-tensor-parallel-size 1")
     for tensor, job in ((4, training(line)), (1, own)):
         expected = Experts(8, 3, 96, 192, 2, tensor, grouped=True, gathers=False, halves=2)
-        assert job.experts == expected
+        assert job.shape.experts == expected
     assert (own.expert_replicas, own.expert_stride) == (4, 2)
-    assert training("--num-experts 8").experts.gathers  # type: ignore[union-attr]
+    assert training("--num-experts 8").shape.experts.gathers  # type: ignore[union-attr]
 
 
 def test_time_and_memory_follow_the_options() -> None:

@@ -11,8 +11,7 @@ from commfuse_npu.hardware.machine import Level, LinkTopology, Machine
 from commfuse_npu.plan import Schedule
 from commfuse_npu.tools.simulate.engine import Moved, Span
 from commfuse_npu.tools.simulate.group import Simulated
-from commfuse_npu.tools.simulate.launches import Operation
-from commfuse_npu.tools.simulate.links import LinkId
+from commfuse_npu.tools.simulate.launches import LinkId, Operation
 from commfuse_npu.tools.simulate.variants import COC, MC2, MEGATRON, REFERENCE, Variant, fused
 
 IDEAL = Machine(

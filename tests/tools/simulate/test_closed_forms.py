@@ -16,6 +16,7 @@ from commfuse_npu.hardware.machine import ITEM_BYTES, Level, Machine, min_output
 from commfuse_npu.plan import Schedule
 from commfuse_npu.tools.simulate import linear
 from commfuse_npu.tools.simulate.group import Group, collective_seconds
+from commfuse_npu.tools.simulate.launches import Links
 from commfuse_npu.tools.simulate.mc2 import RANKS, tiling
 from commfuse_npu.tools.simulate.rank import Rank, rest
 from commfuse_npu.tools.simulate.variants import MC2, MEGATRON, REFERENCE, Variant
@@ -270,7 +271,46 @@ def test_cocs_kernel_hides_a_share_of_the_shorter_of_gemm_and_transfer() -> None
     assert machine.coc_kernel(50.0, 10.0, 4) == pytest.approx(50 * 0.2 + transfer)
 
 
+def test_a_weight_gradient_by_blocks_is_added_up_in_fp32() -> None:
+    machine = ideal(rate=math.inf, hbm_bandwidth=1.0)
+    whole, blocks = (row(machine, 2, fused(1, rounded=by), 0.0, BLOCK) for by in (False, True))
+    # Both blocks read and write a sum of 4 bytes, one product of all rows writes 2.
+    assert blocks - whole == pytest.approx((2 * 2 * 4 - 2) * FEATURES**2)
+
+
 # ------------------------------------------------------------------- MC2's tiling
+
+
+@pytest.mark.parametrize(
+    ("kind", "rows", "inner", "outer", "ranks", "ring", "tiles"),
+    [
+        ("gather", 4096, 4096, 1536, 4, False, [1920, 2176]),
+        ("gather", 2048, 8192, 14336, 2, False, [*[384] * 4, 512]),
+        ("gather", 512, 4096, 7168, 2, False, [512]),
+        ("gather", 512, 8192, 1280, 8, False, [128] * 4),
+        ("gather", 2048, 4096, 3072, 4, True, [768, 768, 512]),
+        ("gather", 4096, 8192, 14336, 4, True, [3968, 128]),
+        ("scatter", 4096, 14336, 8192, 2, False, [*[640] * 6, 256]),
+        ("scatter", 8192, 5504, 4096, 2, False, [512] * 16),
+        ("scatter", 2048, 640, 5120, 8, True, [768, 1280]),
+        ("scatter", 4096, 2048, 4096, 2, True, [512] * 8),
+    ],
+)
+def test_tiles_of_llamas_are_those_of_the_hosts_code(
+    kind, rows: int, inner: int, outer: int, ranks: int, ring: bool, tiles: list[int]
+) -> None:
+    """On the mesh of an A2 server, with sums in an order, and on an A3."""
+    cut = tiling(kind, rows, inner, outer, ranks, 24 if ring else 20, ring=ring,
+                 ordered=kind == "scatter")  # fmt: skip
+    assert list(cut.rows) == tiles
+
+
+@both
+@pytest.mark.parametrize("topology", ["full_mesh", "switched"])
+def test_a_kernel_of_mc2_is_one_launch(operation, topology: str) -> None:
+    rank = Rank(Links(ideal(topology), 8), 0, MC2)  # type: ignore[arg-type]
+    (linear.column if operation is gather else linear.row)(rank, "x", 4096, 4096, 3584)
+    assert sum(launched.launches for launched in rank.finish()) == 1
 
 
 @settings(max_examples=300, deadline=None)

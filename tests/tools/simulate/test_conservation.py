@@ -17,9 +17,8 @@ from commfuse_npu.plan.turn_order import strict_turns
 from commfuse_npu.tools.simulate import fb_overlap, llama
 from commfuse_npu.tools.simulate.engine import simulate
 from commfuse_npu.tools.simulate.group import Group, Simulated
-from commfuse_npu.tools.simulate.launches import ASIDE, COMPUTE, Message, Operation
+from commfuse_npu.tools.simulate.launches import ASIDE, COMPUTE, Links, Message, Operation
 from commfuse_npu.tools.simulate.linear import column
-from commfuse_npu.tools.simulate.links import Links
 from commfuse_npu.tools.simulate.llama import LayerShape
 from commfuse_npu.tools.simulate.pipeline import side_by_side
 from commfuse_npu.tools.simulate.rank import Rank

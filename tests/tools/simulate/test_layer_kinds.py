@@ -14,11 +14,10 @@ import pytest
 from commfuse_npu.hardware.machine import ITEM_BYTES, Level, Machine
 from commfuse_npu.plan import Schedule
 from commfuse_npu.tools.simulate import fb_overlap, llama
-from commfuse_npu.tools.simulate.context_parallel import ContextParallel
+from commfuse_npu.tools.simulate.attention import Latent, attend
 from commfuse_npu.tools.simulate.experts import Experts
 from commfuse_npu.tools.simulate.group import Group
-from commfuse_npu.tools.simulate.latent import Latent
-from commfuse_npu.tools.simulate.links import Links
+from commfuse_npu.tools.simulate.launches import Links
 from commfuse_npu.tools.simulate.llama import LayerShape
 from commfuse_npu.tools.simulate.rank import Rank
 from commfuse_npu.tools.simulate.variants import (
@@ -85,13 +84,16 @@ def test_a_layer_of_experts() -> None:
     forms = [ways(shape, REFERENCE) for shape in (DENSE, *shapes)]
     for dense, experts, combined in zip(*forms, strict=True):
         assert max(dense, experts) < combined < dense + experts
-    # Without grouped GEMMs the experts are launched one by one.
-    counts = []
-    for grouped in (False, True):
+
+    def launches(part: Callable[[Rank, int, int], None]) -> int:
         rank = Rank(Links(ideal(), 1), 0, MEGATRON)
-        replace(EXPERTS, grouped=grouped).forward(rank, TOKENS, HIDDEN)
-        counts.append(sum(operation.launches for operation in rank.finish()))
-    assert counts[0] - counts[1] == 3 * (EXPERTS.local - 1)
+        part(rank, TOKENS, HIDDEN)
+        return sum(operation.launches for operation in rank.finish())
+
+    # Without grouped GEMMs the experts are launched one by one, and their gradients added up.
+    one_by_one, local = replace(EXPERTS, grouped=False), EXPERTS.local
+    assert launches(one_by_one.forward) - launches(EXPERTS.forward) == 3 * (local - 1)
+    assert launches(one_by_one.backward) - launches(EXPERTS.backward) == 7 * local - 5
 
 
 def test_attention_is_two_products_over_half_of_the_scores() -> None:
@@ -109,7 +111,7 @@ def test_attention_is_two_products_over_half_of_the_scores() -> None:
 
 @pytest.mark.parametrize("queries", [0, 12])
 def test_latent_attention_makes_narrow_rows_once_and_wide_ones_by_heads(queries: int) -> None:
-    latent = Latent(heads=8, queries=queries, keys=10, own=4, rotary=2, value=6, ranks=TP)
+    latent = Latent(heads=8, queries=queries, keys=10, own=4, rotary=2, value=6)
     held, wide = TOKENS // TP, 8 * 6 // TP
     flops = held * HIDDEN * (10 + 2) + TOKENS * 10 * 8 * (4 + 6) // TP
     if queries:
@@ -150,17 +152,13 @@ H, QKV, KEY_VALUE, BLOCK = 64, 96, 16, 120
 
 
 def context_parallel(size: int, tp: int = 1, groups: int = 64, ring: bool = False) -> LayerShape:
-    context = ContextParallel(size, tp, KEY_VALUE, groups, ulysses=not ring)
-    return LayerShape(BLOCK, size * BLOCK, 1, H, 128, QKV, 100, tp, context=context)
+    more = {"groups": groups, "ulysses": not ring}
+    return LayerShape(BLOCK, size * BLOCK, 1, H, 128, QKV, 100, tp, **more)
 
 
 def attended(machine: Machine, shape: LayerShape, way: int, variant: Variant = MEGATRON) -> float:
     def build(rank: Rank) -> None:
-        assert shape.context is not None
-        sizes = shape.rows, shape.qkv // shape.ranks, shape.inner
-        factor = llama.BACKWARD_ATTENTION if way else 1.0
-        alone = shape.attention(machine, factor)
-        shape.context.attend(rank, way, alone, *sizes)
+        attend(rank, shape, way)
 
     return Group(machine, shape.ranks).simulate(variant, build).seconds
 

@@ -13,14 +13,13 @@ from commfuse_npu.config_file import ConfigError
 from commfuse_npu.hardware.description import Hardware
 from commfuse_npu.plan import Schedule
 from commfuse_npu.tools.model_config import ModelConfig
-from commfuse_npu.tools.simulate import group
 from commfuse_npu.tools.simulate import step as step_module
-from commfuse_npu.tools.simulate.data_parallel import Weights, buckets, exposed_end
 from commfuse_npu.tools.simulate.footprint import Footprint, footprint
 from commfuse_npu.tools.simulate.pipeline import one_forward_one_backward
-from commfuse_npu.tools.simulate.step import Layout, Recompute, Step
+from commfuse_npu.tools.simulate.step import Layout, Recompute, Step, Weights, buckets, exposed_end
 from commfuse_npu.tools.simulate.training import training
 from commfuse_npu.tools.simulate.variants import (
+    COC,
     COMPUTE_ONLY,
     FB_OVERLAP,
     MEGATRON,
@@ -103,19 +102,25 @@ def test_the_tables_of_the_vocabulary_are_exchanged_too() -> None:
     assert two > one > none
 
 
-def test_host_and_device_meet_after_a_forward_and_its_backward(monkeypatch) -> None:
+def test_host_and_device_meet_after_a_forward_and_its_backward() -> None:
     job = training(LLAMA, Layout(8, 1, 1, 1), 4096, micro_batch=1, micro_batches=1)
     fast = Step(SERVER.launching(1e-6).machine(), job)
     device = fast.layer_time(MEGATRON)
     # A forward has 33 launches and a third of the work: alone it would be host-bound.
     between = device.forward / 33 * 1.1
     assert 66 * between < device.seconds
-    monkeypatch.setattr(group, "simulate", None)  # the device's time was simulated above
     meets = replace(fast, machine=SERVER.launching(between).machine())
     assert meets.layer_time(MEGATRON).seconds == pytest.approx(device.seconds)
     slow = replace(fast, machine=SERVER.launching(1e-3).machine()).layer_time(MEGATRON)
     events = 4 * 10 * SERVER.typical("host.event_overhead")
     assert slow.seconds == pytest.approx(66e-3 + events)
+
+
+def test_a_host_that_is_ahead_lengthens_no_exchange_of_another_group() -> None:
+    ulysses = replace(LLAMA, context_parallel_algo="ulysses_cp_algo")
+    job = training(ulysses, Layout(8, 2, 1, 1), 8192, micro_batch=1, micro_batches=1)
+    hosts = (SERVER.launching(seconds).machine() for seconds in (1e-7, 1e-6))
+    assert len({Step(host, job).layer_time(MEGATRON) for host in hosts}) == 1
 
 
 @pytest.mark.parametrize("fb_overlap", [False, True])
@@ -209,3 +214,5 @@ def test_lanes_and_what_is_gathered_take_memory_for_communication() -> None:
     blocks = communication(Schedule(lanes=1), rounded=True)
     assert blocks - few == 4 * H * VOCABULARY / 8
     assert memory(Layout(8, 1, 1, 1)).communication == 2 * rows + communicator
+    # Slices have a copy that restores the order of rows.
+    assert memory(Layout(8, 1, 1, 1), COC[0]).communication == 3 * rows + communicator
