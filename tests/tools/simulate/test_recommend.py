@@ -76,11 +76,6 @@ def test_forms_are_those_of_a_launch() -> None:
     assert [f.kind for f in forms(SERVER.machine(), many) if f.name == "commfuse"] == ["fused"]
 
 
-TUNED = "commfuse-tuned, a step in 16.20 s (16.20 s .. 32.40 s)."
-COC = ("Without CommFuse", "coc-4", "4.9%", "longer", "1")
-ROUNDED = ("Other rounding", "commfuse-rounded", "11.1%", "shorter", "0")
-
-
 @pytest.mark.parametrize(
     ("steps", "too_large", "first", "longer"),
     [
