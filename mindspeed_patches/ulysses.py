@@ -171,16 +171,18 @@ class UlyssesWrappers(LaneUser):
         Projections that can take part in the exchange do so, and the core attention leaves their
         part of it to them.
         """
-        core, shape = layer.core_attention, hidden_states.shape
+        core, (rows, batch) = layer.core_attention, hidden_states.shape[:2]
         local = getattr(core, "local_attn", None)
         with ExitStack() as stack:
             if getattr(local, "ulysses_comm_para", None) and hasattr(layer, "linear_qkv"):
                 config = innermost(local).config
                 call = AttentionCall(layer, config, core.training, (attention_mask,), arguments)
                 heads, key_heads = (getattr(layer, name) for name in _HEADS)
-                mask = self._mask(core, call, (*shape[:2], heads), key_heads)
+                if layer.config.sequence_parallel:  # core attention gets the rows of all its ranks
+                    rows *= layer.config.tensor_model_parallel_size
+                mask = self._mask(core, call, (rows, batch, heads), key_heads)
                 if not isinstance(mask, str):  # else the wrapper of the exchange logs the reason
-                    arguments |= self._join(layer, shape[0], mask, arguments, stack)
+                    arguments |= self._join(layer, rows, mask, arguments, stack)
             return forward(layer, hidden_states, attention_mask, **arguments)
 
     def _join(

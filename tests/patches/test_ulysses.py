@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -65,6 +66,21 @@ def test_obstacles_by_their_reason(
     assert (name, count) == ("ulysses", 2)
     assert reason in path
     assert len(caplog.records) == (not beside)  # logged once, a pair's never
+
+
+@pytest.mark.parametrize(("sequence_parallel", "rows"), [(True, 8), (False, 4)])
+def test_documents_are_of_the_rows_that_attention_gets(sequence_parallel, rows) -> None:
+    """Also beside tensor parallelism, where each rank of the layer has a part of them."""
+    ulysses: Any = UlyssesWrappers(LinearWrappers())
+    ulysses._mask = Mock(return_value="left")
+    config = SimpleNamespace(tensor_model_parallel_size=2, sequence_parallel=sequence_parallel)
+    heads = dict.fromkeys(("num_attention_heads_per_partition", "num_query_groups_per_partition"))
+    layer = SimpleNamespace(
+        core_attention=attention(), linear_qkv=None, config=config, attn_mask_type="causal", **heads
+    )
+    forward = ulysses.attention_forward_wrapper(lambda layer, x, mask: x)
+    forward(layer, torch.zeros(4, 3, 8), None)
+    assert ulysses._mask.call_args.args[2][:2] == (rows, 3)
 
 
 @pytest.mark.parametrize(
