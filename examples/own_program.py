@@ -12,11 +12,8 @@ import torch
 import torch.distributed as dist
 
 from commfuse_npu import Transport
-
-# cut: program
 from commfuse_npu.plan import Schedule, rules
 
-# end
 # cut: order log
 from commfuse_npu.runtime.order_log import OrderLog
 
@@ -36,7 +33,6 @@ matrix = torch.ones(columns, 3)
 product = torch.empty(transport.size * rows, 3)
 
 
-# cut: program
 def use(piece: torch.Tensor, run: slice) -> None:
     """Called for each piece as it arrives, rows `run` of the whole."""
     product[run] = piece @ matrix
@@ -45,7 +41,7 @@ def use(piece: torch.Tensor, run: slice) -> None:
 program = rules.gather_use(transport.spec(Schedule()), rows, columns, False)
 running = transport.begin(program, "my_operation", like=shard)
 running.run({"use": use}, shard=shard)
-# end
+
 whole = [torch.empty_like(shard) for _ in range(transport.size)]
 dist.all_gather(whole, shard)
 if transport.rank == 0:

@@ -217,7 +217,7 @@ def test_a_host_that_launches_slowly_is_what_is_waited_for(variant: Variant, hos
     assert gather(slow, 2, variant, 0.0, 1.0) == pytest.approx(host)
     steady = partial(linear.column, name="x", rows=8, inputs=8, outputs=8)
     simulated = Group(slow, 2).simulate(variant, steady, steady=True)
-    assert simulated.host == simulated.seconds == host
+    assert simulated.host(slow) == simulated.seconds == host
     # One that runs on is ahead of a slow device.
     machines = (replace(m, inside=Level("full_mesh", 1e-3, 0.0)) for m in (slow, free))
     times = [Group(m, 2).simulate(variant, steady, steady=True).seconds for m in machines]
