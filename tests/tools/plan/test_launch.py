@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from commfuse_npu.tools.plan.forms import plan_launch
 from commfuse_npu.tools.plan.launch import ask_about, training_of
 from commfuse_npu.tools.simulate.experts import Experts
 from commfuse_npu.tools.simulate.footprint import footprint
@@ -216,3 +217,16 @@ def test_deepseek_v3_has_671_billion() -> None:
     job = training_of(asked(DEEPSEEK_V3))
     embeddings = 2 * job.model.padded_vocab_size * job.model.hidden_size
     assert sum(job.of_layers(0)) + embeddings == pytest.approx(671e9, rel=1e-3)
+
+
+def test_deterministic_reductions_take_longer() -> None:
+    line = f"torchrun --nproc_per_node 8 pretrain_gpt.py {MODEL} {TP} --global-batch-size 8 --bf16"
+
+    def seconds(words: str, **variables: str) -> float:
+        launch = ask_about(None, words.split(), variables)
+        return plan_launch(launch, SERVER).forms[0].seconds or 0.0
+
+    exact = {seconds(line, HCCL_DETERMINISTIC="TRUE"), seconds(f"HCCL_DETERMINISTIC=strict {line}"),
+             seconds(f"{line} --npu-deterministic")}  # fmt: skip
+    (slower,) = exact
+    assert seconds(f"HCCL_DETERMINISTIC=false {line}", HCCL_DETERMINISTIC="true") < slower
