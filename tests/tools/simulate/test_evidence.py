@@ -1,0 +1,74 @@
+"""The tables of the pages: steps that others measured, and points at which a form is ahead."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from commfuse_npu.config_file import find_config
+from commfuse_npu.hardware.description import Hardware
+from scripts.evidence import layers, steps
+from tests.tools.plan.launches import MODEL, TP
+
+LAUNCH = f"torchrun --nproc_per_node 4 pretrain_gpt.py {MODEL} {TP} --bf16"
+
+
+def checkout(folder: Path, **launches: tuple[str, str]) -> Path:
+    """System tests as MindSpeed-LLM keeps them: by name, a script and its figures."""
+    figures = folder / "tests" / "st" / "baseline_results"
+    figures.mkdir(parents=True)
+    for name, (script, measured) in launches.items():
+        (folder / "tests" / "st" / f"{name}.sh").write_text(script, "utf-8")
+        (figures / f"{name}.json").write_text(measured, "utf-8")
+    return folder
+
+
+def test_measured_steps_stand_beside_simulated_ones(tmp_path: Path, capsys) -> None:
+    def measured(milliseconds: float) -> str:
+        memory = [{"max allocated memory": 900.0}, {"max allocated memory": 1000.0}]
+        # The first third of the steps does not count.
+        return json.dumps({"time info": [9e9, *[milliseconds] * 2], "memo info": memory})
+
+    (step,) = steps.measured([checkout(tmp_path / "one", alpha_small=(LAUNCH, measured(1.0)))])
+    assert isinstance(step, steps.Measured)
+    machine = Hardware.load(find_config("ascend_910b_server", "hardware")).machine()
+    host = steps._host(machine, 5e-5, machine.expert_launches)
+    folder = checkout(
+        tmp_path / "two",
+        alpha_small=(LAUNCH, measured(steps.simulated(step, host))),
+        beta_small=(LAUNCH, measured(steps.simulated(step, machine) / 1.25)),
+        beta_lora=(f"{LAUNCH} --lora-target-modules linear_qkv", measured(1.0)),
+        broken=(LAUNCH, "{"),
+    )
+    page = tmp_path / "page.md"
+    page.write_text("before\n<!-- begin: steps -->\nold\n<!-- end: steps -->\nafter\n", "utf-8")
+    assert steps.main([str(folder), "--fit", "--markdown", str(page)]) == 0
+    assert capsys.readouterr().out.startswith("50 us a launch, ")
+    before, text = page.read_text("utf-8").split("<!-- begin: steps -->")
+    assert (before, text.split("<!-- end: steps -->")[1]) == ("before\n", "\nafter\n")
+    assert "| beta_small | 4 1 1 1 | megatron | device |" in text
+    assert "| +25% | 1,000 |" in text
+    assert "| predicted | device | 1 | 25.0% | 25.0% |" in text
+    assert "| --lora-target-modules: simulated as if all weights were trained | beta_lora |" in text
+    assert "| its figures are not JSON | broken |" in text
+
+
+def test_a_row_of_the_page_is_what_the_command_writes(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(layers, "_MACHINES", ("ascend_910b_server",))
+    for name, few in (("_SIZES", (2,)), ("_HOSTS", (118,)), ("_MICRO_BATCHES", (8,))):
+        monkeypatch.setattr(layers, name, few)
+    page = tmp_path / "page.md"
+    page.write_text("<!-- end: layers -->", "utf-8")
+    words = ["--models", "llama2_7b", "--sequence-lengths", "4096", "--markdown", str(page)]
+    with pytest.raises(ValueError, match="has to have '<!-- begin: layers -->' and"):
+        layers.publish("table", "layers", page)
+    assert page.read_text("utf-8") == "<!-- end: layers -->"
+    page.write_text("<!-- begin: layers --><!-- end: layers -->", "utf-8")
+    assert layers.main(words) == 0
+    kept = (Path(__file__).resolve().parents[3] / "docs" / "layers_tables.md").read_text("utf-8")
+    (row,) = [
+        line for line in page.read_text("utf-8").splitlines() if "| llama2_7b | 2 | 4096 |" in line
+    ]
+    assert row in kept
