@@ -177,6 +177,22 @@ def test_a_gather_begins_before_the_weight_gradient_of_the_layer_after(rank: int
         assert events == expected * 2
 
 
+@on_ranks(2)
+def test_a_pair_has_one_row_parallel_layer(rank: int) -> None:
+    """The second one after a column-parallel layer gathers nothing early."""
+    link, begun = transport(), list[str]()
+    x, column, *rows = (
+        torch.ones(shape, requires_grad=True) for shape in ((8, 32), (64, 32), (32, 64), (32, 32))
+    )
+    y = all_gather_linear(x, column, transport=link)
+    for weight in rows:
+        y = linear_reduce_scatter(y, weight, transport=link)
+    with pytest.MonkeyPatch.context() as patch:
+        watch_calls(patch, Transport, "begin", lambda _, __, name, *more: begun.append(name))
+        y.sum().backward()
+    assert begun == [ROW, ROW, COLUMN]
+
+
 @on_ranks(3)
 def test_a_pruned_backward(rank: int) -> None:
     """Only the last weight's gradient is requested: a gather is begun and never used."""

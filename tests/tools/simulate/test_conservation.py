@@ -18,7 +18,7 @@ from commfuse_npu.tools.simulate import fb_overlap, llama
 from commfuse_npu.tools.simulate.engine import simulate
 from commfuse_npu.tools.simulate.group import Group, Simulated
 from commfuse_npu.tools.simulate.launches import ASIDE, COMPUTE, Links, Message, Operation
-from commfuse_npu.tools.simulate.linear import column
+from commfuse_npu.tools.simulate.linear import column, row
 from commfuse_npu.tools.simulate.llama import LayerShape
 from commfuse_npu.tools.simulate.pipeline import side_by_side
 from commfuse_npu.tools.simulate.rank import Rank
@@ -80,6 +80,17 @@ def test_a_layer_gathers_its_inputs_ahead(rounded: bool) -> None:
         last = max(at for at, name in enumerate(names) if name == f"{earlier} backward wgrad")
         assert len(ahead) == 5
         assert max(posts) < min(ahead) <= max(ahead) < last
+
+
+def test_work_waits_for_sends_whose_memory_it_writes() -> None:
+    """On gloo, where a receive is complete without the send; two groups of columns have memory."""
+    variant = Variant("fused", "fused", Schedule(lanes=1, chunks=4))
+    rank = Rank(Links(replace(MACHINE, batched=False), 2), 0, variant)
+    row(rank, "x", 4, 8, 8)
+    operations = rank.finish()
+    sends = {at for at, operation in enumerate(operations) if operation.sends}
+    assert len(sends) == 4
+    assert sends <= {at for operation in operations for at in operation.after}
 
 
 def test_a_receive_that_nobody_sends_and_lanes_in_another_order_hang() -> None:
