@@ -78,8 +78,9 @@ def positive(text: str) -> float:
 def new_file(text: str) -> Path:
     """A file that can be written; checked before a long computation starts."""
     path = Path(text)
-    target = path if path.exists() else path.resolve().parent
-    if not text or path.is_dir() or not os.access(target, os.W_OK):
+    folder = path.resolve().parent
+    writable = folder.is_dir() and os.access(path if path.exists() else folder, os.W_OK)
+    if not text or path.is_dir() or not writable:
         raise argparse.ArgumentTypeError(
             f"{text!r} cannot be written; give a file in a folder that is there and yours"
         )

@@ -11,6 +11,7 @@ import re
 import shutil
 import sys
 import textwrap
+import unicodedata
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
 from typing import Any, TextIO, cast
@@ -55,9 +56,11 @@ def rendered(doing: str) -> Iterator[None]:
 
 def tell(what: str) -> None:
     """Show a text in the last line of stderr until something is printed; only on a terminal."""
-    if isinstance(sys.stderr, _Rendered) and sys.stderr.styled:
+    if isinstance(sys.stderr, _Rendered) and os.environ.get("TERM") != "dumb":
         # Not up to the last column, where a terminal begins another line.
-        sys.stderr.terminal.write(f"{_CLEAR_LINE}{what[: sys.stderr.width - 1]}")
+        while _width(what) >= sys.stderr.width:
+            what = what[:-1]
+        sys.stderr.terminal.write(f"{_CLEAR_LINE}{what}")
         sys.stderr.terminal.flush()
 
 
@@ -74,7 +77,7 @@ class _Rendered:
 
     def __init__(self, terminal: TextIO) -> None:
         self.terminal, self.width = terminal, shutil.get_terminal_size().columns
-        self.styled = os.environ.get("TERM") != "dumb" and "NO_COLOR" not in os.environ
+        self.styled = os.environ.get("TERM") != "dumb" and not os.environ.get("NO_COLOR")
         self._line, self._table = "", list[str]()
 
     def __getattr__(self, name: str) -> Any:
@@ -122,7 +125,7 @@ class _Rendered:
         if rows and _RULE.fullmatch(lines[1]) and {len(head)} == set(map(len, rows)):
             rules = [cell.endswith(":") for cell in rows.pop(0)]
             columns = zip(head, *rows, strict=True)
-            widths = [max(len(_plain(cell)) for cell in column) for column in columns]
+            widths = [max(map(_width, column)) for column in columns]
             if sum(widths) + 2 * len(widths) - 2 <= self.width:
                 for row in (head, ["-" * width for width in widths], *rows):
                     self._print("  ".join(map(_padded, row, widths, rules)).rstrip())
@@ -141,6 +144,11 @@ def _styled(text: str) -> str:
     return text
 
 
+def _width(text: str) -> int:
+    """Columns of a terminal that a text takes."""
+    return sum(1 + (unicodedata.east_asian_width(char) in "WF") for char in _plain(text))
+
+
 def _padded(cell: str, width: int, number: bool) -> str:
-    room = " " * (width - len(_plain(cell)))
+    room = " " * (width - _width(cell))
     return f"{room}{cell}" if number else f"{cell}{room}"

@@ -88,7 +88,13 @@ def main(words: Sequence[str]) -> int:
             except KeyboardInterrupt:
                 print("interrupted; the same command continues with the next step", file=sys.stderr)
                 code = 130
-            run.write(["commfuse-npu", "measure", *words])
+            try:
+                run.write(["commfuse-npu", "measure", *words])
+            except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+                raise FolderError(
+                    f"{options.folder / 'measured.json'} has results that cannot be evaluated: "
+                    f"{error!r}; remove it, or choose another --folder"
+                ) from error
         except (ConfigError, FolderError, UsageError, OSError) as error:
             return refuse("measure", error)
     return code
@@ -221,7 +227,7 @@ class _Run:
     def _complete(self, name: str, title: str, asked: Any, measure: Callable[[], _Result]) -> bool:
         """Measure and store a part, unless it is stored already; a failure is stored, too."""
         saved = self._folder.load(name)
-        if saved and saved["asked"] == asked and "failed" not in saved:
+        if saved and saved.get("asked") == asked and "failed" not in saved:
             print(f"{title}: kept")
             return True
         start, content = time.monotonic(), {"asked": asked}
@@ -284,7 +290,7 @@ class _Run:
         """The stored trainings of the last launch, in the order of the forms."""
         last = self._folder.load(LAUNCH).get("asked")
         stored = [(form, self._folder.load(form.step)) for form in LAUNCHED]
-        return [(form, saved) for form, saved in stored if saved and saved["asked"] == last]
+        return [(form, saved) for form, saved in stored if saved and saved.get("asked") == last]
 
     def write(self, command: Sequence[str]) -> None:
         """Write the description and the page from the stored steps; print the verdict."""

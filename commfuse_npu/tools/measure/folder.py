@@ -54,7 +54,8 @@ class Folder:
         if self._file.exists():
             try:
                 stored = json.loads(self._file.read_text("utf-8"))
-                self._facts, self.steps = stored["facts"], stored["steps"]
+                self._facts = dict(stored["facts"])
+                self.steps = {name: dict(step) for name, step in dict(stored["steps"]).items()}
             except (OSError, ValueError, LookupError, TypeError) as error:
                 raise FolderError(
                     f"{self._file} cannot be read: {error!r}; remove it, or choose another --folder"

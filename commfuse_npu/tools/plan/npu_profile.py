@@ -36,6 +36,9 @@ _FORMS = {
     "--use-commfuse": ("tensor", "context", _UNNAMED),
 }
 """The parallelism that each option can hide. An unnamed group may be any of them: upper bounds."""
+_UNREADABLE = (OSError, LookupError, ValueError, ArithmeticError, AttributeError, TypeError,
+               csv.Error)  # fmt: skip
+"""What reading files with other or truncated content raises."""
 _BOUNDS = """
 The last two columns are upper bounds, not predictions: the exposed communication that an option can
 hide, and at most what is computed outside of it (for --use-commfuse, GEMMs and attention only).
@@ -118,7 +121,7 @@ def _spans(folder: Path) -> dict[str, dict[str, list[Span]]]:
                 until = at + round(Decimal(row["Duration(us)"].strip()) * 1000)
                 spans = steps.setdefault(row.get("Step Id", ""), defaultdict(list))
                 spans[kind].append((at, until))
-    except (OSError, LookupError, ValueError, ArithmeticError) as error:
+    except _UNREADABLE as error:
         why = f"{type(error).__name__}: {error}"
         raise UsageError(f"{folder} cannot be evaluated: {why}; {_RECORD}") from error
     return steps

@@ -67,6 +67,7 @@ QUESTIONS = (
     ("plan there", "'there' has no *_ascend_pt with ASCEND_PROFILER_OUTPUT in it; record it with"),
     ("plan there --hardware x", "--hardware: no effect without --model; leave it"),
     ("plan there --json no/such/x.json", "'no/such/x.json' cannot be written; give a file in"),
+    ("plan there --json file/x.json", "'file/x.json' cannot be written; give a file in"),
     ("plan there -- --commfuse-chunks 4", "-- --commfuse-chunks: no effect on there"),
     ("plan there --jsn x.json", "unknown: --jsn x.json; did you mean --json?"),
     ("plan goof.sh", "a folder of profiles, or --model NAME; did you mean good.sh?"),

@@ -25,7 +25,7 @@ SAID = (
     "| form | ms per step | why it cannot be launched |",
     "|---|---:|---|",
     table_row(["fused", "1,234.5 ms", "`--an-option` says, in many words, that it cannot"]),
-    table_row(["**plain**", "99.5 ms", "-"]),
+    table_row(["**昇腾**", "99.5 ms", "-"]),
     "",
     "| no table, one row |",
     "a plan: error: it is red",
@@ -72,12 +72,12 @@ def test_lines_and_tables_fit(shown) -> None:
     begin = [len(line) - len(line.lstrip()) for line in lines]
     assert begin[3:10] == [0, 2, 2, 2, 4, 4, 4]
     # A table that does not fit stays Markdown.
-    assert "| plain | 99.5 ms | - |" in lines
+    assert "| 昇腾 | 99.5 ms | - |" in lines
     lines = ESCAPE.sub("", shown(width=90)).splitlines()
     at = lines.index(f"-----  -----------  {47 * '-'}")
     assert lines[at - 1] == "form   ms per step  why it cannot be launched"
     assert lines[at + 1].startswith("fused   1,234.5 ms  --an-option says, in many words")
-    assert lines[at + 2 : at + 5] == ["plain      99.5 ms  -", "", "| no table, one row |"]
+    assert lines[at + 2 : at + 5] == ["昇腾       99.5 ms  -", "", "| no table, one row |"]
 
 
 def test_colours_say_what_is_good_and_can_be_refused(shown, monkeypatch) -> None:
@@ -86,13 +86,15 @@ def test_colours_say_what_is_good_and_can_be_refused(shown, monkeypatch) -> None
     assert "a plan: \x1b[31merror\x1b[39m: it is red" in shown()
     monkeypatch.setenv("NO_COLOR", "1")
     assert "\x1b" not in shown(good=True)
-    monkeypatch.delenv("NO_COLOR")
+    monkeypatch.setenv("NO_COLOR", "")
+    assert "\x1b" in shown(good=True)
     monkeypatch.setenv("TERM", "dumb")
     assert "\x1b" not in shown(good=True)
 
 
 def test_a_terminal_sees_what_is_computed_until_something_is_printed(monkeypatch) -> None:
     monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("NO_COLOR", "1")
     monkeypatch.setenv("COLUMNS", "80")
     both = Terminal()
     with redirect_stdout(both), redirect_stderr(both), terminal.rendered("it"):

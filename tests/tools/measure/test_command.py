@@ -267,6 +267,28 @@ def test_a_step_that_makes_no_sense_leaves_the_others_and_is_measured_again(
     assert times(measured, "links") == links
 
 
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"seconds": [0.0]}, "ZeroDivisionError"),
+        ({"seconds": []}, "StatisticsError"),
+        ({"bytes": "one"}, "TypeError"),
+        ({"what": "?"}, "KeyError('messages')"),
+    ],
+)
+@pytest.mark.usefixtures("answers")
+def test_results_that_were_changed_are_named(
+    measured: Path, measure, change: dict[str, Any], said: str
+) -> None:
+    measure()
+    content = json.loads((measured / "measured.json").read_text())
+    content["steps"]["links"]["times"][-1] |= change
+    (measured / "measured.json").write_text(json.dumps(content))
+    (line,) = [line for line in measure(code=2).splitlines() if "error" in line]
+    assert f"{measured}/measured.json has results that cannot be evaluated: {said}" in line
+    assert line.endswith("; remove it, or choose another --folder")
+
+
 @pytest.mark.usefixtures("answers")
 def test_no_step_begins_when_the_time_is_over(measure, monkeypatch) -> None:
     monkeypatch.setattr(folder.time, "monotonic", iter([0.0, *[61.0] * 99]).__next__)

@@ -36,7 +36,7 @@ def test_results_are_kept_and_added_to_under_the_same_conditions(tmp_path: Path)
 
 def test_what_cannot_be_written_or_read_is_named(tmp_path: Path, monkeypatch) -> None:
     folder = Folder(tmp_path, ABOUT)
-    for text in ("{", "[]", "{}"):
+    for text in ("{", "[]", "{}", '{"facts": 1, "steps": {}}', '{"facts": {}, "steps": {"a": 1}}'):
         (tmp_path / "measured.json").write_text(text)
         with pytest.raises(FolderError, match=r"measured\.json cannot be read: .*; remove it"):
             Folder(tmp_path, ABOUT)

@@ -109,6 +109,7 @@ def test_several_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
         ("kernel_details.csv", "Step Id,Name\n", "kernel_details.csv holds no kernel"),
         ("kernel_details.csv", "Step Id,Name\n13,a\n",
          "_ascend_pt cannot be evaluated: KeyError: 'Accelerator Core'; record it with"),
+        ("kernel_details.csv", HEAD + "\n13,a", "_ascend_pt cannot be evaluated: AttributeError: "),
         ("kernel_details.csv", None, "kernel_details.csv'; record it with"),
         (".", None, "if one was recorded, but not analysed: python -c 'from torch_npu.profiler"),
     ],
