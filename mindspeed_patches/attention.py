@@ -166,7 +166,6 @@ class DeferredAttention(torch.Tensor):
     _given: dict[str, Any]
     _attend: Callable[[], torch.Tensor]
     _value: torch.Tensor | None
-    _with_gradient: bool
 
     @staticmethod
     def of(
@@ -193,13 +192,13 @@ class DeferredAttention(torch.Tensor):
         )
         deferred._heads, deferred._given = (q, k, v), mask | {"scale": scale}
         deferred._attend, deferred._value = attend, None
-        deferred._with_gradient = torch.is_grad_enabled()
         return deferred
 
     def value(self) -> torch.Tensor:
         """The output of attention, computed by the first call and cached."""
         if self._value is None:
-            with torch.set_grad_enabled(self._with_gradient):  # whatever mode its first use is in
+            # Its first use may be without gradients; q, k and v say whether there are any.
+            with torch.enable_grad():
                 self._value = self._attend()
         return self._value
 
