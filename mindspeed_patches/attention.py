@@ -37,13 +37,16 @@ if TYPE_CHECKING:
     from mindspeed_patches.wrappers import LinearWrappers
 
 __all__ = [
+    "OWN_FORWARD",
     "RECOMPUTED",
     "AttentionCall",
     "AttentionWrappers",
     "DeferredAttention",
     "heads_obstacle",
+    "proj_obstacle",
 ]
 
+OWN_FORWARD = "its forward was replaced by someone else"
 RECOMPUTED = "selective recomputation runs core attention separately"
 """Why attention of such a layer cannot be deferred to its projection."""
 
@@ -118,6 +121,20 @@ def heads_obstacle(query: Any, key: Any, value: Any) -> str | None:
     return None
 
 
+def proj_obstacle(linear: Any) -> str | None:
+    """Why attention cannot be deferred to an output projection, or ``None``.
+
+    A :class:`DeferredAttention` that an autograd function gets as it is would lose its gradient.
+    """
+    from megatron.core.tensor_parallel.layers import RowParallelLinear
+
+    if "forward" in vars(linear):
+        return OWN_FORWARD
+    if type(linear).forward is not RowParallelLinear.forward:
+        return f"{type(linear).__name__} is not Megatron's linear layer"
+    return None
+
+
 def _of_documents(packed: Any, length: int, batch: int) -> Documents | str:
     """The packed documents, cached on ``packed``, which a micro-batch's layers share."""
     documents: Documents | str | None = getattr(packed, "commfuse_documents", None)
@@ -180,7 +197,9 @@ class DeferredAttention(torch.Tensor):
     def value(self) -> torch.Tensor:
         """The output of attention, computed by the first call and cached."""
         if self._value is None:
-            self._value = self._attend()
+            # Its first use may be without gradients; q, k and v say whether there are any.
+            with torch.enable_grad():
+                self._value = self._attend()
         return self._value
 
     def project(
@@ -234,7 +253,8 @@ class AttentionWrappers:
             attention = functools.partial(attend, query, key, value, *args, **kwargs)
             call = AttentionCall(layer, layer.config, layer.training, args, kwargs)
             recomputed = layer.checkpoint_core_attention and layer.training
-            reason = RECOMPUTED if recomputed else heads_obstacle(query, key, value)
+            reason = RECOMPUTED if recomputed else proj_obstacle(layer.linear_proj)
+            reason = reason or heads_obstacle(query, key, value)
             mask = reason or call.mask(*query.shape[:2])
             if isinstance(mask, str):
                 self._linears.fall_back("attention", mask)

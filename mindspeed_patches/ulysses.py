@@ -50,7 +50,12 @@ import torch.distributed as dist
 from commfuse_npu.ops import LinearOptions, attention_all_to_all, linear_all_to_all
 from commfuse_npu.overlap.transfers import active_turns
 from commfuse_npu.runtime.collectives import all_to_all
-from mindspeed_patches.attention import AttentionCall, DeferredAttention, heads_obstacle
+from mindspeed_patches.attention import (
+    AttentionCall,
+    DeferredAttention,
+    heads_obstacle,
+    proj_obstacle,
+)
 from mindspeed_patches.lanes import CONTEXT_PARALLEL, LaneUser
 from mindspeed_patches.patching import around
 from mindspeed_patches.ulysses_layer import (
@@ -198,7 +203,7 @@ class UlyssesWrappers(LaneUser):
         obstacle = layer_obstacle(layer, arguments)
         reasons = {
             "qkv": obstacle or qkv_obstacle(layer, rows, lanes.size, arguments),
-            "proj": obstacle,
+            "proj": obstacle or proj_obstacle(layer.linear_proj),
         }
         for name, reason in reasons.items():
             if name not in layers:

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from commfuse_npu.runtime.collectives import all_gather_rows
-from mindspeed_patches.attention import RECOMPUTED
+from mindspeed_patches.attention import OWN_FORWARD, RECOMPUTED
 
 __all__ = [
     "WholePositions",
@@ -28,8 +28,6 @@ __all__ = [
     "qkv_obstacle",
     "replaced",
 ]
-
-_OWN_FORWARD = "its forward was replaced by someone else"
 
 
 @contextmanager
@@ -55,7 +53,7 @@ def layer_obstacle(layer: Any, arguments: dict[str, Any]) -> str | None:
             "the projections, which have to be whole"
         )
     if "forward" in vars(layer.core_attention):
-        return _OWN_FORWARD
+        return OWN_FORWARD
     if layer.checkpoint_core_attention and layer.training:
         return RECOMPUTED
     if any(arguments.get(name) is not None for name in ("inference_context", "inference_params")):
@@ -84,7 +82,7 @@ def qkv_obstacle(layer: Any, rows: int, size: int, arguments: dict[str, Any]) ->
         )
     linear = layer.linear_qkv
     if "forward" in vars(linear):
-        return _OWN_FORWARD
+        return OWN_FORWARD
     if qkv_method(linear) is None:
         return f"{type(linear).__name__} is not a column-parallel layer that is known"
     features = (layer.num_attention_heads_per_partition + 2 * groups) * head

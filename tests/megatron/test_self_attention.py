@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -13,7 +14,8 @@ import torch.distributed as dist
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
 from commfuse_npu.runtime.collectives import all_gather_rows
-from mindspeed_patches import ulysses_layer
+from mindspeed_patches import LinearWrappers, ulysses_layer
+from mindspeed_patches.attention import AttentionWrappers, proj_obstacle
 from mindspeed_patches.ulysses_layer import (
     WholePositions,
     layer_obstacle,
@@ -29,7 +31,7 @@ CASE = Case(context=2, launch="--commfuse-ulysses", norms=True, config={"num_que
 @on_ranks(2)
 def test_reasons_of_a_layer(rank: int) -> None:
     """Each reason not to fuse a layer, on a real layer."""
-    from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
     from megatron.core.transformer.attention import SelfAttention
 
     class OwnQkv(SelfAttention):
@@ -43,6 +45,7 @@ def test_reasons_of_a_layer(rank: int) -> None:
         found = {
             "layer": layer_obstacle(layer, given),
             "qkv": qkv_obstacle(layer, 8, 2, given),
+            "proj": proj_obstacle(layer.linear_proj),
         }
         assert {name for name, reason in found.items() if reason} == set(expected), found
         assert all(re.search(words, str(found[name])) for name, words in expected.items()), found
@@ -51,7 +54,7 @@ def test_reasons_of_a_layer(rank: int) -> None:
     learned = rotary.clone().requires_grad_()
     with layout(CASE):
         layer = gpt(CASE, settings(CASE)).decoder.layers[0].self_attention
-        linear = layer.linear_qkv
+        linear, proj = layer.linear_qkv, layer.linear_proj
         good = {"attention_mask": None, "rotary_pos_emb": (rotary, None)}
         said(good)
         said({"inference_context": object()}, layer="inference keeps keys of other calls")
@@ -65,17 +68,36 @@ def test_reasons_of_a_layer(rank: int) -> None:
         someone = "its forward was replaced by someone else"
         with replaced(layer.core_attention, forward=print):
             said(good, layer=someone)
-        with replaced(linear, forward=print):
-            said(good, qkv=someone)
+        with replaced(linear, forward=print), replaced(proj, forward=print):
+            said(good, qkv=someone, proj=someone)
         with mock.patch.object(linear, "weight", torch.nn.Parameter(linear.weight[1:])):
             said(good, qkv="its weight has not 64 rows for q, k and v")
-        linear.__class__ = Adapted
-        said(good, qkv="Adapted is not a column-parallel layer that is known")
-        linear.__class__ = ColumnParallelLinear
+        linear.__class__ = proj.__class__ = Adapted
+        said(
+            good,
+            qkv="Adapted is not a column-parallel layer that is known",
+            proj="Adapted is not Megatron's linear layer",
+        )
+        linear.__class__, proj.__class__ = ColumnParallelLinear, RowParallelLinear
         layer.k_layernorm.weight = torch.nn.Parameter(torch.ones(16))
         said(good, qkv="queries or keys are normalized over several heads")
         layer.__class__ = OwnQkv
         said(good, qkv="OwnQkv makes q, k and v in its own way")
+
+
+def test_attention_is_not_deferred_to_a_projection_of_another_class() -> None:
+    q, linears = torch.ones(2, 1, 1, 4), LinearWrappers()
+    layer = SimpleNamespace(
+        core_attention=SimpleNamespace(forward=lambda q, *_: q),
+        linear_proj=torch.nn.Linear(1, 1),
+        config=SimpleNamespace(attention_dropout=0.0),
+        attn_mask_type="causal",
+        checkpoint_core_attention=False,
+        training=True,
+    )
+    AttentionWrappers(linears).self_attention_init_wrapper(lambda *_: None)(layer)
+    assert layer.core_attention.forward(q, q, q, None) is q
+    assert linears.calls == {("attention", "Linear is not Megatron's linear layer"): 1}
 
 
 @on_ranks(2)

@@ -44,6 +44,16 @@ def test_who_uses_it_gets_what_attention_returns(use: Any) -> None:
     assert torch.equal(result, use(attend()))
 
 
+def test_a_first_use_without_gradients_keeps_those_of_others() -> None:
+    q = torch.ones(3, 1, 2, 4, requires_grad=True)
+    arguments = {"mask": {}, "scale": None, "attend": lambda: q.flatten(2) * 2}
+    with torch.no_grad():  # as in a checkpoint
+        deferred = DeferredAttention.of(q, q, q, **arguments)
+        assert deferred.norm() > 0  # as a debugger looks at activations
+    (deferred + 1).sum().backward()
+    assert torch.equal(q.grad, torch.full_like(q, 2))
+
+
 def call(of_data: Any = None, kind: str = "causal", **given: Any) -> AttentionCall:
     config = SimpleNamespace(**{"attention_dropout": 0.0} | given.pop("config", {}))
     owner = SimpleNamespace(config=config, attn_mask_type=kind)
