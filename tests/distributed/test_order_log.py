@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -122,6 +124,22 @@ def test_a_run_that_failed_says_who_waits_for_whom(ranks, tmp_path) -> None:
     assert any("a transport of rank 0 broke" in note for note in result.notes)
     assert re.search("deadlock .*rank 0 waits .*rank 1 has nothing more to do", result.faults[0])
     assert "rank 1 lacks operation 1 (all_gather_linear)" in "".join(result.faults)
+
+
+def test_slots_and_threads_of_a_log(tmp_path: Path) -> None:
+    """A free slot is used again; lines name their thread where it changes, and back again."""
+    log = OrderLog(tmp_path, 0, 1)
+    for _ in range(2):
+        collective = log.collective(log.transport([0], True), "all_reduce", "sum", 4, "fp32")
+        with ThreadPoolExecutor(1) as other:
+            other.submit(collective, "await").result()
+    log.close()
+    thread, done = 0, []
+    for verb, *more in map(json.loads, log.path.read_text().splitlines()):
+        thread = more[0] if verb == "thread" else thread
+        if verb in ("issue", "await"):
+            done.append((verb, more[0], thread > 0))
+    assert done == [("issue", 0, False), ("await", 0, True)] * 2
 
 
 def gathers(rank: int, link: Link) -> list[list[float]]:
