@@ -197,6 +197,9 @@ def training_of(launch: AskedLaunch) -> Training:
             f"EP x expert TP are {experts.parallel * experts.tensor} ranks of experts, which do "
             f"not divide the {ranks} of a pipeline stage"
         )
+    kinds = _kinds(options, model.num_layers)
+    if set(kinds) == {"none"}:
+        raise NotSimulated("--noop-layers leaves no layer")
     granularity = options.text("--recompute-granularity")
     if granularity not in (None, "full", "selective"):
         raise UsageError(f"--recompute-granularity is {granularity!r}; give full or selective")
@@ -214,7 +217,7 @@ def training_of(launch: AskedLaunch) -> Training:
     return Training(
         model,
         shape,
-        _kinds(options, model.num_layers),
+        kinds,
         "full" if recompute else "none",
         vpp=vpp,
         recomputed=_recomputed(options, vpp) if recompute else None,
