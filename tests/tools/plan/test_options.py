@@ -295,6 +295,7 @@ WORDS: list[tuple[Callable[[AskedLaunch], str], dict[str, tuple[str, ...]]]] = [
     (unsimulated, {
         f"{FOUR_16} --noop-layers 0,1,2,3": ("--noop-layers leaves no layer",),
         f"{FOUR} --stage dpo": ("--stage dpo: ",),
+        f"{FOUR} --noop-layers 0,1,2,3": ("--noop-layers leaves no layer",),
         f"{FOUR} --spec mindspeed_llm.tasks.models.spec.mamba_spec layer_spec": ("state-space",),
         f"{FOUR} --context-parallel-size 2 --context-parallel-algo hybrid_cp_algo": ("hybrid_cp",),
         f"{FOUR} --context-parallel-size 2 {LATENT} --v-head-dim 8":
