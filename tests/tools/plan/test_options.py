@@ -293,7 +293,6 @@ WORDS: list[tuple[Callable[[AskedLaunch], str], dict[str, tuple[str, ...]]]] = [
         f"{MOE} --moe-grouped-gemm": ("experts: ", "grouped GEMMs, no tensor-parallel linear",),
     }),
     (unsimulated, {
-        f"{FOUR_16} --noop-layers 0,1,2,3": ("--noop-layers leaves no layer",),
         f"{FOUR} --stage dpo": ("--stage dpo: ",),
         f"{FOUR} --noop-layers 0,1,2,3": ("--noop-layers leaves no layer",),
         f"{FOUR} --spec mindspeed_llm.tasks.models.spec.mamba_spec layer_spec": ("state-space",),
