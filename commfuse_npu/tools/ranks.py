@@ -121,8 +121,10 @@ class Ranks:
                     worked, answers[rank] = pipe.recv()
                 except (EOFError, ConnectionResetError) as error:
                     self._processes[rank].join(_END_SECONDS)
-                    code = self._processes[rank].exitcode or 0
-                    how = f"exit code {code}" if code >= 0 else f"by {signal.Signals(-code).name}"
+                    code = self._processes[rank].exitcode
+                    how = "still ending" if code is None else f"exit code {code}"
+                    if code is not None and code < 0:
+                        how = f"by {signal.Signals(-code).name}"
                     raise RanksError(f"{name} died in {method}, {how}") from error
                 if not worked:
                     raise RanksError(f"{name} failed in {method}:\n{answers[rank]}")

@@ -140,7 +140,7 @@ def forms_table(results: Results) -> list[str]:
         for name, (seconds, speedup, *removed, off, _) in forms.items():
             shown = ratio and name != REFERENCE
             shares = ("-" if share is None else f"{100 * share:.0f} %" for share in removed)
-            cells = [f"{speedup:.2f}x", *(shares if shown else "--")]
+            cells = [f"{speedup:.2f}x", *(shares if shown else ("-", "-"))]
             cells += [f"{off:.1e}" if off else "equal"]
             form = f"**{name}**" if seconds[1] == fastest else name
             lines.append(table_row([work, "-" if ratio is None else f"{ratio:g}", form, *cells]))

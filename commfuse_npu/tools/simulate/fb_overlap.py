@@ -1,10 +1,10 @@
 """Forward-backward overlap: a forward and a backward alternate on one stream, as launches.
 
-Each side is launched in Megatron's order (:mod:`.llama`), and hands over at collectives: a ring's
-passes of keys and values are none.  The operations of both sides are then
-merged in the order in which the sides alternate (:mod:`commfuse_npu.plan.turn_order`).  That order
-is chosen from their own work and transfers, as a launch chooses it from its first step.  All
-transfers are collectives of one communicator, in launch order.  A hand-over costs a host launch.
+Each side is launched in Megatron's order (:mod:`.llama`), and hands over at collectives; a ring's
+passes of keys and values are none.  The operations of both sides are then merged in the order in
+which the sides alternate (:mod:`commfuse_npu.plan.turn_order`).  That order is chosen from their
+own work and transfers, as a launch chooses it from its first step.  All transfers are collectives
+of one communicator, in launch order.  A hand-over costs a host launch.
 """
 
 from __future__ import annotations

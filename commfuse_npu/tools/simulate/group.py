@@ -46,7 +46,7 @@ class Simulated:
 
 @dataclass(frozen=True)
 class Group:
-    """Ranks that communicate with each other; :class:`~.links.Links` defines their placement."""
+    """Ranks that communicate with each other; :class:`~.launches.Links` defines their placement."""
 
     machine: Machine
     size: int
