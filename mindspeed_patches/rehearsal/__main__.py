@@ -158,8 +158,7 @@ def _rehearse(arguments: argparse.Namespace) -> int:
     launch = read_launch(arguments.launch, stack.llm)
     for name in _SET_ANEW:
         launch.environment.pop(name, None)
-    script = launch.script_path(stack.llm)
-    folder = launch.start_folder(stack.llm)
+    folder, script = launch.located(stack.llm)
     prepare(launch.options, arguments.iterations, folder)
     layout = _layout(launch, arguments)
     _check_environment()

@@ -24,7 +24,6 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
 
 from commfuse_npu.tools.launch_script import UsageError
 from commfuse_npu.tools.launch_script.options import Options
@@ -63,19 +62,15 @@ class Launch:
         """Number of processes over all nodes."""
         return self.nodes * self.per_node if self.nodes and self.per_node else None
 
-    def script_path(self, checkout: Path) -> Path:
-        """Path of the script, in the :meth:`start_folder`."""
-        return (self.start_folder(checkout) / self.script).resolve()
-
-    def start_folder(self, checkout: Path) -> Path:
-        """The folder with the script, the base of relative paths: the launch's or MindSpeed-LLM's.
+    def located(self, checkout: Path) -> tuple[Path, Path]:
+        """The base of relative paths, the launch's folder or MindSpeed-LLM's, and the script in it.
 
         Raises:
             UsageError: the script is in neither.
         """
         for folder in (self.folder, checkout):
             if (folder / self.script).is_file():
-                return folder
+                return folder, (folder / self.script).resolve()
         raise UsageError(
             f"there is no {self.script} in {self.folder} or in {checkout}; give its path"
         )
@@ -149,13 +144,12 @@ def read_launch(
         launch = _from_shell(script, checkout, {**environ, **assigned})
         launch.environment = {**assigned, **launch.environment}
         return launch
-    read = _launch_of(typed, str(Path.cwd()), assigned)
-    if read is None:
-        raise UsageError(
-            f"the launch {' '.join(words[:6])!r} is none that can be read; give "
-            "pretrain_gpt.py ARGS, torchrun ... pretrain_gpt.py ARGS, or a launch script"
-        )
-    return read
+    if read := _launch_of(typed, str(Path.cwd()), assigned):
+        return read
+    raise UsageError(
+        f"the launch {' '.join(words[:6])!r} is none that can be read; give "
+        "pretrain_gpt.py ARGS, torchrun ... pretrain_gpt.py ARGS, or a launch script"
+    )
 
 
 def _from_shell(words: Sequence[str], checkout: Path | None, environ: Mapping[str, str]) -> Launch:
@@ -164,19 +158,21 @@ def _from_shell(words: Sequence[str], checkout: Path | None, environ: Mapping[st
     script = next((path for path in (file, checkout / file) if path.is_file()), None)
     if script is None:
         raise UsageError(f"there is no launch script {file} here or in {checkout}")
-    captured = capture_commands([str(script.resolve()), *words[1:]], checkout, environ)
+    commands, printed, code = capture_commands(
+        [str(script.resolve()), *words[1:]], checkout, environ
+    )
     # Scripts may also start Python to prepare data.
     launches = [
         launch
-        for command in captured.commands
+        for command in commands
         if (launch := _launch_of(*command)) is not None
         and (launch.processes is not None or Path(launch.script).name.startswith("pretrain"))
     ]
     if not launches:
-        called = [" ".join(words[:4])[:80] for words, *_ in captured.commands]
-        *_, last = captured.printed.strip().splitlines() or ["nothing"]
+        called = [" ".join(words[:4])[:80] for words, *_ in commands]
+        *_, last = printed.strip().splitlines() or ["nothing"]
         raise UsageError(
-            f"{script} starts no pretraining: it ended with code {captured.code}, started "
+            f"{script} starts no pretraining: it ended with code {code}, started "
             f"{', '.join(called) or 'nothing'}, and printed last: {last[:200]}; set the "
             "variables that it asks for, or give the command line of torchrun"
         )
@@ -219,15 +215,8 @@ os.replace(name + ".part", name)
 """
 
 
-class _Captured(NamedTuple):
-    """What a script started and printed, and its exit code.
-
-    ``commands``: in order; the words, the folder, and the variables that the script had changed.
-    """
-
-    commands: Sequence[tuple[list[str], str, dict[str, str]]]
-    printed: str
-    code: int
+_Command = tuple[list[str], str, dict[str, str]]
+"""The words of a command, the folder, and the variables that the script had changed."""
 
 
 def capture_commands(
@@ -235,13 +224,16 @@ def capture_commands(
     folder: Path,
     environ: Mapping[str, str],
     timeout: float = 60.0,
-) -> _Captured:
+) -> tuple[list[_Command], str, int]:
     """Run a shell script with recorders in place of programs.
 
     Args:
         script: its path and its arguments; it is started in ``folder``.
         environ: its environment, except for the search path.
         timeout: in seconds; after it the script is killed with all that it started.
+
+    Returns:
+        What it started, in order; what it printed; its exit code.
 
     Raises:
         UsageError: there is no bash, or the script does not end in time.
@@ -273,19 +265,13 @@ def capture_commands(
                 f"{script[0]} did not end within {timeout:g} s although it starts nothing here; "
                 "give the command line that it runs"
             ) from error
-        printed = (scratch / "printed").read_text("utf-8", "replace")
-        commands = [_recorded(path, environment) for path in sorted(records.glob("*.json"))]
-        return _Captured(commands, printed, code)
-
-
-def _recorded(path: Path, before: Mapping[str, str]) -> tuple[list[str], str, dict[str, str]]:
-    words, folder, environment = json.loads(path.read_text("utf-8"))
-    changed = {
-        name: value
-        for name, value in environment.items()
-        if before.get(name) != value and name not in _NOT_THE_LAUNCHS
-    }
-    return words, folder, changed
+        commands = []
+        for path in sorted(records.glob("*.json")):
+            words, started_in, variables = json.loads(path.read_text("utf-8"))
+            changed = dict(variables.items() - environment.items())
+            own = {name: changed[name] for name in changed.keys() - _NOT_THE_LAUNCHS}
+            commands.append((words, started_in, own))
+        return commands, (scratch / "printed").read_text("utf-8", "replace"), code
 
 
 def _write_programs(folder: Path, records: Path) -> Path:

@@ -181,8 +181,10 @@ def run_bounded(
         try:
             code = process.wait(seconds)
             end = time.monotonic() + linger
-            while time.monotonic() < end and _signal_group(process.pid, 0):
-                time.sleep(0.01)
+            with contextlib.suppress(ProcessLookupError):  # the last one has ended
+                while time.monotonic() < end:
+                    os.killpg(process.pid, 0)
+                    time.sleep(0.01)
             return code
         except subprocess.TimeoutExpired as error:
             raise TimeoutError(f"did not end within {seconds:.0f} s") from error
@@ -194,11 +196,10 @@ def run_bounded(
 def _end(process: subprocess.Popen[bytes], mark: str) -> None:
     if process.poll() is None:
         # torchrun forwards the signal to its ranks.
-        _signal_group(process.pid, signal.SIGTERM)
-        try:
+        os.killpg(process.pid, signal.SIGTERM)
+        with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(_GRACE)
-        except subprocess.TimeoutExpired:
-            _signal_group(process.pid, signal.SIGKILL)
+    process.kill()
     process.wait()
     # A device is free only once the processes that used it have gone.
     end = time.monotonic() + _GRACE
@@ -207,15 +208,6 @@ def _end(process: subprocess.Popen[bytes], mark: str) -> None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         time.sleep(0.05)
-
-
-def _signal_group(group: int, number: int) -> bool:
-    """Send a signal; whether the group still had a process."""
-    try:
-        os.killpg(group, number)
-    except ProcessLookupError:
-        return False
-    return True
 
 
 def _marked(mark: str) -> Iterator[int]:

@@ -140,8 +140,7 @@ def _of_mindspeed_llm(words: Sequence[str], ranks: int) -> Launches:
             f"--launch {words[0]} {text}, and here are {ranks} (--ranks); a measurement is of "
             "one server: change the launch or --ranks"
         )
-    script = launch.script_path(checkout)
-    folder = launch.start_folder(checkout)
+    folder, script = launch.located(checkout)
     options = launch.options
     shorten(options, ITERATIONS)
     options.set("--log-throughput")

@@ -58,9 +58,9 @@ def test_forms_of_a_launch(before: str, processes: int | None, tmp_path: Path) -
     assert launch.options.words == ARGS
     assert launch.processes == processes
     with pytest.raises(UsageError, match=r"there is no pretrain_gpt\.py"):
-        launch.script_path(tmp_path)
+        launch.located(tmp_path)
     (tmp_path / "pretrain_gpt.py").touch()
-    assert launch.script_path(tmp_path) == (tmp_path / "pretrain_gpt.py").resolve()
+    assert launch.located(tmp_path) == (tmp_path, (tmp_path / "pretrain_gpt.py").resolve())
 
 
 @pytest.mark.parametrize("words", ["ls -l", "torchrun --nproc_per_node 2 -m other x.py", "a.txt"])
@@ -149,10 +149,10 @@ def test_what_is_started_is_written_down_and_not_run(script: Path, tmp_path: Pat
         "torchrun pretrain_gpt.py --bf16 > log 2>&1 &\nexit 3\n",
         "utf-8",
     )
-    captured = capture_commands([str(script)], tmp_path, dict(os.environ))
-    words = sorted(" ".join(words) for words, *_ in captured.commands)
+    commands, printed, code = capture_commands([str(script)], tmp_path, dict(os.environ))
+    words = sorted(" ".join(words) for words, *_ in commands)
     assert words == ["python3 -m json.tool --no", "torchrun pretrain_gpt.py --bf16"]
-    assert (captured.printed, captured.code) == ("", 3)
+    assert (printed, code) == ("", 3)
     assert (tmp_path / "precious").exists()
 
 
