@@ -6,7 +6,8 @@ import json
 import sys
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from itertools import groupby
+from typing import NamedTuple
 
 from commfuse_npu.tools.doctor.environment import check_variables
 from commfuse_npu.tools.doctor.machine import Finding, Machine, check_devices, listed_npus
@@ -22,40 +23,12 @@ from commfuse_npu.tools.terminal import print_verdict
 __all__ = ["Report", "diagnose", "main"]
 
 
-@dataclass(frozen=True)
-class Report:
-    """All findings, and what the machine is ready for if there are no errors."""
+class Report(NamedTuple):
+    """Whether there are no errors; what the machine is ready for, or what is wrong; findings."""
 
-    findings: tuple[Finding, ...]
-    ready_for: str = ""
-
-    @property
-    def ready(self) -> bool:
-        return all(finding.level != "error" for finding in self.findings)
-
-    @property
-    def verdict(self) -> str:
-        """What the machine is ready for, or what is wrong."""
-        count = Counter(finding.level for finding in self.findings)
-        counted = f"{count['error']} errors, {count['warning']} warnings"
-        if self.ready:
-            return f"ready: {self.ready_for} ({counted})"
-        wrong = dict.fromkeys(f.what for f in self.findings if f.level == "error")
-        return f"not ready: {', '.join(wrong)} ({counted})"
-
-    def as_text(self) -> str:
-        """The findings, in Markdown."""
-        lines = []
-        for section in dict.fromkeys(finding.section for finding in self.findings):
-            lines += ["", f"## {section}", ""]
-            lines += [f"  {f}" for f in self.findings if f.section == section]
-        return "\n".join(lines)
-
-    def as_json(self) -> str:
-        findings = [finding._asdict() for finding in self.findings]
-        return json.dumps(
-            {"ready": self.ready, "verdict": self.verdict, "findings": findings}, indent=2
-        )
+    ready: bool
+    verdict: str
+    findings: Sequence[Finding]
 
 
 def diagnose(machine: Machine) -> Report:
@@ -69,10 +42,16 @@ def diagnose(machine: Machine) -> Report:
         *check_devices(machine),
         *check_variables(machine),
     ]
-    npus = len(listed_npus(machine))
-    here = f"this machine can run CommFuse on {npus} NPUs"
-    without = "this machine has no NPU and can run the CPU form, rehearsals and simulations"
-    return Report(tuple(findings), here if npus else without)
+    wrong = list(dict.fromkeys(f.what for f in findings if f.level == "error"))
+    verdict = f"not ready: {', '.join(wrong)}"
+    if not wrong:
+        npus = len(listed_npus(machine))
+        here = f"can run CommFuse on {npus} NPUs"
+        without = "has no NPU and can run the CPU form, rehearsals and simulations"
+        verdict = f"ready: this machine {here if npus else without}"
+    count = Counter(finding.level for finding in findings)
+    verdict += f" ({count['error']} errors, {count['warning']} warnings)"
+    return Report(not wrong, verdict, findings)
 
 
 def main(words: Sequence[str]) -> int:
@@ -86,8 +65,10 @@ def main(words: Sequence[str]) -> int:
     options = parser.parse_args(words)
     report = diagnose(Machine.this())
     if options.json:
-        print(report.as_json())
-    else:
-        print_verdict(report.verdict, report.ready)
-        print(report.as_text())
-    return 0 if report.ready else 1
+        findings = [finding._asdict() for finding in report.findings]
+        print(json.dumps(report._asdict() | {"findings": findings}, indent=2))
+        return int(not report.ready)
+    print_verdict(report.verdict, report.ready)
+    for section, findings in groupby(report.findings, lambda finding: finding.section):
+        print("", f"## {section}", "", *(f"  {finding}" for finding in findings), sep="\n")
+    return int(not report.ready)

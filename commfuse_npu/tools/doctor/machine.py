@@ -39,28 +39,25 @@ class Finding(NamedTuple):
     """One result of a check.
 
     ``error``: something will not work.  ``warning``: works, but not optimally.  ``note``: worth
-    knowing.  ``ok``: as it should be, with neither ``expected`` nor ``action``.
+    knowing.  ``ok``: as it should be.  ``advice``: what to do, and why.
     """
 
     section: str
     what: str
     level: Level
     value: str
-    expected: str = ""
-    action: str = ""
+    advice: str = ""
 
     def __str__(self) -> str:
-        expected = f"; expected {self.expected}" if self.expected else ""
-        action = f" -> {self.action}" if self.action else ""
-        return f"{self.level:<7}  {self.what}: {self.value}{expected}{action}"
+        advice = f" -> {self.advice}" if self.advice else ""
+        return f"{self.level:<7}  {self.what}: {self.value}{advice}"
 
 
 ABSENT = 127
 """The exit code if there is no such command, as in a shell."""
 
 
-@dataclass(frozen=True)
-class CommandResult:
+class CommandResult(NamedTuple):
     """The output of a command; ``exit_code`` is ``None`` if it did not end in time."""
 
     exit_code: int | None
@@ -68,8 +65,7 @@ class CommandResult:
 
     @property
     def last_line(self) -> str:
-        lines = [line.strip() for line in self.output.splitlines() if line.strip()]
-        return lines[-1] if lines else "no output"
+        return (self.output.strip() or "no output").splitlines()[-1].strip()
 
 
 # Several checks run the same command, and npu-smi is slow.
@@ -142,22 +138,22 @@ def check_devices(machine: Machine) -> Iterator[Finding]:
     """Check the NPUs, their health and their links."""
     result = machine.run(*_INFO)
     if result.exit_code == ABSENT:
-        none, action = "no NPU found (there is no npu-smi)", "bash scripts/pretrain_llama_cpu.sh"
-        yield _finding("NPUs", "note", none, action=f"the CPU form over gloo works: {action}")
+        advice = "the CPU form over gloo works: bash scripts/pretrain_llama_cpu.sh"
+        yield _finding("NPUs", "note", "no NPU found (there is no npu-smi)", advice)
         return
     if driver := _DRIVER.search(result.output):
         yield _finding("driver", "ok", driver[1])
     devices = listed_npus(machine)
     if not devices:
         problem = f"npu-smi info lists none: {result.last_line}"
-        action = "check driver and firmware, and that the container was given devices"
-        yield _finding("NPUs", "error", problem, "a device", action)
+        advice = "check driver and firmware, and that the container was given devices"
+        yield _finding("NPUs", "error", problem, advice)
         return
     kinds = Counter(name for name, _ in devices)
     yield _finding("NPUs", "ok", ", ".join(f"{count} x {name}" for name, count in kinds.items()))
     if ill := [f"{i} ({health})" for i, (_, health) in enumerate(devices) if health != "OK"]:
         advice = "see npu-smi info -t health"
-        yield _finding("health", "warning", f"NPU {', '.join(ill)}", "OK", advice)
+        yield _finding("health", "warning", f"NPU {', '.join(ill)}", advice)
     yield check_links(machine)
 
 
@@ -181,7 +177,7 @@ def check_links(machine: Machine) -> Finding:
         return _finding("links", "note", f"unknown: npu-smi info -t topo said {answer}")
     pairs = ", ".join(f"{count // 2} pairs {kind}" for kind, count in links.most_common())
     if slow := ", ".join(kind for kind in links if kind not in _FAST_LINKS):
-        expected = "HCCS, HCCS_SW or SIO within a tensor-parallel group"
-        action = f"{slow} goes over PCIe or the host: keep TP within the NPUs that HCCS connects"
-        return _finding("links", "warning", pairs, expected, action)
+        fast = "HCCS, HCCS_SW or SIO connects"
+        advice = f"keep TP within the NPUs that {fast}: {slow} goes over PCIe or the host"
+        return _finding("links", "warning", pairs, advice)
     return _finding("links", "ok", pairs)
