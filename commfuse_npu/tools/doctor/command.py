@@ -69,6 +69,6 @@ def main(words: Sequence[str]) -> int:
         print(json.dumps(report._asdict() | {"findings": findings}, indent=2))
         return int(not report.ready)
     print_verdict(report.verdict, report.ready)
-    for section, findings in groupby(report.findings, lambda finding: finding.section):
-        print("", f"## {section}", "", *(f"  {finding}" for finding in findings), sep="\n")
+    for section, found in groupby(report.findings, lambda finding: finding.section):
+        print("", f"## {section}", "", *(f"  {finding}" for finding in found), sep="\n")
     return int(not report.ready)

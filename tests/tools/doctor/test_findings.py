@@ -147,6 +147,8 @@ def test_the_stack(tmp_path: Path) -> None:
 
     for version in ("2.2.0", "2.3.0", "26.0.0dev0", "26.0.0", "26.1.0"):
         assert changed(mindspeed_llm=version)["together"].startswith("ok supported: MindSpeed-LLM")
+    unnumbered = changed(mindspeed=dataclasses.replace(packages["mindspeed"], version=None))
+    assert unnumbered["MindSpeed"] == "ok unknown"
     absent = {"mindspeed_llm": None, "mindspeed": None}
     of_pypi = Package("0.12.1", (wheel,))
     for changes, subject, expected in (
@@ -214,7 +216,7 @@ def test_a_supported_set_on_npus_is_ready(tmp_path: Path) -> None:
     assert diagnose(wrong).verdict.startswith("not ready: HCCL_BUFFSIZE (1 errors, ")
 
 
-def test_this_machine_as_text_and_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+def test_this_machine_as_text_and_as_json(capsys, monkeypatch: pytest.MonkeyPatch) -> None:
     assert run_command("no-npu-smi") == CommandResult(ABSENT, "there is no no-npu-smi")
     code = cli.main(["doctor"])
     first, *lines = capsys.readouterr().out.splitlines()
@@ -226,3 +228,5 @@ def test_this_machine_as_text_and_as_json(capsys: pytest.CaptureFixture[str]) ->
     assert (data["ready"], data["verdict"]) == (code == 0, first)
     (version,) = [row["value"] for row in data["findings"] if row["what"] == "torch"]
     assert version.split("+")[0] == torch.__version__.split("+")[0]
+    monkeypatch.setattr(Machine, "this", machine)
+    assert (cli.main(["doctor"]), cli.main(["doctor", "--json"])) == (1, 1)

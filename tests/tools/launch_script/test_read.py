@@ -61,6 +61,10 @@ def test_forms_of_a_launch(before: str, processes: int | None, tmp_path: Path) -
         launch.located(tmp_path)
     (tmp_path / "pretrain_gpt.py").touch()
     assert launch.located(tmp_path) == (tmp_path, (tmp_path / "pretrain_gpt.py").resolve())
+    launch.folder = tmp_path / "own"  # it goes before the checkout
+    launch.folder.mkdir()
+    (launch.folder / "pretrain_gpt.py").touch()
+    assert launch.located(tmp_path)[0] == launch.folder
 
 
 @pytest.mark.parametrize("words", ["ls -l", "torchrun --nproc_per_node 2 -m other x.py", "a.txt"])
@@ -111,7 +115,7 @@ def test_a_launch_script_is_read_and_does_nothing(script: Path) -> None:
     assert launch.options.words == words.split()
     assert launch.folder == script.parent.resolve()
     assert launch.environment["SOME_SETTING"] == "on"
-    assert "PATH" not in launch.environment
+    assert {"PATH", "PWD", "SHLVL"}.isdisjoint(launch.environment)
     assert sorted(p.name for p in script.parent.iterdir()) == ["precious", "pretrain_it.sh"]
 
 
