@@ -16,6 +16,7 @@ from commfuse_npu.plan.rules import gather_use
 from commfuse_npu.runtime.executor import Running, Work
 from commfuse_npu.runtime.transport import Transport
 from tests.limits import PATIENT
+from tests.random_networks.case import LANES
 
 
 def new_link(batched: bool = False) -> Transport:
@@ -24,9 +25,19 @@ def new_link(batched: bool = False) -> Transport:
 
 
 @lru_cache
-def transport(batched: bool = False) -> Transport:
-    """The transport of this process, cached per ``batched``."""
-    return new_link(batched)
+def _all_lanes() -> Transport:
+    return Transport.create(lanes=LANES, timeout=PATIENT)
+
+
+@lru_cache
+def transport(batched: bool = False, lanes: int = 3) -> Transport:
+    """A transport of this process, cached; a collective call.
+
+    All share the lanes, because each process group has threads that poll.
+    """
+    shared = _all_lanes()
+    groups = shared.lane_groups[:lanes]
+    return Transport(shared.group, groups, shared._control, timeout=PATIENT, batched=batched)
 
 
 def watch_posts(patch: pytest.MonkeyPatch, note: Callable[[Running, Post], object]) -> None:

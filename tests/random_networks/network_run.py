@@ -13,6 +13,7 @@ from commfuse_npu.ops import LinearOptions
 from commfuse_npu.runtime.collective_transport import CollectiveTransport
 from commfuse_npu.runtime.transport import Transport
 from tests.attention_masks import mask_arguments, seen
+from tests.distributed.programs import transport
 from tests.random_networks import formulas
 from tests.random_networks.case import (
     ATTENTION,
@@ -22,7 +23,6 @@ from tests.random_networks.case import (
     Form,
     Network,
 )
-from tests.random_networks.transports import transport_of
 from tests.random_networks.values import Found, arriving, drawn, fitting, parameter_of
 
 _WHOLE_WEIGHTS = ("linear_all_to_all", "all_to_all_linear", WITH_PROJECTION)
@@ -47,7 +47,7 @@ class Call:
         self, case: Network, place: int = 0, form: Form = "fused", link: Transport | None = None
     ) -> None:
         self.case, self.layer, self.name = case, case.layers[place], f"layer {place}"
-        self.form, self.link = form, link or transport_of(case)
+        self.form, self.link = form, link or transport(case.batched, case.lanes)
         whole = not case.rounded and self.layer.op not in ATTENTION
         self.by_formula = form == "exact" or (form == "plain" and whole)
         self.weight, self.bias = self._parameters()
@@ -149,7 +149,7 @@ def input_of(
     case: Network, number: int = 0, form: Form = "fused", link: Transport | None = None
 ) -> torch.Tensor:
     """The input of the first layer on this rank in a micro-batch."""
-    rank = (link or transport_of(case)).rank
+    rank = (link or transport(case.batched, case.lanes)).rank
     rows = case.rows + (rank if case.uneven else 0)
     if case.layers[0].op not in FROM_SHARD:
         rows *= case.size

@@ -29,7 +29,7 @@ FOUND: dict[str, Case] = {
 
 @pytest.mark.parametrize(
     ("size", "cases"),
-    [(2, 70), (3, 40), *(pytest.param(*sizes, marks=pytest.mark.long) for sizes in MORE)],
+    [(1, 15), (2, 70), (3, 40), *(pytest.param(*sizes, marks=pytest.mark.long) for sizes in MORE)],
 )
 def test_fused_is_plain(random_cases, size: int, cases: int) -> None:
     random_cases(size, cases, complaints)
