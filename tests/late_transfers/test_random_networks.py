@@ -13,6 +13,7 @@ from commfuse_npu.plan.instructions import Instruction, RecordEvent, Wait, WaitE
 from commfuse_npu.plan.program import Program
 from tests.distributed.programs import change_programs, transport
 from tests.late_transfers.device import device
+from tests.random_networks.campaign import campaign
 from tests.random_networks.case import Case, Layer, Network
 from tests.random_networks.compare import at_rest, differences, quiet, run_case
 
@@ -30,8 +31,8 @@ def complaints(rank: int, case: Case) -> list[str]:
 
 
 @pytest.mark.parametrize(("size", "cases"), [(2, 25), pytest.param(3, 15, marks=pytest.mark.long)])
-def test_fused_is_plain_and_events_order_all(random_cases: Any, size: int, cases: int) -> None:
-    random_cases(size, cases, complaints)
+def test_fused_is_plain_and_events_order_all(request, ranks, size: int, cases: int) -> None:
+    campaign(request, ranks(size), cases, complaints)
 
 
 FAULTS: dict[str, Callable[[Instruction], bool]] = {

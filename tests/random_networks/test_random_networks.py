@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from commfuse_npu.plan import Schedule
+from tests.random_networks.campaign import campaign
 from tests.random_networks.case import WITH_PROJECTION, Case, Layer, Network
 from tests.random_networks.compare import complaints
 
@@ -31,8 +32,8 @@ FOUND: dict[str, Case] = {
     ("size", "cases"),
     [(1, 15), (2, 70), (3, 40), *(pytest.param(*sizes, marks=pytest.mark.long) for sizes in MORE)],
 )
-def test_fused_is_plain(random_cases, size: int, cases: int) -> None:
-    random_cases(size, cases, complaints)
+def test_fused_is_plain(request, ranks, size: int, cases: int) -> None:
+    campaign(request, ranks(size), cases, complaints)
 
 
 @pytest.mark.parametrize("fault", FOUND)
