@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from commfuse_npu.plan import Schedule
 from commfuse_npu.plan.instructions import Post
@@ -19,14 +20,14 @@ from tests.limits import PATIENT
 from tests.random_networks.case import LANES
 
 
-def new_link(batched: bool = False) -> Transport:
-    """Create a transport, on all ranks."""
-    return Transport.create(lanes=3, timeout=PATIENT, batched=batched)
+def new_link(group: dist.ProcessGroup | None = None, **options: Any) -> Transport:
+    """Create a transport of two lanes, on all ranks."""
+    return Transport.create(group, **{"lanes": 2, "timeout": PATIENT, **options})
 
 
 @lru_cache
 def _all_lanes() -> Transport:
-    return Transport.create(lanes=LANES, timeout=PATIENT)
+    return new_link(lanes=LANES)
 
 
 @lru_cache

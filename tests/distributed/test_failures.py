@@ -17,13 +17,9 @@ from commfuse_npu import MismatchError, Transport, TransportError
 from commfuse_npu.ops import LinearOptions, all_gather_linear
 from commfuse_npu.ops.linear import linear_all_reduce
 from commfuse_npu.runtime import agreement
-from tests.distributed.programs import gather_and_use, watch_calls
+from tests.distributed.programs import gather_and_use, new_link, watch_calls
 from tests.distributed.ranks import on_ranks
 from tests.limits import BRIEF, PATIENT
-
-
-def link(group: Any = None, **options: Any) -> Transport:
-    return Transport.create(group, lanes=2, timeout=PATIENT, **options)
 
 
 def layer(
@@ -35,7 +31,7 @@ def layer(
 
 
 def shapes_known_to_both_but_mixed_up(rank: int) -> None:
-    transport = link()
+    transport = new_link()
     for rows in (4, 8):
         layer(transport, rows)
     transport.timeout = BRIEF
@@ -55,7 +51,7 @@ def test_mixed_up_shapes_time_out_instead_of_aborting(ranks) -> None:
 
 def misses_a_collective(rank: int, op: str) -> None:
     """Rank 1 dies before a backward by collectives, or skips that of a fifth row for two ranks."""
-    transport = link()
+    transport = new_link()
     y = layer(transport, 4, options=LinearOptions(collectives_from=1))
     if op == "all_gather_linear backward":
         os._exit(0) if rank == 1 else y.sum().backward()
@@ -76,7 +72,7 @@ def test_the_groups_own_collectives_have_the_transports_limit(ranks, op: str) ->
 
 @on_ranks(2)
 def test_a_second_thread_is_refused(rank: int) -> None:
-    transport = link()
+    transport = new_link()
     errors: list[BaseException] = []
 
     def elsewhere() -> None:
@@ -97,7 +93,7 @@ def test_a_second_thread_is_refused(rank: int) -> None:
 
 def confirms(rank: int, elsewhere: bool) -> None:
     """Rank 1 skips the second barrier, or calls something else in its place."""
-    transport = link()
+    transport = new_link()
     transport.confirm("the end")
     if rank == 0:
         transport.timeout = BRIEF
@@ -151,7 +147,7 @@ NOTHING = r"clip: .* operation: (clip|None) here, (clip|None) there"
 
 
 def stepped(rank: int, differs: Any) -> str:
-    transport = link(batched=True)
+    transport = new_link(batched=True)
     weight = torch.nn.Parameter(torch.zeros(3))
     steps = OwnStep([weight], lr=1.0)
     weight.grad = torch.ones(3)
@@ -182,7 +178,7 @@ def test_what_differs_is_found_before_weights_change(ranks, differs, words) -> N
 
 @on_ranks(2)
 def test_a_new_length_waits_for_nobody(rank: int) -> None:
-    transport, compared = link(), list[object]()
+    transport, compared = new_link(), list[object]()
     layer(transport, 1).sum().backward()
     with pytest.MonkeyPatch.context() as patch:
         watch_calls(patch, agreement, "gather_objects", lambda value, *_: compared.append(value))
@@ -202,7 +198,7 @@ def test_several_transports_are_checked_together(rank: int) -> None:
     """Two kinds of pairs; the ranks disagree in one transport of the second kind."""
     pairs = {tuple(ranks): dist.new_group(ranks) for ranks in ([0, 1], [2, 3], [0, 2], [1, 3])}
     groups = [group for ranks, group in pairs.items() if rank in ranks]
-    tensor, replicas, closed = (link(group) for group in (groups[0], groups[1], groups[1]))
+    tensor, replicas, closed = (new_link(group) for group in (groups[0], groups[1], groups[1]))
     weight = torch.nn.Parameter(torch.zeros(1))
     weight.grad = torch.ones(1)
     steps = torch.optim.SGD([weight], lr=1.0)

@@ -28,7 +28,7 @@ from tests.limits import BRIEF, PATIENT
 
 def fresh() -> Transport:
     """A transport on a new group, because a collective that a rank misses breaks its group."""
-    return Transport.create(dist.new_group(timeout=PATIENT), lanes=2, timeout=PATIENT)
+    return new_link(dist.new_group(timeout=PATIENT))
 
 
 def made(*, bias: bool = False) -> nn.Sequential:
