@@ -23,7 +23,7 @@ from tests.random_networks.case import (
     Form,
     Network,
 )
-from tests.random_networks.values import Found, arriving, drawn, fitting, parameter_of
+from tests.random_networks.values import Found, arriving, drawn, fitting, laid_out
 
 _WHOLE_WEIGHTS = ("linear_all_to_all", "all_to_all_linear", WITH_PROJECTION)
 """Ops whose weight is the same on every rank."""
@@ -68,11 +68,9 @@ class Call:
             outputs = features = size * layer.outputs
         owner = 0 if layer.op in _WHOLE_WEIGHTS else self.link.rank
         shape = (outputs, inputs)
-        weight = parameter_of(
-            _drawn(case, self.form, f"{self.name} weight {owner}", shape),
-            layer.weight_layout,
-            layer.weight_grad,
-        )
+        drawn_weight = _drawn(case, self.form, f"{self.name} weight {owner}", shape)
+        laid = laid_out(drawn_weight, layer.weight_layout)
+        weight = torch.nn.Parameter(laid, requires_grad=layer.weight_grad)
         if layer.main_grad is not None:
             start = _drawn(case, self.form, f"{self.name} main_grad", shape, layer.main_grad)
             weight.main_grad = start  # type: ignore[attr-defined]
