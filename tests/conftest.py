@@ -1,4 +1,4 @@
-"""Fixtures: groups of gloo processes, random cases."""
+"""Groups of gloo processes, and the number of random cases."""
 
 from __future__ import annotations
 
@@ -40,21 +40,3 @@ def one_rank() -> Iterator[None]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
-
-
-@pytest.fixture
-def random_cases(
-    ranks: Callable[[int], Ranks], request: pytest.FixtureRequest
-) -> Callable[..., None]:
-    """``random_cases(size, cases, compare)`` asserts that all cases pass on ``size`` ranks.
-
-    They are the same in every run; ``--hypothesis-seed`` draws others.
-    """
-    from tests.random_networks.campaign import campaign
-
-    def compared(size: int, cases: int, compare: Callable[..., list[str]]) -> None:
-        option = request.config.getoption
-        seed = f"{option('--hypothesis-seed')} {request.node.nodeid}"
-        campaign(ranks(size), option("--random-cases") or cases, seed, compare)
-
-    return compared

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from commfuse_npu.plan import Schedule
 from commfuse_npu.plan.instructions import Post
@@ -16,17 +17,28 @@ from commfuse_npu.plan.rules import gather_use
 from commfuse_npu.runtime.executor import Running, Work
 from commfuse_npu.runtime.transport import Transport
 from tests.limits import PATIENT
+from tests.random_networks.case import LANES
 
 
-def new_link(batched: bool = False) -> Transport:
-    """Create a transport, on all ranks."""
-    return Transport.create(lanes=3, timeout=PATIENT, batched=batched)
+def new_link(group: dist.ProcessGroup | None = None, **options: Any) -> Transport:
+    """Create a transport of two lanes, on all ranks."""
+    return Transport.create(group, **{"lanes": 2, "timeout": PATIENT, **options})
 
 
 @lru_cache
-def transport(batched: bool = False) -> Transport:
-    """The transport of this process, cached per ``batched``."""
-    return new_link(batched)
+def _all_lanes() -> Transport:
+    return new_link(lanes=LANES)
+
+
+@lru_cache
+def transport(batched: bool = False, lanes: int = 3) -> Transport:
+    """A transport of this process, cached; a collective call.
+
+    All share the lanes, because each process group has threads that poll.
+    """
+    shared = _all_lanes()
+    groups = shared.lane_groups[:lanes]
+    return Transport(shared.group, groups, shared._control, timeout=PATIENT, batched=batched)
 
 
 def watch_posts(patch: pytest.MonkeyPatch, note: Callable[[Running, Post], object]) -> None:

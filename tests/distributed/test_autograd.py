@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -12,9 +11,8 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.weak import TensorWeakRef
 
-from commfuse_npu import ops
 from tests.distributed.ranks import on_ranks
-from tests.random_networks.case import OPS, WITH_PROJECTION, one_layer
+from tests.random_networks.case import OPS, one_layer
 from tests.random_networks.compare import differences, run_case
 from tests.random_networks.network_run import Call, input_of
 from tests.random_networks.values import drawn
@@ -98,14 +96,3 @@ CHECKS: dict[Callable[[int, str], None], Any] = {
 def test_every_op(rank: int, check: Callable[[int, str], None]) -> None:
     for op in CHECKS[check]:
         check(rank, op)
-
-
-def test_every_op_on_activations_is_here() -> None:
-    functions = {name: getattr(ops, name) for name in ops.__all__}
-    parameters = {
-        name: inspect.signature(function).parameters
-        for name, function in functions.items()
-        if inspect.isfunction(function)
-    }
-    names = {name for name, names in parameters.items() if {"x", "q"} & set(names)}
-    assert names == set(OPS) - {WITH_PROJECTION}

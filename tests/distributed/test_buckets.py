@@ -5,7 +5,6 @@ Their results are compared in :mod:`tests.random_networks`.
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from unittest import mock
 
@@ -18,7 +17,6 @@ from commfuse_npu.kernels import kernels_for
 from commfuse_npu.ops import Buckets, LinearOptions
 from tests.distributed.programs import new_link, transport
 from tests.distributed.ranks import on_ranks
-from tests.limits import BRIEF
 
 FP32, BF16 = torch.float32, torch.bfloat16
 SCRATCH = "commfuse_npu.ops.buckets.SCRATCH_BYTES"
@@ -26,18 +24,6 @@ SCRATCH = "commfuse_npu.ops.buckets.SCRATCH_BYTES"
 
 def shard(bucket: torch.Tensor, size: int, rank: int) -> torch.Tensor:
     return bucket.view(size, -1)[rank]
-
-
-@on_ranks(3)
-def test_only_the_own_shard_is_written_and_only_at_the_end(rank: int) -> None:
-    link = transport(False)
-    before = torch.arange(3000.0).view(3, -1)
-    bucket = before.clone()
-    handle = Buckets(link).reduce_scatter(bucket.view(-1))
-    dist.barrier()
-    assert torch.equal(bucket, before), "written before the wait"
-    handle.wait()
-    assert [torch.equal(bucket[r], before[r]) for r in range(3)] == [r != rank for r in range(3)]
 
 
 @on_ranks(3)
@@ -88,36 +74,6 @@ def test_scratch_memory_stays_within_its_limit(rank: int, reduce_dtype: Any, bat
         assert not link.scratch.lent
 
 
-@pytest.mark.parametrize("size", [1, 2])
-@on_ranks()
-def test_one_rank_or_no_element_transfers_nothing(rank: int) -> None:
-    link = new_link()
-    bucket = torch.ones(5 if link.size == 1 else 0, dtype=BF16)
-    buckets = Buckets(link, LinearOptions(reduce_dtype=FP32))
-    handle = buckets.reduce_scatter(bucket, average=True, scale=0.5)
-    assert handle.running is None
-    handle.wait()
-    handle = buckets.all_gather(bucket)
-    handle.wait()
-    assert (bucket == 0.5).all()
-    assert (link.operations, link.scratch.idle_bytes, link.scratch.lent) == (0, 0, 0)
-
-
-@pytest.mark.parametrize("batched", [False, True])
-@on_ranks(2)
-def test_threads_take_turns_with_buckets_under_way(rank: int, batched: bool) -> None:
-    """Buckets are started by hooks of the backward, which runs in its own thread on a device."""
-    options = LinearOptions(Schedule(lanes=1, chunks=2))
-    buckets, (first, second, third) = Buckets(new_link(batched), options), torch.ones(3, 16)
-    with ThreadPoolExecutor(1) as hooks, mock.patch(SCRATCH, 0):
-        hooks.submit(buckets.reduce_scatter, first).result()
-        last = buckets.reduce_scatter(second)
-        hooks.submit(last.wait).result()
-        assert last.running is None
-        buckets.reduce_scatter(third).wait()
-    assert all((shard(bucket, 2, rank) == 2).all() for bucket in (first, second, third))
-
-
 @pytest.mark.parametrize("batched", [False, True], ids=["eager", "batched"])
 @on_ranks(3)
 def test_a_start_needs_nobody_else(rank: int, batched: bool) -> None:
@@ -156,18 +112,3 @@ def test_a_bucket_is_posted_after_earlier_ones(rank: int, batched: bool) -> None
     first.wait()
     assert second.running._at > 0
     second.wait()
-
-
-@pytest.mark.parametrize("batched", [False, True], ids=["eager", "batched"])
-@on_ranks(2)
-def test_a_comparison_comes_after_the_buckets_in_flight(rank: int, batched: bool) -> None:
-    """Rank 0 waits for pieces that rank 1 posts only when it finishes the first bucket."""
-    link = new_link(batched)
-    buckets = Buckets(link, LinearOptions(Schedule(lanes=1, chunks=3)))
-    with mock.patch(SCRATCH, 0):
-        first = buckets.reduce_scatter(torch.ones(12))
-        link.timeout = BRIEF * 10
-        if rank == 0:
-            first.wait()
-        buckets.reduce_scatter(torch.ones(12, dtype=BF16)).wait()
-    assert first.running is None

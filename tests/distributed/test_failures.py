@@ -17,13 +17,9 @@ from commfuse_npu import MismatchError, Transport, TransportError
 from commfuse_npu.ops import LinearOptions, all_gather_linear
 from commfuse_npu.ops.linear import linear_all_reduce
 from commfuse_npu.runtime import agreement
-from tests.distributed.programs import gather_and_use, watch_calls
+from tests.distributed.programs import gather_and_use, new_link, watch_calls
 from tests.distributed.ranks import on_ranks
 from tests.limits import BRIEF, PATIENT
-
-
-def link(group: Any = None, **options: Any) -> Transport:
-    return Transport.create(group, lanes=2, timeout=PATIENT, **options)
 
 
 def layer(
@@ -35,7 +31,7 @@ def layer(
 
 
 def shapes_known_to_both_but_mixed_up(rank: int) -> None:
-    transport = link()
+    transport = new_link()
     for rows in (4, 8):
         layer(transport, rows)
     transport.timeout = BRIEF
@@ -55,7 +51,7 @@ def test_mixed_up_shapes_time_out_instead_of_aborting(ranks) -> None:
 
 def misses_a_collective(rank: int, op: str) -> None:
     """Rank 1 dies before a backward by collectives, or skips that of a fifth row for two ranks."""
-    transport = link()
+    transport = new_link()
     y = layer(transport, 4, options=LinearOptions(collectives_from=1))
     if op == "all_gather_linear backward":
         os._exit(0) if rank == 1 else y.sum().backward()
@@ -76,7 +72,7 @@ def test_the_groups_own_collectives_have_the_transports_limit(ranks, op: str) ->
 
 @on_ranks(2)
 def test_a_second_thread_is_refused(rank: int) -> None:
-    transport = link()
+    transport = new_link()
     errors: list[BaseException] = []
 
     def elsewhere() -> None:
@@ -95,38 +91,28 @@ def test_a_second_thread_is_refused(rank: int) -> None:
     assert "called from a second thread while gather_and_use is under way" in str(errors[0])
 
 
-def confirms(rank: int, case: str) -> Any:
-    transport = link()
-    if case == "somewhere else" and rank == 1:
-        layer(transport, 4)
-    if case == "broken":
-        transport.fail("planted")
+def confirms(rank: int, elsewhere: bool) -> None:
+    """Rank 1 skips the second barrier, or calls something else in its place."""
+    transport = new_link()
     transport.confirm("the end")
-    if case == "not there":
-        if rank == 1:
-            return "not there"
+    if rank == 0:
         transport.timeout = BRIEF
-    transport.confirm("the end")
-    layer(transport, 4)
-    transport.confirm("the end")
-    return transport.operations
+        transport.confirm("the end")
+    elif elsewhere:
+        layer(transport, 4)
 
 
 @pytest.mark.parametrize(
-    ("case", "kind", "words"),
+    ("elsewhere", "kind", "words"),
     [
-        ("all there", None, "1"),
-        # confirm() compares every time, while operations are compared once.
-        ("not there", TransportError, "comparing the end with the other ranks"),
-        ("somewhere else", MismatchError, "operation: "),
-        ("broken", TransportError, "planted"),
+        (False, TransportError, "comparing the end with the other ranks"),
+        (True, MismatchError, "operation: the end here, all_gather_linear there"),
     ],
 )
-def test_a_rank_that_does_not_meet_the_others_is_named(ranks, case: str, kind, words: str) -> None:
-    for outcome in ranks(2).outcomes(confirms, case):
-        if outcome.value != "not there":
-            assert kind is None or isinstance(outcome.error, kind), outcome
-            assert words in str(outcome.error or outcome.value)
+def test_a_rank_that_does_not_meet_the_others_is_named(ranks, elsewhere, kind, words) -> None:
+    waiting, _ = ranks(2).outcomes(confirms, elsewhere)
+    assert type(waiting.error) is kind
+    assert words in str(waiting.error)
 
 
 # ------------------------------------------------------------------ before an optimizer's step
@@ -161,7 +147,7 @@ NOTHING = r"clip: .* operation: (clip|None) here, (clip|None) there"
 
 
 def stepped(rank: int, differs: Any) -> str:
-    transport = link(batched=True)
+    transport = new_link(batched=True)
     weight = torch.nn.Parameter(torch.zeros(3))
     steps = OwnStep([weight], lr=1.0)
     weight.grad = torch.ones(3)
@@ -191,19 +177,8 @@ def test_what_differs_is_found_before_weights_change(ranks, differs, words) -> N
 
 
 @on_ranks(2)
-def test_a_rank_that_does_not_check_is_named(rank: int) -> None:
-    transport = link(dist.new_group())
-    layer(transport, 4)
-    if rank == 0:
-        transport.timeout = BRIEF
-        words = "comparing what was begun.*no answer from peer 1"
-        with pytest.raises(TransportError, match=words):
-            transport.check_digests()
-
-
-@on_ranks(2)
 def test_a_new_length_waits_for_nobody(rank: int) -> None:
-    transport, compared = link(), list[object]()
+    transport, compared = new_link(), list[object]()
     layer(transport, 1).sum().backward()
     with pytest.MonkeyPatch.context() as patch:
         watch_calls(patch, agreement, "gather_objects", lambda value, *_: compared.append(value))
@@ -218,24 +193,12 @@ def test_a_new_length_waits_for_nobody(rank: int) -> None:
     assert (transport._operation_count, list(transport._history)) == (62, [])
 
 
-@on_ranks(2)
-def test_a_size_of_zero_is_another_operation(rank: int) -> None:
-    """A size of 0 skips part of the work, so the ranks compare it before anything is sent."""
-    transport = link()
-    for sizes in ((4, 4), (5, 3)):
-        transport.agree("op", dict(zip(("rows", "outputs"), sizes, strict=True)))
-    with pytest.raises(
-        MismatchError, match="Nothing was sent; call the same operation on all ranks"
-    ):
-        transport.agree("op" if rank else "another", {"rows": 5, "outputs": 0})
-
-
 @on_ranks(4)
 def test_several_transports_are_checked_together(rank: int) -> None:
     """Two kinds of pairs; the ranks disagree in one transport of the second kind."""
     pairs = {tuple(ranks): dist.new_group(ranks) for ranks in ([0, 1], [2, 3], [0, 2], [1, 3])}
     groups = [group for ranks, group in pairs.items() if rank in ranks]
-    tensor, replicas, closed = (link(group) for group in (groups[0], groups[1], groups[1]))
+    tensor, replicas, closed = (new_link(group) for group in (groups[0], groups[1], groups[1]))
     weight = torch.nn.Parameter(torch.zeros(1))
     weight.grad = torch.ones(1)
     steps = torch.optim.SGD([weight], lr=1.0)

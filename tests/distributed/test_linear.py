@@ -77,18 +77,6 @@ def test_training_after_inference(rank: int) -> None:
         linear_reduce_scatter(x, weight, transport=link).sum().backward()
 
 
-@on_ranks(3)
-def test_buffers_are_used_again(rank: int) -> None:
-    link, idle = transport(), set[int]()
-    case = one_layer("all_gather_linear", link.size)
-    for _ in range(6):
-        y = Call(case, link=link)(input_of(case, link=link))
-        y.backward(torch.ones_like(y))
-        idle.add(link.scratch.idle_bytes)
-    assert len(idle) == 1
-    assert not link._in_flight
-
-
 @pytest.mark.parametrize("batched", [False, True])
 def test_the_whole_weight_exists_nowhere(batched: bool) -> None:
     """Of 64 blocks of 128 rows, memory holds two, or one piece more than there are lanes."""
@@ -175,22 +163,6 @@ def test_a_gather_begins_before_the_weight_gradient_of_the_layer_after(rank: int
             watch_calls(patch, WeightGradient, "add", added)
             y.sum().backward()
         assert events == expected * 2
-
-
-@on_ranks(2)
-def test_a_pair_has_one_row_parallel_layer(rank: int) -> None:
-    """The second one after a column-parallel layer gathers nothing early."""
-    link, begun = transport(), list[str]()
-    x, column, *rows = (
-        torch.ones(shape, requires_grad=True) for shape in ((8, 32), (64, 32), (32, 64), (32, 32))
-    )
-    y = all_gather_linear(x, column, transport=link)
-    for weight in rows:
-        y = linear_reduce_scatter(y, weight, transport=link)
-    with pytest.MonkeyPatch.context() as patch:
-        watch_calls(patch, Transport, "begin", lambda _, __, name, *more: begun.append(name))
-        y.sum().backward()
-    assert begun == [ROW, ROW, COLUMN]
 
 
 @on_ranks(3)

@@ -20,8 +20,8 @@ from commfuse_npu.plan import Schedule
 from commfuse_npu.plan.instructions import Add
 from commfuse_npu.plan.program import Program
 from commfuse_npu.runtime import transport
-from tests.distributed.programs import change_programs
-from tests.limits import BRIEF, PATIENT
+from tests.distributed.programs import change_programs, new_link
+from tests.limits import BRIEF
 from tests.random_networks.case import Network, one_layer
 from tests.random_networks.compare import complaints
 
@@ -85,7 +85,7 @@ MUTANTS: dict[str, tuple[list[Network], Fault]] = {
 
 def under_test(rank: int, name: str) -> list[str]:
     """Compare the cases of a fault, as random cases are compared."""
-    link = transport.Transport.create(lanes=2, timeout=PATIENT)
+    link = new_link()
     if name != "nothing":
         link.timeout = BRIEF  # a fault may be that a transfer never comes
     cases, plant = MUTANTS[name]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,12 +17,19 @@ from hypothesis import HealthCheck, Phase, given, settings
 
 from commfuse_npu import Schedule, Transport, TransportError
 from commfuse_npu.ops import Buckets, LinearOptions, all_gather_linear
+from commfuse_npu.plan.instructions import Post
+from commfuse_npu.plan.program import Program
 from commfuse_npu.proof.verify_log import verify_logs
+from commfuse_npu.runtime import executor
 from commfuse_npu.runtime.order_log import OrderLog
+from tests.distributed.programs import watch_calls
 from tests.limits import BRIEF, PATIENT
 from tests.random_networks.case import Case, one_layer
 from tests.random_networks.compare import quiet, run_case
 from tests.random_networks.strategy import cases
+
+End = tuple[str, int, int]
+"""Send or receive, lane, peer."""
 
 Link = Callable[..., Transport]
 """``link(group)`` creates a transport that is recorded."""
@@ -56,10 +64,35 @@ def drawn(size: int, many: int) -> list[Case]:
 
 
 def of_cases(rank: int, link: Link, cases: list[Case]) -> None:
-    transport = link()
-    with quiet():
+    """Run the cases; torch.distributed gets the posts of their programs and no others."""
+    transport, posted, planned = link(), Counter[End](), Counter[End]()
+
+    def single(way: str) -> Callable[..., None]:
+        def note(group: dist.ProcessGroup, _: object, peer: int, tag: int) -> None:
+            posted[way, transport.lane_groups.index(group), peer] += 1
+
+        return note
+
+    def batch(operations: list[dist.P2POp]) -> None:
+        for p2p in operations:
+            way = "send" if p2p.op is dist.isend else "receive"
+            posted[way, transport.lane_groups.index(p2p.group), p2p.peer] += 1
+
+    def begun(_: Transport, program: Program, *others: object) -> None:
+        for post in program.posts:
+            for way, (transfer, _) in post.ends if isinstance(post, Post) else ():
+                peer = transfer.target if way == "send" else transfer.source
+                planned[way, transfer.lane, peer] += 1
+
+    with quiet(), pytest.MonkeyPatch.context() as patch:
+        watch_calls(patch, executor, "post_send", single("send"))
+        watch_calls(patch, executor, "post_receive", single("receive"))
+        watch_calls(patch, dist, "batch_isend_irecv", batch)
+        watch_calls(patch, Transport, "begin", begun)
         for case in cases:
             run_case(case, "fused", transport)
+    assert posted == planned
+    assert len(posted) > 2 * (transport.size - 1), "on several lanes"
 
 
 def several_groups(rank: int, link: Link) -> None:

@@ -27,12 +27,11 @@ from commfuse_npu import Schedule, Transport, TransportError
 from commfuse_npu.ops import all_gather_linear
 from commfuse_npu.runtime.scratch import ScratchPool
 from commfuse_npu.tools.measure.wire import connected_sockets
-from tests.distributed.programs import watch_calls, watch_posts
+from tests.distributed.programs import transport, watch_calls, watch_posts
 from tests.distributed.ranks import open_store, set_up_process
 from tests.limits import BRIEF, LIMIT, PATIENT
 from tests.random_networks.case import WITH_PROJECTION, Bucket, BucketRun, Case, one_layer
 from tests.random_networks.compare import differences, run_case
-from tests.random_networks.transports import transport_of
 
 FAULTY = 1
 AGAIN = 3
@@ -91,7 +90,7 @@ def meets(rank: int, kind: str, case: Case, place: float | None) -> list[str]:
             forward and backward, from 0 to 1; ``None``: before the ranks have compared the
             operation.
     """
-    transport, counted, at = transport_of(case), 0, -1
+    link, counted, at = transport(case.batched, case.lanes), 0, -1
 
     def count(*_: object) -> None:
         nonlocal counted, at
@@ -110,13 +109,13 @@ def meets(rank: int, kind: str, case: Case, place: float | None) -> list[str]:
             run_case(case, "fused")
         dist.barrier()
         if kind != "slow":
-            transport.timeout = 2 * BRIEF
+            link.timeout = 2 * BRIEF
         if rank == FAULTY:
             if place is None:
                 KINDS[kind]()
             assert counted > 0
             at = counted + 1 + round((place or 0.0) * (counted - 1))
-            transport.scratch.clear()
+            link.scratch.clear()
         wrong = [line for _ in range(AGAIN) for line in differences(run_case(case, "fused"), plain)]
         assert at == -1, "the fault did not happen"
         return wrong

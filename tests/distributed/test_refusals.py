@@ -18,18 +18,13 @@ from commfuse_npu.ops import (
     all_gather_linear,
     linear_reduce_scatter,
 )
-from tests.distributed.programs import gather_and_use
+from tests.distributed.programs import gather_and_use, new_link
 from tests.distributed.ranks import on_ranks
-from tests.limits import PATIENT
 from tests.random_networks.case import ATTENTION, Bucket, BucketRun, Case, one_layer
 from tests.random_networks.compare import quiet, run_case
 
 Call = Callable[[], object]
 INT, LOW, FP32 = torch.int32, torch.bfloat16, torch.float32
-
-
-def link(**options: Any) -> Transport:
-    return Transport.create(timeout=PATIENT, **{"lanes": 2, **options})
 
 
 def of_linears(made: Transport) -> list[tuple[str, Call]]:
@@ -50,12 +45,12 @@ def of_linears(made: Transport) -> list[tuple[str, Call]]:
         ("x is on cpu, the weight on meta; move one of", lambda: fused(x, weight.to(meta))),
         ("tensor is on meta, this group transfers cpu tensors; move it there",
          lambda: fused(x.to(meta), weight.to(meta))),
-        (r"shape \(4, 3\) is not contiguous", lambda: gather_and_use(link(), weight.t(), sink)),
+        (r"shape \(4, 3\) is not contiguous", lambda: gather_and_use(new_link(), weight.t(), sink)),
         (r"shard has shape \(4,\); it has to be a matrix",
-         lambda: gather_and_use(link(), x[0], sink, shape=(2, 1))),
+         lambda: gather_and_use(new_link(), x[0], sink, shape=(2, 1))),
         ("'half' is unknown; choose whole or blocks", lambda: LinearOptions(wgrad="half")),
         ("torch.int32; partial sums need a floating", lambda: LinearOptions(reduce_dtype=INT)),
-        *(("it must be a whole number from 1", partial(link, lanes=n)) for n in (0, 1.5, True)),
+        *(("it must be a whole number from 1", partial(new_link, lanes=n)) for n in (0, 1.5, True)),
         ("transport is a ProcessGr.*; pass what", lambda: fused(x, weight, transport=made.group)),
         (r"options is a dict; pass LinearOptions\(", lambda: fused(x, weight, options={})),
         *((r"transport is a str; pass what Transport\.create", call) for call in (
@@ -122,7 +117,7 @@ def of_buckets(made: Transport) -> list[tuple[str, Call]]:
 @on_ranks(2)
 def test_inputs_that_cannot_work_are_refused(rank: int, of: Any) -> None:
     """Every rank raises before anything is sent, and the transport remains usable."""
-    transport = link()
+    transport = new_link()
     for words, call in of(transport):
         with pytest.raises((TypeError, ValueError), match=words):
             call()
@@ -169,7 +164,7 @@ DIFFER: list[tuple[Case, Case, str]] = [
 def test_ranks_that_disagree_are_told_what_about(rank: int, number: int) -> None:
     *of_ranks, words = DIFFER[number]
     with quiet(), pytest.raises(MismatchError, match=words) as caught:
-        run_case(of_ranks[rank], "fused", link())
+        run_case(of_ranks[rank], "fused", new_link())
     named = r"rank (.) and peer (?!\1). of the group call different operations"
     assert re.search(named, str(caught.value))
     assert "Nothing was sent; call the same operation on all ranks" in str(caught.value)
@@ -184,14 +179,14 @@ def test_replicated_gradients_are_of_the_same_parameters(rank: int) -> None:
         model = torch.nn.Linear(2, outputs)
         model(torch.ones(1, 2)).sum().backward()
         with pytest.raises(MismatchError, match=f"{fact}: .* here, .* there"):
-            call(model, *more, link())
+            call(model, *more, new_link())
 
 
 @on_ranks(3)
 def test_lanes_that_differ_or_do_not_exist(rank: int) -> None:
     with pytest.raises(MismatchError, match=r"different numbers of lanes .*rank 0: 1, rank 1: 2"):
-        link(lanes=1 + rank)
-    transport, x, weight = link(lanes=1), torch.ones(4, 4), torch.ones(3, 4)
+        new_link(lanes=1 + rank)
+    transport, x, weight = new_link(lanes=1), torch.ones(4, 4), torch.ones(3, 4)
     options = LinearOptions(Schedule(lanes=2))
     with pytest.raises(ValueError, match="uses 2 lanes, the transport has 1; create it"):
         all_gather_linear(x, weight, transport=transport, options=options)

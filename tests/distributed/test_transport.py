@@ -10,18 +10,17 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from commfuse_npu import Transport
 from commfuse_npu.ops import Buckets, all_gather_linear
 from commfuse_npu.runtime import agreement, post_time
 from commfuse_npu.runtime.gather_objects import gather_objects
-from tests.distributed.programs import gather_and_use, transport, watch_calls
+from tests.distributed.programs import gather_and_use, new_link, transport, watch_calls
 from tests.distributed.ranks import on_ranks
 from tests.limits import PATIENT
 
 
 @on_ranks(2)
 def test_what_was_agreed_on_is_forgotten_alike(rank: int) -> None:
-    link = Transport.create(lanes=2, timeout=PATIENT)
+    link = new_link()
     with mock.patch.multiple(agreement, _MOST_AGREED=3, _MOST_BEGUN=3):
         for rows in (1, 2, 3, 4, 5, 1, 2):
             y = all_gather_linear(torch.ones(rows, 4), torch.ones(3, 4), transport=link)
@@ -33,7 +32,7 @@ def test_what_was_agreed_on_is_forgotten_alike(rank: int) -> None:
 @on_ranks(3)
 def test_what_was_transferred_is_erased_from_the_lanes_once_it_is_waited_for(rank: int) -> None:
     """Recorded as (data pointer of the storage, number of HCCL lane streams)."""
-    link, erased = Transport.create(lanes=2, timeout=PATIENT), list[tuple[int, int]]()
+    link, erased = new_link(), list[tuple[int, int]]()
     assert link.lane_streams is None, "gloo has none"
 
     def erase(tensors: Iterable[torch.Tensor], lanes: int) -> None:
@@ -64,7 +63,7 @@ def test_a_new_transport_has_all_its_links_open(rank: int) -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         watch_calls(patch, dist, "batch_isend_irecv", noted)
-        link = Transport.create(lanes=2, timeout=PATIENT, batched=True)
+        link = new_link(batched=True)
         before = len(opened)
         gather_and_use(link, torch.zeros(2, 1), lambda piece, rows: None, lanes=2)
     assert len(opened) == before == 2 * 2
@@ -86,7 +85,7 @@ def test_everyone_hears_everyone_in_the_order_of_the_group(rank: int) -> None:
 @on_ranks(3)
 def test_what_a_post_costs_is_the_same_on_all_ranks(rank: int) -> None:
     """The measured time of the slowest rank."""
-    link = Transport.create(lanes=1, timeout=PATIENT)
+    link = new_link(lanes=1)
     with mock.patch.object(post_time, "median", lambda seconds: len(seconds) + rank):
         assert post_time.post_seconds(link) == 18
     assert post_time.post_seconds(link) > 0

@@ -15,7 +15,6 @@ from commfuse_npu.runtime.collective_transport import CollectiveTransport
 from commfuse_npu.tuning import Tuning, decisions
 from tests.distributed.programs import new_link
 from tests.distributed.ranks import on_ranks
-from tests.limits import PATIENT
 
 ROWS, INPUTS, OUTPUTS = 64, 32, 48
 
@@ -62,7 +61,7 @@ def _tuned(
 @pytest.mark.parametrize("op", [all_gather_linear, linear_reduce_scatter])
 @on_ranks(3)
 def test_each_half_takes_what_is_fastest_and_computes_the_same(rank: int, op: Any) -> None:
-    link = Transport.create(lanes=1, timeout=PATIENT)  # fewer than the default schedule's two
+    link = new_link(lanes=1)  # fewer than the default schedule's two
     for wanted in ((None, None), (4, 4), (4, None), (None, 4)):
         chunks = dict(zip(("forward", "backward"), wanted, strict=True))
         tensors, decided, _ = _tuned(link, op, chunks)

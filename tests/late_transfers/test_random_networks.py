@@ -11,28 +11,28 @@ import pytest
 from commfuse_npu.plan import Schedule
 from commfuse_npu.plan.instructions import Instruction, RecordEvent, Wait, WaitEvent
 from commfuse_npu.plan.program import Program
-from tests.distributed.programs import change_programs
+from tests.distributed.programs import change_programs, transport
 from tests.late_transfers.device import device
+from tests.random_networks.campaign import campaign
 from tests.random_networks.case import Case, Layer, Network
-from tests.random_networks.compare import differences, quiet, run_case
-from tests.random_networks.transports import at_rest, transport_of
+from tests.random_networks.compare import at_rest, differences, quiet, run_case
 
 
 def complaints(rank: int, case: Case) -> list[str]:
     """Differences from the plain form in a bit, and races."""
     case = replace(case, batched=True)
-    transport_of(case)
+    link = transport(case.batched, case.lanes)
     with quiet():
         with device() as mock:
             ours = run_case(case, "fused")
-        at_rest(transport_of(case))
+        at_rest(link)
         plain = run_case(case, "plain")
     return [*differences(ours, plain), *dict.fromkeys(mock.races)]
 
 
 @pytest.mark.parametrize(("size", "cases"), [(2, 25), pytest.param(3, 15, marks=pytest.mark.long)])
-def test_fused_is_plain_and_events_order_all(random_cases: Any, size: int, cases: int) -> None:
-    random_cases(size, cases, complaints)
+def test_fused_is_plain_and_events_order_all(request, ranks, size: int, cases: int) -> None:
+    campaign(request, ranks(size), cases, complaints)
 
 
 FAULTS: dict[str, Callable[[Instruction], bool]] = {

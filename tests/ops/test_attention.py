@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import pytest
 
-from commfuse_npu.kernels import Piece
 from commfuse_npu.ops import Documents, LinearOptions
 from commfuse_npu.ops.attention_runs import options_for_attention
 from commfuse_npu.plan import Schedule
+from commfuse_npu.runtime.transport import Transport
 from commfuse_npu.tuning import Tuning
+from tests.distributed.programs import watch_calls
+from tests.distributed.ranks import on_ranks
+from tests.random_networks.case import ATTENTION, WITH_PROJECTION, one_layer
+from tests.random_networks.compare import run_case
 
 NODES = Schedule("two_level", node_size=2)
+CAUSAL = {"causal": True, "one document": True, "documents": False, "full": False}
+"""By mask: whether later blocks of queries see more keys."""
 
 
 @pytest.mark.parametrize(
@@ -31,39 +38,27 @@ def test_runs_of_queries_are_even_and_causal_blocks_in_their_order(
     assert options_for_attention(LinearOptions(schedule), costs_rise).schedule == expected
 
 
+@on_ranks(2)
+def test_attention_takes_causal_blocks_in_their_order(rank: int) -> None:
+    """Unless the dgrad of the projection comes first, which costs the same for every block."""
+    begun: list[bool] = []
+    with pytest.MonkeyPatch.context() as patch:
+        note = lambda _, program, *__: begun.append(program.rule[1].causal)  # noqa: E731
+        watch_calls(patch, Transport, "begin", note)
+        for (mask, causal), op in product(CAUSAL.items(), ATTENTION):
+            begun.clear()
+            run_case(one_layer(op, 2, mask=mask), "fused")
+            assert begun == [causal, causal and op != WITH_PROJECTION], (op, mask)
+
+
 def test_four_chunks_replace_tuning() -> None:
     options = options_for_attention(LinearOptions(Schedule(chunks=2), tuning=Tuning()), False)
     assert (options.schedule.chunks, options.tuning) == (4, None)
 
 
-@pytest.mark.parametrize(
-    ("documents", "run", "keys", "pieces"),
-    [
-        # The end of the first document, a whole one, the beginning of the last.
-        (Documents([5, 6, 12], 12), (3, 9), (0, 9),
-         [(0, 0, 2, 0, 5), (0, 2, 3, 5, 6), (0, 3, 6, 6, 9)]),
-        # Inside one document: keys from its beginning to the last query.
-        (Documents([5, 6, 12], 12), (8, 10), (6, 10), [(0, 0, 2, 0, 4)]),
-        # From the end of one document to the beginning of another.
-        (Documents([5, 6, 12], 12), (5, 6), (5, 6), [(0, 0, 1, 0, 1)]),
-        # Two samples: the keys of both begin at the earlier start of the two documents.
-        (Documents([2, 8, 11, 16], 8, 2), (4, 6), (2, 6), [(0, 0, 2, 0, 4), (1, 0, 2, 1, 4)]),
-        # Rows after the last end form a document; a repeated end counts once.
-        (Documents([3, 3], 8), (2, 8), (0, 8), [(0, 0, 1, 0, 3), (0, 1, 6, 3, 8)]),
-    ],
-)  # fmt: skip
-def test_documents_are_cut_by_a_run(documents: Documents, run, keys, pieces) -> None:
-    """A piece is given as the sample and the bounds of its queries and keys."""
-    expected = [Piece(b, slice(*bounds[:2]), slice(*bounds[2:])) for b, *bounds in pieces]
-    assert documents.pieces(slice(*run)) == (slice(*keys), tuple(expected))
-
-
-@pytest.mark.parametrize(
-    ("ends", "length", "batch", "whole"),
-    [([8], 8, 1, True), ([8, 16], 8, 2, True), ([8, 9, 16], 8, 2, False), ([], 8, 1, True)],
-)
-def test_whole_samples(ends, length, batch, whole) -> None:
-    assert Documents(ends, length, batch).whole is whole
+def test_no_piece_of_a_document_is_empty() -> None:
+    for ends, run, pieces in (([5, 6, 12], slice(5, 6), 1), ([3, 3, 12], slice(2, 8), 2)):
+        assert len(Documents(ends, 12).pieces(run)[1]) == pieces
 
 
 @pytest.mark.parametrize(

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import itertools
-import threading
 from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from commfuse_npu.overlap import ForwardBackwardOverlap, HandOverPoint, pair
-from commfuse_npu.overlap.turns import BACKWARD, FORWARD, Turns
-from commfuse_npu.plan.turn_order import best_order, duration, strict_turns
+from commfuse_npu.plan.turn_order import best_order, duration
 from commfuse_npu.proof.verify_log import verify_logs
 from commfuse_npu.runtime.order_log import OrderLog
 from tests.distributed.ranks import on_ranks
@@ -30,25 +27,6 @@ BLOCKING = HandOverPoint(1.0, 1.0, waits=0, by_default=True)
 LONG = HandOverPoint(1.0, 4.0, waits=0, by_default=True)
 BEGINS, WAITS = HandOverPoint(1.0, 1.0, None, False), HandOverPoint(1.0, 0.0, 0, True)
 SHORT = WAITS._replace(work=0.25)
-
-
-@pytest.mark.parametrize(
-    ("forward", "backward", "order", "takes"),
-    [
-        # Run one after the other, every transfer is exposed: 5 pieces, 3 transfers.
-        ([BLOCKING, BLOCKING, END], [BLOCKING, END], ((0, 0, 0), (0, 0)), 8),
-        ([BLOCKING, BLOCKING, END], [BLOCKING, END], None, 5),
-        # An asynchronous transfer overlaps with work of its own side.
-        ([BEGINS, WAITS, END], [END], ((0, 0, 0), (0,)), 4),
-        ([BEGINS, SHORT, END], [END], ((0, 0, 0), (0,)), 4),
-        ([BEGINS, SHORT, END], [END], ((0, 1, 0), (0,)), 3.25),
-        # Transfers share one link: 1, 1 + 4, 1 + 4 + 4, 1.
-        ([LONG, END], [LONG, END], None, 10),
-    ],
-)
-def test_duration_by_hand(forward: Any, backward: Any, order: Any, takes: float) -> None:
-    sides = forward, backward
-    assert duration(sides, order or strict_turns(sides)) == takes
 
 
 @st.composite
@@ -85,39 +63,6 @@ def test_the_best_of_all_lists_is_found(
     lists = [itertools.product((False, True), repeat=len(side)) for side in sides]
     best = min(duration(sides, order) for order in itertools.product(*lists))
     assert duration(sides, best_order(sides)) == best
-
-
-@pytest.mark.parametrize("counts", [(0, 0), (0, 2), (3, 1), (2, 3)])
-def test_both_sides_complete_for_every_list(counts: tuple[int, int]) -> None:
-    """Both also run in the order of the list: the forward first, one side at a time."""
-    lists = [list(itertools.product((False, True), repeat=count)) for count in counts]
-    for order in itertools.product(*lists):
-        turns, noted = Turns(order=order), []
-
-        def side(me: int, turns: Turns = turns, noted: list[Any] = noted) -> None:
-            for number in range(counts[me]):
-                noted.append((me, number))
-                turns.reach_point(True)
-            noted.append((me, counts[me]))
-
-        second = threading.Thread(target=turns.run, args=(BACKWARD, partial(side, BACKWARD)))
-        second.start()
-        turns.run(FORWARD, partial(side, FORWARD))
-        second.join(60)
-        assert noted == expected(order, counts)
-
-
-def expected(order: Any, counts: tuple[int, int]) -> list[tuple[int, int]]:
-    """The sequence of (side, piece) that the order and the counts imply."""
-    noted: list[tuple[int, int]] = []
-    side = FORWARD
-    while len(noted) < sum(counts) + 2:
-        number = sum(owner == side for owner, _ in noted)
-        noted.append((side, number))
-        other_ended = (1 - side, counts[1 - side]) in noted
-        if number == counts[side] or (order[side][number] and not other_ended):
-            side = 1 - side
-    return noted
 
 
 @on_ranks(2)

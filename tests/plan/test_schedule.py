@@ -47,12 +47,6 @@ def test_chunks_shrink_where_they_arrive_and_grow_where_they_are_made() -> None:
     assert [run.stop - run.start for run in growing.runs(1920, "first")] == down[::-1]
 
 
-def test_chunks_of_one_length_are_the_same_either_way() -> None:
-    for rows in (5, 7, 48, 50):
-        schedule = Schedule(chunks=2)
-        assert schedule.runs(rows, "first") == schedule.runs(rows, "last")
-
-
 @settings(deadline=None)
 @given(rows=st.integers(1, 3000), parts=st.integers(1, 9), taper=st.floats(0.125, 8), last=...)
 def test_chunks_cover_a_block_once_and_none_is_empty(

@@ -46,17 +46,6 @@ def test_a_lane_is_opened_per_pair() -> None:
     )
 
 
-def test_a_batch_comes_to_all_its_links_at_once() -> None:
-    """Each rank sends to the next: opening the links one by one would be a deadlock."""
-    ring = [
-        Post(GROUP, 0, tuple(
-            End("it", Transfer(0, 0, a, (a + 1) % 3, f"block {a}")) for a in (rank, (rank - 1) % 3)
-        ))
-        for rank in range(3)
-    ]  # fmt: skip
-    assert simulate(*([post] for post in ring), opened=set()) is None
-
-
 def test_a_meeting_is_of_all_ranks() -> None:
     meet = Meet(GROUP, 0, "the end")
     assert simulate([meet], [meet], [meet]) is None
@@ -64,16 +53,6 @@ def test_a_meeting_is_of_all_ranks() -> None:
         "deadlock (warm): rank 10 waits for rank 12 to come to the end; "
         "and rank 12 has nothing more to do"
     )
-
-
-def test_threads_of_a_rank_post_in_the_order_of_the_log() -> None:
-    def post(rank: int, peer: int, number: int) -> Post:
-        ends = tuple(end._replace(operation=number) for end in swap(rank, peer, 0).ends)
-        return Post(GROUP, 0, ends, before=number)
-
-    scripts = [Script(GROUP.ranks[0], [post(0, 1, number)]) for number in (1, 0)]
-    scripts.append(Script(GROUP.ranks[1], [post(1, 0, number) for number in (0, 1)]))
-    assert Rendezvous(scripts).simulate() is None
 
 
 def test_a_lane_goes_on_to_a_batch_whose_peer_already_waits() -> None:

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from commfuse_npu.ops import Buckets, LinearOptions
 from commfuse_npu.runtime.collectives import all_gather_rows, reduce_scatter_rows
 from commfuse_npu.runtime.transport import Transport
+from tests.distributed.programs import transport
 from tests.random_networks.case import Bucket, BucketRun, Form
-from tests.random_networks.transports import transport_of
 from tests.random_networks.values import Found, drawn
 
 
@@ -42,7 +42,7 @@ def _filled(case: BucketRun, place: int, rank: int) -> torch.Tensor:
 
 def run_buckets(case: BucketRun, form: Form, link: Transport | None = None) -> Found:
     """Start all buckets in order; each rank waits for them in its own order, some in between."""
-    link = link or transport_of(case)
+    link = link or transport(case.batched, case.lanes)
     tensors = [_filled(case, place, link.rank) for place in range(len(case.buckets))]
     if form == "fused":
         dice, open_ = random.Random(f"{case.seed} {link.rank}"), {}

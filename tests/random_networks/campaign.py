@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable
 
 import hypothesis
+import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 
 from tests.distributed.ranks import Ranks
@@ -20,12 +21,18 @@ one: good for finding equal values by chance, bad for a wide choice."""
 
 
 def campaign(
-    group: Ranks, wanted: int, seed: str, compare: Callable[[int, Case], list[str]]
+    request: pytest.FixtureRequest,
+    group: Ranks,
+    wanted: int,
+    compare: Callable[[int, Case], list[str]],
 ) -> None:
     """Assert that ``compare(rank, case)`` names no difference on any rank in ``wanted`` cases.
 
-    The cases depend on seed, group size and hypothesis version.
+    The cases depend on test, group size and hypothesis version, and are the same in every run;
+    ``--hypothesis-seed`` draws others, ``--random-cases`` more.
     """
+    option = request.config.getoption
+    wanted = option("--random-cases") or wanted
 
     @settings(
         max_examples=min(wanted, _ROUND), database=None, deadline=None, print_blob=False,
@@ -37,6 +44,6 @@ def campaign(
         differences = group.run(compare, case, timeout=_CASE_SECONDS)
         assert not any(differences), differences
 
-    seeds = random.Random(seed)
+    seeds = random.Random(f"{option('--hypothesis-seed')} {request.node.nodeid}")
     for _ in range(0, wanted, _ROUND):
         hypothesis.seed(seeds.getrandbits(64))(nothing_differs)()

@@ -10,10 +10,10 @@ from contextlib import contextmanager
 import torch
 
 from commfuse_npu.runtime.transport import Transport
+from tests.distributed.programs import transport
 from tests.random_networks.bucket_run import run_buckets
 from tests.random_networks.case import BucketRun, Case, Form, Network
 from tests.random_networks.network_run import run_network
-from tests.random_networks.transports import at_rest, transport_of
 from tests.random_networks.values import Found
 
 
@@ -38,6 +38,19 @@ def quiet() -> Iterator[None]:
         logger.setLevel(level)
 
 
+def at_rest(link: Transport) -> None:
+    """Raise if a transfer is pending: these processes cannot be used any more.
+
+    Raises:
+        RuntimeError: also for a broken transport, or scratch that was not returned.
+    """
+    pending = [f"{exchange.name} is still under way" for exchange in link._in_flight]
+    if pending or link._broken is not None or link.scratch.lent:
+        raise RuntimeError(
+            f"{pending}, {link.scratch.lent} arenas of scratch not given back, {link._broken}"
+        )
+
+
 def differences(ours: Found, plain: Found) -> list[str]:
     """The first result that is missing, unexpected or different from the plain form in a bit."""
     try:
@@ -57,7 +70,7 @@ def complaints(rank: int, case: Case, link: Transport | None = None) -> list[str
     """
     with quiet():
         ours = run_case(case, "fused", link)
-        at_rest(link or transport_of(case))
+        at_rest(link or transport(case.batched, case.lanes))
         messages = differences(ours, run_case(case, "plain", link))
         if isinstance(case, Network) and case.rounded and len(case.layers) == 1:
             messages += distances(case, ours, run_case(case, "exact", link))

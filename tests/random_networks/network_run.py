@@ -13,6 +13,7 @@ from commfuse_npu.ops import LinearOptions
 from commfuse_npu.runtime.collective_transport import CollectiveTransport
 from commfuse_npu.runtime.transport import Transport
 from tests.attention_masks import mask_arguments, seen
+from tests.distributed.programs import transport
 from tests.random_networks import formulas
 from tests.random_networks.case import (
     ATTENTION,
@@ -22,8 +23,7 @@ from tests.random_networks.case import (
     Form,
     Network,
 )
-from tests.random_networks.transports import transport_of
-from tests.random_networks.values import Found, arriving, drawn, fitting, parameter_of
+from tests.random_networks.values import Found, arriving, drawn, fitting, laid_out
 
 _WHOLE_WEIGHTS = ("linear_all_to_all", "all_to_all_linear", WITH_PROJECTION)
 """Ops whose weight is the same on every rank."""
@@ -47,7 +47,7 @@ class Call:
         self, case: Network, place: int = 0, form: Form = "fused", link: Transport | None = None
     ) -> None:
         self.case, self.layer, self.name = case, case.layers[place], f"layer {place}"
-        self.form, self.link = form, link or transport_of(case)
+        self.form, self.link = form, link or transport(case.batched, case.lanes)
         whole = not case.rounded and self.layer.op not in ATTENTION
         self.by_formula = form == "exact" or (form == "plain" and whole)
         self.weight, self.bias = self._parameters()
@@ -68,11 +68,9 @@ class Call:
             outputs = features = size * layer.outputs
         owner = 0 if layer.op in _WHOLE_WEIGHTS else self.link.rank
         shape = (outputs, inputs)
-        weight = parameter_of(
-            _drawn(case, self.form, f"{self.name} weight {owner}", shape),
-            layer.weight_layout,
-            layer.weight_grad,
-        )
+        drawn_weight = _drawn(case, self.form, f"{self.name} weight {owner}", shape)
+        laid = laid_out(drawn_weight, layer.weight_layout)
+        weight = torch.nn.Parameter(laid, requires_grad=layer.weight_grad)
         if layer.main_grad is not None:
             start = _drawn(case, self.form, f"{self.name} main_grad", shape, layer.main_grad)
             weight.main_grad = start  # type: ignore[attr-defined]
@@ -149,7 +147,7 @@ def input_of(
     case: Network, number: int = 0, form: Form = "fused", link: Transport | None = None
 ) -> torch.Tensor:
     """The input of the first layer on this rank in a micro-batch."""
-    rank = (link or transport_of(case)).rank
+    rank = (link or transport(case.batched, case.lanes)).rank
     rows = case.rows + (rank if case.uneven else 0)
     if case.layers[0].op not in FROM_SHARD:
         rows *= case.size

@@ -44,10 +44,6 @@ def laid_out(x: torch.Tensor, layout: Layout) -> torch.Tensor:
     return x.contiguous()
 
 
-def parameter_of(x: torch.Tensor, layout: Layout, requires_grad: bool) -> torch.nn.Parameter:
-    return torch.nn.Parameter(laid_out(x, layout), requires_grad=requires_grad)
-
-
 def _small(x: torch.Tensor, rounded: bool) -> torch.Tensor:
     return x.clamp(-4, 4) if rounded else x.round().clamp(-1, 1)
 

@@ -7,8 +7,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from commfuse_npu.plan import RankSpec, Schedule, rules
-from commfuse_npu.plan.program import Region
 from commfuse_npu.runtime.scratch import ScratchPool
 
 CPU = torch.device("cpu")
@@ -45,14 +43,6 @@ def test_what_is_kept_is_limited() -> None:
     pool.give_back(second)
     assert len(pool._idle) == 1
     assert pool.take(200, torch.float32, CPU) is second
-
-
-def test_views_are_made_once_per_program() -> None:
-    program = rules.gemm_scatter(RankSpec(Schedule(), 1, 4, True), 8, 16, 16)
-    arena = ScratchPool().take(sum(program.regions.values()), torch.float32, CPU)
-    views = arena.views(program, Region(wide=False, late=False))
-    assert arena.known[program, Region(wide=False, late=False)] is views
-    assert arena.views(program, Region(wide=True, late=False)) == {}, "it has no wide scratch"
 
 
 def test_memory_is_used_again_on_the_stream_that_used_it(monkeypatch: pytest.MonkeyPatch) -> None:
