@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
@@ -19,17 +19,22 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from commfuse_npu.runtime.collective_transport import CollectiveTransport
 from commfuse_npu.runtime.order_log import shared_order_log
 from commfuse_npu.tools.measure.wire import pace
-from mindspeed_patches import PatchManager
+from mindspeed_patches import LinearWrappers, PatchManager
 from mindspeed_patches.fb_overlap.feature import Overlapping
+from mindspeed_patches.start_report import StartReport
 from mindspeed_patches.state_hashes import hash_over_ranks
 from mindspeed_patches.training_options import linear_options, register_wrappers
 
 from .compare import Outcome
 from .data import Corpus
-from .megatron_on_cpu import cuda_means_cpu, megatron_on_cpu
+from .megatron_on_cpu import megatron_on_cpu
 from .model import build_trainee
+from .ulysses import UlyssesAttention
 
-__all__ = ["Training", "TrainingDivergedError", "Worker", "timed_waits"]
+__all__ = ["Training", "TrainingDivergedError", "Worker", "fused_layers", "timed_waits"]
+
+_PATHS = {"plain": "by collectives", "commfuse": "fused"}
+"""How the report names calls of the layers that are replaced, by form."""
 
 
 class TrainingDivergedError(RuntimeError):
@@ -55,7 +60,14 @@ class Worker:
                 distributed_timeout_minutes=args.distributed_timeout_minutes,
             )
         try:
-            with megatron_on_cpu(), _layers(form, args) as describe, timed_waits() as log:
+            with ExitStack() as undone, megatron_on_cpu(), timed_waits() as log:
+                wrappers = None
+                if form == "plain":  # buckets are left to Megatron
+                    without = {"commfuse_dp": False, "commfuse_order_log": None}
+                    args = argparse.Namespace(**vars(args) | without)
+                if form in ("plain", "commfuse"):
+                    layers = fused_layers(args, collectives=form == "plain")
+                    wrappers, _ = undone.enter_context(layers)
                 model_parallel_cuda_manual_seed(args.seed)
                 training = Training(args, corpus, log)
                 if form == "overlap" or (args.commfuse_fb_overlap and not args.compare):
@@ -63,7 +75,11 @@ class Worker:
                     wrap = overlapping.get_forward_backward_func_wrapper
                     training.forward_backward = wrap(get_forward_backward_func)()
                 outcome = training.run()
-                outcome.layers = describe()
+                outcome.layers = ["tensor-parallel linear layers: Megatron's own"]
+                if wrappers is not None:
+                    plan, path = linear_options(args).schedule, _PATHS[form]
+                    outcome.layers = [f"tensor-parallel linear layers: {form}, plan: {plan}"]
+                    outcome.layers += [f"  {line}" for line in wrappers.describe(path)]
                 return outcome
         except TrainingDivergedError as error:
             return Outcome(error=str(error))
@@ -86,33 +102,25 @@ class Worker:
 
 
 @contextmanager
-def _layers(form: str, args: argparse.Namespace) -> Iterator[Callable[[], list[str]]]:
-    """Patch Megatron's layers for a form, and undo it at the end; a collective.
+def fused_layers(
+    args: argparse.Namespace, *, collectives: bool = False
+) -> Iterator[tuple[LinearWrappers, StartReport]]:
+    """Patch Megatron's layers as these options ask, and undo it at the end; a collective.
 
-    The plain form runs the fused ops on collectives, and leaves buckets to Megatron.  Yields a
-    function that describes the calls.
+    Args:
+        collectives: the fused ops use collectives, one after the other with the GEMMs.
     """
-    if form in ("megatron", "overlap"):
-        yield lambda: ["tensor-parallel linear layers: Megatron's own"]
-        return
-    manager, fused = PatchManager(), form == "commfuse"
-    if not fused:
-        without = {"commfuse_dp": False, "commfuse_order_log": None}
-        args = argparse.Namespace(**vars(args) | without)
-    exchange = "scripts.cpu_pretraining.ulysses.UlyssesAttention"
-    wrappers, users, _ = register_wrappers(manager, args, ulysses_attention=exchange)
-    title = f"tensor-parallel linear layers: {form}, plan: {linear_options(args).schedule}"
+    manager, exchange = PatchManager(), f"{UlyssesAttention.__module__}.UlyssesAttention"
+    wrappers, users, report = register_wrappers(manager, args, ulysses_attention=exchange)
     with ExitStack() as undone:
         for user in users:
             user.open(args.distributed_timeout_minutes)
             undone.callback(user.close)
-            if not fused:
-                group = user.lanes().group
-                user.transport = CollectiveTransport(group, same_pieces=True)
+            if collectives:
+                user.transport = CollectiveTransport(user.lanes().group, same_pieces=True)
         manager.apply_patches()
         undone.callback(manager.remove_patches)
-        path = "fused" if fused else "by collectives"
-        yield lambda: [title, *(f"  {line}" for line in wrappers.describe(path))]
+        yield wrappers, report
 
 
 @contextmanager
@@ -149,10 +157,7 @@ class Training:
         self.iteration, self.rank = 0, dist.get_rank()
         self.model, self.optimizer, self.scheduler = build_trainee(args)
         self.forward_backward = get_forward_backward_func()
-        # [1, 1, S, S], True where attention is not allowed. Passed explicitly because Megatron
-        # would create its default mask on the device "cuda" during the forward.
         length = args.seq_length
-        self.mask = torch.ones(length, length, dtype=torch.bool).triu(1)[None, None]
         # Context-parallel ranks have contiguous parts of the sequence, in order, for Ulysses.
         rows = length // args.context_parallel_size
         first = parallel_state.get_context_parallel_rank() * rows
@@ -184,8 +189,7 @@ class Training:
         self.model.zero_grad_buffer()
         self.optimizer.zero_grad()
         loss = self._forward_backward()
-        with cuda_means_cpu():
-            _, grad_norm, _ = self.optimizer.step()
+        _, grad_norm, _ = self.optimizer.step()
         learning_rate = self.optimizer.param_groups[0]["lr"]
         self.scheduler.step(args.global_batch_size)
         self.iteration += 1
@@ -215,18 +219,15 @@ class Training:
     def _forward_backward(self) -> float:
         """Compute the gradients of a global batch; returns the mean loss of this rank's tokens."""
         args = self.args
-        # The schedule allocates its token counter on "cuda", and the mode cannot be left inside it;
-        # the mode costs about a microsecond per torch call.
-        with cuda_means_cpu():
-            losses = self.forward_backward(
-                forward_step_func=self._forward_step,
-                data_iterator=self._microbatches(),
-                model=[self.model],
-                num_microbatches=args.num_microbatches,
-                seq_length=args.seq_length,
-                micro_batch_size=args.micro_batch_size,
-                forward_only=False,
-            )
+        losses = self.forward_backward(
+            forward_step_func=self._forward_step,
+            data_iterator=self._microbatches(),
+            model=[self.model],
+            num_microbatches=args.num_microbatches,
+            seq_length=args.seq_length,
+            micro_batch_size=args.micro_batch_size,
+            forward_only=False,
+        )
         return float(torch.stack([entry["lm loss"] for entry in losses]).mean())
 
     def _microbatches(self) -> Iterator[list[torch.Tensor]]:
@@ -249,4 +250,4 @@ class Training:
             return loss / self.args.context_parallel_size, {"lm loss": loss.detach().clone()}
 
         inputs, labels = next(batches)
-        return model(inputs, self.positions, self.mask, labels=labels), mean
+        return model(inputs, self.positions, None, labels=labels), mean
