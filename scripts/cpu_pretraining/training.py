@@ -31,14 +31,7 @@ from .megatron_on_cpu import megatron_on_cpu
 from .model import build_trainee
 from .ulysses import UlyssesAttention
 
-__all__ = ["Training", "TrainingDivergedError", "Worker", "fused_layers", "timed_waits"]
-
-_PATHS = {"plain": "by collectives", "commfuse": "fused"}
-"""How the report names calls of the layers that are replaced, by form."""
-
-
-class TrainingDivergedError(RuntimeError):
-    """The loss or the norm of the gradients is not finite."""
+__all__ = ["Training", "Worker", "fused_layers", "timed_waits"]
 
 
 class Worker:
@@ -47,7 +40,7 @@ class Worker:
     def train(self, args: argparse.Namespace, corpus: Corpus, form: str) -> Outcome:
         """Train from the seed.
 
-        Collective. Expected errors are returned in the outcome.
+        Collective. That it diverged is returned in the outcome.
 
         Args:
             form: of the layers, as in ``compare``. ``--commfuse-fb-overlap`` runs forwards beside
@@ -59,33 +52,30 @@ class Worker:
                 context_parallel_size=args.context_parallel_size,
                 distributed_timeout_minutes=args.distributed_timeout_minutes,
             )
-        try:
-            with ExitStack() as undone, megatron_on_cpu(), timed_waits() as log:
-                wrappers = None
-                if form == "plain":  # buckets are left to Megatron
-                    without = {"commfuse_dp": False, "commfuse_order_log": None}
-                    args = argparse.Namespace(**vars(args) | without)
-                if form in ("plain", "commfuse"):
-                    layers = fused_layers(args, collectives=form == "plain")
-                    wrappers, _ = undone.enter_context(layers)
-                model_parallel_cuda_manual_seed(args.seed)
-                training = Training(args, corpus, log)
-                if form == "overlap" or (args.commfuse_fb_overlap and not args.compare):
-                    overlapping = Overlapping(order_log=args.commfuse_order_log)
-                    wrap = overlapping.get_forward_backward_func_wrapper
-                    training.forward_backward = wrap(get_forward_backward_func)()
+        plain, wrappers = form == "plain", None
+        if plain:  # buckets are left to Megatron
+            without = {"commfuse_dp": False, "commfuse_order_log": None}
+            args = argparse.Namespace(**vars(args) | without)
+        with ExitStack() as undone, megatron_on_cpu(), timed_waits() as log:
+            if plain or form == "commfuse":
+                wrappers, _ = undone.enter_context(fused_layers(args, collectives=plain))
+            model_parallel_cuda_manual_seed(args.seed)
+            training = Training(args, corpus, log)
+            if form == "overlap" or (args.commfuse_fb_overlap and not args.compare):
+                overlapping = Overlapping(order_log=args.commfuse_order_log)
+                wrap = overlapping.get_forward_backward_func_wrapper
+                training.forward_backward = wrap(get_forward_backward_func)()
+            try:
                 outcome = training.run()
-                outcome.layers = ["tensor-parallel linear layers: Megatron's own"]
-                if wrappers is not None:
-                    plan, path = linear_options(args).schedule, _PATHS[form]
-                    outcome.layers = [f"tensor-parallel linear layers: {form}, plan: {plan}"]
-                    outcome.layers += [f"  {line}" for line in wrappers.describe(path)]
-                return outcome
-        except TrainingDivergedError as error:
-            return Outcome(error=str(error))
-        finally:
-            if args.link_rate is not None:
-                pace(None)
+            except FloatingPointError as error:
+                return Outcome(error=str(error))
+        outcome.layers = ["tensor-parallel linear layers: Megatron's own"]
+        if wrappers is not None:
+            plan = linear_options(args).schedule
+            outcome.layers = [f"tensor-parallel linear layers: {form}, plan: {plan}"]
+            calls = wrappers.describe("by collectives" if plain else "fused")
+            outcome.layers += [f"  {line}" for line in calls]
+        return outcome
 
     def pace(self, rate: float) -> str:
         """Limit this process's connections to ``rate`` MB/s each; returns why it cannot be done.
@@ -165,7 +155,11 @@ class Training:
         self.positions = torch.arange(length).expand(args.micro_batch_size, -1)[:, self.own_rows]
 
     def run(self) -> Outcome:
-        """Run all iterations."""
+        """Run all iterations.
+
+        Raises:
+            FloatingPointError: the loss or the norm of the gradients is not finite.
+        """
         args, outcome = self.args, Outcome()
         while self.iteration < args.train_iters:
             if args.link_rate is not None and self.iteration < 2:
@@ -201,7 +195,7 @@ class Training:
         loss, blocked, elapsed = (means / dist.get_world_size()).tolist()
         for name, value in (("lm loss", loss), ("grad norm", float(grad_norm))):
             if not math.isfinite(value):
-                raise TrainingDivergedError(
+                raise FloatingPointError(
                     f"iteration {self.iteration}: {name} is {value}; lower --lr (now {args.lr})"
                 )
         if self.rank == 0:

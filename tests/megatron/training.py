@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import io
 import warnings
 from collections.abc import Iterator
@@ -215,11 +216,21 @@ class Trainer:
         updated, _, _ = self.optimizer.step()
         assert updated
 
-    def finish_parameters(self) -> None:
-        """Wait for the gathers that are overlapped with the next forward."""
+    def run(self, steps: int) -> str:
+        """Train these steps, which change weights; returns losses, the bits of this rank and of its
+        random numbers, and how often the schedule called the functions for gradients."""
+        start = self.sha256()
+        for _ in range(steps):
+            self.step()
+        # The last gathers would be overlapped with the next forward.
         for model in self.models if self.overlaps_gathers else ():
             model.disable_forward_pre_hook(param_sync=True)
             model.enable_forward_pre_hook()
+        assert self.sha256() != start
+        assert all(map(torch.isfinite, self.losses))
+        losses = [loss.item() for loss in self.losses]
+        random = hashlib.sha256(torch.get_rng_state().numpy().data).hexdigest()
+        return f"{losses} {self.sha256()} {random} {[noted.call_count for noted in self.noted]}"
 
     def sha256(self) -> str:
         """Hashes of parameters, main parameters and optimizer state of this rank."""
