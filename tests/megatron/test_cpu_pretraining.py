@@ -122,6 +122,8 @@ def test_compared_forms_have_the_same_bits(ranks, tmp_path: Path, options, fused
     # Without this the comparison could pass because nothing was fused.
     for layer in fused.split():
         assert re.search(rf"commfuse: +{layer}: [1-9]\d* (forward calls|buckets) fused", printed)
+    # Three iterations of four micro-batches, two layers, each computed twice.
+    assert ("qkv: 48 forward calls fused" in printed) == ("--recompute" in options)
     assert f"{tmp_path}/timelines.png was not drawn: no iteration" in printed
     assert ("overlap" in hashes) == ("--commfuse-fb-overlap" in options)
     if "overlap" in hashes:

@@ -11,7 +11,9 @@ import torch
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
+from commfuse_npu.runtime.collective_transport import CollectiveTransport
 from mindspeed_patches.start_report import StartReport
+from scripts.cpu_pretraining import training
 from tests.megatron.models import BF16, EXPERTS, RECOMPUTED, Case
 from tests.megatron.training import Trainer, launched, layout, told
 
@@ -69,8 +71,10 @@ def compared(rank: int, cases: list[Fused]) -> None:
         with layout(case), mock.patch("mindspeed_patches.wrappers._logger") as logger:
             own, forms = gradients(case), []
             for collectives in (False, True)[: 1 + case.rounds]:
-                with launched(case, collectives) as (linears, report):
+                made = mock.patch.object(training, "CollectiveTransport", wraps=CollectiveTransport)
+                with made as over, launched(case, collectives) as (linears, report):
                     forms.append(gradients(case, report))
+                assert over.called is collectives
                 counted(case, linears.calls)
         # What the report says is not logged again; only it does not look into Ulysses.
         assert case.rounds or not logger.warning.called, case
