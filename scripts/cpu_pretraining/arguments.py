@@ -103,6 +103,9 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     args.sequence_parallel = tp > 1  # Megatron refuses it if there is nothing to split
     args.context_parallel_algo = "ulysses_cp_algo"
     args.min_lr = args.lr / 10
+    if args.recompute:
+        args.recompute_granularity, args.recompute_method = "full", "uniform"
+        args.recompute_num_layers = 1
     try:
         check_options(args, complete=True)
     except (IncompatibleOptionsError, ValueError) as error:

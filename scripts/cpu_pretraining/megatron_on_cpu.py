@@ -1,11 +1,7 @@
 """Megatron-Core without a GPU: the smallest set of stand-ins for what it hardwires to CUDA.
 
-Two mechanisms, both undone on exit:
-
-- `megatron_on_cpu()` replaces the functions listed in `REPLACEMENTS`, each with its reason.
-- `cuda_means_cpu()` treats the device "cuda" as "cpu" in the torch calls inside the block. It is
-  entered only around Megatron code that names the device explicitly (creation of the data-parallel
-  wrapper and the optimizer, the optimizer step, the schedule), not around the whole run.
+Inside `megatron_on_cpu()` the device "cuda" is the CPU in every call of torch, and the functions
+listed in `REPLACEMENTS`, each with its reason, are replaced.
 
 Nothing else of Megatron is changed: its model, its parallel state, its schedule, its gradient
 buffers, its optimizers and its learning-rate schedule run unmodified.
@@ -15,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
@@ -27,11 +22,9 @@ from megatron.core import parallel_state
 from commfuse_npu.kernels.cpu import accumulate_weight_gradient
 from mindspeed_patches.rehearsal.devices import DevicesAreTheCpu
 
-__all__ = ["REPLACEMENTS", "cuda_means_cpu", "megatron_on_cpu"]
+__all__ = ["REPLACEMENTS", "megatron_on_cpu"]
 
 CPU = torch.device("cpu")
-
-cuda_means_cpu = partial(DevicesAreTheCpu, "cuda")
 
 
 def _wgrad_gemm_accum(
@@ -79,9 +72,10 @@ REPLACEMENTS: tuple[tuple[str, str, Any], ...] = (
 
 @contextmanager
 def megatron_on_cpu() -> Iterator[None]:
-    """Apply `REPLACEMENTS`; restore the originals at the end of the block."""
-    with ExitStack() as patches:
+    """Apply `REPLACEMENTS` and the mode; undo both at the end of the block."""
+    with ExitStack() as undone:
         for module, attribute, stand_in in REPLACEMENTS:
             patch = mock.patch.object(import_module(module), attribute, stand_in, create=True)
-            patches.enter_context(patch)
+            undone.enter_context(patch)
+        undone.enter_context(DevicesAreTheCpu("cuda"))
         yield

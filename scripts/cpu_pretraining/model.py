@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -24,10 +25,9 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
 from .data import VOCABULARY
-from .megatron_on_cpu import cuda_means_cpu
 from .ulysses import UlyssesAttention
 
-__all__ = ["RMSNorm", "build_trainee"]
+__all__ = ["RMSNorm", "build_trainee", "transformer_config", "with_optimizer"]
 
 _PADDED = 512
 """The vocabulary is padded to a multiple of this, so that the model is the same in any layout."""
@@ -57,22 +57,7 @@ def build_trainee(
     Needs initialized process groups and `megatron_on_cpu()`. Every rank draws the full weight
     matrices and keeps its part, so the initial model is the same for every layout.
     """
-    dtype = torch.bfloat16 if args.bf16 else torch.float32
-    recompute = {"granularity": "full", "method": "uniform", "num_layers": 1}
-    config = TransformerConfig(
-        normalization="RMSNorm",
-        layernorm_epsilon=_NORM_EPSILON,
-        gated_linear_unit=True,
-        activation_func=torch.nn.functional.silu,
-        add_bias_linear=False,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        use_cpu_initialization=True,
-        params_dtype=dtype,
-        pipeline_dtype=dtype,
-        **{f"recompute_{name}": value for name, value in recompute.items() if args.recompute},
-        **_given(TransformerConfig, args),
-    )
+    config = transformer_config(args)
     step = math.lcm(_PADDED, args.tensor_model_parallel_size)
     samples = args.train_iters * args.global_batch_size
     torch.manual_seed(args.seed)
@@ -87,21 +72,8 @@ def build_trainee(
     )
     if args.bf16:
         module = Float16Module(config, module)
-    with cuda_means_cpu():
-        buckets = DistributedDataParallelConfig(
-            # Megatron's own setting for bf16: accumulate and reduce gradients in fp32.
-            grad_reduce_in_fp32=True,
-            **_given(DistributedDataParallelConfig, args),
-        )
-        model = DistributedDataParallel(config, buckets, module)
-        adam = OptimizerConfig(
-            optimizer="adam",
-            weight_decay=_WEIGHT_DECAY,
-            adam_beta2=0.95,
-            params_dtype=config.params_dtype,
-            **_given(OptimizerConfig, args),
-        )
-        optimizer = get_megatron_optimizer(adam, [model])
+    (model,), optimizer = with_optimizer(args, config, [module])
+    config.no_sync_func = model.no_sync
     scheduler = OptimizerParamScheduler(
         optimizer,
         init_lr=0.0,
@@ -115,11 +87,46 @@ def build_trainee(
         wd_incr_steps=samples,
         wd_incr_style="constant",
     )
+    return model, optimizer, scheduler
+
+
+def transformer_config(args: argparse.Namespace, kind: Any = TransformerConfig) -> Any:
+    """Megatron's configuration of a Llama; ``kind`` may be a subclass."""
+    dtype = torch.bfloat16 if args.bf16 else torch.float32
+    llama = {
+        "normalization": "RMSNorm",
+        "layernorm_epsilon": _NORM_EPSILON,
+        "gated_linear_unit": True,
+        "activation_func": torch.nn.functional.silu,
+        "add_bias_linear": False,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "use_cpu_initialization": True,
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+    }
+    return kind(**llama | _given(kind, args))
+
+
+def with_optimizer(
+    args: argparse.Namespace, config: TransformerConfig, chunks: Sequence[torch.nn.Module]
+) -> tuple[list[DistributedDataParallel], Any]:
+    """The chunks of a model with Megatron's gradient buffers, and their Adam."""
+    # Megatron's own setting for bf16: accumulate and reduce gradients in fp32.
+    given = {"grad_reduce_in_fp32": True} | _given(DistributedDataParallelConfig, args)
+    buckets = DistributedDataParallelConfig(**given)
+    models = [
+        DistributedDataParallel(config, buckets, chunk, disable_bucketing=number > 0)
+        for number, chunk in enumerate(chunks)
+    ]
+    adam = {"weight_decay": _WEIGHT_DECAY, "adam_beta2": 0.95, "params_dtype": config.params_dtype}
+    optimizer = get_megatron_optimizer(
+        OptimizerConfig(optimizer="adam", **adam | _given(OptimizerConfig, args)), models
+    )
     # Attributes that Megatron's training loop sets on the config before the first iteration.
     config.finalize_model_grads_func = finalize_model_grads
     config.grad_scale_func = optimizer.scale_loss
-    config.no_sync_func = model.no_sync
-    return model, optimizer, scheduler
+    return models, optimizer
 
 
 def _given(kind: Any, args: argparse.Namespace) -> dict[str, Any]:

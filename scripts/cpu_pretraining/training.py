@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
@@ -19,21 +19,19 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from commfuse_npu.runtime.collective_transport import CollectiveTransport
 from commfuse_npu.runtime.order_log import shared_order_log
 from commfuse_npu.tools.measure.wire import pace
-from mindspeed_patches import PatchManager
+from mindspeed_patches import LinearWrappers, PatchManager
 from mindspeed_patches.fb_overlap.feature import Overlapping
+from mindspeed_patches.start_report import StartReport
 from mindspeed_patches.state_hashes import hash_over_ranks
 from mindspeed_patches.training_options import linear_options, register_wrappers
 
 from .compare import Outcome
 from .data import Corpus
-from .megatron_on_cpu import cuda_means_cpu, megatron_on_cpu
+from .megatron_on_cpu import megatron_on_cpu
 from .model import build_trainee
+from .ulysses import UlyssesAttention
 
-__all__ = ["Training", "TrainingDivergedError", "Worker", "timed_waits"]
-
-
-class TrainingDivergedError(RuntimeError):
-    """The loss or the norm of the gradients is not finite."""
+__all__ = ["Training", "Worker", "fused_layers", "timed_waits"]
 
 
 class Worker:
@@ -42,7 +40,7 @@ class Worker:
     def train(self, args: argparse.Namespace, corpus: Corpus, form: str) -> Outcome:
         """Train from the seed.
 
-        Collective. Expected errors are returned in the outcome.
+        Collective. That it diverged is returned in the outcome.
 
         Args:
             form: of the layers, as in ``compare``. ``--commfuse-fb-overlap`` runs forwards beside
@@ -54,22 +52,30 @@ class Worker:
                 context_parallel_size=args.context_parallel_size,
                 distributed_timeout_minutes=args.distributed_timeout_minutes,
             )
-        try:
-            with megatron_on_cpu(), _layers(form, args) as describe, timed_waits() as log:
-                model_parallel_cuda_manual_seed(args.seed)
-                training = Training(args, corpus, log)
-                if form == "overlap" or (args.commfuse_fb_overlap and not args.compare):
-                    overlapping = Overlapping(order_log=args.commfuse_order_log)
-                    wrap = overlapping.get_forward_backward_func_wrapper
-                    training.forward_backward = wrap(get_forward_backward_func)()
+        plain, wrappers = form == "plain", None
+        if plain:  # buckets are left to Megatron
+            without = {"commfuse_dp": False, "commfuse_order_log": None}
+            args = argparse.Namespace(**vars(args) | without)
+        with ExitStack() as undone, megatron_on_cpu(), timed_waits() as log:
+            if plain or form == "commfuse":
+                wrappers, _ = undone.enter_context(fused_layers(args, collectives=plain))
+            model_parallel_cuda_manual_seed(args.seed)
+            training = Training(args, corpus, log)
+            if form == "overlap" or (args.commfuse_fb_overlap and not args.compare):
+                overlapping = Overlapping(order_log=args.commfuse_order_log)
+                wrap = overlapping.get_forward_backward_func_wrapper
+                training.forward_backward = wrap(get_forward_backward_func)()
+            try:
                 outcome = training.run()
-                outcome.layers = describe()
-                return outcome
-        except TrainingDivergedError as error:
-            return Outcome(error=str(error))
-        finally:
-            if args.link_rate is not None:
-                pace(None)
+            except FloatingPointError as error:
+                return Outcome(error=str(error))
+        outcome.layers = ["tensor-parallel linear layers: Megatron's own"]
+        if wrappers is not None:
+            plan = linear_options(args).schedule
+            outcome.layers = [f"tensor-parallel linear layers: {form}, plan: {plan}"]
+            calls = wrappers.describe("by collectives" if plain else "fused")
+            outcome.layers += [f"  {line}" for line in calls]
+        return outcome
 
     def pace(self, rate: float) -> str:
         """Limit this process's connections to ``rate`` MB/s each; returns why it cannot be done.
@@ -86,33 +92,25 @@ class Worker:
 
 
 @contextmanager
-def _layers(form: str, args: argparse.Namespace) -> Iterator[Callable[[], list[str]]]:
-    """Patch Megatron's layers for a form, and undo it at the end; a collective.
+def fused_layers(
+    args: argparse.Namespace, *, collectives: bool = False
+) -> Iterator[tuple[LinearWrappers, StartReport]]:
+    """Patch Megatron's layers as these options ask, and undo it at the end; a collective.
 
-    The plain form runs the fused ops on collectives, and leaves buckets to Megatron.  Yields a
-    function that describes the calls.
+    Args:
+        collectives: the fused ops use collectives, one after the other with the GEMMs.
     """
-    if form in ("megatron", "overlap"):
-        yield lambda: ["tensor-parallel linear layers: Megatron's own"]
-        return
-    manager, fused = PatchManager(), form == "commfuse"
-    if not fused:
-        without = {"commfuse_dp": False, "commfuse_order_log": None}
-        args = argparse.Namespace(**vars(args) | without)
-    exchange = "scripts.cpu_pretraining.ulysses.UlyssesAttention"
-    wrappers, users, _ = register_wrappers(manager, args, ulysses_attention=exchange)
-    title = f"tensor-parallel linear layers: {form}, plan: {linear_options(args).schedule}"
+    manager, exchange = PatchManager(), f"{UlyssesAttention.__module__}.UlyssesAttention"
+    wrappers, users, report = register_wrappers(manager, args, ulysses_attention=exchange)
     with ExitStack() as undone:
         for user in users:
             user.open(args.distributed_timeout_minutes)
             undone.callback(user.close)
-            if not fused:
-                group = user.lanes().group
-                user.transport = CollectiveTransport(group, same_pieces=True)
+            if collectives:
+                user.transport = CollectiveTransport(user.lanes().group, same_pieces=True)
         manager.apply_patches()
         undone.callback(manager.remove_patches)
-        path = "fused" if fused else "by collectives"
-        yield lambda: [title, *(f"  {line}" for line in wrappers.describe(path))]
+        yield wrappers, report
 
 
 @contextmanager
@@ -149,10 +147,7 @@ class Training:
         self.iteration, self.rank = 0, dist.get_rank()
         self.model, self.optimizer, self.scheduler = build_trainee(args)
         self.forward_backward = get_forward_backward_func()
-        # [1, 1, S, S], True where attention is not allowed. Passed explicitly because Megatron
-        # would create its default mask on the device "cuda" during the forward.
         length = args.seq_length
-        self.mask = torch.ones(length, length, dtype=torch.bool).triu(1)[None, None]
         # Context-parallel ranks have contiguous parts of the sequence, in order, for Ulysses.
         rows = length // args.context_parallel_size
         first = parallel_state.get_context_parallel_rank() * rows
@@ -160,7 +155,11 @@ class Training:
         self.positions = torch.arange(length).expand(args.micro_batch_size, -1)[:, self.own_rows]
 
     def run(self) -> Outcome:
-        """Run all iterations."""
+        """Run all iterations.
+
+        Raises:
+            FloatingPointError: the loss or the norm of the gradients is not finite.
+        """
         args, outcome = self.args, Outcome()
         while self.iteration < args.train_iters:
             if args.link_rate is not None and self.iteration < 2:
@@ -184,8 +183,7 @@ class Training:
         self.model.zero_grad_buffer()
         self.optimizer.zero_grad()
         loss = self._forward_backward()
-        with cuda_means_cpu():
-            _, grad_norm, _ = self.optimizer.step()
+        _, grad_norm, _ = self.optimizer.step()
         learning_rate = self.optimizer.param_groups[0]["lr"]
         self.scheduler.step(args.global_batch_size)
         self.iteration += 1
@@ -197,7 +195,7 @@ class Training:
         loss, blocked, elapsed = (means / dist.get_world_size()).tolist()
         for name, value in (("lm loss", loss), ("grad norm", float(grad_norm))):
             if not math.isfinite(value):
-                raise TrainingDivergedError(
+                raise FloatingPointError(
                     f"iteration {self.iteration}: {name} is {value}; lower --lr (now {args.lr})"
                 )
         if self.rank == 0:
@@ -215,18 +213,15 @@ class Training:
     def _forward_backward(self) -> float:
         """Compute the gradients of a global batch; returns the mean loss of this rank's tokens."""
         args = self.args
-        # The schedule allocates its token counter on "cuda", and the mode cannot be left inside it;
-        # the mode costs about a microsecond per torch call.
-        with cuda_means_cpu():
-            losses = self.forward_backward(
-                forward_step_func=self._forward_step,
-                data_iterator=self._microbatches(),
-                model=[self.model],
-                num_microbatches=args.num_microbatches,
-                seq_length=args.seq_length,
-                micro_batch_size=args.micro_batch_size,
-                forward_only=False,
-            )
+        losses = self.forward_backward(
+            forward_step_func=self._forward_step,
+            data_iterator=self._microbatches(),
+            model=[self.model],
+            num_microbatches=args.num_microbatches,
+            seq_length=args.seq_length,
+            micro_batch_size=args.micro_batch_size,
+            forward_only=False,
+        )
         return float(torch.stack([entry["lm loss"] for entry in losses]).mean())
 
     def _microbatches(self) -> Iterator[list[torch.Tensor]]:
@@ -249,4 +244,4 @@ class Training:
             return loss / self.args.context_parallel_size, {"lm loss": loss.detach().clone()}
 
         inputs, labels = next(batches)
-        return model(inputs, self.positions, self.mask, labels=labels), mean
+        return model(inputs, self.positions, None, labels=labels), mean

@@ -1,72 +1,187 @@
-"""Without processes: the demonstration, the data by index, the report on a training."""
+"""The laptop's pretraining: bits and failures of real trainings at toy size, and its report."""
 
 from __future__ import annotations
 
 import errno
+import io
 import math
+import os
+import re
+import signal
+import subprocess
+import sys
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, redirect_stderr, redirect_stdout
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
-import torch.distributed as dist
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
-from commfuse_npu.runtime.collectives import all_gather_rows, all_to_all_rows, reduce_scatter_rows
+from commfuse_npu.proof.verify_log import verify_logs
 from scripts.cpu_pretraining import __main__ as command
 from scripts.cpu_pretraining import compare, data
 from scripts.cpu_pretraining.arguments import UsageError, parse_arguments
 from scripts.cpu_pretraining.compare import Outcome
 from scripts.cpu_pretraining.data import load_corpus
-from scripts.cpu_pretraining.training import timed_waits
+from scripts.cpu_pretraining.training import Worker
+from tests.distributed.ranks import Ranks
+from tests.limits import LIMIT
+from tests.megatron.training import without_groups_afterwards
 
-FIVE = (5.5, 2.5)
+TINY = (
+    "--fp32 --num-layers 2 --hidden-size 32 --ffn-hidden-size 64 --num-attention-heads 4 "
+    "--num-query-groups 2 --seq-length 32 --micro-batch-size 2 --global-batch-size 8 "
+    "--train-iters 6 --distributed-timeout-minutes 2"
+)
+LINE = re.compile(
+    r"^ iteration +(\d+)/ +6 .* exposed communication \(ms\): ([\d.]+) .*"
+    r" lm loss: (\S+) . grad norm: [\d.]+ . tokens/s: \d+ .$",
+    re.M,
+)
+long = pytest.mark.long
+REPLICAS = "--tensor-model-parallel-size 1 --data-parallel-size 2"
+ULYSSES = "--tensor-model-parallel-size 1 --context-parallel-size 2 --commfuse-ulysses"
+OVERLAP = "--train-iters 4 --commfuse-fb-overlap"
 
 
-def test_every_wait_for_a_transfer_is_timed(one_rank: None) -> None:
-    untimed = dist.Work.wait
-    with timed_waits() as waits:
-        for count, collective in enumerate(
-            (all_gather_rows, reduce_scatter_rows, all_to_all_rows), start=1
-        ):
-            collective(torch.ones(4, 2), dist.group.WORLD)
-            assert len(waits) == count
-        work = dist.all_reduce(torch.ones(2), async_op=True)
-        assert len(waits) == 3
-        work.wait()
-    assert len(waits) == 4
-    assert all(begin < end for begin, end in waits)
-    assert dist.Work.wait is untimed
+def asked(rank: int, method: str, args: Sequence[Any]) -> tuple[Any, str]:
+    """Calls a method of the worker on one rank; returns its result and its output."""
+    with without_groups_afterwards(), redirect_stdout(io.StringIO()) as out:
+        return getattr(Worker(), method)(*args), out.getvalue()
 
 
-def outcome(losses: Sequence[float], weights: str = "a", times: Sequence[float] = ()) -> Outcome:
-    """Iterations with these losses and times in ms, a quarter of which is spent in one wait."""
-    seconds = [ms / 1e3 for ms in times or (1.0,) * len(losses)]
-    waits = [[(time / 4, time / 2)] for time in seconds]
-    return Outcome(list(losses), seconds, waits, weights_sha256=weights)
+def pretrained(group: Ranks, folder: Path, options: str, code: int = 0) -> str:
+    """What the command prints with these options after :data:`TINY`, on the ranks of a group."""
+
+    def ask(method: str, *args: Any) -> list[Any]:
+        results = group.run(asked, method, args)
+        print(results[0][1], end="")
+        return [value for value, _ in results]
+
+    def started(size: int, **_: Any) -> Any:
+        assert size == group.size
+        return nullcontext(SimpleNamespace(ask=ask))
+
+    with (
+        patch.object(command, "Ranks", started),
+        patch.dict(os.environ),
+        redirect_stdout(io.StringIO()) as printed,
+        redirect_stderr(printed),
+    ):
+        done = command.main([*f"{TINY} {options} --output".split(), str(folder)])
+    assert done == code, printed.getvalue()
+    return printed.getvalue()
+
+
+def test_layouts_agree(ranks, tmp_path: Path) -> None:
+    expected: list[float] = []
+    for layout in (
+        *("", "--tensor-model-parallel-size 1", REPLICAS, ULYSSES),
+        f"{REPLICAS} --use-distributed-optimizer --recompute",
+    ):
+        alone = layout.endswith("size 1")
+        printed = pretrained(ranks(1 if alone else 2), tmp_path, layout)
+        assert re.search(r"\nsha256 of all weights: \w{64}\n$", printed)
+        numbers, exposed, losses = zip(*LINE.findall(printed), strict=True)
+        assert [int(number) for number in numbers] == [1, 2, 3, 4, 5, 6]
+        assert alone or min(map(float, exposed)) > 0
+        actual = [float(loss) for loss in losses]
+        expected = expected or actual
+        assert actual[-1] < actual[0]
+        assert actual[0] == pytest.approx(expected[0], rel=1e-4)
+        assert actual == pytest.approx(expected, rel=1e-3)
+    assert not list(tmp_path.iterdir()), "a training leaves no file"
+
+
+@pytest.mark.parametrize(
+    ("options", "fused"),
+    [
+        ("", "qkv proj fc1 fc2 output"),
+        pytest.param("--bf16", "qkv proj fc1 fc2 output", marks=long),
+        (ULYSSES, "ulysses qkv proj"),
+        pytest.param(
+            f"{REPLICAS} --use-distributed-optimizer --bf16 --commfuse-dp",
+            "gradients parameters",
+            marks=long,
+        ),
+        ("--commfuse-fb-overlap --no-use-commfuse", ""),
+        ("--commfuse-fb-overlap --recompute --no-gradient-accumulation-fusion", "qkv"),
+    ],
+)
+def test_compared_forms_have_the_same_bits(ranks, tmp_path: Path, options, fused: str) -> None:
+    printed = pretrained(ranks(2), tmp_path, f"--compare --train-iters 3 {options}")
+    assert printed.splitlines()[-1] == "identical: True"
+    hashes = dict(re.findall(r"sha256 of all weights, (\w+): (\w{64})", printed))
+    assert ("plain" in hashes) == ("--no-use-commfuse" not in options)
+    assert hashes.get("plain") == hashes.get("commfuse")
+    # Without this the comparison could pass because nothing was fused.
+    for layer in fused.split():
+        assert re.search(rf"commfuse: +{layer}: [1-9]\d* (forward calls|buckets) fused", printed)
+    # Three iterations of four micro-batches, two layers, each computed twice.
+    assert ("qkv: 48 forward calls fused" in printed) == ("--recompute" in options)
+    assert f"{tmp_path}/timelines.png was not drawn: no iteration" in printed
+    assert ("overlap" in hashes) == ("--commfuse-fb-overlap" in options)
+    if "overlap" in hashes:
+        assert hashes["overlap"] == hashes["megatron"]
+        assert "3 of 4 forwards of stage 0 run beside a backward" in printed
+
+
+def test_the_order_of_transfers_is_recorded_and_proved(ranks, tmp_path: Path) -> None:
+    """Also of fused layers beside another micro-batch, which have the bits of the plain form."""
+    ends = []
+    # Two ranks, four iterations of three pairs, 28 collectives per pair.
+    for options, operations in (
+        ("--no-use-commfuse", 2 * 4 * 3 * 28),
+        ("--commfuse-chunks 2", 704),
+    ):
+        log = tmp_path / str(operations)
+        words = f"{OVERLAP} {options} --commfuse-order-log {log}"
+        ends.append(pretrained(ranks(2), tmp_path, words))
+        proof = verify_logs([log])
+        assert (proof.faults, proof.notes, proof.ranks) == ([], [], 2)
+        assert proof.operations == operations
+    ends.append(pretrained(ranks(2), tmp_path, f"{OVERLAP} --commfuse-chunks 2 --plain"))
+    assert re.search(
+        r"  qkv: 8 forward calls fused\n(.*\n)*.* 24 forward calls by Megatron, because forward",
+        ends[1],
+    )
+    assert "fused\n" not in ends[2]
+    _, fused, plain = (
+        re.findall(r"lm loss: \S+|^sha256 of all weights: .*", end, re.M) for end in ends
+    )
+    assert fused == plain
+    assert len(fused) == 5
+
+
+def test_a_training_that_diverges_says_so(ranks, tmp_path: Path) -> None:
+    options = "--tensor-model-parallel-size 1 --lr 1e9"
+    printed = pretrained(ranks(1), tmp_path, options, code=1)
+    assert re.search(r"error: iteration \d: .* is (nan|inf); lower --lr \(now 1000000000", printed)
 
 
 def of_times(*times: float) -> Outcome:
-    return outcome([1.0] * len(times), times=times)
+    """A training with iterations of these times in ms."""
+    return Outcome([1.0] * len(times), [ms / 1e3 for ms in times], [[]] * len(times), "a")
 
 
 @pytest.mark.parametrize(
     ("form", "changed"),
     [
         ("", None),
-        ("commfuse", outcome([5.5, math.nextafter(2.5, 3.0)])),
-        ("commfuse", outcome(FIVE, "c")),
-        ("overlap", outcome([5.5, 2.75], "c")),
+        ("commfuse", Outcome([5.5, math.nextafter(2.5, 3.0)], weights_sha256="a")),
+        ("commfuse", Outcome([5.5, 2.5], weights_sha256="c")),
+        ("overlap", Outcome([5.5, 2.75], weights_sha256="c")),
     ],
 )
 def test_the_verdict_sees_one_bit(form: str, changed: Any) -> None:
-    other = outcome([5.5, 2.75], "b")
-    runs = {"plain": outcome(FIVE), "commfuse": outcome(FIVE), "megatron": other, "overlap": other}
+    first = Outcome([5.5, 2.5], weights_sha256="a")
+    other = Outcome([5.5, 2.75], weights_sha256="b")
+    runs = {"plain": first, "commfuse": first, "megatron": other, "overlap": other}
     runs |= {form: changed} if form else {}
     assert compare.identical(runs) is not bool(form)
     lines = compare.report(runs)
@@ -83,18 +198,19 @@ def test_a_difference_of_times_has_a_range_and_ten_iterations_behind_it() -> Non
         slow, other = (of_times(9, 9, 9, *range(at, at + counted)) for at in (20, fast))
         return compare.report({"plain": slow, "commfuse": other, "megatron": slow, "overlap": slow})
 
-    assert not any(line.startswith("time of an iteration") for line in said(11, 9))
-    assert "give --train-iters 13 or more" in said(11, 9)[-1]
+    few = said(11, 9)
+    assert not any(line.startswith("time of an iteration") for line in few)
+    assert "give --train-iters 13 or more" in few[-1]
     shorter = (
         "36.7 % shorter (0.015 s, not 0.025 s; 20.2 to 50.5 % shorter by the quartiles of 10 "
         "iterations)"
     )
-    times = [line for line in said(11, 10) if line.startswith("time of an iteration")]
-    assert [line.split(", ")[1].split(": ")[0] for line in times] == [
-        *("commfuse against plain", "commfuse against megatron", "overlap against megatron"),
+    assert said(11, 10)[-3:] == [
+        f"time of an iteration, commfuse against plain: {shorter}",
+        f"time of an iteration, commfuse against megatron: {shorter}",
+        said(20, 10)[-1],
     ]
-    assert [shorter in line for line in times] == [True, True, False]
-    assert "40.8 % longer" in "".join(said(30, 10))
+    assert "40.8 % longer" in said(30, 10)[-2]
 
 
 def test_the_fastest_iteration_after_the_first_ones_is_drawn(monkeypatch, tmp_path) -> None:
@@ -118,16 +234,12 @@ def test_a_picture_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch) 
 
 @pytest.mark.parametrize(("codes", "end"), [([0, 0], 0), ([0, 1], 1), ([0, 2], 0), ([1], 1)])
 def test_without_options_the_command_ends_with_a_demonstration(monkeypatch, codes, end) -> None:
-    runs: list[Any] = []
-
-    def run(argv: Sequence[str]) -> int:
-        runs.append(parse_arguments(argv))
-        return codes[len(runs) - 1]
-
+    run = Mock(side_effect=codes)
     monkeypatch.setattr(command, "_run", run)
     assert command.main([]) == end
-    assert len(runs) == len(codes)
-    for demonstration in runs[1:]:
+    assert run.call_count == len(codes)
+    for call in run.call_args_list[1:]:
+        demonstration = parse_arguments(call.args[0])
         assert demonstration.link_rate is not None
         assert compare.forms(demonstration) == ["megatron", "overlap"]
 
@@ -166,3 +278,35 @@ def test_sources_are_read_as_bytes_in_the_order_of_their_paths(tmp_path, monkeyp
     assert corpus.tokens[:260].tolist() == [*range(256), 256, 0, 255, 0]
     with pytest.raises(UsageError, match="has 1258 tokens, but one sample needs 1259; choose a sh"):
         load_corpus(1258)
+
+
+@long
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        (signal.SIGINT, "data: "),
+        (signal.SIGINT, "iteration        2/"),
+        (signal.SIGTERM, "iteration        2/"),
+    ],
+)
+def test_a_signal_ends_it_quietly_and_leaves_no_files(tmp_path: Path, how: int, said: str) -> None:
+    (folder := tmp_path / "temporary").mkdir()
+    options = f"{TINY} --train-iters 100000 --output {tmp_path}"
+    with subprocess.Popen(
+        [sys.executable, "-m", command.__package__, *options.split()],
+        cwd=Path(__file__).parents[2],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(folder)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        assert process.stdout is not None
+        while said not in (line := process.stdout.readline()):
+            assert line, "it ended"
+        # A terminal sends Ctrl-C to all processes.
+        (os.killpg if how == signal.SIGINT else os.kill)(process.pid, how)
+        out, _ = process.communicate(timeout=LIMIT)
+    assert process.returncode == 128 + how, out
+    assert "Traceback" not in out
+    assert not list(folder.iterdir())

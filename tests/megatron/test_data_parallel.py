@@ -9,14 +9,14 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
 from commfuse_npu import MismatchError, Transport, TransportError
 from tests.distributed.ranks import on_ranks
 from tests.limits import BRIEF, PATIENT
-from tests.megatron.training import Case, Trainer, launched, layout
+from tests.megatron.models import BF16, DISTRIBUTED, Case
+from tests.megatron.training import Trainer, launched, layout
 
 IMPATIENT = BRIEF.total_seconds() / 10
 """Timeout in minutes of transports in tests where a rank waits in vain."""
@@ -24,37 +24,26 @@ STEPS = 4
 BUCKETS = {"bucket_size": 3000, "check_for_nan_in_grad": False}
 PLAIN = BUCKETS | {"overlap_grad_reduce": False, "overlap_param_gather": False}
 GATHERED_LATE = PLAIN | {"overlap_grad_reduce": True}
-BF16 = {"dtype": torch.bfloat16}
 HALF_SUMS = {"grad_reduce_in_fp32": False}
-UNCLIPPED = {"optimizer": {"clip_grad": 0.0}}
-BOTH = Case(replicas=2, distributed=True, launch="--commfuse-dp", ddp=BUCKETS)
-NEITHER = replace(BOTH, ddp=PLAIN)
-
-
-def train(case: Case) -> tuple[str, int]:
-    """The bits at the end, and the number of buckets."""
-    trainer = Trainer(case)
-    start = trainer.sha256()
-    for _ in range(STEPS):
-        trainer.step()
-    trainer.finish_parameters()
-    assert trainer.sha256() != start
-    return trainer.sha256(), sum(len(group.buckets) for group in trainer.models[0].bucket_groups)
+UNCLIPPED = {"clip_grad": 0.0}
+BOTH = Case(replicas=2, launch="--commfuse-dp", options=DISTRIBUTED | BUCKETS)
+NEITHER = BOTH.but(PLAIN)
 
 
 def compared(rank: int, cases: list[Case]) -> list[int]:
     counts = []
     for case in cases:
         with layout(case):
-            expected = train(case)
+            expected = Trainer(case).run(STEPS)
             with launched(case) as (linears, _):
-                assert train(case) == expected, case
-            buckets = expected[1]
+                trainer = Trainer(case)
+                assert trainer.run(STEPS) == expected, case
+            buckets = sum(len(group.buckets) for group in trainer.models[0].bucket_groups)
             # With overlap the gather of the last step comes at the end, and one more before the
             # first forward.
             assert linears.calls == {
                 ("gradients", "fused"): buckets * STEPS,
-                ("parameters", "fused"): buckets * (STEPS + (case.ddp == BUCKETS)),
+                ("parameters", "fused"): buckets * (STEPS + (case.options["overlap_param_gather"])),
             }, case
             counts.append(buckets)
     return counts
@@ -63,12 +52,12 @@ def compared(rank: int, cases: list[Case]) -> list[int]:
 def test_two_replicas_end_with_megatrons_bits(ranks) -> None:
     cases = [
         NEITHER,
-        replace(NEITHER, **BF16),
-        replace(NEITHER, **BF16, ddp=PLAIN | HALF_SUMS),
-        replace(BOTH, ddp=GATHERED_LATE),
+        NEITHER.but(BF16),
+        NEITHER.but(BF16 | HALF_SUMS),
+        BOTH.but(GATHERED_LATE),
         BOTH,
-        replace(BOTH, **BF16),
-        replace(BOTH, **BF16, **UNCLIPPED, microbatches=2),
+        BOTH.but(BF16),
+        BOTH.but(BF16 | UNCLIPPED, microbatches=2),
         replace(BOTH, frozen="fc1"),
         replace(BOTH, launch="--commfuse-dp --commfuse-chunks 3"),
     ]
@@ -77,22 +66,20 @@ def test_two_replicas_end_with_megatrons_bits(ranks) -> None:
         assert [count > 1 for count in counts] == [False] * 3 + [True] * 6
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("distributed", [False, True], ids=["plain", "distributed"])
 @on_ranks(2)
 def test_ranks_that_began_something_else_change_no_weight(
-    rank: int, distributed: bool, dtype: torch.dtype
+    rank: int, distributed: bool, bf16: bool
 ) -> None:
     """Ranks compare the operations they began before Megatron's optimizers step."""
     transport = Transport.create(timeout=PATIENT)
-    case = replace(NEITHER, dtype=dtype, distributed=distributed)
+    case = NEITHER.but({"bf16": bf16, "use_distributed_optimizer": distributed})
     with layout(case):
         trainer = Trainer(case)
-        start = trainer.sha256()
         transport.agree("layer", {"rows": 4})
-        trainer.step()
+        trainer.run(1)
         bits = trainer.sha256()
-        assert bits != start
         transport.agree("layer", {"rows": 4 + rank})
         with pytest.raises(MismatchError, match=r"layer: rank .* rows: "):
             trainer.step()
@@ -129,12 +116,10 @@ def failing(rank: int, how: Callable[[], None]) -> tuple[str, bool]:
 
     Broken process groups are left behind; the ranks have to be ended.
     """
-    case = replace(BOTH, **UNCLIPPED)
+    case = BOTH.but(UNCLIPPED)
     with layout(case, IMPATIENT), launched(case, minutes=IMPATIENT):
         trainer = Trainer(case)
-        for _ in range(2):
-            trainer.step()
-        trainer.finish_parameters()
+        trainer.run(2)
         if rank == 1:
             plant(trainer, how)
         before, kind = trainer.sha256(), "none"

@@ -11,8 +11,11 @@ import torch
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
+from commfuse_npu.runtime.collective_transport import CollectiveTransport
 from mindspeed_patches.start_report import StartReport
-from tests.megatron.training import EXPERTS, RECOMPUTED, Case, Trainer, launched, layout, told
+from scripts.cpu_pretraining import training
+from tests.megatron.models import BF16, EXPERTS, RECOMPUTED, Case
+from tests.megatron.training import Trainer, launched, layout, told
 
 
 @dataclass(frozen=True)
@@ -55,7 +58,7 @@ def counted(case: Fused, calls: Any) -> None:
     reasons = {name: path for name, path in calls if path != "fused"}
     assert reasons.keys() == case.left.keys(), (calls, case)
     assert all(reasons[name].startswith(text) for name, text in case.left.items()), (reasons, case)
-    granularity = case.config.get("recompute_granularity")
+    granularity = case.options.get("recompute_granularity")
     if granularity != "selective" and "experts" not in reasons:
         times = 1 + (granularity == "full")
         own = {name: 1 if name == "output" else times for name, _ in calls}
@@ -68,8 +71,10 @@ def compared(rank: int, cases: list[Fused]) -> None:
         with layout(case), mock.patch("mindspeed_patches.wrappers._logger") as logger:
             own, forms = gradients(case), []
             for collectives in (False, True)[: 1 + case.rounds]:
-                with launched(case, collectives) as (linears, report):
+                made = mock.patch.object(training, "CollectiveTransport", wraps=CollectiveTransport)
+                with made as over, launched(case, collectives) as (linears, report):
                     forms.append(gradients(case, report))
+                assert over.called is collectives
                 counted(case, linears.calls)
         # What the report says is not logged again; only it does not look into Ulysses.
         assert case.rounds or not logger.warning.called, case
@@ -78,13 +83,12 @@ def compared(rank: int, cases: list[Fused]) -> None:
             assert torch.equal(value, (forms[1] if case.rounds else own)[name]), (name, case)
             largest = float(expected.abs().max())
             assert largest > 0 or case.frozen or case.eval, (name, case)
-            tolerance = 4e-2 if case.dtype == torch.bfloat16 else 1e-5
+            tolerance = 4e-2 if "bf16" in case.options else 1e-5
             difference = float((value.float() - expected.float()).abs().max())
             assert difference <= tolerance * largest, (name, difference, largest, case)
 
 
-BF16 = {"dtype": torch.bfloat16}
-HALF_SUMS = {"ddp": {"grad_reduce_in_fp32": False}}
+HALF_SUMS = {"grad_reduce_in_fp32": False}
 BIASES = {"add_bias_linear": True, "add_qkv_bias": True}
 SELECTIVE = {"recompute_granularity": "selective"}
 ACCUMULATED = {"gradient_accumulation_fusion": True}
@@ -112,28 +116,25 @@ def heads(queries: int, groups: int) -> dict[str, int]:
 LINEAR = Fused(tensor=2, launch="--commfuse-chunks 2")
 LINEARS = [
     LINEAR,
-    replace(LINEAR, **BF16, config=BIASES),
-    replace(LINEAR, config=BIASES, frozen="weight"),
-    replace(LINEAR, config=BIASES | RECOMPUTED),
-    replace(LINEAR, config=ACCUMULATED),
-    replace(LINEAR, config=ACCUMULATED | RECOMPUTED | BIASES, **BF16),
-    replace(LINEAR, config=ACCUMULATED, **BF16, **HALF_SUMS),
-    replace(LINEAR, tied=True, config=ACCUMULATED),
-    replace(LINEAR, norm_column=True, config=BIASES),
-    replace(
-        LINEAR,
-        config=WHOLE | BIASES,
+    LINEAR.but(BF16 | BIASES),
+    LINEAR.but(BIASES, frozen="weight"),
+    LINEAR.but(BIASES | RECOMPUTED),
+    LINEAR.but(ACCUMULATED),
+    LINEAR.but(ACCUMULATED | RECOMPUTED | BIASES | BF16),
+    LINEAR.but(ACCUMULATED | BF16 | HALF_SUMS),
+    LINEAR.but(ACCUMULATED, tied=True),
+    LINEAR.but(BIASES, norm_column=True),
+    LINEAR.but(
+        WHOLE | BIASES,
         fused=("proj", "fc2"),
         left=dict.fromkeys(("qkv", "fc1", "output"), NO_TRANSFER),
     ),
-    replace(
-        LINEAR,
-        config=LATENT,
+    LINEAR.but(
+        LATENT,
         fused=("q_down", "q_up", "kv_down", "kv_up", "proj", "fc1", "fc2", "output"),
     ),
-    replace(
-        LINEAR,
-        config=EXPERTS,
+    LINEAR.but(
+        EXPERTS,
         fused=("qkv", "proj", "shared_fc1", "shared_fc2", "output"),
         left={"experts": "expert layers are left to the token dispatcher"},
     ),
@@ -144,16 +145,15 @@ TENSOR = replace(
     LINEAR, launch=f"{LINEAR.launch} --commfuse-attention", fused=(*FUSED, "attention")
 )
 ATTENTION = [
-    replace(TENSOR, mask="no_mask", config=BIASES),
-    replace(TENSOR, **BF16, rotary="two"),
-    replace(TENSOR, config=RECOMPUTED | {"softmax_scale": 0.2} | heads(4, 2)),
-    replace(TENSOR, config={"attention_dropout": 0.1}, eval=True),
-    replace(TENSOR, config=GENERAL | RECOMPUTED, fused=FUSED, left={"attention": OF_DATA}),
-    replace(TENSOR, config=SELECTIVE, fused=FUSED, left={"attention": AGAIN}),
+    TENSOR.but(BIASES, mask="no_mask"),
+    TENSOR.but(BF16, rotary="two"),
+    TENSOR.but(RECOMPUTED | {"softmax_scale": 0.2} | heads(4, 2)),
+    TENSOR.but({"attention_dropout": 0.1}, eval=True),
+    TENSOR.but(GENERAL | RECOMPUTED, fused=FUSED, left={"attention": OF_DATA}),
+    TENSOR.but(SELECTIVE, fused=FUSED, left={"attention": AGAIN}),
     replace(TENSOR, mask="padding", fused=FUSED, left={"attention": "its mask is padding; only"}),
-    replace(
-        TENSOR,
-        config=WHOLE,
+    TENSOR.but(
+        WHOLE,
         fused=("proj", "fc2"),
         left={"attention": "without sequence parallelism nothing is split"}
         | dict.fromkeys(("qkv", "fc1", "output"), NO_TRANSFER),
@@ -171,14 +171,11 @@ ULYSSES = "--commfuse-ulysses --commfuse-lanes 1"
 JOINED = Fused(
     context=2,
     launch=f"{ULYSSES} --commfuse-chunks 2",
-    config=heads(4, 2),
+    options=heads(4, 2),
     norms=True,
     fused=("qkv", "ulysses", "proj"),
 )
-PACKED = replace(
-    JOINED,
-    config=JOINED.config | {"reset_attention_mask": True, "reset_position_ids": True},
-)
+PACKED = JOINED.but({"reset_attention_mask": True, "reset_position_ids": True})
 CORE = replace(
     JOINED,
     launch=f"{JOINED.launch} --commfuse-layers fc1",
@@ -189,25 +186,25 @@ CORE = replace(
 
 def shared(queries: int, groups: int, **more: Any) -> Fused:
     reason = f"{groups} query groups are not divisible by 2 ranks: key heads are repeated before"
-    left, config = {"qkv of ulysses": reason}, heads(queries, groups) | more
-    return replace(JOINED, config=config, fused=("ulysses", "proj"), left=left)
+    left, options = {"qkv of ulysses": reason}, heads(queries, groups) | more
+    return JOINED.but(options, fused=("ulysses", "proj"), left=left)
 
 
 EXCHANGED = [
     JOINED,
     replace(JOINED, launch=ULYSSES, rotary="none", norms=False, mask="no_mask"),
-    replace(JOINED, rotary="two", config=heads(4, 4) | BIASES),
-    replace(JOINED, config=heads(4, 2) | RECOMPUTED | {"add_qkv_bias": True}),
-    replace(JOINED, **BF16),
-    replace(JOINED, launch=ULYSSES, config=heads(6, 2)),
-    replace(JOINED, config=heads(4, 2) | ACCUMULATED | RECOMPUTED),
-    replace(JOINED, frozen="linear_qkv.weight", config=heads(4, 2) | BIASES),
+    JOINED.but(heads(4, 4) | BIASES, rotary="two"),
+    JOINED.but(RECOMPUTED | {"add_qkv_bias": True}),
+    JOINED.but(BF16),
+    JOINED.but(heads(6, 2), launch=ULYSSES),
+    JOINED.but(ACCUMULATED | RECOMPUTED),
+    JOINED.but(BIASES, frozen="linear_qkv.weight"),
     replace(JOINED, frozen="linear_proj.weight", eval=True),
-    replace(JOINED, config=heads(4, 2) | {"softmax_scale": 0.2, "rotary_interleaved": True}),
+    JOINED.but({"softmax_scale": 0.2, "rotary_interleaved": True}),
     PACKED,
-    replace(PACKED, config=PACKED.config | GENERAL | {"reset_position_ids": False}),
-    replace(PACKED, rotary="two", norm_column=True, config=PACKED.config | BIASES),
-    replace(PACKED, norm_column=True, config=PACKED.config | RECOMPUTED),
+    PACKED.but(GENERAL | {"reset_position_ids": False}),
+    PACKED.but(BIASES, rotary="two", norm_column=True),
+    PACKED.but(RECOMPUTED, norm_column=True),
     shared(4, 1),
     shared(6, 3, **RECOMPUTED),
     replace(
@@ -217,23 +214,18 @@ EXCHANGED = [
         left={"proj of ulysses": f"proj {NOT_LISTED}"},
     ),
     CORE,
-    replace(CORE, config=heads(4, 1)),  # repeated: one group for each of two ranks
-    replace(CORE, config=heads(6, 3)),  # repeated although there are more than ranks
-    replace(CORE, rotary="none", config=PACKED.config | heads(4, 1) | RECOMPUTED),
-    replace(
-        JOINED,
-        config=heads(4, 2) | SELECTIVE,
-        fused=("ulysses",),
-        left=dict.fromkeys(CORE.left, AGAIN),
-    ),
-    replace(JOINED, config=heads(4, 2) | GENERAL, fused=(), left={"ulysses": OF_DATA}),
+    CORE.but(heads(4, 1)),  # repeated: one group for each of two ranks
+    CORE.but(heads(6, 3)),  # repeated although there are more than ranks
+    CORE.but(PACKED.options | heads(4, 1) | RECOMPUTED, rotary="none"),
+    JOINED.but(SELECTIVE, fused=("ulysses",), left=dict.fromkeys(CORE.left, AGAIN)),
+    JOINED.but(GENERAL, fused=(), left={"ulysses": OF_DATA}),
 ]
 
 THREE_LANES = "--commfuse-ulysses --commfuse-lanes 3"
 FOUR = [
-    replace(JOINED, context=4, launch=THREE_LANES, config=heads(8, 4)),
-    replace(PACKED, context=4, config=PACKED.config | heads(4, 4)),
-    replace(CORE, context=4, launch=f"{THREE_LANES} --commfuse-layers fc1", config=heads(8, 2)),
+    JOINED.but(heads(8, 4), context=4, launch=THREE_LANES),
+    PACKED.but(heads(4, 4), context=4),
+    CORE.but(heads(8, 2), context=4, launch=f"{THREE_LANES} --commfuse-layers fc1"),
     replace(
         JOINED,
         tensor=2,

@@ -14,11 +14,10 @@ pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 from commfuse_npu import Schedule, Transport
 from commfuse_npu.ops import LinearOptions, all_gather_linear
 from commfuse_npu.runtime.order_log import shared_order_log
-from mindspeed_patches import LinearWrappers
+from mindspeed_patches import LinearWrappers, PatchManager
 from mindspeed_patches.data_parallel import BucketWrappers
 from mindspeed_patches.ulysses import UlyssesWrappers
 from tests.distributed.ranks import on_ranks
-from tests.megatron.in_ranks import patched
 
 
 def life_of_the_lanes(rank: int, folder: str) -> None:
@@ -32,23 +31,27 @@ def life_of_the_lanes(rank: int, folder: str) -> None:
         (2, 2): ((rank // 2 * 2, rank // 2 * 2 + 1), (rank % 2, rank % 2 + 2)),
         (4, 1): ((0, 1, 2, 3), (rank,)),
     }
-    with patched(*(user.register_lanes for user in users)):
-        for (tensor, context), (layers, shared) in expected.items():
-            assert [user.transport for user in users] == [None] * 4
-            state.initialize_model_parallel(
-                tensor, context_parallel_size=context, distributed_timeout_minutes=3
-            )
-            own: list[Any] = [user.lanes() for user in users]
-            assert [lanes.ranks for lanes in own] == [layers, shared, shared, shared]
-            assert (own[0].lanes, own[0].timeout.total_seconds()) == (2, 180.0)
-            assert own[1].group is state.get_context_parallel_group()
-            replicas = {"with_context_parallel": True, "partial_data_parallel": True}
-            group = state.get_data_parallel_group(**replicas)
-            assert own[2].group is own[3].group is group
-            assert own[2] is not own[3]
-            assert [lanes.order_log is not None for lanes in own] == [True, False, False, False]
-            state.destroy_model_parallel()
+    manager = PatchManager()
+    for user in users:
+        user.register_lanes(manager)
+    manager.apply_patches()
+    for (tensor, context), (layers, shared) in expected.items():
         assert [user.transport for user in users] == [None] * 4
+        state.initialize_model_parallel(
+            tensor, context_parallel_size=context, distributed_timeout_minutes=3
+        )
+        own: list[Any] = [user.lanes() for user in users]
+        assert [lanes.ranks for lanes in own] == [layers, shared, shared, shared]
+        assert (own[0].lanes, own[0].timeout.total_seconds()) == (2, 180.0)
+        assert own[1].group is state.get_context_parallel_group()
+        replicas = {"with_context_parallel": True, "partial_data_parallel": True}
+        group = state.get_data_parallel_group(**replicas)
+        assert own[2].group is own[3].group is group
+        assert own[2] is not own[3]
+        assert [lanes.order_log is not None for lanes in own] == [True, False, False, False]
+        state.destroy_model_parallel()
+    assert [user.transport for user in users] == [None] * 4
+    manager.remove_patches()
     log = shared_order_log(folder, rank, dist.get_world_size())
     log.close()
     # The first line, two transports opened and closed, and the end.

@@ -21,8 +21,8 @@ from commfuse_npu.tools.simulate.launches import Links
 from commfuse_npu.tools.simulate.llama import LayerShape
 from commfuse_npu.tools.simulate.rank import Rank
 from commfuse_npu.tools.simulate.variants import Variant
-from tests.megatron.in_ranks import megatron
-from tests.megatron.training import Case, settings
+from tests.megatron.models import BF16, Case, settings
+from tests.megatron.training import layout
 from tests.tools.simulate.machines import ideal
 
 _NO_KERNEL = {
@@ -101,17 +101,17 @@ def test_a_layers_launches(one_rank: None) -> None:
     spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = _Norm
     spec.submodules.self_attention.submodules.core_attention = _FlashAttention
     sizes = {"hidden_size": 64, "ffn_hidden_size": 128, "num_query_groups": 2}
-    config = settings(Case(dtype=torch.bfloat16, config=sizes))
+    case = Case(options=BF16 | sizes)
     x = torch.randn(8, 1, 64, dtype=torch.bfloat16, requires_grad=True)
     frequencies = torch.randn(8, 1, 1, 16)
     # As in a middle layer: the input is no leaf, whose gradient would be accumulated.
     entered = _Kernel.apply(64, x)
     with (
-        megatron(),
+        layout(case),
         mock.patch.object(attention, "apply_rotary_pos_emb", _rotary),
         mock.patch.object(MLP, "forward", _mlp),
     ):
-        layer = build_module(spec, config=config, layer_number=1).to(torch.bfloat16)
+        layer = build_module(spec, config=settings(case), layer_number=1).to(torch.bfloat16)
         for weight in layer.parameters():
             weight.main_grad = torch.zeros_like(weight, dtype=torch.float32)
             weight.register_post_accumulate_grad_hook(_add_to_main_grad)

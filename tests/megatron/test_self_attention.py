@@ -23,9 +23,10 @@ from mindspeed_patches.ulysses_layer import (
     replaced,
 )
 from tests.distributed.ranks import on_ranks
-from tests.megatron.training import Case, Trainer, gpt, launched, layout, settings
+from tests.megatron.models import Case, gpt, settings
+from tests.megatron.training import Trainer, launched, layout
 
-CASE = Case(context=2, launch="--commfuse-ulysses", norms=True, config={"num_query_groups": 2})
+CASE = Case(context=2, launch="--commfuse-ulysses", norms=True, options={"num_query_groups": 2})
 
 
 @on_ranks(2)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -15,7 +14,8 @@ pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 from commfuse_npu.refusals import IncompatibleOptionsError
 from mindspeed_patches.start_report import StartReport
 from tests.distributed.ranks import on_ranks
-from tests.megatron.training import EXPERTS, Case, Trainer, launched, layout, told
+from tests.megatron.models import DISTRIBUTED, EXPERTS, Case
+from tests.megatron.training import Trainer, launched, layout, told
 
 
 class Alien(torch.nn.Module):
@@ -24,13 +24,14 @@ class Alien(torch.nn.Module):
     output_size_per_partition = 4
 
 
-TWO = Case(tensor=2, config={"num_layers": 2})
+LAYERS = {"num_layers": 2}
+TWO = Case(tensor=2, options=LAYERS)
 
 
 @on_ranks(2)
 def test_each_reason_comes_with_the_way_out(rank: int) -> None:
     options = "--commfuse-attention --commfuse-layers qkv,fc1,fc2,output"
-    case = replace(TWO, launch=options, config=TWO.config | {"sequence_parallel": False})
+    case = TWO.but({"sequence_parallel": False}, launch=options)
     transfers = (
         "without sequence parallelism the forward has no transfer (Megatron hides that of the "
         "backward behind wgrad; --sequence-parallel has both)"
@@ -54,7 +55,7 @@ def test_each_reason_comes_with_the_way_out(rank: int) -> None:
     [
         (TWO, "mlp.linear_fc1", "linear_fc1: 0 of 1 fused; 1 not: Alien is not Megatron's linear"),
         (
-            Case(context=2, launch="--commfuse-ulysses", config={"num_layers": 2}),
+            Case(context=2, launch="--commfuse-ulysses", options=LAYERS),
             "self_attention.core_attention",
             "ulysses: 1 of 2 fused; 1 not: Alien exchanges no heads",
         ),
@@ -98,7 +99,7 @@ def test_stages_are_counted_together(rank: int) -> None:
 
 @on_ranks(2)
 def test_buckets_of_experts_are_told_apart(rank: int) -> None:
-    case = Case(replicas=2, experts=2, distributed=True, launch="--commfuse-dp", config=EXPERTS)
+    case = Case(replicas=2, experts=2, launch="--commfuse-dp", options=EXPERTS | DISTRIBUTED)
     with layout(case), launched(case) as (_, report):
         lines = told(report, Trainer(case).models)
     alone = "1 of 2 fused; 1 not: a data-parallel group of one has nothing to transfer"

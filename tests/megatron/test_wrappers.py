@@ -12,13 +12,13 @@ import torch.distributed as dist
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
-from mindspeed_patches import LinearWrappers
+from mindspeed_patches import LinearWrappers, PatchManager
 from tests.distributed.ranks import on_ranks
 from tests.docs.test_examples import blocks
-from tests.megatron.in_ranks import megatron, patched
-from tests.megatron.training import Case, gpt, launched, layout, settings
+from tests.megatron.models import Case, gpt, settings
+from tests.megatron.training import launched, layout
 
-CASE = Case(tensor=2, config={"add_bias_linear": True})
+CASE = Case(tensor=2, options={"add_bias_linear": True})
 HIDDEN = 32
 COLLECTIVES = ("all_gather_into_tensor", "all_gather_single", "reduce_scatter_tensor",
                "reduce_scatter_single", "all_reduce")  # fmt: skip
@@ -89,8 +89,12 @@ def test_megatrons_own_errors_stay_and_lanes_have_to_exist(rank: int) -> None:
         with launched(CASE), pytest.raises(RuntimeError, match="supplied weight"):
             mlp().linear_fc1(x, weight=torch.ones(3, 3))
         no_lanes = pytest.raises(RuntimeError, match="after initialize_model_parallel and before")
-        with patched(LinearWrappers().register), no_lanes:
+        manager = PatchManager()
+        LinearWrappers().register(manager)
+        manager.apply_patches()
+        with no_lanes:
             mlp().linear_fc1(x)
+        manager.remove_patches()
     with pytest.raises(ValueError, match="unknown layers fc3; choose from qkv, q_down, q_up, kv_"):
         LinearWrappers(layers=("fc1", "fc3"))
 
@@ -116,7 +120,7 @@ def test_the_lines_of_the_page_fuse_a_model(rank: int) -> None:
 
     (lines,) = (block for block in blocks("docs/megatron.md") if "LinearWrappers" in block)
     names: dict[str, Any] = {"parallel_state": parallel_state}
-    with megatron(2):
+    with layout(CASE):
         exec(lines, names)
         mlp().linear_fc1(torch.ones(4, 2, HIDDEN))
         names["manager"].remove_patches()

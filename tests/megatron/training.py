@@ -1,123 +1,79 @@
-"""Small GPTs of the real Megatron, trained in the ranks of a test with CommFuse or without."""
+"""Trainings with Megatron's schedules in the ranks of a test, with CommFuse or without."""
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import io
+import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass, field, fields
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import torch
 
-from commfuse_npu.runtime.collective_transport import CollectiveTransport
-from mindspeed_patches import LinearWrappers, PatchManager
-from mindspeed_patches.fb_overlap.core_versions import supported_keywords
+from mindspeed_patches import LinearWrappers
+from mindspeed_patches.rehearsal.devices import Finished, _Event, _Stream
 from mindspeed_patches.start_report import StartReport
 from mindspeed_patches.state_hashes import optimizer_hash, weight_hashes
-from mindspeed_patches.training_options import register_wrappers
 from tests.attention_masks import ends_of, seen
-from tests.megatron.in_ranks import WITHOUT_KERNELS, NormColumn, megatron
-from tests.patches.launches import real_arguments
-
-LENGTH, BATCH, VOCABULARY = 16, 2, 64
-RECOMPUTED = {
-    "recompute_granularity": "full",
-    "recompute_method": "uniform",
-    "recompute_num_layers": 1,
-}
-EXPERTS = {
-    "num_moe_experts": 4,
-    "moe_router_topk": 2,
-    "moe_ffn_hidden_size": 32,
-    "moe_shared_expert_intermediate_size": 64,
-    "moe_token_dispatcher_type": "allgather",
-    "moe_router_load_balancing_type": "none",
-}
-"""Options of Megatron's configuration."""
+from tests.megatron.models import BATCH, LENGTH, VOCABULARY, Case, NormColumn, gpt, settings
 
 
-@dataclass(frozen=True)
-class Case:
-    """The layout of a training, its model, and what of it is fused.
-
-    Attributes:
-        context: ranks that share a sequence and exchange heads.
-        launch: the options of CommFuse.
-        config: of Megatron's configuration, and what MindSpeed adds to it.
-        ddp: of Megatron's buckets; ``optimizer``: of Adam.
-        distributed: the distributed optimizer, with both of its overlaps unless ``ddp`` says no.
-        mask: Megatron's kind of mask.
-        rotary: Megatron's embeddings of positions (``rope``), other ones for keys (``two``), or
-            ``none``.
-        norms: of queries and keys; ``norm_column``: the layer before them has a norm, too.
-        tied: embedding and output layer have the same weight.
-        frozen: a part of the names of weights that are not trained.
-        groups: pass the process groups, as later versions allow.
-        typed: a model of MindSpeed-LLM's fine-tuning has no type.
-    """
-
-    tensor: int = 1
-    context: int = 1
-    stages: int = 1
-    chunks: int = 1
-    experts: int = 1
-    replicas: int = 1
-    microbatches: int = 1
-    launch: str = ""
-    dtype: torch.dtype = torch.float32
-    config: dict[str, Any] = field(default_factory=dict)
-    ddp: dict[str, Any] = field(default_factory=dict)
-    optimizer: dict[str, Any] = field(default_factory=dict)
-    distributed: bool = False
-    mask: str = "causal"
-    rotary: str = "rope"
-    norms: bool = False
-    norm_column: bool = False
-    tied: bool = False
-    frozen: str | None = None
-    groups: bool = False
-    typed: bool = True
-
-    @property
-    def size(self) -> int:
-        return self.tensor * self.context * self.stages * self.replicas
-
-    @property
-    def documents(self) -> bool:
-        """Whether a sequence has several, which MindSpeed packs and Megatron expects as a mask."""
-        return "reset_attention_mask" in self.config
-
-    @property
-    def virtual(self) -> int | None:
-        return self.chunks if self.chunks > 1 else None
+def to_host(counts: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    return counts.numpy() if as_numpy and isinstance(counts, torch.Tensor) else counts
 
 
-class Core(torch.nn.Module):
-    """Causal attention with two head sizes, which Megatron's local one does not support."""
+@contextlib.contextmanager
+def layout(case: Case, minutes: float = 3) -> Iterator[None]:
+    """The groups of a case, with this timeout, on a CPU; the remaining ranks are replicas."""
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+    from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
-    def __init__(self, *_: Any, softmax_scale: float, **__: Any) -> None:
-        super().__init__()
-        self.scale = softmax_scale
+    from scripts.cpu_pretraining.megatron_on_cpu import megatron_on_cpu
 
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any, **__: Any):
-        rows = [x.permute(1, 2, 0, 3) for x in (q, k, v)]
-        attend = torch.nn.functional.scaled_dot_product_attention
-        return attend(*rows, is_causal=True, scale=self.scale).permute(2, 0, 1, 3).flatten(2)
+    warnings.simplefilter("ignore")
+    # Dispatchers of experts copy counts to the host on a stream of their own.
+    streams = {"stream": Finished, "Stream": _Stream, "current_stream": _Stream, "Event": _Event}
+    with (
+        without_groups_afterwards(),
+        mock.patch.multiple(torch.cuda, **streams),
+        # They only copy tensors that are on a GPU.
+        mock.patch.object(token_dispatcher, "maybe_move_tensor_to_cpu", to_host),
+        # Core 0.16 reads it without having imported it, if there is no TransformerEngine.
+        mock.patch.object(moe_utils, "te_general_gemm", None, create=True),
+        megatron_on_cpu(),
+    ):
+        parallel_state.initialize_model_parallel(
+            case.tensor,
+            context_parallel_size=case.context,
+            pipeline_model_parallel_size=case.stages,
+            virtual_pipeline_model_parallel_size=case.virtual,
+            expert_model_parallel_size=case.experts,
+            distributed_timeout_minutes=minutes,
+        )
+        model_parallel_cuda_manual_seed(1)
+        yield
 
 
-def layout(case: Case, minutes: float = 3) -> contextlib.AbstractContextManager[None]:
-    """Megatron's groups of a case, with this timeout."""
-    return megatron(
-        case.tensor,
-        case.context,
-        minutes,
-        pipeline_model_parallel_size=case.stages,
-        virtual_pipeline_model_parallel_size=case.virtual,
-        expert_model_parallel_size=case.experts,
-    )
+@contextlib.contextmanager
+def without_groups_afterwards() -> Iterator[None]:
+    """Destroys Megatron's groups, which it only forgets: a gloo group keeps two threads."""
+    from megatron.core import parallel_state
+    from torch.distributed import destroy_process_group, distributed_c10d
+
+    before = set(distributed_c10d._world.pg_map)
+    try:
+        yield
+    finally:
+        parallel_state.destroy_model_parallel()
+        # Megatron does not reset these and would use them for the next layout.
+        parallel_state._EMBEDDING_GLOBAL_RANKS = None
+        parallel_state._POSITION_EMBEDDING_GLOBAL_RANKS = None
+        for group in set(distributed_c10d._world.pg_map) - before:
+            destroy_process_group(group)
 
 
 @contextlib.contextmanager
@@ -125,24 +81,12 @@ def launched(
     case: Case, collectives: bool = False, minutes: float = 3
 ) -> Iterator[tuple[LinearWrappers, StartReport]]:
     """Wraps what the launch asks for, over lanes with this timeout or over collectives."""
-    args = real_arguments(
-        *case.launch.split(),
-        transformer_impl="local",
-        tensor_model_parallel_size=case.tensor,
-        context_parallel_size=case.context,
-        seq_length=LENGTH,
-        micro_batch_size=BATCH,
-    )
-    manager, exchange = PatchManager(), "scripts.cpu_pretraining.ulysses.UlyssesAttention"
-    linears, users, report = register_wrappers(manager, args, ulysses_attention=exchange)
+    from scripts.cpu_pretraining.training import fused_layers
+
+    args = case.args()
+    args.distributed_timeout_minutes = minutes
     with contextlib.ExitStack() as undone:
-        for user in users:
-            user.open(minutes)
-            undone.callback(user.close)
-            if collectives:
-                user.transport = CollectiveTransport(user.lanes().group, same_pieces=True)
-        manager.apply_patches()
-        undone.callback(manager.remove_patches)
+        linears, report = undone.enter_context(fused_layers(args, collectives=collectives))
         if case.tensor > 1:
             init = linears.norm_column_init_wrapper(NormColumn.__init__)
             undone.enter_context(mock.patch.object(NormColumn, "__init__", init))
@@ -156,89 +100,6 @@ def told(report: StartReport, models: Any) -> list[str]:
     return out.getvalue().splitlines()
 
 
-def settings(case: Case) -> Any:
-    """Megatron's configuration, with one layer per chunk unless the case has another number."""
-    from megatron.core.transformer import TransformerConfig
-    from megatron.core.transformer.transformer_config import MLATransformerConfig
-
-    given = {
-        "num_layers": case.stages * case.chunks,
-        "hidden_size": 32,
-        "ffn_hidden_size": 64,
-        "num_attention_heads": 4,
-        "pipeline_dtype": case.dtype,
-        "params_dtype": case.dtype,
-        "bf16": case.dtype == torch.bfloat16,
-        "batch_p2p_comm": False,
-        "overlap_p2p_comm": case.chunks > 1,
-        "tensor_model_parallel_size": case.tensor,
-        "context_parallel_size": case.context,
-        "pipeline_model_parallel_size": case.stages,
-        "virtual_pipeline_model_parallel_size": case.virtual,
-        "expert_model_parallel_size": case.experts,
-        "sequence_parallel": case.tensor > 1,
-        "gated_linear_unit": True,
-        "activation_func": torch.nn.functional.silu,
-        "normalization": "RMSNorm",
-        "init_method_std": 0.3,
-        **WITHOUT_KERNELS,
-        **case.config,
-    }
-    kind = MLATransformerConfig if "multi_latent_attention" in given else TransformerConfig
-    own = {one.name for one in fields(kind)}
-    config = kind(**{name: value for name, value in given.items() if name in own})
-    vars(config).update({name: value for name, value in given.items() if name not in own})
-    return config
-
-
-def gpt(case: Case, config: Any, chunk: int = 0) -> torch.nn.Module:
-    """One model chunk of this rank; no bias is 0, and no weight of a norm is 1."""
-    from megatron.core import parallel_state
-    from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-    from megatron.core.transformer.enums import AttnMaskType
-    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
-
-    from scripts.cpu_pretraining.model import RMSNorm
-    from scripts.cpu_pretraining.ulysses import UlyssesAttention
-
-    latent = "multi_latent_attention" in case.config
-    spec = get_gpt_layer_local_spec(config.num_moe_experts, multi_latent_attention=latent)
-    spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = RMSNorm
-    attention = spec.submodules.self_attention
-    attention.params = {"attn_mask_type": AttnMaskType[case.mask]}
-    parts = attention.submodules
-    if latent:
-        parts.core_attention, parts.q_layernorm, parts.kv_layernorm = Core, RMSNorm, RMSNorm
-    if case.norms:
-        parts.q_layernorm = parts.k_layernorm = RMSNorm
-    if case.context > 1:
-        parts.core_attention = UlyssesAttention
-    if case.norm_column:
-        parts.linear_qkv = NormColumn
-    if case.virtual and not supported_keywords(GPTModel, vp_stage=chunk):
-        parallel_state.set_virtual_pipeline_model_parallel_rank(chunk)
-    stage = parallel_state.get_pipeline_model_parallel_rank()
-    layers = config.num_layers // (case.stages * case.chunks)
-    model = GPTModel(
-        config,
-        TransformerBlockSubmodules([spec] * layers, RMSNorm),
-        vocab_size=VOCABULARY,
-        max_sequence_length=LENGTH,
-        pre_process=(stage, chunk) == (0, 0),
-        post_process=(stage, chunk) == (case.stages - 1, case.chunks - 1),
-        position_embedding_type="none" if latent or case.rotary == "none" else "rope",
-        share_embeddings_and_output_weights=case.tied,
-        **supported_keywords(GPTModel, vp_stage=chunk if case.virtual else None),
-    )
-    if not case.typed:
-        model.model_type = None
-    for name, weight in model.named_parameters():
-        weight.requires_grad_(case.frozen is None or case.frozen not in name)
-        weight.data.add_(torch.randn_like(weight) * 0.1)
-    return model
-
-
 class Trainer:
     """The model chunks of this rank, and their optimizer.
 
@@ -248,30 +109,18 @@ class Trainer:
 
     def __init__(self, case: Case, packed: bool = False) -> None:
         from megatron.core import parallel_state
-        from megatron.core.distributed import DistributedDataParallel as Wrapped
-        from megatron.core.distributed import DistributedDataParallelConfig, finalize_model_grads
-        from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
         from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+        from scripts.cpu_pretraining.model import with_optimizer
 
         torch.manual_seed(1)
         model_parallel_cuda_manual_seed(1)
         self.case, self.packed, self.config = case, packed, settings(case)
         nets = [gpt(case, self.config, chunk) for chunk in range(case.chunks)]
-        names = "use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather"
-        given = dict.fromkeys(names, case.distributed) | {"grad_reduce_in_fp32": True} | case.ddp
-        ddp = DistributedDataParallelConfig(**given)
-        self.models = [
-            Wrapped(self.config, ddp, net, disable_bucketing=chunk > 0)
-            for chunk, net in enumerate(nets)
-        ]
-        dtype = {"bf16": case.dtype == torch.bfloat16, "params_dtype": case.dtype}
-        adam = {"optimizer": "adam", "lr": 0.01, "use_distributed_optimizer": case.distributed}
-        options = OptimizerConfig(**adam | dtype | case.optimizer)
-        self.optimizer = get_megatron_optimizer(options, self.models)
-        self.config.finalize_model_grads_func = finalize_model_grads
-        self.config.grad_scale_func = self.optimizer.scale_loss
+        self.models, self.optimizer = with_optimizer(case.args(), self.config, nets)
         self.noted = [mock.Mock(wraps=model.no_sync) for model in self.models]
         self.config.no_sync_func = self._each(self.noted)
+        ddp = self.models[0].ddp_config
         if ddp.overlap_grad_reduce:
             starts = [mock.Mock(wraps=model.start_grad_sync) for model in self.models]
             self.config.grad_sync_func = self._each(starts)
@@ -301,7 +150,7 @@ class Trainer:
         case, rope = self.case, getattr(net, "rotary_pos_emb", None)
         self.numbers = torch.arange(LENGTH).repeat(BATCH)
         first = 0
-        resets = case.config.get("reset_position_ids", False)
+        resets = case.options.get("reset_position_ids", False)
         for end in ends_of("documents", LENGTH, BATCH) if resets else ():
             self.numbers[first:end] = torch.arange(end - first)
             first = end
@@ -321,10 +170,10 @@ class Trainer:
     def forward(self, data: Iterator[torch.Tensor], model: Any, *partly: bool) -> Any:
         """Megatron's ``forward_step_func``."""
         case, batch, packed = self.case, next(data), {}
-        mask = torch.ones(1, 1, LENGTH, LENGTH, dtype=torch.bool).triu(1)
-        if case.documents or case.config.get("attention_mask_type") == "general":
-            mask = ~seen("documents", LENGTH, BATCH)
+        of_data = case.documents or case.options.get("attention_mask_type") == "general"
+        mask = ~seen("documents", LENGTH, BATCH) if of_data else None
         if self.packed:
+            mask = None
             ends = torch.tensor(ends_of("documents", LENGTH, BATCH))
             lengths = {"max_seqlen_q": LENGTH, "max_seqlen_kv": LENGTH, "qkv_format": "sbhd"}
             packed["packed_seq_params"] = SimpleNamespace(
@@ -334,8 +183,7 @@ class Trainer:
             whole[:, self.rows].contiguous() for whole in (batch[:, :-1], batch[:, 1:])
         )
         positions = torch.arange(LENGTH).expand(BATCH, -1)[:, self.rows]
-        causal = case.mask == "causal" and not self.packed
-        output = model(tokens, positions, mask if causal else None, labels=labels, **packed)
+        output = model(tokens, positions, mask, labels=labels, **packed)
 
         def loss(output: torch.Tensor) -> Any:
             mean = output.float().mean()
@@ -368,11 +216,21 @@ class Trainer:
         updated, _, _ = self.optimizer.step()
         assert updated
 
-    def finish_parameters(self) -> None:
-        """Wait for the gathers that are overlapped with the next forward."""
+    def run(self, steps: int) -> str:
+        """Train these steps, which change weights; returns losses, the bits of this rank and of its
+        random numbers, and how often the schedule called the functions for gradients."""
+        start = self.sha256()
+        for _ in range(steps):
+            self.step()
+        # The last gathers would be overlapped with the next forward.
         for model in self.models if self.overlaps_gathers else ():
             model.disable_forward_pre_hook(param_sync=True)
             model.enable_forward_pre_hook()
+        assert self.sha256() != start
+        assert all(map(torch.isfinite, self.losses))
+        losses = [loss.item() for loss in self.losses]
+        random = hashlib.sha256(torch.get_rng_state().numpy().data).hexdigest()
+        return f"{losses} {self.sha256()} {random} {[noted.call_count for noted in self.noted]}"
 
     def sha256(self) -> str:
         """Hashes of parameters, main parameters and optimizer state of this rank."""
