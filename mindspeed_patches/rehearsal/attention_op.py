@@ -6,7 +6,6 @@ Dense attention in plain torch; the rules of :mod:`.npu_ops` apply here, too.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import cache
 from itertools import pairwise
 from typing import Any
 
@@ -24,8 +23,8 @@ _LAYOUTS = {
     "TND": "(b s) n d",
 }
 """``input_layout`` of attention; TND is treated as one batch of all tokens."""
-_COMPRESSED = 2048
-"""Side of the triangular mask for the sparse modes 2, 3 and 4, whatever the lengths."""
+_COMPRESSED = torch.ones(2048, 2048, dtype=torch.bool).triu(1)
+"""The mask for the sparse modes 2, 3 and 4, whatever the lengths."""
 _FAR = 2147483647
 """The default of ``pre_tockens`` and ``next_tockens``: beyond any key."""
 _NO_MATTER = {
@@ -64,11 +63,6 @@ def refuse(operator: str, others: Mapping[str, object]) -> None:
             raise NotImplementedError(
                 f"{operator}: {name} {text} is not emulated on the CPU; leave it out or use an NPU"
             )
-
-
-@cache
-def _triangle() -> torch.Tensor:
-    return torch.ones(_COMPRESSED, _COMPRESSED, dtype=torch.bool).triu(1)
 
 
 def _hidden(
@@ -127,11 +121,11 @@ def _scores_and_values(
         )
     if atten_mask is not None and sparse_mode >= 2:
         mask = atten_mask.view(atten_mask.shape[-2:]).bool()
-        if not torch.equal(mask, _triangle()):
+        if not torch.equal(mask, _COMPRESSED):
             raise ValueError(
-                f"{_NAME}: sparse_mode {sparse_mode} takes the compressed mask, "
-                f"{tuple(_triangle().shape)} and True above the diagonal, where nothing may be "
-                f"seen; {tuple(mask.shape)} differs from it; use sparse_mode 0 or 1"
+                f"{_NAME}: sparse_mode {sparse_mode} takes the compressed mask, (2048, 2048) and "
+                f"True above the diagonal, where nothing may be seen; {tuple(mask.shape)} differs "
+                "from it; use sparse_mode 0 or 1"
             )
     q = _spread(query, input_layout, n=head_num)
     k = _spread(key, input_layout, d=q.shape[-1])

@@ -42,7 +42,7 @@ def test_groups_are_gloos_and_split_sizes_may_be_tensors(monkeypatch) -> None:
 @on_ranks(2)
 def test_what_is_sent_may_be_freed(rank: int) -> None:
     """An exchange whose input is overwritten and freed before the other rank takes part."""
-    exchange = gloo_for_hccl._exchange(dist.all_to_all_single)
+    exchange = gloo_for_hccl._with_other_arguments("all_to_all_single")
     output, sent = torch.empty(2), torch.full((2,), rank + 1.0)
     other = dist.new_group()  # a barrier waits for the transfers of its group
     if rank:
