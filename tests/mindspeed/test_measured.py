@@ -48,7 +48,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     environment["LD_LIBRARY_PATH"] = str(ENVIRONMENT / "cann")
     environment["PYTHONPATH"] = f"{folder}{os.pathsep}{environment['PYTHONPATH']}"
     # Megatron's ranks compile its helpers with what python3 prints: not one with stand-ins.
-    helpers = ["make", "-C", str(stack.megatron / "megatron" / "core" / "datasets")]
+    helpers = ["make", "-C", str(stack[2] / "megatron" / "core" / "datasets")]
     path = f"{ENVIRONMENT / 'bin'}{os.pathsep}{os.environ['PATH']}"
     subprocess.run(helpers, env={**os.environ, "PATH": path}, capture_output=True, check=True)
     script = folder / "launch.sh"
