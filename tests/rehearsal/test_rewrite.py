@@ -136,6 +136,12 @@ def test_a_large_model_keeps_its_ratios(limit: int) -> None:
     assert any(line.startswith("--hidden-size 8192 -> ") for line in options.changes)
 
 
+def test_as_many_groups_as_heads_stay_as_many() -> None:
+    text = LLAMA3_70B.replace("--num-query-groups 8", "--num-query-groups 64")
+    options, _ = scaled(text, 64, 8)
+    assert options.text("--num-query-groups") == options.text("--num-attention-heads") == "8"
+
+
 @pytest.mark.parametrize(("limit", "stage"), [(8, "1"), (2, None)])
 def test_virtual_stages_stay_virtual(limit: int, stage: str | None) -> None:
     text = LLAMA3_70B + " --num-layers-per-virtual-pipeline-stage 10 --commfuse-fb-overlap"
