@@ -70,17 +70,8 @@ def _hidden(
 ) -> torch.Tensor:
     """True where a query must not see a key, ``[queries, keys]``.
 
-    ========================= ===================================================================
-    sparse_mode               what a query does not see
-    ========================= ===================================================================
-    0                         where the mask is True or the distance outside of pre/next_tockens
-    1                         where the mask is True
-    2 (compressed mask)       later keys, both counted from the first
-    3 (compressed mask)       later keys, both counted from the last
-    4 (compressed mask)       keys outside of pre/next_tockens, counted from the last
-    ========================= ===================================================================
-
-    Without a mask it sees everything in every mode; the device does so without an error.
+    Distances are counted from the first query and the first key, in modes 3 and 4 from the last.
+    Without a mask a query sees everything in every mode; the device does so without an error.
     """
     if mask is None:
         return torch.zeros(queries, keys, dtype=torch.bool)
@@ -89,7 +80,7 @@ def _hidden(
     distance = torch.arange(keys) - torch.arange(queries).unsqueeze(1)
     if mode in (3, 4):
         distance -= keys - queries
-    if mode in (2, 3):
+    if mode in (2, 3):  # causal
         return distance > 0
     outside = (distance > after) | (distance < -before)
     return outside if mode == 4 else outside | mask.bool()

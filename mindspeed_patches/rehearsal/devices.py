@@ -209,11 +209,7 @@ def install() -> None:
     Before ``torch_npu.contrib.transfer_to_npu`` is imported, which copies ``torch.npu`` onto
     ``torch.cuda``.
     """
-    _replace_names()
     _replace_functions()
-
-
-def _replace_names() -> None:
     DevicesAreTheCpu().__enter__()
     patched: Any = torch
     backward = _in_mode(patched.autograd.graph._engine_run_backward)
