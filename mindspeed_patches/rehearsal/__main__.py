@@ -128,7 +128,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
     parser = _parser()
     options = parser.parse_args(arguments)
-    if options.launch[:1] == ["--"]:  # argparse removes it in some versions of Python
+    if options.launch[:1] == ["--"]:  # which argparse keeps
         del options.launch[0]
     if not options.launch:
         parser.error("no launch given; put it after --")
