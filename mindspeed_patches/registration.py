@@ -22,9 +22,9 @@ from commfuse_npu.packages import TOGETHER, WHY_WITHOUT, WITHOUT_MINDSPEED, find
 from mindspeed_patches.fb_overlap.feature import ForwardBackwardFeature
 from mindspeed_patches.feature import CommFuseFeature
 
-__all__ = ["install", "wrap_training"]
+__all__ = ["FEATURES", "install", "wrap_training"]
 
-_FEATURES = CommFuseFeature(), ForwardBackwardFeature()
+FEATURES = CommFuseFeature(), ForwardBackwardFeature()
 _APPLIES_PATCHES = ("mindspeed_llm.tasks.megatron_adaptor_v2", "mindspeed.megatron_adaptor")
 """Modules that apply the patches of all features while they are imported."""
 
@@ -44,7 +44,7 @@ def install() -> CommFuseFeature:
     """
     _check_versions()
     manager = _features_manager()
-    if getattr(manager.set_features_list, "keeps", None) is not _FEATURES:
+    if getattr(manager.set_features_list, "keeps", None) is not FEATURES:
         for name in _APPLIES_PATCHES:
             if name in sys.modules:
                 raise RuntimeError(
@@ -53,8 +53,8 @@ def install() -> CommFuseFeature:
                     "the import of mindspeed_llm or mindspeed.megatron_adaptor, or start the "
                     "script with -m mindspeed_patches.launch"
                 )
-        _keep(_FEATURES, manager)
-    return _FEATURES[0]
+        _keep(FEATURES, manager)
+    return FEATURES[0]
 
 
 def wrap_training(*wrappers: Callable[..., Any]) -> None:

@@ -24,12 +24,10 @@ from __future__ import annotations
 
 import argparse
 import ctypes
-import importlib.util
 import signal
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from commfuse_npu.tools.launch_script import UsageError
@@ -61,7 +59,9 @@ from mindspeed_patches.rehearsal.run import (
 )
 from mindspeed_patches.rehearsal.scale import Layout, layout_of, scale_down
 
-__all__ = ["commfuse_run", "main", "prepare", "reference_run"]
+__all__ = ["arguments_of", "main", "prepare"]
+
+WAYS = "reference", "commfuse"
 
 FB_OVERLAP = "--commfuse-fb-overlap"
 """It does not require ``--use-commfuse``, and works with options that exclude that."""
@@ -93,24 +93,15 @@ def prepare(options: Options, iterations: int, folder: Path) -> None:
         replace_missing_data(options, folder)
 
 
-def reference_run(options: Options) -> list[str]:
-    """The script's arguments for the run without CommFuse."""
-    result = options.copy()
-    result.drop("--use-commfuse", "--no-use-commfuse", *commfuse_names(options))
-    return result.words
-
-
-def commfuse_run(options: Options) -> list[str]:
-    """The script's arguments for the run with CommFuse, including the launch's options for it."""
+def arguments_of(way: str, options: Options) -> list[str]:
+    """The script's arguments in the run without CommFuse, ``reference``, or with it."""
     result = options.copy()
     result.drop("--no-use-commfuse")
-    if FB_OVERLAP not in result:
+    if way == "reference":
+        result.drop("--use-commfuse", *commfuse_names(options))
+    elif FB_OVERLAP not in result:
         result.set("--use-commfuse")
     return result.words
-
-
-WAYS = {"reference": reference_run, "commfuse": commfuse_run}
-"""The script's arguments in each run."""
 
 
 def _parser() -> Parser:
@@ -135,11 +126,10 @@ def _parser() -> Parser:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
-    words = list(sys.argv[1:] if arguments is None else arguments)
-    end = words.index("--") if "--" in words else len(words)
     parser = _parser()
-    options = parser.parse_args(words[:end])
-    options.launch = words[end + 1 :] or options.launch
+    options = parser.parse_args(arguments)
+    if options.launch[:1] == ["--"]:  # which argparse keeps
+        del options.launch[0]
     if not options.launch:
         parser.error("no launch given; put it after --")
     # Raise SystemExit, so that the training is ended before this process.
@@ -154,11 +144,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _rehearse(arguments: argparse.Namespace) -> int:
-    stack = find_stack()
-    launch = read_launch(arguments.launch, stack.llm)
+    checkout, *_ = stack = find_stack()
+    launch = read_launch(arguments.launch, checkout)
     for name in _SET_ANEW:
         launch.environment.pop(name, None)
-    folder, script = launch.located(stack.llm)
+    folder, script = launch.located(checkout)
     prepare(launch.options, arguments.iterations, folder)
     layout = _layout(launch, arguments)
     _check_environment()
@@ -166,7 +156,7 @@ def _rehearse(arguments: argparse.Namespace) -> int:
         temporary = Path(name)
         replace_missing_instructions(launch.options, folder, temporary)
         print("A rehearsal on CPU and gloo: nothing runs on an NPU, and times mean nothing.")
-        print(f"MindSpeed-LLM {stack.llm}, MindSpeed {stack.mindspeed}, Megatron {stack.megatron}")
+        print("MindSpeed-LLM {}, MindSpeed {}, Megatron {}".format(*stack))
         print(f"script: {launch.script}; {layout}")
         for note in launch.notes:
             print(f"note: {note}")
@@ -177,15 +167,19 @@ def _rehearse(arguments: argparse.Namespace) -> int:
         records = (arguments.output or temporary).resolve()
         if any((records / way).exists() for way in WAYS):
             raise UsageError(f"--output {records} holds an earlier rehearsal; name a new folder")
-        run = partial(
-            train,
-            script=script,
-            processes=layout.processes,
-            folder=folder,
-            environment=worker_environment(stack, launch.environment, temporary / "tools"),
-            timeout=arguments.timeout,
-        )
-        return _train_and_compare(launch.options, run, records)
+        runs: dict[str, list[Record]] = {}
+        for way in WAYS:
+            print(f"--- the {way} run", flush=True)
+            runs[way] = train(
+                way,
+                [str(script), *arguments_of(way, launch.options)],
+                records / way,
+                processes=layout.processes,
+                folder=folder,
+                environment=worker_environment(stack, launch.environment, temporary / "tools"),
+                timeout=arguments.timeout,
+            )
+        return report(launch.options, runs)
 
 
 def _layout(launch: Launch, arguments: argparse.Namespace) -> Layout:
@@ -203,36 +197,24 @@ def _layout(launch: Launch, arguments: argparse.Namespace) -> Layout:
 
 
 def _check_environment() -> None:
-    why = "no torch_npu" if importlib.util.find_spec("torch_npu") is None else ""
     try:
         ctypes.CDLL("libascendcl.so")
-    except OSError:
-        why = why or "a torch_npu, but the loader finds neither CANN nor stand-ins for it"
-    if why:
+    except OSError as error:
         raise UsageError(
-            f"{sys.executable} has {why}; start with bash scripts/rehearse_on_cpu.sh, which "
-            "prepares an environment"
-        )
+            f"{sys.executable} finds neither CANN nor stand-ins for it ({error}); start with bash "
+            "scripts/rehearse_on_cpu.sh, which prepares an environment"
+        ) from error
 
 
-def _train_and_compare(
-    options: Options, run: Callable[[str, Sequence[str], Path], list[Record]], folder: Path
-) -> int:
-    runs: dict[str, list[Record]] = {}
-    for way, words in WAYS.items():
-        print(f"--- the {way} run", flush=True)
-        runs[way] = run(way, words(options), folder / way)
+def report(options: Options, runs: Mapping[str, Sequence[Record]]) -> int:
+    """Print the report and the verdict on both runs; returns the exit code."""
     print(*report_lines(runs), sep="\n")
-    problems = [
-        f"{way} run: {problem}"
-        for way, records in runs.items()
-        for problem in degeneracies(records)
-    ]
     reference, fused = runs["reference"], runs["commfuse"]
+    problems = degeneracies(fused)
     if not any(r.fused for r in fused) and not all(r.pairs for r in fused):
-        problems.append("commfuse run: nothing was fused")
+        problems.append("nothing was fused")
     for problem in problems:
-        print(f"inconclusive: {problem}")
+        print(f"inconclusive: commfuse run: {problem}")
     lines = differences(reference, fused)
     equal = not lines
     if any(name in options for name in _OTHER_ROUNDING):

@@ -6,7 +6,6 @@ Dense attention in plain torch; the rules of :mod:`.npu_ops` apply here, too.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import cache
 from itertools import pairwise
 from typing import Any
 
@@ -24,8 +23,8 @@ _LAYOUTS = {
     "TND": "(b s) n d",
 }
 """``input_layout`` of attention; TND is treated as one batch of all tokens."""
-_COMPRESSED = 2048
-"""Side of the triangular mask for the sparse modes 2, 3 and 4, whatever the lengths."""
+_COMPRESSED = torch.ones(2048, 2048, dtype=torch.bool).triu(1)
+"""The mask for the sparse modes 2, 3 and 4, whatever the lengths."""
 _FAR = 2147483647
 """The default of ``pre_tockens`` and ``next_tockens``: beyond any key."""
 _NO_MATTER = {
@@ -66,27 +65,13 @@ def refuse(operator: str, others: Mapping[str, object]) -> None:
             )
 
 
-@cache
-def _triangle() -> torch.Tensor:
-    return torch.ones(_COMPRESSED, _COMPRESSED, dtype=torch.bool).triu(1)
-
-
 def _hidden(
     mask: torch.Tensor | None, mode: int, before: int, after: int, queries: int, keys: int
 ) -> torch.Tensor:
     """True where a query must not see a key, ``[queries, keys]``.
 
-    ========================= ===================================================================
-    sparse_mode               what a query does not see
-    ========================= ===================================================================
-    0                         where the mask is True or the distance outside of pre/next_tockens
-    1                         where the mask is True
-    2 (compressed mask)       later keys, both counted from the first
-    3 (compressed mask)       later keys, both counted from the last
-    4 (compressed mask)       keys outside of pre/next_tockens, counted from the last
-    ========================= ===================================================================
-
-    Without a mask it sees everything in every mode; the device does so without an error.
+    Distances are counted from the first query and the first key, in modes 3 and 4 from the last.
+    Without a mask a query sees everything in every mode; the device does so without an error.
     """
     if mask is None:
         return torch.zeros(queries, keys, dtype=torch.bool)
@@ -95,7 +80,7 @@ def _hidden(
     distance = torch.arange(keys) - torch.arange(queries).unsqueeze(1)
     if mode in (3, 4):
         distance -= keys - queries
-    if mode in (2, 3):
+    if mode in (2, 3):  # causal
         return distance > 0
     outside = (distance > after) | (distance < -before)
     return outside if mode == 4 else outside | mask.bool()
@@ -127,11 +112,11 @@ def _scores_and_values(
         )
     if atten_mask is not None and sparse_mode >= 2:
         mask = atten_mask.view(atten_mask.shape[-2:]).bool()
-        if not torch.equal(mask, _triangle()):
+        if not torch.equal(mask, _COMPRESSED):
             raise ValueError(
-                f"{_NAME}: sparse_mode {sparse_mode} takes the compressed mask, "
-                f"{tuple(_triangle().shape)} and True above the diagonal, where nothing may be "
-                f"seen; {tuple(mask.shape)} differs from it; use sparse_mode 0 or 1"
+                f"{_NAME}: sparse_mode {sparse_mode} takes the compressed mask, (2048, 2048) and "
+                f"True above the diagonal, where nothing may be seen; {tuple(mask.shape)} differs "
+                "from it; use sparse_mode 0 or 1"
             )
     q = _spread(query, input_layout, n=head_num)
     k = _spread(key, input_layout, d=q.shape[-1])

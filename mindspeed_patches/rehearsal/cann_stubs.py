@@ -25,13 +25,9 @@ import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
-__all__ = ["CannStubsError", "write_cann_stubs"]
+__all__ = ["write_cann_stubs"]
 
 _LIBRARY = "libstand_ins.so"
-
-
-class CannStubsError(RuntimeError):
-    """The stand-ins cannot be created; the message says what is missing and where to get it."""
 
 
 def write_cann_stubs(out_dir: Path, npu: Path, torch: Path) -> None:
@@ -41,7 +37,7 @@ def write_cann_stubs(out_dir: Path, npu: Path, torch: Path) -> None:
         npu, torch: the folders of the packages torch_npu and torch.
 
     Raises:
-        CannStubsError: a tool is missing, or the compiler failed.
+        SystemExit: a tool is missing, or the compiler failed.
     """
     # ATB is a separate product, and its plugin is loaded only when an ATB op is used.
     files = (path for path in sorted(npu.rglob("*.so*")) if path.is_file())
@@ -71,9 +67,9 @@ def _package(name: str) -> Path:
     """The folder of a package, found without importing it."""
     spec = importlib.util.find_spec(name)
     if spec is None or spec.origin is None:
-        raise CannStubsError(
-            f"{sys.executable} has no {name}; install it (pip install --no-deps torch-npu==2.13.0 "
-            "beside torch==2.13.0)"
+        raise SystemExit(
+            f"cann_stubs: {sys.executable} has no {name}; install it (pip install --no-deps "
+            "torch-npu==2.13.0 beside torch==2.13.0)"
         )
     return Path(spec.origin).parent
 
@@ -92,9 +88,9 @@ def _source(symbols: Iterable[str]) -> str:
 
 def _run(*command: str | Path, **environment: str) -> str:
     if shutil.which(command[0]) is None:
-        raise CannStubsError(
-            f"{command[0]} is not on the PATH, and making stand-ins for CANN needs it; install it: "
-            "cc is in the package gcc, nm in binutils, ldd in libc-bin"
+        raise SystemExit(
+            f"cann_stubs: {command[0]} is not on the PATH, and making stand-ins for CANN needs it; "
+            "install it: cc is in the package gcc, nm in binutils, ldd in libc-bin"
         )
     environment = {**os.environ, "LC_ALL": "C", **environment}
     try:
@@ -102,18 +98,8 @@ def _run(*command: str | Path, **environment: str) -> str:
             command, stderr=subprocess.STDOUT, text=True, timeout=300, env=environment
         )
     except subprocess.CalledProcessError as error:
-        raise CannStubsError(f"{error}: {error.output.strip()}") from error
-
-
-def main() -> int:
-    """Write the stand-ins for this Python's torch_npu into the folder that is the only argument."""
-    try:
-        write_cann_stubs(Path(sys.argv[1]), _package("torch_npu"), _package("torch"))
-    except CannStubsError as error:
-        print(f"cann_stubs: {error}", file=sys.stderr)
-        return 2
-    return 0
+        raise SystemExit(f"cann_stubs: {error}: {error.output.strip()}") from error
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    write_cann_stubs(Path(sys.argv[1]), _package("torch_npu"), _package("torch"))

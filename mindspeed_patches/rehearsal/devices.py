@@ -28,31 +28,21 @@ __all__ = ["DevicesAreTheCpu", "Finished", "install", "on_cpu"]
 
 CPU = torch.device("cpu")
 _NAME = re.compile(r"(npu|cuda|privateuseone)(:\d+)?$")
-_OF_A_TYPE = re.compile(r"\.(npu|cuda)\.")
 _KEYWORDS = ("device", "device_type", "map_location")
 
 
-def on_cpu(value: Any) -> Any:
-    """``value``, or the CPU if it names an NPU or a GPU."""
-    if isinstance(value, str):
-        return "cpu" if _NAME.match(value) else value
-    if isinstance(value, torch.device):
-        return CPU if _NAME.match(value.type) else value
-    return value
-
-
-def _keyword(name: str, value: Any) -> Any:
-    if name not in _KEYWORDS:
-        return value
-    # A number alone is the index of a device.
-    is_index = isinstance(value, int) and not isinstance(value, bool)
-    return CPU if is_index else on_cpu(value)
+def on_cpu(value: Any, *, is_device: bool = False) -> Any:
+    """``value``, or the CPU if it names an NPU or a GPU; as a device, also if it is an index."""
+    if isinstance(value, (str, torch.device)) and _NAME.match(str(value)):
+        return type(value)("cpu")
+    return CPU if is_device and type(value) is int else value
 
 
 def _translated(
     args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    return tuple(map(on_cpu, args)), {name: _keyword(name, kwargs[name]) for name in kwargs}
+    keywords = {name: on_cpu(kwargs[name], is_device=name in _KEYWORDS) for name in kwargs}
+    return tuple(map(on_cpu, args)), keywords
 
 
 class DevicesAreTheCpu(TorchFunctionMode):
@@ -84,9 +74,7 @@ class DevicesAreTheCpu(TorchFunctionMode):
         args, kwargs = _translated(args, kwargs or {})
         kwargs.pop("pin_memory", None)
         if name == "to" and len(args) > 1:
-            args = (args[0], _keyword("device", args[1]), *args[2:])
-        elif name == "type":
-            args = tuple(re.sub(_OF_A_TYPE, ".", a) if isinstance(a, str) else a for a in args)
+            args = (args[0], on_cpu(args[1], is_device=True), *args[2:])
         result = func(*args, **kwargs)
         # MindSpeed wraps the method type too, in which case the name already has a device.
         if name == "type" and isinstance(result, str) and result.count(".") == 1:
@@ -129,7 +117,7 @@ _TENSORS = ("Float", "Double", "Half", "BFloat16", "Int", "Long", "Short", "Char
 class Finished:
     """A context or the handle of a transfer whose work is always complete."""
 
-    device = torch.device("cpu")
+    device = CPU
     device_index = stream_id = npu_stream = cuda_stream = priority = 0
 
     def __init__(self, *_: Any, **__: Any) -> None: ...
@@ -145,17 +133,15 @@ class Finished:
     # wait() of an event returns None and that of a transfer True; callers ignore the event's.
     wait = is_completed = synchronize = record = wait_stream = wait_event = query
 
-
-class _Event(Finished):
     def elapsed_time(self, other: Any) -> float:
         return 0.0
+
+    def record_event(self, event: Any = None) -> Any:
+        return event or Finished()
 
 
 class _Stream(Finished):
     """A separate class: code that wraps ``synchronize`` of streams must not affect events."""
-
-    def record_event(self, event: Any = None) -> Any:
-        return event or _Event()
 
 
 def _always(value: Any) -> Callable[..., Any]:
@@ -203,8 +189,7 @@ def _values() -> dict[str, Any]:
         "memory_stats": lambda *_, **__: defaultdict(int),
         **{f"{kind}Tensor": getattr(torch, f"{kind}Tensor") for kind in _TENSORS},
         "Stream": _Stream,
-        "Event": _Event,
-        **dict.fromkeys(("stream", "StreamContext", "device", "device_of"), Finished),
+        **dict.fromkeys(("Event", "stream", "StreamContext", "device", "device_of"), Finished),
         "device_count": _always(count),
         "current_device": _always(int(os.environ.get("LOCAL_RANK", "0"))),
         "_lazy_call": lambda function, **_: function(),
@@ -224,11 +209,7 @@ def install() -> None:
     Before ``torch_npu.contrib.transfer_to_npu`` is imported, which copies ``torch.npu`` onto
     ``torch.cuda``.
     """
-    _replace_names()
     _replace_functions()
-
-
-def _replace_names() -> None:
     DevicesAreTheCpu().__enter__()
     patched: Any = torch
     backward = _in_mode(patched.autograd.graph._engine_run_backward)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -14,57 +15,50 @@ from mindspeed_patches.rehearsal.devices import Finished
 __all__ = ["install"]
 
 
-def _with_gloo(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Create the group with gloo, without HCCL's options and without binding it to a device."""
+def _content(tensor: torch.Tensor) -> torch.Tensor:
+    """What the tensor contains at the call.
+
+    On a device a send is ordered before later use of its memory.  gloo's thread reads the memory
+    only when the receive is posted; Megatron's interleaved schedule frees outputs before that, and
+    dispatchers free probabilities.
+    """
+    return tensor.detach().clone()
+
+
+def _numbers(split: Any) -> list[int] | None:
+    """Split sizes, which dispatchers leave in a tensor if it is not on a device."""
+    return None if split is None else [int(size) for size in split]
+
+
+_GROUP: Mapping[str, Callable[[Any], Any]] = {
+    "backend": lambda name: name and "gloo",
+    **dict.fromkeys(("pg_options", "device_id"), lambda _: None),
+}
+_ARGUMENTS: Mapping[str, Mapping[str, Callable[[Any], Any]]] = {
+    "init_process_group": _GROUP,
+    "new_group": _GROUP,
+    "isend": {"tensor": _content},
+    "all_to_all_single": {
+        "input": _content,
+        "output_split_sizes": _numbers,
+        "input_split_sizes": _numbers,
+    },
+}
+"""What takes the place of arguments of functions of ``torch.distributed``."""
+
+
+def _with_other_arguments(name: str) -> Callable[..., Any]:
+    function, changes = getattr(dist, name), _ARGUMENTS[name]
+    signature = inspect.signature(function)
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        args = tuple("gloo" if isinstance(a, str) and "ccl" in a else a for a in args)
-        if isinstance(kwargs.get("backend"), str):
-            kwargs["backend"] = "gloo"
-        kwargs.pop("device_id", None)
-        kwargs.pop("pg_options", None)
-        return function(*args, **kwargs)
+        bound = signature.bind(*args, **kwargs)
+        for argument in bound.arguments.keys() & changes.keys():
+            bound.arguments[argument] = changes[argument](bound.arguments[argument])
+        return function(*bound.args, **bound.kwargs)
 
     return call
-
-
-def _of_a_copy(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Send the content that the tensor has at the call.
-
-    On a device a send is ordered before later use of its memory.  gloo's thread reads the memory
-    only when the receive is posted, and Megatron's interleaved schedule frees outputs before that.
-    """
-
-    @functools.wraps(function)
-    def isend(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        return function(tensor.detach().clone(), *args, **kwargs)
-
-    return isend
-
-
-def _exchange(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Send a copy, as :func:`_of_a_copy`: dispatchers free probabilities before they are sent.
-
-    Split sizes may be a tensor, because dispatchers leave them in one if it is not on a device.
-    """
-
-    @functools.wraps(function)
-    def all_to_all_single(
-        output: torch.Tensor,
-        input: torch.Tensor,
-        output_split_sizes: Any = None,
-        input_split_sizes: Any = None,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
-        sizes = (
-            None if split is None else [int(size) for size in split]
-            for split in (output_split_sizes, input_split_sizes)
-        )
-        return function(output, input.detach().clone(), *sizes, *args, **kwargs)
-
-    return all_to_all_single
 
 
 def _gather_uneven(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -92,18 +86,10 @@ def _gather_uneven(function: Callable[..., Any]) -> Callable[..., Any]:
     return all_gather
 
 
-_REPLACED: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
-    "init_process_group": _with_gloo,
-    "new_group": _with_gloo,
-    "all_gather": _gather_uneven,
-    "all_to_all_single": _exchange,
-    "isend": _of_a_copy,
-}
-
-
 def install() -> None:
     """Replace the functions, permanently in this process."""
-    for name, wrap in _REPLACED.items():
-        wrapped = wrap(getattr(dist, name))
-        setattr(dist, name, wrapped)
-        setattr(dist.distributed_c10d, name, wrapped)
+    replaced = {name: _with_other_arguments(name) for name in _ARGUMENTS}
+    replaced["all_gather"] = _gather_uneven(dist.all_gather)
+    for name, function in replaced.items():
+        setattr(dist, name, function)
+        setattr(dist.distributed_c10d, name, function)

@@ -51,16 +51,11 @@ def replace_missing_instructions(options: Options, folder: Path, target: Path) -
 
 
 def _write_tokenizer(folder: Path) -> None:
-    special = ("<pad>", "<eos>", "<unk>")
-    words = [*special, *(f"word{number}" for number in range(len(special), _WORDS))]
-    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    words = ["<pad>", "<eos>", "<unk>", *(f"word{number}" for number in range(3, _WORDS))]
     files = {
         "tokenizer.json": {
             "version": "1.0",
-            "added_tokens": [
-                {"id": number, "content": word, "special": True, **flags}
-                for number, word in enumerate(special)
-            ],
+            "added_tokens": [],
             "pre_tokenizer": {"type": "WhitespaceSplit"},
             "model": {
                 "type": "WordLevel",
@@ -70,7 +65,7 @@ def _write_tokenizer(folder: Path) -> None:
         },
         "tokenizer_config.json": {
             "tokenizer_class": "PreTrainedTokenizerFast",
-            **{f"{word.strip('<>')}_token": word for word in special},
+            **{f"{name}_token": f"<{name}>" for name in ("pad", "eos", "unk")},
         },
     }
     folder.mkdir()
@@ -79,16 +74,14 @@ def _write_tokenizer(folder: Path) -> None:
 
 
 def _rows(length: int, packed: bool) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-    """Token ids, masks and labels; packed rows are full, and their mask numbers the documents."""
+    """Token ids, masks and labels; packed rows are full, and their mask numbers two documents."""
     random = np.random.default_rng(1234)
-    for _ in range(_ROWS):
-        first = int(random.integers(length // 2, length))
-        documents = [first, length - first] if packed else [first]
-        tokens = random.integers(3, _WORDS, sum(documents))
-        numbers = np.repeat(np.arange(1, len(documents) + 1), documents)
-        starts = np.repeat(np.cumsum([0, *documents[:-1]]), documents)
-        prompt = np.arange(tokens.size) - starts < length // 8
-        yield tokens, numbers, np.where(prompt, _IGNORED, tokens)
+    for first in random.integers(length // 2, length, _ROWS):
+        tokens = random.integers(3, _WORDS, length if packed else first)
+        place = np.arange(tokens.size)
+        second = place >= first
+        prompt = place - first * second < length // 8
+        yield tokens, 1 + second, np.where(prompt, _IGNORED, tokens)
 
 
 def _write_indexed(prefix: Path, rows: list[np.ndarray]) -> None:

@@ -17,8 +17,9 @@ experts to the table.
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Sequence
-from types import SimpleNamespace
+from functools import cache
 
 import torch
 from torch.nn.functional import silu
@@ -26,34 +27,22 @@ from torch.nn.functional import silu
 from commfuse_npu.kernels.cpu import accumulate_weight_gradient
 from mindspeed_patches.rehearsal.attention_op import refuse, register_attention
 
-__all__ = [
-    "GroupedMatmul",
-    "groupmatmul_add_fp32",
-    "install_mindspeed_ops",
-    "register_cpu_kernels",
-]
+__all__ = ["install_mindspeed_ops", "register_cpu_kernels"]
 
 Groups = torch.Tensor | Sequence[int]
 Tensors = list[torch.Tensor]
 
-_library: list[torch.library.Library] = []
+# Kept alive: kernels are unregistered together with the object that registered them.
+_library = torch.library.Library("npu", "IMPL")
 
 
+@cache
 def register_cpu_kernels() -> None:
-    """Give the ``npu::`` operators of this module CPU kernels; later calls do nothing."""
-    if _library:
-        return
-    if not hasattr(torch.ops.npu, "npu_fusion_attention"):
-        raise RuntimeError(
-            "the npu:: operators are not defined; import torch_npu before register_cpu_kernels()"
-        )
-    # Kept alive: kernels are unregistered together with the object that registered them.
-    library = torch.library.Library("npu", "IMPL")
-    _library.append(library)
+    """Give the ``npu::`` operators of torch_npu, which must be imported, CPU kernels."""
     for kernel in (rms_norm, swiglu, rotary_mul):
-        library.impl(f"npu_{kernel.__name__}", kernel, "CompositeImplicitAutograd")
-    register_attention(library)
-    library.impl("npu_apply_adam_w.out", apply_adam_w, "CPU")
+        _library.impl(f"npu_{kernel.__name__}", kernel, "CompositeImplicitAutograd")
+    register_attention(_library)
+    _library.impl("npu_apply_adam_w.out", apply_adam_w, "CPU")
 
 
 def rms_norm(
@@ -144,10 +133,7 @@ def npu_rotary_position_embedding(
     x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, mode: int = 0
 ) -> torch.Tensor:
     """Rotate pairs: halves of the last dimension (mode 0), or neighbors in it (mode 1)."""
-    import torch_npu
-
-    rotated: torch.Tensor = torch_npu.npu_rotary_mul(x, cos, sin, ("half", "interleave")[mode])
-    return rotated
+    return rotary_mul(x, cos, sin, ("half", "interleave")[mode])
 
 
 def npu_matmul_add_fp32(
@@ -166,56 +152,51 @@ def npu_matmul_add_fp32(
     accumulate_weight_gradient(main_grad, grad_output, total_input)
 
 
-def groupmatmul_add_fp32(
+def npu_groupmatmul_add_fp32(
     x: torch.Tensor, dy: torch.Tensor, groups: torch.Tensor, grad: torch.Tensor
 ) -> None:
     """Add ``x[group]^T @ dy[group]`` to the fp32 ``grad``, ``[G, I, O]`` in any shape, in place."""
-    sizes = _sizes(groups, 0, len(x))
-    into = grad.view(len(groups), x.shape[-1], dy.shape[-1])
-    for total, rows, grads in zip(into, x.split(sizes), dy.split(sizes), strict=True):
-        accumulate_weight_gradient(total, rows, grads)
+    (added,) = npu_gmm([x.mT.float()], [dy.float()], [], groups, 2, 0)
+    grad.add_(added.view_as(grad))
 
 
-class GroupedMatmul:
-    """MindSpeed's extension ``grouped_matmul``, for rows ``[T, I]`` sorted by group.
+# Rows of experts, [T, I], are sorted by group; weights are [G, I, O]. Each tensor and each result
+# is a list with one element.
 
-    Weights are ``[G, I, O]``. Each tensor and each result is a list with one element.
+
+def npu_gmm(
+    x: Tensors, weight: Tensors, bias: Tensors, groups: Groups, group_type: int, kind: int
+) -> Tensors:
+    """``x[group] @ weight[group]`` for each group, ``[T, O]``.
+
+    With ``group_type`` 2, for each group the product of columns of ``x``, ``[I, T]``, and rows of
+    ``weight``, ``[T, O]``: ``[G, I, O]``.
     """
+    if bias or group_type not in (0, 2):
+        raise NotImplementedError(
+            f"npu_gmm: group_type {group_type} or a bias is not emulated; use 0 or 2 without"
+        )
+    if group_type:
+        sizes = _sizes(groups, kind, x[0].shape[1])
+        pairs = zip(x[0].split(sizes, 1), weight[0].split(sizes), strict=True)
+        return [torch.stack([columns @ rows for columns, rows in pairs])]
+    pairs = zip(x[0].split(_sizes(groups, kind, len(x[0]))), weight[0], strict=True)
+    return [torch.cat([rows @ of_group for rows, of_group in pairs])]
 
-    @staticmethod
-    def npu_gmm(
-        x: Tensors, weight: Tensors, bias: Tensors, groups: Groups, group_type: int, kind: int
-    ) -> Tensors:
-        """``x[group] @ weight[group]`` for each group, ``[T, O]``.
 
-        With ``group_type`` 2, for each group the product of columns of ``x``, ``[I, T]``, and rows
-        of ``weight``, ``[T, O]``: ``[G, I, O]``.
-        """
-        if bias or group_type not in (0, 2):
-            raise NotImplementedError(
-                f"npu_gmm: group_type {group_type} or a bias is not emulated; use 0 or 2 without"
-            )
-        if group_type:
-            sizes = _sizes(groups, kind, x[0].shape[1])
-            pairs = zip(x[0].split(sizes, 1), weight[0].split(sizes), strict=True)
-            return [torch.stack([columns @ rows for columns, rows in pairs])]
-        pairs = zip(x[0].split(_sizes(groups, kind, len(x[0]))), weight[0], strict=True)
-        return [torch.cat([rows @ of_group for rows, of_group in pairs])]
+def npu_gmm_backward(
+    grad: Tensors, x: Tensors, weight: Tensors, groups: Groups, kind: int
+) -> tuple[Tensors, Tensors, Tensors]:
+    """The gradients of ``x`` and ``weight``; there is none of a bias."""
+    dx, *_ = npu_gmm_backward_fusion(grad, weight, groups, kind)
+    return dx, npu_gmm([x[0].mT], grad, [], groups, 2, kind), []
 
-    @classmethod
-    def npu_gmm_backward(
-        cls, grad: Tensors, x: Tensors, weight: Tensors, groups: Groups, kind: int
-    ) -> tuple[Tensors, Tensors, Tensors]:
-        """The gradients of ``x`` and ``weight``; there is none of a bias."""
-        wgrad = cls.npu_gmm([x[0].mT], grad, [], groups, 2, kind)
-        return cls.npu_gmm_backward_fusion(grad, weight, groups, kind)[0], wgrad, []
 
-    @classmethod
-    def npu_gmm_backward_fusion(
-        cls, grad: Tensors, weight: Tensors, groups: Groups, kind: int
-    ) -> tuple[Tensors, Tensors, Tensors]:
-        """The gradient of ``x``; that of the weight is added by :func:`groupmatmul_add_fp32`."""
-        return cls.npu_gmm(grad, [weight[0].mT], [], groups, 0, kind), [], []
+def npu_gmm_backward_fusion(
+    grad: Tensors, weight: Tensors, groups: Groups, kind: int
+) -> tuple[Tensors, Tensors, Tensors]:
+    """The gradient of ``x``; :func:`npu_groupmatmul_add_fp32` adds that of the weight."""
+    return npu_gmm(grad, [weight[0].mT], [], groups, 0, kind), [], []
 
 
 def _sizes(groups: Groups, kind: int, rows: int) -> list[int]:
@@ -230,20 +211,20 @@ def _sizes(groups: Groups, kind: int, rows: int) -> list[int]:
     return list(sizes.tolist())
 
 
+_COMPILED = (
+    *("npu_rotary_position_embedding", "npu_matmul_add_fp32", "npu_groupmatmul_add_fp32"),
+    *("grouped_matmul", "grouped_matmul_v2"),
+)
+"""Extensions of MindSpeed; this module has the functions of all of them."""
+
+
 def install_mindspeed_ops() -> None:
     """Fill the loader's table; MindSpeed must be importable, and torch_npu set up."""
     from mindspeed.op_builder.builder import AS_LIBRARY, MindSpeedOpBuilder
 
     # Its loader requires the path of ATB before it checks the table, and so does the feature.
     os.environ.setdefault("ATB_HOME_PATH", "emulated")
-    functions = npu_rotary_position_embedding, npu_matmul_add_fp32
-    modules = {f.__name__: SimpleNamespace(**{f.__name__: f}) for f in functions}
-    MindSpeedOpBuilder._loaded_ops.update(
-        **modules,
-        npu_groupmatmul_add_fp32=SimpleNamespace(npu_groupmatmul_add_fp32=groupmatmul_add_fp32),
-        grouped_matmul=GroupedMatmul,
-        grouped_matmul_v2=GroupedMatmul,
-    )
+    MindSpeedOpBuilder._loaded_ops.update(dict.fromkeys(_COMPILED, sys.modules[__name__]))
     from mindspeed.ops import gmm
 
     # The functions that it uses on a device, with an autograd function inside.

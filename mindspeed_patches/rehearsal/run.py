@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import os
 import re
-import shlex
 import sys
 import sysconfig
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 from commfuse_npu.packages import TOGETHER
 from commfuse_npu.tools.launch_script import UsageError
 from commfuse_npu.tools.launch_script.short_run import last_lines, run_bounded, torchrun_here
 from mindspeed_patches.rehearsal.records import Record, read_records
 
-__all__ = ["RunFailedError", "Stack", "find_stack", "train", "worker_environment"]
+__all__ = ["RunFailedError", "find_stack", "train", "worker_environment"]
 
 _PROJECT = Path(__file__).resolve().parents[2]
 _MISSING_KERNEL = re.compile(r"Could not run '(npu::\w+)")
@@ -24,14 +22,6 @@ _MISSING_KERNEL = re.compile(r"Could not run '(npu::\w+)")
 
 class RunFailedError(RuntimeError):
     """A run did not complete; the message has its last output."""
-
-
-class Stack(NamedTuple):
-    """The three checkouts: folders that are put on ``PYTHONPATH`` in this order."""
-
-    llm: Path
-    mindspeed: Path
-    megatron: Path
 
 
 _CHECKOUTS = {
@@ -42,7 +32,7 @@ _CHECKOUTS = {
 """Variables, and a file by which a checkout is recognized; MindSpeed-LLM 2.1.0 lacks its."""
 
 
-def find_stack(environ: Mapping[str, str] = os.environ) -> Stack:
+def find_stack(environ: Mapping[str, str] = os.environ) -> list[Path]:
     """The checkouts of MindSpeed-LLM, MindSpeed and Megatron-LM that the environment names.
 
     Raises:
@@ -56,32 +46,32 @@ def find_stack(environ: Mapping[str, str] = os.environ) -> Stack:
     ]
     if problems:
         raise UsageError("\n".join([*problems, f"These belong together: {TOGETHER}"]))
-    return Stack(*(root.resolve() for root in roots.values()))
+    return [root.resolve() for root in roots.values()]
 
 
-def worker_environment(stack: Stack, launch: Mapping[str, str], tools: Path) -> dict[str, str]:
+def worker_environment(
+    stack: Sequence[Path], launch: Mapping[str, str], tools: Path
+) -> dict[str, str]:
     """The environment of the ranks: that of the launch, adapted to a CPU.
 
     Args:
+        stack: the checkouts, which are put on ``PYTHONPATH`` in this order.
         launch: variables that a launch script sets.
-        tools: a folder for programs that the ranks need.
+        tools: a folder for a program that the ranks need.
     """
     environment = {**os.environ, **launch}
-    # Programs with which Megatron compiles its data set helpers, for exactly this Python: virtual
-    # environments have no python3-config, and the system's may belong to another version.
+    # Megatron compiles its data set helpers for what python3-config says: virtual environments
+    # have none, and the system's may belong to another version than the python3 of this one.
     tools.mkdir(parents=True, exist_ok=True)
-    suffix = shlex.quote(str(sysconfig.get_config_var("EXT_SUFFIX")))
-    for name, line in (
-        ("python3", f'exec {shlex.quote(sys.executable)} "$@"'),
-        ("python3-config", f"echo {suffix}   # --extension-suffix"),
-    ):
-        (tools / name).write_text(f"#!/bin/sh\n{line}\n", "utf-8")
-        (tools / name).chmod(0o755)
+    suffix = tools / "python3-config"
+    suffix.write_text(f"#!/bin/sh\necho {sysconfig.get_config_var('EXT_SUFFIX')}\n", "utf-8")
+    suffix.chmod(0o755)
     for name, folders in (
-        ("PYTHONPATH", [*map(str, stack), str(_PROJECT)]),
-        ("PATH", [str(tools)]),
+        ("PYTHONPATH", [*stack, _PROJECT]),
+        ("PATH", [tools, Path(sys.executable).parent]),
     ):
-        environment[name] = os.pathsep.join(filter(None, [*folders, environment.get(name)]))
+        words = [*map(str, folders), environment.get(name)]
+        environment[name] = os.pathsep.join(filter(None, words))
     environment.update(
         TORCH_DEVICE_BACKEND_AUTOLOAD="0",
         OMP_NUM_THREADS="1",
@@ -95,10 +85,9 @@ def worker_environment(stack: Stack, launch: Mapping[str, str], tools: Path) -> 
 
 def train(
     way: str,
-    words: Sequence[str],
+    command: Sequence[str],
     records: Path,
     *,
-    script: Path,
     processes: int,
     folder: Path,
     environment: Mapping[str, str],
@@ -108,7 +97,7 @@ def train(
 
     Args:
         way: ``reference`` or ``commfuse``.
-        words: the script's arguments.
+        command: the script and its arguments.
         records: a new folder for the records and the log.
 
     Raises:
@@ -117,11 +106,9 @@ def train(
     records.mkdir(parents=True)
     log = records / "log.txt"
     worker = "-m", "mindspeed_patches.rehearsal.worker", str(records), way
-    command = [*torchrun_here(processes), *worker, str(script), *words]
+    words = [*torchrun_here(processes), *worker, *command]
     try:
-        code = run_bounded(
-            command, folder=folder, environment=environment, log=log, seconds=timeout
-        )
+        code = run_bounded(words, folder=folder, environment=environment, log=log, seconds=timeout)
     except TimeoutError as error:
         raise RunFailedError(f"the {way} run {error} (--timeout):\n{_tail(log)}") from error
     results = read_records(records)

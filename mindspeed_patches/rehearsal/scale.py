@@ -111,17 +111,13 @@ def _layers(options: Options, small: Layout) -> None:
         *("--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers"),
         why="it fits the old number of layers only",
     )
-    per_stage = min(2, max(1, options.number("--num-layers", 2)))
     virtual = "--num-layers-per-virtual-pipeline-stage"
     if small.pipeline == 1:
         options.drop(virtual, why="there is one stage")
-    elif virtual in options:
-        options.set(virtual, 1)
-        per_stage = 2
-    options.set("--num-layers", per_stage * small.pipeline)
-    recomputed = ("--recompute-num-layers", "--recompute-activation-function-num-layers")
-    _at_most(options, per_stage, *recomputed)
-    _at_most(options, 1, "--first-k-dense-replace", "--mtp-num-layers")
+    options.set("--num-layers", 2 * small.pipeline)
+    recomputed = "--recompute-num-layers", "--recompute-activation-function-num-layers"
+    _at_most(options, 2, *recomputed)
+    _at_most(options, 1, virtual, "--first-k-dense-replace", "--mtp-num-layers")
 
 
 def _widths(options: Options, small: Layout) -> None:
@@ -132,13 +128,10 @@ def _widths(options: Options, small: Layout) -> None:
         groups = options.number("--num-query-groups", heads)
     # Ulysses distributes heads over TP * CP ranks.
     parallel = small.tensor * small.context
-    if groups == heads:
-        heads = max(2 * parallel, 4)
-    else:
-        ratio, groups = heads // groups, min(groups, parallel)
-        heads = ratio * groups
-        options.set("--num-query-groups", groups)
+    few = max(2 * parallel, 4) if groups == heads else min(groups, parallel)
+    heads = heads // groups * few
     hidden = heads * _HEAD
+    _replace(options, few, "--num-query-groups")
     options.set("--num-attention-heads", heads)
     options.set("--hidden-size", hidden)
     _replace(options, _HEAD, "--kv-channels")

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from mindspeed_patches import install, launch
 from mindspeed_patches.patching import around
-from mindspeed_patches.registration import wrap_training
+from mindspeed_patches.registration import FEATURES, wrap_training
 from mindspeed_patches.rehearsal.records import NORM, Record
 from mindspeed_patches.state_hashes import TrainedState, optimizer_hash, weight_hashes
 
@@ -108,7 +108,7 @@ class Observer(TrainedState):
     def train_step_wrapper(self, train_step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Record the losses and the gradient norm, the first and the sixth value returned."""
         if not self.record.iterations:
-            self.record.weights_before = weight_hashes(self.chunks)
+            self.record.before = weight_hashes(self.chunks)
         self._collectives.active = True
         try:
             result = train_step(*args, **kwargs)
@@ -124,19 +124,15 @@ class Observer(TrainedState):
     def finish(self) -> None:
         """Complete the record; call it after the script has returned."""
         self.check_trained()
-        from mindspeed.features_manager.features_manager import MindSpeedFeaturesManager
-
         # Only now, because with --overlap-param-gather the last step's weights arrive late.
-        self.record.weights_after = weight_hashes(self.chunks)
-        self.record.optimizer_after = optimizer_hash(self.optimizer)
-        self.record.collectives = dict(sorted(self._collectives.counts.items()))
-        for feature in MindSpeedFeaturesManager.FEATURES_LIST:
-            wrappers = getattr(feature, "wrappers", None)
-            if feature.feature_name == "use_commfuse" and wrappers is not None:
-                self.record.calls = [(*key, count) for key, count in sorted(wrappers.calls.items())]
-            overlapping = getattr(feature, "overlapping", None)
-            if overlapping is not None and overlapping.overlap is not None:
-                self.record.pairs = overlapping.overlap.pairs
+        self.record.after = weight_hashes(self.chunks)
+        self.record.after["optimizer state"] = optimizer_hash(self.optimizer)
+        self.record.collectives = dict(self._collectives.counts)
+        fusing, overlapping = FEATURES[0].wrappers, FEATURES[1].overlapping
+        if fusing is not None:
+            self.record.calls = [(*key, count) for key, count in fusing.calls.items()]
+        if overlapping is not None and overlapping.overlap is not None:
+            self.record.pairs = overlapping.overlap.pairs
 
 
 def main(folder: str, way: str, *command: str) -> None:

@@ -43,12 +43,12 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """The folder of a measurement, and what it printed."""
     folder = tmp_path_factory.mktemp("measured")
     (folder / "sitecustomize.py").write_text(STAND_INS)
-    stack = find_stack()
+    *_, megatron = stack = find_stack()
     environment = worker_environment(stack, {}, folder / "tools")
     environment["LD_LIBRARY_PATH"] = str(ENVIRONMENT / "cann")
     environment["PYTHONPATH"] = f"{folder}{os.pathsep}{environment['PYTHONPATH']}"
     # Megatron's ranks compile its helpers with what python3 prints: not one with stand-ins.
-    helpers = ["make", "-C", str(stack.megatron / "megatron" / "core" / "datasets")]
+    helpers = ["make", "-C", str(megatron / "megatron" / "core" / "datasets")]
     path = f"{ENVIRONMENT / 'bin'}{os.pathsep}{os.environ['PATH']}"
     subprocess.run(helpers, env={**os.environ, "PATH": path}, capture_output=True, check=True)
     script = folder / "launch.sh"

@@ -31,7 +31,7 @@ def forget() -> None:
     for name in list(sys.modules):
         if name.split(".")[0] in ("mindspeed", "mindspeed_llm"):
             del sys.modules[name]
-    registration._FEATURES[0].wrappers = None
+    registration.FEATURES[0].wrappers = None
     importlib.invalidate_caches()
 
 

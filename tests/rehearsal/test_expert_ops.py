@@ -23,11 +23,9 @@ def test_grouped_gemms(kind: int, groups: list[int], as_tensor: bool) -> None:
     expert = torch.tensor([0, 0, 0, 2, 2, 2])
     expected = torch.einsum("ti,tio->to", x, weight[expert])
     dx, dw = torch.autograd.grad(expected, (x, weight), grad)
-    (out,) = ops.GroupedMatmul.npu_gmm([x], [weight], [], group_list, 0, kind)
+    (out,) = ops.npu_gmm([x], [weight], [], group_list, 0, kind)
     torch.testing.assert_close(out, expected)
-    (got_dx,), (got_dw,), bias = ops.GroupedMatmul.npu_gmm_backward(
-        [grad], [x], [weight], group_list, kind
-    )
+    (got_dx,), (got_dw,), bias = ops.npu_gmm_backward([grad], [x], [weight], group_list, kind)
     torch.testing.assert_close(got_dx, dx)
     torch.testing.assert_close(got_dw, dw)
     assert bias == []
@@ -36,7 +34,7 @@ def test_grouped_gemms(kind: int, groups: list[int], as_tensor: bool) -> None:
 def test_weight_gradients_are_added() -> None:
     x, dy, before = (tensor.detach().float() for tensor in _random((6, 4), (6, 5), (3, 4, 5)))
     total = before.flatten(0, 1).clone()
-    ops.groupmatmul_add_fp32(x, dy, torch.tensor([3, 3, 6]), total)
+    ops.npu_groupmatmul_add_fp32(x, dy, torch.tensor([3, 3, 6]), total)
     added = torch.stack([x[:3].T @ dy[:3], torch.zeros(4, 5), x[3:].T @ dy[3:]])
     torch.testing.assert_close(total.view(3, 4, 5), before + added)
 
@@ -44,6 +42,6 @@ def test_weight_gradients_are_added() -> None:
 def test_what_is_not_emulated_is_refused() -> None:
     x, weight = _random((6, 4), (2, 4, 5))
     with pytest.raises(ValueError, match=r"groups end at \[5\], the tensor has 6 rows"):
-        ops.GroupedMatmul.npu_gmm([x], [weight], [], [3, 5], 0, 0)
+        ops.npu_gmm([x], [weight], [], [3, 5], 0, 0)
     with pytest.raises(NotImplementedError, match="group_type 1 or a bias is not emulated"):
-        ops.GroupedMatmul.npu_gmm([x], [weight], [], [3, 6], 1, 0)
+        ops.npu_gmm([x], [weight], [], [3, 6], 1, 0)

@@ -9,7 +9,7 @@ import pytest
 from commfuse_npu.tools.launch_script import UsageError
 from commfuse_npu.tools.launch_script.options import Options
 from commfuse_npu.tools.launch_script.short_run import MOCK_VOCABULARY
-from mindspeed_patches.rehearsal.__main__ import commfuse_run, prepare, reference_run
+from mindspeed_patches.rehearsal.__main__ import arguments_of, prepare
 from mindspeed_patches.rehearsal.scale import Layout, layout_of, scale_down
 
 HERE = "--data-path 0.5 text --tokenizer-type Llama2Tokenizer --tokenizer-model tokenizer.model"
@@ -69,8 +69,8 @@ def test_what_is_changed(text: str, with_values, without, noted, tmp_path: Path)
 )
 def test_the_two_runs_differ_in_commfuse_only(words: str, reference: str, commfuse: str) -> None:
     options = Options(words.split())
-    assert reference_run(options) == reference.split()
-    assert commfuse_run(options) == (commfuse or words).split()
+    assert arguments_of("reference", options) == reference.split()
+    assert arguments_of("commfuse", options) == (commfuse or words).split()
     assert not options.changes
 
 
@@ -134,6 +134,12 @@ def test_a_large_model_keeps_its_ratios(limit: int) -> None:
     assert number(options, "--make-vocab-size-divisible-by") == 1
     assert "--num-layer-list" not in options
     assert any(line.startswith("--hidden-size 8192 -> ") for line in options.changes)
+
+
+def test_as_many_groups_as_heads_stay_as_many() -> None:
+    text = LLAMA3_70B.replace("--num-query-groups 8", "--num-query-groups 64")
+    options, _ = scaled(text, 64, 8)
+    assert options.text("--num-query-groups") == options.text("--num-attention-heads") == "8"
 
 
 @pytest.mark.parametrize(("limit", "stage"), [(8, "1"), (2, None)])
