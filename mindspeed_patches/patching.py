@@ -1,4 +1,4 @@
-"""A patch manager and features with the calls of MindSpeed's, also without MindSpeed.
+"""A patch manager with the calls of MindSpeed's, for use without MindSpeed.
 
 :class:`PatchManager` does what MindSpeed's does for wrappers (``mindspeed/patch_utils.py``, read at
 the branch ``master``):
@@ -16,14 +16,13 @@ creates wrappers for either manager.
 
 from __future__ import annotations
 
-import argparse
 import functools
 import pkgutil
 import sys
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["Feature", "PatchManager", "around"]
+__all__ = ["PatchManager", "around"]
 
 Function = Callable[..., Any]
 
@@ -100,38 +99,3 @@ class PatchManager:
         """Restore the originals, also in modules that imported a patched function later."""
         while self._applied:
             _replace(*self._applied.pop())
-
-
-class Feature:
-    """A feature: options, and patches that apply if the option of the same name is set.
-
-    MindSpeed's manager calls these hooks of every feature in its list, whatever its class (read).
-
-    Attributes:
-        feature_name: the attribute of that option, as ``use_commfuse``.
-        optimization_level: the smallest ``--optimization-level`` that includes the feature.
-    """
-
-    optimization_level = 2
-
-    def __init__(self, feature_name: str) -> None:
-        self.feature_name = feature_name.replace("-", "_")
-
-    def is_need_apply(self, args: argparse.Namespace) -> bool:
-        """Whether the hooks that register patches are called for these arguments."""
-        included = self.optimization_level <= args.optimization_level
-        return bool(included and getattr(args, self.feature_name, None))
-
-    def register_args(self, parser: argparse.ArgumentParser) -> None:
-        """Declare options; called on the early parser and on Megatron's."""
-
-    def register_patches(self, patch_manager: Any, args: argparse.Namespace) -> None:
-        """Register patches."""
-
-    def validate_args(self, args: argparse.Namespace) -> None:
-        """Check the final arguments; called after Megatron's own checks."""
-
-    def _do_nothing(self, *args: Any) -> None:
-        """Take the place of MindSpeed's other hooks."""
-
-    pre_register_patches = pre_validate_args = post_validate_args = _do_nothing

@@ -24,14 +24,14 @@ COMMAND = ["pretrain_gpt.py", "--tensor-model-parallel-size", "2", "--sequence-p
 
 
 def forget() -> None:
-    """Remove the stand-ins from ``sys.modules``, and what the features know of a launch."""
+    """Remove the stand-ins from ``sys.modules``, and what the feature knows of a launch."""
     patches = sys.modules.get("mindspeed.patch_utils")
     if patches is not None:
         patches.MindSpeedPatchesManager.remove_patches()
     for name in list(sys.modules):
         if name.split(".")[0] in ("mindspeed", "mindspeed_llm"):
             del sys.modules[name]
-    registration._FEATURES[0].wrappers = None
+    registration._FEATURE.wrappers = None
     importlib.invalidate_caches()
 
 
@@ -75,7 +75,7 @@ def test_installed_before_mindspeed(command, package: str, own: str, adaptor: st
     assert wrapped() == on
     manager = importlib.import_module("mindspeed.features_manager").MindSpeedFeaturesManager
     names = [feature.feature_name for feature in manager.FEATURES_LIST]
-    assert names == [own, "use_commfuse", "commfuse_fb_overlap"]
+    assert names == [own, "use_commfuse"]
     wrappers = feature.wrappers
     assert wrappers.layers == {"qkv", "fc1"} if wrappers is not None else not on
 
