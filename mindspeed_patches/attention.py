@@ -22,33 +22,24 @@ sample sees anyway.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.utils._pytree import tree_map_only
 
 from commfuse_npu.ops import Documents, LinearOptions
 from commfuse_npu.ops.call import AnyTransport
-from mindspeed_patches.patching import around
-
-if TYPE_CHECKING:
-    from mindspeed_patches.wrappers import LinearWrappers
 
 __all__ = [
     "OWN_FORWARD",
-    "RECOMPUTED",
     "AttentionCall",
-    "AttentionWrappers",
     "DeferredAttention",
     "heads_obstacle",
     "proj_obstacle",
 ]
 
 OWN_FORWARD = "its forward was replaced by someone else"
-RECOMPUTED = "selective recomputation runs core attention separately"
-"""Why attention of such a layer cannot be deferred to its projection."""
 
 
 _AFTER_THE_MASK = ("attn_mask_type", "attention_bias", "packed_seq_params")
@@ -223,43 +214,3 @@ class DeferredAttention(torch.Tensor):
     ) -> Any:
         args, kwargs = tree_map_only(cls, cls.value, (args, kwargs or {}))
         return func(*args, **kwargs)
-
-
-class AttentionWrappers:
-    """Wraps the constructor of self-attention layers, so that ``proj`` can run attention, too."""
-
-    def __init__(self, linears: LinearWrappers) -> None:
-        self._linears = linears
-
-    def register(self, manager: Any) -> None:
-        """Register with MindSpeed's patch manager, or with our stand-in."""
-        manager.register_patch(
-            "megatron.core.transformer.attention.SelfAttention.__init__",
-            self.self_attention_init_wrapper,
-        )
-
-    @around
-    def self_attention_init_wrapper(
-        self, init: Callable[..., None], layer: Any, *args: Any, **kwargs: Any
-    ) -> None:
-        """Replace the forward of the new layer's core attention by one that defers attention."""
-        init(layer, *args, **kwargs)
-        attend = layer.core_attention.forward
-
-        @functools.wraps(attend)
-        def forward(
-            query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any
-        ) -> torch.Tensor:
-            attention = functools.partial(attend, query, key, value, *args, **kwargs)
-            call = AttentionCall(layer, layer.config, layer.training, args, kwargs)
-            recomputed = layer.checkpoint_core_attention and layer.training
-            reason = RECOMPUTED if recomputed else proj_obstacle(layer.linear_proj)
-            reason = reason or heads_obstacle(query, key, value)
-            mask = reason or call.mask(*query.shape[:2])
-            if isinstance(mask, str):
-                self._linears.fall_back("attention", mask)
-                return attention()
-            scale = getattr(layer.config, "softmax_scale", None)
-            return DeferredAttention.of(query, key, value, mask=mask, scale=scale, attend=attention)
-
-        layer.core_attention.forward = forward

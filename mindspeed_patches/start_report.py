@@ -34,12 +34,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from commfuse_npu.refusals import IncompatibleOptionsError
-from mindspeed_patches.attention import RECOMPUTED, AttentionCall
+from commfuse_npu.refusals import EXPERTS, RECOMPUTED, UNSPLIT, IncompatibleOptionsError
+from mindspeed_patches.attention import AttentionCall
 from mindspeed_patches.data_parallel import BucketWrappers
 from mindspeed_patches.layer_names import LAYERS, layer_name
 from mindspeed_patches.patching import around
-from mindspeed_patches.wrappers import EXPERTS, LinearWrappers
+from mindspeed_patches.wrappers import LinearWrappers
 
 __all__ = ["StartReport"]
 
@@ -141,7 +141,7 @@ class StartReport:
         if layer.checkpoint_core_attention:
             return RECOMPUTED
         if not layer.linear_proj.sequence_parallel:
-            return "without sequence parallelism nothing is split"
+            return UNSPLIT
         return self.linears.static_obstacle(layer.linear_proj) or _mask_obstacle(layer)
 
 

@@ -49,6 +49,7 @@ import torch.distributed as dist
 
 from commfuse_npu.ops import LinearOptions, attention_all_to_all, linear_all_to_all
 from commfuse_npu.overlap.transfers import active_turns
+from commfuse_npu.refusals import unlisted
 from commfuse_npu.runtime.collectives import all_to_all
 from mindspeed_patches.attention import (
     AttentionCall,
@@ -207,7 +208,7 @@ class UlyssesWrappers(LaneUser):
         }
         for name, reason in reasons.items():
             if name not in layers:
-                reasons[name] = reason = f"{name} is not in the list of layers to fuse"
+                reasons[name] = reason = unlisted(name)
             if reason is not None:
                 self._linears.fall_back(f"{name} of ulysses", reason)
         joined = _Joined(reasons["qkv"] is None, reasons["proj"] is None, mask)

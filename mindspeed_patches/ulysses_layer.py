@@ -17,8 +17,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from commfuse_npu.refusals import RECOMPUTED
 from commfuse_npu.runtime.collectives import all_gather_rows
-from mindspeed_patches.attention import OWN_FORWARD, RECOMPUTED
+from mindspeed_patches.attention import OWN_FORWARD
 
 __all__ = [
     "WholePositions",
@@ -58,8 +59,6 @@ def layer_obstacle(layer: Any, arguments: dict[str, Any]) -> str | None:
         return RECOMPUTED
     if any(arguments.get(name) is not None for name in ("inference_context", "inference_params")):
         return "inference keeps keys of other calls"
-    if getattr(config, "cpu_offloading", False):
-        return "cpu_offloading needs Transformer Engine's layers"
     return None
 
 
