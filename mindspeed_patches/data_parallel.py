@@ -66,11 +66,10 @@ class BucketWrappers:
             over the group in which parameters are sharded.
     """
 
-    def __init__(self, linears: LinearWrappers, options: LinearOptions | None = None) -> None:
-        self._linears, self._options = linears, options or LinearOptions()
-        lanes = self._options.schedule.lanes
+    def __init__(self, linears: LinearWrappers, options: LinearOptions) -> None:
+        self._linears, self._options = linears, options
         self.users = {
-            name: LaneUser(f"BucketWrappers.users[{name!r}]", DATA_PARALLEL, lanes)
+            name: LaneUser(f"BucketWrappers.users[{name!r}]", DATA_PARALLEL, options.schedule.lanes)
             for name in ("gradients", "parameters")
         }
 
@@ -94,16 +93,18 @@ class BucketWrappers:
         if self._left(group, "gradients"):
             return start(group, *args, **kwargs)
         config = group.ddp_config
-        if group.grad_reduce_handle is not None:
-            raise _under_way("gradients", "finish_grad_sync")
-        check_nan = getattr(config, "check_for_nan_in_grad", False)
-        check_large = getattr(config, "check_for_large_grads", False)
-        if check_nan or check_large:
-            group.check_grads(check_for_nan_or_inf=check_nan, check_for_large=check_large)
-        average, buckets = getattr(config, "average_in_collective", False), self._of("gradients")
+        assert group.grad_reduce_handle is None, _under_way("gradients", "finish_grad_sync")
+        if config.check_for_nan_in_grad or config.check_for_large_grads:
+            group.check_grads(
+                check_for_nan_or_inf=config.check_for_nan_in_grad,
+                check_for_large=config.check_for_large_grads,
+            )
+        buckets = self._of("gradients")
         exchanges = (
             buckets.reduce_scatter(
-                bucket.grad_data, average=average, scale=bucket.gradient_scaling_factor
+                bucket.grad_data,
+                average=config.average_in_collective,
+                scale=bucket.gradient_scaling_factor,
             )
             for bucket in group.buckets
         )
@@ -119,8 +120,7 @@ class BucketWrappers:
         if self._left(group, "parameters"):
             return start(group, force_sync=force_sync)
         if group.param_gather_handle is not None:
-            if not force_sync:
-                raise _under_way("parameters", "finish_param_sync")
+            assert force_sync, _under_way("parameters", "finish_param_sync")
             group.param_gather_handle.wait()
             group.param_gather_handle = None
             return None
@@ -145,11 +145,8 @@ class BucketWrappers:
 
         Buckets of experts are sharded over the ranks that expert parallelism leaves, often one.
         """
-        config = group.ddp_config
-        if not config.use_distributed_optimizer:
+        if not group.ddp_config.use_distributed_optimizer:
             return "without the distributed optimizer gradients are all-reduced"
-        if getattr(config, "num_distributed_optimizer_instances", 1) > 1:
-            return "several instances of the distributed optimizer reduce over two groups"
         if group.intra_distributed_optimizer_instance_size == 1:
             return "a data-parallel group of one has nothing to transfer"
         if group.intra_distributed_optimizer_instance_group is not self._lanes(name).group:
@@ -202,8 +199,5 @@ class BucketWrappers:
             raise lanes.error() from error
 
 
-def _under_way(what: str, finish: str) -> AssertionError:
-    return AssertionError(
-        f"the {what} of this bucket group are under way already; call {finish} before they are "
-        "started again"
-    )
+def _under_way(what: str, finish: str) -> str:
+    return f"the {what} of this bucket group are under way already; call {finish} first"

@@ -11,11 +11,9 @@ from __future__ import annotations
 import argparse
 import functools
 import importlib
-import importlib.util
 import os
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 from commfuse_npu.packages import TOGETHER, WHY_WITHOUT, WITHOUT_MINDSPEED, find_package, numbers
@@ -96,12 +94,10 @@ def _check_versions() -> None:
 
     Both packages are located without importing them.
     """
-    llm = importlib.util.find_spec("mindspeed_llm")
-    folders = list(llm.submodule_search_locations or ()) if llm is not None else []
-    adaptors = [Path(folder) / "tasks" / "megatron_adaptor_v2.py" for folder in folders]
-    if folders and not any(adaptor.exists() for adaptor in adaptors):
+    llm = find_package("mindspeed_llm", os.environ)
+    if llm is not None and llm.folders and llm.folder_with("tasks/megatron_adaptor_v2.py") is None:
         raise RuntimeError(
-            f"the MindSpeed-LLM in {folders[0]} is 2.1.0 or older: it has no feature "
+            f"the MindSpeed-LLM in {llm.folders[0]} is 2.1.0 or older: it has no feature "
             f"manager, so that features cannot be added to it; use {TOGETHER}"
         )
     core = find_package("megatron", os.environ)

@@ -177,19 +177,15 @@ class Overlapping:
         self.overlap = overlap
         if overlap.device != "cpu":
             self.clock = _synchronised_clock(overlap.device)
-        self._report(layout, step["num_microbatches"], census.kept)
-        return losses
-
-    def _report(self, layout: Layout, microbatches: int, kept: int) -> None:
-        shape = layout.shape(microbatches)
+        shape = layout.shape(step["num_microbatches"])
         plan = slots(*shape)
         paired, total = paired_microbatches(plan)
-        most, without = most_in_flight(plan), in_flight_without(*shape)
-        memory = f": up to {(most - without) * kept / 2**20:.1f} MiB more" if kept else ""
         self._say(
             f"{paired} of {total} forwards of stage {layout.stage} run beside a backward; it holds "
-            f"the activations of at most {most} forwards, instead of {without}{memory}"
+            f"the activations of at most {most_in_flight(plan)} forwards, instead of "
+            f"{in_flight_without(*shape)}"
         )
+        return losses
 
     def _say(self, line: str) -> None:
         if line not in self._said:

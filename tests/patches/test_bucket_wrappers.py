@@ -18,8 +18,11 @@ GROUP = object()
 
 def bucket_group(config: dict[str, Any] | None = None, **changes: Any) -> Any:
     """The attributes of Megatron's class that the wrappers read."""
-    usual = {"use_distributed_optimizer": True}
-    usual |= {"overlap_grad_reduce": False, "overlap_param_gather": False}
+    names = (
+        *("overlap_grad_reduce", "overlap_param_gather", "average_in_collective"),
+        *("check_for_nan_in_grad", "check_for_large_grads"),
+    )
+    usual = {"use_distributed_optimizer": True, **dict.fromkeys(names, False)}
     bucket = SimpleNamespace(
         grad_data=torch.ones(4), param_data=torch.ones(4), gradient_scaling_factor=0.5
     )
@@ -61,7 +64,6 @@ ALONE = {**OTHER, "intra_distributed_optimizer_instance_size": 1}
     ("config", "changes", "reason"),
     [
         ({"use_distributed_optimizer": False}, {}, "without the distributed optimizer gradients"),
-        ({"num_distributed_optimizer_instances": 2}, {}, "several instances of the distributed "),
         ({}, OTHER, "these parameters are sharded over another group than the dense ones"),
         ({}, ALONE, "a data-parallel group of one has nothing to transfer"),
     ],

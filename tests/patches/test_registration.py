@@ -92,9 +92,9 @@ def test_after_mindspeed_it_is_too_late(command, package: str, own: str, adaptor
 
 
 def test_versions_that_nothing_can_be_added_to_are_refused(command, tmp_path, monkeypatch) -> None:
-    core = Package("0.17.0", (Path("/megatron"),))
+    found = {"megatron": Package("0.17.0", (Path("/megatron"),))}
     with monkeypatch.context() as patch:
-        patch.setattr(registration, "find_package", lambda *_: core)
+        patch.setattr(registration, "find_package", lambda name, _: found.get(name))
         with pytest.raises(RuntimeError, match=r"core 0\.17\.0 in /megatron: from 0\.17 .*2\.3\.0"):
             registration.install()
     (tmp_path / "mindspeed_llm" / "tasks").mkdir(parents=True)
