@@ -35,7 +35,7 @@ import torch
 import torch.distributed as dist
 
 from commfuse_npu.refusals import EXPERTS, RECOMPUTED, UNSPLIT, IncompatibleOptionsError
-from mindspeed_patches.attention import AttentionCall
+from mindspeed_patches.attention import mask_of
 from mindspeed_patches.data_parallel import BucketWrappers
 from mindspeed_patches.layer_names import LAYERS, layer_name
 from mindspeed_patches.patching import around
@@ -148,7 +148,7 @@ class StartReport:
 def _mask_obstacle(layer: Any) -> str | None:
     if getattr(layer.config, "reset_attention_mask", False):
         return None  # packed documents, whose ends only a call has
-    mask = AttentionCall(layer, layer.config, layer.training, (), {}).mask(1, 1)
+    mask = mask_of(layer, layer.config, layer.training, (), {}, 1, 1)
     return mask if isinstance(mask, str) else None
 
 

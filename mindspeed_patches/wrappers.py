@@ -44,9 +44,9 @@ from commfuse_npu.refusals import EXPERTS, RECOMPUTED, UNSPLIT, layer_obstacle
 from commfuse_npu.runtime.post_time import post_seconds
 from commfuse_npu.runtime.transport import Transport
 from mindspeed_patches.attention import (
-    AttentionCall,
     DeferredAttention,
     heads_obstacle,
+    mask_of,
     proj_obstacle,
 )
 from mindspeed_patches.lanes import TENSOR_PARALLEL, LaneUser
@@ -275,15 +275,15 @@ class LinearWrappers(LaneUser):
             query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any
         ) -> torch.Tensor:
             attention = functools.partial(attend, query, key, value, *args, **kwargs)
-            call = AttentionCall(layer, layer.config, layer.training, args, kwargs)
-            recomputed = layer.checkpoint_core_attention and layer.training
+            config, training = layer.config, layer.training
+            recomputed = layer.checkpoint_core_attention and training
             reason = RECOMPUTED if recomputed else proj_obstacle(layer.linear_proj)
             reason = reason or heads_obstacle(query, key, value)
-            mask = reason or call.mask(*query.shape[:2])
+            mask = reason or mask_of(layer, config, training, args, kwargs, *query.shape[:2])
             if isinstance(mask, str):
                 self.fall_back("attention", mask)
                 return attention()
-            scale = getattr(layer.config, "softmax_scale", None)
+            scale = getattr(config, "softmax_scale", None)
             return DeferredAttention.of(query, key, value, mask=mask, scale=scale, attend=attention)
 
         layer.core_attention.forward = forward
