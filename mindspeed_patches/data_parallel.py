@@ -4,8 +4,9 @@ Megatron keeps gradients and parameters in flat buffers that are divided into bu
 iteration it sums each bucket of gradients with a reduce-scatter, updates the shard of each rank in
 the optimizer, and collects the new parameters with an all-gather.  This module wraps the methods
 that start these two collectives, for dense parameters.  Their other duties (checks, scaling, the
-choice of sum or average, when to wait) are unchanged.  Buckets of experts, of a group of one rank,
-or without a sharded optimizer keep the transfers of Megatron or MindSpeed.
+choice of sum or average, when to wait) are unchanged.  Buckets of experts or of a group of one
+rank keep the transfers of Megatron or MindSpeed.  A launch without the distributed optimizer is
+refused.
 
 Timeline with both overlap options, buckets ``a, b, c`` in the order of the backward::
 
@@ -137,16 +138,13 @@ class BucketWrappers:
     ) -> None:
         """``finish_grad_sync()`` of a model chunk: returns once all ranks have called it."""
         finish(model, *args, **kwargs)
-        if model.ddp_config.use_distributed_optimizer:
-            self._meet()
+        self._meet()
 
     def obstacle(self, group: Any, name: str) -> str | None:
         """Why a bucket group keeps its own transfers, or ``None`` if it is fused.
 
         Buckets of experts are sharded over the ranks that expert parallelism leaves, often one.
         """
-        if not group.ddp_config.use_distributed_optimizer:
-            return "without the distributed optimizer gradients are all-reduced"
         if group.intra_distributed_optimizer_instance_size == 1:
             return "a data-parallel group of one has nothing to transfer"
         if group.intra_distributed_optimizer_instance_group is not self._lanes(name).group:

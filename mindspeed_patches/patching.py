@@ -20,6 +20,7 @@ import functools
 import pkgutil
 import sys
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 __all__ = ["PatchManager", "around"]
@@ -56,7 +57,7 @@ class PatchManager:
 
     def __init__(self) -> None:
         self._wrappers: dict[str, list[Function]] = {}
-        self._applied: list[tuple[Any, str, Function, Function]] = []
+        self._applied = ExitStack()
 
     def register_patch(self, orig_func_name: str, new_func: Function) -> None:
         """Store a wrapper for ``package.module.function`` or ``package.module.Class.method``.
@@ -80,7 +81,7 @@ class PatchManager:
         Raises:
             AttributeError, ModuleNotFoundError: a function does not exist.
         """
-        self._undo()
+        self._applied.close()
         for path, wrappers in self._wrappers.items():
             owner_path, _, name = path.rpartition(".")
             owner = pkgutil.resolve_name(owner_path)
@@ -88,14 +89,9 @@ class PatchManager:
             for wrapper in wrappers:
                 new = wrapper(new)
             _replace(owner, name, original, new)
-            self._applied.append((owner, name, new, original))
+            self._applied.callback(_replace, owner, name, new, original)
 
     def remove_patches(self) -> None:
-        """Restore the original functions, and forget all patches."""
-        self._undo()
-        self._wrappers.clear()
-
-    def _undo(self) -> None:
         """Restore the originals, also in modules that imported a patched function later."""
-        while self._applied:
-            _replace(*self._applied.pop())
+        self._applied.close()
+        self._wrappers.clear()

@@ -10,18 +10,9 @@ Layers are counted when the model is built, from its modules, over all pipeline 
 that concern a single call (its mask, a short sequence) are logged when they occur; reasons that are
 reported here are not logged again.
 
-If nothing is fused, the training stops here on all ranks, before its first iteration.
-
-===================  ===========================================================================
-kind                 counted
-===================  ===========================================================================
-linear layers        every column- and row-parallel one, by its name in :mod:`.layer_names`, else
-                     by its attribute; experts: the modules that contain them
-attention            self-attention layers, with ``--commfuse-attention``
-ulysses              attention layers, with ``--commfuse-ulysses``
-gradients,           buckets
-parameters
-===================  ===========================================================================
+If nothing is fused, the training stops here on all ranks, before its first iteration.  Linear
+layers are counted by their names in :mod:`.layer_names`, else by their attributes, and experts by
+the modules that contain them.
 """
 
 from __future__ import annotations

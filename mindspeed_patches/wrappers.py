@@ -5,15 +5,8 @@ wrapped; where the fused form does not apply, the wrapper calls the original.  (
 classes fails: Megatron's ``__init__`` calls ``super(ColumnParallelLinear, self)`` through the name
 in its module.)
 
-===============================  ==================  ============================================
-layer                            sequence parallel   forward
-===============================  ==================  ============================================
-ColumnParallelLinear             yes                 ``all_gather_linear``
-MindSpeed's column with norm     yes                 ``all_gather_linear`` after the norm
-RowParallelLinear                yes                 ``linear_reduce_scatter``
-RowParallelLinear                no                  ``linear_all_reduce``
-everything else                                      Megatron's own
-===============================  ==================  ============================================
+Column-parallel layers, also MindSpeed's with a norm before, run ``all_gather_linear``, and
+row-parallel ones ``linear_reduce_scatter``, or ``linear_all_reduce`` without sequence parallelism.
 """
 
 from __future__ import annotations

@@ -54,12 +54,12 @@ def test_a_first_use_without_gradients_keeps_those_of_others() -> None:
     assert torch.equal(q.grad, torch.full_like(q, 2))
 
 
-def call(of_data: Any = None, kind: str = "causal", **given: Any) -> Any:
+def call(kind: str = "causal", **given: Any) -> Any:
     """The mask of a call, or the reason for none."""
     config = SimpleNamespace(**{"attention_dropout": 0.0} | given.pop("config", {}))
     owner = SimpleNamespace(config=config, attn_mask_type=kind)
     training = given.pop("training", True)
-    return mask_of(owner, config, training, (of_data,), given, LENGTH, BATCH)
+    return mask_of(owner, config, training, (None,), given, LENGTH, BATCH)
 
 
 def packed(*ends: int) -> SimpleNamespace:
@@ -73,7 +73,6 @@ def heads(*lengths: int) -> list[torch.Tensor]:
 QKV = heads(LENGTH, LENGTH, LENGTH)
 RESET, GENERAL = {"reset_attention_mask": True}, {"attention_mask_type": "general"}
 DROPOUT = {"attention_dropout": 0.1}
-HIDDEN = torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1)
 
 
 PACKED = {"config": RESET, "packed_seq_params": packed(16)}
@@ -97,7 +96,7 @@ OF_DEPTHS = PACKED | {"packed_seq_params": SimpleNamespace(cu_seqlens_q=torch.on
         (call(), [x.flatten(2) for x in QKV], "are not of one sequence"),
         (call(**BAD_ENDS), QKV, "none ends at 8, with sample 0"),
         (call(**OF_DEPTHS), QKV, "multi-token prediction has ends"),
-        (call(HIDDEN, config=GENERAL), QKV, "its mask is that of the data (--attention-mask-type"),
+        (call(config=GENERAL), QKV, "its mask is that of the data (--attention-mask-type"),
         (call(config={"tokenizer_padding_side": "left"}), QKV, "its mask is that of the data"),
     ],
 )
@@ -107,20 +106,10 @@ def test_calls_that_the_fused_form_cannot_take(asked: Any, qkv: list[Any], reaso
     assert reason in obstacle
 
 
-@pytest.mark.parametrize(
-    ("asked", "causal"),
-    [
-        (call(), True),
-        (call(config=DROPOUT, training=False), True),
-        # No token of a sample attends to the padding behind it.
-        (call(HIDDEN, config={"attention_mask_type": "causal"}), True),
-        (call(HIDDEN, config={"tokenizer_padding_side": "right"}), True),
-        (call(kind="no_mask", config=GENERAL), False),
-    ],
-)
-def test_masks_that_their_kind_says(asked: Any, causal: bool) -> None:
+def test_masks_that_their_kind_says() -> None:
     assert heads_obstacle(*QKV) is None
-    assert asked == {"causal": causal}
+    assert call(config=DROPOUT, training=False) == {"causal": True}
+    assert call(kind="no_mask", config=GENERAL) == {"causal": False}
 
 
 def test_documents_end_where_mindspeed_says() -> None:

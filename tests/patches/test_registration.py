@@ -15,7 +15,6 @@ from megatron.core.tensor_parallel import layers
 
 from commfuse_npu.options import unknown_option
 from commfuse_npu.packages import Package
-from commfuse_npu.refusals import IncompatibleOptionsError
 from mindspeed_patches import launch, registration
 
 STAND_INS = Path(__file__).parent / "stand_ins"
@@ -118,14 +117,6 @@ def test_a_missing_mindspeed_is_named_and_what_it_misses_reported(tmp_path, monk
     with pytest.raises(ModuleNotFoundError, match="a_package_that_is_missing"):
         registration.install()
     forget()
-
-
-def test_features_that_replace_the_layers_are_refused_at_patch_time(command) -> None:
-    command("--use-commfuse", "--use-ascend-coc")
-    registration.install()
-    with pytest.raises(IncompatibleOptionsError, match="commfuse and --use-ascend-coc exclude"):
-        importlib.import_module("mindspeed_llm")
-    assert wrapped() == 0
 
 
 SCRIPT = """

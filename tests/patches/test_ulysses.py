@@ -31,7 +31,6 @@ QKV = [torch.zeros(8, 1, heads, 4) for heads in (4, 2, 2)]
 @pytest.mark.parametrize(
     ("attention", "tensors", "reason"),
     [
-        (attention("padding"), QKV, "its mask is padding; only causal and no_mask can be"),
         (attention("padding", nested=True), QKV, "its mask is padding"),
         (attention(), [QKV, *QKV[1:]], "queries or keys are not one tensor"),
         (attention(beside=True), QKV, "forward-backward overlap hides its transfers already"),
