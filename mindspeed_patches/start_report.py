@@ -118,11 +118,8 @@ class StartReport:
                 if not hasattr(module.core_attention, "local_attn"):
                     reason = f"{type(module.core_attention).__name__} exchanges no heads"
                 yield "ulysses", reason
-        for group in (
-            *getattr(chunk, "bucket_groups", ()),
-            *getattr(chunk, "expert_parallel_bucket_groups", ()),
-        ):
-            if self.buckets is not None:
+        if self.buckets is not None:
+            for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
                 for name in self.buckets.users:
                     reason = self.buckets.obstacle(group, name) or ""
                     yield from [(name, reason)] * len(group.buckets)

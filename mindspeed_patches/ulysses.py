@@ -211,15 +211,13 @@ class UlyssesWrappers(LaneUser):
         stack: ExitStack,
     ) -> dict[str, Any]:
         """Let the projections take part until ``stack`` closes; returns arguments that change."""
-        lanes, layers = self.lanes(), self._linears.layers
-        obstacle = layer_obstacle(layer, arguments)
+        lanes, obstacle = self.lanes(), layer_obstacle(layer, arguments)
         reasons = {
             "qkv": obstacle or qkv_obstacle(layer, rows, lanes.size, arguments),
             "proj": obstacle or proj_obstacle(layer.linear_proj),
+            **{name: unlisted(name) for name in {"qkv", "proj"} - self._linears.layers},
         }
         for name, reason in reasons.items():
-            if name not in layers:
-                reasons[name] = reason = unlisted(name)
             if reason is not None:
                 self._linears.fall_back(f"{name} of ulysses", reason)
         joined = _Joined(reasons["qkv"] is None, reasons["proj"] is None, mask)
