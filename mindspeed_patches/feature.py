@@ -55,8 +55,8 @@ class CommFuseFeature:
         self.overlapping: Overlapping | None = None
 
     def is_need_apply(self, args: argparse.Namespace) -> bool:
-        """Whether the hooks that register patches are called for these arguments."""
-        return bool(args.optimization_level >= _LEVEL and _flags(args))
+        """Whether to register patches; at a lower level validate_args refuses the flags."""
+        return bool(_flags(args))
 
     def register_args(self, parser: argparse.ArgumentParser) -> None:
         """Declare options; called on the early parser and on Megatron's."""

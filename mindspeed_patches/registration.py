@@ -94,7 +94,7 @@ def _check_versions() -> None:
 
     Both packages are located without importing them.
     """
-    llm = find_package("mindspeed_llm", os.environ)
+    llm = find_package("mindspeed_llm", {})
     if llm is not None and llm.folders and llm.folder_with("tasks/megatron_adaptor_v2.py") is None:
         raise RuntimeError(
             f"the MindSpeed-LLM in {llm.folders[0]} is 2.1.0 or older: it has no feature "
