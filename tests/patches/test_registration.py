@@ -73,6 +73,7 @@ def test_installed_before_mindspeed(command, package: str, own: str, adaptor: st
     assert registration.install() is feature
     assert wrapped() == on
     manager = importlib.import_module("mindspeed.features_manager").MindSpeedFeaturesManager
+    manager.set_features_list([*manager.FEATURES_LIST])
     names = [feature.feature_name for feature in manager.FEATURES_LIST]
     assert names == [own, "use_commfuse"]
     wrappers = feature.wrappers

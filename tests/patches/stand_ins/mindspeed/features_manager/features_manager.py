@@ -24,7 +24,6 @@ class Feature:
 def early_arguments(features: Sequence[Any]) -> argparse.Namespace:
     """Undeclared options are strings or True."""
     parser = argparse.ArgumentParser(allow_abbrev=False)
-    parser.add_argument("--optimization-level", type=int, default=2)
     for feature in features:
         feature.register_args(parser)
     args, unknown = parser.parse_known_args()
