@@ -4,21 +4,30 @@ The launch checks an argparse namespace twice.  The first time is when patches a
 features that replace Megatron's linear classes do so before arguments are checked; options not
 given are then absent, and values are strings.  The second time is with the parsed arguments.  The
 tools check the words of a command line, where Megatron's default applies to options not given.
+
+:func:`layer_obstacle` decides in both which linear layers of an accepted launch are not fused.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
+from commfuse_npu.options import LAYERS, option_name
+
 __all__ = [
+    "EXPERTS",
+    "RECOMPUTED",
     "REFUSALS_OF",
+    "UNSPLIT",
     "IncompatibleOptionsError",
     "Refusal",
     "check_compatible",
+    "layer_obstacle",
     "missing",
+    "unlisted",
 ]
 
 
@@ -261,3 +270,70 @@ def missing(ours: str, args: argparse.Namespace) -> str:
             f"--context-parallel-size {size}; choose {args.seq_length - more + size}"
         )
     return ""
+
+
+# ------------------------------------------------------------------ layers that are not fused
+
+EXPERTS = "expert layers are left to the token dispatcher"
+"""Why no layer of an expert is fused."""
+
+RECOMPUTED = "selective recomputation runs core attention separately"
+UNSPLIT = "without sequence parallelism nothing is split"
+"""Why attention is not fused with its projection."""
+
+_GATHERS = "mla_up_proj_tp_overlap", "gathers its input before the call"
+_ELSEWHERE = {
+    "output": ("defer_embedding_wgrad_compute", "keeps the gradients for later"),
+    "q_up": _GATHERS,
+    "kv_up": _GATHERS,
+}
+"""Options that change how a layer transfers, and what they do."""
+
+
+def unlisted(layer: str) -> str:
+    """Why a layer outside of ``--commfuse-layers`` is not fused."""
+    remedy = f" (add {layer} to --commfuse-layers)" if layer in LAYERS else ""
+    return f"{layer} is not in the list of layers to fuse{remedy}"
+
+
+def layer_obstacle(
+    layer: str,
+    *,
+    column: bool,
+    split: bool,
+    size: int,
+    layers: Collection[str],
+    given: Callable[[str], bool],
+    rows: int | None,
+    least: int,
+) -> str | None:
+    """Why a linear layer keeps Megatron's forward, and a way out; ``None`` if it is fused.
+
+    Args:
+        layer: its name in ``--commfuse-layers``.
+        column: whether it is column-parallel.
+        split: whether activations are split along the sequence.
+        size: number of tensor-parallel ranks.
+        layers: those to fuse.
+        given: whether an option of Megatron is set, by its attribute.
+        rows: of a rank's block, if known; with fewer than ``least`` Megatron's order is faster.
+    """
+    if column and not split:
+        return (
+            "without sequence parallelism the forward has no transfer (Megatron hides that of the "
+            "backward behind wgrad; --sequence-parallel has both)"
+        )
+    option, does = _ELSEWHERE.get(layer, ("", ""))
+    if option and given(option):
+        return f"{option} {does} (leave {option_name(option)} out)"
+    if layer not in layers:
+        return unlisted(layer)
+    if size == 1:
+        return "a tensor-parallel group of one has nothing to transfer"
+    if rows is not None and rows < least:
+        return (
+            f"a block has fewer than {least} rows, for which Megatron's own order is faster "
+            "(simulated; --commfuse-chunks 1 fuses it, a smaller TP or longer sequences lengthen "
+            "it)"
+        )
+    return None

@@ -22,93 +22,79 @@ sample sees anyway.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.utils._pytree import tree_map_only
 
 from commfuse_npu.ops import Documents, LinearOptions
 from commfuse_npu.ops.call import AnyTransport
-from mindspeed_patches.patching import around
-
-if TYPE_CHECKING:
-    from mindspeed_patches.wrappers import LinearWrappers
 
 __all__ = [
     "OWN_FORWARD",
-    "RECOMPUTED",
-    "AttentionCall",
-    "AttentionWrappers",
     "DeferredAttention",
     "heads_obstacle",
+    "mask_of",
     "proj_obstacle",
 ]
 
 OWN_FORWARD = "its forward was replaced by someone else"
-RECOMPUTED = "selective recomputation runs core attention separately"
-"""Why attention of such a layer cannot be deferred to its projection."""
 
 
 _AFTER_THE_MASK = ("attn_mask_type", "attention_bias", "packed_seq_params")
 
 
-class AttentionCall:
-    """The arguments of one call of core attention, or of the layer around it, that decide.
+def mask_of(
+    owner: Any,
+    config: Any,
+    training: bool,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    length: int,
+    batch: int,
+) -> dict[str, Any] | str:
+    """The ops' ``causal`` and ``documents``, or why this attention is more than a softmax.
 
     Args:
         owner: has the mask type if the call does not pass one.
         config: Megatron's configuration of the layer.
         training: whether dropout is active.
-        args, kwargs: of the call, starting with the mask.
-
-    Attributes:
-        of_data: the attention mask that Megatron passes, or ``None``.
+        args, kwargs: of a call of core attention, or of the layer around it, from the mask on.
+        length: of the full sequence.
+        batch: number of sequences.
     """
-
-    def __init__(
-        self, owner: Any, config: Any, training: bool, args: Sequence[Any], kwargs: dict[str, Any]
-    ) -> None:
-        self._config, self._training = config, training
-        self._arguments = dict(zip(_AFTER_THE_MASK, args[1:], strict=False)) | kwargs
-        self.of_data = args[0] if args else self._arguments.get("attention_mask")
-        kind = self._arguments.get("attn_mask_type") or owner.attn_mask_type
-        self._kind = str(getattr(kind, "name", kind))
-
-    def mask(self, length: int, batch: int) -> dict[str, Any] | str:
-        """The ops' ``causal`` and ``documents``, or why this attention is more than a softmax.
-
-        ``length`` is that of the full sequence.
-        """
-        config, kind, packed = self._config, self._kind, self._arguments.get("packed_seq_params")
-        if kind not in ("causal", "no_mask"):
-            return f"its mask is {kind}; only causal and no_mask can be split by queries"
-        if packed is not None:
-            if not getattr(config, "reset_attention_mask", False):
-                return "its packed sequences are not those of --reset-attention-mask"
-            if kind != "causal":
-                return f"its mask is {kind}; documents are packed for causal attention"
-        elif kind == "causal" and (
-            getattr(config, "attention_mask_type", "causal") == "general"
-            or getattr(config, "tokenizer_padding_side", "right") == "left"
-        ):
-            return (
-                "its mask is that of the data (--attention-mask-type general, or samples padded "
-                "on the left); only causal and full attention and packed documents are fused"
-            )
-        if self._arguments.get("attention_bias") is not None:
-            return "an attention bias is added to the scores"
-        if config.attention_dropout and self._training:
-            return f"attention dropout is {config.attention_dropout}"
-        if getattr(config, "window_size", None) is not None:
-            return "a sliding window limits the keys"
-        if packed is None:
-            return {"causal": kind == "causal"}
-        documents = _of_documents(packed, length, batch)
-        if isinstance(documents, str):
-            return documents
-        return {"causal": True, "documents": documents}
+    arguments = dict(zip(_AFTER_THE_MASK, args[1:], strict=False)) | kwargs
+    packed = arguments.get("packed_seq_params")
+    kind = arguments.get("attn_mask_type") or owner.attn_mask_type
+    kind = str(getattr(kind, "name", kind))
+    if kind not in ("causal", "no_mask"):
+        return f"its mask is {kind}; only causal and no_mask can be split by queries"
+    if packed is not None:
+        if not getattr(config, "reset_attention_mask", False):
+            return "its packed sequences are not those of --reset-attention-mask"
+        if kind != "causal":
+            return f"its mask is {kind}; documents are packed for causal attention"
+    elif kind == "causal" and (
+        getattr(config, "attention_mask_type", "causal") == "general"
+        or getattr(config, "tokenizer_padding_side", "right") == "left"
+    ):
+        return (
+            "its mask is that of the data (--attention-mask-type general, or samples padded "
+            "on the left); only causal and full attention and packed documents are fused"
+        )
+    if arguments.get("attention_bias") is not None:
+        return "an attention bias is added to the scores"
+    if config.attention_dropout and training:
+        return f"attention dropout is {config.attention_dropout}"
+    if getattr(config, "window_size", None) is not None:
+        return "a sliding window limits the keys"
+    if packed is None:
+        return {"causal": kind == "causal"}
+    documents = _of_documents(packed, length, batch)
+    if isinstance(documents, str):
+        return documents
+    return {"causal": True, "documents": documents}
 
 
 def heads_obstacle(query: Any, key: Any, value: Any) -> str | None:
@@ -223,43 +209,3 @@ class DeferredAttention(torch.Tensor):
     ) -> Any:
         args, kwargs = tree_map_only(cls, cls.value, (args, kwargs or {}))
         return func(*args, **kwargs)
-
-
-class AttentionWrappers:
-    """Wraps the constructor of self-attention layers, so that ``proj`` can run attention, too."""
-
-    def __init__(self, linears: LinearWrappers) -> None:
-        self._linears = linears
-
-    def register(self, manager: Any) -> None:
-        """Register with MindSpeed's patch manager, or with our stand-in."""
-        manager.register_patch(
-            "megatron.core.transformer.attention.SelfAttention.__init__",
-            self.self_attention_init_wrapper,
-        )
-
-    @around
-    def self_attention_init_wrapper(
-        self, init: Callable[..., None], layer: Any, *args: Any, **kwargs: Any
-    ) -> None:
-        """Replace the forward of the new layer's core attention by one that defers attention."""
-        init(layer, *args, **kwargs)
-        attend = layer.core_attention.forward
-
-        @functools.wraps(attend)
-        def forward(
-            query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any
-        ) -> torch.Tensor:
-            attention = functools.partial(attend, query, key, value, *args, **kwargs)
-            call = AttentionCall(layer, layer.config, layer.training, args, kwargs)
-            recomputed = layer.checkpoint_core_attention and layer.training
-            reason = RECOMPUTED if recomputed else proj_obstacle(layer.linear_proj)
-            reason = reason or heads_obstacle(query, key, value)
-            mask = reason or call.mask(*query.shape[:2])
-            if isinstance(mask, str):
-                self._linears.fall_back("attention", mask)
-                return attention()
-            scale = getattr(layer.config, "softmax_scale", None)
-            return DeferredAttention.of(query, key, value, mask=mask, scale=scale, attend=attention)
-
-        layer.core_attention.forward = forward

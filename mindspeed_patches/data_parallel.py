@@ -4,8 +4,9 @@ Megatron keeps gradients and parameters in flat buffers that are divided into bu
 iteration it sums each bucket of gradients with a reduce-scatter, updates the shard of each rank in
 the optimizer, and collects the new parameters with an all-gather.  This module wraps the methods
 that start these two collectives, for dense parameters.  Their other duties (checks, scaling, the
-choice of sum or average, when to wait) are unchanged.  Buckets of experts, of a group of one rank,
-or without a sharded optimizer keep the transfers of Megatron or MindSpeed.
+choice of sum or average, when to wait) are unchanged.  Buckets of experts or of a group of one
+rank keep the transfers of Megatron or MindSpeed.  A launch without the distributed optimizer is
+refused.
 
 Timeline with both overlap options, buckets ``a, b, c`` in the order of the backward::
 
@@ -66,11 +67,10 @@ class BucketWrappers:
             over the group in which parameters are sharded.
     """
 
-    def __init__(self, linears: LinearWrappers, options: LinearOptions | None = None) -> None:
-        self._linears, self._options = linears, options or LinearOptions()
-        lanes = self._options.schedule.lanes
+    def __init__(self, linears: LinearWrappers, options: LinearOptions) -> None:
+        self._linears, self._options = linears, options
         self.users = {
-            name: LaneUser(f"BucketWrappers.users[{name!r}]", DATA_PARALLEL, lanes)
+            name: LaneUser(f"BucketWrappers.users[{name!r}]", DATA_PARALLEL, options.schedule.lanes)
             for name in ("gradients", "parameters")
         }
 
@@ -94,16 +94,18 @@ class BucketWrappers:
         if self._left(group, "gradients"):
             return start(group, *args, **kwargs)
         config = group.ddp_config
-        if group.grad_reduce_handle is not None:
-            raise _under_way("gradients", "finish_grad_sync")
-        check_nan = getattr(config, "check_for_nan_in_grad", False)
-        check_large = getattr(config, "check_for_large_grads", False)
-        if check_nan or check_large:
-            group.check_grads(check_for_nan_or_inf=check_nan, check_for_large=check_large)
-        average, buckets = getattr(config, "average_in_collective", False), self._of("gradients")
+        assert group.grad_reduce_handle is None, _under_way("gradients", "finish_grad_sync")
+        if config.check_for_nan_in_grad or config.check_for_large_grads:
+            group.check_grads(
+                check_for_nan_or_inf=config.check_for_nan_in_grad,
+                check_for_large=config.check_for_large_grads,
+            )
+        buckets = self._of("gradients")
         exchanges = (
             buckets.reduce_scatter(
-                bucket.grad_data, average=average, scale=bucket.gradient_scaling_factor
+                bucket.grad_data,
+                average=config.average_in_collective,
+                scale=bucket.gradient_scaling_factor,
             )
             for bucket in group.buckets
         )
@@ -119,8 +121,7 @@ class BucketWrappers:
         if self._left(group, "parameters"):
             return start(group, force_sync=force_sync)
         if group.param_gather_handle is not None:
-            if not force_sync:
-                raise _under_way("parameters", "finish_param_sync")
+            assert force_sync, _under_way("parameters", "finish_param_sync")
             group.param_gather_handle.wait()
             group.param_gather_handle = None
             return None
@@ -137,19 +138,13 @@ class BucketWrappers:
     ) -> None:
         """``finish_grad_sync()`` of a model chunk: returns once all ranks have called it."""
         finish(model, *args, **kwargs)
-        if model.ddp_config.use_distributed_optimizer:
-            self._meet()
+        self._meet()
 
     def obstacle(self, group: Any, name: str) -> str | None:
         """Why a bucket group keeps its own transfers, or ``None`` if it is fused.
 
         Buckets of experts are sharded over the ranks that expert parallelism leaves, often one.
         """
-        config = group.ddp_config
-        if not config.use_distributed_optimizer:
-            return "without the distributed optimizer gradients are all-reduced"
-        if getattr(config, "num_distributed_optimizer_instances", 1) > 1:
-            return "several instances of the distributed optimizer reduce over two groups"
         if group.intra_distributed_optimizer_instance_size == 1:
             return "a data-parallel group of one has nothing to transfer"
         if group.intra_distributed_optimizer_instance_group is not self._lanes(name).group:
@@ -202,8 +197,5 @@ class BucketWrappers:
             raise lanes.error() from error
 
 
-def _under_way(what: str, finish: str) -> AssertionError:
-    return AssertionError(
-        f"the {what} of this bucket group are under way already; call {finish} before they are "
-        "started again"
-    )
+def _under_way(what: str, finish: str) -> str:
+    return f"the {what} of this bucket group are under way already; call {finish} first"

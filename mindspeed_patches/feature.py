@@ -1,8 +1,8 @@
-"""``--use-commfuse`` as a feature of MindSpeed.
+"""``--use-commfuse`` and ``--commfuse-fb-overlap`` as a feature of MindSpeed.
 
 MindSpeed calls the hooks of a feature in this order (read in its sources and run on CPU):
-``register_args`` on an early parser; ``pre_register_patches`` and ``register_patches`` if the flag
-is set; ``register_args`` again on Megatron's parser; then, with or without the flag,
+``register_args`` on an early parser; ``pre_register_patches`` and ``register_patches`` if a flag
+is set; ``register_args`` again on Megatron's parser; then, with or without a flag,
 ``pre_validate_args``, Megatron's own checks, ``post_validate_args`` and ``validate_args``.
 """
 
@@ -16,38 +16,70 @@ import os
 from typing import Any
 
 from commfuse_npu.kernels import use_matmul_add
-from commfuse_npu.options import DEFAULTS, add_arguments, given_options
-from commfuse_npu.refusals import IncompatibleOptionsError
-from mindspeed_patches.patching import Feature
+from commfuse_npu.options import (
+    DEFAULTS,
+    FB_OVERLAP_OPTIONS,
+    OPTIONS,
+    add_arguments,
+    given_options,
+)
+from commfuse_npu.refusals import IncompatibleOptionsError, check_compatible
+from mindspeed_patches.fb_overlap.overlapping import Overlapping, plain_pipeline_memory
 from mindspeed_patches.training_options import LaunchSizes, check_options, register_wrappers
 from mindspeed_patches.wrappers import LinearWrappers
 
 __all__ = ["CommFuseFeature"]
 
+_FUSED, _OVERLAPPED = "--use-commfuse", "--commfuse-fb-overlap"
+_LEVEL = 2
+"""The smallest ``--optimization-level`` that includes the feature."""
 _logger = logging.getLogger(__name__)
 
 
-class CommFuseFeature(Feature):
-    """Fuses tensor-parallel linear layers and, on request, attention, Ulysses and data parallelism.
+class CommFuseFeature:
+    """Fuses layers and overlaps forwards with backwards; each flag works with or without the other.
+
+    MindSpeed's manager calls these hooks of every feature in its list, whatever its class (read).
 
     Attributes:
-        wrappers: the linear wrappers with their call counts; ``None`` until patches are registered.
+        wrappers: the linear wrappers with their call counts; ``None`` until patches are registered
+            for ``--use-commfuse``.
+        overlapping: the schedule; ``None`` until patches are registered for
+            ``--commfuse-fb-overlap``.
     """
 
+    feature_name = "use_commfuse"
+
     def __init__(self) -> None:
-        super().__init__("use-commfuse")
         self.wrappers: LinearWrappers | None = None
+        self.overlapping: Overlapping | None = None
+
+    def is_need_apply(self, args: argparse.Namespace) -> bool:
+        """Whether to register patches; at a lower level validate_args refuses the flags."""
+        return bool(_flags(args))
 
     def register_args(self, parser: argparse.ArgumentParser) -> None:
+        """Declare options; called on the early parser and on Megatron's."""
         group = parser.add_argument_group(title="commfuse")
-        add_arguments(group)
+        add_arguments(group, OPTIONS | FB_OVERLAP_OPTIONS)
         group.set_defaults(**DEFAULTS)
 
     def register_patches(self, patch_manager: Any, args: argparse.Namespace) -> None:
-        """Wrap the selected layers, the set-up of process groups, and the creation of the model.
+        """Wrap the layers, the set-up of process groups, the creation of the model, the schedule.
 
         Raises what :func:`~.training_options.check_options` raises.
         """
+        flags = _flags(args)
+        if _FUSED in flags:
+            self._fuse(patch_manager, args)
+        if _OVERLAPPED in flags:
+            check_compatible(args, _OVERLAPPED)
+            # Overlap in a plain pipeline needs its own option, which validate_args checks.
+            order_log = getattr(args, "commfuse_order_log", None)
+            self.overlapping = Overlapping(plain_pipelines=True, order_log=order_log)
+            self.overlapping.register(patch_manager)
+
+    def _fuse(self, patch_manager: Any, args: argparse.Namespace) -> None:
         check_options(args)
         engine = getattr(args, "transformer_impl", "transformer_engine") == "transformer_engine"
         self.wrappers, users, report = register_wrappers(
@@ -66,23 +98,42 @@ class CommFuseFeature(Feature):
     def validate_args(self, args: argparse.Namespace) -> None:
         """Check the final arguments; MindSpeed calls this for every feature, enabled or not."""
         check_options(args, complete=True)
-        if not getattr(args, self.feature_name, None):
-            return
-        level = getattr(args, "optimization_level", self.optimization_level)
-        if level < self.optimization_level:
+        flags, level = _flags(args), getattr(args, "optimization_level", _LEVEL)
+        if flags and level < _LEVEL:
             raise IncompatibleOptionsError(
-                f"--use-commfuse and --optimization-level {level} exclude each other: level "
-                f"{level} leaves features of level {self.optimization_level} out; leave one of the "
-                "two out"
+                f"{' and '.join(flags)} and --optimization-level {level} exclude each other: level "
+                f"{level} leaves features of level {_LEVEL} out; leave one of the two out"
             )
         elsewhere = given_options(args).commfuse_ulysses or given_options(args).commfuse_dp
-        if LaunchSizes(args).tensor == 1 and not elsewhere:
+        if _FUSED in flags and LaunchSizes(args).tensor == 1 and not elsewhere:
             raise IncompatibleOptionsError(
                 "--use-commfuse needs --tensor-model-parallel-size of at least 2: a group of one "
                 "transfers nothing; choose that, add --commfuse-dp with "
                 "--use-distributed-optimizer for gradients and parameters, or --commfuse-ulysses "
                 "with --context-parallel-algo ulysses_cp_algo, or leave --use-commfuse out"
             )
+        if _OVERLAPPED not in flags:
+            return
+        check_compatible(args, _OVERLAPPED)
+        stages = getattr(args, "pipeline_model_parallel_size", None) or 1
+        plain = getattr(args, "virtual_pipeline_model_parallel_size", None) is None
+        if stages > 1 and plain and not getattr(args, "commfuse_fb_overlap_memory", None):
+            raise IncompatibleOptionsError(
+                f"--commfuse-fb-overlap: {plain_pipeline_memory(stages)}; add "
+                "--commfuse-fb-overlap-memory to allow that, or use virtual stages, where it is "
+                "one model chunk more"
+            )
+
+    def _do_nothing(self, *args: Any) -> None:
+        """Take the place of MindSpeed's other hooks."""
+
+    pre_register_patches = pre_validate_args = post_validate_args = _do_nothing
+
+
+def _flags(args: argparse.Namespace) -> list[str]:
+    """Those of the two flags that are given."""
+    attributes = {_FUSED: "use_commfuse", _OVERLAPPED: "commfuse_fb_overlap"}
+    return [flag for flag, name in attributes.items() if getattr(args, name, None)]
 
 
 def _has_module(name: str) -> bool:

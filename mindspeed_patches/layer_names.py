@@ -1,24 +1,9 @@
 """Names of linear layers on the command line, in counts and in reports.
 
-Most layers are identified by the communication buffer name that their constructor gets.  Layers
-without such a name, or with the same one as another kind, are named by their parent module.
-
-========================  ===========================================  ==========================
-name                      Megatron's and MindSpeed-LLM's attribute     buffer
-========================  ===========================================  ==========================
-``qkv``                   ``linear_qkv``; where q, k and v are apart:  ``qkv``; ``q_proj``,
-                          ``linear_q_proj``, ...                       ``k_proj``, ``v_proj``
-``q_down``, ``kv_down``   ``linear_q_down_proj``, ...                  none
-``q_up``                  ``linear_q_up_proj``; ``--mla-mm-split``:    ``qb``; ``qk_nope``,
-                          ``linear_qk_nope``, ``linear_qk_rope``       ``qk_rope``
-``kv_up``                 ``linear_kv_up_proj``; ``linear_kv_nope``,   ``kvb``; ``kv_nope``,
-                          ``linear_v``                                 ``v``
-``proj``                  ``linear_proj``                              ``proj``
-``fc1``, ``fc2``          ``mlp.linear_fc1``, ...                      ``fc1``, ``fc2``
-``shared_fc1``, ...       ``mlp.shared_experts.linear_fc1``, ...       ``fc1``, ``fc2``
-``eh_proj``               ``eh_proj`` of multi-token prediction        none
-``output``                ``output_layer``                             none
-========================  ===========================================  ==========================
+Most layers are identified by the communication buffer name that their constructor gets, which is
+the name on the command line or in :data:`_OF_BUFFERS` (``--mla-mm-split`` has several buffers for
+one name).  Layers without such a name, or with the same one as another kind, are named by their
+parent module (:data:`_INSIDE`).
 
 (Read in Megatron-LM core_v0.12.1, MindSpeed and MindSpeed-LLM 26.1.0.)  The down-projections of
 MindSpeed-LLM's latent attention have full weights and transfer nothing; Megatron's own are

@@ -4,11 +4,11 @@
 
     torchrun ... -m mindspeed_patches.measured [--blocking] pretrain_gpt.py ...
 
-is ``torchrun ... pretrain_gpt.py ...``, with CommFuse registered if ``--use-commfuse`` or
-``--commfuse-fb-overlap`` is among the arguments.  When the script has finished, rank 0 prints the
-memory in use on the fullest device, including HCCL's buffers, and one SHA-256 of the weights of all
-ranks and of their optimizer states (fp32 weights, moments).  No source is edited: MindSpeed's patch
-manager wraps ``setup_model_and_optimizer`` to get the model and the optimizer that it returns.
+is ``torchrun ... -m mindspeed_patches.launch pretrain_gpt.py ...``.  When the script has finished,
+rank 0 prints the memory in use on the fullest device, including HCCL's buffers, and one SHA-256 of
+the weights of all ranks and of their optimizer states (fp32 weights, moments).  No source is
+edited: MindSpeed's patch manager wraps ``setup_model_and_optimizer`` to get the model and the
+optimizer that it returns.
 
 ``--blocking`` is the form without overlap: each asynchronous collective of the tensor-parallel
 group, such as those of Megatron's backward, is waited for at once (on an NPU: by the compute
@@ -46,24 +46,22 @@ def main(command: Sequence[str] | None = None) -> None:
     """Run ``command``, a script and its arguments, by default those of this process."""
     die_with_parent()
     words = list(sys.argv[1:] if command is None else command)
-    ours = not {"--use-commfuse", "--commfuse-fb-overlap"}.isdisjoint(words)
-    run = _Run(blocking=words[:1] == ["--blocking"], ours=ours)
+    run = _Run(blocking=words[:1] == ["--blocking"])
     launch.main(words[1:] if run.blocking else words, run.prepare)
     run.tell()
 
 
 class _Run(TrainedState):
-    """A training run that is measured; ``ours`` registers CommFuse."""
+    """A training run that is measured."""
 
-    def __init__(self, *, blocking: bool = False, ours: bool = False) -> None:
+    def __init__(self, blocking: bool) -> None:
         super().__init__()
-        self.blocking, self._ours = blocking, ours
+        self.blocking = blocking
         self.waited: list[str] = []
 
     def prepare(self) -> None:
         """Apply the patches; call it before Megatron is imported, which copies the functions."""
-        if self._ours:
-            install()
+        install()
         for name in _POSTED if self.blocking else ():
             setattr(dist, name, self.posted_wrapper(getattr(dist, name)))
         wrap_training(self.setup_model_and_optimizer_wrapper)

@@ -1,4 +1,4 @@
-"""A patch manager and features with the calls of MindSpeed's, also without MindSpeed.
+"""A patch manager with the calls of MindSpeed's, for use without MindSpeed.
 
 :class:`PatchManager` does what MindSpeed's does for wrappers (``mindspeed/patch_utils.py``, read at
 the branch ``master``):
@@ -16,14 +16,14 @@ creates wrappers for either manager.
 
 from __future__ import annotations
 
-import argparse
 import functools
 import pkgutil
 import sys
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
-__all__ = ["Feature", "PatchManager", "around"]
+__all__ = ["PatchManager", "around"]
 
 Function = Callable[..., Any]
 
@@ -57,7 +57,7 @@ class PatchManager:
 
     def __init__(self) -> None:
         self._wrappers: dict[str, list[Function]] = {}
-        self._applied: list[tuple[Any, str, Function, Function]] = []
+        self._applied = ExitStack()
 
     def register_patch(self, orig_func_name: str, new_func: Function) -> None:
         """Store a wrapper for ``package.module.function`` or ``package.module.Class.method``.
@@ -81,7 +81,7 @@ class PatchManager:
         Raises:
             AttributeError, ModuleNotFoundError: a function does not exist.
         """
-        self._undo()
+        self._applied.close()
         for path, wrappers in self._wrappers.items():
             owner_path, _, name = path.rpartition(".")
             owner = pkgutil.resolve_name(owner_path)
@@ -89,49 +89,9 @@ class PatchManager:
             for wrapper in wrappers:
                 new = wrapper(new)
             _replace(owner, name, original, new)
-            self._applied.append((owner, name, new, original))
+            self._applied.callback(_replace, owner, name, new, original)
 
     def remove_patches(self) -> None:
-        """Restore the original functions, and forget all patches."""
-        self._undo()
-        self._wrappers.clear()
-
-    def _undo(self) -> None:
         """Restore the originals, also in modules that imported a patched function later."""
-        while self._applied:
-            _replace(*self._applied.pop())
-
-
-class Feature:
-    """A feature: options, and patches that apply if the option of the same name is set.
-
-    MindSpeed's manager calls these hooks of every feature in its list, whatever its class (read).
-
-    Attributes:
-        feature_name: the attribute of that option, as ``use_commfuse``.
-        optimization_level: the smallest ``--optimization-level`` that includes the feature.
-    """
-
-    optimization_level = 2
-
-    def __init__(self, feature_name: str) -> None:
-        self.feature_name = feature_name.replace("-", "_")
-
-    def is_need_apply(self, args: argparse.Namespace) -> bool:
-        """Whether the hooks that register patches are called for these arguments."""
-        included = self.optimization_level <= args.optimization_level
-        return bool(included and getattr(args, self.feature_name, None))
-
-    def register_args(self, parser: argparse.ArgumentParser) -> None:
-        """Declare options; called on the early parser and on Megatron's."""
-
-    def register_patches(self, patch_manager: Any, args: argparse.Namespace) -> None:
-        """Register patches."""
-
-    def validate_args(self, args: argparse.Namespace) -> None:
-        """Check the final arguments; called after Megatron's own checks."""
-
-    def _do_nothing(self, *args: Any) -> None:
-        """Take the place of MindSpeed's other hooks."""
-
-    pre_register_patches = pre_validate_args = post_validate_args = _do_nothing
+        self._applied.close()
+        self._wrappers.clear()

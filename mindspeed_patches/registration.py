@@ -1,4 +1,4 @@
-"""Adds the features to MindSpeed's list, without editing any source.
+"""Adds the feature to MindSpeed's list, without editing any source.
 
 MindSpeed-LLM replaces the contents of the list while it is imported.  A feature appended before the
 import is lost, and one appended after it comes too late for the patches.  This module therefore
@@ -11,20 +11,17 @@ from __future__ import annotations
 import argparse
 import functools
 import importlib
-import importlib.util
 import os
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 from commfuse_npu.packages import TOGETHER, WHY_WITHOUT, WITHOUT_MINDSPEED, find_package, numbers
-from mindspeed_patches.fb_overlap.feature import ForwardBackwardFeature
 from mindspeed_patches.feature import CommFuseFeature
 
-__all__ = ["FEATURES", "install", "wrap_training"]
+__all__ = ["FEATURE", "install", "wrap_training"]
 
-FEATURES = CommFuseFeature(), ForwardBackwardFeature()
+FEATURE = CommFuseFeature()
 _APPLIES_PATCHES = ("mindspeed_llm.tasks.megatron_adaptor_v2", "mindspeed.megatron_adaptor")
 """Modules that apply the patches of all features while they are imported."""
 
@@ -36,7 +33,7 @@ def install() -> CommFuseFeature:
     ``mindspeed.megatron_adaptor`` without MindSpeed-LLM).  A second call changes nothing.
 
     Returns:
-        The feature of ``--use-commfuse``, the same object in every call.
+        The feature, the same object in every call.
 
     Raises:
         RuntimeError: MindSpeed is missing, it or MindSpeed-LLM is too old, or Megatron too new, or
@@ -44,7 +41,7 @@ def install() -> CommFuseFeature:
     """
     _check_versions()
     manager = _features_manager()
-    if getattr(manager.set_features_list, "keeps", None) is not FEATURES:
+    if getattr(manager.set_features_list, "keeps", None) is not FEATURE:
         for name in _APPLIES_PATCHES:
             if name in sys.modules:
                 raise RuntimeError(
@@ -53,12 +50,12 @@ def install() -> CommFuseFeature:
                     "the import of mindspeed_llm or mindspeed.megatron_adaptor, or start the "
                     "script with -m mindspeed_patches.launch"
                 )
-        _keep(FEATURES, manager)
-    return FEATURES[0]
+        _keep(FEATURE, manager)
+    return FEATURE
 
 
 def wrap_training(*wrappers: Callable[..., Any]) -> None:
-    """Wrap functions of ``megatron.training.training``, so that the features' changes are inside.
+    """Wrap functions of ``megatron.training.training``, so that the feature's changes are inside.
 
     Call it before MindSpeed applies its patches.
 
@@ -97,12 +94,10 @@ def _check_versions() -> None:
 
     Both packages are located without importing them.
     """
-    llm = importlib.util.find_spec("mindspeed_llm")
-    folders = list(llm.submodule_search_locations or ()) if llm is not None else []
-    adaptors = [Path(folder) / "tasks" / "megatron_adaptor_v2.py" for folder in folders]
-    if folders and not any(adaptor.exists() for adaptor in adaptors):
+    llm = find_package("mindspeed_llm", {})
+    if llm is not None and llm.folders and llm.folder_with("tasks/megatron_adaptor_v2.py") is None:
         raise RuntimeError(
-            f"the MindSpeed-LLM in {folders[0]} is 2.1.0 or older: it has no feature "
+            f"the MindSpeed-LLM in {llm.folders[0]} is 2.1.0 or older: it has no feature "
             f"manager, so that features cannot be added to it; use {TOGETHER}"
         )
     core = find_package("megatron", os.environ)
@@ -112,15 +107,14 @@ def _check_versions() -> None:
         )
 
 
-def _keep(features: Sequence[Any], manager: Any) -> None:
-    """Append the features to the list, now and whenever the list is replaced."""
+def _keep(feature: CommFuseFeature, manager: Any) -> None:
+    """Append the feature to the list, now and whenever the list is replaced."""
     replace_list = manager.set_features_list
 
     @functools.wraps(replace_list)
     def set_features_list(features_list: Sequence[Any]) -> None:
-        present = [other for other in features_list if other not in features]
-        replace_list([*present, *features])
+        replace_list([*(other for other in features_list if other is not feature), feature])
 
-    set_features_list.keeps = features  # type: ignore[attr-defined]
+    set_features_list.keeps = feature  # type: ignore[attr-defined]
     manager.set_features_list = staticmethod(set_features_list)
     set_features_list(list(manager.FEATURES_LIST))

@@ -10,18 +10,9 @@ Layers are counted when the model is built, from its modules, over all pipeline 
 that concern a single call (its mask, a short sequence) are logged when they occur; reasons that are
 reported here are not logged again.
 
-If nothing is fused, the training stops here on all ranks, before its first iteration.
-
-===================  ===========================================================================
-kind                 counted
-===================  ===========================================================================
-linear layers        every column- and row-parallel one, by its name in :mod:`.layer_names`, else
-                     by its attribute; experts: the modules that contain them
-attention            self-attention layers, with ``--commfuse-attention``
-ulysses              attention layers, with ``--commfuse-ulysses``
-gradients,           buckets
-parameters
-===================  ===========================================================================
+If nothing is fused, the training stops here on all ranks, before its first iteration.  Linear
+layers are counted by their names in :mod:`.layer_names`, else by their attributes, and experts by
+the modules that contain them.
 """
 
 from __future__ import annotations
@@ -34,12 +25,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from commfuse_npu.refusals import IncompatibleOptionsError
-from mindspeed_patches.attention import RECOMPUTED, AttentionCall
+from commfuse_npu.refusals import EXPERTS, RECOMPUTED, UNSPLIT, IncompatibleOptionsError
+from mindspeed_patches.attention import mask_of
 from mindspeed_patches.data_parallel import BucketWrappers
 from mindspeed_patches.layer_names import LAYERS, layer_name
 from mindspeed_patches.patching import around
-from mindspeed_patches.wrappers import EXPERTS, LinearWrappers
+from mindspeed_patches.wrappers import LinearWrappers
 
 __all__ = ["StartReport"]
 
@@ -127,11 +118,8 @@ class StartReport:
                 if not hasattr(module.core_attention, "local_attn"):
                     reason = f"{type(module.core_attention).__name__} exchanges no heads"
                 yield "ulysses", reason
-        for group in (
-            *getattr(chunk, "bucket_groups", ()),
-            *getattr(chunk, "expert_parallel_bucket_groups", ()),
-        ):
-            if self.buckets is not None:
+        if self.buckets is not None:
+            for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
                 for name in self.buckets.users:
                     reason = self.buckets.obstacle(group, name) or ""
                     yield from [(name, reason)] * len(group.buckets)
@@ -141,14 +129,14 @@ class StartReport:
         if layer.checkpoint_core_attention:
             return RECOMPUTED
         if not layer.linear_proj.sequence_parallel:
-            return "without sequence parallelism nothing is split"
+            return UNSPLIT
         return self.linears.static_obstacle(layer.linear_proj) or _mask_obstacle(layer)
 
 
 def _mask_obstacle(layer: Any) -> str | None:
     if getattr(layer.config, "reset_attention_mask", False):
         return None  # packed documents, whose ends only a call has
-    mask = AttentionCall(layer, layer.config, layer.training, (), {}).mask(1, 1)
+    mask = mask_of(layer, layer.config, layer.training, (), {}, 1, 1)
     return mask if isinstance(mask, str) else None
 
 

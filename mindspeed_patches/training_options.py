@@ -19,7 +19,6 @@ from commfuse_npu.plan import DATA_PARALLEL_LANES, Schedule, block_rows, default
 from commfuse_npu.refusals import IncompatibleOptionsError, check_compatible, missing
 from commfuse_npu.runtime.hccl_options import lane_megabytes
 from commfuse_npu.tuning import Tuning, default_folder
-from mindspeed_patches.attention import AttentionWrappers
 from mindspeed_patches.data_parallel import BucketWrappers
 from mindspeed_patches.lanes import LaneUser
 from mindspeed_patches.start_report import StartReport
@@ -205,9 +204,9 @@ def register_wrappers(
     users: list[LaneUser] = []
     elsewhere = options.commfuse_ulysses or options.commfuse_dp
     if sizes.tensor > 1 or not elsewhere:
-        wrappers.register(manager, transformer_engine=transformer_engine)
-        if options.commfuse_attention:
-            AttentionWrappers(wrappers).register(manager)
+        wrappers.register(
+            manager, transformer_engine=transformer_engine, attention=options.commfuse_attention
+        )
         users.append(wrappers)
     if options.commfuse_ulysses:
         ulysses = UlyssesWrappers(wrappers, ulysses_options(args))

@@ -40,7 +40,7 @@ key heads of all ranks of the group together, ``D`` features of a head, ``H`` hi
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any, NamedTuple
 
@@ -49,11 +49,12 @@ import torch.distributed as dist
 
 from commfuse_npu.ops import LinearOptions, attention_all_to_all, linear_all_to_all
 from commfuse_npu.overlap.transfers import active_turns
+from commfuse_npu.refusals import unlisted
 from commfuse_npu.runtime.collectives import all_to_all
 from mindspeed_patches.attention import (
-    AttentionCall,
     DeferredAttention,
     heads_obstacle,
+    mask_of,
     proj_obstacle,
 )
 from mindspeed_patches.lanes import CONTEXT_PARALLEL, LaneUser
@@ -149,9 +150,19 @@ class UlyssesWrappers(LaneUser):
         if joined is not None and joined.qkv:
             heads, mask = (query, key, value), joined.mask
         else:
-            call = AttentionCall(core, core.config, attention.training, args, kwargs)
-            allowed: dict[str, Any] | str | None = heads_obstacle(query, key, value)
-            allowed = allowed or self._mask(attention, call, query.shape, key.shape[2])
+            allowed = (
+                self._obstacle(attention)
+                or heads_obstacle(query, key, value)
+                or mask_of(
+                    core,
+                    core.config,
+                    attention.training,
+                    args,
+                    kwargs,
+                    query.shape[0] * lanes.size,
+                    query.shape[1],
+                )
+            )
             if isinstance(allowed, str):
                 self._linears.fall_back("ulysses", allowed)
                 return forward(attention, query, key, value, *args, **kwargs)
@@ -180,12 +191,13 @@ class UlyssesWrappers(LaneUser):
         local = getattr(core, "local_attn", None)
         with ExitStack() as stack:
             if getattr(local, "ulysses_comm_para", None) and hasattr(layer, "linear_qkv"):
-                config = innermost(local).config
-                call = AttentionCall(layer, config, core.training, (attention_mask,), arguments)
-                heads, key_heads = (getattr(layer, name) for name in _HEADS)
+                config, ranks = innermost(local).config, self.lanes().size
                 if layer.config.sequence_parallel:  # core attention gets the rows of all its ranks
                     rows *= layer.config.tensor_model_parallel_size
-                mask = self._mask(core, call, (rows, batch, heads), key_heads)
+                given = (attention_mask,), arguments
+                mask = self._obstacle(core) or mask_of(
+                    layer, config, core.training, *given, rows * ranks, batch
+                )
                 if not isinstance(mask, str):  # else the wrapper of the exchange logs the reason
                     arguments |= self._join(layer, rows, mask, arguments, stack)
             return forward(layer, hidden_states, attention_mask, **arguments)
@@ -199,15 +211,13 @@ class UlyssesWrappers(LaneUser):
         stack: ExitStack,
     ) -> dict[str, Any]:
         """Let the projections take part until ``stack`` closes; returns arguments that change."""
-        lanes, layers = self.lanes(), self._linears.layers
-        obstacle = layer_obstacle(layer, arguments)
+        lanes, obstacle = self.lanes(), layer_obstacle(layer, arguments)
         reasons = {
             "qkv": obstacle or qkv_obstacle(layer, rows, lanes.size, arguments),
             "proj": obstacle or proj_obstacle(layer.linear_proj),
+            **{name: unlisted(name) for name in {"qkv", "proj"} - self._linears.layers},
         }
         for name, reason in reasons.items():
-            if name not in layers:
-                reasons[name] = reason = f"{name} is not in the list of layers to fuse"
             if reason is not None:
                 self._linears.fall_back(f"{name} of ulysses", reason)
         joined = _Joined(reasons["qkv"] is None, reasons["proj"] is None, mask)
@@ -264,32 +274,13 @@ class UlyssesWrappers(LaneUser):
         arguments = {**mask, "scale": scale, "options": self._options[False]}
         return attention_all_to_all(*heads, transport=self.lanes(), **arguments)
 
-    def _mask(
-        self, attention: Any, call: AttentionCall, shape: Sequence[int], key_heads: int
-    ) -> dict[str, Any] | str:
-        """:meth:`.AttentionCall.mask`, or why this exchange of heads keeps its own forward.
-
-        Args:
-            shape: begins with the rows of this rank, the batch, and all ranks' query heads.
-        """
-        rows, batch, heads = shape[:3]
-        exchange, lanes = attention.local_attn.ulysses_comm_para, self.lanes()
-        calculator = exchange.get("gather_size_calculator")
+    def _obstacle(self, attention: Any) -> str | None:
+        """Why this exchange of heads keeps its own forward, whatever its mask is."""
         if active_turns() is not None:
             return PARTNER
-        if exchange["spg"] is not lanes.group:
+        if attention.local_attn.ulysses_comm_para["spg"] is not self.lanes().group:
             return "it exchanges heads over another group than the context-parallel one"
-        if (exchange["scatter_idx"], exchange["gather_idx"]) != (2, 0):
-            return "it exchanges other dimensions than heads and sequence"
-        length = None if calculator is None else calculator.calculate(call.of_data)
-        if length not in (None, rows * lanes.size):
-            return f"a sequence of {length} is not {lanes.size} times {rows}"
-        if heads % lanes.size or heads % key_heads:
-            return (
-                f"{heads} query heads and {key_heads} key heads cannot be shared out "
-                f"evenly among {lanes.size} ranks"
-            )
-        return call.mask(rows * lanes.size, batch)
+        return None
 
 
 def innermost(local: Any) -> Any:

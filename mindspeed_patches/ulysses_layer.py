@@ -16,9 +16,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils._pytree import tree_map_only
 
+from commfuse_npu.refusals import RECOMPUTED
 from commfuse_npu.runtime.collectives import all_gather_rows
-from mindspeed_patches.attention import OWN_FORWARD, RECOMPUTED
+from mindspeed_patches.attention import OWN_FORWARD
 
 __all__ = [
     "WholePositions",
@@ -58,8 +60,6 @@ def layer_obstacle(layer: Any, arguments: dict[str, Any]) -> str | None:
         return RECOMPUTED
     if any(arguments.get(name) is not None for name in ("inference_context", "inference_params")):
         return "inference keeps keys of other calls"
-    if getattr(config, "cpu_offloading", False):
-        return "cpu_offloading needs Transformer Engine's layers"
     return None
 
 
@@ -135,12 +135,11 @@ class WholePositions:
         # Keep the parts alive, so that no other tensor reuses their memory.
         self._known: dict[Hashable, tuple[torch.Tensor, torch.Tensor]] = {}
 
-    def of(self, part: Any, group: dist.ProcessGroup) -> Any:
-        """Gather ``[s, ...]`` of each rank, also of a tuple, to ``[N * s, ...]``."""
-        if isinstance(part, tuple):
-            return tuple(self.of(item, group) for item in part)
-        if part is None:
-            return None
+    def of(self, parts: Any, group: dist.ProcessGroup) -> Any:
+        """Gather ``[s, ...]`` of each rank, also in a tuple, to ``[N * s, ...]``."""
+        return tree_map_only(torch.Tensor, lambda part: self._of(part, group), parts)
+
+    def _of(self, part: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         if part.is_inference():  # has no version counter
             return all_gather_rows(part, group)
         memory = part.device, part.data_ptr(), part.dtype, part.shape, part.stride()
@@ -155,8 +154,5 @@ class WholePositions:
 
 def picked(embeddings: Any, positions: torch.Tensor) -> Any:
     """``[S, B, 1, D]`` of the ``[S, 1, 1, D]`` embeddings (or a tuple) at ``[S, B]`` positions."""
-    if isinstance(embeddings, tuple):
-        return tuple(picked(part, positions) for part in embeddings)
-    if embeddings is None:
-        return None
-    return embeddings[positions.flatten()].view(*positions.shape, 1, -1)
+    rows, shape = positions.flatten(), (*positions.shape, 1, -1)
+    return tree_map_only(torch.Tensor, lambda whole: whole[rows].view(shape), embeddings)

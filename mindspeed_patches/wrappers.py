@@ -5,19 +5,13 @@ wrapped; where the fused form does not apply, the wrapper calls the original.  (
 classes fails: Megatron's ``__init__`` calls ``super(ColumnParallelLinear, self)`` through the name
 in its module.)
 
-===============================  ==================  ============================================
-layer                            sequence parallel   forward
-===============================  ==================  ============================================
-ColumnParallelLinear             yes                 ``all_gather_linear``
-MindSpeed's column with norm     yes                 ``all_gather_linear`` after the norm
-RowParallelLinear                yes                 ``linear_reduce_scatter``
-RowParallelLinear                no                  ``linear_all_reduce``
-everything else                                      Megatron's own
-===============================  ==================  ============================================
+Column-parallel layers, also MindSpeed's with a norm before, run ``all_gather_linear``, and
+row-parallel ones ``linear_reduce_scatter``, or ``linear_all_reduce`` without sequence parallelism.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections import Counter
 from collections.abc import Callable, Collection
@@ -37,18 +31,22 @@ from commfuse_npu.ops import (
     linear_all_reduce,
     linear_reduce_scatter,
 )
-from commfuse_npu.options import option_name
 from commfuse_npu.overlap.transfers import active_turns
 from commfuse_npu.plan import default_chunks, min_rows_to_fuse
+from commfuse_npu.refusals import EXPERTS, RECOMPUTED, UNSPLIT, layer_obstacle
 from commfuse_npu.runtime.post_time import post_seconds
 from commfuse_npu.runtime.transport import Transport
-from mindspeed_patches.attention import DeferredAttention
+from mindspeed_patches.attention import (
+    DeferredAttention,
+    heads_obstacle,
+    mask_of,
+    proj_obstacle,
+)
 from mindspeed_patches.lanes import TENSOR_PARALLEL, LaneUser
 from mindspeed_patches.layer_names import LAYERS, layer_name, named_init_wrapper, register_names
 from mindspeed_patches.patching import around
 
 __all__ = [
-    "EXPERTS",
     "LAYERS",
     "PARTNER",
     "LinearWrappers",
@@ -61,23 +59,15 @@ _CHOSEN = (
     "fused, in %d chunks; --commfuse-chunks N fuses all blocks, in N chunks"
 )
 
-EXPERTS = "expert layers are left to the token dispatcher"
-"""Why no layer of an expert is fused."""
-
 PARTNER = "forward-backward overlap hides its transfers already"
 """Why no layer is fused inside a pair of forward-backward overlap."""
-
-_OPTIONS = (
-    ("defer_embedding_wgrad_compute", ("output",), "keeps the gradients for later"),
-    ("mla_up_proj_tp_overlap", ("q_up", "kv_up"), "gathers its input before the call"),
-)
-"""Options that change how some layers transfer: (option, layers, what it does)."""
 
 Output = tuple[torch.Tensor, torch.Tensor | None]
 """Output of a layer: the product, and the bias if the caller adds it."""
 
 _logger = logging.getLogger(__name__)
 _MODULE = "megatron.core.tensor_parallel.layers"
+_SELF_ATTENTION = "megatron.core.transformer.attention.SelfAttention.__init__"
 _NORM_COLUMN = (
     "mindspeed.te.pytorch.module.layernorm_column_parallel_linear"
     ".MindSpeedTELayerNormColumnParallelLinear"
@@ -162,13 +152,16 @@ class LinearWrappers(LaneUser):
                 _logger.info(_CHOSEN, 1e6 * post, self.min_rows, chunks)
         self._options = by_fusion(options)
 
-    def register(self, manager: Any, *, transformer_engine: bool = False) -> None:
+    def register(
+        self, manager: Any, *, transformer_engine: bool = False, attention: bool = False
+    ) -> None:
         """Register with MindSpeed's patch manager, or with our stand-in.
 
         Args:
             transformer_engine: also wrap ``MindSpeedTELayerNormColumnParallelLinear``, which under
                 ``--transformer-impl transformer_engine`` replaces qkv and fc1 together with the
                 norms before them.  The row-parallel layer there is Megatron's own.
+            attention: also defer the core attention of self-attention layers to their ``proj``.
         """
         for name, forward_wrapper in (
             ("ColumnParallelLinear", self.column_forward_wrapper),
@@ -179,6 +172,8 @@ class LinearWrappers(LaneUser):
         register_names(manager)
         if transformer_engine:
             manager.register_patch(f"{_NORM_COLUMN}.__init__", self.norm_column_init_wrapper)
+        if attention:
+            manager.register_patch(_SELF_ATTENTION, self.self_attention_init_wrapper)
 
     @around
     def norm_column_init_wrapper(
@@ -250,7 +245,7 @@ class LinearWrappers(LaneUser):
             if reason is None and layer.sequence_parallel:
                 self.calls.update({(name, "fused"): 1, ("attention", "fused"): 1})
                 return input_.project(attention_linear_reduce_scatter, layer, options, lanes)
-            self.fall_back("attention", reason or "without sequence parallelism nothing is split")
+            self.fall_back("attention", reason or UNSPLIT)
             input_ = input_.value()
         if reason is not None:
             self.fall_back(name, reason)
@@ -259,6 +254,32 @@ class LinearWrappers(LaneUser):
         added, apart = (None, layer.bias) if layer.skip_bias_add else (layer.bias, None)
         fused = linear_reduce_scatter if layer.sequence_parallel else linear_all_reduce
         return fused(input_, layer.weight, added, transport=lanes, options=options), apart
+
+    @around
+    def self_attention_init_wrapper(
+        self, init: Callable[..., None], layer: Any, *args: Any, **kwargs: Any
+    ) -> None:
+        """Replace the forward of the new layer's core attention by one that defers attention."""
+        init(layer, *args, **kwargs)
+        attend = layer.core_attention.forward
+
+        @functools.wraps(attend)
+        def forward(
+            query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any
+        ) -> torch.Tensor:
+            attention = functools.partial(attend, query, key, value, *args, **kwargs)
+            config, training = layer.config, layer.training
+            recomputed = layer.checkpoint_core_attention and training
+            reason = RECOMPUTED if recomputed else proj_obstacle(layer.linear_proj)
+            reason = reason or heads_obstacle(query, key, value)
+            mask = reason or mask_of(layer, config, training, args, kwargs, *query.shape[:2])
+            if isinstance(mask, str):
+                self.fall_back("attention", mask)
+                return attention()
+            scale = getattr(config, "softmax_scale", None)
+            return DeferredAttention.of(query, key, value, mask=mask, scale=scale, attend=attention)
+
+        layer.core_attention.forward = forward
 
     def static_obstacle(self, layer: Any) -> str | None:
         """Why no call of a tensor-parallel layer, of any class, is fused in this launch."""
@@ -276,44 +297,32 @@ class LinearWrappers(LaneUser):
             rows: of a rank's block, if known.
             gather: whether its output is gathered.
         """
-        name, config, row = layer_name(layer), layer.config, hasattr(layer, "input_is_parallel")
-        if not row and not layer.sequence_parallel:
-            return (
-                "without sequence parallelism the forward has no transfer (Megatron hides that of "
-                "the backward behind wgrad; --sequence-parallel has both)"
-            )
+        name, row = layer_name(layer), hasattr(layer, "input_is_parallel")
         if gather:
             return "gather_output needs the whole output"
-        if not row and getattr(layer, "disable_grad_reduce", False):
+        if getattr(layer, "disable_grad_reduce", False):
             return "with disable_grad_reduce the layer does not reduce its gradient"
         if row and not layer.input_is_parallel:
             return "the input has to be scattered first"
-        for option, layers, does in _OPTIONS:
-            if name in layers and getattr(config, option, False):
-                return f"{option} {does} (leave {option_name(option)} out)"
         if name == "experts":
             return EXPERTS
         if active_turns() is not None:
             return PARTNER
-        if name not in self.layers:
-            remedy = f" (add {name} to --commfuse-layers)" if name in LAYERS else ""
-            return f"{name} is not in the list of layers to fuse{remedy}"
         if getattr(layer, "explicit_expert_comm", False):
             return (
                 "moe_shared_expert_overlap gathers and scatters outside of the layer (leave "
                 "--moe-shared-expert-overlap out)"
             )
-        if self.lanes().size == 1:
-            return "a tensor-parallel group of one has nothing to transfer"
-        if getattr(config, "cpu_offloading", False):
-            return "cpu_offloading needs Transformer Engine's layers"
-        if rows is not None and rows < self.min_rows:
-            return (
-                f"a block has fewer than {self.min_rows} rows, for which Megatron's own order is "
-                "faster (simulated; --commfuse-chunks 1 fuses it, a smaller TP or longer sequences "
-                "lengthen it)"
-            )
-        return None
+        return layer_obstacle(
+            name,
+            column=not row,
+            split=layer.sequence_parallel,
+            size=self.lanes().size,
+            layers=self.layers,
+            given=lambda option: getattr(layer.config, option, False),
+            rows=rows,
+            least=self.min_rows,
+        )
 
     def fall_back(self, name: str, reason: str, count: int = 1) -> None:
         """Count calls that Megatron executes; log each reason once, except :data:`PARTNER`."""

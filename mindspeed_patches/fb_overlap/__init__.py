@@ -1,7 +1,7 @@
-"""Forward-backward overlap in Megatron: schedules, state per side, and MindSpeed's feature."""
+"""Forward-backward overlap in Megatron: schedules, and state per side."""
 
 from __future__ import annotations
 
-from mindspeed_patches.fb_overlap.feature import Overlapping
+from mindspeed_patches.fb_overlap.overlapping import Overlapping
 
 __all__ = ["Overlapping"]

@@ -15,7 +15,6 @@ import functools
 import importlib
 import sys
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -122,34 +121,19 @@ def separate_scratch() -> None:
 
 
 class Census:
-    """Replaces :class:`~commfuse_npu.overlap.ForwardBackwardOverlap` in the first step.
-
-    Attributes:
-        kept: device memory in bytes that the forward of a model chunk leaves allocated for its
-            backward: the largest value observed; 0 on a CPU.
-    """
+    """Replaces :class:`~commfuse_npu.overlap.ForwardBackwardOverlap` in the first step."""
 
     def __init__(self, overlap: ForwardBackwardOverlap, models: Sequence[torch.nn.Module]) -> None:
-        self.kept = 0
         self._overlap, self._models = overlap, models
         self._owners = dict(_owners(models))
         self._wrote: tuple[set[tuple[str, str]], set[tuple[str, str]]] = set(), set()
         self._before: dict[tuple[str, str], Any] = {}
-        self._allocated: Callable[[], int] = int  # returns 0: torch counts no bytes on a CPU
-        if overlap.device != "cpu":
-            self._allocated = torch.get_device_module(overlap.device).memory_allocated
 
     def run(
         self, forward: Callable[[], Any], backward: Callable[[], Any], kind: Hashable
     ) -> tuple[Any, Any]:
         """Run forward, then backward, as Megatron does; record the times that choose the order."""
-        return self._overlap.record(partial(self._weighed, forward), backward, kind, self._look)
-
-    def _weighed(self, forward: Callable[[], Any]) -> Any:
-        before = self._allocated()
-        result = forward()
-        self.kept = max(self.kept, self._allocated() - before)
-        return result
+        return self._overlap.record(forward, backward, kind, self._look)
 
     def _look(self, side: int, passed: int | None) -> None:
         """Record the names that a side (0 or 1) has written since the last call."""

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from mindspeed_patches import install, launch
 from mindspeed_patches.patching import around
-from mindspeed_patches.registration import FEATURES, wrap_training
+from mindspeed_patches.registration import FEATURE, wrap_training
 from mindspeed_patches.rehearsal.records import NORM, Record
 from mindspeed_patches.state_hashes import TrainedState, optimizer_hash, weight_hashes
 
@@ -128,7 +128,7 @@ class Observer(TrainedState):
         self.record.after = weight_hashes(self.chunks)
         self.record.after["optimizer state"] = optimizer_hash(self.optimizer)
         self.record.collectives = dict(self._collectives.counts)
-        fusing, overlapping = FEATURES[0].wrappers, FEATURES[1].overlapping
+        fusing, overlapping = FEATURE.wrappers, FEATURE.overlapping
         if fusing is not None:
             self.record.calls = [(*key, count) for key, count in fusing.calls.items()]
         if overlapping is not None and overlapping.overlap is not None:

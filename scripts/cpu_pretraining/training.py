@@ -20,7 +20,7 @@ from commfuse_npu.runtime.collective_transport import CollectiveTransport
 from commfuse_npu.runtime.order_log import shared_order_log
 from commfuse_npu.tools.measure.wire import pace
 from mindspeed_patches import LinearWrappers, PatchManager
-from mindspeed_patches.fb_overlap.feature import Overlapping
+from mindspeed_patches.fb_overlap import Overlapping
 from mindspeed_patches.start_report import StartReport
 from mindspeed_patches.state_hashes import hash_over_ranks
 from mindspeed_patches.training_options import linear_options, register_wrappers

@@ -41,7 +41,7 @@ class UlyssesAttention(torch.nn.Module):
         local.num_query_groups = config.num_query_groups * self._times // size
         self.local_attn = DotProductAttention(local, *args, **kwargs)
         # The wrapper reads this attribute.
-        self.local_attn.ulysses_comm_para = {"spg": group, "scatter_idx": 2, "gather_idx": 0}
+        self.local_attn.ulysses_comm_para = {"spg": group}
 
     def forward(
         self,

@@ -15,7 +15,7 @@ pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
 from commfuse_npu.runtime.collectives import all_gather_rows
 from mindspeed_patches import LinearWrappers, ulysses_layer
-from mindspeed_patches.attention import AttentionWrappers, proj_obstacle
+from mindspeed_patches.attention import proj_obstacle
 from mindspeed_patches.ulysses_layer import (
     WholePositions,
     layer_obstacle,
@@ -64,8 +64,6 @@ def test_reasons_of_a_layer(rank: int) -> None:
             said({"rotary_pos_emb": wrong}, qkv="its positional embedding is no constant")
         with replaced(layer.config, tensor_model_parallel_size=2):
             said(good, layer="a tensor-parallel group of 2 shares the weights")
-        with replaced(layer.config, cpu_offloading=True):
-            said(good, layer="cpu_offloading needs")
         someone = "its forward was replaced by someone else"
         with replaced(layer.core_attention, forward=print):
             said(good, layer=someone)
@@ -96,7 +94,7 @@ def test_attention_is_not_deferred_to_a_projection_of_another_class() -> None:
         checkpoint_core_attention=False,
         training=True,
     )
-    AttentionWrappers(linears).self_attention_init_wrapper(lambda *_: None)(layer)
+    linears.self_attention_init_wrapper(lambda *_: None)(layer)
     assert layer.core_attention.forward(q, q, q, None) is q
     assert linears.calls == {("attention", "Linear is not Megatron's linear layer"): 1}
 

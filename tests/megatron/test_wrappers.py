@@ -64,7 +64,6 @@ def test_what_keeps_a_layer_from_being_fused(rank: int) -> None:
         said(column, "gather_output needs the whole output", runtime_gather_output=True)
         for owner, name, value, reason in (
             (column, "is_expert", True, "expert layers are left to the token dispatcher"),
-            (column.config, "cpu_offloading", True, "cpu_offloading needs Transformer Engine's"),
             (column, "explicit_expert_comm", True, "moe_shared_expert_overlap gathers"),
             (column, "disable_grad_reduce", True, "with disable_grad_reduce the layer does not"),
         ):

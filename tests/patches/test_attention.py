@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from mindspeed_patches.attention import AttentionCall, DeferredAttention, heads_obstacle
+from mindspeed_patches.attention import DeferredAttention, heads_obstacle, mask_of
 
 LENGTH, BATCH = 8, 2
 USES = [
@@ -54,10 +54,12 @@ def test_a_first_use_without_gradients_keeps_those_of_others() -> None:
     assert torch.equal(q.grad, torch.full_like(q, 2))
 
 
-def call(of_data: Any = None, kind: str = "causal", **given: Any) -> AttentionCall:
+def call(kind: str = "causal", **given: Any) -> Any:
+    """The mask of a call, or the reason for none."""
     config = SimpleNamespace(**{"attention_dropout": 0.0} | given.pop("config", {}))
     owner = SimpleNamespace(config=config, attn_mask_type=kind)
-    return AttentionCall(owner, config, given.pop("training", True), (of_data,), given)
+    training = given.pop("training", True)
+    return mask_of(owner, config, training, (None,), given, LENGTH, BATCH)
 
 
 def packed(*ends: int) -> SimpleNamespace:
@@ -71,7 +73,6 @@ def heads(*lengths: int) -> list[torch.Tensor]:
 QKV = heads(LENGTH, LENGTH, LENGTH)
 RESET, GENERAL = {"reset_attention_mask": True}, {"attention_mask_type": "general"}
 DROPOUT = {"attention_dropout": 0.1}
-HIDDEN = torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1)
 
 
 PACKED = {"config": RESET, "packed_seq_params": packed(16)}
@@ -95,41 +96,27 @@ OF_DEPTHS = PACKED | {"packed_seq_params": SimpleNamespace(cu_seqlens_q=torch.on
         (call(), [x.flatten(2) for x in QKV], "are not of one sequence"),
         (call(**BAD_ENDS), QKV, "none ends at 8, with sample 0"),
         (call(**OF_DEPTHS), QKV, "multi-token prediction has ends"),
-        (call(HIDDEN, config=GENERAL), QKV, "its mask is that of the data (--attention-mask-type"),
+        (call(config=GENERAL), QKV, "its mask is that of the data (--attention-mask-type"),
         (call(config={"tokenizer_padding_side": "left"}), QKV, "its mask is that of the data"),
     ],
 )
-def test_calls_that_the_fused_form_cannot_take(
-    asked: AttentionCall, qkv: list[Any], reason: str
-) -> None:
-    for _ in range(2):
-        obstacle = heads_obstacle(*qkv) or asked.mask(LENGTH, BATCH)
-        assert isinstance(obstacle, str)
-        assert reason in obstacle
+def test_calls_that_the_fused_form_cannot_take(asked: Any, qkv: list[Any], reason: str) -> None:
+    obstacle = heads_obstacle(*qkv) or asked
+    assert isinstance(obstacle, str)
+    assert reason in obstacle
 
 
-@pytest.mark.parametrize(
-    ("asked", "causal"),
-    [
-        (call(), True),
-        (call(config=DROPOUT, training=False), True),
-        # No token of a sample attends to the padding behind it.
-        (call(HIDDEN, config={"attention_mask_type": "causal"}), True),
-        (call(HIDDEN, config={"tokenizer_padding_side": "right"}), True),
-        (call(kind="no_mask", config=GENERAL), False),
-    ],
-)
-def test_masks_that_their_kind_says(asked: AttentionCall, causal: bool) -> None:
+def test_masks_that_their_kind_says() -> None:
     assert heads_obstacle(*QKV) is None
-    assert asked.mask(LENGTH, BATCH) == {"causal": causal}
+    assert call(config=DROPOUT, training=False) == {"causal": True}
+    assert call(kind="no_mask", config=GENERAL) == {"causal": False}
 
 
 def test_documents_end_where_mindspeed_says() -> None:
     params = packed(3, 8, 16)
-    case = call(packed_seq_params=params, config=GENERAL | RESET)
-    mask: Any = case.mask(LENGTH, BATCH)
+    mask = call(packed_seq_params=params, config=GENERAL | RESET)
     assert mask["causal"]
     assert mask["documents"].pieces(slice(4, 6))[0] == slice(0, 6)
     # All layers of a micro-batch, and their recomputation, have the same object.
-    again: Any = call(packed_seq_params=params, config=RESET).mask(LENGTH, BATCH)
+    again = call(packed_seq_params=params, config=RESET)
     assert again["documents"] is mask["documents"]

@@ -18,8 +18,11 @@ GROUP = object()
 
 def bucket_group(config: dict[str, Any] | None = None, **changes: Any) -> Any:
     """The attributes of Megatron's class that the wrappers read."""
-    usual = {"use_distributed_optimizer": True}
-    usual |= {"overlap_grad_reduce": False, "overlap_param_gather": False}
+    names = (
+        *("overlap_grad_reduce", "overlap_param_gather", "average_in_collective"),
+        *("check_for_nan_in_grad", "check_for_large_grads"),
+    )
+    usual = dict.fromkeys(names, False)
     bucket = SimpleNamespace(
         grad_data=torch.ones(4), param_data=torch.ones(4), gradient_scaling_factor=0.5
     )
@@ -58,16 +61,14 @@ ALONE = {**OTHER, "intra_distributed_optimizer_instance_size": 1}
 
 
 @pytest.mark.parametrize(
-    ("config", "changes", "reason"),
+    ("changes", "reason"),
     [
-        ({"use_distributed_optimizer": False}, {}, "without the distributed optimizer gradients"),
-        ({"num_distributed_optimizer_instances": 2}, {}, "several instances of the distributed "),
-        ({}, OTHER, "these parameters are sharded over another group than the dense ones"),
-        ({}, ALONE, "a data-parallel group of one has nothing to transfer"),
+        (OTHER, "these parameters are sharded over another group than the dense ones"),
+        (ALONE, "a data-parallel group of one has nothing to transfer"),
     ],
 )
-def test_what_is_left_to_megatron(made, config: Any, changes: Any, reason: str) -> None:
-    group = bucket_group(config, **changes)
+def test_what_is_left_to_megatron(made, changes: Any, reason: str) -> None:
+    group = bucket_group(**changes)
     made.reduce(group)
     made.gather(group, force_sync=True)
     assert made.original.mock_calls == [
@@ -117,12 +118,3 @@ def test_gradients_are_checked_before_they_leave(made, config, expected) -> None
 
     made.reduce(bucket_group(config, check_grads=check_grads))
     assert checks == expected
-
-
-def test_without_the_distributed_optimizer_nobody_meets() -> None:
-    # Without lanes for the exchange before a step.
-    wrappers = BucketWrappers(LinearWrappers(), LinearOptions())
-    finished: list[Any] = []
-    model = SimpleNamespace(ddp_config=SimpleNamespace(use_distributed_optimizer=False))
-    wrappers.finish_grad_sync_wrapper(finished.append)(model)
-    assert finished == [model]

@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from commfuse_npu.refusals import IncompatibleOptionsError
-from mindspeed_patches.fb_overlap.feature import ForwardBackwardFeature
 from mindspeed_patches.feature import CommFuseFeature
 from mindspeed_patches.patching import PatchManager
 from mindspeed_patches.training_options import register_wrappers
@@ -60,7 +59,7 @@ def test_what_needs_no_tensor_parallelism(option: str, others: dict[str, Any]) -
 
 
 def test_forward_backward_overlap_wraps_the_choice_of_a_schedule_unless_refused() -> None:
-    feature, manager, names = ForwardBackwardFeature(), PatchManager(), argparse.Namespace
+    feature, manager, names = CommFuseFeature(), PatchManager(), argparse.Namespace
     pipeline = {"commfuse_fb_overlap": True, "pipeline_model_parallel_size": 4}
     feature.register_patches(manager, names(commfuse_order_log="a folder", **pipeline))
     (path,) = manager._wrappers
@@ -75,6 +74,8 @@ def test_forward_backward_overlap_wraps_the_choice_of_a_schedule_unless_refused(
         with pytest.raises(IncompatibleOptionsError, match="fb-overlap and --use-nanopipe exclude"):
             refuse(peer)
     feature.validate_args(names(use_nanopipe=True))
+    with pytest.raises(IncompatibleOptionsError, match="fb-overlap and --optimization-level 1 ex"):
+        feature.validate_args(names(commfuse_fb_overlap=True, optimization_level=1))
 
 
 SIZES = {"seq_length": 8192, "micro_batch_size": 1, "hidden_size": 4096, "bf16": True}

@@ -43,7 +43,9 @@ def opened(monkeypatch: pytest.MonkeyPatch):
 
 def obstacle(wrappers: LinearWrappers, rows: int) -> str | None:
     """The obstacle of a row-parallel layer with blocks of ``rows`` rows."""
-    layer = SimpleNamespace(commfuse_layer="fc2", input_is_parallel=True, config=None)
+    layer = SimpleNamespace(
+        commfuse_layer="fc2", input_is_parallel=True, sequence_parallel=True, config=None
+    )
     return wrappers._obstacle(layer, rows)
 
 
@@ -85,19 +87,3 @@ def test_what_a_post_costs_decides_on_rows_and_chunks(opened, caplog, post, rows
     )
     chosen = opened(A2, 8, "--commfuse-chunks 4", post=post)
     assert chosen._options[True].schedule.chunks == 4
-
-
-def test_a_reason_is_said_once_with_its_way_out_and_counted(opened, caplog) -> None:
-    wrappers = opened(A2, 8)
-    reason = obstacle(wrappers, 64) or ""
-    assert reason == (
-        "a block has fewer than 640 rows, for which Megatron's own order is faster (simulated; "
-        "--commfuse-chunks 1 fuses it, a smaller TP or longer sequences lengthen it)"
-    )
-    with caplog.at_level(logging.INFO, LOGGER):
-        for _ in range(3):
-            wrappers.fall_back("qkv", reason)
-    assert [record.getMessage() for record in caplog.records] == [
-        f"CommFuse leaves qkv to Megatron: {reason}"
-    ]
-    assert wrappers.calls == {("qkv", reason): 3}

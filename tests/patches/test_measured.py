@@ -17,7 +17,7 @@ from mindspeed_patches import measured
 def test_collectives_of_the_tensor_parallel_group_are_waited_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    group, other, run, waits = object(), object(), measured._Run(), []
+    group, other, run, waits = object(), object(), measured._Run(blocking=True), []
     state = SimpleNamespace(get_tensor_model_parallel_group=lambda check_initialized: group)
     monkeypatch.setitem(sys.modules, "megatron.core.parallel_state", state)
 
@@ -36,14 +36,7 @@ def test_collectives_of_the_tensor_parallel_group_are_waited_for(
     assert len(waits) == len(run.waited) == 1
 
 
-@pytest.mark.parametrize(
-    ("flags", "registered"),
-    [("", 0), ("--use-ascend-mc2", 0), ("--use-commfuse", 1), ("--commfuse-fb-overlap", 1)],
-)
-def test_commfuse_is_registered_for_each_of_its_forms(
-    monkeypatch: pytest.MonkeyPatch, flags: str, registered: int
-) -> None:
-    installed: list[int] = []
+def test_its_wrapper_comes_after_those_of_the_feature(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = Mock()
     features = SimpleNamespace(apply_features_patches=calls.apply_features_patches)
     for name, content in {
@@ -51,18 +44,17 @@ def test_commfuse_is_registered_for_each_of_its_forms(
         "patch_utils": {"MindSpeedPatchesManager": calls},
     }.items():
         monkeypatch.setitem(sys.modules, f"mindspeed.{name}", SimpleNamespace(**content))
-    monkeypatch.setattr(measured, "install", lambda: installed.append(0))
+    monkeypatch.setattr(measured, "install", calls.install)
     monkeypatch.setattr(measured, "die_with_parent", int)
     monkeypatch.setattr(measured.launch, "main", lambda words, prepare: prepare())
     with pytest.raises(RuntimeError, match="never called"):
-        measured.main(["pretrain_gpt.py", *flags.split()])
-    assert len(installed) == registered
-    # The wrapper comes after those of the features.
+        measured.main(["pretrain_gpt.py"])
     features.apply_features_patches("options")
-    features, wrapper, _ = calls.mock_calls
-    assert features == call.apply_features_patches("options")
-    assert wrapper.args[0] == "megatron.training.training.setup_model_and_optimizer"
-    assert [name for name, *_ in calls.mock_calls[1:]] == ["register_patch", "apply_patches"]
+    names = "install", "apply_features_patches", "register_patch", "apply_patches"
+    assert tuple(name for name, *_ in calls.mock_calls) == names
+    assert calls.apply_features_patches.call_args == call("options")
+    path, _ = calls.register_patch.call_args.args
+    assert path == "megatron.training.training.setup_model_and_optimizer"
 
 
 def test_the_bits_are_those_of_the_end(one_rank: None, capsys: Any) -> None:

@@ -85,17 +85,13 @@ def test_refused_with_both_flags_and_a_way_out(ours: str, name: str, value: Any)
         feature.validate_args(real_arguments(**(needs | {name: value})))
 
 
-@pytest.mark.parametrize(
-    ("given", "ours", "message"),
-    [
+def test_no_number_and_two_at_once() -> None:
+    for given, ours, message in (
         ({"attention_dropout": "some"}, "--commfuse-attention", "--attention-dropout exclude each"),
-        ({"fp8": "hybrid"}, "--use-commfuse", "--fp8 exclude each other"),
-        ({"tp_2d": True, "use_nanopipe": True}, "--use-commfuse", r"--tp-2d(.|\n)*--use-nanopipe"),
-    ],
-)
-def test_no_number_another_name_and_two_at_once(given, ours: str, message: str) -> None:
-    with pytest.raises(IncompatibleOptionsError, match=message):
-        check_compatible(argparse.Namespace(**given), ours)
+        ({"tp_2d": 1, "use_nanopipe": 1}, "--use-commfuse", r"--tp-2d(.|\n)*--use-nanopipe"),
+    ):
+        with pytest.raises(IncompatibleOptionsError, match=message):
+            check_compatible(argparse.Namespace(**given), ours)
 
 
 @pytest.mark.parametrize("ours", OPTIONS)

@@ -15,7 +15,6 @@ from megatron.core.tensor_parallel import layers
 
 from commfuse_npu.options import unknown_option
 from commfuse_npu.packages import Package
-from commfuse_npu.refusals import IncompatibleOptionsError
 from mindspeed_patches import launch, registration
 
 STAND_INS = Path(__file__).parent / "stand_ins"
@@ -24,14 +23,14 @@ COMMAND = ["pretrain_gpt.py", "--tensor-model-parallel-size", "2", "--sequence-p
 
 
 def forget() -> None:
-    """Remove the stand-ins from ``sys.modules``, and what the features know of a launch."""
+    """Remove the stand-ins from ``sys.modules``, and what the feature knows of a launch."""
     patches = sys.modules.get("mindspeed.patch_utils")
     if patches is not None:
         patches.MindSpeedPatchesManager.remove_patches()
     for name in list(sys.modules):
         if name.split(".")[0] in ("mindspeed", "mindspeed_llm"):
             del sys.modules[name]
-    registration.FEATURES[0].wrappers = None
+    registration.FEATURE.wrappers = None
     importlib.invalidate_caches()
 
 
@@ -74,8 +73,9 @@ def test_installed_before_mindspeed(command, package: str, own: str, adaptor: st
     assert registration.install() is feature
     assert wrapped() == on
     manager = importlib.import_module("mindspeed.features_manager").MindSpeedFeaturesManager
+    manager.set_features_list([*manager.FEATURES_LIST])
     names = [feature.feature_name for feature in manager.FEATURES_LIST]
-    assert names == [own, "use_commfuse", "commfuse_fb_overlap"]
+    assert names == [own, "use_commfuse"]
     wrappers = feature.wrappers
     assert wrappers.layers == {"qkv", "fc1"} if wrappers is not None else not on
 
@@ -92,9 +92,9 @@ def test_after_mindspeed_it_is_too_late(command, package: str, own: str, adaptor
 
 
 def test_versions_that_nothing_can_be_added_to_are_refused(command, tmp_path, monkeypatch) -> None:
-    core = Package("0.17.0", (Path("/megatron"),))
+    found = {"megatron": Package("0.17.0", (Path("/megatron"),))}
     with monkeypatch.context() as patch:
-        patch.setattr(registration, "find_package", lambda *_: core)
+        patch.setattr(registration, "find_package", lambda name, _: found.get(name))
         with pytest.raises(RuntimeError, match=r"core 0\.17\.0 in /megatron: from 0\.17 .*2\.3\.0"):
             registration.install()
     (tmp_path / "mindspeed_llm" / "tasks").mkdir(parents=True)
@@ -118,14 +118,6 @@ def test_a_missing_mindspeed_is_named_and_what_it_misses_reported(tmp_path, monk
     with pytest.raises(ModuleNotFoundError, match="a_package_that_is_missing"):
         registration.install()
     forget()
-
-
-def test_features_that_replace_the_layers_are_refused_at_patch_time(command) -> None:
-    command("--use-commfuse", "--use-ascend-coc")
-    registration.install()
-    with pytest.raises(IncompatibleOptionsError, match="commfuse and --use-ascend-coc exclude"):
-        importlib.import_module("mindspeed_llm")
-    assert wrapped() == 0
 
 
 SCRIPT = """

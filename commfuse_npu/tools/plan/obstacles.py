@@ -1,27 +1,34 @@
 """Why CommFuse cannot run in a launch, or in a layer of it, from the launch's options alone.
 
 At its start the launch decides again, from Megatron's arguments and modules
-(``mindspeed_patches``), with the same tables: :mod:`commfuse_npu.refusals` and
-:mod:`commfuse_npu.options`.  At run time the wrappers of Megatron's layers decide; a test compares
-the reasons.  The layers of a launch were read in Megatron-LM core_v0.12.1, MindSpeed 26.1.0 and
-MindSpeed-LLM 26.1.0; any other ``--spec`` is treated as Megatron's GPTModel.
+(``mindspeed_patches``), and at run time the wrappers of Megatron's layers do, with the same tables
+and reasons: :mod:`commfuse_npu.refusals` and :mod:`commfuse_npu.options`.  The layers of a launch
+were read in Megatron-LM core_v0.12.1, MindSpeed 26.1.0 and MindSpeed-LLM 26.1.0; any other
+``--spec`` is treated as Megatron's GPTModel.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from commfuse_npu.options import LAYERS, keeps_short_blocks
+from commfuse_npu.options import keeps_short_blocks, option_name
 from commfuse_npu.plan import min_rows_to_fuse
 from commfuse_npu.plan.slots import paired_microbatches, slots
-from commfuse_npu.refusals import REFUSALS_OF, missing
+from commfuse_npu.refusals import (
+    EXPERTS,
+    RECOMPUTED,
+    REFUSALS_OF,
+    UNSPLIT,
+    layer_obstacle,
+    missing,
+)
 from commfuse_npu.tools.launch_script.options import Options
 from commfuse_npu.tools.model_config import ModelConfig
 from commfuse_npu.tools.plan.launch import AskedLaunch, model_chunks, size_of
 
-__all__ = ["INSIDE_KERNELS", "Judged", "Obstacles", "judge", "obstacles"]
+__all__ = ["INSIDE_KERNELS", "Judged", "Obstacles", "obstacles"]
 
 INSIDE_KERNELS = {
     "--use-ascend-coc": "its transfers are inside of CoC's operators",
@@ -78,7 +85,6 @@ def obstacles(launch: AskedLaunch) -> Obstacles:
         problems += against
         if idle:
             notes.append(f"{option} has no effect: {idle}")
-    layers = list(judge(options, fuse.commfuse_layers, fuse.commfuse_attention))
     limited = keeps_short_blocks(fuse)
     least = min_rows_to_fuse(size, config.hidden_size) if limited else 0
     if size > 1 and rows < least:
@@ -87,8 +93,6 @@ def obstacles(launch: AskedLaunch) -> Obstacles:
             "faster (simulated): on an NPU with a hardware description the layers keep it, unless "
             "--commfuse-chunks 1 is given"
         )
-        short = f"a block has fewer than {least} rows"
-        layers = [Judged(layer, reason or short, "") for layer, reason, _ in layers]
     if size > 1 and not config.uses_sequence_parallel:
         notes.append(
             "without --sequence-parallel column-parallel layers keep Megatron's forward; add it"
@@ -104,7 +108,9 @@ def obstacles(launch: AskedLaunch) -> Obstacles:
         notes.append(f"--spec {spec} is not read: it is judged as Megatron's GPTModel")
     notes += [f"with --use-commfuse {', '.join(also)} can be given, too" for _ in also[:1]]
     overlap, paired = _overlap(launch, refused["--commfuse-fb-overlap"])
-    return Obstacles(layers, "; ".join(problems), overlap, paired, least, notes)
+    return Obstacles(
+        list(_judge(launch, least)), "; ".join(problems), overlap, paired, least, notes
+    )
 
 
 def _refused(ours: str, options: Options) -> Iterator[str]:
@@ -196,10 +202,8 @@ def _layers(options: Options) -> Iterator[_Layer]:
     if attends and not (latent or compressed or delta_net):
         yield "qkv", True, "qkv", ""
     if latent:
-        overlap = "mla_up_proj_tp_overlap gathers its input before the call"
-        gathered = overlap * ("--mla-up-proj-tp-overlap" in options)
-        yield "q_up", True, "q_up", gathered
-        yield "kv_up", True, "kv_up", gathered
+        yield "q_up", True, "q_up", ""
+        yield "kv_up", True, "kv_up", ""
     if delta_net:
         yield "q, k, v apart", True, "qkv", ""
         yield "delta-net in", True, "fc1", ""
@@ -229,37 +233,31 @@ def _layers(options: Options) -> Iterator[_Layer]:
         yield "experts", False, "fc2", _dispatched(options)
     if "--mtp-num-layers" in options:
         yield "eh_proj", True, "eh_proj", ""
-    later = "defer_embedding_wgrad_compute keeps the gradients for later"
-    deferred = later * ("--defer-embedding-wgrad-compute" in options)
-    yield "output", True, "output", deferred
+    yield "output", True, "output", ""
 
 
-def judge(
-    options: Options, layers: Collection[str] = LAYERS, attention: bool = False
-) -> Iterator[Judged]:
-    """The verdict on each linear layer of a launch, for any sequence length.
-
-    ``layers`` and ``attention`` are those of ``--commfuse-layers`` and ``--commfuse-attention``.
-    """
-    split, alone = _sequence_parallel(options), size_of(options, "tensor-model") == 1
-    offloaded = "--cpu-offloading" in options
-    with_attention = attention and not _attention_obstacle(options)
+def _judge(launch: AskedLaunch, least: int) -> Iterator[Judged]:
+    """The verdict on each linear layer; ``least`` rows are fused."""
+    options, fuse = launch.options, launch.fuse
+    split = _sequence_parallel(options)
+    with_attention = fuse.commfuse_attention and not _attention_obstacle(options)
     for name, column, known_as, kept in _layers(options):
-        unsplit = column and not split
-        reasons = (
-            kept,
-            unsplit and "without sequence parallelism the forward has no transfer",
-            known_as not in layers and f"{known_as} is not in the list of layers to fuse",
-            alone and "a tensor-parallel group of one has nothing to transfer",
-            offloaded and "cpu_offloading needs Transformer Engine's layers",
+        reason = kept or layer_obstacle(
+            known_as,
+            column=column,
+            split=split,
+            size=size_of(options, "tensor-model"),
+            layers=fuse.commfuse_layers,
+            given=lambda option: option_name(option) in options,
+            rows=launch.config.block_rows,
+            least=least,
         )
         operator = "linear_reduce_scatter" if split else "linear_all_reduce"
         if column:
             operator = "all_gather_linear"
         elif name == "proj" and with_attention:
             operator = "attention_linear_reduce_scatter"
-        reason = str(next(filter(None, reasons), ""))
-        yield Judged(name, reason, "" if reason else operator)
+        yield Judged(name, reason or "", "" if reason else operator)
 
 
 def _attention_obstacle(options: Options) -> str:
@@ -270,8 +268,8 @@ def _attention_obstacle(options: Options) -> str:
     """
     selective = options.text("--recompute-granularity") == "selective"
     if selective or "--recompute-activations" in options:
-        return "selective recomputation runs core attention separately"
-    return "" if _sequence_parallel(options) else "without sequence parallelism nothing is split"
+        return RECOMPUTED
+    return "" if _sequence_parallel(options) else UNSPLIT
 
 
 def _sequence_parallel(options: Options) -> bool:
@@ -308,4 +306,4 @@ def _dispatched(options: Options) -> str:
     tensor = size_of(options, "expert-tensor" if separate else "tensor-model")
     if tensor > 1 or size_of(options, "expert-model") > 1 or "--moe-tp-extend-ep" in options:
         return "no collective of the tensor-parallel group; tokens are moved by the dispatcher"
-    return "expert layers are left to the token dispatcher"
+    return EXPERTS

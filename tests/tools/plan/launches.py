@@ -14,8 +14,7 @@ SIZES = (
     "--num-layers 4 --hidden-size 64 --num-attention-heads 8 --vocab-size 512 --seq-length 64 "
     "--micro-batch-size 3 --tensor-model-parallel-size 2"
 )
-LIMITED = f"{SIZES} --sequence-parallel --use-commfuse --bf16"
-FUSED = f"{LIMITED} --commfuse-chunks 1"
+FUSED = f"{SIZES} --sequence-parallel --use-commfuse --bf16 --commfuse-chunks 1"
 """Blocks of any length are fused; without chunks, only long ones."""
 
 

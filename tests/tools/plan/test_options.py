@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
 from commfuse_npu.tools.plan.forms import plan_launch
 from commfuse_npu.tools.plan.launch import (
@@ -17,11 +15,9 @@ from commfuse_npu.tools.plan.launch import (
     training_of,
 )
 from commfuse_npu.tools.plan.obstacles import obstacles
-from mindspeed_patches import wrappers
 from tests.tools.plan.launches import (
     EXPERTS,
     FUSED,
-    LIMITED,
     MODEL,
     SERVER,
     SIZES,
@@ -113,7 +109,7 @@ VALUES: list[tuple[Callable[[AskedLaunch], Any], dict[str, Any]]] = [
         MLA: "q_up kv_up proj fc1 fc2 output | ",
         f"{MLA} --mla-up-proj-tp-overlap": "proj fc1 fc2 output | q_up kv_up",
         f"{SP} --mtp-num-layers 1": "qkv proj fc1 fc2 eh_proj output | ",
-        f"{SP} --cpu-offloading": f" | {DENSE}",
+        f"{SP} --commfuse-layers qkv,output": "qkv output | proj fc1 fc2",
         f"{SP} --defer-embedding-wgrad-compute": "qkv proj fc1 fc2 | output",
         f"{SP} --full-attention-interval 4":
             "q,_k,_v_apart delta-net_in delta-net_out proj fc1 fc2 output | ",
@@ -330,65 +326,3 @@ def test_an_answer_in_words(
     remaining = "".join(rest)
     assert words[0] not in remaining, "once"
     assert all(word in remaining for word in words[1:])
-
-
-# ------------------------------------------------------------------- as the wrappers judge
-
-COLUMNS = ("qkv", "q_up", "kv_up", "fc1", "shared_fc1", "eh_proj", "output")
-FLAGS = (
-    *("skip_bias_add", "gather_output", "is_expert", "gradient_accumulation_fusion"),
-    *("explicit_expert_comm", "disable_grad_reduce"),
-)
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        FUSED,
-        FUSED.replace("--sequence-parallel", ""),
-        LIMITED,
-        f"{LIMITED} --commfuse-layers qkv,output",
-        f"{FUSED} --tensor-model-parallel-size 1",
-        f"{FUSED} --cpu-offloading",
-        f"{FUSED} --commfuse-layers qkv,output",
-        f"{FUSED} --multi-latent-attention --mtp-num-layers 1",
-        f"{FUSED} --num-experts 8 --moe-shared-expert-intermediate-size 64",
-    ],
-)
-def test_they_are_those_of_the_wrappers(monkeypatch: pytest.MonkeyPatch, line: str) -> None:
-    """Blocks have 96 rows: a sequence of 64 in batches of 3 over two ranks."""
-    called: list[str] = []
-    for name in ("all_gather_linear", "linear_reduce_scatter", "linear_all_reduce"):
-        # In the place of an operator, one that only appends its name.
-        monkeypatch.setattr(wrappers, name, lambda x, *_, op=name, **__: called.append(op) or x)
-    launch = asked(line)
-    size, stands = launch.config.tensor_model_parallel_size, obstacles(launch)
-    parallel = launch.config.uses_sequence_parallel
-    layers = [layer for layer in stands.layers if layer.layer != "experts"]  # no linear layer
-    assert len(layers) > 3
-    for name, reason, operator in layers:
-        column = name in COLUMNS
-        layer = SimpleNamespace(
-            **dict.fromkeys(FLAGS, False),
-            commfuse_layer=name,
-            sequence_parallel=parallel,
-            output_size_per_partition=64,
-            input_size=64,
-            bias=None,
-            weight=torch.empty(64, 64, dtype=torch.bfloat16),
-            config=SimpleNamespace(
-                cpu_offloading="--cpu-offloading" in line, defer_embedding_wgrad_compute=False
-            ),
-        )
-        linears = wrappers.LinearWrappers(layers=launch.fuse.commfuse_layers)
-        linears.min_rows = stands.least
-        linears.transport = SimpleNamespace(size=size)  # type: ignore[assignment]
-        if not column:
-            layer.input_is_parallel = True
-        wrap = linears.column_forward_wrapper if column else linears.row_forward_wrapper
-        rows = 64 // size if parallel and column else 64
-        called.clear()
-        wrap(lambda layer, x, *_: (x, None))(layer, torch.empty(rows, 3, 64, dtype=torch.bfloat16))
-        ((counted, path),) = linears.calls
-        assert (counted, path[: len(reason)] or path) == (name, reason or "fused")
-        assert called == [operator] * bool(operator)

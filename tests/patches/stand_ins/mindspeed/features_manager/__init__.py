@@ -1,7 +1,5 @@
 """Importing the package fills the list with MindSpeed's own features."""
 
-from mindspeed_patches.patching import Feature
+from .features_manager import Feature, MindSpeedFeaturesManager
 
-from .features_manager import MindSpeedFeaturesManager
-
-MindSpeedFeaturesManager.set_features_list([Feature("own-of-mindspeed")])
+MindSpeedFeaturesManager.set_features_list([Feature("own_of_mindspeed")])

@@ -4,16 +4,26 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from mindspeed.patch_utils import MindSpeedPatchesManager as Patches
-from mindspeed_patches.patching import Feature
 
 
-def early_arguments(features: Sequence[Feature]) -> argparse.Namespace:
+class Feature:
+    """A feature of the packages' own, which is never applied."""
+
+    def __init__(self, feature_name: str) -> None:
+        self.feature_name = feature_name
+
+    def is_need_apply(self, args: argparse.Namespace) -> bool:
+        return False
+
+    def register_args(self, parser: argparse.ArgumentParser) -> None: ...
+
+
+def early_arguments(features: Sequence[Any]) -> argparse.Namespace:
     """Undeclared options are strings or True."""
     parser = argparse.ArgumentParser(allow_abbrev=False)
-    parser.add_argument("--optimization-level", type=int, default=2)
     for feature in features:
         feature.register_args(parser)
     args, unknown = parser.parse_known_args()
@@ -25,10 +35,10 @@ def early_arguments(features: Sequence[Feature]) -> argparse.Namespace:
 
 
 class MindSpeedFeaturesManager:
-    FEATURES_LIST: ClassVar[list[Feature]] = []
+    FEATURES_LIST: ClassVar[list[Any]] = []
 
     @classmethod
-    def set_features_list(cls, features_list: Sequence[Feature]) -> None:
+    def set_features_list(cls, features_list: Sequence[Any]) -> None:
         """Replace the contents of the list, in place."""
         cls.FEATURES_LIST[:] = features_list
 

@@ -1,8 +1,6 @@
 """Importing this replaces the contents of MindSpeed's list, then applies the patches."""
 
-from mindspeed.features_manager import MindSpeedFeaturesManager
+from mindspeed.features_manager.features_manager import Feature, MindSpeedFeaturesManager
 
-from mindspeed_patches.patching import Feature
-
-MindSpeedFeaturesManager.set_features_list([Feature("own-of-llm")])
+MindSpeedFeaturesManager.set_features_list([Feature("own_of_llm")])
 MindSpeedFeaturesManager.apply_features_patches()

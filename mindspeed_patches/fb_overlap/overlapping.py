@@ -1,8 +1,7 @@
-"""``--commfuse-fb-overlap`` as a MindSpeed feature, with or without ``--use-commfuse``."""
+"""Replaces Megatron's schedule by the overlapped one, if a watched first step allows it."""
 
 from __future__ import annotations
 
-import argparse
 import functools
 import inspect
 import logging
@@ -13,7 +12,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from commfuse_npu.options import FB_OVERLAP_OPTIONS, add_arguments
 from commfuse_npu.overlap import ForwardBackwardOverlap
 from commfuse_npu.plan.slots import (
     in_flight_without,
@@ -21,53 +19,16 @@ from commfuse_npu.plan.slots import (
     paired_microbatches,
     slots,
 )
-from commfuse_npu.refusals import IncompatibleOptionsError, check_compatible
 from commfuse_npu.runtime.order_log import shared_order_log
 from mindspeed_patches.fb_overlap.core_versions import Layout, obstacle
 from mindspeed_patches.fb_overlap.schedule import OverlappedSchedule
 from mindspeed_patches.fb_overlap.side_states import Census, separate_scratch, side_states
-from mindspeed_patches.patching import Feature, PatchManager, around
+from mindspeed_patches.patching import PatchManager, around
 
-__all__ = ["ForwardBackwardFeature", "Overlapping"]
+__all__ = ["Overlapping", "plain_pipeline_memory"]
 
 _SCHEDULES = "megatron.core.pipeline_parallel.schedules"
 _logger = logging.getLogger(__name__)
-
-
-class ForwardBackwardFeature(Feature):
-    """Runs the forward of one micro-batch beside the backward of another, alternating at transfers.
-
-    ``overlapping`` is ``None`` until patches are registered.
-    """
-
-    def __init__(self) -> None:
-        super().__init__("commfuse-fb-overlap")
-        self.overlapping: Overlapping | None = None
-
-    def register_args(self, parser: argparse.ArgumentParser) -> None:
-        group = parser.add_argument_group(title="commfuse forward-backward overlap")
-        add_arguments(group, FB_OVERLAP_OPTIONS)
-
-    def register_patches(self, patch_manager: Any, args: argparse.Namespace) -> None:
-        """Wrap Megatron's choice of a schedule."""
-        check_compatible(args, "--commfuse-fb-overlap")
-        # Overlap in a plain pipeline needs its own option, which validate_args checks.
-        order_log = getattr(args, "commfuse_order_log", None)
-        self.overlapping = Overlapping(plain_pipelines=True, order_log=order_log)
-        self.overlapping.register(patch_manager)
-
-    def validate_args(self, args: argparse.Namespace) -> None:
-        """Check the final arguments, and that the memory of a plain pipeline is allowed."""
-        if not getattr(args, self.feature_name, None):
-            return
-        check_compatible(args, "--commfuse-fb-overlap")
-        stages = getattr(args, "pipeline_model_parallel_size", None) or 1
-        plain = getattr(args, "virtual_pipeline_model_parallel_size", None) is None
-        if stages > 1 and plain and not getattr(args, "commfuse_fb_overlap_memory", None):
-            raise IncompatibleOptionsError(
-                f"--commfuse-fb-overlap: {_memory(stages)}; add --commfuse-fb-overlap-memory to "
-                "allow that, or use virtual stages, where it is one model chunk more"
-            )
 
 
 class Overlapping:
@@ -166,7 +127,7 @@ class Overlapping:
                 f"{config.microbatch_group_size_per_vp_stage}; it has to be the {stages} stages"
             )
         if len(models) == 1 < stages and not self._plain_pipelines:
-            return f"{_memory(stages)}; plain_pipelines=True allows that"
+            return f"{plain_pipeline_memory(stages)}; plain_pipelines=True allows that"
         try:
             slots(*layout.shape(step["num_microbatches"]))
         except ValueError as error:
@@ -216,19 +177,15 @@ class Overlapping:
         self.overlap = overlap
         if overlap.device != "cpu":
             self.clock = _synchronised_clock(overlap.device)
-        self._report(layout, step["num_microbatches"], census.kept)
-        return losses
-
-    def _report(self, layout: Layout, microbatches: int, kept: int) -> None:
-        shape = layout.shape(microbatches)
+        shape = layout.shape(step["num_microbatches"])
         plan = slots(*shape)
         paired, total = paired_microbatches(plan)
-        most, without = most_in_flight(plan), in_flight_without(*shape)
-        memory = f": up to {(most - without) * kept / 2**20:.1f} MiB more" if kept else ""
         self._say(
             f"{paired} of {total} forwards of stage {layout.stage} run beside a backward; it holds "
-            f"the activations of at most {most} forwards, instead of {without}{memory}"
+            f"the activations of at most {most_in_flight(plan)} forwards, instead of "
+            f"{in_flight_without(*shape)}"
         )
+        return losses
 
     def _say(self, line: str) -> None:
         if line not in self._said:
@@ -237,7 +194,8 @@ class Overlapping:
                 print(f"CommFuse: forward-backward overlap: {line}", flush=True)
 
 
-def _memory(stages: int) -> str:
+def plain_pipeline_memory(stages: int) -> str:
+    """The cost of overlap in a pipeline without virtual stages."""
     return (
         f"a pipeline of {stages} stages without virtual stages holds the activations of up to "
         f"{2 * stages - 1} micro-batches on the first stage, instead of {stages}"
