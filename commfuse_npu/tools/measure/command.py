@@ -39,11 +39,10 @@ from commfuse_npu.tools.measure.report import (
     Row,
     as_markdown,
     compared,
-    forms_table,
-    forms_verdict,
+    forms_report,
     verdict,
 )
-from commfuse_npu.tools.measure.rounds import evaluate, time_forms
+from commfuse_npu.tools.measure.rounds import time_forms
 from commfuse_npu.tools.measure.steps import (
     CALL_SECONDS,
     FORMS,
@@ -304,9 +303,8 @@ class _Run:
             Training(form, **saved.get("log", {}), failed=saved.get("failed", ""))
             for form, saved in self._trainings()
         ]
-        results = evaluate(timed)
-        lines = [*verdict(trainings, device), *forms_verdict(results)]
-        table, rows = forms_table(results), list[Row]()
+        verdicts, table = forms_report(timed)
+        lines, rows = [*verdict(trainings, device), *verdicts], list[Row]()
         if measured:
             line, rows = self._described(measured, facts)
             lines.append(line)
