@@ -325,7 +325,8 @@ class _Run:
         """Write measured.yaml; returns a summary, and its figures beside those of the base."""
         options, path = self._options, self._folder.path / "measured.yaml"
         device = facts.get("device name", options.device)
-        base = options.base or described(str(device)) or _BASES[options.device]
+        named = options.base or described(str(device)) or _BASES[options.device]
+        base = Hardware.load(find_config(named, "hardware"))
         name = f"{options.ranks} ranks on {device}"
         source = (
             f"Measured by commfuse-npu measure: {name}, torch {facts.get('torch')}, "
@@ -334,11 +335,11 @@ class _Run:
         text = description(base, f"{name}, measured", measured, facts, source)
         with atomic_write(path) as part:
             part.write_text(text, "utf-8")
-        rows = compared(Hardware.load(path), Hardware.load(find_config(base, "hardware")))
+        rows = compared(Hardware.load(path), base)
         outside = [f"`{row[0]}`" for row in rows if row[3] != "in the range"]
         return (
             f"{len(rows)} figures were measured, {len(outside)} of them outside the range that "
-            f"{base} assumes{': ' if outside else ''}{', '.join(outside)}. To simulate with "
+            f"{named} assumes{': ' if outside else ''}{', '.join(outside)}. To simulate with "
             f"them: `commfuse-npu simulate --hardware {path}`"
         ), rows
 

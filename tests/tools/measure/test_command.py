@@ -27,7 +27,7 @@ from tests.processes import ended, interruptible, wait_for
 from tests.tools.measure.trainings import launch
 
 SMALL = ("--device", "cpu", "--ranks", "2")
-HOST = [{"what": "batch", "seconds": [1e-6]}]
+HOST = [{"what": "post", "seconds": [1e-6]}]
 
 
 def times(folder: Path, step: str) -> list[dict[str, Any]]:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 
 from commfuse_npu.config_file import find_config
-from commfuse_npu.tools.measure.steps import Scale, Times
+from commfuse_npu.tools.measure.steps import Scale
 from commfuse_npu.tools.measure.worker import Exchange, Worker
 from commfuse_npu.tools.ranks import Ranks, RanksError
 from tests.limits import LIMIT, PATIENT
@@ -46,12 +46,6 @@ class Asked(Worker):
         shape = (rows if self.rank == 1 else 8, 512, 512)
         return self.side_by_side(self._product(*shape), size, 3)
 
-    def on_hccl(self) -> Times:
-        """The host's rows with HCCL."""
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(self, "_backend", "hccl")
-            return self.host(SCALE)
-
 
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[Ranks]:
@@ -74,10 +68,6 @@ def test_as_many_gemms_as_all_ranks_can_hide_are_beside_an_exchange(ranks, rows,
     assert {kind: len(times) for kind, times in answer.items()} == dict.fromkeys(
         ("gemm", "exchange", "gemm beside", "both"), 3
     )
-
-
-def test_hccl_is_never_asked_for_single_operations(ranks: Ranks) -> None:
-    assert [row["what"] for row in ranks.ask("on_hccl")[0]] == ["batch", "GEMM"]
 
 
 def test_messages_that_are_mixed_up_are_noticed(ranks: Ranks) -> None:
