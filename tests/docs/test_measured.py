@@ -17,9 +17,8 @@ from commfuse_npu.proof.cases import cases
 from commfuse_npu.tools.simulate import fb_overlap
 from commfuse_npu.tools.simulate.step import Step
 from commfuse_npu.tools.simulate.step import _cost as simulated_once
-from commfuse_npu.tools.simulate.timed import CORNERS
 from commfuse_npu.tools.simulate.variants import REFERENCE as BLOCKING
-from scripts.evidence.layers import forms, layer
+from scripts.evidence.layers import forms, layer, shares
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
@@ -77,26 +76,17 @@ def test_nothing_of_the_first_screen_is_left_out() -> None:
 def test_the_table_is_what_is_simulated(row: list[str]) -> None:
     model, size, name = row[0].split(", ")
     hardware = Hardware.load(find_config(MACHINES[name], "hardware"))
-    tp = int(size.removeprefix("TP "))
-    shape = layer(MODELS[model], tp, 8192)
-    timed = forms(hardware.machine(), shape)
-    steps = [Step(hardware.machine(*corner), shape) for corner in CORNERS]
+    corners = shares(hardware, layer(MODELS[model], int(size.removeprefix("TP ")), 8192))
 
-    def shorter(*forms: str) -> str:
-        """How much shorter the best of these is: typical, and over the ends of the ranges."""
-        shares = []
-        for step in steps:
-            plain = step.layer_time(BLOCKING).seconds
-            shares.append(max(1 - step.layer_time(timed[form]).seconds / plain for form in forms))
-        return f"{100 * shares[0]:.1f} % ({100 * min(shares):.0f} .. {100 * max(shares):.0f})"
+    def shorter(form: str) -> str:
+        """How much shorter it is: typical, and over the ends of the ranges."""
+        if form not in corners[0]:
+            return "-"
+        saved = [100 * (1 - of[form]) for of in corners]
+        return f"{saved[0]:.1f} % ({min(saved):.0f} .. {max(saved):.0f})"
 
-    assert row[1:] == [
-        shorter("forward-backward"),
-        shorter("default"),
-        shorter(*(f"CoC {k}" for k in (2, 4, 8))),
-        shorter("CoC fused") if tp == 8 else "-",
-        shorter("MC2"),
-    ]
+    columns = "forward-backward", "default", "CoC", "CoC fused", "MC2"
+    assert row[1:] == list(map(shorter, columns))
 
 
 def test_strict_turns_save_what_the_page_says(monkeypatch: pytest.MonkeyPatch) -> None:
