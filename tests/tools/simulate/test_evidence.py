@@ -33,8 +33,8 @@ def test_measured_steps_stand_beside_simulated_ones(tmp_path: Path, capsys) -> N
 
     (step,) = steps.measured([checkout(tmp_path / "one", alpha_small=(LAUNCH, measured(1.0)))])
     assert isinstance(step, steps.Measured)
-    machine = Hardware.load(find_config("ascend_910b_server", "hardware")).machine()
-    host = steps._host(machine, 5e-5, machine.expert_launches)
+    hardware = Hardware.load(find_config("ascend_910b_server", "hardware"))
+    machine, host = hardware.machine(), hardware.launching(5e-5).machine()
     folder = checkout(
         tmp_path / "two",
         alpha_small=(LAUNCH, measured(steps.simulated(step, host))),
