@@ -232,7 +232,7 @@ class _Run:
         start, content = time.monotonic(), {"asked": asked}
         try:
             if self._deadline.over:
-                raise _LeftOutError(f"left out, {self._deadline.minutes:g} minutes are over")
+                raise TimeoutError(f"left out, {self._deadline.minutes:g} minutes are over")
             print(f"{title}: {STEPS[name]}" if name in STEPS else title, flush=True)
             tell(title)
             result, summary = measure()
@@ -241,7 +241,7 @@ class _Run:
         except Exception as error:
             # Continue after any error, with new ranks.
             self._end_ranks()
-            expected = isinstance(error, (RanksError, TrainingError, _LeftOutError))
+            expected = isinstance(error, (RanksError, TrainingError, TimeoutError))
             content["failed"] = (str(error) if expected else traceback.format_exc()).strip()
             lines = content["failed"].splitlines()
             why = " ".join(dict.fromkeys((lines[0], lines[-1]))) if expected else lines[-1]
@@ -342,10 +342,6 @@ class _Run:
             f"{named} assumes{': ' if outside else ''}{', '.join(outside)}. To simulate with "
             f"them: `commfuse-npu simulate --hardware {path}`"
         ), rows
-
-
-class _LeftOutError(Exception):
-    """A step is skipped because no time is left."""
 
 
 def _chosen(options: argparse.Namespace) -> list[str]:

@@ -134,12 +134,6 @@ def test_forms_are_compared_once_for_as_many_rounds(
     measure(code=2, device=chosen)
 
 
-def test_ctrl_c_before_the_first_step_ends_silently(measured: Path, monkeypatch, capsys) -> None:
-    monkeypatch.setattr(Scale, "of", mock.Mock(side_effect=KeyboardInterrupt))
-    assert cli.main(["measure", *SMALL, "--folder", str(measured)]) == 130
-    assert capsys.readouterr() == ("", "")
-
-
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_what_is_finished_is_kept(measured: Path, measure, how: signal.Signals) -> None:
     words = [sys.executable, "-m", "commfuse_npu", "measure", *SMALL, "--folder", str(measured)]
@@ -267,26 +261,22 @@ def test_a_step_that_makes_no_sense_leaves_the_others_and_is_measured_again(
     assert times(measured, "links") == links
 
 
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
+@pytest.mark.usefixtures("answers")
+def test_results_that_were_changed_are_named(measured: Path, measure) -> None:
+    measure()
+    stored = (measured / "measured.json").read_text()
+    for change, said in (
         ({"seconds": [0.0]}, "ZeroDivisionError"),
         ({"seconds": []}, "StatisticsError"),
         ({"bytes": "one"}, "TypeError"),
         ({"what": "?"}, "KeyError('messages')"),
-    ],
-)
-@pytest.mark.usefixtures("answers")
-def test_results_that_were_changed_are_named(
-    measured: Path, measure, change: dict[str, Any], said: str
-) -> None:
-    measure()
-    content = json.loads((measured / "measured.json").read_text())
-    content["steps"]["links"]["times"][-1] |= change
-    (measured / "measured.json").write_text(json.dumps(content))
-    (line,) = [line for line in measure(code=2).splitlines() if "error" in line]
-    assert f"{measured}/measured.json has results that cannot be evaluated: {said}" in line
-    assert line.endswith("; remove it, or choose another --folder")
+    ):
+        content = json.loads(stored)
+        content["steps"]["links"]["times"][-1] |= change
+        (measured / "measured.json").write_text(json.dumps(content))
+        (line,) = [line for line in measure(code=2).splitlines() if "error" in line]
+        assert f"{measured}/measured.json has results that cannot be evaluated: {said}" in line
+        assert line.endswith("; remove it, or choose another --folder")
 
 
 @pytest.mark.usefixtures("answers")
