@@ -35,19 +35,20 @@ from commfuse_npu.tools.simulate.variants import COC, REFERENCE, Variant
 from commfuse_npu.tools.simulate.variants import forms as simulated
 from commfuse_npu.tools.terminal import table_head, table_row
 
-__all__ = ["BOUND", "OURS", "RIVALS", "forms", "layer", "main", "point", "publish", "report",
-           "shares"]  # fmt: skip
+__all__ = ["TUNED", "forms", "layer", "main", "point", "publish", "report", "shares"]
 
 _MACHINES = ("ascend_910b_server", "ascend_910c_supernode")
 _MODELS = ("llama2_7b", "llama3_8b", "llama3_70b")
 _SEQUENCES = (4096, 8192, 16384, 32768)
 _SIZES = (2, 4, 8)
 
-OURS = ("ours", "ours, other rounding", "default", "forward-backward")
+_OURS = ("ours", "ours, other rounding", "default", "forward-backward")
+TUNED = _OURS[:2]
+"""Many variants each, which take most of the time."""
 _KERNEL = "CoC fused"
-RIVALS = ("CoC", _KERNEL, "MC2", "Megatron")
-BOUND = "compute"
-_STEP_FORMS = ("default", *RIVALS)
+_RIVALS = ("CoC", _KERNEL, "MC2", "Megatron")
+_BOUND = "compute"
+_STEP_FORMS = ("default", *_RIVALS)
 _NAMES = {
     "commfuse-tuned": "ours",
     "commfuse-rounded": "ours, other rounding",
@@ -102,12 +103,17 @@ def layer(model: str, tp: int, sequence: int, recompute: Recompute = "none") -> 
     return training(described, sizes, sequence, micro_batch=1, micro_batches=1, recompute=recompute)
 
 
-def shares(hardware: Hardware, setup: Training, corners: int = len(CORNERS)) -> list[Shares]:
-    """Simulate a layer at so many corners of the machine's description."""
+def shares(
+    hardware: Hardware,
+    setup: Training,
+    corners: int = len(CORNERS),
+    left_out: Sequence[str] = (),
+) -> list[Shares]:
+    """Simulate a layer at so many corners of the machine's description, all forms but some."""
     result = []
     for corner in range(corners):
         blocking = Step(hardware.machine(*CORNERS[corner]), setup).layer_time(REFERENCE).seconds
-        times = _times(hardware, corner, setup)
+        times = _times(hardware, corner, setup, left_out)
         result.append({name: time.seconds / blocking for name, time in times.items()})
     return result
 
@@ -119,7 +125,7 @@ def point(machine: str, model: str, tp: int, sequence: int) -> Point:
     result: Point = {"layer": shares(hardware, setup), "ordered": ordered}
     for host, recompute in product(_HOSTS, get_args(Recompute)):
         setup, slower = layer(model, tp, sequence, recompute), hardware.launching(host * 1e-6)
-        times = [_times(slower, at, setup, (BOUND, *OURS[:2])) for at in range(len(CORNERS))]
+        times = [_times(slower, at, setup, (_BOUND, *TUNED)) for at in range(len(CORNERS))]
         for count in _MICRO_BATCHES:
             title = f"{host} us, {count} micro-batches{', recomputed' * setup.recomputes}"
             result[title] = [
@@ -160,9 +166,9 @@ def report(points: Mapping[Case, Point]) -> str:
     titles = next(iter(points.values()))
     by_row = {row: [point[row] for point in points.values()] for row in titles}
     times, ordered = by_row.pop("layer"), by_row.pop("ordered")
-    groups, names = [*((rival,) for rival in RIVALS), RIVALS], [*OURS, *RIVALS, BOUND]
-    lines = [_head("ahead", [*RIVALS, "all of them"], times)]
-    for form in OURS:
+    groups, names = [*((rival,) for rival in _RIVALS), _RIVALS], [*_OURS, *_RIVALS, _BOUND]
+    lines = [_head("ahead", [*_RIVALS, "all of them"], times)]
+    for form in _OURS:
         counts = (
             (*_wins(times, form, *group), _wins(ordered, form, *group)[0]) for group in groups
         )
@@ -185,7 +191,7 @@ def _cell(corners: Sequence[Shares], name: str) -> str:
     typical = corners[0]
     if name not in typical:
         return "-"
-    fastest = min(typical.get(form, 1.0) for form in (*OURS, *RIVALS))
+    fastest = min(typical.get(form, 1.0) for form in (*_OURS, *_RIVALS))
     text = f"{typical[name]:.3f}"
     if typical[name] == fastest:
         text = f"**{text}**"

@@ -279,14 +279,6 @@ def test_results_that_were_changed_are_named(measured: Path, measure) -> None:
         assert line.endswith("; remove it, or choose another --folder")
 
 
-@pytest.mark.usefixtures("answers")
-def test_no_step_begins_when_the_time_is_over(measure, monkeypatch) -> None:
-    monkeypatch.setattr(folder.time, "monotonic", iter([0.0, *[61.0] * 99]).__next__)
-    printed = measure("--minutes", "1", code=1)
-    assert printed.count("failed: left out, 1 minutes are over") == 2
-    assert "**Not measured**: host, links" in printed
-
-
 # ------------------------------------------------------------------- launches
 
 
