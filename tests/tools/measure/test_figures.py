@@ -105,6 +105,11 @@ def test_the_rate_without_the_collectives_includes_copies() -> None:
     values = figures({"links": links}, NPU)
     assert values["host.message_copies"] == (0.0,) * 3
     assert values["inside.efficiency"] == pytest.approx((0.5,) * 3)
+    # On a CPU it always does.
+    steps = {"links": links, "collectives": step({"all-gather": SIZE / 2e10})}
+    values = figures({**steps, "memory": step({"copy": 1.0})}, CPU)
+    assert values["inside.rate"] == pytest.approx((1.4e10,) * 3)
+    assert "host.message_copies" not in values
 
 
 @pytest.mark.parametrize(
@@ -130,14 +135,19 @@ def test_a_transfer_beside_work(both: float, slower: float | None) -> None:
 
 
 def test_the_description_has_the_cores_that_the_device_names(tmp_path: Path) -> None:
-    path, host = tmp_path / "measured.yaml", {"host": [{"what": "post", "seconds": [2e-5]}]}
+    path, reached = tmp_path / "measured.yaml", []
+    attention = [{"queries": 64, "keys": 64, "heads": 1, "of": 64, "seconds": [1e-3]}]
+    measured = {"host": step({"post": 2e-5}), "attention": attention}
     for cores in (None, 24):  # 24: a 910B2, of which the description says 354 TFLOPS
         facts = {"cube cores": cores, "device bytes": None}
-        path.write_text(description(NPU, "here", host, facts, "Measured here"), "utf-8")
+        path.write_text(description(NPU, "here", measured, facts, "Measured here"), "utf-8")
         hardware = Hardware.load(path)
         named = {"npu.cores", "npu.cube_flops"} if cores else set()
         changed = {key for key in NPU.figures if hardware.figures[key] != NPU.figures[key]}
-        assert changed == {"host.launch_overhead", "host.post_overhead"} | named
+        of_host = {"host.launch_overhead", "host.post_overhead"}
+        assert changed == of_host | {"npu.attention_efficiency", "npu.half_rows"} | named
+        reached.append(hardware.typical("npu.attention_efficiency"))
+    assert reached[1] == pytest.approx(reached[0] * 20 / 24)
     assert hardware.machine().cores == 24
     assert hardware.typical("npu.cube_flops") == pytest.approx(CUBE * 24 / 20)
     assert hardware.figures["npu.cores"].source == "Measured here"
