@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 
 from commfuse_npu.config_file import find_config
-from commfuse_npu.tools.measure.steps import Scale
+from commfuse_npu.tools.measure.steps import Scale, Times
 from commfuse_npu.tools.measure.worker import Exchange, Worker
 from commfuse_npu.tools.ranks import Ranks, RanksError
 from tests.limits import LIMIT, PATIENT
@@ -45,6 +45,12 @@ class Asked(Worker):
         shape = (rows if self.rank == 1 else 8, 512, 512)
         return self.side_by_side(self._product(*shape), size, 3)
 
+    def posts(self) -> Times:
+        """The host's row if posting takes eight seconds."""
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(self, "_of_host", lambda post, calls: [8.0])
+            return self.host(SCALE)
+
 
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[Ranks]:
@@ -63,6 +69,10 @@ def test_as_many_gemms_as_all_ranks_can_hide_are_beside_an_exchange(ranks, rows,
     assert {kind: len(times) for kind, times in answer.items()} == dict.fromkeys(
         ("gemm", "exchange", "gemm beside", "both"), 3
     )
+
+
+def test_a_send_and_a_receive_to_each_peer_are_two_posts_on_gloo(ranks: Ranks) -> None:
+    assert ranks.ask("posts")[0] == [{"what": "post", "seconds": [2.0]}]
 
 
 def test_messages_that_are_mixed_up_are_noticed(ranks: Ranks) -> None:
