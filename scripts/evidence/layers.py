@@ -1,13 +1,11 @@
 """A Llama layer in every form, over machines, models, groups and lengths: who is ahead where?
 
-    python -m scripts.evidence.layers [--models ...] [--sequence-lengths ...] [--markdown FILE]
-
-The table of docs/simulate.md is one minus the shares of ``--models llama2_7b llama3_8b
---sequence-lengths 8192``.
+    python -m scripts.evidence.layers [--markdown FILE]
 
 Simulates forward and backward of one layer, each form at its best, as docs/layers_tables.md says.
 Times are shares of those with blocking collectives.  The last is a layer without communication.
-Who is ahead is counted a second time with deterministic sums of HCCL, as ours are.
+Who is ahead is counted a second time with deterministic sums of HCCL, as ours are.  The table of
+docs/simulate.md is one minus some of these shares.
 
 A last table counts for whole steps of forward-backward, whose first forward and last backward have
 no partner, with hosts that take 15, 55 and 118 us for a launch.
@@ -17,13 +15,14 @@ from __future__ import annotations
 
 import argparse
 import math
+import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
-from typing import NamedTuple, get_args
+from typing import get_args
 
 from commfuse_npu.config_file import find_config
 from commfuse_npu.hardware.description import Hardware
@@ -36,19 +35,20 @@ from commfuse_npu.tools.simulate.variants import COC, REFERENCE, Variant
 from commfuse_npu.tools.simulate.variants import forms as simulated
 from commfuse_npu.tools.terminal import table_head, table_row
 
-__all__ = ["BOUND", "OURS", "RIVALS", "Point", "forms", "layer", "main", "point", "publish",
-           "report", "steps", "steps_report"]  # fmt: skip
+__all__ = ["TUNED", "forms", "layer", "main", "point", "publish", "report", "shares"]
 
 _MACHINES = ("ascend_910b_server", "ascend_910c_supernode")
 _MODELS = ("llama2_7b", "llama3_8b", "llama3_70b")
 _SEQUENCES = (4096, 8192, 16384, 32768)
 _SIZES = (2, 4, 8)
 
-OURS = ("ours", "ours, other rounding", "default", "forward-backward")
+_OURS = ("ours", "ours, other rounding", "default", "forward-backward")
+TUNED = _OURS[:2]
+"""Many variants each, which take most of the time."""
 _KERNEL = "CoC fused"
-RIVALS = ("CoC", _KERNEL, "MC2", "Megatron")
-BOUND = "compute"
-_STEP_FORMS = ("default", *RIVALS)
+_RIVALS = ("CoC", _KERNEL, "MC2", "Megatron")
+_BOUND = "compute"
+_STEP_FORMS = ("default", *_RIVALS)
 _NAMES = {
     "commfuse-tuned": "ours",
     "commfuse-rounded": "ours, other rounding",
@@ -65,22 +65,12 @@ _HOSTS = (15, 55, 118)
 _MICRO_BATCHES = (8, 32)
 
 Shares = dict[str, float]
-"""Share of the time with blocking collectives, by form."""
-
-
-class Point(NamedTuple):
-    """Times of a layer by form, as shares of the layer with blocking collectives.
-
-    ``shares`` has one entry per corner of the machine's description, typical figures first;
-    ``ordered`` is at typical figures, with HCCL's sums in a fixed order.
-    """
-
-    machine: str
-    model: str
-    tp: int
-    sequence: int
-    shares: tuple[Shares, ...]
-    ordered: Shares
+"""Share of the time with blocking collectives, by form; of whole steps, seconds by form."""
+Point = dict[str, list[Shares]]
+"""By row of the last table, with ``layer`` and ``ordered``: shares at every corner of the machine's
+description, typical figures first; ``ordered`` are typical, with HCCL's sums in a fixed order."""
+Case = tuple[str, str, int, int]
+"""Machine, model, size of the tensor-parallel group, and tokens."""
 
 
 def forms(machine: Machine, setup: Training) -> dict[str, Variant]:
@@ -95,7 +85,7 @@ def forms(machine: Machine, setup: Training) -> dict[str, Variant]:
 def _times(
     hardware: Hardware, corner: int, setup: Training, left_out: Sequence[str] = ()
 ) -> dict[str, LayerTime]:
-    """Times by form; ``""`` is with blocking collectives; ``CoC`` is its fastest slices."""
+    """Times by form; ``CoC`` is its fastest slices."""
     variants = forms(hardware.machine(), setup)
     step = Step(hardware.machine(*CORNERS[corner]), setup)
     times = {name: step.layer_time(form) for name, form in variants.items() if name not in left_out}
@@ -104,7 +94,7 @@ def _times(
         return time.seconds + (time.forward if setup.recomputes else 0.0)
 
     slices = [times.pop(f"CoC {variant.way}") for variant in COC]
-    return {"": step.layer_time(REFERENCE), **times, "CoC": min(slices, key=seconds)}
+    return {**times, "CoC": min(slices, key=seconds)}
 
 
 def layer(model: str, tp: int, sequence: int, recompute: Recompute = "none") -> Training:
@@ -113,40 +103,40 @@ def layer(model: str, tp: int, sequence: int, recompute: Recompute = "none") -> 
     return training(described, sizes, sequence, micro_batch=1, micro_batches=1, recompute=recompute)
 
 
-def point(machine: str, model: str, tp: int, sequence: int, corners: int = len(CORNERS)) -> Point:
-    """Simulate a layer with one sequence, at so many corners of the machine's description."""
-    hardware = Hardware.load(find_config(machine, "hardware"))
-    setup = layer(model, tp, sequence)
-    times = [_times(hardware, corner, setup) for corner in range(corners)]
-    times.append(_times(replace(hardware, deterministic=True), 0, setup))
-
-    def shares(times: dict[str, LayerTime]) -> Shares:
-        return {name: time.seconds / times[""].seconds for name, time in times.items() if name}
-
-    *by_corner, ordered = map(shares, times)
-    return Point(machine, model, tp, sequence, tuple(by_corner), ordered)
-
-
-_Steps = dict[tuple[int, Recompute, int], list[Shares]]
-"""Seconds per layer and micro-batch by form, at every corner; by host, recomputation and
-micro-batches."""
+def shares(
+    hardware: Hardware,
+    setup: Training,
+    corners: int = len(CORNERS),
+    left_out: Sequence[str] = (),
+) -> list[Shares]:
+    """Simulate a layer at so many corners of the machine's description, all forms but some."""
+    result = []
+    for corner in range(corners):
+        blocking = Step(hardware.machine(*CORNERS[corner]), setup).layer_time(REFERENCE).seconds
+        times = _times(hardware, corner, setup, left_out)
+        result.append({name: time.seconds / blocking for name, time in times.items()})
+    return result
 
 
-def steps(machine: str, model: str, tp: int, sequence: int) -> _Steps:
-    """Simulate steps without a pipeline, for untuned forms that can be launched."""
-    described = Hardware.load(find_config(machine, "hardware"))
-    seconds: _Steps = {}
-    for corner, host, recompute in product(range(len(CORNERS)), _HOSTS, get_args(Recompute)):
-        setup = layer(model, tp, sequence, recompute)
-        times = _times(described.launching(host * 1e-6), corner, setup, (BOUND, *OURS[:2]))
-        del times[""]
+def point(machine: str, model: str, tp: int, sequence: int) -> Point:
+    """Simulate a layer, and steps without a pipeline in untuned forms that can be launched."""
+    hardware, setup = Hardware.load(find_config(machine, "hardware")), layer(model, tp, sequence)
+    ordered = shares(replace(hardware, deterministic=True), setup, 1)
+    result: Point = {"layer": shares(hardware, setup), "ordered": ordered}
+    for host, recompute in product(_HOSTS, get_args(Recompute)):
+        setup, slower = layer(model, tp, sequence, recompute), hardware.launching(host * 1e-6)
+        times = [_times(slower, at, setup, (_BOUND, *TUNED)) for at in range(len(CORNERS))]
         for count in _MICRO_BATCHES:
-            lengths = {name: _length(time, count, setup.recomputes) for name, time in times.items()}
-            seconds.setdefault((host, recompute, count), []).append(lengths)
-    return seconds
+            title = f"{host} us, {count} micro-batches{', recomputed' * setup.recomputes}"
+            result[title] = [
+                {name: _length(time, count, setup.recomputes) for name, time in forms.items()}
+                for forms in times
+            ]
+    return result
 
 
 def _length(time: LayerTime, micro_batches: int, recomputes: bool) -> float:
+    """Seconds of a step per layer and micro-batch."""
     alone = time.alone + (time.forward if recomputes else 0.0)
     paired = alone if time.pair is None else time.pair[0]
     return alone + (paired - alone) * (micro_batches - 1) / micro_batches
@@ -171,24 +161,14 @@ def _head(first: str, names: Sequence[str], points: Sequence[Sequence[Shares]]) 
     return table_head([f"{first}, of {len(points)} points", *titles], False)
 
 
-def steps_report(points: Sequence[_Steps]) -> str:
-    """The number of points at which steps of forward-backward are shorter."""
-    keys = list(points[0])
-    lines = [_head("*forward-backward* ahead", _STEP_FORMS, [point[keys[0]] for point in points])]
-    for host, recompute, count in keys:
-        times = [point[host, recompute, count] for point in points]
-        wins = (_wins(times, "forward-backward", form) for form in _STEP_FORMS)
-        title = f"{host} us, {count} micro-batches{', recomputed' * (recompute == 'full')}"
-        lines.append(table_row([title, *(f"{usual}; {always}" for usual, always in wins)]))
-    return "\n".join(lines)
-
-
-def report(points: Sequence[Point]) -> str:
-    """The points at which CommFuse is ahead, and a row per point."""
-    times, ordered = [point.shares for point in points], [[point.ordered] for point in points]
-    groups, names = [*((rival,) for rival in RIVALS), RIVALS], [*OURS, *RIVALS, BOUND]
-    lines = [_head("ahead", [*RIVALS, "all of them"], times)]
-    for form in OURS:
+def report(points: Mapping[Case, Point]) -> str:
+    """The points at which CommFuse is ahead, a row per point, and whole steps."""
+    titles = next(iter(points.values()))
+    by_row = {row: [point[row] for point in points.values()] for row in titles}
+    times, ordered = by_row.pop("layer"), by_row.pop("ordered")
+    groups, names = [*((rival,) for rival in _RIVALS), _RIVALS], [*_OURS, *_RIVALS, _BOUND]
+    lines = [_head("ahead", [*_RIVALS, "all of them"], times)]
+    for form in _OURS:
         counts = (
             (*_wins(times, form, *group), _wins(ordered, form, *group)[0]) for group in groups
         )
@@ -198,22 +178,25 @@ def report(points: Sequence[Point]) -> str:
         "At typical figures; at every end of the ranges; with deterministic sums of HCCL.",
     ]
     lines += ["", table_head(("machine", "model", "TP", "tokens", *names))]
-    for point in points:
-        fastest = min(point.shares[0].get(name, 1.0) for name in (*OURS, *RIVALS))
-        cells = (_cell(point, name, fastest) for name in names)
-        place = point.machine, point.model, str(point.tp), str(point.sequence)
-        lines.append(table_row([*place, *cells]))
+    for case, corners in zip(points, times, strict=True):
+        lines.append(table_row([*map(str, case), *(_cell(corners, name) for name in names)]))
+    lines += ["", _head("*forward-backward* ahead", _STEP_FORMS, times)]
+    for row, seconds in by_row.items():
+        wins = (_wins(seconds, "forward-backward", form) for form in _STEP_FORMS)
+        lines.append(table_row([row, *(f"{usual}; {always}" for usual, always in wins)]))
     return "\n".join(lines)
 
 
-def _cell(point: Point, name: str, fastest: float) -> str:
-    shares = [corner[name] for corner in point.shares if name in corner]
-    if not shares:
+def _cell(corners: Sequence[Shares], name: str) -> str:
+    typical = corners[0]
+    if name not in typical:
         return "-"
-    text = f"{shares[0]:.3f}"
-    if shares[0] == fastest:
+    fastest = min(typical.get(form, 1.0) for form in (*_OURS, *_RIVALS))
+    text = f"{typical[name]:.3f}"
+    if typical[name] == fastest:
         text = f"**{text}**"
-    return f"{text} ({min(shares):.2f} .. {max(shares):.2f})" if len(shares) > 1 else text
+    ends = [corner[name] for corner in corners]
+    return f"{text} ({min(ends):.2f} .. {max(ends):.2f})"
 
 
 def publish(text: str, name: str, page: Path | None) -> None:
@@ -222,14 +205,16 @@ def publish(text: str, name: str, page: Path | None) -> None:
     if page is None:
         return
     begin, end = f"<!-- begin: {name} -->", f"<!-- end: {name} -->"
-    before, *behind = page.read_text("utf-8").split(begin)
-    _, *after = "".join(behind).split(end)
-    if len(behind) != 1 or len(after) != 1:
+    section = re.compile(f"{begin}.*?{end}", re.S)
+    page_text, sections = section.subn(
+        lambda _: f"{begin}\n\n{text.strip()}\n\n{end}", page.read_text("utf-8")
+    )
+    if sections != 1:
         raise ValueError(
             f"{page} has to have {begin!r} and {end!r} once each, in this order; add them where "
             "the section belongs"
         )
-    page.write_text(f"{before}{begin}\n\n{text.strip()}\n\n{end}{after[0]}", "utf-8")
+    page.write_text(page_text, "utf-8")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -237,18 +222,14 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--models", nargs="+", default=_MODELS)
-    parser.add_argument("--sequence-lengths", nargs="+", type=int, default=_SEQUENCES)
     parser.add_argument(
         "--markdown", type=Path, metavar="FILE", help="put the table into its section of FILE"
     )
     options = parser.parse_args(argv)
-    cases = [*product(_MACHINES, options.models, _SIZES, options.sequence_lengths)]
+    cases = [*product(_MACHINES, _MODELS, _SIZES, _SEQUENCES)]
     with ProcessPoolExecutor() as pool:
-        hosts = [pool.submit(steps, *case) for case in cases]
-        layers = [pool.submit(point, *case) for case in cases]
-        text = report([future.result() for future in layers])
-        text += "\n\n" + steps_report([future.result() for future in hosts])
+        points = pool.map(point, *zip(*cases, strict=True))
+        text = report(dict(zip(cases, points, strict=True)))
     publish(text, "layers", options.markdown)
     return 0
 

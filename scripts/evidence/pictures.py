@@ -64,7 +64,8 @@ def _results() -> Chart:
     rows = []
     for machine, model, tp in _LAYOUTS:
         layout = f"{_MODELS[model]}, TP {tp}, {_MACHINES[machine]}"
-        corners = layers.point(machine, model, tp, 8192).shares
+        hardware = Hardware.load(find_config(machine, "hardware"))
+        corners = layers.shares(hardware, layers.layer(model, tp, 8192), left_out=layers.TUNED)
         for form, title in _FORMS.items():
             saved = [100 * (1 - shares[form]) for shares in corners if form in shares]
             if saved:

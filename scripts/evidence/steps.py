@@ -109,29 +109,25 @@ def simulated(step: Measured, machine: Machine) -> float:
     return 1e3 * Step(machine, step.training).time(step.form)
 
 
-def fit(steps: Sequence[Measured], machine: Machine) -> Machine:
+def fit(steps: Sequence[Measured], hardware: Hardware) -> Machine:
     """The machine with the host figures that fit these launches best."""
 
-    def off(launch: float, experts: float) -> float:
-        host = _host(machine, launch, experts)
+    def off(host: Machine) -> float:
         return sum(abs(math.log(simulated(step, host) / step.milliseconds)) for step in steps)
+
+    def host(launch: float, experts: float) -> Machine:
+        return replace(hardware.launching(launch).machine(), expert_launches=experts)
 
     at, factor = (1e-4, 72.0), 1.5
     while factor > 1.01:
         factors = product((1, 1 / factor, factor), repeat=2)
-        nearest = min(((at[0] * a, at[1] * b) for a, b in factors), key=lambda near: off(*near))
+        nearest = min(
+            ((at[0] * a, at[1] * b) for a, b in factors), key=lambda near: off(host(*near))
+        )
         if nearest == at:
             factor **= 0.5
         at = nearest
-    return _host(machine, *at)
-
-
-def _host(machine: Machine, launch: float, experts: float) -> Machine:
-    """The machine with other host figures; the extra cost of a post over a launch is kept."""
-    more = machine.post_overhead - machine.launch_overhead
-    return replace(
-        machine, launch_overhead=launch, post_overhead=launch + more, expert_launches=experts
-    )
+    return host(*at)
 
 
 def report(steps: Sequence[Measured], left_out: Sequence[str], hardware: Hardware) -> str:
@@ -194,7 +190,7 @@ def main(argv: Sequence[str]) -> int:
         parser.error(f"no launch with figures in {', '.join(map(str, options.checkouts))}")
     if options.fit:
         families = fitted(steps)
-        host = fit([step for step in steps if step.family in families], hardware.machine())
+        host = fit([step for step in steps if step.family in families], hardware)
         print(f"{1e6 * host.launch_overhead:.0f} us a launch, {host.expert_launches:.0f} launches")
     publish(report(steps, left_out, hardware), "steps", options.markdown)
     return 0

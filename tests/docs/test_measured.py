@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+from itertools import product
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -17,9 +17,8 @@ from commfuse_npu.proof.cases import cases
 from commfuse_npu.tools.simulate import fb_overlap
 from commfuse_npu.tools.simulate.step import Step
 from commfuse_npu.tools.simulate.step import _cost as simulated_once
-from commfuse_npu.tools.simulate.timed import CORNERS
 from commfuse_npu.tools.simulate.variants import REFERENCE as BLOCKING
-from scripts.evidence.layers import forms, layer
+from scripts.evidence.layers import TUNED, forms, layer, shares
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
@@ -77,26 +76,18 @@ def test_nothing_of_the_first_screen_is_left_out() -> None:
 def test_the_table_is_what_is_simulated(row: list[str]) -> None:
     model, size, name = row[0].split(", ")
     hardware = Hardware.load(find_config(MACHINES[name], "hardware"))
-    tp = int(size.removeprefix("TP "))
-    shape = layer(MODELS[model], tp, 8192)
-    timed = forms(hardware.machine(), shape)
-    steps = [Step(hardware.machine(*corner), shape) for corner in CORNERS]
+    setup = layer(MODELS[model], int(size.removeprefix("TP ")), 8192)
+    corners = shares(hardware, setup, left_out=TUNED)
 
-    def shorter(*forms: str) -> str:
-        """How much shorter the best of these is: typical, and over the ends of the ranges."""
-        shares = []
-        for step in steps:
-            plain = step.layer_time(BLOCKING).seconds
-            shares.append(max(1 - step.layer_time(timed[form]).seconds / plain for form in forms))
-        return f"{100 * shares[0]:.1f} % ({100 * min(shares):.0f} .. {100 * max(shares):.0f})"
+    def shorter(form: str) -> str:
+        """How much shorter it is: typical, and over the ends of the ranges."""
+        if form not in corners[0]:
+            return "-"
+        saved = [100 * (1 - of[form]) for of in corners]
+        return f"{saved[0]:.1f} % ({min(saved):.0f} .. {max(saved):.0f})"
 
-    assert row[1:] == [
-        shorter("forward-backward"),
-        shorter("default"),
-        shorter(*(f"CoC {k}" for k in (2, 4, 8))),
-        shorter("CoC fused") if tp == 8 else "-",
-        shorter("MC2"),
-    ]
+    columns = "forward-backward", "default", "CoC", "CoC fused", "MC2"
+    assert row[1:] == list(map(shorter, columns))
 
 
 def test_strict_turns_save_what_the_page_says(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,33 +122,16 @@ def test_the_points_are_counted_as_in_the_table() -> None:
     assert re.findall(r"at all (\d+) points, MC2 at (\d+) of 72", README) == [tuple(behind)]
 
 
-def settings(kept: Path) -> dict[tuple[int, str, float], list[dict[str, Any]]]:
-    """The rows of a record, by number of ranks, work and ratio."""
-    rows = json.loads(kept.read_text("utf-8"))["results"]
-    grouped: dict[tuple[int, str, float], list[dict[str, Any]]] = {}
-    for row in rows:
-        grouped.setdefault((row["ranks"], row["work"], row["ratio"]), []).append(row)
-    return grouped
-
-
-def fastest(rows: list[dict[str, Any]], *starts: str) -> dict[str, Any]:
-    """The fastest form whose name begins like one of these."""
-    return min(
-        (row for row in rows if row["variant"].startswith(starts)),
-        key=lambda row: row["median_ms"],
-    )
-
-
-OURS, OTHERS = ("auto", "ours"), ("slices", "ring")
-
-
 def test_what_is_quoted_of_a_ratio_of_one_is_what_the_runs_wrote() -> None:
-    of_mlp, of_layers = (settings(DOCS / "measured" / f"{n}_sleep.json") for n in ("mlp", "layers"))
     quoted = []
-    for record, work in ((of_mlp, "mlp"), (of_layers, "layers")):
-        rows = [record[ranks, work, 1.0] for ranks in (4, 8)]
-        for starts in (OURS, OTHERS):
-            quoted += [f"{fastest(setting, *starts)['speedup']:.2f}" for setting in rows]
+    for work in ("mlp", "layers"):
+        record = json.loads((DOCS / "measured" / f"{work}_sleep.json").read_text("utf-8"))
+        rows = [row for row in record["results"] if (row["work"], row["ratio"]) == (work, 1.0)]
+        for names, ranks in product((("auto", "ours"), ("slices", "ring")), (4, 8)):
+            timed = [row for row in rows if row["ranks"] == ranks]
+            of = [row for row in timed if row["variant"].startswith(names)]
+            fastest = min(of, key=lambda row: row["median_ms"])
+            quoted.append(f"{fastest['speedup']:.2f}")
     sentence = README[README.index("An MLP\nis 1.64") : README.index("[All comparisons]")]
     assert re.findall(r"\d\.\d\d", sentence) == quoted
 

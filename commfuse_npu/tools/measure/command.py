@@ -39,11 +39,10 @@ from commfuse_npu.tools.measure.report import (
     Row,
     as_markdown,
     compared,
-    forms_table,
-    forms_verdict,
+    forms_report,
     verdict,
 )
-from commfuse_npu.tools.measure.rounds import evaluate, time_forms
+from commfuse_npu.tools.measure.rounds import time_forms
 from commfuse_npu.tools.measure.steps import (
     CALL_SECONDS,
     FORMS,
@@ -233,7 +232,7 @@ class _Run:
         start, content = time.monotonic(), {"asked": asked}
         try:
             if self._deadline.over:
-                raise _LeftOutError(f"left out, {self._deadline.minutes:g} minutes are over")
+                raise TimeoutError(f"left out, {self._deadline.minutes:g} minutes are over")
             print(f"{title}: {STEPS[name]}" if name in STEPS else title, flush=True)
             tell(title)
             result, summary = measure()
@@ -242,7 +241,7 @@ class _Run:
         except Exception as error:
             # Continue after any error, with new ranks.
             self._end_ranks()
-            expected = isinstance(error, (RanksError, TrainingError, _LeftOutError))
+            expected = isinstance(error, (RanksError, TrainingError, TimeoutError))
             content["failed"] = (str(error) if expected else traceback.format_exc()).strip()
             lines = content["failed"].splitlines()
             why = " ".join(dict.fromkeys((lines[0], lines[-1]))) if expected else lines[-1]
@@ -304,9 +303,8 @@ class _Run:
             Training(form, **saved.get("log", {}), failed=saved.get("failed", ""))
             for form, saved in self._trainings()
         ]
-        results = evaluate(timed)
-        lines = [*verdict(trainings, device), *forms_verdict(results)]
-        table, rows = forms_table(results), list[Row]()
+        verdicts, table = forms_report(timed)
+        lines, rows = [*verdict(trainings, device), *verdicts], list[Row]()
         if measured:
             line, rows = self._described(measured, facts)
             lines.append(line)
@@ -327,7 +325,8 @@ class _Run:
         """Write measured.yaml; returns a summary, and its figures beside those of the base."""
         options, path = self._options, self._folder.path / "measured.yaml"
         device = facts.get("device name", options.device)
-        base = options.base or described(str(device)) or _BASES[options.device]
+        named = options.base or described(str(device)) or _BASES[options.device]
+        base = Hardware.load(find_config(named, "hardware"))
         name = f"{options.ranks} ranks on {device}"
         source = (
             f"Measured by commfuse-npu measure: {name}, torch {facts.get('torch')}, "
@@ -336,17 +335,13 @@ class _Run:
         text = description(base, f"{name}, measured", measured, facts, source)
         with atomic_write(path) as part:
             part.write_text(text, "utf-8")
-        rows = compared(Hardware.load(path), Hardware.load(find_config(base, "hardware")))
+        rows = compared(Hardware.load(path), base)
         outside = [f"`{row[0]}`" for row in rows if row[3] != "in the range"]
         return (
             f"{len(rows)} figures were measured, {len(outside)} of them outside the range that "
-            f"{base} assumes{': ' if outside else ''}{', '.join(outside)}. To simulate with "
+            f"{named} assumes{': ' if outside else ''}{', '.join(outside)}. To simulate with "
             f"them: `commfuse-npu simulate --hardware {path}`"
         ), rows
-
-
-class _LeftOutError(Exception):
-    """A step is skipped because no time is left."""
 
 
 def _chosen(options: argparse.Namespace) -> list[str]:

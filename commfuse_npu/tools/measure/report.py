@@ -8,20 +8,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
+from statistics import median
 from typing import Any
 
 from commfuse_npu.hardware.description import Figure, Hardware
 from commfuse_npu.tools.measure.launches import WARM_UP, Training
-from commfuse_npu.tools.measure.rounds import Results
-from commfuse_npu.tools.measure.steps import REFERENCE, WORKS, is_ours
+from commfuse_npu.tools.measure.steps import COMPUTE, REFERENCE, WORKS, Times, is_ours
 from commfuse_npu.tools.terminal import table_head, table_row
 
 __all__ = [
     "Row",
     "as_markdown",
     "compared",
-    "forms_table",
-    "forms_verdict",
+    "forms_report",
     "launch_table",
     "verdict",
 ]
@@ -115,40 +115,51 @@ def launch_table(trainings: Sequence[Training]) -> Iterator[str]:
         ])  # fmt: skip
 
 
-def forms_verdict(results: Results) -> Iterator[str]:
-    """For each workload: how many times as fast as the reference the fastest forms are."""
-    for (work, ratio), forms in results.items():
+def forms_report(times: Times) -> tuple[list[str], list[str]]:
+    """How many times as fast as the reference the fastest forms are, and a table of all forms."""
+    verdicts, lines, reached = list[str](), list[str](), list[float]()
+    for (work, ratio), group in groupby(times, key=lambda row: (row["work"], row["ratio"])):
+        rows = {row["form"]: row for row in group}
+        seconds = {name: median(row["seconds"]) for name, row in rows.items()}
+        blocked = {name: median(row["blocked"]) for name, row in rows.items()}
+        compute, reference = seconds.pop(COMPUTE), seconds[REFERENCE]
         found = {True: "no form of ours was measured", False: "no other was measured"}
         # The fastest come last.
-        for name, result in sorted(forms.items(), key=lambda form: -form[1].seconds[1]):
-            if name != REFERENCE:
-                title = f"`{name}`" if is_ours(name) else f"the fastest other, `{name}`,"
-                found[is_ours(name)] = f"{title} {result.speedup:.2f}"
+        for name in sorted(seconds.keys() - {REFERENCE}, key=lambda name: -seconds[name]):
+            title = f"`{name}`" if is_ours(name) else f"the fastest other, `{name}`,"
+            found[is_ours(name)] = f"{title} {reference / seconds[name]:.2f}"
         at = "" if ratio is None else f", ratio {ratio:g}"
         words = f"times as fast as `{REFERENCE}`: {'; '.join(found.values())}."
-        yield f"**{WORKS[work].title}**{at}: {words}"
-
-
-def forms_table(results: Results) -> list[str]:
-    """A Markdown table with a row per workload, ratio and form."""
-    if not results:
-        return []
-    head = "work", "ratio", "form", "speed", "wall removed", "blocked removed", "bits"
-    lines = ["", table_head(head)]
-    for (work, ratio), forms in results.items():
-        fastest = min(form.seconds[1] for form in forms.values())
-        for name, (seconds, speedup, *removed, off, _) in forms.items():
-            shown = ratio and name != REFERENCE
-            shares = ("-" if share is None else f"{100 * share:.0f} %" for share in removed)
-            cells = [f"{speedup:.2f}x", *(shares if shown else ("-", "-"))]
-            cells += [f"{off:.1e}" if off else "equal"]
-            form = f"**{name}**" if seconds[1] == fastest else name
-            lines.append(table_row([work, "-" if ratio is None else f"{ratio:g}", form, *cells]))
-    lines += ["", _FORMS_LEGEND]
-    if reached := [form.reached for of in results.values() for form in of.values() if form.reached]:
+        verdicts.append(f"**{WORKS[work].title}**{at}: {words}")
+        for name, middle in seconds.items():
+            removed = ["-", "-"]
+            if ratio and name != REFERENCE:
+                waits = blocked[REFERENCE]
+                removed = [
+                    _share(reference - middle, reference - compute),
+                    _share(waits - blocked[name], waits),
+                ]
+            off = rows[name]["difference"]
+            lines.append(table_row([
+                work,
+                "-" if ratio is None else f"{ratio:g}",
+                f"**{name}**" if middle == min(seconds.values()) else name,
+                f"{reference / middle:.2f}x",
+                *removed,
+                f"{off:.1e}" if off else "equal",
+            ]))  # fmt: skip
+        reached += [row["reached"] for row in rows.values() if row["reached"]]
+    if lines:
+        head = "work", "ratio", "form", "speed", "wall removed", "blocked removed", "bits"
+        lines = ["", table_head(head), *lines, "", _FORMS_LEGEND]
+    if reached:
         share = f"{100 * min(reached):.0f} %"
         lines.append(f"A message alone reached at least {share} of the rate that links were given.")
-    return [*lines, ""]
+    return verdicts, [*lines, ""] if lines else []
+
+
+def _share(part: float, whole: float) -> str:
+    return f"{100 * part / whole:.0f} %" if whole > 0 else "-"
 
 
 def compared(measured: Hardware, described: Hardware) -> list[Row]:

@@ -1,24 +1,10 @@
-"""Times the forms of a workload on links with a rate, in shuffled rounds, and compares them.
-
-Legend, of one workload at one ratio:
-
-===============  ================================================================================
-ratio            time of the transfers on the links / time of the computation alone
-seconds          of the slowest rank, by round; figures are medians
-compute          of the workload without any communication
-wall removed     of the reference's time beyond compute, the share that is gone
-blocked removed  the same of the host's time in waits for transfers, averaged over the ranks
-===============  ================================================================================
-
-A share is ``None`` if the reference has no such time.
-"""
+"""Times the forms of a workload on links with a rate, in shuffled rounds."""
 
 from __future__ import annotations
 
 import os
 import random
 from collections.abc import Collection, Sequence
-from itertools import groupby
 from statistics import mean, median
 from typing import NamedTuple
 
@@ -32,11 +18,10 @@ from commfuse_npu.tools.measure.steps import (
     Scale,
     Times,
 )
-from commfuse_npu.tools.quartiles import Range, quartiles
 from commfuse_npu.tools.ranks import RanksError
 from commfuse_npu.tools.terminal import tell
 
-__all__ = ["Result", "Results", "Sample", "evaluate", "time_forms"]
+__all__ = ["Sample", "time_forms"]
 
 _CALIBRATION_ROUNDS = 5
 _GFLOPS = 15.0
@@ -51,26 +36,6 @@ class Sample(NamedTuple):
     blocked: float
 
 
-class Result(NamedTuple):
-    """The figures of a form.
-
-    ``seconds``: quartiles.  ``speedup``: relative to the reference.  ``difference``: the largest
-    one of its outputs and gradients from the reference's, 0 if all are equal.  ``reached``: the
-    share of the links' rate that a message alone reached, ``None`` without one.
-    """
-
-    seconds: Range
-    speedup: float
-    wall_removed: float | None
-    blocked_removed: float | None
-    difference: float
-    reached: float | None
-
-
-Results = dict[tuple[str, float | None], dict[str, Result]]
-"""Results by workload and ratio, which is ``None`` for the links of a device, then by form."""
-
-
 def time_forms(
     ask: Ask, scale: Scale, work: str, ratio: float | None, names: Collection[str], rounds: int
 ) -> Times:
@@ -79,12 +44,15 @@ def time_forms(
     With more ranks than cores GEMMs sleep (:mod:`commfuse_npu.tools.measure.sleeping`).
 
     Args:
-        ratio: for which the links get a rate, 0 for none; ``None`` for the links of a device.
+        ratio: time of the transfers on the links / time of the computation alone, for which the
+            links get a rate; 0 for none, ``None`` for the links of a device.
         names: of forms, besides the reference; those for several micro-batches need some.
 
     Returns:
-        A row per form, and one of ``compute``: ``seconds`` and ``blocked`` of each round,
-        ``difference``, and the share of the links' rate that a message ``reached``.
+        A row per form, and one of ``compute``, the workload without any communication: of each
+        round the ``seconds`` of the slowest rank and those that ranks were ``blocked`` in waits for
+        transfers, on average; the largest ``difference`` of outputs and gradients from the
+        reference's; and the share of the links' rate that a message ``reached`` alone.
 
     Raises:
         RanksError: the links cannot be given a rate.
@@ -152,29 +120,3 @@ def _round(ask: Ask, order: Sequence[str]) -> list[Sample]:
         Sample(max(sample.total for sample in ranks), mean(sample.blocked for sample in ranks))
         for ranks in by_form
     ]
-
-
-def evaluate(times: Times) -> Results:
-    """The figures of every form but ``compute``, in the order of the rows."""
-    results: Results = {}
-    for setting, group in groupby(times, key=lambda row: (row["work"], row["ratio"])):
-        rows = {row["form"]: row for row in group}
-        seconds = {name: quartiles(row["seconds"]) for name, row in rows.items()}
-        blocked = {name: median(row["blocked"]) for name, row in rows.items()}
-        compute, (_, reference, _) = seconds.pop(COMPUTE)[1], seconds[REFERENCE]
-        results[setting] = {
-            name: Result(
-                quarters,
-                reference / quarters[1],
-                _share(reference - quarters[1], reference - compute),
-                _share(blocked[REFERENCE] - blocked[name], blocked[REFERENCE]),
-                rows[name]["difference"],
-                rows[name]["reached"],
-            )
-            for name, quarters in seconds.items()
-        }
-    return results
-
-
-def _share(part: float, whole: float) -> float | None:
-    return part / whole if whole > 0 else None

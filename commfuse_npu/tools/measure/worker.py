@@ -45,12 +45,10 @@ class Exchange:
 
     Args:
         size: bytes of each message, whose content identifies its sender.
-        batched: how to post; by default as the transport does.
     """
 
-    def __init__(self, transport: Transport, size: int, *, batched: bool | None = None) -> None:
+    def __init__(self, transport: Transport, size: int) -> None:
         self._transport = transport
-        self._batched = transport.batched if batched is None else batched
         ranks, rank, n = transport.ranks, transport.rank, transport.size
         self._mine = torch.full(
             (size,), _mark(ranks[rank]), dtype=torch.uint8, device=transport.device_type
@@ -66,10 +64,9 @@ class Exchange:
         self.end()
 
     def begin(self) -> None:
+        batched = self._transport.batched
         for lane, buffer, target, source in self.swaps:
-            self._works += post_swap(
-                lane, self._mine, buffer, target, source, batched=self._batched
-            )
+            self._works += post_swap(lane, self._mine, buffer, target, source, batched=batched)
 
     def end(self) -> None:
         for work in self._works:
@@ -183,23 +180,16 @@ class Worker(FormsWorker):
         return times
 
     def host(self, scale: Scale) -> Times:
-        """Host seconds to post a send and a receive of 8 bytes and wait for them.
+        """Host seconds to post 8 bytes and wait for them, and on a device to launch a GEMM.
 
-        On gloo also as single operations, elsewhere also for a GEMM of 16 rows and columns: single
-        operations of HCCL open a communicator per pair, in an order that may hang.
+        A send and a receive are one post on HCCL, two on gloo.
         """
         calls = 2 * scale.calls
-
-        def posting(batched: bool) -> list[float]:
-            # One exchange per lane, all posted before the waits: a device overlaps them.
-            exchange = Exchange(self._transport, 8, batched=batched)
-            times = self._of_host(exchange.run, calls)
-            return [seconds / len(exchange.swaps) for seconds in times]
-
-        times = {"batch": posting(True)}
-        if self._backend == "gloo":
-            times["single"] = posting(False)
-        else:
+        # One exchange per lane, all posted before the waits: a device overlaps them.
+        exchange = Exchange(self._transport, 8)
+        posts = len(exchange.swaps) * (1 if self._transport.batched else 2)
+        times = {"post": [seconds / posts for seconds in self._of_host(exchange.run, calls)]}
+        if self._module is not None:
             times["GEMM"] = self._of_host(self._product(16, 16, 16), calls)
         return [{"what": name, "seconds": seconds} for name, seconds in times.items()]
 

@@ -19,21 +19,6 @@ from tests.tools.doctor.machines import NPU_ANSWERS, machine
 ABOUT = {"device": "cpu", "ranks": 2}
 
 
-def test_results_are_kept_and_added_to_under_the_same_conditions(tmp_path: Path) -> None:
-    path = tmp_path / "new"
-    Folder(path, ABOUT).store("links", {"times": []})
-    continued = Folder(path, ABOUT)
-    continued.agree({"torch": "1"})
-    continued.store("host", {"asked": 1})
-    again = Folder(path, ABOUT)
-    assert (again.load("links"), again.load("host")) == ({"times": []}, {"asked": 1})
-    assert again.load("memory") == {}
-    with pytest.raises(FolderError, match="torch '1' there, '2' here; choose another folder with"):
-        again.agree({"torch": "2"})
-    with pytest.raises(FolderError, match="ranks 2 there, 8 here; choose another"):
-        Folder(path, {**ABOUT, "ranks": 8})
-
-
 def test_what_cannot_be_written_or_read_is_named(tmp_path: Path, monkeypatch) -> None:
     folder = Folder(tmp_path, ABOUT)
     for text in ("{", "[]", "{}", '{"facts": 1, "steps": {}}', '{"facts": {}, "steps": {"a": 1}}'):

@@ -12,7 +12,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from commfuse_npu import tuning
 from commfuse_npu.config_file import find_config
 from commfuse_npu.kernels import cpu
 from commfuse_npu.ops import all_gather_linear, linear_reduce_scatter
@@ -23,6 +22,7 @@ from commfuse_npu.tools.measure.forms import form_of
 from commfuse_npu.tools.measure.sleeping import SleepingGemms, modelled_seconds
 from commfuse_npu.tools.measure.steps import NAMES, TUNED, Scale
 from commfuse_npu.tools.model_config import ModelConfig
+from commfuse_npu.tuning import decisions
 from tests.distributed.ranks import on_ranks
 
 CONFIG = ModelConfig.load(find_config("llama3_8b"))
@@ -60,6 +60,12 @@ def test_every_form_computes_the_same(rank: int) -> None:
     computing, waiting = worker.round(["compute", "p2p"])
     assert 0 == computing.blocked < computing.total
     assert 0 < waiting.blocked < waiting.total
+    # What is tuned at one rate of the links is tried again at the next.
+    worker.tune("auto")
+    tuned = decisions(worker._transport)
+    assert tuned
+    worker.set_up("mlp", _scale(worker.size), 1e6)
+    assert not tuned
     worker._transport.close()
 
 
@@ -75,26 +81,6 @@ def test_collectives_of_torch_compute_the_same_and_what_is_no_number_differs(ran
         assert all(map(torch.allclose, results, worker._reference)), form
     worker._reference[1][0, 0, 0] = math.nan
     assert worker.check("slices-4") == math.inf
-    worker._transport.close()
-
-
-@pytest.mark.long
-@on_ranks(2)
-def test_tuning_happens_when_it_is_asked_for_and_not_while_the_clock_runs(rank: int) -> None:
-    worker, trials, timed = Worker(), [], tuning._timed
-    worker.set_up("mlp", _scale(worker.size), 1e6)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tuning, "_timed", lambda *args: (trials.append(1), timed(*args))[1])
-        worker.tune("auto")
-        first = len(trials)
-        worker.tune("auto-wgrad")
-        # Blockwise weight gradients have a backward of their own.
-        with_blocks = len(trials)
-        worker.round(["auto", "auto-wgrad"])
-        assert 0 < first < with_blocks == len(trials)
-        worker.set_up("mlp", _scale(worker.size), 1e6)
-        worker.tune("auto")
-        assert len(trials) > with_blocks, "forgotten, it is tried again"
     worker._transport.close()
 
 

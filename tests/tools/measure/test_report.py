@@ -11,8 +11,8 @@ import pytest
 from commfuse_npu.config_file import find_config
 from commfuse_npu.tools.measure import rounds
 from commfuse_npu.tools.measure.launches import FORMS, WARM_UP, Training
-from commfuse_npu.tools.measure.report import forms_table, forms_verdict, launch_table, verdict
-from commfuse_npu.tools.measure.rounds import Sample, evaluate, time_forms
+from commfuse_npu.tools.measure.report import forms_report, launch_table, verdict
+from commfuse_npu.tools.measure.rounds import Sample, time_forms
 from commfuse_npu.tools.measure.steps import REFERENCE, WORKS, Scale, Times
 from commfuse_npu.tools.ranks import RanksError
 
@@ -144,51 +144,34 @@ def test_links_that_get_no_rate_are_an_error_with_a_way_out() -> None:
 # ------------------------------------------------------------------- figures and report
 
 
-def test_figures_of_a_setting() -> None:
-    ((setting, forms),) = evaluate(timed()).items()
-    assert (setting, list(forms)) == (("mlp", 1.0), list(TOTALS)[1:])
-    reference, sliced, ours, auto = forms.values()
-    assert (reference.wall_removed, reference.blocked_removed, reference.speedup) == (0, 0, 1)
-    assert ours.seconds == pytest.approx((0.1175, 0.12, 0.1225))
-    assert ours.speedup == pytest.approx(0.2 / 0.12)
-    assert (ours.wall_removed, ours.blocked_removed) == (pytest.approx(0.8), pytest.approx(0.4))
-    assert sliced.wall_removed == pytest.approx(-0.5)
-    assert (auto.difference, auto.reached) == (2.5e-6, 0.96)
-    # Nothing beyond the computation: nothing to remove.
-    (forms,) = evaluate(timed(p2p=[0.09] * 3)).values()
-    assert forms["ours-c4"].wall_removed is None
-
-
-def test_the_table_has_a_row_per_ratio_and_form() -> None:
-    rows = [*timed(0.0, megatron=[0.18] * 3), *timed(0.5, auto=[0.11] * 3)]
-    lines = "\n".join(forms_table(evaluate(rows))).splitlines()
-    assert [line for line in lines if line.startswith("| mlp")] == [
-        "| mlp | 0 | p2p | 1.00x | - | - | equal |",
-        # Without a wire there is no share of the wire.
-        "| mlp | 0 | slices-4 | 0.80x | - | - | equal |",
-        "| mlp | 0 | **ours-c4** | 1.67x | - | - | equal |",
-        "| mlp | 0 | auto | 1.33x | - | - | equal |",
-        "| mlp | 0 | megatron | 1.11x | - | - | equal |",
-        "| mlp | 0.5 | p2p | 1.00x | - | - | equal |",
-        "| mlp | 0.5 | slices-4 | 0.80x | -50 % | -25 % | equal |",
-        "| mlp | 0.5 | ours-c4 | 1.67x | 80 % | 40 % | equal |",
-        "| mlp | 0.5 | **auto** | 1.82x | 90 % | 45 % | 2.5e-06 |",
-    ]
-    assert "A message alone reached at least 96 % of the rate that links were given." in lines
-    assert forms_table({}) == []
-
-
-def test_the_verdict_names_the_fastest_of_ours_and_the_fastest_other() -> None:
-    rows = [*timed(0.5), *timed(None, "layers", megatron=[0.1] * 3)]
-    assert list(forms_verdict(evaluate(rows))) == [
-        "**An MLP**, ratio 0.5: times as fast as `p2p`: `ours-c4` 1.67; the fastest other, "
+def test_forms_have_a_verdict_and_a_row_per_ratio() -> None:
+    rows = [*timed(0.5, auto=[0.11] * 3), *timed(None, "layers", megatron=[0.1] * 3)]
+    verdicts, table = forms_report(rows)
+    assert verdicts == [
+        "**An MLP**, ratio 0.5: times as fast as `p2p`: `auto` 1.82; the fastest other, "
         "`slices-4`, 0.80.",
         "**Two layers**: times as fast as `p2p`: `ours-c4` 1.67; the fastest other, "
         "`megatron`, 2.00.",
     ]
-    alone = [row for row in timed() if row["form"] in ("compute", "p2p")]
-    (line,) = forms_verdict(evaluate(alone))
+    assert [line for line in table if line.startswith(("| mlp", "| layers"))] == [
+        "| mlp | 0.5 | p2p | 1.00x | - | - | equal |",
+        "| mlp | 0.5 | slices-4 | 0.80x | -50 % | -25 % | equal |",
+        "| mlp | 0.5 | ours-c4 | 1.67x | 80 % | 40 % | equal |",
+        "| mlp | 0.5 | **auto** | 1.82x | 90 % | 45 % | 2.5e-06 |",
+        # Links without a given rate have no share of it.
+        "| layers | - | p2p | 1.00x | - | - | equal |",
+        "| layers | - | slices-4 | 0.80x | - | - | equal |",
+        "| layers | - | ours-c4 | 1.67x | - | - | equal |",
+        "| layers | - | auto | 1.33x | - | - | equal |",
+        "| layers | - | **megatron** | 2.00x | - | - | equal |",
+    ]
+    assert "A message alone reached at least 96 % of the rate that links were given." in table
+    # The reference takes no longer than the computation: nothing to remove.
+    _, table = forms_report(timed(p2p=[0.09] * 3))
+    assert "| mlp | 1 | ours-c4 | 0.75x | - | -33 % | equal |" in table
+    ((line,), _) = forms_report([row for row in timed() if row["form"] in ("compute", "p2p")])
     assert line.endswith(": no form of ours was measured; no other was measured.")
+    assert forms_report([]) == ([], [])
 
 
 # ------------------------------------------------------------------- trainings

@@ -32,24 +32,23 @@ class Asked(Worker):
             os.kill(os.getpid(), signal.SIGKILL)
         time.sleep(10 * LIMIT)
 
-    def arrived(self, planted: int | None) -> list[int]:
-        """The sources of the messages; ``planted`` is a rank that sends other bytes."""
+    def mixed_up(self) -> None:
+        """Rank 1 sends other bytes than its own."""
         exchange = Exchange(self._transport, 64)
-        if self.rank == planted:
+        if self.rank == 1:
             exchange._mine.fill_(99)
         exchange.run()
         exchange.check()
-        return [source for *_, source in exchange.swaps]
 
     def beside(self, rows: int, size: int) -> dict[str, list[float]]:
         """Times of an exchange of ``size`` bytes beside GEMMs; rank 1 has ``rows`` rows."""
         shape = (rows if self.rank == 1 else 8, 512, 512)
         return self.side_by_side(self._product(*shape), size, 3)
 
-    def on_hccl(self) -> Times:
-        """The host's rows with HCCL."""
+    def posts(self) -> Times:
+        """The host's row if posting takes eight seconds."""
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(self, "_backend", "hccl")
+            patch.setattr(self, "_of_host", lambda post, calls: [8.0])
             return self.host(SCALE)
 
 
@@ -59,10 +58,6 @@ def ranks() -> Iterator[Ranks]:
     seconds = PATIENT.total_seconds()
     with Ranks(3, device="cpu", timeout=seconds, worker=f"{__name__}:Asked") as started:
         yield started
-
-
-def test_messages_come_from_whom_they_should(ranks: Ranks) -> None:
-    assert ranks.ask("arrived", None) == [[2, 1], [0, 2], [1, 0]]
 
 
 @pytest.mark.parametrize(
@@ -76,13 +71,13 @@ def test_as_many_gemms_as_all_ranks_can_hide_are_beside_an_exchange(ranks, rows,
     )
 
 
-def test_hccl_is_never_asked_for_single_operations(ranks: Ranks) -> None:
-    assert [row["what"] for row in ranks.ask("on_hccl")[0]] == ["batch", "GEMM"]
+def test_a_send_and_a_receive_to_each_peer_are_two_posts_on_gloo(ranks: Ranks) -> None:
+    assert ranks.ask("posts")[0] == [{"what": "post", "seconds": [2.0]}]
 
 
 def test_messages_that_are_mixed_up_are_noticed(ranks: Ranks) -> None:
     with pytest.raises(RanksError, match="64 bytes from rank 1 has other bytes than 2 in it"):
-        ranks.ask("arrived", 1)
+        ranks.ask("mixed_up")
 
 
 @pytest.mark.parametrize(
