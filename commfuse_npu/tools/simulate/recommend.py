@@ -24,7 +24,6 @@ from commfuse_npu.runtime.atomic_write import atomic_write
 from commfuse_npu.tools.model_config import ModelConfig
 from commfuse_npu.tools.simulate.footprint import USABLE, footprint, limit
 from commfuse_npu.tools.simulate.launches import PlacementError
-from commfuse_npu.tools.simulate.pipeline import interleaves
 from commfuse_npu.tools.simulate.step import Layout, Recompute, Step, Training
 from commfuse_npu.tools.simulate.timed import Timed, timed
 from commfuse_npu.tools.simulate.training import training
@@ -183,11 +182,12 @@ def _layouts(
         if remainder:
             continue
         yield Layout(tp, cp, dp, pp)
-        batches = model.global_batch_size // (micro_batch * dp)
+        # Micro-batches pass through chunks ``pp`` at a time.
         even = pp != stages or model.num_layer_list is None
-        for vpp in _INTERLEAVED if even and pp > 1 else ():
-            if model.num_layers % (pp * vpp) == 0 and interleaves(pp, vpp, batches):
-                yield Layout(tp, cp, dp, pp, vpp)
+        if pp > 1 and even and model.global_batch_size // (micro_batch * dp) % pp == 0:
+            for vpp in _INTERLEAVED:
+                if model.num_layers % (pp * vpp) == 0:
+                    yield Layout(tp, cp, dp, pp, vpp)
 
 
 def _divisors(number: int) -> list[int]:
