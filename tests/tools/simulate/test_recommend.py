@@ -159,9 +159,10 @@ def test_layouts_are_ranked_by_their_steps_and_the_launcher_takes_the_plan(tmp_p
     assert re.match(r"\d layouts fit 57.6 GiB \(90% of an NPU\); not: \d x more memory", fitting)
     first, file = rows[0], tmp_path / "small.yaml"
     assert first.form.name == "commfuse-fb"
-    write_plan(file, SMALL, SERVER, first.training, first.form, first.typical)
-    assert ModelConfig.load(file) == planned(SMALL, SERVER, first.training, first.form)
-    words = options(SMALL, first.training, first.form)
+    plan = planned(SMALL, SERVER, first.training, first.form)
+    write_plan(file, plan, first, SERVER)
+    assert ModelConfig.load(file) == plan
+    words = options(SMALL, plan)
     ours = words[words.index("--commfuse-fb-overlap") :]
     assert " ".join(ours) in " ".join(dry_run("llama3_8b", CONFIG=str(file)))
     assert "--commfuse-fb-overlap" in ask_about(file, [], {}).options
@@ -173,7 +174,7 @@ def test_pipelines_are_interleaved_where_that_is_faster() -> None:
     first = best(rows)
     assert fitting.startswith("1 layouts fit"), "layouts that differ in their chunks count once"
     assert first.training.layout == Layout(1, 1, 1, 2, vpp=4)
-    words = options(model, first.training, first.form)
+    words = options(model, planned(model, SERVER, first.training, first.form))
     assert words[words.index("--num-layers-per-virtual-pipeline-stage") + 1] == "1"
     assert "| 1 | 1 | 2 x 4 | 1 |" in table(rows)
     # Interleaving holds more activations than plain 1F1B.
@@ -192,7 +193,7 @@ def test_memory_decides_on_recomputation(gib: float, chosen: str) -> None:
     rows, _ = recommend(model, small, 4, fixed=fixed)
     first = best(rows)
     assert first.training.recompute == chosen
-    words = options(model, first.training, first.form)
+    words = options(model, planned(model, small, first.training, first.form))
     assert ("--recompute-granularity" in words) is (chosen == "full")
     if chosen == "full":
         with pytest.raises(NoLayoutError, match="1 x more memory than an NPU has"):
@@ -227,7 +228,7 @@ def test_what_is_written_describes_what_was_simulated(layout: Layout) -> None:
     assert described.global_batch_size == batch
     replicated = layout.dp * layout.cp > 1
     assert ("--overlap-grad-reduce" in described.pretrain_options) == replicated
-    words = options(LLAMA3_70B, job, variant)
+    words = options(LLAMA3_70B, described)
     assert described.commfuse_options == tuple(words[words.index("--use-commfuse") :])
     more = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
     full = planned(LLAMA3_70B, SERVER, replace(job, recompute="full"), variant)
@@ -278,7 +279,8 @@ FORMS = [form for form in forms(SERVER.machine(), ALONE) if form.flags is not No
     ids=lambda value: value.name if isinstance(value, Variant) else str(value.layout),
 )
 def test_what_is_printed_is_taken(job: Training, form: Variant) -> None:
-    launch = ask_about(None, [*LLAMA3_8B.arguments(), *options(LLAMA3_8B, job, form)], {})
+    plan = planned(LLAMA3_8B, SERVER, job, form)
+    launch = ask_about(None, [*LLAMA3_8B.arguments(), *options(LLAMA3_8B, plan)], {})
     launch.config.validate()
     assert launch.schedule.chunks > 0
     assert launch.fuse.use_commfuse == (form.kind == "fused")
