@@ -133,9 +133,14 @@ class Training:
         dense = h * (shape.halves + 1) * shape.dense * tp + attention
         return dense / tp + router + 2 * h, own
 
-    def of_layers(self, stage: int) -> tuple[float, float]:
-        """:meth:`parameters_of`, summed over all layers of a pipeline stage."""
-        everyone = experts = 0.0
+    def tables(self, stage: int) -> int:
+        """Number of the vocabulary's tables on a pipeline stage: embedding and output layer."""
+        last, tied = self.layout.pp - 1, not self.model.untie_embeddings_and_output_weights
+        return (stage == 0) + (stage == last and not (tied and stage == 0))
+
+    def parameters(self, stage: int) -> tuple[float, float]:
+        """:meth:`parameters_of`, summed over a pipeline stage, with the vocabulary's tables."""
+        everyone, experts = self.tables(stage) * self.table, 0.0
         for kind, count in self.of_stage(stage).items():
             own, of_experts = self.parameters_of(kind)
             everyone, experts = everyone + count * own, experts + count * of_experts

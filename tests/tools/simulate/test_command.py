@@ -13,7 +13,6 @@ import pytest
 from commfuse_npu.tools import cli, drawing
 from commfuse_npu.tools.drawing import Bit, Row, draw, gantt
 from commfuse_npu.tools.simulate.lanes import lanes
-from scripts.evidence.layers import BOUND, OURS, RIVALS, _wins, point
 from scripts.evidence.pictures import forms, main, step
 from tests.tools.answers import answer
 
@@ -117,28 +116,6 @@ def test_the_picture_says_what_is_simulated(tmp_path: Path) -> None:
         # A single pair has no neighbors and takes a little longer.
         assert end == pytest.approx(1e3 * time.seconds, rel=0.01)
         assert all(f">{row.label}</text>" in picture for picture in (created, shipped))
-
-
-def test_wins_are_counted_typically_and_at_every_corner() -> None:
-    points = [
-        [{"a": 1.0, "b": 2.0}, {"a": 3.0, "b": 2.0}],
-        [{"a": 1.0, "b": 2.0, "c": 3.0}] * 2,
-        [{"a": 2.0, "c": 1.0}] * 2,
-    ]
-    assert _wins(points, "a", "b") == (2, 1)  # of the two points that have it
-    assert _wins(points, "a", "c") == (1, 1)
-    assert _wins(points, "a", "b", "c") == (2, 1)
-
-
-def test_a_point_of_the_table_of_layers_is_simulated() -> None:
-    result = point("ascend_910b_server", "llama2_7b", 2, 4096, corners=1)
-    (shares,) = result.shares
-    assert shares.keys() == {*OURS, *RIVALS, BOUND} - {"CoC fused"}, "for 8 ranks"
-    assert shares[BOUND] < shares["ours"] <= shares["default"] < 1
-    assert shares[BOUND] < shares["MC2"] < shares["Megatron"]
-    # Programs add in a fixed order anyway; plain collectives take longer to do so.
-    assert result.ordered["ours"] < shares["ours"]
-    assert shares["compute"] < shares["forward-backward"] < shares["MC2"]
 
 
 def test_a_picture_is_a_file_and_needs_a_package(tmp_path: Path, monkeypatch) -> None:

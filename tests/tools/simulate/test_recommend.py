@@ -11,7 +11,6 @@ import pytest
 
 from commfuse_npu.config_file import find_config
 from commfuse_npu.hardware.description import Figure, Hardware
-from commfuse_npu.plan import Schedule
 from commfuse_npu.tools import cli
 from commfuse_npu.tools.model_config import ModelConfig
 from commfuse_npu.tools.plan.launch import ask_about
@@ -26,9 +25,9 @@ from commfuse_npu.tools.simulate.recommend import (
     write_plan,
 )
 from commfuse_npu.tools.simulate.step import Layout, Step
-from commfuse_npu.tools.simulate.timed import Timed, best, ratio, table, timed, verdict
+from commfuse_npu.tools.simulate.timed import Timed, best, ratio, table, verdict
 from commfuse_npu.tools.simulate.training import Training, training
-from commfuse_npu.tools.simulate.variants import FB_OVERLAP, MC2, Variant, forms, fused
+from commfuse_npu.tools.simulate.variants import FB_OVERLAP, Variant, forms
 from tests.launchers.launching import dry_run
 
 SERVER = Hardware.load(find_config("ascend_910b_server", "hardware"))
@@ -108,24 +107,6 @@ def test_the_verdict_names_the_shortest_that_keeps_the_bits_and_the_table_compar
     assert table(rows).count("15.0 GiB, too much |") == len(too_large)
     said, *_ = verdict([replace(row, fits=False) for row in rows], SERVER)
     assert said.startswith("No form fits 57.6 GiB (90% of an NPU): choose larger sizes")
-
-
-def test_a_row_is_what_is_simulated() -> None:
-    row, bound = (timed(SETUP, SIMULATED[name], SERVER) for name in ("mc2", "compute"))
-    assert row.typical == timed(SETUP, SIMULATED["mc2"], SERVER, corners=1).typical
-    assert len(row.seconds) == len(row.exposed) == 5
-    low, tokens = min(row.seconds), 8192 * 2 / 8
-    step = {"low": low, "typical": row.typical, "high": max(row.seconds)}
-    assert (row.as_json()["step"], row.as_json()["flags"]) == (step, ["--use-ascend-mc2"])
-    assert row.as_json()["tokens"]["typical"] == pytest.approx(tokens / row.typical)
-    assert (
-        f"({tokens / max(row.seconds):.0f} .. {tokens / low:.0f})" in row.row(bound)["tokens/s/NPU"]
-    )
-    exposed = [time - free for time, free in zip(row.seconds, bound.seconds, strict=True)]
-    assert row.exposed == pytest.approx(exposed)
-    large = training(replace(LLAMA3_8B, num_layers=320), SETUP.layout, 8192, micro_batches=1)
-    assert (row.fits, timed(large, SIMULATED["megatron"], SERVER, 1).fits) == (True, False)
-    assert 0 < ratio(SETUP, SERVER).low < ratio(SETUP, SERVER).typical
 
 
 # ------------------------------------------------------------------- layouts
@@ -213,30 +194,6 @@ def test_memory_decides_on_recomputation(gib: float, chosen: str) -> None:
 def test_nothing_fits(model, hardware, npus: int, fixed: dict[str, int], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         recommend(model, hardware, npus, fixed=Fixed(**fixed))
-
-
-@pytest.mark.parametrize("layout", [Layout(8, 1, 2, 4), Layout(4, 1, 1, 8)])
-def test_what_is_written_describes_what_was_simulated(layout: Layout) -> None:
-    variant = fused(Schedule(lanes=2, chunks=4), tuned=(1, 2))
-    job = training(LLAMA3_70B, layout)
-    described = planned(LLAMA3_70B, SERVER, job, variant)
-    sizes = ("tensor_model", "context", "data", "pipeline_model")
-    assert tuple(getattr(described, f"{name}_parallel_size") for name in sizes) == layout[:4]
-    assert described.world_size == layout.npus
-    assert (described.num_layer_list or (80 // layout.pp,) * layout.pp) == job.layers
-    batch = described.micro_batch_size * job.micro_batches * layout.dp
-    assert described.global_batch_size == batch
-    replicated = layout.dp * layout.cp > 1
-    assert ("--overlap-grad-reduce" in described.pretrain_options) == replicated
-    words = options(LLAMA3_70B, described)
-    assert described.commfuse_options == tuple(words[words.index("--use-commfuse") :])
-    more = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
-    full = planned(LLAMA3_70B, SERVER, replace(job, recompute="full"), variant)
-    assert full.pretrain_options == (*described.pretrain_options, *more.split())
-    # Flags of others are options of pretrain_gpt.py.
-    other = planned(LLAMA3_70B, SERVER, job, MC2)
-    assert other.pretrain_options == (*described.pretrain_options, "--use-ascend-mc2")
-    assert other.commfuse_options == ()
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
