@@ -148,10 +148,16 @@ def launching(form: Variant, training: Training) -> list[str]:
     return words
 
 
-def forms(machine: Machine, training: Training) -> tuple[Variant, ...]:
+def forms(
+    machine: Machine, training: Training, schedule: Schedule | None = None, least: int | None = None
+) -> tuple[Variant, ...]:
     """The forms in which a training can run on a machine, and the bound.
 
     Without tensor or sequence parallelism only pairs of micro-batches differ from Megatron's order.
+
+    Args:
+        schedule, least: of ``commfuse``, and rows of a block from which it fuses; by default those
+            of a launch that says nothing.
 
     Raises:
         PlacementError: the tensor-parallel group does not fit a node.
@@ -165,11 +171,12 @@ def forms(machine: Machine, training: Training) -> tuple[Variant, ...]:
         )
     ways = [REFERENCE, MEGATRON]
     if tp > 1 and shape.sequence_parallel:
-        chunks = default_chunks(tp, rows, shape.hidden)
-        base, usual = (Schedule(kind, chunks=chunks) for kind in ("shifted", default_shape(tp)))
-        base, usual = (replace(way, lanes=way.lanes_for(tp)) for way in (base, usual))
+        usual = schedule or Schedule(
+            default_shape(tp), chunks=default_chunks(tp, rows, shape.hidden)
+        )
+        base, usual = (replace(way, lanes=way.lanes_for(tp)) for way in (Schedule(), usual))
         launched = fused(usual, collectives_from=min_outputs_to_hide(machine, tp))
-        if rows < min_rows_to_fuse(tp, shape.hidden):
+        if rows < (min_rows_to_fuse(tp, shape.hidden) if least is None else least):
             launched = replace(MEGATRON, name=launched.name, flags=launched.flags)
         ways += [*COC, *[COC_FUSED] * (tp == 8), *[MC2] * (tp in RANKS), launched]
         ways += [fused(base, tuned=_CHUNKS, rounded=rounded) for rounded in (False, True)]
