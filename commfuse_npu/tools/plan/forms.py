@@ -158,10 +158,8 @@ def _costs(
     if min(hardware.npus_per_node, launch.config.npus_per_node) < tp:
         raise NotSimulated(f"a group of {tp} spans nodes of {hardware.npus_per_node} NPUs")
     titles = {form.name: title for form, (title, _) in FORMS.items()} | {"commfuse": _FUSED}
-    forms, step = (
-        simulated_forms(figures, training, launch.schedule, least),
-        Step(figures, training),
-    )
+    forms = simulated_forms(figures, training, launch.schedule, least)
+    step = Step(figures, training)
     seconds = {form: step.time(form) for form in forms if form.name in titles}
     slower = sorted(seconds.keys() & set(COC), key=seconds.__getitem__)[1:]
     return {

@@ -11,7 +11,6 @@ the launch scripts read through ``CONFIG=FILE``.
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterator
 from dataclasses import replace
@@ -80,10 +79,9 @@ def recommend(
 
     Raises:
         NoLayoutError: no layout fits.
-        ValueError: the machine has fewer NPUs, they are not whole hosts, or the fixed sizes do not
-            divide them.
+        ValueError: the machine has fewer NPUs, or they are not whole hosts.
     """
-    _check_npus(hardware, npus, fixed)
+    _check_npus(hardware, npus)
     sequence = sequence or model.seq_length
     batch = micro_batch or model.micro_batch_size
     machine, most = hardware.machine(), limit(hardware)
@@ -119,9 +117,10 @@ def recommend(
         for reasons in sorted(refused.values(), key=len, reverse=True)
     )
     if not best:
+        no_product = f"{npus} is not divisible by the product of the fixed sizes"
         raise NoLayoutError(
             f"no layout of {npus} NPUs fits {sequence} tokens and a global batch of "
-            f"{model.global_batch_size}: {counts}; take another --npus, a shorter "
+            f"{model.global_batch_size}: {counts or no_product}; take another --npus, a shorter "
             "--sequence-length, another --micro-batch, or leave sizes open"
         )
     with_and_without = {row.form.ours: row for row in reversed(candidates)}
@@ -131,7 +130,7 @@ def recommend(
     return rows, f"{fits}; not: {counts}" if counts else fits
 
 
-def _check_npus(hardware: Hardware, npus: int, fixed: Fixed) -> None:
+def _check_npus(hardware: Hardware, npus: int) -> None:
     host = hardware.npus_per_host
     if not 1 <= npus <= hardware.npus:
         raise ValueError(
@@ -143,14 +142,6 @@ def _check_npus(hardware: Hardware, npus: int, fixed: Fixed) -> None:
         raise ValueError(
             f"--npus {npus} is more than a host of {host} and not whole hosts; choose {below} or "
             f"{below + host}"
-        )
-    sizes = {f"--{name}": size for name, size in fixed._asdict().items() if isinstance(size, int)}
-    given = math.prod(sizes.values())
-    if npus % given:
-        factors = " times ".join(f"{option} {size}" for option, size in sizes.items())
-        raise ValueError(
-            f"--npus {npus} is not divisible by {factors} = {given}; choose others, or leave "
-            "them open"
         )
 
 

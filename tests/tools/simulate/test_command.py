@@ -13,6 +13,7 @@ import pytest
 from commfuse_npu.tools import cli, drawing
 from commfuse_npu.tools.drawing import Bit, Row, draw, gantt
 from commfuse_npu.tools.simulate.lanes import lanes
+from scripts.evidence.layers import _wins
 from scripts.evidence.pictures import forms, main, step
 from tests.tools.answers import answer
 
@@ -46,6 +47,10 @@ def test_a_table_and_json(capsys, tmp_path: Path) -> None:
     rows = {row["form"]: row for row in content["forms"]}
     assert text.count("\n| 2 | 1 | 1 | 1 | none |") == len(rows)
     assert rows["compute"]["exposed"] == {"low": 0, "typical": 0, "high": 0}
+    step, tokens = (rows["mc2"][figure]["typical"] for figure in ("step", "tokens"))
+    # Two sequences on two NPUs.
+    assert tokens == pytest.approx(2048 / step)
+    assert content["ratio"]["low"] < content["ratio"]["typical"] < content["ratio"]["high"]
     assert (rows["compute"]["flags"], rows["megatron"]["flags"]) == (None, [])
     assert content["recommended"]["form"] in text.splitlines()[0]
     npus = answer(tmp_path, *f"simulate {QUICK} --dp 32".split())["recommended"]["layout"]
@@ -116,6 +121,17 @@ def test_the_picture_says_what_is_simulated(tmp_path: Path) -> None:
         # A single pair has no neighbors and takes a little longer.
         assert end == pytest.approx(1e3 * time.seconds, rel=0.01)
         assert all(f">{row.label}</text>" in picture for picture in (created, shipped))
+
+
+def test_wins_are_counted_typically_and_at_every_corner() -> None:
+    points = [
+        [{"a": 1.0, "b": 2.0}, {"a": 3.0, "b": 2.0}],
+        [{"a": 1.0, "b": 2.0, "c": 3.0}] * 2,
+        [{"a": 2.0, "c": 1.0}] * 2,
+    ]
+    assert _wins(points, "a", "b") == (2, 1)  # of the two points that have it
+    assert _wins(points, "a", "c") == (1, 1)
+    assert _wins(points, "a", "b", "c") == (2, 1)
 
 
 def test_a_picture_is_a_file_and_needs_a_package(tmp_path: Path, monkeypatch) -> None:

@@ -25,7 +25,7 @@ from commfuse_npu.tools.simulate.recommend import (
     write_plan,
 )
 from commfuse_npu.tools.simulate.step import Layout, Step
-from commfuse_npu.tools.simulate.timed import Timed, best, ratio, table, verdict
+from commfuse_npu.tools.simulate.timed import Timed, best, ratio, table, timed, verdict
 from commfuse_npu.tools.simulate.training import Training, training
 from commfuse_npu.tools.simulate.variants import FB_OVERLAP, Variant, forms
 from tests.launchers.launching import dry_run
@@ -105,6 +105,8 @@ def test_the_verdict_names_the_shortest_that_keeps_the_bits_and_the_table_compar
     for form, text in longer.items():
         assert [f"| {text} |" in line for line in lines if f"| {form} |" in line] == [True]
     assert table(rows).count("15.0 GiB, too much |") == len(too_large)
+    large = training(replace(LLAMA3_8B, num_layers=320), SETUP.layout, 8192, micro_batches=1)
+    assert not timed(large, SIMULATED["megatron"], SERVER, 1).fits
     said, *_ = verdict([replace(row, fits=False) for row in rows], SERVER)
     assert said.startswith("No form fits 57.6 GiB (90% of an NPU): choose larger sizes")
 
@@ -188,7 +190,13 @@ def test_memory_decides_on_recomputation(gib: float, chosen: str) -> None:
         (LLAMA3_8B, SERVER, 8200, {}, "choose from 1 to 8192"),
         (LLAMA3_8B, SERVER, 6, {"tp": 6}, "1 x 32 attention heads, 8 query groups and feed-"),
         (LLAMA3_8B, SERVER, 20, {}, "--npus 20 is more than a host of 8 .* choose 16 or 24"),
-        (LLAMA3_8B, SERVER, 8, {"tp": 2, "pp": 3}, "8 is not divisible by --tp 2 times --pp 3 = 6"),
+        (
+            LLAMA3_8B,
+            SERVER,
+            8,
+            {"tp": 2, "pp": 3},
+            "8 is not divisible by the product",
+        ),
     ],
 )
 def test_nothing_fits(model, hardware, npus: int, fixed: dict[str, int], said: str) -> None:
@@ -240,6 +248,9 @@ def test_what_is_printed_is_taken(job: Training, form: Variant) -> None:
     launch = ask_about(None, [*LLAMA3_8B.arguments(), *options(LLAMA3_8B, plan)], {})
     launch.config.validate()
     assert launch.schedule.chunks > 0
+    # Of a model with other sizes, all of them are printed.
+    larger = replace(LLAMA3_8B, context_parallel_size=2, npus_per_node=16, seq_length=4096)
+    assert {"--context-parallel-size", "--seq-length"} < {*options(larger, plan)}
     assert launch.fuse.use_commfuse == (form.kind == "fused")
     assert (launch.fuse.commfuse_wgrad == "blocks") == form.rounded
     against = obstacles(launch)

@@ -179,6 +179,11 @@ def test_every_size_divides_what_it_should(sizes: tuple[int, int, int, int]) -> 
     assert stored.communication > 0 or max(sizes) == 1
 
 
+def test_the_fullest_stage_decides_on_memory() -> None:
+    uneven = replace(LLAMA2_7B, pipeline_model_parallel_size=2, num_layer_list=(8, 24))
+    assert memory(Layout(1, 1, 1, 2), model=uneven).weights > memory(Layout(1, 1, 1, 2)).weights
+
+
 def test_lanes_and_what_is_gathered_take_memory_for_communication() -> None:
     def communication(schedule: Schedule, *, rounded: bool = False) -> float:
         variant = fused(schedule, rounded=rounded)
