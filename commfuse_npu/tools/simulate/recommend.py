@@ -11,6 +11,7 @@ the launch scripts read through ``CONFIG=FILE``.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import replace
@@ -117,7 +118,8 @@ def recommend(
         for reasons in sorted(refused.values(), key=len, reverse=True)
     )
     if not best:
-        no_product = f"{npus} is not divisible by the product of the fixed sizes"
+        given = math.prod(size or 1 for size in (fixed.tp, fixed.cp, fixed.pp))
+        no_product = f"{npus} is not divisible by the product of the fixed sizes, {given}"
         raise NoLayoutError(
             f"no layout of {npus} NPUs fits {sequence} tokens and a global batch of "
             f"{model.global_batch_size}: {counts or no_product}; take another --npus, a shorter "

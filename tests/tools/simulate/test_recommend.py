@@ -195,7 +195,7 @@ def test_memory_decides_on_recomputation(gib: float, chosen: str) -> None:
             SERVER,
             8,
             {"tp": 2, "pp": 3},
-            "8 is not divisible by the product",
+            "8 is not divisible by the .* sizes, 6",
         ),
     ],
 )
