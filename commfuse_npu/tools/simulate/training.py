@@ -237,5 +237,6 @@ def training(
         nnodes=1,
     )
     fitted.validate()
-    kinds: tuple[Kind, ...] = ("dense",) * fitted.num_layers
+    dense: Kind = "dense"
+    kinds = (dense,) * fitted.num_layers
     return Training(fitted, layer_shape(fitted), kinds, recompute, layout.vpp)
