@@ -171,6 +171,16 @@ def test_a_closed_form(part, machine, variant, expected, c, t, n: int, k: int) -
     assert time == pytest.approx(expected(c, t, n, k))
 
 
+def test_copies_take_memory_traffic() -> None:
+    """The results of both peers are read and written, those of the last chunk with no transfer."""
+    machine, work = ideal(rate=math.inf, hbm_bandwidth=3.0), 1e8
+    copied = gather(machine, 3, fused(2, 2), work, BLOCK)
+    assert copied == pytest.approx(work + 2 * 2 * BLOCK / 3 / 2)
+    # Columns of a weight are copied before they are multiplied.
+    unsplit, split = (column(machine, 2, fused(1, chunks), work, BLOCK) for chunks in (1, 2))
+    assert split - unsplit == pytest.approx(2 * ITEM_BYTES * FEATURES**2 / 3, rel=1e-6)
+
+
 def test_an_npu_has_a_nic_of_its_own() -> None:
     between = Level("nic_per_npu", 1.0, 0.0)
     machine = replace(ideal(rate=math.inf), npus_per_node=4, between=between)
