@@ -16,6 +16,7 @@ from commfuse_npu.hardware.machine import ITEM_BYTES, Level, Machine, min_output
 from commfuse_npu.plan import Schedule
 from commfuse_npu.tools.simulate import linear
 from commfuse_npu.tools.simulate.group import Group, collective_seconds
+from commfuse_npu.tools.simulate.launches import Links
 from commfuse_npu.tools.simulate.mc2 import RANKS, Tiling
 from commfuse_npu.tools.simulate.rank import Rank, rest
 from commfuse_npu.tools.simulate.variants import MC2, MEGATRON, REFERENCE, Variant
@@ -240,6 +241,14 @@ def test_tiles_of_llamas_are_those_of_the_hosts_code(
     gather, cores = kind == "gather", 24 if ring else 20
     cut = Tiling(gather, rows, inner, outer, ranks, cores, ring, ordered=not gather)
     assert list(cut.tiles()) == tiles
+
+
+@pytest.mark.parametrize("build", [linear.column, linear.row])
+@pytest.mark.parametrize("topology", ["full_mesh", "switched"])
+def test_a_kernel_of_mc2_is_one_launch(build: Callable[..., Any], topology: str) -> None:
+    rank = Rank(Links(ideal(topology), 8), 0, MC2)  # type: ignore[arg-type]
+    build(rank, "x", 4096, 4096, 3584)
+    assert sum(launched.launches for launched in rank.finish()) == 1
 
 
 @settings(max_examples=300, deadline=None)
