@@ -27,7 +27,7 @@ from commfuse_npu.tools.simulate.recommend import (
 from commfuse_npu.tools.simulate.step import Layout, Step
 from commfuse_npu.tools.simulate.timed import Timed, best, ratio, table, timed, verdict
 from commfuse_npu.tools.simulate.training import Training, training
-from commfuse_npu.tools.simulate.variants import FB_OVERLAP, Variant, forms
+from commfuse_npu.tools.simulate.variants import FB_OVERLAP, MC2, Variant, forms
 from tests.launchers.launching import dry_run
 
 SERVER = Hardware.load(find_config("ascend_910b_server", "hardware"))
@@ -202,6 +202,19 @@ def test_memory_decides_on_recomputation(gib: float, chosen: str) -> None:
 def test_nothing_fits(model, hardware, npus: int, fixed: dict[str, int], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         recommend(model, hardware, npus, fixed=Fixed(**fixed))
+
+
+def test_what_is_written_describes_what_was_simulated() -> None:
+    job = training(LLAMA3_70B, Layout(8, 1, 2, 4))
+    words = "--recompute-num-layers", "2", "--seed", "1"
+    model = replace(LLAMA3_70B, pretrain_options=words)
+    ours, other = (planned(model, SERVER, job, form) for form in (FB_OVERLAP, MC2))
+    assert (ours.nnodes, ours.npus_per_node) == (8, 8)
+    assert ours.pretrain_options[:2] == ("--seed", "1")
+    assert "--recompute-num-layers" not in ours.pretrain_options
+    # Flags of others are options of pretrain_gpt.py.
+    assert other.pretrain_options == (*ours.pretrain_options, "--use-ascend-mc2")
+    assert other.commfuse_options == ()
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -113,6 +113,13 @@ def test_host_and_device_meet_after_a_forward_and_its_backward() -> None:
     assert slow.seconds == pytest.approx(66e-3 + events)
 
 
+def test_a_host_that_is_ahead_lengthens_no_exchange_of_another_group() -> None:
+    ulysses = replace(LLAMA, context_parallel_algo="ulysses_cp_algo")
+    job = training(ulysses, Layout(8, 2, 1, 1), 8192, micro_batch=1, micro_batches=1)
+    hosts = (SERVER.launching(seconds).machine() for seconds in (1e-7, 1e-6))
+    assert len({Step(host, job).layer_time(MEGATRON) for host in hosts}) == 1
+
+
 @pytest.mark.parametrize("fb_overlap", [False, True])
 def test_a_step_is_its_layers_its_embedding_its_head_and_its_optimizer(fb_overlap: bool) -> None:
     job = training(LLAMA2_7B, Layout(2, 1, 1, 1), 16384, micro_batch=1, micro_batches=4)
