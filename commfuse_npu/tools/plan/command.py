@@ -25,6 +25,7 @@ from commfuse_npu.tools.simulate.recommend import (
     NoLayoutError,
     check_target,
     options,
+    planned,
     recommend,
     write_plan,
 )
@@ -156,18 +157,14 @@ def _recommend(arguments: argparse.Namespace) -> int:
     except NoLayoutError as error:
         return refuse("plan", error, code=1)
     first = best(rows)
-    launch = " ".join(options(model, first.training, first.form))
+    plan = planned(model, hardware, first.training, first.form)
+    launch = " ".join(options(model, plan))
     show(rows, hardware, path.stem, f"Options of pretrain_gpt.py:\n\n    {launch}")
     print("", f"{fitting}.", sep="\n")
     launcher = f"CONFIG={arguments.write} bash scripts/launch_pretraining.sh"
-
-    def written(path: Path) -> None:
-        write_plan(path, model, hardware, first.training, first.form, first.typical)
-
-    def figures(path: Path) -> None:
-        write_json(path, as_json(rows, hardware, arguments.model), indent=1)
-
+    figures = partial(write_json, content=as_json(rows, hardware, arguments.model), indent=1)
     # First the file that a launch needs.
+    written = partial(write_plan, plan=plan, row=first, hardware=hardware)
     write_output(arguments.write, f". On every node:\n\n    {launcher}", written)
     write_output(arguments.json, ": all figures", figures)
     return 0

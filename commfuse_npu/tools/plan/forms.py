@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from commfuse_npu.hardware.description import Hardware
-from commfuse_npu.hardware.machine import min_outputs_to_hide
 from commfuse_npu.plan import PlanError
 from commfuse_npu.tools.model_config import problems
 from commfuse_npu.tools.plan.launch import (
@@ -22,7 +21,7 @@ from commfuse_npu.tools.plan.obstacles import INSIDE_KERNELS, Judged, Obstacles,
 from commfuse_npu.tools.simulate.footprint import footprint, limit
 from commfuse_npu.tools.simulate.step import Step
 from commfuse_npu.tools.simulate.training import Training
-from commfuse_npu.tools.simulate.variants import COC, FB_OVERLAP, FORMS, MEGATRON, fused
+from commfuse_npu.tools.simulate.variants import COC, FB_OVERLAP, FORMS, MEGATRON
 from commfuse_npu.tools.simulate.variants import forms as simulated_forms
 from commfuse_npu.tools.terminal import table_row
 
@@ -149,31 +148,25 @@ def _costs(
 
     Returns:
         By title: :data:`FORMS`, with CoC only in its fastest number of slices, and :data:`_FUSED`
-        as ``--use-commfuse`` would run it.  Without sequence parallelism there is nothing to fuse,
-        and only Megatron's order and forward-backward overlap are included.
+        as ``--use-commfuse`` would run it.
 
     Raises:
         PlanError: the options form no valid schedule.
         ValueError: the simulator does not support such layers.
     """
-    figures, tp, schedule = hardware.machine(), training.layout.tp, launch.schedule
+    figures, tp = hardware.machine(), training.layout.tp
     if min(hardware.npus_per_node, launch.config.npus_per_node) < tp:
         raise NotSimulated(f"a group of {tp} spans nodes of {hardware.npus_per_node} NPUs")
-    forms = {FORMS[form][0]: form for form in simulated_forms(figures, training) if form in FORMS}
-    if tp > 1 and training.shape.sequence_parallel:
-        forms[_FUSED] = MEGATRON
-        if launch.config.block_rows >= least:
-            forms[_FUSED] = fused(
-                replace(schedule, lanes=schedule.lanes_for(tp)),
-                collectives_from=min_outputs_to_hide(figures, tp),
-            )
+    titles = {form.name: title for form, (title, _) in FORMS.items()} | {"commfuse": _FUSED}
+    forms = simulated_forms(figures, training, launch.schedule, least)
     step = Step(figures, training)
-    seconds = {title: step.time(form) for title, form in forms.items()}
-    in_slices = (title for title, form in forms.items() if form in COC)
-    for slower in sorted(in_slices, key=seconds.__getitem__)[1:]:
-        del forms[slower]
-    sizes = {title: footprint(training, form, hardware) for title, form in forms.items()}
-    return {title: (seconds[title], size.total / 2**20) for title, size in sizes.items()}
+    seconds = {form: step.time(form) for form in forms if form.name in titles}
+    slower = sorted(seconds.keys() & set(COC), key=seconds.__getitem__)[1:]
+    return {
+        titles[form.name]: (time, footprint(training, form, hardware).total / 2**20)
+        for form, time in seconds.items()
+        if form not in slower
+    }
 
 
 def _forms(

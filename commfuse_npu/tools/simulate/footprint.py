@@ -94,11 +94,8 @@ def footprint(training: Training, variant: Variant, hardware: Hardware) -> Footp
 
 
 def _stage(training: Training, stage: int, variant: Variant) -> tuple[float, float, float, float]:
-    shape, layout, model = training.shape, training.layout, training.model
-    last = stage == layout.pp - 1
-    tables = (stage == 0) + (last and (model.untie_embeddings_and_output_weights or layout.pp > 1))
-    everyone, experts = training.of_layers(stage)
-    everyone += tables * training.table
+    shape, layout = training.shape, training.layout
+    everyone, experts = training.parameters(stage)
     order = layout.pp, stage, layout.vpp, training.micro_batches
     paired = variant.kind == "fb_overlap"
     held = most_in_flight(slots(*order)) if paired else in_flight_without(*order)
@@ -113,7 +110,7 @@ def _stage(training: Training, stage: int, variant: Variant) -> tuple[float, flo
     )
     if training.recomputes:
         activations += max(whole.values())
-    if last:
+    if stage == layout.pp - 1:
         activations += _LOGITS * shape.rows / layout.tp * shape.vocabulary
     parameters, shared = everyone + experts, training.with_states(everyone, experts)
     adam = _ADAM_REUSED if training.reuses else _ADAM

@@ -5,9 +5,7 @@ It shows the rank in the middle, or the one that represents all.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import chain
+from collections.abc import Mapping, Sequence
 from operator import attrgetter
 
 from commfuse_npu.tools.drawing import Bit, Chart, Row, gantt
@@ -21,7 +19,6 @@ __all__ = ["lanes", "layer_picture"]
 _LANES = {COMPUTE: "compute", ASIDE: "2nd stream"}
 _LINKS = "links"
 _INSTANT = 1e-9
-_RANK = re.compile(r" (block|partial for) \d+")
 
 
 def layer_picture(step: Step, variants: Mapping[str, Variant]) -> Chart:
@@ -33,8 +30,7 @@ def layer_picture(step: Step, variants: Mapping[str, Variant]) -> Chart:
 def lanes(title: str, parts: Sequence[Simulated]) -> Row:
     """The parts in sequence, in ms.
 
-    Overlapping transfers of an operation to several peers are drawn as one bar.  Waiting is time
-    in which the first stream is idle.
+    Overlapping transfers are drawn as one bar.  Waiting is time in which the first stream is idle.
     """
     bits: list[Bit] = []
     begin = 0.0
@@ -63,20 +59,14 @@ def lanes(title: str, parts: Sequence[Simulated]) -> Row:
     return Row(label, tuple(row for row in (*_LANES.values(), _LINKS) if row in used), tuple(bits))
 
 
-def _transfers(simulated: Simulated) -> Iterator[tuple[float, float]]:
-    """Start and end of transfers; overlapping ones of the same name are merged."""
-    names = {
-        message.key: _RANK.sub("", span.operation.name)  # to whom does not matter, the chunk does
-        for span in simulated.timeline.spans
-        for message in span.operation.sends
-    }
-    merged: dict[str, list[tuple[float, float]]] = {}
+def _transfers(simulated: Simulated) -> list[tuple[float, float]]:
+    """Start and end of the bars of a rank's transfers."""
+    bars: list[tuple[float, float]] = []
     for moved in sorted(simulated.timeline.moved, key=attrgetter("start", "end")):
         if simulated.links.folded or moved.message.source == simulated.shown_rank:
-            bars = merged.setdefault(names[moved.message.key], [])
             start, end = moved.start, moved.end
-            if bars and start <= bars[-1][1]:
+            if bars and start < bars[-1][1]:
                 start, until = bars.pop()
                 end = max(until, end)
             bars.append((start, end))
-    return chain.from_iterable(merged.values())
+    return bars

@@ -113,8 +113,7 @@ class Links:
     ) -> None:
         self.machine, self.size, self.stride, self.folded = machine, size, stride, folded
         node = machine.npus_per_node
-        self.spans_nodes = (size - 1) * stride >= node
-        if self.spans_nodes:
+        if (size - 1) * stride >= node:
             if machine.between is None:
                 raise PlacementError(
                     f"a group of {size} ranks, {stride} NPUs apart, does not fit a node of {node} "
@@ -126,8 +125,6 @@ class Links:
                     f"a group of {size} ranks, {stride} NPUs apart, does not fill whole nodes of "
                     f"{node} NPUs; choose sizes whose product {node} divides, or that divides it"
                 )
-        self.members_per_node = max(1, node // stride) if self.spans_nodes else size
-        """Ranks of the group in a node."""
 
     def level(self, source: int, target: int) -> Level:
         """The kind of links of a transfer."""

@@ -22,12 +22,7 @@ from itertools import chain
 
 from commfuse_npu.plan.slots import Slot, in_flight_without, slots
 
-__all__ = ["interleaves", "one_forward_one_backward", "side_by_side"]
-
-
-def interleaves(stages: int, chunks: int, micro_batches: int) -> bool:
-    """Whether Megatron supports it: micro-batches pass through chunks ``stages`` at a time."""
-    return chunks == 1 or (stages > 1 and micro_batches % stages == 0)
+__all__ = ["one_forward_one_backward", "side_by_side"]
 
 
 def one_forward_one_backward(

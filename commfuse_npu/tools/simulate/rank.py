@@ -45,7 +45,7 @@ from commfuse_npu.plan.instructions import (
 from commfuse_npu.plan.program import Program
 from commfuse_npu.plan.schedule import RankSpec, Schedule
 from commfuse_npu.tools.simulate.launches import ASIDE, COMPUTE, Key, Links, Message, Operation
-from commfuse_npu.tools.simulate.variants import Variant, Way, direct
+from commfuse_npu.tools.simulate.variants import Variant, Way
 
 __all__ = ["EVENTS", "RING", "Rank", "rest"]
 
@@ -169,8 +169,9 @@ class Rank:
         """
         if sums:
             size *= self.machine.summed(self.size)
-        hops = direct(self.size, self.links.members_per_node).hops(self.rank, self.size, "first")
-        return self.send(name, size, [(hop.target, hop.source) for hop in hops], (), launches)
+        n, me = self.size, self.rank
+        ends = [((me + step) % n, (me - step) % n) for step in range(1, n)]
+        return self.send(name, size, ends, (), launches)
 
     def elsewhere(self, name: str, seconds: float, launches: int = 1) -> tuple[int, ...]:
         """Collectives of another group that take ``seconds``; returns what to wait for."""

@@ -12,6 +12,7 @@ the launch scripts read through ``CONFIG=FILE``.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
@@ -21,11 +22,11 @@ from typing import NamedTuple
 from commfuse_npu.config_file import ConfigError
 from commfuse_npu.hardware.description import Hardware
 from commfuse_npu.runtime.atomic_write import atomic_write
+from commfuse_npu.tools.launch_script.options import Options
 from commfuse_npu.tools.model_config import ModelConfig
 from commfuse_npu.tools.simulate.footprint import USABLE, footprint, limit
 from commfuse_npu.tools.simulate.launches import PlacementError
-from commfuse_npu.tools.simulate.pipeline import interleaves
-from commfuse_npu.tools.simulate.step import Layout, Recompute, Step, Training
+from commfuse_npu.tools.simulate.step import Layout, Recompute, Training
 from commfuse_npu.tools.simulate.timed import Timed, timed
 from commfuse_npu.tools.simulate.training import training
 from commfuse_npu.tools.simulate.variants import Variant, forms, launching
@@ -57,14 +58,6 @@ class Fixed(NamedTuple):
 _OPEN = Fixed()
 
 
-class _Candidate(NamedTuple):
-    """A training in a form, and the seconds of its step at typical figures."""
-
-    seconds: float
-    training: Training
-    form: Variant
-
-
 def recommend(
     model: ModelConfig,
     hardware: Hardware,
@@ -87,27 +80,25 @@ def recommend(
 
     Raises:
         NoLayoutError: no layout fits.
-        ValueError: the machine has fewer NPUs, they are not whole hosts, or the fixed sizes do not
-            divide them.
+        ValueError: the machine has fewer NPUs, or they are not whole hosts.
     """
-    _check_npus(hardware, npus, fixed)
+    _check_npus(hardware, npus)
     sequence = sequence or model.seq_length
     batch = micro_batch or model.micro_batch_size
     machine, most = hardware.machine(), limit(hardware)
     choices: tuple[Recompute, ...] = (fixed.recompute,) if fixed.recompute else ("none", "full")
     refused: dict[str, list[str]] = {}
-    candidates: list[_Candidate] = []
+    candidates: list[Timed] = []
     for layout in _layouts(model, hardware, npus, fixed, batch):
         tell(f"TP {layout.tp}, CP {layout.cp}, PP {layout.pp}, DP {layout.dp}, chunks {layout.vpp}")
-        found: list[_Candidate] = []
+        found: list[Timed] = []
         reason = "more memory than an NPU has"
         try:
             for choice in choices:
                 setup = training(model, layout, sequence, micro_batch=batch, recompute=choice)
-                step = Step(machine, setup)
                 exact = [f for f in forms(machine, setup) if f.flags is not None and f.exact]
                 fitting = [form for form in exact if footprint(setup, form, hardware).total <= most]
-                found += [_Candidate(step.time(form), setup, form) for form in fitting]
+                found += [timed(setup, form, hardware, 1) for form in fitting]
                 if fitting == exact:
                     break  # recomputation makes room; without that need it is never faster
         except (ConfigError, PlacementError) as error:
@@ -115,23 +106,23 @@ def recommend(
         candidates += found
         if not found and layout.vpp == 1:
             # Reasons that differ only in their numbers count as one.
-            kind = " ".join(word for word in reason.split() if not any(c.isdigit() for c in word))
-            refused.setdefault(kind, []).append(reason)
-    candidates.sort(key=lambda candidate: candidate.seconds)
-    by_layout: dict[Layout, _Candidate] = {}
-    for candidate in candidates:
+            refused.setdefault(re.sub(r"\S*\d\S*", "", reason), []).append(reason)
+    candidates.sort(key=lambda row: row.typical)
+    by_layout: dict[Layout, Timed] = {}
+    for row in candidates:
         # Layouts that differ only in their chunks are one.
-        by_layout.setdefault(candidate.training.layout._replace(vpp=1), candidate)
+        by_layout.setdefault(row.training.layout._replace(vpp=1), row)
     best = list(by_layout.values())
     counts = "; ".join(
-        f"{len(reasons)} x {reasons[0]}"
-        + ", and the like" * (len(reasons) > 1 and reasons[0] != kind)
-        for kind, reasons in sorted(refused.items(), key=lambda item: -len(item[1]))
+        f"{len(reasons)} x {reasons[0]}" + ", and the like" * (len({*reasons}) > 1)
+        for reasons in sorted(refused.values(), key=len, reverse=True)
     )
     if not best:
+        given = math.prod(size or 1 for size in (fixed.tp, fixed.cp, fixed.pp))
+        no_product = f"{npus} is not divisible by the product of the fixed sizes, {given}"
         raise NoLayoutError(
             f"no layout of {npus} NPUs fits {sequence} tokens and a global batch of "
-            f"{model.global_batch_size}: {counts}; take another --npus, a shorter "
+            f"{model.global_batch_size}: {counts or no_product}; take another --npus, a shorter "
             "--sequence-length, another --micro-batch, or leave sizes open"
         )
     with_and_without = {row.form.ours: row for row in reversed(candidates)}
@@ -141,7 +132,7 @@ def recommend(
     return rows, f"{fits}; not: {counts}" if counts else fits
 
 
-def _check_npus(hardware: Hardware, npus: int, fixed: Fixed) -> None:
+def _check_npus(hardware: Hardware, npus: int) -> None:
     host = hardware.npus_per_host
     if not 1 <= npus <= hardware.npus:
         raise ValueError(
@@ -153,14 +144,6 @@ def _check_npus(hardware: Hardware, npus: int, fixed: Fixed) -> None:
         raise ValueError(
             f"--npus {npus} is more than a host of {host} and not whole hosts; choose {below} or "
             f"{below + host}"
-        )
-    sizes = {f"--{name}": size for name, size in fixed._asdict().items() if isinstance(size, int)}
-    given = math.prod(sizes.values())
-    if npus % given:
-        factors = " times ".join(f"{option} {size}" for option, size in sizes.items())
-        raise ValueError(
-            f"--npus {npus} is not divisible by {factors} = {given}; choose others, or leave "
-            "them open"
         )
 
 
@@ -183,11 +166,12 @@ def _layouts(
         if remainder:
             continue
         yield Layout(tp, cp, dp, pp)
-        batches = model.global_batch_size // (micro_batch * dp)
+        # Micro-batches pass through chunks ``pp`` at a time.
         even = pp != stages or model.num_layer_list is None
-        for vpp in _INTERLEAVED if even and pp > 1 else ():
-            if model.num_layers % (pp * vpp) == 0 and interleaves(pp, vpp, batches):
-                yield Layout(tp, cp, dp, pp, vpp)
+        if pp > 1 and even and model.global_batch_size // (micro_batch * dp) % pp == 0:
+            for vpp in _INTERLEAVED:
+                if model.num_layers % (pp * vpp) == 0:
+                    yield Layout(tp, cp, dp, pp, vpp)
 
 
 def _divisors(number: int) -> list[int]:
@@ -201,25 +185,20 @@ _DECIDED = ("--num-layers-per-virtual-pipeline-stage", "--recompute-", "--overla
 """Prefixes of options that a plan sets itself and therefore removes from the model's."""
 
 
-def options(model: ModelConfig, training: Training, form: Variant) -> list[str]:
-    """Layout, recomputation and form, as options of ``pretrain_gpt.py``."""
-    layout = training.layout
-    words = [
-        *("--tensor-model-parallel-size", str(layout.tp)),
-        *("--pipeline-model-parallel-size", str(layout.pp)),
-        *("--context-parallel-size", str(layout.cp)),
-        *(("--context-parallel-algo", model.context_parallel_algo) if layout.cp > 1 else ()),
-        *(("--sequence-parallel",) if layout.tp > 1 else ()),
-        "--use-distributed-optimizer",
+def options(model: ModelConfig, plan: ModelConfig) -> list[str]:
+    """What a plan decides, or has other than its model, as options of ``pretrain_gpt.py``."""
+    sizes = "--use-distributed-optimizer", "--context-parallel-size", "1"
+    before = Options(model.arguments())
+    words = Options([*sizes, *plan.arguments(), *plan.commfuse_options])
+    return [
+        word
+        for name in words.names
+        if "parallel" in name
+        or name.startswith((*_DECIDED, "--num-layer-list"))
+        or name not in before
+        or words.text(name) != before.text(name)
+        for word in (name, *words.values(name))
     ]
-    # Values other than the layout that differ from the model's description.
-    for name in ("seq_length", "max_position_embeddings", "micro_batch_size", "global_batch_size"):
-        if (value := getattr(training.model, name)) != getattr(model, name):
-            words += [f"--{name.replace('_', '-')}", str(value)]
-    words += _without_key(training)
-    if len(set(training.layers)) > 1:
-        words += ["--num-layer-list", ",".join(map(str, training.layers))]
-    return [*words, *launching(form, training)]
 
 
 def _without_key(training: Training) -> Iterator[str]:
@@ -270,25 +249,16 @@ def check_target(path: Path) -> None:
         raise ValueError(f"--write {path}: there is such a file, and not of a plan; name another")
 
 
-def write_plan(
-    path: Path,
-    model: ModelConfig,
-    hardware: Hardware,
-    training: Training,
-    form: Variant,
-    seconds: float,
-) -> None:
-    """Write a training in a form as a model configuration; an earlier plan is replaced.
+def write_plan(path: Path, plan: ModelConfig, row: Timed, hardware: Hardware) -> None:
+    """Write a plan and what it was simulated with; an earlier one is replaced.
 
     Raises:
         OSError: the file cannot be written.
     """
-    tp, cp, dp, pp, _ = layout = training.layout
     lines = [
-        f"{_FIRST_LINE} for {layout.npus} NPUs of {hardware.name}:",
-        f"# TP {tp} x PP {pp} x CP {cp} x DP {dp}, {form.name}, "
-        f"{seconds:.3g} s a step. Simulated, not measured.",
-        planned(model, hardware, training, form).as_yaml(),
+        f"{_FIRST_LINE} for {plan.world_size} NPUs of {hardware.name}:",
+        f"# {row.name}, {row.typical:.3g} s a step. Simulated, not measured.",
+        plan.as_yaml(),
     ]
     with atomic_write(path) as part:
         part.write_text("\n".join(lines), "utf-8")

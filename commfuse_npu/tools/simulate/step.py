@@ -199,14 +199,13 @@ class Step:
         embedding gradients over the first and the last stage.
         """
         training, layout = self.training, self.training.layout
-        table = [Weights(training.table)]
-        tied = not training.model.untie_embeddings_and_output_weights
-        everyone, experts = table * (stage == 0), list[Weights]()
+        table, first = [(training.table, 0.0, 0.0)], int(stage == 0)
+        everyone, experts = table * first, list[Weights]()
         for kind, count in training.of_stage(stage).items():
             own, of_experts = training.parameters_of(kind)
-            everyone += [Weights(own, forward, backward)] * count
-            experts += [Weights(of_experts, forward, backward)] * count * bool(of_experts)
-        everyone += table * (stage == layout.pp - 1 and not (tied and stage == 0))
+            everyone += [(own, forward, backward)] * count
+            experts += [(of_experts, forward, backward)] * count * bool(of_experts)
+        everyone += table * (training.tables(stage) - first)
         tail = start = 0.0
         for layers, ranks, stride in (
             (everyone, layout.dp * layout.cp, layout.tp),
@@ -230,24 +229,17 @@ class Step:
     def _optimizer(self) -> float:
         """Seconds of Adam.  Per parameter of this NPU's share it reads and writes 12 bytes of state
         (weight and two moments in fp32), reads the gradient and writes the bf16 weight."""
-        training, last = self.training, self.training.layout.pp - 1
-        parameters = 0.0
-        for stage in range(last + 1):
-            everyone, experts = training.of_layers(stage)
-            everyone += training.table if stage in (0, last) else 0.0
-            parameters = max(parameters, training.with_states(everyone, experts))
+        training = self.training
+        stages = map(training.parameters, range(training.layout.pp))
+        parameters = max(training.with_states(*stage) for stage in stages)
         return self.machine.memory(parameters * (2 * 12 + _GRADIENT_BYTES + ITEM_BYTES))
 
 
 # ------------------------------------------------------------------------ buckets
 
 
-class Weights(NamedTuple):
-    """Weights of a layer: parameters on one NPU, and the layer's seconds forward and backward."""
-
-    parameters: float
-    forward: float = 0.0
-    backward: float = 0.0
+Weights = tuple[float, float, float]
+"""A layer's parameters on one NPU, and its seconds forward and backward."""
 
 
 def _exposed(training: Training, layers: Sequence[Weights], group: Group) -> tuple[float, float]:
@@ -275,7 +267,7 @@ def buckets(layers: Sequence[Weights], ranks: int) -> list[list[Weights]]:
     groups: list[list[Weights]] = [[]]
     for layer in reversed(layers):
         groups[-1].append(layer)
-        if sum(layer.parameters for layer in groups[-1]) >= limit:
+        if sum(parameters for parameters, *_ in groups[-1]) >= limit:
             groups.append([])
     return [bucket for bucket in groups if bucket]
 

@@ -99,7 +99,11 @@ class Timed:
 
     def row(self, first: Timed) -> dict[str, str]:
         """The cells of a table by column, beside those of the ``first``, which is bold."""
-        mark, longer = ("**", "-") if self is first else ("", self._longer_than(first))
+        mark, longer = "**", "-"
+        if self is not first:
+            pairs = list(zip(self.seconds, first.seconds, strict=True))
+            slower = f"{sum(ours > theirs for ours, theirs in pairs)} of {len(pairs)}"
+            mark, longer = "", f"{self.typical / first.typical - 1:+.1%} ({slower})"
         return {
             **self._sizes,
             "recompute": self.training.recompute,
@@ -111,12 +115,6 @@ class Timed:
             "memory of an NPU": f"{self.memory.total / 2**30:.1f} GiB"
             + (not self.fits) * ", too much",
         }
-
-    def _longer_than(self, other: Timed) -> str:
-        """By how much a step is, at typical figures; and on how many of the simulated machines."""
-        pairs = list(zip(self.seconds, other.seconds, strict=True))
-        machines = f"{sum(ours > theirs for ours, theirs in pairs)} of {len(pairs)}"
-        return f"{self.typical / other.typical - 1:+.1%} ({machines})"
 
     def as_json(self) -> dict[str, Any]:
         return {

@@ -8,11 +8,9 @@ from functools import cached_property
 from itertools import accumulate
 from typing import Any, Literal, NamedTuple
 
-from commfuse_npu.config_file import ConfigError
 from commfuse_npu.tools.model_config import ModelConfig
 from commfuse_npu.tools.simulate.attention import Latent
 from commfuse_npu.tools.simulate.llama import LayerShape
-from commfuse_npu.tools.simulate.pipeline import interleaves
 
 __all__ = ["Kind", "Layout", "Recompute", "Training", "layer_shape", "training"]
 
@@ -135,9 +133,14 @@ class Training:
         dense = h * (shape.halves + 1) * shape.dense * tp + attention
         return dense / tp + router + 2 * h, own
 
-    def of_layers(self, stage: int) -> tuple[float, float]:
-        """:meth:`parameters_of`, summed over all layers of a pipeline stage."""
-        everyone = experts = 0.0
+    def tables(self, stage: int) -> int:
+        """Number of the vocabulary's tables on a pipeline stage: embedding and output layer."""
+        last, tied = self.layout.pp - 1, not self.model.untie_embeddings_and_output_weights
+        return (stage == 0) + (stage == last and not (tied and stage == 0))
+
+    def parameters(self, stage: int) -> tuple[float, float]:
+        """:meth:`parameters_of`, summed over a pipeline stage, with the vocabulary's tables."""
+        everyone, experts = self.tables(stage) * self.table, 0.0
         for kind, count in self.of_stage(stage).items():
             own, of_experts = self.parameters_of(kind)
             everyone, experts = everyone + count * own, experts + count * of_experts
@@ -206,6 +209,7 @@ def training(
     """The simulator's description of a training: a model in a layout.
 
     Args:
+        layout: its chunks divide the layers of every stage, and its stages the micro-batches.
         sequence, micro_batch: tokens and sequences; the model's by default.
         micro_batches: per step and replica; by default what the model's global batch gives.
 
@@ -233,16 +237,6 @@ def training(
         nnodes=1,
     )
     fitted.validate()
-    kinds: list[Kind] = ["dense"] * fitted.num_layers
-    setup = Training(fitted, layer_shape(fitted), tuple(kinds), recompute, layout.vpp)
-    if layout.vpp > 1 and (layout.pp == 1 or any(count % layout.vpp for count in setup.layers)):
-        raise ConfigError(
-            f"{layout.vpp} chunks do not divide the layers of {layout.pp} pipeline stages, "
-            f"{', '.join(map(str, sorted(set(setup.layers))))}; choose another number of chunks"
-        )
-    if not interleaves(layout.pp, layout.vpp, setup.micro_batches):
-        raise ConfigError(
-            f"{setup.micro_batches} micro-batches are not divisible by {layout.pp} pipeline "
-            "stages, as the interleaved schedule wants; choose another global batch or 1 chunk"
-        )
-    return setup
+    dense: Kind = "dense"
+    kinds = (dense,) * fitted.num_layers
+    return Training(fitted, layer_shape(fitted), kinds, recompute, layout.vpp)

@@ -40,15 +40,14 @@ from typing import TYPE_CHECKING, Literal
 
 from commfuse_npu.hardware.machine import Machine, min_outputs_to_hide
 from commfuse_npu.plan import Schedule, default_chunks, default_shape, min_rows_to_fuse
-from commfuse_npu.tools.simulate.launches import Links
+from commfuse_npu.tools.simulate.launches import PlacementError
 from commfuse_npu.tools.simulate.mc2 import RANKS
 
 if TYPE_CHECKING:
     from commfuse_npu.tools.simulate.training import Training
 
 __all__ = ["COC", "COC_FUSED", "COMPUTE_ONLY", "FB_OVERLAP", "FORMS", "MC2", "MEGATRON",
-           "REFERENCE", "Kind", "Variant", "Way", "direct", "forms", "fused",
-           "launching"]  # fmt: skip
+           "REFERENCE", "Kind", "Variant", "Way", "forms", "fused", "launching"]  # fmt: skip
 
 Kind = Literal["compute", "plain", "megatron", "sliced", "kernel", "mc2", "fused", "fb_overlap"]
 
@@ -117,13 +116,6 @@ FORMS = {
 """The forms besides fused layers that can be launched: description and flags."""
 
 
-def direct(size: int, members_per_node: int) -> Schedule:
-    """Transfers directly to every peer, those of the own node first if the group spans nodes."""
-    if 1 < members_per_node < size:
-        return Schedule("two_level", node_size=members_per_node)
-    return Schedule("shifted")
-
-
 def fused(
     schedule: Schedule,
     *,
@@ -139,7 +131,7 @@ def fused(
             fastest.
     """
     ways = tuple(replace(schedule, chunks=count) for count in tuned)
-    if (schedule.lanes or 1) > 1 and schedule.shape == "shifted":
+    if (schedule.lanes or 1) > 1:
         ways += tuple(replace(way, shape="collective", lanes=1) for way in ways)
     name = "commfuse-rounded" if rounded else "commfuse-tuned" if tuned else "commfuse"
     flags = "--use-commfuse" + " --commfuse-tuning on" * bool(tuned)
@@ -156,30 +148,36 @@ def launching(form: Variant, training: Training) -> list[str]:
     return words
 
 
-def forms(machine: Machine, training: Training) -> tuple[Variant, ...]:
+def forms(
+    machine: Machine, training: Training, schedule: Schedule | None = None, least: int | None = None
+) -> tuple[Variant, ...]:
     """The forms in which a training can run on a machine, and the bound.
 
     Without tensor or sequence parallelism only pairs of micro-batches differ from Megatron's order.
 
+    Args:
+        schedule, least: of ``commfuse``, and rows of a block from which it fuses; by default those
+            of a launch that says nothing.
+
     Raises:
-        PlacementError: the tensor-parallel group does not fit the machine's nodes.
+        PlacementError: the tensor-parallel group does not fit a node.
     """
     shape = training.shape
     tp, rows = shape.ranks, shape.block
-    members = Links(machine, tp).members_per_node
+    if tp > machine.npus_per_node:
+        raise PlacementError(
+            f"a tensor-parallel group of {tp} spans nodes of {machine.npus_per_node} NPUs; choose "
+            f"at most {machine.npus_per_node}"
+        )
     ways = [REFERENCE, MEGATRON]
     if tp > 1 and shape.sequence_parallel:
-        base = direct(tp, members)
-        base = replace(base, lanes=base.lanes_for(tp))
-        usual = base
-        if base.shape == "shifted" and default_shape(tp) != base.shape:
-            usual = Schedule(default_shape(tp), 1)
-        usual = replace(usual, chunks=default_chunks(tp, rows, shape.hidden))
+        usual = schedule or Schedule(
+            default_shape(tp), chunks=default_chunks(tp, rows, shape.hidden)
+        )
+        base, usual = (replace(way, lanes=way.lanes_for(tp)) for way in (Schedule(), usual))
         launched = fused(usual, collectives_from=min_outputs_to_hide(machine, tp))
-        if rows < min_rows_to_fuse(tp, shape.hidden):
+        if rows < (min_rows_to_fuse(tp, shape.hidden) if least is None else least):
             launched = replace(MEGATRON, name=launched.name, flags=launched.flags)
-        ways += [*COC, *[COC_FUSED] * (tp == members == 8)]
-        ways += [MC2] * (tp == members and tp in RANKS)
-        tuned = [fused(base, tuned=_CHUNKS, rounded=rounded) for rounded in (False, True)]
-        ways += [launched, *tuned]
+        ways += [*COC, *[COC_FUSED] * (tp == 8), *[MC2] * (tp in RANKS), launched]
+        ways += [fused(base, tuned=_CHUNKS, rounded=rounded) for rounded in (False, True)]
     return (*ways, FB_OVERLAP, COMPUTE_ONLY)

@@ -43,19 +43,17 @@ def ideal(
     return replace(IDEAL, inside=Level(topology, rate, latency), **more)  # type: ignore[arg-type]
 
 
-def variants(size: int, lanes: int, two_level: int | None = None) -> list[Variant]:
-    """Every kind of variant for a group, and every kind of schedule; ``two_level``: its node."""
-    shape = "two_level" if two_level else "shifted"
-    base = Schedule(shape, lanes, node_size=two_level)
+def variants(lanes: int) -> list[Variant]:
+    """Every kind of variant, and every kind of schedule."""
+    base = Schedule("shifted", lanes)
     schedules = [replace(base, chunks=chunks) for chunks in (1, 2, 4)]
     schedules += [replace(base, chunks=6, taper=1.5), replace(base, lanes=min(2, lanes))]
-    if two_level is None:
-        schedules += [Schedule("collective", 1, chunks) for chunks in (1, 2)]
+    schedules += [Schedule("collective", 1, chunks) for chunks in (1, 2)]
     return [
         REFERENCE,
         MEGATRON,
         *COC,
-        *([MC2] if two_level is None else []),
+        MC2,
         *(fused(schedule) for schedule in schedules),
         fused(schedules[1], collectives_from=100),
         fused(base, tuned=(1, 2)),

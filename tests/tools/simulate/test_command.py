@@ -47,6 +47,10 @@ def test_a_table_and_json(capsys, tmp_path: Path) -> None:
     rows = {row["form"]: row for row in content["forms"]}
     assert text.count("\n| 2 | 1 | 1 | 1 | none |") == len(rows)
     assert rows["compute"]["exposed"] == {"low": 0, "typical": 0, "high": 0}
+    step, tokens = (rows["mc2"][figure]["typical"] for figure in ("step", "tokens"))
+    # Two sequences on two NPUs.
+    assert tokens == pytest.approx(2048 / step)
+    assert content["ratio"]["low"] < content["ratio"]["typical"] < content["ratio"]["high"]
     assert (rows["compute"]["flags"], rows["megatron"]["flags"]) == (None, [])
     assert content["recommended"]["form"] in text.splitlines()[0]
     npus = answer(tmp_path, *f"simulate {QUICK} --dp 32".split())["recommended"]["layout"]

@@ -17,7 +17,14 @@ from commfuse_npu.plan.turn_order import strict_turns
 from commfuse_npu.tools.simulate import fb_overlap, llama
 from commfuse_npu.tools.simulate.engine import simulate
 from commfuse_npu.tools.simulate.group import Group, Simulated
-from commfuse_npu.tools.simulate.launches import ASIDE, COMPUTE, Links, Message, Operation
+from commfuse_npu.tools.simulate.launches import (
+    ASIDE,
+    COMPUTE,
+    Links,
+    Message,
+    Operation,
+    PlacementError,
+)
 from commfuse_npu.tools.simulate.linear import column, row
 from commfuse_npu.tools.simulate.llama import LayerShape
 from commfuse_npu.tools.simulate.pipeline import side_by_side
@@ -43,7 +50,7 @@ def shape(ranks: int) -> LayerShape:
     topology=st.sampled_from(["full_mesh", "switched", "nic_per_npu"]),
     batched=st.booleans(),
 )
-@example(4, [v.name for v in variants(4, 3)].index("mc2"), "forward", "switched", True)
+@example(4, [v.name for v in variants(3)].index("mc2"), "forward", "switched", True)
 def test_every_timeline_holds_and_one_rank_stands_for_all(
     size: int, number: int, part: str, topology: str, batched: bool
 ) -> None:
@@ -52,7 +59,7 @@ def test_every_timeline_holds_and_one_rank_stands_for_all(
     machine = replace(MACHINE, inside=inside, batched=batched)
     if over_nics:
         machine = replace(machine, between=Level(topology, 1.0e10, 2.0e-5), npus_per_node=2)
-    choices = [*variants(size, size - 1, 2 if over_nics and size > 2 else None), FB_OVERLAP]
+    choices = [*variants(size - 1), FB_OVERLAP]
 
     def simulate(whole: bool | None) -> Simulated:
         build, variant = getattr(llama, part), choices[number % len(choices)]
@@ -119,6 +126,14 @@ def test_work_is_slowed_by_transfers_of_its_rank_and_by_the_other_stream() -> No
     assert [(moved.start, moved.end) for moved in timeline.moved] == [(1.0, 3.0)]
     finished = {span.rank: span.end for span in timeline.spans if span.operation == work}
     assert finished == {0: 5.0, 1: 5.0, 2: 4.0, 3: 8.0}
+
+
+def test_a_group_that_no_nodes_hold_evenly_is_refused() -> None:
+    machine = ideal(npus_per_node=6)
+    with pytest.raises(PlacementError, match="8 ranks, 1 NPUs apart, does not fit a node of 6"):
+        Links(machine, 8)
+    with pytest.raises(PlacementError, match="does not fill whole nodes of 6 NPUs"):
+        Links(replace(machine, between=Level("nic_per_npu", 1.0, 0.0)), 8)
 
 
 def test_a_transfer_of_another_group_has_links_of_its_own() -> None:

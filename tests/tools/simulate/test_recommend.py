@@ -11,7 +11,6 @@ import pytest
 
 from commfuse_npu.config_file import find_config
 from commfuse_npu.hardware.description import Figure, Hardware
-from commfuse_npu.plan import Schedule
 from commfuse_npu.tools import cli
 from commfuse_npu.tools.model_config import ModelConfig
 from commfuse_npu.tools.plan.launch import ask_about
@@ -28,7 +27,7 @@ from commfuse_npu.tools.simulate.recommend import (
 from commfuse_npu.tools.simulate.step import Layout, Step
 from commfuse_npu.tools.simulate.timed import Timed, best, ratio, table, timed, verdict
 from commfuse_npu.tools.simulate.training import Training, training
-from commfuse_npu.tools.simulate.variants import FB_OVERLAP, MC2, Variant, forms, fused
+from commfuse_npu.tools.simulate.variants import FB_OVERLAP, MC2, Variant, forms
 from tests.launchers.launching import dry_run
 
 SERVER = Hardware.load(find_config("ascend_910b_server", "hardware"))
@@ -61,10 +60,9 @@ def test_forms_are_those_of_a_launch() -> None:
     assert list(SIMULATED) == names
     assert [name for name, form in SIMULATED.items() if form.flags is None] == [names[0], names[-1]]
     assert [name for name, form in SIMULATED.items() if not form.exact] == ["commfuse-rounded"]
-    sizes = {1: {"coc-2", "coc-fused", "mc2", "commfuse"}, 4: {"coc-fused"}, 16: {"mc2"}}
-    wide = replace(LLAMA3_8B, num_query_groups=16)
+    sizes = {1: {"coc-2", "coc-fused", "mc2", "commfuse"}, 4: {"coc-fused"}}
     for tp, missing in sizes.items():
-        job = training(wide, Layout(tp, 1, 1, 1), 8192)
+        job = training(LLAMA3_8B, Layout(tp, 1, 1, 1), 8192)
         found = {form.name for form in forms(SERVER.machine(), job)}
         assert not found & missing
         assert {"megatron", "commfuse-fb"} < found
@@ -107,26 +105,10 @@ def test_the_verdict_names_the_shortest_that_keeps_the_bits_and_the_table_compar
     for form, text in longer.items():
         assert [f"| {text} |" in line for line in lines if f"| {form} |" in line] == [True]
     assert table(rows).count("15.0 GiB, too much |") == len(too_large)
+    large = training(replace(LLAMA3_8B, num_layers=320), SETUP.layout, 8192, micro_batches=1)
+    assert not timed(large, SIMULATED["megatron"], SERVER, 1).fits
     said, *_ = verdict([replace(row, fits=False) for row in rows], SERVER)
     assert said.startswith("No form fits 57.6 GiB (90% of an NPU): choose larger sizes")
-
-
-def test_a_row_is_what_is_simulated() -> None:
-    row, bound = (timed(SETUP, SIMULATED[name], SERVER) for name in ("mc2", "compute"))
-    assert row.typical == timed(SETUP, SIMULATED["mc2"], SERVER, corners=1).typical
-    assert len(row.seconds) == len(row.exposed) == 5
-    low, tokens = min(row.seconds), 8192 * 2 / 8
-    step = {"low": low, "typical": row.typical, "high": max(row.seconds)}
-    assert (row.as_json()["step"], row.as_json()["flags"]) == (step, ["--use-ascend-mc2"])
-    assert row.as_json()["tokens"]["typical"] == pytest.approx(tokens / row.typical)
-    assert (
-        f"({tokens / max(row.seconds):.0f} .. {tokens / low:.0f})" in row.row(bound)["tokens/s/NPU"]
-    )
-    exposed = [time - free for time, free in zip(row.seconds, bound.seconds, strict=True)]
-    assert row.exposed == pytest.approx(exposed)
-    large = training(replace(LLAMA3_8B, num_layers=320), SETUP.layout, 8192, micro_batches=1)
-    assert (row.fits, timed(large, SIMULATED["megatron"], SERVER, 1).fits) == (True, False)
-    assert 0 < ratio(SETUP, SERVER).low < ratio(SETUP, SERVER).typical
 
 
 # ------------------------------------------------------------------- layouts
@@ -160,9 +142,10 @@ def test_layouts_are_ranked_by_their_steps_and_the_launcher_takes_the_plan(tmp_p
     assert re.match(r"\d layouts fit 57.6 GiB \(90% of an NPU\); not: \d x more memory", fitting)
     first, file = rows[0], tmp_path / "small.yaml"
     assert first.form.name == "commfuse-fb"
-    write_plan(file, SMALL, SERVER, first.training, first.form, first.typical)
-    assert ModelConfig.load(file) == planned(SMALL, SERVER, first.training, first.form)
-    words = options(SMALL, first.training, first.form)
+    plan = planned(SMALL, SERVER, first.training, first.form)
+    write_plan(file, plan, first, SERVER)
+    assert ModelConfig.load(file) == plan
+    words = options(SMALL, plan)
     ours = words[words.index("--commfuse-fb-overlap") :]
     assert " ".join(ours) in " ".join(dry_run("llama3_8b", CONFIG=str(file)))
     assert "--commfuse-fb-overlap" in ask_about(file, [], {}).options
@@ -174,7 +157,7 @@ def test_pipelines_are_interleaved_where_that_is_faster() -> None:
     first = best(rows)
     assert fitting.startswith("1 layouts fit"), "layouts that differ in their chunks count once"
     assert first.training.layout == Layout(1, 1, 1, 2, vpp=4)
-    words = options(model, first.training, first.form)
+    words = options(model, planned(model, SERVER, first.training, first.form))
     assert words[words.index("--num-layers-per-virtual-pipeline-stage") + 1] == "1"
     assert "| 1 | 1 | 2 x 4 | 1 |" in table(rows)
     # Interleaving holds more activations than plain 1F1B.
@@ -193,7 +176,7 @@ def test_memory_decides_on_recomputation(gib: float, chosen: str) -> None:
     rows, _ = recommend(model, small, 4, fixed=fixed)
     first = best(rows)
     assert first.training.recompute == chosen
-    words = options(model, first.training, first.form)
+    words = options(model, planned(model, small, first.training, first.form))
     assert ("--recompute-granularity" in words) is (chosen == "full")
     if chosen == "full":
         with pytest.raises(NoLayoutError, match="1 x more memory than an NPU has"):
@@ -207,7 +190,13 @@ def test_memory_decides_on_recomputation(gib: float, chosen: str) -> None:
         (LLAMA3_8B, SERVER, 8200, {}, "choose from 1 to 8192"),
         (LLAMA3_8B, SERVER, 6, {"tp": 6}, "1 x 32 attention heads, 8 query groups and feed-"),
         (LLAMA3_8B, SERVER, 20, {}, "--npus 20 is more than a host of 8 .* choose 16 or 24"),
-        (LLAMA3_8B, SERVER, 8, {"tp": 2, "pp": 3}, "8 is not divisible by --tp 2 times --pp 3 = 6"),
+        (
+            LLAMA3_8B,
+            SERVER,
+            8,
+            {"tp": 2, "pp": 3},
+            "8 is not divisible by the .* sizes, 6",
+        ),
     ],
 )
 def test_nothing_fits(model, hardware, npus: int, fixed: dict[str, int], said: str) -> None:
@@ -215,27 +204,16 @@ def test_nothing_fits(model, hardware, npus: int, fixed: dict[str, int], said: s
         recommend(model, hardware, npus, fixed=Fixed(**fixed))
 
 
-@pytest.mark.parametrize("layout", [Layout(8, 1, 2, 4), Layout(4, 1, 1, 8)])
-def test_what_is_written_describes_what_was_simulated(layout: Layout) -> None:
-    variant = fused(Schedule(lanes=2, chunks=4), tuned=(1, 2))
-    job = training(LLAMA3_70B, layout)
-    described = planned(LLAMA3_70B, SERVER, job, variant)
-    sizes = ("tensor_model", "context", "data", "pipeline_model")
-    assert tuple(getattr(described, f"{name}_parallel_size") for name in sizes) == layout[:4]
-    assert described.world_size == layout.npus
-    assert (described.num_layer_list or (80 // layout.pp,) * layout.pp) == job.layers
-    batch = described.micro_batch_size * job.micro_batches * layout.dp
-    assert described.global_batch_size == batch
-    replicated = layout.dp * layout.cp > 1
-    assert ("--overlap-grad-reduce" in described.pretrain_options) == replicated
-    words = options(LLAMA3_70B, job, variant)
-    assert described.commfuse_options == tuple(words[words.index("--use-commfuse") :])
-    more = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
-    full = planned(LLAMA3_70B, SERVER, replace(job, recompute="full"), variant)
-    assert full.pretrain_options == (*described.pretrain_options, *more.split())
+def test_what_is_written_describes_what_was_simulated() -> None:
+    job = training(LLAMA3_70B, Layout(8, 1, 2, 4))
+    words = "--recompute-num-layers", "2", "--seed", "1"
+    model = replace(LLAMA3_70B, pretrain_options=words)
+    ours, other = (planned(model, SERVER, job, form) for form in (FB_OVERLAP, MC2))
+    assert (ours.nnodes, ours.npus_per_node) == (8, 8)
+    assert ours.pretrain_options[:2] == ("--seed", "1")
+    assert "--recompute-num-layers" not in ours.pretrain_options
     # Flags of others are options of pretrain_gpt.py.
-    other = planned(LLAMA3_70B, SERVER, job, MC2)
-    assert other.pretrain_options == (*described.pretrain_options, "--use-ascend-mc2")
+    assert other.pretrain_options == (*ours.pretrain_options, "--use-ascend-mc2")
     assert other.commfuse_options == ()
 
 
@@ -279,9 +257,13 @@ FORMS = [form for form in forms(SERVER.machine(), ALONE) if form.flags is not No
     ids=lambda value: value.name if isinstance(value, Variant) else str(value.layout),
 )
 def test_what_is_printed_is_taken(job: Training, form: Variant) -> None:
-    launch = ask_about(None, [*LLAMA3_8B.arguments(), *options(LLAMA3_8B, job, form)], {})
+    plan = planned(LLAMA3_8B, SERVER, job, form)
+    launch = ask_about(None, [*LLAMA3_8B.arguments(), *options(LLAMA3_8B, plan)], {})
     launch.config.validate()
     assert launch.schedule.chunks > 0
+    # Of a model with other sizes, all of them are printed.
+    larger = replace(LLAMA3_8B, context_parallel_size=2, npus_per_node=16, seq_length=4096)
+    assert {"--context-parallel-size", "--seq-length"} < {*options(larger, plan)}
     assert launch.fuse.use_commfuse == (form.kind == "fused")
     assert (launch.fuse.commfuse_wgrad == "blocks") == form.rounded
     against = obstacles(launch)
