@@ -14,7 +14,7 @@ from unittest import mock
 import torch
 
 from mindspeed_patches import LinearWrappers
-from mindspeed_patches.rehearsal.devices import Finished, _Event, _Stream
+from mindspeed_patches.rehearsal.devices import Finished, _Stream
 from mindspeed_patches.start_report import StartReport
 from mindspeed_patches.state_hashes import optimizer_hash, weight_hashes
 from tests.attention_masks import ends_of, seen
@@ -36,7 +36,7 @@ def layout(case: Case, minutes: float = 3) -> Iterator[None]:
 
     warnings.simplefilter("ignore")
     # Dispatchers of experts copy counts to the host on a stream of their own.
-    streams = {"stream": Finished, "Stream": _Stream, "current_stream": _Stream, "Event": _Event}
+    streams = {"stream": Finished, "Stream": _Stream, "current_stream": _Stream, "Event": Finished}
     with (
         without_groups_afterwards(),
         mock.patch.multiple(torch.cuda, **streams),
