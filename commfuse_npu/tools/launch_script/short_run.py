@@ -197,10 +197,11 @@ def _end(process: subprocess.Popen[bytes], mark: str) -> None:
     if process.poll() is None:
         # torchrun forwards the signal to its ranks.
         os.killpg(process.pid, signal.SIGTERM)
-        with contextlib.suppress(subprocess.TimeoutExpired):
+        try:
             process.wait(_GRACE)
-    process.kill()
-    process.wait()
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
     # A device is free only once the processes that used it have gone.
     end = time.monotonic() + _GRACE
     while (pids := list(_marked(mark))) and time.monotonic() < end:

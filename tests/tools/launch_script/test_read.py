@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from commfuse_npu.tools.launch_script import UsageError
+from commfuse_npu.tools.launch_script import UsageError, short_run
 from commfuse_npu.tools.launch_script.launch import capture_commands, read_launch
 from commfuse_npu.tools.launch_script.options import Options
 from tests.processes import ended, wait_for
@@ -160,9 +160,13 @@ def test_what_is_started_is_written_down_and_not_run(script: Path, tmp_path: Pat
     assert (tmp_path / "precious").exists()
 
 
-def test_what_hangs_is_killed_with_what_it_started(script: Path, tmp_path: Path) -> None:
-    """Also if a child keeps the script's stdout open."""
-    script.write_text(f"/bin/sleep 100 & echo $! > {tmp_path}/child\nwait\n", "utf-8")
+@pytest.mark.parametrize("trap", ["", "trap '' TERM\n"])
+def test_what_hangs_is_killed_with_what_it_started(trap, script, tmp_path, monkeypatch) -> None:
+    """Also if a child keeps the script's stdout open, or both ignore SIGTERM without /proc."""
+    monkeypatch.setattr(short_run, "_GRACE", 0.1)
+    if trap:
+        monkeypatch.setattr(short_run, "_marked", lambda mark: [])
+    script.write_text(f"{trap}/bin/sleep 1000 & echo $! > {tmp_path}/child\nwait\n", "utf-8")
     with pytest.raises(UsageError, match=r"did not end within 0\.5 s"):
         capture_commands([str(script)], tmp_path, dict(os.environ), timeout=0.5)
     wait_for(lambda: ended(int((tmp_path / "child").read_text())))
