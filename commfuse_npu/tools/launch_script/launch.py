@@ -268,9 +268,12 @@ def capture_commands(
         commands = []
         for path in sorted(records.glob("*.json")):
             words, started_in, variables = json.loads(path.read_text("utf-8"))
-            changed = dict(variables.items() - environment.items())
-            own = {name: changed[name] for name in changed.keys() - _NOT_THE_LAUNCHS}
-            commands.append((words, started_in, own))
+            changed = {
+                name: value
+                for name, value in variables.items()
+                if environment.get(name) != value and name not in _NOT_THE_LAUNCHS
+            }
+            commands.append((words, started_in, changed))
         return commands, (scratch / "printed").read_text("utf-8", "replace"), code
 
 
