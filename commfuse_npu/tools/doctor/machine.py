@@ -177,7 +177,6 @@ def check_links(machine: Machine) -> Finding:
         return _finding("links", "note", f"unknown: npu-smi info -t topo said {answer}")
     pairs = ", ".join(f"{count // 2} pairs {kind}" for kind, count in links.most_common())
     if slow := ", ".join(kind for kind in links if kind not in _FAST_LINKS):
-        fast = "HCCS, HCCS_SW or SIO connects"
-        advice = f"keep TP within the NPUs that {fast}: {slow} goes over PCIe or the host"
+        advice = f"keep TP within NPUs on HCCS, HCCS_SW or SIO: {slow} goes over PCIe or the host"
         return _finding("links", "warning", pairs, advice)
     return _finding("links", "ok", pairs)
