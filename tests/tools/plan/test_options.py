@@ -279,6 +279,7 @@ WORDS: list[tuple[Callable[[AskedLaunch], str], dict[str, tuple[str, ...]]]] = [
         "--config --commfuse-chunks 2 --commfuse-attention":
             ("proj: attention_linear_reduce_scatter",),
         f"{ATTENTION} --recompute-granularity selective": ("proj: linear_reduce_scatter",),
+        f"{SIZES} --commfuse-chunks 1": ("proj: linear_all_reduce",),
         f"{FOUR} --seq-length 1024":
             ("qkv: Megatron's own forward, because a block has fewer than 2500 rows",),
         # Who moves the tokens of experts.
