@@ -141,12 +141,6 @@ class ModelConfig:
         multiple = self.make_vocab_size_divisible_by * self.tensor_model_parallel_size
         return -(-self.vocab_size // multiple) * multiple
 
-    @property
-    def qkv_size(self) -> int:
-        """Features of all queries, keys and values."""
-        head = self.hidden_size // self.num_attention_heads
-        return head * (self.num_attention_heads + 2 * self.num_query_groups)
-
     def validate(self) -> None:
         """Check that layers, sequence and batch can be split as the layout requires.
 

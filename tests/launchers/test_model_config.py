@@ -34,9 +34,11 @@ def from_options(options: str) -> ModelConfig:
 @pytest.mark.parametrize(("name", "parameters"), PARAMETERS.items())
 def test_the_number_of_parameters_is_the_published_one(name: str, parameters: int) -> None:
     config = load(name)
-    features = config.qkv_size + config.hidden_size + 3 * config.ffn_hidden_size + 2
+    hidden, groups = config.hidden_size, config.num_query_groups
+    keys_and_values = 2 * groups * hidden // config.num_attention_heads
+    features = 2 * hidden + keys_and_values + 3 * config.ffn_hidden_size + 2
     tables = 2 * config.vocab_size
-    assert config.hidden_size * (config.num_layers * features + tables + 1) == parameters
+    assert hidden * (config.num_layers * features + tables + 1) == parameters
 
 
 PP, TP, CP = (f"--{kind}-parallel-size" for kind in ("pipeline-model", "tensor-model", "context"))
