@@ -162,9 +162,9 @@ def _recommend(arguments: argparse.Namespace) -> int:
     show(rows, hardware, path.stem, f"Options of pretrain_gpt.py:\n\n    {launch}")
     print("", f"{fitting}.", sep="\n")
     launcher = f"CONFIG={arguments.write} bash scripts/launch_pretraining.sh"
+    written = partial(write_plan, plan=plan, row=first, hardware=hardware)
     figures = partial(write_json, content=as_json(rows, hardware, arguments.model), indent=1)
     # First the file that a launch needs.
-    written = partial(write_plan, plan=plan, row=first, hardware=hardware)
     write_output(arguments.write, f". On every node:\n\n    {launcher}", written)
     write_output(arguments.json, ": all figures", figures)
     return 0
