@@ -17,7 +17,8 @@ from typing import Any, TextIO, cast
 __all__ = ["print_verdict", "rendered", "table_head", "table_row", "tell"]
 
 _RULE = re.compile(r"\|[-:| ]+\|")
-_MARKS = re.compile(r"^#+ |\*\*|`", re.M)
+# Not the stars of a traceback's f(**kwargs).
+_MARKS = re.compile(r"^#+ |`|\*\*(?!\w+[,)])", re.M)
 _VERDICTS = {True: "\x1b[1;32m", False: "\x1b[1;31m", None: "\x1b[1m"}
 _CLEAR_LINE = "\r\x1b[K"
 

@@ -13,7 +13,7 @@ from commfuse_npu.tools.terminal import table_row
 
 SAID = (
     "## A heading",
-    "",
+    "`f(*args)`, f(**kwargs)",
     "| form | ms per step | why it cannot be launched |",
     "|---|---:|---|",
     table_row(["fused", "1,234.5 ms", "`--an-option` says, in many words, that it cannot"]),
@@ -49,7 +49,7 @@ def test_a_pipe_gets_markdown(capsys) -> None:
 
 def test_a_table_that_fits_is_aligned(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "dumb")
-    plain = [line.replace("**", "").replace("`", "") for line in SAID[1:]]
+    plain = [line.replace("**other**", "other").replace("`", "") for line in SAID[1:]]
     assert shown(66).splitlines() == ["It helps.", "A heading", *plain]
     assert shown(67).splitlines()[3:7] == [
         "form   ms per step  why it cannot be launched",
