@@ -193,6 +193,15 @@ def test_a_new_length_waits_for_nobody(rank: int) -> None:
     assert (transport._operation_count, list(transport._history)) == (62, [])
 
 
+@on_ranks(2)
+def test_a_size_of_zero_is_another_operation(rank: int) -> None:
+    """A size of 0 skips part of the work, so the ranks compare it before anything is sent."""
+    transport = new_link()
+    transport.agree("op", {"rows": 4})
+    with pytest.raises(MismatchError, match="Nothing was sent"):
+        transport.agree("op" if rank else "another", {"rows": 0})
+
+
 @on_ranks(4)
 def test_several_transports_are_checked_together(rank: int) -> None:
     """Two kinds of pairs; the ranks disagree in one transport of the second kind."""
