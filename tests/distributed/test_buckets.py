@@ -1,4 +1,4 @@
-"""Buckets: rounded sums, memory and the order of posts.
+"""Buckets: errors, memory and the order of posts.
 
 Their results are compared in :mod:`tests.random_networks`.
 """

@@ -1,4 +1,4 @@
-"""Turn orders: every order is correct, the fastest is chosen, and all ranks use the same one."""
+"""Turn orders: the fastest is chosen, and all ranks use the same one."""
 
 from __future__ import annotations
 
