@@ -1,4 +1,4 @@
-"""Buckets: rounded sums, memory and the order of posts.
+"""Buckets: errors, memory and the order of posts.
 
 Their results are compared in :mod:`tests.random_networks`.
 """
@@ -17,6 +17,7 @@ from commfuse_npu.kernels import kernels_for
 from commfuse_npu.ops import Buckets, LinearOptions
 from tests.distributed.programs import new_link, transport
 from tests.distributed.ranks import on_ranks
+from tests.limits import BRIEF
 
 FP32, BF16 = torch.float32, torch.bfloat16
 SCRATCH = "commfuse_npu.ops.buckets.SCRATCH_BYTES"
@@ -112,3 +113,17 @@ def test_a_bucket_is_posted_after_earlier_ones(rank: int, batched: bool) -> None
     first.wait()
     assert second.running._at > 0
     second.wait()
+
+
+@on_ranks(2)
+def test_a_comparison_comes_after_the_buckets_in_flight(rank: int) -> None:
+    """Rank 0 waits for pieces that rank 1 posts only when it finishes the first bucket."""
+    link = new_link(batched=True)
+    buckets = Buckets(link, LinearOptions(Schedule(lanes=1, chunks=3)))
+    with mock.patch(SCRATCH, 0):
+        first = buckets.reduce_scatter(torch.ones(12))
+        link.timeout = BRIEF * 10
+        if rank == 0:
+            first.wait()
+        buckets.reduce_scatter(torch.ones(12, dtype=BF16)).wait()
+    assert first.running is None

@@ -22,7 +22,7 @@ from commfuse_npu.runtime.executor import Running
 from commfuse_npu.runtime.transport import Transport
 from tests.distributed.programs import new_link, transport, watch_calls, watch_posts
 from tests.distributed.ranks import on_ranks
-from tests.random_networks.case import one_layer
+from tests.random_networks.case import Layer, Network, one_layer
 from tests.random_networks.compare import run_case
 from tests.random_networks.network_run import Call, input_of
 
@@ -163,6 +163,17 @@ def test_a_gather_begins_before_the_weight_gradient_of_the_layer_after(rank: int
             watch_calls(patch, WeightGradient, "add", added)
             y.sum().backward()
         assert events == expected * 2
+
+
+@on_ranks(2)
+def test_a_pair_has_one_row_parallel_layer(rank: int) -> None:
+    """The second one after a column-parallel layer gathers nothing early."""
+    begun, row = list[str](), "linear_reduce_scatter"
+    layers = tuple(Layer(op, 32, 32) for op in ("all_gather_linear", row, row))
+    with pytest.MonkeyPatch.context() as patch:
+        watch_calls(patch, Transport, "begin", lambda _, __, name, *more: begun.append(name))
+        run_case(Network(2, layers, rows=8), "fused")
+    assert begun[len(layers) :] == [ROW, ROW, COLUMN]
 
 
 @on_ranks(3)

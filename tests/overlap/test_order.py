@@ -1,4 +1,4 @@
-"""Turn orders: every order is correct, the fastest is chosen, and all ranks use the same one."""
+"""Turn orders: the fastest is chosen, and all ranks use the same one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from commfuse_npu.overlap import ForwardBackwardOverlap, HandOverPoint, pair
-from commfuse_npu.plan.turn_order import best_order, duration
+from commfuse_npu.plan.turn_order import best_order, duration, strict_turns
 from commfuse_npu.proof.verify_log import verify_logs
 from commfuse_npu.runtime.order_log import OrderLog
 from tests.distributed.ranks import on_ranks
@@ -22,11 +22,17 @@ from tests.overlap import test_pair
 
 END = HandOverPoint(1.0, 0.0, waits=None, by_default=False)
 BLOCKING = HandOverPoint(1.0, 1.0, waits=0, by_default=True)
-
-
 LONG = HandOverPoint(1.0, 4.0, waits=0, by_default=True)
-BEGINS, WAITS = HandOverPoint(1.0, 1.0, None, False), HandOverPoint(1.0, 0.0, 0, True)
-SHORT = WAITS._replace(work=0.25)
+
+
+def test_duration_by_hand() -> None:
+    sides = [BLOCKING, BLOCKING, END], [BLOCKING, END]
+    # Run one after the other, every transfer is exposed: 5 pieces, 3 transfers.
+    assert duration(sides, ((False,) * 3, (False,) * 2)) == 8
+    assert duration(sides, strict_turns(sides)) == 5
+    sides = [LONG, END], [LONG, END]
+    # Transfers share one link: 1, 1 + 4, 1 + 4 + 4, 1.
+    assert duration(sides, strict_turns(sides)) == 10
 
 
 @st.composite

@@ -1,4 +1,4 @@
-"""Blocks of unequal cost: the best order of distances; every order is a valid plan."""
+"""Blocks of unequal cost: the best order of distances."""
 
 from __future__ import annotations
 

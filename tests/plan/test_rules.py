@@ -84,6 +84,12 @@ def test_scratch_of_two_groups_is_used_again() -> None:
     assert elements[1] == elements[0] // 2
 
 
+def test_a_stream_waits_for_a_post_once() -> None:
+    """Waiting for the receive of a batch completes its send."""
+    program = rules.gather_gemm(RankSpec(Schedule(chunks=2), 0, 2, True), 4, 8, 8, None, 0)
+    assert list(program.awaited.values()) == [{0: ("receive", 0)}, {1: ("receive", 1)}, {}]
+
+
 def test_a_program_reads_as_text() -> None:
     text = str(rules.gemm_scatter(RankSpec(Schedule(), 0, 2, True), 4, 8, 8))
     assert text.splitlines() == [

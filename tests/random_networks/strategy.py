@@ -40,9 +40,11 @@ _EXACT = {torch.float32: 1 << 24, torch.float16: 1 << 11, torch.bfloat16: 1 << 8
 
 
 def cases(size: int) -> st.SearchStrategy[Case]:
-    """Cases for a group of ``size`` ranks: buckets and each first op with equal probability."""
+    """Cases for a group of ``size`` ranks: buckets, each first op, and Megatron's pair of layers,
+    the first of which gathers its input again in the backward of the second, are equally likely."""
     kinds = [_networks(size, op) for op in OPS]
-    return st.one_of(*kinds, _bucket_runs(size))
+    pairs = _networks(size, "all_gather_linear", "linear_reduce_scatter")
+    return st.one_of(*kinds, pairs, _bucket_runs(size))
 
 
 def _often(common: bool = False) -> st.SearchStrategy[bool]:
@@ -80,7 +82,7 @@ def _layers(
         schedule=draw(_schedules(size, lanes, op in _TENSOR_PARALLEL)),
         x_layout=draw(layouts),
         grad_layout=draw(st.one_of(layouts, st.just("expanded"))),
-        recompute=draw(st.sampled_from(("no", "no", "reentrant", "non_reentrant"))),
+        recompute=draw(st.sampled_from((*["no"] * 6, "reentrant", "non_reentrant"))),
     )
     if op in ATTENTION:
         keys = draw(st.sampled_from((1, 2)))
@@ -131,19 +133,19 @@ def _is_whole(whole: bool, layer: Layer) -> bool:
 
 
 @st.composite
-def _networks(draw: st.DrawFn, size: int, first: str) -> Network:
+def _networks(draw: st.DrawFn, size: int, *first: str) -> Network:
+    """Layers of the ops ``first``, in a chain if there are two, and up to two more."""
     dtype = draw(st.sampled_from(_DTYPES))
     lanes = draw(st.integers(1, LANES))
-    whole = first not in FROM_SHARD
+    whole = first[0] not in FROM_SHARD
     # One rank does not cut the rows, and MKL rounds few rows differently from many.
-    branches, rounded = draw(_often()), size > 1 and draw(st.booleans())
-    layers = [draw(_layers(first, size, lanes, dtype, rounded))]
+    rounded = size > 1 and draw(st.booleans())
+    branches = len(first) == 1 and draw(_often())
+    layers = [draw(_layers(op, size, lanes, dtype, rounded)) for op in first]
     for _ in range(draw(st.sampled_from((0, 0, 0, 1, 2)))):
         if not branches:
             whole = _is_whole(whole, layers[-1])
-        # Megatron's pair: the input of the first is gathered again in the backward of the second.
-        pair = ["linear_reduce_scatter"] * 6 * (layers[-1].op == "all_gather_linear" and whole)
-        op = draw(st.sampled_from((*FROM_WHOLE, *pair) if whole else FROM_SHARD))
+        op = draw(st.sampled_from(FROM_WHOLE if whole else FROM_SHARD))
         layers.append(draw(_layers(op, size, lanes, dtype, rounded)))
     small = st.sampled_from((4, 6)) if rounded else st.integers(1, 6)
     rows = draw(st.one_of(small, st.integers(4 if rounded else 1, 40), st.sampled_from((48, 64))))

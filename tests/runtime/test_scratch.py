@@ -1,4 +1,4 @@
-"""Scratch arenas are reused, and their views are cached."""
+"""Scratch arenas are reused."""
 
 from __future__ import annotations
 
