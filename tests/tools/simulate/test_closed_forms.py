@@ -290,13 +290,3 @@ def test_tiles_are_the_block(rows: int, ranks: int, others: dict[str, Any]) -> N
 )
 def test_transfers_beside_large_operands_are_slowed(kind, inner, outer, slowed) -> None:
     assert tiling(kind, 1024, inner, outer, 8, 20).slowed == slowed
-
-
-@pytest.mark.parametrize("ring", [False, True])
-def test_the_short_tile_covers_what_is_not_hidden(ring: bool) -> None:
-    # Transfers take longer than the GEMM of an output projection: the short tile is first.
-    first, *_, last = tiling("scatter", 4096, 512, 4096, 8, 20, ring=ring).rows
-    assert first < last
-    # The GEMM takes longer: the short tile is last.
-    first, *_, last = tiling("gather", 4096, 4096, 3584, 8, 20, ring=ring).rows
-    assert first > last

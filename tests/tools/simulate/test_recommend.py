@@ -33,6 +33,7 @@ from tests.launchers.launching import dry_run
 SERVER = Hardware.load(find_config("ascend_910b_server", "hardware"))
 LLAMA3_8B = ModelConfig.load(find_config("llama3_8b"))
 LLAMA3_70B = ModelConfig.load(find_config("llama3_70b"))
+WIDE = replace(LLAMA3_8B, num_query_groups=32)
 SMALL = replace(LLAMA3_8B, seq_length=2048, global_batch_size=8)
 """Short sequences and a small batch, which take less time to simulate."""
 SETUP = training(LLAMA3_8B, Layout(8, 1, 1, 1), 8192, micro_batch=1, micro_batches=2)
@@ -190,13 +191,8 @@ def test_memory_decides_on_recomputation(gib: float, chosen: str) -> None:
         (LLAMA3_8B, SERVER, 8200, {}, "choose from 1 to 8192"),
         (LLAMA3_8B, SERVER, 6, {"tp": 6}, "1 x 32 attention heads, 8 query groups and feed-"),
         (LLAMA3_8B, SERVER, 20, {}, "--npus 20 is more than a host of 8 .* choose 16 or 24"),
-        (
-            LLAMA3_8B,
-            SERVER,
-            8,
-            {"tp": 2, "pp": 3},
-            "8 is not divisible by the .* sizes, 6",
-        ),
+        (LLAMA3_8B, SERVER, 8, {"tp": 2, "pp": 3}, "8 is not divisible by the .* sizes, 6"),
+        (WIDE, SERVER, 16, {"tp": 16}, "of 16 spans nodes of 8 NPUs"),
     ],
 )
 def test_nothing_fits(model, hardware, npus: int, fixed: dict[str, int], said: str) -> None:
