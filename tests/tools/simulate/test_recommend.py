@@ -167,6 +167,10 @@ def test_pipelines_are_interleaved_where_that_is_faster() -> None:
     # Three micro-batches do not go through two stages two at a time.
     odd, _ = recommend(replace(model, global_batch_size=6), SERVER, 2, fixed=Fixed(1, 1, 2))
     assert best(odd).training.layout == Layout(1, 1, 1, 2)
+    # Nor do stages of different lengths have chunks of one length.
+    uneven = replace(model, pipeline_model_parallel_size=2, num_layer_list=(2, 6))
+    rows, _ = recommend(uneven, SERVER, 2, fixed=Fixed(1, 1, 2))
+    assert {row.training.layout for row in rows} == {Layout(1, 1, 1, 2)}
 
 
 @pytest.mark.parametrize(("gib", "chosen"), [(18.0, "none"), (14.0, "full")])
