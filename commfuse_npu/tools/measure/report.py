@@ -125,9 +125,10 @@ def forms_report(times: Times) -> tuple[list[str], list[str]]:
         compute, reference = seconds.pop(COMPUTE), seconds[REFERENCE]
         found = {True: "no form of ours was measured", False: "no other was measured"}
         # The fastest come last.
-        for name in sorted(seconds.keys() - {REFERENCE}, key=lambda name: -seconds[name]):
-            title = f"`{name}`" if is_ours(name) else f"the fastest other, `{name}`,"
-            found[is_ours(name)] = f"{title} {reference / seconds[name]:.2f}"
+        for name, middle in sorted(seconds.items(), key=lambda form: -form[1]):
+            if name != REFERENCE:
+                title = f"`{name}`" if is_ours(name) else f"the fastest other, `{name}`,"
+                found[is_ours(name)] = f"{title} {reference / middle:.2f}"
         at = "" if ratio is None else f", ratio {ratio:g}"
         words = f"times as fast as `{REFERENCE}`: {'; '.join(found.values())}."
         verdicts.append(f"**{WORKS[work].title}**{at}: {words}")

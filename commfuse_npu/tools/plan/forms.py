@@ -155,13 +155,15 @@ def _costs(
         ValueError: the simulator does not support such layers.
     """
     figures, tp = hardware.machine(), training.layout.tp
-    if min(hardware.npus_per_node, launch.config.npus_per_node) < tp:
-        raise NotSimulated(f"a group of {tp} spans nodes of {hardware.npus_per_node} NPUs")
+    node = min(hardware.npus_per_node, launch.config.npus_per_node)
+    if node < tp:
+        raise NotSimulated(f"a group of {tp} spans nodes of {node} NPUs")
     titles = {form.name: title for form, (title, _) in FORMS.items()} | {"commfuse": _FUSED}
     forms = simulated_forms(figures, training, launch.schedule, least)
     step = Step(figures, training)
     seconds = {form: step.time(form) for form in forms if form.name in titles}
-    slower = sorted(seconds.keys() & set(COC), key=seconds.__getitem__)[1:]
+    in_slices = [form for form in seconds if form in COC]
+    slower = sorted(in_slices, key=seconds.__getitem__)[1:]
     return {
         titles[form.name]: (time, footprint(training, form, hardware).total / 2**20)
         for form, time in seconds.items()

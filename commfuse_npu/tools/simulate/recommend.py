@@ -152,8 +152,7 @@ def _layouts(
 ) -> Iterator[Layout]:
     """Every division of the NPUs; whether it fits the model is checked later.
 
-    Tensor parallelism stays inside a node unless it is fixed.  Interleaved pipelines are included
-    if they divide layers and micro-batches.
+    Interleaved pipelines are included if they divide layers and micro-batches.
     """
     tps = [fixed.tp] if fixed.tp else _divisors(min(npus, hardware.npus_per_node))
     cps = [fixed.cp] if fixed.cp else _CONTEXTS

@@ -166,6 +166,8 @@ def test_forms_have_a_verdict_and_a_row_per_ratio() -> None:
         "| layers | - | **megatron** | 2.00x | - | - | equal |",
     ]
     assert "A message alone reached at least 96 % of the rate that links were given." in table
+    _, table = forms_report(timed(0.0))
+    assert "| mlp | 0 | slices-4 | 0.80x | - | - | equal |" in table
     # The reference takes no longer than the computation: nothing to remove.
     _, table = forms_report(timed(p2p=[0.09] * 3))
     assert "| mlp | 1 | ours-c4 | 0.75x | - | -33 % | equal |" in table

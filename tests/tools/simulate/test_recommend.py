@@ -33,6 +33,7 @@ from tests.launchers.launching import dry_run
 SERVER = Hardware.load(find_config("ascend_910b_server", "hardware"))
 LLAMA3_8B = ModelConfig.load(find_config("llama3_8b"))
 LLAMA3_70B = ModelConfig.load(find_config("llama3_70b"))
+WIDE = replace(LLAMA3_8B, num_query_groups=32)
 SMALL = replace(LLAMA3_8B, seq_length=2048, global_batch_size=8)
 """Short sequences and a small batch, which take less time to simulate."""
 SETUP = training(LLAMA3_8B, Layout(8, 1, 1, 1), 8192, micro_batch=1, micro_batches=2)
@@ -166,6 +167,10 @@ def test_pipelines_are_interleaved_where_that_is_faster() -> None:
     # Three micro-batches do not go through two stages two at a time.
     odd, _ = recommend(replace(model, global_batch_size=6), SERVER, 2, fixed=Fixed(1, 1, 2))
     assert best(odd).training.layout == Layout(1, 1, 1, 2)
+    # Nor do stages of different lengths have chunks of one length.
+    uneven = replace(model, pipeline_model_parallel_size=2, num_layer_list=(2, 6))
+    rows, _ = recommend(uneven, SERVER, 2, fixed=Fixed(1, 1, 2))
+    assert {row.training.layout for row in rows} == {Layout(1, 1, 1, 2)}
 
 
 @pytest.mark.parametrize(("gib", "chosen"), [(18.0, "none"), (14.0, "full")])
@@ -186,17 +191,12 @@ def test_memory_decides_on_recomputation(gib: float, chosen: str) -> None:
 @pytest.mark.parametrize(
     ("model", "hardware", "npus", "fixed", "said"),
     [
-        (LLAMA3_70B, SERVER, 1, {}, r"no layout of 1 NPUs fits 8192 tokens and .*memory"),
+        (LLAMA3_70B, SERVER, 2, {}, r"fits 8192 tokens and .*: 4 x more memory than an NPU has; "),
         (LLAMA3_8B, SERVER, 8200, {}, "choose from 1 to 8192"),
         (LLAMA3_8B, SERVER, 6, {"tp": 6}, "1 x 32 attention heads, 8 query groups and feed-"),
         (LLAMA3_8B, SERVER, 20, {}, "--npus 20 is more than a host of 8 .* choose 16 or 24"),
-        (
-            LLAMA3_8B,
-            SERVER,
-            8,
-            {"tp": 2, "pp": 3},
-            "8 is not divisible by the .* sizes, 6",
-        ),
+        (LLAMA3_8B, SERVER, 8, {"tp": 2, "pp": 3}, "8 is not divisible by the .* sizes, 6"),
+        (WIDE, SERVER, 16, {"tp": 16}, "of 16 spans nodes of 8 NPUs"),
     ],
 )
 def test_nothing_fits(model, hardware, npus: int, fixed: dict[str, int], said: str) -> None:
