@@ -255,6 +255,13 @@ def test_links_that_cannot_have_the_rate_are_refused(monkeypatch, tmp_path, caps
     assert message in capsys.readouterr().err
 
 
+def test_ranks_that_do_not_answer_may_be_given_more_time(monkeypatch, tmp_path, capsys) -> None:
+    late = command.RanksError("no answer from rank 0 within 180 s; give more with --timeout")
+    monkeypatch.setattr(command, "Ranks", Mock(side_effect=late))
+    assert command.main(["--output", str(tmp_path)]) == 1
+    assert "give more with --distributed-timeout-minutes\n" in capsys.readouterr().err
+
+
 def test_a_sample_depends_on_seed_and_index_only() -> None:
     corpus, indices = load_corpus(16), range(64)
     assert len(corpus.tokens) - (8 << 20) in range(1 << 20)
