@@ -144,11 +144,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _rehearse(arguments: argparse.Namespace) -> int:
-    checkout, *_ = stack = find_stack()
-    launch = read_launch(arguments.launch, checkout)
+    stack = find_stack()
+    llm, *_ = stack
+    launch = read_launch(arguments.launch, llm)
     for name in _SET_ANEW:
         launch.environment.pop(name, None)
-    folder, script = launch.located(checkout)
+    folder, script = launch.located(llm)
     prepare(launch.options, arguments.iterations, folder)
     layout = _layout(launch, arguments)
     _check_environment()

@@ -9,8 +9,8 @@ torch_npu, to read its schemas and to run its meta kernels; **nothing that needs
     LD_LIBRARY_PATH=OUT_DIR TORCH_DEVICE_BACKEND_AUTOLOAD=0 python -c 'import torch, torch_npu'
 
 ``ldd -r`` lists missing libraries and symbols, so that other versions of torch_npu work too.  Needs
-cc and nm.  Imports neither torch nor torch_npu, as `import torch` may fail for lack of
-CANN.  ``scripts/environment.sh`` runs this file.
+cc, nm and ldd.  Imports neither torch nor torch_npu, as ``import torch`` may fail for lack of CANN.
+``scripts/environment.sh`` runs this file.
 """
 
 from __future__ import annotations

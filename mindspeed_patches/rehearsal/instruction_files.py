@@ -80,7 +80,7 @@ def _rows(length: int, packed: bool) -> Iterator[tuple[np.ndarray, np.ndarray, n
         tokens = random.integers(3, _WORDS, length if packed else first)
         place = np.arange(tokens.size)
         second = place >= first
-        prompt = place - first * second < length // 8
+        prompt = np.where(second, place - first, place) < length // 8
         yield tokens, 1 + second, np.where(prompt, _IGNORED, tokens)
 
 

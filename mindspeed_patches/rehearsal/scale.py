@@ -128,10 +128,10 @@ def _widths(options: Options, small: Layout) -> None:
         groups = options.number("--num-query-groups", heads)
     # Ulysses distributes heads over TP * CP ranks.
     parallel = small.tensor * small.context
-    few = max(2 * parallel, 4) if groups == heads else min(groups, parallel)
-    heads = heads // groups * few
+    fewer_groups = max(2 * parallel, 4) if groups == heads else min(groups, parallel)
+    heads = heads // groups * fewer_groups
     hidden = heads * _HEAD
-    _replace(options, few, "--num-query-groups")
+    _replace(options, fewer_groups, "--num-query-groups")
     options.set("--num-attention-heads", heads)
     options.set("--hidden-size", hidden)
     _replace(options, _HEAD, "--kv-channels")

@@ -60,7 +60,8 @@ def _run(argv: Sequence[str]) -> int:
     except UsageError as error:
         return _failed(error, 2)
     except RanksError as error:
-        return _failed(error, 1)
+        # The limit has another name in the commands of commfuse-npu.
+        return _failed(str(error).replace("--timeout", "--distributed-timeout-minutes"), 1)
 
 
 def _make_folder(folder: Path, option: str) -> None:

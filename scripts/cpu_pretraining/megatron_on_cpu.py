@@ -43,6 +43,7 @@ def _own_part_of_positions(pos_emb: torch.Tensor, seq_dim: int) -> torch.Tensor:
 _RANDOM = "megatron.core.tensor_parallel.random"
 _GENERATOR = torch.default_generator
 _LAYERS = "megatron.core.tensor_parallel.layers"
+_SOFTMAX = "megatron.core.fusions.fused_softmax"
 _ACCUMULATE = SimpleNamespace(
     wgrad_gemm_accum_fp32=_wgrad_gemm_accum, wgrad_gemm_accum_fp16=_wgrad_gemm_accum
 )
@@ -56,6 +57,10 @@ REPLACEMENTS: tuple[tuple[str, str, Any], ...] = (
     (_RANDOM, "_set_cuda_rng_state", lambda state, *_, **__: _GENERATOR.set_state(state)),
     ("torch.cuda", "get_rng_state", lambda *_, **__: _GENERATOR.get_state()),
     ("torch.cuda", "manual_seed", lambda seed: _GENERATOR.manual_seed(int(seed))),
+    # The mode is inactive in a backward, where the forward of a recomputed layer runs again; core
+    # 0.16 makes the mask in every forward, earlier versions in the first.
+    (_SOFTMAX, "get_default_causal_mask",
+     lambda length: torch.ones(length, length, dtype=torch.bool).triu(1)),
     # The CUDA extension of gradient_accumulation_fusion: the same sum in plain torch. Without it
     # the constructor refuses the option.
     (_LAYERS, "fused_weight_gradient_mlp_cuda", _ACCUMULATE),

@@ -40,7 +40,7 @@ class Worker:
     def train(self, args: argparse.Namespace, corpus: Corpus, form: str) -> Outcome:
         """Train from the seed.
 
-        Collective. That it diverged is returned in the outcome.
+        Collective. If the training diverges, the outcome has the error.
 
         Args:
             form: of the layers, as in ``compare``. ``--commfuse-fb-overlap`` runs forwards beside
@@ -53,12 +53,12 @@ class Worker:
                 distributed_timeout_minutes=args.distributed_timeout_minutes,
             )
         plain, wrappers = form == "plain", None
-        if plain:  # buckets are left to Megatron
-            without = {"commfuse_dp": False, "commfuse_order_log": None}
-            args = argparse.Namespace(**vars(args) | without)
+        # In the plain form Megatron transfers the buckets, and the fused ops have no order to log.
+        changes = {"commfuse_dp": False, "commfuse_order_log": None} if plain else {}
         with ExitStack() as undone, megatron_on_cpu(), timed_waits() as log:
             if plain or form == "commfuse":
-                wrappers, _ = undone.enter_context(fused_layers(args, collectives=plain))
+                layers = fused_layers(argparse.Namespace(**vars(args) | changes), collectives=plain)
+                wrappers, _ = undone.enter_context(layers)
             model_parallel_cuda_manual_seed(args.seed)
             training = Training(args, corpus, log)
             if form == "overlap" or (args.commfuse_fb_overlap and not args.compare):

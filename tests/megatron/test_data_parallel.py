@@ -116,8 +116,8 @@ def failing(rank: int, how: Callable[[], None]) -> tuple[str, bool]:
 
     Broken process groups are left behind; the ranks have to be ended.
     """
-    case = BOTH.but(UNCLIPPED)
-    with layout(case, IMPATIENT), launched(case, minutes=IMPATIENT):
+    case = BOTH.but(UNCLIPPED | {"distributed_timeout_minutes": IMPATIENT})
+    with layout(case), launched(case):
         trainer = Trainer(case)
         trainer.run(2)
         if rank == 1:

@@ -26,8 +26,8 @@ def to_host(counts: Any, as_numpy: bool = False, record_stream: bool = False) ->
 
 
 @contextlib.contextmanager
-def layout(case: Case, minutes: float = 3) -> Iterator[None]:
-    """The groups of a case, with this timeout, on a CPU; the remaining ranks are replicas."""
+def layout(case: Case) -> Iterator[None]:
+    """The groups of a case on a CPU; the remaining ranks are replicas."""
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
     from megatron.core.transformer.moe import moe_utils, token_dispatcher
@@ -52,7 +52,7 @@ def layout(case: Case, minutes: float = 3) -> Iterator[None]:
             pipeline_model_parallel_size=case.stages,
             virtual_pipeline_model_parallel_size=case.virtual,
             expert_model_parallel_size=case.experts,
-            distributed_timeout_minutes=minutes,
+            distributed_timeout_minutes=case.args().distributed_timeout_minutes,
         )
         model_parallel_cuda_manual_seed(1)
         yield
@@ -77,16 +77,13 @@ def without_groups_afterwards() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def launched(
-    case: Case, collectives: bool = False, minutes: float = 3
-) -> Iterator[tuple[LinearWrappers, StartReport]]:
-    """Wraps what the launch asks for, over lanes with this timeout or over collectives."""
+def launched(case: Case, collectives: bool = False) -> Iterator[tuple[LinearWrappers, StartReport]]:
+    """Wraps what the launch asks for, over lanes or over collectives."""
     from scripts.cpu_pretraining.training import fused_layers
 
-    args = case.args()
-    args.distributed_timeout_minutes = minutes
     with contextlib.ExitStack() as undone:
-        linears, report = undone.enter_context(fused_layers(args, collectives=collectives))
+        layers = fused_layers(case.args(), collectives=collectives)
+        linears, report = undone.enter_context(layers)
         if case.tensor > 1:
             init = linears.norm_column_init_wrapper(NormColumn.__init__)
             undone.enter_context(mock.patch.object(NormColumn, "__init__", init))
