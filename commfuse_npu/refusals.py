@@ -330,6 +330,8 @@ def layer_obstacle(
         return unlisted(layer)
     if size == 1:
         return "a tensor-parallel group of one has nothing to transfer"
+    if given("cpu_offloading"):
+        return "cpu_offloading needs Transformer Engine's layers (leave it out)"
     if rows is not None and rows < least:
         return (
             f"a block has fewer than {least} rows, for which Megatron's own order is faster "

@@ -71,6 +71,8 @@ def test_what_keeps_a_layer_from_being_fused(rank: int) -> None:
                 said(column, reason)
         with mock.patch.object(row, "input_is_parallel", False):
             said(row, "the input has to be scattered first")
+        with mock.patch.object(row.config, "cpu_offloading", True):
+            said(row, "cpu_offloading needs Transformer Engine's layers (leave it out)")
         column.config.defer_embedding_wgrad_compute = column.config.mla_up_proj_tp_overlap = True
         for name, reason in (
             ("output", "defer_embedding_wgrad_compute keeps the gradients for later"),
