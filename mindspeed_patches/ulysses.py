@@ -215,9 +215,10 @@ class UlyssesWrappers(LaneUser):
         reasons = {
             "qkv": obstacle or qkv_obstacle(layer, rows, lanes.size, arguments),
             "proj": obstacle or proj_obstacle(layer.linear_proj),
-            **{name: unlisted(name) for name in {"qkv", "proj"} - self._linears.layers},
         }
         for name, reason in reasons.items():
+            if name not in self._linears.layers:
+                reasons[name] = reason = unlisted(name)
             if reason is not None:
                 self._linears.fall_back(f"{name} of ulysses", reason)
         joined = _Joined(reasons["qkv"] is None, reasons["proj"] is None, mask)
@@ -278,8 +279,15 @@ class UlyssesWrappers(LaneUser):
         """Why this exchange of heads keeps its own forward, whatever its mask is."""
         if active_turns() is not None:
             return PARTNER
-        if attention.local_attn.ulysses_comm_para["spg"] is not self.lanes().group:
+        exchange = attention.local_attn.ulysses_comm_para
+        if exchange["spg"] is not self.lanes().group:
             return "it exchanges heads over another group than the context-parallel one"
+        # MindSpeed and MindSpeed-LLM never pass these; a program on top of MindSpeed may.
+        if (exchange.get("scatter_idx", 2), exchange.get("gather_idx", 0)) != (2, 0):
+            return "it exchanges other dimensions than heads and sequence"
+        calculator = type(exchange.get("gather_size_calculator")).__name__
+        if calculator not in ("NoneType", "DefaultGatherSizeCalculator"):
+            return f"{calculator} may gather another number of rows than all ranks have"
         return None
 
 
