@@ -5,7 +5,8 @@ features that replace Megatron's linear classes do so before arguments are check
 given are then absent, and values are strings.  The second time is with the parsed arguments.  The
 tools check the words of a command line, where Megatron's default applies to options not given.
 
-:func:`layer_obstacle` decides in both which linear layers of an accepted launch are not fused.
+:func:`layer_obstacle` decides for the wrappers and for the tools which linear layers of an accepted
+launch are not fused.
 """
 
 from __future__ import annotations

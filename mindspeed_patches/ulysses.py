@@ -61,8 +61,8 @@ from mindspeed_patches.lanes import CONTEXT_PARALLEL, LaneUser
 from mindspeed_patches.patching import around
 from mindspeed_patches.ulysses_layer import (
     WholePositions,
-    layer_obstacle,
     picked,
+    projections_obstacle,
     qkv_method,
     qkv_obstacle,
     replaced,
@@ -211,7 +211,7 @@ class UlyssesWrappers(LaneUser):
         stack: ExitStack,
     ) -> dict[str, Any]:
         """Let the projections take part until ``stack`` closes; returns arguments that change."""
-        lanes, obstacle = self.lanes(), layer_obstacle(layer, arguments)
+        lanes, obstacle = self.lanes(), projections_obstacle(layer, arguments)
         reasons = {
             "qkv": obstacle or qkv_obstacle(layer, rows, lanes.size, arguments),
             "proj": obstacle or proj_obstacle(layer.linear_proj),

@@ -65,14 +65,13 @@ def test_what_keeps_a_layer_from_being_fused(rank: int) -> None:
         for owner, name, value, reason in (
             (column, "is_expert", True, "expert layers are left to the token dispatcher"),
             (column, "explicit_expert_comm", True, "moe_shared_expert_overlap gathers"),
+            (column.config, "cpu_offloading", True, "cpu_offloading needs Transformer Engine's"),
             (column, "disable_grad_reduce", True, "with disable_grad_reduce the layer does not"),
         ):
             with mock.patch.object(owner, name, value):
                 said(column, reason)
         with mock.patch.object(row, "input_is_parallel", False):
             said(row, "the input has to be scattered first")
-        with mock.patch.object(row.config, "cpu_offloading", True):
-            said(row, "cpu_offloading needs Transformer Engine's layers (leave it out)")
         column.config.defer_embedding_wgrad_compute = column.config.mla_up_proj_tp_overlap = True
         for name, reason in (
             ("output", "defer_embedding_wgrad_compute keeps the gradients for later"),
