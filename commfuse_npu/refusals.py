@@ -5,7 +5,8 @@ features that replace Megatron's linear classes do so before arguments are check
 given are then absent, and values are strings.  The second time is with the parsed arguments.  The
 tools check the words of a command line, where Megatron's default applies to options not given.
 
-:func:`layer_obstacle` decides in both which linear layers of an accepted launch are not fused.
+:func:`layer_obstacle` decides for the wrappers and for the tools which linear layers of an accepted
+launch are not fused.
 """
 
 from __future__ import annotations
@@ -330,6 +331,8 @@ def layer_obstacle(
         return unlisted(layer)
     if size == 1:
         return "a tensor-parallel group of one has nothing to transfer"
+    if given("cpu_offloading"):
+        return "cpu_offloading needs Transformer Engine's layers (leave it out)"
     if rows is not None and rows < least:
         return (
             f"a block has fewer than {least} rows, for which Megatron's own order is faster "

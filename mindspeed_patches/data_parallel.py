@@ -94,7 +94,8 @@ class BucketWrappers:
         if self._left(group, "gradients"):
             return start(group, *args, **kwargs)
         config = group.ddp_config
-        assert group.grad_reduce_handle is None, _under_way("gradients", "finish_grad_sync")
+        if group.grad_reduce_handle is not None:
+            raise _under_way("gradients", "finish_grad_sync")
         if config.check_for_nan_in_grad or config.check_for_large_grads:
             group.check_grads(
                 check_for_nan_or_inf=config.check_for_nan_in_grad,
@@ -121,7 +122,8 @@ class BucketWrappers:
         if self._left(group, "parameters"):
             return start(group, force_sync=force_sync)
         if group.param_gather_handle is not None:
-            assert force_sync, _under_way("parameters", "finish_param_sync")
+            if not force_sync:
+                raise _under_way("parameters", "finish_param_sync")
             group.param_gather_handle.wait()
             group.param_gather_handle = None
             return None
@@ -197,5 +199,8 @@ class BucketWrappers:
             raise lanes.error() from error
 
 
-def _under_way(what: str, finish: str) -> str:
-    return f"the {what} of this bucket group are under way already; call {finish} first"
+def _under_way(what: str, finish: str) -> AssertionError:
+    """As Megatron raises, but also under ``python -O``: a lost handle would lose gradients."""
+    return AssertionError(
+        f"the {what} of this bucket group are under way already; call {finish} first"
+    )

@@ -92,6 +92,8 @@ class PatchManager:
             self._applied.callback(_replace, owner, name, new, original)
 
     def remove_patches(self) -> None:
-        """Restore the originals, also in modules that imported a patched function later."""
+        """Forget all patches; restore the originals, also in modules that imported a patched
+        function later.
+        """
         self._applied.close()
         self._wrappers.clear()

@@ -61,8 +61,8 @@ from mindspeed_patches.lanes import CONTEXT_PARALLEL, LaneUser
 from mindspeed_patches.patching import around
 from mindspeed_patches.ulysses_layer import (
     WholePositions,
-    layer_obstacle,
     picked,
+    projections_obstacle,
     qkv_method,
     qkv_obstacle,
     replaced,
@@ -211,13 +211,14 @@ class UlyssesWrappers(LaneUser):
         stack: ExitStack,
     ) -> dict[str, Any]:
         """Let the projections take part until ``stack`` closes; returns arguments that change."""
-        lanes, obstacle = self.lanes(), layer_obstacle(layer, arguments)
+        lanes, obstacle = self.lanes(), projections_obstacle(layer, arguments)
         reasons = {
             "qkv": obstacle or qkv_obstacle(layer, rows, lanes.size, arguments),
             "proj": obstacle or proj_obstacle(layer.linear_proj),
-            **{name: unlisted(name) for name in {"qkv", "proj"} - self._linears.layers},
         }
         for name, reason in reasons.items():
+            if name not in self._linears.layers:
+                reasons[name] = reason = unlisted(name)
             if reason is not None:
                 self._linears.fall_back(f"{name} of ulysses", reason)
         joined = _Joined(reasons["qkv"] is None, reasons["proj"] is None, mask)
@@ -278,8 +279,15 @@ class UlyssesWrappers(LaneUser):
         """Why this exchange of heads keeps its own forward, whatever its mask is."""
         if active_turns() is not None:
             return PARTNER
-        if attention.local_attn.ulysses_comm_para["spg"] is not self.lanes().group:
+        exchange = attention.local_attn.ulysses_comm_para
+        if exchange["spg"] is not self.lanes().group:
             return "it exchanges heads over another group than the context-parallel one"
+        # MindSpeed and MindSpeed-LLM never pass these; a program on top of MindSpeed may.
+        if (exchange.get("scatter_idx", 2), exchange.get("gather_idx", 0)) != (2, 0):
+            return "it exchanges other dimensions than heads and sequence"
+        calculator = type(exchange.get("gather_size_calculator")).__name__
+        if calculator not in ("NoneType", "DefaultGatherSizeCalculator"):
+            return f"{calculator} may gather another number of rows than all ranks have"
         return None
 
 

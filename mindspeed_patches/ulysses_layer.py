@@ -24,8 +24,8 @@ from mindspeed_patches.attention import OWN_FORWARD
 
 __all__ = [
     "WholePositions",
-    "layer_obstacle",
     "picked",
+    "projections_obstacle",
     "qkv_method",
     "qkv_obstacle",
     "replaced",
@@ -46,7 +46,7 @@ def replaced(owner: Any, **attributes: Any) -> Iterator[None]:
         values.update(before)
 
 
-def layer_obstacle(layer: Any, arguments: dict[str, Any]) -> str | None:
+def projections_obstacle(layer: Any, arguments: dict[str, Any]) -> str | None:
     """Why neither projection of a layer can take part; ``arguments`` follow the mask."""
     config = layer.config
     if config.tensor_model_parallel_size > 1:

@@ -18,7 +18,7 @@ from mindspeed_patches import LinearWrappers, ulysses_layer
 from mindspeed_patches.attention import proj_obstacle
 from mindspeed_patches.ulysses_layer import (
     WholePositions,
-    layer_obstacle,
+    projections_obstacle,
     qkv_obstacle,
     replaced,
 )
@@ -44,7 +44,7 @@ def test_reasons_of_a_layer(rank: int) -> None:
 
     def said(given: dict[str, Any], **expected: str) -> None:
         found = {
-            "layer": layer_obstacle(layer, given),
+            "layer": projections_obstacle(layer, given),
             "qkv": qkv_obstacle(layer, 8, 2, given),
             "proj": proj_obstacle(layer.linear_proj),
         }

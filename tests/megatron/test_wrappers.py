@@ -65,6 +65,7 @@ def test_what_keeps_a_layer_from_being_fused(rank: int) -> None:
         for owner, name, value, reason in (
             (column, "is_expert", True, "expert layers are left to the token dispatcher"),
             (column, "explicit_expert_comm", True, "moe_shared_expert_overlap gathers"),
+            (column.config, "cpu_offloading", True, "cpu_offloading needs Transformer Engine's"),
             (column, "disable_grad_reduce", True, "with disable_grad_reduce the layer does not"),
         ):
             with mock.patch.object(owner, name, value):

@@ -99,6 +99,9 @@ def test_handles_for_megatron_and_for_mindspeed(made, average: bool) -> None:
     for handle in group.param_gather_handle:
         handle.wait()
     assert exchanges.wait.call_count == 4
+    made.gather(group, force_sync=True)  # waits for what is under way
+    assert exchanges.wait.call_count == 6
+    assert group.param_gather_handle is None
 
 
 @pytest.mark.parametrize(

@@ -60,8 +60,13 @@ def test_what_needs_no_tensor_parallelism(option: str, others: dict[str, Any]) -
 
 def test_forward_backward_overlap_wraps_the_choice_of_a_schedule_unless_refused() -> None:
     feature, manager, names = CommFuseFeature(), PatchManager(), argparse.Namespace
+    parser = argparse.ArgumentParser()
+    feature.register_args(parser)
+    assert not feature.is_need_apply(parser.parse_args([]))
+    args = parser.parse_args(["--commfuse-fb-overlap", "--commfuse-order-log", "a folder"])
+    assert feature.is_need_apply(args)
+    feature.register_patches(manager, args)
     pipeline = {"commfuse_fb_overlap": True, "pipeline_model_parallel_size": 4}
-    feature.register_patches(manager, names(commfuse_order_log="a folder", **pipeline))
     (path,) = manager._wrappers
     assert path.endswith(".get_forward_backward_func")
     assert getattr(feature.overlapping, "_order_log", None) == "a folder"

@@ -35,6 +35,9 @@ QKV = [torch.zeros(8, 1, heads, 4) for heads in (4, 2, 2)]
         (attention(), [QKV, *QKV[1:]], "queries or keys are not one tensor"),
         (attention(beside=True), QKV, "forward-backward overlap hides its transfers already"),
         (attention(spg=object()), QKV, "over another group than the context-pa"),
+        (attention(scatter_idx=1), QKV, "it exchanges other dimensions than heads and sequence"),
+        (attention(gather_idx=1), QKV, "it exchanges other dimensions than heads and sequence"),
+        (attention(gather_size_calculator=object()), QKV, "object may gather another number of r"),
     ],
 )
 def test_obstacles_by_their_reason(

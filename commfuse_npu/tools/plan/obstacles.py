@@ -248,7 +248,7 @@ def _judge(launch: AskedLaunch, least: int) -> Iterator[Judged]:
             split=split,
             size=size_of(options, "tensor-model"),
             layers=fuse.commfuse_layers,
-            given=lambda option: option_name(option) in options,
+            given=lambda attribute: _given(options, attribute),
             rows=launch.config.block_rows,
             least=least,
         )
@@ -258,6 +258,14 @@ def _judge(launch: AskedLaunch, least: int) -> Iterator[Judged]:
         elif name == "proj" and with_attention:
             operator = "attention_linear_reduce_scatter"
         yield Judged(name, reason or "", "" if reason else operator)
+
+
+def _given(options: Options, attribute: str) -> bool:
+    """Whether a launch sets an attribute of Megatron's configuration."""
+    if attribute == "cpu_offloading":
+        # No launch of core 0.12 to 0.15 can set it; from 0.16 on a number of layers does.
+        return options.number("--cpu-offloading-num-layers", 0) > 0
+    return option_name(attribute) in options
 
 
 def _attention_obstacle(options: Options) -> str:

@@ -111,6 +111,8 @@ VALUES: list[tuple[Callable[[AskedLaunch], Any], dict[str, Any]]] = [
         f"{SP} --mtp-num-layers 1": "qkv proj fc1 fc2 eh_proj output | ",
         f"{SP} --commfuse-layers qkv,output": "qkv output | proj fc1 fc2",
         f"{SP} --defer-embedding-wgrad-compute": "qkv proj fc1 fc2 | output",
+        f"{SP} --cpu-offloading-num-layers 1": f" | {DENSE}",
+        f"{SP} --cpu-offloading-num-layers 0": f"{DENSE} | ",
         f"{SP} --full-attention-interval 4":
             "q,_k,_v_apart delta-net_in delta-net_out proj fc1 fc2 output | ",
         f"{SP} --spec x.mamba_spec s --hybrid-attention-ratio 0.1 --hybrid-mlp-ratio 0.5":
