@@ -133,7 +133,7 @@ def _own_options(launch: AskedLaunch) -> Iterator[tuple[str, str, str]]:
     attention, ulysses, dp = "--commfuse-attention", "--commfuse-ulysses", "--commfuse-dp"
     no_proj = f"{attention}: proj is not among --commfuse-layers; add it, or leave {attention} out"
     lacks = "" if "proj" in launch.fuse.commfuse_layers else no_proj
-    yield attention, lacks or missing(attention, args), _attention_obstacle(options)
+    yield attention, lacks or missing(attention, args), _attention_obstacle(options, config)
     yield ulysses, missing(ulysses, args), ""
     alone = config.data_parallel_size == 1 == config.context_parallel_size
     yield dp, missing(dp, args), "DP 1 transfers nothing" if alone else ""
@@ -239,8 +239,8 @@ def _layers(options: Options) -> Iterator[_Layer]:
 def _judge(launch: AskedLaunch, least: int) -> Iterator[Judged]:
     """The verdict on each linear layer; ``least`` rows are fused."""
     options, fuse = launch.options, launch.fuse
-    split = _sequence_parallel(options)
-    with_attention = fuse.commfuse_attention and not _attention_obstacle(options)
+    split = launch.config.uses_sequence_parallel
+    with_attention = fuse.commfuse_attention and not _attention_obstacle(options, launch.config)
     for name, column, known_as, kept in _layers(options):
         reason = kept or layer_obstacle(
             known_as,
@@ -268,7 +268,7 @@ def _given(options: Options, attribute: str) -> bool:
     return option_name(attribute) in options
 
 
-def _attention_obstacle(options: Options) -> str:
+def _attention_obstacle(options: Options, config: ModelConfig) -> str:
     """Why attention is not fused with its projection (``--commfuse-attention``); else empty.
 
     With granularity ``selective`` MindSpeed recomputes attention separately, whatever
@@ -277,12 +277,7 @@ def _attention_obstacle(options: Options) -> str:
     selective = options.text("--recompute-granularity") == "selective"
     if selective or "--recompute-activations" in options:
         return RECOMPUTED
-    return "" if _sequence_parallel(options) else UNSPLIT
-
-
-def _sequence_parallel(options: Options) -> bool:
-    """Whether activations are split along the sequence; never in a group of one rank."""
-    return "--sequence-parallel" in options and size_of(options, "tensor-model") > 1
+    return "" if config.uses_sequence_parallel else UNSPLIT
 
 
 def _part(options: Options, option: str) -> bool:
