@@ -26,7 +26,7 @@ from commfuse_npu.tools.launch_script.options import Options
 from commfuse_npu.tools.model_config import ModelConfig
 from commfuse_npu.tools.simulate.footprint import USABLE, footprint, limit
 from commfuse_npu.tools.simulate.launches import PlacementError
-from commfuse_npu.tools.simulate.step import Layout, Recompute, Training
+from commfuse_npu.tools.simulate.step import Layout, Recompute, Step, Training
 from commfuse_npu.tools.simulate.timed import Timed, timed
 from commfuse_npu.tools.simulate.training import training
 from commfuse_npu.tools.simulate.variants import Variant, forms, launching
@@ -56,6 +56,14 @@ class Fixed(NamedTuple):
 
 
 _OPEN = Fixed()
+
+
+class _Candidate(NamedTuple):
+    """A training in a form, and the seconds of its step at typical figures."""
+
+    seconds: float
+    training: Training
+    form: Variant
 
 
 def recommend(
@@ -88,17 +96,18 @@ def recommend(
     machine, most = hardware.machine(), limit(hardware)
     choices: tuple[Recompute, ...] = (fixed.recompute,) if fixed.recompute else ("none", "full")
     refused: dict[str, list[str]] = {}
-    candidates: list[Timed] = []
+    candidates: list[_Candidate] = []
     for layout in _layouts(model, hardware, npus, fixed, batch):
         tell(f"TP {layout.tp}, CP {layout.cp}, PP {layout.pp}, DP {layout.dp}, chunks {layout.vpp}")
-        found: list[Timed] = []
+        found: list[_Candidate] = []
         reason = "more memory than an NPU has"
         try:
             for choice in choices:
                 setup = training(model, layout, sequence, micro_batch=batch, recompute=choice)
                 exact = [f for f in forms(machine, setup) if f.flags is not None and f.exact]
                 fitting = [form for form in exact if footprint(setup, form, hardware).total <= most]
-                found += [timed(setup, form, hardware, 1) for form in fitting]
+                step = Step(machine, setup)
+                found += [_Candidate(step.time(form), setup, form) for form in fitting]
                 if fitting == exact:
                     break  # recomputation makes room; without that need it is never faster
         except (ConfigError, PlacementError) as error:
@@ -107,11 +116,11 @@ def recommend(
         if not found and layout.vpp == 1:
             # Reasons that differ only in their numbers count as one.
             refused.setdefault(re.sub(r"\S*\d\S*", "", reason), []).append(reason)
-    candidates.sort(key=lambda row: row.typical)
-    by_layout: dict[Layout, Timed] = {}
-    for row in candidates:
+    candidates.sort(key=lambda candidate: candidate.seconds)
+    by_layout: dict[Layout, _Candidate] = {}
+    for candidate in candidates:
         # Layouts that differ only in their chunks are one.
-        by_layout.setdefault(row.training.layout._replace(vpp=1), row)
+        by_layout.setdefault(candidate.training.layout._replace(vpp=1), candidate)
     best = list(by_layout.values())
     counts = "; ".join(
         f"{len(reasons)} x {reasons[0]}" + ", and the like" * (len({*reasons}) > 1)
