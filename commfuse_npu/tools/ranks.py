@@ -46,6 +46,7 @@ class Ranks:
         size: number of ranks.
         device: ``cpu`` (gloo over 127.0.0.1), or ``npu`` (HCCL; read, not run).
         timeout: seconds for an answer, and for a transfer.  That of answers can be changed later.
+        option: of the command, which gives that time.
         worker: the class whose methods are called, ``module:name``; it takes no arguments.
 
     Raises:
@@ -58,9 +59,10 @@ class Ranks:
         *,
         device: str,
         timeout: float,
+        option: str = "--timeout",
         worker: str = "commfuse_npu.tools.measure.worker:Worker",
     ) -> None:
-        self.size, self.timeout = size, timeout
+        self.size, self.timeout, self._option = size, timeout, option
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
         self._folder = tempfile.mkdtemp(prefix="commfuse-ranks-")
@@ -111,7 +113,7 @@ class Ranks:
                 missing = ", ".join(map(str, waiting.values()))
                 raise RanksError(
                     f"no answer from rank {missing} of {self.size} to {method} within "
-                    f"{timeout:.0f} s; give more with --timeout"
+                    f"{timeout:.0f} s; give more with {self._option}"
                 )
             for pipe in ready:
                 assert isinstance(pipe, Connection)

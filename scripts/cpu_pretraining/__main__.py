@@ -60,8 +60,7 @@ def _run(argv: Sequence[str]) -> int:
     except UsageError as error:
         return _failed(error, 2)
     except RanksError as error:
-        # The limit has another name in the commands of commfuse-npu.
-        return _failed(str(error).replace("--timeout", "--distributed-timeout-minutes"), 1)
+        return _failed(error, 1)
 
 
 def _make_folder(folder: Path, option: str) -> None:
@@ -86,7 +85,8 @@ def _train(args: argparse.Namespace, corpus: Corpus) -> int:
     # Megatron's advice for GPUs, and its use of names that newer versions of torch rename.
     os.environ.setdefault("PYTHONWARNINGS", "ignore::UserWarning,ignore::FutureWarning")
     minutes, worker = args.distributed_timeout_minutes, f"{compare.__package__}.training:Worker"
-    with Ranks(args.world_size, device="cpu", timeout=60 * minutes, worker=worker) as ranks:
+    limit = {"timeout": 60 * minutes, "option": "--distributed-timeout-minutes"}
+    with Ranks(args.world_size, device="cpu", **limit, worker=worker) as ranks:
         paced = [] if args.link_rate is None else ranks.ask("pace", args.link_rate)
         if why := next(filter(None, paced), ""):
             raise UsageError(

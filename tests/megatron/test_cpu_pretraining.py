@@ -256,8 +256,10 @@ def test_links_that_cannot_have_the_rate_are_refused(monkeypatch, tmp_path, caps
 
 
 def test_ranks_that_do_not_answer_may_be_given_more_time(monkeypatch, tmp_path, capsys) -> None:
-    late = command.RanksError("no answer from rank 0 within 180 s; give more with --timeout")
-    monkeypatch.setattr(command, "Ranks", Mock(side_effect=late))
+    def late(*_: Any, option: str, **__: Any) -> None:
+        raise command.RanksError(f"no answer from rank 0 within 180 s; give more with {option}")
+
+    monkeypatch.setattr(command, "Ranks", late)
     assert command.main(["--output", str(tmp_path)]) == 1
     assert "give more with --distributed-timeout-minutes\n" in capsys.readouterr().err
 

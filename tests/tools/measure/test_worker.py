@@ -86,14 +86,14 @@ def test_messages_that_are_mixed_up_are_noticed(ranks: Ranks) -> None:
         ("no_such_module:Worker", "", 0, LIMIT, r"of 2 failed in starting:\n[\s\S]*no_such_module"),
         (f"{__name__}:Asked", "killed", 1, LIMIT, "rank 1 of 2 died in killed, by SIGKILL"),
         (f"{__name__}:Asked", "sleep", 10 * LIMIT, 1.0,
-         "no answer from rank 0, 1 of 2 to sleep within 1 s"),
+         "no answer from rank 0, 1 of 2 to sleep within 1 s; give more with --more"),
     ],
 )  # fmt: skip
 def test_a_rank_that_fails_is_named_and_all_are_ended(
     worker: str, method: str, argument: float, seconds: float, said: str
 ) -> None:
     def ask() -> None:
-        with Ranks(2, device="cpu", timeout=LIMIT, worker=worker) as ranks:
+        with Ranks(2, device="cpu", timeout=LIMIT, option="--more", worker=worker) as ranks:
             assert len(multiprocessing.active_children()) == len(before) + 2
             ranks.timeout = seconds
             ranks.ask(method, argument)
