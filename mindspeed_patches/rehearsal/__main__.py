@@ -168,6 +168,7 @@ def _rehearse(arguments: argparse.Namespace) -> int:
         records = (arguments.output or temporary).resolve()
         if any((records / way).exists() for way in WAYS):
             raise UsageError(f"--output {records} holds an earlier rehearsal; name a new folder")
+        environment = worker_environment(stack, launch.environment, temporary / "tools")
         runs: dict[str, list[Record]] = {}
         for way in WAYS:
             print(f"--- the {way} run", flush=True)
@@ -177,7 +178,7 @@ def _rehearse(arguments: argparse.Namespace) -> int:
                 records / way,
                 processes=layout.processes,
                 folder=folder,
-                environment=worker_environment(stack, launch.environment, temporary / "tools"),
+                environment=environment,
                 timeout=arguments.timeout,
             )
         return report(launch.options, runs)

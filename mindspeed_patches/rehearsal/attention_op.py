@@ -114,9 +114,9 @@ def _scores_and_values(
         mask = atten_mask.view(atten_mask.shape[-2:]).bool()
         if not torch.equal(mask, _COMPRESSED):
             raise ValueError(
-                f"{_NAME}: sparse_mode {sparse_mode} takes the compressed mask, (2048, 2048) and "
-                f"True above the diagonal, where nothing may be seen; {tuple(mask.shape)} differs "
-                "from it; use sparse_mode 0 or 1"
+                f"{_NAME}: sparse_mode {sparse_mode} takes the compressed mask, "
+                f"{tuple(_COMPRESSED.shape)} and True above the diagonal, where nothing may be "
+                f"seen; {tuple(mask.shape)} differs from it; use sparse_mode 0 or 1"
             )
     q = _spread(query, input_layout, n=head_num)
     k = _spread(key, input_layout, d=q.shape[-1])

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import NamedTuple
 
 from commfuse_npu.options import keeps_short_blocks, option_name
@@ -248,7 +249,7 @@ def _judge(launch: AskedLaunch, least: int) -> Iterator[Judged]:
             split=split,
             size=size_of(options, "tensor-model"),
             layers=fuse.commfuse_layers,
-            given=lambda attribute: _given(options, attribute),
+            given=partial(_given, options),
             rows=launch.config.block_rows,
             least=least,
         )
