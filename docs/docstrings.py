@@ -4,8 +4,6 @@ They are written for whoever reads the source, with roles, literal blocks and ta
 reStructuredText.  mkdocstrings takes Markdown; what differs is put into its words here.
 """
 
-from __future__ import annotations
-
 import re
 import textwrap
 from typing import Any
