@@ -4,8 +4,6 @@ pip install -e . torch
 torchrun --standalone --nproc_per_node 2 examples/forward_backward_overlap.py
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

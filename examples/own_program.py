@@ -4,8 +4,6 @@ pip install -e . torch
 torchrun --standalone --nproc_per_node 2 examples/own_program.py
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

@@ -4,8 +4,6 @@ pip install -e . torch
 torchrun --standalone --nproc_per_node 2 examples/sharded_llama.py
 """
 
-from __future__ import annotations
-
 import torch
 import torch.distributed as dist
 from torch import nn

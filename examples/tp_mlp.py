@@ -4,8 +4,6 @@ pip install -e . torch
 torchrun --standalone --nproc_per_node 2 examples/tp_mlp.py
 """
 
-from __future__ import annotations
-
 from functools import partial
 
 import torch

@@ -5,8 +5,9 @@ Imports go one way: this package imports Megatron and MindSpeed, ``commfuse_npu`
 
 from __future__ import annotations
 
+from commfuse_npu.options import LAYERS
 from mindspeed_patches.patching import PatchManager
 from mindspeed_patches.registration import install
-from mindspeed_patches.wrappers import LAYERS, LinearWrappers
+from mindspeed_patches.wrappers import LinearWrappers
 
 __all__ = ["LAYERS", "LinearWrappers", "PatchManager", "install"]

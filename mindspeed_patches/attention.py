@@ -31,14 +31,6 @@ from torch.utils._pytree import tree_map_only
 from commfuse_npu.ops import Documents, LinearOptions
 from commfuse_npu.ops.call import AnyTransport
 
-__all__ = [
-    "OWN_FORWARD",
-    "DeferredAttention",
-    "heads_obstacle",
-    "mask_of",
-    "proj_obstacle",
-]
-
 OWN_FORWARD = "its forward was replaced by someone else"
 
 

@@ -41,8 +41,6 @@ from mindspeed_patches.lanes import DATA_PARALLEL, LaneUser
 from mindspeed_patches.patching import around
 from mindspeed_patches.wrappers import LinearWrappers
 
-__all__ = ["BucketWrappers"]
-
 _GROUPS = "megatron.core.distributed.param_and_grad_buffer._ParamAndGradBucketGroup"
 _MODEL = "megatron.core.distributed.distributed_data_parallel.DistributedDataParallel"
 

@@ -28,8 +28,6 @@ from mindspeed_patches.fb_overlap.overlapping import Overlapping, plain_pipeline
 from mindspeed_patches.training_options import LaunchSizes, check_options, register_wrappers
 from mindspeed_patches.wrappers import LinearWrappers
 
-__all__ = ["CommFuseFeature"]
-
 _FUSED, _OVERLAPPED = "--use-commfuse", "--commfuse-fb-overlap"
 _LEVEL = 2
 """The smallest ``--optimization-level`` that includes the feature."""

@@ -24,14 +24,6 @@ from commfuse_npu.runtime.order_log import shared_order_log
 from commfuse_npu.runtime.transport import Transport
 from mindspeed_patches.patching import around
 
-__all__ = [
-    "CONTEXT_PARALLEL",
-    "DATA_PARALLEL",
-    "TENSOR_PARALLEL",
-    "LaneGroup",
-    "LaneUser",
-]
-
 _logger = logging.getLogger(__name__)
 _MODULE = "megatron.core.parallel_state"
 

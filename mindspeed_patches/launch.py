@@ -17,8 +17,6 @@ from collections.abc import Callable, Sequence
 from commfuse_npu.options import unknown_option
 from mindspeed_patches.registration import install
 
-__all__ = ["main"]
-
 
 def main(command: Sequence[str] | None = None, prepare: Callable[[], object] = install) -> None:
     """Run ``command``, a script and its arguments, by default those of this process.

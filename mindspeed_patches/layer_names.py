@@ -16,10 +16,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from commfuse_npu.options import LAYERS
 from mindspeed_patches.patching import around
-
-__all__ = ["LAYERS", "layer_name", "named_init_wrapper", "register_names"]
 
 _OF_BUFFERS = {
     **dict.fromkeys(("q_proj", "k_proj", "v_proj"), "qkv"),

@@ -32,8 +32,6 @@ from mindspeed_patches.patching import around
 from mindspeed_patches.registration import install, wrap_training
 from mindspeed_patches.state_hashes import TrainedState, hash_over_ranks
 
-__all__ = ["main"]
-
 _POSTED = (
     *("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce"),
     *("_all_gather_base", "_reduce_scatter_base"),

@@ -23,8 +23,6 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
-__all__ = ["PatchManager", "around"]
-
 Function = Callable[..., Any]
 
 

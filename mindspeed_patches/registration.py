@@ -19,8 +19,6 @@ from typing import Any
 from commfuse_npu.packages import TOGETHER, WHY_WITHOUT, WITHOUT_MINDSPEED, find_package, numbers
 from mindspeed_patches.feature import CommFuseFeature
 
-__all__ = ["FEATURE", "install", "wrap_training"]
-
 FEATURE = CommFuseFeature()
 _APPLIES_PATCHES = ("mindspeed_llm.tasks.megatron_adaptor_v2", "mindspeed.megatron_adaptor")
 """Modules that apply the patches of all features while they are imported."""

@@ -25,14 +25,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from commfuse_npu.options import LAYERS
 from commfuse_npu.refusals import EXPERTS, RECOMPUTED, UNSPLIT, IncompatibleOptionsError
 from mindspeed_patches.attention import mask_of
 from mindspeed_patches.data_parallel import BucketWrappers
-from mindspeed_patches.layer_names import LAYERS, layer_name
+from mindspeed_patches.layer_names import layer_name
 from mindspeed_patches.patching import around
 from mindspeed_patches.wrappers import LinearWrappers
-
-__all__ = ["StartReport"]
 
 Counts = Counter[tuple[str, str]]
 """Number of layers by (kind, reason); the reason is empty for those that are fused."""

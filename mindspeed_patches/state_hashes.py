@@ -11,8 +11,6 @@ import torch.distributed as dist
 
 from mindspeed_patches.patching import around
 
-__all__ = ["TrainedState", "hash_over_ranks", "optimizer_hash", "weight_hashes"]
-
 
 class TrainedState:
     """The model chunks and the optimizer of a training, taken from Megatron's set-up of both."""

@@ -25,15 +25,6 @@ from mindspeed_patches.start_report import StartReport
 from mindspeed_patches.ulysses import MINDSPEED_ULYSSES, UlyssesWrappers
 from mindspeed_patches.wrappers import LinearWrappers
 
-__all__ = [
-    "LaunchSizes",
-    "bucket_options",
-    "check_options",
-    "linear_options",
-    "register_wrappers",
-    "ulysses_options",
-]
-
 
 class LaunchSizes:
     """Sizes of a launch.

@@ -69,14 +69,6 @@ from mindspeed_patches.ulysses_layer import (
 )
 from mindspeed_patches.wrappers import PARTNER, LinearWrappers, Output, by_fusion, trained_bias
 
-__all__ = [
-    "MINDSPEED_ULYSSES",
-    "UlyssesWrappers",
-    "innermost",
-    "rows_to_heads",
-    "scale_of",
-]
-
 MINDSPEED_ULYSSES = (
     "mindspeed.core.context_parallel.ulysses_context_parallel.ulysses_context_parallel"
     ".UlyssesContextAttention"

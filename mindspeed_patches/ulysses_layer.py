@@ -22,15 +22,6 @@ from commfuse_npu.refusals import RECOMPUTED
 from commfuse_npu.runtime.collectives import all_gather_rows
 from mindspeed_patches.attention import OWN_FORWARD
 
-__all__ = [
-    "WholePositions",
-    "picked",
-    "projections_obstacle",
-    "qkv_method",
-    "qkv_obstacle",
-    "replaced",
-]
-
 
 @contextmanager
 def replaced(owner: Any, **attributes: Any) -> Iterator[None]:

@@ -31,6 +31,7 @@ from commfuse_npu.ops import (
     linear_all_reduce,
     linear_reduce_scatter,
 )
+from commfuse_npu.options import LAYERS
 from commfuse_npu.overlap.transfers import active_turns
 from commfuse_npu.plan import default_chunks, min_rows_to_fuse
 from commfuse_npu.refusals import EXPERTS, RECOMPUTED, UNSPLIT, layer_obstacle
@@ -43,16 +44,8 @@ from mindspeed_patches.attention import (
     proj_obstacle,
 )
 from mindspeed_patches.lanes import TENSOR_PARALLEL, LaneUser
-from mindspeed_patches.layer_names import LAYERS, layer_name, named_init_wrapper, register_names
+from mindspeed_patches.layer_names import layer_name, named_init_wrapper, register_names
 from mindspeed_patches.patching import around
-
-__all__ = [
-    "LAYERS",
-    "PARTNER",
-    "LinearWrappers",
-    "by_fusion",
-    "trained_bias",
-]
 
 _CHOSEN = (
     "CommFuse: a post takes the slowest host %.0f us (measured): blocks of %d rows or more are "

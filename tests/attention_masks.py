@@ -1,7 +1,5 @@
 """Attention masks in two forms: arguments of an op, and a boolean matrix of visible keys."""
 
-from __future__ import annotations
-
 from itertools import accumulate, cycle, takewhile
 from typing import Any
 

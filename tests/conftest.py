@@ -1,7 +1,5 @@
 """Groups of gloo processes, and the number of random cases."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 
 import pytest

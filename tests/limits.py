@@ -3,8 +3,6 @@
 A limit that is exceeded means that something hangs; no limit requires a fast machine.
 """
 
-from __future__ import annotations
-
 from datetime import timedelta
 
 LIMIT = 240.0

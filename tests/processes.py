@@ -1,7 +1,5 @@
 """Helpers to start processes, interrupt them and wait for their end."""
 
-from __future__ import annotations
-
 import signal
 import subprocess
 import time

@@ -1,7 +1,5 @@
 """Malformed configuration files: each is an error in one line."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Imports point down: what trains does not need the command line's tools."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

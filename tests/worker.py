@@ -1,7 +1,5 @@
 """A process that runs functions of the tests: started by the first call, and after a kill again."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from concurrent.futures import Future, ProcessPoolExecutor
 from multiprocessing.context import BaseContext

@@ -1,7 +1,5 @@
 """``commfuse-npu``: the command line of this project."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import signal
@@ -11,9 +9,6 @@ from contextlib import suppress
 from importlib import import_module
 
 from commfuse_npu import __version__
-
-__all__ = ["main"]
-
 
 _COMMANDS = {
     "doctor": ("doctor.command", "is this machine ready?"),

@@ -3,16 +3,12 @@
 The package is optional, and imported only for drawing.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from importlib import import_module, util
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from commfuse_npu.runtime.atomic_write import atomic_write
-
-__all__ = ["Bit", "Chart", "Row", "draw", "gantt", "lacking"]
 
 _VERSION = "6.1"
 """Version of Vega-Lite."""

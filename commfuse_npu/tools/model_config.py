@@ -22,8 +22,6 @@ from commfuse_npu.did_you_mean import did_you_mean
 from commfuse_npu.options import unknown_option, whole
 from commfuse_npu.plan import block_rows
 
-__all__ = ["ModelConfig", "indivisible", "known_options", "main", "problems"]
-
 _MODEL_PARALLEL = ("tensor_model", "pipeline_model", "context")
 
 

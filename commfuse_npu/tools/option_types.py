@@ -1,7 +1,5 @@
 """A command-line parser with one-line errors, converters for its options, and output files."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import sys
@@ -10,19 +8,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from commfuse_npu.did_you_mean import did_you_mean
-from commfuse_npu.options import whole, words, words_from
 from commfuse_npu.tools.terminal import tell
-
-__all__ = [
-    "Parser",
-    "new_file",
-    "positive",
-    "refuse",
-    "whole",
-    "words",
-    "words_from",
-    "write_output",
-]
 
 
 class Parser(argparse.ArgumentParser):

@@ -1,11 +1,7 @@
 """Quartiles, also of a single value."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from statistics import quantiles
-
-__all__ = ["Range", "quartiles"]
 
 Range = tuple[float, float, float]
 """Low, typical, high."""

@@ -24,8 +24,6 @@ from typing import Any
 
 from commfuse_npu.runtime.child_process import die_with_parent
 
-__all__ = ["Ranks", "RanksError", "check_backend"]
-
 _START_SECONDS = 180.0
 _END_SECONDS = 5.0
 _BACKENDS = {"cpu": "gloo", "npu": "hccl"}

@@ -4,8 +4,6 @@ Commands print Markdown.  In a pipe it is unchanged.  On a terminal its marks ar
 columns of a table that fits are aligned.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shutil
@@ -13,8 +11,6 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
 from typing import Any, TextIO, cast
-
-__all__ = ["print_verdict", "rendered", "table_head", "table_row", "tell"]
 
 _RULE = re.compile(r"\|[-:| ]+\|")
 # Not the stars of a traceback's f(**kwargs).

@@ -1,20 +1,17 @@
 """Prove the programs of all groups up to a size, or the order that a run recorded."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from commfuse_npu.options import whole
 from commfuse_npu.plan.rules import RULES
 from commfuse_npu.proof.cases import CHUNKS, LANES, cases
 from commfuse_npu.proof.recorded_order import LogError
 from commfuse_npu.proof.verify import counter_examples
 from commfuse_npu.proof.verify_log import verify_logs
-from commfuse_npu.tools.option_types import Parser, refuse, whole
+from commfuse_npu.tools.option_types import Parser, refuse
 from commfuse_npu.tools.terminal import print_verdict, tell
-
-__all__ = ["main"]
 
 _MOST_RANKS = 1024
 """No group is larger, and a larger proof would not end."""

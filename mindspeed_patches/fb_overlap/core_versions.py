@@ -11,8 +11,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-__all__ = ["Layout", "exchange", "obstacle", "supported_keywords"]
-
 _OWN_SCHEDULE = "it is a schedule of its own"
 _GRAPHS = "CUDA graphs cannot hold a forward and a backward at once"
 _ONE_AT_A_TIME = "it keeps track of one micro-batch at a time"

@@ -25,8 +25,6 @@ from mindspeed_patches.fb_overlap.schedule import OverlappedSchedule
 from mindspeed_patches.fb_overlap.side_states import Census, separate_scratch, side_states
 from mindspeed_patches.patching import PatchManager, around
 
-__all__ = ["Overlapping", "plain_pipeline_memory"]
-
 _SCHEDULES = "megatron.core.pipeline_parallel.schedules"
 _logger = logging.getLogger(__name__)
 

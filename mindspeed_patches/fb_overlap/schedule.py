@@ -17,8 +17,6 @@ import torch
 from commfuse_npu.plan.slots import Slot, Step, most_in_flight, slots
 from mindspeed_patches.fb_overlap.core_versions import Layout, exchange, supported_keywords
 
-__all__ = ["OverlappedSchedule"]
-
 
 class OverlappedSchedule:
     """One training step with the interface of Megatron's ``forward_backward_func``.

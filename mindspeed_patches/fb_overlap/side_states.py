@@ -23,8 +23,6 @@ from commfuse_npu.overlap import Attributes, ForwardBackwardOverlap, RandomState
 from commfuse_npu.overlap.transfers import active_turns
 from commfuse_npu.overlap.turns import BACKWARD
 
-__all__ = ["Census", "separate_scratch", "side_states"]
-
 _EXPERTS = "mindspeed.core.transformer.moe"
 _OVERLAPPED = f"{_EXPERTS}.moe_feature.overlap"
 

@@ -30,6 +30,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from commfuse_npu.options import whole
 from commfuse_npu.tools.launch_script import UsageError
 from commfuse_npu.tools.launch_script.launch import Launch, read_launch
 from commfuse_npu.tools.launch_script.options import Options
@@ -39,7 +40,7 @@ from commfuse_npu.tools.launch_script.short_run import (
     replace_missing_data,
     shorten,
 )
-from commfuse_npu.tools.option_types import Parser, whole
+from commfuse_npu.tools.option_types import Parser
 from mindspeed_patches.rehearsal.instruction_files import (
     INSTRUCTIONS,
     replace_missing_instructions,
@@ -58,8 +59,6 @@ from mindspeed_patches.rehearsal.run import (
     worker_environment,
 )
 from mindspeed_patches.rehearsal.scale import Layout, layout_of, scale_down
-
-__all__ = ["arguments_of", "main", "prepare"]
 
 WAYS = "reference", "commfuse"
 

@@ -12,8 +12,6 @@ from typing import Any
 import torch
 from einops import rearrange, repeat
 
-__all__ = ["refuse", "register_attention"]
-
 _NAME = "npu_fusion_attention"
 _LAYOUTS = {
     "SBH": "s b (n d)",

@@ -25,8 +25,6 @@ import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
-__all__ = ["write_cann_stubs"]
-
 _LIBRARY = "libstand_ins.so"
 
 

@@ -24,8 +24,6 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["DevicesAreTheCpu", "Finished", "install", "on_cpu"]
-
 CPU = torch.device("cpu")
 _NAME = re.compile(r"(npu|cuda|privateuseone)(:\d+)?$")
 _KEYWORDS = ("device", "device_type", "map_location")

@@ -12,8 +12,6 @@ import torch.distributed as dist
 
 from mindspeed_patches.rehearsal.devices import Finished
 
-__all__ = ["install"]
-
 
 def _content(tensor: torch.Tensor) -> torch.Tensor:
     """What the tensor contains at the call.

@@ -16,8 +16,6 @@ import numpy as np
 from commfuse_npu.tools.launch_script.options import Options
 from commfuse_npu.tools.launch_script.short_run import drop_data_and_tokenizer, missing_tokenizer
 
-__all__ = ["INSTRUCTIONS", "replace_missing_instructions"]
-
 INSTRUCTIONS = "--is-instruction-dataset"
 """The option of fine-tuning, which mock data cannot replace."""
 

@@ -27,8 +27,6 @@ from torch.nn.functional import silu
 from commfuse_npu.kernels.cpu import accumulate_weight_gradient
 from mindspeed_patches.rehearsal.attention_op import refuse, register_attention
 
-__all__ = ["install_mindspeed_ops", "register_cpu_kernels"]
-
 Groups = torch.Tensor | Sequence[int]
 Tensors = list[torch.Tensor]
 

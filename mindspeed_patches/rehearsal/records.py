@@ -13,16 +13,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-__all__ = [
-    "NORM",
-    "Record",
-    "degeneracies",
-    "differences",
-    "largest_loss_difference",
-    "read_records",
-    "report_lines",
-]
-
 NORM = "gradient norm"
 """The name of a number that is not a loss."""
 _SHOWN = 5

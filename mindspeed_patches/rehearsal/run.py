@@ -14,8 +14,6 @@ from commfuse_npu.tools.launch_script import UsageError
 from commfuse_npu.tools.launch_script.short_run import last_lines, run_bounded, torchrun_here
 from mindspeed_patches.rehearsal.records import Record, read_records
 
-__all__ = ["RunFailedError", "find_stack", "train", "worker_environment"]
-
 _PROJECT = Path(__file__).resolve().parents[2]
 _MISSING_KERNEL = re.compile(r"Could not run '(npu::\w+)")
 

@@ -13,8 +13,6 @@ from dataclasses import dataclass, replace
 from commfuse_npu.tools.launch_script import UsageError
 from commfuse_npu.tools.launch_script.options import Options
 
-__all__ = ["Layout", "layout_of", "scale_down"]
-
 _OPTIONS = {
     **{kind: f"--{kind}-model-parallel-size" for kind in ("tensor", "pipeline", "expert")},
     "context": "--context-parallel-size",

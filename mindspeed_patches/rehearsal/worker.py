@@ -24,8 +24,6 @@ from mindspeed_patches.registration import FEATURE, wrap_training
 from mindspeed_patches.rehearsal.records import NORM, Record
 from mindspeed_patches.state_hashes import TrainedState, optimizer_hash, weight_hashes
 
-__all__ = ["CollectiveCounter", "Observer", "install_stand_ins", "main"]
-
 _COLLECTIVES = (
     *("all_reduce", "all_reduce_coalesced", "reduce", "broadcast"),
     *("all_gather", "all_gather_into_tensor", "_all_gather_base", "all_gather_coalesced"),

@@ -7,8 +7,6 @@ Exit codes: 0 done, 1 failed or not identical (`--compare`), 2 invalid request, 
 Ctrl-C and 143 by SIGTERM.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import signal

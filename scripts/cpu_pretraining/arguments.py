@@ -4,22 +4,18 @@ Whatever can be checked without ranks is checked here: a mistake then costs a se
 hanging collective.
 """
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from commfuse_npu.options import DEFAULTS, FB_OVERLAP_OPTIONS, OPTIONS, add_arguments
+from commfuse_npu.options import DEFAULTS, FB_OVERLAP_OPTIONS, OPTIONS, add_arguments, whole
 from commfuse_npu.refusals import IncompatibleOptionsError
 from commfuse_npu.tools.model_config import indivisible
-from commfuse_npu.tools.option_types import Parser, positive, whole
+from commfuse_npu.tools.option_types import Parser, positive
 from mindspeed_patches.training_options import check_options
 
 from .compare import WARM_UP_ITERATIONS, forms
-
-__all__ = ["UsageError", "parse_arguments"]
 
 
 class UsageError(ValueError):

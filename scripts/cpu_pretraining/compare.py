@@ -14,8 +14,6 @@ difference in time is therefore reported with a range from the quartiles, and on
 enough iterations.
 """
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -24,8 +22,6 @@ from pathlib import Path
 
 from commfuse_npu.tools.drawing import Bit, Row, draw, gantt
 from commfuse_npu.tools.quartiles import quartiles
-
-__all__ = ["WARM_UP_ITERATIONS", "Outcome", "draw_timelines", "forms", "identical", "report"]
 
 WARM_UP_ITERATIONS = 3
 """Iterations that do not count: they create buffers and threads and prepare GEMM kernels."""

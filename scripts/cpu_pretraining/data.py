@@ -3,8 +3,6 @@
 A sample is a window of the token stream, at a position drawn from (seed, sample index).
 """
 
-from __future__ import annotations
-
 import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,8 +13,6 @@ import numpy.typing as npt
 import torch
 
 from .arguments import UsageError
-
-__all__ = ["VOCABULARY", "Corpus", "load_corpus"]
 
 VOCABULARY = 257
 """One token per byte, 0 to 255, and 256 for the end of a document."""

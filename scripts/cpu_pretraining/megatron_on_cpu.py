@@ -7,8 +7,6 @@ Nothing else of Megatron is changed: its model, its parallel state, its schedule
 buffers, its optimizers and its learning-rate schedule run unmodified.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from importlib import import_module
@@ -21,8 +19,6 @@ from megatron.core import parallel_state
 
 from commfuse_npu.kernels.cpu import accumulate_weight_gradient
 from mindspeed_patches.rehearsal.devices import DevicesAreTheCpu
-
-__all__ = ["REPLACEMENTS", "megatron_on_cpu"]
 
 CPU = torch.device("cpu")
 

@@ -1,7 +1,5 @@
 """A Llama built from Megatron-Core's parts, with its gradient buffers, optimizer and schedule."""
 
-from __future__ import annotations
-
 import argparse
 import math
 from collections.abc import Sequence
@@ -26,8 +24,6 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 
 from .data import VOCABULARY
 from .ulysses import UlyssesAttention
-
-__all__ = ["RMSNorm", "build_trainee", "transformer_config", "with_optimizer"]
 
 _PADDED = 512
 """The vocabulary is padded to a multiple of this, so that the model is the same in any layout."""

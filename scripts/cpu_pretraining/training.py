@@ -1,7 +1,5 @@
 """The training on one rank, which joins Megatron's groups and trains in a form on request."""
 
-from __future__ import annotations
-
 import argparse
 import math
 import time
@@ -30,8 +28,6 @@ from .data import Corpus
 from .megatron_on_cpu import megatron_on_cpu
 from .model import build_trainee
 from .ulysses import UlyssesAttention
-
-__all__ = ["Training", "Worker", "fused_layers", "timed_waits"]
 
 
 class Worker:

@@ -6,8 +6,6 @@ It has the attributes of MindSpeed's ``UlyssesContextAttention``, so the same wr
 repeats key heads as MindSpeed does.  It shares no code with the fused form, whose reference it is.
 """
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 
@@ -17,8 +15,6 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 
 from commfuse_npu.runtime.collectives import all_to_all
-
-__all__ = ["UlyssesAttention"]
 
 
 class UlyssesAttention(torch.nn.Module):

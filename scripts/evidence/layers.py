@@ -11,8 +11,6 @@ A last table counts for whole steps of forward-backward, whose first forward and
 no partner, with hosts that take 15, 55 and 118 us for a launch.
 """
 
-from __future__ import annotations
-
 import argparse
 import math
 import re
@@ -28,14 +26,12 @@ from commfuse_npu.config_file import find_config
 from commfuse_npu.hardware.description import Hardware
 from commfuse_npu.hardware.machine import Machine
 from commfuse_npu.tools.model_config import ModelConfig
-from commfuse_npu.tools.simulate.step import LayerTime, Layout, Recompute, Step, Training
+from commfuse_npu.tools.simulate.step import LayerTime, Step
 from commfuse_npu.tools.simulate.timed import CORNERS
-from commfuse_npu.tools.simulate.training import training
+from commfuse_npu.tools.simulate.training import Layout, Recompute, Training, training
 from commfuse_npu.tools.simulate.variants import COC, REFERENCE, Variant
 from commfuse_npu.tools.simulate.variants import forms as simulated
 from commfuse_npu.tools.terminal import table_head, table_row
-
-__all__ = ["TUNED", "forms", "layer", "main", "point", "publish", "report", "shares"]
 
 _MACHINES = ("ascend_910b_server", "ascend_910c_supernode")
 _MODELS = ("llama2_7b", "llama3_8b", "llama3_70b")

@@ -7,8 +7,6 @@ layer of 8,192 tokens takes, forward and backward, in each form; whiskers over t
 machine's description.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Sequence
@@ -21,8 +19,6 @@ from commfuse_npu.tools.simulate.lanes import layer_picture
 from commfuse_npu.tools.simulate.step import Step
 from commfuse_npu.tools.simulate.variants import REFERENCE, Variant
 from scripts.evidence import layers
-
-__all__ = ["forms", "main", "step"]
 
 _HARDWARE, _MODEL, _TP, _TOKENS = "ascend_910b_server", "llama3_8b", 8, 32768
 _MACHINES = {"ascend_910b_server": "A2 server", "ascend_910c_supernode": "A3 supernode"}

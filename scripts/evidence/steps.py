@@ -11,8 +11,6 @@ second model family by sorted name, by the sum of ``|log(simulated / measured)|`
 predicted.  ``--fit`` searches them again.  Memory has no fitted figure.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import math
@@ -36,12 +34,11 @@ from commfuse_npu.tools.plan.launch import (
     training_of,
 )
 from commfuse_npu.tools.simulate.footprint import footprint
-from commfuse_npu.tools.simulate.step import Step, Training
+from commfuse_npu.tools.simulate.step import Step
+from commfuse_npu.tools.simulate.training import Training
 from commfuse_npu.tools.simulate.variants import Variant
 from commfuse_npu.tools.terminal import table_head, table_row
 from scripts.evidence.layers import publish
-
-__all__ = ["Measured", "fit", "fitted", "main", "measured", "report", "simulated"]
 
 _HARDWARE = "ascend_910b_server"
 _HOST_LIMIT = 0.9

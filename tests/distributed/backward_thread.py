@@ -5,8 +5,6 @@
 and gets its exceptions.  A nested backward stays in that thread.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """Programs that call functions of a test, and hooks that observe or replace running programs."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import Any

@@ -5,8 +5,6 @@ returned, or an :class:`Outcome` with its exception.  Every run has a time limit
 it are killed, and the test fails.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import traceback

@@ -1,7 +1,5 @@
 """Every op follows the rules of torch's autograd and autocast, on real gloo processes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any

@@ -3,8 +3,6 @@
 Their results are compared in :mod:`tests.random_networks`.
 """
 
-from __future__ import annotations
-
 from typing import Any
 from unittest import mock
 

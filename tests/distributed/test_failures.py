@@ -1,8 +1,6 @@
 """Ranks that fail or call different operations get an error within the time limit: no hang, no
 process abort, no wrong result."""
 
-from __future__ import annotations
-
 import os
 import re
 import threading

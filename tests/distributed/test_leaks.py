@@ -1,7 +1,5 @@
 """Training with a different shape in each iteration leaks no memory, handles or threads."""
 
-from __future__ import annotations
-
 import ctypes
 import gc
 import os

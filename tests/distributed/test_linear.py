@@ -3,8 +3,6 @@
 Their results are compared in :mod:`tests.random_networks`.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import replace
 from typing import Any

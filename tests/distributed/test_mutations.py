@@ -3,8 +3,6 @@
 A mutant that survives is a fault that no test would notice.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from importlib import import_module

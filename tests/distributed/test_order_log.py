@@ -1,7 +1,5 @@
 """Order logs of real ranks are proved correct; for a run that hangs the fault is named."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections import Counter

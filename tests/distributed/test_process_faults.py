@@ -5,8 +5,6 @@ slow, all results equal the plain form bit for bit.  No process is ended because
 a survivor notices the fault only by a lost connection or by its own timeout.
 """
 
-from __future__ import annotations
-
 import contextlib
 import multiprocessing
 import os

@@ -1,7 +1,5 @@
 """Invalid calls are refused before anything is sent; ranks that disagree get the difference."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from functools import partial

@@ -1,7 +1,5 @@
 """Models of fully sharded linear layers: training, failures, conversion."""
 
-from __future__ import annotations
-
 import copy
 import math
 from unittest import mock

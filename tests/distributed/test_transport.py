@@ -1,7 +1,5 @@
 """Transports: bounds of their caches, lane streams, agreement of ranks, profiler ranges."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from types import SimpleNamespace
 from unittest import mock

@@ -1,7 +1,5 @@
 """Online tuning of schedules: all ranks choose the same one, and results stay correct."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

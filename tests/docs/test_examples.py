@@ -1,7 +1,5 @@
 """The examples run with the command in their docstring, and pages show excerpts of them."""
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

@@ -1,7 +1,5 @@
 """The page of figures: other pages quote it, and its figures can be reproduced."""
 
-from __future__ import annotations
-
 import json
 import re
 from itertools import product

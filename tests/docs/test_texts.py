@@ -1,7 +1,5 @@
 """Links, anchors, paths and options in the texts exist; what is stated twice agrees."""
 
-from __future__ import annotations
-
 import argparse
 import re
 import shlex

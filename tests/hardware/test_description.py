@@ -1,7 +1,5 @@
 """Machine descriptions: shipped files can be read, invalid fields are refused by name."""
 
-from __future__ import annotations
-
 import re
 from functools import reduce
 from operator import getitem

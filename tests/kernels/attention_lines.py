@@ -1,7 +1,5 @@
 """Unfused attention as the reference of the kernels, and the calls that an operator makes."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from itertools import accumulate, pairwise, product
 from types import ModuleType

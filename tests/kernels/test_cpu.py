@@ -3,8 +3,6 @@
 The other kernels are compared in :mod:`tests.random_networks`.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 

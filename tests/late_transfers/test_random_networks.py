@@ -1,7 +1,5 @@
 """Random cases on a mock device, and faults that it has to notice; more with ``--random-cases``."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """The command that a launcher would start, and a helper that runs commands."""
 
-from __future__ import annotations
-
 import os
 import shlex
 import subprocess

@@ -1,7 +1,5 @@
 """The configurations against published parameter counts, and constraints on layouts."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from pathlib import Path

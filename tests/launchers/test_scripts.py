@@ -1,7 +1,5 @@
 """The launchers: their commands, their refusals, and the exit code of the command they ran."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import shlex

@@ -1,7 +1,5 @@
 """What environment.sh installs, in which order, with a stand-in for Python."""
 
-from __future__ import annotations
-
 import os
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Ranks start with megatron-core imported; the import takes longer than most of these tests."""
 
-from __future__ import annotations
-
 import multiprocessing
 
 import pytest

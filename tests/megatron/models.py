@@ -1,7 +1,5 @@
 """Small GPTs of the real Megatron, and the layouts that they are trained in."""
 
-from __future__ import annotations
-
 import argparse
 from dataclasses import dataclass, field, fields, replace
 from typing import Any

@@ -1,7 +1,5 @@
 """The laptop's pretraining: bits and failures of real trainings at toy size, and its report."""
 
-from __future__ import annotations
-
 import errno
 import io
 import math

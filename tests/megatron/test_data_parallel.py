@@ -1,7 +1,5 @@
 """Megatron's distributed optimizer with CommFuse's transfers of its buckets, or collectives."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from concurrent.futures.process import BrokenProcessPool

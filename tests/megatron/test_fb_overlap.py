@@ -5,8 +5,6 @@ To check a version: ``pip install --no-deps megatron-core==0.16.1``, and this fi
     pytest tests/megatron/test_fb_overlap.py
 """
 
-from __future__ import annotations
-
 import io
 from collections.abc import Sequence
 from contextlib import redirect_stdout

@@ -1,7 +1,5 @@
 """Which layers of a Megatron model are fused, and that it computes what it does without."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field, replace
 from typing import Any
 from unittest import mock

@@ -1,7 +1,5 @@
 """Lanes are opened and closed with Megatron's groups and do not affect other groups."""
 
-from __future__ import annotations
-
 from typing import Any
 from unittest import mock
 

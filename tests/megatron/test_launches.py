@@ -1,7 +1,5 @@
 """The simulator charges the launches that a layer of Megatron core makes."""
 
-from __future__ import annotations
-
 from typing import Any
 from unittest import mock
 

@@ -1,7 +1,5 @@
 """Megatron's self-attention whose projections take part in the exchange of heads, or do not."""
 
-from __future__ import annotations
-
 import re
 from types import SimpleNamespace
 from typing import Any

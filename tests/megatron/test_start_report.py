@@ -1,7 +1,5 @@
 """The report at the start, on real Megatron models: reasons, stages, buckets."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock

@@ -1,7 +1,5 @@
 """Calls of Megatron's linear layers that keep its own forward; errors, subclasses, checkpoints."""
 
-from __future__ import annotations
-
 import contextlib
 from typing import Any
 from unittest import mock

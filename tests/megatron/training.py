@@ -1,7 +1,5 @@
 """Trainings with Megatron's schedules in the ranks of a test, with CommFuse or without."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import io

@@ -1,7 +1,5 @@
 """``measure --launch`` with the real MindSpeed-LLM on CPU: every form starts, or says why not."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

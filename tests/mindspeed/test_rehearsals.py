@@ -4,8 +4,6 @@ Each case runs the rehearsal command as a user does.  It needs checkouts (see ``
 ``MINDSPEED_LLM_HOME`` and the other variables choose the versions.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """A worker with torch_npu, or the reason why there is none."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

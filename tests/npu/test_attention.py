@@ -1,7 +1,5 @@
 """The NPU's attention kernels on an emulation of its operators, against plain torch and fp64."""
 
-from __future__ import annotations
-
 import pytest
 
 from commfuse_npu.kernels import cpu

@@ -1,7 +1,5 @@
 """Stand-ins for CANN are written anew for the real torch_npu, which imports with them."""
 
-from __future__ import annotations
-
 import os
 import re
 import sys

@@ -1,7 +1,5 @@
 """The emulated operators themselves, called through torch_npu, against torch's own functions."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Calls of the kernels and the streams against the wheel's schemas and meta kernels."""
 
-from __future__ import annotations
-
 import inspect
 import re
 from pathlib import Path

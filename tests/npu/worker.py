@@ -4,8 +4,6 @@ torch_npu changes torch for good and needs stand-ins for CANN where the dynamic 
 the process starts.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import sys

@@ -1,7 +1,5 @@
 """The schedules of the ops with attention, and the pieces of packed documents that a run sees."""
 
-from __future__ import annotations
-
 from itertools import product
 from typing import Any
 

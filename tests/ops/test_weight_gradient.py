@@ -3,8 +3,6 @@
 The choice of the function needs no NPU.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Ctrl-C while a forward and a backward take turns ends both."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import signal

@@ -1,7 +1,5 @@
 """Turn orders: the fastest is chosen, and all ranks use the same one."""
 
-from __future__ import annotations
-
 import itertools
 from functools import partial
 from pathlib import Path

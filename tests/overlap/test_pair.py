@@ -1,7 +1,5 @@
 """A forward and a backward that take turns equal a sequential run bit for bit."""
 
-from __future__ import annotations
-
 import random
 import threading
 from functools import partial

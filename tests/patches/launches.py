@@ -1,7 +1,5 @@
 """Arguments of a launch as MindSpeed's parser returns them, and the wrappers it registers."""
 
-from __future__ import annotations
-
 import argparse
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Attention that is deferred until its projection, and the calls and masks that it supports."""
 
-from __future__ import annotations
-
 import copy
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """The wrappers of Megatron's bucket groups, with exchanges that only record their calls."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock

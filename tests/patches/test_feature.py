@@ -1,7 +1,5 @@
 """The hooks of the feature: what a launch needs, and what is registered."""
 
-from __future__ import annotations
-
 import argparse
 import re
 import sys

@@ -1,7 +1,5 @@
 """Choices from the NPU's description when lanes are opened, and their log messages."""
 
-from __future__ import annotations
-
 import logging
 from types import SimpleNamespace
 from unittest.mock import MagicMock

@@ -1,7 +1,5 @@
 """A measured run: collectives that are waited for immediately, and the weights' hash."""
 
-from __future__ import annotations
-
 import re
 import sys
 from types import SimpleNamespace

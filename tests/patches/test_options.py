@@ -1,7 +1,5 @@
 """What the options of a launch select, parsed or early, and which wrappers they register."""
 
-from __future__ import annotations
-
 import argparse
 from operator import attrgetter
 from types import SimpleNamespace
@@ -12,6 +10,7 @@ import torch
 
 from commfuse_npu import Schedule
 from commfuse_npu.ops import LinearOptions
+from commfuse_npu.options import LAYERS
 from mindspeed_patches.patching import PatchManager
 from mindspeed_patches.training_options import (
     LaunchSizes,
@@ -21,7 +20,6 @@ from mindspeed_patches.training_options import (
     register_wrappers,
     ulysses_options,
 )
-from mindspeed_patches.wrappers import LAYERS
 from tests.patches.launches import DATA_PARALLEL, ULYSSES, early, real_arguments, registered
 
 TP8 = {"tensor_model_parallel_size": 8, "micro_batch_size": 1}

@@ -1,7 +1,5 @@
 """The stand-in for MindSpeed's patch manager has the same semantics."""
 
-from __future__ import annotations
-
 import sys
 from types import ModuleType
 from typing import Any

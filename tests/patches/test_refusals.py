@@ -1,7 +1,5 @@
 """Options that exclude CommFuse or one of its options: refused early and late, with a remedy."""
 
-from __future__ import annotations
-
 import argparse
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """``install()`` against the life cycle of MindSpeed and MindSpeed-LLM, with stand-ins."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 from collections.abc import Callable, Iterator

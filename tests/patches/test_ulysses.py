@@ -1,7 +1,5 @@
 """When MindSpeed's own exchange of heads is kept, and the attributes that the wrappers read."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock

@@ -1,7 +1,5 @@
 """Blocks of unequal cost: the best order of distances."""
 
-from __future__ import annotations
-
 import pytest
 
 from commfuse_npu.plan import Schedule

@@ -1,7 +1,5 @@
 """The order of instructions that the rules compile, and the cost of compiling."""
 
-from __future__ import annotations
-
 import sys
 
 import pytest

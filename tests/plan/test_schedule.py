@@ -1,7 +1,5 @@
 """Schedules: order of the peers, chunks, lanes, and invalid options."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """Slots of pipeline stages: pairs of forward and backward, consistent with the neighbors."""
 
-from __future__ import annotations
-
 import pytest
 
 from commfuse_npu.plan.slots import (

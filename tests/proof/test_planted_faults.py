@@ -1,7 +1,5 @@
 """Correct programs with a planted fault are refuted, with a message that names the fault."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from dataclasses import replace

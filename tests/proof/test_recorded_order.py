@@ -1,7 +1,5 @@
 """Order logs written by hand: invalid or incomplete logs, and logs that are proved or refuted."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """HCCL's rules for opening links, checked by hand: when a link opens, and which rank blocks."""
 
-from __future__ import annotations
-
 from commfuse_npu.plan.instructions import Transfer
 from commfuse_npu.proof.rendezvous import End, Group, Meet, Post, Rendezvous, Script, Wait
 

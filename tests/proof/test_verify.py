@@ -1,7 +1,5 @@
 """The verifier proves compiled programs and refutes faulty ones with a message."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Sequence
 from functools import partial

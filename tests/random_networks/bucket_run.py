@@ -1,7 +1,5 @@
 """Runs buckets on one rank, fused or by collectives."""
 
-from __future__ import annotations
-
 import random
 from unittest import mock
 

@@ -1,7 +1,5 @@
 """Many random cases on one group of ranks; hypothesis shrinks the first failure and prints it."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 

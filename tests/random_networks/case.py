@@ -6,8 +6,6 @@ have to be equal bit for bit.  With ``rounded`` values, and for attention, resul
 those of the plain form that is cut into the same pieces.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 

@@ -1,7 +1,5 @@
 """Compare one case on one rank: with the plain form bit for bit, and with fp64."""
 
-from __future__ import annotations
-
 import logging
 import warnings
 from collections.abc import Iterator

@@ -5,8 +5,6 @@ exact in any order, so the fused linear ops have to give the same bits.  In fp64
 the reference for rounded results.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

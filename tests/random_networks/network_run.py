@@ -1,7 +1,5 @@
 """Runs a network of layers on one rank in a given form."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

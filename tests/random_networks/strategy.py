@@ -3,8 +3,6 @@
 A failing case shrinks toward the first alternative of each choice.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch

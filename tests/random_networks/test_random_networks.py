@@ -1,7 +1,5 @@
 """Random cases, the same in every run (more with ``--random-cases``), and former failures."""
 
-from __future__ import annotations
-
 import pytest
 
 from commfuse_npu.plan import Schedule

@@ -4,8 +4,6 @@ Between two layers integers are clamped to -1, 0 and 1, forward and backward, so
 exact in its dtype for any number of layers.
 """
 
-from __future__ import annotations
-
 import zlib
 from typing import Any
 

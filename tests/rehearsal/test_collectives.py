@@ -1,7 +1,5 @@
 """Collectives that gloo lacks are emulated; each collective is counted once, by kind and group."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist

@@ -1,7 +1,5 @@
 """All device names refer to the CPU while the mode is active."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

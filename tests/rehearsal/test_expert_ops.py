@@ -1,7 +1,5 @@
 """The operators of experts against autograd of a GEMM per token and expert."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

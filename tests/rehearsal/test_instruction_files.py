@@ -1,7 +1,5 @@
 """Stand-in files for fine-tuning, in the formats that Megatron and tokenizers read."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A single bit makes runs differ, and runs that prove nothing are recognized."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """What a rehearsal changes in a launch, how it scales the launch down, what it keeps."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """A run that fails or hangs leaves a message and no process; the checkouts are found."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from unittest.mock import Mock

@@ -1,7 +1,5 @@
 """Files are replaced atomically: a failed write leaves the old file."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

@@ -1,7 +1,5 @@
 """The device and backend of a group, and the streams from which tensors are erased."""
 
-from __future__ import annotations
-
 import sys
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """Scratch arenas are reused."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

@@ -1,7 +1,5 @@
 """The JSON that a command of ``commfuse-npu`` writes."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

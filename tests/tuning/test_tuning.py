@@ -1,7 +1,5 @@
 """What is tried, which alternative wins on synthetic times, and answers on disk."""
 
-from __future__ import annotations
-
 import json
 import logging
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """``commfuse-npu doctor``: runs all checks and prints the report."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections import Counter
@@ -19,8 +17,6 @@ from commfuse_npu.tools.doctor.versions import (
 )
 from commfuse_npu.tools.option_types import Parser
 from commfuse_npu.tools.terminal import print_verdict
-
-__all__ = ["Report", "diagnose", "main"]
 
 
 class Report(NamedTuple):

@@ -1,13 +1,9 @@
 """Checks environment variables for missing and harmful values."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 
 from commfuse_npu.tools.doctor.machine import Finding, Level, Machine, listed_npus
-
-__all__ = ["check_variables"]
 
 _FROM_600 = r"0*([6-9]\d\d|[1-9]\d{3,})"
 _VARIABLES: tuple[tuple[str, str, str, Level, str], ...] = (

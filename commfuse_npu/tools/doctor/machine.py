@@ -19,19 +19,6 @@ from typing import Literal, NamedTuple
 
 from commfuse_npu.packages import Package, find_package
 
-__all__ = [
-    "ABSENT",
-    "CommandResult",
-    "Finding",
-    "Level",
-    "Machine",
-    "check_devices",
-    "check_links",
-    "listed_npus",
-    "run_command",
-    "topology",
-]
-
 Level = Literal["ok", "note", "warning", "error"]
 
 

@@ -1,7 +1,5 @@
 """Checks torch, torch_npu, CANN, MindSpeed-LLM, MindSpeed and Megatron-LM, and their versions."""
 
-from __future__ import annotations
-
 import re
 import sys
 from collections.abc import Iterator
@@ -19,8 +17,6 @@ from commfuse_npu.packages import (
     numbers,
 )
 from commfuse_npu.tools.doctor.machine import Finding, Level, Machine, listed_npus
-
-__all__ = ["TRY_TORCH_NPU", "check_cann", "check_stack", "check_torch", "check_torch_npu_loads"]
 
 TRY_TORCH_NPU = "import torch, torch_npu; print(); print('NPUs:', torch.npu.device_count())"
 """The program that a separate Python runs."""

@@ -1,7 +1,5 @@
 """Reads what a launch script would start, without starting it; torch is not imported."""
 
-from __future__ import annotations
-
 __all__ = ["UsageError"]
 
 

@@ -12,8 +12,6 @@ shell built-ins (assignments, ``source``, ``cd``, redirections) and programs tha
 their paths.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -28,8 +26,6 @@ from pathlib import Path
 from commfuse_npu.tools.launch_script import UsageError
 from commfuse_npu.tools.launch_script.options import Options
 from commfuse_npu.tools.launch_script.short_run import MARK, run_bounded
-
-__all__ = ["Launch", "capture_commands", "read_launch"]
 
 _LAUNCH_MODULE = "mindspeed_patches.launch"
 _TORCHRUN_MODULES = ("torch.distributed.run", "torch.distributed.launch")

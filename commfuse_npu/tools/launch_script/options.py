@@ -11,8 +11,6 @@ from collections.abc import Iterable
 
 from commfuse_npu.tools.launch_script import UsageError
 
-__all__ = ["Options"]
-
 
 class Options:
     """The options of a script in order, and a record of every change to them.

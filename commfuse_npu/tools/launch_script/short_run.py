@@ -6,8 +6,6 @@ torchrun makes every rank a session leader, with its data loaders in the session
 group has them all.  They are identified by an environment variable (Linux).
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re
@@ -20,20 +18,6 @@ from pathlib import Path
 
 from commfuse_npu.runtime.child_process import die_with_parent
 from commfuse_npu.tools.launch_script.options import Options
-
-__all__ = [
-    "MARK",
-    "MOCK_VOCABULARY",
-    "PEERS",
-    "commfuse_names",
-    "drop_data_and_tokenizer",
-    "last_lines",
-    "missing_tokenizer",
-    "replace_missing_data",
-    "run_bounded",
-    "shorten",
-    "torchrun_here",
-]
 
 MOCK_VOCABULARY = 4607
 """Mock data has tokens up to 4095 and an end token after the vocabulary of the null tokenizer.

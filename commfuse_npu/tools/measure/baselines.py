@@ -26,8 +26,6 @@ from commfuse_npu.runtime.collective_transport import CollectiveRun, CollectiveT
 # The names of the collectives differ between versions of torch; that module knows them.
 from commfuse_npu.runtime.collectives import _all_gather, _reduce_scatter
 
-__all__ = ["Baseline", "Blocking", "Computation", "DirectExchange", "MegatronOrder", "Sliced"]
-
 # ------------------------------------------------------------------- transfers
 
 

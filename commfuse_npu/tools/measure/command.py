@@ -1,7 +1,5 @@
 """``commfuse-npu measure``: measures what the simulator assumes of this machine."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import shlex
@@ -18,6 +16,7 @@ from typing import Any
 from commfuse_npu import __version__
 from commfuse_npu.config_file import ConfigError, find_config
 from commfuse_npu.hardware.description import Hardware, described
+from commfuse_npu.options import whole, words, words_from
 from commfuse_npu.runtime.atomic_write import atomic_write
 from commfuse_npu.tools.doctor.environment import check_variables
 from commfuse_npu.tools.doctor.machine import Machine, check_devices, topology
@@ -56,11 +55,9 @@ from commfuse_npu.tools.measure.steps import (
     Times,
     slowest,
 )
-from commfuse_npu.tools.option_types import Parser, positive, refuse, whole, words, words_from
+from commfuse_npu.tools.option_types import Parser, positive, refuse
 from commfuse_npu.tools.ranks import Ranks, RanksError, check_backend
 from commfuse_npu.tools.terminal import print_verdict, tell
-
-__all__ = ["machine_facts", "main"]
 
 _BASES = {"cpu": "cpu_paced", "npu": "ascend_910b_server"}
 """Description with the peaks and the unmeasured figures, by device, if nothing names another."""

@@ -6,8 +6,6 @@ measurement becomes a share of them; otherwise the measured rate is the peak.  `
 lists the step behind each figure.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -18,8 +16,6 @@ from commfuse_npu.config_file import read_config
 from commfuse_npu.hardware.description import Figure, Hardware
 from commfuse_npu.tools.measure.steps import Times
 from commfuse_npu.tools.quartiles import Range, quartiles
-
-__all__ = ["Measured", "description", "figures"]
 
 Measured = Mapping[str, Times]
 """Measured times, by step."""

@@ -1,7 +1,5 @@
 """The results of a measurement in one file, which the same command continues."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Mapping
@@ -9,8 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from commfuse_npu.runtime.atomic_write import write_json
-
-__all__ = ["Deadline", "Folder", "FolderError"]
 
 
 class FolderError(ValueError):

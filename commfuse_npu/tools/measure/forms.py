@@ -21,8 +21,6 @@ Legend: ``S`` sequence, ``s`` its shard (S/n), ``H`` hidden, ``F`` this rank's p
 width, ``A`` and ``G`` its query and key heads, ``D`` features of a head.  Micro-batch 1.
 """
 
-from __future__ import annotations
-
 import gc
 import math
 import time
@@ -60,8 +58,6 @@ from commfuse_npu.tools.measure.sleeping import SleepingGemms
 from commfuse_npu.tools.measure.steps import COMPUTE, NAMES, REFERENCE, WORKS, Scale
 from commfuse_npu.tools.measure.wire import pace
 from commfuse_npu.tuning import Tuning, decisions
-
-__all__ = ["Form", "FormsWorker", "TakingTurns", "Work", "form_of"]
 
 _RUNS = 8
 """Runs of queries in the attention of baselines, a kernel each.  As in the fused form, masked parts

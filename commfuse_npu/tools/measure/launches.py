@@ -5,8 +5,6 @@ For MindSpeed-LLM, options are read from what its script would start
 command with its own flags.  The CPU pretraining script is started as it is, with appended options.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shlex
@@ -31,20 +29,6 @@ from commfuse_npu.tools.launch_script.short_run import (
 from commfuse_npu.tools.quartiles import Range, quartiles
 from commfuse_npu.tools.simulate.variants import COC, COC_FUSED, FB_OVERLAP, MC2, MEGATRON
 from commfuse_npu.tools.simulate.variants import FORMS as LAUNCHED
-
-__all__ = [
-    "FORMS",
-    "ITERATIONS",
-    "WARM_UP",
-    "Form",
-    "Launches",
-    "Training",
-    "TrainingError",
-    "launches",
-    "limit_of",
-    "read_log",
-    "train",
-]
 
 ITERATIONS = 10
 """Iterations of each form."""

@@ -4,8 +4,6 @@ A form of a launch is recommended if the quartiles of its iterations do not over
 any other, and its losses match those of Megatron's order, as far as ten iterations show.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
@@ -16,15 +14,6 @@ from commfuse_npu.hardware.description import Figure, Hardware
 from commfuse_npu.tools.measure.launches import WARM_UP, Training
 from commfuse_npu.tools.measure.steps import COMPUTE, REFERENCE, WORKS, Times, is_ours
 from commfuse_npu.tools.terminal import table_head, table_row
-
-__all__ = [
-    "Row",
-    "as_markdown",
-    "compared",
-    "forms_report",
-    "launch_table",
-    "verdict",
-]
 
 Row = tuple[str, str, str, str]
 """Name of a figure, its measured range, the described range, and how they compare."""

@@ -1,7 +1,5 @@
 """Times the forms of a workload on links with a rate, in shuffled rounds."""
 
-from __future__ import annotations
-
 import os
 import random
 from collections.abc import Collection, Sequence
@@ -20,8 +18,6 @@ from commfuse_npu.tools.measure.steps import (
 )
 from commfuse_npu.tools.ranks import RanksError
 from commfuse_npu.tools.terminal import tell
-
-__all__ = ["Sample", "time_forms"]
 
 _CALIBRATION_ROUNDS = 5
 _GFLOPS = 15.0

@@ -13,8 +13,6 @@ use the cores; a GEMM on its own engine would not be delayed.  The next sleep is
 delay, so that many small GEMMs sleep as long in total as one large one.
 """
 
-from __future__ import annotations
-
 import math
 import time
 import warnings
@@ -22,8 +20,6 @@ from typing import Any
 
 import torch
 from typing_extensions import Self
-
-__all__ = ["SleepingGemms", "modelled_seconds"]
 
 _TILE = 128, 256
 _CORES = 24

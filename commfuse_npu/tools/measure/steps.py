@@ -11,25 +11,6 @@ from typing import Any, NamedTuple
 
 from commfuse_npu.tools.model_config import ModelConfig
 
-__all__ = [
-    "CALL_SECONDS",
-    "COMPUTE",
-    "FORMS",
-    "LAUNCH",
-    "LAUNCH_SECONDS",
-    "NAMES",
-    "REFERENCE",
-    "STEPS",
-    "TUNED",
-    "WORKS",
-    "Ask",
-    "Scale",
-    "Times",
-    "WorkKind",
-    "is_ours",
-    "slowest",
-]
-
 FORMS, LAUNCH = "forms", "launch"
 
 Ask = Callable[..., list[Any]]

@@ -6,15 +6,11 @@ the host needs to launch everything, so the device never waits for the host.  On
 host does the work, it is wall time.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
-
-__all__ = ["Call", "Stopwatch"]
 
 Call = Callable[[Callable[[], None]], object]
 """A timed function; its argument ends a lap and starts the next one."""

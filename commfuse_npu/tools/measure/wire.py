@@ -14,14 +14,10 @@ Congestion control is set to ``reno``, because others (bbr) set the pacing rate 
 buffers are kept small, with and without a rate.
 """
 
-from __future__ import annotations
-
 import os
 import socket
 import struct
 import sys
-
-__all__ = ["UNLIMITED", "connected_sockets", "pace"]
 
 _SO_PROTOCOL, _SO_MAX_PACING_RATE = 38, 47
 """From asm-generic/socket.h; the socket module does not name them on every system."""

@@ -4,8 +4,6 @@ Times are seconds of one call.  The host's time to launch is measured separately
 all device times (:mod:`commfuse_npu.tools.measure.stopwatch`).
 """
 
-from __future__ import annotations
-
 import math
 import os
 import platform
@@ -26,8 +24,6 @@ from commfuse_npu.runtime.transport import Transport
 from commfuse_npu.tools.measure.forms import FormsWorker
 from commfuse_npu.tools.measure.steps import Scale, Times
 from commfuse_npu.tools.measure.stopwatch import Stopwatch
-
-__all__ = ["Exchange", "Worker"]
 
 _PROCESSOR = Path("/proc/cpuinfo")
 _AHEAD = 4096

@@ -1,7 +1,5 @@
 """``commfuse-npu plan``: for a launch, a profile of one, or a model."""
 
-from __future__ import annotations
-
 import argparse
 import os
 from collections.abc import Sequence
@@ -11,12 +9,13 @@ from pathlib import Path
 from commfuse_npu.config_file import ConfigError, find_config
 from commfuse_npu.did_you_mean import did_you_mean
 from commfuse_npu.hardware.description import Hardware, described
+from commfuse_npu.options import whole
 from commfuse_npu.plan import PlanError
 from commfuse_npu.runtime.atomic_write import write_json
 from commfuse_npu.tools.doctor.machine import Machine, listed_npus
 from commfuse_npu.tools.launch_script import UsageError
 from commfuse_npu.tools.model_config import ModelConfig
-from commfuse_npu.tools.option_types import Parser, new_file, refuse, whole, write_output
+from commfuse_npu.tools.option_types import Parser, new_file, refuse, write_output
 from commfuse_npu.tools.plan.forms import plan_launch
 from commfuse_npu.tools.plan.launch import ask_about
 from commfuse_npu.tools.plan.npu_profile import find_profiles, plan_profile
@@ -31,8 +30,6 @@ from commfuse_npu.tools.simulate.recommend import (
 )
 from commfuse_npu.tools.simulate.timed import as_json, best, show
 from commfuse_npu.tools.terminal import print_verdict, tell
-
-__all__ = ["main"]
 
 _HARDWARE = "ascend_910b_server"
 """The description if there are no NPUs here."""

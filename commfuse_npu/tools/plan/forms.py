@@ -1,7 +1,5 @@
 """Compares the forms of one launch: CommFuse's, its rivals' and Megatron's order."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -24,8 +22,6 @@ from commfuse_npu.tools.simulate.training import Training
 from commfuse_npu.tools.simulate.variants import COC, FB_OVERLAP, FORMS, MEGATRON
 from commfuse_npu.tools.simulate.variants import forms as simulated_forms
 from commfuse_npu.tools.terminal import table_row
-
-__all__ = ["Form", "LaunchPlan", "plan_launch"]
 
 _FUSED = "fused layers"
 _LEGEND = (

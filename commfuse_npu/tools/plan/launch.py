@@ -1,7 +1,5 @@
 """The launch in question, from a configuration, a command line or a script; its training."""
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -17,18 +15,6 @@ from commfuse_npu.tools.simulate.attention import Latent
 from commfuse_npu.tools.simulate.experts import Experts
 from commfuse_npu.tools.simulate.training import Kind, Training, layer_shape
 from commfuse_npu.tools.simulate.variants import FORMS, Variant
-
-__all__ = [
-    "AskedLaunch",
-    "NotSimulated",
-    "ask_about",
-    "form_of",
-    "in_use",
-    "model_chunks",
-    "roughly",
-    "size_of",
-    "training_of",
-]
 
 _ASSUMED_VOCABULARY = 32000
 """Tokenizers are not read here."""

@@ -5,8 +5,6 @@ and collectives are in kernel_details.csv at levels 0, 1 and 2, the groups of co
 profiler_metadata.json.
 """
 
-from __future__ import annotations
-
 import csv
 import json
 import re
@@ -20,8 +18,6 @@ from typing import Any
 from commfuse_npu.runtime.atomic_write import write_json
 from commfuse_npu.tools.launch_script import UsageError
 from commfuse_npu.tools.terminal import table_head, table_row
-
-__all__ = ["find_profiles", "plan_profile"]
 
 _OUTPUT, _KERNELS = "ASCEND_PROFILER_OUTPUT", "kernel_details.csv"
 _RECORD = (

@@ -29,8 +29,6 @@ from commfuse_npu.tools.launch_script.options import Options
 from commfuse_npu.tools.model_config import ModelConfig
 from commfuse_npu.tools.plan.launch import AskedLaunch, model_chunks, size_of
 
-__all__ = ["INSIDE_KERNELS", "Judged", "Obstacles", "obstacles"]
-
 INSIDE_KERNELS = {
     "--use-ascend-coc": "its transfers are inside of CoC's operators",
     "--use-ascend-mc2": "its transfers are inside of MC2's kernels",

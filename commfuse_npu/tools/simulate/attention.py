@@ -23,8 +23,6 @@ from commfuse_npu.tools.simulate.rank import EVENTS, RING, Rank
 if TYPE_CHECKING:
     from commfuse_npu.tools.simulate.llama import LayerShape
 
-__all__ = ["Latent", "attend"]
-
 _BACKWARD = 2.5
 """FLOP of attention's backward per FLOP of its forward."""
 _LATENT = 21, 18

@@ -1,7 +1,5 @@
 """``commfuse-npu simulate``: from options to tables, a verdict and pictures."""
 
-from __future__ import annotations
-
 import argparse
 import re
 from collections.abc import Sequence
@@ -11,18 +9,17 @@ from pathlib import Path
 
 from commfuse_npu.config_file import ConfigError, find_config
 from commfuse_npu.hardware.description import Hardware
+from commfuse_npu.options import whole
 from commfuse_npu.runtime.atomic_write import write_json
 from commfuse_npu.tools.drawing import draw, lacking
 from commfuse_npu.tools.model_config import ModelConfig
-from commfuse_npu.tools.option_types import Parser, new_file, positive, refuse, whole, write_output
+from commfuse_npu.tools.option_types import Parser, new_file, positive, refuse, write_output
 from commfuse_npu.tools.simulate.lanes import layer_picture
-from commfuse_npu.tools.simulate.step import Layout, Step
+from commfuse_npu.tools.simulate.step import Step
 from commfuse_npu.tools.simulate.timed import CORNERS, as_json, best, show, timed
-from commfuse_npu.tools.simulate.training import training
+from commfuse_npu.tools.simulate.training import Layout, training
 from commfuse_npu.tools.simulate.variants import MEGATRON, REFERENCE, forms, launching
 from commfuse_npu.tools.terminal import tell
-
-__all__ = ["main"]
 
 _MOST_TOKENS, _MOST_MICRO_BATCHES = 1 << 24, 1 << 16
 """Upper limits of option values: larger ones are unrealistic and would take too long."""

@@ -13,8 +13,6 @@
 Rates change only at events, so times are exact up to rounding.
 """
 
-from __future__ import annotations
-
 import heapq
 import math
 from collections import Counter
@@ -31,8 +29,6 @@ from commfuse_npu.tools.simulate.launches import (
     Message,
     Operation,
 )
-
-__all__ = ["Moved", "Span", "Timeline", "simulate"]
 
 _STREAMS = COMPUTE, ASIDE
 

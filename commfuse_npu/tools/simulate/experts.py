@@ -12,15 +12,11 @@ Transfers are blocking, and each is simulated in its own group.  Not modeled: th
 many tokens go to each rank, and the device may then wait for the next launches.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from commfuse_npu.hardware.machine import ITEM_BYTES, Machine
 from commfuse_npu.tools.simulate.group import Group, collective_seconds
 from commfuse_npu.tools.simulate.rank import Rank
-
-__all__ = ["Experts"]
 
 _BACKWARD = 0.6
 """Launches in the backward of router and dispatcher per launch in the forward (22/36, counted)."""

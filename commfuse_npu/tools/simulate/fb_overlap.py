@@ -7,8 +7,6 @@ own work and transfers, as a launch chooses it from its first step.  All transfe
 of one communicator, in launch order.  A hand-over costs a host launch.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import groupby, islice
 
@@ -17,9 +15,6 @@ from commfuse_npu.tools.simulate import llama
 from commfuse_npu.tools.simulate.launches import COMPUTE, Operation
 from commfuse_npu.tools.simulate.llama import LayerShape
 from commfuse_npu.tools.simulate.rank import RING, Rank
-
-__all__ = ["pair"]
-
 
 _Piece = tuple[range, HandOverPoint]
 """Operations up to a possible hand-over, and that point."""

@@ -24,8 +24,6 @@ column-parallel linear layer, which holds the gathered input and the gradient of
 one holds the partial sums of its peers besides.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 from commfuse_npu.hardware.description import Hardware
@@ -36,8 +34,6 @@ from commfuse_npu.runtime.hccl_options import lane_megabytes
 from commfuse_npu.tools.simulate.llama import LayerShape
 from commfuse_npu.tools.simulate.training import Kind, Training
 from commfuse_npu.tools.simulate.variants import Variant
-
-__all__ = ["USABLE", "Footprint", "footprint", "limit"]
 
 USABLE = 0.9
 """Share of the device memory for tensors; assumed: CANN and fragmentation take the rest."""

@@ -4,8 +4,6 @@ Cost of the simulation: a symmetric group costs as much as one rank, whatever it
 fused programs is simulated rank by rank.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -15,8 +13,6 @@ from commfuse_npu.tools.simulate.engine import Timeline, simulate
 from commfuse_npu.tools.simulate.launches import Links, Operation, fold
 from commfuse_npu.tools.simulate.rank import Rank
 from commfuse_npu.tools.simulate.variants import REFERENCE, Variant
-
-__all__ = ["Group", "Simulated", "collective_seconds"]
 
 
 @dataclass(frozen=True)

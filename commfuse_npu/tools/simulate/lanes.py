@@ -3,8 +3,6 @@
 It shows the rank in the middle, or the one that represents all.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from operator import attrgetter
 
@@ -13,8 +11,6 @@ from commfuse_npu.tools.simulate.group import Simulated
 from commfuse_npu.tools.simulate.launches import ASIDE, COMPUTE
 from commfuse_npu.tools.simulate.step import Step
 from commfuse_npu.tools.simulate.variants import Variant
-
-__all__ = ["lanes", "layer_picture"]
 
 _LANES = {COMPUTE: "compute", ASIDE: "2nd stream"}
 _LINKS = "links"

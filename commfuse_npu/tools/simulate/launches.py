@@ -15,16 +15,11 @@ With ``folded`` one rank represents all: in a symmetric group every rank sends a
 this one does, so the traffic into this rank equals the traffic out of it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
 from commfuse_npu.hardware.machine import Level, Machine
-
-__all__ = ["ASIDE", "COMPUTE", "Key", "LinkId", "Links", "Message", "Operation", "PlacementError",
-           "fold"]  # fmt: skip
 
 COMPUTE, ASIDE = "compute", "aside"
 """The engines: the first stream of a device, and the side stream."""

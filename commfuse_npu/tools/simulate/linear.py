@@ -8,8 +8,6 @@ Legend: a *block* is the part of one rank: ``rows`` rows of ``n * rows``; ``inpu
 are the features of this rank's weight ``[outputs, inputs]``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 
@@ -19,8 +17,6 @@ from commfuse_npu.plan.instructions import AheadEnd, Compute
 from commfuse_npu.plan.rules import column_backward, gather_gemm, gemm_scatter
 from commfuse_npu.tools.simulate import mc2
 from commfuse_npu.tools.simulate.rank import Rank, rest
-
-__all__ = ["column", "column_gradients", "row", "row_gradients"]
 
 
 def column(rank: Rank, name: str, rows: int, inputs: int, outputs: int) -> None:

@@ -21,8 +21,6 @@ addition of gradients to ``main_grad``): 33 forward and 33 backward, counted on 
 (``tests/megatron/test_launches.py``).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from commfuse_npu.hardware.machine import ITEM_BYTES, Machine
@@ -30,8 +28,6 @@ from commfuse_npu.tools.simulate import linear
 from commfuse_npu.tools.simulate.attention import Latent, attend
 from commfuse_npu.tools.simulate.experts import Experts
 from commfuse_npu.tools.simulate.rank import Rank, rest
-
-__all__ = ["LayerShape", "backward", "forward", "head_backward", "head_forward"]
 
 _ROTARY = 19, 7
 """Launches that split queries, keys and values and apply the rotary embedding, forward and

@@ -23,8 +23,6 @@ from commfuse_npu.hardware.machine import ITEM_BYTES
 if TYPE_CHECKING:
     from commfuse_npu.tools.simulate.rank import Rank
 
-__all__ = ["RANKS", "Tiling", "gather_gemm", "gemm_scatter", "supports", "tiling"]
-
 RANKS = 2, 4, 8, 16, 32
 """Supported group sizes; a full mesh has up to 8 (``VALID_RANK``)."""
 _INNER = range(256, 65535)

@@ -13,16 +13,12 @@ processes ``p`` micro-batches at a time.  The bubble is ``1/v`` of that of 1F1B:
 forwards that come first.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import chain
 
 from commfuse_npu.plan.slots import Slot, in_flight_without, slots
-
-__all__ = ["one_forward_one_backward", "side_by_side"]
 
 
 def one_forward_one_backward(

@@ -23,8 +23,6 @@ result, so no step pays for it; a batch is expanded each time, which is included
 ``post_overhead``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from commfuse_npu.hardware.machine import ITEM_BYTES, SUM_BYTES
@@ -46,8 +44,6 @@ from commfuse_npu.plan.program import Program
 from commfuse_npu.plan.schedule import RankSpec, Schedule
 from commfuse_npu.tools.simulate.launches import ASIDE, COMPUTE, Key, Links, Message, Operation
 from commfuse_npu.tools.simulate.variants import Variant, Way
-
-__all__ = ["EVENTS", "RING", "Rank", "rest"]
 
 _COLLECTIVE = "collective"
 EVENTS = 4

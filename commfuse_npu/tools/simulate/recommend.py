@@ -9,8 +9,6 @@ A recommendation is printed as options of ``pretrain_gpt.py``, and written as a 
 the launch scripts read through ``CONFIG=FILE``.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Iterator
@@ -26,14 +24,11 @@ from commfuse_npu.tools.launch_script.options import Options
 from commfuse_npu.tools.model_config import ModelConfig
 from commfuse_npu.tools.simulate.footprint import USABLE, footprint, limit
 from commfuse_npu.tools.simulate.launches import PlacementError
-from commfuse_npu.tools.simulate.step import Layout, Recompute, Step, Training
+from commfuse_npu.tools.simulate.step import Step
 from commfuse_npu.tools.simulate.timed import Timed, timed
-from commfuse_npu.tools.simulate.training import training
+from commfuse_npu.tools.simulate.training import Layout, Recompute, Training, training
 from commfuse_npu.tools.simulate.variants import Variant, forms, launching
 from commfuse_npu.tools.terminal import tell
-
-__all__ = ["Fixed", "NoLayoutError", "check_target", "options", "planned", "recommend",
-           "write_plan"]  # fmt: skip
 
 _CONTEXTS = (1, 2, 4, 8, 16)
 _INTERLEAVED = (2, 4)

@@ -17,8 +17,6 @@ they share links (between nodes they mostly do not), and switches do not block.
 Results are cached by all their inputs, so that layouts, stages and variants share them.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -31,12 +29,8 @@ from commfuse_npu.tools.simulate.group import Group, Simulated, collective_secon
 from commfuse_npu.tools.simulate.launches import Links
 from commfuse_npu.tools.simulate.llama import LayerShape
 from commfuse_npu.tools.simulate.pipeline import one_forward_one_backward, side_by_side
-from commfuse_npu.tools.simulate.training import Kind, Layout, Recompute, Training
+from commfuse_npu.tools.simulate.training import Kind, Training
 from commfuse_npu.tools.simulate.variants import MEGATRON, Variant
-
-__all__ = ["LayerTime", "Layout", "Recompute", "Step", "Training", "Weights", "buckets",
-           "exposed_end"]  # fmt: skip
-
 
 _GRADIENT_BYTES = 4
 """Gradients are summed in fp32."""

@@ -13,12 +13,10 @@ from typing import Any, NamedTuple
 
 from commfuse_npu.hardware.description import Choice, Hardware
 from commfuse_npu.tools.simulate.footprint import USABLE, Footprint, footprint, limit
-from commfuse_npu.tools.simulate.step import Step, Training
+from commfuse_npu.tools.simulate.step import Step
+from commfuse_npu.tools.simulate.training import Training
 from commfuse_npu.tools.simulate.variants import COMPUTE_ONLY, REFERENCE, Variant, launching
 from commfuse_npu.tools.terminal import print_verdict, table_row
-
-__all__ = ["CORNERS", "Range", "Timed", "as_json", "best", "ratio", "show", "table", "timed",
-           "verdict"]  # fmt: skip
 
 CORNERS: tuple[tuple[Choice, Choice], ...] = (
     ("typical", "typical"),

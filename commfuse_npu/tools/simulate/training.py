@@ -1,7 +1,5 @@
 """A model in its layout: a training, and the layers of each pipeline stage."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -11,8 +9,6 @@ from typing import Any, Literal, NamedTuple
 from commfuse_npu.tools.model_config import ModelConfig
 from commfuse_npu.tools.simulate.attention import Latent
 from commfuse_npu.tools.simulate.llama import LayerShape
-
-__all__ = ["Kind", "Layout", "Recompute", "Training", "layer_shape", "training"]
 
 Recompute = Literal["none", "full"]
 

@@ -46,9 +46,6 @@ from commfuse_npu.tools.simulate.mc2 import RANKS
 if TYPE_CHECKING:
     from commfuse_npu.tools.simulate.training import Training
 
-__all__ = ["COC", "COC_FUSED", "COMPUTE_ONLY", "FB_OVERLAP", "FORMS", "MC2", "MEGATRON",
-           "REFERENCE", "Kind", "Variant", "Way", "forms", "fused", "launching"]  # fmt: skip
-
 Kind = Literal["compute", "plain", "megatron", "sliced", "kernel", "mc2", "fused", "fb_overlap"]
 
 Way = Schedule | int | None

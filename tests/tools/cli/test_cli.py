@@ -1,7 +1,5 @@
 """The command line: its output, and exit codes for each kind of result."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -3,8 +3,6 @@
 The tables have a row per kind of error, not per option that can have it.
 """
 
-from __future__ import annotations
-
 import os
 import shlex
 import sys

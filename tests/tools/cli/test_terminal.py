@@ -1,7 +1,5 @@
 """The output of a command on a terminal and in a pipe."""
 
-from __future__ import annotations
-
 import io
 import re
 from contextlib import redirect_stderr, redirect_stdout

@@ -1,7 +1,5 @@
 """Made-up machines, and helpers for the doctor's findings about them."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType

@@ -1,7 +1,5 @@
 """What is found on made-up machines: versions, NPUs and their links, environment variables."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import sys

@@ -1,7 +1,5 @@
 """Reading launches: options as data, torchrun's forms, shell scripts that must not run."""
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path

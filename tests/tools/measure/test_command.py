@@ -1,7 +1,5 @@
 """A measurement: complete on the CPU, interrupted, killed, resumed, with steps that fail."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Figures of a machine are recovered from the times it would give; the docs list each figure."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from pathlib import Path

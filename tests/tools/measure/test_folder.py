@@ -1,7 +1,5 @@
 """A folder of a measurement: what it stores and refuses; machine facts and sizes."""
 
-from __future__ import annotations
-
 import errno
 from pathlib import Path
 from unittest import mock

@@ -1,7 +1,5 @@
 """The results of the forms, and the order of their operations."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from functools import partial

@@ -1,7 +1,5 @@
 """The command and the options of each form of a launch, and what its training leaves."""
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What is measured of forms, and reports: layers in rounds, and trainings."""
 
-from __future__ import annotations
-
 import math
 from itertools import product
 from typing import Any

@@ -1,7 +1,5 @@
 """Questions to the ranks and their answers, on real ranks over gloo."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import signal

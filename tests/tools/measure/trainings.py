@@ -1,7 +1,5 @@
 """A fake training that prints ten iterations at once, or fails in a given way."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Launches to plan."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from commfuse_npu.config_file import find_config

@@ -1,7 +1,5 @@
 """``commfuse-npu plan`` of a launch: its fastest form, what stands against others, its training."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path

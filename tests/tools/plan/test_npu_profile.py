@@ -1,7 +1,5 @@
 """``commfuse-npu plan PROFILE``: folders in torch_npu's format, with known figures."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path

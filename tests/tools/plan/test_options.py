@@ -1,7 +1,5 @@
 """What the options of a launch mean: the training, its form, what stands against CommFuse."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Machines with round numbers, so that closed forms can be written down, and what runs on them."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter, defaultdict
 from collections.abc import Sequence

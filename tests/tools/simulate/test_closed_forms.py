@@ -1,7 +1,5 @@
 """Simple cases whose time has a closed form, and properties that have to follow."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import replace

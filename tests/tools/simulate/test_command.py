@@ -1,7 +1,5 @@
 """``commfuse-npu simulate``: what it prints and writes, and the picture in the README."""
 
-from __future__ import annotations
-
 import errno
 import os
 import re

@@ -1,7 +1,5 @@
 """Properties of every timeline."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import replace
 from unittest import mock

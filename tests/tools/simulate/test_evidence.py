@@ -1,7 +1,5 @@
 """The tables of the pages: steps that others measured, and points at which a form is ahead."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

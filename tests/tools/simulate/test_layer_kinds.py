@@ -3,8 +3,6 @@
 Links carry 1 byte/s, and the compute engine makes 1 FLOP/s.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial

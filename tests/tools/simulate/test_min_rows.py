@@ -4,8 +4,6 @@ From the limit on the rows of a block they are at most 4 % slower than Megatron'
 Megatron's order is faster, or as fast.
 """
 
-from __future__ import annotations
-
 import pytest
 
 from commfuse_npu.config_file import find_config
@@ -14,8 +12,8 @@ from commfuse_npu.hardware.machine import min_outputs_to_hide
 from commfuse_npu.plan import Schedule, default_chunks, default_shape, min_rows_to_fuse
 from commfuse_npu.plan.defaults import POST_SECONDS
 from commfuse_npu.tools.model_config import ModelConfig
-from commfuse_npu.tools.simulate.step import Layout, Step
-from commfuse_npu.tools.simulate.training import training
+from commfuse_npu.tools.simulate.step import Step
+from commfuse_npu.tools.simulate.training import Layout, training
 from commfuse_npu.tools.simulate.variants import MEGATRON, fused
 
 MACHINES = ("ascend_910b_server", "ascend_910c_supernode")

@@ -1,7 +1,5 @@
 """Rows of a table and what they say together; recommended layouts, and their flags."""
 
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import replace
@@ -24,9 +22,9 @@ from commfuse_npu.tools.simulate.recommend import (
     recommend,
     write_plan,
 )
-from commfuse_npu.tools.simulate.step import Layout, Step
+from commfuse_npu.tools.simulate.step import Step
 from commfuse_npu.tools.simulate.timed import Timed, best, ratio, table, timed, verdict
-from commfuse_npu.tools.simulate.training import Training, training
+from commfuse_npu.tools.simulate.training import Layout, Training, training
 from commfuse_npu.tools.simulate.variants import FB_OVERLAP, MC2, Variant, forms
 from tests.launchers.launching import dry_run
 

@@ -1,7 +1,5 @@
 """Whole steps: pipelines, buckets, memory."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,8 +14,8 @@ from commfuse_npu.tools.model_config import ModelConfig
 from commfuse_npu.tools.simulate import step as step_module
 from commfuse_npu.tools.simulate.footprint import Footprint, footprint
 from commfuse_npu.tools.simulate.pipeline import one_forward_one_backward
-from commfuse_npu.tools.simulate.step import Layout, Recompute, Step, buckets, exposed_end
-from commfuse_npu.tools.simulate.training import training
+from commfuse_npu.tools.simulate.step import Step, buckets, exposed_end
+from commfuse_npu.tools.simulate.training import Layout, Recompute, training
 from commfuse_npu.tools.simulate.variants import (
     COC,
     COMPUTE_ONLY,

@@ -1,7 +1,5 @@
 """The list of features, and the class that calls their hooks."""
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Sequence
 from typing import Any, ClassVar
