@@ -48,7 +48,7 @@ def _above(limit: float) -> Callable[[Any], bool]:
 
 
 def _one_of(*values: str) -> Callable[[Any], bool]:
-    return lambda value: value in values
+    return lambda value: str(value) in values
 
 
 def _other_than(*numbers: int) -> Callable[[Any], bool]:
@@ -111,6 +111,11 @@ _OTHER_SCHEDULE = "leave {ours} out or choose another pipeline schedule"
 _OWN_BUFFERS = "it shards parameters and gradients in buffers of its own"
 _FREES = "a backward frees parameters that the forward beside it uses"
 
+_LEVEL: _Row = (
+    "MindSpeed leaves features of level 2 out of lower levels, and this is one",
+    f"{_CHOOSE}, or pass 2",
+    _one_of("0", "1"),
+)
 _FP8 = "the fused layers compute in fp32, bf16 and fp16 only", f"{_CHOOSE} and train in --bf16"
 
 _ATTENTION: dict[str, _Row] = {
@@ -136,6 +141,7 @@ _ATTENTION: dict[str, _Row] = {
 }
 _TABLE: dict[str, dict[str, _Row]] = {
     "--use-commfuse": {
+        "--optimization-level": _LEVEL,
         **dict.fromkeys(("--use-ascend-mc2", "--use-ascend-coc", "--unaligned-linear"), _REPLACES),
         "--tp-2d": "it splits each linear layer over two dimensions with collectives of its own",
         "--moe-fb-overlap": "it takes the backward of the linear layers apart to overlap it with "
@@ -187,6 +193,7 @@ _TABLE: dict[str, dict[str, _Row]] = {
         "--layerwise-disaggregated-training": "its first pipeline stage does not reduce gradients",
     },
     "--commfuse-fb-overlap": {
+        "--optimization-level": _LEVEL,
         "--moe-fb-overlap": "it overlaps the same forwards and backwards",
         "--schedules-method dualpipev": (_OWN_SCHEDULE, _OTHER_SCHEDULE),
         **dict.fromkeys(_SCHEDULES, _OWN_SCHEDULE),

@@ -29,8 +29,6 @@ from mindspeed_patches.training_options import LaunchSizes, check_options, regis
 from mindspeed_patches.wrappers import LinearWrappers
 
 _FUSED, _OVERLAPPED = "--use-commfuse", "--commfuse-fb-overlap"
-_LEVEL = 2
-"""The smallest ``--optimization-level`` that includes the feature."""
 _logger = logging.getLogger(__name__)
 
 
@@ -96,12 +94,7 @@ class CommFuseFeature:
     def validate_args(self, args: argparse.Namespace) -> None:
         """Check the final arguments; MindSpeed calls this for every feature, enabled or not."""
         check_options(args, complete=True)
-        flags, level = _flags(args), getattr(args, "optimization_level", _LEVEL)
-        if flags and level < _LEVEL:
-            raise IncompatibleOptionsError(
-                f"{' and '.join(flags)} and --optimization-level {level} exclude each other: level "
-                f"{level} leaves features of level {_LEVEL} out; leave one of the two out"
-            )
+        flags = _flags(args)
         elsewhere = given_options(args).commfuse_ulysses or given_options(args).commfuse_dp
         if _FUSED in flags and LaunchSizes(args).tensor == 1 and not elsewhere:
             raise IncompatibleOptionsError(

@@ -27,7 +27,6 @@ UNUSED = {"use_commfuse": False, **ULYSSES, **DATA_PARALLEL}
     ("options", "others", "message"),
     [
         ("", ALONE, f"--use-commfuse needs {TP} of at least 2: .*; choose that, add --commfuse-dp"),
-        ("", {"optimization_level": 1}, "--use-commfuse and --optimization-level 1 exclude each"),
         (f"{DP} --commfuse-attention", UNFUSED, f"--commfuse-attention needs {TP} of at least 2"),
         (DP, {}, "--commfuse-dp needs --use-distributed-optimizer: .+; add it, or leave"),
         (CP, ULYSSES | NO_CP, "needs --context-parallel-size of at least 2"),
@@ -72,13 +71,15 @@ def test_forward_backward_overlap_wraps_the_choice_of_a_schedule_unless_refused(
         feature.validate_args(names(**pipeline, **more))
     with pytest.raises(IncompatibleOptionsError, match="instead of 4; add --commfuse-fb-overlap-m"):
         feature.validate_args(names(**pipeline))
-    peer = names(**pipeline, use_nanopipe=True)
-    for refuse in (feature.validate_args, lambda args: feature.register_patches(manager, args)):
-        with pytest.raises(IncompatibleOptionsError, match="fb-overlap and --use-nanopipe exclude"):
-            refuse(peer)
-    feature.validate_args(names(use_nanopipe=True))
-    with pytest.raises(IncompatibleOptionsError, match="fb-overlap and --optimization-level 1 ex"):
-        feature.validate_args(names(commfuse_fb_overlap=True, optimization_level=1))
+    for option, name, value in (
+        ("--use-nanopipe", "use_nanopipe", True),
+        ("--optimization-level", "optimization_level", 1),
+    ):
+        message = f"fb-overlap and {option} exclude"
+        for refuse in (feature.validate_args, lambda args: feature.register_patches(manager, args)):
+            with pytest.raises(IncompatibleOptionsError, match=message):
+                refuse(names(**pipeline, **{name: value}))
+        feature.validate_args(names(**{name: value}))
 
 
 SIZES = {"seq_length": 8192, "micro_batch_size": 1, "hidden_size": 4096, "bf16": True}
