@@ -201,6 +201,8 @@ _SPELLINGS = {
 }
 _REQUIRED = ("num_layers", "hidden_size", "num_attention_heads", "vocab_size", "seq_length",
              "micro_batch_size")  # fmt: skip
+_MOST = 1 << 16
+"""More layers, or sequences in a batch, are unrealistic, and simulating them takes too long."""
 
 
 def known_options(
@@ -223,6 +225,7 @@ def known_options(
 
 def _declare(parser: argparse.ArgumentParser) -> None:
     number = whole(1, 10**12)
+    limited = dict.fromkeys(("num_layers", "global_batch_size"), whole(1, _MOST))
 
     def numbers(text: str) -> tuple[int, ...] | None:
         return None if text == "none" else tuple(map(number, text.split(",")))
@@ -233,7 +236,7 @@ def _declare(parser: argparse.ArgumentParser) -> None:
         if kind == "bool":
             parser.add_argument(*spellings, dest=name, action="store_true")
         elif kind != _WORDS:
-            parser.add_argument(*spellings, dest=name, type=types[kind])
+            parser.add_argument(*spellings, dest=name, type=limited.get(name, types[kind]))
 
 
 def _from_yaml(path: Path) -> dict[str, Any]:

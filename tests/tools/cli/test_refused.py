@@ -28,6 +28,7 @@ LAUNCHES = (
     (f"{LAUNCH} --expert-model-parallel-size 0", 2, "is '0'; give a whole number from 1"),
     (f"{STAGES} --num-layers-per-virtual-pipeline-stage 3", 2, "4 layers are not divisible by it"),
     (f"{LAUNCH} --tensor-model-parallel-size {'9' * 23}", 2, "is not a whole number from 1 to 1"),
+    (f"{STAGES} --global-batch-size {10**9}", 2, "is not a whole number from 1 to 65536"),
     (f"{LAUNCH} --global-batch-size 7", 1, "choose --global-batch-size 4 or 8"),
     (f"{LAUNCH} --use-commfuse --commfuse-taper nan", 2, "taper is nan; from 1/8 to 8"),
     (f"{LAUNCH} --num-experts 8 --moe-router-topk 99", 2, "is more than --num-experts 8"),
