@@ -201,8 +201,8 @@ _SPELLINGS = {
 }
 _REQUIRED = ("num_layers", "hidden_size", "num_attention_heads", "vocab_size", "seq_length",
              "micro_batch_size")  # fmt: skip
-_MOST = 1 << 16
-"""More layers, or sequences in a batch, are unrealistic, and simulating them takes too long."""
+_MOST = {"num_layers": 1 << 16, "global_batch_size": 1 << 16, "pipeline_model_parallel_size": 256}
+"""Larger values are unrealistic, and simulating them takes too long."""
 
 
 def known_options(
@@ -225,7 +225,7 @@ def known_options(
 
 def _declare(parser: argparse.ArgumentParser) -> None:
     number = whole(1, 10**12)
-    limited = dict.fromkeys(("num_layers", "global_batch_size"), whole(1, _MOST))
+    limited = {name: whole(1, most) for name, most in _MOST.items()}
 
     def numbers(text: str) -> tuple[int, ...] | None:
         return None if text == "none" else tuple(map(number, text.split(",")))

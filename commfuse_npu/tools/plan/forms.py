@@ -224,7 +224,8 @@ def plan_launch(launch: AskedLaunch, hardware: Hardware) -> LaunchPlan:
         hardware = replace(hardware, deterministic=True)
     costs, about = {}, roughly(launch.options)
     try:
-        costs = _costs(launch, training_of(launch), hardware, against.least)
+        if not wrong:
+            costs = _costs(launch, training_of(launch), hardware, against.least)
     except PlanError:
         raise
     except ValueError as error:

@@ -101,17 +101,18 @@ def size_of(options: Options, kind: str) -> int:
 
 def model_chunks(options: Options, stages: int) -> int:
     """Model chunks per pipeline stage; 1 without a virtual pipeline."""
-    chunks = options.number("--num-virtual-stages-per-pipeline-rank", 0)
-    each = options.number("--num-layers-per-virtual-pipeline-stage", 0)
-    if each and not chunks:
-        layers = options.number("--num-layers", 0)
-        chunks, remainder = divmod(layers, stages * each)
-        if remainder:
-            raise UsageError(
-                f"--num-layers-per-virtual-pipeline-stage {each}: {layers} layers are not "
-                f"divisible by it times {stages} stages; choose another"
-            )
-    return max(1, chunks)
+    names = "--num-virtual-stages-per-pipeline-rank", "--num-layers-per-virtual-pipeline-stage"
+    for name in names:
+        if size := options.number(name, 0):
+            layers = options.number("--num-layers", 0)
+            per_stage, remainder = divmod(layers, stages * size)
+            if remainder:
+                raise UsageError(
+                    f"{name} {size}: {layers} layers are not divisible by it times {stages} "
+                    "stages; choose another"
+                )
+            return size if name == names[0] else per_stage
+    return 1
 
 
 # ------------------------------------------------------------------ what the simulator gets

@@ -27,6 +27,8 @@ LAUNCHES = (
     (f"{STAGES} --num-layer-list 9,9", 1, "does not fit PP 2 and 4 layers; give a number for"),
     (f"{LAUNCH} --expert-model-parallel-size 0", 2, "is '0'; give a whole number from 1"),
     (f"{STAGES} --num-layers-per-virtual-pipeline-stage 3", 2, "4 layers are not divisible by it"),
+    (f"{STAGES} --num-virtual-stages-per-pipeline-rank 3", 2, "4 layers are not divisible by it"),
+    (f"{LAUNCH} --context-parallel-size 9999", 1, "choose another layout, or NNODES * NPUS_PER"),
     (f"{LAUNCH} --tensor-model-parallel-size {'9' * 23}", 2, "is not a whole number from 1 to 1"),
     (f"{STAGES} --global-batch-size {10**9}", 2, "is not a whole number from 1 to 65536"),
     (f"{LAUNCH} --global-batch-size 7", 1, "choose --global-batch-size 4 or 8"),
