@@ -22,7 +22,7 @@ from commfuse_npu.runtime import executor
 from commfuse_npu.runtime.order_log import OrderLog
 from tests.distributed.programs import watch_calls
 from tests.limits import BRIEF, PATIENT
-from tests.random_networks.case import Case, one_layer
+from tests.random_networks.case import LANES, Case, one_layer
 from tests.random_networks.compare import quiet, run_case
 from tests.random_networks.strategy import cases
 
@@ -38,7 +38,7 @@ def record(rank: int, folder: str, batched: bool, call: Callable[..., Any], *giv
     log, made = OrderLog(Path(folder), rank, dist.get_world_size()), list[Transport]()
 
     def link(group: Any = None) -> Transport:
-        options = {"lanes": 3, "timeout": PATIENT, "batched": batched, "order_log": log}
+        options = {"lanes": LANES, "timeout": PATIENT, "batched": batched, "order_log": log}
         made.append(Transport.create(group, **options))
         return made[-1]
 
@@ -177,8 +177,11 @@ def gathers(rank: int, link: Link) -> list[list[float]]:
     return gather(link())
 
 
-def test_a_full_disk_ends_the_recording_and_not_the_job(ranks, tmp_path) -> None:
+def test_a_full_disk_ends_the_recording_and_not_the_job(ranks, tmp_path, caplog) -> None:
     for rank in range(2):  # writes to it fail
         (tmp_path / f"rank_{rank:05d}.jsonl").symlink_to("/dev/full")
+    OrderLog(tmp_path, 0, 1).write("fail", 0, "another line")
+    (warning,) = (r.message for r in caplog.records if "not recorded any more" in r.message)
+    assert warning.startswith(f"{tmp_path}/rank_00000.jsonl: [Errno 28] No space left on device")
     gathered = ranks(2).run(record, str(tmp_path), False, gathers)
     assert gathered == [[[0.0, 0.0], [1.0, 1.0]]] * 2

@@ -12,9 +12,12 @@ from commfuse_npu.hardware.description import Hardware
 from commfuse_npu.hardware.machine import min_outputs_to_hide
 from commfuse_npu.plan.turn_order import strict_turns
 from commfuse_npu.proof.cases import cases
+from commfuse_npu.tools.model_config import ModelConfig
 from commfuse_npu.tools.simulate import fb_overlap
 from commfuse_npu.tools.simulate.step import Step
 from commfuse_npu.tools.simulate.step import _cost as simulated_once
+from commfuse_npu.tools.simulate.timed import ratio
+from commfuse_npu.tools.simulate.training import Layout, training
 from commfuse_npu.tools.simulate.variants import REFERENCE as BLOCKING
 from scripts.evidence.layers import TUNED, forms, layer, shares
 
@@ -68,6 +71,13 @@ def test_nothing_of_the_first_screen_is_left_out() -> None:
     listed = " ".join(row[0] for row in figures())
     assert len(counted) >= 5
     assert numbers(" ".join(counted)) <= numbers(listed)
+
+
+def test_the_ratio_of_communication_to_computation() -> None:
+    hardware = Hardware.load(find_config(MACHINES["A2 server"], "hardware"))
+    setup = training(ModelConfig.load(find_config("llama3_8b")), Layout(8, 1, 1, 1), 8192)
+    assert ratio(setup, hardware).text("{:.2f}".format) == "0.55 (0.29 .. 0.99)"
+    assert "0.55, 0.29 to 0.99" in PAGE
 
 
 @pytest.mark.parametrize("row", simulated_rows(), ids=lambda row: row[0])

@@ -118,6 +118,10 @@ def test_what_would_be_fused_and_what_is_wrong_is_listed(plan: Plan, capsys) -> 
     printed = capsys.readouterr().out
     assert "per rank" not in printed
     assert printed.count("it replaces Megatron's column- and row-parallel linear layers") == 1
+    # Another form that is refused leaves the list of layers.
+    plan(f"{TP} {MANY} --use-nanopipe")
+    plan(f"{TP} {MANY} --enable-cuda-graph")
+    assert capsys.readouterr().out.count("per rank") == 1
     split = plan(f"{TP} {MANY} --use-commfuse --commfuse-attention")
     rough = "--commfuse-attention: simulated without splitting attention by queries"
     assert rough in split["notes"]

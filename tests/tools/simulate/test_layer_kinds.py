@@ -3,6 +3,7 @@
 Links carry 1 byte/s, and the compute engine makes 1 FLOP/s.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -35,6 +36,14 @@ ROW = HIDDEN * ITEM_BYTES
 
 def seconds(variant: Variant, build: Callable[[Rank], None], ranks: int = TP) -> float:
     return Group(ideal(), ranks).simulate(variant, build, steady=True).seconds
+
+
+def elements(part: Callable[..., None], ranks: int, *sizes: int) -> float:
+    """Elements that the element-wise work of a part of a layer reads and writes."""
+    rank = Rank(Links(ideal(hbm_bandwidth=float(ITEM_BYTES)), ranks), 0, COMPUTE_ONLY)
+    part(rank, *sizes)
+    kinds = "latent heads", "sort", "activation"
+    return sum(one.seconds for one in rank.finish() if one.name.endswith(kinds))
 
 
 def timed(
@@ -74,6 +83,10 @@ def test_experts_compute_the_tokens_that_arrive_over_their_own_links(
             for variant in (COMPUTE_ONLY, REFERENCE)
         )
         assert compute == times * work
+        # Tokens are sorted before they are sent and, if a rank has several experts, on arrival.
+        sorted_twice = 2 * 2 * HIDDEN * TOKENS * 2 * (1 + experts.tensor * (experts.local > 1))
+        activated = TOKENS * 2 * 24 * (experts.halves + 1 if times == 1 else 2 * experts.halves + 1)
+        assert elements(part, 1, TOKENS, HIDDEN) == sorted_twice + activated
         assert total == pytest.approx(compute + 2 * bytes_per_link)  # there and back
 
 
@@ -90,6 +103,10 @@ def test_a_layer_of_experts() -> None:
 
     # Without grouped GEMMs the experts are launched one by one, and their gradients added up.
     one_by_one, local = replace(EXPERTS, grouped=False), EXPERTS.local
+    starts = ideal(cube_flops=math.inf, gemm_start=1.0)
+    for experts, started in ((EXPERTS, 1), (one_by_one, local)):
+        build = partial(experts.forward, tokens=TOKENS, hidden=HIDDEN)
+        assert Group(starts, 1).simulate(COMPUTE_ONLY, build).seconds == 1 + 2 * started
     assert launches(one_by_one.forward) - launches(EXPERTS.forward) == 3 * (local - 1)
     assert launches(one_by_one.backward) - launches(EXPERTS.backward) == 7 * local - 5
 
@@ -116,11 +133,19 @@ def test_latent_attention_makes_narrow_rows_once_and_wide_ones_by_heads(queries:
         flops += held * HIDDEN * queries + TOKENS * queries * wide
     else:
         flops += TOKENS * HIDDEN * wide
+    # Every feature has a weight for each of the narrow products, and for the heads' values.
+    query = 8 * (4 + 2)
+    widths = HIDDEN * (12 + (queries or query) + 8 * 6), 10 * 8 * (4 + 6) + queries * query
+    per_feature, besides = latent.parameters
+    assert (HIDDEN * per_feature, besides) == widths
     computed = [
         seconds(COMPUTE_ONLY, lambda rank, part=part: part(rank, TOKENS, held, HIDDEN))
         for part in (latent.forward, latent.backward)
     ]
     assert computed == [2 * flops, 4 * flops]
+    # Queries, keys and values of a rank's heads are read and written twice.
+    for part in (latent.forward, latent.backward):
+        assert elements(part, TP, TOKENS, held, HIDDEN) == 4 * TOKENS * 8 * (2 * (4 + 2) + 6) // TP
     narrow = held * (queries + 12) * ITEM_BYTES
     total = seconds(REFERENCE, lambda rank: latent.forward(rank, TOKENS, held, HIDDEN))
     assert total == computed[0] + narrow
