@@ -55,7 +55,9 @@ def test_its_wrapper_comes_after_those_of_the_feature(monkeypatch: pytest.Monkey
     assert path == "megatron.training.training.setup_model_and_optimizer"
 
 
-def test_the_bits_are_those_of_the_end(one_rank: None, capsys: Any) -> None:
+def test_the_bits_are_those_of_the_end(one_rank: None, capsys: Any, monkeypatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (2 << 20, 10 << 20))
     run, model = measured._Run(blocking=True), torch.nn.Linear(2, 2)
     with pytest.raises(RuntimeError, match="never called setup_model_and_optimizer"):
         run.tell()
@@ -66,5 +68,6 @@ def test_the_bits_are_those_of_the_end(one_rank: None, capsys: Any) -> None:
         run.tell()
     printed = capsys.readouterr().out
     assert printed.count("collectives waited for at once: 0\n") == 3
+    assert printed.count("most memory taken of a device (MB): 8.0\n") == 3
     bits = re.findall(r"^sha256 of all weights: (\w{64})$", printed, re.M)
     assert bits[0] == bits[1] != bits[2]

@@ -183,8 +183,6 @@ class _Simulation:
         task.begin(self._now)
         if operation.engine in _STREAMS:
             self._work[task.rank, operation.engine] = task
-        elif not task.open_transfers:
-            self._done(task)
         for message in (*operation.sends, *operation.receives):
             ends = self._ends.setdefault(message.key, [])
             ends.append(task)
