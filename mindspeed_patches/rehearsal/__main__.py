@@ -88,6 +88,8 @@ def prepare(options: Options, iterations: int, folder: Path) -> None:
     # Megatron's own default is 0.1.
     if options.text("--attention-dropout") not in ("0", "0.0"):
         options.set("--attention-dropout", "0.0", why="attention on CPU has no dropout")
+    # CPython 3.11 may hang in the child of a fork while a thread of gloo enters the interpreter.
+    options.set("--num-workers", 0, why="a forked loader may hang beside gloo's threads")
     if INSTRUCTIONS not in options:
         replace_missing_data(options, folder)
 
