@@ -16,7 +16,7 @@ from commfuse_npu.tools.simulate import fb_overlap, llama
 from commfuse_npu.tools.simulate.attention import Latent, attend
 from commfuse_npu.tools.simulate.experts import Experts
 from commfuse_npu.tools.simulate.group import Group
-from commfuse_npu.tools.simulate.launches import Links
+from commfuse_npu.tools.simulate.launches import Links, Operation
 from commfuse_npu.tools.simulate.llama import LayerShape
 from commfuse_npu.tools.simulate.rank import Rank
 from commfuse_npu.tools.simulate.variants import (
@@ -38,12 +38,17 @@ def seconds(variant: Variant, build: Callable[[Rank], None], ranks: int = TP) ->
     return Group(ideal(), ranks).simulate(variant, build, steady=True).seconds
 
 
+def operations(part: Callable[..., None], ranks: int, *sizes: int) -> list[Operation]:
+    """What a part of a layer launches on a rank; memory takes a second per element."""
+    rank = Rank(Links(ideal(hbm_bandwidth=float(ITEM_BYTES)), ranks), 0, MEGATRON)
+    part(rank, *sizes)
+    return rank.finish()
+
+
 def elements(part: Callable[..., None], ranks: int, *sizes: int) -> float:
     """Elements that the element-wise work of a part of a layer reads and writes."""
-    rank = Rank(Links(ideal(hbm_bandwidth=float(ITEM_BYTES)), ranks), 0, COMPUTE_ONLY)
-    part(rank, *sizes)
     kinds = "latent heads", "sort", "activation"
-    return sum(one.seconds for one in rank.finish() if one.name.endswith(kinds))
+    return sum(o.seconds for o in operations(part, ranks, *sizes) if o.name.endswith(kinds))
 
 
 def timed(
@@ -97,9 +102,7 @@ def test_a_layer_of_experts() -> None:
         assert max(dense, experts) < combined < dense + experts
 
     def launches(part: Callable[[Rank, int, int], None]) -> int:
-        rank = Rank(Links(ideal(), 1), 0, MEGATRON)
-        part(rank, TOKENS, HIDDEN)
-        return sum(operation.launches for operation in rank.finish())
+        return sum(operation.launches for operation in operations(part, 1, TOKENS, HIDDEN))
 
     # Without grouped GEMMs the experts are launched one by one, and their gradients added up.
     one_by_one, local = replace(EXPERTS, grouped=False), EXPERTS.local
