@@ -37,6 +37,7 @@ SWAP = "--swap-attention --reuse-fp32-param"
         (NULL, NULL, "", ""),
         ("--is-instruction-dataset --data-path d", "--data-path d", "--mock-data", ""),
         ("--bf16", "--attention-dropout 0.0", "", "no dropout"),
+        ("--num-workers 2", "--num-workers 0", "", "a forked loader may hang"),
         ("--use-ascend-coc", "", "--use-ascend-coc", "CommFuse takes its place"),
         # A launch with both keeps them, so that CommFuse's refusal is shown.
         ("--use-ascend-coc --use-commfuse", "--use-ascend-coc", "", ""),
