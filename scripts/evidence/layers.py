@@ -13,11 +13,13 @@ no partner, with hosts that take 15, 55 and 118 us for a launch.
 
 import argparse
 import math
+import multiprocessing
 import re
 import sys
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import get_args
@@ -114,12 +116,16 @@ def shares(
     return result
 
 
-def point(machine: str, model: str, tp: int, sequence: int) -> Point:
-    """Simulate a layer, and steps without a pipeline in untuned forms that can be launched."""
+def point(machine: str, model: str, tp: int, sequence: int, hosts: Sequence[int]) -> Point:
+    """Simulate a layer, and steps without a pipeline in untuned forms that can be launched.
+
+    Args:
+        hosts: microseconds of host time per launch, of the steps.
+    """
     hardware, setup = Hardware.load(find_config(machine, "hardware")), layer(model, tp, sequence)
     ordered = shares(replace(hardware, deterministic=True), setup, 1)
     result: Point = {"layer": shares(hardware, setup), "ordered": ordered}
-    for host, recompute in product(_HOSTS, get_args(Recompute)):
+    for host, recompute in product(hosts, get_args(Recompute)):
         setup, slower = layer(model, tp, sequence, recompute), hardware.launching(host * 1e-6)
         times = [_times(slower, at, setup, (_BOUND, *TUNED)) for at in range(len(CORNERS))]
         for count in _MICRO_BATCHES:
@@ -223,8 +229,9 @@ def main(argv: Sequence[str]) -> int:
     )
     options = parser.parse_args(argv)
     cases = [*product(_MACHINES, _MODELS, _SIZES, _SEQUENCES)]
-    with ProcessPoolExecutor() as pool:
-        points = pool.map(point, *zip(*cases, strict=True))
+    # Forked processes could inherit a lock that another thread holds.
+    with ProcessPoolExecutor(mp_context=multiprocessing.get_context("spawn")) as pool:
+        points = pool.map(partial(point, hosts=_HOSTS), *zip(*cases, strict=True))
         text = report(dict(zip(cases, points, strict=True)))
     publish(text, "layers", options.markdown)
     return 0

@@ -71,6 +71,5 @@ def test_a_row_of_the_page_is_what_the_command_writes(tmp_path: Path, monkeypatc
     ]
     assert row in kept
     # Programs add in a fixed order anyway; plain collectives take longer to do so.
-    monkeypatch.setattr(layers, "_HOSTS", ())
-    point = layers.point("ascend_910b_server", "llama2_7b", 2, 4096)
+    point = layers.point("ascend_910b_server", "llama2_7b", 2, 4096, hosts=())
     assert point["ordered"][0]["ours"] < point["layer"][0]["ours"]
