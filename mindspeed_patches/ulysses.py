@@ -142,19 +142,9 @@ class UlyssesWrappers(LaneUser):
         if joined is not None and joined.qkv:
             heads, mask = (query, key, value), joined.mask
         else:
-            allowed = (
-                self._obstacle(attention)
-                or heads_obstacle(query, key, value)
-                or mask_of(
-                    core,
-                    core.config,
-                    attention.training,
-                    args,
-                    kwargs,
-                    query.shape[0] * lanes.size,
-                    query.shape[1],
-                )
-            )
+            reason = PARTNER if active_turns() is not None else heads_obstacle(query, key, value)
+            length, batch = query.shape[0] * lanes.size, query.shape[1]
+            allowed = reason or mask_of(core, args, kwargs, length, batch)
             if isinstance(allowed, str):
                 self._linears.fall_back("ulysses", allowed)
                 return forward(attention, query, key, value, *args, **kwargs)
@@ -179,31 +169,21 @@ class UlyssesWrappers(LaneUser):
         Projections that can take part in the exchange do so, and the core attention leaves their
         part of it to them.
         """
-        core, (rows, batch) = layer.core_attention, hidden_states.shape[:2]
-        local = getattr(core, "local_attn", None)
+        local = getattr(layer.core_attention, "local_attn", None)
+        exchanges = getattr(local, "ulysses_comm_para", None) and hasattr(layer, "linear_qkv")
         with ExitStack() as stack:
-            if getattr(local, "ulysses_comm_para", None) and hasattr(layer, "linear_qkv"):
-                config, ranks = innermost(local).config, self.lanes().size
-                if layer.config.sequence_parallel:  # core attention gets the rows of all its ranks
-                    rows *= layer.config.tensor_model_parallel_size
-                given = (attention_mask,), arguments
-                mask = self._obstacle(core) or mask_of(
-                    layer, config, core.training, *given, rows * ranks, batch
-                )
-                if not isinstance(mask, str):  # else the wrapper of the exchange logs the reason
-                    arguments |= self._join(layer, rows, mask, arguments, stack)
+            if exchanges and active_turns() is None:
+                arguments |= self._join(layer, *hidden_states.shape[:2], arguments, stack)
             return forward(layer, hidden_states, attention_mask, **arguments)
 
     def _join(
-        self,
-        layer: Any,
-        rows: int,
-        mask: dict[str, Any],
-        arguments: dict[str, Any],
-        stack: ExitStack,
+        self, layer: Any, rows: int, batch: int, arguments: dict[str, Any], stack: ExitStack
     ) -> dict[str, Any]:
         """Let the projections take part until ``stack`` closes; returns arguments that change."""
         lanes, obstacle = self.lanes(), projections_obstacle(layer, arguments)
+        mask = {} if obstacle else mask_of(layer, (), arguments, rows * lanes.size, batch)
+        if isinstance(mask, str):  # the wrapper of the exchange logs it
+            return {}
         reasons = {
             "qkv": obstacle or qkv_obstacle(layer, rows, lanes.size, arguments),
             "proj": obstacle or proj_obstacle(layer.linear_proj),
@@ -266,21 +246,6 @@ class UlyssesWrappers(LaneUser):
         self._linears.calls["ulysses", "fused"] += 1
         arguments = {**mask, "scale": scale, "options": self._options[False]}
         return attention_all_to_all(*heads, transport=self.lanes(), **arguments)
-
-    def _obstacle(self, attention: Any) -> str | None:
-        """Why this exchange of heads keeps its own forward, whatever its mask is."""
-        if active_turns() is not None:
-            return PARTNER
-        exchange = attention.local_attn.ulysses_comm_para
-        if exchange["spg"] is not self.lanes().group:
-            return "it exchanges heads over another group than the context-parallel one"
-        # MindSpeed and MindSpeed-LLM never pass these; a program on top of MindSpeed may.
-        if (exchange.get("scatter_idx", 2), exchange.get("gather_idx", 0)) != (2, 0):
-            return "it exchanges other dimensions than heads and sequence"
-        calculator = type(exchange.get("gather_size_calculator")).__name__
-        if calculator not in ("NoneType", "DefaultGatherSizeCalculator"):
-            return f"{calculator} may gather another number of rows than all ranks have"
-        return None
 
 
 def innermost(local: Any) -> Any:

@@ -225,8 +225,9 @@ FOUR = [
     PACKED.but(heads(4, 4), context=4),
     CORE.but(heads(8, 2), context=4, launch=f"{THREE_LANES} --commfuse-layers fc1"),
     replace(
-        JOINED,
+        PACKED,
         tensor=2,
+        rotary="none",
         fused=(*FUSED, "ulysses"),
         left=dict.fromkeys(CORE.left, "a tensor-parallel group of 2 shares the weights"),
     ),
