@@ -92,8 +92,7 @@ class BucketWrappers:
         if self._left(group, "gradients"):
             return start(group, *args, **kwargs)
         config = group.ddp_config
-        if group.grad_reduce_handle is not None:
-            raise _under_way("gradients", "finish_grad_sync")
+        assert group.grad_reduce_handle is None, "call finish_grad_sync first"
         if config.check_for_nan_in_grad or config.check_for_large_grads:
             group.check_grads(
                 check_for_nan_or_inf=config.check_for_nan_in_grad,
@@ -120,8 +119,7 @@ class BucketWrappers:
         if self._left(group, "parameters"):
             return start(group, force_sync=force_sync)
         if group.param_gather_handle is not None:
-            if not force_sync:
-                raise _under_way("parameters", "finish_param_sync")
+            assert force_sync, "call finish_param_sync first"
             group.param_gather_handle.wait()
             group.param_gather_handle = None
             return None
@@ -189,16 +187,5 @@ class BucketWrappers:
         if replica.size() == 1:
             return
         present = torch.ones(1, device=lanes.device_type)
-        try:
-            dist.all_reduce(present, group=replica)
-            present.item()  # On a device the host waits here.
-        except RuntimeError as error:
-            lanes.fail(f"finish_grad_sync: meeting the model-parallel ranks: {error}")
-            raise lanes.error() from error
-
-
-def _under_way(what: str, finish: str) -> AssertionError:
-    """As Megatron raises, but also under ``python -O``: a lost handle would lose gradients."""
-    return AssertionError(
-        f"the {what} of this bucket group are under way already; call {finish} first"
-    )
+        dist.all_reduce(present, group=replica)
+        present.item()  # On a device the host waits here.
