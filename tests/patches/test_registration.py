@@ -12,7 +12,6 @@ pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 from megatron.core.tensor_parallel import layers
 
 from commfuse_npu.options import unknown_option
-from commfuse_npu.packages import Package
 from mindspeed_patches import launch, registration
 
 STAND_INS = Path(__file__).parent / "stand_ins"
@@ -87,19 +86,6 @@ def test_after_mindspeed_it_is_too_late(command, package: str, own: str, adaptor
     manager = importlib.import_module("mindspeed.features_manager").MindSpeedFeaturesManager
     assert [feature.feature_name for feature in manager.FEATURES_LIST] == [own]
     assert wrapped() == 0
-
-
-def test_versions_that_nothing_can_be_added_to_are_refused(command, tmp_path, monkeypatch) -> None:
-    found = {"megatron": Package("0.17.0", (Path("/megatron"),))}
-    with monkeypatch.context() as patch:
-        patch.setattr(registration, "find_package", lambda name, _: found.get(name))
-        with pytest.raises(RuntimeError, match=r"core 0\.17\.0 in /megatron: from 0\.17 .*2\.3\.0"):
-            registration.install()
-    (tmp_path / "mindspeed_llm" / "tasks").mkdir(parents=True)
-    (tmp_path / "mindspeed_llm" / "__init__.py").touch()
-    monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(RuntimeError, match=r"is 2\.1\.0 or older: it has no feature manager.*use "):
-        registration.install()
 
 
 def test_a_missing_mindspeed_is_named_and_what_it_misses_reported(tmp_path, monkeypatch) -> None:
