@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-import importlib
 import inspect
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -82,11 +82,8 @@ class Layout:
         }
         values: list[Any] = [state.get(name) for name in _HIDDEN.values()]
         values += [getattr(self._given, name, None) for name in _HIDDEN]
-        try:
-            hybrid = importlib.import_module("mindspeed.core.context_parallel.model_parallel_utils")
-            values += vars(hybrid).values()
-        except ModuleNotFoundError:
-            pass
+        hybrid = sys.modules.get("mindspeed.core.context_parallel.model_parallel_utils")
+        values += vars(hybrid).values() if hybrid is not None else ()
         groups = (
             value for value in values if isinstance(value, dist.ProcessGroup) and value.size() > 1
         )
