@@ -23,6 +23,7 @@ _EXCLUDED = {
     "cuda_graph_impl": _GRAPHS,
     "cpu_offloading": _ONE_AT_A_TIME,
     "fine_grained_activation_offloading": _ONE_AT_A_TIME,
+    "num_microbatches_with_partial_activation_checkpoints": "it counts them in another order",
     "tp_comm_overlap": "its transfers are inside TransformerEngine, in one buffer for all layers",
     "symmetric_ar_type": "its transfers are inside TransformerEngine, in memory that ranks share",
 }

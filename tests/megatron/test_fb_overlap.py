@@ -27,21 +27,20 @@ from tests.megatron.training import Trainer, layout
 LAYERS = {"num_layers": 2}
 DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
 FREED = {"deallocate_pipeline_outputs": True}
-PARTLY = {"num_microbatches_with_partial_activation_checkpoints": 1}
 DISPATCHED = EXPERTS | {
     "moe_token_dispatcher_type": "alltoall",
     "moe_router_load_balancing_type": "aux_loss",
     "moe_aux_loss_coeff": 0.01,
 }
 TP = Case(tensor=2, microbatches=4, options=LAYERS)
-PP = Case(stages=2, microbatches=8, options=LAYERS | PARTLY)
+PP = Case(stages=2, microbatches=8, options=LAYERS)
 EP = Case(experts=2, replicas=2, microbatches=4, options=DISPATCHED | DISTRIBUTED | LAYERS)
 VPP = Case(stages=2, chunks=2, microbatches=4)
 TRAININGS = {
     "TP 2, no type": TP.but({"sequence_parallel": False}, typed=False),
     "TP 2, SP, recomputed dropout": TP.but(RECOMPUTED | DROPOUT),
     "EP 2, recomputed, distributed optimizer": EP.but(RECOMPUTED),
-    "PP 2, partly checkpointed": PP,
+    "PP 2": PP,
     "PP 2, distributed optimizer": replace(PP, microbatches=2, options=LAYERS | DISTRIBUTED),
     "PP 2 x VPP 2, outputs freed": VPP.but(FREED),
     "PP 2 x VPP 2, distributed optimizer": VPP.but(DISTRIBUTED),
@@ -131,6 +130,7 @@ NAMED = {
     "cuda_graph_impl": "local",
     "cpu_offloading": True,
     "fine_grained_activation_offloading": True,
+    "num_microbatches_with_partial_activation_checkpoints": 1,
     "tp_comm_overlap": True,
     "symmetric_ar_type": "one_shot",
 }

@@ -1,4 +1,4 @@
-"""Calls of Megatron's linear layers that keep its own forward; errors, subclasses, checkpoints."""
+"""Calls of Megatron's linear layers that keep its own forward, and the lines of the page."""
 
 import contextlib
 from typing import Any
@@ -10,7 +10,6 @@ import torch.distributed as dist
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
-from mindspeed_patches import LinearWrappers, PatchManager
 from tests.distributed.ranks import on_ranks
 from tests.docs.test_examples import blocks
 from tests.megatron.models import Case, gpt, settings
@@ -78,41 +77,18 @@ def test_what_keeps_a_layer_from_being_fused(rank: int) -> None:
 
 
 @on_ranks(2)
-def test_megatrons_own_errors_stay_and_lanes_have_to_exist(rank: int) -> None:
-    x = torch.ones(4, 2, HIDDEN)
-    with layout(CASE):
-        no_lanes = pytest.raises(RuntimeError, match="after initialize_model_parallel and before")
-        manager = PatchManager()
-        LinearWrappers().register(manager)
-        manager.apply_patches()
-        with no_lanes:
-            mlp().linear_fc1(x)
-        manager.remove_patches()
-
-
-@on_ranks(2)
-def test_aliases_and_subclasses_are_covered_and_checkpoints_unchanged(rank: int) -> None:
-    from megatron.core import tensor_parallel
-
-    with layout(CASE):
-        keys = mlp().linear_fc1.sharded_state_dict().keys()
-        with launched(CASE) as (wrappers, _):
-            layer = mlp().linear_fc1
-            layer.__class__ = type("Subclass", (tensor_parallel.ColumnParallelLinear,), {})
-            layer(torch.ones(4, 2, HIDDEN))
-            assert wrappers.describe() == ["fc1: 1 forward calls fused"]
-            assert layer.sharded_state_dict().keys() == keys
-        assert not hasattr(mlp().linear_fc1, "commfuse_layer"), "patches were not removed"
-
-
-@on_ranks(2)
-def test_the_lines_of_the_page_fuse_a_model(rank: int) -> None:
+def test_the_lines_of_the_page_fuse_a_model_over_lanes_that_have_to_exist(rank: int) -> None:
     from megatron.core import parallel_state
 
     (lines,) = (block for block in blocks("docs/megatron.md") if "LinearWrappers" in block)
     names: dict[str, Any] = {"parallel_state": parallel_state}
     with layout(CASE):
         exec(lines, names)
-        mlp().linear_fc1(torch.ones(4, 2, HIDDEN))
+        wrappers, layer = names["wrappers"], mlp().linear_fc1
+        layer(torch.ones(4, 2, HIDDEN))
+        assert wrappers.describe() == ["fc1: 1 forward calls fused"]
+        wrappers.transport = None
+        with pytest.raises(RuntimeError, match="after initialize_model_parallel and before"):
+            layer(torch.ones(4, 2, HIDDEN))
         names["manager"].remove_patches()
-        assert names["wrappers"].describe() == ["fc1: 1 forward calls fused"]
+        assert not hasattr(mlp().linear_fc1, "commfuse_layer"), "patches were not removed"

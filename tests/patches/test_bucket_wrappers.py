@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from commfuse_npu.ops import LinearOptions
+from mindspeed_patches import data_parallel
 from mindspeed_patches.data_parallel import BucketWrappers
 from mindspeed_patches.wrappers import LinearWrappers
 
@@ -36,12 +37,12 @@ def bucket_group(config: dict[str, Any] | None = None, **changes: Any) -> Any:
 
 
 @pytest.fixture
-def made() -> Any:
+def made(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Wrappers, the object that counts their calls, mock exchanges and mock originals."""
     linears, exchanges, original = LinearWrappers(), mock.Mock(), mock.Mock()
     exchanges.reduce_scatter.return_value = exchanges.all_gather.return_value = exchanges
     wrappers: Any = BucketWrappers(linears, LinearOptions())
-    wrappers._of = lambda name: exchanges
+    monkeypatch.setattr(data_parallel, "Buckets", lambda lanes, options: exchanges)
     for user in wrappers.users.values():
         user.transport = SimpleNamespace(size=2, group=GROUP)
     original.grads.__name__, original.params.__name__ = "grads", "params"
