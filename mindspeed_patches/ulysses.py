@@ -169,11 +169,12 @@ class UlyssesWrappers(LaneUser):
         Projections that can take part in the exchange do so, and the core attention leaves their
         part of it to them.
         """
-        local = getattr(layer.core_attention, "local_attn", None)
+        core, (rows, batch) = layer.core_attention, hidden_states.shape[:2]
+        local = getattr(core, "local_attn", None)
         exchanges = getattr(local, "ulysses_comm_para", None) and hasattr(layer, "linear_qkv")
         with ExitStack() as stack:
             if exchanges and active_turns() is None:
-                arguments |= self._join(layer, *hidden_states.shape[:2], arguments, stack)
+                arguments |= self._join(layer, rows, batch, arguments, stack)
             return forward(layer, hidden_states, attention_mask, **arguments)
 
     def _join(
