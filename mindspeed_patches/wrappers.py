@@ -219,10 +219,7 @@ class LinearWrappers(LaneUser):
     ) -> Output:
         """``forward(input_) -> (output, bias)``."""
         name, lanes = layer_name(layer), self.lanes()
-        length, rows = input_.shape[0], input_.shape[:-1].numel()
-        reason = self._obstacle(layer, rows // lanes.size)
-        if reason is None and layer.sequence_parallel and length % lanes.size:
-            reason = f"sequence length {length} is not divisible by {lanes.size}"
+        reason = self._obstacle(layer, input_.shape[:-1].numel() // lanes.size)
         options = self._options[layer.gradient_accumulation_fusion]
         if isinstance(input_, DeferredAttention):
             if reason is None and layer.sequence_parallel:

@@ -57,7 +57,6 @@ def test_what_keeps_a_layer_from_being_fused(rank: int) -> None:
         for layer, length in ((column, 16), (row, 32)):
             said(layer, "a block has fewer than 33 rows", length=length)
             said(layer, "fused", length=length + 2)
-        said(row, "sequence length 65 is not divisible by 2", length=65)
         said(column, "gather_output needs the whole output", runtime_gather_output=True)
         for owner, name, value, reason in (
             (column, "is_expert", True, "expert layers are left to the token dispatcher"),
