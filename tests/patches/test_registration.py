@@ -117,7 +117,7 @@ helper_beside_the_script.found.append((__name__, sys.argv, fused))
 def test_a_script_is_launched_as_if_it_were_started(
     command, tmp_path, monkeypatch, options
 ) -> None:
-    monkeypatch.setattr(sys, "path", ["replaced by the script's folder", *sys.path])
+    monkeypatch.setattr(sys, "path", [*sys.path])
     (tmp_path / "helper_beside_the_script.py").write_text("found = []\n")
     monkeypatch.delitem(sys.modules, "helper_beside_the_script", raising=False)
     (tmp_path / "pretrain.py").write_text(SCRIPT)
