@@ -2,7 +2,8 @@
 
 All processes have to create new process groups in the same order, and HCCL connects a group on its
 first use.  Both belong to the set-up of groups and must not happen in a forward.  The lanes are
-therefore created right after ``initialize_model_parallel``, which closes those of a previous call.
+therefore created right after ``initialize_model_parallel`` and closed before
+``destroy_model_parallel``.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from commfuse_npu.runtime.transport import Transport
 from mindspeed_patches.patching import around
 
 _logger = logging.getLogger(__name__)
-_SET_UP = "megatron.core.parallel_state.initialize_model_parallel"
+_MODULE = "megatron.core.parallel_state"
 
 
 class LaneGroup(NamedTuple):
@@ -65,7 +66,7 @@ parameters, as a common order of buckets would require."""
 
 
 class LaneUser:
-    """Base class of wrappers that run ops over lanes, created with Megatron's groups.
+    """Base class of wrappers that run ops over lanes, created and closed with Megatron's groups.
 
     Args:
         name: of the object whose ``transport`` this is, for messages.
@@ -101,7 +102,8 @@ class LaneUser:
 
     def register_lanes(self, manager: Any) -> None:
         """Register with MindSpeed's patch manager, or with our stand-in."""
-        manager.register_patch(_SET_UP, self.initialize_model_parallel_wrapper)
+        for name in ("initialize_model_parallel", "destroy_model_parallel"):
+            manager.register_patch(f"{_MODULE}.{name}", getattr(self, f"{name}_wrapper"))
 
     @around
     def initialize_model_parallel_wrapper(
@@ -111,6 +113,14 @@ class LaneUser:
         initialize(*args, **kwargs)
         self.close()
         self.open(kwargs.get("distributed_timeout_minutes", 30))
+
+    @around
+    def destroy_model_parallel_wrapper(
+        self, destroy: Callable[..., None], *args: Any, **kwargs: Any
+    ) -> None:
+        """Close the lanes before Megatron destroys the groups that they connect."""
+        self.close()
+        destroy(*args, **kwargs)
 
     def open(self, timeout_minutes: float) -> None:
         """Create the lanes: a collective of all processes, called once Megatron's groups exist."""

@@ -41,7 +41,11 @@ def main(command: Sequence[str] | None = None, prepare: Callable[[], object] = i
         raise SystemExit(f"mindspeed_patches.launch: {why}")
     # From here on as if the script had been started directly.
     sys.argv = command
-    sys.path.insert(0, os.path.dirname(os.path.abspath(script)))
+    folder = os.path.dirname(os.path.abspath(script))
+    if getattr(sys.flags, "safe_path", False):  # not before Python 3.11
+        sys.path.insert(0, folder)
+    else:
+        sys.path[0] = folder
     prepare()
     runpy.run_path(script, run_name="__main__")
 

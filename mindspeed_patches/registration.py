@@ -11,11 +11,12 @@ from __future__ import annotations
 import argparse
 import functools
 import importlib
+import os
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from commfuse_npu.packages import TOGETHER
+from commfuse_npu.packages import TOGETHER, WHY_WITHOUT, WITHOUT_MINDSPEED, find_package, numbers
 from mindspeed_patches.feature import CommFuseFeature
 
 FEATURE = CommFuseFeature()
@@ -33,8 +34,10 @@ def install() -> CommFuseFeature:
         The feature, the same object in every call.
 
     Raises:
-        RuntimeError: MindSpeed is missing or too old, or has applied its patches already.
+        RuntimeError: MindSpeed is missing, it or MindSpeed-LLM is too old, or Megatron too new, or
+            MindSpeed has applied its patches already.
     """
+    _check_versions()
     manager = _features_manager()
     replace_list = manager.set_features_list
     if getattr(replace_list, "keeps", None) is FEATURE:
@@ -91,3 +94,21 @@ def _features_manager() -> Any:
             "MindSpeed use mindspeed_patches.LinearWrappers on Megatron's layers"
         ) from error
     return module.MindSpeedFeaturesManager
+
+
+def _check_versions() -> None:
+    """Refuse a MindSpeed-LLM without a feature manager, and a Megatron core that is too new for it.
+
+    Both packages are located without importing them.
+    """
+    llm = find_package("mindspeed_llm", {})
+    if llm is not None and llm.folders and llm.folder_with("tasks/megatron_adaptor_v2.py") is None:
+        raise RuntimeError(
+            f"the MindSpeed-LLM in {llm.folders[0]} is 2.1.0 or older: it has no feature "
+            f"manager, so that features cannot be added to it; use {TOGETHER}"
+        )
+    core = find_package("megatron", os.environ)
+    if core is not None and core.version and numbers(core.version) >= WITHOUT_MINDSPEED:
+        raise RuntimeError(
+            f"Megatron core {core.version} in {core.folders[0]}: {WHY_WITHOUT}; use {TOGETHER}"
+        )

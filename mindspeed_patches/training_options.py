@@ -117,6 +117,11 @@ def check_options(args: argparse.Namespace, *, complete: bool = False) -> None:
             )
         return
     check_compatible(args)
+    if options.commfuse_attention and "proj" not in options.commfuse_layers:
+        raise ValueError(
+            f"--commfuse-attention needs proj among --commfuse-layers "
+            f"{','.join(options.commfuse_layers)}: it is fused with the output projection; add it"
+        )
     given = options.commfuse_chunks, options.commfuse_taper
     if options.commfuse_tuning == "on" and given != (None, 1):
         raise ValueError(

@@ -142,7 +142,7 @@ class UlyssesWrappers(LaneUser):
         if joined is not None and joined.qkv:
             heads, mask = (query, key, value), joined.mask
         else:
-            reason = PARTNER if active_turns() is not None else heads_obstacle(query, key, value)
+            reason = self._obstacle(attention) or heads_obstacle(query, key, value)
             length, batch = query.shape[0] * lanes.size, query.shape[1]
             allowed = reason or mask_of(core, args, kwargs, length, batch)
             if isinstance(allowed, str):
@@ -173,7 +173,7 @@ class UlyssesWrappers(LaneUser):
         local = getattr(core, "local_attn", None)
         exchanges = getattr(local, "ulysses_comm_para", None) and hasattr(layer, "linear_qkv")
         with ExitStack() as stack:
-            if exchanges and active_turns() is None:
+            if exchanges and self._obstacle(layer.core_attention) is None:
                 arguments |= self._join(layer, rows, batch, arguments, stack)
             return forward(layer, hidden_states, attention_mask, **arguments)
 
@@ -247,6 +247,21 @@ class UlyssesWrappers(LaneUser):
         self._linears.calls["ulysses", "fused"] += 1
         arguments = {**mask, "scale": scale, "options": self._options[False]}
         return attention_all_to_all(*heads, transport=self.lanes(), **arguments)
+
+    def _obstacle(self, attention: Any) -> str | None:
+        """Why this exchange of heads keeps its own forward, whatever its mask is."""
+        if active_turns() is not None:
+            return PARTNER
+        exchange = attention.local_attn.ulysses_comm_para
+        if exchange["spg"] is not self.lanes().group:
+            return "it exchanges heads over another group than the context-parallel one"
+        # MindSpeed and MindSpeed-LLM never pass these; a program on top of MindSpeed may.
+        if (exchange.get("scatter_idx", 2), exchange.get("gather_idx", 0)) != (2, 0):
+            return "it exchanges other dimensions than heads and sequence"
+        calculator = type(exchange.get("gather_size_calculator")).__name__
+        if calculator not in ("NoneType", "DefaultGatherSizeCalculator"):
+            return f"{calculator} may gather another number of rows than all ranks have"
+        return None
 
 
 def innermost(local: Any) -> Any:

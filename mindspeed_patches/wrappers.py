@@ -94,6 +94,9 @@ class LinearWrappers(LaneUser):
         reported: reasons that were logged, or printed at the start, by ``(layer, reason)``.
         min_rows: layers with fewer rows in a rank's block keep Megatron's forward: 0, or
             :func:`~commfuse_npu.plan.min_rows_to_fuse`.
+
+    Raises:
+        ValueError: a layer is unknown.
     """
 
     def __init__(
@@ -105,6 +108,11 @@ class LinearWrappers(LaneUser):
         rows: int | None = None,
         hidden: int | None = None,
     ) -> None:
+        unknown = sorted(set(layers) - set(LAYERS))
+        if unknown:
+            raise ValueError(
+                f"unknown layers {', '.join(unknown)}; choose from {', '.join(LAYERS)}"
+            )
         super().__init__("LinearWrappers", TENSOR_PARALLEL, options.schedule.lanes)
         self.calls: Counter[tuple[str, str]] = Counter()
         self.layers = frozenset(layers)

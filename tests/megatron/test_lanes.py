@@ -1,4 +1,4 @@
-"""Lanes are opened with Megatron's groups and do not affect other groups."""
+"""Lanes are opened and closed with Megatron's groups and do not affect other groups."""
 
 from typing import Any
 from unittest import mock
@@ -34,6 +34,7 @@ def life_of_the_lanes(rank: int, folder: str) -> None:
         user.register_lanes(manager)
     manager.apply_patches()
     for (tensor, context), (layers, shared) in expected.items():
+        assert [user.transport for user in users] == [None] * 4
         state.initialize_model_parallel(
             tensor, context_parallel_size=context, distributed_timeout_minutes=3
         )
@@ -47,9 +48,7 @@ def life_of_the_lanes(rank: int, folder: str) -> None:
         assert own[2] is not own[3]
         assert [lanes.order_log is not None for lanes in own] == [True, False, False, False]
         state.destroy_model_parallel()
-    for user in users:
-        user.close()
-        assert user.transport is None
+    assert [user.transport for user in users] == [None] * 4
     manager.remove_patches()
     log = shared_order_log(folder, rank, dist.get_world_size())
     log.close()
@@ -57,7 +56,7 @@ def life_of_the_lanes(rank: int, folder: str) -> None:
     assert len(log.path.read_text().splitlines()) == 6
 
 
-def test_made_with_the_groups_given_up_with_the_next_ones_and_recorded(ranks, tmp_path) -> None:
+def test_made_with_the_groups_given_up_with_them_and_recorded(ranks, tmp_path) -> None:
     ranks(4).run(life_of_the_lanes, str(tmp_path / "log"))
 
 

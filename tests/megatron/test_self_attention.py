@@ -131,3 +131,7 @@ def test_positions_are_gathered_once_per_tensor(rank: int) -> None:
         expect(part, 11)  # forgotten
         positions.of((part, None), dist.new_group([0, 1]))
         assert gather.call_count == 12  # of another group
+        with torch.inference_mode():
+            unseen = torch.ones(2, 2)
+            expect(unseen, 13)
+            expect(unseen.add_(1), 14)

@@ -91,3 +91,5 @@ def test_the_lines_of_the_page_fuse_a_model_over_lanes_that_have_to_exist(rank: 
             layer(torch.ones(4, 2, HIDDEN))
         names["manager"].remove_patches()
         assert not hasattr(mlp().linear_fc1, "commfuse_layer"), "patches were not removed"
+    with pytest.raises(ValueError, match="unknown layers fc3; choose from qkv, q_down, q_up, kv_"):
+        type(wrappers)(layers=("fc1", "fc3"))

@@ -38,6 +38,7 @@ UNUSED = {"use_commfuse": False, **ULYSSES, **DATA_PARALLEL}
         ("--commfuse-attention", UNUSED, "--commfuse-attention needs --use-commfuse, .+; add"),
         ("--commfuse-taper 0.1", {}, r"taper is 0\.1; from 1/8 to 8"),
         ("--commfuse-tuning on --commfuse-chunks 4", {}, "-chunks 4 .* leave one or the other out"),
+        ("--commfuse-attention --commfuse-layers qkv,fc1", {}, "needs proj .* qkv,fc1: .*; add it"),
         ("--commfuse-lanes 0", {}, "argument --commfuse-lanes: '0' is not a whole number from 1"),
         ("--commfuse-layers qkv,fc3", {}, "-layers: 'fc3' is unknown; choose from"),
         ("--commfuse-layers ,", {}, "-layers: ',' is an empty list; give one word at least"),

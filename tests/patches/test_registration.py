@@ -11,6 +11,7 @@ pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
 from megatron.core.tensor_parallel import layers
 
+from commfuse_npu.packages import Package
 from mindspeed_patches import launch, registration
 
 STAND_INS = Path(__file__).parent / "stand_ins"
@@ -87,6 +88,19 @@ def test_after_mindspeed_it_is_too_late(command, package: str, own: str, adaptor
     assert wrapped() == 0
 
 
+def test_versions_that_nothing_can_be_added_to_are_refused(command, tmp_path, monkeypatch) -> None:
+    found = {"megatron": Package("0.17.0", (Path("/megatron"),))}
+    with monkeypatch.context() as patch:
+        patch.setattr(registration, "find_package", lambda name, _: found.get(name))
+        with pytest.raises(RuntimeError, match=r"core 0\.17\.0 in /megatron: from 0\.17 .*2\.3\.0"):
+            registration.install()
+    (tmp_path / "mindspeed_llm" / "tasks").mkdir(parents=True)
+    (tmp_path / "mindspeed_llm" / "__init__.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(RuntimeError, match=r"is 2\.1\.0 or older: it has no feature manager.*use "):
+        registration.install()
+
+
 def test_a_missing_mindspeed_is_named_and_what_it_misses_reported(tmp_path, monkeypatch) -> None:
     forget()
     if importlib.util.find_spec("mindspeed") is not None:
@@ -117,7 +131,7 @@ helper_beside_the_script.found.append((__name__, sys.argv, fused))
 def test_a_script_is_launched_as_if_it_were_started(
     command, tmp_path, monkeypatch, options
 ) -> None:
-    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(sys, "path", ["replaced by the script's folder", *sys.path])
     (tmp_path / "helper_beside_the_script.py").write_text("found = []\n")
     monkeypatch.delitem(sys.modules, "helper_beside_the_script", raising=False)
     (tmp_path / "pretrain.py").write_text(SCRIPT)

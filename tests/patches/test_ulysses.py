@@ -10,30 +10,38 @@ import torch
 from mindspeed_patches.ulysses import UlyssesWrappers, innermost, scale_of
 from mindspeed_patches.wrappers import LinearWrappers
 
+GROUP = object()
 
-def attention(mask: str = "causal") -> Any:
+
+def attention(mask: str = "causal", **exchange: Any) -> Any:
     """The attributes of MindSpeed's class that the wrapper reads; newer versions nest the core."""
     config = SimpleNamespace(attention_dropout=0.0)
     core = SimpleNamespace(config=config, attn_mask_type=mask, training=True)
-    return SimpleNamespace(local_attn=SimpleNamespace(core_attention=core, config=config))
+    local = SimpleNamespace(core_attention=core, config=config)
+    local.ulysses_comm_para = {"spg": GROUP} | exchange
+    return SimpleNamespace(local_attn=local)
 
 
 @pytest.mark.parametrize(
-    ("mask", "beside", "keys", "reason"),
+    ("attention", "beside", "keys", "reason"),
     [
-        ("padding", None, 8, "its mask is padding"),
-        ("causal", None, 6, "queries (8, 1, 4, 4) and keys (6, 1, 2, 4) are not of one sequence"),
-        ("causal", "another micro-batch", 8, "forward-backward overlap hides its transfers alrea"),
+        (attention("padding"), None, 8, "its mask is padding"),
+        (attention(), None, 6, "queries (8, 1, 4, 4) and keys (6, 1, 2, 4) are not of one sequen"),
+        (attention(), "another micro-batch", 8, "forward-backward overlap hides its transfers al"),
+        (attention(spg=object()), None, 8, "over another group than the context-parallel one"),
+        (attention(scatter_idx=1), None, 8, "it exchanges other dimensions than heads and seq"),
+        (attention(gather_idx=1), None, 8, "it exchanges other dimensions than heads and sequen"),
+        (attention(gather_size_calculator=object()), None, 8, "object may gather another number"),
     ],
 )
-def test_obstacles_by_their_reason(mask, beside, keys, reason, caplog, monkeypatch) -> None:
+def test_obstacles_by_their_reason(attention, beside, keys, reason, caplog, monkeypatch) -> None:
     monkeypatch.setattr("mindspeed_patches.ulysses.active_turns", lambda: beside)
     linears = LinearWrappers()
     ulysses: Any = UlyssesWrappers(linears)
-    ulysses.transport = SimpleNamespace(size=2)
+    ulysses.transport = SimpleNamespace(size=2, group=GROUP)
     forward, own = ulysses.ulysses_forward_wrapper, Mock(__name__="forward")
     qkv = torch.zeros(8, 1, 4, 4), *[torch.zeros(keys, 1, 2, 4)] * 2
-    called = (attention(mask), *qkv, torch.zeros(1, 1, 15, 15))
+    called = (attention, *qkv, torch.zeros(1, 1, 15, 15))
     for _ in range(2):
         forward(own)(*called, attention_bias=None)
     assert own.mock_calls == [call(*called, attention_bias=None)] * 2
