@@ -46,7 +46,7 @@ def layers(launch: AskedLaunch) -> str:
 
 def remarks(launch: AskedLaunch) -> list[str]:
     """What stands against a launch, and what in it is not as meant."""
-    texts = "has no effect", "given to the script itself", "without --sequence-parallel"
+    texts = "has no effect", "given to the script itself"
     notes = [note for note in obstacles(launch).notes for text in texts if text in note]
     return [*filter(None, [obstacles(launch).fused]), *plan_launch(launch, SERVER).problems, *notes]
 
@@ -55,13 +55,6 @@ def shares(launch: AskedLaunch) -> set[float]:
     """How much of the forwards is run again, of every stage."""
     job = training_of(launch)
     return {job.recomputed_share(place) for place in range(len(job.places))}
-
-
-def too(launch: AskedLaunch) -> list[str]:
-    """Our other options that can be given."""
-    start, end = "with --use-commfuse ", " can be given, too"
-    notes = obstacles(launch).notes
-    return [note[len(start) : -len(end)] for note in notes if note.endswith(end)]
 
 
 def paired(launch: AskedLaunch) -> tuple[str, float | None]:
@@ -113,8 +106,6 @@ VALUES: list[tuple[Callable[[AskedLaunch], Any], dict[str, Any]]] = [
         f"{SP} --cpu-offloading-num-layers 0": f"{DENSE} | ",
         f"{SP} --full-attention-interval 4":
             "q,_k,_v_apart delta-net_in delta-net_out proj fc1 fc2 output | ",
-        f"{SP} --spec x.mamba_spec s --hybrid-attention-ratio 0.1 --hybrid-mlp-ratio 0.5":
-            "qkv mamba_in mamba_out proj fc1 fc2 output | ",
         f"{SP} --spec x.deepseek4_spec s": "fc1 fc2 output | CSA's_q_up,_o_down CSA's_o_up",
         # Short blocks stay Megatron's, if their limit is not lifted.
         f"{FOUR} --seq-length 1024": f" | {DENSE}",
@@ -130,18 +121,6 @@ VALUES: list[tuple[Callable[[AskedLaunch], Any], dict[str, Any]]] = [
         f"{ALONE} {ULYSSES} --commfuse-ulysses": [],
         f"{FUSED} --num-attention-heads 6 --kv-channels 16": [],
         "--config --commfuse-attention": [],  # the launchers switch dropout off
-    }),
-    (too, {
-        FOUR: ["--commfuse-attention, --commfuse-dp"],
-        f"{FOUR} --commfuse-attention": ["--commfuse-dp"],
-        f"{FOUR} --attention-dropout 0.1": ["--commfuse-dp"],
-        f"{FOUR} --context-parallel-size 2": ["--commfuse-dp"],
-        f"{FOUR} {ULYSSES}": ["--commfuse-ulysses, --commfuse-dp"],
-        f"{FOUR} --nproc_per_node 4": ["--commfuse-attention"],
-        "--config --nproc_per_node 16": ["--commfuse-attention, --commfuse-dp"],
-        ONE: ["--commfuse-dp"],  # at TP 1 nothing else is fused
-        f"{ONE} --use-custom-fsdp": [],
-        f"{FOUR} --use-ascend-coc": [],
     }),
     (paired, {
         f"{FOUR} --global-batch-size 16": ("", 7 / 8),
@@ -263,8 +242,6 @@ WORDS: list[tuple[Callable[[AskedLaunch], str], dict[str, tuple[str, ...]]]] = [
              "leave one of the two out; --lora-target-modules linear_qkv: LoRA wraps the linear"),
     }),
     (noted, {
-        f"{SIZES} --use-commfuse": ("without --sequence-parallel column-parallel layers keep",),
-        SIZES: ("without --sequence-parallel column-parallel layers keep Megatron's forward; add",),
         f"pretrain_gpt.py {FUSED}": ("--use-commfuse is given to the script itself, which does not "
                                      "know it; start -m mindspeed_patches.launch SCRIPT",),
         f"{ATTENTION} --recompute-activations": ("--commfuse-attention has no effect: selective "
@@ -272,8 +249,7 @@ WORDS: list[tuple[Callable[[AskedLaunch], str], dict[str, tuple[str, ...]]]] = [
         f"{ALONE} {DP} 1": ("--commfuse-dp has no effect: DP 1 transfers nothing",),
         f"{FUSED} --spec mine.spec layer_spec":
             ("--spec mine.spec layer_spec is not read: it is judged as Megatron's GPTModel",),
-        f"{FOUR} --seq-length 1024":
-            ("its blocks have 256 rows, and with fewer than 2500 Megatron's",),
+        f"{FUSED} --spec mindspeed_llm.x.mamba_spec layer_spec": ("it is judged as Megatron's",),
     }),
     (layer, {
         "--config --commfuse-chunks 2 --commfuse-attention":
