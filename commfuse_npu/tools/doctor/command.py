@@ -16,7 +16,6 @@ from commfuse_npu.tools.doctor.versions import (
     check_torch_npu_loads,
 )
 from commfuse_npu.tools.option_types import Parser
-from commfuse_npu.tools.terminal import print_verdict
 
 
 class Report(NamedTuple):
@@ -64,7 +63,7 @@ def main(words: Sequence[str]) -> int:
         findings = [finding._asdict() for finding in report.findings]
         print(json.dumps(report._asdict() | {"findings": findings}, indent=2))
         return int(not report.ready)
-    print_verdict(report.verdict, report.ready)
+    print(report.verdict)
     for section, found in groupby(report.findings, lambda finding: finding.section):
         print("", f"## {section}", "", *(f"  {finding}" for finding in found), sep="\n")
     return int(not report.ready)

@@ -29,7 +29,7 @@ from commfuse_npu.tools.simulate.recommend import (
     write_plan,
 )
 from commfuse_npu.tools.simulate.timed import as_json, best, show
-from commfuse_npu.tools.terminal import print_verdict, tell
+from commfuse_npu.tools.terminal import tell
 
 _HARDWARE = "ascend_910b_server"
 """The description if there are no NPUs here."""
@@ -129,8 +129,7 @@ def _launch(arguments: argparse.Namespace, words: Sequence[str]) -> int:
     default = descriptions.pop() if len(descriptions) == 1 else _HARDWARE
     hardware = Hardware.load(find_config(arguments.hardware or default, "hardware"))
     plan = plan_launch(launch, hardware)
-    print_verdict(plan.verdict, False if plan.problems else plan.adds or None)
-    print("", plan, sep="\n")
+    print(plan.verdict, "", plan, sep="\n")
     figures = partial(write_json, content=plan.as_json(), indent=1)
     write_output(arguments.json, ": all figures", figures)
     return int(bool(plan.problems))
