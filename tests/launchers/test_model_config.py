@@ -126,14 +126,13 @@ def test_what_a_command_line_leaves_out_is_what_megatron_takes() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"num_layers": ..., "num_layer": 3}, "unknown option 'num_layer'; did you mean num_layer"),
-        ({"pretrain_option": "--bf16"}, "unknown option 'pretrain_option'; did you mean pretrain_"),
         ({"commfuse_chunk": 2}, "unknown: --commfuse-chunk; did you mean --commfuse-chunks?"),
-        ({"sequence_parallel": "yes"}, "sequence_parallel: 'yes' is not true or false"),
+        ({"sequence_parallel": "yes"}, "--sequence-parallel: ignored explicit argument 'yes'"),
         ({"num_layers": 3.5}, "--num-layers: '3.5' is not a whole number from 1"),
-        ({"num_layers": True}, "num_layers: True is not a value"),
+        ({"num_layers": True}, "--num-layers: expected one argument"),
+        ({"num_layers": False}, "--num-layers: 'False' is not a whole number from 1"),
         ({"hidden_size": 10**12 + 1}, "is not a whole number from 1 to 1000000000000"),
-        ({"hidden_size": [1, 2]}, "hidden_size: [1, 2] is not a value"),
+        ({"hidden_size": [1, 2]}, "--hidden-size: '[1, 2]' is not a whole number from 1"),
         ({"tokenizer_type": None}, "tokenizer_type missing; every option has to be there"),
         ({"nnodes": ...}, "nnodes missing; every option has to be there"),
         *(({"pretrain_options": one}, f"{one!r} is not a line of opt") for one in (3, "overlap")),

@@ -39,13 +39,11 @@ LAUNCHES = (
     ("if then fi (", 2, "starts no pretraining: it ended with code 2, started nothing"),
     (f"{LAUNCH} --commfuse-chunk 2", 2, "is refused: unknown: --commfuse-chunk; did you mean"),
 )
-MACHINE = (ROOT / "configs" / "hardware" / "ascend_910b_server.yaml").read_bytes()
 FILES = {
     "file": b"x",
     "broken.yaml": b"a: [1, 2\nb: }",
     "empty.yaml": b"",
     "bad.yaml": b"a: 1",
-    "machine.yaml": MACHINE,
     "log/rank_0.jsonl": b"\xff\xfe\n",
     "run/measured.json": b"{}",
     "good.sh": LAUNCH.encode(),
@@ -72,7 +70,6 @@ QUESTIONS = (
     ("plan there -- --commfuse-chunks 4", "-- --commfuse-chunks: no effect on there"),
     ("plan there --jsn x.json", "unknown: --jsn x.json; did you mean --json?"),
     ("plan goof.sh", "a folder of profiles, or --model NAME; did you mean good.sh?"),
-    ("simulate --model machine.yaml", "machine.yaml describes a machine; give it as --hardware"),
     ("simulate --dp 2048", "16384 NPUs are more than the 8192 of 1024 nodes of 8; choose smaller"),
     ("simulate --tp 3", "their common divisor 8 is not divisible by TP 3; choose TP 2 or 4"),
     ("bench --works mlp,mpl", "'mpl' is unknown; choose from mlp, layers, micro-batches; did you"),
