@@ -54,8 +54,8 @@ def check_variables(machine: Machine) -> Iterator[Finding]:
     for name, (good, advice) in _VARIABLES.items():
         setting = machine.variables.get(name, "")
         if re.fullmatch(good, setting):
-            yield Finding("environment", name, "ok", setting or "unset")
+            yield Finding(name, "ok", setting or "unset")
         else:
             # Without NPUs, an unset one is only a note.
             level: Level = "warning" if setting or listed_npus(machine) else "note"
-            yield Finding("environment", name, level, setting or "unset", advice.format(name))
+            yield Finding(name, level, setting or "unset", advice.format(name))

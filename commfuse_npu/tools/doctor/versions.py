@@ -3,7 +3,6 @@
 import re
 import sys
 from collections.abc import Iterator, Sequence
-from functools import partial
 from pathlib import Path
 
 from commfuse_npu.packages import (
@@ -19,7 +18,6 @@ from commfuse_npu.tools.doctor.machine import Finding, Level, Machine, listed_np
 TRY_TORCH_NPU = "import torch, torch_npu; print(); print('NPUs:', torch.npu.device_count())"
 """The program that a separate Python runs."""
 _AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
-_finding = partial(Finding, "versions")
 
 
 def check_torch(machine: Machine) -> Iterator[Finding]:
@@ -27,27 +25,27 @@ def check_torch(machine: Machine) -> Iterator[Finding]:
     torch, npu = machine.find("torch"), machine.find("torch_npu")
     if torch is None:
         advice = "install torch 2.1 or newer, with a torch_npu of the same version for NPUs"
-        yield _finding("torch", "error", "not found", advice)
+        yield Finding("torch", "error", "not found", advice)
         return
     version = torch.version or "unknown"
     if (0,) < numbers(version) < (2, 1):
-        yield _finding("torch", "error", version, "install 2.1 or newer")
+        yield Finding("torch", "error", version, "install 2.1 or newer")
     else:
-        yield _finding("torch", "ok", version)
+        yield Finding("torch", "ok", version)
     together = f"install torch=={NPU_TORCH} and torch_npu=={NPU_TORCH}"
     if npu is None:
         level: Level = "error" if listed_npus(machine) else "note"
-        yield _finding("torch_npu", level, "not found", f"needed on NPUs: {together}")
+        yield Finding("torch_npu", level, "not found", f"needed on NPUs: {together}")
         return
     bridge = npu.version or "unknown"
     if numbers(bridge)[:3] != numbers(version)[:3]:
         advice = f"install torch {bridge} or torch_npu {version}"
-        yield _finding("torch_npu", "error", f"{bridge} beside torch {version}", advice)
+        yield Finding("torch_npu", "error", f"{bridge} beside torch {version}", advice)
     elif machine.find("mindspeed_llm") is not None and numbers(version)[:3] != numbers(NPU_TORCH):
         advice = f"{together}, which it is built for"
-        yield _finding("torch_npu", "warning", f"{bridge} with MindSpeed-LLM", advice)
+        yield Finding("torch_npu", "warning", f"{bridge} with MindSpeed-LLM", advice)
     else:
-        yield _finding("torch_npu", "ok", bridge)
+        yield Finding("torch_npu", "ok", bridge)
 
 
 def check_torch_npu_loads(machine: Machine) -> Iterator[Finding]:
@@ -56,31 +54,31 @@ def check_torch_npu_loads(machine: Machine) -> Iterator[Finding]:
         return
     result = machine.run("env", f"{_AUTOLOAD}=0", sys.executable, "-c", TRY_TORCH_NPU)
     if result.exit_code == 0:
-        yield _finding("import torch_npu", "ok", result.last_line)
+        yield Finding("import torch_npu", "ok", result.last_line)
         return
     level: Level = "warning"
     advice = "without NPUs use an environment that torch_npu is not in"
     if listed_npus(machine):
         level, advice = "error", "install CANN, and source its set_env.sh here"
-    yield _finding("import torch_npu", level, f"failed: {result.last_line}", advice)
+    yield Finding("import torch_npu", level, f"failed: {result.last_line}", advice)
     setting = machine.variables.get(_AUTOLOAD, "unset")
     if setting != "0":
         advice = f"export {_AUTOLOAD}=0, or repair torch_npu: torch imports it by itself and fails"
-        yield _finding(_AUTOLOAD, "error", setting, advice)
+        yield Finding(_AUTOLOAD, "error", setting, advice)
 
 
 def check_cann(machine: Machine) -> Finding:
     """Check that CANN is installed, its environment is set, and it is new enough."""
     home = machine.variables.get("ASCEND_HOME_PATH") or machine.variables.get("ASCEND_TOOLKIT_HOME")
     if not home and not machine.cann.exists():
-        return _finding("CANN", "note", "not found", "needed on NPUs")
+        return Finding("CANN", "note", "not found", "needed on NPUs")
     if not home:
         text = f"in {machine.cann}, but ASCEND_HOME_PATH is unset"
-        return _finding("CANN", "error", text, f"source {machine.cann.parent / 'set_env.sh'}")
+        return Finding("CANN", "error", text, f"source {machine.cann.parent / 'set_env.sh'}")
     version = _cann_version(Path(home))
     if version is None:
         advice = "point ASCEND_HOME_PATH at the toolkit: ascend_*install.info is below it"
-        return _finding("CANN", "warning", f"no version in {home}", advice)
+        return Finding("CANN", "warning", f"no version in {home}", advice)
     if numbers(version)[:2] == (9, 0):
         advice = (
             "update it to 9.1 or newer, or take 8.5: hcomm 9.0 drops return codes of grouped "
@@ -88,11 +86,11 @@ def check_cann(machine: Machine) -> Finding:
             "reported as done; or leave --use-commfuse out; --commfuse-fb-overlap needs no such "
             "transfer"
         )
-        return _finding("CANN", "warning", version, advice)
+        return Finding("CANN", "warning", version, advice)
     if numbers(version) < (8, 3):
         advice = f"update it to 8.3 or newer, for torch_npu {NPU_TORCH}"
-        return _finding("CANN", "warning", version, advice)
-    return _finding("CANN", "ok", version)
+        return Finding("CANN", "warning", version, advice)
+    return Finding("CANN", "ok", version)
 
 
 def _cann_version(home: Path) -> str | None:
@@ -129,7 +127,7 @@ def check_stack(machine: Machine) -> Iterator[Finding]:
             # Without a version number, its files decide.
             elif not package.version or _fits(numbers(text), versions, on_npu):
                 level, advice = "ok", ""
-        yield _finding(title, level, text, advice)
+        yield Finding(title, level, text, advice)
 
 
 def _fits(version: tuple[int, ...], supported: Sequence[str], with_mindspeed: bool) -> bool:
