@@ -80,7 +80,7 @@ class LaunchPlan(NamedTuple):
         timed = [form for form in possible if form.seconds is not None]
         if timed:
             return min(timed, key=lambda form: form.seconds or 0.0)
-        fuses = any(layer.operator for layer in self.layers)
+        fuses = not all(layer.reason for layer in self.layers)
         ours = (form for form in possible if form.flags and (form.name != _FUSED or fuses))
         return next(ours, None)
 

@@ -154,16 +154,14 @@ def _paired(options: Options, config: ModelConfig) -> tuple[float | None, str]:
 
 
 class Judged(NamedTuple):
-    """The forward of a kind of linear layer: the op that runs, or why it is Megatron's own."""
+    """A kind of linear layer, and why its forward is Megatron's own; no reason: it is fused."""
 
     layer: str
     reason: str
-    operator: str
 
     def __str__(self) -> str:
-        if not self.operator:
-            return f"{self.layer}: Megatron's own forward, because {self.reason}"
-        return f"{self.layer}: {self.operator}"
+        own = f"Megatron's own forward, because {self.reason}"
+        return f"{self.layer}: {own if self.reason else 'fused'}"
 
 
 _Layer = tuple[str, bool, str, str]
@@ -211,26 +209,19 @@ def _layers(options: Options) -> Iterator[_Layer]:
 
 def _judge(launch: AskedLaunch, least: int) -> Iterator[Judged]:
     """The verdict on each linear layer; ``least`` rows are fused."""
-    options, fuse = launch.options, launch.fuse
-    split = launch.config.uses_sequence_parallel
-    with_attention = fuse.commfuse_attention and not _attention_obstacle(options, launch.config)
+    options = launch.options
     for name, column, known_as, kept in _layers(options):
         reason = kept or layer_obstacle(
             known_as,
             column=column,
-            split=split,
+            split=launch.config.uses_sequence_parallel,
             size=size_of(options, "tensor-model"),
-            layers=fuse.commfuse_layers,
+            layers=launch.fuse.commfuse_layers,
             given=partial(_given, options),
             rows=launch.config.block_rows,
             least=least,
         )
-        operator = "linear_reduce_scatter" if split else "linear_all_reduce"
-        if column:
-            operator = "all_gather_linear"
-        elif name == "proj" and with_attention:
-            operator = "attention_linear_reduce_scatter"
-        yield Judged(name, reason or "", "" if reason else operator)
+        yield Judged(name, reason or "")
 
 
 def _given(options: Options, attribute: str) -> bool:

@@ -23,7 +23,7 @@ LAUNCH = (
 STAGES = f"{LAUNCH} --pipeline-model-parallel-size 2"
 # A script with a launch, the status of `plan SCRIPT`, and its message.
 LAUNCHES = (
-    (f"{LAUNCH} --noop-layers 1,99", 2, "--noop-layers: '99' is no layer"),
+    (f"{LAUNCH} --noop-layers 1,x", 2, "--noop-layers is 'x'; give a whole number from 0"),
     (f"{STAGES} --num-layer-list 9,9", 1, "does not fit PP 2 and 4 layers; give a number for"),
     (f"{LAUNCH} --expert-model-parallel-size 0", 2, "is '0'; give a whole number from 1"),
     (f"{STAGES} --num-layers-per-virtual-pipeline-stage 3", 2, "4 layers are not divisible by it"),

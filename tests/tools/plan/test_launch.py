@@ -107,13 +107,10 @@ def test_another_machine_has_other_times(plan: Plan, monkeypatch: pytest.MonkeyP
 
 def test_what_would_be_fused_and_what_is_wrong_is_listed(plan: Plan, capsys) -> None:
     report = plan(f"{TP} {MANY} --use-commfuse")
-    assert {layer["layer"]: layer["operator"] for layer in report["layers"]} == {
-        **dict.fromkeys(("qkv", "fc1", "output"), "all_gather_linear"),
-        **dict.fromkeys(("proj", "fc2"), "linear_reduce_scatter"),
-    }
+    assert [layer["reason"] for layer in report["layers"]] == [""] * 5
     printed = capsys.readouterr().out
     assert "Note: --use-commfuse is given to the script itself, which does not know" in printed
-    assert f"forward, per rank ({report['schedule']}):\n  qkv: all_gather_linear\n" in printed
+    assert f"forward, per rank ({report['schedule']}):\n  qkv: fused\n" in printed
     assert plan(f"{TP} {MANY} --use-ascend-coc")["layers"]
     printed = capsys.readouterr().out
     assert "per rank" not in printed

@@ -40,7 +40,7 @@ MOE = f"{FOUR_16} --num-experts 4"
 def layers(launch: AskedLaunch) -> str:
     """The layers that are fused | that are not."""
     found = obstacles(launch).layers
-    sides = ([x.layer for x in found if bool(x.operator) == fused] for fused in (True, False))
+    sides = ([x.layer for x in found if bool(x.reason) == kept] for kept in (False, True))
     return " | ".join(" ".join(name.replace(" ", "_") for name in side) for side in sides)
 
 
@@ -252,10 +252,7 @@ WORDS: list[tuple[Callable[[AskedLaunch], str], dict[str, tuple[str, ...]]]] = [
         f"{FUSED} --spec mindspeed_llm.x.mamba_spec layer_spec": ("it is judged as Megatron's",),
     }),
     (layer, {
-        "--config --commfuse-chunks 2 --commfuse-attention":
-            ("proj: attention_linear_reduce_scatter",),
-        f"{ATTENTION} --recompute-granularity selective": ("proj: linear_reduce_scatter",),
-        f"{SIZES} --commfuse-chunks 1": ("proj: linear_all_reduce",),
+        f"{SIZES} --commfuse-chunks 1": ("proj: fused",),
         f"{FOUR} --seq-length 1024":
             ("qkv: Megatron's own forward, because a block has fewer than 2500 rows",),
         # Who moves the tokens of experts.
