@@ -3,11 +3,10 @@
 import argparse
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
-from commfuse_npu.did_you_mean import did_you_mean
 from commfuse_npu.tools.terminal import tell
 
 
@@ -19,16 +18,6 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(allow_abbrev=False, **options)
-
-    def parse_args(  # type: ignore[override]
-        self, args: Sequence[str] | None = None, namespace: Any = None
-    ) -> argparse.Namespace:
-        options, unknown = self.parse_known_args(args, namespace)
-        if unknown:
-            names = [name for action in self._actions for name in action.option_strings]
-            near = did_you_mean(unknown[0].partition("=")[0], names)
-            self.error(f"unknown: {' '.join(unknown)}{near}")
-        return options
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")

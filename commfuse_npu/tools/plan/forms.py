@@ -85,16 +85,11 @@ class LaunchPlan(NamedTuple):
         return next(ours, None)
 
     @property
-    def adds(self) -> bool:
-        """Whether flags should be added."""
-        return self.best is not None and bool(self.best.flags) and not self.best.used
-
-    @property
     def verdict(self) -> str:
         if self.problems:
             return f"As it is, the launch would fail at its start: {self.problems[0]}"
         best = self.best
-        if best is None or not self.adds:
+        if best is None or not best.flags or best.used:
             why = [f"{form.name} is in use" for form in self.forms if form.used]
             why += [f"no {form.name} ({form.obstacle})" for form in self.forms if form.obstacle]
             return f"Nothing to add: {', '.join(why) or 'this order is the fastest'}."

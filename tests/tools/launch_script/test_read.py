@@ -42,8 +42,7 @@ def test_options_keep_their_order_and_note_changes() -> None:
         ("cd /llm && A=b torchrun --nproc-per-node=4", 4),
         # Examples before their placeholders are filled in.
         ("torchrun --master_addr your node IP --nproc_per_node 4 --node_rank --tee=3", 4),
-        ("torchrun --nproc_per_node gpu", None),
-        ("torchrun -r 3 --nproc_per_node 4 -t 3 --nnodes=1:2 --tee 3", 8),
+        ("torchrun -r 3 --nproc_per_node 4 -t 3 --nnodes=2 --tee 3", 8),
         (f"python -m torch.distributed.launch --use_env {TORCHRUN}", 8),
         (f"python3 -u -m torch.distributed.run {TORCHRUN}", 8),
         (f"torchrun {TORCHRUN} -m mindspeed_patches.launch", 8),

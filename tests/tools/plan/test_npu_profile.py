@@ -109,7 +109,7 @@ def test_several_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
          "_ascend_pt cannot be evaluated: KeyError: 'Accelerator Core'; record it with"),
         ("kernel_details.csv", HEAD + "\n13,a", "_ascend_pt cannot be evaluated: AttributeError: "),
         ("kernel_details.csv", None, "kernel_details.csv'; record it with"),
-        (".", None, "if one was recorded, but not analysed: python -c 'from torch_npu.profiler"),
+        (".", None, "has no *_ascend_pt with ASCEND_PROFILER_OUTPUT in it; record it with"),
     ],
 )  # fmt: skip
 def test_what_is_missing_is_named(
