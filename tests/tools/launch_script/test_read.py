@@ -129,6 +129,12 @@ def test_neither_torchrun_nor_python_can_be_brought_back(script: Path, tmp_path:
     assert not (tmp_path / "started").exists()
 
 
+def test_a_training_in_the_background_is_read(script: Path) -> None:
+    script.write_text("torchrun pretrain_gpt.py --bf16 > log 2>&1 &\nexit 3\n", "utf-8")
+    assert read_launch([str(script)], script.parent).options.words == ["--bf16"]
+    assert not (script.parent / "log").read_text("utf-8")
+
+
 def test_two_trainings_are_noted_and_assignments_reach_the_script(script: Path) -> None:
     script.write_text(
         "torchrun --nproc_per_node $COUNT pretrain_gpt.py --bf16\n"
@@ -138,23 +144,6 @@ def test_two_trainings_are_noted_and_assignments_reach_the_script(script: Path) 
     launch = read_launch(["COUNT=2", "bash", str(script)], script.parent)
     assert (launch.processes, launch.environment["COUNT"]) == (2, "2")
     assert launch.notes == ["pretrain_it.sh starts 2 trainings; this is about the first"]
-
-
-# ------------------------------------------------------------------ what a script would start
-
-
-def test_what_is_started_is_written_down_and_not_run(script: Path, tmp_path: Path) -> None:
-    """Another module, and a background job."""
-    script.write_text(
-        f"rm -r {tmp_path}/precious\npython3 -m json.tool --no\n"
-        "torchrun pretrain_gpt.py --bf16 > log 2>&1 &\nexit 3\n",
-        "utf-8",
-    )
-    commands, printed, code = capture_commands([str(script)], tmp_path, dict(os.environ))
-    words = sorted(" ".join(words) for words, *_ in commands)
-    assert words == ["python3 -m json.tool --no", "torchrun pretrain_gpt.py --bf16"]
-    assert (printed, code) == ("", 3)
-    assert (tmp_path / "precious").exists()
 
 
 @pytest.mark.parametrize("trap", ["", "trap '' TERM\n"])

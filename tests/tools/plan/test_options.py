@@ -71,10 +71,6 @@ def form(launch: AskedLaunch) -> str:
     return form_of(launch.options).name
 
 
-def layout(launch: AskedLaunch) -> str:
-    return plan_launch(launch, SERVER).layout
-
-
 def chunks(launch: AskedLaunch) -> int:
     return launch.schedule.chunks
 
@@ -166,12 +162,6 @@ VALUES: list[tuple[Callable[[AskedLaunch], Any], dict[str, Any]]] = [
         f"{FOUR} --use-ascend-coc --coc-parallel-num 4": "coc-4",
         f"{FOUR} --use-ascend-coc --coc-fused-kernel": "coc-fused",
         f"{FOUR} --commfuse-fb-overlap": "commfuse-fb",
-    }),
-    (layout, {
-        f"{FOUR} {EXPERTS} --first-k-dense-replace 1 --multi-latent-attention":
-            "TP 4, PP 1, CP 1, EP 4, DP 2, sequence parallel, experts, MLA",
-        f"{FOUR} {ULYSSES} --lora-target-modules linear_qkv":
-            "TP 4, PP 1, CP 2 (ulysses_cp_algo), DP 1, sequence parallel, LoRA",
     }),
     (chunks, {"--config": 2, "--config --commfuse-tuning on": 1}),
 ]  # fmt: skip
