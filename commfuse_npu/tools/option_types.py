@@ -28,8 +28,6 @@ def refuse(command: str, error: Exception, code: int = 2) -> int:
     message = str(error)
     if isinstance(error, OSError) and error.filename is not None:
         message = f"{error.filename}: {error.strerror}"
-    elif isinstance(error, OSError) and error.strerror:
-        message = f"what it prints cannot be written: {error.strerror}"
     for line in message.splitlines():
         print(f"commfuse-npu {command}: error: {line}", file=sys.stderr)
     return code

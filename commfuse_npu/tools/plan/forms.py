@@ -187,7 +187,7 @@ def _forms(
 
 
 def _layout(launch: AskedLaunch) -> str:
-    """The parallel sizes of a launch, and properties of its model."""
+    """The parallel sizes of a launch."""
     config, options = launch.config, launch.options
     context, experts = config.context_parallel_size, options.number("--num-experts", 0) > 0
     algorithm = f" ({config.context_parallel_algo})" if context > 1 else ""
@@ -195,9 +195,7 @@ def _layout(launch: AskedLaunch) -> str:
     parts.append(f"CP {context}{algorithm}")
     parts += [f"EP {size_of(options, 'expert-model')}"] * experts
     parts.append(f"DP {config.data_parallel_size}")
-    parts += ["sequence parallel"] * config.uses_sequence_parallel + ["experts"] * experts
-    parts += ["MLA"] * ("--multi-latent-attention" in options)
-    return ", ".join([*parts, *["LoRA"] * ("--lora-target-modules" in options)])
+    return ", ".join([*parts, *["sequence parallel"] * config.uses_sequence_parallel])
 
 
 def _problems(launch: AskedLaunch) -> list[str]:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator, Sequence
-from functools import partial
 from typing import NamedTuple
 
 from commfuse_npu.options import keeps_short_blocks, option_name
@@ -217,19 +216,11 @@ def _judge(launch: AskedLaunch, least: int) -> Iterator[Judged]:
             split=launch.config.uses_sequence_parallel,
             size=size_of(options, "tensor-model"),
             layers=launch.fuse.commfuse_layers,
-            given=partial(_given, options),
+            given=lambda attribute: option_name(attribute) in options,
             rows=launch.config.block_rows,
             least=least,
         )
         yield Judged(name, reason or "")
-
-
-def _given(options: Options, attribute: str) -> bool:
-    """Whether a launch sets an attribute of Megatron's configuration."""
-    if attribute == "cpu_offloading":
-        # No launch of core 0.12 to 0.15 can set it; from 0.16 on a number of layers does.
-        return options.number("--cpu-offloading-num-layers", 0) > 0
-    return option_name(attribute) in options
 
 
 def _attention_obstacle(options: Options, config: ModelConfig) -> str:

@@ -98,8 +98,6 @@ VALUES: list[tuple[Callable[[AskedLaunch], Any], dict[str, Any]]] = [
         f"{SP} --mtp-num-layers 1": "qkv proj fc1 fc2 eh_proj output | ",
         f"{SP} --commfuse-layers qkv,output": "qkv output | proj fc1 fc2",
         f"{SP} --defer-embedding-wgrad-compute": "qkv proj fc1 fc2 | output",
-        f"{SP} --cpu-offloading-num-layers 1": f" | {DENSE}",
-        f"{SP} --cpu-offloading-num-layers 0": f"{DENSE} | ",
         f"{SP} --full-attention-interval 4":
             "q,_k,_v_apart delta-net_in delta-net_out proj fc1 fc2 output | ",
         f"{SP} --spec x.deepseek4_spec s": "fc1 fc2 output | CSA's_q_up,_o_down CSA's_o_up",
