@@ -37,7 +37,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Ctrl-C ends each with 130.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
-    name = " ".join(["commfuse-npu", *words[:1]])
     if arguments is None:
         # As after Ctrl-C: processes are ended and temporary folders removed.
         signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
@@ -48,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # Imported here, where Ctrl-C is handled.
         from commfuse_npu.tools.terminal import rendered
 
-        with rendered(name):
+        with rendered():
             code = _answer(words)
             if sys.stdout is not None:
                 sys.stdout.flush()

@@ -7,8 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
-from commfuse_npu.tools.terminal import tell
-
 
 class Parser(argparse.ArgumentParser):
     """An argparse parser whose error is one line: value, limit and remedy; exit code 2.
@@ -68,7 +66,6 @@ def write_output(path: Path | None, description: str, write: Callable[[Path], No
     """
     if path is None:
         return
-    tell(f"writing {path}")
     try:
         write(path)
     except OSError as error:

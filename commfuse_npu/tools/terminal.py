@@ -29,8 +29,8 @@ def table_head(cells: Sequence[str], numbers: bool = True) -> str:
 
 
 @contextmanager
-def rendered(doing: str) -> Iterator[None]:
-    """Context manager that renders output to a terminal, and first tells what is done."""
+def rendered() -> Iterator[None]:
+    """Context manager that renders output to a terminal."""
     with ExitStack() as ended:
         redirects = (sys.stderr, redirect_stderr), (sys.stdout, redirect_stdout)
         for terminal, redirect in redirects:
@@ -39,7 +39,6 @@ def rendered(doing: str) -> Iterator[None]:
                 ended.callback(stream.end)
                 ended.enter_context(redirect(cast(TextIO, stream)))
         ended.callback(tell, "")
-        tell(doing)
         yield
 
 

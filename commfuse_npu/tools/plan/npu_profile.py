@@ -190,5 +190,3 @@ def _report(steps: Sequence[Step]) -> Iterator[str]:
         row = ("-" if figure is None else f"{figure:.1f}" for figure in figures)
         yield table_row([f"{step['rank']}, {step['step']}", *row])
     yield _BOUNDS
-    if _UNNAMED in names:
-        yield "- profiler_metadata.json does not name all groups; the others count as exposed."

@@ -200,7 +200,7 @@ def _layers(options: Options) -> Iterator[_Layer]:
         yield "shared_fc1", True, "shared_fc1", _overlapped(options)
         yield "shared_fc2", False, "shared_fc2", _overlapped(options)
     if experts:
-        yield "experts", False, "fc2", _dispatched(options)
+        yield "experts", False, "fc2", EXPERTS
     if "--mtp-num-layers" in options:
         yield "eh_proj", True, "eh_proj", ""
     yield "output", True, "output", ""
@@ -243,20 +243,3 @@ def _overlapped(options: Options) -> str:
     )
     overlap = next((option for option in overlaps if option in options), "")
     return overlap and f"{overlap} runs them beside the experts' transfers"
-
-
-def _dispatched(options: Options) -> str:
-    """Why the experts' linear layers keep their own forward.
-
-    Grouped GEMMs have no linear layers.  Otherwise, if experts have tensor or expert parallelism
-    above 1, Megatron leaves their transfers to the dispatcher (``explicit_expert_comm``).  If they
-    have neither, their row-parallel layers reduce over the tensor-parallel group as others do
-    (megatron/core/tensor_parallel/layers.py of core_v0.12.1).
-    """
-    if "--moe-grouped-gemm" in options:
-        return "grouped GEMMs, no tensor-parallel linear layer; tokens are moved by the dispatcher"
-    separate = "--expert-tensor-parallel-size" in options
-    tensor = size_of(options, "expert-tensor" if separate else "tensor-model")
-    if tensor > 1 or size_of(options, "expert-model") > 1 or "--moe-tp-extend-ep" in options:
-        return "no collective of the tensor-parallel group; tokens are moved by the dispatcher"
-    return EXPERTS

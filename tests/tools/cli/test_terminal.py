@@ -27,7 +27,7 @@ class Terminal(io.StringIO):
 
 
 def test_a_pipe_gets_markdown(capsys) -> None:
-    with terminal.rendered("it"):
+    with terminal.rendered():
         terminal.tell("what is being computed")
         print(*SAID, sep="\n", end="")
     assert capsys.readouterr() == ("\n".join(SAID), "")
@@ -37,7 +37,7 @@ def test_a_pipe_gets_markdown(capsys) -> None:
 def test_a_table_that_fits_is_aligned(monkeypatch: pytest.MonkeyPatch, width: int) -> None:
     monkeypatch.setenv("COLUMNS", str(width))
     out = Terminal()
-    with redirect_stdout(out), redirect_stderr(io.StringIO()), terminal.rendered("it"):
+    with redirect_stdout(out), redirect_stderr(io.StringIO()), terminal.rendered():
         print(*SAID, sep="\n", end="")
     said = "\n".join(["A heading", *SAID[1:]])
     lines = said.replace("**other**", "other").replace("`", "").splitlines()
@@ -55,9 +55,7 @@ def test_a_terminal_sees_what_is_computed_until_something_is_printed(monkeypatch
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "80")
     both = Terminal()
-    with redirect_stdout(both), redirect_stderr(both), terminal.rendered("it"):
+    with redirect_stdout(both), redirect_stderr(both), terminal.rendered():
         terminal.tell("a long " * 40)
         print("the end")
-    assert re.fullmatch(
-        r"\r\x1b\[Kit\r\x1b\[K(a long ){11}a \r\x1b\[Kthe end\n(\r\x1b\[K)+", both.getvalue()
-    )
+    assert re.fullmatch(r"\r\x1b\[K(a long ){11}a \r\x1b\[Kthe end\n(\r\x1b\[K)+", both.getvalue())

@@ -243,12 +243,7 @@ WORDS: list[tuple[Callable[[AskedLaunch], str], dict[str, tuple[str, ...]]]] = [
         f"{SIZES} --commfuse-chunks 1": ("proj: fused",),
         f"{FOUR} --seq-length 1024":
             ("qkv: Megatron's own forward, because a block has fewer than 2500 rows",),
-        # Who moves the tokens of experts.
-        f"{MOE} --expert-tensor-parallel-size 1": ("experts: ", "left to the token dispatcher"),
-        MOE: ("experts: ", "no collective of the tensor-parallel group; tokens"),
-        f"{MOE} --expert-tensor-parallel-size 1 --moe-tp-extend-ep":
-            ("experts: ", "no collective of the tensor"),
-        f"{MOE} --moe-grouped-gemm": ("experts: ", "grouped GEMMs, no tensor-parallel linear",),
+        MOE: ("experts: Megatron's own forward, because expert layers are left to the token",),
     }),
     (unsimulated, {
         f"{FOUR} --stage dpo": ("--stage dpo: ",),
