@@ -129,6 +129,7 @@ _ROUGH = {
     "--lora-target-modules": "as if all weights were trained",
     "--no-pad-to-seq-lengths": "as if all samples had the full length",
     "--mtp-num-layers": "without layers of multi-token prediction",
+    "--full-attention-interval": "as if every layer had full attention",
     "--swap-attention": "as if no activation was swapped to the host",
     "--swap-optimizer": "as if no optimizer state was swapped to the host",
     "--moe-zero-memory": "as if no activation of experts was dropped",

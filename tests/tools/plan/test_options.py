@@ -46,9 +46,8 @@ def layers(launch: AskedLaunch) -> str:
 
 def remarks(launch: AskedLaunch) -> list[str]:
     """What stands against a launch, and what in it is not as meant."""
-    texts = "has no effect", "given to the script itself"
-    notes = [note for note in obstacles(launch).notes for text in texts if text in note]
-    return [*filter(None, [obstacles(launch).fused]), *plan_launch(launch, SERVER).problems, *notes]
+    found, plan = obstacles(launch), plan_launch(launch, SERVER)
+    return [*filter(None, [found.fused]), *plan.problems, *found.notes]
 
 
 def shares(launch: AskedLaunch) -> set[float]:
@@ -202,7 +201,7 @@ def layer(launch: AskedLaunch) -> str:
 
 def verdict(launch: AskedLaunch) -> str:
     plan = plan_launch(launch, SERVER)
-    notes = [note for note in plan.notes if "simulated: " in note]
+    notes = [note for note in plan.notes if "simulated" in note]
     return "\n".join([plan.verdict, *notes])
 
 
@@ -257,6 +256,7 @@ WORDS: list[tuple[Callable[[AskedLaunch], str], dict[str, tuple[str, ...]]]] = [
         f"{MANY} {PP} --seq-length 8192":
             ("Add --commfuse-fb-overlap --commfuse-fb-overlap-memory",),
         f"{MANY} {EXPERTS}": ("Add --commfuse-fb-overlap", "16 ranks of experts"),
+        f"{MANY} --full-attention-interval 4": ("Add ", "as if every layer had full attention"),
         f"{MANY} --tp-2d": ("Add ", "--tp-2d: linear layers cut in two dimensions"),
         f"{MANY} --nproc_per_node 16 --tensor-model-parallel-size 16":
             ("Add ", "a group of 16 spans nodes of 8 NPUs"),
