@@ -83,15 +83,17 @@ def test_a_form_that_may_need_more_memory_than_there_is_is_named(plan: Plan) -> 
     assert flags == ["--commfuse-fb-overlap --commfuse-fb-overlap-memory", "--commfuse-fb-overlap"]
 
 
-def test_scripts_start_from_mindspeed_llms_root(tmp_path: Path) -> None:
-    """As its examples expect; they source other files relative to it."""
+def test_scripts_start_from_mindspeed_llms_root(tmp_path: Path, monkeypatch) -> None:
+    """As its examples expect, which source other files; they see the variables of the shell."""
+    monkeypatch.setenv("RANKS", "4")
     examples = tmp_path / "examples"
     examples.mkdir()
     (tmp_path / "pretrain_gpt.py").touch()
     (tmp_path / "sizes.sh").write_text(f"SIZES='{TP} {MODEL}'\n", "utf-8")
-    started = "torchrun --nproc_per_node 4 pretrain_gpt.py $SIZES"
+    started = "torchrun --nproc_per_node $RANKS pretrain_gpt.py $SIZES"
     (examples / "it.sh").write_text(f"source sizes.sh\ncd $(dirname $0)/..\n{started}\n")
-    assert answer(tmp_path, "plan", str(examples / "it.sh"))["layout"].startswith("TP 4, PP 1")
+    report = answer(tmp_path, "plan", str(examples / "it.sh"))
+    assert report["layout"].startswith("TP 4, PP 1, CP 1, DP 1")
 
 
 def test_another_machine_has_other_times(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,13 +192,6 @@ def test_gradients_that_do_not_overlap_are_exposed() -> None:
     steps = [Step(SERVER.machine(), form) for form in forms]
     times = [step.time(REFERENCE) - step._optimizer for step in steps]
     assert times == sorted(set(times)), "longer each time"
-
-
-def test_variables_of_the_shell_reach_the_script(tmp_path: Path) -> None:
-    path = tmp_path / "launch.sh"
-    path.write_text(f"torchrun pretrain_gpt.py {MODEL} {TP} --num-layers ${{DEPTH:-4}}", "utf-8")
-    launches = [ask_about(None, [str(path)], variables) for variables in ({}, {"DEPTH": "6"})]
-    assert [launch.config.num_layers for launch in launches] == [4, 6]
 
 
 DEEPSEEK_V3 = (

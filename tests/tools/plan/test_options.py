@@ -88,6 +88,7 @@ VALUES: list[tuple[Callable[[AskedLaunch], Any], dict[str, Any]]] = [
         MOES: "qkv proj output | experts",
         f"{MOES} --first-k-dense-replace 0": "qkv proj output | experts",
         f"{MOES} --first-k-dense-replace 3": f"{DENSE} | experts",
+        f"{MOES} --spec x.longcat_spec s": f"{DENSE} | experts",
         f"{MOES} --moe-shared-expert-intermediate-size 64":
             "qkv proj shared_fc1 shared_fc2 output | experts",
         f"{MOES} --n-shared-experts 1 --moe-alltoall-overlap-comm":
@@ -268,7 +269,7 @@ WORDS: list[tuple[Callable[[AskedLaunch], str], dict[str, tuple[str, ...]]]] = [
         # Short blocks: nothing would be fused.
         f"{WIDE} --global-batch-size 1": ("Nothing to add: no forward-backward overlap (one micro-",
                                           "a group of 16"),
-        f"{WIDE} --global-batch-size 1 --commfuse-chunks 1":
+        f"{WIDE} --global-batch-size 1 --commfuse-chunks 1 --commfuse-layers qkv":
             ("Add --use-commfuse: fused layers. The gain is", "spans"),
     }),
 ]  # fmt: skip
