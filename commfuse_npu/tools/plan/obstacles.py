@@ -113,7 +113,12 @@ def _own_options(launch: AskedLaunch) -> Iterator[tuple[str, str, str]]:
     attention, ulysses, dp = "--commfuse-attention", "--commfuse-ulysses", "--commfuse-dp"
     no_proj = f"{attention}: proj is not among --commfuse-layers; add it, or leave {attention} out"
     lacks = "" if "proj" in launch.fuse.commfuse_layers else no_proj
-    yield attention, lacks or missing(attention, args), _attention_obstacle(options, config)
+    # MindSpeed recomputes attention separately, whatever --recompute-modules lists.
+    selective = options.text("--recompute-granularity") == "selective"
+    idle = "" if config.uses_sequence_parallel else UNSPLIT
+    if selective or "--recompute-activations" in options:
+        idle = RECOMPUTED
+    yield attention, lacks or missing(attention, args), idle
     yield ulysses, missing(ulysses, args), ""
     alone = config.data_parallel_size == 1 == config.context_parallel_size
     yield dp, missing(dp, args), "DP 1 transfers nothing" if alone else ""
@@ -221,18 +226,6 @@ def _judge(launch: AskedLaunch, least: int) -> Iterator[Judged]:
             least=least,
         )
         yield Judged(name, reason or "")
-
-
-def _attention_obstacle(options: Options, config: ModelConfig) -> str:
-    """Why attention is not fused with its projection (``--commfuse-attention``); else empty.
-
-    With granularity ``selective`` MindSpeed recomputes attention separately, whatever
-    ``--recompute-modules`` lists.
-    """
-    selective = options.text("--recompute-granularity") == "selective"
-    if selective or "--recompute-activations" in options:
-        return RECOMPUTED
-    return "" if config.uses_sequence_parallel else UNSPLIT
 
 
 def _overlapped(options: Options) -> str:

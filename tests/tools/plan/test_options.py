@@ -234,6 +234,8 @@ WORDS: list[tuple[Callable[[AskedLaunch], str], dict[str, tuple[str, ...]]]] = [
                                      "know it; start -m mindspeed_patches.launch SCRIPT",),
         f"{ATTENTION} --recompute-activations": ("--commfuse-attention has no effect: selective "
                                                  "recomputation runs core attention separately",),
+        f"{ATTENTION} --recompute-granularity selective": ("has no effect: selective recomputati",),
+        f"{SIZES} --commfuse-attention --attention-dropout 0.0": ("no effect: without sequence",),
         f"{ALONE} {DP} 1": ("--commfuse-dp has no effect: DP 1 transfers nothing",),
         f"{FUSED} --spec mine.spec layer_spec":
             ("--spec mine.spec layer_spec is not read: it is judged as Megatron's GPTModel",),
