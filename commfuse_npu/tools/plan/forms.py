@@ -188,13 +188,15 @@ def _forms(
 
 def _layout(launch: AskedLaunch) -> str:
     """The parallel sizes of a launch."""
-    config, options = launch.config, launch.options
-    context, experts = config.context_parallel_size, options.number("--num-experts", 0) > 0
-    algorithm = f" ({config.context_parallel_algo})" if context > 1 else ""
-    parts = [f"TP {config.tensor_model_parallel_size}", f"PP {config.pipeline_model_parallel_size}"]
-    parts.append(f"CP {context}{algorithm}")
-    parts += [f"EP {size_of(options, 'expert-model')}"] * experts
-    parts.append(f"DP {config.data_parallel_size}")
+    config = launch.config
+    sizes = {
+        "TP": config.tensor_model_parallel_size,
+        "PP": config.pipeline_model_parallel_size,
+        "CP": config.context_parallel_size,
+        "EP": size_of(launch.options, "expert-model"),
+        "DP": config.data_parallel_size,
+    }
+    parts = [f"{name} {size}" for name, size in sizes.items()]
     return ", ".join([*parts, *["sequence parallel"] * config.uses_sequence_parallel])
 
 

@@ -93,7 +93,7 @@ def test_scripts_start_from_mindspeed_llms_root(tmp_path: Path, monkeypatch) -> 
     started = "torchrun --nproc_per_node $RANKS pretrain_gpt.py $SIZES"
     (examples / "it.sh").write_text(f"source sizes.sh\ncd $(dirname $0)/..\n{started}\n")
     report = answer(tmp_path, "plan", str(examples / "it.sh"))
-    assert report["layout"].startswith("TP 4, PP 1, CP 1, DP 1")
+    assert report["layout"].startswith("TP 4, PP 1, CP 1, EP 1, DP 1")
 
 
 def test_another_machine_has_other_times(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,7 +132,7 @@ def test_what_would_be_fused_and_what_is_wrong_is_listed(plan: Plan, capsys) -> 
 def test_a_configuration_is_the_launch_of_its_launcher(tmp_path: Path) -> None:
     report = answer(tmp_path, "plan", str(CONFIG), "--", "--commfuse-chunks", "4")
     assert report["name"] == "llama3_8b"
-    assert report["layout"].startswith("TP 8, PP 1, CP 1, DP 1, sequence parallel")
+    assert report["layout"].startswith("TP 8, PP 1, CP 1, EP 1, DP 1, sequence parallel")
     assert "4 chunks" in report["schedule"]
 
 
