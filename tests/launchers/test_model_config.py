@@ -65,21 +65,13 @@ def test_what_does_not_fit_is_said(name: str, options: str, message: str) -> Non
         load(name, options).validate()
 
 
-@pytest.mark.parametrize(
-    ("name", "options", "given", "absent"),
-    [
-        ("llama3_70b", f"{PP} 2 --num-layer-list=none", "", ""),
-        # Only Ulysses splits the heads among context-parallel ranks.
-        ("llama3_8b", f"{CP} 8 --nnodes 8",
-         "--context-parallel-size 8 --context-parallel-algo megatron_cp_algo", ""),
-        ("llama3_8b", "", "", "--context-parallel-size --vocab-size --num-layer-list"),
-    ],
-)  # fmt: skip
-def test_arguments_appear_where_they_say_something(name, options, given, absent) -> None:
-    config = load(name, options)
-    config.validate()
-    assert given in " ".join(config.arguments())
-    assert set(absent.split()).isdisjoint(config.arguments())
+def test_arguments_appear_where_they_say_something() -> None:
+    load("llama3_70b", f"{PP} 2 --num-layer-list=none").validate()
+    # Only Ulysses splits the heads among context-parallel ranks.
+    contexts = load("llama3_8b", f"{CP} 8 --nnodes 8")
+    contexts.validate()
+    assert f"{CP} 8 --context-parallel-algo megatron_cp_algo" in " ".join(contexts.arguments())
+    assert {CP, "--vocab-size", "--num-layer-list"}.isdisjoint(load("llama3_8b").arguments())
 
 
 SHORT = (
