@@ -66,6 +66,7 @@ def obstacles(launch: AskedLaunch) -> Obstacles:
     """
     options, config, fuse = launch.options, launch.config, launch.fuse
     problems, notes = _refused("--use-commfuse", options), list[str]()
+    accepted, also = not problems, list[str]()
     size = config.tensor_model_parallel_size
     if size == 1 and not (fuse.commfuse_ulysses or fuse.commfuse_dp):
         problems.append(
@@ -73,10 +74,13 @@ def obstacles(launch: AskedLaunch) -> Obstacles:
             "or add --commfuse-dp, which needs none"
         )
     for option, lacks, idle in _own_options(launch):
+        against = [f"{option} with {text}" for text in _refused(option, options)]
+        against += [lacks] if lacks else []
         if getattr(fuse, option.removeprefix("--").replace("-", "_")):
-            problems += [f"{option} with {text}" for text in _refused(option, options)]
-            problems += [lacks] if lacks else []
+            problems += against
             notes += [f"{option} has no effect: {idle}"] if idle else []
+        elif accepted and not against and not idle:
+            also.append(option)
     if fuse.use_commfuse and not launch.command.registers:
         notes.append(
             "--use-commfuse is given to the script itself, which does not know it; start -m "
@@ -86,6 +90,8 @@ def obstacles(launch: AskedLaunch) -> Obstacles:
     spec = options.text("--spec") or ""
     if "mamba" in spec or (spec and not spec.startswith("mindspeed_llm.")):
         notes.append(f"--spec {spec} is not read: it is judged as Megatron's GPTModel")
+    if also:
+        notes.append(f"with --use-commfuse {', '.join(also)} can be given, too")
     least = min_rows_to_fuse(size, config.hidden_size) if keeps_short_blocks(fuse) else 0
     layers = list(_judge(launch, least))
     return Obstacles(layers, "; ".join(problems), *_overlap(launch), least, notes)

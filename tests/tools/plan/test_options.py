@@ -47,13 +47,21 @@ def layers(launch: AskedLaunch) -> str:
 def remarks(launch: AskedLaunch) -> list[str]:
     """What stands against a launch, and what in it is not as meant."""
     found, plan = obstacles(launch), plan_launch(launch, SERVER)
-    return [*filter(None, [found.fused]), *plan.problems, *found.notes]
+    notes = [note for note in found.notes if not note.endswith("can be given, too")]
+    return [*filter(None, [found.fused]), *plan.problems, *notes]
 
 
 def shares(launch: AskedLaunch) -> set[float]:
     """How much of the forwards is run again, of every stage."""
     job = training_of(launch)
     return {job.recomputed_share(place) for place in range(len(job.places))}
+
+
+def too(launch: AskedLaunch) -> list[str]:
+    """Our other options that can be given."""
+    start, end = "with --use-commfuse ", " can be given, too"
+    notes = obstacles(launch).notes
+    return [note[len(start) : -len(end)] for note in notes if note.endswith(end)]
 
 
 def paired(launch: AskedLaunch) -> tuple[str, float | None]:
@@ -115,6 +123,18 @@ VALUES: list[tuple[Callable[[AskedLaunch], Any], dict[str, Any]]] = [
         f"{ALONE} {ULYSSES} --commfuse-ulysses": [],
         f"{FUSED} --num-attention-heads 6 --kv-channels 16": [],
         "--config --commfuse-attention": [],  # the launchers switch dropout off
+    }),
+    (too, {
+        FOUR: ["--commfuse-attention, --commfuse-dp"],
+        f"{FOUR} --commfuse-attention": ["--commfuse-dp"],
+        f"{FOUR} --attention-dropout 0.1": ["--commfuse-dp"],
+        f"{FOUR} --context-parallel-size 2": ["--commfuse-dp"],
+        f"{FOUR} {ULYSSES}": ["--commfuse-ulysses, --commfuse-dp"],
+        f"{FOUR} --nproc_per_node 4": ["--commfuse-attention"],
+        "--config --nproc_per_node 16": ["--commfuse-attention, --commfuse-dp"],
+        ONE: ["--commfuse-dp"],  # at TP 1 nothing else is fused
+        f"{ONE} --use-custom-fsdp": [],
+        f"{FOUR} --use-ascend-coc": [],
     }),
     (paired, {
         f"{FOUR} --global-batch-size 16": ("", 7 / 8),
