@@ -8,7 +8,7 @@ import multiprocessing
 import os
 import traceback
 from collections.abc import Callable
-from concurrent.futures import FIRST_EXCEPTION, Future
+from concurrent.futures import FIRST_EXCEPTION, Future, ProcessPoolExecutor
 from concurrent.futures import wait as wait_for
 from functools import wraps
 from importlib import import_module
@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from commfuse_npu.runtime.child_process import die_with_parent
 from tests.limits import LIMIT, PATIENT
-from tests.worker import Worker
+from tests.processes import kill_workers
 
 # Imported once, in the process that the ranks are forked from.
 _context = multiprocessing.get_context("forkserver")
@@ -64,7 +64,7 @@ class Ranks:
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self._workers: list[Worker] = []
+        self._pools: list[ProcessPoolExecutor] = []  # one process each
 
     def outcomes(
         self,
@@ -79,11 +79,11 @@ class Ranks:
         After a rank fails, the others get ``grace`` seconds more: they may wait for it in a plain
         collective, whose timeout is long.
         """
-        if not self._workers:
+        if not self._pools:
             self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-            given = self.size, self._store.port
-            self._workers = [Worker(_context, _join, rank, *given) for rank in range(self.size)]
-        futures = [w.submit(_work, function, rank, *args) for rank, w in enumerate(self._workers)]
+            places = [(rank, self.size, self._store.port) for rank in range(self.size)]
+            self._pools = [ProcessPoolExecutor(1, _context, _join, place) for place in places]
+        futures = [p.submit(_work, function, rank, *args) for rank, p in enumerate(self._pools)]
         if pending := wait_for(futures, timeout, FIRST_EXCEPTION).not_done:
             if not any(future.done() and future.exception() for future in futures):
                 self.kill()
@@ -110,9 +110,9 @@ class Ranks:
 
     def kill(self) -> None:
         """End these processes, and only these."""
-        for worker in self._workers:
-            worker.kill()
-        self._workers = []
+        for pool in self._pools:
+            kill_workers(pool)
+        self._pools = []
 
 
 def _outcome(future: Future[Any]) -> Any:
