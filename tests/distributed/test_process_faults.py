@@ -13,6 +13,7 @@ import socket
 import time
 from collections.abc import Callable
 from concurrent.futures.process import BrokenProcessPool
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -44,10 +45,6 @@ def case_of(op: str, size: int) -> Case:
     return BucketRun(size, (Bucket(48), Bucket(48, gather=True)), schedule=schedule)
 
 
-class UserError(Exception):
-    """An error of the user's program."""
-
-
 def cut_connections() -> None:
     """Shut down all connections except the one to the store."""
     for sock in connected_sockets():
@@ -57,18 +54,14 @@ def cut_connections() -> None:
                 sock.shutdown(socket.SHUT_RDWR)
 
 
-def mistake() -> None:
-    raise UserError("a mistake in the program")
-
-
-OWN = {"killed": BrokenProcessPool, "raises": UserError, "out of memory": RuntimeError}
+OWN = {"killed": BrokenProcessPool, "raises": LookupError, "out of memory": RuntimeError}
 """The exception of the faulty rank itself."""
 
 KINDS: dict[str, Callable[[], object]] = {
     "killed": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "slow": lambda: time.sleep(BRIEF.total_seconds()),
     "too slow": lambda: time.sleep(4 * BRIEF.total_seconds()),
-    "raises": mistake,
+    "raises": Mock(side_effect=LookupError("a mistake in the program")),
     "cut off": cut_connections,
     # The allocator's own error.
     "out of memory": lambda: torch.empty(1 << 60, dtype=torch.uint8),

@@ -6,7 +6,6 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
@@ -17,15 +16,8 @@ from commfuse_npu.ops import (
     clip_gradient_norm,
     shard_linears,
 )
-from commfuse_npu.runtime.transport import Transport
 from tests.distributed.programs import new_link, transport
 from tests.distributed.ranks import on_ranks
-from tests.limits import PATIENT
-
-
-def fresh() -> Transport:
-    """A transport on a new group, because a collective that a rank misses breaks its group."""
-    return new_link(dist.new_group(timeout=PATIENT))
 
 
 def made(*, bias: bool = False) -> nn.Sequential:
@@ -130,4 +122,4 @@ def test_conversion(rank: int) -> None:
     assert not frozen.training
     torch.manual_seed(rank)
     with pytest.raises(MismatchError, match=r"parameters: .* here, .* there"):
-        shard_linears(nn.Linear(4, 4), transport=fresh())
+        shard_linears(nn.Linear(4, 4), transport=new_link())
