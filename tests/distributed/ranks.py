@@ -100,7 +100,8 @@ class Ranks:
         """As :meth:`outcomes`, but an exception on any rank fails the test."""
         outcomes = self.outcomes(function, *args, timeout=timeout)
         failed = [
-            f"rank {rank} of {self.size}:\n{''.join(traceback.format_exception(outcome))}"
+            f"rank {rank} of {self.size} in {function.__name__}{args}:\n"
+            + "".join(traceback.format_exception(outcome))
             for rank, outcome in enumerate(outcomes)
             if isinstance(outcome, BaseException)
         ]
