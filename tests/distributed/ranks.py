@@ -23,8 +23,8 @@ from tests.limits import LIMIT, PATIENT
 from tests.processes import kill_workers
 
 # Imported once, in the process that the ranks are forked from.
-_context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["pytest", "torch.distributed", "commfuse_npu.ops"])
+forkserver = multiprocessing.get_context("forkserver")
+forkserver.set_forkserver_preload(["pytest", "torch.distributed", "commfuse_npu.ops"])
 
 
 def _join(rank: int, size: int, port: int) -> None:
@@ -82,7 +82,7 @@ class Ranks:
         if not self._pools:
             self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
             places = [(rank, self.size, self._store.port) for rank in range(self.size)]
-            self._pools = [ProcessPoolExecutor(1, _context, _join, place) for place in places]
+            self._pools = [ProcessPoolExecutor(1, forkserver, _join, place) for place in places]
         futures = [p.submit(_work, function, rank, *args) for rank, p in enumerate(self._pools)]
         if pending := wait_for(futures, timeout, FIRST_EXCEPTION).not_done:
             if not any(future.done() and future.exception() for future in futures):
