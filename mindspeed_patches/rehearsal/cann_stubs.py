@@ -18,10 +18,8 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
-import shutil
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -50,15 +48,10 @@ def write_cann_stubs(out_dir: Path, npu: Path, torch: Path) -> None:
 
     out_dir.mkdir(parents=True, exist_ok=True)
     (out_dir / "stubs.c").write_text(_source(symbols))
-    with tempfile.TemporaryDirectory(dir=out_dir) as scratch:
-        library = Path(scratch, _LIBRARY)
-        _run("cc", "-shared", "-fPIC", "-O1", out_dir / "stubs.c", "-o", library)
-        # Atomically: a process that loads it must not see a partial library.
-        library.replace(out_dir / _LIBRARY)
-        for name in libraries:
-            link = Path(scratch, name)
-            link.symlink_to(_LIBRARY)
-            link.replace(out_dir / name)
+    _run("cc", "-shared", "-fPIC", "-O1", out_dir / "stubs.c", "-o", out_dir / _LIBRARY)
+    for name in libraries:
+        (out_dir / name).unlink(missing_ok=True)
+        (out_dir / name).symlink_to(_LIBRARY)
 
 
 def _package(name: str) -> Path:
@@ -85,16 +78,16 @@ def _source(symbols: Iterable[str]) -> str:
 
 
 def _run(*command: str | Path, **environment: str) -> str:
-    if shutil.which(command[0]) is None:
-        raise SystemExit(
-            f"cann_stubs: {command[0]} is not on the PATH, and making stand-ins for CANN needs it; "
-            "install it: cc is in the package gcc, nm in binutils, ldd in libc-bin"
-        )
     environment = {**os.environ, "LC_ALL": "C", **environment}
     try:
         return subprocess.check_output(
             command, stderr=subprocess.STDOUT, text=True, timeout=300, env=environment
         )
+    except FileNotFoundError as error:
+        raise SystemExit(
+            f"cann_stubs: {error}, and making stand-ins for CANN needs it; install it: cc is in "
+            "the package gcc, nm in binutils, ldd in libc-bin"
+        ) from error
     except subprocess.CalledProcessError as error:
         raise SystemExit(f"cann_stubs: {error}: {error.output.strip()}") from error
 
