@@ -6,12 +6,13 @@ hanging collective.
 
 import argparse
 from collections.abc import Iterator, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from commfuse_npu.options import DEFAULTS, FB_OVERLAP_OPTIONS, OPTIONS, add_arguments, whole
 from commfuse_npu.refusals import IncompatibleOptionsError
-from commfuse_npu.tools.model_config import indivisible
+from commfuse_npu.tools.model_config import ModelConfig, indivisible, problems
 from commfuse_npu.tools.option_types import Parser, positive
 from mindspeed_patches.training_options import check_options
 
@@ -113,20 +114,12 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def _not_divisible(args: argparse.Namespace) -> Iterator[str]:
-    tp, cp = args.tensor_model_parallel_size, args.context_parallel_size
-    tensor, context = "the tensor-parallel size", "the context-parallel size"
-    product = f"{tensor} times {context}" if cp > 1 else tensor
-    for name, divisor, by in (
-        ("hidden-size", 2 * args.num_attention_heads, "2 (rotary) times --num-attention-heads"),
-        ("num-attention-heads", tp * cp, product),
-        ("num-query-groups", tp, tensor),
-        ("num-attention-heads", args.num_query_groups, "--num-query-groups"),
-        ("ffn-hidden-size", tp, tensor),
-        ("seq-length", tp * cp, product if tp > 1 else context),
-        ("global-batch-size", args.micro_batch_size * args.data_parallel_size,
-         "micro-batch size times data-parallel size"),
-    ):  # fmt: skip
-        yield from indivisible(f"--{name}", getattr(args, name.replace("-", "_")), by, divisor)
+    names = {field.name for field in fields(ModelConfig)} & vars(args).keys()
+    sizes = {name: getattr(args, name) for name in names}
+    rest = {"vocab_size": 1, "max_position_embeddings": args.seq_length}
+    yield from problems(ModelConfig(**sizes, **rest, npus_per_node=args.world_size))
+    by = "2 (rotary) times --num-attention-heads"
+    yield from indivisible("--hidden-size", args.hidden_size, by, 2 * args.num_attention_heads)
 
 
 def _contradictions(args: argparse.Namespace) -> Iterator[str]:
