@@ -298,24 +298,12 @@ def test_a_launch_that_would_fuse_nothing_ends_on_all_ranks(tmp_path: Path) -> N
     assert "iteration        1/" not in log
 
 
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        # Partial sums in fp32 are rounded once; the collective rounds every sum.
-        (
-            "--commfuse-reduce-dtype float32 --tensor-model-parallel-size 4",
-            "differs after the training: ",
-        ),
-        # Without training, equality proves nothing: a learning rate of 0 is noticed.
-        (
-            "--lr 0 --min-lr 0 --weight-decay 0",
-            "inconclusive: commfuse run: no weight changed on rank 0, 1",
-        ),
-    ],
-)
-def test_other_bits_and_no_training_are_noticed(options: str, said: str, tmp_path: Path) -> None:
+def test_other_bits_are_noticed(tmp_path: Path) -> None:
+    """Partial sums in fp32 are rounded once; the collective rounds every sum."""
+    options = "--commfuse-reduce-dtype float32 --tensor-model-parallel-size 4"
     launch = f"pretrain_gpt.py {MODEL} {NAIVE} {options}"
-    assert said in rehearse(tmp_path, "--iterations", "2", "--", *launch.split(), code=1)
+    printed = rehearse(tmp_path, "--iterations", "2", "--", *launch.split(), code=1)
+    assert "differs after the training: " in printed
 
 
 def test_a_launch_script_of_ours_at_small_scale(tmp_path: Path) -> None:
