@@ -15,12 +15,12 @@ cc, nm and ldd.  Imports neither torch nor torch_npu, as ``import torch`` may fa
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import re
 import subprocess
 import sys
 from collections.abc import Iterable
+from importlib.metadata import distribution
 from pathlib import Path
 
 _LIBRARY = "libstand_ins.so"
@@ -54,17 +54,6 @@ def write_cann_stubs(out_dir: Path, npu: Path, torch: Path) -> None:
         (out_dir / name).symlink_to(_LIBRARY)
 
 
-def _package(name: str) -> Path:
-    """The folder of a package, found without importing it."""
-    spec = importlib.util.find_spec(name)
-    if spec is None or spec.origin is None:
-        raise SystemExit(
-            f"cann_stubs: {sys.executable} has no {name}; install it (pip install --no-deps "
-            "torch-npu==2.13.0 beside torch==2.13.0)"
-        )
-    return Path(spec.origin).parent
-
-
 def _source(symbols: Iterable[str]) -> str:
     """C for the symbols: zeroed data for C++ tables and type information, functions otherwise."""
     lines = ["/* Stand-ins for CANN, written by cann_stubs.py. Every function returns 0. */"]
@@ -93,4 +82,6 @@ def _run(*command: str | Path, **environment: str) -> str:
 
 
 if __name__ == "__main__":
-    write_cann_stubs(Path(sys.argv[1]), _package("torch_npu"), _package("torch"))
+    # Found without importing them.
+    packages = (distribution(name).locate_file(name) for name in ("torch_npu", "torch"))
+    write_cann_stubs(Path(sys.argv[1]), *(Path(str(folder)) for folder in packages))

@@ -1,19 +1,13 @@
 """What is missing to make stand-ins for CANN.  Those made are used by the other tests here."""
 
-import re
-import sys
 from pathlib import Path
 
 import pytest
 
 from mindspeed_patches.rehearsal import cann_stubs
-from tests.launchers.launching import started
 
 
 def test_what_is_missing_is_named(tmp_path: Path, monkeypatch) -> None:
-    run = started(sys.executable, "-S", cann_stubs.__file__, str(tmp_path), env={})
-    assert run.returncode == 1
-    assert re.match("cann_stubs: .* has no torch_npu; install it", run.stderr)
     with pytest.raises(SystemExit, match=r"(?s)sh.*non-zero exit status 1.*an error"):
         cann_stubs._run("sh", "-c", "echo an error; exit 1")
     monkeypatch.setenv("PATH", "")
