@@ -162,9 +162,6 @@ def _rehearse(arguments: argparse.Namespace) -> int:
         print(f"script: {launch.script}; {layout}")
         for note in launch.notes:
             print(f"note: {note}")
-        if launch.environment:
-            settings = (f"{name}={value}" for name, value in sorted(launch.environment.items()))
-            print("environment of the launch:", *settings)
         print("changes to the launch:", *launch.options.changes, sep="\n  ", flush=True)
         records = (arguments.output or temporary).resolve()
         if any((records / way).exists() for way in WAYS):
