@@ -151,10 +151,7 @@ _PROPERTIES = types.SimpleNamespace(
     total_memory=_TOTAL_MEMORY,
     major=9,
     minor=0,
-    multi_processor_count=24,
-    cube_core_num=24,
     vector_core_num=48,
-    L2_cache_size=192 << 20,
 )
 _GENERATOR = torch.default_generator
 _TRUE = ("is_available", "is_initialized", "is_bf16_supported", "can_device_access_peer")
