@@ -57,7 +57,6 @@ FOUR = "--tensor-model-parallel-size 4 --commfuse-chunks 2"
 CASES = {
     "local": (2, NAIVE, LAYERS),
     "transformer_engine": (2, f"{ENGINE} {PLAIN_WGRAD}", LAYERS),
-    "recompute": (2, f"{NAIVE} {RECOMPUTE}", LAYERS),
     "gradient_accumulation_fusion": (2, LOCAL, LAYERS),
     "distributed_optimizer": (4, f"{NAIVE} --use-distributed-optimizer", LAYERS),
     "collectives": (4, f"{NAIVE} {FOUR}", LAYERS),
@@ -111,10 +110,8 @@ TURNS = {
     "plain": (2, PLAIN_WGRAD),
     "recomputed_dropout": (2, f"{PLAIN_WGRAD} {RECOMPUTE} --hidden-dropout 0.1"),
     "gradient_accumulation_fusion": (2, ""),
-    "swapped": (2, f"{PLAIN_WGRAD} {SWAPPED}"),
     "swapped_recompute": (2, f"{PLAIN_WGRAD} {SWAPPED} {RECOMPUTE}"),
     "swapped_virtual_stages": (4, f"{PLAIN_WGRAD} {VIRTUAL} {SWAPPED}"),
-    "packed_recompute": (2, f"{PLAIN_WGRAD} {RECOMPUTE} {PACKED}"),
     "latent": (2, f"{PLAIN_WGRAD} {LATENT}"),
     "experts_recompute": (2, f"{PLAIN_WGRAD} --num-layers 3 {EXPERTS} {RECOMPUTE}"),
     "prediction_recompute": (2, f"{PLAIN_WGRAD} --mtp-num-layers 1 {RECOMPUTE}"),
