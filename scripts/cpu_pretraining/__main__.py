@@ -44,8 +44,11 @@ def _run(argv: Sequence[str]) -> int:
     try:
         args = parse_arguments(argv)
         corpus = load_corpus(args.seq_length)
-        for folder in filter(None, (args.output, args.commfuse_order_log)):
-            Path(folder).mkdir(parents=True, exist_ok=True)
+        try:
+            for folder in filter(None, (args.output, args.commfuse_order_log)):
+                Path(folder).mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UsageError(f"{error}; choose another folder") from error
         print(
             f"data: Python's standard library, {corpus.documents} documents, "
             f"{len(corpus.tokens)} tokens",
@@ -54,7 +57,7 @@ def _run(argv: Sequence[str]) -> int:
         return _train(args, corpus)
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
-    except (UsageError, OSError) as error:
+    except UsageError as error:
         return _failed(error, 2)
     except RanksError as error:
         return _failed(error, 1)

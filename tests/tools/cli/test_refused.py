@@ -108,7 +108,7 @@ QUESTIONS = (
     ("pretrain --link-rate 9 --compare --train-iters 3", "3 warm-up iterations, but --train-iters"),
     ("pretrain --compare --tensor-model-parallel-size 1", "--compare has nothing to compare at"),
     ("pretrain --plain --compare", "choose --use-commfuse, and leave --compare out"),
-    ("pretrain --output file/x", "Not a directory: 'file/x'"),
+    ("pretrain --output file/x", "Not a directory: 'file/x'; choose another folder"),
 )
 ASKED = [
     *((question, 2, said) for question, said in QUESTIONS),
