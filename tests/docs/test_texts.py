@@ -3,10 +3,9 @@
 import argparse
 import re
 import shlex
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 
@@ -42,44 +41,16 @@ def anchors(text: str) -> set[str]:
     return {heading.replace(" ", "-") for heading in plain}
 
 
-class _UnderstoodError(Exception):
-    """The options were parsed; the command stops before it does anything."""
+@pytest.fixture
+def only_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A command whose options are accepted exits with 0, before it does anything."""
+    for parser in (argparse.ArgumentParser, Parser):
 
+        def parse_args(self: Any, *given: Any, parse: Any = parser.parse_args) -> None:
+            parse(self, *given)
+            self.exit()
 
-def _only_read(parser: type[argparse.ArgumentParser]) -> Any:
-    real = parser.parse_args
-
-    def parse_args(self: argparse.ArgumentParser, *given: Any) -> None:
-        real(self, *given)
-        raise _UnderstoodError
-
-    return mock.patch.object(parser, "parse_args", parse_args)
-
-
-def commands(text: str) -> Iterator[str]:
-    """Commands of this project, from code blocks and from inline code."""
-    code = "\n".join(_CODE.findall(text)).replace("\\\n", " ")
-    quoted = _QUOTED.findall(_CODE.sub("", text))
-    for line in [*code.splitlines(), *(" ".join(words.split()) for words in quoted)]:
-        if line.startswith(tuple(_ASKED)):
-            yield re.split(r"\s+#", line)[0]
-
-
-def refused_commands(text: str) -> list[str]:
-    """The commands whose options are not accepted."""
-    refused = []
-    for line in commands(text):
-        start, main = next((head, main) for head, main in _ASKED.items() if line.startswith(head))
-        with _only_read(argparse.ArgumentParser), _only_read(Parser):
-            try:
-                main(shlex.split(line.removeprefix(start)))
-            except _UnderstoodError:
-                continue
-            except SystemExit as end:
-                if not end.code:
-                    continue
-        refused.append(line)
-    return refused
+        monkeypatch.setattr(parser, "parse_args", parse_args)
 
 
 @pytest.mark.parametrize("file", TEXTS, ids=lambda file: file.name)
@@ -94,9 +65,15 @@ def test_links_lead_somewhere(file: Path) -> None:
 
 
 @pytest.mark.parametrize("file", PAGES, ids=lambda file: file.name)
-def test_commands_are_understood_paths_exist_and_lines_fit(file: Path) -> None:
+def test_commands_are_understood_paths_exist_and_lines_fit(file: Path, only_parsed: None) -> None:
     text = file.read_text("utf-8")
-    assert refused_commands(text) == []
+    code = "\n".join(_CODE.findall(text)).replace("\\\n", " ").splitlines()
+    quoted = (" ".join(words.split()) for words in _QUOTED.findall(_CODE.sub("", text)))
+    for line in [*code, *quoted]:
+        for start in filter(line.startswith, _ASKED):
+            with pytest.raises(SystemExit) as ended:
+                _ASKED[start](shlex.split(line.removeprefix(start), comments=True))
+            assert not ended.value.code, line
     assert [path for path in _PATH.findall(text) if not list(ROOT.glob(path.rstrip("/")))] == []
     lines = [line for line in text.splitlines() if not line.startswith("|")]
     assert file.stem.endswith("_zh") or [line for line in lines if len(line) > 120] == []
