@@ -23,16 +23,6 @@ ENVIRONMENT = Path(f"{sys.prefix}-npu")
 """Environment of torch_npu that scripts/environment.sh creates beside that of the tests."""
 
 
-def why_not() -> str | None:
-    """The reason why no worker can start, or ``None``."""
-    lacking = [
-        ENVIRONMENT / part for part in (".installed-npu", "cann/libstand_ins.so", "bin/python")
-    ]
-    lacking = [path for path in lacking if not path.exists()]
-    install = "`bash scripts/test.sh tests/npu` installs torch_npu there, or says why it cannot"
-    return f"{lacking[0]} is missing; {install}" if lacking else None
-
-
 def _import_torch_npu(packages: list[str]) -> None:
     """In the worker: adds ``packages`` to the tests' path and imports torch_npu."""
     sys.path[:0] = packages
@@ -51,7 +41,7 @@ class NpuWorker(Worker):
         packages = list(map(str, ENVIRONMENT.glob("lib/python*/site-packages")))
         super().__init__(context, _import_torch_npu, packages)
 
-    def run(self, function: Callable[..., Any], *args: Any, timeout: float = LIMIT) -> Any:
+    def run(self, function: Callable[..., Any], *args: Any) -> Any:
         """The result of ``function(*args)``; a crash or a call that takes too long fails."""
         settings = {
             "LD_LIBRARY_PATH": str(ENVIRONMENT / "cann"),
@@ -60,7 +50,7 @@ class NpuWorker(Worker):
         }
         try:
             with mock.patch.dict(os.environ, settings):  # the first call starts the process
-                return self.submit(function, *args).result(timeout)
+                return self.submit(function, *args).result(LIMIT)
         except (BrokenProcessPool, TooLong) as error:
             self.kill()
-            pytest.fail(f"{function.__name__}{args}: {str(error) or f'longer than {timeout:g} s'}")
+            pytest.fail(f"{function.__name__}{args}: {str(error) or f'longer than {LIMIT:g} s'}")
