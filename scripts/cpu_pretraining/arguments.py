@@ -16,7 +16,7 @@ from commfuse_npu.tools.model_config import ModelConfig, indivisible, problems
 from commfuse_npu.tools.option_types import Parser, positive
 from mindspeed_patches.training_options import check_options
 
-from .compare import WARM_UP_ITERATIONS, forms
+from .compare import forms
 
 
 class UsageError(ValueError):
@@ -123,7 +123,6 @@ def _not_divisible(args: argparse.Namespace) -> Iterator[str]:
 
 
 def _contradictions(args: argparse.Namespace) -> Iterator[str]:
-    rate, compared = args.link_rate, forms(args) if args.compare else []
     elsewhere = args.commfuse_ulysses or (args.commfuse_dp and args.data_parallel_size > 1)
     if args.plain and (args.compare or not args.use_commfuse):
         yield ("--plain is the plain form of what would be fused, which --compare trains by "
@@ -132,13 +131,6 @@ def _contradictions(args: argparse.Namespace) -> Iterator[str]:
         yield ("--compare has nothing to compare at --tensor-model-parallel-size 1, where no layer "
                "transfers anything; choose 2 or more, --commfuse-ulysses with context parallelism, "
                "or --commfuse-dp with --data-parallel-size of at least 2")  # fmt: skip
-    if len(compared) == 1:
+    if args.compare and len(forms(args)) == 1:
         yield ("--compare has nothing to compare with Megatron's own layers; leave "
                "--no-use-commfuse out, or add --commfuse-fb-overlap")  # fmt: skip
-    if rate is not None and args.world_size == 1:
-        yield (f"--link-rate {rate:g} needs links, but there is 1 process; choose "
-               "--tensor-model-parallel-size 2 or more, or leave --link-rate out")  # fmt: skip
-    if rate is not None and args.compare and args.train_iters <= WARM_UP_ITERATIONS:
-        yield (f"--compare --link-rate {rate:g} measures after {WARM_UP_ITERATIONS} warm-up "
-               f"iterations, but --train-iters is {args.train_iters}; choose "
-               f"{WARM_UP_ITERATIONS + 1} or more")  # fmt: skip
