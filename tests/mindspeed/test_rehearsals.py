@@ -162,7 +162,7 @@ def why_not() -> str | None:
     if missing:
         return (
             f"set {', '.join(missing)} to checkouts of MindSpeed, MindSpeed-LLM, Megatron-LM "
-            "(python -m mindspeed_patches.rehearsal -- x.py says which belong together)"
+            "(bash scripts/rehearse_on_cpu.sh -- x.py says which belong together)"
         )
     if not (ENVIRONMENT / ".installed-rehearse").exists():
         return f"no {ENVIRONMENT}; bash scripts/rehearse_on_cpu.sh --help makes it"
