@@ -41,7 +41,7 @@ class NpuWorker(Worker):
         packages = list(map(str, ENVIRONMENT.glob("lib/python*/site-packages")))
         super().__init__(context, _import_torch_npu, packages)
 
-    def run(self, function: Callable[..., Any], *args: Any) -> Any:
+    def run(self, function: Callable[..., Any], *args: Any, timeout: float = LIMIT) -> Any:
         """The result of ``function(*args)``; a crash or a call that takes too long fails."""
         settings = {
             "LD_LIBRARY_PATH": str(ENVIRONMENT / "cann"),
@@ -50,7 +50,7 @@ class NpuWorker(Worker):
         }
         try:
             with mock.patch.dict(os.environ, settings):  # the first call starts the process
-                return self.submit(function, *args).result(LIMIT)
+                return self.submit(function, *args).result(timeout)
         except (BrokenProcessPool, TooLong) as error:
             self.kill()
-            pytest.fail(f"{function.__name__}{args}: {str(error) or f'longer than {LIMIT:g} s'}")
+            pytest.fail(f"{function.__name__}{args}: {str(error) or f'longer than {timeout:g} s'}")
