@@ -61,10 +61,15 @@ once() {
 
 # The CPU build has a few hundred MB; PyPI's Linux build depends on CUDA.
 install_torch() {
-    local version error cpu_builds=https://download.pytorch.org/whl/cpu log="$VENV/torch.log"
+    local version source error cpu_builds=https://download.pytorch.org/whl/cpu log="$VENV/torch.log"
     version="$(sed -n 's/^torch==//p' "$1")"
-    if ! install_packages --timeout 15 --retries 1 --extra-index-url "$cpu_builds" \
-        "torch==$version+cpu" 2>"$log"; then
+    if install_packages "torch==$version+cpu" 2>"$log"; then
+        source="the configured indexes"
+    elif install_packages --timeout 15 --retries 1 --index-url "$cpu_builds" \
+        "torch==$version+cpu" 2>>"$log"; then
+        source="$cpu_builds"
+    else
+        source="the configured indexes, with its dependencies"
         echo "torch $version+cpu is neither on the configured indexes nor can it be had from" \
             "$cpu_builds (why: $log). Installing torch $version with its dependencies; on Linux" \
             "CUDA is one, 3 GB to download and 5 GB on disk, and tests/npu cannot run. To avoid" \
@@ -73,9 +78,11 @@ install_torch() {
     fi
     install_file "$1" || return
     if ! error="$("$VENV/bin/python" -c 'import torch' 2>&1)"; then
-        echo "torch $version cannot be imported: ${error##*$'\n'}. Remove $VENV and start again." >&2
+        echo "torch $version, from $source, cannot be imported: ${error##*$'\n'}. Remove $VENV and" \
+            "start again." >&2
         return 1
     fi
+    echo "torch $version is from $source." >&2
 }
 
 install_file() {

@@ -10,6 +10,10 @@ from tests.launchers.launching import ROOT, SCRIPTS, started
 
 PINNED = (SCRIPTS / "requirements" / "torch.txt").read_text("utf-8")
 (TORCH,) = re.findall(r"^torch==(.+)$", PINNED, re.M)
+CPU_BUILDS = "https://download.pytorch.org/whl/cpu"
+CONFIGURED = rf"--no-deps torch=={re.escape(TORCH)}\+cpu"
+"""Arguments of pip for torch from the configured indexes."""
+
 # Logs its arguments and fails if FAIL matches them. A virtual environment has a copy of it.
 PYTHON = """#!/bin/bash
 echo "$*" >> "$ASKED"
@@ -56,22 +60,25 @@ REST = [
     "--requirement scripts/requirements/test.txt",
     f"--no-build-isolation --editable {ROOT}",
 ]
-CPU_BUILDS = "--timeout 15 --retries 1 --extra-index-url https://download.pytorch.org/whl/cpu"
-FIRST = f"{CPU_BUILDS} torch=={TORCH}+cpu"
-WITH_CUDA = (
-    "-m pip install --disable-pip-version-check --requirement scripts/requirements/torch.txt"
-)
+FIRST = f"torch=={TORCH}+cpu"
+SECOND = f"--timeout 15 --retries 1 --index-url {CPU_BUILDS} {FIRST}"
+THIRD = "-m pip install --disable-pip-version-check --requirement scripts/requirements/torch.txt"
 TORCH_FILE = "--requirement scripts/requirements/torch.txt"
+
+
 ALL = [FIRST, TORCH_FILE, *REST]
 
 
 @pytest.mark.parametrize(
     ("fail", "code", "said", "requests", "left"),
     [
-        ("", 0, "Installing scripts/requirements/torch.txt", ALL, []),
-        (r"\+cpu", 0, "GB to download", [FIRST, WITH_CUDA, TORCH_FILE, *REST], []),
+        # A CPU build comes before one with CUDA.
+        ("", 0, "is from the configured indexes.", ALL, []),
+        (CONFIGURED, 0, f"is from {CPU_BUILDS}.", [FIRST, SECOND, TORCH_FILE, *REST], []),
+        (r"\+cpu", 0, "is from the configured indexes, with its dependencies.",
+         [FIRST, SECOND, THIRD, TORCH_FILE, *REST], []),
         # A torch that cannot be imported does not count as installed.
-        ("import torch", 1, f"torch {TORCH} cannot be imported: Error: no space. Remove ",
+        ("import torch", 1, "from the configured indexes, cannot be imported: Error: no space",
          [FIRST, TORCH_FILE], ALL),
         # A failed installation goes on where it stopped.
         ("-m venv", 1, "Error: no space", [], ALL),
@@ -85,6 +92,8 @@ def test_what_is_installed(
     ended, stderr, asked = machine.prepare(fail)
     assert (min(ended, 1), asked) == (code, requests), stderr
     assert said in stderr
+    assert ("GB to download" in stderr) == (THIRD in requests)
+    assert (f"Remove {machine.venv} and start again.\n" in stderr) == (fail == "import torch")
     assert machine.prepare()[::2] == (0, left)
     # A changed requirements file is installed again.
     (machine.venv / ".installed-cpu").write_text("numpy==1.0\n", "utf-8")
@@ -97,7 +106,7 @@ def test_torch_npu_is_left_out_beside_a_torch_with_cuda(machine: Machine) -> Non
     library.parent.mkdir(parents=True)
     library.touch()
     code, stderr, requests = machine.prepare(r"\+cpu", "npu")
-    assert (code, requests) == (0, [FIRST, WITH_CUDA, TORCH_FILE, REST[2]])
+    assert (code, requests) == (0, [FIRST, SECOND, THIRD, TORCH_FILE, REST[2]])
     assert "torch_npu cannot be loaded beside a torch with CUDA.\nNo " in stderr
 
 

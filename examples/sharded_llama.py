@@ -1,13 +1,13 @@
-"""A model in plain PyTorch, trained fully sharded over the data-parallel ranks.
+"""A small Llama in plain PyTorch, trained fully sharded over the data-parallel ranks.
 
 pip install -e . torch
-torchrun --standalone --nproc_per_node 2 examples/sharded_model.py
+torchrun --standalone --nproc_per_node 2 examples/sharded_llama.py
 """
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.functional import cross_entropy, silu
+from torch.nn.functional import cross_entropy, scaled_dot_product_attention, silu
 
 # cut: sharded
 from commfuse_npu import Transport
@@ -15,20 +15,44 @@ from commfuse_npu.ops import average_gradients, clip_gradient_norm, shard_linear
 
 # end
 
-VOCABULARY, H, FFN, LAYERS, S = 64, 64, 160, 2, 32
+VOCABULARY, H, FFN, HEADS, LAYERS, S = 64, 64, 160, 4, 2, 32
 
 
 class Block(nn.Module):
-    """A gated MLP with a residual connection."""
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.RMSNorm(H) for _ in range(2))
+        self.qkv, self.proj = nn.Linear(H, 3 * H, bias=False), nn.Linear(H, H, bias=False)
+        self.gate, self.up = nn.Linear(H, FFN, bias=False), nn.Linear(H, FFN, bias=False)
+        self.down = nn.Linear(FFN, H, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(self.norms[0](x)).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
+        y = scaled_dot_product_attention(rotated(q), rotated(k), v, is_causal=True)
+        x = x + self.proj(y.transpose(1, 2).flatten(2))
+        y = self.norms[1](x)
+        return x + self.down(silu(self.gate(y)) * self.up(y))
+
+
+class Llama(nn.Module):
+    """Tokens [B, S] to logits [B, S, V]."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.norm, self.down = nn.RMSNorm(H), nn.Linear(FFN, H, bias=False)
-        self.gate, self.up = nn.Linear(H, FFN, bias=False), nn.Linear(H, FFN, bias=False)
+        self.embedding = nn.Embedding(VOCABULARY, H)
+        self.blocks = nn.Sequential(*(Block() for _ in range(LAYERS)))
+        self.norm, self.head = nn.RMSNorm(H), nn.Linear(H, VOCABULARY, bias=False)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = self.norm(x)
-        return x + self.down(silu(self.gate(y)) * self.up(y))
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.head(self.norm(self.blocks(self.embedding(tokens))))
+
+
+def rotated(x: torch.Tensor) -> torch.Tensor:
+    """Rotary embeddings; x: [B, heads, S, D]."""
+    half = x.shape[-1] // 2
+    angles = torch.outer(torch.arange(x.shape[2]), 10000 ** (-torch.arange(half) / half))
+    a, b = x.chunk(2, dim=-1)
+    return torch.cat((a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin()), -1)
 
 
 def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
@@ -38,12 +62,7 @@ def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
 dist.init_process_group("gloo")  # "hccl" on NPUs
 rank, N = dist.get_rank(), dist.get_world_size()
 torch.manual_seed(0)  # all ranks begin with the same model
-model = nn.Sequential(  # tokens [B, S] to logits [B, S, VOCABULARY]
-    nn.Embedding(VOCABULARY, H),
-    *(Block() for _ in range(LAYERS)),
-    nn.RMSNorm(H),
-    nn.Linear(H, VOCABULARY, bias=False),
-)
+model = Llama()
 numbers = torch.Generator().manual_seed(1 + rank)
 batches = [  # numbers that increase by one, from a random start
     (torch.randint(VOCABULARY, (8, 1), generator=numbers) + torch.arange(S + 1)) % VOCABULARY
