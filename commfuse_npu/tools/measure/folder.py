@@ -1,7 +1,6 @@
 """The results of a measurement in one file, which the same command continues."""
 
 import json
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,23 +10,6 @@ from commfuse_npu.runtime.atomic_write import write_json
 
 class FolderError(ValueError):
     """The folder cannot be used: it has results under other conditions, or cannot be written."""
-
-
-class Deadline:
-    """No step starts after ``minutes``; a running one is ended 10 % later."""
-
-    def __init__(self, minutes: float) -> None:
-        self.minutes = minutes
-        start = time.monotonic()
-        self._last, self._end = start + 60 * minutes, start + 66 * minutes
-
-    @property
-    def over(self) -> bool:
-        return time.monotonic() > self._last
-
-    def limit(self, seconds: float) -> float:
-        """Seconds for a step that starts now and may take ``seconds``; at least 1."""
-        return max(1.0, min(seconds, self._end - time.monotonic()))
 
 
 class Folder:
@@ -45,8 +27,6 @@ class Folder:
         self.path, self._file = path, path / "measured.json"
         self._facts: dict[str, Any] = {}
         self.steps: dict[str, dict[str, Any]] = {}
-        if path.exists() and not path.is_dir():
-            raise FolderError(f"--folder {path} is a file; choose another folder")
         if self._file.exists():
             try:
                 stored = json.loads(self._file.read_text("utf-8"))

@@ -29,13 +29,13 @@ the host's waiting time (blocked). Bold: the fastest. Bits: whether results equa
 `{REFERENCE}` bit for bit, else the largest difference."""
 
 
-def verdict(trainings: Sequence[Training], device: str) -> Iterator[str]:
+def verdict(trainings: Sequence[Training]) -> Iterator[str]:
     """The verdict on a launch: flags, times, equal weights, and failures, as Markdown."""
     ran = [training for training in trainings if not training.failed]
     if ran:
         today = _today(ran)
         sound = [training for training in ran if _loss_off(today, training) <= _ALIKE]
-        yield from _fastest(sound, device)
+        yield from _fastest(sound)
         if bad := [training for training in ran if training not in sound]:
             title = today.form.title
             yield f"**Do not use**: {_titles(bad)}: losses are not those of {title}, or not finite."
@@ -44,7 +44,7 @@ def verdict(trainings: Sequence[Training], device: str) -> Iterator[str]:
         if len(same) > 1:
             yield f"**The same weights, bit for bit**: {_titles(same)}."
     alike = {training.weights for training in ran if training.form.name in ("plain", "megatron")}
-    if device != "cpu" and len(alike - {None}) > 1:
+    if len(alike - {None}) > 1:
         yield (
             "Plain collectives and Megatron's order are the same arithmetic, and their bits "
             "differ: sums of this launch change from run to run. With HCCL_DETERMINISTIC=true "
@@ -57,7 +57,7 @@ def verdict(trainings: Sequence[Training], device: str) -> Iterator[str]:
             yield f"**Could not run**: {training.form.title}: {why}{cause}"
 
 
-def _fastest(sound: Sequence[Training], device: str) -> Iterator[str]:
+def _fastest(sound: Sequence[Training]) -> Iterator[str]:
     # Plain collectives are only a baseline: nobody launches them.
     candidates = [training for training in sound if training.form.name != "plain"] or list(sound)
     if not candidates:
@@ -67,8 +67,6 @@ def _fastest(sound: Sequence[Training], device: str) -> Iterator[str]:
     close = [training for training in others if training.steady[0] <= best.steady[2]]
     flags = f"`{best.form.flags}`" if best.form.flags else "none of these flags"
     lead = f"**Use {flags}**" if others and not close else f"**Not decided**; fastest is {flags}"
-    if device == "cpu":
-        lead = f"Fastest on this CPU, which says nothing about NPUs: **{best.form.title}**"
     against = [f"{_median(best):,.0f} ms per iteration"]
     for training in sound:
         usual = training.form.name in ("plain", "megatron")

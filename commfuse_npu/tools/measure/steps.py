@@ -173,6 +173,3 @@ STEPS: Mapping[str, str] = {
     LAUNCH: "how long do ten iterations of the launch take in each form?",
 }
 """The question of each step, the most useful first."""
-
-CALL_SECONDS, LAUNCH_SECONDS = 600.0, 900.0
-"""Time limits of a call to the ranks, on a slow machine, and of a form of a launch."""

@@ -15,14 +15,14 @@ import pytest
 from commfuse_npu.config_file import find_config
 from commfuse_npu.hardware.description import Hardware
 from commfuse_npu.tools import cli
-from commfuse_npu.tools.measure import command, folder
+from commfuse_npu.tools.measure import command
 from commfuse_npu.tools.measure.launches import Launches
 from commfuse_npu.tools.measure.steps import STEPS, Scale
 from commfuse_npu.tools.ranks import RanksError
 from commfuse_npu.tools.simulate.command import main as simulate
 from tests.limits import LIMIT
 from tests.processes import ended, interruptible, wait_for
-from tests.tools.measure.trainings import launch
+from tests.tools.measure.trainings import launched
 
 SMALL = ("--device", "cpu", "--ranks", "2")
 HOST = [{"what": "post", "seconds": [1e-6]}]
@@ -116,7 +116,7 @@ def test_forms_are_compared_once_for_as_many_rounds(
 ) -> None:
     asked = []
 
-    def timed(_: object, **setting: Any) -> list[dict[str, Any]]:
+    def timed(*_: object, **setting: Any) -> list[dict[str, Any]]:
         asked.append((setting["work"], setting["ratio"], setting["rounds"]))
         row = {"work": setting["work"], "ratio": setting["ratio"], "difference": 0.0}
         row |= {"reached": None, "seconds": [1.0], "blocked": [0.0]}
@@ -228,10 +228,11 @@ def test_ranks_have_the_environment_of_the_launch(measured, measure, answers, mo
     monkeypatch.setenv("TASK_QUEUE_ENABLE", "1")
     planned = Launches({}, measured, {"TASK_QUEUE_ENABLE": "2"})
     monkeypatch.setattr(command, "launches", lambda *_: planned)
+    monkeypatch.setattr(command, "check_backend", lambda device: None)
     host = lambda: HOST * int(os.environ["TASK_QUEUE_ENABLE"])  # noqa: E731
     monkeypatch.setitem(answers.answers, "host", host)
     monkeypatch.setattr(command, "STEPS", {"host": "?", "launch": "?"})
-    measure("--launch", "launch.sh")
+    measure("--launch", "launch.sh", device=())
     assert len(times(measured, "host")) == 2
 
 
@@ -249,7 +250,7 @@ def test_a_step_that_makes_no_sense_leaves_the_others_and_is_measured_again(
 ) -> None:
     links = answers.answers.pop("links")
     assert "links: failed: KeyError: 'links'" in measure(code=1)
-    assert answers.limits[1:] == [600] * 2
+    assert answers.limits[1:] == [900] * 2
     assert "Traceback" in steps(measured)["links"]["failed"]
     answers.answers["links"] = links
     answers.answers["host"] = HOST * 2
@@ -281,20 +282,21 @@ def test_results_that_were_changed_are_named(measured: Path, measure) -> None:
 
 
 def test_a_launch_ends_in_a_verdict_and_a_page(tmp_path, measured, measure, monkeypatch) -> None:
-    line = launch(tmp_path, monkeypatch, plain="fails")
-    words = ["--steps", "launch", "--launch", line]
-    printed = measure(*words, code=1)
+    def trained(line: str = "launch.sh", code: int = 0, minutes: str = "50", **ends: str) -> str:
+        monkeypatch.setattr(command, "launches", lambda *_: launched(tmp_path, **ends))
+        words = ["--steps", "launch", "--launch", line, "--minutes", minutes]
+        return measure(*words, code=code, device=())
+
+    monkeypatch.setattr(command, "check_backend", lambda device: None)
+    printed = trained(code=1, plain="fails")
     assert "**Could not run**: plain collectives: exit code 1" in printed
     assert "OSError: liblcal.so" in printed
     assert "## launch, plain collectives: failed" in (measured / "measured.md").read_text()
     assert not (measured / "measured.yaml").exists()
 
-    launch(tmp_path, monkeypatch)
-    with monkeypatch.context() as patch:
-        patch.setattr(folder.Deadline, "over", True)
-        left_out = "plain collectives: left out, 50 minutes are over"
-        assert left_out in measure(*words, code=1)
-    printed = measure(*words)
+    left_out = "plain collectives: failed: left out, 1e-06 minutes are over"
+    assert left_out in trained(code=1, minutes="1e-6")
+    printed = trained()
     started = (tmp_path / "started").read_text().split()
     assert started == ["megatron", "fb_overlap", "commfuse", "plain", "plain"]
     assert "launch, Megatron's order: kept" in printed
@@ -305,25 +307,11 @@ def test_a_launch_ends_in_a_verdict_and_a_page(tmp_path, measured, measure, monk
     assert forms == ["Megatron's order", *titles]
 
     # Another launch is trained again, and results of the first one are not mixed with it.
-    launch(tmp_path, monkeypatch, fb_overlap="interrupted")
     # A shell that runs the tests in the background may have it ignored.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        measure(*words[:-1], f"{line} --num-layers 4", code=130)
+        trained("launch.sh --num-layers 4", code=130, fb_overlap="interrupted")
     finally:
         signal.signal(signal.SIGINT, before)
     page = (measured / "measured.md").read_text()
-    assert "Not decided" not in page
     assert re.findall(r"^\| (\S.*?) \| .* \| `aaaaaaaa` \|$", page, re.MULTILINE) == forms[:1]
-
-
-@pytest.mark.long
-def test_the_cpu_pretraining_is_measured_in_each_form(measure) -> None:
-    pytest.importorskip("megatron.core", reason="megatron-core is not installed")
-    line = (
-        f"{sys.executable} -m scripts.cpu_pretraining --num-layers 1 --hidden-size 32 "
-        "--ffn-hidden-size 64 --num-attention-heads 2 --num-query-groups 2 --seq-length 64"
-    )
-    # GEMMs that are not split may round in another way, on some machines.
-    bits = r"same weights, bit for bit\*\*: .* fused layers; plain"
-    assert re.search(bits, measure("--steps", "launch", "--launch", line))

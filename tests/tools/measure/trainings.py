@@ -1,14 +1,15 @@
-"""A fake training that prints ten iterations at once, or fails in a given way."""
+"""Fake trainings that print ten iterations at once, or fail in a given way."""
 
+import os
 import sys
 from pathlib import Path
 
+from commfuse_npu.tools.measure.launches import FORMS, Launches
+
 _CODE = """
 import os, signal, sys, time
-flags = {"--plain": "plain", "--commfuse-fb-overlap": "fb_overlap", "--no-use-commfuse": "megatron"}
-name = next((form for flag, form in flags.items() if flag in sys.argv), "commfuse")
-print(name, file=open(os.environ["STARTED"], "a"))
-how = dict(one.split("=") for one in os.environ["ENDS"].split()).get(name, "well")
+name, how = sys.argv[1:]
+print(name, file=open("started", "a"))
 if how == "fails":
     raise OSError("liblcal.so: no such file")
 if how == "interrupted":
@@ -22,9 +23,12 @@ print("sha256 of all weights: " + "a" * 64)
 """
 
 
-def launch(folder: Path, patch, **ends: str) -> str:
-    """Its command line; forms end as ``ends`` says and append their names to ``started``."""
-    (folder / "training.py").write_text(_CODE)
-    patch.setenv("STARTED", str(folder / "started"))
-    patch.setenv("ENDS", " ".join(f"{name}={how}" for name, how in ends.items()))
-    return f"{sys.executable} {folder / 'training.py'}"
+def launched(folder: Path, **ends: str) -> Launches:
+    """Four forms, which end as ``ends`` says and append their names to ``started``."""
+    (code := folder / "training.py").write_text(_CODE)
+    commands = {
+        form: [sys.executable, str(code), form.name, ends.get(form.name, "well")]
+        for form in FORMS
+        if form.name in ("megatron", "fb_overlap", "commfuse", "plain")
+    }
+    return Launches(commands, folder, os.environ)
