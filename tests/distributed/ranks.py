@@ -26,8 +26,8 @@ from tests.limits import LIMIT, PATIENT
 from tests.worker import Worker
 
 # Imported once, in the process that the ranks are forked from.
-_context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["pytest", "torch.distributed", "commfuse_npu.ops"])
+forkserver = multiprocessing.get_context("forkserver")
+forkserver.set_forkserver_preload(["pytest", "torch.distributed", "commfuse_npu.ops"])
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ class Ranks:
         if not self._workers:
             self._store = open_store()
             given = self.size, self._store.port
-            self._workers = [Worker(_context, _join, rank, *given) for rank in range(self.size)]
+            self._workers = [Worker(forkserver, _join, rank, *given) for rank in range(self.size)]
         futures = [w.submit(_work, function, rank, *args) for rank, w in enumerate(self._workers)]
         if pending := wait_for(futures, timeout, FIRST_EXCEPTION).not_done:
             if any(future.done() and future.exception() for future in futures):

@@ -23,7 +23,6 @@ width, ``A`` and ``G`` its query and key heads, ``D`` features of a head.  Micro
 
 import gc
 import math
-import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -34,6 +33,7 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
+from commfuse_npu.kernels import kernels_for
 from commfuse_npu.ops import (
     LinearOptions,
     all_gather_linear,
@@ -55,13 +55,17 @@ from commfuse_npu.tools.measure.baselines import (
 )
 from commfuse_npu.tools.measure.rounds import Sample
 from commfuse_npu.tools.measure.sleeping import SleepingGemms
-from commfuse_npu.tools.measure.steps import COMPUTE, NAMES, REFERENCE, WORKS, Scale
+from commfuse_npu.tools.measure.steps import COMPUTE, NAMES, REFERENCE, TUNED, WORKS, Scale
+from commfuse_npu.tools.measure.stopwatch import Stopwatch
 from commfuse_npu.tools.measure.wire import pace
 from commfuse_npu.tuning import Tuning, decisions
 
 _RUNS = 8
 """Runs of queries in the attention of baselines, a kernel each.  As in the fused form, masked parts
 are skipped; the number equals the blocks of eight ranks."""
+
+_AHEAD = 4096
+"""Rows, columns and depth of the GEMM that a device runs before a timed call."""
 
 _Call = Callable[[], Any]
 _Weights = dict[str, torch.Tensor]
@@ -244,17 +248,20 @@ class FormsWorker:
     def __init__(self) -> None:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self._transport = Transport.create(lanes=max(1, self.size - 1))
-        self._device = torch.device(self._transport.device_type)
+        self._device, group = torch.device(self._transport.device_type), self._transport.group
+        self._kernels = kernels_for(self._device)
         on_cpu = self._device.type == "cpu"
         self._module: Any = None if on_cpu else torch.get_device_module(self._device)
-        self._baseline: _Baselines = partial(Baseline, self._transport.group)  # read, not run
+        self._baseline: _Baselines = partial(Baseline, group)  # read, not run
         if on_cpu:
-            # In a group of its own, as the lanes of the fused ops have sockets of their own.
-            group = dist.new_group(list(range(self.size)))
-            assert group is not None
-            self._baseline = partial(DirectExchange, group)
-            for process_group in (self._transport.group, group):  # links connect at their first use
-                dist.all_reduce(torch.ones(1), group=process_group)
+            self._baseline = partial(DirectExchange, self._transport)
+        side = 0 if on_cpu else _AHEAD
+        self._stopwatch = Stopwatch(
+            self._module,
+            ahead=self._product(side, side, side),
+            meet=partial(dist.all_reduce, torch.zeros(1, device=self._device), group=group),
+            barrier=partial(dist.barrier, group),
+        )
         self._forms: dict[str, Form] = {}
         self._work: Work
         self._scale: Scale
@@ -280,8 +287,12 @@ class FormsWorker:
     def check(self, name: str) -> float:
         """The largest difference of a form's outputs and gradients from the reference's.
 
-        0 if all are equal, infinite if one is not a number.  GEMMs are real.  It also warms up.
+        0 if all are equal, infinite if one is not a number.  GEMMs are real, except that a form
+        which tunes itself runs before as it will be timed.  It also warms up.
         """
+        if name in TUNED:
+            with self._gemms():
+                self._work.run(self._forms[name])
         if not self._reference:
             results = self._work.run(self._forms[REFERENCE])
             self._reference = [result.clone() for result in results]
@@ -291,12 +302,6 @@ class FormsWorker:
             for result, other in zip(results, self._reference, strict=True)
         ]
         return math.inf if any(map(math.isnan, differences)) else max(differences)
-
-    def tune(self, name: str) -> float:
-        """Run a form so that it tunes itself, unless another one already did, then check it."""
-        with self._gemms():
-            self._work.run(self._forms[name])
-        return self.check(name)
 
     def round(self, order: Sequence[str]) -> list[Sample]:
         gc.collect()
@@ -308,26 +313,18 @@ class FormsWorker:
 
     def _sample(self, form: Form) -> Sample:
         with self._gemms():
-            start, blocked = self._together(), form.transport.blocked_seconds
+            start, blocked = self._stopwatch.together(), form.transport.blocked_seconds
             self._work.run(form)
-            return Sample(self._now() - start, form.transport.blocked_seconds - blocked)
-
-    def _together(self) -> float:
-        """Start at the same time on all ranks; returns the start time."""
-        self._synchronise()
-        dist.barrier(self._transport.group)
-        return self._now()
-
-    def _now(self) -> float:
-        """Seconds of a steady clock, once the device is idle."""
-        self._synchronise()
-        return time.perf_counter()
-
-    def _synchronise(self) -> None:
-        if self._module is not None:
-            self._module.synchronize()  # read, not run
+            return Sample(self._stopwatch.now() - start, form.transport.blocked_seconds - blocked)
 
     def _gemms(self) -> AbstractContextManager[object]:
         if self._gflops is None:
             return nullcontext()
         return SleepingGemms(self._gflops, self._scale.shrink)
+
+    def _product(self, m: int, k: int, n: int) -> Callable[[], object]:
+        a, b, out = self._numbers(m, k), self._numbers(k, n), self._numbers(m, n)
+        return lambda: self._kernels.gemm_into(out, a, b)
+
+    def _numbers(self, *shape: int) -> torch.Tensor:
+        return torch.randn(shape, device=self._device).to(torch.bfloat16)

@@ -51,7 +51,7 @@ def test_every_form_computes_the_same(rank: int) -> None:
             assert not difference or form not in ("p2p", "megatron"), (work, form)
     # Passes that take turns have Megatron's bits.
     worker.set_up("micro-batches", _scale(worker.size), None)
-    assert worker.tune("fb-overlap") == 0
+    assert worker.check("fb-overlap") == 0
     assert worker.round(["fb-overlap"])[0].total > 0
     # With GEMMs that sleep.
     worker.set_up("mlp", _scale(worker.size), 1e6)
@@ -59,7 +59,7 @@ def test_every_form_computes_the_same(rank: int) -> None:
     assert 0 == computing.blocked < computing.total
     assert 0 < waiting.blocked < waiting.total
     # What is tuned at one rate of the links is tried again at the next.
-    worker.tune("auto")
+    worker.check("auto")
     tuned = decisions(worker._transport)
     assert tuned
     worker.set_up("mlp", _scale(worker.size), 1e6)

@@ -85,7 +85,7 @@ class Asked:
             self.orders.append(list(order))
             totals = [TOTALS.get(form, [0.3])[0] for form in order]
             return [[Sample(t * k, t * k / 10) for t in totals] for k in (0.5, 1.0)]
-        if method in ("check", "tune"):
+        if method == "check":
             return [0.0, 0.0 if args[0] == REFERENCE else 1e-6]
         answers = {"pace": ["", self.problem], "messages": [[0.04], [0.0625]]}
         return answers.get(method, [None, None])
@@ -94,7 +94,7 @@ class Asked:
         return [call for call in self.calls if call[0] in methods]
 
 
-def test_forms_are_checked_links_set_forms_tuned_and_timed_in_shuffled_rounds(monkeypatch) -> None:
+def test_links_are_set_forms_checked_and_timed_in_shuffled_rounds(monkeypatch) -> None:
     monkeypatch.setattr(rounds.os, "cpu_count", lambda: 2)
     asked, scale = Asked(), Scale.of(CONFIG, 2, "cpu")
     rows = time_forms(asked, scale, "mlp", 0.5, ["ours-c4", "auto", "fb-overlap"], 5)
@@ -106,8 +106,8 @@ def test_forms_are_checked_links_set_forms_tuned_and_timed_in_shuffled_rounds(mo
     paced = [argument for _, argument in asked.of("pace")]
     assert paced == [pytest.approx(rate), None]
     order = [method for method, _ in asked.calls]
-    assert order[:6] == ["set_up", "check", "check", "round", "pace", "messages"]
-    assert order[6:] == ["tune", *["round"] * 5, "pace"]
+    assert order[:4] == ["set_up", "round", "pace", "messages"]
+    assert order[4:] == [*["check"] * 3, *["round"] * 5, "pace"]
     drawn = asked.orders[1:]
     assert all(sorted(names_of) == sorted(names) for names_of in drawn)
     assert len(set(map(tuple, drawn))) > 1
