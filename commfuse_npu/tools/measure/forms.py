@@ -88,20 +88,18 @@ class Form:
 
 
 class TakingTurns(Form):
-    """Forward-backward overlap: the first step is recorded, later ones run in the chosen order."""
+    """Forward-backward overlap: the first pair is recorded, later ones run in the chosen order."""
 
     def __init__(self, transport: Baseline) -> None:
         super().__init__(transport)
         self.overlap = ForwardBackwardOverlap([transport.group], states=())
-        self._to_measure = WORKS["micro-batches"].micro_batches - 1
 
     def pair(self, forward: _Call, backward: _Call) -> tuple[Any, Any]:
-        if self._to_measure:
-            self._to_measure -= 1
-            return self.overlap.record(forward, backward)
-        if not self.overlap.orders:
-            self.overlap.choose_orders()
-        return self.overlap.run(forward, backward)
+        if self.overlap.orders:
+            return self.overlap.run(forward, backward)
+        results = self.overlap.record(forward, backward)
+        self.overlap.choose_orders()
+        return results
 
 
 class _Attention(torch.autograd.Function):
@@ -176,30 +174,29 @@ class Work:
             self._layers.append(weights)
         self._layer = self._mlp if name == "mlp" else self._whole_layer
         self._x = self._draw(shard, 1, hidden)
-        self._grad = self._draw(shard, 1, hidden)
+        self._grad = self._draw(shard, 1, hidden).detach()
 
-    def run(self, form: Form) -> list[torch.Tensor]:
+    def run(self, form: Form) -> list[Any]:
         """Run it once; returns the output, then the gradients of the input and the weights."""
-        forward, total = self._forward(form), None
+        leaves = [self._x, *(weight for layer in self._layers for weight in layer.values())]
+        for leaf in leaves:
+            leaf.grad = None
+        y = self._forward(form)
         for _ in range(self._kind.micro_batches - 1):
-            forward, total = form.pair(
-                partial(self._forward, form), partial(_backward, *forward, total)
-            )
-        return [forward[0].detach(), *_backward(*forward, total)]
+            forward, backward = partial(self._forward, form), partial(y.backward, self._grad)
+            y, _ = form.pair(forward, backward)
+        y.backward(self._grad)
+        return [y.detach(), *(leaf.grad for leaf in leaves)]
 
-    def _forward(self, form: Form) -> tuple[torch.Tensor, list[torch.Tensor], torch.Tensor]:
-        """Output, (input and weights), gradient of the output."""
-        y = x = self._x.detach().requires_grad_()
-        layers = [
-            {k: w.detach().requires_grad_() for k, w in layer.items()} for layer in self._layers
-        ]
-        for weights in layers:
+    def _forward(self, form: Form) -> torch.Tensor:
+        y = self._x
+        for weights in self._layers:
             y = self._layer(form, y, weights)
-        return y, [x, *(weight for layer in layers for weight in layer.values())], self._grad
+        return y
 
     def _draw(self, *shape: int, scale: float = 1.0) -> torch.Tensor:
         numbers = torch.randn(*shape, generator=self._generator) * scale
-        return numbers.to(self._device, self._dtype)
+        return numbers.to(self._device, self._dtype).requires_grad_()
 
     def _mlp(self, form: Form, x: torch.Tensor, weights: _Weights) -> torch.Tensor:
         gate, up = all_gather_linear(x, weights["gate_up"], **form.of).chunk(2, dim=-1)
@@ -223,17 +220,6 @@ class Work:
 def _norm(rows: torch.Tensor) -> torch.Tensor:
     """RMS norm without a weight."""
     return torch.nn.functional.rms_norm(rows, rows.shape[-1:])
-
-
-def _backward(
-    y: torch.Tensor,
-    leaves: list[torch.Tensor],
-    grad: torch.Tensor,
-    total: Sequence[torch.Tensor] | None,
-) -> Sequence[torch.Tensor]:
-    """Gradients of the leaves, added to those of earlier micro-batches."""
-    grads = torch.autograd.grad(y, leaves, grad)
-    return grads if total is None else [a.add_(b) for a, b in zip(total, grads, strict=True)]
 
 
 # ------------------------------------------------------------------- ranks
