@@ -54,6 +54,7 @@ class Asked:
 @pytest.mark.parametrize(
     ("worker", "method", "argument", "seconds", "said"),
     [
+        (f"{__name__}:Asked", "", 0, 0.01, "0, 1 of 2 to starting within 0 s; give more with --m"),
         ("no_such_module:Worker", "", 0, LIMIT, r"of 2 failed in starting:\n[\s\S]*no_such_module"),
         (f"{__name__}:Asked", "killed", 1, LIMIT, "rank 1 of 2 died in killed, by SIGKILL"),
         (f"{__name__}:Asked", "sleep", 10 * LIMIT, 1.0,
@@ -64,7 +65,8 @@ def test_a_rank_that_fails_is_named_and_all_are_ended(
     worker: str, method: str, argument: float, seconds: float, said: str, monkeypatch
 ) -> None:
     def ask() -> None:
-        with Ranks(2, device="cpu", timeout=LIMIT, option="--more", worker=worker) as ranks:
+        limit = LIMIT if method else seconds
+        with Ranks(2, device="cpu", timeout=limit, option="--more", worker=worker) as ranks:
             assert len(set(multiprocessing.active_children()) - before) == 2
             ranks.timeout = seconds
             ranks.ask(method, argument)
