@@ -22,7 +22,7 @@ from commfuse_npu.tools.doctor.machine import Machine, check_devices, topology
 from commfuse_npu.tools.doctor.versions import check_cann, check_torch
 from commfuse_npu.tools.launch_script import UsageError
 from commfuse_npu.tools.measure.figures import Measured, description
-from commfuse_npu.tools.measure.folder import Folder, FolderError
+from commfuse_npu.tools.measure.folder import Folder
 from commfuse_npu.tools.measure.launches import FORMS as LAUNCHED
 from commfuse_npu.tools.measure.launches import (
     Form,
@@ -61,9 +61,6 @@ _READ = "HCCL_", "P2P_HCCL_", "TORCH_HCCL_", "PYTORCH_NPU_", "ASCEND_RT_", "CPU_
 _SAME = "device name", "backend", "torch", "cores"
 """Facts about the machine that must be the same for all results of a folder."""
 
-_Result = tuple[dict[str, Any], str]
-"""What a part of a step stores, and a summary."""
-
 
 def main(words: Sequence[str]) -> int:
     """Measure; returns the exit code: 0 complete, 1 incomplete, 2 bad options, 130 Ctrl-C."""
@@ -78,11 +75,11 @@ def main(words: Sequence[str]) -> int:
         try:
             run.write(["commfuse-npu", "measure", *words])
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-            raise FolderError(
+            raise UsageError(
                 f"{options.folder / 'measured.json'} has results that cannot be evaluated: "
                 f"{error!r}; remove it, or choose another --folder"
             ) from error
-    except (ConfigError, FolderError, UsageError, OSError) as error:
+    except (ConfigError, UsageError, OSError) as error:
         return refuse("measure", error)
     return code
 
@@ -182,7 +179,7 @@ class _Run:
         finally:
             self._end_ranks()
 
-    def _parts(self) -> Iterator[tuple[str, str, Any, Callable[[], _Result]]]:
+    def _parts(self) -> Iterator[tuple[str, str, Any, Callable[[], Any]]]:
         """The parts of all steps: the name of the result, a title, what is asked, the measurement.
 
         A stored result is used only if the same was asked.
@@ -197,20 +194,19 @@ class _Run:
                     title = f"{FORMS}, {work}" + ("" if ratio is None else f", ratio {ratio:g}")
                     setting = {"work": work, "ratio": ratio, "names": names, "rounds": rounds}
                     measure = partial(time_forms, self._ask, self._scale, **setting)
-                    yield title, title, [*sorted(names), rounds], partial(self._timed, measure)
+                    yield title, title, [*sorted(names), rounds], measure
             elif self._launched is not None and step == LAUNCH:
                 # Idle ranks would compete with the training.
                 self._end_ranks()
                 self._folder.store(LAUNCH, {"asked": options.launch})
                 print(*(f"  {note}\n" for note in self._launched.notes), sep="", end="")
                 for form in self._launched.commands:
-                    train = partial(self._trained, form, self._launched)
-                    yield form.step, f"{LAUNCH}, {form.title}", options.launch, train
+                    measure = partial(self._trained, form, self._launched)
+                    yield form.step, f"{LAUNCH}, {form.title}", options.launch, measure
             else:
-                measure = partial(self._slowest, step)
-                yield step, step, None, partial(self._timed, measure)
+                yield step, step, None, partial(self._slowest, step)
 
-    def _complete(self, name: str, title: str, asked: Any, measure: Callable[[], _Result]) -> bool:
+    def _complete(self, name: str, title: str, asked: Any, measure: Callable[[], Any]) -> bool:
         """Measure and store a part, unless it is stored already; a failure is stored, too."""
         saved = self._folder.load(name)
         if saved and saved.get("asked") == asked and "failed" not in saved:
@@ -218,12 +214,12 @@ class _Run:
             return True
         start, content = time.monotonic(), {"asked": asked}
         try:
-            if time.monotonic() > self._end:
+            if start > self._end:
                 raise TimeoutError(f"left out, {self._options.minutes:g} minutes are over")
             print(f"{title}: {STEPS[name]}" if name in STEPS else title, flush=True)
             tell(title)
-            result, summary = measure()
-        except FolderError:
+            result = measure()
+        except UsageError:
             raise
         except Exception as error:
             # Continue after any error, with new ranks.
@@ -234,8 +230,8 @@ class _Run:
             why = " ".join(dict.fromkeys((lines[0], lines[-1]))) if expected else lines[-1]
             print(f"{title}: failed: {why}", file=sys.stderr)
         else:
-            content |= {**result, "took seconds": round(time.monotonic() - start, 1)}
-            print(f"{title}: {summary}, in {content['took seconds']:.0f} s", flush=True)
+            content["times" if isinstance(result, list) else "log"] = result
+            print(f"{title}: measured in {time.monotonic() - start:.0f} s", flush=True)
         self._folder.store(name, content)
         return "failed" not in content
 
@@ -245,10 +241,6 @@ class _Run:
 
     def _slowest(self, step: str) -> Times:
         return slowest(self._ask(step, self._scale))
-
-    def _timed(self, measure: Callable[[], Times]) -> _Result:
-        times = measure()
-        return {"times": times}, f"{sum(len(row['seconds']) for row in times)} times"
 
     def _ask(self, method: str, *args: Any) -> list[Any]:
         ranks = self._ranks or self._started()
@@ -268,9 +260,8 @@ class _Run:
             self._ranks.close()
         self._ranks = None
 
-    def _trained(self, form: Form, launched: Launches) -> _Result:
-        log = train(form, launched, self._folder.path, self._limit())
-        return {"log": log}, f"{Training(form, **log).steady[1]:.1f} ms"
+    def _trained(self, form: Form, launched: Launches) -> dict[str, Any]:
+        return train(form, launched, self._folder.path, self._limit())
 
     def _trainings(self) -> list[tuple[Form, dict[str, Any]]]:
         """The stored trainings of the last launch, in the order of the forms."""
@@ -336,14 +327,14 @@ def _chosen(options: argparse.Namespace) -> list[str]:
     needs = {"launch": LAUNCH, **dict.fromkeys(("works", "forms", "ratios", "rounds"), FORMS)}
     for name, step in needs.items():
         if getattr(options, name) and step not in chosen:
-            raise FolderError(f"--{name}: no effect without {step} among --steps; add it")
+            raise UsageError(f"--{name}: no effect without {step} among --steps; add it")
     if options.ratios and options.device != "cpu":
-        raise FolderError("--ratios: the links of NPUs keep their rate; leave it out")
+        raise UsageError("--ratios: the links of NPUs keep their rate; leave it out")
     if options.launch is not None and options.device == "cpu":
-        raise FolderError(
+        raise UsageError(
             "--launch: trains on NPUs; on a CPU scripts/pretrain_llama_cpu.sh --compare compares "
             "the forms"
         )
     if options.launch is None and options.steps and LAUNCH in chosen:
-        raise FolderError(f"--steps {LAUNCH} needs a launch; give it by --launch")
+        raise UsageError(f"--steps {LAUNCH} needs a launch; give it by --launch")
     return [name for name in chosen if name != LAUNCH or options.launch is not None]

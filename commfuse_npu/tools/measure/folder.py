@@ -6,10 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from commfuse_npu.runtime.atomic_write import write_json
-
-
-class FolderError(ValueError):
-    """The folder cannot be used: it has results under other conditions, or cannot be written."""
+from commfuse_npu.tools.launch_script import UsageError
 
 
 class Folder:
@@ -20,7 +17,7 @@ class Folder:
         facts: see :meth:`agree`.
 
     Raises:
-        FolderError: its results have other facts, or it cannot be read.
+        UsageError: its results have other facts, or it cannot be read.
     """
 
     def __init__(self, path: Path, facts: Mapping[str, Any]) -> None:
@@ -33,7 +30,7 @@ class Folder:
                 self._facts = dict(stored["facts"])
                 self.steps = {name: dict(step) for name, step in dict(stored["steps"]).items()}
             except (OSError, ValueError, LookupError, TypeError) as error:
-                raise FolderError(
+                raise UsageError(
                     f"{self._file} cannot be read: {error!r}; remove it, or choose another --folder"
                 ) from error
         self.agree(facts)
@@ -42,7 +39,7 @@ class Folder:
         """Add facts, which must be the same for all results: sizes, versions, the machine.
 
         Raises:
-            FolderError: a result has another fact.
+            UsageError: a result has another fact.
         """
         other = [
             f"{name} {self._facts[name]!r} there, {value!r} here"
@@ -50,7 +47,7 @@ class Folder:
             if self._facts.get(name, value) != value
         ]
         if other:
-            raise FolderError(
+            raise UsageError(
                 f"{self._file} was measured under other conditions: {'; '.join(other)}; choose "
                 "another folder with --folder"
             )
@@ -60,13 +57,13 @@ class Folder:
         """Store the result of a step.
 
         Raises:
-            FolderError: it cannot be written.
+            UsageError: it cannot be written.
         """
         self.steps[step] = dict(content)
         try:
             write_json(self._file, {"facts": self._facts, "steps": self.steps}, indent=1)
         except OSError as error:
-            raise FolderError(
+            raise UsageError(
                 f"{self._file} cannot be written: {error.strerror or error}; make that possible, "
                 "or choose another --folder"
             ) from error

@@ -132,6 +132,15 @@ def test_a_transfer_beside_work(both: float, slower: float | None) -> None:
     assert values.get("inside.beside_work") == (slower and (slower,) * 3)
 
 
+def test_attention_is_fitted_with_relative_errors() -> None:
+    rows = [
+        {"queries": queries, "keys": 4096, "heads": 8, "of": 128, "seconds": [seconds]}
+        for queries, seconds in ((4096, 3e-6), (1024, 1e-6), (256, 7e-7))
+    ]
+    # 405.3 with the same weight for each.
+    assert figures({"attention": rows}, NPU)["npu.half_rows"][1] == pytest.approx(374.126)
+
+
 def test_the_description_has_the_cores_that_the_device_names(tmp_path: Path) -> None:
     path, reached = tmp_path / "measured.yaml", []
     attention = [{"queries": 64, "keys": 64, "heads": 1, "of": 64, "seconds": [1e-3]}]

@@ -7,9 +7,10 @@ from unittest import mock
 import pytest
 
 from commfuse_npu.packages import Package
+from commfuse_npu.tools.launch_script import UsageError
 from commfuse_npu.tools.measure import folder as module
 from commfuse_npu.tools.measure.command import npu_facts
-from commfuse_npu.tools.measure.folder import Folder, FolderError
+from commfuse_npu.tools.measure.folder import Folder
 from commfuse_npu.tools.measure.steps import slowest
 from commfuse_npu.tools.ranks import check_backend
 from tests.tools.doctor.machines import NPU_ANSWERS, machine
@@ -21,11 +22,11 @@ def test_what_cannot_be_written_or_read_is_named(tmp_path: Path, monkeypatch) ->
     folder = Folder(tmp_path, ABOUT)
     for text in ("{", "[]", "{}", '{"facts": 1, "steps": {}}', '{"facts": {}, "steps": {"a": 1}}'):
         (tmp_path / "measured.json").write_text(text)
-        with pytest.raises(FolderError, match=r"measured\.json cannot be read: .*; remove it"):
+        with pytest.raises(UsageError, match=r"measured\.json cannot be read: .*; remove it"):
             Folder(tmp_path, ABOUT)
     full = mock.Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
     monkeypatch.setattr(module, "write_json", full)
-    with pytest.raises(FolderError, match=r"/measured\.json cannot be written: No space left"):
+    with pytest.raises(UsageError, match=r"/measured\.json cannot be written: No space left"):
         folder.store("links", {"times": []})
 
 
