@@ -1,20 +1,16 @@
 """What a rank does to compare forms of a layer: the forms by name, the workloads, the rounds.
 
 ================  ================================================================================
-``p2p``           blocking: a collective, then the GEMM, or the other way round.  **The reference**:
-                  on a CPU its collectives are direct exchanges with all peers at once, at the rate
-                  of the links, so no comparison benefits from a slow collective algorithm.
-``slices-K``      the rows in K slices, a collective per slice, pipelined with the GEMMs: what
-                  MindSpeed's CoC does, implemented from its description.
-``megatron``      forward blocking; backward in Megatron's order: the input is gathered during
-                  dgrad, the reduce-scatter runs during wgrad.
-``ours-cK``       this project's ops, K chunks per block, as many lanes as peers.
-``auto[-wgrad]``  this project's ops with the schedule, or the plain path, that tuning measures as
-                  the fastest on first use over these links (:mod:`commfuse_npu.tuning`).
-                  ``-wgrad``: weight gradients per arriving block, which rounds differently.
-``fb-overlap``    the forward of a micro-batch overlapped with the backward of the previous one
-                  (:mod:`commfuse_npu.overlap`), with the transfers of ``megatron``.
-``compute``       the computation without any communication, measured in every round.
+``p2p``           :class:`.Blocking`, **the reference**: on a CPU by direct exchanges at the rate of
+                  the links, so no comparison benefits from a slow collective algorithm
+``slices-K``      :class:`.Sliced`: CoC, implemented from its description
+``megatron``      :class:`.MegatronOrder`
+``ours-cK``       this project's ops, K chunks per block, as many lanes as peers
+``auto[-wgrad]``  the same with the schedule, or the plain path, that :mod:`commfuse_npu.tuning`
+                  measures as the fastest over these links; ``-wgrad``: weight gradients per block
+``fb-overlap``    a forward overlapped with the backward of the previous micro-batch, with the
+                  transfers of ``megatron``
+``compute``       :class:`.Computation`, measured in every round
 ================  ================================================================================
 
 Legend: ``S`` sequence, ``s`` its shard (S/n), ``H`` hidden, ``F`` this rank's part of the MLP's

@@ -42,13 +42,10 @@ class Stopwatch:
         self._ahead, self._meet, self._barrier = ahead, meet, barrier
         self._piece: float | None = None
 
-    def laps(self, call: Call, calls: int, *, together: bool = False) -> list[list[float]]:
-        """Seconds of each lap, for each of ``calls`` calls.
+    def laps(self, call: Call, calls: int) -> list[list[float]]:
+        """Seconds of each lap, for each of ``calls`` calls, which all ranks start together.
 
         Warm-up calls are not included: the first one makes connections and loads code.
-
-        Args:
-            together: all ranks start at the same time.
         """
         self._seconds(call)
         pieces = 0
@@ -58,18 +55,16 @@ class Stopwatch:
                 self._piece = self._seconds(lambda lap: [self._ahead() for _ in range(_PROBES)])
                 self._piece /= _PROBES
             pieces = math.ceil(_LONGER * self._seconds(call) / self._piece)
-        return [self._laps(call, together, pieces) for _ in range(calls)]
+        return [self._laps(call, pieces) for _ in range(calls)]
 
-    def times(
-        self, call: Callable[[], object], calls: int, *, together: bool = False
-    ) -> list[float]:
+    def times(self, call: Callable[[], object], calls: int) -> list[float]:
         """:meth:`laps` of a call that is one lap."""
 
         def once(lap: Callable[[], None]) -> None:
             call()
             lap()
 
-        return [seconds for (seconds,) in self.laps(once, calls, together=together)]
+        return [seconds for (seconds,) in self.laps(once, calls)]
 
     def now(self) -> float:
         """Seconds of a steady clock, once the device is idle."""
@@ -89,12 +84,11 @@ class Stopwatch:
         call(lambda: None)
         return self.now() - start
 
-    def _laps(self, call: Call, together: bool, pieces: int) -> list[float]:
-        if together:
-            self.together()
+    def _laps(self, call: Call, pieces: int) -> list[float]:
+        self.together()
         for _ in range(pieces):
             self._ahead()
-        if together and pieces:
+        if pieces:
             self._meet()
         marks = [self._mark()]
         call(lambda: marks.append(self._mark()))

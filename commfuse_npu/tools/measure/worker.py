@@ -117,7 +117,7 @@ class Worker(FormsWorker):
                 for work in dist.batch_isend_irecv([operation]):
                     self._transport.wait_for(work)
 
-        pings = self._stopwatch.times(to_and_fro, scale.calls, together=True)
+        pings = self._stopwatch.times(to_and_fro, scale.calls)
         halves = [seconds / (2 * _TURNS) for seconds in pings] if self.rank < 2 else []
         row = {"what": "messages", "bytes": scale.message, "peers": self.size - 1}
         return [
@@ -137,7 +137,7 @@ class Worker(FormsWorker):
             "all-gather": partial(all_gather_rows, blocks[:1], group),
             "reduce-scatter": partial(reduce_scatter_rows, blocks, group),
         }.items():
-            seconds = self._stopwatch.times(call, scale.calls, together=True)
+            seconds = self._stopwatch.times(call, scale.calls)
             times.append({"what": name, "bytes": scale.message, "seconds": seconds})
         return times
 
@@ -193,7 +193,7 @@ class Worker(FormsWorker):
             exchange.end()
             lap()
 
-        laps = self._stopwatch.laps(together, calls, together=True)
+        laps = self._stopwatch.laps(together, calls)
         samples = {
             "gemm": self._stopwatch.times(gemms, calls),
             "exchange": alone,
@@ -221,7 +221,7 @@ class Worker(FormsWorker):
         return times
 
     def _exchanged(self, exchange: Exchange, calls: int) -> list[float]:
-        times = self._stopwatch.times(exchange.run, calls, together=True)
+        times = self._stopwatch.times(exchange.run, calls)
         exchange.check()
         return times
 
