@@ -41,7 +41,7 @@ def _scale(size: int) -> Scale:
 @on_ranks()
 def test_every_form_computes_the_same(rank: int) -> None:
     worker = Worker()
-    for work in ("mlp", "layers"):
+    for work in ("layers", "mlp"):
         worker.set_up(work, _scale(worker.size), None)
         # 8 pieces test nothing that 4 do not.
         for form in (form for form in NAMES if form not in TUNED and "8" not in form):
@@ -49,6 +49,13 @@ def test_every_form_computes_the_same(rank: int) -> None:
             assert difference <= 1e-4, (work, form)
             # Whole GEMMs, the same additions: the same bits.
             assert not difference or form not in ("p2p", "megatron"), (work, form)
+    # With the collectives of torch, which a device uses.
+    baseline = partial(Baseline, worker._transport.group)
+    for form in ("p2p", "megatron", "slices-4"):
+        results = worker._work.run(form_of(form, worker._transport, baseline))
+        assert all(map(torch.allclose, results, worker._reference)), form
+    worker._reference[1][0, 0, 0] = math.nan
+    assert worker.check("slices-4") == math.inf
     # Passes that take turns have Megatron's bits.
     worker.set_up("micro-batches", _scale(worker.size), None)
     assert worker.check("fb-overlap") == 0
@@ -64,21 +71,6 @@ def test_every_form_computes_the_same(rank: int) -> None:
     assert tuned
     worker.set_up("mlp", _scale(worker.size), 1e6)
     assert not tuned
-    worker._transport.close()
-
-
-@on_ranks(2)
-def test_collectives_of_torch_compute_the_same_and_what_is_no_number_differs(rank: int) -> None:
-    worker = Worker()
-    worker.set_up("mlp", _scale(2), None)
-    assert worker.check("slices-4") <= 1e-4
-    # What a device uses.
-    baseline = partial(Baseline, worker._transport.group)
-    for form in ("p2p", "megatron", "slices-4"):
-        results = worker._work.run(form_of(form, worker._transport, baseline))
-        assert all(map(torch.allclose, results, worker._reference)), form
-    worker._reference[1][0, 0, 0] = math.nan
-    assert worker.check("slices-4") == math.inf
     worker._transport.close()
 
 
@@ -178,12 +170,11 @@ def test_gemms_sleep_for_their_modelled_time_in_a_backward_too(monkeypatch) -> N
             assert (a @ b).shape == (10, 30)
             assert torch.ones(4, 10, 20).matmul(b).shape == (4, 10, 30)
             assert out.addmm_(a, b) is out
-            assert torch.addmm(out, a, b).shape == (10, 30)
         assert (a + a).sum() == 400
         a.matmul(b).sum().backward()
     single, four = (modelled_seconds(rows, 30, 20, 1.0) for rows in (10, 40))
     of_weight = modelled_seconds(20, 30, 10, 1.0)
-    assert slept == pytest.approx([single, single, four, single, single, single, of_weight])
+    assert slept == pytest.approx([single, single, four, single, single, of_weight])
     assert torch.equal(out, torch.full((10, 30), 5.0))
     assert torch.equal(a @ b, torch.full((10, 30), 20.0)), "and real ones afterwards"
 

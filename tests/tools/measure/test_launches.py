@@ -106,16 +106,9 @@ def test_a_form_that_fails_says_why(
 
 def test_what_a_launch_leaves_behind_is_ended(tmp_path: Path) -> None:
     """A rank in its own session, as torchrun starts them, whose launcher has exited."""
-    orphan = "import os, time; open('pid', 'w').write(str(os.getpid())); time.sleep(600)"
-    launcher = (
-        "import os, subprocess, sys, time\n"
-        f"subprocess.Popen([sys.executable, '-c', {orphan!r}], start_new_session=True)\n"
-        "while not os.path.exists('pid') or not open('pid').read(): time.sleep(0.01)\n"
-        "sys.exit(3)\n"
-    )
-    words, log = [sys.executable, "-c", launcher], tmp_path / "log"
-    options = {"folder": tmp_path, "environment": os.environ, "log": log, "seconds": LIMIT}
-    assert short_run.run_bounded(words, **options) == 3
+    words = ["bash", "-c", "setsid sleep 600 & echo $! > pid; exit 3"]
+    options = {"folder": tmp_path, "environment": os.environ, "log": tmp_path / "log"}
+    assert short_run.run_bounded(words, **options, seconds=LIMIT) == 3
     wait_for(lambda: ended(int((tmp_path / "pid").read_text())))
 
 
