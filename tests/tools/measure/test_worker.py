@@ -11,29 +11,18 @@ import pytest
 from commfuse_npu.config_file import find_config
 from commfuse_npu.tools import ranks as module
 from commfuse_npu.tools.measure.steps import Scale
-from commfuse_npu.tools.measure.worker import Exchange, Worker
+from commfuse_npu.tools.measure.worker import Worker
 from commfuse_npu.tools.ranks import Ranks, RanksError
 from tests.distributed.ranks import forkserver, on_ranks
 from tests.limits import LIMIT
 
 
 @on_ranks(3)
-def test_posts_are_counted_and_messages_that_are_mixed_up_are_noticed(rank: int) -> None:
+def test_a_send_and_a_receive_to_each_of_two_peers_are_four_posts_on_gloo(rank: int) -> None:
     worker: Any = Worker()
-    # A send and a receive to each of two peers are four posts on gloo.
     worker._of_host = lambda post, calls: [8.0]
     scale = Scale.of(find_config("llama3_8b"), 3, "cpu")
     assert worker.host(scale) == [{"what": "post", "seconds": [2.0]}]
-    exchange = Exchange(worker._transport, 64)
-    if rank == 1:  # sends other bytes than its own
-        exchange._mine.fill_(99)
-    exchange.run()
-    if rank == 1:
-        exchange.check()
-    else:
-        said = "64 bytes from rank 1 has other bytes than 2 in it"
-        with pytest.raises(RuntimeError, match=said):
-            exchange.check()
     worker._transport.close()
 
 
