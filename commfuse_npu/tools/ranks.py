@@ -15,6 +15,7 @@ import sys
 import tempfile
 import time
 import traceback
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from importlib import import_module
 from importlib.util import find_spec
@@ -33,7 +34,7 @@ class RanksError(RuntimeError):
     """A rank failed, died or did not answer; all ranks have been ended."""
 
 
-class Ranks:
+class Ranks(AbstractContextManager["Ranks"]):
     """Processes of ranks 0..size-1, one thread each; a context manager that ends them.
 
     If there are at least as many cores as ranks, each rank is pinned to a core: gloo's threads then
@@ -78,9 +79,6 @@ class Ranks:
         except BaseException:
             self.close()
             raise
-
-    def __enter__(self) -> Ranks:
-        return self
 
     def __exit__(self, *what: object) -> None:
         self.close()

@@ -62,16 +62,16 @@ def _fastest(sound: Sequence[Training]) -> Iterator[str]:
     candidates = [training for training in sound if training.form.name != "plain"] or list(sound)
     if not candidates:
         return
-    best, *others = sorted(candidates, key=_median)
+    best, *others = sorted(candidates, key=lambda training: training.steady[1])
     rival = next((training for training in others if training.form.ours != best.form.ours), None)
     close = [training for training in others if training.steady[0] <= best.steady[2]]
     flags = f"`{best.form.flags}`" if best.form.flags else "none of these flags"
     lead = f"**Use {flags}**" if others and not close else f"**Not decided**; fastest is {flags}"
-    against = [f"{_median(best):,.0f} ms per iteration"]
+    against = [f"{best.steady[1]:,.0f} ms per iteration"]
     for training in sound:
         usual = training.form.name in ("plain", "megatron")
         if training is not best and (usual or training is rival):
-            share = _median(best) / _median(training) - 1
+            share = best.steady[1] / training.steady[1] - 1
             word = "shorter" if share < 0 else "longer"
             against.append(f"{100 * abs(share):.1f} % {word} than {training.form.title}")
     yield f"{lead}: {', '.join(against)}."
@@ -95,7 +95,7 @@ def launch_table(trainings: Sequence[Training]) -> Iterator[str]:
             f"`{flags}`" if flags else "",
             f"{middle:,.1f}",
             f"{low:,.1f} .. {high:,.1f}",
-            f"{100 * (middle / _median(today) - 1):+.1f} %",
+            f"{100 * (middle / today.steady[1] - 1):+.1f} %",
             f"{_loss_off(today, training):.1e}",
             f"{training.peak / 1024:.2f} GiB" if training.peak else "",
             f"`{training.weights[:8]}`" if training.weights else "",
@@ -201,10 +201,6 @@ def _today(ran: Sequence[Training]) -> Training:
 
 def _titles(trainings: Sequence[Training]) -> str:
     return "; ".join(training.form.title for training in trainings)
-
-
-def _median(training: Training) -> float:
-    return training.steady[1]
 
 
 def _loss_off(training: Training, other: Training) -> float:

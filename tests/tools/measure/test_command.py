@@ -16,14 +16,13 @@ from commfuse_npu.config_file import find_config
 from commfuse_npu.hardware.description import Hardware
 from commfuse_npu.tools import cli, ranks
 from commfuse_npu.tools.measure import command
-from commfuse_npu.tools.measure.launches import Launches
+from commfuse_npu.tools.measure.launches import FORMS, Form, Launches, TrainingError
 from commfuse_npu.tools.measure.steps import STEPS, Scale
 from commfuse_npu.tools.ranks import RanksError
 from commfuse_npu.tools.simulate.command import main as simulate
 from tests.distributed.ranks import forkserver
 from tests.limits import LIMIT
 from tests.processes import ended, interruptible, wait_for
-from tests.tools.measure.trainings import launched
 
 SMALL = ("--device", "cpu", "--ranks", "2")
 HOST = [{"what": "post", "seconds": [1e-6]}]
@@ -278,36 +277,46 @@ def test_results_that_were_changed_are_named(measured: Path, measure) -> None:
 
 
 def test_a_launch_ends_in_a_verdict_and_a_page(tmp_path, measured, measure, monkeypatch) -> None:
-    def trained(line: str = "launch.sh", code: int = 0, minutes: str = "50", **ends: str) -> str:
-        monkeypatch.setattr(command, "launches", lambda *_: launched(tmp_path, **ends))
+    """Four forms; ``ends`` says which ones fail, and how."""
+    forms = [form for form in FORMS if form.name in ("megatron", "fb_overlap", "commfuse", "plain")]
+    started = list[str]()
+
+    def measured_as(
+        line: str = "launch.sh", code: int = 0, minutes: str = "50", **ends: BaseException
+    ) -> str:
+        def train(form: Form, *_: object) -> dict[str, Any]:
+            started.append(form.name)
+            if form.name in ends:
+                raise ends[form.name]
+            numbers = [1.0 + i for i in range(10)]
+            return {"losses": numbers, "milliseconds": numbers, "peak": None, "weights": "a" * 64}
+
+        monkeypatch.setattr(command, "train", train)
         words = ["--steps", "launch", "--launch", line, "--minutes", minutes]
         return measure(*words, code=code, device=())
 
+    def rows() -> list[str]:
+        page = (measured / "measured.md").read_text()
+        return re.findall(r"^\| (\S.*?) \| .* \| `aaaaaaaa` \|$", page, re.MULTILINE)
+
+    planned = Launches({form: [] for form in forms}, tmp_path, {})
+    monkeypatch.setattr(command, "launches", lambda *_: planned)
     monkeypatch.setattr(command, "check_backend", lambda device: None)
-    printed = trained(code=1, plain="fails")
-    assert "**Could not run**: plain collectives: exit code 1" in printed
-    assert "OSError: liblcal.so" in printed
+    why = TrainingError("exit code 1 (x.log)\nOSError: liblcal.so")
+    printed = measured_as(code=1, plain=why)
+    assert "plain collectives: failed: exit code 1 (x.log) OSError: liblcal.so" in printed
+    assert "**Could not run**: plain collectives: exit code 1 (x.log); `OSError: lib" in printed
     assert "## launch, plain collectives: failed" in (measured / "measured.md").read_text()
     assert not (measured / "measured.yaml").exists()
 
     left_out = "plain collectives: failed: left out, 1e-06 minutes are over"
-    assert left_out in trained(code=1, minutes="1e-6")
-    printed = trained()
-    started = (tmp_path / "started").read_text().split()
+    assert left_out in measured_as(code=1, minutes="1e-6")
+    printed = measured_as()
     assert started == ["megatron", "fb_overlap", "commfuse", "plain", "plain"]
     assert "launch, Megatron's order: kept" in printed
     assert "**The same weights, bit for bit**: Megatron's order;" in printed
-    page = (measured / "measured.md").read_text()
-    forms = re.findall(r"^\| (\S.*?) \| .* \| `aaaaaaaa` \|$", page, re.MULTILINE)
-    titles = ["forward-backward overlap", "CommFuse's fused layers", "plain collectives"]
-    assert forms == ["Megatron's order", *titles]
-
+    titles = [form.title for form in forms]
+    assert rows() == titles
     # Another launch is trained again, and results of the first one are not mixed with it.
-    # A shell that runs the tests in the background may have it ignored.
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        trained("launch.sh --num-layers 4", code=130, fb_overlap="interrupted")
-    finally:
-        signal.signal(signal.SIGINT, before)
-    page = (measured / "measured.md").read_text()
-    assert re.findall(r"^\| (\S.*?) \| .* \| `aaaaaaaa` \|$", page, re.MULTILINE) == forms[:1]
+    measured_as("launch.sh --num-layers 4", code=130, fb_overlap=KeyboardInterrupt())
+    assert rows() == titles[:1]
