@@ -234,7 +234,7 @@ class Sliced(Blocking):
             self._factors = a, b
             return a
         for run, part in self._parts[id(a)]:
-            product = self._product(super()._read(part), b)
+            product = super().gemm(part, b, ())
             self._blocks(self._tensors[out])[:, run].copy_(self._blocks(product))
         return self._tensors[out]
 
@@ -242,12 +242,8 @@ class Sliced(Blocking):
         (a, b), into = self._factors, self._tensors[out]
         for run in self._runs(into.shape[0]):
             rows = self._blocks(a)[:, run].flatten(0, 1)
-            self._posted(self._transport.reduce_scatter, into[run], self._product(rows, b))
-
-    def _product(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        product = a.new_empty(a.shape[0], b.shape[1])
-        self._kernels.gemm_into(product, a, b)
-        return product
+            product = super().gemm(rows, b, ())
+            self._posted(self._transport.reduce_scatter, into[run], product)
 
     def _runs(self, rows: int) -> list[slice]:
         return [slice(start, stop) for start, stop in pairwise(split(rows, self._slices))]

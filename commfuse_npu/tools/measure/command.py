@@ -201,8 +201,8 @@ class _Run:
                 self._folder.store(LAUNCH, {"asked": options.launch})
                 print(*(f"  {note}\n" for note in self._launched.notes), sep="", end="")
                 for form in self._launched.commands:
-                    measure = partial(self._trained, form, self._launched)
-                    yield form.step, f"{LAUNCH}, {form.title}", options.launch, measure
+                    train = partial(self._trained, form, self._launched)
+                    yield form.step, f"{LAUNCH}, {form.title}", options.launch, train
             else:
                 yield step, step, None, partial(self._slowest, step)
 

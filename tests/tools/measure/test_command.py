@@ -196,13 +196,10 @@ def answers(monkeypatch: pytest.MonkeyPatch) -> type[Answers]:
     return Answers
 
 
-@pytest.mark.parametrize(
-    ("name", "base"),
-    [("Ascend910B3", "ascend_910b_server"), ("Ascend910_9391", "ascend_910c_supernode")],
-)
 def test_an_npu_says_which_description_holds_and_another_one_does_not_go_on(
-    name: str, base: str, measured: Path, measure, answers: type[Answers], monkeypatch
+    measured: Path, measure, answers: type[Answers], monkeypatch
 ) -> None:
+    base, name = "ascend_910c_supernode", "Ascend910_9391"
     monkeypatch.setattr(answers, "machine", {**answers.machine, "device name": name})
     monkeypatch.setattr(command, "STEPS", {"host": "?"})
     monkeypatch.setattr(command, "check_backend", lambda device: None)
@@ -261,8 +258,6 @@ def test_results_that_were_changed_are_named(measured: Path, measure) -> None:
     stored = (measured / "measured.json").read_text()
     for change, said in (
         ({"seconds": [0.0]}, "ZeroDivisionError"),
-        ({"seconds": []}, "StatisticsError"),
-        ({"bytes": "one"}, "TypeError"),
         ({"what": "?"}, "KeyError('messages')"),
     ):
         content = json.loads(stored)
