@@ -170,7 +170,7 @@ class _Run:
         if self._launched is not None:
             # The ranks use the launch's settings of queues, affinities and buffers.
             os.environ.update(self._launched.environment)
-        if not self._folder.load("machine"):
+        if not self._folder.steps.get("machine"):
             on_npus = self._options.device == "npu"
             self._folder.store("machine", npu_facts(Machine.this()) if on_npus else {})
         try:
@@ -208,7 +208,7 @@ class _Run:
 
     def _complete(self, name: str, title: str, asked: Any, measure: Callable[[], Any]) -> bool:
         """Measure and store a part, unless it is stored already; a failure is stored, too."""
-        saved = self._folder.load(name)
+        saved = self._folder.steps.get(name)
         if saved and saved.get("asked") == asked and "failed" not in saved:
             print(f"{title}: kept")
             return True
@@ -252,7 +252,7 @@ class _Run:
         self._ranks = ranks = Ranks(options.ranks, device=options.device, timeout=self._limit())
         here = ranks.ask("machine")[0]
         self._folder.agree({name: here.get(name) for name in _SAME})
-        self._folder.store("machine", {**self._folder.load("machine"), **here})
+        self._folder.store("machine", {**self._folder.steps.get("machine", {}), **here})
         return ranks
 
     def _end_ranks(self) -> None:
@@ -265,13 +265,13 @@ class _Run:
 
     def _trainings(self) -> list[tuple[Form, dict[str, Any]]]:
         """The stored trainings of the last launch, in the order of the forms."""
-        last = self._folder.load(LAUNCH).get("asked")
-        stored = [(form, self._folder.load(form.step)) for form in LAUNCHED]
+        last = self._folder.steps.get(LAUNCH, {}).get("asked")
+        stored = [(form, self._folder.steps.get(form.step)) for form in LAUNCHED]
         return [(form, saved) for form, saved in stored if saved and saved.get("asked") == last]
 
     def write(self, command: Sequence[str]) -> None:
         """Write the description and the page from the stored steps; print the verdict."""
-        facts = self._folder.load("machine")
+        facts = self._folder.steps.get("machine", {})
         steps = {k: v for k, v in self._folder.steps.items() if not k.startswith(f"{LAUNCH}_")}
         failed = {name: part["failed"] for name, part in steps.items() if "failed" in part}
         times = {name: part["times"] for name, part in steps.items() if "times" in part}

@@ -67,7 +67,3 @@ class Folder:
                 f"{self._file} cannot be written: {error.strerror or error}; make that possible, "
                 "or choose another --folder"
             ) from error
-
-    def load(self, step: str) -> dict[str, Any]:
-        """The stored result of a step; empty if there is none."""
-        return self.steps.get(step, {})

@@ -72,29 +72,26 @@ class Form:
     """How ops run, on lanes or as a baseline: ``of`` are the keywords of every op."""
 
     def __init__(
-        self, transport: Transport | Baseline, options: LinearOptions = LinearOptions()
+        self,
+        transport: Transport | Baseline,
+        options: LinearOptions = LinearOptions(),
+        overlap: ForwardBackwardOverlap | None = None,
     ) -> None:
-        self.transport = transport
+        self.transport, self._overlap = transport, overlap
         self.of: dict[str, Any] = {"transport": transport, "options": options}
 
     def pair(self, forward: _Call, backward: _Call) -> tuple[Any, Any]:
-        """Run the forward of one micro-batch and the backward of another; return both results."""
-        result = backward()
-        return forward(), result
+        """Run the forward of one micro-batch and the backward of another; return both results.
 
-
-class TakingTurns(Form):
-    """Forward-backward overlap: the first pair is recorded, later ones run in the chosen order."""
-
-    def __init__(self, transport: Baseline) -> None:
-        super().__init__(transport)
-        self.overlap = ForwardBackwardOverlap([transport.group], states=())
-
-    def pair(self, forward: _Call, backward: _Call) -> tuple[Any, Any]:
-        if self.overlap.orders:
-            return self.overlap.run(forward, backward)
-        results = self.overlap.record(forward, backward)
-        self.overlap.choose_orders()
+        The first pair of an overlap is recorded, later ones run in the order chosen by that.
+        """
+        if self._overlap is None:
+            result = backward()
+            return forward(), result
+        if self._overlap.orders:
+            return self._overlap.run(forward, backward)
+        results = self._overlap.record(forward, backward)
+        self._overlap.choose_orders()
         return results
 
 
@@ -136,7 +133,8 @@ def form_of(name: str, transport: Transport, baseline: _Baselines) -> Form:
         case ["slices", slices]:
             return Form(baseline(partial(Sliced, slices=int(slices))))
         case ["fb", "overlap"]:
-            return TakingTurns(baseline(MegatronOrder))
+            order = baseline(MegatronOrder)
+            return Form(order, overlap=ForwardBackwardOverlap([order.group], states=()))
     runs = {COMPUTE: Computation, REFERENCE: Blocking, "megatron": MegatronOrder}
     return Form(baseline(runs[name]))
 
