@@ -6,6 +6,7 @@ import re
 import signal
 import sys
 from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 from typing import Any, ClassVar
 from unittest import mock
@@ -250,6 +251,14 @@ def test_a_step_that_makes_no_sense_leaves_the_others_and_is_measured_again(
     assert answers.limits[-1] == 70
     assert times(measured, "host") == HOST
     assert times(measured, "links") == links
+
+
+def test_a_question_has_what_is_left_of_the_minutes(measure, answers, monkeypatch) -> None:
+    clock = count(0.0, 20.0)
+    monkeypatch.setattr(command.time, "monotonic", lambda: next(clock))
+    measure("--minutes", "5")
+    # The ranks start at 40 s; host and links are asked at 60 s and 120 s.
+    assert answers.limits == [260, 240, 180]
 
 
 @pytest.mark.usefixtures("answers")

@@ -5,6 +5,7 @@ from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -40,7 +41,7 @@ def _scale(size: int) -> Scale:
 @pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.long)])
 @on_ranks()
 def test_every_form_computes_the_same(rank: int) -> None:
-    worker = Worker()
+    worker: Any = Worker()
     for work in ("layers", "mlp"):
         worker.set_up(work, _scale(worker.size), None)
         # 8 pieces test nothing that 4 do not.
@@ -59,6 +60,7 @@ def test_every_form_computes_the_same(rank: int) -> None:
     # Passes that take turns have Megatron's bits.
     worker.set_up("micro-batches", _scale(worker.size), None)
     assert worker.check("fb-overlap") == 0
+    assert worker._forms["fb-overlap"]._overlap.orders
     assert worker.round(["fb-overlap"])[0].total > 0
     # With GEMMs that sleep.
     worker.set_up("mlp", _scale(worker.size), 1e6)
@@ -66,7 +68,9 @@ def test_every_form_computes_the_same(rank: int) -> None:
     assert 0 == computing.blocked < computing.total
     assert 0 < waiting.blocked < waiting.total
     # What is tuned at one rate of the links is tried again at the next.
+    worker._gemms = mock.Mock(wraps=worker._gemms)
     worker.check("auto")
+    worker._gemms.assert_called_once()  # it tunes itself beside GEMMs that sleep
     tuned = decisions(worker._transport)
     assert tuned
     worker.set_up("mlp", _scale(worker.size), 1e6)
@@ -168,11 +172,11 @@ def test_gemms_sleep_for_their_modelled_time_in_a_backward_too(monkeypatch) -> N
         with torch.no_grad():
             assert torch.mm(a, b, out=out) is out
             assert (a @ b).shape == (10, 30)
-            assert torch.ones(4, 10, 20).matmul(b).shape == (4, 10, 30)
+            assert torch.bmm(a.expand(4, -1, -1), b.expand(4, -1, -1)).shape == (4, 10, 30)
             assert out.addmm_(a, b) is out
         assert (a + a).sum() == 400
         a.matmul(b).sum().backward()
-    single, four = (modelled_seconds(rows, 30, 20, 1.0) for rows in (10, 40))
+    single, four = (modelled_seconds(10, 30, 20, 1.0, batch=batch) for batch in (1, 4))
     of_weight = modelled_seconds(20, 30, 10, 1.0)
     assert slept == pytest.approx([single, single, four, single, single, of_weight])
     assert torch.equal(out, torch.full((10, 30), 5.0))
