@@ -4,6 +4,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,13 @@ def interruptible(words: Sequence[str], **options: Any) -> subprocess.Popen[str]
     return subprocess.Popen(
         words, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL), **options
     )
+
+
+def kill_workers(pool: ProcessPoolExecutor) -> None:
+    """End the processes of a pool, and only these."""
+    for process in list((pool._processes or {}).values()):
+        process.kill()
+    pool.shutdown()
 
 
 def ended(pid: int) -> bool:

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from commfuse_npu import MismatchError, Transport, TransportError
-from commfuse_npu.ops import LinearOptions, all_gather_linear
+from commfuse_npu.ops import LinearOptions, all_gather_linear, average_gradients
 from commfuse_npu.ops.linear import linear_all_reduce
 from commfuse_npu.runtime import agreement
 from tests.distributed.programs import gather_and_use, new_link, watch_calls
@@ -41,31 +41,48 @@ def shapes_known_to_both_but_mixed_up(rank: int) -> None:
 def test_mixed_up_shapes_time_out_instead_of_aborting(ranks) -> None:
     """On gloo a receive that is too short aborts the process; tags separate the two shapes."""
     for outcome in ranks(2).outcomes(shapes_known_to_both_but_mixed_up):
-        assert isinstance(outcome.error, MismatchError)
-        message = str(outcome.error)
+        assert isinstance(outcome, MismatchError)
+        message = str(outcome)
         assert "all_gather_linear: receiving block" in message
         assert re.search(r"rank (.) and peer (?!\1). of the group call .* rows: . here", message)
 
 
-def misses_a_collective(rank: int, op: str) -> None:
-    """Rank 1 dies before a backward by collectives, or skips that of a fifth row for two ranks."""
-    transport = new_link()
+def misses(rank: int, what: str) -> None:
+    """Rank 1 dies before a backward by collectives, skips that of a fifth row for two ranks, a sum
+    of gradients or a barrier, or calls something else in its place."""
+    transport, model = new_link(), torch.nn.Linear(2, 2)
+    average_gradients(model, transport)
     y = layer(transport, 4, options=LinearOptions(collectives_from=1))
-    if op == "all_gather_linear backward":
+    transport.confirm("the end")
+    if what == "all_gather_linear backward":
         os._exit(0) if rank == 1 else y.sum().backward()
-    if rank == 1:
-        transport.all_reduce = lambda name, tensor: None
-    else:
+    if rank == 0:
         transport.timeout = BRIEF
-    linear_all_reduce(torch.ones(5, 4), torch.ones(3, 4), transport=transport)
+    if what == "linear_all_reduce rest":
+        if rank == 1:
+            transport.all_reduce = lambda name, tensor: None
+        linear_all_reduce(torch.ones(5, 4), torch.ones(3, 4), transport=transport)
+    elif rank == 0:
+        average_gradients(model, transport) if "gradients" in what else transport.confirm("the end")
+    elif what == "another operation":
+        layer(transport, 4)
 
 
-@pytest.mark.parametrize("op", ["all_gather_linear backward", "linear_all_reduce rest"])
-def test_the_groups_own_collectives_have_the_transports_limit(ranks, op: str) -> None:
-    """The group's own timeout is longer than the limit of the test."""
-    waiting, _ = ranks(2).outcomes(misses_a_collective, op, may_die=True)
-    assert isinstance(waiting.error, TransportError), waiting
-    assert f"{op}: not every rank called it: " in str(waiting.error)
+@pytest.mark.parametrize(
+    ("what", "kind", "words"),
+    [
+        # The group's own timeout is longer than the limit of the test.
+        ("all_gather_linear backward", TransportError, "backward: not every rank called it: "),
+        ("linear_all_reduce rest", TransportError, "linear_all_reduce rest: not every rank called"),
+        ("average_gradients", TransportError, "average_gradients: not every rank called it"),
+        ("barrier", TransportError, "comparing the end .*, before step 0: no answer from peer 1"),
+        ("another operation", MismatchError, "operation: the end here, all_gather_linear there"),
+    ],
+)
+def test_what_a_rank_did_not_come_to_is_named(ranks, what: str, kind: type, words: str) -> None:
+    waiting, _ = ranks(2).outcomes(misses, what)
+    assert type(waiting) is kind, waiting
+    assert re.search(words, str(waiting))
 
 
 @on_ranks(2)
@@ -87,30 +104,6 @@ def test_a_second_thread_is_refused(rank: int) -> None:
     gather_and_use(transport, torch.ones(2, 2), use)
     assert len(errors) == 2
     assert "called from a second thread while gather_and_use is under way" in str(errors[0])
-
-
-def confirms(rank: int, elsewhere: bool) -> None:
-    """Rank 1 skips the second barrier, or calls something else in its place."""
-    transport = new_link()
-    transport.confirm("the end")
-    if rank == 0:
-        transport.timeout = BRIEF
-        transport.confirm("the end")
-    elif elsewhere:
-        layer(transport, 4)
-
-
-@pytest.mark.parametrize(
-    ("elsewhere", "kind", "words"),
-    [
-        (False, TransportError, "comparing the end .*, before step 0: no answer from peer 1"),
-        (True, MismatchError, "operation: the end here, all_gather_linear there"),
-    ],
-)
-def test_a_rank_that_does_not_meet_the_others_is_named(ranks, elsewhere, kind, words) -> None:
-    waiting, _ = ranks(2).outcomes(confirms, elsewhere)
-    assert type(waiting.error) is kind
-    assert re.search(words, str(waiting.error))
 
 
 # ------------------------------------------------------------------ before an optimizer's step

@@ -95,8 +95,7 @@ def under_test(rank: int, name: str) -> list[str]:
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_planted_fault_is_noticed(ranks, name: str) -> None:
     outcomes = ranks(3).outcomes(under_test, name, grace=3)
-    noticed = any(outcome.error or outcome.value for outcome in outcomes)
-    assert noticed == (name != "nothing"), outcomes
+    assert any(outcomes) == (name != "nothing"), outcomes
     # An assertion about numbers, or the transport's own error; not a crash of the mutant itself.
     kinds = (AssertionError, transport.TransportError, ValueError, RuntimeError, TimeoutError)
-    assert all(isinstance(outcome.error, kinds) for outcome in outcomes if outcome.error), outcomes
+    assert all(isinstance(outcome, (list, *kinds)) for outcome in outcomes), outcomes

@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import sys
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures import TimeoutError as TooLong
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
@@ -17,7 +18,7 @@ from unittest import mock
 import pytest
 
 from tests.limits import LIMIT
-from tests.worker import Worker
+from tests.processes import kill_workers
 
 ENVIRONMENT = Path(f"{sys.prefix}-npu")
 """Environment of torch_npu that scripts/environment.sh creates beside that of the tests."""
@@ -42,17 +43,19 @@ def _import_torch_npu(packages: list[str]) -> None:
     torch.set_num_threads(1)
 
 
-class NpuWorker(Worker):
-    """A process with torch_npu imported."""
+class NpuWorker:
+    """A process with torch_npu imported, started by the first call, and after a kill again."""
 
     def __init__(self) -> None:
-        context = multiprocessing.get_context("spawn")
-        context.set_executable(str(ENVIRONMENT / "bin/python"))
-        packages = list(map(str, ENVIRONMENT.glob("lib/python*/site-packages")))
-        super().__init__(context, _import_torch_npu, packages)
+        self._pool: ProcessPoolExecutor | None = None
 
     def run(self, function: Callable[..., Any], *args: Any, timeout: float = LIMIT) -> Any:
         """The result of ``function(*args)``; a crash or a call that takes too long fails."""
+        if self._pool is None:
+            context = multiprocessing.get_context("spawn")
+            context.set_executable(str(ENVIRONMENT / "bin/python"))
+            packages = list(map(str, ENVIRONMENT.glob("lib/python*/site-packages")))
+            self._pool = ProcessPoolExecutor(1, context, _import_torch_npu, (packages,))
         settings = {
             "LD_LIBRARY_PATH": str(ENVIRONMENT / "cann"),
             "OMP_NUM_THREADS": "1",
@@ -60,7 +63,13 @@ class NpuWorker(Worker):
         }
         try:
             with mock.patch.dict(os.environ, settings):  # the first call starts the process
-                return self.submit(function, *args).result(timeout)
+                return self._pool.submit(function, *args).result(timeout)
         except (BrokenProcessPool, TooLong) as error:
             self.kill()
             pytest.fail(f"{function.__name__}{args}: {str(error) or f'longer than {timeout:g} s'}")
+
+    def kill(self) -> None:
+        """End this process, and only this."""
+        if self._pool is not None:
+            kill_workers(self._pool)
+            self._pool = None

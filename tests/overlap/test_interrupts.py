@@ -23,11 +23,14 @@ from tests.overlap.test_pair import world
 def test_ctrl_c_in_a_wait_for_the_turn_ends_both_sides(rank: int) -> None:
     # Background jobs of a shell ignore SIGINT.
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    overlap, reached = ForwardBackwardOverlap([world()]), []
+    overlap, reached = ForwardBackwardOverlap([world()]), list[str]()
 
-    def forward() -> None:
-        dist.all_reduce(torch.ones(2))
-        reached.append("forward went on")
+    def transfer(side: str) -> None:
+        try:
+            dist.all_reduce(torch.ones(2))
+            reached.append(f"{side} went on")
+        finally:
+            reached.append(f"{side} cleans up")
 
     def backward() -> None:
         # A signal right before the main thread waits for a lock is handled once it has the lock.
@@ -36,18 +39,18 @@ def test_ctrl_c_in_a_wait_for_the_turn_ends_both_sides(rank: int) -> None:
         os.kill(os.getpid(), signal.SIGINT)
         while active_turns().error is None:
             time.sleep(0.01)
-        dist.all_reduce(torch.ones(2))
-        reached.append("backward went on")
+        transfer("backward")
 
     with pytest.raises(KeyboardInterrupt):
-        overlap.run(forward, backward)
-    assert reached == []
+        overlap.run(lambda: transfer("forward"), backward)
+    assert reached == ["backward cleans up", "forward cleans up"], "one after the other"
 
 
 @on_ranks(2)
 def test_ctrl_c_at_any_instruction_ends_both_sides(rank: int) -> None:
     """KeyboardInterrupt in the main thread before any bytecode instruction of run() or turns."""
-    overlap, left, running = ForwardBackwardOverlap([world()]), 0, list[int]()
+    overlap, left = ForwardBackwardOverlap([world()]), 0
+    running, begun = list[int](), list[int]()
 
     def trace(frame: Any, event: str, _: Any) -> Any:
         nonlocal left
@@ -61,11 +64,15 @@ def test_ctrl_c_at_any_instruction_ends_both_sides(rank: int) -> None:
         return trace
 
     def side(me: int, count: int) -> None:
-        for _ in range(count):
-            running.append(me)
-            assert running == [me], "both sides run"
-            running.remove(me)
-            active_turns().hand_over()
+        begun.append(me)
+        try:
+            for _ in range(count):
+                running.append(me)
+                assert running == [me], "both sides run"
+                running.remove(me)
+                active_turns().hand_over()
+        finally:
+            begun.remove(me)
 
     for at in itertools.count(1):
         left = at
@@ -78,6 +85,7 @@ def test_ctrl_c_at_any_instruction_ends_both_sides(rank: int) -> None:
             assert left == 0
         finally:
             sys.settrace(None)
+        assert begun == [], "a side is still running"
         transfers._turns = None  # still set if interrupted after both sides have ended
         assert overlap.run(lambda: 1, lambda: 2) == (1, 2)
         running.clear()

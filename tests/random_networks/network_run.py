@@ -1,6 +1,7 @@
 """Runs a network of layers on one rank in a given form."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -57,13 +58,13 @@ class Call:
         layer, case, size = self.layer, self.case, self.link.size
         if layer.op == "attention_all_to_all":
             return None, None
-        inputs, outputs, features = layer.inputs, layer.outputs, layer.outputs
+        inputs, outputs = layer.inputs, layer.outputs
         if layer.op in ATTENTION:
             inputs = layer.queries * HEAD_FEATURES
         if layer.op in ("all_to_all_linear", WITH_PROJECTION):
             inputs *= size
         if layer.op == "linear_all_to_all":
-            outputs = features = size * layer.outputs
+            outputs *= size
         owner = 0 if layer.op in _WHOLE_WEIGHTS else self.link.rank
         shape = (outputs, inputs)
         drawn_weight = _drawn(case, self.form, f"{self.name} weight {owner}", shape)
@@ -77,19 +78,18 @@ class Call:
         if layer.bias == "no":
             return weight, None
         # A sharded layer has the full bias on every rank; column-parallel ranks have their own.
-        features = features * size if layer.op == "sharded_linear" else features
+        features = outputs * size if layer.op == "sharded_linear" else outputs
         owner = self.link.rank if layer.op == "all_gather_linear" else 0
         bias = _drawn(case, self.form, f"{self.name} bias {owner}", (features,))
         return weight, torch.nn.Parameter(bias, requires_grad=layer.bias == "trained")
 
     def _keywords(self) -> dict[str, Any]:
         layer = self.layer
-        wide = torch.float32 if layer.wide else None
-        keywords: dict[str, Any] = {}
-        main_grad = layer.main_grad is not None
-        keywords["options"] = LinearOptions(
+        wide, main_grad = torch.float32 if layer.wide else None, layer.main_grad is not None
+        options = LinearOptions(
             layer.schedule, wide, layer.wgrad, main_grad, collectives_from=layer.collectives_from
         )
+        keywords: dict[str, Any] = {"options": options}
         if layer.op in ATTENTION:
             keywords["scale"] = layer.scale
         if self.by_formula:
@@ -114,13 +114,6 @@ class Call:
         if self.weight is None:
             return self.op(*parts, **self.keywords, **mask)
         return self.op(*parts, self.weight, self.bias, **self.keywords, **mask)
-
-    def recomputed(self, x: torch.Tensor) -> torch.Tensor:
-        """The call with the recomputation that the layer asks for."""
-        if self.layer.recompute == "no":
-            return self(x)
-        y: torch.Tensor = checkpoint(self, x, use_reentrant=self.layer.recompute == "reentrant")
-        return y
 
     def gradients(self) -> Found:
         """Gradients and related attributes of the parameters after the backward."""
@@ -168,10 +161,12 @@ def run_network(case: Network, form: Form, link: Transport | None = None) -> Fou
         ends = []
         for call in calls:
             name = f"micro-batch {number}, {call.name}"
-            layer = call.layer
-            rounded = case.rounded
+            layer, rounded = call.layer, case.rounded
+            run: Callable[[torch.Tensor], torch.Tensor] = call
+            if layer.recompute != "no":
+                run = partial(checkpoint, call, use_reentrant=layer.recompute == "reentrant")
             fitted = fitting(x, layer.inputs, layer.x_layout, rounded, results, f"{name} x.grad")
-            y = arriving(call.recomputed(fitted), layer.grad_layout, rounded)
+            y = arriving(run(fitted), layer.grad_layout, rounded)
             results[f"{name} y"] = y.detach().clone()
             if case.branches:
                 ends.append(y)

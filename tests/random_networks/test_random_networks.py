@@ -8,14 +8,11 @@ from tests.random_networks.case import WITH_PROJECTION, Case, Layer, Network
 from tests.random_networks.compare import complaints
 
 MORE = ((2, 180), (3, 50), (4, 30))
-TAPERED, ONE_LANE = Schedule(lanes=1, chunks=3, taper=1.5), Schedule(lanes=1)
+ONE_LANE = Schedule(lanes=1)
 TO_LINEAR = Layer("all_to_all_linear", schedule=ONE_LANE)
 ATTENTION = Layer(WITH_PROJECTION, 64, 32, schedule=ONE_LANE, queries=2, keys=1)
 ALL_REDUCE = Layer("linear_all_reduce", 32, 32, schedule=Schedule(lanes=1, causal=True))
 FOUND: dict[str, Case] = {
-    "partials of tapered chunks were overwritten": Network(
-        4, (Layer("linear_reduce_scatter", schedule=TAPERED),), rows=3, lanes=1
-    ),
     "no rows": Network(2, (TO_LINEAR,), rows=0, lanes=1),
     "the backward of an empty batch behind attention": Network(
         2, (ATTENTION,), rows=1, batch=0, lanes=1

@@ -5,7 +5,6 @@ exact in its dtype for any number of layers.
 """
 
 import zlib
-from typing import Any
 
 import torch
 
@@ -46,19 +45,6 @@ def _small(x: torch.Tensor, rounded: bool) -> torch.Tensor:
     return x.clamp(-4, 4) if rounded else x.round().clamp(-1, 1)
 
 
-class _Small(torch.autograd.Function):
-    """Clamps values, and the gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, rounded: bool) -> torch.Tensor:
-        ctx.rounded = rounded
-        return _small(x, rounded)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _small(grad, ctx.rounded), None
-
-
 def fitting(
     x: torch.Tensor, inputs: int, layout: Layout, rounded: bool, found: Found, name: str
 ) -> torch.Tensor:
@@ -69,7 +55,8 @@ def fitting(
         return _small(grad, rounded)
 
     features = torch.arange(inputs) % max(1, x.shape[-1])
-    fitted = laid_out(_Small.apply(x, rounded)[..., features], layout)
+    small = x + (_small(x, rounded) - x).detach()  # the gradient of x is clamped by its hook
+    fitted = laid_out(small[..., features], layout)
     if fitted.requires_grad:
         fitted.register_hook(store)
     return fitted

@@ -16,7 +16,7 @@ from commfuse_npu.tools.simulate.footprint import USABLE, Footprint, footprint, 
 from commfuse_npu.tools.simulate.step import Step
 from commfuse_npu.tools.simulate.training import Training
 from commfuse_npu.tools.simulate.variants import COMPUTE_ONLY, REFERENCE, Variant, launching
-from commfuse_npu.tools.terminal import print_verdict, table_row
+from commfuse_npu.tools.terminal import table_row
 
 CORNERS: tuple[tuple[Choice, Choice], ...] = (
     ("typical", "typical"),
@@ -214,16 +214,14 @@ def show(rows: Sequence[Timed], hardware: Hardware, model: str, launch: str) -> 
         What was simulated: model, sequence length and number of NPUs.
     """
     first = best(rows)
-    summary, *why = verdict(rows, hardware)
-    print_verdict(summary, first.fits)
     tokens, npus = first.training.model.seq_length, first.training.layout.npus
     title = f"{model}, {tokens} tokens, {npus} NPUs"
     based = (
         f"Simulated, not measured. {hardware.assumed} of {hardware.path.name} have no public "
         "source at all; ranges are over its uncertainty."
     )
-    print(*why, "", launch, "", f"{title} of {hardware.name}. {based}", sep="\n")
-    print("", table(rows), sep="\n")
+    print(*verdict(rows, hardware), "", launch, sep="\n")
+    print("", f"{title} of {hardware.name}. {based}", "", table(rows), sep="\n")
     return title
 
 
