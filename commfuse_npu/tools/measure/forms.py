@@ -242,11 +242,6 @@ class FormsWorker:
             meet=partial(dist.all_reduce, torch.zeros(1, device=self._device), group=group),
             barrier=partial(dist.barrier, group),
         )
-        self._forms: dict[str, Form] = {}
-        self._work: Work
-        self._scale: Scale
-        self._gflops: float | None = None
-        self._reference: list[torch.Tensor] = []
 
     # Of the sockets of all groups, which are all sockets of this process.
     pace = staticmethod(pace)
@@ -258,7 +253,8 @@ class FormsWorker:
             gflops: let GEMMs sleep, modeled at this speed; ``None`` for real ones.
         """
         self._work = Work(work, scale, rank=self.rank, device=self._device)
-        self._scale, self._gflops, self._reference = scale, gflops, []
+        self._scale, self._gflops = scale, gflops
+        self._reference: list[torch.Tensor] = []
         decisions(self._transport).clear()
         self._transport.scratch.clear()  # its buffers have other shapes
         names = COMPUTE, *NAMES
