@@ -12,7 +12,7 @@ from typing import Any
 
 from commfuse_npu.hardware.description import Figure, Hardware
 from commfuse_npu.tools.measure.launches import WARM_UP, Training
-from commfuse_npu.tools.measure.steps import COMPUTE, REFERENCE, WORKS, Times, is_ours
+from commfuse_npu.tools.measure.steps import COMPUTE, REFERENCE, TUNED, WORKS, Times
 from commfuse_npu.tools.terminal import table_head, table_row
 
 Row = tuple[str, str, str, str]
@@ -114,8 +114,9 @@ def forms_report(times: Times) -> tuple[list[str], list[str]]:
         # The fastest come last.
         for name, middle in sorted(seconds.items(), key=lambda form: -form[1]):
             if name != REFERENCE:
-                title = f"`{name}`" if is_ours(name) else f"the fastest other, `{name}`,"
-                found[is_ours(name)] = f"{title} {reference / middle:.2f}"
+                ours = name.startswith(("ours", *TUNED))
+                title = f"`{name}`" if ours else f"the fastest other, `{name}`,"
+                found[ours] = f"{title} {reference / middle:.2f}"
         at = "" if ratio is None else f", ratio {ratio:g}"
         words = f"times as fast as `{REFERENCE}`: {'; '.join(found.values())}."
         verdicts.append(f"**{WORKS[work].title}**{at}: {words}")

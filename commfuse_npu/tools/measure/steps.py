@@ -156,11 +156,6 @@ NAMES = (
 """The forms that can be compared (:mod:`.forms`), the reference first."""
 
 
-def is_ours(name: str) -> bool:
-    """Whether a form of this name is this project's."""
-    return name.startswith(("ours", *TUNED))
-
-
 STEPS: Mapping[str, str] = {
     "links": "how long does a message take, and one to each peer at once?",
     "collectives": "how long do the collectives take that CommFuse replaces?",
