@@ -11,11 +11,8 @@ from typing import Any
 import griffe
 
 _ROLE = re.compile(r":(?:class|func|meth|mod|data|attr):`(?P<shown>~?)(?P<name>[\w.]+)`")
-_LITERAL = re.compile(
-    r"^(?P<indent> *)(?P<lead>[^\n]*)::\n\n(?P<block>(?:(?P=indent) {4}[^\n]*\n|\n)+)", re.M
-)
-_RULE = r"=+(?: +=+)+ *\n"
-_TABLE = re.compile(rf"^(?P<indent> *){_RULE}(?:.*\n)*?(?P=indent){_RULE}(?=\s*\n|\Z)", re.M)
+_RULE = r" *=+(?: +=+)+ *\n"
+_TABLE = re.compile(rf"^{_RULE}(?:.*\n)*?{_RULE}(?=\s*\n|\Z)", re.M)
 _SECTION = re.compile(r"^(?:Args|Attributes|Raises):\n(?: {4}[^\n]*\n|\n)+", re.M)
 _SEVERAL = re.compile(r"^ {4}(?P<names>\w+(?:, \w+)+):(?P<what>[^\n]*\n(?: {5}[^\n]*\n)*)", re.M)
 
@@ -29,8 +26,9 @@ class Docstrings(griffe.Extension):
 
 
 def _markdown(text: str, scope: griffe.Object) -> str:
-    text = _TABLE.sub(lambda table: _fenced(table[0], table["indent"], "text"), f"{text}\n")
-    text = _LITERAL.sub(_literal, text)
+    # Indented lines are code in Markdown, too.
+    text = _TABLE.sub(lambda table: textwrap.indent(table[0], "    "), f"{text}\n")
+    text = re.sub(r"::$", ":", text, flags=re.M)
     text = _SECTION.sub(lambda section: _SEVERAL.sub(_one_by_one, section[0]), text)
     return _ROLE.sub(lambda role: _reference(role, scope), text)
 
@@ -38,18 +36,6 @@ def _markdown(text: str, scope: griffe.Object) -> str:
 def _one_by_one(match: re.Match[str]) -> str:
     """``a, b: what`` as an entry each, so that each gets its own type."""
     return "".join(f"    {name}:{match['what']}" for name in match["names"].split(", "))
-
-
-def _literal(match: re.Match[str]) -> str:
-    block, lead = textwrap.dedent(match["block"]).strip("\n"), match["lead"]
-    before = f"{match['indent']}{lead}:\n\n" if lead.strip() else ""
-    indented = textwrap.indent(block, match["indent"])
-    language = "python" if re.search(r"\w\(|import | = ", block) else "text"
-    return f"{before}{_fenced(indented, match['indent'], language)}\n"
-
-
-def _fenced(block: str, indent: str, language: str) -> str:
-    return f"{indent}```{language}\n{block.rstrip()}\n{indent}```\n"
 
 
 def _reference(match: re.Match[str], scope: griffe.Object) -> str:

@@ -2,9 +2,9 @@
 
 ::
 
-    python -m mindspeed_patches.rehearsal [OPTIONS] -- my_pretrain.sh
-    python -m mindspeed_patches.rehearsal [OPTIONS] -- torchrun ... pretrain_gpt.py ARGS
-    python -m mindspeed_patches.rehearsal [OPTIONS] -- pretrain_gpt.py ARGS
+    bash scripts/rehearse_on_cpu.sh [OPTIONS] -- my_pretrain.sh
+    bash scripts/rehearse_on_cpu.sh [OPTIONS] -- torchrun ... pretrain_gpt.py ARGS
+    bash scripts/rehearse_on_cpu.sh [OPTIONS] -- pretrain_gpt.py ARGS
 
 The real MindSpeed-LLM, MindSpeed, Megatron-LM and torch_npu run, on stand-ins for the device, for
 CANN and for HCCL (gloo).  The report has what does not depend on the device: which layers are
@@ -15,15 +15,14 @@ CommFuse computes attention block by block, which rounds differently from the la
 ``--commfuse-attention`` or ``--commfuse-ulysses`` the losses are compared within a relative
 tolerance, 1e-6, in 16 bits 2^-9.
 
-``bash scripts/rehearse_on_cpu.sh`` prepares an environment first; ``MINDSPEED_HOME``,
-``MINDSPEED_LLM_HOME`` and ``MEGATRON_HOME`` name the checkouts.  Exit code: 0 identical, 1 not
-(or a run failed, or is inconclusive), 2 invalid request.
+The script prepares an environment with torch_npu and the stand-ins, in which it starts this module;
+``MINDSPEED_HOME``, ``MINDSPEED_LLM_HOME`` and ``MEGATRON_HOME`` name the checkouts.  Exit code: 0
+identical, 1 not (or a run failed, or is inconclusive), 2 invalid request.
 """
 
 from __future__ import annotations
 
 import argparse
-import ctypes
 import signal
 import sys
 import tempfile
@@ -107,7 +106,7 @@ def arguments_of(way: str, options: Options) -> list[str]:
 
 def _parser() -> Parser:
     parser = Parser(
-        prog="python -m mindspeed_patches.rehearsal",
+        prog="rehearse_on_cpu.sh",
         usage="%(prog)s [OPTIONS] -- LAUNCH...",
         description="Rehearse a launch of MindSpeed-LLM on CPU, with and without CommFuse.",
         epilog="LAUNCH: pretrain_gpt.py ARGS, torchrun ... pretrain_gpt.py ARGS, or a .sh script",
@@ -153,7 +152,6 @@ def _rehearse(arguments: argparse.Namespace) -> int:
     folder, script = launch.located(llm)
     prepare(launch.options, arguments.iterations, folder)
     layout = _layout(launch, arguments)
-    _check_environment()
     with tempfile.TemporaryDirectory(prefix="commfuse_rehearsal_") as name:
         temporary = Path(name)
         replace_missing_instructions(launch.options, folder, temporary)
@@ -162,9 +160,6 @@ def _rehearse(arguments: argparse.Namespace) -> int:
         print(f"script: {launch.script}; {layout}")
         for note in launch.notes:
             print(f"note: {note}")
-        if launch.environment:
-            settings = (f"{name}={value}" for name, value in sorted(launch.environment.items()))
-            print("environment of the launch:", *settings)
         print("changes to the launch:", *launch.options.changes, sep="\n  ", flush=True)
         records = (arguments.output or temporary).resolve()
         if any((records / way).exists() for way in WAYS):
@@ -197,16 +192,6 @@ def _layout(launch: Launch, arguments: argparse.Namespace) -> Layout:
             "scale it down with --rehearse-scale, or raise the limit with --processes"
         )
     return layout
-
-
-def _check_environment() -> None:
-    try:
-        ctypes.CDLL("libascendcl.so")
-    except OSError as error:
-        raise UsageError(
-            f"{sys.executable} finds neither CANN nor stand-ins for it ({error}); start with bash "
-            "scripts/rehearse_on_cpu.sh, which prepares an environment"
-        ) from error
 
 
 def report(options: Options, runs: Mapping[str, Sequence[Record]]) -> int:

@@ -5,7 +5,7 @@ Dense attention in plain torch; the rules of :mod:`.npu_ops` apply here, too.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -49,20 +49,6 @@ def register_attention(library: torch.library.Library) -> None:
     library.impl(f"{_NAME}_grad", backward, "CompositeImplicitAutograd")
 
 
-def refuse(operator: str, others: Mapping[str, object]) -> None:
-    """Raise for an argument that would change the result and is not emulated.
-
-    The dispatcher omits keywords that equal the schema's default; of positional arguments only None
-    has to be ignored.
-    """
-    for name, value in others.items():
-        if value is not None and name not in _NO_MATTER:
-            text = "a tensor" if isinstance(value, torch.Tensor) else repr(value)
-            raise NotImplementedError(
-                f"{operator}: {name} {text} is not emulated on the CPU; leave it out or use an NPU"
-            )
-
-
 def _hidden(
     mask: torch.Tensor | None, mode: int, before: int, after: int, queries: int, keys: int
 ) -> torch.Tensor:
@@ -102,7 +88,13 @@ def _scores_and_values(
     **others: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The scores ``[B, A, Sq, Sk]``, ``-inf`` where a key is hidden, and the values, both fp32."""
-    refuse(_NAME, {**others, "keep_prob": None if keep_prob == 1.0 else keep_prob})
+    # The dispatcher omits keywords that equal the schema's default; positional ones may be None.
+    for name, given in {**others, "keep_prob": None if keep_prob == 1.0 else keep_prob}.items():
+        if given is not None and name not in _NO_MATTER:
+            text = "a tensor" if isinstance(given, torch.Tensor) else repr(given)
+            raise NotImplementedError(
+                f"{_NAME}: {name} {text} is not emulated on the CPU; leave it out or use an NPU"
+            )
     if sparse_mode not in range(5) or input_layout not in _LAYOUTS:
         raise NotImplementedError(
             f"{_NAME}: sparse_mode {sparse_mode} in input_layout {input_layout!r} is not emulated; "

@@ -151,18 +151,14 @@ _PROPERTIES = types.SimpleNamespace(
     total_memory=_TOTAL_MEMORY,
     major=9,
     minor=0,
-    multi_processor_count=24,
-    cube_core_num=24,
     vector_core_num=48,
-    L2_cache_size=192 << 20,
 )
 _GENERATOR = torch.default_generator
 _TRUE = ("is_available", "is_initialized", "is_bf16_supported", "can_device_access_peer")
 _NOTHING = (
     *("set_device", "synchronize", "init", "_lazy_init", "set_option", "set_compile_mode"),
-    *("set_stream", "seed", "seed_all", "empty_cache", "ipc_collect"),
-    *("reset_peak_memory_stats", "reset_max_memory_allocated", "reset_max_memory_cached"),
-    *("reset_accumulated_memory_stats", "set_per_process_memory_fraction"),
+    *("set_stream", "seed", "seed_all", "empty_cache"),
+    *("reset_peak_memory_stats", "reset_max_memory_allocated"),
 )
 _NO_BYTES = (
     *("memory_allocated", "memory_reserved", "max_memory_allocated", "max_memory_reserved"),
@@ -182,8 +178,6 @@ def _values() -> dict[str, Any]:
         "get_device_properties": _always(_PROPERTIES),
         "get_device_capability": _always((9, 0)),
         "mem_get_info": _always((_TOTAL_MEMORY, _TOTAL_MEMORY)),
-        "memory_summary": _always(""),
-        "memory_snapshot": _always([]),
         "memory_stats": lambda *_, **__: defaultdict(int),
         **{f"{kind}Tensor": getattr(torch, f"{kind}Tensor") for kind in _TENSORS},
         "Stream": _Stream,

@@ -25,7 +25,7 @@ import torch
 from torch.nn.functional import silu
 
 from commfuse_npu.kernels.cpu import accumulate_weight_gradient
-from mindspeed_patches.rehearsal.attention_op import refuse, register_attention
+from mindspeed_patches.rehearsal.attention_op import register_attention
 
 Groups = torch.Tensor | Sequence[int]
 Tensors = list[torch.Tensor]
@@ -68,14 +68,12 @@ def rotary_mul(
     r1: torch.Tensor,
     r2: torch.Tensor,
     rotary_mode: str = "half",
-    rotate: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Rotary embedding: ``input * r1 + turned(input) * r2``; r1 and r2 are cosines and sines.
 
     Args:
         rotary_mode: ``half`` pairs feature i with ``i + D/2``, ``interleave`` 2i with ``2i + 1``.
     """
-    refuse("npu_rotary_mul", {"rotate": rotate})
     x = input.float()
     if rotary_mode == "half":
         first, second = x.chunk(2, -1)
@@ -110,10 +108,12 @@ def apply_adam_w(
         beta1_power, beta2_power: the powers **before** this step, ``beta ** (step - 1)``; the
             operator multiplies by beta once more.
     """
-    if amsgrad:
-        raise NotImplementedError("npu_apply_adam_w: amsgrad is not emulated; turn it off")
+    if amsgrad or maximize:
+        raise NotImplementedError(
+            "npu_apply_adam_w: amsgrad and maximize are not emulated; turn them off"
+        )
     weight, first, second = out
-    gradient = -grad.float() if maximize else grad.float()
+    gradient = grad.float()
     moment = first.float() * beta1 + gradient * (1 - beta1)
     square = second.float() * beta2 + gradient.square() * (1 - beta2)
     step = moment / (1 - beta1_power * beta1)

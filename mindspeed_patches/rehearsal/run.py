@@ -73,7 +73,7 @@ def worker_environment(
     environment.update(
         TORCH_DEVICE_BACKEND_AUTOLOAD="0",
         OMP_NUM_THREADS="1",
-        GLOO_SOCKET_IFNAME="lo0" if sys.platform == "darwin" else "lo",
+        GLOO_SOCKET_IFNAME="lo",
         TOKENIZERS_PARALLELISM="false",
     )
     # Megatron refuses tensor parallelism without this variable.

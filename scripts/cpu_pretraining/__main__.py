@@ -44,9 +44,11 @@ def _run(argv: Sequence[str]) -> int:
     try:
         args = parse_arguments(argv)
         corpus = load_corpus(args.seq_length)
-        _make_folder(args.output, "--output")
-        if args.commfuse_order_log is not None:
-            _make_folder(Path(args.commfuse_order_log), "--commfuse-order-log")
+        try:
+            for folder in filter(None, (args.output, args.commfuse_order_log)):
+                Path(folder).mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UsageError(f"{error}; choose another folder") from error
         print(
             f"data: Python's standard library, {corpus.documents} documents, "
             f"{len(corpus.tokens)} tokens",
@@ -59,17 +61,6 @@ def _run(argv: Sequence[str]) -> int:
         return _failed(error, 2)
     except RanksError as error:
         return _failed(error, 1)
-
-
-def _make_folder(folder: Path, option: str) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UsageError(
-            f"cannot make the folder {folder}: {error.strerror}; choose another {option}"
-        ) from error
-    if not os.access(folder, os.W_OK | os.X_OK):
-        raise UsageError(f"no permission to write to {folder}; choose another {option}")
 
 
 def _failed(error: object, code: int) -> int:

@@ -6,16 +6,17 @@ hanging collective.
 
 import argparse
 from collections.abc import Iterator, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from commfuse_npu.options import DEFAULTS, FB_OVERLAP_OPTIONS, OPTIONS, add_arguments, whole
 from commfuse_npu.refusals import IncompatibleOptionsError
-from commfuse_npu.tools.model_config import indivisible
+from commfuse_npu.tools.model_config import ModelConfig, indivisible, problems
 from commfuse_npu.tools.option_types import Parser, positive
 from mindspeed_patches.training_options import check_options
 
-from .compare import WARM_UP_ITERATIONS, forms
+from .compare import forms
 
 
 class UsageError(ValueError):
@@ -113,24 +114,15 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def _not_divisible(args: argparse.Namespace) -> Iterator[str]:
-    tp, cp = args.tensor_model_parallel_size, args.context_parallel_size
-    tensor, context = "the tensor-parallel size", "the context-parallel size"
-    product = f"{tensor} times {context}" if cp > 1 else tensor
-    for name, divisor, by in (
-        ("hidden-size", 2 * args.num_attention_heads, "2 (rotary) times --num-attention-heads"),
-        ("num-attention-heads", tp * cp, product),
-        ("num-query-groups", tp, tensor),
-        ("num-attention-heads", args.num_query_groups, "--num-query-groups"),
-        ("ffn-hidden-size", tp, tensor),
-        ("seq-length", tp * cp, product if tp > 1 else context),
-        ("global-batch-size", args.micro_batch_size * args.data_parallel_size,
-         "micro-batch size times data-parallel size"),
-    ):  # fmt: skip
-        yield from indivisible(f"--{name}", getattr(args, name.replace("-", "_")), by, divisor)
+    names = {field.name for field in fields(ModelConfig)} & vars(args).keys()
+    sizes = {name: getattr(args, name) for name in names}
+    rest = {"vocab_size": 1, "max_position_embeddings": args.seq_length}
+    yield from problems(ModelConfig(**sizes, **rest, npus_per_node=args.world_size))
+    by = "2 (rotary) times --num-attention-heads"
+    yield from indivisible("--hidden-size", args.hidden_size, by, 2 * args.num_attention_heads)
 
 
 def _contradictions(args: argparse.Namespace) -> Iterator[str]:
-    rate, compared = args.link_rate, forms(args) if args.compare else []
     elsewhere = args.commfuse_ulysses or (args.commfuse_dp and args.data_parallel_size > 1)
     if args.plain and (args.compare or not args.use_commfuse):
         yield ("--plain is the plain form of what would be fused, which --compare trains by "
@@ -139,13 +131,6 @@ def _contradictions(args: argparse.Namespace) -> Iterator[str]:
         yield ("--compare has nothing to compare at --tensor-model-parallel-size 1, where no layer "
                "transfers anything; choose 2 or more, --commfuse-ulysses with context parallelism, "
                "or --commfuse-dp with --data-parallel-size of at least 2")  # fmt: skip
-    if len(compared) == 1:
+    if args.compare and len(forms(args)) == 1:
         yield ("--compare has nothing to compare with Megatron's own layers; leave "
                "--no-use-commfuse out, or add --commfuse-fb-overlap")  # fmt: skip
-    if rate is not None and args.world_size == 1:
-        yield (f"--link-rate {rate:g} needs links, but there is 1 process; choose "
-               "--tensor-model-parallel-size 2 or more, or leave --link-rate out")  # fmt: skip
-    if rate is not None and args.compare and args.train_iters <= WARM_UP_ITERATIONS:
-        yield (f"--compare --link-rate {rate:g} measures after {WARM_UP_ITERATIONS} warm-up "
-               f"iterations, but --train-iters is {args.train_iters}; choose "
-               f"{WARM_UP_ITERATIONS + 1} or more")  # fmt: skip

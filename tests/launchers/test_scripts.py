@@ -3,7 +3,6 @@
 import dataclasses
 import os
 import shlex
-import shutil
 from pathlib import Path
 
 import pytest
@@ -162,11 +161,3 @@ def test_every_kind_of_run_has_its_log(llm, tmp_path) -> None:
     names = {path.name for path in Path(llm["MINDSPEED_LLM_HOME"], "logs").iterdir()}
     kinds = "llama2_7b", "llama2_7b_commfuse_node1", "planned_commfuse"
     assert names == {f"train_{kind}.log" for kind in kinds}
-
-
-@pytest.mark.skipif(shutil.which("shellcheck") is None, reason="shellcheck is not installed")
-def test_shellcheck_finds_nothing() -> None:
-    scripts = [SCRIPTS / "launch_pretraining.sh", *SCRIPTS.glob("*_ptd.sh")]
-    options = "--external-sources", "--source-path=SCRIPTDIR"
-    done = started("shellcheck", *options, *map(str, scripts))
-    assert done.returncode == 0, done.stdout

@@ -57,7 +57,6 @@ FOUR = "--tensor-model-parallel-size 4 --commfuse-chunks 2"
 CASES = {
     "local": (2, NAIVE, LAYERS),
     "transformer_engine": (2, f"{ENGINE} {PLAIN_WGRAD}", LAYERS),
-    "recompute": (2, f"{NAIVE} {RECOMPUTE}", LAYERS),
     "gradient_accumulation_fusion": (2, LOCAL, LAYERS),
     "distributed_optimizer": (4, f"{NAIVE} --use-distributed-optimizer", LAYERS),
     "collectives": (4, f"{NAIVE} {FOUR}", LAYERS),
@@ -111,10 +110,8 @@ TURNS = {
     "plain": (2, PLAIN_WGRAD),
     "recomputed_dropout": (2, f"{PLAIN_WGRAD} {RECOMPUTE} --hidden-dropout 0.1"),
     "gradient_accumulation_fusion": (2, ""),
-    "swapped": (2, f"{PLAIN_WGRAD} {SWAPPED}"),
     "swapped_recompute": (2, f"{PLAIN_WGRAD} {SWAPPED} {RECOMPUTE}"),
     "swapped_virtual_stages": (4, f"{PLAIN_WGRAD} {VIRTUAL} {SWAPPED}"),
-    "packed_recompute": (2, f"{PLAIN_WGRAD} {RECOMPUTE} {PACKED}"),
     "latent": (2, f"{PLAIN_WGRAD} {LATENT}"),
     "experts_recompute": (2, f"{PLAIN_WGRAD} --num-layers 3 {EXPERTS} {RECOMPUTE}"),
     "prediction_recompute": (2, f"{PLAIN_WGRAD} --mtp-num-layers 1 {RECOMPUTE}"),
@@ -165,7 +162,7 @@ def why_not() -> str | None:
     if missing:
         return (
             f"set {', '.join(missing)} to checkouts of MindSpeed, MindSpeed-LLM, Megatron-LM "
-            "(python -m mindspeed_patches.rehearsal -- x.py says which belong together)"
+            "(bash scripts/rehearse_on_cpu.sh -- x.py says which belong together)"
         )
     if not (ENVIRONMENT / ".installed-rehearse").exists():
         return f"no {ENVIRONMENT}; bash scripts/rehearse_on_cpu.sh --help makes it"
@@ -298,24 +295,12 @@ def test_a_launch_that_would_fuse_nothing_ends_on_all_ranks(tmp_path: Path) -> N
     assert "iteration        1/" not in log
 
 
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        # Partial sums in fp32 are rounded once; the collective rounds every sum.
-        (
-            "--commfuse-reduce-dtype float32 --tensor-model-parallel-size 4",
-            "differs after the training: ",
-        ),
-        # Without training, equality proves nothing: a learning rate of 0 is noticed.
-        (
-            "--lr 0 --min-lr 0 --weight-decay 0",
-            "inconclusive: commfuse run: no weight changed on rank 0, 1",
-        ),
-    ],
-)
-def test_other_bits_and_no_training_are_noticed(options: str, said: str, tmp_path: Path) -> None:
+def test_other_bits_are_noticed(tmp_path: Path) -> None:
+    """Partial sums in fp32 are rounded once; the collective rounds every sum."""
+    options = "--commfuse-reduce-dtype float32 --tensor-model-parallel-size 4"
     launch = f"pretrain_gpt.py {MODEL} {NAIVE} {options}"
-    assert said in rehearse(tmp_path, "--iterations", "2", "--", *launch.split(), code=1)
+    printed = rehearse(tmp_path, "--iterations", "2", "--", *launch.split(), code=1)
+    assert "differs after the training: " in printed
 
 
 def test_a_launch_script_of_ours_at_small_scale(tmp_path: Path) -> None:

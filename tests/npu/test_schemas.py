@@ -1,36 +1,18 @@
 """Calls of the kernels and the streams against the wheel's schemas and meta kernels."""
 
 import inspect
-import re
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from commfuse_npu.kernels import Piece
 from commfuse_npu.kernels import npu as kernels
 from commfuse_npu.runtime.hccl_options import buffers_of
 
-SOURCE = Path(kernels.__file__).read_text()
 
-
-class _Recorded(TorchDispatchMode):
-    """The names of the npu operators that were called."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: set[str] = set()
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if function.namespace == "npu":
-            self.names.add(function._schema.name.removeprefix("npu::"))
-        return function(*args, **(kwargs or {}))
-
-
-def shapes_on_meta(mask: str, dtype: torch.dtype) -> set[str]:
-    """In the worker: runs the kernels on tensors without data; returns the operators they call.
+def shapes_on_meta(mask: str, dtype: torch.dtype) -> None:
+    """In the worker: runs the kernels on tensors without data.
 
     torch_npu's schemas check the arguments, its meta kernels give the shapes of the results.
     """
@@ -46,30 +28,23 @@ def shapes_on_meta(mask: str, dtype: torch.dtype) -> set[str]:
     if mask == "documents":
         options["pieces"] = [Piece(sample, slice(0, 6), slice(sample, 9)) for sample in range(3)]
     rows = (18, 4, 8) if mask == "documents" else (3, 4, 6, 8)
-    with _Recorded() as recorded:
-        out, statistics = kernels.attention_forward(q, k, v, **options)
-        assert (out.shape, out.dtype) == (q.shape, dtype)
-        maximum, total, reserved = statistics
-        for value in (maximum, total):
-            assert value.dtype == torch.float32
-            # The meta kernel of 2.7.1 gives statistics of BNSD for TND as well.
-            assert tuple(value.shape) == rows or (mask == "documents" and not knows_documents)
-        assert reserved.shape == (0,)
-        sums = [torch.empty(k.shape, device="meta") for _ in range(2)]
-        grad_q = kernels.attention_backward(grad, q, k, v, out, statistics, *sums, **options)
-        assert (grad_q.shape, grad_q.dtype, grad_q.device) == (q.shape, dtype, q.device)
-    return recorded.names
+    out, statistics = kernels.attention_forward(q, k, v, **options)
+    assert (out.shape, out.dtype) == (q.shape, dtype)
+    maximum, total, reserved = statistics
+    for value in (maximum, total):
+        assert value.dtype == torch.float32
+        # The meta kernel of 2.7.1 gives statistics of BNSD for TND as well.
+        assert tuple(value.shape) == rows or (mask == "documents" and not knows_documents)
+    assert reserved.shape == (0,)
+    sums = [torch.empty(k.shape, device="meta") for _ in range(2)]
+    grad_q = kernels.attention_backward(grad, q, k, v, out, statistics, *sums, **options)
+    assert (grad_q.shape, grad_q.dtype, grad_q.device) == (q.shape, dtype, q.device)
 
 
 @pytest.mark.parametrize("mask", ["causal", "full", "documents"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_calls_fit_their_schemas_and_meta_kernels(npu, mask: str, dtype: torch.dtype) -> None:
-    called = set(re.findall(r"torch\.ops\.npu\.(\w+)\(", SOURCE))
-    assert npu.run(shapes_on_meta, mask, dtype) == called, (
-        "an operator that kernels/npu.py calls is not exercised here"
-    )
-    # Operators are called in no other way, which this test would not check.
-    assert len(re.findall(r"\bops\b|import torch_npu|from torch_npu", SOURCE)) == len(called) == 2
+    npu.run(shapes_on_meta, mask, dtype)
 
 
 def buffer_size(megabytes: int) -> object:

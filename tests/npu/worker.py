@@ -24,16 +24,6 @@ ENVIRONMENT = Path(f"{sys.prefix}-npu")
 """Environment of torch_npu that scripts/environment.sh creates beside that of the tests."""
 
 
-def why_not() -> str | None:
-    """The reason why no worker can start, or ``None``."""
-    lacking = [
-        ENVIRONMENT / part for part in (".installed-npu", "cann/libstand_ins.so", "bin/python")
-    ]
-    lacking = [path for path in lacking if not path.exists()]
-    install = "`bash scripts/test.sh tests/npu` installs torch_npu there, or says why it cannot"
-    return f"{lacking[0]} is missing; {install}" if lacking else None
-
-
 def _import_torch_npu(packages: list[str]) -> None:
     """In the worker: adds ``packages`` to the tests' path and imports torch_npu."""
     sys.path[:0] = packages

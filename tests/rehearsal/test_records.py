@@ -82,21 +82,9 @@ ATTENTION, ULYSSES = "--commfuse-attention", "--commfuse-ulysses"
     [
         (noted(), "", 0, "identical: True"),
         (noted(after=AFTER | {"w": "x"}), "", 1, "differs after the training: w\n"),
-        (
-            noted(after=AFTER | {"optimizer state": "x"}),
-            "",
-            1,
-            "differs after the training: optimizer state\n",
-        ),
         (noted(before={}), "", 1, "rank 0 differs before the training: w; b\n"),
         (noted(2**-52), "", 1, f"differs in the training: {LOSSES[0]}; {LOSSES[1]}\n"),
         (noted(after=AFTER | SEVEN), "", 1, f"{MORE} 2 more\n"),
-        (
-            noted(after=SEVEN),
-            "",
-            1,
-            "after the training: w; b; optimizer state; w0; w1 and 5 more\n",
-        ),
         (noted(calls=LEFT), "", 1, "inconclusive: commfuse run: nothing was fused\n"),
         (noted(calls=LEFT, pairs=3), "", 0, "identical: True"),
         (noted(9e-7, after=SEVEN), ATTENTION, 0, "same bits everywhere: False"),

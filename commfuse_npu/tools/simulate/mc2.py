@@ -74,9 +74,9 @@ def gemm_scatter(rank: Rank, name: str, rows: int, inner: int, outer: int) -> No
             arrived = max(arrived, time) + _transfer_seconds(rank, tile * outer, sums=True)
         return arrived
 
-    waits = tuple[int, ...]()
+    tiles, waits = min(_cuts(rows), key=seconds), tuple[int, ...]()
     rank.compute(f"{name} layout of the weight", _layout(rank, inner, outer))
-    for number, tile in enumerate(min(_cuts(rows), key=seconds)):
+    for number, tile in enumerate(tiles):
         part = machine.gemm(rank.size * tile, inner, outer, start=not number)
         rank.compute(name, part, launches=0)
         waits = _transfer(rank, f"{name} scatter", tile * outer, 0, sums=True)
