@@ -15,6 +15,7 @@ import sys
 import tempfile
 import time
 import traceback
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from importlib import import_module
 from importlib.util import find_spec
@@ -24,7 +25,6 @@ from typing import Any
 
 from commfuse_npu.runtime.child_process import die_with_parent
 
-_START_SECONDS = 180.0
 _END_SECONDS = 5.0
 _BACKENDS = {"cpu": "gloo", "npu": "hccl"}
 _context = multiprocessing.get_context("spawn")
@@ -34,7 +34,7 @@ class RanksError(RuntimeError):
     """A rank failed, died or did not answer; all ranks have been ended."""
 
 
-class Ranks:
+class Ranks(AbstractContextManager["Ranks"]):
     """Processes of ranks 0..size-1, one thread each; a context manager that ends them.
 
     If there are at least as many cores as ranks, each rank is pinned to a core: gloo's threads then
@@ -43,7 +43,8 @@ class Ranks:
     Args:
         size: number of ranks.
         device: ``cpu`` (gloo over 127.0.0.1), or ``npu`` (HCCL; read, not run).
-        timeout: seconds for an answer, and for a transfer.  That of answers can be changed later.
+        timeout: seconds to start, for an answer, and for a transfer.  That of answers can be
+            changed later.
         option: of the command, which gives that time.
         worker: the class whose methods are called, ``module:name``; it takes no arguments.
 
@@ -74,13 +75,10 @@ class Ranks:
                 self._processes.append(process)
                 self._pipes.append(ours)
                 remote.close()
-            self._answers("starting", _START_SECONDS)
+            self._answers("starting")
         except BaseException:
             self.close()
             raise
-
-    def __enter__(self) -> Ranks:
-        return self
 
     def __exit__(self, *what: object) -> None:
         self.close()
@@ -94,16 +92,16 @@ class Ranks:
         try:
             for pipe in self._pipes:
                 pipe.send((method, args))
-            return self._answers(method, self.timeout)
+            return self._answers(method)
         except BaseException as error:
             self.close()
             if isinstance(error, OSError):
                 raise RanksError(f"a rank is gone before {method}: {error}") from error
             raise
 
-    def _answers(self, method: str, timeout: float) -> list[Any]:
+    def _answers(self, method: str) -> list[Any]:
         answers: dict[int, Any] = {}
-        end = time.monotonic() + timeout
+        end = time.monotonic() + self.timeout
         while len(answers) < self.size:
             waiting = {pipe: rank for rank, pipe in enumerate(self._pipes) if rank not in answers}
             ready = wait(list(waiting), max(0.0, end - time.monotonic()))
@@ -111,7 +109,7 @@ class Ranks:
                 missing = ", ".join(map(str, waiting.values()))
                 raise RanksError(
                     f"no answer from rank {missing} of {self.size} to {method} within "
-                    f"{timeout:.0f} s; give more with {self._option}"
+                    f"{self.timeout:.0f} s; give more with {self._option}"
                 )
             for pipe in ready:
                 assert isinstance(pipe, Connection)

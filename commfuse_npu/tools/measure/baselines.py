@@ -25,6 +25,8 @@ from commfuse_npu.runtime.collective_transport import CollectiveRun, CollectiveT
 
 # The names of the collectives differ between versions of torch; that module knows them.
 from commfuse_npu.runtime.collectives import _all_gather, _reduce_scatter
+from commfuse_npu.runtime.lanes import post_swap
+from commfuse_npu.runtime.transport import Transport
 
 # ------------------------------------------------------------------- transfers
 
@@ -49,62 +51,54 @@ class DirectExchange(Baseline):
     """Sends every block directly from its rank to the rank that needs it, all at once, over gloo.
 
     gloo's own reduce-scatter sends the bytes of an all-reduce, and its threads run several
-    collectives at once.  For a group of all ranks.  The partials are added in the order r-1, ...,
-    r+1, the own one last: the same bits as the fused ops and gloo's reduce-scatter.  Between two
-    ranks the socket keeps the order.
+    collectives at once.  For a group of all ranks, with a lane for each distance, as the fused ops
+    have; its sockets keep the order.  The partials are added in the order r-1, ..., r+1, the own
+    one last: the same bits as the fused ops and gloo's reduce-scatter.
     """
 
-    def __init__(self, group: dist.ProcessGroup, order: Callable[..., Blocking]) -> None:
-        super().__init__(group, order)
-        self._messages = 0
-        self._targets = [(self.rank + k) % self.size for k in range(1, self.size)]
-        self._sources = [(self.rank - k) % self.size for k in range(1, self.size)]
+    def __init__(self, lanes: Transport, order: Callable[..., Blocking]) -> None:
+        super().__init__(lanes.group, order)
+        self._hops = [
+            (lane, (self.rank + distance) % self.size, (self.rank - distance) % self.size)
+            for distance, lane in enumerate(lanes.lane_groups, 1)
+        ]
 
     # In forward-backward overlap, both sides take turns at them as at torch's own.
     @partial(handing_over, wait_hands_over=False)
     def all_gather(
         self, out: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup, async_op: bool
     ) -> Any:
-        blocks = out.chunk(self.size)
-        exchange = self._begun([shard] * len(self._sources), [blocks[r] for r in self._sources])
+        blocks, works = out.chunk(self.size), list[Any]()
+        for lane, target, source in self._hops:
+            works += post_swap(lane, shard, blocks[source], target, source, batched=False)
         blocks[self.rank].copy_(shard)
+        exchange = _Exchange(self, works)
         return exchange if async_op else exchange.wait()
 
     @partial(handing_over, wait_hands_over=True)
     def reduce_scatter(
         self, out: torch.Tensor, full: torch.Tensor, group: dist.ProcessGroup, async_op: bool
     ) -> Any:
-        blocks = full.chunk(self.size)
+        blocks, works = full.chunk(self.size), list[Any]()
         # The first partial arrives directly in the sum.
-        partials = [torch.empty_like(out) for _ in range(self.size - 2)]
+        partials = [out, *(torch.empty_like(out) for _ in self._hops[1:])]
+        for (lane, target, source), part in zip(self._hops, partials, strict=True):
+            works += post_swap(lane, blocks[target], part, target, source, batched=False)
 
         def add() -> None:
-            for other in (*partials, blocks[self.rank]):
+            for other in (*partials[1:], blocks[self.rank]):
                 out.add_(other)
 
-        exchange = self._begun([blocks[r] for r in self._targets], [out, *partials], add)
+        exchange = _Exchange(self, works, add)
         return exchange if async_op else exchange.wait()
-
-    def _begun(
-        self,
-        sends: Sequence[torch.Tensor],
-        receives: Sequence[torch.Tensor],
-        finish: Callable[[], None] = lambda: None,
-    ) -> _Exchange:
-        """Start sending a tensor to each target and receiving one from each source."""
-        # gloo sends its notice that a receive is ready on the same socket as data: receives first.
-        tag = self._messages & 0x7FFFFFFF
-        self._messages += 1
-        pairs = zip(receives, self._sources, strict=True), zip(sends, self._targets, strict=True)
-        works = [dist.irecv(tensor, rank, self.group, tag) for tensor, rank in pairs[0]]
-        works += [dist.isend(tensor, rank, self.group, tag) for tensor, rank in pairs[1]]
-        return _Exchange(self, works, finish)
 
 
 class _Exchange:
     """The ``Work`` of an exchange; what ``finish`` does after the transfers is not waiting."""
 
-    def __init__(self, of: Baseline, works: list[Any], finish: Callable[[], None]) -> None:
+    def __init__(
+        self, of: Baseline, works: list[Any], finish: Callable[[], None] = lambda: None
+    ) -> None:
         self._of, self._works, self._finish = of, works, finish
 
     def wait(self) -> None:
@@ -240,7 +234,7 @@ class Sliced(Blocking):
             self._factors = a, b
             return a
         for run, part in self._parts[id(a)]:
-            product = self._product(super()._read(part), b)
+            product = super().gemm(part, b, ())
             self._blocks(self._tensors[out])[:, run].copy_(self._blocks(product))
         return self._tensors[out]
 
@@ -248,12 +242,8 @@ class Sliced(Blocking):
         (a, b), into = self._factors, self._tensors[out]
         for run in self._runs(into.shape[0]):
             rows = self._blocks(a)[:, run].flatten(0, 1)
-            self._posted(self._transport.reduce_scatter, into[run], self._product(rows, b))
-
-    def _product(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        product = a.new_empty(a.shape[0], b.shape[1])
-        self._kernels.gemm_into(product, a, b)
-        return product
+            product = super().gemm(rows, b, ())
+            self._posted(self._transport.reduce_scatter, into[run], product)
 
     def _runs(self, rows: int) -> list[slice]:
         return [slice(start, stop) for start, stop in pairwise(split(rows, self._slices))]

@@ -4,7 +4,6 @@ import argparse
 import os
 import shlex
 import sys
-import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -23,7 +22,7 @@ from commfuse_npu.tools.doctor.machine import Machine, check_devices, topology
 from commfuse_npu.tools.doctor.versions import check_cann, check_torch
 from commfuse_npu.tools.launch_script import UsageError
 from commfuse_npu.tools.measure.figures import Measured, description
-from commfuse_npu.tools.measure.folder import Deadline, Folder, FolderError
+from commfuse_npu.tools.measure.folder import Folder
 from commfuse_npu.tools.measure.launches import FORMS as LAUNCHED
 from commfuse_npu.tools.measure.launches import (
     Form,
@@ -31,7 +30,6 @@ from commfuse_npu.tools.measure.launches import (
     Training,
     TrainingError,
     launches,
-    limit_of,
     train,
 )
 from commfuse_npu.tools.measure.report import (
@@ -43,14 +41,11 @@ from commfuse_npu.tools.measure.report import (
 )
 from commfuse_npu.tools.measure.rounds import time_forms
 from commfuse_npu.tools.measure.steps import (
-    CALL_SECONDS,
     FORMS,
     LAUNCH,
-    LAUNCH_SECONDS,
     NAMES,
     STEPS,
     WORKS,
-    Ask,
     Scale,
     Times,
     slowest,
@@ -61,51 +56,41 @@ from commfuse_npu.tools.terminal import tell
 
 _BASES = {"cpu": "cpu_paced", "npu": "ascend_910b_server"}
 """Description with the peaks and the unmeasured figures, by device, if nothing names another."""
-_READ_BY = {
-    "npu": ("HCCL_", "P2P_HCCL_", "TORCH_HCCL_", "PYTORCH_NPU_", "ASCEND_RT_", "CPU_AFFINITY_"),
-    "cpu": ("GLOO_",),
-}
-"""Prefixes of the variables that a device's backend reads."""
+_READ = "HCCL_", "P2P_HCCL_", "TORCH_HCCL_", "PYTORCH_NPU_", "ASCEND_RT_", "CPU_AFFINITY_"
+"""Prefixes of the variables that the backend of NPUs reads."""
 _SAME = "device name", "backend", "torch", "cores"
 """Facts about the machine that must be the same for all results of a folder."""
-
-_Result = tuple[dict[str, Any], str]
-"""What a part of a step stores, and a summary."""
 
 
 def main(words: Sequence[str]) -> int:
     """Measure; returns the exit code: 0 complete, 1 incomplete, 2 bad options, 130 Ctrl-C."""
     options = _parser().parse_args(words)
-    with tempfile.TemporaryDirectory(prefix="commfuse-measure-") as scratch:
+    try:
+        run = _Run(options)
         try:
-            run = _Run(options, Path(scratch))
-            try:
-                code = 0 if run.measure() else 1
-            except KeyboardInterrupt:
-                print("interrupted; the same command continues with the next step", file=sys.stderr)
-                code = 130
-            try:
-                run.write(["commfuse-npu", "measure", *words])
-            except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-                raise FolderError(
-                    f"{options.folder / 'measured.json'} has results that cannot be evaluated: "
-                    f"{error!r}; remove it, or choose another --folder"
-                ) from error
-        except (ConfigError, FolderError, UsageError, OSError) as error:
-            return refuse("measure", error)
+            code = 0 if run.measure() else 1
+        except KeyboardInterrupt:
+            print("interrupted; the same command continues with the next step", file=sys.stderr)
+            code = 130
+        try:
+            run.write(["commfuse-npu", "measure", *words])
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+            raise UsageError(
+                f"{options.folder / 'measured.json'} has results that cannot be evaluated: "
+                f"{error!r}; remove it, or choose another --folder"
+            ) from error
+    except (ConfigError, UsageError, OSError) as error:
+        return refuse("measure", error)
     return code
 
 
-def machine_facts(device: str, machine: Machine) -> dict[str, str]:
-    """Variables of the device's backend; on NPUs also versions, devices, health and links."""
-    facts = {}
-    if device == "npu":
-        findings = [*check_torch(machine), check_cann(machine)]
-        findings += [*check_devices(machine), *check_variables(machine)]
-        facts = {finding.what: finding.value for finding in findings}
-        facts |= {f"links of {npu}": " ".join(kinds) for npu, kinds in topology(machine).items()}
-    prefixes = _READ_BY[device]
-    return facts | {k: v for k, v in machine.variables.items() if k.startswith(prefixes)}
+def npu_facts(machine: Machine) -> dict[str, str]:
+    """Versions, devices, health and links of the NPUs, and the variables of their backend."""
+    findings = [*check_torch(machine), check_cann(machine)]
+    findings += [*check_devices(machine), *check_variables(machine)]
+    facts = {finding.what: finding.value for finding in findings}
+    facts |= {f"links of {npu}": " ".join(kinds) for npu, kinds in topology(machine).items()}
+    return facts | {k: v for k, v in machine.variables.items() if k.startswith(_READ)}
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -130,10 +115,10 @@ def _parser() -> argparse.ArgumentParser:
         help="whose peaks and unmeasured figures are taken; default by the device")  # fmt: skip
     add("--folder", type=Path, default=Path("measured"), help="for all files; default %(default)s")
     add("--steps", type=words_from(STEPS), help="only these, in the order of the list below")
-    add("--minutes", type=positive, default=50.0,
-        help="no step starts later; a running one has 10 %% more; default %(default)g")  # fmt: skip
-    add("--timeout", type=positive, metavar="SECONDS",
-        help="for one question, or one form; default the step's")  # fmt: skip
+    add("--minutes", type=positive, default=55.0,
+        help="then a running step ends and no other one starts; default %(default)g")  # fmt: skip
+    add("--timeout", type=positive, default=900.0, metavar="SECONDS",
+        help="for one question, or one form; default %(default)g")  # fmt: skip
     add = parser.add_argument_group("the step forms").add_argument
     add("--works", type=words_from(WORKS), metavar="WORKS",
         help=f"from {', '.join(WORKS)}; default mlp,layers")  # fmt: skip
@@ -146,7 +131,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--launch", metavar="COMMAND",
         help="train ten iterations of it in each form: plain, Megatron's order, CommFuse, MC2, "
         "CoC; a launch script of MindSpeed-LLM and its arguments, or its torchrun command (read, "
-        "rehearsed, not run on NPUs); with --device cpu scripts/pretrain_llama_cpu.sh")  # fmt: skip
+        "rehearsed, not run on NPUs)")  # fmt: skip
     return parser
 
 
@@ -163,13 +148,13 @@ def _ratios(text: str) -> tuple[float, ...]:
 class _Run:
     """One measurement, with parsed options and its folder."""
 
-    def __init__(self, options: argparse.Namespace, scratch: Path) -> None:
+    def __init__(self, options: argparse.Namespace) -> None:
         self._options = options
         self._steps = _chosen(options)
         self._scale = Scale.of(find_config(options.config), options.ranks, options.device)
         self._launched: Launches | None = None
         if options.launch is not None:
-            self._launched = launches(options.launch, options.device, options.ranks, scratch)
+            self._launched = launches(options.launch, options.ranks)
         if options.base is not None:
             Hardware.load(find_config(options.base, "hardware"))
         facts = {"version": __version__, "device": options.device, "ranks": options.ranks}
@@ -177,7 +162,7 @@ class _Run:
         facts |= {layer: list(shape) for layer, shape in self._scale.layers().items()}
         check_backend(options.device)
         self._folder = Folder(options.folder, facts)
-        self._deadline = Deadline(options.minutes)
+        self._end = time.monotonic() + 60 * options.minutes
         self._ranks: Ranks | None = None
 
     def measure(self) -> bool:
@@ -185,15 +170,16 @@ class _Run:
         if self._launched is not None:
             # The ranks use the launch's settings of queues, affinities and buffers.
             os.environ.update(self._launched.environment)
-        if not self._folder.load("machine"):
-            self._folder.store("machine", machine_facts(self._options.device, Machine.this()))
+        if not self._folder.steps.get("machine"):
+            on_npus = self._options.device == "npu"
+            self._folder.store("machine", npu_facts(Machine.this()) if on_npus else {})
         try:
             failed = [part for part in self._parts() if not self._complete(*part)]
             return not failed
         finally:
             self._end_ranks()
 
-    def _parts(self) -> Iterator[tuple[str, str, Any, Callable[[], _Result]]]:
+    def _parts(self) -> Iterator[tuple[str, str, Any, Callable[[], Any]]]:
         """The parts of all steps: the name of the result, a title, what is asked, the measurement.
 
         A stored result is used only if the same was asked.
@@ -207,8 +193,8 @@ class _Run:
                 for work, ratio in product(options.works or ("mlp", "layers"), ratios):
                     title = f"{FORMS}, {work}" + ("" if ratio is None else f", ratio {ratio:g}")
                     setting = {"work": work, "ratio": ratio, "names": names, "rounds": rounds}
-                    answer = partial(time_forms, scale=self._scale, **setting)
-                    yield title, title, [*sorted(names), rounds], partial(self._measured, answer)
+                    measure = partial(time_forms, self._ask, self._scale, **setting)
+                    yield title, title, [*sorted(names), rounds], measure
             elif self._launched is not None and step == LAUNCH:
                 # Idle ranks would compete with the training.
                 self._end_ranks()
@@ -218,22 +204,22 @@ class _Run:
                     train = partial(self._trained, form, self._launched)
                     yield form.step, f"{LAUNCH}, {form.title}", options.launch, train
             else:
-                yield step, step, None, partial(self._measured, partial(self._slowest, step))
+                yield step, step, None, partial(self._slowest, step)
 
-    def _complete(self, name: str, title: str, asked: Any, measure: Callable[[], _Result]) -> bool:
+    def _complete(self, name: str, title: str, asked: Any, measure: Callable[[], Any]) -> bool:
         """Measure and store a part, unless it is stored already; a failure is stored, too."""
-        saved = self._folder.load(name)
+        saved = self._folder.steps.get(name)
         if saved and saved.get("asked") == asked and "failed" not in saved:
             print(f"{title}: kept")
             return True
         start, content = time.monotonic(), {"asked": asked}
         try:
-            if self._deadline.over:
-                raise TimeoutError(f"left out, {self._deadline.minutes:g} minutes are over")
+            if start > self._end:
+                raise TimeoutError(f"left out, {self._options.minutes:g} minutes are over")
             print(f"{title}: {STEPS[name]}" if name in STEPS else title, flush=True)
             tell(title)
-            result, summary = measure()
-        except FolderError:
+            result = measure()
+        except UsageError:
             raise
         except Exception as error:
             # Continue after any error, with new ranks.
@@ -244,31 +230,29 @@ class _Run:
             why = " ".join(dict.fromkeys((lines[0], lines[-1]))) if expected else lines[-1]
             print(f"{title}: failed: {why}", file=sys.stderr)
         else:
-            content |= {**result, "took seconds": round(time.monotonic() - start, 1)}
-            print(f"{title}: {summary}, in {content['took seconds']:.0f} s", flush=True)
+            content["times" if isinstance(result, list) else "log"] = result
+            print(f"{title}: measured in {time.monotonic() - start:.0f} s", flush=True)
         self._folder.store(name, content)
         return "failed" not in content
 
-    def _slowest(self, step: str, ask: Ask) -> Times:
-        return slowest(ask(step, self._scale))
+    def _limit(self) -> float:
+        """Seconds for a question, or a training, that starts now."""
+        return max(1.0, min(self._options.timeout, self._end - time.monotonic()))
 
-    def _measured(self, answer: Callable[[Ask], Times]) -> _Result:
-        limit = self._options.timeout or CALL_SECONDS
+    def _slowest(self, step: str) -> Times:
+        return slowest(self._ask(step, self._scale))
 
-        def ask(method: str, *args: Any) -> list[Any]:
-            ranks = self._ranks or self._started(limit)
-            ranks.timeout = self._deadline.limit(limit)
-            return ranks.ask(method, *args)
+    def _ask(self, method: str, *args: Any) -> list[Any]:
+        ranks = self._ranks or self._started()
+        ranks.timeout = self._limit()
+        return ranks.ask(method, *args)
 
-        times = answer(ask)
-        return {"times": times}, f"{sum(len(row['seconds']) for row in times)} times"
-
-    def _started(self, limit: float) -> Ranks:
+    def _started(self) -> Ranks:
         options = self._options
-        self._ranks = ranks = Ranks(options.ranks, device=options.device, timeout=limit)
+        self._ranks = ranks = Ranks(options.ranks, device=options.device, timeout=self._limit())
         here = ranks.ask("machine")[0]
         self._folder.agree({name: here.get(name) for name in _SAME})
-        self._folder.store("machine", {**self._folder.load("machine"), **here})
+        self._folder.store("machine", {**self._folder.steps.get("machine", {}), **here})
         return ranks
 
     def _end_ranks(self) -> None:
@@ -276,21 +260,18 @@ class _Run:
             self._ranks.close()
         self._ranks = None
 
-    def _trained(self, form: Form, launched: Launches) -> _Result:
-        before = [saved["took seconds"] for _, saved in self._trainings() if "log" in saved]
-        limit = self._options.timeout or limit_of(max(before, default=0), LAUNCH_SECONDS)
-        log = train(form, launched, self._folder.path, self._deadline.limit(limit))
-        return {"log": log}, f"{Training(form, **log).steady[1]:.1f} ms"
+    def _trained(self, form: Form, launched: Launches) -> dict[str, Any]:
+        return train(form, launched, self._folder.path, self._limit())
 
     def _trainings(self) -> list[tuple[Form, dict[str, Any]]]:
         """The stored trainings of the last launch, in the order of the forms."""
-        last = self._folder.load(LAUNCH).get("asked")
-        stored = [(form, self._folder.load(form.step)) for form in LAUNCHED]
+        last = self._folder.steps.get(LAUNCH, {}).get("asked")
+        stored = [(form, self._folder.steps.get(form.step)) for form in LAUNCHED]
         return [(form, saved) for form, saved in stored if saved and saved.get("asked") == last]
 
     def write(self, command: Sequence[str]) -> None:
         """Write the description and the page from the stored steps; print the verdict."""
-        device, facts = self._options.device, self._folder.load("machine")
+        facts = self._folder.steps.get("machine", {})
         steps = {k: v for k, v in self._folder.steps.items() if not k.startswith(f"{LAUNCH}_")}
         failed = {name: part["failed"] for name, part in steps.items() if "failed" in part}
         times = {name: part["times"] for name, part in steps.items() if "times" in part}
@@ -301,7 +282,7 @@ class _Run:
             for form, saved in self._trainings()
         ]
         verdicts, table = forms_report(timed)
-        lines, rows = [*verdict(trainings, device), *verdicts], list[Row]()
+        lines, rows = [*verdict(trainings), *verdicts], list[Row]()
         if measured:
             line, rows = self._described(measured, facts)
             lines.append(line)
@@ -344,9 +325,14 @@ def _chosen(options: argparse.Namespace) -> list[str]:
     needs = {"launch": LAUNCH, **dict.fromkeys(("works", "forms", "ratios", "rounds"), FORMS)}
     for name, step in needs.items():
         if getattr(options, name) and step not in chosen:
-            raise FolderError(f"--{name}: no effect without {step} among --steps; add it")
+            raise UsageError(f"--{name}: no effect without {step} among --steps; add it")
     if options.ratios and options.device != "cpu":
-        raise FolderError("--ratios: the links of NPUs keep their rate; leave it out")
+        raise UsageError("--ratios: the links of NPUs keep their rate; leave it out")
+    if options.launch is not None and options.device == "cpu":
+        raise UsageError(
+            "--launch: trains on NPUs; on a CPU scripts/pretrain_llama_cpu.sh --compare compares "
+            "the forms"
+        )
     if options.launch is None and options.steps and LAUNCH in chosen:
-        raise FolderError(f"--steps {LAUNCH} needs a launch; give it by --launch")
+        raise UsageError(f"--steps {LAUNCH} needs a launch; give it by --launch")
     return [name for name in chosen if name != LAUNCH or options.launch is not None]

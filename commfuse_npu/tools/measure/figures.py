@@ -25,7 +25,6 @@ Figures = Iterator[tuple[str, Range]]
 
 _MOST_SLOWDOWN, _MOST_BESIDE, _MOST_COPIES = 0.9, 10.0, 4.0
 """Upper limits of these figures in a description."""
-_LEAST = 1e-9
 
 
 def figures(measured: Measured, base: Hardware) -> Ranges:
@@ -114,7 +113,7 @@ def _gemms(times: Times, base: Hardware, ranges: Ranges) -> Figures:
             continue  # the smallest GEMM takes longest: only noise
         rates.append(1 / slope)
         of_row = 2 * rows[0]["inputs"] * rows[0]["outputs"]
-        starts.append(max(0.0, start) if unit.cores else max(_LEAST, start / slope / of_row))
+        starts.append(max(0.0, start if unit.cores else start / slope / of_row))
     if rates:
         yield from _shares(rates, base, "npu.cube_flops", "npu.gemm_efficiency")
         yield "npu.gemm_start" if unit.cores else "npu.half_rows", quartiles(starts)
@@ -122,7 +121,7 @@ def _gemms(times: Times, base: Hardware, ranges: Ranges) -> Figures:
 
 def _line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
     """Slope and intercept of the least-squares line, with relative errors as weights."""
-    weights = [1 / max(y, _LEAST) ** 2 for _, y in points]
+    weights = [1 / y**2 for _, y in points]
     total = sum(weights)
     x0 = sum(w * x for w, (x, _) in zip(weights, points, strict=True)) / total
     y0 = sum(w * y for w, (_, y) in zip(weights, points, strict=True)) / total

@@ -1,33 +1,12 @@
 """The results of a measurement in one file, which the same command continues."""
 
 import json
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from commfuse_npu.runtime.atomic_write import write_json
-
-
-class FolderError(ValueError):
-    """The folder cannot be used: it has results under other conditions, or cannot be written."""
-
-
-class Deadline:
-    """No step starts after ``minutes``; a running one is ended 10 % later."""
-
-    def __init__(self, minutes: float) -> None:
-        self.minutes = minutes
-        start = time.monotonic()
-        self._last, self._end = start + 60 * minutes, start + 66 * minutes
-
-    @property
-    def over(self) -> bool:
-        return time.monotonic() > self._last
-
-    def limit(self, seconds: float) -> float:
-        """Seconds for a step that starts now and may take ``seconds``; at least 1."""
-        return max(1.0, min(seconds, self._end - time.monotonic()))
+from commfuse_npu.tools.launch_script import UsageError
 
 
 class Folder:
@@ -38,22 +17,20 @@ class Folder:
         facts: see :meth:`agree`.
 
     Raises:
-        FolderError: its results have other facts, or it cannot be read.
+        UsageError: its results have other facts, or it cannot be read.
     """
 
     def __init__(self, path: Path, facts: Mapping[str, Any]) -> None:
         self.path, self._file = path, path / "measured.json"
         self._facts: dict[str, Any] = {}
         self.steps: dict[str, dict[str, Any]] = {}
-        if path.exists() and not path.is_dir():
-            raise FolderError(f"--folder {path} is a file; choose another folder")
         if self._file.exists():
             try:
                 stored = json.loads(self._file.read_text("utf-8"))
                 self._facts = dict(stored["facts"])
                 self.steps = {name: dict(step) for name, step in dict(stored["steps"]).items()}
             except (OSError, ValueError, LookupError, TypeError) as error:
-                raise FolderError(
+                raise UsageError(
                     f"{self._file} cannot be read: {error!r}; remove it, or choose another --folder"
                 ) from error
         self.agree(facts)
@@ -62,7 +39,7 @@ class Folder:
         """Add facts, which must be the same for all results: sizes, versions, the machine.
 
         Raises:
-            FolderError: a result has another fact.
+            UsageError: a result has another fact.
         """
         other = [
             f"{name} {self._facts[name]!r} there, {value!r} here"
@@ -70,7 +47,7 @@ class Folder:
             if self._facts.get(name, value) != value
         ]
         if other:
-            raise FolderError(
+            raise UsageError(
                 f"{self._file} was measured under other conditions: {'; '.join(other)}; choose "
                 "another folder with --folder"
             )
@@ -80,17 +57,13 @@ class Folder:
         """Store the result of a step.
 
         Raises:
-            FolderError: it cannot be written.
+            UsageError: it cannot be written.
         """
         self.steps[step] = dict(content)
         try:
             write_json(self._file, {"facts": self._facts, "steps": self.steps}, indent=1)
         except OSError as error:
-            raise FolderError(
+            raise UsageError(
                 f"{self._file} cannot be written: {error.strerror or error}; make that possible, "
                 "or choose another --folder"
             ) from error
-
-    def load(self, step: str) -> dict[str, Any]:
-        """The stored result of a step; empty if there is none."""
-        return self.steps.get(step, {})

@@ -1,20 +1,16 @@
 """What a rank does to compare forms of a layer: the forms by name, the workloads, the rounds.
 
 ================  ================================================================================
-``p2p``           blocking: a collective, then the GEMM, or the other way round.  **The reference**:
-                  on a CPU its collectives are direct exchanges with all peers at once, at the rate
-                  of the links, so no comparison benefits from a slow collective algorithm.
-``slices-K``      the rows in K slices, a collective per slice, pipelined with the GEMMs: what
-                  MindSpeed's CoC does, implemented from its description.
-``megatron``      forward blocking; backward in Megatron's order: the input is gathered during
-                  dgrad, the reduce-scatter runs during wgrad.
-``ours-cK``       this project's ops, K chunks per block, as many lanes as peers.
-``auto[-wgrad]``  this project's ops with the schedule, or the plain path, that tuning measures as
-                  the fastest on first use over these links (:mod:`commfuse_npu.tuning`).
-                  ``-wgrad``: weight gradients per arriving block, which rounds differently.
-``fb-overlap``    the forward of a micro-batch overlapped with the backward of the previous one
-                  (:mod:`commfuse_npu.overlap`), with the transfers of ``megatron``.
-``compute``       the computation without any communication, measured in every round.
+``p2p``           :class:`.Blocking`, **the reference**: on a CPU by direct exchanges at the rate of
+                  the links, so no comparison benefits from a slow collective algorithm
+``slices-K``      :class:`.Sliced`: CoC, implemented from its description
+``megatron``      :class:`.MegatronOrder`
+``ours-cK``       this project's ops, K chunks per block, as many lanes as peers
+``auto[-wgrad]``  the same with the schedule, or the plain path, that :mod:`commfuse_npu.tuning`
+                  measures as the fastest over these links; ``-wgrad``: weight gradients per block
+``fb-overlap``    a forward overlapped with the backward of the previous micro-batch, with the
+                  transfers of ``megatron``
+``compute``       :class:`.Computation`, measured in every round
 ================  ================================================================================
 
 Legend: ``S`` sequence, ``s`` its shard (S/n), ``H`` hidden, ``F`` this rank's part of the MLP's
@@ -23,7 +19,6 @@ width, ``A`` and ``G`` its query and key heads, ``D`` features of a head.  Micro
 
 import gc
 import math
-import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -34,6 +29,7 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
+from commfuse_npu.kernels import kernels_for
 from commfuse_npu.ops import (
     LinearOptions,
     all_gather_linear,
@@ -55,13 +51,17 @@ from commfuse_npu.tools.measure.baselines import (
 )
 from commfuse_npu.tools.measure.rounds import Sample
 from commfuse_npu.tools.measure.sleeping import SleepingGemms
-from commfuse_npu.tools.measure.steps import COMPUTE, NAMES, REFERENCE, WORKS, Scale
+from commfuse_npu.tools.measure.steps import COMPUTE, NAMES, REFERENCE, TUNED, WORKS, Scale
+from commfuse_npu.tools.measure.stopwatch import Stopwatch
 from commfuse_npu.tools.measure.wire import pace
 from commfuse_npu.tuning import Tuning, decisions
 
 _RUNS = 8
 """Runs of queries in the attention of baselines, a kernel each.  As in the fused form, masked parts
 are skipped; the number equals the blocks of eight ranks."""
+
+_AHEAD = 4096
+"""Rows, columns and depth of the GEMM that a device runs before a timed call."""
 
 _Call = Callable[[], Any]
 _Weights = dict[str, torch.Tensor]
@@ -72,32 +72,27 @@ class Form:
     """How ops run, on lanes or as a baseline: ``of`` are the keywords of every op."""
 
     def __init__(
-        self, transport: Transport | Baseline, options: LinearOptions = LinearOptions()
+        self,
+        transport: Transport | Baseline,
+        options: LinearOptions = LinearOptions(),
+        overlap: ForwardBackwardOverlap | None = None,
     ) -> None:
-        self.transport = transport
+        self.transport, self._overlap = transport, overlap
         self.of: dict[str, Any] = {"transport": transport, "options": options}
 
     def pair(self, forward: _Call, backward: _Call) -> tuple[Any, Any]:
-        """Run the forward of one micro-batch and the backward of another; return both results."""
-        result = backward()
-        return forward(), result
+        """Run the forward of one micro-batch and the backward of another; return both results.
 
-
-class TakingTurns(Form):
-    """Forward-backward overlap: the first step is recorded, later ones run in the chosen order."""
-
-    def __init__(self, transport: Baseline) -> None:
-        super().__init__(transport)
-        self.overlap = ForwardBackwardOverlap([transport.group], states=())
-        self._to_measure = WORKS["micro-batches"].micro_batches - 1
-
-    def pair(self, forward: _Call, backward: _Call) -> tuple[Any, Any]:
-        if self._to_measure:
-            self._to_measure -= 1
-            return self.overlap.record(forward, backward)
-        if not self.overlap.orders:
-            self.overlap.choose_orders()
-        return self.overlap.run(forward, backward)
+        The first pair of an overlap is recorded, later ones run in the order chosen by that.
+        """
+        if self._overlap is None:
+            result = backward()
+            return forward(), result
+        if self._overlap.orders:
+            return self._overlap.run(forward, backward)
+        results = self._overlap.record(forward, backward)
+        self._overlap.choose_orders()
+        return results
 
 
 class _Attention(torch.autograd.Function):
@@ -138,7 +133,8 @@ def form_of(name: str, transport: Transport, baseline: _Baselines) -> Form:
         case ["slices", slices]:
             return Form(baseline(partial(Sliced, slices=int(slices))))
         case ["fb", "overlap"]:
-            return TakingTurns(baseline(MegatronOrder))
+            order = baseline(MegatronOrder)
+            return Form(order, overlap=ForwardBackwardOverlap([order.group], states=()))
     runs = {COMPUTE: Computation, REFERENCE: Blocking, "megatron": MegatronOrder}
     return Form(baseline(runs[name]))
 
@@ -172,30 +168,29 @@ class Work:
             self._layers.append(weights)
         self._layer = self._mlp if name == "mlp" else self._whole_layer
         self._x = self._draw(shard, 1, hidden)
-        self._grad = self._draw(shard, 1, hidden)
+        self._grad = self._draw(shard, 1, hidden).detach()
 
-    def run(self, form: Form) -> list[torch.Tensor]:
+    def run(self, form: Form) -> list[Any]:
         """Run it once; returns the output, then the gradients of the input and the weights."""
-        forward, total = self._forward(form), None
+        leaves = [self._x, *(weight for layer in self._layers for weight in layer.values())]
+        for leaf in leaves:
+            leaf.grad = None
+        y = self._forward(form)
         for _ in range(self._kind.micro_batches - 1):
-            forward, total = form.pair(
-                partial(self._forward, form), partial(_backward, *forward, total)
-            )
-        return [forward[0].detach(), *_backward(*forward, total)]
+            forward, backward = partial(self._forward, form), partial(y.backward, self._grad)
+            y, _ = form.pair(forward, backward)
+        y.backward(self._grad)
+        return [y.detach(), *(leaf.grad for leaf in leaves)]
 
-    def _forward(self, form: Form) -> tuple[torch.Tensor, list[torch.Tensor], torch.Tensor]:
-        """Output, (input and weights), gradient of the output."""
-        y = x = self._x.detach().requires_grad_()
-        layers = [
-            {k: w.detach().requires_grad_() for k, w in layer.items()} for layer in self._layers
-        ]
-        for weights in layers:
+    def _forward(self, form: Form) -> torch.Tensor:
+        y = self._x
+        for weights in self._layers:
             y = self._layer(form, y, weights)
-        return y, [x, *(weight for layer in layers for weight in layer.values())], self._grad
+        return y
 
     def _draw(self, *shape: int, scale: float = 1.0) -> torch.Tensor:
         numbers = torch.randn(*shape, generator=self._generator) * scale
-        return numbers.to(self._device, self._dtype)
+        return numbers.to(self._device, self._dtype).requires_grad_()
 
     def _mlp(self, form: Form, x: torch.Tensor, weights: _Weights) -> torch.Tensor:
         gate, up = all_gather_linear(x, weights["gate_up"], **form.of).chunk(2, dim=-1)
@@ -221,17 +216,6 @@ def _norm(rows: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.rms_norm(rows, rows.shape[-1:])
 
 
-def _backward(
-    y: torch.Tensor,
-    leaves: list[torch.Tensor],
-    grad: torch.Tensor,
-    total: Sequence[torch.Tensor] | None,
-) -> Sequence[torch.Tensor]:
-    """Gradients of the leaves, added to those of earlier micro-batches."""
-    grads = torch.autograd.grad(y, leaves, grad)
-    return grads if total is None else [a.add_(b) for a, b in zip(total, grads, strict=True)]
-
-
 # ------------------------------------------------------------------- ranks
 
 
@@ -244,22 +228,20 @@ class FormsWorker:
     def __init__(self) -> None:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self._transport = Transport.create(lanes=max(1, self.size - 1))
-        self._device = torch.device(self._transport.device_type)
+        self._device, group = torch.device(self._transport.device_type), self._transport.group
+        self._kernels = kernels_for(self._device)
         on_cpu = self._device.type == "cpu"
         self._module: Any = None if on_cpu else torch.get_device_module(self._device)
-        self._baseline: _Baselines = partial(Baseline, self._transport.group)  # read, not run
+        self._baseline: _Baselines = partial(Baseline, group)  # read, not run
         if on_cpu:
-            # In a group of its own, as the lanes of the fused ops have sockets of their own.
-            group = dist.new_group(list(range(self.size)))
-            assert group is not None
-            self._baseline = partial(DirectExchange, group)
-            for process_group in (self._transport.group, group):  # links connect at their first use
-                dist.all_reduce(torch.ones(1), group=process_group)
-        self._forms: dict[str, Form] = {}
-        self._work: Work
-        self._scale: Scale
-        self._gflops: float | None = None
-        self._reference: list[torch.Tensor] = []
+            self._baseline = partial(DirectExchange, self._transport)
+        side = 0 if on_cpu else _AHEAD
+        self._stopwatch = Stopwatch(
+            self._module,
+            ahead=self._product(side, side, side),
+            meet=partial(dist.all_reduce, torch.zeros(1, device=self._device), group=group),
+            barrier=partial(dist.barrier, group),
+        )
 
     # Of the sockets of all groups, which are all sockets of this process.
     pace = staticmethod(pace)
@@ -271,7 +253,8 @@ class FormsWorker:
             gflops: let GEMMs sleep, modeled at this speed; ``None`` for real ones.
         """
         self._work = Work(work, scale, rank=self.rank, device=self._device)
-        self._scale, self._gflops, self._reference = scale, gflops, []
+        self._scale, self._gflops = scale, gflops
+        self._reference: list[torch.Tensor] = []
         decisions(self._transport).clear()
         self._transport.scratch.clear()  # its buffers have other shapes
         names = COMPUTE, *NAMES
@@ -280,8 +263,12 @@ class FormsWorker:
     def check(self, name: str) -> float:
         """The largest difference of a form's outputs and gradients from the reference's.
 
-        0 if all are equal, infinite if one is not a number.  GEMMs are real.  It also warms up.
+        0 if all are equal, infinite if one is not a number.  GEMMs are real, except that a form
+        which tunes itself runs before as it will be timed.  It also warms up.
         """
+        if name in TUNED:
+            with self._gemms():
+                self._work.run(self._forms[name])
         if not self._reference:
             results = self._work.run(self._forms[REFERENCE])
             self._reference = [result.clone() for result in results]
@@ -291,12 +278,6 @@ class FormsWorker:
             for result, other in zip(results, self._reference, strict=True)
         ]
         return math.inf if any(map(math.isnan, differences)) else max(differences)
-
-    def tune(self, name: str) -> float:
-        """Run a form so that it tunes itself, unless another one already did, then check it."""
-        with self._gemms():
-            self._work.run(self._forms[name])
-        return self.check(name)
 
     def round(self, order: Sequence[str]) -> list[Sample]:
         gc.collect()
@@ -308,26 +289,18 @@ class FormsWorker:
 
     def _sample(self, form: Form) -> Sample:
         with self._gemms():
-            start, blocked = self._together(), form.transport.blocked_seconds
+            start, blocked = self._stopwatch.together(), form.transport.blocked_seconds
             self._work.run(form)
-            return Sample(self._now() - start, form.transport.blocked_seconds - blocked)
-
-    def _together(self) -> float:
-        """Start at the same time on all ranks; returns the start time."""
-        self._synchronise()
-        dist.barrier(self._transport.group)
-        return self._now()
-
-    def _now(self) -> float:
-        """Seconds of a steady clock, once the device is idle."""
-        self._synchronise()
-        return time.perf_counter()
-
-    def _synchronise(self) -> None:
-        if self._module is not None:
-            self._module.synchronize()  # read, not run
+            return Sample(self._stopwatch.now() - start, form.transport.blocked_seconds - blocked)
 
     def _gemms(self) -> AbstractContextManager[object]:
         if self._gflops is None:
             return nullcontext()
         return SleepingGemms(self._gflops, self._scale.shrink)
+
+    def _product(self, m: int, k: int, n: int) -> Callable[[], object]:
+        a, b, out = self._numbers(m, k), self._numbers(k, n), self._numbers(m, n)
+        return lambda: self._kernels.gemm_into(out, a, b)
+
+    def _numbers(self, *shape: int) -> torch.Tensor:
+        return torch.randn(shape, device=self._device).to(torch.bfloat16)

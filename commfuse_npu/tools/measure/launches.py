@@ -2,13 +2,12 @@
 
 For MindSpeed-LLM, options are read from what its script would start
 (:mod:`commfuse_npu.tools.launch_script`), so any launch script works, and each form is the same
-command with its own flags.  The CPU pretraining script is started as it is, with appended options.
+command with its own flags.
 """
 
 import os
 import re
 import shlex
-import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -63,14 +62,6 @@ FORMS = (
 )
 """The most useful forms first."""
 
-_ON_CPU = {
-    "megatron": "--no-use-commfuse",
-    "fb_overlap": "--no-use-commfuse --commfuse-fb-overlap",
-    "commfuse": "--use-commfuse",
-    "plain": "--use-commfuse --plain",
-}
-"""Flags of the CPU pretraining, which has neither CoC nor MC2."""
-
 
 class Launches(NamedTuple):
     """Commands by form, the folder in which they run, and their environment.
@@ -84,11 +75,8 @@ class Launches(NamedTuple):
     notes: Sequence[str] = ()
 
 
-def launches(text: str, device: str, ranks: int, scratch: Path) -> Launches:
-    """Parse the value of ``--launch``: of MindSpeed-LLM, or of the CPU pretraining.
-
-    Args:
-        scratch: folder for files of the trainings that are not kept.
+def launches(text: str, ranks: int) -> Launches:
+    """The commands for ``--launch``, one of MindSpeed-LLM.  Rehearsed on CPU, not run on NPUs.
 
     Raises:
         UsageError: it is not a launch, or not for this number of ranks.
@@ -97,25 +85,6 @@ def launches(text: str, device: str, ranks: int, scratch: Path) -> Launches:
         words = shlex.split(text)
     except ValueError as error:
         raise UsageError(f"--launch {text!r}: {error}; quote it as for a shell") from error
-    if device == "cpu":
-        return _of_cpu_pretraining(words, scratch)
-    return _of_mindspeed_llm(words, ranks)
-
-
-def _of_cpu_pretraining(words: Sequence[str], scratch: Path) -> Launches:
-    script = Path(words[0]) if words else Path()
-    if script.suffix == ".sh" and script.is_file():
-        words = ["bash", str(script.resolve()), *words[1:]]
-    elif not words or shutil.which(words[0]) is None:
-        raise UsageError(f"--launch {' '.join(words)!r} starts no program; give a launch script")
-    short = ["--train-iters", str(ITERATIONS), "--output", str(scratch)]
-    ways = {form: _ON_CPU[form.name].split() for form in FORMS if form.name in _ON_CPU}
-    commands = {form: [*words, *short, *flags] for form, flags in ways.items()}
-    return Launches(commands, Path.cwd(), os.environ)
-
-
-def _of_mindspeed_llm(words: Sequence[str], ranks: int) -> Launches:
-    """The commands for a MindSpeed-LLM launch.  Rehearsed on CPU, not run on NPUs."""
     checkout = Path(os.environ.get("MINDSPEED_LLM_HOME") or Path.cwd())
     launch = read_launch(words, checkout)
     if launch.processes != ranks:
@@ -187,7 +156,7 @@ class Training:
 
 
 def read_log(text: str) -> dict[str, Any]:
-    """The figures of a :class:`Training`, from the output of MindSpeed-LLM 26.1.0 or on a CPU."""
+    """The figures of a :class:`Training`, from the output of MindSpeed-LLM 26.1.0."""
     lines = _ITERATION.findall(text)
     matches = {name: map(field.search, lines) for name, field in _FIELDS.items()}
     log: dict[str, Any] = {n: [float(m[1]) for m in found if m] for n, found in matches.items()}
@@ -198,14 +167,6 @@ def read_log(text: str) -> dict[str, Any]:
 
 class TrainingError(Exception):
     """A form could not be trained; the message has the reason and its last output."""
-
-
-def limit_of(longest: float, first: float) -> float:
-    """Time limit of a form: ``first`` for the first one, later 3 x the longest + 3 minutes.
-
-    All forms do the same work, and none may use up the time of the others.
-    """
-    return min(first, 3 * longest + 180) if longest else first
 
 
 def train(form: Form, launches: Launches, folder: Path, limit: float) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from typing import Any
 
 from commfuse_npu.hardware.description import Figure, Hardware
 from commfuse_npu.tools.measure.launches import WARM_UP, Training
-from commfuse_npu.tools.measure.steps import COMPUTE, REFERENCE, WORKS, Times, is_ours
+from commfuse_npu.tools.measure.steps import COMPUTE, REFERENCE, TUNED, WORKS, Times
 from commfuse_npu.tools.terminal import table_head, table_row
 
 Row = tuple[str, str, str, str]
@@ -29,13 +29,13 @@ the host's waiting time (blocked). Bold: the fastest. Bits: whether results equa
 `{REFERENCE}` bit for bit, else the largest difference."""
 
 
-def verdict(trainings: Sequence[Training], device: str) -> Iterator[str]:
+def verdict(trainings: Sequence[Training]) -> Iterator[str]:
     """The verdict on a launch: flags, times, equal weights, and failures, as Markdown."""
     ran = [training for training in trainings if not training.failed]
     if ran:
         today = _today(ran)
         sound = [training for training in ran if _loss_off(today, training) <= _ALIKE]
-        yield from _fastest(sound, device)
+        yield from _fastest(sound)
         if bad := [training for training in ran if training not in sound]:
             title = today.form.title
             yield f"**Do not use**: {_titles(bad)}: losses are not those of {title}, or not finite."
@@ -44,7 +44,7 @@ def verdict(trainings: Sequence[Training], device: str) -> Iterator[str]:
         if len(same) > 1:
             yield f"**The same weights, bit for bit**: {_titles(same)}."
     alike = {training.weights for training in ran if training.form.name in ("plain", "megatron")}
-    if device != "cpu" and len(alike - {None}) > 1:
+    if len(alike - {None}) > 1:
         yield (
             "Plain collectives and Megatron's order are the same arithmetic, and their bits "
             "differ: sums of this launch change from run to run. With HCCL_DETERMINISTIC=true "
@@ -57,23 +57,21 @@ def verdict(trainings: Sequence[Training], device: str) -> Iterator[str]:
             yield f"**Could not run**: {training.form.title}: {why}{cause}"
 
 
-def _fastest(sound: Sequence[Training], device: str) -> Iterator[str]:
+def _fastest(sound: Sequence[Training]) -> Iterator[str]:
     # Plain collectives are only a baseline: nobody launches them.
     candidates = [training for training in sound if training.form.name != "plain"] or list(sound)
     if not candidates:
         return
-    best, *others = sorted(candidates, key=_median)
+    best, *others = sorted(candidates, key=lambda training: training.steady[1])
     rival = next((training for training in others if training.form.ours != best.form.ours), None)
     close = [training for training in others if training.steady[0] <= best.steady[2]]
     flags = f"`{best.form.flags}`" if best.form.flags else "none of these flags"
     lead = f"**Use {flags}**" if others and not close else f"**Not decided**; fastest is {flags}"
-    if device == "cpu":
-        lead = f"Fastest on this CPU, which says nothing about NPUs: **{best.form.title}**"
-    against = [f"{_median(best):,.0f} ms per iteration"]
+    against = [f"{best.steady[1]:,.0f} ms per iteration"]
     for training in sound:
         usual = training.form.name in ("plain", "megatron")
         if training is not best and (usual or training is rival):
-            share = _median(best) / _median(training) - 1
+            share = best.steady[1] / training.steady[1] - 1
             word = "shorter" if share < 0 else "longer"
             against.append(f"{100 * abs(share):.1f} % {word} than {training.form.title}")
     yield f"{lead}: {', '.join(against)}."
@@ -97,7 +95,7 @@ def launch_table(trainings: Sequence[Training]) -> Iterator[str]:
             f"`{flags}`" if flags else "",
             f"{middle:,.1f}",
             f"{low:,.1f} .. {high:,.1f}",
-            f"{100 * (middle / _median(today) - 1):+.1f} %",
+            f"{100 * (middle / today.steady[1] - 1):+.1f} %",
             f"{_loss_off(today, training):.1e}",
             f"{training.peak / 1024:.2f} GiB" if training.peak else "",
             f"`{training.weights[:8]}`" if training.weights else "",
@@ -116,8 +114,9 @@ def forms_report(times: Times) -> tuple[list[str], list[str]]:
         # The fastest come last.
         for name, middle in sorted(seconds.items(), key=lambda form: -form[1]):
             if name != REFERENCE:
-                title = f"`{name}`" if is_ours(name) else f"the fastest other, `{name}`,"
-                found[is_ours(name)] = f"{title} {reference / middle:.2f}"
+                ours = name.startswith(("ours", *TUNED))
+                title = f"`{name}`" if ours else f"the fastest other, `{name}`,"
+                found[ours] = f"{title} {reference / middle:.2f}"
         at = "" if ratio is None else f", ratio {ratio:g}"
         words = f"times as fast as `{REFERENCE}`: {'; '.join(found.values())}."
         verdicts.append(f"**{WORKS[work].title}**{at}: {words}")
@@ -203,10 +202,6 @@ def _today(ran: Sequence[Training]) -> Training:
 
 def _titles(trainings: Sequence[Training]) -> str:
     return "; ".join(training.form.title for training in trainings)
-
-
-def _median(training: Training) -> float:
-    return training.steady[1]
 
 
 def _loss_off(training: Training, other: Training) -> float:

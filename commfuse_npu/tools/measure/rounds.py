@@ -10,7 +10,6 @@ from commfuse_npu.tools.measure.steps import (
     COMPUTE,
     NAMES,
     REFERENCE,
-    TUNED,
     WORKS,
     Ask,
     Scale,
@@ -35,7 +34,7 @@ class Sample(NamedTuple):
 def time_forms(
     ask: Ask, scale: Scale, work: str, ratio: float | None, names: Collection[str], rounds: int
 ) -> Times:
-    """Check each form, then time all of them in every round.
+    """Set the links, check each form, then time all of them in every round.
 
     With more ranks than cores GEMMs sleep (:mod:`commfuse_npu.tools.measure.sleeping`).
 
@@ -59,20 +58,18 @@ def time_forms(
         for form in NAMES
         if form in (REFERENCE, *names) and (form != "fb-overlap" or kind.micro_batches > 1)
     ]
-    tell(f"{label}: checking")
     sleeps = scale.device == "cpu" and scale.ranks > (os.cpu_count() or 1)
     ask("set_up", work, scale, _GFLOPS if sleeps else None)
-    differences = {form: max(ask("check", form)) for form in forms if form not in TUNED}
     reached = None
     if ratio:
         # Only to set the links, not as a result: the rounds measure it again.
         calibration = _round(ask, [COMPUTE] * (_CALIBRATION_ROUNDS + 1))[1:]
         compute = median(sample.total for sample in calibration)
         reached = _paced(ask, kind.bytes_per_pair(scale) / (ratio * compute))
+    differences = {}
     for form in forms:
-        if form in TUNED:
-            tell(f"{label}: tuning {form}")
-            differences[form] = max(ask("tune", form))
+        tell(f"{label}: checking {form}")
+        differences[form] = max(ask("check", form))
     order, shuffle = [COMPUTE, *forms], random.Random(label)
     measured: dict[str, list[Sample]] = {form: [] for form in order}
     for number in range(rounds):

@@ -65,10 +65,8 @@ class SleepingGemms:
 
     def __enter__(self) -> Self:
         kernels = {
-            **dict.fromkeys(("mm", "mm.out", "bmm", "bmm.out"), self._product),
+            **dict.fromkeys(("mm", "mm.out", "bmm"), self._product),
             # The sum to which the product is added is undefined as well, and so is its scale.
-            "addmm": lambda total, a, b, **scales: self._product(a, b),
-            "addmm.out": lambda total, a, b, *, out, **scales: self._product(a, b, out=out),
             "addmm_": lambda total, a, b, **scales: self._product(a, b, out=total),
         }
         self._library: Any = torch.library.Library("aten", "IMPL")

@@ -156,11 +156,6 @@ NAMES = (
 """The forms that can be compared (:mod:`.forms`), the reference first."""
 
 
-def is_ours(name: str) -> bool:
-    """Whether a form of this name is this project's."""
-    return name.startswith(("ours", *TUNED))
-
-
 STEPS: Mapping[str, str] = {
     "links": "how long does a message take, and one to each peer at once?",
     "collectives": "how long do the collectives take that CommFuse replaces?",
@@ -173,6 +168,3 @@ STEPS: Mapping[str, str] = {
     LAUNCH: "how long do ten iterations of the launch take in each form?",
 }
 """The question of each step, the most useful first."""
-
-CALL_SECONDS, LAUNCH_SECONDS = 600.0, 900.0
-"""Time limits of a call to the ranks, on a slow machine, and of a form of a launch."""

@@ -42,13 +42,10 @@ class Stopwatch:
         self._ahead, self._meet, self._barrier = ahead, meet, barrier
         self._piece: float | None = None
 
-    def laps(self, call: Call, calls: int, *, together: bool = False) -> list[list[float]]:
-        """Seconds of each lap, for each of ``calls`` calls.
+    def laps(self, call: Call, calls: int) -> list[list[float]]:
+        """Seconds of each lap, for each of ``calls`` calls, which all ranks start together.
 
         Warm-up calls are not included: the first one makes connections and loads code.
-
-        Args:
-            together: all ranks start at the same time.
         """
         self._seconds(call)
         pieces = 0
@@ -58,33 +55,47 @@ class Stopwatch:
                 self._piece = self._seconds(lambda lap: [self._ahead() for _ in range(_PROBES)])
                 self._piece /= _PROBES
             pieces = math.ceil(_LONGER * self._seconds(call) / self._piece)
-        return [self._laps(call, together, pieces) for _ in range(calls)]
+        return [self._laps(call, pieces) for _ in range(calls)]
+
+    def times(self, call: Callable[[], object], calls: int) -> list[float]:
+        """:meth:`laps` of a call that is one lap."""
+
+        def once(lap: Callable[[], None]) -> None:
+            call()
+            lap()
+
+        return [seconds for (seconds,) in self.laps(once, calls)]
+
+    def now(self) -> float:
+        """Seconds of a steady clock, once the device is idle."""
+        if self._module is not None:
+            self._module.synchronize()
+        return time.perf_counter()
+
+    def together(self) -> float:
+        """Wait until all ranks are here and their devices are idle; returns :meth:`now`."""
+        self.now()
+        self._barrier()
+        return self.now()
 
     def _seconds(self, call: Call) -> float:
         """Host seconds until the device is done."""
-        self._synchronise()
-        start = time.perf_counter()
+        start = self.now()
         call(lambda: None)
-        self._synchronise()
-        return time.perf_counter() - start
+        return self.now() - start
 
-    def _laps(self, call: Call, together: bool, pieces: int) -> list[float]:
-        if together:
-            self._barrier()
+    def _laps(self, call: Call, pieces: int) -> list[float]:
+        self.together()
         for _ in range(pieces):
             self._ahead()
-        if together and pieces:
+        if pieces:
             self._meet()
         marks = [self._mark()]
         call(lambda: marks.append(self._mark()))
-        self._synchronise()
+        self.now()
         if self._module is None:
             return [after - before for before, after in pairwise(marks)]
         return [before.elapsed_time(after) / 1e3 for before, after in pairwise(marks)]
-
-    def _synchronise(self) -> None:
-        if self._module is not None:
-            self._module.synchronize()
 
     def _mark(self) -> Any:
         if self._module is None:

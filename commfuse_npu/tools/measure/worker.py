@@ -17,17 +17,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from commfuse_npu.kernels import kernels_for
-from commfuse_npu.runtime.collectives import all_gather_rows, all_to_all_rows, reduce_scatter_rows
+from commfuse_npu.runtime.collectives import all_gather_rows, reduce_scatter_rows
 from commfuse_npu.runtime.lanes import post_swap
 from commfuse_npu.runtime.transport import Transport
 from commfuse_npu.tools.measure.forms import FormsWorker
 from commfuse_npu.tools.measure.steps import Scale, Times
-from commfuse_npu.tools.measure.stopwatch import Stopwatch
 
 _PROCESSOR = Path("/proc/cpuinfo")
-_AHEAD = 4096
-"""Rows, columns and depth of the GEMM that a device runs before a timed call."""
 _TRAIN = 8
 """Number of consecutive launches over which host time is measured."""
 _SHARE = 0.75
@@ -37,20 +33,14 @@ _TURNS = 8
 
 
 class Exchange:
-    """A message to each peer and one from each, a lane per distance.
-
-    Args:
-        size: bytes of each message, whose content identifies its sender.
-    """
+    """A message of ``size`` bytes to each peer and one from each, a lane per distance."""
 
     def __init__(self, transport: Transport, size: int) -> None:
         self._transport = transport
         ranks, rank, n = transport.ranks, transport.rank, transport.size
-        self._mine = torch.full(
-            (size,), _mark(ranks[rank]), dtype=torch.uint8, device=transport.device_type
-        )
+        mine = torch.zeros(size, dtype=torch.uint8, device=transport.device_type)
         self.swaps = [
-            (lane, torch.zeros_like(self._mine), ranks[(rank + d) % n], ranks[(rank - d) % n])
+            (lane, mine, torch.empty_like(mine), ranks[(rank + d) % n], ranks[(rank - d) % n])
             for d, lane in enumerate(transport.lane_groups, 1)
         ]
         self._works: list[Any] = []
@@ -60,47 +50,17 @@ class Exchange:
         self.end()
 
     def begin(self) -> None:
-        batched = self._transport.batched
-        for lane, buffer, target, source in self.swaps:
-            self._works += post_swap(lane, self._mine, buffer, target, source, batched=batched)
+        for swap in self.swaps:
+            self._works += post_swap(*swap, batched=self._transport.batched)
 
     def end(self) -> None:
         for work in self._works:
             self._transport.wait_for(work)
         self._works = []
 
-    def check(self) -> None:
-        """Raise a RuntimeError if the content of a received message is not what was sent."""
-        for _, buffer, _, source in self.swaps:
-            if not bool((buffer == _mark(source)).all()):
-                raise RuntimeError(
-                    f"a message of {buffer.numel()} bytes from rank {source} has other bytes than "
-                    f"{_mark(source)} in it: transfers were mixed up"
-                )
-
-
-def _mark(rank: int) -> int:
-    """The byte that a rank sends; never 0, the initial content of buffers."""
-    return 1 + rank % 255
-
 
 class Worker(FormsWorker):
     """One rank of the initialized default process group, with its own lanes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._kernels = kernels_for(self._device)
-        self._backend = dist.get_backend(self._transport.lane_groups[0])
-        side = 0 if self._module is None else _AHEAD
-        ahead = self._product(side, side, side)
-        token = torch.zeros(1, device=self._device)
-        group = self._transport.group
-        self._stopwatch = Stopwatch(
-            self._module,
-            ahead=ahead,
-            meet=lambda: dist.all_reduce(token, group=group),
-            barrier=lambda: dist.barrier(group),
-        )
 
     def machine(self) -> dict[str, Any]:
         """Host, versions, and, if available, the device's name, memory in bytes and cube cores."""
@@ -112,7 +72,7 @@ class Worker(FormsWorker):
             "system": f"{platform.system()} {platform.release()}",
             "python": platform.python_version(),
             "torch": torch.__version__,
-            "backend": self._backend,
+            "backend": dist.get_backend(self._transport.lane_groups[0]),
             "cores": os.cpu_count(),
             "device": self._device.type,
         }
@@ -125,16 +85,7 @@ class Worker(FormsWorker):
         return facts
 
     def links(self, scale: Scale) -> Times:
-        """Half a ping-pong, and a message to each peer over a lane of its own, all at once."""
-        pings, size = self._latency(scale.calls), scale.message
-        row = {"what": "messages", "bytes": size, "peers": self.size - 1}
-        return [
-            {"what": "half a ping-pong", "seconds": pings},
-            {**row, "seconds": self.messages(size, scale.calls)},
-        ]
-
-    def _latency(self, calls: int) -> list[float]:
-        """Half a ping-pong of 8 bytes between ranks 0 and 1; other ranks return no times."""
+        """Half a ping-pong between ranks 0 and 1, and a message to each peer, a lane each."""
         lane, ranks = self._transport.lane_groups[0], self._transport.ranks
         token = torch.zeros(8, dtype=torch.uint8, device=self._device)
 
@@ -145,12 +96,17 @@ class Worker(FormsWorker):
                 for work in dist.batch_isend_irecv([operation]):
                     self._transport.wait_for(work)
 
-        times = self._timed(to_and_fro, calls, together=True)
-        return [seconds / (2 * _TURNS) for seconds in times] if self.rank < 2 else []
+        pings = self._stopwatch.times(to_and_fro, scale.calls)
+        halves = [seconds / (2 * _TURNS) for seconds in pings] if self.rank < 2 else []
+        row = {"what": "messages", "bytes": scale.message, "peers": self.size - 1}
+        return [
+            {"what": "half a ping-pong", "seconds": halves},
+            {**row, "seconds": self.messages(scale.message, scale.calls)},
+        ]
 
     def messages(self, size: int, calls: int) -> list[float]:
         """A message of ``size`` bytes to each peer, and one from each, at once."""
-        return self._exchanged(Exchange(self._transport, size), calls)
+        return self._stopwatch.times(Exchange(self._transport, size).run, calls)
 
     def collectives(self, scale: Scale) -> Times:
         """The backend's collectives in bf16 of ``message`` bytes from each rank to each other."""
@@ -159,9 +115,8 @@ class Worker(FormsWorker):
         for name, call in {
             "all-gather": partial(all_gather_rows, blocks[:1], group),
             "reduce-scatter": partial(reduce_scatter_rows, blocks, group),
-            "all-to-all": partial(all_to_all_rows, blocks, group),
         }.items():
-            seconds = self._timed(call, scale.calls, together=True)
+            seconds = self._stopwatch.times(call, scale.calls)
             times.append({"what": name, "bytes": scale.message, "seconds": seconds})
         return times
 
@@ -170,7 +125,7 @@ class Worker(FormsWorker):
         times = []
         for layer, (inputs, outputs) in scale.layers().items():
             for rows in scale.halves(6):
-                seconds = self._timed(self._product(rows, inputs, outputs), scale.calls)
+                seconds = self._stopwatch.times(self._product(rows, inputs, outputs), scale.calls)
                 shape = {"rows": rows, "inputs": inputs, "outputs": outputs}
                 times.append({"layer": layer, **shape, "seconds": seconds})
         return times
@@ -190,24 +145,16 @@ class Worker(FormsWorker):
         return [{"what": name, "seconds": seconds} for name, seconds in times.items()]
 
     def beside(self, scale: Scale) -> Times:
-        """GEMMs and an exchange with all peers, alone and started together."""
-        inputs, outputs = scale.layers()["fc1"]
-        gemm = self._product(scale.rows // 4, inputs, outputs)
-        samples = self.side_by_side(gemm, scale.message, scale.calls)
-        return [{"what": name, "seconds": seconds} for name, seconds in samples.items()]
+        """GEMMs, as many in sequence as take most of the time of an exchange, and both.
 
-    def side_by_side(
-        self, gemm: Callable[[], object], size: int, calls: int
-    ) -> dict[str, list[float]]:
-        """Time GEMMs, as many in sequence as take most of the time of an exchange, and both.
-
-        Returns:
-            Seconds of the GEMMs (``gemm``) and of the ``exchange`` alone, of the GEMMs during the
-            exchange (``gemm beside``), and until both are complete (``both``).
+        Times of the GEMMs (``gemm``) and of the ``exchange`` alone, of the GEMMs during the
+        exchange (``gemm beside``), and until both are complete (``both``).
         """
-        exchange = Exchange(self._transport, size)
-        alone = self._exchanged(exchange, calls)
-        times = math.floor(_SHARE * min(alone) / min(self._timed(gemm, calls)))
+        inputs, outputs = scale.layers()["fc1"]
+        gemm, calls = self._product(scale.rows // 4, inputs, outputs), scale.calls
+        exchange = Exchange(self._transport, scale.message)
+        alone = self._stopwatch.times(exchange.run, calls)
+        times = math.floor(_SHARE * min(alone) / min(self._stopwatch.times(gemm, calls)))
         # The same number on all ranks.
         fewest = torch.tensor(float(max(1, times)), device=self._device)
         dist.all_reduce(fewest, dist.ReduceOp.MIN, group=self._transport.group)
@@ -225,19 +172,20 @@ class Worker(FormsWorker):
             exchange.end()
             lap()
 
-        laps = self._stopwatch.laps(together, calls, together=True)
-        return {
-            "gemm": self._timed(gemms, calls),
+        laps = self._stopwatch.laps(together, calls)
+        samples = {
+            "gemm": self._stopwatch.times(gemms, calls),
             "exchange": alone,
             "gemm beside": [beside for _, beside, _ in laps],
             "both": [sum(lap) for lap in laps],
         }
+        return [{"what": name, "seconds": seconds} for name, seconds in samples.items()]
 
     def memory(self, scale: Scale) -> Times:
         """A copy of bf16 numbers, which reads and writes two bytes each."""
         source = self._numbers(scale.message)
         out = torch.empty_like(source)
-        seconds = self._timed(lambda: out.copy_(source), scale.calls)
+        seconds = self._stopwatch.times(lambda: out.copy_(source), scale.calls)
         return [{"what": "copy", "numbers": scale.message, "seconds": seconds}]
 
     def attention(self, scale: Scale) -> Times:
@@ -248,29 +196,8 @@ class Worker(FormsWorker):
             q = self._numbers(queries, 1, heads, head)
             call = partial(self._kernels.attention_forward, q, k, v, causal=True)
             shape = {"queries": queries, "keys": keys, "heads": heads, "of": head}
-            times.append({**shape, "seconds": self._timed(call, scale.calls)})
+            times.append({**shape, "seconds": self._stopwatch.times(call, scale.calls)})
         return times
-
-    def _product(self, m: int, k: int, n: int) -> Callable[[], object]:
-        a, b, out = self._numbers(m, k), self._numbers(k, n), self._numbers(m, n)
-        return lambda: self._kernels.gemm_into(out, a, b)
-
-    def _numbers(self, *shape: int) -> torch.Tensor:
-        return torch.randn(shape, device=self._device).to(torch.bfloat16)
-
-    def _exchanged(self, exchange: Exchange, calls: int) -> list[float]:
-        times = self._timed(exchange.run, calls, together=True)
-        exchange.check()
-        return times
-
-    def _timed(
-        self, call: Callable[[], object], calls: int, *, together: bool = False
-    ) -> list[float]:
-        def once(lap: Callable[[], None]) -> None:
-            call()
-            lap()
-
-        return [seconds for (seconds,) in self._stopwatch.laps(once, calls, together=together)]
 
     def _of_host(self, post: Callable[[], object], calls: int) -> list[float]:
         """Host seconds of each of several consecutive launches.
@@ -282,10 +209,10 @@ class Worker(FormsWorker):
         clock = time.thread_time if self._module is None else time.perf_counter
         times = []
         for _ in range(calls + 1):
-            self._together()
+            self._stopwatch.together()
             start = clock()
             for _ in range(_TRAIN):
                 post()
-            self._synchronise()
+            self._stopwatch.now()
             times.append((clock() - start) / _TRAIN)
         return times[1:]

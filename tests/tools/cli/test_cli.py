@@ -98,12 +98,13 @@ def test_the_wheel_plans_without_torch(tmp_path: Path) -> None:
     assert "Options of pretrain_gpt.py:" in done.stdout
 
 
-def test_ctrl_c_ends_a_command_quietly(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("how", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_ends_a_command_quietly(tmp_path: Path, how: signal.Signals, code: int) -> None:
     script, begun = tmp_path / "hangs.sh", tmp_path / "begun"
     script.write_text(f": > {begun}\nwhile :; do :; done\n", "utf-8")
     words = [sys.executable, "-m", "commfuse_npu.tools.cli", "plan", str(script)]
     with interruptible(words, cwd=ROOT) as running:
         wait_for(begun.exists)
-        running.send_signal(signal.SIGINT)
+        running.send_signal(how)
         assert running.communicate(timeout=LIMIT) == ("", "")
-    assert running.returncode == 130
+    assert running.returncode == code

@@ -73,7 +73,7 @@ QUESTIONS = (
     ("bench --device npu --ratios 1", "--ratios: the links of NPUs keep their rate; leave it out"),
     ("measure --steps host --forms auto", "--forms: no effect without forms among --steps; add it"),
     ("measure --device cpu --base bad.yaml", "bad.yaml: between: None is not a mapping of figur"),
-    ("measure --device cpu --folder bad.yaml", "--folder bad.yaml is a file; choose another"),
+    ("measure --device cpu --folder file", "file/measured.json cannot be written: File exists; "),
     (
         "measure --device cpu --folder run",
         "run/measured.json cannot be read: KeyError('facts'); ",
@@ -81,8 +81,11 @@ QUESTIONS = (
     ("measure --steps launch", "--steps launch needs a launch; give it by --launch"),
     ("measure --minutes 1e300", "'1e300' is not a number above 0, up to 1e+09"),
     ("measure --launch pretrain_gpt.py", "names no number, and here are 8 (--ranks)"),
-    ("measure --device cpu --launch absent", "--launch 'absent' starts no program; give a launch"),
-    ('measure --device cpu --launch "torchrun \'x"', "No closing quotation; quote it as for a"),
+    (
+        "measure --device cpu --launch x.sh",
+        "--launch: trains on NPUs; on a CPU scripts/pretrain_ll",
+    ),
+    ('measure --launch "torchrun \'x"', "No closing quotation; quote it as for a"),
     ("verify --max-ranks 1", "'1' is not a whole number from 2 to 1024"),
     ("verify --log log --max-ranks 4", "--max-ranks: no effect on a recorded run; leave it"),
     ("verify --log log", "log/rank_0.jsonl"),

@@ -6,23 +6,24 @@ import re
 import signal
 import sys
 from collections.abc import Callable
+from itertools import count
 from pathlib import Path
-from typing import Any, ClassVar
-from unittest import mock
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from commfuse_npu.config_file import find_config
 from commfuse_npu.hardware.description import Hardware
 from commfuse_npu.tools import cli
-from commfuse_npu.tools.measure import command, folder
-from commfuse_npu.tools.measure.launches import Launches
+from commfuse_npu.tools import ranks as module
+from commfuse_npu.tools.measure import command
+from commfuse_npu.tools.measure.launches import FORMS, Form, Launches, TrainingError
 from commfuse_npu.tools.measure.steps import STEPS, Scale
-from commfuse_npu.tools.ranks import RanksError
 from commfuse_npu.tools.simulate.command import main as simulate
+from tests.distributed.ranks import forkserver
 from tests.limits import LIMIT
 from tests.processes import ended, interruptible, wait_for
-from tests.tools.measure.trainings import launch
 
 SMALL = ("--device", "cpu", "--ranks", "2")
 HOST = [{"what": "post", "seconds": [1e-6]}]
@@ -56,8 +57,9 @@ def measure(measured: Path, capsys: pytest.CaptureFixture[str]) -> Callable[...,
 
 @pytest.fixture
 def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes the measured sizes small."""
+    """Makes the measured sizes small, and the start of ranks fast."""
     scale_of = Scale.of
+    monkeypatch.setattr(module, "_context", forkserver)
 
     def small(*what: Any) -> Scale:
         return scale_of(*what)._replace(
@@ -69,7 +71,7 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("tiny")
 def test_everything_is_measured_described_and_shown(measured, measure, capsys: Any) -> None:
-    names = [name for name in STEPS if name not in ("forms", "launch")]
+    names = STEPS.keys() - {"forms", "launch"}
     measure("--steps", ",".join(names))
     for name in names:
         rows = times(measured, name)
@@ -116,11 +118,9 @@ def test_forms_are_compared_once_for_as_many_rounds(
 ) -> None:
     asked = []
 
-    def timed(_: object, **setting: Any) -> list[dict[str, Any]]:
+    def timed(*_: object, **setting: Any) -> list[dict[str, Any]]:
         asked.append((setting["work"], setting["ratio"], setting["rounds"]))
-        row = {"work": setting["work"], "ratio": setting["ratio"], "difference": 0.0}
-        row |= {"reached": None, "seconds": [1.0], "blocked": [0.0]}
-        return [{**row, "form": form} for form in ("compute", "p2p")]
+        return []
 
     monkeypatch.setattr(command, "time_forms", timed)
     monkeypatch.setattr(command, "check_backend", lambda device: None)
@@ -132,7 +132,7 @@ def test_forms_are_compared_once_for_as_many_rounds(
     measure(code=2, device=chosen)
 
 
-@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
 def test_what_is_finished_is_kept(measured: Path, measure, how: signal.Signals) -> None:
     words = [sys.executable, "-m", "commfuse_npu", "measure", *SMALL, "--folder", str(measured)]
     (scratch := measured.parent / "scratch").mkdir()
@@ -155,60 +155,44 @@ def test_what_is_finished_is_kept(measured: Path, measure, how: signal.Signals) 
     finally:
         process.kill()
         process.wait()
-    code = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGKILL: -signal.SIGKILL}
-    assert process.returncode == code[how]
-    if how != signal.SIGKILL:
-        assert not any(scratch.glob("commfuse-*"))
+    assert process.returncode == {signal.SIGINT: 130, signal.SIGKILL: -signal.SIGKILL}[how]
     if how == signal.SIGINT:
+        assert not any(scratch.glob("commfuse-*"))
         assert "interrupted; the same command continues" in err
         assert "figures were measured" in printed
         assert (measured / "measured.yaml").exists()
-    links = times(measured, "links")
     assert "attention" not in steps(measured)
-    if how == signal.SIGKILL:
-        assert "links: kept" in measure("--steps", "links,host")
-        assert times(measured, "links") == links
-        assert times(measured, "host")
-
-
-class Answers:
-    """A stand-in for the ranks with fixed answers."""
-
-    machine: ClassVar[dict[str, Any]] = {"backend": "gloo", "device": "cpu", "torch": "none"}
-    answers: dict[str, Any]
-    limits: list[float]
-
-    def __init__(self, size: int, *, device: str, timeout: float) -> None:
-        self.timeout = timeout
-
-    def close(self) -> None:
-        """There is no process to end."""
-
-    def ask(self, method: str, *_: object) -> list[Any]:
-        self.limits.append(self.timeout)
-        answer = self.machine if method == "machine" else self.answers[method]
-        return [answer() if callable(answer) else answer]
+    assert "links: kept" in measure("--steps", "links")
 
 
 @pytest.fixture
-def answers(monkeypatch: pytest.MonkeyPatch) -> type[Answers]:
-    monkeypatch.setattr(command, "Ranks", Answers)
-    monkeypatch.setattr(command, "STEPS", {"host": "?", "links": "?"})
+def ranks(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """A stand-in for the ranks: its answers, and the time limits of the questions."""
     ping = {"what": "half a ping-pong", "seconds": [1e-6]}
     links = [ping, {"what": "messages", "bytes": 1 << 20, "peers": 1, "seconds": [1.0]}]
-    monkeypatch.setattr(Answers, "answers", {"host": HOST, "links": links}, raising=False)
-    monkeypatch.setattr(Answers, "limits", [], raising=False)
-    return Answers
+    machine = {"backend": "gloo", "device": "cpu", "torch": "none"}
+    answers = {"machine": machine, "host": HOST, "links": links}
+
+    def ask(method: str, *_: object) -> list[Any]:
+        stand_in.limits.append(stand_in.timeout)
+        answer = answers[method]
+        return [answer() if callable(answer) else answer]
+
+    def started(size: int, *, device: str, timeout: float) -> SimpleNamespace:
+        stand_in.timeout = timeout
+        return stand_in
+
+    stand_in = SimpleNamespace(answers=answers, limits=[], ask=ask, close=lambda: None)
+    monkeypatch.setattr(command, "Ranks", started)
+    monkeypatch.setattr(command, "STEPS", {"host": "?", "links": "?"})
+    return stand_in
 
 
-@pytest.mark.parametrize(
-    ("name", "base"),
-    [("Ascend910B3", "ascend_910b_server"), ("Ascend910_9391", "ascend_910c_supernode")],
-)
 def test_an_npu_says_which_description_holds_and_another_one_does_not_go_on(
-    name: str, base: str, measured: Path, measure, answers: type[Answers], monkeypatch
+    measured: Path, measure, ranks, monkeypatch
 ) -> None:
-    monkeypatch.setattr(answers, "machine", {**answers.machine, "device name": name})
+    base, name = "ascend_910c_supernode", "Ascend910_9391"
+    ranks.answers["machine"]["device name"] = name
     monkeypatch.setattr(command, "STEPS", {"host": "?"})
     monkeypatch.setattr(command, "check_backend", lambda device: None)
     assert f"of them outside the range that {base} assumes: `host." in measure(device=())
@@ -217,113 +201,104 @@ def test_an_npu_says_which_description_holds_and_another_one_does_not_go_on(
     expected = Hardware.load(find_config(base, "hardware"))
     assert described.topologies == expected.topologies
     assert described.figures["inside.rate"] == expected.figures["inside.rate"]
-    monkeypatch.setattr(answers, "machine", {**answers.machine, "torch": "other"})
+    ranks.answers["machine"]["torch"] = "other"
     monkeypatch.setattr(command, "STEPS", {"links": "?"})
     said = "other conditions: torch 'none' there, 'other' here; choose another"
     assert said in measure(code=2, device=())
     assert "links" not in steps(measured)
 
 
-def test_ranks_have_the_environment_of_the_launch(measured, measure, answers, monkeypatch) -> None:
+def test_ranks_have_the_environment_of_the_launch(measured, measure, ranks, monkeypatch) -> None:
     monkeypatch.setenv("TASK_QUEUE_ENABLE", "1")
     planned = Launches({}, measured, {"TASK_QUEUE_ENABLE": "2"})
     monkeypatch.setattr(command, "launches", lambda *_: planned)
-    host = lambda: HOST * int(os.environ["TASK_QUEUE_ENABLE"])  # noqa: E731
-    monkeypatch.setitem(answers.answers, "host", host)
+    monkeypatch.setattr(command, "check_backend", lambda device: None)
+    ranks.answers["host"] = lambda: HOST * int(os.environ["TASK_QUEUE_ENABLE"])
     monkeypatch.setattr(command, "STEPS", {"host": "?", "launch": "?"})
-    measure("--launch", "launch.sh")
+    measure("--launch", "launch.sh", device=())
     assert len(times(measured, "host")) == 2
 
 
-def test_ranks_that_do_not_start_are_named(measured, measure, monkeypatch) -> None:
-    monkeypatch.setattr(command, "STEPS", dict.fromkeys(("links", "host"), "?"))
-    monkeypatch.setattr(command, "Ranks", mock.Mock(side_effect=RanksError("no device")))
-    printed = measure(code=1)
-    assert printed.count("failed: no device") == 2
-    assert "**Not measured**: links, host." in printed
-    assert (measured / "measured.md").exists()
-
-
 def test_a_step_that_makes_no_sense_leaves_the_others_and_is_measured_again(
-    measured, measure, answers
+    measured, measure, ranks
 ) -> None:
-    links = answers.answers.pop("links")
-    assert "links: failed: KeyError: 'links'" in measure(code=1)
-    assert answers.limits[1:] == [600] * 2
+    links = ranks.answers.pop("links")
+    printed = measure(code=1)
+    assert "links: failed: KeyError: 'links'" in printed
+    assert "**Not measured**: links." in printed
+    assert ranks.limits[1:] == [900] * 2
     assert "Traceback" in steps(measured)["links"]["failed"]
-    answers.answers["links"] = links
-    answers.answers["host"] = HOST * 2
+    ranks.answers["links"] = links
+    ranks.answers["host"] = HOST * 2
     measure("--timeout", "70")
-    assert answers.limits[-1] == 70
+    assert ranks.limits[-1] == 70
     assert times(measured, "host") == HOST
     assert times(measured, "links") == links
 
 
-@pytest.mark.usefixtures("answers")
+def test_a_question_has_what_is_left_of_the_minutes(measure, ranks, monkeypatch) -> None:
+    clock = count(0.0, 20.0)
+    monkeypatch.setattr(command.time, "monotonic", lambda: next(clock))
+    measure("--minutes", "5")
+    # The ranks start at 40 s; host and links are asked at 60 s and 120 s.
+    assert ranks.limits == [260, 240, 180]
+
+
+@pytest.mark.usefixtures("ranks")
 def test_results_that_were_changed_are_named(measured: Path, measure) -> None:
     measure()
-    stored = (measured / "measured.json").read_text()
-    for change, said in (
-        ({"seconds": [0.0]}, "ZeroDivisionError"),
-        ({"seconds": []}, "StatisticsError"),
-        ({"bytes": "one"}, "TypeError"),
-        ({"what": "?"}, "KeyError('messages')"),
-    ):
-        content = json.loads(stored)
-        content["steps"]["links"]["times"][-1] |= change
-        (measured / "measured.json").write_text(json.dumps(content))
-        (line,) = [line for line in measure(code=2).splitlines() if "error" in line]
-        assert f"{measured}/measured.json has results that cannot be evaluated: {said}" in line
-        assert line.endswith("; remove it, or choose another --folder")
+    content = json.loads((measured / "measured.json").read_text())
+    content["steps"]["links"]["times"][-1]["seconds"] = [0.0]
+    (measured / "measured.json").write_text(json.dumps(content))
+    (line,) = [line for line in measure(code=2).splitlines() if "error" in line]
+    assert f"{measured}/measured.json has results that cannot be evaluated: ZeroDiv" in line
+    assert line.endswith("; remove it, or choose another --folder")
 
 
 # ------------------------------------------------------------------- launches
 
 
 def test_a_launch_ends_in_a_verdict_and_a_page(tmp_path, measured, measure, monkeypatch) -> None:
-    line = launch(tmp_path, monkeypatch, plain="fails")
-    words = ["--steps", "launch", "--launch", line]
-    printed = measure(*words, code=1)
-    assert "**Could not run**: plain collectives: exit code 1" in printed
-    assert "OSError: liblcal.so" in printed
+    """Four forms; ``ends`` says which ones fail, and how."""
+    forms = [form for form in FORMS if form.name in ("megatron", "fb_overlap", "commfuse", "plain")]
+    started = list[str]()
+
+    def measured_as(
+        line: str = "launch.sh", code: int = 0, minutes: str = "50", **ends: BaseException
+    ) -> str:
+        def train(form: Form, *_: object) -> dict[str, Any]:
+            started.append(form.name)
+            if form.name in ends:
+                raise ends[form.name]
+            numbers = [1.0 + i for i in range(10)]
+            return {"losses": numbers, "milliseconds": numbers, "peak": None, "weights": "a" * 64}
+
+        monkeypatch.setattr(command, "train", train)
+        words = ["--steps", "launch", "--launch", line, "--minutes", minutes]
+        return measure(*words, code=code, device=())
+
+    def rows() -> list[str]:
+        page = (measured / "measured.md").read_text()
+        return re.findall(r"^\| (\S.*?) \| .* \| `aaaaaaaa` \|$", page, re.MULTILINE)
+
+    planned = Launches({form: [] for form in forms}, tmp_path, {})
+    monkeypatch.setattr(command, "launches", lambda *_: planned)
+    monkeypatch.setattr(command, "check_backend", lambda device: None)
+    why = TrainingError("exit code 1 (x.log)\nOSError: liblcal.so")
+    printed = measured_as(code=1, plain=why)
+    assert "plain collectives: failed: exit code 1 (x.log) OSError: liblcal.so" in printed
+    assert "**Could not run**: plain collectives: exit code 1 (x.log); `OSError: lib" in printed
     assert "## launch, plain collectives: failed" in (measured / "measured.md").read_text()
     assert not (measured / "measured.yaml").exists()
 
-    launch(tmp_path, monkeypatch)
-    with monkeypatch.context() as patch:
-        patch.setattr(folder.Deadline, "over", True)
-        left_out = "plain collectives: left out, 50 minutes are over"
-        assert left_out in measure(*words, code=1)
-    printed = measure(*words)
-    started = (tmp_path / "started").read_text().split()
+    left_out = "plain collectives: failed: left out, 1e-06 minutes are over"
+    assert left_out in measured_as(code=1, minutes="1e-6")
+    printed = measured_as()
     assert started == ["megatron", "fb_overlap", "commfuse", "plain", "plain"]
     assert "launch, Megatron's order: kept" in printed
     assert "**The same weights, bit for bit**: Megatron's order;" in printed
-    page = (measured / "measured.md").read_text()
-    forms = re.findall(r"^\| (\S.*?) \| .* \| `aaaaaaaa` \|$", page, re.MULTILINE)
-    titles = ["forward-backward overlap", "CommFuse's fused layers", "plain collectives"]
-    assert forms == ["Megatron's order", *titles]
-
+    titles = [form.title for form in forms]
+    assert rows() == titles
     # Another launch is trained again, and results of the first one are not mixed with it.
-    launch(tmp_path, monkeypatch, fb_overlap="interrupted")
-    # A shell that runs the tests in the background may have it ignored.
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        measure(*words[:-1], f"{line} --num-layers 4", code=130)
-    finally:
-        signal.signal(signal.SIGINT, before)
-    page = (measured / "measured.md").read_text()
-    assert "Not decided" not in page
-    assert re.findall(r"^\| (\S.*?) \| .* \| `aaaaaaaa` \|$", page, re.MULTILINE) == forms[:1]
-
-
-@pytest.mark.long
-def test_the_cpu_pretraining_is_measured_in_each_form(measure) -> None:
-    pytest.importorskip("megatron.core", reason="megatron-core is not installed")
-    line = (
-        f"{sys.executable} -m scripts.cpu_pretraining --num-layers 1 --hidden-size 32 "
-        "--ffn-hidden-size 64 --num-attention-heads 2 --num-query-groups 2 --seq-length 64"
-    )
-    # GEMMs that are not split may round in another way, on some machines.
-    bits = r"same weights, bit for bit\*\*: .* fused layers; plain"
-    assert re.search(bits, measure("--steps", "launch", "--launch", line))
+    measured_as("launch.sh --num-layers 4", code=130, fb_overlap=KeyboardInterrupt())
+    assert rows() == titles[:1]
