@@ -26,13 +26,11 @@ from typing import get_args
 
 from commfuse_npu.config_file import find_config
 from commfuse_npu.hardware.description import Hardware
-from commfuse_npu.hardware.machine import Machine
 from commfuse_npu.tools.model_config import ModelConfig
 from commfuse_npu.tools.simulate.step import LayerTime, Step
 from commfuse_npu.tools.simulate.timed import CORNERS
 from commfuse_npu.tools.simulate.training import Layout, Recompute, Training, training
-from commfuse_npu.tools.simulate.variants import COC, REFERENCE, Variant
-from commfuse_npu.tools.simulate.variants import forms as simulated
+from commfuse_npu.tools.simulate.variants import COC, REFERENCE, forms
 from commfuse_npu.tools.terminal import table_head, table_row
 
 _MACHINES = ("ascend_910b_server", "ascend_910c_supernode")
@@ -40,24 +38,10 @@ _MODELS = ("llama2_7b", "llama3_8b", "llama3_70b")
 _SEQUENCES = (4096, 8192, 16384, 32768)
 _SIZES = (2, 4, 8)
 
-_OURS = ("ours", "ours, other rounding", "default", "forward-backward")
-TUNED = _OURS[:2]
-"""Many variants each, which take most of the time."""
-_KERNEL = "CoC fused"
-_RIVALS = ("CoC", _KERNEL, "MC2", "Megatron")
+_OURS = ("commfuse-tuned", "commfuse", "commfuse-fb")
+_RIVALS = ("coc", "coc-fused", "mc2", "megatron")
 _BOUND = "compute"
-_STEP_FORMS = ("default", *_RIVALS)
-_NAMES = {
-    "commfuse-tuned": "ours",
-    "commfuse-rounded": "ours, other rounding",
-    "commfuse": "default",
-    "commfuse-fb": "forward-backward",
-    "coc-fused": _KERNEL,
-    "mc2": "MC2",
-    "megatron": "Megatron",
-    **{form.name: f"CoC {form.way}" for form in COC},
-}
-"""Columns of the table, by the name of a form."""
+_STEP_FORMS = ("commfuse", *_RIVALS)
 _HOSTS = (15, 55, 118)
 """Microseconds of host time per launch."""
 _MICRO_BATCHES = (8, 32)
@@ -71,49 +55,36 @@ Case = tuple[str, str, int, int]
 """Machine, model, size of the tensor-parallel group, and tokens."""
 
 
-def forms(machine: Machine, setup: Training) -> dict[str, Variant]:
-    """The compared forms, by column; blocking collectives are none."""
-    return {
-        _NAMES.get(form.name, form.name): form
-        for form in simulated(machine, setup)
-        if form != REFERENCE
-    }
-
-
-def _times(
-    hardware: Hardware, corner: int, setup: Training, left_out: Sequence[str] = ()
-) -> dict[str, LayerTime]:
-    """Times by form; ``CoC`` is its fastest slices."""
-    variants = forms(hardware.machine(), setup)
-    step = Step(hardware.machine(*CORNERS[corner]), setup)
-    times = {name: step.layer_time(form) for name, form in variants.items() if name not in left_out}
-
-    def seconds(time: LayerTime) -> float:
-        return time.seconds + (time.forward if setup.recomputes else 0.0)
-
-    slices = [times.pop(f"CoC {variant.way}") for variant in COC]
-    return {**times, "CoC": min(slices, key=seconds)}
-
-
 def layer(model: str, tp: int, sequence: int, recompute: Recompute = "none") -> Training:
     """A training of one layer with one sequence."""
     described, sizes = ModelConfig.load(find_config(model)), Layout(tp, 1, 1, 1)
     return training(described, sizes, sequence, micro_batch=1, micro_batches=1, recompute=recompute)
 
 
-def shares(
-    hardware: Hardware,
-    setup: Training,
-    corners: int = len(CORNERS),
-    left_out: Sequence[str] = (),
-) -> list[Shares]:
-    """Simulate a layer at so many corners of the machine's description, all forms but some."""
+def _times(
+    hardware: Hardware, setup: Training, corners: int, *, tuned: bool
+) -> list[dict[str, LayerTime]]:
+    """Times by form at so many corners of a description; ``coc`` is its fastest slices."""
+    variants = [form for form in forms(hardware.machine(), setup) if tuned or not form.tuned]
     result = []
-    for corner in range(corners):
-        blocking = Step(hardware.machine(*CORNERS[corner]), setup).layer_time(REFERENCE).seconds
-        times = _times(hardware, corner, setup, left_out)
-        result.append({name: time.seconds / blocking for name, time in times.items()})
+    for corner in CORNERS[:corners]:
+        step = Step(hardware.machine(*corner), setup)
+        times = {form.name: step.layer_time(form) for form in variants}
+        slices = [times.pop(form.name) for form in COC]
+        runs = 1 + setup.recomputes
+        times["coc"] = min(slices, key=lambda time: runs * time.forward + time.backward)
+        result.append(times)
     return result
+
+
+def shares(
+    hardware: Hardware, setup: Training, corners: int = len(CORNERS), *, tuned: bool = True
+) -> list[Shares]:
+    """Simulate a layer at so many corners of a description; tuned forms take most of the time."""
+    return [
+        {name: time.seconds / times[REFERENCE.name].seconds for name, time in times.items()}
+        for times in _times(hardware, setup, corners, tuned=tuned)
+    ]
 
 
 def point(machine: str, model: str, tp: int, sequence: int, hosts: Sequence[int]) -> Point:
@@ -127,12 +98,12 @@ def point(machine: str, model: str, tp: int, sequence: int, hosts: Sequence[int]
     result: Point = {"layer": shares(hardware, setup), "ordered": ordered}
     for host, recompute in product(hosts, get_args(Recompute)):
         setup, slower = layer(model, tp, sequence, recompute), hardware.launching(host * 1e-6)
-        times = [_times(slower, at, setup, (_BOUND, *TUNED)) for at in range(len(CORNERS))]
+        times = _times(slower, setup, len(CORNERS), tuned=False)
         for count in _MICRO_BATCHES:
             title = f"{host} us, {count} micro-batches{', recomputed' * setup.recomputes}"
             result[title] = [
-                {name: _length(time, count, setup.recomputes) for name, time in forms.items()}
-                for forms in times
+                {name: _length(time, count, setup.recomputes) for name, time in at.items()}
+                for at in times
             ]
     return result
 
@@ -158,8 +129,8 @@ def _wins(points: Sequence[Sequence[Shares]], form: str, *rivals: str) -> tuple[
 
 
 def _head(first: str, names: Sequence[str], points: Sequence[Sequence[Shares]]) -> str:
-    kernels = sum(_KERNEL in corners[0] for corners in points)
-    titles = (f"{name} (of {kernels})" if name == _KERNEL else name for name in names)
+    kernels = sum("coc-fused" in corners[0] for corners in points)
+    titles = (name.replace("coc-fused", f"coc-fused (of {kernels})") for name in names)
     return table_head([f"{first}, of {len(points)} points", *titles], False)
 
 
@@ -182,9 +153,9 @@ def report(points: Mapping[Case, Point]) -> str:
     lines += ["", table_head(("machine", "model", "TP", "tokens", *names))]
     for case, corners in zip(points, times, strict=True):
         lines.append(table_row([*map(str, case), *(_cell(corners, name) for name in names)]))
-    lines += ["", _head("*forward-backward* ahead", _STEP_FORMS, times)]
+    lines += ["", _head("*commfuse-fb* ahead", _STEP_FORMS, times)]
     for row, seconds in by_row.items():
-        wins = (_wins(seconds, "forward-backward", form) for form in _STEP_FORMS)
+        wins = (_wins(seconds, "commfuse-fb", form) for form in _STEP_FORMS)
         lines.append(table_row([row, *(f"{usual}; {always}" for usual, always in wins)]))
     return "\n".join(lines)
 

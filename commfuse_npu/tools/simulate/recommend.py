@@ -99,11 +99,11 @@ def recommend(
         try:
             for choice in choices:
                 setup = training(model, layout, sequence, micro_batch=batch, recompute=choice)
-                exact = [f for f in forms(machine, setup) if f.flags is not None and f.exact]
-                fitting = [form for form in exact if footprint(setup, form, hardware).total <= most]
+                launched = [form for form in forms(machine, setup) if form.flags is not None]
+                fitting = [f for f in launched if footprint(setup, f, hardware).total <= most]
                 step = Step(machine, setup)
                 found += [_Candidate(step.time(form), setup, form) for form in fitting]
-                if fitting == exact:
+                if fitting == launched:
                     break  # recomputation makes room; without that need it is never faster
         except (ConfigError, PlacementError) as error:
             reason = str(error).splitlines()[0].split(";")[0]

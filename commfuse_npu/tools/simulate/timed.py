@@ -145,8 +145,8 @@ def timed(training: Training, form: Variant, hardware: Hardware, corners: int = 
 
 
 def best(rows: Sequence[Timed]) -> Timed:
-    """The shortest step that a launch can have, with Megatron's bits; first of what fits."""
-    launched = (row for row in rows if row.form.flags is not None and row.form.exact)
+    """The shortest step that a launch can have; first of what fits."""
+    launched = (row for row in rows if row.form.flags is not None)
     return min(launched, key=lambda row: (not row.fits, row.typical))
 
 

@@ -10,7 +10,15 @@ from commfuse_npu.plan import Schedule
 from commfuse_npu.tools.simulate.engine import Moved, Span
 from commfuse_npu.tools.simulate.group import Simulated
 from commfuse_npu.tools.simulate.launches import LinkId, Operation
-from commfuse_npu.tools.simulate.variants import COC, MC2, MEGATRON, REFERENCE, Variant, fused
+from commfuse_npu.tools.simulate.variants import (
+    COC,
+    MC2,
+    MEGATRON,
+    REFERENCE,
+    Variant,
+    fused,
+    tuned,
+)
 
 IDEAL = Machine(
     npus_per_node=64,
@@ -54,8 +62,7 @@ def variants(lanes: int) -> list[Variant]:
         MC2,
         *(fused(schedule) for schedule in schedules),
         fused(schedules[1], collectives_from=100),
-        fused(base, tuned=(1, 2)),
-        fused(base, tuned=(1, 2), rounded=True),
+        tuned(base, (1, 2)),
     ]
 
 

@@ -29,8 +29,8 @@ Part = Callable[[Machine, int, Variant, float, float], float]
 Expected = Callable[[float, float, int, int], float]
 
 
-def fused(lanes: int, chunks: int = 1, *, rounded: bool = False) -> Variant:
-    return Variant("fused", "fused", Schedule("shifted", lanes, chunks), rounded)
+def fused(lanes: int, chunks: int = 1) -> Variant:
+    return Variant("fused", "fused", Schedule("shifted", lanes, chunks))
 
 
 def layer(
@@ -99,12 +99,12 @@ def tiled(c: float, t: float, size: int, kind: str, rounds: float = 0.0) -> floa
     return max(time, arrived)
 
 
-def column_of_two(c: float, t: float, chunks: int, gather: float) -> float:
-    """The gather, hidden by ``gather`` seconds; then groups of columns of dgrad, hidden by wgrad"""
+def column_of_two(c: float, t: float, size: int, chunks: int) -> float:
+    """The gather, hidden by dgrad; then groups of columns of dgrad, hidden by wgrad."""
     link = t
     for group in range(1, chunks + 1):
         link = max(link, group * c / chunks) + t / chunks
-    return max(max(gather, t) + 2 * c - gather, link)
+    return max(max(c, t) + c, link)
 
 
 VARIANTS: dict[str, Callable[[int, int], Variant]] = {
@@ -116,8 +116,6 @@ VARIANTS: dict[str, Callable[[int, int], Variant]] = {
     "mesh, whole": lambda n, k: fused(n - 1),
     "lane": lambda n, k: fused(1, k),
     "lane, whole": lambda n, k: fused(1),
-    "lane, blocks": lambda n, k: fused(1, k, rounded=True),
-    "lane, whole blocks": lambda n, k: fused(1, rounded=True),
 }
 """By name, for ``n`` ranks and ``k`` chunks."""
 SWITCHED, LATE = ideal("switched"), ideal("switched", latency=1.0)
@@ -152,12 +150,9 @@ CLOSED: list[tuple[Part, Machine, str, Expected]] = [
     # dgrad and wgrad take c each; Megatron gathers during dgrad and scatters during wgrad.
     (column, ideal(), "plain", lambda c, t, n, k: 2 * (c + t)),
     (column, ideal(), "megatron", lambda c, t, n, k: 2 * max(c, t)),
-    (column, ideal(), "lane", lambda c, t, n, k: column_of_two(c, t, k, c)),
-    # By blocks, the half of wgrad that needs no transfer hides the gather, too.
-    (column, ideal(), "lane, blocks", lambda c, t, n, k: column_of_two(c, t, k, 1.5 * c)),
+    (column, ideal(), "lane", column_of_two),
     (row, ideal(), "plain", lambda c, t, n, k: t + 2 * c),
     (row, ideal(), "lane, whole", lambda c, t, n, k: max(c / 2, t) + c / 2 + c),
-    (row, ideal(), "lane, whole blocks", lambda c, t, n, k: max(c, t) + c),
 ]  # fmt: skip
 
 

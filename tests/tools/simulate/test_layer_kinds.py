@@ -25,6 +25,7 @@ from commfuse_npu.tools.simulate.variants import (
     MEGATRON,
     REFERENCE,
     Variant,
+    fused,
 )
 from tests.tools.simulate.machines import check_timeline, ideal
 
@@ -249,10 +250,10 @@ def test_a_pair_hides_exchanges_of_tokens_and_heads_but_not_a_ring(
 
 def test_transfers_of_other_groups_go_beside_fused_layers() -> None:
     """Every rank of a group that is simulated as a whole has its own."""
-    fused = Variant("fused", "fused", Schedule("shifted", 3, 1))
+    variant = fused(Schedule("shifted", 3, 1))
     for shape in (replace(DENSE, experts=EXPERTS), context_parallel(2, TP)):
         for part in (llama.forward, llama.backward):
-            simulated = Group(ideal(), TP).simulate(fused, partial(part, shape=shape), whole=True)
+            simulated = Group(ideal(), TP).simulate(variant, partial(part, shape=shape), whole=True)
             check_timeline(simulated)
             elsewhere = [
                 moved for moved in simulated.timeline.moved

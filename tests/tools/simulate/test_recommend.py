@@ -39,7 +39,7 @@ SIMULATED = {form.name: form for form in forms(SERVER.machine(), SETUP)}
 GIB = 2.0**30
 STEPS = {
     "plain-mesh": 20.0, "megatron": 18.0, "coc-4": 17.0, "commfuse-tuned": 16.2,
-    "commfuse-rounded": 14.4, "compute": 10.0,
+    "compute": 10.0,
 }  # fmt: skip
 
 
@@ -55,10 +55,9 @@ def made_up(steps: dict[str, float]) -> list[Timed]:
 def test_forms_are_those_of_a_launch() -> None:
     """Plain collectives come first, the bound last; a group has those that support it."""
     names = ["plain-mesh", "megatron", "coc-2", "coc-4", "coc-8", "coc-fused", "mc2", "commfuse",
-             "commfuse-tuned", "commfuse-rounded", "commfuse-fb", "compute"]  # fmt: skip
+             "commfuse-tuned", "commfuse-fb", "compute"]  # fmt: skip
     assert list(SIMULATED) == names
     assert [name for name, form in SIMULATED.items() if form.flags is None] == [names[0], names[-1]]
-    assert [name for name, form in SIMULATED.items() if not form.exact] == ["commfuse-rounded"]
     sizes = {1: {"coc-2", "coc-fused", "mc2", "commfuse"}, 4: {"coc-fused"}}
     for tp, missing in sizes.items():
         job = training(LLAMA3_8B, Layout(tp, 1, 1, 1), 8192)
@@ -77,13 +76,13 @@ def test_forms_are_those_of_a_launch() -> None:
     ("steps", "too_large", "first", "longer"),
     [
         (STEPS, [], "commfuse-tuned, a step in 16.20 s (16.20 s .. 32.40 s).",
-         {"coc-4": "+4.9% (1 of 2)", "megatron": "+11.1% (2 of 2)",
-          "commfuse-tuned": "-", "commfuse-rounded": "-11.1% (0 of 2)"}),
+         {"coc-4": "+4.9% (1 of 2)", "megatron": "+11.1% (2 of 2)", "commfuse-tuned": "-",
+          "compute": "-38.3% (0 of 2)"}),
         ({**STEPS, "megatron": 9.0}, [], "megatron, a step in 9.00 s",
-         {"commfuse-tuned": "+80.0% (2 of 2)", "commfuse-rounded": "+60.0% (2 of 2)"}),
+         {"commfuse-tuned": "+80.0% (2 of 2)"}),
         # What an NPU has no memory for is not recommended.
         (STEPS, ["commfuse-tuned"], "coc-4, a step in 17.00 s",
-         {"megatron": "+5.9% (2 of 2)", "commfuse-rounded": "-15.3% (1 of 2)"}),
+         {"megatron": "+5.9% (2 of 2)"}),
     ],
 )  # fmt: skip
 def test_the_verdict_names_the_shortest_that_keeps_the_bits_and_the_table_compares(
@@ -128,14 +127,13 @@ def test_layouts_are_ranked_by_their_steps_and_the_launcher_takes_the_plan(tmp_p
         step = Step(SERVER.machine(), row.training)
         assert row.typical == step.time(row.form)
         assert len(row.seconds) == 5
-        assert row.form.exact
         assert row.form.flags is not None
         # No other form of this layout is shorter.
         if row is rows[0]:
             assert row.typical == min(
                 step.time(form)
                 for form in forms(SERVER.machine(), row.training)
-                if form.exact and form.flags is not None
+                if form.flags is not None
             )
     assert any(not row.form.ours for row in rows), "the best without CommFuse is among them"
     assert re.match(r"\d layouts fit 57.6 GiB \(90% of an NPU\); not: \d x more memory", fitting)
@@ -263,7 +261,6 @@ def test_what_is_printed_is_taken(job: Training, form: Variant) -> None:
     larger = replace(LLAMA3_8B, context_parallel_size=2, npus_per_node=16, seq_length=4096)
     assert {"--context-parallel-size", "--seq-length"} < {*options(larger, plan)}
     assert launch.fuse.use_commfuse == (form.kind == "fused")
-    assert (launch.fuse.commfuse_wgrad == "blocks") == form.rounded
     against = obstacles(launch)
     assert not (against.fused if launch.fuse.use_commfuse else "")
     assert not (against.overlap if form == FB_OVERLAP else "")

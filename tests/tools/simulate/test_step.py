@@ -190,9 +190,8 @@ def test_the_fullest_stage_decides_on_memory() -> None:
 
 
 def test_lanes_and_what_is_gathered_take_memory_for_communication() -> None:
-    def communication(schedule: Schedule, *, rounded: bool = False) -> float:
-        variant = fused(schedule, rounded=rounded)
-        return memory(Layout(8, 1, 1, 1), variant).communication
+    def communication(schedule: Schedule) -> float:
+        return memory(Layout(8, 1, 1, 1), fused(schedule)).communication
 
     # A lane is a communicator of two buffers, of the size of its messages, 16 MB at least.
     few, many = (communication(Schedule(lanes=n)) for n in (1, 7))
@@ -206,8 +205,6 @@ def test_lanes_and_what_is_gathered_take_memory_for_communication() -> None:
     more = memory(Layout(8, 1, 1, 1), fused(Schedule("collective", 1, 2)), model=wide)
     assert two == one
     assert more.communication - one == 4096 * 2 * VOCABULARY - 2 * rows
-    blocks = communication(Schedule(lanes=1), rounded=True)
-    assert blocks - few == 4 * H * VOCABULARY / 8
     assert memory(Layout(8, 1, 1, 1)).communication == 2 * rows + communicator
     # Slices have a copy that restores the order of rows.
     assert memory(Layout(8, 1, 1, 1), COC[0]).communication == 3 * rows + communicator
