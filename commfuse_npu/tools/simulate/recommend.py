@@ -24,7 +24,6 @@ from commfuse_npu.tools.launch_script.options import Options
 from commfuse_npu.tools.model_config import ModelConfig
 from commfuse_npu.tools.simulate.footprint import USABLE, footprint, limit
 from commfuse_npu.tools.simulate.launches import PlacementError
-from commfuse_npu.tools.simulate.step import Step
 from commfuse_npu.tools.simulate.timed import Timed, timed
 from commfuse_npu.tools.simulate.training import Layout, Recompute, Training, training
 from commfuse_npu.tools.simulate.variants import Variant, forms, launching
@@ -50,32 +49,21 @@ class Fixed(NamedTuple):
     recompute: Recompute | None = None
 
 
-_OPEN = Fixed()
-
-
-class _Candidate(NamedTuple):
-    """A training in a form, and the seconds of its step at typical figures."""
-
-    seconds: float
-    training: Training
-    form: Variant
-
-
 def recommend(
     model: ModelConfig,
     hardware: Hardware,
     npus: int,
+    fixed: Fixed,
     *,
     sequence: int | None = None,
     micro_batch: int | None = None,
-    fixed: Fixed = _OPEN,
 ) -> tuple[list[Timed], str]:
     """Search for the best layout and form.
 
     Args:
         npus: number of NPUs; all are used.
-        sequence, micro_batch: tokens and sequences; the model's by default.
         fixed: sizes that the user has fixed.
+        sequence, micro_batch: tokens and sequences; the model's by default.
 
     Returns:
         The best form of each of the best layouts, and the best with and without CommFuse, shortest
@@ -85,24 +73,30 @@ def recommend(
         NoLayoutError: no layout fits.
         ValueError: the machine has fewer NPUs, or they are not whole hosts.
     """
-    _check_npus(hardware, npus)
+    hardware.check(npus)
+    host = hardware.npus_per_host
+    if npus > host and npus % host:
+        below = npus // host * host
+        raise ValueError(
+            f"--npus {npus} is more than a host of {host} and not whole hosts; choose {below} or "
+            f"{below + host}"
+        )
     sequence = sequence or model.seq_length
     batch = micro_batch or model.micro_batch_size
     machine, most = hardware.machine(), limit(hardware)
     choices: tuple[Recompute, ...] = (fixed.recompute,) if fixed.recompute else ("none", "full")
     refused: dict[str, list[str]] = {}
-    candidates: list[_Candidate] = []
+    candidates: list[Timed] = []
     for layout in _layouts(model, hardware, npus, fixed, batch):
         tell(f"TP {layout.tp}, CP {layout.cp}, PP {layout.pp}, DP {layout.dp}, chunks {layout.vpp}")
-        found: list[_Candidate] = []
+        found: list[Timed] = []
         reason = "more memory than an NPU has"
         try:
             for choice in choices:
                 setup = training(model, layout, sequence, micro_batch=batch, recompute=choice)
                 launched = [form for form in forms(machine, setup) if form.flags is not None]
                 fitting = [f for f in launched if footprint(setup, f, hardware).total <= most]
-                step = Step(machine, setup)
-                found += [_Candidate(step.time(form), setup, form) for form in fitting]
+                found += [timed(setup, form, hardware, 1) for form in fitting]
                 if fitting == launched:
                     break  # recomputation makes room; without that need it is never faster
         except (ConfigError, PlacementError) as error:
@@ -111,11 +105,11 @@ def recommend(
         if not found and layout.vpp == 1:
             # Reasons that differ only in their numbers count as one.
             refused.setdefault(re.sub(r"\S*\d\S*", "", reason), []).append(reason)
-    candidates.sort(key=lambda candidate: candidate.seconds)
-    by_layout: dict[Layout, _Candidate] = {}
-    for candidate in candidates:
+    candidates.sort(key=lambda row: row.typical)
+    by_layout: dict[Layout, Timed] = {}
+    for row in candidates:
         # Layouts that differ only in their chunks are one.
-        by_layout.setdefault(candidate.training.layout._replace(vpp=1), candidate)
+        by_layout.setdefault(row.training.layout._replace(vpp=1), row)
     best = list(by_layout.values())
     counts = "; ".join(
         f"{len(reasons)} x {reasons[0]}" + ", and the like" * (len({*reasons}) > 1)
@@ -134,21 +128,6 @@ def recommend(
     rows = [timed(row.training, row.form, hardware) for row in candidates if id(row) in shown]
     fits = f"{len(best)} layouts fit {most / 2**30:.1f} GiB ({USABLE:.0%} of an NPU)"
     return rows, f"{fits}; not: {counts}" if counts else fits
-
-
-def _check_npus(hardware: Hardware, npus: int) -> None:
-    host = hardware.npus_per_host
-    if not 1 <= npus <= hardware.npus:
-        raise ValueError(
-            f"--npus {npus}: {hardware.path} describes {hardware.nodes} nodes of "
-            f"{hardware.npus_per_node}; choose from 1 to {hardware.npus}"
-        )
-    if npus > host and npus % host:
-        below = npus // host * host
-        raise ValueError(
-            f"--npus {npus} is more than a host of {host} and not whole hosts; choose {below} or "
-            f"{below + host}"
-        )
 
 
 def _layouts(

@@ -103,12 +103,8 @@ class Step:
             return [_simulate(*inputs, fb_overlap.pair, 1, self.training.recomputes)]
         return [_simulate(*inputs, part) for part in (llama.forward, llama.backward)]
 
-    def time(self, variant: Variant, *, free: bool = False) -> float:
-        """Seconds of a step.
-
-        Args:
-            free: whether transfers between stages and of buckets take no time either.
-        """
+    def time(self, variant: Variant) -> float:
+        """Seconds of a step."""
         training = self.training
         kinds = sorted({kind for place in training.places for kind in place} - {"none"})
         layers = {kind: self.layer_time(variant, kind) for kind in kinds}
@@ -127,8 +123,7 @@ class Step:
         for passes, last in zip((forwards, backwards), head, strict=True):
             passes[-1] += last
             passes[0] += embedding
-        between = 0.0 if free else self._between_stages
-        pipeline = training.micro_batches, between, training.vpp
+        pipeline = training.micro_batches, self._between_stages, training.vpp
         f, b = main.forward, main.backward
         if main.pair is None:
             ends = one_forward_one_backward(forwards, backwards, *pipeline)
@@ -140,15 +135,12 @@ class Step:
             pairs[0] += 2 * embedding
             ends = side_by_side(forwards, backwards, pairs, *pipeline)
             f, b = (part * main.pair[0] / main.alone for part in (f, b))
-        end = max(ends)
-        if not free:
-            b *= 1 + training.recomputes
-            buckets = [self._buckets(stage, f, b) for stage in range(training.layout.pp)]
-            late = (time + tail for time, (tail, _) in zip(ends, buckets, strict=True))
-            end = max(late) + buckets[0][1]
-        end += self._optimizer
+        b *= 1 + training.recomputes
+        buckets = [self._buckets(stage, f, b) for stage in range(training.layout.pp)]
+        late = (time + tail for time, (tail, _) in zip(ends, buckets, strict=True))
+        end = max(late) + buckets[0][1] + self._optimizer
         # A launch times a step each way, and keeps the faster one.
-        return end if main.pair is None else min(end, self.time(MEGATRON, free=free))
+        return end if main.pair is None else min(end, self.time(MEGATRON))
 
     def layer_time(self, variant: Variant, kind: Kind = "dense") -> LayerTime:
         """A layer of one micro-batch, forward and backward, in the middle of a stage."""

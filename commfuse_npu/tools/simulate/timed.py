@@ -7,7 +7,7 @@ the results of these five; it is wide where the figures are uncertain.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -53,7 +53,6 @@ class Timed:
 
     Attributes:
         seconds: of a step on each machine, the typical one first.
-        exposed: seconds by which a step is longer than without the time of any transfer.
         memory: of the fullest NPU.
         fits: whether an NPU has that memory.
     """
@@ -61,7 +60,6 @@ class Timed:
     training: Training
     form: Variant
     seconds: tuple[float, ...]
-    exposed: tuple[float, ...]
     memory: Footprint
     fits: bool = True
 
@@ -108,7 +106,6 @@ class Timed:
             "form": f"{mark}{self.form.name}{mark}",
             "step": self.step,
             "longer (machines)": longer,
-            "exposed": Range.of(self.exposed).text(_show),
             "tokens/s/NPU": self.tokens.text("{:.0f}".format),
             "memory of an NPU": f"{self.memory.total / 2**30:.1f} GiB"
             + (not self.fits) * ", too much",
@@ -123,7 +120,6 @@ class Timed:
             "form": self.form.name,
             "flags": None if self.form.flags is None else launching(self.form, self.training),
             "step": Range.of(self.seconds)._asdict(),
-            "exposed": Range.of(self.exposed)._asdict(),
             "tokens": self.tokens._asdict(),
             "memory_bytes": self.memory.total,
             "fits": self.fits,
@@ -138,10 +134,8 @@ def timed(training: Training, form: Variant, hardware: Hardware, corners: int = 
     """
     steps = [Step(hardware.machine(*corner), training) for corner in CORNERS[:corners]]
     seconds = tuple(step.time(form) for step in steps)
-    free = [step.time(COMPUTE_ONLY, free=True) for step in steps]
-    exposed = tuple(time - bound for time, bound in zip(seconds, free, strict=True))
     memory = footprint(training, form, hardware)
-    return Timed(training, form, seconds, exposed, memory, memory.total <= limit(hardware))
+    return Timed(training, form, seconds, memory, memory.total <= limit(hardware))
 
 
 def best(rows: Sequence[Timed]) -> Timed:
@@ -153,33 +147,8 @@ def best(rows: Sequence[Timed]) -> Timed:
 def table(rows: Sequence[Timed]) -> str:
     """A Markdown table; :func:`best` is bold."""
     cells = [row.row(best(rows)) for row in rows]
-    lines = [table_row(cells[0]), "|---:|---:|---:|---:|---|---|---:|---:|---:|---:|---:|"]
+    lines = [table_row(cells[0]), "|---:|---:|---:|---:|---|---|---:|---:|---:|---:|"]
     return "\n".join([*lines, *(table_row(row.values()) for row in cells)])
-
-
-def verdict(rows: Sequence[Timed], hardware: Hardware) -> Iterator[str]:
-    """The recommendation in one line, then what it is based on, as a Markdown list."""
-    first = best(rows)
-    if first.fits:
-        yield f"Recommended: {first.name}, a step in {first.step}."
-    else:
-        yield (
-            f"No form fits {limit(hardware) / 2**30:.1f} GiB ({USABLE:.0%} of an NPU): choose "
-            "larger sizes or full recomputation. "
-            f"The shortest: {first.name}, a step in {first.step}."
-        )
-    yield ""
-    if first.training.layout.tp == 1:
-        yield (
-            "- TP 1 has no tensor-parallel transfers: there is nothing to fuse but context "
-            "parallelism by Ulysses (--commfuse-ulysses) and data parallelism (--commfuse-dp)."
-        )
-    else:
-        share = ratio(first.training, hardware, len(first.seconds)).text("{:.2f}".format)
-        yield f"- Communication / computation of a layer, plain: {share}."
-    sizes = first.memory._asdict().items()
-    parts = ", ".join(f"{name} {size / 2**30:.1f}" for name, size in sizes)
-    yield f"- Memory of the fullest NPU, GiB: {parts}."
 
 
 def ratio(training: Training, hardware: Hardware, corners: int = 5) -> Range:
@@ -214,16 +183,32 @@ def show(rows: Sequence[Timed], hardware: Hardware, model: str, launch: str) -> 
         What was simulated: model, sequence length and number of NPUs.
     """
     first = best(rows)
-    summary, *why = verdict(rows, hardware)
+    summary = f"Recommended: {first.name}, a step in {first.step}."
+    if not first.fits:
+        summary = (
+            f"No form fits {limit(hardware) / 2**30:.1f} GiB ({USABLE:.0%} of an NPU): choose "
+            "larger sizes or full recomputation. "
+            f"The shortest: {first.name}, a step in {first.step}."
+        )
     print_verdict(summary, first.fits)
+    share = ratio(first.training, hardware, len(first.seconds)).text("{:.2f}".format)
+    sizes = first.memory._asdict().items()
+    parts = ", ".join(f"{name} {size / 2**30:.1f}" for name, size in sizes)
     tokens, npus = first.training.model.seq_length, first.training.layout.npus
     title = f"{model}, {tokens} tokens, {npus} NPUs"
-    based = (
-        f"Simulated, not measured. {hardware.assumed} of {hardware.path.name} have no public "
-        "source at all; ranges are over its uncertainty."
+    print(
+        "",
+        f"- Communication / computation of a layer, plain: {share}.",
+        f"- Memory of the fullest NPU, GiB: {parts}.",
+        "",
+        launch,
+        "",
+        f"{title} of {hardware.name}. Simulated, not measured. {hardware.assumed} of "
+        f"{hardware.path.name} have no public source at all; ranges are over its uncertainty.",
+        "",
+        table(rows),
+        sep="\n",
     )
-    print(*why, "", launch, "", f"{title} of {hardware.name}. {based}", sep="\n")
-    print("", table(rows), sep="\n")
     return title
 
 

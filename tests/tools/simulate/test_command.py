@@ -44,7 +44,6 @@ def test_a_table_and_json(capsys, tmp_path: Path) -> None:
     assert content["hardware"]["figures"]["inside.rate"]["source"]
     rows = {row["form"]: row for row in content["forms"]}
     assert text.count("\n| 2 | 1 | 1 | 1 | none |") == len(rows)
-    assert rows["compute"]["exposed"] == {"low": 0, "typical": 0, "high": 0}
     step, tokens = (rows["mc2"][figure]["typical"] for figure in ("step", "tokens"))
     # Two sequences on two NPUs.
     assert tokens == pytest.approx(2048 / step)
@@ -78,25 +77,6 @@ def test_a_picture_of_a_layer_which_costs_no_result_if_it_cannot_be_written(
     assert f"simulate: error: {late}: No space left on device" in err
     assert printed.startswith(out.rstrip())
     assert list(tmp_path.iterdir()) == [path]
-
-
-@pytest.mark.parametrize(
-    ("name", "installed", "message"),
-    [
-        ("a.html", True, "'a.html' is not an SVG file; let its name end in .svg"),
-        ("a.svg", False, "'a.svg' needs vl-convert-python; pip install 'vl-convert-python>=1.9', "
-         "or leave the option out"),
-    ],
-)  # fmt: skip
-def test_what_cannot_be_drawn_is_refused_before_anything_is_computed(
-    name: str, installed: bool, message: str, monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
-    monkeypatch.setattr(drawing.util, "find_spec", lambda name: installed or None)
-    with pytest.raises(SystemExit) as ended:
-        cli.main(["simulate", "--svg", name])
-    assert ended.value.code == 2
-    assert message in capsys.readouterr().err
 
 
 def test_the_picture_says_what_is_simulated(tmp_path: Path) -> None:

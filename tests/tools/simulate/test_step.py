@@ -1,7 +1,9 @@
 """Whole steps: pipelines, buckets, memory."""
 
+import math
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from hypothesis import given, settings
@@ -89,8 +91,12 @@ def test_the_tables_of_the_vocabulary_are_exchanged_too() -> None:
     )
     # The embedding's gradients come last and its parameters are needed first.
     machine = SERVER.machine()
+    assert machine.between is not None
+    free = replace(machine, between=replace(machine.between, rate=math.inf))
     steps = [Step(machine, replace(job, overlaps=(False, False))) for job in jobs]
-    two, one, none = (step.time(REFERENCE) - step.time(REFERENCE, free=True) for step in steps)
+    two, one, none = (
+        step.time(REFERENCE) - replace(step, machine=free).time(REFERENCE) for step in steps
+    )
     assert two > one > none
     # A rank's half of the output layer has moments of its own.
     both, single, _ = (step._optimizer for step in steps)
@@ -134,14 +140,16 @@ def test_a_step_is_its_layers_its_embedding_its_head_and_its_optimizer(fb_overla
     assert step.time(FB_OVERLAP if fb_overlap else MEGATRON) == expected
 
 
-def test_transfers_between_stages_are_free_where_all_are_and_recomputation_adds_forwards() -> None:
+def test_transfers_between_stages_and_recomputed_forwards_lengthen_a_pipeline() -> None:
     job = training(LLAMA2_7B, Layout(2, 1, 1, 4), 4096, micro_batch=1, micro_batches=4)
     step = Step(SERVER.machine(), job)
-    free, not_free = (step.time(MEGATRON, free=free) for free in (True, False))
-    assert not_free - free == pytest.approx(2 * 3 * step._between_stages)
+    exposed = pytest.approx(2 * 3 * step._between_stages)
+    with mock.patch.object(Step, "_between_stages", 0.0):
+        free = step.time(MEGATRON)
+    assert step.time(MEGATRON) - free == exposed
     full = replace(step, training=replace(job, recompute="full"))
     chain = (4 - 1 + 4) * LAYERS / 4  # the longest of stages and micro-batches
-    more = full.time(COMPUTE_ONLY, free=True) - step.time(COMPUTE_ONLY, free=True)
+    more = full.time(COMPUTE_ONLY) - step.time(COMPUTE_ONLY)
     assert more == pytest.approx(chain * step.layer_time(COMPUTE_ONLY).forward)
 
 
