@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from operator import attrgetter
 
 from commfuse_npu.tools.drawing import Bit, Chart, Row, gantt
-from commfuse_npu.tools.simulate.group import Simulated
+from commfuse_npu.tools.simulate.engine import Simulated
 from commfuse_npu.tools.simulate.launches import ASIDE, COMPUTE
 from commfuse_npu.tools.simulate.step import Step
 from commfuse_npu.tools.simulate.variants import Variant
@@ -37,7 +37,7 @@ def lanes(title: str, parts: Sequence[Simulated]) -> Row:
 
     for simulated in parts:
         at = 0.0
-        for span in simulated.timeline.spans:
+        for span in simulated.spans:
             lane = _LANES.get(span.operation.engine or "")
             if lane is None or span.rank != simulated.shown_rank or span.start == span.end:
                 continue
@@ -58,7 +58,7 @@ def lanes(title: str, parts: Sequence[Simulated]) -> Row:
 def _transfers(simulated: Simulated) -> list[tuple[float, float]]:
     """Start and end of the bars of a rank's transfers."""
     bars: list[tuple[float, float]] = []
-    for moved in sorted(simulated.timeline.moved, key=attrgetter("start", "end")):
+    for moved in sorted(simulated.moved, key=attrgetter("start", "end")):
         if simulated.links.folded or moved.message.source == simulated.shown_rank:
             start, end = moved.start, moved.end
             if bars and start < bars[-1][1]:

@@ -25,7 +25,8 @@ from typing import Any, NamedTuple
 
 from commfuse_npu.hardware.machine import ITEM_BYTES, Machine
 from commfuse_npu.tools.simulate import fb_overlap, llama
-from commfuse_npu.tools.simulate.group import Group, Simulated, collective_seconds
+from commfuse_npu.tools.simulate.engine import Simulated
+from commfuse_npu.tools.simulate.group import collective_seconds, simulate
 from commfuse_npu.tools.simulate.launches import Links
 from commfuse_npu.tools.simulate.llama import LayerShape
 from commfuse_npu.tools.simulate.pipeline import one_forward_one_backward, side_by_side
@@ -62,8 +63,8 @@ def _simulate(
     machine: Machine, shape: LayerShape, variant: Variant, build: Callable[..., None], *more: Any
 ) -> Simulated:
     """Simulate what ``build(rank, shape, *more)`` adds, as one of many in a row."""
-    group = Group(machine, shape.ranks)
-    return group.simulate(variant, lambda rank: build(rank, shape, *more), steady=True)
+    links = Links(machine, shape.ranks)
+    return simulate(links, variant, lambda rank: build(rank, shape, *more), steady=True)
 
 
 @lru_cache(1 << 14)
@@ -75,14 +76,14 @@ def _cost(machine: Machine, shape: LayerShape, variant: Variant, *build: Any) ->
         # separately.
         figures = replace(machine, launch_overhead=0.0, post_overhead=0.0, event_overhead=0.0)
     simulated = _simulate(figures, shape, variant, *build)
-    return simulated.timeline.seconds, simulated.host(machine)
+    return simulated.device, simulated.host(machine)
 
 
 @lru_cache(1 << 14)
 def _head(machine: Machine, shape: LayerShape, variant: Variant) -> list[float]:
     """Seconds of the output layer and the loss, forward and backward."""
-    group, parts = Group(machine, shape.ranks), (llama.head_forward, llama.head_backward)
-    return [group.simulate(variant, partial(part, shape=shape)).seconds for part in parts]
+    links, parts = Links(machine, shape.ranks), (llama.head_forward, llama.head_backward)
+    return [simulate(links, variant, partial(part, shape=shape)).seconds for part in parts]
 
 
 @dataclass(frozen=True)
@@ -175,8 +176,8 @@ class Step:
         seconds = self.machine.memory(2.0 * shape.rows * shape.row_bytes)
         if variant.kind == "compute":
             return seconds
-        group = Group(self.machine, shape.ranks)
-        return seconds + collective_seconds(group, float(shape.block * shape.row_bytes))
+        links = Links(self.machine, shape.ranks)
+        return seconds + collective_seconds(links, float(shape.block * shape.row_bytes))
 
     def _buckets(self, stage: int, forward: float, backward: float) -> tuple[float, float]:
         """Exposed seconds of the transfers of a stage's gradients and of its parameters.
@@ -198,7 +199,7 @@ class Step:
             (experts, training.expert_replicas, training.expert_stride),
         ):
             if ranks > 1 and layers:
-                late, early = _exposed(training, layers, Group(self.machine, ranks, stride))
+                late, early = _exposed(training, layers, Links(self.machine, ranks, stride))
                 tail, start = tail + late, start + early
         return tail, start
 
@@ -228,19 +229,19 @@ Weights = tuple[float, float, float]
 """A layer's parameters on one NPU, and its seconds forward and backward."""
 
 
-def _exposed(training: Training, layers: Sequence[Weights], group: Group) -> tuple[float, float]:
+def _exposed(training: Training, layers: Sequence[Weights], links: Links) -> tuple[float, float]:
     """Exposed seconds of the transfers of gradients and of parameters; layers from first to last.
 
     Transfers that do not overlap are fully exposed.  Without a distributed optimizer a rank keeps
     all sums instead of those of its shard: they are gathered after the backward.
     """
-    order = buckets(layers, group.size)
+    order = buckets(layers, links.size)
     parameters, forward, backward = (
         [sum(layer[at] for layer in bucket) for bucket in order] for at in range(3)
     )
-    shards = [math.ceil(numbers / group.size) for numbers in parameters]
-    out = [collective_seconds(group, shard * _GRADIENT_BYTES) for shard in shards]
-    back = [collective_seconds(group, shard * ITEM_BYTES) for shard in shards]
+    shards = [math.ceil(numbers / links.size) for numbers in parameters]
+    out = [collective_seconds(links, shard * _GRADIENT_BYTES) for shard in shards]
+    back = [collective_seconds(links, shard * ITEM_BYTES) for shard in shards]
     late = exposed_end(backward, out) if training.overlaps[0] else sum(out)
     if not training.distributed:
         return late + sum(out), 0.0

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from commfuse_npu.hardware.machine import ITEM_BYTES, Level, Machine, min_outputs_to_hide
 from commfuse_npu.plan import Schedule
 from commfuse_npu.tools.simulate import linear
-from commfuse_npu.tools.simulate.group import Group, collective_seconds
+from commfuse_npu.tools.simulate.group import collective_seconds, simulate
 from commfuse_npu.tools.simulate.launches import Links
 from commfuse_npu.tools.simulate.mc2 import RANKS, tiling
 from commfuse_npu.tools.simulate.rank import Rank, rest
@@ -47,7 +47,7 @@ def layer(
     def add(rank: Rank) -> None:
         rest(build(rank, "x", ROWS, FEATURES, FEATURES) or iter(()))
 
-    return Group(machine, size).simulate(variant, add).seconds
+    return simulate(Links(machine, size), variant, add).seconds
 
 
 gather, scatter = partial(layer, "column"), partial(layer, "row")
@@ -179,10 +179,10 @@ def test_an_npu_has_a_nic_of_its_own() -> None:
     between = Level("nic_per_npu", 1.0, 0.0)
     machine = replace(ideal(rate=math.inf), npus_per_node=4, between=between)
     # Three peers in other nodes.
-    assert collective_seconds(Group(machine, 4, stride=4), 2.0) == pytest.approx(6.0)
+    assert collective_seconds(Links(machine, 4, stride=4), 2.0) == pytest.approx(6.0)
     # Both ranks of a node send to both ranks of the other node.
     machine = replace(machine, npus_per_node=2)
-    assert collective_seconds(Group(machine, 4), 2.0) == pytest.approx(4.0)
+    assert collective_seconds(Links(machine, 4), 2.0) == pytest.approx(4.0)
 
 
 # ------------------------------------------------------------------- the host and the machine
@@ -199,7 +199,7 @@ def test_from_so_many_outputs_on_nothing_is_left_to_hide(topology: str, size: in
         def build(rank: Rank) -> None:
             rest(linear.column_gradients(rank, "x", 8, 16, outputs))
 
-        simulated = Group(machine, size).simulate(MEGATRON, build)
+        simulated = simulate(Links(machine, size), MEGATRON, build)
         return simulated.seconds - work(simulated)
 
     assert waits(least) == pytest.approx(0.0, abs=1e-9)

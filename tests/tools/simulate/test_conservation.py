@@ -13,8 +13,8 @@ from commfuse_npu.plan import Schedule
 from commfuse_npu.plan.slots import paired_microbatches, slots
 from commfuse_npu.plan.turn_order import strict_turns
 from commfuse_npu.tools.simulate import fb_overlap, llama
-from commfuse_npu.tools.simulate.engine import simulate
-from commfuse_npu.tools.simulate.group import Group, Simulated
+from commfuse_npu.tools.simulate.engine import Simulated
+from commfuse_npu.tools.simulate.group import simulate
 from commfuse_npu.tools.simulate.launches import (
     ASIDE,
     COMPUTE,
@@ -59,12 +59,12 @@ def test_every_timeline_holds_and_one_rank_stands_for_all(
         machine = replace(machine, between=Level(topology, 1.0e10, 2.0e-5), npus_per_node=2)
     choices = [*variants(size - 1), FB_OVERLAP]
 
-    def simulate(whole: bool | None) -> Simulated:
+    def timeline(whole: bool | None) -> Simulated:
         build, variant = getattr(llama, part), choices[number % len(choices)]
-        group = Group(machine, size)
-        return group.simulate(variant, lambda rank: build(rank, shape(size)), whole=whole)
+        links = Links(machine, size)
+        return simulate(links, variant, lambda rank: build(rank, shape(size)), whole=whole)
 
-    single, everyone = simulate(None), simulate(True)
+    single, everyone = timeline(None), timeline(True)
     assert single.seconds == pytest.approx(everyone.seconds)
     check_timeline(single)
     check_timeline(everyone)
@@ -99,9 +99,9 @@ def test_work_is_slowed_by_transfers_of_its_rank_and_by_the_other_stream() -> No
     work, aside = Operation("work", COMPUTE, 4.0), Operation("aside", ASIDE, 4.0)
     ends = Operation("x", "lane", sends=(message,)), Operation("x", "lane", receives=(message,))
     links = Links(ideal(transfer_slowdown=0.5), 4)
-    timeline = simulate([[work, ends[0]], [work, ends[1]], [work], [work, aside]], links)
-    assert [(moved.start, moved.end) for moved in timeline.moved] == [(1.0, 3.0)]
-    finished = {span.rank: span.end for span in timeline.spans if span.operation == work}
+    run = Simulated([[work, ends[0]], [work, ends[1]], [work], [work, aside]], links)
+    assert [(moved.start, moved.end) for moved in run.moved] == [(1.0, 3.0)]
+    finished = {span.rank: span.end for span in run.spans if span.operation == work}
     assert finished == {0: 5.0, 1: 5.0, 2: 4.0, 3: 8.0}
 
 
@@ -126,8 +126,10 @@ RATE = 0.002
 
 
 def simulated(*, recomputes: bool = False, rate: float = RATE) -> Simulated:
-    return Group(ideal(rate=rate), 4).simulate(
-        FB_OVERLAP, lambda rank: fb_overlap.pair(rank, SHAPE, 2, recomputes=recomputes)
+    return simulate(
+        Links(ideal(rate=rate), 4),
+        FB_OVERLAP,
+        lambda rank: fb_overlap.pair(rank, SHAPE, 2, recomputes=recomputes),
     )
 
 
@@ -140,7 +142,7 @@ def in_order(*, recomputes: bool = False) -> Simulated:
                 llama.forward(rank, SHAPE)
             llama.backward(rank, SHAPE)
 
-    return Group(ideal(rate=RATE), 4).simulate(MEGATRON, build)
+    return simulate(Links(ideal(rate=RATE), 4), MEGATRON, build)
 
 
 @pytest.mark.parametrize("recomputes", [False, True])
@@ -158,7 +160,7 @@ def test_it_is_shorter_than_strict_turns_and_longer_than_its_work() -> None:
     # Without a hand-over each side waits as in Megatron's order.
     never = lambda sides: tuple((False,) * len(side) for side in sides)  # noqa: E731
     with mock.patch.object(fb_overlap, "best_order", never):
-        assert simulated().timeline.seconds == pytest.approx(plain.timeline.seconds, rel=1e-6)
+        assert simulated().device == pytest.approx(plain.device, rel=1e-6)
     with mock.patch.object(fb_overlap, "best_order", strict_turns):
         assert pair.seconds < simulated().seconds < plain.seconds
     # Without transfers only the work is left.

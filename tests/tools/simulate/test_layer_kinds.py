@@ -15,7 +15,7 @@ from commfuse_npu.plan import Schedule
 from commfuse_npu.tools.simulate import fb_overlap, llama
 from commfuse_npu.tools.simulate.attention import Latent, attend
 from commfuse_npu.tools.simulate.experts import Experts
-from commfuse_npu.tools.simulate.group import Group
+from commfuse_npu.tools.simulate.group import simulate
 from commfuse_npu.tools.simulate.launches import Links, Operation
 from commfuse_npu.tools.simulate.llama import LayerShape
 from commfuse_npu.tools.simulate.rank import Rank
@@ -36,7 +36,7 @@ ROW = HIDDEN * ITEM_BYTES
 
 
 def seconds(variant: Variant, build: Callable[[Rank], None], ranks: int = TP) -> float:
-    return Group(ideal(), ranks).simulate(variant, build, steady=True).seconds
+    return simulate(Links(ideal(), ranks), variant, build, steady=True).seconds
 
 
 def operations(part: Callable[..., None], ranks: int, *sizes: int) -> list[Operation]:
@@ -56,7 +56,7 @@ def timed(
     machine: Machine, shape: LayerShape, variant: Variant, part: Callable[..., None]
 ) -> float:
     """Seconds of a part of a layer, as one rank of another group has it."""
-    return Group(machine, 1).simulate(variant, partial(part, shape=shape)).seconds
+    return simulate(Links(machine, 1), variant, partial(part, shape=shape)).seconds
 
 
 def ways(shape: LayerShape, variant: Variant, ranks: int = TP) -> list[float]:
@@ -110,7 +110,7 @@ def test_a_layer_of_experts() -> None:
     starts = ideal(cube_flops=math.inf, gemm_start=1.0)
     for experts, started in ((EXPERTS, 1), (one_by_one, local)):
         build = partial(experts.forward, tokens=TOKENS, hidden=HIDDEN)
-        assert Group(starts, 1).simulate(COMPUTE_ONLY, build).seconds == 1 + 2 * started
+        assert simulate(Links(starts, 1), COMPUTE_ONLY, build).seconds == 1 + 2 * started
     assert launches(one_by_one.forward) - launches(EXPERTS.forward) == 3 * (local - 1)
     assert launches(one_by_one.backward) - launches(EXPERTS.backward) == 7 * local - 5
 
@@ -187,7 +187,7 @@ def attended(machine: Machine, shape: LayerShape, way: int, variant: Variant = M
     def build(rank: Rank) -> None:
         attend(rank, shape, way)
 
-    return Group(machine, shape.ranks).simulate(variant, build).seconds
+    return simulate(Links(machine, shape.ranks), variant, build).seconds
 
 
 @pytest.mark.parametrize("way", [0, 1])
@@ -253,10 +253,12 @@ def test_transfers_of_other_groups_go_beside_fused_layers() -> None:
     variant = fused(Schedule("shifted", 3, 1))
     for shape in (replace(DENSE, experts=EXPERTS), context_parallel(2, TP)):
         for part in (llama.forward, llama.backward):
-            simulated = Group(ideal(), TP).simulate(variant, partial(part, shape=shape), whole=True)
+            simulated = simulate(
+                Links(ideal(), TP), variant, partial(part, shape=shape), whole=True
+            )
             check_timeline(simulated)
             elsewhere = [
-                moved for moved in simulated.timeline.moved
+                moved for moved in simulated.moved
                 if moved.message.source == moved.message.target
             ]  # fmt: skip
             assert len(elsewhere) == 2 * TP
