@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from commfuse_npu.hardware.machine import ITEM_BYTES, Level, Machine, min_outputs_to_hide
+from commfuse_npu.hardware.machine import ITEM_BYTES, Level, Machine
 from commfuse_npu.plan import Schedule
 from commfuse_npu.tools.simulate import linear
 from commfuse_npu.tools.simulate.group import collective_seconds, simulate
@@ -18,7 +18,7 @@ from commfuse_npu.tools.simulate.launches import Links
 from commfuse_npu.tools.simulate.mc2 import RANKS, tiling
 from commfuse_npu.tools.simulate.rank import Rank, rest
 from commfuse_npu.tools.simulate.variants import MC2, MEGATRON, REFERENCE, Variant
-from tests.tools.simulate.machines import ideal, work
+from tests.tools.simulate.machines import ideal
 
 ROWS = FEATURES = 840
 """Rows of a block, features of a layer's input and output; divisible by 1, 2, ..., 8."""
@@ -183,29 +183,6 @@ def test_an_npu_has_a_nic_of_its_own() -> None:
     # Both ranks of a node send to both ranks of the other node.
     machine = replace(machine, npus_per_node=2)
     assert collective_seconds(Links(machine, 4), 2.0) == pytest.approx(4.0)
-
-
-# ------------------------------------------------------------------- the host and the machine
-
-
-@pytest.mark.parametrize("size", [2, 4, 8])
-@pytest.mark.parametrize("topology", ["full_mesh", "switched"])
-def test_from_so_many_outputs_on_nothing_is_left_to_hide(topology: str, size: int) -> None:
-    machine = ideal(topology, rate=10.0, cube_flops=1e6)  # type: ignore[arg-type]
-    least = min_outputs_to_hide(machine, size)
-    assert least is not None
-
-    def waits(outputs: int) -> float:
-        def build(rank: Rank) -> None:
-            rest(linear.column_gradients(rank, "x", 8, 16, outputs))
-
-        simulated = simulate(Links(machine, size), MEGATRON, build)
-        return simulated.seconds - work(simulated)
-
-    assert waits(least) == pytest.approx(0.0, abs=1e-9)
-    assert waits(least // 2) > 0
-    for without in 1, 2 * machine.npus_per_node:
-        assert min_outputs_to_hide(machine, without) is None
 
 
 # ------------------------------------------------------------------- MC2's tiling

@@ -12,10 +12,10 @@ from commfuse_npu.tools import cli, drawing
 from commfuse_npu.tools.drawing import Bit, Row, draw, gantt
 from commfuse_npu.tools.simulate.lanes import lanes
 from scripts.evidence.layers import _wins
-from scripts.evidence.pictures import forms, main, step
+from scripts.evidence.pictures import forms, step
 from tests.tools.answers import answer
 
-QUICK = "--typical --micro-batches 1 --sequence-length 4096"
+QUICK = "--typical --tp 2 --dp 1 --micro-batches 1 --sequence-length 4096"
 
 
 def test_options_of_the_machine_cost_what_they_say(tmp_path: Path) -> None:
@@ -23,16 +23,16 @@ def test_options_of_the_machine_cost_what_they_say(tmp_path: Path) -> None:
         rows = answer(tmp_path, *f"simulate {QUICK} {words}".split())["forms"]
         return {row["form"]: row["step"]["typical"] for row in rows}
 
-    cheap, dear = (steps(f"--tp 2 --dp 1 --post-us {us}") for us in (15, 2000))
-    assert cheap["megatron"] == dear["megatron"]
-    assert cheap["commfuse"] < dear["commfuse"]
-    fast, slow = (steps(f"--launch-us {us}") for us in (15, 200))
+    cheap, posts, launches, ordered = map(
+        steps, ("--post-us 15", "--post-us 2000", "--launch-us 999", "--deterministic")
+    )
+    assert cheap["megatron"] == posts["megatron"]
+    assert cheap["commfuse"] < posts["commfuse"]
     # The host limits both: a layer has 66 launches and 40 events, CoC's has more.
-    assert fast["megatron"] < slow["megatron"] < slow["coc-8"]
+    assert cheap["megatron"] < launches["megatron"] < launches["coc-8"]
     # Only sums of collectives: those of programs have a fixed order anyway.
-    any_order, ordered = (steps(f"--tp 4 {more}") for more in ("", "--deterministic"))
     for name in ("plain-mesh", "mc2"):
-        assert ordered[name] > any_order[name]
+        assert ordered[name] > cheap[name]
 
 
 def test_a_table_and_json(capsys, tmp_path: Path) -> None:
@@ -50,8 +50,6 @@ def test_a_table_and_json(capsys, tmp_path: Path) -> None:
     assert content["ratio"]["low"] < content["ratio"]["typical"] < content["ratio"]["high"]
     assert (rows["compute"]["flags"], rows["megatron"]["flags"]) == (None, [])
     assert content["recommended"]["form"] in text.splitlines()[0]
-    npus = answer(tmp_path, *f"simulate {QUICK} --dp 32".split())["recommended"]["layout"]
-    assert npus["tp"] * npus["dp"] == 256
 
 
 # ------------------------------------------------------------------- the picture
@@ -79,10 +77,7 @@ def test_a_picture_of_a_layer_which_costs_no_result_if_it_cannot_be_written(
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_the_picture_says_what_is_simulated(tmp_path: Path) -> None:
-    pytest.importorskip("vl_convert")
-    assert main(["forms", "--folder", str(tmp_path)]) == 0
-    created = (tmp_path / "forms.svg").read_text("utf-8")
+def test_the_picture_says_what_is_simulated() -> None:
     shipped = (Path(__file__).parents[3] / "docs" / "forms.svg").read_text("utf-8")
     for title, variant in forms().items():
         parts, time = step().parts(variant), step().layer_time(variant)
@@ -98,7 +93,7 @@ def test_the_picture_says_what_is_simulated(tmp_path: Path) -> None:
         assert {bit.kind for bit in row.bits if bit.lane == "links"} == {"transfer"}
         # A single pair has no neighbors and takes a little longer.
         assert end == pytest.approx(1e3 * time.seconds, rel=0.01)
-        assert all(f">{row.label}</text>" in picture for picture in (created, shipped))
+        assert f">{row.label}</text>" in shipped
 
 
 def test_wins_are_counted_typically_and_at_every_corner() -> None:

@@ -103,20 +103,6 @@ def test_the_tables_of_the_vocabulary_are_exchanged_too() -> None:
     assert both - single == pytest.approx(machine.memory(steps[0].training.table / 2 * 30))
 
 
-def test_host_and_device_meet_after_a_forward_and_its_backward() -> None:
-    job = training(LLAMA, Layout(8, 1, 1, 1), 4096, micro_batch=1, micro_batches=1)
-    fast = Step(SERVER.launching(1e-6).machine(), job)
-    device = fast.layer_time(MEGATRON)
-    # A forward has 33 launches and a third of the work: alone it would be host-bound.
-    between = device.forward / 33 * 1.1
-    assert 66 * between < device.seconds
-    meets = replace(fast, machine=SERVER.launching(between).machine())
-    assert meets.layer_time(MEGATRON).seconds == pytest.approx(device.seconds)
-    slow = replace(fast, machine=SERVER.launching(1e-3).machine()).layer_time(MEGATRON)
-    events = 4 * 10 * SERVER.typical("host.event_overhead")
-    assert slow.seconds == pytest.approx(66e-3 + events)
-
-
 def test_a_host_that_is_ahead_lengthens_no_exchange_of_another_group() -> None:
     ulysses = replace(LLAMA, context_parallel_algo="ulysses_cp_algo")
     job = training(ulysses, Layout(8, 2, 1, 1), 8192, micro_batch=1, micro_batches=1)
