@@ -83,14 +83,7 @@ class Machine:
     ordered_sums: float = 0.0
     expert_launches: float = 36.0
 
-    def gemm(
-        self,
-        rows: float,
-        inner: float,
-        outer: float,
-        *,
-        start: bool = True,
-    ) -> float:
+    def gemm(self, rows: float, inner: float, outer: float, *, start: bool = True) -> float:
         """Seconds of ``[rows, inner] @ [inner, outer]``; 0 without rows.
 
         Args:

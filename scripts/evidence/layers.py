@@ -22,14 +22,13 @@ from dataclasses import replace
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import get_args
 
 from commfuse_npu.config_file import find_config
 from commfuse_npu.hardware.description import Hardware
 from commfuse_npu.tools.model_config import ModelConfig
 from commfuse_npu.tools.simulate.step import LayerTime, Step
 from commfuse_npu.tools.simulate.timed import CORNERS
-from commfuse_npu.tools.simulate.training import Layout, Recompute, Training, training
+from commfuse_npu.tools.simulate.training import Layout, Training, training
 from commfuse_npu.tools.simulate.variants import COC, REFERENCE, forms
 from commfuse_npu.tools.terminal import table_head, table_row
 
@@ -55,10 +54,10 @@ Case = tuple[str, str, int, int]
 """Machine, model, size of the tensor-parallel group, and tokens."""
 
 
-def layer(model: str, tp: int, sequence: int, recompute: Recompute = "none") -> Training:
+def layer(model: str, tp: int, sequence: int) -> Training:
     """A training of one layer with one sequence."""
     described, sizes = ModelConfig.load(find_config(model)), Layout(tp, 1, 1, 1)
-    return training(described, sizes, sequence, micro_batch=1, micro_batches=1, recompute=recompute)
+    return training(described, sizes, sequence, micro_batch=1, micro_batches=1)
 
 
 def _times(
@@ -96,13 +95,13 @@ def point(machine: str, model: str, tp: int, sequence: int, hosts: Sequence[int]
     hardware, setup = Hardware.load(find_config(machine, "hardware")), layer(model, tp, sequence)
     ordered = shares(replace(hardware, deterministic=True), setup, 1)
     result: Point = {"layer": shares(hardware, setup), "ordered": ordered}
-    for host, recompute in product(hosts, get_args(Recompute)):
-        setup, slower = layer(model, tp, sequence, recompute), hardware.launching(host * 1e-6)
+    for host, recomputes in product(hosts, (False, True)):
+        setup, slower = replace(setup, recomputes=recomputes), hardware.launching(host * 1e-6)
         times = _times(slower, setup, len(CORNERS), tuned=False)
         for count in _MICRO_BATCHES:
-            title = f"{host} us, {count} micro-batches{', recomputed' * setup.recomputes}"
+            title = f"{host} us, {count} micro-batches{', recomputed' * recomputes}"
             result[title] = [
-                {name: _length(time, count, setup.recomputes) for name, time in at.items()}
+                {name: _length(time, count, recomputes) for name, time in at.items()}
                 for at in times
             ]
     return result
@@ -110,7 +109,7 @@ def point(machine: str, model: str, tp: int, sequence: int, hosts: Sequence[int]
 
 def _length(time: LayerTime, micro_batches: int, recomputes: bool) -> float:
     """Seconds of a step per layer and micro-batch."""
-    alone = time.alone + (time.forward if recomputes else 0.0)
+    alone = time.alone + recomputes * time.forward
     paired = alone if time.pair is None else time.pair[0]
     return alone + (paired - alone) * (micro_batches - 1) / micro_batches
 

@@ -190,7 +190,7 @@ def training_of(launch: AskedLaunch) -> Training:
     granularity = options.text("--recompute-granularity")
     if granularity not in (None, "full", "selective"):
         raise UsageError(f"--recompute-granularity is {granularity!r}; give full or selective")
-    recompute = granularity == "full"
+    recomputes = granularity == "full"
     vpp = model_chunks(options, model.pipeline_model_parallel_size)
     shape = layer_shape(
         model,
@@ -205,9 +205,9 @@ def training_of(launch: AskedLaunch) -> Training:
         model,
         shape,
         kinds,
-        "full" if recompute else "none",
+        recomputes,
         vpp=vpp,
-        recomputed=_recomputed(options, vpp) if recompute else None,
+        recomputed=_recomputed(options, vpp) if recomputes else None,
         distributed="--use-distributed-optimizer" in options,
         overlaps=("--overlap-grad-reduce" in options, "--overlap-param-gather" in options),
         reuses="--reuse-fp32-param" in options,

@@ -114,7 +114,7 @@ def _main(arguments: argparse.Namespace) -> int:
             arguments.sequence_length,
             micro_batch=arguments.micro_batch,
             micro_batches=arguments.micro_batches,
-            recompute=arguments.recompute,
+            recomputes=arguments.recompute == "full",
         )
     except ConfigError as error:
         # A launch's options are keys of the model's file.

@@ -87,10 +87,6 @@ LinkId = tuple[str | int, ...]
 """Kind of link, and its one or two ends."""
 
 
-class PlacementError(ValueError):
-    """A group is not spread evenly over nodes, or spans nodes without links between them."""
-
-
 @dataclass(frozen=True)
 class Links:
     """The links of one group.
@@ -100,8 +96,8 @@ class Links:
         folded: whether rank 0 represents all.
 
     Raises:
-        PlacementError: the group spans nodes, and the machine has no links between nodes, or the
-            nodes hold different numbers of its ranks.
+        ValueError: the group spans nodes, and the machine has no links between nodes, or the nodes
+            hold different numbers of its ranks.
     """
 
     machine: Machine
@@ -114,13 +110,13 @@ class Links:
         node = machine.npus_per_node
         if (size - 1) * stride >= node:
             if machine.between is None:
-                raise PlacementError(
+                raise ValueError(
                     f"a group of {size} ranks, {stride} NPUs apart, does not fit a node of {node} "
                     f"NPUs, and this machine has no links between nodes; choose sizes whose "
                     f"product is at most {node}"
                 )
             if stride < node and (node % stride or size % (node // stride)):
-                raise PlacementError(
+                raise ValueError(
                     f"a group of {size} ranks, {stride} NPUs apart, does not fill whole nodes of "
                     f"{node} NPUs; choose sizes whose product {node} divides, or that divides it"
                 )

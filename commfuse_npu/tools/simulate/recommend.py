@@ -9,23 +9,20 @@ A recommendation is printed as options of ``pretrain_gpt.py``, and written as a 
 the launch scripts read through ``CONFIG=FILE``.
 """
 
-import math
-import re
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
-from commfuse_npu.config_file import ConfigError
 from commfuse_npu.hardware.description import Hardware
 from commfuse_npu.runtime.atomic_write import atomic_write
 from commfuse_npu.tools.launch_script.options import Options
 from commfuse_npu.tools.model_config import ModelConfig
 from commfuse_npu.tools.simulate.footprint import USABLE, footprint, limit
-from commfuse_npu.tools.simulate.launches import PlacementError
 from commfuse_npu.tools.simulate.timed import Timed, timed
-from commfuse_npu.tools.simulate.training import Layout, Recompute, Training, training
+from commfuse_npu.tools.simulate.training import Layout, Training, training
 from commfuse_npu.tools.simulate.variants import Variant, forms, launching
 from commfuse_npu.tools.terminal import tell
 
@@ -46,7 +43,7 @@ class Fixed(NamedTuple):
     tp: int | None = None
     cp: int | None = None
     pp: int | None = None
-    recompute: Recompute | None = None
+    recomputes: bool | None = None
 
 
 def recommend(
@@ -84,8 +81,8 @@ def recommend(
     sequence = sequence or model.seq_length
     batch = micro_batch or model.micro_batch_size
     machine, most = hardware.machine(), limit(hardware)
-    choices: tuple[Recompute, ...] = (fixed.recompute,) if fixed.recompute else ("none", "full")
-    refused: dict[str, list[str]] = {}
+    choices = (False, True) if fixed.recomputes is None else (fixed.recomputes,)
+    refused = Counter[str]()
     candidates: list[Timed] = []
     for layout in _layouts(model, hardware, npus, fixed, batch):
         tell(f"TP {layout.tp}, CP {layout.cp}, PP {layout.pp}, DP {layout.dp}, chunks {layout.vpp}")
@@ -93,35 +90,30 @@ def recommend(
         reason = "more memory than an NPU has"
         try:
             for choice in choices:
-                setup = training(model, layout, sequence, micro_batch=batch, recompute=choice)
+                setup = training(model, layout, sequence, micro_batch=batch, recomputes=choice)
                 launched = [form for form in forms(machine, setup) if form.flags is not None]
                 fitting = [f for f in launched if footprint(setup, f, hardware).total <= most]
                 found += [timed(setup, form, hardware, 1) for form in fitting]
                 if fitting == launched:
                     break  # recomputation makes room; without that need it is never faster
-        except (ConfigError, PlacementError) as error:
+        except ValueError as error:
             reason = str(error).splitlines()[0].split(";")[0]
         candidates += found
         if not found and layout.vpp == 1:
-            # Reasons that differ only in their numbers count as one.
-            refused.setdefault(re.sub(r"\S*\d\S*", "", reason), []).append(reason)
+            refused[reason] += 1
     candidates.sort(key=lambda row: row.typical)
     by_layout: dict[Layout, Timed] = {}
     for row in candidates:
         # Layouts that differ only in their chunks are one.
         by_layout.setdefault(row.training.layout._replace(vpp=1), row)
     best = list(by_layout.values())
-    counts = "; ".join(
-        f"{len(reasons)} x {reasons[0]}" + ", and the like" * (len({*reasons}) > 1)
-        for reasons in sorted(refused.values(), key=len, reverse=True)
-    )
+    counts = "; ".join(f"{count} x {reason}" for reason, count in refused.most_common(3))
     if not best:
-        given = math.prod(size or 1 for size in (fixed.tp, fixed.cp, fixed.pp))
-        no_product = f"{npus} is not divisible by the product of the fixed sizes, {given}"
+        why = counts or "the fixed sizes do not divide them"
         raise NoLayoutError(
             f"no layout of {npus} NPUs fits {sequence} tokens and a global batch of "
-            f"{model.global_batch_size}: {counts or no_product}; take another --npus, a shorter "
-            "--sequence-length, another --micro-batch, or leave sizes open"
+            f"{model.global_batch_size}: {why}; take another --npus, a shorter --sequence-length, "
+            "another --micro-batch, or leave sizes open"
         )
     with_and_without = {row.form.ours: row for row in reversed(candidates)}
     shown = {id(row) for row in (*best[:_RANKED], *with_and_without.values())}

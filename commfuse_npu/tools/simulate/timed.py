@@ -102,7 +102,7 @@ class Timed:
             mark, longer = "", f"{self.typical / first.typical - 1:+.1%} ({slower})"
         return {
             **self._sizes,
-            "recompute": self.training.recompute,
+            "recompute": "full" if self.training.recomputes else "none",
             "form": f"{mark}{self.form.name}{mark}",
             "step": self.step,
             "longer (machines)": longer,
@@ -116,7 +116,7 @@ class Timed:
             "layout": self.training.layout._asdict(),
             "sequence": self.training.model.seq_length,
             "micro_batches": self.training.micro_batches,
-            "recompute": self.training.recompute,
+            "recompute": "full" if self.training.recomputes else "none",
             "form": self.form.name,
             "flags": None if self.form.flags is None else launching(self.form, self.training),
             "step": Range.of(self.seconds)._asdict(),
@@ -130,7 +130,7 @@ def timed(training: Training, form: Variant, hardware: Hardware, corners: int = 
     """Simulate a training in a form, on the first ``corners`` machines of a description.
 
     Raises:
-        PlacementError: a group does not fit the machine's nodes.
+        ValueError: a group does not fit the machine's nodes.
     """
     steps = [Step(hardware.machine(*corner), training) for corner in CORNERS[:corners]]
     seconds = tuple(step.time(form) for step in steps)
@@ -183,14 +183,12 @@ def show(rows: Sequence[Timed], hardware: Hardware, model: str, launch: str) -> 
         What was simulated: model, sequence length and number of NPUs.
     """
     first = best(rows)
-    summary = f"Recommended: {first.name}, a step in {first.step}."
-    if not first.fits:
-        summary = (
-            f"No form fits {limit(hardware) / 2**30:.1f} GiB ({USABLE:.0%} of an NPU): choose "
-            "larger sizes or full recomputation. "
-            f"The shortest: {first.name}, a step in {first.step}."
-        )
-    print_verdict(summary, first.fits)
+    none = (
+        f"No form fits {limit(hardware) / 2**30:.1f} GiB ({USABLE:.0%} of an NPU): choose larger "
+        "sizes or full recomputation. The shortest"
+    )
+    verdict = "Recommended" if first.fits else none
+    print_verdict(f"{verdict}: {first.name}, a step in {first.step}.", first.fits)
     share = ratio(first.training, hardware, len(first.seconds)).text("{:.2f}".format)
     sizes = first.memory._asdict().items()
     parts = ", ".join(f"{name} {size / 2**30:.1f}" for name, size in sizes)

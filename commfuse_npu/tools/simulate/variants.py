@@ -39,7 +39,6 @@ from typing import TYPE_CHECKING, Literal
 
 from commfuse_npu.hardware.machine import Machine, min_outputs_to_hide
 from commfuse_npu.plan import Schedule, default_chunks, default_shape, min_rows_to_fuse
-from commfuse_npu.tools.simulate.launches import PlacementError
 from commfuse_npu.tools.simulate.mc2 import RANKS
 
 if TYPE_CHECKING:
@@ -138,12 +137,12 @@ def forms(
             of a launch that says nothing.
 
     Raises:
-        PlacementError: the tensor-parallel group does not fit a node.
+        ValueError: the tensor-parallel group does not fit a node.
     """
     shape = training.shape
     tp, rows = shape.ranks, shape.block
     if tp > machine.npus_per_node:
-        raise PlacementError(
+        raise ValueError(
             f"a tensor-parallel group of {tp} spans nodes of {machine.npus_per_node} NPUs; choose "
             f"at most {machine.npus_per_node}"
         )

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from commfuse_npu.hardware.machine import ITEM_BYTES, Level, Machine
+from commfuse_npu.hardware.machine import ITEM_BYTES, Level, Machine, min_outputs_to_hide
 from commfuse_npu.plan import Schedule
 from commfuse_npu.tools.simulate import linear
 from commfuse_npu.tools.simulate.group import collective_seconds, simulate
@@ -18,7 +18,7 @@ from commfuse_npu.tools.simulate.launches import Links
 from commfuse_npu.tools.simulate.mc2 import RANKS, tiling
 from commfuse_npu.tools.simulate.rank import Rank, rest
 from commfuse_npu.tools.simulate.variants import MC2, MEGATRON, REFERENCE, Variant
-from tests.tools.simulate.machines import ideal
+from tests.tools.simulate.machines import ideal, work
 
 ROWS = FEATURES = 840
 """Rows of a block, features of a layer's input and output; divisible by 1, 2, ..., 8."""
@@ -183,6 +183,21 @@ def test_an_npu_has_a_nic_of_its_own() -> None:
     # Both ranks of a node send to both ranks of the other node.
     machine = replace(machine, npus_per_node=2)
     assert collective_seconds(Links(machine, 4), 2.0) == pytest.approx(4.0)
+
+
+@pytest.mark.parametrize("topology", ["full_mesh", "switched"])
+def test_from_so_many_outputs_on_nothing_is_left_to_hide(topology: str) -> None:
+    machine = ideal(topology, rate=10.0, cube_flops=1e6)  # type: ignore[arg-type]
+    least = min_outputs_to_hide(machine, 4)
+    assert least is not None
+    for outputs, hidden in ((least, True), (least // 2, False)):
+        simulated = simulate(
+            Links(machine, 4),
+            MEGATRON,
+            lambda rank, outputs=outputs: rest(linear.column_gradients(rank, "x", 8, 16, outputs)),
+        )
+        assert (simulated.seconds <= work(simulated) * (1 + 1e-9)) is hidden
+    assert min_outputs_to_hide(machine, 2 * machine.npus_per_node) is None
 
 
 # ------------------------------------------------------------------- MC2's tiling

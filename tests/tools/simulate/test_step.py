@@ -17,7 +17,7 @@ from commfuse_npu.tools.simulate import step as step_module
 from commfuse_npu.tools.simulate.footprint import Footprint, footprint
 from commfuse_npu.tools.simulate.pipeline import one_forward_one_backward
 from commfuse_npu.tools.simulate.step import Step, buckets, exposed_end
-from commfuse_npu.tools.simulate.training import Layout, Recompute, training
+from commfuse_npu.tools.simulate.training import Layout, training
 from commfuse_npu.tools.simulate.variants import (
     COC,
     COMPUTE_ONLY,
@@ -133,7 +133,7 @@ def test_transfers_between_stages_and_recomputed_forwards_lengthen_a_pipeline() 
     with mock.patch.object(Step, "_between_stages", 0.0):
         free = step.time(MEGATRON)
     assert step.time(MEGATRON) - free == exposed
-    full = replace(step, training=replace(job, recompute="full"))
+    full = replace(step, training=replace(job, recomputes=True))
     chain = (4 - 1 + 4) * LAYERS / 4  # the longest of stages and micro-batches
     more = full.time(COMPUTE_ONLY) - step.time(COMPUTE_ONLY)
     assert more == pytest.approx(chain * step.layer_time(COMPUTE_ONLY).forward)
@@ -148,11 +148,11 @@ H, F, LAYERS, VOCABULARY = 4096, 11008, 32, 32000
 def memory(
     layout: Layout,
     variant: Variant = REFERENCE,
-    recompute: Recompute = "none",
+    recomputes: bool = False,
     model: ModelConfig = LLAMA2_7B,
 ) -> Footprint:
     batch = {"micro_batch": 1, "micro_batches": 8}
-    job = training(model, layout, 4096, recompute=recompute, **batch)
+    job = training(model, layout, 4096, recomputes=recomputes, **batch)
     return footprint(job, variant, SERVER)
 
 
@@ -161,7 +161,7 @@ def memory(
 )
 def test_every_size_divides_what_it_should(sizes: tuple[int, int, int, int]) -> None:
     tp, cp, dp, pp = sizes
-    stored, full = (memory(Layout(*sizes), recompute=choice) for choice in ("none", "full"))
+    stored, full = (memory(Layout(*sizes), recomputes=choice) for choice in (False, True))
     # All ranks have the norms; the first of several stages has one table.
     of_layer, tables = (4 * H * H + 3 * H * F) / tp + 2 * H, (1 + (pp == 1)) * VOCABULARY * H / tp
     parameters = LAYERS / pp * of_layer + tables
