@@ -39,7 +39,6 @@ _SIZES = (2, 4, 8)
 
 _OURS = ("commfuse-tuned", "commfuse", "commfuse-fb")
 _RIVALS = ("coc", "coc-fused", "mc2", "megatron")
-_BOUND = "compute"
 _STEP_FORMS = ("commfuse", *_RIVALS)
 _HOSTS = (15, 55, 118)
 """Microseconds of host time per launch."""
@@ -50,8 +49,6 @@ Shares = dict[str, float]
 Point = dict[str, list[Shares]]
 """By row of the last table, with ``layer`` and ``ordered``: shares at every corner of the machine's
 description, typical figures first; ``ordered`` are typical, with HCCL's sums in a fixed order."""
-Case = tuple[str, str, int, int]
-"""Machine, model, size of the tensor-parallel group, and tokens."""
 
 
 def layer(model: str, tp: int, sequence: int) -> Training:
@@ -133,12 +130,12 @@ def _head(first: str, names: Sequence[str], points: Sequence[Sequence[Shares]]) 
     return table_head([f"{first}, of {len(points)} points", *titles], False)
 
 
-def report(points: Mapping[Case, Point]) -> str:
+def report(points: Mapping[tuple[object, ...], Point]) -> str:
     """The points at which CommFuse is ahead, a row per point, and whole steps."""
     titles = next(iter(points.values()))
     by_row = {row: [point[row] for point in points.values()] for row in titles}
     times, ordered = by_row.pop("layer"), by_row.pop("ordered")
-    groups, names = [*((rival,) for rival in _RIVALS), _RIVALS], [*_OURS, *_RIVALS, _BOUND]
+    groups, names = [*((rival,) for rival in _RIVALS), _RIVALS], [*_OURS, *_RIVALS, "compute"]
     lines = [_head("ahead", [*_RIVALS, "all of them"], times)]
     for form in _OURS:
         counts = (
@@ -182,10 +179,7 @@ def publish(text: str, name: str, page: Path | None) -> None:
         lambda _: f"{begin}\n\n{text.strip()}\n\n{end}", page.read_text("utf-8")
     )
     if sections != 1:
-        raise ValueError(
-            f"{page} has to have {begin!r} and {end!r} once each, in this order; add them where "
-            "the section belongs"
-        )
+        raise ValueError(f"{page} has to have {begin!r} and {end!r} once each, in this order")
     page.write_text(page_text, "utf-8")
 
 

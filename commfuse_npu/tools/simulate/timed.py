@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any, NamedTuple
 
 from commfuse_npu.hardware.description import Choice, Hardware
@@ -18,13 +19,8 @@ from commfuse_npu.tools.simulate.training import Training
 from commfuse_npu.tools.simulate.variants import COMPUTE_ONLY, REFERENCE, Variant, launching
 from commfuse_npu.tools.terminal import print_verdict, table_row
 
-CORNERS: tuple[tuple[Choice, Choice], ...] = (
-    ("typical", "typical"),
-    ("favourable", "favourable"),
-    ("favourable", "unfavourable"),
-    ("unfavourable", "favourable"),
-    ("unfavourable", "unfavourable"),
-)
+_ENDS: tuple[Choice, Choice] = "favourable", "unfavourable"
+CORNERS: tuple[tuple[Choice, Choice], ...] = ("typical", "typical"), *product(_ENDS, _ENDS)
 """The choice of figures of each machine: for computation, and for links."""
 
 
@@ -86,13 +82,6 @@ class Timed:
         recomputed = ["full recomputation"] * self.training.recomputes
         return ", ".join([*layout, *recomputed, self.form.name])
 
-    @property
-    def tokens(self) -> Range:
-        """Tokens per second and NPU."""
-        model, npus = self.training.model, self.training.layout.npus
-        tokens = model.seq_length * model.global_batch_size
-        return Range.of([tokens / (seconds * npus) for seconds in self.seconds])
-
     def row(self, first: Timed) -> dict[str, str]:
         """The cells of a table by column, beside those of the ``first``, which is bold."""
         mark, longer = "**", "-"
@@ -100,13 +89,15 @@ class Timed:
             pairs = list(zip(self.seconds, first.seconds, strict=True))
             slower = f"{sum(ours > theirs for ours, theirs in pairs)} of {len(pairs)}"
             mark, longer = "", f"{self.typical / first.typical - 1:+.1%} ({slower})"
+        model = self.training.model
+        tokens = model.seq_length * model.global_batch_size / self.training.layout.npus
         return {
             **self._sizes,
             "recompute": "full" if self.training.recomputes else "none",
             "form": f"{mark}{self.form.name}{mark}",
             "step": self.step,
             "longer (machines)": longer,
-            "tokens/s/NPU": self.tokens.text("{:.0f}".format),
+            "tokens/s/NPU": Range.of([tokens / s for s in self.seconds]).text("{:.0f}".format),
             "memory of an NPU": f"{self.memory.total / 2**30:.1f} GiB"
             + (not self.fits) * ", too much",
         }
@@ -120,7 +111,6 @@ class Timed:
             "form": self.form.name,
             "flags": None if self.form.flags is None else launching(self.form, self.training),
             "step": Range.of(self.seconds)._asdict(),
-            "tokens": self.tokens._asdict(),
             "memory_bytes": self.memory.total,
             "fits": self.fits,
         }

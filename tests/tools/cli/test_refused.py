@@ -74,6 +74,11 @@ QUESTIONS = (
     ("plan goof.sh", "a folder of profiles, or --model NAME; did you mean good.sh?"),
     ("simulate --model machine.yaml", "machine.yaml describes a machine; give it as --hardware"),
     ("simulate --dp 2048", "16384 NPUs are more than the 8192 of 1024 nodes of 8 in "),
+    (
+        "simulate --cp 3",
+        "llama3_8b.yaml: sequence length 8192 is not divisible by TP*CP = 8*3 = 24; "
+        "choose seq_length 8184 or 8208",
+    ),
     ("simulate --tp 3", "their common divisor 8 is not divisible by TP 3; choose TP 2 or 4"),
     ("bench --works mlp,mpl", "'mpl' is unknown; choose from mlp, layers, micro-batches; did you"),
     ("bench --forms our-c4", "'our-c4' is unknown; choose from p2p, slices-2, "),

@@ -11,7 +11,6 @@ import pytest
 from commfuse_npu.tools import cli, drawing
 from commfuse_npu.tools.drawing import Bit, Row, draw, gantt
 from commfuse_npu.tools.simulate.lanes import lanes
-from scripts.evidence.layers import _wins
 from scripts.evidence.pictures import forms, step
 from tests.tools.answers import answer
 
@@ -36,17 +35,17 @@ def test_options_of_the_machine_cost_what_they_say(tmp_path: Path) -> None:
 
 
 def test_a_table_and_json(capsys, tmp_path: Path) -> None:
-    words = "simulate --tp 2 --dp 1 --micro-batches 1 --sequence-length 2048"
+    words = "simulate --tp 2 --micro-batches 1 --sequence-length 2048"
     content = answer(tmp_path, *words.split())
     text = capsys.readouterr().out
     assert "Simulated, not measured." in text
     assert content["simulated"] is True
     assert content["hardware"]["figures"]["inside.rate"]["source"]
     rows = {row["form"]: row for row in content["forms"]}
-    assert text.count("\n| 2 | 1 | 1 | 1 | none |") == len(rows)
-    step, tokens = (rows["mc2"][figure]["typical"] for figure in ("step", "tokens"))
-    # Two sequences on two NPUs.
-    assert tokens == pytest.approx(2048 / step)
+    assert text.count("\n| 2 | 1 | 1 | 4 | none |") == len(rows)
+    # Eight sequences on eight NPUs.
+    (cells,) = [line.split(" | ") for line in text.splitlines() if "| mc2 |" in line]
+    assert float(cells[8].split()[0]) == round(2048 / rows["mc2"]["step"]["typical"])
     assert content["ratio"]["low"] < content["ratio"]["typical"] < content["ratio"]["high"]
     assert (rows["compute"]["flags"], rows["megatron"]["flags"]) == (None, [])
     assert content["recommended"]["form"] in text.splitlines()[0]
@@ -94,17 +93,6 @@ def test_the_picture_says_what_is_simulated() -> None:
         # A single pair has no neighbors and takes a little longer.
         assert end == pytest.approx(1e3 * time.seconds, rel=0.01)
         assert f">{row.label}</text>" in shipped
-
-
-def test_wins_are_counted_typically_and_at_every_corner() -> None:
-    points = [
-        [{"a": 1.0, "b": 2.0}, {"a": 3.0, "b": 2.0}],
-        [{"a": 1.0, "b": 2.0, "c": 3.0}] * 2,
-        [{"a": 2.0, "c": 1.0}] * 2,
-    ]
-    assert _wins(points, "a", "b") == (2, 1)  # of the two points that have it
-    assert _wins(points, "a", "c") == (1, 1)
-    assert _wins(points, "a", "b", "c") == (2, 1)
 
 
 def test_a_picture_is_a_file_and_needs_a_package(tmp_path: Path, monkeypatch) -> None:

@@ -27,7 +27,7 @@ from commfuse_npu.tools.simulate.variants import (
     Variant,
     fused,
 )
-from tests.tools.simulate.machines import check_timeline, ideal
+from tests.tools.simulate.machines import IDEAL, check_timeline, ideal
 
 TOKENS, HIDDEN, TP = 64, 16, 4
 DENSE = LayerShape(TOKENS, TOKENS, 1, HIDDEN, 32, 48, 64, TP)
@@ -35,8 +35,10 @@ EXPERTS = Experts(number=8, each=2, width=24, shared=0, parallel=4, tensor=1)
 ROW = HIDDEN * ITEM_BYTES
 
 
-def seconds(variant: Variant, build: Callable[[Rank], None], ranks: int = TP) -> float:
-    return simulate(Links(ideal(), ranks), variant, build, steady=True).seconds
+def seconds(
+    variant: Variant, build: Callable[[Rank], None], ranks: int = TP, machine: Machine = IDEAL
+) -> float:
+    return simulate(Links(machine, ranks), variant, build).seconds
 
 
 def operations(part: Callable[..., None], ranks: int, *sizes: int) -> list[Operation]:
@@ -50,13 +52,6 @@ def elements(part: Callable[..., None], ranks: int, *sizes: int) -> float:
     """Elements that the element-wise work of a part of a layer reads and writes."""
     kinds = "latent heads", "sort", "activation"
     return sum(o.seconds for o in operations(part, ranks, *sizes) if o.name.endswith(kinds))
-
-
-def timed(
-    machine: Machine, shape: LayerShape, variant: Variant, part: Callable[..., None]
-) -> float:
-    """Seconds of a part of a layer, as one rank of another group has it."""
-    return simulate(Links(machine, 1), variant, partial(part, shape=shape)).seconds
 
 
 def ways(shape: LayerShape, variant: Variant, ranks: int = TP) -> list[float]:
@@ -110,7 +105,7 @@ def test_a_layer_of_experts() -> None:
     starts = ideal(cube_flops=math.inf, gemm_start=1.0)
     for experts, started in ((EXPERTS, 1), (one_by_one, local)):
         build = partial(experts.forward, tokens=TOKENS, hidden=HIDDEN)
-        assert simulate(Links(starts, 1), COMPUTE_ONLY, build).seconds == 1 + 2 * started
+        assert seconds(COMPUTE_ONLY, build, 1, starts) == 1 + 2 * started
     assert launches(one_by_one.forward) - launches(EXPERTS.forward) == 3 * (local - 1)
     assert launches(one_by_one.backward) - launches(EXPERTS.backward) == 7 * local - 5
 
@@ -184,10 +179,7 @@ def context_parallel(size: int, tp: int = 1, groups: int = 64, ring: bool = Fals
 
 
 def attended(machine: Machine, shape: LayerShape, way: int, variant: Variant = MEGATRON) -> float:
-    def build(rank: Rank) -> None:
-        attend(rank, shape, way)
-
-    return simulate(Links(machine, shape.ranks), variant, build).seconds
+    return seconds(variant, partial(attend, shape=shape, way=way), shape.ranks, machine)
 
 
 @pytest.mark.parametrize("way", [0, 1])
@@ -239,9 +231,13 @@ def test_a_pair_hides_exchanges_of_tokens_and_heads_but_not_a_ring(
     shape: LayerShape, hides: bool
 ) -> None:
     machine = ideal(cube_flops=2e3)
-    pair = timed(machine, shape, FB_OVERLAP, partial(fb_overlap.pair, layers=1))
+    forward, backward, pair = (
+        partial(part, shape=shape)
+        for part in (llama.forward, llama.backward, partial(fb_overlap.pair, layers=1))
+    )
+    pair = seconds(FB_OVERLAP, pair, 1, machine)
     free, plain = (
-        sum(timed(machine, shape, variant, part) for part in (llama.forward, llama.backward))
+        sum(seconds(variant, part, 1, machine) for part in (forward, backward))
         for variant in (COMPUTE_ONLY, MEGATRON)
     )
     assert free <= pair
