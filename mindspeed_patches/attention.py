@@ -31,31 +31,21 @@ from torch.utils._pytree import tree_map_only
 from commfuse_npu.ops import Documents, LinearOptions
 from commfuse_npu.ops.call import AnyTransport
 
-OWN_FORWARD = "its forward was replaced by someone else"
-
-
 _AFTER_THE_MASK = ("attn_mask_type", "attention_bias", "packed_seq_params")
 
 
 def mask_of(
-    owner: Any,
-    config: Any,
-    training: bool,
-    args: Sequence[Any],
-    kwargs: dict[str, Any],
-    length: int,
-    batch: int,
+    owner: Any, args: Sequence[Any], kwargs: dict[str, Any], length: int, batch: int
 ) -> dict[str, Any] | str:
     """The ops' ``causal`` and ``documents``, or why this attention is more than a softmax.
 
     Args:
-        owner: has the mask type if the call does not pass one.
-        config: Megatron's configuration of the layer.
-        training: whether dropout is active.
-        args, kwargs: of a call of core attention, or of the layer around it, from the mask on.
+        owner: core attention or the layer around it; has the mask type if the call passes none.
+        args, kwargs: of its call, from the mask on.
         length: of the full sequence.
         batch: number of sequences.
     """
+    config = owner.config
     arguments = dict(zip(_AFTER_THE_MASK, args[1:], strict=False)) | kwargs
     packed = arguments.get("packed_seq_params")
     kind = arguments.get("attn_mask_type") or owner.attn_mask_type
@@ -77,10 +67,8 @@ def mask_of(
         )
     if arguments.get("attention_bias") is not None:
         return "an attention bias is added to the scores"
-    if config.attention_dropout and training:
+    if config.attention_dropout and owner.training:
         return f"attention dropout is {config.attention_dropout}"
-    if getattr(config, "window_size", None) is not None:
-        return "a sliding window limits the keys"
     if packed is None:
         return {"causal": kind == "causal"}
     documents = _of_documents(packed, length, batch)
@@ -89,14 +77,11 @@ def mask_of(
     return {"causal": True, "documents": documents}
 
 
-def heads_obstacle(query: Any, key: Any, value: Any) -> str | None:
+def heads_obstacle(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> str | None:
     """Why these queries and keys are not those of the fused ops, or ``None``."""
-    if not all(isinstance(tensor, torch.Tensor) for tensor in (query, key, value)):
-        return "queries or keys are not one tensor"
-    if query.dim() != 4 or query.shape[0] != key.shape[0] or key.shape != value.shape:
-        shapes = f"queries {tuple(query.shape)} and keys {tuple(key.shape)}"
-        return f"{shapes} are not of one sequence"
-    return None
+    if query.dim() == 4 and query.shape[0] == key.shape[0] and key.shape == value.shape:
+        return None
+    return f"queries {tuple(query.shape)} and keys {tuple(key.shape)} are not of one sequence"
 
 
 def proj_obstacle(linear: Any) -> str | None:
@@ -106,10 +91,8 @@ def proj_obstacle(linear: Any) -> str | None:
     """
     from megatron.core.tensor_parallel.layers import RowParallelLinear
 
-    if "forward" in vars(linear):
-        return OWN_FORWARD
-    if type(linear).forward is not RowParallelLinear.forward:
-        return f"{type(linear).__name__} is not Megatron's linear layer"
+    if "forward" in vars(linear) or type(linear).forward is not RowParallelLinear.forward:
+        return f"the forward of its {type(linear).__name__} is not Megatron's"
     return None
 
 

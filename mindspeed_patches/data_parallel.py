@@ -89,17 +89,16 @@ class BucketWrappers:
             grad_data *= gradient_scaling_factor
             reduce_scatter(shard of grad_data, grad_data)      # the sum, or the average
         """
-        if self._left(group, "gradients"):
+        buckets = self._buckets("gradients", group)
+        if buckets is None:
             return start(group, *args, **kwargs)
         config = group.ddp_config
-        if group.grad_reduce_handle is not None:
-            raise _under_way("gradients", "finish_grad_sync")
+        assert group.grad_reduce_handle is None, "call finish_grad_sync first"
         if config.check_for_nan_in_grad or config.check_for_large_grads:
             group.check_grads(
                 check_for_nan_or_inf=config.check_for_nan_in_grad,
                 check_for_large=config.check_for_large_grads,
             )
-        buckets = self._of("gradients")
         exchanges = (
             buckets.reduce_scatter(
                 bucket.grad_data,
@@ -117,15 +116,14 @@ class BucketWrappers:
         self, start: Callable[..., None], group: Any, force_sync: bool = False
     ) -> None:
         """``start_param_sync(force_sync=False)``: an ``all_gather`` of each ``param_data``."""
-        if self._left(group, "parameters"):
+        buckets = self._buckets("parameters", group)
+        if buckets is None:
             return start(group, force_sync=force_sync)
         if group.param_gather_handle is not None:
-            if not force_sync:
-                raise _under_way("parameters", "finish_param_sync")
+            assert force_sync, "call finish_param_sync first"
             group.param_gather_handle.wait()
             group.param_gather_handle = None
             return None
-        buckets = self._of("parameters")
         exchanges = (buckets.all_gather(bucket.param_data) for bucket in group.buckets)
         overlap = group.ddp_config.overlap_param_gather and not force_sync
         group.param_gather_handle = self._started("parameters", exchanges, overlap)
@@ -151,18 +149,16 @@ class BucketWrappers:
             return "these parameters are sharded over another group than the dense ones"
         return None
 
-    def _left(self, group: Any, name: str) -> bool:
-        """Count the buckets of a group that keeps its own transfers; whether it does."""
+    def _buckets(self, name: str, group: Any) -> Buckets | None:
+        """What exchanges the buckets of a group, or ``None`` if it keeps its own transfers."""
         reason = self.obstacle(group, name)
-        if reason is not None:
-            self._linears.fall_back(name, reason, len(group.buckets))
-        return reason is not None
+        if reason is None:
+            return Buckets(self._lanes(name), self._options)
+        self._linears.fall_back(name, reason, len(group.buckets))
+        return None
 
     def _lanes(self, name: str) -> Transport:
         return cast(Transport, self.users[name].lanes())
-
-    def _of(self, name: str) -> Buckets:
-        return Buckets(self._lanes(name), self._options)
 
     def _started(self, name: str, exchanges: Iterable[Any], asynchronous: bool) -> _Handles | None:
         """Start the exchanges; return their handles, or wait and return ``None``."""
@@ -189,16 +185,5 @@ class BucketWrappers:
         if replica.size() == 1:
             return
         present = torch.ones(1, device=lanes.device_type)
-        try:
-            dist.all_reduce(present, group=replica)
-            present.item()  # On a device the host waits here.
-        except RuntimeError as error:
-            lanes.fail(f"finish_grad_sync: meeting the model-parallel ranks: {error}")
-            raise lanes.error() from error
-
-
-def _under_way(what: str, finish: str) -> AssertionError:
-    """As Megatron raises, but also under ``python -O``: a lost handle would lose gradients."""
-    return AssertionError(
-        f"the {what} of this bucket group are under way already; call {finish} first"
-    )
+        dist.all_reduce(present, group=replica)
+        present.item()  # On a device the host waits here.

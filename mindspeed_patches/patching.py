@@ -58,17 +58,7 @@ class PatchManager:
         self._applied = ExitStack()
 
     def register_patch(self, orig_func_name: str, new_func: Function) -> None:
-        """Store a wrapper for ``package.module.function`` or ``package.module.Class.method``.
-
-        Raises:
-            ValueError: MindSpeed would not take the function for a wrapper.
-        """
-        name = getattr(new_func, "__name__", "")
-        if not name.endswith(("wrapper", "decorator")):
-            raise ValueError(
-                f"{name or new_func} would replace {orig_func_name}; wrap it instead (a name that "
-                "ends in _wrapper)"
-            )
+        """Store a wrapper for ``package.module.function`` or ``package.module.Class.method``."""
         wrappers = self._wrappers.setdefault(orig_func_name, [])
         if new_func not in wrappers:
             wrappers.append(new_func)

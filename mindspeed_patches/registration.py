@@ -39,16 +39,25 @@ def install() -> CommFuseFeature:
     """
     _check_versions()
     manager = _features_manager()
-    if getattr(manager.set_features_list, "keeps", None) is not FEATURE:
-        for name in _APPLIES_PATCHES:
-            if name in sys.modules:
-                raise RuntimeError(
-                    f"mindspeed_patches.install() comes too late: {name} is imported, and has "
-                    "applied the patches of all features; call it after import torch and before "
-                    "the import of mindspeed_llm or mindspeed.megatron_adaptor, or start the "
-                    "script with -m mindspeed_patches.launch"
-                )
-        _keep(FEATURE, manager)
+    replace_list = manager.set_features_list
+    if getattr(replace_list, "keeps", None) is FEATURE:
+        return FEATURE
+    for name in _APPLIES_PATCHES:
+        if name in sys.modules:
+            raise RuntimeError(
+                f"mindspeed_patches.install() comes too late: {name} is imported, and has applied "
+                "the patches of all features; call it after import torch and before the import of "
+                "mindspeed_llm or mindspeed.megatron_adaptor, or start the script with -m "
+                "mindspeed_patches.launch"
+            )
+
+    @functools.wraps(replace_list)
+    def set_features_list(features_list: Sequence[Any]) -> None:
+        replace_list([*(other for other in features_list if other is not FEATURE), FEATURE])
+
+    set_features_list.keeps = FEATURE  # type: ignore[attr-defined]
+    manager.set_features_list = staticmethod(set_features_list)
+    set_features_list(list(manager.FEATURES_LIST))
     return FEATURE
 
 
@@ -103,16 +112,3 @@ def _check_versions() -> None:
         raise RuntimeError(
             f"Megatron core {core.version} in {core.folders[0]}: {WHY_WITHOUT}; use {TOGETHER}"
         )
-
-
-def _keep(feature: CommFuseFeature, manager: Any) -> None:
-    """Append the feature to the list, now and whenever the list is replaced."""
-    replace_list = manager.set_features_list
-
-    @functools.wraps(replace_list)
-    def set_features_list(features_list: Sequence[Any]) -> None:
-        replace_list([*(other for other in features_list if other is not feature), feature])
-
-    set_features_list.keeps = feature  # type: ignore[attr-defined]
-    manager.set_features_list = staticmethod(set_features_list)
-    set_features_list(list(manager.FEATURES_LIST))

@@ -135,7 +135,7 @@ class StartReport:
 def _mask_obstacle(layer: Any) -> str | None:
     if getattr(layer.config, "reset_attention_mask", False):
         return None  # packed documents, whose ends only a call has
-    mask = mask_of(layer, layer.config, layer.training, (), {}, 1, 1)
+    mask = mask_of(layer, (), {}, 1, 1)
     return mask if isinstance(mask, str) else None
 
 

@@ -142,19 +142,9 @@ class UlyssesWrappers(LaneUser):
         if joined is not None and joined.qkv:
             heads, mask = (query, key, value), joined.mask
         else:
-            allowed = (
-                self._obstacle(attention)
-                or heads_obstacle(query, key, value)
-                or mask_of(
-                    core,
-                    core.config,
-                    attention.training,
-                    args,
-                    kwargs,
-                    query.shape[0] * lanes.size,
-                    query.shape[1],
-                )
-            )
+            reason = self._obstacle(attention) or heads_obstacle(query, key, value)
+            length, batch = query.shape[0] * lanes.size, query.shape[1]
+            allowed = reason or mask_of(core, args, kwargs, length, batch)
             if isinstance(allowed, str):
                 self._linears.fall_back("ulysses", allowed)
                 return forward(attention, query, key, value, *args, **kwargs)
@@ -181,29 +171,20 @@ class UlyssesWrappers(LaneUser):
         """
         core, (rows, batch) = layer.core_attention, hidden_states.shape[:2]
         local = getattr(core, "local_attn", None)
+        exchanges = getattr(local, "ulysses_comm_para", None) and hasattr(layer, "linear_qkv")
         with ExitStack() as stack:
-            if getattr(local, "ulysses_comm_para", None) and hasattr(layer, "linear_qkv"):
-                config, ranks = innermost(local).config, self.lanes().size
-                if layer.config.sequence_parallel:  # core attention gets the rows of all its ranks
-                    rows *= layer.config.tensor_model_parallel_size
-                given = (attention_mask,), arguments
-                mask = self._obstacle(core) or mask_of(
-                    layer, config, core.training, *given, rows * ranks, batch
-                )
-                if not isinstance(mask, str):  # else the wrapper of the exchange logs the reason
-                    arguments |= self._join(layer, rows, mask, arguments, stack)
+            if exchanges and self._obstacle(layer.core_attention) is None:
+                arguments |= self._join(layer, rows, batch, arguments, stack)
             return forward(layer, hidden_states, attention_mask, **arguments)
 
     def _join(
-        self,
-        layer: Any,
-        rows: int,
-        mask: dict[str, Any],
-        arguments: dict[str, Any],
-        stack: ExitStack,
+        self, layer: Any, rows: int, batch: int, arguments: dict[str, Any], stack: ExitStack
     ) -> dict[str, Any]:
         """Let the projections take part until ``stack`` closes; returns arguments that change."""
         lanes, obstacle = self.lanes(), projections_obstacle(layer, arguments)
+        mask = {} if obstacle else mask_of(layer, (), arguments, rows * lanes.size, batch)
+        if isinstance(mask, str):  # the wrapper of the exchange logs it
+            return {}
         reasons = {
             "qkv": obstacle or qkv_obstacle(layer, rows, lanes.size, arguments),
             "proj": obstacle or proj_obstacle(layer.linear_proj),

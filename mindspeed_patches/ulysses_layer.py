@@ -16,11 +16,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from commfuse_npu.refusals import RECOMPUTED
 from commfuse_npu.runtime.collectives import all_gather_rows
-from mindspeed_patches.attention import OWN_FORWARD
 
 
 @contextmanager
@@ -46,7 +45,7 @@ def projections_obstacle(layer: Any, arguments: dict[str, Any]) -> str | None:
             "the projections, which have to be whole"
         )
     if "forward" in vars(layer.core_attention):
-        return OWN_FORWARD
+        return "the forward of its core attention was replaced"
     if layer.checkpoint_core_attention and layer.training:
         return RECOMPUTED
     if any(arguments.get(name) is not None for name in ("inference_context", "inference_params")):
@@ -63,7 +62,7 @@ def qkv_obstacle(layer: Any, rows: int, size: int, arguments: dict[str, Any]) ->
     """
     from megatron.core.transformer.attention import SelfAttention
 
-    groups, head = layer.num_query_groups_per_partition, layer.hidden_size_per_attention_head
+    groups, linear = layer.num_query_groups_per_partition, layer.linear_qkv
     if type(layer).get_query_key_value_tensors is not SelfAttention.get_query_key_value_tensors:
         return f"{type(layer).__name__} makes q, k and v in its own way"
     if groups % size:
@@ -71,31 +70,13 @@ def qkv_obstacle(layer: Any, rows: int, size: int, arguments: dict[str, Any]) ->
             f"{groups} query groups are not divisible by {size} ranks: key heads are repeated "
             "before the exchange"
         )
-    linear = layer.linear_qkv
-    if "forward" in vars(linear):
-        return OWN_FORWARD
     if qkv_method(linear) is None:
-        return f"{type(linear).__name__} is not a column-parallel layer that is known"
-    features = (layer.num_attention_heads_per_partition + 2 * groups) * head
-    if linear.weight is None or linear.weight.shape[0] != features:
-        return f"its weight has not {features} rows for q, k and v"
-    norms = (getattr(layer, name, None) for name in ("q_layernorm", "k_layernorm"))
-    weights = [weight for norm in norms if norm is not None for weight in norm.parameters()]
-    if any(weight.numel() != head for weight in weights):
-        return "queries or keys are normalized over several heads"
-    if (packed := arguments.get("packed_seq_params")) is not None:
-        resets = getattr(layer.config, "reset_position_ids", False)
-        if resets and packed.position_ids.shape[0] != rows:
-            return f"its position ids are {tuple(packed.position_ids.shape)} for {rows} rows"
+        return f"the forward of its {type(linear).__name__} is not Megatron's"
+    if arguments.get("packed_seq_params") is not None:
         rows *= size  # embeddings of all positions, from which the rows pick theirs
-    embedding = arguments.get("rotary_pos_emb")
-    for part in embedding if isinstance(embedding, tuple) else (embedding,):
-        if part is None:
-            continue
-        if not isinstance(part, torch.Tensor) or part.requires_grad:
-            return "its positional embedding is no constant tensor"
-        if part.shape[0] != rows:
-            return f"its rotary embedding has {part.shape[0]} positions for {rows} rows"
+    for part in tree_leaves(arguments.get("rotary_pos_emb")):
+        if part is not None and (part.requires_grad or part.shape[0] != rows):
+            return f"its rotary embedding is not a constant of {rows} positions"
     return None
 
 
@@ -103,6 +84,8 @@ def qkv_method(linear: Any) -> str | None:
     """The name of the method in which a column-parallel layer multiplies; ``None`` if unknown."""
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 
+    if "forward" in vars(linear):
+        return None
     if type(linear).forward is ColumnParallelLinear.forward:
         return "forward"
     # MindSpeed's layer with norm calls this attribute for the product.

@@ -206,17 +206,15 @@ class LinearWrappers(LaneUser):
         self,
         layer: Any,
         input_: torch.Tensor,
-        weight: torch.Tensor | None,
+        weight: torch.Tensor,
         bias: torch.Tensor | None,
         gather: bool,
     ) -> torch.Tensor | None:
         """The product if the call is fused, or ``None`` after counting the reason."""
-        name, rows = layer_name(layer), input_.shape[:-1].numel()
-        reason = self._obstacle(layer, rows, gather)
-        if weight is None or weight.shape != (layer.output_size_per_partition, layer.input_size):
-            reason = "the weight is missing or has another shape"  # Megatron's error says it best
-        if weight is None or reason is not None:
-            self.fall_back(name, str(reason))
+        name = layer_name(layer)
+        reason = self._obstacle(layer, input_.shape[:-1].numel(), gather)
+        if reason is not None:
+            self.fall_back(name, reason)
             return None
         self.calls[name, "fused"] += 1
         options = self._options[layer.gradient_accumulation_fusion]
@@ -229,10 +227,7 @@ class LinearWrappers(LaneUser):
     ) -> Output:
         """``forward(input_) -> (output, bias)``."""
         name, lanes = layer_name(layer), self.lanes()
-        length, rows = input_.shape[0], input_.shape[:-1].numel()
-        reason = self._obstacle(layer, rows // lanes.size)
-        if reason is None and layer.sequence_parallel and length % lanes.size:
-            reason = f"sequence length {length} is not divisible by {lanes.size}"
+        reason = self._obstacle(layer, input_.shape[:-1].numel() // lanes.size)
         options = self._options[layer.gradient_accumulation_fusion]
         if isinstance(input_, DeferredAttention):
             if reason is None and layer.sequence_parallel:
@@ -261,15 +256,14 @@ class LinearWrappers(LaneUser):
             query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any
         ) -> torch.Tensor:
             attention = functools.partial(attend, query, key, value, *args, **kwargs)
-            config, training = layer.config, layer.training
-            recomputed = layer.checkpoint_core_attention and training
+            recomputed = layer.checkpoint_core_attention and layer.training
             reason = RECOMPUTED if recomputed else proj_obstacle(layer.linear_proj)
             reason = reason or heads_obstacle(query, key, value)
-            mask = reason or mask_of(layer, config, training, args, kwargs, *query.shape[:2])
+            mask = reason or mask_of(layer, args, kwargs, *query.shape[:2])
             if isinstance(mask, str):
                 self.fall_back("attention", mask)
                 return attention()
-            scale = getattr(config, "softmax_scale", None)
+            scale = getattr(layer.config, "softmax_scale", None)
             return DeferredAttention.of(query, key, value, mask=mask, scale=scale, attend=attention)
 
         layer.core_attention.forward = forward
@@ -293,10 +287,6 @@ class LinearWrappers(LaneUser):
         name, row = layer_name(layer), hasattr(layer, "input_is_parallel")
         if gather:
             return "gather_output needs the whole output"
-        if getattr(layer, "disable_grad_reduce", False):
-            return "with disable_grad_reduce the layer does not reduce its gradient"
-        if row and not layer.input_is_parallel:
-            return "the input has to be scattered first"
         if name == "experts":
             return EXPERTS
         if active_turns() is not None:

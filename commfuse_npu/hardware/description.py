@@ -76,7 +76,6 @@ _RULES: dict[str, dict[str, _Rule]] = {
         "coc_fused_hidden": _HIDDEN,
         "coc_fused_hidden_gemm": _HIDDEN,
         "coc_fused_efficiency": _SHARE._replace(links=True),
-        "mc2_grows": _COST,
         "ordered_sums": _COST,
     },
 }

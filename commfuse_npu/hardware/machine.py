@@ -79,7 +79,6 @@ class Machine:
     coc_fused_hidden: float = 0.0
     coc_fused_hidden_gemm: float = 0.0
     coc_fused_efficiency: float = 1.0
-    mc2_grows: float = 0.0
     ordered_sums: float = 0.0
     expert_launches: float = 36.0
 

@@ -37,7 +37,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Ctrl-C ends each with 130.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
-    name = " ".join(["commfuse-npu", *words[:1]])
     if arguments is None:
         # As after Ctrl-C: processes are ended and temporary folders removed.
         signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
@@ -48,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # Imported here, where Ctrl-C is handled.
         from commfuse_npu.tools.terminal import rendered
 
-        with rendered(name):
+        with rendered():
             code = _answer(words)
             if sys.stdout is not None:
                 sys.stdout.flush()
@@ -72,19 +71,6 @@ def _answer(words: list[str]) -> int:
 
     The doctor checks whether torch works, so nothing may import torch before it.
     """
-    if words and words[0] in _COMMANDS:
-        module, _ = _COMMANDS[words[0]]
-        try:
-            asked = [*_SHORT.get(words[0], ()), *words[1:]]
-            return int(import_module(f"commfuse_npu.tools.{module}").main(asked))
-        except ModuleNotFoundError as error:
-            if error.name not in _PACKAGES:
-                raise
-            print(
-                f"commfuse-npu {words[0]}: {error.name} is not installed; {_PACKAGES[error.name]}",
-                file=sys.stderr,
-            )
-            return 2
     from commfuse_npu.tools.option_types import Parser
 
     lines = [f"  {name:<10}{question}" for name, (_, question) in _COMMANDS.items()]
@@ -97,8 +83,16 @@ def _answer(words: list[str]) -> int:
     )
     parser.add_argument("--version", action="version", version=f"commfuse-npu {__version__}")
     parser.add_argument("command", choices=_COMMANDS, metavar="COMMAND", help="one of those below")
-    parser.parse_args(words[:1] or ["--help"])
-    raise AssertionError("no command, and the parser took it")
+    command = parser.parse_args(words[:1] or ["--help"]).command
+    asked = [*_SHORT.get(command, ()), *words[1:]]
+    try:
+        return int(import_module(f"commfuse_npu.tools.{_COMMANDS[command][0]}").main(asked))
+    except ModuleNotFoundError as error:
+        if error.name not in _PACKAGES:
+            raise
+        said = f"{error.name} is not installed; {_PACKAGES[error.name]}"
+        print(f"commfuse-npu {command}: {said}", file=sys.stderr)
+        return 2
 
 
 if __name__ == "__main__":

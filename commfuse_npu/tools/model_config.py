@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 from commfuse_npu.config_file import ConfigError, find_config, read_config
-from commfuse_npu.did_you_mean import did_you_mean
 from commfuse_npu.options import unknown_option, whole
 from commfuse_npu.plan import block_rows
 
@@ -242,31 +241,25 @@ def _declare(parser: argparse.ArgumentParser) -> None:
 def _from_yaml(path: Path) -> dict[str, Any]:
     """The values of a file, whose keys are read as the options of a command line."""
     content = read_config(path)
-    if {"npu", "host", "inside"} <= content.keys():
-        raise ConfigError(
-            f"{path} describes a machine; give it as --hardware, and a model's file here"
-        )
-    empty = [name for name, value in content.items() if value is None and name != "num_layer_list"]
-    absent = [name for name in _KINDS if name not in content or name in empty]
-    for key in content:
-        # Other options of pretrain_gpt.py, as moe_ffn_hidden_size, are less similar.
-        if key not in _KINDS and (near := did_you_mean(str(key), absent, 0.9)):
-            raise ConfigError(f"{path}: unknown option {key!r}{near}")
-    if missing := [name for name in absent if _KINDS[name] != _WORDS]:
+    needed = (name for name, kind in _KINDS.items() if kind not in (_WORDS, _NUMBERS))
+    if missing := [name for name in needed if content.get(name) is None]:
         raise ConfigError(f"{path}: {', '.join(missing)} missing; every option has to be there")
     words: list[str] = []
     lines: dict[str, tuple[str, ...]] = {"pretrain_options": ()}
     for name, value in content.items():
-        kind, where = _KINDS.get(name), f"{path}: {name}: {value!r:.40} is not"
+        kind, option = _KINDS.get(name), _option(str(name))
         if kind == _WORDS:
             lines[name] = tuple(str(value or "").split())
             if lines[name] and not lines[name][0].startswith("--"):
-                raise ConfigError(f"{where} a line of options, as --option value")
-        elif kind and (isinstance(value, list) or isinstance(value, bool) != (kind == "bool")):
-            raise ConfigError(f"{where} {'true or false' if kind == 'bool' else 'a value'}")
-        elif value is not False and value is not None:
-            parts = [] if value is True else value if isinstance(value, list) else [value]
-            words += [_option(str(name)), *map(str, parts)]
+                raise ConfigError(
+                    f"{path}: {name}: {value!r:.40} is not a line of options, as --option value"
+                )
+        elif value is True:
+            words.append(option)
+        elif value is not None and not (value is False and kind in (None, "bool")):
+            # One word, so that the option takes all of it or refuses it.
+            parts = value if isinstance(value, list) else [value]
+            words += [f"{option}={value}"] if kind else [option, *map(str, parts)]
     try:
         known, others = known_options(words, _declare)
     except ConfigError as error:

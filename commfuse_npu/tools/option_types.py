@@ -3,12 +3,9 @@
 import argparse
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
-
-from commfuse_npu.did_you_mean import did_you_mean
-from commfuse_npu.tools.terminal import tell
 
 
 class Parser(argparse.ArgumentParser):
@@ -20,16 +17,6 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, **options: Any) -> None:
         super().__init__(allow_abbrev=False, **options)
 
-    def parse_args(  # type: ignore[override]
-        self, args: Sequence[str] | None = None, namespace: Any = None
-    ) -> argparse.Namespace:
-        options, unknown = self.parse_known_args(args, namespace)
-        if unknown:
-            names = [name for action in self._actions for name in action.option_strings]
-            near = did_you_mean(unknown[0].partition("=")[0], names)
-            self.error(f"unknown: {' '.join(unknown)}{near}")
-        return options
-
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
 
@@ -39,8 +26,6 @@ def refuse(command: str, error: Exception, code: int = 2) -> int:
     message = str(error)
     if isinstance(error, OSError) and error.filename is not None:
         message = f"{error.filename}: {error.strerror}"
-    elif isinstance(error, OSError) and error.strerror:
-        message = f"what it prints cannot be written: {error.strerror}"
     for line in message.splitlines():
         print(f"commfuse-npu {command}: error: {line}", file=sys.stderr)
     return code
@@ -81,7 +66,6 @@ def write_output(path: Path | None, description: str, write: Callable[[Path], No
     """
     if path is None:
         return
-    tell(f"writing {path}")
     try:
         write(path)
     except OSError as error:

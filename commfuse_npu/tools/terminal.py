@@ -1,4 +1,4 @@
-"""Terminal output: aligned tables, the verdict in color, and a progress line.
+"""Terminal output: aligned tables, and a progress line.
 
 Commands print Markdown.  In a pipe it is unchanged.  On a terminal its marks are left out, and the
 columns of a table that fits are aligned.
@@ -15,7 +15,6 @@ from typing import Any, TextIO, cast
 _RULE = re.compile(r"\|[-:| ]+\|")
 # Not the stars of a traceback's f(**kwargs).
 _MARKS = re.compile(r"^#+ |`|\*\*(?!\w+[,)])", re.M)
-_VERDICTS = {True: "\x1b[1;32m", False: "\x1b[1;31m", None: "\x1b[1m"}
 _CLEAR_LINE = "\r\x1b[K"
 
 
@@ -30,8 +29,8 @@ def table_head(cells: Sequence[str], numbers: bool = True) -> str:
 
 
 @contextmanager
-def rendered(doing: str) -> Iterator[None]:
-    """Context manager that renders output to a terminal, and first tells what is done."""
+def rendered() -> Iterator[None]:
+    """Context manager that renders output to a terminal."""
     with ExitStack() as ended:
         redirects = (sys.stderr, redirect_stderr), (sys.stdout, redirect_stdout)
         for terminal, redirect in redirects:
@@ -40,7 +39,6 @@ def rendered(doing: str) -> Iterator[None]:
                 ended.callback(stream.end)
                 ended.enter_context(redirect(cast(TextIO, stream)))
         ended.callback(tell, "")
-        tell(doing)
         yield
 
 
@@ -50,14 +48,6 @@ def tell(what: str) -> None:
         # Not up to the last column, where a terminal begins another line.
         sys.stderr.terminal.write(f"{_CLEAR_LINE}{what[: sys.stderr.width - 1]}")
         sys.stderr.terminal.flush()
-
-
-def print_verdict(text: str, good: bool | None = None) -> None:
-    """Print the answer of a command; on a terminal green if ``good``, red if not."""
-    plain = os.environ.get("TERM") == "dumb" or os.environ.get("NO_COLOR")
-    if isinstance(sys.stdout, _Rendered) and not plain:
-        text = f"{_VERDICTS[good]}{text}\x1b[0m"
-    print(text)
 
 
 class _Rendered:

@@ -11,7 +11,7 @@ from commfuse_npu.proof.recorded_order import LogError
 from commfuse_npu.proof.verify import counter_examples
 from commfuse_npu.proof.verify_log import verify_logs
 from commfuse_npu.tools.option_types import Parser, refuse
-from commfuse_npu.tools.terminal import print_verdict, tell
+from commfuse_npu.tools.terminal import tell
 
 _MOST_RANKS = 1024
 """No group is larger, and a larger proof would not end."""
@@ -36,30 +36,25 @@ def main(words: Sequence[str]) -> int:
 
 
 def _verify(most: int) -> int:
-    start, sets, programs, instructions = time.perf_counter(), 0, 0, 0
+    start, sets, programs = time.perf_counter(), 0, 0
     for size in range(2, most + 1):
         for case in cases(size):
             tell(f"{size} ranks, up to {most}: {sets:,} sets of programs are proved")
             group = case.programs()
             if examples := counter_examples(group):
-                print_verdict(f"refuted: {case}:", False)
-                print("", *examples, sep="\n- ")
+                print(f"refuted: {case}:\n", *examples, sep="\n- ")
                 return 1
             sets += 1
             programs += len(group)
-            instructions += sum(len(program.code) for program in group)
             # Otherwise they would stay cached, as for a run.
             RULES[case.rule].cache_clear()
     of_lanes = ", ".join("one per peer" if lane is None else str(lane) for lane in LANES)
-    print_verdict(
+    print(
         f"proved: all programs of 2 to {most} ranks: {len(RULES)} rules, chunks "
         f"{', '.join(map(str, CHUNKS))}, lanes {of_lanes}; every row is what it has to be, one "
-        "order for all ranks, no deadlock",
-        True,
+        "order for all ranks, no deadlock"
     )
-    seconds = time.perf_counter() - start
-    summed = f"{sets:,} sets of {programs:,} programs with {instructions:,} instructions"
-    print(f"\n{summed}, {seconds:.0f} s")
+    print(f"\n{sets:,} sets of {programs:,} programs, {time.perf_counter() - start:.0f} s")
     return 0
 
 
@@ -69,18 +64,14 @@ def _verify_log(paths: Sequence[Path]) -> int:
         result = verify_logs(paths)
     except OSError as error:
         raise LogError(f"cannot read {error.filename}: {error.strerror}") from error
-    elapsed = time.perf_counter() - start
-    summary = (
-        f"{result.ranks} ranks, {result.operations} operations, {result.messages} posts, "
-        f"{elapsed:.0f} s"
-    )
+    verdict, code = "proved", 0
     if result.faults:
-        print_verdict(f"refuted ({summary}):", False)
-        print("", *result.faults, *result.notes, sep="\n- ")
-        return 1
-    if result.notes:
-        print_verdict(f"no fault as far as it is known, which is no proof ({summary}):")
-        print("", *result.notes, sep="\n- ")
-        return 2
-    print_verdict(f"proved: {summary}", True)
-    return 0
+        verdict, code = "refuted", 1
+    elif result.notes:
+        verdict, code = "no fault as far as it is known, which is no proof", 2
+    summary = (
+        f"{verdict}: {result.ranks} ranks, {result.operations} operations, {result.messages} "
+        f"posts, {time.perf_counter() - start:.0f} s\n"
+    )
+    print(summary, *result.faults, *result.notes, sep="\n- ")
+    return code

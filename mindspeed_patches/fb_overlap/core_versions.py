@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-import importlib
 import inspect
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -23,6 +23,7 @@ _EXCLUDED = {
     "cuda_graph_impl": _GRAPHS,
     "cpu_offloading": _ONE_AT_A_TIME,
     "fine_grained_activation_offloading": _ONE_AT_A_TIME,
+    "num_microbatches_with_partial_activation_checkpoints": "it counts them in another order",
     "tp_comm_overlap": "its transfers are inside TransformerEngine, in one buffer for all layers",
     "symmetric_ar_type": "its transfers are inside TransformerEngine, in memory that ranks share",
 }
@@ -82,11 +83,8 @@ class Layout:
         }
         values: list[Any] = [state.get(name) for name in _HIDDEN.values()]
         values += [getattr(self._given, name, None) for name in _HIDDEN]
-        try:
-            hybrid = importlib.import_module("mindspeed.core.context_parallel.model_parallel_utils")
-            values += vars(hybrid).values()
-        except ModuleNotFoundError:
-            pass
+        hybrid = sys.modules.get("mindspeed.core.context_parallel.model_parallel_utils")
+        values += vars(hybrid).values() if hybrid is not None else ()
         groups = (
             value for value in values if isinstance(value, dist.ProcessGroup) and value.size() > 1
         )

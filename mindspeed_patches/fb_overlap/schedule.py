@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from commfuse_npu.plan.slots import Slot, Step, most_in_flight, slots
+from commfuse_npu.plan.slots import Slot, Step, slots
 from mindspeed_patches.fb_overlap.core_versions import Layout, exchange, supported_keywords
 
 
@@ -115,10 +115,6 @@ class OverlappedSchedule:
         self._enter_chunk(step.chunk)
         if len(self._models) > 1 and config.param_sync_func is not None:
             self._begin_parameters(step)
-        partly = None
-        if config.num_microbatches_with_partial_activation_checkpoints is not None:
-            number = self._steps["forward"].index(step) % most_in_flight(self._plan)
-            partly = number >= config.num_microbatches_with_partial_activation_checkpoints
         forward_step = self._schedules.forward_step
         result: tuple[Any, Any] = forward_step(
             self._step["forward_step_func"],
@@ -129,7 +125,7 @@ class OverlappedSchedule:
             self._losses,
             config,
             collect_non_loss_data=self._step.get("collect_non_loss_data", False),
-            checkpoint_activations_microbatch=partly,
+            checkpoint_activations_microbatch=None,
             is_first_microbatch=step.microbatch == 0,
             current_microbatch=step.microbatch,
             **supported_keywords(

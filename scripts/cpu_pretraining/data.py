@@ -46,7 +46,8 @@ def load_corpus(seq_length: int) -> Corpus:
     tokens = 0
     for path in sorted(root.rglob("*.py")):
         if _SKIPPED.isdisjoint(path.relative_to(root).parts) and (document := path.read_bytes()):
-            documents.append(np.array([*document, VOCABULARY - 1], np.uint16))
+            text = np.frombuffer(document, np.uint8)
+            documents.append(np.append(text, VOCABULARY - 1).astype(np.uint16))
             tokens += len(documents[-1])
         if tokens >= _BYTES:
             break

@@ -65,25 +65,30 @@ def counted(case: Fused, calls: Any) -> None:
 
 def compared(rank: int, cases: list[Fused]) -> None:
     """Megatron's bits; with attention those of collectives, and Megatron's up to rounding."""
-    for case in cases:
-        with layout(case), mock.patch("mindspeed_patches.wrappers._logger") as logger:
-            own, forms = gradients(case), []
-            for collectives in (False, True)[: 1 + case.rounds]:
-                made = mock.patch.object(training, "CollectiveTransport", wraps=CollectiveTransport)
-                with made as over, launched(case, collectives) as (linears, report):
-                    forms.append(gradients(case, report))
-                assert over.called is collectives
-                counted(case, linears.calls)
-        # What the report says is not logged again; only it does not look into Ulysses.
-        assert case.rounds or not logger.warning.called, case
-        for name, value in forms[0].items():
-            expected = own[name]
-            assert torch.equal(value, (forms[1] if case.rounds else own)[name]), (name, case)
-            largest = float(expected.abs().max())
-            assert largest > 0 or case.frozen or case.eval, (name, case)
-            tolerance = 4e-2 if "bf16" in case.options else 1e-5
-            difference = float((value.float() - expected.float()).abs().max())
-            assert difference <= tolerance * largest, (name, difference, largest, case)
+    with layout(cases[0]):
+        for case in cases:
+            compare(case)
+
+
+def compare(case: Fused) -> None:
+    with mock.patch("mindspeed_patches.wrappers._logger") as logger:
+        own, forms = gradients(case), []
+        for collectives in (False, True)[: 1 + case.rounds]:
+            made = mock.patch.object(training, "CollectiveTransport", wraps=CollectiveTransport)
+            with made as over, launched(case, collectives) as (linears, report):
+                forms.append(gradients(case, report))
+            assert over.called is collectives
+            counted(case, linears.calls)
+    # What the report says is not logged again; only it does not look into Ulysses.
+    assert case.rounds or not logger.warning.called, case
+    for name, value in forms[0].items():
+        expected = own[name]
+        assert torch.equal(value, (forms[1] if case.rounds else own)[name]), (name, case)
+        largest = float(expected.abs().max())
+        assert largest > 0 or case.frozen or case.eval, (name, case)
+        tolerance = 4e-2 if "bf16" in case.options else 1e-5
+        difference = float((value.float() - expected.float()).abs().max())
+        assert difference <= tolerance * largest, (name, difference, largest, case)
 
 
 HALF_SUMS = {"grad_reduce_in_fp32": False}
@@ -92,6 +97,7 @@ SELECTIVE = {"recompute_granularity": "selective"}
 ACCUMULATED = {"gradient_accumulation_fusion": True}
 GENERAL = {"attention_mask_type": "general"}
 WHOLE = {"sequence_parallel": False}
+SCALED = {"softmax_scale": 0.2, "rotary_interleaved": True}
 LATENT = {
     "multi_latent_attention": True,
     "q_lora_rank": 32,
@@ -114,10 +120,8 @@ def heads(queries: int, groups: int) -> dict[str, int]:
 LINEAR = Fused(tensor=2, launch="--commfuse-chunks 2")
 LINEARS = [
     LINEAR,
-    LINEAR.but(BF16 | BIASES),
     LINEAR.but(BIASES, frozen="weight"),
-    LINEAR.but(BIASES | RECOMPUTED),
-    LINEAR.but(ACCUMULATED),
+    LINEAR.but(BIASES | RECOMPUTED | BF16),
     LINEAR.but(ACCUMULATED | RECOMPUTED | BIASES | BF16),
     LINEAR.but(ACCUMULATED | BF16 | HALF_SUMS),
     LINEAR.but(ACCUMULATED, tied=True),
@@ -181,38 +185,28 @@ CORE = replace(
     left={f"{name} of ulysses": f"{name} {NOT_LISTED}" for name in ("qkv", "proj")},
 )
 
-
-def shared(queries: int, groups: int, **more: Any) -> Fused:
-    reason = f"{groups} query groups are not divisible by 2 ranks: key heads are repeated before"
-    left, options = {"qkv of ulysses": reason}, heads(queries, groups) | more
-    return JOINED.but(options, fused=("ulysses", "proj"), left=left)
-
-
 EXCHANGED = [
     JOINED,
-    replace(JOINED, launch=ULYSSES, rotary="none", norms=False, mask="no_mask"),
-    JOINED.but(heads(4, 4) | BIASES, rotary="two"),
-    JOINED.but(RECOMPUTED | {"add_qkv_bias": True}),
-    JOINED.but(BF16),
-    JOINED.but(heads(6, 2), launch=ULYSSES),
+    JOINED.but(heads(6, 2), launch=ULYSSES, rotary="none", norms=False, mask="no_mask"),
+    JOINED.but(heads(4, 4) | BIASES | SCALED, rotary="two"),
+    JOINED.but(RECOMPUTED | BF16 | {"add_qkv_bias": True}),
     JOINED.but(ACCUMULATED | RECOMPUTED),
     JOINED.but(BIASES, frozen="linear_qkv.weight"),
     replace(JOINED, frozen="linear_proj.weight", eval=True),
-    JOINED.but({"softmax_scale": 0.2, "rotary_interleaved": True}),
-    PACKED,
+    replace(PACKED, rotary="two"),
     PACKED.but(GENERAL | {"reset_position_ids": False}),
-    PACKED.but(BIASES, rotary="two", norm_column=True),
-    PACKED.but(RECOMPUTED, norm_column=True),
-    shared(4, 1),
-    shared(6, 3, **RECOMPUTED),
+    PACKED.but(BIASES | RECOMPUTED, norm_column=True),
+    JOINED.but(
+        heads(4, 1) | RECOMPUTED,
+        fused=("ulysses", "proj"),
+        left={"qkv of ulysses": "1 query groups are not divisible by 2 ranks: key heads are rep"},
+    ),
     replace(
         CORE,
         launch=f"{ULYSSES} --commfuse-layers qkv,fc1",
         fused=("qkv", "ulysses"),
         left={"proj of ulysses": f"proj {NOT_LISTED}"},
     ),
-    CORE,
-    CORE.but(heads(4, 1)),  # repeated: one group for each of two ranks
     CORE.but(heads(6, 3)),  # repeated although there are more than ranks
     CORE.but(PACKED.options | heads(4, 1) | RECOMPUTED, rotary="none"),
     JOINED.but(SELECTIVE, fused=("ulysses",), left=dict.fromkeys(CORE.left, AGAIN)),
@@ -224,19 +218,20 @@ FOUR = [
     JOINED.but(heads(8, 4), context=4, launch=THREE_LANES),
     PACKED.but(heads(4, 4), context=4),
     CORE.but(heads(8, 2), context=4, launch=f"{THREE_LANES} --commfuse-layers fc1"),
-    replace(
-        JOINED,
-        tensor=2,
-        fused=(*FUSED, "ulysses"),
-        left=dict.fromkeys(CORE.left, "a tensor-parallel group of 2 shares the weights"),
-    ),
 ]
+TWO_BY_TWO = replace(
+    PACKED,
+    tensor=2,
+    rotary="none",
+    fused=(*FUSED, "ulysses"),
+    left=dict.fromkeys(CORE.left, "a tensor-parallel group of 2 shares the weights"),
+)
 
 
 @pytest.mark.parametrize(
     "cases",
-    [LINEARS, ATTENTION, EXCHANGED, FOUR],
-    ids=["linear layers", "attention", "exchange of heads", "among four ranks"],
+    [LINEARS, ATTENTION, EXCHANGED, FOUR, [TWO_BY_TWO]],
+    ids=["linear layers", "attention", "exchange of heads", "among four ranks", "two by two"],
 )
 def test_a_fused_model_computes_what_megatrons_does(ranks, cases: list[Fused]) -> None:
     ranks(cases[0].size).run(compared, cases)

@@ -1,4 +1,4 @@
-"""Calls of Megatron's linear layers that keep its own forward; errors, subclasses, checkpoints."""
+"""Calls of Megatron's linear layers that keep its own forward, and the lines of the page."""
 
 import contextlib
 from typing import Any
@@ -10,7 +10,6 @@ import torch.distributed as dist
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
-from mindspeed_patches import LinearWrappers, PatchManager
 from tests.distributed.ranks import on_ranks
 from tests.docs.test_examples import blocks
 from tests.megatron.models import Case, gpt, settings
@@ -58,18 +57,14 @@ def test_what_keeps_a_layer_from_being_fused(rank: int) -> None:
         for layer, length in ((column, 16), (row, 32)):
             said(layer, "a block has fewer than 33 rows", length=length)
             said(layer, "fused", length=length + 2)
-        said(row, "sequence length 65 is not divisible by 2", length=65)
         said(column, "gather_output needs the whole output", runtime_gather_output=True)
         for owner, name, value, reason in (
             (column, "is_expert", True, "expert layers are left to the token dispatcher"),
             (column, "explicit_expert_comm", True, "moe_shared_expert_overlap gathers"),
             (column.config, "cpu_offloading", True, "cpu_offloading needs Transformer Engine's"),
-            (column, "disable_grad_reduce", True, "with disable_grad_reduce the layer does not"),
         ):
             with mock.patch.object(owner, name, value):
                 said(column, reason)
-        with mock.patch.object(row, "input_is_parallel", False):
-            said(row, "the input has to be scattered first")
         column.config.defer_embedding_wgrad_compute = column.config.mla_up_proj_tp_overlap = True
         for name, reason in (
             ("output", "defer_embedding_wgrad_compute keeps the gradients for later"),
@@ -81,45 +76,20 @@ def test_what_keeps_a_layer_from_being_fused(rank: int) -> None:
 
 
 @on_ranks(2)
-def test_megatrons_own_errors_stay_and_lanes_have_to_exist(rank: int) -> None:
-    x = torch.ones(4, 2, HIDDEN)
-    with layout(CASE):
-        with launched(CASE), pytest.raises(RuntimeError, match="supplied weight"):
-            mlp().linear_fc1(x, weight=torch.ones(3, 3))
-        no_lanes = pytest.raises(RuntimeError, match="after initialize_model_parallel and before")
-        manager = PatchManager()
-        LinearWrappers().register(manager)
-        manager.apply_patches()
-        with no_lanes:
-            mlp().linear_fc1(x)
-        manager.remove_patches()
-    with pytest.raises(ValueError, match="unknown layers fc3; choose from qkv, q_down, q_up, kv_"):
-        LinearWrappers(layers=("fc1", "fc3"))
-
-
-@on_ranks(2)
-def test_aliases_and_subclasses_are_covered_and_checkpoints_unchanged(rank: int) -> None:
-    from megatron.core import tensor_parallel
-
-    with layout(CASE):
-        keys = mlp().linear_fc1.sharded_state_dict().keys()
-        with launched(CASE) as (wrappers, _):
-            layer = mlp().linear_fc1
-            layer.__class__ = type("Subclass", (tensor_parallel.ColumnParallelLinear,), {})
-            layer(torch.ones(4, 2, HIDDEN))
-            assert wrappers.describe() == ["fc1: 1 forward calls fused"]
-            assert layer.sharded_state_dict().keys() == keys
-        assert not hasattr(mlp().linear_fc1, "commfuse_layer"), "patches were not removed"
-
-
-@on_ranks(2)
-def test_the_lines_of_the_page_fuse_a_model(rank: int) -> None:
+def test_the_lines_of_the_page_fuse_a_model_over_lanes_that_have_to_exist(rank: int) -> None:
     from megatron.core import parallel_state
 
     (lines,) = (block for block in blocks("docs/megatron.md") if "LinearWrappers" in block)
     names: dict[str, Any] = {"parallel_state": parallel_state}
     with layout(CASE):
         exec(lines, names)
-        mlp().linear_fc1(torch.ones(4, 2, HIDDEN))
+        wrappers, layer = names["wrappers"], mlp().linear_fc1
+        layer(torch.ones(4, 2, HIDDEN))
+        assert wrappers.describe() == ["fc1: 1 forward calls fused"]
+        wrappers.transport = None
+        with pytest.raises(RuntimeError, match="after initialize_model_parallel and before"):
+            layer(torch.ones(4, 2, HIDDEN))
         names["manager"].remove_patches()
-        assert names["wrappers"].describe() == ["fc1: 1 forward calls fused"]
+        assert not hasattr(mlp().linear_fc1, "commfuse_layer"), "patches were not removed"
+    with pytest.raises(ValueError, match="unknown layers fc3; choose from qkv, q_down, q_up, kv_"):
+        type(wrappers)(layers=("fc1", "fc3"))

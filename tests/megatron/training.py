@@ -172,7 +172,9 @@ class Trainer:
             ends = torch.tensor(ends_of("documents", LENGTH, BATCH))
             lengths = {"max_seqlen_q": LENGTH, "max_seqlen_kv": LENGTH, "qkv_format": "sbhd"}
             packed["packed_seq_params"] = SimpleNamespace(
-                cu_seqlens_q=ends, position_ids=self.numbers, **lengths
+                cu_seqlens_q=ends,
+                position_ids=self.numbers if case.options.get("reset_position_ids") else None,
+                **lengths,
             )
         tokens, labels = (
             whole[:, self.rows].contiguous() for whole in (batch[:, :-1], batch[:, 1:])

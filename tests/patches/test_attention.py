@@ -56,8 +56,8 @@ def call(kind: str = "causal", **given: Any) -> Any:
     """The mask of a call, or the reason for none."""
     config = SimpleNamespace(**{"attention_dropout": 0.0} | given.pop("config", {}))
     owner = SimpleNamespace(config=config, attn_mask_type=kind)
-    training = given.pop("training", True)
-    return mask_of(owner, config, training, (None,), given, LENGTH, BATCH)
+    owner.training = given.pop("training", True)
+    return mask_of(owner, (None,), given, LENGTH, BATCH)
 
 
 def packed(*ends: int) -> SimpleNamespace:
@@ -86,9 +86,7 @@ OF_DEPTHS = PACKED | {"packed_seq_params": SimpleNamespace(cu_seqlens_q=torch.on
         (call(packed_seq_params=packed(16)), QKV, "not those of --reset-attention-mask"),
         (call(kind="no_mask", **PACKED), QKV, "its mask is no_mask; documents are packed for cau"),
         (call(attention_bias=object()), QKV, "an attention bias is added"),
-        (call(config={"window_size": (4, 0)}), QKV, "a sliding window limits the keys"),
         (call(config=DROPOUT), QKV, "attention dropout is 0.1"),
-        (call(), [heads(8, 8), *QKV[1:]], "queries or keys are not one tensor"),
         (call(), heads(8, 8, 4), "queries (8, 2, 2, 4) and keys (8, 2, 2, 4) are not of one seq"),
         (call(), heads(8, 4, 4), "are not of one sequence"),
         (call(), [x.flatten(2) for x in QKV], "are not of one sequence"),

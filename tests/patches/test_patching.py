@@ -48,8 +48,6 @@ def test_what_is_registered_is_in_force_after_apply(modules) -> None:
 
 def test_what_cannot_be_patched_is_named(modules) -> None:
     manager = PatchManager()
-    with pytest.raises(ValueError, match=r"<lambda> would replace patched_module.add; wrap it"):
-        manager.register_patch(ADD, lambda a, b: 0)
     manager.register_patch("patched_module.absent", plus_one_wrapper)
     with pytest.raises(AttributeError, match=r"has no attribute .absent."):
         manager.apply_patches()

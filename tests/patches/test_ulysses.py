@@ -2,7 +2,7 @@
 
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import Mock, call
 
 import pytest
 import torch
@@ -13,71 +13,42 @@ from mindspeed_patches.wrappers import LinearWrappers
 GROUP = object()
 
 
-def attention(mask: str = "causal", nested: bool = False, **exchange: Any) -> Any:
-    """The attributes of MindSpeed's class that the wrapper reads; the core may be nested."""
-    exchange = {"spg": GROUP} | exchange
+def attention(mask: str = "causal", **exchange: Any) -> Any:
+    """The attributes of MindSpeed's class that the wrapper reads; newer versions nest the core."""
     config = SimpleNamespace(attention_dropout=0.0)
-    core = SimpleNamespace(config=config, attn_mask_type=mask, ulysses_comm_para=exchange)
-    if nested:
-        core = SimpleNamespace(core_attention=core, config=config, ulysses_comm_para=exchange)
-    return SimpleNamespace(local_attn=core, training=True)
-
-
-QKV = [torch.zeros(8, 1, heads, 4) for heads in (4, 2, 2)]
+    core = SimpleNamespace(config=config, attn_mask_type=mask, training=True)
+    local = SimpleNamespace(core_attention=core, config=config)
+    local.ulysses_comm_para = {"spg": GROUP} | exchange
+    return SimpleNamespace(local_attn=local)
 
 
 @pytest.mark.parametrize(
-    ("attention", "tensors", "reason"),
+    ("attention", "beside", "keys", "reason"),
     [
-        (attention("padding", nested=True), QKV, "its mask is padding"),
-        (attention(), [QKV, *QKV[1:]], "queries or keys are not one tensor"),
-        (attention(beside=True), QKV, "forward-backward overlap hides its transfers already"),
-        (attention(spg=object()), QKV, "over another group than the context-pa"),
-        (attention(scatter_idx=1), QKV, "it exchanges other dimensions than heads and sequence"),
-        (attention(gather_idx=1), QKV, "it exchanges other dimensions than heads and sequence"),
-        (attention(gather_size_calculator=object()), QKV, "object may gather another number of r"),
+        (attention("padding"), None, 8, "its mask is padding"),
+        (attention(), None, 6, "queries (8, 1, 4, 4) and keys (6, 1, 2, 4) are not of one sequen"),
+        (attention(), "another micro-batch", 8, "forward-backward overlap hides its transfers al"),
+        (attention(spg=object()), None, 8, "over another group than the context-parallel one"),
+        (attention(scatter_idx=1), None, 8, "it exchanges other dimensions than heads and seq"),
+        (attention(gather_idx=1), None, 8, "it exchanges other dimensions than heads and sequen"),
+        (attention(gather_size_calculator=object()), None, 8, "object may gather another number"),
     ],
 )
-def test_obstacles_by_their_reason(
-    attention: Any,
-    tensors: list[Any],
-    reason: str,
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    beside = attention.local_attn.ulysses_comm_para.get("beside")
+def test_obstacles_by_their_reason(attention, beside, keys, reason, caplog, monkeypatch) -> None:
     monkeypatch.setattr("mindspeed_patches.ulysses.active_turns", lambda: beside)
     linears = LinearWrappers()
-    ulysses = UlyssesWrappers(linears)
-    ulysses.transport = SimpleNamespace(size=2, group=GROUP)  # type: ignore[assignment]
-    calls = []
-    forward = ulysses.ulysses_forward_wrapper(lambda *args, **kwargs: calls.append((args, kwargs)))
-    mask = torch.zeros(1, 1, 15, 15)
+    ulysses: Any = UlyssesWrappers(linears)
+    ulysses.transport = SimpleNamespace(size=2, group=GROUP)
+    forward, own = ulysses.ulysses_forward_wrapper, Mock(__name__="forward")
+    qkv = torch.zeros(8, 1, 4, 4), *[torch.zeros(keys, 1, 2, 4)] * 2
+    called = (attention, *qkv, torch.zeros(1, 1, 15, 15))
     for _ in range(2):
-        forward(attention, *tensors, mask, attention_bias=None)
-    assert calls == [((attention, *tensors, mask), {"attention_bias": None})] * 2
+        forward(own)(*called, attention_bias=None)
+    assert own.mock_calls == [call(*called, attention_bias=None)] * 2
     (((name, path), count),) = linears.calls.items()
     assert (name, count) == ("ulysses", 2)
     assert reason in path
     assert len(caplog.records) == (not beside)  # logged once, a pair's never
-
-
-@pytest.mark.parametrize(("sequence_parallel", "rows"), [(True, 8), (False, 4)])
-def test_documents_are_of_the_rows_that_attention_gets(
-    monkeypatch, sequence_parallel, rows
-) -> None:
-    """Also beside tensor parallelism, where each rank of the layer has a part of them."""
-    ulysses: Any = UlyssesWrappers(LinearWrappers())
-    ulysses.transport = SimpleNamespace(size=2, group=GROUP)
-    mask_of = Mock(return_value="left")
-    monkeypatch.setattr("mindspeed_patches.ulysses.mask_of", mask_of)
-    config = SimpleNamespace(tensor_model_parallel_size=2, sequence_parallel=sequence_parallel)
-    layer = SimpleNamespace(
-        core_attention=attention(), linear_qkv=None, config=config, attn_mask_type="causal"
-    )
-    forward = ulysses.attention_forward_wrapper(lambda layer, x, mask: x)
-    forward(layer, torch.zeros(4, 3, 8), None)
-    assert mask_of.call_args.args[-2:] == (2 * rows, 3)
 
 
 @pytest.mark.parametrize(
@@ -85,7 +56,7 @@ def test_documents_are_of_the_rows_that_attention_gets(
     [(0.3, {"softmax_scale": 0.2}, 0.3), (None, {"softmax_scale": 0.2}, 0.2), (None, {}, None)],
 )
 def test_the_scale_is_that_of_local_attention(own: Any, config: Any, expected: Any) -> None:
-    core = innermost(attention(nested=True).local_attn)
+    core = innermost(attention().local_attn)
     vars(core.config).update(config)
     if own is not None:
         core.scale = own

@@ -13,9 +13,8 @@ import subprocess
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from commfuse_npu.packages import Package, find_package
 
@@ -29,7 +28,6 @@ class Finding(NamedTuple):
     knowing.  ``ok``: as it should be.  ``advice``: what to do, and why.
     """
 
-    section: str
     what: str
     level: Level
     value: str
@@ -45,9 +43,9 @@ ABSENT = 127
 
 
 class CommandResult(NamedTuple):
-    """The output of a command; ``exit_code`` is ``None`` if it did not end in time."""
+    """The exit code and the output of a command, or why it has none."""
 
-    exit_code: int | None
+    exit_code: int
     output: str
 
     @property
@@ -59,22 +57,13 @@ class CommandResult(NamedTuple):
 @functools.cache
 def run_command(*command: str) -> CommandResult:
     """Run a command, for at most 60 s."""
+    output: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     try:
-        process = subprocess.run(
-            command,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-            timeout=60,
-            check=False,
-        )
+        process = subprocess.run(command, text=True, errors="replace", timeout=60, **output)
     except FileNotFoundError:
         return CommandResult(ABSENT, f"there is no {command[0]}")
-    except OSError as error:
-        return CommandResult(126, str(error))
-    except subprocess.TimeoutExpired:
-        return CommandResult(None, "no answer within 60 s")
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return CommandResult(1, str(error))
     return CommandResult(process.returncode, process.stdout)
 
 
@@ -98,7 +87,6 @@ class Machine:
 
 # ------------------------------------------------------------------ NPUs and links
 
-_finding = partial(Finding, "devices")
 _INFO, _TOPOLOGY = ["npu-smi", "info"], ["npu-smi", "info", "-t", "topo"]
 _DRIVER = re.compile(r"^\|\s+npu-smi\s+\S+\s+Version:\s+(\S+)", re.MULTILINE)
 # A device has two lines; the second has its bus address.
@@ -126,21 +114,21 @@ def check_devices(machine: Machine) -> Iterator[Finding]:
     result = machine.run(*_INFO)
     if result.exit_code == ABSENT:
         advice = "the CPU form over gloo works: bash scripts/pretrain_llama_cpu.sh"
-        yield _finding("NPUs", "note", "no NPU found (there is no npu-smi)", advice)
+        yield Finding("NPUs", "note", "no NPU found (there is no npu-smi)", advice)
         return
     if driver := _DRIVER.search(result.output):
-        yield _finding("driver", "ok", driver[1])
+        yield Finding("driver", "ok", driver[1])
     devices = listed_npus(machine)
     if not devices:
         problem = f"npu-smi info lists none: {result.last_line}"
         advice = "check driver and firmware, and that the container was given devices"
-        yield _finding("NPUs", "error", problem, advice)
+        yield Finding("NPUs", "error", problem, advice)
         return
     kinds = Counter(name for name, _ in devices)
-    yield _finding("NPUs", "ok", ", ".join(f"{count} x {name}" for name, count in kinds.items()))
+    yield Finding("NPUs", "ok", ", ".join(f"{count} x {name}" for name, count in kinds.items()))
     if ill := [f"{i} ({health})" for i, (_, health) in enumerate(devices) if health != "OK"]:
         advice = "see npu-smi info -t health"
-        yield _finding("health", "warning", f"NPU {', '.join(ill)}", advice)
+        yield Finding("health", "warning", f"NPU {', '.join(ill)}", advice)
     yield check_links(machine)
 
 
@@ -161,9 +149,9 @@ def check_links(machine: Machine) -> Finding:
     links = Counter(kind for row in rows for kind in row if kind != "X")
     if not links:
         answer = machine.run(*_TOPOLOGY).last_line
-        return _finding("links", "note", f"unknown: npu-smi info -t topo said {answer}")
+        return Finding("links", "note", f"unknown: npu-smi info -t topo said {answer}")
     pairs = ", ".join(f"{count // 2} pairs {kind}" for kind, count in links.most_common())
     if slow := ", ".join(kind for kind in links if kind not in _FAST_LINKS):
         advice = f"keep TP within NPUs on HCCS, HCCS_SW or SIO: {slow} goes over PCIe or the host"
-        return _finding("links", "warning", pairs, advice)
-    return _finding("links", "ok", pairs)
+        return Finding("links", "warning", pairs, advice)
+    return Finding("links", "ok", pairs)

@@ -29,7 +29,6 @@ from commfuse_npu.tools.launch_script.short_run import MARK, run_bounded
 
 _LAUNCH_MODULE = "mindspeed_patches.launch"
 _TORCHRUN_MODULES = ("torch.distributed.run", "torch.distributed.launch")
-_COUNTED_BY_TORCHRUN = ("auto", "cpu", "gpu", "npu", "xpu")
 _ASSIGNMENT = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)=(.*)", re.S)
 
 
@@ -94,16 +93,14 @@ def _launch_of(words: Sequence[str], folder: str, environment: Mapping[str, str]
     return Launch(script, options, nodes, per_node, Path(folder), variables, registers=registers)
 
 
-def _torchrun(words: Sequence[str]) -> tuple[list[str], int | None, int | None]:
+def _torchrun(words: Sequence[str]) -> tuple[list[str], int, int]:
     """The words after torchrun's own options, the number of nodes and of processes on each."""
     place = next((i for i, w in enumerate(words) if w == "-m" or w.endswith(".py")), len(words))
     own = (w.replace("_", "-") if w.startswith("--") else w for w in words[:place])
     options = Options(["--torchrun", *own])  # short options, as -t 3, may come first
 
-    def number(option: str) -> int | None:
-        # A range of nodes, MIN:MAX, counts as its maximum.
-        text = (options.values(option) or ["1"])[0].rpartition(":")[2]
-        return None if text in _COUNTED_BY_TORCHRUN else Options([option, text]).number(option, 1)
+    def number(option: str) -> int:
+        return Options([option, *(options.values(option) or ["1"])[:1]]).number(option, 1)
 
     return list(words[place:]), number("--nnodes"), number("--nproc-per-node")
 

@@ -57,7 +57,7 @@ from commfuse_npu.tools.measure.steps import (
 )
 from commfuse_npu.tools.option_types import Parser, positive, refuse
 from commfuse_npu.tools.ranks import Ranks, RanksError, check_backend
-from commfuse_npu.tools.terminal import print_verdict, tell
+from commfuse_npu.tools.terminal import tell
 
 _BASES = {"cpu": "cpu_paced", "npu": "ascend_910b_server"}
 """Description with the peaks and the unmeasured figures, by device, if nothing names another."""
@@ -314,9 +314,7 @@ class _Run:
             facts = {"command": shlex.join(command), **facts}
             text = as_markdown(lines, trainings, table, rows, failed, facts)
             part.write_text(text, "utf-8")
-        first, *others = lines
-        print_verdict(first, not failed)
-        print(*others, *table, f"Written: {page}", sep="\n")
+        print(*lines, *table, f"Written: {page}", sep="\n")
 
     def _described(self, measured: Measured, facts: dict[str, Any]) -> tuple[str, list[Row]]:
         """Write measured.yaml; returns a summary, and its figures beside those of the base."""

@@ -7,7 +7,6 @@ from functools import partial
 from pathlib import Path
 
 from commfuse_npu.config_file import ConfigError, find_config
-from commfuse_npu.did_you_mean import did_you_mean
 from commfuse_npu.hardware.description import Hardware, described
 from commfuse_npu.options import whole
 from commfuse_npu.plan import PlanError
@@ -29,7 +28,7 @@ from commfuse_npu.tools.simulate.recommend import (
     write_plan,
 )
 from commfuse_npu.tools.simulate.timed import as_json, best, show
-from commfuse_npu.tools.terminal import print_verdict, tell
+from commfuse_npu.tools.terminal import tell
 
 _HARDWARE = "ascend_910b_server"
 """The description if there are no NPUs here."""
@@ -115,10 +114,9 @@ def _launch(arguments: argparse.Namespace, words: Sequence[str]) -> int:
     if path is not None and path.endswith((".yaml", ".yml")) and Path(path).is_file():
         config = Path(path)
     elif path is not None and not Path(path).is_file():
-        near = did_you_mean(path, sorted(map(str, Path(path).parent.glob("*.sh"))))
         raise UsageError(
             f"{path!r} is no file and no folder; give a launch script, a configuration's yaml "
-            f"file, a folder of profiles, or --model NAME{near}"
+            "file, a folder of profiles, or --model NAME"
         )
     elif path is not None:
         words = ["bash", path, *words]
@@ -129,8 +127,7 @@ def _launch(arguments: argparse.Namespace, words: Sequence[str]) -> int:
     default = descriptions.pop() if len(descriptions) == 1 else _HARDWARE
     hardware = Hardware.load(find_config(arguments.hardware or default, "hardware"))
     plan = plan_launch(launch, hardware)
-    print_verdict(plan.verdict, False if plan.problems else plan.adds or None)
-    print("", plan, sep="\n")
+    print(plan.verdict, "", plan, sep="\n")
     figures = partial(write_json, content=plan.as_json(), indent=1)
     write_output(arguments.json, ": all figures", figures)
     return int(bool(plan.problems))

@@ -80,21 +80,16 @@ class LaunchPlan(NamedTuple):
         timed = [form for form in possible if form.seconds is not None]
         if timed:
             return min(timed, key=lambda form: form.seconds or 0.0)
-        fuses = any(layer.operator for layer in self.layers)
+        fuses = not all(layer.reason for layer in self.layers)
         ours = (form for form in possible if form.flags and (form.name != _FUSED or fuses))
         return next(ours, None)
-
-    @property
-    def adds(self) -> bool:
-        """Whether flags should be added."""
-        return self.best is not None and bool(self.best.flags) and not self.best.used
 
     @property
     def verdict(self) -> str:
         if self.problems:
             return f"As it is, the launch would fail at its start: {self.problems[0]}"
         best = self.best
-        if best is None or not self.adds:
+        if best is None or not best.flags or best.used:
             why = [f"{form.name} is in use" for form in self.forms if form.used]
             why += [f"no {form.name} ({form.obstacle})" for form in self.forms if form.obstacle]
             return f"Nothing to add: {', '.join(why) or 'this order is the fastest'}."
@@ -192,17 +187,17 @@ def _forms(
 
 
 def _layout(launch: AskedLaunch) -> str:
-    """The parallel sizes of a launch, and properties of its model."""
-    config, options = launch.config, launch.options
-    context, experts = config.context_parallel_size, options.number("--num-experts", 0) > 0
-    algorithm = f" ({config.context_parallel_algo})" if context > 1 else ""
-    parts = [f"TP {config.tensor_model_parallel_size}", f"PP {config.pipeline_model_parallel_size}"]
-    parts.append(f"CP {context}{algorithm}")
-    parts += [f"EP {size_of(options, 'expert-model')}"] * experts
-    parts.append(f"DP {config.data_parallel_size}")
-    parts += ["sequence parallel"] * config.uses_sequence_parallel + ["experts"] * experts
-    parts += ["MLA"] * ("--multi-latent-attention" in options)
-    return ", ".join([*parts, *["LoRA"] * ("--lora-target-modules" in options)])
+    """The parallel sizes of a launch."""
+    config = launch.config
+    sizes = {
+        "TP": config.tensor_model_parallel_size,
+        "PP": config.pipeline_model_parallel_size,
+        "CP": config.context_parallel_size,
+        "EP": size_of(launch.options, "expert-model"),
+        "DP": config.data_parallel_size,
+    }
+    parts = [f"{name} {size}" for name, size in sizes.items()]
+    return ", ".join([*parts, *["sequence parallel"] * config.uses_sequence_parallel])
 
 
 def _problems(launch: AskedLaunch) -> list[str]:

@@ -129,6 +129,7 @@ _ROUGH = {
     "--lora-target-modules": "as if all weights were trained",
     "--no-pad-to-seq-lengths": "as if all samples had the full length",
     "--mtp-num-layers": "without layers of multi-token prediction",
+    "--full-attention-interval": "as if every layer had full attention",
     "--swap-attention": "as if no activation was swapped to the host",
     "--swap-optimizer": "as if no optimizer state was swapped to the host",
     "--moe-zero-memory": "as if no activation of experts was dropped",
@@ -187,10 +188,7 @@ def training_of(launch: AskedLaunch) -> Training:
     kinds = _kinds(options, model.num_layers)
     if set(kinds) == {"none"}:
         raise NotSimulated("--noop-layers leaves no layer")
-    granularity = options.text("--recompute-granularity")
-    if granularity not in (None, "full", "selective"):
-        raise UsageError(f"--recompute-granularity is {granularity!r}; give full or selective")
-    recomputes = granularity == "full"
+    recomputes = options.text("--recompute-granularity") == "full"
     vpp = model_chunks(options, model.pipeline_model_parallel_size)
     shape = layer_shape(
         model,
@@ -237,7 +235,9 @@ def _recomputed(options: Options, vpp: int) -> int | None:
 
 def _kinds(options: Options, layers: int) -> tuple[Kind, ...]:
     """The kind of each layer (MindSpeed-LLM's ``moe_layer_freq``, ``first_k_dense_replace``)."""
-    removed = _layers(options, "--noop-layers", layers)
+    name = "--noop-layers"
+    words = (options.text(name) or "").split(",") if name in options else []
+    removed = {Options([name, word.strip()]).number(name, 0) for word in words}
     experts = options.number("--num-experts", 0) > 0
     period = max(1, options.number("--moe-layer-freq", -1))
     first = max(0, options.number("--first-k-dense-replace", -1))
@@ -248,17 +248,6 @@ def _kinds(options: Options, layers: int) -> tuple[Kind, ...]:
         return "experts" if experts and layer >= first and layer % period == 0 else "dense"
 
     return tuple(map(kind, range(layers)))
-
-
-def _layers(options: Options, name: str, layers: int) -> set[int]:
-    """Layer numbers of a comma-separated option, from 0."""
-    words = (options.text(name) or "").split(",") if name in options else []
-    for word in words:
-        if not word.strip().isdecimal() or int(word[:9]) >= layers:
-            raise UsageError(
-                f"{name}: {word[:40]!r} is no layer; give numbers from 0 to {layers - 1}"
-            )
-    return {int(word) for word in words}
 
 
 def _experts(launch: AskedLaunch) -> Experts | None:

@@ -32,9 +32,6 @@ _FORMS = {
     "--use-commfuse": ("tensor", "context", _UNNAMED),
 }
 """The parallelism that each option can hide. An unnamed group may be any of them: upper bounds."""
-_UNREADABLE = (OSError, LookupError, ValueError, ArithmeticError, AttributeError, TypeError,
-               csv.Error)  # fmt: skip
-"""What reading files with other or truncated content raises."""
 _BOUNDS = """
 The last two columns are upper bounds, not predictions: the exposed communication that an option can
 hide, and at most what is computed outside of it (for --use-commfuse, GEMMs and attention only).
@@ -62,11 +59,7 @@ def find_profiles(folder: Path) -> list[Path]:
     inside = [folder, *sorted(path for path in folder.iterdir() if path.is_dir())]
     profiles = [path for path in inside if (path / _OUTPUT).is_dir()]
     if not profiles:
-        raise UsageError(
-            f"{str(folder)!r} has no *_ascend_pt with {_OUTPUT} in it; {_RECORD}; if one was "
-            "recorded, but not analysed: python -c 'from torch_npu.profiler.profiler import "
-            f'analyse; analyse("{folder}")\''
-        )
+        raise UsageError(f"{str(folder)!r} has no *_ascend_pt with {_OUTPUT} in it; {_RECORD}")
     return profiles
 
 
@@ -117,7 +110,7 @@ def _spans(folder: Path) -> dict[str, dict[str, list[Span]]]:
                 until = at + round(Decimal(row["Duration(us)"].strip()) * 1000)
                 spans = steps.setdefault(row.get("Step Id", ""), defaultdict(list))
                 spans[kind].append((at, until))
-    except _UNREADABLE as error:
+    except Exception as error:  # other or truncated content raises almost any
         why = f"{type(error).__name__}: {error}"
         raise UsageError(f"{folder} cannot be evaluated: {why}; {_RECORD}") from error
     return steps
@@ -156,13 +149,10 @@ def _covered(spans: Sequence[Span]) -> float:
 
 def _parallelism(group: str) -> str:
     """The parallelism of a group, by Megatron's or MindSpeed's name: tp, ep_tp, intra_dp_cp, ..."""
-    words = set(group.split("_"))
-    if "dp" in words:
-        return "data"
-    if "mp" in words or words >= {"tp", "pp"}:
-        return "other"
-    marks = {"pp": "pipeline", "embd": "pipeline", "ep": "expert", "exp": "expert", "tp": "tensor",
-             "cp": "context", "hcp": "context"}  # fmt: skip
+    words = group.split("_")
+    # The first counts: of dp_cp, and of ep_tp.
+    marks = {"dp": "data", "mp": "other", "pp": "pipeline", "embd": "pipeline", "ep": "expert",
+             "exp": "expert", "tp": "tensor", "cp": "context", "hcp": "context"}  # fmt: skip
     return next((parallelism for mark, parallelism in marks.items() if mark in words), "other")
 
 
@@ -200,5 +190,3 @@ def _report(steps: Sequence[Step]) -> Iterator[str]:
         row = ("-" if figure is None else f"{figure:.1f}" for figure in figures)
         yield table_row([f"{step['rank']}, {step['step']}", *row])
     yield _BOUNDS
-    if _UNNAMED in names:
-        yield "- profiler_metadata.json does not name all groups; the others count as exposed."

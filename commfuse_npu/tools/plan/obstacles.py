@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator, Sequence
-from functools import partial
 from typing import NamedTuple
 
 from commfuse_npu.options import keeps_short_blocks, option_name
@@ -66,36 +65,22 @@ def obstacles(launch: AskedLaunch) -> Obstacles:
         UsageError: an option has an invalid value.
     """
     options, config, fuse = launch.options, launch.config, launch.fuse
-    refused = {ours: list(_refused(ours, options)) for ours in REFUSALS_OF}
-    problems, notes = list(refused["--use-commfuse"]), list[str]()
+    problems, notes = _refused("--use-commfuse", options), list[str]()
     accepted, also = not problems, list[str]()
-    size, rows = config.tensor_model_parallel_size, config.block_rows
+    size = config.tensor_model_parallel_size
     if size == 1 and not (fuse.commfuse_ulysses or fuse.commfuse_dp):
         problems.append(
             "--tensor-model-parallel-size 1: a group of one transfers nothing; choose at least 2, "
             "or add --commfuse-dp, which needs none"
         )
     for option, lacks, idle in _own_options(launch):
-        against = [f"{option} with {text}" for text in refused[option]]
+        against = [f"{option} with {text}" for text in _refused(option, options)]
         against += [lacks] if lacks else []
-        if not getattr(fuse, option.removeprefix("--").replace("-", "_")):
-            also += [option] * (accepted and not against and not idle)
-            continue
-        problems += against
-        if idle:
-            notes.append(f"{option} has no effect: {idle}")
-    limited = keeps_short_blocks(fuse)
-    least = min_rows_to_fuse(size, config.hidden_size) if limited else 0
-    if size > 1 and rows < least:
-        notes.append(
-            f"its blocks have {rows} rows, and with fewer than {least} Megatron's own order is "
-            "faster (simulated): on an NPU with a hardware description the layers keep it, unless "
-            "--commfuse-chunks 1 is given"
-        )
-    if size > 1 and not config.uses_sequence_parallel:
-        notes.append(
-            "without --sequence-parallel column-parallel layers keep Megatron's forward; add it"
-        )
+        if getattr(fuse, option.removeprefix("--").replace("-", "_")):
+            problems += against
+            notes += [f"{option} has no effect: {idle}"] if idle else []
+        elif accepted and not against and not idle:
+            also.append(option)
     if fuse.use_commfuse and not launch.command.registers:
         notes.append(
             "--use-commfuse is given to the script itself, which does not know it; start -m "
@@ -103,17 +88,18 @@ def obstacles(launch: AskedLaunch) -> Obstacles:
             "torch in the script"
         )
     spec = options.text("--spec") or ""
-    if spec and not spec.startswith("mindspeed_llm."):
+    if "mamba" in spec or (spec and not spec.startswith("mindspeed_llm.")):
         notes.append(f"--spec {spec} is not read: it is judged as Megatron's GPTModel")
-    notes += [f"with --use-commfuse {', '.join(also)} can be given, too" for _ in also[:1]]
-    overlap, paired = _overlap(launch, refused["--commfuse-fb-overlap"])
-    return Obstacles(
-        list(_judge(launch, least)), "; ".join(problems), overlap, paired, least, notes
-    )
+    if also:
+        notes.append(f"with --use-commfuse {', '.join(also)} can be given, too")
+    least = min_rows_to_fuse(size, config.hidden_size) if keeps_short_blocks(fuse) else 0
+    layers = list(_judge(launch, least))
+    return Obstacles(layers, "; ".join(problems), *_overlap(launch), least, notes)
 
 
-def _refused(ours: str, options: Options) -> Iterator[str]:
+def _refused(ours: str, options: Options) -> list[str]:
     """The options that exclude one of CommFuse's."""
+    reasons = []
     for refusal in REFUSALS_OF[ours]:
         option = refusal.option.split()[0]
         given = " ".join([option, *options.values(option)])
@@ -121,7 +107,8 @@ def _refused(ours: str, options: Options) -> Iterator[str]:
             given = f"{option} {refusal.default}, Megatron's default"
         elif option not in options or not refusal.applies(options.text(option) or True):
             continue
-        yield f"{given}: {refusal.why}; {refusal.way_out}"
+        reasons.append(f"{given}: {refusal.why}; {refusal.way_out}")
+    return reasons
 
 
 def _own_options(launch: AskedLaunch) -> Iterator[tuple[str, str, str]]:
@@ -132,22 +119,28 @@ def _own_options(launch: AskedLaunch) -> Iterator[tuple[str, str, str]]:
     attention, ulysses, dp = "--commfuse-attention", "--commfuse-ulysses", "--commfuse-dp"
     no_proj = f"{attention}: proj is not among --commfuse-layers; add it, or leave {attention} out"
     lacks = "" if "proj" in launch.fuse.commfuse_layers else no_proj
-    yield attention, lacks or missing(attention, args), _attention_obstacle(options, config)
+    # MindSpeed recomputes attention separately, whatever --recompute-modules lists.
+    selective = options.text("--recompute-granularity") == "selective"
+    idle = "" if config.uses_sequence_parallel else UNSPLIT
+    if selective or "--recompute-activations" in options:
+        idle = RECOMPUTED
+    yield attention, lacks or missing(attention, args), idle
     yield ulysses, missing(ulysses, args), ""
     alone = config.data_parallel_size == 1 == config.context_parallel_size
     yield dp, missing(dp, args), "DP 1 transfers nothing" if alone else ""
 
 
-def _overlap(launch: AskedLaunch, refused: Sequence[str]) -> tuple[str, float | None]:
+def _overlap(launch: AskedLaunch) -> tuple[str, float | None]:
     options, config = launch.options, launch.config
     sizes = config.tensor_model_parallel_size, config.context_parallel_size
     if max(*sizes, size_of(options, "expert-model")) == 1:
         return "no tensor, expert or context parallelism, so nothing to hide", None
     paired, unpaired = _paired(options, config)
-    inside = [
+    against = [
         f"{name}: {why}; leave it out" for name, why in INSIDE_KERNELS.items() if name in options
     ]
-    return "; ".join([*inside, *refused]) or unpaired, paired
+    against += _refused("--commfuse-fb-overlap", options)
+    return "; ".join(against) or unpaired, paired
 
 
 def _paired(options: Options, config: ModelConfig) -> tuple[float | None, str]:
@@ -171,16 +164,14 @@ def _paired(options: Options, config: ModelConfig) -> tuple[float | None, str]:
 
 
 class Judged(NamedTuple):
-    """The forward of a kind of linear layer: the op that runs, or why it is Megatron's own."""
+    """A kind of linear layer, and why its forward is Megatron's own; no reason: it is fused."""
 
     layer: str
     reason: str
-    operator: str
 
     def __str__(self) -> str:
-        if not self.operator:
-            return f"{self.layer}: Megatron's own forward, because {self.reason}"
-        return f"{self.layer}: {self.operator}"
+        own = f"Megatron's own forward, because {self.reason}"
+        return f"{self.layer}: {own if self.reason else 'fused'}"
 
 
 _Layer = tuple[str, bool, str, str]
@@ -191,14 +182,11 @@ why it keeps its own forward, or empty."""
 def _layers(options: Options) -> Iterator[_Layer]:
     """The kinds of linear layers of a launch."""
     spec = options.text("--spec") or ""
-    mamba, compressed, longcat = (
-        name in spec for name in ("mamba_spec", "deepseek4_spec", "longcat_spec")
-    )
+    compressed, longcat = (name in spec for name in ("deepseek4_spec", "longcat_spec"))
     latent = "--multi-latent-attention" in options and not compressed
     # Qwen3-Next: every n-th layer has attention with separate q, k and v; others are linear.
     delta_net = "--full-attention-interval" in options
-    attends = not mamba or _part(options, "--hybrid-attention-ratio")
-    if attends and not (latent or compressed or delta_net):
+    if not (latent or compressed or delta_net):
         yield "qkv", True, "qkv", ""
     if latent:
         yield "q_up", True, "q_up", ""
@@ -211,17 +199,11 @@ def _layers(options: Options) -> Iterator[_Layer]:
         unknown = "it is not among the layers that can be fused"
         yield "CSA's q_up, o_down", True, "", unknown
         yield "CSA's o_up", False, "", unknown
-    if mamba:
-        yield "mamba in", True, "fc1", ""
-        yield "mamba out", False, "fc2", ""
-    if attends and not compressed:
+    else:
         yield "proj", False, "proj", ""
     experts = options.number("--num-experts", 0) > 0
-    dense = not mamba or _part(options, "--hybrid-mlp-ratio")
-    if experts and not longcat:
-        # With experts, only the first layers are dense (MindSpeed-LLM's transformer_block.py).
-        dense = options.number("--first-k-dense-replace", -1) > 0
-    if dense:
+    # With experts, only the first layers are dense (MindSpeed-LLM's transformer_block.py).
+    if not experts or longcat or options.number("--first-k-dense-replace", -1) > 0:
         yield "fc1", True, "fc1", ""
         yield "fc2", False, "fc2", ""
     shared = "--n-shared-experts", "--moe-shared-expert-intermediate-size"
@@ -229,7 +211,7 @@ def _layers(options: Options) -> Iterator[_Layer]:
         yield "shared_fc1", True, "shared_fc1", _overlapped(options)
         yield "shared_fc2", False, "shared_fc2", _overlapped(options)
     if experts:
-        yield "experts", False, "fc2", _dispatched(options)
+        yield "experts", False, "fc2", EXPERTS
     if "--mtp-num-layers" in options:
         yield "eh_proj", True, "eh_proj", ""
     yield "output", True, "output", ""
@@ -237,51 +219,19 @@ def _layers(options: Options) -> Iterator[_Layer]:
 
 def _judge(launch: AskedLaunch, least: int) -> Iterator[Judged]:
     """The verdict on each linear layer; ``least`` rows are fused."""
-    options, fuse = launch.options, launch.fuse
-    split = launch.config.uses_sequence_parallel
-    with_attention = fuse.commfuse_attention and not _attention_obstacle(options, launch.config)
+    options = launch.options
     for name, column, known_as, kept in _layers(options):
         reason = kept or layer_obstacle(
             known_as,
             column=column,
-            split=split,
+            split=launch.config.uses_sequence_parallel,
             size=size_of(options, "tensor-model"),
-            layers=fuse.commfuse_layers,
-            given=partial(_given, options),
+            layers=launch.fuse.commfuse_layers,
+            given=lambda attribute: option_name(attribute) in options,
             rows=launch.config.block_rows,
             least=least,
         )
-        operator = "linear_reduce_scatter" if split else "linear_all_reduce"
-        if column:
-            operator = "all_gather_linear"
-        elif name == "proj" and with_attention:
-            operator = "attention_linear_reduce_scatter"
-        yield Judged(name, reason or "", "" if reason else operator)
-
-
-def _given(options: Options, attribute: str) -> bool:
-    """Whether a launch sets an attribute of Megatron's configuration."""
-    if attribute == "cpu_offloading":
-        # No launch of core 0.12 to 0.15 can set it; from 0.16 on a number of layers does.
-        return options.number("--cpu-offloading-num-layers", 0) > 0
-    return option_name(attribute) in options
-
-
-def _attention_obstacle(options: Options, config: ModelConfig) -> str:
-    """Why attention is not fused with its projection (``--commfuse-attention``); else empty.
-
-    With granularity ``selective`` MindSpeed recomputes attention separately, whatever
-    ``--recompute-modules`` lists.
-    """
-    selective = options.text("--recompute-granularity") == "selective"
-    if selective or "--recompute-activations" in options:
-        return RECOMPUTED
-    return "" if config.uses_sequence_parallel else UNSPLIT
-
-
-def _part(options: Options, option: str) -> bool:
-    """Whether a ratio of layers other than 0 is given."""
-    return (options.text(option) or "").strip("0.") != ""
+        yield Judged(name, reason or "")
 
 
 def _overlapped(options: Options) -> str:
@@ -292,20 +242,3 @@ def _overlapped(options: Options) -> str:
     )
     overlap = next((option for option in overlaps if option in options), "")
     return overlap and f"{overlap} runs them beside the experts' transfers"
-
-
-def _dispatched(options: Options) -> str:
-    """Why the experts' linear layers keep their own forward.
-
-    Grouped GEMMs have no linear layers.  Otherwise, if experts have tensor or expert parallelism
-    above 1, Megatron leaves their transfers to the dispatcher (``explicit_expert_comm``).  If they
-    have neither, their row-parallel layers reduce over the tensor-parallel group as others do
-    (megatron/core/tensor_parallel/layers.py of core_v0.12.1).
-    """
-    if "--moe-grouped-gemm" in options:
-        return "grouped GEMMs, no tensor-parallel linear layer; tokens are moved by the dispatcher"
-    separate = "--expert-tensor-parallel-size" in options
-    tensor = size_of(options, "expert-tensor" if separate else "tensor-model")
-    if tensor > 1 or size_of(options, "expert-model") > 1 or "--moe-tp-extend-ep" in options:
-        return "no collective of the tensor-parallel group; tokens are moved by the dispatcher"
-    return EXPERTS

@@ -17,7 +17,7 @@ from commfuse_npu.tools.simulate.footprint import USABLE, Footprint, footprint, 
 from commfuse_npu.tools.simulate.step import Step
 from commfuse_npu.tools.simulate.training import Training
 from commfuse_npu.tools.simulate.variants import COMPUTE_ONLY, REFERENCE, Variant, launching
-from commfuse_npu.tools.terminal import print_verdict, table_row
+from commfuse_npu.tools.terminal import table_row
 
 _ENDS: tuple[Choice, Choice] = "favourable", "unfavourable"
 CORNERS: tuple[tuple[Choice, Choice], ...] = ("typical", "typical"), *product(_ENDS, _ENDS)
@@ -178,13 +178,13 @@ def show(rows: Sequence[Timed], hardware: Hardware, model: str, launch: str) -> 
         "sizes or full recomputation. The shortest"
     )
     verdict = "Recommended" if first.fits else none
-    print_verdict(f"{verdict}: {first.name}, a step in {first.step}.", first.fits)
     share = ratio(first.training, hardware, len(first.seconds)).text("{:.2f}".format)
     sizes = first.memory._asdict().items()
     parts = ", ".join(f"{name} {size / 2**30:.1f}" for name, size in sizes)
     tokens, npus = first.training.model.seq_length, first.training.layout.npus
     title = f"{model}, {tokens} tokens, {npus} NPUs"
     print(
+        f"{verdict}: {first.name}, a step in {first.step}.",
         "",
         f"- Communication / computation of a layer, plain: {share}.",
         f"- Memory of the fullest NPU, GiB: {parts}.",

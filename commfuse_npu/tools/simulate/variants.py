@@ -14,7 +14,7 @@
                      order in the backward of column-parallel layers (read in MindSpeed 26.1.0)
 ``mc2``              ``--use-ascend-mc2`` (read in MindSpeed@028de58, which says that it is not for
                      A3, but does not refuse it there): gathers before a GEMM and reduce-scatters
-                     after one are kernels that are tiled by the host's formula
+                     after one are kernels in the best number of tiles
                      (:mod:`commfuse_npu.tools.simulate.mc2`), for 2, 4 or 8 ranks of a full mesh,
                      up to 32 on a ring, and inner dimensions of 256 to 65534, otherwise plain;
                      Megatron's order in the backward of column-parallel layers

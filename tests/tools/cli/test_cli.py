@@ -25,7 +25,7 @@ def test_all_programs_are_proved(monkeypatch, capsys) -> None:
     assert cli.main(["verify", "--max-ranks", "3"]) == 0
     lines = capsys.readouterr().out.splitlines()
     sets = [case.programs() for size in (2, 3) for case in islice(cases(size), 0, None, 50)]
-    assert lines[2].startswith(f"{len(sets)} sets of {sum(map(len, sets)):,} programs with ")
+    assert lines[2].startswith(f"{len(sets)} sets of {sum(map(len, sets)):,} programs, ")
     head = f"proved: all programs of 2 to 3 ranks: {len(RULES)} rules, chunks 1, 2, 3, 4, "
     assert lines[0].startswith(f"{head}lanes 1, 2, 3, one per peer; every row is what it has to be")
 
@@ -63,7 +63,7 @@ def test_what_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch, capsys)
 
 
 def test_a_reader_that_has_gone_ends_it_without_a_word() -> None:
-    words = [sys.executable, "-m", "commfuse_npu.tools.cli", "verify", "--max-ranks", "2"]
+    words = [sys.executable, "-m", "commfuse_npu.tools.cli", "doctor"]
     reader, pipe = os.pipe()
     os.close(reader)
     done = subprocess.run(words, stdout=pipe, stderr=subprocess.PIPE, timeout=LIMIT)

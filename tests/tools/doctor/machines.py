@@ -83,7 +83,7 @@ def stack(folder: Path) -> dict[str, Package]:
 
 def found(host: Machine) -> dict[str, str]:
     """The level and the value of every finding, by its subject."""
-    findings = diagnose(host).findings
+    _, findings = diagnose(host)
     by_subject = {finding.what: f"{finding.level} {finding.value}" for finding in findings}
     assert len(by_subject) == len(findings)
     return by_subject

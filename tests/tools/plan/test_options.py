@@ -40,15 +40,15 @@ MOE = f"{FOUR_16} --num-experts 4"
 def layers(launch: AskedLaunch) -> str:
     """The layers that are fused | that are not."""
     found = obstacles(launch).layers
-    sides = ([x.layer for x in found if bool(x.operator) == fused] for fused in (True, False))
+    sides = ([x.layer for x in found if bool(x.reason) == kept] for kept in (False, True))
     return " | ".join(" ".join(name.replace(" ", "_") for name in side) for side in sides)
 
 
 def remarks(launch: AskedLaunch) -> list[str]:
     """What stands against a launch, and what in it is not as meant."""
-    texts = "has no effect", "given to the script itself", "without --sequence-parallel"
-    notes = [note for note in obstacles(launch).notes for text in texts if text in note]
-    return [*filter(None, [obstacles(launch).fused]), *plan_launch(launch, SERVER).problems, *notes]
+    found, plan = obstacles(launch), plan_launch(launch, SERVER)
+    notes = [note for note in found.notes if not note.endswith("can be given, too")]
+    return [*filter(None, [found.fused]), *plan.problems, *notes]
 
 
 def shares(launch: AskedLaunch) -> set[float]:
@@ -78,10 +78,6 @@ def form(launch: AskedLaunch) -> str:
     return form_of(launch.options).name
 
 
-def layout(launch: AskedLaunch) -> str:
-    return plan_launch(launch, SERVER).layout
-
-
 def chunks(launch: AskedLaunch) -> int:
     return launch.schedule.chunks
 
@@ -100,6 +96,7 @@ VALUES: list[tuple[Callable[[AskedLaunch], Any], dict[str, Any]]] = [
         MOES: "qkv proj output | experts",
         f"{MOES} --first-k-dense-replace 0": "qkv proj output | experts",
         f"{MOES} --first-k-dense-replace 3": f"{DENSE} | experts",
+        f"{MOES} --spec x.longcat_spec s": f"{DENSE} | experts",
         f"{MOES} --moe-shared-expert-intermediate-size 64":
             "qkv proj shared_fc1 shared_fc2 output | experts",
         f"{MOES} --n-shared-experts 1 --moe-alltoall-overlap-comm":
@@ -109,12 +106,8 @@ VALUES: list[tuple[Callable[[AskedLaunch], Any], dict[str, Any]]] = [
         f"{SP} --mtp-num-layers 1": "qkv proj fc1 fc2 eh_proj output | ",
         f"{SP} --commfuse-layers qkv,output": "qkv output | proj fc1 fc2",
         f"{SP} --defer-embedding-wgrad-compute": "qkv proj fc1 fc2 | output",
-        f"{SP} --cpu-offloading-num-layers 1": f" | {DENSE}",
-        f"{SP} --cpu-offloading-num-layers 0": f"{DENSE} | ",
         f"{SP} --full-attention-interval 4":
             "q,_k,_v_apart delta-net_in delta-net_out proj fc1 fc2 output | ",
-        f"{SP} --spec x.mamba_spec s --hybrid-attention-ratio 0.1 --hybrid-mlp-ratio 0.5":
-            "qkv mamba_in mamba_out proj fc1 fc2 output | ",
         f"{SP} --spec x.deepseek4_spec s": "fc1 fc2 output | CSA's_q_up,_o_down CSA's_o_up",
         # Short blocks stay Megatron's, if their limit is not lifted.
         f"{FOUR} --seq-length 1024": f" | {DENSE}",
@@ -188,12 +181,6 @@ VALUES: list[tuple[Callable[[AskedLaunch], Any], dict[str, Any]]] = [
         f"{FOUR} --use-ascend-coc --coc-fused-kernel": "coc-fused",
         f"{FOUR} --commfuse-fb-overlap": "commfuse-fb",
     }),
-    (layout, {
-        f"{FOUR} {EXPERTS} --first-k-dense-replace 1 --multi-latent-attention":
-            "TP 4, PP 1, CP 1, EP 4, DP 2, sequence parallel, experts, MLA",
-        f"{FOUR} {ULYSSES} --lora-target-modules linear_qkv":
-            "TP 4, PP 1, CP 2 (ulysses_cp_algo), DP 1, sequence parallel, LoRA",
-    }),
     (chunks, {"--config": 2, "--config --commfuse-tuning on": 1}),
 ]  # fmt: skip
 
@@ -235,7 +222,7 @@ def layer(launch: AskedLaunch) -> str:
 
 def verdict(launch: AskedLaunch) -> str:
     plan = plan_launch(launch, SERVER)
-    notes = [note for note in plan.notes if "simulated: " in note]
+    notes = [note for note in plan.notes if "simulated" in note]
     return "\n".join([plan.verdict, *notes])
 
 
@@ -263,31 +250,22 @@ WORDS: list[tuple[Callable[[AskedLaunch], str], dict[str, tuple[str, ...]]]] = [
              "leave one of the two out; --lora-target-modules linear_qkv: LoRA wraps the linear"),
     }),
     (noted, {
-        f"{SIZES} --use-commfuse": ("without --sequence-parallel column-parallel layers keep",),
-        SIZES: ("without --sequence-parallel column-parallel layers keep Megatron's forward; add",),
         f"pretrain_gpt.py {FUSED}": ("--use-commfuse is given to the script itself, which does not "
                                      "know it; start -m mindspeed_patches.launch SCRIPT",),
         f"{ATTENTION} --recompute-activations": ("--commfuse-attention has no effect: selective "
                                                  "recomputation runs core attention separately",),
+        f"{ATTENTION} --recompute-granularity selective": ("has no effect: selective recomputati",),
+        f"{SIZES} --commfuse-attention --attention-dropout 0.0": ("no effect: without sequence",),
         f"{ALONE} {DP} 1": ("--commfuse-dp has no effect: DP 1 transfers nothing",),
         f"{FUSED} --spec mine.spec layer_spec":
             ("--spec mine.spec layer_spec is not read: it is judged as Megatron's GPTModel",),
-        f"{FOUR} --seq-length 1024":
-            ("its blocks have 256 rows, and with fewer than 2500 Megatron's",),
+        f"{FUSED} --spec mindspeed_llm.x.mamba_spec layer_spec": ("it is judged as Megatron's",),
     }),
     (layer, {
-        "--config --commfuse-chunks 2 --commfuse-attention":
-            ("proj: attention_linear_reduce_scatter",),
-        f"{ATTENTION} --recompute-granularity selective": ("proj: linear_reduce_scatter",),
-        f"{SIZES} --commfuse-chunks 1": ("proj: linear_all_reduce",),
+        f"{SIZES} --commfuse-chunks 1": ("proj: fused",),
         f"{FOUR} --seq-length 1024":
             ("qkv: Megatron's own forward, because a block has fewer than 2500 rows",),
-        # Who moves the tokens of experts.
-        f"{MOE} --expert-tensor-parallel-size 1": ("experts: ", "left to the token dispatcher"),
-        MOE: ("experts: ", "no collective of the tensor-parallel group; tokens"),
-        f"{MOE} --expert-tensor-parallel-size 1 --moe-tp-extend-ep":
-            ("experts: ", "no collective of the tensor"),
-        f"{MOE} --moe-grouped-gemm": ("experts: ", "grouped GEMMs, no tensor-parallel linear",),
+        MOE: ("experts: Megatron's own forward, because expert layers are left to the token",),
     }),
     (unsimulated, {
         f"{FOUR} --stage dpo": ("--stage dpo: ",),
@@ -301,6 +279,7 @@ WORDS: list[tuple[Callable[[AskedLaunch], str], dict[str, tuple[str, ...]]]] = [
         f"{MANY} {PP} --seq-length 8192":
             ("Add --commfuse-fb-overlap --commfuse-fb-overlap-memory",),
         f"{MANY} {EXPERTS}": ("Add --commfuse-fb-overlap", "16 ranks of experts"),
+        f"{MANY} --full-attention-interval 4": ("Add ", "as if every layer had full attention"),
         f"{MANY} --tp-2d": ("Add ", "--tp-2d: linear layers cut in two dimensions"),
         f"{MANY} --nproc_per_node 16 --tensor-model-parallel-size 16":
             ("Add ", "a group of 16 spans nodes of 8 NPUs"),
@@ -312,7 +291,7 @@ WORDS: list[tuple[Callable[[AskedLaunch], str], dict[str, tuple[str, ...]]]] = [
         # Short blocks: nothing would be fused.
         f"{WIDE} --global-batch-size 1": ("Nothing to add: no forward-backward overlap (one micro-",
                                           "a group of 16"),
-        f"{WIDE} --global-batch-size 1 --commfuse-chunks 1":
+        f"{WIDE} --global-batch-size 1 --commfuse-chunks 1 --commfuse-layers qkv":
             ("Add --use-commfuse: fused layers. The gain is", "spans"),
     }),
 ]  # fmt: skip

@@ -15,7 +15,7 @@ from commfuse_npu.plan import Schedule
 from commfuse_npu.tools.simulate import linear
 from commfuse_npu.tools.simulate.group import collective_seconds, simulate
 from commfuse_npu.tools.simulate.launches import Links
-from commfuse_npu.tools.simulate.mc2 import RANKS, tiling
+from commfuse_npu.tools.simulate.mc2 import RANKS
 from commfuse_npu.tools.simulate.rank import Rank, rest
 from commfuse_npu.tools.simulate.variants import MC2, MEGATRON, REFERENCE, Variant
 from tests.tools.simulate.machines import ideal, work
@@ -84,19 +84,23 @@ def beside(c: float, own: float, size: int) -> float:
 
 
 def tiled(c: float, t: float, size: int, kind: str, rounds: float = 0.0) -> float:
-    """MC2, tile by tile; a tile takes ``rounds`` seconds besides its bytes."""
+    """MC2 in the best number of tiles; a tile takes ``rounds`` seconds besides its bytes."""
     if size not in RANKS:  # for which it has no form
         return c + t
-    time, arrived = c / size if kind == "gather" else 0.0, 0.0
-    ring = rounds > 0
-    for tile in tiling(kind, ROWS, FEATURES, FEATURES, size, 20, ring=ring).rows:
-        if kind == "gather":
-            arrived += t * tile / ROWS + rounds
-            time = max(time, arrived) + c * (size - 1) / size * tile / ROWS
-        else:
-            time += c * tile / ROWS
-            arrived = max(arrived, time) + t * tile / ROWS
-    return max(time, arrived)
+
+    def seconds(tiles: int) -> float:
+        time, arrived = c / size if kind == "gather" else 0.0, 0.0
+        for _ in range(tiles):
+            if kind == "gather":
+                arrived += t / tiles + rounds
+                time = max(time, arrived) + c * (size - 1) / size / tiles
+            else:
+                time += c / tiles
+                arrived = max(arrived, time) + t / tiles
+        return max(time, arrived)
+
+    # Of at least 128 rows each.
+    return min(map(seconds, (1, 2, 3, 4, 6)))
 
 
 def column_of_two(c: float, t: float, size: int, chunks: int) -> float:
@@ -201,78 +205,9 @@ def test_from_so_many_outputs_on_nothing_is_left_to_hide(topology: str) -> None:
         assert min_outputs_to_hide(machine, without) is None
 
 
-# ------------------------------------------------------------------- MC2's tiling
-
-
-@pytest.mark.parametrize(
-    ("kind", "rows", "inner", "outer", "ranks", "ring", "tiles"),
-    [
-        ("gather", 4096, 4096, 1536, 4, False, [1920, 2176]),
-        ("gather", 2048, 8192, 14336, 2, False, [*[384] * 4, 512]),
-        ("gather", 512, 4096, 7168, 2, False, [512]),
-        ("gather", 512, 8192, 1280, 8, False, [128] * 4),
-        ("gather", 1024, 2048, 6912, 4, False, [256] * 4),
-        ("gather", 2048, 4096, 3072, 4, True, [768, 768, 512]),
-        ("gather", 4096, 8192, 14336, 4, True, [3968, 128]),
-        ("scatter", 4096, 14336, 8192, 2, False, [*[640] * 6, 256]),
-        ("scatter", 8192, 5504, 4096, 2, False, [512] * 16),
-        ("scatter", 1024, 5504, 4096, 4, False, [256] * 4),
-        ("scatter", 3072, 1536, 2048, 2, True, [1024] * 3),
-        ("scatter", 4096, 18432, 4608, 2, False, [*[896] * 4, 512]),
-        ("scatter", 2048, 640, 5120, 8, True, [768, 1280]),
-        ("scatter", 4096, 2048, 4096, 2, True, [512] * 8),
-    ],
-)
-def test_tiles_of_llamas_are_those_of_the_hosts_code(
-    kind, rows: int, inner: int, outer: int, ranks: int, ring: bool, tiles: list[int]
-) -> None:
-    """On the mesh of an A2 server, with sums in an order, and on an A3."""
-    cut = tiling(kind, rows, inner, outer, ranks, 24 if ring else 20, ring=ring,
-                 ordered=kind == "scatter")  # fmt: skip
-    assert list(cut.rows) == tiles
-
-
 @pytest.mark.parametrize("build", [linear.column, linear.row])
 @pytest.mark.parametrize("topology", ["full_mesh", "switched"])
 def test_a_kernel_of_mc2_is_one_launch(build: Callable[..., Any], topology: str) -> None:
     rank = Rank(Links(ideal(topology), 8), 0, MC2)  # type: ignore[arg-type]
     build(rank, "x", 4096, 4096, 3584)
     assert sum(launched.launches for launched in rank.finish()) == 1
-
-
-@settings(max_examples=300, deadline=None)
-@given(
-    rows=st.integers(1, 40000),
-    ranks=st.sampled_from(RANKS),
-    others=st.fixed_dictionaries({
-        "kind": st.sampled_from(["gather", "scatter"]),
-        "inner": st.integers(256, 65534),
-        "outer": st.integers(1, 65536),
-        "cores": st.sampled_from([20, 24]),
-        "ring": st.booleans(),
-        "ordered": st.booleans(),
-    }),
-)  # fmt: skip
-def test_tiles_are_the_block(rows: int, ranks: int, others: dict[str, Any]) -> None:
-    tiles = tiling(rows=rows, ranks=ranks, **others)
-    assert sum(tiles.rows) == rows
-    assert min(tiles.rows) > 0
-    assert len(tiles.rows) <= 16, "the queue holds no more"
-    assert len(set(tiles.rows)) <= 2, "long ones and a short one"
-    assert tiles.slowed in (1.0, 1.2, 1.5, 3.0)
-    assert ranks > 2 or tiles.slowed == 1
-
-
-@pytest.mark.parametrize(
-    ("kind", "inner", "outer", "slowed"),
-    [
-        # Inner dimensions from 8192 and more than 5120 columns.
-        ("gather", 8192, 5376, 1.5),
-        ("gather", 8192, 5120, 1),
-        ("scatter", 8192, 5376, 1.2),
-        # A tile's operands beyond the L2 cache.
-        ("gather", 16384, 16384, 3),
-    ],
-)
-def test_transfers_beside_large_operands_are_slowed(kind, inner, outer, slowed) -> None:
-    assert tiling(kind, 1024, inner, outer, 8, 20).slowed == slowed
