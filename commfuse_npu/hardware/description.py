@@ -228,6 +228,14 @@ class Hardware:
         """Number of NPUs of the whole machine."""
         return self.npus_per_node * self.nodes
 
+    def check(self, npus: int) -> None:
+        """Raise a ValueError if the machine has fewer NPUs."""
+        if npus > self.npus:
+            raise ValueError(
+                f"{npus} NPUs are more than the {self.npus} of {self.nodes} nodes of "
+                f"{self.npus_per_node} in {self.path}; choose fewer, or another --hardware"
+            )
+
     @property
     def assumed(self) -> str:
         """How many figures have no public source, as ``3 of 14 figures``."""

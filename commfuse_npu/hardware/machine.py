@@ -15,7 +15,6 @@ from typing import Literal
 
 __all__ = [
     "ITEM_BYTES",
-    "SUM_BYTES",
     "TILE",
     "Level",
     "LinkTopology",
@@ -27,8 +26,6 @@ LinkTopology = Literal["full_mesh", "switched", "nic_per_npu"]
 
 ITEM_BYTES = 2
 """Activations and weights are bf16."""
-SUM_BYTES = 4
-"""Sums that are rounded once are fp32."""
 
 TILE = 128, 256
 """Rows and columns that a cube core computes at a time (read in Huawei's tiling of MC2)."""
@@ -85,19 +82,10 @@ class Machine:
     ordered_sums: float = 0.0
     expert_launches: float = 36.0
 
-    def gemm(
-        self,
-        rows: float,
-        inner: float,
-        outer: float,
-        *,
-        result_bytes: float = ITEM_BYTES,
-        start: bool = True,
-    ) -> float:
+    def gemm(self, rows: float, inner: float, outer: float, *, start: bool = True) -> float:
         """Seconds of ``[rows, inner] @ [inner, outer]``; 0 without rows.
 
         Args:
-            result_bytes: bytes read and written per element of the result.
             start: whether to include the start time; not for a part of a running kernel.
         """
         if rows <= 0 or inner <= 0:
@@ -108,7 +96,7 @@ class Machine:
         else:
             elements = (rows + self.half_rows) * outer
         flops = 2.0 * elements * inner
-        traffic = ITEM_BYTES * (rows * inner + inner * outer) + result_bytes * rows * outer
+        traffic = ITEM_BYTES * (rows * inner + inner * outer + rows * outer)
         return (self.gemm_start if start else 0.0) + max(
             flops / (self.cube_flops * self.gemm_efficiency), traffic / self.hbm_bandwidth
         )

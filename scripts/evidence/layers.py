@@ -22,17 +22,14 @@ from dataclasses import replace
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import get_args
 
 from commfuse_npu.config_file import find_config
 from commfuse_npu.hardware.description import Hardware
-from commfuse_npu.hardware.machine import Machine
 from commfuse_npu.tools.model_config import ModelConfig
 from commfuse_npu.tools.simulate.step import LayerTime, Step
 from commfuse_npu.tools.simulate.timed import CORNERS
-from commfuse_npu.tools.simulate.training import Layout, Recompute, Training, training
-from commfuse_npu.tools.simulate.variants import COC, REFERENCE, Variant
-from commfuse_npu.tools.simulate.variants import forms as simulated
+from commfuse_npu.tools.simulate.training import Layout, Training, training
+from commfuse_npu.tools.simulate.variants import COC, REFERENCE, forms
 from commfuse_npu.tools.terminal import table_head, table_row
 
 _MACHINES = ("ascend_910b_server", "ascend_910c_supernode")
@@ -40,24 +37,9 @@ _MODELS = ("llama2_7b", "llama3_8b", "llama3_70b")
 _SEQUENCES = (4096, 8192, 16384, 32768)
 _SIZES = (2, 4, 8)
 
-_OURS = ("ours", "ours, other rounding", "default", "forward-backward")
-TUNED = _OURS[:2]
-"""Many variants each, which take most of the time."""
-_KERNEL = "CoC fused"
-_RIVALS = ("CoC", _KERNEL, "MC2", "Megatron")
-_BOUND = "compute"
-_STEP_FORMS = ("default", *_RIVALS)
-_NAMES = {
-    "commfuse-tuned": "ours",
-    "commfuse-rounded": "ours, other rounding",
-    "commfuse": "default",
-    "commfuse-fb": "forward-backward",
-    "coc-fused": _KERNEL,
-    "mc2": "MC2",
-    "megatron": "Megatron",
-    **{form.name: f"CoC {form.way}" for form in COC},
-}
-"""Columns of the table, by the name of a form."""
+_OURS = ("commfuse-tuned", "commfuse", "commfuse-fb")
+_RIVALS = ("coc", "coc-fused", "mc2", "megatron")
+_STEP_FORMS = ("commfuse", *_RIVALS)
 _HOSTS = (15, 55, 118)
 """Microseconds of host time per launch."""
 _MICRO_BATCHES = (8, 32)
@@ -67,53 +49,38 @@ Shares = dict[str, float]
 Point = dict[str, list[Shares]]
 """By row of the last table, with ``layer`` and ``ordered``: shares at every corner of the machine's
 description, typical figures first; ``ordered`` are typical, with HCCL's sums in a fixed order."""
-Case = tuple[str, str, int, int]
-"""Machine, model, size of the tensor-parallel group, and tokens."""
 
 
-def forms(machine: Machine, setup: Training) -> dict[str, Variant]:
-    """The compared forms, by column; blocking collectives are none."""
-    return {
-        _NAMES.get(form.name, form.name): form
-        for form in simulated(machine, setup)
-        if form != REFERENCE
-    }
+def layer(model: str, tp: int, sequence: int) -> Training:
+    """A training of one layer with one sequence."""
+    described, sizes = ModelConfig.load(find_config(model)), Layout(tp, 1, 1, 1)
+    return training(described, sizes, sequence, micro_batch=1, micro_batches=1)
 
 
 def _times(
-    hardware: Hardware, corner: int, setup: Training, left_out: Sequence[str] = ()
-) -> dict[str, LayerTime]:
-    """Times by form; ``CoC`` is its fastest slices."""
-    variants = forms(hardware.machine(), setup)
-    step = Step(hardware.machine(*CORNERS[corner]), setup)
-    times = {name: step.layer_time(form) for name, form in variants.items() if name not in left_out}
-
-    def seconds(time: LayerTime) -> float:
-        return time.seconds + (time.forward if setup.recomputes else 0.0)
-
-    slices = [times.pop(f"CoC {variant.way}") for variant in COC]
-    return {**times, "CoC": min(slices, key=seconds)}
-
-
-def layer(model: str, tp: int, sequence: int, recompute: Recompute = "none") -> Training:
-    """A training of one layer with one sequence."""
-    described, sizes = ModelConfig.load(find_config(model)), Layout(tp, 1, 1, 1)
-    return training(described, sizes, sequence, micro_batch=1, micro_batches=1, recompute=recompute)
+    hardware: Hardware, setup: Training, corners: int, *, tuned: bool
+) -> list[dict[str, LayerTime]]:
+    """Times by form at so many corners of a description; ``coc`` is its fastest slices."""
+    variants = [form for form in forms(hardware.machine(), setup) if tuned or not form.tuned]
+    result = []
+    for corner in CORNERS[:corners]:
+        step = Step(hardware.machine(*corner), setup)
+        times = {form.name: step.layer_time(form) for form in variants}
+        slices = [times.pop(form.name) for form in COC]
+        runs = 1 + setup.recomputes
+        times["coc"] = min(slices, key=lambda time: runs * time.forward + time.backward)
+        result.append(times)
+    return result
 
 
 def shares(
-    hardware: Hardware,
-    setup: Training,
-    corners: int = len(CORNERS),
-    left_out: Sequence[str] = (),
+    hardware: Hardware, setup: Training, corners: int = len(CORNERS), *, tuned: bool = True
 ) -> list[Shares]:
-    """Simulate a layer at so many corners of the machine's description, all forms but some."""
-    result = []
-    for corner in range(corners):
-        blocking = Step(hardware.machine(*CORNERS[corner]), setup).layer_time(REFERENCE).seconds
-        times = _times(hardware, corner, setup, left_out)
-        result.append({name: time.seconds / blocking for name, time in times.items()})
-    return result
+    """Simulate a layer at so many corners of a description; tuned forms take most of the time."""
+    return [
+        {name: time.seconds / times[REFERENCE.name].seconds for name, time in times.items()}
+        for times in _times(hardware, setup, corners, tuned=tuned)
+    ]
 
 
 def point(machine: str, model: str, tp: int, sequence: int, hosts: Sequence[int]) -> Point:
@@ -125,21 +92,21 @@ def point(machine: str, model: str, tp: int, sequence: int, hosts: Sequence[int]
     hardware, setup = Hardware.load(find_config(machine, "hardware")), layer(model, tp, sequence)
     ordered = shares(replace(hardware, deterministic=True), setup, 1)
     result: Point = {"layer": shares(hardware, setup), "ordered": ordered}
-    for host, recompute in product(hosts, get_args(Recompute)):
-        setup, slower = layer(model, tp, sequence, recompute), hardware.launching(host * 1e-6)
-        times = [_times(slower, at, setup, (_BOUND, *TUNED)) for at in range(len(CORNERS))]
+    for host, recomputes in product(hosts, (False, True)):
+        setup, slower = replace(setup, recomputes=recomputes), hardware.launching(host * 1e-6)
+        times = _times(slower, setup, len(CORNERS), tuned=False)
         for count in _MICRO_BATCHES:
-            title = f"{host} us, {count} micro-batches{', recomputed' * setup.recomputes}"
+            title = f"{host} us, {count} micro-batches{', recomputed' * recomputes}"
             result[title] = [
-                {name: _length(time, count, setup.recomputes) for name, time in forms.items()}
-                for forms in times
+                {name: _length(time, count, recomputes) for name, time in at.items()}
+                for at in times
             ]
     return result
 
 
 def _length(time: LayerTime, micro_batches: int, recomputes: bool) -> float:
     """Seconds of a step per layer and micro-batch."""
-    alone = time.alone + (time.forward if recomputes else 0.0)
+    alone = time.alone + recomputes * time.forward
     paired = alone if time.pair is None else time.pair[0]
     return alone + (paired - alone) * (micro_batches - 1) / micro_batches
 
@@ -158,17 +125,17 @@ def _wins(points: Sequence[Sequence[Shares]], form: str, *rivals: str) -> tuple[
 
 
 def _head(first: str, names: Sequence[str], points: Sequence[Sequence[Shares]]) -> str:
-    kernels = sum(_KERNEL in corners[0] for corners in points)
-    titles = (f"{name} (of {kernels})" if name == _KERNEL else name for name in names)
+    kernels = sum("coc-fused" in corners[0] for corners in points)
+    titles = (name.replace("coc-fused", f"coc-fused (of {kernels})") for name in names)
     return table_head([f"{first}, of {len(points)} points", *titles], False)
 
 
-def report(points: Mapping[Case, Point]) -> str:
+def report(points: Mapping[tuple[object, ...], Point]) -> str:
     """The points at which CommFuse is ahead, a row per point, and whole steps."""
     titles = next(iter(points.values()))
     by_row = {row: [point[row] for point in points.values()] for row in titles}
     times, ordered = by_row.pop("layer"), by_row.pop("ordered")
-    groups, names = [*((rival,) for rival in _RIVALS), _RIVALS], [*_OURS, *_RIVALS, _BOUND]
+    groups, names = [*((rival,) for rival in _RIVALS), _RIVALS], [*_OURS, *_RIVALS, "compute"]
     lines = [_head("ahead", [*_RIVALS, "all of them"], times)]
     for form in _OURS:
         counts = (
@@ -182,9 +149,9 @@ def report(points: Mapping[Case, Point]) -> str:
     lines += ["", table_head(("machine", "model", "TP", "tokens", *names))]
     for case, corners in zip(points, times, strict=True):
         lines.append(table_row([*map(str, case), *(_cell(corners, name) for name in names)]))
-    lines += ["", _head("*forward-backward* ahead", _STEP_FORMS, times)]
+    lines += ["", _head("*commfuse-fb* ahead", _STEP_FORMS, times)]
     for row, seconds in by_row.items():
-        wins = (_wins(seconds, "forward-backward", form) for form in _STEP_FORMS)
+        wins = (_wins(seconds, "commfuse-fb", form) for form in _STEP_FORMS)
         lines.append(table_row([row, *(f"{usual}; {always}" for usual, always in wins)]))
     return "\n".join(lines)
 
@@ -212,10 +179,7 @@ def publish(text: str, name: str, page: Path | None) -> None:
         lambda _: f"{begin}\n\n{text.strip()}\n\n{end}", page.read_text("utf-8")
     )
     if sections != 1:
-        raise ValueError(
-            f"{page} has to have {begin!r} and {end!r} once each, in this order; add them where "
-            "the section belongs"
-        )
+        raise ValueError(f"{page} has to have {begin!r} and {end!r} once each, in this order")
     page.write_text(page_text, "utf-8")
 
 

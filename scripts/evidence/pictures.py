@@ -18,6 +18,7 @@ from commfuse_npu.tools.drawing import Chart, draw
 from commfuse_npu.tools.simulate.lanes import layer_picture
 from commfuse_npu.tools.simulate.step import Step
 from commfuse_npu.tools.simulate.variants import REFERENCE, Variant
+from commfuse_npu.tools.simulate.variants import forms as simulated
 from scripts.evidence import layers
 
 _HARDWARE, _MODEL, _TP, _TOKENS = "ascend_910b_server", "llama3_8b", 8, 32768
@@ -29,11 +30,11 @@ _LAYOUTS = (
     *(("ascend_910c_supernode", "llama3_8b", tp) for tp in (4, 8)),
 )
 _FORMS = {
-    "forward-backward": "--commfuse-fb-overlap",
-    "default": "--use-commfuse",
-    "CoC": "CoC, slices",
-    "CoC fused": "CoC, kernel",
-    "MC2": "MC2",
+    "commfuse-fb": "--commfuse-fb-overlap",
+    "commfuse": "--use-commfuse",
+    "coc": "CoC, slices",
+    "coc-fused": "CoC, kernel",
+    "mc2": "MC2",
 }
 _COLOURS = ("#c0392b", "#e59866", "#7fb3d5", "#2e86c1", "#a6acaf")
 
@@ -47,12 +48,12 @@ def step() -> Step:
 def forms() -> dict[str, Variant]:
     """The variants of the picture ``forms``, by title."""
     example = step()
-    variants = layers.forms(example.machine, example.training)
+    variants = {form.name: form for form in simulated(example.machine, example.training)}
     return {
         "plain collectives": REFERENCE,
-        "Megatron's order": variants["Megatron"],
-        "fused layers (tuned)": variants["ours"],
-        "forward-backward overlap, side by side": variants["forward-backward"],
+        "Megatron's order": variants["megatron"],
+        "fused layers (tuned)": variants["commfuse-tuned"],
+        "forward-backward overlap, side by side": variants["commfuse-fb"],
     }
 
 
@@ -61,7 +62,7 @@ def _results() -> Chart:
     for machine, model, tp in _LAYOUTS:
         layout = f"{_MODELS[model]}, TP {tp}, {_MACHINES[machine]}"
         hardware = Hardware.load(find_config(machine, "hardware"))
-        corners = layers.shares(hardware, layers.layer(model, tp, 8192), left_out=layers.TUNED)
+        corners = layers.shares(hardware, layers.layer(model, tp, 8192), tuned=False)
         for form, title in _FORMS.items():
             saved = [100 * (1 - shares[form]) for shares in corners if form in shares]
             if saved:

@@ -18,8 +18,9 @@ from commfuse_npu.tools.simulate.step import Step
 from commfuse_npu.tools.simulate.step import _cost as simulated_once
 from commfuse_npu.tools.simulate.timed import ratio
 from commfuse_npu.tools.simulate.training import Layout, training
+from commfuse_npu.tools.simulate.variants import FB_OVERLAP
 from commfuse_npu.tools.simulate.variants import REFERENCE as BLOCKING
-from scripts.evidence.layers import TUNED, forms, layer, shares
+from scripts.evidence.layers import layer, shares
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
@@ -85,7 +86,7 @@ def test_the_table_is_what_is_simulated(row: list[str]) -> None:
     model, size, name = row[0].split(", ")
     hardware = Hardware.load(find_config(MACHINES[name], "hardware"))
     setup = layer(MODELS[model], int(size.removeprefix("TP ")), 8192)
-    corners = shares(hardware, setup, left_out=TUNED)
+    corners = shares(hardware, setup, tuned=False)
 
     def shorter(form: str) -> str:
         """How much shorter it is: typical, and over the ends of the ranges."""
@@ -94,19 +95,19 @@ def test_the_table_is_what_is_simulated(row: list[str]) -> None:
         saved = [100 * (1 - of[form]) for of in corners]
         return f"{saved[0]:.1f} % ({min(saved):.0f} .. {max(saved):.0f})"
 
-    columns = "forward-backward", "default", "CoC", "CoC fused", "MC2"
+    columns = "commfuse-fb", "commfuse", "coc", "coc-fused", "mc2"
     assert row[1:] == list(map(shorter, columns))
 
 
 def test_strict_turns_save_what_the_page_says(monkeypatch: pytest.MonkeyPatch) -> None:
     machine = Hardware.load(find_config(MACHINES["A2 server"], "hardware")).machine()
     shape = layer("llama3_8b", 8, 8192)
-    pair, step = forms(machine, shape)["forward-backward"], Step(machine, shape)
+    step = Step(machine, shape)
     saved = []
     for choose in (fb_overlap.best_order, strict_turns):
         monkeypatch.setattr(fb_overlap, "best_order", choose)
         simulated_once.cache_clear()
-        saved.append(1 - step.layer_time(pair).seconds / step.layer_time(BLOCKING).seconds)
+        saved.append(1 - step.layer_time(FB_OVERLAP).seconds / step.layer_time(BLOCKING).seconds)
     simulated_once.cache_clear()
     best, strict = (f"{100 * share:.1f} %" for share in saved)
     page = (DOCS / "fb_overlap.md").read_text("utf-8").replace("\n", " ")
@@ -115,10 +116,10 @@ def test_strict_turns_save_what_the_page_says(monkeypatch: pytest.MonkeyPatch) -
 
 def test_the_points_are_counted_as_in_the_table() -> None:
     table = (DOCS / "layers_tables.md").read_text("utf-8")
-    rows = re.findall(r"^\| \*([\w, -]+)\* \| (.+) \|$", table, re.M)
+    rows = re.findall(r"^\| \*([\w-]+)\* \| (.+) \|$", table, re.M)
     # Columns: CoC in slices, its kernel, MC2, Megatron's order, all: typical, ends, ordered.
     ahead = {form: [cell.split("; ") for cell in cells.split(" | ")] for form, cells in rows}
-    sliced, kernel, mc2, megatron, _ = (cell[0] for cell in ahead["forward-backward"])
+    sliced, kernel, mc2, megatron, _ = (cell[0] for cell in ahead["commfuse-fb"])
     sentence = README[README.index("Of the [72 points") : README.index("[How these figures")]
     assert re.findall(r"at\s(\d+)", sentence) == [sliced, megatron, mc2, kernel]
     (slow,) = re.findall(r"^\| 118 us, 8 micro-batches \| (.+) \|$", table, re.M)
@@ -126,7 +127,7 @@ def test_the_points_are_counted_as_in_the_table() -> None:
     mc2_ahead, megatron_ahead = remaining
     on = [megatron_ahead, mc2_ahead, kernel_ahead]
     assert re.findall(r"on (\d+) of", sentence) == on
-    behind = [str(points - int(ahead["default"][at][0])) for points, at in ((24, 1), (72, 2))]
+    behind = [str(points - int(ahead["commfuse"][at][0])) for points, at in ((24, 1), (72, 2))]
     assert re.findall(r"at all (\d+) points, MC2 at (\d+) of 72", README) == [tuple(behind)]
 
 

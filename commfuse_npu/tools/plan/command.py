@@ -139,6 +139,7 @@ def _recommend(arguments: argparse.Namespace) -> int:
     model = ModelConfig.load(path)
     if arguments.write:
         check_target(arguments.write)
+    recomputes = None if arguments.recompute is None else arguments.recompute == "full"
     try:
         rows, fitting = recommend(
             model,
@@ -146,7 +147,7 @@ def _recommend(arguments: argparse.Namespace) -> int:
             model.world_size if arguments.npus is None else arguments.npus,
             sequence=arguments.sequence_length,
             micro_batch=arguments.micro_batch,
-            fixed=Fixed(arguments.tp, arguments.cp, arguments.pp, arguments.recompute),
+            fixed=Fixed(arguments.tp, arguments.cp, arguments.pp, recomputes),
         )
     except NoLayoutError as error:
         return refuse("plan", error, code=1)

@@ -188,7 +188,7 @@ def training_of(launch: AskedLaunch) -> Training:
     kinds = _kinds(options, model.num_layers)
     if set(kinds) == {"none"}:
         raise NotSimulated("--noop-layers leaves no layer")
-    recompute = options.text("--recompute-granularity") == "full"
+    recomputes = options.text("--recompute-granularity") == "full"
     vpp = model_chunks(options, model.pipeline_model_parallel_size)
     shape = layer_shape(
         model,
@@ -203,9 +203,9 @@ def training_of(launch: AskedLaunch) -> Training:
         model,
         shape,
         kinds,
-        "full" if recompute else "none",
+        recomputes,
         vpp=vpp,
-        recomputed=_recomputed(options, vpp) if recompute else None,
+        recomputed=_recomputed(options, vpp) if recomputes else None,
         distributed="--use-distributed-optimizer" in options,
         overlaps=("--overlap-grad-reduce" in options, "--overlap-param-gather" in options),
         reuses="--reuse-fp32-param" in options,

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from commfuse_npu.hardware.machine import ITEM_BYTES
-from commfuse_npu.tools.simulate.group import Group, collective_seconds
+from commfuse_npu.tools.simulate.group import collective_seconds
 from commfuse_npu.tools.simulate.launches import Links
 from commfuse_npu.tools.simulate.rank import EVENTS, RING, Rank
 
@@ -150,6 +150,6 @@ def _heads(shape: LayerShape) -> float:
 
 def _exchange(rank: Rank, shape: LayerShape, name: str, numbers: float, collectives: int) -> None:
     """Deal ``numbers`` elements of every rank out to all ranks."""
-    group = Group(rank.machine, shape.contexts, shape.ranks)
-    seconds = collective_seconds(group, numbers / shape.contexts * ITEM_BYTES)
+    links = Links(rank.machine, shape.contexts, shape.ranks)
+    seconds = collective_seconds(links, numbers / shape.contexts * ITEM_BYTES)
     rank.need(rank.elsewhere(f"exchange of {name}", seconds, collectives))

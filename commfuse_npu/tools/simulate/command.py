@@ -11,7 +11,7 @@ from commfuse_npu.config_file import ConfigError, find_config
 from commfuse_npu.hardware.description import Hardware
 from commfuse_npu.options import whole
 from commfuse_npu.runtime.atomic_write import write_json
-from commfuse_npu.tools.drawing import draw, lacking
+from commfuse_npu.tools.drawing import draw
 from commfuse_npu.tools.model_config import ModelConfig
 from commfuse_npu.tools.option_types import Parser, new_file, positive, refuse, write_output
 from commfuse_npu.tools.simulate.lanes import layer_picture
@@ -20,9 +20,6 @@ from commfuse_npu.tools.simulate.timed import CORNERS, as_json, best, show, time
 from commfuse_npu.tools.simulate.training import Layout, training
 from commfuse_npu.tools.simulate.variants import MEGATRON, REFERENCE, forms, launching
 from commfuse_npu.tools.terminal import tell
-
-_MOST_TOKENS, _MOST_MICRO_BATCHES = 1 << 24, 1 << 16
-"""Upper limits of option values: larger ones are unrealistic and would take too long."""
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -46,13 +43,12 @@ def _parser() -> argparse.ArgumentParser:
         subject.add_argument(
             f"--{name}", type=whole(), help=f"{meaning}-parallel size; the model's by default"
         )
-    for name, most, meaning in (
-        ("sequence-length", _MOST_TOKENS, "tokens; the model's by default"),
-        ("micro-batch", _MOST_TOKENS, "sequences; the model's by default"),
-        ("micro-batches", _MOST_MICRO_BATCHES, "per step and replica; by default what the model's "
-         "global batch gives"),
-    ):  # fmt: skip
-        subject.add_argument(f"--{name}", type=whole(1, most), metavar="N", help=meaning)
+    for name, meaning in (
+        ("sequence-length", "tokens; the model's by default"),
+        ("micro-batch", "sequences; the model's by default"),
+        ("micro-batches", "per step and replica; by default what the model's global batch gives"),
+    ):
+        subject.add_argument(f"--{name}", type=whole(), metavar="N", help=meaning)
     subject.add_argument("--recompute", choices=("none", "full"), default="none")
     subject.add_argument(
         "--ulysses",
@@ -81,18 +77,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     out = parser.add_argument_group("what comes out (besides Markdown tables)")
     out.add_argument("--json", type=new_file, metavar="FILE")
-    out.add_argument("--svg", type=_svg, metavar="FILE", help="a Gantt chart of one layer")
+    out.add_argument("--svg", type=new_file, metavar="FILE", help="a Gantt chart of one layer")
     return parser
-
-
-def _svg(text: str) -> Path:
-    """A file for a picture; also checks that pictures can be drawn."""
-    path = new_file(text)
-    if path.suffix.lower() != ".svg":
-        raise argparse.ArgumentTypeError(f"{text!r} is not an SVG file; let its name end in .svg")
-    if why := lacking():
-        raise argparse.ArgumentTypeError(f"{text!r} {why}, or leave the option out")
-    return path
 
 
 def main(words: Sequence[str]) -> int:
@@ -115,14 +101,12 @@ def _main(arguments: argparse.Namespace) -> int:
     model = ModelConfig.load(model_path)
     if arguments.ulysses:
         model = replace(model, context_parallel_algo="ulysses_cp_algo")
-    layout = _layout(arguments, model)
-    if layout.npus > hardware.npus:
-        raise ValueError(
-            f"{hardware.path}: nodes: TP*CP*DP*PP = {layout.tp}*{layout.cp}*{layout.dp}*"
-            f"{layout.pp} = {layout.npus} NPUs are more than the {hardware.npus} of "
-            f"{hardware.nodes} nodes of {hardware.npus_per_node}; choose smaller sizes, or "
-            "another --hardware"
-        )
+    tp = arguments.tp or model.tensor_model_parallel_size
+    cp = arguments.cp or model.context_parallel_size
+    pp = arguments.pp or model.pipeline_model_parallel_size
+    replicas, remainder = divmod(model.world_size, tp * cp * pp)
+    layout = Layout(tp, cp, arguments.dp or (1 if remainder else replicas), pp)
+    hardware.check(layout.npus)
     try:
         setup = training(
             model,
@@ -130,11 +114,12 @@ def _main(arguments: argparse.Namespace) -> int:
             arguments.sequence_length,
             micro_batch=arguments.micro_batch,
             micro_batches=arguments.micro_batches,
-            recompute=arguments.recompute,
+            recomputes=arguments.recompute == "full",
         )
     except ConfigError as error:
-        lines = [_own_options(line) for line in str(error).splitlines()]
-        raise ConfigError("\n".join(f"{model_path}: {line}" for line in lines)) from error
+        # A launch's options are keys of the model's file.
+        named = re.sub(r"--([a-z-]+)", lambda key: key[1].replace("-", "_"), str(error))
+        raise ConfigError(f"{model_path}: {named}") from error
     rows = []
     for form in forms(hardware.machine(), setup):
         tell(f"{setup.model.seq_length} tokens, {layout.npus} NPUs: {form.name}")
@@ -152,17 +137,3 @@ def _main(arguments: argparse.Namespace) -> int:
     write_output(arguments.json, ": all figures", figures)
     write_output(arguments.svg, ": a layer", picture)
     return 0
-
-
-def _own_options(problem: str) -> str:
-    """Rename a launch's options in a message: here they are keys of the model's file."""
-    here = problem.replace("--seq-length", "--sequence-length")
-    return re.sub(r"--(?!sequence-length)([a-z-]+)", lambda key: key[1].replace("-", "_"), here)
-
-
-def _layout(arguments: argparse.Namespace, model: ModelConfig) -> Layout:
-    tp = arguments.tp or model.tensor_model_parallel_size
-    cp = arguments.cp or model.context_parallel_size
-    pp = arguments.pp or model.pipeline_model_parallel_size
-    replicas, remainder = divmod(model.world_size, tp * cp * pp)
-    return Layout(tp, cp, arguments.dp or (1 if remainder else replicas), pp)

@@ -17,9 +17,9 @@ import heapq
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
+from commfuse_npu.hardware.machine import Machine
 from commfuse_npu.tools.simulate.launches import (
     ASIDE,
     COMPUTE,
@@ -82,33 +82,26 @@ class Moved(_Activity):
         self.touched = {0} if links.folded else set(ends)
 
 
-@dataclass(frozen=True)
-class Timeline:
-    """Result of a simulation.  ``seconds``: the time at which everything is complete."""
-
-    seconds: float
-    spans: list[Span]
-    moved: list[Moved]
-
-
-def simulate(
-    launches: Sequence[Sequence[Operation]], links: Links, *, launched: bool = False
-) -> Timeline:
-    """Run the launches of ranks ``0, 1, ...`` to completion.
+class Simulated:
+    """The launches of ranks ``0, 1, ...``, run to completion.
 
     Args:
         launches: operations of each rank; folded operations of one rank if the links are folded.
-        launched: whether the hosts have launched everything at time 0; otherwise they start then.
+        steady: whether this is one of many repetitions in a row, whose hosts have launched
+            everything at time 0; otherwise they start then.
+
+    Attributes:
+        device: seconds at which everything is complete.
+        spans, moved: operations and transfers, in the order of their ends.
     """
-    return _Simulation(launches, links, launched).run()
 
-
-class _Simulation:
     def __init__(
-        self, launches: Sequence[Sequence[Operation]], links: Links, launched: bool
+        self, launches: Sequence[Sequence[Operation]], links: Links, *, steady: bool = False
     ) -> None:
-        self._links = links
+        self.launches, self.links, self.steady = launches, links, steady
         self._now = 0.0
+        self.spans: list[Span] = []
+        self.moved: list[Moved] = []
         self._later: list[tuple[float, int, Callable[[Any], None], Any]] = []
         """What happens at a known time, as a heap; the numbers keep the order of equal times."""
         self._pushed = 0
@@ -118,15 +111,28 @@ class _Simulation:
         self._flows: dict[Moved, None] = {}
         self._on_link: Counter[LinkId] = Counter()
         self._touching: Counter[int] = Counter()
-        self._spans: list[Span] = []
-        self._moved: list[Moved] = []
-        self._tasks = [
+        tasks = [
             task
             for rank, operations in enumerate(launches)
-            for task in self._tasks_of(rank, operations, launched)
+            for task in self._tasks_of(rank, operations)
         ]
+        self._run(tasks)
 
-    def _tasks_of(self, rank: int, operations: Sequence[Operation], launched: bool) -> list[Span]:
+    def host(self, machine: Machine) -> float:
+        """Seconds of the busiest rank's host."""
+        return max(sum(operation.host(machine) for operation in rank) for rank in self.launches)
+
+    @property
+    def seconds(self) -> float:
+        """Of one of many repetitions that of the device or the host, whichever is longer."""
+        return max(self.device, self.host(self.links.machine)) if self.steady else self.device
+
+    @property
+    def shown_rank(self) -> int:
+        """The rank to show: the one in the middle, or the one that represents all."""
+        return 0 if self.links.folded else len(self.launches) // 2
+
+    def _tasks_of(self, rank: int, operations: Sequence[Operation]) -> list[Span]:
         tasks = [Span(rank, *numbered) for numbered in enumerate(operations)]
         last: dict[str, int] = {}
         at = 0.0
@@ -140,14 +146,14 @@ class _Simulation:
             for need in needs:
                 tasks[need].followers.append(task)
             task.waits = len(needs)
-            at += 0.0 if launched else operation.host(self._links.machine)
+            at += 0.0 if self.steady else operation.host(self.links.machine)
             if at > 0:
                 task.waits += 1
                 self._push(at, self._count_down, task)
         return tasks
 
-    def run(self) -> Timeline:
-        for task in [task for task in self._tasks if not task.waits]:
+    def _run(self, tasks: Sequence[Span]) -> None:
+        for task in [task for task in tasks if not task.waits]:
             self._start(task)
         while self._work or self._flows or self._later:
             self._set_rates()
@@ -164,9 +170,9 @@ class _Simulation:
             while self._later and self._later[0][0] <= self._now:
                 _, _, action, subject = heapq.heappop(self._later)
                 action(subject)
-        left = len(self._tasks) - len(self._spans)
+        left = len(tasks) - len(self.spans)
         assert not left, f"{left} operations wait for each other, or for an end that never starts"
-        return Timeline(self._now, self._spans, self._moved)
+        self.device = self._now
 
     def _push(self, time: float, action: Callable[[Any], None], subject: Any) -> None:
         self._pushed += 1
@@ -187,11 +193,11 @@ class _Simulation:
             ends = self._ends.setdefault(message.key, [])
             ends.append(task)
             if len(ends) == 2:
-                latency = self._links.level(message.source, message.target).latency
+                latency = self.links.level(message.source, message.target).latency
                 self._push(self._now + latency + message.delay, self._begin, message)
 
     def _begin(self, message: Message) -> None:
-        flow = Moved(message, self._links)
+        flow = Moved(message, self.links)
         flow.begin(self._now)
         self._flows[flow] = None
         self._on_link.update(flow.path)
@@ -200,7 +206,7 @@ class _Simulation:
     def _set_rates(self) -> None:
         for (rank, _), work in self._work.items():
             disturbed = self._touching[rank] or all((rank, e) in self._work for e in _STREAMS)
-            work.change(1.0 - self._links.machine.transfer_slowdown * bool(disturbed), self._now)
+            work.change(1.0 - self.links.machine.transfer_slowdown * bool(disturbed), self._now)
         for flow in self._flows:
             rate = flow.level.rate / max(self._on_link[link] for link in flow.path)
             if any((rank, COMPUTE) in self._work for rank in flow.touched):
@@ -211,7 +217,7 @@ class _Simulation:
         del self._flows[flow]
         self._on_link.subtract(flow.path)
         self._touching.subtract(flow.touched)
-        self._moved.append(flow)
+        self.moved.append(flow)
         for task in self._ends[flow.message.key]:
             task.open_transfers -= 1
             if task.open_transfers == 0:
@@ -219,6 +225,6 @@ class _Simulation:
 
     def _done(self, task: Span) -> None:
         task.end = self._now
-        self._spans.append(task)
+        self.spans.append(task)
         for follower in task.followers:
             self._count_down(follower)

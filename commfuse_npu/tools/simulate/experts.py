@@ -15,7 +15,8 @@ many tokens go to each rank, and the device may then wait for the next launches.
 from dataclasses import dataclass
 
 from commfuse_npu.hardware.machine import ITEM_BYTES, Machine
-from commfuse_npu.tools.simulate.group import Group, collective_seconds
+from commfuse_npu.tools.simulate.group import collective_seconds
+from commfuse_npu.tools.simulate.launches import Links
 from commfuse_npu.tools.simulate.rank import Rank
 
 _BACKWARD = 0.6
@@ -61,9 +62,9 @@ class Experts:
         """Seconds of one direction, to the experts or back."""
         row = float(hidden * ITEM_BYTES)
         if self.gathers:
-            return collective_seconds(Group(machine, self.parallel * self.tensor), tokens * row)
+            return collective_seconds(Links(machine, self.parallel * self.tensor), tokens * row)
         sent = tokens * self.each / self.parallel * row
-        dealt, shared = Group(machine, self.parallel, self.tensor), Group(machine, self.tensor)
+        dealt, shared = Links(machine, self.parallel, self.tensor), Links(machine, self.tensor)
         return collective_seconds(dealt, sent) + collective_seconds(
             shared, tokens * self.each * row
         )

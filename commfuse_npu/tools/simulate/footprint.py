@@ -27,7 +27,7 @@ one holds the partial sums of its peers besides.
 from typing import NamedTuple
 
 from commfuse_npu.hardware.description import Hardware
-from commfuse_npu.hardware.machine import ITEM_BYTES, SUM_BYTES
+from commfuse_npu.hardware.machine import ITEM_BYTES
 from commfuse_npu.plan import Schedule
 from commfuse_npu.plan.slots import in_flight_without, most_in_flight, slots
 from commfuse_npu.runtime.hccl_options import lane_megabytes
@@ -145,7 +145,5 @@ def _transfers(variant: Variant, shape: LayerShape, most: float) -> float:
     if any(way.shape == "collective" and way.chunks > 1 for way in ways):
         # The rows of a chunk's product are copied to their places.
         size = max(size, gathered + ITEM_BYTES * shape.rows * widest)
-    # By blocks, the largest weight gradient is accumulated in fp32.
-    size += variant.rounded * SUM_BYTES * shape.hidden * widest
     messages = ((way, lane_megabytes(block * way.blocks_at_once(tp))) for way in ways)
     return size + max(way.lanes_for(tp) * min(most, 2 * 2.0**20 * mb) for way, mb in messages)

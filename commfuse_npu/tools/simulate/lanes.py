@@ -4,10 +4,9 @@ It shows the rank in the middle, or the one that represents all.
 """
 
 from collections.abc import Mapping, Sequence
-from operator import attrgetter
 
 from commfuse_npu.tools.drawing import Bit, Chart, Row, gantt
-from commfuse_npu.tools.simulate.group import Simulated
+from commfuse_npu.tools.simulate.engine import Simulated
 from commfuse_npu.tools.simulate.launches import ASIDE, COMPUTE
 from commfuse_npu.tools.simulate.step import Step
 from commfuse_npu.tools.simulate.variants import Variant
@@ -26,7 +25,7 @@ def layer_picture(step: Step, variants: Mapping[str, Variant]) -> Chart:
 def lanes(title: str, parts: Sequence[Simulated]) -> Row:
     """The parts in sequence, in ms.
 
-    Overlapping transfers are drawn as one bar.  Waiting is time in which the first stream is idle.
+    Waiting is time in which the first stream is idle.
     """
     bits: list[Bit] = []
     begin = 0.0
@@ -37,7 +36,7 @@ def lanes(title: str, parts: Sequence[Simulated]) -> Row:
 
     for simulated in parts:
         at = 0.0
-        for span in simulated.timeline.spans:
+        for span in simulated.spans:
             lane = _LANES.get(span.operation.engine or "")
             if lane is None or span.rank != simulated.shown_rank or span.start == span.end:
                 continue
@@ -46,23 +45,12 @@ def lanes(title: str, parts: Sequence[Simulated]) -> Row:
                 at = span.end
             add(lane, span.start, span.end, "work")
         add(_LANES[COMPUTE], at, simulated.seconds, "waiting")
-        for start, end in _transfers(simulated):
+        everyone, shown = simulated.links.folded, simulated.shown_rank
+        moved = [m for m in simulated.moved if everyone or m.message.source == shown]
+        for start, end in sorted({(m.start, m.end) for m in moved}):
             add(_LINKS, start, end, "transfer")
         begin += simulated.seconds
     waited = sum(bit.end - bit.start for bit in bits if bit.kind == "waiting")
     used = {bit.lane for bit in bits}
     label = f"{title}: {1e3 * begin:.1f} ms, waiting {waited:.1f} ms"
     return Row(label, tuple(row for row in (*_LANES.values(), _LINKS) if row in used), tuple(bits))
-
-
-def _transfers(simulated: Simulated) -> list[tuple[float, float]]:
-    """Start and end of the bars of a rank's transfers."""
-    bars: list[tuple[float, float]] = []
-    for moved in sorted(simulated.timeline.moved, key=attrgetter("start", "end")):
-        if simulated.links.folded or moved.message.source == simulated.shown_rank:
-            start, end = moved.start, moved.end
-            if bars and start < bars[-1][1]:
-                start, until = bars.pop()
-                end = max(until, end)
-            bars.append((start, end))
-    return bars

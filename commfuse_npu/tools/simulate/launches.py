@@ -16,7 +16,7 @@ this one does, so the traffic into this rank equals the traffic out of it.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from commfuse_npu.hardware.machine import Level, Machine
@@ -87,36 +87,36 @@ LinkId = tuple[str | int, ...]
 """Kind of link, and its one or two ends."""
 
 
-class PlacementError(ValueError):
-    """A group is not spread evenly over nodes, or spans nodes without links between them."""
-
-
+@dataclass(frozen=True)
 class Links:
     """The links of one group.
 
-    Args:
+    Attributes:
         size, stride: number of ranks, and distance in NPUs from one rank to the next.
         folded: whether rank 0 represents all.
 
     Raises:
-        PlacementError: the group spans nodes, and the machine has no links between nodes, or the
-            nodes hold different numbers of its ranks.
+        ValueError: the group spans nodes, and the machine has no links between nodes, or the nodes
+            hold different numbers of its ranks.
     """
 
-    def __init__(
-        self, machine: Machine, size: int, stride: int = 1, *, folded: bool = False
-    ) -> None:
-        self.machine, self.size, self.stride, self.folded = machine, size, stride, folded
+    machine: Machine
+    size: int
+    stride: int = 1
+    folded: bool = False
+
+    def __post_init__(self) -> None:
+        machine, size, stride = self.machine, self.size, self.stride
         node = machine.npus_per_node
         if (size - 1) * stride >= node:
             if machine.between is None:
-                raise PlacementError(
+                raise ValueError(
                     f"a group of {size} ranks, {stride} NPUs apart, does not fit a node of {node} "
                     f"NPUs, and this machine has no links between nodes; choose sizes whose "
                     f"product is at most {node}"
                 )
             if stride < node and (node % stride or size % (node // stride)):
-                raise PlacementError(
+                raise ValueError(
                     f"a group of {size} ranks, {stride} NPUs apart, does not fill whole nodes of "
                     f"{node} NPUs; choose sizes whose product {node} divides, or that divides it"
                 )

@@ -13,7 +13,6 @@ from itertools import pairwise
 
 from commfuse_npu.hardware.machine import ITEM_BYTES
 from commfuse_npu.plan import Schedule, split
-from commfuse_npu.plan.instructions import AheadEnd, Compute
 from commfuse_npu.plan.rules import column_backward, gather_gemm, gemm_scatter
 from commfuse_npu.tools.simulate import mc2
 from commfuse_npu.tools.simulate.rank import Rank, rest
@@ -50,9 +49,7 @@ def column_gradients(rank: Rank, name: str, rows: int, inputs: int, outputs: int
         columns = {"x": inputs, "grad": outputs, "weight": inputs, "grad_x": inputs}
         # The columns of a weight are not contiguous in memory.
         strided = len(spec.schedule.runs(inputs, "last")) > 1
-        for reached in rank.run(name, program, columns, strided=strided):
-            if isinstance(reached, AheadEnd):
-                yield
+        yield from rank.run(name, program, columns, strided=strided)
         return
     yield
     waits = _gathered(rank, f"{name} re-gather", rows * inputs)
@@ -72,21 +69,20 @@ def row_gradients(
     outputs: int,
     before: Iterator[None] | None = None,
 ) -> None:
-    """Gradients arrive -> dgrad, then wgrad: one for all rows, or one per block.
+    """Gradients arrive -> dgrad, then wgrad.
 
     Args:
-        before: the backward of the preceding column-parallel layer, started before the last wgrad.
+        before: the backward of the preceding column-parallel layer, started before wgrad.
     """
     if not _fused(rank, name):
         waits = _gather_gemm(rank, name, rows, outputs, inputs)
         rank.gemm(f"{name} wgrad", outputs, rows * rank.size, inputs, waits)
         return
-    wgrad_by = "blocks" if rank.variant.rounded else "whole"
-    program = gather_gemm(rank.spec(name), rows, outputs, inputs, wgrad_by, inputs)
+    program = gather_gemm(rank.spec(name), rows, outputs, inputs, "whole", inputs)
     columns = {"shard": outputs, "weight": inputs, "out": inputs, "other": inputs}
-    for number, _ in enumerate(rank.run(name, program, columns), 1):
-        if before is not None and number == program.count(Compute, "wgrad"):
-            next(before, None)
+    for _ in rank.run(name, program, columns):
+        if before is not None:
+            next(before)
 
 
 def _fused(rank: Rank, name: str) -> bool:

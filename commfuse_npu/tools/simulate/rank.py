@@ -10,8 +10,7 @@ The cost of its instructions:
 ``Wait``       nothing: its host time is part of the post; the work and the transfers that follow
                start when the transfers that it names are complete
 Compute        a launch, and the seconds of its GEMM
-``Add``        memory traffic: 3 blocks and a launch per addition, ``rounded`` one pass over all
-               parts and one launch
+``Add``        memory traffic: 3 blocks and a launch per addition
 ``Copy``       a launch, and 2 bytes of memory traffic per byte
 ``WaitEvent``  two events, including the ``RecordEvent`` that it waits for
 =============  =====================================================================================
@@ -25,7 +24,7 @@ result, so no step pays for it; a batch is expanded each time, which is included
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from commfuse_npu.hardware.machine import ITEM_BYTES, SUM_BYTES
+from commfuse_npu.hardware.machine import ITEM_BYTES
 from commfuse_npu.plan.instructions import (
     Add,
     AheadEnd,
@@ -215,8 +214,8 @@ class Rank:
         columns: Mapping[str, int],
         *,
         strided: bool = False,
-    ) -> Iterator[AheadEnd | Compute]:
-        """Run a program; yields its ``AheadEnd``, and before each weight gradient this one.
+    ) -> Iterator[None]:
+        """Run a program; yields at its ``AheadEnd``, and before its weight gradient.
 
         Args:
             columns: of the buffers that the operation provides, by name.
@@ -242,10 +241,7 @@ class Rank:
         def seconds(instruction: Compute) -> float:
             a, b = instruction.ins
             if instruction.work == "wgrad":
-                # grad^T @ x; that of some of the rows is added up in fp32.
-                some = program.count(Compute, "wgrad") > 1
-                result = 2 * SUM_BYTES if some else ITEM_BYTES
-                return self.machine.gemm(width(a), a.rows, width(b), result_bytes=result)
+                return self.machine.gemm(width(a), a.rows, width(b))  # grad^T @ x
             copied = 2 * ITEM_BYTES * width(a) * width(b) * strided
             rows = instruction.outs[0].rows
             return self.machine.memory(copied) + self.machine.gemm(rows, width(a), width(b))
@@ -269,21 +265,17 @@ class Rank:
                 self.need((exchanged[end] for end in instruction.ends), engine)
             elif isinstance(instruction, Compute):
                 if instruction.work == "wgrad":
-                    yield instruction
+                    yield
                 self.compute(f"{operation} {instruction.work}", seconds(instruction))
             elif isinstance(instruction, AheadEnd):
-                yield instruction
+                yield
             elif isinstance(instruction, Copy):
                 copied = self.machine.memory(2 * size(instruction.out))
                 self.compute(f"{operation} copy", copied, engine=engine)
             elif isinstance(instruction, Add):
-                terms, written = instruction.terms, size(instruction.out)
-                additions, traffic = sum(parts for _, parts in terms) - 1, 3 * written
-                # Parts in one stack are added in one pass; those of a collective are no such stack.
-                if (self.variant.rounded and len(terms) <= 2) or not additions:
-                    additions, traffic = 1, written + sum(size(span) for span, _ in terms)
-                for _ in range(additions):
-                    self.compute(f"{operation} sum", self.machine.memory(traffic), engine=engine)
+                added = self.machine.memory(3 * size(instruction.out))
+                for _ in range(sum(parts for _, parts in instruction.terms) - 1):
+                    self.compute(f"{operation} sum", added, engine=engine)
             elif isinstance(instruction, RecordEvent):
                 events[instruction.event] = {self._last[engine]} if engine in self._last else set()
             elif isinstance(instruction, WaitEvent):

@@ -9,24 +9,20 @@ A recommendation is printed as options of ``pretrain_gpt.py``, and written as a 
 the launch scripts read through ``CONFIG=FILE``.
 """
 
-import math
-import re
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
-from commfuse_npu.config_file import ConfigError
 from commfuse_npu.hardware.description import Hardware
 from commfuse_npu.runtime.atomic_write import atomic_write
 from commfuse_npu.tools.launch_script.options import Options
 from commfuse_npu.tools.model_config import ModelConfig
 from commfuse_npu.tools.simulate.footprint import USABLE, footprint, limit
-from commfuse_npu.tools.simulate.launches import PlacementError
-from commfuse_npu.tools.simulate.step import Step
 from commfuse_npu.tools.simulate.timed import Timed, timed
-from commfuse_npu.tools.simulate.training import Layout, Recompute, Training, training
+from commfuse_npu.tools.simulate.training import Layout, Training, training
 from commfuse_npu.tools.simulate.variants import Variant, forms, launching
 from commfuse_npu.tools.terminal import tell
 
@@ -47,35 +43,24 @@ class Fixed(NamedTuple):
     tp: int | None = None
     cp: int | None = None
     pp: int | None = None
-    recompute: Recompute | None = None
-
-
-_OPEN = Fixed()
-
-
-class _Candidate(NamedTuple):
-    """A training in a form, and the seconds of its step at typical figures."""
-
-    seconds: float
-    training: Training
-    form: Variant
+    recomputes: bool | None = None
 
 
 def recommend(
     model: ModelConfig,
     hardware: Hardware,
     npus: int,
+    fixed: Fixed,
     *,
     sequence: int | None = None,
     micro_batch: int | None = None,
-    fixed: Fixed = _OPEN,
 ) -> tuple[list[Timed], str]:
     """Search for the best layout and form.
 
     Args:
         npus: number of NPUs; all are used.
-        sequence, micro_batch: tokens and sequences; the model's by default.
         fixed: sizes that the user has fixed.
+        sequence, micro_batch: tokens and sequences; the model's by default.
 
     Returns:
         The best form of each of the best layouts, and the best with and without CommFuse, shortest
@@ -85,70 +70,56 @@ def recommend(
         NoLayoutError: no layout fits.
         ValueError: the machine has fewer NPUs, or they are not whole hosts.
     """
-    _check_npus(hardware, npus)
-    sequence = sequence or model.seq_length
-    batch = micro_batch or model.micro_batch_size
-    machine, most = hardware.machine(), limit(hardware)
-    choices: tuple[Recompute, ...] = (fixed.recompute,) if fixed.recompute else ("none", "full")
-    refused: dict[str, list[str]] = {}
-    candidates: list[_Candidate] = []
-    for layout in _layouts(model, hardware, npus, fixed, batch):
-        tell(f"TP {layout.tp}, CP {layout.cp}, PP {layout.pp}, DP {layout.dp}, chunks {layout.vpp}")
-        found: list[_Candidate] = []
-        reason = "more memory than an NPU has"
-        try:
-            for choice in choices:
-                setup = training(model, layout, sequence, micro_batch=batch, recompute=choice)
-                exact = [f for f in forms(machine, setup) if f.flags is not None and f.exact]
-                fitting = [form for form in exact if footprint(setup, form, hardware).total <= most]
-                step = Step(machine, setup)
-                found += [_Candidate(step.time(form), setup, form) for form in fitting]
-                if fitting == exact:
-                    break  # recomputation makes room; without that need it is never faster
-        except (ConfigError, PlacementError) as error:
-            reason = str(error).splitlines()[0].split(";")[0]
-        candidates += found
-        if not found and layout.vpp == 1:
-            # Reasons that differ only in their numbers count as one.
-            refused.setdefault(re.sub(r"\S*\d\S*", "", reason), []).append(reason)
-    candidates.sort(key=lambda candidate: candidate.seconds)
-    by_layout: dict[Layout, _Candidate] = {}
-    for candidate in candidates:
-        # Layouts that differ only in their chunks are one.
-        by_layout.setdefault(candidate.training.layout._replace(vpp=1), candidate)
-    best = list(by_layout.values())
-    counts = "; ".join(
-        f"{len(reasons)} x {reasons[0]}" + ", and the like" * (len({*reasons}) > 1)
-        for reasons in sorted(refused.values(), key=len, reverse=True)
-    )
-    if not best:
-        given = math.prod(size or 1 for size in (fixed.tp, fixed.cp, fixed.pp))
-        no_product = f"{npus} is not divisible by the product of the fixed sizes, {given}"
-        raise NoLayoutError(
-            f"no layout of {npus} NPUs fits {sequence} tokens and a global batch of "
-            f"{model.global_batch_size}: {counts or no_product}; take another --npus, a shorter "
-            "--sequence-length, another --micro-batch, or leave sizes open"
-        )
-    with_and_without = {row.form.ours: row for row in reversed(candidates)}
-    shown = {id(row) for row in (*best[:_RANKED], *with_and_without.values())}
-    rows = [timed(row.training, row.form, hardware) for row in candidates if id(row) in shown]
-    fits = f"{len(best)} layouts fit {most / 2**30:.1f} GiB ({USABLE:.0%} of an NPU)"
-    return rows, f"{fits}; not: {counts}" if counts else fits
-
-
-def _check_npus(hardware: Hardware, npus: int) -> None:
+    hardware.check(npus)
     host = hardware.npus_per_host
-    if not 1 <= npus <= hardware.npus:
-        raise ValueError(
-            f"--npus {npus}: {hardware.path} describes {hardware.nodes} nodes of "
-            f"{hardware.npus_per_node}; choose from 1 to {hardware.npus}"
-        )
     if npus > host and npus % host:
         below = npus // host * host
         raise ValueError(
             f"--npus {npus} is more than a host of {host} and not whole hosts; choose {below} or "
             f"{below + host}"
         )
+    sequence = sequence or model.seq_length
+    batch = micro_batch or model.micro_batch_size
+    machine, most = hardware.machine(), limit(hardware)
+    choices = (False, True) if fixed.recomputes is None else (fixed.recomputes,)
+    refused = Counter[str]()
+    candidates: list[Timed] = []
+    for layout in _layouts(model, hardware, npus, fixed, batch):
+        tell(f"TP {layout.tp}, CP {layout.cp}, PP {layout.pp}, DP {layout.dp}, chunks {layout.vpp}")
+        found: list[Timed] = []
+        reason = "more memory than an NPU has"
+        try:
+            for choice in choices:
+                setup = training(model, layout, sequence, micro_batch=batch, recomputes=choice)
+                launched = [form for form in forms(machine, setup) if form.flags is not None]
+                fitting = [f for f in launched if footprint(setup, f, hardware).total <= most]
+                found += [timed(setup, form, hardware, 1) for form in fitting]
+                if fitting == launched:
+                    break  # recomputation makes room; without that need it is never faster
+        except ValueError as error:
+            reason = str(error).splitlines()[0].split(";")[0]
+        candidates += found
+        if not found and layout.vpp == 1:
+            refused[reason] += 1
+    candidates.sort(key=lambda row: row.typical)
+    by_layout: dict[Layout, Timed] = {}
+    for row in candidates:
+        # Layouts that differ only in their chunks are one.
+        by_layout.setdefault(row.training.layout._replace(vpp=1), row)
+    best = list(by_layout.values())
+    counts = "; ".join(f"{count} x {reason}" for reason, count in refused.most_common(3))
+    if not best:
+        why = counts or "the fixed sizes do not divide them"
+        raise NoLayoutError(
+            f"no layout of {npus} NPUs fits {sequence} tokens and a global batch of "
+            f"{model.global_batch_size}: {why}; take another --npus, a shorter --sequence-length, "
+            "another --micro-batch, or leave sizes open"
+        )
+    with_and_without = {row.form.ours: row for row in reversed(candidates)}
+    shown = {id(row) for row in (*best[:_RANKED], *with_and_without.values())}
+    rows = [timed(row.training, row.form, hardware) for row in candidates if id(row) in shown]
+    fits = f"{len(best)} layouts fit {most / 2**30:.1f} GiB ({USABLE:.0%} of an NPU)"
+    return rows, f"{fits}; not: {counts}" if counts else fits
 
 
 def _layouts(

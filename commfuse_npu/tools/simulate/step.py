@@ -25,7 +25,8 @@ from typing import Any, NamedTuple
 
 from commfuse_npu.hardware.machine import ITEM_BYTES, Machine
 from commfuse_npu.tools.simulate import fb_overlap, llama
-from commfuse_npu.tools.simulate.group import Group, Simulated, collective_seconds
+from commfuse_npu.tools.simulate.engine import Simulated
+from commfuse_npu.tools.simulate.group import collective_seconds, simulate
 from commfuse_npu.tools.simulate.launches import Links
 from commfuse_npu.tools.simulate.llama import LayerShape
 from commfuse_npu.tools.simulate.pipeline import one_forward_one_backward, side_by_side
@@ -62,8 +63,8 @@ def _simulate(
     machine: Machine, shape: LayerShape, variant: Variant, build: Callable[..., None], *more: Any
 ) -> Simulated:
     """Simulate what ``build(rank, shape, *more)`` adds, as one of many in a row."""
-    group = Group(machine, shape.ranks)
-    return group.simulate(variant, lambda rank: build(rank, shape, *more), steady=True)
+    links = Links(machine, shape.ranks)
+    return simulate(links, variant, lambda rank: build(rank, shape, *more), steady=True)
 
 
 @lru_cache(1 << 14)
@@ -75,14 +76,14 @@ def _cost(machine: Machine, shape: LayerShape, variant: Variant, *build: Any) ->
         # separately.
         figures = replace(machine, launch_overhead=0.0, post_overhead=0.0, event_overhead=0.0)
     simulated = _simulate(figures, shape, variant, *build)
-    return simulated.timeline.seconds, simulated.host(machine)
+    return simulated.device, simulated.host(machine)
 
 
 @lru_cache(1 << 14)
 def _head(machine: Machine, shape: LayerShape, variant: Variant) -> list[float]:
     """Seconds of the output layer and the loss, forward and backward."""
-    group, parts = Group(machine, shape.ranks), (llama.head_forward, llama.head_backward)
-    return [group.simulate(variant, partial(part, shape=shape)).seconds for part in parts]
+    links, parts = Links(machine, shape.ranks), (llama.head_forward, llama.head_backward)
+    return [simulate(links, variant, partial(part, shape=shape)).seconds for part in parts]
 
 
 @dataclass(frozen=True)
@@ -103,12 +104,8 @@ class Step:
             return [_simulate(*inputs, fb_overlap.pair, 1, self.training.recomputes)]
         return [_simulate(*inputs, part) for part in (llama.forward, llama.backward)]
 
-    def time(self, variant: Variant, *, free: bool = False) -> float:
-        """Seconds of a step.
-
-        Args:
-            free: whether transfers between stages and of buckets take no time either.
-        """
+    def time(self, variant: Variant) -> float:
+        """Seconds of a step."""
         training = self.training
         kinds = sorted({kind for place in training.places for kind in place} - {"none"})
         layers = {kind: self.layer_time(variant, kind) for kind in kinds}
@@ -127,8 +124,7 @@ class Step:
         for passes, last in zip((forwards, backwards), head, strict=True):
             passes[-1] += last
             passes[0] += embedding
-        between = 0.0 if free else self._between_stages
-        pipeline = training.micro_batches, between, training.vpp
+        pipeline = training.micro_batches, self._between_stages, training.vpp
         f, b = main.forward, main.backward
         if main.pair is None:
             ends = one_forward_one_backward(forwards, backwards, *pipeline)
@@ -140,15 +136,12 @@ class Step:
             pairs[0] += 2 * embedding
             ends = side_by_side(forwards, backwards, pairs, *pipeline)
             f, b = (part * main.pair[0] / main.alone for part in (f, b))
-        end = max(ends)
-        if not free:
-            b *= 1 + training.recomputes
-            buckets = [self._buckets(stage, f, b) for stage in range(training.layout.pp)]
-            late = (time + tail for time, (tail, _) in zip(ends, buckets, strict=True))
-            end = max(late) + buckets[0][1]
-        end += self._optimizer
+        b *= 1 + training.recomputes
+        buckets = [self._buckets(stage, f, b) for stage in range(training.layout.pp)]
+        late = (time + tail for time, (tail, _) in zip(ends, buckets, strict=True))
+        end = max(late) + buckets[0][1] + self._optimizer
         # A launch times a step each way, and keeps the faster one.
-        return end if main.pair is None else min(end, self.time(MEGATRON, free=free))
+        return end if main.pair is None else min(end, self.time(MEGATRON))
 
     def layer_time(self, variant: Variant, kind: Kind = "dense") -> LayerTime:
         """A layer of one micro-batch, forward and backward, in the middle of a stage."""
@@ -183,8 +176,8 @@ class Step:
         seconds = self.machine.memory(2.0 * shape.rows * shape.row_bytes)
         if variant.kind == "compute":
             return seconds
-        group = Group(self.machine, shape.ranks)
-        return seconds + collective_seconds(group, float(shape.block * shape.row_bytes))
+        links = Links(self.machine, shape.ranks)
+        return seconds + collective_seconds(links, float(shape.block * shape.row_bytes))
 
     def _buckets(self, stage: int, forward: float, backward: float) -> tuple[float, float]:
         """Exposed seconds of the transfers of a stage's gradients and of its parameters.
@@ -206,7 +199,7 @@ class Step:
             (experts, training.expert_replicas, training.expert_stride),
         ):
             if ranks > 1 and layers:
-                late, early = _exposed(training, layers, Group(self.machine, ranks, stride))
+                late, early = _exposed(training, layers, Links(self.machine, ranks, stride))
                 tail, start = tail + late, start + early
         return tail, start
 
@@ -236,19 +229,19 @@ Weights = tuple[float, float, float]
 """A layer's parameters on one NPU, and its seconds forward and backward."""
 
 
-def _exposed(training: Training, layers: Sequence[Weights], group: Group) -> tuple[float, float]:
+def _exposed(training: Training, layers: Sequence[Weights], links: Links) -> tuple[float, float]:
     """Exposed seconds of the transfers of gradients and of parameters; layers from first to last.
 
     Transfers that do not overlap are fully exposed.  Without a distributed optimizer a rank keeps
     all sums instead of those of its shard: they are gathered after the backward.
     """
-    order = buckets(layers, group.size)
+    order = buckets(layers, links.size)
     parameters, forward, backward = (
         [sum(layer[at] for layer in bucket) for bucket in order] for at in range(3)
     )
-    shards = [math.ceil(numbers / group.size) for numbers in parameters]
-    out = [collective_seconds(group, shard * _GRADIENT_BYTES) for shard in shards]
-    back = [collective_seconds(group, shard * ITEM_BYTES) for shard in shards]
+    shards = [math.ceil(numbers / links.size) for numbers in parameters]
+    out = [collective_seconds(links, shard * _GRADIENT_BYTES) for shard in shards]
+    back = [collective_seconds(links, shard * ITEM_BYTES) for shard in shards]
     late = exposed_end(backward, out) if training.overlaps[0] else sum(out)
     if not training.distributed:
         return late + sum(out), 0.0

@@ -7,8 +7,9 @@ the results of these five; it is wide where the figures are uncertain.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any, NamedTuple
 
 from commfuse_npu.hardware.description import Choice, Hardware
@@ -18,13 +19,8 @@ from commfuse_npu.tools.simulate.training import Training
 from commfuse_npu.tools.simulate.variants import COMPUTE_ONLY, REFERENCE, Variant, launching
 from commfuse_npu.tools.terminal import table_row
 
-CORNERS: tuple[tuple[Choice, Choice], ...] = (
-    ("typical", "typical"),
-    ("favourable", "favourable"),
-    ("favourable", "unfavourable"),
-    ("unfavourable", "favourable"),
-    ("unfavourable", "unfavourable"),
-)
+_ENDS: tuple[Choice, Choice] = "favourable", "unfavourable"
+CORNERS: tuple[tuple[Choice, Choice], ...] = ("typical", "typical"), *product(_ENDS, _ENDS)
 """The choice of figures of each machine: for computation, and for links."""
 
 
@@ -53,7 +49,6 @@ class Timed:
 
     Attributes:
         seconds: of a step on each machine, the typical one first.
-        exposed: seconds by which a step is longer than without the time of any transfer.
         memory: of the fullest NPU.
         fits: whether an NPU has that memory.
     """
@@ -61,7 +56,6 @@ class Timed:
     training: Training
     form: Variant
     seconds: tuple[float, ...]
-    exposed: tuple[float, ...]
     memory: Footprint
     fits: bool = True
 
@@ -88,13 +82,6 @@ class Timed:
         recomputed = ["full recomputation"] * self.training.recomputes
         return ", ".join([*layout, *recomputed, self.form.name])
 
-    @property
-    def tokens(self) -> Range:
-        """Tokens per second and NPU."""
-        model, npus = self.training.model, self.training.layout.npus
-        tokens = model.seq_length * model.global_batch_size
-        return Range.of([tokens / (seconds * npus) for seconds in self.seconds])
-
     def row(self, first: Timed) -> dict[str, str]:
         """The cells of a table by column, beside those of the ``first``, which is bold."""
         mark, longer = "**", "-"
@@ -102,14 +89,15 @@ class Timed:
             pairs = list(zip(self.seconds, first.seconds, strict=True))
             slower = f"{sum(ours > theirs for ours, theirs in pairs)} of {len(pairs)}"
             mark, longer = "", f"{self.typical / first.typical - 1:+.1%} ({slower})"
+        model = self.training.model
+        tokens = model.seq_length * model.global_batch_size / self.training.layout.npus
         return {
             **self._sizes,
-            "recompute": self.training.recompute,
+            "recompute": "full" if self.training.recomputes else "none",
             "form": f"{mark}{self.form.name}{mark}",
             "step": self.step,
             "longer (machines)": longer,
-            "exposed": Range.of(self.exposed).text(_show),
-            "tokens/s/NPU": self.tokens.text("{:.0f}".format),
+            "tokens/s/NPU": Range.of([tokens / s for s in self.seconds]).text("{:.0f}".format),
             "memory of an NPU": f"{self.memory.total / 2**30:.1f} GiB"
             + (not self.fits) * ", too much",
         }
@@ -119,12 +107,10 @@ class Timed:
             "layout": self.training.layout._asdict(),
             "sequence": self.training.model.seq_length,
             "micro_batches": self.training.micro_batches,
-            "recompute": self.training.recompute,
+            "recompute": "full" if self.training.recomputes else "none",
             "form": self.form.name,
             "flags": None if self.form.flags is None else launching(self.form, self.training),
             "step": Range.of(self.seconds)._asdict(),
-            "exposed": Range.of(self.exposed)._asdict(),
-            "tokens": self.tokens._asdict(),
             "memory_bytes": self.memory.total,
             "fits": self.fits,
         }
@@ -134,52 +120,25 @@ def timed(training: Training, form: Variant, hardware: Hardware, corners: int = 
     """Simulate a training in a form, on the first ``corners`` machines of a description.
 
     Raises:
-        PlacementError: a group does not fit the machine's nodes.
+        ValueError: a group does not fit the machine's nodes.
     """
     steps = [Step(hardware.machine(*corner), training) for corner in CORNERS[:corners]]
     seconds = tuple(step.time(form) for step in steps)
-    free = [step.time(COMPUTE_ONLY, free=True) for step in steps]
-    exposed = tuple(time - bound for time, bound in zip(seconds, free, strict=True))
     memory = footprint(training, form, hardware)
-    return Timed(training, form, seconds, exposed, memory, memory.total <= limit(hardware))
+    return Timed(training, form, seconds, memory, memory.total <= limit(hardware))
 
 
 def best(rows: Sequence[Timed]) -> Timed:
-    """The shortest step that a launch can have, with Megatron's bits; first of what fits."""
-    launched = (row for row in rows if row.form.flags is not None and row.form.exact)
+    """The shortest step that a launch can have; first of what fits."""
+    launched = (row for row in rows if row.form.flags is not None)
     return min(launched, key=lambda row: (not row.fits, row.typical))
 
 
 def table(rows: Sequence[Timed]) -> str:
     """A Markdown table; :func:`best` is bold."""
     cells = [row.row(best(rows)) for row in rows]
-    lines = [table_row(cells[0]), "|---:|---:|---:|---:|---|---|---:|---:|---:|---:|---:|"]
+    lines = [table_row(cells[0]), "|---:|---:|---:|---:|---|---|---:|---:|---:|---:|"]
     return "\n".join([*lines, *(table_row(row.values()) for row in cells)])
-
-
-def verdict(rows: Sequence[Timed], hardware: Hardware) -> Iterator[str]:
-    """The recommendation in one line, then what it is based on, as a Markdown list."""
-    first = best(rows)
-    if first.fits:
-        yield f"Recommended: {first.name}, a step in {first.step}."
-    else:
-        yield (
-            f"No form fits {limit(hardware) / 2**30:.1f} GiB ({USABLE:.0%} of an NPU): choose "
-            "larger sizes or full recomputation. "
-            f"The shortest: {first.name}, a step in {first.step}."
-        )
-    yield ""
-    if first.training.layout.tp == 1:
-        yield (
-            "- TP 1 has no tensor-parallel transfers: there is nothing to fuse but context "
-            "parallelism by Ulysses (--commfuse-ulysses) and data parallelism (--commfuse-dp)."
-        )
-    else:
-        share = ratio(first.training, hardware, len(first.seconds)).text("{:.2f}".format)
-        yield f"- Communication / computation of a layer, plain: {share}."
-    sizes = first.memory._asdict().items()
-    parts = ", ".join(f"{name} {size / 2**30:.1f}" for name, size in sizes)
-    yield f"- Memory of the fullest NPU, GiB: {parts}."
 
 
 def ratio(training: Training, hardware: Hardware, corners: int = 5) -> Range:
@@ -214,14 +173,30 @@ def show(rows: Sequence[Timed], hardware: Hardware, model: str, launch: str) -> 
         What was simulated: model, sequence length and number of NPUs.
     """
     first = best(rows)
+    none = (
+        f"No form fits {limit(hardware) / 2**30:.1f} GiB ({USABLE:.0%} of an NPU): choose larger "
+        "sizes or full recomputation. The shortest"
+    )
+    verdict = "Recommended" if first.fits else none
+    share = ratio(first.training, hardware, len(first.seconds)).text("{:.2f}".format)
+    sizes = first.memory._asdict().items()
+    parts = ", ".join(f"{name} {size / 2**30:.1f}" for name, size in sizes)
     tokens, npus = first.training.model.seq_length, first.training.layout.npus
     title = f"{model}, {tokens} tokens, {npus} NPUs"
-    based = (
-        f"Simulated, not measured. {hardware.assumed} of {hardware.path.name} have no public "
-        "source at all; ranges are over its uncertainty."
+    print(
+        f"{verdict}: {first.name}, a step in {first.step}.",
+        "",
+        f"- Communication / computation of a layer, plain: {share}.",
+        f"- Memory of the fullest NPU, GiB: {parts}.",
+        "",
+        launch,
+        "",
+        f"{title} of {hardware.name}. Simulated, not measured. {hardware.assumed} of "
+        f"{hardware.path.name} have no public source at all; ranges are over its uncertainty.",
+        "",
+        table(rows),
+        sep="\n",
     )
-    print(*verdict(rows, hardware), "", launch, sep="\n")
-    print("", f"{title} of {hardware.name}. {based}", "", table(rows), sep="\n")
     return title
 
 

@@ -10,8 +10,6 @@ from commfuse_npu.tools.model_config import ModelConfig
 from commfuse_npu.tools.simulate.attention import Latent
 from commfuse_npu.tools.simulate.llama import LayerShape
 
-Recompute = Literal["none", "full"]
-
 Kind = Literal["dense", "experts", "none"]
 """Kind of layer; ``none`` passes on its input (MindSpeed-LLM's ``--noop-layers``)."""
 
@@ -38,6 +36,7 @@ class Training:
         model: with the layout, the sequence length and the batch of this training.
         shape: of a layer; its experts only in layers of this kind.
         kinds: of each layer of the model.
+        recomputes: whether full recomputation runs each layer's forward again before its backward.
         vpp: chunks of layers per pipeline stage; they divide the layers of every stage.
         recomputed: with full recomputation, number of layers per stage whose forward is run again;
             ``None``: all.
@@ -51,7 +50,7 @@ class Training:
     model: ModelConfig
     shape: LayerShape
     kinds: tuple[Kind, ...]
-    recompute: Recompute = "none"
+    recomputes: bool = False
     vpp: int = 1
     recomputed: int | None = None
     distributed: bool = True
@@ -99,11 +98,6 @@ class Training:
     def micro_batches(self) -> int:
         """Micro-batches per step and data-parallel replica."""
         return self.model.global_batch_size // (self.model.micro_batch_size * self.layout.dp)
-
-    @property
-    def recomputes(self) -> bool:
-        """Whether full recomputation runs each layer's forward again before its backward."""
-        return self.recompute == "full"
 
     def shape_of(self, kind: Kind) -> LayerShape:
         return self.shape if kind == "experts" else replace(self.shape, experts=None)
@@ -200,7 +194,7 @@ def training(
     *,
     micro_batch: int | None = None,
     micro_batches: int | None = None,
-    recompute: Recompute = "none",
+    recomputes: bool = False,
 ) -> Training:
     """The simulator's description of a training: a model in a layout.
 
@@ -235,4 +229,4 @@ def training(
     fitted.validate()
     dense: Kind = "dense"
     kinds = (dense,) * fitted.num_layers
-    return Training(fitted, layer_shape(fitted), kinds, recompute, layout.vpp)
+    return Training(fitted, layer_shape(fitted), kinds, recomputes, layout.vpp)

@@ -1,6 +1,5 @@
 """The ways to run a tensor-parallel layer, by name.
 
-====================  ============================================================================
 ``compute``           no communication at all: the bound
 ``plain-mesh``        every collective blocking, all its transfers at once.  **The reference.**
 ``megatron``          Megatron's order, with plain collectives: in the backward of a
@@ -31,16 +30,46 @@
                       (:mod:`commfuse_npu.tools.simulate.fb_overlap`); passes without a partner, and
                       work outside of the layers, in Megatron's order
 ====================  ============================================================================
+=======
+===================  ============================================================================
+``compute``          no communication at all: the bound
+``plain-mesh``       every collective blocking, all its transfers at once.  **The reference.**
+``megatron``         Megatron's order, with plain collectives: in the backward of a
+                     column-parallel layer the input is gathered during dgrad, and the sum of
+                     dgrad is scattered during wgrad
+``coc-K``            CoC as MindSpeed describes it: K slices of rows, a collective per slice on a
+                     separate stream, pipelined with the GEMMs; then a copy that restores the order
+                     of rows
+``coc-fused``        CoC as kernels (``--coc-fused-kernel``), for 8 ranks of a node: each hides a
+                     share of the shorter of GEMM and transfer, as others measured; Megatron's
+                     order in the backward of column-parallel layers (read in MindSpeed 26.1.0)
+``mc2``              ``--use-ascend-mc2`` (read in MindSpeed@028de58, which says that it is not for
+                     A3, but does not refuse it there): gathers before a GEMM and reduce-scatters
+                     after one are kernels in the best number of tiles
+                     (:mod:`commfuse_npu.tools.simulate.mc2`), for 2, 4 or 8 ranks of a full mesh,
+                     up to 32 on a ring, and inner dimensions of 256 to 65534, otherwise plain;
+                     Megatron's order in the backward of column-parallel layers
+``commfuse``         this project's ops as ``--use-commfuse`` launches them.  The second gather of
+                     a column-parallel layer's input starts before the weight gradient of the
+                     row-parallel layer after it.  If GEMMs hide its collectives anyway, a
+                     column-parallel layer's backward runs in Megatron's order
+                     (:mod:`commfuse_npu.hardware.machine`); so do layers with few rows
+``commfuse-tuned``   the same with the fastest chunks for each operation, as batches or as
+                     collectives, or Megatron's order: what ``--commfuse-tuning on`` searches
+``commfuse-fb``      ``--commfuse-fb-overlap``: forward and backward of two micro-batches alternate
+                     (:mod:`commfuse_npu.tools.simulate.fb_overlap`); passes without a partner, and
+                     work outside of the layers, in Megatron's order
+===================  ============================================================================
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from commfuse_npu.hardware.machine import Machine, min_outputs_to_hide
 from commfuse_npu.plan import Schedule, default_chunks, default_shape, min_rows_to_fuse
-from commfuse_npu.tools.simulate.launches import PlacementError
 from commfuse_npu.tools.simulate.mc2 import RANKS
 
 if TYPE_CHECKING:
@@ -62,8 +91,6 @@ class Variant:
 
     Attributes:
         way: for all operations that ``chosen`` does not name.
-        rounded: for ``fused``, whether weight gradients are computed per block and partial sums
-            added in one pass, which rounds differently.
         collectives_from: for ``fused``, number of outputs per rank from which the backward of
             column-parallel layers runs by collectives in Megatron's order.
         tuned: for ``fused``, the ways from which each operation takes its fastest.
@@ -74,7 +101,6 @@ class Variant:
     name: str
     kind: Kind
     way: Way = None
-    rounded: bool = False
     collectives_from: int | None = None
     tuned: tuple[Way, ...] = ()
     chosen: tuple[tuple[str, Way], ...] = ()
@@ -83,11 +109,6 @@ class Variant:
     @property
     def ours(self) -> bool:
         return "commfuse" in (self.flags or "")
-
-    @property
-    def exact(self) -> bool:
-        """Whether the bits equal Megatron's."""
-        return not self.rounded
 
 
 COMPUTE_ONLY = Variant("compute", "compute")
@@ -113,28 +134,18 @@ FORMS = {
 """The forms besides fused layers that can be launched: description and flags."""
 
 
-def fused(
-    schedule: Schedule,
-    *,
-    tuned: tuple[int, ...] = (),
-    rounded: bool = False,
-    collectives_from: int | None = None,
-) -> Variant:
-    """A variant of this project's ops.
+def fused(schedule: Schedule, collectives_from: int | None = None) -> Variant:
+    """This project's ops; the schedule has its number of lanes."""
+    return Variant("commfuse", "fused", schedule, collectives_from, flags="--use-commfuse")
 
-    Args:
-        schedule: with its number of lanes.
-        tuned: numbers of chunks, in batches or collectives, from which each operation takes the
-            fastest.
-    """
-    ways = tuple(replace(schedule, chunks=count) for count in tuned)
+
+def tuned(schedule: Schedule, chunks: Sequence[int] = _CHUNKS) -> Variant:
+    """The same with the fastest number of chunks for each operation, in batches or collectives."""
+    ways = [replace(schedule, chunks=count) for count in chunks]
     if (schedule.lanes or 1) > 1:
-        ways += tuple(replace(way, shape="collective", lanes=1) for way in ways)
-    name = "commfuse-rounded" if rounded else "commfuse-tuned" if tuned else "commfuse"
-    flags = "--use-commfuse" + " --commfuse-tuning on" * bool(tuned)
-    flags += " --commfuse-wgrad blocks --commfuse-reduce-dtype float32" * rounded
-    way = ways[0] if ways else schedule
-    return Variant(name, "fused", way, rounded, collectives_from, ways, flags=flags)
+        ways += [replace(way, shape="collective", lanes=1) for way in ways]
+    flags = "--use-commfuse --commfuse-tuning on"
+    return Variant("commfuse-tuned", "fused", tuned=tuple(ways), flags=flags)
 
 
 def launching(form: Variant, training: Training) -> list[str]:
@@ -157,12 +168,12 @@ def forms(
             of a launch that says nothing.
 
     Raises:
-        PlacementError: the tensor-parallel group does not fit a node.
+        ValueError: the tensor-parallel group does not fit a node.
     """
     shape = training.shape
     tp, rows = shape.ranks, shape.block
     if tp > machine.npus_per_node:
-        raise PlacementError(
+        raise ValueError(
             f"a tensor-parallel group of {tp} spans nodes of {machine.npus_per_node} NPUs; choose "
             f"at most {machine.npus_per_node}"
         )
@@ -175,6 +186,5 @@ def forms(
         launched = fused(usual, collectives_from=min_outputs_to_hide(machine, tp))
         if rows < (min_rows_to_fuse(tp, shape.hidden) if least is None else least):
             launched = replace(MEGATRON, name=launched.name, flags=launched.flags)
-        ways += [*COC, *[COC_FUSED] * (tp == 8), *[MC2] * (tp in RANKS), launched]
-        ways += [fused(base, tuned=_CHUNKS, rounded=rounded) for rounded in (False, True)]
+        ways += [*COC, *[COC_FUSED] * (tp == 8), *[MC2] * (tp in RANKS), launched, tuned(base)]
     return (*ways, FB_OVERLAP, COMPUTE_ONLY)

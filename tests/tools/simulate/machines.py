@@ -7,10 +7,17 @@ from dataclasses import replace
 
 from commfuse_npu.hardware.machine import Level, LinkTopology, Machine
 from commfuse_npu.plan import Schedule
-from commfuse_npu.tools.simulate.engine import Moved, Span
-from commfuse_npu.tools.simulate.group import Simulated
+from commfuse_npu.tools.simulate.engine import Moved, Simulated, Span
 from commfuse_npu.tools.simulate.launches import LinkId, Operation
-from commfuse_npu.tools.simulate.variants import COC, MC2, MEGATRON, REFERENCE, Variant, fused
+from commfuse_npu.tools.simulate.variants import (
+    COC,
+    MC2,
+    MEGATRON,
+    REFERENCE,
+    Variant,
+    fused,
+    tuned,
+)
 
 IDEAL = Machine(
     npus_per_node=64,
@@ -54,8 +61,7 @@ def variants(lanes: int) -> list[Variant]:
         MC2,
         *(fused(schedule) for schedule in schedules),
         fused(schedules[1], collectives_from=100),
-        fused(base, tuned=(1, 2)),
-        fused(base, tuned=(1, 2), rounded=True),
+        tuned(base, (1, 2)),
     ]
 
 
@@ -75,10 +81,10 @@ def check_timeline(simulated: Simulated) -> None:
        and a link never carries more than its capacity over any interval between transfers.
     3. Every planned byte is moved, once.
     """
-    timeline, links = simulated.timeline, simulated.links
-    slack = _SLACK * max(timeline.seconds, 1e-12)
-    done = {moved.message.key: moved.end for moved in timeline.moved}
-    spans = {(span.rank, span.index): span for span in timeline.spans}
+    links = simulated.links
+    slack = _SLACK * max(simulated.device, 1e-12)
+    done = {moved.message.key: moved.end for moved in simulated.moved}
+    spans = {(span.rank, span.index): span for span in simulated.spans}
     at_ends: dict[object, list[Span]] = defaultdict(list)
     for rank, operations in enumerate(simulated.launches):
         launched, last = 0.0, dict[str, int]()
@@ -96,12 +102,12 @@ def check_timeline(simulated: Simulated) -> None:
             assert not parts or here.end <= earliest + slack, f"{here} ends after {earliest}"
             for message in (*op.sends, *op.receives):
                 at_ends[message.key].append(here)
-    assert abs(max(span.end for span in timeline.spans) - timeline.seconds) <= slack
+    assert abs(max(span.end for span in simulated.spans) - simulated.device) <= slack
     planned = {m.key for rank in simulated.launches for op in rank for m in op.sends}
-    assert Counter(moved.message.key for moved in timeline.moved) == Counter(planned)
+    assert Counter(moved.message.key for moved in simulated.moved) == Counter(planned)
     rates: dict[LinkId, float] = {}
     carried: dict[LinkId, list[Moved]] = defaultdict(list)
-    for moved in timeline.moved:
+    for moved in simulated.moved:
         message = moved.message
         level = links.level(message.source, message.target)
         begin = max(span.start for span in at_ends[message.key]) + level.latency + message.delay

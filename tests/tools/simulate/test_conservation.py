@@ -2,33 +2,28 @@
 
 from collections import Counter
 from dataclasses import replace
-from unittest import mock
 
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from commfuse_npu.hardware.machine import Level
-from commfuse_npu.plan import Schedule
 from commfuse_npu.plan.slots import paired_microbatches, slots
-from commfuse_npu.plan.turn_order import strict_turns
 from commfuse_npu.tools.simulate import fb_overlap, llama
-from commfuse_npu.tools.simulate.engine import simulate
-from commfuse_npu.tools.simulate.group import Group, Simulated
+from commfuse_npu.tools.simulate.engine import Simulated
+from commfuse_npu.tools.simulate.group import simulate
 from commfuse_npu.tools.simulate.launches import (
     ASIDE,
     COMPUTE,
     Links,
     Message,
     Operation,
-    PlacementError,
 )
-from commfuse_npu.tools.simulate.linear import column, row
 from commfuse_npu.tools.simulate.llama import LayerShape
 from commfuse_npu.tools.simulate.pipeline import side_by_side
 from commfuse_npu.tools.simulate.rank import Rank
-from commfuse_npu.tools.simulate.variants import FB_OVERLAP, MEGATRON, Variant
-from tests.tools.simulate.machines import check_timeline, ideal, sent, variants, work
+from commfuse_npu.tools.simulate.variants import FB_OVERLAP, MEGATRON
+from tests.tools.simulate.machines import check_timeline, ideal, sent, variants
 
 MACHINE = ideal(
     rate=2.0e10, latency=1.0e-5, cube_flops=3.0e14, half_rows=100.0, hbm_bandwidth=1.0e12,
@@ -59,60 +54,15 @@ def test_every_timeline_holds_and_one_rank_stands_for_all(
         machine = replace(machine, between=Level(topology, 1.0e10, 2.0e-5), npus_per_node=2)
     choices = [*variants(size - 1), FB_OVERLAP]
 
-    def simulate(whole: bool | None) -> Simulated:
+    def timeline(whole: bool | None) -> Simulated:
         build, variant = getattr(llama, part), choices[number % len(choices)]
-        group = Group(machine, size)
-        return group.simulate(variant, lambda rank: build(rank, shape(size)), whole=whole)
+        links = Links(machine, size)
+        return simulate(links, variant, lambda rank: build(rank, shape(size)), whole=whole)
 
-    single, everyone = simulate(None), simulate(True)
+    single, everyone = timeline(None), timeline(True)
     assert single.seconds == pytest.approx(everyone.seconds)
     check_timeline(single)
     check_timeline(everyone)
-
-
-@pytest.mark.parametrize("rounded", [False, True])
-def test_a_layer_gathers_its_inputs_ahead(rounded: bool) -> None:
-    """Posted after all transfers of the row-parallel layer, before its last weight gradient."""
-    variant = Variant("x", "fused", Schedule(lanes=5, chunks=2), rounded)
-    rank = Rank(Links(MACHINE, 6), 1, variant)
-    llama.backward(rank, shape(6))
-    names = [operation.name for operation in rank.finish()]
-    for earlier, later in (("fc2", "fc1"), ("proj", "qkv")):
-        posts, ahead = (
-            [at for at, name in enumerate(names) if name.startswith(f"{layer} backward block")]
-            for layer in (earlier, later)
-        )
-        last = max(at for at, name in enumerate(names) if name == f"{earlier} backward wgrad")
-        assert len(ahead) == 5
-        assert max(posts) < min(ahead) <= max(ahead) < last
-
-
-def test_work_waits_for_sends_whose_memory_it_writes() -> None:
-    """On gloo, where a receive is complete without the send; two groups of columns have memory."""
-    variant = Variant("fused", "fused", Schedule(lanes=1, chunks=4))
-    rank = Rank(Links(replace(MACHINE, batched=False), 2), 0, variant)
-    row(rank, "x", 4, 8, 8)
-    operations = rank.finish()
-    sends = {at for at, operation in enumerate(operations) if operation.sends}
-    assert len(sends) == 4
-    assert sends <= {at for operation in operations for at in operation.after}
-
-
-def test_a_receive_that_nobody_sends_and_lanes_in_another_order_hang() -> None:
-    variant, launches = Variant("fused", "fused", Schedule(lanes=1, chunks=2)), []
-    for number in range(2):
-        rank = Rank(Links(MACHINE, 2), number, variant)
-        column(rank, "x", 4, 5 * 10**8, 1)
-        launches.append(rank.finish())
-    (operations, other), links = launches, Links(MACHINE, 2)
-    first, second = [i for i, op in enumerate(operations) if op.sends]
-    lacking, swapped = list(operations), list(operations)
-    lacking[first] = operations[first]._replace(sends=())
-    with pytest.raises(AssertionError, match="operations wait"):
-        simulate([lacking, other], links)
-    swapped[first], swapped[second] = operations[second], operations[first]
-    with pytest.raises(AssertionError, match="operations wait"):
-        simulate([swapped, other], links)
 
 
 def test_work_is_slowed_by_transfers_of_its_rank_and_by_the_other_stream() -> None:
@@ -120,17 +70,17 @@ def test_work_is_slowed_by_transfers_of_its_rank_and_by_the_other_stream() -> No
     work, aside = Operation("work", COMPUTE, 4.0), Operation("aside", ASIDE, 4.0)
     ends = Operation("x", "lane", sends=(message,)), Operation("x", "lane", receives=(message,))
     links = Links(ideal(transfer_slowdown=0.5), 4)
-    timeline = simulate([[work, ends[0]], [work, ends[1]], [work], [work, aside]], links)
-    assert [(moved.start, moved.end) for moved in timeline.moved] == [(1.0, 3.0)]
-    finished = {span.rank: span.end for span in timeline.spans if span.operation == work}
+    run = Simulated([[work, ends[0]], [work, ends[1]], [work], [work, aside]], links)
+    assert [(moved.start, moved.end) for moved in run.moved] == [(1.0, 3.0)]
+    finished = {span.rank: span.end for span in run.spans if span.operation == work}
     assert finished == {0: 5.0, 1: 5.0, 2: 4.0, 3: 8.0}
 
 
 def test_a_group_that_no_nodes_hold_evenly_is_refused() -> None:
     machine = ideal(npus_per_node=6)
-    with pytest.raises(PlacementError, match="8 ranks, 1 NPUs apart, does not fit a node of 6"):
+    with pytest.raises(ValueError, match="8 ranks, 1 NPUs apart, does not fit a node of 6"):
         Links(machine, 8)
-    with pytest.raises(PlacementError, match="does not fill whole nodes of 6 NPUs"):
+    with pytest.raises(ValueError, match="does not fill whole nodes of 6 NPUs"):
         Links(replace(machine, between=Level("nic_per_npu", 1.0, 0.0)), 8)
 
 
@@ -141,50 +91,25 @@ def test_a_transfer_of_another_group_has_links_of_its_own() -> None:
 
 # ------------------------------------------------------------------- interleaved passes
 
-SHAPE = LayerShape(1024, 1024, 1, 512, 1024, 768, 4096, 4)
-RATE = 0.002
-"""Rate of the links: a transfer takes a fifth of the largest GEMM, at 1 FLOP/s."""
-
-
-def simulated(*, recomputes: bool = False, rate: float = RATE) -> Simulated:
-    return Group(ideal(rate=rate), 4).simulate(
-        FB_OVERLAP, lambda rank: fb_overlap.pair(rank, SHAPE, 2, recomputes=recomputes)
-    )
-
-
-def in_order(*, recomputes: bool = False) -> Simulated:
-    def build(rank: Rank) -> None:
-        for _ in range(2):
-            llama.forward(rank, SHAPE)
-        for _ in range(2):
-            if recomputes:
-                llama.forward(rank, SHAPE)
-            llama.backward(rank, SHAPE)
-
-    return Group(ideal(rate=RATE), 4).simulate(MEGATRON, build)
-
 
 @pytest.mark.parametrize("recomputes", [False, True])
-def test_it_launches_what_megatron_launches_and_hand_overs(recomputes: bool) -> None:
+def test_a_pair_launches_what_megatron_launches_and_hand_overs(recomputes: bool) -> None:
+    def in_order(rank: Rank) -> None:
+        for part in [llama.forward] * (4 if recomputes else 2) + [llama.backward] * 2:
+            part(rank, shape(4))
+
+    def pairs(rank: Rank) -> None:
+        fb_overlap.pair(rank, shape(4), 2, recomputes)
+
     ours, plain = (
         Counter((op.name, op.seconds, sent([op])) for op in run.launches[0] if op.name != "end")
-        for run in (simulated(recomputes=recomputes), in_order(recomputes=recomputes))
+        for run in (
+            simulate(Links(MACHINE, 4), FB_OVERLAP, pairs),
+            simulate(Links(MACHINE, 4), MEGATRON, in_order),
+        )
     )
     assert 0 < ours.pop(("hand over", 0.0, 0)) <= 2 * plain.total()
     assert ours == plain
-
-
-def test_it_is_shorter_than_strict_turns_and_longer_than_its_work() -> None:
-    pair, plain = simulated(), in_order()
-    # Without a hand-over each side waits as in Megatron's order.
-    never = lambda sides: tuple((False,) * len(side) for side in sides)  # noqa: E731
-    with mock.patch.object(fb_overlap, "best_order", never):
-        assert simulated().timeline.seconds == pytest.approx(plain.timeline.seconds, rel=1e-6)
-    with mock.patch.object(fb_overlap, "best_order", strict_turns):
-        assert pair.seconds < simulated().seconds < plain.seconds
-    # Without transfers only the work is left.
-    free = simulated(rate=1e9)
-    assert work(pair) == work(free) == pytest.approx(free.seconds, rel=1e-6)
 
 
 @pytest.mark.parametrize("micro_batches", [1, 4, 8])

@@ -15,7 +15,7 @@ from commfuse_npu.plan import Schedule
 from commfuse_npu.tools.simulate import fb_overlap, llama
 from commfuse_npu.tools.simulate.attention import Latent, attend
 from commfuse_npu.tools.simulate.experts import Experts
-from commfuse_npu.tools.simulate.group import Group
+from commfuse_npu.tools.simulate.group import simulate
 from commfuse_npu.tools.simulate.launches import Links, Operation
 from commfuse_npu.tools.simulate.llama import LayerShape
 from commfuse_npu.tools.simulate.rank import Rank
@@ -25,8 +25,9 @@ from commfuse_npu.tools.simulate.variants import (
     MEGATRON,
     REFERENCE,
     Variant,
+    fused,
 )
-from tests.tools.simulate.machines import check_timeline, ideal
+from tests.tools.simulate.machines import IDEAL, check_timeline, ideal
 
 TOKENS, HIDDEN, TP = 64, 16, 4
 DENSE = LayerShape(TOKENS, TOKENS, 1, HIDDEN, 32, 48, 64, TP)
@@ -34,8 +35,10 @@ EXPERTS = Experts(number=8, each=2, width=24, shared=0, parallel=4, tensor=1)
 ROW = HIDDEN * ITEM_BYTES
 
 
-def seconds(variant: Variant, build: Callable[[Rank], None], ranks: int = TP) -> float:
-    return Group(ideal(), ranks).simulate(variant, build, steady=True).seconds
+def seconds(
+    variant: Variant, build: Callable[[Rank], None], ranks: int = TP, machine: Machine = IDEAL
+) -> float:
+    return simulate(Links(machine, ranks), variant, build).seconds
 
 
 def operations(part: Callable[..., None], ranks: int, *sizes: int) -> list[Operation]:
@@ -49,13 +52,6 @@ def elements(part: Callable[..., None], ranks: int, *sizes: int) -> float:
     """Elements that the element-wise work of a part of a layer reads and writes."""
     kinds = "latent heads", "sort", "activation"
     return sum(o.seconds for o in operations(part, ranks, *sizes) if o.name.endswith(kinds))
-
-
-def timed(
-    machine: Machine, shape: LayerShape, variant: Variant, part: Callable[..., None]
-) -> float:
-    """Seconds of a part of a layer, as one rank of another group has it."""
-    return Group(machine, 1).simulate(variant, partial(part, shape=shape)).seconds
 
 
 def ways(shape: LayerShape, variant: Variant, ranks: int = TP) -> list[float]:
@@ -109,7 +105,7 @@ def test_a_layer_of_experts() -> None:
     starts = ideal(cube_flops=math.inf, gemm_start=1.0)
     for experts, started in ((EXPERTS, 1), (one_by_one, local)):
         build = partial(experts.forward, tokens=TOKENS, hidden=HIDDEN)
-        assert Group(starts, 1).simulate(COMPUTE_ONLY, build).seconds == 1 + 2 * started
+        assert seconds(COMPUTE_ONLY, build, 1, starts) == 1 + 2 * started
     assert launches(one_by_one.forward) - launches(EXPERTS.forward) == 3 * (local - 1)
     assert launches(one_by_one.backward) - launches(EXPERTS.backward) == 7 * local - 5
 
@@ -183,10 +179,7 @@ def context_parallel(size: int, tp: int = 1, groups: int = 64, ring: bool = Fals
 
 
 def attended(machine: Machine, shape: LayerShape, way: int, variant: Variant = MEGATRON) -> float:
-    def build(rank: Rank) -> None:
-        attend(rank, shape, way)
-
-    return Group(machine, shape.ranks).simulate(variant, build).seconds
+    return seconds(variant, partial(attend, shape=shape, way=way), shape.ranks, machine)
 
 
 @pytest.mark.parametrize("way", [0, 1])
@@ -238,9 +231,13 @@ def test_a_pair_hides_exchanges_of_tokens_and_heads_but_not_a_ring(
     shape: LayerShape, hides: bool
 ) -> None:
     machine = ideal(cube_flops=2e3)
-    pair = timed(machine, shape, FB_OVERLAP, partial(fb_overlap.pair, layers=1))
+    forward, backward, pair = (
+        partial(part, shape=shape)
+        for part in (llama.forward, llama.backward, partial(fb_overlap.pair, layers=1))
+    )
+    pair = seconds(FB_OVERLAP, pair, 1, machine)
     free, plain = (
-        sum(timed(machine, shape, variant, part) for part in (llama.forward, llama.backward))
+        sum(seconds(variant, part, 1, machine) for part in (forward, backward))
         for variant in (COMPUTE_ONLY, MEGATRON)
     )
     assert free <= pair
@@ -249,13 +246,15 @@ def test_a_pair_hides_exchanges_of_tokens_and_heads_but_not_a_ring(
 
 def test_transfers_of_other_groups_go_beside_fused_layers() -> None:
     """Every rank of a group that is simulated as a whole has its own."""
-    fused = Variant("fused", "fused", Schedule("shifted", 3, 1))
+    variant = fused(Schedule("shifted", 3, 1))
     for shape in (replace(DENSE, experts=EXPERTS), context_parallel(2, TP)):
         for part in (llama.forward, llama.backward):
-            simulated = Group(ideal(), TP).simulate(fused, partial(part, shape=shape), whole=True)
+            simulated = simulate(
+                Links(ideal(), TP), variant, partial(part, shape=shape), whole=True
+            )
             check_timeline(simulated)
             elsewhere = [
-                moved for moved in simulated.timeline.moved
+                moved for moved in simulated.moved
                 if moved.message.source == moved.message.target
             ]  # fmt: skip
             assert len(elsewhere) == 2 * TP

@@ -18,7 +18,7 @@ from commfuse_npu.tools.simulate.variants import MEGATRON, fused
 
 MACHINES = ("ascend_910b_server", "ascend_910c_supernode")
 MODELS = ("llama2_7b", "llama3_8b", "llama3_70b")
-HOSTS = {118e-6: 128e-6, 55e-6: 80e-6, 15e-6: 40e-6}
+HOSTS = {118e-6: 128e-6, 15e-6: 40e-6}
 """Seconds of a launch: seconds of a post."""
 
 

@@ -23,7 +23,7 @@ from commfuse_npu.tools.simulate.recommend import (
     write_plan,
 )
 from commfuse_npu.tools.simulate.step import Step
-from commfuse_npu.tools.simulate.timed import Timed, best, ratio, table, timed, verdict
+from commfuse_npu.tools.simulate.timed import Timed, best, ratio, show, table, timed
 from commfuse_npu.tools.simulate.training import Layout, Training, training
 from commfuse_npu.tools.simulate.variants import FB_OVERLAP, MC2, Variant, forms
 from tests.launchers.launching import dry_run
@@ -39,7 +39,7 @@ SIMULATED = {form.name: form for form in forms(SERVER.machine(), SETUP)}
 GIB = 2.0**30
 STEPS = {
     "plain-mesh": 20.0, "megatron": 18.0, "coc-4": 17.0, "commfuse-tuned": 16.2,
-    "commfuse-rounded": 14.4, "compute": 10.0,
+    "compute": 10.0,
 }  # fmt: skip
 
 
@@ -47,7 +47,7 @@ def made_up(steps: dict[str, float]) -> list[Timed]:
     """A row per form, on a typical machine and one that is twice as slow but for ``coc-4``."""
     memory = Footprint(GIB, 2 * GIB, 3 * GIB, 4 * GIB, 5 * GIB)
     return [
-        Timed(SETUP, SIMULATED[name], (s, s if name == "coc-4" else 2 * s), (s - 10, s), memory)
+        Timed(SETUP, SIMULATED[name], (s, s if name == "coc-4" else 2 * s), memory)
         for name, s in steps.items()
     ]
 
@@ -55,10 +55,9 @@ def made_up(steps: dict[str, float]) -> list[Timed]:
 def test_forms_are_those_of_a_launch() -> None:
     """Plain collectives come first, the bound last; a group has those that support it."""
     names = ["plain-mesh", "megatron", "coc-2", "coc-4", "coc-8", "coc-fused", "mc2", "commfuse",
-             "commfuse-tuned", "commfuse-rounded", "commfuse-fb", "compute"]  # fmt: skip
+             "commfuse-tuned", "commfuse-fb", "compute"]  # fmt: skip
     assert list(SIMULATED) == names
     assert [name for name, form in SIMULATED.items() if form.flags is None] == [names[0], names[-1]]
-    assert [name for name, form in SIMULATED.items() if not form.exact] == ["commfuse-rounded"]
     sizes = {1: {"coc-2", "coc-fused", "mc2", "commfuse"}, 4: {"coc-fused"}}
     for tp, missing in sizes.items():
         job = training(LLAMA3_8B, Layout(tp, 1, 1, 1), 8192)
@@ -77,20 +76,21 @@ def test_forms_are_those_of_a_launch() -> None:
     ("steps", "too_large", "first", "longer"),
     [
         (STEPS, [], "commfuse-tuned, a step in 16.20 s (16.20 s .. 32.40 s).",
-         {"coc-4": "+4.9% (1 of 2)", "megatron": "+11.1% (2 of 2)",
-          "commfuse-tuned": "-", "commfuse-rounded": "-11.1% (0 of 2)"}),
+         {"coc-4": "+4.9% (1 of 2)", "megatron": "+11.1% (2 of 2)", "commfuse-tuned": "-",
+          "compute": "-38.3% (0 of 2)"}),
         ({**STEPS, "megatron": 9.0}, [], "megatron, a step in 9.00 s",
-         {"commfuse-tuned": "+80.0% (2 of 2)", "commfuse-rounded": "+60.0% (2 of 2)"}),
+         {"commfuse-tuned": "+80.0% (2 of 2)"}),
         # What an NPU has no memory for is not recommended.
         (STEPS, ["commfuse-tuned"], "coc-4, a step in 17.00 s",
-         {"megatron": "+5.9% (2 of 2)", "commfuse-rounded": "-15.3% (1 of 2)"}),
+         {"megatron": "+5.9% (2 of 2)"}),
     ],
 )  # fmt: skip
 def test_the_verdict_names_the_shortest_that_keeps_the_bits_and_the_table_compares(
-    steps: dict[str, float], too_large: list[str], first: str, longer: dict[str, str]
+    steps: dict[str, float], too_large: list[str], first: str, longer: dict[str, str], capsys
 ) -> None:
     rows = [replace(row, fits=row.form.name not in too_large) for row in made_up(steps)]
-    said, empty, shares, memory = verdict(rows, SERVER)
+    show(rows, SERVER, "llama3_8b", "")
+    said, empty, shares, memory, *_ = capsys.readouterr().out.splitlines()
     assert said.startswith(f"Recommended: TP 8, CP 1, PP 1, DP 1, {first}")
     assert empty == ""
     share = ratio(SETUP, SERVER, 2).text("{:.2f}".format)
@@ -106,8 +106,10 @@ def test_the_verdict_names_the_shortest_that_keeps_the_bits_and_the_table_compar
     assert table(rows).count("15.0 GiB, too much |") == len(too_large)
     large = training(replace(LLAMA3_8B, num_layers=320), SETUP.layout, 8192, micro_batches=1)
     assert not timed(large, SIMULATED["megatron"], SERVER, 1).fits
-    said, *_ = verdict([replace(row, fits=False) for row in rows], SERVER)
-    assert said.startswith("No form fits 57.6 GiB (90% of an NPU): choose larger sizes")
+    show([replace(row, fits=False) for row in rows], SERVER, "llama3_8b", "")
+    assert capsys.readouterr().out.startswith(
+        "No form fits 57.6 GiB (90% of an NPU): choose larger sizes"
+    )
 
 
 # ------------------------------------------------------------------- layouts
@@ -125,18 +127,15 @@ def test_layouts_are_ranked_by_their_steps_and_the_launcher_takes_the_plan(tmp_p
         assert row.training.layout.npus == 4
         assert row.memory.total <= limit(SERVER)
         # The reported time is the simulated one, on every machine.
-        step = Step(SERVER.machine(), row.training)
-        assert row.typical == step.time(row.form)
+        assert row.typical == Step(SERVER.machine(), row.training).time(row.form)
         assert len(row.seconds) == 5
-        assert row.form.exact
         assert row.form.flags is not None
-        # No other form of this layout is shorter.
-        if row is rows[0]:
-            assert row.typical == min(
-                step.time(form)
-                for form in forms(SERVER.machine(), row.training)
-                if form.exact and form.flags is not None
-            )
+    # No other form that fits is shorter.
+    for row in {row.training.layout: row for row in reversed(rows)}.values():
+        step = Step(SERVER.machine(), row.training)
+        launched = [form for form in forms(step.machine, row.training) if form.flags is not None]
+        memory = {form: footprint(row.training, form, SERVER).total for form in launched}
+        assert row.typical == min(step.time(f) for f in launched if memory[f] <= limit(SERVER))
     assert any(not row.form.ours for row in rows), "the best without CommFuse is among them"
     assert re.match(r"\d layouts fit 57.6 GiB \(90% of an NPU\); not: \d x more memory", fitting)
     first, file = next(row for row in rows if row.form == FB_OVERLAP), tmp_path / "small.yaml"
@@ -170,29 +169,35 @@ def test_pipelines_are_interleaved_where_that_is_faster() -> None:
     assert {row.training.layout for row in rows} == {Layout(1, 1, 1, 2)}
 
 
-@pytest.mark.parametrize(("gib", "chosen"), [(18.0, "none"), (14.0, "full")])
-def test_memory_decides_on_recomputation(gib: float, chosen: str) -> None:
+@pytest.mark.parametrize(("gib", "full"), [(18.0, False), (14.0, True)])
+def test_memory_decides_on_recomputation(gib: float, full: bool) -> None:
     model, size = replace(LLAMA3_8B, global_batch_size=2, num_layers=4), gib * 2.0**30
     figures = {**SERVER.figures, "npu.hbm_bytes": Figure(size, size, size, "assumed")}
     small, fixed = replace(SERVER, figures=figures), Fixed(tp=4, cp=1, pp=1)
     rows, _ = recommend(model, small, 4, fixed=fixed)
     first = best(rows)
-    assert first.training.recompute == chosen
+    assert first.training.recomputes is full
     words = options(model, planned(model, small, first.training, first.form))
-    assert ("--recompute-granularity" in words) is (chosen == "full")
-    if chosen == "full":
+    assert ("--recompute-granularity" in words) is full
+    if full:
         with pytest.raises(NoLayoutError, match="1 x more memory than an NPU has"):
-            recommend(model, small, 4, fixed=fixed._replace(recompute="none"))
+            recommend(model, small, 4, fixed=fixed._replace(recomputes=False))
 
 
 @pytest.mark.parametrize(
     ("model", "hardware", "npus", "fixed", "said"),
     [
         (LLAMA3_70B, SERVER, 2, {}, r"fits 8192 tokens and .*: 4 x more memory than an NPU has; "),
-        (LLAMA3_8B, SERVER, 8200, {}, "choose from 1 to 8192"),
+        (LLAMA3_8B, SERVER, 8200, {}, "8200 NPUs are more than the 8192 of 1024 nodes of 8 in"),
         (LLAMA3_8B, SERVER, 6, {"tp": 6}, "1 x 32 attention heads, 8 query groups and feed-"),
         (LLAMA3_8B, SERVER, 20, {}, "--npus 20 is more than a host of 8 .* choose 16 or 24"),
-        (LLAMA3_8B, SERVER, 8, {"tp": 2, "pp": 3}, "8 is not divisible by the .* sizes, 6"),
+        (
+            LLAMA3_8B,
+            SERVER,
+            8,
+            {"tp": 2, "pp": 3},
+            "of 64: the fixed sizes do not divide",
+        ),
         (WIDE, SERVER, 16, {"tp": 16}, "of 16 spans nodes of 8 NPUs"),
     ],
 )
@@ -247,7 +252,7 @@ FORMS = [form for form in forms(SERVER.machine(), ALONE) if form.flags is not No
     [
         *((ALONE, form) for form in FORMS),
         *(
-            (training(LLAMA3_8B, layout, recompute="full"), FB_OVERLAP)
+            (training(LLAMA3_8B, layout, recomputes=True), FB_OVERLAP)
             for layout in (Layout(4, 1, 1, 2), Layout(2, 1, 2, 2, vpp=2))
         ),
     ],
@@ -262,7 +267,6 @@ def test_what_is_printed_is_taken(job: Training, form: Variant) -> None:
     larger = replace(LLAMA3_8B, context_parallel_size=2, npus_per_node=16, seq_length=4096)
     assert {"--context-parallel-size", "--seq-length"} < {*options(larger, plan)}
     assert launch.fuse.use_commfuse == (form.kind == "fused")
-    assert (launch.fuse.commfuse_wgrad == "blocks") == form.rounded
     against = obstacles(launch)
     assert not (against.fused if launch.fuse.use_commfuse else "")
     assert not (against.overlap if form == FB_OVERLAP else "")
