@@ -21,6 +21,9 @@ from commfuse_npu.tools.simulate.training import Layout, training
 from commfuse_npu.tools.simulate.variants import MEGATRON, REFERENCE, forms, launching
 from commfuse_npu.tools.terminal import tell
 
+_MOST_TOKENS, _MOST_MICRO_BATCHES = 1 << 24, 1 << 16
+"""Upper limits of option values: larger ones are unrealistic and would take too long."""
+
 
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(
@@ -43,12 +46,13 @@ def _parser() -> argparse.ArgumentParser:
         subject.add_argument(
             f"--{name}", type=whole(), help=f"{meaning}-parallel size; the model's by default"
         )
-    for name, meaning in (
-        ("sequence-length", "tokens; the model's by default"),
-        ("micro-batch", "sequences; the model's by default"),
-        ("micro-batches", "per step and replica; by default what the model's global batch gives"),
-    ):
-        subject.add_argument(f"--{name}", type=whole(), metavar="N", help=meaning)
+    for name, most, meaning in (
+        ("sequence-length", _MOST_TOKENS, "tokens; the model's by default"),
+        ("micro-batch", _MOST_TOKENS, "sequences; the model's by default"),
+        ("micro-batches", _MOST_MICRO_BATCHES, "per step and replica; by default what the model's "
+         "global batch gives"),
+    ):  # fmt: skip
+        subject.add_argument(f"--{name}", type=whole(1, most), metavar="N", help=meaning)
     subject.add_argument("--recompute", choices=("none", "full"), default="none")
     subject.add_argument(
         "--ulysses",

@@ -67,6 +67,7 @@ QUESTIONS = (
     ("plan there -- --commfuse-chunks 4", "-- --commfuse-chunks: no effect on there"),
     ("plan there --jsn x.json", "unrecognized arguments: --jsn x.json (see commfuse-npu plan"),
     ("simulate --dp 2048", "16384 NPUs are more than the 8192 of 1024 nodes of 8 in "),
+    ("simulate --micro-batches 99999", "'99999' is not a whole number from 1 to 65536"),
     ("simulate --cp 3", "is not divisible by TP*CP = 8*3 = 24; choose seq_length 8184 or 8208"),
     ("simulate --tp 3", "their common divisor 8 is not divisible by TP 3; choose TP 2 or 4"),
     ("bench --works mlp,mpl", "'mpl' is unknown; choose from mlp, layers, micro-batches; did you"),
