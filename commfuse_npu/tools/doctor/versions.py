@@ -116,7 +116,9 @@ def check_stack(machine: Machine) -> Iterator[Finding]:
         package, level, text = packages[name], otherwise, "not found"
         advice = f"use {TOGETHER}, on PYTHONPATH"
         if package is None and not on_npu:
-            level, advice = "note", "needed on NPUs; pip install megatron-core==0.12.1 for the CPU"
+            level, advice = "note", "needed on NPUs"
+            if name == "megatron":
+                advice = "pip install megatron-core==0.12.1 for the CPU"
         elif package is not None:
             text = package.version or "unknown"
             if on_npu and package.folder_with(part) is None:
