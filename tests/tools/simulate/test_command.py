@@ -11,7 +11,7 @@ import pytest
 from commfuse_npu.tools import cli, drawing
 from commfuse_npu.tools.drawing import Bit, Row, draw, gantt
 from commfuse_npu.tools.simulate.lanes import lanes
-from scripts.evidence.pictures import forms, step
+from scripts.evidence.pictures import forms, main, step
 from tests.tools.answers import answer
 
 QUICK = "--typical --tp 2 --dp 1 --micro-batches 1 --sequence-length 4096"
@@ -76,8 +76,17 @@ def test_a_picture_of_a_layer_which_costs_no_result_if_it_cannot_be_written(
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_the_picture_says_what_is_simulated() -> None:
-    shipped = (Path(__file__).parents[3] / "docs" / "forms.svg").read_text("utf-8")
+def test_the_pictures_show_what_is_simulated(tmp_path: Path) -> None:
+    pytest.importorskip("vl_convert")
+    assert main(["--folder", str(tmp_path)]) == 0
+    for drawn in tmp_path.iterdir():
+        shipped = (Path(__file__).parents[3] / "docs" / drawn.name).read_text("utf-8")
+        # Texts, bars and whiskers.
+        ours, theirs = (
+            re.findall(r"-?\d+(?:\.\d+)?", text) for text in (drawn.read_text(), shipped)
+        )
+        assert list(map(float, ours)) == pytest.approx(list(map(float, theirs)), abs=0.01)
+    created = (tmp_path / "forms.svg").read_text("utf-8")
     for title, variant in forms().items():
         parts, time = step().parts(variant), step().layer_time(variant)
         row = lanes(title, parts)
@@ -92,7 +101,7 @@ def test_the_picture_says_what_is_simulated() -> None:
         assert {bit.kind for bit in row.bits if bit.lane == "links"} == {"transfer"}
         # A single pair has no neighbors and takes a little longer.
         assert end == pytest.approx(1e3 * time.seconds, rel=0.01)
-        assert f">{row.label}</text>" in shipped
+        assert f">{row.label}</text>" in created
 
 
 def test_a_picture_is_a_file_and_needs_a_package(tmp_path: Path, monkeypatch) -> None:
