@@ -1,36 +1,5 @@
 """The ways to run a tensor-parallel layer, by name.
 
-``compute``           no communication at all: the bound
-``plain-mesh``        every collective blocking, all its transfers at once.  **The reference.**
-``megatron``          Megatron's order, with plain collectives: in the backward of a
-                      column-parallel layer the input is gathered during dgrad, and the sum of
-                      dgrad is scattered during wgrad
-``coc-K``             CoC as MindSpeed describes it: K slices of rows, a collective per slice on a
-                      separate stream, pipelined with the GEMMs; then a copy that restores the order
-                      of rows
-``coc-fused``         CoC as kernels (``--coc-fused-kernel``), for 8 ranks of a node: each hides a
-                      share of the shorter of GEMM and transfer, as others measured; Megatron's
-                      order in the backward of column-parallel layers (read in MindSpeed 26.1.0)
-``mc2``               ``--use-ascend-mc2`` (read in MindSpeed@028de58, which says that it is not for
-                      A3, but does not refuse it there): gathers before a GEMM and reduce-scatters
-                      after one are kernels in the best number of tiles
-                      (:mod:`commfuse_npu.tools.simulate.mc2`), for 2, 4 or 8 ranks of a full mesh,
-                      up to 32 on a ring, and inner dimensions of 256 to 65534, otherwise plain;
-                      Megatron's order in the backward of column-parallel layers
-``commfuse``          this project's ops as ``--use-commfuse`` launches them.  The second gather of
-                      a column-parallel layer's input starts before the weight gradient of the
-                      row-parallel layer after it.  If GEMMs hide its collectives anyway, a
-                      column-parallel layer's backward runs in Megatron's order
-                      (:mod:`commfuse_npu.hardware.machine`); so do layers with few rows
-``commfuse-tuned``    the same with the fastest chunks for each operation, as batches or as
-                      collectives, or Megatron's order: what ``--commfuse-tuning on`` searches
-``commfuse-rounded``  in addition, with another rounding: the weight gradient of a row-parallel
-                      layer per arriving block, and partial sums in one pass, rounded once (fp32)
-``commfuse-fb``       ``--commfuse-fb-overlap``: forward and backward of two micro-batches alternate
-                      (:mod:`commfuse_npu.tools.simulate.fb_overlap`); passes without a partner, and
-                      work outside of the layers, in Megatron's order
-====================  ============================================================================
-=======
 ===================  ============================================================================
 ``compute``          no communication at all: the bound
 ``plain-mesh``       every collective blocking, all its transfers at once.  **The reference.**
