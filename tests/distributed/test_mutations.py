@@ -4,6 +4,7 @@ A mutant that survives is a fault that no test would notice.
 """
 
 from collections.abc import Callable
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
 from importlib import import_module
 from typing import Any
@@ -99,3 +100,4 @@ def test_a_planted_fault_is_noticed(ranks, name: str) -> None:
     # An assertion about numbers, or the transport's own error; not a crash of the mutant itself.
     kinds = (AssertionError, transport.TransportError, ValueError, RuntimeError, TimeoutError)
     assert all(isinstance(outcome, (list, *kinds)) for outcome in outcomes), outcomes
+    assert not any(isinstance(outcome, BrokenProcessPool) for outcome in outcomes), outcomes

@@ -8,6 +8,7 @@ import pytest
 
 from commfuse_npu.plan import Schedule
 from commfuse_npu.plan.instructions import RecordEvent, Wait, WaitEvent
+from commfuse_npu.plan.program import Program
 from tests.distributed.programs import change_programs, transport
 from tests.late_transfers.device import device
 from tests.random_networks.campaign import campaign
@@ -50,11 +51,16 @@ def noticed(rank: int, fault: str) -> list[str]:
     layers = tuple(Layer(op, 32, 32, schedule=Schedule(chunks=3)) for op in ops)
     case = Network(3, layers, rows=8, micro_batches=2, rounded=True)
     with pytest.MonkeyPatch.context() as patch:
-        faulty = lambda code: tuple(filter(None, map(FAULTS[fault], code)))  # noqa: E731
-        change_programs(patch, lambda program: replace(program, code=faulty(program.code)))
+
+        def faulty(program: Program) -> Program:
+            code = (FAULTS[fault](step) for step in program.code)
+            return replace(program, code=tuple(step for step in code if step is not None))
+
+        change_programs(patch, faulty)
         return complaints(rank, case)
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_missing_wait_or_event_is_noticed(ranks: Any, fault: str) -> None:
-    assert all(ranks(3).outcomes(noticed, fault))
+    outcomes = ranks(3).outcomes(noticed, fault)
+    assert all(isinstance(outcome, list) and outcome for outcome in outcomes), outcomes

@@ -43,8 +43,9 @@ def test_a_run_that_fails_is_quoted_by_its_first_rank(end, said, tmp_path, monke
     assert (paths[0], paths[-1]) == (str(tmp_path), "x")
     records = tmp_path / "records"
 
-    def run(words: list[str], *, log: Path, **_: Any) -> int:
+    def run(words: list[str], *, log: Path, **given: Any) -> int:
         assert words[-3:] == [str(records), "commfuse", "x.py"]
+        assert given == {"folder": tmp_path, "environment": environment, "seconds": 1}
         log.write_text(LOG, "utf-8")
         return Mock(**end)()
 
