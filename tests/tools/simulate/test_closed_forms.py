@@ -100,7 +100,7 @@ def tiled(c: float, t: float, size: int, kind: str, rounds: float = 0.0) -> floa
         return max(time, arrived)
 
     # Of at least 128 rows each.
-    return min(map(seconds, (1, 2, 3, 4, 6)))
+    return min(map(seconds, range(1, 7)))
 
 
 def column_of_two(c: float, t: float, size: int, chunks: int) -> float:
