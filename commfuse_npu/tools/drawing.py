@@ -83,22 +83,29 @@ def gantt(title: str, axis: str, rows: Sequence[Row]) -> Chart:
     }  # fmt: skip
 
 
+def lacking() -> str | None:
+    """What must be installed before drawing, or ``None``; does not import the package."""
+    if util.find_spec("vl_convert"):
+        return None
+    return "needs vl-convert-python; pip install 'vl-convert-python>=1.9'"
+
+
 def draw(chart: Chart, title: str, path: Path) -> None:
-    """Write a chart under another title as SVG, or as PNG if the file's suffix is ``.png``.
+    """Write a chart under another title as PNG or SVG, by the file's suffix.
 
     Raises:
         OSError: the file cannot be written.
         ValueError: vl-convert-python is not installed.
     """
-    if not util.find_spec("vl_convert"):
-        raise ValueError("a picture needs vl-convert-python; pip install 'vl-convert-python>=1.9'")
+    if why := lacking():
+        raise ValueError(f"a picture {why}")
     library = import_module("vl_convert")
     # The empty subtitle keeps the chart's own title off its axes.
     view = chart | {"title": {"text": chart["title"], "subtitle": []}, "width": 760}
     whole = {"title": {"text": title, "fontSize": 16, "offset": 14}, "config": _CONFIG,
              "vconcat": [view], "resolve": {"scale": {"color": "independent"}}}  # fmt: skip
     with atomic_write(path) as part:
-        if path.suffix.lower() == ".png":
-            part.write_bytes(library.vegalite_to_png(whole, vl_version=_VERSION, scale=1.5))
-        else:
+        if path.suffix.lower() == ".svg":
             part.write_text(library.vegalite_to_svg(whole, vl_version=_VERSION), encoding="utf-8")
+        else:
+            part.write_bytes(library.vegalite_to_png(whole, vl_version=_VERSION, scale=1.5))

@@ -11,7 +11,7 @@ from commfuse_npu.config_file import ConfigError, find_config
 from commfuse_npu.hardware.description import Hardware
 from commfuse_npu.options import whole
 from commfuse_npu.runtime.atomic_write import write_json
-from commfuse_npu.tools.drawing import draw
+from commfuse_npu.tools.drawing import draw, lacking
 from commfuse_npu.tools.model_config import ModelConfig
 from commfuse_npu.tools.option_types import Parser, new_file, positive, refuse, write_output
 from commfuse_npu.tools.simulate.lanes import layer_picture
@@ -81,8 +81,18 @@ def _parser() -> argparse.ArgumentParser:
     )
     out = parser.add_argument_group("what comes out (besides Markdown tables)")
     out.add_argument("--json", type=new_file, metavar="FILE")
-    out.add_argument("--svg", type=new_file, metavar="FILE", help="a Gantt chart of one layer")
+    out.add_argument("--svg", type=_svg, metavar="FILE", help="a Gantt chart of one layer")
     return parser
+
+
+def _svg(text: str) -> Path:
+    """A file for a picture; also checks that pictures can be drawn."""
+    path = new_file(text)
+    if path.suffix.lower() != ".svg":
+        raise argparse.ArgumentTypeError(f"{text!r} is not an SVG file; let its name end in .svg")
+    if why := lacking():
+        raise argparse.ArgumentTypeError(f"{text!r} {why}, or leave the option out")
+    return path
 
 
 def main(words: Sequence[str]) -> int:

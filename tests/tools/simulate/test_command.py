@@ -76,6 +76,24 @@ def test_a_picture_of_a_layer_which_costs_no_result_if_it_cannot_be_written(
     assert list(tmp_path.iterdir()) == [path]
 
 
+@pytest.mark.parametrize(
+    ("name", "installed", "message"),
+    [
+        ("a.html", True, "'a.html' is not an SVG file; let its name end in .svg"),
+        ("a.svg", False, "'a.svg' needs vl-convert-python; pip install 'vl-convert-python>=1.9', "
+         "or leave the option out"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_drawn_is_refused_first(
+    name, installed, message, monkeypatch, capsys
+) -> None:
+    monkeypatch.setattr(drawing.util, "find_spec", lambda name: installed or None)
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["simulate", "--svg", name])
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err
+
+
 def test_the_pictures_show_what_is_simulated(tmp_path: Path) -> None:
     pytest.importorskip("vl_convert")
     assert main(["--folder", str(tmp_path)]) == 0
