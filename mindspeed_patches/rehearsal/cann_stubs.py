@@ -15,12 +15,14 @@ cc, nm and ldd.  Imports neither torch nor torch_npu, as ``import torch`` may fa
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
+import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterable
-from importlib.metadata import distribution
 from pathlib import Path
 
 _LIBRARY = "libstand_ins.so"
@@ -48,10 +50,26 @@ def write_cann_stubs(out_dir: Path, npu: Path, torch: Path) -> None:
 
     out_dir.mkdir(parents=True, exist_ok=True)
     (out_dir / "stubs.c").write_text(_source(symbols))
-    _run("cc", "-shared", "-fPIC", "-O1", out_dir / "stubs.c", "-o", out_dir / _LIBRARY)
-    for name in libraries:
-        (out_dir / name).unlink(missing_ok=True)
-        (out_dir / name).symlink_to(_LIBRARY)
+    with tempfile.TemporaryDirectory(dir=out_dir) as scratch:
+        library = Path(scratch, _LIBRARY)
+        _run("cc", "-shared", "-fPIC", "-O1", out_dir / "stubs.c", "-o", library)
+        # Atomically: a process that loads it must not see a partial library.
+        library.replace(out_dir / _LIBRARY)
+        for name in libraries:
+            link = Path(scratch, name)
+            link.symlink_to(_LIBRARY)
+            link.replace(out_dir / name)
+
+
+def _package(name: str) -> Path:
+    """The folder of a package, found without importing it."""
+    spec = importlib.util.find_spec(name)
+    if spec is None or spec.origin is None:
+        raise SystemExit(
+            f"cann_stubs: {sys.executable} has no {name}; install it (pip install --no-deps "
+            "torch-npu==2.13.0 beside torch==2.13.0)"
+        )
+    return Path(spec.origin).parent
 
 
 def _source(symbols: Iterable[str]) -> str:
@@ -67,21 +85,19 @@ def _source(symbols: Iterable[str]) -> str:
 
 
 def _run(*command: str | Path, **environment: str) -> str:
+    if shutil.which(command[0]) is None:
+        raise SystemExit(
+            f"cann_stubs: {command[0]} is not on the PATH, and making stand-ins for CANN needs it; "
+            "install it: cc is in the package gcc, nm in binutils, ldd in libc-bin"
+        )
     environment = {**os.environ, "LC_ALL": "C", **environment}
     try:
         return subprocess.check_output(
             command, stderr=subprocess.STDOUT, text=True, timeout=300, env=environment
         )
-    except FileNotFoundError as error:
-        raise SystemExit(
-            f"cann_stubs: {error}, and making stand-ins for CANN needs it; install it: cc is in "
-            "the package gcc, nm in binutils, ldd in libc-bin"
-        ) from error
     except subprocess.CalledProcessError as error:
         raise SystemExit(f"cann_stubs: {error}: {error.output.strip()}") from error
 
 
 if __name__ == "__main__":
-    # Found without importing them.
-    packages = (distribution(name).locate_file(name) for name in ("torch_npu", "torch"))
-    write_cann_stubs(Path(sys.argv[1]), *(Path(str(folder)) for folder in packages))
+    write_cann_stubs(Path(sys.argv[1]), _package("torch_npu"), _package("torch"))
