@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from commfuse_npu.config_file import ConfigError, find_config, read_config
+from commfuse_npu.did_you_mean import did_you_mean
 from commfuse_npu.options import unknown_option, whole
 from commfuse_npu.plan import block_rows
 
@@ -241,19 +242,24 @@ def _declare(parser: argparse.ArgumentParser) -> None:
 def _from_yaml(path: Path) -> dict[str, Any]:
     """The values of a file, whose keys are read as the options of a command line."""
     content = read_config(path)
-    needed = (name for name, kind in _KINDS.items() if kind not in (_WORDS, _NUMBERS))
-    if missing := [name for name in needed if content.get(name) is None]:
+    absent = [name for name in _KINDS if content.get(name) is None]
+    for key in content:
+        # Other options of pretrain_gpt.py, as moe_ffn_hidden_size, are less similar.
+        if key not in _KINDS and (near := did_you_mean(str(key), absent, 0.9)):
+            raise ConfigError(f"{path}: unknown option {key!r}{near}")
+    if missing := [name for name in absent if _KINDS[name] not in (_WORDS, _NUMBERS)]:
         raise ConfigError(f"{path}: {', '.join(missing)} missing; every option has to be there")
     words: list[str] = []
     lines: dict[str, tuple[str, ...]] = {"pretrain_options": ()}
     for name, value in content.items():
         kind, option = _KINDS.get(name), _option(str(name))
+        refused = f"{path}: {name}: {value!r:.40} is not"
         if kind == _WORDS:
             lines[name] = tuple(str(value or "").split())
             if lines[name] and not lines[name][0].startswith("--"):
-                raise ConfigError(
-                    f"{path}: {name}: {value!r:.40} is not a line of options, as --option value"
-                )
+                raise ConfigError(f"{refused} a line of options, as --option value")
+        elif kind and isinstance(value, list):
+            raise ConfigError(f"{refused} a value")
         elif value is True:
             words.append(option)
         elif value is not None and not (value is False and kind in (None, "bool")):

@@ -87,6 +87,7 @@ OF_DEPTHS = PACKED | {"packed_seq_params": SimpleNamespace(cu_seqlens_q=torch.on
         (call(kind="no_mask", **PACKED), QKV, "its mask is no_mask; documents are packed for cau"),
         (call(attention_bias=object()), QKV, "an attention bias is added"),
         (call(config=DROPOUT), QKV, "attention dropout is 0.1"),
+        (call(config={"window_size": (4, 0)}), QKV, "a sliding window limits the keys"),
         (call(), heads(8, 8, 4), "queries (8, 2, 2, 4) and keys (8, 2, 2, 4) are not of one seq"),
         (call(), heads(8, 4, 4), "are not of one sequence"),
         (call(), [x.flatten(2) for x in QKV], "are not of one sequence"),

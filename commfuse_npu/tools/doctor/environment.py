@@ -42,6 +42,13 @@ _VARIABLES = {
         "unset {}, or --commfuse-lanes 1: with it HCCL makes at most 5 communicators, and each "
         "lane is one, besides Megatron's",
     ),
+    # Each communicator takes a stream from a pool, and so does the side stream [read in the
+    # documentation of torch_npu 7.2.0].
+    "STREAMS_PER_DEVICE": (
+        "(32)?",
+        "export {}=32: with 8 lanes share a stream sooner and wait for each other; torch_npu takes "
+        "32 for anything else",
+    ),
 }
 """A pattern of good values, and advice on others.
 

@@ -28,7 +28,10 @@ def check_torch(machine: Machine) -> Iterator[Finding]:
         yield Finding("torch", "error", "not found", advice)
         return
     version = torch.version or "unknown"
-    yield Finding("torch", "ok", version)
+    if (0,) < numbers(version) < (2, 1):
+        yield Finding("torch", "error", version, "install 2.1 or newer")
+    else:
+        yield Finding("torch", "ok", version)
     together = f"install torch=={NPU_TORCH} and torch_npu=={NPU_TORCH}"
     if npu is None:
         level: Level = "error" if listed_npus(machine) else "note"

@@ -188,7 +188,10 @@ def training_of(launch: AskedLaunch) -> Training:
     kinds = _kinds(options, model.num_layers)
     if set(kinds) == {"none"}:
         raise NotSimulated("--noop-layers leaves no layer")
-    recomputes = options.text("--recompute-granularity") == "full"
+    granularity = options.text("--recompute-granularity")
+    if granularity not in (None, "full", "selective"):
+        raise UsageError(f"--recompute-granularity is {granularity!r}; give full or selective")
+    recomputes = granularity == "full"
     vpp = model_chunks(options, model.pipeline_model_parallel_size)
     shape = layer_shape(
         model,
@@ -238,6 +241,8 @@ def _kinds(options: Options, layers: int) -> tuple[Kind, ...]:
     name = "--noop-layers"
     words = (options.text(name) or "").split(",") if name in options else []
     removed = {Options([name, word.strip()]).number(name, 0) for word in words}
+    if removed and max(removed) >= layers:
+        raise UsageError(f"{name}: {max(removed)} is no layer; give numbers from 0 to {layers - 1}")
     experts = options.number("--num-experts", 0) > 0
     period = max(1, options.number("--moe-layer-freq", -1))
     first = max(0, options.number("--first-k-dense-replace", -1))

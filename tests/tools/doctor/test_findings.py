@@ -190,7 +190,7 @@ def test_a_supported_set_on_npus_is_ready(tmp_path: Path) -> None:
     cpu = diagnose(machine({}, {"torch": Package("2.13.0")}))[0]
     assert cpu.startswith("ready: this machine has no NPU and can run the CPU form, rehearsals")
     wrong = machine({}, stack(tmp_path / "other") | {"torch": Package("2.0")}, NPU_ANSWERS)
-    assert diagnose(wrong)[0].startswith("not ready: torch_npu (1 errors, ")
+    assert diagnose(wrong)[0].startswith("not ready: torch, torch_npu (2 errors, ")
 
 
 def test_this_machine(capsys, monkeypatch: pytest.MonkeyPatch) -> None:
