@@ -69,6 +69,8 @@ def mask_of(
         return "an attention bias is added to the scores"
     if config.attention_dropout and owner.training:
         return f"attention dropout is {config.attention_dropout}"
+    if getattr(config, "window_size", None) is not None:
+        return "a sliding window limits the keys"
     if packed is None:
         return {"causal": kind == "causal"}
     documents = _of_documents(packed, length, batch)

@@ -173,7 +173,7 @@ class UlyssesWrappers(LaneUser):
         local = getattr(core, "local_attn", None)
         exchanges = getattr(local, "ulysses_comm_para", None) and hasattr(layer, "linear_qkv")
         with ExitStack() as stack:
-            if exchanges and self._obstacle(layer.core_attention) is None:
+            if exchanges and self._obstacle(core) is None:
                 arguments |= self._join(layer, rows, batch, arguments, stack)
             return forward(layer, hidden_states, attention_mask, **arguments)
 

@@ -109,7 +109,8 @@ def obstacle(step: dict[str, Any], models: Sequence[torch.nn.Module], config: An
     from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
     for name, why in _EXCLUDED.items():
-        if getattr(config, name, None) not in (None, False, "none"):
+        value = getattr(config, name, None)
+        if value is not None and value is not False and value != "none":
             return f"{name}: {why}"
     kinds = {type(module) for model in models for module in model.modules()}
     for name in ("fp8", "fp4"):

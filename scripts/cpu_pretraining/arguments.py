@@ -117,9 +117,9 @@ def _not_divisible(args: argparse.Namespace) -> Iterator[str]:
     names = {field.name for field in fields(ModelConfig)} & vars(args).keys()
     sizes = {name: getattr(args, name) for name in names}
     rest = {"vocab_size": 1, "max_position_embeddings": args.seq_length}
-    yield from problems(ModelConfig(**sizes, **rest, npus_per_node=args.world_size))
     by = "2 (rotary) times --num-attention-heads"
     yield from indivisible("--hidden-size", args.hidden_size, by, 2 * args.num_attention_heads)
+    yield from problems(ModelConfig(**sizes, **rest, npus_per_node=args.world_size))
 
 
 def _contradictions(args: argparse.Namespace) -> Iterator[str]:
