@@ -134,3 +134,6 @@ def _contradictions(args: argparse.Namespace) -> Iterator[str]:
     if args.compare and len(forms(args)) == 1:
         yield ("--compare has nothing to compare with Megatron's own layers; leave "
                "--no-use-commfuse out, or add --commfuse-fb-overlap")  # fmt: skip
+    if args.link_rate is not None and args.world_size == 1:
+        yield (f"--link-rate {args.link_rate:g} needs links, but there is 1 process; choose "
+               "--tensor-model-parallel-size 2 or more, or leave --link-rate out")  # fmt: skip

@@ -99,6 +99,7 @@ QUESTIONS = (
     ("pretrain --commfuse-taper 0.1", "taper is 0.1; from 1/8 to 8"),
     ("pretrain --global-batch-size 7", "size = 4*1 = 4; choose --global-batch-size 4 or 8"),
     ("pretrain --lr nan", "--lr: 'nan' is not a number above 0"),
+    ("pretrain --link-rate 9 --tensor-model-parallel-size 1", "needs links, but there is 1"),
     ("pretrain --compare --tensor-model-parallel-size 1", "--compare has nothing to compare at"),
     ("pretrain --plain --compare", "choose --use-commfuse, and leave --compare out"),
     ("pretrain --output file/x", "Not a directory: 'file/x'; choose another folder"),
