@@ -208,6 +208,10 @@ def test_from_so_many_outputs_on_nothing_is_left_to_hide(topology: str) -> None:
 @pytest.mark.parametrize("build", [linear.column, linear.row])
 @pytest.mark.parametrize("topology", ["full_mesh", "switched"])
 def test_a_kernel_of_mc2_is_one_launch(build: Callable[..., Any], topology: str) -> None:
-    rank = Rank(Links(ideal(topology), 8), 0, MC2)  # type: ignore[arg-type]
+    rank = Rank(Links(ideal(topology, hbm_bandwidth=4.0), 8), 0, MC2)  # type: ignore[arg-type]
     build(rank, "x", 4096, 4096, 3584)
-    assert sum(launched.launches for launched in rank.finish()) == 1
+    operations = rank.finish()
+    assert sum(launched.launches for launched in operations) == 1
+    # The weight is read and written.
+    (layout,) = (work for work in operations if work.name == "x layout of the weight")
+    assert layout.seconds == 2 * ITEM_BYTES * 4096 * 3584 / 4.0
