@@ -162,7 +162,7 @@ class Trainer:
         else:
             rope.forward = own
 
-    def forward(self, data: Iterator[torch.Tensor], model: Any, *partly: bool) -> Any:
+    def forward(self, data: Iterator[torch.Tensor], model: Any) -> Any:
         """Megatron's ``forward_step_func``."""
         case, batch, packed = self.case, next(data), {}
         of_data = case.documents or case.options.get("attention_mask_type") == "general"
