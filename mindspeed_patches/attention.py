@@ -6,8 +6,8 @@ for attention which has not run yet.  The row-parallel projection, whose ``forwa
 :class:`LinearWrappers` wraps, recognizes it and runs both in one op.  Any other torch function or
 operator that receives the tensor first runs attention and then uses its output.
 
-The class of the core attention does not matter: Megatron passes the same arguments to each.  A
-call is fused if it is plain ``softmax(q k^T) v`` over keys that are given in one of two ways:
+:mod:`.core_attention` says which core attentions are plain ``softmax(q k^T * scale) v``.  A call of
+one is fused if its keys are given in one of two ways:
 
 - by the mask type alone, causal or full;
 - under ``--reset-attention-mask``, by the ends of packed documents, which MindSpeed passes as
@@ -30,25 +30,29 @@ from torch.utils._pytree import tree_map_only
 
 from commfuse_npu.ops import Documents, LinearOptions
 from commfuse_npu.ops.call import AnyTransport
+from mindspeed_patches.core_attention import softmax_scale
 
 _AFTER_THE_MASK = ("attn_mask_type", "attention_bias", "packed_seq_params")
 
 
-def mask_of(
-    owner: Any, args: Sequence[Any], kwargs: dict[str, Any], length: int, batch: int
+def attention_arguments(
+    core: Any, args: Sequence[Any], kwargs: dict[str, Any], length: int, batch: int
 ) -> dict[str, Any] | str:
-    """The ops' ``causal`` and ``documents``, or why this attention is more than a softmax.
+    """The ops' ``causal``, ``documents`` and ``scale``, or why this attention is more than theirs.
 
     Args:
-        owner: core attention or the layer around it; has the mask type if the call passes none.
+        core: the core attention; has the mask type if the call passes none.
         args, kwargs: of its call, from the mask on.
         length: of the full sequence.
         batch: number of sequences.
     """
-    config = owner.config
+    scale = softmax_scale(core)
+    if isinstance(scale, str):
+        return scale
+    config = core.config
     arguments = dict(zip(_AFTER_THE_MASK, args[1:], strict=False)) | kwargs
-    packed = arguments.get("packed_seq_params")
-    kind = arguments.get("attn_mask_type") or owner.attn_mask_type
+    packed = arguments.pop("packed_seq_params", None)
+    kind = arguments.pop("attn_mask_type", None) or core.attn_mask_type
     kind = str(getattr(kind, "name", kind))
     if kind not in ("causal", "no_mask"):
         return f"its mask is {kind}; only causal and no_mask can be split by queries"
@@ -65,25 +69,23 @@ def mask_of(
             "its mask is that of the data (--attention-mask-type general, or samples padded "
             "on the left); only causal and full attention and packed documents are fused"
         )
-    if arguments.get("attention_bias") is not None:
-        return "an attention bias is added to the scores"
-    if config.attention_dropout and owner.training:
-        return f"attention dropout is {config.attention_dropout}"
+    for name, value in arguments.items():
+        if value is not None:
+            return f"its call passes {name}, which the fused attention does not take"
     if getattr(config, "window_size", None) is not None:
         return "a sliding window limits the keys"
+    given = {"causal": kind == "causal", "scale": scale}
     if packed is None:
-        return {"causal": kind == "causal"}
+        return given
     documents = _of_documents(packed, length, batch)
-    if isinstance(documents, str):
-        return documents
-    return {"causal": True, "documents": documents}
+    return documents if isinstance(documents, str) else given | {"documents": documents}
 
 
 def heads_obstacle(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> str | None:
     """Why these queries and keys are not those of the fused ops, or ``None``."""
     if query.dim() == 4 and query.shape[0] == key.shape[0] and key.shape == value.shape:
         return None
-    return f"queries {tuple(query.shape)} and keys {tuple(key.shape)} are not of one sequence"
+    return "queries and keys are not of one sequence (decoding keeps keys of other calls)"
 
 
 def proj_obstacle(linear: Any) -> str | None:
@@ -107,8 +109,8 @@ def _of_documents(packed: Any, length: int, batch: int) -> Documents | str:
             return "multi-token prediction has ends of documents for each depth"
         try:
             documents = Documents(ends.tolist(), length, batch)
-        except ValueError as error:
-            documents = str(error)
+        except ValueError:
+            documents = "a document continues in the next sample of the micro-batch"
         packed.commfuse_documents = documents
     return documents
 
@@ -126,7 +128,7 @@ class DeferredAttention(torch.Tensor):
     """
 
     _heads: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-    _given: dict[str, Any]
+    _arguments: dict[str, Any]
     _attend: Callable[[], torch.Tensor]
     _value: torch.Tensor | None
 
@@ -136,8 +138,7 @@ class DeferredAttention(torch.Tensor):
         k: torch.Tensor,
         v: torch.Tensor,
         *,
-        mask: dict[str, Any],
-        scale: float | None,
+        arguments: dict[str, Any],
         attend: Callable[[], torch.Tensor],
         ranks: int = 1,
     ) -> DeferredAttention:
@@ -145,7 +146,7 @@ class DeferredAttention(torch.Tensor):
 
         Args:
             q, k, v: ``[S, B, A, D]`` and ``[S, B, G, D]``.
-            mask, scale: arguments of the op that runs attention and projection.
+            arguments: of the op that runs attention and projection (:func:`attention_arguments`).
         """
         deferred: DeferredAttention = torch.Tensor._make_wrapper_subclass(
             DeferredAttention,
@@ -153,7 +154,8 @@ class DeferredAttention(torch.Tensor):
             dtype=q.dtype,
             device=q.device,
         )
-        deferred._heads, deferred._given = (q, k, v), mask | {"scale": scale}
+        deferred._heads = q, k, v
+        deferred._arguments = arguments
         deferred._attend, deferred._value = attend, None
         return deferred
 
@@ -170,7 +172,7 @@ class DeferredAttention(torch.Tensor):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The output of the row-parallel layer after it: attention and layer in one op."""
         added, apart = (None, linear.bias) if linear.skip_bias_add else (linear.bias, None)
-        arguments = self._given | {"bias": added, "options": options, "transport": transport}
+        arguments = self._arguments | {"bias": added, "options": options, "transport": transport}
         return op(*self._heads, linear.weight, **arguments), apart
 
     @classmethod

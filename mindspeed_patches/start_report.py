@@ -27,10 +27,12 @@ import torch.distributed as dist
 
 from commfuse_npu.options import LAYERS
 from commfuse_npu.refusals import EXPERTS, RECOMPUTED, UNSPLIT, IncompatibleOptionsError
-from mindspeed_patches.attention import mask_of
+from mindspeed_patches.attention import attention_arguments
+from mindspeed_patches.core_attention import softmax_scale
 from mindspeed_patches.data_parallel import BucketWrappers
 from mindspeed_patches.layer_names import layer_name
 from mindspeed_patches.patching import around
+from mindspeed_patches.ulysses import innermost
 from mindspeed_patches.wrappers import LinearWrappers
 
 Counts = Counter[tuple[str, str]]
@@ -113,9 +115,10 @@ class StartReport:
                 yield "attention", self._attention_obstacle(module) or ""
             # A core attention may have a core_attention, too.
             if self.ulysses and isinstance(module, Attention):
-                reason = _mask_obstacle(module) or ""
-                if not hasattr(module.core_attention, "local_attn"):
-                    reason = f"{type(module.core_attention).__name__} exchanges no heads"
+                local = getattr(module.core_attention, "local_attn", None)
+                reason = f"{type(module.core_attention).__name__} exchanges no heads"
+                if local is not None:
+                    reason = _core_obstacle(innermost(local)) or ""
                 yield "ulysses", reason
         if self.buckets is not None:
             for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
@@ -129,14 +132,16 @@ class StartReport:
             return RECOMPUTED
         if not layer.linear_proj.sequence_parallel:
             return UNSPLIT
-        return self.linears.static_obstacle(layer.linear_proj) or _mask_obstacle(layer)
+        proj = self.linears.static_obstacle(layer.linear_proj)
+        return proj or _core_obstacle(layer.core_attention)
 
 
-def _mask_obstacle(layer: Any) -> str | None:
-    if getattr(layer.config, "reset_attention_mask", False):
-        return None  # packed documents, whose ends only a call has
-    mask = mask_of(layer, (), {}, 1, 1)
-    return mask if isinstance(mask, str) else None
+def _core_obstacle(core: Any) -> str | None:
+    found: Any = softmax_scale(core)
+    # Only a call has the ends of packed documents.
+    if not isinstance(found, str) and not getattr(core.config, "reset_attention_mask", False):
+        found = attention_arguments(core, (), {}, 1, 1)
+    return found if isinstance(found, str) else None
 
 
 def _is_tensor_parallel(module: torch.nn.Module) -> bool:

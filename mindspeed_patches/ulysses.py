@@ -53,8 +53,8 @@ from commfuse_npu.refusals import unlisted
 from commfuse_npu.runtime.collectives import all_to_all
 from mindspeed_patches.attention import (
     DeferredAttention,
+    attention_arguments,
     heads_obstacle,
-    mask_of,
     proj_obstacle,
 )
 from mindspeed_patches.lanes import CONTEXT_PARALLEL, LaneUser
@@ -88,11 +88,12 @@ class _Joined(NamedTuple):
     Attributes:
         qkv: the projection has already exchanged q, k and v: all rows of this rank's heads.
         proj: attention is deferred to the output projection.
+        arguments: of the op with attention.
     """
 
     qkv: bool
     proj: bool
-    mask: dict[str, Any]
+    arguments: dict[str, Any]
 
 
 class UlyssesWrappers(LaneUser):
@@ -140,20 +141,21 @@ class UlyssesWrappers(LaneUser):
         core, lanes = innermost(attention.local_attn), self.lanes()
         joined: _Joined | None = getattr(attention, "commfuse_joined", None)
         if joined is not None and joined.qkv:
-            heads, mask = (query, key, value), joined.mask
+            heads = query, key, value
+            arguments = joined.arguments
         else:
             reason = self._obstacle(attention) or heads_obstacle(query, key, value)
             length, batch = query.shape[0] * lanes.size, query.shape[1]
-            allowed = reason or mask_of(core, args, kwargs, length, batch)
-            if isinstance(allowed, str):
-                self._linears.fall_back("ulysses", allowed)
+            found = reason or attention_arguments(core, args, kwargs, length, batch)
+            if isinstance(found, str):
+                self._linears.fall_back("ulysses", found)
                 return forward(attention, query, key, value, *args, **kwargs)
-            heads, mask = rows_to_heads(query, key, value, lanes.group), allowed
-        scale = scale_of(core)
-        attend = functools.partial(self._attend, heads, mask, scale)
+            heads = rows_to_heads(query, key, value, lanes.group)
+            arguments = found
+        attend = functools.partial(self._attend, heads, arguments)
         if joined is None or not joined.proj:
             return attend()
-        return DeferredAttention.of(*heads, mask=mask, scale=scale, attend=attend, ranks=lanes.size)
+        return DeferredAttention.of(*heads, arguments=arguments, attend=attend, ranks=lanes.size)
 
     @around
     def attention_forward_wrapper(
@@ -182,8 +184,13 @@ class UlyssesWrappers(LaneUser):
     ) -> dict[str, Any]:
         """Let the projections take part until ``stack`` closes; returns arguments that change."""
         lanes, obstacle = self.lanes(), projections_obstacle(layer, arguments)
-        mask = {} if obstacle else mask_of(layer, (), arguments, rows * lanes.size, batch)
-        if isinstance(mask, str):  # the wrapper of the exchange logs it
+        found: dict[str, Any] | str = {}
+        if obstacle is None:
+            core = innermost(layer.core_attention.local_attn)
+            passed = {name: arguments.get(name) for name in ("attention_bias", "packed_seq_params")}
+            passed["attn_mask_type"] = layer.attn_mask_type
+            found = attention_arguments(core, (), passed, rows * lanes.size, batch)
+        if isinstance(found, str):  # the wrapper of the exchange logs it
             return {}
         reasons = {
             "qkv": obstacle or qkv_obstacle(layer, rows, lanes.size, arguments),
@@ -194,7 +201,7 @@ class UlyssesWrappers(LaneUser):
                 reasons[name] = reason = unlisted(name)
             if reason is not None:
                 self._linears.fall_back(f"{name} of ulysses", reason)
-        joined = _Joined(reasons["qkv"] is None, reasons["proj"] is None, mask)
+        joined = _Joined(reasons["qkv"] is None, reasons["proj"] is None, found)
         stack.enter_context(replaced(layer.core_attention, commfuse_joined=joined))
         if not joined.qkv:
             return {}
@@ -242,11 +249,11 @@ class UlyssesWrappers(LaneUser):
         options = self._options[layer.gradient_accumulation_fusion]
         return input_.project(attention_all_to_all, layer, options, self.lanes())
 
-    def _attend(self, heads: Heads, mask: dict[str, Any], scale: float | None) -> torch.Tensor:
+    def _attend(self, heads: Heads, arguments: dict[str, Any]) -> torch.Tensor:
         """Attention on exchanged heads; returns ``[s, B, A * D]``."""
         self._linears.calls["ulysses", "fused"] += 1
-        arguments = {**mask, "scale": scale, "options": self._options[False]}
-        return attention_all_to_all(*heads, transport=self.lanes(), **arguments)
+        given = arguments | {"options": self._options[False], "transport": self.lanes()}
+        return attention_all_to_all(*heads, **given)
 
     def _obstacle(self, attention: Any) -> str | None:
         """Why this exchange of heads keeps its own forward, whatever its mask is."""
@@ -267,12 +274,6 @@ class UlyssesWrappers(LaneUser):
 def innermost(local: Any) -> Any:
     """The core attention that computes; newer versions of MindSpeed-LLM nest one in another."""
     return getattr(local, "core_attention", local)
-
-
-def scale_of(core: Any) -> float | None:
-    """The factor by which local attention multiplies the scores; ``None`` for ``D ** -0.5``."""
-    scale = getattr(core, "scale", None)  # MindSpeed's classes combine several options in it
-    return scale if scale is not None else getattr(core.config, "softmax_scale", None)
 
 
 def rows_to_heads(

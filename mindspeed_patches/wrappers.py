@@ -39,8 +39,8 @@ from commfuse_npu.runtime.post_time import post_seconds
 from commfuse_npu.runtime.transport import Transport
 from mindspeed_patches.attention import (
     DeferredAttention,
+    attention_arguments,
     heads_obstacle,
-    mask_of,
     proj_obstacle,
 )
 from mindspeed_patches.lanes import TENSOR_PARALLEL, LaneUser
@@ -249,7 +249,8 @@ class LinearWrappers(LaneUser):
     ) -> None:
         """Replace the forward of the new layer's core attention by one that defers attention."""
         init(layer, *args, **kwargs)
-        attend = layer.core_attention.forward
+        core = layer.core_attention
+        attend = core.forward
 
         @functools.wraps(attend)
         def forward(
@@ -259,14 +260,13 @@ class LinearWrappers(LaneUser):
             recomputed = layer.checkpoint_core_attention and layer.training
             reason = RECOMPUTED if recomputed else proj_obstacle(layer.linear_proj)
             reason = reason or heads_obstacle(query, key, value)
-            mask = reason or mask_of(layer, args, kwargs, *query.shape[:2])
-            if isinstance(mask, str):
-                self.fall_back("attention", mask)
+            found = reason or attention_arguments(core, args, kwargs, *query.shape[:2])
+            if isinstance(found, str):
+                self.fall_back("attention", found)
                 return attention()
-            scale = getattr(layer.config, "softmax_scale", None)
-            return DeferredAttention.of(query, key, value, mask=mask, scale=scale, attend=attention)
+            return DeferredAttention.of(query, key, value, arguments=found, attend=attention)
 
-        layer.core_attention.forward = forward
+        core.forward = forward
 
     def static_obstacle(self, layer: Any) -> str | None:
         """Why no call of a tensor-parallel layer, of any class, is fused in this launch."""

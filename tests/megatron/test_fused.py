@@ -150,7 +150,12 @@ ATTENTION = [
     TENSOR.but(BIASES, mask="no_mask"),
     TENSOR.but(BF16, rotary="two"),
     TENSOR.but(RECOMPUTED | {"softmax_scale": 0.2} | heads(4, 2)),
-    TENSOR.but({"attention_dropout": 0.1}, eval=True),
+    TENSOR.but(
+        {"attention_dropout": 0.1},
+        fused=FUSED,
+        left={"attention": "attention dropout is 0.1"},
+        eval=True,
+    ),
     TENSOR.but(GENERAL | RECOMPUTED, fused=FUSED, left={"attention": OF_DATA}),
     TENSOR.but(SELECTIVE, fused=FUSED, left={"attention": AGAIN}),
     replace(TENSOR, mask="padding", fused=FUSED, left={"attention": "its mask is padding; only"}),

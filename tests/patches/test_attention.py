@@ -7,7 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from mindspeed_patches.attention import DeferredAttention, heads_obstacle, mask_of
+from mindspeed_patches.attention import (
+    DeferredAttention,
+    attention_arguments,
+    heads_obstacle,
+)
+from tests.patches.core_attentions import Core
 
 LENGTH, BATCH = 8, 2
 USES = [
@@ -30,12 +35,12 @@ def test_who_uses_it_gets_what_attention_returns(use: Any) -> None:
         runs.append(0)
         return q.flatten(2) * 2
 
-    arguments = {"mask": {"causal": True}, "scale": None, "attend": attend}
-    deferred = DeferredAttention.of(q, q, q, **arguments)
+    deferred = DeferredAttention.of(q, q, q, arguments={}, attend=attend)
     facts = tuple(deferred.shape), deferred.size(0), deferred.dim(), deferred.numel()
     assert facts == ((3, 1, 8), 3, 3, 24)
     assert (deferred.dtype, deferred.element_size()) == (torch.float32, 4)
-    assert tuple(DeferredAttention.of(q, q, q, ranks=3, **arguments).shape) == (1, 1, 24)
+    exchanged = DeferredAttention.of(q, q, q, arguments={}, attend=attend, ranks=3)
+    assert tuple(exchanged.shape) == (1, 1, 24)
     assert runs == [], "its shape costs nothing"
     result = use(deferred)
     assert (runs, type(result)) == ([0], torch.Tensor)
@@ -44,20 +49,17 @@ def test_who_uses_it_gets_what_attention_returns(use: Any) -> None:
 
 def test_a_first_use_without_gradients_keeps_those_of_others() -> None:
     q = torch.ones(3, 1, 2, 4, requires_grad=True)
-    arguments = {"mask": {}, "scale": None, "attend": lambda: q.flatten(2) * 2}
     with torch.no_grad():  # as in a checkpoint
-        deferred = DeferredAttention.of(q, q, q, **arguments)
+        deferred = DeferredAttention.of(q, q, q, arguments={}, attend=lambda: q.flatten(2) * 2)
         assert deferred.norm() > 0  # as a debugger looks at activations
     (deferred + 1).sum().backward()
     assert torch.equal(q.grad, torch.full_like(q, 2))
 
 
 def call(kind: str = "causal", **given: Any) -> Any:
-    """The mask of a call, or the reason for none."""
-    config = SimpleNamespace(**{"attention_dropout": 0.0} | given.pop("config", {}))
-    owner = SimpleNamespace(config=config, attn_mask_type=kind)
-    owner.training = given.pop("training", True)
-    return mask_of(owner, (None,), given, LENGTH, BATCH)
+    """The arguments of the op for a call, or the reason why it is not fused."""
+    core = Core(kind, **given.pop("config", {}))
+    return attention_arguments(core, (None,), given, LENGTH, BATCH)
 
 
 def packed(*ends: int) -> SimpleNamespace:
@@ -70,9 +72,6 @@ def heads(*lengths: int) -> list[torch.Tensor]:
 
 QKV = heads(LENGTH, LENGTH, LENGTH)
 RESET, GENERAL = {"reset_attention_mask": True}, {"attention_mask_type": "general"}
-DROPOUT = {"attention_dropout": 0.1}
-
-
 PACKED = {"config": RESET, "packed_seq_params": packed(16)}
 BAD_ENDS = PACKED | {"packed_seq_params": packed(3, 11, 16)}
 OF_DEPTHS = PACKED | {"packed_seq_params": SimpleNamespace(cu_seqlens_q=torch.ones(2, 3))}
@@ -85,13 +84,14 @@ OF_DEPTHS = PACKED | {"packed_seq_params": SimpleNamespace(cu_seqlens_q=torch.on
         (call(attn_mask_type="arbitrary"), QKV, "its mask is arbitrary; only"),
         (call(packed_seq_params=packed(16)), QKV, "not those of --reset-attention-mask"),
         (call(kind="no_mask", **PACKED), QKV, "its mask is no_mask; documents are packed for cau"),
-        (call(attention_bias=object()), QKV, "an attention bias is added"),
-        (call(config=DROPOUT), QKV, "attention dropout is 0.1"),
+        (call(attention_bias=object()), QKV, "its call passes attention_bias, which"),
+        (call(topk_indices=object()), QKV, "its call passes topk_indices, which"),
+        (call(config={"dropout": 0.1}), QKV, "attention dropout is 0.1"),
         (call(config={"window_size": (4, 0)}), QKV, "a sliding window limits the keys"),
-        (call(), heads(8, 8, 4), "queries (8, 2, 2, 4) and keys (8, 2, 2, 4) are not of one seq"),
+        (call(), heads(8, 8, 4), "queries and keys are not of one sequence"),
         (call(), heads(8, 4, 4), "are not of one sequence"),
         (call(), [x.flatten(2) for x in QKV], "are not of one sequence"),
-        (call(**BAD_ENDS), QKV, "none ends at 8, with sample 0"),
+        (call(**BAD_ENDS), QKV, "a document continues in the next sample"),
         (call(**OF_DEPTHS), QKV, "multi-token prediction has ends"),
         (call(config=GENERAL), QKV, "its mask is that of the data (--attention-mask-type"),
         (call(config={"tokenizer_padding_side": "left"}), QKV, "its mask is that of the data"),
@@ -105,8 +105,8 @@ def test_calls_that_the_fused_form_cannot_take(asked: Any, qkv: list[Any], reaso
 
 def test_masks_that_their_kind_says() -> None:
     assert heads_obstacle(*QKV) is None
-    assert call(config=DROPOUT, training=False) == {"causal": True}
-    assert call(kind="no_mask", config=GENERAL) == {"causal": False}
+    assert call() == {"causal": True, "scale": 0.25}
+    assert call(kind="no_mask", config=GENERAL) == {"causal": False, "scale": 0.25}
 
 
 def test_documents_end_where_mindspeed_says() -> None:

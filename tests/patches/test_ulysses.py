@@ -7,17 +7,16 @@ from unittest.mock import Mock, call
 import pytest
 import torch
 
-from mindspeed_patches.ulysses import UlyssesWrappers, innermost, scale_of
+from mindspeed_patches.ulysses import UlyssesWrappers
 from mindspeed_patches.wrappers import LinearWrappers
+from tests.patches.core_attentions import Core
 
 GROUP = object()
 
 
 def attention(mask: str = "causal", **exchange: Any) -> Any:
     """The attributes of MindSpeed's class that the wrapper reads; newer versions nest the core."""
-    config = SimpleNamespace(attention_dropout=0.0)
-    core = SimpleNamespace(config=config, attn_mask_type=mask, training=True)
-    local = SimpleNamespace(core_attention=core, config=config)
+    local = SimpleNamespace(core_attention=Core(mask))
     local.ulysses_comm_para = {"spg": GROUP} | exchange
     return SimpleNamespace(local_attn=local)
 
@@ -26,7 +25,7 @@ def attention(mask: str = "causal", **exchange: Any) -> Any:
     ("attention", "beside", "keys", "reason"),
     [
         (attention("padding"), None, 8, "its mask is padding"),
-        (attention(), None, 6, "queries (8, 1, 4, 4) and keys (6, 1, 2, 4) are not of one sequen"),
+        (attention(), None, 6, "queries and keys are not of one sequence"),
         (attention(), "another micro-batch", 8, "forward-backward overlap hides its transfers al"),
         (attention(spg=object()), None, 8, "over another group than the context-parallel one"),
         (attention(scatter_idx=1), None, 8, "it exchanges other dimensions than heads and seq"),
@@ -49,15 +48,3 @@ def test_obstacles_by_their_reason(attention, beside, keys, reason, caplog, monk
     assert (name, count) == ("ulysses", 2)
     assert reason in path
     assert len(caplog.records) == (not beside)  # logged once, a pair's never
-
-
-@pytest.mark.parametrize(
-    ("own", "config", "expected"),
-    [(0.3, {"softmax_scale": 0.2}, 0.3), (None, {"softmax_scale": 0.2}, 0.2), (None, {}, None)],
-)
-def test_the_scale_is_that_of_local_attention(own: Any, config: Any, expected: Any) -> None:
-    core = innermost(attention().local_attn)
-    vars(core.config).update(config)
-    if own is not None:
-        core.scale = own
-    assert scale_of(core) == expected
