@@ -76,7 +76,7 @@ def qkv_obstacle(layer: Any, rows: int, size: int, arguments: dict[str, Any]) ->
         rows *= size  # embeddings of all positions, from which the rows pick theirs
     for part in tree_leaves(arguments.get("rotary_pos_emb")):
         if part is not None and (part.requires_grad or part.shape[0] != rows):
-            return f"its rotary embedding is not a constant of {rows} positions"
+            return "its rotary embedding is trained, or not of the positions of its rows"
     return None
 
 

@@ -195,6 +195,9 @@ class LinearWrappers(LaneUser):
     ) -> Output:
         """``forward(input_, weight=None, runtime_gather_output=None) -> (output, bias)``."""
         used = layer.weight if weight is None else weight
+        expected = layer.output_size_per_partition, layer.input_size
+        if used is None or (weight is not None and weight.shape != expected):
+            return forward(layer, input_, weight, runtime_gather_output)  # which raises
         gather = layer.gather_output if runtime_gather_output is None else runtime_gather_output
         added, apart = (None, layer.bias) if layer.skip_bias_add else (layer.bias, None)
         output = self._column(layer, input_, used, added, gather)
@@ -287,10 +290,15 @@ class LinearWrappers(LaneUser):
         name, row = layer_name(layer), hasattr(layer, "input_is_parallel")
         if gather:
             return "gather_output needs the whole output"
+        if not getattr(layer, "input_is_parallel", True):
+            return "its input is not parallel: Megatron scatters it first"
         if name == "experts":
             return EXPERTS
         if active_turns() is not None:
             return PARTNER
+        # Layers of Megatron core 0.13 and later have a group of their own.
+        if getattr(layer, "tp_group", None) not in (None, self.lanes().group):
+            return "it transfers over another group than the tensor-parallel one"
         if getattr(layer, "explicit_expert_comm", False):
             return (
                 "moe_shared_expert_overlap gathers and scatters outside of the layer (leave "

@@ -58,7 +58,7 @@ def test_reasons_of_a_layer(rank: int) -> None:
         said(good)
         said({"inference_context": object()}, layer="inference keeps keys of other calls")
         for wrong in (rotary[:3], (None, learned)):
-            said({"rotary_pos_emb": wrong}, qkv="its rotary embedding is not a constant of 8 pos")
+            said({"rotary_pos_emb": wrong}, qkv="its rotary embedding is trained, or not of the")
         with replaced(layer.config, tensor_model_parallel_size=2):
             said(good, layer="a tensor-parallel group of 2 shares the weights")
         with replaced(layer.core_attention, forward=print):

@@ -61,9 +61,10 @@ def test_what_keeps_a_layer_from_being_fused(rank: int) -> None:
         for owner, name, value, reason in (
             (column, "is_expert", True, "expert layers are left to the token dispatcher"),
             (column, "explicit_expert_comm", True, "moe_shared_expert_overlap gathers"),
+            (column, "tp_group", object(), "it transfers over another group than the tensor"),
             (column.config, "cpu_offloading", True, "cpu_offloading needs Transformer Engine's"),
         ):
-            with mock.patch.object(owner, name, value):
+            with mock.patch.object(owner, name, value, create=True):
                 said(column, reason)
         column.config.defer_embedding_wgrad_compute = column.config.mla_up_proj_tp_overlap = True
         for name, reason in (
@@ -73,6 +74,35 @@ def test_what_keeps_a_layer_from_being_fused(rank: int) -> None:
         ):
             column.commfuse_layer = name
             said(column, reason)
+
+
+@on_ranks(2)
+def test_checks_of_megatrons_forward_stay(rank: int) -> None:
+    """A layer that gets no weight, or another rank's share, and one whose input is not split."""
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+
+    given: dict[str, Any] = {"init_method": torch.nn.init.normal_, "bias": False}
+    with layout(CASE), launched(CASE) as (wrappers, _):
+        config = settings(CASE)
+        given |= {"config": config, "skip_bias_add": False}
+        column = ColumnParallelLinear(HIDDEN, 64, skip_weight_param_allocation=True, **given)
+        for weight, words in (
+            (None, "weight was not supplied"),
+            (torch.ones(64, HIDDEN), r"supplied weight's shape is \(64, 32\), not \(32, 32\)"),
+        ):
+            with pytest.raises(RuntimeError, match=words):
+                column(torch.ones(4, 2, HIDDEN), weight=weight)
+        row = RowParallelLinear(HIDDEN, 8, input_is_parallel=True, **given)
+        row.input_is_parallel = False
+        with pytest.raises(AssertionError):  # Megatron scatters no input that is split by rows
+            row(torch.ones(4, 2, HIDDEN // 2))
+        config.sequence_parallel = False
+        row = RowParallelLinear(HIDDEN, 8, input_is_parallel=False, **given)
+        x = torch.randn(4, 2, HIDDEN, generator=torch.Generator().manual_seed(1))
+        part = x.chunk(2, dim=-1)[rank] @ row.weight.t()
+        dist.all_reduce(part)
+        assert torch.equal(row(x)[0], part)
+        assert not any(path == "fused" for _, path in wrappers.calls)
 
 
 @on_ranks(2)

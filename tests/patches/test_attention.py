@@ -103,6 +103,13 @@ def test_calls_that_the_fused_form_cannot_take(asked: Any, qkv: list[Any], reaso
     assert reason in obstacle
 
 
+def test_reasons_are_the_same_for_all_lengths() -> None:
+    """Decoding and packed data have other lengths in each call: each reason is logged once."""
+    assert heads_obstacle(*heads(1, 7, 7)) == heads_obstacle(*heads(3, 11, 11))
+    other_ends = PACKED | {"packed_seq_params": packed(1, 12, 16)}
+    assert call(**BAD_ENDS) == call(**other_ends)
+
+
 def test_masks_that_their_kind_says() -> None:
     assert heads_obstacle(*QKV) is None
     assert call() == {"causal": True, "scale": 0.25}
