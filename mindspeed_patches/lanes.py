@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from commfuse_npu.ops.call import AnyTransport
+from commfuse_npu.plan import Schedule
 from commfuse_npu.runtime.collectives import device_backend
 from commfuse_npu.runtime.device_streams import side_stream
 from commfuse_npu.runtime.hccl_options import buffers_of
@@ -71,7 +72,7 @@ class LaneUser:
     Args:
         name: of the object whose ``transport`` this is, for messages.
         group: the kind of group that the lanes connect.
-        lanes: number of lanes per group; ``None`` for that of the default schedule.
+        schedule: of the ops, whose lanes are created and whose posts are warmed up.
 
     Attributes:
         transport: the lanes, or the collectives of their group.  Set it when Megatron's groups
@@ -80,12 +81,12 @@ class LaneUser:
         order_log: the folder in which the order of transfers is recorded; ``None`` for no record.
     """
 
-    def __init__(self, name: str, group: LaneGroup, lanes: int | None) -> None:
+    def __init__(self, name: str, group: LaneGroup, schedule: Schedule) -> None:
         self.transport: AnyTransport | None = None
         self.group = group
         self.buffer_megabytes: int | None = None
         self.order_log: str | None = None
-        self._name, self._number = name, lanes
+        self._name, self._schedule = name, schedule
         self._own_lanes: Transport | None = None
 
     def lanes(self) -> AnyTransport:
@@ -133,7 +134,8 @@ class LaneUser:
             log = shared_order_log(self.order_log, dist.get_rank(), dist.get_world_size())
         self.transport = self._own_lanes = Transport.create(
             group,
-            lanes=self._number,
+            lanes=self._schedule.lanes,
+            shape=self._schedule.shape,
             timeout=timedelta(minutes=timeout_minutes),
             lane_options=self._lane_options(group),
             order_log=log,

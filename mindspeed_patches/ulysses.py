@@ -107,7 +107,7 @@ class UlyssesWrappers(LaneUser):
     """
 
     def __init__(self, linears: LinearWrappers, options: LinearOptions = LinearOptions()) -> None:
-        super().__init__("UlyssesWrappers", CONTEXT_PARALLEL, options.schedule.lanes)
+        super().__init__("UlyssesWrappers", CONTEXT_PARALLEL, options.schedule)
         self._linears = linears
         self._options = by_fusion(options)
         self._positions = WholePositions()

@@ -113,7 +113,7 @@ class LinearWrappers(LaneUser):
             raise ValueError(
                 f"unknown layers {', '.join(unknown)}; choose from {', '.join(LAYERS)}"
             )
-        super().__init__("LinearWrappers", TENSOR_PARALLEL, options.schedule.lanes)
+        super().__init__("LinearWrappers", TENSOR_PARALLEL, options.schedule)
         self.calls: Counter[tuple[str, str]] = Counter()
         self.layers = frozenset(layers)
         self.min_rows = 0
@@ -137,7 +137,7 @@ class LinearWrappers(LaneUser):
         least = min_outputs_to_hide(hardware.machine(), lanes.size)
         options = replace(self._options[False], collectives_from=least)
         if self._limited and isinstance(lanes, Transport) and lanes.size > 1:
-            post = post_seconds(lanes)
+            post = post_seconds(lanes, options.schedule)
             self.min_rows = min_rows_to_fuse(lanes.size, self._hidden, post)
             chunks = default_chunks(lanes.size, self._rows or 0, self._hidden, post)
             options = replace(options, schedule=replace(options.schedule, chunks=chunks))

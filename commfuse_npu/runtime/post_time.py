@@ -1,42 +1,63 @@
-"""Measures the host time of a post, on a warmed-up lane."""
+"""Measures the host time of a post, on warmed-up lanes."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Sequence
+from functools import partial
 from statistics import median
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from commfuse_npu.plan import Schedule
+from commfuse_npu.runtime.collectives import begin_all_gather, begin_all_to_all
 from commfuse_npu.runtime.gather_objects import gather_objects
 from commfuse_npu.runtime.lanes import post_swap
 from commfuse_npu.runtime.transport import Transport
 
 __all__ = ["post_seconds"]
 
-_POSTS = 16
+_ROUNDS = 16
 
 
-def post_seconds(transport: Transport) -> float:
-    """Host seconds to post a step and to wait for it.
+def post_seconds(transport: Transport, schedule: Schedule) -> float:
+    """Host seconds to post a step of a schedule and to wait for it.
 
-    The median of 16 posts of one element on the first lane, to the next rank and from the previous
-    one; then the maximum over all processes, so that all of them choose alike.  All processes of
-    the job call it after creating lanes; it takes a few milliseconds.
+    In each of 16 rounds every rank posts what programs of that schedule post for one chunk: a batch
+    per peer on its lane, or for the shape ``collective`` an all-gather and an all-to-all.  The
+    result is the mean of a round, the median of all rounds, and then the maximum over all
+    processes, so that all of them choose alike.  All processes of the job call it after creating
+    lanes, with a schedule for groups of at least two ranks; it takes a few milliseconds.
 
     Raises:
         MissingRankError: a process did not call it within the transport's ``timeout``.
     """
-    element = torch.zeros(1, device=transport.device_type)
-    received, lane = torch.zeros_like(element), transport.lane_groups[0]
-    target, source = (transport.ranks[(transport.rank + d) % transport.size] for d in (1, -1))
-    seconds = []
-    for _ in range(_POSTS):
+    posts, seconds = _posts(transport, schedule), []
+    for _ in range(_ROUNDS):
         begun = time.perf_counter()
-        swap = post_swap(lane, element, received, target, source, batched=transport.batched)
-        for work in swap:
-            transport.wait_for(work)
-        seconds.append(time.perf_counter() - begun)
+        for post in posts:
+            for work in post():
+                transport.wait_for(work)
+        seconds.append((time.perf_counter() - begun) / len(posts))
     world = dist.group.WORLD
     assert world is not None
     return float(max(gather_objects(median(seconds), world, transport.timeout)))
+
+
+def _posts(transport: Transport, schedule: Schedule) -> list[Callable[[], Sequence[Any]]]:
+    """What posts one element per block; each returns the works to wait for."""
+    spec, lanes, ranks = transport.spec(schedule), transport.lane_groups, transport.ranks
+    element = torch.zeros(1, device=transport.device_type)
+    blocks, received = element.new_zeros(spec.size), element.new_zeros(spec.size)
+    if spec.as_collective:
+        return [
+            lambda: [begin_all_gather(element, lanes[0], received)[1]],
+            lambda: [begin_all_to_all(blocks, lanes[0], received)[1]],
+        ]
+    swap = partial(post_swap, batched=transport.batched)
+    return [
+        partial(swap, lanes[lane], element, received[:1], ranks[target], ranks[source])
+        for target, source, lane in spec.schedule.hops(spec.rank, spec.size, "first")
+    ]

@@ -22,9 +22,14 @@ from commfuse_npu.kernels import kernels_for
 from commfuse_npu.plan import RankSpec, Schedule
 from commfuse_npu.plan.program import Program
 from commfuse_npu.plan.rules.rule import MOST_COMPILED, Rule
+from commfuse_npu.plan.schedule import Shape
 from commfuse_npu.runtime.agreement import Agreement, TransportError
 from commfuse_npu.runtime.collective_transport import CollectiveTransport
-from commfuse_npu.runtime.collectives import device_backend
+from commfuse_npu.runtime.collectives import (
+    begin_all_gather,
+    begin_all_to_all,
+    device_backend,
+)
 from commfuse_npu.runtime.device_streams import LaneStreams
 from commfuse_npu.runtime.executor import Running
 from commfuse_npu.runtime.lanes import agreed_groups, all_or_none, make_lanes, making, post_swap
@@ -90,6 +95,7 @@ class Transport(Agreement):
         group: dist.ProcessGroup | None = None,
         *,
         lanes: int | None = None,
+        shape: Shape = "shifted",
         timeout: timedelta = timedelta(minutes=5),
         batched: bool | None = None,
         lane_options: Any = None,
@@ -105,6 +111,8 @@ class Transport(Agreement):
             group: the group of this process; by default the whole job.
             lanes: in-order channels to create; programs may use fewer.  By default as many as the
                 default schedule uses in a group of this size.
+            shape: of the schedules that will run: what they post is warmed up, collectives for
+                ``collective`` and batches to every peer for the others.
             timeout: for waits (gloo) and for creating the lanes.
             batched: how to post; by default as the group's backend requires.  On HCCL it has to
                 be True; on gloo, True is for tests of the posts that HCCL gets.
@@ -118,7 +126,9 @@ class Transport(Agreement):
                 every process, with the errors of all, after at most three times ``timeout``: one
                 for the lane, two for the processes that still wait in it.
         """
-        if lanes is not None:
+        if shape == "collective":
+            lanes = Schedule(shape, lanes).lanes_for(2)
+        elif lanes is not None:
             Schedule(lanes=lanes)  # raises if it is not a valid number
         world = dist.group.WORLD
         group = group if group is not None else world
@@ -136,33 +146,37 @@ class Transport(Agreement):
             if order_log is not None:
                 transport.order_log = order_log
                 transport.log_number = order_log.transport(transport.ranks, batched)
-            transport._warm_up()
+            transport._warm_up(shape)
         return transport
 
-    def _warm_up(self) -> None:
+    def _warm_up(self, shape: Shape) -> None:
         """Open HCCL's links and gloo's connections now instead of at their first use.
 
         The first batch to a peer opens a link to it, and no collective opens the links of batches
-        (read in HCCL).  So each lane sends a rank number over each distance, in the order of a
-        program.
+        (read in HCCL).  So each lane sends a rank number as programs of the shape do: over each
+        distance, or in an all-gather and an all-to-all.
         """
         for index, lane in enumerate(self.lane_groups):
             task = f"warming up lane {index} of {len(self.lane_groups)}"
             number = torch.full((1,), self.rank, device=self.device_type)
-            for distance in range(1, self.size):
-                source = (self.rank - distance) % self.size
-                received = torch.full_like(number, -1)
-                peers = (self.rank + distance) % self.size, source
-                with making(f"{task}, distance {distance}"):
-                    target, origin = (self.ranks[peer] for peer in peers)
-                    swap = post_swap(lane, number, received, target, origin, batched=self.batched)
-                    for work in swap:
-                        self.wait_for(work)
-                if int(received.item()) != source:
-                    raise TransportError(
-                        f"{task}: rank {source} of the group says that it is {received.item()}: "
-                        "the lane's ranks are not those of the group"
-                    )
+            numbers = number.repeat(self.size)
+            if shape == "collective" and self.size > 1:
+                with making(task):
+                    self.wait_for(begin_all_gather(number, lane, numbers)[1])
+                    self.wait_for(begin_all_to_all(numbers, lane, numbers.clone())[1])
+            else:
+                for distance in range(1, self.size):
+                    source = (self.rank - distance) % self.size
+                    peers = self.ranks[(self.rank + distance) % self.size], self.ranks[source]
+                    received = numbers[source : source + 1]
+                    with making(f"{task}, distance {distance}"):
+                        for work in post_swap(lane, number, received, *peers, batched=self.batched):
+                            self.wait_for(work)
+            if numbers.tolist() != list(range(self.size)):
+                raise TransportError(
+                    f"{task}: the ranks of the group say that they are {numbers.tolist()}: the "
+                    "lane's ranks are not those of the group"
+                )
         self.lane_streams = LaneStreams.of(self.lane_groups, number.device)
 
     def close(self) -> None:

@@ -8,8 +8,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from commfuse_npu.ops import Buckets, all_gather_linear
-from commfuse_npu.runtime import agreement, post_time
+from commfuse_npu.ops import Buckets, LinearOptions, all_gather_linear, linear_reduce_scatter
+from commfuse_npu.plan import Schedule
+from commfuse_npu.runtime import agreement, executor, post_time
+from commfuse_npu.runtime import transport as runtime_transport
 from commfuse_npu.runtime.gather_objects import gather_objects
 from tests.distributed.programs import gather_and_use, new_link, transport, watch_calls
 from tests.distributed.ranks import on_ranks
@@ -85,8 +87,51 @@ def test_what_a_post_costs_is_the_same_on_all_ranks(rank: int) -> None:
     """The measured time of the slowest rank."""
     link = new_link(lanes=1)
     with mock.patch.object(post_time, "median", lambda seconds: len(seconds) + rank):
-        assert post_time.post_seconds(link) == 18
-    assert post_time.post_seconds(link) > 0
+        assert post_time.post_seconds(link, Schedule()) == 18
+    assert post_time.post_seconds(link, Schedule()) > 0
+
+
+SCHEDULES = [
+    Schedule("collective"),
+    Schedule(lanes=2),
+    Schedule(lanes=3),
+    Schedule("two_level", node_size=2),
+]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
+@on_ranks(4)
+def test_programs_post_what_was_warmed_up_and_measured(rank: int, schedule: Schedule) -> None:
+    """Kind and lane of each post, and the peer of a batch."""
+    posts: set[tuple[object, ...]] = set()
+
+    def posted() -> set[tuple[object, ...]]:
+        known = {id(lane): number for number, lane in enumerate(link.lane_groups)}
+        found = {(kind, known[lane], peer) for kind, lane, peer in posts}
+        posts.clear()
+        return found
+
+    def batch(operations: list[dist.P2POp]) -> None:
+        posts.update((p2p.op.__name__, id(p2p.group), p2p.peer) for p2p in operations)
+
+    with pytest.MonkeyPatch.context() as patch:
+        watch_calls(patch, dist, "batch_isend_irecv", batch)
+        for kind in ("begin_all_gather", "begin_all_to_all"):
+            for module in (executor, post_time, runtime_transport):
+                note = lambda _, lane, *__, kind=kind: posts.add((kind, id(lane), None))  # noqa: E731
+                watch_calls(patch, module, kind, note)
+        link = new_link(lanes=schedule.lanes_for(4), shape=schedule.shape, batched=True)
+        warmed_up = posted()
+        post_time.post_seconds(link, schedule)
+        measured = posted()
+        options = LinearOptions(schedule)
+        x = all_gather_linear(torch.ones(2, 4), torch.ones(3, 4), transport=link, options=options)
+        linear_reduce_scatter(x, torch.ones(4, 3), transport=link, options=options)
+        run = posted()
+    assert measured == run
+    assert run <= warmed_up
+    kinds = {kind for kind, *_ in warmed_up}
+    assert len(kinds & {"begin_all_gather", "begin_all_to_all"}) in (0, len(kinds))
 
 
 @on_ranks(2)

@@ -21,9 +21,10 @@ from tests.distributed.ranks import on_ranks
 def life_of_the_lanes(rank: int, folder: str) -> None:
     from megatron.core import parallel_state as state
 
-    linears = LinearWrappers(LinearOptions(Schedule(lanes=2)))
+    linears = LinearWrappers(LinearOptions(Schedule("collective")))
     buckets = BucketWrappers(linears, LinearOptions())
-    users = linears, UlyssesWrappers(linears), *buckets.users.values()
+    ulysses = UlyssesWrappers(linears, LinearOptions(Schedule(lanes=2)))
+    users = linears, ulysses, *buckets.users.values()
     linears.order_log = folder
     expected = {
         (2, 2): ((rank // 2 * 2, rank // 2 * 2 + 1), (rank % 2, rank % 2 + 2)),
@@ -35,12 +36,16 @@ def life_of_the_lanes(rank: int, folder: str) -> None:
     manager.apply_patches()
     for (tensor, context), (layers, shared) in expected.items():
         assert [user.transport for user in users] == [None] * 4
-        state.initialize_model_parallel(
-            tensor, context_parallel_size=context, distributed_timeout_minutes=3
-        )
+        with mock.patch.object(Transport, "create", side_effect=Transport.create) as create:
+            state.initialize_model_parallel(
+                tensor, context_parallel_size=context, distributed_timeout_minutes=3
+            )
+        shapes = [call.kwargs["shape"] for call in create.call_args_list]
+        assert shapes == ["collective", "shifted", "shifted", "shifted"]
         own: list[Any] = [user.lanes() for user in users]
         assert [lanes.ranks for lanes in own] == [layers, shared, shared, shared]
-        assert (own[0].lanes, own[0].timeout.total_seconds()) == (2, 180.0)
+        assert [lanes.lanes for lanes in own[:2]] == [1, 2]
+        assert own[0].timeout.total_seconds() == 180.0
         assert own[1].group is state.get_context_parallel_group()
         replicas = {"with_context_parallel": True, "partial_data_parallel": True}
         group = state.get_data_parallel_group(**replicas)

@@ -7,6 +7,7 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 
+from commfuse_npu.plan import Schedule, default_shape
 from commfuse_npu.runtime.transport import Transport
 from mindspeed_patches.patching import PatchManager
 from mindspeed_patches.training_options import register_wrappers
@@ -24,7 +25,11 @@ def opened(monkeypatch: pytest.MonkeyPatch):
     def make(
         name: str | None, tp: int, options: str = "", post: float = 40e-6, **sizes: int
     ) -> LinearWrappers:
-        monkeypatch.setattr(f"{LOGGER}.post_seconds", lambda _: post)
+        def measured(lanes: object, schedule: Schedule) -> float:
+            assert schedule.shape == default_shape(tp), "of what the layers post"
+            return post
+
+        monkeypatch.setattr(f"{LOGGER}.post_seconds", measured)
         monkeypatch.setattr("torch.distributed.get_rank", lambda: 0)
         device = SimpleNamespace(get_device_name=lambda: name)
         monkeypatch.setattr(torch, "get_device_module", lambda kind: device)
@@ -32,7 +37,8 @@ def opened(monkeypatch: pytest.MonkeyPatch):
         args = real_arguments(*options.split(), tensor_model_parallel_size=tp, **usual | sizes)
         wrappers, _, _ = register_wrappers(PatchManager(), args)
         device_type = "npu" if name else "cpu"
-        wrappers.transport = MagicMock(spec=Transport, size=tp, device_type=device_type)
+        lanes = MagicMock(spec=Transport, size=tp, device_type=device_type, group=None)
+        wrappers.transport = lanes
         wrappers.opened()
         return wrappers
 
