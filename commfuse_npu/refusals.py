@@ -136,7 +136,6 @@ _ATTENTION: dict[str, _Row] = {
         f"{_CHOOSE}, or choose 0 or 2",
         _other_than(0, 2),
     ),
-    "--query-pre-attn-scalar": "it scales the scores otherwise",
     "--attn-logit-softcapping": "it caps the scores before the softmax",
 }
 _TABLE: dict[str, dict[str, _Row]] = {

@@ -30,7 +30,9 @@ from typing import Any
 
 
 def _megatrons_scale(core: Any) -> float:
-    return float(core.softmax_scale * (core.scale_mask_softmax.scale or 1.0))
+    multiplier: float | None = core.scale_mask_softmax.scale
+    scale: float = core.softmax_scale
+    return scale if multiplier is None else scale * multiplier
 
 
 _SCALES: dict[str, Callable[[Any], float]] = {

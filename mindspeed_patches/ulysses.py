@@ -188,7 +188,6 @@ class UlyssesWrappers(LaneUser):
         if obstacle is None:
             core = innermost(layer.core_attention.local_attn)
             passed = {name: arguments.get(name) for name in ("attention_bias", "packed_seq_params")}
-            passed["attn_mask_type"] = layer.attn_mask_type
             found = attention_arguments(core, (), passed, rows * lanes.size, batch)
         if isinstance(found, str):  # the wrapper of the exchange logs it
             return {}

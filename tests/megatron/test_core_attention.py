@@ -28,7 +28,7 @@ def core_attention(case: Case, number: int = 4) -> Any:
 
 
 @on_ranks(1)
-def test_the_scale_is_what_megatrons_attention_uses(rank: int) -> None:
+def test_scale_is_that_of_megatrons_attention(rank: int) -> None:
     q, k, v = (torch.randn(6, 1, 4, 8) for _ in range(3))
     hidden = torch.ones(6, 6, dtype=torch.bool).triu(1).view(1, 1, 6, 6)
     for options in ({}, {"softmax_scale": 0.2}, SCALED):
@@ -41,7 +41,7 @@ def test_the_scale_is_what_megatrons_attention_uses(rank: int) -> None:
 
 
 @on_ranks(1)
-def test_what_a_core_attention_has_and_is_not_known_is_named(rank: int) -> None:
+def test_unknown_state_and_code_are_refused_by_name(rank: int) -> None:
     case = Case(options=LAYERS)
 
     def refused(change: Callable[[Any], object], words: str) -> None:
@@ -86,7 +86,7 @@ def attended(rank: int) -> torch.Tensor:
 
 
 @on_ranks(2)
-def test_each_layers_own_scale_is_fused_or_its_attention_left_alone(rank: int) -> None:
+def test_fused_attention_has_the_layers_own_scale(rank: int) -> None:
     """MindSpeed-LLM divides the scale by the layer's number and never multiplies by it again."""
     for module, path in (
         (LLM, "fused"),
