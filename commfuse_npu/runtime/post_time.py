@@ -34,7 +34,8 @@ def post_seconds(transport: Transport, schedule: Schedule) -> float:
     Raises:
         MissingRankError: a process did not call it within the transport's ``timeout``.
     """
-    posts, seconds = _posts(transport, schedule), []
+    posts = _posts(transport, schedule)
+    seconds = []
     for _ in range(_ROUNDS):
         begun = time.perf_counter()
         for post in posts:
@@ -48,16 +49,20 @@ def post_seconds(transport: Transport, schedule: Schedule) -> float:
 
 def _posts(transport: Transport, schedule: Schedule) -> list[Callable[[], Sequence[Any]]]:
     """What posts one element per block; each returns the works to wait for."""
-    spec, lanes, ranks = transport.spec(schedule), transport.lane_groups, transport.ranks
-    element = torch.zeros(1, device=transport.device_type)
-    blocks, received = element.new_zeros(spec.size), element.new_zeros(spec.size)
+    spec = transport.spec(schedule)
+    lanes = transport.lane_groups
+    ranks = transport.ranks
+    blocks = torch.zeros(spec.size, device=transport.device_type)
+    received = torch.zeros_like(blocks)
     if spec.as_collective:
         return [
-            lambda: [begin_all_gather(element, lanes[0], received)[1]],
+            lambda: [begin_all_gather(blocks[:1], lanes[0], received)[1]],
             lambda: [begin_all_to_all(blocks, lanes[0], received)[1]],
         ]
     swap = partial(post_swap, batched=transport.batched)
     return [
-        partial(swap, lanes[lane], element, received[:1], ranks[target], ranks[source])
-        for target, source, lane in spec.schedule.hops(spec.rank, spec.size, "first")
+        partial(
+            swap, lanes[hop.lane], blocks[:1], received[:1], ranks[hop.target], ranks[hop.source]
+        )
+        for hop in spec.schedule.hops(spec.rank, spec.size, "first")
     ]

@@ -21,10 +21,16 @@ LAYERS = {"num_layers": 4}
 CASE = Case(tensor=2, launch="--commfuse-attention", options=LAYERS)
 
 
-def core_attention(case: Case, number: int = 4) -> Any:
-    """Megatron's core attention of the last layer."""
+def core_class() -> Any:
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+
+    return DotProductAttention
+
+
+def last_attention(case: Case) -> Any:
+    """The self-attention of layer 4."""
     model: Any = gpt(case, settings(case))
-    return model.decoder.layers[number - 1].self_attention.core_attention
+    return model.decoder.layers[3].self_attention
 
 
 @on_ranks(1)
@@ -34,7 +40,7 @@ def test_scale_is_that_of_megatrons_attention(rank: int) -> None:
     for options in ({}, {"softmax_scale": 0.2}, SCALED):
         case = Case(options=LAYERS | options)
         with layout(case):
-            core = core_attention(case)
+            core = last_attention(case).core_attention
             expected = core(q, k, v, hidden)
         found, _ = attention_forward(q, k, v, causal=True, scale=softmax_scale(core))
         torch.testing.assert_close(found.flatten(2), expected)
@@ -42,46 +48,34 @@ def test_scale_is_that_of_megatrons_attention(rank: int) -> None:
 
 @on_ranks(1)
 def test_unknown_state_and_code_are_refused_by_name(rank: int) -> None:
-    case = Case(options=LAYERS)
-
-    def refused(change: Callable[[Any], object], words: str) -> None:
-        core = core_attention(case)
-        change(core)
-        assert words in str(softmax_scale(core))
-
     class Windowed(core_class()):
         def forward(self, *args: Any) -> None: ...
 
+    case = Case(options=LAYERS)
     offset = torch.nn.Parameter(torch.zeros(4))
+    changes: list[tuple[str, Callable[[Any], object]]] = [
+        ("has pse", lambda core: setattr(core, "pse", torch.ones(1))),
+        ("has attn_logit_softcap", lambda core: setattr(core, "attn_logit_softcapping", 30.0)),
+        ("has softmax_offset", lambda core: core.register_buffer("softmax_offset", offset.data)),
+        ("has softmax_offset", lambda core: core.register_parameter("softmax_offset", offset)),
+        ("has indexer", lambda core: core.add_module("indexer", torch.nn.Linear(1, 1))),
+        ("attention dropout is 0.1", lambda core: setattr(core.attention_dropout, "p", 0.1)),
+        (f"runs code of {__name__}", lambda core: setattr(core, "__class__", Windowed)),
+        ("runs code of builtin_function", lambda core: setattr(core, "forward", print)),
+    ]
     with layout(case):
-        for change, words in (
-            (lambda core: setattr(core, "pse", torch.ones(1)), "has pse"),
-            (lambda core: setattr(core, "attn_logit_softcapping", 30.0), "has attn_logit_softcap"),
-            (lambda core: core.register_buffer("softmax_offset", offset.data), "has softmax_off"),
-            (lambda core: core.register_parameter("softmax_offset", offset), "has softmax_offset"),
-            (lambda core: core.add_module("indexer", torch.nn.Linear(1, 1)), "has indexer"),
-            (lambda core: setattr(core.attention_dropout, "p", 0.1), "attention dropout is 0.1"),
-            (lambda core: setattr(core, "__class__", Windowed), f"runs code of {__name__}"),
-            (lambda core: setattr(core, "forward", print), "runs code of builtin_function"),
-        ):
-            refused(change, words)
-        core = core_attention(case)
-        core.pse, core.square_alibi_mask, core.sinks = None, False, 0
-        assert softmax_scale(core) == core.softmax_scale
-
-
-def core_class() -> Any:
-    from megatron.core.transformer.dot_product_attention import DotProductAttention
-
-    return DotProductAttention
+        for words, change in changes:
+            core = last_attention(case).core_attention
+            core.pse, core.square_alibi_mask, core.sinks = None, False, 0
+            assert softmax_scale(core) == core.softmax_scale
+            change(core)
+            assert words in str(softmax_scale(core))
 
 
 def attended(rank: int) -> torch.Tensor:
-    """What the last layer's self-attention returns."""
     torch.manual_seed(rank)
-    model: Any = gpt(CASE, settings(CASE))
     with torch.no_grad():
-        output, _ = model.decoder.layers[3].self_attention(torch.randn(4, 2, 32), None)
+        output, _ = last_attention(CASE)(torch.randn(4, 2, 32), None)
     return output
 
 
