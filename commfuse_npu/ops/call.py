@@ -205,7 +205,6 @@ def check_and_cast(
     transport: AnyTransport,
     options: LinearOptions,
     *,
-    shards: int = 1,
     head_groups: int = 1,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Check the arguments before any rank waits for another, and cast them under autocast.
@@ -216,7 +215,6 @@ def check_and_cast(
     Args:
         x: ``[S, ..., I]``.
         weight: ``[O, I * head_groups]``.
-        shards: number of shards of the weight's rows.  ``weight`` is one of them; the bias is full.
         head_groups: number of groups of ``I`` columns in the weight.
 
     Returns:
@@ -245,10 +243,10 @@ def check_and_cast(
             f"{name}: x has {x.shape[-1]} features{ranks}, the weight takes {inputs}; its shape "
             f"{(outputs, inputs)} has to be [O, {features}]"
         )
-    if bias is not None and bias.shape != (outputs * shards,):
+    if bias is not None and bias.shape != (outputs,):
         raise ValueError(
-            f"{name}: the bias has shape {tuple(bias.shape)}; it has to be ({outputs * shards},), "
-            "the rows of the whole weight"
+            f"{name}: the bias has shape {tuple(bias.shape)}; it has to be ({outputs},), one "
+            "number per row of the weight"
         )
     given, place = x.dtype, x.device
     if given not in _DTYPES:

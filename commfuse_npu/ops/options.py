@@ -18,7 +18,7 @@ __all__ = ["LinearOptions"]
 class LinearOptions:
     """Options of an op; equal on every rank of the group.
 
-    Sharded layers and buckets use ``schedule`` and ``reduce_dtype`` alone.
+    Buckets use ``schedule`` and ``reduce_dtype`` alone.
 
     Args:
         schedule: order of the peers, lanes and chunks.

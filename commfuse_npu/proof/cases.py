@@ -116,8 +116,6 @@ def arguments(rule: str, rows: int, size: int) -> list[tuple[object, ...]]:
             (rows, 2, blocks, *pair, wgrad)
             for blocks, pair, wgrad in product(("given", "made", "made and kept"), either, flags)
         ],
-        "sharded_forward": [(rows, 2)],
-        "sharded_backward": [(rows, 2, *pair) for pair in either],
         "bucket_scatter": [(rows, 1, 1), (rows, 2, 2), (rows, size, 3)],
         "bucket_gather": [(rows,)],
     }

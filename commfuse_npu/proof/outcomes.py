@@ -88,11 +88,10 @@ class Outcome:
 
     def reduce_scatter(self, whole: _Matrix, *, out: str, finish: bool = False) -> None:
         size, rows, contents = self.spec.size, whole.rows // self.spec.size, self._contents
-        in_place = out in self.shapes
 
         def at(rank: int, i: int, columns: Columns) -> int:
             block = range(rank * rows, (rank + 1) * rows)
-            row = i if in_place else block[i]
+            row = i if finish else block[i]
             if row not in block:
                 return whole.at(rank, row, columns)
             if not finish or size == 1:
@@ -101,7 +100,7 @@ class Outcome:
             partials = [whole.at(q, row, columns) for q in self._sources(rank)]
             return contents.made("finish", rank, contents.sum(partials), [own])
 
-        self._result(out, _Matrix(whole.rows if in_place else rows, whole.columns, at))
+        self._result(out, _Matrix(whole.rows if finish else rows, whole.columns, at))
 
     def all_reduce(self, whole: _Matrix, parts: Sequence[slice], *, out: str) -> None:
         size = self.spec.size

@@ -120,8 +120,9 @@ class CollectiveTransport:
 class CollectiveRun:
     """An operation on collectives; takes the place of a :class:`.executor.Running`.
 
-    It executes the lines of its rule as a :class:`~commfuse_npu.plan.rules.Carrier` of tensors.  It
-    waits for an all-gather when its result is read, and for a reduce-scatter at the end.
+    It executes the lines of a rule, but not of one for buckets, as a
+    :class:`~commfuse_npu.plan.rules.Carrier` of tensors.  It waits for an all-gather when its
+    result is read, and for a reduce-scatter at the end.
     """
 
     def __init__(
@@ -196,30 +197,22 @@ class CollectiveRun:
                 received = all_to_all_rows(blocks, self._group)
         return received if out is None else self._tensors[out].copy_(received)
 
-    def reduce_scatter(self, whole: torch.Tensor, *, out: str, finish: bool = False) -> None:
-        into, rows = self._tensors[out], whole.shape[0] // self.spec.size
-        if into.shape[0] > rows:
-            into = self.own_block(into)
+    def reduce_scatter(self, whole: torch.Tensor, *, out: str) -> None:
+        into = self._tensors[out]
         if self.spec.size == 1:
             into.copy_(whole)
             return
         wide = whole.to(self._sum_dtype or whole.dtype)
-        order = self._order(own=not finish)
         with self._transport.collectives(self.name):
-            if finish or self._own_order:
-                total = sum_rows_in_order(wide, self._group, order)
+            if self._own_order:
+                into.copy_(sum_rows_in_order(wide, self._group, self._order))
             else:
                 self._sums.append((into, self._begun(begin_reduce_scatter(wide, self._group))))
-                return
-        if finish:
-            self._works["finish"](into, total, self.own_block(whole))
-        else:
-            into.copy_(total)
 
     def all_reduce(self, whole: torch.Tensor, parts: Sequence[slice], *, out: str) -> None:
         total = whole.to(self._sum_dtype or whole.dtype)
         if self.spec.size > 1 and len(whole):
-            order = self._order(own=True) if self._own_order else None
+            order = self._order if self._own_order else None
             with self._transport.collectives(self.name):
                 for part in parts:
                     if order is None:
@@ -236,11 +229,12 @@ class CollectiveRun:
         differs = schedule.shape == "two_level" or schedule.causal
         return self._transport.same_pieces and differs
 
-    def _order(self, *, own: bool) -> list[int]:
-        """The ranks whose partials the program adds, in its order; ``own``: this one, too, last."""
+    @property
+    def _order(self) -> list[int]:
+        """The ranks in the order in which the program adds their partials, this one last."""
         spec = self.spec
         peers = [hop.source for hop in spec.schedule.hops(spec.rank, spec.size, "last")]
-        return [*peers, spec.rank] if own else peers
+        return [*peers, spec.rank]
 
     # ------------------------------------------------------------------ work
 

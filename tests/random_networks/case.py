@@ -23,20 +23,14 @@ Form = Literal["fused", "plain", "exact"]
 """How a case is computed: by the fused op; by its formula, or by collectives in the same pieces; by
 the formula in fp64."""
 
-FROM_SHARD = ("all_gather_linear", "linear_all_to_all", "linear_all_reduce", "sharded_linear")
+FROM_SHARD = ("all_gather_linear", "linear_all_to_all", "linear_all_reduce")
 """Ops whose input on a rank is a shard of the sequence."""
 
 WITH_PROJECTION = "attention_all_to_all with a weight"
 """The name of ``attention_all_to_all`` with a projection, in errors too."""
 
 ATTENTION = ("attention_linear_reduce_scatter", "attention_all_to_all", WITH_PROJECTION)
-FROM_WHOLE = (
-    "linear_reduce_scatter",
-    "all_to_all_linear",
-    *ATTENTION,
-    "linear_all_reduce",
-    "sharded_linear",
-)
+FROM_WHOLE = ("linear_reduce_scatter", "all_to_all_linear", *ATTENTION, "linear_all_reduce")
 """Ops whose input on a rank has all rows of the sequence."""
 
 LANES = 4
@@ -89,7 +83,6 @@ class Network:
 
     Attributes:
         rows, batch: shape of one rank's shard of the sequence; ``[rows, features]`` without batch.
-        uneven: rank r has r more rows; only for ops that allow a different length per rank.
         branches: all layers take the same input.
         micro_batches: number of forwards, followed by as many backwards.
         last_first: the backward of the last micro-batch comes first.
@@ -103,7 +96,6 @@ class Network:
     dtype: torch.dtype = torch.float32
     rows: int = 1
     batch: int | None = None
-    uneven: bool = False
     x_grad: bool = True
     branches: bool = False
     micro_batches: int = 1

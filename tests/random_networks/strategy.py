@@ -110,8 +110,6 @@ def _layers(
     )
     if dtype != torch.float32:
         layer = replace(layer, wide=draw(st.booleans()))
-    if op == "sharded_linear":
-        return layer
     if op in _TENSOR_PARALLEL:
         # With rounding Megatron's order gives the bits of whole GEMMs, not of the same pieces.
         least = None if rounded else draw(st.sampled_from((None, None, 1)))
@@ -125,9 +123,7 @@ def _layers(
 
 def _is_whole(whole: bool, layer: Layer) -> bool:
     """Whether a rank holds all rows after ``layer``."""
-    if layer.op in ("linear_all_reduce", "sharded_linear"):
-        return whole
-    return layer.op in FROM_SHARD
+    return whole if layer.op == "linear_all_reduce" else layer.op in FROM_SHARD
 
 
 @st.composite
@@ -164,7 +160,6 @@ def _networks(draw: st.DrawFn, size: int, *first: str) -> Network:
         dtype=dtype,
         rows=rows if rounded else min(rows, limit),
         batch=batch,
-        uneven=all(layer.op == "sharded_linear" for layer in layers) and draw(st.booleans()),
         x_grad=draw(_often(True)),
         branches=branches,
         micro_batches=micro_batches,

@@ -24,8 +24,6 @@ from commfuse_npu.plan.rules.blocks import (
     exchange,
     gather_use,
     produce_scatter,
-    sharded_backward,
-    sharded_forward,
 )
 from commfuse_npu.plan.rules.linear import (
     Wgrad,
@@ -53,6 +51,4 @@ __all__ = [
     "gemm_all_reduce",
     "gemm_scatter",
     "produce_scatter",
-    "sharded_backward",
-    "sharded_forward",
 ]

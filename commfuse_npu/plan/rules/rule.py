@@ -53,8 +53,9 @@ class Carrier(Protocol):
         """``[n * s, columns]`` to ``[s, columns]``.
 
         Args:
-            out: has ``s`` rows, or ``n * s``, of which the own block is written.
-            finish: whether the work ``finish(out, sum of the others, own)`` completes the sum.
+            out: has ``s`` rows; with ``finish`` it is ``whole``, whose own block is written.
+            finish: whether the work ``finish(out, sum of the others, own)`` completes the sum; only
+                for buckets, whose lines are proved but not executed on collectives.
         """
 
     def all_reduce(self, whole: Any, parts: Sequence[slice], *, out: str) -> None:
