@@ -9,13 +9,16 @@ _SHARDS = (
     "fully_shard(module), torch.optim and torch.nn.utils.clip_grad_norm_"
 )
 
-REMOVED = dict.fromkeys(
-    (
-        *("ShardedLinear", "shard_linears", "sharded_linear"),
-        *("average_gradients", "clip_gradient_norm"),
+REMOVED = {
+    **dict.fromkeys(
+        (
+            *("ShardedLinear", "shard_linears", "sharded_linear"),
+            *("average_gradients", "clip_gradient_norm"),
+        ),
+        _SHARDS,
     ),
-    _SHARDS,
-)
+    "--commfuse-wgrad": "a weight gradient is one GEMM over all rows, as in Megatron; leave it out",
+}
 """By name: a name in Python, or an option of a launch with its dashes."""
 
 

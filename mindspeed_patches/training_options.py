@@ -145,7 +145,6 @@ def linear_options(args: argparse.Namespace) -> LinearOptions:
     return LinearOptions(
         schedule=sizes.schedule(sizes.tensor, chunks=chunks, linear=True),
         reduce_dtype=_dtype(options.commfuse_reduce_dtype),
-        wgrad=options.commfuse_wgrad,
         tuning=Tuning(str(default_folder())) if tuned else None,
     )
 

@@ -140,11 +140,10 @@ class Call:
         run: AnyRun = carrier.begin(program, name, like, self.options, sum_dtype)
         return run
 
-    def weight_gradient(self, *, blocks: bool = False) -> WeightGradient:
-        """The accumulator of the gradient of the weight, if it needs one."""
+    def weight_gradient(self) -> WeightGradient:
+        """The gradient of the weight, if it needs one."""
         needed = self.needs[self.weight_at]
-        main_grad = self.options.main_grad
-        return WeightGradient(self.weight, main_grad=main_grad, blocks=blocks, needed=needed)
+        return WeightGradient(self.weight, main_grad=self.options.main_grad, needed=needed)
 
 
 class _Differentiable(torch.autograd.Function):
@@ -320,7 +319,7 @@ def sum_ending(divisor: int) -> Work:
 
 
 class WeightGradient:
-    """The gradient of one weight in one backward: ``sum of grad_output[b]^T @ input[b]``.
+    """The gradient of one weight in one backward: ``grad_output^T @ input``, one GEMM.
 
     Args:
         weight: ``[O, I]``.  With ``main_grad`` it uses the attributes of Megatron's weights:
@@ -328,16 +327,13 @@ class WeightGradient:
             exists it is set, and :meth:`result` returns a tensor of the right shape instead of the
             gradient: zeros if ``zero_out_wgrad`` is set, else with undefined contents.
         main_grad: accumulate into ``weight.main_grad`` (Megatron's gradient_accumulation_fusion).
-        blocks: whether :meth:`add` is called with blocks of rows instead of once with all.
         needed: whether a gradient is needed; else :meth:`result` returns ``None``.
 
     Raises:
         RuntimeError: ``main_grad`` is missing or has another dtype.
     """
 
-    def __init__(
-        self, weight: torch.Tensor, *, main_grad: bool, blocks: bool, needed: bool = True
-    ) -> None:
+    def __init__(self, weight: torch.Tensor, *, main_grad: bool, needed: bool = True) -> None:
         self._weight, self.needed = weight, needed
         self._main_grad: torch.Tensor | None = None
         if needed and main_grad:
@@ -350,28 +346,21 @@ class WeightGradient:
                     "the model or turn the fusion off"
                 )
             self._main_grad = target
-        # The accumulator.  Blocks are summed in fp32 and rounded once.
-        self._total = self._main_grad
-        if needed and blocks and (self._total is None or self._total.dtype != torch.float32):
-            self._total = torch.zeros_like(weight, dtype=torch.float32)
         self._grad: torch.Tensor | None = None
-        if self._total is not None:
-            self._accumulate = kernels_for(weight.device).accumulate_weight_gradient
 
     def add(self, grad_output: torch.Tensor, total_input: torch.Tensor) -> None:
-        """Add the product for these rows: ``[rows, O]`` and ``[rows, I]``."""
-        if self._total is not None:
-            self._accumulate(self._total, grad_output, total_input)
-        else:
+        """Compute it, once, from ``[rows, O]`` and ``[rows, I]``."""
+        if self._main_grad is None:
             self._grad = grad_output.t().matmul(total_input)
+        else:
+            accumulate = kernels_for(self._main_grad.device).accumulate_weight_gradient
+            accumulate(self._main_grad, grad_output, total_input)
 
     def result(self) -> torch.Tensor | None:
         """The tensor, or ``None``, that the backward returns for the weight."""
         weight, target = self._weight, self._main_grad
         if target is None:
-            return self._grad if self._total is None else self._total.to(weight.dtype)
-        if self._total is not None and self._total is not target:
-            target.add_(self._total)
+            return self._grad
         if not hasattr(weight, "grad_added_to_main_grad"):
             return None
         # Megatron's hooks need a gradient of this shape, and its contents only if zero_out_wgrad

@@ -23,8 +23,7 @@ layers with at least ``collectives_from`` outputs.
 **Exactness.**  An op on lanes and on ``CollectiveTransport(group, same_pieces=True)`` gives the
 same bits, if rows of x and y are a multiple of 64 bytes long (MKL rounds small products differently
 when blocks begin elsewhere).  Compared with one GEMM over all rows, results differ only where the
-GEMM library rounds a run of rows differently.  Weight gradients are one GEMM over all rows, unless
-``wgrad="blocks"`` makes that of a row-parallel layer block by block, which rounds differently.
+GEMM library rounds a run of rows differently.  Weight gradients are one GEMM over all rows.
 Gradients can be taken once: there is no double backward.
 
 **Early gather.**  In a backward the row-parallel layer comes first.  During its weight gradient the
@@ -131,7 +130,7 @@ class _AllGatherLinear(Call):
         x, needs_weight, outputs = x.contiguous(), self.needs[1], weight.shape[0]
         y = x.new_empty((x.shape[0] * self.transport.size, *x.shape[1:-1], outputs))
         shard = x.flatten(0, -2)
-        running = self.begin(gather_gemm, *shard.shape, outputs, None, 0, like=x)
+        running = self.begin(gather_gemm, *shard.shape, outputs, 0, like=x)
         running.run(shard=shard, weight=weight.t(), out=y.flatten(0, -2))
         if bias is not None:
             y.add_(bias)
@@ -230,10 +229,10 @@ def linear_reduce_scatter(
         dx_SBI = dy_SBO @ weight
         dweight = dy_SBO^T @ x_SBI
 
-    Timeline of the backward, rank r of 3, with ``wgrad="blocks"``; else wgrad runs once, last::
+    Timeline of the backward, rank r of 3::
 
-        compute  | dgrad, wgrad own r | dgrad, wgrad r-1 | dgrad, wgrad r-2 |
-        links    | dy of r-1          | dy of r-2        |                  |
+        compute  | dgrad own r | dgrad r-1 | dgrad r-2 | wgrad                         |
+        links    | dy of r-1   | dy of r-2 |           | x of the layer before (above) |
 
     Args:
         x: ``[S, B, I]`` or ``[S, I]``; S a multiple of the group size.
@@ -259,7 +258,7 @@ def linear_reduce_scatter(
 class _LinearReduceScatter(Call):
     column: weakref.ref[_AllGatherLinear] | None = None
     """The paired layer, whose input is gathered early: after all blocks of this layer have arrived,
-    before the last GEMM of its weight gradient."""
+    before its weight gradient."""
 
     def forward(self, x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, Tensors]:
         x, (outputs, inputs), sums = x.contiguous(), weight.shape, self.options.reduce_dtype
@@ -274,20 +273,18 @@ class _LinearReduceScatter(Call):
 
     def backward(self, grad: torch.Tensor) -> Tensors:
         (x,), weight = self.saved(), self.weight
-        (outputs, inputs), shard = weight.shape, grad.flatten(0, -2)
+        inputs, shard = weight.shape[1], grad.flatten(0, -2)
         grad_x = out = None
         if self.needs[0]:
             shape = grad.shape[0] * self.transport.size, *grad.shape[1:-1], inputs
             grad_x = grad.new_empty(shape)
             out = grad_x.flatten(0, -2)
-        by_blocks = self.options.wgrad == "blocks" and self.backward_schedule is not None
-        wgrad = self.weight_gradient(blocks=by_blocks)
-        mode = ("blocks" if by_blocks else "whole") if wgrad.needed else None
-        arguments = shard.shape[0], outputs, inputs if self.needs[0] else 0, mode, inputs
-        running = self.begin(gather_gemm, *arguments, like=grad, backward=True)
+        wgrad = self.weight_gradient()
+        columns = (inputs if needed else 0 for needed in (self.needs[0], wgrad.needed))
+        running = self.begin(gather_gemm, *shard.shape, *columns, like=grad, backward=True)
         column = None if self.column is None else self.column()
         if column is not None and isinstance(running, Running):
-            running.before_last = {"wgrad": column.gather_early}
+            running.before = {"wgrad": column.gather_early}
         other = None if x is None else x.flatten(0, -2)
         running.run({"wgrad": wgrad.add}, shard=shard, weight=weight, out=out, other=other)
         return grad_x, wgrad.result()

@@ -101,12 +101,10 @@ def _shapes(size: int) -> list[Schedule]:
 
 def arguments(rule: str, rows: int, size: int) -> list[tuple[object, ...]]:
     """Every choice of a rule's arguments; ``rows`` is the length that the schedule cuts."""
-    flags, ways = (False, True), (None, "whole", "blocks")
+    flags = False, True
     either = [pair for pair in product(flags, flags) if any(pair)]
     choices: dict[str, list[tuple[object, ...]]] = {
-        "gather_gemm": [
-            (rows, 2, outputs, way, 2) for outputs, way in product((3, 0), ways) if outputs or way
-        ],
+        "gather_gemm": [(rows, 2, 3, 0), (rows, 2, 3, 2), (rows, 2, 0, 2)],
         "gemm_scatter": [(2, 3, rows)],
         "column_backward": [(2, rows, 3, *pair) for pair in either],
         "gemm_all_reduce": [(size * rows, 2, 3)],

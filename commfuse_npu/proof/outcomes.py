@@ -157,20 +157,9 @@ class Outcome:
         if first is not None:
             self.first = "use", self._rows(matrix, first)
 
-    def wgrad(
-        self,
-        *factors: _Matrix,
-        pieces: Sequence[Sequence[slice]] | None = None,
-        first: slice | None = None,
-    ) -> None:
+    def wgrad(self, *factors: _Matrix) -> None:
         rows = [self._rows(factor, slice(0, factor.rows)) for factor in factors]
-        pieces = [[slice(0, len(rows[0]))]] if pieces is None and rows else pieces or [[]]
-        self.calls["wgrad"] = [
-            (None, [[row for run in runs for row in matrix[run]] for matrix in rows])
-            for runs in pieces
-        ]
-        if first is not None and self.first is None:
-            self.first = "wgrad", self._rows(factors[0], first)
+        self.calls["wgrad"] = [(None, rows)]
 
     def _rows(self, matrix: _Matrix, run: slice) -> list[int]:
         all_columns = 0, matrix.columns

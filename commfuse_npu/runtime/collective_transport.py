@@ -255,7 +255,7 @@ class CollectiveRun:
             return product
         for runs, columns in pieces:
             columns = columns or slice(0, b.shape[1])
-            rows = _rows(a, runs)
+            rows = a[runs[0]] if len(runs) == 1 else torch.cat([a[run] for run in runs])
             result = a.new_empty((rows.shape[0], columns.stop - columns.start))
             self._kernels.gemm_into(result, rows, b[:, columns])
             lengths = [run.stop - run.start for run in runs]
@@ -278,19 +278,5 @@ class CollectiveRun:
         for run in pieces if whole.numel() else ():
             self._works["use"](whole[run], run)
 
-    def wgrad(
-        self,
-        *factors: torch.Tensor,
-        pieces: Sequence[Sequence[slice]] | None = None,
-        first: slice | None = None,
-    ) -> None:
-        whole = [self._read(factor) for factor in factors]
-        if pieces is None or not self._transport.same_pieces:
-            self._works["wgrad"](*whole)
-            return
-        for runs in pieces:
-            self._works["wgrad"](*(_rows(factor, runs) for factor in whole))
-
-
-def _rows(matrix: torch.Tensor, runs: Sequence[slice]) -> torch.Tensor:
-    return matrix[runs[0]] if len(runs) == 1 else torch.cat([matrix[run] for run in runs])
+    def wgrad(self, *factors: torch.Tensor) -> None:
+        self._works["wgrad"](*(self._read(factor) for factor in factors))

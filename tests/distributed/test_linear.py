@@ -105,11 +105,6 @@ def test_a_gather_begins_before_the_weight_gradient_of_the_layer_after(rank: int
         (USUAL, [f"begin {ROW}", f"begin {COLUMN}", f"ahead {COLUMN}", *wgrads]),
         # A column-parallel backward by collectives has nothing to send ahead.
         (replace(USUAL, collectives_from=64), [f"begin {ROW}", *wgrads]),
-        # With blocks: before the last of them.
-        (
-            replace(USUAL, wgrad="blocks"),
-            [f"begin {ROW}", *wgrads[:1] * 2, f"begin {COLUMN}", f"ahead {COLUMN}", *wgrads],
-        ),
     ):
         y = two_pairs(leaves(rank), transport(), options)
         events.clear()

@@ -43,7 +43,6 @@ def of_linears(made: Transport) -> list[tuple[str, Call]]:
         (r"shape \(4, 3\) is not contiguous", lambda: gather_and_use(new_link(), weight.t(), sink)),
         (r"shard has shape \(4,\); it has to be a matrix",
          lambda: gather_and_use(new_link(), x[0], sink, shape=(2, 1))),
-        ("'half' is unknown; choose whole or blocks", lambda: LinearOptions(wgrad="half")),
         ("torch.int32; partial sums need a floating", lambda: LinearOptions(reduce_dtype=INT)),
         *(("it must be a whole number from 1", partial(new_link, lanes=n)) for n in (0, 1.5, True)),
         ("transport is a ProcessGr.*; pass what", lambda: fused(x, weight, transport=made.group)),
@@ -133,8 +132,7 @@ DIFFER: list[tuple[Case, Case, str]] = [
     (LINEAR(), LINEAR(dtype=LOW), "dtype: torch.[a-z0-9]+ here, torch.[a-z0-9]+ there"),
     (LINEAR(), SCATTER(), "operation: .*linear.* here, .*linear.* there"),
     (LINEAR(), LINEAR(schedule=Schedule()), "schedule: .* chunks here, .* chunks there"),
-    # wgrad changes when transfers are posted, and HCCL matches messages by order.
-    (SCATTER(), SCATTER(wgrad="blocks"), "options: .*(whole|blocks).* here"),
+    (SCATTER(), SCATTER(main_grad=FP32), "options: .*main_grad=(True|False).* here"),
     (LINEAR(), LINEAR(weight_grad=False), "wgrad: .* here, .* there"),
     (LINEAR(), LINEAR(rows=0), "path: .* here, .* there"),
     (*(one_layer(op, 2) for op in ATTENTION[1:]), "operation: attention_all_to_all.* here, att"),

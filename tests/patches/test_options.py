@@ -41,9 +41,9 @@ CASES: list[tuple[str, dict[str, Any], int, dict[str, Any]]] = [
     ("", {}, 8,
      {"wrappers.layers": {*LAYERS}, LIMITED: True, "linear.tuning": None,
       SCHEDULE: Schedule("shifted", lanes=1, chunks=1), "wrappers.order_log": None}),
-     ("--commfuse-layers qkv,fc1 --commfuse-reduce-dtype float32 --commfuse-wgrad blocks "
+     ("--commfuse-layers qkv,fc1 --commfuse-reduce-dtype float32 "
       "--commfuse-order-log folder", {}, 8,
-      {"wrappers.layers": {"qkv", "fc1"}, "linear.reduce_dtype": FP32, "linear.wgrad": "blocks",
+      {"wrappers.layers": {"qkv", "fc1"}, "linear.reduce_dtype": FP32,
        "wrappers.order_log": "folder"}),
     # Lanes that nothing would use are not created.
     ("--commfuse-lanes 7 --commfuse-chunks 4 --commfuse-taper 1.5",

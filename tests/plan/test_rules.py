@@ -68,7 +68,7 @@ def test_scratch_of_two_groups_is_used_again() -> None:
 
 def test_a_stream_waits_for_a_post_once() -> None:
     """Waiting for the receive of a batch completes its send."""
-    program = rules.gather_gemm(RankSpec(Schedule(chunks=2), 0, 2, True), 4, 8, 8, None, 0)
+    program = rules.gather_gemm(RankSpec(Schedule(chunks=2), 0, 2, True), 4, 8, 8, 0)
     assert list(program.awaited.values()) == [{0: ("receive", 0)}, {1: ("receive", 1)}, {}]
 
 

@@ -102,7 +102,7 @@ def test_plan_and_proof_need_no_torch() -> None:
 def test_from_three_ranks_on_a_chunk_is_one_collective() -> None:
     assert [default_shape(size) for size in (2, 3, 8)] == ["shifted", "collective", "collective"]
     spec = RankSpec(Schedule(default_shape(4), chunks=2), 1, 4, True)
-    program = rules.gather_gemm(spec, 4, 2, 3, None, 0)
+    program = rules.gather_gemm(spec, 4, 2, 3, 0)
     assert (program.count(Post), program.count(Collective), program.lanes) == (0, 2, 1)
 
 

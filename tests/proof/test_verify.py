@@ -93,7 +93,7 @@ def test_pieces_that_are_there_together_are_one_gemm(size: int, chunks: int) -> 
     def of(rule: str, *given: object) -> Program:
         return RULES[rule](spec, *given)
 
-    gathered = of("gather_gemm", 8, 2, 3, None, 2)
+    gathered = of("gather_gemm", 8, 2, 3, 0)
     pieces = gather_pieces(spec, 8)
     assert counts(gathered)[0] == len(pieces) == (1 + sides if chunks == 1 else 1 + chunks)
     assert counts(gathered)[2] == (0 if chunks == 1 or size == 2 else sides * chunks)

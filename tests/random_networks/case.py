@@ -12,7 +12,6 @@ from typing import Any, Literal
 import torch
 
 from commfuse_npu.plan import Schedule
-from commfuse_npu.plan.rules import Wgrad
 
 Layout = Literal["plain", "transposed", "sliced", "offset", "expanded"]
 """Memory layout of a tensor.  ``expanded``: one row with stride 0, like the gradient of a sum."""
@@ -64,7 +63,6 @@ class Layer:
     weight_layout: Layout = "plain"
     grad_layout: Layout = "plain"
     schedule: Schedule = Schedule()
-    wgrad: Wgrad = "whole"
     wide: bool = False
     collectives_from: int | None = None
     main_grad: torch.dtype | None = None

@@ -85,7 +85,7 @@ class Call:
         layer = self.layer
         wide, main_grad = torch.float32 if layer.wide else None, layer.main_grad is not None
         options = LinearOptions(
-            layer.schedule, wide, layer.wgrad, main_grad, collectives_from=layer.collectives_from
+            layer.schedule, wide, main_grad, collectives_from=layer.collectives_from
         )
         keywords: dict[str, Any] = {"options": options}
         if layer.op in ATTENTION:

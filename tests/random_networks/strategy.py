@@ -113,8 +113,7 @@ def _layers(
     if op in _TENSOR_PARALLEL:
         # With rounding Megatron's order gives the bits of whole GEMMs, not of the same pieces.
         least = None if rounded else draw(st.sampled_from((None, None, 1)))
-        wgrad = draw(st.sampled_from(("whole", "blocks")))
-        layer = replace(layer, wgrad=wgrad, collectives_from=least)
+        layer = replace(layer, collectives_from=least)
     if layer.weight_grad and draw(_often()):
         main_grad = draw(st.sampled_from(_DTYPES))
         layer = replace(layer, main_grad=main_grad, flag=draw(st.booleans()))

@@ -26,7 +26,6 @@ from commfuse_npu.plan.rules.blocks import (
     produce_scatter,
 )
 from commfuse_npu.plan.rules.linear import (
-    Wgrad,
     column_backward,
     gather_gemm,
     gemm_all_reduce,
@@ -41,7 +40,6 @@ __all__ = [
     "Carrier",
     "Piece",
     "Rule",
-    "Wgrad",
     "bucket_gather",
     "bucket_scatter",
     "column_backward",

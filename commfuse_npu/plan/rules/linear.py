@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Literal
 
 from commfuse_npu.plan.builder import Builder
 from commfuse_npu.plan.instructions import Span
@@ -23,35 +22,20 @@ from commfuse_npu.plan.rules.product import Product
 from commfuse_npu.plan.rules.rule import IN_FLIGHT, Carrier, Rule
 from commfuse_npu.plan.schedule import RankSpec
 
-__all__ = ["Wgrad", "column_backward", "gather_gemm", "gemm_all_reduce", "gemm_scatter"]
-
-Wgrad = Literal["whole", "blocks"]
-"""How a weight gradient is computed from blocks of rows.
-
-``whole`` waits for all rows and runs one GEMM: the bits of the unfused layer.  ``blocks`` runs a
-GEMM per piece as it arrives and sums in fp32: more work overlaps with transfers, but the order of
-additions differs.
-"""
+__all__ = ["column_backward", "gather_gemm", "gemm_all_reduce", "gemm_scatter"]
 
 _AHEAD = 8
 """Most transfers posted before the first work; a limit, because each post takes host time."""
 
 
 @Rule
-def gather_gemm(
-    spec: RankSpec,
-    rows: int,
-    inputs: int,
-    outputs: int,
-    wgrad: Wgrad | None,
-    other: int,
-) -> Builder:
+def gather_gemm(spec: RankSpec, rows: int, inputs: int, outputs: int, other: int) -> Builder:
     """Gather ``shard`` and multiply it by ``weight``; optionally use it for a weight gradient.
 
     Args:
         outputs: columns of ``weight``; 0 for no product.
-        wgrad: how to compute a weight gradient of the gathered matrix and ``other``, if at all.
-        other: columns of ``other``.
+        other: columns of ``other``, whose product with all gathered rows is the weight gradient;
+            0 for none.
 
     Work: ``gemm(out, a, b)``; ``wgrad(whole rows, other rows)``.
 
@@ -66,8 +50,8 @@ def gather_gemm(
     own, peers, chunks = block_of(r, rows), peers_of(spec), len(runs)
     # A chunk of several blocks is not one run of rows in the whole matrix.
     in_place = chunks == 1 or (b.peers <= 1 and not b.as_collective)
-    filled, stacked = wgrad == "whole", b.size if b.as_collective else b.peers
-    if in_place or filled:
+    stacked = b.size if b.as_collective else b.peers
+    if in_place or other:
         b.scratch("whole", n * rows, inputs)
     if not in_place:
         for j, run in enumerate(runs):
@@ -92,16 +76,14 @@ def gather_gemm(
     for j in range(ahead):
         post(j)
 
-    def use(piece: Span, out: str, factor: str, run: slice) -> None:
+    def gemm(out: Span, piece: Span) -> None:
         if outputs:
-            b.compute("gemm", [rows_of(out, run)], [piece, Span("weight", 0, inputs)])
-        if wgrad == "blocks":
-            b.compute("wgrad", [], [piece, rows_of(factor, run)])
+            b.compute("gemm", [out], [piece, Span("weight", 0, inputs)])
 
-    use(Span("shard", 0, rows), "out", "other", own)
+    gemm(rows_of("out", own), Span("shard", 0, rows))
     if ahead < 2:
         post(1)
-    if filled and not (b.as_collective and in_place):
+    if other and not (b.as_collective and in_place):
         b.copy(rows_of("whole", own), Span("shard", 0, rows), on_side_stream=True)
     for j, run in enumerate(runs):
         if j + 1 >= max(2, ahead):
@@ -110,60 +92,47 @@ def gather_gemm(
         if in_place:
             for side in sides_of(spec):
                 section = slice(side[0] * rows + run.start, side[-1] * rows + run.stop)
-                use(rows_of("whole", section), "out", "other", section)
+                gemm(rows_of("out", section), rows_of("whole", section))
             continue
-        staged, result, factor = f"staged {j}", f"result {j}", f"factor {j}"
-        if filled:
+        staged, result = f"staged {j}", f"result {j}"
+        if other:
             _spread(b, "whole", staged, run, rows, on_side_stream=True)
-        if wgrad == "blocks":
-            b.scratch(factor, stacked * length, other, slot="factor")
-            for strip, part in _strips(b, "other", factor, run, rows):
-                b.copy(part, strip)
         if outputs:
             b.scratch(result, stacked * length, outputs, slot=f"result {j % 2}")
         pieces = [slice(0, b.peers * length)]
         if b.as_collective:
             pieces = [slice(side[0] * length, (side[-1] + 1) * length) for side in sides_of(spec)]
         for piece in pieces:
-            use(rows_of(staged, piece), result, factor, piece)
+            gemm(rows_of(result, piece), rows_of(staged, piece))
         if outputs:
             _spread(b, "out", result, run, rows, on_side_stream=j < chunks - 1)
-    if filled:
+    if other:
         b.compute("wgrad", [], [Span("whole", 0, n * rows), Span("other", 0, n * rows)])
     return b
 
 
 @gather_gemm.equals
-def _(c: Carrier, rows: int, inputs: int, outputs: int, wgrad: Wgrad | None, other: int) -> None:
-    own, pieces = block_of(c.spec.rank, rows), gather_pieces(c.spec, rows)
+def _(c: Carrier, rows: int, inputs: int, outputs: int, other: int) -> None:
     whole = c.all_gather(c.given("shard", rows, inputs))
     if outputs:
-        weight, gemms = c.given("weight", inputs, outputs), [(runs, None) for runs in pieces]
-        c.gemm(whole, weight, gemms, out="out", first=own)
-    if wgrad:
-        factors = whole, c.given("other", c.spec.size * rows, other)
-        by_blocks = wgrad == "blocks"
-        c.wgrad(*factors, pieces=pieces if by_blocks else None, first=own if by_blocks else None)
-
-
-def _strips(b: Builder, buffer: str, stack: str, run: slice, rows: int) -> list[tuple[Span, Span]]:
-    """Pairs of spans: rows ``run`` of the peers' blocks in ``buffer``, and those in ``stack``."""
-    length, pairs, at = run.stop - run.start, [], 0
-    for side in sides_of(b.spec):
-        first = side[0] * rows
-        strip = Span(buffer, first + run.start, first + run.stop, None, len(side), rows)
-        at = side[0] * length if b.as_collective else at
-        pairs.append((strip, Span(stack, at, at + len(side) * length)))
-        at += len(side) * length
-    return pairs
+        pieces = [(runs, None) for runs in gather_pieces(c.spec, rows)]
+        own = block_of(c.spec.rank, rows)
+        c.gemm(whole, c.given("weight", inputs, outputs), pieces, out="out", first=own)
+    if other:
+        c.wgrad(whole, c.given("other", c.spec.size * rows, other))
 
 
 def _spread(
     b: Builder, buffer: str, stack: str, run: slice, rows: int, *, on_side_stream: bool
 ) -> None:
-    """Copy the stacked chunks of all peers into their blocks of ``buffer``."""
-    for strip, part in _strips(b, buffer, stack, run, rows):
-        b.copy(strip, part, on_side_stream=on_side_stream)
+    """Copy the stacked chunks of all peers, rows ``run`` of each block, into ``buffer``."""
+    length, at = run.stop - run.start, 0
+    for side in sides_of(b.spec):
+        first = side[0] * rows
+        strip = Span(buffer, first + run.start, first + run.stop, None, len(side), rows)
+        at = side[0] * length if b.as_collective else at
+        b.copy(strip, Span(stack, at, at + len(side) * length), on_side_stream=on_side_stream)
+        at += len(side) * length
 
 
 @Rule

@@ -79,13 +79,8 @@ class Carrier(Protocol):
     def use(self, matrix: Any, pieces: Sequence[slice], *, first: slice | None = None) -> None:
         """Call the work ``use(piece, run)`` on all rows."""
 
-    def wgrad(
-        self,
-        *factors: Any,
-        pieces: Sequence[Sequence[slice]] | None = None,
-        first: slice | None = None,
-    ) -> None:
-        """Call the work ``wgrad(*factors)``: once, or for each of ``pieces`` with its rows."""
+    def wgrad(self, *factors: Any) -> None:
+        """Call the work ``wgrad(*factors)``."""
 
 
 RULES: dict[str, Rule] = {}

@@ -35,6 +35,7 @@ LAUNCHES = (
     (LAUNCH.replace("node 8", "node 0"), 2, "--nproc-per-node is '0'; give a whole number from 1"),
     ("echo no data >&2; exit 3", 2, "printed last: no data; set the variables"),
     ("if then fi (", 2, "starts no pretraining: it ended with code 2, started nothing"),
+    (f"{LAUNCH} --commfuse-wgrad=blocks", 2, "is refused: --commfuse-wgrad was removed: a weight"),
     (f"{LAUNCH} --commfuse-chunk 2", 2, "is refused: unknown: --commfuse-chunk; did you mean"),
 )
 FILES = {
@@ -71,6 +72,7 @@ QUESTIONS = (
     ("simulate --cp 3", "is not divisible by TP*CP = 8*3 = 24; choose seq_length 8184 or 8208"),
     ("simulate --tp 3", "their common divisor 8 is not divisible by TP 3; choose TP 2 or 4"),
     ("bench --works mlp,mpl", "'mpl' is unknown; choose from mlp, layers, micro-batches; did you"),
+    ("bench --forms auto-wgrad", "'auto-wgrad' is unknown; choose from p2p"),
     ("bench --ratios nan", "--ratios: 'nan': ratios are numbers from 0 to 100"),
     ("bench --device npu --ratios 1", "--ratios: the links of NPUs keep their rate; leave it out"),
     ("measure --steps host --forms auto", "--forms: no effect without forms among --steps; add it"),
