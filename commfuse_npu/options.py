@@ -102,9 +102,6 @@ OPTIONS: dict[str, Declared] = {
         "128 us), else 1; on NPUs in configs/hardware shorter blocks keep Megatron's code",
         type=whole(1),
     ),
-    "commfuse_taper": _option(
-        1.0, "length of a sub-block over that of the next to arrive", type=float
-    ),
     "commfuse_tuning": _option(
         "off",
         "on: find the fastest sub-blocks and lanes, or the plain path, at the first use of a "
@@ -242,7 +239,6 @@ def schedule_for(
         shape=shape,
         lanes=options.commfuse_lanes or lanes,
         chunks=options.commfuse_chunks or chunks,
-        taper=options.commfuse_taper,
         node_size=local if shape == "two_level" else None,
     )
     return replace(schedule, lanes=min(schedule.lanes_for(size), max(1, size - 1)))

@@ -18,6 +18,9 @@ REMOVED = {
         _SHARDS,
     ),
     "--commfuse-wgrad": "a weight gradient is one GEMM over all rows, as in Megatron; leave it out",
+    "--commfuse-taper": "all chunks of a block have one length; leave it out, or choose their "
+    "number with --commfuse-chunks",
+    "taper_down": "all chunks have one length; Schedule.runs cuts a block into them",
 }
 """By name: a name in Python, or an option of a launch with its dashes."""
 

@@ -70,9 +70,9 @@ class Builder:
         """The peers in the order of the schedule."""
         return self.spec.schedule.hops(self.rank, self.size, own)
 
-    def runs(self, length: int, own: Own) -> list[slice]:
+    def runs(self, length: int) -> list[slice]:
         """Split a block's rows, or a result's columns, into the schedule's number of chunks."""
-        return self.spec.schedule.runs(length, own)
+        return self.spec.schedule.runs(length)
 
     def scratch(
         self, name: str, rows: int, columns: int, *, slot: str | None = None, wide: bool = False

@@ -37,7 +37,7 @@ UNUSED = {"use_commfuse": False, **ULYSSES, **DATA_PARALLEL}
         (DP, UNUSED, f"{DP} needs --use-commfuse, .+; add"),
         ("--commfuse-attention", UNUSED, "--commfuse-attention needs --use-commfuse, .+; add"),
         ("--commfuse-wgrad blocks", {}, "-wgrad was removed: a weight gradient is one GEMM"),
-        ("--commfuse-taper 0.1", {}, r"taper is 0\.1; from 1/8 to 8"),
+        ("--commfuse-taper 0.5", {}, "-taper was removed: all chunks of a block have one length"),
         ("--commfuse-tuning on --commfuse-chunks 4", {}, "-chunks 4 .* leave one or the other out"),
         ("--commfuse-attention --commfuse-layers qkv,fc1", {}, "needs proj .* qkv,fc1: .*; add it"),
         ("--commfuse-lanes 0", {}, "argument --commfuse-lanes: '0' is not a whole number from 1"),

@@ -46,9 +46,9 @@ CASES: list[tuple[str, dict[str, Any], int, dict[str, Any]]] = [
       {"wrappers.layers": {"qkv", "fc1"}, "linear.reduce_dtype": FP32,
        "wrappers.order_log": "folder"}),
     # Lanes that nothing would use are not created.
-    ("--commfuse-lanes 7 --commfuse-chunks 4 --commfuse-taper 1.5",
+    ("--commfuse-lanes 7 --commfuse-chunks 4",
      {"tensor_model_parallel_size": 4}, 8,
-     {SCHEDULE: Schedule("shifted", lanes=3, chunks=4, taper=1.5), LIMITED: False}),
+     {SCHEDULE: Schedule("shifted", lanes=3, chunks=4), LIMITED: False}),
     # Small blocks stay whole.
     ("", LONG, 8, {CHUNKS: 2, "linear.schedule.lanes": 1}),
     ("", {**LONG, "seq_length": 8192}, 8, {CHUNKS: 1}),

@@ -56,7 +56,6 @@ def _schedules(draw: st.DrawFn, size: int, lanes: int, linear: bool = False) -> 
     schedule = Schedule(
         lanes=draw(st.integers(1, lanes)),
         chunks=draw(st.one_of(st.integers(1, 3), st.integers(1, 8))),
-        taper=draw(st.sampled_from((1.0, 1.0, 1.5, 2.0, 8.0, 0.5))),
     )
     if shape == "two_level":
         nodes = [n for n in range(1, size + 1) if size % n == 0]

@@ -45,7 +45,7 @@ def produce_scatter(spec: RankSpec, rows: int, columns: int) -> Builder:
     if not b.peers:
         b.compute("make", [out], [], own)
         return b
-    runs, hops = b.runs(rows, "last"), b.hops("last")
+    runs, hops = b.runs(rows), b.hops("last")
     in_parts = len(runs) > IN_FLIGHT
     b.scratch("own", rows, columns)
     if in_parts:
@@ -93,7 +93,7 @@ def gather_use(spec: RankSpec, rows: int, columns: int, keep: bool) -> Builder:
     """
     b = Builder(spec)
     own = block_of(spec.rank, rows)
-    runs, hops = b.runs(rows, "first"), b.hops("first")
+    runs, hops = b.runs(rows), b.hops("first")
     b.scratch("whole", spec.size * rows, columns)
     for j, run in enumerate(runs):
         for hop in hops:
@@ -136,7 +136,7 @@ def exchange(
     b = Builder(spec)
     makes, staged = blocks != "given", blocks == "made"
     order: Own = "last" if makes else "first"
-    own, runs = block_of(spec.rank, rows), spec.schedule.runs(rows, order)
+    own, runs = block_of(spec.rank, rows), spec.schedule.runs(rows)
     if not keep:
         b.scratch("received", spec.size * rows, columns)
     for j, run in enumerate(runs):
@@ -199,7 +199,7 @@ def bucket_scatter(spec: RankSpec, rows: int, stack: int, in_flight: int) -> Bui
     which has nothing to sum.  Run ahead, it posts all transfers that have memory.
     """
     b = Builder(spec)
-    runs, hops = b.runs(rows, "last"), b.hops("last")
+    runs, hops = b.runs(rows), b.hops("last")
     stack = max(1, min(stack, b.peers))
     stacks = [
         (j, run, hops[at : at + stack], at)
@@ -253,7 +253,7 @@ def bucket_gather(spec: RankSpec, rows: int) -> Builder:
     Run ahead, it posts all its transfers.
     """
     b = Builder(spec)
-    runs = b.runs(rows, "first")
+    runs = b.runs(rows)
     for j, run in enumerate(runs):
         for hop in b.hops("first"):
             own, peer = (inside(rank, rows, run) for rank in (spec.rank, hop.source))

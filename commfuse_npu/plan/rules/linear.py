@@ -46,7 +46,7 @@ def gather_gemm(spec: RankSpec, rows: int, inputs: int, outputs: int, other: int
     the work.
     """
     b = Builder(spec)
-    runs, n, r = b.runs(rows, "first"), spec.size, spec.rank
+    runs, n, r = b.runs(rows), spec.size, spec.rank
     own, peers, chunks = block_of(r, rows), peers_of(spec), len(runs)
     # A chunk of several blocks is not one run of rows in the whole matrix.
     in_place = chunks == 1 or (b.peers <= 1 and not b.as_collective)
@@ -146,7 +146,7 @@ def gemm_scatter(spec: RankSpec, rows: int, inputs: int, outputs: int) -> Builde
     block, then the own block.  Two groups are in flight at a time.
     """
     b = Builder(spec)
-    groups = b.runs(outputs, "last")
+    groups = b.runs(outputs)
     outs, last = _columns_of("out", rows, groups), len(groups) - 1
     products = _by_columns(b, groups, rows, IN_FLIGHT, own_last=True)
 
@@ -226,7 +226,7 @@ def column_backward(
         b.scratch("whole", n * rows, inputs)
         b.all_gather(Span("x", 0, rows), Span("whole", 0, n * rows), "block {source}")
         b.end_ahead()
-    groups = b.runs(inputs, "last") if scatters else []
+    groups = b.runs(inputs) if scatters else []
     products, everything = _by_columns(b, groups, rows, len(groups)), slice(0, n * rows)
     for product, columns in zip(products, groups, strict=True):
         weight = Span("weight", 0, outputs, (columns.start, columns.stop))
@@ -257,7 +257,7 @@ def _(
     # (read in Megatron-Core's LinearWithGradAccumulationAndAsyncCommunication).
     whole = c.all_gather(c.given("x", rows, inputs)) if wgrad else None
     if scatters:
-        runs = c.spec.schedule.runs(inputs, "last")
+        runs = c.spec.schedule.runs(inputs)
         pieces = [((everything,), columns) for columns in runs]
         dgrad = c.gemm(grad, c.given("weight", outputs, inputs), pieces)
         c.reduce_scatter(dgrad, out="grad_x")

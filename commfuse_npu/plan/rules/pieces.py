@@ -34,7 +34,7 @@ Piece = tuple[Sequence[slice], slice | None]
 
 def gather_pieces(spec: RankSpec, rows: int) -> list[tuple[slice, ...]]:
     """The rows of the whole matrix in each GEMM of :func:`gather_gemm`, in order."""
-    runs = spec.schedule.runs(rows, "first")
+    runs = spec.schedule.runs(rows)
     by_peer = spec.as_collective or len(runs) == 1 or spec.size == 1
     blocks = sides_of(spec) if by_peer else [peers_of(spec)]
     pieces = [
@@ -47,7 +47,7 @@ def gather_pieces(spec: RankSpec, rows: int) -> list[tuple[slice, ...]]:
 
 def scatter_pieces(spec: RankSpec, rows: int, columns: int) -> list[Piece]:
     """The rows and columns of the whole result in each GEMM of :func:`gemm_scatter`, in order."""
-    *groups, last = spec.schedule.runs(columns, "last")
+    *groups, last = spec.schedule.runs(columns)
     everything = slice(0, spec.size * rows)
     pieces: list[Piece] = [((everything,), group) for group in groups]
     pieces += [
@@ -79,7 +79,7 @@ def used_pieces(spec: RankSpec, rows: int, own: Own = "first") -> list[slice]:
         own: the order of the peers; ``last`` if the senders compute their blocks piece by piece.
     """
     hops = spec.schedule.hops(spec.rank, spec.size, own)
-    runs = spec.schedule.runs(rows, own)
+    runs = spec.schedule.runs(rows)
     pieces = [inside(hop.source, rows, run) for run in runs for hop in hops]
     return [block_of(spec.rank, rows), *pieces]
 
@@ -87,7 +87,7 @@ def used_pieces(spec: RankSpec, rows: int, own: Own = "first") -> list[slice]:
 def made_pieces(spec: RankSpec, rows: int) -> list[slice]:
     """The rows of each call of the work ``make``, in the order of sends: the own block last."""
     hops = spec.schedule.hops(spec.rank, spec.size, "last")
-    runs = spec.schedule.runs(rows, "last")
+    runs = spec.schedule.runs(rows)
     pieces = [inside(hop.target, rows, run) for run in runs for hop in hops]
     return [*pieces, block_of(spec.rank, rows)]
 

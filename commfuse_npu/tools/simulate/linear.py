@@ -48,7 +48,7 @@ def column_gradients(rank: Rank, name: str, rows: int, inputs: int, outputs: int
         program = column_backward(spec, rows, inputs, outputs, True, True)
         columns = {"x": inputs, "grad": outputs, "weight": inputs, "grad_x": inputs}
         # The columns of a weight are not contiguous in memory.
-        strided = len(spec.schedule.runs(inputs, "last")) > 1
+        strided = len(spec.schedule.runs(inputs)) > 1
         yield from rank.run(name, program, columns, strided=strided)
         return
     yield
