@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 from commfuse_npu.options import LAYERS
-from commfuse_npu.refusals import EXPERTS, RECOMPUTED, UNSPLIT, IncompatibleOptionsError
+from commfuse_npu.refusals import EXPERTS, RECOMPUTED, IncompatibleOptionsError
 from mindspeed_patches.attention import mask_of
 from mindspeed_patches.data_parallel import BucketWrappers
 from mindspeed_patches.layer_names import layer_name
@@ -127,8 +127,6 @@ class StartReport:
         """Why attention cannot be deferred to its projection, as far as the modules show."""
         if layer.checkpoint_core_attention:
             return RECOMPUTED
-        if not layer.linear_proj.sequence_parallel:
-            return UNSPLIT
         return self.linears.static_obstacle(layer.linear_proj) or _mask_obstacle(layer)
 
 

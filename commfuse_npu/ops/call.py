@@ -54,8 +54,7 @@ class Call:
         name: of the op.
         options: has a ``schedule`` and a ``reduce_dtype``; the ranks agree on them.
         like: a tensor whose shape and dtype have to be equal on every rank.
-        rows: number of rows to split.
-        at_least: with fewer rows, the call runs on collectives.
+        rows: number of rows to split; with none, the call runs on collectives.
 
     Attributes:
         schedule, backward_schedule: of forward and backward; ``None`` for torch's collectives and
@@ -81,10 +80,9 @@ class Call:
         like: torch.Tensor,
         *,
         rows: int,
-        at_least: int = 1,
     ) -> None:
-        if transport.size == 1 or rows < at_least:
-            transport = _by_collectives(name, like, transport, rows)
+        if transport.size == 1 or rows == 0:
+            transport = _by_collectives(name, like, transport)
         self.name, self.transport, self.options = name, transport, options
         self.schedule = self.backward_schedule = options.schedule
 
@@ -178,13 +176,10 @@ def _version_of(weight: torch.Tensor | None) -> int | None:
     return None if weight is None or weight.is_inference() else weight._version
 
 
-def _by_collectives(
-    name: str, like: torch.Tensor, transport: AnyTransport, rows: int
-) -> CollectiveTransport:
+def _by_collectives(name: str, like: torch.Tensor, transport: AnyTransport) -> CollectiveTransport:
     """Agree with the other ranks to run on collectives, and log the reason once."""
-    reason = f"{rows} rows cannot be split over {transport.size} ranks"
-    if transport.size == 1:
-        reason = "a group of one has nothing to transfer"
+    empty = "an empty input has nothing to transfer"
+    reason = "a group of one has nothing to transfer" if transport.size == 1 else empty
     transport.agree(name, {"shape": tuple(like.shape)}, path="plain", dtype=like.dtype)
     line = f"{name} runs unfused: {reason}"
     if line not in _said:

@@ -22,7 +22,7 @@ LANES = (1, 2, 3, None)
 _ALL_CHUNKS_UP_TO = 4
 _ALL_ARGUMENTS_UP_TO = 8
 
-_LINEAR = ("gather_gemm", "gemm_scatter", "column_backward", "gemm_all_reduce")
+_LINEAR = ("gather_gemm", "gemm_scatter", "column_backward")
 """The rules that accept the shape ``collective``."""
 
 _One = TypeVar("_One")
@@ -103,7 +103,6 @@ def arguments(rule: str, rows: int, size: int) -> list[tuple[object, ...]]:
         "gather_gemm": [(rows, 2, 3, 0), (rows, 2, 3, 2), (rows, 2, 0, 2)],
         "gemm_scatter": [(2, 3, rows)],
         "column_backward": [(2, rows, 3, *pair) for pair in either],
-        "gemm_all_reduce": [(size * rows, 2, 3)],
         "produce_scatter": [(rows, 2)],
         "gather_use": [(rows, 2, keep) for keep in flags],
         "exchange": [

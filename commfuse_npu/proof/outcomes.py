@@ -102,20 +102,6 @@ class Outcome:
 
         self._result(out, _Matrix(whole.rows if finish else rows, whole.columns, at))
 
-    def all_reduce(self, whole: _Matrix, parts: Sequence[slice], *, out: str) -> None:
-        size = self.spec.size
-        # The rank that sums each row.
-        owners = [
-            k * size // (part.stop - part.start)
-            for part in parts
-            for k in range(part.stop - part.start)
-        ]
-
-        def at(_: int, i: int, columns: Columns) -> int:
-            return self._sum(owners[i], lambda q: whole.at(q, i, columns))
-
-        self._result(out, whole._replace(at=at))
-
     def gemm(
         self,
         a: _Matrix,

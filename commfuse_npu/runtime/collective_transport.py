@@ -20,12 +20,10 @@ from commfuse_npu.plan import RankSpec, Schedule
 from commfuse_npu.plan.rules import Piece, Rule
 from commfuse_npu.runtime.collectives import (
     Begun,
-    all_gather_rows,
     all_to_all_rows,
     begin_all_gather,
     begin_reduce_scatter,
     device_backend,
-    reduce_scatter_rows,
     sum_rows_in_order,
 )
 
@@ -100,13 +98,6 @@ class CollectiveTransport:
 
     def agree(self, name: str, *facts: object, **more: object) -> None:
         """Do nothing: ranks are not compared."""
-
-    def all_reduce(self, name: str, tensor: torch.Tensor) -> None:
-        """Sum ``tensor`` over the ranks, in place."""
-        if self._lanes is not None:
-            self._lanes.all_reduce(name, tensor)
-        elif self.size > 1:
-            dist.all_reduce(tensor, group=self.group)
 
     def wait_for(self, work: Any) -> None:
         """Wait for the ``Work`` of a collective."""
@@ -208,19 +199,6 @@ class CollectiveRun:
                 into.copy_(sum_rows_in_order(wide, self._group, self._order))
             else:
                 self._sums.append((into, self._begun(begin_reduce_scatter(wide, self._group))))
-
-    def all_reduce(self, whole: torch.Tensor, parts: Sequence[slice], *, out: str) -> None:
-        total = whole.to(self._sum_dtype or whole.dtype)
-        if self.spec.size > 1 and len(whole):
-            order = self._order if self._own_order else None
-            with self._transport.collectives(self.name):
-                for part in parts:
-                    if order is None:
-                        sums = reduce_scatter_rows(total[part], self._group)
-                    else:
-                        sums = sum_rows_in_order(total[part], self._group, order)
-                    total[part] = all_gather_rows(sums.to(whole.dtype), self._group).to(total.dtype)
-        self._tensors[out].copy_(total)
 
     @property
     def _own_order(self) -> bool:

@@ -247,18 +247,14 @@ class Running:
         self._transport.kernels.sum_parts(self._views[add.out], terms, dtype=self._sum_dtype)
 
     def _copy(self, at: int) -> None:
-        """``out = source``, either of which may be several runs of rows (a 3-D view).
+        """``out = source``; ``out`` may be several runs of rows (a 3-D view).
 
         Such a view is not contiguous, and MindSpeed's ``Tensor.view`` copies a tensor that is not
         (``ensure_contiguous_wrapper``).  So only the 2-D tensor is reshaped.
         """
         copy: Any = self.program.code[at]
         into, data = self._views[copy.out], self._views[copy.source]
-        if data.dim() < into.dim():
-            data = data.view(into.shape)
-        elif into.dim() < data.dim():
-            into = into.view(data.shape)
-        into.copy_(data)
+        into.copy_(data.view(into.shape))
 
     def _wait(self, at: int) -> None:
         """Wait for posts; on a device with two streams, each stream waits by itself."""

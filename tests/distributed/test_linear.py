@@ -7,8 +7,14 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from commfuse_npu.ops import LinearOptions, all_gather_linear, linear_reduce_scatter
+from commfuse_npu.ops import (
+    LinearOptions,
+    all_gather_linear,
+    linear_all_reduce,
+    linear_reduce_scatter,
+)
 from commfuse_npu.ops.call import AnyTransport, WeightGradient
 from commfuse_npu.plan import Schedule
 from commfuse_npu.runtime.collective_transport import CollectiveTransport
@@ -53,6 +59,28 @@ def test_reduce_dtype_rounds_once(rank: int) -> None:
         ours, exact = (run_case(case, form)[OUT] for form in ("fused", "exact"))
         errors.append((ours - exact).pow(2).mean().sqrt().item())
     assert errors[1] < errors[0]
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+@on_ranks()
+def test_an_all_reduce_adds_in_the_order_of_a_reduce_scatter(rank: int) -> None:
+    """Of inputs times one, which no GEMM rounds; rows that do not divide are padded."""
+    link = transport()
+    for rows in (1, 6 * link.size, 6 * link.size + 1):
+        x = torch.randn(rows, 16, generator=torch.Generator().manual_seed(rank))
+        y = linear_all_reduce(x, torch.eye(16), transport=link, options=USUAL)
+        partials = [torch.empty_like(x) for _ in range(link.size)]
+        dist.all_gather(partials, x, group=link.group)
+        blocks = [partial.split(-(-rows // link.size)) for partial in partials]
+        for r, block in enumerate(y.split(-(-rows // link.size))):
+            first, *others = [(r - distance) % link.size for distance in range(1, link.size)] + [r]
+            total = blocks[first][r].clone()
+            for source in others:
+                total += blocks[source][r]
+            assert torch.equal(block, total), (rows, r)
+        if link.size == 2 or rows == 6 * link.size:  # gloo has this order for even blocks
+            dist.all_reduce(x, group=link.group)
+            assert torch.equal(y, x)
 
 
 # -------------------------------------------------------------------------- buffers

@@ -121,6 +121,7 @@ def test_inputs_that_cannot_work_are_refused(rank: int, of: Any) -> None:
 
 LINEAR = partial(one_layer, "all_gather_linear", 2)
 SCATTER = partial(one_layer, "linear_reduce_scatter", 2)
+SUM = partial(one_layer, "linear_all_reduce", 2, batch=None)
 
 
 def bucket(elements: int = 2, wide: bool = False, **options: Any) -> BucketRun:
@@ -135,6 +136,7 @@ DIFFER: list[tuple[Case, Case, str]] = [
     (SCATTER(), SCATTER(main_grad=FP32), "options: .*main_grad=(True|False).* here"),
     (LINEAR(), LINEAR(weight_grad=False), "wgrad: .* here, .* there"),
     (LINEAR(), LINEAR(rows=0), "path: .* here, .* there"),
+    (SUM(), SUM(rows=5), "path: .* here, .* there"),  # both are padded to six
     (*(one_layer(op, 2) for op in ATTENTION[1:]), "operation: attention_all_to_all.* here, att"),
     (bucket(), bucket(3), "rows: . here, . there"),
     (bucket(), bucket(0), "path: [a-z_]+ here, [a-z_]+ there"),

@@ -28,7 +28,6 @@ from commfuse_npu.plan.rules.blocks import (
 from commfuse_npu.plan.rules.linear import (
     column_backward,
     gather_gemm,
-    gemm_all_reduce,
     gemm_scatter,
 )
 from commfuse_npu.plan.rules.pieces import Piece
@@ -46,7 +45,6 @@ __all__ = [
     "exchange",
     "gather_gemm",
     "gather_use",
-    "gemm_all_reduce",
     "gemm_scatter",
     "produce_scatter",
 ]

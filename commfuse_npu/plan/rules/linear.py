@@ -11,18 +11,16 @@ from commfuse_npu.plan.rules.pieces import (
     block_of,
     gather_pieces,
     inside,
-    parts_of,
     peers_of,
     rows_of,
     scatter_pieces,
     sides_of,
-    sum_pieces,
 )
 from commfuse_npu.plan.rules.product import Product
 from commfuse_npu.plan.rules.rule import IN_FLIGHT, Carrier, Rule
 from commfuse_npu.plan.schedule import RankSpec
 
-__all__ = ["column_backward", "gather_gemm", "gemm_all_reduce", "gemm_scatter"]
+__all__ = ["column_backward", "gather_gemm", "gemm_scatter"]
 
 _AHEAD = 8
 """Most transfers posted before the first work; a limit, because each post takes host time."""
@@ -263,55 +261,3 @@ def _(
         c.reduce_scatter(dgrad, out="grad_x")
     if wgrad:
         c.wgrad(grad, whole)
-
-
-@Rule
-def gemm_all_reduce(spec: RankSpec, rows: int, inputs: int, outputs: int) -> Builder:
-    """Multiply ``a`` by ``weight`` and sum the product over the ranks.
-
-    Args:
-        rows: of ``a``, a multiple of the group size.
-
-    Work: ``gemm(out, a, b)``.
-
-    The rows are cut into parts.  Rank r sums block r of each part and sends the sum to all others
-    while the next part is computed.  Of the last part, the own block is computed last.
-    """
-    b = Builder(spec)
-    parts, weight, products = parts_of(spec, rows), Span("weight", 0, inputs), list[Product]()
-
-    def gemm(p: int, piece: slice) -> None:
-        part = slice(parts[p].start + piece.start, parts[p].start + piece.stop)
-        b.compute("gemm", [products[p].made(piece)], [rows_of("a", part), weight])
-
-    def finish(p: int) -> None:
-        """Sum the own block of a part, and send the sum to all ranks."""
-        block, start = (parts[p].stop - parts[p].start) // spec.size, parts[p].start
-        own_block = Span("out", start + spec.rank * block, start + (spec.rank + 1) * block)
-        if b.as_collective:  # the collective also copies the own block into ``out``
-            b.scratch(f"sum {p}", block, outputs, slot=f"sum {p % 2}")
-            own_block = Span(f"sum {p}", 0, block)
-        products[p].add(own_block)
-        b.all_gather(own_block, rows_of("out", parts[p]), "sum {source}", p, len(parts))
-
-    for p, part in enumerate(parts):
-        length, last = part.stop - part.start, p == len(parts) - 1
-        block = length // spec.size
-        products.append(Product(b, p, len(parts), block, outputs, p % 2, own_last=last))
-        if last:
-            products[p].send_as_made(partial(gemm, p))
-        else:
-            gemm(p, slice(0, length))
-            products[p].send()
-        if p:
-            finish(p - 1)
-    finish(len(parts) - 1)
-    return b
-
-
-@gemm_all_reduce.equals
-def _(c: Carrier, rows: int, inputs: int, outputs: int) -> None:
-    a, weight = c.given("a", rows, inputs), c.given("weight", inputs, outputs)
-    pieces = sum_pieces(c.spec, rows)
-    product = c.gemm(a, weight, pieces, last=pieces[-1][0][0])
-    c.all_reduce(product, parts_of(c.spec, rows), out="out")

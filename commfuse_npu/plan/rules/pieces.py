@@ -6,11 +6,9 @@ Legend: ``s`` rows of a rank's block; a whole matrix has the blocks of all ranks
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
-from itertools import pairwise
 
 from commfuse_npu.plan.instructions import Span
-from commfuse_npu.plan.schedule import Own, RankSpec, split
+from commfuse_npu.plan.schedule import Own, RankSpec
 
 __all__ = [
     "Piece",
@@ -18,12 +16,10 @@ __all__ = [
     "gather_pieces",
     "inside",
     "made_pieces",
-    "parts_of",
     "peers_of",
     "rows_of",
     "scatter_pieces",
     "sides_of",
-    "sum_pieces",
     "used_pieces",
 ]
 
@@ -54,22 +50,6 @@ def scatter_pieces(spec: RankSpec, rows: int, columns: int) -> list[Piece]:
         ((slice(side[0] * rows, (side[-1] + 1) * rows),), last) for side in reversed(sides_of(spec))
     ]
     return [*pieces, ((block_of(spec.rank, rows),), last)]
-
-
-def sum_pieces(spec: RankSpec, rows: int) -> list[Piece]:
-    """The rows of the whole result in each GEMM of :func:`gemm_all_reduce`, in order."""
-    *parts, last = parts_of(spec, rows)
-    whole = spec._replace(schedule=replace(spec.schedule, chunks=1))
-    cut = scatter_pieces(whole, (last.stop - last.start) // spec.size, 1)
-    runs = [slice(last.start + run.start, last.start + run.stop) for (run,), _ in cut]
-    return [((run,), None) for run in [*parts, *runs]]
-
-
-def parts_of(spec: RankSpec, rows: int) -> list[slice]:
-    """The parts that :func:`gemm_all_reduce` sums one by one: multiples of the group size."""
-    blocks = rows // spec.size
-    bounds = split(blocks, min(spec.schedule.chunks, max(1, blocks)))
-    return [slice(spec.size * a, spec.size * b) for a, b in pairwise(bounds)]
 
 
 def used_pieces(spec: RankSpec, rows: int, own: Own = "first") -> list[slice]:

@@ -58,9 +58,6 @@ class Carrier(Protocol):
                 for buckets, whose lines are proved but not executed on collectives.
         """
 
-    def all_reduce(self, whole: Any, parts: Sequence[slice], *, out: str) -> None:
-        """Sum over the ranks; each part is reduce-scattered, then gathered."""
-
     def gemm(
         self,
         a: Any,
