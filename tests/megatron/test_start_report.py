@@ -46,7 +46,7 @@ def test_each_reason_comes_with_the_way_out(rank: int) -> None:
 
 
 @on_ranks(2)
-def test_a_launch_without_sequence_parallelism_would_fuse_nothing(rank: int) -> None:
+def test_nothing_is_fused_without_sequence_parallelism(rank: int) -> None:
     """Also layers that the launch names."""
     case = TWO.but({"sequence_parallel": False}, launch="--commfuse-layers proj,fc2")
     with layout(case), launched(case) as (_, report):

@@ -36,7 +36,7 @@ def test_peers_are_taken_by_their_distance() -> None:
 
 @settings(deadline=None)
 @given(rows=st.integers(1, 3000), parts=st.integers(1, 9))
-def test_chunks_cover_a_block_once_and_differ_by_one_unit_at_most(rows: int, parts: int) -> None:
+def test_chunks_cover_a_block_once_and_differ_by_one_unit(rows: int, parts: int) -> None:
     runs = Schedule(chunks=parts).runs(rows)
     assert [row for run in runs for row in range(run.start, run.stop)] == list(range(rows))
     assert len(runs) == min(rows, parts)
